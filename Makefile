@@ -43,7 +43,7 @@ $(STAMP): $(RUNTIME)
 	@touch $@
 
 quickstart: $(RUNTIME)
-	@$(BIN)/python jobs/quickstart.py jobs/recipes/digits.yaml
+	@$(BIN)/vit-ray quickstart digits
 
 check: env
 	$(BIN)/ruff format --check .

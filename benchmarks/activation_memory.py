@@ -3,7 +3,7 @@
     python benchmarks/activation_memory.py [--models ViT-B/16 ViT-L/16 ViT-H/14] [--batch 64]
 
 The prediction runs the model on tensors without memory (`vit_ray.measure.activation_memory`), as
-`jobs/plan.py` does; the measurement is the rise of torch's peak over what lies there before.
+`vit-ray plan` does; the measurement is the rise of torch's peak over what lies there before.
 Weights are bf16; a weight's gradient counts in both until it is whole. The batch is halved while it
 does not fit; a model that fails is a row that says why. Nothing is compiled: the prediction does
 not know what the compiler would save.

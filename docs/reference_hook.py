@@ -7,6 +7,7 @@ without importing it.
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from mkdocs.structure.files import File, Files
 
 from vit_ray.commands.cli import vit_ray
 from vit_ray.commands.job_list import COMMANDS
-from vit_ray.config.help import SectionHelp, describe_sections
+from vit_ray.config.help import all_keys, sections
 from vit_ray.config.shipped_recipes import header_of, recipe_names, recipes_folder
 
 ROOT = Path(__file__).parents[1]
@@ -48,23 +49,23 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
 
 def commands_page() -> str:
     """What each command does, an example, and the sections that it reads."""
-    parts = ["# Commands\n\nInstalled as `vit-ray NAME`; in a checkout also `jobs/NAME.py`.\n"]
-    for command in COMMANDS.values():
-        reads = ", ".join(f"[`{key}`](recipe.md)" for key in command.reads)
-        parts.append(
-            f"## {command.name}\n\n{command.what}\n\n"
-            f"```\nvit-ray {command.name} {command.example}\n```\n\nReads {reads}.\n"
-        )
-    for name, other in sorted(vit_ray.commands.items()):
-        if name not in COMMANDS:
-            usage = " ".join(other.collect_usage_pieces(Context(other)))
-            parts.append(f"## {name}\n\n{other.help}\n\n```\nvit-ray {name} {usage}\n```\n")
+    parts = [
+        "# Commands\n\nInstalled as `vit-ray NAME`; those of `jobs/` also for `ray job submit`.\n"
+    ]
+    for name, command in vit_ray.commands.items():
+        parts.append(f"## {name}\n\n{inspect.cleandoc(command.help or '')}\n")
+        if job := COMMANDS.get(name):
+            reads = ", ".join(f"[`{key}`](recipe.md)" for key in job.reads)
+            parts.append(f"```\nvit-ray {name} {job.example}\n```\n\nReads {reads}.\n")
+        else:
+            usage = " ".join(command.collect_usage_pieces(Context(command)))
+            parts.append(f"```\nvit-ray {name} {usage}\n```\n")
     return "\n".join(parts)
 
 
 def recipe_page() -> str:
     """Every key with its default, allowed values, meaning, and whether it may change on resume."""
-    return "\n".join(["# Recipe keys\n", f"{_ON_RESUME}\n", *map(_section, describe_sections())])
+    return "\n".join(["# Recipe keys\n", f"{_ON_RESUME}\n", *map(_section, sections())])
 
 
 def recipes_page() -> str:
@@ -98,13 +99,14 @@ def api_names() -> dict[str, str]:
     }
 
 
-def _section(section: SectionHelp) -> str:
-    lines = [f"## {section.name or 'The recipe itself'}\n", f"{section.meaning}\n"]
+def _section(name: str) -> str:
+    lines = [f"## {name or 'The recipe itself'}\n", f"{sections()[name]}\n"]
     lines += ["| key | default | allowed | meaning | on resume |", "|---|---|---|---|---|"]
-    for key in section.keys:
-        names = (f"`{key.name}`", f"`{key.value}`", f"`{key.allowed}`")
-        cells = (*names, key.meaning, key.on_resume)
-        lines.append("| " + " | ".join(map(_cell, cells)) + " |")
+    for key in all_keys():
+        if key.section == name:
+            names = (f"`{key.name}`", f"`{key.default}`", f"`{key.allowed}`")
+            cells = (*names, key.meaning, key.on_resume)
+            lines.append("| " + " | ".join(map(_cell, cells)) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -259,5 +259,5 @@ def test_a_refused_step_of_an_own_optimizer_changes_nothing() -> None:
 def test_a_load_is_planned_without_values_of_an_own_model(tmp_path: Path) -> None:
     save_weights(build_model("tests.parts.ConvNet", 5, 8), tmp_path / "w.safetensors", "vit_ray")
     config = recipe_with(model=own_model("ConvNet")).model
-    report = planned_load(config, 5, str(tmp_path / "w.safetensors"), "auto", "bilinear")
+    report = planned_load(config, 5, str(tmp_path / "w.safetensors"), "auto")
     assert report.new == []

@@ -91,7 +91,7 @@ def test_the_wheel_has_recipes_and_types_and_runs_by_itself(tmp_path: Path) -> N
     (entries,) = (tmp_path / "installed").glob("*.dist-info/entry_points.txt")
     assert "vit-ray = vit_ray.commands.cli:main" in entries.read_text()
     done = subprocess.run(
-        [sys.executable, "-m", "vit_ray", "export", "digits_sweep", "--recipe"],
+        [sys.executable, "-m", "vit_ray", "export", "digits_sweep", "--dry-run"],
         cwd=tmp_path, capture_output=True, text=True,
         env={"PYTHONPATH": str(tmp_path / "installed"), "PATH": os.environ["PATH"]},
     )  # fmt: skip

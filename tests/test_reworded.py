@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TEXT_AT = {
-    "Failure": 0, "InvalidValueError": 0, "_failed": 0, "_tell": 1, "event.remote": 1, "note": 1,
+    "Failure": 0, "_failed": 0, "_tell": 1, "event.remote": 1, "note": 1,
     "note_last": 1, "note_own": 1, "note_hang": 0, "tell": 0, "TaskResult": 4, "Trained": 2,
     **dict.fromkeys(("debug", "info", "warning", "error", "exception"), 0),
 }  # fmt: skip

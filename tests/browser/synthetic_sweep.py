@@ -46,18 +46,18 @@ def write_sweep(folder: Path) -> Recipe:
     )
     parent = _tracker(recipe, "sweep")
     assert parent.flush(60)
-    parent_id = parent.run_id
     for rate, accuracy in ACCURACIES.items():
-        _record_trial(trial_recipe(recipe, {RATE: rate}), parent_id, accuracy)
+        _record_trial(trial_recipe(recipe, {RATE: rate}), parent.log.path, accuracy)
     parent.log.text("recipe.yaml", recipe_yaml(recipe))
     assert parent.finish("FINISHED")
     report(recipe)
     return recipe
 
 
-def _record_trial(trial: Recipe, parent_id: str | None, accuracy: float) -> None:
-    trial = trial.with_changes(tracking={"parent_run_id": parent_id})
-    tracker = _tracker(trial, "sweep_trial", measured_on="dev", awaited_metric="dev/top1")
+def _record_trial(trial: Recipe, parent_log: Path, accuracy: float) -> None:
+    tracker = _tracker(
+        trial, "sweep_trial", measured_on="dev", awaited_metric="dev/top1", parent_log=parent_log
+    )
     for step in range(10, STEPS + 1, 10):
         loss = 2.3 / (1 + step / 20) + (1 - accuracy)
         tracker.log.metrics(step, {"train/loss": loss, "train/images_per_s": 300.0})

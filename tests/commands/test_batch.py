@@ -42,7 +42,7 @@ def recipe(sets: Path, tmp_path: Path) -> Recipe:
 def file(recipe: Recipe, tmp_path: Path) -> str:
     """The recipe of a run that has not begun."""
     path = tmp_path / "seen.yaml"
-    path.write_text(yaml.safe_dump(recipe.recorded()))
+    path.write_text(yaml.safe_dump(recipe.written()))
     return str(path)
 
 
@@ -74,7 +74,7 @@ def test_table_and_pictures_of_a_recipe_before_its_run(
 def test_the_operations_of_randaugment_are_in_the_table(recipe: Recipe, tmp_path: Path) -> None:
     file, out = tmp_path / "changed.yaml", tmp_path / "out"
     changed = recipe.with_changes(data={"augment": {"randaugment": "tensorflow"}})
-    file.write_text(yaml.safe_dump(changed.recorded()))
+    file.write_text(yaml.safe_dump(changed.written()))
     assert said(str(file), "step=1", "--out", str(out))[0] == 0
     expected = [row["operations"] for row in SeenBatches(resolve_run(changed)).read(1)[1]]
     assert pq.read_table(out / "batch.parquet")["operations"].to_pylist() == expected

@@ -7,10 +7,9 @@ import io
 import json
 import os
 import pkgutil
-import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +20,10 @@ from click.shell_completion import ShellComplete
 
 from tests.commands.command_line import run_cli
 from vit_ray import own_parts
-from vit_ray.commands import cli, job_list
-from vit_ray.commands.help_pages import FIRST_DAY, print_help, sections_below
+from vit_ray.commands import cli
 from vit_ray.commands.job_list import COMMANDS, Command
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.config.help import describe_sections, key_names
+from vit_ray.config.help import all_keys, key_names, keys_below, sections
 from vit_ray.config.shipped_recipes import header_of, recipe_names, recipes_folder
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +36,7 @@ def test_a_module_is_trusted_by_an_option(
 ) -> None:
     monkeypatch.setattr(own_parts, "_TRUSTED", set())
     with pytest.raises(SystemExit) as ended:
-        cli.vit_ray.main(["pretrain", "--module", "tests.parts", "digits", "--recipe"])
+        cli.vit_ray.main(["export", "--module", "tests.parts", "digits", "--dry-run"])
     assert ended.value.code == 0
     assert {"tests.parts"} == own_parts._TRUSTED
     assert "name: digits-vit" in capsys.readouterr().out
@@ -88,35 +86,36 @@ def test_what_a_person_can_mend_is_told_in_one_line(
 ) -> None:
     raised.append(error)
     monkeypatch.delenv("VIT_RAY_LOGS", raising=False)
-    assert cli.run_recipe(command_with("failing"), (recipe,), False) == code
+    assert cli._ended(lambda: cli.run_recipe(command_with("failing"), (recipe,), False)) == code
     assert capsys.readouterr().err == f"error: {error}\n"
     monkeypatch.setenv("VIT_RAY_LOGS", "1")
-    assert cli.run_recipe(command_with("failing"), (recipe,), False) == code
+    assert cli._ended(lambda: cli.run_recipe(command_with("failing"), (recipe,), False)) == code
     told = capsys.readouterr().err
     assert told.startswith("Traceback")
     assert told.endswith(f"{type(error).__name__}: {error}\n\n")
 
 
-def test_a_dry_run_without_a_plan_shows_the_keys_that_are_set() -> None:
-    """And the recipe, which has some hundred more, only where it is asked for."""
-    words = ("verify", "digits", "verify.path=data/x", "--dry-run")
+def test_a_dry_run_without_a_plan_shows_the_recipe_without_secrets() -> None:
+    words = ("verify", "digits", "--dry-run", "verify.path=https://me:secret-pw@host/x")
     done = run_cli(*words)
     assert done.exit_code == 0, done.output
-    assert done.stdout.splitlines()[2:] == [f"{'verify.path':<28} data/x"]
-    both = run_cli(*words, "--recipe").stdout
-    assert both.startswith(done.stdout.rstrip())
-    assert yaml.safe_load(both.partition("data/x\n")[2])["verify"]["path"] == "data/x"
-    secret = run_cli(*words, "verify.path=https://me:secret-pw@host/x").stdout
-    assert "https://host/x" in secret
-    assert "secret-pw" not in secret
+    assert yaml.safe_load(done.stdout)["verify"] == {"path": "https://host/x"}
+    assert "convert" not in yaml.safe_load(done.stdout)
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        ("digits", "--recipe", "optim.learning_rate=0.5", "seed=3"),
-        ("optim.learning_rate=0.5", "digits", "seed=3", "--recipe"),
-        ("--recipe", "optim.learning_rate=0.5", "seed=3", "digits"),
+        ("digits", "--dry-run", "optim.learning_rate=0.5", "seed=3"),
+        ("optim.learning_rate=0.5", "digits", "seed=3", "--dry-run"),
+        ("--dry-run", "optim.learning_rate=0.5", "seed=3", "digits"),
+        (
+            "tracking.description=" + "x" * 300,
+            "seed=3",
+            "digits",
+            "optim.learning_rate=0.5",
+            "--dry-run",
+        ),
     ],
 )
 def test_overrides_stand_anywhere(words: tuple[str, ...]) -> None:
@@ -132,13 +131,6 @@ def test_a_word_that_is_no_override_is_refused() -> None:
     assert "override 'seed': expected key=value" in done.stderr
 
 
-def test_no_words_show_the_usage_and_an_example() -> None:
-    done = run_cli("pretrain")
-    assert done.exit_code == 2
-    assert "usage:   vit-ray pretrain RECIPE [key=value ...]" in done.stdout
-    assert "example: vit-ray pretrain digits" in done.stdout
-
-
 def test_the_error_of_a_dry_run_comes_last(tmp_path: Path) -> None:
     file = tmp_path / "output"  # as of `> output 2>&1`, where stdout is written in blocks
     with (
@@ -149,7 +141,7 @@ def test_the_error_of_a_dry_run_comes_last(tmp_path: Path) -> None:
     ):
         print("before")
         words = ("cifar10", "model.name=ViT-X/16")
-        assert cli.run_recipe(COMMANDS["pretrain"], words, True) == 2
+        assert cli._ended(lambda: cli.run_recipe(COMMANDS["pretrain"], words, True)) == 2
     first, last = file.read_text().splitlines()
     assert first == "before"
     assert last.startswith("error: model name 'ViT-X/16' is unknown; similar names: ")
@@ -163,7 +155,8 @@ LIGHT = [
     *((name, "digits", "--help") for name in COMMANDS),
     *((name, "digits", "optim.lr=1") for name in COMMANDS),
     *((name, "digits", "data.train=null") for name, one in COMMANDS.items() if one.needs),
-    ("pretrain", "digits", "--recipe"),
+    ("keys",),
+    ("keys", "optim"),
     ("pretrain", "digist"),
     ("export", "digits", "--dry-run"),
     ("replay", "--help"),
@@ -198,28 +191,8 @@ for words in json.loads(sys.argv[1]):
 """
 
 
-def test_a_name_of_a_shipped_recipe_and_of_an_own_file_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("digits.yaml").write_text("base: digits\nname: mine\n")
-    Path("pets.yaml").write_text("base: digits\nname: pets\n")
-    for name, full in (("digits", "digits"), ("pets", "finetune/pets")):
-        done = run_cli("plan", name, "--recipe")
-        assert done.exit_code == 2
-        assert done.stderr == (
-            f"error: recipe '{name}' can be '{name}.yaml' or the shipped recipe '{full}'; give "
-            f"{name}.yaml, or jobs/recipes/{full} for the shipped one\n"
-        )
-        assert run_cli("plan", name, "--help").stderr == done.stderr
-        own, shipped = run_cli("plan", f"{name}.yaml", "--recipe"), f"jobs/recipes/{full}"
-        assert f"name: {'mine' if name == 'digits' else 'pets'}\n" in own.stdout
-        assert run_cli("plan", shipped, "--recipe").exit_code == 0
-    assert run_cli("plan", "cifar10", "--recipe").exit_code == 0
-
-
 @pytest.mark.parametrize("is_buffered", [True, False])
-@pytest.mark.parametrize("words", ["recipes", "pretrain digits --recipe", "plan digits --help all"])
+@pytest.mark.parametrize("words", ["recipes", "export digits --dry-run", "keys"])
 def test_a_reader_that_has_seen_enough_is_no_error(words: str, is_buffered: bool) -> None:
     reading, writing = os.pipe()
     os.close(reading)
@@ -269,9 +242,9 @@ def test_a_command_with_workers_says_so_before_its_imports(
         shown.append(sys.stderr.getvalue())
         return lambda recipe: 0
 
-    monkeypatch.setattr(job_list.pkgutil, "resolve_name", find)
+    monkeypatch.setattr(cli.pkgutil, "resolve_name", find)
     with redirect_stderr(io.StringIO()):
-        command = replace(COMMANDS[name], opens=(), needs=(), check=None, takes_overrides=False)
+        command = replace(COMMANDS[name], opens=(), needs=(), check=None)
         assert cli.run_recipe(command, ("digits",), False) == 0
     assert shown[0].startswith(line)
     assert bool(shown[0]) == bool(line)
@@ -279,57 +252,62 @@ def test_a_command_with_workers_says_so_before_its_imports(
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=lambda c: c.name)
 def test_every_command_is_where_the_table_says(command: Command) -> None:
-    for reference in filter(None, (command.main, command.plan)):
+    for reference in filter(None, (command.main, command.plan, command.check)):
         function = pkgutil.resolve_name(reference)
         parameters = inspect.signature(function).parameters.values()
-        taken = {p.name: p.annotation for p in parameters if p.kind is not p.KEYWORD_ONLY}
-        assert taken.pop("recipe") is Recipe, reference
-        words = reference == command.main and command.takes_overrides
-        assert taken == ({"overrides": Sequence[str]} if words else {}), reference
+        assert [p.annotation for p in parameters if p.kind is not p.KEYWORD_ONLY] == [Recipe]
     assert inspect.signature(pkgutil.resolve_name(command.main)).return_annotation is int
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=lambda c: c.name)
-def test_every_command_has_its_job_and_its_example_loads(command: Command) -> None:
-    assert f'run_job("{command.name}")' in (ROOT / "jobs" / f"{command.name}.py").read_text()
+def test_the_example_of_every_command_loads_and_its_keys_exist(command: Command) -> None:
     words = tuple(word for word in command.example.split() if word != "--dry-run")
     load_recipe(*cli.split_words(words))
-    for prefix in command.reads:
-        assert sections_below([prefix], describe_sections()), (
-            f"{command.name} reads {prefix}, which is no key"
-        )
+    for prefix in (*command.reads, *command.needs, *command.opens):
+        assert keys_below(prefix), f"{command.name} reads {prefix}, which is no key"
+    shown = run_cli(command.name, "--help").stdout
+    assert shown.startswith(f"Usage: vit-ray {command.name} [OPTIONS] RECIPE [KEY=VALUE ...]")
+    assert f"Example: vit-ray {command.name} {command.example}" in shown
+    assert "`vit-ray keys NAME`" in run_cli(command.name, "digits", "--help", "nosuch").stdout
 
 
-def test_a_job_shows_the_keys_that_it_reads_and_no_others() -> None:
-    shown = run_cli("verify", "--help").stdout
-    assert "verify.path" in shown
-    assert "optim.momentum" not in shown
-    assert "optim.momentum" in run_cli("verify", "--help", "optim").stdout
+def test_the_commands_are_those_of_the_design_and_submitted_ones_have_a_job() -> None:
+    names = (
+        "init recipes keys convert verify subset deduplicate pretrain finetune evaluate sweep "
+        "scaling_study vtab predict export inspect_model batch fork replay report plan doctor ui "
+        "start quickstart"
+    )
+    assert sorted(cli.vit_ray.commands) == sorted(names.split())
+    jobs = {file.stem: file.read_text() for file in (ROOT / "jobs").glob("*.py")}
+    assert sorted(jobs) == sorted(
+        ["convert", "pretrain", "finetune", "evaluate", "sweep", "scaling_study", "vtab"]
+    )
+    for name, text in jobs.items():
+        assert f'run_job("{name}")' in text
+        assert len(text.splitlines()) == 6
 
 
-def test_help_shows_the_keys_of_a_first_day_and_the_others_on_request() -> None:
-    first = run_cli("pretrain", "--help").stdout
-    shown = [line.split()[0] for line in first.splitlines() if re.match(r"  [a-z_]+\S*  ", line)]
-    keys = [name for name in shown if name in key_names()]
-    read = COMMANDS["pretrain"].reads
-    first_day = [n for n in FIRST_DAY if any(n == key or n.startswith(f"{key}.") for key in read)]
-    assert len(first_day) > 15
-    assert sorted(keys) == sorted(first_day)
-    assert first.rstrip().endswith("more keys: --help all, or --help SECTION")
-    every = run_cli("pretrain", "--help", "all").stdout
-    assert "optim.momentum" in every
-    assert "optim.momentum" not in first
-    assert "more keys" not in every
-    assert "convert.index_jpeg" not in run_cli("convert", "--help").stdout
+def test_keys_are_shown_by_section_and_counted() -> None:
+    shown = run_cli("keys", "optim").stdout
+    assert "\noptim: Optimizer" in shown
+    assert "  optim.clip_norm=1.0  (number >= 0) [on resume: resume=changed]\n" in shown
+    assert "train.loss" not in shown
+    assert all(f"  {name}=" in run_cli("keys").stdout for name in key_names())
+    assert int(run_cli("keys", "--count").stdout) <= 195
 
 
-def test_help_on_a_small_command_shows_all_that_it_reads() -> None:
-    shown = run_cli("subset", "--help").stdout
-    assert "subset.keys" in shown
+def test_text_is_shown_in_a_locale_without_its_letters(tmp_path: Path) -> None:
+    (tmp_path / "caf\xe9.yaml").write_text("base: digits\nname: mine\n", encoding="utf-8")
+    for words in (["export", "caf\xe9.yaml", "data.train=caf\xe9", "--dry-run"], ["recipes"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "vit_ray", *words], cwd=tmp_path, capture_output=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
 
 
 def test_defaults_are_those_that_a_recipe_gets() -> None:
-    told = {key.name: key.value for section in describe_sections() for key in section.keys}
+    told = {key.name: key.default for key in all_keys()}
     values = Recipe(name="x").model_dump(mode="json")
     for name in key_names():
         node = values
@@ -344,7 +322,7 @@ def test_defaults_are_those_that_a_recipe_gets() -> None:
 
 
 def test_allowed_values_are_told() -> None:
-    told = {key.name: key.allowed for section in describe_sections() for key in section.keys}
+    told = {key.name: key.allowed for key in all_keys()}
     assert told["train.zero_stage"] == "0 | 1 | 2 | 3"
     assert told["train.micro_batch_size"] == "integer > 0 | auto"
     assert told["train.precision"] == "fp32 | bf16"
@@ -356,24 +334,9 @@ def test_allowed_values_are_told() -> None:
     )
 
 
-def test_help_with_a_recipe_shows_its_values(capsys: pytest.CaptureFixture[str]) -> None:
-    print_help(COMMANDS["pretrain"], "vit-ray pretrain", ["optim"], load_recipe("digits"))
-    shown = capsys.readouterr().out
-    assert "values of digits-vit" in shown
-    (line,) = [line for line in shown.splitlines() if "optim.learning_rate" in line]
-    assert " 0.002 " in line
-
-
-def test_every_key_has_a_meaning() -> None:
-    keys = [key for section in describe_sections() for key in section.keys]
-    in_lists = (
-        "study.models.",
-        "data.train.",
-        "vtab.tasks.",
-        "study.transfer.",
-    )  # of their sections the list itself tells
-    assert {key.name for key in keys} >= {n for n in key_names() if not n.startswith(in_lists)}
-    assert not [key.name for key in keys if len(key.meaning) < 8]
+def test_every_key_and_section_has_a_meaning() -> None:
+    assert not [key.name for key in all_keys() if len(key.meaning) < 8]
+    assert not [name for name, meaning in sections().items() if len(meaning) < 6]
 
 
 def test_every_shipped_recipe_is_listed_with_cost_and_result() -> None:

@@ -25,8 +25,8 @@ def recipe_of(folder: Path, **sections: Any) -> Recipe:
     )
 
 
-def findings(recipe: Recipe) -> dict[str, doctor.Finding]:
-    return {found.what: found for found in doctor.examine(recipe)}
+def findings(recipe: Recipe) -> dict[str, tuple[bool, str]]:
+    return {what: (is_good, text) for what, is_good, text in doctor.examine(recipe)}
 
 
 @pytest.fixture
@@ -43,9 +43,9 @@ def test_a_machine_that_has_everything_is_told_so_and_left_as_it_was(
     (tmp_path / "empty").mkdir()
     data = {"train": digits.train, "eval": digits.test}
     found = findings(recipe_of(tmp_path / "empty", data=data))
-    assert [one for one in found.values() if not one.is_good] == []
-    assert "of 10 classes" in found["data.train"].text
-    assert "writing, reading, listing and deleting work" in found["output"].text
+    assert [text for is_good, text in found.values() if not is_good] == []
+    assert "of 10 classes" in found["data.train"][1]
+    assert "writing, reading, listing and deleting work" in found["output"][1]
     assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
 
 
@@ -62,13 +62,22 @@ def test_every_fault_is_told_and_the_exit_code_says_so(tmp_path: Path, machine: 
     assert "Operation not permitted: '/sys/x'" in bad["output"]
 
 
+def test_no_recipe_is_needed_and_mlflows_variables_count(tmp_path: Path, machine: None) -> None:
+    store = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/m.db"}
+    done = CliRunner().invoke(vit_ray, ["doctor", f"output={tmp_path}/runs"], env=store)
+    assert done.exit_code == 0, done.output
+    assert f"{tmp_path}/m.db will be created" in done.stdout
+    assert f"{tmp_path}/runs: writing, reading, listing and deleting work" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_deleted_experiment_is_a_fault(tmp_path: Path, machine: None) -> None:
     recipe = recipe_of(tmp_path)
     client = open_client(recipe.tracking.uri)
     client.delete_experiment(client.create_experiment(recipe.tracking.experiment))
     found = findings(recipe)["MLflow"]
-    assert not found.is_good
-    assert "has been deleted in MLflow; restore it with" in found.text
+    assert not found[0]
+    assert "has been deleted in MLflow; restore it with" in found[1]
 
 
 def test_a_cluster_that_refuses_this_machines_token_is_a_fault(
@@ -79,8 +88,8 @@ def test_a_cluster_that_refuses_this_machines_token_is_a_fault(
     with socket.create_server(("127.0.0.1", 0)) as head:
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{head.getsockname()[1]}")
         found = findings(recipe_of(tmp_path))["Ray"]
-    assert not found.is_good
-    assert "requires its token (token is missing); copy ~/.ray/auth_token" in found.text
+    assert not found[0]
+    assert "requires its token (token is missing); copy ~/.ray/auth_token" in found[1]
 
 
 @pytest.mark.parametrize("right", ["read", "list", "delete"])
@@ -98,8 +107,8 @@ def test_the_right_that_is_missing_is_named_and_the_probe_is_taken_back(
 
     monkeypatch.setattr(Location, method, denied)
     found = findings(recipe_of(tmp_path))["output"]
-    assert not found.is_good
-    assert found.text == "AccessDenied"
+    assert not found[0]
+    assert found[1] == "AccessDenied"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -113,5 +122,5 @@ def test_limits_that_are_too_low_are_told_with_what_raises_them(
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
     monkeypatch.setattr(doctor, "LEAST_SHARED_GIB", 1e9)
     found = findings(recipe_of(tmp_path))
-    assert told in found["open files"].text
-    assert "--shm-size" in found["shared memory"].text
+    assert told in found["open files"][1]
+    assert "--shm-size" in found["shared memory"][1]

@@ -34,7 +34,6 @@ from vit_ray.commands.job_list import COMMANDS
 from vit_ray.commands.trained.export import export
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.section import Section
-from vit_ray.config.validation import InvalidValueError
 from vit_ray.data import open_dataset
 from vit_ray.data.crops import Augmentation, crop_of
 from vit_ray.launch.inputs.streams import resolve_run
@@ -285,12 +284,12 @@ def test_a_card_that_is_there_is_kept(tmp_path: Path, capsys: pytest.CaptureFixt
     "push", ["someone/vit", "hf://vit", "hf://a/b/c", "https://x/a", "hf:///b"]
 )
 def test_an_address_that_is_none_of_the_hub_is_refused_at_once(push: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidValueError, match=r"expected hf://OWNER/NAME, such as hf://"):
+    with pytest.raises(ValueError, match=r"expected hf://OWNER/NAME, such as hf://"):
         tiny_recipe(tmp_path, export={"path": str(tmp_path / "x"), "push": push})
 
 
 def test_a_single_file_is_not_pushed(tmp_path: Path) -> None:
-    with pytest.raises(InvalidValueError, match="needs a folder: give a path without a suffix"):
+    with pytest.raises(ValueError, match="needs a folder: give a path without a suffix"):
         tiny_recipe(tmp_path, export={"path": "vit.npz", "push": "hf://someone/vit"})
 
 

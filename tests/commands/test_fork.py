@@ -193,9 +193,9 @@ def test_with_another_batch_each_image_is_read_once_in_each_epoch(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     data: dict[str, Any] = {**CASES[case], "shuffle_window": 112 if case == "window" else 0}
-    recipe = recipe_on(
-        sets, data=data, output=str(tmp_path / "runs"), optim={"steps": None, "images": 336}
-    )
+    recipe = recipe_on(sets, data=data, output=str(tmp_path / "runs"))
+    epochs = 336 / resolve_run(recipe).num_images
+    recipe = recipe.with_changes(optim={"steps": None, "epochs": epochs})
     resolved = resolve_run(recipe)
     facts = {
         "recipe": resolved.recipe.recorded(), "data_fingerprint": resolved.manifest.fingerprint,

@@ -182,10 +182,10 @@ def test_the_source_is_counted_before_it_is_converted(tmp_path: Path) -> None:
 
 
 def test_a_reading_task_holds_its_row_groups_and_the_largest_image(tmp_path: Path) -> None:
-    text = work_of("data.task_memory_mib=512")
+    text = work_of()
     assert (
-        "up to 2,048 MiB in a task: task_memory_mib, and 1,536 for the image of 134,217,728 pixels;"
-        " 795 MiB for all tasks of a host: manifest and order" in text
+        "up to 1,792 MiB in a task: 256 for row groups, and 1,536 for the image of 134,217,728 "
+        "pixels; 795 MiB for all tasks of a host: manifest and order" in text
     )
     of_part = work_of("data.fraction=0.1")
     assert "; 867 MiB for all tasks of a host: manifest and order" in of_part
@@ -198,7 +198,8 @@ def test_a_reading_task_holds_its_row_groups_and_the_largest_image(tmp_path: Pat
     )
     text = work_of(f"data.train={tmp_path}/set", *NO_COUNTS)
     assert (
-        "up to 313 MiB in a task: task_memory_mib, and 57 for the largest image, of 5,000" in text
+        "up to 313 MiB in a task: 256 for row groups, and 57 for the largest image, of 5,000"
+        in text
     )
     assert "for all tasks of a host" not in text  # of one row group
 

@@ -106,9 +106,7 @@ def loaded_by(prepared: PreparedRun) -> torch.nn.Module:
     recipe = prepared.recipe
     model = build_objective(recipe, prepared.num_classes).eval()
     assert recipe.init_from is not None
-    initialize_weights(
-        model, recipe.init_from, new_head=prepared.new_head, resize=recipe.init_resize
-    )
+    initialize_weights(model, recipe.init_from, new_head=prepared.new_head)
     return model
 
 

@@ -128,9 +128,8 @@ def test_a_checkpoint_of_another_resolution_starts_as_it_did(
     assert [line.split()[0] for line in report.resized] == ["positions.0.table"]
 
 
-@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("is_file", [True, False])
-def test_positions_are_resized_as_the_recipe_says(mode: Any, is_file: bool, tmp_path: Path) -> None:
+def test_positions_are_resized_as_in_the_papers_code(is_file: bool, tmp_path: Path) -> None:
     source = small_model("ViT", image_size=32)
     path = str(tmp_path / "model.npz")
     if is_file:
@@ -138,15 +137,13 @@ def test_positions_are_resized_as_the_recipe_says(mode: Any, is_file: bool, tmp_
     else:
         path = write_run(tmp_path / "run", source)
     size = {"name": "ViT", "image_size": 48, **TINY_VIT}
-    model, _ = load_trained_model(
-        tiny_recipe(tmp_path, init_from=path, init_resize=mode, model=size), None
-    )
+    model, _ = load_trained_model(tiny_recipe(tmp_path, init_from=path, model=size), None)
     table = source.positions[0].table.detach()[:, 1:].reshape(1, 4, 4, 32).permute(0, 3, 1, 2)
-    expected = F.interpolate(table, (6, 6), mode=mode, align_corners=mode == "bilinear")
+    expected = F.interpolate(table, (6, 6), mode="bilinear", align_corners=True)
     resized = model.positions[0].table.detach()[:, 1:].reshape(1, 6, 6, 32).permute(0, 3, 1, 2)
     torch.testing.assert_close(resized, expected)
     started = small_model("ViT", image_size=48)
-    initialize_weights(started, path, new_head=True, resize=mode)
+    initialize_weights(started, path, new_head=True)
     assert torch.equal(started.positions[0].table, model.positions[0].table)
 
 
@@ -176,7 +173,7 @@ def test_every_job_reads_weights_of_every_form_here_and_in_a_bucket(
     monkeypatch.setattr(weight_files, "_PIECE_BYTES", 10_000)
     path = str(bucket / name) if place == "here" else f"s3://models/{name}"
     exported, report = load_trained_model(tiny_recipe(bucket, init_from=path), None)
-    planned = planned_load(size_of_model(), 9, path, False, "bilinear")
+    planned = planned_load(size_of_model(), 9, path, False)
     assert (planned.loaded, planned.ignored) == (report.loaded, report.ignored)
     trained = small_model("ViT", num_classes=9).apply(_clear)
     initialize_weights(trained, path, new_head=False)
@@ -210,7 +207,7 @@ def test_weights_of_a_run_with_another_model_are_refused_with_all_keys_that_diff
         f"the weights are of model.depth={TINY_VIT['depth']}, model.mlp_dim={TINY_VIT['mlp_dim']}$"
     )
     with pytest.raises(ValueError, match=told):
-        planned_load(config, 9, run, True, "bilinear")
+        planned_load(config, 9, run, True)
 
 
 def test_errors_about_weights_in_a_bucket_name_their_place_in_it(bucket: Path) -> None:
@@ -225,7 +222,7 @@ def test_errors_about_weights_in_a_bucket_name_their_place_in_it(bucket: Path) -
         with pytest.raises(ValueError, match=message):
             load_trained_model(tiny_recipe(bucket, init_from=f"s3://models/{name}"), None)
         with pytest.raises(ValueError, match=message):
-            planned_load(size_of_model(), 9, f"s3://models/{name}", False, "bilinear")
+            planned_load(size_of_model(), 9, f"s3://models/{name}", False)
 
 
 @pytest.mark.parametrize("has_layer", [True, False])

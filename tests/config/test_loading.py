@@ -13,6 +13,7 @@ from ray._private.label_utils import validate_label_selector
 
 from tests.models.small import FAMILIES, small_model
 from vit_ray.config import Recipe, load_recipe, require
+from vit_ray.config.loading import parse_yaml, write_yaml
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.training_sections import OptimConfig, accumulation_steps
 from vit_ray.config.validation import _ALIASES, dotted_keys, fields_below, is_list
@@ -63,12 +64,23 @@ def test_numbers_may_be_written_with_an_exponent_and_no_point(path: Path) -> Non
     assert load_recipe(path, ["optim.learning_rate=3e-4"]).optim.learning_rate == 0.0003
 
 
-@pytest.mark.parametrize("number", ["010", "1:30", "-007"])
-def test_a_number_is_not_read_to_another_base_than_it_seems(number: str, path: Path) -> None:
-    """YAML 1.1 reads 8, 90 and -7."""
-    with pytest.raises(ValueError, match=f"seed='{number}': Input should be a valid integer"):
-        load_recipe(path, [f"seed={number}"])
-    assert load_recipe(path, ["seed=0x10"]).seed == 16
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("010", 10),
+        ("0x10", 16),
+        ("1e3", 1000.0),
+        ("1:30", "1:30"),
+        ("on", "on"),
+        ("2026-01-01", "2026-01-01"),
+        ("{1: a, on: b}", {"1": "a", "on": "b"}),
+        ("{<<: {a: 1}, b: 2}", {"a": 1, "b": 2}),
+    ],
+)
+def test_values_are_read_as_yaml_1_2_and_of_jsons_kinds(text: str, value: Any) -> None:
+    """YAML 1.1 reads 8, 90, true and a date."""
+    assert parse_yaml(text, "here") == value
+    assert parse_yaml(write_yaml({"key": value}), "here") == {"key": value}
 
 
 def test_overrides_reach_sections_that_the_file_does_not_have(path: Path) -> None:
@@ -101,6 +113,29 @@ def test_a_recipe_takes_over_its_base_and_changes_it(path: Path) -> None:
     assert recipe.optim.learning_rate == 0.001
 
 
+def test_recipes_that_a_recipe_names_are_of_its_folder_and_data_of_the_current_one(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, cwd = path.parent / "studies", path.parent / "elsewhere"
+    folder.mkdir()
+    cwd.mkdir()
+    (folder / "study.yaml").write_text(
+        "base: ../run.yaml\ndata: {train: set}\n"
+        "study: {models: [{label: a}], transfer: ["
+        "{name: own, recipe: ../run.yaml}, {name: shipped, recipe: finetune/pets}]}\n"
+    )
+    (cwd / "mine.yaml").write_text("base: ../studies/study.yaml\nname: mine\n")
+    monkeypatch.chdir(cwd)
+    recipe = load_recipe("mine.yaml")
+    assert recipe.optim.epochs == 3
+    assert recipe.study is not None
+    own, shipped = (task.recipe for task in recipe.study.transfer)
+    assert load_recipe(own) == load_recipe(path)
+    assert Path(own).is_absolute()
+    assert shipped == "finetune/pets"
+    assert recipe.with_absolute_paths().data.train == str(cwd / "set")
+
+
 def test_a_base_that_leads_back_is_refused(path: Path) -> None:
     path.write_text("base: run.yaml\nname: run\n")
     with pytest.raises(ValueError, match="base names the recipe itself"):
@@ -110,25 +145,39 @@ def test_a_base_that_leads_back_is_refused(path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("model.image_size=0", "model.image_size=0: Input should be greater than 0"),
-        ("model.image_size=[224, big]", "model.image_size.1='big': Input should be a valid int"),
-        ("workers.num_workers=two", "workers.num_workers='two': Input should be a valid integer"),
-        ("workers.num_workers=[1]", "workers.num_workers.1 is required but not given"),
-        ("data.train=5", "data.train=5: Input should be a valid string"),
-        ("optim.betas=0.9", "optim.betas=0.9: a list is needed, such as [0.9, 0.999]"),
-        ("workers.label_selector=H100", "workers.label_selector='H100': a mapping is needed, "),
-        ("study.models=[a]", "study.models.0='a': .*; did you mean study.models.0.label=a?"),
+        ("model.image_size=0", "model.image_size=0: give integer > 0 | [integer > 0, integer > 0]"),
+        (
+            "model.image_size=[224, big]",
+            'model.image_size=[224, "big"]: give integer > 0 | [integer > 0, integer > 0]',
+        ),
+        (
+            "workers.num_workers=[1]",
+            "workers.num_workers=[1]: give integer > 0 | [integer > 0, integer > 0]",
+        ),
+        ("data.train=5", "data.train=5: give text"),
+        ("optim.betas=[0.9]", "optim.betas=[0.9]: give [number >= 0, <= 1, number >= 0, <= 1]"),
+        ("workers.label_selector=H100", "workers.label_selector='H100': give {NAME: VALUE}"),
+        ("study.models=[a]", "study.models.0=a is a section of keys; give keys below it, such as"),
+        ("train.zero_stage=7", "train.zero_stage=7: give 0 | 1 | 2 | 3"),
+        ("optim.learning_rate=fast", "optim.learning_rate='fast': give number > 0"),
+        ("train.averaging=1.0", "train.averaging=1.0: give number >= 0, < 1"),
+        ("sweep={learning_rates: []}", "sweep.learning_rates=[]: give [number > 0, ...]"),
+        ('output=""', "output='': give a folder, a file or an s3:// address"),
+        ("output=s3://me:hunter2@b/c", "output: an s3:// address with an @ or a : in its bucket"),
     ],
 )
-def test_only_the_kind_of_value_that_was_meant_is_told_of(
+def test_a_wrong_value_is_told_once_with_what_is_allowed(
     path: Path, override: str, message: str
 ) -> None:
-    """A number where a number or a list may be given is not to become a list."""
-    with pytest.raises(
-        ValueError, match=re.escape(f"{path}: {message}").replace(r"\.\*", ".*")
-    ) as e:
+    with pytest.raises(ValueError, match=re.escape(f"{path}: {message}")) as caught:
         load_recipe(path, [override])
-    assert ";" not in str(e.value).replace("; did you mean", "")
+    assert str(caught.value).count(": give ") <= 1
+    assert "hunter2" not in str(caught.value)
+
+
+def test_all_wrong_keys_are_named(path: Path) -> None:
+    with pytest.raises(ValueError, match=r"seed=-1: .*unknown key model.dpth; .*unknown key lr; "):
+        load_recipe(path, {"seed": -1, "lr": 1, "model.dpth": 2})
 
 
 @pytest.mark.parametrize(
@@ -144,42 +193,38 @@ def test_only_the_kind_of_value_that_was_meant_is_told_of(
         ("epochs=1", "did you mean optim.epochs?"),
         ("wd=0.1", "did you mean optim.weight_decay?"),
         ("gpus=8", "did you mean workers.num_workers?"),
-        ("model=ViT-H/14", "model is a section of keys; did you mean model.name=ViT-H/14?"),
+        ("model=ViT-H/14", "model=ViT-H/14 is a section of keys; give keys below it, such as m"),
         ("xyz=1", "unknown key xyz (valid in this section: name, "),
-        ("model={name: ViT, image_size: 16, patch_size: 5}", "is not a multiple of patches of 5 p"),
-        ("model.image_size=225", "model.name=ViT-B/16: model.image_size=225 is not a multiple of"),
-        ("model.image_size=[224, 230]", "the nearest image_size is [224, 224]"),
+        (
+            "model={name: ViT, image_size: 16, patch_size: 5}",
+            "image_size=16 is not a multiple of the pat",
+        ),
+        ("model.image_size=225", "model: image_size=225 is not a multiple of the patches of ViT"),
+        ("model.image_size=[224, 230]", "the nearest is [224, 224]"),
         (
             "model={name: ViT, width: 10, num_heads: 3}",
-            "num_heads=3 does not divide model.width=10",
+            "num_heads=3 does not divide width=10",
         ),
         (
             "study.models=[{label: tiny, model: {image_size: 30}}]",
-            "study 'tiny': model.name=ViT-B/16: model.image_size=30 is not a multiple",
+            "study.models.0.model: image_size=30 is not a multiple",
         ),
-        ("train.zero_stage=7", "train.zero_stage=7: Input should be 0, 1, 2 or 3"),
-        ("optim.learning_rate=fast", "optim.learning_rate='fast': Input should be a valid number"),
         ("train.global_batch_size=12.5", "train.global_batch_size=12.5"),
         ("train.compile=yes please", "train.compile='yes please'"),
-        ("optim.steps=5", "the length of the run is given 2 times"),
+        ("optim.steps=5", "the length of the run is given twice"),
         ("workers.num_workers=[4, 1]", "minimum above its maximum"),
         ("data.augment={min_area: 0.9, max_area: 0.1}", "min_area=0.9 is larger than max_area=0.1"),
         ("train={label_smoothing: 0.1, loss: sigmoid}", "label_smoothing=0.1 with loss=sigmoid"),
         ("train={compile: true, zero_stage: 3}", "compile=true does not work with zero_stage=3"),
         ("train={offload: true, zero_stage: 0}", "offload=true with zero_stage=0"),
-        ("train.averaging=1.0", "averaging=1.0 would keep the initial"),
         ("train.profile_steps=[9, 3]", "profile_steps=[9, 3] ends before it begins"),
         ("evaluate.few_shot_train=x", "few_shot_train and few_shot_test go together"),
-        (
-            "evaluate={few_shot_train: x, few_shot_test: y, shots: []}",
-            "shots=[] with few_shot_train",
-        ),
-        ("sweep={learning_rates: []}", "sweep.learning_rates=[]: Tuple should have at least 1"),
         ("name=a/b", "name='a/b'"),
         ("train.zero_stage", "expected key=value"),
         ("x" * 300, "expected key=value"),  # longer than a file's name can be
         ("name.first=x", "name is a value, not a section"),
-        ("optim={", "not valid YAML"),
+        ("optim=[", "not valid YAML"),
+        ("base=x", "base=x is a key of recipe files; give x as the recipe"),
         (r'output="\ud800"', "not valid YAML: 'utf-8' codec can't encode character"),
     ],
 )
@@ -190,10 +235,10 @@ def test_a_wrong_override_says_which_key_and_what_to_change(
         load_recipe(path, [override])
 
 
-def test_an_override_of_python_is_of_a_recipes_kinds(path: Path) -> None:
-    message = r"override of output: PosixPath\('x'\) is of Python's type PosixPath; give a text"
-    with pytest.raises(ValueError, match=message):
-        load_recipe(path, {"output": Path("x")})
+def test_overrides_of_python_are_a_list_or_a_mapping(path: Path) -> None:
+    assert load_recipe(path, {"output": Path("x")}).output == "x"
+    with pytest.raises(ValueError, match=r"overrides='optim.steps=5' is a text; give a list"):
+        load_recipe(path, "optim.steps=5")
 
 
 LISTS = {
@@ -202,7 +247,6 @@ LISTS = {
     "deduplicate.evaluation_sets": ["data/a", "data/a"],
     "optim.frozen": ["head", "head"],
     "optim.decay_at": [0.3, 0.3],
-    "checkpoint.keep_steps": [5, 6, 5],
     "evaluate.shots": [1, 1],
     "evaluate.metrics": ["parts.top3", "parts.top3"],
     "train.callbacks": ["parts.note", "parts.note"],
@@ -231,12 +275,9 @@ def test_a_list_that_has_a_value_twice_is_refused(key: str) -> None:
         "name": "run",
     }
     tree = {"name": "run", section: {**tree.get(section, {}), name: LISTS[key]}}
-    told = "=.*ascending order" if key == "optim.decay_at" else r"=\[.* twice; list each once"
+    told = "=.*ascending order" if key == "optim.decay_at" else r": \[.* twice; list each once"
     with pytest.raises(ValueError, match=f"^here: {section}.*{name}{told}"):
         recipe_from_dict(tree, "here")
-    # A checkpoint that was begun with it opens.
-    if section in ("evaluate", "checkpoint"):
-        assert Recipe.model_validate_json(json.dumps(tree)).name == "run"
 
 
 def test_a_row_of_a_study_has_no_value_twice_and_a_pair_or_a_networks_stages_may() -> None:
@@ -246,7 +287,7 @@ def test_a_row_of_a_study_has_no_value_twice_and_a_pair_or_a_networks_stages_may
     tree["study"] = {"models": rows}
     recipe_from_dict(tree, "here")
     rows[1]["steps"] = [5, 5]
-    with pytest.raises(ValueError, match=r"study\.models\.1\.steps=\[5, 5\] has 5 twice"):
+    with pytest.raises(ValueError, match=r"study\.models\.1\.steps: \[5, 5\] has 5 twice"):
         recipe_from_dict(tree, "here")
 
 
@@ -271,21 +312,13 @@ def test_every_list_of_the_schema_is_told_above() -> None:
     found = {key for key, field in fields_below(Recipe) if is_list(field.annotation)}
     keys = ("data_fractions", "epochs", "steps", "images", "seeds")
     axes = {f"study.models.{key}" for key in keys}
-    assert found - {key for key in found if key.endswith(".stages")} == {
-        *LISTS, *OWN_NAMES, *axes
-    }  # fmt: skip
+    stages = {key for key in found if key.endswith(".stages")}
+    assert found - stages - {"checkpoint.keep_steps"} == {*LISTS, *OWN_NAMES, *axes}
 
 
 def test_aliases_point_to_keys_that_exist() -> None:
     assert set(_ALIASES.values()) <= set(dotted_keys(Recipe))
     assert not set(_ALIASES) & set(Recipe.model_fields)
-
-
-def test_an_old_recipe_in_a_checkpoint_is_read_whatever_its_geometry(path: Path) -> None:
-    tree = {"name": "old", "model": {"name": "ViT", "image_size": 16, "patch_size": 5}}
-    with pytest.raises(ValueError, match="patches of 5 pixels"):
-        recipe_from_dict(tree, "test")
-    assert Recipe.model_validate_json(json.dumps(tree)).model.patch_size == 5
 
 
 def test_shipped_recipes_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,6 +359,16 @@ def test_a_recipe_cannot_be_changed_after_loading(path: Path) -> None:
         load_recipe(path).name = "other"  # type: ignore[misc]
 
 
+def test_a_training_records_its_own_keys_and_a_file_those_of_its_commands_too(path: Path) -> None:
+    recipe = load_recipe(path, ["verify.path=x", "sweep.seeds=2"]).with_absolute_paths()
+    trained = {"name", "seed", "output", "resume", "init_from", "model", "data", "optim", "train"}
+    trained |= {"checkpoint", "evaluate", "workers", "tracking", "storage"}
+    assert recipe.recorded().keys() == trained
+    assert {key.partition(".")[0] for key in recipe.flat()} == trained
+    assert recipe.written().keys() == trained | {"verify", "sweep"}
+    assert recipe_from_dict(recipe.written(), "here") == recipe
+
+
 def test_flat_values_come_back_as_they_were(path: Path) -> None:
     recipe = load_recipe(path, ["optim.learning_rate=0.1234567891"])
     assert recipe.flat()["optim.learning_rate"] == "0.1234567891"
@@ -353,17 +396,13 @@ def test_paths_become_absolute_and_addresses_stay(path: Path) -> None:
     assert vtab.data == str(Path("some/vtab").absolute())
 
 
-@pytest.mark.parametrize(
-    ("length", "steps"), [({"steps": 7}, 7), ({"epochs": 2.0}, 20), ({"images": 501}, 5)]
-)
-def test_a_length_in_steps_epochs_or_images_comes_to_steps(
-    length: dict[str, float], steps: int
-) -> None:
+@pytest.mark.parametrize(("length", "steps"), [({"steps": 7}, 7), ({"epochs": 2.0}, 20)])
+def test_a_length_in_steps_or_epochs_comes_to_steps(length: dict[str, float], steps: int) -> None:
     assert OptimConfig(**length).total_steps(1000, 100) == steps
 
 
 def test_a_run_without_a_length_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"set one of optim\.steps, optim\.epochs, optim\.images"):
+    with pytest.raises(ValueError, match=r"set optim\.steps or optim\.epochs"):
         OptimConfig().total_steps(1000, 100)
 
 
@@ -396,12 +435,12 @@ def test_a_key_that_a_job_needs_is_named_where_it_is_not_set() -> None:
 @pytest.mark.parametrize(
     ("uri", "told"),
     [
-        ("mlflow.db", "a path is not an address of MLflow's; give sqlite:///FILE"),
-        ("htp://localhost:5000", "htp:// is not an address of MLflow's"),
+        ("mlflow.db", "a path is not the address of a store of MLflow's; give sqlite:///FILE"),
+        ("htp://localhost:5000", "htp:// is not the address"),
         ("file:///srv/mlruns", "MLflow 3 does not open a folder of files, such as mlruns"),
         ("postgres://u:hunter22@db/mlflow", "postgresql://"),
-        ("sqlite://mlflow.db", "a third slash"),
-        ("mongodb+srv://db", "mongodb:// is not an address"),
+        ("sqlite://mlflow.db", "such as sqlite:///mlflow.db in the current folder"),
+        ("mongodb+srv://db", "mongodb:// is not the address"),
     ],
 )
 def test_an_address_that_mlflow_cannot_open_is_refused_with_the_recipe(

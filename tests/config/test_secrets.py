@@ -4,13 +4,13 @@ import logging
 from urllib.parse import unquote
 
 import pytest
-import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 from sqlalchemy import make_url
 
 from vit_ray.commands.cli import vit_ray
 from vit_ray.config import load_recipe
+from vit_ray.config.loading import write_yaml
 from vit_ray.config.secrets import RedactingFormatter, redact, redacted, userinfo
 
 SECRET = "hunter2"
@@ -117,12 +117,11 @@ def test_a_dry_run_and_its_errors_show_no_secret(capsys, tmp_path):
     words = [
         "digits",
         "--dry-run",
-        "--recipe",
         "tracking.uri=postgresql://u:hunter2@db/x",
         f"output={tmp_path}",
     ]
     with pytest.raises(SystemExit):
-        vit_ray.commands["pretrain"].main(words)
+        vit_ray.commands["export"].main(words)
     shown = capsys.readouterr()
     assert "uri: postgresql://db/x" in shown.out
     assert SECRET not in shown.out + shown.err
@@ -132,7 +131,7 @@ def test_what_is_recorded_of_a_recipe_holds_no_secret_and_is_a_recipe_still(tmp_
     recipe = load_recipe("digits", ["tracking.uri=postgresql://u:hunter2@db/x"])
     assert recipe.flat()["tracking.uri"] == "postgresql://db/x"
     path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe.recorded()))
+    path.write_text(write_yaml(recipe.written()))
     assert SECRET not in path.read_text()
     again = load_recipe(path)
     assert again == recipe.with_changes(tracking={"uri": "postgresql://db/x"})

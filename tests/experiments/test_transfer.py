@@ -105,7 +105,7 @@ def test_a_recipe_that_is_not_there_is_named() -> None:
 
 def test_one_task_is_listed_once(base: str) -> None:
     task = {"name": "tune", "recipe": base}
-    with pytest.raises(ValueError, match=r"study.transfer=.* has tune twice"):
+    with pytest.raises(ValueError, match=r"study.transfer: .* has tune twice"):
         study_recipe("/x", [study_row("a")], transfer=[task, task])
     with pytest.raises(ValueError, match=r"transfer: a task is named 'mean', .*; give"):
         study_recipe("/x", [study_row("a")], transfer=[{**task, "name": "mean"}])

@@ -10,10 +10,9 @@ import torch
 from tests.checkpoints.written import snapshot_of, write_snapshot
 from tests.recipes import recipe_with
 from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
-from vit_ray.commands.help_pages import sections_below
 from vit_ray.commands.job_list import COMMANDS
 from vit_ray.config import Recipe, resume_compatibility
-from vit_ray.config.help import describe_sections, key_names
+from vit_ray.config.help import all_keys, key_names, keys_below
 from vit_ray.config.resume_compatibility import incompatible_changes, on_resume
 from vit_ray.config.section import OnResume
 from vit_ray.launch.resuming import accepted_changes, find_resume_point
@@ -221,8 +220,7 @@ def test_when_evaluations_may_end_a_run_their_cadence_decides() -> None:
 
 
 def test_every_key_that_a_training_reads_says_whether_it_may_change() -> None:
-    reads = [key for key in COMMANDS["pretrain"].reads if key != "plan"]
-    keys = [key for section in sections_below(reads, describe_sections()) for key in section.keys]
+    keys = keys_below(*(key for key in COMMANDS["pretrain"].reads if key != "plan"))
     assert len(keys) > 90
     assert {key.name for key in keys if not key.on_resume} == {"name"}
 
@@ -240,14 +238,14 @@ def test_every_key_that_a_training_reads_says_whether_it_may_change() -> None:
         (
             OnResume.FREE,
             "output resume data.train data.max_bad_fraction "
-            "data.cpus_per_task data.task_memory_mib data.object_store_mib "
+            "data.cpus_per_task data.object_store_mib "
             "data.label_selector data.cache_dir data.cache_free_gib "
             "train.micro_batch_size train.zero_stage train.offload "
             "train.activation_checkpointing train.compile train.nonfinite "
             "train.log_every_steps train.profile_steps "
             "train.callbacks train.step_timeout_s evaluate.batch_size evaluate.metrics",
         ),
-        (OnResume.LENGTH, "optim.steps optim.epochs optim.images"),
+        (OnResume.LENGTH, "optim.steps optim.epochs"),
         (OnResume.EVALUATED, "data.eval evaluate.few_shot_train evaluate.few_shot_test"),
     ],
     ids=["fixed", "free", "length", "evaluated"],
@@ -268,7 +266,7 @@ def test_other_keys_of_the_training_than_these_need_the_flag(mark: OnResume, key
 
 def test_what_switches_a_key_off_is_a_key_with_such_values() -> None:
     """A misspelt one would leave the key without effect on any comparison."""
-    allowed = {key.name: key.allowed for part in describe_sections() for key in part.keys}
+    allowed = {key.name: key.allowed for key in all_keys()}
     switches = [used_if for _, used_if in resume_compatibility._MARKS.values() if used_if]
     assert len(switches) > 10
     for used_if in switches:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLLOWED = [ROOT / name for name in FOLLOWED_NAMES]
 PROGRAMS = {"vit-ray", "python", "make", "ray", "pip", "mlflow", "export", "."}
-OPTIONS = ("--dry-run", "--recipe", "--help")
+OPTIONS = ("--dry-run", "--help")
 
 
 def command_lines() -> Iterator[tuple[str, str, list[str]]]:
@@ -50,7 +50,7 @@ def test_every_command_line_is_understood(
     for file, text in FILES.items():
         (tmp_path / file).write_text(text)
     monkeypatch.chdir(tmp_path)
-    words = [word for word in words if word not in (*OPTIONS, "optim", "vtab")]  # sections of help
+    words = [word for word in words if word not in OPTIONS]
     recipe, overrides = split_words(tuple(words))
     load_recipe(recipe, overrides)
 

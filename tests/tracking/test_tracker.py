@@ -124,8 +124,8 @@ def test_points_keep_the_time_they_were_recorded_at(config, log_path):
 
 def test_a_child_run_names_its_parent(config, log_path, tmp_path):
     parent = started(config, "study", tmp_path / "parent.jsonl")
-    below = config.model_copy(update={"parent_run_id": parent.run_id})
-    child = started(below, "cell", log_path)
+    assert parent.flush(20)
+    child = started(config, "cell", log_path, parent_log=tmp_path / "parent.jsonl")
     assert child.finish()
     assert parent.finish("KILLED")
     client = MlflowClient(config.uri)

@@ -22,7 +22,6 @@ from vit_ray.models.fitting import (
     fit_state_dict,
     origin_of,
 )
-from vit_ray.models.positions import ResizeMode
 from vit_ray.models.sizes import Grid
 from vit_ray.own_parts import is_own
 
@@ -34,12 +33,11 @@ _WITHOUT_TENSORS: Final = {"image_size", "dropout", "stochastic_depth"}
 class SavedWeights:
     """Weights that are not in a model yet: their number of classes (None: no head), and a loader.
 
-    `load_into` takes the model, what becomes of its head, and how positions are resized, as
-    `initialize_weights`.
+    `load_into` takes the model and what becomes of its head, as `initialize_weights`.
     """
 
     num_classes: int | None
-    load_into: Callable[[nn.Module, NewHead, ResizeMode], LoadReport]
+    load_into: Callable[[nn.Module, NewHead], LoadReport]
     sides: Grid | None = None
     """Height and width in pixels of the images that they were trained on, as a run records them;
     None for a file."""
@@ -57,7 +55,6 @@ def initialize_weights(
     path: str,
     *,
     new_head: NewHead,
-    resize: ResizeMode = "bilinear",
 ) -> LoadReport:
     """Load weights, positions resized to the model's resolution; returns what became of each.
 
@@ -65,18 +62,15 @@ def initialize_weights(
         path: as in `open_weights`.
         new_head: True keeps the model's fresh head and drops the saved one (fine-tuning), False
             demands the saved one, "auto" takes it if it fits.
-        resize: as in `fit_state_dict`.
 
     Raises:
         ValueError: there is nothing to load at `path`, or it does not fit the model.
     """
-    return open_weights(path).load_into(model, new_head, resize)
+    return open_weights(path).load_into(model, new_head)
 
 
 @lru_cache(maxsize=8)
-def planned_load(
-    config: ModelConfig, num_classes: int, path: str, new_head: NewHead, resize: ResizeMode
-) -> LoadReport:
+def planned_load(config: ModelConfig, num_classes: int, path: str, new_head: NewHead) -> LoadReport:
     """What `initialize_weights` would do, by names and shapes; once for all trials.
 
     Raises:
@@ -85,7 +79,7 @@ def planned_load(
     weights = meta_state_of(path)
     try:
         with _ShapesAlone():
-            return weights.load_into(_model_without_values(config, num_classes), new_head, resize)
+            return weights.load_into(_model_without_values(config, num_classes), new_head)
     except (RuntimeError, IndexError) as error:  # of torch, for a tensor of too few dimensions
         raise ValueError(f"{path} does not fit this model: {error}") from error
     except ValueError as error:
@@ -162,10 +156,7 @@ def open_weights(
     location = find_weight_file(path)
     if location is not None:
         file = read_weight_file(location, has_values)
-        return SavedWeights(
-            file.num_classes,
-            lambda model, new_head, resize: file.load_into(model, new_head, resize=resize),
-        )
+        return SavedWeights(file.num_classes, file.load_into)
     if has_values:
         checkpoint, values = read_weights(path, averaged)
     else:
@@ -179,12 +170,12 @@ def open_weights(
     kind = "averaged weights" if checkpoint.takes_average(averaged) else "weights"
     source = f"{checkpoint.folder.uri} ({kind} of step {position.step})"
 
-    def load_into(model: nn.Module, new_head: NewHead, resize: ResizeMode) -> LoadReport:
+    def load_into(model: nn.Module, new_head: NewHead) -> LoadReport:
         origin = None
         if config is not None and not is_own(config.name):  # whose code a checkpoint does not run
             # The grid: whether 36 tokens are 4 x 9 or 6 x 6.
             origin = origin_of(_model_without_values(config, 1))
-        return fit_state_dict(model, values, new_head, resize=resize, origin=origin, source=source)
+        return fit_state_dict(model, values, new_head, origin=origin, source=source)
 
     # An objective that trains the head of the model inside it has it under that name.
     head = position.shapes.get("head.bias", position.shapes.get("model.head.bias"))

@@ -1,4 +1,4 @@
-"""What a recipe's command needs of the machine that starts it, of storage, Ray and MLflow.
+"""What a training needs of the machine that starts it, of storage, Ray and MLflow.
 
 Each is checked separately, so that one command reports everything that is missing before any GPU
 costs. Nothing is left behind.
@@ -6,12 +6,9 @@ costs. Nothing is left behind.
 
 import contextlib
 import os
-import platform
 import resource
 import shutil
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Final
@@ -28,19 +25,18 @@ LEAST_FILES: Final = 4096
 """Open files per process; Ray on a busy node has thousands of sockets."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What one check found."""
+def run_doctor(recipe: Recipe) -> int:
+    """Print one finding after another; exit code 1 if something would keep a run from starting."""
+    is_good = True
+    for what, is_right, text in examine(recipe.with_absolute_paths()):
+        is_good = is_good and is_right
+        print(f"{'ok  ' if is_right else 'BAD '} {what:14} {text}", flush=True)
+    return 0 if is_good else 1
 
-    what: str
-    is_good: bool
-    text: str
 
-
-def examine(recipe: Recipe) -> Iterator[Finding]:
-    """One finding after another; an error in a check becomes its finding."""
+def examine(recipe: Recipe) -> list[tuple[str, bool, str]]:
+    """What each check found: name, whether it is good, and the text."""
     checks: dict[str, Callable[[Recipe], str]] = {
-        "python": _python,
         "packages": _packages,
         "GPUs": _gpus,
         "shared memory": _shared_memory,
@@ -48,29 +44,16 @@ def examine(recipe: Recipe) -> Iterator[Finding]:
         "Ray": _ray,
         "MLflow": _mlflow,
         "output": _output,
-        "data.train": lambda one: _data_sets(filter(None, [one.data.train])),
-        "data.eval": lambda one: _data_sets(filter(None, [one.data.eval])),
+        "data.train": lambda one: _data_set(one.data.train),
+        "data.eval": lambda one: _data_set(one.data.eval),
     }
+    found = []
     for what, check in checks.items():
         try:
-            yield Finding(what, True, check(recipe))
+            found.append((what, True, check(recipe)))
         except Exception as error:  # whatever it is, the other checks must run too
-            yield Finding(what, False, redact(str(error) or repr(error)))
-
-
-def run_doctor(recipe: Recipe) -> int:
-    """Print the findings; exit code 1 if something would keep the command from running."""
-    is_good = True
-    for found in examine(recipe.with_absolute_paths()):
-        is_good = is_good and found.is_good
-        print(f"{'ok  ' if found.is_good else 'BAD '} {found.what:14} {found.text}", flush=True)
-    return 0 if is_good else 1
-
-
-def _python(_: Recipe) -> str:
-    if not (3, 11) <= sys.version_info[:2] < (3, 13):
-        raise ValueError(f"{platform.python_version()}: use Python 3.11 or 3.12")
-    return platform.python_version()
+            found.append((what, False, redact(str(error) or repr(error))))
+    return found
 
 
 def _packages(_: Recipe) -> str:
@@ -87,37 +70,28 @@ def _packages(_: Recipe) -> str:
 def _gpus(recipe: Recipe) -> str:
     import torch
 
-    from vit_ray.measure.devices import find_device
-
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    if not names:
-        wanted = recipe.workers.use_gpu is True and not os.environ.get("RAY_ADDRESS")
-        if wanted:
-            raise ValueError("none here, with workers.use_gpu=true; set it to auto or false")
-        return "none on this machine"
-    unknown = sorted({name for name in names if find_device(name) is None})
-    unknown_peak = (
-        f"; the peak of {', '.join(unknown)} is not known, so MFU is not shown" if unknown else ""
-    )
-    return f"{len(names)} x {names[0]}{unknown_peak}"
+    if not names and recipe.workers.use_gpu is True and not os.environ.get("RAY_ADDRESS"):
+        raise ValueError("none here, with workers.use_gpu=true; set it to auto or false")
+    return f"{len(names)} x {names[0]}" if names else "none on this machine"
 
 
 def _shared_memory(_: Recipe) -> str:
-    free = shutil.disk_usage(SHARED_MEMORY).free / 2**30
-    if free < LEAST_SHARED_GIB:
+    free = f"{shutil.disk_usage(SHARED_MEMORY).free / 2**30:.1f} GiB free in /dev/shm"
+    if shutil.disk_usage(SHARED_MEMORY).free < LEAST_SHARED_GIB * 2**30:
         raise ValueError(
-            f"{free:.1f} GiB free in /dev/shm: give the container more (`--shm-size`, or an "
-            "emptyDir of medium Memory)"
+            f"{free}: give the container more (`--shm-size`, or an emptyDir of medium Memory)"
         )
-    return f"{free:.1f} GiB free in /dev/shm"
+    return free
 
 
 def _open_files(_: Recipe) -> str:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < LEAST_FILES <= hard:
-        raise ValueError(f"{soft} at a time: run `ulimit -n {min(hard, 65536)}` before the command")
     if soft < LEAST_FILES:
-        raise ValueError(f"{soft} at a time, {hard} at most: raise the limit of the container")
+        change = f"run `ulimit -n {min(hard, 65536)}` before the command"
+        if hard < LEAST_FILES:
+            change = "raise the limit of the container"
+        raise ValueError(f"{soft} at a time: {change}")
     return f"{soft} at a time"
 
 
@@ -165,10 +139,10 @@ def _output(recipe: Recipe) -> str:
     return f"{folder.uri}: writing, reading, listing and deleting work"
 
 
-def _data_sets(paths: Iterable[str]) -> str:
+def _data_set(path: str | None) -> str:
     from vit_ray.data import open_dataset
 
-    return "; ".join(
-        f"{one.num_images:,} images of {one.num_classes:,} classes in {one.path}"
-        for one in map(open_dataset, paths)
-    ) or "not set"  # fmt: skip
+    if path is None:
+        return "not set"
+    one = open_dataset(path)
+    return f"{one.num_images:,} images of {one.num_classes:,} classes in {one.path}"

@@ -1,13 +1,15 @@
-"""`vit-ray init IMAGES`: looks at images and writes a suitable recipe, with reasons as comments."""
+"""`vit-ray init IMAGES`: looks at images and writes a suitable recipe, with reasons as comments.
+
+`vit-ray start IMAGES` then converts them and trains for a first look.
+"""
 
 import json
 import os
 import re
 import shlex
 import sys
-import tempfile
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.config.loading import load_recipe
@@ -25,24 +27,19 @@ _MODELS: Final = (
     (sys.maxsize, "ViT-L/16", "304 M"),
 )
 """Up to this many images: the model, and its parameters."""
+_Look = tuple[Estimate, str | None, str | None]
+"""What a source holds, and the names of its training and test split, if it has several."""
 
 
-class _Look(NamedTuple):
-    """What a source holds."""
-
-    found: Estimate
-    """For the training split."""
-    split: str | None
-    """Name of the training split, if the source has several."""
-    test_split: str | None
-
-
-def write_recipe(images: str, out: str | None) -> int:
+def write_recipe(images: str, out: str | None) -> tuple[Path, list[str]]:
     """Look at the images, write the recipe, and print the next command.
 
     Args:
         images: as `convert.source`.
         out: file to write; None = named after the folder of the images.
+
+    Returns:
+        The file, and overrides for a training of a few epochs.
 
     Raises:
         ValueError: the file is there already, or the source has no images in classes.
@@ -56,23 +53,36 @@ def write_recipe(images: str, out: str | None) -> int:
     if not file.parent.is_dir():
         raise ValueError(f"--out {file}: there is no folder {str(file.parent)!r}")
     look = _look_at(images)
-    text = _recipe_text(images, file, name, _destination(place, name), look)
-    with tempfile.TemporaryDirectory() as scratch:
-        written = Path(scratch, file.name)
-        written.write_text(text, encoding="utf-8")
-        load_recipe(written)
+    found, *_ = look
+    text, first = _recipe_text(images, file, name, _destination(place, name), look)
     with open(file, "x", encoding="utf-8") as target:
         target.write(text)
-    print(f"{images}: {look.found.counts}")
-    if look.found.empty_classes:
-        print(empty_text(images, look.found.empty_classes))
-    if look.found.num_rejected:
+    load_recipe(file)
+    print(f"{images}: {found.counts}")
+    if found.empty_classes:
+        print(empty_text(images, found.empty_classes))
+    if found.num_rejected:
         print(
-            f"{look.found.num_rejected} of {look.found.num_sampled} sampled files are not images ("
-            f"{look.found.reason}); `convert` lists all of them"
+            f"{found.num_rejected} of {found.num_sampled} sampled files are not images "
+            f"({found.reason}); `convert` lists all of them"
         )
-    print(f"wrote {file}; next: vit-ray pretrain {shlex.quote(str(file))} --dry-run")
-    return 0
+    print(f"wrote {file}; next: vit-ray convert {shlex.quote(str(file))}")
+    return file, first
+
+
+def start_training(images: str) -> int:
+    """Write the recipe, convert the images, and train for a few epochs."""
+    from vit_ray.commands.convert import run_convert
+    from vit_ray.commands.train import pretrain
+
+    file, first = write_recipe(images, None)
+    recipe = load_recipe(file)
+    run_convert(recipe)
+    if test := recipe.data.eval:
+        run_convert(
+            recipe.with_changes(convert={"split": PurePosixPath(test).name, "destination": test})
+        )
+    return pretrain(load_recipe(file, first))
 
 
 def _look_at(images: str) -> _Look:
@@ -81,8 +91,8 @@ def _look_at(images: str) -> _Look:
     Raises:
         ValueError: there are no images with classes to train on.
     """
-    config = ConvertConfig(source=images, destination="")
-    splits: tuple[str | None, ...] = (None,)
+    config = ConvertConfig(source=images, destination="data")
+    splits: tuple[str | None, ...] = ()
     try:
         found = estimate_conversion(config)
     except SeveralSplitsError as error:
@@ -96,8 +106,8 @@ def _look_at(images: str) -> _Look:
             "IMAGES/cat/1.jpg and IMAGES/dog/2.jpg"
         )
     # A test split may have no labels, as ImageNet's on the hub.
-    test_split = next((one for one in ("validation", "test") if one in splits), None)
-    return _Look(found, "train" if splits != (None,) else None, test_split)
+    test = next((one for one in ("validation", "test") if one in splits), None)
+    return found, "train" if splits else None, test
 
 
 def _destination(source: Location, name: str) -> PurePosixPath:
@@ -109,9 +119,13 @@ def _destination(source: Location, name: str) -> PurePosixPath:
     return usual
 
 
-def _recipe_text(images: str, file: Path, name: str, folder: PurePosixPath, look: _Look) -> str:
-    count, side = look.found.num_images, look.found.shorter_side
-    held_out = 0.0 if look.test_split else min(0.1, round(10_000 / count, 6))
+def _recipe_text(
+    images: str, file: Path, name: str, folder: PurePosixPath, look: _Look
+) -> tuple[str, list[str]]:
+    """The recipe, and overrides for a first look."""
+    found, split, test = look
+    count, side = found.num_images, found.shorter_side
+    held_out = 0.0 if test else min(0.1, round(10_000 / count, 6))
     trained = count - round(count * held_out)
     batch = 4096
     while batch > 1 and (trained < 250 * batch > 16 * 250 or trained < batch):
@@ -120,72 +134,54 @@ def _recipe_text(images: str, file: Path, name: str, folder: PurePosixPath, look
     steps = max(1, round(epochs * trained / batch))  # as optim.total_steps
     few = 10 if epochs > 10 else 1
     tenth = max(1, round(few * trained / batch) // 10)
-    split, test = look.split, look.test_split
-    destination, evaluated = str(folder / (split or "train")), str(folder / (test or ""))
-    model, why = _model(side, count)
-    source: dict[str, Any] = {"source": images, "destination": destination}
+    first = [
+        f"name={name}-first", f"optim.epochs={few}", f"optim.warmup_steps={tenth}",
+        f"evaluate.every_steps={tenth}", f"train.log_every_steps={tenth}",
+    ]  # fmt: skip
+    train, evaluated = str(folder / (split or "train")), str(folder / (test or ""))
+    source: dict[str, Any] = {"source": images, "destination": train}
     source |= {"split": split} if split else {}
-    data = [f"  train: {json.dumps(destination)}"]
-    if test:
-        data.append(f"  eval: {json.dumps(evaluated)}")
-    else:
-        data.append(
-            f"  held_out_fraction: {held_out:g}  # no test split: accuracy is measured on "
-            f"{count - trained:,} of the images"
-        )
-    command = f"vit-ray {{}} {shlex.quote(str(file))}"
-    lines = [command.format("convert")]
+    data: dict[str, Any] = {"train": train}
+    data |= {"eval": evaluated} if test else {"held_out_fraction": held_out}
+    model, why = _model(side, count)
+    command, recipe = "vit-ray {} " + shlex.quote(str(file)), {"name": name, "output": "runs"}
+    commands = [command.format("convert")]
     if test:
         changed = shlex.quote(f"convert.destination={evaluated}")
-        lines.append(f"{lines[0]} convert.split={test} {changed}")
-    lines.append(f"{command.format('pretrain')} --dry-run   # steps, memory, time; starts nothing")
-    lines.append(command.format("pretrain"))
-    lines.append(f"vit-ray predict runs/{name} PICTURES")
+        commands.append(f"{commands[0]} convert.split={test} {changed}")
+    commands.append(f"{command.format('pretrain')} --dry-run   # steps, memory, time")
+    commands.append(f"{command.format('pretrain')} {' '.join(first)}   # a first look")
+    commands += [command.format("pretrain"), f"vit-ray predict runs/{name} PICTURES"]
     if side > 64 and count < 1_000_000:
         on = f"data.eval={evaluated}" if test else "data.eval=null data.held_out_fraction=0.1"
-        why += "\n# Below a million images, fine-tuning ImageNet-21k weights is more accurate:"
-        why += f"\n#   vit-ray finetune finetune/pets name={name}-finetuned output=runs"
-        why += " model.name=ViT-B/16 init_from=hf://google/vit-base-patch16-224-in21k"
-        why += f" data.train={destination} {on}"
-    is_small = side <= 64
-    steps_per_epoch = max(1, trained // batch)
-    return "\n".join(
-        [
-            f"# {look.found.counts} in {images!r}",
-            "# Commands:",
-            *(f"#   {line}" for line in lines),
-            f"name: {json.dumps(name)}",
-            "output: runs",
-            f"convert: {json.dumps(source)}",
-            f"# {why}",
-            f"model: {json.dumps(model)}",
-            "data:",
-            *data,
-            f"# {epochs} epochs, in a range of {_LEAST_EPOCHS} to {_MOST_EPOCHS}: the images of 90 "
-            f"epochs of ImageNet-1k would be {round(_IMAGES_SEEN / trained):,} epochs here.",
-            "# For a first look:",
-            f"#   {command.format('pretrain')} name={name}-first optim.epochs={few} "
-            f"optim.warmup_steps={tenth} evaluate.every_steps={tenth}",
-            "optim:",
-            "  name: adamw",
-            "  learning_rate: 0.001  # the paper's for ImageNet-21k; tune it with `vit-ray sweep`",
-            "  weight_decay: 0.1",
-            "  schedule: cosine",
-            f"  epochs: {epochs}",
-            f"  warmup_steps: {max(1, min(10_000, steps // 20))}  # 5 % of {steps:,} steps",
-            "train:",
-            f"  global_batch_size: {batch}  # {steps_per_epoch:,} "
-            f"step{'s' if steps_per_epoch > 1 else ''} per epoch; the paper's 4,096 is for a "
-            "million images",
-            f"  precision: {'fp32' if is_small else 'bf16'}  # "
-            + ("also fast on CPUs at this size; bf16 for GPUs" if is_small else "for GPUs"),
-            f"evaluate: {{every_steps: {max(1, steps // 20)}}}",
-            f"checkpoint: {{every_steps: {max(1, min(1000, steps // 20))}}}",
-            "workers: {num_workers: 1}  # one process each, on a GPU if there is one",
-            f"tracking: {{experiment: {json.dumps(name)}}}",
-            "",
-        ]
-    )
+        commands.append("# below a million images, fine-tuning published weights is more accurate:")
+        commands.append(
+            f"vit-ray finetune finetune/pets name={name}-finetuned output=runs model.name=ViT-B/16 "
+            f"init_from=hf://google/vit-base-patch16-224-in21k data.train={train} {on}"
+        )
+    optim = {
+        "name": "adamw", "learning_rate": 0.001, "weight_decay": 0.1, "schedule": "cosine",
+        "epochs": epochs, "warmup_steps": max(1, min(10_000, steps // 20)),
+    }  # fmt: skip
+    engine = {"global_batch_size": batch, "precision": "fp32" if side <= 64 else "bf16"}
+    sections = recipe | {
+        "convert": source, "model": model, "data": data, "optim": optim, "train": engine,
+        "evaluate": {"every_steps": max(1, steps // 20)},
+        "checkpoint": {"every_steps": max(1, min(1000, steps // 20))},
+        "tracking": {"experiment": name},
+    }  # fmt: skip
+    reasons = {
+        "model": why,
+        "data": "" if test else f"No test split: {count - trained:,} images are held out.",
+        "optim": f"{epochs} epochs ({_LEAST_EPOCHS} to {_MOST_EPOCHS}): the images of 90 epochs of "
+        f"ImageNet-1k would be {round(_IMAGES_SEEN / trained):,}. Warm-up: 5 % of {steps:,} steps.",
+        "train": f"{max(1, trained // batch):,} steps per epoch. bf16 is for GPUs.",
+    }
+    lines = [f"# {found.counts} in {images!r}", "# Commands:", *(f"#   {one}" for one in commands)]
+    for key, value in sections.items():
+        lines += [f"# {reasons[key]}"] if reasons.get(key) else []
+        lines.append(f"{key}: {json.dumps(value)}")
+    return "\n".join([*lines, ""]), first
 
 
 def _model(side: int, count: int) -> tuple[dict[str, Any], str]:

@@ -1,11 +1,6 @@
-"""The commands of `vit-ray NAME` and `jobs/NAME.py`: what each does, its code, the keys it reads.
-
-Implementations are named here and imported when they run: they import torch, Ray and MLflow, which
-help, completion and errors about typing mistakes must not wait for.
-"""
+"""The commands that read a recipe: what each does, its code, and the keys that it reads."""
 
 import pkgutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vit_ray.config import Recipe
@@ -14,7 +9,7 @@ _TRAINING = (
     "name", "seed", "output", "resume", "model", "data", "optim", "train",
     "checkpoint", "evaluate", "workers", "tracking", "storage",
 )  # fmt: skip
-_WEIGHTS = ("init_from", "init_resize")
+_WEIGHTS = ("init_from",)
 _COUNTS = ("plan",)
 _SETS = (
     "data.train", "data.eval", "evaluate.few_shot_train", "evaluate.few_shot_test",
@@ -37,25 +32,22 @@ class Command:
     plan: str | None = None
     """`module:function` that returns the text of `--dry-run`."""
     check: str | None = None
-    """`module:function` called first: finds the errors that need none of the other imports."""
+    """`module:function` that takes the recipe and finds errors which need no other import."""
     needs: tuple[str, ...] = ()
     """Keys that the recipe must set, checked before anything is imported."""
     opens: tuple[str, ...] = ()
     """Keys of the data sets, weights and sources that must exist before it starts."""
-    takes_overrides: bool = False
-    """`main` also takes the overrides that were typed."""
 
-    def run(self, recipe: Recipe, overrides: Sequence[str] = ()) -> int | None:
-        self._check(recipe)
-        given = (overrides,) if self.takes_overrides else ()
-        return pkgutil.resolve_name(self.main)(recipe, *given)
+    @property
+    def dry_run(self) -> str:
+        """What `--dry-run` does."""
+        return f"Print the {'plan' if self.plan else 'recipe'}; start nothing."
 
-    def describe(self, recipe: Recipe) -> str:
-        """What it would do; starts nothing."""
-        self._check(recipe)
-        return pkgutil.resolve_name(self.plan)(recipe) if self.plan else ""
+    @property
+    def starts_workers(self) -> bool:
+        return "workers" in self.reads and self.name != "plan"
 
-    def _check(self, recipe: Recipe) -> None:
+    def check_alone(self, recipe: Recipe) -> None:
         if self.check:
             pkgutil.resolve_name(self.check)(recipe)
 
@@ -69,7 +61,7 @@ _ALL = (
         "cifar10 convert.source=IMAGES/train",
         "vit_ray.commands.convert:describe_conversion",
         "vit_ray.data.convert.destination:check_conversion",
-        needs=("convert",),
+        needs=("convert.source", "convert.destination"),
         opens=("convert.source",),
     ),
     Command(
@@ -79,7 +71,7 @@ _ALL = (
         "vit_ray.commands.datasets:run_verify",
         ("verify", "storage"),
         "cifar10 verify.path=data/cifar10/train",
-        needs=("verify",),
+        needs=("verify.path",),
         opens=("verify.path",),
     ),
     Command(
@@ -89,7 +81,7 @@ _ALL = (
         ("subset", "seed", "storage"),
         "cifar10 subset.source=data/cifar10/train subset.destination=data/tenth "
         "subset.fraction=0.1",
-        needs=("subset",),
+        needs=("subset.source", "subset.destination"),
         opens=("subset.source", "subset.keys"),
     ),
     Command(
@@ -99,7 +91,7 @@ _ALL = (
         ("deduplicate", "storage"),
         "cifar10 deduplicate.source=data/cifar10/train "
         "deduplicate.evaluation_sets=[data/cifar10/test] deduplicate.destination=data/clean",
-        needs=("deduplicate",),
+        needs=("deduplicate.source", "deduplicate.evaluation_sets", "deduplicate.destination"),
         opens=("deduplicate.source", "deduplicate.evaluation_sets"),
     ),
     Command(
@@ -142,7 +134,7 @@ _ALL = (
         ("sweep", *_TRAINING, *_WEIGHTS, "paper", *_COUNTS),
         "digits_sweep sweep.learning_rates=[0.003,0.01,0.03]",
         "vit_ray.commands.plans.dry_run:describe_sweep",
-        needs=("sweep", "data.train", "data.eval"),
+        needs=("sweep.learning_rates", "data.train", "data.eval"),
         opens=("init_from", *_SETS),
     ),
     Command(
@@ -152,7 +144,7 @@ _ALL = (
         "vit_ray.commands.experiments:vtab",
         ("vtab", *_TRAINING, *_WEIGHTS, *_COUNTS),
         "vtab_1k init_from=runs/vit vtab.data=data/vtab",
-        needs=("vtab", "init_from"),
+        needs=("vtab.tasks", "init_from"),
         opens=("init_from",),
     ),
     Command(
@@ -163,7 +155,7 @@ _ALL = (
         ("study", *_TRAINING, *_COUNTS),
         "study_digits --dry-run",
         "vit_ray.commands.plans.study_plan:describe_study",
-        needs=("study",),
+        needs=("study.models",),
         opens=_SETS,
     ),
     Command(
@@ -173,7 +165,6 @@ _ALL = (
         ("name", "output", "tracking", "storage"),
         "digits",
         check="vit_ray.commands.early_checks:check_store",
-        takes_overrides=True,
     ),
     Command(
         "plan",
@@ -194,7 +185,7 @@ _ALL = (
         "vit_ray.commands.trained.export:export",
         ("export", "name", *_WEIGHTS, "model", "data.train", "data.eval_augment", "storage"),
         "cifar10 init_from=runs/cifar10-vit export.path=vit.npz",
-        needs=("export", "init_from"),
+        needs=("export.path", "init_from"),
         opens=("init_from",),
     ),
     Command(
@@ -204,16 +195,8 @@ _ALL = (
         "vit_ray.commands.trained.inspect:inspect",
         ("inspect", "name", *_WEIGHTS, "model", "data.eval_augment", "tracking", "storage"),
         "cifar10 init_from=runs/cifar10-vit inspect.images=IMAGES/test",
-        needs=("inspect", "init_from"),
+        needs=("inspect.images", "init_from"),
         opens=("inspect.images",),
-    ),
-    Command(
-        "doctor",
-        "Check what a recipe's command needs here: packages, GPUs, limits, Ray, MLflow, access to "
-        "output, data sets; starts nothing.",
-        "vit_ray.commands.doctor:run_doctor",
-        ("output", "data", "tracking", "storage", "workers"),
-        "digits",
     ),
     Command(
         "quickstart",

@@ -1,7 +1,5 @@
 """The report command: one page of a run, or of an experiment, from MLflow alone."""
 
-import contextlib
-from collections.abc import Sequence
 from dataclasses import replace
 
 from vit_ray.addresses import local_folder
@@ -18,7 +16,6 @@ def report(
     *,
     whole_experiment: bool = False,
     keep_with: str | None = None,
-    needs_run: bool = False,
 ) -> Written:
     """Report on the newest run with the recipe's name, or on its experiment if there is none.
 
@@ -31,7 +28,6 @@ def report(
     Args:
         whole_experiment: always report on the experiment.
         keep_with: id of the run to keep them with instead.
-        needs_run: a name without a run is an error, except the experiment's own.
 
     Raises:
         ValueError: MLflow has no such runs.
@@ -47,16 +43,6 @@ def report(
             roots = [run for run in named if PARENT_TAG not in run.data.tags]
             # The folder may have another path here, or have moved since.
             run_id = next((str(run.info.run_id) for run in here or roots or named), None)
-            is_missing = run_id is None and recipe.name != experiment
-            if needs_run and is_missing and client.get_experiment_by_name(experiment):
-                whole = ""
-                with contextlib.suppress(ValueError):  # such as one with a space
-                    recipe.with_changes(name=experiment)
-                    whole = f", or name={experiment} for the whole experiment"
-                raise ValueError(
-                    f"name={recipe.name}: experiment {experiment!r} has no run of this name; give "
-                    f"the name of one of its runs{whole}"
-                )
         written = write_page(recipe, run_id)
         if not (whole_experiment or run_id or written.is_empty):
             line = f"no run {recipe.name!r}; this page is of the whole experiment"
@@ -78,20 +64,9 @@ def report(
         return written
 
 
-def report_page(recipe: Recipe, overrides: Sequence[str] = ()) -> int:
-    """Write the page.
-
-    Args:
-        overrides: as typed; a typed name must be that of a run, or the experiment's.
-
-    Returns:
-        0; 1 if there are no runs yet, as the page then says.
-
-    Raises:
-        ValueError: no run has the typed name.
-    """
-    is_typed = any(word.startswith("name=") for word in overrides)
-    written = report(recipe, needs_run=is_typed)
+def report_page(recipe: Recipe) -> int:
+    """Write the page; 1 if there are no runs yet, as the page then says."""
+    written = report(recipe)
     print(f"report: {written.page}")
     for line in written.missing:
         print(f"missing: {line}")

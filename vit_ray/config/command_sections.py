@@ -2,27 +2,33 @@
 
 import re
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, model_validator
 
-from vit_ray.config.section import Fraction, NotNegative, Positive, PositiveFloat, Section, Share
-from vit_ray.config.training_sections import ModelConfig, given_lengths
+from vit_ray.config.section import (
+    Distinct,
+    Fraction,
+    NotNegative,
+    Place,
+    Positive,
+    PositiveFloat,
+    Section,
+    Share,
+)
+from vit_ray.config.training_sections import ModelConfig
 from vit_ray.config.validation import NAME, value_text
-
-"""Days between failures; at least a minute and a half."""
-"""GiB; 30 % of it is Ray's object store, which takes whole GiB."""
 
 
 class ConvertConfig(Section):
     """Converting image files to a sharded parquet data set."""
 
-    source: str
+    source: Place
     """Folder of class folders, of tar shards, parquet or TFRecord files; a CSV or JSONL file; a
     glob, or braces such as `{000..127}`; local or `s3://`."""
     split: str | None = None
     """Split of a source that has several, such as train; `all` = all of them as one set."""
-    destination: str
+    destination: Place
     """Folder or `s3://` prefix of the new data set."""
     format: Literal["auto", "folder", "webdataset", "huggingface", "csv", "jsonl", "tfrecord"] = (
         "auto"
@@ -42,13 +48,13 @@ class ConvertConfig(Section):
     max_pixels: Positive = 1 << 27
     """Reject images with more pixels than this; decoding takes 3 to 12 bytes of memory per pixel.
     Images above 178,956,970 pixels are always rejected."""
-    classes: tuple[str, ...] | None = None
+    classes: Annotated[tuple[str, ...], Distinct] | None = None
     """Class names in label order; unset = the source's names, or its sorted labels."""
     labels_are: Literal["auto", "names", "indices"] = "auto"
     """Whether labels are class names or class indices; auto = as the source declares, else indices
     if all labels are integers and no class name is. Without known class names, integers other than
     0 to n - 1 need one of the two: `indices` keeps each label, `names` renumbers them from 0."""
-    columns: tuple[str, ...] = ()
+    columns: Annotated[tuple[str, ...], Distinct] = ()
     """Fields of the source to keep as text, such as captions and ids: columns of parquet and CSV,
     keys of JSON, suffixes of text files in a tar."""
     label_field: str | None = None
@@ -84,12 +90,15 @@ class ConvertConfig(Section):
     write only a manifest, labels and checksums for the files in place. These files are never
     written and must not change. The report says what this costs in reading."""
 
-    def problems(self) -> dict[str, object]:
-        wrong = [key for key in ("shrink_to", "apply_orientation") if getattr(self, key)]
-        return {
-            f"in_place=true with {' and '.join(wrong)}: images that are not copied cannot be "
-            f"changed; leave out {' and '.join(wrong)}, or in_place": (self.in_place and wrong),
-        }
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for key in ("shrink_to", "apply_orientation"):
+            if self.in_place and getattr(self, key):
+                raise ValueError(
+                    f"in_place=true with {key}: images that are not copied cannot be changed; "
+                    "leave out one of them"
+                )
+        return self
 
 
 class VerifyConfig(Section):
@@ -97,7 +106,7 @@ class VerifyConfig(Section):
     the order of its samples.
     """
 
-    path: str
+    path: Place
     """Converted data set, or the folder of a run's checkpoints; also as `s3://` prefix."""
     decode_fraction: Fraction = 0.01
     """Share of the images to decode. Checksums of all images are always checked."""
@@ -106,9 +115,9 @@ class VerifyConfig(Section):
 class SubsetConfig(Section):
     """A nested subset of a data set, written as a manifest only."""
 
-    source: str
+    source: Place
     """Converted data set to take from."""
-    destination: str
+    destination: Place
     """Folder of the new manifest."""
     count: Positive | None = None
     """Number of images to take, a random sample; give one of `count`, `fraction` and `keys`."""
@@ -121,22 +130,22 @@ class SubsetConfig(Section):
 class DeduplicateConfig(Section):
     """Removing images of evaluation sets from a pre-training set, by writing a manifest only."""
 
-    source: str
+    source: Place
     """Converted pre-training set."""
-    evaluation_sets: tuple[str, ...] = Field(min_length=1)
+    evaluation_sets: Annotated[tuple[Place, ...], Distinct] = Field(min_length=1)
     """Converted sets; their images, and near duplicates of them, are left out."""
-    destination: str
+    destination: Place
     """Folder of the new manifest and of `duplicates.parquet`, the list of images left out."""
 
 
 class SweepConfig(Section):
     """A grid of fine-tuning learning rates (Table 4), selected on a dev split, then retrained."""
 
-    learning_rates: tuple[PositiveFloat, ...] = Field(
+    learning_rates: Annotated[tuple[PositiveFloat, ...], Distinct] = Field(
         default=(0.001, 0.003, 0.01, 0.03), min_length=1
     )
     """Learning rates to try, if there is no `space`."""
-    space: dict[str, JsonValue] | None = None
+    space: Annotated[dict[str, JsonValue], Field(min_length=1)] | None = None
     """Search space instead of `learning_rates`: keys of the recipe with lists of values, such as
     `{optim.learning_rate: [0.003, 0.01], optim.steps: [500, 2000]}`; random search and Optuna also
     take the ranges `{log_uniform: [0.001, 0.1]}` and `{uniform: [0.0, 0.2]}`. A value of a section,
@@ -162,25 +171,28 @@ class SweepConfig(Section):
     max_concurrent: Positive | None = None
     """Trials in parallel; unset = as many as fit on the nodes that are up."""
 
-    def problems(self) -> dict[str, object]:
-        is_grid = self.search == "grid"
-        bad_space = {
-            f"space: {key}={value_text(values)} {problem}": True
-            for key, values in (self.space or {}).items()
-            if (problem := _space_problem(values))
-        }
-        return {
-            **bad_space,
-            f"search={self.search} and num_trials={self.num_trials}: random and optuna need "
-            "num_trials, and a grid must not have it; set num_trials for random and optuna, unset "
-            "it for a grid": (is_grid != (self.num_trials is None)),
-            f"grace_steps={self.grace_steps} with scheduler=none: only scheduler=asha stops "
-            "trials; set scheduler=asha, or leave grace_steps out": (
-                self.scheduler == "none" and self.grace_steps is not None
-            ),
-            "space is empty; name the keys to vary, such as {optim.learning_rate: {log_uniform: "
-            "[0.001, 0.1]}}": (self.space == {} or (not is_grid and self.space is None)),
-        }
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for key, values in (self.space or {}).items():
+            if problem := _space_problem(values):
+                raise ValueError(f"space: {key}={value_text(values)} {problem}")
+        if (self.search == "grid") != (self.num_trials is None):
+            raise ValueError(
+                f"search={self.search} and num_trials={self.num_trials}: random and optuna need "
+                "num_trials, and a grid must not have it; set num_trials for random and optuna, "
+                "unset it for a grid"
+            )
+        if self.search != "grid" and self.space is None:
+            raise ValueError(
+                f"search={self.search} needs a space; name the keys to vary, such as "
+                "{optim.learning_rate: {log_uniform: [0.001, 0.1]}}"
+            )
+        if self.scheduler == "none" and self.grace_steps is not None:
+            raise ValueError(
+                f"grace_steps={self.grace_steps} with scheduler=none: only scheduler=asha stops "
+                "trials; set scheduler=asha, or leave grace_steps out"
+            )
+        return self
 
 
 def _space_problem(values: Any) -> str | None:
@@ -218,10 +230,10 @@ class VtabTask(Section):
 class VtabConfig(Section):
     """The tasks of VTAB-1k, each fine-tuned with the same recipe, under one parent run."""
 
-    data: str
+    data: Place
     """Folder or `s3://` prefix with the converted sets `TASK/train` (1,000 images) and
     `TASK/test`; tasks without them are listed as absent."""
-    tasks: tuple[VtabTask, ...] = Field(min_length=1)
+    tasks: Annotated[tuple[VtabTask, ...], Distinct] = Field(min_length=1)
     """The tasks to run."""
     sweep_each: bool = False
     """Run the `sweep` for each task, on a dev split of its 1,000 images (200 with
@@ -232,29 +244,32 @@ class VtabConfig(Section):
 class _Axes(Section):
     """Data sizes, lengths and seeds of a study, or of one of its rows."""
 
-    data_fractions: tuple[Share, ...] | None = Field(default=None, min_length=1)
+    data_fractions: Annotated[tuple[Share, ...], Field(min_length=1), Distinct] | None = None
     """Nested shares of the training set; unset = all of it."""
-    epochs: tuple[PositiveFloat, ...] | None = Field(default=None, min_length=1)
+    epochs: Annotated[tuple[PositiveFloat, ...], Field(min_length=1), Distinct] | None = None
     """Lengths in passes over the training share; give one of epochs, steps, images. All three unset
     = 7 epochs, as in the paper."""
-    steps: tuple[Positive, ...] | None = Field(default=None, min_length=1)
+    steps: Annotated[tuple[Positive, ...], Field(min_length=1), Distinct] | None = None
     """Lengths in optimizer steps: the same compute for every data size."""
-    images: tuple[Positive, ...] | None = Field(default=None, min_length=1)
+    images: Annotated[tuple[Positive, ...], Field(min_length=1), Distinct] | None = None
     """Lengths in training images seen."""
-    seeds: tuple[NotNegative, ...] | None = Field(default=None, min_length=1)
+    seeds: Annotated[tuple[NotNegative, ...], Field(min_length=1), Distinct] | None = None
     """Seeds of every cell; unset = the recipe's `seed`."""
 
     @property
     def lengths(self) -> list[tuple[str, float]]:
-        """Key of `optim` and value for each given length."""
-        return [(key, value) for key, values in given_lengths(self).items() for value in values]
+        """Unit and value of each given length."""
+        units = ("epochs", "steps", "images")
+        return [(unit, value) for unit in units for value in getattr(self, unit) or ()]
 
-    def problems(self) -> dict[str, object]:
-        kinds = list(given_lengths(self))
-        problem = (
-            f"lengths are given in {' and in '.join(kinds)}; keep one of epochs, steps, images "
-        )
-        return {f"{problem}and set the others to null": len(kinds) > 1}
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(kinds := dict(self.lengths)) > 1:
+            raise ValueError(
+                f"lengths are given in {' and in '.join(kinds)}; keep one of epochs, steps, images "
+                "and set the others to null"
+            )
+        return self
 
 
 class StudyModel(_Axes):
@@ -278,10 +293,10 @@ class StudyTask(Section):
 
     name: str = Field(min_length=1, pattern=NAME)
     """Name in runs and tables."""
-    recipe: str
-    """Recipe of the fine-tuning: a YAML file, or a shipped recipe such as `finetune/pets`. With a
-    section `sweep` the rate is selected on a dev split; else it is `optim.learning_rate`. Model,
-    weights, seed and workers come from the cell."""
+    recipe: Place
+    """Recipe of the fine-tuning: a YAML file, relative to the study's, or a shipped recipe such as
+    `finetune/pets`. With a section `sweep` the rate is selected on a dev split; else it is
+    `optim.learning_rate`. Model, weights, seed and workers come from the cell."""
     changes: dict[str, JsonValue] = {}
     """Changes to that recipe, such as
     `{data.train: data/pets/train, sweep: null}`."""
@@ -295,23 +310,16 @@ class StudyConfig(_Axes):
     branch: bool = False
     """Train the longest length of a row, and branch the shorter ones off its checkpoints: only
     their cool-down is trained (`optim.schedule=cooldown`). Such cells are labelled."""
-    transfer: tuple[StudyTask, ...] = ()
+    transfer: Annotated[tuple[StudyTask, ...], Distinct] = ()
     """Fine-tunings of each cell after its pre-training."""
     max_concurrent: Positive | None = None
     """Cells in parallel; unset = as many as fit on the nodes that are up."""
-
-    def problems(self) -> dict[str, object]:
-        problem = (
-            "transfer: a task is named 'mean', which stands for the mean over all tasks; give the "
-            "task another name"
-        )
-        return super().problems() | {problem: "mean" in [task.name for task in self.transfer]}
 
 
 class ExportConfig(Section):
     """Exporting weights of a run, a checkpoint or a published file to other programs."""
 
-    path: str
+    path: Place
     """File to write, local or `s3://`: `.npz` for jax, `.safetensors` for the others; or, without a
     suffix, a folder with class names, image processor and model card next to the weights, which
     `from_pretrained` reads for huggingface."""
@@ -325,14 +333,15 @@ class ExportConfig(Section):
     """Licence of the weights, as the hub abbreviates it, such as `apache-2.0`; shown in the
     card."""
 
-    def problems(self) -> dict[str, object]:
-        address = re.fullmatch(r"hf://[\w-][\w.-]*/[\w-][\w.-]*", self.push or "hf://a/b")
-        return {
-            f"push={self.push}: expected hf://OWNER/NAME, such as hf://my-lab/vit": not address,
-            f"push={self.push} needs a folder: give a path without a suffix, not {self.path}": (
-                self.push and PurePosixPath(self.path).suffix
-            ),
-        }
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not re.fullmatch(r"hf://[\w-][\w.-]*/[\w-][\w.-]*", self.push or "hf://a/b"):
+            raise ValueError(f"push={self.push}: expected hf://OWNER/NAME, such as hf://my-lab/vit")
+        if self.push and PurePosixPath(self.path).suffix:
+            raise ValueError(
+                f"push={self.push} needs a folder: give a path without a suffix, not {self.path}"
+            )
+        return self
 
 
 class BenchmarkConfig(Section):
@@ -369,9 +378,9 @@ class PaperConfig(Section):
 class InspectConfig(Section):
     """Filters, positions and attention of a trained model as images."""
 
-    images: str
+    images: Place
     """Folder of images, local or `s3://`, searched with its subfolders."""
-    path: str = "inspection"
+    path: Place = "inspection"
     """Local folder to write the figures to."""
     num_images: Positive = 128
     """Images over which attention distance is averaged; the default is the paper's."""
@@ -391,7 +400,11 @@ class PlanConfig(Section):
     num_classes: Positive | None = None
     """Classes, if not read from `data.train`."""
 
-    def problems(self) -> dict[str, object]:
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         images, classes = self.num_images, self.num_classes
-        problem = f"num_images={images} and num_classes={classes}: give both, or neither"
-        return {problem: (images is None) != (classes is None)}
+        if (images is None) != (classes is None):
+            raise ValueError(
+                f"num_images={images} and num_classes={classes}: give both, or neither"
+            )
+        return self

@@ -1,23 +1,26 @@
 """Recipes from YAML: `base` files, `key.sub=value` overrides, and clear errors."""
 
 import difflib
+import io
 import json
 import logging
 import os
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import SafeConstructor
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from vit_ray.config.recipe import Recipe, recipe_from_dict
 from vit_ray.config.secrets import redact
-from vit_ray.config.shipped_recipes import recipe_names, require_one_recipe, shipped_recipe
+from vit_ray.config.shipped_recipes import recipe_names, shipped_recipe
 from vit_ray.own_parts import trust_named
 
 MLFLOW_VARIABLES: Final = {"uri": "MLFLOW_TRACKING_URI", "experiment": "MLFLOW_EXPERIMENT_NAME"}
 """Environment variables that give keys of `tracking` which a recipe does not set."""
+_WEIGHTS: Final = (".npz", ".safetensors")
 
 logger = logging.getLogger(__name__)
 
@@ -31,19 +34,24 @@ def load_recipe(
 
     Args:
         path: YAML file, or the name of a shipped recipe, such as `digits`; a key `base` names
-            another recipe, relative to it or shipped, that it changes.
+            another recipe, relative to it or shipped, that it changes. Other recipes that it names
+            are relative to it too; places of data and runs are relative to the current folder.
         overrides: `dotted.key=value`, the value in YAML; or dotted keys with their values, such as
             `{"optim.steps": 5}`.
 
     Raises:
-        ValueError: no such file, a name that means a file here as well as a shipped recipe, bad
-            YAML, an unknown key (with the nearest valid one), an ill-typed or impossible value
-            (with its dotted key).
+        ValueError: no such file, bad YAML, an unknown key (with the nearest valid one), or an
+            impossible value (with its dotted key and what is allowed).
     """
-    require_one_recipe(str(path))
-    tree = changed(_read_tree(Path(path), seen=()), overrides or ())
-    _add_mlflow_variables(tree)
-    recipe = recipe_from_dict(tree, where=str(path))
+    return completed(_read_tree(Path(path), seen=()), overrides or (), str(path))
+
+
+def completed(
+    tree: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any], where: str
+) -> Recipe:
+    """The recipe of a plain tree, as `load_recipe` does it for that of a file."""
+    _add_mlflow_variables(changed(tree, overrides))
+    recipe = recipe_from_dict(tree, where)
     trust_named(tree)
     recipe.storage.use()
     return recipe
@@ -65,15 +73,12 @@ def changed(tree: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any]) 
     Raises:
         ValueError: an override is not `key=value`, or its key goes through a value.
     """
+    if isinstance(overrides, str):
+        raise ValueError(f"overrides={overrides!r} is a text; give a list, such as [{overrides!r}]")
     given = overrides.items() if isinstance(overrides, Mapping) else map(_parsed, overrides)
     for key, value in given:
-        try:
-            json.dumps(value)
-        except TypeError:
-            raise ValueError(
-                f"override of {key}: {value!r} is of Python's type {type(value).__name__}; give a "
-                "text, a number, a bool, None, or a list or dict of these"
-            ) from None
+        if key == "base":
+            raise ValueError(f"base={value} is a key of recipe files; give {value} as the recipe")
         node = tree
         *parents, last = key.split(".")
         for parent in parents:
@@ -88,86 +93,49 @@ def changed(tree: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any]) 
 
 def _parsed(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
-    if not equals or not key:
-        place = Path(override)
-        if place.suffix in _WEIGHTS or (os.path.isdir(place) and any(place.glob("step-*"))):
-            raise ValueError(f"{override!r} is not a key: give weights as init_from={override}")
-        raise ValueError(f"override {override!r}: expected key=value, such as train.zero_stage=2")
-    return key, _parse(text, f"override {override!r}")
+    if equals and key:
+        return key, parse_yaml(text, f"override {override!r}")
+    place = Path(override)
+    if place.suffix in _WEIGHTS or (os.path.isdir(place) and any(place.glob("step-*"))):
+        raise ValueError(f"{override!r} is not a key: give weights as init_from={override}")
+    raise ValueError(f"override {override!r}: expected key=value, such as train.zero_stage=2")
 
 
-_TEXT: Final = "tag:yaml.org,2002:str"
-_MERGE: Final = "tag:yaml.org,2002:merge"
-"""Tag of the key `<<`, which takes the keys of another section."""
+class _Constructor(SafeConstructor):
+    """Dates stay texts: a recipe has JSON's kinds of values."""
 
 
-_READ_OTHERWISE: Final = (":timestamp", ":int", ":float")
-_NUMBERS: Final = {
-    "int": r"[-+]?(0|[1-9][\d_]*|0x[\da-fA-F_]+)",
-    "float": r"[-+]?((\d[\d_]*\.[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?|\d+[eE][-+]?\d+"
-    r"|\.(inf|Inf|INF))|\.(nan|NaN|NAN)",
-}
+_Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML as users write it: 3e-4 is a number (YAML 1.1 would read a string); a date is a text,
-    and so are 010 and 1:30 (it would read 8 and 90).
-
-    Values are limited to JSON's kinds. Keys are texts as written (YAML 1.1 would read `on` as
-    true), and none appears twice in a section.
-    """
-
-    yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in found if not tag.endswith(_READ_OTHERWISE)]
-        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    yaml_constructors = {
-        tag: make
-        for tag, make in yaml.SafeLoader.yaml_constructors.items()
-        if tag is None
-        or tag.rpartition(":")[2] in ("null", "bool", "int", "float", "str", "seq", "map")
-    }
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Keys are texts; refuses one that is there already, which YAML's own rules forbid."""
-        node = super().compose_mapping_node(anchor)
-        names = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
-                key.tag = _TEXT
-                if key.value in names:
-                    problem = (
-                        f"the key {key.value!r} is given twice in this section; keep one of them"
-                    )
-                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
-                names.add(key.value)
-        return node
-
-
-for _kind, _pattern in _NUMBERS.items():
-    _Loader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_kind}", re.compile(f"^({_pattern})$"), list("-+0123456789.")
-    )
-
-
-def _parse(text: str, where: str) -> Any:
-    """The value of a YAML text.
+def parse_yaml(text: str, where: str) -> Any:
+    """The value of a YAML 1.2 text, in JSON's kinds of values; keys are texts.
 
     Raises:
         ValueError: it is not valid YAML, or an anchor contains itself.
     """
+    yaml = YAML(typ="safe", pure=True)  # the other parser is of YAML 1.1
+    yaml.Constructor = _Constructor
     try:
-        loader = _Loader(text)
-        loader.name = where  # what the error's places are of
-        tree = loader.get_single_data()
-        json.dumps(tree, ensure_ascii=False).encode()
-    # The last three: a text that does not fit its tag, such as `!!bool x`, or is not Unicode.
-    except (yaml.YAMLError, RecursionError, ValueError, IndexError, KeyError) as error:
-        raise ValueError(f"{where}: not valid YAML: {error}") from None
-    return tree
+        plain = json.dumps(yaml.load(text), ensure_ascii=False)
+        plain.encode()
+    # The last four: a text that does not fit its tag, such as `!!bool x`, or is not Unicode.
+    except (YAMLError, RecursionError, ValueError, IndexError, KeyError, TypeError) as error:
+        reason: object = error
+        if isinstance(error, MarkedYAMLError) and error.problem_mark:
+            mark = error.problem_mark
+            reason = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+        raise ValueError(redact(f"{where}: not valid YAML: {reason}")) from None
+    return json.loads(plain)
 
 
-_WEIGHTS: Final = (".npz", ".safetensors")
+def write_yaml(tree: Mapping[str, Any]) -> str:
+    """Plain data as the text of a recipe."""
+    yaml: Any = YAML(typ="safe", pure=True)  # declared without the types of its settings
+    yaml.default_flow_style, yaml.sort_base_mapping_type_on_output = False, False
+    stream = io.StringIO()
+    yaml.dump(tree, stream)
+    return stream.getvalue()
 
 
 def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
@@ -176,19 +144,18 @@ def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if path.resolve() in seen:
         raise ValueError(f"{whose}: base names the recipe itself")
     try:
-        tree = _parse(path.read_text(encoding="utf-8"), str(path))
+        tree = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{whose} is not UTF-8 text ({error.reason} at byte {error.start}); save the YAML file "
             "as UTF-8, or check that it is the file you mean"
         ) from None
-    if tree is None:
-        raise ValueError(
-            f"{whose} is empty; begin it with `base: digits` or another recipe that `vit-ray "
-            "recipes` lists, and below it the keys that differ"
-        )
     if not isinstance(tree, dict):
-        raise ValueError(f"{whose}: expected a mapping of sections, got {tree!r}")
+        raise ValueError(
+            f"{whose}: expected a mapping of sections, got {tree!r}; begin it with `base: digits` "
+            "or another recipe that `vit-ray recipes` lists, and below it the keys that differ"
+        )
+    _find_recipes_of_tasks(tree, path.parent)
     base = tree.pop("base", None)
     if base is None:
         return tree
@@ -200,32 +167,30 @@ def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     return _merge(below, tree)
 
 
+def _find_recipes_of_tasks(tree: dict[str, Any], folder: Path) -> None:
+    """Recipes of `study.transfer` that lie next to the recipe get their full path."""
+    match tree.get("study"):
+        case {"transfer": [*tasks]}:
+            for task in tasks:
+                match task:
+                    case {"recipe": str(own)} if (folder / own).is_file():
+                        task["recipe"] = str((folder / own).absolute())
+
+
 def _find(path: Path, whose: str) -> Path:
     """The file itself, or the shipped recipe of this name.
 
     Raises:
         ValueError: there is neither; the message gives similar names.
     """
-    if path.suffix in _WEIGHTS:
-        raise ValueError(
-            f"{whose}{str(path)!r} is a weight file, not a recipe; give a recipe, and the weights "
-            f"as init_from={path}"
-        )
+    if path.suffix in _WEIGHTS or any(path.glob("step-*")):
+        what = f"{str(path)!r} has weights, and is not a recipe; give a recipe and init_from={path}"
+        raise ValueError(f"{whose}{what}")
     found = path if path.is_file() else shipped_recipe(path.as_posix())
     if found is not None:
         return found
-    if any(path.glob("step-*")):
-        raise ValueError(
-            f"{whose}{str(path)!r} is the folder of a run, not a recipe; give its recipe, and the "
-            f"weights of the run as init_from={path}"
-        )
     if path.is_dir():
-        inside = ", ".join(sorted(str(file) for file in path.glob("*.yaml"))[:3])
-        raise ValueError(
-            f"{whose}recipe {str(path)!r} is a folder; give a YAML "
-            f"file{f' in it, such as {inside},' if inside else ''} or one that `vit-ray recipes` "
-            "lists"
-        )
+        raise ValueError(f"{whose}recipe {str(path)!r} is a folder; give a YAML file in it")
     siblings = [file.name for file in path.parent.glob("*.yaml")]
     near = difflib.get_close_matches(path.name, siblings, 3)
     near += difflib.get_close_matches(path.as_posix().removesuffix(".yaml"), recipe_names(), 3, 0.5)

@@ -5,10 +5,9 @@ Other rooms take the section that they need; a recipe is not changed after loadi
 
 from __future__ import annotations
 
-import functools
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from vit_ray.addresses import absolute_uri, with_home
 from vit_ray.config.command_sections import (
@@ -20,16 +19,13 @@ from vit_ray.config.command_sections import (
     PaperConfig,
     PlanConfig,
     StudyConfig,
-    StudyModel,
-    StudyTask,
     SubsetConfig,
     SweepConfig,
     VerifyConfig,
     VtabConfig,
-    VtabTask,
 )
-from vit_ray.config.secrets import credentials_problem, redacted
-from vit_ray.config.section import NotNegative, OnResume, Section
+from vit_ray.config.secrets import redacted
+from vit_ray.config.section import NotNegative, OnResume, Place, Section
 from vit_ray.config.training_sections import (
     CheckpointConfig,
     DataConfig,
@@ -41,30 +37,27 @@ from vit_ray.config.training_sections import (
     TrainConfig,
     WorkersConfig,
 )
-from vit_ray.config.validation import NAME, is_list, validated, value_text
+from vit_ray.config.validation import NAME, validated, value_text
 from vit_ray.own_parts import trust_named
 
 
-class Recipe(Section):
-    """Everything that decides what a command does."""
+class Training(Section):
+    """Everything that decides a training: what its checkpoints and its run in MLflow record."""
 
     name: str = Field(min_length=1, pattern=NAME)
     """Run name: names the folder of its checkpoints; the same name resumes the run."""
     seed: Annotated[NotNegative, Field(lt=2**63), OnResume.FIXED] = 0
     """Seed of initial weights, order, augmentation and dropout."""
-    output: Annotated[str, OnResume.FREE] = "runs"
+    output: Annotated[Place, OnResume.FREE] = "runs"
     """Folder or `s3://` prefix for the checkpoints of all runs."""
     resume: Annotated[bool | Literal["auto", "from_zero", "changed"], OnResume.FREE] = "auto"
     """If a run of this name exists: `auto` continues it, `true` requires it, `false` refuses it;
     `from_zero` starts at step 0 a run without a checkpoint that can be used, and refuses others;
     `changed` is `auto`, but also continues with a changed recipe."""
-    init_from: Annotated[str | None, OnResume.CONFIRM] = None
+    init_from: Annotated[Place | None, OnResume.CONFIRM] = None
     """Weights to start from: a run folder, a checkpoint, a `.npz` or `.safetensors` file, or a
     Hugging Face folder, local or `s3://`; or `hf://OWNER/NAME` on the Hugging Face hub, which also
     has timm's models."""
-    init_resize: Annotated[Literal["bilinear", "bicubic"], OnResume.CONFIRM] = "bilinear"
-    """How position embeddings of `init_from` are resized: `bilinear` as in the paper's code,
-    `bicubic` as in timm and transformers."""
     model: Annotated[ModelConfig, OnResume.FIXED] = ModelConfig()
     data: Annotated[DataConfig, OnResume.CONFIRM] = DataConfig()
     optim: Annotated[OptimConfig, OnResume.CONFIRM] = OptimConfig()
@@ -74,6 +67,11 @@ class Recipe(Section):
     workers: Annotated[WorkersConfig, OnResume.FREE] = WorkersConfig()
     tracking: Annotated[TrackingConfig, OnResume.FREE] = TrackingConfig()
     storage: Annotated[StorageConfig, OnResume.FREE] = StorageConfig()
+
+
+class Recipe(Training):
+    """Everything that decides what a command does."""
+
     convert: ConvertConfig | None = None
     verify: VerifyConfig | None = None
     subset: SubsetConfig | None = None
@@ -86,6 +84,20 @@ class Recipe(Section):
     inspect: InspectConfig | None = None
     benchmark: BenchmarkConfig = BenchmarkConfig()
     paper: PaperConfig = PaperConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for row in self.study.models if self.study else ():
+            asked = {*(row.model.model_fields_set if row.model else ()), *_leaves(row.changes)}
+            is_given = asked & {"image_size", "model.image_size"}
+            if row.model and not is_given and row.model.image_size != self.model.image_size:
+                raise ValueError(
+                    f"study {row.label!r}: model has no image_size, and would get the default "
+                    f"{row.model.image_size} where the recipe has "
+                    f"{value_text(self.model.image_size)}: a row's model replaces the recipe's "
+                    "model; give image_size, or put only what differs into changes"
+                )
+        return self
 
     def __hash__(self) -> int:
         return hash((self.name, self.seed, self.model))  # mappings have none
@@ -122,8 +134,15 @@ class Recipe(Section):
         return self.keeps_best and has_both
 
     def recorded(self) -> dict[str, Any]:
-        """Plain data of the whole recipe to keep or to show: without secrets in addresses."""
-        return dict(redacted(self.model_dump(mode="json")))
+        """Plain data of the training's keys, to keep or to show: without secrets in addresses."""
+        return dict(redacted(self.model_dump(mode="json", include=set(Training.model_fields))))
+
+    def written(self) -> dict[str, Any]:
+        """As `recorded`, with the sections of other commands that are set: as a file has it."""
+        others = Recipe.model_fields.keys() - Training.model_fields.keys()
+        is_set = {key for key in others if getattr(self, key) != Recipe.model_fields[key].default}
+        extra = self.model_dump(mode="json", include=is_set, exclude_unset=True)
+        return self.recorded() | redacted(extra)
 
     def flat(self) -> dict[str, str]:
         """Dotted keys to values as text, for MLflow's parameters."""
@@ -181,94 +200,14 @@ def recipe_from_dict(tree: dict[str, Any], where: str) -> Recipe:
     Raises:
         ValueError: as `load_recipe`; every problem is listed.
     """
-    if problem := credentials_problem(tree):
-        raise ValueError(f"{where}: {problem}")
-    recipe = validated(Recipe, tree, where)
-    if problem := _empty_path(recipe) or _repeated(recipe) or _wrong_model(recipe):
-        raise ValueError(f"{where}: {problem}")
-    return recipe
+    return validated(Recipe, tree, where)
 
 
-def _empty_path(recipe: Recipe) -> str | None:
-    """Which path is an empty text, and would mean the current folder or the root, or None."""
-    for key in (*PLACES, *_PLACES_OF_COMMANDS):
-        section: Any = recipe
-        value: Any = None
-        for part in key.split("."):
-            value = section = getattr(section, part, None)
-        if isinstance(value, str) and not value.strip():
-            return f"{key} is empty; give a folder, a file or an s3:// address"
-    return None
-
-
-def _wrong_model(recipe: Recipe) -> str | None:
-    """Which model cannot be built, or leaves its image size to the default by mistake, or None."""
-    if problem := recipe.model.geometry_problem():
-        return f"model.{problem}"
-    size = recipe.model.image_size
-    for row in recipe.study.models if recipe.study else ():
-        own, where = row.model, f"study {row.label!r}: model"
-        if own is None:
-            continue
-        is_set = {"image_size", "model.image_size"} & {*own.model_fields_set, *_leaves(row.changes)}
-        if own.image_size != size and not is_set:
-            return (
-                f"{where} has no image_size, and would get the default {own.image_size} where the "
-                f"recipe has {value_text(size)}: a row's model replaces the recipe's model; give "
-                "image_size, or put only what differs into changes"
-            )
-        if problem := own.geometry_problem():
-            return f"{where}.{problem}"
-    return None
-
-
-def _repeated(section: Section, prefix: str = "") -> str | None:
-    """Which list has a value twice although each value is run once, or None.
-
-    A pair of values and the stages of a ResNet may repeat. Sections in lists are identified by
-    their names; rows of a study may share theirs.
-    """
-    lists = _lists(type(section))
-    for name in type(section).model_fields:
-        value = getattr(section, name)
-        parts = value if isinstance(value, tuple) else (value,)
-        if name in lists and name != "stages":
-            values = [_identity(one) for one in parts if not isinstance(one, StudyModel)]
-            if twice := [one for place, one in enumerate(values) if one in values[:place]]:
-                setting = f"{prefix}{name}={value_text(values)}"
-                return f"{setting} has {value_text(twice[0])} twice; list each once"
-        for place, part in enumerate(parts):
-            below = f"{prefix}{name}.{place}." if parts is value else f"{prefix}{name}."
-            if isinstance(part, Section) and (problem := _repeated(part, below)):
-                return problem
-    return None
-
-
-@functools.cache
-def _lists(schema: type[Section]) -> frozenset[str]:
-    return frozenset(k for k, field in schema.model_fields.items() if is_list(field.annotation))
-
-
-def _identity(value: Any) -> Any:
-    match value:
-        case StudyTask() | VtabTask():
-            return value.name
-    return value
-
-
-# Keys whose values are paths; `tracking.uri`, an address, is handled separately.
+# Keys of trainings whose values are paths; `tracking.uri`, an address, is handled separately.
 PLACES: Final = (
     "output", "init_from", "data.train", "data.eval", "data.cache_dir",
     "evaluate.few_shot_train", "evaluate.few_shot_test", "vtab.data",
 )  # fmt: skip
-
-
-_PLACES_OF_COMMANDS: Final = (
-    "convert.source", "convert.destination", "verify.path", "subset.source", "subset.destination",
-    "deduplicate.source", "deduplicate.destination", "export.path", "inspect.images",
-    "inspect.path",
-)  # fmt: skip
-"""Further keys whose values are paths, which commands make absolute where they need it."""
 _MAPPINGS: Final = ("tracking.tags",)
 """Keys whose value may be a mapping that is not a section."""
 

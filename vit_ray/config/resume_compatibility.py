@@ -86,17 +86,6 @@ def incompatible_changes(
     ]
 
 
-def deciding_keys(flat: Mapping[str, str]) -> dict[str, str]:
-    """The deciding keys of a training and of its evaluation, from `Recipe.flat`, without the seed.
-
-    Data sets and initial weights are left out: their fingerprints say more than their paths.
-    """
-    left_out = {"seed", "init_from", *EVALUATED_SETS, *unused_keys(flat)}
-    if flat.get("train.early_stopping", "None") == "None":
-        left_out.add("evaluate.every_steps")
-    return {key: flat[key] for key in flat if is_trained(key) and key not in left_out}
-
-
 def unused_keys(flat: Mapping[str, str]) -> set[str]:
     """Keys that decide nothing in a recipe, `Recipe.flat`, given the values of its other keys."""
     return {

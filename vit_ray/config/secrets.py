@@ -74,18 +74,3 @@ class RedactingFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))
-
-
-def credentials_problem(tree: Any, key: str = "") -> str | None:
-    """What is wrong if a value is an `s3://` address with credentials; they are not repeated."""
-    if isinstance(tree, dict):
-        found = (credentials_problem(v, f"{key}.{k}" if key else k) for k, v in tree.items())
-        return next(filter(None, found), None)
-    if isinstance(tree, (list, tuple)):
-        return next(filter(None, (credentials_problem(v, key) for v in tree)), None)
-    if isinstance(tree, str) and tree.startswith("s3://") and set("@:") & set(tree.split("/")[2]):
-        return (
-            f"{key} is an s3:// address with an @ or a : in its bucket, as if it held credentials; "
-            "give s3://bucket/folder, and set AWS_ACCESS_KEY_ID and its secret in the environment"
-        )
-    return None

@@ -3,13 +3,15 @@
 import re
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Self
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from vit_ray.config.validation import PLACE, value_text
 from vit_ray.own_parts import is_own
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Below1 = Annotated[float, Field(ge=0.0, lt=1.0)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -20,6 +22,18 @@ _LABEL_KEY = re.compile(rf"([a-zA-Z0-9][a-zA-Z0-9_.-]*/)?{_LABEL}")
 _LABEL_VALUE = re.compile(rf"!?({_LABEL}|in\({_LABEL}(, ?{_LABEL})*\))")
 
 
+def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    names = [getattr(value, "name", value) for value in values]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise ValueError(f"{value_text(names)} has {name} twice; list each once")
+    return values
+
+
+Distinct = AfterValidator(_distinct)
+"""For a list in which nothing may stand twice; sections in it are compared by their names."""
+
+
 def _is_dotted(name: str) -> str:
     if not is_own(name):
         raise ValueError(
@@ -28,6 +42,17 @@ def _is_dotted(name: str) -> str:
     return name
 
 
+def _has_no_credentials(place: str) -> str:
+    if place.startswith("s3://") and set("@:") & set(place.split("/")[2]):
+        raise ValueError(
+            "an s3:// address with an @ or a : in its bucket, as if it held credentials; give "
+            "s3://bucket/folder, and set AWS_ACCESS_KEY_ID and its secret in the environment"
+        )
+    return place
+
+
+Place = Annotated[str, Field(pattern=PLACE), AfterValidator(_has_no_credentials)]
+"""A path or an address."""
 OwnPart = Annotated[str, AfterValidator(_is_dotted)]
 """Dotted name of a part of the user's own, such as `mymodule.focal_loss` (`own_parts.py`)."""
 
@@ -88,13 +113,3 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
-
-    def problems(self) -> dict[str, object]:
-        """Problems between the section's values: message to whether it applies."""
-        return {}
-
-    @model_validator(mode="after")
-    def _refuse_first_problem(self) -> Self:
-        if problem := next((text for text, is_so in self.problems().items() if is_so), None):
-            raise ValueError(problem)
-        return self

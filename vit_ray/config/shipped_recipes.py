@@ -1,5 +1,6 @@
 """The recipes that come with the package: their folder, their names, and what they promise."""
 
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,29 +42,10 @@ def shipped_recipe(name: str) -> Path | None:
     return recipes_folder() / f"{found[0]}.yaml" if len(found) == 1 else None
 
 
-def require_one_recipe(name: str) -> None:
-    """Check that a name given by a user means one recipe.
-
-    Raises:
-        ValueError: it is that of a shipped recipe and, with `.yaml`, of another file.
-    """
-    shipped, file = shipped_recipe(name), Path(f"{name}.yaml")
-    if shipped is None or Path(name).is_file() or not file.is_file() or file.samefile(shipped):
-        return
-    full = shipped.relative_to(recipes_folder()).with_suffix("").as_posix()
-    raise ValueError(
-        f"recipe {name!r} can be {str(file)!r} or the shipped recipe {full!r}; give {file}, or "
-        f"jobs/recipes/{full} for the shipped one"
-    )
-
-
 def header_of(path: Path) -> Header:
     """Title, expected result and cost of a recipe, each on one line."""
-    lines = []
-    for line in path.read_text().splitlines():
-        if not line.startswith("#"):
-            break
-        lines.append(line.removeprefix("#").strip())
-    parts = re.split(rf"(?:^|\s)({'|'.join(_TITLES)})[:,]\s", " ".join(lines))
+    lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
+    text = " ".join(line.removeprefix("#").strip() for line in lines)
+    parts = re.split(rf"(?:^|\s)({'|'.join(_TITLES)})[:,]\s", text)
     fields = dict(zip(parts[1::2], parts[2::2], strict=True))
     return Header(parts[0].strip(), fields.get("Expected", ""), fields.get("Cost", ""))

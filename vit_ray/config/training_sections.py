@@ -3,7 +3,6 @@
 import json
 import os
 import re
-from functools import cache
 from importlib.metadata import entry_points
 from posixpath import normpath
 from typing import Annotated, Any, Final, Literal, Self
@@ -11,6 +10,8 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from vit_ray.config.section import (
+    Below1,
+    Distinct,
     Fraction,
     ImageSize,
     LabelSelector,
@@ -18,6 +19,7 @@ from vit_ray.config.section import (
     NotNegativeFloat,
     OnResume,
     OwnPart,
+    Place,
     Positive,
     PositiveFloat,
     Section,
@@ -29,7 +31,8 @@ from vit_ray.model_aliases import resolved_model
 
 _MLFLOW_ALONE: Final = ("databricks", "databricks-uc", "uc")
 """Addresses of MLflow's that are a single word."""
-_TAG_NAME: Final = re.compile(r"[/\w.\- :]{1,250}")
+_MLFLOW_SCHEMES: Final = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "databricks")
+_TAG_NAME: Final = re.compile(r"[\w\- :][/\w.\- :]{0,249}")
 """Names that MLflow accepts (`mlflow.utils.validation`, 3.17)."""
 MOST_BLOCKS: Final = 1000
 """Limit for a model's sizes; more is a typing error that would take hours to build."""
@@ -85,11 +88,24 @@ class ModelConfig(Section):
     linearly from 0 at the first block. Not for axial ViTs."""
 
     @model_validator(mode="after")
-    def _take_catalog_name(self) -> Self:
+    def _check(self) -> Self:
         given = self.image_size if "image_size" in self.model_fields_set else None
         name, image_size = resolved_model(self.name, given)
         # The section is frozen, and this code runs inside its own validators.
         self.__dict__.update(name=name, image_size=image_size or self.image_size)
+        patch = self.patch or 1
+        whole = [max(1, round(side / patch)) * patch for side in self.sides]
+        if whole != list(self.sides):
+            raise ValueError(
+                f"image_size={value_text(self.image_size)} is not a multiple of the patches of "
+                f"{self.name}, {patch} pixels; the nearest is "
+                f"{whole[0] if isinstance(self.image_size, int) else whole}"
+            )
+        if self.width and self.num_heads and self.width % self.num_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} does not divide width={self.width}; use a divisor of "
+                "the width"
+            )
         return self
 
     @property
@@ -108,11 +124,6 @@ class ModelConfig(Section):
         """Keyword arguments for `build_model`: only those that the recipe sets."""
         return self.model_dump(exclude={"name", "image_size"}, exclude_none=True)
 
-    def side_in_whole_patches(self, side: int) -> int:
-        """The nearest side in pixels that whole patches fill; any side without patches."""
-        patch = self.patch or 1
-        return max(1, round(side / patch)) * patch
-
     def whole_patches(self, size: int | tuple[int, int]) -> int | tuple[int, int]:
         """The part of an image size that whole patches cover; the rest is cut off, as in the
         paper's code.
@@ -123,27 +134,6 @@ class ModelConfig(Section):
         if isinstance(size, int):
             return size - size % patch
         return size[0] - size[0] % patch, size[1] - size[1] % patch
-
-    def geometry_problem(self) -> str | None:
-        """Why the model cannot be built, or None: sides in whole patches, width in whole heads.
-
-        Not a validator of the section: checkpoints keep recipes that are read without this check.
-        """
-        whole = [self.side_in_whole_patches(side) for side in self.sides]
-        if whole != list(self.sides):
-            nearest = whole[0] if isinstance(self.image_size, int) else whole
-            key = "patch_size" if self.patch_size else "name"
-            return (
-                f"{key}={getattr(self, key)}: model.image_size={value_text(self.image_size)} is "
-                f"not a multiple of patches of {self.patch} pixels; the nearest image_size is "
-                f"{nearest}, or choose another patch size"
-            )
-        if self.width and self.num_heads and self.width % self.num_heads:
-            return (
-                f"num_heads={self.num_heads} does not divide model.width={self.width}; use a "
-                "divisor of the width"
-            )
-        return None
 
 
 class AugmentConfig(Section):
@@ -171,11 +161,14 @@ class AugmentConfig(Section):
     own: OwnPart | None = None
     """A function of your own that changes the finished crop, such as `myparts.grey`."""
 
-    def problems(self) -> dict[str, object]:
-        return {
-            f"min_area={self.min_area} is larger than max_area={self.max_area}; give a range from "
-            "small to large": self.min_area > self.max_area,
-        }
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.min_area > self.max_area:
+            raise ValueError(
+                f"min_area={self.min_area} is larger than max_area={self.max_area}; give a range "
+                "from small to large"
+            )
+        return self
 
 
 class EvalAugmentConfig(Section):
@@ -194,19 +187,19 @@ class EvalAugmentConfig(Section):
 class DataConfig(Section):
     """Which data sets, and how they are streamed."""
 
-    train: Annotated[str | None, OnResume.FREE] = None
+    train: Annotated[Place | None, OnResume.FREE] = None
     """Converted training set: a folder or `s3://` prefix. A run resumes only with the same data,
     which may have moved."""
     fraction: Annotated[Share, OnResume.FIXED] = 1.0
     """Train on this share of `train`; smaller shares are subsets of larger ones."""
-    eval: Annotated[str | None, OnResume.EVALUATED] = None
+    eval: Annotated[Place | None, OnResume.EVALUATED] = None
     """Converted set on which accuracy is measured; unset = the held-out part of `train`, if any."""
     held_out_fraction: Annotated[Fraction, OnResume.FIXED] = 0.0
     """Share of `train` that is held out (keyed by `seed`), and evaluated on if `eval` is unset."""
     shuffle_window: Annotated[NotNegative | Literal["auto"], OnResume.FIXED] = "auto"
     """Images in the shuffle buffer, a multiple of the global batch: their row groups are dealt out
     over its batches, differently in each epoch. A reading task holds one window in memory. 0 = row
-    groups one after another. `auto` = up to 2,048 within task_memory_mib and half of
+    groups one after another. `auto` = up to 2,048 that fit in 256 MiB and half of
     object_store_mib, and 0 for batches above 1,024; a resumed run keeps the window it began
     with."""
     augment: AugmentConfig = AugmentConfig()
@@ -221,22 +214,23 @@ class DataConfig(Section):
     label_selector: Annotated[LabelSelector, OnResume.FREE] = {}
     """Labels of the nodes on which images are read and decoded, as `workers.label_selector`; unset
     = all nodes, training nodes first."""
-    task_memory_mib: Annotated[Positive, OnResume.FREE] = 256
-    """Encoded images that one task holds, in MiB; at least one row group."""
     object_store_mib: Annotated[Positive | None, OnResume.FREE] = None
     """Most MiB of the object store for images that wait for training; at the limit reading pauses.
     Unset = Ray Data's default, half of the store."""
-    cache_dir: Annotated[Annotated[str, Field(min_length=1)] | None, OnResume.FREE] = None
+    cache_dir: Annotated[Place | None, OnResume.FREE] = None
     """Folder on each node's local disk that caches row groups for later epochs; they are compared
     with a checksum at each use. Unset = no cache."""
     cache_free_gib: Annotated[NotNegativeFloat, OnResume.FREE] = 10.0
     """GiB that the cache leaves free on its disk; nothing that it holds is ever deleted."""
 
-    def problems(self) -> dict[str, object]:
-        return {
-            f"cache_dir={self.cache_dir!r} is not a local folder; give a path on each node's disk, "
-            "such as /local_ssd/vit_ray": "://" in (self.cache_dir or ""),
-        }
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if "://" in (self.cache_dir or ""):
+            raise ValueError(
+                f"cache_dir={self.cache_dir!r} is not a local folder; give a path on each node's "
+                "disk, such as /local_ssd/vit_ray"
+            )
+        return self
 
 
 class OptimConfig(Section):
@@ -254,7 +248,7 @@ class OptimConfig(Section):
     weight_decay: NotNegativeFloat = 0.0
     """On matrices and kernels, not on biases, norms, tokens or positions. Decoupled and scaled by
     the rate; added to the gradient in SGD, as in BiT."""
-    frozen: Annotated[tuple[str, ...], OnResume.FIXED] = ()
+    frozen: Annotated[tuple[str, ...], Distinct, OnResume.FIXED] = ()
     """Parts of the model that are not trained and have no gradient or optimizer state:
     `embedding`, `class_token`, `positions`, `blocks` or `blocks.0-5`, `norm`, `representation`,
     `head`; of a ResNet `root`, `units` or `units.0-5`, `norm`, `head`."""
@@ -275,48 +269,41 @@ class OptimConfig(Section):
     warmup_steps: NotNegative = 0
     """Steps of linear warm-up from zero."""
     steps: Annotated[Positive | None, OnResume.LENGTH] = None
-    """Length in optimizer steps; give one of steps, epochs, images."""
+    """Length in optimizer steps; give steps or epochs."""
     epochs: Annotated[PositiveFloat | None, OnResume.LENGTH] = None
     """Length in passes over the training set."""
-    images: Annotated[Positive | None, OnResume.LENGTH] = None
-    """Length in training images seen."""
 
-    def problems(self) -> dict[str, object]:
-        shares, given = list(self.decay_at), given_lengths(self)
-        return {
-            f"decay_at={shares} is not in ascending order; give shares of the run such as "
-            "[0.3, 0.6, 0.9]": sorted(set(shares)) != shares,
-            f"the length of the run is given {len(given)} times ({', '.join(given)}); keep one of "
-            "steps, epochs, images and set the others to null": len(given) > 1,
-        }
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if list(self.decay_at) != sorted(set(self.decay_at)):
+            raise ValueError(
+                f"decay_at={list(self.decay_at)} is not in ascending order; give shares of the run "
+                "such as [0.3, 0.6, 0.9]"
+            )
+        if self.steps and self.epochs:
+            raise ValueError(
+                "the length of the run is given twice (steps, epochs); set one of them to null"
+            )
+        return self
 
     def total_steps(self, num_images: int, global_batch_size: int) -> int:
         """Optimizer steps of the run.
 
-        A length in epochs or images rounds to the nearest whole batch.
+        A length in epochs rounds to the nearest whole batch.
 
         Raises:
             ValueError: no length is given, or the warm-up does not fit in it.
         """
-        if not given_lengths(self):
-            raise ValueError(
-                "optim gives no length of the run; set one of optim.steps, optim.epochs, "
-                "optim.images"
-            )
-        images = self.images or num_images * (self.epochs or 0)
-        total = self.steps or max(1, round(images / global_batch_size))
+        if not (self.steps or self.epochs):
+            raise ValueError("optim gives no length of the run; set optim.steps or optim.epochs")
+        epochs = self.epochs or 0
+        total = self.steps or max(1, round(num_images * epochs / global_batch_size))
         if self.warmup_steps >= total:
             raise ValueError(
                 f"optim.warmup_steps={self.warmup_steps} is not shorter than the run ({total} "
                 f"steps); set optim.warmup_steps={max(min(1, total - 1), total // 10)}"
             )
         return total
-
-
-def given_lengths(section: Section) -> dict[str, Any]:
-    """The lengths among `steps`, `epochs`, `images` that a section sets, with their values."""
-    lengths = {key: getattr(section, key) for key in ("steps", "epochs", "images")}
-    return {key: value for key, value in lengths.items() if value is not None}
 
 
 class TrainConfig(Section):
@@ -356,7 +343,7 @@ class TrainConfig(Section):
     compile: Annotated[bool | Literal["auto"], OnResume.FREE] = "auto"
     """torch.compile the model's blocks, all with the code of one (ZeRO 0-2); `auto` = on GPUs, and
     eager if compiling fails, for example without a C compiler."""
-    averaging: Fraction = 0.0
+    averaging: Below1 = 0.0
     """Decay per step of the averaged weights (EMA, Polyak averaging); the paper's is 0.9999; 0 =
     off."""
     averaging_warmup: Annotated[bool, UsedIf("averaging")] = True
@@ -377,7 +364,7 @@ class TrainConfig(Section):
     """Stop after this many evaluations without a better validation loss: of the averaged weights if
     there are any (`averaging`), on held-out images if there are any (`data.held_out_fraction`). The
     best evaluation is the result, as with `checkpoint.keep_best`."""
-    callbacks: Annotated[tuple[OwnPart, ...], OnResume.FREE] = ()
+    callbacks: Annotated[tuple[OwnPart, ...], Distinct, OnResume.FREE] = ()
     """Functions of your own that are called on rank 0 with each logged step and its metrics."""
     step_timeout_s: Annotated[PositiveFloat, OnResume.FREE] = 600.0
     """Seconds after which a step, or a collective operation in it, counts as hung, and the workers
@@ -397,33 +384,40 @@ class TrainConfig(Section):
         """Number that the images of a pass must be a multiple of."""
         return 2 if self.mixes else 1
 
-    def problems(self) -> dict[str, object]:
-        sizes = {key: getattr(self, key) for key in ("global_batch_size", "micro_batch_size")}
-        odd = {
-            f"{key}={size}: mixup and cutmix mix images in pairs; use an even number such as "
-            f"{size + 1}": self.mixes
-            for key, size in sizes.items()
-            if size != "auto" and size % 2
-        }
-        profiled = list(self.profile_steps or ())
-        return {
-            "mixup or cutmix with loss=masked_patch: they mix labels, and masked_patch has none; "
-            "set both to 0": (self.mixes and self.loss == "masked_patch"),
-            **odd,
-            f"label_smoothing={self.label_smoothing} with loss={self.loss}: it needs loss=softmax; "
-            "set label_smoothing to 0 or the loss to softmax": (
-                self.label_smoothing and self.loss != "softmax"
-            ),
-            "compile=true does not work with zero_stage=3; use zero_stage 0, 1 or 2, or set "
-            "compile to false": self.compile is True and self.zero_stage == 3,
-            "offload=true with zero_stage=0, which does not shard optimizer state; use zero_stage "
-            "1, 2 or 3, or set offload to false": (self.offload and self.zero_stage == 0),
-            f"profile_steps={profiled} ends before it begins; give the first and the last step, "
-            "such as [20, 22]": sorted(profiled) != profiled,
-            "averaging=1.0 would keep the initial weights; use a factor below 1 such as 0.9999": (
-                self.averaging == 1.0
-            ),
-        }
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for key in ("global_batch_size", "micro_batch_size"):
+            size = getattr(self, key)
+            if self.mixes and size != "auto" and size % 2:
+                raise ValueError(
+                    f"{key}={size}: mixup and cutmix mix images in pairs; use an even number such "
+                    f"as {size + 1}"
+                )
+        if self.mixes and self.loss == "masked_patch":
+            raise ValueError(
+                "mixup and cutmix mix labels, and loss=masked_patch has none; set both to 0"
+            )
+        if self.label_smoothing and self.loss != "softmax":
+            raise ValueError(
+                f"label_smoothing={self.label_smoothing} with loss={self.loss}: it needs "
+                "loss=softmax; set label_smoothing to 0 or the loss to softmax"
+            )
+        if self.compile is True and self.zero_stage == 3:
+            raise ValueError(
+                "compile=true does not work with zero_stage=3; use zero_stage 0, 1 or 2, or set "
+                "compile to false"
+            )
+        if self.offload and self.zero_stage == 0:
+            raise ValueError(
+                "offload=true with zero_stage=0, which does not shard optimizer state; use "
+                "zero_stage 1, 2 or 3, or set offload to false"
+            )
+        if self.profile_steps and self.profile_steps[0] > self.profile_steps[1]:
+            raise ValueError(
+                f"profile_steps={list(self.profile_steps)} ends before it begins; give the first "
+                "and the last step, such as [20, 22]"
+            )
+        return self
 
 
 class CheckpointConfig(Section):
@@ -451,33 +445,31 @@ class EvalConfig(Section):
     """Steps between evaluations; unset = only at the end."""
     batch_size: Annotated[Positive, OnResume.FREE] = 256
     """Images per worker and pass; fewer where a worker has fewer."""
-    few_shot_train: Annotated[str | None, OnResume.EVALUATED] = None
+    few_shot_train: Annotated[Place | None, OnResume.EVALUATED] = None
     """Converted set for the few-shot examples; unset = no few-shot accuracy."""
-    few_shot_test: Annotated[str | None, OnResume.EVALUATED] = None
+    few_shot_test: Annotated[Place | None, OnResume.EVALUATED] = None
     """Converted set on which few-shot accuracy is measured."""
-    shots: Annotated[tuple[Positive, ...], UsedIf("few_shot_train")] = (1, 5, 10, 25)
+    shots: Annotated[
+        tuple[Positive, ...], Field(min_length=1), Distinct, UsedIf("few_shot_train")
+    ] = (1, 5, 10, 25)
     """Examples per class."""
     few_shot_seeds: Annotated[Positive, UsedIf("few_shot_train")] = 3
     """Random draws of the examples; the mean accuracy is reported."""
-    metrics: Annotated[tuple[OwnPart, ...], OnResume.FREE] = ()
+    metrics: Annotated[tuple[OwnPart, ...], Distinct, OnResume.FREE] = ()
     """Functions of your own that give each image a number, such as `myparts.top3`; means are
     reported as `eval/top3`."""
 
-    def problems(self) -> dict[str, object]:
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         train, test = self.few_shot_train, self.few_shot_test
-        names = [
-            *OWN_ACCURACIES,
-            *(metric.rpartition(".")[2] for metric in dict.fromkeys(self.metrics)),
-        ]
-        twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
-        return {
-            f"metrics={list(self.metrics)}: two metrics are named eval/{twice}; rename one": twice,
-            f"few_shot_train and few_shot_test go together; given {train!r} and {test!r}": (
-                (train is None) != (test is None)
-            ),
-            "shots=[] with few_shot_train: there is nothing to measure; give numbers such as [1, "
-            "5, 10, 25], or unset few_shot_train and few_shot_test": train and not self.shots,
-        }
+        if (train is None) != (test is None):
+            raise ValueError(
+                f"few_shot_train and few_shot_test go together; given {train!r} and {test!r}"
+            )
+        names = [metric.rpartition(".")[2] for metric in self.metrics]
+        if taken := [name for name in names if name in OWN_ACCURACIES or names.count(name) > 1]:
+            raise ValueError(f"metrics: the name eval/{taken[0]} is taken; rename the function")
+        return self
 
 
 class WorkersConfig(Section):
@@ -507,9 +499,11 @@ class WorkersConfig(Section):
         least, most = (count, count) if isinstance(count, int) else count
         return range(least, most + 1)
 
-    def problems(self) -> dict[str, object]:
-        problem = f"num_workers={self.num_workers} has its minimum above its maximum"
-        return {problem: len(self.sizes) == 0}
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.sizes:
+            raise ValueError(f"num_workers={self.num_workers} has its minimum above its maximum")
+        return self
 
 
 _OPTIONS: Final = "FSSPEC_S3"
@@ -549,8 +543,6 @@ class TrackingConfig(Section):
     """Tracking server or SQLite file; relative paths are in the current folder."""
     experiment: str = "vit_ray"
     """MLflow experiment."""
-    parent_run_id: str | None = None
-    """Parent run in MLflow (set by sweeps and studies)."""
     system_metrics: bool = True
     """Record CPU, memory, GPU and network of every node."""
     log_model: bool = True
@@ -566,15 +558,13 @@ class TrackingConfig(Section):
     @field_validator("tags")
     @classmethod
     def _are_own(cls, tags: dict[str, str]) -> dict[str, str]:
-        if taken := [name for name in tags if not name or name.startswith(("mlflow.", "vit_ray."))]:
-            raise ValueError(
-                f"the tag {taken[0]!r} is reserved (mlflow.*, vit_ray.*); choose another name"
-            )
         for name in tags:
-            if not _TAG_NAME.fullmatch(name) or normpath(name) != name or name[0] in "/.":
+            is_ours = name.startswith(("mlflow.", "vit_ray."))
+            if is_ours or not _TAG_NAME.fullmatch(name) or normpath(name) != name:
                 raise ValueError(
-                    f"MLflow does not accept the tag {name[:40]!r}; give a name of at most 250 "
-                    "letters, digits, _ - . : / and blanks, which is not a path like a/../b"
+                    f"the tag {name[:40]!r} is reserved (mlflow.*, vit_ray.*), or MLflow does not "
+                    "accept it; give a name of at most 250 letters, digits, _ - . : / and blanks, "
+                    "which is not a path like a/../b"
                 )
         return tags
 
@@ -586,33 +576,20 @@ class TrackingConfig(Section):
 
         The address is not repeated: it may hold a password.
         """
-        scheme, separator, rest = uri.partition("://")
+        scheme, _, rest = uri.partition("://")
         scheme = scheme.partition("+")[0]
-        if scheme == "sqlite" and not rest.startswith("/"):
-            raise ValueError(
-                "sqlite:// needs a third slash and the file, such as sqlite:///mlflow.db (in the "
-                "current folder) or sqlite:////srv/mlflow.db"
-            )
-        if scheme == "sqlite" and rest.endswith("/"):
-            raise ValueError("sqlite:/// needs the name of a file, such as sqlite:///mlflow.db")
-        if scheme in ("http", "https") and not rest.strip("/"):
-            raise ValueError(f"{scheme}:// needs a host, such as http://mlflow:5000")
-        if uri.partition(":")[0] in _MLFLOW_ALONE or (separator and scheme in _mlflow_schemes()):
+        if uri.partition(":")[0] in _MLFLOW_ALONE:
             return uri
-        what = f"{scheme}:// is" if separator else "a path is"
+        plugins = {one.name for one in entry_points(group="mlflow.tracking_store")} - {"file", ""}
+        is_file = scheme != "sqlite" or (rest.startswith("/") and not rest.endswith("/"))
+        if scheme in {*_MLFLOW_SCHEMES, *plugins} and rest.strip("/") and is_file:
+            return uri
         raise ValueError(
-            f"{what} not an address of MLflow's; give sqlite:///FILE, http://HOST:PORT of a "
-            "server, or postgresql://, mysql://, mssql://HOST/DATABASE. MLflow 3 does not open a "
-            "folder of files, such as mlruns"
+            f"{scheme + '://' if '://' in uri else 'a path'} is not the address of a store of "
+            "MLflow's; give sqlite:///FILE, such as sqlite:///mlflow.db in the current folder, "
+            "http://HOST:PORT of a server, or postgresql://, mysql://, mssql://HOST/DATABASE. "
+            "MLflow 3 does not open a folder of files, such as mlruns"
         )
-
-
-@cache
-def _mlflow_schemes() -> frozenset[str]:
-    """Schemes of the stores that MLflow opens, including its plugins; without importing it."""
-    plugins = entry_points(group="mlflow.tracking_store")
-    own = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", *_MLFLOW_ALONE)
-    return frozenset({*own, *(one.name for one in plugins if one.name not in ("file", ""))})
 
 
 def accumulation_steps(global_batch_size: int, micro_batch_size: int, num_workers: int) -> int:

@@ -2,7 +2,7 @@
 
 import difflib
 import json
-import re
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar, get_args
@@ -15,8 +15,11 @@ from vit_ray.config.secrets import redact
 
 NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._+-]*$"
 """Names of runs, which are those of folders."""
+PLACE: Final = r"\S"
+"""Paths: an empty text would mean the current folder."""
 _ALLOWED: Final = {
-    NAME: "letters from A to Z, digits, and `.`, `_`, `+` or `-` after the first, without spaces"
+    PLACE: "a folder, a file or an s3:// address",
+    NAME: "letters from A to Z, digits, and `.`, `_`, `+` or `-` after the first, without spaces",
 }
 """What a pattern allows, as a user reads it."""
 
@@ -46,31 +49,21 @@ _ALIASES = {
 }
 
 
-class InvalidValueError(ValueError):
-    """Some values do not fit the schema."""
-
-    types: frozenset[str] = frozenset()
-    """Pydantic's names of the problems, such as `int_type`."""
-
-
 def validated(schema: type[Model], tree: dict[str, Any], where: str) -> Model:
     """A checked instance of a schema from plain data.
 
     Raises:
-        InvalidValueError: as `load_recipe`; every problem is listed.
+        ValueError: as `load_recipe`; every problem is listed.
     """
     try:
         # JSON mode is strict about types but accepts a list for a tuple, as YAML needs.
-        return schema.model_validate_json(json.dumps(tree))
+        return schema.model_validate_json(json.dumps(tree, default=os.fspath))
     except pydantic.ValidationError as error:
         found = error.errors()
-        # A tuple whose items failed is also reported as too short; only report the items' own
-        # problems.
-        causes = [p for p in found if p["type"] != "too_short"] or found
-        problems = [_describe(schema, p) for p in causes if not _is_of_other_kind(p, causes)]
-        refusal = InvalidValueError(redact(f"{where}: " + "; ".join(dict.fromkeys(problems))))
-        refusal.types = frozenset(problem["type"] for problem in found)
-        raise refusal from None
+        # A list with a wrong section is also reported as too short.
+        causes = [problem for problem in found if problem["type"] != "too_short"] or found
+        problems = dict.fromkeys(_describe(schema, tree, problem) for problem in causes)
+        raise ValueError(redact(f"{where}: {'; '.join(problems)}")) from None
 
 
 def require(value: Value | None, key: str, hint: str) -> Value:
@@ -98,63 +91,78 @@ def errors_of(where: str) -> Iterator[None]:
         raise ValueError(f"{where}: {error}") from None
 
 
-_BRANCH: Final = re.compile(r".*[\[(,]|^(constrained-)?(int|float|bool|str)$")
-"""Pydantic's names of the branches of a union that it tried; users did not write that."""
-_CONTAINERS: Final = {"tuple_type", "list_type", "dict_type", "model_type"}
-_SCALARS: Final = {"int_type", "float_type", "bool_type", "string_type", "literal_error"}
-
-
-def _place(problem: Any) -> list[Any]:
-    """The keys and list positions that lead to the value."""
-    return [one for one in problem["loc"] if isinstance(one, int) or not _BRANCH.match(one)]
-
-
-def _is_of_other_kind(problem: Any, found: Sequence[Any]) -> bool:
-    """Whether it is about a branch of a union that the value was not meant for, and another problem
-    says more: a number is not to become a list, nor a list or section a number or a text.
-    """
-    place = _place(problem)
-    others = [p for p in found if _place(p)[: len(place)] == place and p is not problem]
-    if isinstance(problem["input"], (list, dict)):
-        says_more = any(
-            _place(p) != place or p["type"] not in _CONTAINERS | _SCALARS for p in others
-        )
-        return problem["type"] in _SCALARS and says_more
-    return problem["type"] in _CONTAINERS and bool(others)
-
-
-def _describe(schema: type[BaseModel], problem: Any) -> str:
-    where = _place(problem)
-    key, given = ".".join(map(str, where)), problem["input"]
+def _describe(schema: type[BaseModel], tree: Any, problem: Any) -> str:
+    """A problem with the key of its value, what was given, and what is allowed."""
+    places, section, given = list[str](), schema, tree
+    last: Any = None
+    for last in problem["loc"]:
+        if not isinstance(last, int) and last not in section.model_fields:
+            break
+        places.append(str(last))
+        given = given[last] if isinstance(last, int) else given.get(last)
+        inner = isinstance(last, int) or section_type(section.model_fields[last].annotation)
+        if not inner:
+            break
+        section, outer = section if inner is True else inner, section
+    key = ".".join(places)
     message = problem["msg"].removeprefix("Value error, ")
+    fields = section.model_fields
     match problem["type"]:
         case "extra_forbidden":
-            valid = _section_at(schema, where[:-1]).model_fields
-            hint = nearest_key(schema, key, list(valid))
+            unknown = f"{key}.{last}".removeprefix(".")
+            hint = nearest_key(schema, unknown, list(fields))
             meant = f"; did you mean {hint}?" if hint else ""
-            return f"unknown key {key}{meant} (valid in this section: {', '.join(valid)})"
-        case "missing":
+            return f"unknown key {unknown}{meant} (valid in this section: {', '.join(fields)})"
+        case "missing" if given is None:
             return f"{key} is required but not given"
         case "model_type" | "model_attributes_type":
-            fields = _section_at(schema, where).model_fields
             first = next((one for one in fields if fields[one].is_required()), next(iter(fields)))
-            if given is None:
-                return f"{key} is empty: give keys below it, such as {first}, or leave {key} out"
-            return (
-                f"{key}={given!r}: {key} is a section of keys; did you mean {key}.{first}={given}?"
-            )
-        case "tuple_type" | "list_type":
-            field = _section_at(schema, where[:-1]).model_fields.get(str(where[-1]))
-            has_example = field is not None and isinstance(field.default, tuple) and field.default
-            example = value_text(field.default if field and has_example else [given])
-            return f"{key}={given!r}: a list is needed, such as {example}"
-        case "string_pattern_mismatch" if allowed := _ALLOWED.get(problem["ctx"]["pattern"]):
-            return f"{key}={given!r}: use {allowed}"
-        case "dict_type":
-            return f"{key}={given!r}: a mapping is needed, such as {{NAME: VALUE}}"
+            return f"{key}={given} is a section of keys; give keys below it, such as {key}.{first}"
         case "value_error":
             return f"{key}: {message}" if key else message
-    return f"{key}={given!r}: {message}"
+    if inner:  # a list of sections
+        section = outer
+    nodes = section.model_json_schema()
+    allowed = allowed_text(nodes["properties"][places[-1]], nodes.get("$defs", {}))
+    for pattern, meaning in _ALLOWED.items():
+        if pattern == problem.get("ctx", {}).get("pattern"):
+            allowed = meaning
+    if problem["type"] == "finite_number":
+        allowed = "a finite number"
+    shown = value_text(given) if isinstance(given, (list, dict)) else repr(given)
+    return f"{key}={shown}: give {allowed}"
+
+
+def allowed_text(node: dict[str, Any], defs: dict[str, Any]) -> str:
+    """The values that a node of a JSON schema allows: `0 | 1 | 2`, `integer > 0 | auto`."""
+    match node:
+        case {"anyOf": branches}:
+            return " | ".join(dict.fromkeys(allowed_text(one, defs) for one in branches))
+        case {"enum": values}:
+            return " | ".join(map(yaml_text, values))
+        case {"const": value}:
+            return yaml_text(value)
+        case {"prefixItems": items}:
+            return f"[{', '.join(allowed_text(item, defs) for item in items)}]"
+        case {"items": items}:
+            return f"[{allowed_text(items, defs)}, ...]"
+        case {"$ref": reference}:
+            section = defs[reference.rpartition("/")[2]]
+            return f"{{{', '.join(section.get('properties', ()))}}}"
+        case {"type": "string"}:
+            return "text"
+        case {"type": "boolean"}:
+            return "true | false"
+        case {"type": "object"}:
+            return "{NAME: VALUE}"
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    bounds = [f" {sign} {node[bound]:g}" for bound, sign in signs.items() if bound in node]
+    return str(node["type"]) + ",".join(bounds)
+
+
+def yaml_text(value: Any) -> str:
+    """A value as YAML writes it."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def nearest_key(schema: type[BaseModel], key: str, valid: Sequence[str]) -> str | None:
@@ -176,14 +184,6 @@ def nearest_key(schema: type[BaseModel], key: str, valid: Sequence[str]) -> str 
     last = {name.rpartition(".")[2]: name for name in reversed(everything)}
     far = difflib.get_close_matches(unknown, last, 1, 0.75)
     return alias or (last[far[0]] if far else None)
-
-
-def _section_at(schema: type[BaseModel], where: list[Any]) -> type[BaseModel]:
-    """The section that the keys and list positions lead to."""
-    for part in where:
-        if not isinstance(part, int):
-            schema = section_type(schema.model_fields[part].annotation) or schema
-    return schema
 
 
 def section_type(annotation: Any) -> type[BaseModel] | None:

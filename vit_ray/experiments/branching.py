@@ -69,7 +69,7 @@ def begin_branch(cell: Cell, trunk: Cell, step: int, warn: Warn = logger.warning
         def of_cell(position: Position) -> Position:
             """The trunk's position as the cell's own, which is recorded in a separate run."""
             optim = cell.recipe.optim
-            lengths = {key: getattr(optim, key) for key in ("epochs", "steps", "images")}
+            lengths = {key: getattr(optim, key) for key in ("epochs", "steps")}
             own = {"name": cell.name, "optim": {**position.recipe["optim"], **lengths}}
             progress = replace(position.progress, seconds={})  # which are the trunk's
             return replace(

@@ -16,7 +16,7 @@ from ray import tune
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.config.validation import InvalidValueError, errors_of, value_text
+from vit_ray.config.validation import errors_of, value_text
 from vit_ray.launch.model_checks import check_model
 
 Point = Mapping[str, Any]
@@ -97,13 +97,7 @@ def points_of(recipe: Recipe, config: SweepConfig) -> list[Point]:
         grid = itertools.product(*space.values())
         points = [dict(zip(space, values, strict=True)) for values in grid]
     for point in points:
-        try:
-            changed = with_point(recipe, point)
-        except InvalidValueError as error:
-            if "int_type" in error.types and ranges:
-                hint = "a range has numbers with a fraction; list the values of a whole number"
-                raise ValueError(f"{error}; {hint}") from None
-            raise
+        changed = with_point(recipe, point)
         with errors_of_point(recipe, point):
             check_model(changed)
     names = Counter(point_name(point) for point in points)

@@ -25,7 +25,7 @@ _GIVEN_ELSEWHERE: Final = {
     "name": "label",
     "seed": "study.seeds",
     "data.fraction": "data_fractions",
-    **{f"optim.{key}": key for key in ("epochs", "steps", "images")},
+    **{f"optim.{key}": key for key in ("epochs", "steps")},
 }
 """Keys that a row sets through its other fields."""
 _COMMON: Final = ("output", "resume", "tracking", "storage", "study", "sweep", "vtab", "plan")
@@ -95,6 +95,7 @@ def study_of(recipe: Recipe) -> StudyConfig:
 
 def _row_cells(recipe: Recipe, study: StudyConfig, row: StudyModel, where: str) -> Iterator[Cell]:
     point = _row_point(row, where)
+    batch = with_point(recipe, point, where).train.global_batch_size
     fractions = row.data_fractions or study.data_fractions or (1.0,)
     seeds = row.seeds or study.seeds or (recipe.seed,)
     lengths = row.lengths or study.lengths or [("epochs", PAPER_EPOCHS)]
@@ -106,7 +107,7 @@ def _row_cells(recipe: Recipe, study: StudyConfig, row: StudyModel, where: str) 
             "name": short_name(name + (f"-seed{seed}" if seed != recipe.seed else "")),
             "seed": seed,
             "data": {"fraction": fraction},
-            "optim": {"epochs": None, "steps": None, "images": None, unit: length},
+            "optim": {"epochs": None, "steps": None, **_optim_length(unit, length, batch)},
             "study": None,
         }
         cell = Cell(
@@ -115,6 +116,11 @@ def _row_cells(recipe: Recipe, study: StudyConfig, row: StudyModel, where: str) 
         with errors_of(where):
             check_model(cell.recipe)
         yield cell
+
+
+def _optim_length(unit: str, length: float, batch: int) -> dict[str, float]:
+    """Keys of `optim` for a cell's length; images become whole steps."""
+    return {"steps": max(1, round(length / batch))} if unit == "images" else {unit: length}
 
 
 def _row_point(row: StudyModel, where: str) -> dict[str, Any]:

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Any, Final
 
-import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from PIL import Image
 
 from vit_ray.checkpoints.checkpoint import Position, open_checkpoint
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import ExportConfig
+from vit_ray.config.loading import write_yaml
 from vit_ray.config.secrets import redact
 from vit_ray.data import open_dataset
 from vit_ray.data.crops import Augmentation
@@ -128,7 +128,7 @@ def model_card(
     ]
     if position is not None:
         recorded = {k: v for k, v in recipe.recorded().items() if k in _SECTIONS and v is not None}
-        recipe_text = redact(yaml.safe_dump(_public(recorded), sort_keys=False))
+        recipe_text = redact(write_yaml(_public(recorded)))
         text.append(f"## Recipe\n\n```yaml\n{recipe_text}```")
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(text) + "\n")
 

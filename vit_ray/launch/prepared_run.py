@@ -215,9 +215,9 @@ def check_weights(prepared: PreparedRun) -> None:
         return
     from vit_ray.checkpoints.init_weights import meta_state_of, planned_load  # with torch: seconds
 
-    model, changes = recipe.model, (prepared.new_head, recipe.init_resize)
+    model = recipe.model
     with errors_of("init_from"):
-        report = planned_load(model, prepared.num_classes, recipe.init_from, *changes)
+        report = planned_load(model, prepared.num_classes, recipe.init_from, prepared.new_head)
         trained = meta_state_of(recipe.init_from).sides
     if trained is None and report.grids is not None:
         sides, (grid, own_grid) = model.sides, report.grids

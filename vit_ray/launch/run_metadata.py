@@ -16,10 +16,10 @@ from pathlib import PurePosixPath
 from typing import Any, Final
 
 import ray
-import yaml
 from joblib import cpu_count
 
 from vit_ray.config import Recipe
+from vit_ray.config.loading import write_yaml
 from vit_ray.config.recorded_recipe import GROUP, KIND, RUN_FOLDER
 from vit_ray.config.resume_compatibility import EVALUATED_SETS, TAGGED, is_trained, unused_keys
 from vit_ray.config.secrets import redact, redacted
@@ -153,8 +153,7 @@ def data_inputs(resolved: ResolvedRun) -> list[dict[str, Any]]:
 
 def recipe_yaml(recipe: Recipe) -> str:
     """The whole recipe, which can be run by itself."""
-    alone = recipe.with_changes(tracking={"parent_run_id": None})
-    return yaml.safe_dump(alone.recorded(), sort_keys=False)
+    return write_yaml(recipe.written())
 
 
 def training_cost(resolved: ResolvedRun, steps: int) -> dict[str, float]:

@@ -89,7 +89,7 @@ class TrainedModel:
         model = build_model(
             config.name, weights.num_classes, config.image_size, **config.options()
         ).eval()
-        self.source = weights.load_into(model, False, recipe.init_resize).source
+        self.source = weights.load_into(model, False).source
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._dtype = torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32
         self.model = model.to(device, self._dtype)

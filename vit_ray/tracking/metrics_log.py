@@ -162,7 +162,6 @@ class MetricsLog(Records):
             "start",
             **{name: getattr(opening, name) for name in same},
             experiment=opening.config.experiment,
-            parent_run_id=opening.config.parent_run_id,
             parent_log=str(opening.parent_log) if opening.parent_log else None,
             params={key: str(value) for key, value in opening.params.items()},
             tags={key: str(value) for key, value in tags.items()},
@@ -269,8 +268,8 @@ def parent_run_of(start: Record) -> str | None:
     By the log of that run, which notes the id as soon as MLflow has it: so a child that starts
     while MLflow is away is still attached to it.
     """
-    if start["parent_run_id"] or not start["parent_log"]:
-        return start["parent_run_id"] or None
+    if not start["parent_log"]:
+        return None
     return MetricsLog(Path(start["parent_log"])).read_sent().run_id
 
 

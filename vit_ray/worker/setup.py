@@ -101,9 +101,7 @@ def initial_model(job: TrainJob, *, loads_weights: bool) -> tuple[nn.Module, Loa
         raise UnrecoverableError(str(error), is_agreed=False) from None
     if loads_weights and recipe.init_from is not None:
         try:
-            report = initialize_weights(
-                model, recipe.init_from, new_head=job.new_head, resize=recipe.init_resize
-            )
+            report = initialize_weights(model, recipe.init_from, new_head=job.new_head)
         except ValueError as error:
             raise UnrecoverableError(f"init_from: {error}", is_agreed=False) from None
         is_new = any(part_of(name) == "head" for name in report.new)

@@ -2,9 +2,10 @@
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Literal
+from unittest import mock
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from vit_ray.data.boxes import Augmentation
 from vit_ray.data.dataset import Manifest, ShardFile
 from vit_ray.data.stream import batches
 from vit_ray.data.stream.ray_datasets import HostRanks, planned
+from vit_ray.launch.inputs import shuffle_window
 from vit_ray.launch.inputs.shuffle_window import window_rows
 from vit_ray.launch.inputs.streams import training_stream
 
@@ -41,10 +43,12 @@ def spec_of(
 ) -> batches.StreamSpec:
     """The training stream of a run of crops of `size` pixels, whose window is made definite."""
     manifest = manifest_of(rows, image_bytes) if isinstance(rows, list) else rows
-    data = DataConfig(train="nowhere", shuffle_window=window, task_memory_mib=memory_mib)
-    found = window_rows(data, batch, (size, size), manifest)
+    data = DataConfig(train="nowhere", shuffle_window=window)
+    with mock.patch.object(shuffle_window, "TASK_MEMORY_MIB", memory_mib):
+        found = window_rows(data, batch, (size, size), manifest)
     data = data.model_copy(update={"shuffle_window": found})
-    return training_stream(data, 0, Augmentation(size=1), batch, manifest)
+    spec = training_stream(data, 0, Augmentation(size=1), batch, manifest)
+    return replace(spec, cache_mib=memory_mib)
 
 
 def readers_of(world_size: int, servers: int) -> Iterator[HostRanks]:

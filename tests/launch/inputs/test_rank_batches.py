@@ -106,7 +106,7 @@ def test_a_world_that_cannot_be_is_refused(
 
 
 def test_neither_ray_nor_torch_is_imported(recipe: Recipe, tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.recorded()))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.written()))
     script = (
         "import sys, vit_ray;"
         "batch = vit_ray.training_batches(vit_ray.load_recipe(sys.argv[1]))[0];"

@@ -13,6 +13,7 @@ from vit_ray.data import open_dataset
 from vit_ray.data.cache import Cache
 from vit_ray.data.dataset import RowGroupColumns, ShardFile, write_manifest
 from vit_ray.launch import prepared_run
+from vit_ray.launch.inputs import shuffle_window
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.prepared_run import prepared_training
 from vit_ray.launch.run_metadata import data_inputs
@@ -93,10 +94,10 @@ def test_a_new_run_mixes_what_its_tasks_can_hold_and_records_it(recipe: Recipe) 
     ],
 )
 def test_the_window_follows_memory_and_batch(
-    recipe: Recipe, memory_mib: int, batch: int, window: int
+    recipe: Recipe, memory_mib: int, batch: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(shuffle_window, "TASK_MEMORY_MIB", memory_mib)
     changed = recipe.with_changes(
-        data={"task_memory_mib": memory_mib},
         train={"global_batch_size": batch, "micro_batch_size": batch},
     )
     resolved = resolve_run(changed)
@@ -129,9 +130,12 @@ def test_the_window_follows_the_share_of_the_object_store(
 
 
 @pytest.mark.parametrize("window", [0, 512])
-def test_a_run_goes_on_in_its_order_with_other_memory(recipe: Recipe, window: int) -> None:
+def test_a_run_goes_on_in_its_order_with_other_memory(
+    recipe: Recipe, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_checkpoint(recipe, window)
-    found, resolved = prepared(recipe.with_changes(data={"task_memory_mib": 1000}))
+    monkeypatch.setattr(shuffle_window, "TASK_MEMORY_MIB", 1000)
+    found, resolved = prepared(recipe)
     assert found.data.shuffle_window == window
     assert (resolved.streams["train"].window is None) == (window == 0)
 
@@ -165,7 +169,7 @@ def test_a_run_that_continues_is_checked_on_its_cluster_without_its_first_weight
     ("window", "message"),
     [
         (100, "no whole number of train.global_batch_size=64; the nearest is 128, and 0 is none"),
-        (64 * 64, "about 397 MiB of each reading task, .*memory_mib=256; lower the one to 2560"),
+        (64 * 64, "about 397 MiB of each reading task, which holds 256; lower it to 2560"),
     ],
 )
 def test_a_window_that_cannot_be_is_refused(recipe: Recipe, window: int, message: str) -> None:
@@ -173,9 +177,12 @@ def test_a_window_that_cannot_be_is_refused(recipe: Recipe, window: int, message
         resolve_run(recipe.with_changes(data={"shuffle_window": window}))
 
 
-def test_a_large_batch_has_a_window_on_request_where_a_task_holds_it(recipe: Recipe) -> None:
+def test_a_large_batch_has_a_window_on_request_where_a_task_holds_it(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shuffle_window, "TASK_MEMORY_MIB", 2000)
     changed = recipe.with_changes(
-        data={"shuffle_window": 8192, "task_memory_mib": 2000},
+        data={"shuffle_window": 8192},
         train={"global_batch_size": 4096, "micro_batch_size": 64},
     )
     spec = resolve_run(changed).streams["train"]

@@ -101,7 +101,7 @@ def test_tensors_of_other_ranks_fit_or_are_refused(
         path = tmp_path / f"{number}.npz"
         np.savez(path, **{**good, name: change(good[name])})
         try:
-            planned_load(config, 5, str(path), False, "bilinear")
+            planned_load(config, 5, str(path), False)
         except ValueError:
             refused += 1
     assert refused > 0
@@ -134,7 +134,7 @@ def test_a_planned_load_is_what_becomes_of_the_tensors(
     model = small_model(family, image_size=64)
     real = initialize_weights(model, path, new_head=new_head)
     config = ModelConfig(name=family, image_size=64, **FAMILIES[family])
-    planned = planned_load(config, 5, path, new_head, "bilinear")
+    planned = planned_load(config, 5, path, new_head)
     assert vars(planned) == vars(real)
     assert (planned.grids is None) == (family == "ResNet")
 
@@ -146,8 +146,7 @@ from vit_ray.checkpoints.init_weights import planned_load
 
 config = ModelConfig.model_validate_json(sys.argv[1])
 for path in sys.argv[2:]:
-    for resize in ("bilinear", "bicubic"):
-        assert planned_load(config, 9, path, True, resize).grids == ((4, 4), (8, 8))
+    assert planned_load(config, 9, path, True).grids == ((4, 4), (8, 8))
 sys.exit("torch._dynamo" in sys.modules)
 """
 

@@ -178,7 +178,7 @@ def test_quantized_tensors_are_named(tmp_path: Path, layout: str, dtype: torch.d
         load_weights(model, path)
     config = ModelConfig(name="ViT", image_size=32, **FAMILIES["ViT"])
     with pytest.raises(ValueError, match=said):
-        planned_load(config, 5, str(path), False, "bilinear")
+        planned_load(config, 5, str(path), False)
     for old, new in zip(before, model.parameters(), strict=True):
         assert torch.equal(old, new)
 

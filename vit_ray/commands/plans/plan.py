@@ -14,6 +14,7 @@ from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.data.convert.estimate import count_source, is_source
 from vit_ray.data.partition import divisors
+from vit_ray.data.stream.batches import TASK_MEMORY_MIB
 from vit_ray.launch.inputs.shuffle_window import most_rows
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.model_checks import averaging_warning, check_model
@@ -289,8 +290,8 @@ def _reading_text(recipe: Recipe, facts: TrainingFacts, servers: int) -> str:
     of_image = pixels * BYTES_PER_PIXEL / 2**20
     what = f"largest image, of {pixels:,}" if facts.largest_pixels else f"image of {pixels:,}"
     text = (
-        f"up to {recipe.data.task_memory_mib + of_image:,.0f} MiB in a task: task_memory_mib, and "
-        f"{of_image:,.0f} for the {what} pixels"
+        f"up to {TASK_MEMORY_MIB + of_image:,.0f} MiB in a task: {TASK_MEMORY_MIB} for row groups, "
+        f"and {of_image:,.0f} for the {what} pixels"
     )
     shared = shared_mib(recipe, facts)
     if shared >= 1:

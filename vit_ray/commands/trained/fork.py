@@ -13,8 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-import yaml
-
 from vit_ray.checkpoints.checkpoint import (
     Position,
     copy_checkpoint,
@@ -25,7 +23,7 @@ from vit_ray.checkpoints.checkpoint_format import is_committed
 from vit_ray.checkpoints.run_checkpoints import begin_training, list_checkpoints
 from vit_ray.config import Recipe
 from vit_ray.config.branch_origin import NOTE, origin_of
-from vit_ray.config.loading import changed
+from vit_ray.config.loading import changed, write_yaml
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.resume_compatibility import (
     DATA_SET,
@@ -78,7 +76,6 @@ def fork_run(source: str, words: Sequence[str], is_dry: bool) -> int:
     parent, position = _parent(source, step, changes)
     before = recipe_from_dict(position.recipe, where=f"the recipe of {source}")
     tree = changed({**copy.deepcopy(position.recipe), "resume": "auto"}, changes)
-    tree["tracking"]["parent_run_id"] = None
     recipe = recipe_from_dict(tree, where="the fork").with_absolute_paths()
     resolved = resolve_run(recipe)
     kept = _checked_changes(before, resolved, position, asked.keys())
@@ -91,7 +88,7 @@ def fork_run(source: str, words: Sequence[str], is_dry: bool) -> int:
             f"{own_step}; give a larger optim.{key}"
         )
     folder, file = locate(recipe.run_folder), Path(f"{recipe.name}.yaml")
-    text = yaml.safe_dump(resolved.recipe.recorded(), sort_keys=False)
+    text = write_yaml(resolved.recipe.written())
     origin = origin_of(before.name, step, own_step)
     if file.exists() and file.read_text() != text:
         raise ValueError(f"name={recipe.name}: {file} exists already; give another name")

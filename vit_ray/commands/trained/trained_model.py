@@ -52,4 +52,4 @@ def build_trained(recipe: Recipe, weights: SavedWeights) -> tuple[nn.Module, Loa
     classes = weights.num_classes or _NO_CLASSES
     model = build_model(config.name, classes, config.image_size, **config.options()).eval()
     with errors_of("init_from"):
-        return model, weights.load_into(model, "auto", recipe.init_resize)
+        return model, weights.load_into(model, "auto")

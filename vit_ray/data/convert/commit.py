@@ -278,7 +278,7 @@ def _costs_in_place(written: list[ShardResult], num_classes: int) -> list[str]:
     expected = sum(num_classes * (1 - (1 - 1 / num_classes) ** n) for n in rows) / len(rows)
     notes = [
         f"row groups have up to {max(rows):,} rows and {max(sizes) / _MIB:,.0f} MiB, and are read "
-        "whole: data.task_memory_mib should hold those of a shuffle window",
+        "whole: a shuffle window holds those that fit in 256 MiB",
         "images have no restart markers, so that crops decode whole images",
     ]
     if found - 1 < _SHARE_SORTED * (expected - 1):

@@ -23,6 +23,9 @@ from vit_ray.data.shards import NO_LABEL, EncodedRows, RowGroupReader
 
 Batch = dict[str, NDArray[Any]]
 
+TASK_MEMORY_MIB: Final = 256
+"""Encoded images that one reading task holds; at least one row group."""
+
 _PADDING_SAMPLE: Final = -1
 _GROUPS_TRIED: Final = 8
 """Row groups in which a substitute for a bad image is looked for."""
@@ -55,7 +58,7 @@ class StreamSpec:
     num_cpus: float = 0.66
     block_rows: int = 128
     task_rows: int = 1024
-    cache_mib: int = 256
+    cache_mib: int = TASK_MEMORY_MIB
     object_store_mib: int | None = None
     cache: Cache | None = None
     label_selector: Mapping[str, str] = field(default_factory=dict)

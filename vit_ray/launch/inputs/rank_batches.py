@@ -38,7 +38,7 @@ class RankBatches(Sequence[Batch]):
         DataLoader(training_batches(recipe)[step:], batch_size=None, num_workers=8)
 
     A slice is a list from and to other steps, so `[step:]` resumes. Consecutive steps share row
-    groups, which each process keeps (`data.task_memory_mib`): random access reads more.
+    groups, which each process keeps (`StreamSpec.cache_mib`): random access reads more.
     """
 
     def __init__(

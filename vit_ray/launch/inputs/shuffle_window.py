@@ -6,6 +6,7 @@ from typing import Final
 from vit_ray.config.training_sections import DataConfig
 from vit_ray.data.dataset import Manifest
 from vit_ray.data.order import ShuffleWindow
+from vit_ray.data.stream.batches import TASK_MEMORY_MIB
 
 _MOST_ROWS: Final = 2048
 """Of a window by default: tasks of twice the usual length, a few seconds of one CPU."""
@@ -32,7 +33,7 @@ def window_rows(
     """
     rows = data.shuffle_window
     if rows == "auto":
-        held = _rows_that_fit(_MEMORY_SHARE * data.task_memory_mib, manifest)
+        held = _rows_that_fit(_MEMORY_SHARE * TASK_MEMORY_MIB, manifest)
         rows = _best(data, batch, sides, held) if begun is None else begun
     if rows % batch:
         nearest = max(1, round(rows / batch)) * batch
@@ -40,14 +41,13 @@ def window_rows(
             f"data.shuffle_window={rows} is no whole number of train.global_batch_size={batch}; "
             f"the nearest is {nearest}, and 0 is none"
         )
-    fits = _rows_that_fit(data.task_memory_mib, manifest)
+    fits = _rows_that_fit(TASK_MEMORY_MIB, manifest)
     if rows > max(batch, fits):
         mib = math.ceil((rows + int(manifest.rows.max())) * _image_bytes(manifest) / 2**20)
         lower = fits // batch * batch
         raise ValueError(
-            f"data.shuffle_window={rows} images take about {mib} MiB of each reading task, and "
-            f"data.task_memory_mib={data.task_memory_mib}; lower the one to "
-            f"{lower if lower > batch else 0}, or raise the other"
+            f"data.shuffle_window={rows} images take about {mib} MiB of each reading task, which "
+            f"holds {TASK_MEMORY_MIB}; lower it to {lower if lower > batch else 0}"
         )
     return rows
 

@@ -138,7 +138,6 @@ def stream_of(
         seed=seed,
         max_bad_fraction=data.max_bad_fraction,
         num_cpus=data.cpus_per_task,
-        cache_mib=data.task_memory_mib,
         label_selector=data.label_selector,
         object_store_mib=data.object_store_mib,
         cache=cache or None,

@@ -60,7 +60,7 @@ def test_a_folder_with_splits_gets_a_recipe_that_passes_the_dry_run(here: Path) 
     text = (here / "my-set.yaml").read_text()
     assert "convert.split=test convert.destination=data/my-set/test" in text
     assert "finetune" not in text  # pictures of 40 pixels
-    assert "# 7 steps per epoch; " in text
+    assert "# 7 steps per epoch. " in text
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_large_images_without_a_test_split_hold_some_out(
     assert recipe.train.global_batch_size == batch
     lines = (here / "mine.yaml").read_text().splitlines()
     (first,) = (line for line in lines if "name=images-first" in line)
-    look = load_recipe("mine.yaml", shlex.split(first.removeprefix("#"))[3:])
+    look = load_recipe("mine.yaml", shlex.split(first.removeprefix("#"), comments=True)[3:])
     steps = look.optim.total_steps(recipe_images := round(2 * count * 0.9), batch)
     assert steps == round(10 * recipe_images / batch)
     assert look.optim.warmup_steps == look.evaluate.every_steps == max(1, steps // 10)
@@ -148,8 +148,8 @@ def test_large_images_without_a_test_split_hold_some_out(
 
 def test_above_a_million_images_no_weights_are_recommended() -> None:
     found = Estimate(2_000_000, 9, 1, 1, 0, 0, 1, 1.0, 128, 0, 256, "")
-    look = init._Look(found, None, None)
-    text = init._recipe_text("images", Path("a.yaml"), "a", PurePosixPath("data/a"), look)
+    look = (found, None, None)
+    text, _ = init._recipe_text("images", Path("a.yaml"), "a", PurePosixPath("data/a"), look)
     assert "ViT-B/16" in text
     assert "finetune" not in text
 

@@ -129,7 +129,7 @@ def test_a_published_vit_goes_through_every_command(
 
     runs = prepared_by(recipe)
     assert relative_difference(logits(loaded_by(runs["evaluate"])), expected) < 1e-4
-    inspected, _ = load_trained_model(recipe, None)
+    inspected, *_ = load_trained_model(recipe, None)
     assert relative_difference(logits(inspected), expected) < 1e-4
     tuned = loaded_by(runs["finetune"])
     assert torch.equal(logits(tuned), torch.zeros(2, 3, dtype=torch.float64))  # a new head
@@ -145,7 +145,7 @@ def test_a_bit_with_published_names_goes_through_every_command(tmp_path: Path) -
     save_weights(source, tmp_path / "BiT-M-R50x1.npz")
     size = {"name": "ResNet", "image_size": 32, **FAMILIES["ResNet"]}
     recipe = recipe_of(tmp_path, str(tmp_path / "BiT-M-R50x1.npz"), **size)
-    inspected, _ = load_trained_model(recipe, None)
+    inspected, *_ = load_trained_model(recipe, None)
     runs = prepared_by(recipe)
     with torch.no_grad():
         expected = source(some_images())

@@ -13,9 +13,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from tests.tracking.stored_runs import store_run
-from vit_ray.commands import cli
 from vit_ray.commands import report as command
-from vit_ray.commands.job_list import COMMANDS
 from vit_ray.commands.report import report, report_page
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments.write_page import are_own_files, page_of
@@ -171,31 +169,6 @@ def test_without_such_a_run_the_whole_experiment_is_reported_and_that_is_said(re
     assert "another" in report(recipe).page.read_text()
     assert report_page(recipe) == 0
     assert "no run 'mine'; this page is of the whole experiment" in capsys.readouterr().out
-
-
-def test_a_typed_name_is_that_of_a_run_or_of_the_experiment(recipe, tmp_path, capsys):
-    place = (f"tracking.uri={recipe.tracking.uri}", "tracking.experiment=trials")
-    place += (f"output={recipe.output}",)
-
-    def typed(name):
-        code = cli.run_recipe(COMMANDS["report"], ("digits", f"name={name}", *place), is_dry=False)
-        return code, capsys.readouterr()
-
-    _run(recipe, "mine")
-    assert typed("mine")[0] == 0
-    code, shown = typed("nothere")
-    assert code == 2
-    assert "name=nothere: experiment 'trials' has no run of this name" in shown.err
-    assert not Path(recipe.with_changes(name="nothere").run_folder).exists()
-    assert "or name=trials for the whole experiment" in shown.err
-    assert typed("trials")[0] == 0
-
-
-def test_an_experiments_name_that_no_recipe_can_have_is_not_advised(recipe):
-    named = recipe.with_changes(tracking={"experiment": "it's a trial"})
-    experiment_id(open_client(named.tracking.uri), named.tracking.uri, "it's a trial")
-    with pytest.raises(ValueError, match=r"give the name of one of its runs$"):
-        report_page(named, ["name=mine"])
 
 
 def test_a_mistyped_store_is_refused_and_not_created(recipe, tmp_path):

@@ -69,7 +69,7 @@ def test_the_averaged_weights_of_a_checkpoint_are_taken_where_it_has_them(
     with torch.no_grad():
         models["average"].head.bias.add_(1)
     run = write_run(tmp_path / "run", models["weight"], models["average"])
-    model, _ = load_trained_model(tiny_recipe(tmp_path, init_from=run), averaged)
+    model, *_ = load_trained_model(tiny_recipe(tmp_path, init_from=run), averaged)
     assert torch.equal(model.head.bias, models[expected].head.bias)
 
 
@@ -79,7 +79,7 @@ def test_published_files_are_converted_with_their_own_number_of_classes(tmp_path
     exports = {"path": str(tmp_path / "model.safetensors"), "layout": "timm"}
     assert export(tiny_recipe(tmp_path, init_from=f"{tmp_path}/model.npz", export=exports)) == 0
     again = tiny_recipe(tmp_path, init_from=exports["path"])
-    model, report = load_trained_model(again, None)
+    model, report, _ = load_trained_model(again, None)
     assert len(report.loaded) == len(source.state_dict())
     for name, tensor in source.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor)
@@ -88,7 +88,7 @@ def test_published_files_are_converted_with_their_own_number_of_classes(tmp_path
 def test_a_model_pre_trained_without_labels_has_a_fresh_head(tmp_path: Path) -> None:
     objective = MaskedPatchObjective(small_model("ViT"))
     run = write_run(tmp_path / "run", objective)
-    model, report = load_trained_model(tiny_recipe(tmp_path, init_from=run), None)
+    model, report, _ = load_trained_model(tiny_recipe(tmp_path, init_from=run), None)
     assert report.new == ["head.bias", "head.weight"]
     assert report.ignored == ["mask.token", "prediction.bias", "prediction.weight"]
     model.keep_all_tokens()
@@ -108,7 +108,7 @@ def test_positions_of_a_checkpoint_are_taken_for_the_grid_of_its_recipe(
     run = write_run(tmp_path / "run", trained, image_size=[16, 64], **size)
     expected = resize_table(source.positions[0].table.detach(), (2, 8), (4, 4))
     here = tiny_recipe(tmp_path, init_from=run, model={"image_size": 32, **size})
-    model, _ = load_trained_model(here, None)
+    model, *_ = load_trained_model(here, None)
     assert torch.equal(model.positions[0].table, expected)
     tuned = small_model(family, num_classes=9)
     initialize_weights(tuned, run, new_head=True)
@@ -137,7 +137,7 @@ def test_positions_are_resized_as_in_the_papers_code(is_file: bool, tmp_path: Pa
     else:
         path = write_run(tmp_path / "run", source)
     size = {"name": "ViT", "image_size": 48, **TINY_VIT}
-    model, _ = load_trained_model(tiny_recipe(tmp_path, init_from=path, model=size), None)
+    model, *_ = load_trained_model(tiny_recipe(tmp_path, init_from=path, model=size), None)
     table = source.positions[0].table.detach()[:, 1:].reshape(1, 4, 4, 32).permute(0, 3, 1, 2)
     expected = F.interpolate(table, (6, 6), mode="bilinear", align_corners=True)
     resized = model.positions[0].table.detach()[:, 1:].reshape(1, 6, 6, 32).permute(0, 3, 1, 2)
@@ -172,7 +172,7 @@ def test_every_job_reads_weights_of_every_form_here_and_in_a_bucket(
     # Files larger than a piece are put together again.
     monkeypatch.setattr(weight_files, "_PIECE_BYTES", 10_000)
     path = str(bucket / name) if place == "here" else f"s3://models/{name}"
-    exported, report = load_trained_model(tiny_recipe(bucket, init_from=path), None)
+    exported, report, _ = load_trained_model(tiny_recipe(bucket, init_from=path), None)
     planned = planned_load(size_of_model(), 9, path, False)
     assert (planned.loaded, planned.ignored) == (report.loaded, report.ignored)
     trained = small_model("ViT", num_classes=9).apply(_clear)

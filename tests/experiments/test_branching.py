@@ -61,7 +61,7 @@ def test_only_the_cool_downs_of_the_others_are_paid_for() -> None:
     assert plan.cells[0].facts.exaflops == pytest.approx(plan.cells[1].facts.exaflops / 4)
     spent = [one.exaflops / plan.cells[1].exaflops for one in plan.cells[:3]]
     assert spent == pytest.approx(hours)
-    assert plan.exaflops == pytest.approx(sum(spent) * 2 * plan.cells[1].exaflops)
+    assert plan.total("exaflops") == pytest.approx(sum(spent) * 2 * plan.cells[1].exaflops)
 
 
 def test_the_longest_keeps_what_the_others_need() -> None:

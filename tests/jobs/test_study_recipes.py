@@ -53,7 +53,7 @@ def test_every_study_is_planned_without_data(path: Path) -> None:
 def test_headers_say_what_the_study_costs(path: Path) -> None:
     plan = plan_study(load_recipe(path))
     hours = sum(one.training_hours for one in plan.cells)
-    assert (plan.exaflops, hours) == pytest.approx(stated_cost(path), rel=1e-3)
+    assert (plan.total("exaflops"), hours) == pytest.approx(stated_cost(path), rel=1e-3)
     told = describe_study(load_recipe(path))
     pattern = rf"^{{}} +([\d.,e+]+) exaFLOPs, ([\d.,e+]+) {plan.recipe.plan.device}-hours"
     sums = [

@@ -8,7 +8,7 @@ import contextlib
 import os
 import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Final
@@ -34,8 +34,8 @@ def run_doctor(recipe: Recipe) -> int:
     return 0 if is_good else 1
 
 
-def examine(recipe: Recipe) -> list[tuple[str, bool, str]]:
-    """What each check found: name, whether it is good, and the text."""
+def examine(recipe: Recipe) -> Iterator[tuple[str, bool, str]]:
+    """What each check finds: name, whether it is good, and the text."""
     checks: dict[str, Callable[[Recipe], str]] = {
         "packages": _packages,
         "GPUs": _gpus,
@@ -47,13 +47,11 @@ def examine(recipe: Recipe) -> list[tuple[str, bool, str]]:
         "data.train": lambda one: _data_set(one.data.train),
         "data.eval": lambda one: _data_set(one.data.eval),
     }
-    found = []
     for what, check in checks.items():
         try:
-            found.append((what, True, check(recipe)))
+            yield what, True, check(recipe)
         except Exception as error:  # whatever it is, the other checks must run too
-            found.append((what, False, redact(str(error) or repr(error))))
-    return found
+            yield what, False, redact(str(error) or repr(error))
 
 
 def _packages(_: Recipe) -> str:

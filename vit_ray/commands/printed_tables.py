@@ -2,8 +2,9 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
 from rich.markup import escape
@@ -59,16 +60,19 @@ BESIDE_PAPER = f"This result and the paper's: {SOURCE}"
 _TOP1S = (EVAL_TOP1, EVAL_LAST_TOP1, EVAL_AVERAGED_TOP1)
 _SHARES = ("top1", "top3", "top5", "mean_average_precision")
 """Ends of the names of accuracies."""
+_NUMERIC: Final = ("", *"0123456789-")
+"""What the text of a number begins with."""
+_WIDEST: Final = 1000
+"""Characters of a line in a pipe."""
 
 
 def print_result(result: RunResult) -> int:
     """A run's outcome; exit code 0 if it reached its end, 3 if it was stopped on request."""
-    found, rows = result.metrics, []
+    found, rows = result.metrics, list[tuple[str, str]]()
     for key, title, form in _SHOWN:
         if key in found:
             text = form.format(found[key])
-            if key in _TOP1S and result.num_eval_images:
-                count = result.num_eval_images
+            if key in _TOP1S and (count := result.num_eval_images):
                 text += f" ({_interval_text(found[key], count)} at 95 %, {count:,} images)"
             rows.append((title, text))
     for key, value in sorted(found.items()):
@@ -106,23 +110,19 @@ def print_sweep(result: "SweepResult | None") -> int:
     if result is None:
         print("stopped on request; the same command resumes its runs from their checkpoints")
         return 3
-    table = Table(title="Trials (selected on the dev split)")
-    keys = list(result.best)
-    for key in keys:
-        table.add_column(key.rpartition(".")[2].replace("_", " "), justify="right")
-    table.add_column("dev top-1", justify="right")
-    table.add_column("")
+    keys, rows = list(result.best), []
     for row in result.rows:
         found = row.outcome
-        shown = "" if math.isnan(found.top1) else f"{found.top1:.2%}"
         note = "chosen" if row.point == result.best else ""
-        note = redact(f"{found.state}: {found.error}") if math.isnan(found.top1) else note
+        if math.isnan(found.top1):
+            note = f"{found.state}: {found.error}"
         if found.state is TrialState.STOPPED_EARLY:
             note = f"stopped early, at step {found.step}"
         values = [row.point[key] for key in keys]
         texts = [f"{value:g}" if isinstance(value, float) else str(value) for value in values]
-        table.add_row(*texts, shown, note)
-    Console().print(table)
+        rows.append([*texts, "" if math.isnan(found.top1) else f"{found.top1:.2%}", note])
+    names = [key.rpartition(".")[2].replace("_", " ") for key in keys]
+    print_rows("Trials (selected on the dev split)", [*names, "dev top-1", ""], rows)
     spread, runs = f"{result.mean:.2%} (1 run; set sweep.seeds for more)", len(result.test_top1)
     if runs > 1:
         spread = f"{result.mean:.2%} +- {result.deviation:.2%} ({runs} runs)"
@@ -157,7 +157,6 @@ def print_study(result: "StudyResult | None") -> int:
         "Scaling study (proxy data: not the paper's JFT-300M)",
         ["model", "data", "length", "seed", *(title for title, _, _ in columns)],
         rows,
-        num_left=4,
     )
     for one in result.cells:
         if one.error:
@@ -178,16 +177,17 @@ def print_shares(title: str, shares: Mapping[str, float], num_images: int) -> No
     print_rows(f"{title}, {num_images:,} images", ("weights", "top-1", "95 % interval"), rows)
 
 
-def print_rows(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], num_left: int = 1
-) -> None:
-    """A table of texts; the first columns are aligned on the left, the others on the right."""
-    table = Table(title=title)
+def print_rows(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table of texts; columns of numbers are aligned on the right. Lines are folded to the width
+    of a terminal alone: what reads a pipe takes whole ones.
+    """
+    table = Table(title=escape(redact(title)), title_justify="left")
     for place, column in enumerate(columns):
-        table.add_column(column, justify="left" if place < num_left else "right")
+        is_number = all(row[place][:1] in _NUMERIC for row in rows)
+        table.add_column(escape(column), justify="right" if is_number else "left", overflow="fold")
     for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+        table.add_row(*(escape(redact(cell)) for cell in row))
+    Console(width=None if sys.stdout.isatty() else _WIDEST).print(table)
 
 
 def print_metrics(metrics: Mapping[str, float]) -> None:
@@ -202,12 +202,7 @@ def print_metrics(metrics: Mapping[str, float]) -> None:
 def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
     """A table as kept with a run; columns without a value are left out."""
     columns = [name for name in rows[0] if any(row[name] not in (None, "") for row in rows)]
-    shown = Table(title=escape(title), title_justify="left")
-    for name in columns:
-        shown.add_column(escape(name), justify="right" if "%" in name else "left", overflow="fold")
-    for row in rows:
-        shown.add_row(*(escape(_cell(row[name])) for name in columns))
-    Console().print(shown)
+    print_rows(title, columns, [[_cell(row[name]) for name in columns] for row in rows])
 
 
 def _cell(value: object) -> str:

@@ -171,8 +171,17 @@ def planned_cluster(recipe: Recipe) -> PlannedCluster:
             f"plan.num_gpus={num_gpus} does not divide train.global_batch_size={batch}; use "
             f"{max(n for n in divisors(batch) if n <= num_gpus)} or another divisor"
         )
-    peak = device.peak_flops(recipe.train.precision)
-    return PlannedCluster(device, num_gpus, Pace(peak, plan.mfu))
+    return PlannedCluster(device, num_gpus, pace_of(recipe))
+
+
+def pace_of(recipe: Recipe) -> Pace:
+    """The speed of one GPU of `plan`, at the peak of the recipe's precision.
+
+    Raises:
+        ValueError: the device is not known.
+    """
+    device = require_device(recipe.plan.device, "plan.device")
+    return Pace(device.peak_flops(recipe.train.precision), recipe.plan.mfu)
 
 
 @dataclass(frozen=True)

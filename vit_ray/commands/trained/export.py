@@ -8,7 +8,7 @@ from typing import Any
 from huggingface_hub import HfApi
 
 from vit_ray.checkpoints.weight_files import SCHEME
-from vit_ray.commands.trained.trained_model import build_trained, open_trained
+from vit_ray.commands.trained.trained_model import load_trained_model
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import ExportConfig
 from vit_ray.config.recorded_recipe import used_sections
@@ -48,10 +48,7 @@ def export(recipe: Recipe) -> int:
             f"export.path={config.path} is init_from itself, which would be overwritten; choose "
             "another path"
         )
-    opened = open_trained(recipe, config.averaged)
-    model, report = build_trained(recipe, opened)
-    position = opened.position  # of the run whose checkpoint is exported; a published file has none
-    del opened  # with the memory of the weights
+    model, report, position = load_trained_model(recipe, config.averaged)
     print(report)
     _check_head(report)
     source = str(recipe.init_from)

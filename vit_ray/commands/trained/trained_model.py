@@ -2,7 +2,8 @@
 
 from torch import nn
 
-from vit_ray.checkpoints.init_weights import SavedWeights, open_weights
+from vit_ray.checkpoints.checkpoint import Position
+from vit_ray.checkpoints.init_weights import open_weights
 from vit_ray.config import Recipe, require
 from vit_ray.config.validation import errors_of
 from vit_ray.models import build_model
@@ -15,41 +16,24 @@ _NO_CLASSES = 1
 
 def load_trained_model(
     recipe: Recipe, averaged: bool | None = None
-) -> tuple[nn.Module, LoadReport]:
+) -> tuple[nn.Module, LoadReport, Position | None]:
     """The recipe's model with the weights of `init_from` and their number of classes.
 
     Args:
-        recipe: `model`, and `init_from` as for `open_trained`.
-        averaged: as for `open_trained`.
-
-    Raises:
-        ValueError: as `open_trained`, or the weights do not fit the model.
-    """
-    return build_trained(recipe, open_trained(recipe, averaged))
-
-
-def open_trained(recipe: Recipe, averaged: bool | None = None) -> SavedWeights:
-    """The weights of `init_from`, which is anything that `open_weights` reads.
-
-    Args:
+        recipe: `model`, and `init_from`, which is anything that `open_weights` reads.
         averaged: take the averaged weights of a checkpoint; None = if it has any.
 
+    Returns:
+        The model, what was loaded, and the position of the checkpoint; None for a file.
+
     Raises:
-        ValueError: no weights are given, or they are incomplete.
+        ValueError: no weights are given, or they are incomplete, or do not fit the model.
     """
     source = require(recipe.init_from, "init_from", "the run, checkpoint or weight file to read")
-    with errors_of("init_from"):
-        return open_weights(source, averaged)
-
-
-def build_trained(recipe: Recipe, weights: SavedWeights) -> tuple[nn.Module, LoadReport]:
-    """The recipe's model with these weights.
-
-    Raises:
-        ValueError: they do not fit it.
-    """
     config = recipe.model
+    with errors_of("init_from"):
+        weights = open_weights(source, averaged)
     classes = weights.num_classes or _NO_CLASSES
     model = build_model(config.name, classes, config.image_size, **config.options()).eval()
     with errors_of("init_from"):
-        return model, weights.load_into(model, "auto")
+        return model, weights.load_into(model, "auto"), weights.position

@@ -76,12 +76,24 @@ def check_address(path: str) -> None:
             f"{path!r} is a placeholder of a shipped recipe: set its key (`--dry-run` shows "
             "which) to your own folder, s3://my-bucket/folder or a local one"
         )
-    if set("@:") & set(bucket):  # a secret may contain a slash, so that its @ comes later
+    without_credentials(path)
+
+
+def without_credentials(path: str) -> str:
+    """The path or address itself.
+
+    Raises:
+        ValueError: the address holds credentials, which are not repeated.
+    """
+    scheme, _, rest = path.partition("://")
+    bucket = rest.partition("/")[0]
+    if scheme in STORES and set("@:") & set(bucket):  # a secret may have a slash before its @
         raise ValueError(
             f"the {scheme}:// address has an @ or a : in its bucket, as if it held credentials; "
             f"give {scheme}://bucket/folder, and set AWS_ACCESS_KEY_ID and its secret in the "
             "environment"
         )
+    return path
 
 
 class OtherFileError(ValueError):

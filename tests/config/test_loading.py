@@ -16,7 +16,7 @@ from vit_ray.config import Recipe, load_recipe, require
 from vit_ray.config.loading import parse_yaml, write_yaml
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.training_sections import OptimConfig, accumulation_steps
-from vit_ray.config.validation import _ALIASES, dotted_keys, fields_below, is_list
+from vit_ray.config.validation import _ALIASES, fields_below, is_list
 from vit_ray.models import build_model
 
 ROOT = Path(__file__).parents[2]
@@ -162,8 +162,13 @@ def test_a_base_that_leads_back_is_refused(path: Path) -> None:
         ("optim.learning_rate=fast", "optim.learning_rate='fast': give number > 0"),
         ("train.averaging=1.0", "train.averaging=1.0: give number >= 0, < 1"),
         ("sweep={learning_rates: []}", "sweep.learning_rates=[]: give [number > 0, ...]"),
+        (
+            "convert={source: a, destination: b, image_pattern: val}",
+            "convert.image_pattern='val': give a path with {} once",
+        ),
+        ("tracking.register_as=a/b", "tracking.register_as='a/b': give text without slashes"),
         ('output=""', "output='': give a folder, a file or an s3:// address"),
-        ("output=s3://me:hunter2@b/c", "output: an s3:// address with an @ or a : in its bucket"),
+        ("output=s3://me:hunter2@b/c", "output: the s3:// address has an @ or a : in its bucket"),
     ],
 )
 def test_a_wrong_value_is_told_once_with_what_is_allowed(
@@ -317,7 +322,7 @@ def test_every_list_of_the_schema_is_told_above() -> None:
 
 
 def test_aliases_point_to_keys_that_exist() -> None:
-    assert set(_ALIASES.values()) <= set(dotted_keys(Recipe))
+    assert set(_ALIASES.values()) <= set(dict(fields_below(Recipe)))
     assert not set(_ALIASES) & set(Recipe.model_fields)
 
 

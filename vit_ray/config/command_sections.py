@@ -17,7 +17,7 @@ from vit_ray.config.section import (
     Share,
 )
 from vit_ray.config.training_sections import ModelConfig
-from vit_ray.config.validation import NAME, value_text
+from vit_ray.config.validation import NAME, PATH_PATTERN, value_text
 
 
 class ConvertConfig(Section):
@@ -67,7 +67,7 @@ class ConvertConfig(Section):
     """Field of the source with the image: a column of parquet, a suffix of a tar's files, a feature
     of TFRecord, or the field of CSV or JSON with its path; unset = the only field with a usual name
     for images, such as `image` or `path`."""
-    image_pattern: str | None = Field(default=None, pattern=r"^[^{}]*\{\}[^{}]*$")
+    image_pattern: str | None = Field(default=None, pattern=PATH_PATTERN)
     """Path of an image, with `{}` for what a list (CSV, JSONL) has in its field of images, such as
     `val/{}.JPEG` for the ids of Kaggle's lists; unset = the field has the path."""
     shrink_to: Positive | None = None

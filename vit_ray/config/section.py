@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from vit_ray.addresses import without_credentials
 from vit_ray.config.validation import PLACE, value_text
 from vit_ray.own_parts import is_own
 
@@ -42,16 +43,7 @@ def _is_dotted(name: str) -> str:
     return name
 
 
-def _has_no_credentials(place: str) -> str:
-    if place.startswith("s3://") and set("@:") & set(place.split("/")[2]):
-        raise ValueError(
-            "an s3:// address with an @ or a : in its bucket, as if it held credentials; give "
-            "s3://bucket/folder, and set AWS_ACCESS_KEY_ID and its secret in the environment"
-        )
-    return place
-
-
-Place = Annotated[str, Field(pattern=PLACE), AfterValidator(_has_no_credentials)]
+Place = Annotated[str, Field(pattern=PLACE), AfterValidator(without_credentials)]
 """A path or an address."""
 OwnPart = Annotated[str, AfterValidator(_is_dotted)]
 """Dotted name of a part of the user's own, such as `mymodule.focal_loss` (`own_parts.py`)."""

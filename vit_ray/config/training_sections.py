@@ -26,7 +26,7 @@ from vit_ray.config.section import (
     Share,
     UsedIf,
 )
-from vit_ray.config.validation import value_text
+from vit_ray.config.validation import MODEL_NAME, value_text
 from vit_ray.model_aliases import resolved_model
 
 _MLFLOW_ALONE: Final = ("databricks", "databricks-uc", "uc")
@@ -548,7 +548,7 @@ class TrackingConfig(Section):
     log_model: bool = True
     """Log the trained model for `mlflow.pyfunc.load_model`, as the address of its checkpoint,
     without a copy."""
-    register_as: Annotated[str, Field(pattern=r"^[^/:'\"]+$")] | None = None
+    register_as: Annotated[str, Field(pattern=MODEL_NAME)] | None = None
     """Registered model that gets a new version; trials of a sweep are not registered."""
     description: str | None = None
     """Markdown at the top of the run's description in MLflow."""

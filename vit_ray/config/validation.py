@@ -17,11 +17,17 @@ NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._+-]*$"
 """Names of runs, which are those of folders."""
 PLACE: Final = r"\S"
 """Paths: an empty text would mean the current folder."""
+PATH_PATTERN: Final = r"^[^{}]*\{\}[^{}]*$"
+MODEL_NAME: Final = r"^[^/:'\"]+$"
+"""Names of registered models (MLflow)."""
 _ALLOWED: Final = {
+    PATH_PATTERN: "a path with {} once",
+    MODEL_NAME: "text without slashes, colons and quotes",
     PLACE: "a folder, a file or an s3:// address",
     NAME: "letters from A to Z, digits, and `.`, `_`, `+` or `-` after the first, without spaces",
+    "finite_number": "a finite number",
 }
-"""What a pattern allows, as a user reads it."""
+"""What a pattern or a kind of value allows, as a user reads it."""
 
 Model = TypeVar("Model", bound=BaseModel)
 Value = TypeVar("Value")
@@ -123,12 +129,8 @@ def _describe(schema: type[BaseModel], tree: Any, problem: Any) -> str:
     if inner:  # a list of sections
         section = outer
     nodes = section.model_json_schema()
-    allowed = allowed_text(nodes["properties"][places[-1]], nodes.get("$defs", {}))
-    for pattern, meaning in _ALLOWED.items():
-        if pattern == problem.get("ctx", {}).get("pattern"):
-            allowed = meaning
-    if problem["type"] == "finite_number":
-        allowed = "a finite number"
+    allowed = _ALLOWED.get(problem.get("ctx", {}).get("pattern", problem["type"]))
+    allowed = allowed or allowed_text(nodes["properties"][places[-1]], nodes.get("$defs", {}))
     shown = value_text(given) if isinstance(given, (list, dict)) else repr(given)
     return f"{key}={shown}: give {allowed}"
 
@@ -172,7 +174,7 @@ def nearest_key(schema: type[BaseModel], key: str, valid: Sequence[str]) -> str 
         valid: keys of its section, which may be of a list.
     """
     section, dot, unknown = key.rpartition(".")
-    prefix, everything = section + dot, dotted_keys(schema)
+    prefix, everything = section + dot, list(dict(fields_below(schema)))
     alias = _ALIASES.get(unknown)
     alias = alias if alias in everything else None
     if alias and alias.startswith(prefix):
@@ -205,11 +207,6 @@ def fields_below(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[st
         yield f"{prefix}{name}", field
         if section := section_type(field.annotation):
             yield from fields_below(section, f"{prefix}{name}.")
-
-
-def dotted_keys(schema: type[BaseModel]) -> list[str]:
-    """Every key of a schema, sections and values."""
-    return [key for key, _ in fields_below(schema)]
 
 
 def value_text(value: Any) -> str:

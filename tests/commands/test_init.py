@@ -15,8 +15,8 @@ from PIL import Image
 from tests.commands.command_line import run_cli
 from tests.data.converting import run_in_this_process
 from tests.data.pictures import encoded, picture
-from vit_ray.commands import convert, init
-from vit_ray.config import load_recipe
+from vit_ray.commands import convert, init, train
+from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data import open_dataset
 from vit_ray.data.convert import estimate
@@ -218,6 +218,27 @@ def test_folders_that_are_numbers_of_given_classes_are_not_called_empty(
     assert "have no images" not in done.stdout
 
 
+def test_start_converts_every_split_and_trains_for_a_first_look(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert, "connect", lambda recipe: ClusterShape(1, 1, 0, 0.0))
+    run_in_this_process(monkeypatch)
+    trained: list[Recipe] = []
+    monkeypatch.setattr(train, "pretrain", lambda recipe: trained.append(recipe) or 3)
+    for split, count in (("train", 40), ("test", 5)):
+        write_images(here / "images" / split, 3, count, 40, 60)
+    done = run_cli("start", "images")
+    assert done.exit_code == 3, done.stderr  # that of the training
+    sizes = [open_dataset(f"data/images/{split}").num_images for split in ("train", "test")]
+    assert sizes == [120, 15]
+    (recipe,) = trained
+    assert recipe.name == "images-first"
+    assert (recipe.data.train, recipe.data.eval) == ("data/images/train", "data/images/test")
+    steps = recipe.optim.total_steps(120, recipe.train.global_batch_size)
+    assert recipe.optim.epochs == 10
+    assert recipe.optim.warmup_steps == recipe.evaluate.every_steps == steps // 10
+
+
 def test_nothing_is_overwritten_and_what_cannot_be_trained_on_is_refused(here: Path) -> None:
     (here / "images.yaml").write_text("mine")
     (here / "empty").mkdir()
@@ -227,7 +248,7 @@ def test_nothing_is_overwritten_and_what_cannot_be_trained_on_is_refused(here: P
     (here / "texts" / "a" / "1.jpg").write_text("a text")
     (here / "texts" / "a" / "2.jpg").write_bytes(b"")
     for words, told in [
-        (["images"], "'images.yaml' exists already; give another file with --out"),
+        (["images"], "'images.yaml' exists already; run the commands that it lists, move it"),
         (["images", "--out=no/where.yaml"], "there is no folder 'no'"),
         (["nothing"], "no such folder or file; check the path"),
         (["empty"], "has no files of the format 'folder'; expected"),

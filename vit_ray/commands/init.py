@@ -49,7 +49,10 @@ def write_recipe(images: str, out: str | None) -> tuple[Path, list[str]]:
     name = name.split(".")[0] or "images"
     file = Path(out or f"{name}.yaml")
     if file.exists():
-        raise ValueError(f"{str(file)!r} exists already; give another file with --out, or move it")
+        raise ValueError(
+            f"{str(file)!r} exists already; run the commands that it lists, move it, or give "
+            "`init` another file with --out"
+        )
     if not file.parent.is_dir():
         raise ValueError(f"--out {file}: there is no folder {str(file.parent)!r}")
     look = _look_at(images)

@@ -54,7 +54,6 @@ class TrainingFacts:
     Attributes:
         source: where the two counts come from.
         largest_pixels: of the largest image; 0 if unknown.
-        image_bytes: mean size of a stored image; 0 if unknown.
         group_images: mean number of images in a row group.
         num_row_groups: of the whole data set; by `group_images` where it is not there yet.
         window: images of the shuffle window; None where the data set is not there yet.
@@ -67,7 +66,6 @@ class TrainingFacts:
     forward_macs: int
     exaflops: float
     largest_pixels: int = 0
-    image_bytes: float = 0.0
     group_images: float = GROUP_IMAGES
     num_row_groups: int = 0
     window: int | None = None
@@ -100,7 +98,6 @@ def data_facts(recipe: Recipe) -> TrainingFacts:
         return replace(
             facts,
             largest_pixels=of_set.largest_pixels,
-            image_bytes=float(of_set.bytes.sum() / of_set.num_images),
             group_images=of_set.num_images / of_set.num_row_groups,
             window=window,
         )

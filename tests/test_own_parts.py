@@ -104,11 +104,10 @@ def test_what_is_not_as_its_contract_says_is_refused_by_name(
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"evaluate": {"metrics": ["a.top1"]}}, "two metrics are named eval/top1; rename one"),
-        ({"evaluate": {"metrics": ["a.f1", "b.f1"]}}, "two metrics are named eval/f1; rename one"),
+        ({"evaluate": {"metrics": ["a.top1"]}}, "the name eval/top1 is taken; rename"),
+        ({"evaluate": {"metrics": ["a.f1", "b.f1"]}}, "the name eval/f1 is taken; rename"),
         ({"train": {"loss": "a.focal", "label_smoothing": 0.1}}, "label_smoothing to 0"),
-        ({"train": {"loss": "focal"}}, "'masked_patch'; train.loss: 'focal' is not a part of your "
-         "own; give MODULE.NAME, such as mymodule.mypart"),
+        ({"train": {"loss": "focal"}}, "train.loss='focal': give .* | MODULE.NAME of your own"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_with_parts_of_ones_own_is_refused_without_them(

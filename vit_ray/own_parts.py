@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor, nn
 
-_DOTTED: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+DOTTED: Final = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$"
 _TRUSTED: Final[set[str]] = set()
 _OPTIONS: Final[Mapping[str, Any]] = {}
 
@@ -118,7 +118,7 @@ Contract = TypeVar("Contract")
 
 def is_own(name: str) -> bool:
     """Whether a name is that of a user's own part: no built-in part has such a name."""
-    return _DOTTED.fullmatch(name) is not None
+    return re.fullmatch(DOTTED, name) is not None
 
 
 def trust_modules(*names: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import pkgutil
 import re
 import threading
 from collections.abc import Iterator
@@ -163,7 +164,7 @@ def test_what_a_command_uses_of_a_recipe_is_what_it_says_it_reads(
 
     monkeypatch.setattr(Section, "__getattribute__", noted)
     command = COMMANDS[name]
-    command.describe(recipe) if command.plan else command.run(recipe)
+    pkgutil.resolve_name(command.plan or command.main)(recipe)
     monkeypatch.undo()
     assert "data.train" in used
     assert {

@@ -154,10 +154,14 @@ def test_a_base_that_leads_back_is_refused(path: Path) -> None:
             "workers.num_workers=[1]",
             "workers.num_workers=[1]: give integer > 0 | [integer > 0, integer > 0]",
         ),
-        ("data.train=5", "data.train=5: give text"),
+        ("data.train=5", "data.train=5: give a folder, a file or an s3:// address"),
         ("optim.betas=[0.9]", "optim.betas=[0.9]: give [number >= 0, <= 1, number >= 0, <= 1]"),
         ("workers.label_selector=H100", "workers.label_selector='H100': give {NAME: VALUE}"),
         ("study.models=[a]", "study.models.0=a is a section of keys; give keys below it, such as"),
+        (
+            "train.loss=focal",
+            "train.loss='focal': give softmax | sigmoid | masked_patch | MODULE.NAME of your own",
+        ),
         ("train.zero_stage=7", "train.zero_stage=7: give 0 | 1 | 2 | 3"),
         ("optim.learning_rate=fast", "optim.learning_rate='fast': give number > 0"),
         ("train.averaging=1.0", "train.averaging=1.0: give number >= 0, < 1"),
@@ -367,7 +371,7 @@ def test_a_recipe_cannot_be_changed_after_loading(path: Path) -> None:
 def test_a_training_records_its_own_keys_and_a_file_those_of_its_commands_too(path: Path) -> None:
     recipe = load_recipe(path, ["verify.path=x", "sweep.seeds=2"]).with_absolute_paths()
     trained = {"name", "seed", "output", "resume", "init_from", "model", "data", "optim", "train"}
-    trained |= {"checkpoint", "evaluate", "workers", "tracking", "storage"}
+    trained |= {"checkpoint", "evaluate", "workers", "tracking", "storage", "paper"}
     assert recipe.recorded().keys() == trained
     assert {key.partition(".")[0] for key in recipe.flat()} == trained
     assert recipe.written().keys() == trained | {"verify", "sweep"}

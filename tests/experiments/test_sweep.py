@@ -65,7 +65,7 @@ def rate_is_accuracy(recipe: Recipe, **_: Any) -> RunResult:
 @pytest.fixture(autouse=True)
 def no_data_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the paper's accuracy."""
-    monkeypatch.setattr(sweep, "sweep_table", lambda *_: [])
+    monkeypatch.setattr(sweep, "training_table", lambda *_: [])
 
 
 def swept(plan: SweepPlan, parent: OpenParent) -> SweepResult:

@@ -90,7 +90,7 @@ def test_a_task_that_trains_something_else_has_another_run(base: str) -> None:
         ({"optim.stps": 3}, r"unknown key optim.stps; did you mean optim.steps"),
         ({"model.patch_size": 5}, r"changes.model.patch_size comes from the cell; leave it out"),
         ({"model": {"name": "R50x1"}}, r"changes.model.name comes from the cell"),
-        ({"model.image_size": 15}, r"is not a multiple of patches of 4 pixels"),
+        ({"model.image_size": 15}, r"is not a multiple of the patches of ViT, 4 pixels"),
     ],
 )
 def test_a_task_that_cannot_be_is_refused_with_its_name(base: str, changes: Any, told: str) -> None:
@@ -107,7 +107,7 @@ def test_one_task_is_listed_once(base: str) -> None:
     task = {"name": "tune", "recipe": base}
     with pytest.raises(ValueError, match=r"study.transfer: .* has tune twice"):
         study_recipe("/x", [study_row("a")], transfer=[task, task])
-    with pytest.raises(ValueError, match=r"transfer: a task is named 'mean', .*; give"):
+    with pytest.raises(ValueError, match=r"transfer\.0: name=mean stands for .*; give"):
         study_recipe("/x", [study_row("a")], transfer=[{**task, "name": "mean"}])
 
 

@@ -31,11 +31,12 @@ def header(path: Path) -> str:
 
 
 def commands(path: Path) -> list[list[str]]:
-    """Job, recipe and overrides of every command line in the header."""
+    """Command, recipe and overrides of every command line in the header."""
     found = re.findall(
-        r"python (jobs/\w+\.py) (\S+\.yaml)((?: [\w.]+=\S+)*)", header(path).replace("\\ ", "")
+        r"(?:python jobs/|vit-ray )(\w+)(?:\.py)? (\S+\.yaml)((?: [\w.]+=\S+)*)",
+        header(path).replace("\\ ", ""),
     )
-    return [[job, recipe, *shlex.split(overrides)] for job, recipe, overrides in found]
+    return [[name, recipe, *shlex.split(overrides)] for name, recipe, overrides in found]
 
 
 def stated_cost(path: Path) -> tuple[float, float]:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.jobs.headers import PAPER, RECIPES, TABLE_6, commands, header, stated_cost
+from vit_ray.commands.job_list import COMMANDS
 from vit_ray.commands.plans.plan import told_facts
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.models.catalog import model_names
@@ -80,8 +81,9 @@ def test_every_recipe_loads_and_names_a_model_that_exists(path: Path) -> None:
 def test_every_header_states_its_command_and_the_command_is_right(path: Path) -> None:
     own = [words for words in commands(path) if ROOT / words[1] == path]
     assert own, f"no command of the header runs {path}"
-    for job, recipe, *overrides in own:
-        assert (ROOT / job).is_file()
+    for name, recipe, *overrides in own:
+        assert f"python jobs/{name}.py" not in header(path) or (ROOT / f"jobs/{name}.py").is_file()
+        assert name in COMMANDS
         load_recipe(ROOT / recipe, overrides)
 
 

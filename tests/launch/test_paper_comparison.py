@@ -13,7 +13,7 @@ from vit_ray.config.command_sections import PaperConfig
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.shipped_recipes import recipe_names
 from vit_ray.launch import paper_comparison as paper_tables
-from vit_ray.launch.paper_comparison import csv_text, evaluation_table, result_table, sweep_table
+from vit_ray.launch.paper_comparison import csv_text, evaluation_table, result_table, training_table
 from vit_ray.paper import TABLE_6, TEST_SETS, table_2, table_5
 
 
@@ -119,12 +119,12 @@ def test_a_sweep_has_its_mean_its_deviation_and_its_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = imagenet(tmp_path, monkeypatch)
-    (row,) = sweep_table(recipe, [0.5, 0.7])
+    (row,) = training_table(recipe, [0.5, 0.7])
     assert row["top-1 %"] == pytest.approx(60)
     assert row["deviation %"] == pytest.approx(14.14, abs=0.01)
     assert row["runs"] == "2"
     assert row["test set"] == f"{tmp_path.name}/test"
-    assert sweep_table(recipe, [0.5])[0]["deviation %"] is None
+    assert training_table(recipe, [0.5])[0]["deviation %"] is None
 
 
 def test_shipped_recipes_name_the_test_set_of_their_data() -> None:

@@ -105,9 +105,10 @@ def test_a_right_that_output_does_not_give_is_named_before_anything_starts(
     assert f"; allow {ACTIONS[right]} to the role of the node or " in str(error.value)
     assert "\n" not in str(error.value)
     recipe = recipe_with("r", output="s3://runs/all")
-    (found,) = [one for one in doctor.examine(recipe) if one.what == "output"]
-    assert not found.is_good
-    assert f"; allow {ACTIONS[right]} to the role of the node or " in found.text
+    (found,) = [one for one in doctor.examine(recipe) if one[0] == "output"]
+    _, is_good, text = found
+    assert not is_good
+    assert f"; allow {ACTIONS[right]} to the role of the node or " in text
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,6 @@ from vit_ray.tracking.mlflow_client import (
 from vit_ray.tracking.mlflow_run import RunWriter
 from vit_ray.tracking.tracker import Tracker, replay
 
-ROOT = Path(__file__).parents[2]
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens
 
 
@@ -643,8 +642,8 @@ def test_the_replay_job_sends_what_mlflow_missed(config, log_path):
     tracker = started(config.model_copy(update={"uri": NOWHERE}), "missed", log_path)
     tracker.log.metrics(1, {"train/loss": 1.0, "train/lr": 0.1})
     tracker.finish(timeout_s=0.1)
-    job = [sys.executable, str(ROOT / "jobs" / "replay.py"), str(log_path), config.uri]
-    done = subprocess.run(job, capture_output=True, text=True)
+    words = [sys.executable, "-m", "vit_ray", "replay", str(log_path), config.uri]
+    done = subprocess.run(words, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "2 points were new\n")
     wrong = run_cli("replay", f"{log_path}x", config.uri)
     assert wrong.exit_code == 2

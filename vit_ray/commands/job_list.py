@@ -7,7 +7,7 @@ from vit_ray.config import Recipe
 
 _TRAINING = (
     "name", "seed", "output", "resume", "model", "data", "optim", "train",
-    "checkpoint", "evaluate", "workers", "tracking", "storage",
+    "checkpoint", "evaluate", "workers", "tracking", "storage", "paper",
 )  # fmt: skip
 _WEIGHTS = ("init_from",)
 _COUNTS = ("plan",)
@@ -131,7 +131,7 @@ _ALL = (
         "sweep",
         "Fine-tune over a grid of learning rates, select on a dev split, retrain on all data.",
         "vit_ray.commands.experiments:sweep",
-        ("sweep", *_TRAINING, *_WEIGHTS, "paper", *_COUNTS),
+        ("sweep", *_TRAINING, *_WEIGHTS, *_COUNTS),
         "digits_sweep sweep.learning_rates=[0.003,0.01,0.03]",
         "vit_ray.commands.plans.dry_run:describe_sweep",
         needs=("sweep.learning_rates", "data.train", "data.eval"),

@@ -301,6 +301,14 @@ class StudyTask(Section):
     """Changes to that recipe, such as
     `{data.train: data/pets/train, sweep: null}`."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.name == "mean":
+            raise ValueError(
+                "name=mean stands for the mean over all tasks; give the task another name"
+            )
+        return self
+
 
 class StudyConfig(_Axes):
     """A grid over rows, data sizes, lengths and seeds; each cell is pre-trained and evaluated."""

@@ -67,6 +67,7 @@ class Training(Section):
     workers: Annotated[WorkersConfig, OnResume.FREE] = WorkersConfig()
     tracking: Annotated[TrackingConfig, OnResume.FREE] = TrackingConfig()
     storage: Annotated[StorageConfig, OnResume.FREE] = StorageConfig()
+    paper: Annotated[PaperConfig, OnResume.FREE] = PaperConfig()
 
 
 class Recipe(Training):
@@ -83,7 +84,6 @@ class Recipe(Training):
     export: ExportConfig | None = None
     inspect: InspectConfig | None = None
     benchmark: BenchmarkConfig = BenchmarkConfig()
-    paper: PaperConfig = PaperConfig()
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from vit_ray.addresses import without_credentials
 from vit_ray.config.validation import PLACE, value_text
-from vit_ray.own_parts import is_own
+from vit_ray.own_parts import DOTTED
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Below1 = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -35,17 +35,9 @@ Distinct = AfterValidator(_distinct)
 """For a list in which nothing may stand twice; sections in it are compared by their names."""
 
 
-def _is_dotted(name: str) -> str:
-    if not is_own(name):
-        raise ValueError(
-            f"{name!r} is not a part of your own; give MODULE.NAME, such as mymodule.mypart"
-        )
-    return name
-
-
 Place = Annotated[str, Field(pattern=PLACE), AfterValidator(without_credentials)]
 """A path or an address."""
-OwnPart = Annotated[str, AfterValidator(_is_dotted)]
+OwnPart = Annotated[str, Field(pattern=DOTTED)]
 """Dotted name of a part of the user's own, such as `mymodule.focal_loss` (`own_parts.py`)."""
 
 

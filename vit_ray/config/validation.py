@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from vit_ray.config.secrets import redact
+from vit_ray.own_parts import DOTTED
 
 NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._+-]*$"
 """Names of runs, which are those of folders."""
@@ -24,10 +25,10 @@ _ALLOWED: Final = {
     PATH_PATTERN: "a path with {} once",
     MODEL_NAME: "text without slashes, colons and quotes",
     PLACE: "a folder, a file or an s3:// address",
+    DOTTED: "MODULE.NAME of your own",
     NAME: "letters from A to Z, digits, and `.`, `_`, `+` or `-` after the first, without spaces",
-    "finite_number": "a finite number",
 }
-"""What a pattern or a kind of value allows, as a user reads it."""
+"""What a pattern allows, as a user reads it."""
 
 Model = TypeVar("Model", bound=BaseModel)
 Value = TypeVar("Value")
@@ -129,8 +130,9 @@ def _describe(schema: type[BaseModel], tree: Any, problem: Any) -> str:
     if inner:  # a list of sections
         section = outer
     nodes = section.model_json_schema()
-    allowed = _ALLOWED.get(problem.get("ctx", {}).get("pattern", problem["type"]))
-    allowed = allowed or allowed_text(nodes["properties"][places[-1]], nodes.get("$defs", {}))
+    allowed = allowed_text(nodes["properties"][places[-1]], nodes.get("$defs", {}))
+    if problem["type"] == "finite_number":
+        allowed = "a finite number"
     shown = value_text(given) if isinstance(given, (list, dict)) else repr(given)
     return f"{key}={shown}: give {allowed}"
 
@@ -152,7 +154,7 @@ def allowed_text(node: dict[str, Any], defs: dict[str, Any]) -> str:
             section = defs[reference.rpartition("/")[2]]
             return f"{{{', '.join(section.get('properties', ()))}}}"
         case {"type": "string"}:
-            return "text"
+            return _ALLOWED.get(node.get("pattern", ""), "text")
         case {"type": "boolean"}:
             return "true | false"
         case {"type": "object"}:

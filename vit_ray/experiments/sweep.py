@@ -65,7 +65,7 @@ from vit_ray.experiments.write_page import page_of
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.model_checks import check_head_is_trained
 from vit_ray.launch.open_record import OpenRun
-from vit_ray.launch.paper_comparison import PAPER_FILE, Rows, csv_text, sweep_table
+from vit_ray.launch.paper_comparison import PAPER_FILE, Rows, csv_text, training_table
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
 from vit_ray.launch.run_metadata import NOTE, description
 from vit_ray.launch.stopping import RunStoppedError
@@ -273,7 +273,7 @@ def sweep(
     if failed := [one for one in found if not one.is_measured]:
         why = failed[0].error or "it has no accuracy"
         raise RunFailedError(f"retraining with {point_text(chosen.point)} failed: {why}")
-    table = sweep_table(recipe, [one.top1 for one in found])
+    table = training_table(recipe, [one.top1 for one in found])
     swept = SweepResult(rows, chosen.point, found, parent.run_id, record.hint(), table)
     record.text(PAPER_FILE, csv_text(table))
     record.results(0, sweep_metrics(swept, deciding_metric(recipe)))

@@ -23,7 +23,7 @@ from vit_ray.config.loading import write_yaml
 from vit_ray.config.secrets import redact
 from vit_ray.data import open_dataset
 from vit_ray.data.crops import Augmentation
-from vit_ray.launch.paper_comparison import evaluation_table
+from vit_ray.launch.paper_comparison import training_table
 from vit_ray.measure.best_evaluation import with_best
 from vit_ray.metric_names import DEV_TOP1, EVAL_TOP1
 from vit_ray.models.weights.published import weights_file
@@ -228,9 +228,8 @@ def _evaluation(recipe: Recipe, found: tuple[str, float, int | None] | None) -> 
         line += f" (95 % interval of {images:,} images: {at.low:.2%} to {at.high:.2%}; one seed)"
     label, note = "proxy", "the test set is no longer there, or is not one of the paper's"
     if images and recipe.data.eval:
-        table = evaluation_table(recipe, {EVAL_TOP1: top1})
-        if table is not None:
-            label, note = str(table[0]["label"]), str(table[0]["note"])
+        ours, *_ = training_table(recipe, [top1])
+        label, note = str(ours["label"]), str(ours["note"])
     if label == "data":
         return f"{line}. Test set, pre-training and model are those of the paper."
     return f"{line}. A proxy, not a result in the paper's setting: {note}."

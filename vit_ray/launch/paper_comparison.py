@@ -32,8 +32,8 @@ def evaluation_table(recipe: Recipe, metrics: Mapping[str, float]) -> Rows | Non
     return _table(recipe, recipe.data.eval, [top1], recipe.benchmark.kind)
 
 
-def sweep_table(recipe: Recipe, test_top1: Sequence[float]) -> Rows:
-    """The selected point's test accuracy over a sweep's runs, and the paper's."""
+def training_table(recipe: Recipe, test_top1: Sequence[float]) -> Rows:
+    """The test accuracy of one training or of several, and the paper's."""
     assert recipe.data.eval is not None
     return _table(recipe, recipe.data.eval, test_top1, "own_labels")
 

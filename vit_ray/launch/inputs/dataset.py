@@ -122,7 +122,8 @@ class Dataset(Sequence[Sample]):
         manifest, batch = self.manifest, global_batch_size
         trust_named(data)
         config = validated(DataConfig, {**data, "train": manifest.path}, "data")
-        model = validated(ModelConfig, {"image_size": image_size}, "model")
+        # Of patches that are not given, so that any size is a whole number of them.
+        model = validated(ModelConfig, {"name": "ViT", "image_size": image_size}, "model")
         part, held_out = select(
             manifest,
             seed=seed,

@@ -46,6 +46,7 @@ def test_numbers_for_a_dashboard_are_kept_where_a_ray_for_one_command_has_one(
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(connection, "_start", lambda num_cpus: None)
     monkeypatch.setattr(connection, "mark_private", lambda: None)
+    monkeypatch.setattr(connection, "_end_with_ray", lambda folder: None)
     monkeypatch.setattr(connection, "shape", lambda ready_s: ClusterShape(1, 4, 0, ready_s))
     monkeypatch.setattr(connection, "keep_no_dataset_statistics", lambda: left_out.append(None))
     with warnings.catch_warnings():
@@ -333,6 +334,7 @@ def test_a_ray_for_one_command_has_the_cores_that_it_may_use(
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda **how: started.append(how["num_cpus"]))
     monkeypatch.setattr(connection, "mark_private", lambda: None)
+    monkeypatch.setattr(connection, "_end_with_ray", lambda folder: None)
     monkeypatch.setattr(connection, "keep_no_dataset_statistics", lambda: None)
     monkeypatch.setattr(connection, "shape", lambda at: ClusterShape(1, 9, 0, at, is_private=True))
     assert "7 cores" in str(connect(load_recipe("digits")))

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+import psutil
 import ray
 from joblib import cpu_count
 
@@ -66,6 +67,10 @@ if os.getppid() == int(sys.argv[1]):
 
 REACH_S: Final = 10.0
 """How long an address is tried, since a cluster takes time to start."""
+
+LOOK_S: Final = 0.5
+_NEEDED: Final = ("raylet", "gcs_server")
+"""Processes of a Ray without which it does not work."""
 
 _STARTED: Final[list[str]] = []
 """Addresses of the clusters that this process has started."""
@@ -135,8 +140,9 @@ def connect(recipe: Recipe, *others: Recipe) -> ClusterShape:
         else:
             num_cpus = max(cpu_count(), *map(local_cpus, (recipe, *others)))
             os.environ.setdefault(KEPT_PROCESSES, str(num_cpus + _NUM_ACTORS))
-            _start(num_cpus)
+            folder = _start(num_cpus)
             mark_private()
+            _end_with_ray(folder)
             if not has_dashboard():  # which would show them; they take a process
                 keep_no_dataset_statistics()
     return shape(time.time())
@@ -176,11 +182,14 @@ def has_dashboard() -> bool:
     return os.environ.get(DASHBOARD) == "1"
 
 
-def _start(num_cpus: int) -> None:
+def _start(num_cpus: int) -> str:
     """Start a Ray on this machine, in a folder of its own that is removed at exit, unless the
     command fails.
 
     A start that takes too long ends this process.
+
+    Returns:
+        The folder.
 
     Raises:
         ValueError: the folder cannot be written, or its path is too long for a socket.
@@ -201,6 +210,7 @@ def _start(num_cpus: int) -> None:
                 logging_level=logging.ERROR,
                 _temp_dir=folder,
             )
+        return folder
     except OSError as error:
         raise ValueError(
             f"Ray could not be started in a folder in RAY_TMPDIR, TMPDIR or /tmp ({error}); set "
@@ -213,6 +223,30 @@ def _start(num_cpus: int) -> None:
             "Ray could not be started on this machine within its limit of 30 s: the machine is too "
             "busy, or has too little memory; run the same command again when less is running"
         ) from error
+
+
+def _end_with_ray(folder: str) -> None:
+    """End this process when one of Ray's own has ended. Ray would do it after 15 to 60 s, without a
+    word of what to do.
+    """
+    address, known = _address(), psutil.process_iter(["name", "ppid"])
+    own = [one for one in known if one.info["ppid"] == os.getpid()]
+    needed = [one for one in own if one.info["name"] in _NEEDED]
+
+    def watch() -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while all(one.status() != psutil.STATUS_ZOMBIE for one in needed):
+                time.sleep(LOOK_S)
+        if ray.is_initialized() and _address() == address:  # it was not shut down
+            print(
+                "error: Ray on this machine has ended: it was killed, or memory ran out; run the "
+                f"same command again, which continues; Ray's logs are in {folder}",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="ray").start()
 
 
 @contextlib.contextmanager

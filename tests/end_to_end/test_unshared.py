@@ -1,4 +1,4 @@
-"""A run whose folders only the head has, on hosts with own disks: refused, named, not begun."""
+"""A run whose folders only the head has, on hosts with own disks: ended with what to change."""
 
 from __future__ import annotations
 
@@ -43,46 +43,36 @@ def folder_of(host: Host, own: Path) -> Path:
     return host.folder / str(own).strip("/").replace("/", "-")
 
 
-def refused(head: Host, recipe: Recipe, folder: Path) -> str:
+def error_of(head: Host, recipe: Recipe, folder: Path) -> tuple[int, str]:
+    """Exit code and the line that ends a run."""
     environment = {"RAY_ADDRESS": f"{head.address}:{hosts.PORT}", "PYTHONPATH": str(ROOT)}
     job, path = str(ROOT / "jobs" / "pretrain.py"), str(write_recipe(recipe, folder))
     code, output = head.run(sys.executable, job, path, environment=environment, cwd=ROOT)
-    assert code == 2, output
-    (line,) = [one for one in output.splitlines() if one.startswith("error: ")]
-    return line
+    lines = [one for one in output.splitlines() if one.startswith("error: ")]
+    assert len(lines) == 1, output
+    return code, lines[0]
 
 
 @pytest.mark.slow
-def test_a_run_is_refused_by_the_nodes_that_do_not_see_its_folders(
+def test_a_run_ends_where_nodes_do_not_see_its_folders(
     members: dict[str, Host], own: Path, tmp_path: Path
 ) -> None:
     first, reader = (f"{name} ({members[name].address})" for name in ("first", "reader"))
     shutil.copytree(converted_set(), own / "set")
     recipe = recipe_with(
-        "refused", output=str(own / "runs"), data={"train": str(own / "set"), "eval": None},
+        "unshared", output=str(own / "runs"), data={"train": str(own / "set"), "eval": None},
         optim={"steps": 4}, train={"global_batch_size": 4, "micro_batch_size": 4},
         workers={"num_workers": 1, "cpus_per_worker": 1.5},
         tracking={"uri": f"sqlite:///{tmp_path / 'mlflow.db'}"},
     )  # fmt: skip
-    line = refused(members["head"], recipe, tmp_path)
-    assert f"output={own / 'runs'}: not on {first}; " in line
-    assert f"data.train={own / 'set'}: not on {first}, {reader}; give" in line
-    # With data on their own disks, nodes that only read need nothing else.
+    code, line = error_of(members["head"], recipe, tmp_path)
+    assert (code, f"data.train={own / 'set'}: not on {first}, {reader}; give" in line) == (2, True)
+    assert [path.name for path in own.iterdir()] == ["set"]  # nothing was begun
+    assert not (tmp_path / "mlflow.db").exists()
     for name in ("first", "reader"):
         shutil.copytree(converted_set(), folder_of(members[name], own) / "set")
-    line = refused(members["head"], recipe, tmp_path)
-    assert f": output={own / 'runs'}: not on {first}; give" in line
-    assert "data.train" not in line
     # A folder of the same name is not the same folder.
-    (own / "runs").mkdir()
     (folder_of(members["first"], own) / "runs").mkdir()
-    line = refused(members["head"], recipe, tmp_path)
-    assert f": output={own / 'runs'}: not on {first}; give" in line
-    # Nor is another set of the same name the same.
-    with open(folder_of(members["reader"], own) / "set" / "manifest.parquet", "ab") as file:
-        file.write(b"0")
-    line = refused(members["head"], recipe, tmp_path)
-    assert f"data.train={own / 'set'}: not on {reader}; give" in line
-    assert [path.name for path in sorted(own.iterdir())] == ["runs", "set"]
-    assert list((own / "runs").iterdir()) == []
-    assert not (tmp_path / "mlflow.db").exists()
+    code, line = error_of(members["head"], recipe, tmp_path)
+    assert (code, "does not see the driver's files in" in line) == (1, True), line
+    assert list((folder_of(members["first"], own) / "runs").iterdir()) == []

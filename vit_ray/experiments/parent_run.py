@@ -9,7 +9,7 @@ from vit_ray.config import Recipe
 from vit_ray.config.validation import errors_of
 from vit_ray.experiments.trials import EndOnRequest
 from vit_ray.launch.cluster.cluster_checks import check_cluster
-from vit_ray.launch.cluster.connection import ClusterShape, connect, refuse_client
+from vit_ray.launch.cluster.connection import ClusterShape, connect
 from vit_ray.launch.inputs.shared_files import check_shared, paths_of
 from vit_ray.launch.inputs.streams import ResolvedRun
 from vit_ray.launch.open_record import OpenRun, open_record
@@ -65,7 +65,6 @@ def open_parent(
     """
     cluster = connect(recipe, *trainings)
     if under is None:
-        refuse_client()
         _check_trainings(recipe, trainings, cluster)
         read = {path: None for one in trainings or (recipe,) for path in paths_of(one)}
         check_shared(cluster, read)

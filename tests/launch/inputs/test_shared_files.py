@@ -88,13 +88,6 @@ def test_nothing_is_asked_on_one_node(
     assert asked == {}
 
 
-def test_a_driver_outside_asks_every_node(tmp_path: Path, monkeypatch: Any, asked: Any) -> None:
-    """By Ray Client its machine is none of the cluster's."""
-    monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
-    with pytest.raises(ValueError, match=r"not on cpu \(10\.0\.0\.3\)"):
-        check_shared(ClusterShape(1, 8, 0, 0.0, nodes=NODES[2:]), [("data.train", str(tmp_path))])
-
-
 def test_a_real_node_says_what_it_does_not_see(ray_cluster: object, tmp_path: Path) -> None:
     (own,) = {one["NodeID"] for one in ray.nodes() if one["Alive"]}
     gone = f"{tmp_path}/gone"

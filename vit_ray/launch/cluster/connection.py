@@ -338,7 +338,7 @@ def _join(address: str, variables: dict[str, str]) -> None:
 
 
 def check_reachable(address: str, timeout_s: float = REACH_S) -> None:
-    """Return if something listens at `HOST:PORT` or `ray://HOST:PORT`; Ray checks other forms.
+    """Return if something listens at `HOST:PORT`; Ray checks other forms.
 
     Ray would try for two minutes without a message.
 
@@ -391,20 +391,6 @@ def live_nodes(selector: Mapping[str, str] | None = None) -> tuple[Mapping[str, 
     """The nodes that are up and have the labels, as Ray lists them."""
     nodes = tuple(n for n in ray.nodes() if n["Alive"])  # type: ignore[no-untyped-call]
     return matching_nodes(nodes, selector) if selector else nodes
-
-
-def refuse_client() -> None:
-    """Refuse a driver outside the cluster: Ray Tune would run without the cluster.
-
-    Raises:
-        ValueError: the driver uses Ray Client; says how to start it on the cluster.
-    """
-    if ray.util.client.ray.is_connected():  # type: ignore[no-untyped-call]
-        raise ValueError(
-            f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS')}: through Ray Client only single runs "
-            "work; start this command on a node of the cluster, with `ray job submit` or with "
-            "RAY_ADDRESS=auto there"
-        )
 
 
 def local_cpus(recipe: Recipe) -> int:

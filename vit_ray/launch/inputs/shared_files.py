@@ -44,12 +44,10 @@ def check_shared(cluster: ClusterShape, read: Iterable[tuple[str, str]]) -> None
     Raises:
         ValueError: nodes do not see them; with these nodes.
     """
-    is_outside = ray.util.client.ray.is_connected()  # type: ignore[no-untyped-call]
-    if cluster.is_private or (len(cluster.nodes) < 2 and not is_outside):
+    if cluster.is_private or len(cluster.nodes) < 2:
         return
     nodes = {node["NodeID"]: node for node in cluster.nodes if node["Resources"].get("CPU", 0)}
-    if not is_outside:
-        nodes.pop(ray.get_runtime_context().get_node_id(), None)
+    nodes.pop(ray.get_runtime_context().get_node_id(), None)
     names = {locate(path).path: f"{key}={path}" for key, path in read if _is_here(path)}
     missing = unseen_by(nodes, list(names)) if names and nodes else {}
     lacking = {node: paths for node, paths in missing.items() if paths}

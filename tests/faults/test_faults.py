@@ -90,6 +90,21 @@ def test_a_process_between_driver_and_workers_that_is_killed_is_replaced(
     assert points_are_counted_once(recipe)
 
 
+def test_a_killed_recorder_costs_nothing(
+    ray_cluster: Head, digits: Digits, folder: Path, undisturbed: Recipe
+) -> None:
+    recipe = long_recipe("recorder-killed", digits, folder)
+    before = set(worker_pids(ray_cluster, "RunRecords"))
+    driver = start(recipe, ray_cluster, folder)
+    (pid,) = set(worker_pids(ray_cluster, "RunRecords")) - before
+    os.kill(pid, signal.SIGKILL)
+    code, output = driver.wait()
+    assert code == 0, output
+    assert EventKind.WORKER_FAILED not in kinds_of(recipe)
+    assert same_weights(weights_of(recipe), weights_of(undisturbed))
+    assert points_are_counted_once(recipe)
+
+
 def test_a_killed_driver_loses_nothing_when_the_job_is_started_again(
     ray_cluster: Head, digits: Digits, folder: Path, undisturbed: Recipe
 ) -> None:

@@ -267,23 +267,13 @@ def test_a_stop_that_comes_with_a_request_for_another_size_ends_the_run(tmp_path
     assert worker.actor.events[-1] == ("stopped", "SIGTERM; checkpoint at step 1", 1)
 
 
-@pytest.mark.parametrize(
-    ("leaves_in_s", "told"),
-    [
-        (270, r"took \d+ s of (2[3-6]\d|270) s until a node leaves$"),
-        (-5, "too long; raise RAY_GRACEFUL_SHUTD"),
-    ],
-)
-def test_it_is_told_how_long_the_save_took_of_the_time_that_a_node_has(
-    leaves_in_s: int, told: str, tmp_path: Path
-) -> None:
-    deadline_ms = int((time.time() + leaves_in_s) * 1000)
+def test_it_is_told_how_long_a_node_stays(tmp_path: Path) -> None:
+    deadline_ms = int((time.time() + 270) * 1000)
     notices = iter([None] + [PreemptionInfo(deadline_ms, {"node": [1]})] * TOTAL)
     worker = Worker(make_job(tmp_path), notice=lambda: next(notices))
     run(worker)
-    first, second = [text for kind, text, _ in worker.actor.events if kind == "preemption"]
-    assert re.fullmatch(r"a node leaves in -?\d+ s: checkpoint at once", first)
-    assert re.search(told, second), second
+    (text,) = [text for kind, text, _ in worker.actor.events if kind == "preemption"]
+    assert re.fullmatch(r"a node leaves in (2[3-6]\d|270) s: checkpoint at once", text)
 
 
 def test_an_evaluation_alone_records_its_metrics_at_step_0(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import math
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from tests.checkpoints.written import snapshot_of
 from tests.training.ranks import run_ranks
 from tests.worker.fakes import BATCH, FakeEngine, Worker, make_job
 from vit_ray import lock
-from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
+from vit_ray.checkpoints.checkpoint import Position, Progress
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.checkpoints.snapshot import Snapshot
@@ -147,20 +146,6 @@ def test_storage_that_does_not_answer_is_reported_and_not_waited_for_without_lim
     with pytest.raises(TimeoutError, match="waiting for the previous checkpoint"):
         worker.saver.wait_until_written(timeout_s=0.03)
     assert set(worker.kinds()) == {"storage slow"}
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_only_a_checkpoint_that_was_committed_was_in_time(
-    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker = Worker(make_job(tmp_path))
-    snapshot = FakeEngine().snapshot(make_position(worker.job, FakeEngine(), Progress(step=1)))
-    if fails:
-        where = Path(worker.job.run_folder)
-        where.mkdir(parents=True)
-        (where / folder_name(1)).write_text("in the folder's place")
-    worker.saver._write(snapshot, time.time(), time.time() + 270)
-    assert worker.kinds() == ["checkpoint failed" if fails else "preemption"]
 
 
 def test_saving_pauses_the_watchdog(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Writes checkpoints while training continues: reports failures, and removes old ones."""
 
 import contextlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -68,13 +67,10 @@ class CheckpointWriter:
         """On rank 0: step of the newest checkpoint, and checksum of its marker."""
         self._resumed_step, self._written = self._committed[0], set[int]()
 
-    def write(self, snapshot: Snapshot) -> float | None:
+    def write(self, snapshot: Snapshot) -> None:
         """Write it; rank 0 waits for the parts of the others, and commits.
 
         A failed save is reported, and training continues: the next one may work.
-
-        Returns:
-            Unix time at which rank 0 committed it; None on other ranks, and if it failed.
 
         Raises:
             OSError: on rank 0, too many in a row have failed.
@@ -86,20 +82,19 @@ class CheckpointWriter:
         if snapshot.rank > 0:
             with contextlib.suppress(OSError):  # rank 0 reports it
                 self._gather(part)
-            return None
+            return
         try:
             self._commit(snapshot, folder, self._gather(part))
         except (OSError, DamagedCheckpointError) as error:
             self._notify(EventKind.CHECKPOINT_FAILED, f"{folder.path}: {error}", step)
             self._count_failure(folder, error)
-            return None
-        committed_s, self._num_failed = time.time(), 0
+            return
+        self._num_failed = 0
         try:
             write_progress(folder, self._committed[1], snapshot.position.progress)
             self._prune(snapshot.position.progress)
         except (OSError, ValueError) as error:
             self._notify(EventKind.CHECKPOINT_LEFT, f"{self._run_folder.path}: {error}", step)
-        return committed_s
 
     def note_evaluation(self, progress: Progress) -> bool:
         """Record, on rank 0, how far the run is after an evaluation at the step of a whole save.

@@ -103,8 +103,6 @@ class Attempt:
     """What the cluster has announced about this group's nodes; None = nothing."""
     _has_started: bool = field(default=False, init=False)
     _notice_seen: str = field(default="", init=False)
-    _leaves_at_s: float | None = field(default=None, init=False)
-    """Unix time at which a node of this run leaves, for the next checkpoint."""
     _failed_callbacks: set[str] = field(default_factory=set, init=False)
 
     def run(self) -> None:
@@ -251,8 +249,7 @@ class Attempt:
         """Start writing a checkpoint, and log how long training stood still and where time went."""
         metrics = self._note_time(progress)
         with self.link.clock.within(Phase.CHECKPOINT):
-            stall_s = self.saver.save(progress, self._leaves_at_s)
-        self._leaves_at_s = None
+            stall_s = self.saver.save(progress)
         progress.metrics[CHECKPOINT_STALL_S] = stall_s
         self.link.log(progress.step, {**metrics, CHECKPOINT_STALL_S: stall_s})
 
@@ -300,7 +297,7 @@ class Attempt:
         self._notice_seen = repr(notice)
         text = "a node is about to leave: checkpoint at once"
         if notice.deadline_ms is not None:
-            self._leaves_at_s = notice.deadline_ms / 1e3
-            text = f"a node leaves in {self._leaves_at_s - time.time():.0f} s: checkpoint at once"
+            left_s = notice.deadline_ms / 1e3 - time.time()
+            text = f"a node leaves in {left_s:.0f} s: checkpoint at once"
         self.link.note_own(EventKind.PREEMPTION, text, step)
         return True

@@ -81,20 +81,16 @@ class CheckpointSaver:
         """Memory of the last snapshot, for the next one; None while it is being written."""
         self._error: BaseException | None = None
 
-    def save(self, progress: Progress, leaves_at_s: float | None = None) -> float:
+    def save(self, progress: Progress) -> float:
         """Copy the state now and write it while training continues.
 
-        Args:
-            leaves_at_s: Unix time at which a node is taken away; an event reports whether the
-                checkpoint was in time.
-
         Returns:
-            Returns the seconds that training stood still.
+            The seconds that training stood still.
 
         Raises:
             UnrecoverableError: as `wait_until_written`, for the previous checkpoint.
         """
-        start_s, asked_s = time.perf_counter(), time.time()
+        start_s = time.perf_counter()
         with self._watchdog.paused():  # waiting has its own limits
             # Storage slower than the cadence must not accumulate copies.
             self.wait_until_written()
@@ -102,7 +98,7 @@ class CheckpointSaver:
             memory, self._memory = self._memory, None
             snapshot = self._state.snapshot(position, memory)
             self._written.clear()
-            self._run_beside(lambda: self._write(snapshot, asked_s, leaves_at_s))
+            self._run_beside(lambda: self._write(snapshot))
         return time.perf_counter() - start_s
 
     def wait_until_written(self, timeout_s: float = WRITE_TIMEOUT_S) -> None:
@@ -153,30 +149,16 @@ class CheckpointSaver:
         """On rank 0, whether the checkpoint of a step is committed, when that is written."""
         return self._writer.is_whole(step)
 
-    def _write(self, snapshot: Snapshot, asked_s: float, leaves_at_s: float | None) -> None:
+    def _write(self, snapshot: Snapshot) -> None:
         try:
             run_id = self._link.tracking_run_id()  # the answer may take seconds
             position = replace(snapshot.position, tracking_run_id=run_id)
-            committed_s = self._writer.write(replace(snapshot, position=position))
-            if leaves_at_s is not None and committed_s is not None:
-                text = _time_taken(asked_s, committed_s, leaves_at_s)
-                self._link.note(EventKind.PREEMPTION, text, snapshot.position.step)
+            self._writer.write(replace(snapshot, position=position))
         except Exception as error:  # raised at the next check in training
             self._error = error
         finally:
             self._memory = snapshot.memory
             self._written.set()
-
-
-def _time_taken(asked_s: float, ended_s: float, leaves_at_s: float) -> str:
-    text = f"the checkpoint took {ended_s - asked_s:.0f} s of {leaves_at_s - asked_s:.0f} s"
-    if ended_s <= leaves_at_s:
-        return f"{text} until a node leaves"
-    return (
-        f"{text} until a node leaves, which is too long; raise "
-        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, and on Kubernetes terminationGracePeriodSeconds of "
-        "its pod above it"
-    )
 
 
 def check_folder_is_shared(job: TrainJob, node: str) -> None:

@@ -32,7 +32,7 @@ from vit_ray.data.partition import Partition
 from vit_ray.data.shard_writer import EncodedImage
 from vit_ray.data.stream.batches import BatchReader, StreamJob
 from vit_ray.launch.inputs.streams import resolve_run
-from vit_ray.launch.trained_model import class_names
+from vit_ray.launch.trained_model import class_names, training_set
 from vit_ray.models.weights import save_weights
 from vit_ray.training.objective import build_objective
 from vit_ray.worker.evaluation import _predictions
@@ -243,7 +243,7 @@ def test_classes_of_another_data_set_are_not_believed(
         facts = {"recipe": recipe, "data_fingerprint": fingerprint}
         run = write_run(tmp_path / fingerprint, small_model("ViT"), facts=facts)
         position = open_weights(run).position
-        assert class_names(run, position, None, 5) == names
+        assert class_names(run, training_set(run, position, None), 5) == names
     assert [record.getMessage().count("classes are numbers") for record in caplog.records] == [1]
 
 

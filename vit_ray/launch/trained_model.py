@@ -30,6 +30,7 @@ from vit_ray.config.validation import errors_of
 from vit_ray.data import open_dataset
 from vit_ray.data.augment import augmentation_of
 from vit_ray.data.crops import BadImageError, UInt8Array, crop_of, pixels_of
+from vit_ray.data.dataset import Manifest
 from vit_ray.data.orientation import orientation_of, turned_pixels
 from vit_ray.launch.named_run import where_it_lies
 from vit_ray.models import build_model
@@ -226,65 +227,46 @@ def load(
         trust_named(changed({}, overrides))  # and not what a checkpoint names
         tree = changed(copy.deepcopy({"name": "trained", **(tree or {})}), overrides)
         recipe = recipe_from_dict(tree, where=source)
-    classes = class_names(source, weights.position, recipe.data.train, weights.num_classes)
+    data = training_set(source, weights.position, recipe.data.train)
+    classes = class_names(source, data, weights.num_classes)
+    is_turned = bool(data and data.origin.get("apply_orientation"))
     with errors_of(repr(source)):
-        return TrainedModel(
-            recipe, weights, classes, is_turned(weights.position, recipe.data.train)
-        )
+        return TrainedModel(recipe, weights, classes, is_turned)
 
 
-def is_turned(position: Position | None, given: Any) -> bool:
-    """Whether the images of the training set were turned as their EXIF says when converted.
+def training_set(source: str, position: Position | None, given: str | None) -> Manifest | None:
+    """The data set that a model was trained on, where it lies now; None if it is not known.
 
-    Args:
-        position, given: as in `class_names`.
-    """
-    recorded = position.recipe.get("data", {}).get("train") if position else None
-    for train in filter(None, (recorded, given)):
-        with contextlib.suppress(ValueError, OSError):
-            return bool(open_dataset(train).origin.get("apply_orientation"))
-    return False
-
-
-def class_names(
-    source: str, position: Position | None, given: Any, num_classes: int | None
-) -> tuple[str, ...]:
-    """Names of the head's classes; empty if they are not known.
-
-    From the folder of published weights, or the run's training set, or the recipe's. A set other
-    than the run's training set is not used.
+    A set other than the run's is not used.
 
     Args:
         source: as `load` takes it.
         position: of its checkpoint.
         given: `data.train` of a recipe.
     """
-    found: list[tuple[str, ...] | None] = []
-    if position is None:
-        found.append(published_classes(source))
     recorded = None
     if position and "data" in position.recipe:
         recorded = where_it_lies(position.recipe, locate(source))["data"]["train"]
-    others = []
-    for train in (recorded, given):
-        try:
-            data = open_dataset(train) if train else None
-        except (ValueError, OSError):
-            continue
-        if data is None:
-            continue
-        if position and position.data_fingerprint not in ("", data.fingerprint):
-            others.append(data.path)
-        else:
-            found.append(tuple(data.classes))
-    names = next((names for names in found if names and len(names) == num_classes), ())
-    if others and not names:
-        logger.warning(
-            "%s was trained on another data set than %s is now; classes are numbers",
-            source,
-            others[0],
-        )
-    return names
+    for path in filter(None, (recorded, given)):
+        with contextlib.suppress(ValueError, OSError):
+            data = open_dataset(path)
+            if position is None or position.data_fingerprint in ("", data.fingerprint):
+                return data
+            logger.warning(
+                "%s was trained on another data set than %s is now; classes are numbers",
+                source,
+                data.path,
+            )
+    return None
+
+
+def class_names(source: str, data: Manifest | None, num_classes: int | None) -> tuple[str, ...]:
+    """Names of the head's classes, from the folder of published weights or the training set.
+
+    Empty if they are not known.
+    """
+    found = published_classes(source), tuple(data.classes) if data else ()
+    return next((names for names in found if names and len(names) == num_classes), ())
 
 
 def _several(images: Images) -> Iterable[AnImage]:

@@ -15,7 +15,7 @@ from vit_ray.config.recorded_recipe import used_sections
 from vit_ray.data.augment import augmentation_of
 from vit_ray.data.crops import Augmentation
 from vit_ray.launch.model_card import image_processor, model_card
-from vit_ray.launch.trained_model import class_names
+from vit_ray.launch.trained_model import class_names, training_set
 from vit_ray.models.fitting import LoadReport
 from vit_ray.models.weights.published import (
     FOLDER_CONFIG,
@@ -54,7 +54,7 @@ def export(recipe: Recipe) -> int:
     source = str(recipe.init_from)
     count = sum(parameter.numel() for parameter in model.parameters())
     num_classes = int(model.get_parameter("head.bias").numel())
-    classes = class_names(source, position, recipe.data.train, num_classes)
+    classes = class_names(source, training_set(source, position, recipe.data.train), num_classes)
     with tempfile.TemporaryDirectory() as folder:
         # At its final place from the start if that is local: weights may not fit elsewhere.
         copy = Path(target.path if target.is_local else f"{folder}/{target.path.split('/')[-1]}")

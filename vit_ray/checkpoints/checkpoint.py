@@ -45,44 +45,48 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Progress:
-    """How far a run has come: what steps change of it, apart from tensors."""
+    """How far a run has come: what steps change of it, apart from tensors.
+
+    Attributes:
+        step: steps completed.
+        best_loss_key: metric that `best_eval_loss` is of.
+        num_evals: evaluations among which the best is chosen.
+        eval_step: of the last evaluation; -1 before the first.
+        ended: why the run is over before its last step (early stopping); empty if it is not.
+        evaluation_due: the last step is done, and the evaluation after it is not.
+        train_seconds: time spent in steps, all attempts together.
+        worker_seconds: the same, of each worker, all workers together.
+        seconds: of the run by phase (`measure/phases.py`).
+        until_s: Unix time until which `seconds` count.
+        nonfinite_steps: steps in a row that were refused because they were not finite.
+        skipped_steps: steps that were refused by `train.skip_above`.
+        recent_norms: gradient norms of the last steps, which `train.skip_above` compares with.
+        samples_digest: of the samples that the ranks received since `digest_from`
+            (`checkpoints/sample_digest.py`), 16 hexadecimal digits; empty before the first
+            checkpoint.
+        digest_from: first 0-based step of the digest, which ends before `step`: 0, or where the run
+            was resumed with another recipe or data set, or from a checkpoint without a digest.
+        metrics: last value of every metric.
+    """
 
     step: int = 0
-    """Steps completed."""
     best_eval_loss: float | None = None
     best_loss_key: str = EVAL_LOSS
-    """Metric that `best_eval_loss` is of."""
     evals_without_best: int = 0
     num_evals: int = 0
-    """Evaluations among which the best is chosen."""
     eval_step: int = -1
-    """Step of the last evaluation; -1 before the first."""
     ended: str = ""
-    """Why the run is over before its last step (early stopping); empty if it is not."""
     evaluation_due: bool = False
-    """The last step is done, and the evaluation after it is not."""
     train_seconds: float = 0.0
-    """Time spent in steps, all attempts together."""
     worker_seconds: float = 0.0
-    """The same, of each worker, all workers together."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of the run by phase (`measure/phases.py`)."""
     until_s: float = 0.0
-    """Unix time until which `seconds` count."""
     nonfinite_steps: int = 0
-    """Steps in a row that were refused because they were not finite."""
     skipped_steps: int = 0
-    """Steps that were refused by `train.skip_above`."""
     recent_norms: list[float] = field(default_factory=list)
-    """Gradient norms of the last steps, which `train.skip_above` compares with."""
     samples_digest: str = ""
-    """Of the samples that the ranks received since `digest_from` (`checkpoints/sample_digest.py`),
-    16 hexadecimal digits; empty before the first checkpoint."""
     digest_from: int = 0
-    """First 0-based step of the digest, which ends before `step`: 0, or where the run was resumed
-    with another recipe or data set, or from a checkpoint without a digest."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Last value of every metric."""
 
     @property
     def loss_key(self) -> str:
@@ -100,24 +104,27 @@ class Progress:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands, and what it is: all that is not a tensor."""
+    """Where a run stands, and what it is: all that is not a tensor.
+
+    Attributes:
+        applied_steps: steps that moved the weights: Adam's bias correction counts these.
+        samples_seen: position in the sample order from which the next batch is read.
+        shapes: of every parameter, trained or frozen by the recipe.
+        init_run_id: MLflow run whose weights the run began with.
+        data_terms: `license` and `source_url` of the training set, where its maker gave them.
+    """
 
     progress: Progress
     applied_steps: int
-    """Steps that moved the weights: Adam's bias correction counts these."""
     samples_seen: int
-    """Position in the sample order from which the next batch is read."""
     global_batch_size: int
     shapes: dict[str, list[int]]
-    """Shape of every parameter, trained or frozen by the recipe."""
     recipe: dict[str, Any]
     data_fingerprint: str
     tracking_run_id: str | None = None
     init_run_id: str | None = None
-    """MLflow run whose weights the run began with."""
     versions: dict[str, str] = field(default_factory=dict)
     data_terms: dict[str, str] = field(default_factory=dict)
-    """`license` and `source_url` of the training set, where its maker gave them."""
 
     @property
     def step(self) -> int:
@@ -181,9 +188,7 @@ class Checkpoint:
     def __init__(
         self, folder: Location, files: list[SavedFile], position: Position, sha256: str
     ) -> None:
-        self.folder, self.position = folder, position
-        self.sha256 = sha256
-        """Of its marker."""
+        self.folder, self.position, self.sha256 = folder, position, sha256
         self.files = files
 
     def verify(self) -> None:

@@ -46,13 +46,12 @@ class PartialCheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class SavedFile:
-    """One of a rank's two files in a checkpoint."""
+    """One of a rank's files in a checkpoint; `tensors` are elements by key."""
 
     name: str
     bytes: int
     sha256: str
     tensors: dict[str, int]
-    """Elements by key."""
 
     def fragments(self) -> Iterable[tuple[str, str, str, int, int]]:
         """(key, kind, parameter, start, elements) of each tensor."""
@@ -63,12 +62,11 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class Marker:
-    """What makes a folder a checkpoint."""
+    """What makes a folder a checkpoint; its `sha256` is of all that the checkpoint holds."""
 
     files: list[SavedFile]
     position: dict[str, Any]
     sha256: str
-    """Of the marker, and so of all that the checkpoint holds."""
 
 
 def part_of(kind: str) -> str:

@@ -22,8 +22,7 @@ from vit_ray.outcomes import EventKind
 from vit_ray.storage import Location
 
 MAX_FAILED_SAVES: Final = 3
-_MOST_TOLD: Final = 8
-"""Ranks that are named when a save has failed."""
+_MOST_TOLD: Final = 8  # ranks that are named when a save has failed
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,8 @@ class CheckpointWriter:
         self._run_folder, self._keep, self._notify = run_folder, keep, notify
         self._lock_number, self._gather = lock_number, gather
         self._num_failed = 0
+        # On rank 0: step of the newest checkpoint, and checksum of its marker.
         self._committed = (resumed.position.step, resumed.sha256) if resumed else (-1, "")
-        """On rank 0: step of the newest checkpoint, and checksum of its marker."""
         self._resumed_step, self._written = self._committed[0], set[int]()
 
     def write(self, snapshot: Snapshot) -> None:

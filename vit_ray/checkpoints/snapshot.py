@@ -27,20 +27,23 @@ if TYPE_CHECKING:  # torch takes seconds to import
 
     from vit_ray.checkpoints.checkpoint import Entry
 
+# Of the values in a safetensors file: its header is padded with spaces.
 _ALIGNMENT: Final = 8
-"""Alignment of the values in a safetensors file: its header is padded with spaces."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One rank's part of a checkpoint in host memory."""
+    """One rank's part of a checkpoint in host memory.
+
+    Attributes:
+        tensors: number of elements by key, for each file that the rank has (`part_of`).
+        memory: the bytes of each file, uint8 (bytes,) on the CPU; its tensors are sorted by key.
+    """
 
     rank: int
     world_size: int
     tensors: dict[str, dict[str, int]]
-    """Number of elements by key, for `weights` and `rest`, as far as the rank has any."""
     memory: dict[str, Tensor]
-    """The bytes of each file: uint8 (bytes,) on the CPU; its tensors are sorted by key."""
     position: Position
 
 

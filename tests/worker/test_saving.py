@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from tests.training.ranks import run_ranks
 from tests.worker.fakes import BATCH, FakeEngine, Worker, make_job
 from vit_ray import lock
 from vit_ray.checkpoints.checkpoint import Position, Progress
-from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
+from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter, Part
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.checkpoints.snapshot import Snapshot
 from vit_ray.config.training_sections import CheckpointConfig
@@ -135,6 +136,21 @@ def test_storage_that_refuses_too_often_fails_the_run(
         assert not met.value.is_agreed
 
 
+def test_a_rank_that_is_late_ends_the_attempt_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(make_job(tmp_path))
+
+    def late(*_: object) -> None:
+        raise RuntimeError("some worker has not ended its part")
+
+    monkeypatch.setattr(worker.saver._writer, "write", late)
+    worker.saver.save(Progress(step=1))
+    with pytest.raises(RuntimeError, match="has not ended its part") as met:
+        worker.saver.wait_until_written()
+    assert type(met.value) is RuntimeError  # after which the driver starts another group
+
+
 def test_storage_that_does_not_answer_is_reported_and_not_waited_for_without_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +220,27 @@ def save_on_ranks(rank: int, folder: str, rounds: int) -> tuple[list[str], list[
             sums.append(float(total))
         writing.join()
     return told, sums
+
+
+def late_on_ranks(rank: int) -> tuple[str, float]:
+    """Rank 1 writes longer than rank 0 waits, and this thread's sums go on."""
+    saving.WRITE_TIMEOUT_S = 1.0  # type: ignore[misc]
+    gather = gather_by_own_group()
+    time.sleep(3.0 * rank)
+    told = ""
+    try:
+        gather(Part([]))
+    except RuntimeError as error:
+        told = str(error)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return told, float(total)
+
+
+def test_a_rank_that_is_late_is_an_error_of_the_group() -> None:
+    found = run_ranks(2, late_on_ranks)
+    assert "has not ended its part of a checkpoint (gloo: " in found[0][0]
+    assert [total for _, total in found] == [2.0, 2.0]
 
 
 def test_ranks_that_write_wait_for_each_other_in_a_group_of_their_own(tmp_path: Path) -> None:

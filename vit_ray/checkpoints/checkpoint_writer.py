@@ -33,11 +33,9 @@ class Part:
     error: str = ""
 
 
+# Waits until all ranks have ended their part. Rank 0 gets all of them, the others an empty list.
+# Raises RuntimeError if some rank has died or is late: the ranks can no longer wait for each other.
 Gather = Callable[[Part], list[Part]]
-"""Waits until all ranks have ended their part. Rank 0 gets all of them, the others an empty list.
-
-Raises OSError if some rank has died or is late.
-"""
 
 
 class CheckpointWriter:
@@ -73,17 +71,17 @@ class CheckpointWriter:
 
         Raises:
             OSError: on rank 0, too many in a row have failed.
+            RuntimeError: as `Gather`.
             LockLostError: on rank 0, another driver has taken the run over.
         """
         step = snapshot.position.step
         folder = self._run_folder.child(folder_name(step))
         part = self._write_part(snapshot, folder)
+        parts = self._gather(part)
         if snapshot.rank > 0:
-            with contextlib.suppress(OSError):  # rank 0 reports it
-                self._gather(part)
             return
         try:
-            self._commit(snapshot, folder, self._gather(part))
+            self._commit(snapshot, folder, parts)
         except (OSError, DamagedCheckpointError) as error:
             self._notify(EventKind.CHECKPOINT_FAILED, f"{folder.path}: {error}", step)
             self._count_failure(folder, error)

@@ -118,7 +118,7 @@ class Attempt:
         except UnrecoverableError as error:
             if error.is_agreed:  # no rank has died: the last checkpoint can still be finished
                 self.watchdog.pause()
-                with contextlib.suppress(UnrecoverableError, TimeoutError):
+                with contextlib.suppress(UnrecoverableError, RuntimeError, TimeoutError):
                     self.saver.wait_until_written()
             raise
         except RuntimeError as error:

@@ -55,7 +55,9 @@ def gather_by_own_group() -> Gather:
         try:
             dist.gather_object(part, parts or None, dst=0, group=group)
         except RuntimeError as error:
-            raise OSError(f"some worker has not ended its part: {error}") from error
+            raise RuntimeError(
+                f"some worker has not ended its part of a checkpoint (gloo: {error})"
+            ) from error
         return parts
 
     return gather
@@ -126,10 +128,14 @@ class CheckpointSaver:
         """Raise the error that ended the writing, if any; does not wait.
 
         Raises:
-            UnrecoverableError: too many in a row could not be written.
+            UnrecoverableError: too many in a row could not be written, or another driver has taken
+                over the run.
+            RuntimeError: some rank has died or is late.
         """
-        if self._error is not None:
+        if isinstance(self._error, OSError | LockLostError):
             raise UnrecoverableError(str(self._error), is_agreed=False) from self._error
+        if self._error is not None:
+            raise self._error  # the next group of workers can save again
 
     def note_evaluation(self, progress: Progress) -> bool:
         """On rank 0, record an evaluation after the checkpoint of its step, when that is written.

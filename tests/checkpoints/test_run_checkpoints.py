@@ -16,6 +16,8 @@ from tests.checkpoints.written import (
     WEIGHTS_0,
     WEIGHTS_1,
     flip,
+    position,
+    snapshot_of,
     snapshots,
     values,
     write_checkpoint,
@@ -327,6 +329,27 @@ def test_each_worker_of_a_fine_tuning_reads_the_bytes_of_the_weights_and_no_othe
     del num_bytes[COMMIT]
     assert num_bytes == {name: 3 * len(files[name]) for name in (WEIGHTS_0, WEIGHTS_1)}
     assert len(files[REST_0]) > 0
+
+
+def test_a_fine_tuning_from_averages_reads_them_alone(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {"weight|a|0": torch.zeros(12), "weight|b|0": torch.zeros(5)}
+    tensors |= {key.replace("weight", "average"): tensors[key] + 3 for key in tensors}
+    write_snapshot(snapshot_of(0, 1, tensors, position(1)), run.child(folder_name(1)))
+    read: list[str] = []
+    plain = Location.read_range
+
+    def noted(place: Location, *args: Any) -> bytes:
+        read.append(place.path.rpartition("/")[2])
+        return plain(place, *args)
+
+    monkeypatch.setattr(Location, "read_range", noted)
+    _, weights = read_weights(run.path, None)
+    assert weights["b"].tolist() == [3.0] * 5
+    assert [name for name in read if "safetensors" in name] == [
+        "averages-00000-of-00001-save.safetensors"
+    ]
 
 
 def break_something(folder: Path, rng: random.Random) -> None:

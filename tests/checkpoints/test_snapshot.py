@@ -15,13 +15,12 @@ NAMES = ["blocks.10.w", "blocks.2.w", "a", "a.b", "\u00e4", 'quoted "name"', "la
 
 def state(scale: float = 1.0) -> dict[str, Tensor]:
     """Tensors of several sizes, two of them empty, whose keys are not sorted."""
-    sizes = {f"{kind}|{name}|{i}": 3 * i for kind in ("weight", "average") for i, name in
-             enumerate(NAMES)}  # fmt: skip
+    sizes = {f"weight|{name}|{i}": 3 * i for i, name in enumerate(NAMES)}
     return {key: scale * torch.arange(1.0, size + 1) for key, size in sizes.items()}
 
 
 def content(taken: Snapshot) -> bytes:
-    """Of the file of weights and averages."""
+    """Of the file of weights."""
     return taken.memory["weights"].numpy().tobytes()
 
 
@@ -37,7 +36,8 @@ def test_what_weights_do_not_need_is_in_a_file_of_its_own() -> None:
     taken = snapshot_of(0, 1, tensors, position(1))
     files = {part: memory.numpy().tobytes() for part, memory in taken.memory.items()}
     assert files == {
-        "weights": save({key: tensors[key] for key in ("weight|w|0", "average|w|0")}),
+        "weights": save({"weight|w|0": tensors["weight|w|0"]}),
+        "averages": save({"average|w|0": tensors["average|w|0"]}),
         "rest": save({key: tensors[key] for key in ("exp_avg|w|0", "u|w|0")}),
     }
 

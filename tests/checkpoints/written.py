@@ -30,7 +30,7 @@ def write_snapshot(
 ) -> bool:
     """Write a rank's part, and commit the checkpoint if it was the last one."""
     parts = _PARTS[folder.uri]
-    parts[snapshot.rank] = write_part(snapshot, folder)
+    parts[snapshot.rank] = write_part(snapshot, folder, "save")
     if len(parts) < snapshot.world_size:
         return False
     before_commit()
@@ -41,8 +41,8 @@ def write_snapshot(
 
 
 SHAPES = {"a": [3, 4], "b": [5]}
-WEIGHTS_0, REST_0 = (f"{part}-00000-of-00002.safetensors" for part in ("weights", "rest"))
-WEIGHTS_1 = "weights-00001-of-00002.safetensors"
+WEIGHTS_0, REST_0 = (f"{part}-00000-of-00002-save.safetensors" for part in ("weights", "rest"))
+WEIGHTS_1 = "weights-00001-of-00002-save.safetensors"
 
 
 def position(step: int) -> Position:

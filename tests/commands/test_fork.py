@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from tests.checkpoints.written import WEIGHTS_1
 from tests.end_to_end.runs import same_weights
 from tests.launch.inputs.test_seen_batch import CASES, recipe_on, sets
 from tests.models.small import small_model
@@ -137,7 +138,7 @@ def test_a_fork_that_was_cut_short_is_made_again(parent: str, recipe: Recipe, cu
     else:
         (folder / "step-00000007" / "commit.json").unlink()
         if cut == "part":
-            (folder / "step-00000007" / "weights-00001-of-00002.safetensors").unlink()
+            (folder / "step-00000007" / WEIGHTS_1).unlink()
     code, text = said(*words)
     assert code == 0, text
     found = load_recipe(Path("again.yaml"))

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from numpy.typing import NDArray
 
-from tests.checkpoints.written import flip
+from tests.checkpoints.written import WEIGHTS_0, flip
 from tests.commands.test_batch import recipe
 from tests.data.damage import damage
 from tests.launch.inputs.test_seen_batch import sets

@@ -208,7 +208,7 @@ def test_an_elastic_group_that_could_take_every_cpu_still_gets_its_data(
     newest = newest_checkpoint(locate(recipe.run_folder))
     assert newest is not None
     # Three do not divide the batch, and four leave no CPU.
-    assert all("-of-00002." in file.name for file in newest.files)
+    assert all("-of-00002-" in file.name for file in newest.files)
 
 
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
@@ -217,7 +217,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
     recipe = long_recipe("damaged", digits, folder)
     train(recipe.with_changes(optim={"steps": 2 * EVERY}))
     newest = locate(recipe.output).child(recipe.name).child(folder_name(2 * EVERY))
-    file = next(i for i in newest.list_files() if i.path.endswith("00001-of-00002.safetensors"))
+    file = next(i for i in newest.list_files() if "00001-of-00002" in i.base_name)
     content = bytearray(Path(file.path).read_bytes())
     content[len(content) // 2] ^= 1
     Path(file.path).write_bytes(content)

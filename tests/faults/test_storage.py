@@ -85,7 +85,7 @@ def test_a_process_that_dies_between_the_upload_and_the_commit_leaves_the_one_be
     assert write(2, "dies") == 9
     run = locate(str(tmp_path / "run"))
     parts = sorted(path.name for path in (tmp_path / "run" / folder_name(2)).iterdir())
-    assert parts == ["weights-00000-of-00001.safetensors"]
+    assert parts == ["weights-00000-of-00001-save.safetensors"]
     told: list[str] = []
     newest = checkpoint_to_resume(run, told.append)
     assert newest is not None

@@ -1,10 +1,11 @@
 """The files of a checkpoint's folder, and when they make a checkpoint.
 
 Rank r of n writes two files of 1-D fp32 tensors named `KIND|PARAMETER|START` for the fragments that
-it owns: `weights-0000r-of-0000n.safetensors` has weights and their averages, `rest-...` the
-optimizer's states. When all ranks have written theirs, rank 0 writes the marker, `commit.json`: the
-run's position, and every file with its size, its SHA-256, and the elements of its tensors. The
-checkpoint is what the marker lists; other files do not count.
+it owns: `weights-0000r-of-0000n-TOKEN.safetensors`, and `rest-...` with the optimizer's states; and
+`averages-...` if the weights are averaged. No two saves have the same token, so a rank that was
+given up and still writes replaces no file of another save. When all ranks have written theirs, rank
+0 writes the marker, `commit.json`: the run's position, and every file with its size, its SHA-256,
+and the elements of its tensors. The checkpoint is what the marker lists; other files do not count.
 """
 
 from __future__ import annotations
@@ -70,13 +71,8 @@ class Marker:
 
 
 def part_of(kind: str) -> str:
-    """Which of a rank's two files has the tensors of a kind."""
-    return "weights" if kind in (WEIGHT, AVERAGE) else "rest"
-
-
-def file_name(part: str, rank: int, world_size: int) -> str:
-    """Name of one of a rank's files."""
-    return f"{part}-{rank:05d}-of-{world_size:05d}.safetensors"
+    """Which of a rank's files has the tensors of a kind: who starts from weights reads one."""
+    return {WEIGHT: "weights", AVERAGE: "averages"}.get(kind, "rest")
 
 
 def write_file(

@@ -1,6 +1,7 @@
 """Writes checkpoints while training continues: reports failures, and removes old ones."""
 
 import contextlib
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -11,6 +12,7 @@ from vit_ray.checkpoints.checkpoint_format import (
     DamagedCheckpointError,
     SavedFile,
     commit,
+    is_committed,
 )
 from vit_ray.checkpoints.run_checkpoints import prune
 from vit_ray.checkpoints.snapshot import Snapshot, write_snapshot
@@ -123,9 +125,7 @@ class CheckpointWriter:
         """Whatever happens, the others hear of it, as they wait for this rank."""
         try:
             self._check_lock()
-            if snapshot.rank == 0:
-                folder.child(COMMIT).delete()  # of one that was damaged
-            return Part(write_snapshot(snapshot, folder))
+            return Part(write_snapshot(snapshot, folder, uuid.uuid4().hex[:8]))
         except Exception as error:
             return Part([], str(error) or repr(error))
 
@@ -134,7 +134,8 @@ class CheckpointWriter:
         failed = [(rank, part.error) for rank, part in enumerate(parts) if part.error]
         if failed:
             with contextlib.suppress(OSError):
-                folder.delete()  # all have ended, and the next save may need the room
+                if not is_committed(folder):  # a damaged one of the same step stays
+                    folder.delete()  # all have ended, and the next save may need the room
             told = "; ".join(f"rank {rank}: {error}" for rank, error in failed[:_MOST_TOLD])
             raise OSError(f"not whole: {len(failed)} of {len(parts)} workers failed: {told}")
         files = [file for part in parts for file in part.files]

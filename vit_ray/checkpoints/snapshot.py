@@ -16,7 +16,6 @@ from vit_ray.checkpoints.checkpoint import Position
 from vit_ray.checkpoints.checkpoint_format import (
     FP32_BYTES,
     SavedFile,
-    file_name,
     part_of,
     write_file,
 )
@@ -71,15 +70,18 @@ def take_snapshot(
     return Snapshot(rank, world_size, tensors, copies, position)
 
 
-def write_snapshot(snapshot: Snapshot, folder: Location) -> list[SavedFile]:
+def write_snapshot(snapshot: Snapshot, folder: Location, token: str) -> list[SavedFile]:
     """Write one rank's files.
+
+    Args:
+        token: of the save, in the names of its files.
 
     Raises:
         OSError: the storage does not take them.
     """
-    rank, world_size = snapshot.rank, snapshot.world_size
+    owner = f"{snapshot.rank:05d}-of-{snapshot.world_size:05d}-{token}"
     return [
-        write_file(folder, file_name(part, rank, world_size), content.numpy().data, tensors)
+        write_file(folder, f"{part}-{owner}.safetensors", content.numpy().data, tensors)
         for (part, content), tensors in zip(
             snapshot.memory.items(), snapshot.tensors.values(), strict=True
         )

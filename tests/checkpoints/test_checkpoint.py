@@ -40,6 +40,8 @@ from vit_ray.checkpoints.checkpoint_format import (
     COMMIT,
     DamagedCheckpointError,
     PartialCheckpointError,
+    SavedFile,
+    commit,
     is_committed,
     sealed,
 )
@@ -104,6 +106,16 @@ def test_the_marker_lists_every_file_with_its_size_and_checksum(run: Location) -
         name: (len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()
     }
     assert sorted(files) == sorted(FILES[1:])
+
+
+def test_a_marker_of_many_fragments_is_short(run: Location) -> None:
+    """ZeRO 3 cuts each parameter over all ranks; every rank reads it, and the first writes it."""
+    count = 20_000
+    tensors = {f"weight|blocks.0.mlp.expand.weight|{i}": 1 for i in range(count)}
+    file = SavedFile("weights", 4 * count, "", tensors)
+    where = replace(position(1), shapes={"blocks.0.mlp.expand.weight": [count]})
+    commit(run, [file], where.to_json())
+    assert len(run.child(COMMIT).read()) < 47 * count  # of which 45 are keys and numbers
 
 
 def test_it_is_no_checkpoint_until_it_is_committed(run: Location) -> None:
@@ -262,7 +274,7 @@ def test_a_marker_of_another_form_is_damaged(
 def test_another_format_is_refused_with_who_reads_it(run: Location) -> None:
     folder = write_checkpoint(run, 1)
     rewrite_marker(folder, lambda body: body.update(format_version=9))
-    told = f"checkpoint {folder.path} has format 9; this code reads format 4 only; use the"
+    told = f"checkpoint {folder.path} has format 9; this code reads format 5 only; use the"
     with pytest.raises(ValueError, match=told) as refused:
         open_checkpoint(folder)
     assert type(refused.value) is ValueError  # neither damaged nor half of one: nothing passes it

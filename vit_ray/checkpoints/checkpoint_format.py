@@ -16,7 +16,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from vit_ray.storage import Location, read_again, with_retries
@@ -28,13 +28,14 @@ if TYPE_CHECKING:
     # checkpoint its run continues from.
     from torch import Tensor
 
-FORMAT_VERSION: Final = 4
+FORMAT_VERSION: Final = 5
 COMMIT: Final = "commit.json"
 WEIGHT, AVERAGE = "weight", "average"
 FP32_BYTES: Final = 4
+# After which what seems damaged is read a second time: files may be shown late.
 READ_AGAIN_S: Final = 10.0
-"""After which what seems damaged is read a second time: files may be shown late."""
 _HASHED_BYTES: Final = 1 << 20
+_SHA256: Final = slice(-66, -2)  # of a sealed file, its checksum
 
 
 class DamagedCheckpointError(ValueError):
@@ -105,13 +106,13 @@ def commit(folder: Location, files: list[SavedFile], position: dict[str, Any]) -
         OSError: the storage does not take it.
     """
     check_coverage(folder, files, position["shapes"])
-    listed = {file.name: asdict(file) for file in files}
-    for facts in listed.values():
-        del facts["name"]
-    body = {"format_version": FORMAT_VERSION, "position": position, "files": listed}
-    content = sealed(body)
+    listed = {
+        file.name: {"bytes": file.bytes, "sha256": file.sha256, "tensors": file.tensors}
+        for file in files
+    }
+    content = sealed({"format_version": FORMAT_VERSION, "position": position, "files": listed})
     folder.child(COMMIT).write(content)
-    return Marker(files, position, json.loads(content)["sha256"])
+    return Marker(files, position, content[_SHA256].decode())
 
 
 def is_committed(folder: Location) -> bool:
@@ -230,9 +231,12 @@ def check_coverage(
 
 
 def sealed(body: dict[str, Any]) -> bytes:
-    """JSON of an object, with a checksum of itself."""
-    sha256 = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-    return json.dumps({**body, "sha256": sha256}, indent=1).encode()
+    """JSON of an object, with a checksum of all bytes before it as its last value, `sha256`."""
+    return _with_seal(json.dumps(body).encode()[:-1])
+
+
+def _with_seal(content: bytes) -> bytes:
+    return content + f', "sha256": "{hashlib.sha256(content).hexdigest()}"}}'.encode()
 
 
 def unsealed(file: Location) -> dict[str, Any]:
@@ -243,11 +247,9 @@ def unsealed(file: Location) -> dict[str, Any]:
     """
     content = file.read()
     with _parsed(f"checkpoint file {file.path} was changed"):
-        found = dict(json.loads(content))
-        body = {key: value for key, value in found.items() if key != "sha256"}
-        if content != sealed(body):  # byte for byte
+        if content != _with_seal(content[: -len(_with_seal(b""))]):  # byte for byte
             raise ValueError
-    return found
+        return dict(json.loads(content))
 
 
 @contextmanager

@@ -338,6 +338,20 @@ def test_what_was_passed_over_on_resume_does_not_count_as_kept(
     assert steps(run) == [5, 4, 3, 2]
 
 
+def test_old_ones_are_deleted_where_the_progress_cannot_be_noted(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_writer, "note_commit", refuses)
+    disk = Disk(run, monkeypatch)
+    for step in (1, 2):
+        disk.save(step)
+    assert steps(run) == [2]
+    assert [kind for kind, _ in disk.events] == ["old checkpoint left"] * 2
+
+
 def test_permanent_ones_are_kept_beside_the_newest(
     run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:

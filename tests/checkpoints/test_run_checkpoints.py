@@ -157,6 +157,37 @@ def test_a_run_killed_in_its_first_save_starts_again_as_the_same_training(run: L
     assert begin_training(run) == training
 
 
+def test_a_run_killed_between_its_first_commit_and_its_note_is_not_started_over(
+    run: Location,
+) -> None:
+    begin_training(run)
+    flip(write_checkpoint(run, 1), COMMIT)
+    with pytest.raises(NoUsableCheckpointError, match="was changed; passed over"):
+        checkpoint_to_resume(run)
+
+
+def test_the_newest_whose_marker_is_shown_late_is_taken(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a network disk; an older one without a marker has none."""
+    write_checkpoint(run, 1)
+    newest = write_checkpoint(run, 2)
+    plain, looks = Location.list_files, list[str]()
+
+    def shows_late(place: Location, *, recursive: bool = True) -> list[Any]:
+        looks.append(place.path)
+        found = list(plain(place, recursive=recursive))
+        if looks.count(newest.path) == 1:
+            return [info for info in found if info.base_name != COMMIT]
+        return found
+
+    monkeypatch.setattr(Location, "list_files", shows_late)
+    told: list[str] = []
+    found = checkpoint_to_resume(run, told.append)
+    assert found is not None
+    assert (found.position.step, told) == (2, [])
+
+
 def test_who_reads_an_active_run_takes_the_checkpoint_that_has_replaced_the_listed_ones(
     run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,12 +226,24 @@ def test_storage_that_stays_away_decides_nothing(
         checkpoint_to_resume(run)
 
 
-def test_pruning_keeps_the_newest_the_permanent_and_what_has_no_marker(run: Location) -> None:
-    for step in (1, 2, 4, 5):
+def test_pruning_keeps_the_newest_and_the_permanent_and_counts_whole_ones(run: Location) -> None:
+    for step in (1, 2, 4, 6):
         write_checkpoint(run, step)
-    write_checkpoint(run, 3, ranks=1)
+    write_checkpoint(run, 5, ranks=1)
     assert prune(run, is_any, keep_last=2, stays=lambda step: step == 1) == [2]
-    assert names(run) == [folder_name(step) for step in (1, 3, 4, 5)]
+    assert names(run) == [folder_name(step) for step in (1, 4, 5, 6)]
+
+
+def test_what_a_kill_left_is_deleted_once_newer_ones_are_whole(run: Location) -> None:
+    """Half of a save, and half of a deletion; what was given up is for its owner."""
+    write_checkpoint(run, 1, ranks=1)
+    write_checkpoint(run, 2).child(COMMIT).delete()
+    write_checkpoint(run, 3).child(COMMIT).move_to(run.child(f"{folder_name(3)}/{COMMIT}.damaged"))
+    write_checkpoint(run, 4)
+    assert prune(run, is_any, keep_last=2, stays=stays_none) == []
+    write_checkpoint(run, 5)
+    assert prune(run, is_any, keep_last=2, stays=stays_none) == [2, 1]
+    assert names(run) == [folder_name(step) for step in (3, 4, 5)]
 
 
 def test_pruning_leaves_and_does_not_count_what_was_passed_over(run: Location) -> None:
@@ -215,7 +258,7 @@ class KilledError(BaseException):
     """A process ends here."""
 
 
-def test_a_kill_in_the_middle_of_a_deletion_leaves_nothing_that_counts(
+def test_a_kill_in_the_middle_of_a_deletion_leaves_nothing_that_counts_or_stays(
     run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(place: Location) -> None:
@@ -225,11 +268,15 @@ def test_a_kill_in_the_middle_of_a_deletion_leaves_nothing_that_counts(
 
     for step in (1, 2, 3):
         write_checkpoint(run, step)
+    plain = Location.delete
     monkeypatch.setattr(Location, "delete", killed)
     with pytest.raises(KilledError):
         prune(run, is_any, keep_last=2, stays=stays_none)
+    monkeypatch.setattr(Location, "delete", plain)
     assert open_checkpoint(run.child(folder_name(1))) is None
     assert newest_checkpoint(run, below=3).position.step == 2
+    prune(run, is_any, keep_last=2, stays=stays_none)
+    assert names(run) == [folder_name(step) for step in (2, 3)]
 
 
 def test_weights_are_found_in_a_run_or_in_a_checkpoint(run: Location) -> None:
@@ -238,6 +285,9 @@ def test_weights_are_found_in_a_run_or_in_a_checkpoint(run: Location) -> None:
     assert find_weights(folder.path).position.step == 2
     Path(folder.path).rename(Path(run.path) / "mine")
     assert find_weights(f"{run.path}/mine").position.step == 2
+    flip(run.child("mine"), COMMIT)
+    with pytest.raises(DamagedCheckpointError, match=r"mine/commit\.json was changed"):
+        find_weights(f"{run.path}/mine")
     with pytest.raises(ValueError, match="holds no whole checkpoint"):
         find_weights(f"{run.path}/nothing")
 

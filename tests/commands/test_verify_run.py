@@ -136,4 +136,16 @@ def test_a_file_that_has_changed_is_named(recipe: Recipe) -> None:
     flip(locate(run).child(folder_name(7)))
     code, text = said(run)
     assert code == 1
-    assert "weights-00000-of-00002.safetensors" in text
+    assert WEIGHTS_0 in text
+
+
+def test_a_folder_that_is_named_after_another_step_is_told(recipe: Recipe) -> None:
+    """A resume passes it over."""
+    run = begin(recipe, "")
+    folder = Path(locate(run).child(folder_name(7)).path)
+    shutil.copytree(folder, folder.parent / folder_name(9))
+    code, text = said(run)
+    assert code == 1
+    assert "step 7: files whole" in text
+    assert "step 9: checkpoint" in text
+    assert "is of step 7, unlike its name" in text

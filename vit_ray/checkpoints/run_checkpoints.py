@@ -9,13 +9,15 @@ import logging
 import re
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from vit_ray.checkpoints import checkpoint_format
 from vit_ray.checkpoints.checkpoint import (
     PROGRESS,
     Checkpoint,
     folder_name,
-    open_checkpoint,
     read_checkpoint,
     read_progress,
 )
@@ -27,13 +29,14 @@ from vit_ray.checkpoints.checkpoint_format import (
     sealed,
 )
 from vit_ray.metric_names import RESULT_STEP
-from vit_ray.storage import Location, locate
+from vit_ray.storage import Location, locate, read_again
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from torch import Tensor
 
 _NO_GOOD: Final = (PartialCheckpointError, DamagedCheckpointError)
 _STEP: Final = re.compile(r"step-(\d{8,})")
+_GIVEN_UP: Final = f"{COMMIT}.damaged"
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +55,17 @@ def list_checkpoints(run_folder: Location) -> list[tuple[int, Location]]:
 
 
 def newest_checkpoint(
-    run_folder: Location, warn: Warn = lambda _: None, below: int | None = None
+    run_folder: Location,
+    warn: Warn = lambda _: None,
+    below: int | None = None,
+    late_s: float = 0.0,
 ) -> Checkpoint | None:
     """The newest whole checkpoint, its tensors unread; None if there is none.
 
     Args:
         warn: called with the reason for each newer one that is passed over.
         below: take one before this step.
+        late_s: how much later a disk may show the newest marker.
     """
     while True:
         listed, reasons = list_checkpoints(run_folder), list[str]()
@@ -66,7 +73,10 @@ def newest_checkpoint(
             if below is not None and step >= below:
                 continue
             try:
-                found = _of_step(folder, step)
+                # A network disk may show the newest marker late, a store does not.
+                may_be_late = folder.is_local and folder == listed[0][1]
+                late = (PartialCheckpointError,) if may_be_late else ()
+                found = read_again(partial(checkpoint_of_step, folder, step), *late, pause_s=late_s)
             except _NO_GOOD as error:
                 reasons.append(f"{error}; passed over")
                 continue
@@ -80,7 +90,12 @@ def newest_checkpoint(
             return None
 
 
-def _of_step(folder: Location, step: int) -> Checkpoint:
+def checkpoint_of_step(folder: Location, step: int) -> Checkpoint:
+    """The whole checkpoint in `folder`, which is named after that step.
+
+    Raises:
+        ValueError: as `read_checkpoint`; DamagedCheckpointError: it is of another step.
+    """
     found = read_checkpoint(folder)
     if found.position.step != step:
         raise DamagedCheckpointError(
@@ -102,7 +117,8 @@ def checkpoint_to_resume(
             Starting over would silently lose the run.
     """
     reasons: list[str] = []
-    found = newest_checkpoint(run_folder, reasons.append, below)
+    late_s = checkpoint_format.READ_AGAIN_S
+    found = newest_checkpoint(run_folder, reasons.append, below, late_s)
     if found is None and (below is not None or has_had_checkpoints(run_folder)):
         gone = "their folders are gone" if below is None else f"none is older than step {below}"
         raise NoUsableCheckpointError(
@@ -120,9 +136,10 @@ def has_had_checkpoints(run_folder: Location) -> bool:
 
     A run that was killed in its first save has a folder and has lost nothing: its note says so.
     """
-    if "training" in read_progress(run_folder):
-        return False
-    return bool(list_checkpoints(run_folder)) or run_folder.child(PROGRESS).exists()
+    folders = [folder for _, folder in list_checkpoints(run_folder)]
+    if "training" in read_progress(run_folder):  # or in the moment after its first commit
+        return any(map(is_committed, folders))
+    return bool(folders) or run_folder.child(PROGRESS).exists()
 
 
 def begin_training(run_folder: Location) -> str:
@@ -145,19 +162,18 @@ def give_up_checkpoints(run_folder: Location, warn: Warn) -> None:
     Raises:
         ValueError: one of them can be used.
     """
-    bad: list[Location] = []
     below: int | None = None
     while (found := newest_checkpoint(run_folder, warn, below)) is not None:
         below = found.position.step
         try:
             found.verify()
         except DamagedCheckpointError as error:
-            warn(f"{error}; given up, its {COMMIT} is renamed to {COMMIT}.damaged")
-            bad.append(found.folder)
+            warn(f"{error}; given up, its {COMMIT} is renamed to {_GIVEN_UP}")
         else:
             raise ValueError(f"has a checkpoint that can be used (step {below})")
-    for folder in bad:
-        folder.child(COMMIT).move_to(folder.child(f"{COMMIT}.damaged"))
+    for _, folder in list_checkpoints(run_folder):
+        if is_committed(folder):
+            folder.child(COMMIT).move_to(folder.child(_GIVEN_UP))
     run_folder.child(PROGRESS).delete()
 
 
@@ -169,7 +185,8 @@ def prune(
 ) -> list[int]:
     """Delete checkpoints that `keep_last` newer ones have followed; returns their steps.
 
-    What has no marker is left as it is, and so is what is not usable: neither counts.
+    So is what a kill has left of a save or of a deletion. What was given up, or is not usable, is
+    left as it is and does not count.
 
     Args:
         is_usable: False for the step of one that was passed over when the run was resumed.
@@ -177,11 +194,11 @@ def prune(
     """
     num_whole, deleted = 0, list[int]()
     for step, folder in list_checkpoints(run_folder):
-        is_safe = num_whole >= keep_last and stays(step)
-        if is_safe or not is_usable(step) or not is_committed(folder):
+        if not is_usable(step):
             continue
-        num_whole += 1
-        if num_whole > keep_last:
+        if num_whole < keep_last:
+            num_whole += is_committed(folder)
+        elif not stays(step) and not folder.child(_GIVEN_UP).exists():
             folder.child(COMMIT).delete()  # first: half of a checkpoint would look like damage
             folder.delete()
             deleted.append(step)
@@ -221,8 +238,8 @@ def find_weights(path: str) -> Checkpoint:
         ValueError: there is none, or as `result_checkpoint`.
     """
     location = locate(path)
-    if (checkpoint := open_checkpoint(location)) is not None:
-        return checkpoint
+    with suppress(PartialCheckpointError):
+        return read_checkpoint(location)
     newest = checkpoint_to_resume(location)
     if newest is None:
         raise ValueError(
@@ -243,7 +260,7 @@ def result_checkpoint(run_folder: Location, newest: Checkpoint) -> Checkpoint:
         return newest
     folder = run_folder.child(folder_name(int(step)))
     try:
-        return _of_step(folder, int(step))
+        return checkpoint_of_step(folder, int(step))
     except _NO_GOOD as error:
         raise ValueError(
             f"{run_folder.path}: the result of the run is its best evaluation, and the checkpoint "

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from vit_ray.checkpoints.checkpoint import Position, Progress, read_checkpoint
+from vit_ray.checkpoints.checkpoint import Position, Progress
 from vit_ray.checkpoints.checkpoint_format import PartialCheckpointError
-from vit_ray.checkpoints.run_checkpoints import list_checkpoints
+from vit_ray.checkpoints.run_checkpoints import checkpoint_of_step, list_checkpoints
 from vit_ray.checkpoints.sample_digest import add_digests, samples_digest
 from vit_ray.launch.inputs.seen_batch import SeenBatches
 from vit_ray.launch.named_run import NamedRun, find_run
@@ -25,7 +25,7 @@ def verify_run(source: str) -> int:
     samples = _Samples(run)
     for step, folder in reversed(list_checkpoints(locate(run.recipe.run_folder))):
         try:
-            checkpoint = read_checkpoint(folder)
+            checkpoint = checkpoint_of_step(folder, step)
             checkpoint.verify()
             found, problem = samples.checked(checkpoint.position), ""
         except PartialCheckpointError:

@@ -343,11 +343,11 @@ def test_a_note_of_an_evaluation_that_was_changed_costs_the_evaluation_alone(
     run: Location,
 ) -> None:
     folder = evaluated(run).folder
-    content = run.child(PROGRESS).read()
+    content = folder.child(PROGRESS).read()
     for number in range(len(content)):
         changed = bytearray(content)
         changed[number] ^= 1
-        run.child(PROGRESS).write(changed)
+        folder.child(PROGRESS).write(changed)
         assert read_checkpoint(folder).position == position(1)
 
 

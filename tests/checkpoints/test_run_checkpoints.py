@@ -27,11 +27,10 @@ from vit_ray.checkpoints import run_checkpoints
 from vit_ray.checkpoints.checkpoint import (
     PROGRESS,
     Checkpoint,
-    Progress,
     folder_name,
+    note_commit,
     open_checkpoint,
     read_checkpoint,
-    write_progress,
 )
 from vit_ray.checkpoints.checkpoint_format import COMMIT, DamagedCheckpointError
 from vit_ray.checkpoints.init_weights import initialize_weights
@@ -139,7 +138,7 @@ def test_no_run_starts_over_beside_a_good_checkpoint(run: Location) -> None:
 def test_a_run_whose_checkpoints_have_all_gone_does_not_start_at_step_0(run: Location) -> None:
     """As by a bucket's lifecycle rule, or by hand."""
     folder = write_checkpoint(run, 1)
-    write_progress(folder, read_checkpoint(folder).sha256, Progress(1))
+    note_commit(folder, read_checkpoint(folder).sha256)
     folder.delete()
     with pytest.raises(NoUsableCheckpointError, match="their folders are gone"):
         checkpoint_to_resume(run)

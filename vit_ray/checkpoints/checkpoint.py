@@ -2,8 +2,8 @@
 
 A checkpoint is a folder `step-00001000` under the run's folder, of files as `checkpoint_format` has
 them: fp32 fragments of parameters, their averages and the optimizer's states, and the run's
-position. It no longer changes: an evaluation after it is noted in `progress.json` beside it. Which
-of a run's folders counts is decided in `run_checkpoints`.
+position. These no longer change: an evaluation after it is noted in a file of its own,
+`progress.json`. Which of a run's folders counts is decided in `run_checkpoints`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     Entry = tuple[str, str, int, Tensor]
     """Kind, parameter, start in it, and values (n,) to be filled."""
 
+# In a checkpoint's folder: the run's progress after an evaluation. In a run's folder: that it has
+# had a checkpoint, or before the first the id of its training.
 PROGRESS: Final = "progress.json"
-"""In a run's folder: its progress since the newest checkpoint was committed, or before the first
-the id of its training."""
 
 logger = logging.getLogger(__name__)
 
@@ -156,25 +156,30 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def run_folder_of(folder: Location) -> Location:
-    """The folder of the run that a checkpoint's folder is in."""
-    return Location(folder.protocol, folder.path.rpartition("/")[0])
-
-
 def write_progress(folder: Location, marker_sha256: str, progress: Progress) -> None:
-    """Note how far a run is since the checkpoint in `folder`, its newest, was committed.
+    """Note how far a run is after an evaluation of the checkpoint in `folder`.
 
     Raises:
         OSError: the storage does not take it.
     """
     note = {"checkpoint": marker_sha256, "progress": asdict(progress)}
-    run_folder_of(folder).child(PROGRESS).write(sealed(note))
+    folder.child(PROGRESS).write(sealed(note))
 
 
-def read_progress(run_folder: Location) -> dict[str, Any]:
-    """The note of a run's progress; empty if there is none, or it was changed."""
+def note_commit(folder: Location, marker_sha256: str) -> None:
+    """Note in the run's folder that it has a checkpoint, the one in `folder`.
+
+    Raises:
+        OSError: the storage does not take it.
+    """
+    run_folder = Location(folder.protocol, folder.path.rpartition("/")[0])
+    run_folder.child(PROGRESS).write(sealed({"checkpoint": marker_sha256}))
+
+
+def read_progress(folder: Location) -> dict[str, Any]:
+    """The note in a folder; empty if there is none, or it was changed."""
     try:
-        return read_again(lambda: unsealed(run_folder.child(PROGRESS)), DamagedCheckpointError)
+        return read_again(lambda: unsealed(folder.child(PROGRESS)), DamagedCheckpointError)
     except FileNotFoundError:
         return {}
     except DamagedCheckpointError as error:
@@ -183,7 +188,7 @@ def read_progress(run_folder: Location) -> dict[str, Any]:
 
 
 class Checkpoint:
-    """A whole checkpoint in storage, opened for reading."""
+    """A whole checkpoint in storage, opened for reading; `sha256` is of its marker."""
 
     def __init__(
         self, folder: Location, files: list[SavedFile], position: Position, sha256: str
@@ -270,7 +275,7 @@ def read_checkpoint(folder: Location) -> Checkpoint:
     try:
         position = Position.from_json(marker.position)
         check_coverage(folder, marker.files, position.shapes)
-        note = read_progress(run_folder_of(folder))
+        note = read_progress(folder)
         if note.get("checkpoint") == marker.sha256:
             position = replace(position, progress=Progress(**note["progress"]))
     except (TypeError, AttributeError):
@@ -302,5 +307,4 @@ def copy_checkpoint(
     position = change(Position.from_json(marker.position))
     for file in marker.files:
         target.child(file.name).write(read_file(source, file))
-    copied = commit(target, marker.files, position.to_json())
-    write_progress(target, copied.sha256, position.progress)
+    note_commit(target, commit(target, marker.files, position.to_json()).sha256)

@@ -6,9 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from vit_ray.checkpoints.checkpoint import Checkpoint, Progress, folder_name, write_progress
+from vit_ray.checkpoints.checkpoint import (
+    Checkpoint,
+    Progress,
+    folder_name,
+    note_commit,
+    write_progress,
+)
 from vit_ray.checkpoints.checkpoint_format import (
-    COMMIT,
     DamagedCheckpointError,
     SavedFile,
     commit,
@@ -90,8 +95,8 @@ class CheckpointWriter:
             return
         self._num_failed = 0
         try:
-            write_progress(folder, self._committed[1], snapshot.position.progress)
             self._prune(snapshot.position.progress)
+            note_commit(folder, self._committed[1])
         except (OSError, ValueError) as error:
             self._notify(EventKind.CHECKPOINT_LEFT, f"{self._run_folder.path}: {error}", step)
 

@@ -113,6 +113,18 @@ def test_a_save_that_fails_is_told_and_the_next_may_work(
     assert steps(run) == [2]
 
 
+def test_a_save_that_fails_leaves_what_lay_there_and_nothing_of_its_own(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint that has lost its marker can be restored by hand."""
+    Disk(run, monkeypatch, ranks=2).save(1)
+    folder = run.child(folder_name(1))
+    folder.child(COMMIT).delete()
+    before = contents(folder)
+    Disk(run, monkeypatch, lambda taken: taken.rank == 1, ranks=2).save(1)
+    assert contents(folder) == before
+
+
 def test_a_rank_that_fails_in_another_way_keeps_nobody_waiting(
     run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:

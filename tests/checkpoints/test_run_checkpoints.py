@@ -116,6 +116,16 @@ def test_a_run_with_checkpoints_and_none_usable_refuses_to_start_over(
     assert checkpoint_to_resume(run) is None
 
 
+@pytest.mark.parametrize("lost", [one for one in LOSSES if one not in ("everything", "the name")])
+def test_what_was_given_up_is_never_deleted(run: Location, lost: str) -> None:
+    lose(write_checkpoint(run, 1), lost)
+    give_up_checkpoints(run, print)
+    for step in (2, 3, 4):
+        write_checkpoint(run, step)
+    assert prune(run, is_any, keep_last=2, stays=stays_none) == [2]
+    assert folder_name(1) in names(run)
+
+
 def test_one_that_is_damaged_inside_is_given_up_with_its_marker_kept(run: Location) -> None:
     """Only reading it shows that; else workers would try it at each start."""
     flip(write_checkpoint(run, 1))

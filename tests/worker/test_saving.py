@@ -224,9 +224,9 @@ def save_on_ranks(rank: int, folder: str, rounds: int) -> tuple[list[str], list[
 
 def late_on_ranks(rank: int) -> tuple[str, float]:
     """Rank 1 writes longer than rank 0 waits, and this thread's sums go on."""
-    saving.WRITE_TIMEOUT_S = 1.0  # type: ignore[misc]
+    saving.WRITE_TIMEOUT_S = 5.0  # type: ignore[misc]
     gather = gather_by_own_group()
-    time.sleep(3.0 * rank)
+    time.sleep(12.0 * rank)
     told = ""
     try:
         gather(Part([]))

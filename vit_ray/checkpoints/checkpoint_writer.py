@@ -13,12 +13,7 @@ from vit_ray.checkpoints.checkpoint import (
     note_commit,
     write_progress,
 )
-from vit_ray.checkpoints.checkpoint_format import (
-    DamagedCheckpointError,
-    SavedFile,
-    commit,
-    is_committed,
-)
+from vit_ray.checkpoints.checkpoint_format import DamagedCheckpointError, SavedFile, commit
 from vit_ray.checkpoints.run_checkpoints import prune
 from vit_ray.checkpoints.snapshot import Snapshot, write_snapshot
 from vit_ray.config.cadence import Cadence
@@ -128,19 +123,24 @@ class CheckpointWriter:
 
     def _write_part(self, snapshot: Snapshot, folder: Location) -> Part:
         """Whatever happens, the others hear of it, as they wait for this rank."""
+        token = uuid.uuid4().hex[:8]
         try:
             self._check_lock()
-            return Part(write_snapshot(snapshot, folder, uuid.uuid4().hex[:8]))
+            return Part(write_snapshot(snapshot, folder, token))
         except Exception as error:
+            with contextlib.suppress(OSError):
+                names = [file.base_name for file in folder.list_files(recursive=False)]
+                _delete(folder, [name for name in names if token in name])
             return Part([], str(error) or repr(error))
 
     def _commit(self, snapshot: Snapshot, folder: Location, parts: list[Part]) -> None:
         self._check_lock()
         failed = [(rank, part.error) for rank, part in enumerate(parts) if part.error]
         if failed:
-            with contextlib.suppress(OSError):
-                if not is_committed(folder):  # a damaged one of the same step stays
-                    folder.delete()  # all have ended, and the next save may need the room
+            with contextlib.suppress(OSError):  # all have ended, and the next may need the room
+                _delete(folder, [file.name for part in parts for file in part.files])
+                if not folder.list_files():  # what was passed over, and lies there, stays
+                    folder.delete()
             told = "; ".join(f"rank {rank}: {error}" for rank, error in failed[:_MOST_TOLD])
             raise OSError(f"not whole: {len(failed)} of {len(parts)} workers failed: {told}")
         files = [file for part in parts for file in part.files]
@@ -171,3 +171,8 @@ class CheckpointWriter:
     def _check_lock(self) -> None:
         if self._lock_number is not None:
             check_lock(self._run_folder, self._lock_number)
+
+
+def _delete(folder: Location, names: list[str]) -> None:
+    for name in names:
+        folder.child(name).delete()

@@ -74,7 +74,8 @@ def newest_checkpoint(
                 continue
             try:
                 # A network disk may show the newest marker late, a store does not.
-                may_be_late = folder.is_local and folder == listed[0][1]
+                is_newest = folder.is_local and folder == listed[0][1]
+                may_be_late = is_newest and not folder.child(_GIVEN_UP).exists()
                 late = (PartialCheckpointError,) if may_be_late else ()
                 found = read_again(partial(checkpoint_of_step, folder, step), *late, pause_s=late_s)
             except _NO_GOOD as error:
@@ -157,7 +158,9 @@ def begin_training(run_folder: Location) -> str:
 
 
 def give_up_checkpoints(run_folder: Location, warn: Warn) -> None:
-    """Let a run start over whose checkpoints are all damaged: their markers are renamed.
+    """Let a run start over whose checkpoints are all damaged, and mark them: they stay.
+
+    Their markers are renamed; a folder that has lost its own gets an empty one of that name.
 
     Raises:
         ValueError: one of them can be used.
@@ -174,6 +177,8 @@ def give_up_checkpoints(run_folder: Location, warn: Warn) -> None:
     for _, folder in list_checkpoints(run_folder):
         if is_committed(folder):
             folder.child(COMMIT).move_to(folder.child(_GIVEN_UP))
+        elif not folder.child(_GIVEN_UP).exists():
+            folder.child(_GIVEN_UP).write(b"")
     run_folder.child(PROGRESS).delete()
 
 

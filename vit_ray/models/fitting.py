@@ -162,7 +162,8 @@ def _fresh_names(
         return fresh
     before = ("representation.weight", "class_token.token", "fc_norm.weight")
     has_same_layers = all((name in wanted) == (name in state) for name in before)
-    may_lack = ("representation.", "norm.") if "fc_norm.weight" in state else ("representation.",)
+    is_timms = "fc_norm.weight" in state and "norm.weight" not in state
+    may_lack = ("representation.", "norm.") if is_timms else ("representation.",)
     fresh |= {n for n in wanted if n.startswith(may_lack) and n not in state}
     head = {name for name in wanted if name.startswith("head.")}
     given = head & state.keys()

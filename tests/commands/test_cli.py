@@ -326,7 +326,7 @@ def test_allowed_values_are_told() -> None:
     assert told["train.zero_stage"] == "0 | 1 | 2 | 3"
     assert told["train.micro_batch_size"] == "integer > 0 | auto"
     assert told["train.precision"] == "fp32 | bf16"
-    assert told["data.fraction"] == "number > 0, <= 1"
+    assert told["data.fraction"] == "number > 0 and <= 1"
     assert told["workers.num_workers"] == "integer > 0 | [integer > 0, integer > 0]"
     assert told["study.models"] == (
         "[{data_fractions, epochs, steps, images, seeds, "

@@ -88,6 +88,15 @@ def test_the_printed_conversions_work_where_the_images_lie_under_data(
     assert open_dataset(recipe.data.eval or "").num_images == 6
 
 
+@pytest.mark.parametrize("name", ["_photos", "photos-", ".-"])
+def test_a_folder_whose_name_no_run_can_have_gets_a_recipe(name: str, here: Path) -> None:
+    write_images(here / name, 2, 2, 40, 40)
+    done = run_cli("init", name)
+    assert done.exit_code == 0, done.stderr
+    (file,) = here.glob("*.yaml")
+    assert load_recipe(file).name in ("photos", "images")
+
+
 @pytest.mark.parametrize("name", ["2024", "on", "null", "1e5"])
 def test_a_name_that_yaml_takes_for_another_value_is_text(name: str, here: Path) -> None:
     write_images(here / name, 2, 2, 40, 40)
@@ -231,7 +240,10 @@ def test_start_converts_every_split_and_trains_for_a_first_look(
     assert done.exit_code == 3, done.stderr  # that of the training
     sizes = [open_dataset(f"data/images/{split}").num_images for split in ("train", "test")]
     assert sizes == [120, 15]
-    (recipe,) = trained
+    again = run_cli("start", "images")
+    assert (again.exit_code, "images.yaml is there already" in again.stdout) == (3, True)
+    recipe, continued = trained
+    assert recipe == continued
     assert recipe.name == "images-first"
     assert (recipe.data.train, recipe.data.eval) == ("data/images/train", "data/images/test")
     steps = recipe.optim.total_steps(120, recipe.train.global_batch_size)

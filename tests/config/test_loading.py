@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.utils.validation import _validate_tag
@@ -155,7 +156,10 @@ def test_a_base_that_leads_back_is_refused(path: Path) -> None:
             "workers.num_workers=[1]: give integer > 0 | [integer > 0, integer > 0]",
         ),
         ("data.train=5", "data.train=5: give a folder, a file or an s3:// address"),
-        ("optim.betas=[0.9]", "optim.betas=[0.9]: give [number >= 0, <= 1, number >= 0, <= 1]"),
+        (
+            "optim.betas=[0.9]",
+            "optim.betas=[0.9]: give [number >= 0 and <= 1, number >= 0 and <= 1]",
+        ),
         ("workers.label_selector=H100", "workers.label_selector='H100': give {NAME: VALUE}"),
         ("study.models=[a]", "study.models.0=a is a section of keys; give keys below it, such as"),
         (
@@ -164,7 +168,7 @@ def test_a_base_that_leads_back_is_refused(path: Path) -> None:
         ),
         ("train.zero_stage=7", "train.zero_stage=7: give 0 | 1 | 2 | 3"),
         ("optim.learning_rate=fast", "optim.learning_rate='fast': give number > 0"),
-        ("train.averaging=1.0", "train.averaging=1.0: give number >= 0, < 1"),
+        ("train.averaging=1.0", "train.averaging=1.0: give number >= 0 and < 1"),
         ("sweep={learning_rates: []}", "sweep.learning_rates=[]: give [number > 0, ...]"),
         (
             "convert={source: a, destination: b, image_pattern: val}",
@@ -242,6 +246,26 @@ def test_a_wrong_override_says_which_key_and_what_to_change(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         load_recipe(path, [override])
+
+
+@pytest.mark.parametrize("overrides", [{"seed": np.float32(1)}, {"seed": {1}}, {5: 1}])
+def test_overrides_of_python_have_the_kinds_of_json(path: Path, overrides: Any) -> None:
+    with pytest.raises(ValueError, match=r"of Python's type|a key is a text"):
+        load_recipe(path, overrides)
+
+
+def test_a_key_that_is_given_twice_is_told_without_its_values(path: Path) -> None:
+    path.write_text('tracking: {uri: "postgresql://u:pa ss@h/db", uri: x}\n')
+    with pytest.raises(ValueError, match=r'line 1, column 46: found duplicate key "uri"$'):
+        load_recipe(path)
+
+
+def test_a_study_row_of_timms_name_is_written_with_the_size_of_that_name(path: Path) -> None:
+    rows = "study.models=[{label: a, model: {name: vit_base_patch16_384}}]"
+    recipe = load_recipe(path, ["model.image_size=384", rows])
+    assert recipe.study is not None
+    again = recipe_from_dict(recipe.written(), "again")
+    assert again.study == recipe.study
 
 
 def test_overrides_of_python_are_a_list_or_a_mapping(path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.config.loading import load_recipe
+from vit_ray.config.loading import completed, load_recipe, parse_yaml
 from vit_ray.data.convert.estimate import Estimate, empty_text, estimate_conversion
 from vit_ray.data.convert.files import SeveralSplitsError
 from vit_ray.storage import Location, locate
@@ -31,12 +31,15 @@ _Look = tuple[Estimate, str | None, str | None]
 """What a source holds, and the names of its training and test split, if it has several."""
 
 
-def write_recipe(images: str, out: str | None) -> tuple[Path, list[str]]:
+def write_recipe(
+    images: str, out: str | None, *, continues: bool = False
+) -> tuple[Path, list[str]]:
     """Look at the images, write the recipe, and print the next command.
 
     Args:
         images: as `convert.source`.
         out: file to write; None = named after the folder of the images.
+        continues: a file that is there stays if it is a recipe for these images.
 
     Returns:
         The file, and overrides for a training of a few epochs.
@@ -45,10 +48,11 @@ def write_recipe(images: str, out: str | None) -> tuple[Path, list[str]]:
         ValueError: the file is there already, or the source has no images in classes.
     """
     place = locate(images)
-    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", place.path.rstrip("/").rpartition("/")[2]).strip("-.")
-    name = name.split(".")[0] or "images"
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", place.path.rstrip("/").rpartition("/")[2]).lstrip("-._")
+    name = name.split(".")[0].rstrip("-") or "images"
     file = Path(out or f"{name}.yaml")
-    if file.exists():
+    is_there = file.exists()
+    if is_there and not (continues and _converts(file, images)):
         raise ValueError(
             f"{str(file)!r} exists already; run the commands that it lists, move it, or give "
             "`init` another file with --out"
@@ -58,9 +62,10 @@ def write_recipe(images: str, out: str | None) -> tuple[Path, list[str]]:
     look = _look_at(images)
     found, *_ = look
     text, first = _recipe_text(images, file, name, _destination(place, name), look)
-    with open(file, "x", encoding="utf-8") as target:
-        target.write(text)
-    load_recipe(file)
+    if not is_there:
+        completed(parse_yaml(text, str(file)), (), str(file))
+        with open(file, "x", encoding="utf-8") as target:
+            target.write(text)
     print(f"{images}: {found.counts}")
     if found.empty_classes:
         print(empty_text(images, found.empty_classes))
@@ -69,16 +74,26 @@ def write_recipe(images: str, out: str | None) -> tuple[Path, list[str]]:
             f"{found.num_rejected} of {found.num_sampled} sampled files are not images "
             f"({found.reason}); `convert` lists all of them"
         )
-    print(f"wrote {file}; next: vit-ray convert {shlex.quote(str(file))}")
+    done = "is there already" if is_there else "is written"
+    print(f"{file} {done}; next: vit-ray convert {shlex.quote(str(file))}")
     return file, first
 
 
+def _converts(file: Path, images: str) -> bool:
+    """Whether the file is a recipe that converts these images."""
+    config = load_recipe(file).convert
+    return config is not None and config.source == images
+
+
 def start_training(images: str) -> int:
-    """Write the recipe, convert the images, and train for a few epochs."""
+    """Write the recipe, convert the images, and train for a few epochs.
+
+    The same command again continues with what is finished.
+    """
     from vit_ray.commands.convert import run_convert
     from vit_ray.commands.train import pretrain
 
-    file, first = write_recipe(images, None)
+    file, first = write_recipe(images, None, continues=True)
     recipe = load_recipe(file)
     run_convert(recipe)
     if test := recipe.data.eval:

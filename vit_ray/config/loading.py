@@ -77,6 +77,7 @@ def changed(tree: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any]) 
         raise ValueError(f"overrides={overrides!r} is a text; give a list, such as [{overrides!r}]")
     given = overrides.items() if isinstance(overrides, Mapping) else map(_parsed, overrides)
     for key, value in given:
+        _check_kind(key, value)
         if key == "base":
             raise ValueError(f"base={value} is a key of recipe files; give {value} as the recipe")
         node = tree
@@ -89,6 +90,19 @@ def changed(tree: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any]) 
                 raise ValueError(f"override of {key}: {parent} is a value, not a section")
         node[last] = value
     return tree
+
+
+def _check_kind(key: Any, value: Any) -> None:
+    try:
+        json.dumps(value, default=os.fspath)
+    except TypeError:
+        kind = type(value).__name__
+        raise ValueError(
+            f"{key}={value!r} is of Python's type {kind}; give a text, a number, true or false, "
+            "a list or a dictionary"
+        ) from None
+    if not isinstance(key, str):
+        raise ValueError(f"override {key!r}: a key is a text, such as 'optim.steps'")
 
 
 def _parsed(override: str) -> tuple[str, Any]:
@@ -124,7 +138,8 @@ def parse_yaml(text: str, where: str) -> Any:
         reason: object = error
         if isinstance(error, MarkedYAMLError) and error.problem_mark:
             mark = error.problem_mark
-            reason = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+            problem = str(error.problem).partition(" with value ")[0]  # it may be a secret
+            reason = f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
         raise ValueError(redact(f"{where}: not valid YAML: {reason}")) from None
     return json.loads(plain)
 

@@ -64,7 +64,7 @@ class OnResume(Enum):
     """
 
     FREE = "any time"
-    """It affects speed, location or display, not the result."""
+    """It affects speed, location or display, or steps to come, not those that were trained."""
     CONFIRM = "resume=changed"
     EVALUATED = "resume=changed; it changes no weights"
     """It decides what is measured."""

@@ -93,6 +93,8 @@ class ModelConfig(Section):
         name, image_size = resolved_model(self.name, given)
         # The section is frozen, and this code runs inside its own validators.
         self.__dict__.update(name=name, image_size=image_size or self.image_size)
+        if image_size:
+            self.__pydantic_fields_set__.add("image_size")
         patch = self.patch or 1
         whole = [max(1, round(side / patch)) * patch for side in self.sides]
         if whole != list(self.sides):

@@ -161,7 +161,7 @@ def allowed_text(node: dict[str, Any], defs: dict[str, Any]) -> str:
             return "{NAME: VALUE}"
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     bounds = [f" {sign} {node[bound]:g}" for bound, sign in signs.items() if bound in node]
-    return str(node["type"]) + ",".join(bounds)
+    return str(node["type"]) + " and".join(bounds)
 
 
 def yaml_text(value: Any) -> str:

@@ -122,7 +122,7 @@ def test_a_part_has_the_columns_of_the_whole(serial: None, tmp_path: Path) -> No
     [
         (write_parquet, ["captoin"], r"has no column 'captoin' of convert.columns; it has"),
         (write_parquet, ["image"], r"'image' is given twice, or is one of"),
-        (write_parquet, ["id", "id"], r"'id' is given twice"),
+        (write_parquet, ["id", "id"], r"has id twice; list each once"),
         (write_csv, ["captoin"], r"has no column 'captoin' of convert.columns; it has"),
         (write_jsonl, ["captoin"], r"no image of the source has a field 'captoin'"),
         (write_tar, ["captoin"], r"no image of the source has a field 'captoin'"),

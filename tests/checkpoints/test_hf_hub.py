@@ -110,7 +110,7 @@ def test_a_repository_is_fetched_once_and_read_without_the_hub_after(
     images = torch.rand(2, 3, 16, 16)
     for _ in range(2):
         other = small_vit(1)
-        open_weights("hf://someone/vit").load_into(other, False, "bilinear")
+        open_weights("hf://someone/vit").load_into(other, False)
         torch.testing.assert_close(other(images), model(images))
         point_at("http://127.0.0.1:9", monkeypatch)
     assert sorted(hub.served) == ["config.json", "model.safetensors"]
@@ -157,7 +157,7 @@ def test_a_split_folder_of_transformers_is_read(split: tuple[torch.nn.Module, Pa
     images = torch.rand(2, 3, 16, 16)
     for load in (
         lambda other: load_weights(other, folder),
-        lambda other: open_weights(str(folder)).load_into(other, False, "bilinear"),
+        lambda other: open_weights(str(folder)).load_into(other, False),
     ):
         other = small_vit(1)
         load(other)

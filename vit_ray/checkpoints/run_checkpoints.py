@@ -1,6 +1,7 @@
 """Checkpoints of a run: the newest usable one, the one that is its result, those to delete.
 
-A folder that is not usable is passed over with a warning, and left as it is.
+A folder that is not usable is passed over with a warning, and stays until newer ones have followed
+it; what was given up (`resume=from_zero`) stays for good.
 """
 
 from __future__ import annotations
@@ -190,8 +191,8 @@ def prune(
 ) -> list[int]:
     """Delete checkpoints that `keep_last` newer ones have followed; returns their steps.
 
-    So is what a kill has left of a save or of a deletion. What was given up, or is not usable, is
-    left as it is and does not count.
+    So is what a kill has left of a save or of a deletion, once it is older than what the run went
+    on from. What was given up, or is not usable, is left as it is and does not count.
 
     Args:
         is_usable: False for the step of one that was passed over when the run was resumed.

@@ -1,7 +1,5 @@
 """The few names that users have and that were renamed: the present one first, then earlier ones."""
 
-from typing import Any
-
 try:
     from vit_ray.data.dev_split import dev_split
 except ImportError:
@@ -12,13 +10,4 @@ try:
 except ImportError:
     from vit_ray.train.optim.schedule import lr_at
 
-__all__ = ["dev_split", "lr_at", "randaugment"]
-
-
-def randaugment(layers: int, magnitude: float) -> dict[str, Any]:
-    """Keys of `data.augment`."""
-    return {
-        "randaugment": "tensorflow",
-        "randaugment_layers": layers,
-        "randaugment_magnitude": magnitude,
-    }
+__all__ = ["dev_split", "lr_at"]

@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 
 import vit_ray
-from tests.net.adapters import randaugment
 from tests.net.sets import NUM_PHOTOS, converted, digest
 
 SIDE, BATCH, EPOCHS = 96, 8, 2
+TWO = {"randaugment": "tensorflow", "randaugment_layers": 2, "randaugment_magnitude": 10.0}
+FOUR = {**TWO, "randaugment_layers": 4, "randaugment_magnitude": 15.0}
 TRAINING: dict[str, dict[str, Any]] = {
     "inception": {},
     "inception, a third, bicubic": {"min_area": 0.33, "max_area": 0.9, "interpolation": "bicubic"},
@@ -17,8 +18,8 @@ TRAINING: dict[str, dict[str, Any]] = {
     "resize and crop": {"kind": "resize_crop", "resize": 120},
     "resize": {"kind": "resize", "interpolation": "bicubic"},
     "centre": {"kind": "center_crop"},
-    "RandAugment 2, 10": randaugment(2, 10.0),
-    "RandAugment 4, 15": {**randaugment(4, 15.0), "kind": "resize"},
+    "RandAugment 2, 10": TWO,
+    "RandAugment 4, 15": {**FOUR, "kind": "resize"},
 }
 EVALUATION: dict[str, dict[str, Any]] = {
     "centre": {},

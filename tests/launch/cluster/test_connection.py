@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from ray._private import node
@@ -346,3 +348,33 @@ def test_a_folder_whose_path_is_too_long_for_rays_sockets_is_told(tmp_path: Path
     assert "ValueError: Ray could not be started in a folder in RAY_TMPDIR" in error
     assert "set RAY_TMPDIR to a folder of your own" in error
     assert list(folder.iterdir()) == []
+
+
+class FakeProcess:
+    def __init__(self, words: list[str], state: str) -> None:
+        self.info = {"name": "raylet", "ppid": os.getpid(), "cmdline": words}
+        self.state = state
+
+    def status(self) -> str:
+        return self.state
+
+
+def test_a_process_ends_with_its_ray_and_not_with_the_one_that_it_had_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[int] = []
+    before = FakeProcess([], psutil.STATUS_ZOMBIE)
+    own = FakeProcess(["raylet", "--session_dir=/tmp/ray-b/session"], psutil.STATUS_RUNNING)
+    monkeypatch.setattr(psutil, "process_iter", lambda _: [before, own])
+    monkeypatch.setattr(connection, "LOOK_S", 0.01)
+    monkeypatch.setattr(connection, "_address", lambda: "127.0.0.1:6379")
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    connection._end_with_ray("/tmp/ray-b")
+    (watch,) = (one for one in threading.enumerate() if one.name == "ray")
+    time.sleep(0.2)
+    assert watch.is_alive()
+    own.state = psutil.STATUS_ZOMBIE
+    watch.join(30)
+    assert ended == [1]
+    assert "error: Ray on this machine has ended" in capsys.readouterr().err

@@ -229,9 +229,11 @@ def _end_with_ray(folder: str) -> None:
     """End this process when one of Ray's own has ended. Ray would do it after 15 to 60 s, without a
     word of what to do.
     """
-    address, known = _address(), psutil.process_iter(["name", "ppid"])
+    address, known = _address(), psutil.process_iter(["name", "ppid", "cmdline"])
     own = [one for one in known if one.info["ppid"] == os.getpid()]
-    needed = [one for one in own if one.info["name"] in _NEEDED]
+    # A Ray that this process had before may be ending: its processes name another folder.
+    of_this = [one for one in own if folder in " ".join(one.info["cmdline"] or ())]
+    needed = [one for one in of_this if one.info["name"] in _NEEDED]
 
     def watch() -> None:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -370,8 +370,9 @@ def test_a_process_ends_with_its_ray_and_not_with_the_one_that_it_had_before(
     monkeypatch.setattr(connection, "_address", lambda: "127.0.0.1:6379")
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(os, "_exit", ended.append)
+    others = set(threading.enumerate())
     connection._end_with_ray("/tmp/ray-b")
-    (watch,) = (one for one in threading.enumerate() if one.name == "ray")
+    (watch,) = set(threading.enumerate()) - others
     time.sleep(0.2)
     assert watch.is_alive()
     own.state = psutil.STATUS_ZOMBIE

@@ -18,6 +18,7 @@ from tests.checkpoints.written import (
     WEIGHTS_1,
     flip,
     position,
+    read_names,
     snapshots,
     values,
     write_checkpoint,
@@ -71,19 +72,6 @@ def test_state_that_was_not_saved_is_an_error(run: Location) -> None:
     wanted = [("exp_avg", "a", 0, torch.zeros(12)), ("exp_avg", "b", 0, torch.zeros(5))]
     with pytest.raises(DamagedCheckpointError, match="5 elements of exp_avg"):
         checkpoint.fill(wanted)
-
-
-def read_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the files that are read from now on."""
-    names: list[str] = []
-    plain = Location.read_range
-
-    def read_range(place: Location, *args: Any) -> bytes:
-        names.append(place.path.rpartition("/")[2])
-        return plain(place, *args)
-
-    monkeypatch.setattr(Location, "read_range", read_range)
-    return names
 
 
 def test_weights_alone_are_read_for_weights_and_the_files_alone_that_have_a_fragment(

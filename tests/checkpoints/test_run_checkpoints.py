@@ -17,6 +17,7 @@ from tests.checkpoints.written import (
     WEIGHTS_1,
     flip,
     position,
+    read_names,
     snapshot_of,
     snapshots,
     values,
@@ -396,14 +397,7 @@ def test_a_fine_tuning_from_averages_reads_them_alone(
     tensors = {"weight|a|0": torch.zeros(12), "weight|b|0": torch.zeros(5)}
     tensors |= {key.replace("weight", "average"): tensors[key] + 3 for key in tensors}
     write_snapshot(snapshot_of(0, 1, tensors, position(1)), run.child(folder_name(1)))
-    read: list[str] = []
-    plain = Location.read_range
-
-    def noted(place: Location, *args: Any) -> bytes:
-        read.append(place.path.rpartition("/")[2])
-        return plain(place, *args)
-
-    monkeypatch.setattr(Location, "read_range", noted)
+    read = read_names(monkeypatch)
     _, weights = read_weights(run.path, None)
     assert weights["b"].tolist() == [3.0] * 5
     assert [name for name in read if "safetensors" in name] == [

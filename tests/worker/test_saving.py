@@ -222,23 +222,27 @@ def save_on_ranks(rank: int, folder: str, rounds: int) -> tuple[list[str], list[
     return told, sums
 
 
-def late_on_ranks(rank: int) -> tuple[str, float]:
-    """Rank 1 writes longer than rank 0 waits, and this thread's sums go on."""
+def late_on_ranks(rank: int, given_up: Path) -> tuple[str, float]:
+    """Rank 1 writes until rank 0 has given it up, and this thread's sums go on."""
     saving.WRITE_TIMEOUT_S = 5.0  # type: ignore[misc]
     gather = gather_by_own_group()
-    time.sleep(12.0 * rank)
+    deadline_s = time.monotonic() + 60
+    while rank == 1 and not given_up.exists():
+        assert time.monotonic() < deadline_s, "rank 0 still waits"
+        time.sleep(0.1)
     told = ""
     try:
         gather(Part([]))
     except RuntimeError as error:
         told = str(error)
+    given_up.touch()
     total = torch.ones(1)
     dist.all_reduce(total)
     return told, float(total)
 
 
-def test_a_rank_that_is_late_is_an_error_of_the_group() -> None:
-    found = run_ranks(2, late_on_ranks)
+def test_a_rank_that_is_late_is_an_error_of_the_group(tmp_path: Path) -> None:
+    found = run_ranks(2, late_on_ranks, tmp_path / "given up")
     assert "has not ended its part of a checkpoint (gloo: " in found[0][0]
     assert [total for _, total in found] == [2.0, 2.0]
 

@@ -19,6 +19,7 @@ from vit_ray.checkpoints.checkpoint import (
     Progress,
     folder_name,
     read_checkpoint,
+    read_progress,
 )
 from vit_ray.checkpoints.checkpoint_format import COMMIT, SavedFile
 from vit_ray.checkpoints.checkpoint_writer import MAX_FAILED_SAVES, CheckpointWriter, Part
@@ -351,17 +352,20 @@ def test_what_was_passed_over_on_resume_does_not_count_as_kept(
     assert steps(run) == [5, 4, 3, 2]
 
 
-def test_old_ones_are_deleted_where_the_progress_cannot_be_noted(
-    run: Location, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("refused", "left"), [("note_commit", [2]), ("prune", [2, 1])])
+def test_a_save_is_noted_and_old_ones_are_deleted_each_for_itself(
+    run: Location, monkeypatch: pytest.MonkeyPatch, refused: str, left: list[int]
 ) -> None:
     def refuses(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_writer, "note_commit", refuses)
+    begin_training(run)
+    monkeypatch.setattr(checkpoint_writer, refused, refuses)
     disk = Disk(run, monkeypatch)
     for step in (1, 2):
         disk.save(step)
-    assert steps(run) == [2]
+    assert steps(run) == left
+    assert ("training" in read_progress(run)) == (refused == "note_commit")
     assert [kind for kind, _ in disk.events] == ["old checkpoint left"] * 2
 
 

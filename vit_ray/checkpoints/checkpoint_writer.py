@@ -4,6 +4,7 @@ import contextlib
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from vit_ray.checkpoints.checkpoint import (
@@ -89,11 +90,12 @@ class CheckpointWriter:
             self._count_failure(folder, error)
             return
         self._num_failed = 0
-        try:
-            self._prune(snapshot.position.progress)
-            note_commit(folder, self._committed[1])
-        except (OSError, ValueError) as error:
-            self._notify(EventKind.CHECKPOINT_LEFT, f"{self._run_folder.path}: {error}", step)
+        note = partial(note_commit, folder, self._committed[1])
+        for tidy_up in (note, partial(self._prune, snapshot.position.progress)):
+            try:
+                tidy_up()
+            except (OSError, ValueError) as error:
+                self._notify(EventKind.CHECKPOINT_LEFT, f"{self._run_folder.path}: {error}", step)
 
     def note_evaluation(self, progress: Progress) -> bool:
         """Record, on rank 0, how far the run is after an evaluation at the step of a whole save.

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,6 @@ from tests.checkpoints.written import (
     write_snapshot,
 )
 from tests.recipes import recipe_with
-from vit_ray.checkpoints import checkpoint_format
 from vit_ray.checkpoints.checkpoint import (
     PROGRESS,
     Checkpoint,
@@ -41,8 +39,6 @@ from vit_ray.checkpoints.checkpoint_format import (
     COMMIT,
     DamagedCheckpointError,
     PartialCheckpointError,
-    SavedFile,
-    commit,
     is_committed,
     sealed,
 )
@@ -96,16 +92,6 @@ def test_the_marker_lists_every_file_with_its_size_and_checksum(run: Location) -
     assert sorted(files) == sorted(FILES[1:])
 
 
-def test_a_marker_of_many_fragments_is_short(run: Location) -> None:
-    """ZeRO 3 cuts each parameter over all ranks; every rank reads it, and the first writes it."""
-    count = 20_000
-    tensors = {f"weight|blocks.0.mlp.expand.weight|{i}": 1 for i in range(count)}
-    file = SavedFile("weights", 4 * count, "", tensors)
-    where = replace(position(1), shapes={"blocks.0.mlp.expand.weight": [count]})
-    commit(run, [file], where.to_json())
-    assert len(run.child(COMMIT).read()) < 47 * count  # of which 45 are keys and numbers
-
-
 def test_it_is_no_checkpoint_until_it_is_committed(run: Location) -> None:
     folder = run.child(folder_name(2))
     first, second = snapshots(2)
@@ -122,37 +108,6 @@ def test_it_is_no_checkpoint_until_it_is_committed(run: Location) -> None:
     assert read_checkpoint(folder).position.step == 2
 
 
-def mutations(content: bytes, seed: int) -> list[bytes | None]:
-    """None = the file is deleted."""
-    rng = random.Random(seed)
-    cuts = [content[: rng.randrange(len(content))] for _ in range(3)]
-    flips = []
-    for _ in range(12):
-        at, bit = rng.randrange(len(content)), 1 << rng.randrange(8)
-        flips.append(content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :])
-    return [None, b"", content + b" ", content[::-1], *cuts, *flips]
-
-
-def is_accepted(folder: Location) -> bool:
-    try:
-        read_checkpoint(folder).verify()
-    except (DamagedCheckpointError, PartialCheckpointError):
-        return False
-    return True
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_no_change_of_any_file_is_taken_for_what_was_written(run: Location, name: str) -> None:
-    folder = write_checkpoint(run, 1)
-    path = Path(folder.path) / name
-    whole = path.read_bytes()
-    for number, content in enumerate(mutations(whole, seed=len(name))):
-        path.unlink() if content is None else path.write_bytes(content)
-        assert not is_accepted(folder), f"mutation {number} of {name}"
-        path.write_bytes(whole)
-    read_checkpoint(folder).verify()
-
-
 def is_read(folder: Location) -> bool:
     """Whether all that a resume needs is read without an error."""
     moment = ("exp_avg", "a", 0, torch.zeros(12))
@@ -164,7 +119,6 @@ def is_read(folder: Location) -> bool:
     return True
 
 
-@pytest.mark.slow(after=10)
 def test_no_flip_of_a_bit_of_any_file_is_unnoticed_when_it_is_read(run: Location) -> None:
     folder, count = write_checkpoint(run, 1), 0
     for name in FILES:
@@ -181,10 +135,9 @@ def test_no_flip_of_a_bit_of_any_file_is_unnoticed_when_it_is_read(run: Location
     assert count > 2328
 
 
-@pytest.mark.parametrize("stray", [
-    "weights-00002-of-00003.safetensors", "note.txt", "commit.json.1a2b3c4d.tmp",
-    "rest-00001-of-00002 (copy).safetensors",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "stray", ["weights-00002-of-00003.safetensors", "commit.json.1a2b3c4d.tmp"]
+)
 def test_files_that_the_marker_does_not_list_do_not_count(run: Location, stray: str) -> None:
     folder = write_checkpoint(run, 1)
     (Path(folder.path) / stray).write_text("{}")
@@ -204,9 +157,6 @@ def rewrite_marker(folder: Location, change: Callable[[dict], object]) -> None:
 @pytest.mark.parametrize(("key", "told"), [
     ("weight|a|6", "weight of a has an overlap at element 7"),
     ("weight|a|8", "weight of a has a gap at element 7"),
-    ("weight|b|1", "weight of [ab] has "),
-    ("weight|c|0", "no weights of a|weight of a has a gap|weight of c has an overlap"),
-    ("weight|a", "is not what was written"),
     ("weight|a|x", "is not what was written"),
 ])  # fmt: skip
 def test_parts_that_do_not_cover_a_parameter_once_are_refused(
@@ -242,13 +192,9 @@ def test_a_marker_of_other_tensors_than_the_files_is_refused(run: Location) -> N
 
 @pytest.mark.parametrize("change", [
     lambda body: body.pop("position"),
-    lambda body: body.update(position=[1]),
-    lambda body: body["position"].pop("shapes"),
     lambda body: body["position"].update(unknown=1),
-    lambda body: body.update(files=[]),
     lambda body: body["files"].pop(WEIGHTS_1),
     lambda body: body["files"][WEIGHTS_0].update(bytes="many"),
-    lambda body: body["files"][WEIGHTS_0].update(tensors=[]),
 ])  # fmt: skip
 def test_a_marker_of_another_form_is_damaged(
     run: Location, change: Callable[[dict], object]
@@ -371,9 +317,3 @@ def test_a_digest_continues_with_the_same_recipe_and_data_only() -> None:
     without = Progress(3)
     assert read.resumed(recipe.recorded(), "other") == without
     assert read.resumed(recipe.with_changes(seed=5).recorded(), "set") == without
-
-
-def test_a_file_is_hashed_as_it_is_written(run: Location, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In pieces, whose last one is shorter."""
-    monkeypatch.setattr(checkpoint_format, "_HASHED_BYTES", 48)
-    read_checkpoint(write_checkpoint(run, 1)).verify()

@@ -32,19 +32,12 @@ from vit_ray.models.weights import save_weights
 RECIPE = "base: digits\nname: mine\ntracking: {uri: sqlite:///mlflow.db, experiment: mine}\n"
 FILES = {
     "mine.yaml": RECIPE.encode(),
-    "empty.yaml": b"",
-    "comment.yaml": b"# only this\n",
     "latin.yaml": "name: caf\xe9\n".encode("latin-1"),
-    "picture.yaml": bytes([0x89, 0x50, 0x4E, 0x47, 0x0D, 0x0A, 0x1A, 0x0A]),
     "cut.yaml": b"name: x\noptim: {steps: 5\n",
     "twice.yaml": b"base: digits\noptim: {steps: 5, epochs: null, steps: 6}\n",
     "loop.yaml": b"name: x\ndata: &data {train: *data}\n",
-    "bytes.yaml": b"base: digits\nname: !!binary aGVsbG8=\n",
-    "tagged.yaml": b"base: digits\nresume: !!bool perhaps\n",
     "day.yaml": b"base: digits\nseed: 2026-13-45\n",
-    "day_key.yaml": b"base: digits\n2026-01-01: 5\n",
     "based.yaml": b"base: digist\nname: x\n",
-    "based_on_two.yaml": b"base: [digits, cifar10]\nname: x\n",
     "hollow.yaml": b"base: digits\nname: mine\noptim:\n",
     "none.csv": b"",
     "runs/old/step-00000010/meta.json": b"{",
@@ -70,64 +63,41 @@ DEDUPLICATE = (
     "deduplicate.destination=data"
 )
 MISTAKES = [
-    ("export empty.yaml", "empty.yaml"),
-    ("export comment.yaml", "comment.yaml"),
     ("export latin.yaml", "latin.yaml.*at byte 9"),
-    ("export picture.yaml", "picture.yaml"),
     ("export cut.yaml", "cut.yaml: not valid YAML: line 3"),
     ("export twice.yaml", "twice.yaml: not valid YAML: line 2, .*steps"),
     ("export loop.yaml", "loop.yaml: not valid YAML: Circular reference"),
-    ("export bytes.yaml", "bytes.yaml: not valid YAML"),
-    ("export tagged.yaml", "tagged.yaml: not valid YAML"),
     ("export digits seed=!!int", "seed"),
     ("export day.yaml", "day.yaml: seed='2026-13-45'"),
-    ("export day_key.yaml", "day_key.yaml: unknown key 2026-01-01"),
     ("export based.yaml", "base of '.*based.yaml': recipe 'digist': .*similar: digits"),
-    ("export based_on_two.yaml", "base="),
     ("export hollow.yaml", "optim=None is a section of keys"),
     ("export digits name=a,b", "name='a,b'"),
-    ('export digits output=""', "output="),
     ("verify digits verify.path=~no-such-user/x", "no user .no-such-user. here"),
     ("export digits tracking.uri=sqlite:///", "tracking.uri"),
-    ("export digits tracking.uri=http://", "tracking.uri"),
     ("pretrain digits tracking.uri=sqlite:///recipes", "tracking.uri=.*is a folder"),
     ("evaluate digits runs/old", "init_from=runs/old"),
-    ("evaluate runs/old", "init_from=runs/old"),
-    ("evaluate mine.npz", "init_from=mine.npz"),
     ("export recipes", "recipe 'recipes' is a folder"),
-    ("export .", "recipe '.' is a folder"),
     ("export digits optim.learning_rate=.inf", "optim.learning_rate=inf: .*finite number"),
-    ("export digits optim.learning_rate=.nan", "optim.learning_rate=nan: .*finite number"),
     (f"export digits seed={2**64}", f"seed={2**64}"),
-    ("export digits data.train=2026-01-01 optim.steps=-5", "optim.steps=-5"),
     ("export digits base=cifar10", "give cifar10 as the recipe"),
     ("pretrain digits --optim.steps=5", "without dashes: optim.steps=VALUE"),
     ("pretrain digits --lr 0.1", "without dashes: optim.learning_rate=0.1"),
     ("pretrain digits --batch-size 64", "without dashes: train.global_batch_size=64"),
-    ("pretrain digits --epochs=3", "without dashes: optim.epochs=VALUE"),
-    ("pretrain digits --nonsense=3", "without dashes: nonsense=VALUE"),
     ("pretrain digits --dryrun", "Did you mean '--dry-run'"),
     ("pretrain tracking.tags.my-tag=x nosuch", "recipe 'nosuch': no such file"),
     ("pretrain", "Missing argument 'RECIPE"),
     ("keys optm", "did you mean optim"),
-    ("keys nosuch", "'nosuch' is no key or section of a recipe"),
     ("pretrian digits", "No such command 'pretrian'. Did you mean 'pretrain'"),
     ("convert digits", "convert.source is not set; give "),
     (f"{CONVERT} convert.source=nosuch", "convert.source='nosuch'"),
-    (f"{CONVERT} convert.source=note.txt", "note.txt' is a file of no known format; give"),
     (f"{CONVERT} convert.source=gs://a/b", r"pip install 'vit-ray\[gcs\]'"),
     (f"{CONVERT} convert.source=s3://", "'s3://' names no bucket"),
     (f"{CONVERT} convert.destination=recipes", "'recipes' is in convert.source='recipes'"),
-    (f"{CONVERT} convert.destination=./recipes/a --dry-run", "'./recipes/a' is in convert.source="),
     (f"{CONVERT} convert.destination=note.txt", "destination=.*note.txt' must be a folder"),
-    (f"{CONVERT} convert.destination=note.txt/a", "a' must be a folder"),
-    (f"{CONVERT} convert.source=no*such", "no\\*such"),
     (f"{CONVERT} convert.source=done", "convert.source='done' .* is a converted data set already"),
     (f"{CONVERT} convert.source=s3://BUCKET/a/*.tar", "'s3://BUCKET/a.*' is a placeholder"),
     ("verify digits", "verify.path is not set"),
     ("verify digits verify.path=nosuch sweep.seeds=2", "verify.path='nosuch'"),
-    ("verify digits verify.path=note.txt", "no data set at 'note.txt'"),
-    ("verify digits verify.path=recipes", "no data set at 'recipes'"),
     ("subset digits subset.source=nosuch subset.destination=x", "subset.source='nosuch'"),
     (f"{DEDUPLICATE} deduplicate.source=nosuch", "deduplicate.source='nosuch'"),
     (f"{DEDUPLICATE} deduplicate.evaluation_sets=[]", r"deduplicate.evaluation_sets=\[\]"),
@@ -135,14 +105,10 @@ MISTAKES = [
     ("pretrain mine.yaml data.train=note.txt data.eval=note.txt", "no data set at .*note.txt'"),
     ("pretrain mine.yaml data.train=s3:// data.eval=note.txt", "'s3://' names no bucket"),
     ("pretrain paper/vit_b16_jft", "'s3://BUCKET/jft' is a placeholder of a shipped recipe"),
-    ("sweep finetune/cifar10", "'s3://BUCKET/.*' is a placeholder"),
     ("finetune mine.yaml", "init_from is not set; give weights"),
-    ("evaluate mine.yaml", "init_from is not set; give weights"),
     ("sweep mine.yaml", "sweep.learning_rates is not set"),
-    ("sweep mine.yaml sweep.learning_rates=0.1", "sweep.learning_rates=0.1"),
     ("scaling_study mine.yaml", "study.models is not set"),
     ("plan mine.yaml plan.device=TPU", "plan.device='TPU' is not known; use one of .*H100"),
-    ("plan mine.yaml plan.device=cpu", "plan.device='cpu'"),
     ("plan mine.yaml model.name=nope", "model name 'nope' is unknown; similar names: "),
     ("export mine.yaml export.path=x.npz", "init_from is not set"),
     ("export mine.yaml export.path=x.npz init_from=note.txt", "init_from='note.txt'"),
@@ -150,15 +116,13 @@ MISTAKES = [
         "inspect_model mine.yaml inspect.images=note.txt init_from=x.npz",
         "inspect.images='note.txt' .*is not a folder",
     ),
-    ("quickstart nosuch", "recipe 'nosuch': no such file"),
     ("quickstart digits lr=1", "unknown key lr"),
-    ("doctor digits lr=1", "unknown key lr"),
+    ("quickstart nosuch", "recipe 'nosuch': no such file"),
     ("replay recipes sqlite:///m.db", "log 'recipes' is a folder"),
     ("replay note.txt mlflow.db", "URI 'mlflow.db' is not an address"),
     ("pretrain digits optim.betas=[0.9]", r"optim.betas=\[0.9\]"),
     ("plan digits model.depth=1000000000", "model.depth=1000000000"),
     ("report mine.yaml", "tracking.uri=sqlite:///mlflow.db: no such file"),
-    ("report mine.yaml tracking.uri=runs", "tracking.uri: a path is not the address"),
     ("report mine.yaml tracking.uri=sqlite:///text.db", "text.db: the file is not a data"),
     ("report mine.yaml tracking.uri=http://127.0.0.1:9", "cannot be used: .*refused.*give"),
     ("report mine.yaml tracking.uri=foo://x", "foo:// is not the address"),
@@ -166,191 +130,56 @@ MISTAKES = [
 
 CLASSES = ["ant", "bee", "cow"]
 VALIDATION = [f"n{number:08d}" for number in range(4)]
-REAL = (
-    "evaluate tiny.yaml data.train=null data.eval=sets/val init_from=sets/of4.npz "
-    "benchmark.kind=imagenet_real"
-)
-SHOTS = (
-    "evaluate tiny.yaml init_from=sets/fits.npz evaluate.few_shot_train=sets/train "
-    "evaluate.few_shot_test=sets/train evaluate.shots=[1]"
-)
+FITS, WIDE = "init_from=sets/fits.npz", "init_from=sets/wide.npz"
+VAL = "evaluate tiny.yaml data.train=null data.eval=sets/val init_from=sets/of4.npz"
+REAL = f"{VAL} benchmark.kind=imagenet_real benchmark.label_file"
+SHOTS = f"evaluate tiny.yaml {FITS} evaluate.few_shot_train=sets/train"
+SHOT = f"{SHOTS} evaluate.few_shot_test=sets/train evaluate.shots"
+SPACE = f"sweep tiny.yaml {FITS} sweep.space="
 STARTS = [
-    "pretrain tiny.yaml", "sweep tiny.yaml", "vtab tiny.yaml",
-    "vtab tiny.yaml vtab.sweep_each=true", "evaluate tiny.yaml", SHOTS,
+    "pretrain tiny.yaml", "sweep tiny.yaml", "vtab tiny.yaml", "evaluate tiny.yaml",
     "inspect_model tiny.yaml", "export tiny.yaml export.path=x.npz",
 ]  # fmt: skip
-BAD_WEIGHTS = {
-    "sets/none.npz": "init_from=.*none.npz.* does not exist; give a run folder",
-    "sets/junk.npz": "init_from: weights .*junk.npz cannot be read: ",
-    "sets/junk.safetensors": "init_from: weights .*junk.safetensors cannot be read: ",
-    "sets/cut.safetensors": "init_from: weights .*cut.safetensors cannot be read: ",
-    "sets/wide.npz": r"init_from: .*wide.npz \(layout jax\) does not fit this VisionTransformer:"
-    r".*of another shape:.*"
-    r"blocks\.1\.mlp\.contract\.weight is 32x96, the model has 32x64.*Build the model with",
-    "sets/bit.npz": "init_from: .*does not fit this VisionTransformer:.*unexpected: "
-    ".*resnet/root_block/.*missing: .*Transformer/encoder_norm/scale",
-    "sets/other.npz": "init_from: the tensors' names are of no known layout .*: words",
-    "sets/pictures": "init_from: .* holds no whole checkpoint; give a run folder, ",
-}
 TRANSFERS = [
-    *((f"finetune tiny.yaml init_from={path}", told) for path, told in BAD_WEIGHTS.items()),
-    *(
-        (f"{words} init_from={path}", BAD_WEIGHTS[path])
-        for words in STARTS
-        for path in ("sets/junk.npz", "sets/wide.npz")
-    ),
-    (
-        "evaluate tiny.yaml init_from=sets/of4.npz",
-        "init_from: .*does not fit this VisionTransformer:.*of another shape: head.weight is 4x32, "
-        "the model has 3x32.*of other classes: 4, the model has 3",
-    ),
-    (
-        "sweep tiny.yaml sweep.learning_rates=[]",
-        r"sweep\.learning_rates=\[\]",
-    ),
-    (
-        "sweep tiny.yaml sweep.learning_rates=[0.1,0.1]",
-        r"sweep\.learning_rates: \[0\.1, 0\.1\] has 0\.1 twice",
-    ),
-    (
-        "sweep tiny.yaml sweep.learning_rates=[0.1,-1.0]",
-        r"sweep\.learning_rates=\[0\.1, -1\.0\]",
-    ),
-    ("sweep tiny.yaml sweep.learning_rates=[0.0]", r"sweep\.learning_rates=\[0\.0\]"),
-    (
-        'sweep tiny.yaml sweep.space={"optim.learning_rate":[0.1,0.1]}',
-        r"sweep.*space: optim\.learning_rate=\[0\.1, 0\.1\] has a value twice; list each once",
-    ),
-    (
-        'sweep tiny.yaml sweep.space={"optim.learning_rate":[0.1,-0.1]}',
-        r"sweep\.space: learning_rate=-0\.1: optim\.learning_rate=-0\.1: give",
-    ),
-    (
-        'sweep tiny.yaml sweep.space={"optim.steps":[0]}',
-        r"sweep\.space: steps=0: optim\.steps=0: give",
-    ),
-    (
-        'sweep tiny.yaml sweep.space={"optim.learning_rte":[0.1]}',
-        r"sweep\.space: .*unknown key optim\.learning_rte.*optim\.learning_rate",
-    ),
-    (
-        'sweep tiny.yaml sweep.space={"init_from":["sets/fits.npz","sets/wide.npz"]}',
-        r"sweep\.space: init_from=sets/wide\.npz: init_from: .*wide\.npz .*of another shape",
-    ),
-    (
-        'sweep tiny.yaml init_from=sets/fits.npz sweep.space={"model.depth":[2,3]}',
-        r"sweep\.space: depth=3: init_from: .*fits\.npz .*missing: .*encoderblock_2/",
-    ),
-    (
-        'sweep tiny.yaml init_from=sets/fits.npz sweep.space={"optim.frozen":[[],["head"]]}',
-        r'sweep\.space: frozen=\["head"\]: optim\.frozen has head, but this run starts with a new',
-    ),
-    (
-        'sweep tiny.yaml init_from=sets/fits.npz sweep.space={"train.global_batch_size":[4,64]}',
-        r"sweep\.space: global_batch_size=64: train\.global_batch_size=64 is more than the 12 ",
-    ),
-    (
-        "vtab tiny.yaml vtab.sweep_each=true init_from=sets/fits.npz "
-        'sweep.space={"model.width":[8]}',
-        r"sweep\.space: width=8: init_from: .*of another shape",
-    ),
-    (
-        "sweep tiny.yaml data.train=sets/scarce init_from=sets/fits.npz",
-        r"sweep\.dev_fraction=0\.4: class 'cow' has a single image, so the dev split or the rest",
-    ),
-    (
-        "sweep tiny.yaml sweep.dev_fraction=0.1 init_from=sets/fits.npz",
-        "of 12 images is 1, fewer than the 3 classes: class 'ant' would be empty in the dev split; "
-        r"use at least 0\.25",
-    ),
-    (
-        "sweep tiny.yaml sweep.dev_fraction=0.9 init_from=sets/fits.npz",
-        "of 12 images is 11: class 'ant' would have none left to train on; use at most 0.75",
-    ),
-    (
-        "vtab tiny.yaml vtab.data=nosuch init_from=sets/fits.npz",
-        "vtab.data: no task has its data; the first would need .*nosuch/pets/train",
-    ),
-    (
-        "vtab tiny.yaml sweep=null vtab.sweep_each=true init_from=sets/fits.npz",
-        "sweep is not set; give the points for vtab.sweep_each=true to select from",
-    ),
-    (f"{SHOTS} evaluate.few_shot_test=nosuch", "no data set at .*nosuch': the folder does not"),
-    (f"{SHOTS} evaluate.few_shot_train=null", "evaluate: few_shot_train and few_shot_test go toge"),
-    (
-        f"{SHOTS} evaluate.shots=[1,5]",
-        r"evaluate\.shots=\[1, 5\]: class 0 \('ant'\) has 4 examples .* 5 are needed; use shots up "
-        "to 4 or",
-    ),
-    (
-        "evaluate tiny.yaml init_from=sets/fits.npz evaluate.few_shot_train=sets/train "
-        "evaluate.few_shot_test=sets/train evaluate.shots=[9]",
-        r"class 0 \('ant'\) has 4 examples in evaluate\.few_shot_train, 9 are needed; use shots up",
-    ),
-    (f"{SHOTS} evaluate.shots=[0]", r"evaluate\.shots=\[0\]"),
-    (
-        f"{SHOTS} evaluate.few_shot_test=sets/val",
-        "few_shot_test: .*val has 4 classes .* not the same",
-    ),
-    (REAL, "benchmark.label_file is not set; give real.json, which is published at https://github"),
-    (
-        f"{REAL} benchmark.label_file=nosuch.json",
-        "benchmark.label_file: there is no file .*nosuch.json; give real.json, which is published",
-    ),
-    (
-        f"{REAL} benchmark.label_file=sets/short.json",
-        "short.json has labels of 3 images and data.eval has 4 images; give the whole validation",
-    ),
-    (
-        f"{REAL} benchmark.label_file=sets/turned.json",
-        "turned.json agrees with data.eval for 0.0% of the images: its order, or that of the",
-    ),
-    (f"{REAL} benchmark.label_file=note.txt", "note.txt is not JSON .*; give real.json, which"),
-    (
-        f"{REAL} benchmark.label_file=sets/junk.npz",
-        "junk.npz is (no text|not JSON).*; give real.json",
-    ),
-    (
-        "evaluate tiny.yaml data.eval=sets/val init_from=sets/of4.npz benchmark.kind=objectnet",
-        "benchmark.label_file is not set; give the folder `mappings` of objectnet-1.0.zip, publish",
-    ),
-    (
-        "evaluate tiny.yaml data.eval=sets/val init_from=sets/fits.npz",
-        r"data\.eval: .*val has 4 classes and the model has 3, .*benchmark\.model_classes",
-    ),
-    (
-        "evaluate tiny.yaml init_from=sets/fits.npz benchmark.model_classes=nosuch.txt",
-        "benchmark.model_classes: there is no file .*nosuch.txt; give a list of the model's c",
-    ),
-    (
-        "evaluate tiny.yaml data.eval=null init_from=sets/fits.npz",
-        "data.eval is not set: nothing would be measured; give data.eval, .* or evaluate.few_shot",
-    ),
-    (
-        "evaluate tiny.yaml train.loss=masked_patch init_from=sets/fits.npz",
-        "train.loss=masked_patch has no accuracy: nothing would be measured; give evaluate.few_s",
-    ),
-    (
-        "export tiny.yaml init_from=sets/fits.npz export.path=./sets/fits.npz",
-        "export.path=./sets/fits.npz is init_from itself, which would be overwritten; choose",
-    ),
-    ("init none.csv", "none.csv' is empty; give a file with fields for images and labels"),
-    ("init sets/latin1", r"a name in it is not UTF-8 \(.*caf.*\); rename it"),
-    (
-        "predict sets/fits.npz sets/latin1",
-        r"a name in it is not UTF-8 \(.*caf.*\); rename it",
-    ),
+    ("finetune tiny.yaml init_from=sets/none.npz", "init_from=.*none.npz.* does not exist"),
+    ("finetune tiny.yaml init_from=sets/junk.safetensors", "junk.safetensors cannot be read"),
+    ("finetune tiny.yaml init_from=sets/bit.npz", "unexpected: .*root_block/.*missing: .*norm"),
+    ("finetune tiny.yaml init_from=sets/other.npz", "no known layout .*: words"),
+    *((f"{words} init_from=sets/junk.npz", "junk.npz cannot be read") for words in STARTS),
+    *((f"{words} {WIDE}", "contract.weight is 32x96, the model has 32x64") for words in STARTS),
+    (VAL.replace("data.eval=sets/val", "data.eval=sets/train"), "of other classes: 4, .* has 3"),
+    ("sweep tiny.yaml sweep.learning_rates=[0.1,0.1]", "has 0.1 twice"),
+    (f'{SPACE}{{"optim.learning_rate":[0.1,0.1]}}', "space: optim.learning_rate=.*twice"),
+    (f'{SPACE}{{"optim.learning_rte":[0.1]}}', "sweep.space: .*unknown key optim.learning_rte"),
+    (f'{SPACE}{{"init_from":["sets/fits.npz","sets/wide.npz"]}}', "sweep.space: init_from=.*wide"),
+    (f'{SPACE}{{"model.depth":[2,3]}}', "sweep.space: depth=3: init_from: .*encoderblock_2/"),
+    (f'{SPACE}{{"train.global_batch_size":[4,64]}}', "train.global_batch_size=64 is more than"),
+    (f"sweep tiny.yaml data.train=sets/scarce {FITS}", "class 'cow' has a single image"),
+    (f"sweep tiny.yaml sweep.dev_fraction=0.1 {FITS}", "class 'ant'.* use at least 0.25"),
+    (f"vtab tiny.yaml vtab.data=nosuch {FITS}", "vtab.data: .*nosuch/pets/train"),
+    (f"vtab tiny.yaml sweep=null vtab.sweep_each=true {FITS}", "sweep is not set"),
+    (f"{SHOTS} evaluate.few_shot_test=nosuch", "no data set at .*nosuch'"),
+    (SHOTS, "evaluate: few_shot_train and few_shot_test go together"),
+    (f"{SHOT}=[1,5]", r"evaluate\.shots=\[1, 5\]: class 0 \('ant'\) has 4 .*use shots up to 4"),
+    (f"{SHOTS} evaluate.few_shot_test=sets/val", "few_shot_test: .*val has 4 classes"),
+    (REAL.rpartition(" ")[0], "benchmark.label_file is not set; give real.json"),
+    (f"{REAL}=nosuch.json", "benchmark.label_file: there is no file .*nosuch.json"),
+    (f"{REAL}=sets/short.json", "short.json has labels of 3 images and data.eval has 4"),
+    (f"{REAL}=sets/turned.json", "turned.json agrees with data.eval for 0.0%"),
+    (f"evaluate tiny.yaml data.eval=sets/val {FITS}", "data.eval: .*4 classes .* the model has 3"),
+    (f"evaluate tiny.yaml {FITS} benchmark.model_classes=nosuch.txt", "benchmark.model_classes"),
+    (f"evaluate tiny.yaml data.eval=null {FITS}", "data.eval is not set: nothing would be"),
+    (f"evaluate tiny.yaml train.loss=masked_patch {FITS}", "train.loss=masked_patch has no acc"),
+    (f"export tiny.yaml {FITS} export.path=./sets/fits.npz", "export.path=.* is init_from itself"),
+    ("init none.csv", "none.csv' is empty"),
+    ("init sets/latin1", r"not UTF-8 \(.*caf.*\); rename it"),
     (
         "subset tiny.yaml subset.source=sets/train subset.destination=x subset.keys=sets",
-        "subset.keys='sets' .*is not a file; give a text file with a key per line",
+        "subset.keys='sets' .*is not a file",
     ),
-    ("fork nosuch step=1 name=new", "nosuch: no such run; give the folder of its checkpoints"),
-    ("fork mine.yaml step=1 name=new", "mine.yaml is a file; give the folder of the run's check"),
-    (f"fork {'0' * 32} step=1 name=new", "mlflow.db: no such file; give the MLflow database"),
-    (
-        "inspect_model tiny.yaml init_from=sets/fits.npz inspect.path=note.txt",
-        "inspect.path=.*note.txt' must be a folder",
-    ),
+    ("fork nosuch step=1 name=new", "nosuch: no such run"),
+    (f"fork {'0' * 32} step=1 name=new", "mlflow.db: no such file"),
+    (f"inspect_model tiny.yaml {FITS} inspect.path=note.txt", "inspect.path=.*must be a folder"),
 ]
 
 
@@ -377,9 +206,6 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.savez(folder / "other.npz", words=np.zeros(3))
     (folder / "junk.npz").write_bytes(b"PK no archive")
     (folder / "junk.safetensors").write_bytes(bytes(range(256)) * 9)
-    save_weights(small_model("ViT", 3), folder / "cut.safetensors", "timm")
-    content = (folder / "cut.safetensors").read_bytes()
-    (folder / "cut.safetensors").write_bytes(content[:-100])
     return folder
 
 
@@ -500,37 +326,13 @@ def test_weights_that_a_continued_run_does_not_read_may_be_gone(name: str, tmp_p
         ("pretrain", ["output=/shared/runs", "tracking.uri=sqlite:////shared/m.db"], None),
         ("convert", ["convert.source=.", "convert.destination=new"], "destination=new would be"),
         ("convert", ["convert.source=.", "convert.destination=/shared/new"], None),
-        ("pretrain", ["output=COPY/mine"], "output=.*/mine would be in this job's copy"),
         ("pretrain", ["output=file://COPY/mine"], "output=file:.*/mine would be in this job's"),
-        ("pretrain", ["output=~/mine"], "tracking.uri=sqlite:///mine.db would be"),
-        (
-            "pretrain",
-            ["output=~/mine", "tracking.uri=sqlite:///~/mine.db"],
-            "tracking.uri=sqlite:///~/mine.db would be",  # such a path has no home
-        ),
-        *(
-            (name, [*inputs, f"{key}=new"], f"{key}=new would be in this job's copy")
-            for name, inputs, key in (
-                ("subset", ["subset.source=here", "subset.fraction=0.5"], "subset.destination"),
-                (
-                    "deduplicate",
-                    ["deduplicate.source=here", "deduplicate.evaluation_sets=[here]"],
-                    "deduplicate.destination",
-                ),
-                ("export", ["init_from=s3://mine/run"], "export.path"),
-                ("inspect_model", ["inspect.images=."], "inspect.path"),
-            )
-        ),
+        ("export", ["init_from=s3://mine/run", "export.path=new"], "export.path=new would be"),
         ("verify", ["verify.path=s3://mine/set"], None),
         (
             "pretrain",
             ["output=/shared/runs", "tracking.uri=http://mlflow:5000", "data.train=here"],
             r"data.train='here' .*; this job runs in a copy .* full path",
-        ),
-        (
-            "finetune",
-            ["output=/shared/runs", "tracking.uri=http://mlflow:5000", "init_from=here"],
-            r"init_from='here' .* does not exist; .*; this job runs in a copy .* full path",
         ),
     ],
 )

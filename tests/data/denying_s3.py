@@ -4,6 +4,7 @@ import contextlib
 import json
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import botocore.session
 import pytest
@@ -16,15 +17,30 @@ ACTIONS = {
     "write": "s3:PutObject",
     "delete": "s3:DeleteObject",
 }
+Policy = Mapping[str, Any]
 Rights = Mapping[str, Sequence[str]]
 """Of the user, by bucket."""
 
 
+def policy_of(rights: Rights) -> Policy:
+    """That gives these rights."""
+    statements = [
+        {
+            "Effect": "Allow",
+            "Action": [ACTIONS[right] for right in held],
+            "Resource": [f"arn:aws:s3:::{bucket}", f"arn:aws:s3:::{bucket}/*"],
+        }
+        for bucket, held in rights.items()
+        if held
+    ]
+    return {"Version": "2012-10-17", "Statement": statements}
+
+
 @contextlib.contextmanager
-def serve_s3_with_rights(
+def serve_s3_with_policy(
     contents: Mapping[str, Mapping[str, bytes]],
-) -> Iterator[Callable[[Rights], None]]:
-    """Inside the block `s3://` is such a store; yields what sets the user's rights.
+) -> Iterator[Callable[[Policy], None]]:
+    """Inside the block `s3://` is such a store; yields what sets the user's policy.
 
     Args:
         contents: what is under each key of each bucket.
@@ -39,14 +55,11 @@ def serve_s3_with_rights(
             request.add_header("Content-Type", "text/plain")
             urllib.request.urlopen(request, timeout=60).close()
 
-        def owner(service: str) -> object:
+        def owner(service: str) -> Any:
             return botocore.session.get_session().create_client(
-                service,
-                region_name="us-east-1",
-                endpoint_url=address,
-                aws_access_key_id="owner",
-                aws_secret_access_key="owner",  # noqa: S106 - of a server on loopback
-            )
+                service, region_name="us-east-1", endpoint_url=address,
+                aws_access_key_id="owner", aws_secret_access_key="owner",  # noqa: S106
+            )  # fmt: skip
 
         check_rights(False)
         iam, s3 = owner("iam"), owner("s3")
@@ -57,19 +70,11 @@ def serve_s3_with_rights(
         iam.create_user(UserName="user")
         key = iam.create_access_key(UserName="user")["AccessKey"]
 
-        def allow(rights: Rights) -> None:
+        def allow(policy: Policy) -> None:
             check_rights(False)
-            statements = [
-                {
-                    "Effect": "Allow",
-                    "Action": [ACTIONS[right] for right in held],
-                    "Resource": [f"arn:aws:s3:::{bucket}", f"arn:aws:s3:::{bucket}/*"],
-                }
-                for bucket, held in rights.items()
-                if held
-            ]
-            policy = json.dumps({"Version": "2012-10-17", "Statement": statements})
-            iam.put_user_policy(UserName="user", PolicyName="rights", PolicyDocument=policy)
+            iam.put_user_policy(
+                UserName="user", PolicyName="rights", PolicyDocument=json.dumps(policy)
+            )
             check_rights(True)
 
         patch.setattr(s3_server, "ACCESS_KEY", key["AccessKeyId"])

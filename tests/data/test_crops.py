@@ -14,7 +14,6 @@ from sklearn.datasets import load_sample_images
 
 from tests.data.pictures import encoded, jpeg, picture
 from tests.recipes import recipe_with
-from vit_ray.data import crops
 from vit_ray.data.augment import augmentation_of
 from vit_ray.data.boxes import draw_box
 from vit_ray.data.crops import (
@@ -24,8 +23,6 @@ from vit_ray.data.crops import (
     crop_of,
     decode,
 )
-from vit_ray.data.jpeg_index.segments import index_segments
-from vit_ray.data.restart_index import RestartIndex
 
 
 def by_pillow(image: bytes) -> NDArray[np.uint8]:
@@ -139,13 +136,12 @@ def test_a_jpeg_cut_anywhere_in_its_headers_is_refused() -> None:
                 decode(image[:cut] + end)
 
 
-@pytest.mark.parametrize("name", list(ODD_IMAGES))
 @pytest.mark.parametrize("kind", ["inception_crop", "resize_crop", "center_crop", "resize"])
-def test_every_crop_of_every_odd_image_has_the_asked_shape(name: str, kind: Any) -> None:
+def test_every_crop_of_every_odd_image_has_the_asked_shape(kind: Any) -> None:
     augmentation = Augmentation(kind, size=(24, 16), resize=32)
-    crop = crop_of(ODD_IMAGES[name], augmentation, (1, 2, 3))
-    assert crop.shape == (24, 16, 3)
-    assert crop.dtype == np.uint8
+    for name, image in ODD_IMAGES.items():
+        crop = crop_of(image, augmentation, (1, 2, 3))
+        assert (crop.shape, crop.dtype) == ((24, 16, 3), np.uint8), name
 
 
 def psnr(a: NDArray[Any], b: NDArray[Any]) -> float:
@@ -165,18 +161,10 @@ def photographs() -> dict[str, bytes]:
 # factor of 1.3 or more; decoded 1.9 times too coarse, 2.2 to 24 dB less from 1.15 to 7.
 LEAST_PSNR_DB = {
     "0.7": (610, 914, 54.8, 55.4),
-    "1.15": (371, 557, 38.6, 48.0),
     "1.3": (328, 492, 36.4, 46.5),
-    "1.5": (285, 427, 39.3, 47.3),
-    "1.7": (251, 376, 44.3, 51.1),
     "1.9": (225, 337, 49.8, 53.6),
-    "2": (214, 320, 51.1, 53.3),
-    "2.2": (194, 291, 29.9, 36.6),
     "3": (142, 213, 33.5, 38.5),
-    "3.6": (119, 178, 35.9, 39.8),
-    "4.4": (97, 145, 33.8, 38.2),
     "7": (61, 91, 39.2, 42.1),
-    "8": (53, 80, 28.4, 30.2),
     "12": (36, 53, 31.8, 32.6),
     "1.07 down, 4 across": (400, 160, 35.7, 42.0),
 }
@@ -275,9 +263,10 @@ def test_a_bicubic_training_crop_is_cut_before_it_is_resized() -> None:
         np.testing.assert_array_equal(made, np.asarray(expected))
 
 
-@pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 900), (3, 2), (17, 5), (4000, 60)])
-@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-@pytest.mark.parametrize("kind", ["center_crop", "resize"])
+@pytest.mark.parametrize(("height", "width"), [(1, 900), (17, 5), (4000, 60)])
+@pytest.mark.parametrize(
+    ("kind", "interpolation"), [("center_crop", "bicubic"), ("resize", "bilinear")]
+)
 def test_an_exact_crop_of_any_shape_is_whole(
     height: int, width: int, kind: Any, interpolation: Any
 ) -> None:
@@ -300,15 +289,6 @@ def test_a_centre_crop_is_the_middle_of_the_resized_image() -> None:
     assert psnr(crop, reference) > 30
 
 
-def test_a_whole_image_crop_without_flip_is_a_plain_resize() -> None:
-    image = jpeg(5, 90, 90)
-    whole = Augmentation("inception_crop", 32, flip=False, min_area=1.0, min_aspect=1, max_aspect=1)
-    plain = Augmentation("resize", 32, flip=False)
-    np.testing.assert_array_equal(
-        crop_of(image, whole, (0, 0, 0)), crop_of(image, plain, (0, 0, 0))
-    )
-
-
 def ramp(height: int, width: int) -> bytes:
     """A picture whose red is its row and whose green is its column, scaled to 0..250."""
     rows, columns = np.mgrid[0:height, 0:width]
@@ -325,44 +305,6 @@ def rectangle(crop: NDArray[np.uint8], height: int, width: int) -> tuple[float, 
     return tall, wide
 
 
-@pytest.mark.parametrize("side", [7, 16, 30, 61, 100])
-def test_a_whole_image_is_decoded_from_its_own_file_where_it_has_a_restart_index(
-    side: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As without the index; a file from its parts would have the same pixels, but takes longer."""
-    made: list[Any] = []
-    plain = crops.crop_file
-    monkeypatch.setattr(crops, "crop_file", lambda *of: made.append(of) or plain(*of))
-    file = encoded(PIXELS, restart_marker_rows=1)
-    index, size = index_segments(file), PIXELS.shape[:2]
-    assert index is not None
-
-    def crop(kind: Any, index: RestartIndex | None) -> NDArray[np.uint8]:
-        augmentation = Augmentation(kind, size=side, flip=False)
-        box = draw_box(size, augmentation, (0, 0, 0))
-        out = np.empty(augmentation.shape, np.uint8)
-        return crops.crop(crops.StoredImage(file, size, index), box, augmentation, out)
-
-    np.testing.assert_array_equal(crop("resize", index), crop("resize", None))
-    assert not made
-    np.testing.assert_array_equal(crop("inception_crop", index), crop("inception_crop", None))
-    assert made
-    del made[:]
-    other = replace(index, size_at=index.size_at + 2)  # where the size is not
-    with contextlib.suppress(BadImageError):
-        crop("resize", other)
-    assert made
-
-
-@pytest.mark.parametrize("side", [8, 16, 40])
-def test_an_exact_crop_of_a_whole_image_that_is_decoded_coarsely_is_pillows(side: int) -> None:
-    file = jpeg(5, 160, 160)
-    crop = crop_of(file, Augmentation("resize", side, flip=False, is_exact=True), (0, 0, 0))
-    with Image.open(io.BytesIO(file)) as image:
-        reference = np.asarray(image.resize((side, side), Image.Resampling.BILINEAR))
-    assert psnr(crop, reference) > 30
-
-
 def test_inception_crops_cover_the_areas_and_aspects_asked_for() -> None:
     """Read off the pixels of a ramp; ten attempts fit almost always, so areas stay uniform."""
     image, augmentation = ramp(400, 400), Augmentation(size=64, flip=False, min_area=0.1)
@@ -374,14 +316,6 @@ def test_inception_crops_cover_the_areas_and_aspects_asked_for() -> None:
     assert 0.4 < areas.mean() < 0.56
     assert 0.7 < aspects.min() < 0.8
     assert 1.25 < aspects.max() < 1.4
-
-
-def test_resize_crop_takes_a_fixed_share_at_random_places() -> None:
-    image, augmentation = ramp(300, 500), Augmentation("resize_crop", 96, flip=False, resize=112)
-    crops = [crop_of(image, augmentation, (0, 0, i)) for i in range(100)]
-    sides = np.array([rectangle(crop, 300, 500) for crop in crops])
-    np.testing.assert_allclose(sides.mean(axis=0), [300 * 96 / 112, 500 * 96 / 112], rtol=0.02)
-    assert len({crop.tobytes() for crop in crops}) > 50
 
 
 def test_half_of_the_images_are_mirrored() -> None:

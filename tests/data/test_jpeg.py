@@ -1,6 +1,5 @@
 import io
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -36,11 +35,9 @@ def test_a_crop_says_nothing_on_standard_error(
     "image",
     [
         b"",
-        b"\xff\xd8\xff\xd9",
         b"\xff\xd8\xff\xc0\xff\xd9",
         encoded(PIXELS)[:-1],
         encoded(PIXELS, "PNG"),
-        encoded(np.dstack([PIXELS, PIXELS[:, :, :1]]), "WEBP"),
     ],
 )
 def test_what_is_no_whole_jpeg_has_no_size(image: bytes) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.converted_set import converted_set
-from tests.data.denying_s3 import ACTIONS, Rights, serve_s3_with_rights
+from tests.data.denying_s3 import ACTIONS, Rights, policy_of, serve_s3_with_policy
 from tests.data.s3_server import forget_clients
 from tests.recipes import recipe_with
 from vit_ray.commands import doctor
@@ -24,8 +24,9 @@ def allow() -> Iterator[Callable[[Rights], None]]:
     folder = converted_set()
     places = [path for path in folder.rglob("*") if path.is_file()]
     files = {f"train/{path.relative_to(folder)}": path.read_bytes() for path in places}
-    with serve_s3_with_rights({"sets": files, "weights": {"w.npz": b""}, "runs": {}}) as allowing:
-        yield allowing
+    buckets = {"sets": files, "weights": {"w.npz": b""}, "runs": {}}
+    with serve_s3_with_policy(buckets) as set_policy:
+        yield lambda rights: set_policy(policy_of(rights))
 
 
 def prepare(name: str, **sections: object) -> None:

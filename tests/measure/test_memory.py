@@ -65,12 +65,3 @@ def test_buffers_of_the_step_reuse_the_room_of_the_activations() -> None:
     assert state_memory(small, many).buffers * GIB == pytest.approx(30e6 + 2 * bucket)
     some = Activations(kept=50_000_000, peak=60_000_000)
     assert state_memory(small, some).buffers * GIB == pytest.approx(350e6)
-
-
-def test_the_total_is_the_sum_of_the_parts_and_the_text_shows_them() -> None:
-    memory = state_memory(dataclasses.replace(PAPER, stage=2), Activations(2 * GIB, 3 * GIB))
-    parts = dataclasses.asdict(memory)
-    assert memory.total == pytest.approx(sum(parts.values()))
-    assert f"{memory.total:.2f} GiB" in str(memory)
-    assert "activations 2.00" in str(memory)
-    assert "averages" not in str(memory)

@@ -13,10 +13,5 @@ def test_mfu_and_hfu_by_hand() -> None:
     assert rates["perf/hfu"] == pytest.approx(0.08)
 
 
-def test_without_recomputation_hfu_is_mfu() -> None:
-    rates = Compute(30_000_000, 0, 1e12).rates(1000.0)
-    assert rates["perf/hfu"] == rates["perf/mfu"]
-
-
 def test_without_a_known_peak_there_is_no_share_of_it() -> None:
     assert set(Compute(30_000_000).rates(10.0)) == {"perf/model_tflops_per_gpu"}

@@ -18,9 +18,7 @@ from vit_ray.report.figures import (
     fig_compute,
     fig_curves,
     fig_data,
-    fig_rates,
     fig_speed,
-    svg,
 )
 from vit_ray.report.runs import load_runs, trainings
 from vit_ray.report.tables import cells_of, comparable
@@ -79,13 +77,6 @@ def test_a_key_of_the_recipe_gives_the_colours_of_figures_8_9_and_13(cells: pd.D
     assert len({*names.values()}) == 2
 
 
-def test_a_key_that_some_runs_do_not_have_is_unset_there(cells: pd.DataFrame) -> None:
-    varied = cells.assign(**{"train.skip_above": cells["label"].map({"ViT-B/16": 4.0})})
-    figure = fig_compute(varied, color="train.skip_above")
-    names = {text.get_text().partition(", ")[2] for text in figure.axes[0].texts}
-    assert names == {"4.0", "unset"}
-
-
 def test_a_training_that_has_not_finished_is_a_cross_with_its_state(cells: pd.DataFrame) -> None:
     (axes,) = fig_compute(cells).axes
     legend = axes.get_legend()
@@ -108,21 +99,6 @@ def test_accuracy_against_data_has_a_part_for_each_length() -> None:
     assert [text.get_text() for text in figure.axes[0].texts] == ["A", "B"]
 
 
-def test_trials_are_hollow_and_what_was_tested_is_filled() -> None:
-    base = {"family": "ViT", "num_dev": 100, "num_test": 100, "status": "finished", "exaflops": 1.0}
-    trials = [{**base, "group": str(r), "rate": r, "dev": d} for r, d in ((0.1, 0.9), (0.01, 0.8))]
-    stopped = {**base, "group": "s", "rate": 1.0, "dev": 0.1, "status": "stopped early"}
-    finals = [{**base, "group": "f", "rate": 0.1, "test": 0.85}]
-    figure = fig_rates(pd.DataFrame([*trials, stopped]), pd.DataFrame(finals))
-    (axes,) = figure.axes
-    shown = {
-        c.get_label(): (c[0].get_markerfacecolor(), len(c[0].get_xdata())) for c in axes.containers
-    }
-    assert shown["dev split"] == ("white", 2)
-    assert shown["dev split, stopped early"][1] == 1
-    assert shown["test"] == (COLORS["ViT"], 1)
-
-
 def test_curves_have_their_names_and_the_chosen_one_is_bold() -> None:
     curves = {name: pd.Series([2.0, end], [0, 10]) for name, end in (("a", 1.0), ("b", 1.01))}
     figure = fig_curves(curves, {"a": "ViT", "b": "ViT"}, "loss", bold=["b"])
@@ -143,7 +119,3 @@ def test_speed_has_a_mark_for_each_model(cells: pd.DataFrame) -> None:
     marks = sorted([*map(float, line.get_xydata()[0])] for line in figure.axes[0].lines)
     known = sorted([gmacs, 1000 / gmacs] for gmacs in GMACS.values())
     assert np.array(marks) == pytest.approx(np.array(known))
-
-
-def test_a_figure_is_the_same_bytes_each_time(cells: pd.DataFrame) -> None:
-    assert svg(fig_compute(cells)) == svg(fig_compute(cells))

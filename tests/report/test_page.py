@@ -66,12 +66,6 @@ def test_what_is_missing_names_each_gap_once(study_page: Written) -> None:
     ]
 
 
-def test_a_study_says_how_many_cells_have_not_begun(store: Store) -> None:
-    study = store.put("study", kind="study", tags={"vit_ray.num_cells": "3"})
-    store.put("cell", {"eval/top1": 0.5}, group="g", parent=study)
-    assert "2 of 3 cells of study have not begun" in page_of(store, study).missing
-
-
 def test_a_sweep_begins_with_its_choice_and_its_test_result(sweep_page: Written) -> None:
     won, tested, cost, proxy = sweep_page.lead
     assert won == (
@@ -131,12 +125,6 @@ def test_a_training_begins_with_its_result(
 ) -> None:
     store.put("run", metrics, kind="pretrain", group="g", status=status)
     assert page_of(store).lead[0] == sentence
-
-
-def test_an_empty_experiment_is_a_page_that_says_so(store: Store) -> None:
-    written = page_of(store)
-    assert written.is_empty
-    assert written.missing == ["'made' holds no runs yet; this page is empty until one begins"]
 
 
 CRAFTED = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'{{ 7 * 7 }}&"

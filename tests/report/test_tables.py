@@ -21,7 +21,7 @@ from tests.report.made_store import (
 from vit_ray import paper
 from vit_ray.report.page import Written
 from vit_ray.report.runs import load_runs, trainings
-from vit_ray.report.tables import differences, paper_tables, trainings_table
+from vit_ray.report.tables import paper_tables, trainings_table
 
 
 def table_of(written: Written, start: str) -> pd.DataFrame:
@@ -179,10 +179,3 @@ def test_a_cells_transfers_are_columns_and_their_mean_needs_all_tasks(store: Sto
     assert pd.isna(table.loc["b", "flowers %"])
     six = tables_of(store)["Table 6"]
     assert six["pets %"].tolist() == ["80.00", "90.00"]
-
-
-def test_groups_with_one_name_for_other_contents_are_told_apart(store: Store) -> None:
-    for group in ("aaaaaaaa1", "bbbbbbbb2"):
-        store.put(group, {"eval/top1": 0.5}, group=group)
-    names = differences(trainings(load_runs(store.uri, "made")))
-    assert [*names.values()] == [" (aaaaaaaa)", " (bbbbbbbb)"]

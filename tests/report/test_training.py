@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from PIL import Image
 
 from tests.report.made_store import Store
 from vit_ray.evaluation.examples import picture
-from vit_ray.report.document import Section, write_page
 from vit_ray.report.page import write_report
 from vit_ray.report.runs import Files, load_runs
 from vit_ray.report.training import confusion, events, gallery
@@ -103,11 +101,3 @@ def test_classes_that_are_equal_in_their_first_letters_keep_their_own_counts() -
     (table,) = confusion(lines([*rows, (alike[0], alike[1], 3)])).values()
     assert table["images"].tolist() == [4, 2, 3, 4, 5]
     assert table.loc[alike[0], [alike[0], alike[1]]].tolist() == ["25.00", "75.00"]
-
-
-def test_a_class_may_have_the_name_of_a_column(tmp_path: Path) -> None:
-    names = ["images", "class", "index", "rose", "tulip"]
-    tables = confusion(lines([(name, name, 2) for name in names]))
-    write_page(tmp_path / "page.html", "title", [Section("Errors", tables=tables)])
-    head = (tmp_path / "page.html").read_text().partition("<tbody>")[0]
-    assert re.findall("<th>(.*)</th>", head) == ["class", "images", *sorted(names)]

@@ -29,9 +29,8 @@ def with_lost_sector(image: bytes) -> bytes:
     raise AssertionError("libjpeg sees them everywhere")
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_lost_sector_that_libjpeg_does_not_see_is_counted(number: int) -> None:
-    whole = encoded(load_sample_images().images[number], quality=90)
+def test_a_lost_sector_that_libjpeg_does_not_see_is_counted() -> None:
+    whole = encoded(load_sample_images().images[0], quality=90)
     assert not has_zeroed_data(whole)
     damaged = with_lost_sector(whole)
     assert has_zeroed_data(damaged)
@@ -42,12 +41,9 @@ def test_a_lost_sector_that_libjpeg_does_not_see_is_counted(number: int) -> None
         checked(damaged, "key", (0,), strict, restart_writer())
 
 
-@pytest.mark.parametrize("colour", [(0, 0, 0), (255, 255, 255), (10, 200, 30)])
-def test_a_picture_of_one_colour_is_no_damage_though_its_data_are_zeros(
-    colour: tuple[int, int, int],
-) -> None:
+def test_a_picture_of_one_colour_is_no_damage_though_its_data_are_zeros() -> None:
     sink = io.BytesIO()
-    Image.new("RGB", (4000, 3000), colour).save(sink, "JPEG", optimize=True)
+    Image.new("RGB", (4000, 3000), (10, 200, 30)).save(sink, "JPEG", optimize=True)
     image = sink.getvalue()
     assert bytes(64) in image
     assert not has_zeroed_data(image)

@@ -15,8 +15,7 @@ from sklearn.datasets import load_sample_images
 from tests.data.jpeg_index.made_up import crafted_jpeg, difference
 from tests.data.pictures import encoded, picture
 from tests.data.test_restart_index import by_opencv
-from vit_ray.data import jpeg
-from vit_ray.data.jpeg import header_segments, size_of_jpeg
+from vit_ray.data.jpeg import header_segments
 from vit_ray.data.jpeg_index import libjpeg_process, rewriting
 from vit_ray.data.jpeg_index.headers import metadata_of
 from vit_ray.data.jpeg_index.rewriting import Libjpeg, restart_writer, with_restart_markers
@@ -66,11 +65,10 @@ def test_a_rewritten_file_has_the_pixels_of_the_original(name: str, writer: Libj
     assert "progressive" not in Image.open(io.BytesIO(found.image)).info
 
 
-@pytest.mark.parametrize("name", ["4:2:0", "of optimised tables"])
-def test_markers_cost_few_bytes(name: str, writer: Libjpeg) -> None:
-    found = with_restart_markers(FILES[name], writer)
+def test_markers_cost_few_bytes(writer: Libjpeg) -> None:
+    found = with_restart_markers(FILES["4:2:0"], writer)
     assert found is not None
-    assert len(found.image) < 1.03 * len(FILES[name])
+    assert len(found.image) < 1.03 * len(FILES["4:2:0"])
     assert found.index.columns >= 2
 
 
@@ -161,10 +159,8 @@ ODD = {
     "cmyk": cmyk,
     "damaged": damaged,
     "cut, with an end": lambda: FILES["4:2:0"][:20000] + b"\xff\xd9",
-    "cut": lambda: FILES["4:2:0"][:-2],
     "followed by padding": lambda: FILES["4:2:0"] + bytes(10) + b"\xff\xd9",
     "arithmetic": lambda: with_a_frame_marker(0xC9),
-    "lossless": lambda: with_a_frame_marker(0xC3),
     "png": lambda: encoded(CHINA[:64, :64], "PNG"),
     "empty": lambda: b"",
     "progressive without its last scans": without_its_last_scans,
@@ -172,7 +168,6 @@ ODD = {
     "with a comment behind its scan": lambda: FILES["grey"][:-2] + b"\xff\xfe\0\6mine\xff\xd9",
     "with a thumbnail": with_a_thumbnail,
     "of fractional sampling": lambda: of_sampling(0x31, 0x21, 0x11),
-    "of no sampling": lambda: of_sampling(0x22, 0x11, 0x11).replace(b"\2\x11", b"\2\0"),
     "of impossible sampling": lambda: FILES["4:2:0"].replace(b"\x01\x22\0\x02", b"\x01\x2f\0\x02"),
 }
 
@@ -258,13 +253,10 @@ def of_red_green_blue(image: bytes, *, by_adobe: bool) -> bytes:
 
 
 @pytest.mark.parametrize("by_adobe", [True, False])
-@pytest.mark.parametrize("seed", range(3))
-def test_components_of_any_colours_keep_their_own_codes(
-    writer: Libjpeg, seed: int, by_adobe: bool
-) -> None:
+def test_components_of_any_colours_keep_their_own_codes(writer: Libjpeg, by_adobe: bool) -> None:
     """libjpeg would code red, green and blue with the tables of the first."""
-    cut = np.roll(CHINA, 100 * seed, 1)[:200, :320]
-    image = of_red_green_blue(encoded(cut, subsampling=0, optimize=True), by_adobe=by_adobe)
+    cut = encoded(CHINA[:200, :320], subsampling=0, optimize=True)
+    image = of_red_green_blue(cut, by_adobe=by_adobe)
     assert Image.open(io.BytesIO(image)).mode == "RGB"
     found = with_restart_markers(image, writer)
     assert found is not None
@@ -294,8 +286,10 @@ def in_other_places(image: bytes) -> bytes:
     return bytes(changed)
 
 
-@pytest.mark.parametrize("name", ["of optimised tables", "of few grey levels", "of rough DC"])
-@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize(
+    ("name", "moves"),
+    [("of optimised tables", True), ("of few grey levels", False), ("of rough DC", True)],
+)
 def test_the_codes_of_a_file_are_kept(writer: Libjpeg, name: str, moves: bool) -> None:
     """Which is twice as fast, though the start of a segment needs codes that are not there."""
     image = in_other_places(FILES[name]) if moves else FILES[name]
@@ -309,16 +303,13 @@ PLAIN = encoded(CHINA[:96, :160], subsampling=0)
 
 
 OTHERS = {
-    "another picture": encoded(np.roll(CHINA[:96, :160], 1, 1), subsampling=0),
     "a picture with one other pixel": encoded(
         np.where(np.arange(96 * 160).reshape(96, 160, 1) == 9999, 0, CHINA[:96, :160]),
         subsampling=0,
     ),
     "other quantization": encoded(CHINA[:96, :160], subsampling=0, quality=74),
     "other colours": of_red_green_blue(PLAIN, by_adobe=True),
-    "another sampling": encoded(CHINA[:96, :160], subsampling=2),
     "another height": encoded(CHINA[:95, :160], subsampling=0),
-    "damage": PLAIN[:-100] + PLAIN[-2:],
     "stray bytes": PLAIN[:-2] + bytes(40) + PLAIN[-2:],
 }
 
@@ -331,59 +322,6 @@ def test_only_what_has_the_coefficients_of_the_original_is_an_answer(
     other = OTHERS.get(name, PLAIN)
     monkeypatch.setattr(library, "_written", lambda *_: other)
     assert library.rewritten(PLAIN, 1, True, b"") == (b"" if name else PLAIN)
-
-
-def test_a_file_that_no_decoder_takes_is_not_looked_through(writer: Libjpeg) -> None:
-    """Of more pixels than Pillow decodes; a header can say any number."""
-    image = bytearray(FILES["grey"][:-100] + FILES["grey"][-2:])
-    assert b"premature end" in (writer.ask(libjpeg_process.WARNINGS, bytes(image)) or b"")
-    at = image.index(b"\xff\xc0")
-    image[at + 5 : at + 9] = (20_000).to_bytes(2) * 2
-    assert writer.ask(libjpeg_process.WARNINGS, bytes(image)) == b""
-
-
-@pytest.fixture
-def writer_at_full_size(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, writer: Libjpeg
-) -> Iterator[Libjpeg]:
-    """Decodes all pixels of a file, not 1/8, for its warnings."""
-    code = Path(libjpeg_process.__file__).read_text()
-    assert code.count("_SCALE: Final = 8") == 1
-    (tmp_path / "whole.py").write_text(code.replace("_SCALE: Final = 8", "_SCALE: Final = 1"))
-    writer.ask(libjpeg_process.WARNINGS, PLAIN)  # so that its process runs
-    monkeypatch.setattr(rewriting, "_HELPER", tmp_path / "whole.py")
-    library = Libjpeg(writer._command[-1])
-    yield library
-    library.close()
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_warnings_at_one_eighth_are_those_at_full_size_and_without_any_the_file_decodes(
-    writer: Libjpeg, writer_at_full_size: Libjpeg, name: str
-) -> None:
-    """Coded data are changed, cut out, or put in; Pillow and OpenCV say what decodes."""
-    rng, num_whole, num_damaged = np.random.default_rng(7), 0, 0
-    for turn in range(40):
-        image = bytearray(FILES[name])
-        at = int(rng.integers(len(image) // 2, len(image) - 2)) if turn else len(image) - 2
-        image[at : at + turn % 3] = rng.bytes(turn % 4)
-        eighth, whole = (
-            library.ask(libjpeg_process.WARNINGS, bytes(image))
-            for library in (writer, writer_at_full_size)
-        )
-        assert whole == eighth
-        if whole == b"" and (size := size_of_jpeg(bytes(image))) is not None:
-            num_whole += 1
-            assert by_opencv(bytes(image)).shape[:2] == size
-            with Image.open(io.BytesIO(image)) as opened:
-                opened.load()
-        num_damaged += whole != b""
-    assert num_whole
-    assert num_damaged or name == "of one pixel"
-
-
-def test_no_file_that_is_taken_for_plain_is_too_large_to_be_looked_through() -> None:
-    assert jpeg._MOST_PIXELS <= libjpeg_process._MOST_PIXELS
 
 
 def test_no_made_up_file_changes_its_picture(writer: Libjpeg) -> None:
@@ -412,28 +350,9 @@ def test_a_helper_that_is_killed_is_no_fault_of_the_file(
         with_restart_markers(image, Libjpeg(""))
 
 
-def test_a_writer_that_writes_no_markers_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    other, without_markers = next(rewriting._writers()), Libjpeg("")
-    monkeypatch.setattr(without_markers, "ask", lambda _, image, *__: image)
-    writers = [without_markers, other]
-    monkeypatch.setattr(rewriting, "_writers", lambda: iter(writers))
-    assert restart_writer.__wrapped__() is other
-    other.close()
-
-
-def test_a_library_beside_pillow_makes_no_search_for_others(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "pillow.libs").mkdir()
-    (tmp_path / "PIL").mkdir()
-    (tmp_path / "pillow.libs" / "libjpeg.so").touch()
-    monkeypatch.setattr("PIL.__file__", str(tmp_path / "PIL" / "__init__.py"))
-    monkeypatch.setattr("ctypes.util.find_library", lambda _: pytest.fail("searched"))
-    assert isinstance(next(rewriting._writers()), Libjpeg)
-
-
-@pytest.mark.parametrize("deaf", ["sys.stdin.buffer.read()", "time.sleep(60)"])
-@pytest.mark.parametrize("length", [100, 1 << 20])
+@pytest.mark.parametrize(
+    ("deaf", "length"), [("sys.stdin.buffer.read()", 100), ("time.sleep(60)", 1 << 20)]
+)
 def test_a_process_that_does_not_answer_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, deaf: str, length: int
 ) -> None:
@@ -444,28 +363,3 @@ def test_a_process_that_does_not_answer_is_not_waited_for(
     monkeypatch.setattr(rewriting, "_ENDS_WITHIN_S", 0.01)
     with pytest.raises(OSError, match=r"3 times, or did not answer in 0.1 s"):
         Libjpeg("").ask(libjpeg_process.WARNINGS, bytes(length))
-
-
-def test_a_file_may_take_so_much_processor_time(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Each file; what other work takes of the processor does not count."""
-    code = Path(libjpeg_process.__file__).read_text()
-    burnt = "burnt(float(image))"
-    for old, new in (("_MOST_CPU_S: Final = 60", "_MOST_CPU_S: Final = 1"),
-                     ("library.warnings(image)", burnt)):  # fmt: skip
-        assert code.count(old) == 1
-        code = code.replace(old, new)
-    burn = """
-def burnt(seconds):
-    end_s = time.process_time() + seconds
-    while time.process_time() < end_s:
-        pass
-    return ["done"]
-"""
-    (tmp_path / "burning.py").write_text(burn + code)
-    monkeypatch.setattr(rewriting, "_HELPER", tmp_path / "burning.py")
-    libjpeg = Libjpeg(next(rewriting._writers())._command[-1])
-    found = [libjpeg.ask(libjpeg_process.WARNINGS, b"%g" % s) for s in (0.7, 0.7, 0.7, 9, 0.1)]
-    libjpeg.close()
-    assert found == [b"done", b"done", b"done", None, b"done"]

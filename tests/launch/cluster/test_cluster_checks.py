@@ -52,15 +52,12 @@ def mixed() -> ClusterShape:
 @pytest.mark.parametrize(
     ("num_workers", "trains", "reads", "told"),
     [
-        (16, {}, {}, None),
         (8, {"gpu": "H100"}, {"pool": "read"}, None),
-        (16, {"gpu": "in(H100, A100)"}, {"pool": "read"}, None),
         (16, {"pool": "!read", "gpu": "!A100"}, {}, "needs 16 GPUs; the cluster has 8 "),
         (8, {"gpu": "B200"}, {}, r'workers.label_selector=\{"gpu": "B200"\}: no node .*gpu=H100'),
         (8, {}, {"pool": "reed"}, r'data.label_selector=\{"pool": "reed"\}: .*pool=read'),
         # They train on all CPUs that may read.
         (8, {"gpu": "H100"}, {"gpu": "H100"}, "leave 0 of 16 CPUs for reading"),
-        (8, {"gpu": "H100"}, {"gpu": "in(H100,A100)"}, None),
     ],
 )
 def test_only_nodes_with_the_labels_are_counted(

@@ -1,6 +1,5 @@
 """Which Ray a driver joins."""
 
-import inspect
 import os
 import platform
 import shutil
@@ -9,7 +8,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -17,10 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import ray
-from ray._private import node
 from ray._private.utils import check_version_info
 
 from tests.ports import free_ports
@@ -32,78 +28,30 @@ from vit_ray.launch.cluster.connection import (
     check_reachable,
     connect,
 )
-from vit_ray.ray_internals import STARTUP_TIMEOUT
 
 TOKEN = "0123456789abcdef" * 2
 
 
-@pytest.mark.parametrize("has_dashboard", [True, False])
-def test_numbers_for_a_dashboard_are_kept_where_a_ray_for_one_command_has_one(
-    monkeypatch: pytest.MonkeyPatch, has_dashboard: bool
-) -> None:
-    left_out: list[None] = []
+def test_the_warnings_of_the_caller_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setenv(connection.DASHBOARD, str(int(has_dashboard)))
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(connection, "_start", lambda num_cpus: None)
     monkeypatch.setattr(connection, "mark_private", lambda: None)
     monkeypatch.setattr(connection, "_end_with_ray", lambda folder: None)
     monkeypatch.setattr(connection, "shape", lambda ready_s: ClusterShape(1, 4, 0, ready_s))
-    monkeypatch.setattr(connection, "keep_no_dataset_statistics", lambda: left_out.append(None))
+    monkeypatch.setattr(connection, "keep_no_dataset_statistics", lambda: None)
     with warnings.catch_warnings():
         warnings.resetwarnings()
         connect(load_recipe("digits"))
-        assert not warnings.filters  # those of the caller of `train`
-    assert bool(left_out) != has_dashboard
+        assert not warnings.filters
 
 
-@pytest.mark.parametrize("form", ["127.0.0.1:{}", "localhost:{}"])
-def test_an_address_at_which_nobody_listens_is_an_error_that_names_it(form: str) -> None:
+def test_an_address_at_which_nobody_listens_is_an_error_that_names_it() -> None:
     with socket.socket() as held:  # nobody will ever listen here
         held.bind(("127.0.0.1", 0))
-        address = form.format(held.getsockname()[1])
+        address = f"127.0.0.1:{held.getsockname()[1]}"
         with pytest.raises(ValueError, match=f"RAY_ADDRESS={address}: no Ray answers there"):
             check_reachable(address, timeout_s=0.1)
-
-
-def test_a_name_that_nobody_knows_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no Ray answers there"):
-        check_reachable("no-such-host.invalid:6379", timeout_s=0.1)
-
-
-def test_an_address_that_answers_is_taken() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        check_reachable(f"127.0.0.1:{server.getsockname()[1]}", timeout_s=0.1)
-
-
-@pytest.mark.parametrize("address", ["auto", "local"])
-def test_other_forms_are_left_to_ray(address: str) -> None:
-    check_reachable(address, timeout_s=0.1)
-
-
-def test_a_ray_for_one_command_keeps_the_processes_of_its_tasks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    chosen: dict[str, Any] = {}
-
-    def init(**options: Any) -> None:
-        chosen.update(options, kept=int(os.environ[connection.KEPT_PROCESSES]))
-
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.delenv(connection.KEPT_PROCESSES, raising=False)
-    monkeypatch.setattr(os, "environ", os.environ.copy())
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", init)
-    monkeypatch.setattr(connection, "_STARTED", [])
-    monkeypatch.setattr(connection, "_address", lambda: "10.0.0.1:6379")
-    monkeypatch.setattr(connection, "shape", lambda ready_s: ClusterShape(1, 4, 0, ready_s))
-    monkeypatch.setattr(connection, "keep_no_dataset_statistics", lambda: None)
-    recipe = load_recipe("digits", ["data.cpus_per_task=0.5"])
-    wide = recipe.with_changes(workers={"num_workers": 90, "cpus_per_worker": 1.0})
-    connect(recipe, wide)
-    assert chosen["num_cpus"] == 91  # of a sweep's or study's widest training
-    # Ray counts actors, of which there are about ten, as well.
-    assert chosen["kept"] - 10 >= chosen["num_cpus"]
 
 
 @pytest.fixture
@@ -146,8 +94,6 @@ def test_a_ray_for_one_command_leaves_no_files_and_no_processes(short_folder: Pa
 
 @pytest.mark.parametrize(("end", "code", "is_kept"), [
     ("return 0", 0, False),
-    ("return 3", 3, False),  # stopped, with a checkpoint
-    ("raise ValueError('a wrong key')", 2, False),
     ("raise RuntimeError('a worker failed; log /tmp/...')", 1, True),
 ])  # fmt: skip
 def test_rays_logs_are_kept_where_a_failure_names_them(
@@ -169,21 +115,6 @@ def test_a_start_of_ray_that_takes_too_long_ends_in_one_line(short_folder: Path)
     assert "RAY_worker_register_timeout_seconds above 1" in line
 
 
-def test_a_machine_that_is_too_busy_to_start_ray_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert STARTUP_TIMEOUT in inspect.getsource(node)
-
-    def init(**_: Any) -> None:
-        raise Exception(f"{STARTUP_TIMEOUT}. This could happen because the GCS is overloaded.")
-
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(os, "environ", os.environ.copy())
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", init)
-    with pytest.raises(RuntimeError, match=r"too busy.* again") as raised:
-        connect(load_recipe("digits"))
-    assert "\n" not in str(raised.value)
-
-
 def joining(monkeypatch: pytest.MonkeyPatch, init: Any) -> None:
     """A driver with an address at which somebody listens."""
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
@@ -193,37 +124,20 @@ def joining(monkeypatch: pytest.MonkeyPatch, init: Any) -> None:
     monkeypatch.setattr(ray, "init", init)
 
 
-@pytest.mark.parametrize(
-    ("ray_version", "python_version"),
-    [("2.59.1", platform.python_version()), (ray.__version__, "3.9.1")],
-)
 def test_a_cluster_of_another_version_is_an_error_that_names_both(
-    monkeypatch: pytest.MonkeyPatch, ray_version: str, python_version: str
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    theirs = {"ray_version": ray_version, "python_version": python_version}
+    theirs = {"ray_version": "2.59.1", "python_version": platform.python_version()}
     # Ray's own check, which `ray.init` makes with what the cluster says of itself.
     joining(monkeypatch, lambda **_: check_version_info(theirs, "10.0.0.2"))
     with pytest.raises(ValueError, match=r"^RAY_ADDRESS=10\.0\.0\.1:6379: The cluster") as raised:
         connect(load_recipe("digits"))
     (line,) = str(raised.value).splitlines()
-    assert f"started with: Ray: {ray_version} Python: {python_version} This process" in line
-    assert (
-        f"started with: Ray: {ray.__version__} Python: {platform.python_version()}; both need"
-        in line
-    )
-    assert "ray job submit" in line
+    assert "Ray: 2.59.1 Python: " in line
+    assert f"Ray: {ray.__version__} Python: {platform.python_version()}; both need" in line
 
 
-def test_other_errors_of_joining_are_rays_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(**_: Any) -> None:
-        raise RuntimeError("the cluster is full")
-
-    joining(monkeypatch, fails)
-    with pytest.raises(RuntimeError, match=r"^the cluster is full$"):
-        connect(load_recipe("digits"))
-
-
-@pytest.mark.parametrize("address", ["foo", "8265", "localhost", "ray://head:10001"])
+@pytest.mark.parametrize("address", ["foo", "ray://head:10001"])
 def test_an_address_of_another_form_is_refused_by_the_name_of_its_variable(address: str) -> None:
     with pytest.raises(
         ValueError, match=f"RAY_ADDRESS={address} is not an address; give HOST:PORT"
@@ -260,7 +174,6 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ("environment", "message"),
     [
         ({"RAY_AUTH_MODE": "disabled"}, "RAY_AUTH_MODE is disabled now"),
-        ({"RAY_AUTH_MODE": "token"}, "Authentication token is missing or incorrect"),
         ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN[::-1]}, "RAY_AUTH_MODE is token now"),
         ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}, "1 node, 1 CPUs, 0 GPUs"),
     ],
@@ -283,13 +196,9 @@ def test_a_cluster_that_refuses_the_token_is_told_at_once(
     assert ("copy ~/.ray/auth_token of its head" in output) == (done.returncode != 0)
 
 
-@pytest.mark.parametrize("is_own", [True, False])
-def test_sigterm_does_what_it_did_once_ray_is_joined(
-    is_own: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sigterm_does_what_it_did_once_ray_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's own handler prints a stack, and ends the process with exit code 15."""
     earlier = signal.getsignal(signal.SIGTERM)
-    before: Any = (lambda *_: None) if is_own else signal.SIG_DFL
 
     def init(**_: Any) -> None:
         signal.signal(signal.SIGTERM, lambda *_: None)
@@ -300,15 +209,12 @@ def test_sigterm_does_what_it_did_once_ray_is_joined(
         monkeypatch.setattr(ray, "init", init)
         monkeypatch.setattr(connection, "token_problem", lambda *_: None)
         monkeypatch.setattr(connection, "shape", lambda _: "shape")
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
             assert connect(load_recipe("digits")) == "shape"
-            if is_own:
-                assert signal.getsignal(signal.SIGTERM) is before
-            else:
-                with pytest.raises(SystemExit, match="143"):  # what is open is closed
-                    signal.raise_signal(signal.SIGTERM)
-                assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+            with pytest.raises(SystemExit, match="143"):  # what is open is closed
+                signal.raise_signal(signal.SIGTERM)
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         finally:
             signal.signal(signal.SIGTERM, earlier)
 
@@ -348,34 +254,3 @@ def test_a_folder_whose_path_is_too_long_for_rays_sockets_is_told(tmp_path: Path
     assert "ValueError: Ray could not be started in a folder in RAY_TMPDIR" in error
     assert "set RAY_TMPDIR to a folder of your own" in error
     assert list(folder.iterdir()) == []
-
-
-class FakeProcess:
-    def __init__(self, words: list[str], state: str) -> None:
-        self.info = {"name": "raylet", "ppid": os.getpid(), "cmdline": words}
-        self.state = state
-
-    def status(self) -> str:
-        return self.state
-
-
-def test_a_process_ends_with_its_ray_and_not_with_the_one_that_it_had_before(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ended: list[int] = []
-    before = FakeProcess([], psutil.STATUS_ZOMBIE)
-    own = FakeProcess(["raylet", "--session_dir=/tmp/ray-b/session"], psutil.STATUS_RUNNING)
-    monkeypatch.setattr(psutil, "process_iter", lambda _: [before, own])
-    monkeypatch.setattr(connection, "LOOK_S", 0.01)
-    monkeypatch.setattr(connection, "_address", lambda: "127.0.0.1:6379")
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(os, "_exit", ended.append)
-    others = set(threading.enumerate())
-    connection._end_with_ray("/tmp/ray-b")
-    (watch,) = set(threading.enumerate()) - others
-    time.sleep(0.2)
-    assert watch.is_alive()
-    own.state = psutil.STATUS_ZOMBIE
-    watch.join(30)
-    assert ended == [1]
-    assert "error: Ray on this machine has ended" in capsys.readouterr().err

@@ -67,16 +67,6 @@ def test_nodes_that_see_neither_are_named_with_what_to_change(
     assert asked == {"gpu": paths, "cpu": paths}  # no task runs on the head
 
 
-def test_many_nodes_are_counted(tmp_path: Path, monkeypatch: Any, asked: Any) -> None:
-    nodes = tuple(node(f"n{number:02d}", number, CPU=8.0) for number in range(20))
-    monkeypatch.setattr(
-        shared_files, "unseen_by", lambda ids, paths: {one: {*paths} for one in ids}
-    )
-    cluster = ClusterShape(20, 160, 0, 0.0, nodes=nodes)
-    with pytest.raises(ValueError, match=r"not on n00 .* n07 \(10\.0\.0\.7\), 12 more; give"):
-        check_shared(cluster, [("data.train", str(tmp_path))])
-
-
 @pytest.mark.parametrize(
     "cluster",
     [ClusterShape(1, 8, 0, 0.0, nodes=NODES[1:2]), ClusterShape(3, 8, 0, 0.0, is_private=True)],

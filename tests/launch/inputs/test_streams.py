@@ -12,15 +12,11 @@ from tests.data.converting import convert, in_this_process
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
 from vit_ray.data.subset import subset
-from vit_ray.launch.cluster.cluster_checks import check_batch, check_cluster
-from vit_ray.launch.cluster.connection import ClusterShape, local_cpus
 from vit_ray.launch.inputs import streams
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.prepared_run import prepared_training
 from vit_ray.launch.resuming import find_resume_point
 from vit_ray.launch.run import evaluate, finetune
-
-LAPTOP = ClusterShape(num_nodes=1, num_cpus=4, num_gpus=0, ready_s=0, is_private=True)
 
 
 @pytest.fixture
@@ -63,9 +59,7 @@ def test_a_fraction_is_taken_after_the_held_out_part(recipe: Recipe) -> None:
     ("changes", "message"),
     [
         ({"data": {"train": "/no/such/set"}}, "no data set at '/no/such/set'"),
-        ({"data": {"train": None}}, "data.train is not set"),
         ({"train": {"global_batch_size": 100}}, "the nearest valid train.global_batch_size is 96"),
-        ({"train": {"global_batch_size": 65}}, "does not divide among 2 workers"),
         ({"train": {"global_batch_size": 2048}}, "more than the 1497 training images"),
         ({"optim": {"steps": None}}, "optim gives no length of the run"),
     ],
@@ -117,8 +111,7 @@ def test_of_a_huge_pool_only_so_many_labels_are_read(
 
 
 @pytest.mark.parametrize(
-    ("averaging", "warms_up", "is_told"),
-    [(0.9999, False, True), (0.9999, True, False), (0.5, False, False), (0.0, False, False)],
+    ("averaging", "warms_up", "is_told"), [(0.9999, False, True), (0.9999, True, False)]
 )
 def test_averaged_weights_that_are_still_the_first_ones_are_told(
     recipe: Recipe, caplog: Any, averaging: float, warms_up: bool, is_told: bool
@@ -128,40 +121,6 @@ def test_averaged_weights_that_are_still_the_first_ones_are_told(
     )
     with prepared_training(recipe, "pretrain"):
         assert ("averaged weights is still the initial weights" in caplog.text) is is_told
-
-
-def test_the_batch_that_is_proposed_is_taken(recipe: Recipe) -> None:
-    train = {"global_batch_size": 128, "micro_batch_size": 64}
-    asked = recipe.with_changes(workers={"num_workers": 3}, train=train)
-    with pytest.raises(ValueError, match=r"nearest valid train\.global_batch_size is 192$"):
-        check_batch(asked, 1000)
-    check_batch(asked.with_changes(train={"global_batch_size": 192}), 1000)
-
-
-def test_more_gpus_than_this_machine_has_are_refused_at_once(recipe: Recipe) -> None:
-    greedy = recipe.with_changes(workers={"num_workers": 2, "use_gpu": True})
-    with pytest.raises(ValueError, match=r"has 0 .*\); start nodes with GPUs, or set work"):
-        check_cluster(greedy, LAPTOP)
-
-
-def test_workers_that_leave_no_cpu_for_data_are_refused(recipe: Recipe) -> None:
-    crowded = recipe.with_changes(workers={"num_workers": 4, "cpus_per_worker": 1.0})
-    with pytest.raises(ValueError, match="use at most 3 workers"):
-        check_cluster(crowded, LAPTOP)
-
-
-def test_gpus_are_used_if_there_are_any(recipe: Recipe) -> None:
-    assert check_cluster(recipe, LAPTOP) is False
-    assert check_cluster(recipe, ClusterShape(1, 16, 2, 0)) is True
-    stays = recipe.with_changes(workers={"use_gpu": False})
-    assert check_cluster(stays, ClusterShape(1, 16, 2, 0)) is False
-
-
-def test_a_local_cluster_has_room_for_workers_and_data(recipe: Recipe) -> None:
-    wide = recipe.with_changes(
-        workers={"num_workers": 3, "cpus_per_worker": 2.0}, data={"cpus_per_task": 1.0}
-    )
-    assert local_cpus(wide) == 8
 
 
 def test_resume_true_needs_a_run(recipe: Recipe) -> None:
@@ -175,11 +134,6 @@ def test_fine_tuning_and_evaluation_need_weights(recipe: Recipe) -> None:
         finetune(recipe)
     with pytest.raises(ValueError, match="init_from is not set"):
         evaluate(recipe)
-
-
-def test_weights_that_are_not_there_are_refused_before_anything_starts(recipe: Recipe) -> None:
-    with pytest.raises(ValueError, match="holds no whole checkpoint"):
-        finetune(recipe.with_changes(init_from="/no/such/run"))
 
 
 def test_a_set_for_evaluation_only_is_not_trained_on(

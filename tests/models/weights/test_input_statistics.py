@@ -94,14 +94,6 @@ def test_pixels_that_are_only_scaled_are_a_normalisation_too(tmp_path: Path) -> 
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_first_layer_that_pads_is_refused(tmp_path: Path) -> None:
-    model = small_model("ResNet")
-    save_weights(model, tmp_path / "model.safetensors", "timm")
-    (tmp_path / "config.json").write_text(json.dumps(IMAGENET))
-    with pytest.raises(ValueError, match=r"takes inputs normalised by mean \[0\.485.*only a ViT"):
-        load_weights(model, tmp_path)
-
-
 def test_what_is_no_mean_and_deviation_is_refused(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"mean": 0.5, "std": [0.5] * 3}))

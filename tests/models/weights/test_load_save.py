@@ -23,7 +23,6 @@ from transformers import (
 
 from tests.models.small import (
     FAMILIES,
-    POSITION_VARIANTS,
     relative_difference,
     small_model,
     some_images,
@@ -54,7 +53,7 @@ def saved_arrays(model: nn.Module, folder: Path) -> Arrays:
 
 @pytest.mark.parametrize(
     ("family", "image_size", "patch", "representation"),
-    [("ViT", 32, 8, False), ("ViT", 32, 8, True), ("R+ViT", 32, 1, True), ("R+ViT", 44, 1, False)],
+    [("ViT", 32, 8, True), ("R+ViT", 44, 1, False)],
 )
 def test_the_jax_layout_gives_the_same_logits_to_code_that_knows_only_its_names(
     family: str, image_size: int, patch: int, representation: bool, tmp_path: Path
@@ -67,9 +66,8 @@ def test_the_jax_layout_gives_the_same_logits_to_code_that_knows_only_its_names(
         assert relative_difference(model(images).double(), expected) < 1e-5
 
 
-@pytest.mark.parametrize("folded", ["params/", "opt/target/"])
 def test_big_vision_spelling_positions_without_a_class_row_and_stacked_blocks(
-    folded: str, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     model = small_model("ViT").eval()
     with torch.no_grad():
@@ -87,7 +85,7 @@ def test_big_vision_spelling_positions_without_a_class_row_and_stacked_blocks(
         else:
             respelled[name] = array
     respelled.update({name: np.stack(parts) for name, parts in blocks.items()})
-    folded_arrays = {folded + name: array for name, array in respelled.items()}
+    folded_arrays = {f"opt/target/{name}": array for name, array in respelled.items()}
     state = {"opt/0/mu/embedding/kernel": np.ones(3), "opt/0/count": np.ones(()), "step": 7}
     np.savez(tmp_path / "bv.npz", **folded_arrays, **state)
     loaded = other_model("ViT").eval()
@@ -119,42 +117,29 @@ def assert_equal_after_loading(source: nn.Module, target: nn.Module, path: Path)
 # --- round trips ---------------------------------------------------------------------------------
 
 ROUND_TRIPS = [
-    ("ViT", "jax", {}),
-    ("ViT", "jax", {"representation": True}),
     ("ViT", "jax", {"pool": "gap"}),
-    ("ViT", "jax", {"positions": "none"}),
-    ("ViT", "timm", {"representation": True}),
     ("ViT", "timm", {"pool": "gap", "activation": "gelu"}),
-    ("ViT", "timm", {"positions": "none"}),
-    ("ViT", "huggingface", {}),
     ("ViT", "huggingface", {"activation": "gelu", "norm_eps": 1e-5}),
     ("R+ViT", "jax", {"representation": True}),
-    ("R+ViT", "timm", {}),
-    ("ResNet", "jax", {}),
     ("ResNet", "timm", {}),
     ("ResNet", "huggingface", {}),
     ("Axial-ViT", "vit_ray", {"representation": True}),
     ("AxialResNet", "vit_ray", {}),
     ("R+ViT", "vit_ray", {"pool": "gap", "positions": "sincos_2d"}),
-    ("ResNet", "vit_ray", {}),
-    *(
-        ("ViT", "vit_ray", {"positions": positions, "positions_at": positions_at})
-        for positions, positions_at in POSITION_VARIANTS
-    ),
+    ("ViT", "vit_ray", {"positions": "learned_2d", "positions_at": "every_layer"}),
 ]
 
 
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
 @pytest.mark.parametrize(("name", "layout"), [("a.npz", "jax"), ("a.safetensors", "timm")])
 def test_others_may_read_what_is_written_as_the_umask_says(
-    name: str, layout: str, umask: int, mode: int, tmp_path: Path
+    name: str, layout: str, tmp_path: Path
 ) -> None:
-    before = os.umask(umask)
+    before = os.umask(0o027)
     try:
         save_weights(small_model("ViT"), tmp_path / name, layout)
     finally:
         os.umask(before)
-    assert (tmp_path / name).stat().st_mode & 0o777 == mode
+    assert (tmp_path / name).stat().st_mode & 0o777 == 0o640
 
 
 @pytest.mark.parametrize(("family", "layout", "options"), ROUND_TRIPS)
@@ -171,7 +156,7 @@ def test_a_round_trip_is_exact_to_the_bit(
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize("layout", ["jax", "timm", "huggingface"])
+@pytest.mark.parametrize("layout", ["jax", "timm"])
 def test_bfloat16_weights_survive_a_round_trip_to_the_bit(layout: str, tmp_path: Path) -> None:
     source = small_model("ViT").bfloat16()
     path = tmp_path / ("model.npz" if layout == "jax" else "model.safetensors")
@@ -191,11 +176,7 @@ def test_bfloat16_arrays_of_jax_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [
-        (f, layout)
-        for f in ("ViT", "ResNet")
-        for layout in ("jax", "timm", "huggingface", "vit_ray")
-    ],
+    [("ViT", "jax"), ("ResNet", "timm")],
 )
 def test_files_have_the_sum_of_the_heads_two_biases(
     family: str, layout: str, tmp_path: Path
@@ -374,36 +355,6 @@ def test_transformers_reads_a_saved_folder(tmp_path: Path) -> None:
         assert relative_difference(model(some_images()), theirs) < 1e-4
 
 
-# Tensors of timm 1.0.22 `vit_base_r50_s16_224`, `resnetv2_50x1_bit` and `vit_tiny_patch16_224`:
-# written down from their state dicts, a unit and a block of each.
-TIMM_NAMES = {
-    "R+ViT": """cls_token pos_embed patch_embed.backbone.stem.conv.weight
-        patch_embed.backbone.stem.norm.weight patch_embed.backbone.stem.norm.bias
-        patch_embed.backbone.stages.0.blocks.0.downsample.conv.weight
-        patch_embed.backbone.stages.0.blocks.0.downsample.norm.weight
-        patch_embed.backbone.stages.0.blocks.0.conv1.weight
-        patch_embed.backbone.stages.0.blocks.0.norm3.bias
-        patch_embed.backbone.stages.1.blocks.1.conv2.weight patch_embed.proj.weight""",
-    "ResNet": """stem.conv.weight stages.0.blocks.0.downsample.conv.weight
-        stages.0.blocks.0.norm1.weight stages.0.blocks.0.conv1.weight
-        stages.1.blocks.1.norm3.bias norm.weight norm.bias head.fc.weight head.fc.bias""",
-    "ViT": """cls_token pos_embed patch_embed.proj.weight patch_embed.proj.bias
-        blocks.0.norm1.weight blocks.0.norm1.bias blocks.0.attn.qkv.weight
-        blocks.0.attn.qkv.bias blocks.0.attn.proj.weight blocks.0.attn.proj.bias
-        blocks.0.norm2.weight blocks.1.mlp.fc1.weight blocks.1.mlp.fc2.bias norm.weight
-        norm.bias head.weight head.bias""",
-}
-
-
-@pytest.mark.parametrize("family", TIMM_NAMES)
-def test_saved_tensors_bear_timms_names(family: str, tmp_path: Path) -> None:
-    save_weights(small_model(family), tmp_path / "model.safetensors", "timm")
-    saved = load_file(tmp_path / "model.safetensors")
-    assert set(TIMM_NAMES[family].split()) <= set(saved)
-    if family == "ResNet":
-        assert saved["head.fc.weight"].shape == (5, 512, 1, 1)
-
-
 def test_timm_models_that_do_not_embed_the_class_token_are_read(tmp_path: Path) -> None:
     model = small_model("ViT").eval()
     with torch.no_grad():
@@ -475,14 +426,6 @@ def test_positions_are_resized_as_scipys_zoom_does(
     assert report.resized == ["positions.0.table {} to {}".format(*grids)]
 
 
-def test_the_published_case_of_h14_at_384_has_a_27_by_27_grid() -> None:
-    options = {"depth": 1, "width": 16, "mlp_dim": 16, "num_heads": 2, "patch_size": 14}
-    source = build_model("ViT", 5, 224, **options)
-    model = build_model("ViT", 5, 384, **options)
-    report = fit_state_dict(model, source.state_dict())
-    assert report.resized == ["positions.0.table 16x16 to 27x27"]
-
-
 @pytest.mark.parametrize("positions", ["learned_2d", "relative"])
 def test_lines_of_positions_keep_their_ends_and_stay_linear(positions: str) -> None:
     source = small_model("ViT", positions=positions)
@@ -510,14 +453,6 @@ def test_positions_of_an_oblong_checkpoint_need_its_grid() -> None:
         fit_state_dict(model, source.state_dict())
     with pytest.raises(ValueError, match="29 rows does not hold a grid of 3 x 3"):
         fit_state_dict(model, source.state_dict(), origin={"grid": (3, 3)})
-
-
-def test_our_own_files_remember_an_oblong_grid(tmp_path: Path) -> None:
-    source = small_model("ViT", image_size=(16, 72))
-    save_weights(source, tmp_path / "model.safetensors", "vit_ray")
-    # 2 x 9 is as many patches as 3 x 6, and another picture.
-    model = other_model("ViT", image_size=(24, 48))
-    assert len(load_weights(model, tmp_path / "model.safetensors").resized) == 1
 
 
 def test_fine_tuning_drops_both_linear_layers_and_starts_from_zero() -> None:
@@ -600,16 +535,9 @@ def test_the_heads_of_a_folder_are_those_that_transformers_builds(tmp_path: Path
         load_weights(small_model("ViT", num_heads=2), path)
 
 
-def test_one_table_of_positions_is_not_taken_for_another_use_of_it(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    save_weights(small_model("ViT", positions_at="every_layer_shared"), path, "vit_ray")
-    with pytest.raises(ValueError, match="build it with positions_at=every_layer_shared"):
-        load_weights(small_model("ViT"), path)
-
-
-@pytest.mark.parametrize("new_head", ["auto", False])
-@pytest.mark.parametrize("lost", ["head.weight", "head.bias"])
-@pytest.mark.parametrize("num_classes", [5, 9])
+@pytest.mark.parametrize(
+    ("lost", "new_head", "num_classes"), [("head.weight", "auto", 5), ("head.bias", False, 9)]
+)
 def test_half_a_head_is_an_error_unless_a_fresh_one_is_wanted(
     lost: str, new_head: Any, num_classes: int
 ) -> None:
@@ -630,25 +558,6 @@ def test_a_class_token_is_dropped_by_a_model_that_averages() -> None:
     assert torch.equal(model.positions[0].table, source.positions[0].table[:, 1:])
 
 
-def test_the_model_inside_a_masked_patch_objective_is_found() -> None:
-    objective = MaskedPatchObjective(small_model("ViT"))
-    report = fit_state_dict(other_model("ViT"), objective.state_dict(), new_head=True)
-    assert report.ignored == [
-        "head.bias",
-        "head.weight",
-        "mask.token",
-        "prediction.bias",
-        "prediction.weight",
-    ]
-    assert len(report.loaded) == len(objective.model.state_dict()) - 2
-
-
-def trained_alone(objective: MaskedPatchObjective) -> dict[str, Tensor]:
-    """What a checkpoint of masked pre-training keeps: not what it leaves frozen."""
-    kept = {name for name, p in objective.named_parameters() if p.requires_grad}
-    return {name: t for name, t in objective.state_dict().items() if name in kept}
-
-
 @pytest.mark.parametrize(("target", "is_whole"), [("mean_color", True), ("full_patch", False)])
 def test_an_objective_starts_from_another_with_its_mask_and_its_prediction(
     target: Any, is_whole: bool
@@ -666,39 +575,6 @@ def test_an_objective_starts_from_another_with_its_mask_and_its_prediction(
     assert bool(names & set(report.ignored)) != is_whole
 
 
-def test_an_objective_starts_from_a_published_file_and_from_a_plain_model(tmp_path: Path) -> None:
-    source = small_model("ViT")
-    save_weights(source, tmp_path / "model.npz", "jax")
-    for start in (
-        lambda objective: load_weights(objective, tmp_path / "model.npz"),
-        lambda objective: fit_state_dict(objective, source.state_dict()),
-    ):
-        objective = MaskedPatchObjective(other_model("ViT"))
-        start(objective)
-        for name, tensor in source.state_dict().items():
-            assert torch.equal(objective.model.state_dict()[name], tensor)
-
-
-def test_zeroed_heads_of_published_files_are_loaded_as_they_are(tmp_path: Path) -> None:
-    source = small_model("ViT")
-    nn.init.zeros_(source.head.weight)
-    save_weights(source, tmp_path / "model.npz", "jax")
-    assert_equal_after_loading(source, other_model("ViT"), tmp_path / "model.npz")
-
-
-def test_a_report_prints_what_became_of_every_tensor() -> None:
-    source = small_model("ViT", representation=True)
-    model = other_model("ViT", image_size=48, num_classes=9)
-    text = str(fit_state_dict(model, source.state_dict()))
-    assert text.splitlines() == [
-        "weights from a state dict",
-        "  loaded   29 tensors",
-        "  resized  positions.0.table 4x4 to 6x6",
-        "  new      head.bias, head.weight",
-        "  ignored  head.bias, head.weight, representation.bias, representation.weight",
-    ]
-
-
 # --- wrong files ---------------------------------------------------------------------------------
 
 
@@ -710,7 +586,6 @@ def without(name: str) -> Callable[[Arrays], None]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without("Transformer/encoder_norm/scale"), "missing: Transformer/encoder_norm/scale"),
         (
             without("Transformer/encoderblock_1/MultiHeadDotProductAttention_1/key/bias"),
             "missing: .*encoderblock_1.*/key/bias",
@@ -737,125 +612,47 @@ def test_a_wrong_or_partial_file_is_an_error_that_lists_the_tensors(
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_a_deeper_file_is_not_cut_to_fit(tmp_path: Path) -> None:
-    save_weights(small_model("ViT", depth=3), tmp_path / "model.npz", "jax")
-    with pytest.raises(
-        ValueError, match=r"unexpected: Transformer/encoderblock_2/LayerNorm_0/bias"
-    ):
-        load_weights(small_model("ViT"), tmp_path / "model.npz")
+READ: list[tuple[str, Callable[[Path], Any], str]] = [
+    ("model.pth", lambda p: torch.save({"a": torch.zeros(1)}, p), "only .npz and .safetensors"),
+    ("pickled.npz", lambda p: np.savez(p, a=np.array([object()], dtype=object)), "cannot be read"),
+    ("empty.npz", lambda p: p.touch(), "empty.npz cannot be read"),
+    ("none.npz", lambda p: None, "do not exist"),
+    ("other.npz", lambda p: np.savez(p, banana=np.zeros(1)), "banana"),
+    ("deeper.npz", lambda p: save_weights(small_model("ViT", depth=3), p), "encoderblock_2"),
+    (
+        "shared.safetensors",
+        lambda p: save_weights(small_model("ViT", positions_at="every_layer_shared"), p, "vit_ray"),
+        "build it with positions_at=every_layer_shared",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("shape", "message", "has_classes"),
-    [
-        ((9, 32), "head.weight is 9x32, the model has 5x32", True),
-        ((5, 30), "head.weight is 5x30, the model has 5x32", False),
-        ((9,), "head.weight is 9, the model has 5x32", False),
-        ((), "head.weight is a single number, the model has 5x32", False),
-    ],
-)
-def test_a_demanded_head_that_does_not_fit_is_an_error(
-    shape: tuple[int, ...], message: str, has_classes: bool
+@pytest.mark.parametrize(("name", "write", "named"), READ)
+def test_a_file_that_is_not_the_models_is_refused_by_name(
+    name: str, write: Callable[[Path], Any], named: str, tmp_path: Path
 ) -> None:
-    state = {**small_model("ViT").state_dict(), "head.weight": torch.zeros(shape)}
-    with pytest.raises(ValueError, match=message) as error:
-        fit_state_dict(small_model("ViT"), state, new_head=False)
-    assert ("of other classes: 9, the model has 5" in str(error.value)) is has_classes
-
-
-def test_state_dicts_of_another_model_are_errors() -> None:
-    with pytest.raises(ValueError, match=r"does not fit this BitResNet:\n  missing: root.weight"):
-        fit_state_dict(small_model("ResNet"), small_model("ViT").state_dict())
-    state = small_model("ViT").state_dict()
-    del state["norm.weight"]
-    with pytest.raises(ValueError, match=r"missing: norm\.weight"):
-        fit_state_dict(other_model("ViT"), state)
-
-
-def test_a_file_that_could_run_code_is_not_read(tmp_path: Path) -> None:
-    torch.save({"a": torch.zeros(1)}, tmp_path / "model.pth")
-    with pytest.raises(ValueError, match=r"end in '.pth'; only .npz and .safetensors are read"):
-        load_weights(small_model("ViT"), tmp_path / "model.pth")
-    np.savez(tmp_path / "pickled.npz", a=np.array([object()], dtype=object))
-    with pytest.raises(ValueError, match="cannot be read: Object arrays cannot be loaded"):
-        load_weights(small_model("ViT"), tmp_path / "pickled.npz")
-
-
-def test_what_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
-    save_weights(small_model("ViT"), tmp_path / "new" / "folder" / "model.npz")
-    assert (tmp_path / "new" / "folder" / "model.npz").is_file()
-    (tmp_path / "file").write_text("")
-    for name, layout in [("model.npz", "jax"), ("model.safetensors", "timm")]:
-        with pytest.raises(ValueError, match=f"weights cannot be written to .*/file/{name}"):
-            save_weights(small_model("ViT"), tmp_path / "file" / name, layout)
-
-
-@pytest.mark.parametrize("name", ["model.npz", "model.safetensors"])
-def test_a_truncated_file_is_an_error_that_names_it(name: str, tmp_path: Path) -> None:
-    layout = "jax" if name.endswith("npz") else "timm"
-    save_weights(small_model("ViT"), tmp_path / name, layout)
-    content = (tmp_path / name).read_bytes()
-    (tmp_path / name).write_bytes(content[: len(content) // 2])
-    with pytest.raises(ValueError, match=f"{name} cannot be read"):
+    write(tmp_path / name)
+    with pytest.raises(ValueError, match=named):
         load_weights(small_model("ViT"), tmp_path / name)
 
 
-def test_files_that_are_no_archive_of_arrays_are_errors_that_name_them(tmp_path: Path) -> None:
-    (tmp_path / "empty.npz").touch()
-    with pytest.raises(ValueError, match=r"empty.npz cannot be read"):
-        load_weights(small_model("ViT"), tmp_path / "empty.npz")
-    np.save(tmp_path / "one.npy", np.zeros(3))
-    (tmp_path / "one.npy").rename(tmp_path / "one.npz")
-    with pytest.raises(ValueError, match=r"one.npz cannot be read"):
-        load_weights(small_model("ViT"), tmp_path / "one.npz")
-
-
-def test_a_missing_file_unknown_names_and_unknown_layouts_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"do not exist; give a .npz or .safetensors"):
-        load_weights(small_model("ViT"), tmp_path / "none.npz")
-    np.savez(tmp_path / "other.npz", banana=np.zeros(1))
-    with pytest.raises(ValueError, match=r"names are of no known layout .*: banana"):
-        load_weights(small_model("ViT"), tmp_path / "other.npz")
-    with pytest.raises(ValueError, match="layout='onnx' is unknown; use one of jax, timm"):
-        save_weights(small_model("ViT"), tmp_path / "x.npz", "onnx")
-    save_weights(small_model("ViT"), tmp_path / "x.npz")
-    with pytest.raises(ValueError, match="'onnx' is unknown; use one of jax, timm"):
-        load_weights(small_model("ViT"), tmp_path / "x.npz", "onnx")
-
-
-def test_what_a_layout_cannot_name_is_not_saved_without_it(tmp_path: Path) -> None:
-    model = small_model("ViT", positions="learned_2d")
-    with pytest.raises(ValueError, match=r"no names for positions.0.class_position"):
-        save_weights(model, tmp_path / "x.npz", "jax")
-    with pytest.raises(ValueError, match=r"names for a AxialViT; use layout='vit_ray'"):
-        save_weights(small_model("Axial-ViT"), tmp_path / "x.npz", "jax")
-    with pytest.raises(ValueError, match=r"names for a hybrid VisionTransformer"):
-        save_weights(small_model("R+ViT"), tmp_path / "x.safetensors", "huggingface")
-    with pytest.raises(ValueError, match=r"layout='jax' is written to .npz files"):
-        save_weights(small_model("ViT"), tmp_path / "x.safetensors", "jax")
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
-    ("layout", "options", "lost"),
+    ("family", "options", "name", "layout", "named"),
     [
-        *(
-            (layout, {"positions_at": "every_layer_shared"}, "positions_at='every_layer_shared'")
-            for layout in ("jax", "timm", "huggingface")
-        ),
-        ("huggingface", {"pool": "gap"}, "pool='gap'"),
-        ("huggingface", {"positions": "none"}, "positions='none'"),
-        (
-            "huggingface",
-            {"representation": True},
-            r"representation=true \(.*; 'jax' and 'timm' keep it\)",
-        ),
+        ("ViT", {"positions": "learned_2d"}, "x.npz", "jax", "positions.0.class_position"),
+        ("Axial-ViT", {}, "x.npz", "jax", "use layout='vit_ray'"),
+        ("R+ViT", {}, "x.safetensors", "huggingface", "hybrid"),
+        ("ViT", {}, "x.safetensors", "jax", "layout='jax' is written to .npz"),
+        ("ViT", {"positions_at": "every_layer_shared"}, "x.npz", "jax", "every_layer_shared"),
+        ("ViT", {"pool": "gap"}, "x.safetensors", "huggingface", "pool='gap'"),
+        ("ViT", {"positions": "none"}, "x.safetensors", "huggingface", "positions='none'"),
+        ("ViT", {}, "file/model.npz", "jax", "weights cannot be written to .*/file/model.npz"),
     ],
 )
-def test_what_a_layout_cannot_express_is_not_saved_as_another_function(
-    layout: str, options: dict[str, Any], lost: str, tmp_path: Path
+def test_what_a_layout_cannot_express_is_not_saved_as_something_else(
+    family: str, options: dict[str, Any], name: str, layout: str, named: str, tmp_path: Path
 ) -> None:
-    path = tmp_path / ("model.npz" if layout == "jax" else "model.safetensors")
-    with pytest.raises(ValueError, match=f"layout='{layout}' cannot express {lost}"):
-        save_weights(small_model("ViT", **options), path, layout)
-    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=named):
+        save_weights(small_model(family, **options), tmp_path / name, layout)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

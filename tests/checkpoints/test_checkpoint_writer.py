@@ -125,6 +125,31 @@ def test_a_save_that_fails_leaves_what_lay_there_and_nothing_of_its_own(
     assert contents(folder) == before
 
 
+def test_a_file_in_the_place_of_the_folder_stays(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(run, monkeypatch, ranks=2)
+    file = run.child(folder_name(1))
+    file.write(b"somebody's")
+    disk.save(1)
+    assert [kind for kind, _ in disk.events] == ["checkpoint failed"]
+    assert file.read() == b"somebody's"
+
+
+def test_a_rank_that_fails_in_another_way_keeps_nobody_waiting(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(taken: Snapshot) -> bool:
+        if taken.rank == 1:
+            raise MemoryError
+        return False
+
+    disk = Disk(run, monkeypatch, refuses, ranks=2)
+    disk.save(1)
+    ((_, text),) = disk.events
+    assert "rank 1: MemoryError" in text
+
+
 def test_a_rank_that_does_not_come_is_no_failure_of_the_storage(run: Location) -> None:
     """Its group of processes is broken: no later save could work, and three would end the run."""
 

@@ -1,6 +1,7 @@
 """Writes checkpoints while training continues: reports failures, and removes old ones."""
 
 import contextlib
+import os
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -141,8 +142,8 @@ class CheckpointWriter:
         if failed:
             with contextlib.suppress(OSError):  # all have ended, and the next may need the room
                 _delete(folder, [file.name for part in parts for file in part.files])
-                if not folder.list_files():  # what was passed over, and lies there, stays
-                    folder.delete()
+                if folder.is_local:  # in a store a folder is gone with its last file
+                    os.rmdir(folder.path)  # but not with what lay there before
             told = "; ".join(f"rank {rank}: {error}" for rank, error in failed[:_MOST_TOLD])
             raise OSError(f"not whole: {len(failed)} of {len(parts)} workers failed: {told}")
         files = [file for part in parts for file in part.files]

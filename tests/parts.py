@@ -98,6 +98,12 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits, labels[:, 0], reduction="none", ignore_index=-1)
 
 
+def hardest_half(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Of the images with the largest losses; it needs their values."""
+    losses = cross_entropy(logits, labels)
+    return torch.where(losses >= losses.median().item(), losses, 0 * losses)
+
+
 def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return cross_entropy(logits, labels).mean()
 

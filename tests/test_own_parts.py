@@ -184,6 +184,12 @@ def test_a_step_of_an_own_model_is_counted_as_of_the_same_model_of_ours() -> Non
     assert found.recomputed > 0
 
 
+def test_a_step_is_counted_without_the_values_that_an_own_loss_needs() -> None:
+    model = {"name": "ViT", **SIZE, **SIDES, "depth": 2}
+    own = recipe_with(model=model, train={"loss": "tests.parts.hardest_half"})
+    assert step_macs(own, 5) == step_macs(recipe_with(model=model), 5)
+
+
 def test_products_of_a_model_of_ones_own_are_those_of_the_same_model_of_ours() -> None:
     options = {**SIZE, "pool": "gap"}
     ours = forward_macs("ViT", 5, 8, **options)

@@ -36,7 +36,7 @@ def missing() -> str | None:
     """Why this machine cannot have hosts, or None."""
     if os.geteuid() != 0:
         return "only root may make network namespaces"
-    for program in ("ip", "tc", "ps", "hostname", "nsenter", "unshare", "mount"):
+    for program in ("ip", "ps", "hostname", "nsenter", "unshare", "mount"):
         if shutil.which(program) is None:
             return f"there is no {program}"
     probe = f"vr{os.getpid()}probe"
@@ -46,7 +46,6 @@ def missing() -> str | None:
              "--mount-proc", "--uts", "--ipc", "--mount", "true")  # fmt: skip
         _run("ip", "-n", probe, "link", "add", "br0", "type", "bridge")
         _run("ip", "-n", probe, "link", "add", "va", "type", "veth", "peer", "name", "vb")
-        _run("tc", "-n", probe, "qdisc", "replace", "dev", "va", *_rate(8))
     except subprocess.SubprocessError as error:
         return f"namespaces are refused: {getattr(error, 'stderr', None) or error}"
     finally:
@@ -124,12 +123,6 @@ class Host:
     def heal(self) -> None:
         """Take the link up again."""
         _run("ip", "-n", self._switch, "link", "set", self._port, "up")
-
-    def slow(self, megabits_per_s: float) -> None:
-        """Limit what the host sends and what it receives."""
-        rate = _rate(megabits_per_s)
-        _run("tc", "-n", self._namespace, "qdisc", "replace", "dev", "eth0", *rate)
-        _run("tc", "-n", self._switch, "qdisc", "replace", "dev", self._port, *rate)
 
     def lose(self) -> None:
         """End all its processes at once, as a power failure does."""
@@ -322,10 +315,6 @@ def wait_for_nodes(
 def _child_of(process: subprocess.Popen[bytes]) -> int:
     """The host's first process, as this machine numbers it."""
     return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
-
-
-def _rate(megabits_per_s: float) -> list[str]:
-    return ["root", "tbf", "rate", f"{megabits_per_s}mbit", "burst", "64kb", "latency", "50ms"]
 
 
 def _run(*command: str) -> None:

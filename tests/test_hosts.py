@@ -71,19 +71,6 @@ def test_a_host_is_cut_off_and_comes_back(pair: tuple[Network, Host, Host]) -> N
     wait_for_answer(two, one.address, 8101)
 
 
-def test_a_slow_host_sends_no_faster_than_its_rate(pair: tuple[Network, Host, Host]) -> None:
-    _, one, two = pair
-    (one.folder / "blob").write_bytes(bytes(2_000_000))
-    serve(one, 8102, "-d", str(one.folder))
-    fetch = "import urllib.request as u; print(len(u.urlopen('http://one:8102/blob').read()))"
-    wait_for_answer(two, one.address, 8102)
-    one.slow(8)
-    start_s = time.monotonic()
-    assert two.run(sys.executable, "-c", fetch) == (0, "2000000\n")
-    # 16 megabits at 8 a second; a limit that is not there would take some milliseconds.
-    assert time.monotonic() - start_s > 1.5
-
-
 def test_a_lost_host_has_no_process_and_starts_again_at_its_address(
     pair: tuple[Network, Host, Host],
 ) -> None:

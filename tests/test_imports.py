@@ -1,7 +1,6 @@
 """The house's import directions, read from the code itself."""
 
 import ast
-import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -134,28 +133,6 @@ def is_private_to_ray(name: str) -> bool:
 def test_private_names_of_ray_come_by_one_door() -> None:
     private = {path.name for path in MODULES if any(map(is_private_to_ray, imported(path)))}
     assert private <= {"ray_internals.py"}
-
-
-def test_nothing_imports_torchvision_or_timm() -> None:
-    for path in [*MODULES, *(ROOT / "jobs").glob("*.py")]:
-        assert not {"torchvision", "timm"} & {name.split(".")[0] for name in imported(path)}, path
-
-
-def test_the_table_of_rooms_names_each_of_them() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    named = {name.rstrip("/") for name in re.findall(r"`(vit_ray/[\w/.]+)`", text)}
-    rooms = {path.parent.relative_to(ROOT) for path in PACKAGE.glob("*/__init__.py")}
-    for room in ("data", "launch"):
-        rooms |= {path.parent.relative_to(ROOT) for path in PACKAGE.glob(f"{room}/*/__init__.py")}
-    folders = {str(room) for room in rooms} - {"vit_ray/data"}
-    assert folders <= named
-    assert all((ROOT / name).exists() for name in named), named
-
-
-def test_files_that_contributing_names_are_there() -> None:
-    named = re.findall(r"`([\w/.]+\.(?:py|yaml|md|toml))`", (ROOT / "CONTRIBUTING.md").read_text())
-    missing = [one for one in named if not ((PACKAGE / one).exists() or (ROOT / one).exists())]
-    assert not missing
 
 
 def test_jobs_are_thin() -> None:

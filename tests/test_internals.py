@@ -53,12 +53,6 @@ def test_a_name_is_there_with_what_is_expected_of_it(entry: Internal) -> None:
         assert expression in inspect.getsource(owner), expression
 
 
-def test_it_is_said_why() -> None:
-    for entry in (entry for door in DOORS.values() for entry in door.INTERNALS):
-        assert entry.why.endswith("."), entry
-        assert entry.upstream == "" or entry.upstream.removeprefix("#").isdigit(), entry
-
-
 @functools.cache
 def private_attributes() -> set[str]:
     """Of the entries of DeepSpeed and MLflow, with their methods."""

@@ -43,36 +43,16 @@ def test_what_only_a_server_needs_is_an_extra() -> None:
     assert not server & names(PROJECT["dependencies"])
 
 
-def test_the_next_major_release_of_what_has_broken_things_is_not_taken() -> None:
-    by_name = {requirement.name: requirement.specifier for requirement in DECLARED}
-    for name in ("ray", "torch", "deepspeed", "mlflow", "numpy", "pydantic", "click"):
-        major = int(pins()[name].partition(".")[0])
-        assert not by_name[name].contains(f"{major + 1}.0"), name
-    assert not by_name["opencv-python-headless"].contains("6.0")
-
-
-@pytest.mark.parametrize("has_uv", [False, True])
-@pytest.mark.parametrize(
-    ("goal", "installed"), [("quickstart", ["."]), ("env", [".", ".[dev]"]), ("newcomer", [])]
-)
-def test_the_quickstart_installs_what_runs_and_no_tools(
-    goal: str, installed: list[str], has_uv: bool, tmp_path: Path
-) -> None:
-    """By uv where it is on the path; make itself runs nothing here."""
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
-        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    uv = "/somewhere/uv" if has_uv else ""
+@pytest.mark.parametrize(("goal", "installed"), [("quickstart", ["."]), ("env", [".", ".[dev]"])])
+def test_the_quickstart_installs_what_runs_and_no_tools(goal: str, installed: list[str]) -> None:
+    """Make itself runs nothing here."""
     done = subprocess.run(
-        ["make", "--dry-run", f"UV={uv}", goal],
-        cwd=tmp_path, check=True, capture_output=True, text=True,
+        ["make", "--dry-run", "--always-make", "UV=", goal],
+        cwd=ROOT, check=True, capture_output=True, text=True,
     )  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if " pip install " in line]
-    ours = [words for words in map(shlex.split, lines) if "--upgrade" not in words]
-    begin = [uv, "pip"] if has_uv else [".venv/bin/python", "-m", "pip"]
-    assert all(words[: len(begin)] == begin for words in ours)
-    assert [words[-1] for words in ours] == installed
-    for words in ours:
-        assert words[-4:-1] == ["--constraint", "constraints.txt", "--editable"]
+    lines = [shlex.split(line) for line in done.stdout.splitlines() if " pip install " in line]
+    ours = [words[-4:] for words in lines if "--upgrade" not in words]
+    assert ours == [["--constraint", "constraints.txt", "--editable", one] for one in installed]
 
 
 def test_the_wheel_has_recipes_and_types_and_runs_by_itself(tmp_path: Path) -> None:

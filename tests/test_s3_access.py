@@ -110,12 +110,11 @@ def test_a_profile_has_keys_endpoint_and_region_of_its_own(
         locate("s3://bucket/file").read()
 
 
-@pytest.mark.parametrize("variable", ["AWS_REGION", "AWS_DEFAULT_REGION"])
 def test_a_variable_gives_the_region(
-    configure: Configure, store: FaultProxy, variable: str, monkeypatch: pytest.MonkeyPatch
+    configure: Configure, store: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configure(endpoint_url=url(store), **KEYS)
-    monkeypatch.setenv(variable, "ap-south-1")
+    monkeypatch.setenv("AWS_REGION", "ap-south-1")
     assert locate("s3://bucket/file").read() == b"content"
     assert "/ap-south-1/s3/aws4_request" in store.heads[-1]
 
@@ -247,8 +246,6 @@ def test_who_pays_for_requests_is_told_with_each_of_them(
     [
         ("403 AccessDenied", "allow s3:PutObject to the role"),
         ("400 ExpiredToken", "renew AWS_SESSION_TOKEN"),
-        ("403 InvalidAccessKeyId", "check AWS_ACCESS_KEY_ID"),
-        ("403 RequestTimeTooSkewed", "check the clock"),
         ("400 AuthorizationHeaderMalformed", "set AWS_REGION"),
     ],
 )

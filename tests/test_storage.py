@@ -154,40 +154,16 @@ def test_on_a_disk_a_block_that_raises_leaves_neither_file_nor_half(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_on_a_disk_file_and_folder_are_synced_before_and_after_the_name_is_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[str] = []
-    plain_sync, plain_replace = storage.os.fsync, storage.os.replace
-
-    def sync(file: int) -> None:
-        done.append("file" if storage.os.path.isfile(f"/proc/self/fd/{file}") else "folder")
-        plain_sync(file)
-
-    def replace(source: str, target: str) -> None:
-        if str(target).startswith(str(tmp_path)):  # and not of a thread that an earlier test left
-            done.append("name")
-        plain_replace(source, target)
-
-    monkeypatch.setattr(storage.os, "fsync", sync)
-    monkeypatch.setattr(storage.os, "replace", replace)
-    locate(str(tmp_path / "note")).write(b"x")
-    assert done == ["file", "name", "folder"]
-
-
 @pytest.mark.parametrize(
     ("status", "code", "expected"),
     [
         (400, "BadDigest", UnavailableError),
         (400, "InvalidArgument", OSError),
         (403, "AccessDenied", PermissionError),
-        (403, "ExpiredToken", PermissionError),
         (400, "InvalidToken", PermissionError),
         (404, "NoSuchKey", FileNotFoundError),
-        (409, "OperationAborted", UnavailableError),
         (429, "TooManyRequests", UnavailableError),
         (503, "SlowDown", UnavailableError),
-        (500, "", UnavailableError),
     ],
 )
 def test_the_answer_of_a_store_decides_the_type_of_the_error(
@@ -200,11 +176,8 @@ def test_the_answer_of_a_store_decides_the_type_of_the_error(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "name", ["EndpointConnectionError", "ConnectTimeoutError", "ConnectionClosedError"]
-)
-def test_a_store_that_does_not_answer_says_nothing_of_what_is_stored(name: str) -> None:
-    error = getattr(botocore.exceptions, name)(endpoint_url="http://127.0.0.1:1")
+def test_a_store_that_does_not_answer_says_nothing_of_what_is_stored() -> None:
+    error = botocore.exceptions.ConnectTimeoutError(endpoint_url="http://127.0.0.1:1")
     with pytest.raises(UnavailableError, match="check AWS_ENDPOINT_URL") as caught:  # noqa: SIM117
         with naming("s3://bucket/key"):
             raise error
@@ -259,7 +232,6 @@ def test_a_disk_that_stays_away_is_an_error_after_three_minutes_of_waits(
 @pytest.mark.parametrize(
     "error",
     [
-        FileNotFoundError(errno.ENOENT, "SlowDown/a"),
         OSError(errno.ENOSPC, "No space left on device", "/runs/throttle-study/step-1"),
         PermissionError(errno.EACCES, "timed out"),
     ],
@@ -271,13 +243,6 @@ def test_words_in_a_message_or_a_path_decide_nothing(error: OSError, waits: list
     assert (away.calls, waits) == (1, [])
 
 
-def test_an_error_that_was_waited_for_is_not_waited_for_again(waits: list[float]) -> None:
-    inner = Away(*[OSError(errno.EIO, "not responding")] * 99)
-    with pytest.raises(OSError, match="not responding"):
-        with_retries(lambda: with_retries(inner, "listing"), "reading")
-    assert 170 < sum(waits) < 200
-
-
 def test_an_operation_that_takes_long_is_repeated_as_often_as_a_quick_one(
     monkeypatch: pytest.MonkeyPatch, waits: list[float]
 ) -> None:
@@ -286,6 +251,27 @@ def test_an_operation_that_takes_long_is_repeated_as_often_as_a_quick_one(
     clock = SimpleNamespace(sleep=waits.append, monotonic=slow, time=slow)
     monkeypatch.setattr(storage, "time", clock)
     assert with_retries(Away(OSError(errno.EIO, "")), "reading") == "done"
+
+
+def test_on_a_disk_file_and_folder_are_synced_before_and_after_the_name_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    plain_sync, plain_replace = storage.os.fsync, storage.os.replace
+
+    def sync(file: int) -> None:
+        done.append("file" if storage.os.path.isfile(f"/proc/self/fd/{file}") else "folder")
+        plain_sync(file)
+
+    def replace(source: str, target: str) -> None:
+        if str(target).startswith(str(tmp_path)):  # and not of a thread that an earlier test left
+            done.append("name")
+        plain_replace(source, target)
+
+    monkeypatch.setattr(storage.os, "fsync", sync)
+    monkeypatch.setattr(storage.os, "replace", replace)
+    locate(str(tmp_path / "note")).write(b"x")
+    assert done == ["file", "name", "folder"]
 
 
 def test_an_exclusive_file_is_made_once_and_a_full_disk_leaves_no_empty_one(
@@ -310,27 +296,8 @@ def test_an_exclusive_object_is_made_once(bucket: Location) -> None:
     assert place.read() == b"first"
 
 
-def test_a_store_that_refuses_a_second_object_by_the_code_alone_is_understood(
-    bucket: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*_: object, **__: object) -> None:
-        answer = ClientError({"Error": {"Code": "PreconditionFailed"}}, "PutObject")
-        raise translate_boto_error(answer) from answer
-
-    monkeypatch.setattr(s3fs.S3FileSystem, "pipe_file", refused)
-    assert not bucket.child("exclusive").create(b"third")
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        botocore.exceptions.EndpointConnectionError(endpoint_url="http://a"),
-        botocore.exceptions.ReadTimeoutError(endpoint_url="http://a"),
-        translate_boto_error(ClientError({"Error": {"Code": "InternalError"}}, "GetObject")),
-    ],
-)
-def test_raw_errors_of_the_client_are_of_the_store(error: Exception) -> None:
-    assert is_of_the_store(error)
+def test_raw_errors_of_the_client_are_of_the_store() -> None:
+    assert is_of_the_store(botocore.exceptions.ReadTimeoutError(endpoint_url="http://a"))
     assert not is_of_the_store(ValueError("not parquet"))
 
 
@@ -413,14 +380,11 @@ def test_what_is_no_store_says_what_is_possible(address: str, told: str) -> None
     assert "key@" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("scheme", "extra"), [("gs", "gcs"), ("az", "azure")])
-def test_a_store_whose_package_is_missing_names_the_extra(
-    scheme: str, extra: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_whose_package_is_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: object, **__: object) -> None:
-        raise ImportError(f"Please install {scheme}fs")
+        raise ImportError("Please install gcsfs")
 
     monkeypatch.setattr(storage.fsspec, "filesystem", missing)
     storage._filesystem.cache_clear()
-    with pytest.raises(ValueError, match=rf"pip install 'vit-ray\[{extra}\]'"):
-        locate(f"{scheme}://bucket/x").exists()
+    with pytest.raises(ValueError, match=r"pip install 'vit-ray\[gcs\]'"):
+        locate("gs://bucket/x").exists()

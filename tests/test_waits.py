@@ -62,10 +62,8 @@ def test_every_wait_has_a_limit_or_a_reason() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        "ray.get(x)", "ray.wait([x])", "self._written.wait()", "done.wait_for(ready)",
-        "future.result()", "thread.join()", "lock.acquire()", "fcntl.flock(file, fcntl.LOCK_EX)",
-        "subprocess.run(command, check=True)", "self._ready.get()", "process.communicate()",
-        "dist.init_process_group('gloo')", "wait(futures)", "socket.create_connection(address)",
+        "ray.get(x)", "done.wait_for(ready)", "future.result()", "thread.join()",
+        "fcntl.flock(file, fcntl.LOCK_EX)", "subprocess.run(command, check=True)",
     ],
 )  # fmt: skip
 def test_a_wait_without_a_limit_is_found(call: str) -> None:
@@ -76,10 +74,8 @@ def test_a_wait_without_a_limit_is_found(call: str) -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        "ray.get(x, timeout=3)", "self._written.wait(3)", "done.wait_for(ready, 3)",
-        "future.result(3)", "thread.join(timeout=3)", "lock.acquire(blocking=False)",
-        "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)", "wait(futures, 3)", "time.sleep(3)",
-        "', '.join(x)", "recipe.get(x)", "os.path.join(x, y)", "ray.put(x)", "dist.all_reduce(x)",
+        "ray.get(x, timeout=3)", "done.wait_for(ready, 3)", "future.result(3)",
+        "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)", "', '.join(x)", "recipe.get(x)",
     ],
 )  # fmt: skip
 def test_a_wait_with_a_limit_and_what_does_not_wait_pass(call: str) -> None:

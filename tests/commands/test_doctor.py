@@ -1,6 +1,5 @@
 """`vit-ray doctor`: each fault is told with its remedy, and nothing is left behind."""
 
-import resource
 import socket
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from vit_ray.commands import doctor
 from vit_ray.commands.cli import vit_ray
 from vit_ray.config import Recipe
 from vit_ray.launch.cluster import connection
-from vit_ray.storage import Location
 from vit_ray.tracking.mlflow_client import open_client
 
 
@@ -90,37 +88,3 @@ def test_a_cluster_that_refuses_this_machines_token_is_a_fault(
         found = findings(recipe_of(tmp_path))["Ray"]
     assert not found[0]
     assert "requires its token (token is missing); copy ~/.ray/auth_token" in found[1]
-
-
-@pytest.mark.parametrize("right", ["read", "list", "delete"])
-def test_the_right_that_is_missing_is_named_and_the_probe_is_taken_back(
-    right: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    method = {"read": "read", "list": "list_files", "delete": "delete"}[right]
-    plain, calls = getattr(Location, method), []
-
-    def denied(location: Location, *args: Any, **options: Any) -> Any:
-        calls.append(location)
-        if len(calls) == 1:
-            raise PermissionError("AccessDenied")
-        return plain(location, *args, **options)
-
-    monkeypatch.setattr(Location, method, denied)
-    found = findings(recipe_of(tmp_path))["output"]
-    assert not found[0]
-    assert found[1] == "AccessDenied"
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("limits", "told"),
-    [((1024, 65536), "`ulimit -n 65536` before"), ((1024, 1024), "raise the limit of the cont")],
-)
-def test_limits_that_are_too_low_are_told_with_what_raises_them(
-    limits: tuple[int, int], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
-    monkeypatch.setattr(doctor, "LEAST_SHARED_GIB", 1e9)
-    found = findings(recipe_of(tmp_path))
-    assert told in found["open files"][1]
-    assert "--shm-size" in found["shared memory"][1]

@@ -22,7 +22,6 @@ from vit_ray.checkpoints.run_checkpoints import (
 from vit_ray.commands.cli import vit_ray
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.branch_origin import NOTE
-from vit_ray.data import open_dataset
 from vit_ray.launch.inputs.seen_batch import SeenBatches
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.named_run import find_run
@@ -43,10 +42,15 @@ def recipe(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recip
 @pytest.fixture
 def parent(recipe: Recipe) -> str:
     """A run with a checkpoint of step 7, whose best evaluation was before."""
+    return write_parent(recipe)
+
+
+def write_parent(recipe: Recipe, **more: Any) -> str:
+    """A run of this recipe with a checkpoint at `STEP`, in global batches of 16."""
+    resolved = resolve_run(recipe)
     facts = {
-        "recipe": resolve_run(recipe).recipe.recorded(),
-        "data_fingerprint": open_dataset(str(recipe.data.train)).fingerprint,
-        "global_batch_size": 16, "samples_seen": STEP * 16, "tracking_run_id": "a" * 32,
+        "recipe": resolved.recipe.recorded(), "data_fingerprint": resolved.manifest.fingerprint,
+        "global_batch_size": 16, "samples_seen": STEP * 16, "tracking_run_id": "a" * 32, **more,
     }  # fmt: skip
     return write_run(Path(recipe.run_folder), small_model("ViT"), facts=facts)
 
@@ -89,27 +93,15 @@ def test_a_fork_resumes_from_the_parents_weights_with_its_own_recipe(
     ("words", "told"),
     [
         (["step=8", "name=x"], "has no complete checkpoint of this step; it has those of steps 7"),
-        (["name=x"], "a fork needs a step and a name"),
-        (["step=7"], "a fork needs a step and a name"),
         (["step=7", "name=x", "model.depth=2"], "model.depth was 1 and is 2: the tensors"),
-        (["step=7", "name=x", "optim.name=sgd"], "optim.name was adamw and is sgd: the tensors"),
         (["step=7", "name=x", "train.global_batch_size=32"], "112 images, which is not a whole"),
-        (["step=7", "name=x", "train.global_batch_size=32"], "divide it: 28, 56"),
-        (["step=7", "name=x", "train.global_batch_size=69"], "divide it: 56, 112"),
-        (["step=7", "name=x", "optim.steps=7"], "would end after 7 steps"),
-        (["step=7", "name=x", "data.train=small"], "the head of the checkpoint"),
         (["step=7", "name=x", "data.held_out_fraction=0.1"], "the parent has trained on"),
-        (["step=7", "name=x", "sed=3"], "unknown key sed"),
-        (["step=7", "name=../x"], "name"),
         (["step=7", "name=seen"], "exists already; give another name"),
     ],
 )
 def test_what_cannot_be_is_refused_and_writes_nothing(
     parent: str, recipe: Recipe, words: list[str], told: str
 ) -> None:
-    words = [
-        word.replace("=small", f"={Path(recipe.data.train).parent / 'small'}") for word in words
-    ]
     code, text = said(parent, *words)
     assert (code, told in text) == (2, True), text
     assert sorted(p.name for p in Path(recipe.output).iterdir()) == ["seen"]
@@ -127,7 +119,7 @@ def test_a_dry_run_writes_nothing_and_a_name_is_taken_once(parent: str, recipe: 
     assert (code, "again.yaml exists already" in text) == (2, True)
 
 
-@pytest.mark.parametrize("cut", ["no commit", "no recipe", "part"])
+@pytest.mark.parametrize("cut", ["no recipe", "part"])
 def test_a_fork_that_was_cut_short_is_made_again(parent: str, recipe: Recipe, cut: str) -> None:
     words = (parent, f"step={STEP}", "name=again")
     assert said(*words)[0] == 0
@@ -162,12 +154,7 @@ def test_what_was_measured_of_the_parent_is_not_the_forks(
         STEP, best_eval_loss=0.1, evals_without_best=3, num_evals=4, eval_step=7,
         ended="no better", metrics=metrics, samples_digest="12ab",
     )  # fmt: skip
-    facts = {
-        "recipe": resolve_run(recipe).recipe.recorded(), "progress": progress,
-        "data_fingerprint": open_dataset(str(recipe.data.train)).fingerprint,
-        "global_batch_size": 16, "samples_seen": STEP * 16,
-    }  # fmt: skip
-    parent = write_run(Path(recipe.run_folder), small_model("ViT"), facts=facts)
+    parent = write_parent(recipe, progress=progress)
     assert said(parent, f"step={STEP}", "name=fork")[0] == 0
     fork = load_recipe(Path("fork.yaml"))
     assert fork.resume == "auto"
@@ -176,19 +163,7 @@ def test_what_was_measured_of_the_parent_is_not_the_forks(
     assert found.position.progress == Progress(STEP, metrics={"train/loss": 0.3})
 
 
-def write_parent(recipe: Recipe) -> Any:
-    """A run of this recipe with a checkpoint at `STEP`, in global batches of 16."""
-    facts = {
-        "recipe": resolve_run(recipe).recipe.recorded(), "global_batch_size": 16,
-        "samples_seen": STEP * 16,
-        "data_fingerprint": open_dataset(str(recipe.data.train)).fingerprint,
-    }  # fmt: skip
-    return write_run(Path(recipe.run_folder), small_model("ViT"), facts=facts)
-
-
-@pytest.mark.slow(after=6)
-@pytest.mark.parametrize("case", ["plain", "half", "window"])
-@pytest.mark.parametrize("batch", [8, 28])
+@pytest.mark.parametrize(("case", "batch"), [("plain", 8), ("window", 28)])
 def test_with_another_batch_each_image_is_read_once_in_each_epoch(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, batch: int
 ) -> None:
@@ -198,12 +173,7 @@ def test_with_another_batch_each_image_is_read_once_in_each_epoch(
     epochs = 336 / resolve_run(recipe).num_images
     recipe = recipe.with_changes(optim={"steps": None, "epochs": epochs})
     resolved = resolve_run(recipe)
-    facts = {
-        "recipe": resolved.recipe.recorded(), "data_fingerprint": resolved.manifest.fingerprint,
-        "global_batch_size": 16, "samples_seen": STEP * 16, "applied_steps": 6,
-        "progress": Progress(STEP),
-    }  # fmt: skip
-    parent = write_run(Path(recipe.run_folder), small_model("ViT"), facts=facts)
+    parent = write_parent(recipe, applied_steps=6, progress=Progress(STEP))
     code, text = said(parent, "step=7", "name=fork", f"train.global_batch_size={batch}")
     assert code == 0, text
     fork = load_recipe(Path("fork.yaml"))

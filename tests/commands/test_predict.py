@@ -6,9 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
@@ -17,11 +15,8 @@ from PIL import Image
 
 import vit_ray
 from tests.commands.command_line import run_cli
-from tests.launch.test_trained_model import CLASSES, COUNT, run_of, write_images
+from tests.launch.test_trained_model import COUNT, run_of, write_images
 from tests.models.small import small_model
-from vit_ray.commands.trained import predict
-from vit_ray.evaluation.image_grid import sheet
-from vit_ray.launch import trained_model
 from vit_ray.models.weights import save_weights
 
 
@@ -111,16 +106,8 @@ def test_a_file_alone_is_used_with_a_recipe_or_keys(run: str, tmp_path: Path) ->
     done = run_cli("predict", str(tmp_path / "a.npz"), image)
     assert (done.exit_code, done.stdout) == (2, "")
     assert "does not record its model; give the recipe that trained it" in done.stderr
-    keys = [
-        "name=ViT",
-        "image_size=32",
-        "depth=2",
-        "width=32",
-        "mlp_dim=64",
-        "num_heads=4",
-        "patch_size=8",
-    ]
-    given = [f"model.{key}" for key in keys]
+    keys = "name=ViT image_size=32 depth=2 width=32 mlp_dim=64 num_heads=4 patch_size=8"
+    given = [f"model.{key}" for key in keys.split()]
     done = run_cli("predict", str(tmp_path / "a.npz"), *given, image)
     assert done.exit_code == 0, done.stderr
     (line,) = done.stdout.splitlines()
@@ -130,17 +117,11 @@ def test_a_file_alone_is_used_with_a_recipe_or_keys(run: str, tmp_path: Path) ->
 REFUSED = [
     (["{0}/nothing"], "no such file or folder; check the path"),
     (["{0}/empty"], "holds no images among its 0 files; images are found by file names"),
-    (["{0}/notes.parquet"], "cannot be read as parquet"),
     (["{0}/labels.parquet"], "has the columns ['label']; encoded images must be in one of"),
     (["{0}/images", "--out={0}/a.txt"], "expected a file that ends in .parquet, .csv, .png"),
-    (["{0}/images", "--out={0}/notes.parquet"], "exists already; name another file"),
-    (["{0}/images", "--out=s3://b/a.png"], "a picture can only be written to a local file"),
+    (["{0}/images", "--out={0}/labels.parquet"], "exists already"),
     (["{0}/images", "--out={0}/a.csv", "--out=file://{0}/a.csv"], "is given twice"),
-    (["{0}/images", "--out={0}/no/a.png"], "there is no folder '{0}/no'"),
     (["{0}/texts.parquet"], "its column 'image' is string; expected encoded images"),
-    (["{0}/lists.parquet"], "its column 'image' is list<"),
-    (["{0}/paths.parquet"], "its column 'image' is struct<path: string>"),
-    (["{0}/images", "model.depht=3"], "no such file or folder"),
 ]
 REFUSE_EACH = """
 import contextlib, io, json, sys
@@ -161,10 +142,8 @@ def test_what_cannot_work_is_refused_before_torch_is_there(tmp_path: Path) -> No
     (tmp_path / "empty").mkdir()
     (tmp_path / "images").mkdir()
     Image.new("RGB", (9, 9)).save(tmp_path / "images" / "a.png")
-    (tmp_path / "notes.parquet").write_text("notes")
     pq.write_table(pa.table({"label": [1]}), tmp_path / "labels.parquet")
-    for name, value in (("texts", "a.jpg"), ("lists", [1, 2]), ("paths", {"path": "a.jpg"})):
-        pq.write_table(pa.table({"image": [value]}), tmp_path / f"{name}.parquet")
+    pq.write_table(pa.table({"image": ["a.jpg"]}), tmp_path / "texts.parquet")
     given = [[word.format(tmp_path) for word in words] for words, _ in REFUSED]
     done = subprocess.run(
         [sys.executable, "-c", REFUSE_EACH, json.dumps(given)], capture_output=True, text=True
@@ -175,78 +154,3 @@ def test_what_cannot_work_is_refused_before_torch_is_there(tmp_path: Path) -> No
         assert (code, out, loaded) == (2, "", []), (words, error)
         assert told.format(tmp_path) in error, words
         assert error.count("\n") == 1, words
-
-
-def test_weights_that_are_not_there_or_do_not_fit_are_one_line(run: str, tmp_path: Path) -> None:
-    images = str(tmp_path / "images")
-    done = run_cli("predict", str(tmp_path / "nothing"), images)
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert "holds no whole checkpoint; give a run folder" in done.stderr
-    done = run_cli("predict", run, images, "model.name=R50x1", "model.image_size=32")
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert f"error: '{run}': " in done.stderr
-
-
-def test_classes_have_the_names_of_the_training_set(run: str, tmp_path: Path) -> None:
-    done = run_cli("predict", run, str(tmp_path / "images" / "00.jpg"))
-    names = [one.split()[0] for one in done.stdout.partition(": ")[2].split(", ")]
-    assert len(set(names) & set(CLASSES)) == 3
-    shares = [float(one.split()[1].rstrip("%")) for one in done.stdout.split(": ")[1].split(", ")]
-    assert shares == sorted(shares, reverse=True)
-    assert np.sum(shares) <= 100.2
-
-
-def test_keys_change_the_recipe_of_a_run_and_leave_the_rest(run: str, tmp_path: Path) -> None:
-    image = str(tmp_path / "images" / "00.jpg")
-    whole, cut = (
-        run_cli("predict", run, image, *keys) for keys in ((), ("data.eval_augment.kind=resize",))
-    )
-    assert (whole.exit_code, cut.exit_code) == (0, 0), cut.stderr
-    changed = vit_ray.load(run, overrides={"data.eval_augment.kind": "resize"}).predict(image)
-    assert f": {changed[0].name} {changed[0].probability:.1%}, " in cut.stdout
-    assert whole.stdout != cut.stdout
-
-
-def test_a_folder_that_is_called_as_a_key_is_a_folder(
-    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "images").rename(tmp_path / "output")
-    done = run_cli("predict", run, "output")
-    assert done.exit_code == 0, done.stderr
-    assert len(done.stdout.splitlines()) == COUNT
-
-
-def test_names_are_spelt_out_and_only_what_was_written_is_named(run: str, tmp_path: Path) -> None:
-    bad = tmp_path / "bad"
-    bad.mkdir()
-    (bad / "a\x1b[31m\nb.jpg").write_text("a text")
-    outputs = [f"{tmp_path}/a.csv", f"file://{tmp_path}/a.png"]
-    words = [f"--out={output}" for output in outputs]
-    done = run_cli("predict", run, str(bad), *words)
-    assert done.exit_code == 1
-    assert r"a\x1b[31m\nb.jpg: not decodable" in done.stderr
-    assert [line for line in done.stderr.splitlines() if "wrote" in line] == [f"wrote {outputs[0]}"]
-    (tmp_path / "a.csv").unlink()
-    assert run_cli("predict", run, str(tmp_path / "images"), *words).exit_code == 0
-    assert (tmp_path / "a.png").stat().st_size > 1000
-
-
-def test_captions_have_the_whole_name_and_the_probability(
-    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[str] = []
-
-    def draw(images: list[Any], captions: list[str], title: str) -> Any:
-        drawn.extend(captions)
-        return sheet(images, captions, title)
-
-    monkeypatch.setattr(predict, "sheet", draw)
-    monkeypatch.setattr(
-        trained_model, "class_names", lambda *_: tuple(f"{name}, tame" for name in CLASSES)
-    )
-    done = run_cli("predict", run, str(tmp_path / "images" / "00.jpg"), f"--out={tmp_path}/a.png")
-    assert done.exit_code == 0, done.stderr
-    share, name = drawn[0].split(" ", 1)
-    assert name in {f"{one}, tame" for one in CLASSES}
-    assert done.stdout.split(": ", 1)[1].startswith(f"{name} {share}, ")

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.data.small_sets import write_set
-from tests.models.small import FAMILIES, relative_difference, small_model, some_images
+from tests.models.small import relative_difference
 from tests.models.weights.published import (
     SIZES,
     drawn,
@@ -24,13 +24,11 @@ from tests.models.weights.published import (
     timm_tensors,
 )
 from tests.recipes import recipe_with
-from tests.trained_runs import write_run
 from vit_ray.checkpoints.init_weights import initialize_weights
 from vit_ray.checkpoints.weight_files import published_use
 from vit_ray.commands.trained.trained_model import load_trained_model
 from vit_ray.config import Recipe
 from vit_ray.launch.prepared_run import PreparedRun, prepare_evaluation, prepared_training
-from vit_ray.models.weights import save_weights
 from vit_ray.training.objective import build_objective, normalize
 
 TINY = {"width": 32, "mlp_dim": 64, "num_heads": 2, "patch_size": 16}
@@ -65,12 +63,8 @@ def write_published(folder: Path, layout: str) -> tuple[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("facts", "crop"),
     [
-        ({}, {"kind": "resize"}),
-        ({"crop_pct": 0.9, "input_size": None}, {"kind": "resize"}),
         ({"crop_pct": 0.9}, {"kind": "center_crop", "resize": 248}),  # timm: floor(224 / 0.9)
-        ({"crop_pct": 0.95, "crop_mode": "center"}, {"kind": "center_crop", "resize": 235}),
         ({"crop_pct": 1.0, "crop_mode": "squash"}, {"kind": "resize"}),
-        ({"interpolation": "bicubic"}, {"kind": "resize", "interpolation": "bicubic"}),
     ],
 )
 def test_images_are_cropped_as_timm_crops_them(
@@ -138,68 +132,6 @@ def test_a_published_vit_goes_through_every_command(
     answers = runs["evaluate"].answers
     assert answers is not None
     assert answers.classes == tuple(CLASSES if layout == "jax" else CLASSES[::-1])
-
-
-def test_a_bit_with_published_names_goes_through_every_command(tmp_path: Path) -> None:
-    source = small_model("ResNet", 3).eval()
-    save_weights(source, tmp_path / "BiT-M-R50x1.npz")
-    size = {"name": "ResNet", "image_size": 32, **FAMILIES["ResNet"]}
-    recipe = recipe_of(tmp_path, str(tmp_path / "BiT-M-R50x1.npz"), **size)
-    inspected, *_ = load_trained_model(recipe, None)
-    runs = prepared_by(recipe)
-    with torch.no_grad():
-        expected = source(some_images())
-        assert torch.equal(inspected(some_images()), expected)
-        assert torch.equal(loaded_by(runs["evaluate"])(some_images()), expected)
-        assert not loaded_by(runs["finetune"])(some_images()).any()
-
-
-RESIZED = "their positions are resized to"
-AS_THEY_ARE = "they have no positions, and are used at"
-
-
-@pytest.mark.slow(after=4)
-@pytest.mark.parametrize(
-    ("family", "options", "told"),
-    [
-        ("ViT", {}, RESIZED),
-        ("ViT", {"positions_at": "every_layer"}, RESIZED),
-        ("ViT", {"positions": "learned_2d"}, RESIZED),
-        ("ViT", {"positions": "relative"}, RESIZED),
-        ("ViT", {"positions": "sincos_2d"}, "their positions, which are fixed, are computed"),
-        ("ViT", {"positions": "none"}, AS_THEY_ARE),
-        ("R+ViT", {}, RESIZED),
-        ("Axial-ViT", {}, RESIZED),
-        ("AxialResNet", {}, RESIZED),
-        ("ResNet", {}, AS_THEY_ARE),
-    ],
-)
-@pytest.mark.parametrize("is_run", [True, False])
-def test_what_another_resolution_means_for_the_weights_is_told_for_every_kind_of_model(
-    family: str,
-    options: dict[str, Any],
-    told: str,
-    is_run: bool,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    model = {"name": family, **FAMILIES[family], **options}
-    weights = small_model(family, 3, 32, **options)
-    if is_run:
-        path = write_run(tmp_path / "run", weights, image_size=32, **model)
-    else:
-        path = str(tmp_path / "own.safetensors")
-        save_weights(weights, path, "vit_ray")
-    recipe = recipe_of(tmp_path, path, image_size=64, **model)
-    prepare_evaluation(recipe)
-    if family in ("ResNet", "AxialResNet") and not is_run:
-        assert not caplog.text  # their files do not tell the resolution
-    else:
-        assert f"weights were trained at 32 x 32 pixels, and {told}" in caplog.text
-        assert "model.image_size=[64, 64]; set model.image_size=[32, 32]" in caplog.text
-    caplog.clear()
-    prepare_evaluation(recipe.with_changes(model={"image_size": 32}))
-    assert not caplog.text
 
 
 def test_another_resolution_than_the_weights_is_told_where_nothing_is_trained(

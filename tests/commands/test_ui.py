@@ -64,18 +64,6 @@ def test_the_link_that_is_printed_is_served(tmp_path: Path) -> None:
             server.wait()
 
 
-def test_of_a_recipe_it_is_the_store_of_its_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text("name: mine\ntracking: {uri: http://host:5000}\n")
-    assert ui._address(str(recipe)) == "http://host:5000"
-    assert ui._address(None) == "sqlite:///mlflow.db"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://other")
-    assert ui._address(None) == "http://other"
-
-
 def test_a_store_that_is_not_there_or_is_empty_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such file"):
         ui.open_pages(f"sqlite:///{tmp_path}/nowhere.db", 5000)

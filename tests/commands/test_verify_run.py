@@ -5,10 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
-from numpy.typing import NDArray
 
 from tests.checkpoints.written import WEIGHTS_0, flip
 from tests.commands.test_batch import recipe
@@ -19,13 +17,11 @@ from tests.trained_runs import write_run
 from vit_ray.checkpoints.checkpoint import Progress, folder_name
 from vit_ray.checkpoints.sample_digest import add_digests, samples_digest
 from vit_ray.commands.cli import vit_ray
-from vit_ray.commands.trained.verify_run import _Order
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
 from vit_ray.launch.inputs.rank_batches import training_batches
 from vit_ray.launch.inputs.seen_batch import SeenBatches
 from vit_ray.launch.inputs.streams import resolve_run
-from vit_ray.launch.named_run import find_run
 from vit_ray.storage import locate
 
 __all__ = ["recipe", "sets"]
@@ -94,41 +90,6 @@ def test_a_neighbour_of_an_image_that_cannot_be_decoded_is_no_other_sample(
     code, text = said(begin(recipe, received(recipe, 4, 7)))
     assert (code, "in the planned order, with neighbours in place of" in text) == (0, True), text
     assert said(begin(recipe.with_changes(name="other"), received(recipe, 3, 6)))[0] == 1
-
-
-def test_a_shard_that_is_missing_is_a_checkpoints_problem(damaged: Recipe, tmp_path: Path) -> None:
-    run = begin(damaged, received(damaged, 3, 6))
-    (tmp_path / "set" / "part-0.parquet").unlink()
-    code, text = said(run)
-    (line,) = (line for line in text.splitlines() if line.startswith("step 7: shard"))
-    assert (code, "is missing" in line) == (1, True), text
-
-
-def test_steps_before_one_that_cannot_be_read_are_read_once() -> None:
-    asked = list[int]()
-
-    def samples_of(step: int) -> NDArray[np.int64]:
-        asked.append(step)
-        if step == 2:
-            raise ValueError
-        return np.array([step])
-
-    order = _Order(samples_of, 1)
-    for end in (4, 6):
-        with pytest.raises(ValueError):
-            order.digest(0, end)
-    assert asked == [0, 1, 2, 2]
-
-
-def test_digests_of_two_checkpoints_are_of_the_same_order(recipe: Recipe) -> None:
-    batches = SeenBatches(find_run(begin(recipe, "")).resolved)
-    order = _Order(batches.planned, recipe.train.global_batch_size)
-    for first, end in ((4, 6), (0, 6), (4, 9), (4, 9)):
-        assert f"{order.digest(first, end):016x}" == received(recipe, first, end)
-
-
-def test_a_checkpoint_of_an_older_version_has_no_digest(recipe: Recipe) -> None:
-    assert said(begin(recipe, "")) == (0, "step 7: files whole; no digest of samples\n")
 
 
 def test_a_file_that_has_changed_is_named(recipe: Recipe) -> None:

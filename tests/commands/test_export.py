@@ -67,11 +67,9 @@ def pictures(count: int) -> Iterator[tuple[Image.Image, Image.Image]]:
 @pytest.mark.parametrize(
     "crop",
     [
-        Augmentation("center_crop", 224, flip=False, resize=256),
-        Augmentation("center_crop", 32, flip=False, resize=36),
+        Augmentation("center_crop", 224, flip=False, resize=256, interpolation="bicubic"),
         Augmentation("center_crop", (96, 160), flip=False, resize=183),
         Augmentation("resize", (48, 64), flip=False),
-        Augmentation("center_crop", 224, flip=False, resize=256, interpolation="bicubic"),
     ],
 )
 def test_the_image_processor_gives_the_pixels_of_our_evaluation(crop: Augmentation) -> None:
@@ -216,10 +214,7 @@ def test_timms_configuration_says_all_that_differs_from_its_defaults(tmp_path: P
     assert config["pretrained_cfg"]["interpolation"] == "bilinear"
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [("ViT", {"representation": True}), ("ViT", {"positions": "none"}), ("R+ViT", {})],
-)
+@pytest.mark.parametrize(("family", "options"), [("ViT", {"positions": "none"}), ("R+ViT", {})])
 def test_timm_is_given_no_architecture_for_what_it_would_compute_otherwise(
     family: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -262,15 +257,6 @@ def test_the_card_gives_the_terms_that_the_maker_of_the_data_gave(tmp_path: Path
     assert "pw" not in card.content
 
 
-def test_what_is_not_recorded_is_said_to_be_unknown(tmp_path: Path) -> None:
-    run = Path(write_run(tmp_path / "run", small_model("ViT")))
-    card = ModelCard.load(export_to(tmp_path, run, layout="vit_ray") / "README.md")
-    assert "their names are unknown" in card.text
-    assert "No accuracy was measured in training" in card.text
-    assert "| licence of the data | not given |" in card.text
-    assert card.data.eval_results is None
-
-
 def test_a_card_that_is_there_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, run = trained_run(tmp_path)
     path = tmp_path / "given" / "vit_ray"
@@ -281,17 +267,9 @@ def test_a_card_that_is_there_is_kept(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "kept" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "push", ["someone/vit", "hf://vit", "hf://a/b/c", "https://x/a", "hf:///b"]
-)
-def test_an_address_that_is_none_of_the_hub_is_refused_at_once(push: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"expected hf://OWNER/NAME, such as hf://"):
-        tiny_recipe(tmp_path, export={"path": str(tmp_path / "x"), "push": push})
-
-
-def test_a_single_file_is_not_pushed(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="needs a folder: give a path without a suffix"):
-        tiny_recipe(tmp_path, export={"path": "vit.npz", "push": "hf://someone/vit"})
+def test_an_address_that_is_none_of_the_hub_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"expected hf://OWNER/NAME"):
+        tiny_recipe(tmp_path, export={"path": str(tmp_path / "x"), "push": "hf://a/b/c"})
 
 
 class FakeHub(BaseHTTPRequestHandler):
@@ -377,11 +355,6 @@ def test_a_hub_that_does_not_take_it_leaves_the_folder(
         export_to(tmp_path, run, layout="huggingface", push="hf://someone/vit")
     assert (tmp_path / "given" / "huggingface" / "model.safetensors").exists()
     assert hub.pushed == {}
-
-
-def test_a_border_is_not_left_out_in_silence() -> None:
-    with pytest.raises(ValueError, match=r"eval_augment\.border=2: an image processor cannot"):
-        image_processor(Augmentation("center_crop", 32, flip=False, resize=36, border=2))
 
 
 def evaluation_of(recipe: Recipe) -> PreparedRun:

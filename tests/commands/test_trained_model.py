@@ -10,7 +10,6 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
-from torch.nn import functional as F
 from transformers import ViTForImageClassification
 
 from tests.commands.command_line import run_cli
@@ -96,8 +95,7 @@ def test_a_model_pre_trained_without_labels_has_a_fresh_head(tmp_path: Path) -> 
     assert torch.equal(model.encode(model.embed(some_images())), expected)
 
 
-@pytest.mark.parametrize("is_objective", [False, True])
-@pytest.mark.parametrize("family", ["ViT", "R+ViT"])
+@pytest.mark.parametrize(("family", "is_objective"), [("ViT", False), ("R+ViT", True)])
 def test_positions_of_a_checkpoint_are_taken_for_the_grid_of_its_recipe(
     family: str, is_objective: bool, tmp_path: Path
 ) -> None:
@@ -115,8 +113,7 @@ def test_positions_of_a_checkpoint_are_taken_for_the_grid_of_its_recipe(
     assert torch.equal(tuned.positions[0].table, expected)
 
 
-@pytest.mark.parametrize("family", ["ViT", "R+ViT", "Axial-ViT"])
-@pytest.mark.parametrize("is_told", [False, True])
+@pytest.mark.parametrize(("family", "is_told"), [("ViT", False), ("Axial-ViT", True)])
 def test_a_checkpoint_of_another_resolution_starts_as_it_did(
     family: str, is_told: bool, tmp_path: Path
 ) -> None:
@@ -128,25 +125,6 @@ def test_a_checkpoint_of_another_resolution_starts_as_it_did(
     assert [line.split()[0] for line in report.resized] == ["positions.0.table"]
 
 
-@pytest.mark.parametrize("is_file", [True, False])
-def test_positions_are_resized_as_in_the_papers_code(is_file: bool, tmp_path: Path) -> None:
-    source = small_model("ViT", image_size=32)
-    path = str(tmp_path / "model.npz")
-    if is_file:
-        save_weights(source, path)
-    else:
-        path = write_run(tmp_path / "run", source)
-    size = {"name": "ViT", "image_size": 48, **TINY_VIT}
-    model, *_ = load_trained_model(tiny_recipe(tmp_path, init_from=path, model=size), None)
-    table = source.positions[0].table.detach()[:, 1:].reshape(1, 4, 4, 32).permute(0, 3, 1, 2)
-    expected = F.interpolate(table, (6, 6), mode="bilinear", align_corners=True)
-    resized = model.positions[0].table.detach()[:, 1:].reshape(1, 6, 6, 32).permute(0, 3, 1, 2)
-    torch.testing.assert_close(resized, expected)
-    started = small_model("ViT", image_size=48)
-    initialize_weights(started, path, new_head=True)
-    assert torch.equal(started.positions[0].table, model.positions[0].table)
-
-
 @pytest.fixture
 def bucket(tmp_path: Path) -> Iterator[Path]:
     """The folder that is `s3://models` to this process, by a real S3 server."""
@@ -156,10 +134,13 @@ def bucket(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-@pytest.mark.parametrize("place", ["here", "there"])
 @pytest.mark.parametrize(
-    ("name", "layout"),
-    [("model.npz", "jax"), ("model.safetensors", "timm"), ("hub", "huggingface"), ("run", None)],
+    ("name", "layout", "place"),
+    [
+        ("model.npz", "jax", "here"),
+        ("hub", "huggingface", "there"),
+        ("run", None, "there"),
+    ],
 )
 def test_every_job_reads_weights_of_every_form_here_and_in_a_bucket(
     name: str, layout: str | None, place: str, bucket: Path, monkeypatch: pytest.MonkeyPatch
@@ -210,21 +191,6 @@ def test_weights_of_a_run_with_another_model_are_refused_with_all_keys_that_diff
         planned_load(config, 9, run, True)
 
 
-def test_errors_about_weights_in_a_bucket_name_their_place_in_it(bucket: Path) -> None:
-    (bucket / "torn.npz").write_bytes(b"PK torn")
-    (bucket / "model.pth").write_bytes(b"pickled")
-    for name, message in [
-        ("gone.npz", "weights s3://models/gone.npz do not exist"),
-        ("torn.npz", "weights s3://models/torn.npz cannot be read"),
-        ("model.pth", "weights s3://models/model.pth end in '.pth'"),
-        ("nothing", "'s3://models/nothing' holds no whole checkpoint"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            load_trained_model(tiny_recipe(bucket, init_from=f"s3://models/{name}"), None)
-        with pytest.raises(ValueError, match=message):
-            planned_load(size_of_model(), 9, f"s3://models/{name}", False)
-
-
 @pytest.mark.parametrize("has_layer", [True, False])
 def test_a_trained_head_is_not_exported_as_a_zero_one(has_layer: bool, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", small_model("ViT", representation=has_layer))
@@ -247,44 +213,26 @@ def test_a_head_of_the_class_token_is_not_exported_behind_a_mean(tmp_path: Path)
         export(tiny_recipe(tmp_path, init_from=run, export=exports, model=other))
 
 
-@pytest.mark.parametrize(
-    ("trained", "told"),
-    [({"num_heads": 2}, "num_heads=2"), ({"positions_at": "every_layer_shared"}, "positions_at=")],
-)
-def test_a_checkpoint_is_not_taken_for_another_function_of_its_tensors(
-    trained: dict[str, Any], told: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_is_not_taken_for_another_function_of_its_tensors(tmp_path: Path) -> None:
+    trained: dict[str, Any] = {"num_heads": 2}
     run = write_run(
         tmp_path / "run",
         small_model("ViT", **trained),
         **{"name": "ViT", "image_size": 32, **TINY_VIT, **trained},
     )
-    with pytest.raises(ValueError, match=f"step-00000007.*; build it with {told}"):
+    with pytest.raises(ValueError, match=r"step-00000007.*; build it with num_heads=2"):
         load_trained_model(tiny_recipe(tmp_path, init_from=run), None)
 
 
-def test_averaged_weights_that_are_not_there_are_asked_for_in_vain(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", small_model("ViT"))
-    with pytest.raises(ValueError, match="step-00000007 has no averaged weights; set averaged to"):
-        load_trained_model(tiny_recipe(tmp_path, init_from=run), True)
-
-
-@pytest.mark.parametrize(("name", "layout"), [("x/model.npz", "jax"), ("hub", "huggingface")])
-def test_weights_are_exported_into_a_bucket(name: str, layout: str, bucket: Path) -> None:
+def test_weights_are_exported_into_a_bucket(bucket: Path) -> None:
     source = small_model("ViT")
     run = write_run(bucket / "run", source)
-    exports = {"path": f"s3://models/{name}", "layout": layout}
+    exports = {"path": "s3://models/hub", "layout": "huggingface"}
     assert export(tiny_recipe(bucket, init_from=run, export=exports)) == 0
     loaded = small_model("ViT").apply(_clear)
-    load_weights(loaded, bucket / name)
+    load_weights(loaded, bucket / "hub")
     for key, tensor in source.state_dict().items():
         assert torch.equal(loaded.state_dict()[key], tensor)
-
-
-def test_an_export_of_the_wrong_suffix_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    exports = {"path": str(tmp_path / "model.bin")}
-    with pytest.raises(ValueError, match=r"layout='jax' is written to .npz files"):
-        export(tiny_recipe(tmp_path, init_from="/not/there", export=exports))
 
 
 def test_figures_are_written_and_kept_in_mlflow(tmp_path: Path) -> None:
@@ -308,16 +256,6 @@ def test_figures_are_written_and_kept_in_mlflow(tmp_path: Path) -> None:
     assert artifacts == names
 
 
-def test_images_that_a_conversion_takes_are_inspected_and_hidden_ones_are_not(
-    tmp_path: Path,
-) -> None:
-    for name in ("a.tif", "b.GIF", ".hidden.png"):
-        Image.new("RGB", (40, 48)).save(tmp_path / name)
-    recipe = tiny_recipe(tmp_path, inspect={"images": str(tmp_path), "path": str(tmp_path / "out")})
-    assert recipe.inspect is not None
-    assert len(read_images(recipe, recipe.inspect)) == 2
-
-
 def test_images_are_spread_over_the_folder_and_broken_ones_left_out(tmp_path: Path) -> None:
     folder = pictures(tmp_path / "pictures")
     inspection = {"images": str(folder), "num_images": 3}
@@ -329,39 +267,3 @@ def test_images_are_spread_over_the_folder_and_broken_ones_left_out(tmp_path: Pa
     alone = tiny_recipe(tmp_path, inspect={"images": str(folder / "class1"), "num_images": 1})
     assert alone.inspect is not None
     np.testing.assert_array_equal(images[2], read_images(alone, alone.inspect)[0])
-
-
-def test_images_are_read_from_a_bucket(bucket: Path) -> None:
-    pictures(bucket / "pictures")
-    stacks = []
-    for place in (str(bucket / "pictures"), "s3://models/pictures"):
-        config = tiny_recipe(bucket, inspect={"images": place, "num_images": 7})
-        assert config.inspect is not None
-        stacks.append(read_images(config, config.inspect))
-    assert stacks[0].shape == (6, 32, 32, 3)
-    np.testing.assert_array_equal(*stacks)
-
-
-def test_figures_go_to_a_folder_of_this_machine(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    Image.new("RGB", (40, 48)).save(tmp_path / "image.png")
-    for path, message in [
-        ("s3://models/figures", "is remote; give a local folder"),
-        (str(tmp_path / "file"), "must be a folder, but"),
-    ]:
-        inspection = {"images": str(tmp_path), "path": path}
-        with pytest.raises(ValueError, match=message):
-            inspect(tiny_recipe(tmp_path, inspect=inspection))
-
-
-def test_what_is_missing_is_named_with_what_to_give(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"export is not set; give export.path"):
-        export(tiny_recipe(tmp_path))
-    with pytest.raises(ValueError, match=r"inspect is not set; give inspect.images"):
-        inspect(tiny_recipe(tmp_path))
-    exports = {"path": str(tmp_path / "model.npz")}
-    with pytest.raises(ValueError, match="init_from is not set; give the run"):
-        export(tiny_recipe(tmp_path, export=exports))
-    inspection = {"images": str(tmp_path), "path": str(tmp_path / "figures")}
-    with pytest.raises(ValueError, match="holds no readable image"):
-        inspect(tiny_recipe(tmp_path, inspect=inspection))

@@ -2,11 +2,12 @@
 
 import json
 import subprocess
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
-from typing import Any
+from threading import Barrier, Thread
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -255,14 +256,111 @@ def test_a_whole_save_between_starts_the_count_again(
     assert steps(run) == [9]
 
 
-def test_the_result_is_kept_beside_the_newest(
+def test_ranks_that_see_folders_of_their_own_are_found_when_it_is_read(
     run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where early stopping alone makes the best evaluation the result."""
-    disk = Disk(run, monkeypatch, keep_best=False)
+    """Output on a path that nodes do not share, which the start of a worker checks."""
+    disk, other = Disk(run, monkeypatch, ranks=2), locate(run.path + "-elsewhere")
+    monkeypatch.setattr(disk.writers[1], "_run_folder", other)
+    disk.save(1)
+    with pytest.raises(NoUsableCheckpointError, match=r"none of the .* bytes are there"):
+        checkpoint_to_resume(run)
+
+
+def test_the_first_rank_waits_for_the_part_of_one_that_still_writes(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(run, monkeypatch, ranks=2, keep_last=2)
+    first, second = disk.writers
+    for step in (1, 2, 3):
+        waits = Thread(target=first.write, args=(snapshot(step, 0, 2),))
+        waits.start()
+        waits.join(0.2)
+        assert waits.is_alive()
+        assert newest_checkpoint(run) is None or newest_checkpoint(run).position.step < step
+        second.write(snapshot(step, 1, 2))
+        waits.join(60)
+        assert newest_checkpoint(run).position.step == step
+    assert steps(run) == [3, 2]
+    assert disk.events == []
+
+
+class CountedFolder(Location):
+    """Counts what is asked of files and folders below a run's folder."""
+
+    reads: ClassVar[list[str]] = []
+    lists: ClassVar[list[str]] = []
+
+    def child(self, name: str) -> "CountedFolder":
+        return CountedFolder(self.protocol, super().child(name).path)
+
+    def read_range(self, offset: int, length: int | None = None) -> bytes:
+        self.reads.append(self.path.rpartition("/")[2])
+        return super().read_range(offset, length)
+
+    def list_folders(self) -> list[str]:
+        self.lists.append(self.path)
+        return super().list_folders()
+
+
+@pytest.mark.parametrize("ranks", [2, 16])
+def test_nothing_is_read_back_and_one_rank_commits_and_lists(
+    run: Location, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """However many write at the same time, and however many old ones there are."""
+    monkeypatch.setattr(CountedFolder, "reads", [])
+    monkeypatch.setattr(CountedFolder, "lists", [])
+    commits: list[int] = []
+    plain = checkpoint_writer.commit
+
+    def commit(*args: Any) -> Any:
+        commits.append(1)
+        return plain(*args)
+
+    monkeypatch.setattr(checkpoint_writer, "commit", commit)
+    folder = CountedFolder(run.protocol, run.path)
+    disk = Disk(folder, monkeypatch, ranks=ranks, keep_every_steps=2)
+    for step in range(1, 9):
+        disk.save(step, metrics={"eval/loss": 9.0 - step}, eval_step=step)
+    assert len(commits) == 8
+    assert disk.events == []
+    assert CountedFolder.reads == []
+    assert Counter(CountedFolder.lists) == {run.path: 8}
+    assert steps(run) == [8, 6, 4, 2]
+
+
+@pytest.mark.parametrize("keep_best", [True, False])
+def test_the_result_is_kept_beside_the_newest(
+    run: Location, monkeypatch: pytest.MonkeyPatch, keep_best: bool
+) -> None:
+    """Also where early stopping makes the best evaluation the result."""
+    disk = Disk(run, monkeypatch, keep_best=keep_best)
     for step in (1, 2, 3, 4):
         disk.save(step, metrics={"result/step": float(min(step, 2))})
     assert steps(run) == [4, 2]
+
+
+def test_without_a_best_the_newest_alone_are_kept(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(run, monkeypatch, keep_last=2)
+    for step, loss in ((1, 2.0), (2, 0.5), (3, 1.0), (4, 3.0)):
+        disk.save(step, eval_step=step, metrics={"eval/loss": loss})
+    assert steps(run) == [4, 3]
+
+
+def test_what_was_passed_over_on_resume_does_not_count_as_kept(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run goes on from 2, and saves between the damaged ones."""
+    first = Disk(run, monkeypatch, keep_last=4)
+    for step in (1, 2, 3, 5):
+        first.save(step)
+    for step in (3, 5):
+        run.child(folder_name(step)).child(COMMIT).write(b"{}")
+    resumed = Disk(run, monkeypatch, resumes=True, keep_last=2)
+    resumed.save(4)
+    assert steps(run) == [5, 4, 3, 2]
 
 
 @pytest.mark.parametrize(("refused", "left"), [("note_commit", [2]), ("prune", [2, 1])])
@@ -280,6 +378,15 @@ def test_a_save_is_noted_and_old_ones_are_deleted_each_for_itself(
     assert steps(run) == left
     assert ("training" in read_progress(run)) == (refused == "note_commit")
     assert [kind for kind, _ in disk.events] == ["old checkpoint left"] * 2
+
+
+def test_permanent_ones_are_kept_beside_the_newest(
+    run: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(run, monkeypatch, keep_every_steps=4, keep_last=2)
+    for step in range(2, 16, 2):
+        disk.save(step)
+    assert steps(run) == [14, 12, 8, 4]
 
 
 def test_a_writer_whose_run_was_taken_over_commits_and_deletes_nothing(run: Location) -> None:

@@ -68,7 +68,10 @@ def is_any(step: int) -> bool:
 def lose(folder: Location, lost: str) -> None:
     """Damage that the marker, or its absence, shows."""
     path = Path(folder.path)
-    if lost == "a flip of the marker":
+    if lost == "everything":
+        shutil.rmtree(path)
+        path.mkdir()
+    elif lost == "a flip of the marker":
         flip(folder, COMMIT)
     elif lost == "the name":
         path.rename(path.parent / folder_name(7))
@@ -79,7 +82,7 @@ def lose(folder: Location, lost: str) -> None:
         (path / lost).unlink()
 
 
-LOSSES = [COMMIT, "a flip of the marker", "the name", "a part"]
+LOSSES = [COMMIT, WEIGHTS_0, "everything", "a flip of the marker", "the name", "a part"]
 
 
 @pytest.mark.parametrize("lost", LOSSES)
@@ -114,7 +117,7 @@ def test_a_run_with_checkpoints_and_none_usable_refuses_to_start_over(
     assert checkpoint_to_resume(run) is None
 
 
-@pytest.mark.parametrize("lost", [one for one in LOSSES if one != "the name"])
+@pytest.mark.parametrize("lost", [one for one in LOSSES if one not in ("everything", "the name")])
 def test_what_was_given_up_is_never_deleted(run: Location, lost: str) -> None:
     lose(write_checkpoint(run, 1), lost)
     give_up_checkpoints(run, print)
@@ -253,6 +256,14 @@ def test_what_a_kill_left_is_deleted_once_newer_ones_are_whole(run: Location) ->
     assert names(run) == [folder_name(step) for step in (3, 4, 5)]
 
 
+def test_pruning_leaves_and_does_not_count_what_was_passed_over(run: Location) -> None:
+    """3 and 5 could not be read; the run went on from 2, and has written 4."""
+    for step in (1, 2, 3, 4, 5):
+        write_checkpoint(run, step)
+    assert prune(run, {1, 2, 4}.__contains__, keep_last=2, stays=stays_none) == [1]
+    assert names(run) == [folder_name(step) for step in (2, 3, 4, 5)]
+
+
 class KilledError(BaseException):
     """A process ends here."""
 
@@ -300,7 +311,7 @@ def write_best(run: Location, *, of: int) -> None:
             write_snapshot(replace(one, position=replace(one.position, progress=progress)), folder)
 
 
-@pytest.mark.parametrize("best", [2, 4])
+@pytest.mark.parametrize("best", [2, 4, 6])
 def test_a_run_that_keeps_its_best_hands_that_on(run: Location, best: int) -> None:
     write_best(run, of=best)
     assert find_weights(run.path).position.step == best
@@ -310,10 +321,18 @@ def test_a_run_that_keeps_its_best_hands_that_on(run: Location, best: int) -> No
     assert newest.position.step == 6  # from which it goes on
 
 
-def test_a_best_that_cannot_be_used_is_never_replaced_by_another(run: Location) -> None:
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_best_that_cannot_be_used_is_never_replaced_by_another(
+    run: Location, is_there: bool
+) -> None:
     write_best(run, of=4)
-    flip(run.child(folder_name(4)), COMMIT)
-    with pytest.raises(ValueError, match=r"step-00000004, cannot be used: .*was changed"):
+    folder = run.child(folder_name(4))
+    if is_there:
+        flip(folder, COMMIT)
+    else:
+        shutil.rmtree(folder.path)
+    why = "was changed" if is_there else "has no commit.json"
+    with pytest.raises(ValueError, match=f"step-00000004, cannot be used: .*{why}"):
         find_weights(run.path)
 
 
@@ -430,8 +449,8 @@ def resumed(run: Location) -> Checkpoint:
             below = found.position.step
 
 
-@pytest.mark.slow(after=5)
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.slow(after=10)
+@pytest.mark.parametrize("seed", range(60))
 def test_whatever_happens_to_folders_the_newest_good_one_is_resumed(
     run: Location, seed: int
 ) -> None:

@@ -18,10 +18,8 @@ GOLDEN = [0, 1, 2, 3, 16, 17, 18, 19, 28, 29]
 
 @given(st.integers(1, 3000), st.integers(0, 10))
 def test_a_keyed_permutation_sends_every_number_to_one_other(size: int, key: int) -> None:
-    permutation = KeyedPermutation(size, key)
-    ranks = permutation.ranks(np.arange(size))
+    ranks = KeyedPermutation(size, key).ranks(np.arange(size))
     assert sorted(ranks.tolist()) == list(range(size))
-    np.testing.assert_array_equal(permutation.values(ranks), np.arange(size))
 
 
 def test_a_keyed_permutation_leaves_no_trend() -> None:
@@ -43,7 +41,8 @@ def samples_of(part: Manifest | None) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("total", "fraction", "held"), [(1_281_167, 0.01, 12_812), (50_000, 0.02, 1_000)]
+    ("total", "fraction", "held"),
+    [(1_281_167, 0.01, 12_812), (50_000, 0.02, 1_000), (3_680, 0.1, 368), (1_020, 0.1, 102)],
 )
 def test_dev_splits_have_the_published_sizes(total: int, fraction: float, held: int) -> None:
     kept, held_out = parts_of(manifest_of(total), fraction)
@@ -51,11 +50,17 @@ def test_dev_splits_have_the_published_sizes(total: int, fraction: float, held: 
     assert (kept.num_images, held_out.num_images) == (total - held, held)
 
 
-@pytest.mark.parametrize("held_out", [0.03, 0.77])
+@pytest.mark.parametrize("held_out", [0.03, 0.1, 0.3, 0.77])
 def test_kept_and_held_out_rows_are_a_partition(held_out: float) -> None:
     kept, held = parts_of(manifest_of(100), held_out, seed=5)
     assert sorted(samples_of(kept) + samples_of(held)) == list(range(100))
     assert len(samples_of(held)) == round(100 * held_out)
+
+
+def test_smaller_parts_are_inside_larger_ones() -> None:
+    small, large = (parts_of(manifest_of(1000), 0.1, f)[0] for f in (0.1, 0.5))
+    assert len(samples_of(small)) == 90
+    assert set(samples_of(small)) < set(samples_of(large))
 
 
 @given(st.integers(0, 10), st.data())
@@ -92,7 +97,9 @@ def test_a_part_that_is_written_reads_the_rows_of_the_one_in_memory(
     ("total", "held_out", "fraction", "named"),
     [
         (100, 0.0001, 1.0, "data.held_out_fraction"),
+        (1, 0.5, 1.0, "data.held_out_fraction"),
         (100, 0.0, 0.0001, "data.fraction"),
+        (100, 0.1, 0.0, "data.fraction"),
     ],
 )
 def test_an_empty_part_is_refused(total: int, held_out: float, fraction: float, named: str) -> None:
@@ -100,7 +107,7 @@ def test_an_empty_part_is_refused(total: int, held_out: float, fraction: float, 
         parts_of(manifest_of(total), held_out, fraction)
 
 
-@pytest.mark.parametrize("fraction", [0.03, 0.5])
+@pytest.mark.parametrize("fraction", [0.03, 0.1, 0.5])
 def test_a_share_of_the_images_is_in_a_share_of_the_row_groups(fraction: float) -> None:
     part, _ = parts_of(manifest_of(80_000), 0.0, fraction, seed=4)
     assert part.rows.sum() == round(80_000 * fraction)
@@ -119,3 +126,12 @@ def manifest_of(total: int, group: int = 8) -> Manifest:
     index = np.arange(len(rows), dtype=np.int32)
     columns = RowGroupColumns(index * 0, index, rows, index * 0, {})
     return Manifest(**vars(columns), **HEADER, num_images=total, max_labels=1, fingerprint="0")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 63, 64, 65, 1000])
+def test_a_permutation_is_walked_backwards(size: int) -> None:
+    permutation = KeyedPermutation(size, 3, 1)
+    everything = np.arange(size, dtype=np.int64)
+    ranks = permutation.ranks(everything)
+    assert sorted(ranks.tolist()) == everything.tolist()
+    np.testing.assert_array_equal(permutation.values(ranks), everything)

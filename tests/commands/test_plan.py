@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.pictures import jpeg
 from tests.recipes import SMALL
 from vit_ray.commands.plans.plan import (
     data_facts,
@@ -106,7 +107,7 @@ def test_the_source_is_counted_before_it_is_converted(tmp_path: Path) -> None:
     for name, count in (("cat", 300), ("dog", 200)):
         (tmp_path / name).mkdir()
         for index in range(count):
-            (tmp_path / name / f"{index}.jpg").touch()
+            (tmp_path / name / f"{index}.jpg").write_bytes(jpeg(index % 3))
     convert = f"convert={{source: {tmp_path}, destination: {tmp_path}/data}}"
     small = ["train.global_batch_size=64", "optim.warmup_steps=0", "optim.epochs=2"]
     recipe = recipe_of(convert, f"data.train={tmp_path}/data", "data.held_out_fraction=0.1", *small)

@@ -171,7 +171,7 @@ TRANSFERS = [
     (f"evaluate tiny.yaml data.eval=null {FITS}", "data.eval is not set: nothing would be"),
     (f"evaluate tiny.yaml train.loss=masked_patch {FITS}", "train.loss=masked_patch has no acc"),
     (f"export tiny.yaml {FITS} export.path=./sets/fits.npz", "export.path=.* is init_from itself"),
-    ("init none.csv", "none.csv' is empty"),
+    ("init none.csv", "none.csv' needs one field for the image"),
     ("init sets/latin1", r"not UTF-8 \(.*caf.*\); rename it"),
     (
         "subset tiny.yaml subset.source=sets/train subset.destination=x subset.keys=sets",

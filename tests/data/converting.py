@@ -12,6 +12,8 @@ import vit_ray.data
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.convert import conversion
 from vit_ray.data.convert.commit import ConvertReport
+from vit_ray.data.convert.rows import Unit
+from vit_ray.data.convert.sources import units_of
 from vit_ray.data.progress import Shown
 
 
@@ -19,6 +21,11 @@ def config_of(source: Any, destination: Any, **options: Any) -> ConvertConfig:
     """A section `convert`; lists stand for tuples."""
     tuples = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
     return ConvertConfig(source=str(source), destination=str(destination), **tuples)
+
+
+def units(source: Any, **options: Any) -> list[Unit]:
+    """The units that a conversion reads."""
+    return units_of(config_of(source, "unused", **options))
 
 
 def convert(source: Any, destination: Any, *, seed: int = 0, **options: Any) -> ConvertReport:

@@ -16,7 +16,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from tests.data.convert.archives import add
-from tests.data.converting import convert, run_in_this_process
+from tests.data.converting import convert, run_in_this_process, units
 from tests.data.pictures import jpeg
 from tests.data.s3_server import (
     SECRET_KEY,
@@ -29,7 +29,7 @@ from tests.data.s3_server import (
 )
 from vit_ray.data import open_dataset
 from vit_ray.data.cache import Cache
-from vit_ray.data.convert.sources import list_units, rows_of
+from vit_ray.data.convert.sources import rows_of
 from vit_ray.data.crops import Augmentation
 from vit_ray.data.dataset import Manifest
 from vit_ray.data.partition import Partition
@@ -208,7 +208,7 @@ def write_sources(folder: Path) -> None:
 
 def indexed(source: str, pack: Path) -> dict[str, tuple[tuple[str, ...], bytes]]:
     """Labels and bytes of every image of a source, by key."""
-    entries = [entry for unit in list_units(source, "auto") for entry in rows_of(unit)]
+    entries = [entry for unit in units(source) for entry in rows_of(unit)]
     return {entry.key: (entry.labels, entry.read()) for entry in entries}
 
 
@@ -252,7 +252,7 @@ def test_parquet_is_read_in_place_on_s3_and_a_new_object_of_equal_length_is_seen
 def test_a_tar_shard_is_indexed_in_few_requests(s3: FaultProxy, tmp_path: Path) -> None:
     """600 files of a few bytes: 300 KiB of headers, which tarfile reads one by one."""
     s3.faults.set("none", remaining=1, path="many.tar", every=10**6)
-    (unit,) = list_units("s3://sources/many.tar", "auto")
+    (unit,) = units("s3://sources/many.tar")
     assert len(list(rows_of(unit))) == 300
     assert s3.faults.seen < 15
 
@@ -261,7 +261,7 @@ SCRIPT = """
 import json, sys
 import ray
 from vit_ray.data import open_dataset
-from tests.data.converting import convert, run_in_this_process
+from tests.data.converting import convert, run_in_this_process, units
 from vit_ray.data.crops import Augmentation
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.stream_server import RankStreams, StreamServer

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.checkpoints.written import values, write_checkpoint
-from tests.data.converting import convert, run_in_this_process
+from tests.data.converting import convert, run_in_this_process, units
 from tests.data.pictures import write_class_folders
 from tests.data.s3_server import FaultProxy, serve_s3, this_process_uses
 from tests.data.small_sets import used_rows, write_rows
@@ -17,7 +17,7 @@ from vit_ray import lock
 from vit_ray.checkpoints.run_checkpoints import checkpoint_to_resume
 from vit_ray.data import open_dataset
 from vit_ray.data.convert.commit import ConvertReport
-from vit_ray.data.convert.sources import list_units, rows_of
+from vit_ray.data.convert.sources import rows_of
 from vit_ray.storage import locate
 
 QUICK = ["503", "500", "reset", "cut", "flip"]
@@ -100,8 +100,8 @@ def test_patterns_stand_for_keys_as_for_files(
     store: FaultProxy, bucket: Path, tmp_path: Path, pattern: str
 ) -> None:
     def entries(source: str) -> dict[str, tuple[tuple[str, ...], bytes]]:
-        units = list_units(f"{source}/{pattern}")
-        return {e.key: (e.labels, e.read()) for unit in units for e in rows_of(unit)}
+        found = units(f"{source}/{pattern}")
+        return {e.key: (e.labels, e.read()) for unit in found for e in rows_of(unit)}
 
     there = entries("s3://b/images")
     assert len(there) == 12

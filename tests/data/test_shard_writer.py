@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from vit_ray import storage
-from vit_ray.data.convert.staged_files import parquet_output
+from vit_ray.data.convert.index import parquet_output
 from vit_ray.data.dataset import ShardFile
 from vit_ray.data.shard_writer import EncodedImage, ShardWriter
 from vit_ray.data.shards import problem_of_shard

@@ -100,8 +100,8 @@ def test_verify_counts_the_images_of_a_part(serial: None, tmp_path: Path) -> Non
     convert(tmp_path / "source", tmp_path / "set", rows_per_row_group=16)
     part = subset(str(tmp_path / "set"), str(tmp_path / "part"), count=7)
     checks = [check_file(int(file), part, 1.0) for file in np.unique(part.file_index)]
-    assert sum(check.images for check in checks) == 7
-    assert sum(check.decoded for check in checks) == 7
+    assert sum(check.num_images for check in checks) == 7
+    assert sum(check.num_decoded for check in checks) == 7
 
 
 def test_a_part_is_chosen_by_a_list_of_keys(serial: None, tmp_path: Path) -> None:

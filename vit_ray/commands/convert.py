@@ -8,7 +8,7 @@ from vit_ray.config import Recipe
 from vit_ray.data.convert.commit import ConvertReport, listed
 from vit_ray.data.convert.conversion import convert
 from vit_ray.data.convert.destination import convert_of
-from vit_ray.data.convert.estimate import empty_text, estimate_conversion
+from vit_ray.data.convert.estimate import estimate_conversion
 from vit_ray.data.dataset import DAMAGED_FILE, REJECTED_FILE
 from vit_ray.data.progress import clock
 from vit_ray.launch.cluster.connection import connect
@@ -24,10 +24,6 @@ def run_convert(recipe: Recipe) -> int:
     config = convert_of(recipe)
     check_shared(connect(recipe), [("convert.source", config.source)])
     report = convert(config, recipe.seed)
-    for what, names in report.fields.items():
-        print(f"{config.source}: the {what} is in the field {', '.join(names)}")
-    if report.empty_classes:
-        print(empty_text(config.source, report.empty_classes))
     for note in report.notes:
         print(f"{config.destination}: {note}")
     print(f"{config.destination}: the classes are {listed(list(report.label_histogram))}")
@@ -47,25 +43,21 @@ def describe_conversion(recipe: Recipe) -> str:
     """
     config = convert_of(recipe)
     plan = estimate_conversion(config, recipe.seed)
-    about, least = ("", "") if plan.is_exact else ("about ", "at least ")
     parts = f"{plan.num_counted:,} of {plan.num_parts:,} parts counted"
     made = f"{plan.written_bytes / 2**20:,.1f} MiB"
     source = f"{plan.source_bytes / 2**20:,.1f} MiB" if plan.source_bytes else "unknown size"
     shards = f"{plan.num_shards:,} shard{'s' if plan.num_shards > 1 else ''}"
     reason = f"; the first: {plan.reason}" if plan.reason else ""
-    empty = plan.empty_classes
     cores, rate = cpu_count(), plan.num_images / plan.seconds
     return "\n".join(
         [
-            f"images      {about}{plan.num_images:,} of {least}{plan.num_classes:,} classes "
-            f"({parts})",
+            f"images      {plan.counts} ({parts})",
             f"source      {config.source}: {source}",
             f"data set    {config.destination}: "
             f"{'images read in place' if config.in_place else made}, {shards}",
             f"rejected    {plan.num_rejected} of {plan.num_sampled} sampled images{reason}",
             f"time        about {clock(plan.seconds / cores)} on the {cores} cores of this machine "
             f"({platform.node()}), {rate:,.0f} images/s per core",
-            *([empty_text(config.source, list(empty))] if empty else []),
         ]
     )
 

@@ -4,10 +4,7 @@ from vit_ray.checkpoints.run_checkpoints import list_checkpoints
 from vit_ray.commands.trained.verify_run import verify_run
 from vit_ray.config import Recipe, require
 from vit_ray.data import open_dataset
-from vit_ray.data.convert.deduplicate import (
-    deduplicate,
-    refuse_taken,
-)
+from vit_ray.data.convert.deduplicate import deduplicate, refuse_taken
 from vit_ray.data.convert.verify import verify
 from vit_ray.data.subset import subset
 from vit_ray.launch.cluster.connection import connect
@@ -35,9 +32,11 @@ def run_verify(recipe: Recipe) -> int:
         print(f"{where}: {problem.what}")
     if len(report.problems) > _SHOWN:
         print(f"... and {len(report.problems) - _SHOWN} more")
+    advice = "restore these files from a copy, or convert again"
     print(
         f"{config.path}: {report.num_images} images in {report.num_files} files checked, "
-        f"{report.num_decoded} decoded, {len(report.problems)} problems; {report.advice()}"
+        f"{report.num_decoded} decoded, {len(report.problems)} problems; "
+        f"{advice if report.problems else 'the data set is complete and undamaged'}"
     )
     return 1 if report.problems else 0
 
@@ -91,10 +90,4 @@ def run_deduplicate(recipe: Recipe) -> int:
         f"{config.destination}: {report.num_exact} exact and {report.num_near} near duplicates "
         f"of {report.num_images} images left out; duplicates.parquet lists them"
     )
-    undecodable = report.num_undecodable, report.num_undecodable_evaluation
-    if any(undecodable):
-        print(
-            f"{undecodable[0]} images and {undecodable[1]} evaluation images cannot be decoded and "
-            "were compared by their bytes alone; re-encoded copies of them may be left"
-        )
     return 0

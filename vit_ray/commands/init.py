@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.config.loading import completed, load_recipe, parse_yaml
-from vit_ray.data.convert.estimate import Estimate, empty_text, estimate_conversion
+from vit_ray.data.convert.estimate import Estimate, estimate_conversion
 from vit_ray.data.convert.files import SeveralSplitsError
 from vit_ray.storage import Location, locate
 
@@ -67,8 +67,6 @@ def write_recipe(
         with open(file, "x", encoding="utf-8") as target:
             target.write(text)
     print(f"{images}: {found.counts}")
-    if found.empty_classes:
-        print(empty_text(images, found.empty_classes))
     if found.num_rejected:
         print(
             f"{found.num_rejected} of {found.num_sampled} sampled files are not images "

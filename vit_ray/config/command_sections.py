@@ -88,7 +88,7 @@ class ConvertConfig(Section):
     in_place: bool = False
     """Copy no images: for parquet files in the layout of the Hugging Face hub, local or `s3://`,
     write only a manifest, labels and checksums for the files in place. These files are never
-    written and must not change. The report says what this costs in reading."""
+    written and must not change."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

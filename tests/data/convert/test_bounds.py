@@ -12,8 +12,8 @@ from tests.data.converting import convert
 from tests.data.pictures import encoded, jpeg, picture, write_class_folders
 from tests.data.s3_server import serve_s3, this_process_uses
 from vit_ray.data import open_dataset, shard_writer
-from vit_ray.data.convert import checks
-from vit_ray.data.convert.rows import WHOLE_FILE, LargerError, Row
+from vit_ray.data.convert import checks, rows
+from vit_ray.data.convert.rows import Row
 from vit_ray.data.convert.verify import check_file
 from vit_ray.data.jpeg_index.headers import num_scans
 from vit_ray.storage import Location
@@ -89,17 +89,14 @@ def test_a_row_group_ends_where_its_images_have_enough_bytes(
     assert check_file(0, manifest, 1.0).problems == []
 
 
-@pytest.mark.parametrize("length", [100 << 20, WHOLE_FILE])
-def test_few_large_files_are_read_ahead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
-) -> None:
-    """Also those of a list, whose lengths nobody has said: they are files of holes here."""
+def test_few_large_files_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are files of holes here."""
     entries = []
     for i in range(12):
         path = tmp_path / f"{i}.mp4"
         with path.open("wb") as file:
             file.truncate(100 << 20)
-        entries.append(Row(str(i), path=str(path), length=length))
+        entries.append(Row(str(i), path=str(path), length=100 << 20))
     lock, held, most = threading.Lock(), [0], [0]
 
     def read(location: Location) -> bytes:
@@ -110,24 +107,23 @@ def test_few_large_files_are_read_ahead(
 
     monkeypatch.setattr(Location, "read", read)
     for _, image in checks.read_ahead(entries):
-        assert image == b"x"
+        assert image.result() == b"x"
         with lock:
             held[0] -= 1
     assert most[0] <= 3  # two that wait, and the one that is looked at
 
 
-def test_a_large_object_of_a_list_is_read_when_there_is_room_for_it(
+def test_a_file_that_is_too_large_for_an_image_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The request that says how large it is reads none of it."""
-    monkeypatch.setattr(checks, "_SMALL", 10)
+    monkeypatch.setattr(rows, "MOST_IMAGE_BYTES", 10)
     (tmp_path / "b").mkdir()
-    for name, size in {"0": 10, "1": 11, "2": 0, "3": 5000}.items():
+    for name, size in {"0": 10, "1": 11, "2": 0}.items():
         (tmp_path / "b" / name).write_bytes(name.encode() * size)
-    entries = [Row(str(i), path=f"s3://b/{i}") for i in range(5)]
     with serve_s3(tmp_path) as port, this_process_uses(port):
-        found = [image for _, image in checks.read_ahead(entries)]
-        with pytest.raises(LargerError, match="has 5,000 bytes; an image has at most 4,999"):
-            entries[3].read(4999)
-    assert found[:4] == [b"0" * 10, b"1" * 11, b"", b"3" * 5000]
-    assert str(found[4]) == "no such file: s3://b/4"
+        for place in ("s3://b", str(tmp_path / "b")):
+            assert Row("0", path=f"{place}/0").read() == b"0" * 10
+            assert Row("2", path=f"{place}/2").read() == b""
+            for row in (Row("1", path=f"{place}/1"), Row("3", path="none", length=11)):
+                with pytest.raises(ValueError, match="it has 11 bytes, and an image at most 10"):
+                    row.read()

@@ -19,7 +19,7 @@ from tests.data.pictures import encoded, jpeg, picture, write_class_folders
 from vit_ray.data import open_dataset
 from vit_ray.data import shards as data_shards
 from vit_ray.data.convert import checks, commit, conversion, shards
-from vit_ray.data.convert.staged_files import read_facts, write_facts
+from vit_ray.data.convert.index import read_facts, write_facts
 from vit_ray.data.convert.verify import verify
 from vit_ray.data.crops import decode
 from vit_ray.data.dataset import Manifest, ShardFile
@@ -197,7 +197,7 @@ def test_a_refusal_is_lifted_without_a_second_conversion(
     for name in "ab":
         (source / "class_0" / f"{name}.jpg").write_bytes(b"broken")
     options = {"rows_per_row_group": 8, "shard_mib": 0.05}
-    told = r"2 of 100 .*max_rejected_fraction=0.01; .* with convert.max_rejected_fraction=0.02, "
+    told = r"2 of 100 .*max_rejected_fraction=0.01; .* with convert.max_rejected_fraction=0.02"
     with pytest.raises(ValueError, match=told):
         convert(str(source), str(tmp_path / "set"), **options)
     monkeypatch.setattr(shards, "read_ahead", lambda _: pytest.fail("made again"))
@@ -266,7 +266,7 @@ def test_a_restart_with_other_settings_is_refused(
 ) -> None:
     with stopped_at(monkeypatch, "commit", is_done=False):
         convert(str(image_folder), str(tmp_path / "set"), seed=1)
-    with pytest.raises(ValueError, match="another source or settings"):
+    with pytest.raises(ValueError, match="interrupted conversion of other settings"):
         convert(str(image_folder), str(tmp_path / "set"), seed=2)
 
 
@@ -283,14 +283,6 @@ def test_a_source_without_images_is_refused(serial: None, tmp_path: Path) -> Non
     (tmp_path / "flat").mkdir()
     with pytest.raises(ValueError, match="has no files of the format"):
         convert(str(tmp_path / "flat"), str(tmp_path / "set"))
-
-
-def test_a_source_of_mostly_broken_files_is_refused(serial: None, tmp_path: Path) -> None:
-    write_class_folders(tmp_path / "source", num_classes=1, per_class=4)
-    for name in "abc":
-        (tmp_path / "source" / "class_0" / f"{name}.jpg").write_bytes(b"broken")
-    with pytest.raises(ValueError, match=r"3 of 7 files .* above convert.max_rejected_fraction"):
-        convert(str(tmp_path / "source"), str(tmp_path / "set"))
 
 
 def test_class_names_may_be_given_in_label_order(serial: None, tmp_path: Path) -> None:
@@ -312,7 +304,7 @@ def test_a_restart_keeps_the_index_of_finished_units(
     with stopped_at(monkeypatch, "shards_for", is_done=False):
         convert(str(image_folder), str(target), seed=1)
     index = {file: file.stat().st_mtime_ns for file in (target / "_staging").glob("index-*")}
-    assert len(index) == 6
+    assert len(index) == 9
     next(file for file in index if file.suffix == ".json").unlink()
     with stopped_at(monkeypatch, "commit", is_done=False):
         convert(str(image_folder), str(target), seed=1)
@@ -509,7 +501,7 @@ def test_a_file_of_somebody_else_is_never_replaced(
     file = tmp_path / "set" / name
     file.parent.mkdir(parents=True)
     file.write_bytes(b"mine")
-    with pytest.raises(ValueError, match=rf"{file.name}.* move it away"):
+    with pytest.raises(ValueError, match=rf"{name.partition('/')[0]}.* move it away"):
         convert(str(image_folder), str(tmp_path / "set"))
     assert file.read_bytes() == b"mine"
     assert [path for path in (tmp_path / "set").rglob("*") if path.is_file()] == [file]
@@ -543,21 +535,6 @@ def test_a_destination_in_the_source_is_refused(serial: None, tmp_path: Path) ->
     convert(tmp_path / "pets", tmp_path / "pets_converted")
 
 
-def test_a_file_that_came_meanwhile_is_not_tidied_away(
-    serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "set" / "_staging" / "notes" / "shard-000001.json"
-
-    def with_a_note(*arguments: Any) -> Any:
-        file.parent.mkdir()
-        file.write_bytes(b"mine")
-        return commit.commit(*arguments)
-
-    monkeypatch.setattr(conversion, "commit", with_a_note)
-    assert convert(str(image_folder), str(tmp_path / "set")).num_images == 300
-    assert file.read_bytes() == b"mine"
-
-
 def test_the_plan_of_who_had_lost_the_folder_is_not_taken(
     serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -569,7 +546,7 @@ def test_the_plan_of_who_had_lost_the_folder_is_not_taken(
     fields = read_facts(plan)
     fields["settings"]["seed"] = 2
     write_facts(plan, fields)
-    with pytest.raises(ValueError, match="another source or settings"):
+    with pytest.raises(ValueError, match="interrupted conversion of other settings"):
         convert(str(image_folder), str(target), seed=1)
 
 
@@ -581,7 +558,7 @@ def test_what_another_version_has_made_is_refused(
     convert(image_folder, tmp_path / "set")
     for file in (tmp_path / "staged" / "_staging" / "plan.json", tmp_path / "set" / "source.json"):
         write_facts(locate(str(file)), {"settings": {}, "units": {}})
-        with pytest.raises(ValueError, match="was made by another version of vit_ray"):
+        with pytest.raises(ValueError, match=r"of other settings: convert.version=\d+ \(it was N"):
             convert(image_folder, file.parents["plan" in file.name])
 
 
@@ -638,13 +615,6 @@ def test_each_footer_is_read_once(
     monkeypatch.setattr(data_shards, "open_shard", counted)
     report = convert(str(image_folder), str(tmp_path / "set"), rows_per_row_group=8, shard_mib=0.1)
     assert len(read) == len(set(read)) == report.num_shards > 1
-
-
-def test_two_classes_of_one_name_are_refused(serial: None, tmp_path: Path) -> None:
-    write_class_folders(tmp_path / "source", num_classes=1, per_class=2)
-    with pytest.raises(ValueError, match=r"has class_0 twice; list each once"):
-        convert(str(tmp_path / "source"), str(tmp_path / "set"), classes=["class_0", "class_0"])
-    assert not (tmp_path / "set").exists()
 
 
 def test_a_strip_that_no_jpeg_can_hold_is_rejected(serial: None, tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ def test_a_conversion_that_was_killed_after_its_commit_is_done(
     serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin_files(tmp_path / "source")
-    with stopped_at(monkeypatch, "_delete_staging", is_done=False):
+    with stopped_at(monkeypatch, "commit", is_done=True):
         convert(str(tmp_path / "source"), str(tmp_path / "set"), **SMALL)
     assert (tmp_path / "set" / "_staging" / "plan.json").exists()
     assert convert(str(tmp_path / "source"), str(tmp_path / "set"), **SMALL).was_done
@@ -233,7 +233,7 @@ def test_other_settings_are_listed(
         convert(str(tmp_path / "source"), str(tmp_path / "set"), **SMALL)
     other: dict[str, Any] = SMALL | {"seed": 4, "shrink_to": 30}
     why = r"seed=4 \(it was 3\), convert.shrink_to=30 \(it was None\)"
-    with pytest.raises(ValueError, match=rf"another source or settings: {why}; repeat"):
+    with pytest.raises(ValueError, match=rf"conversion of other settings: {why}; repeat"):
         convert(str(tmp_path / "source"), str(tmp_path / "set"), **other)
     convert(str(tmp_path / "source"), str(tmp_path / "set"), **SMALL)
     with pytest.raises(ValueError, match=rf"already holds a data set of other settings: {why};"):
@@ -253,17 +253,12 @@ def test_what_has_changed_in_a_source_is_listed(serial: None, tmp_path: Path) ->
     assert verify(str(tmp_path / "set")).problems == []
 
 
-def test_a_record_of_another_set_is_refused(serial: None, tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        write_files(tmp_path / name, range(10 if name == "one" else 12))
-        convert(str(tmp_path / name), str(tmp_path / f"set {name}"), **SMALL)
-    record = tmp_path / "set one" / "source.json"
-    record.write_bytes((tmp_path / "set two" / "source.json").read_bytes())
-    with pytest.raises(ValueError, match=r"source.json' is of another data set .* from a copy"):
-        convert(str(tmp_path / "one"), str(tmp_path / "set one"), **SMALL)
-    record.unlink()
-    with pytest.raises(ValueError, match=r"already holds a data set, without source.json"):
-        convert(str(tmp_path / "one"), str(tmp_path / "set one"), **SMALL)
+def test_a_set_without_its_record_is_refused(serial: None, tmp_path: Path) -> None:
+    begin_files(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "set", **SMALL)
+    (tmp_path / "set" / "source.json").unlink()
+    with pytest.raises(ValueError, match=r"holds no data set with its source.json: it has 'dama"):
+        convert(tmp_path / "source", tmp_path / "set", **SMALL)
 
 
 def test_the_staging_of_a_finished_commit_is_removed_though_the_source_has_changed(
@@ -271,7 +266,7 @@ def test_the_staging_of_a_finished_commit_is_removed_though_the_source_has_chang
 ) -> None:
     source, target = tmp_path / "source", tmp_path / "set"
     begin_files(source)
-    with stopped_at(monkeypatch, "_delete_staging", is_done=False):
+    with stopped_at(monkeypatch, "commit", is_done=True):
         convert(source, target, **SMALL)
     grow_files(source)
     with pytest.raises(ValueError, match="its source has changed since"):

@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.convert.archives import tar_of, write_hub_file
-from tests.data.converting import convert
+from tests.data.converting import convert, units
 from tests.data.pictures import jpeg
 from vit_ray.data import open_dataset
 from vit_ray.data.convert.commit import ConvertReport
-from vit_ray.data.convert.sources import list_units, rows_of
+from vit_ray.data.convert.sources import rows_of
 
 COUNT = 8
 IMAGES = [jpeg(i, 20, 24) for i in range(COUNT)]
@@ -159,7 +159,7 @@ def outcome_of(source: Path, target: Path) -> ConvertReport | ValueError:
 def indexed(source: Path, folder: Path) -> list[str]:
     """Every item of the source, and one for damage that hides how many there are."""
     keys = []
-    for unit in list_units(str(source)):
+    for unit in units(str(source)):
         try:
             for entry in rows_of(unit):
                 keys.append(entry.key)  # those before the damage count

@@ -12,8 +12,13 @@ from tests.data.damage import damage
 from tests.data.pictures import encoded, picture
 from vit_ray.data import open_dataset
 from vit_ray.data.convert import deduplicate as module
-from vit_ray.data.convert.deduplicate import Match, deduplicate, describe, find, known_from
-from vit_ray.data.convert.perceptual_hash import nearest, perceptual_hash
+from vit_ray.data.convert.deduplicate import (
+    Known,
+    deduplicate,
+    describe,
+    nearest,
+    perceptual_hash,
+)
 from vit_ray.data.convert.verify import verify
 
 pytestmark = pytest.mark.usefixtures("serial")
@@ -113,13 +118,11 @@ def test_it_can_be_run_again_after_a_crash_at_its_end(
     assert open_dataset(str(tmp_path / "clean")).num_images == 120
 
 
-def test_undecodable_images_are_counted_and_compared_by_bytes() -> None:
-    known = known_from([(("set", "bad"), describe(b"junk")), (("set", "good"), describe(GOOD))])
-    assert known.num_undecodable == 1
-    described = [describe(image) for image in (b"junk", b"other junk", GOOD)]
-    matches = [find(known, image) for image in described]
-    assert matches == [Match(0, 0, is_exact=True), None, Match(1, 0, is_exact=True)]
-    assert [image.hash is None for image in described] == [True, True, False]
+def test_undecodable_images_are_compared_by_bytes() -> None:
+    known = Known([("set", "bad", describe(b"junk")), ("set", "good", describe(GOOD))])
+    matches = [known.find(describe(image)) for image in (b"junk", b"other junk", GOOD)]
+    equal = [("set", name, 0, True) for name in ("bad", "good")]
+    assert matches == [equal[0], None, equal[1]]
 
 
 def parts_of_photographs() -> list[np.ndarray]:
@@ -148,9 +151,9 @@ TRANSFORMS = {
 @pytest.mark.parametrize("name", list(TRANSFORMS))
 def test_transformed_parts_of_photographs_are_found_as_themselves(name: str) -> None:
     parts = parts_of_photographs()
-    known = known_from([(("set", str(i)), describe(encoded(p))) for i, p in enumerate(parts[::2])])
-    matches = [find(known, describe(TRANSFORMS[name](part))) for part in parts]
-    found = [match and match.image for match in matches]
+    known = Known([("set", str(i), describe(encoded(p))) for i, p in enumerate(parts[::2])])
+    matches = [known.find(describe(TRANSFORMS[name](part))) for part in parts]
+    found = [match and int(match[1]) for match in matches]
     assert found[::2] == list(range(8))
     assert found[1::2] == [None] * 8
 
@@ -160,17 +163,17 @@ def test_a_flat_picture_is_left_out_only_if_its_bytes_are_equal() -> None:
         encoded(np.full((50, 50, 3), colour, np.uint8), "PNG")
         for colour in ((0, 255, 0), (9, 0, 0))
     )
-    known = known_from([(("set", "green"), describe(green))])
-    assert find(known, describe(red)) is None
-    assert find(known, describe(green)) == Match(0, 0, is_exact=True)
+    known = Known([("set", "green", describe(green))])
+    assert known.find(describe(red)) is None
+    assert known.find(describe(green)) == ("set", "green", 0, True)
 
 
 def test_few_of_distinct_digits_are_taken_for_each_other() -> None:
     """Digits are as alike as pictures get."""
     digits = load_digits().images[:600]
     files = [encoded(np.dstack([digit * 15.9] * 3).astype(np.uint8), "PNG") for digit in digits]
-    known = known_from([(("set", str(i)), describe(file)) for i, file in enumerate(files[:400])])
-    matches = [find(known, describe(file)) for file in files[400:]]
+    known = Known([("set", str(i), describe(file)) for i, file in enumerate(files[:400])])
+    matches = [known.find(describe(file)) for file in files[400:]]
     assert sum(match is not None for match in matches) <= 15
 
 

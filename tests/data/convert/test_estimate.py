@@ -39,7 +39,9 @@ def test_a_source_that_takes_long_is_counted_in_part(
     said = estimate_conversion(config_of(str(image_folder), "set"))
     assert (said.num_counted, said.num_parts, said.num_images) == (1, 3, 300)
     text = run_plan(image_folder)
-    assert text.startswith("images      about 300 of at least 3 classes (1 of 3 parts counted)\n")
+    assert text.startswith(
+        "images      about 300 images of at least 3 classes (1 of 3 parts counted)\n"
+    )
 
 
 @pytest.mark.parametrize("num_tars", [1, 3])
@@ -58,7 +60,7 @@ def test_a_file_that_is_not_counted_to_its_end_is_extrapolated_by_bytes(
     assert (said.num_counted, said.num_parts, said.num_classes) == (0, num_tars, 1)
     assert said.num_images == pytest.approx(100 * num_tars, rel=0.5)
     assert run_plan(tmp_path).startswith(
-        f"images      about {said.num_images} of at least 1 classes"
+        f"images      about {said.num_images} images of at least 1 classes"
     )
 
 
@@ -101,7 +103,7 @@ def test_the_plan_names_rejected_images_and_the_machine(tmp_path: Path) -> None:
         write_class_folders(tmp_path / split, num_classes=2, per_class=count)
     next((tmp_path / "train").rglob("*.jpg")).write_bytes(b"no image")
     lines = run_plan(tmp_path, "convert.split=train").splitlines()
-    assert lines[0] == "images      24 of 2 classes (2 of 2 parts counted)"
+    assert lines[0] == "images      24 images of 2 classes (2 of 2 parts counted)"
     assert lines[3].startswith("rejected    1 of 24 sampled images; the first: ")
     assert f"cores of this machine ({platform.node()}), " in lines[4]
     assert lines[4].endswith(" images/s per core")

@@ -4,16 +4,17 @@ import bz2
 import gzip
 import lzma
 import subprocess
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.data.convert.archives import converted, labels_of, tar_of, write_hub_file
+from tests.data.converting import units
 from tests.data.pictures import jpeg
 from vit_ray.data.convert import files
 from vit_ray.data.convert.files import expand_braces, split_of
-from vit_ray.data.convert.sources import detect_format, list_units
 
 IMAGES = [jpeg(i) for i in range(3)]
 
@@ -59,13 +60,13 @@ def test_the_splits_of_a_repository_are_never_mixed(
 def test_files_of_no_split_are_not_taken_along(tmp_path: Path) -> None:
     root = hub_repository(tmp_path, ["train.parquet", "more.parquet"])
     with pytest.raises(ValueError, match=r"several splits: \(files without a split\), train"):
-        list_units(str(root))
+        units(str(root))
 
 
 def test_the_configurations_of_a_repository_are_never_mixed(tmp_path: Path) -> None:
     root = hub_repository(tmp_path, ["small/train-00000-of-00001.parquet", "large/train.parquet"])
     with pytest.raises(ValueError, match=r"several folders of data: large, small; give one"):
-        list_units(str(root))
+        units(str(root))
 
 
 @pytest.mark.parametrize(
@@ -124,14 +125,14 @@ def test_a_pattern_stands_for_class_folders(serial: None, tmp_path: Path) -> Non
 def test_a_file_that_a_range_names_and_is_not_there_is_an_error(tmp_path: Path) -> None:
     tars(tmp_path, ["000.tar", "002.tar"])
     with pytest.raises(ValueError, match=r"1 of the 3 files .* do not exist, the first .*001.tar'"):
-        list_units(f"{tmp_path}/{{000..002}}.tar")
+        units(f"{tmp_path}/{{000..002}}.tar")
     with pytest.raises(ValueError, match=r"nothing matches .*x\*\.tar'"):
-        list_units(f"{tmp_path}/x*.tar")
+        units(f"{tmp_path}/x*.tar")
 
 
 def test_a_path_that_exists_is_no_pattern(tmp_path: Path) -> None:
     tars(tmp_path / "odd[1]{a,b}", ["0.tar"])
-    (unit,) = list_units(f"{tmp_path}/odd[1]{{a,b}}")
+    (unit,) = units(f"{tmp_path}/odd[1]{{a,b}}")
     assert unit.path.endswith("/odd[1]{a,b}/0.tar")
 
 
@@ -159,15 +160,15 @@ def test_several_formats_in_a_folder_must_be_told_apart(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"formats csv, webdataset; choose one with convert.format"
     ):
-        list_units(str(tmp_path))
-    assert [unit.format for unit in list_units(str(tmp_path), "webdataset")] == ["webdataset"]
+        units(str(tmp_path))
+    assert [unit.format for unit in units(tmp_path, format="webdataset")] == ["webdataset"]
 
 
 @pytest.mark.parametrize("name", ["set.tar.gz", "set.zip", "image.jpg"])
 def test_a_file_of_no_format_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"")
     with pytest.raises(ValueError, match=r"unpack it first|no known format"):
-        list_units(str(tmp_path / name))
+        units(str(tmp_path / name))
 
 
 def test_the_format_is_told_by_what_lies_there(tmp_path: Path) -> None:
@@ -175,17 +176,16 @@ def test_the_format_is_told_by_what_lies_there(tmp_path: Path) -> None:
     (tmp_path / "tars").mkdir()
     (tmp_path / "tars" / "0.tar").touch()
     (tmp_path / "list.csv").touch()
-    assert detect_format(str(tmp_path / "classes")) == "folder"
-    assert detect_format(str(tmp_path / "tars")) == "webdataset"
-    assert detect_format(str(tmp_path / "list.csv")) == "csv"
+    for name, format in {"classes": "folder", "tars": "webdataset", "list.csv": "csv"}.items():
+        assert {unit.format for unit in units(tmp_path / name)} == {format}
 
 
 @pytest.mark.parametrize("name", ["a.tar", "a.tfrecord"])
-@pytest.mark.parametrize("module", [gzip, bz2, lzma], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [gzip, bz2, lzma, zlib], ids=lambda module: module.__name__)
 def test_an_archive_that_is_compressed_is_not_said_to_be_damaged(
     serial: None, tmp_path: Path, name: str, module: Any
 ) -> None:
-    kind = {"gzip": "gzip", "bz2": "bzip2", "lzma": "xz"}[module.__name__]
+    kind = {"gzip": "gzip", "bz2": "bzip2", "lzma": "xz", "zlib": "zlib"}[module.__name__]
     content = tar_of([("0.jpg", jpeg(0)), ("0.cls", b"cat")])
     (tmp_path / name).write_bytes(module.compress(content))
     with pytest.raises(
@@ -196,8 +196,8 @@ def test_an_archive_that_is_compressed_is_not_said_to_be_damaged(
 
 def test_a_folder_of_packed_archives_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.tar.gz").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"holds packed archives, such as a.tar.gz; unpack them"):
-        list_units(str(tmp_path))
+    with pytest.raises(ValueError, match=r"expected .*/CLASS/IMAGE; unpack archives first"):
+        units(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["labels.csv", "labels.jsonl"])
@@ -208,10 +208,8 @@ def test_a_list_beside_class_folders_is_not_taken_without_a_word(
         (tmp_path / "source" / label).mkdir(parents=True)
         (tmp_path / "source" / label / "0.jpg").write_bytes(jpeg(0))
     (tmp_path / "source" / name).write_text("id,label\n0,tabby\n")
-    why = (
-        rf"has a list \({name}\) next to folders of images \(cat, dog\); set convert.format=cs|jso"
-    )
+    why = r"has a list \((csv|jsonl)\) next to folders of images \(cat, dog\); set convert.format="
     with pytest.raises(ValueError, match=why):
-        list_units(str(tmp_path / "source"))
+        units(str(tmp_path / "source"))
     rows = converted(tmp_path / "source", tmp_path / "set", format="folder")
     assert labels_of(rows) == {"cat/0.jpg": "cat", "dog/0.jpg": "dog"}

@@ -70,9 +70,7 @@ def test_files_that_declare_different_classes_are_refused(serial: None, tmp_path
     for name, classes in (("a", ["cat", "dog"]), ("b", ["dog", "cat"])):
         file = tmp_path / "source" / f"{name}.parquet"
         write_hub_file(file, IMAGES, [0] * 12, class_label(classes))
-    with pytest.raises(
-        ValueError, match=r"files of the source declare different class names, such as"
-    ):
+    with pytest.raises(ValueError, match=r"files of the source declare different class names, \("):
         converted(tmp_path / "source", tmp_path / "set")
     rows = converted(tmp_path / "source", tmp_path / "given", classes=["dog", "cat"])
     assert {(key[0], name) for key, name in labels_of(rows).items()} == {("a", "cat"), ("b", "dog")}
@@ -110,7 +108,7 @@ def test_a_file_without_its_footer_is_named(serial: None, tmp_path: Path) -> Non
         ({"image": [b"x"], "label": [[[1]]]}, "expected integers, text, or lists of one of them"),
         (
             {"image": [b"x"], "caption": ["a cat"]},
-            "has no field label or .*only caption, image; choose",
+            "needs one field for the label .* and has caption, image; choose",
         ),
     ],
 )
@@ -125,12 +123,9 @@ def test_columns_that_are_not_understood_are_refused(
 @pytest.mark.parametrize(
     ("names", "why"),
     [
-        (
-            ["cat", "cat\0"],
-            r"train.parquet' has the class name 'cat\\x00' with an invisible control",
-        ),
-        (["cat", "dog\nowl"], r"has the class name 'dog\\nowl' with an invisible control"),
-        (["cat", " cat"], "has several classes with the name 'cat'"),
+        (["cat", "cat\0"], r"train.parquet' has the class name 'cat\\x00' .* control char"),
+        (["cat", "dog\nowl"], r"has the class name 'dog\\nowl' .* line break"),
+        (["cat", " cat"], "has the class name 'cat' twice"),
     ],
 )
 def test_declared_names_that_look_alike_are_refused(
@@ -145,19 +140,12 @@ def test_declared_names_that_look_alike_are_refused(
         converted(tmp_path / "train.parquet", tmp_path / "set", classes=names)
 
 
-def test_a_class_label_with_one_name_twice_is_refused(serial: None, tmp_path: Path) -> None:
-    file = tmp_path / "train.parquet"
-    write_hub_file(file, IMAGES, [0, 1, 2] * 4, class_label(["cat", "dog", "cat"]))
-    with pytest.raises(ValueError, match=r"train.parquet' has several classes with the name 'cat'"):
-        converted(file, tmp_path / "set")
-
-
 def test_two_columns_of_one_name_are_refused(serial: None, tmp_path: Path) -> None:
     images = pa.array([{"bytes": image} for image in IMAGES])
     labels = [pa.array([label] * 12) for label in (0, 1)]
     table = pa.Table.from_arrays([images, *labels], names=["image", "label", "label"])
     pq.write_table(table, tmp_path / "train.parquet")
-    with pytest.raises(ValueError, match=r"train.parquet' has two columns 'label'"):
+    with pytest.raises(ValueError, match=r"train.parquet' has 2 columns 'label'"):
         converted(tmp_path / "train.parquet", tmp_path / "set")
 
 
@@ -203,15 +191,13 @@ def cifar_100(file: Path) -> None:
 
 def test_of_several_labels_one_is_chosen_by_the_user(serial: None, tmp_path: Path) -> None:
     cifar_100(tmp_path / "train.parquet")
-    why = r"several fields that may be the label: fine_label, coarse_label; .*convert.label_field"
+    why = r"one field for the label .* and has coarse_label, fine_label, .*convert.label_field"
     with pytest.raises(ValueError, match=why):
         converted(tmp_path / "train.parquet", tmp_path / "set")
     for field, names in (("coarse_label", ["fruit", "animal"]), ("fine_label", ["apple", "bee"])):
         rows = converted(tmp_path / "train.parquet", tmp_path / field, label_field=field)
         assert [labels_of(rows)[f"train/{i:08d}"] for i in range(2)] == names
-        report = json.loads((tmp_path / field / "report.json").read_text())
-        assert report["fields"] == {"image": ["img"], "label": [field]}
-    with pytest.raises(ValueError, match=r"has no convert.label_field='kind', only coarse_label"):
+    with pytest.raises(ValueError, match=r"field for the label \(kind\), and has coarse_label"):
         converted(tmp_path / "train.parquet", tmp_path / "set", label_field="kind")
 
 

@@ -99,26 +99,7 @@ def test_it_is_read_verified_and_cut_as_any_data_set(
     assert part.largest_pixels == manifest.largest_pixels == 53 * 40
     for file in (0, 1):
         report = check_file(file, manifest, 1.0)
-        assert (report.problems, report.images) == ([], (13, 10)[file])
-
-
-def test_the_report_says_what_it_costs(serial: None, source: Path, tmp_path: Path) -> None:
-    options = {"in_place": True, "max_rejected_fraction": 0.1}
-    report = convert(source, tmp_path / "set", **options)
-    text = "; ".join(report.notes)
-    assert "row groups have up to 5 rows" in text
-    assert "images have no restart markers" in text
-    assert "rows are sorted by class (1.4 of 3 classes in a row group)" in text
-    again = convert(source, tmp_path / "set", **options)
-    assert again.was_done
-    assert again.notes == report.notes
-    assert report.fields == {"image": ["image"], "label": ["label"]}
-    file = tmp_path / "sorted" / "train.parquet"
-    write_hub_file(
-        file, IMAGES[:20], [i // 10 for i in range(20)], {"label": {"names": ["a", "b"]}}
-    )
-    (*_, note) = convert(file, tmp_path / "two", in_place=True).notes
-    assert note.startswith("rows are sorted by class (1.0 of 2 classes in a row group)")
+        assert (report.problems, report.num_images) == ([], (13, 10)[file])
 
 
 def test_a_damaged_page_of_images_that_lie_elsewhere_costs_none(
@@ -223,7 +204,7 @@ def test_what_cannot_be_exact_is_refused(serial: None, source: Path, tmp_path: P
     (folder / "1.jpg").write_bytes(IMAGES[1])
     with pytest.raises(ValueError, match=r"is of the format 'folder'; only parquet files in the"):
         in_place(folder.parent, tmp_path / "set")
-    with pytest.raises(ValueError, match=r"is in the folder of the files, .*choose another folder"):
+    with pytest.raises(ValueError, match=r"is in convert.source=.*; choose a folder outside"):
         in_place(source, source / "set")
     for key in ("shrink_to", "apply_orientation"):
         with pytest.raises(ValueError, match=f"in_place=true with {key}: images that are"):
@@ -231,22 +212,22 @@ def test_what_cannot_be_exact_is_refused(serial: None, source: Path, tmp_path: P
     assert not (source / "set").exists()
 
 
-def test_row_groups_that_cannot_be_read_are_refused_before_any_image_is(
+def test_row_groups_that_cannot_be_read_are_refused(
     serial: None, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("vit_ray.data.convert.hub.MOST_ROW_GROUP_BYTES", 100)
-        with pytest.raises(ValueError, match=r"row group \d has \d+ MiB of images, but in place"):
+        patch.setattr("vit_ray.data.convert.shards.MOST_ROW_GROUP_BYTES", 100)
+        with pytest.raises(ValueError, match=r"row group 0 has no rows, or more than 0 MiB"):
             in_place(source, tmp_path / "set")
     file = tmp_path / "empty" / "train.parquet"
     file.parent.mkdir()
     table = pa.table({"image": [{"bytes": IMAGES[0], "path": "0"}], "label": ["a"]})
     with pq.ParquetWriter(file, table.schema) as writer:
-        writer.write_table(table)
         writer.write_table(table.slice(0, 0))
-    if pq.ParquetFile(file).metadata.num_row_groups == 2:
-        with pytest.raises(ValueError, match="row group 1 has no rows"):
-            in_place(file, tmp_path / "set")
+        writer.write_table(table)
+    assert pq.ParquetFile(file).metadata.num_row_groups == 2
+    with pytest.raises(ValueError, match="row group 0 has no rows"):
+        in_place(file, tmp_path / "empty set")
 
 
 def test_equal_images_that_a_file_has_once_count_as_often_as_they_are_read(
@@ -259,8 +240,8 @@ def test_equal_images_that_a_file_has_once_count_as_often_as_they_are_read(
     assert chunk.total_uncompressed_size < 3.1 * len(IMAGES[0])
     convert(file, tmp_path / "set", in_place=True)
     assert 5 * len(IMAGES[0]) < open_dataset(str(tmp_path / "set")).bytes[0]
-    monkeypatch.setattr("vit_ray.data.convert.hub.MOST_ROW_GROUP_BYTES", 5 * len(IMAGES[0]) - 1)
-    with pytest.raises(ValueError, match="row group 0 has 0 MiB of images"):
+    monkeypatch.setattr("vit_ray.data.convert.shards.MOST_ROW_GROUP_BYTES", 5 * len(IMAGES[0]) - 1)
+    with pytest.raises(ValueError, match="row group 0 has no rows, or more than 0 MiB of images"):
         convert(file, tmp_path / "other", in_place=True)
     assert not (tmp_path / "other" / "manifest.parquet").exists()
 
@@ -281,7 +262,7 @@ def test_an_interrupted_one_makes_no_shard_twice(
     from vit_ray.data.convert import shards
 
     made: list[int] = []
-    written = shards.written_facts
+    written = shards.write_in_place
 
     def dying(shard: int, *rest: Any) -> Any:
         if shard == 1 and len(made) == 1:
@@ -290,7 +271,7 @@ def test_an_interrupted_one_makes_no_shard_twice(
         made.append(shard)
         return written(shard, *rest)
 
-    monkeypatch.setattr(shards, "written_facts", dying)
+    monkeypatch.setattr(shards, "write_in_place", dying)
     with pytest.raises(KeyboardInterrupt):
         in_place(source, tmp_path / "set")
     assert in_place(source, tmp_path / "set").num_images == 23

@@ -2,19 +2,18 @@
 
 import pytest
 
+from tests.data.converting import config_of
 from vit_ray.data.convert import labels as labels_module
 from vit_ray.data.convert.rows import Row
 
 
-def test_a_column_that_is_no_label_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(labels_module, "MOST_CLASSES", 3)
+def test_a_column_that_is_no_label_is_refused() -> None:
     facts = labels_module.SourceFacts()
-    for i in range(3):
-        facts.add(Row(str(i), (f"caption {i}",)), ())
-    with pytest.raises(
-        ValueError, match=r"more than 3 different labels; check convert\.label_field"
-    ):
-        facts.add(Row("3", ("caption 3",)), ())
+    for i in range(1000):
+        facts.add(Row(str(i), (f"caption {i}",)))
+    config = config_of("source", "set")
+    with pytest.raises(ValueError, match=r"1,000 different labels, .*check convert\.label_field"):
+        labels_module.classes_of(facts, config, of_folders=False)
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_bare_ids_become_paths_by_a_pattern(tmp_path: Path) -> None:
     found = converted(tmp_path / "ids.jsonl", tmp_path / "ids", image_pattern="{}.jpg")
     assert labels_of(found) == {f"{i}.jpg": "abc"[i] for i in range(3)}
     pq.write_table(pa.table({"image": [b"x"], "label": [0]}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"convert.image_pattern='x\{\}' is for lists"):
+    with pytest.raises(ValueError, match=r"convert.image_pattern='x\{\}' is not for the format"):
         convert(tmp_path / "a.parquet", tmp_path / "no", image_pattern="x{}")
 
 
@@ -111,7 +111,7 @@ def test_a_label_named_after_the_whole_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(tar_of(pairs))
     converted(tmp_path / "a.tar", tmp_path / "set", max_rejected_fraction=0.5)
     assert rejections(tmp_path / "set") == {
-        "a/1": "the sample has no .cls or .json label, only .jpg, .jpg.cls"
+        "a/1": "the sample has no .cls or .json label, only ['jpg', 'jpg.cls']"
     }
 
 
@@ -122,16 +122,11 @@ def test_addresses_in_a_list_are_to_be_downloaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("level", [0, 1, 6, 9])
-def test_records_that_zlib_packed_are_read(tmp_path: Path, level: int) -> None:
-    records = [record(example(image=image, label=[i % 2])) for i, image in enumerate(IMAGES)]
-    content = b"".join(records)
+def test_records_that_zlib_packed_are_named_as_such(tmp_path: Path, level: int) -> None:
+    content = record(example(image=IMAGES[0], label=[0]))
     (tmp_path / "a.tfrecord").write_bytes(zlib.compress(content, level))
-    assert converted(tmp_path / "a.tfrecord", tmp_path / "set") == {
-        f"a/{i:08d}": (image, [str(i % 2)]) for i, image in enumerate(IMAGES)
-    }
-    (tmp_path / "b.tfrecord").write_bytes(zlib.compress(content, level)[:-100])
-    with pytest.raises(ValueError, match=r"b.tfrecord is damaged at byte"):
-        convert(tmp_path / "b.tfrecord", tmp_path / "other")
+    with pytest.raises(ValueError, match=r"a.tfrecord' is compressed with zlib; decompress it"):
+        convert(tmp_path / "a.tfrecord", tmp_path / "set")
 
 
 def test_a_class_folder_with_a_line_break_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tests.data.converting import convert
 from tests.data.pictures import jpeg
 from tests.data.s3_server import FaultProxy, serve_s3, this_process_uses
 from vit_ray import lock
-from vit_ray.data.convert import shards
+from vit_ray.data.convert import conversion
 from vit_ray.data.convert.rows import Row
 
 pytestmark = pytest.mark.usefixtures("serial")
@@ -62,7 +62,7 @@ def test_each_further_image_is_asked_for_once(
     store: FaultProxy, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of all that a conversion from a store to a store asks it for."""
-    monkeypatch.setattr(shards, "_SAMPLED", 4)
+    monkeypatch.setattr(conversion, "SAMPLED", 4)
     # A store that ignores the condition of a lock is waited for.
     monkeypatch.setattr(lock, "time", SimpleNamespace(**{**vars(time), "sleep": lambda _: None}))
     requests = {}
@@ -93,7 +93,7 @@ def test_a_sample_of_images_is_found_in_few_requests(
         ("sources//x.jpg", "without empty parts"),
         ("sources/a/../x.jpg", "without empty parts, '.' and '..'"),
         ("sources/./x.jpg", "without empty parts, '.' and '..'"),
-        ("sources/" + "x" * 1025, "its name has more than 1,024 bytes"),
+        ("sources/" + "x" * 1025, "of at most 1,024 bytes"),
         ("sources/none.jpg", "no such file: s3://sources/none.jpg"),
         ("none/x.jpg", "no such file: s3://none/x.jpg"),
     ],

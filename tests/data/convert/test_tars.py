@@ -10,7 +10,6 @@ import pytest
 from tests.data.convert.archives import converted, labels_of, rejections, tar_of
 from tests.data.pictures import jpeg
 from vit_ray.data import open_dataset
-from vit_ray.data.convert import labels
 
 IMAGES = [jpeg(i, 30, 40) for i in range(20)]
 FILES = [
@@ -109,7 +108,7 @@ def test_a_mended_archive_is_indexed_anew(serial: None, tmp_path: Path) -> None:
 def test_data_after_the_end_marker_are_damage(serial: None, tmp_path: Path) -> None:
     """Archives that were joined by `cat`, whose second half tarfile passes over."""
     (tmp_path / "a.tar").write_bytes(SHARD + SHARD)
-    with pytest.raises(ValueError, match=r"more data .* after an archive's end marker"):
+    with pytest.raises(ValueError, match=r"more data after an archive's end marker"):
         converted(tmp_path / "a.tar", tmp_path / "set")
 
 
@@ -119,18 +118,14 @@ REJECTED = {
     "latin1": ([("x.jpg", IMAGES[0]), ("x.cls", "caf\xe9".encode("latin-1"))], "can't decode"),
     "unlabelled": ([("x.jpg", IMAGES[0])], "no .cls or .json"),
     "list": ([("x.jpg", IMAGES[0]), ("x.json", b"[1]")], "a JSON list, not an object"),
-    "deep": ([("x.jpg", IMAGES[0]), ("x.json", b"[" * 10**5)], "nested too deeply"),
+    "deep": ([("x.jpg", IMAGES[0]), ("x.json", b"[" * 10**5)], "recursion"),
     "digits": ([("x.jpg", IMAGES[0]), ("x.json", b'{"label":' + b"1" * 9999 + b"}")], "limit"),
     "float": ([("x.jpg", IMAGES[0]), ("x.json", b'{"label": 1.5}')], "of type float"),
     "mixed": ([("x.jpg", IMAGES[0]), ("x.json", b'{"label": ["a", 1]}')], "of type int, str"),
     "of two lines": ([("x.jpg", IMAGES[0]), ("x.cls", b"cat\ndog\n")], "has a line break"),
-    "unseen": (
-        [("x.jpg", IMAGES[0]), ("x.cls", b"ca\x00t")],
-        "has an invisible control character",
-    ),
-    "long": ([("x.jpg", IMAGES[0]), ("x.cls", b"x" * 2000)], "at most 1,000"),
-    "large": ([("x.jpg", IMAGES[0]), ("x.cls", b"x" * 10**5)], "at most 65,536"),
-    "large json": ([("x.jpg", IMAGES[0]), ("x.json", b" " * (1 << 21))], "at most 1,048,576"),
+    "unseen": ([("x.jpg", IMAGES[0]), ("x.cls", b"ca\x00t")], "control character"),
+    "large": ([("x.jpg", IMAGES[0]), ("x.cls", b"x" * (1 << 21))], "more than 1,048,576"),
+    "large json": ([("x.jpg", IMAGES[0]), ("x.json", b" " * (1 << 21))], "more than 1,048,576"),
     "two images": (
         [("x.jpg", IMAGES[0]), ("x.png", IMAGES[1]), ("x.cls", b"1")],
         "several images among ['cls', 'jpg', 'png']",
@@ -235,11 +230,6 @@ def test_json_tells_text_from_numbers(serial: None, tmp_path: Path) -> None:
     assert found == {"a/0": "3", "a/1": "3, three", "a/2": ["a", "b"]}
 
 
-def test_limits_are_those_that_the_reasons_tell() -> None:
-    assert labels.MOST_TEXT_BYTES == 65_536
-    assert labels.MOST_JSON_BYTES == 1_048_576
-
-
 def test_names_of_several_dots_are_rejected_one_by_one(serial: None, tmp_path: Path) -> None:
     """As WebDataset reads them, all are files of one sample; so each is counted."""
     dotted = [
@@ -270,7 +260,7 @@ def test_of_several_files_of_a_sample_the_user_chooses(serial: None, tmp_path: P
     files = {"left.jpg": IMAGES[0], "right.jpg": IMAGES[1], "json": fields, "breed": b"pug"}
     (tmp_path / "a.tar").write_bytes(tar_of([(f"0.{k}", v) for k, v in files.items()]))
     source, options = tmp_path / "a.tar", {"image_field": "right.jpg"}
-    with pytest.raises(ValueError, match="several fields that may be the label: label, class"):
+    with pytest.raises(ValueError, match=r"field for the label .* and has class, kind, label"):
         converted(source, tmp_path / "none", **options)
     for field, label in (("kind", "dog"), ("breed", "pug")):
         rows = converted(source, tmp_path / field, **options, label_field=field)

@@ -13,7 +13,6 @@ def test_a_whole_data_set_has_no_problems(dataset: Manifest) -> None:
     report = verify(dataset.path, decode_fraction=1.0)
     assert (report.num_images, report.num_decoded, report.problems) == (300, 300, [])
     assert report.num_files == len(dataset.files)
-    assert report.advice() == "the data set is complete and undamaged"
 
 
 def test_a_part_of_the_images_is_decoded(dataset: Manifest) -> None:
@@ -28,7 +27,6 @@ def test_a_flipped_byte_is_found_by_its_checksum(dataset: Manifest, tmp_path: Pa
     report = verify(str(tmp_path), decode_fraction=0.0)
     assert [(p.file, "checksum" in p.what) for p in report.problems] == [(shard.name, True)]
     assert report.problems[0].key.startswith("class_")
-    assert shard.name in report.advice()
 
 
 def test_missing_and_truncated_files_are_named(dataset: Manifest, tmp_path: Path) -> None:
@@ -38,9 +36,8 @@ def test_missing_and_truncated_files_are_named(dataset: Manifest, tmp_path: Path
     other.write_bytes(other.read_bytes()[:1000])
     report = verify(str(tmp_path))
     found = {problem.file: problem.what for problem in report.problems}
-    assert found[shard.name] == "the file is missing"
-    assert found[other.name].startswith("the file has 1000 bytes")
-    assert report.advice().startswith("restore part-")
+    assert set(found) == {shard.name, other.name}
+    assert all("is missing or has not" in what for what in found.values())
 
 
 def test_a_torn_footer_is_named(dataset: Manifest, tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from vit_ray.addresses import PLACEHOLDER, is_placeholder
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.config.training_sections import accumulation_steps
-from vit_ray.data.convert.estimate import count_source, is_source
+from vit_ray.data.convert.estimate import estimate_conversion
+from vit_ray.data.convert.files import is_pattern
 from vit_ray.data.partition import divisors
 from vit_ray.data.stream.batches import TASK_MEMORY_MIB
 from vit_ray.launch.inputs.shuffle_window import most_rows
@@ -101,13 +102,15 @@ def data_facts(recipe: Recipe) -> TrainingFacts:
             group_images=of_set.num_images / of_set.num_row_groups,
             window=window,
         )
-    if convert is None or convert.destination != train or not is_source(convert.source):
+    if convert is None or convert.destination != train:
         return _told_facts(recipe)
-    num_images, num_found = count_source(convert.source, convert.format, convert.split)
-    num_classes = len(convert.classes or ()) or num_found
-    where = f"counted in {convert.source}, which is not converted yet"
-    groups = math.ceil(num_images / GROUP_IMAGES)
-    return _facts(recipe, _share(recipe, num_images), num_classes, where, groups)
+    if not is_pattern(convert.source) and not locate(convert.source).exists():
+        return _told_facts(recipe)
+    found = estimate_conversion(convert)
+    how = "counted in" if found.is_exact else "estimated from"
+    where = f"{how} {convert.source}, which is not converted yet"
+    groups = math.ceil(found.num_images / GROUP_IMAGES)
+    return _facts(recipe, _share(recipe, found.num_images), found.num_classes, where, groups)
 
 
 def _told_facts(recipe: Recipe) -> TrainingFacts:

@@ -1,7 +1,9 @@
 """From rows of a source to rows of a shard: read ahead, checked, turned and shrunk if asked."""
 
 import contextlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 import cv2
@@ -9,22 +11,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.data.convert.rows import LargerError, Row, SourceChangedError
-from vit_ray.data.convert.staged_files import ahead
+from vit_ray.data.convert.rows import Row
 from vit_ray.data.crops import decode, open_image
 from vit_ray.data.dataset import checksum
 from vit_ray.data.jpeg import START, encode_jpeg, size_of_jpeg
 from vit_ray.data.jpeg_index.headers import has_zeroed_data, num_scans
 from vit_ray.data.jpeg_index.libjpeg_process import WARNINGS
-from vit_ray.data.jpeg_index.rewriting import Libjpeg, RewrittenJpeg, with_restart_markers
+from vit_ray.data.jpeg_index.rewriting import Libjpeg, with_restart_markers
 from vit_ray.data.orientation import TURNS, orientation_of
 from vit_ray.data.shard_writer import EncodedImage
 
 # Threads that read a shard's images ahead: object stores are slow to answer, but answer many.
 _READERS: Final = 8
-# Bytes of a file that is read ahead. Larger ones are read one at a time; on S3 such a file of a
-# list takes two requests.
-_SMALL: Final = 1 << 24
+# Bytes of images that wait, where the source says how large they are.
+_AHEAD_BYTES: Final = 1 << 26
 # Of a JPEG file, each of which a decoder passes over all pixels for: progressive files have about
 # 10, and libjpeg-turbo's own tests of hostile files allow 500.
 _MOST_SCANS: Final = 100
@@ -34,32 +34,18 @@ _JPEG_QUALITY: Final = 95
 _MOST_JPEG_PIXELS: Final = 65_500
 
 
-def read_ahead(rows: list[Row]) -> Iterator[tuple[Row, bytes | ValueError]]:
-    """Each row with its image, or why it has none, in order, a few reads ahead."""
-    for row, image in zip(rows, ahead(_read_small, rows, _READERS), strict=True):
-        yield row, _read(row) if isinstance(image, LargerError) else image
-
-
-def bytes_of(image: bytes | ValueError) -> bytes:
-    """What was read; raises why it was not."""
-    if isinstance(image, ValueError):
-        raise image
-    return image
-
-
-def _read_small(row: Row) -> bytes | ValueError:
-    if row.length > _SMALL and row.problem is None:
-        return LargerError()
-    return _read(row, _SMALL)
-
-
-def _read(row: Row, *most: int) -> bytes | ValueError:
-    try:
-        return row.read(*most)
-    except SourceChangedError:
-        raise
-    except ValueError as error:
-        return error
+def read_ahead(rows: Iterable[Row]) -> Iterator[tuple[Row, Future[bytes]]]:
+    """Each row with its image, in order, read by threads; few images wait, and large ones alone."""
+    with ThreadPoolExecutor(_READERS) as pool:
+        waiting: deque[tuple[Row, Future[bytes]]] = deque()
+        for row in rows:
+            while waiting and (
+                len(waiting) > 2 * _READERS
+                or sum(one.length for one, _ in waiting) + row.length > _AHEAD_BYTES
+            ):
+                yield waiting.popleft()
+            waiting.append((row, pool.submit(row.read)))
+        yield from waiting
 
 
 def checked(
@@ -80,53 +66,49 @@ def checked(
     """
     if not image:
         raise ValueError("the file is empty")
-    original, original_crc32 = image, checksum(image)
-    writer = libjpeg if config.index_jpeg else None
-    found = None
-    of_jpeg = size_of_jpeg(image)
-    declared = of_jpeg or _declared_size(image)
-    is_over = declared is not None and declared[0] * declared[1] > config.max_pixels
     if (scans := num_scans(image)) > _MOST_SCANS:
         raise ValueError(f"it is a JPEG of {scans:,} scans; the most are {_MOST_SCANS}")
+    original, original_crc32, damage = image, checksum(image), ""
+    writer = libjpeg if config.index_jpeg else None
+    of_jpeg = size_of_jpeg(image)
+    size: tuple[int, ...] | None = of_jpeg or _declared_size(image)
+    is_over = size is not None and size[0] * size[1] > config.max_pixels
     turned = orientation_of(image) if config.apply_orientation else 1
-    is_large = _is_too_large(of_jpeg, config.shrink_to)
+    keeps_pixels = turned == 1 and not is_over and not _is_too_large(of_jpeg, config)
     is_zeroed = has_zeroed_data(image)
-    keeps_pixels = not is_over and not is_large and turned == 1
+    found = None
     # libjpeg reads all of a file that it rewrites, and warns of damage: that is check enough.
-    if keeps_pixels and not is_zeroed:
-        found = _rewritten(image, writer)
-    damage = ""
+    if writer is not None and keeps_pixels and not is_zeroed:
+        found = with_restart_markers(image, writer)
     if found is None:
-        damage = _damage_of(image, libjpeg)  # first: a header without data may say any size
-        if is_zeroed and libjpeg is not None:
-            damage = "; ".join(filter(None, (damage, "zeros stand in the place of coded data")))
-        ends_early = "premature end" in damage.lower()
-        if damage and (config.damaged == "reject" or (config.damaged == "auto" and ends_early)):
-            raise ValueError(f"it is damaged: {damage}")
-        if is_over and declared is not None:
+        # First: a header without data may say any size.
+        damage = _damage_of(image, libjpeg, config, is_zeroed=is_zeroed)
+        if is_over and size is not None:
             raise ValueError(
-                f"it has {declared[1]} x {declared[0]} pixels, more than "
+                f"it has {size[1]} x {size[0]} pixels, more than "
                 f"convert.max_pixels={config.max_pixels}"
             )
-        if of_jpeg is not None and keeps_pixels and libjpeg is not None and not damage:
-            size = of_jpeg  # libjpeg has read all coded data, as in a file that it rewrites
-        else:
+        # Else libjpeg has read all coded data, as in a file that it rewrites.
+        if of_jpeg is None or not keeps_pixels or libjpeg is None or damage:
             pixels = decoded = TURNS[turned](decode(image))
-            if config.shrink_to is not None and _is_too_large(pixels.shape, config.shrink_to):
+            if config.shrink_to is not None and _is_too_large(pixels.shape, config):
                 pixels = _shrunk(pixels, config.shrink_to)
             if turned != 1 or pixels is not decoded:
-                _check_sides(pixels.shape)
+                if max(pixels.shape[:2]) > _MOST_JPEG_PIXELS:
+                    raise ValueError(
+                        f"re-encoded with {pixels.shape[1]} x {pixels.shape[0]} pixels it is too "
+                        f"long for a JPEG, whose sides have at most {_MOST_JPEG_PIXELS:,}"
+                    )
                 image = encode_jpeg(pixels, _JPEG_QUALITY)
-                found = _rewritten(image, writer)
+                found = None if writer is None else with_restart_markers(image, writer)
             size = pixels.shape[:2]
-    index = None
     if found is not None:
-        image, size, index = found.image, found.size, found.index
-    height, width = size
-    crc32 = original_crc32 if image is original else None
+        image, size = found.image, found.size
+    assert size is not None  # found, decoded or of a JPEG
     return EncodedImage(
-        image, labels, key, width, height,
-        original_crc32=original_crc32, index=index, damage=damage, crc32=crc32,
+        image, labels, key, size[1], size[0],
+        original_crc32=original_crc32, index=None if found is None else found.index, damage=damage,
+        crc32=original_crc32 if image is original else None,
     )  # fmt: skip
 
 
@@ -138,45 +120,32 @@ def _declared_size(image: bytes) -> tuple[int, int] | None:
     return None
 
 
-def _damage_of(image: bytes, libjpeg: Libjpeg | None) -> str:
-    """What libjpeg warns of when it decodes a JPEG file; empty for nothing."""
+def _damage_of(
+    image: bytes, libjpeg: Libjpeg | None, config: ConvertConfig, *, is_zeroed: bool
+) -> str:
+    """What libjpeg warns of when it decodes a JPEG file; empty for nothing.
+
+    Raises:
+        ValueError: `convert.damaged` rejects it.
+    """
     if libjpeg is None or not image.startswith(START):
         return ""
     warnings = libjpeg.ask(WARNINGS, image)
-    return (
-        "libjpeg cannot read it" if warnings is None else "; ".join(warnings.decode().splitlines())
-    )
+    lines = ["libjpeg cannot read it"] if warnings is None else warnings.decode().splitlines()
+    lines += ["zeros stand in the place of coded data"] * is_zeroed
+    damage = "; ".join(lines)
+    ends_early = "premature end" in damage.lower()
+    if damage and (config.damaged == "reject" or (config.damaged == "auto" and ends_early)):
+        raise ValueError(f"it is damaged: {damage}")
+    return damage
 
 
-def _rewritten(image: bytes, writer: Libjpeg | None) -> RewrittenJpeg | None:
-    return None if writer is None else with_restart_markers(image, writer)
-
-
-def _is_too_large(size: tuple[int, ...] | None, shrink_to: int | None) -> bool:
-    return shrink_to is not None and size is not None and min(size[:2]) > shrink_to
-
-
-def written_bytes(rows: list[Row], config: ConvertConfig) -> int:
-    """Bytes of these images as a shard would hold them, without those that it would reject."""
-    total = 0
-    for row, image in read_ahead(rows):
-        with contextlib.suppress(ValueError):
-            total += len(checked(bytes_of(image), row.key, (), config).image) + row.extra_bytes
-    return total
+def _is_too_large(size: tuple[int, ...] | None, config: ConvertConfig) -> bool:
+    return config.shrink_to is not None and size is not None and min(size[:2]) > config.shrink_to
 
 
 def _shrunk(pixels: NDArray[np.uint8], shorter_side: int) -> NDArray[np.uint8]:
     """The image with its shorter side at a length."""
     factor = shorter_side / min(pixels.shape[:2])
     height, width = (max(shorter_side, round(side * factor)) for side in pixels.shape[:2])
-    _check_sides((height, width))
-    size = (width, height)
-    return cv2.resize(pixels, size, interpolation=cv2.INTER_AREA)  # type: ignore[return-value]
-
-
-def _check_sides(shape: tuple[int, ...]) -> None:
-    if max(shape[:2]) > _MOST_JPEG_PIXELS:
-        raise ValueError(
-            f"re-encoded with {shape[1]} x {shape[0]} pixels it is too long for a JPEG, whose "
-            f"sides have at most {_MOST_JPEG_PIXELS:,}"
-        )
+    return cv2.resize(pixels, (width, height), interpolation=cv2.INTER_AREA)  # type: ignore[return-value]

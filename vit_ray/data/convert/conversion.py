@@ -18,48 +18,38 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any, Final
 
+import numpy as np
+
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.convert.commit import ConvertReport, commit, listed, report_of
-from vit_ray.data.convert.destination import (
-    OUTPUT,
-    PLAN,
-    check_apart,
-    check_free,
-    foreign_files,
-    real_address,
-    staged_files,
-)
-from vit_ray.data.convert.hub import check_in_place_bytes, facts_of_file
-from vit_ray.data.convert.index import RowStore, build_index, versions_of
+from vit_ray.data.convert.destination import OUTPUT, check_destination
+from vit_ray.data.convert.estimate import SAMPLED, sampled, shards_for
+from vit_ray.data.convert.hub import facts_of_file
+from vit_ray.data.convert.index import RowStore, build_index, read_facts, versions_of, write_facts
 from vit_ray.data.convert.labels import (
     SourceFacts,
-    check_columns,
-    checked_label,
     checked_names,
     classes_of,
 )
-from vit_ray.data.convert.rows import Unit
-from vit_ray.data.convert.shards import (
-    PLAN_VERSION,
-    Plan,
-    make_shards,
-    mean_written_bytes,
-    shards_for,
-    write_lists,
-)
+from vit_ray.data.convert.rows import FOLDERS, LISTS, Unit, table_rows
+from vit_ray.data.convert.shards import SHUFFLE, Plan, make_shards, write_lists
 from vit_ray.data.convert.sources import units_of
-from vit_ray.data.convert.staged_files import read_facts, write_facts
-from vit_ray.data.dataset import MANIFEST_FILE, SOURCE_FILE, STAGING_FOLDER, open_dataset
+from vit_ray.data.dataset import MANIFEST_FILE, SOURCE_FILE, STAGING_FOLDER
+from vit_ray.data.keyed_random import KeyedPermutation
 from vit_ray.data.progress import Shown
 from vit_ray.data.run_tasks import run_tasks
+from vit_ray.data.shards import RESERVED_NAMES
 from vit_ray.lock import HeldError, LockLostError, check_lock, hold_lock
 from vit_ray.storage import Location, absolute, locate, with_retries
 
 _LOG: Final = logging.getLogger(__name__)
+PLAN: Final = "plan.json"
 # Formats whose keys may be those of other rows.
-_MAY_REPEAT: Final = ("csv", "jsonl", "webdataset")
+_MAY_REPEAT: Final = (*LISTS, "webdataset")
 # Keys of `convert` that may change between a conversion and its restart.
 _DO_NOT_DECIDE: Final = {"destination", "max_rejected_fraction"}
+# Of what the staging folder and the record of a source hold.
+_VERSION: Final = 8
 
 
 def convert(config: ConvertConfig, seed: int = 0) -> ConvertReport:
@@ -77,24 +67,16 @@ def convert(config: ConvertConfig, seed: int = 0) -> ConvertReport:
             writes it, an interrupted one had other settings, or too much is rejected; or the
             destination is in the source.
     """
-    # Workers of another cluster have working directories of their own.
-    places: dict[str, Any] = {k: absolute(getattr(config, k)) for k in ("source", "destination")}
-    if config.classes is not None:
-        places["classes"] = tuple(checked_names(config.classes, "convert.classes"))
-    config = config.model_copy(update=places)
+    config = _resolved(config)
+    check_destination(config)
     folder = locate(config.destination)
-    check_columns(config.columns)
-    check_apart(config)
-    check_free(folder)
-    if config.in_place:
-        _check_in_place(config, folder)
-    staging = folder.child(STAGING_FOLDER)
-    if folder.child(MANIFEST_FILE).exists() and not staging.exists():
+    staging, manifest = folder.child(STAGING_FOLDER), folder.child(MANIFEST_FILE)
+    if manifest.exists() and not staging.exists():
         return _finished(config, seed, folder)
     with _alone(folder) as lock_number:
         try:
-            check_free(folder)  # again: another conversion may have ended meanwhile
-            if folder.child(MANIFEST_FILE).exists():
+            check_destination(config)  # again: another conversion may have ended meanwhile
+            if manifest.exists():
                 report = _finished(config, seed, folder)
             else:
                 plan = _plan(config, seed, folder)
@@ -103,8 +85,25 @@ def convert(config: ConvertConfig, seed: int = 0) -> ConvertReport:
         except ValueError:
             _delete_what_no_restart_needs(folder, lock_number)
             raise
-    _delete_staging(staging)
+    staging.delete()
     return report
+
+
+def _resolved(config: ConvertConfig) -> ConvertConfig:
+    """Whole addresses, as workers of another cluster have working directories of their own.
+
+    Raises:
+        ValueError: names of columns or classes cannot be used.
+    """
+    if reserved := {*config.columns} & {*RESERVED_NAMES}:
+        raise ValueError(
+            f"convert.columns={list(config.columns)}: all data sets have columns "
+            f"{sorted(reserved)}; name other fields"
+        )
+    places: dict[str, Any] = {k: absolute(getattr(config, k)) for k in ("source", "destination")}
+    if config.classes is not None:
+        places["classes"] = tuple(checked_names(config.classes, "convert.classes"))
+    return config.model_copy(update=places)
 
 
 def _delete_what_no_restart_needs(folder: Location, lock_number: int) -> None:
@@ -115,18 +114,10 @@ def _delete_what_no_restart_needs(folder: Location, lock_number: int) -> None:
     staging = folder.child(STAGING_FOLDER)
     with contextlib.suppress(LockLostError, OSError):
         check_lock(staging, lock_number)
-        is_kept = staging.child(PLAN).exists() and not folder.child(MANIFEST_FILE).exists()
-        if not is_kept and not foreign_files(staging):
+        if not staging.child(PLAN).exists() or folder.child(MANIFEST_FILE).exists():
             staging.delete()
         if folder.is_local:
             os.rmdir(folder.path)  # only if it is empty, and a folder of its own
-
-
-def _delete_staging(staging: Location) -> None:
-    if foreign := foreign_files(staging):
-        _LOG.warning("%s stays: it holds %r, which is not ours", staging.uri, foreign[0])
-    else:
-        staging.delete()
 
 
 @contextmanager
@@ -139,26 +130,28 @@ def _alone(folder: Location) -> Iterator[int]:
     try:
         with hold_lock(folder.child(STAGING_FOLDER), on_lost=_LOG.warning) as number:
             yield number
-    except HeldError as error:
+    except (HeldError, LockLostError) as error:
         raise ValueError(
             f"convert.destination={folder.uri!r} is being written by another conversion: "
             f"{error}; wait for it or stop it, or choose another folder"
         ) from error
-    except LockLostError as error:
-        raise ValueError(f"convert.destination={folder.uri!r}: {error}") from error
 
 
 def _settings_of(config: ConvertConfig, seed: int) -> dict[str, Any]:
     """What a restart must have in common with the first start, as JSON."""
     settings = config.model_dump(mode="json", exclude=_DO_NOT_DECIDE)
-    return {"seed": seed, **settings, "classes": settings["classes"] or []}
+    return {"version": _VERSION, "seed": seed, **settings}
 
 
-def _changed_settings(then: dict[str, Any], now: dict[str, Any]) -> str:
-    """Each setting that differs, as a user gives it; empty for none."""
+def _check_settings(then: dict[str, Any], now: dict[str, Any], what: str) -> None:
+    """Raises ValueError with each setting that differs, as a user gives it."""
     names = [name for name in {**now, **then} if then.get(name) != now.get(name)]
     keys = {name: "seed" if name == "seed" else f"convert.{name}" for name in names}
-    return ", ".join(f"{keys[n]}={now.get(n)!r} (it was {then.get(n)!r})" for n in names)
+    other = ", ".join(f"{keys[n]}={now.get(n)!r} (it was {then.get(n)!r})" for n in names)
+    if other:
+        raise ValueError(
+            f"{what} of other settings: {other}; repeat them, or choose another folder"
+        )
 
 
 def _changes(then: dict[str, str], now: dict[str, str]) -> str:
@@ -171,14 +164,6 @@ def _changes(then: dict[str, str], now: dict[str, str]) -> str:
     return ", ".join(f"{listed(sorted(paths))} {kind}" for kind, paths in kinds.items() if paths)
 
 
-def _check_version(facts: dict[str, Any], folder: Location) -> None:
-    if facts.get("version") != PLAN_VERSION:
-        raise ValueError(
-            f"convert.destination={folder.uri!r} was made by another version of vit_ray; convert "
-            "to another folder, or delete this one"
-        )
-
-
 def _finished(config: ConvertConfig, seed: int, folder: Location) -> ConvertReport:
     """The report of the data set that is there.
 
@@ -186,17 +171,8 @@ def _finished(config: ConvertConfig, seed: int, folder: Location) -> ConvertRepo
         ValueError: it is of other settings, or its source has changed.
     """
     record = read_facts(folder.child(SOURCE_FILE))
-    _check_version(record, folder)
-    if record["source_digest"] != open_dataset(folder.uri).origin.get("source_digest"):
-        raise ValueError(
-            f"{folder.child(SOURCE_FILE).uri!r} is of another data set than the {MANIFEST_FILE} "
-            "in the same folder; restore both from a copy, or convert to another folder"
-        )
     what = f"convert.destination={folder.uri!r} already holds a data set"
-    if other := _changed_settings(record["settings"], _settings_of(config, seed)):
-        raise ValueError(
-            f"{what} of other settings: {other}; put these back, or choose another folder"
-        )
+    _check_settings(record["settings"], _settings_of(config, seed), what)
     if changes := _changes(record["versions"], versions_of(units_of(config))):
         raise ValueError(
             f"{what}, and its source has changed since: {changes}; choose another folder"
@@ -211,102 +187,83 @@ def _plan(config: ConvertConfig, seed: int, folder: Location) -> Plan:
         ValueError: the interrupted conversion has other settings; or the source cannot be indexed.
     """
     staging, settings = folder.child(STAGING_FOLDER), _settings_of(config, seed)
-    if staging.child(PLAN).exists():
+    is_begun = staging.child(PLAN).exists()
+    if is_begun:
         fields = read_facts(staging.child(PLAN))
-        _check_version(fields, folder)
-        plan = Plan(**fields)
-        if other := _changed_settings(plan.settings, settings):
-            raise ValueError(
-                f"{folder.uri!r} holds an interrupted conversion with another source or settings: "
-                f"{other}; repeat its command there to continue it, or delete the folder"
-            )
-        changes = _changes(plan.versions, versions_of(units_of(config)))
-        if not changes:
-            return plan
-        _LOG.warning(
-            "the source of %s has changed, so it is planned again: %s", folder.uri, changes
-        )
-        for name in staged_files(staging):
-            if not name.startswith("index-") and name != PLAN:
-                staging.child(name).delete()
-        for info in folder.list_files(recursive=False):
-            if re.fullmatch(OUTPUT, info.base_name):
-                folder.child(info.base_name).delete()
-        staging.child(PLAN).delete()  # last: without it they could be someone else's
+        what = f"convert.destination={folder.uri!r} holds an interrupted conversion"
+        _check_settings(fields["settings"], settings, what)
     units = units_of(config)
     versions = versions_of(units)
-    if config.in_place:
-        parts, facts = list[Location](), _index_in_place(units, config)
-    else:
-        parts, facts = build_index(units, versions, staging, config)
-    of_folders = units[0].is_folder
-    classes, are_indices = classes_of(facts, config, of_folders=of_folders)
-    folders = {checked_label(u.path.rpartition("/")[2]) for u in units if u.format == "folder"}
-    fields = {what: sorted(n for w, n in facts.fields if w == what) for what in dict(facts.fields)}
-    plan = Plan(
-        settings,
-        versions,
-        hashlib.sha256(facts.digest.encode()).hexdigest()[:16],
-        classes,
-        are_indices,
-        facts.rows,
-        num_shards=len(units),
-        fields=fields,
-        empty_classes=[] if config.classes else sorted(folders - facts.labels),
-    )
-    if not config.in_place:
-        with tempfile.TemporaryDirectory() as scratch:
-            store = RowStore(parts, scratch)
-            if units[0].format in _MAY_REPEAT:
-                store.find_repeated()
-            written = float(facts.bytes)
-            if config.shrink_to is not None or facts.unknown_lengths:
-                written = mean_written_bytes(store, facts.rows, seed, config) * facts.rows
-            plan = replace(plan, num_shards=shards_for(written, facts.rows, config))
-            with_retries(lambda: write_lists(plan, store, seed, staging), "writing the shard lists")
+    if is_begun:
+        changes = _changes(fields["versions"], versions)
+        if not changes:
+            return Plan(**fields)
+        _LOG.warning("the source has changed, so it is planned again: %s", changes)
+        _delete_shards(folder)
+    plan = _new_plan(units, versions, settings, staging, config)
     write_facts(staging.child(PLAN), asdict(plan))
     return plan
 
 
-def _check_in_place(config: ConvertConfig, folder: Location) -> None:
-    """Refuse files that cannot be read in place, before anything is written.
+def _delete_shards(folder: Location) -> None:
+    """Delete what a plan has made, and the plan last: without it they could be someone else's."""
+    staging = folder.child(STAGING_FOLDER)
+    for info in staging.list_files(recursive=False):
+        if info.base_name.startswith(("list-", "shard-")):
+            staging.child(info.base_name).delete()
+    for info in folder.list_files(recursive=False):
+        if re.fullmatch(OUTPUT, info.base_name):
+            folder.child(info.base_name).delete()
+    staging.child(PLAN).delete()
+
+
+def _new_plan(
+    units: list[Unit],
+    versions: dict[str, str],
+    settings: dict[str, Any],
+    staging: Location,
+    config: ConvertConfig,
+) -> Plan:
+    """Index the source, and decide which rows each shard holds.
 
     Raises:
-        ValueError: they are not parquet files of the Hugging Face layout, or the destination is
-            inside their folder.
+        ValueError: the source cannot be indexed, or its labels are not clear.
     """
-    units = units_of(config)
-    if units[0].format != "huggingface":
-        raise ValueError(
-            f"convert.in_place=true: {config.source!r} is of the format {units[0].format!r}; only "
-            "parquet files in the layout of the Hugging Face hub can be read in place"
-        )
-    target, source = (real_address(place) for place in (folder, locate(units[0].folder)))
-    if f"{target.rstrip('/')}/".startswith(f"{source.rstrip('/')}/"):
-        raise ValueError(
-            f"convert.destination={folder.uri!r} is in the folder of the files, "
-            f"{units[0].folder!r}, which convert.in_place does not change; choose another folder"
-        )
+    parts = list[Location]()
+    if config.in_place:
+        shown = Shown(f"reading labels of {config.source}")
+        facts = sum(run_tasks(_facts_in_place, units, shown=shown), SourceFacts())
+    else:
+        parts, facts = build_index(units, versions, staging, config)
+    classes, are_indices = classes_of(facts, config, of_folders=units[0].format in FOLDERS)
+    digest = hashlib.sha256(facts.digest.encode()).hexdigest()[:16]
+    plan = Plan(
+        settings,
+        versions,
+        digest,
+        classes,
+        are_indices,
+        num_images=facts.rows,
+        num_shards=len(units),
+        folder=units[0].folder,
+    )
+    if config.in_place:
+        return plan
+    with tempfile.TemporaryDirectory() as scratch:
+        store = with_retries(lambda: RowStore(parts, scratch), "reading the index")
+        if units[0].format in _MAY_REPEAT:
+            store.find_repeated()
+        images = float(facts.bytes)
+        if config.shrink_to is not None or facts.unknown_lengths:
+            order = KeyedPermutation(facts.rows, SHUFFLE, settings["seed"])
+            some = order.ranks(np.arange(min(SAMPLED, facts.rows), dtype=np.int64))
+            sizes, *_ = sampled(table_rows(store.take(np.sort(some))), config)
+            images = sum(sizes) / len(some) * facts.rows
+        num_shards = shards_for(images + facts.text_bytes, facts.rows, config)
+        plan = replace(plan, num_shards=num_shards)
+        with_retries(lambda: write_lists(plan, store, staging), "writing the shard lists")
+    return plan
 
 
-def _index_in_place(units: list[Unit], config: ConvertConfig) -> SourceFacts:
-    """Facts about files from their footers and labels; a shard is made for each.
-
-    Raises:
-        ValueError: a row group cannot be read in place.
-    """
-    shown = Shown(f"reading labels of {config.source}")
-    by_path = dict(run_tasks(_facts_in_place, units, shown=shown))
-    return sum((by_path[unit.path] for unit in units), SourceFacts())
-
-
-def _facts_in_place(unit: Unit) -> tuple[str, SourceFacts]:
-    facts, groups, _ = with_retries(lambda: facts_of_file(unit), f"reading {unit.path}")
-    for group, (rows, size) in enumerate(groups):
-        if not rows:
-            raise ValueError(
-                f"{unit.path!r}: row group {group} has no rows, and cannot be read in place; set "
-                "convert.in_place=false"
-            )
-        check_in_place_bytes(unit, group, size)
-    return unit.path, facts
+def _facts_in_place(unit: Unit) -> SourceFacts:
+    return with_retries(lambda: facts_of_file(unit), f"reading {unit.path}")

@@ -2,23 +2,22 @@
 
 A row is a duplicate if its bytes equal those of an evaluation image, or if its perceptual hash is
 within `MAX_DISTANCE` bits of one. A flat image has nothing to hash, and is compared by its bytes.
-Each image is described once, and compared with all evaluation images. The result is only a manifest
-and a list of what was left out.
+The hash is 128 bits: signs of the lowest frequencies of the luminance (a cosine transform of 32 x
+32 pixels) against their median, as in pHash. Re-encoding and resizing flip few bits. The result is
+only a manifest and a list of what was left out.
 """
-
-from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+import cv2
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from vit_ray.data.convert.perceptual_hash import is_flat, nearest, perceptual_hash
 from vit_ray.data.crops import Augmentation, BadImageError, crop_of
 from vit_ray.data.dataset import MANIFEST_FILE, STAGING_FOLDER, Manifest, open_dataset
 from vit_ray.data.progress import Shown, report_done
@@ -28,8 +27,6 @@ from vit_ray.data.subset import derive, refuse_existing
 from vit_ray.storage import locate
 
 DUPLICATES_FILE: Final = "duplicates.parquet"
-_DECODED: Final = Augmentation("resize", size=64, flip=False)
-
 _LIST_SCHEMA: Final = pa.schema(
     [
         ("key", pa.string()),
@@ -39,11 +36,18 @@ _LIST_SCHEMA: Final = pa.schema(
         ("is_exact", pa.bool_()),
     ]
 )
-
 # Bits of 128 by which the hashes of images that show the same may differ. No two of 373 pictures
 # cut from two photographs are within 12, and 196 of 1.6 million pairs of scikit-learn's digits are
 # within 10; files of one photograph that differ in size or compression are within 10.
 MAX_DISTANCE: Final = 10
+HASH_BITS: Final = 128
+_DECODED: Final = Augmentation("resize", size=64, flip=False)
+_THUMBNAIL: Final = 32
+_ORDER: Final = sorted((i + j, i, j) for i in range(_THUMBNAIL) for j in range(_THUMBNAIL))
+# The lowest frequencies without the constant.
+_ROWS, _COLUMNS = np.array([(i, j) for _, i, j in _ORDER[1 : HASH_BITS + 1]]).T
+# Standard deviation in grey levels below which the signs of frequencies are noise.
+_FLAT_BELOW: Final = 4.0
 
 
 @dataclass(frozen=True)
@@ -62,17 +66,11 @@ class Duplicate:
 
 @dataclass(frozen=True)
 class DeduplicateReport:
-    """What was left out of `num_images`.
-
-    Images that cannot be decoded, in the source and in the evaluation sets, are compared only by
-    their bytes.
-    """
+    """What was left out of `num_images`."""
 
     num_images: int
     num_exact: int
     num_near: int
-    num_undecodable: int
-    num_undecodable_evaluation: int
     duplicates: list[Duplicate]
 
 
@@ -98,145 +96,119 @@ def deduplicate(source: str, evaluation_sets: list[str], destination: str) -> De
         ValueError: nothing would be left, or the destination holds a data set already.
     """
     refuse_taken(destination)
-    whole = open_dataset(source)
-    known = _index(evaluation_sets)
+    whole, images = open_dataset(source), list[tuple[str, str, Described]]()
+    for path in evaluation_sets:
+        manifest = open_dataset(path)
+        shown = Shown(f"reading {path}", manifest.num_images)
+        for found in run_tasks(_described_in, _files_of(manifest), manifest, shown=shown):
+            images += [(path, key, image) for _, key, image in found]
     shown = Shown(f"comparing {source}", whole.num_images, "duplicates")
+    known = Known(images)
     results = run_tasks(_duplicates_in, _files_of(whole), whole, known, shown=shown)
-    found = [row for rows, _ in results for row in rows]
-    if len(found) == whole.num_images:
+    duplicates = {sample: one for result in results for sample, one in result.items()}
+    if len(duplicates) == whole.num_images:
         raise ValueError(
             f"deduplicate: all images of {whole.path!r} are in {evaluation_sets}, so "
             "nothing is left; check whether the sets were swapped"
         )
     refuse_taken(destination)  # again: hours may have passed
-    sink = pa.BufferOutputStream()
-    samples, duplicates = [sample for sample, _ in found], [duplicate for _, duplicate in found]
-    pq.write_table(pa.Table.from_pylist(list(map(vars, duplicates)), schema=_LIST_SCHEMA), sink)
+    sink, rows = pa.BufferOutputStream(), list(map(vars, duplicates.values()))
+    pq.write_table(pa.Table.from_pylist(rows, schema=_LIST_SCHEMA), sink)
     locate(destination).child(DUPLICATES_FILE).write(sink.getvalue().to_pybytes())
-    part = whole.without(np.array(samples, np.int64))
+    part = whole.without(np.array([*duplicates], np.int64))
     origin = {"evaluation_sets": evaluation_sets, "max_distance": MAX_DISTANCE}
     derive(part, destination, {"deduplicated": whole.fingerprint, **origin})
-    exact = sum(duplicate.is_exact for duplicate in duplicates)
-    undecodable = sum(count for _, count in results), known.num_undecodable
+    exact = sum(duplicate.is_exact for duplicate in duplicates.values())
     near = len(duplicates) - exact
-    return DeduplicateReport(whole.num_images, exact, near, *undecodable, duplicates)
+    return DeduplicateReport(whole.num_images, exact, near, list(duplicates.values()))
 
 
-@dataclass(frozen=True)
-class _Known:
-    """Everything about the evaluation images.
+class Described(NamedTuple):
+    """What of an image is compared.
 
     Attributes:
-        hashes: uint64 (2, N), of those that have one.
-        hashed: the image that each hash is of.
-        digests: of encoded bytes, to an image.
-        names: evaluation set and key of each image.
+        digest: of its bytes.
+        hash: of what it shows; empty for an image that is flat, or cannot be decoded.
     """
 
-    hashes: NDArray[np.uint64]
-    hashed: list[int]
-    digests: dict[bytes, int]
-    names: list[tuple[str, str]]
-    num_undecodable: int
+    digest: bytes
+    hash: bytes
 
 
-def _index(evaluation_sets: list[str]) -> _Known:
-    described: list[tuple[tuple[str, str], _Described]] = []
-    for path in evaluation_sets:
-        manifest = open_dataset(path)
-        shown = Shown(f"reading {path}", manifest.num_images)
-        files = _files_of(manifest)
-        for _, images in sorted(run_tasks(_described_in, files, manifest, shown=shown)):
-            described += [((path, key), image) for key, image in images]
-    return known_from(described)
+# The evaluation set and key of an image, the distance of its hash, and whether its bytes are equal.
+Match = tuple[str, str, int, bool]
+
+
+class Known:
+    """Evaluation images, each with its set and key."""
+
+    def __init__(self, images: list[tuple[str, str, Described]]) -> None:
+        # Of images with equal bytes the first.
+        self._digests = {image.digest: (path, key) for path, key, image in reversed(images)}
+        self._names = [(path, key) for path, key, image in images if image.hash]
+        hashes = b"".join(image.hash for *_, image in images)
+        self._hashes = np.frombuffer(hashes, np.uint64).reshape(-1, 2).T.copy()
+
+    def find(self, image: Described) -> Match | None:
+        """The known image that an image shows."""
+        if (equal := self._digests.get(image.digest)) is not None:
+            return *equal, 0, True
+        if image.hash and self._names:
+            entry, distance = nearest(self._hashes, image.hash)
+            if distance <= MAX_DISTANCE:
+                return *self._names[entry], distance, False
+        return None
+
+
+def nearest(hashes: NDArray[np.uint64], query: bytes) -> tuple[int, int]:
+    """The closest of some hashes (2, N), and how many bits differ; N must not be 0.
+
+    All are compared: 0.07 ms for 50,000 (2026-11-29, one core), less than decoding takes.
+    """
+    bits = np.bitwise_count(hashes ^ np.frombuffer(query, np.uint64)[:, None]).sum(0, np.uint8)
+    entry = int(bits.argmin())
+    return entry, int(bits[entry])
+
+
+def describe(image: bytes) -> Described:
+    """What of an encoded image is compared."""
+    digest = hashlib.blake2b(image, digest_size=16).digest()
+    try:
+        pixels = crop_of(image, _DECODED, (0, 0, 0))
+    except BadImageError:
+        return Described(digest, b"")
+    is_flat = pixels.reshape(-1, 3).std(axis=0).max() < _FLAT_BELOW
+    return Described(digest, b"" if is_flat else perceptual_hash(pixels).tobytes())
+
+
+def perceptual_hash(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Hash of an RGB image: 16 bytes, uint8 (16,)."""
+    grey = cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY)
+    small = cv2.resize(grey, (_THUMBNAIL, _THUMBNAIL), interpolation=cv2.INTER_AREA)
+    frequencies = cv2.dct(small.astype(np.float32))[_ROWS, _COLUMNS]
+    return np.packbits(frequencies > np.median(frequencies))
 
 
 def _files_of(manifest: Manifest) -> list[int]:
     return [int(index) for index in np.unique(manifest.file_index)]
 
 
-def known_from(images: list[tuple[tuple[str, str], _Described]]) -> _Known:
-    """What must be known about evaluation images, each with its evaluation set and key."""
-    described = [image for _, image in images]
-    hashes = b"".join(image.hash for image in described if image.hash)
-    return _Known(
-        hashes=np.frombuffer(hashes, np.uint64).reshape(-1, 2).T.copy(),
-        hashed=[i for i, image in enumerate(described) if image.hash],
-        digests={image.digest: i for i, image in list(enumerate(described))[::-1]},  # the first
-        names=[name for name, _ in images],
-        num_undecodable=sum(image.hash is None for image in described),
-    )
-
-
-class _Described(NamedTuple):
-    """What of an image is compared.
-
-    Attributes:
-        digest: of its bytes.
-        hash: of what it shows; empty for a flat image, None for one that cannot be decoded.
-    """
-
-    digest: bytes
-    hash: bytes | None
-
-
-def _described_in(file_index: int, manifest: Manifest) -> tuple[int, list[tuple[str, _Described]]]:
-    """The file's number, and the description of each of its images."""
-    found = []
-    for number, (_, key, image) in enumerate(_images(manifest, file_index), 1):
-        found.append((key, describe(image)))
-        report_done(number)
-    return file_index, found
-
-
-def describe(image: bytes) -> _Described:
-    """What of an encoded image is compared."""
-    digest = hashlib.blake2b(image, digest_size=16).digest()
-    try:
-        pixels = crop_of(image, _DECODED, (0, 0, 0))
-    except BadImageError:
-        return _Described(digest, None)
-    return _Described(digest, b"" if is_flat(pixels) else perceptual_hash(pixels).tobytes())
-
-
-def _duplicates_in(
-    file_index: int, manifest: Manifest, known: _Known
-) -> tuple[list[tuple[int, Duplicate]], int]:
-    """Number of a sample and what it shows, of the duplicates of a file; and how many of its images
-    cannot be decoded.
-    """
-    rows: list[tuple[int, Duplicate]] = []
-    undecodable = 0
+def _duplicates_in(file_index: int, manifest: Manifest, known: Known) -> dict[int, Duplicate]:
+    """The duplicates in a file, by the numbers of their samples."""
+    found = {}
     for number, (sample, key, image) in enumerate(_images(manifest, file_index), 1):
-        described = describe(image)
-        undecodable += described.hash is None
-        if match := find(known, described):
-            rows.append((sample, Duplicate(key, *known.names[match.image], *match[1:])))
-        report_done(number, len(rows))
-    return rows, undecodable
+        if match := known.find(image):
+            found[sample] = Duplicate(key, *match)
+        report_done(number, len(found))
+    return found
 
 
-class Match(NamedTuple):
-    """The evaluation image that an image shows."""
-
-    image: int
-    distance: int
-    is_exact: bool
+def _described_in(file_index: int, manifest: Manifest) -> list[tuple[int, str, Described]]:
+    return list(_images(manifest, file_index))
 
 
-def find(known: _Known, described: _Described) -> Match | None:
-    """The known image that an image shows."""
-    if (equal := known.digests.get(described.digest)) is not None:
-        return Match(equal, 0, True)
-    if described.hash and known.hashed:
-        entry, distance = nearest(known.hashes, described.hash)
-        if distance <= MAX_DISTANCE:
-            return Match(known.hashed[entry], distance, False)
-    return None
-
-
-def _images(manifest: Manifest, file_index: int) -> Iterator[tuple[int, str, bytes]]:
-    """(sample, key, bytes) of every image of a file."""
+def _images(manifest: Manifest, file_index: int) -> Iterator[tuple[int, str, Described]]:
+    """(sample, key, what is compared) of every image of a file."""
     reader = RowGroupReader(manifest)
     for group in np.flatnonzero(manifest.file_index == file_index).tolist():
         encoded = reader.read(group)
@@ -244,7 +216,7 @@ def _images(manifest: Manifest, file_index: int) -> Iterator[tuple[int, str, byt
         for sample, stored in places:
             key = encoded.key(int(stored))
             try:
-                yield int(sample), key, encoded.image(int(stored))
+                yield int(sample), key, describe(encoded.image(int(stored)))
             except ChangedImageError as error:
                 shard = manifest.shard_location(group).path
                 raise ValueError(f"{key!r} in {shard!r}: {error}; run `vit-ray verify`") from error

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 from vit_ray.data.file_names import is_hidden
 from vit_ray.storage import Location, locate, naming
@@ -135,13 +135,6 @@ def _expanded(path: str) -> Iterator[str]:
     yield path
 
 
-class Match(NamedTuple):
-    """A file or folder that a pattern matches."""
-
-    path: str
-    is_folder: bool
-
-
 def is_pattern(source: str) -> bool:
     """Whether an address is a pattern; an address that exists literally is not."""
     has_magic = bool(_MAGIC.search(source)) or len(expand_braces(source)) > 1
@@ -153,38 +146,38 @@ def is_glob(source: str) -> bool:
     return bool(_MAGIC.search(source))
 
 
-def matching(source: str) -> list[Match]:
-    """The files and folders that a pattern matches, sorted by path, each once.
+def matching(source: str) -> dict[str, bool]:
+    """The files and folders that a pattern matches, sorted by path, and which are folders.
 
     Raises:
         ValueError: a glob matches nothing, or a path of a brace range does not exist.
     """
+    found = dict[str, bool]()
     paths = expand_braces(source)
-    found = [match for path in paths if is_glob(path) for match in _matches_of(path, source)]
+    for glob in filter(is_glob, paths):
+        found |= _matches_of(glob, source)
     plain = [locate(path) for path in paths if not is_glob(path)]
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         kinds = [info.kind for info in threads.map(Location.info, plain)]
+    found |= {at.uri: kind == "directory" for at, kind in zip(plain, kinds, strict=True)}
     if missing := [at.uri for at, kind in zip(plain, kinds, strict=True) if kind == "nothing"]:
         raise ValueError(
             f"convert.source={source!r}: {len(missing)} of the {len(plain)} files that it names do "
             f"not exist, the first {missing[0]!r}; add them, or change the range"
         )
-    found += [Match(at.uri, kind == "directory") for at, kind in zip(plain, kinds, strict=True)]
-    return sorted(set(found))
+    return dict(sorted(found.items()))
 
 
-def _matches_of(glob: str, source: str) -> list[Match]:
+def _matches_of(glob: str, source: str) -> dict[str, bool]:
     place = locate(glob)
-    magic = _MAGIC.search(place.path)
-    assert magic is not None
-    begin = place.path[: magic.start()].rfind("/") + 1
+    folder = _MAGIC.split(place.path)[0].rpartition("/")[0]
     with naming(place.uri):
         found = place.filesystem.glob(place.path, detail=True)
-    matches = [
-        Match(replace(place, path=path).uri, info["type"] == "directory")
+    matches = {
+        replace(place, path=path).uri: info["type"] == "directory"
         for path, info in found.items()
-        if not is_hidden(path[begin:])
-    ]
+        if not is_hidden(path.removeprefix(folder))
+    }
     if not matches:
         raise ValueError(f"convert.source={source!r}: nothing matches {glob!r}; check the pattern")
     return matches

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 
 from vit_ray.data.convert.files import named_split
@@ -9,7 +10,7 @@ from vit_ray.data.convert.labels import checked_label
 from vit_ray.data.convert.rows import Row, Unit, relative
 from vit_ray.data.dataset import MANIFEST_FILE, STAGING_FOLDER
 from vit_ray.data.file_names import is_hidden, is_image_name
-from vit_ray.storage import Location, local_info, locate
+from vit_ray.storage import Info, Location, local_info, locate
 
 _OURS: Final = {MANIFEST_FILE, STAGING_FOLDER}
 
@@ -22,20 +23,22 @@ def folder_rows(unit: Unit) -> Iterator[Row]:
     """
     location = locate(unit.path)
     label = checked_label(unit.path.rpartition("/")[2])
-    found = _walk(location.path, unit.folder) if location.is_local else _listed(location)
-    rows = sorted(found, key=lambda row: row.path)
-    if not unit.may_be_deep:
+    if location.is_local:
+        rows = sorted(_walk(location.path, unit.folder), key=lambda row: row.path)
+    else:
+        rows = [_row(location, info) for info in location.list_files()]
+    if unit.config.format != "folder":
         _check_depth(unit, rows)
     for row in rows:
-        key = relative(row.path, unit.folder)
         if _OURS & set(relative(row.path, unit.path).split("/")):
             raise ValueError(
                 f"convert.source: {unit.path!r} holds {row.path!r}, of a conversion; move that "
                 "folder out of the source"
             )
+        key = relative(row.path, unit.folder)
         if not is_hidden(key):
             labels = (label,) if row.problem is None else ()
-            yield Row(**vars(row) | {"key": key, "labels": labels, "kind": "name"})
+            yield replace(row, key=key, labels=labels, kind="name")
 
 
 def _check_depth(unit: Unit, rows: list[Row]) -> None:
@@ -64,43 +67,35 @@ def loose_images(folder: Location) -> list[str]:
     return [path for path in files if is_image_name(path)]
 
 
-def _listed(folder: Location) -> Iterator[Row]:
-    for info in folder.list_files():
-        path = f"{folder.protocol}://{info.path}"
-        yield Row("", path=path, length=info.size, version=info.version)
+def _row(folder: Location, info: Info) -> Row:
+    path = replace(folder, path=info.path).uri
+    return Row("", path=path, length=info.size, version=info.version)
 
 
 def _walk(folder: str, root: str) -> Iterator[Row]:
     """Everything that is not a folder, each real folder once, however many links lead to it."""
-    seen = {_identity(root)}
-    waiting = [folder]
-    while waiting:
-        path = waiting.pop()
-        if _identity(path) in seen:
-            problem = "it is a link to a folder that is read already"
-            yield Row("", path=path, length=0, problem=problem)
-            continue
-        seen.add(_identity(path))
-        try:
-            with os.scandir(path) as scan:
-                items = list(scan)
-        except PermissionError as error:
-            raise ValueError(  # how many images it holds is unknown
-                f"convert.source: the folder {path!r} cannot be read ({error.strerror}); grant "
-                "read access, or move it away"
-            ) from error
-        folders = [item for item in items if _is_folder(item)]
-        # Links are followed last, so that a folder keeps its own name if it has one.
-        waiting[:0] = sorted(item.path for item in folders if item.is_symlink())
-        waiting += sorted((i.path for i in folders if not i.is_symlink()), reverse=True)
-        yield from (_file(item.path) for item in items if not _is_folder(item))
+    again = "it is a link to a folder that is read already"
+    seen = {_identity(root), _identity(folder)}
+    if len(seen) == 1:
+        yield Row("", path=folder, length=0, problem=again)
+        return
+    for path, names, files in os.walk(folder, followlinks=True, onerror=_refuse):
+        # Links last, so that a folder keeps its own name if it has one.
+        names.sort(key=lambda name: (os.path.islink(f"{path}/{name}"), name))
+        for name in [*names]:
+            if _identity(f"{path}/{name}") in seen:
+                names.remove(name)
+                yield Row("", path=f"{path}/{name}", length=0, problem=again)
+            seen.add(_identity(f"{path}/{name}"))
+        yield from (_file(f"{path}/{name}") for name in files)
 
 
-def _is_folder(item: os.DirEntry[str]) -> bool:
-    try:
-        return item.is_dir()
-    except OSError:  # a link to itself
-        return False
+def _refuse(error: OSError) -> None:
+    """How many images it holds is unknown."""
+    raise ValueError(
+        f"convert.source: the folder {error.filename!r} cannot be read ({error.strerror}); grant "
+        "read access, or move it away"
+    ) from error
 
 
 def _identity(path: str) -> tuple[int, int]:
@@ -109,11 +104,12 @@ def _identity(path: str) -> tuple[int, int]:
 
 
 def _file(path: str) -> Row:
+    problem = "it is not a regular file"
     try:
         os.stat(path)
+        info = local_info(path)
+        if info.kind == "file":
+            return _row(Location("file", path), info)
     except OSError as error:
-        return Row("", path=path, length=0, problem=f"it cannot be read: {error.strerror}")
-    info = local_info(path)
-    if info.kind != "file":
-        return Row("", path=path, length=0, problem="it is not a regular file")
-    return Row("", path=path, length=info.size, version=info.version)
+        problem = f"it cannot be read: {error.strerror}"
+    return Row("", path=path, length=0, problem=problem)

@@ -7,8 +7,8 @@ its names, text is a name, a plain integer is an index into names that must be g
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
@@ -19,11 +19,10 @@ from vit_ray.data.convert.labels import (
     SourceFacts,
     checked_names,
     chosen_field,
+    labelled,
     labels_of_value,
-    stored_text,
 )
-from vit_ray.data.convert.rows import MOST_IMAGE_BYTES, DamagedUnitError, Row, Unit
-from vit_ray.data.shard_writer import MOST_ROW_GROUP_BYTES
+from vit_ray.data.convert.rows import DamagedUnitError, Row, Unit
 from vit_ray.storage import is_of_the_store, locate
 
 IMAGE_COLUMNS: Final = ("image", "img", "jpg", "picture")
@@ -58,72 +57,79 @@ def parquet_rows(unit: Unit) -> Iterator[Row]:
 
 
 def rows_of_groups(unit: Unit) -> Iterator[tuple[int, Row]]:
-    """Row group and row; errors as `parquet_rows`."""
+    """Row group and row, of every row that the footer declares; errors as `parquet_rows`."""
     stem, first = unit.name.removesuffix(".parquet"), 0
-    with _opened(unit) as (source, columns):
+    with opened(unit) as (source, columns):
+        # With the names of files that are not embedded.
+        wanted = [columns.image, columns.label, *unit.config.columns]
         for group in range(source.metadata.num_row_groups):
-            for number, image, read in _images(source, group, columns, unit):
-                key = f"{stem}/{first + number:08d}"
-                if isinstance(image, Exception):
-                    yield group, Row(key, problem=f"row group {group} is damaged: {image}")
-                else:
-                    yield group, _row(Row(key, length=len(image), image=image), read, columns, unit)
-            first += source.metadata.row_group(group).num_rows
+            number, end = first, first + source.metadata.row_group(group).num_rows
+            problem: object = "it ends early"
+            try:
+                batches = source.iter_batches(_ROWS_AT_A_TIME, [group], wanted)
+                places = ((batch, i) for batch in batches for i in range(len(batch)))
+                for batch, i in islice(places, end - number):
+                    yield group, _row(f"{stem}/{number:08d}", batch.slice(i, 1), columns, unit)
+                    number += 1
+            except (pa.ArrowException, OSError) as error:
+                if is_of_the_store(error):
+                    raise
+                problem = error
+            for missing in range(number, end):
+                problem_of = f"row group {group} is damaged: {problem}"
+                yield group, Row(f"{stem}/{missing:08d}", problem=problem_of)
+            first = end
 
 
-def facts_of_file(
-    unit: Unit, *, with_labels: bool = True
-) -> tuple[SourceFacts, list[tuple[int, int]], str]:
-    """What is known about a file from its footer and, if wanted, its labels.
+def _row(key: str, batch: pa.RecordBatch, columns: _Columns, unit: Unit) -> Row:
+    images = batch.column(columns.image)
+    if pa.types.is_struct(images.type):
+        images = pa.compute.struct_field(images, "bytes")
+    image = images.cast(pa.large_binary())[0].as_py() or b""
+    row = Row(key, length=len(image), image=image)
+    return labelled(row, unit, functools.partial(_described, batch, columns, unit, row))
 
-    Returns:
-        The facts; rows and bytes of images of each row group; and the column of the encoded
-        images, by its name in parquet.
-    """
+
+def _described(
+    batch: pa.RecordBatch, columns: _Columns, unit: Unit, row: Row
+) -> tuple[Labels, Mapping[str, Any]]:
+    """The labels of the only row of a batch, and its fields for `convert.columns`."""
+    if not row.image:
+        value = batch.column(columns.image)[0].as_py()
+        if isinstance(value, dict) and value.get("path"):
+            raise ValueError(
+                f"its image has no bytes, only the path {value['path']!r}: it is not embedded; "
+                "save the set with datasets' push_to_hub or save_to_disk after "
+                "embed_table_storage, or convert the image files"
+            )
+        raise ValueError("its image has no bytes")
+    labels = _labels_of(batch.column(columns.label)[0].as_py(), columns)
+    return labels, {name: batch.column(name)[0].as_py() for name in unit.config.columns}
+
+
+def facts_of_file(unit: Unit) -> SourceFacts:
+    """What is known about a file from its footer and its labels."""
     facts = SourceFacts()
-    with _opened(unit) as (source, columns):
-        groups = []
-        for group in map(source.metadata.row_group, range(source.metadata.num_row_groups)):
-            chunks = map(group.column, range(group.num_columns))
-            sizes = [c.total_uncompressed_size for c in chunks
-                     if c.path_in_schema == columns.image_path]  # fmt: skip
-            groups.append((group.num_rows, sum(sizes)))
-        for batch in source.iter_batches(columns=[columns.label]) if with_labels else ():
+    with opened(unit) as (source, columns):
+        for batch in source.iter_batches(columns=[columns.label]):
             for value in batch.column(0).to_pylist():
                 with contextlib.suppress(ValueError):  # its row says so when it is read
                     labels, kind = _labels_of(value, columns)
                     facts.add(Row("", labels, length=0, kind=kind))
-    facts.rows, facts.bytes = map(sum, zip(*groups, strict=True)) if groups else (0, 0)
+        facts.rows = source.metadata.num_rows
     facts.digest = f"{unit.name} {facts.rows}\n"
-    facts.fields = {("image", columns.image), ("label", columns.label)}
     facts.declared = {tuple(columns.class_names)} if columns.class_names is not None else set()
-    return facts, groups, columns.image_path
+    return facts
 
 
 def declared_classes(unit: Unit) -> list[str] | None:
     """The names of its `ClassLabel`; None if its labels are something else."""
-    with _opened(unit) as (_, columns):
+    with opened(unit) as (_, columns):
         return columns.class_names
 
 
-def fields_of_file(unit: Unit) -> dict[str, str]:
-    """The columns that images and labels are read from."""
-    with _opened(unit) as (_, columns):
-        return {"image": columns.image, "label": columns.label}
-
-
-def check_in_place_bytes(unit: Unit, group: int, image_bytes: int) -> None:
-    """Raises ValueError for a row group whose images have too many bytes to be read at once."""
-    if image_bytes > MOST_ROW_GROUP_BYTES:
-        raise ValueError(
-            f"{unit.path!r}: row group {group} has {image_bytes >> 20:,} MiB of images, but in "
-            f"place at most {MOST_ROW_GROUP_BYTES >> 20:,} MiB can be read; convert to another "
-            "folder with convert.in_place=false"
-        )
-
-
 @contextlib.contextmanager
-def _opened(unit: Unit) -> Iterator[tuple[pq.ParquetFile, _Columns]]:
+def opened(unit: Unit) -> Iterator[tuple[pq.ParquetFile, _Columns]]:
     """A file, and the columns that it is read by; errors as `parquet_rows`."""
     with locate(unit.path).open() as file:
         try:
@@ -131,9 +137,7 @@ def _opened(unit: Unit) -> Iterator[tuple[pq.ParquetFile, _Columns]]:
             metadata = source.metadata
             rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
             if any(not 0 <= count <= MOST_ROWS for count in rows):
-                raise ValueError(
-                    f"a row group of {max(rows):,} rows; at most {MOST_ROWS:,} are allowed"
-                )
+                raise ValueError(f"a row group has more than {MOST_ROWS:,} rows")
         except (pa.ArrowException, OSError, ValueError) as error:
             if is_of_the_store(error):
                 raise
@@ -148,27 +152,15 @@ def _columns_of(schema: pa.Schema, unit: Unit) -> _Columns:
     Raises:
         ValueError: they are missing, duplicated, ambiguous, or of types that cannot be read.
     """
-    whose = repr(unit.path)
-    try:
-        metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-        features = metadata.get("info", {}).get("features", {})
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{whose}: its huggingface metadata is damaged") from error
-    found = {n: _names(features.get(n)) for n in schema.names} if isinstance(features, dict) else {}
-    class_labels = [name for name, names in found.items() if names is not None]
-    image = chosen_field("image", unit.image_field, IMAGE_COLUMNS, schema.names, whose)
-    usual = (*_LABEL_COLUMNS, *class_labels)
-    label = chosen_field("label", unit.label_field, usual, schema.names, whose)
-    for name in (image, label, *unit.columns):
-        if schema.names.count(name) > 1:
-            raise ValueError(f"{whose} has two columns {name!r}; rename one")
-    for name in unit.columns:
-        if name not in schema.names or _has_binary(schema.field(name).type):
-            lacks = "no text in its column" if name in schema.names else "no column"
-            raise ValueError(
-                f"{whose} has {lacks} {name!r} of convert.columns; it has {schema.names}"
-            )
-    image_path = path_of_images(schema, image, whose)
+    whose, config = repr(unit.path), unit.config
+    declared = _declared(schema, whose)
+    usual = (*_LABEL_COLUMNS, *(name for name, names in declared.items() if names is not None))
+    image = chosen_field("image", config.image_field, IMAGE_COLUMNS, schema.names, whose)
+    label = chosen_field("label", config.label_field, usual, schema.names, whose)
+    for name in (image, label, *config.columns):
+        if schema.names.count(name) != 1:
+            how_many = schema.names.count(name) or "no"
+            raise ValueError(f"{whose} has {how_many} columns {name!r}; it has {schema.names}")
     element, num_lists = schema.field(label).type, 0
     while hasattr(element, "value_type"):  # of a list, or of a dictionary
         num_lists += not pa.types.is_dictionary(element)
@@ -179,45 +171,24 @@ def _columns_of(schema: pa.Schema, unit: Unit) -> _Columns:
             f"{whose}: its label column {label!r} is {schema.field(label).type}; expected "
             "integers, text, or lists of one of them"
         )
-    names = found.get(label)
+    names = declared.get(label)
     if names is not None:
         if not isinstance(names, list) or any(type(name) is not str for name in names):
             raise ValueError(
                 f"{whose}: the names of its ClassLabel are not a list of texts: {str(names)[:80]}"
             )
         names = checked_names(names, whose)
-    return _Columns(image, image_path, label, names)
+    return _Columns(image, path_of_images(schema, image, whose), label, names)
 
 
-def path_of_images(schema: pa.Schema, column: str, whose: str) -> str:
-    """The column of encoded images, or that inside it, without the file names next to them.
-
-    Raises:
-        ValueError: its type is another.
-    """
-    kind, path = schema.field(column).type, column
-    if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
-        kind, path = kind.field("bytes").type, f"{column}.bytes"
-    if not (_is_binary(kind) or pa.types.is_null(kind)):  # null where no image is embedded
-        raise ValueError(
-            f"{whose}: its column {column!r} is {schema.field(column).type}; expected encoded "
-            "images, as binary or as a struct with `bytes`"
-        )
-    return path
-
-
-def _is_binary(kind: pa.DataType) -> bool:
-    element = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return str(element).startswith(("binary", "large_binary", "fixed_size_binary"))
-
-
-def _has_binary(kind: pa.DataType) -> bool:
-    """Whether it contains bytes, at any depth."""
-    if isinstance(kind, pa.BaseExtensionType):
-        return _has_binary(kind.storage_type)
-    if kind.num_fields and not pa.types.is_dictionary(kind):
-        return any(_has_binary(kind.field(i).type) for i in range(kind.num_fields))
-    return _is_binary(kind)
+def _declared(schema: pa.Schema, whose: str) -> dict[str, Any]:
+    """What the file declares as names of classes, by column; None where a column has none."""
+    try:
+        metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+        features = metadata.get("info", {}).get("features") or {}
+        return {name: _names(features.get(name)) for name in schema.names}
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{whose}: its huggingface metadata is damaged") from error
 
 
 def _names(feature: Any) -> Any:
@@ -229,55 +200,23 @@ def _names(feature: Any) -> Any:
     return feature.get("names") or _names(feature.get("feature"))
 
 
-# Number in the row group, encoded image or why there is none, and its columns on request.
-_Image = tuple[int, bytes | Exception, Callable[[str], Any]]
+def path_of_images(schema: pa.Schema, column: str, whose: str) -> str:
+    """The column of encoded images, or that inside it, without the file names next to them.
 
-
-def _images(source: pq.ParquetFile, group: int, columns: _Columns, unit: Unit) -> Iterator[_Image]:
-    """Every row that the footer declares, readable or not."""
-    expected, row = source.metadata.row_group(group).num_rows, 0
-    problem: Exception = ValueError("it ends early")
-    # With the names of files that are not embedded.
-    wanted = [columns.image, columns.label, *unit.columns]
-    try:
-        for batch in source.iter_batches(_ROWS_AT_A_TIME, row_groups=[group], columns=wanted):
-            images = batch.column(columns.image)
-            if pa.types.is_struct(images.type):
-                images = pa.compute.struct_field(images, "bytes")
-            images = images.cast(pa.large_binary())
-            for i in range(min(len(batch), expected - row)):
-                yield row, images[i].as_py() or b"", functools.partial(_value, batch, i)
-                row += 1
-    except (pa.ArrowException, OSError) as error:
-        if is_of_the_store(error):
-            raise
-        problem = error
-    for missing in range(row, expected):
-        yield missing, problem, lambda _: None
-
-
-def _value(batch: pa.RecordBatch, row: int, column: str) -> Any:
-    return batch.column(column)[row].as_py()
-
-
-def _row(row: Row, read: Callable[[str], Any], columns: _Columns, unit: Unit) -> Row:
-    try:
-        if row.length > MOST_IMAGE_BYTES:
-            raise ValueError(f"it has {row.length:,} bytes, more than {MOST_IMAGE_BYTES:,}")
-        if not row.length:
-            value = read(columns.image)
-            if isinstance(value, dict) and value.get("path"):
-                raise ValueError(
-                    f"its image has no bytes, only the path {value['path']!r}: it is not embedded; "
-                    "save the set with datasets' push_to_hub or save_to_disk after "
-                    "embed_table_storage, or convert the image files"
-                )
-            raise ValueError("its image has no bytes")
-        labels, kind = _labels_of(read(columns.label), columns)
-        extra = tuple(stored_text(read(name)) for name in unit.columns)
-    except ValueError as error:
-        return row.rejected(str(error))
-    return replace(row, labels=labels, kind=kind, extra=extra)
+    Raises:
+        ValueError: its type is another.
+    """
+    kind, path = schema.field(column).type, column
+    if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+        kind, path = kind.field("bytes").type, f"{column}.bytes"
+    element = kind.value_type if pa.types.is_dictionary(kind) else kind
+    # Null where no image is embedded.
+    if not str(element).startswith(("binary", "large_binary", "fixed_size_binary", "null")):
+        raise ValueError(
+            f"{whose}: its column {column!r} is {schema.field(column).type}; expected encoded "
+            "images, as binary or as a struct with `bytes`"
+        )
+    return path
 
 
 def _labels_of(value: Any, columns: _Columns) -> Labels:

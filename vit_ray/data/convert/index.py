@@ -1,14 +1,16 @@
 """The rows of a whole source: indexed by tasks, kept on disk, and drawn into another order.
 
 A task indexes some units, and writes their rows to a parquet file in the staging folder; images
-that do not lie anywhere as they are (of parquet, of compressed records) go to a plain file next to
-it, where they can be read at any offset.
+that do not lie anywhere as they are (of parquet, of changed records) go to a plain file next to it,
+where they can be read at any offset.
 """
 
 import contextlib
 import errno
 import functools
 import hashlib
+import itertools
+import json
 import os
 import unicodedata
 from collections.abc import Iterable, Iterator
@@ -18,66 +20,100 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.convert.labels import SourceFacts
 from vit_ray.data.convert.rows import (
+    FOLDERS,
+    LISTS,
     ROW_SCHEMA,
     DamagedUnitError,
     Row,
     Unit,
-    in_pieces,
     row_table,
 )
-from vit_ray.data.convert.sources import class_names_in_file, fields_in_file, rows_of
-from vit_ray.data.convert.staged_files import (
-    parquet_output,
-    read_facts,
-    read_row_groups,
-    write_facts,
-)
+from vit_ray.data.convert.sources import declared_classes, rows_of
 from vit_ray.data.convert.tfrecords import names_beside
+from vit_ray.data.dataset import checksum
 from vit_ray.data.progress import Shown, report_done
 from vit_ray.data.run_tasks import run_tasks
-from vit_ray.storage import Location, locate, with_retries
+from vit_ray.data.shard_writer import closed_after
+from vit_ray.storage import Location, locate, naming, read_again, with_retries
 
-# Most rows of a row group of an index file.
-ROWS_AT_A_TIME: Final = 1 << 14
-# Characters after which a row group ends: captions, or lists of labels, may be long.
-CHARACTERS_AT_A_TIME: Final = 16 << 20
+# Rows of a row group of an index file: captions, or lists of labels, may be long.
+ROWS_AT_A_TIME: Final = 1 << 12
 # Most tasks that index a source; of tens of thousands of class folders, each takes several.
 MOST_PARTS: Final = 1024
-_PIECE: Final = 1 << 20
 REPEATED: Final = (
     "an earlier row of the source has the same key; give all labels of an image in one row"
 )
 
 
+def write_facts(file: Location, facts: dict[str, Any]) -> None:
+    """Write JSON, with lists for sets, and its checksum."""
+    content = json.dumps(facts, default=sorted).encode()
+    file.write(b"%08x%s" % (checksum(content), content))
+
+
+def read_facts(file: Location) -> dict[str, Any]:
+    """What `write_facts` wrote; raises ValueError if the file is not what was written."""
+
+    def read() -> dict[str, Any]:
+        found = file.read()
+        if found[:8] != b"%08x" % checksum(found[8:]):
+            raise ValueError(
+                f"{file.uri!r} is not what was written; delete it, and run the same command again"
+            )
+        return dict(json.loads(found[8:]))
+
+    return read_again(read, ValueError)
+
+
+@contextlib.contextmanager
+def parquet_output(
+    destination: Location, schema: pa.Schema, compression: str = "zstd"
+) -> Iterator[pq.ParquetWriter]:
+    """A writer of a file that becomes `destination` when the block ends without an error."""
+    options: Any = {"compression": compression, "write_page_checksum": True}
+    with (
+        destination.output() as stream,
+        closed_after(pq.ParquetWriter(stream, schema, **options)) as writer,
+    ):
+        yield writer
+
+
+def read_groups(location: Location) -> Iterator[pa.Table]:
+    """The row groups of a parquet file, each read again if it is not as it was written."""
+    for number in itertools.count():
+        read = functools.partial(_read_group, location, number)
+        if (table := read_again(read, OSError, pa.ArrowException)) is None:
+            return
+        yield table
+
+
+def _read_group(location: Location, number: int) -> pa.Table | None:
+    with naming(location.uri), location.open() as source:
+        file = pq.ParquetFile(source, page_checksum_verification=True)
+        return file.read_row_group(number) if number < file.num_row_groups else None
+
+
 def versions_of(units: list[Unit]) -> dict[str, str]:
     """The present version of each unit, by its path."""
     found = run_tasks(_versions, _parts(units), shown=Shown("looking at the source"))
-    return {path: version for versions in found for path, version in versions}
+    return dict(itertools.chain(*found))
 
 
-def _parts(units: list[Unit]) -> list[list[Unit]]:
+def _parts(units: list[Any]) -> list[list[Any]]:
     """The units in runs of equal length, one for each task."""
     size = -(-len(units) // MOST_PARTS)
     return [units[at : at + size] for at in range(0, len(units), size)]
 
 
 def _versions(units: list[Unit]) -> list[tuple[str, str]]:
-    versions = []
-    for number, unit in enumerate(units, 1):
-        read = functools.partial(_version, unit)
-        versions.append((_place(unit), with_retries(read, f"looking at {unit.path}")))
-        report_done(number)
-    return versions
-
-
-def _place(unit: Unit) -> str:
-    """What a unit is called in a record: a folder, and the images next to its classes, differ."""
-    return f"{unit.path}/*" if unit.format == "loose" else unit.path
+    looks = ((unit.path, functools.partial(_version, unit)) for unit in units)
+    return [(path, with_retries(look, f"looking at {path}")) for path, look in looks]
 
 
 def _version(unit: Unit) -> str:
@@ -85,13 +121,12 @@ def _version(unit: Unit) -> str:
     content, so that touching a list is no change.
     """
     digest = hashlib.sha256()
-    if unit.is_folder:
+    if unit.format in FOLDERS:
         for row in rows_of(unit):
             digest.update(repr((row.key, row.length, row.version, row.problem)).encode())
-    elif unit.is_list:
+    elif unit.format in LISTS:
         with unit.opened() as (file, _):
-            while piece := file.read(_PIECE):
-                digest.update(piece)
+            digest = hashlib.file_digest(file, "sha256")
     else:
         names = [names_beside(unit)] if unit.format == "tfrecord" else []
         infos = [place.info() for place in (locate(unit.path), *names)]
@@ -111,70 +146,62 @@ def build_index(
         ValueError: the source has no images, an archive is damaged, or no image has one of the
             columns.
     """
-    parts = {}
-    for number, part in enumerate(_parts(units)):
-        now = [versions.get(_place(unit), "") for unit in part]
-        digest = hashlib.sha256(repr((number, part, now)).encode()).hexdigest()
-        parts[f"index-{digest[:16]}"] = (part, now)
-    for info in staging.list_files(recursive=False):
-        if info.base_name.startswith("index-") and info.base_name.partition(".")[0] not in parts:
-            staging.child(info.base_name).delete()  # of other settings, or an earlier source
+    parts = _parts([(unit, versions.get(unit.path, "")) for unit in units])
+    named = [(f"index-{_digest_of(part)}", part) for part in parts]
     shown = Shown(f"indexing {config.source}")
-    by_name = dict(run_tasks(_index, list(parts.items()), staging.uri, shown=shown))
-    found = sum((by_name[name] for name in parts), SourceFacts())
+    found = sum(run_tasks(_index, named, staging.uri, shown=shown), SourceFacts())
     if found.damages:
-        some = "; ".join(found.damages[:5]) + ("; and others" if len(found.damages) > 5 else "")
         raise ValueError(
-            f"convert: {len(found.damages)} files of the source are damaged: {some}; replace them"
+            f"convert: {len(found.damages)} files of the source are damaged: "
+            f"{'; '.join(found.damages[:5])}; replace them"
         )
     if not found.rows:
-        raise ValueError(
-            f"convert.source holds no images: {units[0].path!r} is the first of {len(units)} parts "
-            "that were checked; check its format"
-        )
+        raise ValueError(f"convert.source={config.source!r} holds no images; check its format")
     if absent := [name for name in config.columns if name not in found.columns]:
         raise ValueError(
             f"convert.columns={list(config.columns)}: no image of the source has a field "
             f"{absent[0]!r}; check its name"
         )
-    return [staging.child(f"{name}.parquet") for name in parts], found
+    return [staging.child(f"{name}.parquet") for name, _ in named], found
 
 
-def _index(
-    item: tuple[str, tuple[list[Unit], list[str]]], staging_uri: str
-) -> tuple[str, SourceFacts]:
+def _digest_of(part: list[tuple[Unit, str]]) -> str:
+    """Of all that the rows of some units, in their present versions, depend on."""
+    about = [(unit.format, unit.path, version) for unit, version in part], part[0][0].config
+    return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
+
+
+def _index(item: tuple[str, list[tuple[Unit, str]]], staging_uri: str) -> SourceFacts:
     """Write the rows of some units, and their facts when the rows are complete."""
-    name, (units, versions) = item
+    name, part = item
     staging = locate(staging_uri)
     file = staging.child(f"{name}.json")
     if file.exists():
-        return name, SourceFacts.of(read_facts(file))
-    what = f"indexing {units[0].path}"
-    facts = with_retries(lambda: _write_rows(units, versions, staging, name), what)
+        return SourceFacts.of(read_facts(file))
+    what = f"indexing {part[0][0].path}"
+    facts = with_retries(lambda: _write_rows(part, staging, name), what)
     if not facts.damages:  # a repaired file may have the same size and time
         write_facts(file, vars(facts))
-    return name, facts
+    return facts
 
 
-def _write_rows(
-    units: list[Unit], versions: list[str], staging: Location, name: str
-) -> SourceFacts:
-    facts, digest = SourceFacts(), hashlib.sha256()
-    rows = _packed(_rows_of_units(units, versions, facts), staging.child(f"{name}.bin"))
+def _write_rows(part: list[tuple[Unit, str]], staging: Location, name: str) -> SourceFacts:
+    facts, digest, columns = SourceFacts(), hashlib.sha256(), part[0][0].config.columns
+    rows = _packed(_rows_of_units(part, facts), staging.child(f"{name}.bin"))
     with parquet_output(staging.child(f"{name}.parquet"), ROW_SCHEMA) as writer:
-        for piece in in_pieces(rows, ROWS_AT_A_TIME, CHARACTERS_AT_A_TIME):
+        while piece := list(itertools.islice(rows, ROWS_AT_A_TIME)):
             writer.write_table(row_table(piece))
             for row in piece:
-                facts.add(row, units[0].columns)
+                facts.add(row, columns)
                 digest.update(f"{row.key}|{row.length}|{row.labels}\n".encode())
             report_done(facts.rows)
     facts.digest = digest.hexdigest()
     return facts
 
 
-def _rows_of_units(units: list[Unit], versions: list[str], facts: SourceFacts) -> Iterator[Row]:
+def _rows_of_units(units: list[tuple[Unit, str]], facts: SourceFacts) -> Iterator[Row]:
     """Rows that can be stored, with the version of the archive that they lie in."""
-    for unit, version in zip(units, versions, strict=True):
+    for unit, version in units:
         of_archive = version.partition(" ")[0]
         try:
             for found in rows_of(unit):
@@ -183,22 +210,19 @@ def _rows_of_units(units: list[Unit], versions: list[str], facts: SourceFacts) -
                 yield replace(row, version=of_archive) if in_archive else row
         except DamagedUnitError as error:
             facts.damages.append(str(error))
-            continue
-        if (declared := class_names_in_file(unit)) is not None:
-            facts.declared.add(tuple(declared))
-        facts.fields.update(fields_in_file(unit).items())
+        else:
+            if names := declared_classes(unit):
+                facts.declared.add(tuple(names))
 
 
 def _packed(rows: Iterable[Row], pack: Location) -> Iterator[Row]:
     """Rows whose images all lie somewhere: those in hand are written to a plain file."""
     offset = 0
-    with contextlib.ExitStack() as files:
-        output: Any = None
+    with pack.output() as output:
         for row in rows:
             if row.image is None or row.problem is not None:
                 yield replace(row, image=None)
                 continue
-            output = output or files.enter_context(pack.output())
             output.write(row.image)
             length = len(row.image)
             yield replace(row, image=None, path=pack.uri, offset=offset, length=length)
@@ -217,9 +241,8 @@ class RowStore:
         path = f"{scratch}/rows.arrow"
         try:
             with pa.OSFile(path, "wb") as sink, pa.ipc.new_file(sink, ROW_SCHEMA) as writer:
-                for part in parts:
-                    for table in read_row_groups(part):
-                        writer.write_table(table.combine_chunks())
+                for table in itertools.chain.from_iterable(map(read_groups, parts)):
+                    writer.write_table(table.combine_chunks())
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -248,11 +271,8 @@ class RowStore:
         ascending = rows[order]
         cuts = np.searchsorted(ascending, self._starts)
         pieces = [
-            batch.take(pa.array(ascending[a:b] - start))
-            for batch, start, a, b in zip(
-                self._batches, self._starts[:-1], cuts[:-1], cuts[1:], strict=True
-            )
-            if a < b
+            self._batches[i].take(pa.array(ascending[cuts[i] : cuts[i + 1]] - self._starts[i]))
+            for i in np.flatnonzero(np.diff(cuts))
         ]
         back = np.argsort(order, kind="stable")
         table = pa.Table.from_batches(pieces, ROW_SCHEMA).combine_chunks().take(pa.array(back))

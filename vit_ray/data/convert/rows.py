@@ -12,20 +12,19 @@ import os
 import re
 import stat
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import pyarrow as pa
 
+from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.storage import Location, check_reachable, locate, naming
 
 # Offset of an image in its own file, and the length if it is not known yet.
 WHOLE_FILE: Final = -1
 # Larger files are not images but mistakes, which would fill a task's memory.
 MOST_IMAGE_BYTES: Final = 1 << 29
-# Most bytes of all values of `convert.columns` for one image.
-MOST_EXTRA_BYTES: Final = 1 << 16
 ROW_SCHEMA: Final = pa.schema(
     [
         ("path", pa.large_string()),
@@ -38,6 +37,9 @@ ROW_SCHEMA: Final = pa.schema(
         ("version", pa.large_string()),
     ]
 )
+# Formats of units that are folders, and of those that are lists.
+FOLDERS: Final = ("folder", "loose")
+LISTS: Final = ("csv", "jsonl")
 # Bytes that are read at once: each read is a request to an object store.
 _BUFFER: Final = 1 << 20
 # Errors of one file, or of its path, not of the disk or this process.
@@ -60,10 +62,6 @@ class DamagedUnitError(ValueError):
         self.offset = offset
 
 
-class LargerError(ValueError):
-    """A file has more bytes than were to be read; none of them have been."""
-
-
 class SourceChangedError(ValueError):
     """A file differs from the indexed one; no single image is the cause."""
 
@@ -80,34 +78,17 @@ class Unit:
 
     Attributes:
         folder: keys, and the paths of a list, are relative to it.
-        columns: names of the fields that are passed through.
-        label_field: the field with the label, or the task of VTAB; None = a usual one.
-        image_field: the field with the image, or its path in a list; None = a usual one.
-        image_pattern: makes the path of an image from the text of a list.
-        may_be_deep: whether a class folder may have all of its images in folders below.
     """
 
     format: str
     path: str
     folder: str
-    columns: tuple[str, ...] = ()
-    label_field: str | None = None
-    image_field: str | None = None
-    image_pattern: str = "{}"
-    may_be_deep: bool = False
+    config: ConvertConfig
 
     @property
     def name(self) -> str:
         """The path below `folder`."""
         return relative(self.path, self.folder)
-
-    @property
-    def is_folder(self) -> bool:
-        return self.format in ("folder", "loose")
-
-    @property
-    def is_list(self) -> bool:
-        return self.format in ("csv", "jsonl")
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[tuple[io.BufferedReader, int]]:
@@ -126,7 +107,7 @@ class Row:
         path, offset, length: where the image lies.
         image: its bytes, of a format in which they do not lie anywhere as they are.
         problem: why it cannot be used, before it is even read.
-        extra: the values of the unit's `columns`.
+        extra: the values of `convert.columns`.
         version: of the file at `path`, from `Location.info`, if the row depends on its content.
     """
 
@@ -141,112 +122,90 @@ class Row:
     extra: tuple[str | None, ...] = ()
     version: str | None = None
 
-    @property
-    def extra_bytes(self) -> int:
-        return sum(len(value.encode()) for value in self.extra if value is not None)
-
-    def rejected(self, problem: str) -> "Row":
-        """The row without labels, for a reason."""
-        return replace(self, labels=(), problem=problem)
-
     def storable(self) -> "Row":
-        """The row, or one that can be stored if its texts are not Unicode or too long."""
+        """The row, or a rejected one if its texts are not Unicode."""
+        texts = self.path, self.key, *self.labels, self.problem, *self.extra
         try:
-            texts = self.path, self.key, *self.labels, self.problem, *self.extra
             "".join(filter(None, texts)).encode()
         except UnicodeEncodeError:
             problem = self.problem or "its name or its label is not valid UTF-8"
             return Row(printable(self.key), problem=printable(problem))
-        if self.extra and self.extra_bytes > MOST_EXTRA_BYTES:
-            what = (
-                f"its fields of convert.columns have {self.extra_bytes:,} bytes; at most "
-                f"{MOST_EXTRA_BYTES:,} are allowed"
-            )
-            return replace(self.rejected(what), extra=())
-        return replace(self, labels=()) if self.problem is not None and self.labels else self
+        return self
 
-    def read(self, most: int = MOST_IMAGE_BYTES) -> bytes:
+    def read(self) -> bytes:
         """The encoded image; on S3 by one request.
-
-        Args:
-            most: bytes that a file of its own may have.
 
         Raises:
             ValueError: the source marks it as unusable, or it cannot be read.
-            LargerError: the file has more bytes.
             SourceChangedError: the file differs from the indexed one.
         """
         if self.problem is not None:
             raise ValueError(self.problem)
         if self.image is not None:
             return self.image
+        _check_size(self.length)
         location = locate(self.path)
-        is_whole, is_object = self.offset == WHOLE_FILE, not location.is_local
         try:
-            if location.protocol == "s3" and self.version is not None and self.length:
-                _check_size(self.length, most)
-                return _read_version(location, max(self.offset, 0), self.length, self.version)
-            if not is_whole:
-                content = location.read_range(self.offset, self.length)
-            else:
-                content = _read_object(location, most) if is_object else _read_file(location, most)
-            # Checked last: it may change while it is read.
-            if self.version is None or location.info().version == self.version:
-                if not is_whole and len(content) != self.length:
-                    what = f"{len(content):,} of {self.length:,} bytes at {self.offset:,} are there"
-                    raise OSError(errno.ENODATA, what, self.path)
-                return content
+            return self._content(location)
         except (FileNotFoundError, FileExistsError) as error:
-            if self.version is None and not is_whole:
+            if self.version is not None:
+                raise SourceChangedError(self.path) from error
+            if self.offset != WHOLE_FILE:
                 raise  # what was packed is gone, and with it the images of many rows
-            if self.version is None:
-                raise ValueError(f"no such file: {self.path}") from error
+            raise ValueError(f"no such file: {self.path}") from error
         except PermissionError as error:
-            if not is_object or not is_whole:
+            if location.is_local or self.offset != WHOLE_FILE:
                 raise
             check_reachable(location)  # raises what is wrong with the credentials, for all objects
             raise ValueError(f"it cannot be read: {error}") from error
-        raise SourceChangedError(self.path)
+
+    def _content(self, location: Location) -> bytes:
+        """The bytes at the row's place; raises FileExistsError if they are of another version."""
+        if location.protocol == "s3" and self.version is not None and self.length:
+            return _read_version(location, max(self.offset, 0), self.length, self.version)
+        if self.offset != WHOLE_FILE:
+            content = location.read_range(self.offset, self.length)
+        elif location.is_local:
+            content = _read_file(location)
+        else:
+            content = _read_object(location)
+        # Checked last: it may change while it is read.
+        if self.version is not None and location.info().version != self.version:
+            raise FileExistsError(errno.EEXIST, "it has changed", self.path)
+        if self.offset != WHOLE_FILE and len(content) != self.length:
+            what = f"{len(content):,} of {self.length:,} bytes at {self.offset:,} are there"
+            raise OSError(errno.ENODATA, what, self.path)
+        return content
 
 
-def _read_file(location: Location, most: int) -> bytes:
+def _read_file(location: Location) -> bytes:
+    # Lists and disks may have the same name in different normal forms of Unicode.
+    forms = (unicodedata.normalize(form, location.path) for form in ("NFC", "NFD"))
+    path = next(filter(os.path.exists, (location.path, *forms)), location.path)
     try:
-        try:
-            status = os.stat(location.path)
-        except FileNotFoundError:
-            location = _in_other_form(location)
-            status = os.stat(location.path)
+        status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{location.path} is not a regular file")
-        _check_size(status.st_size, most)
-        return location.read()
+            raise ValueError(f"{path} is not a regular file")
+        _check_size(status.st_size)
+        return replace(location, path=path).read()
     except OSError as error:
         if error.errno not in _OF_THE_FILE:
             raise
         raise ValueError(f"it cannot be read: {os.strerror(error.errno)}") from error
 
 
-def _in_other_form(location: Location) -> Location:
-    """The same name in another normal form of Unicode: lists and disks differ in it."""
-    forms: tuple[Any, ...] = "NFC", "NFD"
-    paths = [unicodedata.normalize(form, location.path) for form in forms]
-    return replace(location, path=next(filter(os.path.exists, paths), location.path))
-
-
-def _read_object(location: Location, most: int) -> bytes:
+def _read_object(location: Location) -> bytes:
     """A whole object of a store, in one request."""
     bucket, _, key = location.path.partition("/")
     # What stores refuse is an error of one image.
-    if not _BUCKET.fullmatch(bucket) or {"", ".", ".."} & set(key.split("/")):
+    parts = {"", ".", ".."} & set(key.split("/"))
+    if not _BUCKET.fullmatch(bucket) or parts or len(key.encode()) > _MOST_KEY_BYTES:
         raise ValueError(
             f"{location.uri} names no object; give s3://BUCKET/KEY, or a path below the list's "
-            "folder, without empty parts, '.' and '..'"
+            f"folder, of at most {_MOST_KEY_BYTES:,} bytes without empty parts, '.' and '..'"
         )
-    if len(key.encode()) > _MOST_KEY_BYTES:
-        raise ValueError(f"its name has more than {_MOST_KEY_BYTES:,} bytes")
-    content = location.read_range(0, most + 1)
-    if len(content) > most:
-        _check_size(location.info().size, most)
+    content = location.read_range(0, MOST_IMAGE_BYTES + 1)
+    _check_size(len(content))
     return content
 
 
@@ -269,9 +228,9 @@ def _read_version(location: Location, start: int, count: int, etag: str) -> byte
             raise
 
 
-def _check_size(size: int, most: int) -> None:
-    if size > most:
-        raise LargerError(f"the file has {size:,} bytes; an image has at most {most:,}")
+def _check_size(size: int) -> None:
+    if size > MOST_IMAGE_BYTES:
+        raise ValueError(f"it has {size:,} bytes, and an image at most {MOST_IMAGE_BYTES:,}")
 
 
 def printable(text: str) -> str:
@@ -286,27 +245,11 @@ def relative(path: str, folder: str) -> str:
 
 def row_table(rows: list[Row]) -> pa.Table:
     """Rows as an Arrow table."""
-    columns = [[getattr(row, field.name) for row in rows] for field in ROW_SCHEMA]
-    arrays = [pa.array(c, field.type) for c, field in zip(columns, ROW_SCHEMA, strict=True)]
-    return pa.Table.from_arrays(arrays, schema=ROW_SCHEMA)
+    fields = {name: [getattr(row, name) for row in rows] for name in ROW_SCHEMA.names}
+    return pa.table(fields, schema=ROW_SCHEMA)
 
 
 def table_rows(table: pa.Table) -> Iterator[Row]:
     """The rows of a table."""
     for row in table.to_pylist():
         yield Row(**row | {"labels": tuple(row["labels"]), "extra": tuple(row["extra"])})
-
-
-def in_pieces(rows: Iterable[Row], most_rows: int, most_characters: int) -> Iterator[list[Row]]:
-    """The rows in lists that fit into a process, each with at least one."""
-    piece: list[Row] = []
-    characters = 0
-    for row in rows:
-        piece.append(row)
-        texts = row.path, row.key, *row.labels, row.problem, *row.extra
-        characters += sum(len(text) for text in texts if text is not None)
-        if len(piece) == most_rows or characters >= most_characters:
-            yield piece
-            piece, characters = [], 0
-    if piece:
-        yield piece

@@ -7,31 +7,28 @@ tarfile stops silently at the first header that it cannot read. Here an archive 
 marker, with only zeros after it, or it counts as damaged.
 """
 
-import contextlib
+import functools
 import io
 import tarfile
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from typing import IO, Any, Final, NamedTuple
 
 from vit_ray.data.convert.labels import (
-    MOST_JSON_BYTES,
     MOST_TEXT_BYTES,
     Labels,
     checked_label,
     json_object,
+    labelled,
     labels_of_record,
-    stored_text,
 )
-from vit_ray.data.convert.rows import MOST_IMAGE_BYTES, DamagedUnitError, Row, Unit
+from vit_ray.data.convert.rows import DamagedUnitError, Row, Unit
 from vit_ray.data.file_names import IMAGE_SUFFIXES, is_hidden
 from vit_ray.storage import is_of_the_store
 
 _BLOCK: Final = tarfile.BLOCKSIZE
 # Most bytes of a name or other property of a member, which tarfile reads into memory at once.
 _MOST_HEADER_BYTES: Final = 1 << 20
-_LABELS: Final = {"cls", "json"}
 _AGAIN: Final = "a file of its name and suffix stands in the archive again; give each sample a name"
 
 
@@ -62,8 +59,8 @@ def tar_rows(unit: Unit) -> Iterator[Row]:
         for name, files in samples:
             if counts[name] > 1:  # which label is whose is not known
                 yield Row(f"{shard}/{name}", problem=_AGAIN)
-                continue
-            yield from _rows(unit, f"{shard}/{name}", files, file)
+            else:
+                yield from _rows(unit, f"{shard}/{name}", files, file)
 
 
 class _BoundedReads:
@@ -74,9 +71,7 @@ class _BoundedReads:
 
     def read(self, size: int) -> bytes:
         if size > _MOST_HEADER_BYTES:
-            raise tarfile.ReadError(
-                f"a header of {size:,} bytes; at most {_MOST_HEADER_BYTES:,} are allowed"
-            )
+            raise tarfile.ReadError(f"a header of more than {_MOST_HEADER_BYTES:,} bytes")
         return self._read(size)
 
 
@@ -94,29 +89,36 @@ def _members(file: IO[bytes], size: int, path: str) -> Iterator[tarfile.TarInfo]
                 tar.members = []  # type: ignore[attr-defined]  # or it keeps them all
                 if tar.offset <= at:
                     raise tarfile.ReadError("a header that leads backwards")
-                # The size of a sparse member includes holes that are not stored.
-                is_plain = member.isreg() and not member.issparse()
+                is_plain = _is_plain(member)
                 end = member.offset_data + member.size if is_plain else tar.offset - _BLOCK + 1
                 if end > size:
                     raise tarfile.ReadError(f"the file ends inside {member.name!r}")
                 at = tar.offset
                 yield member
             at = tar.offset
+        _check_end(file, at)
     except Exception as error:  # a broken header makes tarfile raise anything
         if is_of_the_store(error):
             raise
-        what = str(error) or type(error).__name__
-        raise DamagedUnitError(path, at, what) from error
+        raise DamagedUnitError(path, at, str(error) or type(error).__name__) from error
+
+
+def _is_plain(member: tarfile.TarInfo) -> bool:
+    """Whether its bytes lie in the archive; the size of a sparse member includes holes."""
+    return member.isreg() and not member.issparse()
+
+
+def _check_end(file: IO[bytes], at: int) -> None:
+    """Raises ReadError if the archive does not end here by its marker and zeros."""
     file.seek(at)
     block = file.read(_BLOCK)
     if len(block) < _BLOCK:
-        raise DamagedUnitError(path, at, "the file ends without an archive's end marker")
+        raise tarfile.ReadError("the file ends without an archive's end marker")
     if any(block):
-        raise DamagedUnitError(path, at, "a header that cannot be read")
+        raise tarfile.ReadError("a header that cannot be read")
     while piece := file.read(io.DEFAULT_BUFFER_SIZE):
         if any(piece):
-            what = f"more data up to byte {size:,} after an archive's end marker"
-            raise DamagedUnitError(path, at, what)
+            raise tarfile.ReadError("more data after an archive's end marker")
 
 
 def _samples(members: Iterator[tarfile.TarInfo]) -> list[_Sample]:
@@ -132,8 +134,7 @@ def _samples(members: Iterator[tarfile.TarInfo]) -> list[_Sample]:
         if suffix in newest.get(name, {suffix}):
             newest[name] = {}
             samples.append((name, newest[name]))
-        is_plain = member.isreg() and not member.issparse()
-        newest[name][suffix] = _File(member.offset_data, member.size, is_plain)
+        newest[name][suffix] = _File(member.offset_data, member.size, _is_plain(member))
     return samples
 
 
@@ -145,7 +146,8 @@ def _check_layout(unit: Unit, samples: list[_Sample]) -> None:
         raise ValueError(
             f'{unit.path!r} holds other archives; unpack it: "{line}, or unpack those in it, too'
         )
-    if unit.label_field is None and endings & IMAGE_SUFFIXES and not endings & _LABELS:
+    has_labels = unit.config.label_field is not None or endings & {"cls", "json"}
+    if endings & IMAGE_SUFFIXES and not has_labels:
         raise ValueError(
             f"{unit.path!r} has images, but no labels (.cls or .json). If its folders are classes, "
             f'unpack it: "{line}; if it has the images of one class, as in ImageNet-21k, unpack '
@@ -155,79 +157,55 @@ def _check_layout(unit: Unit, samples: list[_Sample]) -> None:
 
 def _rows(unit: Unit, key: str, files: dict[str, _File], file: IO[bytes]) -> Iterator[Row]:
     """The row of a sample; if it has no image but possible image files, one for each."""
-    images = [suffix for suffix in files if suffix.rpartition(".")[2] in IMAGE_SUFFIXES]
-    if unit.image_field or not images or not IMAGE_SUFFIXES.isdisjoint(files):
-        yield _row(unit, key, files, file)
-        return
-    for suffix in images:
-        what = (
-            f"its name has several dots, so that WebDataset takes it for the file {suffix!r} of "
-            f"the sample {key!r}; replace all dots but the last"
-        )
-        yield Row(f"{key}.{suffix}", problem=what)
+    wanted, found = unit.config.image_field, sorted(files)[:20]
+    images = [suffix for suffix in files if suffix in (IMAGE_SUFFIXES if not wanted else {wanted})]
+    dotted = [s for s in files if not wanted and s.rpartition(".")[2] in IMAGE_SUFFIXES]
+    if len(images) == 1:
+        image = files[images[0]]
+        row = Row(key, path=unit.path, offset=image.offset, length=image.size)
+        yield labelled(row, unit, functools.partial(_described, unit, image, files, file))
+    elif images:
+        several = f"the sample has several images among {found}"
+        yield Row(key, problem=f"{several}; choose one with convert.image_field")
+    elif not dotted:
+        yield Row(key, problem=f"the sample has no image, only {found}")
+    else:
+        for suffix in dotted:
+            what = (
+                f"its name has several dots, so that WebDataset takes it for the file {suffix!r} "
+                f"of the sample {key!r}; replace all dots but the last"
+            )
+            yield Row(f"{key}.{suffix}", problem=what)
 
 
-def _row(unit: Unit, key: str, files: dict[str, _File], file: IO[bytes]) -> Row:
-    wanted, found = unit.image_field, sorted(files)[:20]
-    suffixes = IMAGE_SUFFIXES if wanted is None else {wanted}
-    images = [place for suffix, place in files.items() if suffix in suffixes]
-    if len(images) != 1:
-        how_many = "no image, only" if not images else "several images among"
-        advice = "; choose one with convert.image_field" if images else ""
-        return Row(key, problem=f"the sample has {how_many} {found}{advice}")
-    (image,) = images
-    row = Row(key, path=unit.path, offset=image.offset, length=image.size)
+def _described(
+    unit: Unit, image: _File, files: dict[str, _File], file: IO[bytes]
+) -> tuple[Labels, Mapping[str, Any]]:
+    """The labels of a sample, and its fields: of its JSON, and its other files, which go first."""
     if not image.is_plain:
-        return row.rejected("it is a link, a sparse or a special file in the archive")
-    if image.size > MOST_IMAGE_BYTES:
-        return row.rejected(f"it has {image.size:,} bytes, more than {MOST_IMAGE_BYTES:,}")
-    try:
-        labels, kind = _labels(files, file, unit.label_field)
-        fields: dict[str, Any] = {}
-        # A separate file is more specific than a field of the JSON file.
-        for name in dict.fromkeys(["json", *unit.columns]) if unit.columns else ():
-            if name in files:
-                text = _text(files, name, file, "cannot be passed through")
-                fields |= json_object(text.encode()) if name == "json" else {name: text}
-        extra = tuple(stored_text(fields.get(name)) for name in unit.columns)
-    except ValueError as error:
-        return row.rejected(str(error))
-    return replace(row, labels=labels, kind=kind, extra=extra)
-
-
-def _labels(files: dict[str, _File], file: IO[bytes], wanted: str | None) -> Labels:
-    problem, suffix = "has no usable label", wanted or "cls"
-    if suffix in files and suffix != "json":
-        text = _text(files, suffix, file, problem)
-        with _explained(suffix, problem):
-            return (checked_label(text),), "text"
+        raise ValueError("it is a link, a sparse or a special file in the archive")
+    wanted, columns = unit.config.label_field or "cls", unit.config.columns
+    texts = {n: _text(files, n, file) for n in {wanted, *columns} - {"json"} if n in files}
+    fields: dict[str, Any] = {}
+    if "json" in files and not {wanted, *columns} <= texts.keys():
+        fields = json_object(_text(files, "json", file).encode(), "its .json")
+    if wanted in texts:
+        return ((checked_label(texts[wanted]),), "text"), fields | texts
     if "json" in files:
-        text = _text(files, "json", file, problem)
-        with _explained("json", problem):
-            return labels_of_record(json_object(text.encode()), wanted)
-    named = ", ".join(f".{one}" for one in sorted(files)[:20])
-    raise ValueError(f"the sample has no .{suffix} or .json label, only {named}")
+        return labels_of_record(fields, unit.config.label_field), fields | texts
+    raise ValueError(f"the sample has no .{wanted} or .json label, only {sorted(files)[:20]}")
 
 
-def _text(files: dict[str, _File], suffix: str, file: IO[bytes], problem: str) -> str:
+def _text(files: dict[str, _File], suffix: str, file: IO[bytes]) -> str:
     """Content of a small regular member; a sparse one may have any size.
 
     Raises:
         ValueError: it is not such a member, or not text.
     """
-    member, most = files[suffix], MOST_TEXT_BYTES if suffix == "cls" else MOST_JSON_BYTES
-    with _explained(suffix, problem):
-        if not member.is_plain:
-            raise ValueError("it is not a plain file in the archive")
-        if member.size > most:
-            raise ValueError(f"it has {member.size:,} bytes; at most {most:,} are allowed")
-        file.seek(member.offset)
-        return file.read(member.size).decode("utf-8-sig")
-
-
-@contextlib.contextmanager
-def _explained(suffix: str, problem: str) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"its .{suffix} {problem} ({error})") from error
+    member = files[suffix]
+    if not member.is_plain:
+        raise ValueError(f"its .{suffix} is not a plain file in the archive")
+    if member.size > MOST_TEXT_BYTES:
+        raise ValueError(f"its .{suffix} has more than {MOST_TEXT_BYTES:,} bytes")
+    file.seek(member.offset)
+    return file.read(member.size).decode("utf-8-sig")

@@ -6,11 +6,10 @@ is a protocol buffer of named lists of bytes, floats or integers. TFDS stores th
 label may also be another feature, or computed from features for a task of VTAB.
 """
 
+import functools
 import io
 import struct
-import zlib
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from typing import IO, Any, Final
 
 import numpy as np
@@ -20,11 +19,11 @@ from google_crc32c import value as crc32c
 from PIL import Image
 
 from vit_ray.data.convert.labels import (
-    MOST_TEXT_BYTES,
+    Labels,
     checked_names,
     chosen_field,
+    labelled,
     labels_of_value,
-    stored_text,
 )
 from vit_ray.data.convert.rows import MOST_IMAGE_BYTES, DamagedUnitError, Row, Unit
 from vit_ray.data.convert.vtab_labels import VTAB_LABELS, vtab_label
@@ -35,10 +34,6 @@ _IMAGE_FIELDS: Final = ("image", "image/encoded")
 _LABEL_FIELDS: Final = ("label", "labels")
 _HEADER: Final = struct.Struct("<QI")
 _CHECKSUM: Final = struct.Struct("<I")
-# Most bytes of all records of a compressed file, which is held in memory.
-_MOST_INFLATED_BYTES: Final = 1 << 31
-# The first bytes of a zlib stream (RFC 1950); the length of a record may have them, too.
-_ZLIB: Final = (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
 
 
 def _example_class() -> Any:
@@ -74,156 +69,109 @@ Value = int | float | bytes
 
 
 def tfrecord_rows(unit: Unit) -> Iterator[Row]:
-    """The records of a file, in its order; of a compressed one with their images.
+    """The records of a file, in its order.
 
     Raises:
         DamagedUnitError: the file is truncated or broken; all records before that have been
             yielded.
     """
-    stem, task = unit.name.replace(".tfrecord", ""), VTAB_LABELS.get(unit.label_field or "")
+    stem = unit.name.replace(".tfrecord", "")
     with unit.opened() as (file, size):
-        head = file.peek(_HEADER.size)[: _HEADER.size]
-        is_record = head[8:] == _CHECKSUM.pack(masked_crc32c(head[:8]))
-        is_packed = head[:2] in _ZLIB and not is_record
-        records: Any = file
-        if is_packed:
-            records = _inflated(file, unit.path)
-            size = len(records.getbuffer())
-        for number, (offset, record) in enumerate(_records(records, size, unit.path)):
+        for number, (offset, record) in enumerate(_records(file, size, unit.path)):
             key = f"{stem}/{number:08d}"
-            if isinstance(record, str):
-                yield Row(key, problem=record)
-                continue
-            row = _row(unit, key, offset, record)
-            if row.problem is None and (is_packed or (task and task.is_binary)):
-                first = row.offset - offset
-                image = record[first : first + row.length]
-                row = _brighter(row, image) if task and task.is_binary else _held(row, image)
-            yield row
-
-
-def _inflated(file: IO[bytes], path: str) -> io.BytesIO:
-    """What a zlib stream holds.
-
-    Raises:
-        DamagedUnitError: the stream is broken or cut short.
-        ValueError: it holds more than a process should.
-    """
-    stream = zlib.decompressobj()
-    try:
-        content = stream.decompress(file.read(), _MOST_INFLATED_BYTES)
-    except zlib.error as error:
-        raise DamagedUnitError(path, 0, f"zlib: {error}") from error
-    if len(content) == _MOST_INFLATED_BYTES:
-        raise ValueError(
-            f"{path!r} is compressed with zlib and holds {_MOST_INFLATED_BYTES >> 30} GiB or more; "
-            "decompress it first, or write smaller files"
-        )
-    if not stream.eof:
-        raise DamagedUnitError(path, len(content), "the zlib stream ends early")
-    return io.BytesIO(content)
-
-
-def _held(row: Row, image: bytes) -> Row:
-    return replace(row, path="", offset=-1, image=image, length=len(image))
-
-
-def _brighter(row: Row, image: bytes) -> Row:
-    """The row with its image of ones and zeros as one of 255 and 0."""
-    try:
-        pixels = np.asarray(open_image(image))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        return row.rejected(f"it cannot be read as an image: {error}")
-    if pixels.max() > 1:
-        return _held(row, image)
-    brighter = io.BytesIO()
-    Image.fromarray(pixels.astype(np.uint8) * np.uint8(255)).save(brighter, "PNG")
-    return _held(row, brighter.getvalue())
+            try:
+                yield _row(unit, key, offset, record)
+            except ValueError as error:
+                yield Row(key, problem=str(error))
 
 
 def names_beside(unit: Unit) -> Location:
     """Where the names of the classes may be."""
-    name = f"{unit.label_field or _LABEL_FIELDS[0]}.labels.txt"
+    name = f"{unit.config.label_field or _LABEL_FIELDS[0]}.labels.txt"
     return locate(unit.path.rpartition("/")[0]).child(name)
 
 
 def declared_classes(unit: Unit) -> list[str] | None:
     """The names of a task of VTAB, or those next to a file; None if there are none."""
-    if unit.label_field in VTAB_LABELS:
-        return [str(label) for label in range(VTAB_LABELS[unit.label_field].num_classes)]
+    if task := VTAB_LABELS.get(unit.config.label_field or ""):
+        return [str(label) for label in range(task.num_classes)]
     location = names_beside(unit)
     if not location.exists():
         return None
     return checked_names(location.read().decode().splitlines(), location.uri)
 
 
-def _records(file: IO[bytes], size: int, path: str) -> Iterator[tuple[int, bytes | str]]:
-    """Offset and bytes of each record; instead of the bytes, why they cannot be used."""
+def _records(file: IO[bytes], size: int, path: str) -> Iterator[tuple[int, bytes]]:
+    """Offset and bytes of each record; no bytes if they are damaged, or too many for an image."""
     at = 0
     while header := file.read(_HEADER.size):
-        if len(header) < _HEADER.size:
-            raise DamagedUnitError(path, at, "the file ends inside the head of a record")
-        length, checksum = _HEADER.unpack(header)
+        length, checksum = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
+        start, end = at + _HEADER.size, at + _HEADER.size + length + _CHECKSUM.size
         if checksum != masked_crc32c(header[:8]):
-            raise DamagedUnitError(path, at, "the length of a record has another checksum")
-        start = at + _HEADER.size
-        at = start + length + _CHECKSUM.size
-        if at > size:
-            what = f"a record of {length:,} bytes, which are missing"
-            raise DamagedUnitError(path, start - _HEADER.size, what)
-        if length > MOST_IMAGE_BYTES:
-            file.seek(at)
-            what = f"the record has {length:,} bytes; an image has at most {MOST_IMAGE_BYTES:,}"
-            yield start, what
-            continue
-        record = file.read(length)
+            what = "the head of a record is cut or has another checksum"
+            raise DamagedUnitError(path, at, what)
+        if end > size:
+            raise DamagedUnitError(path, at, f"a record of {length:,} bytes, which are missing")
+        record = file.read(length) if length <= MOST_IMAGE_BYTES else b""
+        file.seek(start + length)
         is_whole = file.read(_CHECKSUM.size) == _CHECKSUM.pack(masked_crc32c(record))
-        problem = "the record is damaged: its bytes have another checksum"
-        yield start, record if is_whole else problem
+        yield start, record if is_whole else b""
+        at = end
 
 
 def _row(unit: Unit, key: str, offset: int, record: bytes) -> Row:
-    try:
-        features = features_of(record)
-        names = sorted(features)
-        field = chosen_field("image", unit.image_field, _IMAGE_FIELDS, names, "it")
-        image = features[field]
-        if len(image) != 1 or not isinstance(image[0], bytes):
-            raise ValueError(f"its {field!r} is not an encoded image")
-        labels, kind = labels_of_value(_label(unit, features))
-        fields: dict[str, Any] = {}
-        for name in filter(features.__contains__, unit.columns):
-            values = list(map(_plain, features[name]))
-            fields[name] = values[0] if len(values) == 1 else values
-        extra = tuple(stored_text(fields.get(name)) for name in unit.columns)
-    except ValueError as error:
-        return Row(key, problem=str(error))
+    if not record:
+        raise ValueError(
+            "the record is damaged, as its bytes have another checksum, or has more than "
+            f"{MOST_IMAGE_BYTES:,} bytes"
+        )
+    features = features_of(record)
+    field = chosen_field("image", unit.config.image_field, _IMAGE_FIELDS, [*features], "it")
+    image = features[field]
+    if len(image) != 1 or not isinstance(image[0], bytes):
+        raise ValueError(f"its {field!r} is not an encoded image")
     at = offset + record.index(image[0])  # or where the same bytes appear before it
-    return Row(key, labels, unit.path, at, len(image[0]), kind=kind, extra=extra)
+    row = Row(key, path=unit.path, offset=at, length=len(image[0]))
+    task = VTAB_LABELS.get(unit.config.label_field or "")
+    if task is not None and task.is_binary:
+        content = _brighter(image[0])
+        row = Row(key, image=content, length=len(content))
+    return labelled(row, unit, functools.partial(_described, unit, features))
 
 
-def _label(unit: Unit, features: dict[str, list[Value]]) -> Any:
-    """The label for `labels_of_value`.
+def _brighter(image: bytes) -> bytes:
+    """An image of ones and zeros as one of 255 and 0; raises ValueError if it cannot be read."""
+    try:
+        pixels = np.asarray(open_image(image))
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"it cannot be read as an image: {error}") from error
+    if pixels.max() > 1:
+        return image
+    brighter = io.BytesIO()
+    Image.fromarray(pixels.astype(np.uint8) * np.uint8(255)).save(brighter, "PNG")
+    return brighter.getvalue()
+
+
+def _described(unit: Unit, features: dict[str, list[Value]]) -> tuple[Labels, Mapping[str, Any]]:
+    """The labels of a record, and its fields for `convert.columns`.
 
     Raises:
-        ValueError: the features do not include what it is made from, or a text is not UTF-8.
+        ValueError: the features do not include what the label is made from, or a text is not UTF-8.
     """
-    if unit.label_field in VTAB_LABELS:
-        return vtab_label(unit.label_field, features)
-    field = chosen_field("label", unit.label_field, _LABEL_FIELDS, [*features], "it")
-    return list(map(_plain, features[field]))
+    wanted, fields = unit.config.label_field, dict[str, Any]()
+    if wanted in VTAB_LABELS:
+        label: Any = vtab_label(wanted, features)
+    else:
+        label = _plain(features[chosen_field("label", wanted, _LABEL_FIELDS, [*features], "it")])
+    for name in filter(features.__contains__, unit.config.columns):
+        values = _plain(features[name])
+        fields[name] = values[0] if len(values) == 1 else values
+    return labels_of_value(label), fields
 
 
-def _plain(value: Value) -> float | str:
-    """A number, or bytes as text; raises ValueError if they are not text."""
-    if not isinstance(value, bytes):
-        return value
-    if len(value) > MOST_TEXT_BYTES:
-        raise ValueError(f"a text of {len(value):,} bytes; at most {MOST_TEXT_BYTES:,} are allowed")
-    try:
-        return value.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"its label or a field of convert.columns is not text: {error}") from None
+def _plain(values: list[Value]) -> list[float | str]:
+    """Numbers, and bytes as text; raises ValueError if they are not text."""
+    return [value.decode() if isinstance(value, bytes) else value for value in values]
 
 
 def features_of(record: bytes) -> dict[str, list[Value]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.two_holders import holders, in_folder, lock_bucket
-from vit_ray import lock
+from vit_ray import lock, storage
 from vit_ray.lock import (
     HeldError,
     LockLostError,
@@ -153,6 +153,15 @@ def test_a_machine_that_is_silent_is_followed_and_cannot_come_back(folder: Locat
             check_lock(folder, 4)
 
 
+def test_one_that_let_go_is_followed_at_once(
+    folder: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "PATIENCE_S", 60.0)
+    elsewhere(folder, 4, is_released=True)
+    with hold_lock(folder, ignore) as number:
+        assert number == 5
+
+
 def test_a_holder_renews_its_file_and_hears_of_one_that_has_taken_over(folder: Location) -> None:
     lost, reasons = threading.Event(), []
 
@@ -186,7 +195,7 @@ def test_of_two_that_a_slow_store_let_in_one_ends_at_its_next_heartbeat(folder: 
     assert json.loads(folder.child("lock-00000001.json").read()) == theirs
 
 
-@pytest.mark.parametrize("content", [b"", b'{"host": 1}'])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"host": 1}', b"\xff"])
 def test_a_file_that_cannot_be_read_is_watched_like_one_from_elsewhere(
     folder: Location, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +207,41 @@ def test_a_file_that_cannot_be_read_is_watched_like_one_from_elsewhere(
     with hold_lock(folder, ignore) as number:
         assert number == 2
     assert waits  # it was not followed at once
+
+
+def test_what_cannot_be_renewed_is_told_once_and_kept(
+    folder: Location, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused = threading.Semaphore(0)
+    plain = Location.write
+
+    def refuse(self: Location, *_: object) -> None:
+        refused.release()
+        raise OSError(5, "Input/output error")
+
+    with hold_lock(folder, ignore):
+        monkeypatch.setattr(Location, "write", refuse)
+        for _ in range(3):
+            assert refused.acquire(timeout=10)
+        monkeypatch.setattr(Location, "write", plain)
+    assert caplog.text.count("cannot be renewed") == 1
+
+
+def test_a_number_that_became_free_again_is_not_used_twice(
+    folder: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, others = lock._create, iter([3])
+
+    def late(place: Location, number: int, *rest: object) -> bool:
+        for newer in others:  # while this one is slow, number 2 comes and goes, and 3 follows
+            elsewhere(place, newer, is_released=True)
+        return create(place, number, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(lock, "_create", late)
+    elsewhere(folder, 1, is_released=True)
+    with hold_lock(folder, ignore) as number:
+        assert number == 4
+    assert files(folder) == ["lock-00000004.json"]
 
 
 def test_a_storage_that_hangs_does_not_keep_a_process_that_lets_go(
@@ -274,6 +318,21 @@ def test_a_process_is_not_refused_by_a_lock_that_a_full_disk_kept_it_from_releas
     folder.child("lock-00000001.json").write(lock_file)
     with hold_lock(folder, ignore) as number:
         assert number == 2
+
+
+def test_a_full_disk_leaves_no_empty_lock(
+    folder: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage.os, "fsync", full)
+        with pytest.raises(OSError, match="No space"), hold_lock(folder, ignore):
+            pass
+    assert files(folder) == []
+    with hold_lock(folder, ignore) as number:
+        assert number == 1
 
 
 @pytest.mark.parametrize("name", ["lock-00000001.json", RIGHTS_PROBE])

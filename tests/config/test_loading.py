@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.utils.validation import _validate_tag
@@ -16,10 +17,11 @@ from vit_ray.config import Recipe, load_recipe, require
 from vit_ray.config.loading import parse_yaml, write_yaml
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.training_sections import OptimConfig, accumulation_steps
-from vit_ray.config.validation import _ALIASES, fields_below
+from vit_ray.config.validation import _ALIASES, fields_below, is_list
 from vit_ray.models import build_model
 
 ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "jobs" / "recipes").rglob("*.yaml"))
 
 
 @pytest.fixture
@@ -27,6 +29,12 @@ def path(tmp_path: Path) -> Path:
     file = tmp_path / "run.yaml"
     file.write_text("name: run\noptim: {learning_rate: 1e-3, epochs: 3}\n")
     return file
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
+def test_every_shipped_recipe_loads_and_names_its_command(recipe: Path) -> None:
+    load_recipe(recipe)
+    assert f"jobs/recipes/{recipe.relative_to(ROOT / 'jobs' / 'recipes')}" in recipe.read_text()
 
 
 def test_mlflows_variables_give_what_the_recipe_does_not_say(
@@ -44,7 +52,7 @@ def test_mlflows_variables_give_what_the_recipe_does_not_say(
         load_recipe(path)
 
 
-@pytest.mark.parametrize("name", ["50%", "a" * 251, "a/../b"])
+@pytest.mark.parametrize("name", ["50%", "a(b)", "a" * 251, "a/../b", "/a"])
 def test_a_tag_that_mlflow_refuses_is_refused_with_the_recipe(path: Path, name: str) -> None:
     with pytest.raises(MlflowException):
         _validate_tag(name, "x")
@@ -52,15 +60,22 @@ def test_a_tag_that_mlflow_refuses_is_refused_with_the_recipe(path: Path, name: 
         load_recipe(path, {"tracking.tags": {name: "x"}})
 
 
+def test_numbers_may_be_written_with_an_exponent_and_no_point(path: Path) -> None:
+    assert load_recipe(path).optim.learning_rate == 0.001
+    assert load_recipe(path, ["optim.learning_rate=3e-4"]).optim.learning_rate == 0.0003
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [
         ("010", 10),
+        ("0x10", 16),
         ("1e3", 1000.0),
         ("1:30", "1:30"),
         ("on", "on"),
         ("2026-01-01", "2026-01-01"),
         ("{1: a, on: b}", {"1": "a", "on": "b"}),
+        ("{<<: {a: 1}, b: 2}", {"a": 1, "b": 2}),
     ],
 )
 def test_values_are_read_as_yaml_1_2_and_of_jsons_kinds(text: str, value: Any) -> None:
@@ -132,11 +147,20 @@ def test_a_base_that_leads_back_is_refused(path: Path) -> None:
     ("override", "message"),
     [
         ("model.image_size=0", "model.image_size=0: give integer > 0 | [integer > 0, integer > 0]"),
+        (
+            "model.image_size=[224, big]",
+            'model.image_size=[224, "big"]: give integer > 0 | [integer > 0, integer > 0]',
+        ),
+        (
+            "workers.num_workers=[1]",
+            "workers.num_workers=[1]: give integer > 0 | [integer > 0, integer > 0]",
+        ),
         ("data.train=5", "data.train=5: give a folder, a file or an s3:// address"),
         (
             "optim.betas=[0.9]",
             "optim.betas=[0.9]: give [number >= 0 and <= 1, number >= 0 and <= 1]",
         ),
+        ("workers.label_selector=H100", "workers.label_selector='H100': give {NAME: VALUE}"),
         ("study.models=[a]", "study.models.0=a is a section of keys; give keys below it, such as"),
         (
             "train.loss=focal",
@@ -144,7 +168,14 @@ def test_a_base_that_leads_back_is_refused(path: Path) -> None:
         ),
         ("train.zero_stage=7", "train.zero_stage=7: give 0 | 1 | 2 | 3"),
         ("optim.learning_rate=fast", "optim.learning_rate='fast': give number > 0"),
+        ("train.averaging=1.0", "train.averaging=1.0: give number >= 0 and < 1"),
         ("sweep={learning_rates: []}", "sweep.learning_rates=[]: give [number > 0, ...]"),
+        (
+            "convert={source: a, destination: b, image_pattern: val}",
+            "convert.image_pattern='val': give a path with {} once",
+        ),
+        ("tracking.register_as=a/b", "tracking.register_as='a/b': give text without slashes"),
+        ('output=""', "output='': give a folder, a file or an s3:// address"),
         ("output=s3://me:hunter2@b/c", "output: the s3:// address has an @ or a : in its bucket"),
     ],
 )
@@ -167,22 +198,45 @@ def test_all_wrong_keys_are_named(path: Path) -> None:
     [
         ("study.models=[{name: ViT-B/16, lable: x}]", "did you mean study.models.0.label?"),
         ("optim.lerning_rate=1", "unknown key optim.lerning_rate; did you mean optim.learning_rat"),
+        ("zero_stage=2", "unknown key zero_stage; did you mean train.zero_stage"),
         ("lr=1", "unknown key lr; did you mean optim.learning_rate?"),
+        ("optim.lr=1", "unknown key optim.lr; did you mean optim.learning_rate?"),
+        ("batch_size=1", "unknown key batch_size; did you mean train.global_batch_size?"),
         ("train.batch_size=1", "did you mean train.global_batch_size?"),
+        ("epochs=1", "did you mean optim.epochs?"),
+        ("wd=0.1", "did you mean optim.weight_decay?"),
+        ("gpus=8", "did you mean workers.num_workers?"),
         ("model=ViT-H/14", "model=ViT-H/14 is a section of keys; give keys below it, such as m"),
         ("xyz=1", "unknown key xyz (valid in this section: name, "),
+        (
+            "model={name: ViT, image_size: 16, patch_size: 5}",
+            "image_size=16 is not a multiple of the pat",
+        ),
         ("model.image_size=225", "model: image_size=225 is not a multiple of the patches of ViT"),
+        ("model.image_size=[224, 230]", "the nearest is [224, 224]"),
+        (
+            "model={name: ViT, width: 10, num_heads: 3}",
+            "num_heads=3 does not divide width=10",
+        ),
         (
             "study.models=[{label: tiny, model: {image_size: 30}}]",
             "study.models.0.model: image_size=30 is not a multiple",
         ),
+        ("train.global_batch_size=12.5", "train.global_batch_size=12.5"),
+        ("train.compile=yes please", "train.compile='yes please'"),
         ("optim.steps=5", "the length of the run is given twice"),
         ("workers.num_workers=[4, 1]", "minimum above its maximum"),
+        ("data.augment={min_area: 0.9, max_area: 0.1}", "min_area=0.9 is larger than max_area=0.1"),
         ("train={label_smoothing: 0.1, loss: sigmoid}", "label_smoothing=0.1 with loss=sigmoid"),
         ("train={compile: true, zero_stage: 3}", "compile=true does not work with zero_stage=3"),
+        ("train={offload: true, zero_stage: 0}", "offload=true with zero_stage=0"),
+        ("train.profile_steps=[9, 3]", "profile_steps=[9, 3] ends before it begins"),
         ("evaluate.few_shot_train=x", "few_shot_train and few_shot_test go together"),
+        ("name=a/b", "name='a/b'"),
         ("train.zero_stage", "expected key=value"),
+        ("x" * 300, "expected key=value"),  # longer than a file's name can be
         ("name.first=x", "name is a value, not a section"),
+        ("optim=[", "not valid YAML"),
         ("base=x", "base=x is a key of recipe files; give x as the recipe"),
         (r'output="\ud800"', "not valid YAML: 'utf-8' codec can't encode character"),
     ],
@@ -192,6 +246,12 @@ def test_a_wrong_override_says_which_key_and_what_to_change(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         load_recipe(path, [override])
+
+
+@pytest.mark.parametrize("overrides", [{"seed": np.float32(1)}, {"seed": {1}}, {5: 1}])
+def test_overrides_of_python_have_the_kinds_of_json(path: Path, overrides: Any) -> None:
+    with pytest.raises(ValueError, match=r"of Python's type|a key is a text"):
+        load_recipe(path, overrides)
 
 
 def test_a_key_that_is_given_twice_is_told_without_its_values(path: Path) -> None:
@@ -216,11 +276,22 @@ def test_overrides_of_python_are_a_list_or_a_mapping(path: Path) -> None:
 
 LISTS = {
     "convert.classes": ["cat", "dog", "cat"],
+    "convert.columns": ["caption", "caption"],
+    "deduplicate.evaluation_sets": ["data/a", "data/a"],
+    "optim.frozen": ["head", "head"],
     "optim.decay_at": [0.3, 0.3],
     "evaluate.shots": [1, 1],
+    "evaluate.metrics": ["parts.top3", "parts.top3"],
+    "train.callbacks": ["parts.note", "parts.note"],
     "sweep.learning_rates": [0.1, 0.3, 0.1],
+    "study.data_fractions": [0.5, 0.5],
     "study.epochs": [7, 7.0],
+    "study.steps": [9, 9],
+    "study.images": [9, 9],
+    "study.seeds": [0, 1, 0],
 }
+OWN_NAMES = ("vtab.tasks", "study.models", "study.transfer")
+"""Sections in lists, whose names are compared; `models` of a study where its cells are."""
 
 
 @pytest.mark.parametrize("key", LISTS)
@@ -228,6 +299,11 @@ def test_a_list_that_has_a_value_twice_is_refused(key: str) -> None:
     section, _, name = key.partition(".")
     tree: dict[str, Any] = {
         "convert": {"source": "a", "destination": "b"},
+        "deduplicate": {
+            "source": "a",
+            "destination": "b",
+            "evaluation_sets": ["c", "d"],
+        },
         "study": {"models": [{"label": "a"}]},
         "name": "run",
     }
@@ -265,6 +341,14 @@ def test_a_row_of_a_study_has_no_other_size_of_images_unasked() -> None:
         recipe_from_dict(tree, "here")
 
 
+def test_every_list_of_the_schema_is_told_above() -> None:
+    found = {key for key, field in fields_below(Recipe) if is_list(field.annotation)}
+    keys = ("data_fractions", "epochs", "steps", "images", "seeds")
+    axes = {f"study.models.{key}" for key in keys}
+    stages = {key for key in found if key.endswith(".stages")}
+    assert found - stages - {"checkpoint.keep_steps"} == {*LISTS, *OWN_NAMES, *axes}
+
+
 def test_aliases_point_to_keys_that_exist() -> None:
     assert set(_ALIASES.values()) <= set(dict(fields_below(Recipe)))
     assert not set(_ALIASES) & set(Recipe.model_fields)
@@ -285,6 +369,11 @@ def test_shipped_recipes_are_found_by_name(tmp_path: Path, monkeypatch: pytest.M
 def test_a_name_that_is_nearly_a_shipped_recipes_is_told(path: Path) -> None:
     with pytest.raises(ValueError, match=r"'digist': no such file; similar: digits"):
         load_recipe("digist")
+
+
+def test_a_key_deep_in_a_list_is_named(path: Path) -> None:
+    with pytest.raises(ValueError, match=r"unknown key study\.models\.0\.model\.dpth"):
+        load_recipe(path, ["study={models: [{label: a, model: {name: ViT, dpth: 3}}]}"])
 
 
 def test_a_missing_file_names_its_neighbours(path: Path) -> None:
@@ -311,6 +400,11 @@ def test_a_training_records_its_own_keys_and_a_file_those_of_its_commands_too(pa
     assert {key.partition(".")[0] for key in recipe.flat()} == trained
     assert recipe.written().keys() == trained | {"verify", "sweep"}
     assert recipe_from_dict(recipe.written(), "here") == recipe
+
+
+def test_flat_values_come_back_as_they_were(path: Path) -> None:
+    recipe = load_recipe(path, ["optim.learning_rate=0.1234567891"])
+    assert recipe.flat()["optim.learning_rate"] == "0.1234567891"
 
 
 def test_changes_are_checked_too(path: Path) -> None:
@@ -340,6 +434,11 @@ def test_a_length_in_steps_or_epochs_comes_to_steps(length: dict[str, float], st
     assert OptimConfig(**length).total_steps(1000, 100) == steps
 
 
+def test_a_run_without_a_length_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"set optim\.steps or optim\.epochs"):
+        OptimConfig().total_steps(1000, 100)
+
+
 def test_a_warm_up_longer_than_the_run_is_refused() -> None:
     for steps, proposed in ((1, 0), (5, 1), (9, 1), (500, 50)):
         message = rf"is not shorter than the run \({steps} .*set optim.warmup_steps={proposed}$"
@@ -354,6 +453,11 @@ def test_accumulation_is_the_quotient_or_names_the_nearest_batch() -> None:
         accumulation_steps(100, 4, 4)
 
 
+def test_the_same_tree_gives_the_same_recipe() -> None:
+    recipe = recipe_from_dict({"name": "a", "optim": {"betas": [0.9, 0.95]}}, "test")
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+
+
 def test_a_key_that_a_job_needs_is_named_where_it_is_not_set() -> None:
     for value in (0, "", False):
         assert require(value, "plan.num_gpus", "a number") is value
@@ -365,8 +469,11 @@ def test_a_key_that_a_job_needs_is_named_where_it_is_not_set() -> None:
     ("uri", "told"),
     [
         ("mlflow.db", "a path is not the address of a store of MLflow's; give sqlite:///FILE"),
+        ("htp://localhost:5000", "htp:// is not the address"),
         ("file:///srv/mlruns", "MLflow 3 does not open a folder of files, such as mlruns"),
         ("postgres://u:hunter22@db/mlflow", "postgresql://"),
+        ("sqlite://mlflow.db", "such as sqlite:///mlflow.db in the current folder"),
+        ("mongodb+srv://db", "mongodb:// is not the address"),
     ],
 )
 def test_an_address_that_mlflow_cannot_open_is_refused_with_the_recipe(
@@ -381,8 +488,12 @@ def test_an_address_that_mlflow_cannot_open_is_refused_with_the_recipe(
     "uri",
     [
         "sqlite:///mlflow.db",
+        "sqlite:////srv/mlflow.db",
         "sqlite+pysqlite:///mlflow.db",
+        "postgresql+psycopg2://u:p@db/mlflow",
+        "http://localhost:5000",
         "https://u:p@mlflow.example/x",
+        "databricks",
         "databricks://profile",
     ],
 )
@@ -390,13 +501,10 @@ def test_every_kind_of_address_that_mlflow_opens_is_taken(path: Path, uri: str) 
     assert load_recipe(path, [f"tracking.uri={uri}"]).tracking.uri == uri
 
 
+@pytest.mark.parametrize("key", ["pool", "ray.io/accelerator-type", "-a", "a b", "a/b/c", ""])
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("ray.io/accelerator-type", "H100"), ("pool", "!spot"), ("pool", "!in(a, b-1)"),
-        ("pool", "in()"), ("pool", "in(a,"), ("pool", "a_"), ("-a", "b"), ("a/b/c", "d"), ("", "a"),
-    ],
-)  # fmt: skip
+    "value", ["H100", "!spot", "in(a,b)", "!in(a, b-1)", "in()", "in(a,", "-a", "a_", "a b", "!!a"]
+)
 def test_labels_select_nodes_by_rays_own_rules(key: str, value: str) -> None:
     told = f"workers.label_selector={{{json.dumps(key)}: {json.dumps(value)}}}"
     if validate_label_selector({key: value}) is None:

@@ -12,7 +12,7 @@ import pytest
 from vit_ray import storage
 from vit_ray.data.convert.index import parquet_output
 from vit_ray.data.dataset import ShardFile
-from vit_ray.data.shard_writer import EncodedImage, ShardWriter
+from vit_ray.data.shard_writer import EncodedImage, ShardWriter, closed_after
 from vit_ray.data.shards import problem_of_shard
 from vit_ray.storage import Location, locate
 
@@ -54,8 +54,9 @@ def test_a_disk_that_is_full_at_the_end_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("write", [write_shard, write_parquet])
 def test_the_first_error_is_the_one_that_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any
 ) -> None:
     """Closing after it fails too, otherwise, and must not hide that the storage was full."""
 
@@ -69,8 +70,31 @@ def test_the_first_error_is_the_one_that_is_told(
     monkeypatch.setattr(pq.ParquetWriter, "close", cannot_close)
     monkeypatch.setattr(pq.ParquetWriter, "__del__", lambda _: None)
     with pytest.raises(OSError, match=FULL):
-        write_shard(locate(str(tmp_path / "file")))
+        write(locate(str(tmp_path / "file")))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("write", [write_shard, write_parquet])
+def test_a_file_that_cannot_be_closed_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any
+) -> None:
+    def cannot_close(_: object) -> None:
+        raise OSError(errno.ENOSPC, FULL)
+
+    monkeypatch.setattr(pq.ParquetWriter, "close", cannot_close)
+    monkeypatch.setattr(pq.ParquetWriter, "__del__", lambda _: None)
+    with pytest.raises(OSError, match=FULL):
+        write(locate(str(tmp_path / "file")))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_closing_fails_where_nothing_else_did() -> None:
+    class Broken:
+        def close(self) -> None:
+            raise OSError("while closing")
+
+    with pytest.raises(OSError, match="while closing"), closed_after(Broken()):
+        pass
 
 
 def test_facts_are_those_of_the_file(tmp_path: Path) -> None:

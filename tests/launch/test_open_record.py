@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import ray
 from mlflow import MlflowClient
 
 from tests.launch.resolved import resolved_run
@@ -82,13 +83,15 @@ def test_work_that_is_done_is_finished_and_work_that_is_not_was_stopped(record: 
     [
         (ValueError("no rate came to its end"), "FAILED"),
         (RunStoppedError("stopped"), "KILLED"),
+        (KeyboardInterrupt(), "KILLED"),
     ],
 )
+@pytest.mark.parametrize("is_complete", [False, True])
 def test_an_error_ends_the_record_and_passes(
-    record: Record, error: BaseException, status: str
+    record: Record, error: BaseException, status: str, is_complete: bool
 ) -> None:
     def work(run: OpenRun) -> None:
-        run.is_complete = True
+        run.is_complete = is_complete
         raise error
 
     with pytest.raises(type(error)), opened() as run:
@@ -96,6 +99,15 @@ def test_an_error_ends_the_record_and_passes(
     assert record.ended() == [status]
     reasons = [args for name, *args in record.calls if name == "tag"]
     assert reasons == ([["vit_ray.failure", str(error)]] if status == "FAILED" else [])
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("has not answered"), ray.exceptions.RayActorError()]
+)
+def test_the_result_stands_where_the_record_has_died(record: Record, error: Exception) -> None:
+    record.error = error
+    with opened() as run:
+        run.is_complete = True
 
 
 def test_what_a_run_is_told_joins_what_every_run_has(record: Record) -> None:
@@ -125,6 +137,19 @@ def test_a_trial_shows_the_command_of_its_sweep_and_not_that_of_rays_process(
     assert "    vit-ray sweep digits_sweep\n" in opening.tags["mlflow.note.content"]
 
 
+def test_what_children_vary_is_no_parameter_of_their_parent(record: Record) -> None:
+    with opened():
+        pass
+    with opened(varied=["optim.learning_rate", "data.augment", "data.train"]):
+        pass
+    everything, rest = (set(opening.params) for opening in record.openings)
+    left_out = {key for key in everything if key.startswith("data.augment.")}
+    assert everything - rest == {"optim.learning_rate", *left_out}
+    assert left_out
+    with_place, without = (set(opening.tags) for opening in record.openings)
+    assert with_place - without == {"data.train"}
+
+
 COST = {"study/exaflops": 0.5}
 
 
@@ -152,12 +177,13 @@ def mlflow_run(recipe: Recipe, run_id: str | None) -> Any:
     return MlflowClient(recipe.tracking.uri).get_run(run_id or "")
 
 
+@pytest.mark.parametrize("status", [None, "FAILED"])
 @pytest.mark.parametrize(
-    ("status", "lose"),
+    "lose",
     [
-        (None, lambda log: None),
-        ("FAILED", Path.unlink),
-        (None, lambda log: shutil.rmtree(log.parent)),  # as on another machine
+        lambda log: None,
+        Path.unlink,
+        lambda log: shutil.rmtree(log.parent),  # as on another machine
     ],
 )
 def test_a_run_whose_driver_died_after_its_last_checkpoint_is_ended_by_the_next(
@@ -171,12 +197,25 @@ def test_a_run_whose_driver_died_after_its_last_checkpoint_is_ended_by_the_next(
     assert run.data.metrics == {"train/loss": 1.5, **COST}
 
 
+def test_an_end_that_mlflow_has_is_left_alone(
+    trained: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = driven(trained, "FINISHED")
+    monkeypatch.setattr(Tracker, "start", None)
+    assert end_record(trained, run_id, 10, COST) == run_id
+
+
 def test_a_run_that_has_ended_is_not_opened_again_where_its_log_is_not(trained: Recipe) -> None:
     run_id = driven(trained, "FINISHED")
     ended = mlflow_run(trained, run_id).info.end_time
     shutil.rmtree(metrics_log_path(trained.run_folder).parent)
     assert end_record(trained, run_id, 10, COST) == run_id
     assert mlflow_run(trained, run_id).info.end_time == ended
+
+
+def test_the_run_is_named_while_mlflow_is_away(trained: Recipe) -> None:
+    away = trained.with_changes(tracking={"uri": "http://127.0.0.1:9"})
+    assert end_record(away, "abc", 10, COST) == "abc"
 
 
 def test_an_end_that_mlflow_was_away_for_is_brought_there(trained: Recipe) -> None:

@@ -11,8 +11,8 @@ from tests.checkpoints.written import snapshot_of, write_snapshot
 from tests.recipes import recipe_with
 from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
 from vit_ray.commands.job_list import COMMANDS
-from vit_ray.config import Recipe
-from vit_ray.config.help import key_names, keys_below
+from vit_ray.config import Recipe, resume_compatibility
+from vit_ray.config.help import all_keys, key_names, keys_below
 from vit_ray.config.resume_compatibility import incompatible_changes, on_resume
 from vit_ray.config.section import OnResume
 from vit_ray.launch.resuming import accepted_changes, find_resume_point
@@ -65,7 +65,15 @@ def test_the_same_recipe_goes_on_without_a_word() -> None:
     ("changes", "key", "before", "now"),
     [
         ({"optim": {"learning_rate": 0.3}}, "optim.learning_rate", "0.1", "0.3"),
+        ({"optim": {"weight_decay": 0.3}}, "optim.weight_decay", "0.0", "0.3"),
+        ({"optim": {"schedule": "cosine"}}, "optim.schedule", "linear", "cosine"),
+        ({"optim": {"warmup_steps": 3}}, "optim.warmup_steps", "0", "3"),
+        ({"optim": {"epochs": 1.5}}, "optim.epochs", "2.0", "1.5"),
+        ({"train": {"label_smoothing": 0.1}}, "train.label_smoothing", "0.0", "0.1"),
+        ({"train": {"precision": "fp32"}}, "train.precision", "bf16", "fp32"),
+        ({"data": {"augment": {"min_area": 0.5}}}, "data.augment.min_area", "0.05", "0.5"),
         ({"data": {"eval": "/data/other"}}, "data.eval", "/data/test", "/data/other"),
+        ({"optim": {"betas": [0.9, 0.95]}}, "optim.betas", r"\[0.9, 0.999\]", r"\[0.9, 0.95\]"),
         ({"init_from": "/weights"}, "init_from", "None", "/weights"),
     ],
 )
@@ -80,11 +88,16 @@ def test_a_change_is_refused_by_name_with_both_values_or_accepted_on_purpose(
     assert key in event
 
 
+@pytest.mark.parametrize("step", [7, 20])
 @pytest.mark.parametrize(
-    ("changes", "told", "step"),
+    ("changes", "told"),
     [
-        ({"seed": 3}, "seed was 0 and is 3", 7),
-        ({"train": {"global_batch_size": 128}}, "train.global_batch_size was 64 and is 128", 20),
+        ({"seed": 3}, "seed was 0 and is 3"),
+        ({"model": {"name": "ViT-S/16"}}, "model.name was ViT-B/16 and is ViT-S/16"),
+        ({"train": {"global_batch_size": 128}}, "train.global_batch_size was 64 and is 128"),
+        ({"optim": {"name": "sgd"}}, "optim.name was adamw and is sgd"),
+        ({"data": {"fraction": 0.5}}, "data.fraction was 1.0 and is 0.5"),
+        ({"data": {"shuffle_window": 128}}, "data.shuffle_window was 0 and is 128"),
     ],
 )
 def test_what_a_checkpoint_stands_for_cannot_change_at_all(
@@ -110,8 +123,8 @@ def test_a_run_that_is_over_does_not_pass_for_one_of_another_recipe() -> None:
         accepted(changed, ended)
 
 
-def test_a_run_that_is_over_is_not_given_out_as_measured_on_other_data() -> None:
-    other = "/data/other"
+@pytest.mark.parametrize("other", ["/data/other", None])
+def test_a_run_that_is_over_is_not_given_out_as_measured_on_other_data(other: str | None) -> None:
     elsewhere = linear_recipe(data={"eval": other}, resume="changed")
     told = f"evaluated on other data: data.eval was /data/test and is {other}.*vit-ray evaluate"
     with pytest.raises(ValueError, match=told):
@@ -163,6 +176,10 @@ def test_a_longer_run_is_accepted_and_says_what_becomes_of_the_schedule() -> Non
     assert "the learning rate after step 20 is 0.05, and would have been 0" in event
 
 
+def test_a_length_may_be_said_in_another_way() -> None:
+    assert accepted(linear_recipe(optim={"epochs": None, "steps": 20}), position(7)) == []
+
+
 def test_a_run_does_not_end_before_where_it_is() -> None:
     shorter = linear_recipe(optim={"epochs": 1.0}, resume="changed")
     with pytest.raises(ValueError, match="trained for 12 steps, and this recipe ends after 10"):
@@ -174,9 +191,14 @@ def test_a_run_does_not_end_before_where_it_is() -> None:
     "changes",
     [
         {"train": {"micro_batch_size": 8, "zero_stage": 3, "activation_checkpointing": 1}},
+        {"train": {"nonfinite": "skip", "log_every_steps": 7}},
         {"data": {"train": "/moved", "cpus_per_task": 1.0, "max_bad_fraction": 0.5}},
         {"workers": {"num_workers": [1, 8]}, "checkpoint": {"keep_last": 9}},
+        {"data": {"shuffle_window": "auto"}},
+        {"evaluate": {"every_steps": 5}},
+        {"evaluate": {"shots": [1, 5], "few_shot_seeds": 9}},
         {"optim": {"decay_at": [0.5], "momentum": 0.5}},
+        {"train": {"masked_target": "full_patch"}},
     ],
 )
 def test_speed_and_place_may_change(changes: dict[str, Any]) -> None:
@@ -203,15 +225,55 @@ def test_every_key_that_a_training_reads_says_whether_it_may_change() -> None:
     assert {key.name for key in keys if not key.on_resume} == {"name"}
 
 
-def test_a_checkpoint_means_nothing_with_another_value_of_these_keys() -> None:
-    """Written out, since runs are resumed by it."""
-    fixed = {key for key in key_names() if on_resume(key) is OnResume.FIXED}
-    assert {key for key in fixed if not key.startswith("model.")} == {
-        "seed", "data.fraction", "data.held_out_fraction", "data.shuffle_window", "optim.name",
-        "optim.frozen", "train.loss", "train.masked_target", "train.global_batch_size",
-    }  # fmt: skip
-    assert {key for key in key_names() if key.startswith("model.")} <= fixed
-    assert on_resume("checkpoint.keep_best") is OnResume.CONFIRM  # which weights are the result
+@pytest.mark.parametrize(
+    ("mark", "keys"),
+    [
+        (
+            OnResume.FIXED,
+            "seed data.fraction "
+            "data.held_out_fraction data.shuffle_window "
+            "optim.name optim.frozen "
+            "train.loss train.masked_target train.global_batch_size",
+        ),
+        (
+            OnResume.FREE,
+            "output resume data.train data.max_bad_fraction "
+            "data.cpus_per_task data.object_store_mib "
+            "data.label_selector data.cache_dir data.cache_free_gib "
+            "train.micro_batch_size train.zero_stage train.offload "
+            "train.activation_checkpointing train.compile train.nonfinite "
+            "train.log_every_steps train.profile_steps "
+            "train.callbacks train.step_timeout_s evaluate.batch_size evaluate.metrics",
+        ),
+        (OnResume.LENGTH, "optim.steps optim.epochs"),
+        (OnResume.EVALUATED, "data.eval evaluate.few_shot_train evaluate.few_shot_test"),
+    ],
+    ids=["fixed", "free", "length", "evaluated"],
+)
+def test_other_keys_of_the_training_than_these_need_the_flag(mark: OnResume, keys: str) -> None:
+    """Written out, since runs are resumed by it: a checkpoint means nothing with a fixed one."""
+    sections = ("data.", "optim.", "train.", "evaluate.")
+    mine = [key for key in key_names() if key.startswith(sections) or "." not in key]
+    assert [key for key in mine if on_resume(key) is mark] == sorted(keys.split(), key=mine.index)
+    held = {on_resume(key) for key in key_names() if key.startswith("model.")}
+    assert held == {OnResume.FIXED}
+    free = ("workers.", "checkpoint.", "tracking.")
+    others = {on_resume(key): key for key in key_names() if key.startswith(free)}
+    # It decides which weights are the result.
+    assert others.pop(OnResume.CONFIRM) == "checkpoint.keep_best"
+    assert others.keys() == {OnResume.FREE}
+
+
+def test_what_switches_a_key_off_is_a_key_with_such_values() -> None:
+    """A misspelt one would leave the key without effect on any comparison."""
+    allowed = {key.name: key.allowed for key in all_keys()}
+    switches = [used_if for _, used_if in resume_compatibility._MARKS.values() if used_if]
+    assert len(switches) > 10
+    for used_if in switches:
+        assert set(used_if.values) <= set(allowed[used_if.key].split(" | ")), used_if
+        # Without values the switch is off where it is unset, or 0.
+        can_be_off = allowed[used_if.key].endswith(" | null") or used_if.key == "train.averaging"
+        assert used_if.values or can_be_off, used_if
 
 
 @pytest.mark.parametrize(("name", "is_used"), [("sgd", False), ("parts.lion", True)])
@@ -221,3 +283,15 @@ def test_betas_decide_with_an_optimizer_of_the_users(name: str, is_used: bool) -
     )
     changed = [change.key for change in incompatible_changes(before, now)]
     assert changed == (["optim.betas"] if is_used else [])
+
+
+@pytest.mark.parametrize(("averaging", "is_used"), [(0.0, False), (0.999, True)])
+def test_the_warm_up_of_an_average_decides_nothing_where_nothing_is_averaged(
+    averaging: float, is_used: bool
+) -> None:
+    before, now = (
+        Recipe(name="r", train={"averaging": averaging, "averaging_warmup": warms_up}).flat()
+        for warms_up in (True, False)
+    )
+    changed = [change.key for change in incompatible_changes(before, now)]
+    assert changed == (["train.averaging_warmup"] if is_used else [])

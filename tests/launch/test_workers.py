@@ -1,6 +1,7 @@
 """What the driver decides after each worker group, on groups that are fake: no Ray."""
 
 import json
+import os
 import pickle
 import tempfile
 from collections.abc import Callable
@@ -37,10 +38,12 @@ from vit_ray.launch.workers import (
     RunFailedError,
     WorkerGroups,
     lost_place,
+    newest_step,
+    settings,
 )
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.storage import locate
-from vit_ray.tracking.run_state import RunStatus
+from vit_ray.tracking.run_state import Event, RunStatus
 from vit_ray.worker.job import SmallerMicroBatchError
 
 BY_PEER, BAD_CARD = RuntimeError("Connection closed by peer"), RuntimeError("bad card")
@@ -108,7 +111,9 @@ def test_nodes_that_are_taken_back_and_passes_that_do_not_fit_are_not_counted(
     "error",
     [
         failed(OSError("x")),
+        ControllerError(RuntimeError("a worker died")),
         ray.exceptions.RayActorError(),  # the controller itself
+        TimeoutError("1 of 2 workers started"),
     ],
 )
 def test_other_failures_are_counted(error: Exception, tmp_path: Path) -> None:
@@ -116,7 +121,8 @@ def test_other_failures_are_counted(error: Exception, tmp_path: Path) -> None:
         Attempts(tmp_path, error, error, max_failures=1).train()
 
 
-@pytest.mark.parametrize(("error", "has_diverged"), [(None, False), (failed(BY_PEER), True)])
+@pytest.mark.parametrize("error", [None, failed(BY_PEER)])
+@pytest.mark.parametrize("has_diverged", [False, True])
 def test_what_a_worker_says_would_happen_again_ends_the_run_with_its_line(
     error: Exception | None, has_diverged: bool, tmp_path: Path
 ) -> None:
@@ -143,9 +149,10 @@ def test_a_stop_before_there_are_workers_is_no_failure_and_is_told(tmp_path: Pat
     assert attempts.run.events == [("stopped", text, 0)]
 
 
-def test_a_stop_between_two_groups_starts_no_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [Ended(goes_on=True), failed(BY_PEER)])
+def test_a_stop_between_two_groups_starts_no_other(end: Any, tmp_path: Path) -> None:
     checkpoint(tmp_path, 10)
-    attempts = Attempts(tmp_path, failed(BY_PEER), max_failures=-1)
+    attempts = Attempts(tmp_path, end, max_failures=-1)
     attempts.run.stop = "SIGTERM"  # it came while the group ran
     attempts.train()
     text = "SIGTERM; no workers were running, the newest checkpoint is of step 10"
@@ -261,15 +268,29 @@ def test_workers_that_a_recorder_has_forgotten_are_still_known(
     assert watched.watch.known_groups() == {"00", "01"}
 
 
+def test_storage_that_is_full_ends_no_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(tmp_path, monkeypatch)
+    Path(watched.job.run_folder).parent.mkdir(parents=True, exist_ok=True)
+    Path(watched.job.run_folder).write_text("in the way of the folder")
+    watched.start()
+    assert not watched.is_over_within(2 * SILENT_S)
+
+
 def end_of(watched: Watched, how: str) -> None:
     if how == "finished":
         watched.status.step = TOTAL
         checkpoint(Path(watched.job.run_folder), TOTAL)
-    else:
+    elif how == "stopped":
+        watched.status.events.append(Event(EventKind.STOPPED, "SIGTERM", 3, 0.0))
+    elif how == "measured":
         watched.status.metrics["eval/top1"] = 0.5
+    else:
+        watched.status.failure = Failure("the data are bad")
 
 
-@pytest.mark.parametrize("how", ["finished", "measured"])
+@pytest.mark.parametrize("how", ["finished", "stopped", "failed", "measured"])
 def test_a_controller_that_is_frozen_does_not_keep_the_driver_after_the_runs_end(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,6 +323,38 @@ def test_a_group_grows_by_one_request_for_a_checkpoint(
     watched.is_over_within(300)
     assert watched.run.resizes
     assert watched.watch.is_resizing
+
+
+def test_an_evaluation_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(tmp_path, monkeypatch, "evaluate")
+    watched.start()
+    watched.has_room = True
+    watched.is_over_within(300)
+    assert not watched.run.resizes
+
+
+def test_what_a_placed_group_lacks_is_told_when_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a limit to the wait, a line at each look would be all of the run's history."""
+    watched = Watched(tmp_path, monkeypatch)
+    watched.start()
+    for lacking in ("2 CPUs", "1 CPU", "", "1 CPU"):
+        watched.lacking = lacking
+        watched.is_over_within(3600)
+    assert [text for _, text, _ in watched.run.events] == ["2 CPUs", "1 CPU", "1 CPU"]
+
+
+def test_a_record_that_does_not_answer_ends_no_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(tmp_path, monkeypatch)
+
+    def away() -> Any:
+        raise RuntimeError("has not answered")
+
+    watched.run.places = away  # type: ignore[method-assign]
+    assert not watched.is_over_within(2 * SILENT_S)
 
 
 def groups_of(folder: Path, **sections: Any) -> WorkerGroups:
@@ -344,3 +397,47 @@ def test_ray_train_tries_once_and_leaves_no_files(
     context = replace(config, storage_filesystem=carried).storage_context  # which tries it
     assert context.experiment_fs_path == f"groups/{config.name}"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_each_group_of_a_run_has_a_name_of_its_own(tmp_path: Path) -> None:
+    groups, other = groups_of(tmp_path), groups_of(tmp_path)
+    names = set()
+    for number, one in ((1, groups), (2, groups), (1, other)):
+        one._number = number
+        names.add(one._trainer(PLACE).run_config.name)
+    assert len(names) == 3
+
+
+def test_a_large_group_is_polled_less_often_and_what_the_user_has_set_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
+    polled = [settings(size, is_private=False)[key] for size in (1, 64, 512)]
+    assert polled == ["0.5", "0.5", "4"]
+    monkeypatch.setattr(workers, "_OWN_SETTINGS", set())
+    monkeypatch.delenv(key, raising=False)
+    for size, interval in ((1, "0.5"), (512, "4")):
+        groups_of(tmp_path)._trainer(Place(size, {}))
+        assert os.environ[key] == interval
+    monkeypatch.setattr(workers, "_OWN_SETTINGS", set())
+    monkeypatch.setenv(key, "3")
+    groups_of(tmp_path)._trainer(PLACE)
+    assert os.environ[key] == "3"
+
+
+def test_a_store_that_does_not_answer_is_named_without_its_secret(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe = make_job(Path("/x")).recipe
+    workers._say_that_the_record_waits(
+        recipe.with_changes(tracking={"uri": "http://user:secret@mlflow:5000"})
+    )
+    told = capsys.readouterr().err
+    assert "mlflow:5000 has not answered yet; " in told
+    assert "secret" not in told
+
+
+def test_a_run_without_a_checkpoint_has_no_newest_step(tmp_path: Path) -> None:
+    assert newest_step(str(tmp_path)) == -1
+    checkpoint(tmp_path, 10)
+    assert newest_step(str(tmp_path)) == 10

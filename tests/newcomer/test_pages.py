@@ -109,3 +109,11 @@ touch plain
     assert bad.returncode != 0
     assert "the page lies: exit code 1: cat missing" in bad.stderr
     assert not (tmp_path / "after").exists()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_inside_the_repository_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if "://" in target or target.startswith("reference/"):
+            continue
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"

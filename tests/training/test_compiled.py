@@ -13,6 +13,7 @@ from tests.training.engine_runs import IMAGES, build_engine, run_steps
 from tests.training.ranks import run_ranks
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.models import build_model
+from vit_ray.models.recompute import recompute
 from vit_ray.training.engine.compiling import compile_failures, compile_model
 
 # Backend, ZeRO stage (the recipe refuses 3), precision, activation checkpointing. Only inductor
@@ -153,3 +154,20 @@ def test_eager_group_norm_gives_up_channels_last_everywhere_but_on_a_cpu() -> No
         )
         normalized = torch.nn.functional.group_norm(images, 32)
         assert normalized.is_contiguous(memory_format=torch.channels_last) is is_kept
+
+
+@pytest.mark.parametrize(
+    ("patch", "width", "mlp", "heads"), [(16, 768, 3072, 12), (14, 1280, 5120, 16)], ids=["B", "H"]
+)
+def test_blocks_as_wide_as_published_are_captured_without_a_break(
+    patch: int, width: int, mlp: int, heads: int
+) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    shape = {"depth": 2, "width": width, "mlp_dim": mlp, "num_heads": heads, "patch_size": patch}
+    model = build_model("ViT", 10, dropout=0.1, **shape)
+    recompute(model, 1)
+    compile_model(model, "aot_eager", may_fail=False)
+    model(torch.rand(1, 3, 224, 224)).sum().backward()
+    assert counters["stats"]["unique_graphs"] > 0
+    assert not counters["graph_break"]

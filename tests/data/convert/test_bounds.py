@@ -89,28 +89,31 @@ def test_a_row_group_ends_where_its_images_have_enough_bytes(
     assert check_file(0, manifest, 1.0).problems == []
 
 
-def test_few_large_files_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are files of holes here."""
+@pytest.mark.parametrize(("length", "most_held"), [(100 << 20, 3), (rows.WHOLE_FILE, 10)])
+def test_few_large_files_are_read_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, most_held: int
+) -> None:
+    """Also those of a list, whose lengths nobody has said: they are files of holes here."""
     entries = []
-    for i in range(12):
+    for i in range(40):
         path = tmp_path / f"{i}.mp4"
         with path.open("wb") as file:
             file.truncate(100 << 20)
-        entries.append(Row(str(i), path=str(path), length=100 << 20))
+        entries.append(Row(str(i), path=str(path), length=length))
     lock, held, most = threading.Lock(), [0], [0]
 
     def read(location: Location) -> bytes:
         with lock:
             held[0] += 1
             most[0] = max(most[0], held[0])
-        return b"x"
+        return bytes(100 << 20)  # memory that nobody has written takes none
 
     monkeypatch.setattr(Location, "read", read)
     for _, image in checks.read_ahead(entries):
-        assert image.result() == b"x"
+        assert len(image.result()) == 100 << 20
         with lock:
             held[0] -= 1
-    assert most[0] <= 3  # two that wait, and the one that is looked at
+    assert most[0] <= most_held  # those that wait, and the one that is looked at
 
 
 def test_a_file_that_is_too_large_for_an_image_is_not_read(

@@ -22,7 +22,7 @@ from vit_ray.data.convert import checks, commit, conversion, shards
 from vit_ray.data.convert.index import read_facts, write_facts
 from vit_ray.data.convert.verify import verify
 from vit_ray.data.crops import decode
-from vit_ray.data.dataset import Manifest, ShardFile
+from vit_ray.data.dataset import Manifest, ShardFile, checksum
 from vit_ray.data.subset import subset
 from vit_ray.storage import Location, locate
 
@@ -557,8 +557,15 @@ def test_what_another_version_has_made_is_refused(
         convert(image_folder, tmp_path / "staged")
     convert(image_folder, tmp_path / "set")
     for file in (tmp_path / "staged" / "_staging" / "plan.json", tmp_path / "set" / "source.json"):
-        write_facts(locate(str(file)), {"settings": {}, "units": {}})
-        with pytest.raises(ValueError, match=r"of other settings: convert.version=\d+ \(it was N"):
+        content = b'{"settings": {"seed": 0}, "units": {}, "version": 7}'  # as version 7 wrote it
+        file.write_bytes(b"%s\n%08x" % (content, checksum(content)))
+        told = "of another version of vit_ray; choose another convert.destination"
+        with pytest.raises(ValueError, match=told):
+            convert(image_folder, file.parents["plan" in file.name])
+        file.write_bytes(content)
+        with pytest.raises(
+            ValueError, match=r"not what was written; choose another convert\.destination"
+        ):
             convert(image_folder, file.parents["plan" in file.name])
 
 

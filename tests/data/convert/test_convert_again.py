@@ -295,3 +295,57 @@ def test_a_refused_conversion_leaves_nothing_in_a_set_that_another_has_finished(
         convert(source, target, **SMALL | {"seed": 4})
     assert not (target / "_staging").exists()
     assert open_dataset(str(target)).num_images == 20
+
+
+def test_shards_whose_plan_was_deleted_are_not_those_of_another_plan(
+    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "set"
+    begin_files(source)
+    with stopped_at(monkeypatch, "commit", is_done=False):
+        convert(source, target, **SMALL)
+    (target / "_staging" / "plan.json").unlink()
+    made = {file: file.read_bytes() for file in target.glob("part-*")}
+    with pytest.raises(ValueError, match=r"is not empty and holds no data set .* it has 'part-0"):
+        convert(source, target, **SMALL | {"seed": 4})
+    assert {file: file.read_bytes() for file in target.glob("part-*")} == made
+    for file in made:
+        file.rename(tmp_path / file.name)  # as the message says
+    convert(source, target, **SMALL | {"seed": 4})
+    convert(source, tmp_path / "undisturbed", **SMALL | {"seed": 4})
+    assert pictures_of(target) == pictures_of(tmp_path / "undisturbed")
+
+
+def test_a_conversion_without_a_plan_overwrites_no_file_of_the_user(
+    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "set"
+    begin_files(source)
+    with stopped_at(monkeypatch, "shards_for", is_done=False):
+        convert(source, target, **SMALL)
+    (target / "_staging" / "lock-00000001.json").write_text("{}")
+    (target / "part-00000-of-00001.parquet").write_text("the user's")
+    with pytest.raises(ValueError, match=r"it has 'part-00000-of-00001.parquet'; choose a new fo"):
+        convert(source, target, **SMALL)
+    assert (target / "part-00000-of-00001.parquet").read_text() == "the user's"
+    (target / "part-00000-of-00001.parquet").unlink()
+    for lock in (target / "_staging").glob("lock-*"):
+        lock.unlink()
+    assert convert(source, target, **SMALL).num_images == 20
+
+
+def test_keys_are_relative_to_the_folder_of_all_files_that_match_now(
+    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index of an interrupted start has them relative to a folder below it."""
+    source, target = str(tmp_path / "tars" / "*" / "*.tar"), tmp_path / "set"
+    write_tar(tmp_path / "tars" / "a" / "1.tar", [0, 1, 2])
+    with stopped_at(monkeypatch, "shards_for", is_done=False):
+        convert(source, target, **SMALL)
+    (first,) = (target / "_staging").glob("index-*.parquet")
+    write_tar(tmp_path / "tars" / "b" / "2.tar", [3, 4])
+    with stopped_at(monkeypatch, "shards_for", is_done=False):
+        convert(source, target, **SMALL)
+    assert not first.exists()
+    convert(source, target, **SMALL)
+    assert sorted(labels_of(target)) == [f"a/1/00{i}" for i in range(3)] + ["b/2/003", "b/2/004"]

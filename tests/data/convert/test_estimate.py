@@ -1,6 +1,7 @@
 """What a dry run says of a conversion, against what the conversion then makes."""
 
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -13,6 +14,8 @@ from tests.data.converting import config_of, convert
 from tests.data.pictures import jpeg, write_class_folders
 from vit_ray.data.convert import estimate
 from vit_ray.data.convert.estimate import estimate_conversion
+from vit_ray.data.convert.rows import Row, Unit
+from vit_ray.data.convert.sources import rows_of
 
 
 def test_what_is_said_before_is_what_comes(
@@ -71,6 +74,31 @@ def test_parquet_files_without_rows_or_names_count_as_the_others(tmp_path: Path)
     pq.write_table(pq.read_table(files[1]).slice(0, 0), files[0])
     said = estimate_conversion(config_of(tmp_path, "set"))
     assert (said.num_images, said.num_classes, said.num_sampled) == (5, 2, 5)
+
+
+def test_of_parquet_files_no_more_images_are_read_than_are_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are counted by the footers, until the time is over."""
+    images = [jpeg(i, 200, 300) for i in range(20)]
+    for number in range(3):
+        write_hub_file(tmp_path / f"train-{number:05d}-of-00003.parquet", images, ["a", "b"] * 10)
+    read: list[str] = []
+
+    def counted(unit: Unit) -> Iterator[Row]:
+        for row in rows_of(unit):
+            read.append(row.key)
+            yield row
+
+    monkeypatch.setattr(estimate, "rows_of", counted)
+    monkeypatch.setattr(estimate, "SAMPLED", 4)
+    said = estimate_conversion(config_of(tmp_path, "set"))
+    assert (said.num_images, said.num_classes, said.num_counted) == (60, 2, 3)
+    assert said.source_bytes == pytest.approx(3 * sum(map(len, images)), rel=0.1)
+    assert len(read) == said.num_sampled == 4
+    monkeypatch.setattr(estimate, "COUNTED_S", -1.0)
+    said = estimate_conversion(config_of(tmp_path, "set"))
+    assert (said.num_images, said.num_counted) == (60, 1)
 
 
 def test_a_source_of_no_usable_image_is_refused(tmp_path: Path) -> None:

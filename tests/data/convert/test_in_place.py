@@ -206,19 +206,22 @@ def test_what_cannot_be_exact_is_refused(serial: None, source: Path, tmp_path: P
         in_place(folder.parent, tmp_path / "set")
     with pytest.raises(ValueError, match=r"is in convert.source=.*; choose a folder outside"):
         in_place(source, source / "set")
+    with pytest.raises(ValueError, match=r"next to its files; choose a folder outside '.*/data'"):
+        in_place(source / "data" / "*.parquet", source / "data" / "set")
     for key in ("shrink_to", "apply_orientation"):
         with pytest.raises(ValueError, match=f"in_place=true with {key}: images that are"):
             in_place(source, tmp_path / "set", **{key: 64 if key == "shrink_to" else True})
     assert not (source / "set").exists()
 
 
-def test_row_groups_that_cannot_be_read_are_refused(
+def test_row_groups_that_cannot_be_read_are_refused_before_any_image_is(
     serial: None, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("vit_ray.data.convert.shards.MOST_ROW_GROUP_BYTES", 100)
-        with pytest.raises(ValueError, match=r"row group 0 has no rows, or more than 0 MiB"):
+        patch.setattr("vit_ray.data.convert.hub.MOST_ROW_GROUP_BYTES", 100)
+        with pytest.raises(ValueError, match=r"row group 0 has 0 MiB of images; in place it needs"):
             in_place(source, tmp_path / "set")
+    assert not (tmp_path / "set").exists()  # and so can be converted by copying
     file = tmp_path / "empty" / "train.parquet"
     file.parent.mkdir()
     table = pa.table({"image": [{"bytes": IMAGES[0], "path": "0"}], "label": ["a"]})
@@ -228,6 +231,17 @@ def test_row_groups_that_cannot_be_read_are_refused(
     assert pq.ParquetFile(file).metadata.num_row_groups == 2
     with pytest.raises(ValueError, match="row group 0 has no rows"):
         in_place(file, tmp_path / "empty set")
+    assert not (tmp_path / "empty set").exists()
+
+
+def test_a_set_without_rows_is_refused(serial: None, tmp_path: Path) -> None:
+    file = tmp_path / "hub" / "train.parquet"
+    file.parent.mkdir()
+    schema = pa.schema({"image": pa.struct({"bytes": pa.binary()}), "label": pa.string()})
+    with pq.ParquetWriter(file, schema):
+        pass
+    with pytest.raises(ValueError, match=r"train.parquet' holds no images; check its format"):
+        in_place(file, tmp_path / "set")
 
 
 def test_equal_images_that_a_file_has_once_count_as_often_as_they_are_read(
@@ -240,8 +254,8 @@ def test_equal_images_that_a_file_has_once_count_as_often_as_they_are_read(
     assert chunk.total_uncompressed_size < 3.1 * len(IMAGES[0])
     convert(file, tmp_path / "set", in_place=True)
     assert 5 * len(IMAGES[0]) < open_dataset(str(tmp_path / "set")).bytes[0]
-    monkeypatch.setattr("vit_ray.data.convert.shards.MOST_ROW_GROUP_BYTES", 5 * len(IMAGES[0]) - 1)
-    with pytest.raises(ValueError, match="row group 0 has no rows, or more than 0 MiB of images"):
+    monkeypatch.setattr("vit_ray.data.convert.hub.MOST_ROW_GROUP_BYTES", 5 * len(IMAGES[0]) - 1)
+    with pytest.raises(ValueError, match=r"group 0 has 0 MiB of images; .* to another folder"):
         convert(file, tmp_path / "other", in_place=True)
     assert not (tmp_path / "other" / "manifest.parquet").exists()
 

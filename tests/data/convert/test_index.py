@@ -1,6 +1,7 @@
 """The rows of a source on disk, and in the order of the data set."""
 
 import itertools
+import json
 import unicodedata
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from vit_ray.data.convert.index import (
 )
 from vit_ray.data.convert.rows import ROW_SCHEMA, Row, Unit, row_table, table_rows
 from vit_ray.data.convert.shards import Plan, rows_of_shard, write_lists
+from vit_ray.data.convert.sources import units_of
 from vit_ray.data.keyed_random import KeyedPermutation
 from vit_ray.storage import Location, locate
 
@@ -84,6 +86,19 @@ def test_two_forms_of_one_name_are_one_key(tmp_path: Path) -> None:
     store = RowStore(parts_of([*keys, "tea.jpg"], locate(str(tmp_path / "staging"))), str(tmp_path))
     store.find_repeated()
     assert store.is_repeated.tolist() == [False, True, False]
+
+
+def test_long_texts_are_held_in_pieces_of_some_bytes(
+    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "CHARACTERS_AT_A_TIME", 3000)
+    lines = [json.dumps({"path": f"{i}.jpg", "label": "a", "caption": "c" * 900}) for i in range(9)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    config = config_of(tmp_path / "a.jsonl", tmp_path / "set", columns=["caption"])
+    (part,), _ = index.build_index(units_of(config), {}, locate(str(tmp_path / "staging")), config)
+    tables = list(read_groups(part))
+    assert all(1 <= len(table) <= 4 for table in tables)
+    assert pa.concat_tables(tables)["key"].to_pylist() == [f"{i}.jpg" for i in range(9)]
 
 
 FACTS = {"rows": [64, 64, 12], "row_group_crc32": [7, 8, 9], "reason": "of\ntwo lines \u00fc"}

@@ -23,8 +23,10 @@ from vit_ray.data.shard_writer import EncodedImage
 
 # Threads that read a shard's images ahead: object stores are slow to answer, but answer many.
 _READERS: Final = 8
-# Bytes of images that wait, where the source says how large they are.
+# Bytes of images that wait.
 _AHEAD_BYTES: Final = 1 << 26
+# Of an image that waits to be read, where the source does not say how large it is.
+_UNKNOWN_BYTES: Final = 1 << 23
 # Of a JPEG file, each of which a decoder passes over all pixels for: progressive files have about
 # 10, and libjpeg-turbo's own tests of hostile files allow 500.
 _MOST_SCANS: Final = 100
@@ -41,11 +43,21 @@ def read_ahead(rows: Iterable[Row]) -> Iterator[tuple[Row, Future[bytes]]]:
         for row in rows:
             while waiting and (
                 len(waiting) > 2 * _READERS
-                or sum(one.length for one, _ in waiting) + row.length > _AHEAD_BYTES
+                or sum(_size_of(*one) for one in waiting) + max(row.length, 0) > _AHEAD_BYTES
             ):
                 yield waiting.popleft()
             waiting.append((row, pool.submit(row.read)))
-        yield from waiting
+        while waiting:  # not kept when they have been looked at
+            yield waiting.popleft()
+
+
+def _size_of(row: Row, image: Future[bytes]) -> int:
+    """Bytes of an image that waits, as far as they are known."""
+    if row.length >= 0:
+        return row.length
+    if not image.done():
+        return _UNKNOWN_BYTES
+    return 0 if image.exception(0) else len(image.result(0))
 
 
 def checked(

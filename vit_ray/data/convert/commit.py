@@ -7,6 +7,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -88,7 +89,9 @@ def commit(
         parquet_output(folder.child(DAMAGED_FILE), REJECTED_SCHEMA, "snappy") as damaged,
         ThreadPoolExecutor(_THREADS) as pool,
     ):
-        for facts in pool.map(read_facts, results):
+        # In slices: all at once, those of a large set would wait in memory.
+        slices = (results[at : at + _THREADS] for at in range(0, len(results), _THREADS))
+        for facts in chain.from_iterable(pool.map(read_facts, some) for some in slices):
             result = ShardResult(**facts)
             for rows, target in ((result.rejected, rejected), (result.damaged, damaged)):
                 if rows:

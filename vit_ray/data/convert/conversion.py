@@ -22,12 +22,13 @@ import numpy as np
 
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.convert.commit import ConvertReport, commit, listed, report_of
-from vit_ray.data.convert.destination import OUTPUT, check_destination
+from vit_ray.data.convert.destination import OUTPUT, PLAN, check_destination
 from vit_ray.data.convert.estimate import SAMPLED, sampled, shards_for
 from vit_ray.data.convert.hub import facts_of_file
 from vit_ray.data.convert.index import RowStore, build_index, read_facts, versions_of, write_facts
 from vit_ray.data.convert.labels import (
     SourceFacts,
+    check_not_empty,
     checked_names,
     classes_of,
 )
@@ -43,11 +44,12 @@ from vit_ray.lock import HeldError, LockLostError, check_lock, hold_lock
 from vit_ray.storage import Location, absolute, locate, with_retries
 
 _LOG: Final = logging.getLogger(__name__)
-PLAN: Final = "plan.json"
 # Formats whose keys may be those of other rows.
 _MAY_REPEAT: Final = (*LISTS, "webdataset")
 # Keys of `convert` that may change between a conversion and its restart.
 _DO_NOT_DECIDE: Final = {"destination", "max_rejected_fraction"}
+# What to do where a file cannot say which conversion made the folder.
+_ELSEWHERE: Final = "choose another convert.destination"
 # Of what the staging folder and the record of a source hold.
 _VERSION: Final = 8
 
@@ -145,6 +147,8 @@ def _settings_of(config: ConvertConfig, seed: int) -> dict[str, Any]:
 
 def _check_settings(then: dict[str, Any], now: dict[str, Any], what: str) -> None:
     """Raises ValueError with each setting that differs, as a user gives it."""
+    if then.get("version") != now["version"]:
+        raise ValueError(f"{what} of another version of vit_ray; {_ELSEWHERE}")
     names = [name for name in {**now, **then} if then.get(name) != now.get(name)]
     keys = {name: "seed" if name == "seed" else f"convert.{name}" for name in names}
     other = ", ".join(f"{keys[n]}={now.get(n)!r} (it was {then.get(n)!r})" for n in names)
@@ -170,7 +174,7 @@ def _finished(config: ConvertConfig, seed: int, folder: Location) -> ConvertRepo
     Raises:
         ValueError: it is of other settings, or its source has changed.
     """
-    record = read_facts(folder.child(SOURCE_FILE))
+    record = read_facts(folder.child(SOURCE_FILE), _ELSEWHERE)
     what = f"convert.destination={folder.uri!r} already holds a data set"
     _check_settings(record["settings"], _settings_of(config, seed), what)
     if changes := _changes(record["versions"], versions_of(units_of(config))):
@@ -189,7 +193,7 @@ def _plan(config: ConvertConfig, seed: int, folder: Location) -> Plan:
     staging, settings = folder.child(STAGING_FOLDER), _settings_of(config, seed)
     is_begun = staging.child(PLAN).exists()
     if is_begun:
-        fields = read_facts(staging.child(PLAN))
+        fields = read_facts(staging.child(PLAN), _ELSEWHERE)
         what = f"convert.destination={folder.uri!r} holds an interrupted conversion"
         _check_settings(fields["settings"], settings, what)
     units = units_of(config)
@@ -200,6 +204,7 @@ def _plan(config: ConvertConfig, seed: int, folder: Location) -> Plan:
             return Plan(**fields)
         _LOG.warning("the source has changed, so it is planned again: %s", changes)
         _delete_shards(folder)
+    _delete_lists(staging)
     plan = _new_plan(units, versions, settings, staging, config)
     write_facts(staging.child(PLAN), asdict(plan))
     return plan
@@ -207,14 +212,17 @@ def _plan(config: ConvertConfig, seed: int, folder: Location) -> Plan:
 
 def _delete_shards(folder: Location) -> None:
     """Delete what a plan has made, and the plan last: without it they could be someone else's."""
-    staging = folder.child(STAGING_FOLDER)
-    for info in staging.list_files(recursive=False):
-        if info.base_name.startswith(("list-", "shard-")):
-            staging.child(info.base_name).delete()
     for info in folder.list_files(recursive=False):
         if re.fullmatch(OUTPUT, info.base_name):
             folder.child(info.base_name).delete()
-    staging.child(PLAN).delete()
+    folder.child(STAGING_FOLDER).child(PLAN).delete()
+
+
+def _delete_lists(staging: Location) -> None:
+    """Delete the lists and results of an earlier plan: no shard of a new one is done."""
+    for info in staging.list_files(recursive=False):
+        if info.base_name.startswith(("list-", "shard-")):
+            staging.child(info.base_name).delete()
 
 
 def _new_plan(
@@ -233,6 +241,7 @@ def _new_plan(
     if config.in_place:
         shown = Shown(f"reading labels of {config.source}")
         facts = sum(run_tasks(_facts_in_place, units, shown=shown), SourceFacts())
+        check_not_empty(facts, config)
     else:
         parts, facts = build_index(units, versions, staging, config)
     classes, are_indices = classes_of(facts, config, of_folders=units[0].format in FOLDERS)

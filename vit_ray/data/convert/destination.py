@@ -20,6 +20,9 @@ from vit_ray.data.file_names import is_hidden
 from vit_ray.lock import is_lock_file
 from vit_ray.storage import Location, locate
 
+PLAN: Final = "plan.json"
+# How names begin in the staging folder, but for locks.
+_STAGED: Final = (PLAN, "index-", "list-", "shard-")
 _OURS: Final = (MANIFEST_FILE, REJECTED_FILE, DAMAGED_FILE, REPORT_FILE, SOURCE_FILE)
 # Names that a conversion gives to files.
 OUTPUT: Final = r"part-\d+-of-\d+\.parquet|" + "|".join(map(re.escape, _OURS))
@@ -51,18 +54,20 @@ def check_conversion(recipe: Recipe) -> None:
 def check_destination(config: ConvertConfig) -> None:
     """Refuse a folder in the source, or one that is neither empty nor of a conversion."""
     folder = locate(config.destination)
-    if _real(folder).startswith(_real(locate(config.source))):
+    source = units_of(config)[0].folder if config.in_place else config.source
+    if _real(folder).startswith(_real(locate(source))):
         raise ValueError(
-            f"convert.destination={config.destination!r} is in convert.source={config.source!r}; "
-            "choose a folder outside the source"
+            f"convert.destination={config.destination!r} is in convert.source={config.source!r} or "
+            f"next to its files; choose a folder outside {source!r}"
         )
     folder.refuse_file_in_its_place("convert.destination")
     names = {info.base_name for info in folder.list_files(recursive=False)}
-    staged = folder.child(STAGING_FOLDER).list_files(recursive=False)
-    is_ours = any(is_lock_file(info.base_name) for info in staged)
-    if is_ours or {MANIFEST_FILE, SOURCE_FILE} <= names:
+    staged = {info.base_name for info in folder.child(STAGING_FOLDER).list_files()}
+    # Without its plan nobody knows of which conversion the shards of a folder are.
+    if PLAN in staged or {MANIFEST_FILE, SOURCE_FILE} <= names:
         return
-    names |= {*folder.list_folders()}
+    is_ours = all(name.startswith(_STAGED) or is_lock_file(name) for name in staged)
+    names |= {*folder.list_folders()} - ({STAGING_FOLDER} if is_ours else set())
     if taken := sorted(name for name in names if not is_hidden(name)):
         raise ValueError(
             f"convert.destination={folder.uri!r} is not empty and holds no data set with its "

@@ -6,12 +6,13 @@ import statistics
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Final
 
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.convert.checks import checked, read_ahead
-from vit_ray.data.convert.labels import SourceFacts
+from vit_ray.data.convert.hub import facts_of_file
+from vit_ray.data.convert.labels import SourceFacts, check_not_empty
 from vit_ray.data.convert.rows import DamagedUnitError, Row, SourceChangedError, Unit
 from vit_ray.data.convert.sources import declared_classes, rows_of, units_of
 from vit_ray.data.jpeg_index.rewriting import restart_writer
@@ -82,8 +83,7 @@ def estimate_conversion(config: ConvertConfig, seed: int = 0) -> Estimate:
     units = units_of(config)
     order.shuffle(units)
     facts, parts, rows = _counted(units, order)
-    if not facts.rows:
-        raise ValueError(f"convert.source={config.source!r} holds no images; check its format")
+    check_not_empty(facts, config)
     images, num_bytes = (round(n * len(units) / parts) for n in (facts.rows, facts.bytes))
     left = {unit.path.rpartition("/")[2] for unit in units[int(parts) :] if unit.format == "folder"}
     classes = set(config.classes or ()) or {*chain(*facts.declared)} or facts.labels | left
@@ -132,12 +132,16 @@ def sampled(
     return sizes, sides, reasons
 
 
-def _counted(units: list[Unit], order: random.Random) -> tuple[SourceFacts, float, list[Row]]:
+def _counted(units: list[Unit], order: random.Random) -> tuple[SourceFacts, float, Iterable[Row]]:
     """Counts units one after another, until the time is over; an archive is left in its middle.
 
     Returns:
-        The facts of this many units and a fraction of one, and some rows, each equally likely.
+        The facts of this many units and a fraction of one, and some rows, each equally likely; of
+        parquet files the first ones, since their rows are read with their images.
     """
+    if units[0].format == "huggingface":
+        facts, parts = _counted_by_footers(units)
+        return facts, parts, islice(chain.from_iterable(map(rows_of, units)), SAMPLED)
     facts, sample, end_s = SourceFacts(), list[Row](), time.monotonic() + COUNTED_S
     for parts, unit in enumerate(units):
         facts.declared.update({tuple(declared_classes(unit) or ())} - {()})
@@ -154,3 +158,13 @@ def _counted(units: list[Unit], order: random.Random) -> tuple[SourceFacts, floa
         if time.monotonic() > end_s:
             return facts, parts + 1, sample
     return facts, len(units), sample
+
+
+def _counted_by_footers(units: list[Unit]) -> tuple[SourceFacts, int]:
+    """The facts of this many files, from their footers and labels, until the time is over."""
+    facts, end_s = SourceFacts(), time.monotonic() + COUNTED_S
+    for parts, unit in enumerate(units, 1):
+        facts += facts_of_file(unit)
+        if time.monotonic() > end_s:
+            return facts, parts
+    return facts, len(units)

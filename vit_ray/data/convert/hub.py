@@ -23,6 +23,7 @@ from vit_ray.data.convert.labels import (
     labels_of_value,
 )
 from vit_ray.data.convert.rows import DamagedUnitError, Row, Unit
+from vit_ray.data.shard_writer import MOST_ROW_GROUP_BYTES
 from vit_ray.storage import is_of_the_store, locate
 
 IMAGE_COLUMNS: Final = ("image", "img", "jpg", "picture")
@@ -108,7 +109,11 @@ def _described(
 
 
 def facts_of_file(unit: Unit) -> SourceFacts:
-    """What is known about a file from its footer and its labels."""
+    """What is known about a file from its footer and its labels.
+
+    Raises:
+        ValueError: as `parquet_rows`, or a row group cannot be read in place, where it is to be.
+    """
     facts = SourceFacts()
     with opened(unit) as (source, columns):
         for batch in source.iter_batches(columns=[columns.label]):
@@ -116,10 +121,29 @@ def facts_of_file(unit: Unit) -> SourceFacts:
                 with contextlib.suppress(ValueError):  # its row says so when it is read
                     labels, kind = _labels_of(value, columns)
                     facts.add(Row("", labels, length=0, kind=kind))
+        groups = map(source.metadata.row_group, range(source.metadata.num_row_groups))
+        for number, group in enumerate(groups):
+            chunks = [group.column(i) for i in range(group.num_columns)]
+            sizes = [c.total_uncompressed_size for c in chunks
+                     if c.path_in_schema == columns.image_path]  # fmt: skip
+            if unit.config.in_place:
+                check_in_place(unit.path, number, group.num_rows, sum(sizes))
+            facts.bytes += sum(sizes)
         facts.rows = source.metadata.num_rows
     facts.digest = f"{unit.name} {facts.rows}\n"
     facts.declared = {tuple(columns.class_names)} if columns.class_names is not None else set()
     return facts
+
+
+def check_in_place(path: str, group: int, rows: int, image_bytes: int) -> None:
+    """Raises ValueError for a row group that has no rows, or too many bytes to be read at once."""
+    if rows and image_bytes <= MOST_ROW_GROUP_BYTES:
+        return
+    found = f"{image_bytes >> 20:,} MiB of images" if rows else "no rows"
+    raise ValueError(
+        f"{path!r}: row group {group} has {found}; in place it needs rows, of at most "
+        f"{MOST_ROW_GROUP_BYTES >> 20:,} MiB; convert to another folder with convert.in_place=false"
+    )
 
 
 def declared_classes(unit: Unit) -> list[str] | None:

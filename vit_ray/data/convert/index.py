@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.data.convert.labels import SourceFacts
+from vit_ray.data.convert.labels import SourceFacts, check_not_empty
 from vit_ray.data.convert.rows import (
     FOLDERS,
     LISTS,
@@ -42,10 +42,14 @@ from vit_ray.data.run_tasks import run_tasks
 from vit_ray.data.shard_writer import closed_after
 from vit_ray.storage import Location, locate, naming, read_again, with_retries
 
-# Rows of a row group of an index file: captions, or lists of labels, may be long.
+# Most rows of a row group of an index file.
 ROWS_AT_A_TIME: Final = 1 << 12
+# Characters after which a row group ends: captions, or lists of labels, may be long.
+CHARACTERS_AT_A_TIME: Final = 1 << 24
 # Most tasks that index a source; of tens of thousands of class folders, each takes several.
 MOST_PARTS: Final = 1024
+# Keys of `convert` that the rows of a source do not depend on.
+_NOT_OF_ROWS: Final = {"destination", "shard_mib", "max_rejected_fraction"}
 REPEATED: Final = (
     "an earlier row of the source has the same key; give all labels of an image in one row"
 )
@@ -54,19 +58,19 @@ REPEATED: Final = (
 def write_facts(file: Location, facts: dict[str, Any]) -> None:
     """Write JSON, with lists for sets, and its checksum."""
     content = json.dumps(facts, default=sorted).encode()
-    file.write(b"%08x%s" % (checksum(content), content))
+    file.write(b"%s\n%08x" % (content, checksum(content)))
 
 
-def read_facts(file: Location) -> dict[str, Any]:
+def read_facts(
+    file: Location, advice: str = "delete it, and run the same command again"
+) -> dict[str, Any]:
     """What `write_facts` wrote; raises ValueError if the file is not what was written."""
 
     def read() -> dict[str, Any]:
-        found = file.read()
-        if found[:8] != b"%08x" % checksum(found[8:]):
-            raise ValueError(
-                f"{file.uri!r} is not what was written; delete it, and run the same command again"
-            )
-        return dict(json.loads(found[8:]))
+        content, _, written = file.read().rpartition(b"\n")
+        if written != b"%08x" % checksum(content):
+            raise ValueError(f"{file.uri!r} is not what was written; {advice}")
+        return dict(json.loads(content))
 
     return read_again(read, ValueError)
 
@@ -148,6 +152,10 @@ def build_index(
     """
     parts = _parts([(unit, versions.get(unit.path, "")) for unit in units])
     named = [(f"index-{_digest_of(part)}", part) for part in parts]
+    names = {name for name, _ in named}
+    for info in staging.list_files(recursive=False):
+        if info.base_name.startswith("index-") and info.base_name.partition(".")[0] not in names:
+            staging.child(info.base_name).delete()  # of other settings, or an earlier source
     shown = Shown(f"indexing {config.source}")
     found = sum(run_tasks(_index, named, staging.uri, shown=shown), SourceFacts())
     if found.damages:
@@ -155,8 +163,7 @@ def build_index(
             f"convert: {len(found.damages)} files of the source are damaged: "
             f"{'; '.join(found.damages[:5])}; replace them"
         )
-    if not found.rows:
-        raise ValueError(f"convert.source={config.source!r} holds no images; check its format")
+    check_not_empty(found, config)
     if absent := [name for name in config.columns if name not in found.columns]:
         raise ValueError(
             f"convert.columns={list(config.columns)}: no image of the source has a field "
@@ -167,8 +174,10 @@ def build_index(
 
 def _digest_of(part: list[tuple[Unit, str]]) -> str:
     """Of all that the rows of some units, in their present versions, depend on."""
-    about = [(unit.format, unit.path, version) for unit, version in part], part[0][0].config
-    return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
+    # Keys are relative to the folder, which another match of a pattern may change.
+    places = [(unit.format, unit.path, unit.folder, version) for unit, version in part]
+    settings = part[0][0].config.model_dump(exclude=_NOT_OF_ROWS)
+    return hashlib.sha256(repr((places, settings)).encode()).hexdigest()[:16]
 
 
 def _index(item: tuple[str, list[tuple[Unit, str]]], staging_uri: str) -> SourceFacts:
@@ -189,7 +198,7 @@ def _write_rows(part: list[tuple[Unit, str]], staging: Location, name: str) -> S
     facts, digest, columns = SourceFacts(), hashlib.sha256(), part[0][0].config.columns
     rows = _packed(_rows_of_units(part, facts), staging.child(f"{name}.bin"))
     with parquet_output(staging.child(f"{name}.parquet"), ROW_SCHEMA) as writer:
-        while piece := list(itertools.islice(rows, ROWS_AT_A_TIME)):
+        for piece in _pieces(rows):
             writer.write_table(row_table(piece))
             for row in piece:
                 facts.add(row, columns)
@@ -227,6 +236,20 @@ def _packed(rows: Iterable[Row], pack: Location) -> Iterator[Row]:
             length = len(row.image)
             yield replace(row, image=None, path=pack.uri, offset=offset, length=length)
             offset += length
+
+
+def _pieces(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """The rows in lists that fit into a process, each with at least one."""
+    piece, characters = list[Row](), 0
+    for row in rows:
+        piece.append(row)
+        texts = row.path, row.key, *row.labels, row.problem, *row.extra
+        characters += sum(len(text) for text in texts if text is not None)
+        if len(piece) == ROWS_AT_A_TIME or characters >= CHARACTERS_AT_A_TIME:
+            yield piece
+            piece, characters = [], 0
+    if piece:
+        yield piece
 
 
 class RowStore:

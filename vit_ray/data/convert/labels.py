@@ -219,6 +219,12 @@ class SourceFacts:
         return SourceFacts(**{n: a | b if type(a) is set else a + b for n, (a, b) in pairs.items()})
 
 
+def check_not_empty(facts: SourceFacts, config: ConvertConfig) -> None:
+    """Raises ValueError for a source without rows."""
+    if not facts.rows:
+        raise ValueError(f"convert.source={config.source!r} holds no images; check its format")
+
+
 def check_class_count(count: int) -> None:
     """Raises ValueError for more labels than any data set has classes."""
     if count > MOST_CLASSES:
@@ -306,22 +312,21 @@ def _check_spelling(labels: list[str], *, is_lenient: bool) -> None:
     for label in labels:
         spellings[label.casefold()].append(label)
     alike = [names for names in spellings.values() if len(names) > 1]
+    advice = "correct them, or list all classes in convert.classes"
+    if alike:
+        raise ValueError(f"convert: the labels {alike[0]} differ only in capitals; {advice}")
     missing = [label for label in labels if label.lower() in _MISSING]
     is_truth = not is_lenient and bool(labels) and spellings.keys() <= {"true", "false"}
     others = [label for label in labels if not _INTEGER.fullmatch(label)]
     are_decimals = not is_lenient and bool(others) and all(map(_NUMBER.fullmatch, labels))
     problems: dict[str, object] = {
-        f"the labels {alike[:1]} differ only in capitals": bool(alike),
         f"the label {missing[:1]} usually means that there is none": missing and not is_lenient,
         f"the labels {labels[:2]} are truth values, and not class names": is_truth,
         f"labels such as {others[:3]} are numbers with decimals, and not integers": are_decimals,
     }
     for problem, is_so in problems.items():
         if is_so:
-            raise ValueError(
-                f"convert: {problem}; correct them, list all classes in convert.classes, or set "
-                "convert.labels_are=names"
-            )
+            raise ValueError(f"convert: {problem}; {advice}, or set convert.labels_are=names")
 
 
 def _check_gapless(labels: list[str]) -> None:

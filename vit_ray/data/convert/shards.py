@@ -12,7 +12,7 @@ import numpy as np
 
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.convert.checks import checked, read_ahead
-from vit_ray.data.convert.hub import MOST_ROWS, opened, rows_of_groups
+from vit_ray.data.convert.hub import MOST_ROWS, check_in_place, opened, rows_of_groups
 from vit_ray.data.convert.index import RowStore, parquet_output, read_groups, write_facts
 from vit_ray.data.convert.rows import (
     ROW_SCHEMA,
@@ -28,12 +28,7 @@ from vit_ray.data.keyed_random import KeyedPermutation
 from vit_ray.data.orientation import orientation_of
 from vit_ray.data.progress import Shown, report_done
 from vit_ray.data.run_tasks import run_tasks
-from vit_ray.data.shard_writer import (
-    MOST_ROW_GROUP_BYTES,
-    EncodedImage,
-    ShardFacts,
-    ShardWriter,
-)
+from vit_ray.data.shard_writer import EncodedImage, ShardFacts, ShardWriter
 from vit_ray.storage import Location, locate, with_retries
 
 SHUFFLE: Final = 5
@@ -197,12 +192,7 @@ def write_in_place(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult
                 first = number
             # Equal images may stand once in the file, and are read as often as there are rows.
             image_bytes[-1] += len(row.image or b"")
-            if group >= len(image_bytes) or image_bytes[-1] > MOST_ROW_GROUP_BYTES:
-                raise ValueError(
-                    f"{path!r}: row group {len(image_bytes) - 1} has no rows, or more than "
-                    f"{MOST_ROW_GROUP_BYTES >> 20:,} MiB of images, and cannot be read in place; "
-                    "set convert.in_place=false"
-                )
+            check_in_place(path, group, number - first + 1, image_bytes[-1])
             entry = row.storable()
             made = found.checked(entry, entry.read, label_of, as_it_is)
             if made is None:

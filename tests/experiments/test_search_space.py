@@ -86,9 +86,8 @@ def test_random_points_are_in_their_ranges_and_the_same_for_the_same_seed() -> N
         "optim.warmup_steps": [0, 1, 2],
     }
     found = points(space=space, search="random", num_trials=200)
-    assert found == points(space=space, search="random", num_trials=200)
-    assert found[:50] == points(space=space, search="random", num_trials=50)
-    assert found != points(space=space, search="random", num_trials=200, seed=1)
+    assert found[:20] == points(space=space, search="random", num_trials=20)
+    assert found[:20] != points(space=space, search="random", num_trials=20, seed=1)
     rates = np.log10([point[RATE] for point in found])
     assert (rates >= -4).all()
     assert (rates <= -1).all()

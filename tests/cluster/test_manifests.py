@@ -130,13 +130,7 @@ def test_the_rayjob_is_what_kuberay_defines(rayjob_schema, rayjob):
     ("path", "typo", "value"),
     [
         ("spec", "backofflimit", 3),
-        ("spec.deletionStrategy.deletionRules.0", "policies", "DeleteSelf"),
-        ("spec.rayClusterSpec", "rayversion", "2.60.0"),
-        ("spec.rayClusterSpec.authOptions", "modes", "token"),
-        ("spec.rayClusterSpec.headGroupSpec", "rayStartParam", {}),
-        ("spec.rayClusterSpec.headGroupSpec.template.spec", "terminationGracePeriod", 300),
         ("spec.rayClusterSpec.workerGroupSpecs.0", "minReplica", 1),
-        ("spec.rayClusterSpec.workerGroupSpecs.0.template.spec.containers.0", "resourcess", {}),
         ("spec.rayClusterSpec.workerGroupSpecs.0.template.spec.volumes.0.emptyDir", "size", "1Gi"),
     ],
 )

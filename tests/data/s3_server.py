@@ -154,11 +154,6 @@ class Faults:
     injected: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
 
-    @property
-    def unrepeated(self) -> list[str]:
-        """Requests that met a fault, and that nobody has made again."""
-        return [r for r in self.injected if self.requests.count(r) <= self.injected.count(r)]
-
     def set(
         self, kind: str, remaining: int, path: str = "", every: int = 1, share: float = 1.0
     ) -> None:

@@ -96,16 +96,6 @@ def test_forked_workers_of_a_loader_have_connections_of_their_own(
         np.testing.assert_array_equal(batch["image"].numpy(), other["image"])
 
 
-@pytest.mark.slow(after=2)
-@pytest.mark.parametrize("kind", ["503", "500", "reset", "hang", "cut", "flip", "slow"])
-def test_faults_that_pass_lose_nothing(s3: FaultProxy, dataset: Manifest, kind: str) -> None:
-    remote = open_dataset("s3://sets/small")
-    s3.faults.set(kind, remaining={"hang": 2, "slow": 1}.get(kind, 4), path="part-", every=3)
-    there = batch_of(remote)
-    assert s3.faults.remaining == 0
-    np.testing.assert_array_equal(batch_of(dataset)["image"], there["image"])
-
-
 def test_a_later_epoch_asks_the_store_for_nothing_that_the_node_keeps(
     s3: FaultProxy, dataset: Manifest, tmp_path: Path
 ) -> None:
@@ -115,16 +105,6 @@ def test_a_later_epoch_asks_the_store_for_nothing_that_the_node_keeps(
     s3.faults.set("403", remaining=1000, path="part-")
     np.testing.assert_array_equal(batch_of(remote, cache)["image"], first["image"])
     assert s3.faults.injected == []
-
-
-@pytest.mark.slow(after=2)
-@pytest.mark.parametrize("kind", ["503", "500", "reset", "cut", "slow"])
-def test_a_write_survives_faults_whole(s3: FaultProxy, buckets: Path, kind: str) -> None:
-    s3.faults.set(kind, remaining=1 if kind == "slow" else 3, path=f"empty/{kind}")
-    locate(f"s3://empty/{kind}").write(b"x" * 1000)
-    assert (buckets / "empty" / kind).read_bytes() == b"x" * 1000
-    assert s3.faults.injected
-    assert s3.faults.unrepeated == []
 
 
 def test_a_row_group_takes_three_requests_and_the_next_ones_of_its_shard_one(
@@ -160,15 +140,6 @@ def test_a_store_that_stays_away_is_not_called_damaged_data(
         RowGroupReader(remote).read(0)
 
 
-def test_a_folder_is_deleted_and_its_neighbour_is_not(s3: FaultProxy) -> None:
-    folder = locate("s3://empty/work")
-    for name in ("a/1", "a/2", "a/b/3", "kept"):
-        folder.child(name).write(b"x")
-    s3.faults.set("503", remaining=2, path="work", every=2)
-    folder.child("a").delete()
-    assert [info.base_name for info in folder.list_files()] == ["kept"]
-
-
 def test_a_wrong_key_fails_soon_and_clearly(
     s3: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,47 +154,15 @@ def test_a_wrong_key_fails_soon_and_clearly(
 
 
 def write_sources(folder: Path) -> None:
-    """The same four images in every layout, and a tar shard of many small files."""
-    images = {f"{i}.jpg": jpeg(i) for i in range(4)}
-    for name, image in images.items():
-        for parent in (folder / "classes" / f"class_{int(name[0]) % 2}", folder / "list/images"):
-            parent.mkdir(parents=True, exist_ok=True)
-            (parent / name).write_bytes(image)
-    rows = [f"images/{name},class_{int(name[0]) % 2}" for name in images]
-    (folder / "list" / "list.csv").write_text("\n".join(["path,label", *rows]))
-    for name in ("tars", "hub"):
-        (folder / name).mkdir()
-    with tarfile.open(folder / "tars" / "0.tar", "w") as tar:
-        for name, image in images.items():
-            add(tar, name, image)
-            add(tar, name.replace("jpg", "cls"), name[:1].encode())
+    """Four images in a parquet file, and a tar shard of many small files."""
+    structs = [{"bytes": jpeg(i), "path": f"{i}.jpg"} for i in range(4)]
+    (folder / "hub").mkdir(parents=True)
+    table = pa.table({"image": structs, "label": [0, 1, 0, 1]})
+    pq.write_table(table, folder / "hub" / "train.parquet", row_group_size=3)
     with tarfile.open(folder / "many.tar", "w") as tar:
         for i in range(300):
             add(tar, f"{i}.jpg", b"image")
             add(tar, f"{i}.cls", b"1")
-    structs = [{"bytes": image, "path": name} for name, image in images.items()]
-    table = pa.table({"image": structs, "label": [0, 1, 0, 1]})
-    pq.write_table(table, folder / "hub" / "train.parquet", row_group_size=3)
-
-
-def indexed(source: str, pack: Path) -> dict[str, tuple[tuple[str, ...], bytes]]:
-    """Labels and bytes of every image of a source, by key."""
-    entries = [entry for unit in units(source) for entry in rows_of(unit)]
-    return {entry.key: (entry.labels, entry.read()) for entry in entries}
-
-
-@pytest.mark.slow(after=4)
-@pytest.mark.parametrize("kind", ["503", "reset", "cut", "slow"])
-@pytest.mark.parametrize("layout", ["classes", "tars", "hub", "list"])
-def test_sources_are_read_from_s3_as_from_disk(
-    s3: FaultProxy, buckets: Path, tmp_path: Path, layout: str, kind: str
-) -> None:
-    here = indexed(str(buckets / "sources" / layout), tmp_path / "here.bin")
-    assert len(here) == 4
-    s3.faults.set(kind, remaining=1 if kind == "slow" else 3, every=4)
-    there = indexed(f"s3://sources/{layout}", tmp_path / "there.bin")
-    assert there == here
-    assert s3.faults.injected
 
 
 def test_parquet_is_read_in_place_on_s3_and_a_new_object_of_equal_length_is_seen(

@@ -71,7 +71,7 @@ def shades(picture):
     return [round(int(pixels[9, first + 9, 0]) / 4) for first in range(0, pixels.shape[1], SIDE)]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3, 12])
+@pytest.mark.parametrize("num_ranks", [1, 3])
 def test_the_first_and_the_worst_of_all_ranks_are_kept(whole, num_ranks):
     files = kept(whole, num_ranks, np.random.default_rng(num_ranks).permutation(NUM_IMAGES))
     real = [i for i in range(NUM_IMAGES - 4) if whole["labels"][i, 0] >= 0 or i % 5 == 0]

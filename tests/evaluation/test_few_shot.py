@@ -93,8 +93,7 @@ def test_classifiers_are_kept_in_the_features_precision():
     assert peak < num_classes * width * 4 / 2  # no copy of the weights
 
 
-@pytest.mark.parametrize("shot", [1, 5, 10, 25])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("shot", "seed"), [(1, 0), (5, 1), (25, 0)])
 def test_accuracy_is_that_of_scikit_learns_ridge_on_the_same_draws(shot, seed):
     pool, labels, test, test_labels = _digits()
     drawn = ranks_in_class(labels, 10, seed) < shot
@@ -145,27 +144,6 @@ def test_images_without_a_label_are_never_drawn():
     assert (ranks[labels < 0] >= len(labels)).all()
 
 
-@pytest.mark.parametrize("shot", [1, 5, 25])  # 65 features: 10 and 50 examples are fewer, 250 more
-def test_using_the_whole_pool_gives_the_accuracy_of_scikit_learns_ridge(shot):
-    pool, labels, test, test_labels = _digits()
-    # Exactly `shot` images of every class, so that any draw is the whole pool.
-    whole = np.concatenate([np.flatnonzero(labels == k)[:shot] for k in range(10)])
-    pool, labels = pool[whole], labels[whole]
-
-    scores = _predicted_by_ridge(pool, labels, test, 10, 2.0**10)
-    expected = np.mean(scores.argmax(axis=1) == test_labels)
-    found = few_shot_accuracy(pool, labels, test, test_labels, num_classes=10, shots=(shot,))
-    assert found == {shot: pytest.approx(expected, abs=1e-12)}
-
-
-def test_more_shots_recognise_more_digits_and_the_result_is_repeatable():
-    found = few_shot_accuracy(*_digits(), num_classes=10)
-    assert list(found) == [1, 5, 10, 25]
-    assert found[1] < found[5] < found[10] < found[25]
-    assert found[25] > 0.8
-    assert found == few_shot_accuracy(*_digits(), num_classes=10)
-
-
 def test_the_mean_over_seeds_is_the_mean_of_different_draws():
     one, two, three = (
         few_shot_accuracy(*_digits(), num_classes=10, shots=(1,), seeds=n)[1] for n in (1, 2, 3)
@@ -173,16 +151,6 @@ def test_the_mean_over_seeds_is_the_mean_of_different_draws():
     second, third = 2 * two - one, 3 * three - 2 * two
     assert len({round(value, 9) for value in (one, second, third)}) == 3
     assert all(0.0 < value < 1.0 for value in (second, third))
-
-
-def test_a_feature_that_never_varies_in_the_examples_changes_nothing():
-    pool, labels, test, test_labels = _digits()
-    with_constant = [np.hstack([x, np.full((len(x), 1), 7.0)]) for x in (pool, test)]
-    plain = few_shot_accuracy(pool, labels, test, test_labels, num_classes=10, shots=(5,))
-    found = few_shot_accuracy(
-        with_constant[0], labels, with_constant[1], test_labels, num_classes=10, shots=(5,)
-    )
-    assert found == plain
 
 
 def test_half_precision_features_are_solved_in_double_precision():

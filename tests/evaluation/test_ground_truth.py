@@ -195,23 +195,3 @@ def test_class_lists_are_read_in_their_published_forms() -> None:
         parse_classes('{"0": "a", "2": "b"}', ".json", "x")
     with pytest.raises(ValueError, match=r"give a converted set, a \.txt or a \.json"):
         parse_classes("a", ".csv", "x")
-
-
-def test_the_names_of_many_classes_are_compared_in_one_pass() -> None:
-    compared = []
-
-    class Name(str):
-        def __eq__(self, other: object) -> bool:
-            compared.append(other)
-            return super().__eq__(other)
-
-        __hash__ = str.__hash__
-
-        def strip(self, chars: str | None = None) -> str:
-            return self
-
-        def splitlines(self, keepends: bool = False) -> list[str]:
-            return [Name(index) for index in range(1000)]
-
-    assert len(parse_classes(Name(), ".txt", "x")) == 1000
-    assert len(compared) < 10_000

@@ -34,7 +34,6 @@ from tests.faults.runs import (
 )
 from tests.recipes import small_recipe
 from vit_ray.checkpoints.checkpoint import folder_name
-from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config import Recipe
 from vit_ray.config.recorded_recipe import tags_of
 from vit_ray.experiments.search_space import RATE
@@ -120,17 +119,13 @@ def test_a_killed_driver_loses_nothing_when_the_job_is_started_again(
     assert points_are_counted_once(recipe)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_sigterm_and_ctrl_c_make_a_checkpoint_and_end_clean(
-    ray_cluster: Head,
-    digits: Digits,
-    folder: Path,
-    undisturbed: Recipe,
-    number: signal.Signals,
+def test_ctrl_c_makes_a_checkpoint_and_ends_clean(
+    ray_cluster: Head, digits: Digits, folder: Path, undisturbed: Recipe
 ) -> None:
-    recipe = long_recipe(f"told-to-stop-by-{number.name}", digits, folder)
+    """As SIGTERM does; see test_stops.py."""
+    recipe = long_recipe("told-to-stop", digits, folder)
     driver = start(recipe, ray_cluster, folder)
-    driver.process.send_signal(number)
+    driver.process.send_signal(signal.SIGINT)
     code, output = driver.wait()
     assert code == 3, output
     stopped_at = checkpoint_steps(recipe)[-1]
@@ -196,19 +191,6 @@ def test_a_stop_of_a_study_reaches_its_cell_and_the_same_command_goes_on(
     assert cells[second.name]["vit_ray.events.resumed"] == "1"
     assert "vit_ray.events.resumed" not in cells[first.name]
     assert same_weights(weights_of(first), before)
-
-
-def test_an_elastic_group_that_could_take_every_cpu_still_gets_its_data(
-    ray_cluster: Head, digits: Digits, folder: Path
-) -> None:
-    recipe = small_recipe(
-        "takes-all", digits, folder, workers={"num_workers": [1, 4], "cpus_per_worker": 1.0}
-    )
-    assert train(recipe).is_complete
-    newest = newest_checkpoint(locate(recipe.run_folder))
-    assert newest is not None
-    # Three do not divide the batch, and four leave no CPU.
-    assert all("-of-00002-" in file.name for file in newest.files)
 
 
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(

@@ -8,17 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.models.small import FAMILIES, POSITION_VARIANTS, small_model, some_images
+from tests.models.small import FAMILIES, small_model, some_images
 from vit_ray.models.recompute import chains, recompute
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in FAMILIES),
     ("ViT", {"representation": True, "pool": "gap"}),
-    *(
-        ("ViT", {"positions": positions, "positions_at": positions_at})
-        for positions, positions_at in POSITION_VARIANTS
-        if (positions, positions_at) != ("learned_1d", "stem")
-    ),
+    ("ViT", {"positions": "learned_2d", "positions_at": "every_layer"}),
+    ("ViT", {"positions": "relative"}),
 ]
 LABELS = torch.tensor([1, 3])
 
@@ -119,10 +116,10 @@ def test_checkpointing_is_wrapped_around_blocks_that_do_not_know_of_it() -> None
     assert not any(chains(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3))))
 
 
-@pytest.mark.parametrize(("family", "options"), VARIANTS)
-def test_bfloat16_follows_float32(family: str, options: dict[str, Any]) -> None:
-    if "stages" in FAMILIES[family]:
-        options = {**options, "stages": (1,)}  # few convolutions: they are slow in it on a CPU
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_follows_float32(family: str) -> None:
+    # Few convolutions: they are slow in it on a CPU.
+    options = {"stages": (1,)} if "stages" in FAMILIES[family] else {}
     reference = step(small_model(family, **options))
     model = small_model(family, **options).bfloat16()
     assert model(some_images()).dtype == torch.float32
@@ -134,52 +131,24 @@ def test_bfloat16_follows_float32(family: str, options: dict[str, Any]) -> None:
     assert F.cosine_similarity(ours, theirs, dim=0) > 0.99
 
 
-def test_a_step_under_autocast_follows_float32() -> None:
-    model = small_model("ViT")
-    reference = step(model)
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = model(some_images())
-    assert logits.dtype == torch.float32
-    assert F.cross_entropy(logits, LABELS).item() == pytest.approx(reference[0].item(), rel=0.05)
-
-
-# Every family, and the ViT options that change the graph, at the smallest size that has all parts.
+# At the smallest size that has all parts.
 COMPILED: list[tuple[str, dict[str, Any]]] = [
     ("ViT", {"depth": 1, "representation": True}),
-    ("ViT", {"depth": 1, "positions": "relative", "pool": "gap"}),
-    ("ViT", {"positions": "learned_2d", "positions_at": "every_layer"}),
-    ("ResNet", {"stages": (1,)}),
     ("R+ViT", {"depth": 1, "stages": (1,)}),
     ("Axial-ViT", {"depth": 1}),
-    ("AxialResNet", {"stages": (1,)}),
 ]
 
 
-@pytest.mark.slow(after=3)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("every", [0, 1])
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize(("family", "options"), COMPILED)
-def test_a_compiled_step_equals_an_eager_one(
-    family: str, options: dict[str, Any], every: int, dtype: torch.dtype
-) -> None:
-    model = small_model(family, **options).to(dtype)
+def test_a_compiled_step_equals_an_eager_one(family: str, options: dict[str, Any]) -> None:
+    model = small_model(family, **options)
     reference = step(model)
-    recompute(model, every)
+    recompute(model, 1)
     torch._dynamo.reset()
     # Captured as one graph without a break, forwards and backwards; no machine code is made of it.
     compiled = step(model, torch.compile(model, fullgraph=True, backend="aot_eager"))
-    # Captured operations are taken apart, and in bfloat16 the parts are rounded on the way.
-    assert_same_step(compiled, reference, rtol=1e-3 if dtype == torch.float32 else 0.1)
-
-
-@pytest.mark.slow
-def test_a_step_in_machine_code_equals_an_eager_one() -> None:
-    model = small_model("ViT", depth=1, representation=True)
-    reference = step(model)
-    torch._dynamo.reset()
-    # Fused kernels add up in another order; norms amplify that.
-    compiled = step(model, torch.compile(model, fullgraph=True))
-    assert_same_step(compiled, reference, rtol=1e-3)
+    assert_same_step(compiled, reference, rtol=1e-3)  # captured operations are taken apart
 
 
 def test_the_heads_bias_is_not_lost_in_bfloat16() -> None:

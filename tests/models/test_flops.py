@@ -112,28 +112,6 @@ def test_axial_attention_is_counted_exactly_and_the_root_at_valid_positions() ->
     assert forward_macs("AxialResNet", 10, 32, **sizes) == dense - beside
 
 
-@pytest.mark.parametrize("name", ["R50x1", "R50x1+ViT-B/16", "R152x2"])
-def test_convolutions_without_their_padding_cost_less_than_dense(name: str) -> None:
-    dense = counted_macs(name, 224)
-    # The part of dense taps that lie on padding at 224 pixels: 3 to 5 % of a ResNet (measured by
-    # XLA's cost analysis against dense counting), less where an encoder stands behind it.
-    assert 0.95 * dense < forward_macs(name, 10) < 0.995 * dense
-
-
-def test_padding_is_the_only_difference_to_torchs_count() -> None:
-    size = {"stages": (1, 1), "width_factor": 1}
-    dense = [counted_macs("ResNet", side, **size) / side**2 for side in (64, 1024)]
-    valid = [forward_macs("ResNet", 10, side, **size) / side**2 for side in (64, 1024)]
-    # Borders shrink with the size of the image, and with them the difference.
-    assert valid[0] < 0.97 * dense[0]
-    assert valid[1] == pytest.approx(dense[1], rel=3e-3)
-
-
-def test_an_unknown_option_is_refused_as_in_building() -> None:
-    with pytest.raises(ValueError, match="has no option pool"):
-        forward_macs("R50x1", 10, pool="gap")
-
-
 def macs_of_step(family: str, side: int, **train: Any) -> TrainingMacs:
     """Of an image of a family; keys of the model that are not of `train` are options."""
     keys = {key: train.pop(key) for key in list(train) if key not in TrainConfig.model_fields}
@@ -147,8 +125,6 @@ def macs_of_step(family: str, side: int, **train: Any) -> TrainingMacs:
     [
         ("ViT", {}, 16 * 3 * 8**2 * 32),
         ("ViT", {"pool": "gap", "representation": True}, 16 * 3 * 8**2 * 32),
-        ("ViT", {"positions": "relative"}, 16 * 3 * 8**2 * 32),
-        ("ViT", {"dropout": 0.1, "stochastic_depth": 0.1}, 16 * 3 * 8**2 * 32),
         ("Axial-ViT", {}, 16 * 3 * 8**2 * 32),
         ("ResNet", {}, 16**2 * 3 * 7**2 * 64),
         ("AxialResNet", {}, 16**2 * 3 * 7**2 * 64),
@@ -218,19 +194,13 @@ def recomputed_by_graphs(family: str, every: int, **options: Any) -> int:
     return passes[every] - passes[0]
 
 
-@pytest.mark.slow(after=2)
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(
     ("family", "options", "every"),
     [
         ("ViT", {"depth": 1}, 1),
         ("Axial-ViT", {}, 2),
-        ("ViT", {}, 2),
-        ("Axial-ViT", {}, 1),
-        ("ViT", {"pool": "gap"}, 1),
-        ("ViT", {"pool": "gap"}, 2),
         ("R+ViT", {}, 1),
-        ("AxialResNet", {}, 1),
-        ("ResNet", {"stages": (2,)}, 2),
     ],
 )
 def test_a_compiled_block_is_recomputed_whole(
@@ -240,6 +210,7 @@ def test_a_compiled_block_is_recomputed_whole(
     assert recomputed_by_graphs(family, every, **options) == macs.recomputed
 
 
+@pytest.mark.slow
 def test_a_compiled_bit_resnet_recomputes_no_more_than_is_counted() -> None:
     """Compiled whole, the sum at the end of a unit is kept if the next unit is recomputed too."""
     macs = macs_of_step("ResNet", 32, stages=(2,), activation_checkpointing=1, compile=True)
@@ -255,10 +226,3 @@ def test_masked_patches_are_counted_with_their_predictions(target: Target) -> No
     macs = macs_of_step("ViT", 32, loss="masked_patch", masked_target=target)
     whole = forward_macs("ViT", 10, 32, **FAMILIES["ViT"])
     assert macs.forward == whole - 10 * 32 + 8 * 32 * outputs
-
-
-@pytest.mark.parametrize(("name", "ratio"), [("ViT-B/16", 1.074), ("ViT-H/14", 1.027)])
-def test_the_papers_count_is_above_what_is_computed(name: str, ratio: float) -> None:
-    recipe = recipe_with(model={"name": name, "image_size": 224})
-    computed = step_macs(recipe, 1000).forward
-    assert forward_macs(name, 1000) / computed == pytest.approx(ratio, abs=1e-3)

@@ -9,7 +9,6 @@ from scipy import stats
 from torch.nn import functional as F
 
 from tests.models.small import small_model, some_images
-from vit_ray.models.counter_random import random_words, sample_keys
 from vit_ray.models.masked import (
     MaskedPatchObjective,
     color_class,
@@ -65,18 +64,6 @@ def test_corruption_depends_on_seed_step_and_sample_and_on_nothing_else() -> Non
     assert len({tuple(row) for row in whole.corrupted.tolist()}) == 4000
 
 
-def test_neighbouring_keys_give_unrelated_uniform_numbers() -> None:
-    words = random_words(sample_keys(torch.arange(2000), 0, 0), 50)
-    later = random_words(sample_keys(torch.arange(2000), 0, 1), 50)
-    assert words.unique().numel() == words.numel()
-    uniform = words.double().flatten() / 2.0**64 + 0.5
-    assert stats.kstest(uniform.numpy(), "uniform").pvalue > 1e-3
-    for other in (words.roll(1, 0), words.roll(1, 1), later):
-        correlation = np.corrcoef(uniform.numpy(), other.double().flatten().numpy())[0, 1]
-        # 5 standard errors of the correlation of 100,000 independent pairs.
-        assert abs(correlation) < 5 / math.sqrt(100_000)
-
-
 def test_the_mean_colour_has_three_bits_a_channel() -> None:
     colors = torch.tensor([[-1.0, -1.0, -1.0], [1.0, 1.0, 1.0], [-0.76, 0.0, 0.74], [0.0, -1, -1]])
     # Worked by hand: bins of width 0.25 from -1; (0, 4, 6) and (4, 0, 0) in base 8.
@@ -88,9 +75,7 @@ def test_the_mean_colour_has_three_bits_a_channel() -> None:
     [
         ("ViT", "mean_color", math.log(512)),
         ("ViT", "downsized", math.log(512)),
-        ("ViT", "full_patch", 1 / 3),
-        ("Axial-ViT", "mean_color", math.log(512)),
-        ("R+ViT", "mean_color", math.log(512)),
+        ("Axial-ViT", "full_patch", 1 / 3),
     ],
 )
 def test_every_target_starts_at_chance_and_is_learned(
@@ -112,16 +97,6 @@ def test_every_target_starts_at_chance_and_is_learned(
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_predictions_are_compared_with_the_pixels_of_their_own_patch() -> None:
-    objective = MaskedPatchObjective(small_model("ViT"), "full_patch")
-    images, samples = some_images(3), torch.tensor([7, 8, 9])
-    corrupted = draw_corruption(samples, 16, seed=0).corrupted
-    # An unfold of torch's own cuts the patches; zero predictions make the loss their mean square.
-    patches = F.unfold(images, kernel_size=8, stride=8).transpose(1, 2)
-    chosen = torch.stack([patches[i, corrupted[i]] for i in range(3)])
-    assert objective(images, samples).item() == pytest.approx(chosen.square().mean().item())
-
-
 def test_each_prediction_is_held_against_the_patch_at_its_own_place() -> None:
     model = small_model("ViT").eval()
     objective = MaskedPatchObjective(model, "full_patch")
@@ -137,23 +112,6 @@ def test_each_prediction_is_held_against_the_patch_at_its_own_place() -> None:
     ]
     expected = pytest.approx(sum(losses) / len(losses), rel=1e-5)
     assert objective(images, samples).item() == expected
-
-
-def test_the_downsized_target_is_a_four_by_four_reduction_in_raster_order() -> None:
-    objective = MaskedPatchObjective(small_model("ViT", image_size=16), "downsized")
-    images, samples = some_images(1, (16, 16)), torch.tensor([0])
-    corrupted = draw_corruption(samples, 4, seed=0).corrupted[0]
-    reduced = F.interpolate(images, size=(8, 8), mode="area")[0]
-    favourite = torch.zeros(16, 512)
-    first = int(corrupted[0])
-    top, left = 4 * (first // 2), 4 * (first % 2)
-    cells = reduced[:, top : top + 4, left : left + 4].flatten(1).T
-    favourite[torch.arange(16), color_class(cells)] = 20.0
-    with torch.no_grad():
-        objective.prediction.bias.copy_(favourite.flatten())
-    # The favourites are right for the first corrupted patch and wrong for the other.
-    wrong = _cross_entropy_of_other(reduced, int(corrupted[1]), favourite)
-    assert objective(images, samples).item() == pytest.approx(wrong / 2, rel=1e-4)
 
 
 def test_patches_of_14_are_downsized_to_cells_that_share_their_borders() -> None:
@@ -174,12 +132,6 @@ def test_patches_of_14_are_downsized_to_cells_that_share_their_borders() -> None
     expected = [F.cross_entropy(logits, target).item() for target in classes]
     assert expected[0] < 1e-3
     assert objective(images, samples).item() == pytest.approx(sum(expected) / len(expected))
-
-
-def _cross_entropy_of_other(reduced: torch.Tensor, patch: int, logits: torch.Tensor) -> float:
-    top, left = 4 * (patch // 2), 4 * (patch % 2)
-    cells = reduced[:, top : top + 4, left : left + 4].flatten(1).T
-    return F.cross_entropy(logits, color_class(cells)).item()
 
 
 def test_the_encoder_sees_mask_tokens_swapped_and_kept_patches() -> None:

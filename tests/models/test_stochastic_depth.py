@@ -9,7 +9,6 @@ from scipy import stats
 from torch._dynamo.testing import CompileCounter
 
 from tests.models.small import TINY_VIT, some_images
-from tests.recipes import recipe_with
 from vit_ray.models import build_model
 from vit_ray.models.counter_random import sample_keys
 from vit_ray.models.dropout import StochasticDepth
@@ -91,18 +90,3 @@ def test_blocks_of_unlike_rates_compile_once() -> None:
     for block in list(model.blocks)[1:-1]:  # the last computes fewer tokens
         run(block, x)
     assert counter.frame_count == 1
-
-
-@pytest.mark.parametrize("rate", [1.0, -0.1])
-def test_a_rate_that_is_no_share_is_refused(rate: float) -> None:
-    with pytest.raises(ValueError, match=r"model\.stochastic_depth"):
-        recipe_with(model={"stochastic_depth": rate})
-    with pytest.raises(ValueError, match=r"stochastic_depth=.*at least 0 and below 1"):
-        build_model("ViT-Ti/16", 5, stochastic_depth=rate)
-
-
-def test_models_without_it_say_so() -> None:
-    with pytest.raises(ValueError, match="an axial ViT has blocks whose batch is lines"):
-        build_model("Axial-ViT-B/16", 5, stochastic_depth=0.1)
-    with pytest.raises(ValueError, match="has no option stochastic_depth"):
-        build_model("R50x1", 5, stochastic_depth=0.1)

@@ -10,13 +10,9 @@ import torch
 from torch import nn
 
 from tests.models.small import TINY_VIT, small_model, some_images
-from tests.recipes import recipe_with
 from vit_ray.evaluation.inspection import position_vectors
 from vit_ray.models import build_model
-from vit_ray.models.counter_random import sample_keys
-from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.positions import sincos_table
-from vit_ray.models.recompute import recompute
 from vit_ray.models.weights import load_weights, save_weights
 
 WIDTH, HEADS, MLP = TINY_VIT["width"], TINY_VIT["num_heads"], TINY_VIT["mlp_dim"]
@@ -72,56 +68,6 @@ def test_fixed_positions_are_not_taken_for_none(tmp_path: Path) -> None:
     save_weights(small_model("ViT", positions="sincos_2d"), file, layout="vit_ray")
     with pytest.raises(ValueError, match="positions=sincos_2d, and this one has positions=none"):
         load_weights(small_model("ViT", positions="none"), file)
-
-
-OPTIONS: list[dict[str, Any]] = [
-    {"positions": "sincos_2d"}, {"activation": "gelu", "pool": "gap"}, {"dropout": 0.1},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_every_parameter_learns_and_recomputation_changes_nothing(options: dict[str, Any]) -> None:
-    keys = sample_keys(torch.arange(2), 0, 0)
-    gradients = []
-    for every in (0, 1):
-        model: Any = small_model("ViT", **options).train()
-        recompute(model, every)
-        model(IMAGES, keys).square().sum().backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters()})
-    for name, gradient in gradients[0].items():
-        assert gradient is not None, name
-        assert torch.allclose(gradient, gradients[1][name], atol=1e-5), name
-        assert float(gradient.abs().max()) > 0, name
-
-
-def test_masked_patch_prediction_takes_fixed_positions() -> None:
-    torch.manual_seed(0)
-    objective = MaskedPatchObjective(small_model("ViT", positions="sincos_2d"))
-    loss = objective(some_images(4), torch.arange(4))
-    loss.backward()
-    unused = [n for n, p in objective.named_parameters() if p.requires_grad and p.grad is None]
-    assert not unused
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"positions": "sincos_2d", "positions_at": "every_layer"}, "positions_at='every_layer'"),
-        ({"positions": "sincos_2d", "width": 30, "num_heads": 3}, "multiple of 4"),
-        ({"pool": "max"}, "use one of cls, gap"),
-        ({"activation": "relu"}, "use one of gelu_tanh, gelu"),
-        ({"norm_eps": 0.0}, "norm_eps=0.0 must be above 0 and below 1"),
-    ],
-)
-def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build_model("ViT", 5, 32, **{**TINY_VIT, **options})
-
-
-@pytest.mark.parametrize(("key", "value"), [("pool", "max"), ("positions", "sincos")])
-def test_recipes_are_refused_by_the_key(key: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"model\.{key}"):
-        recipe_with(model={key: value})
 
 
 @pytest.mark.parametrize("family", ["ViT", "Axial-ViT"])

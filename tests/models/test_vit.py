@@ -9,15 +9,15 @@ from torch.nn import functional as F
 from transformers import ViTConfig, ViTForImageClassification, ViTModel
 
 from tests.models.small import (
-    POSITION_VARIANTS,
     attention_weights,
     relative_difference,
     small_model,
     some_images,
 )
 from vit_ray.models import build_model
-from vit_ray.models.fitting import fit_state_dict
 from vit_ray.models.weights import load_weights, save_weights
+
+THREE_VARIANTS = [("none", "stem"), ("learned_2d", "every_layer"), ("relative", "stem")]
 
 
 def peer_config(image_size: int = 32) -> ViTConfig:
@@ -107,7 +107,7 @@ def test_attention_weights_equal_those_of_transformers(tmp_path: Any) -> None:
         torch.testing.assert_close(our, their, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("positions", "positions_at"), POSITION_VARIANTS)
+@pytest.mark.parametrize(("positions", "positions_at"), THREE_VARIANTS)
 def test_the_fused_kernel_applies_the_attention_weights_that_are_shown(
     positions: str, positions_at: str
 ) -> None:
@@ -126,7 +126,7 @@ def test_the_fused_kernel_applies_the_attention_weights_that_are_shown(
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 17))
 
 
-@pytest.mark.parametrize(("positions", "positions_at"), POSITION_VARIANTS)
+@pytest.mark.parametrize(("positions", "positions_at"), THREE_VARIANTS)
 def test_leaving_out_what_no_output_depends_on_changes_no_output(
     positions: str, positions_at: str
 ) -> None:
@@ -255,17 +255,3 @@ def test_images_of_another_size_are_refused_with_the_size_to_build() -> None:
     axial = small_model("AxialResNet")
     with pytest.raises(ValueError, match="axial ResNet built for 32x32"):
         axial(some_images(1, (40, 48)))
-
-
-@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
-def test_a_model_resized_to_its_own_grid_is_unchanged(mode: Any) -> None:
-    source, model = small_model("ViT"), build_like_small()
-    report = fit_state_dict(model, source.state_dict(), resize=mode, origin={"grid": (4, 4)})
-    assert report.resized == []
-    assert torch.equal(model(some_images()), source(some_images()))
-
-
-def build_like_small() -> nn.Module:
-    """The small ViT with other random values."""
-    torch.manual_seed(9)
-    return build_model("ViT", 5, 32, depth=2, width=32, mlp_dim=64, num_heads=4, patch_size=8)

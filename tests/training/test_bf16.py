@@ -14,9 +14,7 @@ from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
 
 WORLD, PASSES, MICRO = 2, 64, 2
 CONSTANT = -10.02
-KINDS = [
-    (stage, offload) for stage in range(4) for offload in (False, True) if stage or not offload
-]
+KINDS = [(0, False), (1, False), (2, True), (3, False)]
 # Rate 1 and no momentum yet: the first step's change is the gradient itself.
 SGD = OptimConfig(name="sgd", learning_rate=1.0, momentum=0.9, clip_norm=0.0)
 
@@ -66,7 +64,7 @@ def constant_biases(rank: int, stage: int) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.slow(after=2)
-@pytest.mark.parametrize("stage", [3, 0, 1, 2])
+@pytest.mark.parametrize("stage", [3, 0])
 def test_the_constant_bias_is_added_in_fp32(stage: int) -> None:
     """In steps of 0.001 at -10, where bf16 has numbers 0.0625 apart."""
     for rank in run_ranks(WORLD, constant_biases, stage):

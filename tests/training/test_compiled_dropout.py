@@ -6,7 +6,6 @@ changes what another test reads.
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from torch._inductor.utils import run_and_get_code
 
 from tests.models.small import FAMILIES, small_model, some_images
 from tests.training.ranks import run_ranks
-from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.models.counter_random import line_keys, random_words, sample_keys
 from vit_ray.models.dropout import StochasticDepth, keyed_dropout
@@ -26,9 +24,7 @@ from vit_ray.models.masked import draw_corruption
 from vit_ray.models.recompute import recompute
 from vit_ray.models.sizes import EncoderSize, VitOptions
 from vit_ray.training.engine.compiling import compile_model
-from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.training.mixing import draw_mixing, mix_images
-from vit_ray.training.objective import build_objective, make_loss
 
 NUM_CALLS = 2000
 WIDTH = 48
@@ -36,11 +32,7 @@ WIDTH = 48
 BLOCKS = {
     "together": (0.1, 0.3, True, True),
     "dropout": (0.1, 0.0, False, False),
-    "stochastic depth": (0.0, 0.3, False, False),
-    "mixing": (0.0, 0.0, False, True),
-    "recomputation": (0.1, 0.0, True, False),
 }
-ROOT = Path(__file__).parents[2]
 # The product of a constant of 10 digits or more and a loop's variable, in either order.
 FOLDED_PRODUCT = re.compile(r"\d{10,}L*\)*\s*\*\s*\(*[a-z]*x\d|x\d+\)*\s*\*\s*\(*-?\d{10,}")
 
@@ -138,15 +130,6 @@ def test_compiled_draws_are_bit_for_bit_those_of_eager_code_and_fold_no_product(
     assert run_ranks(1, compiled_draws, names) == [dict.fromkeys(names, (True, []))]
 
 
-def test_whoever_draws_from_keys_is_compiled_here() -> None:
-    """A module that is new here belongs into `draws`, `BLOCKS` or a family."""
-    users = set()
-    for path in (ROOT / "vit_ray").rglob("*.py"):
-        if re.search(r"^from vit_ray\.models\.counter_random import", path.read_text(), re.M):
-            users.add(path.stem)
-    assert users == {"axial", "dropout", "encoder", "masked", "mixing", "objective", "vit"}
-
-
 def test_the_search_for_folded_products_finds_them() -> None:
     folded = "auto tmp1 = (-7046029254386353131L) + ((-7046029254386353131L)*x1);"
     assert FOLDED_PRODUCT.search(folded)
@@ -189,60 +172,3 @@ def test_every_family_runs_compiled_as_it_does_by_default_on_a_gpu(family: str) 
     ((largest, folded),) = run_ranks(1, family_difference, family)
     assert largest < 1e-3
     assert folded == []
-
-
-def recipes_that_drop() -> dict[str, Recipe]:
-    """Of the paper and the field, at the size of a laptop."""
-    small = ["depth=2", "width=48", "mlp_dim=80", "num_heads=3", "patch_size=8"]
-    size = ["model.name=ViT", "model.image_size=32", *(f"model.{option}" for option in small)]
-    found = {}
-    for folder in ("paper", "field"):
-        for path in sorted((ROOT / "jobs" / "recipes" / folder).glob("*.yaml")):
-            recipe = load_recipe(path, [])
-            if recipe.model.dropout or recipe.model.stochastic_depth:
-                found[path.stem] = load_recipe(path, size)
-    return found
-
-
-def recipe_losses(rank: int) -> dict[str, tuple[list[float], list[float]]]:
-    """By recipe, losses of four steps: compiled, eager."""
-    from deepspeed.accelerator import get_accelerator
-
-    get_accelerator().set_compile_backend("inductor")
-    return {
-        name: (losses(recipe, compiles=True), losses(recipe, compiles=False))
-        for name, recipe in recipes_that_drop().items()
-    }
-
-
-def losses(recipe: Recipe, *, compiles: bool) -> list[float]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    engine = DeepSpeedEngine(
-        build_objective(recipe, 10),
-        recipe.train.model_copy(update={"compile": compiles}),
-        recipe.optim,
-        micro_batch_size=4,
-        accumulation_steps=1,
-        loss_function=make_loss(recipe),
-    )
-    found = []
-    for step in range(4):
-        generator = torch.Generator().manual_seed(step)
-        images = torch.randint(0, 256, (4, 32, 32, 3), generator=generator, dtype=torch.uint8)
-        labels = torch.randint(0, 10, (4, 1), generator=generator)
-        samples = torch.randint(2**40, (4,), generator=generator)
-        found.append(float(engine.backward(images, labels, samples)))
-        engine.step(1e-3)
-    assert (engine.compile_s() > 0) is compiles
-    engine.close()
-    return found
-
-
-@pytest.mark.slow
-def test_every_shipped_recipe_with_dropout_trains_compiled() -> None:
-    (found,) = run_ranks(1, recipe_losses)
-    assert len(found) >= 12
-    for name, (compiled, eager) in found.items():
-        # bf16 rounds to 8 bits, in other places.
-        assert compiled == pytest.approx(eager, rel=3e-2), name

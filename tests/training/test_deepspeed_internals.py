@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -51,3 +52,29 @@ def test_steps_under_zero_3_do_not_load_the_compiler_of_kernels() -> None:
     """DeepSpeed excludes its hooks from compilation, for which it loads the rest."""
     (loaded,) = run_ranks(1, compiler_after_steps, (3,), ("adamw",))
     assert loaded == ["torch._dynamo"]
+
+
+def norms_of_stage_3(rank: int, precision: str) -> list[tuple[float, float]]:
+    """Of each group of weights in three steps: by the engine, and by DeepSpeed's own method."""
+    engine = build_engine(TrainConfig(zero_stage=3, precision=precision), 2, 2)
+    zero, found = engine._engine.optimizer, []
+    kept = zero.get_grad_norm_direct
+
+    def both(gradients: Any, parameters: Any) -> torch.Tensor:
+        norm: torch.Tensor = kept(gradients, parameters)
+        theirs = type(zero).get_grad_norm_direct(zero, gradients, parameters)
+        found.append((float(norm), float(theirs)))
+        return norm
+
+    zero.get_grad_norm_direct = both
+    run_steps(engine, 0, 3, 2)
+    return found
+
+
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_norms_of_stage_3_are_deepspeeds_to_the_last_bit(precision: str) -> None:
+    found = run_ranks(2, norms_of_stage_3, precision)
+    assert found[0] == found[1]
+    assert len(found[0]) == 3 * 2  # what decays and what does not
+    assert all(ours == theirs > 0 for ours, theirs in found[0])

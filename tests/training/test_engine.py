@@ -46,7 +46,7 @@ CONFIGS = FP32 + BF16
 def straight(folder: str) -> StraightRuns:
     """With the runs of two ranks that several tests compare, in one process group."""
     runs = StraightRuns(folder)
-    runs.of(2, [*CONFIGS, *(offloaded(*one) for one in (*OFFLOADED[:2], ("bf16", 3)))])
+    runs.of(2, [*CONFIGS, *(offloaded(*one) for one in OFFLOADED[:2])])
     return runs
 
 
@@ -70,9 +70,7 @@ def plain_torch_losses() -> list[float]:
 
 
 @pytest.mark.slow(after=2)
-@pytest.mark.parametrize(
-    ("world", "micro"), [(2, 2), (1, 8), (1, 1), (1, 2), (2, 1), (2, 4), (4, 1), (4, 2)]
-)
+@pytest.mark.parametrize(("world", "micro"), [(2, 2), (1, 8), (2, 1), (4, 2)])
 def test_every_stage_world_and_micro_batch_trains_as_plain_torch(
     straight: StraightRuns, plain_torch_losses: list[float], world: int, micro: int
 ) -> None:
@@ -137,20 +135,6 @@ def test_any_stage_and_world_resumes_from_any_other(
 
 
 @pytest.mark.slow
-def test_every_pair_of_stages_and_every_pair_of_worlds_is_among_them(
-    resumed_runs: dict[int, dict[Any, Run]],
-) -> None:
-    crossed = [
-        (int(source[0]), world, int(source[-1]), int(name[-1]))
-        for world, runs in resumed_runs.items()
-        for name, source in runs
-        if name.startswith("fp32")
-    ]
-    assert {pair[:2] for pair in crossed} == set(itertools.product(WORLDS, WORLDS))
-    assert {pair[2:] for pair in crossed} == set(itertools.product(STAGES, STAGES))
-
-
-@pytest.mark.slow
 def test_the_same_stage_and_world_resumes_bit_for_bit(
     straight: StraightRuns, resumed_runs: dict[int, dict[Any, Run]]
 ) -> None:
@@ -184,7 +168,7 @@ def offloaded(precision: str, stage: int) -> dict[str, Any]:
 
 
 # The first two have both precisions, and the stages with and without whole weights.
-OFFLOADED = [("bf16", 2), ("fp32", 3), ("fp32", 1), ("fp32", 2), ("bf16", 1), ("bf16", 3)]
+OFFLOADED = [("bf16", 2), ("fp32", 3), ("fp32", 1)]
 
 
 @pytest.mark.slow(after=2)

@@ -22,31 +22,24 @@ MIXED = {**PLAIN, "mixup": 0.8, "cutmix": 1.0, "label_smoothing": 0.1}
 CASES: dict[int, dict[str, tuple[int, dict[str, Any], dict[str, Any]]]] = {
     1: {
         "1 x 8": (8, {}, PLAIN),
-        "1 x 2": (2, {}, PLAIN),
-        "1 x 4": (4, {}, PLAIN),
         "1 x 4, recomputed": (4, {}, {**PLAIN, "activation_checkpointing": 1}),
         "1 x 8, no dropout": (8, {"dropout": 0.0}, PLAIN),
         "depth, 1 x 8": (8, DEPTH, PLAIN),
         "mixed, 1 x 8": (8, {"dropout": 0.0}, MIXED),
         "mixed, 1 x 2": (2, {"dropout": 0.0}, MIXED),
-        "depth, 1 x 4, recomputed": (4, DEPTH, {**PLAIN, "activation_checkpointing": 1}),
-        "1 x 8, another seed": (8, {}, {**PLAIN, "seed": 2}),
     },
     2: {
         "2 x 2": (2, {}, PLAIN),
         "2 x 4": (4, {}, {"zero_stage": 3}),
-        "2 x 1": (1, {}, PLAIN),
         "depth, 2 x 2": (2, DEPTH, PLAIN),
-        "mixed, 2 x 2": (2, {"dropout": 0.0}, MIXED),
         "mixed, 2 x 4": (4, {"dropout": 0.0}, {**MIXED, "zero_stage": 3}),
     },
 }
 
 
 def dropout_recipe(model: dict[str, Any], train: dict[str, Any]) -> Recipe:
-    train = dict(train)
     return recipe_with(
-        seed=train.pop("seed", 1),
+        seed=1,
         model={"name": "ViT", "image_size": 8, **ENCODER, "dropout": 0.3, **model},
         optim={"steps": STEPS, "learning_rate": 1e-2},
         train={"global_batch_size": GLOBAL_BATCH, "precision": "fp32", **train},
@@ -99,8 +92,7 @@ def curves() -> dict[str, list[float]]:
     return {**run_ranks(1, all_losses)[0], **run_ranks(2, all_losses)[0]}
 
 
-@pytest.mark.slow(after=2)
-@pytest.mark.parametrize("name", ["1 x 2", "1 x 4", "1 x 4, recomputed", "2 x 2", "2 x 4", "2 x 1"])
+@pytest.mark.parametrize("name", ["1 x 4, recomputed", "2 x 2", "2 x 4"])
 def test_dropout_does_not_depend_on_workers_and_micro_batches(
     curves: dict[str, list[float]], name: str
 ) -> None:
@@ -108,15 +100,14 @@ def test_dropout_does_not_depend_on_workers_and_micro_batches(
     assert curves[name] == pytest.approx(curves["1 x 8"], rel=2e-5)
 
 
-@pytest.mark.parametrize("name", ["depth, 1 x 4, recomputed", "depth, 2 x 2"])
 def test_stochastic_depth_does_not_depend_on_workers_and_micro_batches(
-    curves: dict[str, list[float]], name: str
+    curves: dict[str, list[float]],
 ) -> None:
-    assert curves[name] == pytest.approx(curves["depth, 1 x 8"], rel=2e-5)
-    assert curves[name] != pytest.approx(curves["1 x 8, no dropout"], rel=1e-3)
+    assert curves["depth, 2 x 2"] == pytest.approx(curves["depth, 1 x 8"], rel=2e-5)
+    assert curves["depth, 2 x 2"] != pytest.approx(curves["1 x 8, no dropout"], rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["mixed, 1 x 2", "mixed, 2 x 2", "mixed, 2 x 4"])
+@pytest.mark.parametrize("name", ["mixed, 1 x 2", "mixed, 2 x 4"])
 def test_mixing_does_not_depend_on_workers_and_micro_batches(
     curves: dict[str, list[float]], name: str
 ) -> None:
@@ -124,8 +115,5 @@ def test_mixing_does_not_depend_on_workers_and_micro_batches(
     assert curves[name] != pytest.approx(curves["1 x 8, no dropout"], rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["1 x 8, no dropout", "1 x 8, another seed"])
-def test_dropout_takes_part_and_depends_on_the_seed(
-    curves: dict[str, list[float]], name: str
-) -> None:
-    assert curves[name] != pytest.approx(curves["1 x 8"], rel=1e-3)
+def test_dropout_takes_part(curves: dict[str, list[float]]) -> None:
+    assert curves["1 x 8, no dropout"] != pytest.approx(curves["1 x 8"], rel=1e-3)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.worker.fakes import (
     BATCH,
@@ -28,7 +27,7 @@ from vit_ray.measure.best_evaluation import with_best
 from vit_ray.measure.meters import Compute
 from vit_ray.metric_names import RESULT_EVALUATIONS, RESULT_STEP
 from vit_ray.training import loop
-from vit_ray.training.loop import Ending, RankContext, StepResult, TrainingLoop
+from vit_ray.training.loop import Ending, RankContext, TrainingLoop
 
 
 def run(
@@ -168,8 +167,7 @@ def test_loss_and_norm_are_the_means_over_the_ranks() -> None:
     assert metrics["train/grad_norm"] == 1.0 + 1.5
 
 
-@pytest.mark.parametrize("refused", [(), (0, 5, TOTAL - 1)])
-def test_the_digest_of_a_run_is_of_all_ranks_samples(refused: tuple[int, ...]) -> None:
+def test_the_digest_of_a_run_is_of_all_ranks_samples() -> None:
     """Also of those in refused steps.
 
     For each of two ranks, the sum over the ranks is twice its own digest.
@@ -179,26 +177,11 @@ def test_the_digest_of_a_run_is_of_all_ranks_samples(refused: tuple[int, ...]) -
     for rank in (0, 1):
         stream = ({k: v[rank * mine :][:mine] for k, v in batch.items()} for batch in batches())
         progress = Progress()
-        engine = FakeEngine(refused=refused)
+        engine = FakeEngine(refused=(0, 5, TOTAL - 1))
         run(engine, FakeHooks(), short_recipe(), progress, stream=stream, rank=rank, **twice)
         found.append(int(progress.samples_digest, 16))
     expected = samples_digest(0, np.arange(TOTAL * BATCH))
     assert add_digests(*found) == add_digests(expected, expected)
-
-
-def test_it_logs_its_first_step_then_by_cadence_and_at_the_end() -> None:
-    hooks = FakeHooks()
-    run(FakeEngine(), hooks, short_recipe(train={"log_every_steps": 4}))
-    assert [step for step, _ in hooks.logged] == [1, 4, 8, 10]
-    assert {"train/images_per_s", "data/wait_fraction", "perf/own_ms_max"} <= set(
-        hooks.logged[-1][1]
-    )
-
-
-def test_it_saves_by_steps_and_once_at_the_end() -> None:
-    hooks = FakeHooks()
-    run(FakeEngine(), hooks, short_recipe(checkpoint={"every_steps": 5}))
-    assert hooks.saved == [5, 10]
 
 
 def test_it_saves_by_the_clock() -> None:
@@ -207,24 +190,6 @@ def test_it_saves_by_the_clock() -> None:
     run(FakeEngine(), hooks, chosen, clock=lambda: float(next(now)))
     assert 2 <= len(hooks.saved) < TOTAL
     assert hooks.saved[-1] == TOTAL
-
-
-def test_it_saves_at_once_when_a_rank_has_notice_and_goes_on() -> None:
-    hooks = FakeHooks(save_at=3)
-    assert run(FakeEngine(), hooks, short_recipe()) is Ending.FINISHED
-    assert hooks.saved == [3, 10]
-
-
-def test_it_saves_and_ends_when_asked_to_stop() -> None:
-    hooks = FakeHooks(stop_at=4)
-    assert run(FakeEngine(), hooks, short_recipe()) is Ending.STOPPED
-    assert hooks.saved == [4]
-
-
-def test_notice_is_answered_before_an_evaluation() -> None:
-    hooks = FakeHooks(save_at=4)
-    run(FakeEngine(), hooks, short_recipe(evaluate={"every_steps": 4}))
-    assert hooks.order[:3] == ["save 4", "evaluate 4", "evaluate 8"]
 
 
 def test_the_last_checkpoint_is_there_if_the_last_evaluation_dies() -> None:
@@ -237,12 +202,6 @@ def test_the_last_checkpoint_is_there_if_the_last_evaluation_dies() -> None:
         run(FakeEngine(), hooks, short_recipe())
     assert hooks.saved == [TOTAL]
     assert hooks.due == [True]
-
-
-def test_a_stop_does_not_wait_for_an_evaluation() -> None:
-    hooks = FakeHooks(stop_at=4)
-    run(FakeEngine(), hooks, short_recipe(evaluate={"every_steps": 4}))
-    assert hooks.order == ["save 4"]
 
 
 def test_a_refused_step_is_reported_with_its_samples_and_counted_in_a_row() -> None:
@@ -342,15 +301,6 @@ def test_a_run_that_goes_on_without_its_best_forgets_that() -> None:
     assert progress.metrics["a/b"] == 1.0
 
 
-def test_of_evaluations_by_earlier_code_none_is_called_the_best() -> None:
-    """Its accuracy was not recorded: until a better one comes, the last counts."""
-    progress = Progress(best_eval_loss=0.1, evals_without_best=1)
-    chosen = short_recipe(evaluate={"every_steps": 5}, checkpoint={"keep_best": True})
-    run(FakeEngine(), FakeHooks(losses=[3.0, 2.0]), chosen, progress)
-    assert not {RESULT_STEP, RESULT_EVALUATIONS} & progress.metrics.keys()
-    assert with_best(progress.metrics)["eval/loss"] == 2.0
-
-
 class OnDev(FakeHooks):
     """Held-out images have their best where the test set has its worst."""
 
@@ -374,67 +324,6 @@ def test_a_stream_that_ends_too_soon_is_an_error() -> None:
         run(FakeEngine(), FakeHooks(), short_recipe(), total_steps=TOTAL + 1)
 
 
-class CountingWaits(TorchDispatchMode):
-    """Notes when the host reads a number of the device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.order: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            self.order.append("wait")
-        return func(*args, **(kwargs or {}))
-
-
-def test_the_host_waits_for_the_device_once_a_step_after_handing_it_out() -> None:
-    waits = CountingWaits()
-
-    class Noted(FakeEngine):
-        def step(self, learning_rate: float, norm_limit: float) -> StepResult:
-            waits.order.append("step")
-            return super().step(learning_rate, norm_limit)
-
-    with waits:
-        run(Noted(), FakeHooks(), short_recipe(train={"log_every_steps": 5}))
-    assert waits.order == ["step", "wait"] * TOTAL
-
-
-def test_a_stop_in_an_evaluation_saves_the_step_and_ends() -> None:
-    hooks, progress = FakeHooks(cuts=[True]), Progress()
-    chosen = short_recipe(evaluate={"every_steps": 4})
-    assert run(FakeEngine(), hooks, chosen, progress) is Ending.STOPPED
-    assert hooks.order == ["evaluate 4", "save 4"]
-    assert not progress.is_over(TOTAL)
-
-
-def test_a_notice_in_an_evaluation_saves_the_step_and_training_goes_on() -> None:
-    hooks = FakeHooks(cuts=[False])
-    assert run(FakeEngine(), hooks, short_recipe(evaluate={"every_steps": 4})) is Ending.FINISHED
-    assert hooks.order[:3] == ["evaluate 4", "save 4", "evaluate 8"]
-
-
-def test_after_a_notice_the_last_evaluation_is_made_all_the_same() -> None:
-    hooks, progress = FakeHooks(losses=[0.5], cuts=[False, False]), Progress()
-    assert run(FakeEngine(), hooks, short_recipe(), progress) is Ending.FINISHED
-    last = f"evaluate {TOTAL}"
-    assert hooks.order == [f"save {TOTAL}", last, last, last, f"add {TOTAL}"]
-    assert progress.metrics["eval/loss"] == 0.5
-    assert progress.is_over(TOTAL)
-
-
-def test_a_run_that_was_stopped_in_its_last_evaluation_is_not_over_and_makes_up_for_it() -> None:
-    hooks, progress = FakeHooks(cuts=[True]), Progress()
-    assert run(FakeEngine(), hooks, short_recipe(), progress) is Ending.STOPPED
-    assert hooks.order == [f"save {TOTAL}", f"evaluate {TOTAL}"]
-    assert not progress.is_over(TOTAL)
-    engine, again = FakeEngine(), FakeHooks(losses=[0.5])
-    assert run(engine, again, short_recipe(), progress) is Ending.FINISHED
-    assert again.order == [f"evaluate {TOTAL}", f"add {TOTAL}"]
-    assert engine.seen == []
-    assert progress.is_over(TOTAL)
-
-
 def test_a_last_step_whose_save_is_not_whole_is_saved_again_after_its_evaluation() -> None:
     hooks = FakeHooks(losses=[0.5], is_whole=False)
     progress = Progress(TOTAL, evaluation_due=True)
@@ -447,21 +336,6 @@ def test_a_run_that_is_lengthened_after_a_stop_in_its_last_evaluation_ends_once(
     run(FakeEngine(), hooks, short_recipe(), Progress(step=TOTAL // 2, evaluation_due=True))
     last = [f"save {TOTAL}", f"evaluate {TOTAL}", f"add {TOTAL}"]
     assert hooks.order == last
-
-
-def test_a_notice_at_the_last_step_is_answered_before_its_evaluation() -> None:
-    hooks, progress = FakeHooks(losses=[0.5], save_at=TOTAL), Progress()
-    assert run(FakeEngine(), hooks, short_recipe(), progress) is Ending.FINISHED
-    last = [f"save {TOTAL}", f"evaluate {TOTAL}", f"add {TOTAL}"]
-    assert hooks.order == last
-    assert hooks.due == [True]
-    assert progress.is_over(TOTAL)
-
-
-def test_two_notices_at_one_step_save_it_once() -> None:
-    hooks = FakeHooks(save_at=4, cuts=[False])
-    run(FakeEngine(), hooks, short_recipe(evaluate={"every_steps": 4}))
-    assert hooks.order[:3] == ["save 4", "evaluate 4", "evaluate 8"]
 
 
 def test_the_best_that_was_saved_before_its_evaluation_is_not_written_again() -> None:
@@ -512,3 +386,55 @@ def test_steps_of_large_norms_are_skipped_counted_and_named_at_the_next_log(
     assert half.step == 6
     resumed = run_from(half, end)
     assert first.norm_limits + resumed.norm_limits == engine.norm_limits
+
+
+EVERY_4 = {"evaluate": {"every_steps": 4}}
+LAST = f"evaluate {TOTAL}"
+
+
+@pytest.mark.parametrize(
+    ("hooks", "sections", "order"),
+    [
+        ({}, {"checkpoint": {"every_steps": 5}}, ["save 5", f"save {TOTAL}"]),
+        ({"save_at": 3}, {}, ["save 3", f"save {TOTAL}"]),
+        # Notice comes before an evaluation, or in the middle of it.
+        ({"save_at": 4}, EVERY_4, ["save 4", "evaluate 4", "evaluate 8"]),
+        ({"cuts": [False]}, EVERY_4, ["evaluate 4", "save 4", "evaluate 8"]),
+        ({"save_at": 4, "cuts": [False]}, EVERY_4, ["save 4", "evaluate 4", "evaluate 8"]),
+        # At the last step the checkpoint comes first, and notice does not end the evaluation.
+        (
+            {"losses": [0.5], "cuts": [False, False]},
+            {},
+            [f"save {TOTAL}", LAST, LAST, LAST, f"add {TOTAL}"],
+        ),
+        (
+            {"losses": [0.5], "save_at": TOTAL},
+            {},
+            [f"save {TOTAL}", LAST, f"add {TOTAL}"],
+        ),
+    ],
+)
+def test_checkpoints_by_cadence_and_at_notice_come_before_evaluations(
+    hooks: dict[str, Any], sections: dict[str, Any], order: list[str]
+) -> None:
+    found, progress = FakeHooks(**hooks), Progress()
+    assert run(FakeEngine(), found, short_recipe(**sections), progress) is Ending.FINISHED
+    assert found.order[: len(order)] == order
+    assert progress.is_over(TOTAL)
+
+
+@pytest.mark.parametrize(
+    ("hooks", "sections", "order"),
+    [
+        ({"stop_at": 4}, {}, ["save 4"]),
+        ({"stop_at": 4}, EVERY_4, ["save 4"]),  # it does not wait for an evaluation
+        ({"cuts": [True]}, EVERY_4, ["evaluate 4", "save 4"]),
+    ],
+)
+def test_a_run_that_is_stopped_saves_its_step_and_is_not_over(
+    hooks: dict[str, Any], sections: dict[str, Any], order: list[str]
+) -> None:
+    found, progress = FakeHooks(**hooks), Progress()
+    assert run(FakeEngine(), found, short_recipe(**sections), progress) is Ending.STOPPED
+    assert found.order == order
+    assert not progress.is_over(TOTAL)

@@ -50,8 +50,7 @@ def block_bytes(batch: int, **options: Any) -> int:
     return two - one
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(("precision", "dropout"), [("bf16", 0.1), ("fp32", 0.0)])
 def test_a_block_keeps_what_the_published_formula_says(precision: str, dropout: float) -> None:
     # Korthikanti et al., arXiv:2205.05198, section 4.1: 34 sbh bytes a layer in half precision,
     # without the 5 a s^2 b of unfused attention. Of the 34, 32 are 16 values and 2 are the masks
@@ -65,20 +64,6 @@ def test_a_block_keeps_what_the_published_formula_says(precision: str, dropout: 
     assert block_bytes(batch, precision=precision, dropout=dropout) == pytest.approx(
         expected, rel=0.002
     )
-
-
-def test_vit_h_keeps_32_bytes_per_token_and_width_in_each_block() -> None:
-    recipe = recipe_of({"name": "ViT-H/14"}, precision="bf16")
-    kept = measure_activations(recipe, 1000, 4).kept
-    # 31 whole blocks; the last, of which only the class token is wanted, keeps a third of one.
-    assert kept / (4 * 257 * 1280 * 31) == pytest.approx(32, rel=0.02)
-
-
-def test_activations_grow_with_tokens_and_not_with_their_square() -> None:
-    small = measure_activations(vit(4, image_size=64, precision="bf16"), 10, 2).kept
-    large = measure_activations(vit(4, image_size=256, precision="bf16"), 10, 2).kept
-    tokens = (64 * 64 + 1) / (16 * 16 + 1)
-    assert large / small == pytest.approx(tokens, rel=0.02)
 
 
 def test_a_recomputed_block_keeps_its_input_only() -> None:
@@ -116,8 +101,6 @@ def real_loss(recipe: Recipe, batch: int, num_classes: int) -> tuple[nn.Module, 
     [
         ("ViT-Ti/16", "sigmoid", "bf16"),
         ("R50x1", "softmax", "fp32"),
-        ("ViT-Ti/16", "softmax", "fp32"),
-        ("R50x1+ViT-B/16", "softmax", "bf16"),
     ],
 )
 def test_activations_are_those_that_a_real_forward_pass_keeps(
@@ -179,7 +162,7 @@ def test_a_device_too_small_for_one_image_has_no_micro_batch() -> None:
     assert largest_micro_batch(recipe_of({"name": "ViT-Ti/16"}), 1000, 2, 0.01) is None
 
 
-CASES = [(precision, stage) for precision in ("bf16", "fp32") for stage in range(4)]
+CASES = [("bf16", 0), ("bf16", 2), ("bf16", 3), ("fp32", 1)]
 COUNTED = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 RING = {"all_reduce": 2 * 0.5, "all_gather_into_tensor": 0.5, "reduce_scatter_tensor": 0.5}
 PASSES = 2
@@ -237,7 +220,7 @@ def _sizes_of_the_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
         small_buckets()
 
 
-@pytest.mark.slow(after=2)
+@pytest.mark.slow(after=3)
 @pytest.mark.parametrize("case", CASES)
 def test_state_and_traffic_are_those_of_deepspeed_on_two_ranks(
     measured: Callable[[str], ByCase], case: tuple[str, int]
@@ -262,7 +245,7 @@ def test_state_and_traffic_are_those_of_deepspeed_on_two_ranks(
     assert sent["weights"] == pytest.approx(traffic.weights, rel=0.001)
 
 
-@pytest.mark.slow(after=4)
+@pytest.mark.slow(after=3)
 @pytest.mark.parametrize("case", CASES)
 def test_collectives_have_the_sizes_and_the_moments_of_the_plan(
     measured: Callable[[str], ByCase], case: tuple[str, int]
@@ -293,9 +276,7 @@ def test_collectives_have_the_sizes_and_the_moments_of_the_plan(
 
 
 # Elements that stage 3 gathers ahead, and those that it holds.
-GATHERING = [
-    (70_000, 200_000), (10_000, 400_000), (200_000, 600_000), (10_000, 10**9), (0, 10**9)
-]  # fmt: skip
+GATHERING = [(70_000, 200_000), (200_000, 600_000), (0, 10**9)]
 DEPTH, LARGEST = 4, 128 * 512 + 512  # a matrix and its bias
 
 

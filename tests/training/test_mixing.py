@@ -24,7 +24,7 @@ def drawn(samples: torch.Tensor, seed: int = 0, step: int = 0, **train: Any) -> 
     return draw_mixing(samples, SIZE, TrainConfig(**train), seed, step)
 
 
-@pytest.mark.parametrize("alpha", [0.2, 0.5, 0.8, 1.0, 3.0])
+@pytest.mark.parametrize("alpha", [0.2, 0.8, 3.0])
 def test_shares_are_beta_distributed(alpha: float) -> None:
     rng = np.random.default_rng(0)
     uniform = torch.from_numpy(rng.uniform(size=(3, 50_000)))
@@ -99,7 +99,7 @@ def test_what_is_not_mixed_stays_as_it_was() -> None:
 
 @pytest.mark.parametrize(
     ("loss", "smoothing", "labels"),
-    [("softmax", 0.0, 1), ("softmax", 0.1, 1), ("softmax", 0.1, 2), ("sigmoid", 0.0, 2)],
+    [("softmax", 0.0, 1), ("softmax", 0.1, 2), ("sigmoid", 0.0, 2)],
 )
 def test_the_loss_is_that_of_mixed_targets(loss: str, smoothing: float, labels: int) -> None:
     """Against cross-entropy with the mixed probabilities themselves."""

@@ -163,16 +163,6 @@ def stop_in_third_step(worker: Worker) -> None:
     worker.engine.on_backward = beat
 
 
-def test_a_stop_saves_and_is_recorded_with_its_reason_and_step(tmp_path: Path) -> None:
-    worker = Worker(make_job(tmp_path))
-    stop_in_third_step(worker)
-    run(worker)
-    assert worker.actor.events[-1] == ("stopped", "SIGTERM; checkpoint at step 3", 3)
-    assert newest_step(worker) == 3
-    assert worker.actor.failed is None
-    assert worker.engine.is_closed
-
-
 def test_a_pass_that_does_not_fit_lowers_the_limit_for_the_next_attempt(tmp_path: Path) -> None:
     def run_out(step: int) -> None:
         if step == 1:
@@ -352,6 +342,9 @@ def test_a_stop_is_recorded_after_its_save_has_landed(tmp_path: Path) -> None:
     run(worker)
     assert told_before_landing == [0]
     assert worker.actor.events[-1] == ("stopped", "SIGTERM; checkpoint at step 3", 3)
+    assert newest_step(worker) == 3
+    assert worker.actor.failed is None
+    assert worker.engine.is_closed
 
 
 def test_a_callback_sees_what_is_logged_on_rank_0_and_changes_nothing(tmp_path: Path) -> None:

@@ -268,8 +268,7 @@ KEPT = {"per_class.csv", "confusion.csv", *(f"examples.{end}" for end in ("jpg",
 KEPT |= {f"errors.{end}" for end in ("jpg", "json")}
 
 
-@pytest.mark.parametrize("averages", [False, True])
-@pytest.mark.parametrize("keeps_best", [False, True])
+@pytest.mark.parametrize(("averages", "keeps_best"), [(True, False), (False, True)])
 def test_a_training_keeps_images_and_tables_of_the_evaluation_that_is_its_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps_best: bool, averages: bool
 ) -> None:

@@ -35,11 +35,6 @@ from vit_ray.worker.setup import (
 TINY = {"name": "ViT", "depth": 1, "width": 8, "mlp_dim": 8, "num_heads": 1, "patch_size": 8}
 
 
-def test_a_number_in_the_recipe_is_taken(tmp_path: Path) -> None:
-    job = make_job(tmp_path, train={"micro_batch_size": 2}, workers={"num_workers": 2})
-    assert choose_micro_batch(job, 2, int) == 2
-
-
 def test_what_did_not_fit_is_halved_in_the_next_attempt(tmp_path: Path, gpu: list[int]) -> None:
     job = make_job(tmp_path, train={"micro_batch_size": "auto"})
     found = [choose_micro_batch(job, 1, int)]
@@ -139,12 +134,8 @@ def test_weights_that_are_not_there_end_a_rank_that_others_may_wait_for(tmp_path
     ("family", "layout", "place"),
     [
         ("ViT", "jax", "vit.npz"),
-        ("ViT", "timm", "vit.safetensors"),
         ("ViT", "huggingface", "folder"),
-        ("ResNet", "jax", "bit.npz"),
         ("ResNet", "timm", "bit.safetensors"),
-        ("ResNet", "huggingface", "folder"),
-        ("R+ViT", "jax", "hybrid.npz"),
     ],
 )
 def test_a_worker_reads_weights_of_every_layout_itself(

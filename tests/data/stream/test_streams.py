@@ -1,5 +1,4 @@
 import contextlib
-import dataclasses
 import os
 import signal
 import time
@@ -18,7 +17,7 @@ from tests.data.stream.reading import (
     streams_of,
 )
 from vit_ray.data.crops import Augmentation
-from vit_ray.data.dataset import Manifest, select
+from vit_ray.data.dataset import Manifest
 from vit_ray.data.order import Order, Plan, ShuffleWindow
 from vit_ray.data.stream import ray_datasets
 from vit_ray.data.stream.batches import StreamSpec
@@ -68,18 +67,17 @@ def alone(spec: StreamSpec) -> Batches:
 
 
 @pytest.mark.slow(after=1)
-@pytest.mark.parametrize("world_size", [3, 2, 4])
+@pytest.mark.parametrize("world_size", [3, 4])
 def test_any_number_of_ranks_gets_the_same_global_batches(
     spec: StreamSpec, alone: Batches, world_size: int
 ) -> None:
     assert_equal(global_batches(spec, world_size, 0, 15 * BATCH), alone)
 
 
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize("hosts", [[range(1), range(1, 4)], [range(2), range(2, 3), range(3, 4)]])
 def test_any_number_of_servers_gives_the_same_global_batches(
-    spec: StreamSpec, alone: Batches, hosts: list[range]
+    spec: StreamSpec, alone: Batches
 ) -> None:
+    hosts = [range(2), range(2, 3), range(3, 4)]
     assert_equal(global_batches(spec, 4, 2 * BATCH, 12 * BATCH, hosts), alone[2:12])
     evaluated = read_evaluation(spec, 4, 20, hosts)
     samples = np.concatenate([batch["sample"] for rank in evaluated for batch in rank])
@@ -94,24 +92,10 @@ def test_global_batches_are_those_of_the_order(spec: StreamSpec) -> None:
         np.testing.assert_array_equal(batch["sample"], expected)
 
 
-@pytest.mark.slow(after=2)
-@pytest.mark.parametrize(("size", "world_size"), [(1, 4), (8, 1), (1, 1), (1, 2), (8, 2), (8, 4)])
-def test_blocks_of_tiny_images_are_not_joined(spec: StreamSpec, world_size: int, size: int) -> None:
-    """Labels and sample numbers are then most of a block, and a task makes many of them."""
-    tiny = dataclasses.replace(spec, augmentation=Augmentation("resize", size=size, flip=False))
-    order = Order(spec.manifest.rows, spec.seed, window=spec.window)
-    for step, batch in enumerate(global_batches(tiny, world_size, 0, 15 * BATCH)):
-        expected = np.sort(order.samples_at(step * BATCH, (step + 1) * BATCH))
-        np.testing.assert_array_equal(batch["sample"], expected)
-
-
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize("stopped_after", [7, 1, 14])
 def test_a_resumed_run_gets_the_rest_of_the_uninterrupted_one(
-    spec: StreamSpec, alone: Batches, stopped_after: int
+    spec: StreamSpec, alone: Batches
 ) -> None:
-    rest = global_batches(spec, 4, stopped_after * BATCH, 15 * BATCH)
-    assert_equal(rest, alone[stopped_after:])
+    assert_equal(global_batches(spec, 4, 7 * BATCH, 15 * BATCH), alone[7:])
 
 
 def test_delayed_tasks_change_nothing(spec: StreamSpec, alone: Batches) -> None:
@@ -153,12 +137,6 @@ def test_a_killed_reading_task_changes_nothing(
     assert (tmp_path / "killed").exists()
 
 
-def test_each_image_comes_once_an_epoch(spec: StreamSpec) -> None:
-    batches = global_batches(spec, 2, 0, 25 * BATCH)
-    samples = np.concatenate([batch["sample"] for batch in batches])
-    assert sorted(samples.tolist()) == sorted([*range(300), *range(300)])
-
-
 def test_a_training_batch_keeps_the_contract(spec: StreamSpec) -> None:
     batch = global_batches(spec, 1, 0, BATCH)[0]
     assert {name: (c.dtype, c.shape) for name, c in batch.items()} == {
@@ -179,17 +157,6 @@ def test_evaluation_gives_every_image_once_and_pads_with_weight_zero(spec: Strea
     assert len(samples) == 4 * 3 * 32
     assert set(samples[weights == 0].tolist()) == {-1}
     assert weights.dtype == np.float32
-
-
-def test_a_dev_split_is_streamed_without_the_rest(spec: StreamSpec) -> None:
-    kept, held_out = select(spec.manifest, seed=1, held_out_fraction=0.2, fraction=1.0)
-    training = StreamSpec(**{**vars(spec), "manifest": kept})
-    seen = {int(s) for batch in global_batches(training, 2, 0, 10 * BATCH) for s in batch["sample"]}
-    held = StreamSpec(**{**vars(spec), "manifest": held_out})
-    ranks = read_evaluation(held, 2, 8)
-    samples = {int(s) for batches in ranks for batch in batches for s in batch["sample"]} - {-1}
-    assert (len(seen), len(samples)) == (240, 60)
-    assert not seen & samples
 
 
 def test_labels_belong_to_their_images(spec: StreamSpec, dataset: Manifest) -> None:
@@ -252,7 +219,6 @@ def test_a_stream_whose_process_died_ends_in_an_error(spec: StreamSpec) -> None:
         list(training)
 
 
-@pytest.mark.usefixtures("ray_cluster")
 def test_an_order_that_is_drawn_once_for_all_tasks_is_the_same(
     spec: StreamSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:

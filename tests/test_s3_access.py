@@ -217,6 +217,7 @@ def test_an_upload_whose_last_answer_is_lost_is_complete(
 def test_a_store_that_takes_connections_and_never_answers_is_not_waited_for(
     configure: Configure, store: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(storage._FIRST_CONFIG, "read_timeout", 0.5)
     configure(endpoint_url=url(store), region="us-east-1", **KEYS)
     store.faults.set("hang", 1000)
     with pytest.raises(OSError, match=r"^s3://bucket: Read timeout .*check AWS_ENDPOINT_URL"):
@@ -260,7 +261,11 @@ def test_a_refusal_is_one_line_with_bucket_cause_and_setting(
     assert len(store.faults.requests) <= 4  # it is not asked again and again
 
 
-def test_a_wrong_port_and_a_host_that_does_not_answer_are_one_line(configure: Configure) -> None:
+def test_a_wrong_port_and_a_host_that_does_not_answer_are_one_line(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for config in (storage._FIRST_CONFIG, storage._S3_CONFIG):
+        monkeypatch.setitem(config, "connect_timeout", 0.5)
     (port,) = free_ports(1)
     with silent_port() as silent:
         for place in (port, silent):

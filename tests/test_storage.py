@@ -79,8 +79,9 @@ def test_a_large_upload_of_which_every_fourth_part_fails_is_whole(
 
 
 def test_an_upload_that_cannot_be_finished_leaves_nothing(
-    bucket: Location, proxy: FaultProxy
+    bucket: Location, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(bucket.filesystem, "retries", 3)
     proxy.faults.set("403", remaining=10**6, path="partNumber=3")
     with pytest.raises(OSError, match="s3://runs/a/refused: "):
         bucket.child("refused").write(content(30 * MIB))
@@ -135,7 +136,10 @@ def test_wildcards_in_a_name_touch_no_other_folder(how: str, bucket: Location) -
     assert other.child("step-1/ab").read() == b"other"
 
 
-def test_a_folder_that_cannot_be_copied_stays(bucket: Location, proxy: FaultProxy) -> None:
+def test_a_folder_that_cannot_be_copied_stays(
+    bucket: Location, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket.filesystem, "retries", 3)
     old, new = bucket.child("step-2"), bucket.child("step-2.damaged")
     old.child("one").write(b"1")
     old.child("two").write(b"2")

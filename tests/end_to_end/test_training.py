@@ -48,9 +48,7 @@ def test_it_learns_and_says_where_its_checkpoint_is(straight: Finished) -> None:
     assert checkpoint_steps(recipe) == [8, 16, 24]
 
 
-def test_the_best_evaluation_is_the_result_and_its_weights_are_handed_on(
-    digits: Digits, folder: Path
-) -> None:
+def test_the_best_evaluation_is_the_result(digits: Digits, folder: Path) -> None:
     """At a rate that rises until training diverges, chosen on images held out of the training."""
     recipe = small_recipe(
         "best", digits, folder,
@@ -59,6 +57,7 @@ def test_the_best_evaluation_is_the_result_and_its_weights_are_handed_on(
         data={"held_out_fraction": 0.1},
         checkpoint={"keep_best": True, "keep_last": 1, "every_steps": None},
         evaluate={"every_steps": 4},
+        workers={"num_workers": 1},
     )  # fmt: skip
     result = train(recipe)
     assert result.run_id is not None
@@ -72,8 +71,6 @@ def test_the_best_evaluation_is_the_result_and_its_weights_are_handed_on(
     assert result.metrics["eval/last_top1"] == accuracies[STEPS]
     held = MlflowClient(recipe.tracking.uri).get_run(result.run_id).data.metrics
     assert (held["result/step"], held["eval/best_top1"]) == (best, accuracies[best])
-    again = evaluate(recipe.with_changes(init_from=recipe.run_folder))
-    assert again["eval/top1"] == pytest.approx(accuracies[best])
     assert train(recipe).metrics["eval/top1"] == accuracies[best]
 
 
@@ -167,12 +164,6 @@ def test_a_run_of_another_batch_is_not_continued(straight: Finished) -> None:
         train(other)
 
 
-def test_a_finished_run_is_not_given_out_as_one_of_another_recipe(straight: Finished) -> None:
-    recipe, _ = straight
-    with pytest.raises(ValueError, match=r"optim.learning_rate was 0.01 and is 0.02"):
-        train(recipe.with_changes(optim={"learning_rate": 0.02}))
-
-
 @pytest.fixture(scope="module")
 def in_parts(digits: Digits, folder: Path) -> list[Finished]:
     """The straight run's first 16 steps in two runs of 8."""
@@ -220,6 +211,7 @@ def test_steps_that_are_not_finite_are_skipped_and_in_the_end_stop_the_run(
         optim={"learning_rate": 1e30, "warmup_steps": 0, "schedule": "constant"},
         train={"nonfinite": "skip"},
         checkpoint={"every_steps": 1},
+        workers={"num_workers": 1},
     )
     wanted = (
         r"step \d+ is not finite; the step was not applied. Samples \d+, \d+, .*"
@@ -284,6 +276,7 @@ def test_masked_patches_pre_train_a_model_that_can_be_fine_tuned(
             "shots": [5],
             "few_shot_seeds": 1,
         },
+        workers={"num_workers": 1},
     )
     result = train(masked)
     assert result.is_complete
@@ -298,6 +291,7 @@ def test_masked_patches_pre_train_a_model_that_can_be_fine_tuned(
         init_from=f"{masked.output}/masked",
         model={"image_size": 24, "representation": False},
         optim={"steps": 4, "warmup_steps": 0},
+        workers={"num_workers": 1},
     )
     outcome = finetune(tuned)
     assert outcome.is_complete

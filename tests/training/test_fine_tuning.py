@@ -1,6 +1,5 @@
 """Frozen parts: against plain torch, and resumed."""
 
-import tracemalloc
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,11 +10,11 @@ from tests.recipes import recipe_with
 from tests.training.engine_runs import (
     PLAIN_LINEAR,
     Run,
+    StraightRuns,
     batch,
     loss_of,
     resumed,
     small_model,
-    straight_and_saved,
 )
 from tests.training.ranks import run_ranks
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
@@ -25,7 +24,7 @@ from vit_ray.launch.model_checks import check_head_is_trained, check_model
 from vit_ray.models import build_model
 from vit_ray.storage import locate
 from vit_ray.training.memory_estimate import count_parameters, state_shape, step_macs
-from vit_ray.training.parameter_groups import chosen_parts, part_of, parts_of
+from vit_ray.training.parameter_groups import part_of, parts_of
 
 FROZEN = ("embedding", "class_token", "blocks.0")
 OPTIM = {"learning_rate": 1e-2, "weight_decay": 0.1, "frozen": FROZEN}
@@ -34,9 +33,6 @@ OPTIM = {"learning_rate": 1e-2, "weight_decay": 0.1, "frozen": FROZEN}
 def config(stage: int, precision: str = "fp32") -> dict[str, Any]:
     train = {"zero_stage": stage, "precision": precision, "averaging": 0.9}
     return {"name": f"{precision}-{stage}", "micro": 2, "train": train, "optim": OPTIM}
-
-
-CONFIGS = {1: [config(1)], 2: [*(config(stage) for stage in range(4)), config(3, "bf16")]}
 
 
 def plain_losses() -> list[float]:
@@ -64,27 +60,29 @@ def plain_losses() -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def straight(folder: str) -> dict[int, dict[str, Run]]:
-    return {
-        world: run_ranks(world, straight_and_saved, configs, f"{folder}/{world}")[0]
-        for world, configs in CONFIGS.items()
-    }
+def straight(folder: str) -> StraightRuns:
+    """With the runs of two ranks that several tests compare, in one process group."""
+    runs = StraightRuns(folder)
+    runs.of(2, [config(0), config(3, "bf16")])
+    return runs
 
 
 @pytest.mark.slow(after=2)
 @pytest.mark.parametrize(("world", "stage"), [(1, 1), (2, 0), (2, 1), (2, 2), (2, 3)])
-def test_every_stage_trains_as_plain_torch(
-    straight: dict[int, dict[str, Run]], world: int, stage: int
-) -> None:
-    assert straight[world][f"fp32-{stage}"].losses == pytest.approx(plain_losses(), rel=2e-6)
+def test_every_stage_trains_as_plain_torch(straight: StraightRuns, world: int, stage: int) -> None:
+    (run,) = straight.of(world, [config(stage)]).values()
+    assert run.losses == pytest.approx(plain_losses(), rel=2e-6)
 
 
-@pytest.mark.parametrize("name", ["1/fp32-1", "2/fp32-0", "2/fp32-3", "2/bf16-3"])
-@pytest.mark.parametrize("averaged", [False, True])
+@pytest.mark.parametrize(
+    ("world", "kind", "averaged"),
+    [(1, config(1), False), (2, config(0), True), (2, config(3, "bf16"), True)],
+)
 def test_a_checkpoint_has_frozen_weights_to_the_last_bit(
-    straight: dict[int, dict[str, Run]], folder: str, name: str, averaged: bool
+    straight: StraightRuns, folder: str, world: int, kind: dict[str, Any], averaged: bool
 ) -> None:
-    checkpoint = newest_checkpoint(locate(folder).child(name))
+    straight.of(world, [kind])
+    checkpoint = newest_checkpoint(locate(folder).child(f"{world}/{kind['name']}"))
     assert checkpoint is not None
     saved, first = checkpoint.weights(averaged=averaged), small_model().state_dict()
     assert saved.keys() == first.keys()
@@ -93,19 +91,21 @@ def test_a_checkpoint_has_frozen_weights_to_the_last_bit(
     assert not any(key.startswith(("blocks.1.", "head", "positions")) for key in same)
 
 
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize(
+    ("before", "after"), [((1, 1), (2, 3)), ((2, 3), (1, 0)), ((2, 1), (1, 3)), ((2, 2), (2, 1))]
+)
 def test_a_run_goes_on_under_another_stage_and_world(
-    straight: dict[int, dict[str, Run]], folder: str
+    straight: StraightRuns, folder: str, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
+    """From (world, stage) to the other."""
     # The first weights of the resumed run are others: those of the checkpoint have to come back.
-    cases = {
-        1: [{**config(0), "from": "2/fp32-3"}, {**config(3), "from": "2/fp32-1"}],
-        2: [{**config(3), "from": "1/fp32-1"}, {**config(1), "from": "2/fp32-2"}],
-    }
-    for world, configs in cases.items():
-        for run in run_ranks(world, resumed_from_other_weights, configs, folder)[0].values():
-            expected = straight[2]["fp32-0"]
-            assert run.losses == pytest.approx(expected.losses[2:], rel=2e-6)
-            assert torch.allclose(run.averaged, expected.averaged, atol=1e-4)
+    straight.of(before[0], [config(before[1])])
+    changed = {**config(after[1]), "from": f"{before[0]}/fp32-{before[1]}"}
+    (run,) = run_ranks(after[0], resumed_from_other_weights, [changed], folder)[0].values()
+    expected = straight.of(2, [config(0)])["fp32-0"]
+    assert run.losses == pytest.approx(expected.losses[2:], rel=2e-6)
+    assert torch.allclose(run.averaged, expected.averaged, atol=1e-4)
 
 
 def resumed_from_other_weights(rank: int, configs: list[Any], folder: str) -> dict[Any, Run]:
@@ -209,17 +209,6 @@ def test_a_new_head_that_is_frozen_is_refused_before_anything_starts(
     refused = prepared_run.prepared_training(tuning_recipe({"frozen": ["head"]}), "pretrain")
     with pytest.raises(ValueError, match="remove head"), refused:
         pass
-
-
-def test_a_range_past_the_end_is_refused_without_a_name_for_each() -> None:
-    parts = [f"blocks.{i}" for i in range(12)]
-    tracemalloc.start()
-    with pytest.raises(ValueError, match=r"'blocks\.0-300000' is not a part"):
-        chosen_parts(["blocks.0-300000"], parts)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 2**20
-    assert chosen_parts(["blocks.9-11"], parts) == {"blocks.9", "blocks.10", "blocks.11"}
 
 
 ENCODER = {"depth": 2, "width": 32, "mlp_dim": 64, "num_heads": 2}

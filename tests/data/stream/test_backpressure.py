@@ -88,13 +88,13 @@ def test_ray_datas_loop_pauses_while_nobody_takes_blocks(
     monkeypatch.setattr(ray_datasets, "time", SimpleNamespace(sleep=pause))
     spec = slow_stream(dataset, 24, tmp_path)
     readers = HostRanks("one", range(1), 1)
-    (one,) = segments_of(spec, readers, batch_size=20, start=0, stop=1500)
+    (one,) = segments_of(spec, readers, batch_size=20, start=0, stop=600)
     bundles = one.dataset.iter_internal_ref_bundles()
     taken = [next(bundles)]  # and then none: 24 MiB are full before the end
     did_pause = has_paused.wait(60)
     taken += bundles  # or the execution would hold up the end of this process
     assert did_pause
-    assert sum(len(bundle.blocks) for bundle in taken) == 75
+    assert sum(len(bundle.blocks) for bundle in taken) == 30
 
 
 @pytest.mark.parametrize(

@@ -50,14 +50,11 @@ def record(folder: Path) -> dict[str, Any]:
 
 
 def _counts(name: str) -> dict[str, Any]:
-    """The training is of 7 epochs of JFT-300M."""
     with torch.device("meta"):
         model = vit_ray.build_model(name, 1000, 224)
     return {
         "parameters": sum(each.numel() for each in model.parameters()),
         "multiply-adds": vit_ray.forward_macs(name, 1000, 224),
-        "multiply-adds at 384": vit_ray.forward_macs(name, 1000, 384),
-        "exaFLOPs": f"{vit_ray.training_exaflops(name, 303_000_000, 7.0):.9g}",
     }
 
 

@@ -1,4 +1,4 @@
-"""Axial attention against ordinary attention under a mask, and against its formula in loops."""
+"""What axial models show of their attention, and the images that they refuse."""
 
 import pytest
 import torch

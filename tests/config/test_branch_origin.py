@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from vit_ray.config.branch_origin import origin_of, own_share, step_of
+from vit_ray.config.branch_origin import origin_of, own_share
 
 
 @pytest.mark.parametrize("name", ["study-a-data1-steps400", "a at step 7", "b at step 9 at step 1"])
 def test_a_branch_counts_what_follows_the_step_at_which_it_began(name: str) -> None:
     # 100 steps of 32 images, of which the last 20 are the branch's.
     assert own_share(origin_of(name, 80), 32, 3200) == pytest.approx(0.2)
-
-
-def test_of_a_fork_with_another_batch_the_steps_are_its_own() -> None:
-    assert step_of(origin_of("a at step 7", 80, 40)) == 40
-    assert origin_of("a", 80, 80) == origin_of("a", 80)
-    assert own_share(origin_of("a", 80, 40), 64, 3200) == pytest.approx(0.2)
 
 
 def test_a_training_from_its_own_start_counts_whole() -> None:

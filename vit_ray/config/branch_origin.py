@@ -11,20 +11,15 @@ NOTE: Final = "branched_from.txt"
 TAG: Final = "vit_ray.branched_from"
 
 
-def origin_of(cell_name: str, step: int, own_step: int | None = None) -> str:
-    """The text for a branch that starts from `cell_name`'s checkpoint at `step`.
-
-    Args:
-        own_step: the same position, counted in the branch's own batches.
-    """
-    other = "" if own_step in (None, step) else f" (its own step {own_step})"
-    return f"{cell_name} at step {step}{other}"
+def origin_of(cell_name: str, step: int) -> str:
+    """The text for a branch that starts from `cell_name`'s checkpoint at `step`."""
+    return f"{cell_name} at step {step}"
 
 
 def step_of(origin: str) -> int | None:
-    """The branch's own step in such a text; None if it has none."""
-    found = re.search(r" at step (\d+)(?: \(its own step (\d+)\))?$", origin)
-    return int(found[2] or found[1]) if found else None
+    """The step in such a text; None if it has none."""
+    found = re.search(r" at step (\d+)$", origin)
+    return int(found[1]) if found else None
 
 
 def own_share(origin: str, global_batch_size: float | None, images_seen: float | None) -> float:

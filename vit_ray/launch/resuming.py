@@ -106,8 +106,7 @@ def accepted_changes(
     if fixed := [change for change in changes if on_resume(change.key) is OnResume.FIXED]:
         raise ValueError(
             f"run {recipe.name!r} cannot continue from step {step}: {_listed(fixed)}; restore the "
-            "earlier value, or choose another name (`vit-ray fork` continues with changed data, "
-            "init_from loads the weights)"
+            "earlier value, or choose another name (init_from loads the weights)"
         )
     steps_before = before.optim.total_steps(num_images, position.global_batch_size)
     length = [Change(key, then[key], now[key]) for key in LENGTH if then[key] != now[key]]

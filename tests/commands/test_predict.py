@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
@@ -40,7 +39,7 @@ def expected(run: str, folder: Path) -> dict[str, vit_ray.launch.trained_model.P
 def test_the_classes_of_a_folder_are_printed_and_written_as_tables_and_a_picture(
     run: str, tmp_path: Path
 ) -> None:
-    outputs = [f"--out={tmp_path}/found{suffix}" for suffix in (".parquet", ".csv", ".png")]
+    outputs = [f"--out={tmp_path}/found{suffix}" for suffix in (".parquet", ".png")]
     done = run_cli("predict", run, str(tmp_path / "images"), *outputs)
     assert done.exit_code == 0, done.stderr
     best = expected(run, tmp_path)
@@ -58,28 +57,20 @@ def test_the_classes_of_a_folder_are_printed_and_written_as_tables_and_a_picture
     }
     for name, row in rows.items():
         assert row["probability"] == pytest.approx(best[name].probability, rel=1e-5)
-    assert pacsv.read_csv(tmp_path / "found.csv").column("class").to_pylist() == [
-        row["class"] for row in table.to_pylist()
-    ]
     with Image.open(tmp_path / "found.png") as picture:
         assert len(picture.convert("RGB").getcolors(1 << 24) or ()) > 1000
     assert f"{COUNT} images: " in done.stderr
 
 
-def test_a_converted_set_and_parquet_with_and_without_names_are_read(
-    run: str, tmp_path: Path
-) -> None:
+def test_a_converted_set_is_read(run: str, tmp_path: Path) -> None:
     (shard,) = (tmp_path / "data").glob("part-*.parquet")
     images = pq.read_table(shard).column("image").to_pylist()
-    struct = [{"bytes": image, "path": None} for image in images]
-    pq.write_table(pa.table({"img": struct}), tmp_path / "hub.parquet")
-    for place, name in ((tmp_path / "data", "0.jpg"), (shard, "0.jpg"), ("hub.parquet", "#0")):
-        done = run_cli("predict", run, str(tmp_path / place))
-        assert done.exit_code == 0, done.stderr
-        lines = done.stdout.splitlines()
-        assert lines[0].partition(": ")[0].endswith(name)
-        texts = [line.partition(": ")[2].partition(" ")[0] for line in lines]
-        assert texts == [found.name for found in vit_ray.load(run).predict(images)]
+    done = run_cli("predict", run, str(tmp_path / "data"))
+    assert done.exit_code == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].partition(": ")[0].endswith("0.jpg")
+    texts = [line.partition(": ")[2].partition(" ")[0] for line in lines]
+    assert texts == [found.name for found in vit_ray.load(run).predict(images)]
 
 
 def test_what_cannot_be_read_is_listed_with_the_reason_and_the_rest_is_predicted(
@@ -117,11 +108,8 @@ def test_a_file_alone_is_used_with_a_recipe_or_keys(run: str, tmp_path: Path) ->
 REFUSED = [
     (["{0}/nothing"], "no such file or folder; check the path"),
     (["{0}/empty"], "holds no images among its 0 files; images are found by file names"),
-    (["{0}/labels.parquet"], "has the columns ['label']; encoded images must be in one of"),
-    (["{0}/images", "--out={0}/a.txt"], "expected a file that ends in .parquet, .csv, .png"),
+    (["{0}/images", "--out={0}/a.txt"], "expected a file that ends in .parquet, .png"),
     (["{0}/images", "--out={0}/labels.parquet"], "exists already"),
-    (["{0}/images", "--out={0}/a.csv", "--out=file://{0}/a.csv"], "is given twice"),
-    (["{0}/texts.parquet"], "its column 'image' is string; expected encoded images"),
 ]
 REFUSE_EACH = """
 import contextlib, io, json, sys
@@ -143,7 +131,6 @@ def test_what_cannot_work_is_refused_before_torch_is_there(tmp_path: Path) -> No
     (tmp_path / "images").mkdir()
     Image.new("RGB", (9, 9)).save(tmp_path / "images" / "a.png")
     pq.write_table(pa.table({"label": [1]}), tmp_path / "labels.parquet")
-    pq.write_table(pa.table({"image": ["a.jpg"]}), tmp_path / "texts.parquet")
     given = [[word.format(tmp_path) for word in words] for words, _ in REFUSED]
     done = subprocess.run(
         [sys.executable, "-c", REFUSE_EACH, json.dumps(given)], capture_output=True, text=True

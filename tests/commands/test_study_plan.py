@@ -46,7 +46,7 @@ def test_every_cell_has_its_compute_steps_and_hours() -> None:
 def test_the_sum_is_told() -> None:
     plan = plan_study(paper_study())
     whole = [hours(name) for name in ("ViT-H/14", "ViT-B/16", "ViT-B/32")]
-    assert sum(one.gpu_hours for one in plan.cells) == pytest.approx(sum(whole), rel=1e-3)
+    assert sum(one.gpu_hours for one in plan) == pytest.approx(sum(whole), rel=1e-3)
     text = describe_study(paper_study())
     assert re.search(r"total +3 cells, \S+ exaFLOPs, \S+ H200-hours", text)
     assert "cost  " not in text
@@ -62,7 +62,7 @@ def test_cells_of_other_lengths_cost_in_proportion() -> None:
     row = study_row("a")
     tree = study_tree("/x", [row], train="s3://BUCKET/d", epochs=None, steps=[10, 30])
     tree["plan"] = {"num_images": 6400, "num_classes": 10}
-    short, long = plan_study(recipe_from_dict(tree, "test")).cells
+    short, long = plan_study(recipe_from_dict(tree, "test"))
     assert (short.facts.total_steps, long.facts.total_steps) == (10, 30)
     assert long.gpu_hours == pytest.approx(3 * short.gpu_hours)
 
@@ -75,9 +75,9 @@ def test_transfers_are_part_of_what_a_cell_costs() -> None:
     )
     tree["plan"] = {"num_images": 303_000_000, "num_classes": 18_291}
     tree["study"]["transfer"] = [pets]
-    (swept,) = plan_study(recipe_from_dict(tree, "test")).cells
+    (swept,) = plan_study(recipe_from_dict(tree, "test"))
     tree["study"]["transfer"] = [fixed]
-    (single,) = plan_study(recipe_from_dict(tree, "test")).cells
+    (single,) = plan_study(recipe_from_dict(tree, "test"))
     # What the header of finetune/pets says of one run with ViT-L/16.
     assert single.transfer_hours == pytest.approx(0.2061, rel=1e-3)
     assert swept.transfer_hours == pytest.approx(7 * 0.2061, rel=1e-3)

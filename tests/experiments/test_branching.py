@@ -55,13 +55,13 @@ def test_other_schedules_cannot_branch() -> None:
 
 def test_only_the_cool_downs_of_the_others_are_paid_for() -> None:
     plan = plan_study(recipe_from_dict(tree(data_fractions=[1.0]), "test"))
-    whole = plan.cells[1].training_hours
-    hours = [one.training_hours / whole for one in plan.cells[:3]]
+    whole = plan[1].training_hours
+    hours = [one.training_hours / whole for one in plan[:3]]
     assert hours == pytest.approx([0.2 * 100 / 400, 1.0, 0.2 * 200 / 400])
-    assert plan.cells[0].facts.exaflops == pytest.approx(plan.cells[1].facts.exaflops / 4)
-    spent = [one.exaflops / plan.cells[1].exaflops for one in plan.cells[:3]]
+    assert plan[0].facts.exaflops == pytest.approx(plan[1].facts.exaflops / 4)
+    spent = [one.exaflops / plan[1].exaflops for one in plan[:3]]
     assert spent == pytest.approx(hours)
-    assert plan.total("exaflops") == pytest.approx(sum(spent) * 2 * plan.cells[1].exaflops)
+    assert sum(one.exaflops for one in plan) == pytest.approx(sum(spent) * 2 * plan[1].exaflops)
 
 
 def test_the_longest_keeps_what_the_others_need() -> None:

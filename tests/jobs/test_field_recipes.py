@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.jobs.headers import commands, header, stated_cost
-from vit_ray.commands.plans.plan import told_facts
+from vit_ray.commands.plans.plan import data_facts
 from vit_ray.config import load_recipe
 from vit_ray.data.augment import augmentation_of
 from vit_ray.data.randaugment import RandAugment
@@ -23,7 +23,7 @@ def test_a_header_says_where_from_what_differs_and_what_it_costs(path: Path) -> 
     assert re.search(r"Paper: arXiv:\d{4}\.\d{5}", text)
     assert "Left open: " in text
     assert "Differs: " in text
-    facts = told_facts(load_recipe(path))
+    facts = data_facts(load_recipe(path))
     exaflops, hours = stated_cost(path)
     assert exaflops == pytest.approx(facts.exaflops, rel=1e-3)
     assert hours == pytest.approx(facts.exaflops * 1e18 / (0.4 * 989e12) / 3600, rel=1e-3)
@@ -35,7 +35,7 @@ def test_augreg_is_as_its_published_run_is_named() -> None:
     recipe = load_recipe(FIELD / "augreg_b16_imagenet.yaml")
     assert recipe.model.name == "ViT-B/16"
     assert recipe.plan.num_images == 1_281_167
-    assert told_facts(recipe).total_steps == round(300 * 1_281_167 / 4096)
+    assert data_facts(recipe).total_steps == round(300 * 1_281_167 / 4096)
     optim, model, train = recipe.optim, recipe.model, recipe.train
     assert (optim.learning_rate, optim.weight_decay, optim.clip_norm) == (1e-3, 0.1, 1.0)
     assert (optim.schedule, optim.warmup_steps) == ("cosine", 10_000)
@@ -51,7 +51,7 @@ def test_the_plain_baseline_is_as_its_authors_configuration() -> None:
     # google-research/big_vision, configs/vit_s16_i1k.py.
     recipe = load_recipe(FIELD / "vit_s16_imagenet.yaml")
     optim, model, train = recipe.optim, recipe.model, recipe.train
-    assert told_facts(recipe).total_steps == round(90 * 1_281_167 / 1024)
+    assert data_facts(recipe).total_steps == round(90 * 1_281_167 / 1024)
     assert (model.name, model.pool, model.positions) == ("ViT-S/16", "gap", "sincos_2d")
     assert (model.representation, model.dropout, model.head_bias) == (True, 0.0, 0.0)
     assert (optim.name, optim.learning_rate, optim.clip_norm) == ("adamw", 1e-3, 1.0)

@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.jobs.headers import PAPER, RECIPES, TABLE_6, commands, header, stated_cost
 from vit_ray.commands.job_list import COMMANDS
-from vit_ray.commands.plans.plan import told_facts
+from vit_ray.commands.plans.plan import data_facts
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.models.catalog import model_names
 from vit_ray.training.schedule import lr_at
@@ -92,7 +92,7 @@ def test_headers_of_the_papers_runs_say_where_from_and_what_it_costs(path: Path)
     text = header(path)
     assert re.search(r"Paper: arXiv:2010\.11929v2, (Table|section|D\.|caption)", text)
     assert "Left open: " in text
-    facts = told_facts(load_recipe(path))
+    facts = data_facts(load_recipe(path))
     exaflops, hours = stated_cost(path)
     assert exaflops == pytest.approx(facts.exaflops, rel=1e-3)
     # 989 TFLOP/s dense bf16 of the H200's data sheet, at 40 %.
@@ -116,7 +116,7 @@ def test_pre_training_is_as_table_3_prints_it(row: tuple[str, ...]) -> None:
     assert (optim.name, optim.betas, optim.clip_norm) == ("adamw", (0.9, 0.999), 1.0)
     assert (optim.learning_rate, optim.schedule) == (rate, decay)
     assert optim.weight_decay == weight_decay
-    assert told_facts(recipe).total_steps == steps
+    assert data_facts(recipe).total_steps == steps
     assert recipe.train.averaging == 0.0
 
 
@@ -157,7 +157,7 @@ def test_masked_patch_prediction_is_as_its_appendix_says() -> None:
     assert recipe.optim.schedule == "cosine"
     assert recipe.optim.warmup_steps == 10_000
     assert recipe.train.global_batch_size == 4096
-    assert told_facts(recipe).total_steps == 1_000_000
+    assert data_facts(recipe).total_steps == 1_000_000
 
 
 @pytest.mark.parametrize("file", ["r50x1_jft_sgd", "r152x2_jft_sgd"])
@@ -165,7 +165,7 @@ def test_the_sgd_ablation_is_bits_recipe(file: str) -> None:
     # Kolesnikov et al., arXiv:1912.11370, 3.1: 0.03 x batch / 256, x 0.1 at epochs 10, 23, 30, 37
     # of 40.
     recipe = paper_recipe(file)
-    optim, steps = recipe.optim, told_facts(recipe).total_steps
+    optim, steps = recipe.optim, data_facts(recipe).total_steps
     assert (optim.name, optim.momentum, optim.weight_decay) == ("sgd", 0.9, 1e-4)
     assert optim.learning_rate == pytest.approx(0.03 * 4096 / 256)
     assert steps == JFT_7
@@ -202,7 +202,7 @@ def test_fine_tuning_is_as_table_4_prints_it(file: str) -> None:
     assert recipe.sweep.learning_rates == rates
     assert (recipe.sweep.dev_fraction, recipe.sweep.seeds) == (dev_fraction, 3)
     assert (recipe.plan.num_images, recipe.plan.num_classes) == (num_images, num_classes)
-    assert told_facts(recipe).total_steps == steps
+    assert data_facts(recipe).total_steps == steps
     assert recipe.model.image_size == 384
     assert recipe.train.averaging == 0.0
 

@@ -40,25 +40,26 @@ def trained(cell: Cell) -> dict[str, str]:
 def test_every_study_is_planned_without_data(path: Path) -> None:
     recipe = load_recipe(path)
     plan = plan_study(recipe)
-    assert len(plan.cells) >= 3
-    for one in plan.cells:
+    assert len(plan) >= 3
+    for one in plan:
         check_batch(one.cell.recipe, one.facts.num_images)
         assert one.cell.recipe.model.name in model_names()
         assert one.facts.exaflops > 0
-    assert f"{len(plan.cells)} cells" in describe_study(recipe)
+    assert f"{len(plan)} cells" in describe_study(recipe)
 
 
 @pytest.mark.slow(after=2)
 @pytest.mark.parametrize("path", sorted(OF_THE_PAPER.glob("*.yaml")), ids=lambda path: path.stem)
 def test_headers_say_what_the_study_costs(path: Path) -> None:
-    plan = plan_study(load_recipe(path))
-    hours = sum(one.training_hours for one in plan.cells)
-    assert (plan.total("exaflops"), hours) == pytest.approx(stated_cost(path), rel=1e-3)
-    told = describe_study(load_recipe(path))
-    pattern = rf"^{{}} +([\d.,e+]+) exaFLOPs, ([\d.,e+]+) {plan.recipe.plan.device}-hours"
+    recipe = load_recipe(path)
+    plan = plan_study(recipe)
+    hours = sum(one.training_hours for one in plan)
+    assert (sum(one.exaflops for one in plan), hours) == pytest.approx(stated_cost(path), rel=1e-3)
+    told = describe_study(recipe)
+    pattern = rf"^{{}} +([\d.,e+]+) exaFLOPs, ([\d.,e+]+) {recipe.plan.device}-hours"
     sums = [
         [float(text.replace(",", "")) for text in found.groups()]
-        for name in (rf"total +{len(plan.cells)} cells,", "pre-training", "transfer")
+        for name in (rf"total +{len(plan)} cells,", "pre-training", "transfer")
         if (found := re.search(pattern.format(name), told, re.MULTILINE))
     ]
     whole, training, transfer = sums
@@ -66,7 +67,7 @@ def test_headers_say_what_the_study_costs(path: Path) -> None:
     assert whole == pytest.approx(
         [a + b for a, b in zip(training, transfer, strict=True)], rel=1e-3
     )
-    assert (transfer[0] > 0) == (transfer[1] > 0) == bool(plan.recipe.study.transfer)
+    assert (transfer[0] > 0) == (transfer[1] > 0) == bool(recipe.study.transfer)
     assert re.search(r"Paper: arXiv:2010\.11929v2, ", path.read_text())
 
 
@@ -131,8 +132,8 @@ def test_the_models_of_figure_3_on_jft_are_those_of_table_5() -> None:
 @pytest.mark.slow
 def test_table_6_has_its_exaflops() -> None:
     plan = plan_study(load_recipe(OF_THE_PAPER / "table6.yaml"))
-    assert len(plan.cells) == len(TABLE_6) == 18
-    for one in plan.cells:
+    assert len(plan) == len(TABLE_6) == 18
+    for one in plan:
         row = f"{one.cell.label} {one.cell.recipe.optim.epochs:g}"
         wide = 0.025 if row in ("ViT-B/32 7", "R50x1 7") else 0.01
         assert one.facts.exaflops == pytest.approx(TABLE_6[ROWS["table6"][row]], rel=wide), row
@@ -155,11 +156,11 @@ def test_the_transfers_of_table_6_are_the_papers_sets_at_its_resolution() -> Non
 
 def test_figure_4_takes_the_papers_parts_and_stops_early() -> None:
     plan = plan_study(load_recipe(OF_THE_PAPER / "figure4.yaml"))
-    sizes = {round(one.facts.num_images / 1e6) for one in plan.cells}
+    sizes = {round(one.facts.num_images / 1e6) for one in plan}
     assert sizes == {9, 30, 90, 303}
-    assert len(plan.cells) == 24
-    assert all(one.cell.recipe.train.early_stopping for one in plan.cells)
-    assert {one.facts.total_steps for one in plan.cells} == {517_822}
+    assert len(plan) == 24
+    assert all(one.cell.recipe.train.early_stopping for one in plan)
+    assert {one.facts.total_steps for one in plan} == {517_822}
 
 
 def test_the_positions_are_the_eight_of_table_8() -> None:

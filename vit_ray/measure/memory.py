@@ -1,4 +1,4 @@
-"""Memory before anything is started: of a device in a training step by part, of a host that reads.
+"""Memory of a device in a training step by part, before anything is started.
 
 Bytes per parameter follow the ZeRO paper (Rajbhandari et al., arXiv:1910.02054, section 3): bf16
 weights 2, gradients 4 (the paper's 2 are of bf16; a step's passes are summed in fp32), fp32 master
@@ -15,12 +15,6 @@ from vit_ray.measure import zero_settings
 GIB = 1024**3
 # One in use, one whose turn is next, and one that waits for a place (`worker/prefetch.py`).
 BATCHES_ON_DEVICE: Final = 3
-_MANIFEST_BYTES: Final = 28
-"""Of a row group: the four columns of the manifest, and its first sample."""
-_ORDER_BYTES: Final = 16
-"""Of a row group in an epoch: its number, and its first position."""
-_PART_BYTES: Final = 4
-"""Of a row group where a part of the data set is read: its rows in the whole."""
 
 
 @dataclass(frozen=True)
@@ -96,21 +90,6 @@ class StateShape:
     def reduce_bucket(self) -> int:
         """Gradients that are summed at a time, as the engine sets it."""
         return zero_settings.reduce_bucket(self.num_parameters, self.largest_parameter)
-
-
-def shared_reading_mib(num_row_groups: int, *, is_part: bool) -> float:
-    """MiB of a host that all of its reading processes share: manifest and order.
-
-    The object store has the manifest twice, as the driver and the host's stream server sent it.
-    The order is of two epochs, where one ends and the next begins. Names of files add a tenth at
-    most.
-
-    Args:
-        num_row_groups: of the whole data set.
-        is_part: whether a part of it is read.
-    """
-    each = 2 * (_MANIFEST_BYTES + is_part * _PART_BYTES) + 2 * _ORDER_BYTES
-    return num_row_groups * each / 2**20
 
 
 def state_memory(shape: StateShape, activations: Activations) -> MemoryEstimate:

@@ -38,20 +38,8 @@ class PlannedCell:
         return self.training_hours + self.transfer_hours
 
 
-@dataclass(frozen=True)
-class StudyPlan:
-    """All cells in the order of the recipe."""
-
-    recipe: Recipe
-    cells: list[PlannedCell]
-
-    def total(self, what: str) -> float:
-        """The sum of a figure of `PlannedCell`; shared steps of branches count once."""
-        return sum(getattr(one, what) for one in self.cells)
-
-
-def plan_study(recipe: Recipe) -> StudyPlan:
-    """Plan every cell; reads manifests and starts nothing.
+def plan_study(recipe: Recipe) -> list[PlannedCell]:
+    """Plan every cell, in the order of the recipe; reads manifests and starts nothing.
 
     Raises:
         ValueError: as `study_cells` and `data_facts`; the device is not known, or a cell has more
@@ -64,8 +52,7 @@ def plan_study(recipe: Recipe) -> StudyPlan:
         for _, *branches in in_groups(study_of(recipe), pairs)
         for cell, steps in branches
     }
-    planned = [_planned(recipe, *one, trained.get(one[0].name, 1.0)) for one in cells]
-    return StudyPlan(recipe, planned)
+    return [_planned(recipe, *one, trained.get(one[0].name, 1.0)) for one in cells]
 
 
 def _planned(recipe: Recipe, cell: Cell, facts: TrainingFacts, trained: float) -> PlannedCell:
@@ -97,11 +84,11 @@ def describe_study(recipe: Recipe) -> str:
     Raises:
         ValueError: as `plan_study`.
     """
-    plan = plan_study(recipe)
+    cells, config = plan_study(recipe), recipe.plan
     table: list[tuple[str, ...]] = [(
         "cell", "images", "steps", "exaFLOPs", "GPUs", "GPU-hours", "of transfer", "hours",
     )]  # fmt: skip
-    for one in plan.cells:
+    for one in cells:
         facts = one.facts
         table.append((
             one.cell.name, f"{facts.num_images:,}", f"{facts.total_steps:,}",
@@ -112,20 +99,21 @@ def describe_study(recipe: Recipe) -> str:
     lines = [
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in table
     ]
-    return "\n".join([*lines, "", *_totals(plan)])
-
-
-def _totals(plan: StudyPlan) -> list[str]:
-    config = plan.recipe.plan
-    sources = ", ".join(dict.fromkeys(one.facts.source for one in plan.cells))
-    exaflops, transfer_exaflops = plan.total("exaflops"), plan.total("transfer_exaflops")
-    training_hours, transfer_hours = plan.total("training_hours"), plan.total("transfer_hours")
-    hours = f"{config.device}-hours"
-    return [
-        f"total          {len(plan.cells)} cells, {exaflops + transfer_exaflops:,.4g} exaFLOPs, "
-        f"{training_hours + transfer_hours:,.4g} {hours} at {config.mfu * 100:g} % MFU, without "
-        "starting, evaluation and communication",
-        f"pre-training   {exaflops:,.4g} exaFLOPs, {training_hours:,.4g} {hours} of that",
-        f"transfer       {transfer_exaflops:,.4g} exaFLOPs, {transfer_hours:,.4g} {hours}",
+    figures = ("exaflops", "training_hours", "transfer_exaflops", "transfer_hours")
+    # Shared steps of branches count once.
+    sums = [sum(getattr(cell, figure) for cell in cells) for figure in figures]
+    exaflops, hours, transfer_exaflops, transfer_hours = sums
+    sources, unit = (
+        ", ".join(dict.fromkeys(c.facts.source for c in cells)),
+        f"{config.device}-hours",
+    )
+    return "\n".join([
+        *lines,
+        "",
+        f"total          {len(cells)} cells, {exaflops + transfer_exaflops:,.4g} exaFLOPs, "
+        f"{hours + transfer_hours:,.4g} {unit} at {config.mfu * 100:g} % MFU, without starting, "
+        "evaluation and communication",
+        f"pre-training   {exaflops:,.4g} exaFLOPs, {hours:,.4g} {unit}",
+        f"transfer       {transfer_exaflops:,.4g} exaFLOPs, {transfer_hours:,.4g} {unit}",
         f"images         {sources}",
-    ]
+    ])  # fmt: skip

@@ -57,13 +57,6 @@ def shuffle_window(rows: int, batch: int) -> ShuffleWindow | None:
     return ShuffleWindow(batch, rows // batch) if rows > batch else None
 
 
-def most_rows(data: DataConfig, batch: int, sides: tuple[int, int]) -> int:
-    """Images of the window, at least a batch; by default of the largest that memory may allow."""
-    if data.shuffle_window != "auto":
-        return max(batch, data.shuffle_window)
-    return max(batch, _best(data, batch, sides, _MOST_ROWS))
-
-
 def _best(data: DataConfig, batch: int, sides: tuple[int, int], held: int) -> int:
     """Images of 2, 4, 8, ... batches that one task makes; 0 for fewer than two."""
     most = min(_MOST_ROWS, held)

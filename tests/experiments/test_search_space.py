@@ -109,13 +109,13 @@ def test_random_points_of_lists_are_different_up_to_the_last(seed: int) -> None:
 @pytest.mark.parametrize(
     ("sweep", "message"),
     [
-        ({"space": {RATE: [0.1, 0.1]}}, r"\[0\.1, 0\.1\] has a value twice"),
-        ({"space": {"optim.steps": [5, 5.0]}}, "has a value twice"),
+        ({"space": {RATE: [0.1, 0.1]}}, "is not a list of different values, nor a range"),
+        ({"space": {"optim.steps": [5, 5.0]}}, "is not a list of different values, nor a range"),
         ({"space": {RATE: [0.1, -0.1]}}, r"optim\.learning_rate=-0\.1: give number > 0"),
         ({"space": {"optim.steps": [5, 0]}}, r"optim\.steps=0: give integer > 0"),
         ({"space": {"optim.lr": [0.1]}}, r"unknown key optim\.lr; did you mean optim\.learning_"),
-        ({"space": {RATE: []}}, "is neither a list of values"),
-        ({"space": {RATE: 0.1}}, "is neither a list of values"),
+        ({"space": {RATE: []}}, "is not a list of different values, nor a range"),
+        ({"space": {RATE: 0.1}}, "is not a list of different values, nor a range"),
         ({"space": {}}, r"sweep\.space=|needs a space"),
         ({"space": {"name": ["a"]}}, "name cannot be varied"),
         ({"space": {"seed": [1, 2]}}, "seed cannot be varied"),
@@ -123,9 +123,12 @@ def test_random_points_of_lists_are_different_up_to_the_last(seed: int) -> None:
         ({"space": {"data": [{"eval": "a"}]}}, "data cannot be varied"),
         ({"space": {"tracking.uri": ["a"]}}, r"tracking\.uri cannot be varied"),
         ({"space": {RATE: {"log_uniform": [0.1, 1.0]}}}, "is a range, but a grid needs lists"),
-        ({"space": {RATE: {"log_uniform": [0, 1]}}}, "above zero for log_uniform"),
-        ({"space": {RATE: {"uniform": [1, 1]}}}, "from a smaller to a larger"),
-        ({"space": {RATE: {"normal": [0, 1]}}}, r"is not \{log_uniform"),
+        (
+            {"space": {RATE: {"log_uniform": [0, 1]}}},
+            "is not a list of different values, nor a range",
+        ),
+        ({"space": {RATE: {"uniform": [1, 1]}}}, "is not a list of different values, nor a range"),
+        ({"space": {RATE: {"normal": [0, 1]}}}, "is not a list of different values, nor a range"),
         ({"search": "random", "space": {RATE: [0.1]}}, "random and optuna need num_trials"),
         ({"num_trials": 3}, "a grid must not have it"),
         (

@@ -1,6 +1,5 @@
 """The recipe sections of single commands: data preparation, sweeps, studies, plans."""
 
-import re
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
@@ -17,7 +16,7 @@ from vit_ray.config.section import (
     Share,
 )
 from vit_ray.config.training_sections import ModelConfig
-from vit_ray.config.validation import NAME, PATH_PATTERN, value_text
+from vit_ray.config.validation import NAME, PATH_PATTERN, REPOSITORY, value_text
 
 
 class ConvertConfig(Section):
@@ -174,8 +173,11 @@ class SweepConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         for key, values in (self.space or {}).items():
-            if problem := _space_problem(values):
-                raise ValueError(f"space: {key}={value_text(values)} {problem}")
+            if not _can_vary(values):
+                raise ValueError(
+                    f"space: {key}={value_text(values)} is not a list of different values, nor a "
+                    "range {log_uniform: [low, high]} or {uniform: [low, high]}"
+                )
         if (self.search == "grid") != (self.num_trials is None):
             raise ValueError(
                 f"search={self.search} and num_trials={self.num_trials}: random and optuna need "
@@ -195,23 +197,16 @@ class SweepConfig(Section):
         return self
 
 
-def _space_problem(values: Any) -> str | None:
-    """What is wrong with the values of a key (a list, or a range with its name), or None."""
-    ranges = "{log_uniform: [low, high]} or {uniform: [low, high]}"
-    if isinstance(values, list) and values:
-        is_twice = any(value in values[:index] for index, value in enumerate(values))
-        return "has a value twice; list each once" if is_twice else None
-    if not isinstance(values, dict):
-        return f"is neither a list of values nor {ranges}"
-    kind = next(iter(values), "")
-    bounds: Any = values.get(kind)
-    is_pair = isinstance(bounds, list) and [type(b) in (int, float) for b in bounds] == [True, True]
-    if len(values) != 1 or kind not in ("log_uniform", "uniform") or not is_pair:
-        return f"is not {ranges}"
-    low, high = bounds
-    if low < high and (low > 0 or kind == "uniform"):
-        return None
-    return "must go from a smaller to a larger number, and be above zero for log_uniform"
+def _can_vary(values: Any) -> bool:
+    """Whether a key of a space can have these values: a list, or a range with its name."""
+    match values:
+        case [_, *_]:
+            return all(value not in values[:index] for index, value in enumerate(values))
+        case {"log_uniform": [int() | float() as low, int() | float() as high], **others}:
+            return not others and 0 < low < high
+        case {"uniform": [int() | float() as low, int() | float() as high], **others}:
+            return not others and low < high
+    return False
 
 
 class VtabTask(Section):
@@ -301,14 +296,6 @@ class StudyTask(Section):
     """Changes to that recipe, such as
     `{data.train: data/pets/train, sweep: null}`."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.name == "mean":
-            raise ValueError(
-                "name=mean stands for the mean over all tasks; give the task another name"
-            )
-        return self
-
 
 class StudyConfig(_Axes):
     """A grid over rows, data sizes, lengths and seeds; each cell is pre-trained and evaluated."""
@@ -335,7 +322,7 @@ class ExportConfig(Section):
     """Library whose tensor names and shapes are used."""
     averaged: bool | None = None
     """Use the averaged weights of a checkpoint; unset = if it has them."""
-    push: str | None = None
+    push: Annotated[str, Field(pattern=REPOSITORY)] | None = None
     """Repository on the Hugging Face hub to upload the folder to: `hf://OWNER/NAME`."""
     license: str | None = None
     """Licence of the weights, as the hub abbreviates it, such as `apache-2.0`; shown in the
@@ -343,8 +330,6 @@ class ExportConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if not re.fullmatch(r"hf://[\w-][\w.-]*/[\w-][\w.-]*", self.push or "hf://a/b"):
-            raise ValueError(f"push={self.push}: expected hf://OWNER/NAME, such as hf://my-lab/vit")
         if self.push and PurePosixPath(self.path).suffix:
             raise ValueError(
                 f"push={self.push} needs a folder: give a path without a suffix, not {self.path}"
@@ -407,12 +392,3 @@ class PlanConfig(Section):
     """Training images, if not read from `data.train`."""
     num_classes: Positive | None = None
     """Classes, if not read from `data.train`."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        images, classes = self.num_images, self.num_classes
-        if (images is None) != (classes is None):
-            raise ValueError(
-                f"num_images={images} and num_classes={classes}: give both, or neither"
-            )
-        return self

@@ -20,7 +20,6 @@ from vit_ray.own_parts import trust_named
 
 MLFLOW_VARIABLES: Final = {"uri": "MLFLOW_TRACKING_URI", "experiment": "MLFLOW_EXPERIMENT_NAME"}
 """Environment variables that give keys of `tracking` which a recipe does not set."""
-_WEIGHTS: Final = (".npz", ".safetensors")
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +76,10 @@ def changed(tree: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any]) 
         raise ValueError(f"overrides={overrides!r} is a text; give a list, such as [{overrides!r}]")
     given = overrides.items() if isinstance(overrides, Mapping) else map(_parsed, overrides)
     for key, value in given:
-        _check_kind(key, value)
         if key == "base":
             raise ValueError(f"base={value} is a key of recipe files; give {value} as the recipe")
         node = tree
-        *parents, last = key.split(".")
+        *parents, last = str(key).split(".")
         for parent in parents:
             if node.get(parent) is None:
                 node[parent] = {}
@@ -92,26 +90,10 @@ def changed(tree: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any]) 
     return tree
 
 
-def _check_kind(key: Any, value: Any) -> None:
-    try:
-        json.dumps(value, default=os.fspath)
-    except TypeError:
-        kind = type(value).__name__
-        raise ValueError(
-            f"{key}={value!r} is of Python's type {kind}; give a text, a number, true or false, "
-            "a list or a dictionary"
-        ) from None
-    if not isinstance(key, str):
-        raise ValueError(f"override {key!r}: a key is a text, such as 'optim.steps'")
-
-
 def _parsed(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     if equals and key:
         return key, parse_yaml(text, f"override {override!r}")
-    place = Path(override)
-    if place.suffix in _WEIGHTS or (os.path.isdir(place) and any(place.glob("step-*"))):
-        raise ValueError(f"{override!r} is not a key: give weights as init_from={override}")
     raise ValueError(f"override {override!r}: expected key=value, such as train.zero_stage=2")
 
 
@@ -198,9 +180,6 @@ def _find(path: Path, whose: str) -> Path:
     Raises:
         ValueError: there is neither; the message gives similar names.
     """
-    if path.suffix in _WEIGHTS or any(path.glob("step-*")):
-        what = f"{str(path)!r} has weights, and is not a recipe; give a recipe and init_from={path}"
-        raise ValueError(f"{whose}{what}")
     found = path if path.is_file() else shipped_recipe(path.as_posix())
     if found is not None:
         return found

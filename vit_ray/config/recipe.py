@@ -36,6 +36,7 @@ from vit_ray.config.training_sections import (
     TrackingConfig,
     TrainConfig,
     WorkersConfig,
+    accumulation_steps,
 )
 from vit_ray.config.validation import NAME, validated, value_text
 from vit_ray.own_parts import trust_named
@@ -166,19 +167,10 @@ class Recipe(Training):
         Raises:
             ValueError: it does not; the message has the arithmetic and the nearest valid value.
         """
-        batch, fixed = self.train.global_batch_size, self.train.micro_batch_size
+        fixed, is_elastic = self.train.micro_batch_size, len(self.workers.sizes) > 1
+        unit = self.train.least_pass if fixed == "auto" or is_elastic else fixed
         for world_size in self.group_sizes:
-            if batch % world_size:
-                # Whole passes of the recipe's own size; otherwise the next check would refuse the
-                # value.
-                unit = world_size * (self.train.least_pass if fixed == "auto" else fixed)
-                nearest = max(1, round(batch / unit)) * unit
-                raise ValueError(
-                    f"train.global_batch_size={batch} does not divide among {world_size} workers "
-                    f"(workers.num_workers={self.workers.num_workers}): {batch} = "
-                    f"{batch // world_size} x {world_size} + {batch % world_size}; the nearest "
-                    f"valid train.global_batch_size is {nearest}"
-                )
+            accumulation_steps(self.train.global_batch_size, unit, world_size)
 
     def with_changes(self, **sections: Any) -> Recipe:
         """A checked copy; a dict changes only the given keys of a section, any other value replaces

@@ -605,8 +605,8 @@ def accumulation_steps(global_batch_size: int, micro_batch_size: int, num_worker
         return global_batch_size // per_pass
     nearest = max(1, round(global_batch_size / per_pass)) * per_pass
     raise ValueError(
-        f"train.global_batch_size={global_batch_size} is not divisible by train.micro_batch_size "
-        f"x workers.num_workers ({micro_batch_size} x {num_workers} = {per_pass}: "
+        f"train.global_batch_size={global_batch_size} does not divide among {num_workers} workers "
+        f"(workers.num_workers) in passes of {micro_batch_size} (train.micro_batch_size): "
         f"{global_batch_size} = {global_batch_size // per_pass} x {per_pass} + "
-        f"{global_batch_size % per_pass}); the nearest valid train.global_batch_size is {nearest}"
+        f"{global_batch_size % per_pass}; the nearest valid train.global_batch_size is {nearest}"
     )

@@ -19,10 +19,12 @@ NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._+-]*$"
 PLACE: Final = r"\S"
 """Paths: an empty text would mean the current folder."""
 PATH_PATTERN: Final = r"^[^{}]*\{\}[^{}]*$"
+REPOSITORY: Final = r"^hf://[\w-][\w.-]*/[\w-][\w.-]*$"
 MODEL_NAME: Final = r"^[^/:'\"]+$"
 """Names of registered models (MLflow)."""
 _ALLOWED: Final = {
     PATH_PATTERN: "a path with {} once",
+    REPOSITORY: "hf://OWNER/NAME",
     MODEL_NAME: "text without slashes, colons and quotes",
     PLACE: "a folder, a file or an s3:// address",
     DOTTED: "MODULE.NAME of your own",
@@ -65,10 +67,13 @@ def validated(schema: type[Model], tree: dict[str, Any], where: str) -> Model:
     try:
         # JSON mode is strict about types but accepts a list for a tuple, as YAML needs.
         return schema.model_validate_json(json.dumps(tree, default=os.fspath))
+    except TypeError as error:
+        raise ValueError(f"{where}: give texts, numbers, lists and dictionaries: {error}") from None
     except pydantic.ValidationError as error:
         found = error.errors()
         # A list with a wrong section is also reported as too short.
-        causes = [problem for problem in found if problem["type"] != "too_short"] or found
+        above = {one["loc"][:depth] for one in found for depth in range(len(one["loc"]))}
+        causes = [one for one in found if one["type"] != "too_short" or one["loc"] not in above]
         problems = dict.fromkeys(_describe(schema, tree, problem) for problem in causes)
         raise ValueError(redact(f"{where}: {'; '.join(problems)}")) from None
 

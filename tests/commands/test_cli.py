@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from click.shell_completion import ShellComplete
 
 from tests.commands.command_line import run_cli
 from vit_ray import own_parts
@@ -167,7 +166,7 @@ def test_help_and_refusals_import_nothing_heavy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=lambda c: c.name)
 def test_every_command_is_where_the_table_says(command: Command) -> None:
-    for reference in filter(None, (command.main, command.plan, command.check)):
+    for reference in filter(None, (command.main, command.plan)):
         function = pkgutil.resolve_name(reference)
         parameters = inspect.signature(function).parameters.values()
         assert [p.annotation for p in parameters if p.kind is not p.KEYWORD_ONLY] == [Recipe]
@@ -248,14 +247,3 @@ def test_every_shipped_recipe_is_listed_with_cost_and_result() -> None:
         assert header.cost
         assert f"{name}  {header.title}" in shown
         assert header.cost in shown
-
-
-def test_names_of_recipes_and_keys_are_completed() -> None:
-    def completed(*words: str) -> list[str]:
-        *before, incomplete = words
-        shell = ShellComplete(cli.vit_ray, {}, "vit-ray", "_VIT_RAY_COMPLETE")
-        return [item.value for item in shell.get_completions(before, incomplete)]
-
-    assert completed("pretr") == ["pretrain"]
-    assert "digits_sweep" in completed("sweep", "digi")
-    assert completed("pretrain", "digits", "optim.learn") == ["optim.learning_rate"]

@@ -29,9 +29,7 @@ def findings(recipe: Recipe) -> dict[str, tuple[bool, str]]:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever this one has is enough."""
-    monkeypatch.setattr(doctor, "LEAST_SHARED_GIB", 0.0)
-    monkeypatch.setattr(doctor, "LEAST_FILES", 1)
+    """No other Ray is named."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
@@ -57,7 +55,7 @@ def test_every_fault_is_told_and_the_exit_code_says_so(tmp_path: Path, machine: 
     assert bad.keys() == {"Ray", "MLflow", "output", "data.train", "data.eval"}
     assert "RAY_ADDRESS=foo is not an address" in bad["Ray"]
     assert "not a database" in bad["MLflow"]
-    assert "Operation not permitted: '/sys/x'" in bad["output"]
+    assert "/sys/" in bad["output"]
 
 
 def test_no_recipe_is_needed_and_mlflows_variables_count(tmp_path: Path, machine: None) -> None:

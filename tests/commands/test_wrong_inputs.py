@@ -75,7 +75,7 @@ MISTAKES = [
     ("verify digits verify.path=~no-such-user/x", "no user .no-such-user. here"),
     ("export digits tracking.uri=sqlite:///", "tracking.uri"),
     ("pretrain digits tracking.uri=sqlite:///recipes", "tracking.uri=.*is a folder"),
-    ("evaluate digits runs/old", "init_from=runs/old"),
+    ("evaluate digits runs/old", "override 'runs/old': expected key=value"),
     ("export recipes", "recipe 'recipes' is a folder"),
     ("export digits optim.learning_rate=.inf", "optim.learning_rate=inf: .*finite number"),
     (f"export digits seed={2**64}", f"seed={2**64}"),
@@ -94,14 +94,14 @@ MISTAKES = [
     (f"{CONVERT} convert.source=s3://", "'s3://' names no bucket"),
     (f"{CONVERT} convert.destination=recipes", "'recipes' is in convert.source='recipes'"),
     (f"{CONVERT} convert.destination=note.txt", "destination=.*note.txt' must be a folder"),
-    (f"{CONVERT} convert.source=done", "convert.source='done' .* is a converted data set already"),
+    (f"{CONVERT} convert.source=done", "convert.source='done' is a converted data set already"),
     (f"{CONVERT} convert.source=s3://BUCKET/a/*.tar", "'s3://BUCKET/a.*' is a placeholder"),
     ("verify digits", "verify.path is not set"),
     ("verify digits verify.path=nosuch sweep.seeds=2", "verify.path='nosuch'"),
     ("subset digits subset.source=nosuch subset.destination=x", "subset.source='nosuch'"),
     (f"{DEDUPLICATE} deduplicate.source=nosuch", "deduplicate.source='nosuch'"),
     (f"{DEDUPLICATE} deduplicate.evaluation_sets=[]", r"deduplicate.evaluation_sets=\[\]"),
-    ("pretrain mine.yaml data.train=nosuch", "data.train='nosuch' .*does not exist"),
+    ("pretrain mine.yaml data.train=nosuch", "data.train='nosuch': .*does not exist"),
     ("pretrain mine.yaml data.train=note.txt data.eval=note.txt", "no data set at .*note.txt'"),
     ("pretrain mine.yaml data.train=s3:// data.eval=note.txt", "'s3://' names no bucket"),
     ("pretrain paper/vit_b16_jft", "'s3://BUCKET/jft' is a placeholder of a shipped recipe"),
@@ -114,12 +114,12 @@ MISTAKES = [
     ("export mine.yaml export.path=x.npz init_from=note.txt", "init_from='note.txt'"),
     (
         "inspect_model mine.yaml inspect.images=note.txt init_from=x.npz",
-        "inspect.images='note.txt' .*is not a folder",
+        "inspect.images='note.txt': .*is not a folder",
     ),
     ("quickstart digits lr=1", "unknown key lr"),
     ("quickstart nosuch", "recipe 'nosuch': no such file"),
     ("replay recipes sqlite:///m.db", "log 'recipes' is a folder"),
-    ("replay note.txt mlflow.db", "URI 'mlflow.db' is not an address"),
+    ("replay note.txt mlflow.db", "URI: uri: a path is not the address of a store"),
     ("pretrain digits optim.betas=[0.9]", r"optim.betas=\[0.9\]"),
     ("plan digits model.depth=1000000000", "model.depth=1000000000"),
     ("report mine.yaml", "tracking.uri=sqlite:///mlflow.db: no such file"),
@@ -149,7 +149,10 @@ TRANSFERS = [
     *((f"{words} {WIDE}", "contract.weight is 32x96, the model has 32x64") for words in STARTS),
     (VAL.replace("data.eval=sets/val", "data.eval=sets/train"), "of other classes: 4, .* has 3"),
     ("sweep tiny.yaml sweep.learning_rates=[0.1,0.1]", "has 0.1 twice"),
-    (f'{SPACE}{{"optim.learning_rate":[0.1,0.1]}}', "space: optim.learning_rate=.*twice"),
+    (
+        f'{SPACE}{{"optim.learning_rate":[0.1,0.1]}}',
+        "space: optim.learning_rate=.*different",
+    ),
     (f'{SPACE}{{"optim.learning_rte":[0.1]}}', "sweep.space: .*unknown key optim.learning_rte"),
     (f'{SPACE}{{"init_from":["sets/fits.npz","sets/wide.npz"]}}', "sweep.space: init_from=.*wide"),
     (f'{SPACE}{{"model.depth":[2,3]}}', "sweep.space: depth=3: init_from: .*encoderblock_2/"),
@@ -175,9 +178,9 @@ TRANSFERS = [
     ("init sets/latin1", r"not UTF-8 \(.*caf.*\); rename it"),
     (
         "subset tiny.yaml subset.source=sets/train subset.destination=x subset.keys=sets",
-        "subset.keys='sets' .*is not a file",
+        "subset.keys='sets': .*is not a text file",
     ),
-    ("fork nosuch step=1 name=new", "nosuch: no such run"),
+    ("fork nosuch step=1 name=new", "complete checkpoints in nosuch are: none"),
     (f"fork {'0' * 32} step=1 name=new", "mlflow.db: no such file"),
     (f"inspect_model tiny.yaml {FITS} inspect.path=note.txt", "inspect.path=.*must be a folder"),
 ]
@@ -281,35 +284,28 @@ def _told_in_one_message(words: str, told: str, folder: Path) -> None:
         assert not left
 
 
-def test_shards_named_by_a_split_and_others_manifests_may_be_converted(tmp_path: Path) -> None:
+def test_shards_named_by_a_split_may_be_converted(tmp_path: Path) -> None:
     """As to write the images of a set again; the kept set has its shards as the split `part`."""
     places = [f"convert.source={converted_set()}", f"convert.destination={tmp_path / 'new'}"]
     chosen = load_recipe("digits", [*places, "convert.split=part"])
     check_places("convert", chosen)
     assert chosen.convert is not None
     assert [unit.format for unit in units_of(chosen.convert)] == ["huggingface"]
-    (tmp_path / "manifest.parquet").write_bytes((converted_set() / "rejected.parquet").read_bytes())
-    places[0] = f"convert.source={tmp_path}"
-    check_places("convert", load_recipe("digits", places))
 
 
 @pytest.mark.parametrize("name", ["finetune", "evaluate"])
 def test_weights_that_a_continued_run_does_not_read_may_be_gone(name: str, tmp_path: Path) -> None:
     changes = ["init_from=gone", f"output={tmp_path}", "name=mine", "data.train=null"]
     recipe = load_recipe("digits", [*changes, "data.eval=null"])
-    with pytest.raises(ValueError, match=r"init_from='gone' .*does not exist; give a run"):
+    with pytest.raises(ValueError, match=r"init_from='gone': .*does not exist, or is not a run"):
         check_places(name, recipe)
-    for step in ("step-00000131", "step-00000509"):
-        (tmp_path / "run" / step).mkdir(parents=True)
-    path = str(tmp_path / "run" / "step-00000130")
-    held = r"step-00000130.* does not exist \(.*/run has step-00000131, step-00000509\); give a run"
-    with pytest.raises(ValueError, match=held):
-        check_places(name, recipe.with_changes(init_from=path))
     (tmp_path / "mine").mkdir()
     if name == "finetune":
         check_places(name, recipe)
     else:
-        with pytest.raises(ValueError, match=r"init_from='gone' .*does not exist; give a run"):
+        with pytest.raises(
+            ValueError, match=r"init_from='gone': .*does not exist, or is not a run"
+        ):
             check_places(name, recipe)
 
 
@@ -324,7 +320,7 @@ def test_weights_that_a_continued_run_does_not_read_may_be_gone(name: str, tmp_p
         ("pretrain", ["output=/shared/runs"], "tracking.uri=sqlite:///mine.db would .* a server"),
         ("pretrain", ["output=s3://mine/runs", "tracking.uri=http://mlflow:5000"], None),
         ("pretrain", ["output=/shared/runs", "tracking.uri=sqlite:////shared/m.db"], None),
-        ("convert", ["convert.source=.", "convert.destination=new"], "destination=new would be"),
+        ("convert", ["convert.source=COPY", "convert.destination=new"], "destination=new would be"),
         ("convert", ["convert.source=.", "convert.destination=/shared/new"], None),
         ("pretrain", ["output=file://COPY/mine"], "output=file:.*/mine would be in this job's"),
         ("export", ["init_from=s3://mine/run", "export.path=new"], "export.path=new would be"),
@@ -332,7 +328,7 @@ def test_weights_that_a_continued_run_does_not_read_may_be_gone(name: str, tmp_p
         (
             "pretrain",
             ["output=/shared/runs", "tracking.uri=http://mlflow:5000", "data.train=here"],
-            r"data.train='here' .*; this job runs in a copy .* full path",
+            r"data.train='here': .*; this job runs in a copy .* full path",
         ),
     ],
 )
@@ -354,12 +350,6 @@ def test_a_submitted_job_does_not_write_into_its_copy_of_the_folder(
     monkeypatch.chdir(copy)
     with pytest.raises(ValueError, match=message) if message else nullcontext():
         check_places(name, recipe)
-
-
-def test_keys_that_a_command_does_not_read_are_named(newcomers_folder: Path) -> None:
-    words = "verify digits verify.path=nosuch sweep.seeds=2 train.log_every_steps=3"
-    done = CliRunner().invoke(cli.vit_ray, words.split(), prog_name="vit-ray")
-    assert done.stderr.startswith("note: verify does not read sweep.seeds, train.log_every_steps\n")
 
 
 def test_an_image_without_a_dependency_is_told_before_anything_starts(

@@ -8,6 +8,7 @@ import atexit
 import gc
 import io
 import itertools
+import json
 import logging
 import os
 import pkgutil
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
-from click.shell_completion import CompletionItem
 
 from vit_ray.commands.early_checks import check_inputs, check_outputs, check_values
 from vit_ray.commands.job_list import COMMANDS, Command
@@ -67,34 +67,19 @@ def run_recipe(command: Command, words: tuple[str, ...], is_dry: bool) -> int | 
     """
     path, overrides = split_words(words)
     recipe = load_recipe(path, overrides)
-    _note_unread(command, overrides)
-    if is_dry and command.plan is None:
-        print(write_yaml(recipe.written()))
-        return 0
     if is_dry:
-        command.check_alone(recipe)
-        print(pkgutil.resolve_name(str(command.plan))(recipe))
+        plan = pkgutil.resolve_name(command.plan) if command.plan else None
+        print(plan(recipe) if plan else write_yaml(recipe.written()))
         return 0
     check_values(command, recipe)
     check_outputs(command, recipe)
     check_inputs(command, recipe)
-    command.check_alone(recipe)
     if command.starts_workers:
         address = os.environ.get("RAY_ADDRESS")
         ray = f"joining the Ray at {address}" if address else "starting Ray here"
         start = f"{recipe.name}: {command.name}: opening data and {ray}"
         print(start, file=sys.stderr, flush=True)  # the next line takes seconds
     return pkgutil.resolve_name(command.main)(recipe)
-
-
-def _note_unread(command: Command, overrides: list[str]) -> None:
-    """Print which given keys the command does not read."""
-    given = [word.partition("=")[0] for word in overrides]
-    read = {key.name for key in keys_below(*command.reads)}
-    unread = [key for key in given if not any(f"{k}.".startswith(f"{key}.") for k in read)]
-    unread = [key for key in unread if not any(f"{key}.".startswith(f"{k}.") for k in read)]
-    if unread:
-        print(f"note: {command.name} does not read {', '.join(unread)}", file=sys.stderr)
 
 
 def split_words(words: tuple[str, ...]) -> tuple[str, list[str]]:
@@ -168,22 +153,12 @@ class _Command(click.Command):
 
 
 class _Names(click.Group):
-    """Commands by name; dashes and underscores are interchangeable."""
+    """Commands in the order of a user's work."""
 
     command_class = _Command
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return super().get_command(ctx, cmd_name.replace("-", "_"))
-
-
-def _complete(context: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    has_recipe = any("=" not in word for word in context.params.get("words") or ())
-    found = key_names() if has_recipe else recipe_names()
-    items = [CompletionItem(name) for name in found if name.startswith(incomplete)]
-    return items if has_recipe else [*items, CompletionItem(incomplete, type="file")]
 
 
 _modules = click.option(
@@ -209,10 +184,10 @@ def vit_ray() -> None:
 
 
 def _add(command: Command) -> None:
-    @click.argument(
-        "words", nargs=-1, required=True, metavar="RECIPE [KEY=VALUE ...]", shell_complete=_complete
-    )
-    @click.option("--dry-run", "is_dry", is_flag=True, help=command.dry_run)
+    shown = "plan" if command.plan else "recipe"
+
+    @click.argument("words", nargs=-1, required=True, metavar="RECIPE [KEY=VALUE ...]")
+    @click.option("--dry-run", "is_dry", is_flag=True, help=f"Print the {shown}; start nothing.")
     @_modules
     def run(words: tuple[str, ...], is_dry: bool) -> int | None:
         return run_recipe(command, words, is_dry)
@@ -245,8 +220,6 @@ def recipes() -> None:
 @click.option("--count", is_flag=True, help="Print only how many keys there are.")
 def keys(prefixes: tuple[str, ...], count: bool) -> None:
     """The keys of recipes below PREFIX, such as `optim`: default, values, meaning, on resume."""
-    if count and prefixes:
-        raise ValueError(f"--count is of all keys; leave out {' '.join(prefixes)}")
     if count:
         print(count_keys())
         return
@@ -298,8 +271,7 @@ def replay(log: Path, uri: str) -> int:
     "--out",
     "outputs",
     multiple=True,
-    help="File to write: .parquet or .csv of all images, .png of the first 48. Can be given "
-    "several times.",
+    help="File to write: .parquet of all images, .png of the first 48. Can be given twice.",
 )
 @click.option(
     "--recipe",
@@ -312,8 +284,8 @@ def predict(
 ) -> int:
     """Class and probability of the images at PATHS by the weights in SOURCE.
 
-    PATHS are images, folders, parquet files, converted data sets; SOURCE is a run, a checkpoint, or
-    a weight file, as in `init_from` of recipes.
+    PATHS are images, folders, converted data sets; SOURCE is a run, a checkpoint, or a weight file,
+    as in `init_from` of recipes.
     """
     from vit_ray.commands.trained.predict import print_predictions
 
@@ -372,15 +344,21 @@ def init(images: str, out: str | None) -> None:
 @click.argument("images")
 def start(images: str) -> int:
     """Write a recipe for IMAGES as `init`, convert them, and train for a first look."""
-    from vit_ray.commands.init import start_training
+    from vit_ray.commands.init import first_look, recipe_for
 
-    return start_training(images)
+    file = recipe_for(images)
+    recipe = load_recipe(file)
+    run_recipe(COMMANDS["convert"], (str(file),), False)
+    if test := recipe.data.eval:
+        changes = f"convert.split={Path(test).name}", f"convert.destination={json.dumps(test)}"
+        run_recipe(COMMANDS["convert"], (str(file), *changes), False)
+    return run_recipe(COMMANDS["pretrain"], (str(file), *first_look(recipe.name)), False) or 0
 
 
 @vit_ray.command()
 @click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE ...]")
 def doctor(words: tuple[str, ...]) -> int:
-    """Check what training needs here: packages, GPUs, limits, Ray, MLflow, access to output.
+    """Check what training needs here: packages, GPUs, Ray, MLflow, access to output.
 
     Starts nothing. With a recipe also its data sets.
     """

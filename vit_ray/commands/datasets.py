@@ -3,7 +3,6 @@
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints
 from vit_ray.commands.trained.verify_run import verify_run
 from vit_ray.config import Recipe, require
-from vit_ray.data import open_dataset
 from vit_ray.data.convert.deduplicate import deduplicate, refuse_taken
 from vit_ray.data.convert.verify import verify
 from vit_ray.data.subset import subset
@@ -21,10 +20,9 @@ def run_verify(recipe: Recipe) -> int:
     Raises:
         ValueError: the recipe has no `verify` section, or there is no such data set.
     """
-    config = require(recipe.verify, "verify", "verify.path, such as verify='{path: data/}'")
+    config = require(recipe.verify, "verify", "verify.path")
     if list_checkpoints(locate(config.path)):
         return verify_run(config.path)
-    open_dataset(config.path)  # an error before Ray starts
     check_shared(connect(recipe), [("verify.path", config.path)])
     report = verify(config.path, decode_fraction=config.decode_fraction)
     for problem in report.problems[:_SHOWN]:
@@ -47,16 +45,9 @@ def run_subset(recipe: Recipe) -> int:
     Raises:
         ValueError: the recipe has no `subset` section, or the subset cannot be taken.
     """
-    config = require(
-        recipe.subset,
-        "subset",
-        "subset.source and subset.destination, such as "
-        "subset='{source: data/, destination: part/, fraction: 0.1}'",
-    )
+    config = require(recipe.subset, "subset", "subset.source and subset.destination")
     if config.keys is not None:
-        open_dataset(config.source)  # an error before Ray starts
-        source = [("subset.source", config.source)]
-        check_shared(connect(recipe), source)
+        check_shared(connect(recipe), [("subset.source", config.source)])
     part = subset(**config.model_dump(), seed=recipe.seed)
     print(
         f"{config.destination}: {part.num_images} images of {config.source}, written as a manifest "
@@ -72,15 +63,9 @@ def run_deduplicate(recipe: Recipe) -> int:
         ValueError: the recipe has no `deduplicate` section, or a data set is missing, or the
             destination is taken.
     """
-    config = require(
-        recipe.deduplicate,
-        "deduplicate",
-        "deduplicate.source, deduplicate.evaluation_sets and deduplicate.destination, such as "
-        "deduplicate='{source: data/, evaluation_sets: [test/], destination: clean/}'",
-    )
-    sets, places = list(config.evaluation_sets), (config.source, *config.evaluation_sets)
-    for path in places:  # an error before Ray starts
-        open_dataset(path)
+    hint = "deduplicate.source, deduplicate.evaluation_sets and deduplicate.destination"
+    config = require(recipe.deduplicate, "deduplicate", hint)
+    sets = list(config.evaluation_sets)
     refuse_taken(config.destination)
     read = [("deduplicate.source", config.source)]
     read += [("deduplicate.evaluation_sets", path) for path in sets]

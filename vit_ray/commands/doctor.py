@@ -4,25 +4,15 @@ Each is checked separately, so that one command reports everything that is missi
 costs. Nothing is left behind.
 """
 
-import contextlib
 import os
-import resource
-import shutil
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Final
 
-from vit_ray.addresses import is_placeholder, sqlite_file
+from vit_ray.addresses import sqlite_file
 from vit_ray.config import Recipe
 from vit_ray.config.secrets import redact
 from vit_ray.storage import locate
-
-SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - Ray's own place
-LEAST_SHARED_GIB: Final = 1.0
-"""GiB of /dev/shm, where Ray keeps waiting batches; what does not fit goes to a disk."""
-LEAST_FILES: Final = 4096
-"""Open files per process; Ray on a busy node has thousands of sockets."""
 
 
 def run_doctor(recipe: Recipe) -> int:
@@ -39,8 +29,6 @@ def examine(recipe: Recipe) -> Iterator[tuple[str, bool, str]]:
     checks: dict[str, Callable[[Recipe], str]] = {
         "packages": _packages,
         "GPUs": _gpus,
-        "shared memory": _shared_memory,
-        "open files": _open_files,
         "Ray": _ray,
         "MLflow": _mlflow,
         "output": _output,
@@ -74,25 +62,6 @@ def _gpus(recipe: Recipe) -> str:
     return f"{len(names)} x {names[0]}" if names else "none on this machine"
 
 
-def _shared_memory(_: Recipe) -> str:
-    free = f"{shutil.disk_usage(SHARED_MEMORY).free / 2**30:.1f} GiB free in /dev/shm"
-    if shutil.disk_usage(SHARED_MEMORY).free < LEAST_SHARED_GIB * 2**30:
-        raise ValueError(
-            f"{free}: give the container more (`--shm-size`, or an emptyDir of medium Memory)"
-        )
-    return free
-
-
-def _open_files(_: Recipe) -> str:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < LEAST_FILES:
-        change = f"run `ulimit -n {min(hard, 65536)}` before the command"
-        if hard < LEAST_FILES:
-            change = "raise the limit of the container"
-        raise ValueError(f"{soft} at a time: {change}")
-    return f"{soft} at a time"
-
-
 def _ray(_: Recipe) -> str:
     from vit_ray.launch.cluster.connection import check_address
 
@@ -109,9 +78,8 @@ def _mlflow(recipe: Recipe) -> str:
     uri = recipe.tracking.uri
     file = sqlite_file(uri)
     if file is not None and not file.exists():
-        above = next(folder for folder in file.absolute().parents if folder.exists())
-        if not os.access(above, os.W_OK):
-            raise ValueError(f"{file} cannot be created in {above}; choose another tracking.uri")
+        if not os.access(_existing(file), os.W_OK):
+            raise ValueError(f"{file} cannot be created; choose another tracking.uri")
         return f"{file} will be created"
     experiment = reached_client(uri).get_experiment_by_name(recipe.tracking.experiment)
     if experiment is not None:
@@ -123,18 +91,14 @@ def _output(recipe: Recipe) -> str:
     """The access rights that checkpoints need."""
     from vit_ray.launch.prepared_run import check_rights
 
-    if is_placeholder(recipe.output):
-        raise ValueError(f"{recipe.output} is a placeholder; set output to a folder or bucket")
     folder = locate(recipe.output)
-    path = Path(folder.path)
-    missing = [one for one in (path, *path.parents) if folder.is_local and not one.exists()]
-    try:
-        check_rights(folder)
-    finally:
-        for made in missing:
-            with contextlib.suppress(OSError):
-                made.rmdir()
+    check_rights(locate(str(_existing(Path(folder.path)))) if folder.is_local else folder)
     return f"{folder.uri}: writing, reading, listing and deleting work"
+
+
+def _existing(path: Path) -> Path:
+    """The path, or the nearest folder above it that is there."""
+    return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
 
 
 def _data_set(path: str | None) -> str:

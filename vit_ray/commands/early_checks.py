@@ -7,13 +7,13 @@ import importlib.util
 import os
 import platform
 import sys
+from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from vit_ray.addresses import (
     check_address,
-    is_placeholder,
     local_folder,
     require_store,
     sqlite_file,
@@ -34,8 +34,6 @@ _IMPORTED = (
 )  # fmt: skip
 """Packages of drivers, workers and reading tasks, which share one image."""
 _MANIFEST = "manifest.parquet"
-_MANIFEST_MARK = b'"fingerprint": "'
-_WEIGHTS = (".npz", ".safetensors")
 _IN_PATTERNS = frozenset("*?[{")
 _UPLOADED = "working_dir_files"
 """Ray's folder for the copies of what `ray job submit --working-dir` uploads."""
@@ -44,6 +42,19 @@ _WRITTEN = (
     "export.path", "inspect.path",
 )  # fmt: skip
 """Keys of the places that commands write to, next to `tracking.uri`."""
+
+
+def _are_weights(place: Path) -> bool:
+    return place.is_dir() or (place.is_file() and place.suffix in (".npz", ".safetensors"))
+
+
+_KINDS: dict[str, tuple[Callable[[Path], bool], str]] = {
+    "init_from": (_are_weights, "a run folder, a step-* folder, or a .npz or .safetensors file"),
+    "convert.source": (Path.exists, "a folder or file with images"),
+    "inspect.images": (Path.is_dir, "a folder of images"),
+    "subset.keys": (Path.is_file, "a text file with a key per line"),
+}
+"""What is at the place of a key, and how that is called; of all others a converted data set."""
 
 
 def check_values(command: Command, recipe: Recipe) -> None:
@@ -65,6 +76,8 @@ def check_values(command: Command, recipe: Recipe) -> None:
         find_spec(recipe.model.name, recipe.model.options())
     if command.name == "plan":
         require_device(recipe.plan.device, "plan.device")
+    if command.name == "report":
+        require_store(recipe.tracking.uri)
     if command.name in ("pretrain", "finetune"):
         recipe.check_shares()
     if command.opens and (address := os.environ.get("RAY_ADDRESS")):
@@ -91,52 +104,41 @@ def check_inputs(command: Command, recipe: Recipe) -> None:
                 _check_local(command, recipe, key, path)
             elif key != "init_from":
                 check_address(path)
+    if command.name == "convert":  # imports pyarrow, but not Ray
+        importlib.import_module("vit_ray.data.convert.destination").check_conversion(recipe)
 
 
 def _check_local(command: Command, recipe: Recipe, key: str, path: str) -> None:
     place = with_home(path)
-    where, copied = f"{key}={path!r} ({place.absolute()})", ""
-    if _UPLOADED in Path.cwd().parts and not place.is_absolute():
-        copied = (
-            "; this job runs in a copy of the submitted folder, without ignored files: give a full "
-            "path that all nodes share, or s3://"
-        )
-    if key == "init_from":
-        if place.is_file() and place.suffix not in _WEIGHTS:
-            raise ValueError(
-                f"{where}: only {' and '.join(_WEIGHTS)} are read, because other formats can run "
-                "code; convert the file first"
-            )
-        if place.exists() or (command.name in _RESUMED and _has_begun(recipe)):
-            return  # a continued run does not read it
-        steps = ", ".join(sorted(one.name for one in place.parent.glob("step-*")))
-        held = f" ({place.parent} has {steps})" if steps else ""
-        raise ValueError(
-            f"{where} does not exist{held}; give a run folder, one of its step-* folders, or a "
-            f".npz or .safetensors file{copied}"
-        )
+    is_there, kind = _KINDS.get(key, (Path.exists, "a converted data set"))
     if key == "convert.source" and _IN_PATTERNS & set(path):
         return
-    if not place.exists():
-        raise ValueError(f"{where} does not exist; check the path, or convert first{copied}")
-    if key == "inspect.images":
-        if not place.is_dir():
-            raise ValueError(f"{where} is not a folder; give a folder of images")
-    elif key == "convert.source":
-        is_chosen = recipe.convert is not None and recipe.convert.split is not None
-        manifest = place / _MANIFEST
-        if not is_chosen and manifest.is_file() and _MANIFEST_MARK in manifest.read_bytes():
-            raise ValueError(
-                f"{where} is a converted data set already; use it as data.train or data.eval, or "
-                "give the images that it was made from"
+    if key == "init_from" and command.name in _RESUMED and _may_have_begun(recipe):
+        return  # a continued run does not read it
+    if not is_there(place):
+        copied = ""
+        if _UPLOADED in Path.cwd().parts and not place.is_absolute():
+            copied = (
+                "; this job runs in a copy of the submitted folder, without ignored files: give a "
+                "full path that all nodes share, or s3://"
             )
-    elif key == "subset.keys":
-        if not place.is_file():
-            raise ValueError(f"{where} is not a file; give a text file with a key per line")
-    elif not (place / _MANIFEST).exists():
-        is_run = key == "verify.path" and any(place.glob("step-*"))
-        if not is_run:  # it says what is there instead; imports pyarrow, but not Ray
-            importlib.import_module("vit_ray.data").open_dataset(path)
+        raise ValueError(
+            f"{key}={path!r}: {place.absolute()} does not exist, or is not {kind}{copied}"
+        )
+    has_manifest = (place / _MANIFEST).exists()
+    if key == "convert.source" and has_manifest and recipe.convert and not recipe.convert.split:
+        raise ValueError(
+            f"{key}={path!r} is a converted data set already; use it as data.train or data.eval, "
+            "or give the images that it was made from"
+        )
+    is_run = key == "verify.path" and any(place.glob("step-*"))
+    if not (key in _KINDS or has_manifest or is_run):
+        importlib.import_module("vit_ray.data").open_dataset(path)  # says what is there instead
+
+
+def _may_have_begun(recipe: Recipe) -> bool:
+    folder = recipe.run_folder
+    return "://" in folder or with_home(folder).exists()
 
 
 def check_outputs(command: Command, recipe: Recipe) -> None:
@@ -154,28 +156,15 @@ def check_outputs(command: Command, recipe: Recipe) -> None:
         )
     if _UPLOADED not in Path.cwd().parts or command.name == "plan":
         return
-    places = "the full path of a folder that all nodes share, or s3://BUCKET/FOLDER"
-    written = []
-    for key in _WRITTEN:
-        if given := _value(recipe, key):
-            place = local_folder(given)
-            written.append((key, given, place and with_home(str(place)), places))
-    written.append(("tracking.uri", uri, store, "a server, or sqlite:/// with a full path"))
-    for key, given, place, allowed in written:
-        is_copied = place is not None and _UPLOADED in place.absolute().parts
-        if key.split(".")[0] in command.reads and is_copied:
+    folders = {key: local_folder(given) for key in _WRITTEN if (given := _value(recipe, key))}
+    written = {key: with_home(str(folder)) for key, folder in folders.items() if folder}
+    for key, place in {**written, **({"tracking.uri": store} if store else {})}.items():
+        if key.split(".")[0] in command.reads and _UPLOADED in place.absolute().parts:
             raise ValueError(
-                f"{key}={given} would be in this job's copy of the submitted folder, which Ray "
-                f"deletes; give {allowed}"
+                f"{key}={_value(recipe, key)} would be in this job's copy of the submitted folder, "
+                "which Ray deletes; give a full path that all nodes share, s3://BUCKET/FOLDER, or "
+                "as tracking.uri a server"
             )
-
-
-def check_store(recipe: Recipe) -> None:
-    """
-    Raises:
-        ValueError: as `require_store`.
-    """
-    require_store(recipe.tracking.uri)
 
 
 def _value(recipe: Recipe, key: str) -> Any:
@@ -183,13 +172,3 @@ def _value(recipe: Recipe, key: str) -> Any:
     section, _, name = key.rpartition(".")
     holder = attrgetter(section)(recipe) if section else recipe
     return None if holder is None else getattr(holder, name)
-
-
-def _has_begun(recipe: Recipe) -> bool:
-    folder = recipe.run_folder
-    if "://" not in folder:
-        return with_home(folder).exists()
-    if is_placeholder(folder):
-        return False
-    storage = importlib.import_module("vit_ray.storage")  # pyarrow, which help does not wait for
-    return bool(storage.locate(folder).exists())

@@ -1,10 +1,6 @@
-"""`vit-ray init IMAGES`: looks at images and writes a suitable recipe, with reasons as comments.
-
-`vit-ray start IMAGES` then converts them and trains for a first look.
-"""
+"""`vit-ray init IMAGES`: looks at images and writes a suitable recipe, with reasons as comments."""
 
 import json
-import os
 import re
 import shlex
 import sys
@@ -12,10 +8,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.config.loading import completed, load_recipe, parse_yaml
+from vit_ray.config.loading import load_recipe
 from vit_ray.data.convert.estimate import Estimate, estimate_conversion
 from vit_ray.data.convert.files import SeveralSplitsError
-from vit_ray.storage import Location, locate
+from vit_ray.storage import locate
 
 _IMAGES_SEEN: Final = 90 * 1_281_167
 """90 epochs of ImageNet-1k, which train a ViT-S/16 to 76.5 % (Beyer et al., arXiv:2205.01580)."""
@@ -31,28 +27,28 @@ _Look = tuple[Estimate, str | None, str | None]
 """What a source holds, and the names of its training and test split, if it has several."""
 
 
-def write_recipe(
-    images: str, out: str | None, *, continues: bool = False
-) -> tuple[Path, list[str]]:
+def recipe_for(images: str) -> Path:
+    """The recipe for these images in the current folder; written if there is none."""
+    file = Path(f"{_name_of(images)}.yaml")
+    config = load_recipe(file).convert if file.exists() else None
+    if config is None or config.source != images:
+        write_recipe(images, None)
+    return file
+
+
+def write_recipe(images: str, out: str | None) -> None:
     """Look at the images, write the recipe, and print the next command.
 
     Args:
         images: as `convert.source`.
         out: file to write; None = named after the folder of the images.
-        continues: a file that is there stays if it is a recipe for these images.
-
-    Returns:
-        The file, and overrides for a training of a few epochs.
 
     Raises:
         ValueError: the file is there already, or the source has no images in classes.
     """
-    place = locate(images)
-    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", place.path.rstrip("/").rpartition("/")[2]).lstrip("-._")
-    name = name.split(".")[0].rstrip("-") or "images"
+    name = _name_of(images)
     file = Path(out or f"{name}.yaml")
-    is_there = file.exists()
-    if is_there and not (continues and _converts(file, images)):
+    if file.exists():
         raise ValueError(
             f"{str(file)!r} exists already; run the commands that it lists, move it, or give "
             "`init` another file with --out"
@@ -60,45 +56,22 @@ def write_recipe(
     if not file.parent.is_dir():
         raise ValueError(f"--out {file}: there is no folder {str(file.parent)!r}")
     look = _look_at(images)
-    found, *_ = look
-    text, first = _recipe_text(images, file, name, _destination(place, name), look)
-    if not is_there:
-        completed(parse_yaml(text, str(file)), (), str(file))
-        with open(file, "x", encoding="utf-8") as target:
-            target.write(text)
-    print(f"{images}: {found.counts}")
-    if found.num_rejected:
-        print(
-            f"{found.num_rejected} of {found.num_sampled} sampled files are not images "
-            f"({found.reason}); `convert` lists all of them"
-        )
-    done = "is there already" if is_there else "is written"
-    print(f"{file} {done}; next: vit-ray convert {shlex.quote(str(file))}")
-    return file, first
+    with open(file, "x", encoding="utf-8") as target:
+        target.write(_recipe_text(images, file, name, look))
+    print(f"{images}: {look[0].counts}")
+    print(f"{file} is written; next: vit-ray convert {shlex.quote(str(file))}")
 
 
-def _converts(file: Path, images: str) -> bool:
-    """Whether the file is a recipe that converts these images."""
-    config = load_recipe(file).convert
-    return config is not None and config.source == images
+def first_look(name: str) -> list[str]:
+    """Overrides for a training of a few epochs."""
+    return [f"name={name}-first", "optim.epochs=5", "optim.warmup_steps=0"]
 
 
-def start_training(images: str) -> int:
-    """Write the recipe, convert the images, and train for a few epochs.
-
-    The same command again continues with what is finished.
-    """
-    from vit_ray.commands.convert import run_convert
-    from vit_ray.commands.train import pretrain
-
-    file, first = write_recipe(images, None, continues=True)
-    recipe = load_recipe(file)
-    run_convert(recipe)
-    if test := recipe.data.eval:
-        run_convert(
-            recipe.with_changes(convert={"split": PurePosixPath(test).name, "destination": test})
-        )
-    return pretrain(load_recipe(file, first))
+def _name_of(images: str) -> str:
+    """A name for the run, from that of the folder of the images."""
+    folder = locate(images).path.rstrip("/").rpartition("/")[2]
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", folder).lstrip("-._")
+    return name.split(".")[0].rstrip("-") or "images"
 
 
 def _look_at(images: str) -> _Look:
@@ -126,19 +99,14 @@ def _look_at(images: str) -> _Look:
     return found, "train" if splits else None, test
 
 
-def _destination(source: Location, name: str) -> PurePosixPath:
+def _destination(images: str, name: str) -> PurePosixPath:
     """A folder for the converted splits, outside of the source."""
     usual = PurePosixPath("data", name)
-    if f"{locate(str(usual)).uri}/".startswith(f"{source.uri.rstrip('/')}/"):
-        converted = PurePosixPath(source.path).with_name(f"{name}-converted")
-        return PurePosixPath(os.path.relpath(converted))
-    return usual
+    is_inside = f"{locate(str(usual)).uri}/".startswith(f"{locate(images).uri.rstrip('/')}/")
+    return PurePosixPath(f"{name}-converted") if is_inside else usual
 
 
-def _recipe_text(
-    images: str, file: Path, name: str, folder: PurePosixPath, look: _Look
-) -> tuple[str, list[str]]:
-    """The recipe, and overrides for a first look."""
+def _recipe_text(images: str, file: Path, name: str, look: _Look) -> str:
     found, split, test = look
     count, side = found.num_images, found.shorter_side
     held_out = 0.0 if test else min(0.1, round(10_000 / count, 6))
@@ -146,58 +114,67 @@ def _recipe_text(
     batch = 4096
     while batch > 1 and (trained < 250 * batch > 16 * 250 or trained < batch):
         batch //= 2
-    epochs = min(_MOST_EPOCHS, max(_LEAST_EPOCHS, round(_IMAGES_SEEN / trained)))
+    as_imagenet = round(_IMAGES_SEEN / trained)
+    epochs = min(_MOST_EPOCHS, max(_LEAST_EPOCHS, as_imagenet))
     steps = max(1, round(epochs * trained / batch))  # as optim.total_steps
-    few = 10 if epochs > 10 else 1
-    tenth = max(1, round(few * trained / batch) // 10)
-    first = [
-        f"name={name}-first", f"optim.epochs={few}", f"optim.warmup_steps={tenth}",
-        f"evaluate.every_steps={tenth}", f"train.log_every_steps={tenth}",
-    ]  # fmt: skip
+    every = max(1, steps // 20)
+    folder = _destination(images, name)
     train, evaluated = str(folder / (split or "train")), str(folder / (test or ""))
-    source: dict[str, Any] = {"source": images, "destination": train}
-    source |= {"split": split} if split else {}
-    data: dict[str, Any] = {"train": train}
-    data |= {"eval": evaluated} if test else {"held_out_fraction": held_out}
+    convert: dict[str, Any] = {"source": images, "destination": train}
+    convert |= {"split": split} if split else {}
+    data = {"eval": evaluated} if test else {"held_out_fraction": held_out}
     model, why = _model(side, count)
-    command, recipe = "vit-ray {} " + shlex.quote(str(file)), {"name": name, "output": "runs"}
-    commands = [command.format("convert")]
-    if test:
-        changed = shlex.quote(f"convert.destination={evaluated}")
-        commands.append(f"{commands[0]} convert.split={test} {changed}")
-    commands.append(f"{command.format('pretrain')} --dry-run   # steps, memory, time")
-    commands.append(f"{command.format('pretrain')} {' '.join(first)}   # a first look")
-    commands += [command.format("pretrain"), f"vit-ray predict runs/{name} PICTURES"]
-    if side > 64 and count < 1_000_000:
-        on = f"data.eval={evaluated}" if test else "data.eval=null data.held_out_fraction=0.1"
-        commands.append("# below a million images, fine-tuning published weights is more accurate:")
-        commands.append(
-            f"vit-ray finetune finetune/pets name={name}-finetuned output=runs model.name=ViT-B/16 "
-            f"init_from=hf://google/vit-base-patch16-224-in21k data.train={train} {on}"
-        )
     optim = {
         "name": "adamw", "learning_rate": 0.001, "weight_decay": 0.1, "schedule": "cosine",
-        "epochs": epochs, "warmup_steps": max(1, min(10_000, steps // 20)),
+        "epochs": epochs, "warmup_steps": min(10_000, every),
     }  # fmt: skip
     engine = {"global_batch_size": batch, "precision": "fp32" if side <= 64 else "bf16"}
-    sections = recipe | {
-        "convert": source, "model": model, "data": data, "optim": optim, "train": engine,
-        "evaluate": {"every_steps": max(1, steps // 20)},
-        "checkpoint": {"every_steps": max(1, min(1000, steps // 20))},
-        "tracking": {"experiment": name},
-    }  # fmt: skip
-    reasons = {
-        "model": why,
-        "data": "" if test else f"No test split: {count - trained:,} images are held out.",
-        "optim": f"{epochs} epochs ({_LEAST_EPOCHS} to {_MOST_EPOCHS}): the images of 90 epochs of "
-        f"ImageNet-1k would be {round(_IMAGES_SEEN / trained):,}. Warm-up: 5 % of {steps:,} steps.",
-        "train": f"{max(1, trained // batch):,} steps per epoch. bf16 is for GPUs.",
-    }
-    lines = [f"# {found.counts} in {images!r}", "# Commands:", *(f"#   {one}" for one in commands)]
-    for key, value in sections.items():
-        lines += [f"# {reasons[key]}"] if reasons.get(key) else []
-        lines.append(f"{key}: {json.dumps(value)}")
-    return "\n".join([*lines, ""]), first
+    convert_it, pretrain = (
+        f"vit-ray {it} {shlex.quote(str(file))}" for it in ("convert", "pretrain")
+    )
+    split_and_place = f"convert.split={test} {shlex.quote(f'convert.destination={evaluated}')}"
+    lines = [
+        f"# {found.counts} in {images!r}",
+        "# Commands:",
+        f"#   {convert_it}",
+        *([f"#   {convert_it} {split_and_place}"] if test else []),
+        f"#   {pretrain} --dry-run   # steps, memory, time",
+        f"#   {pretrain} {' '.join(first_look(name))}   # a first look",
+        f"#   {pretrain}",
+        f"#   vit-ray predict runs/{name} PICTURES",
+        *_hint_of_weights(name, train, evaluated if test else None, found),
+        f"name: {json.dumps(name)}",
+        "output: runs",
+        f"convert: {json.dumps(convert)}",
+        f"# {why}",
+        f"model: {json.dumps(model)}",
+        *([] if test else [f"# No test split: {count - trained:,} images are held out."]),
+        f"data: {json.dumps({'train': train, **data})}",
+        f"# {epochs} epochs ({_LEAST_EPOCHS} to {_MOST_EPOCHS}): the images of 90 epochs of "
+        f"ImageNet-1k would be {as_imagenet:,}. Warm-up: 5 % of {steps:,} steps.",
+        f"optim: {json.dumps(optim)}",
+        f"# {max(1, trained // batch):,} steps per epoch. bf16 is for GPUs.",
+        f"train: {json.dumps(engine)}",
+        f"evaluate: {{every_steps: {every}}}",
+        f"checkpoint: {{every_steps: {min(1000, every)}}}",
+        f"tracking: {{experiment: {json.dumps(name)}}}",
+        "# For --dry-run before the images are converted.",
+        f"plan: {{num_images: {count}, num_classes: {found.num_classes}}}",
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _hint_of_weights(name: str, train: str, evaluated: str | None, found: Estimate) -> list[str]:
+    """Comments on fine-tuning, where that is more accurate."""
+    if found.shorter_side <= 64 or found.num_images >= 1_000_000:
+        return []
+    on = f"data.eval={evaluated}" if evaluated else "data.eval=null data.held_out_fraction=0.1"
+    return [
+        "#   # below a million images, fine-tuning published weights is more accurate:",
+        f"#   vit-ray finetune finetune/pets name={name}-finetuned output=runs "
+        "model.name=ViT-B/16 init_from=hf://google/vit-base-patch16-224-in21k "
+        f"data.train={train} {on}",
+    ]
 
 
 def _model(side: int, count: int) -> tuple[dict[str, Any], str]:

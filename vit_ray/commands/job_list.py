@@ -1,9 +1,6 @@
 """The commands that read a recipe: what each does, its code, and the keys that it reads."""
 
-import pkgutil
 from dataclasses import dataclass
-
-from vit_ray.config import Recipe
 
 _TRAINING = (
     "name", "seed", "output", "resume", "model", "data", "optim", "train",
@@ -31,25 +28,14 @@ class Command:
     """Recipe and overrides of an example."""
     plan: str | None = None
     """`module:function` that returns the text of `--dry-run`."""
-    check: str | None = None
-    """`module:function` that takes the recipe and finds errors which need no other import."""
     needs: tuple[str, ...] = ()
     """Keys that the recipe must set, checked before anything is imported."""
     opens: tuple[str, ...] = ()
     """Keys of the data sets, weights and sources that must exist before it starts."""
 
     @property
-    def dry_run(self) -> str:
-        """What `--dry-run` does."""
-        return f"Print the {'plan' if self.plan else 'recipe'}; start nothing."
-
-    @property
     def starts_workers(self) -> bool:
         return "workers" in self.reads and self.name != "plan"
-
-    def check_alone(self, recipe: Recipe) -> None:
-        if self.check:
-            pkgutil.resolve_name(self.check)(recipe)
 
 
 _ALL = (
@@ -59,8 +45,7 @@ _ALL = (
         "vit_ray.commands.convert:run_convert",
         ("convert", "seed", "storage"),
         "cifar10 convert.source=IMAGES/train",
-        "vit_ray.commands.convert:describe_conversion",
-        "vit_ray.data.convert.destination:check_conversion",
+        "vit_ray.commands.plans.conversion_plan:describe_conversion",
         needs=("convert.source", "convert.destination"),
         opens=("convert.source",),
     ),
@@ -164,7 +149,6 @@ _ALL = (
         "vit_ray.commands.report:report_page",
         ("name", "output", "tracking", "storage"),
         "digits",
-        check="vit_ray.commands.early_checks:check_store",
     ),
     Command(
         "plan",

@@ -52,37 +52,31 @@ _OF_CELLS = (
     ("images seen", STUDY_IMAGES_SEEN, "{:.0f}"),
     ("5-shot", few_shot_top1(5), "{:.2%}"),
     ("top-1", EVAL_TOP1, "{:.2%}"),
+    ("top-1 averaged", EVAL_AVERAGED_TOP1, "{:.2%}"),
 )
-_AVERAGED = ("top-1 averaged", EVAL_AVERAGED_TOP1, "{:.2%}")
-
 
 BESIDE_PAPER = f"This result and the paper's: {SOURCE}"
 _TOP1S = (EVAL_TOP1, EVAL_LAST_TOP1, EVAL_AVERAGED_TOP1)
 _SHARES = ("top1", "top3", "top5", "mean_average_precision")
 """Ends of the names of accuracies."""
-_NUMERIC: Final = ("", *"0123456789-")
-"""What the text of a number begins with."""
 _WIDEST: Final = 1000
 """Characters of a line in a pipe."""
 
 
 def print_result(result: RunResult) -> int:
     """A run's outcome; exit code 0 if it reached its end, 3 if it was stopped on request."""
-    found, rows = result.metrics, list[tuple[str, str]]()
+    found, figures = result.metrics, dict[str, str]()
     for key, title, form in _SHOWN:
         if key in found:
-            text = form.format(found[key])
+            figures[title] = form.format(found[key])
             if key in _TOP1S and (count := result.num_eval_images):
-                text += f" ({_interval_text(found[key], count)} at 95 %, {count:,} images)"
-            rows.append((title, text))
+                interval = _interval_text(found[key], count)
+                figures[title] += f" ({interval} at 95 %, {count:,} images)"
     for key, value in sorted(found.items()):
         if key.startswith(FEW_SHOT_GROUP):
-            rows.append((key.removeprefix(FEW_SHOT_GROUP).replace("_", " "), f"{value:.2%}"))
+            figures[key.removeprefix(FEW_SHOT_GROUP).replace("_", " ")] = f"{value:.2%}"
     title = f"{result.name}: step {result.steps} of {result.total_steps}"
-    if rows:
-        print_rows(title, ("figure", "value"), rows)
-    else:
-        print(title)
+    print_figures(title, figures)
     note = " (it was complete before)" if result.already_complete else ""
     print(f"checkpoint: {result.checkpoint or 'none'}{note}")
     if goodput := describe_phases(result.metrics):
@@ -110,7 +104,7 @@ def print_sweep(result: "SweepResult | None") -> int:
     if result is None:
         print("stopped on request; the same command resumes its runs from their checkpoints")
         return 3
-    keys, rows = list(result.best), []
+    rows = []
     for row in result.rows:
         found = row.outcome
         note = "chosen" if row.point == result.best else ""
@@ -118,11 +112,13 @@ def print_sweep(result: "SweepResult | None") -> int:
             note = f"{found.state}: {found.error}"
         if found.state is TrialState.STOPPED_EARLY:
             note = f"stopped early, at step {found.step}"
-        values = [row.point[key] for key in keys]
-        texts = [f"{value:g}" if isinstance(value, float) else str(value) for value in values]
-        rows.append([*texts, "" if math.isnan(found.top1) else f"{found.top1:.2%}", note])
-    names = [key.rpartition(".")[2].replace("_", " ") for key in keys]
-    print_rows("Trials (selected on the dev split)", [*names, "dev top-1", ""], rows)
+        point = dict[str, object]()
+        for key, value in row.point.items():
+            name = key.rpartition(".")[2].replace("_", " ")
+            point[name] = f"{value:g}" if isinstance(value, float) else value
+        top1 = None if math.isnan(found.top1) else f"{found.top1:.2%}"
+        rows.append({**point, "dev top-1": top1, "note": note})
+    print_table("Trials (selected on the dev split)", rows)
     spread, runs = f"{result.mean:.2%} (1 run; set sweep.seeds for more)", len(result.test_top1)
     if runs > 1:
         spread = f"{result.mean:.2%} +- {result.deviation:.2%} ({runs} runs)"
@@ -140,8 +136,7 @@ def print_study(result: "StudyResult | None") -> int:
     if result is None:
         print("stopped on request; the same command resumes its cells from their checkpoints")
         return 3
-    has_averaged = any(_AVERAGED[1] in cell.metrics for cell in result.cells)
-    columns = [*_OF_CELLS, *([_AVERAGED] if has_averaged else [])]
+    columns = list(_OF_CELLS)
     # One column for each task on which any cell has an accuracy.
     for key in dict.fromkeys(key for cell in result.cells for key in cell.metrics):
         if match := re.fullmatch(rf"{TRANSFER_GROUP}(.+)_top1", key):
@@ -149,15 +144,17 @@ def print_study(result: "StudyResult | None") -> int:
     rows = []
     for one in result.cells:
         cell, found = one.cell, one.metrics
-        figures = [form.format(found[key]) if key in found else "-" for _, key, form in columns]
         length = f"{cell.length}, branched" if one.branched_from else cell.length
-        share = f"{cell.fraction * 100:.3g}%"
-        rows.append([cell.label, share, length, str(cell.recipe.seed), *figures])
-    print_rows(
-        "Scaling study (proxy data: not the paper's JFT-300M)",
-        ["model", "data", "length", "seed", *(title for title, _, _ in columns)],
-        rows,
-    )
+        row: dict[str, str | None] = {
+            "model": cell.label,
+            "data": f"{cell.fraction * 100:.3g}%",
+            "length": length,
+            "seed": str(cell.recipe.seed),
+        }
+        for title, key, form in columns:
+            row[title] = form.format(found[key]) if key in found else None
+        rows.append(row)
+    print_table("Scaling study (proxy data: not the paper's JFT-300M)", rows)
     for one in result.cells:
         if one.error:
             print(redact(f"failed: {one.cell.name}: {one.error}"))
@@ -172,37 +169,38 @@ def print_study(result: "StudyResult | None") -> int:
 def print_shares(title: str, shares: Mapping[str, float], num_images: int) -> None:
     """Accuracies on one test set with Wilson's 95 % intervals."""
     rows = [
-        (name, f"{share:.2%}", _interval_text(share, num_images)) for name, share in shares.items()
+        {"weights": name, "top-1": f"{one:.2%}", "95 % interval": _interval_text(one, num_images)}
+        for name, one in shares.items()
     ]
-    print_rows(f"{title}, {num_images:,} images", ("weights", "top-1", "95 % interval"), rows)
-
-
-def print_rows(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table of texts; columns of numbers are aligned on the right. Lines are folded to the width
-    of a terminal alone: what reads a pipe takes whole ones.
-    """
-    table = Table(title=escape(redact(title)), title_justify="left")
-    for place, column in enumerate(columns):
-        is_number = all(row[place][:1] in _NUMERIC for row in rows)
-        table.add_column(escape(column), justify="right" if is_number else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(escape(redact(cell)) for cell in row))
-    Console(width=None if sys.stdout.isatty() else _WIDEST).print(table)
+    print_table(f"{title}, {num_images:,} images", rows)
 
 
 def print_metrics(metrics: Mapping[str, float]) -> None:
     """Figures of an evaluation; accuracies in percent."""
-    rows = [
-        (key, f"{value:.2%}" if key.endswith(_SHARES) else f"{value:.4f}")
-        for key, value in sorted(metrics.items())
-    ]
-    print_rows("Evaluation", ("figure", "value"), rows)
+    forms = {key: "{:.2%}" if key.endswith(_SHARES) else "{:.4f}" for key in metrics}
+    print_figures("Evaluation", {key: forms[key].format(metrics[key]) for key in sorted(metrics)})
+
+
+def print_figures(title: str, figures: Mapping[str, str]) -> None:
+    """A table of two columns."""
+    print_table(title, [{"figure": name, "value": text} for name, text in figures.items()])
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
-    """A table as kept with a run; columns without a value are left out."""
-    columns = [name for name in rows[0] if any(row[name] not in (None, "") for row in rows)]
-    print_rows(title, columns, [[_cell(row[name]) for name in columns] for row in rows])
+    """A table; columns without a value are left out, and of no rows it is the title alone.
+
+    Lines are folded to the width of a terminal alone: what reads a pipe takes whole ones.
+    """
+    if not rows:
+        print(redact(title))
+        return
+    names = [name for name in rows[0] if any(row[name] not in (None, "") for row in rows)]
+    table = Table(title=escape(redact(title)), title_justify="left")
+    for name in names:
+        table.add_column(escape(name), overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(redact(_cell(row[name]))) for name in names))
+    Console(width=None if sys.stdout.isatty() else _WIDEST).print(table)
 
 
 def _cell(value: object) -> str:

@@ -39,8 +39,7 @@ def export(recipe: Recipe) -> int:
         ValueError: nothing to export is given, or to its own path; it or its head does not fit the
             model, or the layout has no names for it; or the hub refuses the upload.
     """
-    hint = "export.path and export.layout, such as export='{path: model.npz, layout: jax}'"
-    config = require(recipe.export, "export", hint)
+    config = require(recipe.export, "export", "export.path and export.layout")
     target, is_folder = locate(config.path), not PurePosixPath(config.path).suffix
     check_suffix(Path(config.path), config.layout)
     if recipe.init_from is not None and absolute(recipe.init_from) == absolute(config.path):
@@ -131,15 +130,8 @@ def _check_head(report: LoadReport) -> None:
     Raises:
         ValueError: the source has a head that the model did not load.
     """
-    if not ("head.weight" in report.new and "head.weight" in report.ignored):
-        return
-    if "class_token.token" in report.ignored:
-        how, change = "on the class token", "pool=cls"
-    elif "representation.weight" in report.ignored:
-        how, change = "behind a representation layer", "representation=true"
-    else:
-        how, change = "without a representation layer", "representation=false"
-    raise ValueError(
-        f"the head of {report.source} was trained {how}, but the recipe's model is built "
-        f"differently; set model.{change} to export the trained head"
-    )
+    if "head.weight" in report.new and "head.weight" in report.ignored:
+        raise ValueError(
+            f"the head of {report.source} was trained on other layers than the recipe's model has; "
+            "set model.pool and model.representation to those of its training"
+        )

@@ -29,8 +29,7 @@ def inspect(recipe: Recipe) -> int:
         ValueError: weights or images are not given, missing or unreadable; or `inspect.path` cannot
             be a local folder.
     """
-    hint = "inspect.images, such as inspect='{images: pictures/}'"
-    config = require(recipe.inspect, "inspect", hint)
+    config = require(recipe.inspect, "inspect", "inspect.images")
     images = read_images(recipe, config)
     place = locate(config.path)
     if not place.is_local:
@@ -41,12 +40,7 @@ def inspect(recipe: Recipe) -> int:
     model, report, _ = load_trained_model(recipe)
     print(report)
     folder = Path(place.path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"inspect.path={config.path!r} cannot be created: {error}; give another local folder"
-        ) from None
+    folder.mkdir(parents=True, exist_ok=True)
     opening = RunOpening(
         recipe.tracking,
         f"{recipe.name}-inspection",
@@ -75,9 +69,7 @@ def read_images(recipe: Recipe, config: InspectConfig) -> UInt8Array:
     """
     augmentation = augmentation_of(recipe.model, recipe.data.eval_augment)
     folder, crops = locate(config.images), []
-    is_file = folder.info().kind == "file"
-    paths = [] if is_file else [info.path for info in folder.list_files()]
-    images = sorted(filter(is_image_name, paths))
+    images = sorted(info.path for info in folder.list_files() if is_image_name(info.path))
     count = min(config.num_images, len(images))
     for index in range(count):
         file = Location(folder.protocol, images[index * len(images) // count])

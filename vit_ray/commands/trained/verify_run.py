@@ -2,16 +2,14 @@
 
 import sys
 from collections.abc import Callable
+from functools import cache
 
-import numpy as np
-from numpy.typing import NDArray
-
-from vit_ray.checkpoints.checkpoint import Position, Progress
+from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.checkpoints.checkpoint_format import PartialCheckpointError
 from vit_ray.checkpoints.run_checkpoints import checkpoint_of_step, list_checkpoints
 from vit_ray.checkpoints.sample_digest import add_digests, samples_digest
 from vit_ray.launch.inputs.seen_batch import SeenBatches
-from vit_ray.launch.named_run import NamedRun, find_run
+from vit_ray.launch.named_run import find_run
 from vit_ray.storage import locate
 
 
@@ -22,12 +20,14 @@ def verify_run(source: str) -> int:
         ValueError: as `find_run`.
     """
     run, num_problems = find_run(source), 0
-    samples = _Samples(run)
+    batches, size = SeenBatches(run.resolved), run.recipe.train.global_batch_size
+    planned = cache(lambda k: samples_digest(k * size, batches.planned(k)))
+    decoded = cache(lambda k: samples_digest(k * size, batches.batch(k)["sample"]))
     for step, folder in reversed(list_checkpoints(locate(run.recipe.run_folder))):
         try:
             checkpoint = checkpoint_of_step(folder, step)
             checkpoint.verify()
-            found, problem = samples.checked(checkpoint.position), ""
+            found, problem = _checked(checkpoint.position.progress, planned, decoded), ""
         except PartialCheckpointError:
             print(f"step {step:,}: incomplete: still being written, or interrupted and never used")
             continue
@@ -38,61 +38,27 @@ def verify_run(source: str) -> int:
     return 1 if num_problems else 0
 
 
-class _Order:
-    """Digests of a run's samples in a given order; each step is computed once."""
+def _checked(
+    progress: Progress, planned: Callable[[int], int], decoded: Callable[[int], int]
+) -> str:
+    """What was found right about the samples of a checkpoint.
 
-    def __init__(self, samples_of: Callable[[int], NDArray[np.int64]], size: int) -> None:
-        self._samples_of, self._size = samples_of, size
-        self._known: dict[int, tuple[int, int]] = {}
-        """By first step: the step after the last one, and the digest."""
+    Args:
+        planned: the digest of a step's samples by the order alone.
+        decoded: the same after images that cannot be decoded are replaced.
 
-    def digest(self, first: int, end: int) -> int:
-        """Of the steps from `first` to before `end`; `end` never decreases for the same `first`."""
-        start, digest = self._known.get(first, (first, 0))
-        for step in range(start, end):
-            of_step = samples_digest(step * self._size, self._samples_of(step))
-            digest = add_digests(digest, of_step)
-            self._known[first] = step + 1, digest  # kept in case a later step cannot be read
-        return digest
-
-    def has_been_fed(self, progress: Progress) -> bool:
-        """Whether the digest of a checkpoint matches these samples."""
-        digest = self.digest(progress.digest_from, progress.step)
-        return f"{digest:016x}" == progress.samples_digest
-
-
-class _Samples:
-    """The samples that a run trained on, by the digests of its checkpoints."""
-
-    def __init__(self, run: NamedRun) -> None:
-        batches, self._size = SeenBatches(run.resolved), run.recipe.train.global_batch_size
-        self._planned = _Order(batches.planned, self._size)
-        self._decoded = _Order(lambda step: batches.batch(step)["sample"], self._size)
-
-    def checked(self, position: Position) -> str:
-        """What was found right about the samples of a checkpoint.
-
-        Images are decoded only if the planned order differs, to see which of them were replaced.
-
-        Raises:
-            ValueError: they do not follow the order, or that cannot be decided; or, as OSError,
-                images cannot be read.
-        """
-        progress = position.progress
-        if not progress.samples_digest:
-            return "no digest of samples"
-        steps = f"steps {progress.digest_from:,} to {progress.step - 1:,}"
-        if self._planned.has_been_fed(progress):
-            return f"samples of {steps} in the planned order"
-        num_images = (progress.step - progress.digest_from) * self._size
-        print(
-            f"decodes the {num_images:,} images of {steps}, because undecodable ones may be "
-            "replaced",
-            file=sys.stderr,
-        )
-        if self._decoded.has_been_fed(progress):
-            return (
-                f"samples of {steps} in the planned order, with neighbours in place of undecodable "
-                "images"
-            )
-        raise ValueError(f"the samples of {steps} differ from the planned order; this is a defect")
+    Raises:
+        ValueError: they do not follow the order, or that cannot be decided; or, as OSError,
+            images cannot be read.
+    """
+    if not progress.samples_digest:
+        return "no digest of samples"
+    steps = range(progress.digest_from, progress.step)
+    text = f"steps {progress.digest_from:,} to {progress.step - 1:,}"
+    received = int(progress.samples_digest, 16)
+    if add_digests(*map(planned, steps)) == received:
+        return f"samples of {text} in the planned order"
+    print(f"decodes the images of {text}: undecodable ones may be replaced", file=sys.stderr)
+    if add_digests(*map(decoded, steps)) == received:
+        return f"samples of {text} in the planned order, with neighbours for undecodable images"
+    raise ValueError(f"the samples of {text} differ from the planned order; this is a defect")

@@ -119,7 +119,7 @@ MISTAKES = [
     ("quickstart digits lr=1", "unknown key lr"),
     ("quickstart nosuch", "recipe 'nosuch': no such file"),
     ("replay recipes sqlite:///m.db", "log 'recipes' is a folder"),
-    ("replay note.txt mlflow.db", "URI: uri: a path is not the address of a store"),
+    ("replay note.txt mlflow.db", "URI 'mlflow.db' is not an address"),
     ("pretrain digits optim.betas=[0.9]", r"optim.betas=\[0.9\]"),
     ("plan digits model.depth=1000000000", "model.depth=1000000000"),
     ("report mine.yaml", "tracking.uri=sqlite:///mlflow.db: no such file"),

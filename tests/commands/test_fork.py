@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from tests.checkpoints.written import WEIGHTS_1
 from tests.end_to_end.runs import same_weights
 from tests.launch.inputs.test_seen_batch import recipe_on, sets
 from tests.models.small import small_model
 from tests.trained_runs import write_run
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.checkpoints.run_checkpoints import (
+    NoUsableCheckpointError,
+    begin_training,
     newest_checkpoint,
 )
 from vit_ray.commands.cli import vit_ray
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.branch_origin import NOTE
 from vit_ray.launch.inputs.streams import resolve_run
+from vit_ray.launch.named_run import find_run
 from vit_ray.launch.resuming import accepted_changes, find_resume_point
 from vit_ray.metric_names import RESULT_STEP
 from vit_ray.storage import locate
@@ -82,6 +88,8 @@ def test_a_fork_resumes_from_the_parents_weights_with_its_own_recipe(
     assert (resumed.position.step, resumed.position.tracking_run_id) == (STEP, None)
     assert locate(forked.run_folder).child(NOTE).read() == b"seen at step 7"
     assert RESULT_STEP not in resumed.position.progress.metrics
+    with pytest.raises(ValueError, match="branches off seen at step 7"):
+        find_run(forked.run_folder).checked_step(STEP - 1)
 
 
 @pytest.mark.parametrize(
@@ -91,14 +99,17 @@ def test_a_fork_resumes_from_the_parents_weights_with_its_own_recipe(
         (["step=7", "name=x", "model.depth=2"], "model.depth was 1 and is 2: a fork keeps"),
         (["step=7", "name=x", "train.global_batch_size=32"], "is 32: a fork keeps"),
         (["step=7", "name=x", "data.held_out_fraction=0.1"], "is 0.1: a fork keeps"),
+        (["step=7", "name=x", "data.train={sets}/small"], "fingerprint was .*: a fork keeps"),
+        (["step=7", "name=x", "optim.steps=7"], "at step 7; give a larger optim.steps or"),
         (["step=7", "name=seen"], "exists already; give another name"),
     ],
 )
 def test_what_cannot_be_is_refused_and_writes_nothing(
-    parent: str, recipe: Recipe, words: list[str], told: str
+    parent: str, recipe: Recipe, sets: Path, words: list[str], told: str
 ) -> None:
-    code, text = said(parent, *words)
-    assert (code, told in text) == (2, True), text
+    code, text = said(parent, *(word.format(sets=sets) for word in words))
+    assert code == 2, text
+    assert re.search(told, text), text
     assert sorted(p.name for p in Path(recipe.output).iterdir()) == ["seen"]
     assert not list(Path().glob("*.yaml"))
 
@@ -114,6 +125,53 @@ def test_a_dry_run_writes_nothing_and_a_name_is_taken_once(parent: str, recipe: 
     assert (code, "again.yaml exists already" in text) == (2, True)
 
 
+@pytest.mark.parametrize("cut", ["lock", "note", "begun", "part", "commit", "no recipe"])
+def test_a_fork_that_was_cut_short_is_made_again(parent: str, recipe: Recipe, cut: str) -> None:
+    words = (parent, f"step={STEP}", "name=again")
+    assert said(*words)[0] == 0
+    folder = Path(recipe.output) / "again"
+    step, note = folder / "step-00000007", (folder / NOTE).read_bytes()
+    whole = {path.name for path in step.iterdir()}
+    Path("again.yaml").unlink()  # the last that is written
+    if cut == "part":
+        (step / WEIGHTS_1).unlink()
+    if cut in ("part", "commit"):
+        (step / "commit.json").unlink()
+    elif cut != "no recipe":
+        shutil.rmtree(folder)
+        folder.mkdir()
+        (folder / f"{NOTE}.1f2e3d4c.tmp").write_bytes(note[:3])
+    if cut in ("note", "begun"):
+        (folder / NOTE).write_bytes(note)
+    if cut in ("begun", "part", "commit"):
+        (folder / "progress.json").unlink(missing_ok=True)
+        begin_training(locate(str(folder)))
+    code, text = said(*words)
+    assert code == 0, text
+    found = load_recipe(Path("again.yaml"))
+    resumed = find_resume_point(found)
+    assert resumed is not None
+    assert resumed.position.step == STEP
+    assert {path.name for path in step.iterdir()} == whole
+    # What was committed counts: without its folder the fork does not begin at step 0.
+    shutil.rmtree(step)
+    with pytest.raises(NoUsableCheckpointError):
+        find_resume_point(found)
+
+
+def test_the_folder_of_another_run_is_not_a_forks(parent: str, recipe: Recipe) -> None:
+    assert said(parent, f"step={STEP}", "name=again")[0] == 0
+    Path("again.yaml").unlink()
+    folder = Path(recipe.output) / "again"
+    shutil.copytree(folder / "step-00000007", folder / "step-00000009")  # it was trained
+    code, text = said(parent, f"step={STEP}", "name=again")
+    assert (code, "exists already" in text) == (2, True)
+    shutil.rmtree(folder / "step-00000009")
+    (folder / NOTE).write_bytes(b"other at step 7")
+    code, text = said(parent, f"step={STEP}", "name=again")
+    assert (code, "exists already" in text) == (2, True)
+
+
 def test_what_was_measured_of_the_parent_is_not_the_forks(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +180,8 @@ def test_what_was_measured_of_the_parent_is_not_the_forks(
     metrics = {"eval/top1": 0.9, "eval/best_loss": 0.1, RESULT_STEP: 5.0, "train/loss": 0.3}
     progress = Progress(
         STEP, best_eval_loss=0.1, evals_without_best=3, num_evals=4, eval_step=7,
-        ended="no better", metrics=metrics, samples_digest="12ab",
+        ended="no better", metrics=metrics, samples_digest="12ab", skipped_steps=2,
+        recent_norms=[0.5, 0.7],
     )  # fmt: skip
     parent = write_parent(recipe, progress=progress)
     assert said(parent, f"step={STEP}", "name=fork")[0] == 0
@@ -130,4 +189,6 @@ def test_what_was_measured_of_the_parent_is_not_the_forks(
     assert fork.resume == "auto"
     found = find_resume_point(fork)
     assert found is not None
-    assert found.position.progress == Progress(STEP)
+    # The guard of `train.skip_above` goes on with the norms of the steps before.
+    kept = Progress(STEP, skipped_steps=2, recent_norms=[0.5, 0.7])
+    assert found.position.progress == kept

@@ -10,10 +10,10 @@ from tests.data.denying_s3 import ACTIONS, Rights, policy_of, serve_s3_with_poli
 from tests.data.s3_server import forget_clients
 from tests.recipes import recipe_with
 from vit_ray.commands import doctor
+from vit_ray.commands.trained.fork import _is_free
 from vit_ray.data import open_dataset
 from vit_ray.launch.prepared_run import check_rights, prepared_training
 from vit_ray.launch.resuming import find_resume_point
-from vit_ray.lock import is_lock_file
 from vit_ray.storage import RIGHTS_PROBE, locate
 
 ALL = tuple(ACTIONS)
@@ -55,7 +55,7 @@ def test_a_probe_that_could_not_be_deleted_does_not_stand_in_the_way(
     folder = locate("s3://runs/all/once")
     assert [info.base_name for info in folder.list_files()] == [RIGHTS_PROBE]
     allow({"sets": ("read", "list"), "runs": ALL})
-    assert all(is_lock_file(info.base_name) for info in folder.list_files())
+    assert _is_free(folder, "", 1)
     folder.child(RIGHTS_PROBE).write(b"left behind by a start that was killed")
     assert find_resume_point(recipe_with("once", output="s3://runs/all", resume=False)) is None
 

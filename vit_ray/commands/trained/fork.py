@@ -34,6 +34,8 @@ from vit_ray.storage import Location, locate
 def fork_run(source: str, words: Sequence[str], is_dry: bool) -> int:
     """Make the fork, and print how to train it.
 
+    Repeating an interrupted command completes the fork.
+
     Args:
         source: folder of the parent's checkpoints, or its id in MLflow.
         words: `step=k` of a checkpoint, `name=NEW`, and the changes of the recipe.
@@ -56,11 +58,11 @@ def fork_run(source: str, words: Sequence[str], is_dry: bool) -> int:
     resolved = resolve_run(recipe_from_dict(tree, where="the fork").with_absolute_paths())
     kept, recipe = _checked_changes(resolved, position), resolved.recipe
     folder, file = locate(recipe.run_folder), Path(f"{recipe.name}.yaml")
-    written = [info for info in folder.list_files() if not is_lock_file(info.base_name)]
-    if file.exists() or written:
-        taken = file if file.exists() else folder.uri
+    text, origin = write_yaml(recipe.written()), origin_of(str(position.recipe["name"]), step)
+    is_other = file.exists() and file.read_text() != text
+    if is_other or not _is_free(folder, origin, step):
+        taken = file if is_other else folder.uri
         raise ValueError(f"name={recipe.name}: {taken} exists already; give another name")
-    origin = origin_of(str(position.recipe["name"]), step)
     size = sum(one.size for one in parent.list_files())
     print(
         f"{recipe.name}: from {origin} to step {resolved.total_steps}; "
@@ -70,13 +72,24 @@ def fork_run(source: str, words: Sequence[str], is_dry: bool) -> int:
     if is_dry:
         return 0
     with lock_run(folder):
-        begin_training(folder)
-        folder.child(NOTE).write(origin.encode())
         target = folder.child(folder_name(step))
-        copy_checkpoint(parent, target, lambda position: _of_fork(position, resolved))
-    file.write_text(write_yaml(recipe.written()))
+        if not is_committed(target):
+            folder.child(NOTE).write(origin.encode())  # first: it says whose the other files are
+            begin_training(folder)
+            copy_checkpoint(parent, target, lambda position: _of_fork(position, resolved))
+    locate(str(file)).write(text.encode())
     print(f"wrote {file}; train it with: vit-ray pretrain {file} (or finetune, as its parent)")
     return 0
+
+
+def _is_free(folder: Location, origin: str, step: int) -> bool:
+    """Whether the folder is empty, or holds the beginning of this same fork."""
+    files = [one.base_name for one in folder.list_files(recursive=False)]
+    steps = {number for number, _ in list_checkpoints(folder)}
+    if not steps and all(is_lock_file(name) or name.startswith(NOTE) for name in files):
+        return True
+    note = folder.child(NOTE)
+    return note.exists() and note.read().decode() == origin and steps <= {step}
 
 
 def _parent(source: str, step: int, changes: Sequence[str]) -> tuple[Location, Position]:
@@ -105,8 +118,9 @@ def _checked_changes(resolved: ResolvedRun, position: Position) -> list[Change]:
     found = incompatible_changes(then, now)
     if fixed := [change for change in found if on_resume(change.key) is OnResume.FIXED]:
         raise ValueError(
-            f"{'; '.join(map(str, fixed))}: a fork keeps the model and the order of the images; "
-            "start a new run with init_from, which loads the weights that fit"
+            f"{'; '.join(map(str, fixed))}: a fork keeps what the checkpoint's tensors and its "
+            "place in the data depend on; start a new run with init_from, which loads the weights "
+            "that fit"
         )
     if resolved.total_steps <= position.step:
         raise ValueError(
@@ -118,9 +132,12 @@ def _checked_changes(resolved: ResolvedRun, position: Position) -> list[Change]:
 
 def _of_fork(position: Position, resolved: ResolvedRun) -> Position:
     """The parent's position as the fork's own, without the parent's measurements."""
+    before = position.progress
     return replace(
         position,
-        progress=Progress(position.step),
+        progress=Progress(
+            before.step, skipped_steps=before.skipped_steps, recent_norms=before.recent_norms
+        ),
         recipe=resolved.recipe.recorded(),
         data_terms=resolved.manifest.about,
         tracking_run_id=None,

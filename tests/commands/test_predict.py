@@ -91,6 +91,17 @@ def test_what_cannot_be_read_is_listed_with_the_reason_and_the_rest_is_predicted
     assert len(rows) == COUNT + 2
 
 
+def test_of_no_readable_image_there_are_the_reasons_and_a_title(run: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.jpg").write_bytes(b"")
+    outputs = [f"--out={tmp_path}/found{suffix}" for suffix in (".parquet", ".png")]
+    done = run_cli("predict", run, str(tmp_path / "bad.jpg"), *outputs)
+    assert (done.exit_code, done.stdout) == (1, "")
+    (row,) = pq.read_table(tmp_path / "found.parquet").to_pylist()
+    assert row["problem"].startswith("it has no bytes")
+    with Image.open(tmp_path / "found.png") as picture:
+        assert picture.height < 50
+
+
 def test_a_file_alone_is_used_with_a_recipe_or_keys(run: str, tmp_path: Path) -> None:
     save_weights(small_model("ViT"), tmp_path / "a.npz", "jax")
     image = str(tmp_path / "images" / "00.jpg")
@@ -110,6 +121,9 @@ REFUSED = [
     (["{0}/empty"], "holds no images among its 0 files; images are found by file names"),
     (["{0}/images", "--out={0}/a.txt"], "expected a file that ends in .parquet, .png"),
     (["{0}/images", "--out={0}/labels.parquet"], "exists already"),
+    (["{0}/labels.parquet"], "is parquet; give pictures, or convert it"),
+    (["{0}/images", "--out={0}/a.png", "--out=file://{0}/a.png"], "or is given twice"),
+    (["{0}/images", "--out={0}/labels.parquet/a.png"], "a.png: [Errno"),
 ]
 REFUSE_EACH = """
 import contextlib, io, json, sys
@@ -141,3 +155,4 @@ def test_what_cannot_work_is_refused_before_torch_is_there(tmp_path: Path) -> No
         assert (code, out, loaded) == (2, "", []), (words, error)
         assert told.format(tmp_path) in error, words
         assert error.count("\n") == 1, words
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "images", "labels.parquet"]

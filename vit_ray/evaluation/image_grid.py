@@ -46,7 +46,7 @@ def _grid(
     title: str = "",
 ) -> Image.Image:
     font = ImageFont.load_default(_LINE - 2)
-    columns, header = min(columns, len(images)), 2 * _LINE if title else 0
+    columns, header = min(columns, max(1, len(images))), 2 * _LINE if title else 0
     height = side + _LINE * max(map(len, captions), default=0)
     width = max(columns * side, math.ceil(font.getlength(title)) + 8)
     grid = Image.new("RGB", (width, header + -(-len(images) // columns) * height), "white")

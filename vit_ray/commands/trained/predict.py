@@ -3,11 +3,11 @@
 Paths and outputs are checked before torch is imported and the weights are read.
 """
 
-import io
 import pkgutil
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import chain, islice
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
@@ -59,36 +59,37 @@ def print_predictions(
     Raises:
         ValueError: a path holds no image, an output cannot be written, or as `vit_ray.load`.
     """
-    _check_outputs(outputs)
     known = set(key_names())
     changes = [word for word in paths if "=" in word and word.partition("=")[0] in known]
     images = [_images_at(path) for path in paths if path not in changes]
-    load = pkgutil.resolve_name("vit_ray.launch.trained_model:load")
-    model: TrainedModel = (
-        load(source, load_recipe(recipe, changes)) if recipe else load(source, overrides=changes)
-    )
-    print(_line(f"{model}"), file=sys.stderr)
-    rows, drawn = list[dict[str, Any]](), list[tuple[Any, str]]()
-    for row in _predicted(model, chain.from_iterable(images)):
-        crop = row.pop("crop", None)
-        place = sys.stderr if crop is None else sys.stdout
-        print(_line(f"{row['image']}: {row.get('problem') or row['text']}"), file=place)
-        if crop is not None and len(drawn) < _NUM_DRAWN:
-            drawn.append((crop, f"{row['probability']:.1%} {row['class']}"))
-        rows.append(row)
-    counts = Counter(row["class"] for row in rows if "class" in row)
+    counts, drawn = Counter[str](), list[tuple[Any, str]]()
+    with _opened(outputs) as (tables, pictures):
+        load = pkgutil.resolve_name("vit_ray.launch.trained_model:load")
+        model: TrainedModel = (
+            load(source, load_recipe(recipe, changes))
+            if recipe
+            else load(source, overrides=changes)
+        )
+        print(_line(f"{model}"), file=sys.stderr)
+        for rows in _predicted(model, chain.from_iterable(images)):
+            for row in rows:
+                crop = row.pop("crop", None)
+                place = sys.stderr if crop is None else sys.stdout
+                print(_line(f"{row['image']}: {row.get('problem') or row['text']}"), file=place)
+                if crop is not None and len(drawn) < _NUM_DRAWN:
+                    drawn.append((crop, f"{row['probability']:.1%} {row['class']}"))
+                counts[row.get("class", "")] += 1
+            for table in tables:
+                table.write_table(pa.Table.from_pylist(rows, _SCHEMA))
+        num_bad, total = counts.pop("", 0), counts.total()
+        for picture in pictures:
+            crops, captions = [crop for crop, _ in drawn], [text for _, text in drawn]
+            title = f"{source}: {len(drawn)} of {total:,} images"
+            sheet(crops, captions, title).save(picture, "PNG")
     most = ", ".join(f"{count:,} {name}" for name, count in counts.most_common(_NUM_CLASSES))
-    num_bad = len(rows) - counts.total()
     bad = f"; {num_bad:,} cannot be read" if num_bad else ""
-    print(_line(f"{counts.total():,} images{most and f': {most}'}{bad}"), file=sys.stderr)
+    print(_line(f"{total:,} images{most and f': {most}'}{bad}"), file=sys.stderr)
     for output in outputs:
-        if output.endswith(".parquet"):
-            content = _as_table(rows)
-        elif drawn:
-            content = _as_picture(drawn, f"{source}: {len(drawn)} of {counts.total():,} images")
-        else:
-            continue
-        locate(output).write(content)
         print(f"wrote {output}", file=sys.stderr)
     return 1 if num_bad else 0
 
@@ -98,8 +99,8 @@ def _line(text: str) -> str:
     return redact(text).replace("\n", r"\n")
 
 
-def _predicted(model: "TrainedModel", images: Iterator[Named]) -> Iterator[dict[str, Any]]:
-    """A row of `_SCHEMA` for each image, with its `crop` and a `text` if there is no problem."""
+def _predicted(model: "TrainedModel", images: Iterator[Named]) -> Iterator[list[dict[str, Any]]]:
+    """Batches of rows of `_SCHEMA`, with a `crop` and a `text` where there is no problem."""
     while some := list(islice(images, model.recipe.evaluate.batch_size)):
         rows = [_cropped(model, name, content) for name, content in some]
         good = [row for row in rows if "crop" in row]
@@ -109,7 +110,7 @@ def _predicted(model: "TrainedModel", images: Iterator[Named]) -> Iterator[dict[
                 row |= {"label": best[0], "class": model.classes[best[0]]}
                 row["probability"] = float(shares[best[0]])
                 row["text"] = ", ".join(f"{model.classes[i]} {shares[i]:.1%}" for i in best)
-        yield from rows
+        yield rows
 
 
 def _cropped(model: "TrainedModel", name: str, content: bytes | Location) -> dict[str, Any]:
@@ -130,6 +131,10 @@ def _images_at(path: str) -> Iterator[Named]:
     kind = place.info().kind
     if kind == "nothing":
         raise ValueError(f"{path!r}: no such file or folder; check the path")
+    if kind == "file" and path.endswith(".parquet"):
+        raise ValueError(
+            f"{path!r} is parquet; give pictures, or convert it and give the folder of the set"
+        )
     if kind == "file":
         return iter([(path, place)])
     if place.child(MANIFEST_FILE).exists():
@@ -144,27 +149,33 @@ def _images_at(path: str) -> Iterator[Named]:
     return ((file.uri, file) for file in images)
 
 
-def _check_outputs(outputs: Sequence[str]) -> None:
-    """Refuse outputs that could not be written after the computation.
+@contextmanager
+def _opened(outputs: Sequence[str]) -> Iterator[tuple[list[Any], list[Any]]]:
+    """Writers of tables of `_SCHEMA`, and streams of pictures, tried before anything is computed.
+
+    The files appear complete, when the block ends, or not at all.
 
     Raises:
-        ValueError: a file of another kind, or one that exists.
+        ValueError: a file of another kind, one that exists or is given twice, or one that cannot be
+            written.
     """
-    for output in outputs:
-        if PurePosixPath(output).suffix not in _OUTPUTS:
-            raise ValueError(f"--out {output}: expected a file that ends in {', '.join(_OUTPUTS)}")
-        if locate(output).exists():
-            raise ValueError(f"--out {output} exists already; name another file, or delete it")
-
-
-def _as_table(rows: Sequence[dict[str, Any]]) -> bytes:
-    file = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows, _SCHEMA), file)
-    return file.getvalue()
-
-
-def _as_picture(drawn: Sequence[tuple[Any, str]], title: str) -> bytes:
-    file = io.BytesIO()
-    crops, captions = zip(*drawn, strict=True)
-    sheet(crops, captions, title).save(file, "PNG")
-    return file.getvalue()
+    streams: dict[str, Any] = {}
+    with ExitStack() as files:
+        for output in outputs:
+            place = locate(output)
+            if PurePosixPath(output).suffix not in _OUTPUTS:
+                expected = f"expected a file that ends in {', '.join(_OUTPUTS)}"
+                raise ValueError(f"--out {output}: {expected}")
+            if place.exists() or place.uri in streams:
+                raise ValueError(
+                    f"--out {output} exists already, or is given twice; name another file"
+                )
+            try:
+                streams[place.uri] = files.enter_context(place.output())
+            except OSError as error:
+                raise ValueError(f"--out {output}: {error}; name another file") from None
+        tables = [stream for uri, stream in streams.items() if uri.endswith(".parquet")]
+        yield (
+            [files.enter_context(pq.ParquetWriter(stream, _SCHEMA)) for stream in tables],
+            [stream for stream in streams.values() if stream not in tables],
+        )

@@ -26,7 +26,7 @@ from vit_ray.data.convert.rows import DamagedUnitError, Row, Unit
 from vit_ray.data.shard_writer import MOST_ROW_GROUP_BYTES
 from vit_ray.storage import is_of_the_store, locate
 
-IMAGE_COLUMNS: Final = ("image", "img", "jpg", "picture")
+_IMAGE_COLUMNS: Final = ("image", "img", "jpg", "picture")
 _LABEL_COLUMNS: Final = ("label", "labels", "fine_label", "cls")
 _ROWS_AT_A_TIME: Final = 64
 # Most rows of a row group; a footer that says more is damaged.
@@ -179,7 +179,7 @@ def _columns_of(schema: pa.Schema, unit: Unit) -> _Columns:
     whose, config = repr(unit.path), unit.config
     declared = _declared(schema, whose)
     usual = (*_LABEL_COLUMNS, *(name for name, names in declared.items() if names is not None))
-    image = chosen_field("image", config.image_field, IMAGE_COLUMNS, schema.names, whose)
+    image = chosen_field("image", config.image_field, _IMAGE_COLUMNS, schema.names, whose)
     label = chosen_field("label", config.label_field, usual, schema.names, whose)
     for name in (image, label, *config.columns):
         if schema.names.count(name) != 1:
@@ -202,7 +202,7 @@ def _columns_of(schema: pa.Schema, unit: Unit) -> _Columns:
                 f"{whose}: the names of its ClassLabel are not a list of texts: {str(names)[:80]}"
             )
         names = checked_names(names, whose)
-    return _Columns(image, path_of_images(schema, image, whose), label, names)
+    return _Columns(image, _path_of_images(schema, image, whose), label, names)
 
 
 def _declared(schema: pa.Schema, whose: str) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def _names(feature: Any) -> Any:
     return feature.get("names") or _names(feature.get("feature"))
 
 
-def path_of_images(schema: pa.Schema, column: str, whose: str) -> str:
+def _path_of_images(schema: pa.Schema, column: str, whose: str) -> str:
     """The column of encoded images, or that inside it, without the file names next to them.
 
     Raises:

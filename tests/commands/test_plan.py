@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.converted_set import converted_set
 from tests.recipes import SMALL
 from vit_ray.commands.plans.plan import (
     data_facts,
@@ -77,8 +78,24 @@ def test_a_number_of_gpus_that_does_not_divide_the_batch_is_refused() -> None:
 def test_a_data_set_that_is_not_there_yet_is_as_the_recipe_tells(tmp_path: Path) -> None:
     missing = f"data.train={tmp_path}/nothing"
     assert data_facts(recipe_of(missing)).num_images == 303_000_000
-    with pytest.raises(ValueError, match=r"nothing' is not a data set.*plan\.num_images"):
-        data_facts(recipe_of(missing, "plan.num_images=null", "plan.num_classes=null"))
+    for counts in (["plan.num_images=null", "plan.num_classes=null"], ["plan.num_classes=null"]):
+        with pytest.raises(ValueError, match=r"nothing' is not a data set.*plan\.num_images"):
+            data_facts(recipe_of(missing, *counts))
+
+
+def test_a_plan_takes_counts_before_a_set_and_a_dry_run_the_set_before_counts() -> None:
+    small = ["train.global_batch_size=4", "optim.warmup_steps=0", "optim.epochs=2"]
+    small += ["data.shuffle_window=0", "workers.num_workers=1"]
+    recipe = recipe_of(f"data.train={converted_set()}", *small)
+    assert data_facts(recipe).num_images == 12
+    assert "images                  303,000,000 of" in describe_plan(recipe)
+    counted = recipe.with_changes(plan={"num_images": None, "num_classes": None})
+    assert "images                  12 of 3 classes" in describe_plan(counted)
+    for missing in ("num_images", "num_classes"):
+        with pytest.raises(
+            ValueError, match=rf"plan\.{missing}=None.* is missing; give both counts"
+        ):
+            describe_plan(recipe.with_changes(plan={missing: None}))
 
 
 def test_what_is_held_out_is_not_trained_on() -> None:

@@ -50,17 +50,23 @@ def data_facts(recipe: Recipe) -> TrainingFacts:
     Raises:
         ValueError: there is no such model; the data set is broken, or nothing gives the counts.
     """
-    check_model(recipe)
-    path, plan = recipe.data.train or PLACEHOLDER, recipe.plan
-    if not is_placeholder(path) and locate(path).exists():
-        resolved = resolve_run(recipe)
-        return _facts(recipe, resolved.num_images, resolved.manifest.num_classes, path)
-    num_images, num_classes = plan.num_images, plan.num_classes
+    path = recipe.data.train or PLACEHOLDER
+    if is_placeholder(path) or not locate(path).exists():
+        return _told_facts(recipe)
+    resolved = resolve_run(recipe)
+    return _facts(recipe, resolved.num_images, resolved.manifest.num_classes, path)
+
+
+def _told_facts(recipe: Recipe) -> TrainingFacts:
+    """From the counts in `plan`; no data set is opened."""
+    num_images, num_classes = recipe.plan.num_images, recipe.plan.num_classes
     if num_images is None or num_classes is None:
         raise ValueError(
-            f"data.train={recipe.data.train!r} is not a data set; give the folder of a converted "
-            "one, or plan.num_images and plan.num_classes"
+            f"data.train={recipe.data.train!r} is not a data set, or one of "
+            f"plan.num_images={num_images} and plan.num_classes={num_classes} is missing; give "
+            "both counts, or neither and the folder of a converted set"
         )
+    check_model(recipe)
     kept = num_images - round(num_images * recipe.data.held_out_fraction)
     return _facts(recipe, round(kept * recipe.data.fraction), num_classes, "plan.num_images")
 
@@ -111,7 +117,8 @@ def pace_of(recipe: Recipe) -> Pace:
 
 def describe_plan(recipe: Recipe) -> str:
     """The text of `vit-ray plan`: the work, then a column for each ZeRO stage."""
-    facts = data_facts(recipe)
+    is_told = recipe.plan.num_images or recipe.plan.num_classes
+    facts = _told_facts(recipe) if is_told else data_facts(recipe)
     cluster = planned_cluster(recipe)
     columns = [_column(recipe, facts, cluster, stage) for stage in STAGES]
     lines = [*describe_work(recipe, facts, cluster), ""]

@@ -103,10 +103,8 @@ def describe_study(recipe: Recipe) -> str:
     # Shared steps of branches count once.
     sums = [sum(getattr(cell, figure) for cell in cells) for figure in figures]
     exaflops, hours, transfer_exaflops, transfer_hours = sums
-    sources, unit = (
-        ", ".join(dict.fromkeys(c.facts.source for c in cells)),
-        f"{config.device}-hours",
-    )
+    sources = ", ".join(dict.fromkeys(cell.facts.source for cell in cells))
+    unit = f"{config.device}-hours"
     return "\n".join([
         *lines,
         "",

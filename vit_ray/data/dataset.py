@@ -136,7 +136,7 @@ ABOUT: Final = ("license", "source_url", "evaluation_only", "apply_orientation")
 _METADATA_KEY: Final = b"vit_ray"
 _SPLIT: Final = 8
 """Separates the ranks of a run's parts from other random numbers of its seed."""
-_NOT_CONTENT: Final = ("root", "root_from_here", "format_version", "fingerprint", "largest_pixels")
+_NOT_CONTENT: Final = ("root", "root_from_here", "format_version", "fingerprint")
 """Of the header: what the fingerprint does not depend on."""
 _FILE_FIELDS: Final = 4
 """Of a file in the header, without where its images are."""
@@ -191,7 +191,6 @@ class Manifest(RowGroupColumns):
         fingerprint: hex digest of the content; equal content has an equal fingerprint.
         text_columns: those of the shards that came from the source, such as captions.
         origin: how it was made, and what its maker says about it.
-        largest_pixels: of the image that has the most; 0 where that was not counted.
         whole: of a part that is not written, the data set: its row groups are those of the part, of
             which some have no rows, and its numbers those of the part's samples.
     """
@@ -205,7 +204,6 @@ class Manifest(RowGroupColumns):
     files: Sequence[ShardFile]
     text_columns: tuple[str, ...] = ()
     origin: dict[str, Any] = field(default_factory=dict)
-    largest_pixels: int = 0
     whole: "Manifest | None" = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -400,7 +398,6 @@ def _parse(path: str, content: bytes) -> Manifest:
                 ),
                 text_columns=tuple(header.get("text_columns", ())),
                 origin=header["origin"],
-                largest_pixels=header.get("largest_pixels", 0),
             )
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError, IndexError) as error:
         raise ValueError(
@@ -447,7 +444,6 @@ def write_manifest(
     root: str = "",
     text_columns: Sequence[str] = (),
     origin: dict[str, Any],
-    largest_pixels: int = 0,
 ) -> str:
     """Write the manifest, which makes the data set visible, and return its fingerprint.
 
@@ -466,7 +462,6 @@ def write_manifest(
         "max_labels": max_labels,
         "root": root,
         "origin": origin,
-        "largest_pixels": largest_pixels,
         **({"text_columns": list(text_columns)} if text_columns else {}),
         "files": [
             [f.path, f.rows, f.bytes, f.crc32, *([astuple(f.images)] if f.images else [])]
@@ -493,7 +488,6 @@ def write_part(folder: Location, part: Manifest, origin: dict[str, Any]) -> None
         root=locate(part.root).uri,
         text_columns=part.text_columns,
         origin=part.about | origin,
-        largest_pixels=part.largest_pixels,
     )
 
 

@@ -232,5 +232,4 @@ def _write_manifest(plan: Plan, folder: Location, written: list[ShardResult]) ->
         max_labels=max(r.max_labels for r in written),
         text_columns=plan.settings["columns"],
         origin=origin,
-        largest_pixels=max(r.largest_pixels for r in written),
     )

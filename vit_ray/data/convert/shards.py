@@ -106,7 +106,6 @@ class ShardResult(ShardFacts):
     num_turned: int = 0
     dropped: list[list[int]] = field(default_factory=list)
     images: list[Any] = field(default_factory=list)
-    largest_pixels: int = 0
 
     def checked(
         self, row: Row, read: Callable[[], bytes], label_of: dict[str, int], config: ConvertConfig
@@ -125,7 +124,6 @@ class ShardResult(ShardFacts):
             self.damaged.append((row.key, made.damage))
         self.num_indexed += made.index is not None
         self.num_turned += orientation_of(came_as) != 1
-        self.largest_pixels = max(self.largest_pixels, made.height * made.width)
         self.max_labels = max(self.max_labels, len(labels))
         for label in map(str, labels):
             self.label_counts[label] = self.label_counts.get(label, 0) + 1

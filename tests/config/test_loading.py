@@ -248,9 +248,16 @@ def test_a_wrong_override_says_which_key_and_what_to_change(
         load_recipe(path, [override])
 
 
-@pytest.mark.parametrize("overrides", [{"seed": np.float32(1)}, {"seed": {1}}, {5: 1}])
-def test_overrides_of_python_have_the_kinds_of_json(path: Path, overrides: Any) -> None:
-    with pytest.raises(ValueError, match=r"of Python's type|a key is a text"):
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ({"seed": np.float32(1)}, r"^seed=.*float32.*; give texts, numbers, true, false, lists"),
+        ({"optim": {"steps": {1}}}, r"^optim=\{'steps': \{1\}\}: .*not set; give texts"),
+        ({5: 1}, "unknown key 5"),
+    ],
+)
+def test_overrides_of_python_have_the_kinds_of_json(path: Path, overrides: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
         load_recipe(path, overrides)
 
 
@@ -449,8 +456,33 @@ def test_a_warm_up_longer_than_the_run_is_refused() -> None:
 
 def test_accumulation_is_the_quotient_or_names_the_nearest_batch() -> None:
     assert accumulation_steps(4096, 64, 8) == 8
-    with pytest.raises(ValueError, match=r"(?s)100 = 6 x 16 \+ 4.*nearest valid .* is 96"):
+    told = r"4 workers .* passes of 4 \(train.micro.*: 100 = 6 x 16 \+ 4.*nearest valid .* is 96"
+    with pytest.raises(ValueError, match=told):
         accumulation_steps(100, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("workers", "train", "told"),
+    [
+        (3, {}, r"among 3 workers \(workers.num_workers\): 64 = 21 x 3 \+ 1.* is 63$"),
+        (4, {"micro_batch_size": 12}, r"in passes of 12 \(train.micro_batch_size, .* is 48$"),
+        # An elastic run derives its passes from the group, also with equal bounds.
+        ([4, 4], {"micro_batch_size": 12}, None),
+        ([3, 3], {"micro_batch_size": 12}, r"workers.num_workers\): 64 = 21 x 3 \+ 1"),
+        (64, {"mixup": 0.2}, r"in passes of 2 \(.*, or pairs of train.mixup\): 64 = 0 x 128"),
+    ],
+)
+def test_a_batch_that_does_not_divide_names_what_asks_for_it(
+    path: Path, workers: Any, train: dict[str, Any], told: str | None
+) -> None:
+    keys = {"global_batch_size": 64, "micro_batch_size": "auto", **train}
+    changes = {"workers.num_workers": workers, **{f"train.{key}": v for key, v in keys.items()}}
+    recipe = load_recipe(path, changes)
+    if told is None:
+        recipe.check_shares()
+    else:
+        with pytest.raises(ValueError, match=told):
+            recipe.check_shares()
 
 
 def test_the_same_tree_gives_the_same_recipe() -> None:

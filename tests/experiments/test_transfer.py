@@ -107,7 +107,7 @@ def test_one_task_is_listed_once(base: str) -> None:
     task = {"name": "tune", "recipe": base}
     with pytest.raises(ValueError, match=r"study.transfer: .* has tune twice"):
         study_recipe("/x", [study_row("a")], transfer=[task, task])
-    with pytest.raises(ValueError, match=r"transfer\.0: name=mean stands for .*; give"):
+    with pytest.raises(ValueError, match=r"transfer\.0: name=mean is .*; give another"):
         study_recipe("/x", [study_row("a")], transfer=[{**task, "name": "mean"}])
 
 

@@ -176,7 +176,8 @@ class SweepConfig(Section):
             if not _can_vary(values):
                 raise ValueError(
                     f"space: {key}={value_text(values)} is not a list of different values, nor a "
-                    "range {log_uniform: [low, high]} or {uniform: [low, high]}"
+                    "range {log_uniform: [low, high]} or {uniform: [low, high]} from a smaller to "
+                    "a larger number, for log_uniform above zero"
                 )
         if (self.search == "grid") != (self.num_trials is None):
             raise ValueError(
@@ -202,10 +203,9 @@ def _can_vary(values: Any) -> bool:
     match values:
         case [_, *_]:
             return all(value not in values[:index] for index, value in enumerate(values))
-        case {"log_uniform": [int() | float() as low, int() | float() as high], **others}:
-            return not others and 0 < low < high
-        case {"uniform": [int() | float() as low, int() | float() as high], **others}:
-            return not others and low < high
+        case {"log_uniform": [low, high]} | {"uniform": [low, high]} if len(values) == 1:
+            is_range = {type(low), type(high)} <= {int, float} and low < high
+            return is_range and (low > 0 or "uniform" in values)
     return False
 
 
@@ -295,6 +295,12 @@ class StudyTask(Section):
     changes: dict[str, JsonValue] = {}
     """Changes to that recipe, such as
     `{data.train: data/pets/train, sweep: null}`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.name == "mean":
+            raise ValueError("name=mean is that of the mean over all tasks; give another name")
+        return self
 
 
 class StudyConfig(_Axes):
@@ -389,6 +395,7 @@ class PlanConfig(Section):
     mfu: Share = 0.4
     """Assumed share of the GPU's dense peak over whole steps, communication included."""
     num_images: Positive | None = None
-    """Training images, if not read from `data.train`."""
+    """Training images: `plan` takes this number before that of `data.train`, and a dry run while
+    `data.train` is not there."""
     num_classes: Positive | None = None
-    """Classes, if not read from `data.train`."""
+    """Classes; give it with `num_images`, or neither."""

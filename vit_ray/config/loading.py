@@ -76,6 +76,12 @@ def changed(tree: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any]) 
         raise ValueError(f"overrides={overrides!r} is a text; give a list, such as [{overrides!r}]")
     given = overrides.items() if isinstance(overrides, Mapping) else map(_parsed, overrides)
     for key, value in given:
+        try:
+            json.dumps(value, default=os.fspath)
+        except TypeError as error:
+            raise ValueError(
+                f"{key}={value!r}: {error}; give texts, numbers, true, false, lists or dictionaries"
+            ) from None
         if key == "base":
             raise ValueError(f"base={value} is a key of recipe files; give {value} as the recipe")
         node = tree
@@ -94,7 +100,7 @@ def _parsed(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     if equals and key:
         return key, parse_yaml(text, f"override {override!r}")
-    raise ValueError(f"override {override!r}: expected key=value, such as train.zero_stage=2")
+    raise ValueError(f"override {override!r}: expected key=value, such as init_from=runs/mine")
 
 
 class _Constructor(SafeConstructor):
@@ -180,13 +186,14 @@ def _find(path: Path, whose: str) -> Path:
     Raises:
         ValueError: there is neither; the message gives similar names.
     """
+    if path.suffix in (".npz", ".safetensors"):  # not read as a text
+        raise ValueError(f"{whose}{str(path)!r} has weights; give a recipe and init_from={path}")
     found = path if path.is_file() else shipped_recipe(path.as_posix())
     if found is not None:
         return found
     if path.is_dir():
         raise ValueError(f"{whose}recipe {str(path)!r} is a folder; give a YAML file in it")
-    siblings = [file.name for file in path.parent.glob("*.yaml")]
-    near = difflib.get_close_matches(path.name, siblings, 3)
+    near = difflib.get_close_matches(path.name, [f.name for f in path.parent.glob("*.yaml")], 3)
     near += difflib.get_close_matches(path.as_posix().removesuffix(".yaml"), recipe_names(), 3, 0.5)
     hint = f"; similar: {', '.join(near)}" if near else ""
     raise ValueError(

@@ -167,8 +167,8 @@ class Recipe(Training):
         Raises:
             ValueError: it does not; the message has the arithmetic and the nearest valid value.
         """
-        fixed, is_elastic = self.train.micro_batch_size, len(self.workers.sizes) > 1
-        unit = self.train.least_pass if fixed == "auto" or is_elastic else fixed
+        fixed, workers = self.train.micro_batch_size, self.workers.num_workers
+        unit = self.train.least_pass if fixed == "auto" or not isinstance(workers, int) else fixed
         for world_size in self.group_sizes:
             accumulation_steps(self.train.global_batch_size, unit, world_size)
 

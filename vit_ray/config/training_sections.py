@@ -603,10 +603,11 @@ def accumulation_steps(global_batch_size: int, micro_batch_size: int, num_worker
     per_pass = micro_batch_size * num_workers
     if global_batch_size % per_pass == 0:
         return global_batch_size // per_pass
-    nearest = max(1, round(global_batch_size / per_pass)) * per_pass
+    passes = f" in passes of {micro_batch_size} (train.micro_batch_size, or pairs of train.mixup)"
     raise ValueError(
         f"train.global_batch_size={global_batch_size} does not divide among {num_workers} workers "
-        f"(workers.num_workers) in passes of {micro_batch_size} (train.micro_batch_size): "
-        f"{global_batch_size} = {global_batch_size // per_pass} x {per_pass} + "
-        f"{global_batch_size % per_pass}; the nearest valid train.global_batch_size is {nearest}"
+        f"(workers.num_workers){passes if micro_batch_size > 1 else ''}: {global_batch_size} = "
+        f"{global_batch_size // per_pass} x {per_pass} + {global_batch_size % per_pass}; the "
+        "nearest valid train.global_batch_size is "
+        f"{max(1, round(global_batch_size / per_pass)) * per_pass}"
     )

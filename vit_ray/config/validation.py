@@ -67,8 +67,6 @@ def validated(schema: type[Model], tree: dict[str, Any], where: str) -> Model:
     try:
         # JSON mode is strict about types but accepts a list for a tuple, as YAML needs.
         return schema.model_validate_json(json.dumps(tree, default=os.fspath))
-    except TypeError as error:
-        raise ValueError(f"{where}: give texts, numbers, lists and dictionaries: {error}") from None
     except pydantic.ValidationError as error:
         found = error.errors()
         # A list with a wrong section is also reported as too short.

@@ -39,6 +39,14 @@ def test_several_seeds_have_a_spread_and_one_has_none(capsys: Any) -> None:
     assert re.search(r"0\.1 +.*failed: a worker died", single)
 
 
+def test_keys_of_one_last_name_have_a_column_each(capsys: Any) -> None:
+    point = {"data.augment.kind": "resize", "data.eval_augment.kind": "center_crop"}
+    rows = [Row(point, Outcome(TrialState.FINISHED, top1=0.9))]
+    final = Outcome(TrialState.FINISHED, top1=0.9)
+    print_sweep(SweepResult(rows, point, [final], "parent", "a link"))
+    assert re.search(r"resize +\S +center_crop", capsys.readouterr().out)
+
+
 def test_the_accuracy_of_a_run_has_its_images_and_their_interval(capsys: Any) -> None:
     result = RunResult(
         None, "pets", 5, 5, {"eval/top1": 38 / 90, "train/loss": 1.0}, "", num_eval_images=90

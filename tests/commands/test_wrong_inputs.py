@@ -40,6 +40,7 @@ FILES = {
     "based.yaml": b"base: digist\nname: x\n",
     "hollow.yaml": b"base: digits\nname: mine\noptim:\n",
     "none.csv": b"",
+    "vit.npz": b"PK",
     "runs/old/step-00000010/meta.json": b"{",
     "recipes/inner.yaml": RECIPE.encode(),
     "note.txt": b"hello\n",
@@ -75,8 +76,10 @@ MISTAKES = [
     ("verify digits verify.path=~no-such-user/x", "no user .no-such-user. here"),
     ("export digits tracking.uri=sqlite:///", "tracking.uri"),
     ("pretrain digits tracking.uri=sqlite:///recipes", "tracking.uri=.*is a folder"),
-    ("evaluate digits runs/old", "override 'runs/old': expected key=value"),
+    ("evaluate digits runs/old", "override 'runs/old': expected key=value, such as init_from="),
     ("export recipes", "recipe 'recipes' is a folder"),
+    ("evaluate vit.npz", "'vit.npz' has weights; give a recipe and init_from=vit.npz"),
+    ("pretrain digits workers.num_workers=3", "among 3 workers .* passes of 64 .* is 192"),
     ("export digits optim.learning_rate=.inf", "optim.learning_rate=inf: .*finite number"),
     (f"export digits seed={2**64}", f"seed={2**64}"),
     ("export digits base=cifar10", "give cifar10 as the recipe"),
@@ -101,7 +104,10 @@ MISTAKES = [
     ("subset digits subset.source=nosuch subset.destination=x", "subset.source='nosuch'"),
     (f"{DEDUPLICATE} deduplicate.source=nosuch", "deduplicate.source='nosuch'"),
     (f"{DEDUPLICATE} deduplicate.evaluation_sets=[]", r"deduplicate.evaluation_sets=\[\]"),
-    ("pretrain mine.yaml data.train=nosuch", "data.train='nosuch': .*does not exist"),
+    (
+        "pretrain mine.yaml data.train=nosuch",
+        "data.train='nosuch': .*does not exist.*convert` makes",
+    ),
     ("pretrain mine.yaml data.train=note.txt data.eval=note.txt", "no data set at .*note.txt'"),
     ("pretrain mine.yaml data.train=s3:// data.eval=note.txt", "'s3://' names no bucket"),
     ("pretrain paper/vit_b16_jft", "'s3://BUCKET/jft' is a placeholder of a shipped recipe"),
@@ -151,7 +157,7 @@ TRANSFERS = [
     ("sweep tiny.yaml sweep.learning_rates=[0.1,0.1]", "has 0.1 twice"),
     (
         f'{SPACE}{{"optim.learning_rate":[0.1,0.1]}}',
-        "space: optim.learning_rate=.*different",
+        "space: optim.learning_rate=.*different values",
     ),
     (f'{SPACE}{{"optim.learning_rte":[0.1]}}', "sweep.space: .*unknown key optim.learning_rte"),
     (f'{SPACE}{{"init_from":["sets/fits.npz","sets/wide.npz"]}}', "sweep.space: init_from=.*wide"),
@@ -284,13 +290,18 @@ def _told_in_one_message(words: str, told: str, folder: Path) -> None:
         assert not left
 
 
-def test_shards_named_by_a_split_may_be_converted(tmp_path: Path) -> None:
+def test_shards_named_by_a_split_and_others_manifests_may_be_converted(tmp_path: Path) -> None:
     """As to write the images of a set again; the kept set has its shards as the split `part`."""
     places = [f"convert.source={converted_set()}", f"convert.destination={tmp_path / 'new'}"]
     chosen = load_recipe("digits", [*places, "convert.split=part"])
     check_places("convert", chosen)
     assert chosen.convert is not None
     assert [unit.format for unit in units_of(chosen.convert)] == ["huggingface"]
+    (tmp_path / "others").mkdir()
+    others = tmp_path / "others" / "manifest.parquet"
+    others.write_bytes((converted_set() / "rejected.parquet").read_bytes())
+    places[0] = f"convert.source={others.parent}"
+    check_places("convert", load_recipe("digits", places))
 
 
 @pytest.mark.parametrize("name", ["finetune", "evaluate"])

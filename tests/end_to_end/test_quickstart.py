@@ -12,6 +12,7 @@ from tests.conftest import Head
 from vit_ray.commands import quickstart
 from vit_ray.commands.quickstart import run_quickstart
 from vit_ray.config import Recipe, load_recipe
+from vit_ray.launch.run import RunResult
 
 
 def _shorter(recipe: str) -> Recipe:
@@ -91,3 +92,8 @@ def _tables(output: str) -> list[str]:
 def test_without_a_test_set_nothing_is_written() -> None:
     with pytest.raises(ValueError, match=r"^data\.eval is not set"):
         run_quickstart(load_recipe("digits", ["data.eval=null"]))
+
+
+def test_a_run_without_an_accuracy_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^run digits-vit has no accuracy; its events say why"):
+        quickstart._top1(RunResult(None, "digits-vit", 5, 5, {"train/loss": 1.0}, ""))

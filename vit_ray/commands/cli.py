@@ -220,6 +220,8 @@ def recipes() -> None:
 @click.option("--count", is_flag=True, help="Print only how many keys there are.")
 def keys(prefixes: tuple[str, ...], count: bool) -> None:
     """The keys of recipes below PREFIX, such as `optim`: default, values, meaning, on resume."""
+    if count and prefixes:
+        raise ValueError(f"--count is of all keys; leave out {' '.join(prefixes)}")
     if count:
         print(count_keys())
         return

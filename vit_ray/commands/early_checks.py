@@ -34,6 +34,7 @@ _IMPORTED = (
 )  # fmt: skip
 """Packages of drivers, workers and reading tasks, which share one image."""
 _MANIFEST = "manifest.parquet"
+_MANIFEST_MARK = b'"fingerprint": "'
 _IN_PATTERNS = frozenset("*?[{")
 _UPLOADED = "working_dir_files"
 """Ray's folder for the copies of what `ray job submit --working-dir` uploads."""
@@ -110,7 +111,9 @@ def check_inputs(command: Command, recipe: Recipe) -> None:
 
 def _check_local(command: Command, recipe: Recipe, key: str, path: str) -> None:
     place = with_home(path)
-    is_there, kind = _KINDS.get(key, (Path.exists, "a converted data set"))
+    is_there, kind = _KINDS.get(
+        key, (Path.exists, "a converted data set (`vit-ray convert` makes one)")
+    )
     if key == "convert.source" and _IN_PATTERNS & set(path):
         return
     if key == "init_from" and command.name in _RESUMED and _may_have_begun(recipe):
@@ -123,10 +126,12 @@ def _check_local(command: Command, recipe: Recipe, key: str, path: str) -> None:
                 "full path that all nodes share, or s3://"
             )
         raise ValueError(
-            f"{key}={path!r}: {place.absolute()} does not exist, or is not {kind}{copied}"
+            f"{key}={path!r}: {place.absolute()} does not exist, or is not {kind}; check the path"
+            f"{copied}"
         )
-    has_manifest = (place / _MANIFEST).exists()
-    if key == "convert.source" and has_manifest and recipe.convert and not recipe.convert.split:
+    has_manifest = (place / _MANIFEST).is_file()
+    is_whole = key == "convert.source" and recipe.convert and not recipe.convert.split
+    if is_whole and has_manifest and _MANIFEST_MARK in (place / _MANIFEST).read_bytes():
         raise ValueError(
             f"{key}={path!r} is a converted data set already; use it as data.train or data.eval, "
             "or give the images that it was made from"

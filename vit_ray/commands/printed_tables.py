@@ -114,8 +114,10 @@ def print_sweep(result: "SweepResult | None") -> int:
             note = f"stopped early, at step {found.step}"
         point = dict[str, object]()
         for key, value in row.point.items():
-            name = key.rpartition(".")[2].replace("_", " ")
-            point[name] = f"{value:g}" if isinstance(value, float) else value
+            last = key.rpartition(".")[2].replace("_", " ")
+            point[key if last in point else last] = (
+                f"{value:g}" if isinstance(value, float) else value
+            )
         top1 = None if math.isnan(found.top1) else f"{found.top1:.2%}"
         rows.append({**point, "dev top-1": top1, "note": note})
     print_table("Trials (selected on the dev split)", rows)

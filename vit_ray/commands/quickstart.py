@@ -1,6 +1,5 @@
 """The main command in small: digits to parquet, pre-training, a sweep, and from scratch."""
 
-import math
 import time
 from pathlib import Path
 
@@ -91,5 +90,9 @@ def _length(recipe: Recipe, result: RunResult) -> str:
 
 
 def _top1(result: RunResult) -> float:
-    found = result.metrics
-    return found.get(EVAL_AVERAGED_TOP1, found.get(EVAL_TOP1, math.nan))
+    top1 = result.metrics.get(EVAL_AVERAGED_TOP1, result.metrics.get(EVAL_TOP1))
+    if top1 is None:
+        raise ValueError(
+            f"run {result.name} has no accuracy; its events say why; run the command again"
+        )
+    return top1

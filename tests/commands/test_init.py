@@ -16,6 +16,7 @@ from tests.commands.command_line import run_cli
 from tests.data.converting import run_in_this_process
 from tests.data.pictures import encoded, picture
 from vit_ray.commands import convert, train
+from vit_ray.commands.init import first_look
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.data import open_dataset
 from vit_ray.launch.cluster.connection import ClusterShape
@@ -60,17 +61,26 @@ def test_a_folder_with_splits_gets_a_recipe_that_passes_the_dry_run(here: Path) 
     assert "# 7 steps per epoch. " in text
 
 
-def test_the_printed_conversions_work_where_the_images_lie_under_data(
-    here: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("cwd", "images", "folder"),
+    [
+        ("", "data/pets", "data/pets-converted"),
+        ("pets", ".", "../pets-converted"),
+        ("all/of us", "..", "../../all-converted"),
+    ],
+)
+def test_the_printed_conversions_work_where_the_images_lie_around_the_results(
+    cwd: str, images: str, folder: str, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    images, folder = "data/pets", "pets-converted"
+    (here / cwd).mkdir(parents=True, exist_ok=True)
+    monkeypatch.chdir(here / cwd)
     monkeypatch.setattr(convert, "connect", lambda recipe: ClusterShape(1, 1, 0, 0.0))
     run_in_this_process(monkeypatch)
     for split, count in (("train", 6), ("test", 2), ("val", 3)):
-        write_images(here / images / split, 2, count, 40, 40)
+        write_images(Path(images, split), 2, count, 40, 40)
     done = run_cli("init", images, "--out=mine.yaml")
     assert done.exit_code == 0, done.stderr
-    lines = (here / "mine.yaml").read_text().splitlines()
+    lines = Path("mine.yaml").read_text().splitlines()
     commands = [shlex.split(line)[1:] for line in lines if line.startswith("#   vit-ray convert")]
     assert len(commands) == 2
     for _, *words in commands:
@@ -83,14 +93,33 @@ def test_the_printed_conversions_work_where_the_images_lie_under_data(
     assert open_dataset(recipe.data.eval or "").num_images == 6
 
 
-@pytest.mark.parametrize(("folder", "name"), [("_photos", "photos"), ("2024", "2024")])
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("_photos", "photos"), ("2024", "2024"), ("holiday \U0001f600", "holiday"),
+    ],
+)  # fmt: skip
 def test_a_folder_of_any_name_gets_a_recipe(folder: str, name: str, here: Path) -> None:
-    """Also where no run can have it, or where YAML takes it for another value."""
+    """Also where no run can have it, where YAML takes it for another value, or of rare letters."""
     write_images(here / folder, 2, 2, 40, 40)
     done = run_cli("init", folder)
     assert done.exit_code == 0, done.stderr
     (file,) = here.glob("*.yaml")
-    assert load_recipe(file).name == name
+    recipe = load_recipe(file)
+    assert (recipe.name, recipe.convert and recipe.convert.source) == (name, folder)
+
+
+def test_a_recipe_that_cannot_be_read_is_not_written(here: Path) -> None:
+    write_images(here / "images", 2, 2, 40, 40)
+    done = run_cli("init", "images", "--out=two\nlines.yaml")
+    assert (done.exit_code, "not valid YAML" in done.stderr) == (2, True)
+    assert [path.name for path in here.iterdir()] == ["images"]
+
+
+def test_a_first_look_is_a_small_part_of_the_training() -> None:
+    assert [first_look("x", epochs)[1] for epochs in (300, 11, 7)] == [
+        "optim.epochs=5", "optim.epochs=5", "optim.epochs=1",
+    ]  # fmt: skip
 
 
 def test_large_images_without_a_test_split_hold_some_out(here: Path) -> None:

@@ -352,9 +352,13 @@ def start(images: str) -> int:
     recipe = load_recipe(file)
     run_recipe(COMMANDS["convert"], (str(file),), False)
     if test := recipe.data.eval:
-        changes = f"convert.split={Path(test).name}", f"convert.destination={json.dumps(test)}"
+        changes = (
+            f"convert.split={Path(test).name}",
+            f"convert.destination={json.dumps(test, ensure_ascii=False)}",
+        )
         run_recipe(COMMANDS["convert"], (str(file), *changes), False)
-    return run_recipe(COMMANDS["pretrain"], (str(file), *first_look(recipe.name)), False) or 0
+    few = first_look(recipe.name, recipe.optim.epochs or 1)
+    return run_recipe(COMMANDS["pretrain"], (str(file), *few), False) or 0
 
 
 @vit_ray.command()

@@ -1,6 +1,7 @@
 """`vit-ray init IMAGES`: looks at images and writes a suitable recipe, with reasons as comments."""
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.config.loading import load_recipe
+from vit_ray.config.loading import completed, load_recipe, parse_yaml
 from vit_ray.data.convert.estimate import Estimate, estimate_conversion
 from vit_ray.data.convert.files import SeveralSplitsError
 from vit_ray.storage import locate
@@ -56,15 +57,18 @@ def write_recipe(images: str, out: str | None) -> None:
     if not file.parent.is_dir():
         raise ValueError(f"--out {file}: there is no folder {str(file.parent)!r}")
     look = _look_at(images)
+    text = _recipe_text(images, file, name, look)
+    completed(parse_yaml(text, str(file)), (), str(file))
     with open(file, "x", encoding="utf-8") as target:
-        target.write(_recipe_text(images, file, name, look))
+        target.write(text)
     print(f"{images}: {look[0].counts}")
     print(f"{file} is written; next: vit-ray convert {shlex.quote(str(file))}")
 
 
-def first_look(name: str) -> list[str]:
-    """Overrides for a training of a few epochs."""
-    return [f"name={name}-first", "optim.epochs=5", "optim.warmup_steps=0"]
+def first_look(name: str, epochs: float) -> list[str]:
+    """Overrides for a training of a few of these epochs."""
+    few = 5 if epochs > 10 else 1
+    return [f"name={name}-first", f"optim.epochs={few}", "optim.warmup_steps=0"]
 
 
 def _name_of(images: str) -> str:
@@ -101,9 +105,10 @@ def _look_at(images: str) -> _Look:
 
 def _destination(images: str, name: str) -> PurePosixPath:
     """A folder for the converted splits, outside of the source."""
-    usual = PurePosixPath("data", name)
-    is_inside = f"{locate(str(usual)).uri}/".startswith(f"{locate(images).uri.rstrip('/')}/")
-    return PurePosixPath(f"{name}-converted") if is_inside else usual
+    usual, source = PurePosixPath("data", name), locate(images)
+    if not f"{locate(str(usual)).uri}/".startswith(f"{source.uri.rstrip('/')}/"):
+        return usual
+    return PurePosixPath(os.path.relpath(Path(source.path).with_name(f"{name}-converted")))
 
 
 def _recipe_text(images: str, file: Path, name: str, look: _Look) -> str:
@@ -139,17 +144,17 @@ def _recipe_text(images: str, file: Path, name: str, look: _Look) -> str:
         f"#   {convert_it}",
         *([f"#   {convert_it} {split_and_place}"] if test else []),
         f"#   {pretrain} --dry-run   # steps, memory, time",
-        f"#   {pretrain} {' '.join(first_look(name))}   # a first look",
+        f"#   {pretrain} {' '.join(first_look(name, epochs))}   # a first look",
         f"#   {pretrain}",
         f"#   vit-ray predict runs/{name} PICTURES",
         *_hint_of_weights(name, train, evaluated if test else None, found),
         f"name: {json.dumps(name)}",
         "output: runs",
-        f"convert: {json.dumps(convert)}",
+        f"convert: {json.dumps(convert, ensure_ascii=False)}",
         f"# {why}",
         f"model: {json.dumps(model)}",
         *([] if test else [f"# No test split: {count - trained:,} images are held out."]),
-        f"data: {json.dumps({'train': train, **data})}",
+        f"data: {json.dumps({'train': train, **data}, ensure_ascii=False)}",
         f"# {epochs} epochs ({_LEAST_EPOCHS} to {_MOST_EPOCHS}): the images of 90 epochs of "
         f"ImageNet-1k would be {as_imagenet:,}. Warm-up: 5 % of {steps:,} steps.",
         f"optim: {json.dumps(optim)}",

@@ -57,6 +57,7 @@ FILES = {
         "tracking: {uri: sqlite:///mlflow.db, experiment: mine}\n"
     ).encode(),
     "text.db": b"no database, but long enough that it might be one" * 100,
+    "damaged/manifest.parquet": b"PAR1",
 }
 CONVERT = "convert mine.yaml convert.source=recipes convert.destination=data"
 DEDUPLICATE = (
@@ -148,6 +149,7 @@ STARTS = [
 ]  # fmt: skip
 TRANSFERS = [
     ("finetune tiny.yaml init_from=sets/none.npz", "init_from=.*none.npz.* does not exist"),
+DAMAGED = "damaged/manifest.parquet is not a manifest of vit_ray or is damaged"
     ("finetune tiny.yaml init_from=sets/junk.safetensors", "junk.safetensors cannot be read"),
     ("finetune tiny.yaml init_from=sets/bit.npz", "unexpected: .*root_block/.*missing: .*norm"),
     ("finetune tiny.yaml init_from=sets/other.npz", "no known layout .*: words"),
@@ -188,6 +190,16 @@ TRANSFERS = [
     ),
     ("fork nosuch step=1 name=new", "complete checkpoints in nosuch are: none"),
     (f"fork {'0' * 32} step=1 name=new", "mlflow.db: no such file"),
+    ("verify tiny.yaml verify.path=damaged", DAMAGED),
+    (
+        "subset tiny.yaml subset.source=damaged subset.destination=x subset.keys=note.txt",
+        DAMAGED,
+    ),
+    (
+        "deduplicate tiny.yaml deduplicate.source=sets/train deduplicate.destination=x "
+        "deduplicate.evaluation_sets=[sets/train,damaged]",
+        DAMAGED,
+    ),
     (f"inspect_model tiny.yaml {FITS} inspect.path=note.txt", "inspect.path=.*must be a folder"),
 ]
 

@@ -3,6 +3,7 @@
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints
 from vit_ray.commands.trained.verify_run import verify_run
 from vit_ray.config import Recipe, require
+from vit_ray.data import open_dataset
 from vit_ray.data.convert.deduplicate import deduplicate, refuse_taken
 from vit_ray.data.convert.verify import verify
 from vit_ray.data.subset import subset
@@ -23,6 +24,7 @@ def run_verify(recipe: Recipe) -> int:
     config = require(recipe.verify, "verify", "verify.path")
     if list_checkpoints(locate(config.path)):
         return verify_run(config.path)
+    open_dataset(config.path)  # an error before Ray starts
     check_shared(connect(recipe), [("verify.path", config.path)])
     report = verify(config.path, decode_fraction=config.decode_fraction)
     for problem in report.problems[:_SHOWN]:
@@ -47,6 +49,7 @@ def run_subset(recipe: Recipe) -> int:
     """
     config = require(recipe.subset, "subset", "subset.source and subset.destination")
     if config.keys is not None:
+        open_dataset(config.source)  # an error before Ray starts
         check_shared(connect(recipe), [("subset.source", config.source)])
     part = subset(**config.model_dump(), seed=recipe.seed)
     print(
@@ -66,6 +69,8 @@ def run_deduplicate(recipe: Recipe) -> int:
     hint = "deduplicate.source, deduplicate.evaluation_sets and deduplicate.destination"
     config = require(recipe.deduplicate, "deduplicate", hint)
     sets = list(config.evaluation_sets)
+    for path in (config.source, *sets):  # an error before Ray starts
+        open_dataset(path)
     refuse_taken(config.destination)
     read = [("deduplicate.source", config.source)]
     read += [("deduplicate.evaluation_sets", path) for path in sets]

@@ -100,7 +100,7 @@ def test_another_format_is_refused_with_who_reads_it(tmp_path: Path) -> None:
     table = pq.read_table(file)
     header = json.loads(table.schema.metadata[b"vit_ray"]) | {"format_version": 99}
     pq.write_table(table.replace_schema_metadata({"vit_ray": json.dumps(header)}), file)
-    told = f"data set '{tmp_path}' has format 99; this code reads format 4 only; use the"
+    told = f"data set '{tmp_path}' has format 99; this code reads format 5 only; convert the images"
     with pytest.raises(ValueError, match=told):
         open_dataset(str(tmp_path))
 

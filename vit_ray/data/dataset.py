@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from vit_ray.data.keyed_random import key_of, keys_of
 from vit_ray.storage import Location, check_reachable, locate, read_again
 
-FORMAT_VERSION: Final = 4
+FORMAT_VERSION: Final = 5
 """A reader refuses a manifest with any other."""
 
 MANIFEST_FILE: Final = "manifest.parquet"
@@ -406,7 +406,7 @@ def _parse(path: str, content: bytes) -> Manifest:
         ) from error
     raise ValueError(
         f"data set {path!r} has format {version}; this code reads format {FORMAT_VERSION} only; "
-        "use the version of vit_ray that wrote it"
+        "convert the images again"
     )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +25,19 @@ from vit_ray.checkpoints.run_checkpoints import (
     newest_checkpoint,
 )
 from vit_ray.commands.cli import vit_ray
+from vit_ray.commands.trained import fork
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.branch_origin import NOTE
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.named_run import find_run
 from vit_ray.launch.resuming import accepted_changes, find_resume_point
+from vit_ray.launch.run_lock import lock_run
 from vit_ray.metric_names import RESULT_STEP
-from vit_ray.storage import locate
+from vit_ray.storage import Location, locate
 
 __all__ = ["sets"]
 STEP = 7
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -99,7 +105,10 @@ def test_a_fork_resumes_from_the_parents_weights_with_its_own_recipe(
         (["step=7", "name=x", "model.depth=2"], "model.depth was 1 and is 2: a fork keeps"),
         (["step=7", "name=x", "train.global_batch_size=32"], "is 32: a fork keeps"),
         (["step=7", "name=x", "data.held_out_fraction=0.1"], "is 0.1: a fork keeps"),
-        (["step=7", "name=x", "data.train={sets}/small"], "fingerprint was .*: a fork keeps"),
+        (
+            ["step=7", "name=x", "data.train={sets}/small"],
+            r"was .*: a fork .* own set instead of data.train=.*small, or start",
+        ),
         (["step=7", "name=x", "optim.steps=7"], "at step 7; give a larger optim.steps or"),
         (["step=7", "name=seen"], "exists already; give another name"),
     ],
@@ -172,6 +181,52 @@ def test_the_folder_of_another_run_is_not_a_forks(parent: str, recipe: Recipe) -
     assert (code, "exists already" in text) == (2, True)
 
 
+def test_the_same_fork_with_other_changes_is_another(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also from another folder, where its recipe is not."""
+    words = (write_parent(recipe.with_absolute_paths()), f"step={STEP}", "name=again")
+    assert said(*words)[0] == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    code, text = said(*words, "optim.learning_rate=3e-5")
+    assert (code, "runs/again exists already" in text) == (2, True)
+    assert not Path("again.yaml").exists()
+    assert said(*words)[0] == 0
+    assert Path("again.yaml").read_bytes() == (tmp_path / "again.yaml").read_bytes()
+
+
+def test_a_fork_that_ended_in_between_stays(
+    parent: str, recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (parent, f"step={STEP}", "name=again")
+    (tmp_path / "elsewhere").mkdir()
+
+    def late(folder: Location) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(fork, "lock_run", lock_run)
+            patch.chdir(tmp_path / "elsewhere")
+            assert said(*words, "optim.learning_rate=3e-5")[0] == 0
+        return lock_run(folder)
+
+    monkeypatch.setattr(fork, "lock_run", late)
+    code, text = said(*words)
+    assert (code, "runs/again exists already" in text) == (2, True)
+    assert not Path("again.yaml").exists()
+
+
+def test_a_forks_recipe_is_the_same_in_every_locale(recipe: Recipe) -> None:
+    parent = write_parent(recipe.with_changes(tracking={"description": "caf\xe9"}))
+    words = ["fork", parent, f"step={STEP}", "name=again"]
+    assert said(*words[1:])[0] == 0
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "vit_ray", *words], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **locale},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 def test_what_was_measured_of_the_parent_is_not_the_forks(
     sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,9 +240,9 @@ def test_what_was_measured_of_the_parent_is_not_the_forks(
     )  # fmt: skip
     parent = write_parent(recipe, progress=progress)
     assert said(parent, f"step={STEP}", "name=fork")[0] == 0
-    fork = load_recipe(Path("fork.yaml"))
-    assert fork.resume == "auto"
-    found = find_resume_point(fork)
+    forked = load_recipe(Path("fork.yaml"))
+    assert forked.resume == "auto"
+    found = find_resume_point(forked)
     assert found is not None
     # The guard of `train.skip_above` goes on with the norms of the steps before.
     kept = Progress(STEP, skipped_steps=2, recent_norms=[0.5, 0.7])

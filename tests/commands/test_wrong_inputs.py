@@ -28,6 +28,7 @@ from vit_ray.config import Recipe, load_recipe
 from vit_ray.data.convert.sources import units_of
 from vit_ray.lock import is_lock_file
 from vit_ray.models.weights import save_weights
+from vit_ray.storage import Location
 
 RECIPE = "base: digits\nname: mine\ntracking: {uri: sqlite:///mlflow.db, experiment: mine}\n"
 FILES = {
@@ -78,6 +79,7 @@ MISTAKES = [
     ("export digits tracking.uri=sqlite:///", "tracking.uri"),
     ("pretrain digits tracking.uri=sqlite:///recipes", "tracking.uri=.*is a folder"),
     ("evaluate digits runs/old", "override 'runs/old': expected key=value, such as init_from="),
+    ("evaluate runs/old", "'runs/old' has weights; give a recipe and init_from=runs/old"),
     ("export recipes", "recipe 'recipes' is a folder"),
     ("evaluate vit.npz", "'vit.npz' has weights; give a recipe and init_from=vit.npz"),
     ("pretrain digits workers.num_workers=3", "among 3 workers .* passes of 64 .* is 192"),
@@ -118,7 +120,7 @@ MISTAKES = [
     ("plan mine.yaml plan.device=TPU", "plan.device='TPU' is not known; use one of .*H100"),
     ("plan mine.yaml model.name=nope", "model name 'nope' is unknown; similar names: "),
     ("export mine.yaml export.path=x.npz", "init_from is not set"),
-    ("export mine.yaml export.path=x.npz init_from=note.txt", "init_from='note.txt'"),
+    ("export mine.yaml export.path=x.npz init_from=note.txt", "'note.txt': .*; convert it to .npz"),
     (
         "inspect_model mine.yaml inspect.images=note.txt init_from=x.npz",
         "inspect.images='note.txt': .*is not a folder",
@@ -330,6 +332,18 @@ def test_weights_that_a_continued_run_does_not_read_may_be_gone(name: str, tmp_p
             ValueError, match=r"init_from='gone': .*does not exist, or is not a run"
         ):
             check_places(name, recipe)
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_store_is_asked_whether_a_run_has_begun(
+    has_begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Location, "exists", lambda place: has_begun and place.path == "a/runs/mine")
+    changes = ["init_from=gone", "output=s3://a/runs", "name=mine", "data.train=null"]
+    recipe = load_recipe("digits", [*changes, "data.eval=null"])
+    told = pytest.raises(ValueError, match=r"init_from='gone': .* does not exist")
+    with nullcontext() if has_begun else told:
+        check_places("finetune", recipe)
 
 
 @pytest.mark.parametrize(

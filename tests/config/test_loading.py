@@ -251,6 +251,7 @@ def test_a_wrong_override_says_which_key_and_what_to_change(
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
+        ({"name": b"x"}, r"^name=b'x': .*; give texts, numbers, true, false, lists"),
         ({"seed": np.float32(1)}, r"^seed=.*float32.*; give texts, numbers, true, false, lists"),
         ({"optim": {"steps": {1}}}, r"^optim=\{'steps': \{1\}\}: .*not set; give texts"),
         ({5: 1}, "unknown key 5"),
@@ -366,6 +367,7 @@ def test_shipped_recipes_are_found_by_name(tmp_path: Path, monkeypatch: pytest.M
     assert load_recipe("digits") == load_recipe(ROOT / "jobs/recipes/digits.yaml")
     assert load_recipe("vit_h14_jft") == load_recipe("paper/vit_h14_jft")
     assert load_recipe("finetune/cifar10").sweep is not None
+    (tmp_path / "cifar10" / "step-00000001").mkdir(parents=True)  # a run of this name
     assert load_recipe("cifar10").sweep is None
     (tmp_path / "mine.yaml").write_text("base: digits\nname: mine\n")
     assert load_recipe("mine.yaml").model == load_recipe("digits").model

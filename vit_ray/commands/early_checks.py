@@ -14,6 +14,7 @@ from typing import Any
 
 from vit_ray.addresses import (
     check_address,
+    is_placeholder,
     local_folder,
     require_store,
     sqlite_file,
@@ -116,18 +117,19 @@ def _check_local(command: Command, recipe: Recipe, key: str, path: str) -> None:
     )
     if key == "convert.source" and _IN_PATTERNS & set(path):
         return
-    if key == "init_from" and command.name in _RESUMED and _may_have_begun(recipe):
-        return  # a continued run does not read it
     if not is_there(place):
+        if key == "init_from" and command.name in _RESUMED and _has_begun(recipe):
+            return  # a continued run does not read it
         copied = ""
         if _UPLOADED in Path.cwd().parts and not place.is_absolute():
             copied = (
                 "; this job runs in a copy of the submitted folder, without ignored files: give a "
                 "full path that all nodes share, or s3://"
             )
+        is_file = key == "init_from" and place.is_file()
+        remedy = "convert it to .npz or .safetensors" if is_file else "check the path"
         raise ValueError(
-            f"{key}={path!r}: {place.absolute()} does not exist, or is not {kind}; check the path"
-            f"{copied}"
+            f"{key}={path!r}: {place.absolute()} does not exist, or is not {kind}; {remedy}{copied}"
         )
     has_manifest = (place / _MANIFEST).is_file()
     is_whole = key == "convert.source" and recipe.convert and not recipe.convert.split
@@ -141,9 +143,14 @@ def _check_local(command: Command, recipe: Recipe, key: str, path: str) -> None:
         importlib.import_module("vit_ray.data").open_dataset(path)  # says what is there instead
 
 
-def _may_have_begun(recipe: Recipe) -> bool:
+def _has_begun(recipe: Recipe) -> bool:
     folder = recipe.run_folder
-    return "://" in folder or with_home(folder).exists()
+    if "://" not in folder:
+        return with_home(folder).exists()
+    if is_placeholder(folder):
+        return False
+    storage = importlib.import_module("vit_ray.storage")  # pyarrow, which help does not wait for
+    return bool(storage.locate(folder).exists())
 
 
 def check_outputs(command: Command, recipe: Recipe) -> None:

@@ -78,7 +78,7 @@ def changed(tree: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any]) 
     for key, value in given:
         try:
             json.dumps(value, default=os.fspath)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{key}={value!r}: {error}; give texts, numbers, true, false, lists or dictionaries"
             ) from None
@@ -186,9 +186,10 @@ def _find(path: Path, whose: str) -> Path:
     Raises:
         ValueError: there is neither; the message gives similar names.
     """
-    if path.suffix in (".npz", ".safetensors"):  # not read as a text
-        raise ValueError(f"{whose}{str(path)!r} has weights; give a recipe and init_from={path}")
     found = path if path.is_file() else shipped_recipe(path.as_posix())
+    is_run = found is None and any(path.glob("step-*"))
+    if is_run or path.suffix in (".npz", ".safetensors"):  # not read as a text
+        raise ValueError(f"{whose}{str(path)!r} has weights; give a recipe and init_from={path}")
     if found is not None:
         return found
     if path.is_dir():

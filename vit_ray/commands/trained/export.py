@@ -130,8 +130,11 @@ def _check_head(report: LoadReport) -> None:
     Raises:
         ValueError: the source has a head that the model did not load.
     """
-    if "head.weight" in report.new and "head.weight" in report.ignored:
-        raise ValueError(
-            f"the head of {report.source} was trained on other layers than the recipe's model has; "
-            "set model.pool and model.representation to those of its training"
-        )
+    if not ("head.weight" in report.new and "head.weight" in report.ignored):
+        return
+    has_layer = "representation.weight" in report.ignored
+    own = "pool=cls" if "class_token.token" in report.ignored else f"representation={has_layer}"
+    raise ValueError(
+        f"the head of {report.source} was trained on other layers than the recipe's model has; "
+        f"set model.{own.lower()} to export the trained head"
+    )

@@ -123,7 +123,9 @@ REFUSED = [
     (["{0}/images", "--out={0}/labels.parquet"], "exists already"),
     (["{0}/labels.parquet"], "is parquet; give pictures, or convert it"),
     (["{0}/images", "--out={0}/a.png", "--out=file://{0}/a.png"], "or is given twice"),
-    (["{0}/images", "--out={0}/labels.parquet/a.png"], "a.png: [Errno"),
+    (["{0}/images", "--out={0}/labels.parquet/a.png"], "a.png: there is no folder {0}/labels"),
+    (["{0}/images", "--out={0}/tpyo/a.png"], "a.png: there is no folder {0}/tpyo"),
+    (["{0}/nothing", "--out={0}/a.jpg"], "expected a file that ends in .parquet, .png"),
 ]
 REFUSE_EACH = """
 import contextlib, io, json, sys

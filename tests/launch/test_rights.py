@@ -11,6 +11,7 @@ from tests.data.s3_server import forget_clients
 from tests.recipes import recipe_with
 from vit_ray.commands import doctor
 from vit_ray.commands.trained.fork import _is_free
+from vit_ray.commands.trained.predict import print_predictions
 from vit_ray.data import open_dataset
 from vit_ray.launch.prepared_run import check_rights, prepared_training
 from vit_ray.launch.resuming import find_resume_point
@@ -58,6 +59,20 @@ def test_a_probe_that_could_not_be_deleted_does_not_stand_in_the_way(
     assert _is_free(folder, "", 1)
     folder.child(RIGHTS_PROBE).write(b"left behind by a start that was killed")
     assert find_resume_point(recipe_with("once", output="s3://runs/all", resume=False)) is None
+
+
+def test_what_predict_writes_to_a_store_is_tried_before_images_are_looked_for(
+    allow: Callable[[Rights], None], tmp_path: Path
+) -> None:
+    allow({"sets": ("read",), "runs": ("read", "list")})
+    outputs = [f"{tmp_path}/found.png", "s3://runs/tables/found.parquet"]
+    with pytest.raises(ValueError, match=r"s3://runs/tables/found.parquet: .*s3:PutObject"):
+        print_predictions("nothing", ["nothing"], None, outputs)
+    assert not list(tmp_path.iterdir())
+    allow({"runs": ALL})
+    with pytest.raises(ValueError, match="'nothing': no such file or folder"):
+        print_predictions("nothing", ["nothing"], None, outputs)
+    assert not list(locate("s3://runs/tables").list_files())
 
 
 def test_a_bucket_that_is_not_there_is_named(allow: Callable[[Rights], None]) -> None:

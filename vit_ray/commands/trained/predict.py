@@ -3,6 +3,7 @@
 Paths and outputs are checked before torch is imported and the weights are read.
 """
 
+import os
 import pkgutil
 import sys
 from collections import Counter
@@ -61,9 +62,9 @@ def print_predictions(
     """
     known = set(key_names())
     changes = [word for word in paths if "=" in word and word.partition("=")[0] in known]
-    images = [_images_at(path) for path in paths if path not in changes]
     counts, drawn = Counter[str](), list[tuple[Any, str]]()
     with _opened(outputs) as (tables, pictures):
+        images = [_images_at(path) for path in paths if path not in changes]
         load = pkgutil.resolve_name("vit_ray.launch.trained_model:load")
         model: TrainedModel = (
             load(source, load_recipe(recipe, changes))
@@ -149,6 +150,18 @@ def _images_at(path: str) -> Iterator[Named]:
     return ((file.uri, file) for file in images)
 
 
+def _check_folder(output: Location) -> None:
+    """
+    Raises:
+        OSError: a local folder is not there, or a store refuses what is written only at the end.
+    """
+    folder = Location(output.protocol, output.path.rpartition("/")[0])
+    if not output.is_local:
+        pkgutil.resolve_name("vit_ray.launch.prepared_run:check_rights")(folder)
+    elif not os.path.isdir(folder.path or "/"):
+        raise NotADirectoryError(f"there is no folder {folder.path}")
+
+
 @contextmanager
 def _opened(outputs: Sequence[str]) -> Iterator[tuple[list[Any], list[Any]]]:
     """Writers of tables of `_SCHEMA`, and streams of pictures, tried before anything is computed.
@@ -171,6 +184,7 @@ def _opened(outputs: Sequence[str]) -> Iterator[tuple[list[Any], list[Any]]]:
                     f"--out {output} exists already, or is given twice; name another file"
                 )
             try:
+                _check_folder(place)
                 streams[place.uri] = files.enter_context(place.output())
             except OSError as error:
                 raise ValueError(f"--out {output}: {error}; name another file") from None

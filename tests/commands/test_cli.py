@@ -208,6 +208,7 @@ def test_keys_are_shown_by_section_and_counted() -> None:
     assert "train.loss" not in shown
     assert all(f"  {name}=" in run_cli("keys").stdout for name in key_names())
     assert int(run_cli("keys", "--count").stdout) <= 195
+    assert "Usage: vit-ray scaling-study" in run_cli("scaling-study", "--help").stdout
     assert "--count is of all keys; leave out optim" in run_cli("keys", "optim", "--count").stderr
 
 

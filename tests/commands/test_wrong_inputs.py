@@ -57,8 +57,8 @@ FILES = {
         "inspect: {images: sets/pictures}\n"
         "tracking: {uri: sqlite:///mlflow.db, experiment: mine}\n"
     ).encode(),
-    "text.db": b"no database, but long enough that it might be one" * 100,
     "damaged/manifest.parquet": b"PAR1",
+    "text.db": b"no database, but long enough that it might be one" * 100,
 }
 CONVERT = "convert mine.yaml convert.source=recipes convert.destination=data"
 DEDUPLICATE = (
@@ -149,9 +149,9 @@ STARTS = [
     "pretrain tiny.yaml", "sweep tiny.yaml", "vtab tiny.yaml", "evaluate tiny.yaml",
     "inspect_model tiny.yaml", "export tiny.yaml export.path=x.npz",
 ]  # fmt: skip
+DAMAGED = "damaged/manifest.parquet is not a manifest of vit_ray or is damaged"
 TRANSFERS = [
     ("finetune tiny.yaml init_from=sets/none.npz", "init_from=.*none.npz.* does not exist"),
-DAMAGED = "damaged/manifest.parquet is not a manifest of vit_ray or is damaged"
     ("finetune tiny.yaml init_from=sets/junk.safetensors", "junk.safetensors cannot be read"),
     ("finetune tiny.yaml init_from=sets/bit.npz", "unexpected: .*root_block/.*missing: .*norm"),
     ("finetune tiny.yaml init_from=sets/other.npz", "no known layout .*: words"),
@@ -190,8 +190,6 @@ DAMAGED = "damaged/manifest.parquet is not a manifest of vit_ray or is damaged"
         "subset tiny.yaml subset.source=sets/train subset.destination=x subset.keys=sets",
         "subset.keys='sets': .*is not a text file",
     ),
-    ("fork nosuch step=1 name=new", "complete checkpoints in nosuch are: none"),
-    (f"fork {'0' * 32} step=1 name=new", "mlflow.db: no such file"),
     ("verify tiny.yaml verify.path=damaged", DAMAGED),
     (
         "subset tiny.yaml subset.source=damaged subset.destination=x subset.keys=note.txt",
@@ -202,6 +200,8 @@ DAMAGED = "damaged/manifest.parquet is not a manifest of vit_ray or is damaged"
         "deduplicate.evaluation_sets=[sets/train,damaged]",
         DAMAGED,
     ),
+    ("fork nosuch step=1 name=new", "complete checkpoints in nosuch are: none"),
+    (f"fork {'0' * 32} step=1 name=new", "mlflow.db: no such file"),
     (f"inspect_model tiny.yaml {FITS} inspect.path=note.txt", "inspect.path=.*must be a folder"),
 ]
 
@@ -387,6 +387,12 @@ def test_a_submitted_job_does_not_write_into_its_copy_of_the_folder(
     monkeypatch.chdir(copy)
     with pytest.raises(ValueError, match=message) if message else nullcontext():
         check_places(name, recipe)
+
+
+def test_keys_that_a_command_does_not_read_are_named(newcomers_folder: Path) -> None:
+    words = "verify digits verify.path=nosuch sweep.seeds=2 train.log_every_steps=3"
+    done = CliRunner().invoke(cli.vit_ray, words.split(), prog_name="vit-ray")
+    assert done.stderr.startswith("note: verify does not read sweep.seeds, train.log_every_steps\n")
 
 
 def test_an_image_without_a_dependency_is_told_before_anything_starts(

@@ -67,6 +67,7 @@ def run_recipe(command: Command, words: tuple[str, ...], is_dry: bool) -> int | 
     """
     path, overrides = split_words(words)
     recipe = load_recipe(path, overrides)
+    _note_unread(command, overrides)
     if is_dry:
         plan = pkgutil.resolve_name(command.plan) if command.plan else None
         print(plan(recipe) if plan else write_yaml(recipe.written()))
@@ -80,6 +81,16 @@ def run_recipe(command: Command, words: tuple[str, ...], is_dry: bool) -> int | 
         start = f"{recipe.name}: {command.name}: opening data and {ray}"
         print(start, file=sys.stderr, flush=True)  # the next line takes seconds
     return pkgutil.resolve_name(command.main)(recipe)
+
+
+def _note_unread(command: Command, overrides: list[str]) -> None:
+    """Print which given keys the command does not read."""
+    given = [word.partition("=")[0] for word in overrides]
+    read = {key.name for key in keys_below(*command.reads)}
+    unread = [key for key in given if not any(f"{k}.".startswith(f"{key}.") for k in read)]
+    unread = [key for key in unread if not any(f"{key}.".startswith(f"{k}.") for k in read)]
+    if unread:
+        print(f"note: {command.name} does not read {', '.join(unread)}", file=sys.stderr)
 
 
 def split_words(words: tuple[str, ...]) -> tuple[str, list[str]]:
@@ -153,12 +164,15 @@ class _Command(click.Command):
 
 
 class _Names(click.Group):
-    """Commands in the order of a user's work."""
+    """Commands in the order of a user's work; dashes and underscores are interchangeable."""
 
     command_class = _Command
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return super().get_command(ctx, cmd_name.replace("-", "_"))
 
 
 _modules = click.option(

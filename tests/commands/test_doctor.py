@@ -29,7 +29,9 @@ def findings(recipe: Recipe) -> dict[str, tuple[bool, str]]:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No other Ray is named."""
+    """Whatever this one has is enough."""
+    monkeypatch.setattr(doctor, "LEAST_SHARED_GIB", 0.0)
+    monkeypatch.setattr(doctor, "LEAST_FILES", 1)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
@@ -56,6 +58,23 @@ def test_every_fault_is_told_and_the_exit_code_says_so(tmp_path: Path, machine: 
     assert "RAY_ADDRESS=foo is not an address" in bad["Ray"]
     assert "not a database" in bad["MLflow"]
     assert "/sys/" in bad["output"]
+
+
+def test_limits_that_are_too_low_are_faults(
+    tmp_path: Path, machine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "LEAST_SHARED_GIB", 1e9)
+    monkeypatch.setattr(doctor, "LEAST_FILES", 2**62)
+    found = findings(recipe_of(tmp_path))
+    is_good, text = found["shared memory"]
+    assert (is_good, "GiB free in /dev/shm: give the container more" in text) == (False, True)
+    is_good, text = found["open files"]
+    assert (is_good, "at a time: raise the limit of the container" in text) == (False, True)
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (256, 2**63))
+    assert (
+        "256 at a time: run `ulimit -n 65536` before"
+        in findings(recipe_of(tmp_path))["open files"][1]
+    )
 
 
 def test_no_recipe_is_needed_and_mlflows_variables_count(tmp_path: Path, machine: None) -> None:

@@ -378,7 +378,7 @@ def start(images: str) -> int:
 @vit_ray.command()
 @click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE ...]")
 def doctor(words: tuple[str, ...]) -> int:
-    """Check what training needs here: packages, GPUs, Ray, MLflow, access to output.
+    """Check what training needs here: packages, GPUs, limits, Ray, MLflow, access to output.
 
     Starts nothing. With a recipe also its data sets.
     """

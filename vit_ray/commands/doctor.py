@@ -5,14 +5,23 @@ costs. Nothing is left behind.
 """
 
 import os
+import resource
+import shutil
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Final
 
 from vit_ray.addresses import sqlite_file
 from vit_ray.config import Recipe
 from vit_ray.config.secrets import redact
 from vit_ray.storage import locate
+
+SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - Ray's own place
+LEAST_SHARED_GIB: Final = 1.0
+"""GiB of /dev/shm, where Ray keeps waiting batches; what does not fit goes to a disk."""
+LEAST_FILES: Final = 4096
+"""Open files per process; Ray on a busy node has thousands of sockets."""
 
 
 def run_doctor(recipe: Recipe) -> int:
@@ -29,6 +38,8 @@ def examine(recipe: Recipe) -> Iterator[tuple[str, bool, str]]:
     checks: dict[str, Callable[[Recipe], str]] = {
         "packages": _packages,
         "GPUs": _gpus,
+        "shared memory": _shared_memory,
+        "open files": _open_files,
         "Ray": _ray,
         "MLflow": _mlflow,
         "output": _output,
@@ -60,6 +71,25 @@ def _gpus(recipe: Recipe) -> str:
     if not names and recipe.workers.use_gpu is True and not os.environ.get("RAY_ADDRESS"):
         raise ValueError("none here, with workers.use_gpu=true; set it to auto or false")
     return f"{len(names)} x {names[0]}" if names else "none on this machine"
+
+
+def _shared_memory(_: Recipe) -> str:
+    free = f"{shutil.disk_usage(SHARED_MEMORY).free / 2**30:.1f} GiB free in /dev/shm"
+    if shutil.disk_usage(SHARED_MEMORY).free < LEAST_SHARED_GIB * 2**30:
+        raise ValueError(
+            f"{free}: give the container more (`--shm-size`, or an emptyDir of medium Memory)"
+        )
+    return free
+
+
+def _open_files(_: Recipe) -> str:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < LEAST_FILES:
+        change = f"run `ulimit -n {min(hard, 65536)}` before the command"
+        if hard < LEAST_FILES:
+            change = "raise the limit of the container"
+        raise ValueError(f"{soft} at a time: {change}")
+    return f"{soft} at a time"
 
 
 def _ray(_: Recipe) -> str:

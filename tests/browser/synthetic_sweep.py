@@ -24,7 +24,8 @@ from vit_ray.launch.run_metadata import (
     training_cost,
 )
 from vit_ray.tracking.metrics_log import RunOpening
-from vit_ray.tracking.tracker import Tracker, log_models
+from vit_ray.tracking.models import log_models, recorded_models
+from vit_ray.tracking.tracker import Tracker
 
 ACCURACIES = {0.003: 0.913, 0.01: 0.953, 0.03: 0.967, 0.1: 0.96}
 """Top-1 on the dev split by learning rate."""
@@ -74,7 +75,8 @@ def _record_trial(trial: Recipe, parent_log: Path, accuracy: float) -> None:
         register_as=None,
     )
     assert tracker.finish("FINISHED")
-    assert log_models(trial.tracking.uri, tracker.models()) == [""]
+    ((_, model),) = recorded_models(tracker.log.path)
+    assert log_models(trial.tracking.uri, [model]) == [""]
 
 
 def _tracker(recipe: Recipe, kind: str, **opening: Any) -> Tracker:

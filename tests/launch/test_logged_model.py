@@ -25,7 +25,8 @@ from vit_ray.data.augment import augmentation_of
 from vit_ray.data.crops import crop_of
 from vit_ray.launch.run import RunResult, _log_model
 from vit_ray.tracking.metrics_log import RunOpening
-from vit_ray.tracking.tracker import Tracker, log_models, replay
+from vit_ray.tracking.models import log_models, recorded_models
+from vit_ray.tracking.tracker import Tracker, replay
 
 ROOT = Path(__file__).parents[2]
 METRICS = {"eval/top1": 0.75, "few_shot/5_shot_top1": 0.5}
@@ -88,7 +89,8 @@ def record(recipe: Any, checkpoint: str, register_as: str | None = None) -> str:
         register_as=register_as,
     )
     assert tracker.finish("FINISHED")
-    assert log_models(recipe.tracking.uri, tracker.models()) == [""]
+    ((_, model),) = recorded_models(tracker.log.path)
+    assert log_models(recipe.tracking.uri, [model]) == [""]
     assert tracker.run_id is not None
     return tracker.run_id
 

@@ -60,7 +60,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Record:
     made = Record()
 
     monkeypatch.setattr(module, "start_recorder", lambda *_: made)
-    monkeypatch.setattr(module, "log_models_at_exit", lambda of: made.calls.append(("models",)))
+    monkeypatch.setattr(module, "log_models_later", lambda *_: made.calls.append(("models",)))
     return made
 
 

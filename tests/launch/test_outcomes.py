@@ -77,7 +77,7 @@ def test_what_a_worker_refuses_ends_the_run(
 
 def result_of(worker: Worker) -> Any:
     """What the driver makes of the worker's events."""
-    events = [Event(kind, text, step, 0.0) for kind, text, step in worker.actor.events]
+    events = [Event(kind, text) for kind, text, _ in worker.actor.events]
     record = SimpleNamespace(
         status=lambda: RunStatus(events=events), run_id=lambda: None, hint=lambda: ""
     )

@@ -28,8 +28,7 @@ class Here:
     def die(self) -> None:
         """As when Ray starts the process again: nothing that was in memory is left."""
         for run in self.actor._runs.values():
-            tracker = run.tracker()
-            tracker.stop(30)
+            run.tracker.stop(30)
             run._held.close()
         self.actor = RunRecords(self.uri)
 

@@ -3,12 +3,14 @@
 import gzip
 import os
 import pickle
+import shutil
 import signal
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -18,10 +20,10 @@ from mlflow import MlflowClient
 from tests.tracking.recorders import Here, recorded_here
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
-from vit_ray.tracking import metrics_log, recorder
+from vit_ray.tracking import metrics_log, models, recorder
 from vit_ray.tracking.metrics_log import RunOpening
 from vit_ray.tracking.recorder import Recorder, start_recorder
-from vit_ray.tracking.run_state import Orders
+from vit_ray.tracking.run_state import Orders, RunStatus
 from vit_ray.tracking.tracker import Tracker
 from vit_ray.worker.run_link import RunLink
 
@@ -131,7 +133,7 @@ def test_an_actor_that_dies_comes_back_with_all_that_was_recorded(
     record.metrics(1, {"train/loss": 1.0, "eval/top1": 0.5})
     record.event(EventKind.RESUMED, "a worker has died", 1)
     record.request_resize()
-    record.fail(Failure("the disk is full"))
+    record.fail(Failure("the disk is full", has_diverged=True))
     assert record.flush(60)
     run_id = record.run_id()
     assert run_id is not None
@@ -143,7 +145,7 @@ def test_an_actor_that_dies_comes_back_with_all_that_was_recorded(
     assert (status.step, status.metrics["eval/top1"]) == (40, 0.5)
     assert [event.text for event in status.events] == ["a worker has died"]
     assert record.heartbeat(1, 40) == Orders(None, True)
-    assert record.failure() == Failure("the disk is full")
+    assert record.failure() == Failure("the disk is full", has_diverged=True)
     parent.request_stop("SIGTERM")
     deadline = time.monotonic() + 60
     while record.heartbeat(0, 1) != Orders("SIGTERM", True) and time.monotonic() < deadline:
@@ -239,7 +241,7 @@ def test_a_restarted_actor_continues_the_run_of_the_checkpoint(
     first.finish("KILLED")
     opening = replace(opening_of(tmp_path, name="second"), run_id=run_id)
     with monkeypatch.context() as away:
-        away.setattr("vit_ray.tracking.tracker.RunWriter", Mock(side_effect=OSError("away")))
+        away.setattr("vit_ray.tracking.mlflow_run.RunWriter", Mock(side_effect=OSError("away")))
         record = recorded_here(opening, here)
         assert record.run_id() is None
         here.die()
@@ -255,20 +257,6 @@ def kill(record: Recorder) -> None:
     deadline = time.monotonic() + 30
     while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-
-
-def test_records_come_in_the_order_of_the_calls(
-    ray_cluster: object, store: MlflowClient, tmp_path: Path
-) -> None:
-    """The actor has many threads."""
-    record = started(opening_of(tmp_path))
-    for step in range(200):
-        record.metrics(step, {"train/loss": float(step)})
-    record.event(EventKind.WEIGHTS, "text", 200, wait_s=60)
-    assert [event.kind for event in record.status().events] == ["weights"]
-    log = metrics_log.MetricsLog(record.log_path)
-    assert [one["step"] for one in log.records("metrics")] == list(range(200))
-    record.finish("FINISHED")
 
 
 def test_what_is_recorded_right_after_the_actors_death_is_neither_lost_nor_doubled(
@@ -305,16 +293,6 @@ def test_an_end_that_was_noted_before_the_actor_died_reaches_mlflow(
     assert store.get_run(run_id).info.status == "FINISHED"
 
 
-def test_why_a_run_failed_and_how_it_ended_outlive_the_actor(here: Here, tmp_path: Path) -> None:
-    record = recorded_here(opening_of(tmp_path), here)
-    record.fail(Failure("reason", has_diverged=True))
-    record.event(EventKind.STOPPED, "text", 3)
-    here.die()
-    assert record.failure() == Failure("reason", has_diverged=True)
-    assert [event.kind for event in record.status().events] == [EventKind.STOPPED]
-    record.finish("FAILED")
-
-
 def test_a_stop_of_a_sweep_reaches_its_runs_whenever_they_start(here: Here, tmp_path: Path) -> None:
     parent = recorded_here(opening_of(tmp_path, name="parent"), here)
     nested = recorded_here(opening_of(tmp_path, parent, "nested"), here)
@@ -329,15 +307,6 @@ def test_a_stop_of_a_sweep_reaches_its_runs_whenever_they_start(here: Here, tmp_
     assert parent.stop_reason() == "SIGTERM"
     for run in (early, late, nested, parent):
         run.finish("KILLED")
-
-
-def test_steps_of_child_runs_that_have_ended_outlive_the_actor(here: Here, tmp_path: Path) -> None:
-    record = recorded_here(opening_of(tmp_path), here)
-    record.child_step("a", 5)
-    here.die()
-    record.child_step("b", 7)
-    assert record.status().step == 12
-    record.finish("FINISHED")
 
 
 def test_nothing_is_written_for_a_run_that_was_never_opened(here: Here, tmp_path: Path) -> None:
@@ -366,7 +335,7 @@ def test_no_system_metrics_are_taken_of_a_run_whose_end_is_in_the_log(
     here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples = Mock()
-    monkeypatch.setattr("vit_ray.tracking.system_metrics.NodeSampler", samples)
+    monkeypatch.setattr(recorder, "NodeSampler", samples)
     opening = opening_of(tmp_path)
     opening = replace(opening, config=opening.config.model_copy(update={"system_metrics": True}))
     record = recorded_here(opening, here)
@@ -446,19 +415,66 @@ def test_models_are_logged_once_after_the_end(
     here.die()
     assert not sweep.finish("FINISHED")
     for _ in range(2):
-        assert here.actor.log_models(sweep.log_path) == []
-        here.die()
+        models.log_models_later(here.uri, sweep.log_path).join()
     assert len(store.get_run(run_id).outputs.model_outputs) == 1
 
 
-def test_a_model_whose_run_mlflow_never_had_is_named(tmp_path: Path) -> None:
+def test_a_model_whose_run_mlflow_never_had_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     opening = opening_of(tmp_path)
     away = TrackingConfig(uri="http://127.0.0.1:9", system_metrics=False)
     record = recorded_here(replace(opening, config=away))
     record.model("net", 7, reference={}, card="", params={}, register_as=None)
     assert record.finish("FINISHED")
-    (problem,) = record.actor.actor.log_models(record.log_path)
-    assert "a model is not logged (MLflow does not have its run)" in problem
+    models._log_models_of("http://127.0.0.1:9", record.log_path)
+    assert "a model is not logged (MLflow does not have its run)" in caplog.text
+
+
+def test_a_model_is_not_logged_in_the_run_of_a_folders_original(
+    store: MlflowClient, here: Here, tmp_path: Path
+) -> None:
+    opening = opening_of(tmp_path)
+    recorded_here(opening, here).finish("FINISHED")
+    shutil.copytree(opening.log_path.parent, tmp_path / "copy")
+    away = TrackingConfig(uri="http://127.0.0.1:9", system_metrics=False)
+    copied = tmp_path / "copy" / "metrics.jsonl"
+    record = recorded_here(replace(opening, config=away, log_path=copied, key="copy"))
+    record.model("net", 7, reference={}, card="", params={}, register_as=None)
+    record.finish("FINISHED")
+    ((_, (run_id, _)),) = models.recorded_models(copied)
+    assert run_id is None
+
+
+@pytest.mark.parametrize("output", ["", "not JSON"])
+def test_an_answer_about_models_that_cannot_be_read_is_told(
+    output: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = Mock(return_value=Mock(stdout=output))
+    monkeypatch.setattr(models.subprocess, "run", answer)
+    (problem,) = models.log_models("sqlite:///x.db", [("id", {})])
+    assert problem
+
+
+def test_a_process_waits_for_its_models_but_not_forever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[Any] = []
+    monkeypatch.setattr(models.atexit, "register", lambda *call: ends.append(call))
+    thread = models.log_models_later("sqlite:///x.db", tmp_path / "metrics.jsonl")
+    assert thread.daemon
+    assert ends == [(thread.join, models.MODELS_S + 30)]
+
+
+def test_the_id_of_a_run_is_asked_for_within_the_limit_of_the_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or a worker would have no answer, where MLflow's first one takes as long."""
+    status = Mock(return_value=RunStatus(run_id="id"))
+    monkeypatch.setattr(Recorder, "status", status)
+    assert Recorder(Mock(), Path("metrics.jsonl"), "run").run_id(20.0) == "id"
+    ((limit_s, mlflow_s),) = [call.args for call in status.call_args_list]
+    assert mlflow_s < limit_s == 20.0
 
 
 def test_a_log_that_is_locked_holds_up_no_other_run(

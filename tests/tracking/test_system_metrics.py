@@ -6,6 +6,7 @@ from unittest.mock import Mock
 import psutil
 
 from vit_ray.tracking import system_metrics
+from vit_ray.tracking.mlflow_api import SystemMetricsMonitor
 from vit_ray.tracking.mlflow_client import experiment_id, open_client
 from vit_ray.tracking.system_metrics import NodeSampler
 
@@ -28,7 +29,7 @@ def test_samples_reach_the_run_through_an_outage_with_steps_that_rise(tmp_path, 
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     client = open_client(uri)
     run_id = client.create_run(experiment_id(client, uri, "trials")).info.run_id
-    publish, failures = system_metrics.SystemMetricsMonitor.publish_metrics, []
+    publish, failures = SystemMetricsMonitor.publish_metrics, []
 
     def failing(self, metrics):
         if len(failures) < 2:
@@ -36,7 +37,7 @@ def test_samples_reach_the_run_through_an_outage_with_steps_that_rise(tmp_path, 
             raise OSError("away")
         publish(self, metrics)
 
-    monkeypatch.setattr(system_metrics.SystemMetricsMonitor, "publish_metrics", failing)
+    monkeypatch.setattr(SystemMetricsMonitor, "publish_metrics", failing)
     metrics = NodeSampler(uri, lambda: run_id, interval_s=0.02)
     metrics.start()
     history = _wait_for(lambda: client.get_metric_history(run_id, MEMORY), 3)

@@ -103,7 +103,8 @@ def _ray(_: Recipe) -> str:
 
 
 def _mlflow(recipe: Recipe) -> str:
-    from vit_ray.tracking.mlflow_client import reached_client, refuse_deleted, safe_uri
+    from vit_ray.tracking.mlflow_client import asking, refuse_deleted
+    from vit_ray.tracking.safe_address import safe_uri
 
     uri = recipe.tracking.uri
     file = sqlite_file(uri)
@@ -111,7 +112,8 @@ def _mlflow(recipe: Recipe) -> str:
         if not os.access(_existing(file), os.W_OK):
             raise ValueError(f"{file} cannot be created; choose another tracking.uri")
         return f"{file} will be created"
-    experiment = reached_client(uri).get_experiment_by_name(recipe.tracking.experiment)
+    with asking(uri) as client:
+        experiment = client.get_experiment_by_name(recipe.tracking.experiment)
     if experiment is not None:
         refuse_deleted(experiment)
     return f"{safe_uri(uri)} answers"

@@ -4,6 +4,8 @@ import re
 import sys
 from pathlib import Path
 
+from vit_ray.tracking.tracker import replay
+
 
 def run_replay(log: Path, uri: str) -> int:
     """Send a run's log to a tracking server; returns 1 if not everything was sent.
@@ -18,8 +20,6 @@ def run_replay(log: Path, uri: str) -> int:
         )
     if log.is_dir():
         raise ValueError(f"log {str(log)!r} is a folder; give a metrics.jsonl file in it")
-    from vit_ray.tracking.tracker import replay  # imports MLflow, which takes seconds
-
     done = replay(log, uri)
     print(f"{done.num_points} points were new")
     for refused in done.refused:

@@ -14,8 +14,9 @@ from vit_ray.config import Recipe
 from vit_ray.report.page import Written, write_report
 from vit_ray.tracking.metrics_log import metrics_log_path
 from vit_ray.tracking.mlflow_api import MlflowClient
-from vit_ray.tracking.mlflow_client import asking, page_hint, redact_uri
+from vit_ray.tracking.mlflow_client import asking, page_hint
 from vit_ray.tracking.recorder import Recorder
+from vit_ray.tracking.safe_address import redact_uri
 
 FLUSH_S: Final = 20.0
 """Longest wait until MLflow has the metrics that the page shows."""

@@ -24,6 +24,7 @@ from vit_ray.config.resume_compatibility import EVALUATED_SETS, incompatible_cha
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.storage import Location, locate
+from vit_ray.tracking.safe_address import redact_uri, safe_uri
 
 _RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
 _DECIDES_BATCHES: Final = (
@@ -166,7 +167,7 @@ def named_folder(source: str, overrides: Sequence[str]) -> tuple[str, Location]:
     """
     if not _RUN_ID.fullmatch(source):
         return source, locate(source)
-    from vit_ray.tracking.mlflow_client import open_client, redact_uri, safe_uri  # MLflow: seconds
+    from vit_ray.tracking.mlflow_client import open_client  # MLflow: seconds
 
     uri = changed({}, overrides).get("tracking", {}).get("uri")
     uri = uri or os.environ.get(MLFLOW_VARIABLES["uri"]) or TrackingConfig().uri

@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 
+from vit_ray.addresses import absolute_uri
 from vit_ray.config import Recipe
 from vit_ray.config.secrets import redact
 from vit_ray.launch.cluster.connection import ClusterShape
@@ -30,7 +31,9 @@ from vit_ray.tracking.metrics_log import (
     lock_log,
     metrics_log_path,
 )
-from vit_ray.tracking.recorder import Recorder, log_models_at_exit, start_recorder
+from vit_ray.tracking.models import log_models_later
+from vit_ray.tracking.recorder import Recorder, start_recorder
+from vit_ray.tracking.tracker import Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +140,7 @@ def open_record(
     finally:
         run.finish(status)
         if parent is None:
-            log_models_at_exit(run.record)
+            log_models_later(absolute_uri(recipe.tracking.uri), run.record.log_path)
 
 
 def add_to_ended(
@@ -170,9 +173,8 @@ def end_record(
     opening = _opening(recipe, run_id)
     if MetricsLog(opening.log_path).end_is_sent("FINISHED"):
         return run_id
-    # Imported here because it is rare: they import MLflow, which takes seconds.
+    # Here because it is rare: it imports MLflow, which takes seconds.
     from vit_ray.tracking.mlflow_client import asking
-    from vit_ray.tracking.tracker import Tracker
 
     try:
         # The log may be on another machine, so a run that has ended is not opened again.

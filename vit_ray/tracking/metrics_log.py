@@ -34,6 +34,8 @@ FAILURE: Final = "vit_ray.failure"
 """Tag with the reason why a run has failed."""
 FILES: Final = ("text", "artifact", "event")
 """Kinds of records that become files of the run; its events share one file."""
+MAX_METRICS: Final = 1000
+"""Most points in a request: a limit of MLflow's REST API."""
 RELEASE_S = 20.0
 """How long the process of a killed driver may take to release its logs."""
 ARRIVAL_S: Final = 300.0
@@ -44,33 +46,37 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunOpening:
-    """How a run's record is opened: its start record."""
+    """How a run's record is opened: its start record.
+
+    Attributes:
+        log_path: local file of a single run; the log of an earlier attempt is continued, with its
+            run.
+        run_id: MLflow run to continue, such as one kept in a checkpoint.
+        params: the recipe; a key that a continued run has keeps its old value, and the new one is
+            shown in the tag `vit_ray.changed_params`.
+        continues: without a known run, continue the newest one of this name, kind and folder: the
+            log of a sweep may be on another machine.
+        parent_log: log of the sweep or study that the run is part of.
+        datasets: inputs: name, digest, source, context and profile of each.
+        measured_on: group for what workers call `eval/...`: `dev` if it is a split for selection.
+        awaited_metric: listed first among the run's metrics: MLflow's compare view draws the first.
+        training_id: for a training that starts at step 0: the log of an earlier one is set aside.
+        key: identifies this opening of the log; opening it twice is the same as once.
+    """
 
     config: TrackingConfig
     run_name: str
     log_path: Path
-    """Local file of a single run; the log of an earlier attempt is continued, with its run."""
     run_id: str | None = None
-    """MLflow run to continue, such as one kept in a checkpoint."""
     params: Mapping[str, str] = field(default_factory=dict)
-    """Recipe; a key that a continued run has keeps its old value, and the new one is shown in the
-    tag `vit_ray.changed_params`."""
     tags: Mapping[str, str] = field(default_factory=dict)
     continues: bool = False
-    """Without a known run, continue the newest one of this name, kind and folder: the log of a
-    sweep may be on another machine."""
     parent_log: Path | None = None
-    """Log of the sweep or study that the run is part of."""
     datasets: list[dict[str, Any]] = field(default_factory=list)
-    """Inputs: name, digest, source, context and profile of each."""
     measured_on: str = "eval"
-    """Group for what workers call `eval/...`: `dev` if it is a split for selection."""
     awaited_metric: str | None = None
-    """Listed first among the run's metrics: MLflow's compare view draws the first one."""
     training_id: str | None = None
-    """For a training that starts at step 0: the log of an earlier one is set aside."""
     key: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
-    """Identifies this opening of the log; opening it twice is the same as once."""
 
 
 class Records(ABC):
@@ -117,14 +123,17 @@ class Records(ABC):
 
 
 class Sent(NamedTuple):
-    """How much of a log MLflow has."""
+    """How much of a log MLflow has.
+
+    Attributes:
+        run_id: the run that has it.
+        offset: bytes of which it has the points and tags.
+        files: bytes of which it has the files.
+    """
 
     run_id: str | None = None
-    """The run that has it."""
     offset: int = 0
-    """Bytes of which it has the points and tags."""
     files: int = 0
-    """Bytes of which it has the files."""
 
 
 class MetricsLog(Records):
@@ -247,9 +256,8 @@ class MetricsLog(Records):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             noted = json.loads(self._sent_path.read_text())
             sent = Sent(noted["run_id"], int(noted["offset"]), int(noted["files"]))
-            return (
-                sent if max(sent.offset, sent.files) <= self.size else Sent(sent.run_id)
-            )  # another file
+            is_of_another = max(sent.offset, sent.files) > self.size
+            return Sent(sent.run_id) if is_of_another else sent
         return Sent()
 
     def mark_sent(self, sent: Sent) -> None:

@@ -1,4 +1,4 @@
-"""MLflow's client: addresses without secrets, the schema created once, little logging."""
+"""MLflow's client: the schema created once, little logging; experiments and links to them."""
 
 import logging
 import os
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
-from urllib.parse import SplitResult, quote, unquote, urlsplit, urlunsplit
+from urllib.parse import quote
 
 from filelock import FileLock, Timeout
 
@@ -19,7 +19,6 @@ from vit_ray.addresses import (
     require_store,
     sqlite_file,
 )
-from vit_ray.config.secrets import redact, userinfo
 from vit_ray.metric_names import (
     DEV_TOP1,
     EVAL_TOP1,
@@ -37,6 +36,7 @@ from vit_ray.mlflow_internals import (
     view_state,
 )
 from vit_ray.tracking.mlflow_api import Experiment, MlflowClient, MlflowException, Run
+from vit_ray.tracking.safe_address import safe_uri, unusable
 
 _TAGS = {
     "mlflow.experimentKind": "custom_model_development",  # opens with its runs
@@ -62,14 +62,9 @@ _VIEWS: Final = {
     "runs": view_state((_LOSS, _OVER_COMPUTE), _COLUMNS, f"metrics.{EVAL_TOP1}"),
 }
 """What links open, by what began the run; none has a chart with one dot a run and step."""
-SHORTEST_PASSWORD = 8
-"""Shortest secret that is also removed from errors where it appears by itself."""
 LOCK_S = 60.0
 """Longest wait for other processes that open the same SQLite file; creating its schema takes 10
 s."""
-
-_REFUSALS = ("UNAUTHENTICATED", "PERMISSION_DENIED", "CUSTOMER_UNAUTHORIZED")
-"""How MLflow reports 401 and 403."""
 
 _SETTINGS = {
     # MLflow's own defaults let one call block for minutes: 120 s timeout, 7 retries.
@@ -78,38 +73,6 @@ _SETTINGS = {
     # At the end of a run it prints the server's address with its password.
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
-
-
-def safe_uri(uri: str) -> str:
-    """The address without user, password and query, for logs and tags."""
-    safe = redact(uri)
-    parts = _parts(safe)
-    if parts is None or not parts.netloc:
-        return safe.partition("?")[0]
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query=""))
-
-
-def redact_uri(text: str, uri: str) -> str:
-    """The text of an error without the address's secrets, however they are quoted.
-
-    A password is also removed where it appears by itself, unless it is short and could be part of
-    any number.
-    """
-    text = redact(text.replace(uri, safe_uri(uri)))
-    parts, user = _parts(uri), userinfo(uri)
-    password = user.partition(":")[2]
-    secrets = [f"{user}@" if user else "", f"?{parts.query}" if parts and parts.query else ""]
-    secrets += [word for word in (password, unquote(password)) if len(word) >= SHORTEST_PASSWORD]
-    for secret in filter(None, secrets):
-        text = text.replace(secret, "")
-    return text
-
-
-def _parts(uri: str) -> SplitResult | None:
-    try:
-        return urlsplit(uri)
-    except ValueError:  # an odd number of brackets
-        return None
 
 
 def open_client(uri: str) -> MlflowClient:
@@ -161,13 +124,17 @@ def _make_store(path: Path) -> None:
     beside.rmdir()
 
 
-def reached_client(uri: str) -> MlflowClient:
-    """`open_client` for a store, with one query to see that it answers.
+@contextmanager
+def asking(uri: str) -> Iterator[MlflowClient]:
+    """A client of a store with runs that answers.
 
     Raises:
-        OtherFileError: as `refuse_other_file`.
-        RuntimeError: it does not, or there is no such kind of store; says which in one line.
+        ValueError: as `require_store` and `refuse_other_file`.
+        RuntimeError: it does not answer, or no longer in the block, or there is no such kind of
+            store; says which in one line, without the address's secrets.
+        TimeoutError: as `open_client`.
     """
+    require_store(uri)
     try:
         client = open_client(uri)
         client.search_experiments(max_results=1)
@@ -175,35 +142,6 @@ def reached_client(uri: str) -> MlflowClient:
         raise
     except Exception as error:
         raise unusable(uri, error) from None
-    return client
-
-
-def unusable(uri: str, error: Exception) -> RuntimeError:
-    """The error for a store that cannot be used, without the address's secrets."""
-    reason = redact_uri(str(error).strip(), uri).partition("\n")[0].rstrip(".")
-    if getattr(error, "error_code", "") in _REFUSALS:
-        return RuntimeError(
-            f"MLflow at {safe_uri(uri)} requires a log-in, or refuses the given one: set "
-            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, in "
-            f"the environment of the command ({reason})"
-        )
-    return RuntimeError(
-        f"MLflow at {safe_uri(uri)} cannot be used: {reason}; check the address, and give the file "
-        "of its runs, such as sqlite:///mlflow.db, or the address of a running server"
-    )
-
-
-@contextmanager
-def asking(uri: str) -> Iterator[MlflowClient]:
-    """A client of a store with runs; in the block an error of MLflow, which may go away at any
-    call, is a `RuntimeError`.
-
-    Raises:
-        ValueError: as `require_store`.
-        RuntimeError, TimeoutError: as `reached_client`.
-    """
-    require_store(uri)
-    client = reached_client(uri)
     try:
         yield client
     except MlflowException as error:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from vit_ray.config.recorded_recipe import (
     CHANGED_PARAMS,
@@ -26,6 +26,7 @@ from vit_ray.metric_names import EVAL_GROUP, STARTUP_FIRST_STEP_S
 from vit_ray.mlflow_internals import latest_points
 from vit_ray.tracking.metrics_log import (
     FAILURE,
+    MAX_METRICS,
     MetricsLog,
     Record,
     metrics_log_path,
@@ -41,30 +42,27 @@ from vit_ray.tracking.mlflow_api import (
     Run,
     RunTag,
 )
-from vit_ray.tracking.mlflow_client import experiment_id, found_runs, open_client, share_view
+from vit_ray.tracking.mlflow_client import (
+    experiment_id,
+    found_runs,
+    open_client,
+    page_hint,
+    share_view,
+)
 
-MAX_METRICS: Final = 1000  # per log_batch call: limits of MLflow's REST API
-MAX_PARAMS: Final = 100
+MAX_PARAMS: Final = 100  # per log_batch call: limits of MLflow's REST API
 MAX_PARAM_CHARS: Final = 6000
 MAX_TAG_CHARS: Final = 5000
 ORIGIN: Final = stored_tag("vit_ray.log")  # finds the run of a log again
 NONFINITE: Final = "_nonfinite"
 
 
-class ForeignFileError(ValueError):
-    """A record names a file outside the run's folder."""
-
-
-class _Last(NamedTuple):
-    """The latest point of a key."""
-
-    step: int
-    time_ms: int
-    value: float
-
-
 class RunWriter:
-    """One MLflow run."""
+    """One MLflow run.
+
+    Attributes:
+        hint: the command or link that opens MLflow's page.
+    """
 
     def __init__(
         self, uri: str, log: MetricsLog, run_id: str | None, *, needs_parent: bool
@@ -79,6 +77,7 @@ class RunWriter:
 
         Raises:
             RuntimeError: MLflow does not have the run of that sweep or study.
+            ValueError: the experiment has been deleted.
         """
         self._log, self._folder = log, log.path.parent.resolve()
         starts = list(log.records("start"))
@@ -86,13 +85,13 @@ class RunWriter:
         """The start record of what is sent next: which group `eval/` is, and since when."""
         self._newest = starts[-1]
         self._run_folder = str(self._newest["tags"].get(RUN_FOLDER, ""))
-        self._last: dict[str, _Last] | None = None
+        self._last: dict[str, Metric] | None = None
+        """The latest point of each key."""
         self.client = open_client(uri)
         self._parent = self._find_parent(needs_parent=needs_parent)
         run = self._find(run_id) or self._create(uri, run_id)
-        self.experiment_id = str(run.info.experiment_id)
-        kind = str(self._newest["tags"].get("vit_ray.kind", ""))
-        self.view = share_view(self.client, self.experiment_id, kind)
+        experiment, kind = str(run.info.experiment_id), str(self._newest["tags"].get(KIND, ""))
+        self.hint = page_hint(uri, experiment, share_view(self.client, experiment, kind))
         self.run_id: str = run.info.run_id
 
     def _find_parent(self, *, needs_parent: bool) -> str | None:
@@ -161,10 +160,10 @@ class RunWriter:
         return self._active(self.run_id) is None
 
     def send(self, records: Sequence[Record]) -> int:
-        """Record them in order: metrics in one batch, or a single record of another kind.
+        """Record metrics in their order, or a single record of another kind.
 
         Returns:
-            Returns the number of new metric points.
+            The number of new metric points.
         """
         record = records[0]
         match record["kind"]:
@@ -225,45 +224,45 @@ class RunWriter:
     def _send_metrics(self, records: Sequence[Record]) -> int:
         if self._last is None:
             latest = latest_points(self.client.get_run(self.run_id))
-            self._last = {p.key: _Last(p.step, p.timestamp, p.value) for p in latest}
+            self._last = {point.key: point for point in latest}
         last, points = dict(self._last), list[Metric]()
         for record in records:
-            step, time_ms = record["step"], record["time_ms"]
             for key, value in record["values"].items():
                 key = measured_key(self.opening, key)
                 # MLflow would store inf as 1.8e308, which ruins every chart; a count is correct.
                 if not math.isfinite(value):
                     key += NONFINITE
                     value = last[key].value + 1.0 if key in last else 1.0
-                if (known := last.get(key)) is not None and not math.isnan(known.value):
-                    is_newer = record.get("again") and time_ms > known.time_ms
-                    if key == STARTUP_FIRST_STEP_S:  # of the first attempt
-                        is_newer = known.time_ms < self.opening["time_ms"]
-                    elif step > known.step:
-                        is_newer = True
-                    if not is_newer:
-                        continue
-                last[key] = _Last(step, time_ms, value)
-                points.append(Metric(key, value, time_ms, step))
+                point = Metric(key, value, record["time_ms"], record["step"])
+                if key not in last or self._is_newer(point, last[key], record):
+                    last[key] = point
+                    points.append(point)
         for first in range(0, len(points), MAX_METRICS):
             self.client.log_batch(self.run_id, metrics=points[first : first + MAX_METRICS])
         self._last = last  # only now: a batch that failed must be sent again in full
         return len(points)
 
+    def _is_newer(self, point: Metric, last: Metric, record: Record) -> bool:
+        if point.key == STARTUP_FIRST_STEP_S:  # of the first attempt since the start
+            return last.timestamp < self.opening["time_ms"]
+        if math.isnan(last.value):  # of a metric that is awaited
+            return True
+        is_result = bool(record.get("again")) and point.timestamp > last.timestamp
+        return is_result or point.step > last.step
+
     def _send_artifact(self, record: Record) -> None:
         """Log a file or folder.
 
         Raises:
-            FileNotFoundError: it no longer exists.
-            ForeignFileError: some of it, links resolved, is not in the run's folder; a log that was
-                tampered with could name any file.
+            FileNotFoundError: it no longer exists, or some of it, links resolved, is not in the
+                run's folder: a log that was tampered with could name any file.
         """
         path = Path(record["path"])
         if not path.exists():
             raise FileNotFoundError(f"{path} no longer exists")
         for file in (path, *(path.rglob("*") if path.is_dir() else ())):
             if not file.resolve().is_relative_to(self._folder):
-                raise ForeignFileError(f"{file} is not in the run's folder {self._folder}")
+                raise FileNotFoundError(f"{file} is not in the run's folder {self._folder}")
         send = self.client.log_artifacts if path.is_dir() else self.client.log_artifact
         send(self.run_id, str(path), record["folder"] or None)
 

@@ -6,17 +6,13 @@ the process, it reads the log again at the next call. Each call that records wai
 before it, so that a process's records are written in their order, even where Ray repeats calls.
 """
 
-import atexit
-import contextlib
-import logging
 import threading
 import uuid
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -33,19 +29,15 @@ from vit_ray.tracking.metrics_log import (
     lock_log,
 )
 from vit_ray.tracking.run_state import Orders, RunState, RunStatus
-
-if TYPE_CHECKING:
-    from vit_ray.tracking.tracker import Tracker
+from vit_ray.tracking.system_metrics import NodeSampler
+from vit_ray.tracking.tracker import Tracker
 
 CONCURRENT_CALLS: Final = 64
 ANSWER_S: Final = 300.0
 """Longer than the slowest call, to an MLflow server that is away, whose own limit is shorter."""
 HEARTBEAT_S: Final = 30.0
-IMPORT_S: Final = 120.0
-FIRST_ANSWER_S: Final = 10.0
-"""Longest wait for MLflow to give a run its id."""
-MODELS_S: Final = 300.0
-"""Longest wait for a command's models after its last line."""
+FIRST_ANSWER_S: Final = 20.0
+"""Longest wait for MLflow to be imported, and to give a run its id."""
 MOST_REPEATED: Final = 4096
 """Records that Ray may repeat after the death of the actor's process: one of each sender."""
 
@@ -53,8 +45,6 @@ _last_calls: Final[dict[Path, Any]] = {}
 """This process's last call that recorded something, by log."""
 _order: Final = threading.RLock()
 """Held while a call is made; a signal's handler, which records too, may interrupt its holder."""
-
-logger = logging.getLogger(__name__)
 
 
 class _Run:
@@ -67,7 +57,7 @@ class _Run:
             RuntimeError: the process of an earlier driver still writes its log; or there is
                 neither an opening nor such a log.
         """
-        self.state, self._uri, self._lock = RunState(), uri, threading.Lock()
+        self.state, self._lock = RunState(), threading.Lock()
         self._known = deque[str](maxlen=MOST_REPEATED)
         """Ids of the last records."""
         self.problem: str | None = None
@@ -86,8 +76,13 @@ class _Run:
         *_, start = self.log.records("start")
         self.key: str = start["opening"]
         self.parent_log: str | None = start["parent_log"]
-        # In a thread: importing MLflow takes seconds.
-        self._tracker = ThreadPoolExecutor(1).submit(self._send, start)
+        self.tracker = Tracker(self.log, uri)
+        self.tracker.start()
+        # The children of a sweep or study share nodes; the parent samples these itself.
+        if start["system_metrics"] and not self.parent_log and not self.state.has_finished:
+            sampler = NodeSampler(uri, lambda: self.tracker.run_id)
+            sampler.start()
+            self._held.callback(sampler.stop)
 
     def _note(self, record: Record) -> None:
         """Take a record of the log."""
@@ -96,24 +91,6 @@ class _Run:
         if "id" in record:
             self._known.append(record["id"])
         self.state.note(record)
-
-    def tracker(self) -> "Tracker":
-        """What sends it; waits for MLflow's import."""
-        return self._tracker.result(IMPORT_S)
-
-    def _send(self, start: Record) -> "Tracker":
-        # Imported here: the driver and the workers also import this module and need no MLflow.
-        from vit_ray.tracking.system_metrics import NodeSampler
-        from vit_ray.tracking.tracker import Tracker
-
-        tracker = Tracker(self.log, self._uri)
-        tracker.start()
-        # The children of a sweep or study share nodes; the parent samples these itself.
-        if start["system_metrics"] and not start["parent_log"] and not self.state.has_finished:
-            sampler = NodeSampler(self._uri, lambda: tracker.run_id)
-            sampler.start()
-            self._held.callback(sampler.stop)
-        return tracker
 
     def record(self, kind: str, values: Record, record_id: str) -> None:
         """Write a record, unless it is known; nothing after the run's end."""
@@ -137,22 +114,16 @@ class _Run:
         """The run's state; waits up to `wait_s` until MLflow has given it an id, or has failed."""
         status = self.state.status()
         if wait_s:
-            with contextlib.suppress(TimeoutError):  # it is imported yet
-                tracker = self._tracker.result(wait_s)
-                tracker.wait_for_try(wait_s)
-                status.run_id, status.hint = tracker.run_id, tracker.hint
+            self.tracker.wait_for_try(wait_s)
+            status.run_id, status.hint = self.tracker.run_id, self.tracker.hint
         return status
-
-    def flush(self, timeout_s: float) -> bool:
-        return self.tracker().flush(timeout_s)
 
     def close(self) -> str:
         """Send what is recorded, as the run has ended; says what MLflow does not have, and why."""
         if self.problem is None:
             with self._held:
-                tracker = self.tracker()
-                tracker.close()
-                self.problem = tracker.problem
+                self.tracker.close()
+                self.problem = self.tracker.problem
         return self.problem
 
 
@@ -195,29 +166,12 @@ class RunRecords:
         return ""
 
     def ask(self, path: Path, method: str, *given: Any) -> Any:
-        """Call a method of a `_Run`, or of its state.
+        """Call a method of a `_Run`, of its state or its tracker.
 
         Raises:
             RuntimeError: the run was never opened.
         """
         return attrgetter(method)(self._run(path))(*given)
-
-    def log_models(self, path: Path) -> list[str]:
-        """Log the models of a run and its child runs; says which MLflow does not have, and why."""
-        from vit_ray.tracking.tracker import log_models
-
-        paths, models = [path], list[tuple[Path, Any]]()
-        for path in paths:
-            run = self._run(path)  # which may have ended before the process was restarted
-            run.close()
-            models += [(path, model) for model in run.tracker().models()]
-            paths += [child for child in run.state.children if child not in paths]
-        found = log_models(self._uri, [model for _, model in models])
-        return [
-            f"a model is not logged ({problem}); run: vit-ray replay {path} URI"
-            for (path, _), problem in zip(models, found, strict=True)
-            if problem
-        ]
 
     def _lock_of(self, path: Path) -> threading.RLock:
         return self._locks.setdefault(path, threading.RLock())
@@ -316,7 +270,7 @@ class Recorder(Records):
 
     def run_id(self, limit_s: float = ANSWER_S) -> str | None:
         """MLflow's id of the run; None while MLflow is away."""
-        return self.status(limit_s, min(limit_s, FIRST_ANSWER_S)).run_id
+        return self.status(limit_s, min(limit_s / 2, FIRST_ANSWER_S)).run_id
 
     def hint(self) -> str:
         """The command or link that opens MLflow's page; empty while MLflow has no run."""
@@ -324,7 +278,7 @@ class Recorder(Records):
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until MLflow has everything recorded so far; False if it does not in time."""
-        return self._asked(ANSWER_S, "flush", timeout_s)
+        return self._asked(ANSWER_S, "tracker.flush", timeout_s)
 
     def finish(self, status: Status) -> str:
         """End the run; says what MLflow does not have, and why."""
@@ -347,23 +301,6 @@ def start_recorder(uri: str, log_path: Path, run_name: str, command: str) -> Rec
         .remote(absolute_uri(uri))
     )
     return Recorder(actor, log_path, run_name, command)
-
-
-def log_models_at_exit(recorder: Recorder) -> None:
-    """Log the models of a command, for whose last line they do not wait; the process waits."""
-    call, name = recorder.actor.log_models.remote(recorder.log_path), recorder.run_name
-
-    def wait() -> None:
-        if not ray.is_initialized():
-            return
-        try:
-            problems = ray.get(call, timeout=MODELS_S)
-        except ray.exceptions.RayError as error:
-            problems = [f"the models of {name} are not logged: {error}"]
-        for problem in problems:
-            logger.warning("%s", problem)
-
-    atexit.register(wait)
 
 
 def _answer(call: Any, limit_s: float) -> Any:

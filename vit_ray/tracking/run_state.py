@@ -13,8 +13,6 @@ from vit_ray.tracking.metrics_log import Record
 
 SILENT_BEATS: Final = 5
 """Missed heartbeats after which a worker is called silent."""
-ONE_HANG_S: Final = 120.0
-"""Reports within this time belong to the same hang."""
 _MOST_NAMED: Final = 4
 _BEATS_AT_A_TIME: Final = 128
 """In a large group: a heartbeat takes 1.4 ms of CPU in the process that records the run."""
@@ -37,46 +35,45 @@ class Orders(NamedTuple):
     """Whether to checkpoint and end for a group of another size."""
 
 
-@dataclass
-class Event:
-    """Something that happened to the run, for its history."""
+class Event(NamedTuple):
+    """Something that happened to the run."""
 
     kind: EventKind
     text: str
-    step: int
-    time_s: float
 
 
 @dataclass
 class RunStatus:
-    """The state of the run, as the display shows it."""
+    """The state of the run, as the display shows it.
+
+    Attributes:
+        metrics: last value of each metric; for several attempts the first attempt's start-up time.
+        evaluations: step and metrics of each evaluation on a data set, in order.
+        stop: why the run, or its sweep or study, was asked to stop.
+        failure: why it cannot be trained any further, so that a restart would not help.
+        run_id: MLflow's id of the run; None while MLflow is away.
+        hint: the command or link that opens MLflow's page; empty while MLflow has no run.
+        heard_s: Unix time of the last heartbeat of a worker; 0 before the first.
+    """
 
     step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-    """Last value of each metric; for several attempts the first attempt's start-up time."""
     events: list[Event] = field(default_factory=list)
     has_children: bool = False
     evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    """Step and metrics of each evaluation on a data set, in order."""
     stop: str | None = None
-    """Why the run, or its sweep or study, was asked to stop."""
     failure: Failure | None = None
-    """Why it cannot be trained any further, so that a restart would not help."""
     run_id: str | None = None
-    """MLflow's id of the run; None while MLflow is away."""
     hint: str = ""
-    """The command or link that opens MLflow's page; empty while MLflow has no run."""
     heard_s: float = 0.0
-    """Unix time of the last heartbeat of a worker; 0 before the first."""
 
 
 class _Heard(NamedTuple):
-    """The last heartbeat of a worker."""
+    """The last heartbeat of a worker; `introduction` as in `WorkerPlace`, empty if unknown."""
 
     step: int
     time_s: float
     introduction: tuple[str, ...]
-    """Host, node, detail and group, as in `WorkerPlace`; empty if unknown."""
 
 
 class RunState:
@@ -94,8 +91,8 @@ class RunState:
         self._is_resizing = False
         self._child_steps: dict[str, int] = {}
         self._heard: dict[int, _Heard] = {}
-        self._hang_s = 0.0
         self._hung_at: set[str] = set()
+        """Calls in which workers of this attempt hang."""
 
     def note(self, record: Record) -> None:
         """Take a record of the log."""
@@ -111,8 +108,8 @@ class RunState:
                 if EVAL_TOP1 in values:
                     now.evaluations.append((step, values))
             case "event":
-                kind, time_s = EventKind(record["event"]), record["time_ms"] / 1000
-                now.events.append(Event(kind, record["text"], record["step"], time_s))
+                kind = EventKind(record["event"])
+                now.events.append(Event(kind, record["text"]))
                 if kind in (EventKind.WORKER_FAILED, EventKind.RESIZING):
                     # Other workers follow, perhaps on other nodes.
                     self._heard, self._is_resizing = {}, False
@@ -154,28 +151,24 @@ class RunState:
         Returns:
             A sentence; empty if another worker has reported the same hang.
         """
-        now_s = time.monotonic()
-        if now_s - self._hang_s > ONE_HANG_S:
-            self._hang_s, self._hung_at = now_s, set()
         if where in self._hung_at:
             return ""
         self._hung_at.add(where)
-        heard = [(one, self._heard.get(one)) for one in range(world_size)]
-        newest = max((of.step for _, of in heard if of), default=0)
-        named: list[str] = []
-        for one, of in heard:
-            name = f"worker {one}" + (f" on {of.introduction[0]}" if of and of.introduction else "")
-            if of is None:
-                named.append(f"{name} has never been heard from")
-            elif one != rank and now_s - of.time_s > SILENT_BEATS * beats_between(world_size):
-                named.append(
-                    f"{name} has been silent for {now_s - of.time_s:.0f} s, at step {of.step}"
-                )
-            elif of.step < newest:
-                named.append(f"{name} is behind, at step {of.step}")
-        others = f"{world_size - len(named)} of {world_size} workers are at step {newest}"
-        more = [f"{len(named) - _MOST_NAMED} more of them"] if len(named) > _MOST_NAMED else []
-        return "; ".join([*named[:_MOST_NAMED], *more, others])
+        now_s, longest_s = time.monotonic(), SILENT_BEATS * beats_between(world_size)
+        heard = {one: self._heard[one] for one in range(world_size) if one in self._heard}
+        newest = max((of.step for of in heard.values()), default=0)
+        late = [
+            f"worker {one} on {of.introduction[0] if of.introduction else 'an unknown host'} "
+            f"is at step {of.step}, heard {now_s - of.time_s:.0f} s ago"
+            for one, of in heard.items()
+            if of.step < newest or (one != rank and now_s - of.time_s > longest_s)
+        ]
+        late += [
+            f"worker {n} has never been heard from" for n in range(world_size) if n not in heard
+        ]
+        named = [*late[:_MOST_NAMED], *([f"{len(late)} in all"] if len(late) > _MOST_NAMED else [])]
+        others = f"{world_size - len(late)} of {world_size} workers are at step {newest}"
+        return "; ".join([*named, others])
 
     def places(self) -> dict[int, WorkerPlace]:
         """Places of the workers that have introduced themselves since the last failure, by rank."""

@@ -12,8 +12,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vit_ray.addresses import absolute_uri
-from vit_ray.tracking.mlflow_api import SystemMetricsMonitor
-from vit_ray.tracking.mlflow_client import open_client, redact_uri
+from vit_ray.tracking.safe_address import redact_uri
 
 INTERVAL_S: Final = 10.0
 
@@ -64,6 +63,10 @@ class NodeSampler(threading.Thread):
                 logger.debug("a sample of %s is lost: %s", self._node, reason)
 
     def _monitor(self, run_id: str) -> Any:
+        # Here, in a thread: it imports MLflow, which takes seconds.
+        from vit_ray.tracking.mlflow_api import SystemMetricsMonitor
+        from vit_ray.tracking.mlflow_client import open_client
+
         open_client(self._uri)  # limits how long a request of this process takes
         return SystemMetricsMonitor(  # type: ignore[no-untyped-call]
             run_id,

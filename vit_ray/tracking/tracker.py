@@ -1,32 +1,32 @@
 """Sends a run's log to MLflow: training never waits for MLflow, nor fails with it.
 
 One thread sends points and tags in order, with the original times, and another one the files, so
-that a store of files that hangs holds up no point. They keep trying while MLflow is away. Nothing
-here uses Ray.
+that a store of files that fails or hangs holds up no point. They keep trying while MLflow is away.
+Nothing here uses Ray.
 """
 
-import json
 import logging
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from vit_ray.addresses import absolute_uri, sqlite_file
+from vit_ray.addresses import absolute_uri
 from vit_ray.tracking.metrics_log import (
     FILES,
+    MAX_METRICS,
     MetricsLog,
     Record,
     RunOpening,
     Sent,
     Status,
 )
-from vit_ray.tracking.mlflow_api import MlflowException
-from vit_ray.tracking.mlflow_client import page_hint, redact_uri, safe_uri, unusable
-from vit_ray.tracking.mlflow_run import MAX_METRICS, ForeignFileError, RunWriter
+from vit_ray.tracking.models import log_models
+from vit_ray.tracking.safe_address import redact_uri, safe_uri, unusable
+
+if TYPE_CHECKING:
+    from vit_ray.tracking.mlflow_run import RunWriter
 
 BATCH_INTERVAL_S: Final = 1.0
 """Metrics are collected this long before they are sent."""
@@ -35,61 +35,48 @@ LAST_BACKOFF_S: Final = 60.0
 FILE_TRIES_AT_END: Final = 3
 NEVER_REACHED_S: Final = 5.0
 """Longest wait at a run's end for an MLflow that has never answered."""
-MODELS_S: Final = 300.0
-"""Limit for logging the models of a command."""
 _REJECTIONS: Final = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
 """The request itself is wrong, so trying again does not help."""
-_FINAL: Final = (ForeignFileError, FileNotFoundError)
 
 _finding: Final = threading.Lock()
 """Held while a run is found or created: a log never gets a second run."""
 
-Model = tuple[str | None, Record]
-"""A model to log: its MLflow run, and its record."""
-
 logger = logging.getLogger(__name__)
 
 
-class Sender(threading.Thread):
+class _Sender(threading.Thread):
     """Repeats `send` until its end, with growing pauses after failures."""
 
-    def __init__(
-        self, name: str, send: Callable[[], None], failed: Callable[[Exception], None]
-    ) -> None:
+    def __init__(self, send: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         """`failed`: called with any error of `send`."""
-        super().__init__(name=f"mlflow-{name}", daemon=True)
+        super().__init__(name="mlflow", daemon=True)
         self._send, self._failed = send, failed
-        self.num_tries = 0
-        self._ends = False
-        self._wake = threading.Event()
-        self._tried = threading.Condition()
+        self.num_tries, self.pause_s = 0, 0.0
+        """How often it has sent what there was, or has failed to; the pause since a failure."""
+        self._ends, self._wake, self._tried = False, threading.Event(), threading.Condition()
 
     def run(self) -> None:
-        pause_s = 0.0
         while not self._ends:
             try:
                 self._send()
-                pause_s = 0.0
+                self.pause_s = 0.0
             except Exception as error:
                 self._failed(error)
-                pause_s = min(max(2 * pause_s, FIRST_BACKOFF_S), LAST_BACKOFF_S)
+                self.pause_s = min(max(2 * self.pause_s, FIRST_BACKOFF_S), LAST_BACKOFF_S)
             with self._tried:
                 self.num_tries += 1
                 self._tried.notify_all()
-            self._wake.wait(pause_s or BATCH_INTERVAL_S)
+            self._wake.wait(self.pause_s or BATCH_INTERVAL_S)
             self._wake.clear()
 
     def wait_until(self, is_done: Callable[[], bool], until_s: float) -> bool:
         """Wait until it is done, or that time, without longer pauses between attempts."""
         self._wake.set()
         with self._tried:
-            while not is_done():
-                left_s = until_s - time.monotonic()
-                if left_s <= 0:
-                    return False
+            while not is_done() and (left_s := until_s - time.monotonic()) > 0:
                 if not self._tried.wait(min(left_s, 0.5)):
                     self._wake.set()
-        return True
+        return is_done()
 
     def end(self, wait_s: float) -> None:
         self._ends = True
@@ -100,6 +87,11 @@ class Sender(threading.Thread):
 class Tracker:
     """Records one run through `log`. Once it is started no method raises; `flush`, `finish` and
     `close` wait.
+
+    Attributes:
+        problem: set at the end: what MLflow does not have, and why; empty if it has everything.
+        refused: what MLflow has refused, each with the reason.
+        num_points: new ones that were sent.
     """
 
     def __init__(self, log: MetricsLog, uri: str, *, is_replay: bool = False) -> None:
@@ -110,26 +102,17 @@ class Tracker:
             is_replay: send all of the log, also to another store than that of its run, and
                 without the run that it is part of.
         """
-        self.log, self._uri = log, absolute_uri(uri)
-        self._is_replay, self._marks = is_replay, True
-        self.problem = ""
-        """Set at the end: what MLflow does not have, and why; empty if it has everything."""
+        self.log, self._uri, self._is_replay = log, absolute_uri(uri), is_replay
+        self.problem, self.num_points = "", 0
         self.refused: list[str] = []
-        """What MLflow has refused, each with the reason."""
-        self.num_points = 0
-        """New points that were sent."""
         self._writer: RunWriter | None = None
-        self._sent = Sent()
+        self._sent, self._notes_sent, self._ends = Sent(), True, False
         self._lock = threading.Lock()
-        """Of the writer and of what it has sent."""
-        self._is_away, self._ends = False, False
-        self._last_error = ""
-        self._file = ""
-        """The file that is sent."""
-        self._blocked = ""
-        """A file that could not be stored."""
-        self._points = Sender("points", self.send_points, self._points_failed)
-        self._files = Sender("files", self.send_files, self._file_failed)
+        """Of the writer, and of what it has sent."""
+        self._file, self._error = "", ""
+        """The file that is sent, and why the last try failed."""
+        self._points = _Sender(self.send_points, self._points_failed)
+        self._files = _Sender(self.send_files, self._file_failed)
 
     @classmethod
     def begin(cls, opening: RunOpening, wait_s: float = 10.0) -> "Tracker":
@@ -157,14 +140,15 @@ class Tracker:
     @property
     def hint(self) -> str:
         """The command or link that opens MLflow's page; empty while MLflow has no run."""
-        if (writer := self._writer) is None:
-            return ""
-        return page_hint(self._uri, writer.experiment_id, writer.view)
+        return self._writer.hint if self._writer else ""
 
     def wait_for_try(self, wait_s: float) -> None:
-        """Wait until MLflow has answered, or has failed to."""
-        until_s = time.monotonic() + wait_s
-        self._points.wait_until(lambda: self._points.num_tries > 0, until_s)
+        """Wait until MLflow has given the run an id, or has failed to."""
+
+        def is_answered() -> bool:
+            return self._writer is not None or self._points.num_tries > 0
+
+        self._points.wait_until(is_answered, time.monotonic() + wait_s)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until MLflow has everything recorded so far but models; False if not in time.
@@ -192,30 +176,33 @@ class Tracker:
         Returns:
             Whether MLflow has everything but models.
         """
-        is_making_file = sqlite_file(self._uri) is not None and not self._is_away
-        if self.run_id is None and not is_making_file:  # MLflow was away from the beginning
+        if self.run_id is None and self._error:  # MLflow was away from the beginning
             timeout_s = min(timeout_s, NEVER_REACHED_S)
         is_sent = self.flush(timeout_s)
         self.stop(timeout_s if is_sent else 0.0)
         missing = self.missing_files()
         if num := len(self.refused):
             missing = [f"{num} refused record{'s' * (num > 1)}", *missing]
+        problems = []
         if missing or not is_sent:
-            what = ", ".join(missing) if missing else "all"
-            why = self._last_error or f"it did not take it in {timeout_s:g} s"
-            self.problem = (
-                f"MLflow at {safe_uri(self._uri)} does not have {what} of run {self.run_id} ({why})"
+            why = self._error or f"it did not take it in {timeout_s:g} s"
+            problems.append(
+                f"MLflow at {safe_uri(self._uri)} does not have {', '.join(missing) or 'all'} of "
+                f"run {self.run_id} ({why})"
             )
         if self.log.error:
-            text = f"{self.log.path} cannot be written ({self.log.error}): free space there"
-            self.problem = f"{self.problem}; {text}" if self.problem else text
+            problems.append(
+                f"{self.log.path} cannot be written ({self.log.error}): free space there"
+            )
+        self.problem = "; ".join(problems)
         if self.problem:
             logger.warning("%s; then run: vit-ray replay %s URI", self.problem, self.log.path)
         return not self.problem
 
     def stop(self, wait_s: float) -> None:
-        """Send no more."""
-        self._ends = True
+        """Send no more; what is still on its way is noted nowhere."""
+        with self._lock:
+            self._ends = True
         self._points.end(wait_s)
         self._files.end(wait_s)
 
@@ -227,23 +214,17 @@ class Tracker:
             found += [file_name(one) for one, _ in records if one["kind"] in FILES]
         return list(dict.fromkeys(found))
 
-    def models(self) -> list[Model]:
-        """The run's models, which are logged after the command's last line."""
-        return [(self.run_id, one) for one in self.log.records("model")]
-
     def _points_failed(self, error: Exception) -> None:
-        """After any error MLflow counts as away."""
+        """Warn once of each outage: after any error MLflow counts as away."""
         text = (
             f"MLflow at {safe_uri(self._uri)} cannot be used: run "
             f"{self.run_id or self.log.path.stem} continues, its metrics wait in {self.log.path}"
         )
-        self._note(text, error, is_new=not self._is_away)
-        self._is_away = True
+        self._note(text, error, is_new=not self._points.pause_s)
 
     def _file_failed(self, error: Exception) -> None:
         text = f"run {self.run_id}: {self._file} cannot be stored with it"
-        self._note(text, error, is_new=self._file != self._blocked and not self._is_away)
-        self._blocked = self._file
+        self._note(text, error, is_new=not (self._files.pause_s or self._points.pause_s))
 
     def send_points(self) -> None:
         """Find or create the run, and send all points and tags.
@@ -252,12 +233,12 @@ class Tracker:
             Exception: any error of MLflow's, after which all that is left waits.
         """
         writer = self._writer or self._connect()
-        while (found := next_batch(self.log, self._sent.offset))[1] > self._sent.offset:
-            if self._ends:  # the next opening's tracker sends it
-                return
-            self._send_each(writer, found[0])
-            self._mark(writer, offset=found[1])
-        self._is_away = False
+        while writer is self._writer and not self._ends:  # else another one sends it
+            records, end = next_batch(self.log, self._sent.offset)
+            if end == self._sent.offset:
+                break
+            self._send_each(writer, records)
+            self._mark(writer, offset=end)
 
     def send_files(self) -> None:
         """Send files until one that cannot be stored; it waits, and those after it.
@@ -265,23 +246,29 @@ class Tracker:
         Raises:
             Exception: any error of MLflow's, or of the store of its files.
         """
-        while (writer := self._writer) and (records := self.log.read(self._sent.files)):
-            events = [one for one, _ in records if one["kind"] == "event"]
-            for record, end in records:
+        while (writer := self._writer) and not self._ends:
+            if not (found := self.log.read(self._sent.files)):
+                break
+            events = [one for one, _ in found if one["kind"] == "event"]
+            for record, end in found:
                 # The history is written as a whole.
                 if record["kind"] in FILES and (record["kind"] != "event" or record is events[-1]):
                     self._file = file_name(record)
                     self._send_each(writer, [record])
-                if self._ends:  # the next opening's tracker may have sent more
+                    self._mark(writer, files=end)
+                if self._ends:  # the next opening's tracker sends the others
                     return
-                self._mark(writer, files=end)
+            self._mark(writer, files=found[-1][1])
 
-    def _connect(self) -> RunWriter:
+    def _connect(self) -> "RunWriter":
         """The run, found or created; another one than before gets all of the log.
 
         Raises:
             RuntimeError: MLflow does not have the run of the sweep or study that it is part of.
         """
+        # Here, in a thread: importing MLflow takes seconds.
+        from vit_ray.tracking.mlflow_run import RunWriter
+
         *_, start = self.log.records("start")
         # A tracker that ended before a slow MLflow answered may still be creating the run.
         with _finding:
@@ -289,32 +276,31 @@ class Tracker:
             known = sent.run_id or start["run_id"]
             writer = RunWriter(self._uri, self.log, known, needs_parent=not self._is_replay)
             if self._is_replay:  # what another store has is noted nowhere
-                self._marks, sent = sent.run_id in (None, writer.run_id), Sent()
+                self._notes_sent, sent = sent.run_id in (None, writer.run_id), Sent()
             elif sent.run_id not in (None, writer.run_id):
                 logger.warning(
                     "MLflow at %s does not have run %s, or has it for another folder: all of %s "
                     "is sent to run %s",
-                    safe_uri(self._uri),
-                    sent.run_id,
-                    self.log.path,
-                    writer.run_id,
-                )
+                    safe_uri(self._uri), sent.run_id, self.log.path, writer.run_id,
+                )  # fmt: skip
                 sent = Sent()
             with self._lock:
                 self._sent, self._writer = sent, writer
             self._mark(writer, run_id=writer.run_id)
         return writer
 
-    def _mark(self, writer: RunWriter, **changes: Any) -> None:
-        """Note what this writer has sent, unless another one has taken its place."""
+    def _mark(self, writer: "RunWriter", **changes: Any) -> None:
+        """Note what this writer has sent, unless another one has taken its place: of this tracker,
+        or of the next opening's.
+        """
         with self._lock:
-            if writer is not self._writer:
+            if self._ends or writer is not self._writer:
                 return
             self._sent = self._sent._replace(**changes)
-            if self._marks:
+            if self._notes_sent:
                 self.log.mark_sent(self._sent)
 
-    def _send_each(self, writer: RunWriter, records: list[Record]) -> None:
+    def _send_each(self, writer: "RunWriter", records: list[Record]) -> None:
         """Send a batch; if MLflow refuses it, each record by itself: a bad one loses only itself.
 
         Raises:
@@ -323,24 +309,24 @@ class Tracker:
         try:
             self.num_points += writer.send(records) if records else 0
         except Exception as error:
-            if isinstance(error, MlflowException) and writer.is_deleted():
+            code = getattr(error, "error_code", None)  # of MLflow's own errors
+            if code and writer.is_deleted():
                 with self._lock:
                     self._writer = None  # to be found or created again
                 raise
-            is_refused = getattr(error, "error_code", "") in _REJECTIONS
-            if not (is_refused or isinstance(error, _FINAL)):
+            if code not in _REJECTIONS and not isinstance(error, FileNotFoundError):
                 raise
             for record in records if len(records) > 1 else ():
                 self._send_each(writer, [record])
             if len(records) == 1:
                 what = file_name(records[0]) if records[0]["kind"] in FILES else records[0]["kind"]
                 self._note(f"run {self.run_id}: MLflow refuses {what}", error, not self.refused)
-                self.refused.append(f"{what}: {self._last_error}")
+                self.refused.append(f"{what}: {self._error}")
 
     def _note(self, text: str, error: Exception, is_new: bool) -> None:
-        self._last_error = redact_uri(str(error) or repr(error), self._uri).partition("\n")[0]
+        self._error = redact_uri(str(error) or repr(error), self._uri).partition("\n")[0]
         if is_new:
-            logger.warning("%s (%s)", text, self._last_error)
+            logger.warning("%s (%s)", text, self._error)
 
 
 def next_batch(log: MetricsLog, offset: int) -> tuple[list[Record], int]:
@@ -350,13 +336,13 @@ def next_batch(log: MetricsLog, offset: int) -> tuple[list[Record], int]:
     batch: list[Record] = []
     start, num_points = offset, 0
     for record, end in log.read(offset):
+        if record["kind"] in ("start", "tag", "finish"):
+            return (batch, offset) if offset > start else ([record], end)
         if record["kind"] == "metrics":
             num_points += len(record["values"])
             if batch and num_points > MAX_METRICS:
                 break
             batch.append(record)
-        elif record["kind"] in ("start", "tag", "finish"):
-            return (batch, offset) if offset > start else ([record], end)
         offset = end
     return batch, offset
 
@@ -368,35 +354,11 @@ def file_name(record: Record) -> str:
     return str(record["path"] if record["kind"] == "artifact" else record["name"])
 
 
-def log_models(uri: str, models: Sequence[Model]) -> list[str]:
-    """Log models in a process of their own: MLflow's part for models imports pandas and SciPy.
-
-    Returns:
-        Why each of them is not logged; empty if it is.
-    """
-    if not models:
-        return []
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "vit_ray.tracking.mlflow_model"],
-            input=json.dumps([uri, list(models)]),
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=MODELS_S,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        return [repr(error)] * len(models)
-    return [redact_uri(one, uri) for one in json.loads(done.stdout.splitlines()[-1])]
-
-
 class Replayed(NamedTuple):
-    """The result of a replay."""
+    """The result of a replay: new points, and what was not sent, each with the reason."""
 
     num_points: int
-    """New ones."""
     refused: list[str]
-    """What was not sent, each with the reason."""
 
 
 def replay(log_path: Path, uri: str) -> Replayed:
@@ -423,7 +385,7 @@ def replay(log_path: Path, uri: str) -> Replayed:
         tracker.send_files()
     except Exception as error:
         logger.warning("%s", unusable(uri, error))
-    models = tracker.models()
+    models = [(tracker.run_id, record) for record in log.records("model")]
     found = zip(models, log_models(absolute_uri(uri), models), strict=True)
     lost = [f"{file_name(record)}: {problem}" for (_, record), problem in found if problem]
     return Replayed(tracker.num_points, [*tracker.refused, *tracker.missing_files(), *lost])

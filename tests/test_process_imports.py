@@ -34,8 +34,7 @@ KINDS = {
         RAY_DATA | {"ray.train", "torch", "deepspeed"},
     ),
     "the host of the recorders": (
-        "import vit_ray.tracking.recorder, vit_ray.tracking.system_metrics; "
-        "import vit_ray.tracking.tracker",
+        "import vit_ray.tracking.recorder, vit_ray.tracking.mlflow_run",
         {"ray", "mlflow", "pyarrow", "fastapi"},
     ),
     "a node that is asked for files": ("import vit_ray.launch.cluster.node_files", {"ray"}),
@@ -45,7 +44,10 @@ KINDS = {
         "import vit_ray.worker.entry, vit_ray.worker.job, vit_ray.worker.process_group",
         RAY_DATA | {"ray.train", "ray.train.torch", "torch"},
     ),
-    "a trial's process": ("import ray.tune", RAY_DATA | {"ray.train", "ray.tune", "rich"}),
+    "a trial's process": (
+        "import vit_ray.experiments.sweep, vit_ray.experiments.study, vit_ray.experiments.vtab",
+        RAY_DATA | {"cv2", "ray.train", "ray.tune", "rich"},
+    ),
 }
 
 

@@ -39,7 +39,6 @@ class EventKind(StrEnum):
     STORAGE_SLOW = "storage slow"
     TASK_FAILED = "failed task"
     TRIAL_DIVERGED = "trial diverged"
-    TRIAL_STOPPED = "trial stopped early"
     UNKNOWN = "unknown"
     """Reads a value that another version may have written."""
     WEIGHTS = "weights"

@@ -13,8 +13,7 @@ from typing import Any
 from vit_ray.commands.report import report
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.recorded_recipe import used_sections
-from vit_ray.experiments.search_space import RATE
-from vit_ray.experiments.sweep_trials import trial_recipe
+from vit_ray.experiments.search_space import RATE, trial_recipe
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.run_metadata import (
     data_inputs,

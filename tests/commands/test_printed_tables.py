@@ -13,8 +13,7 @@ from vit_ray.commands.printed_tables import (
     print_sweep,
 )
 from vit_ray.experiments.search_space import RATE
-from vit_ray.experiments.sweep import SweepResult
-from vit_ray.experiments.sweep_trials import Row
+from vit_ray.experiments.sweep import Row, SweepResult
 from vit_ray.experiments.trials import Outcome
 from vit_ray.launch.run import RunResult
 from vit_ray.outcomes import TrialState

@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 import sqlite3
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -14,9 +15,10 @@ from mlflow.tracking import MlflowClient
 
 from tests.tracking.stored_runs import store_run
 from vit_ray.commands import report as command
-from vit_ray.commands.report import report, report_page
+from vit_ray.commands.report import are_own_files, report, report_page
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.experiments.write_page import are_own_files, page_of
+from vit_ray.experiments import write_page
+from vit_ray.experiments.parent_run import page_of
 from vit_ray.tracking.mlflow_client import experiment_id, open_client
 
 
@@ -194,14 +196,19 @@ def test_the_database_of_another_program_gets_no_table(recipe, tmp_path):
     assert file.read_bytes() == before
 
 
-def test_a_long_job_does_not_fail_because_its_page_cannot_be_made(recipe, caplog):
+def test_a_long_job_does_not_fail_because_its_page_cannot_be_made(recipe, caplog, monkeypatch):
     record = SimpleNamespace(flush=lambda timeout_s: True)
     away = recipe.with_changes(tracking={"uri": "http://user:hunter2@127.0.0.1:9"})
-    open_client(away.tracking.uri)  # as the job has done: calls fail fast
-    assert page_of(away, "0" * 32, record) is None
+    parent = SimpleNamespace(recipe=away, run=SimpleNamespace(record=record), run_id="0" * 32)
+    assert page_of(parent) is None
     assert "`vit-ray report` can write it" in caplog.text
     assert "hunter2" not in caplog.text
-    assert page_of(away, None, record) is None
+    parent.run_id = None
+    assert page_of(parent) is None
+    parent.run_id = "0" * 32
+    monkeypatch.setitem(sys.modules, write_page.__name__, None)  # a library of it is broken
+    assert page_of(parent) is None
+    assert "import of vit_ray.experiments.write_page halted" in caplog.text
 
 
 def test_an_experiment_without_runs_is_a_page_that_says_so_and_an_exit_code(recipe, capsys):

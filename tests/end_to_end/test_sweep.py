@@ -15,9 +15,8 @@ from tests.end_to_end.runs import Finished, runs_of
 from tests.recipes import small_recipe
 from vit_ray.checkpoints.checkpoint import open_checkpoint
 from vit_ray.config.recorded_recipe import tags_of
-from vit_ray.experiments.search_space import RATE
+from vit_ray.experiments.search_space import RATE, final_recipe, trial_recipe
 from vit_ray.experiments.sweep import run_sweep
-from vit_ray.experiments.sweep_trials import final_recipe, trial_recipe
 from vit_ray.experiments.trials import METRIC, STEP, Trial
 from vit_ray.storage import locate
 

@@ -43,29 +43,6 @@ def test_the_grid_is_models_by_shares_by_lengths_with_names_that_say_so():
     ]
 
 
-def test_a_cell_differs_from_the_study_only_in_what_the_grid_varies():
-    whole = study_recipe("/x", [study_row("a", rate=3e-4)])
-    (cell,) = study_cells(whole)
-    before, now = whole.flat(), cell.recipe.flat()
-    changed = {key for key in now if now[key] != before.get(key)}
-    assert changed <= {"name", "study", "optim.learning_rate", "optim.epochs"} | {
-        key for key in now if key.startswith("model.")
-    }
-    assert (now["optim.learning_rate"], now["optim.epochs"]) == ("0.0003", "1.0")
-    assert now["model.width"] == "16"
-
-
-def test_a_model_without_its_own_rate_takes_the_recipes():
-    assert [cell.recipe.optim.learning_rate for cell in _cells()] == [1e-3, 3e-4]
-
-
-def test_cells_that_would_share_a_name_are_refused():
-    with pytest.raises(ValueError, match="two cells have the name 'grid-a-b-data1-epochs1'"):
-        _cells(models=[study_row("a/b"), study_row("a-b")])
-    with pytest.raises(ValueError, match="list fractions and lengths that differ more"):
-        _cells(epochs=[1.0, 1.0000001])
-
-
 def test_a_recipe_without_a_study_says_what_to_give():
     tree = study_tree("/x", [study_row("a")]) | {"study": None}
     with pytest.raises(ValueError, match=r"study is not set; give study\.models"):

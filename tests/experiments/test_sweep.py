@@ -3,6 +3,8 @@
 import contextlib
 import importlib.util
 import math
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +18,27 @@ from vit_ray.commands.printed_tables import print_sweep
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.experiments import sweep
-from vit_ray.experiments.parent_run import OpenParent
-from vit_ray.experiments.search_space import RATE, points_of, short_name
+from vit_ray.experiments.search_space import (
+    RATE,
+    final_recipe,
+    points_of,
+    rung_steps,
+    short_name,
+    trial_recipe,
+)
 from vit_ray.experiments.sweep import (
+    Row,
     SweepPlan,
     SweepResult,
-    Tuning,
     best_row,
     searcher,
     sweep_metrics,
-    sweep_sentence,
+    tune_finals,
+    tune_trials,
 )
-from vit_ray.experiments.sweep_trials import Row, final_recipe, rung_steps, trial_recipe
-from vit_ray.experiments.trials import Outcome, num_fitting
+from vit_ray.experiments.trials import OpenParent, Outcome, num_fitting
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.run import RunResult
-from vit_ray.launch.run_metadata import NOTE
 from vit_ray.launch.workers import RunDivergedError, RunFailedError
 from vit_ray.outcomes import TrialState
 
@@ -70,8 +77,8 @@ def no_data_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def swept(plan: SweepPlan, parent: OpenParent) -> SweepResult:
     """By trials of Ray Tune."""
-    tuning = Tuning(plan, parent)
-    return sweep.sweep(plan, parent, tuning.trials, tuning.finals)
+    trials, finals = partial(tune_trials, plan, parent), partial(tune_finals, plan, parent)
+    return sweep.sweep(plan, parent, trials, finals)
 
 
 @pytest.mark.parametrize(("averaging", "best"), [(0.0, 0.1), (0.9999, 0.2)])
@@ -88,10 +95,14 @@ def test_the_averaged_accuracy_decides_where_weights_are_averaged(
     assert found.best == {RATE: best}
     assert [row.outcome.top1 for row in found.rows] == ([0.1, 0.2] if averaging else [0.9, 0.8])
     assert found.test_top1 == [best if averaging else 1 - best] * 2
-    notes = [call[2] for call in calls.made if call[:2] == ("tag", NOTE)]
-    assert "Sweep of 2 values of optim.learning_rate" in notes[-1]
     accuracy = "eval/averaged_top1" if averaging else "eval/top1"
     assert calls.last("results")[1][accuracy] == found.mean
+    key, text = calls.last("tag")  # whether MLflow answers or not
+    assert key == "mlflow.note.content"
+    assert text.startswith(
+        f"Of 2 trials, learning_rate={best} won (dev {0.2 if averaging else 0.9:.2%}); test "
+        f"{found.mean:.2%} (mean of 2 seeds)\n\n"
+    )
 
 
 def test_a_sweep_in_a_cells_trial_is_that_of_ray_tune(
@@ -225,20 +236,6 @@ def test_as_many_run_in_parallel_as_fit_whichever_they_are(
     assert num_fitting([small, *[one] * 9, small], shape) == count
 
 
-def test_the_sweeps_description_says_what_was_tried_what_won_and_its_accuracies() -> None:
-    rows = [Row({RATE: 0.1}, finished(0.8)), Row({RATE: 0.2}, finished(0.6)), FAILED]
-    finals = [finished(top1) for top1 in (0.75, 0.77)]
-    sentence = "Sweep of 3 values of optim.learning_rate; 0.1 won (dev 80.00%); test "
-    best = {RATE: 0.1}
-    assert sweep_sentence(SweepResult(rows, best, finals)) == f"{sentence}76.00% (mean of 2 seeds)"
-    assert sweep_sentence(SweepResult(rows, best, finals[:1])) == f"{sentence}75.00%"
-    two = {RATE: 0.1, "model.dropout": 0.0}
-    assert sweep_sentence(SweepResult([Row(two, finished(0.8))], two, finals[:1])) == (
-        "Sweep of 1 point of optim.learning_rate, model.dropout; learning_rate=0.1, dropout=0 won "
-        "(dev 80.00%); test 75.00%"
-    )
-
-
 def test_the_table_has_every_trial_and_the_record_the_selection(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,20 +266,25 @@ def test_paths_of_a_point_are_whole_since_a_trial_runs_in_a_folder_of_its_own(
 
 
 @pytest.mark.parametrize("has_begun", [True, False])
-def test_a_sweep_that_has_begun_continues_under_its_own_run(
+def test_a_sweep_that_has_begun_continues_under_its_own_run_and_says_so(
     has_begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class OpenedError(Exception):
-        pass
-
-    def opened(*_: Any, varied: list[str], continues: bool, **__: Any) -> None:
-        assert varied == [RATE]  # or its run would show a rate that no trial had
-        raise OpenedError(continues)
-
     plan = plan_of(tmp_path)
+    plan = replace(plan, recipe=plan.recipe.with_changes(sweep={"scheduler": "asha"}))
     if has_begun:
         (tmp_path / plan.trials[0].name / "step-00000001").mkdir(parents=True)
+    parent, calls = parent_of(plan.recipe)
+
+    def opened(*_: Any, varied: list[str], continues: bool, **__: Any) -> Any:
+        assert varied == [RATE]  # or its run would show a rate that no trial had
+        assert continues is has_begun
+        return contextlib.nullcontext(parent)
+
+    in_process(monkeypatch, rate_is_accuracy)
     monkeypatch.setattr(sweep, "plan_sweep", lambda _: plan)
     monkeypatch.setattr(sweep, "open_parent", opened)
-    with pytest.raises(OpenedError, match=f"^{has_begun}$"):
-        sweep.run_sweep(plan.recipe)
+    monkeypatch.setattr(sweep, "page_of", lambda _: None)
+    found = sweep.run_sweep(plan.recipe)
+    assert found is not None
+    assert found.best == {RATE: 0.1}
+    assert (sweep.RESTARTED in calls.last("tag")[1]) is has_begun

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,10 +25,11 @@ from s3fs import S3FileSystem
 
 from tests.conftest import Digits, Head
 from tests.data.s3_server import serve_s3, this_process_uses
-from tests.recipes import small_recipe
+from tests.experiments.trials_here import parent_of
+from tests.recipes import recipe_with, small_recipe
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.experiments import trials
-from vit_ray.experiments.parent_run import OpenParent, open_parent
+from vit_ray.experiments.parent_run import open_parent
 from vit_ray.experiments.search_space import tune_space
 from vit_ray.experiments.sweep import searcher
 from vit_ray.experiments.trials import (
@@ -35,9 +37,9 @@ from vit_ray.experiments.trials import (
     STEP,
     Context,
     Ended,
+    OpenParent,
     Outcome,
     Trial,
-    result_of,
     run_trials,
 )
 from vit_ray.launch.inputs.streams import resolve_run
@@ -63,22 +65,22 @@ def training(folder: Path, pause_s: float, config: dict[str, Any], context: Cont
         if step < STEPS:
             context.report(step, config["rate"])
     saved.write_text(str(step))
-    return result_of(Outcome(TrialState.FINISHED, config["rate"], step))
+    return asdict(Outcome(TrialState.FINISHED, config["rate"], step))
 
 
 def failing(folder: Path, config: dict[str, Any], context: Context) -> Any:
     """One diverges, one fails, the process of one dies once, and that of one each time."""
     match config["rate"]:
         case 0.1:
-            return result_of(Outcome(TrialState.DIVERGED, error="not finite"))
+            return asdict(Outcome(TrialState.DIVERGED, error="not finite"))
         case 0.2:
-            return result_of(Outcome(TrialState.FAILED, error="no memory"))
+            return asdict(Outcome(TrialState.FAILED, error="no memory"))
         case 0.3 if not (folder / "died").exists():
             (folder / "died").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         case 0.4:
             os.kill(os.getpid(), signal.SIGKILL)
-    return result_of(Outcome(TrialState.FINISHED, config["rate"], STEPS))
+    return asdict(Outcome(TrialState.FINISHED, config["rate"], STEPS))
 
 
 @pytest.fixture
@@ -88,10 +90,9 @@ def parent(ray_cluster: Head, digits: Digits, tmp_path: Path) -> Iterator[OpenPa
         yield opened
 
 
-def run(parent: OpenParent, work: Any, folder: Path, **how: Any) -> Ended:
+def run(parent: OpenParent, work: Any, **how: Any) -> Ended:
     space = {"rate": tune.grid_search(RATES)}
-    given = {"space": space, "max_concurrent": 2, "is_private": False, **how}
-    return run_trials(work, parent.run, folder=f"{folder}/tune/trials", **given)
+    return run_trials(work, parent, "trials", [], **{"space": space, "max_concurrent": 2, **how})
 
 
 def kept_places() -> set[str]:
@@ -121,19 +122,19 @@ def starts(folder: Path) -> list[tuple[float, int]]:
 def test_tunes_own_analysis_names_the_rate_that_won_and_a_second_run_trains_nothing(
     parent: OpenParent, tmp_path: Path
 ) -> None:
-    ended = run(parent, partial(training, tmp_path, 0.0), tmp_path)
+    ended = run(parent, partial(training, tmp_path, 0.0))
     assert {rate: one.top1 for rate, one in ended.by("rate").items()} == {r: r for r in RATES}
     known = tune.ExperimentAnalysis(
-        f"{tmp_path}/tune/trials", default_metric=METRIC, default_mode="max"
+        f"{parent.recipe.output}/tune/parent-trials", default_metric=METRIC, default_mode="max"
     )
     assert known.best_config == {"rate": 0.4}
-    grid = tune.Tuner.restore(f"{tmp_path}/tune/trials", Trial).get_results()
+    grid = tune.Tuner.restore(f"{parent.recipe.output}/tune/parent-trials", Trial).get_results()
     assert grid.get_best_result(METRIC, "max").config == {"rate": 0.4}
     curves = known.trial_dataframes.values()
     assert all(list(curve[STEP]) == list(range(1, STEPS + 1)) for curve in curves)
     # A rate that is added to a finished sweep is the only one that is trained.
     more = {"rate": tune.grid_search([*RATES, 0.5])}
-    ended = run(parent, partial(training, tmp_path, 0.0), tmp_path, space=more)
+    ended = run(parent, partial(training, tmp_path, 0.0), space=more)
     assert len(ended.results) == 5
     assert [one for one in starts(tmp_path)[len(RATES) :] if one[1] < STEPS] == [(0.5, 0)]
 
@@ -143,7 +144,7 @@ def test_asha_stops_a_trial_with_a_checkpoint(parent: OpenParent, tmp_path: Path
         time_attr=STEP, max_t=STEPS, grace_period=2, reduction_factor=4, stop_last_trials=False
     )
     work = partial(training, tmp_path, 0.1)
-    ended = run(parent, work, tmp_path, scheduler=scheduler, max_concurrent=1)
+    ended = run(parent, work, scheduler=scheduler, max_concurrent=1)
     found = ended.by("rate")
     assert [found[rate].state for rate in RATES] == [
         TrialState.FINISHED, *[TrialState.STOPPED_EARLY] * 3
@@ -156,7 +157,7 @@ def test_asha_stops_a_trial_with_a_checkpoint(parent: OpenParent, tmp_path: Path
 def test_a_diverged_a_failed_and_a_killed_trial_end_no_other(
     parent: OpenParent, tmp_path: Path
 ) -> None:
-    ended = run(parent, partial(failing, tmp_path), tmp_path)
+    ended = run(parent, partial(failing, tmp_path))
     found = ended.by("rate")
     assert {rate: one.state for rate, one in found.items()} == {
         0.1: TrialState.DIVERGED, 0.2: TrialState.FAILED, 0.3: TrialState.FINISHED
@@ -179,7 +180,7 @@ def test_a_signal_saves_every_running_trial_and_the_same_command_continues(
 
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(RunStoppedError):
-        run(parent, partial(training, tmp_path, 0.5), tmp_path)
+        run(parent, partial(training, tmp_path, 0.5))
     saved = {float(path.name): int(path.read_text()) for path in tmp_path.glob("0.*")}
     assert set(saved) == set(RATES[:2])
 
@@ -187,7 +188,7 @@ def test_a_signal_saves_every_running_trial_and_the_same_command_continues(
 def continued(parent: OpenParent, folder: Path, has_memory: bool) -> list[tuple[float, int]]:
     """Trainings that another driver starts after one that was interrupted."""
     before = len(starts(folder))
-    run(parent, partial(training, folder, 0.0), folder, has_memory=has_memory)
+    run(parent, partial(training, folder, 0.0), has_memory=has_memory)
     return starts(folder)[before:]
 
 
@@ -208,7 +209,7 @@ def test_another_driver_takes_up_what_an_interrupted_one_has_left(
     def interrupted() -> None:
         with opened() as first:
             threading.Thread(target=interrupt, daemon=True).start()
-            run(first, partial(training, tmp_path, 0.3), tmp_path)
+            run(first, partial(training, tmp_path, 0.3))
 
     with pytest.raises(RunStoppedError):
         interrupted()
@@ -244,14 +245,14 @@ def test_a_search_of_optuna_continues_with_what_it_has_measured(
         with opened() as first:
             threading.Thread(target=interrupt, daemon=True).start()
             search = searcher(config, [])
-            run(first, partial(training, tmp_path, 0.3), tmp_path, search_alg=search, **how)
+            run(first, partial(training, tmp_path, 0.3), search_alg=search, **how)
 
     with pytest.raises(RunStoppedError):
         interrupted()
     before = starts(tmp_path)
     with opened() as second:
         search = searcher(config, [])
-        ended = run(second, partial(training, tmp_path, 0.0), tmp_path, search_alg=search, **how)
+        ended = run(second, partial(training, tmp_path, 0.0), search_alg=search, **how)
     rates = [one["config"]["rate"] for one in ended.results]
     assert len(set(rates)) == 6
     assert {rate for rate, _ in before} < set(rates)  # the search knows them
@@ -273,9 +274,9 @@ def test_the_files_of_tune_in_a_store_go_by_our_file_system(
     fake = SimpleNamespace(**{**vars(tune), **without_ray, "Tuner": tuner})
     monkeypatch.setattr(trials, "tune", fake)
     (tmp_path / "runs").mkdir()
-    how: Any = {"space": {}, "max_concurrent": 1, "is_private": True}
+    opened, _ = parent_of(recipe_with("sweep", output="s3://runs/all"))
     with serve_s3(tmp_path) as port, this_process_uses(port), pytest.raises(MadeError) as made:
-        run_trials(None, None, folder="s3://runs/sweep/tune", **how)  # type: ignore[arg-type]
+        run_trials(None, opened, "trials", [opened.recipe], space={})  # type: ignore[arg-type]
     (config,) = made.value.args
-    assert (config.storage_path, config.name) == ("runs/sweep", "tune")
+    assert (config.storage_path, config.name) == ("runs/all/tune", "sweep-trials")
     assert isinstance(config.storage_filesystem.handler.fs, S3FileSystem)

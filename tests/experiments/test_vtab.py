@@ -17,10 +17,9 @@ from vit_ray.config import Recipe, load_recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.shards import keys
 from vit_ray.experiments import sweep, vtab
-from vit_ray.experiments.parent_run import OpenParent
+from vit_ray.experiments.trials import OpenParent
 from vit_ray.experiments.vtab import (
     TaskResult,
-    group_means,
     run_vtab,
     task_recipe,
     vtab_metrics,
@@ -30,7 +29,7 @@ from vit_ray.experiments.vtab import (
 from vit_ray.launch.run import RunResult
 from vit_ray.launch.workers import RunFailedError
 from vit_ray.models.weights import save_weights
-from vit_ray.paper import TABLE_9, VTAB_TASKS
+from vit_ray.paper import VTAB_TASKS
 
 # Appendix F of BiT, arXiv:1912.11370.
 NO_FLIPS = {"dspr-ori", "dspr-loc", "snorb-azim"}
@@ -65,17 +64,6 @@ def test_exceptions_of_a_task_change_its_augmentation_and_nothing_else() -> None
     assert first.name == "vtab-1k-caltech101"
 
 
-# Means that the paper prints: Table 9's last column, and the last column of Table 2.
-@pytest.mark.parametrize(
-    ("name", "mean"),
-    [("ViT-H/14 (JFT)", 77.6), ("ViT-L/16 (JFT)", 76.3), ("ViT-L/16 (I21k)", 72.7)],
-)
-def test_the_papers_rows_have_the_papers_means(name: str, mean: float) -> None:
-    groups = ["natural"] * 7 + ["specialized"] * 4 + ["structured"] * 8
-    found = group_means(list(zip(groups, TABLE_9[name], strict=True)))
-    assert found["mean"] == pytest.approx(mean, abs=0.06)
-
-
 def small_vtab(folder: Path, present: tuple[str, ...], images: int = 8) -> Recipe:
     for task in present:
         for part in ("train", "test"):
@@ -104,6 +92,7 @@ class Record:
     calls: Calls
     train: Any
     continues: bool | None = None
+    trainings: tuple[str, ...] = ()
 
 
 def half(recipe: Recipe, **_: Any) -> RunResult:
@@ -120,8 +109,8 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Record:
     in_process(monkeypatch, lambda recipe, **keys: kept.train(recipe, **keys))
 
     @contextmanager
-    def opened(*_: Any, continues: bool, **__: Any) -> Any:
-        kept.continues = continues
+    def opened(*_: Any, continues: bool, trainings: list[Recipe], **__: Any) -> Any:
+        kept.continues, kept.trainings = continues, tuple(one.name for one in trainings)
         yield kept.parent
 
     monkeypatch.setattr(vtab, "open_parent", opened)
@@ -143,31 +132,32 @@ def test_tasks_that_are_absent_or_fail_are_rows_and_leave_their_means_open(
     assert not result.is_complete
     assert not record.parent.run.is_complete
     assert record.calls.last("results")[1] == {
-        "vtab/pets_top1": 0.5,
-        "vtab/eurosat_top1": 0.5,
-        "vtab/specialized_1_of_4_top1": 0.5,
-        "vtab/tasks": 2.0,
-    }
+        "vtab/pets_top1": 0.5, "vtab/eurosat_top1": 0.5, "vtab/tasks": 2.0,
+    }  # fmt: skip
     lines = record.calls.last("text")[1].splitlines()
-    assert len(lines) == 1 + 4 + 4
+    assert len(lines) == 1 + 4
     assert lines[1].startswith("pets,natural,8,50.0,97.2,")
     assert lines[1].endswith(",proxy,")  # of 8 images, not of 1,000
     assert lines[2].endswith(",,absent: no converted data")
-    print_table("VTAB-1k", vtab_table(result.rows, result.is_papers_model))
+    print_table("VTAB-1k", result.table)
     shown = capsys.readouterr().out
     assert "svhn" in shown
     assert "absent" in shown
 
 
 def test_tasks_go_on_under_the_run_that_has_the_finished_ones(
-    tmp_path: Path, record: Record
+    tmp_path: Path, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = small_vtab(tmp_path, ("pets", "eurosat"))
     run_vtab(recipe)
     assert record.continues is False
     (tmp_path / "runs" / "v-pets" / "step-00000002").mkdir(parents=True)
+    checked: list[str] = []
+    monkeypatch.setattr(vtab, "check_weights", lambda one: checked.append(one.recipe.name))
     run_vtab(recipe)
     assert record.continues is True
+    assert record.trainings == ("v-pets", "v-eurosat")
+    assert "v-eurosat" in checked  # which has not begun
 
 
 @pytest.mark.parametrize("error", [ValueError("the data are damaged"), RunFailedError("")])
@@ -186,53 +176,31 @@ def test_a_task_that_cannot_begin_does_not_end_the_others(
     assert result.rows[0].error == f"failed: {str(error) or repr(error)}"
 
 
-def test_means_are_of_all_tasks_of_a_group() -> None:
-    values = [("natural", 0.2), ("natural", 0.4), ("specialized", 0.9), ("structured", None)]
-    found = group_means(values)
-    assert found == {
-        "natural": pytest.approx(0.3), "specialized": 0.9, "structured": None, "mean": None,
-    }  # fmt: skip
-    assert group_means(values[:3])["mean"] == pytest.approx(0.5)
+# Means that the paper prints: Table 9's last column, and the last column of Table 2.
+PAPERS_MEANS = {"ViT-H/14 (JFT)": 77.6, "ViT-L/16 (JFT)": 76.3, "ViT-L/16 (I21k)": 72.7}
 
 
-def means_of(rows: list[TaskResult]) -> dict[str, list[Any]]:
-    """Ours and those of ViT-H/14, by title."""
-    columns = ("ours, top-1 %", "paper: ViT-H/14 (JFT) %")
-    return {
-        str(line["task"]): [in_share(line[name]) for name in columns]
-        for line in vtab_table(rows, True)
-        if str(line["task"]).startswith("mean")
-    }
-
-
-def in_share(percent: Any) -> float | None:
-    return None if percent is None else percent / 100
-
-
-def labels_of(rows: list[TaskResult], is_papers_model: bool = True) -> set[Any]:
-    return {line["label"] for line in vtab_table(rows, is_papers_model)}
-
-
-def test_the_papers_means_are_over_the_tasks_that_ours_are_over() -> None:
+def test_a_mean_is_of_all_its_tasks_and_beside_the_papers() -> None:
     recipe = shipped()
     assert recipe.vtab is not None
-    rows = [TaskResult(task, top1=0.5) for task in recipe.vtab.tasks]
-    whole = means_of(rows)
+    rows = [TaskResult(task, top1=0.5, num_images=1000) for task in recipe.vtab.tasks]
+    table = vtab_table(rows, True)
+    titles = ["mean of natural", "mean of specialized", "mean of structured", "mean"]
+    assert [line["task"] for line in table[len(rows) :]] == titles
+    assert table[-1]["ours, top-1 %"] == 50.0
+    for name, mean in PAPERS_MEANS.items():
+        assert table[-1][f"paper: {name} %"] == pytest.approx(mean, abs=0.06)
     assert vtab_metrics(rows)["vtab/mean_top1"] == 0.5
-    assert vtab_metrics(rows[:2])["vtab/natural_2_of_7_top1"] == 0.5
-    assert labels_of(rows) == {"proxy"}
-    of_vtab = [replace(row, num_images=1000) for row in rows]
-    assert labels_of(of_vtab) == {"data"}
-    assert labels_of(of_vtab, is_papers_model=False) == {"proxy"}  # another model or pre-training
-    assert list(whole) == ["mean of natural", "mean of specialized", "mean of structured", "mean"]
-    assert whole["mean"] == [0.5, pytest.approx(0.776, abs=6e-4)]
-    part = means_of([row for row in rows if row.task.name not in VTAB_TASKS[2:7]])
-    of_two = sum(TABLE_9["ViT-H/14 (JFT)"][:2]) / 200
-    assert part["mean of natural, these tasks only"] == [0.5, pytest.approx(of_two)]
-    assert part["mean of specialized"] == whole["mean of specialized"]
-    assert "mean, these tasks only" in part
-    unknown = replace(rows[0], task=rows[0].task.model_copy(update={"name": "mine"}))
-    assert means_of([unknown, *rows])["mean of natural, these tasks only"] == [0.5, None]
+    assert {line["label"] for line in table} == {"data"}
+    assert {line["label"] for line in vtab_table(rows, False)} == {"proxy"}  # another model
+    small = [replace(row, num_images=8) for row in rows]
+    assert {line["label"] for line in vtab_table(small, True)} == {"proxy"}
+    # Without a task of the natural ones, or with one of the user's own instead.
+    own = replace(rows[0], task=rows[0].task.model_copy(update={"name": "mine"}))
+    for others in (rows[1:], [own, *rows[1:]], [replace(rows[0], top1=None), *rows[1:]]):
+        found = vtab_table(others, True)[len(others) :]
+        assert [line["task"] for line in found] == titles[1:3]
+        assert "vtab/natural_top1" not in vtab_metrics(others)
 
 
 def test_data_of_no_task_is_an_error_that_names_the_first(tmp_path: Path, record: Record) -> None:
@@ -240,7 +208,6 @@ def test_data_of_no_task_is_an_error_that_names_the_first(tmp_path: Path, record
         run_vtab(small_vtab(tmp_path, ()))
     with pytest.raises(ValueError, match="vtab is not set"):
         run_vtab(small_vtab(tmp_path, ()).with_changes(vtab=None))
-    assert vtab_table([], True)
 
 
 def test_each_task_may_choose_its_point_on_a_fifth_of_its_images(
@@ -266,6 +233,8 @@ def test_each_task_may_choose_its_point_on_a_fifth_of_its_images(
         vtab_of(each(recipe).with_changes(sweep=None))
     result = run_vtab(each(recipe))
     assert result is not None
+    names = [f"v-{task}-lr{rate}" for task in ("pets", "svhn") for rate in (0.1, 0.2)]
+    assert record.trainings == tuple(names)  # as the cluster is checked for them
     pets, svhn = result.rows[:2]
     assert (pets.chosen, svhn.chosen) == ("learning_rate=0.2", "learning_rate=0.1")
     assert pets.top1 == pytest.approx(0.705)
@@ -276,24 +245,9 @@ def test_each_task_may_choose_its_point_on_a_fifth_of_its_images(
     counts = [open_dataset(str(one.data.train)).num_images for one in of_pets]
     assert counts == [24, 24, 30, 30]
     assert [len(open_dataset(str(one.data.eval)).classes) for one in of_pets[:2]] == [2, 2]
-    assert vtab_table(result.rows, True)[0]["chosen"] == "learning_rate=0.2"
+    assert result.table[0]["chosen"] == "learning_rate=0.2"
     # Without it, the recipe's own rate is trained with once.
     assert task_recipe(recipe, recipe.vtab.tasks[0]).sweep is None  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize(
-    "search",
-    [
-        {"scheduler": "asha"},
-        {"search": "optuna", "num_trials": 2, "space": {"optim.steps": [1, 2]}},
-    ],
-)
-def test_points_of_a_task_run_in_turn_so_that_nothing_can_search_or_stop_them(
-    tmp_path: Path, record: Record, search: dict[str, Any]
-) -> None:
-    recipe = small_vtab(tmp_path, ("pets",)).with_changes(sweep=search)
-    with pytest.raises(ValueError, match="v-pets: its fine-tunings run one after another"):
-        run_vtab(each(recipe))
 
 
 def test_a_task_with_more_classes_than_its_split_has_images_is_split_800_to_200(
@@ -307,7 +261,7 @@ def test_a_task_with_more_classes_than_its_split_has_images_is_split_800_to_200(
         rows = [(f"{part}{k}", [int(label)]) for k, label in enumerate(labels)]
         write_set(tmp_path / "vtab" / "pets" / part, rows, classes)
     task = each(recipe.with_changes(sweep={"learning_rates": [0.1], "dev_fraction": 0.2}))
-    plan = sweep.plan_sweep(task_recipe(task, vtab_of(recipe).tasks[0]), needs_every_class=False)
+    plan = sweep.plan_sweep(task_recipe(task, vtab_of(recipe).tasks[0]), by_class=False)
     (trial,) = plan.trials
     parts = [open_dataset(str(path)) for path in (trial.data.train, trial.data.eval)]
     assert [part.num_images for part in parts] == [800, 200]

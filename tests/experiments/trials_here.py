@@ -12,8 +12,7 @@ import pytest
 from tests.recipes import recipe_with
 from vit_ray.config import Recipe
 from vit_ray.experiments import study, sweep, trials, vtab
-from vit_ray.experiments.parent_run import OpenParent
-from vit_ray.experiments.trials import Context, Ended, Outcome, Work
+from vit_ray.experiments.trials import Context, Ended, OpenParent, Outcome, Work
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.run import RunResult
 from vit_ray.outcomes import TrialState
@@ -71,12 +70,12 @@ def result_of(recipe: Recipe, steps: int = 1, total_steps: int = 1, **metrics: f
 def in_process(monkeypatch: pytest.MonkeyPatch, train: Callable[..., RunResult]) -> None:
     """Trials run here one after another, with `train(recipe, ...)` in the place of a training."""
 
-    def run_trials(work: Work, parent: Any, *, space: Mapping[str, Any], **_: Any) -> Ended:
+    def run_trials(work: Work, parent: Any, *_: Any, space: Mapping[str, Any], **__: Any) -> Ended:
         listed = [values["grid_search"] for values in space.values()]
         results = []
         for values in itertools.product(*listed):
             config = dict(zip(space, values, strict=True))
-            context = Context(parent, threading.Event())
+            context = Context(parent.run, threading.Event())
             results.append({**work(config, context), "config": config, "done": True})
         return Ended(results, Outcome(TrialState.FAILED, math.nan, error="lost"))
 

@@ -36,9 +36,8 @@ from tests.recipes import small_recipe
 from vit_ray.checkpoints.checkpoint import folder_name
 from vit_ray.config import Recipe
 from vit_ray.config.recorded_recipe import tags_of
-from vit_ray.experiments.search_space import RATE
+from vit_ray.experiments.search_space import RATE, trial_recipe
 from vit_ray.experiments.study_cells import study_cells
-from vit_ray.experiments.sweep_trials import trial_recipe
 from vit_ray.launch.run import train
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate

@@ -26,8 +26,7 @@ from tests.end_to_end.runs import Driver, runs_of, same_weights, weights_of, wri
 from tests.faults.runs import actors_of, wait_until_nothing_is_left
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
-from vit_ray.experiments.search_space import RATE
-from vit_ray.experiments.sweep_trials import final_recipe, trial_recipe
+from vit_ray.experiments.search_space import RATE, final_recipe, trial_recipe
 
 RATES = (0.003, 0.03, 0.01, 0.1, 0.0001)
 STOPPED = 3

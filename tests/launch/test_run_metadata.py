@@ -15,8 +15,7 @@ from tests.launch.resolved import resolved_run
 from vit_ray.config import load_recipe
 from vit_ray.config.recorded_recipe import recorded_before, stored_tag, tags_of
 from vit_ray.config.resume_compatibility import incompatible_changes
-from vit_ray.experiments.search_space import RATE
-from vit_ray.experiments.sweep_trials import final_recipe, trial_recipe
+from vit_ray.experiments.search_space import RATE, final_recipe, trial_recipe
 from vit_ray.launch import run_metadata
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.run_metadata import (

@@ -4,7 +4,7 @@ from vit_ray.commands.printed_tables import print_link, print_study, print_sweep
 from vit_ray.config import Recipe
 from vit_ray.experiments.study import run_study
 from vit_ray.experiments.sweep import run_sweep
-from vit_ray.experiments.vtab import run_vtab, vtab_table
+from vit_ray.experiments.vtab import run_vtab
 from vit_ray.paper import SOURCE
 
 
@@ -22,7 +22,7 @@ def vtab(recipe: Recipe) -> int:
         )
         return 3
     title = f"VTAB-1k; the paper's columns are {SOURCE}, Table 9"
-    print_table(title, vtab_table(result.rows, result.is_papers_model))
+    print_table(title, result.table)
     print_link(result.hint, result.parent_run_id)
     return 0 if result.is_complete else 1
 

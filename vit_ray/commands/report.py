@@ -1,12 +1,14 @@
 """The report command: one page of a run, or of an experiment, from MLflow alone."""
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
-from vit_ray.addresses import local_folder
+from vit_ray.addresses import local_folder, sqlite_file
 from vit_ray.config import Recipe
 from vit_ray.config.recorded_recipe import PARENT_TAG, RUN_FOLDER
 from vit_ray.config.secrets import redact
-from vit_ray.experiments.write_page import are_own_files, keep_page, write_page
+from vit_ray.experiments.write_page import keep_page, write_page
 from vit_ray.report.page import Written
 from vit_ray.tracking.mlflow_api import MlflowClient
 from vit_ray.tracking.mlflow_client import asking, found_runs
@@ -61,6 +63,22 @@ def _newest_run(client: MlflowClient, recipe: Recipe) -> str | None:
     roots = [run for run in named if PARENT_TAG not in run.data.tags]
     # The folder may have another path here, or have moved since.
     return next((str(run.info.run_id) for run in here or roots or named), None)
+
+
+def are_own_files(uri: str, artifact_uri: str) -> bool:
+    """Whether a run's files may be written: those of a server, or below `mlruns` next to the SQLite
+    file. Others, also on S3, may be those of another store, of which this one is a copy.
+
+    The store, its folder and `mlruns` may be symbolic links. A copy in the folder of its original
+    shares the files.
+    """
+    store, folder = sqlite_file(uri), local_folder(artifact_uri)
+    if store is None or folder is None:
+        return store is None
+    typed = Path(os.path.abspath(store)).parent
+    homes = {one / "mlruns" for one in (typed, typed.resolve(), store.resolve().parent)}
+    addresses = Path(os.path.abspath(folder)), folder.resolve()
+    return any(address.is_relative_to(home) for address in addresses for home in homes)
 
 
 def report_page(recipe: Recipe) -> int:

@@ -158,7 +158,7 @@ class SweepConfig(Section):
     """Seed of the dev split and of the random points."""
     dev_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.02
     """Share of each class of the training set used as dev split: ImageNet 0.01, CIFAR 0.02, Pets
-    0.1."""
+    0.1; for a task of VTAB, share of all of its images, regardless of classes."""
     seeds: Positive = 3
     """Runs on the full training set with the selected point; mean and deviation are reported."""
     scheduler: Literal["none", "asha"] = "none"

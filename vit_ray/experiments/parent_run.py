@@ -1,13 +1,14 @@
 """The record of a study or a sweep; its trainings are child runs."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 from vit_ray.config import Recipe
 from vit_ray.config.validation import errors_of
-from vit_ray.experiments.trials import EndOnRequest
+from vit_ray.experiments.trials import EndOnRequest, OpenParent
 from vit_ray.launch.cluster.cluster_checks import check_cluster
 from vit_ray.launch.cluster.connection import ClusterShape, connect
 from vit_ray.launch.inputs.shared_files import check_shared, paths_of
@@ -18,20 +19,15 @@ from vit_ray.launch.run_lock import lock_run
 from vit_ray.launch.stopping import stopping_on_signals
 from vit_ray.ray_internals import start_data_actors
 from vit_ray.storage import locate
+from vit_ray.tracking.safe_address import redact_uri
 
+if TYPE_CHECKING:
+    from vit_ray.report.page import Written
 
-@dataclass(frozen=True)
-class OpenParent:
-    """An open parent run."""
+FLUSH_S: Final = 20.0
+"""Longest wait until MLflow has the metrics that the page shows."""
 
-    recipe: Recipe
-    run: OpenRun
-    cluster: ClusterShape
-
-    @property
-    def run_id(self) -> str | None:
-        """Run id in MLflow; None while its server does not answer."""
-        return self.run.record.run_id()
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -87,6 +83,29 @@ def open_parent(
         contextlib.nullcontext() if under else stopping_on_signals(_stop_of(run)),
     ):
         yield OpenParent(recipe, run, cluster)
+
+
+def page_of(parent: OpenParent) -> "Written | None":
+    """Write the page at the end of a long job, and keep it with the parent run; None while MLflow
+    is away: the job must not fail because of it, nor because of what draws the page.
+    """
+    recipe = parent.recipe
+    try:
+        if (run_id := parent.run_id) is None:
+            return None
+        # Here: the processes of trials import this module, and need neither MLflow nor charts.
+        from vit_ray.experiments.write_page import keep_page, write_page
+        from vit_ray.tracking.mlflow_client import asking
+
+        parent.run.record.flush(FLUSH_S)
+        with asking(recipe.tracking.uri) as client:
+            written = write_page(recipe, run_id)
+            keep_page(client, run_id, written)
+        return written
+    except Exception as error:
+        reason = redact_uri(str(error), recipe.tracking.uri).partition("\n")[0]
+        logger.warning("no report of %s: %s; `vit-ray report` can write it", recipe.name, reason)
+        return None
 
 
 def _stop_of(run: OpenRun) -> Callable[[str], None]:

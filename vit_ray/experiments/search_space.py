@@ -1,9 +1,10 @@
-"""What a sweep tries: points with values for some keys, as Ray Tune draws them."""
+"""What a sweep tries: points with values for some keys, as Tune draws them, and their recipes."""
 
 import hashlib
 import importlib.util
 import itertools
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from ray import tune
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.config.validation import errors_of, value_text
+from vit_ray.config.validation import errors_of, require, value_text
 from vit_ray.launch.model_checks import check_model
 
 Point = Mapping[str, Any]
@@ -32,6 +33,20 @@ _DRAWS: Final = 100
 """Draws for each trial, before a space has too few different points."""
 MOST_NAME_CHARS: Final = 200
 """Of the name of a trial, which is that of a folder: file systems take 255 bytes."""
+REDUCTION: Final = 4
+"""ASHA: factor between the steps of successive rungs; one in this many trials continues."""
+
+
+def sweep_of(recipe: Recipe) -> SweepConfig:
+    """The recipe's sweep section.
+
+    Raises:
+        ValueError: there is no such section, or nothing to test on.
+    """
+    rates = "sweep.learning_rates, such as [0.003, 0.01, 0.03]"
+    sweep = require(recipe.sweep, "sweep", rates)
+    require(recipe.data.eval, "data.eval", "the test set for the selected learning rate")
+    return sweep
 
 
 def space_of(config: SweepConfig) -> dict[str, Any]:
@@ -150,11 +165,53 @@ def with_point(recipe: Recipe, point: Point, where: str = "", **changes: Any) ->
         *sections, last = key.split(".")
         node = tree
         for section in sections:
-            below = node.setdefault(section, {})
-            node = below if isinstance(below, dict) else node.update({section: {}}) or node[section]
+            if not isinstance(node.get(section), dict):
+                node[section] = {}
+            node = node[section]
         is_section = not sections and isinstance(value, dict) and isinstance(node.get(last), dict)
         node[last] = {**node[last], **value} if is_section else value
     return recipe_from_dict(tree, where or f"sweep.space: {point_text(point)}")
+
+
+def trial_recipe(recipe: Recipe, point: Point, split: tuple[str, str] | None = None) -> Recipe:
+    """Fine-tune at one point on the training set without the dev split, and evaluate on that split.
+
+    Args:
+        split: addresses of the training set without the dev split, and of the split; None for row
+            groups of `data.train`, regardless of classes.
+    """
+    data: dict[str, Any] = {"eval": None, "held_out_fraction": sweep_of(recipe).dev_fraction}
+    if split is not None:
+        data = {"train": split[0], "eval": split[1], "held_out_fraction": 0.0}
+    name = short_name(f"{recipe.name}-{point_name(point)}")
+    return with_point(recipe, point, name=name, data=data, sweep=None).with_absolute_paths()
+
+
+def final_recipe(recipe: Recipe, point: Point, seed: int) -> Recipe:
+    """Fine-tune at the selected point on the whole training set, and evaluate on the test set."""
+    name = short_name(f"{recipe.name}-final-{point_name(point)}-seed{seed}")
+    return with_point(recipe, point, name=name, seed=seed, sweep=None).with_absolute_paths()
+
+
+def rung_steps(config: SweepConfig, max_steps: int) -> tuple[int, ...]:
+    """Steps before the end of the longest trial at which ASHA compares trials.
+
+    The first is that of the recipe, or lies two reductions before the longest trial's end.
+
+    Raises:
+        ValueError: the first is not before the end.
+    """
+    if config.scheduler != "asha":
+        return ()
+    rungs = [config.grace_steps or max(1, math.ceil(max_steps / REDUCTION**2))]
+    if rungs[0] >= max_steps:
+        raise ValueError(
+            f"sweep.grace_steps={rungs[0]} must be smaller than the trial length ({max_steps} "
+            "steps), or no trial would be stopped; use less, or sweep.scheduler=none"
+        )
+    while rungs[-1] * REDUCTION < max_steps:
+        rungs.append(rungs[-1] * REDUCTION)
+    return tuple(rungs)
 
 
 def point_text(point: Point) -> str:

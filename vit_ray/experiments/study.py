@@ -8,7 +8,7 @@ cell is a row like the others.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,26 +17,22 @@ from ray import tune
 
 from vit_ray.config import Recipe, require
 from vit_ray.config.branch_origin import own_share
-from vit_ray.config.command_sections import StudyConfig, StudyTask, SweepConfig
+from vit_ray.config.command_sections import StudyConfig, StudyTask
 from vit_ray.config.validation import errors_of
 from vit_ray.experiments.branching import begin_branch, branch_step, with_kept_steps
-from vit_ray.experiments.parent_run import OpenParent, open_parent
-from vit_ray.experiments.search_space import errors_of_point, points_of, with_point
-from vit_ray.experiments.study_cells import Cell, CellResult, study_cells, study_of
-from vit_ray.experiments.transfer import key_of_the_cell, task_recipe, task_tags, transfer
-from vit_ray.experiments.trials import (
-    METRIC,
-    STEP,
-    Context,
-    Outcome,
-    num_fitting,
-    run_trials,
-    tune_folder,
+from vit_ray.experiments.parent_run import open_parent, page_of
+from vit_ray.experiments.search_space import points_of
+from vit_ray.experiments.study_cells import (
+    Cell,
+    CellResult,
+    key_of_the_cell,
+    study_cells,
+    study_of,
+    task_recipe,
 )
-from vit_ray.experiments.write_page import page_of
-from vit_ray.launch.cluster.cluster_checks import check_batch
+from vit_ray.experiments.sweep import checked_steps, fine_tune
+from vit_ray.experiments.trials import METRIC, STEP, Context, OpenParent, Outcome, run_trials
 from vit_ray.launch.inputs.streams import resolve_run
-from vit_ray.launch.model_checks import check_head_is_trained, check_model
 from vit_ray.launch.open_record import add_to_ended
 from vit_ray.launch.run_metadata import NOTE, description
 from vit_ray.launch.stopping import RunStoppedError
@@ -46,6 +42,7 @@ from vit_ray.metric_names import (
     STUDY_EXAFLOPS_TOTAL,
     STUDY_FAILED_CELLS,
     STUDY_IMAGES_SEEN,
+    TRANSFER_GROUP,
 )
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate
@@ -56,12 +53,15 @@ Planned = tuple[Cell, int]
 
 @dataclass(frozen=True)
 class StudyResult:
-    """All cells in the order of the grid, and the page that shows them."""
+    """All cells in the order of the grid, and the page that shows them.
+
+    Attributes:
+        page: None while MLflow is away: `vit-ray report` can write it later.
+    """
 
     cells: list[CellResult]
     parent_run_id: str | None
     page: Path | None
-    """None while MLflow is away: `vit-ray report` can write it later."""
     hint: str
 
     @property
@@ -96,14 +96,12 @@ def run_study(recipe: Recipe) -> StudyResult | None:
         ) as parent:
             results = _run_cells(list(zip(cells, steps, strict=True)), parent)
             parent.run.record.results(len(results), _totals(results))
-            written = page_of(recipe, parent.run_id, parent.run.record)
-            if written is not None:
-                command = parent.run.record.command
-                found = "\n\n".join(written.lead)
-                note = description(recipe, resolved_runs[0], command, found)
-                parent.run.record.tag(NOTE, note)
-            hint, page = parent.run.record.hint(), written.page if written else None
-            outcome = StudyResult(results, parent.run_id, page, hint)
+            record, page = parent.run.record, None
+            if written := page_of(parent):
+                page, found = written.page, "\n\n".join(written.lead)
+                note = description(recipe, resolved_runs[0], record.command, found)
+                record.tag(NOTE, note)
+            outcome = StudyResult(results, parent.run_id, page, record.hint())
             parent.run.is_complete = outcome.is_complete
             return outcome
     except RunStoppedError:
@@ -111,7 +109,7 @@ def run_study(recipe: Recipe) -> StudyResult | None:
 
 
 def _check_tasks(cells: list[Cell], tasks: tuple[StudyTask, ...]) -> tuple[list[Recipe], int]:
-    """Check each cell's recipe and sweep, and the first cell's data, which all cells share.
+    """Check each cell's fine-tunings, and the first cell's data, which all cells share.
 
     Returns:
         The fine-tunings, and steps of all of them, trials and retrainings included.
@@ -124,42 +122,15 @@ def _check_tasks(cells: list[Cell], tasks: tuple[StudyTask, ...]) -> tuple[list[
     for task in tasks:
         recipes = [task_recipe(cell, task).with_absolute_paths() for cell in cells]
         fine_tunings += recipes
-        resolved = resolve_run(recipes[0])
+        num_images = resolve_run(recipes[0]).num_images
         require(recipes[0].data.eval, f"study.transfer {task.name!r}: data.eval", "a test set")
         for cell, recipe in zip(cells, recipes, strict=True):
             with errors_of(f"study.transfer {task.name!r} of cell {cell.name!r}"):
-                check_model(recipe)
-                check_batch(recipe, resolved.num_images)
-                batch = recipe.train.global_batch_size
-                steps = recipe.optim.total_steps(resolved.num_images, batch)
-                if recipe.sweep is None:
-                    total_steps += steps
-                else:
-                    tried = _check_sweep(recipe, recipe.sweep, resolved.num_images)
-                    total_steps += tried + recipe.sweep.seeds * steps
+                for point in points_of(recipe, recipe.sweep) if recipe.sweep else ():
+                    if taken := key_of_the_cell(point):
+                        raise ValueError(f"sweep.space: {taken} comes from the cell; leave it out")
+                total_steps += checked_steps(recipe, num_images)
     return fine_tunings, total_steps
-
-
-def _check_sweep(recipe: Recipe, sweep: SweepConfig, num_images: int) -> int:
-    """Checked without its dev split, which is written first, and its weights, which do not exist
-    yet.
-
-    Returns:
-        Steps of its trials.
-
-    Raises:
-        ValueError: as `points_of`, or a point has other weights or workers than the cell, or its
-            batch does not divide.
-    """
-    trials, kept = [], round(num_images * (1 - sweep.dev_fraction))
-    for point in points_of(recipe, sweep):
-        trials.append(with_point(recipe, point))
-        with errors_of_point(recipe, point):
-            if taken := key_of_the_cell(point):
-                raise ValueError(f"{taken} comes from the cell; leave it out")
-            check_head_is_trained(trials[-1], "sweep_trial")
-            check_batch(trials[-1], kept)
-    return sum(one.optim.total_steps(kept, one.train.global_batch_size) for one in trials)
 
 
 def in_groups(study: StudyConfig, planned: Sequence[Planned]) -> list[list[Planned]]:
@@ -174,16 +145,15 @@ def in_groups(study: StudyConfig, planned: Sequence[Planned]) -> list[list[Plann
 
 def _run_cells(planned: list[Planned], parent: OpenParent) -> list[CellResult]:
     """All cells, in the order of the grid."""
-    study, recipe = study_of(parent.recipe), parent.recipe
+    study = study_of(parent.recipe)
     groups = {group[0][0].name: group for group in in_groups(study, planned)}
-    firsts = [group[0][0].recipe for group in groups.values()]
     ended = run_trials(
         partial(_train_group, study, groups),
-        parent.run,
-        folder=tune_folder(recipe, "cells"),
+        parent,
+        "cells",
+        [group[0][0].recipe for group in groups.values()],
         space={"cell": tune.grid_search(list(groups))},
-        max_concurrent=study.max_concurrent or num_fitting(firsts, parent.cluster),
-        is_private=parent.cluster.is_private,
+        max_concurrent=study.max_concurrent,
     )
     lost: dict[str, Any] = {"metrics": {}, "run_id": None, "error": ended.lost.error}
     found = {name: one for result in ended.results for name, one in result["cells"].items()}
@@ -229,9 +199,8 @@ def _with_transfers(
     metrics, errors = dict(outcome.metrics), [outcome.first_line] if outcome.error else []
     for task in () if errors else study.transfer:
         try:
-            found = transfer(cell, task, context)
-            tags = task_tags(cell, task)
-            add_to_ended(cell.recipe, outcome.run_id, found, tags, context.parent)
+            found = _transfer(cell, task, context)
+            add_to_ended(cell.recipe, outcome.run_id, found, context.parent)
             metrics |= found
         except RunStoppedError:
             raise
@@ -242,12 +211,26 @@ def _with_transfers(
         text = f"{cell.name}: {'; '.join(errors)}"
         context.parent.record.event(EventKind.CELL_FAILED, text, 0)
     context.parent.record.child_step(cell.name, steps)
-    result = CellResult(
-        cell, metrics, outcome.run_id, outcome.was_finished, branched_from, "; ".join(errors)
-    )
-    fields = asdict(replace(result, cell=None))  # type: ignore[arg-type]
-    del fields["cell"]
-    return fields
+    return {
+        "metrics": metrics,
+        "run_id": outcome.run_id,
+        "was_finished": outcome.was_finished,
+        "branched_from": branched_from,
+        "error": "; ".join(errors),
+    }
+
+
+def _transfer(cell: Cell, task: StudyTask, context: Context) -> dict[str, float]:
+    """Accuracy of the cell on the task as metrics of its run; over seeds if there are several.
+
+    Raises:
+        RunFailedError: the fine-tuning, or each trial of it, failed.
+        ValueError: the recipe cannot work, or the weights do not exist.
+    """
+    recipe = task_recipe(cell, task).with_absolute_paths()
+    tags = {"vit_ray.transfer_task": task.name, "vit_ray.study_cell": cell.name}
+    key, swept = f"{TRANSFER_GROUP}{task.name}_top1", fine_tune(recipe, context, tags)
+    return {key: swept.mean} | ({f"{key}_std": swept.deviation} if recipe.sweep else {})
 
 
 def _totals(results: list[CellResult]) -> dict[str, float]:

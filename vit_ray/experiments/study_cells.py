@@ -1,9 +1,10 @@
-"""The cells of a scaling study: rows x data sizes x lengths x seeds, each with its own recipe.
+"""The cells of a scaling study, rows x data sizes x lengths x seeds, and their fine-tunings.
 
-Depends only on the recipe: no data set is opened. A cell's name is derived from its settings, so
-that a restarted study finds the cells it has trained.
+Each has its own recipe. Depends only on recipes: no data set is opened. A name is derived from the
+settings, so that a restarted study finds what it has trained.
 """
 
+import hashlib
 import itertools
 import json
 import re
@@ -11,13 +12,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from vit_ray.config import Recipe, require
-from vit_ray.config.command_sections import StudyConfig, StudyModel
+from vit_ray.config import Recipe, load_recipe, require
+from vit_ray.config.command_sections import StudyConfig, StudyModel, StudyTask
 from vit_ray.config.resume_compatibility import TAGGED, unused_keys
 from vit_ray.config.validation import errors_of
 from vit_ray.experiments.search_space import short_name, with_point
+from vit_ray.experiments.sweep import check_in_turn
 from vit_ray.launch.model_checks import check_model
-from vit_ray.launch.run_metadata import trained_params
+from vit_ray.launch.run_metadata import SIZES, trained_params
 
 PAPER_EPOCHS: Final = 7.0
 """Epochs of most rows of the paper's Table 3, on JFT-300M."""
@@ -31,16 +33,32 @@ _GIVEN_ELSEWHERE: Final = {
 _COMMON: Final = ("output", "resume", "tracking", "storage", "study", "sweep", "vtab", "plan")
 """Keys and sections that are the same for all cells, except for descriptions of their data."""
 _TOLD: Final = ("plan.num_images", "plan.num_classes")
+_OF_THE_CELL: Final = (
+    "name",
+    "output",
+    "init_from",
+    "seed",
+    "tracking",
+    "storage",
+    "workers",
+    "resume",
+)
+"""Sections and keys of a task's recipe that come from the cell."""
+_SIZES: Final = (
+    "name", "depth", "width", "mlp_dim", "num_heads", "patch_size", "stages", "width_factor",
+)  # fmt: skip
+"""Keys of the model that its weights need."""
+_OF_PRETRAINING: Final = ("representation", "head_bias", "dropout", "stochastic_depth")
+"""Options of the model that come from the task's recipe."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One training of the study."""
+    """One training of the study; `length` is a text, such as `7 epochs`."""
 
     label: str
     fraction: float
     length: str
-    """Length as text: `7 epochs`."""
     recipe: Recipe
 
     @property
@@ -51,18 +69,21 @@ class Cell:
 
 @dataclass(frozen=True)
 class CellResult:
-    """The result of a cell."""
+    """The result of a cell.
+
+    Attributes:
+        was_finished: it was complete before; nothing was trained.
+        branched_from: cell and step of the checkpoint that it started from; empty if it was trained
+            from its start.
+        error: why it or one of its transfers failed; empty if none did.
+    """
 
     cell: Cell
     metrics: dict[str, float]
     run_id: str | None
     was_finished: bool = False
-    """It was complete before; nothing was trained."""
     branched_from: str = ""
-    """Cell and step of the checkpoint that it started from; empty if it was trained from its
-    start."""
     error: str = ""
-    """Why it or one of its transfers failed; empty if none did."""
 
 
 def study_cells(recipe: Recipe) -> list[Cell]:
@@ -70,8 +91,8 @@ def study_cells(recipe: Recipe) -> list[Cell]:
 
     Raises:
         ValueError: the recipe has no study, a row changes a key that rows cannot change, has an
-            unknown key, an impossible value or a model that does not exist, or two rows give the
-            same cell.
+            unknown key, an impossible value or a model that does not exist, or two cells have the
+            same name.
     """
     study = study_of(recipe)
     cells = [
@@ -162,15 +183,6 @@ def _check_together(study: StudyConfig, cells: list[Cell]) -> None:
             f"study: two cells have the name {twice[0]!r}; give each of study.models its own "
             "label, and list fractions and lengths that differ more"
         )
-    known: dict[str, Cell] = {}
-    for cell in cells:
-        other = known.setdefault(training_of(cell.recipe), cell)
-        if other is not cell:
-            raise ValueError(
-                f"study: rows {other.label!r} and {cell.label!r} give the same cell: "
-                f"{other.name!r} and {cell.name!r} would train the same; remove one of them, or "
-                "change it"
-            )
     for cell in cells:
         schedule = cell.recipe.optim.schedule
         if study.branch and schedule != "cooldown":
@@ -186,8 +198,50 @@ def _check_together(study: StudyConfig, cells: list[Cell]) -> None:
             )
 
 
-def training_of(recipe: Recipe) -> str:
-    """What decides a training and its evaluation, as one text."""
+def task_recipe(cell: Cell, task: StudyTask) -> Recipe:
+    """The fine-tuning of a cell's weights on a task; starts nothing and opens no data.
+
+    A part of its name stands for its settings: a finished run is not continued with another recipe,
+    so a changed task is trained as a new run.
+
+    Raises:
+        ValueError: there is no such recipe, or it cannot have such a change.
+    """
+    where = f"study.transfer {task.name!r}"
+    point = dict(leaves(task.changes))
+    if taken := key_of_the_cell(point):
+        raise ValueError(f"{where}: changes.{taken} comes from the cell; leave it out")
+    base, own = load_recipe(task.recipe), cell.recipe
+    # Off and unset are equal: a model without the option can be fine-tuned with the recipe, too.
+    of_task = {key: getattr(base.model, key) or None for key in _OF_PRETRAINING}
+    model = own.model.model_dump(mode="json") | of_task
+    changes: dict[str, Any] = {
+        "name": f"{cell.name}-{task.name}",
+        "output": own.output,
+        "init_from": own.run_folder,
+        "seed": own.seed,
+        "tracking": own.tracking.model_dump(mode="json"),
+        "storage": own.storage.model_dump(mode="json"),
+        "workers": own.workers.model_dump(mode="json"),
+        "model": model | {"image_size": own.model.whole_patches(base.model.image_size)},
+        "study": None,
+    }
+    recipe = with_point(base, point, where, **changes)
+    check_in_turn(recipe, where)
+    return recipe.with_changes(name=short_name(f"{recipe.name}-{_digest(recipe)}"))
+
+
+def _digest(recipe: Recipe) -> str:
+    """Of what is trained and evaluated, on any number of workers."""
     flat = recipe.flat()
     measured = {key: flat[key] for key in TAGGED if key not in unused_keys(flat)}
-    return json.dumps({**trained_params(recipe), **measured}, sort_keys=True)
+    decides = {**trained_params(recipe), **measured}
+    text = json.dumps({k: v for k, v in decides.items() if k not in SIZES}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def key_of_the_cell(point: Mapping[str, Any]) -> str | None:
+    """A key that a task changes or varies although the cell sets it; None if there is none."""
+    of_model = [f"model.{key}" for key in _SIZES]
+    taken = (k for k, _ in leaves(point) if k.partition(".")[0] in _OF_THE_CELL or k in of_model)
+    return next(taken, None)

@@ -15,10 +15,10 @@ import logging
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler
@@ -27,43 +27,35 @@ from ray.tune.search.basic_variant import BasicVariantGenerator
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.data.dev_split import dev_split
-from vit_ray.experiments.parent_run import OpenParent, open_parent
+from vit_ray.experiments.parent_run import open_parent, page_of
 from vit_ray.experiments.search_space import (
+    REDUCTION,
     Point,
     errors_of_point,
+    final_recipe,
     plain,
     point_name,
     point_of,
     point_text,
     points_of,
-    tune_space,
-)
-from vit_ray.experiments.sweep_trials import (
-    REDUCTION,
-    Row,
-    Trainings,
-    final_recipe,
-    grace_steps,
-    run_final,
-    run_trial,
     rung_steps,
     sweep_of,
     trial_recipe,
+    tune_space,
+    with_point,
 )
 from vit_ray.experiments.trials import (
     METRIC,
     STEP,
     Context,
-    Ended,
+    OpenParent,
     Outcome,
     deciding_metric,
-    num_fitting,
     run_trials,
-    tune_folder,
 )
-from vit_ray.experiments.write_page import page_of
+from vit_ray.launch.cluster.cluster_checks import check_batch
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
-from vit_ray.launch.model_checks import check_head_is_trained
+from vit_ray.launch.model_checks import Kind, check_head_is_trained, check_model
 from vit_ray.launch.open_record import OpenRun
 from vit_ray.launch.paper_comparison import PAPER_FILE, Rows, csv_text, training_table
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
@@ -79,21 +71,31 @@ RESTARTED: Final = "The sweep was restarted, and the rungs of ASHA began empty"
 logger = logging.getLogger(__name__)
 
 
+class Row(NamedTuple):
+    """A trial, and the point that it stands for."""
+
+    point: Point
+    outcome: Outcome
+
+
 @dataclass(frozen=True)
 class SweepResult:
-    """What was tried, what was selected, and the test accuracy of the retrained models."""
+    """What was tried, what was selected, and the test accuracy of the retrained models.
+
+    Attributes:
+        rows: the trials, in the order of their points.
+        finals: the retrainings, one for each seed.
+        beside_paper: the test accuracy, its spread and label, and the paper's.
+        page: None while MLflow is away: `vit-ray report` can write it later.
+    """
 
     rows: list[Row]
-    """The trials, in the order of their points."""
     best: Point
     finals: list[Outcome]
-    """The retrainings, one for each seed."""
     parent_run_id: str | None = None
     hint: str = ""
     beside_paper: Rows | None = None
-    """The test accuracy, its spread and label, and the paper's."""
     page: Path | None = None
-    """None while MLflow is away: `vit-ray report` can write it later."""
 
     @property
     def test_top1(self) -> list[float]:
@@ -111,18 +113,55 @@ class SweepResult:
 
 
 @dataclass(frozen=True)
+class Trainings:
+    """What the trials of a sweep train; sent to their processes.
+
+    Attributes:
+        split: as for `trial_recipe`.
+        evaluate_at: the rungs.
+        tags: of each training.
+    """
+
+    recipe: Recipe
+    split: tuple[str, str] | None
+    evaluate_at: tuple[int, ...]
+    tags: Mapping[str, str]
+
+    def trial(self, point: Point, context: Context) -> Outcome:
+        """Train at a point without the dev split."""
+        recipe = trial_recipe(self.recipe, point, self.split)
+        tags = {"vit_ray.sweep_stage": "sweep_trial", **self.tags}
+        outcome = context.train(recipe, "sweep_trial", tags, self.evaluate_at)
+        if outcome.state is TrialState.DIVERGED:
+            text = f"{point_name(point)}: {outcome.error}"
+            context.parent.record.event(EventKind.TRIAL_DIVERGED, text, 0)
+        return outcome
+
+    def final(self, point: Point, seed: int, context: Context) -> Outcome:
+        """Train at the selected point on all images."""
+        recipe = final_recipe(self.recipe, point, seed)
+        tags = {"vit_ray.sweep_stage": "finetune", **self.tags}
+        kind: Kind = "finetune" if recipe.init_from else "pretrain"
+        return context.train(recipe, kind, tags)
+
+
+@dataclass(frozen=True)
 class SweepPlan:
-    """What a sweep is going to train."""
+    """What a sweep is going to train.
+
+    Attributes:
+        resolved: the recipe's own training, on the whole training set.
+        trials: one for each point.
+        steps: of each trial.
+        split: as for `trial_recipe`.
+    """
 
     recipe: Recipe
     resolved: ResolvedRun
-    """The recipe's own training, on the whole training set."""
     points: list[Point]
     trials: list[Recipe]
-    """One for each point."""
     steps: list[int]
     split: tuple[str, str] | None = None
-    """As for `trial_recipe`."""
 
     @property
     def config(self) -> SweepConfig:
@@ -137,23 +176,22 @@ class SweepPlan:
     def total_steps(self) -> int:
         return sum(self.steps) + len(self.seeds) * self.resolved.total_steps
 
-    def trainings(self, tags: Mapping[str, str]) -> Trainings:
-        """What is sent to the processes of its trials; `tags`: of each training."""
-        rungs = rung_steps(self.config, max(self.steps))
-        return Trainings(self.recipe, self.split, rungs, tags)
-
     @property
     def has_begun(self) -> bool:
         """Whether a trial has a checkpoint, or had one."""
         return any(locate(trial.run_folder).list_folders() for trial in self.trials)
 
+    def trainings(self, tags: Mapping[str, str]) -> Trainings:
+        """What is sent to the processes of its trials; `tags`: of each training."""
+        rungs = rung_steps(self.config, max(self.steps))
+        return Trainings(self.recipe, self.split, rungs, tags)
 
-def plan_sweep(recipe: Recipe, *, needs_every_class: bool = True) -> SweepPlan:
+
+def plan_sweep(recipe: Recipe, *, by_class: bool = True) -> SweepPlan:
     """Check a sweep, a new one also for its weights, and split its training set; starts nothing.
 
     Args:
-        needs_every_class: refuse a dev split that leaves a class empty; otherwise such a set is
-            split regardless of classes.
+        by_class: as for `dev_split`.
 
     Raises:
         ValueError: the recipe cannot work.
@@ -163,8 +201,7 @@ def plan_sweep(recipe: Recipe, *, needs_every_class: bool = True) -> SweepPlan:
     trials = [trial_recipe(recipe, point) for point in points]
     if any(trial.init_from is None for trial in trials):
         logger.warning("init_from is not set: the models of this sweep start from random weights")
-    resolved = resolve_run(recipe)
-    plan = SweepPlan(recipe, resolved, points, trials, [])
+    plan = SweepPlan(recipe, resolve_run(recipe), points, trials, [])
     is_new = not plan.has_begun
     for point in points:  # on the whole training set, before that is split
         with errors_of_point(recipe, point):
@@ -177,35 +214,16 @@ def plan_sweep(recipe: Recipe, *, needs_every_class: bool = True) -> SweepPlan:
                 )
             if is_new:
                 check_weights(PreparedRun("sweep_trial", final))
-    split = _dev_split(plan, needs_every_class=needs_every_class)
+    folder = locate(recipe.run_folder).child("dev-split").uri
+    train_set = require(recipe.data.train, "data.train", "a converted training set")
+    split = dev_split(train_set, folder, config.dev_fraction, config.seed, by_class=by_class)
     trials = [trial_recipe(recipe, point, split) for point in points]
     steps = []
     for point, trial in zip(points, trials, strict=True):
         with errors_of_point(recipe, point):
             steps.append(resolve_run(trial).total_steps)
-    if config.scheduler == "asha":
-        grace_steps(config, max(steps))
+    rung_steps(config, max(steps))
     return replace(plan, trials=trials, steps=steps, split=split)
-
-
-def _dev_split(plan: SweepPlan, *, needs_every_class: bool) -> tuple[str, str]:
-    """Folders of the training set without the dev split, and of the split, by class.
-
-    Raises:
-        ValueError: a class would have no image in one of the parts.
-    """
-    recipe = plan.recipe
-    folder = locate(recipe.run_folder).child("dev-split")
-    train_set = require(recipe.data.train, "data.train", "a converted training set")
-    config = plan.config
-    split = partial(dev_split, train_set, folder.uri, config.dev_fraction, config.seed)
-    try:
-        return split()
-    except ValueError as error:
-        if needs_every_class:
-            raise
-        logger.warning("%s is split regardless of classes: %s", recipe.name, error)
-        return split(by_class=False)
 
 
 def run_sweep(recipe: Recipe) -> SweepResult | None:
@@ -218,10 +236,11 @@ def run_sweep(recipe: Recipe) -> SweepResult | None:
     plan = plan_sweep(recipe.with_absolute_paths())
     try:
         with open_sweep(plan) as parent:
-            tuning = Tuning(plan, parent)
-            swept = sweep(plan, parent, tuning.trials, tuning.finals)
+            swept = sweep(
+                plan, parent, partial(tune_trials, plan, parent), partial(tune_finals, plan, parent)
+            )
             parent.run.is_complete = True
-            written = page_of(plan.recipe, parent.run_id, parent.run.record)
+            written = page_of(parent)
             return replace(swept, page=written.page if written else None)
     except RunStoppedError:
         return None
@@ -275,21 +294,21 @@ def sweep(
         raise RunFailedError(f"retraining with {point_text(chosen.point)} failed: {why}")
     table = training_table(recipe, [one.top1 for one in found])
     swept = SweepResult(rows, chosen.point, found, parent.run_id, record.hint(), table)
-    record.text(PAPER_FILE, csv_text(table))
-    record.results(0, sweep_metrics(swept, deciding_metric(recipe)))
     sentence = sweep_sentence(swept) + (f". {RESTARTED}" if is_restarted else "")
     record.tag(NOTE, description(recipe, plan.resolved, record.command, sentence))
+    record.text(PAPER_FILE, csv_text(table))
+    record.results(0, sweep_metrics(swept, deciding_metric(recipe)))
     return swept
 
 
 def fine_tune(
-    recipe: Recipe, context: Context, tags: Mapping[str, str], *, needs_every_class: bool = True
+    recipe: Recipe, context: Context, tags: Mapping[str, str], *, by_class: bool = True
 ) -> SweepResult:
     """Fine-tune within the trial of a cell or a task: once, or over the recipe's sweep in turn.
 
     Args:
         tags: of each training.
-        needs_every_class: as for `plan_sweep`.
+        by_class: as for `dev_split`.
 
     Raises:
         RunFailedError: it failed, or each trial of it.
@@ -301,7 +320,7 @@ def fine_tune(
             missing = "its evaluation has no accuracy; set data.eval"
             raise RunFailedError(outcome.error or missing)
         return SweepResult([], {}, [outcome])
-    plan = plan_sweep(recipe, needs_every_class=needs_every_class)
+    plan = plan_sweep(recipe, by_class=by_class)
     with open_sweep(plan, context.parent, dict(tags)) as parent:
         inner, trainings = Context(parent.run, context.stop), plan.trainings(tags)
         swept = sweep(
@@ -327,62 +346,81 @@ def check_in_turn(recipe: Recipe, where: str) -> None:
         )
 
 
-class Tuning:
-    """Runs a sweep's trials, and its retrainings, as an experiment of Ray Tune each."""
+def checked_steps(recipe: Recipe, num_images: int) -> int:
+    """Check what `fine_tune` will run, without its dev split and its weights.
 
-    def __init__(self, plan: SweepPlan, parent: OpenParent) -> None:
-        self._plan, self._parent = plan, parent
-        self._trainings = plan.trainings({})
+    Args:
+        num_images: of the training set.
 
-    def trials(self) -> list[Row]:
-        """In the order of their points; of a search as it has proposed them."""
-        config, points = self._plan.config, self._plan.points
-        ended = self._run(
-            "trials", partial(run_trial, self._trainings), tune_space(config), self._plan.trials,
-            num_samples=1 if config.search == "grid" else len(points),
-            search_alg=searcher(config, points),
-            scheduler=_scheduler(config, max(self._plan.steps)),
-            has_memory=config.search == "optuna",
-        )  # fmt: skip
-        rows = [
-            Row(point_of(result["config"], config), Outcome.of_result(result))
-            for result in ended.results
-        ]
-        for row in rows:
-            if row.outcome.state is TrialState.STOPPED_EARLY:
-                text = f"{point_name(row.point)}: after {row.outcome.step} steps, by its accuracy"
-                self._parent.run.record.event(
-                    EventKind.TRIAL_STOPPED, f"{text} on the dev split", 0
-                )
-        if config.search == "optuna":
-            return rows
-        known = {point_name(row.point): row for row in rows}
-        return [known.get(point_name(point), Row(point, ended.lost)) for point in points]
+    Returns:
+        Its steps, those of trials and retrainings included.
 
-    def finals(self, point: Point) -> list[Outcome]:
-        """One for each seed."""
-        seeds = self._plan.seeds
-        recipes = [final_recipe(self._plan.recipe, point, seed) for seed in seeds]
-        work = partial(run_final, self._trainings, point)
-        ended = self._run("retrainings", work, {"seed": tune.grid_search(seeds)}, recipes)
-        found = ended.by("seed")
-        return [found.get(seed, ended.lost) for seed in seeds]
+    Raises:
+        ValueError: it cannot work.
+    """
+    check_model(recipe)
+    check_batch(recipe, num_images)
+    steps = recipe.optim.total_steps(num_images, recipe.train.global_batch_size)
+    if recipe.sweep is None:
+        return steps
+    tried, kept = 0, round(num_images * (1 - recipe.sweep.dev_fraction))
+    for point in points_of(recipe, recipe.sweep):
+        trial = with_point(recipe, point)
+        with errors_of_point(recipe, point):
+            check_head_is_trained(trial, "sweep_trial")
+            check_batch(trial, kept)
+        tried += trial.optim.total_steps(kept, trial.train.global_batch_size)
+    return tried + recipe.sweep.seeds * steps
 
-    def _run(
-        self, stage: str, work: Any, space: dict[str, Any], recipes: Sequence[Recipe], **how: Any
-    ) -> Ended:
-        parent, cluster = self._parent, self._parent.cluster
-        if how.get("has_memory"):  # of this space alone
-            stage = f"{stage}-{_digest(self._plan.config)}"
-        return run_trials(
-            work,
-            parent.run,
-            folder=tune_folder(self._plan.recipe, stage),
-            space=space,
-            max_concurrent=self._plan.config.max_concurrent or num_fitting(recipes, cluster),
-            is_private=cluster.is_private,
-            **how,
-        )
+
+def run_trial(trainings: Trainings, config: dict[str, Any], context: Context) -> dict[str, Any]:
+    """A trial of Ray Tune that tries a point."""
+    point = point_of(config, sweep_of(trainings.recipe))
+    return asdict(trainings.trial(point, context))
+
+
+def run_final(
+    trainings: Trainings, point: Point, config: dict[str, Any], context: Context
+) -> dict[str, Any]:
+    """A trial of Ray Tune that retrains with a seed."""
+    return asdict(trainings.final(point, config["seed"], context))
+
+
+def tune_trials(plan: SweepPlan, parent: OpenParent) -> list[Row]:
+    """The points' trials by Ray Tune, in their order; of a search as it has proposed them."""
+    config, points = plan.config, plan.points
+    has_memory = config.search == "optuna"  # of this space alone
+    ended = run_trials(
+        partial(run_trial, plan.trainings({})),
+        parent,
+        f"trials-{_digest(config)}" if has_memory else "trials",
+        plan.trials,
+        space=tune_space(config),
+        max_concurrent=config.max_concurrent,
+        num_samples=1 if config.search == "grid" else len(points),
+        search_alg=searcher(config, points),
+        scheduler=_scheduler(config, max(plan.steps)),
+        has_memory=has_memory,
+    )
+    rows = [
+        Row(point_of(result["config"], config), Outcome.of_result(result))
+        for result in ended.results
+    ]
+    if has_memory:
+        return rows
+    known = {point_name(row.point): row for row in rows}
+    return [known.get(point_name(point), Row(point, ended.lost)) for point in points]
+
+
+def tune_finals(plan: SweepPlan, parent: OpenParent, point: Point) -> list[Outcome]:
+    """The retrainings at a point by Ray Tune, one for each seed."""
+    recipes = [final_recipe(plan.recipe, point, seed) for seed in plan.seeds]
+    work = partial(run_final, plan.trainings({}), point)
+    space = {"seed": tune.grid_search(plan.seeds)}
+    most = plan.config.max_concurrent
+    ended = run_trials(work, parent, "retrainings", recipes, space=space, max_concurrent=most)
+    found = ended.by("seed")
+    return [found.get(seed, ended.lost) for seed in plan.seeds]
 
 
 def searcher(config: SweepConfig, points: Sequence[Point]) -> Any:
@@ -404,7 +442,7 @@ def _scheduler(config: SweepConfig, max_steps: int) -> ASHAScheduler | None:
     return ASHAScheduler(
         time_attr=STEP,
         max_t=max_steps,
-        grace_period=grace_steps(config, max_steps),
+        grace_period=rung_steps(config, max_steps)[0],
         reduction_factor=REDUCTION,
         stop_last_trials=False,
     )
@@ -431,16 +469,10 @@ def best_row(rows: list[Row]) -> Row:
 
 def sweep_sentence(outcome: SweepResult) -> str:
     """What was tried, what was selected, and what it reached."""
-    keys, tried = [*outcome.best], len(outcome.rows)
-    many = "s" if tried > 1 else ""
-    (what, won) = (
-        (f"{tried} value{many} of {keys[0]}", point_text(outcome.best).partition("=")[2])
-        if len(keys) == 1
-        else (f"{tried} point{many} of {', '.join(keys)}", point_text(outcome.best))
-    )
-    dev = next(row.outcome.top1 for row in outcome.rows if row.point == outcome.best)
+    won, dev = point_text(outcome.best), best_row(outcome.rows).outcome.top1
     seeds = f" (mean of {len(outcome.finals)} seeds)" if len(outcome.finals) > 1 else ""
-    return f"Sweep of {what}; {won} won (dev {dev:.2%}); test {outcome.mean:.2%}{seeds}"
+    tried = f"Of {len(outcome.rows)} trials, {won} won (dev {dev:.2%})"
+    return f"{tried}; test {outcome.mean:.2%}{seeds}"
 
 
 def sweep_metrics(outcome: SweepResult, metric: str) -> dict[str, float]:

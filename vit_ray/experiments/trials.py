@@ -4,7 +4,6 @@ The training continues from its own checkpoints and returns at once if it has fi
 keeps no checkpoints: a trial that starts again repeats nothing.
 """
 
-import contextlib
 import logging
 import math
 import os
@@ -12,8 +11,8 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Final, NamedTuple
 
 import ray
@@ -41,24 +40,25 @@ STOPPED_S: Final = 1.0
 """Time between two steps of a trial whose training was stopped, until Tune ends the trial."""
 STOPPED_EARLY: Final = "stopped early: other trials are better on the dev split"
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a training ended; the last result of its trial in Ray Tune has the same fields."""
+    """How a training ended; the last result of its trial in Ray Tune has the same fields.
+
+    Attributes:
+        top1: with averaged weights if the recipe averages; NaN if there is none.
+        checkpoint: folder of its last one.
+        was_finished: it had ended before; nothing was trained.
+    """
 
     state: TrialState
     top1: float = math.nan
-    """With averaged weights if the recipe averages; NaN if there is none."""
     step: int = 0
     run_id: str | None = None
     checkpoint: str = ""
-    """Folder of its last checkpoint."""
     error: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     was_finished: bool = False
-    """It had ended before; nothing was trained."""
 
     @property
     def is_measured(self) -> bool:
@@ -78,15 +78,32 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class OpenParent:
+    """The open run of a sweep or study, whose trainings are child runs."""
+
+    recipe: Recipe
+    run: OpenRun
+    cluster: ClusterShape
+
+    @property
+    def run_id(self) -> str | None:
+        """Run id in MLflow; None while its server does not answer."""
+        return self.run.record.run_id()
+
+
+@dataclass(frozen=True)
 class Context:
-    """What a trial's training is given by its trial."""
+    """What a trial's training is given by its trial.
+
+    Attributes:
+        parent: the sweep's or study's run.
+        stop: set when the trial ends: the training writes a checkpoint and ends.
+        report: takes step and deciding metric of an evaluation before the end.
+    """
 
     parent: OpenRun
-    """The sweep's or study's run."""
     stop: threading.Event
-    """Set when the trial ends: the training writes a checkpoint and ends."""
     report: Callable[[int, float], None] = lambda step, top1: None
-    """Takes step and deciding metric of an evaluation before the end."""
 
     @property
     def alone(self) -> "Context":
@@ -140,6 +157,8 @@ def deciding_metric(recipe: Recipe) -> str:
     return EVAL_AVERAGED_TOP1 if recipe.train.averaging else EVAL_TOP1
 
 
+logger = logging.getLogger(__name__)
+
 Work = Callable[[dict[str, Any], Context], dict[str, Any]]
 """Trains what a trial's configuration names, and returns the trial's last result."""
 
@@ -156,6 +175,10 @@ class Trial(tune.Trainable):
         """Start to train; `is_private`: only this driver uses the cluster."""
         if is_private:
             mark_private()
+        self._warnings: list[str] = []
+        kept = logging.Handler(logging.WARNING)  # the output of a trial's process is not shown
+        kept.emit = lambda record: self._warnings.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("vit_ray").addHandler(kept)
         self._reports: queue.Queue[dict[str, Any] | Exception | None] = queue.Queue()
         self._last: dict[str, Any] = {STEP: 0, METRIC: math.nan}
         self._stop = threading.Event()
@@ -184,14 +207,13 @@ class Trial(tune.Trainable):
         self._thread.join()  # no limit: Tune's own 600 s
 
     def _train(self, work: Work, config: dict[str, Any], context: Context) -> None:
-        with kept_warnings() as warnings:
-            try:
-                result = work(config, context)
-                self._reports.put({**result, "warnings": "\n".join(warnings), "done": True})
-            except RunStoppedError:
-                self._reports.put(None)
-            except Exception as error:
-                self._reports.put(error)
+        try:
+            result = work(config, context)
+            self._reports.put({**result, "warnings": "\n".join(self._warnings), "done": True})
+        except RunStoppedError:
+            self._reports.put(None)
+        except Exception as error:
+            self._reports.put(error)
 
     def _report(self, step: int, top1: float) -> None:
         self._reports.put({STEP: step, METRIC: top1})
@@ -227,12 +249,12 @@ class Ended(NamedTuple):
 
 def run_trials(
     work: Work,
-    parent: OpenRun,
+    parent: OpenParent,
+    stage: str,
+    recipes: Iterable[Recipe],
     *,
-    folder: str,
     space: dict[str, Any],
-    max_concurrent: int,
-    is_private: bool,
+    max_concurrent: int | None = None,
     num_samples: int = 1,
     search_alg: Any = None,
     scheduler: Any = None,
@@ -241,8 +263,10 @@ def run_trials(
     """Run one experiment of Ray Tune; finished trainings return at once.
 
     Args:
-        folder: of Tune's own files.
+        stage: part of the name of the folder with Tune's own files.
+        recipes: what the trials train.
         space: `param_space` of the trials.
+        max_concurrent: unset = as many as fit.
         has_memory: the searcher learns: it continues from what an interrupted driver has left in
             the folder.
 
@@ -253,9 +277,11 @@ def run_trials(
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
     # On the driver's node, because trials write its files; workers have their own places.
     place = f"node:{ray.util.get_node_ip_address()}"  # type: ignore[no-untyped-call]
-    given = tune.with_parameters(Trial, work=work, parent=parent, is_private=is_private)
+    is_private = parent.cluster.is_private
+    given = tune.with_parameters(Trial, work=work, parent=parent.run, is_private=is_private)
     trainable = tune.with_resources(given, {"CPU": 0, place: 0.001})
-    kept, files = locate(folder), None
+    recipe, files = parent.recipe, None
+    kept = locate(recipe.output).child("tune").child(f"{recipe.name}-{stage}")
     if not kept.is_local:
         files = PyFileSystem(FSSpecHandler(kept.filesystem))
     if has_memory and tune.Tuner.can_restore(kept.path, storage_filesystem=files):
@@ -273,7 +299,7 @@ def run_trials(
                 num_samples=num_samples,
                 search_alg=search_alg,
                 scheduler=scheduler,
-                max_concurrent_trials=max_concurrent,
+                max_concurrent_trials=max_concurrent or num_fitting(recipes, parent.cluster),
             ),
             run_config=tune.RunConfig(
                 name=name,
@@ -299,11 +325,6 @@ def run_trials(
     return Ended(results, lost)
 
 
-def tune_folder(recipe: Recipe, stage: str) -> str:
-    """Where Ray Tune keeps its files of a stage of a sweep or a study."""
-    return f"{recipe.output.rstrip('/')}/tune/{recipe.name}-{stage}"
-
-
 def num_fitting(recipes: Iterable[Recipe], cluster: ClusterShape) -> int:
     """How many of the trainings fit together on the nodes that are up, whichever they are.
 
@@ -315,27 +336,9 @@ def num_fitting(recipes: Iterable[Recipe], cluster: ClusterShape) -> int:
         uses_gpus = cluster.num_gpus > 0 if uses_gpus == "auto" else uses_gpus
         gpus.append(float(size) if uses_gpus else 0.0)
         cpus.append(size * recipe.workers.cpus_per_worker + recipe.data.cpus_per_task)
-    for count in range(2, len(gpus) + 1):
-        largest = (sum(sorted(needs, reverse=True)[:count]) for needs in (gpus, cpus))
-        if next(largest) > cluster.num_gpus or next(largest) > cluster.num_cpus:
-            return count - 1
-    return max(1, len(gpus))
 
+    def fits(count: int) -> bool:
+        most_gpus, most_cpus = (sum(sorted(one, reverse=True)[:count]) for one in (gpus, cpus))
+        return most_gpus <= cluster.num_gpus and most_cpus <= cluster.num_cpus
 
-def result_of(outcome: Outcome) -> dict[str, Any]:
-    """The last result of a trial with one training."""
-    return {**asdict(outcome), "state": str(outcome.state)}
-
-
-@contextlib.contextmanager
-def kept_warnings() -> Iterator[list[str]]:
-    """Collects warnings logged in this block, because a trial's own output is not shown."""
-    kept: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: kept.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("vit_ray")
-    logger.addHandler(handler)
-    try:
-        yield kept
-    finally:
-        logger.removeHandler(handler)
+    return max(filter(fits, range(1, len(gpus) + 1)), default=1)

@@ -2,8 +2,7 @@
 
 Section 4.1, Table 4 and Table 9 of the paper. Tasks run under one parent run and have stable names,
 so that repeating a command continues. A task without data, or that failed, is a row like the
-others; a group has a mean only if all of its tasks have an accuracy, and the paper's mean is taken
-over the same tasks.
+others; a mean is shown only if all tasks of the paper's mean have an accuracy.
 """
 
 import math
@@ -19,17 +18,10 @@ from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import VtabConfig, VtabTask
 from vit_ray.data.dataset import MANIFEST_FILE
-from vit_ray.experiments.parent_run import OpenParent, open_parent
+from vit_ray.experiments.parent_run import open_parent
 from vit_ray.experiments.search_space import point_text
 from vit_ray.experiments.sweep import check_in_turn, fine_tune, plan_sweep
-from vit_ray.experiments.trials import (
-    METRIC,
-    STEP,
-    Context,
-    num_fitting,
-    run_trials,
-    tune_folder,
-)
+from vit_ray.experiments.trials import METRIC, STEP, Context, OpenParent, run_trials
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.paper_comparison import Rows, csv_text, in_percent
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
@@ -41,47 +33,48 @@ from vit_ray.storage import locate
 
 NUM_IMAGES: Final = 1000
 """Images of each task's training set in VTAB-1k: 800 and 200."""
-GROUPS = ("natural", "specialized", "structured")
 PAPER_MODELS: Final = (
     ("ViT-H/14", "jft300m"), ("ViT-L/16", "jft300m"), ("ViT-L/16", "imagenet21k"),
 )  # fmt: skip
 """Model and `paper.pretraining` of each column of the paper's Table 9."""
-PAPER_GROUPS = {
-    "natural": set(VTAB_TASKS[:7]),
-    "specialized": set(VTAB_TASKS[7:11]),
-    "structured": set(VTAB_TASKS[11:]),
-    "mean": set(VTAB_TASKS),
+MEANS: Final = {
+    "natural": VTAB_TASKS[:7],
+    "specialized": VTAB_TASKS[7:11],
+    "structured": VTAB_TASKS[11:],
+    "mean": VTAB_TASKS,
 }
 """Tasks of each mean of the paper's Table 9."""
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """One row."""
+    """One row.
+
+    Attributes:
+        top1: on the task's test set, with averaged weights if the recipe averages.
+        num_images: of its training set, 1,000 in VTAB-1k; None if there are no data.
+        error: why there is no accuracy; empty if there is one.
+        deviation: over seeds; None for a single run.
+        chosen: the point that a sweep of the task has selected.
+    """
 
     task: VtabTask
     top1: float | None = None
-    """On the task's test set, with averaged weights if the recipe averages."""
     num_images: int | None = None
-    """Images of its training set, 1,000 in VTAB-1k; None if there are no data."""
     run_id: str | None = None
     error: str = ""
-    """Why there is no accuracy; empty if there is one."""
     deviation: float | None = None
-    """Over seeds; None for a single run."""
     chosen: str = ""
-    """The point that a sweep of the task has selected."""
 
 
 @dataclass(frozen=True)
 class VtabResult:
-    """Every task of the recipe, in its order."""
+    """Every task of the recipe, in its order, and the table of them."""
 
     rows: list[TaskResult]
+    table: Rows
     parent_run_id: str | None
     hint: str
-    is_papers_model: bool = False
-    """Model and pre-training are those of a column of the paper's Table 9."""
 
     @property
     def is_complete(self) -> bool:
@@ -128,11 +121,22 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
     has_begun = any(locate(one.run_folder).list_folders() for one in recipes.values())
     resolved, steps, trainings = dict[str, ResolvedRun](), 0, list[Recipe]()
     for name, one in recipes.items():
+        check_in_turn(one, f"vtab: {one.name}")
         sets = (one.data.train, one.data.eval)
-        if all(locate(str(path)).child(MANIFEST_FILE).exists() for path in sets):
-            resolved[name], its_steps, its_trainings = _checked(one)
-            steps += its_steps
-            trainings += its_trainings
+        if not all(locate(str(path)).child(MANIFEST_FILE).exists() for path in sets):
+            continue
+        if one.sweep is None:
+            resolved[name] = resolve_run(one)
+            steps += resolved[name].total_steps
+            trainings.append(one)
+            if newest_checkpoint(locate(one.run_folder)) is None:
+                check_weights(PreparedRun("finetune", resolved[name]))
+        else:
+            # 200 images cannot include all of Sun397's classes.
+            plan = plan_sweep(one, by_class=False)
+            resolved[name] = plan.resolved
+            steps += plan.total_steps
+            trainings += plan.trials
     if not resolved:
         first = next(iter(recipes.values())).data
         raise ValueError(
@@ -148,29 +152,13 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
             rows = _run_tasks(recipe, resolved, parent)
             parent.run.record.results(0, vtab_metrics(rows))
             is_papers = (recipe.model.name, recipe.paper.pretraining) in PAPER_MODELS
-            parent.run.record.text("vtab/tasks.csv", csv_text(vtab_table(rows, is_papers)))
-            outcome = VtabResult(rows, parent.run_id, parent.run.record.hint(), is_papers)
+            table = vtab_table(rows, is_papers)
+            parent.run.record.text("vtab/tasks.csv", csv_text(table))
+            outcome = VtabResult(rows, table, parent.run_id, parent.run.record.hint())
             parent.run.is_complete = outcome.is_complete
             return outcome
     except RunStoppedError:
         return None
-
-
-def _checked(recipe: Recipe) -> tuple[ResolvedRun, int, list[Recipe]]:
-    """A task's own training, the steps of all its trainings, and those that differ.
-
-    Raises:
-        ValueError: the recipe cannot work, or its weights do not exist.
-    """
-    if recipe.sweep is not None:
-        check_in_turn(recipe, f"vtab: {recipe.name}")
-        # 200 images cannot include all of Sun397's classes.
-        plan = plan_sweep(recipe, needs_every_class=False)
-        return plan.resolved, plan.total_steps, plan.trials
-    resolved = resolve_run(recipe)
-    if newest_checkpoint(locate(recipe.run_folder)) is None:
-        check_weights(PreparedRun("finetune", resolved))
-    return resolved, resolved.total_steps, [recipe]
 
 
 def _run_tasks(
@@ -178,14 +166,12 @@ def _run_tasks(
 ) -> list[TaskResult]:
     """A row for each task; a failed one does not end the others."""
     tasks = {task.name: task for task in vtab_of(recipe).tasks}
-    recipes = [one.recipe for one in resolved.values()]
     ended = run_trials(
         partial(_fine_tune, recipe, tasks),
-        parent.run,
-        folder=tune_folder(recipe, "tasks"),
+        parent,
+        "tasks",
+        [one.recipe for one in resolved.values()],
         space={"task": tune.grid_search(list(resolved))},
-        max_concurrent=num_fitting(recipes, parent.cluster),
-        is_private=parent.cluster.is_private,
     )
     found = {one["config"]["task"]: one["row"] for one in ended.results}
     lost = {"error": f"failed: {ended.lost.first_line}"}
@@ -206,7 +192,7 @@ def _fine_tune(
     task = tasks[config["task"]]
     tags = {"vit_ray.vtab_task": task.name, "vit_ray.vtab_group": task.group}
     try:
-        found = fine_tune(task_recipe(recipe, task), context, tags, needs_every_class=False)
+        found = fine_tune(task_recipe(recipe, task), context, tags, by_class=False)
     except RunStoppedError:
         raise
     except Exception as error:
@@ -222,31 +208,25 @@ def _fine_tune(
     return {STEP: found.finals[0].step, METRIC: found.mean, "row": row}
 
 
-def group_means(values: Sequence[tuple[str, float | None]]) -> dict[str, float | None]:
-    """Mean of each group and of all tasks; None if one of its tasks has no value.
-
-    Args:
-        values: group and accuracy of each task.
-    """
-    found = {}
-    for group in (*GROUPS, "mean"):
-        mine = [value for its, value in values if group in (its, "mean")]
-        whole = [value for value in mine if value is not None]
-        found[group] = statistics.fmean(whole) if mine and len(whole) == len(mine) else None
-    return found
+def rows_of_means(rows: Sequence[TaskResult]) -> dict[str, list[TaskResult]]:
+    """The rows of each of the paper's means of which every task has an accuracy."""
+    known = {row.task.name: row for row in rows if row.top1 is not None}
+    return {
+        mean: [known[name] for name in names]
+        for mean, names in MEANS.items()
+        if known.keys() >= set(names)
+    }
 
 
 def vtab_metrics(rows: Sequence[TaskResult]) -> dict[str, float]:
-    """What the parent run records: accuracy of each task, and the complete means.
-
-    A mean over other tasks than the paper's has another name.
-    """
-    metrics = {f"{VTAB_GROUP}{row.task.name}_top1": row.top1 for row in rows}
-    for group, mean in group_means([(row.task.group, row.top1) for row in rows]).items():
-        count = f"_{len(_members(group, rows))}_of_{len(PAPER_GROUPS[group])}"
-        metrics[f"{VTAB_GROUP}{group}{'' if _is_whole(group, rows) else count}_top1"] = mean
-    known = {key: value for key, value in metrics.items() if value is not None}
-    return {**known, VTAB_NUM_TASKS: float(sum(row.top1 is not None for row in rows))}
+    """What the parent run records: accuracy of each task, and the complete means."""
+    tops = {row.task.name: row.top1 for row in rows if row.top1 is not None}
+    means = {
+        mean: statistics.fmean(tops[row.task.name] for row in its)
+        for mean, its in rows_of_means(rows).items()
+    }
+    found = {f"{VTAB_GROUP}{name}_top1": top1 for name, top1 in {**tops, **means}.items()}
+    return {**found, VTAB_NUM_TASKS: float(len(tops))}
 
 
 def vtab_table(rows: Sequence[TaskResult], is_papers_model: bool) -> Rows:
@@ -258,50 +238,34 @@ def vtab_table(rows: Sequence[TaskResult], is_papers_model: bool) -> Rows:
     lines: Rows = [
         {
             "task": row.task.name, "group": row.task.group, "images": row.num_images,
-            **_accuracies([row.top1, *_of_paper(row)]), "deviation %": in_percent(row.deviation),
-            "chosen": row.chosen, "label": _label([row], is_papers_model), "note": row.error,
+            **_accuracies([row]), "deviation %": in_percent(row.deviation), "chosen": row.chosen,
+            "label": _label([row], is_papers_model), "note": row.error,
         }
         for row in rows
     ]  # fmt: skip
-    groups = [row.task.group for row in rows]
-    columns_of_paper = zip(*map(_of_paper, rows), strict=True)
-    accuracies = ([row.top1 for row in rows], *columns_of_paper)
-    means = [group_means(list(zip(groups, values, strict=True))) for values in accuracies]
-    for group, mean in means[0].items():
-        title = "mean" if group == "mean" else f"mean of {group}"
-        # The paper's mean is taken over the same tasks.
-        title += "" if _is_whole(group, rows) else ", these tasks only"
-        lines.append({
-            "task": title, "group": "", "images": None,
-            **_accuracies([of[group] for of in means]), "deviation %": None, "chosen": "",
-            "label": _label(_members(group, rows), is_papers_model),
-            "note": "" if mean is not None else "not all of its tasks have an accuracy",
-        })  # fmt: skip
-    return lines
+    means: Rows = [
+        {
+            **dict.fromkeys(lines[0], ""), "task": mean if mean == "mean" else f"mean of {mean}",
+            **_accuracies(its), "label": _label(its, is_papers_model),
+        }
+        for mean, its in rows_of_means(rows).items()
+    ]  # fmt: skip
+    return [*lines, *means]
 
 
-def _accuracies(values: Sequence[float | None]) -> dict[str, float | None]:
-    """Ours and those of the paper's models, by column."""
-    titles = ["ours, top-1 %", *(f"paper: {name} %" for name in TABLE_9)]
-    return {title: in_percent(one) for title, one in zip(titles, values, strict=False)}
+def _accuracies(rows: Sequence[TaskResult]) -> dict[str, float | None]:
+    """Means of ours and of the paper's models over some tasks, by column, in percent."""
+    tops = [row.top1 for row in rows if row.top1 is not None]
+    places = [VTAB_TASKS.index(row.task.name) for row in rows if row.task.name in VTAB_TASKS]
+    papers = {
+        f"paper: {name} %": statistics.fmean(values[place] for place in places) if places else None
+        for name, values in TABLE_9.items()
+    }
+    return {"ours, top-1 %": in_percent(statistics.fmean(tops) if tops else None), **papers}
 
 
 def _label(rows: Sequence[TaskResult], is_papers_model: bool) -> str:
-    if not rows or any(row.top1 is None for row in rows):
+    if any(row.top1 is None for row in rows):
         return ""
     is_data = all(row.task.name in VTAB_TASKS and row.num_images == NUM_IMAGES for row in rows)
     return "data" if is_data and is_papers_model else "proxy"
-
-
-def _members(group: str, rows: Sequence[TaskResult]) -> list[TaskResult]:
-    return [row for row in rows if group in (row.task.group, "mean")]
-
-
-def _is_whole(group: str, rows: Sequence[TaskResult]) -> bool:
-    return {row.task.name for row in _members(group, rows)} == PAPER_GROUPS[group]
-
-
-def _of_paper(row: TaskResult) -> list[float | None]:
-    if row.task.name not in VTAB_TASKS:
-        return [None] * len(TABLE_9)
-    return [values[VTAB_TASKS.index(row.task.name)] / 100 for values in TABLE_9.values()]

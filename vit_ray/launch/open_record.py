@@ -144,14 +144,10 @@ def open_record(
 
 
 def add_to_ended(
-    recipe: Recipe,
-    run_id: str | None,
-    metrics: Mapping[str, float],
-    tags: Mapping[str, str],
-    parent: OpenRun,
+    recipe: Recipe, run_id: str | None, metrics: Mapping[str, float], parent: OpenRun
 ) -> None:
-    """Add later measurements, and tags, to the record of a run that has finished."""
-    run = OpenRun.begin(_opening(recipe, run_id, params=trained_params(recipe), tags=tags), parent)
+    """Add later measurements to the record of a run that has finished."""
+    run = OpenRun.begin(_opening(recipe, run_id, params=trained_params(recipe)), parent)
     run.record.results(0, metrics)
     run.finish("FINISHED")
 

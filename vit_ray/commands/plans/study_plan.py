@@ -7,8 +7,7 @@ from vit_ray.config import Recipe
 from vit_ray.experiments.branching import branch_step
 from vit_ray.experiments.search_space import points_of
 from vit_ray.experiments.study import in_groups
-from vit_ray.experiments.study_cells import Cell, study_cells, study_of
-from vit_ray.experiments.transfer import task_recipe
+from vit_ray.experiments.study_cells import Cell, study_cells, study_of, task_recipe
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """How the record of a run ends, whatever ends the run; it is a fake one."""
 
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -187,11 +188,18 @@ def mlflow_run(recipe: Recipe, run_id: str | None) -> Any:
     ],
 )
 def test_a_run_whose_driver_died_after_its_last_checkpoint_is_ended_by_the_next(
-    trained: Recipe, status: Status | None, lose: Callable[[Path], None]
+    trained: Recipe,
+    status: Status | None,
+    lose: Callable[[Path], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run_id = driven(trained, status)
     lose(metrics_log_path(trained.run_folder))
+    for name in [name for name in os.environ if name.startswith("MLFLOW_HTTP")]:
+        monkeypatch.delenv(name)
+    before = dict(os.environ)  # of a notebook that trains
     assert end_record(trained, run_id, 10, COST) == run_id
+    assert dict(os.environ) == before
     run = mlflow_run(trained, run_id)
     assert run.info.status == "FINISHED"
     assert run.data.metrics == {"train/loss": 1.5, **COST}

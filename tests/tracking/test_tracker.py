@@ -731,6 +731,17 @@ def test_mlflow_away_from_the_start_never_raises_and_warns_once(config, log_path
     assert run.data.params["tracking.uri"] == "http://127.0.0.1:9"
 
 
+def test_the_limits_of_requests_end_with_the_asking(config, monkeypatch):
+    names = ("MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES")
+    monkeypatch.delenv(names[0])
+    monkeypatch.setenv(names[1], "3")  # the user's own
+    before = dict(os.environ)
+    open_client(config.uri)
+    with mlflow_client.asking(config.uri):
+        assert [os.environ[name] for name in names] == ["10", "3"]
+    assert dict(os.environ) == before
+
+
 def test_a_server_that_never_answers_holds_nobody_up(config, log_path):
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and says nothing
         uri = f"http://127.0.0.1:{silent.getsockname()[1]}"

@@ -24,6 +24,7 @@ from vit_ray.config.resume_compatibility import EVALUATED_SETS, incompatible_cha
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.storage import Location, locate
+from vit_ray.tracking.request_limits import limited_requests
 from vit_ray.tracking.safe_address import redact_uri, safe_uri
 
 _RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
@@ -173,7 +174,8 @@ def named_folder(source: str, overrides: Sequence[str]) -> tuple[str, Location]:
     uri = uri or os.environ.get(MLFLOW_VARIABLES["uri"]) or TrackingConfig().uri
     require_store(uri)
     try:
-        run = open_client(uri).get_run(source)
+        with limited_requests():
+            run = open_client(uri).get_run(source)
     except Exception as error:  # MLflow's own errors, and those of its store
         raise ValueError(
             f"MLflow at {safe_uri(uri)} does not have the run {source}: "

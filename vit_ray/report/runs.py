@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import sys
 from collections.abc import Mapping
@@ -233,7 +232,6 @@ class Files:
     """Files and histories of the runs of one store, which is only read."""
 
     def __init__(self, uri: str) -> None:
-        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
         self._client = MlflowClient(uri)
 
     def read(self, run: pd.Series, path: str) -> bytes | None:

@@ -1,7 +1,6 @@
 """MLflow's client: the schema created once, little logging; experiments and links to them."""
 
 import logging
-import os
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -36,6 +35,7 @@ from vit_ray.mlflow_internals import (
     view_state,
 )
 from vit_ray.tracking.mlflow_api import Experiment, MlflowClient, MlflowException, Run
+from vit_ray.tracking.request_limits import limited_requests
 from vit_ray.tracking.safe_address import safe_uri, unusable
 
 _TAGS = {
@@ -66,20 +66,12 @@ LOCK_S = 60.0
 """Longest wait for other processes that open the same SQLite file; creating its schema takes 10
 s."""
 
-_SETTINGS = {
-    # MLflow's own defaults let one call block for minutes: 120 s timeout, 7 retries.
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
-    # At the end of a run it prints the server's address with its password.
-    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-}
-
 
 def open_client(uri: str) -> MlflowClient:
-    """A client that fails fast and logs nothing; creates or upgrades a SQLite file.
+    """A client that logs nothing; creates or upgrades a SQLite file.
 
-    Commands call it on the driver before any worker starts: processes that create the schema of the
-    same database at the same time make each other fail.
+    Under a lock: processes that create the schema of the same database at the same time make each
+    other fail. How long a request takes is up to `request_limits`.
 
     Raises:
         TimeoutError: another process keeps the lock of the SQLite file for longer than `LOCK_S`.
@@ -89,8 +81,6 @@ def open_client(uri: str) -> MlflowClient:
     logging.getLogger("mlflow").setLevel(logging.ERROR)
     logging.getLogger("alembic").setLevel(logging.ERROR)
     logging.getLogger("mlflow.store.db").setLevel(logging.CRITICAL)  # it raises what it logs
-    for name, value in _SETTINGS.items():
-        os.environ.setdefault(name, value)
     path = sqlite_file(uri)
     if path is None:
         return MlflowClient(uri)
@@ -126,7 +116,7 @@ def _make_store(path: Path) -> None:
 
 @contextmanager
 def asking(uri: str) -> Iterator[MlflowClient]:
-    """A client of a store with runs that answers.
+    """A client of a store with runs that answers, whose requests are limited inside this block.
 
     Raises:
         ValueError: as `require_store` and `refuse_other_file`.
@@ -135,17 +125,18 @@ def asking(uri: str) -> Iterator[MlflowClient]:
         TimeoutError: as `open_client`.
     """
     require_store(uri)
-    try:
-        client = open_client(uri)
-        client.search_experiments(max_results=1)
-    except (TimeoutError, OtherFileError):  # in one line: the first says who keeps the file locked
-        raise
-    except Exception as error:
-        raise unusable(uri, error) from None
-    try:
-        yield client
-    except MlflowException as error:
-        raise unusable(uri, error) from None
+    with limited_requests():
+        try:
+            client = open_client(uri)
+            client.search_experiments(max_results=1)
+        except (TimeoutError, OtherFileError):  # one line: the first says who keeps the file locked
+            raise
+        except Exception as error:
+            raise unusable(uri, error) from None
+        try:
+            yield client
+        except MlflowException as error:
+            raise unusable(uri, error) from None
 
 
 def found_runs(client: MlflowClient, experiment: str, query: str) -> list[Run]:

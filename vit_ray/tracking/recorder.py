@@ -28,6 +28,7 @@ from vit_ray.tracking.metrics_log import (
     Status,
     lock_log,
 )
+from vit_ray.tracking.request_limits import limit_requests
 from vit_ray.tracking.run_state import Orders, RunState, RunStatus
 from vit_ray.tracking.system_metrics import NodeSampler
 from vit_ray.tracking.tracker import Tracker
@@ -132,6 +133,7 @@ class RunRecords:
 
     def __init__(self, uri: str) -> None:
         """`uri`: of MLflow; an argument, so that no log holds its password."""
+        limit_requests()
         self._uri = uri
         self._runs: dict[Path, _Run] = {}
         self._locks: dict[Path, threading.RLock] = {}

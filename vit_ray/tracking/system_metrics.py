@@ -12,6 +12,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vit_ray.addresses import absolute_uri
+from vit_ray.tracking.request_limits import limit_requests
 from vit_ray.tracking.safe_address import redact_uri
 
 INTERVAL_S: Final = 10.0
@@ -65,9 +66,8 @@ class NodeSampler(threading.Thread):
     def _monitor(self, run_id: str) -> Any:
         # Here, in a thread: it imports MLflow, which takes seconds.
         from vit_ray.tracking.mlflow_api import SystemMetricsMonitor
-        from vit_ray.tracking.mlflow_client import open_client
 
-        open_client(self._uri)  # limits how long a request of this process takes
+        limit_requests()  # the process is an actor
         return SystemMetricsMonitor(  # type: ignore[no-untyped-call]
             run_id,
             resume_logging=True,  # steps continue from the last one

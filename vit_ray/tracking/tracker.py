@@ -23,6 +23,7 @@ from vit_ray.tracking.metrics_log import (
     Status,
 )
 from vit_ray.tracking.models import log_models
+from vit_ray.tracking.request_limits import limited_requests
 from vit_ray.tracking.safe_address import redact_uri, safe_uri, unusable
 
 if TYPE_CHECKING:
@@ -361,6 +362,7 @@ class Replayed(NamedTuple):
     refused: list[str]
 
 
+@limited_requests()
 def replay(log_path: Path, uri: str) -> Replayed:
     """Send a log to MLflow, to its own run or, if that is unknown, to a new one.
 

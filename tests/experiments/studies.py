@@ -35,9 +35,11 @@ def study_tree(
         "evaluate": {"few_shot_train": train, "few_shot_test": test, "shots": [1, 5]},
         "checkpoint": {"every_steps": 10},
         "workers": {"use_gpu": False, "max_failures": 0},
-        "tracking": {"uri": f"sqlite:///{folder}/mlflow.db", "system_metrics": False},
+        "tracking": {
+            "uri": f"sqlite:///{folder}/mlflow.db", "system_metrics": False, "log_model": False,
+        },
         "study": {"models": models, "data_fractions": [1.0], "epochs": [1.0], **study},
-    }
+    }  # fmt: skip
 
 
 def study_recipe(*arguments: Any, **study: Any) -> Recipe:

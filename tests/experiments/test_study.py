@@ -113,7 +113,7 @@ def finished(ray_cluster, digits, tmp_path_factory):
     """A study of two cells."""
     models = [study_row("one"), study_row("two", width=32)]
     folder = tmp_path_factory.mktemp("study")
-    recipe = study_recipe(folder, models, digits.train, digits.test, max_concurrent=1)
+    recipe = study_recipe(folder, models, digits.train, digits.test, max_concurrent=2)
     return recipe, run_study(recipe)
 
 

@@ -12,7 +12,8 @@ import yaml
 from tests import hosts
 from tests.conftest import ROOT, Digits
 from tests.end_to_end.quota_provider import QuotaProvider
-from tests.end_to_end.runs import write_recipe
+from tests.end_to_end.runs import runs_of, write_recipe
+from tests.experiments.studies import study_row
 from tests.hosts import Host
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
@@ -84,6 +85,25 @@ def test_a_job_starts_the_nodes_that_it_needs(head: Host, digits: Digits, tmp_pa
     assert code == 0, output
     hosts.wait_for_nodes(head, 3)
     hosts.wait_for_nodes(head, 1, timeout_s=300)  # idle for a minute
+
+
+@pytest.mark.slow
+def test_a_study_starts_the_nodes_that_its_cells_need(
+    head: Host, digits: Digits, tmp_path: Path
+) -> None:
+    rows = [study_row("small"), study_row("large", width=32)]
+    recipe = small_recipe(
+        "grid", digits, tmp_path,
+        workers={"num_workers": 1, "cpus_per_worker": 3.0, "use_gpu": False},
+        study={"models": rows, "epochs": None, "steps": [4], "max_concurrent": 2},
+    )  # fmt: skip
+    code, output = run_job(head, "scaling_study", recipe, tmp_path)
+    assert code == 0, output
+    found = {run.info.run_name: run.info.status for run in runs_of(recipe)}
+    assert found == dict.fromkeys(
+        ("grid", "grid-small-data1-steps4", "grid-large-data1-steps4"), "FINISHED"
+    )
+    hosts.wait_for_nodes(head, 3)  # a node for each cell
 
 
 def limited(quota: int) -> pytest.MarkDecorator:

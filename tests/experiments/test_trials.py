@@ -82,6 +82,9 @@ def failing(folder: Path, config: dict[str, Any], context: Context) -> Any:
             (folder / "died").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         case 0.4:
+            context.report(1, 0.4)
+            while not any('"rate": 0.4' in one.read_text() for one in folder.rglob("result.json")):
+                time.sleep(0.05)  # until Tune has it
             os.kill(os.getpid(), signal.SIGKILL)
     return asdict(Outcome(TrialState.FINISHED, config["rate"], STEPS))
 
@@ -159,7 +162,10 @@ def test_asha_stops_a_trial_with_a_checkpoint(parent: OpenParent, tmp_path: Path
 
 
 def test_a_diverged_a_failed_and_a_killed_trial_end_no_other(
-    parent: OpenParent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    parent: OpenParent,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(trials, "MOST_RESTARTS", 1)
     space = {"rate": tune.grid_search([0.1, 0.2, 0.3, 0.4])}
@@ -170,6 +176,7 @@ def test_a_diverged_a_failed_and_a_killed_trial_end_no_other(
     }  # fmt: skip
     assert math.isnan(found[0.1].top1)
     assert "died 2 times" in ended.lost.error
+    assert "died 2 times" in caplog.text
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -238,9 +238,9 @@ class Ended(NamedTuple):
     """What the trials of an experiment have reported."""
 
     results: Sequence[Mapping[str, Any]]
-    """The last result of each trial, with its configuration."""
+    """The last result of each trial that has not ended with an error, with its configuration."""
     lost: Outcome
-    """Stands for a trial without a result."""
+    """Stands for the others."""
 
     def by(self, key: str) -> dict[Any, Outcome]:
         """Outcomes by a key of the configurations."""
@@ -314,14 +314,16 @@ def run_trials(
     grid = tuner.fit()  # no limit: train.step_timeout_s ends a training that hangs
     if EndOnRequest.is_requested.is_set():
         raise RunStoppedError("stopped on request")
-    ended = [grid[place].metrics or {} for place in range(len(grid))]
-    results = [result for result in ended if "config" in result]
+    ended = [grid[place] for place in range(len(grid))]
+    results = [one.metrics or {} for one in ended if one.error is None]
     for result in results:
         for text in filter(None, result.get("warnings", "").split("\n")):
             logger.warning("%s", text)
     died = f"the process of the trial died {MOST_RESTARTS + 1} times"
     errors = [str(error).strip().splitlines()[-1] for error in grid.errors]
-    lost = Outcome(TrialState.FAILED, error="; ".join([died, *errors]))
+    for text in errors:
+        logger.warning("%s: %s", died, text)
+    lost = Outcome(TrialState.FAILED, error="; ".join([died, *dict.fromkeys(errors)]))
     return Ended(results, lost)
 
 

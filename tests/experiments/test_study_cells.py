@@ -102,6 +102,16 @@ def test_rows_of_one_label_add_seeds_to_some_of_its_lengths() -> None:
     assert "fractions and lengths that differ more" in refusal(row("a"), epochs=[1.0, 1.0000001])
 
 
+def test_two_rows_that_make_one_cell_are_refused() -> None:
+    text = refusal(row("one"), row("two"))
+    assert "rows 'one' and 'two' give the same cell" in text
+    assert "'grid-one-data1-epochs1' and 'grid-two-data1-epochs1'" in text
+    same = refusal(row("one"), changed("two", **{"optim.weight_decay": 0.0}))
+    assert "give the same cell" in same  # the default, given once more
+    assert len(cells(row("one"), changed("two", **{"optim.weight_decay": 0.1}))) == 2
+    assert len(cells(row("one"), changed("two", **{"data.train": "/other"}))) == 2
+
+
 @pytest.mark.parametrize(
     ("changes", "key"),
     [

@@ -183,6 +183,15 @@ def _check_together(study: StudyConfig, cells: list[Cell]) -> None:
             f"study: two cells have the name {twice[0]!r}; give each of study.models its own "
             "label, and list fractions and lengths that differ more"
         )
+    known: dict[str, Cell] = {}
+    for cell in cells:
+        other = known.setdefault(json.dumps(_decides(cell.recipe), sort_keys=True), cell)
+        if other is not cell:
+            raise ValueError(
+                f"study: rows {other.label!r} and {cell.label!r} give the same cell: "
+                f"{other.name!r} and {cell.name!r} would train the same; remove one of them, or "
+                "change it"
+            )
     for cell in cells:
         schedule = cell.recipe.optim.schedule
         if study.branch and schedule != "cooldown":
@@ -231,12 +240,17 @@ def task_recipe(cell: Cell, task: StudyTask) -> Recipe:
     return recipe.with_changes(name=short_name(f"{recipe.name}-{_digest(recipe)}"))
 
 
-def _digest(recipe: Recipe) -> str:
-    """Of what is trained and evaluated, on any number of workers."""
+def _decides(recipe: Recipe) -> dict[str, Any]:
+    """What decides a training and its evaluation."""
     flat = recipe.flat()
     measured = {key: flat[key] for key in TAGGED if key not in unused_keys(flat)}
-    decides = {**trained_params(recipe), **measured}
-    text = json.dumps({k: v for k, v in decides.items() if k not in SIZES}, sort_keys=True)
+    return {**trained_params(recipe), **measured}
+
+
+def _digest(recipe: Recipe) -> str:
+    """Of what is trained and evaluated, on any number of workers."""
+    decides = {key: value for key, value in _decides(recipe).items() if key not in SIZES}
+    text = json.dumps(decides, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 

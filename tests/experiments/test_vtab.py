@@ -270,5 +270,14 @@ def test_a_task_with_more_classes_than_its_split_has_images_is_split_800_to_200(
     assert parts[1].num_row_groups == 50  # of four images each: whole row groups are read
 
 
+def test_points_of_a_task_run_in_turn_so_that_nothing_can_stop_them(
+    tmp_path: Path, record: Record
+) -> None:
+    swept = {"learning_rates": [0.1, 0.2], "scheduler": "asha"}
+    recipe = small_vtab(tmp_path, ("pets",)).with_changes(sweep=swept)
+    with pytest.raises(ValueError, match=r"v-pets: its fine-tunings run one after another"):
+        run_vtab(each(recipe))
+
+
 def each(recipe: Recipe) -> Recipe:
     return recipe.with_changes(vtab={"sweep_each": True})

@@ -1,5 +1,6 @@
 """What a study does with its cells as they end or fail: trials in this process, on fakes."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import yaml
 
 from tests.experiments.studies import resolved, study_recipe, study_row, study_tree, trained
 from tests.experiments.trials_here import Calls, context_of, in_process, parent_of
+from tests.launch.resolved import resolved_run
 from vit_ray.commands.printed_tables import print_study
 from vit_ray.config.command_sections import StudyTask
 from vit_ray.config.recipe import recipe_from_dict
@@ -171,6 +173,26 @@ def test_fine_tunings_of_all_cells_are_checked_before_the_first_is_trained(
     assert [one.data.train for one in fine_tunings] == ["/t"] * 3 + ["/other"] * 3
     with pytest.raises(ValueError, match=f"study.transfer 'tune' of cell .*{key}"):
         study._check_tasks(cells, (StudyTask(name="tune", recipe=str(path), changes=changes),))
+
+
+def test_a_study_without_a_page_has_its_result_in_its_description(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """MLflow is away at its end."""
+    recipe = study_recipe(tmp_path, [study_row("a"), study_row("bad", width=32)])
+    parent, calls = parent_of(recipe)
+
+    def train(recipe: Any, **_: Any) -> Any:
+        if "bad" in recipe.name:
+            raise RunFailedError("no memory")
+        return trained()
+
+    in_process(monkeypatch, train)
+    monkeypatch.setattr(study, "resolve_run", lambda _: resolved_run())
+    monkeypatch.setattr(study, "open_parent", lambda *_, **__: nullcontext(parent))
+    monkeypatch.setattr(study, "page_of", lambda _: None)
+    assert study.run_study(recipe) is not None
+    assert calls.last("tag")[1].startswith("Of 2 cells, 1 failed\n")
 
 
 def test_the_total_counts_of_a_branch_what_it_computed(cells: list[Cell]) -> None:

@@ -95,12 +95,14 @@ def run_study(recipe: Recipe) -> StudyResult | None:
             tags={"vit_ray.num_cells": str(len(cells))},
         ) as parent:
             results = _run_cells(list(zip(cells, steps, strict=True)), parent)
-            parent.run.record.results(len(results), _totals(results))
-            record, page = parent.run.record, None
+            totals, record, page = _totals(results), parent.run.record, None
+            record.results(len(results), totals)
+            note = partial(description, recipe, resolved_runs[0], record.command)
+            found = f"Of {len(results)} cells, {totals[STUDY_FAILED_CELLS]:.0f} failed"
+            record.tag(NOTE, note(found))
             if written := page_of(parent):
-                page, found = written.page, "\n\n".join(written.lead)
-                note = description(recipe, resolved_runs[0], record.command, found)
-                record.tag(NOTE, note)
+                page = written.page
+                record.tag(NOTE, note("\n\n".join(written.lead)))
             outcome = StudyResult(results, parent.run_id, page, record.hint())
             parent.run.is_complete = outcome.is_complete
             return outcome

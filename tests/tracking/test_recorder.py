@@ -428,7 +428,7 @@ def test_a_model_whose_run_mlflow_never_had_is_named(
     record.model("net", 7, reference={}, card="", params={}, register_as=None)
     assert record.finish("FINISHED")
     models._log_models_of("http://127.0.0.1:9", record.log_path)
-    assert "a model is not logged (MLflow does not have its run)" in caplog.text
+    assert "a model is not logged (MLflow does not have all of its run)" in caplog.text
 
 
 def test_a_model_is_not_logged_in_the_run_of_a_folders_original(

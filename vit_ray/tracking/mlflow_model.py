@@ -42,7 +42,7 @@ def log_model(uri: str, run_id: str | None, record: Record) -> None:
         ValueError: MLflow has no such run.
     """
     if run_id is None:
-        raise ValueError("MLflow does not have its run")
+        raise ValueError("MLflow does not have all of its run")
     client, step = open_client(uri), record["step"]
     mlflow.set_tracking_uri(uri)
     experiment = client.get_run(run_id).info.experiment_id

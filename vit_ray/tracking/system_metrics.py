@@ -67,7 +67,8 @@ class NodeSampler(threading.Thread):
         # Here, in a thread: it imports MLflow, which takes seconds.
         from vit_ray.tracking.mlflow_api import SystemMetricsMonitor
 
-        limit_requests()  # the process is an actor
+        limit_requests()  # the process is an actor, whose output Ray passes on to the driver's
+        logging.getLogger("mlflow").setLevel(logging.ERROR)
         return SystemMetricsMonitor(  # type: ignore[no-untyped-call]
             run_id,
             resume_logging=True,  # steps continue from the last one

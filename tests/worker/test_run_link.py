@@ -98,12 +98,12 @@ def test_every_rank_that_hangs_tells_the_run_where_its_threads_are(actor: FakeRu
 def test_a_hang_names_who_is_waited_for_and_is_told_once_by_those_in_the_same_calls(
     actor: FakeRun,
 ) -> None:
-    actor.waited_for = "worker 7 on host-3 has been silent for 61 s, at step 4"
+    actor.waited_for = "worker 7 on host-3 is at step 4, heard 61 s ago"
     link_of(actor, 1).note_hang("no step for 60 s", "all_reduce", "  MainThread: all_reduce", 5)
     actor.waited_for = ""
     link_of(actor, 2).note_hang("no step for 60 s", "all_reduce", "  MainThread: all_reduce", 5)
     assert [text for _, text, _ in actor.events] == [
-        "worker 1: no step for 60 s. worker 7 on host-3 has been silent for 61 s, at step 4. "
+        "worker 1: no step for 60 s. worker 7 on host-3 is at step 4, heard 61 s ago. "
         "Threads of worker 1:\n  MainThread: all_reduce"
     ]
 

@@ -811,6 +811,23 @@ def test_a_copied_folder_has_a_run_of_its_own_and_its_original_keeps_its_curve(c
     assert _history(config.uri, copied.run_id, "train/loss") == [(1, 1.0), (2, 20.0)]
 
 
+def test_a_trial_of_a_copied_sweep_waits_for_the_copys_own_run(config, tmp_path):
+    original, copy = tmp_path / "original", tmp_path / "copy"
+    first = folder_run(config, original)
+    assert first.finish()
+    shutil.copytree(original, copy)
+    opening = RunOpening(config, "run", copy / "metrics.jsonl", tags={RUN_FOLDER: str(copy)})
+    MetricsLog(opening.log_path).open(opening)  # MLflow has not answered it yet
+    child = started(config, "trial", copy / "trial.jsonl", parent_log=opening.log_path)
+    assert child.run_id is None
+    parent = Tracker.begin(opening)
+    assert parent.flush(30)
+    assert child.finish()
+    tags = MlflowClient(config.uri).get_run(child.run_id).data.tags
+    assert tags["mlflow.parentRunId"] == parent.run_id != first.run_id
+    assert parent.finish()
+
+
 def test_a_folder_that_was_moved_keeps_its_run(config, tmp_path):
     first = folder_run(config, tmp_path / "here")
     assert first.finish()

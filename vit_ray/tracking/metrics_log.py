@@ -238,9 +238,8 @@ class MetricsLog(Records):
                 found.append((_parsed(line), offset))
         return found
 
-    def records(self, *kinds: str) -> Iterator[Record]:
-        """The records of all openings; only of these kinds, if given."""
-        offset = 0
+    def records(self, *kinds: str, offset: int = 0) -> Iterator[Record]:
+        """The records of all openings; only of these kinds, if given, and after an offset."""
         while found := self.read(offset):
             yield from (record for record, _ in found if not kinds or record["kind"] in kinds)
             offset = found[-1][1]
@@ -274,11 +273,14 @@ def parent_run_of(start: Record) -> str | None:
     """MLflow's id of the sweep or study that a run is part of, if MLflow has it.
 
     By the log of that run, which notes the id as soon as MLflow has it: so a child that starts
-    while MLflow is away is still attached to it.
+    while MLflow is away is still attached to it. Until MLflow has the log's last start, the noted
+    run may be that of the folder's original.
     """
     if not start["parent_log"]:
         return None
-    return MetricsLog(Path(start["parent_log"])).read_sent().run_id
+    log = MetricsLog(Path(start["parent_log"]))
+    sent = log.read_sent()
+    return None if any(log.records("start", offset=sent.offset)) else sent.run_id
 
 
 def metrics_log_path(run_folder: str) -> Path:

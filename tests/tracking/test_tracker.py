@@ -44,6 +44,7 @@ from vit_ray.tracking.mlflow_client import (
     share_view,
 )
 from vit_ray.tracking.mlflow_run import RunWriter
+from vit_ray.tracking.request_limits import limited_requests
 from vit_ray.tracking.safe_address import redact_uri, safe_uri
 from vit_ray.tracking.tracker import Tracker, replay
 
@@ -737,9 +738,37 @@ def test_the_limits_of_requests_end_with_the_asking(config, monkeypatch):
     monkeypatch.setenv(names[1], "3")  # the user's own
     before = dict(os.environ)
     open_client(config.uri)
-    with mlflow_client.asking(config.uri):
+    with contextlib.ExitStack() as earlier, contextlib.ExitStack() as later:  # in two threads
+        earlier.enter_context(mlflow_client.asking(config.uri))
+        later.enter_context(mlflow_client.asking(config.uri))
+        earlier.close()
         assert [os.environ[name] for name in names] == ["10", "3"]
+    deadline_s = time.monotonic() + 30
+    while dict(os.environ) != before and time.monotonic() < deadline_s:
+        time.sleep(0.01)  # a tracker of another test may still ask
     assert dict(os.environ) == before
+
+
+def test_a_tracker_that_outlives_its_callers_block_asks_within_the_limits(
+    config, log_path, monkeypatch
+):
+    name, asked = "MLFLOW_HTTP_REQUEST_TIMEOUT", list[str | None]()
+    create, creates, may_create = MlflowClient.create_run, threading.Event(), threading.Event()
+
+    def slow(*args, **fields):
+        creates.set()
+        assert may_create.wait(30)
+        asked.append(os.environ.get(name))
+        return create(*args, **fields)
+
+    monkeypatch.delenv(name)
+    monkeypatch.setattr(MlflowClient, "create_run", slow)
+    with limited_requests():
+        tracker = started(config, "late", log_path, wait_s=0.0)
+        assert creates.wait(30)
+    may_create.set()
+    assert tracker.finish()
+    assert asked == ["10"]
 
 
 def test_a_server_that_never_answers_holds_nobody_up(config, log_path):

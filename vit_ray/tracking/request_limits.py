@@ -1,6 +1,7 @@
 """Limits of MLflow's requests, by its environment variables; those that a user has set count."""
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -15,6 +16,12 @@ _SETTINGS: Final = {
 }
 
 
+_lock: Final = threading.Lock()
+"""Of what blocks in several threads share: those that are open, and what they have set."""
+_open: Final[set[object]] = set()
+_ours: Final[set[str]] = set()
+
+
 def limit_requests() -> list[str]:
     """Set the limits in a process of our own; returns the variables that were not set before."""
     new = [name for name in _SETTINGS if name not in os.environ]
@@ -25,9 +32,14 @@ def limit_requests() -> list[str]:
 @contextmanager
 def limited_requests() -> Iterator[None]:
     """Set the limits inside this block alone: the process may be a notebook."""
-    new = limit_requests()
+    block = object()
+    with _lock:
+        _open.add(block)
+        _ours.update(limit_requests())
     try:
         yield
     finally:
-        for name in new:
-            os.environ.pop(name, None)
+        with _lock:
+            _open.remove(block)
+            while _ours and not _open:
+                os.environ.pop(_ours.pop(), None)

@@ -59,7 +59,8 @@ class _Sender(threading.Thread):
     def run(self) -> None:
         while not self._ends:
             try:
-                self._send()
+                with limited_requests():
+                    self._send()
                 self.pause_s = 0.0
             except Exception as error:
                 self._failed(error)

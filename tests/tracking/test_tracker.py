@@ -175,6 +175,17 @@ def test_a_restarted_job_continues_its_run_and_repeated_steps_appear_once(
     assert run.info.status == "FINISHED"
 
 
+def test_workers_that_repeat_steps_within_one_opening_add_nothing(config, log_path):
+    tracker = started(config, "run", log_path)
+    for steps in ((1, 2, 3), (2, 3, 4), (4, 5)):
+        for step in steps:
+            tracker.log.metrics(step, {"train/loss": 10.0 * steps[0] + step})
+        assert tracker.flush(30)
+    assert tracker.finish()
+    expected = [(1, 11.0), (2, 12.0), (3, 13.0), (4, 24.0), (5, 45.0)]
+    assert _history(config.uri, tracker.run_id, "train/loss") == expected
+
+
 @pytest.mark.parametrize("has_log", [True, False])
 def test_an_outcome_stands_in_the_place_of_an_earlier_starts(config, log_path, tmp_path, has_log):
     first = started(config, "sweep", log_path, awaited_metric="eval/top1")
@@ -474,14 +485,17 @@ def test_a_run_has_its_id_while_mlflow_hangs_at_its_first_points(config, log_pat
 
 
 def test_tries_of_points_do_not_count_for_the_files(config, log_path, monkeypatch):
-    """MLflow is away for longer than the tries that files have, and then their store for two."""
-    send, failures = RunWriter.send, {"metrics": 6, "text": 2}
+    """Their store fails for more tries than files have, and once more when points are sent."""
+    send, failures = RunWriter.send, ["once more"]
 
     def failing(self, records):
-        kind = records[0]["kind"]
-        if failures.get(kind, 0):
-            failures[kind] -= 1
+        kind, points_are_sent = records[0]["kind"], tracker._sent.offset == log.size
+        while kind == "metrics" and tracker._files.num_tries <= sender.FILE_TRIES_AT_END + 1:
+            time.sleep(0.01)
+        if kind == "text" and not points_are_sent:
             raise OSError("away")
+        if kind == "text" and failures:
+            raise OSError(failures.pop())
         return send(self, records)
 
     monkeypatch.setattr(RunWriter, "send", failing)
@@ -494,8 +508,8 @@ def test_tries_of_points_do_not_count_for_the_files(config, log_path, monkeypatc
     tracker = Tracker(log, config.uri)
     tracker.start()
     assert tracker.flush(60)
-    assert failures == {"metrics": 0, "text": 0}
-    tracker.finish()
+    assert failures == []
+    assert tracker.finish()
 
 
 def test_what_is_on_its_way_at_the_end_is_not_noted_for_the_training_that_replaces_it(
@@ -771,7 +785,105 @@ def test_a_tracker_that_outlives_its_callers_block_asks_within_the_limits(
     assert asked == ["10"]
 
 
-def test_a_server_that_never_answers_holds_nobody_up(config, log_path):
+def limits_of_flush(monkeypatch):
+    """Time limits of the waits for MLflow, as they begin."""
+    flush, limits = Tracker.flush, []
+
+    def limited(self, timeout_s):
+        limits.append(timeout_s)
+        return flush(self, timeout_s)
+
+    monkeypatch.setattr(Tracker, "flush", limited)
+    return limits
+
+
+def test_the_time_of_mlflows_import_does_not_count_at_the_end(config, log_path, monkeypatch):
+    name, begins, may_end = "vit_ray.tracking.mlflow_run", threading.Event(), threading.Event()
+
+    class Slow:
+        @staticmethod
+        def find_spec(module, *_):
+            if module == name:
+                begins.set()
+                may_end.wait()
+
+    limits = limits_of_flush(monkeypatch)
+    monkeypatch.setattr(sys, "meta_path", [Slow, *sys.meta_path])
+    monkeypatch.delitem(sys.modules, name)
+    tracker = started(config, "short", log_path, wait_s=0.0)
+    assert begins.wait(30)
+    ending = threading.Thread(target=tracker.finish)
+    ending.start()
+    ending.join(0.5)
+    before = list(limits)
+    may_end.set()
+    ending.join(60)
+    assert (before, limits, tracker.problem) == ([], [30.0], "")
+
+
+def test_the_reason_at_the_end_is_not_that_of_an_outage_that_is_over(config, log_path, monkeypatch):
+    send, failures, answers = RunWriter.send, ["long over"], threading.Event()
+
+    def failing(self, records):
+        if failures:
+            raise OSError(failures.pop())
+        if records[0].get("step") == 2:
+            answers.wait()
+        return send(self, records)
+
+    monkeypatch.setattr(sender, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(RunWriter, "send", failing)
+    tracker = started(config, "run", log_path)
+    tracker.log.metrics(1, {"train/loss": 1.0})
+    assert tracker.flush(30)
+    tracker.log.metrics(2, {"train/loss": 2.0})
+    assert not tracker.finish(timeout_s=0.1)
+    answers.set()
+    assert "(it did not take it in 0.1 s)" in tracker.problem
+    tracker.stop(30)
+
+
+def test_a_note_on_a_disk_that_hangs_holds_up_no_end(config, log_path, monkeypatch):
+    monkeypatch.setattr(sender, "NOTED_S", 0.1)
+    mark, begins, answers = MetricsLog.mark_sent, threading.Event(), threading.Event()
+
+    def hanging(self, sent):
+        if sent.offset:
+            begins.set()
+            answers.wait()
+        mark(self, sent)
+
+    monkeypatch.setattr(MetricsLog, "mark_sent", hanging)
+    tracker = started(config, "run", log_path)
+    assert begins.wait(30)
+    ending = threading.Thread(target=tracker.finish, args=("FINISHED", 0.1), daemon=True)
+    ending.start()
+    ending.join(30)
+    assert not ending.is_alive()
+    answers.set()
+    tracker.stop(30)
+
+
+def test_a_run_that_is_lost_amid_a_batch_ends_its_sending(config, log_path, monkeypatch):
+    """The thread of the files finds it deleted, while the batch is all that MLflow has."""
+    log, calls = MetricsLog(log_path), []
+    log.open(RunOpening(config, "run", log_path))
+    tracker = Tracker(log, config.uri)
+
+    def lost(self, records):
+        calls.append(records)
+        assert len(calls) < 3
+        tracker._writer = None
+        return 0
+
+    monkeypatch.setattr(RunWriter, "send", lost)
+    tracker.send_points()
+    assert len(calls) == 1
+
+
+def test_a_server_that_never_answers_holds_nobody_up(config, log_path, monkeypatch):
+    monkeypatch.setattr(sender, "NEVER_REACHED_S", 0.2)
+    limits = limits_of_flush(monkeypatch)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and says nothing
         uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
         away = config.model_copy(update={"uri": uri})
@@ -779,7 +891,8 @@ def test_a_server_that_never_answers_holds_nobody_up(config, log_path):
         for step in range(1000):
             tracker.log.metrics(step, {"train/loss": 1.0})
         assert tracker.run_id is None
-        assert not tracker.finish("FAILED", timeout_s=0.2)
+        assert not tracker.finish("FAILED")
+    assert limits == [0.2]
     assert replay(log_path, config.uri).num_points == 1000
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from vit_ray.addresses import absolute_uri
+from vit_ray.addresses import absolute_uri, sqlite_file
 from vit_ray.tracking.metrics_log import (
     FILES,
     MAX_METRICS,
@@ -34,8 +34,12 @@ BATCH_INTERVAL_S: Final = 1.0
 FIRST_BACKOFF_S: Final = 1.0
 LAST_BACKOFF_S: Final = 60.0
 FILE_TRIES_AT_END: Final = 3
+IMPORT_S: Final = 120.0
+"""Longest wait at a run's end for MLflow's import, on a busy machine or a slow disk."""
 NEVER_REACHED_S: Final = 5.0
 """Longest wait at a run's end for an MLflow that has never answered."""
+NOTED_S: Final = 5.0
+"""Longest wait at a run's end for a disk that hangs."""
 _REJECTIONS: Final = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
 """The request itself is wrong, so trying again does not help."""
 
@@ -48,12 +52,14 @@ logger = logging.getLogger(__name__)
 class _Sender(threading.Thread):
     """Repeats `send` until its end, with growing pauses after failures."""
 
-    def __init__(self, send: Callable[[], None], failed: Callable[[Exception], None]) -> None:
-        """`failed`: called with any error of `send`."""
+    def __init__(self, send: Callable[[], None], failed: Callable[[Exception], str]) -> None:
+        """`failed`: called with any error of `send`; makes it a text."""
         super().__init__(name="mlflow", daemon=True)
         self._send, self._failed = send, failed
-        self.num_tries, self.pause_s = 0, 0.0
-        """How often it has sent what there was, or has failed to; the pause since a failure."""
+        self.num_tries, self.pause_s, self.error = 0, 0.0, ""
+        """How often it has sent what there was, or has failed to; the pause since a failure, and
+        its reason.
+        """
         self._ends, self._wake, self._tried = False, threading.Event(), threading.Condition()
 
     def run(self) -> None:
@@ -61,9 +67,9 @@ class _Sender(threading.Thread):
             try:
                 with limited_requests():
                     self._send()
-                self.pause_s = 0.0
+                self.pause_s, self.error = 0.0, ""
             except Exception as error:
-                self._failed(error)
+                self.error = self._failed(error)
                 self.pause_s = min(max(2 * self.pause_s, FIRST_BACKOFF_S), LAST_BACKOFF_S)
             with self._tried:
                 self.num_tries += 1
@@ -111,8 +117,8 @@ class Tracker:
         self._sent, self._notes_sent, self._ends = Sent(), True, False
         self._lock = threading.Lock()
         """Of the writer, and of what it has sent."""
-        self._file, self._error = "", ""
-        """The file that is sent, and why the last try failed."""
+        self._file, self._is_imported = "", False
+        """The file that is sent; whether MLflow is imported."""
         self._points = _Sender(self.send_points, self._points_failed)
         self._files = _Sender(self.send_files, self._file_failed)
 
@@ -178,7 +184,10 @@ class Tracker:
         Returns:
             Whether MLflow has everything but models.
         """
-        if self.run_id is None and self._error:  # MLflow was away from the beginning
+        until_s = time.monotonic() + IMPORT_S
+        self._points.wait_until(lambda: self._is_imported or self._points.num_tries > 0, until_s)
+        is_new_file = sqlite_file(self._uri) and not self._points.error
+        if self.run_id is None and not is_new_file:  # MLflow was away from the beginning
             timeout_s = min(timeout_s, NEVER_REACHED_S)
         is_sent = self.flush(timeout_s)
         self.stop(timeout_s if is_sent else 0.0)
@@ -187,7 +196,9 @@ class Tracker:
             missing = [f"{num} refused record{'s' * (num > 1)}", *missing]
         problems = []
         if missing or not is_sent:
-            why = self._error or f"it did not take it in {timeout_s:g} s"
+            refused = self.refused[-1] if is_sent and self.refused else ""
+            late = f"it did not take it in {timeout_s:g} s"
+            why = self._points.error or self._files.error or refused or late
             problems.append(
                 f"MLflow at {safe_uri(self._uri)} does not have {', '.join(missing) or 'all'} of "
                 f"run {self.run_id} ({why})"
@@ -203,8 +214,9 @@ class Tracker:
 
     def stop(self, wait_s: float) -> None:
         """Send no more; what is still on its way is noted nowhere."""
-        with self._lock:
-            self._ends = True
+        self._ends = True
+        if self._lock.acquire(timeout=NOTED_S):  # for a note that is being written
+            self._lock.release()
         self._points.end(wait_s)
         self._files.end(wait_s)
 
@@ -216,17 +228,17 @@ class Tracker:
             found += [file_name(one) for one, _ in records if one["kind"] in FILES]
         return list(dict.fromkeys(found))
 
-    def _points_failed(self, error: Exception) -> None:
+    def _points_failed(self, error: Exception) -> str:
         """Warn once of each outage: after any error MLflow counts as away."""
         text = (
             f"MLflow at {safe_uri(self._uri)} cannot be used: run "
             f"{self.run_id or self.log.path.stem} continues, its metrics wait in {self.log.path}"
         )
-        self._note(text, error, is_new=not self._points.pause_s)
+        return self._note(text, error, is_new=not self._points.pause_s)
 
-    def _file_failed(self, error: Exception) -> None:
+    def _file_failed(self, error: Exception) -> str:
         text = f"run {self.run_id}: {self._file} cannot be stored with it"
-        self._note(text, error, is_new=not (self._files.pause_s or self._points.pause_s))
+        return self._note(text, error, is_new=not (self._files.pause_s or self._points.pause_s))
 
     def send_points(self) -> None:
         """Find or create the run, and send all points and tags.
@@ -240,6 +252,7 @@ class Tracker:
             if end == self._sent.offset:
                 break
             self._send_each(writer, records)
+            self._points.error = ""
             self._mark(writer, offset=end)
 
     def send_files(self) -> None:
@@ -271,6 +284,7 @@ class Tracker:
         # Here, in a thread: importing MLflow takes seconds.
         from vit_ray.tracking.mlflow_run import RunWriter
 
+        self._is_imported = True
         *_, start = self.log.records("start")
         # A tracker that ended before a slow MLflow answered may still be creating the run.
         with _finding:
@@ -322,13 +336,15 @@ class Tracker:
                 self._send_each(writer, [record])
             if len(records) == 1:
                 what = file_name(records[0]) if records[0]["kind"] in FILES else records[0]["kind"]
-                self._note(f"run {self.run_id}: MLflow refuses {what}", error, not self.refused)
-                self.refused.append(f"{what}: {self._error}")
+                text = f"run {self.run_id}: MLflow refuses {what}"
+                reason = self._note(text, error, is_new=not self.refused)
+                self.refused.append(f"{what}: {reason}")
 
-    def _note(self, text: str, error: Exception, is_new: bool) -> None:
-        self._error = redact_uri(str(error) or repr(error), self._uri).partition("\n")[0]
+    def _note(self, text: str, error: Exception, *, is_new: bool) -> str:
+        reason = redact_uri(str(error) or repr(error), self._uri).partition("\n")[0]
         if is_new:
-            logger.warning("%s (%s)", text, self._error)
+            logger.warning("%s (%s)", text, reason)
+        return reason
 
 
 def next_batch(log: MetricsLog, offset: int) -> tuple[list[Record], int]:

@@ -161,11 +161,13 @@ def test_a_search_whose_trials_all_fail_says_why(
     space = {RATE: {"uniform": [0.1, 0.4]}}
     search = {"search": "optuna", "num_trials": 2, "space": space}
     searched = replace(plan, recipe=plan.recipe.with_changes(sweep=search))
-    lost = Ended([], Outcome(TrialState.FAILED, error="no memory"))
+    lost = Ended([], Outcome(TrialState.FAILED, error="no memory"), 2)
     monkeypatch.setattr(sweep, "run_trials", lambda *_, **__: lost)
     monkeypatch.setattr(sweep, "searcher", lambda *_: None)
+    rows = tune_trials(searched, parent_of(plan.recipe)[0])
+    assert [row.outcome.error for row in rows] == ["no memory"] * 2
     with pytest.raises(RunFailedError, match="every trial failed; the first: no memory"):
-        best_row(tune_trials(searched, parent_of(plan.recipe)[0]))
+        best_row(rows)
 
 
 @pytest.mark.parametrize(("max_steps", "grace"), [(16, None), (100, None), (300, 8), (5, 4)])

@@ -77,7 +77,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch, train: Callable[..., RunResult])
             config = dict(zip(space, values, strict=True))
             context = Context(parent.run, threading.Event())
             results.append({**work(config, context), "config": config, "done": True})
-        return Ended(results, Outcome(TrialState.FAILED, math.nan, error="lost"))
+        return Ended(results, Outcome(TrialState.FAILED, math.nan, error="lost"), 0)
 
     for module in (sweep, study, vtab):
         monkeypatch.setattr(module, "run_trials", run_trials)

@@ -407,7 +407,7 @@ def tune_trials(plan: SweepPlan, parent: OpenParent) -> list[Row]:
         for result in ended.results
     ]
     if has_memory:
-        return rows or [Row({}, ended.lost)]
+        return rows + [Row({}, ended.lost)] * ended.num_lost
     known = {point_name(row.point): row for row in rows}
     return [known.get(point_name(point), Row(point, ended.lost)) for point in points]
 

@@ -240,7 +240,8 @@ class Ended(NamedTuple):
     results: Sequence[Mapping[str, Any]]
     """The last result of each trial that has not ended with an error, with its configuration."""
     lost: Outcome
-    """Stands for the others."""
+    """Stands for each of the others."""
+    num_lost: int
 
     def by(self, key: str) -> dict[Any, Outcome]:
         """Outcomes by a key of the configurations."""
@@ -315,7 +316,8 @@ def run_trials(
     if EndOnRequest.is_requested.is_set():
         raise RunStoppedError("stopped on request")
     ended = [grid[place] for place in range(len(grid))]
-    results = [one.metrics or {} for one in ended if one.error is None]
+    reported = [one.metrics or {} for one in ended if one.error is None]
+    results = [metrics for metrics in reported if "config" in metrics]
     for result in results:
         for text in filter(None, result.get("warnings", "").split("\n")):
             logger.warning("%s", text)
@@ -324,7 +326,7 @@ def run_trials(
     for text in errors:
         logger.warning("%s: %s", died, text)
     lost = Outcome(TrialState.FAILED, error="; ".join([died, *dict.fromkeys(errors)]))
-    return Ended(results, lost)
+    return Ended(results, lost, len(ended) - len(results))
 
 
 def num_fitting(recipes: Iterable[Recipe], cluster: ClusterShape) -> int:

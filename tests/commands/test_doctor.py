@@ -70,11 +70,9 @@ def test_limits_that_are_too_low_are_faults(
     assert (is_good, "GiB free in /dev/shm: give the container more" in text) == (False, True)
     is_good, text = found["open files"]
     assert (is_good, "at a time: raise the limit of the container" in text) == (False, True)
-    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (256, 2**63))
-    assert (
-        "256 at a time: run `ulimit -n 65536` before"
-        in findings(recipe_of(tmp_path))["open files"][1]
-    )
+    # Ray itself raises the soft limit to the hard one.
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (256, -1))
+    assert findings(recipe_of(tmp_path))["open files"] == (True, "any number at a time")
 
 
 def test_no_recipe_is_needed_and_mlflows_variables_count(tmp_path: Path, machine: None) -> None:

@@ -6,9 +6,10 @@ Paths and outputs are checked before torch is imported and the weights are read.
 import os
 import pkgutil
 import sys
+import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain, islice
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
@@ -24,7 +25,7 @@ from vit_ray.data.dataset import MANIFEST_FILE
 from vit_ray.data.file_names import IMAGE_SUFFIXES, is_image_name
 from vit_ray.evaluation.image_grid import sheet
 from vit_ray.launch.inputs.dataset import open_dataset
-from vit_ray.storage import Location, locate
+from vit_ray.storage import RIGHTS_PROBE, Location, check_reachable, locate
 
 if TYPE_CHECKING:
     from vit_ray.launch.trained_model import TrainedModel
@@ -157,7 +158,11 @@ def _check_folder(output: Location) -> None:
     """
     folder = Location(output.protocol, output.path.rpartition("/")[0])
     if not output.is_local:
-        pkgutil.resolve_name("vit_ray.launch.prepared_run:check_rights")(folder)
+        check_reachable(folder)
+        probe = folder.child(f"{RIGHTS_PROBE}-{uuid.uuid4().hex[:8]}")  # others may try it, too
+        probe.write(b"vit_ray")
+        with suppress(OSError):  # that is no right which it needs
+            probe.delete()
     elif not os.path.isdir(folder.path or "/"):
         raise NotADirectoryError(f"there is no folder {folder.path}")
 

@@ -283,7 +283,7 @@ def end_of(watched: Watched, how: str) -> None:
         watched.status.step = TOTAL
         checkpoint(Path(watched.job.run_folder), TOTAL)
     elif how == "stopped":
-        watched.status.events.append(Event(EventKind.STOPPED, "SIGTERM", 3, 0.0))
+        watched.status.events.append(Event(EventKind.STOPPED, "SIGTERM"))
     elif how == "measured":
         watched.status.metrics["eval/top1"] = 0.5
     else:

@@ -34,7 +34,7 @@ from vit_ray.commands.replay import run_replay
 from vit_ray.config.recorded_recipe import RUN_FOLDER, tags_of
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.outcomes import EventKind
-from vit_ray.tracking import mlflow_client
+from vit_ray.tracking import mlflow_client, request_limits
 from vit_ray.tracking import tracker as sender
 from vit_ray.tracking.metrics_log import MetricsLog, RunOpening, Sent
 from vit_ray.tracking.mlflow_client import (
@@ -750,6 +750,7 @@ def test_the_limits_of_requests_end_with_the_asking(config, monkeypatch):
     names = ("MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES")
     monkeypatch.delenv(names[0])
     monkeypatch.setenv(names[1], "3")  # the user's own
+    wait_for_no_block()
     before = dict(os.environ)
     open_client(config.uri)
     with contextlib.ExitStack() as earlier, contextlib.ExitStack() as later:  # in two threads
@@ -757,10 +758,15 @@ def test_the_limits_of_requests_end_with_the_asking(config, monkeypatch):
         later.enter_context(mlflow_client.asking(config.uri))
         earlier.close()
         assert [os.environ[name] for name in names] == ["10", "3"]
-    deadline_s = time.monotonic() + 30
-    while dict(os.environ) != before and time.monotonic() < deadline_s:
-        time.sleep(0.01)  # a tracker of another test may still ask
+    wait_for_no_block()
     assert dict(os.environ) == before
+
+
+def wait_for_no_block():
+    """A tracker of another test may still ask."""
+    deadline_s = time.monotonic() + 30
+    while request_limits._open and time.monotonic() < deadline_s:
+        time.sleep(0.01)
 
 
 def test_a_tracker_that_outlives_its_callers_block_asks_within_the_limits(
@@ -808,6 +814,7 @@ def test_the_time_of_mlflows_import_does_not_count_at_the_end(config, log_path, 
                 may_end.wait()
 
     limits = limits_of_flush(monkeypatch)
+    monkeypatch.setattr(name, sys.modules[name])  # what the import below replaces is put back
     monkeypatch.setattr(sys, "meta_path", [Slow, *sys.meta_path])
     monkeypatch.delitem(sys.modules, name)
     tracker = started(config, "short", log_path, wait_s=0.0)

@@ -99,7 +99,7 @@ def test_a_fork_resumes_from_the_parents_weights_with_its_own_recipe(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["step=8", "name=x"], "the steps of the complete checkpoints in"),
         (["step=7", "name=x", "model.depth=2"], "model.depth was 1 and is 2: a fork keeps"),
@@ -114,11 +114,11 @@ def test_a_fork_resumes_from_the_parents_weights_with_its_own_recipe(
     ],
 )
 def test_what_cannot_be_is_refused_and_writes_nothing(
-    parent: str, recipe: Recipe, sets: Path, words: list[str], told: str
+    parent: str, recipe: Recipe, sets: Path, words: list[str], message: str
 ) -> None:
     code, text = said(parent, *(word.format(sets=sets) for word in words))
     assert code == 2, text
-    assert re.search(told, text), text
+    assert re.search(message, text), text
     assert sorted(p.name for p in Path(recipe.output).iterdir()) == ["seen"]
     assert not list(Path().glob("*.yaml"))
 
@@ -244,6 +244,6 @@ def test_what_was_measured_of_the_parent_is_not_the_forks(
     assert forked.resume == "auto"
     found = find_resume_point(forked)
     assert found is not None
-    # The guard of `train.skip_above` goes on with the norms of the steps before.
+    # `train.skip_above` compares the next norms with those of the steps before the fork.
     kept = Progress(STEP, skipped_steps=2, recent_norms=[0.5, 0.7])
     assert found.position.progress == kept

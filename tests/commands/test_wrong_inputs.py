@@ -341,8 +341,8 @@ def test_a_store_is_asked_whether_a_run_has_begun(
     monkeypatch.setattr(Location, "exists", lambda place: has_begun and place.path == "a/runs/mine")
     changes = ["init_from=gone", "output=s3://a/runs", "name=mine", "data.train=null"]
     recipe = load_recipe("digits", [*changes, "data.eval=null"])
-    told = pytest.raises(ValueError, match=r"init_from='gone': .* does not exist")
-    with nullcontext() if has_begun else told:
+    refusal = pytest.raises(ValueError, match=r"init_from='gone': .* does not exist")
+    with nullcontext() if has_begun else refusal:
         check_places("finetune", recipe)
 
 

@@ -249,7 +249,7 @@ def test_a_wrong_override_says_which_key_and_what_to_change(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         ({"name": b"x"}, r"^name=b'x': .*; give texts, numbers, true, false, lists"),
         ({"seed": np.float32(1)}, r"^seed=.*float32.*; give texts, numbers, true, false, lists"),
@@ -257,8 +257,10 @@ def test_a_wrong_override_says_which_key_and_what_to_change(
         ({5: 1}, "unknown key 5"),
     ],
 )
-def test_overrides_of_python_have_the_kinds_of_json(path: Path, overrides: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_overrides_of_python_have_the_kinds_of_json(
+    path: Path, overrides: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
         load_recipe(path, overrides)
 
 

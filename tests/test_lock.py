@@ -337,7 +337,7 @@ def test_a_full_disk_leaves_no_empty_lock(
         assert number == 1
 
 
-@pytest.mark.parametrize("name", ["lock-00000001.json", RIGHTS_PROBE])
+@pytest.mark.parametrize("name", ["lock-00000001.json", RIGHTS_PROBE, f"{RIGHTS_PROBE}-0123abcd"])
 def test_what_a_kill_leaves_of_a_file_of_the_lock_is_the_locks_too(
     folder: Location, name: str
 ) -> None:

@@ -73,6 +73,9 @@ def test_what_predict_writes_to_a_store_is_tried_before_images_are_looked_for(
     with pytest.raises(ValueError, match="'nothing': no such file or folder"):
         print_predictions("nothing", ["nothing"], None, outputs)
     assert not list(locate("s3://runs/tables").list_files())
+    allow({"runs": ("read", "write", "list")})  # no right to delete is needed
+    with pytest.raises(ValueError, match="'nothing': no such file or folder"):
+        print_predictions("nothing", ["nothing"], None, outputs)
 
 
 def test_a_bucket_that_is_not_there_is_named(allow: Callable[[Rights], None]) -> None:

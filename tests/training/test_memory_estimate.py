@@ -19,7 +19,6 @@ from vit_ray.config.training_sections import TrainConfig
 from vit_ray.measure import zero_settings
 from vit_ray.measure.activation_memory import kept_bytes
 from vit_ray.measure.memory import GIB, Activations, state_memory
-from vit_ray.measure.step_time import traffic_per_step
 from vit_ray.models import build_model
 from vit_ray.training import memory_estimate
 from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
@@ -164,7 +163,6 @@ def test_a_device_too_small_for_one_image_has_no_micro_batch() -> None:
 
 CASES = [("bf16", 0), ("bf16", 2), ("bf16", 3), ("fp32", 1)]
 COUNTED = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
-RING = {"all_reduce": 2 * 0.5, "all_gather_into_tensor": 0.5, "reduce_scatter_tensor": 0.5}
 PASSES = 2
 
 
@@ -222,11 +220,11 @@ def _sizes_of_the_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 
 @pytest.mark.slow(after=3)
 @pytest.mark.parametrize("case", CASES)
-def test_state_and_traffic_are_those_of_deepspeed_on_two_ranks(
+def test_the_state_is_that_of_deepspeed_on_two_ranks(
     measured: Callable[[str], ByCase], case: tuple[str, int]
 ) -> None:
     precision, stage = case
-    held, calls, *_ = measured(precision)[case]
+    held = measured(precision)[case].held
     recipe = vit(2, 16, precision=precision, zero_stage=stage, global_batch_size=8)
     shape = state_shape(recipe, 5, 2)
     memory = state_memory(shape, Activations(0, 0))
@@ -237,12 +235,6 @@ def test_state_and_traffic_are_those_of_deepspeed_on_two_ranks(
     if stage in (1, 3):
         state += shape.reduce_bucket * (4 if stage == 1 else shape.weight_bytes)
     assert held == pytest.approx(state, rel=0.01)
-    sent = {"gradients": 0.0, "weights": 0.0}
-    for _, name, size in calls:
-        sent["weights" if "gather" in name else "gradients"] += RING[name] * size
-    traffic = traffic_per_step(shape, PASSES)
-    assert sent["gradients"] == pytest.approx(traffic.gradients, rel=0.001)
-    assert sent["weights"] == pytest.approx(traffic.weights, rel=0.001)
 
 
 @pytest.mark.slow(after=3)
@@ -282,13 +274,13 @@ DEPTH, LARGEST = 4, 128 * 512 + 512  # a matrix and its bias
 
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize("sizes", GATHERING)
-def test_stage_3_gathers_ahead_and_again_what_the_plan_says(
+def test_stage_3_gathers_ahead_and_holds_what_the_plan_says(
     sizes: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gathering(*sizes, monkeypatch.setattr)
     shape = state_shape(vit(DEPTH, 16, precision="bf16", zero_stage=3), 5, 2)
-    count, element = shape.num_parameters, shape.weight_bytes
+    element = shape.weight_bytes
     prefetch, held = sizes
     calls, most_held, told = run_ranks(2, measure_gathering, *sizes)[0]
     assert told == {
@@ -300,14 +292,10 @@ def test_stage_3_gathers_ahead_and_again_what_the_plan_says(
     }
     buffers = state_memory(shape, Activations(0, 0)).buffers * GIB / element
     assert most_held == pytest.approx(buffers - 2 * shape.reduce_bucket, rel=0.01)
-    planned = traffic_per_step(shape, PASSES).weights / PASSES
     for phase in range(PASSES):
-        own = [call.size for call in calls if call.phase == phase and "gather" in call.name]
-        again = 0.01 if held < count else 1e-5  # whole modules; odd sizes padded
-        assert sum(own) * RING["all_gather_into_tensor"] == pytest.approx(planned, rel=again)
         # Ahead: until it is so much, and the last may be the largest.
-        assert max(own) < (prefetch + LARGEST) * element + 2 * element
-        assert max(own) >= max(prefetch, LARGEST) * element
+        most = max(call.size for call in calls if call.phase == phase and "gather" in call.name)
+        assert max(prefetch, LARGEST) * element <= most < (prefetch + LARGEST + 2) * element
 
 
 def gathering(prefetch: int, held: int, put: Any = setattr) -> None:

@@ -10,12 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from vit_ray.config import Recipe
-from vit_ray.measure.activation_memory import (
-    gpu_kernels,
-    kept_bytes,
-    peak_bytes,
-)
-from vit_ray.measure.memory import Activations, MemoryEstimate, StateShape, state_memory
+from vit_ray.measure.activation_memory import gpu_kernels, peak_bytes
+from vit_ray.measure.memory import MemoryEstimate, StateShape, state_memory
 from vit_ray.models.flops import TrainingMacs, count_exaflops, count_macs, forward_macs
 from vit_ray.models.recompute import recompute
 from vit_ray.own_parts import is_own
@@ -87,8 +83,8 @@ def _counted(measurable: "_Measurable", num_classes: int) -> tuple[int, int]:
     return macs // batch_size, both // batch_size
 
 
-def measure_activations(recipe: Recipe, num_classes: int, batch_size: int) -> Activations:
-    """Activations of one micro-batch: kept by the forward pass, and alive at the worst moment.
+def activation_bytes(recipe: Recipe, num_classes: int, batch_size: int) -> int:
+    """Bytes of one micro-batch that are alive at the worst moment of forward and backward pass.
 
     Attention is a fused kernel, which keeps queries, keys, values, output and one fp32 number per
     head and token, and no N x N matrix. A recomputed block keeps its input. The loss is included.
@@ -106,13 +102,11 @@ class _Measurable:
 
 
 @functools.lru_cache(maxsize=256)
-def _measured(measurable: _Measurable, num_classes: int, batch_size: int) -> Activations:
+def _measured(measurable: _Measurable, num_classes: int, batch_size: int) -> int:
     recipe = measurable.recipe
     model = prepared_model(recipe, num_classes)
-    forward = forward_pass(model, recipe, batch_size)
-    weights: list[Tensor] = list(model.parameters())
     with gpu_kernels():
-        return Activations(kept=kept_bytes(forward, weights), peak=peak_bytes(forward, weights))
+        return peak_bytes(forward_pass(model, recipe, batch_size), list(model.parameters()))
 
 
 def state_shape(
@@ -145,7 +139,7 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Memory of one worker for this micro-batch, under the recipe's ZeRO stage or another."""
     shape = state_shape(recipe, num_classes, world_size, stage)
-    return state_memory(shape, measure_activations(recipe, num_classes, micro_batch_size))
+    return state_memory(shape, activation_bytes(recipe, num_classes, micro_batch_size))
 
 
 def forward_pass(

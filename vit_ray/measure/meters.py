@@ -1,11 +1,10 @@
-"""Rates, shares and times of a training run, over a window of steps."""
+"""Rates of a training run, and what its device does."""
 
 import resource
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,39 +12,6 @@ import torch
 from vit_ray.metric_names import PERF_HFU, PERF_MFU, PERF_MODEL_TFLOPS_PER_GPU
 
 Clock = Callable[[], float]
-
-
-@dataclass
-class StepTimes:
-    """Durations in seconds of a window of steps, on this worker.
-
-    Attributes:
-        steps: whole steps, waiting for data included.
-        waits: the part of each step spent waiting for its batch.
-        forwards: the part of each step that its forward passes took.
-    """
-
-    steps: list[float] = field(default_factory=list)
-    waits: list[float] = field(default_factory=list)
-    forwards: list[float] = field(default_factory=list)
-
-    def record(self, step_s: float, wait_s: float, forward_s: float = 0.0) -> None:
-        self.steps.append(step_s)
-        self.waits.append(wait_s)
-        self.forwards.append(forward_s)
-
-    @property
-    def total_s(self) -> float:
-        return sum(self.steps)
-
-    @property
-    def wait_fraction(self) -> float:
-        return sum(self.waits) / self.total_s
-
-    @property
-    def own_median_s(self) -> float:
-        """Median of what a step takes before it may wait for other workers: batch and forward."""
-        return statistics.median(map(sum, zip(self.waits, self.forwards, strict=True)))
 
 
 class DeviceTimes:

@@ -16,7 +16,7 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 
 
 STEP_COUNT: Final = "step"
-"""Key of the optimizer's count of its steps, a number for each tensor; other state is by element."""
+"""Key of the number of steps in an optimizer's state; everything else in it is by element."""
 
 
 def uncompiled(optimizer: type[torch.optim.Optimizer]) -> Any:

@@ -19,7 +19,6 @@ from vit_ray.config.training_sections import TrainConfig
 from vit_ray.measure import zero_settings
 from vit_ray.measure.memory import GIB, state_memory
 from vit_ray.models import build_model
-from vit_ray.training import memory_estimate
 from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.training.largest_batch import largest_micro_batch
 from vit_ray.training.memory_estimate import (
@@ -73,19 +72,6 @@ def test_the_peak_holds_the_block_that_is_being_recomputed() -> None:
     every = activation_bytes(vit(6, precision="bf16", activation_checkpointing=1), 10, 8)
     none = activation_bytes(vit(6, precision="bf16"), 10, 8)
     assert block_bytes(8, precision="bf16") < every < 0.5 * none
-
-
-def test_each_pass_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[int] = []
-    monkeypatch.setattr(memory_estimate, "peak_bytes", lambda *_: measured.append(1) or 0)
-    differing: list[dict[str, Any]] = [
-        {}, {"model": {"depth": 2}}, {"train": {"loss": "sigmoid"}},
-        {"optim": {"frozen": ["norm"]}},
-    ]  # fmt: skip
-    for number, changes in enumerate(differing, 1):
-        for name in ("one", "other"):
-            activation_bytes(vit(1, 48).with_changes(name=name, **changes), 7, 3)
-        assert len(measured) == number, changes
 
 
 def test_parameters_are_those_that_the_reference_counts() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vit_ray.metric_names import PERF_HFU, PERF_MFU, PERF_MODEL_TFLOPS_PER_GPU
+from vit_ray.metric_names import PERF_MFU, PERF_MODEL_TFLOPS_PER_GPU
 
 Clock = Callable[[], float]
 
@@ -50,23 +50,18 @@ class Compute:
 
     Attributes:
         model_macs: multiply-adds that the model needs for one image, forward and backward pass.
-        recomputed_macs: multiply-adds of the forward pass that are done again (activation
-            checkpointing).
         peak_flops: dense peak of one worker's device in FLOP/s; None where it is not known.
     """
 
     model_macs: int
-    recomputed_macs: int = 0
     peak_flops: float | None = None
 
     def rates(self, images_per_s_per_worker: float) -> dict[str, float]:
-        """Model TFLOP/s per worker, and MFU and HFU where the peak is known; 2 FLOPs each."""
+        """Model TFLOP/s per worker, and MFU where the peak is known; 2 FLOPs each."""
         model = 2.0 * self.model_macs * images_per_s_per_worker
-        hardware = model + 2.0 * self.recomputed_macs * images_per_s_per_worker
         rates = {PERF_MODEL_TFLOPS_PER_GPU: model / 1e12}
         if self.peak_flops:
             rates[PERF_MFU] = model / self.peak_flops
-            rates[PERF_HFU] = hardware / self.peak_flops
         return rates
 
 

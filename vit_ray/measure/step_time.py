@@ -21,7 +21,7 @@ class Pace:
         """Expected seconds of one optimizer step.
 
         Args:
-            macs: multiply-adds of one image in a step, what is recomputed included.
+            macs: multiply-adds of one image in a step, without what is recomputed, as in `mfu`.
             images: per worker and step.
         """
         return 2 * macs * images / (self.mfu * self.peak_flops)

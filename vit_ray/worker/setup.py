@@ -135,10 +135,7 @@ def open_batches(read: Iterator[Any], device: torch.device) -> Iterator[Batch]:
 
 def work_per_image(job: TrainJob) -> Compute:
     """Multiply-adds of the model, and the peak of this worker's GPU, for rates."""
-    recipe = job.recipe
-    has_gpu = torch.cuda.is_available()
-    peak = None
-    if has_gpu:
+    recipe, peak = job.recipe, None
+    if torch.cuda.is_available():
         peak = peak_flops(torch.cuda.get_device_name(), recipe.train.precision)
-    macs = step_macs(recipe, job.num_classes, has_gpu)
-    return Compute(macs.model, macs.recomputed, peak)
+    return Compute(step_macs(recipe, job.num_classes), peak)

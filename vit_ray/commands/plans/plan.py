@@ -175,7 +175,7 @@ def _column(
     micro = wanted if isinstance(wanted, int) else largest or 1
     passes = accumulation_steps(batch, micro, size)
     memory = estimate_memory(recipe, facts.num_classes, micro, size, stage)
-    step_s = cluster.pace.step_s(step_macs(recipe, facts.num_classes).hardware, batch / size)
+    step_s = cluster.pace.step_s(step_macs(recipe, facts.num_classes), batch / size)
     days = step_s * facts.total_steps / DAY_S
     return [
         ("ZeRO stage", str(stage)),

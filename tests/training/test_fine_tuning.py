@@ -21,10 +21,8 @@ from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.launch import prepared_run
 from vit_ray.launch.model_checks import check_head_is_trained, check_model
-from vit_ray.models import build_model
 from vit_ray.storage import locate
 from vit_ray.training.memory_estimate import count_parameters, state_shape, step_macs
-from vit_ray.training.parameter_groups import part_of, parts_of
 
 FROZEN = ("embedding", "class_token", "blocks.0")
 OPTIM = {"learning_rate": 1e-2, "weight_decay": 0.1, "frozen": FROZEN}
@@ -200,25 +198,3 @@ def test_a_new_head_that_is_frozen_is_refused_before_anything_starts(
     refused = prepared_run.prepared_training(tuning_recipe({"frozen": ["head"]}), "pretrain")
     with pytest.raises(ValueError, match="remove head"), refused:
         pass
-
-
-ENCODER = {"depth": 2, "width": 32, "mlp_dim": 64, "num_heads": 2}
-STAGES = {"stages": [1, 1], "width_factor": 1}
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("ViT", {**ENCODER, "patch_size": 4}),
-        ("R+ViT", {**ENCODER, **STAGES, "pool": "gap"}),
-        ("Axial-ViT", {**ENCODER, "patch_size": 4, "positions": "none", "representation": True}),
-        ("ResNet", STAGES),
-        ("AxialResNet", STAGES),
-    ],
-)
-def test_parts_told_before_there_is_a_model_are_those_of_the_model(
-    name: str, options: dict[str, Any]
-) -> None:
-    model = build_model(name, 3, 32, **options)
-    found = dict.fromkeys(part_of(parameter) for parameter, _ in model.named_parameters())
-    assert set(parts_of(name, options)) == set(found)

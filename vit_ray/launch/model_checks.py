@@ -10,7 +10,6 @@ from vit_ray.config.validation import errors_of
 from vit_ray.data.keyed_random import KeyedUniform
 from vit_ray.models.catalog import as_grid, find_spec
 from vit_ray.own_parts import Augments, Callback, Metric, is_own, own_part
-from vit_ray.training.parameter_groups import chosen_parts, part_of, parts_of
 
 Kind = Literal["pretrain", "finetune", "sweep_trial", "study_cell", "evaluate"]
 NEW_HEADS: Final = ("finetune", "sweep_trial")
@@ -27,27 +26,23 @@ def check_model(recipe: Recipe) -> None:
     """
     model, optim = recipe.model, recipe.optim
     as_grid(model.image_size)
-    has_own = is_own(model.name)
-    if not has_own:
+    if not is_own(model.name):
         find_spec(model.name, model.options())
-    if has_own:  # it is built and run once, without values
-        import torch  # for this model only: seconds
+    if is_own(model.name) or optim.frozen:  # it is built without values
+        import torch  # for these models only: seconds
 
         from vit_ray.models.flops import forward_macs
-        from vit_ray.training.objective import build_objective
+        from vit_ray.training.objective import build_objective, freeze
 
         forward_macs(model.name, 2, model.image_size, **model.options())
         with torch.device("meta"):
             whole = build_objective(recipe.with_changes(optim={"frozen": []}), 2)
-        parts = tuple(dict.fromkeys(part_of(name) for name, _ in whole.named_parameters()))
-    else:
-        parts = parts_of(model.name, model.options())
-    with errors_of("optim.frozen"):
-        chosen = chosen_parts(optim.frozen, parts)
-    if chosen == set(parts):
-        raise ValueError(
-            "optim.frozen names every part, so that nothing would be trained; remove one"
-        )
+        with errors_of("optim.frozen"):
+            freeze(whole, optim.frozen)
+        if not any(parameter.requires_grad for parameter in whole.parameters()):
+            raise ValueError(
+                "optim.frozen names every part, so that nothing would be trained; remove one"
+            )
 
 
 def check_own_parts(recipe: Recipe, num_classes: int) -> None:

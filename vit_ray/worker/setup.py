@@ -18,8 +18,7 @@ from vit_ray.training.largest_batch import tried_micro_batch
 from vit_ray.training.loop import Batch
 from vit_ray.training.memory_estimate import step_macs
 from vit_ray.training.micro_batch import CPU_LIMIT, micro_batch_size
-from vit_ray.training.objective import build_objective, make_loss
-from vit_ray.training.parameter_groups import part_of
+from vit_ray.training.objective import build_objective, make_loss, part_of
 from vit_ray.worker.job import (
     SmallerMicroBatchError,
     TrainJob,

@@ -184,9 +184,9 @@ def test_bad_features_and_labels_are_refused():
     def accuracy(train=good, train_labels=labels, test=good, test_labels=labels):
         few_shot_accuracy(train, train_labels, test, test_labels, num_classes=2, shots=(1,))
 
-    with pytest.raises(ValueError, match="test labels run from 0 to 2, allowed are 0 to 1"):
+    with pytest.raises(ValueError, match="1 test images have no label from 0 to 1"):
         accuracy(test_labels=np.array([0, 1, 2, 0]))
-    with pytest.raises(ValueError, match="width 4, test features 3"):
+    with pytest.raises(ValueError, match=r"test features \(4, 3\) and labels"):
         accuracy(test=good[:, :3])
     with pytest.raises(ValueError, match=r"train features \(4, 4\) and labels \(3,\)"):
         accuracy(train_labels=labels[:3])
@@ -194,5 +194,5 @@ def test_bad_features_and_labels_are_refused():
         accuracy(test=good[:0], test_labels=labels[:0])
     broken = good.copy()
     broken[2, 1] = np.inf
-    with pytest.raises(ValueError, match="train feature row 2 is not finite"):
+    with pytest.raises(ValueError, match="a train feature is not finite"):
         accuracy(train=broken)

@@ -41,14 +41,10 @@ def largest_micro_batch(
     Raises:
         ValueError: images are mixed in pairs, and a worker's share is an odd number.
     """
-    shape = state_shape(recipe, num_classes, world_size, stage)
-    limit_gib = memory_gib * (1 - RESERVED_FRACTION)
-    if state_memory(shape).total > limit_gib:
-        return None  # for any activations, which take seconds to measure
     sizes = pass_sizes(recipe, world_size)
     fitting = bisect.bisect_right(
         sizes,
-        limit_gib,
+        memory_gib * (1 - RESERVED_FRACTION),
         key=lambda size: estimate_memory(recipe, num_classes, size, world_size, stage).total,
     )
     return sizes[fitting - 1] if fitting else None

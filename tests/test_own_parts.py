@@ -64,7 +64,7 @@ def test_names_of_the_catalog_and_of_other_libraries_are_not_of_parts() -> None:
          "`ray job submit --working-dir`"),
         ({"model": own_model("NOT_A_FUNCTION")}, "is a int; give a function or class"),
         ({"model": own_model("without_size")}, r"it does not take without_size\(num_classes, "
-         r"image_size\), as BuildsModel in docs/python.md requires: too many"),
+         r"image_size\), as docs/python.md requires: too many"),
         ({"model": own_model("ConvNet", depth=3)}, "got an unexpected keyword argument 'depth'"),
         ({"model": own_model("no_module")}, "returned a function; return a torch.nn.Module"),
         ({"model": own_model("Headless")}, r"its layer `head` has \[\] outputs .* give it a "
@@ -82,7 +82,7 @@ def test_names_of_the_catalog_and_of_other_libraries_are_not_of_parts() -> None:
         ({"train": {"loss": "tests.parts.mean_loss"}}, r"train.loss=tests.parts.mean_loss returns "
          r"\[\] for 2 images; return a tensor with a value for each"),
         ({"train": {"loss": "tests.parts.loss_of_logits"}}, r"it does not take "
-         r"loss_of_logits\(logits, labels\), as Loss in"),
+         r"loss_of_logits\(logits, labels\), as docs"),
         ({"evaluate": {"metrics": ["tests.parts.mean_loss"]}}, r"evaluate.metrics: .* returns "
          r"\[\]"),
         ({"data": {"augment": {"own": "tests.parts.as_floats"}}}, r"returns \[8, 8, 3\] float64 "
@@ -170,7 +170,7 @@ def test_modules_of_the_users_recipe_are_trusted_here_and_where_it_is_sent(
     sent = pickle.dumps(recipe)
     for receive in (lambda: recipe, lambda: pickle.loads(sent)):
         found = receive()
-        own_part(found.train.loss, "train.loss", own_parts.Loss)
+        own_part(found.train.loss, "train.loss")
         monkeypatch.setattr(own_parts, "_TRUSTED", set())
 
 

@@ -9,7 +9,7 @@ from vit_ray.config.training_sections import TrainConfig
 from vit_ray.config.validation import errors_of
 from vit_ray.data.keyed_random import KeyedUniform
 from vit_ray.models.catalog import as_grid, find_spec
-from vit_ray.own_parts import Augments, Callback, Metric, is_own, own_part
+from vit_ray.own_parts import is_own, own_part
 
 Kind = Literal["pretrain", "finetune", "sweep_trial", "study_cell", "evaluate"]
 NEW_HEADS: Final = ("finetune", "sweep_trial")
@@ -53,9 +53,9 @@ def check_own_parts(recipe: Recipe, num_classes: int) -> None:
     """
     train, metrics = recipe.train, recipe.evaluate.metrics
     for name in train.callbacks:
-        own_part(name, "train.callbacks", Callback)
+        own_part(name, "train.callbacks")
     if recipe.data.augment.own is not None:
-        augment = own_part(name := recipe.data.augment.own, "data.augment.own", Augments)
+        augment = own_part(name := recipe.data.augment.own, "data.augment.own")
         crop = np.zeros((*recipe.model.sides, 3), np.uint8)
         found = augment(crop, KeyedUniform(0))
         if (shape := np.shape(found)) != crop.shape or found.dtype != np.uint8:
@@ -75,7 +75,7 @@ def check_own_parts(recipe: Recipe, num_classes: int) -> None:
     if is_own(train.loss):
         classification_loss(logits, labels, train)
     for name in metrics:
-        values = own_part(name, "evaluate.metrics", Metric)(logits, labels)
+        values = own_part(name, "evaluate.metrics")(logits, labels)
         per_image(values, labels, f"evaluate.metrics: {name}")
 
 

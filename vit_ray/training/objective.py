@@ -16,7 +16,7 @@ from vit_ray.models import build_model
 from vit_ray.models.counter_random import sample_keys
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.recompute import chains
-from vit_ray.own_parts import Loss, is_own, own_part
+from vit_ray.own_parts import is_own, own_part
 from vit_ray.training.mixing import draw_mixing, mix_images, partners
 
 LossFunction = Callable[[nn.Module, Tensor, Tensor, Tensor, int], Tensor]
@@ -159,7 +159,7 @@ def classification_loss(logits: Tensor, labels: Tensor, config: TrainConfig) -> 
     """
     logits = logits.float()
     if is_own(config.loss):
-        losses = own_part(config.loss, "train.loss", Loss)(logits, labels)
+        losses = own_part(config.loss, "train.loss")(logits, labels)
         return per_image(losses, labels, f"train.loss={config.loss}")
     if config.loss == "sigmoid":
         targets = multi_hot(labels, logits.shape[1])

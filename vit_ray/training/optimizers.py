@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vit_ray.config.training_sections import OptimConfig
-from vit_ray.own_parts import BuildsOptimizer, is_own, own_part
+from vit_ray.own_parts import is_own, own_part
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 
@@ -75,7 +75,7 @@ def decayed_parameters(model: nn.Module) -> tuple[NamedParameters, NamedParamete
 
 def _own_optimizer(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
     """The user's own; whether a step is refused takes a host-device sync."""
-    optimizer = own_part(config.name, "optim.name", BuildsOptimizer)(groups, config)
+    optimizer = own_part(config.name, "optim.name")(groups, config)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
             f"optim.name={config.name} returned a {type(optimizer).__name__}; return a "

@@ -161,11 +161,6 @@ def test_rollout_averages_heads_and_without_a_class_token_all_rows() -> None:
     np.testing.assert_allclose(rollout[0], [[1 / 8, 1 / 8 + 1 / 4], [1 / 8 + 1 / 4, 1 / 8]])
 
 
-def test_an_axial_model_has_no_attention_over_the_image() -> None:
-    with pytest.raises(ValueError, match="an axial ViT attends along lines"):
-        attention_figures(small_model("Axial-ViT"), pictures())
-
-
 def test_inspection_leaves_the_mode_of_a_model_as_it_was() -> None:
     model = small_model("ViT", dropout=0.5).train()
     first, _ = attention_figures(model, pictures())

@@ -14,7 +14,6 @@ from sklearn.decomposition import PCA
 from sklearn.metrics.pairwise import cosine_similarity
 from torch import Tensor, nn
 
-from vit_ray.models.axial import AxialViT
 from vit_ray.models.encoder import Attention
 from vit_ray.models.sizes import Grid
 from vit_ray.models.vit import VisionTransformer
@@ -151,14 +150,7 @@ def attention_figures(
         model: with attention over the whole sequence, not along lines.
         images: uint8 (B, H, W, 3), of the model's size.
 
-    Raises:
-        ValueError: for an axial model.
     """
-    if isinstance(model, AxialViT):
-        raise ValueError(
-            "an axial ViT attends along lines; distance and rollout need a ViT with attention over "
-            "the whole image"
-        )
     was_training = model.training
     model.eval()
     distances, rollouts = zip(*(_look(model, image[None]) for image in images), strict=True)

@@ -89,12 +89,11 @@ def pass_bytes(
     def measured() -> int:
         model = prepared_model(recipe, num_classes, device)
         drop_gradients(model.parameters())  # the plan counts them where they are kept
-        is_gpu = device.type == "cuda"
-        if is_gpu:
+        if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device) if is_gpu else 0
+        before = torch.cuda.memory_allocated(device)
         forward = forward_pass(model, recipe, batch_size, device)
         forward().backward()  # type: ignore[no-untyped-call]
-        return torch.cuda.max_memory_allocated(device) - before if is_gpu else 0
+        return torch.cuda.max_memory_allocated(device) - before
 
     return unless_out_of_memory(measured, device)

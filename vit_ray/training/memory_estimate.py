@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -21,20 +21,16 @@ META: Final = torch.device("meta")
 
 def count_parameters(recipe: Recipe, num_classes: int) -> int:
     """Trained parameters of the recipe's model."""
-    return sum(_parameter_sizes(recipe, num_classes).trained)
-
-
-class _Sizes(NamedTuple):
-    trained: list[int]
-    frozen: list[int]
+    trained, _ = _parameter_sizes(recipe, num_classes)
+    return sum(trained)
 
 
 @functools.lru_cache(maxsize=256)
-def _parameter_sizes(recipe: Recipe, num_classes: int) -> _Sizes:
+def _parameter_sizes(recipe: Recipe, num_classes: int) -> tuple[list[int], list[int]]:
+    """Elements of each trained parameter, and of each frozen one."""
     with META:
-        model = build_objective(recipe, num_classes)
-    parameters = list(model.parameters())
-    return _Sizes(
+        parameters = list(build_objective(recipe, num_classes).parameters())
+    return (
         [p.numel() for p in parameters if p.requires_grad],
         [p.numel() for p in parameters if not p.requires_grad],
     )

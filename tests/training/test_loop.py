@@ -45,18 +45,13 @@ def run(
     return TrainingLoop(engine, stream, chosen, place, hooks, progress, Compute(1), clock).run()
 
 
-def test_each_micro_batch_is_passed_once_and_in_order() -> None:
-    engine = FakeEngine()
-    assert run(engine, FakeHooks(), short_recipe()) is Ending.FINISHED
-    assert [s for part in engine.seen for s in part] == list(range(TOTAL * BATCH))
-    assert all(len(part) == MICRO for part in engine.seen)
-    assert len(engine.rates) == TOTAL
-
-
-def test_passes_and_hooks_are_given_the_step() -> None:
+def test_each_micro_batch_is_passed_once_in_order_with_its_step() -> None:
     engine, hooks = FakeEngine(), FakeHooks()
-    run(engine, hooks, short_recipe(), Progress(step=7))
+    assert run(engine, hooks, short_recipe(), Progress(step=7)) is Ending.FINISHED
+    assert [s for part in engine.seen for s in part] == list(range(7 * BATCH, TOTAL * BATCH))
+    assert all(len(part) == MICRO for part in engine.seen)
     assert engine.steps == [7, 7, 8, 8, 9, 9]
+    assert len(engine.rates) == len(hooks.noted) == 3
     assert hooks.noted == [8, 9, 10]
 
 
@@ -122,16 +117,6 @@ def test_losses_of_averages_that_are_made_no_longer_decide_nothing() -> None:
     assert "train/loss" in progress.metrics
 
 
-def test_the_best_of_a_checkpoint_from_before_averages_decided_is_that_of_the_last_weights() -> (
-    None
-):
-    progress = Progress(best_eval_loss=0.6, evals_without_best=1)
-    chosen = short_recipe(evaluate={"every_steps": 2}, train={"early_stopping": 2})
-    ended = run(FakeEngine(), LossesOfBoth(), chosen, progress)
-    assert ended is Ending.FINISHED
-    assert progress.best_eval_loss == pytest.approx(1.0)
-
-
 def test_an_evaluation_at_a_further_step_does_not_count_for_early_stopping() -> None:
     chosen = short_recipe(evaluate={"every_steps": 4}, train={"early_stopping": 1})
     whole, followed = Progress(), Progress()
@@ -141,14 +126,6 @@ def test_an_evaluation_at_a_further_step_does_not_count_for_early_stopping() -> 
     followed.train_seconds, followed.metrics = whole.train_seconds, whole.metrics
     followed.worker_seconds = whole.worker_seconds
     assert followed == whole
-
-
-def test_the_loss_is_the_mean_over_the_micro_batches() -> None:
-    hooks = FakeHooks()
-    run(FakeEngine(), hooks, short_recipe())
-    step, metrics = hooks.logged[0]
-    assert step == 1
-    assert metrics["train/loss"] == pytest.approx(np.arange(BATCH).mean())
 
 
 def test_loss_and_norm_are_the_means_over_the_ranks() -> None:
@@ -277,14 +254,6 @@ def test_the_best_evaluation_is_the_result_and_the_last_is_told_beside_it(
     logged = {key: value for _, metrics in hooks.logged for key, value in metrics.items()}
     assert logged["eval/best_loss"] == 2.0
     assert logged["eval/loss"] == 2.5  # the curve is as it was measured
-
-
-def test_without_a_best_that_is_kept_the_last_evaluation_is_the_result() -> None:
-    hooks, progress = FakeHooks(losses=[3.0, 2.0, 2.5]), Progress()
-    run(FakeEngine(), hooks, short_recipe(evaluate={"every_steps": 4}), progress)
-    assert with_best(progress.metrics) == progress.metrics
-    assert progress.metrics["eval/loss"] == 2.5
-    assert RESULT_STEP not in progress.metrics
 
 
 def test_a_run_that_goes_on_without_its_best_forgets_that() -> None:

@@ -49,21 +49,12 @@ def ranks_of(scores, labels, weights, num_ranks, batch=10):
 
 def measured(scores, labels, weights, num_ranks):
     ranks = ranks_of(scores, labels, weights, num_ranks)
-    whole = iter(
-        [
-            np.concatenate([r for rank in ranks for r in rows(rank)])
-            for rows in (scores_of, labels_of)
-        ]
-    )
+    whole = iter([np.concatenate([r for rank in ranks for r in held(rank)[k]]) for k in (0, 1)])
     return ranks[0].mean_average_precision(lambda _: next(whole))
 
 
-def scores_of(rank):
-    return rank._scores
-
-
-def labels_of(rank):
-    return rank._labels
+def held(rank):
+    return rank._scores, rank._labels
 
 
 @pytest.mark.parametrize(("num_ranks", "num_steps"), [(1, 0), (2, 3), (9, 12)])

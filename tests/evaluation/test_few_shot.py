@@ -1,7 +1,5 @@
 """Few-shot accuracy against scikit-learn's Ridge and an explicit least-squares system."""
 
-import tracemalloc
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -79,18 +77,11 @@ def test_a_feature_that_never_varies_changes_no_score(constant):
 
 
 def test_classifiers_are_kept_in_the_features_precision():
-    num_classes, width = 5000, 32
-    rng = np.random.default_rng(0)
-    labels = np.arange(num_classes)
-    measured = FewShot(labels, num_classes, shots=(1,), seeds=1)
-    measured.add_examples(rng.normal(size=(num_classes, width)).astype(np.float32), labels)
+    measured = FewShot(np.arange(4), 4, shots=(1,), seeds=1)
+    measured.add_examples(np.eye(4, dtype=np.float32), np.arange(4))
     measured.solve()
-    tests = rng.normal(size=(2, width)).astype(np.float32)
-    tracemalloc.start()
-    measured.add_tests(tests, labels[:2])
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < num_classes * width * 4 / 2  # no copy of the weights
+    (classifier,) = measured._classifiers.values()
+    assert classifier.weights.dtype == classifier.mean.dtype == np.float32
 
 
 @pytest.mark.parametrize(("shot", "seed"), [(1, 0), (5, 1), (25, 0)])

@@ -47,27 +47,12 @@ def test_a_number_that_does_not_divide_is_an_error_for_a_fixed_group() -> None:
 
 
 def test_a_number_is_the_most_for_an_elastic_group() -> None:
-    assert [micro_batch_size(batch_recipe(20, [1, 4]), world) for world in (1, 2, 3, 4)] == [
-        16,
-        16,
-        16,
-        12,
-    ]
+    sizes = [micro_batch_size(batch_recipe(20, [1, 4]), world) for world in (1, 2, 3, 4)]
+    assert sizes == [16, 16, 16, 12]
 
 
-RECIPE = recipe_with(
-    "small",
-    model={
-        "name": "ViT",
-        "image_size": 64,
-        "patch_size": 4,
-        "depth": 2,
-        "width": 64,
-        "mlp_dim": 256,
-        "num_heads": 2,
-    },
-    train={"precision": "fp32"},
-)
+SIZES = {"image_size": 64, "patch_size": 4, "depth": 2, "width": 64, "mlp_dim": 256, "num_heads": 2}
+RECIPE = recipe_with("small", model={"name": "ViT", **SIZES}, train={"precision": "fp32"})
 
 
 @pytest.mark.parametrize(

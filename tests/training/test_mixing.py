@@ -92,11 +92,6 @@ def test_images_and_labels_are_mixed_alike() -> None:
         assert float(mixing.own_share[i]) == pytest.approx(weight.mean(), abs=1e-6)
 
 
-def test_what_is_not_mixed_stays_as_it_was() -> None:
-    images = torch.rand(6, 3, *SIZE)
-    assert torch.equal(mix_images(images, torch.ones(3, *SIZE)), images)
-
-
 @pytest.mark.parametrize(
     ("loss", "smoothing", "labels"),
     [("softmax", 0.0, 1), ("softmax", 0.1, 2), ("sigmoid", 0.0, 2)],

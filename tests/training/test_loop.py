@@ -260,12 +260,8 @@ def test_a_run_that_goes_on_without_its_best_forgets_that() -> None:
     progress = Progress(
         metrics={"eval/best_loss": 0.1, RESULT_STEP: 1.0, RESULT_EVALUATIONS: 2.0, "a/b": 1.0}
     )
-    run(
-        FakeEngine(),
-        FakeHooks(losses=[3.0]),
-        short_recipe(evaluate={"every_steps": TOTAL}),
-        progress,
-    )
+    chosen = short_recipe(evaluate={"every_steps": TOTAL})
+    run(FakeEngine(), FakeHooks(losses=[3.0]), chosen, progress)
     assert not {"eval/best_loss", RESULT_STEP, RESULT_EVALUATIONS} & progress.metrics.keys()
     assert progress.metrics["a/b"] == 1.0
 
@@ -309,11 +305,8 @@ def test_a_run_that_is_lengthened_after_a_stop_in_its_last_evaluation_ends_once(
 
 def test_the_best_that_was_saved_before_its_evaluation_is_not_written_again() -> None:
     hooks = FakeHooks(losses=[0.5, 0.6, 0.7], save_at=4)
-    run(
-        FakeEngine(),
-        hooks,
-        short_recipe(evaluate={"every_steps": 4}, checkpoint={"keep_best": True}),
-    )
+    chosen = short_recipe(evaluate={"every_steps": 4}, checkpoint={"keep_best": True})
+    run(FakeEngine(), hooks, chosen)
     assert hooks.order[:3] == ["save 4", "evaluate 4", "add 4"]
     assert hooks.saved == [4, TOTAL]
 

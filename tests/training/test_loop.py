@@ -25,6 +25,7 @@ from vit_ray.checkpoints.sample_digest import add_digests, samples_digest
 from vit_ray.config import Recipe
 from vit_ray.measure.best_evaluation import with_best
 from vit_ray.measure.meters import Compute
+from vit_ray.measure.phases import PhaseClock
 from vit_ray.metric_names import RESULT_EVALUATIONS, RESULT_STEP
 from vit_ray.training import loop
 from vit_ray.training.loop import Ending, RankContext, TrainingLoop
@@ -309,6 +310,29 @@ def test_the_best_that_was_saved_before_its_evaluation_is_not_written_again() ->
     run(FakeEngine(), hooks, chosen)
     assert hooks.order[:3] == ["save 4", "evaluate 4", "add 4"]
     assert hooks.saved == [4, TOTAL]
+
+
+def test_the_wait_for_data_is_one_figure_in_metrics_and_in_the_phases_of_a_run() -> None:
+    now, hooks = Ticking(0.0), FakeHooks()
+    phases = PhaseClock(now)
+
+    def read() -> Any:
+        for batch in batches():
+            now.now_s += 0.5
+            yield batch
+
+    def compute(step: int) -> None:
+        now.now_s += 1.0
+        phases.note_step()
+
+    engine = FakeEngine(on_backward=compute)
+    chosen = short_recipe(train={"log_every_steps": 1})
+    run(engine, hooks, chosen, clock=now, stream=phases.waits_for(read()))
+    found = [metrics for _, metrics in hooks.logged if "data/wait_fraction" in metrics]
+    waited_s = [one["data/wait_fraction"] * one["perf/step_ms_median"] / 1e3 for one in found]
+    assert waited_s == pytest.approx([0.5] * TOTAL)
+    # The first step's wait is a part of the start.
+    assert phases.spent()[0]["data_wait"] == pytest.approx(sum(waited_s[1:]))
 
 
 @pytest.mark.parametrize(("every", "logged"), [(50, [1, 4, 8, 10]), (6, [1, 4, 6, 10])])

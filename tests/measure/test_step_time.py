@@ -2,7 +2,6 @@
 
 import pytest
 
-from vit_ray.measure.devices import find_device
 from vit_ray.measure.step_time import Pace
 from vit_ray.models.flops import forward_macs
 
@@ -30,9 +29,3 @@ def test_device_hours_of_the_largest_run_cross_check_with_the_papers_tpu_time() 
     # 61.5 TFLOP/s, so the paper ran at 32 % of it.
     tpu_core = Pace(peak_flops=61.5e12, mfu=0.32)
     assert tpu_core.device_hours(4262) / 24 == pytest.approx(2500, rel=0.01)
-
-
-def test_the_pace_of_the_default_device_is_its_data_sheets() -> None:
-    device = find_device("H200")
-    assert device is not None
-    assert device.bf16_flops == H200.peak_flops

@@ -146,9 +146,3 @@ RayTaskError.__module__ = "ray.exceptions"
 )
 def test_memory_that_ran_out_is_known_by_every_librarys_word(error: Exception, is_it: bool) -> None:
     assert is_out_of_memory(error) is is_it
-
-
-def test_memory_that_really_ran_out_is_known() -> None:
-    with pytest.raises(RuntimeError) as caught:
-        torch.empty(1 << 52, dtype=torch.uint8)  # more than an address can name
-    assert is_out_of_memory(caught.value)

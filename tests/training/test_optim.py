@@ -1,5 +1,7 @@
 """The optimizer's groups, and its steps against torch's."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -49,13 +51,10 @@ def test_steps_without_the_compiler_are_torchs_bit_for_bit(name: str) -> None:
     config = OptimConfig(name=name, weight_decay=0.1)
     ours = build_optimizer(model, config)
     copies = dict(zip(model.parameters(), copy.parameters(), strict=True))
-    groups = [
-        {
-            "params": [copies[weight] for weight in group["params"]],
-            "weight_decay": group["weight_decay"],
-        }
-        for group in ours.param_groups
-    ]
+    groups: list[dict[str, Any]] = []
+    for group in ours.param_groups:
+        weights = [copies[weight] for weight in group["params"]]
+        groups.append({"params": weights, "weight_decay": group["weight_decay"]})
     theirs: torch.optim.Optimizer = torch.optim.SGD(groups, momentum=config.momentum, fused=True)
     if name == "adamw":
         theirs = torch.optim.AdamW(groups, betas=config.betas, fused=True)

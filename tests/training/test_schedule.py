@@ -53,13 +53,8 @@ def test_a_cool_down_equals_torchs_constant_and_then_linear_rate() -> None:
         falling.append(sgd.param_groups[0]["lr"] + end)
         sgd.step()
         fall.step()
-    config = OptimConfig(
-        learning_rate=PEAK,
-        schedule="cooldown",
-        cooldown_fraction=0.3,
-        warmup_steps=WARMUP,
-        end_learning_rate=end,
-    )
+    rates = {"learning_rate": PEAK, "end_learning_rate": end, "warmup_steps": WARMUP}
+    config = OptimConfig(schedule="cooldown", cooldown_fraction=0.3, **rates)
     ours = [lr_at(step, config, TOTAL) for step in range(TOTAL)]
     assert ours == pytest.approx(flat + falling, rel=1e-9)
 

@@ -18,8 +18,10 @@ from vit_ray.evaluation.inspection import (
     filter_components,
     first_kernel,
     output_row,
+    position_similarity,
     position_vectors,
     roll,
+    tiled,
 )
 from vit_ray.models.weights import save_weights
 
@@ -160,3 +162,24 @@ def test_every_figure_that_a_model_has_is_drawn(
             # Colour that is neither paper nor ink: tiles and pictures fill pages, dots do not.
             least = 0.0005 if name == "attention_distance" else 0.2
             assert (saturation > 60).mean() > least
+
+
+def test_components_of_many_filters_are_the_same_each_time() -> None:
+    """So many that scikit-learn would choose a solver that draws random numbers."""
+    kernel = np.random.default_rng(0).normal(size=(600, 3, 8, 8)).astype(np.float32)
+    first, second = filter_components(kernel), filter_components(kernel)
+    assert np.array_equal(first[0], second[0])
+    assert np.array_equal(first[1], second[1])
+    assert (filter_components(np.ones_like(kernel[:4]))[1] == 0).all()
+
+
+def test_tiles_of_cosines_stand_where_their_patches_do() -> None:
+    vectors = np.random.default_rng(0).normal(size=(2, 3, 8)).astype(np.float32)
+    tiles = tiled(position_similarity(vectors))
+    units = vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+    assert tiles.shape == (2 + 1 + 2, 3 + 1 + 3 + 1 + 3)
+    for row, column in np.ndindex(2, 3):
+        tile = tiles[3 * row : 3 * row + 2, 4 * column : 4 * column + 3]
+        np.testing.assert_allclose(tile, units @ units[row, column], rtol=1e-4, atol=1e-6)
+    assert np.isnan(tiles[2]).all()
+    assert np.isnan(tiles[:, [3, 7]]).all()

@@ -46,11 +46,12 @@ def filter_components(kernel: FloatArray, count: int = 28) -> tuple[FloatArray, 
         the share of the filters' variance that each explains (count,).
     """
     filters = kernel.reshape(len(kernel), -1).astype(np.float64)
-    pca = PCA(min(count, *filters.shape)).fit(filters)
+    pca = PCA(min(count, *filters.shape), svd_solver="full").fit(filters)  # repeatable
     images = pca.components_.reshape(-1, *kernel.shape[1:]).transpose(0, 2, 3, 1)
     low, high = images.min((1, 2, 3), keepdims=True), images.max((1, 2, 3), keepdims=True)
     stretched = (images - low) / np.maximum(high - low, np.finfo(float).tiny)
-    return stretched.astype(np.float32), pca.explained_variance_ratio_.astype(np.float32)
+    variance = np.nan_to_num(pca.explained_variance_ratio_)  # nan of filters that are all equal
+    return stretched.astype(np.float32), variance.astype(np.float32)
 
 
 def position_vectors(model: VisionTransformer) -> FloatArray | None:
@@ -149,7 +150,6 @@ def attention_figures(
     Args:
         model: with attention over the whole sequence, not along lines.
         images: uint8 (B, H, W, 3), of the model's size.
-
     """
     was_training = model.training
     model.eval()

@@ -49,12 +49,10 @@ def ranks_of(scores, labels, weights, num_ranks, batch=10):
 
 def measured(scores, labels, weights, num_ranks):
     ranks = ranks_of(scores, labels, weights, num_ranks)
-    whole = iter([np.concatenate([r for rank in ranks for r in held(rank)[k]]) for k in (0, 1)])
+    scores = np.concatenate([rows for rank in ranks for rows in rank._scores])
+    labels = np.concatenate([rows for rank in ranks for rows in rank._labels])
+    whole = iter([scores, labels])
     return ranks[0].mean_average_precision(lambda _: next(whole))
-
-
-def held(rank):
-    return rank._scores, rank._labels
 
 
 @pytest.mark.parametrize(("num_ranks", "num_steps"), [(1, 0), (2, 3), (9, 12)])

@@ -76,10 +76,8 @@ class Confusion:
         per_class["top1"] = per_class["right"] / per_class["images"]
         per_class["most_taken_for"] = errors["predicted"].map(names)
         per_class["times"] = errors["images"].astype("Int64")
-        pairs["class"], pairs["predicted"] = (
-            pairs["class"].map(names),
-            pairs["predicted"].map(names),
-        )
+        for column in ("class", "predicted"):
+            pairs[column] = names.to_numpy()[pairs[column]]  # IndexError for one without a name
         return {
             PER_CLASS_FILE: per_class.to_csv(index_label="class", float_format="%.6f").encode(),
             CONFUSION_FILE: pairs.to_csv(index=False).encode(),

@@ -52,6 +52,8 @@ def _traced(steps: tuple[int, int], keep: Callable[[str, bytes], Any]) -> Iterat
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / name
                 tracer.export_chrome_trace(str(path))
-                keep(name, path.read_bytes())
+                content = path.read_bytes()
         except OSError as error:  # which costs the trace, not the training
             logger.warning("the trace of steps %d to %d is lost: %s", *steps, error)
+        else:
+            keep(name, content)

@@ -103,6 +103,12 @@ def test_what_the_batches_take_is_not_left_to_the_passes(monkeypatch: pytest.Mon
     assert found == [8, 4]
 
 
+def test_a_cpu_counts_no_memory_and_asks_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.cuda, "memory_allocated")
+    monkeypatch.delattr(torch.cuda, "max_memory_allocated")
+    assert pass_bytes(RECIPE, 10, 1, torch.device("cpu")) == 0
+
+
 def capped(rank: int) -> list[int | None]:
     """In a process that may take 128 MiB more: a large pass, then a small one."""
     cpu = torch.device("cpu")

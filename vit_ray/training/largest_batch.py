@@ -39,7 +39,7 @@ def largest_micro_batch(
         Images per pass, or None if not even one fits.
 
     Raises:
-        ValueError: images are mixed in pairs, and a worker's share is an odd number.
+        ValueError: as `pass_sizes`.
     """
     sizes = pass_sizes(recipe, world_size)
     fitting = bisect.bisect_right(
@@ -58,7 +58,7 @@ def tried_micro_batch(
     The fewest are not tried: if they do not fit, the first pass of the training reports it.
 
     Raises:
-        ValueError: images are mixed in pairs, and a worker's share is an odd number.
+        ValueError: as `pass_sizes`.
     """
     free_gib, total_gib = (count / GIB for count in torch.cuda.mem_get_info(device))
     sizes = pass_sizes(recipe, world_size)
@@ -89,11 +89,12 @@ def pass_bytes(
     def measured() -> int:
         model = prepared_model(recipe, num_classes, device)
         drop_gradients(model.parameters())  # the plan counts them where they are kept
-        if device.type == "cuda":
+        is_gpu = device.type == "cuda"
+        if is_gpu:
             torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+        before = torch.cuda.memory_allocated(device) if is_gpu else 0
         forward = forward_pass(model, recipe, batch_size, device)
         forward().backward()  # type: ignore[no-untyped-call]
-        return torch.cuda.max_memory_allocated(device) - before
+        return torch.cuda.max_memory_allocated(device) - before if is_gpu else 0
 
     return unless_out_of_memory(measured, device)

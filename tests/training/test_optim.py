@@ -7,7 +7,7 @@ import torch
 
 from tests.training.engine_runs import small_model
 from vit_ray.config.training_sections import OptimConfig
-from vit_ray.training.optimizers import build_optimizer, state_types
+from vit_ray.training.optimizers import build_optimizer, state_types, zero_state
 
 
 def test_only_matrices_and_kernels_decay() -> None:
@@ -70,3 +70,20 @@ def test_steps_without_the_compiler_are_torchs_bit_for_bit(name: str) -> None:
         theirs.step()
     assert steps == [*range(5)]
     assert all(torch.equal(weight, same) for weight, same in copies.items())
+
+
+def test_only_what_is_by_element_takes_memory_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, zeros_like = list[torch.dtype](), torch.zeros_like
+
+    def counted(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        made.append(dtype)
+        return zeros_like(weight, dtype=dtype)
+
+    monkeypatch.setattr(torch, "zeros_like", counted)
+    state = zero_state(torch.ones(2, 3), state_types(OptimConfig(name="adamw")))
+    assert {key: tuple(value.shape) for key, value in state.items()} == {
+        "exp_avg": (2, 3),
+        "exp_avg_sq": (2, 3),
+        "step": (),
+    }
+    assert made == [torch.float32] * 2

@@ -31,17 +31,20 @@ def judge_evaluation(
     best = progress.best_eval_loss
     is_best = math.isfinite(loss) and (best is None or not math.isfinite(best) or loss < best)
     of_best: dict[str, float] = {}
-    if keeps_best and (is_best or RESULT_STEP in progress.metrics):
-        of_best[RESULT_EVALUATIONS] = progress.num_evals
-    if keeps_best and is_best:
-        of_best |= {best_key(key): value for key, value in metrics.items()}
-        of_best[RESULT_STEP] = progress.step
-    if is_best or not keeps_best:
+    if not keeps_best:
         progress.metrics = without_best(progress.metrics)
-    progress.metrics |= of_best
+    elif is_best or RESULT_STEP in progress.metrics:
+        of_best[RESULT_EVALUATIONS] = progress.num_evals
+        if is_best:
+            progress.metrics = without_best(progress.metrics)
+            of_best |= {best_key(key): value for key, value in metrics.items()}
+            of_best[RESULT_STEP] = progress.step
+        progress.metrics |= of_best
     if is_best:
-        progress.best_eval_loss = loss
-    count = progress.evals_without_best = 0 if is_best else progress.evals_without_best + 1
-    if patience is not None and count >= patience:
+        progress.best_eval_loss, progress.evals_without_best = loss, 0
+        return True, of_best
+    progress.evals_without_best += 1
+    if patience is not None and progress.evals_without_best >= patience:
+        count = progress.evals_without_best
         progress.ended = f"no better validation loss in {count} evaluations"
-    return is_best, of_best
+    return False, of_best

@@ -19,6 +19,7 @@ from tests.training.engine_runs import (
 from tests.training.ranks import run_ranks
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config.training_sections import TrainConfig
+from vit_ray.launch import prepared_run
 from vit_ray.launch.model_checks import check_head_is_trained, check_model
 from vit_ray.storage import locate
 from vit_ray.training.memory_estimate import count_parameters, state_shape, step_macs
@@ -184,3 +185,12 @@ def test_a_new_head_that_is_frozen_is_refused(
     check_head_is_trained(chosen.with_changes(optim={"frozen": ("norm",)}), kind)
     # The objective has a head of its own, which is not a part of the model.
     check_head_is_trained(chosen.with_changes(train={"loss": "masked_patch"}), kind)
+
+
+def test_a_new_head_that_is_frozen_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prepared_run, "resolve_run", lambda recipe: None)
+    refused = prepared_run.prepared_training(tuning_recipe({"frozen": ["head"]}), "pretrain")
+    with pytest.raises(ValueError, match="remove head"), refused:
+        pass

@@ -69,6 +69,12 @@ def test_until_its_cool_down_a_shorter_run_has_the_rates_of_a_longer_one() -> No
     assert cooldown_start(config, 1) == 0
 
 
+def test_steps_fall_to_a_tenth_at_30_60_and_90_percent() -> None:
+    config = OptimConfig(learning_rate=1.0, schedule="steps")
+    ours = [lr_at(step, config, 100) for step in (0, 29, 30, 59, 60, 89, 90, 99)]
+    assert ours == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01, 0.001, 0.001])
+
+
 def test_steps_fall_where_decay_at_says() -> None:
     # BiT on JFT (arXiv:1912.11370, 3.1): epochs 10, 23, 30 and 37 of 40.
     config = OptimConfig(

@@ -17,8 +17,8 @@ endif
 # Tests of figures that no processor may change, and those of them that were kept or published.
 NUMERIC := tests/models tests/evaluation tests/data/jpeg_index $(addprefix tests/data/test_, boxes.py crops.py jpeg.py order.py partition.py \
   randaugment.py restart_index.py parts.py) $(addprefix tests/training/test_, \
-  golden.py engine.py collectives.py objective.py optim.py schedule.py) tests/worker/test_evaluation.py
-PUBLISHED := tests/models/weights tests/data/test_crops.py tests/training/test_golden.py
+  engine.py collectives.py objective.py optim.py schedule.py) tests/worker/test_evaluation.py
+PUBLISHED := tests/models/weights tests/data/test_crops.py
 # The same libraries without the newer instructions of x86; elsewhere this changes nothing.
 GENERIC := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 OPENCV_CPU_DISABLE=AVX2,AVX512-SKX
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OPENCV_CPU_DISABLE=AVX512-SKX

@@ -53,6 +53,11 @@ def test_a_name_is_there_with_what_is_expected_of_it(entry: Internal) -> None:
         assert expression in inspect.getsource(owner), expression
 
 
+@pytest.mark.parametrize(("library", "most"), [("ray", 15), ("deepspeed", 10), ("mlflow", 3)])
+def test_few_private_names_of_a_library_are_used(library: str, most: int) -> None:
+    assert len(DOORS[library].INTERNALS) <= most
+
+
 @functools.cache
 def private_attributes() -> set[str]:
     """Of the entries of DeepSpeed and MLflow, with their methods."""

@@ -26,7 +26,7 @@ from vit_ray.models.weights import load_weights, save_weights
 from vit_ray.own_parts import is_own, own_part, trust_modules
 from vit_ray.training.memory_estimate import step_macs
 from vit_ray.training.objective import classification_loss
-from vit_ray.training.optimizers import build_optimizer, counts_steps, state_types
+from vit_ray.training.optimizers import build_optimizer, state_types
 
 SIZE = {"depth": 1, "width": 16, "mlp_dim": 32, "num_heads": 2, "patch_size": 4}
 SIDES = {"image_size": 8}
@@ -64,7 +64,7 @@ def test_names_of_the_catalog_and_of_other_libraries_are_not_of_parts() -> None:
          "`ray job submit --working-dir`"),
         ({"model": own_model("NOT_A_FUNCTION")}, "is a int; give a function or class"),
         ({"model": own_model("without_size")}, r"it does not take without_size\(num_classes, "
-         r"image_size\), as BuildsModel in docs/python.md requires: too many"),
+         r"image_size\), as docs/python.md requires: too many"),
         ({"model": own_model("ConvNet", depth=3)}, "got an unexpected keyword argument 'depth'"),
         ({"model": own_model("no_module")}, "returned a function; return a torch.nn.Module"),
         ({"model": own_model("Headless")}, r"its layer `head` has \[\] outputs .* give it a "
@@ -82,7 +82,7 @@ def test_names_of_the_catalog_and_of_other_libraries_are_not_of_parts() -> None:
         ({"train": {"loss": "tests.parts.mean_loss"}}, r"train.loss=tests.parts.mean_loss returns "
          r"\[\] for 2 images; return a tensor with a value for each"),
         ({"train": {"loss": "tests.parts.loss_of_logits"}}, r"it does not take "
-         r"loss_of_logits\(logits, labels\), as Loss in"),
+         r"loss_of_logits\(logits, labels\), as docs"),
         ({"evaluate": {"metrics": ["tests.parts.mean_loss"]}}, r"evaluate.metrics: .* returns "
          r"\[\]"),
         ({"data": {"augment": {"own": "tests.parts.as_floats"}}}, r"returns \[8, 8, 3\] float64 "
@@ -170,18 +170,15 @@ def test_modules_of_the_users_recipe_are_trusted_here_and_where_it_is_sent(
     sent = pickle.dumps(recipe)
     for receive in (lambda: recipe, lambda: pickle.loads(sent)):
         found = receive()
-        own_part(found.train.loss, "train.loss", own_parts.Loss)
+        own_part(found.train.loss, "train.loss")
         monkeypatch.setattr(own_parts, "_TRUSTED", set())
 
 
 def test_a_step_of_an_own_model_is_counted_as_of_the_same_model_of_ours() -> None:
-    """Recomputed blocks too; torch's counter finds what the count by sizes says."""
     ours = {"name": "ViT", **SIZE, **SIDES, "depth": 2}
-    train = {"activation_checkpointing": 1, "compile": False}
-    recipes = (recipe_with(model={**ours, "name": n}, train=train) for n in ("ViT", WRAPPED))
+    recipes = (recipe_with(model={**ours, "name": n}) for n in ("ViT", WRAPPED))
     expected, found = (step_macs(recipe, 5) for recipe in recipes)
     assert found == expected
-    assert found.recomputed > 0
 
 
 def test_a_step_is_counted_without_the_values_that_an_own_loss_needs() -> None:
@@ -238,10 +235,8 @@ def test_an_own_augmentation_draws_by_sample_alone() -> None:
 def test_what_an_own_optimizer_keeps_is_known_before_a_run() -> None:
     lion = OptimConfig(name="tests.parts.lion", betas=(0.9, 0.99))
     assert state_types(lion) == {"momentum": torch.float32}
-    assert not counts_steps(lion)
     adamw = OptimConfig(name="tests.parts.adamw")
-    assert state_types(adamw) == {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
-    assert counts_steps(adamw)
+    assert state_types(adamw) == state_types(OptimConfig(name="adamw"))
 
 
 def test_a_refused_step_of_an_own_optimizer_changes_nothing() -> None:

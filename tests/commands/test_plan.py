@@ -33,14 +33,13 @@ def rows(text: str) -> dict[str, list[str]]:
     return {name: values for name, *values in split}
 
 
-def test_the_plan_of_vit_h_states_work_memory_traffic_and_time() -> None:
+def test_the_plan_of_vit_h_states_work_memory_and_time() -> None:
     text = describe_plan(recipe_of(file="vit_h14_jft"))
     assert "1,035,645 of 4,096 images: 14.00 epochs" in text
     assert "4,259 exaFLOPs, 2,990 H200-hours at 40 % MFU" in text
     table = rows(text)
     assert table["ZeRO stage"] == ["0", "1", "2", "3"]
     parts = ("weights", "gradients", "optimizer", "averages", "batches", "activations", "buffers")
-    # The second row named so is the traffic of weights and gradients.
     assert all(len(table[part]) == 4 for part in parts)
     days = [float(value) for value in table["core-days (GPU-days)"]]
     # 2,990 hours by the paper's count are 124.6 days, 2.7 % less as computed.

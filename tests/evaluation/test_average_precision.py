@@ -49,21 +49,10 @@ def ranks_of(scores, labels, weights, num_ranks, batch=10):
 
 def measured(scores, labels, weights, num_ranks):
     ranks = ranks_of(scores, labels, weights, num_ranks)
-    whole = iter(
-        [
-            np.concatenate([r for rank in ranks for r in rows(rank)])
-            for rows in (scores_of, labels_of)
-        ]
-    )
+    scores = np.concatenate([rows for rank in ranks for rows in rank._scores])
+    labels = np.concatenate([rows for rank in ranks for rows in rank._labels])
+    whole = iter([scores, labels])
     return ranks[0].mean_average_precision(lambda _: next(whole))
-
-
-def scores_of(rank):
-    return rank._scores
-
-
-def labels_of(rank):
-    return rank._labels
 
 
 @pytest.mark.parametrize(("num_ranks", "num_steps"), [(1, 0), (2, 3), (9, 12)])

@@ -70,3 +70,10 @@ def test_tables_name_classes_and_what_they_are_most_often_taken_for() -> None:
     pairs = list(csv.reader(io.StringIO(files[CONFUSION_FILE].decode())))
     of_ants = [["ant", "ant", "1"], ["ant", "'=bee", "2"], ["ant", "cat", "1"]]
     assert pairs[1:] == [*of_ants, ["'=bee", "'=bee", "1"]]
+
+
+def test_a_label_beyond_the_classes_is_an_error() -> None:
+    confusion = Confusion()
+    confusion.add_batch(torch.eye(3), torch.tensor([[0], [1], [5]]), torch.ones(3))
+    with pytest.raises(IndexError, match="index 5 is out of bounds"):
+        confusion.files(["ant", "bee", "cat"])

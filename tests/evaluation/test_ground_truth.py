@@ -124,11 +124,8 @@ def test_only_the_classes_that_a_set_has_compete() -> None:
 def test_the_models_classes_may_stand_in_another_order_than_the_sets() -> None:
     answers = named_answers(["a", "b", "c"], ["c", "a", "b"])
     assert answers.competing is None
-    assert answers.of_batch(np.array([[0], [1], [2]], np.int32), np.arange(3)).tolist() == [
-        [1],
-        [2],
-        [0],
-    ]
+    found = answers.of_batch(np.array([[0], [1], [2]], np.int32), np.arange(3))
+    assert found.tolist() == [[1], [2], [0]]
     with pytest.raises(ValueError, match=r"lacks 1 classes of data.eval, such as 'd' \(it has 3,"):
         named_answers(["a", "d"], ["c", "a", "b"])
 
@@ -165,12 +162,7 @@ def test_a_class_of_objectnet_is_one_or_several_of_imagenets_or_none() -> None:
             '{"1000": 2, "1": 0, "2": 3, "3": 1}',
             "are damaged.*'1000', is not a number from 0 to 999",
         ),
-        ("pytorch_to_imagenet_2012_id.json", '{"-5": 2, "1": 0, "2": 3, "3": 1}', "damaged.*'-5'"),
-        ("pytorch_to_imagenet_2012_id.json", '{"0": [2]}', "are damaged"),
         ("folder_to_objectnet_label.json", '{"bench": ["Bench"]}', "are damaged.*not a text"),
-        ("folder_to_objectnet_label.json", '{"bench": null}', "are damaged.*not a text"),
-        ("folder_to_objectnet_label.json", "null", "are damaged"),
-        ("folder_to_objectnet_label.json", '["bench"]', "are damaged"),
         ("objectnet_to_imagenet_1k.json", '{"Bench": null}', "are damaged"),
         ("objectnet_to_imagenet_1k.json", "{}", "no class of data.eval is one of ImageNet's"),
     ],

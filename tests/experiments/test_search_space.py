@@ -7,6 +7,7 @@ import pytest
 
 from tests.recipes import recipe_with
 from vit_ray.config import Recipe
+from vit_ray.experiments import search_space
 from vit_ray.experiments.search_space import (
     RATE,
     Point,
@@ -44,6 +45,15 @@ def test_a_grid_is_every_combination_of_any_keys() -> None:
     changed = with_point(recipe, found[1], name="t")
     assert (changed.name, changed.optim.steps, changed.optim.learning_rate) == ("t", 2000, 0.01)
     assert (changed.data.augment.kind, changed.data.augment.flip) == ("resize", False)
+
+
+def test_a_model_is_checked_once_for_all_points_that_train_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(search_space, "check_model", lambda one: checked.append(one.optim.frozen))
+    points(space={RATE: [0.1, 0.2, 0.3], "optim.frozen": [["blocks.0"], ["norm"]]})
+    assert sorted(checked) == [("blocks.0",), ("norm",)]
 
 
 def test_values_of_a_section_change_the_keys_that_they_name() -> None:

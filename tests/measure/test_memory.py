@@ -5,15 +5,14 @@ import math
 
 import pytest
 
-from vit_ray.measure.memory import GIB, Activations, StateShape, state_memory
+from vit_ray.measure.memory import GIB, StateShape, state_memory
 
-NOTHING = Activations(kept=0, peak=0)
 # Rajbhandari et al., Figure 1: 7.5 billion parameters on 64 devices, mixed precision, Adam.
 PAPER = StateShape(7_500_000_000, 0, 64, "bf16", moment_bytes=8, has_average=False, offload=False)
 
 
 def state_gb(shape: StateShape) -> float:
-    memory = state_memory(shape, NOTHING)
+    memory = state_memory(shape)
     return (memory.weights + memory.gradients + memory.optimizer) * GIB / 1e9
 
 
@@ -31,27 +30,27 @@ def test_fp32_without_zero_needs_no_second_copy_of_the_weights() -> None:
 
 
 def test_momentum_alone_is_a_third_less_optimizer_state() -> None:
-    adam = state_memory(PAPER, NOTHING).optimizer
-    sgd = state_memory(dataclasses.replace(PAPER, moment_bytes=4), NOTHING).optimizer
+    adam = state_memory(PAPER).optimizer
+    sgd = state_memory(dataclasses.replace(PAPER, moment_bytes=4)).optimizer
     assert sgd == pytest.approx(adam * 2 / 3)
 
 
 def test_averages_are_sharded_under_every_stage() -> None:
     for stage in range(4):
         shape = dataclasses.replace(PAPER, stage=stage, has_average=True)
-        assert state_memory(shape, NOTHING).averages * GIB == pytest.approx(4 * 7.5e9 / 64)
+        assert state_memory(shape).averages * GIB == pytest.approx(4 * 7.5e9 / 64)
 
 
 def test_offloading_leaves_only_weights_and_gradients_on_the_device() -> None:
     shape = dataclasses.replace(PAPER, stage=2, offload=True, has_average=True)
-    memory = state_memory(shape, NOTHING)
+    memory = state_memory(shape)
     assert memory.optimizer == memory.averages == 0.0
     assert memory.weights * GIB == 2 * 7.5e9
 
 
 def test_frozen_weights_cost_their_weights_only() -> None:
-    frozen = state_memory(dataclasses.replace(PAPER, num_frozen=10**9), NOTHING)
-    plain = state_memory(PAPER, NOTHING)
+    frozen = state_memory(dataclasses.replace(PAPER, num_frozen=10**9))
+    plain = state_memory(PAPER)
     assert (frozen.total - plain.total) * GIB == pytest.approx(2e9)
 
 
@@ -60,8 +59,8 @@ def test_buffers_of_the_step_reuse_the_room_of_the_activations() -> None:
     # fp32 gradients for the step: 400 MB. They need room of their own only beyond the activations
     # and the 101 MB of the backward pass: a bucket of 50.4 MB, and its copy.
     bucket = 2 * math.sqrt(100e6 * 72.2e-6 * 352.5e9 / 4)
-    assert state_memory(small, NOTHING).buffers * GIB == pytest.approx(400e6)
-    many = Activations(kept=1_000_000_000, peak=1_030_000_000)
-    assert state_memory(small, many).buffers * GIB == pytest.approx(30e6 + 2 * bucket)
-    some = Activations(kept=50_000_000, peak=60_000_000)
-    assert state_memory(small, some).buffers * GIB == pytest.approx(350e6)
+    assert state_memory(small).buffers * GIB == pytest.approx(400e6)
+    assert state_memory(small, 1_030_000_000).buffers * GIB == pytest.approx(2 * bucket)
+    assert state_memory(small, 60_000_000).total * GIB == pytest.approx(
+        state_memory(small).total * GIB
+    )

@@ -41,3 +41,13 @@ def test_a_run_that_resumes_inside_or_after_them_traces_the_rest(
 ) -> None:
     kept = traced(3, (3, 4), next_step)
     assert [widths(trace) for trace in kept.values()] == ([expected] if expected else [])
+
+
+def test_a_trace_that_cannot_be_kept_is_an_error() -> None:
+    """Unlike one that cannot be written."""
+
+    def keep(name: str, trace: bytes) -> None:
+        raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        list(profiled(iter(range(2)), (1, 1), 1, keep))

@@ -4,22 +4,17 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from torch._dynamo.backends.common import aot_autograd
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import FlopCounterMode
 
-from tests.models.small import FAMILIES, small_model, some_images
+from tests.models.small import FAMILIES
 from tests.recipes import recipe_with
+from vit_ray.config import Recipe
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.models import build_model
-from vit_ray.models.flops import TrainingMacs, forward_macs, training_exaflops
+from vit_ray.models.flops import count_macs, forward_macs, training_exaflops
 from vit_ray.models.masked import Target
-from vit_ray.models.recompute import recompute
 from vit_ray.models.vit import VisionTransformer
-from vit_ray.training.engine.compiling import compile_model
-from vit_ray.training.memory_estimate import step_macs
+from vit_ray.training.memory_estimate import forward_pass, prepared_model, step_macs
 
 JFT_IMAGES = 303_000_000
 
@@ -112,12 +107,16 @@ def test_axial_attention_is_counted_exactly_and_the_root_at_valid_positions() ->
     assert forward_macs("AxialResNet", 10, 32, **sizes) == dense - beside
 
 
-def macs_of_step(family: str, side: int, **train: Any) -> TrainingMacs:
+def step_of(family: str, side: int, **train: Any) -> Recipe:
     """Of an image of a family; keys of the model that are not of `train` are options."""
     keys = {key: train.pop(key) for key in list(train) if key not in TrainConfig.model_fields}
-    model = {"name": family, "image_size": side, **FAMILIES[family], **keys}
-    recipe = recipe_with(model=model, train={"compile": False, **train})
-    return step_macs(recipe, 10, has_gpu=False)
+    return recipe_with(
+        model={"name": family, "image_size": side, **FAMILIES[family], **keys}, train=train
+    )
+
+
+def forward_of(recipe: Recipe) -> int:
+    return count_macs(forward_pass(prepared_model(recipe, 10), recipe, 1))
 
 
 @pytest.mark.parametrize(
@@ -134,95 +133,14 @@ def macs_of_step(family: str, side: int, **train: Any) -> TrainingMacs:
 def test_each_product_has_two_gradients_but_that_of_the_pixels(
     family: str, options: dict[str, Any], pixels: int
 ) -> None:
-    macs = macs_of_step(family, 32, **options)
-    assert macs.backward == 2 * macs.forward - pixels
-    assert (macs.recomputed, macs.hardware) == (0, macs.model)
-
-
-@pytest.mark.parametrize(("every", "num_blocks"), [(0, 0), (1, 2), (2, 1)])
-def test_a_block_is_recomputed_up_to_its_last_product(every: int, num_blocks: int) -> None:
-    width, mlp, tokens = 32, 64, 16
-    block = 4 * tokens * width**2 + 2 * tokens**2 * width + 2 * tokens * width * mlp
-    macs = macs_of_step("ViT", 32, pool="gap", activation_checkpointing=every)
-    # The output of the last product is needed only by the next block.
-    assert macs.recomputed == num_blocks * (block - tokens * width * mlp)
-    compiled = macs_of_step("ViT", 32, pool="gap", activation_checkpointing=every, compile=True)
-    assert compiled.recomputed == num_blocks * block
-
-
-class CountedProducts(TorchDispatchMode):
-    """Adds up multiply-adds of what runs inside, by torch's formulas."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.macs = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if (flops := flop_registry.get(func._overloadpacket)) is not None:
-            self.macs += flops(*args, **(kwargs or {}), out_val=found) // 2
-        return found
-
-
-def recomputed_by_graphs(family: str, every: int, **options: Any) -> int:
-    """Multiply-adds of an image that are done again where the engine compiles the model."""
-    count = CountedProducts()
-
-    def compiled(graph: Any, _: Any) -> Any:
-        def run(*args: Any) -> Any:
-            with count:
-                return graph(*args)
-
-        return make_boxed_func(run)
-
-    # As inductor, but for the machine code: what counts is which products are in which graph.
-    backend = aot_autograd(
-        fw_compiler=compiled,
-        bw_compiler=compiled,
-        partition_fn=min_cut_rematerialization_partition,
-    )
-    passes = {}
-    for recomputes in (0, every):
-        torch._dynamo.reset()
-        model = small_model(family, 10, 32, **options)
-        compile_model(model, backend, may_fail=False)
-        recompute(model, recomputes)
-        with sdpa_kernel(SDPBackend.MATH):
-            count.macs = 0
-            model(some_images(1)).sum().backward()
-        passes[recomputes] = count.macs
-    return passes[every] - passes[0]
-
-
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize(
-    ("family", "options", "every"),
-    [
-        ("ViT", {"depth": 1}, 1),
-        ("Axial-ViT", {}, 2),
-        ("R+ViT", {}, 1),
-    ],
-)
-def test_a_compiled_block_is_recomputed_whole(
-    family: str, options: dict[str, Any], every: int
-) -> None:
-    macs = macs_of_step(family, 32, activation_checkpointing=every, compile=True, **options)
-    assert recomputed_by_graphs(family, every, **options) == macs.recomputed
-
-
-@pytest.mark.slow
-def test_a_compiled_bit_resnet_recomputes_no_more_than_is_counted() -> None:
-    """Compiled whole, the sum at the end of a unit is kept if the next unit is recomputed too."""
-    macs = macs_of_step("ResNet", 32, stages=(2,), activation_checkpointing=1, compile=True)
-    last_kernel = shortcut = 8**2 * 64 * 256
-    found = recomputed_by_graphs("ResNet", 1, stages=(2,))
-    assert macs.recomputed - found == last_kernel + shortcut
+    recipe = step_of(family, 32, **options)
+    assert step_macs(recipe, 10) == 3 * forward_of(recipe) - pixels
 
 
 @pytest.mark.parametrize("target", ["mean_color", "downsized", "full_patch"])
 def test_masked_patches_are_counted_with_their_predictions(target: Target) -> None:
     """All tokens of the last block, and predictions for 8 of 16 patches instead of the head."""
     outputs = {"mean_color": 512, "downsized": 16 * 512, "full_patch": 3 * 8**2}[target]
-    macs = macs_of_step("ViT", 32, loss="masked_patch", masked_target=target)
+    recipe = step_of("ViT", 32, loss="masked_patch", masked_target=target)
     whole = forward_macs("ViT", 10, 32, **FAMILIES["ViT"])
-    assert macs.forward == whole - 10 * 32 + 8 * 32 * outputs
+    assert forward_of(recipe) == whole - 10 * 32 + 8 * 32 * outputs

@@ -52,17 +52,8 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def small_model(name: str = "ViT") -> torch.nn.Module:
     torch.manual_seed(0)
     # Odd sizes: nothing divides evenly by the ranks.
-    return build_model(
-        name,
-        5,
-        image_size=8,
-        depth=2,
-        width=30,
-        mlp_dim=50,
-        num_heads=3,
-        patch_size=4,
-        head_bias=-1.0,
-    )
+    sizes = {"depth": 2, "width": 30, "mlp_dim": 50, "num_heads": 3, "patch_size": 4}
+    return build_model(name, 5, image_size=8, head_bias=-1.0, **sizes)
 
 
 def build_engine(

@@ -2,9 +2,8 @@
 
 import pytest  # noqa: F401
 import scipy.stats  # noqa: F401
-import sklearn.datasets  # noqa: F401
 
-import tests.training.golden_runs
+import tests.training.engine_runs
 import tests.worker.fakes  # noqa: F401
 from vit_ray.training.engine.deepspeed_setup import warm_up_process
 

@@ -5,8 +5,6 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from torch._inductor.graph import GraphLowering
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.models.small import small_model, some_images
 from tests.training.engine_runs import IMAGES, build_engine, run_steps
@@ -128,32 +126,6 @@ def test_a_compiled_engine_trains_as_an_eager_one(runs: dict[Any, Any], kind: An
     # Captured operations are taken apart: fp32 rounds elsewhere, bf16 to 8 bits in more places.
     # Adam divides by the root of tiny second moments, which magnifies it.
     assert_same_training(compiled, eager, 1e-4 if "fp32" in kind else 3e-2)
-
-
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize("name", ["R50x1", "R50x1+ViT-B/32"])
-def test_inductor_lays_the_convolutions_of_a_resnet_out_channels_last(name: str) -> None:
-    """By its own rule for GPUs, which no device is needed for: a graph on `meta` is on no CPU."""
-    with torch.device("meta"):
-        whole, images = build_model(name, 10), torch.empty(8, 3, 224, 224)
-    model = getattr(whole, "embedding", whole)  # what is compiled as one
-    parameters = dict(model.named_parameters())
-
-    def forward(weights: dict[str, torch.Tensor], pixels: torch.Tensor) -> Any:
-        return torch.func.functional_call(model, weights, (pixels,))
-
-    graph = make_fx(forward)(parameters, images)
-    assert GraphLowering.decide_layout_opt(graph, is_inference=False)
-
-
-def test_eager_group_norm_gives_up_channels_last_everywhere_but_on_a_cpu() -> None:
-    """So that images in it would be copied back at the first norm of a ResNet on a GPU."""
-    for device, is_kept in (("cpu", True), ("meta", False)):
-        images = torch.ones((2, 64, 8, 8), device=device).contiguous(
-            memory_format=torch.channels_last
-        )
-        normalized = torch.nn.functional.group_norm(images, 32)
-        assert normalized.is_contiguous(memory_format=torch.channels_last) is is_kept
 
 
 @pytest.mark.parametrize(

@@ -41,17 +41,17 @@ def compiler_after_steps(rank: int, stages: tuple[int, ...], names: tuple[str, .
     return [name for name in ("torch._dynamo", "torch._inductor.lowering") if name in sys.modules]
 
 
-def test_steps_that_are_not_compiled_do_not_load_the_compiler() -> None:
+@pytest.mark.parametrize(
+    ("stages", "names", "imported"),
+    [((0, 1, 2), ("adamw", "sgd"), []), ((3,), ("adamw",), ["torch._dynamo"])],
+)
+def test_steps_that_are_not_compiled_do_not_load_the_compiler(
+    stages: tuple[int, ...], names: tuple[str, ...], imported: list[str]
+) -> None:
     """It takes seconds. torch's optimizers import it at their first step, and DeepSpeed imports an
-    optimizer that loads the compiler of kernels."""
-    (loaded,) = run_ranks(1, compiler_after_steps, (0, 1, 2), ("adamw", "sgd"))
-    assert loaded == []
-
-
-def test_steps_under_zero_3_do_not_load_the_compiler_of_kernels() -> None:
-    """DeepSpeed excludes its hooks from compilation, for which it loads the rest."""
-    (loaded,) = run_ranks(1, compiler_after_steps, (3,), ("adamw",))
-    assert loaded == ["torch._dynamo"]
+    optimizer that loads the compiler of kernels. Hooks of stage 3 are excluded from compilation,
+    for which it loads the rest."""
+    assert run_ranks(1, compiler_after_steps, stages, names) == [imported]
 
 
 def norms_of_stage_3(rank: int, precision: str) -> list[tuple[float, float]]:

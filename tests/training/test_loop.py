@@ -25,6 +25,7 @@ from vit_ray.checkpoints.sample_digest import add_digests, samples_digest
 from vit_ray.config import Recipe
 from vit_ray.measure.best_evaluation import with_best
 from vit_ray.measure.meters import Compute
+from vit_ray.measure.phases import PhaseClock
 from vit_ray.metric_names import RESULT_EVALUATIONS, RESULT_STEP
 from vit_ray.training import loop
 from vit_ray.training.loop import Ending, RankContext, TrainingLoop
@@ -45,18 +46,13 @@ def run(
     return TrainingLoop(engine, stream, chosen, place, hooks, progress, Compute(1), clock).run()
 
 
-def test_each_micro_batch_is_passed_once_and_in_order() -> None:
-    engine = FakeEngine()
-    assert run(engine, FakeHooks(), short_recipe()) is Ending.FINISHED
-    assert [s for part in engine.seen for s in part] == list(range(TOTAL * BATCH))
-    assert all(len(part) == MICRO for part in engine.seen)
-    assert len(engine.rates) == TOTAL
-
-
-def test_passes_and_hooks_are_given_the_step() -> None:
+def test_each_micro_batch_is_passed_once_in_order_with_its_step() -> None:
     engine, hooks = FakeEngine(), FakeHooks()
-    run(engine, hooks, short_recipe(), Progress(step=7))
+    assert run(engine, hooks, short_recipe(), Progress(step=7)) is Ending.FINISHED
+    assert [s for part in engine.seen for s in part] == list(range(7 * BATCH, TOTAL * BATCH))
+    assert all(len(part) == MICRO for part in engine.seen)
     assert engine.steps == [7, 7, 8, 8, 9, 9]
+    assert len(engine.rates) == len(hooks.noted) == 3
     assert hooks.noted == [8, 9, 10]
 
 
@@ -122,16 +118,6 @@ def test_losses_of_averages_that_are_made_no_longer_decide_nothing() -> None:
     assert "train/loss" in progress.metrics
 
 
-def test_the_best_of_a_checkpoint_from_before_averages_decided_is_that_of_the_last_weights() -> (
-    None
-):
-    progress = Progress(best_eval_loss=0.6, evals_without_best=1)
-    chosen = short_recipe(evaluate={"every_steps": 2}, train={"early_stopping": 2})
-    ended = run(FakeEngine(), LossesOfBoth(), chosen, progress)
-    assert ended is Ending.FINISHED
-    assert progress.best_eval_loss == pytest.approx(1.0)
-
-
 def test_an_evaluation_at_a_further_step_does_not_count_for_early_stopping() -> None:
     chosen = short_recipe(evaluate={"every_steps": 4}, train={"early_stopping": 1})
     whole, followed = Progress(), Progress()
@@ -141,14 +127,6 @@ def test_an_evaluation_at_a_further_step_does_not_count_for_early_stopping() -> 
     followed.train_seconds, followed.metrics = whole.train_seconds, whole.metrics
     followed.worker_seconds = whole.worker_seconds
     assert followed == whole
-
-
-def test_the_loss_is_the_mean_over_the_micro_batches() -> None:
-    hooks = FakeHooks()
-    run(FakeEngine(), hooks, short_recipe())
-    step, metrics = hooks.logged[0]
-    assert step == 1
-    assert metrics["train/loss"] == pytest.approx(np.arange(BATCH).mean())
 
 
 def test_loss_and_norm_are_the_means_over_the_ranks() -> None:
@@ -279,24 +257,12 @@ def test_the_best_evaluation_is_the_result_and_the_last_is_told_beside_it(
     assert logged["eval/loss"] == 2.5  # the curve is as it was measured
 
 
-def test_without_a_best_that_is_kept_the_last_evaluation_is_the_result() -> None:
-    hooks, progress = FakeHooks(losses=[3.0, 2.0, 2.5]), Progress()
-    run(FakeEngine(), hooks, short_recipe(evaluate={"every_steps": 4}), progress)
-    assert with_best(progress.metrics) == progress.metrics
-    assert progress.metrics["eval/loss"] == 2.5
-    assert RESULT_STEP not in progress.metrics
-
-
 def test_a_run_that_goes_on_without_its_best_forgets_that() -> None:
     progress = Progress(
         metrics={"eval/best_loss": 0.1, RESULT_STEP: 1.0, RESULT_EVALUATIONS: 2.0, "a/b": 1.0}
     )
-    run(
-        FakeEngine(),
-        FakeHooks(losses=[3.0]),
-        short_recipe(evaluate={"every_steps": TOTAL}),
-        progress,
-    )
+    chosen = short_recipe(evaluate={"every_steps": TOTAL})
+    run(FakeEngine(), FakeHooks(losses=[3.0]), chosen, progress)
     assert not {"eval/best_loss", RESULT_STEP, RESULT_EVALUATIONS} & progress.metrics.keys()
     assert progress.metrics["a/b"] == 1.0
 
@@ -340,13 +306,33 @@ def test_a_run_that_is_lengthened_after_a_stop_in_its_last_evaluation_ends_once(
 
 def test_the_best_that_was_saved_before_its_evaluation_is_not_written_again() -> None:
     hooks = FakeHooks(losses=[0.5, 0.6, 0.7], save_at=4)
-    run(
-        FakeEngine(),
-        hooks,
-        short_recipe(evaluate={"every_steps": 4}, checkpoint={"keep_best": True}),
-    )
+    chosen = short_recipe(evaluate={"every_steps": 4}, checkpoint={"keep_best": True})
+    run(FakeEngine(), hooks, chosen)
     assert hooks.order[:3] == ["save 4", "evaluate 4", "add 4"]
     assert hooks.saved == [4, TOTAL]
+
+
+def test_the_wait_for_data_is_one_figure_in_metrics_and_in_the_phases_of_a_run() -> None:
+    now, hooks = Ticking(0.0), FakeHooks()
+    phases = PhaseClock(now)
+
+    def read() -> Any:
+        for batch in batches():
+            now.now_s += 0.5
+            yield batch
+
+    def compute(step: int) -> None:
+        now.now_s += 1.0
+        phases.note_step()
+
+    engine = FakeEngine(on_backward=compute)
+    chosen = short_recipe(train={"log_every_steps": 1})
+    run(engine, hooks, chosen, clock=now, stream=phases.waits_for(read()))
+    found = [metrics for _, metrics in hooks.logged if "data/wait_fraction" in metrics]
+    waited_s = [one["data/wait_fraction"] * one["perf/step_ms_median"] / 1e3 for one in found]
+    assert waited_s == pytest.approx([0.5] * TOTAL)
+    # The first step's wait is a part of the start.
+    assert phases.spent()[0]["data_wait"] == pytest.approx(sum(waited_s[1:]))
 
 
 @pytest.mark.parametrize(("every", "logged"), [(50, [1, 4, 8, 10]), (6, [1, 4, 6, 10])])

@@ -1,11 +1,13 @@
 """The optimizer's groups, and its steps against torch's."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from tests.training.engine_runs import small_model
 from vit_ray.config.training_sections import OptimConfig
-from vit_ray.training.optimizers import build_optimizer, state_types
+from vit_ray.training.optimizers import build_optimizer, state_types, zero_state
 
 
 def test_only_matrices_and_kernels_decay() -> None:
@@ -39,8 +41,8 @@ def test_state_types_are_what_torch_keeps() -> None:
         optimizer = build_optimizer(model, config)
         parameter.grad = torch.ones(2, 2)
         optimizer.step()
-        kept = {k for k, v in optimizer.state[parameter].items() if getattr(v, "ndim", 0) > 0}
-        assert kept == set(state_types(config))
+        kept = optimizer.state[parameter]
+        assert {key: value.dtype for key, value in kept.items()} == state_types(config)
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
@@ -49,13 +51,10 @@ def test_steps_without_the_compiler_are_torchs_bit_for_bit(name: str) -> None:
     config = OptimConfig(name=name, weight_decay=0.1)
     ours = build_optimizer(model, config)
     copies = dict(zip(model.parameters(), copy.parameters(), strict=True))
-    groups = [
-        {
-            "params": [copies[weight] for weight in group["params"]],
-            "weight_decay": group["weight_decay"],
-        }
-        for group in ours.param_groups
-    ]
+    groups: list[dict[str, Any]] = []
+    for group in ours.param_groups:
+        weights = [copies[weight] for weight in group["params"]]
+        groups.append({"params": weights, "weight_decay": group["weight_decay"]})
     theirs: torch.optim.Optimizer = torch.optim.SGD(groups, momentum=config.momentum, fused=True)
     if name == "adamw":
         theirs = torch.optim.AdamW(groups, betas=config.betas, fused=True)
@@ -71,3 +70,20 @@ def test_steps_without_the_compiler_are_torchs_bit_for_bit(name: str) -> None:
         theirs.step()
     assert steps == [*range(5)]
     assert all(torch.equal(weight, same) for weight, same in copies.items())
+
+
+def test_only_what_is_by_element_takes_memory_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, zeros_like = list[torch.dtype](), torch.zeros_like
+
+    def counted(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        made.append(dtype)
+        return zeros_like(weight, dtype=dtype)
+
+    monkeypatch.setattr(torch, "zeros_like", counted)
+    state = zero_state(torch.ones(2, 3), state_types(OptimConfig(name="adamw")))
+    assert {key: tuple(value.shape) for key, value in state.items()} == {
+        "exp_avg": (2, 3),
+        "exp_avg_sq": (2, 3),
+        "step": (),
+    }
+    assert made == [torch.float32] * 2

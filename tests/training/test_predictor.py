@@ -50,15 +50,8 @@ def held_bytes() -> int:
 
 def set_up(rank: int, folder: str) -> tuple[int, int]:
     """Bytes that an evaluation's own run holds, and bytes of its weights."""
-    model = {
-        "name": "ViT",
-        "depth": 2,
-        "width": 256,
-        "mlp_dim": 512,
-        "num_heads": 4,
-        "patch_size": 8,
-    }
-    sections = {"model": {**model, "image_size": 16}, "optim": {"name": "adamw"}}
+    sizes = {"depth": 2, "width": 256, "mlp_dim": 512, "num_heads": 4, "patch_size": 8}
+    sections = {"model": {"name": "ViT", "image_size": 16, **sizes}, "optim": {"name": "adamw"}}
     train = {"averaging": 0.9, "precision": "bf16", "zero_stage": 1}
     job = make_job(Path(folder), "evaluate", data={"eval": "somewhere"}, train=train, **sections)
     before, run, streams = held_bytes(), FakeRun(), Any

@@ -26,24 +26,17 @@ def optimizer() -> torch.optim.SGD:
     return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
 
 
-def test_cosine_equals_torch() -> None:
-    sgd = optimizer()
-    decay = torch.optim.lr_scheduler.CosineAnnealingLR(sgd, TOTAL - WARMUP, eta_min=0.01)
-    config = OptimConfig(
-        learning_rate=PEAK, schedule="cosine", warmup_steps=WARMUP, end_learning_rate=0.01
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_decay_after_the_warm_up_equals_torchs(schedule: str) -> None:
+    sgd, end = optimizer(), 0.01
+    decay: torch.optim.lr_scheduler.LRScheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
+        sgd, TOTAL - WARMUP, eta_min=end
     )
-    ours = [lr_at(step, config, TOTAL) for step in range(TOTAL)]
-    assert ours == pytest.approx(torch_rates(decay, sgd), rel=1e-9)
-
-
-def test_linear_equals_torch() -> None:
-    sgd = optimizer()
-    end = 1e-5
-    decay = torch.optim.lr_scheduler.LinearLR(
-        sgd, start_factor=1.0, end_factor=end / PEAK, total_iters=TOTAL - WARMUP
-    )
+    if schedule == "linear":
+        sgd = optimizer()
+        decay = torch.optim.lr_scheduler.LinearLR(sgd, 1.0, end / PEAK, TOTAL - WARMUP)
     config = OptimConfig(
-        learning_rate=PEAK, schedule="linear", warmup_steps=WARMUP, end_learning_rate=end
+        learning_rate=PEAK, schedule=schedule, warmup_steps=WARMUP, end_learning_rate=end
     )
     ours = [lr_at(step, config, TOTAL) for step in range(TOTAL)]
     assert ours == pytest.approx(torch_rates(decay, sgd), rel=1e-9)
@@ -60,13 +53,8 @@ def test_a_cool_down_equals_torchs_constant_and_then_linear_rate() -> None:
         falling.append(sgd.param_groups[0]["lr"] + end)
         sgd.step()
         fall.step()
-    config = OptimConfig(
-        learning_rate=PEAK,
-        schedule="cooldown",
-        cooldown_fraction=0.3,
-        warmup_steps=WARMUP,
-        end_learning_rate=end,
-    )
+    rates = {"learning_rate": PEAK, "end_learning_rate": end, "warmup_steps": WARMUP}
+    config = OptimConfig(schedule="cooldown", cooldown_fraction=0.3, **rates)
     ours = [lr_at(step, config, TOTAL) for step in range(TOTAL)]
     assert ours == pytest.approx(flat + falling, rel=1e-9)
 

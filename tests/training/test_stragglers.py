@@ -64,10 +64,8 @@ def figures_of(rank: int, slow_part: str, stage: int) -> dict[str, float]:
 
     engine._loss_function = loss  # type: ignore[assignment]
     engine.forward_times = DeviceTimes(CPU, clock)
-    hooks, context = (
-        FakeHooks(),
-        RankContext(STEPS, rank, RANKS, MICRO, partial(all_sum, device=CPU)),
-    )
+    hooks = FakeHooks()
+    context = RankContext(STEPS, rank, RANKS, MICRO, partial(all_sum, device=CPU))
     chosen = short_recipe(optim={"steps": STEPS}, train={"global_batch_size": GLOBAL_BATCH})
     TrainingLoop(engine, batches(), chosen, context, hooks, Progress(), Compute(1), clock).run()
     return hooks.logged[-1][1]

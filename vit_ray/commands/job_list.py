@@ -152,7 +152,7 @@ _ALL = (
     ),
     Command(
         "plan",
-        "Memory and traffic per GPU for each ZeRO stage, step and run time on plan.num_gpus "
+        "Memory per GPU for each ZeRO stage, step and run time on plan.num_gpus "
         "of plan.device; starts nothing.",
         "vit_ray.commands.plans.plan:print_plan",
         (

@@ -5,7 +5,7 @@ from dataclasses import replace
 from vit_ray.config.training_sections import AugmentConfig, EvalAugmentConfig, ModelConfig
 from vit_ray.data.boxes import Augmentation
 from vit_ray.data.randaugment import RandAugment
-from vit_ray.own_parts import Augments, own_part
+from vit_ray.own_parts import own_part
 
 
 def augmentation_of(model: ModelConfig, augment: AugmentConfig | EvalAugmentConfig) -> Augmentation:
@@ -32,5 +32,5 @@ def augmentation_of(model: ModelConfig, augment: AugmentConfig | EvalAugmentConf
         min_area=augment.min_area,
         max_area=augment.max_area,
         randaugment=randaugment,
-        own=own_part(augment.own, "data.augment.own", Augments) if augment.own else None,
+        own=own_part(augment.own, "data.augment.own") if augment.own else None,
     )

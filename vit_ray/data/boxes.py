@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from vit_ray.data.keyed_random import KeyedUniform, KeyedUniforms
 from vit_ray.data.randaugment import Operation, RandAugment
 from vit_ray.data.restart_index import Box
-from vit_ray.own_parts import Augments
+from vit_ray.own_parts import Part
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -60,7 +60,7 @@ class Augmentation:
     border: int = 0
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     randaugment: RandAugment | None = None
-    own: Augments | None = None
+    own: Part | None = None
     is_exact: bool = False
 
     def __post_init__(self) -> None:

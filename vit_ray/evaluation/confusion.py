@@ -3,12 +3,11 @@
 Only pairs that occur are kept: for 21,843 classes a table would have 477 million cells.
 """
 
-import csv
-import io
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import NDArray
 
@@ -64,33 +63,22 @@ class Confusion:
         """The table of classes and the table of pairs, as CSV by file name."""
         # A name that a spreadsheet would run as a formula gets a quote before it.
         formula = ("=", "+", "-", "@", "\t", "\r")
-        names = [f"'{name}" if name.startswith(formula) else name for name in classes]
-        pairs = self.pairs().tolist()
-        images, right = np.zeros((2, len(names)), np.int64)
-        errors: dict[int, tuple[str, int]] = {}
-        for truth, predicted, count in pairs:
-            images[truth] += count
-            if truth == predicted:
-                right[truth] = count
-            elif count > errors.get(truth, ("", 0))[1]:
-                errors[truth] = names[predicted], count
-        per_class = (
-            (
-                index, name, images[index], right[index],
-                f"{right[index] / images[index]:.6f}" if images[index] else "",
-                *errors.get(index, ("", "")),
-            )
-            for index, name in enumerate(names)
-        )  # fmt: skip
-        heads = ("class", "name", "images", "right", "top1", "most_taken_for", "times")
-        by_name = ((names[truth], names[predicted], count) for truth, predicted, count in pairs)
+        names = pd.Series([f"'{name}" if name.startswith(formula) else name for name in classes])
+        pairs = pd.DataFrame(self.pairs(), columns=["class", "predicted", "images"])
+        is_right = pairs["class"] == pairs["predicted"]
+        # The most frequent of each class's errors, of equal ones the first.
+        errors = pairs[~is_right].sort_values("images", ascending=False, kind="stable")
+        errors = errors.drop_duplicates("class").set_index("class")
+        per_class = pd.DataFrame({"name": names})
+        per_class["images"] = pairs.groupby("class")["images"].sum()
+        per_class["right"] = pairs[is_right].set_index("class")["images"]
+        per_class = per_class.fillna(0).astype({"images": int, "right": int})
+        per_class["top1"] = per_class["right"] / per_class["images"]
+        per_class["most_taken_for"] = errors["predicted"].map(names)
+        per_class["times"] = errors["images"].astype("Int64")
+        for column in ("class", "predicted"):
+            pairs[column] = names.to_numpy()[pairs[column]]  # IndexError for one without a name
         return {
-            PER_CLASS_FILE: _csv([heads, *per_class]),
-            CONFUSION_FILE: _csv([("class", "predicted", "images"), *by_name]),
+            PER_CLASS_FILE: per_class.to_csv(index_label="class", float_format="%.6f").encode(),
+            CONFUSION_FILE: pairs.to_csv(index=False).encode(),
         }
-
-
-def _csv(rows: Iterable[Sequence[object]]) -> bytes:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue().encode()

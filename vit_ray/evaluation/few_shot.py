@@ -105,7 +105,11 @@ class FewShot:
             ValueError: a class has fewer examples than shots, or a label is out of range.
         """
         self._labels = np.asarray(pool_labels, dtype=np.int64)
-        _require_labels("train", self._labels, num_classes)
+        if self._labels.max(initial=-1) >= num_classes or self._labels.min(initial=0) < -1:
+            raise ValueError(
+                f"few-shot: train labels run from {self._labels.min()} to {self._labels.max()}, "
+                f"allowed are 0 to {num_classes - 1}"
+            )
         self._num_classes, self._l2 = num_classes, l2
         self._shots, self._seeds = sorted(set(shots)), seeds
         drawable = self._labels[self._labels >= 0]
@@ -161,18 +165,10 @@ class FewShot:
         """Count correct predictions for test images: features (B, D), labels (B,).
 
         Errors in them are counted too, not raised: each rank must get as far as the others.
-
-        Raises:
-            ValueError: the features have another width than the examples'.
         """
         self._num_unlabelled += int(np.sum((labels < 0) | (labels >= self._num_classes)))
         self._num_infinite += int(np.sum(~np.isfinite(features).all(axis=1)))
         for place, classifier in self._classifiers.items():
-            if features.shape[1] != len(classifier.weights):
-                raise ValueError(
-                    f"few-shot: train features have width {len(classifier.weights)}, test features "
-                    f"{features.shape[1]}; take both from the same model"
-                )
             self._right[place] += np.sum(classifier.predict(features) == labels)
         self._num_tested += len(labels)
 
@@ -237,14 +233,20 @@ def few_shot_accuracy(
         ValueError: a class has fewer examples than shots, a label is out of range, shapes differ,
             or a feature is not finite.
     """
-    x_train, y_train = _checked_pair("train", train_features, train_labels)
-    x_test, y_test = _checked_pair("test", test_features, test_labels)
-    _require_labels("test", y_test, num_classes)
+    x_train, y_train = np.asarray(train_features), np.asarray(train_labels)
+    x_test, y_test = np.asarray(test_features), np.asarray(test_labels)
+    num_train, num_test, width = len(x_train), len(x_test), np.shape(x_train)[-1]
+    needed = [(num_train, width), (num_train,), (num_test, width), (num_test,)]
+    if [array.shape for array in (x_train, y_train, x_test, y_test)] != needed:
+        raise ValueError(
+            f"few-shot: train features {x_train.shape} and labels {y_train.shape}, test features "
+            f"{x_test.shape} and labels {y_test.shape} must be (N, D), (N,), (M, D) and (M,)"
+        )
     measured = FewShot(y_train, num_classes, shots=shots, seeds=seeds, l2=l2)
-    for rows in _chunks(len(x_train)):
+    for rows in _chunks(num_train):
         measured.add_examples(x_train[rows], rows)
     measured.solve()
-    for rows in _chunks(len(x_test)):
+    for rows in _chunks(num_test):
         measured.add_tests(x_test[rows], y_test[rows])
     found = measured.accuracies()
     return {shot: float(np.mean(found[shot])) for shot in shots}
@@ -291,28 +293,3 @@ def ranks_in_class(labels: NDArray[np.integer], num_classes: int, seed: int) -> 
 def _chunks(count: int) -> Iterator[IntArray]:
     for first in range(0, count, _ROWS_AT_A_TIME):
         yield np.arange(first, min(first + _ROWS_AT_A_TIME, count))
-
-
-def _checked_pair(
-    which: str, features: NDArray[np.floating], labels: NDArray[np.integer]
-) -> tuple[NDArray[np.floating], IntArray]:
-    x, y = np.asarray(features), np.asarray(labels, dtype=np.int64)
-    if x.ndim != 2 or y.shape != x.shape[:1]:
-        raise ValueError(
-            f"few-shot: {which} features {x.shape} and labels {y.shape} must be (N, D) and (N,)"
-        )
-    if len(y) == 0:
-        raise ValueError(f"few-shot: no {which} images; evaluate.few_shot_{which} is empty")
-    if not (is_finite := np.isfinite(x).all(axis=1)).all():
-        bad = int(np.argmin(is_finite))
-        raise ValueError(f"few-shot: {which} feature row {bad} is not finite; {_OVERFLOW}")
-    return x, y
-
-
-def _require_labels(which: str, labels: IntArray, num_classes: int) -> None:
-    least = -1 if which == "train" else 0
-    if len(labels) and (labels.min() < least or labels.max() >= num_classes):
-        raise ValueError(
-            f"few-shot: {which} labels run from {labels.min()} to {labels.max()}, allowed are 0 to "
-            f"{num_classes - 1}"
-        )

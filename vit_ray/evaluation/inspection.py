@@ -10,9 +10,10 @@ import contextlib
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from sklearn.decomposition import PCA
+from sklearn.metrics.pairwise import cosine_similarity
 from torch import Tensor, nn
 
-from vit_ray.models.axial import AxialViT
 from vit_ray.models.encoder import Attention
 from vit_ray.models.sizes import Grid
 from vit_ray.models.vit import VisionTransformer
@@ -45,14 +46,12 @@ def filter_components(kernel: FloatArray, count: int = 28) -> tuple[FloatArray, 
         the share of the filters' variance that each explains (count,).
     """
     filters = kernel.reshape(len(kernel), -1).astype(np.float64)
-    filters = filters - filters.mean(axis=0)
-    _, strengths, directions = np.linalg.svd(filters, full_matrices=False)
-    variance = strengths**2 / max(float((strengths**2).sum()), np.finfo(float).tiny)
-    count = min(count, len(directions))
-    images = directions[:count].reshape(count, *kernel.shape[1:]).transpose(0, 2, 3, 1)
+    pca = PCA(min(count, *filters.shape), svd_solver="full").fit(filters)  # repeatable
+    images = pca.components_.reshape(-1, *kernel.shape[1:]).transpose(0, 2, 3, 1)
     low, high = images.min((1, 2, 3), keepdims=True), images.max((1, 2, 3), keepdims=True)
     stretched = (images - low) / np.maximum(high - low, np.finfo(float).tiny)
-    return stretched.astype(np.float32), variance[:count].astype(np.float32)
+    variance = np.nan_to_num(pca.explained_variance_ratio_)  # nan of filters that are all equal
+    return stretched.astype(np.float32), variance.astype(np.float32)
 
 
 def position_vectors(model: VisionTransformer) -> FloatArray | None:
@@ -75,10 +74,8 @@ def position_similarity(vectors: FloatArray) -> FloatArray:
     Returns:
         (h, w, h, w): the tile of a patch, then the patch it is compared with.
     """
-    flat = vectors.reshape(-1, vectors.shape[-1]).astype(np.float64)
-    unit = flat / np.maximum(np.linalg.norm(flat, axis=1, keepdims=True), np.finfo(float).tiny)
-    grid = vectors.shape[:2]
-    return (unit @ unit.T).reshape(*grid, *grid).astype(np.float32)
+    similarity = cosine_similarity(vectors.reshape(-1, vectors.shape[-1]).astype(np.float64))
+    return similarity.reshape(*vectors.shape[:2], *vectors.shape[:2]).astype(np.float32)
 
 
 def tiled(similarity: FloatArray) -> FloatArray:
@@ -153,15 +150,7 @@ def attention_figures(
     Args:
         model: with attention over the whole sequence, not along lines.
         images: uint8 (B, H, W, 3), of the model's size.
-
-    Raises:
-        ValueError: for an axial model.
     """
-    if isinstance(model, AxialViT):
-        raise ValueError(
-            "an axial ViT attends along lines; distance and rollout need a ViT with attention over "
-            "the whole image"
-        )
     was_training = model.training
     model.eval()
     distances, rollouts = zip(*(_look(model, image[None]) for image in images), strict=True)

@@ -111,10 +111,7 @@ def points_of(recipe: Recipe, config: SweepConfig) -> list[Point]:
     else:
         grid = itertools.product(*space.values())
         points = [dict(zip(space, values, strict=True)) for values in grid]
-    for point in points:
-        changed = with_point(recipe, point)
-        with errors_of_point(recipe, point):
-            check_model(changed)
+    _check_models(recipe, points)
     names = Counter(point_name(point) for point in points)
     if twice := [name for name, count in names.items() if count > 1]:
         raise ValueError(
@@ -122,6 +119,19 @@ def points_of(recipe: Recipe, config: SweepConfig) -> list[Point]:
             "differ more"
         )
     return points
+
+
+def _check_models(recipe: Recipe, points: list[Point]) -> None:
+    """Check each model of a sweep once: with frozen parts that takes building it."""
+    deciding: Any = {"model": True, "train": True, "optim": {"frozen"}}
+    checked: set[str] = set()
+    for point in points:
+        changed = with_point(recipe, point)
+        trained = changed.model_dump_json(include=deciding)
+        if trained not in checked:
+            with errors_of_point(recipe, point):
+                check_model(changed)
+        checked.add(trained)
 
 
 def errors_of_point(recipe: Recipe, point: Point) -> AbstractContextManager[None]:

@@ -9,8 +9,7 @@ from vit_ray.config.training_sections import TrainConfig
 from vit_ray.config.validation import errors_of
 from vit_ray.data.keyed_random import KeyedUniform
 from vit_ray.models.catalog import as_grid, find_spec
-from vit_ray.own_parts import Augments, Callback, Metric, is_own, own_part
-from vit_ray.training.parameter_groups import chosen_parts, part_of, parts_of
+from vit_ray.own_parts import is_own, own_part
 
 Kind = Literal["pretrain", "finetune", "sweep_trial", "study_cell", "evaluate"]
 NEW_HEADS: Final = ("finetune", "sweep_trial")
@@ -27,27 +26,23 @@ def check_model(recipe: Recipe) -> None:
     """
     model, optim = recipe.model, recipe.optim
     as_grid(model.image_size)
-    has_own = is_own(model.name)
-    if not has_own:
+    if not is_own(model.name):
         find_spec(model.name, model.options())
-    if has_own:  # it is built and run once, without values
-        import torch  # for this model only: seconds
+    if is_own(model.name) or optim.frozen:  # it is built without values
+        import torch  # for these models only: seconds
 
         from vit_ray.models.flops import forward_macs
-        from vit_ray.training.objective import build_objective
+        from vit_ray.training.objective import build_objective, freeze
 
         forward_macs(model.name, 2, model.image_size, **model.options())
         with torch.device("meta"):
             whole = build_objective(recipe.with_changes(optim={"frozen": []}), 2)
-        parts = tuple(dict.fromkeys(part_of(name) for name, _ in whole.named_parameters()))
-    else:
-        parts = parts_of(model.name, model.options())
-    with errors_of("optim.frozen"):
-        chosen = chosen_parts(optim.frozen, parts)
-    if chosen == set(parts):
-        raise ValueError(
-            "optim.frozen names every part, so that nothing would be trained; remove one"
-        )
+        with errors_of("optim.frozen"):
+            freeze(whole, optim.frozen)
+        if not any(parameter.requires_grad for parameter in whole.parameters()):
+            raise ValueError(
+                "optim.frozen names every part, so that nothing would be trained; remove one"
+            )
 
 
 def check_own_parts(recipe: Recipe, num_classes: int) -> None:
@@ -58,9 +53,9 @@ def check_own_parts(recipe: Recipe, num_classes: int) -> None:
     """
     train, metrics = recipe.train, recipe.evaluate.metrics
     for name in train.callbacks:
-        own_part(name, "train.callbacks", Callback)
+        own_part(name, "train.callbacks")
     if recipe.data.augment.own is not None:
-        augment = own_part(name := recipe.data.augment.own, "data.augment.own", Augments)
+        augment = own_part(name := recipe.data.augment.own, "data.augment.own")
         crop = np.zeros((*recipe.model.sides, 3), np.uint8)
         found = augment(crop, KeyedUniform(0))
         if (shape := np.shape(found)) != crop.shape or found.dtype != np.uint8:
@@ -80,7 +75,7 @@ def check_own_parts(recipe: Recipe, num_classes: int) -> None:
     if is_own(train.loss):
         classification_loss(logits, labels, train)
     for name in metrics:
-        values = own_part(name, "evaluate.metrics", Metric)(logits, labels)
+        values = own_part(name, "evaluate.metrics")(logits, labels)
         per_image(values, labels, f"evaluate.metrics: {name}")
 
 

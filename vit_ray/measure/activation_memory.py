@@ -1,4 +1,4 @@
-"""Bytes that a computation keeps and needs at once, counted on tensors without memory.
+"""Bytes that a computation needs at once, counted on tensors without memory.
 
 On the meta device inside `gpu_kernels`, sizes, views and lifetimes are those of a GPU, and a
 model of any size takes a second and no memory.
@@ -80,25 +80,6 @@ def gpu_kernels() -> Iterator[None]:
         yield
     finally:
         replaced.scaled_dot_product_attention, replaced.dropout = plain
-
-
-def kept_bytes(forward: Callable[[], Tensor], weights: Iterable[Tensor]) -> int:
-    """Bytes that autograd keeps of `forward()` for the backward pass, weights not counted.
-
-    Each storage counts once, however many operations keep it.
-    """
-    known = {_storage_key(weight) for weight in weights}
-    kept: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        key = _storage_key(tensor)
-        if key not in known:
-            kept[key] = tensor  # holding it keeps its address from being used again
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        forward()
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
 def peak_bytes(forward: Callable[[], Tensor], weights: list[Tensor]) -> int:

@@ -24,8 +24,8 @@ class MemoryEstimate:
     Attributes:
         optimizer: fp32 master weights and moments.
         batches: a worker's whole share of the step's images, and of those that are read ahead.
-        activations: kept by the forward pass for the backward pass.
-        buffers: temporaries of the backward pass, recomputed blocks, and DeepSpeed's own buffers.
+        activations: alive at the worst moment of forward and backward pass, temporaries included.
+        buffers: DeepSpeed's, in the backward pass or in the step.
     """
 
     weights: float
@@ -39,23 +39,6 @@ class MemoryEstimate:
     @property
     def total(self) -> float:
         return float(sum(vars(self).values()))
-
-    def __str__(self) -> str:
-        parts = ", ".join(f"{name} {value:.2f}" for name, value in vars(self).items() if value)
-        return f"{self.total:.2f} GiB ({parts})"
-
-
-@dataclass(frozen=True)
-class Activations:
-    """Bytes of one micro-batch on one worker.
-
-    Attributes:
-        kept: alive when the forward pass ends.
-        peak: alive at the worst moment of forward and backward pass.
-    """
-
-    kept: int
-    peak: int
 
 
 @dataclass(frozen=True)
@@ -92,11 +75,14 @@ class StateShape:
         return zero_settings.reduce_bucket(self.num_parameters, self.largest_parameter)
 
 
-def state_memory(shape: StateShape, activations: Activations) -> MemoryEstimate:
+def state_memory(shape: StateShape, activation_bytes: int = 0) -> MemoryEstimate:
     """Memory of the state, and of one micro-batch on top of it.
 
     Activations are gone when gradients are unpacked for the optimizer's step, so of the two
     kinds of buffers only the larger excess counts.
+
+    Args:
+        activation_bytes: most that are alive in forward and backward pass.
     """
     trained, stage, size = shape.num_parameters, shape.stage, shape.world_size
     everything, sent = trained + shape.num_frozen, shape.weight_bytes
@@ -123,6 +109,6 @@ def state_memory(shape: StateShape, activations: Activations) -> MemoryEstimate:
         optimizer=0.0 if shape.offload else optimizer / GIB,
         averages=averages / GIB,
         batches=shape.batch_bytes * BATCHES_ON_DEVICE / GIB,
-        activations=activations.kept / GIB,
-        buffers=(max(backward + activations.peak, in_step) - activations.kept) / GIB,
+        activations=activation_bytes / GIB,
+        buffers=max(backward, in_step - activation_bytes) / GIB,
     )

@@ -1,51 +1,17 @@
-"""Rates, shares and times of a training run, over a window of steps."""
+"""Rates of a training run, and what its device does."""
 
 import resource
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from vit_ray.metric_names import PERF_HFU, PERF_MFU, PERF_MODEL_TFLOPS_PER_GPU
+from vit_ray.metric_names import PERF_MFU, PERF_MODEL_TFLOPS_PER_GPU
 
 Clock = Callable[[], float]
-
-
-@dataclass
-class StepTimes:
-    """Durations in seconds of a window of steps, on this worker.
-
-    Attributes:
-        steps: whole steps, waiting for data included.
-        waits: the part of each step spent waiting for its batch.
-        forwards: the part of each step that its forward passes took.
-    """
-
-    steps: list[float] = field(default_factory=list)
-    waits: list[float] = field(default_factory=list)
-    forwards: list[float] = field(default_factory=list)
-
-    def record(self, step_s: float, wait_s: float, forward_s: float = 0.0) -> None:
-        self.steps.append(step_s)
-        self.waits.append(wait_s)
-        self.forwards.append(forward_s)
-
-    @property
-    def total_s(self) -> float:
-        return sum(self.steps)
-
-    @property
-    def wait_fraction(self) -> float:
-        return sum(self.waits) / self.total_s
-
-    @property
-    def own_median_s(self) -> float:
-        """Median of what a step takes before it may wait for other workers: batch and forward."""
-        return statistics.median(map(sum, zip(self.waits, self.forwards, strict=True)))
 
 
 class DeviceTimes:
@@ -84,23 +50,18 @@ class Compute:
 
     Attributes:
         model_macs: multiply-adds that the model needs for one image, forward and backward pass.
-        recomputed_macs: multiply-adds of the forward pass that are done again (activation
-            checkpointing).
         peak_flops: dense peak of one worker's device in FLOP/s; None where it is not known.
     """
 
     model_macs: int
-    recomputed_macs: int = 0
     peak_flops: float | None = None
 
     def rates(self, images_per_s_per_worker: float) -> dict[str, float]:
-        """Model TFLOP/s per worker, and MFU and HFU where the peak is known; 2 FLOPs each."""
+        """Model TFLOP/s per worker, and MFU where the peak is known; 2 FLOPs each."""
         model = 2.0 * self.model_macs * images_per_s_per_worker
-        hardware = model + 2.0 * self.recomputed_macs * images_per_s_per_worker
         rates = {PERF_MODEL_TFLOPS_PER_GPU: model / 1e12}
         if self.peak_flops:
             rates[PERF_MFU] = model / self.peak_flops
-            rates[PERF_HFU] = hardware / self.peak_flops
         return rates
 
 

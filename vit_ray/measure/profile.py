@@ -1,6 +1,5 @@
 """A trace of chosen training steps, for chrome://tracing or https://ui.perfetto.dev."""
 
-import gzip
 import itertools
 import logging
 import tempfile
@@ -44,17 +43,17 @@ def profiled(
 def _traced(steps: tuple[int, int], keep: Callable[[str, bytes], Any]) -> Iterator[None]:
     on_gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     tracer = profile(activities=[ProfilerActivity.CPU, *on_gpu], record_shapes=True)
-    tracer.start()
+    name = f"trace-steps-{steps[0]}-{steps[1]}.json.gz"
     try:
-        yield
+        with tracer:
+            yield
     finally:
-        tracer.stop()
         try:
             with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / "trace.json"
+                path = Path(folder) / name
                 tracer.export_chrome_trace(str(path))
-                content = gzip.compress(path.read_bytes())
+                content = path.read_bytes()
         except OSError as error:  # which costs the trace, not the training
             logger.warning("the trace of steps %d to %d is lost: %s", *steps, error)
         else:
-            keep(f"trace-steps-{steps[0]}-{steps[1]}.json.gz", content)
+            keep(name, content)

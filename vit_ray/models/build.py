@@ -9,7 +9,7 @@ from vit_ray.models.axial import AxialResNet, AxialViT
 from vit_ray.models.catalog import ImageSize, as_grid, find_spec
 from vit_ray.models.resnet import BitResNet, ResNetEmbedding
 from vit_ray.models.vit import PatchEmbedding, VisionTransformer
-from vit_ray.own_parts import BuildsModel, is_own, own_part
+from vit_ray.own_parts import is_own, own_part
 
 
 def build_model(
@@ -34,7 +34,7 @@ def build_model(
 
     Raises:
         ValueError: for an unknown name or option, or sizes that do not fit; a user's own model does
-            not exist, or does not satisfy `own_parts.BuildsModel`.
+            not exist, or does not fit `own_parts.PARAMETERS`.
     """
     if num_classes < 1:
         raise ValueError(f"num_classes={num_classes} must be at least 1; raise num_classes")
@@ -62,7 +62,7 @@ def build_model(
 def _own_model(
     name: str, num_classes: int, sides: tuple[int, int], options: dict[str, Any]
 ) -> nn.Module:
-    model = own_part(name, "model.name", BuildsModel, options)(num_classes, sides, **options)
+    model = own_part(name, "model.name", options)(num_classes, sides, **options)
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"model.name={name} returned a {type(model).__name__}; return a torch.nn.Module"

@@ -6,15 +6,14 @@ where it overlaps the image, as XLA's cost analysis does. Norms, activations, so
 are not counted.
 
 `forward_macs` and `count_exaflops` are the paper's count, for costs: the last block of a ViT is
-counted whole. `TrainingMacs` is what a step computes, for MFU and HFU: if the head only sees the
-class token, the last block computes only that; the images need no gradient; and kernels are
-computed on padding, too.
+counted whole. `training/memory_estimate.py` counts what a step computes, for MFU: if the head only
+sees the class token, the last block computes only that; the images need no gradient; and kernels
+are computed on padding, too.
 """
 
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -85,29 +84,6 @@ def _macs_on_padding(conv: StandardizedConv2d, images: Tensor, output: Tensor) -
         valid *= sum(min(start + size, side) - max(start, 0) for start in starts)
     dense = math.prod(output.shape[-2:]) * size**2
     return (dense - valid) * conv.in_channels * conv.out_channels
-
-
-@dataclass(frozen=True)
-class TrainingMacs:
-    """Multiply-adds of one image in a training step, as computed.
-
-    Attributes:
-        recomputed: of the forward pass, repeated in the backward pass (activation checkpointing).
-    """
-
-    forward: int
-    backward: int
-    recomputed: int = 0
-
-    @property
-    def model(self) -> int:
-        """What the model needs: the numerator of MFU."""
-        return self.forward + self.backward
-
-    @property
-    def hardware(self) -> int:
-        """What is computed: the numerator of HFU."""
-        return self.model + self.recomputed
 
 
 def count_macs(run: Callable[[], object]) -> int:

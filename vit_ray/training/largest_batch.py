@@ -12,7 +12,7 @@ import torch
 
 from vit_ray.config import Recipe
 from vit_ray.measure.activation_memory import drop_gradients
-from vit_ray.measure.memory import GIB, Activations, state_memory
+from vit_ray.measure.memory import GIB, state_memory
 from vit_ray.training.memory_estimate import (
     estimate_memory,
     forward_pass,
@@ -39,16 +39,12 @@ def largest_micro_batch(
         Images per pass, or None if not even one fits.
 
     Raises:
-        ValueError: images are mixed in pairs, and a worker's share is an odd number.
+        ValueError: as `pass_sizes`.
     """
-    shape = state_shape(recipe, num_classes, world_size, stage)
-    limit_gib = memory_gib * (1 - RESERVED_FRACTION)
-    if state_memory(shape, Activations(kept=0, peak=0)).total > limit_gib:
-        return None  # for any activations, which take seconds to measure
     sizes = pass_sizes(recipe, world_size)
     fitting = bisect.bisect_right(
         sizes,
-        limit_gib,
+        memory_gib * (1 - RESERVED_FRACTION),
         key=lambda size: estimate_memory(recipe, num_classes, size, world_size, stage).total,
     )
     return sizes[fitting - 1] if fitting else None
@@ -62,7 +58,7 @@ def tried_micro_batch(
     The fewest are not tried: if they do not fit, the first pass of the training reports it.
 
     Raises:
-        ValueError: images are mixed in pairs, and a worker's share is an odd number.
+        ValueError: as `pass_sizes`.
     """
     free_gib, total_gib = (count / GIB for count in torch.cuda.mem_get_info(device))
     sizes = pass_sizes(recipe, world_size)
@@ -71,7 +67,7 @@ def tried_micro_batch(
     while size > sizes[0]:
         peak = pass_bytes(recipe, num_classes, size, device)
         if peak is not None:
-            needed_gib = state_memory(shape, Activations(kept=peak, peak=peak)).total
+            needed_gib = state_memory(shape, peak).total
             if needed_gib <= free_gib * (1 - RESERVED_FRACTION):
                 break
         size = max(half for half in sizes if half <= max(size // 2, sizes[0]))

@@ -22,7 +22,7 @@ from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.checkpoints.sample_digest import add_digests, of_floats, samples_digest, to_floats
 from vit_ray.config import Recipe
 from vit_ray.config.cadence import Cadence
-from vit_ray.measure.meters import Compute, StepTimes, peak_memory_gib
+from vit_ray.measure.meters import Compute, peak_memory_gib
 from vit_ray.metric_names import (
     AVERAGED,
     BEST,
@@ -182,7 +182,8 @@ class TrainingLoop:
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
-        self._times = StepTimes()
+        self._times: list[tuple[float, float, float]] = []
+        """Seconds of each step since the last log: all, waiting for data, forward passes."""
         self._first_step = self.progress.step + 1
         # A committed step, such as the start of this attempt, is not written again.
         self._saved_step, self._saved_s = self.progress.step, self.clock()
@@ -270,7 +271,7 @@ class TrainingLoop:
         progress.train_seconds += step_s
         progress.worker_seconds += step_s * context.world_size
         self.worker.note_step(progress.step)
-        self._times.record(step_s, wait_s, engine.take_forward_s())
+        self._times.append((step_s, wait_s, engine.take_forward_s()))
         if refused and norm_limit < grad_norm < math.inf:
             progress.skipped_steps += 1
             if self._skipped is None or grad_norm > self._skipped.grad_norm:
@@ -303,39 +304,42 @@ class TrainingLoop:
 
         Also at some steps before the first of the cadence: a short run has figures.
         """
-        progress, context, times = self.progress, self.context, self._times
+        progress, context = self.progress, self.context
         every = self.recipe.train.log_every_steps
         is_early = progress.step in EARLY_STEPS and progress.step < every
         is_end = progress.step in (self._first_step, context.total_steps)
         if not (is_early or is_end or Cadence(every).is_due_at(progress.step)):
             return
-        mine = [times.total_s / len(times.steps), times.wait_fraction, times.own_median_s]
-        mine.append(peak_memory_gib())
-        everyone = np.zeros((len(mine), context.world_size))
-        everyone[:, context.rank] = mine
+        steps, waits, forwards = np.array(self._times).T
+        self._times = []
+        # Before a step may wait for other workers: batch and forward passes.
+        own_median_s = np.median(waits + forwards)
+        everyone = np.zeros((4, context.world_size))
+        everyone[:, context.rank] = (
+            steps.mean(), waits.sum() / steps.sum(), own_median_s, peak_memory_gib()
+        )  # fmt: skip
         summed = context.all_sum(everyone.ravel().tolist())
-        seconds, waits, own_s, memory_gib = np.reshape(summed, everyone.shape).tolist()
+        step_s, wait_fractions, own_s, memory_gib = np.reshape(summed, everyone.shape)
         # Whole steps take equally long on all ranks, because all wait for the slowest in each.
-        images_per_s = self.recipe.train.global_batch_size / statistics.fmean(seconds)
+        images_per_s = self.recipe.train.global_batch_size / float(step_s.mean())
         metrics = {
             TRAIN_LOSS: step.loss,
             TRAIN_LR: step.learning_rate,
             TRAIN_GRAD_NORM: step.grad_norm,
             COST_CORE_DAYS: progress.worker_seconds / 86_400,
             TRAIN_IMAGES_PER_S: images_per_s,
-            DATA_WAIT_FRACTION: statistics.fmean(waits),
-            PERF_STEP_MS_MEDIAN: statistics.median(times.steps) * 1e3,
-            PERF_OWN_MS_MEDIAN: statistics.median(own_s) * 1e3,
-            PERF_OWN_MS_MAX: max(own_s) * 1e3,
-            PERF_SLOWEST_RANK: float(own_s.index(max(own_s))),
-            PERF_MEMORY_GIB: max(memory_gib),
+            DATA_WAIT_FRACTION: float(wait_fractions.mean()),
+            PERF_STEP_MS_MEDIAN: float(np.median(steps)) * 1e3,
+            PERF_OWN_MS_MEDIAN: float(np.median(own_s)) * 1e3,
+            PERF_OWN_MS_MAX: float(own_s.max()) * 1e3,
+            PERF_SLOWEST_RANK: float(own_s.argmax()),
+            PERF_MEMORY_GIB: float(memory_gib.max()),
             **self.compute.rates(images_per_s / context.world_size),
         }
         if self.recipe.train.skip_above:
             metrics[TRAIN_SKIPPED_STEPS] = float(progress.skipped_steps)
         progress.metrics |= metrics
         self.worker.log(progress.step, metrics)
-        self._times = StepTimes()
         if self._skipped is not None:
             self.worker.on_skipped_step(progress, self._skipped)
             self._skipped = None

@@ -2,21 +2,15 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from vit_ray.config import Recipe
-from vit_ray.measure.activation_memory import (
-    gpu_kernels,
-    kept_bytes,
-    peak_bytes,
-)
-from vit_ray.measure.memory import Activations, MemoryEstimate, StateShape, state_memory
-from vit_ray.models.flops import TrainingMacs, count_exaflops, count_macs, forward_macs
+from vit_ray.measure.activation_memory import gpu_kernels, peak_bytes
+from vit_ray.measure.memory import MemoryEstimate, StateShape, state_memory
+from vit_ray.models.flops import count_exaflops, count_macs, forward_macs
 from vit_ray.models.recompute import recompute
 from vit_ray.own_parts import is_own
 from vit_ray.training.objective import build_objective, make_loss
@@ -27,20 +21,16 @@ META: Final = torch.device("meta")
 
 def count_parameters(recipe: Recipe, num_classes: int) -> int:
     """Trained parameters of the recipe's model."""
-    return sum(_parameter_sizes(recipe, num_classes).trained)
-
-
-class _Sizes(NamedTuple):
-    trained: list[int]
-    frozen: list[int]
+    trained, _ = _parameter_sizes(recipe, num_classes)
+    return sum(trained)
 
 
 @functools.lru_cache(maxsize=256)
-def _parameter_sizes(recipe: Recipe, num_classes: int) -> _Sizes:
+def _parameter_sizes(recipe: Recipe, num_classes: int) -> tuple[list[int], list[int]]:
+    """Elements of each trained parameter, and of each frozen one."""
     with META:
-        model = build_objective(recipe, num_classes)
-    parameters = list(model.parameters())
-    return _Sizes(
+        parameters = list(build_objective(recipe, num_classes).parameters())
+    return (
         [p.numel() for p in parameters if p.requires_grad],
         [p.numel() for p in parameters if not p.requires_grad],
     )
@@ -53,66 +43,30 @@ def run_exaflops(recipe: Recipe, num_classes: int, images_seen: float) -> float:
     return count_exaflops(macs, images_seen)
 
 
-def step_macs(recipe: Recipe, num_classes: int, has_gpu: bool = True) -> TrainingMacs:
-    """Multiply-adds of one image in a step, as the engine computes them.
+@functools.lru_cache(maxsize=256)
+def step_macs(recipe: Recipe, num_classes: int) -> int:
+    """Multiply-adds that a step needs for one image: forward and backward pass, for MFU.
 
-    Args:
-        has_gpu: decides whether blocks are compiled if the recipe does not.
+    What is recomputed does not count. Frozen parts need no gradients, and the layers below them
+    none at all.
     """
-    train, counts = recipe.train, (recipe.model, recipe.train, recipe.optim.frozen)
-    plain = recipe.with_changes(train={"activation_checkpointing": 0})
-    forward, needed = _counted(_Measurable((*counts, False), plain), num_classes)
-    if not train.activation_checkpointing:
-        return TrainingMacs(forward, needed - forward)
-    # A compiled block is one operation: its recomputation does not end early. Of a BiT ResNet,
-    # which is compiled whole, that counts too much: kernels whose sum is kept for the next unit
-    # (7.5 % of the step of R50x1 if each unit is recomputed).
-    with set_checkpoint_early_stop(not train.compiles(has_gpu)):
-        how = (*counts, train.compiles(has_gpu), True)
-        _, done = _counted(_Measurable(how, recipe), num_classes)
-    return TrainingMacs(forward, needed - forward, done - needed)
+    recipe = recipe.with_changes(train={"activation_checkpointing": 0})
+    model, batch_size = prepared_model(recipe, num_classes), recipe.train.least_pass
+    forward = forward_pass(model, recipe, batch_size)
+    macs = count_macs(lambda: forward().backward())  # type: ignore[no-untyped-call]
+    return macs // batch_size
 
 
 @functools.lru_cache(maxsize=256)
-def _counted(measurable: "_Measurable", num_classes: int) -> tuple[int, int]:
-    """Multiply-adds of an image's forward pass, and of its forward and backward pass together.
-
-    Frozen parts need no gradients, and the layers below them none at all.
-    """
-    recipe = measurable.recipe
-    model, batch_size = prepared_model(recipe, num_classes), recipe.train.least_pass
-    forward, losses = forward_pass(model, recipe, batch_size), list[Tensor]()
-    macs = count_macs(lambda: losses.append(forward()))
-    both = macs + count_macs(losses[0].backward)
-    return macs // batch_size, both // batch_size
-
-
-def measure_activations(recipe: Recipe, num_classes: int, batch_size: int) -> Activations:
-    """Activations of one micro-batch: kept by the forward pass, and alive at the worst moment.
+def activation_bytes(recipe: Recipe, num_classes: int, batch_size: int) -> int:
+    """Bytes of one micro-batch that are alive at the worst moment of forward and backward pass.
 
     Attention is a fused kernel, which keeps queries, keys, values, output and one fp32 number per
     head and token, and no N x N matrix. A recomputed block keeps its input. The loss is included.
     """
-    counts = recipe.model, recipe.train, recipe.optim.frozen
-    return _measured(_Measurable(counts, recipe), num_classes, batch_size)
-
-
-@dataclass(frozen=True)
-class _Measurable:
-    """Recipes that differ only in what does not change a pass, as cells of a study, are equal."""
-
-    counts: tuple[object, ...]
-    recipe: Recipe = field(compare=False)
-
-
-@functools.lru_cache(maxsize=256)
-def _measured(measurable: _Measurable, num_classes: int, batch_size: int) -> Activations:
-    recipe = measurable.recipe
     model = prepared_model(recipe, num_classes)
-    forward = forward_pass(model, recipe, batch_size)
-    weights: list[Tensor] = list(model.parameters())
     with gpu_kernels():
-        return Activations(kept=kept_bytes(forward, weights), peak=peak_bytes(forward, weights))
+        return peak_bytes(forward_pass(model, recipe, batch_size), list(model.parameters()))
 
 
 def state_shape(
@@ -145,7 +99,7 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Memory of one worker for this micro-batch, under the recipe's ZeRO stage or another."""
     shape = state_shape(recipe, num_classes, world_size, stage)
-    return state_memory(shape, measure_activations(recipe, num_classes, micro_batch_size))
+    return state_memory(shape, activation_bytes(recipe, num_classes, micro_batch_size))
 
 
 def forward_pass(

@@ -3,6 +3,7 @@
 Labels are int (B, L), padded with -1; L is 1 for single-label data sets.
 """
 
+import re
 from collections.abc import Callable, Iterable
 
 import torch
@@ -15,9 +16,8 @@ from vit_ray.models import build_model
 from vit_ray.models.counter_random import sample_keys
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.recompute import chains
-from vit_ray.own_parts import Loss, is_own, own_part
+from vit_ray.own_parts import is_own, own_part
 from vit_ray.training.mixing import draw_mixing, mix_images, partners
-from vit_ray.training.parameter_groups import chosen_parts, part_of
 
 LossFunction = Callable[[nn.Module, Tensor, Tensor, Tensor, int], Tensor]
 """(module, images uint8, labels, samples, 0-based step) -> mean loss of the micro-batch."""
@@ -45,14 +45,36 @@ def build_objective(recipe: Recipe, num_classes: int) -> nn.Module:
     return model
 
 
+def part_of(parameter: str) -> str:
+    """The part that a parameter belongs to, by its name in a model or in an objective around it.
+
+    A part is a module of the model, or one block or unit of its chain: `embedding`, `blocks.3`.
+    """
+    first, *rest = parameter.removeprefix("model.").split(".")
+    return f"{first}.{rest[0]}" if first in ("blocks", "units") else first
+
+
 def freeze(model: nn.Module, names: Iterable[str]) -> None:
     """Keep the weights of some parts of a model (or of the model in an objective) fixed.
+
+    Args:
+        names: a part's, `blocks` for all blocks, `blocks.0-5` for six.
 
     Raises:
         ValueError: a name does not belong to any part.
     """
     parts = list(dict.fromkeys(part_of(name) for name, _ in model.named_parameters()))
-    frozen = chosen_parts(names, parts)
+    frozen: set[str] = set()
+    for name in names:
+        chosen = {part for part in parts if name in (part, part.partition(".")[0])}
+        match = re.fullmatch(r"(\w+)\.(\d{1,9})-(\d{1,9})", name)
+        if match and f"{match[1]}.{int(match[3])}" in parts:
+            chosen = {f"{match[1]}.{i}" for i in range(int(match[2]), int(match[3]) + 1)}
+        if not chosen:
+            last_of_each = {part.partition(".")[0]: part for part in parts}.values()
+            known = (re.sub(r"\.([1-9]\d*)$", r".0-\1", part) for part in last_of_each)
+            raise ValueError(f"{name!r} is not a part of this model; it has {', '.join(known)}")
+        frozen |= chosen
     for name, parameter in model.named_parameters():
         if part_of(name) in frozen:
             parameter.requires_grad_(False)
@@ -137,7 +159,7 @@ def classification_loss(logits: Tensor, labels: Tensor, config: TrainConfig) -> 
     """
     logits = logits.float()
     if is_own(config.loss):
-        losses = own_part(config.loss, "train.loss", Loss)(logits, labels)
+        losses = own_part(config.loss, "train.loss")(logits, labels)
         return per_image(losses, labels, f"train.loss={config.loss}")
     if config.loss == "sigmoid":
         targets = multi_hot(labels, logits.shape[1])

@@ -10,9 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from vit_ray.config.training_sections import OptimConfig
-from vit_ray.own_parts import BuildsOptimizer, is_own, own_part
+from vit_ray.own_parts import is_own, own_part
 
 NamedParameters = list[tuple[str, nn.Parameter]]
+
+
+STEP_COUNT: Final = "step"
+"""Key of the number of steps in an optimizer's state; everything else in it is by element."""
 
 
 class UncompiledOptimizer(torch.optim.Optimizer):
@@ -78,14 +82,13 @@ def decayed_parameters(model: nn.Module) -> tuple[NamedParameters, NamedParamete
 
 def _own_optimizer(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
     """The user's own; whether a step is refused takes a host-device sync."""
-    optimizer = own_part(config.name, "optim.name", BuildsOptimizer)(groups, config)
+    optimizer = own_part(config.name, "optim.name")(groups, config)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
             f"optim.name={config.name} returned a {type(optimizer).__name__}; return a "
             "torch.optim.Optimizer"
         )
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
+    set_rate(optimizer, 0.0)
     apply = optimizer.step
 
     def step(closure: Any = None) -> None:
@@ -96,9 +99,6 @@ def _own_optimizer(groups: list[dict[str, Any]], config: OptimConfig) -> torch.o
     return optimizer
 
 
-_COUNT: Final = "step"
-
-
 @functools.lru_cache(maxsize=8)
 def _own_state(config: OptimConfig) -> dict[str, torch.dtype]:
     """What a user's own optimizer keeps for each element, and `step` if it counts steps.
@@ -107,39 +107,53 @@ def _own_state(config: OptimConfig) -> dict[str, torch.dtype]:
         ValueError: it keeps something else, does not start with zeros, or mixes elements: ZeRO
             gives each rank flat pieces of tensors, and a checkpoint holds them by element.
     """
-    where = f"optim.name={config.name}"
-
-    def stepped(shape: tuple[int, ...], kinds: Mapping[str, torch.dtype] | None) -> Any:
-        """Weights after three steps, flat, and the state."""
-        weight = nn.Parameter(torch.linspace(0.5, 1.5, 1024).view(shape))
-        group = {"params": [weight], "weight_decay": config.weight_decay}
-        optimizer = _own_optimizer([group], config)
-        for key, dtype in (kinds or {}).items():
-            entry = optimizer.state[weight]
-            entry[key] = torch.zeros(()) if key == _COUNT else torch.zeros_like(weight, dtype=dtype)
-        for factor in (1.0, -0.5, 2.0):
-            set_rate(optimizer, 1e-2)
-            weight.grad = torch.linspace(-1.0, 2.0, 1024).mul_(factor).view(shape)
-            optimizer.step()
-        return weight.detach().flatten(), optimizer.state[weight]
-
-    expected, state = stepped((16, 64), None)
-    kinds = {key: value.dtype for key, value in state.items() if isinstance(value, Tensor)}
-    others = [k for k, v in state.items() if k != _COUNT and getattr(v, "shape", ()) != (16, 64)]
+    where, shape = f"optim.name={config.name}", (16, 64)
+    expected, state = _own_steps(config, shape, {})
+    others = [k for k, v in state.items() if k != STEP_COUNT and getattr(v, "shape", ()) != shape]
     if others:
         raise ValueError(
             f"{where} keeps {', '.join(others)} in its state; keep tensors of a weight's shape, "
-            f"and the number of steps as {_COUNT!r}, which checkpoints hold"
+            f"and the number of steps as {STEP_COUNT!r}, which checkpoints hold"
         )
-    kinds |= {_COUNT: torch.float32} if _COUNT in state else {}
-    for shape in ((16, 64), (1024,)):
-        if not torch.allclose(stepped(shape, kinds)[0], expected, rtol=1e-5, atol=1e-7):
-            raise ValueError(
-                f"{where} takes different steps from a state of zeros, or for a flattened tensor; "
-                "ZeRO and checkpoints need an optimizer that treats each element alike and starts "
-                "with zeros"
-            )
-    return kinds
+    types = {key: getattr(value, "dtype", torch.float32) for key, value in state.items()}
+    flat, _ = _own_steps(config, (1024,), types)
+    if not torch.allclose(flat, expected, rtol=1e-5, atol=1e-7):
+        raise ValueError(
+            f"{where} takes different steps from a state of zeros, or for a flattened tensor; "
+            "ZeRO and checkpoints need an optimizer that treats each element alike and starts "
+            "with zeros"
+        )
+    return types
+
+
+def _own_steps(
+    config: OptimConfig, shape: tuple[int, ...], types: Mapping[str, torch.dtype]
+) -> tuple[Tensor, dict[str, Any]]:
+    """The same 1,024 weights after three steps, flat, and the optimizer's state of them.
+
+    Args:
+        types: of the state, which starts with zeros; empty for the optimizer's own start.
+    """
+    weight = nn.Parameter(torch.linspace(0.5, 1.5, 1024).view(shape))
+    group = {"params": [weight], "weight_decay": config.weight_decay}
+    optimizer = _own_optimizer([group], config)
+    optimizer.state[weight].update(zero_state(weight, types))
+    set_rate(optimizer, 1e-2)
+    for factor in (1.0, -0.5, 2.0):
+        weight.grad = torch.linspace(-1.0, 2.0, 1024).mul_(factor).view(shape)
+        optimizer.step()
+    return weight.detach().flatten(), optimizer.state[weight]
+
+
+def zero_state(weight: Tensor, types: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    """An optimizer's state of one tensor before its first step; `types` from `state_types`."""
+    state: dict[str, Tensor] = {}
+    for key, dtype in types.items():
+        if key == STEP_COUNT:
+            state[key] = torch.zeros((), device=weight.device)
+        else:
+            state[key] = torch.zeros_like(weight.data, dtype=dtype)
+    return state
 
 
 class StepGuard:
@@ -177,19 +191,13 @@ def set_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
 
 
 def state_types(config: OptimConfig) -> dict[str, torch.dtype]:
-    """Per-element state that the optimizer keeps, in torch's names, and its precision."""
+    """Keys and precision of the optimizer's state; `STEP_COUNT` only if it counts steps."""
     if is_own(config.name):
-        return {key: dtype for key, dtype in _own_state(config).items() if key != _COUNT}
-    if config.name == "sgd":
-        return {"momentum_buffer": torch.float32}
-    return {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
-
-
-def counts_steps(config: OptimConfig) -> bool:
-    """Whether the optimizer keeps a count of its steps, as `step`."""
-    return _COUNT in _own_state(config) if is_own(config.name) else config.name != "sgd"
+        return _own_state(config)
+    kinds = ("momentum_buffer",) if config.name == "sgd" else ("exp_avg", "exp_avg_sq", STEP_COUNT)
+    return dict.fromkeys(kinds, torch.float32)
 
 
 def bytes_per_element(config: OptimConfig) -> int:
     """Bytes of the optimizer's state."""
-    return sum(dtype.itemsize for dtype in state_types(config).values())
+    return sum(dtype.itemsize for key, dtype in state_types(config).items() if key != STEP_COUNT)

@@ -23,7 +23,7 @@ from vit_ray.metric_names import (
     STARTUP_FIRST_STEP_S,
 )
 from vit_ray.outcomes import EventKind, Failure
-from vit_ray.own_parts import Callback, own_part
+from vit_ray.own_parts import own_part
 from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.training.loop import (
     Batch,
@@ -192,7 +192,7 @@ class Attempt:
             if name in self._failed_callbacks:
                 continue
             try:
-                own_part(name, "train.callbacks", Callback)(step, dict(metrics))
+                own_part(name, "train.callbacks")(step, dict(metrics))
             except Exception as error:  # of the user's code, which training does not depend on
                 self._failed_callbacks.add(name)
                 text = f"{name} is not called again: {type(error).__name__}: {error}"

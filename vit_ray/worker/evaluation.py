@@ -26,7 +26,7 @@ from vit_ray.metric_names import (
     few_shot_top1,
 )
 from vit_ray.outcomes import EventKind
-from vit_ray.own_parts import Metric, own_part
+from vit_ray.own_parts import own_part
 from vit_ray.training.engine.collectives import all_rows, all_sum, all_sum_array, read_by_first
 from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.training.engine.predictor import Predictor
@@ -200,7 +200,7 @@ def measure_accuracy(
         images: collects candidates among this rank's images.
     """
     sums, train, keys = AccuracySums(), recipe.train, recipe.evaluate.metrics
-    own = [own_part(key, "evaluate.metrics", Metric) for key in keys]
+    own = [own_part(key, "evaluate.metrics") for key in keys]
     own_sums = torch.zeros(len(own), dtype=torch.float64)
     loss = "softmax" if train.loss == "masked_patch" else train.loss
     unsmoothed = train.model_copy(update={"label_smoothing": 0.0, "loss": loss})

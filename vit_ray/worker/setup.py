@@ -18,8 +18,7 @@ from vit_ray.training.largest_batch import tried_micro_batch
 from vit_ray.training.loop import Batch
 from vit_ray.training.memory_estimate import step_macs
 from vit_ray.training.micro_batch import CPU_LIMIT, micro_batch_size
-from vit_ray.training.objective import build_objective, make_loss
-from vit_ray.training.parameter_groups import part_of
+from vit_ray.training.objective import build_objective, make_loss, part_of
 from vit_ray.worker.job import (
     SmallerMicroBatchError,
     TrainJob,
@@ -135,10 +134,7 @@ def open_batches(read: Iterator[Any], device: torch.device) -> Iterator[Batch]:
 
 def work_per_image(job: TrainJob) -> Compute:
     """Multiply-adds of the model, and the peak of this worker's GPU, for rates."""
-    recipe = job.recipe
-    has_gpu = torch.cuda.is_available()
-    peak = None
-    if has_gpu:
+    recipe, peak = job.recipe, None
+    if torch.cuda.is_available():
         peak = peak_flops(torch.cuda.get_device_name(), recipe.train.precision)
-    macs = step_macs(recipe, job.num_classes, has_gpu)
-    return Compute(macs.model, macs.recomputed, peak)
+    return Compute(step_macs(recipe, job.num_classes), peak)

@@ -1,7 +1,7 @@
 """What a recipe costs on a cluster, for every ZeRO stage, before anything starts.
 
-Memory is counted on models of the meta device, traffic and time by data sheets; no GPU and no Ray
-are needed, and no data if the recipe sets `plan.num_images` and `plan.num_classes`.
+Memory is counted on models of the meta device, time by data sheets; no GPU and no Ray are needed,
+and no data if the recipe sets `plan.num_images` and `plan.num_classes`.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from vit_ray.data.partition import divisors
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.model_checks import averaging_warning, check_model
 from vit_ray.measure.devices import Device, require_device
-from vit_ray.measure.step_time import DAY_S, Pace, traffic_per_step
+from vit_ray.measure.step_time import DAY_S, Pace
 from vit_ray.models.flops import forward_macs
 from vit_ray.storage import locate
 from vit_ray.training.largest_batch import largest_micro_batch
@@ -21,7 +21,6 @@ from vit_ray.training.memory_estimate import (
     count_parameters,
     estimate_memory,
     run_exaflops,
-    state_shape,
     step_macs,
 )
 
@@ -176,8 +175,7 @@ def _column(
     micro = wanted if isinstance(wanted, int) else largest or 1
     passes = accumulation_steps(batch, micro, size)
     memory = estimate_memory(recipe, facts.num_classes, micro, size, stage)
-    traffic = traffic_per_step(state_shape(recipe, facts.num_classes, size, stage), passes)
-    step_s = cluster.pace.step_s(step_macs(recipe, facts.num_classes).hardware, batch / size)
+    step_s = cluster.pace.step_s(step_macs(recipe, facts.num_classes), batch / size)
     days = step_s * facts.total_steps / DAY_S
     return [
         ("ZeRO stage", str(stage)),
@@ -186,9 +184,6 @@ def _column(
         ("passes per step", str(passes)),
         ("GiB per GPU, total", f"{memory.total:.2f}"),
         *((f"  {part}", f"{gib:.2f}") for part, gib in vars(memory).items()),
-        ("GB sent per GPU and step", f"{traffic.total / 1e9:.2f}"),
-        ("  gradients", f"{traffic.gradients / 1e9:.2f}"),
-        ("  weights", f"{traffic.weights / 1e9:.2f}"),
         ("step in s", f"{step_s:.3f}"),
         ("images per s and GPU", f"{batch / step_s / size:.0f}"),
         ("run in days", f"{days:.2f}"),

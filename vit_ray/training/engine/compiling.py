@@ -31,9 +31,8 @@ def compile_model(model: nn.Module, backend: str, *, may_fail: bool) -> None:
     """
     import torch._dynamo
 
-    logging.getLogger("torch._dynamo.convert_frame").addHandler(
-        _FAILURES
-    )  # once, however often it is called
+    # Once, however often it is called.
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(_note_failure)
     torch._dynamo.config.suppress_errors = may_fail
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
     inner = getattr(model, "model", model)
@@ -47,27 +46,22 @@ def compile_model(model: nn.Module, backend: str, *, may_fail: bool) -> None:
         block.forward = torch.compile(block.forward, backend=backend)
 
 
-class _Failures(logging.Handler):
-    """Why parts that should be compiled run eagerly; torch 2.13 reports it only in its log."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.reasons: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        error = record.exc_info[1] if record.exc_info else None
-        if error is not None:
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            # The backend is in the first line, and its error in the second.
-            self.reasons.append(f"{type(error).__name__}: {' '.join(lines[:2])}"[:300])
+_FAILURES: Final[list[str]] = []
 
 
-_FAILURES: Final = _Failures()
+def _note_failure(record: logging.LogRecord) -> bool:
+    """Keep why a part runs eagerly; torch 2.13 reports it only in its log."""
+    error = record.exc_info[1] if record.exc_info else None
+    if error is not None:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        # The backend is in the first line, and its error in the second.
+        _FAILURES.append(f"{type(error).__name__}: {' '.join(lines[:2])}"[:300])
+    return True
 
 
 def compile_failures() -> list[str]:
     """Reasons of the parts of this process that could not be compiled so far, and run eagerly."""
-    return list(_FAILURES.reasons)
+    return list(_FAILURES)
 
 
 def compile_s() -> float:

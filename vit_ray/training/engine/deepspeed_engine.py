@@ -8,11 +8,11 @@ batch, and `predict`. Code that depends on the stage is in `elastic_state.py`, `
 import contextlib
 import math
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from vit_ray.checkpoints.checkpoint import Checkpoint
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
@@ -154,22 +154,23 @@ class DeepSpeedEngine:
         module: Any = self._engine.module
         model: nn.Module = getattr(module, "model", module)
 
-        def watch(name: str, _: nn.Module, __: Any, output: Any) -> None:
-            if isinstance(output, Tensor):
+        lists = (nn.ModuleList, nn.Sequential)
+        names: dict[nn.Module, str] = {}
+        for name, layer in model.named_modules():
+            parent = model.get_submodule(name.rpartition(".")[0])
+            is_outside = parent is model or isinstance(parent, lists)
+            if name and is_outside and not isinstance(layer, lists):
+                names[layer] = name
+
+        def watch(layer: nn.Module, _: Any, output: Any) -> None:
+            if layer in names and isinstance(output, Tensor):
                 size = output.float().flatten(1).square().mean(1).sqrt().amax()
                 largest = float(torch.nan_to_num(size, nan=math.inf, posinf=math.inf))
-                sizes[name] = max(sizes.get(name, 0.0), largest)
+                sizes[names[layer]] = max(sizes.get(names[layer], 0.0), largest)
 
-        lists = (nn.ModuleList, nn.Sequential)
-        with contextlib.ExitStack() as hooks:
-            for name, layer in model.named_modules():
-                parent = model.get_submodule(name.rpartition(".")[0])
-                is_outside = parent is model or isinstance(parent, lists)
-                if name and is_outside and not isinstance(layer, lists):
-                    hooks.callback(layer.register_forward_hook(partial(watch, name)).remove)
-            # Code made by torch.compile does not call hooks.
-            with torch.compiler.set_stance("force_eager"):
-                self.predict(images)
+        # Code made by torch.compile does not call hooks.
+        with register_module_forward_hook(watch), torch.compiler.set_stance("force_eager"):
+            self.predict(images)
         return sizes
 
     def close(self) -> None:

@@ -19,7 +19,6 @@ from vit_ray.config.training_sections import OptimConfig, TrainConfig
 from vit_ray.training.ema import WeightAverage
 from vit_ray.training.engine.collectives import all_max
 from vit_ray.training.engine.fragments import (
-    create_state,
     exchange_weights,
     frozen_fragments,
     local_fragments,
@@ -27,7 +26,7 @@ from vit_ray.training.engine.fragments import (
     stepped_tensors,
     weights_by_name,
 )
-from vit_ray.training.optimizers import StepGuard, counts_steps, state_types
+from vit_ray.training.optimizers import STEP_COUNT, StepGuard, state_types, zero_state
 
 if TYPE_CHECKING:
     from vit_ray.checkpoints.checkpoint import Entry
@@ -56,8 +55,6 @@ class TrainingState:
         self._names = {p: name for p, name in names.items() if p.requires_grad}
         self._frozen_names = {p: name for p, name in names.items() if not p.requires_grad}
         self._optimizer = optimizer
-        # A trial step at initialization leaves a step count behind in some stages only.
-        optimizer.state.clear()
         self._local = local_fragments(engine, self._names)
         for fragment in self._local:
             values = exact[fragment.name].reshape(-1)
@@ -67,8 +64,11 @@ class TrainingState:
         """Fragments that only this rank saves and averages."""
         self._frozen = frozen_fragments(engine, self._frozen_names, exact)
         types = state_types(optim)
-        self._kinds = tuple(types)
-        create_state(optimizer.state, stepped_tensors(engine), types, counts=counts_steps(optim))
+        self._kinds = tuple(key for key in types if key != STEP_COUNT)
+        # A trial step at initialization leaves a step count behind in some stages only.
+        optimizer.state.clear()
+        for tensor in stepped_tensors(engine):
+            optimizer.state[tensor] = zero_state(tensor, types)
         self.average = None
         if train.averaging:
             self.average = WeightAverage(
@@ -79,7 +79,7 @@ class TrainingState:
     def applied_steps(self) -> int:
         """Steps that moved the weights."""
         entries = self._optimizer.state.values()
-        counts = [int(entry["step"]) for entry in entries if "step" in entry]
+        counts = [int(entry[STEP_COUNT]) for entry in entries if STEP_COUNT in entry]
         return counts[0] if counts else int(self._engine.global_steps - self._guard.refused_steps)
 
     def snapshot(self, position: Position, memory: dict[str, Tensor] | None = None) -> Snapshot:
@@ -110,8 +110,8 @@ class TrainingState:
             exchange_weights(self._engine, names, masters)
         position = checkpoint.position
         for entry in self._optimizer.state.values():
-            if "step" in entry:
-                entry["step"].fill_(position.applied_steps)
+            if STEP_COUNT in entry:
+                entry[STEP_COUNT].fill_(position.applied_steps)
         self._engine.global_steps = position.step
         self._guard.refused_steps.fill_(position.step - position.applied_steps)
 

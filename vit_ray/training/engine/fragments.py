@@ -114,25 +114,6 @@ def stepped_tensors(engine: Any) -> list[Tensor]:
     return [tensor for group in optimizer.param_groups for tensor in group["params"]]
 
 
-def create_state(
-    state: State, owners: list[Tensor], types: dict[str, torch.dtype], *, counts: bool
-) -> None:
-    """Create zero optimizer state if there is none, as it would be at the first step.
-
-    Args:
-        owners: what the optimizer steps.
-        types: keys of the state, and the precision of each.
-        counts: whether there is also a number of steps.
-    """
-    for owner in owners:
-        entry = state.setdefault(owner, {})
-        for key, dtype in types.items():
-            if entry.get(key) is None:
-                entry[key] = torch.zeros_like(owner.data, dtype=dtype)
-        if counts and "step" not in entry:
-            entry["step"] = torch.zeros((), dtype=torch.float32, device=owner.device)
-
-
 Parts = dict[str, list[tuple[int, Tensor]]]
 """Parameter name -> list of (start, values (n,))."""
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,8 +36,13 @@ def position(step: int, begun: Recipe | None = None) -> Position:
 
 
 def accepted(now: Recipe, at: Position) -> list[str]:
-    steps = now.optim.total_steps(IMAGES, BATCH)
-    return accepted_changes(now, at, fingerprint="print", num_images=IMAGES, total_steps=steps)
+    resolved: Any = SimpleNamespace(
+        recipe=now,
+        manifest=SimpleNamespace(fingerprint="print"),
+        num_images=IMAGES,
+        total_steps=now.optim.total_steps(IMAGES, BATCH),
+    )
+    return accepted_changes(resolved, at)
 
 
 @pytest.mark.parametrize("is_whole", [True, False])

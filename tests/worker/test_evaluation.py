@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,10 +25,10 @@ from vit_ray.models import build_model
 from vit_ray.models.weights import save_weights
 from vit_ray.training.loop import EvaluationCutError
 from vit_ray.training.objective import normalize
-from vit_ray.worker import evaluation
-from vit_ray.worker.attempt import run_attempt
+from vit_ray.worker import attempt, evaluation
 from vit_ray.worker.evaluation import _predictions, measure_accuracy, measure_few_shot
 from vit_ray.worker.run_link import RunLink
+from vit_ray.worker.watchdog import Watchdog
 from vit_ray.worker.worker import set_up_evaluation
 
 NUM_IMAGES, BATCH = 19, 4
@@ -345,9 +344,10 @@ def evaluate_alone(rank: int, folder: str) -> Any:
 
     run, streams = FakeRun(), SimpleNamespace(evaluation_batches=batches)
     link = RunLink(run, rank, world_size)
-    run_attempt(
+    dog = Watchdog(60.0, link.beat, link.note_hang)
+    attempt.evaluate_alone(
         link,
-        partial(set_up_evaluation, job, link, streams, torch.device("cpu")),  # type: ignore[arg-type]
+        set_up_evaluation(job, link, streams, torch.device("cpu"), dog),  # type: ignore[arg-type]
     )
     return run.logged, sizes_asked
 

@@ -78,10 +78,9 @@ def test_every_rank_that_hangs_tells_the_run_where_its_threads_are(actor: FakeRu
     for rank in (0, 1):
         link = link_of(actor, rank)
         watchdog = Watchdog(
-            5, 60.0, link.beat, link.note_hang,
+            60.0, link.beat, link.note_hang,
             end=lambda: ended.append(now_s[0]), clock=lambda: now_s[0],
         )  # fmt: skip
-        watchdog.begin_steps(5)
         watchdog.note_step(6)
         now_s[0] += 61.0
         watching = threading.Thread(target=watchdog.check)
@@ -126,11 +125,10 @@ def test_what_all_ranks_know_is_sent_by_rank_0(actor: FakeRun) -> None:
         link = link_of(actor, rank)
         link.log(1, {"train/loss": 1.0})
         link.note(EventKind.RESUMED, "text", rank)
-        link.note_last(EventKind.STOPPED, "text", rank)
-        link.note_own(EventKind.PREEMPTION, "text", rank)
+        link.note(EventKind.STOPPED, "text", rank, DELIVERY_S)
     assert actor.logged == [(1, {"train/loss": 1.0})]
     assert [(kind, rank) for kind, _, rank in actor.events] == [
-        ("resumed", 0), ("stopped", 0), ("preemption", 0), ("preemption", 1),
+        ("resumed", 0), ("stopped", 0),
     ]  # fmt: skip
 
 
@@ -139,6 +137,6 @@ def test_the_last_event_is_waited_for_and_others_are_not(actor: FakeRun) -> None
     actor.event = lambda kind, text, step, wait_s=0.0: waits.append(wait_s)  # type: ignore[method-assign]
     link = link_of(actor)
     link.note(EventKind.RESUMED, "text", 1)
-    link.note_last(EventKind.STOPPED, "text", 1)
+    link.note(EventKind.STOPPED, "text", 1, DELIVERY_S)
     link.note_hang("no step", "calls", "threads", 1)
     assert waits == [0.0, DELIVERY_S, HANG_REPORT_S]

@@ -15,7 +15,7 @@ def work(config: dict[str, Any]) -> None:
     """See `worker.work`."""
     from vit_ray.worker import worker
 
-    worker.work(config["start"])
+    worker.work(**config)
 
 
 def introduce(record: Recorder) -> None:

@@ -27,7 +27,6 @@ class TrainJob:
     total_steps: int
     """Steps of the whole run, for the learning rate schedule."""
     data_fingerprint: str
-    run_folder: str
     new_head: NewHead
     """How `init_from` treats the head: as in `initialize_weights`."""
     few_shot_classes: int
@@ -57,11 +56,6 @@ class TrainJob:
     place_wait_s: float = 0.0
     """How long this worker group waited for its place."""
 
-    def evaluation_batch(self, stream: str, world_size: int) -> int:
-        """Images of a rank in one pass: no more than it has, since the rest would be padding."""
-        share = -(-self.num_evaluated[stream] // world_size)
-        return min(self.recipe.evaluate.batch_size, share)
-
 
 class Streams(Protocol):
     """One rank's streams; `batches` in `data/` describes the batches."""
@@ -77,18 +71,7 @@ class OpensStreams(Protocol):
     """Opens the streams of a run for a worker."""
 
     def for_rank(self, group: str, rank: int, world_size: int, ranks: range) -> Streams:
-        """`group`: name of the worker group; `ranks`: of this rank's host."""
-
-
-@dataclass(frozen=True)
-class GroupStart:
-    """What the driver gives to each worker of a group that starts."""
-
-    job: TrainJob
-    name: str
-    """New at each start."""
-    use_gpu: bool
-    streams: OpensStreams
+        """`group`: name of the worker group, new at each start; `ranks`: of this rank's host."""
 
 
 class UnrecoverableError(RuntimeError):

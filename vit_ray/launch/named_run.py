@@ -106,15 +106,12 @@ def find_run(source: str, overrides: Sequence[str] = ()) -> NamedRun:
         try:
             recipe = load_recipe(Path(source), overrides).with_absolute_paths()
         except ValueError as error:
-            if is_file:
-                raise
-            if folder.exists():
+            if folder.exists() and not is_file:
                 raise ValueError(
                     f"{source} has no checkpoint; give the run's recipe, or wait for its first one"
                 ) from None
-            raise ValueError(
-                f"{error}; to name a run by its folder, give a path such as runs/NAME"
-            ) from None
+            way = "" if is_file else "; to name a run by its folder, give a path such as runs/NAME"
+            raise ValueError(f"{error}{way}") from None
         newest = newest_checkpoint(locate(recipe.run_folder))
     evaluations = {"few_shot_train": None, "few_shot_test": None}
     # Other sets are not needed here to show what is trained on.
@@ -145,16 +142,16 @@ def where_it_lies(recipe: dict[str, Any], folder: Location) -> dict[str, Any]:
     Files that lay beside the run, and lie so beside the copy, are those of the copy.
     """
     tree = copy.deepcopy(recipe)
+    if not folder.is_local:
+        return tree
     old, new = Path(tree.get("output", ""), tree.get("name", "")), Path(folder.path)
     while old.name == new.name and old != new:
         old, new = old.parent, new.parent
     for key in PLACES:
-        *sections, name = key.split(".")
-        section = tree
-        for one in sections:
-            section = section.get(one) or {}
+        *above, name = key.split(".")
+        section = (tree.get(above[0]) or {}) if above else tree
         place = section.get(name)
-        if folder.is_local and place and Path(place).is_relative_to(old):
+        if place and Path(place).is_relative_to(old):
             moved = new / Path(place).relative_to(old)
             section[name] = str(moved) if moved.exists() else place
     return tree

@@ -45,16 +45,19 @@ class StoppedWaitingError(NoPlaceError):
 
 @dataclass(frozen=True)
 class GroupShape:
-    """The worker groups that a run may have."""
+    """The worker groups that a run may have.
+
+    Attributes:
+        sizes: worker counts, ascending.
+        resources: of a worker.
+        labels: of the nodes that train.
+        reading_cpus: CPUs of a reading task, for which an elastic group leaves room.
+    """
 
     sizes: tuple[int, ...]
-    """Worker counts, ascending."""
     resources: Mapping[str, float]
-    """Of a worker."""
     labels: Mapping[str, str]
-    """Of the nodes that train."""
     reading_cpus: float
-    """CPUs of a reading task, for which an elastic group leaves room."""
     use_gpu: bool = False
 
     @classmethod
@@ -74,15 +77,18 @@ class GroupShape:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker group may start."""
+    """Where a worker group may start.
+
+    Attributes:
+        labels: selects its nodes.
+        since_s: unix time from which on it was waited for.
+        waited_s: until it was there.
+    """
 
     size: int
     labels: Mapping[str, str]
-    """Selects its nodes."""
     since_s: float = 0.0
-    """Unix time from which on it was waited for."""
     waited_s: float = 0.0
-    """Until it was there."""
 
 
 class PlaceFinder:

@@ -138,11 +138,14 @@ def run_workers(
 
 @dataclass(frozen=True)
 class Ended:
-    """How an attempt has ended."""
+    """How an attempt has ended.
+
+    Attributes:
+        goes_on: without an error: a larger group follows.
+    """
 
     error: BaseException | None = None
     goes_on: bool = False
-    """Without an error: a larger group follows."""
 
 
 class Run:

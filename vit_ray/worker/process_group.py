@@ -25,10 +25,13 @@ DEATH_S: Final = 5.0
 
 @dataclass
 class GroupConfig(TorchConfig):
-    """Ray's configuration of torch, with the network interface chosen on each node."""
+    """Ray's configuration of torch, with the network interface chosen on each node.
+
+    Attributes:
+        record: to which the workers introduce themselves.
+    """
 
     record: Recorder | None = None
-    """To which the workers introduce themselves."""
 
     @property
     def backend_cls(self) -> type[Backend]:

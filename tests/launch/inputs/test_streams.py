@@ -12,7 +12,6 @@ from tests.data.converting import convert, in_this_process
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
 from vit_ray.data.subset import subset
-from vit_ray.launch.inputs import streams
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.prepared_run import prepared_training
 from vit_ray.launch.resuming import find_resume_point
@@ -97,17 +96,6 @@ def test_a_subset_has_only_the_images_that_are_left_of_a_class(
     one = replace(digits, train=str(tmp_path / "one"))
     with pytest.raises(ValueError, match=r"has 0 examples.*1 are needed; give a larger"):
         resolve_run(few_shot(recipe, one, 1))
-
-
-def test_of_a_huge_pool_only_so_many_labels_are_read(
-    recipe: Recipe, digits: Digits, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    monkeypatch.setattr(streams, "MOST_LABELS_READ", 100)
-    resolve_run(few_shot(recipe, digits, 1000))
-    assert "10 of 10 classes have fewer than 1000" in caplog.text
-    caplog.clear()
-    resolve_run(few_shot(recipe, digits, 2))
-    assert not caplog.text
 
 
 @pytest.mark.parametrize(

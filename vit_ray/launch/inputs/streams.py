@@ -3,10 +3,8 @@
 Nothing is started; errors say what to change.
 """
 
-import logging
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Final
 
 import numpy as np
 
@@ -24,21 +22,20 @@ from vit_ray.launch.cluster.cluster_checks import check_batch
 from vit_ray.launch.inputs.shuffle_window import shuffle_window, window_rows
 from vit_ray.launch.model_checks import check_model, check_own_parts
 
-logger = logging.getLogger(__name__)
-
-MOST_LABELS_READ: Final = 2_000_000
-"""Images of a few-shot pool that are looked at before a run: 8 MB, seconds from an object store."""
-
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A recipe resolved on its data: streams, classes and steps."""
+    """A recipe resolved on its data: streams, classes and steps.
+
+    Attributes:
+        recipe: with the order of the data made definite.
+        streams: `train`, and of `eval`, `dev`, `few_shot_train` and `few_shot_test` what the recipe
+            has.
+    """
 
     recipe: Recipe
-    """With the order of the data made definite."""
     manifest: Manifest
     streams: dict[str, StreamSpec]
-    """`train`, and of `eval`, `dev`, `few_shot_train` and `few_shot_test` what the recipe has."""
     total_steps: int
 
     @property
@@ -166,23 +163,15 @@ def require_trainable(manifest: Manifest) -> None:
 
 @lru_cache(maxsize=4)
 def _check_shots(path: str, fingerprint: str, shots: tuple[int, ...]) -> None:
-    """Read labels until every class has its examples; once for all trials of a sweep."""
+    """Read labels until every class has its examples; once for all trials of a sweep.
+
+    Raises:
+        ValueError: a class has fewer.
+    """
     manifest = open_dataset(path)
     examples = np.zeros(manifest.num_classes, np.int64)
     for labels in first_labels(manifest):
         examples += np.bincount(labels[labels >= 0], minlength=len(examples))
         if examples.min() >= max(shots):
-            return
-        if examples.sum() > MOST_LABELS_READ:
-            logger.warning(
-                "evaluate.few_shot_train: of %d images the first %d were looked at, and %d of %d "
-                "classes have fewer than %d there; the first evaluation shows whether they have "
-                "them at all",
-                manifest.num_images,
-                examples.sum(),
-                (examples < max(shots)).sum(),
-                len(examples),
-                max(shots),
-            )
             return
     require_shots(examples, shots=shots, classes=manifest.classes)

@@ -32,7 +32,6 @@ from vit_ray.data.augment import augmentation_of
 from vit_ray.data.crops import BadImageError, UInt8Array, crop_of, pixels_of
 from vit_ray.data.dataset import Manifest
 from vit_ray.data.orientation import orientation_of, turned_pixels
-from vit_ray.launch.named_run import where_it_lies
 from vit_ray.models import build_model
 from vit_ray.own_parts import trust_named
 from vit_ray.storage import locate
@@ -115,10 +114,10 @@ class TrainedModel:
         """
         if isinstance(image, (str, os.PathLike)):
             image = locate(os.fspath(image)).read()
-        if isinstance(image, bytes) and self._is_turned and orientation_of(image) != 1:
-            return crop_of(turned_pixels(image), self._augmentation, (0, 0, 0))
         if isinstance(image, bytes):
-            return crop_of(image, self._augmentation, (0, 0, 0))
+            is_turned = self._is_turned and orientation_of(image) != 1
+            encoded = turned_pixels(image) if is_turned else image
+            return crop_of(encoded, self._augmentation, (0, 0, 0))
         if isinstance(image, Image.Image):
             return crop_of(pixels_of(image), self._augmentation, (0, 0, 0))
         pixels = np.asarray(image)
@@ -127,10 +126,9 @@ class TrainedModel:
                 f"pixels are {pixels.dtype} {pixels.shape}; give (H, W, 3), uint8 or floats in "
                 "[0, 1]"
             )
-        is_float = pixels.dtype.kind == "f"
-        scaled = np.rint(pixels * 255) if is_float else pixels
         if not pixels.size:
             raise BadImageError(f"pixels are {pixels.shape}, an empty image; give (H, W, 3)")
+        scaled = np.rint(pixels * 255) if pixels.dtype.kind == "f" else pixels
         if not (scaled.min() >= 0 and scaled.max() <= 255):
             raise BadImageError(
                 f"pixels are {pixels.dtype} from {pixels.min():g} to {pixels.max():g}; give floats "
@@ -238,7 +236,7 @@ def load(
 
 
 def training_set(source: str, position: Position | None, given: str | None) -> Manifest | None:
-    """The data set that a model was trained on, where it lies now; None if it is not known.
+    """The data set that a model was trained on; None if it is not known.
 
     A set other than the run's is not used.
 
@@ -247,9 +245,7 @@ def training_set(source: str, position: Position | None, given: str | None) -> M
         position: of its checkpoint.
         given: `data.train` of a recipe.
     """
-    recorded = None
-    if position and "data" in position.recipe:
-        recorded = where_it_lies(position.recipe, locate(source))["data"]["train"]
+    recorded = position.recipe.get("data", {}).get("train") if position else None
     for path in filter(None, (recorded, given)):
         with contextlib.suppress(ValueError, OSError):
             data = open_dataset(path)

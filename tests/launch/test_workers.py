@@ -26,7 +26,7 @@ from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
 from vit_ray.launch import workers
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.failures import FailingNodes
-from vit_ray.launch.placement import GroupShape, NoPlaceError, Place, StoppedWaitingError
+from vit_ray.launch.placement import GroupShape, Place, StoppedWaitingError
 from vit_ray.launch.workers import (
     GROUP_FILE,
     RETURN_S,
@@ -37,7 +37,6 @@ from vit_ray.launch.workers import (
     RunFailedError,
     WorkerGroups,
     lost_place,
-    newest_step,
     settings,
 )
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
@@ -163,24 +162,6 @@ def test_a_stop_does_not_hide_what_the_run_had_failed_of(tmp_path: Path) -> None
     with pytest.raises(RunFailedError, match="disk full"):
         without_place(attempts, StoppedWaitingError("SIGTERM"))
     assert attempts.run.events == []
-
-
-def test_a_run_without_a_place_fails(tmp_path: Path) -> None:
-    with pytest.raises(RunFailedError, match="no GPU"):
-        without_place(Attempts(tmp_path), NoPlaceError("no GPU"))
-
-
-def test_a_failure_is_told_with_the_place_of_its_worker(tmp_path: Path) -> None:
-    attempts = Attempts(tmp_path, failed(BY_PEER, RuntimeError("CUDA error: ECC")), Ended())
-    attempts.run.at = {
-        rank: WorkerPlace(f"10.0.0.{rank}", str(rank), f"GPU 3, pid 4{rank}", 57)
-        for rank in range(2)
-    }
-    attempts.train()
-    ((_, text, _),) = attempts.run.events
-    assert text.startswith(
-        "worker 1 on 10.0.0.1 (GPU 3, pid 41, step 57): CUDA error: ECC; worker 0 on "
-    )
 
 
 def test_failures_are_counted_by_node(tmp_path: Path) -> None:
@@ -407,15 +388,6 @@ def test_ray_train_tries_once_and_leaves_no_files(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_each_group_of_a_run_has_a_name_of_its_own(tmp_path: Path) -> None:
-    groups, other = groups_of(tmp_path), groups_of(tmp_path)
-    names = set()
-    for number, one in ((1, groups), (2, groups), (1, other)):
-        one._number = number
-        names.add(one._trainer(PLACE).run_config.name)
-    assert len(names) == 3
-
-
 def test_a_large_group_is_polled_less_often_and_what_the_user_has_set_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -437,10 +409,3 @@ def test_a_store_that_does_not_answer_is_named_without_its_secret(
     told = capsys.readouterr().err
     assert "mlflow:5000 has not answered yet; " in told
     assert "secret" not in told
-
-
-def test_a_run_without_a_checkpoint_has_no_newest_step(tmp_path: Path) -> None:
-    recipe = make_job(tmp_path).recipe
-    assert newest_step(recipe) == -1
-    checkpoint(Path(recipe.run_folder), 10)
-    assert newest_step(recipe) == 10

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -10,22 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from ray.train import PreemptionInfo
 
 from tests import parts
-from tests.worker.fakes import BATCH, MICRO, TOTAL, FakeEngine, Worker, make_job, sum_of_one
+from tests.worker.fakes import TOTAL, FakeEngine, Worker, make_job, sum_of_one
 from vit_ray import trust_modules
-from vit_ray.checkpoints.checkpoint import open_checkpoint
-from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpoint
-from vit_ray.checkpoints.sample_digest import samples_digest
-from vit_ray.outcomes import Failure
+from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.storage import locate
 from vit_ray.training.loop import EvaluationCutError
 from vit_ray.worker.attempt import evaluate_alone
-from vit_ray.worker.job import SmallerMicroBatchError, UnrecoverableError
+from vit_ray.worker.job import UnrecoverableError
 
 
 def newest_step(worker: Worker) -> int:
@@ -67,12 +62,6 @@ def test_a_model_that_runs_eagerly_does_not_look_compiled(
     assert any(failure in text for text in texts) if failure else len(texts) == 1
 
 
-def test_it_goes_on_at_the_step_where_it_is_set_up(tmp_path: Path) -> None:
-    worker = Worker(make_job(tmp_path))
-    worker.run(4)
-    assert worker.engine.applied_steps == TOTAL - 4
-
-
 @pytest.mark.parametrize(("start", "is_kept"), [(0, True), (4, False)])
 def test_crops_of_the_first_batch_are_kept_once_and_trained_on_all_the_same(
     tmp_path: Path, start: int, is_kept: bool
@@ -88,30 +77,6 @@ def test_crops_of_the_first_batch_are_kept_once_and_trained_on_all_the_same(
         ]
 
 
-def test_a_checkpoint_has_the_digest_of_all_samples_also_of_a_resumed_run(tmp_path: Path) -> None:
-    job = make_job(tmp_path, checkpoint={"every_steps": 3, "keep_last": 9})
-    folder, worker = locate(job.recipe.run_folder), Worker(job)
-    worker.run(1)
-    for step, one in list_checkpoints(folder):
-        if step > 6:
-            shutil.rmtree(one.path)
-    checkpoint = newest_checkpoint(folder)
-    assert checkpoint is not None
-    resumed = Worker(job)
-
-    resumed.attempt(6).progress = checkpoint.position.progress
-    resumed.hooks.run()
-    found = {}
-    for step, one in list_checkpoints(folder):
-        saved = open_checkpoint(one)
-        assert saved is not None
-        progress = saved.position.progress
-        found[progress.digest_from, step] = int(progress.samples_digest, 16)
-    assert found == {  # what `batches` gives: sample and place are the same number
-        (1, step): samples_digest(BATCH, np.arange(BATCH, step * BATCH)) for step in (3, 6, 9, 10)
-    }
-
-
 def test_ranks_do_not_meet_for_a_save(tmp_path: Path) -> None:
     met: dict[int | None, int] = {}
     for every in (None, 1):
@@ -125,19 +90,6 @@ def test_ranks_do_not_meet_for_a_save(tmp_path: Path) -> None:
     assert met[None] == met[1] >= TOTAL
 
 
-def test_an_attempt_without_a_step_keeps_the_digest_of_those_before(tmp_path: Path) -> None:
-    worker = Worker(make_job(tmp_path))
-    worker.hooks.evaluator.evaluate = lambda *_: {"eval/loss": 0.5}  # type: ignore[method-assign]
-    attempt = worker.attempt(TOTAL)  # its checkpoint has gone, so that it is written again
-    attempt.progress.samples_digest = "00000000000000ab"
-    attempt.progress.evaluation_due = True
-    attempt.run()
-    saved = newest_checkpoint(locate(worker.job.recipe.run_folder))
-    assert saved is not None
-    progress = saved.position.progress
-    assert (progress.samples_digest, progress.digest_from) == ("00000000000000ab", 0)
-
-
 def stop_in_third_step(worker: Worker) -> None:
     """The heartbeat of the third step learns that the run was asked to stop."""
 
@@ -147,20 +99,6 @@ def stop_in_third_step(worker: Worker) -> None:
             worker.link.beat(step)
 
     worker.engine.on_backward = beat
-
-
-def test_a_pass_that_does_not_fit_lowers_the_limit_for_the_next_attempt(tmp_path: Path) -> None:
-    def run_out(step: int) -> None:
-        if step == 1:
-            raise torch.OutOfMemoryError("no memory")
-
-    worker = Worker(make_job(tmp_path), FakeEngine(on_backward=run_out))
-    with pytest.raises(SmallerMicroBatchError, match="4 images per pass do not fit") as caught:
-        worker.run()
-    assert caught.value.limit == MICRO // 2
-    assert worker.actor.events[-1][0::2] == ("out of memory", 1)
-    assert worker.actor.failed is None
-    assert worker.engine.is_closed
 
 
 def test_an_evaluation_that_does_not_fit_ends_the_run_with_what_to_lower(tmp_path: Path) -> None:
@@ -176,23 +114,6 @@ def test_an_evaluation_that_does_not_fit_ends_the_run_with_what_to_lower(tmp_pat
     assert worker.actor.failed is not None
 
 
-@pytest.mark.parametrize("is_agreed", [True, False])
-def test_an_unrecoverable_error_fails_the_run_and_is_raised_where_others_would_wait(
-    tmp_path: Path, is_agreed: bool
-) -> None:
-    def refuse(step: int) -> None:
-        raise UnrecoverableError("too many bad images", is_agreed=is_agreed)
-
-    worker = Worker(make_job(tmp_path), FakeEngine(on_backward=refuse))
-    if is_agreed:
-        worker.run()
-    else:
-        with pytest.raises(UnrecoverableError):
-            worker.run()
-    assert worker.actor.failed == Failure("too many bad images")
-    assert worker.engine.is_closed
-
-
 def test_another_error_is_left_to_the_failure_policy(tmp_path: Path) -> None:
     def crash(step: int) -> None:
         raise OSError("cable")
@@ -202,16 +123,6 @@ def test_another_error_is_left_to_the_failure_policy(tmp_path: Path) -> None:
         worker.run()
     assert worker.actor.failed is None
     assert worker.engine.is_closed
-
-
-def test_steps_that_are_not_finite_in_a_row_end_the_run(tmp_path: Path) -> None:
-    job = make_job(tmp_path, train={"nonfinite": "skip"})
-    worker = Worker(job, FakeEngine(refused=(0, 2, 3, 4)))
-    worker.run()
-    assert [step for kind, _, step in worker.actor.events if kind == "not finite"] == [1, 3, 4, 5]
-    assert worker.actor.failed is not None
-    assert worker.actor.failed.has_diverged
-    assert "with 3 such steps in a row" in worker.actor.failed.reason
 
 
 def test_a_notice_saves_once_and_a_request_for_another_size_saves_and_ends(
@@ -250,15 +161,6 @@ def test_it_is_told_how_long_a_node_stays(tmp_path: Path) -> None:
     worker.run()
     (text,) = [text for kind, text, _ in worker.actor.events if kind == "preemption"]
     assert re.fullmatch(r"a node leaves in (2[3-6]\d|270) s: checkpoint at once", text)
-
-
-def test_an_evaluation_alone_records_its_metrics_at_step_0(tmp_path: Path) -> None:
-    worker = Worker(make_job(tmp_path, kind="evaluate"))
-    figures = {"eval/top1": 0.5}
-    worker.hooks.evaluator.evaluate = lambda step, *_: figures  # type: ignore[method-assign]
-    evaluate_alone(worker.link, worker.hooks.evaluator)
-    assert worker.actor.logged == [(0, {"eval/top1": 0.5})]
-    assert worker.actor.events == []
 
 
 def test_an_evaluation_alone_that_is_stopped_says_so_and_has_no_figures(tmp_path: Path) -> None:

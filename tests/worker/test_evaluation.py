@@ -14,7 +14,6 @@ from sklearn.metrics import average_precision_score, log_loss, top_k_accuracy_sc
 
 from tests.recipes import recipe_with
 from tests.training.engine_runs import build_engine
-from tests.training.pretended_device import PretendedGpu
 from tests.training.ranks import run_ranks
 from tests.worker.fakes import TOTAL, FakeEngine, FakeRun, Worker, make_job
 from vit_ray import trust_modules
@@ -210,32 +209,6 @@ def test_masters_are_put_back_after_what_all_ranks_raise_and_not_after_one_ranks
     assert worker.engine.is_averaged is not isinstance(error, EvaluationCutError)
 
 
-@pytest.mark.parametrize("stream", ["accuracy", "few-shot"])
-def test_on_a_gpu_images_are_pinned_and_copied_beside_the_computing(
-    stream: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu = PretendedGpu(monkeypatch)
-    batches, seen = share(0, 1), []
-
-    class Engine(FakeEngine):
-        def predict(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            seen.append(images)
-            return images.flatten(1), torch.zeros(len(images), 5)
-
-    without_others(monkeypatch)
-    monkeypatch.setattr(evaluation, "read_by_first", lambda read, device: read())
-    is_few_shot = stream == "few-shot"
-    sections = {"evaluate": {"few_shot_train": "a", "few_shot_test": "b", "shots": [1]}}
-    job = make_job(tmp_path, **(sections if is_few_shot else {"data": {"eval": "somewhere"}}))
-    pool = np.arange(NUM_IMAGES) % 5
-    job = replace(job, few_shot_labels=lambda: pool, few_shot_classes=5)
-    engine = Engine(device=torch.device("cuda"))
-    assert Worker(job, engine, FakeRun(), lambda name: batches).hooks.evaluate(4)
-    passes = len(batches) * (2 if is_few_shot else 1)
-    assert len(seen) == passes
-    assert gpu.copies == ["prefetch: pinned, left to the stream, beside"] * passes
-
-
 class SaysClass0(FakeEngine):
     """Every image is of class 0."""
 
@@ -300,28 +273,6 @@ def test_a_training_keeps_images_and_tables_of_the_evaluation_that_is_its_result
         assert [one["sample"] for one in shown] == [*range(12)]
 
 
-def test_a_training_without_its_record_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def lost(*args: Any) -> None:
-        raise RuntimeError("no answer")
-
-    class Engine(FakeEngine):
-        def predict(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return images.flatten(1), torch.zeros(len(images), 10)
-
-    without_others(monkeypatch)
-    actor = FakeRun()
-    monkeypatch.setattr(actor, "content", lost)
-    job = make_job(tmp_path, data={"eval": "somewhere"})
-    found, expected = (
-        Worker(job, Engine(), run, lambda name: share(0, 1)).hooks.evaluate(TOTAL)
-        for run in (actor, FakeRun())
-    )
-    assert found == expected
-    assert "eval/top1" in found
-
-
 SIZES: dict[str, Any] = {
     "image_size": 8, "depth": 1, "width": 32, "mlp_dim": 64, "num_heads": 2, "patch_size": 4,
 }  # fmt: skip
@@ -372,43 +323,3 @@ def test_an_evaluations_own_run_measures_the_weights_that_it_is_given(tmp_path: 
 
 
 CLASSES = tuple("abcde")
-
-
-def of_each_class(rank: int, folder: str) -> Any:
-    """An evaluation's own run: the metrics, and the files that it keeps."""
-    world_size = torch.distributed.get_world_size()
-
-    class Engine(FakeEngine):
-        def predict(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            flat = images.flatten(1)
-            return flat, flat[:, :5]
-
-    # Images of class 0 have no answer, those of 1 have two, and output 4 does not compete.
-    table = np.array([[-1, -1], [1, 2], [2, -1], [3, -1], [-1, -1]], np.int32)
-    answers = Answers(CLASSES[:4], 5, np.arange(4), by_class=table)
-    job = replace(
-        make_job(Path(folder), data={"eval": "somewhere"}, train={"loss": "softmax"}),
-        kind="evaluate",
-        answers=answers,
-    )
-    batches = share(rank, world_size)
-    worker = Worker(job, Engine(), FakeRun(), lambda name: batches, rank=rank)
-    return worker.hooks.evaluate(0), worker.actor.files
-
-
-@pytest.mark.slow
-def test_an_evaluation_counts_each_class_over_all_ranks(tmp_path: Path) -> None:
-    alone, both = (run_ranks(count, of_each_class, str(tmp_path)) for count in (1, 2))
-    metrics, files = alone[0]
-    assert both == [(pytest.approx(metrics), files), (pytest.approx(metrics), {})]
-
-    images = np.concatenate([batch["image"] for batch in share(0, 1)])[:NUM_IMAGES]
-    scores = images.transpose(0, 3, 1, 2).reshape(NUM_IMAGES, -1)[:, :4]
-    predicted, labels = scores.argmax(axis=1), np.arange(NUM_IMAGES) % 5
-    right = {1: (1, 2), 2: (2,), 3: (3,)}
-    of_image = [p in right[k] for p, k in zip(predicted, labels, strict=True) if k in right]
-    assert metrics["eval/top1"] == pytest.approx(np.mean(of_image))
-    rows = files["per_class.csv"].decode().splitlines()
-    assert len(rows) == 5
-    assert sum(int(row.split(",")[2]) for row in rows[1:]) == len(of_image)
-    assert sum(int(row.split(",")[3]) for row in rows[1:]) == sum(of_image)

@@ -45,16 +45,6 @@ def test_a_position_is_of_the_moment_it_was_made(tmp_path: Path) -> None:
     assert set(position.versions) == {"ray", "torch"}
 
 
-def test_what_is_saved_is_found_again(tmp_path: Path) -> None:
-    worker = Worker(make_job(tmp_path), FakeEngine(weight=2.0))
-    worker.saver.save(Progress(step=2, train_seconds=1.5))
-    checkpoint = newest_checkpoint(locate(worker.job.recipe.run_folder))
-    assert checkpoint is not None
-    assert checkpoint.position.progress == Progress(step=2, train_seconds=1.5)
-    assert float(checkpoint.weights()["w"]) == 2.0
-    assert checkpoint.position.tracking_run_id == "run-id"
-
-
 def test_the_next_save_waits_until_the_last_is_written(tmp_path: Path) -> None:
     worker = Worker(make_job(tmp_path))
     writes: list[Callable[[], None]] = []

@@ -1,6 +1,5 @@
 """What a worker builds before its first step."""
 
-import pickle
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -8,18 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from ray import cloudpickle
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.models.small import FAMILIES, small_model
 from tests.training.ranks import run_ranks
 from tests.worker.fakes import make_job
 from vit_ray import trust_modules
 from vit_ray.models import build_model
 from vit_ray.models.recompute import recompute
 from vit_ray.models.weights import save_weights
-from vit_ray.outcomes import EventKind
 from vit_ray.worker import setup
 from vit_ray.worker.job import UnrecoverableError
 from vit_ray.worker.run_link import RunLink
@@ -32,16 +28,6 @@ from vit_ray.worker.setup import (
 )
 
 TINY = {"name": "ViT", "depth": 1, "width": 8, "mlp_dim": 8, "num_heads": 1, "patch_size": 8}
-
-
-def test_what_did_not_fit_is_halved_in_the_next_attempt(tmp_path: Path, gpu: list[int]) -> None:
-    job = make_job(tmp_path, train={"micro_batch_size": "auto"})
-    found = [choose_micro_batch(job, 1, int)]
-    while found[-1] > 1:
-        job = replace(job, micro_batch_limit=smaller_micro_batch(job, found[-1]).limit)
-        found.append(choose_micro_batch(job, 1, int))
-    assert found == [4, 2, 1]
-    assert gpu == [1]  # a limit needs no trial
 
 
 @pytest.mark.parametrize(("mixup", "least"), [(0.0, "one image"), (0.8, "a pair of images")])
@@ -138,34 +124,6 @@ def test_weights_that_are_not_there_end_a_rank_that_others_may_wait_for(tmp_path
     ) as caught:
         model_of(job)
     assert not caught.value.is_agreed  # others may have them
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(
-    ("family", "layout", "place"),
-    [
-        ("ViT", "jax", "vit.npz"),
-        ("ViT", "huggingface", "folder"),
-        ("ResNet", "timm", "bit.safetensors"),
-    ],
-)
-def test_a_worker_reads_weights_of_every_layout_itself(
-    tmp_path: Path, family: str, layout: Any, place: str
-) -> None:
-    """What it is sent is the address of the weights: all that differs is in the reading."""
-    published = small_model(family, num_classes=3)
-    save_weights(published, tmp_path / place, layout)
-    sizes = {k: list(v) if isinstance(v, tuple) else v for k, v in FAMILIES[family].items()}
-    model = {"name": family, "image_size": 32, **sizes}
-    job = make_job(tmp_path, model=model, init_from=str(tmp_path / place))
-    job = pickle.loads(cloudpickle.dumps(replace(job, new_head=True, num_classes=4)))
-    made = model_of(job)
-    ((kind, report, _),) = job.record.events
-    assert (kind, "head.bias, head.weight" in report) == (EventKind.WEIGHTS, True)
-    kept = {key: value for key, value in made.state_dict().items() if "head." not in key}
-    assert kept.keys() == {key for key in published.state_dict() if "head." not in key}
-    for key, value in kept.items():
-        torch.testing.assert_close(value, published.state_dict()[key], msg=key)
 
 
 @pytest.mark.usefixtures("alone")

@@ -40,7 +40,6 @@ class PreparedRun:
         notes: kind and text of the events of the run's start, for its history.
         lock_number: shows workers that the run is still this driver's; None for an evaluation.
         answers: of an evaluation: the correct answers for its images.
-        outputs: outputs of the model; None if it has one for each class of the data set.
         training_id: a training that starts at step 0: an earlier record is not continued.
     """
 
@@ -50,7 +49,6 @@ class PreparedRun:
     notes: tuple[tuple[EventKind, str], ...] = ()
     lock_number: int | None = None
     answers: Answers | None = None
-    outputs: int | None = None
     training_id: str | None = None
 
     @property
@@ -66,7 +64,7 @@ class PreparedRun:
     @property
     def num_classes(self) -> int:
         """Outputs of the model."""
-        return self.outputs or self.resolved.manifest.num_classes
+        return self.answers.num_outputs if self.answers else self.resolved.manifest.num_classes
 
     @property
     def new_head(self) -> bool | Literal["auto"]:
@@ -177,7 +175,7 @@ def prepare_evaluation(recipe: Recipe) -> PreparedRun:
     prepared = PreparedRun("evaluate", resolved)
     if "eval" in resolved.streams:
         answers = answers_of(recipe, resolved.streams["eval"].manifest, resolved.manifest)
-        prepared = replace(prepared, answers=answers, outputs=answers.num_outputs)
+        prepared = replace(prepared, answers=answers)
     check_weights(prepared)
     return prepared
 

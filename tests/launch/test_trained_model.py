@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from vit_ray.data.shard_writer import EncodedImage
 from vit_ray.data.stream.batches import BatchReader, StreamJob
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.trained_model import class_names, training_set
-from vit_ray.models.weights import save_weights
 from vit_ray.training.objective import build_objective
 from vit_ray.worker.evaluation import _predictions
 
@@ -173,19 +171,6 @@ def test_what_is_no_image_is_refused(image: Any, told: str, tmp_path: Path) -> N
     model = vit_ray.load(run_of(tmp_path))
     with pytest.raises(ValueError, match=told):
         model.predict([image])
-
-
-def test_a_file_alone_needs_the_recipe_and_then_has_numbers_for_classes(tmp_path: Path) -> None:
-    save_weights(small_model("ViT"), tmp_path / "a.npz", "jax")
-    with pytest.raises(ValueError, match=r"a\.npz' does not record its model; give the"):
-        vit_ray.load(tmp_path / "a.npz")
-    recipe = tiny_recipe(tmp_path, train={"precision": "fp32"})
-    assert vit_ray.load(tmp_path / "a.npz", recipe).classes == ("0", "1", "2", "3", "4")
-    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe.recorded()))
-    for path in (tmp_path / "recipe.yaml", str(tmp_path / "recipe.yaml")):
-        assert len(vit_ray.load(tmp_path / "a.npz", path).classes) == 5
-    with pytest.raises(ValueError, match="overrides need a recipe by name, or a recorded one"):
-        vit_ray.load(tmp_path / "a.npz", recipe, overrides=["seed=1"])
 
 
 def test_classes_of_another_data_set_are_not_believed(

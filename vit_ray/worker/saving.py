@@ -28,9 +28,6 @@ WRITE_TIMEOUT_S: Final = 1800.0
 REMIND_S: Final = 60.0
 LOOK_S: Final = 1.0
 
-RunBeside = Callable[[Callable[[], None]], object]
-"""Runs a function that does not raise, while its caller continues."""
-
 
 def start_thread(work: Callable[[], None]) -> None:
     """Run `work` in a thread that does not delay the end of the process."""
@@ -73,8 +70,9 @@ class CheckpointSaver:
         writer: CheckpointWriter,
         link: RunLink,
         watchdog: Watchdog,
-        run_beside: RunBeside = start_thread,
+        run_beside: Callable[[Callable[[], None]], object] = start_thread,
     ) -> None:
+        """`run_beside`: runs a function that does not raise, while its caller continues."""
         self._job, self._state, self._link = job, state, link
         self.writer, self._watchdog, self._run_beside = writer, watchdog, run_beside
         self._written = threading.Event()

@@ -15,11 +15,12 @@ from vit_ray.data.augment import augmentation_of
 from vit_ray.data.boxes import Augmentation
 from vit_ray.data.cache import Cache
 from vit_ray.data.dataset import Manifest, select
+from vit_ray.data.order import ShuffleWindow
 from vit_ray.data.shards import first_labels
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.evaluation.few_shot import require_shots
 from vit_ray.launch.cluster.cluster_checks import check_batch
-from vit_ray.launch.inputs.shuffle_window import shuffle_window, window_rows
+from vit_ray.launch.inputs.shuffle_window import window_rows
 from vit_ray.launch.model_checks import check_model, check_own_parts
 
 
@@ -115,10 +116,10 @@ def training_stream(
     """The stream that trains on a data set in global batches; `data.shuffle_window` is a number."""
     spec = stream_of(data, seed, augmentation, manifest)
     assert data.shuffle_window != "auto"
-    window = shuffle_window(data.shuffle_window, batch)
-    if window is not None:
-        spec = replace(spec, task_rows=max(spec.task_rows, window.num_rows))
-    return replace(spec, window=window)
+    if data.shuffle_window <= batch:
+        return spec
+    window = ShuffleWindow(batch, data.shuffle_window // batch)
+    return replace(spec, window=window, task_rows=max(spec.task_rows, window.num_rows))
 
 
 def stream_of(

@@ -9,7 +9,6 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-import ray
 from mlflow import MlflowClient
 
 from tests.launch.resolved import resolved_run
@@ -100,15 +99,6 @@ def test_an_error_ends_the_record_and_passes(
     assert record.ended() == [status]
     reasons = [args for name, *args in record.calls if name == "tag"]
     assert reasons == ([["vit_ray.failure", str(error)]] if status == "FAILED" else [])
-
-
-@pytest.mark.parametrize(
-    "error", [RuntimeError("has not answered"), ray.exceptions.RayActorError()]
-)
-def test_the_result_stands_where_the_record_has_died(record: Record, error: Exception) -> None:
-    record.error = error
-    with opened() as run:
-        run.is_complete = True
 
 
 def test_a_trial_shows_the_command_of_its_sweep_and_not_that_of_rays_process(

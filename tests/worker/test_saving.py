@@ -1,6 +1,5 @@
 """What a worker's checkpoints hold, and when training may go on."""
 
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -152,16 +151,6 @@ def test_storage_that_does_not_answer_is_reported_and_not_waited_for_without_lim
     with pytest.raises(TimeoutError, match="waiting for the previous checkpoint"):
         worker.saver.wait_until_written(timeout_s=0.03)
     assert set(worker.kinds()) == {"storage slow"}
-
-
-def test_saving_pauses_the_watchdog(tmp_path: Path) -> None:
-    worker = Worker(make_job(tmp_path))
-    limits_s: list[float] = []
-    worker.saver._run_beside = lambda _: limits_s.append(worker.watchdog._limit_s)
-    worker.watchdog.note_step(1)
-    worker.saver.save(Progress(step=1))
-    assert limits_s == [math.inf]
-    assert worker.watchdog._limit_s == worker.job.recipe.train.step_timeout_s
 
 
 def test_a_worker_that_does_not_see_the_drivers_folder_ends_the_run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from vit_ray.data.shard_writer import EncodedImage
 from vit_ray.data.stream.batches import BatchReader, StreamJob
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.trained_model import class_names, training_set
+from vit_ray.models.weights import save_weights
 from vit_ray.training.objective import build_objective
 from vit_ray.worker.evaluation import _predictions
 
@@ -58,7 +60,8 @@ def write_images(folder: Path) -> list[bytes]:
 def run_of(folder: Path, **train: Any) -> str:
     """A run whose recipe has the set in `data`, batches of 8, and what is given of `train`."""
     recipe = {
-        "name": "trained",
+        "name": "run",
+        "output": str(folder),
         "model": SIZE,
         "data": {"train": str(folder / "data"), "eval_augment": {"kind": "center_crop"}},
         "train": {"precision": "fp32", **train},
@@ -198,3 +201,24 @@ def test_weights_of_another_family_and_without_a_head_are_refused(tmp_path: Path
     masked = run_of(tmp_path / "masked", loss="masked_patch")
     with pytest.raises(ValueError, match="no trained head; fine-tune them first"):
         vit_ray.load(masked)
+
+
+def test_a_file_alone_needs_the_recipe_and_then_has_numbers_for_classes(tmp_path: Path) -> None:
+    save_weights(small_model("ViT"), tmp_path / "a.npz", "jax")
+    with pytest.raises(ValueError, match=r"a\.npz' does not record its model; give the"):
+        vit_ray.load(tmp_path / "a.npz")
+    recipe = tiny_recipe(tmp_path, train={"precision": "fp32"})
+    assert vit_ray.load(tmp_path / "a.npz", recipe).classes == ("0", "1", "2", "3", "4")
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe.recorded()))
+    for path in (tmp_path / "recipe.yaml", str(tmp_path / "recipe.yaml")):
+        assert len(vit_ray.load(tmp_path / "a.npz", path).classes) == 5
+    with pytest.raises(ValueError, match="overrides need a recipe by name, or a recorded one"):
+        vit_ray.load(tmp_path / "a.npz", recipe, overrides=["seed=1"])
+
+
+def test_a_copied_project_knows_the_classes_of_its_own_data(tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    write_images(tmp_path / "first" / "data")
+    run_of(tmp_path / "first")
+    moved = (tmp_path / "first").rename(tmp_path / "second")
+    assert vit_ray.load(moved / "run").classes == tuple(CLASSES)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from vit_ray.addresses import require_store
 from vit_ray.checkpoints.checkpoint import Checkpoint
@@ -18,10 +18,11 @@ from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpo
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.branch_origin import NOTE, step_of
 from vit_ray.config.loading import MLFLOW_VARIABLES, changed
-from vit_ray.config.recipe import recipe_from_dict
+from vit_ray.config.recipe import PLACES, recipe_from_dict
 from vit_ray.config.recorded_recipe import RUN_FOLDER
 from vit_ray.config.resume_compatibility import EVALUATED_SETS, incompatible_changes
 from vit_ray.config.training_sections import TrackingConfig
+from vit_ray.config.validation import NAME
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.storage import Location, locate
 from vit_ray.tracking.request_limits import limited_requests
@@ -100,8 +101,10 @@ def find_run(source: str, overrides: Sequence[str] = ()) -> NamedRun:
             raise ValueError(
                 f"{source}: none of its checkpoints is complete; give the run's recipe"
             )
-        output, _, name = folder.uri.rpartition("/")  # it may have been moved
-        recorded = {**copy.deepcopy(newest.position.recipe), "output": output, "name": name}
+        recorded = where_it_lies(newest.position.recipe, folder)
+        recorded["output"], _, name = folder.uri.rpartition("/")
+        if re.match(NAME, name):
+            recorded["name"] = name
         tree = changed(recorded, overrides)
         recipe = recipe_from_dict(tree, where=f"the recipe of {source}")
     else:
@@ -136,6 +139,25 @@ def find_run(source: str, overrides: Sequence[str] = ()) -> NamedRun:
             f"give the run's folder, {recipe.run_folder}, without changes, or another name"
         )
     return NamedRun(resolved, newest)
+
+
+def where_it_lies(recipe: dict[str, Any], folder: Location) -> dict[str, Any]:
+    """A recorded recipe with the places of a run folder that was copied or moved.
+
+    Files that lay beside the run, and lie so beside the copy, are those of the copy.
+    """
+    tree = copy.deepcopy(recipe)
+    old, new = Path(tree.get("output", ""), tree.get("name", "")), Path(folder.path)
+    while old.name == new.name and old != new:
+        old, new = old.parent, new.parent
+    for key in PLACES if folder.is_local else ():
+        *above, last = key.split(".")
+        section = (tree.get(above[0]) or {}) if above else tree
+        place = section.get(last)
+        if place and Path(place).is_relative_to(old):
+            moved = new / Path(place).relative_to(old)
+            section[last] = str(moved) if moved.exists() else place
+    return tree
 
 
 def named_folder(source: str, overrides: Sequence[str]) -> tuple[str, Location]:

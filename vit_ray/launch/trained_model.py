@@ -32,6 +32,7 @@ from vit_ray.data.augment import augmentation_of
 from vit_ray.data.crops import BadImageError, UInt8Array, crop_of, pixels_of
 from vit_ray.data.dataset import Manifest
 from vit_ray.data.orientation import orientation_of, turned_pixels
+from vit_ray.launch.named_run import where_it_lies
 from vit_ray.models import build_model
 from vit_ray.own_parts import trust_named
 from vit_ray.storage import locate
@@ -236,7 +237,7 @@ def load(
 
 
 def training_set(source: str, position: Position | None, given: str | None) -> Manifest | None:
-    """The data set that a model was trained on; None if it is not known.
+    """The data set that a model was trained on, where it lies now; None if it is not known.
 
     A set other than the run's is not used.
 
@@ -245,7 +246,9 @@ def training_set(source: str, position: Position | None, given: str | None) -> M
         position: of its checkpoint.
         given: `data.train` of a recipe.
     """
-    recorded = position.recipe.get("data", {}).get("train") if position else None
+    recorded = None
+    if position and "data" in position.recipe:
+        recorded = where_it_lies(position.recipe, locate(source))["data"]["train"]
     for path in filter(None, (recorded, given)):
         with contextlib.suppress(ValueError, OSError):
             data = open_dataset(path)

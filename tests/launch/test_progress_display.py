@@ -31,7 +31,7 @@ def test_a_log_has_each_event_once_and_the_time_left_by_the_steps_of_this_attemp
     with progress.shown_progress(record, "run", 1000):
         (look,) = looks
         look(False)
-        for step, seconds in ((120, 10.0), (150, 15.0), (1000, 425.0)):
+        for step, seconds in ((120, 10.0), (150, 15.0), (150, 10.0), (150, 55.0), (1000, 425.0)):
             status.step, now_s[0] = step, now_s[0] + seconds
             status.metrics |= {"train/loss": 2.5, "train/lr": 1e-3}
             look(False)
@@ -41,6 +41,8 @@ def test_a_log_has_each_event_once_and_the_time_left_by_the_steps_of_this_attemp
         "run: step 100/1000, ETA --:--",
         "run: step 120/1000, ETA 0:07:20, loss 2.500, lr 1.00e-03",  # 0.5 s a step
         "run: step 150/1000, ETA 0:07:05, loss 2.500, lr 1.00e-03",
+        "run: step 150/1000, ETA 0:07:05, loss 2.500, lr 1.00e-03",
+        "run: step 150/1000, no step for 0:01:05, loss 2.500, lr 1.00e-03",
         "run: step 1000/1000, ETA 0:00:00, loss 2.500, lr 1.00e-03",
     ]
 

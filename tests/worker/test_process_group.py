@@ -20,7 +20,7 @@ from tests import hosts
 from vit_ray.launch.failures import cause, failing_node
 from vit_ray.outcomes import WorkerPlace
 from vit_ray.worker import process_group
-from vit_ray.worker.process_group import GroupConfig, interface_of
+from vit_ray.worker.process_group import GroupConfig, dead_workers, interface_of
 from vit_ray.worker.worker import training_device
 
 
@@ -97,6 +97,20 @@ def test_a_worker_that_dies_before_the_group_has_met_is_named(
     for arrived in (raised.value, ControllerError(pickle.loads(pickle.dumps(raised.value)))):
         assert cause(arrived, places).startswith("worker 1 on 10.0.0.2 (pid 7, step 0): ")
         assert failing_node(arrived, places) == places[1]
+
+
+def test_a_worker_that_ray_ends_for_lack_of_memory_is_among_the_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = [ray.exceptions.OutOfMemoryError("the node runs out of memory"), DIED]
+
+    def get(answer: Exception, timeout: float) -> None:
+        raise answer
+
+    monkeypatch.setattr(ray, "wait", lambda answers, **_: (answers, []))
+    monkeypatch.setattr(ray, "get", get)
+    group = SimpleNamespace(execute_async=lambda call: answers)
+    assert dead_workers(group) == dict(enumerate(answers))
 
 
 NAME = "GLOO_SOCKET_IFNAME"

@@ -20,7 +20,7 @@ from vit_ray.tracking.recorder import Recorder
 from vit_ray.worker.entry import introduce
 
 DEATH_S: Final = 5.0
-"""How long it is waited for the news of a worker's death, after another has lost it."""
+"""Longest wait for Ray to report a dead worker."""
 
 
 @dataclass
@@ -75,7 +75,7 @@ def dead_workers(worker_group: Any) -> dict[int, Exception]:
         try:
             if answer in answered:
                 ray.get(answer, timeout=DEATH_S)
-        except ray.exceptions.RayActorError as error:
+        except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
             dead[rank] = error
     return dead
 

@@ -9,6 +9,7 @@ import pytest
 from tests.conftest import Digits
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
+from vit_ray.launch.inputs import streams
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.prepared_run import prepared_training
 from vit_ray.launch.resuming import find_resume_point
@@ -96,3 +97,14 @@ def test_resume_true_needs_a_run(recipe: Recipe) -> None:
     with pytest.raises(ValueError, match="resume=true, but"):
         find_resume_point(recipe.with_changes(resume=True))
     assert find_resume_point(recipe) is None
+
+
+def test_of_a_huge_pool_only_so_many_labels_are_read(
+    recipe: Recipe, digits: Digits, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(streams, "MOST_LABELS_READ", 100)
+    resolve_run(few_shot(recipe, digits, 1000))
+    assert "10 of 10 classes have fewer than 1000" in caplog.text
+    caplog.clear()
+    resolve_run(few_shot(recipe, digits, 2))
+    assert not caplog.text

@@ -3,8 +3,10 @@
 Nothing is started; errors say what to change.
 """
 
+import logging
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Final
 
 import numpy as np
 
@@ -22,6 +24,11 @@ from vit_ray.evaluation.few_shot import require_shots
 from vit_ray.launch.cluster.cluster_checks import check_batch
 from vit_ray.launch.inputs.shuffle_window import window_rows
 from vit_ray.launch.model_checks import check_model, check_own_parts
+
+logger = logging.getLogger(__name__)
+
+MOST_LABELS_READ: Final = 2_000_000
+"""Images of a few-shot pool that are looked at before a run: 8 MB, seconds from an object store."""
 
 
 @dataclass(frozen=True)
@@ -174,5 +181,17 @@ def _check_shots(path: str, fingerprint: str, shots: tuple[int, ...]) -> None:
     for labels in first_labels(manifest):
         examples += np.bincount(labels[labels >= 0], minlength=len(examples))
         if examples.min() >= max(shots):
+            return
+        if examples.sum() > MOST_LABELS_READ:
+            logger.warning(
+                "evaluate.few_shot_train: of %d images the first %d were looked at, and %d of %d "
+                "classes have fewer than %d there; the first evaluation shows whether they have "
+                "them at all",
+                manifest.num_images,
+                examples.sum(),
+                (examples < max(shots)).sum(),
+                len(examples),
+                max(shots),
+            )
             return
     require_shots(examples, shots=shots, classes=manifest.classes)

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from threading import Event
+from threading import Event, Thread
 from typing import Final
 
 import ray
@@ -213,6 +213,8 @@ def run_prepared(
         evaluate_at = following.evaluate_at if following else ()
         with _watched(run, prepared, parent, following):
             job = _job(prepared, cluster, run, init_run, evaluate_at)
+            if prepared.trains:
+                Thread(target=_import_ahead, daemon=True).start()
             run_workers(job, resolved.streams, cluster, use_gpu=use_gpu)
         result = _result(prepared, run)
         run.is_complete = result.is_complete
@@ -320,6 +322,12 @@ def _job(
         evaluate_at=evaluate_at,
         init_run_id=init_run,
     )
+
+
+def _import_ahead() -> None:
+    """Import what the cost and the card need at the end, while the workers start: a second."""
+    import vit_ray.launch.model_card
+    import vit_ray.models.flops  # noqa: F401
 
 
 def _result(prepared: PreparedRun, run: OpenRun) -> RunResult:

@@ -26,7 +26,7 @@ from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
 from vit_ray.launch import workers
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.failures import FailingNodes
-from vit_ray.launch.placement import GroupShape, Place, StoppedWaitingError
+from vit_ray.launch.placement import GroupShape, NoPlaceError, Place, StoppedWaitingError
 from vit_ray.launch.workers import (
     GROUP_FILE,
     RETURN_S,
@@ -394,8 +394,14 @@ def test_a_large_group_is_polled_less_often_and_what_the_user_has_set_stays(
     key = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
     polled = [settings(size, is_private=False)[key] for size in (1, 64, 512)]
     assert polled == ["0.5", "0.5", "4"]
+    monkeypatch.setattr(workers, "_OWN_SETTINGS", set())
+    monkeypatch.delenv(key, raising=False)
+    for size, interval in ((1, "0.5"), (512, "4")):
+        groups_of(tmp_path)._trainer(Place(size, {}))
+        assert os.environ[key] == interval
+    monkeypatch.setattr(workers, "_OWN_SETTINGS", set())
     monkeypatch.setenv(key, "3")
-    groups_of(tmp_path)
+    groups_of(tmp_path)._trainer(PLACE)
     assert os.environ[key] == "3"
 
 
@@ -409,3 +415,17 @@ def test_a_store_that_does_not_answer_is_named_without_its_secret(
     told = capsys.readouterr().err
     assert "mlflow:5000 has not answered yet; " in told
     assert "secret" not in told
+
+
+def test_a_run_without_a_place_fails(tmp_path: Path) -> None:
+    with pytest.raises(RunFailedError, match="no GPU"):
+        without_place(Attempts(tmp_path), NoPlaceError("no GPU"))
+
+
+def test_each_group_of_a_run_has_a_name_of_its_own(tmp_path: Path) -> None:
+    groups, other = groups_of(tmp_path), groups_of(tmp_path)
+    names = set()
+    for number, one in ((1, groups), (2, groups), (1, other)):
+        one._number = number
+        names.add(one._trainer(PLACE).run_config.name)
+    assert len(names) == 3

@@ -78,6 +78,9 @@ LEAST_TIMEOUT_S: Final = 120.0
 RANKS_PER_POLL_S: Final = 128
 """Ray Train's controller polls every rank: 1.4 ms of its CPU each."""
 
+_OWN_SETTINGS: set[str] = set()
+"""Variables of Ray Train that an earlier group of this process has set."""
+
 
 class RunFailedError(RuntimeError):
     """The run ended in an error; the message has the cause."""
@@ -104,8 +107,8 @@ def run_workers(
 
     Raises:
         RunDivergedError: the loss or the gradient is not finite.
-        RunFailedError: training failed more often than the recipe allows, or cannot work.
-        NoPlaceError: the cluster had no room for the workers in time.
+        RunFailedError: training failed more often than the recipe allows, or cannot work, or the
+            cluster had no room for the workers in time.
     """
     trains = job.kind == "train"
     folder = locate(job.recipe.run_folder) if trains else None
@@ -240,8 +243,6 @@ class WorkerGroups:
         self._job, self._streams = job, streams
         self._finder, self._shape, self._cluster = finder, shape, cluster
         self._name, self._number = f"{job.recipe.name}-{uuid.uuid4().hex[:8]}", 0
-        for key, value in settings(shape.sizes[-1], is_private=cluster.is_private).items():
-            os.environ.setdefault(key, value)
 
     def run(self, place: Place) -> Ended:
         """Train with a new group until it ends."""
@@ -272,6 +273,10 @@ class WorkerGroups:
 
         from vit_ray.worker.process_group import GroupConfig
 
+        for key, value in settings(place.size, is_private=self._cluster.is_private).items():
+            if key in _OWN_SETTINGS or key not in os.environ:  # the user's own settings stay
+                _OWN_SETTINGS.add(key)
+                os.environ[key] = value
         use_gpu, group = self._shape.use_gpu, f"{self._name}-{self._number}"
         # Ray leaves a machine's GPUs visible to workers that did not ask for one.
         hides_gpus = self._cluster.num_gpus > 0 and not use_gpu

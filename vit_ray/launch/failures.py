@@ -33,7 +33,8 @@ def cause(error: BaseException, places: Mapping[int, WorkerPlace] | None = None)
     Args:
         places: of the workers by rank, as far as known.
     """
-    places, failures = places or {}, _worker_failures(error)
+    places = places or {}
+    failures = _worker_failures(error)
     if not failures:
         return _text(getattr(error, "controller_failure", error))
     by_text: dict[str, tuple[bool, int]] = {}
@@ -125,7 +126,8 @@ class FailingNodes:
 
     def __init__(self, folder: Location | None, clock: Callable[[], float] = time.time) -> None:
         """`folder`: None = nothing is recorded, as for an evaluation."""
-        self._file, self._clock = folder.child(NODES_FILE) if folder else None, clock
+        self._file = folder.child(NODES_FILE) if folder else None
+        self._clock = clock
         self._left: dict[tuple[str, str], float] = {}
         """Unix time until which each is left out."""
         self._last, self._last_s = ("", ""), 0.0
@@ -148,10 +150,12 @@ class FailingNodes:
     def among(self, nodes: tuple[Mapping[str, Any], ...]) -> dict[str, str]:
         """Those of the nodes, as Ray lists them, that are left out now: id to host."""
         now_s = self._clock()
-        left = {part for node, until_s in self._left.items() if now_s < until_s for part in node}
+        left = [node for node, until_s in self._left.items() if now_s < until_s]
+        left_ids = {node for node, _ in left}
+        left_hosts = {host for _, host in left}
         hosts = [node["NodeManagerAddress"] for node in nodes]
         return {
             node["NodeID"]: host
             for node, host in zip(nodes, hosts, strict=True)
-            if node["NodeID"] in left or (host in left and hosts.count(host) == 1)
+            if node["NodeID"] in left_ids or (host in left_hosts and hosts.count(host) == 1)
         }

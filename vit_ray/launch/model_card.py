@@ -82,23 +82,25 @@ def model_card(
     if position is not None and "model" in position.recipe:
         recipe = Recipe.model_validate_json(json.dumps(position.recipe))
     top1 = None if position is None else _top1(recipe, position)
-    found = [
-        EvalResult(
-            task_type="image-classification",
-            dataset_type=name_of_set.replace(" (held out)", ""),
-            dataset_name=name_of_set,
-            metric_type="accuracy",
-            metric_value=round(accuracy, 6),
+    results = []
+    if top1 is not None:
+        name_of_set, accuracy, _ = top1
+        results.append(
+            EvalResult(
+                task_type="image-classification",
+                dataset_type=name_of_set.replace(" (held out)", ""),
+                dataset_name=name_of_set,
+                metric_type="accuracy",
+                metric_value=round(accuracy, 6),
+            )
         )
-        for name_of_set, accuracy, _ in filter(None, [top1])
-    ]
     data = ModelCardData(
         license=config.license,
         library_name=_LIBRARIES.get(config.layout, "vit_ray"),
         pipeline_tag="image-classification",
         tags=["image-classification", "vision", "vit_ray"],
-        model_name=name if found else None,
-        eval_results=found or None,
+        model_name=name if results else None,
+        eval_results=results or None,
     )
     arguments = ", ".join(
         [repr(shape.name), str(num_classes), str(shape.image_size)]

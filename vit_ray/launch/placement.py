@@ -81,7 +81,7 @@ class Place:
 
     Attributes:
         labels: selects its nodes.
-        since_s: unix time from which on it was waited for.
+        since_s: unix time at which the wait began.
         waited_s: until it was there.
     """
 

@@ -110,7 +110,8 @@ def check_same_on_all_ranks(report: str, device: torch.device) -> None:
 
 def work_per_image(job: TrainJob) -> Compute:
     """Multiply-adds of the model, and the peak of this worker's GPU, for rates."""
-    recipe, has_gpu = job.recipe, torch.cuda.is_available()
+    recipe = job.recipe
+    has_gpu = torch.cuda.is_available()
     gpu = torch.cuda.get_device_name() if has_gpu else None
     macs = step_macs(recipe, job.num_classes, has_gpu)
     peak = peak_flops(gpu, recipe.train.precision) if gpu else None

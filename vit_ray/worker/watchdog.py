@@ -72,7 +72,8 @@ class Watchdog(threading.Thread):
             end: ends the process.
         """
         super().__init__(daemon=True, name="watchdog")
-        self._step, self._timeout_s = 0, timeout_s
+        self._step = 0
+        self._timeout_s = timeout_s
         self._beat, self._report_hang = beat, report_hang
         self._end, self._clock = end, clock
         self._watched = threading.get_ident()

@@ -47,6 +47,11 @@ KINDS = {
         "import vit_ray.experiments.sweep, vit_ray.experiments.study, vit_ray.experiments.vtab",
         RAY_DATA | {"cv2", "ray.train", "ray.tune", "rich"},
     ),
+    "a data set in Python": (
+        "import vit_ray; vit_ray.open_dataset, vit_ray.training_batches",
+        {"cv2", "pyarrow"},
+    ),
+    "a trained model in Python": ("import vit_ray; vit_ray.load", {"cv2", "pyarrow", "torch"}),
 }
 
 

@@ -13,7 +13,9 @@ from tests.recipes import recipe_with
 from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
 from vit_ray.commands.job_list import COMMANDS
 from vit_ray.config import Recipe, resume_compatibility
-from vit_ray.config.help import all_keys, keys_below
+from vit_ray.config.help import all_keys, key_names, keys_below
+from vit_ray.config.resume_compatibility import incompatible_changes, on_resume
+from vit_ray.config.section import OnResume
 from vit_ray.launch.resuming import accepted_changes, find_resume_point
 from vit_ray.storage import locate
 
@@ -239,3 +241,63 @@ def test_what_switches_a_key_off_is_a_key_with_such_values() -> None:
         # Without values the switch is off where it is unset, or 0.
         can_be_off = allowed[used_if.key].endswith(" | null") or used_if.key == "train.averaging"
         assert used_if.values or can_be_off, used_if
+
+
+@pytest.mark.parametrize(
+    ("mark", "keys"),
+    [
+        (
+            OnResume.FIXED,
+            "seed data.fraction "
+            "data.held_out_fraction data.shuffle_window "
+            "optim.name optim.frozen "
+            "train.loss train.masked_target train.global_batch_size",
+        ),
+        (
+            OnResume.FREE,
+            "output resume data.train data.max_bad_fraction "
+            "data.cpus_per_task data.object_store_mib "
+            "data.label_selector data.cache_dir data.cache_free_gib "
+            "train.micro_batch_size train.zero_stage train.offload "
+            "train.activation_checkpointing train.compile train.nonfinite "
+            "train.log_every_steps train.profile_steps "
+            "train.callbacks train.step_timeout_s evaluate.batch_size evaluate.metrics",
+        ),
+        (OnResume.LENGTH, "optim.steps optim.epochs"),
+        (OnResume.EVALUATED, "data.eval evaluate.few_shot_train evaluate.few_shot_test"),
+    ],
+    ids=["fixed", "free", "length", "evaluated"],
+)
+def test_other_keys_of_the_training_than_these_need_the_flag(mark: OnResume, keys: str) -> None:
+    """Written out, since runs are resumed by it: a checkpoint means nothing with a fixed one."""
+    sections = ("data.", "optim.", "train.", "evaluate.")
+    mine = [key for key in key_names() if key.startswith(sections) or "." not in key]
+    assert [key for key in mine if on_resume(key) is mark] == sorted(keys.split(), key=mine.index)
+    held = {on_resume(key) for key in key_names() if key.startswith("model.")}
+    assert held == {OnResume.FIXED}
+    free = ("workers.", "checkpoint.", "tracking.")
+    others = {on_resume(key): key for key in key_names() if key.startswith(free)}
+    # It decides which weights are the result.
+    assert others.pop(OnResume.CONFIRM) == "checkpoint.keep_best"
+    assert others.keys() == {OnResume.FREE}
+
+
+@pytest.mark.parametrize(("name", "is_used"), [("sgd", False), ("parts.lion", True)])
+def test_betas_decide_with_an_optimizer_of_the_users(name: str, is_used: bool) -> None:
+    before, now = (
+        Recipe(name="r", optim={"name": name, "betas": (0.9, beta)}).flat() for beta in (0.9, 0.99)
+    )
+    changed = [change.key for change in incompatible_changes(before, now)]
+    assert changed == (["optim.betas"] if is_used else [])
+
+
+@pytest.mark.parametrize(("averaging", "is_used"), [(0.0, False), (0.999, True)])
+def test_the_warm_up_of_an_average_decides_nothing_where_nothing_is_averaged(
+    averaging: float, is_used: bool
+) -> None:
+    before, now = (
+        Recipe(name="r", train={"averaging": averaging, "averaging_warmup": warms_up}).flat()
+        for warms_up in (True, False)
+    )
+    changed = [change.key for change in incompatible_changes(before, now)]
+    assert changed == (["train.averaging_warmup"] if is_used else [])

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -9,14 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ray.train import PreemptionInfo
 
 from tests import parts
-from tests.worker.fakes import TOTAL, FakeEngine, Worker, make_job, sum_of_one
+from tests.worker.fakes import BATCH, TOTAL, FakeEngine, Worker, make_job, sum_of_one
 from vit_ray import trust_modules
-from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
+from vit_ray.checkpoints.checkpoint import open_checkpoint
+from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpoint
+from vit_ray.checkpoints.sample_digest import samples_digest
 from vit_ray.storage import locate
 from vit_ray.training.loop import EvaluationCutError
 from vit_ray.worker.attempt import evaluate_alone
@@ -257,3 +261,40 @@ def test_a_callback_sees_what_is_logged_on_rank_0_and_changes_nothing(tmp_path: 
     other = Worker(make_job(tmp_path / "c", train=train), rank=1)
     other.hooks.log(3, {"train/loss": 1.0})
     assert parts.LOGGED == []
+
+
+def test_a_checkpoint_has_the_digest_of_all_samples_also_of_a_resumed_run(tmp_path: Path) -> None:
+    job = make_job(tmp_path, checkpoint={"every_steps": 3, "keep_last": 9})
+    folder, worker = locate(job.recipe.run_folder), Worker(job)
+    worker.run(1)
+    for step, one in list_checkpoints(folder):
+        if step > 6:
+            shutil.rmtree(one.path)
+    checkpoint = newest_checkpoint(folder)
+    assert checkpoint is not None
+    resumed = Worker(job)
+
+    resumed.attempt(6).progress = checkpoint.position.progress
+    resumed.hooks.run()
+    digests = {}
+    for step, one in list_checkpoints(folder):
+        saved = open_checkpoint(one)
+        assert saved is not None
+        progress = saved.position.progress
+        digests[progress.digest_from, step] = int(progress.samples_digest, 16)
+    assert digests == {  # what `batches` gives: sample and place are the same number
+        (1, step): samples_digest(BATCH, np.arange(BATCH, step * BATCH)) for step in (3, 6, 9, 10)
+    }
+
+
+def test_an_attempt_without_a_step_keeps_the_digest_of_those_before(tmp_path: Path) -> None:
+    worker = Worker(make_job(tmp_path))
+    worker.hooks.evaluator.evaluate = lambda *_: {"eval/loss": 0.5}  # type: ignore[method-assign]
+    attempt = worker.attempt(TOTAL)  # its checkpoint has gone, so that it is written again
+    attempt.progress.samples_digest = "00000000000000ab"
+    attempt.progress.evaluation_due = True
+    attempt.run()
+    saved = newest_checkpoint(locate(worker.job.recipe.run_folder))
+    assert saved is not None
+    progress = saved.position.progress
+    assert (progress.samples_digest, progress.digest_from) == ("00000000000000ab", 0)

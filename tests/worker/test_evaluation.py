@@ -323,3 +323,43 @@ def test_an_evaluations_own_run_measures_the_weights_that_it_is_given(tmp_path: 
 
 
 CLASSES = tuple("abcde")
+
+
+def of_each_class(rank: int, folder: str) -> Any:
+    """An evaluation's own run: the metrics, and the files that it keeps."""
+    world_size = torch.distributed.get_world_size()
+
+    class Engine(FakeEngine):
+        def predict(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            flat = images.flatten(1)
+            return flat, flat[:, :5]
+
+    # Images of class 0 have no answer, those of 1 have two, and output 4 does not compete.
+    table = np.array([[-1, -1], [1, 2], [2, -1], [3, -1], [-1, -1]], np.int32)
+    answers = Answers(CLASSES[:4], 5, np.arange(4), by_class=table)
+    job = replace(
+        make_job(Path(folder), data={"eval": "somewhere"}, train={"loss": "softmax"}),
+        kind="evaluate",
+        answers=answers,
+    )
+    batches = share(rank, world_size)
+    worker = Worker(job, Engine(), FakeRun(), lambda name: batches, rank=rank)
+    return worker.hooks.evaluate(0), worker.actor.files
+
+
+@pytest.mark.slow
+def test_an_evaluation_counts_each_class_over_all_ranks(tmp_path: Path) -> None:
+    alone, both = (run_ranks(count, of_each_class, str(tmp_path)) for count in (1, 2))
+    metrics, files = alone[0]
+    assert both == [(pytest.approx(metrics), files), (pytest.approx(metrics), {})]
+
+    images = np.concatenate([batch["image"] for batch in share(0, 1)])[:NUM_IMAGES]
+    scores = images.transpose(0, 3, 1, 2).reshape(NUM_IMAGES, -1)[:, :4]
+    predicted, labels = scores.argmax(axis=1), np.arange(NUM_IMAGES) % 5
+    right = {1: (1, 2), 2: (2,), 3: (3,)}
+    of_image = [p in right[k] for p, k in zip(predicted, labels, strict=True) if k in right]
+    assert metrics["eval/top1"] == pytest.approx(np.mean(of_image))
+    rows = files["per_class.csv"].decode().splitlines()
+    assert len(rows) == 5
+    assert sum(int(row.split(",")[2]) for row in rows[1:]) == len(of_image)
+    assert sum(int(row.split(",")[3]) for row in rows[1:]) == sum(of_image)

@@ -1,5 +1,6 @@
 """What a worker's checkpoints hold, and when training may go on."""
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -235,3 +236,13 @@ def test_ranks_that_write_wait_for_each_other_in_a_group_of_their_own(tmp_path: 
     newest = newest_checkpoint(locate(str(tmp_path)))
     assert newest is not None
     assert newest.weights()["w"].tolist() == [5.0] * 3
+
+
+def test_saving_pauses_the_watchdog(tmp_path: Path) -> None:
+    worker = Worker(make_job(tmp_path))
+    limits_s: list[float] = []
+    worker.saver._run_beside = lambda _: limits_s.append(worker.watchdog._limit_s)
+    worker.watchdog.note_step(1)
+    worker.saver.save(Progress(step=1))
+    assert limits_s == [math.inf]
+    assert worker.watchdog._limit_s == worker.job.recipe.train.step_timeout_s

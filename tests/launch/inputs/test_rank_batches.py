@@ -41,3 +41,14 @@ def test_it_is_what_the_stream_of_a_run_gives(recipe: Recipe, digits: Digits) ->
             for name in expected:
                 np.testing.assert_array_equal(batch[name], expected[name], err_msg=name)
                 np.testing.assert_array_equal(without_recipe[name], expected[name], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "told"),
+    [(2, 2, "give 0 <= rank < world_size"), (0, 5, "use a divisor of 64")],
+)
+def test_a_world_that_cannot_be_is_refused(
+    recipe: Recipe, rank: int, world_size: int, told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        training_batches(recipe, rank, world_size)

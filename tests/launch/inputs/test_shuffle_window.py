@@ -141,3 +141,12 @@ def test_a_run_that_continues_is_checked_on_its_cluster_without_its_first_weight
 def test_a_window_that_cannot_be_is_refused(recipe: Recipe, window: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolve_run(recipe.with_changes(data={"shuffle_window": window}))
+
+
+@pytest.mark.parametrize(("store_mib", "window"), [(24, 0), (64, 128)])
+def test_the_window_follows_the_share_of_the_object_store(
+    recipe: Recipe, store_mib: int, window: int
+) -> None:
+    """Pixels of an image take 147 KiB."""
+    resolved = resolve_run(recipe.with_changes(data={"object_store_mib": store_mib}))
+    assert resolved.recipe.data.shuffle_window == window

@@ -166,12 +166,13 @@ class Saves:
         self._thread = threading.Thread()
         folder = str(args.folder / "run")
         job = TrainJob(
-            recipe, "train", CLASSES, 1000, "", folder, "auto", 0, 0.0, silence, None,
+            recipe.with_changes(output=str(args.folder), name="run"), "train", CLASSES, 1000, "",
+            "auto", 0, 0.0, silence, None,
         )  # fmt: skip
         writer = CheckpointWriter(
             locate(folder), recipe.checkpoint, self._refuse, None, gather_by_own_group()
         )
-        watchdog = Watchdog(0, 600.0, link.beat, link.note_hang)
+        watchdog = Watchdog(600.0, link.beat, link.note_hang)
         self._saver = CheckpointSaver(
             job, self.engine.state, writer, link, watchdog, self._run_beside
         )

@@ -37,7 +37,6 @@ KINDS = {
         "import vit_ray.tracking.recorder, vit_ray.tracking.mlflow_run",
         {"ray", "mlflow", "pyarrow", "fastapi"},
     ),
-    "a node that is asked for files": ("import vit_ray.launch.cluster.node_files", {"ray"}),
     "a reading task": ("import vit_ray.data.stream.ray_datasets", RAY_DATA | {"cv2"}),
     "a host's stream server": ("import vit_ray.data.stream.stream_server", RAY_DATA | {"cv2"}),
     "Ray Train's controller": (
@@ -48,6 +47,11 @@ KINDS = {
         "import vit_ray.experiments.sweep, vit_ray.experiments.study, vit_ray.experiments.vtab",
         RAY_DATA | {"cv2", "ray.train", "ray.tune", "rich"},
     ),
+    "a data set in Python": (
+        "import vit_ray; vit_ray.open_dataset, vit_ray.training_batches",
+        {"cv2", "pyarrow"},
+    ),
+    "a trained model in Python": ("import vit_ray; vit_ray.load", {"cv2", "pyarrow", "torch"}),
 }
 
 

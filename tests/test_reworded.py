@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TEXT_AT = {
-    "Failure": 0, "_failed": 0, "_tell": 1, "event.remote": 1, "note": 1,
-    "note_last": 1, "note_own": 1, "note_hang": 0, "tell": 0, "TaskResult": 4, "Trained": 2,
+    "Failure": 0, "_failed": 0, "_tell": 1, "event.remote": 1, "note": 1, "record.event": 1,
+    "note_hang": 0, "tell": 0, "TaskResult": 4, "Trained": 2,
     **dict.fromkeys(("debug", "info", "warning", "error", "exception"), 0),
 }  # fmt: skip
 """Of what we call with a text, and of logs: which argument it is."""

@@ -12,12 +12,12 @@ from typing import Any
 
 from vit_ray.commands.report import report
 from vit_ray.config import Recipe, load_recipe
+from vit_ray.config.loading import write_yaml
 from vit_ray.config.recorded_recipe import used_sections
 from vit_ray.experiments.search_space import RATE, trial_recipe
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.run_metadata import (
     data_inputs,
-    recipe_yaml,
     run_facts,
     trained_params,
     training_cost,
@@ -48,7 +48,7 @@ def write_sweep(folder: Path) -> Recipe:
     assert parent.flush(60)
     for rate, accuracy in ACCURACIES.items():
         _record_trial(trial_recipe(recipe, {RATE: rate}), parent.log.path, accuracy)
-    parent.log.text("recipe.yaml", recipe_yaml(recipe))
+    parent.log.text("recipe.yaml", write_yaml(recipe.written()))
     assert parent.finish("FINISHED")
     report(recipe)
     return recipe

@@ -86,10 +86,7 @@ def test_a_fork_resumes_from_the_parents_weights_with_its_own_recipe(
     assert resumed is not None
     assert original is not None
     resolved = resolve_run(forked)
-    assert not accepted_changes(
-        resolved.recipe, resumed.position, fingerprint=resolved.manifest.fingerprint,
-        num_images=resolved.num_images, total_steps=resolved.total_steps,
-    )  # fmt: skip
+    assert not accepted_changes(resolved, resumed.position)
     assert same_weights(resumed.weights(), original.weights())
     assert (resumed.position.step, resumed.position.tracking_run_id) == (STEP, None)
     assert locate(forked.run_folder).child(NOTE).read() == b"seen at step 7"

@@ -60,7 +60,7 @@ def test_a_disk_that_is_full_costs_the_saves_that_find_no_room_and_nothing_else(
     for step in (1, 2, 3, 4, 5):
         worker.engine.weight = float(step)
         worker.saver.save(Progress(step=step))
-    run = locate(worker.job.run_folder)
+    run = locate(worker.job.recipe.run_folder)
     failed = [text for kind, text, _ in worker.actor.events if kind == "checkpoint failed"]
     assert len(failed) == 2
     assert all("No space left on device" in text for text in failed)

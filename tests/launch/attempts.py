@@ -23,13 +23,15 @@ class Attempts:
     ) -> None:
         self.run = FakeRun()
         self.run.failed = failure
-        job = make_job(folder, workers=workers)
-        self.job = replace(job, record=self.run, run_folder=str(folder))
+        place = {"output": str(folder.parent), "name": folder.name}
+        self.job = replace(make_job(folder, workers=workers, **place), record=self.run)
         self._ends: Iterator[End] = iter(ends)
         self.num_attempts = 0
+        self.lost_since_s: list[float | None] = []
 
-    def found(self) -> Place:
+    def found(self, lost_since_s: float | None = None) -> Place:
         """As `PlaceFinder.found`."""
+        self.lost_since_s.append(lost_since_s)
         return PLACE
 
     def train(self, failing: FailingNodes | None = None) -> None:

@@ -157,25 +157,6 @@ def test_a_model_has_its_card_and_no_copy_of_the_weights_and_no_point_stands_twi
     assert sum(path.stat().st_size for path in kept) < 20_000
 
 
-def test_a_model_that_is_sent_again_is_logged_and_registered_once(
-    trained: Any, tmp_path: Path
-) -> None:
-    """Also where an earlier attempt was cut off before the model's files were there."""
-    recipe, _, checkpoint = trained
-    run_id = record(recipe, checkpoint, register_as="tiny")
-    client = MlflowClient(recipe.tracking.uri)
-    done = replay(Path(recipe.run_folder) / "metrics.jsonl", recipe.tracking.uri)
-    assert done.refused == []
-    run = client.get_run(run_id)
-    (model,) = client.search_logged_models([run.info.experiment_id])
-    (version,) = client.search_model_versions("name = 'tiny'")
-    assert (version.run_id, version.source) == (run_id, f"models:/{model.model_id}")
-    client.finalize_logged_model(model.model_id, "FAILED")
-    replay(Path(recipe.run_folder) / "metrics.jsonl", recipe.tracking.uri)
-    (again,) = client.search_logged_models([run.info.experiment_id])
-    assert (again.status, again.model_id == model.model_id) == ("READY", False)
-
-
 def test_a_checkpoint_that_is_gone_is_named_and_a_moved_one_can_be_given(
     trained: Any, tmp_path: Path
 ) -> None:
@@ -237,3 +218,22 @@ def test_nothing_else_is_logged(run: Any, steps: int) -> None:
 def test_a_name_that_the_registry_would_refuse_is_refused_with_the_recipe() -> None:
     with pytest.raises(ValueError, match=r"tracking\.register_as"):
         prepared("pretrain", tracking={"register_as": "a/b"})
+
+
+def test_a_model_that_is_sent_again_is_logged_and_registered_once(
+    trained: Any, tmp_path: Path
+) -> None:
+    """Also where an earlier attempt was cut off before the model's files were there."""
+    recipe, _, checkpoint = trained
+    run_id = record(recipe, checkpoint, register_as="tiny")
+    client = MlflowClient(recipe.tracking.uri)
+    done = replay(Path(recipe.run_folder) / "metrics.jsonl", recipe.tracking.uri)
+    assert done.refused == []
+    run = client.get_run(run_id)
+    (model,) = client.search_logged_models([run.info.experiment_id])
+    (version,) = client.search_model_versions("name = 'tiny'")
+    assert (version.run_id, version.source) == (run_id, f"models:/{model.model_id}")
+    client.finalize_logged_model(model.model_id, "FAILED")
+    replay(Path(recipe.run_folder) / "metrics.jsonl", recipe.tracking.uri)
+    (again,) = client.search_logged_models([run.info.experiment_id])
+    assert (again.status, again.model_id == model.model_id) == ("READY", False)

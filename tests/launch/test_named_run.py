@@ -3,8 +3,14 @@
 import shutil
 from pathlib import Path
 
-from vit_ray.launch.named_run import where_it_lies
+import pytest
+
+from tests.commands.test_fork import write_parent
+from tests.launch.inputs.test_seen_batch import recipe_on, sets
+from vit_ray.launch.named_run import find_run, where_it_lies
 from vit_ray.storage import locate
+
+__all__ = ["sets"]
 
 
 def test_a_copy_reads_what_was_copied_with_it_and_else_what_the_run_read(tmp_path: Path) -> None:
@@ -35,3 +41,26 @@ def test_a_copy_reads_what_was_copied_with_it_and_else_what_the_run_read(tmp_pat
     assert places(second / "runs" / "digits") == copied
     shutil.rmtree(second / "data")
     assert places(second / "runs" / "digits") == [*copied[:2], f"{first}/data/train", *others]
+
+
+@pytest.mark.parametrize(("folder", "name"), [("renamed", "renamed"), ("digits (old)", None)])
+def test_a_renamed_run_is_found_where_it_lies(
+    folder: str, name: str | None, sets: Path, tmp_path: Path
+) -> None:
+    recipe = recipe_on(sets, output=str(tmp_path / "runs"))
+    moved = Path(write_parent(recipe)).rename(tmp_path / "runs" / folder)
+    found = find_run(str(moved)).recipe
+    # A folder whose name is no run's has the run's recorded name.
+    assert (found.output, found.name) == (str(tmp_path / "runs"), name or recipe.name)
+
+
+def test_a_copied_project_is_opened_on_its_own_data(sets: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    plain = recipe_on(sets, output=str(first / "runs"))
+    shutil.copytree(str(plain.data.train), first / "data")
+    recipe = plain.with_changes(data={"train": str(first / "data")})
+    write_parent(recipe)
+    first.rename(second)
+    found = find_run(str(second / "runs" / recipe.name))
+    assert found.resolved.manifest.path == str(second / "data")
+    assert found.recipe.output == str(second / "runs")

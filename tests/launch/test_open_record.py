@@ -9,7 +9,6 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-import ray
 from mlflow import MlflowClient
 
 from tests.launch.resolved import resolved_run
@@ -102,26 +101,6 @@ def test_an_error_ends_the_record_and_passes(
     assert reasons == ([["vit_ray.failure", str(error)]] if status == "FAILED" else [])
 
 
-@pytest.mark.parametrize(
-    "error", [RuntimeError("has not answered"), ray.exceptions.RayActorError()]
-)
-def test_the_result_stands_where_the_record_has_died(record: Record, error: Exception) -> None:
-    record.error = error
-    with opened() as run:
-        run.is_complete = True
-
-
-def test_what_a_run_is_told_joins_what_every_run_has(record: Record) -> None:
-    with opened(run_id="abc", tags={"a": "b"}):
-        pass
-    (opening,) = record.openings
-    assert opening.run_id == "abc"
-    assert opening.tags["a"] == "b"
-    assert opening.tags["vit_ray.data_fingerprint"] == "f" * 64
-    assert opening.params["model.depth"] == "4"
-    assert record.calls[0][:2] == ("text", "recipe.yaml")
-
-
 def test_a_trial_shows_the_command_of_its_sweep_and_not_that_of_rays_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -205,25 +184,12 @@ def test_a_run_whose_driver_died_after_its_last_checkpoint_is_ended_by_the_next(
     assert run.data.metrics == {"train/loss": 1.5, **COST}
 
 
-def test_an_end_that_mlflow_has_is_left_alone(
-    trained: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_id = driven(trained, "FINISHED")
-    monkeypatch.setattr(Tracker, "start", None)
-    assert end_record(trained, run_id, 10, COST) == run_id
-
-
 def test_a_run_that_has_ended_is_not_opened_again_where_its_log_is_not(trained: Recipe) -> None:
     run_id = driven(trained, "FINISHED")
     ended = mlflow_run(trained, run_id).info.end_time
     shutil.rmtree(metrics_log_path(trained.run_folder).parent)
     assert end_record(trained, run_id, 10, COST) == run_id
     assert mlflow_run(trained, run_id).info.end_time == ended
-
-
-def test_the_run_is_named_while_mlflow_is_away(trained: Recipe) -> None:
-    away = trained.with_changes(tracking={"uri": "http://127.0.0.1:9"})
-    assert end_record(away, "abc", 10, COST) == "abc"
 
 
 def test_an_end_that_mlflow_was_away_for_is_brought_there(trained: Recipe) -> None:

@@ -15,14 +15,13 @@ from ray.train import WorkerGroupError
 from tests.experiments.studies import study_recipe, study_row
 from tests.experiments.trials_here import context_of, in_process, parent_of
 from tests.launch.attempts import Attempts
-from tests.worker.fakes import TOTAL, FakeEngine, Worker, make_job
+from tests.worker.fakes import FakeEngine, Worker, make_job
 from vit_ray.experiments.trials import Outcome
 from vit_ray.launch import run
 from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.launch.workers import Ended, RunDivergedError, RunFailedError
 from vit_ray.outcomes import EventKind, Failure, TrialState
 from vit_ray.tracking.run_state import Event, RunStatus
-from vit_ray.worker.attempt import run_attempt
 from vit_ray.worker.job import DivergedError, SmallerMicroBatchError, UnrecoverableError
 from vit_ray.worker.watchdog import Watchdog
 
@@ -50,7 +49,7 @@ def test_a_trial_that_is_not_finite_has_diverged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = Worker(make_job(tmp_path), FakeEngine(refused=(1,)))
-    run_attempt(worker.link, worker.attempt)
+    worker.run()
     assert worker.kinds() == [EventKind.FIRST_STEP, EventKind.NOT_FINITE]
     error = driver_error(worker)
     assert type(error) is RunDivergedError
@@ -66,25 +65,30 @@ def test_what_a_worker_refuses_ends_the_run(
 
     worker = Worker(make_job(tmp_path), FakeEngine(on_backward=refuse))
     if is_agreed:
-        run_attempt(worker.link, worker.attempt)
+        worker.run()
     else:
         with pytest.raises(UnrecoverableError):
-            run_attempt(worker.link, worker.attempt)
+            worker.run()
     error = driver_error(worker)
     assert type(error) is RunFailedError
     assert outcome_of(error, monkeypatch).state is TrialState.FAILED
 
 
-def result_of(worker: Worker) -> Any:
+def result_of(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What the driver makes of the worker's events."""
     events = [Event(kind, text) for kind, text, _ in worker.actor.events]
-    record = SimpleNamespace(
-        status=lambda: RunStatus(events=events), run_id=lambda: None, hint=lambda: ""
+    record = SimpleNamespace(status=lambda **_: RunStatus(events=events))
+    resolved = SimpleNamespace(total_steps=worker.job.total_steps, streams={})
+    prepared = SimpleNamespace(
+        recipe=worker.job.recipe, trains=worker.job.kind == "train", resolved=resolved
     )
-    return run._result(worker.job, SimpleNamespace(record=record))  # type: ignore[arg-type]
+    monkeypatch.setattr(run, "_record_cost", lambda *_: {})
+    return run._result(prepared, SimpleNamespace(record=record))  # type: ignore[arg-type]
 
 
-def test_a_training_that_was_stopped_has_not_failed(tmp_path: Path) -> None:
+def test_a_training_that_was_stopped_has_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker = Worker(make_job(tmp_path))
 
     def stop(step: int) -> None:
@@ -92,19 +96,21 @@ def test_a_training_that_was_stopped_has_not_failed(tmp_path: Path) -> None:
         worker.link.beat(step)
 
     worker.engine.on_backward = stop
-    run_attempt(worker.link, worker.attempt)
+    worker.run()
     assert worker.kinds() == [EventKind.FIRST_STEP, EventKind.STOPPED]
-    assert not result_of(worker).is_complete
+    assert not result_of(worker, monkeypatch).is_complete
     worker.actor.events.pop()
     with pytest.raises(RunFailedError):
-        result_of(worker)
+        result_of(worker, monkeypatch)
 
 
-def test_an_evaluation_that_was_stopped_has_no_result(tmp_path: Path) -> None:
+def test_an_evaluation_that_was_stopped_has_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker = Worker(make_job(tmp_path, kind="evaluate"))
     worker.actor.events.append((EventKind.STOPPED, "request", 0))
     with pytest.raises(RunStoppedError):
-        result_of(worker)
+        result_of(worker, monkeypatch)
 
 
 def test_a_pass_without_memory_is_tried_with_fewer_images_as_often_as_it_takes(
@@ -115,7 +121,7 @@ def test_a_pass_without_memory_is_tried_with_fewer_images_as_often_as_it_takes(
 
     worker = Worker(make_job(tmp_path), FakeEngine(on_backward=run_out))
     with pytest.raises(SmallerMicroBatchError) as caught:
-        run_attempt(worker.link, worker.attempt)
+        worker.run()
     assert worker.kinds() == [EventKind.OUT_OF_MEMORY]
     smaller = WorkerGroupError("failed", {0: pickle.loads(pickle.dumps(caught.value))})
     other = WorkerGroupError("failed", {0: OSError("x")})
@@ -127,10 +133,9 @@ def test_a_pass_without_memory_is_tried_with_fewer_images_as_often_as_it_takes(
 def test_a_step_that_hangs_is_noted_and_ends_the_process(tmp_path: Path) -> None:
     worker, ends, now_s = Worker(make_job(tmp_path)), [], [0.0]
     dog = Watchdog(
-        TOTAL, 60.0, worker.link.beat, worker.link.note_hang,
+        60.0, worker.link.beat, worker.link.note_hang,
         end=lambda: ends.append(1), clock=lambda: now_s[0],
     )  # fmt: skip
-    dog.begin_steps(0)
     dog.note_step(1)
     now_s[0] = 61.0
     dog.check()

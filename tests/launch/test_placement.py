@@ -98,6 +98,21 @@ def test_what_is_missing_is_told_every_ten_seconds_until_the_limit(cluster: Clus
     assert cluster.num_open == 0
 
 
+def test_a_place_that_is_lost_again_and_again_is_not_asked_for_without_limit(
+    cluster: Cluster,
+) -> None:
+    run = FakeRun()
+    wants = finder(cluster, run, num_workers=4, place_timeout_minutes=1.0)
+    place = wants.found()
+    for _ in range(2):
+        cluster.now_s += 20.0  # which Ray Train has waited
+        place = wants.found(place.since_s)
+    cluster.now_s += 20.0
+    with pytest.raises(NoPlaceError, match=r"no workers for 6\d s: .* lost .*minutes=1\)$"):
+        wants.found(place.since_s)
+    assert len(run.events) == 2
+
+
 def test_a_stop_ends_the_wait_at_the_next_look(cluster: Cluster) -> None:
     run = FakeRun()
     run.stop = "Ctrl-C"

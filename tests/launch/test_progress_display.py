@@ -1,59 +1,54 @@
 """What a person sees of a run that works."""
 
+import time
+
 import pytest
 
 from vit_ray.launch import progress_display as progress
-from vit_ray.launch.progress_display import Pace, time_left
-from vit_ray.tracking.run_state import RunStatus
+from vit_ray.outcomes import EventKind
+from vit_ray.tracking.run_state import Event, RunStatus
 
 
-@pytest.mark.parametrize(
-    ("step", "start_step", "elapsed_s", "left"),
-    [
-        (150, 100, 25.0, "0:07:05"),  # 0.5 s a step, of 1,000 steps
-        (200, 0, 7200.0, "8:00:00"),
-        (100, 100, 3.0, "--:--"),  # after a restart nothing is known yet
-        (1000, 0, 10.0, "0:00:00"),
-    ],
-)
-def test_the_time_left_is_reckoned_from_the_steps_of_this_attempt(
-    step: int, start_step: int, elapsed_s: float, left: str
+def test_a_log_has_each_event_once_and_the_time_left_by_the_steps_of_this_attempt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert time_left(step, start_step, 1000, elapsed_s) == left
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    now_s, status = [100.0], RunStatus(step=100, events=[Event(EventKind.RESUMED, "from step 100")])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now_s[0])
+    looks = []
+
+    class Repeated:
+        """The looks of the display, made by the test."""
+
+        def __init__(self, update: object) -> None:
+            looks.append(update)
+
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(progress, "repeated", Repeated)
+    record = type("Record", (), {"status": lambda self, limit_s: status})()
+    with progress.shown_progress(record, "run", 1000):
+        (look,) = looks
+        look(False)
+        for step, seconds in ((120, 10.0), (150, 15.0), (150, 10.0), (150, 55.0), (1000, 425.0)):
+            status.step, now_s[0] = step, now_s[0] + seconds
+            status.metrics |= {"train/loss": 2.5, "train/lr": 1e-3}
+            look(False)
+    assert capsys.readouterr().err.splitlines() == [
+        "run: starting workers",
+        "run: resumed: from step 100",
+        "run: step 100/1000, ETA --:--",
+        "run: step 120/1000, ETA 0:07:20, loss 2.500, lr 1.00e-03",  # 0.5 s a step
+        "run: step 150/1000, ETA 0:07:05, loss 2.500, lr 1.00e-03",
+        "run: step 150/1000, ETA 0:07:05, loss 2.500, lr 1.00e-03",
+        "run: step 150/1000, no step for 0:01:05, loss 2.500, lr 1.00e-03",
+        "run: step 1000/1000, ETA 0:00:00, loss 2.500, lr 1.00e-03",
+    ]
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time that the display reads, in a list of one."""
-    now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    return now
-
-
-def test_the_time_left_of_a_sweep_counts_the_starts_of_its_trials_and_falls(
-    clock: list[float],
-) -> None:
-    # Four trials of 100 steps: each takes 30 s to start and 10 s to train.
-    pace, left = Pace(400), []
-    for trial in range(4):
-        for step in (0, 100):
-            clock[0] = 100.0 + trial * 40 + (30 if step == 0 else 40)
-            left.append(pace.left(RunStatus(step=trial * 100 + step, has_children=True)))
-    assert left[0] == "ETA --:--"
-    assert left[1::2] == ["ETA 0:02:00", "ETA 0:01:20", "ETA 0:00:40", "ETA 0:00:00"]
-
-
-def test_a_run_without_a_step_says_so_and_has_no_pace(clock: list[float]) -> None:
-    pace = Pace(100)
-    assert pace.left(RunStatus()) == "ETA --:--"
-    clock[0] += 600
-    assert pace.left(RunStatus()) == "ETA --:--"  # it is starting
-    pace.left(RunStatus(step=10))
-    for step, waited_s, said in (
-        (20, 10, "ETA 0:01:20"),
-        (20, 15, "ETA 0:03:20"),
-        (20, 50, "no step for 0:01:05"),
-        (21, 1, "ETA 0:09:06"),  # 76 s for 11 steps
-    ):
-        clock[0] += waited_s
-        assert pace.left(RunStatus(step=step)) == said
+def test_the_display_itself_ends_with_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    record = type("Record", (), {"status": lambda self, limit_s: RunStatus(step=3)})()
+    with progress.shown_progress(record, "run", 4):
+        time.sleep(0)
+    assert capsys.readouterr().err.splitlines()[-1].startswith("run: step 3/4, ETA ")

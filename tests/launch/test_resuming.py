@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,8 +36,13 @@ def position(step: int, begun: Recipe | None = None) -> Position:
 
 
 def accepted(now: Recipe, at: Position) -> list[str]:
-    steps = now.optim.total_steps(IMAGES, BATCH)
-    return accepted_changes(now, at, fingerprint="print", num_images=IMAGES, total_steps=steps)
+    resolved: Any = SimpleNamespace(
+        recipe=now,
+        manifest=SimpleNamespace(fingerprint="print"),
+        num_images=IMAGES,
+        total_steps=now.optim.total_steps(IMAGES, BATCH),
+    )
+    return accepted_changes(resolved, at)
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
@@ -225,6 +231,18 @@ def test_every_key_that_a_training_reads_says_whether_it_may_change() -> None:
     assert {key.name for key in keys if not key.on_resume} == {"name"}
 
 
+def test_what_switches_a_key_off_is_a_key_with_such_values() -> None:
+    """A misspelt one would leave the key without effect on any comparison."""
+    allowed = {key.name: key.allowed for key in all_keys()}
+    switches = [used_if for _, used_if in resume_compatibility._MARKS.values() if used_if]
+    assert len(switches) > 10
+    for used_if in switches:
+        assert set(used_if.values) <= set(allowed[used_if.key].split(" | ")), used_if
+        # Without values the switch is off where it is unset, or 0.
+        can_be_off = allowed[used_if.key].endswith(" | null") or used_if.key == "train.averaging"
+        assert used_if.values or can_be_off, used_if
+
+
 @pytest.mark.parametrize(
     ("mark", "keys"),
     [
@@ -262,18 +280,6 @@ def test_other_keys_of_the_training_than_these_need_the_flag(mark: OnResume, key
     # It decides which weights are the result.
     assert others.pop(OnResume.CONFIRM) == "checkpoint.keep_best"
     assert others.keys() == {OnResume.FREE}
-
-
-def test_what_switches_a_key_off_is_a_key_with_such_values() -> None:
-    """A misspelt one would leave the key without effect on any comparison."""
-    allowed = {key.name: key.allowed for key in all_keys()}
-    switches = [used_if for _, used_if in resume_compatibility._MARKS.values() if used_if]
-    assert len(switches) > 10
-    for used_if in switches:
-        assert set(used_if.values) <= set(allowed[used_if.key].split(" | ")), used_if
-        # Without values the switch is off where it is unset, or 0.
-        can_be_off = allowed[used_if.key].endswith(" | null") or used_if.key == "train.averaging"
-        assert used_if.values or can_be_off, used_if
 
 
 @pytest.mark.parametrize(("name", "is_used"), [("sgd", False), ("parts.lion", True)])

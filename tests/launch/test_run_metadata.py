@@ -13,7 +13,7 @@ from joblib import cpu_count
 
 from tests.launch.resolved import resolved_run
 from vit_ray.config import load_recipe
-from vit_ray.config.recorded_recipe import recorded_before, stored_tag, tags_of
+from vit_ray.config.recorded_recipe import recorded_before, stored_tag
 from vit_ray.config.resume_compatibility import incompatible_changes
 from vit_ray.experiments.search_space import RATE, final_recipe, trial_recipe
 from vit_ray.launch import run_metadata
@@ -24,7 +24,6 @@ from vit_ray.launch.run_metadata import (
     git_commit,
     group_of,
     machine_facts,
-    recipe_yaml,
     run_facts,
     trained_params,
     training_cost,
@@ -64,31 +63,6 @@ def test_a_recorded_run_is_found_to_be_of_its_recipe_and_of_no_other(name):
     other = recipe.with_changes(data={"eval": "another"}, optim={"weight_decay": 0.77})
     changed = {change.key for change in incompatible_changes(before, other.flat())}
     assert changed == {"data.eval", "optim.weight_decay"}
-
-
-def test_a_run_that_went_on_with_another_recipe_is_recorded_as_of_that_one():
-    params = {"optim.learning_rate": "0.1", "seed": "3"}
-    changed = {"vit_ray.changed_params": '{"optim.learning_rate": "0.2"}'}
-    before = recorded_before(params, changed)
-    assert (before["optim.learning_rate"], before["seed"]) == ("0.2", "3")
-    cut_off = {"vit_ray.changed_params": '{"optim.learning_rate": "0.2", "se'}
-    assert recorded_before(params, cut_off)["optim.learning_rate"] == "0.1"
-
-
-def test_a_tag_is_read_by_our_name_under_whichever_it_is_stored() -> None:
-    tags = {"vit_ray.kind": "pretrain", "vit_ray.git_commit": "b", "data.eval": "test", "own": "x"}
-    stored = {stored_tag(key): value for key, value in tags.items()}
-    assert stored.keys() == {"vit_ray.kind", "mlflow.vit_ray.git_commit", "mlflow.data.eval", "own"}
-    of_mlflow = {"mlflow.source.git.commit": "b", "mlflow.user": "ana"}
-    read = tags_of({**stored, **of_mlflow})
-    assert {key: read[key] for key in (*tags, *of_mlflow)} == {**tags, **of_mlflow}
-
-
-def test_the_recipe_that_is_kept_runs_again(tmp_path: Path):
-    recipe = load_recipe("digits", ["optim.learning_rate=1.25e-4"])
-    path = tmp_path / "recipe.yaml"
-    path.write_text(recipe_yaml(recipe))
-    assert load_recipe(path) == recipe
 
 
 def test_tags_say_data_stage_user_and_command(monkeypatch: pytest.MonkeyPatch):
@@ -145,15 +119,6 @@ def test_the_compute_of_a_training_is_that_of_its_steps():
     ten, twenty = (training_cost(plan, steps) for steps in (10, 20))
     assert ten["study/images_seen"] == 1280
     assert twenty["study/exaflops"] == pytest.approx(2 * ten["study/exaflops"])
-
-
-def test_a_git_that_does_not_answer_leaves_the_commit_unknown(monkeypatch: pytest.MonkeyPatch):
-    def hang(command: list[str], *, timeout: float, **_: object) -> None:
-        raise subprocess.TimeoutExpired(command, timeout)
-
-    monkeypatch.delenv("VIT_RAY_GIT_COMMIT", raising=False)
-    monkeypatch.setattr(subprocess, "run", hang)
-    assert git_commit() == "unknown"
 
 
 def test_a_group_is_of_runs_that_differ_by_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:

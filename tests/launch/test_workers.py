@@ -1,6 +1,5 @@
 """What the driver decides after each worker group, on groups that are fake: no Ray."""
 
-import json
 import os
 import pickle
 import tempfile
@@ -29,7 +28,7 @@ from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.failures import FailingNodes
 from vit_ray.launch.placement import GroupShape, NoPlaceError, Place, StoppedWaitingError
 from vit_ray.launch.workers import (
-    GROUPS_FILE,
+    GROUP_FILE,
     RETURN_S,
     SILENT_S,
     Ended,
@@ -38,7 +37,6 @@ from vit_ray.launch.workers import (
     RunFailedError,
     WorkerGroups,
     lost_place,
-    newest_step,
     settings,
 )
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
@@ -135,7 +133,7 @@ def test_what_a_worker_says_would_happen_again_ends_the_run_with_its_line(
 
 
 def without_place(attempts: Attempts, error: Exception) -> None:
-    def wait() -> Place:
+    def wait(lost_since_s: float | None = None) -> Place:
         raise error
 
     attempts.found = wait  # type: ignore[method-assign]
@@ -164,24 +162,6 @@ def test_a_stop_does_not_hide_what_the_run_had_failed_of(tmp_path: Path) -> None
     with pytest.raises(RunFailedError, match="disk full"):
         without_place(attempts, StoppedWaitingError("SIGTERM"))
     assert attempts.run.events == []
-
-
-def test_a_run_without_a_place_fails(tmp_path: Path) -> None:
-    with pytest.raises(RunFailedError, match="no GPU"):
-        without_place(Attempts(tmp_path), NoPlaceError("no GPU"))
-
-
-def test_a_failure_is_told_with_the_place_of_its_worker(tmp_path: Path) -> None:
-    attempts = Attempts(tmp_path, failed(BY_PEER, RuntimeError("CUDA error: ECC")), Ended())
-    attempts.run.at = {
-        rank: WorkerPlace(f"10.0.0.{rank}", str(rank), f"GPU 3, pid 4{rank}", 57)
-        for rank in range(2)
-    }
-    attempts.train()
-    ((_, text, _),) = attempts.run.events
-    assert text.startswith(
-        "worker 1 on 10.0.0.1 (GPU 3, pid 41, step 57): CUDA error: ECC; worker 0 on "
-    )
 
 
 def test_failures_are_counted_by_node(tmp_path: Path) -> None:
@@ -229,9 +209,8 @@ def test_workers_that_are_silent_are_not_waited_for_without_end(
     if has_started:  # their controller is frozen, and one has died
         watched.start()
         assert not watched.is_over_within(10 * SILENT_S)
-        assert watched.watch.known_groups() == {"00"}
-        file = Path(watched.job.run_folder) / GROUPS_FILE
-        assert json.loads(file.read_text()) == ["00"]  # for the next driver
+        file = Path(watched.job.recipe.run_folder) / GROUP_FILE
+        assert file.read_text() == watched.watch.known_group() == "00"  # for the next driver
     watched.is_heard = False
     assert not watched.is_over_within(SILENT_S)
     assert watched.is_over_within(RETURN_S + 60)
@@ -251,29 +230,39 @@ def test_a_worker_that_is_heard_again_is_waited_for(
     assert not watched.is_over_within(10 * RETURN_S)
 
 
+LOST = ControllerError(WorkerGroupStartupTimeoutError(num_workers=2))
+
+
 def test_a_place_is_lost_where_ray_says_for_how_many_workers() -> None:
-    assert lost_place(ControllerError(WorkerGroupStartupTimeoutError(num_workers=2)))
+    assert lost_place(LOST)
     for error in (WorkerGroupStartupFailedError("rendezvous"), RuntimeError("a worker died")):
         assert not lost_place(ControllerError(error))
     assert not lost_place(failed(BY_PEER))
 
 
-def test_workers_that_a_recorder_has_forgotten_are_still_known(
+def test_a_group_that_loses_its_place_is_no_failure_and_its_wait_goes_on(tmp_path: Path) -> None:
+    attempts = Attempts(tmp_path, LOST, LOST, failed(BY_PEER), Ended(), max_failures=1)
+    attempts.train()
+    assert attempts.lost_since_s == [None, PLACE.since_s, PLACE.since_s, None]
+    assert [kind for kind, *_ in attempts.run.events] == [EventKind.WORKER_FAILED]
+
+
+def test_a_group_that_a_recorder_has_forgotten_is_still_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = Watched(tmp_path, monkeypatch)
-    for rank in range(2):
-        watched.run.at = {rank: WorkerPlace("10.0.0.1", "a", "", 0, f"0{rank}")}
-        watched.is_over_within(60)
-    assert watched.watch.known_groups() == {"00", "01"}
+    watched.start()
+    watched.is_over_within(60)
+    watched.run.at = {}
+    assert watched.watch.known_group() == "00"
 
 
 def test_storage_that_is_full_ends_no_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched = Watched(tmp_path, monkeypatch)
-    Path(watched.job.run_folder).parent.mkdir(parents=True, exist_ok=True)
-    Path(watched.job.run_folder).write_text("in the way of the folder")
+    Path(watched.job.recipe.run_folder).parent.mkdir(parents=True, exist_ok=True)
+    Path(watched.job.recipe.run_folder).write_text("in the way of the folder")
     watched.start()
     assert not watched.is_over_within(2 * SILENT_S)
 
@@ -281,7 +270,7 @@ def test_storage_that_is_full_ends_no_group(
 def end_of(watched: Watched, how: str) -> None:
     if how == "finished":
         watched.status.step = TOTAL
-        checkpoint(Path(watched.job.run_folder), TOTAL)
+        checkpoint(Path(watched.job.recipe.run_folder), TOTAL)
     elif how == "stopped":
         watched.status.events.append(Event(EventKind.STOPPED, "SIGTERM"))
     elif how == "measured":
@@ -399,15 +388,6 @@ def test_ray_train_tries_once_and_leaves_no_files(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_each_group_of_a_run_has_a_name_of_its_own(tmp_path: Path) -> None:
-    groups, other = groups_of(tmp_path), groups_of(tmp_path)
-    names = set()
-    for number, one in ((1, groups), (2, groups), (1, other)):
-        one._number = number
-        names.add(one._trainer(PLACE).run_config.name)
-    assert len(names) == 3
-
-
 def test_a_large_group_is_polled_less_often_and_what_the_user_has_set_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -437,7 +417,15 @@ def test_a_store_that_does_not_answer_is_named_without_its_secret(
     assert "secret" not in told
 
 
-def test_a_run_without_a_checkpoint_has_no_newest_step(tmp_path: Path) -> None:
-    assert newest_step(str(tmp_path)) == -1
-    checkpoint(tmp_path, 10)
-    assert newest_step(str(tmp_path)) == 10
+def test_a_run_without_a_place_fails(tmp_path: Path) -> None:
+    with pytest.raises(RunFailedError, match="no GPU"):
+        without_place(Attempts(tmp_path), NoPlaceError("no GPU"))
+
+
+def test_each_group_of_a_run_has_a_name_of_its_own(tmp_path: Path) -> None:
+    groups, other = groups_of(tmp_path), groups_of(tmp_path)
+    names = set()
+    for number, one in ((1, groups), (2, groups), (1, other)):
+        one._number = number
+        names.add(one._trainer(PLACE).run_config.name)
+    assert len(names) == 3

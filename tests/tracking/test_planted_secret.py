@@ -11,12 +11,12 @@ import pytest
 from tests.tracking.recorders import recorded_here
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config import load_recipe
+from vit_ray.config.loading import write_yaml
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.run_metadata import (
     command_line,
     data_inputs,
-    recipe_yaml,
     run_facts,
     trained_params,
 )
@@ -49,7 +49,7 @@ def _recorded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         config, "run", log_path, None, params, tags, None, datasets=data_inputs(plan)
     )
     record = recorded_here(opening)
-    record.text("recipe.yaml", recipe_yaml(recipe))
+    record.text("recipe.yaml", write_yaml(recipe.written()))
     record.tag("note", f"it is at {ADDRESS}")
     record.event("restart", f"cannot reach {ADDRESS}", 1)
     record.request_stop(f"cannot reach {ADDRESS}")

@@ -15,6 +15,7 @@ from tests.worker.fakes import FakeRun, make_job
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.training.engine.predictor import Predictor
 from vit_ray.worker.run_link import RunLink
+from vit_ray.worker.watchdog import Watchdog
 from vit_ray.worker.worker import set_up_evaluation
 
 CPU = torch.device("cpu")
@@ -55,10 +56,11 @@ def set_up(rank: int, folder: str) -> tuple[int, int]:
     train = {"averaging": 0.9, "precision": "bf16", "zero_stage": 1}
     job = make_job(Path(folder), "evaluate", data={"eval": "somewhere"}, train=train, **sections)
     before, run, streams = held_bytes(), FakeRun(), Any
-    attempt = set_up_evaluation(job, RunLink(run, 0), streams, CPU)  # type: ignore[arg-type]
+    link: Any = RunLink(run, 0)  # type: ignore[arg-type]
+    dog = Watchdog(60.0, link.beat, link.note_hang)
+    evaluator = set_up_evaluation(job, link, streams, CPU, dog)  # type: ignore[arg-type]
     held = held_bytes() - before
-    attempt.close()
-    weights = sum(p.numel() * 2 for p in attempt.evaluator._engine._model.parameters())
+    weights = sum(p.numel() * 2 for p in evaluator._engine._model.parameters())
     return held, weights
 
 

@@ -16,7 +16,7 @@ from vit_ray.measure.meters import Compute
 from vit_ray.training import loop
 from vit_ray.training.engine.collectives import all_sum
 from vit_ray.training.loop import Batch, Ending, RankContext, SkippedStep, TrainingLoop
-from vit_ray.worker.nonfinite import NonfinitePolicy, describe_batch
+from vit_ray.worker.nonfinite import describe_batch, report_refused, report_skipped
 from vit_ray.worker.run_link import RunLink
 
 RANKS, MICRO, BAD = 2, 2, 2
@@ -36,17 +36,15 @@ def train_on(
         value: torch.Tensor = plain(module, images, labels, samples, step)
         return value * factor if (rank, step) == (1, BAD) else value
 
-    def describe(one: Batch) -> str:
-        return describe_batch(engine, one, MICRO)
-
-    policy = NonfinitePolicy(train, RunLink(actor, rank), describe)
+    link: Any = RunLink(actor, rank)  # type: ignore[arg-type]
 
     class Hooks(FakeHooks):
         def on_bad_step(self, progress: Progress, batch: Batch) -> None:
-            policy.handle(progress, batch)
+            report_refused(train, link, progress, describe_batch(engine, batch, MICRO))
 
         def on_skipped_step(self, progress: Progress, skipped: SkippedStep) -> None:
-            policy.report_skipped(progress, skipped)
+            text = describe_batch(engine, skipped.batch, MICRO)
+            report_skipped(train, link, progress, skipped, text)
 
     share = GLOBAL_BATCH // RANKS
     mine = slice(rank * share, (rank + 1) * share)

@@ -21,10 +21,9 @@ from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.storage import locate
 from vit_ray.tracking.run_state import Orders
 from vit_ray.training.loop import Batch, EvaluationCutError, RankContext, SkippedStep, StepResult
-from vit_ray.worker.attempt import Attempt
+from vit_ray.worker.attempt import Attempt, reported_failures
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import TrainJob
-from vit_ray.worker.nonfinite import NonfinitePolicy
 from vit_ray.worker.run_link import RunLink
 from vit_ray.worker.saving import CheckpointSaver
 from vit_ray.worker.watchdog import Watchdog
@@ -240,7 +239,7 @@ def make_job(folder: Path, kind: Any = "train", **sections: Any) -> TrainJob:
     """A run of a few steps below `folder`."""
     recipe = short_recipe(**{"output": str(folder), **sections})
     return TrainJob(
-        recipe, kind, 10, TOTAL, "print", recipe.run_folder, "auto", 0, 0.0, FakeRun(), None,
+        recipe, kind, 10, TOTAL, "print", "auto", 0, 0.0, FakeRun(), None,
         classes=CLASSES,
     )  # fmt: skip
 
@@ -260,6 +259,13 @@ def write_now(write: Callable[[], None]) -> None:
     write()
 
 
+class AloneAttempt(Attempt):
+    """Of a rank without a process group."""
+
+    def _described(self, batch: Batch) -> str:
+        return "Samples 1, 2."
+
+
 @dataclass
 class Worker:
     """A worker whose outside is fake and whose parts are real, apart from the engine."""
@@ -273,20 +279,19 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.link = RunLink(self.actor, self.rank)
-        folder = locate(self.job.run_folder)
+        folder = locate(self.job.recipe.run_folder)
         train = self.job.recipe.train
-        self.watchdog = Watchdog(0, train.step_timeout_s, self.link.beat, self.link.note_hang)
+        self.watchdog = Watchdog(train.step_timeout_s, self.link.beat, self.link.note_hang)
         writer = CheckpointWriter(
-            folder, self.job.recipe.checkpoint, self.link.note_own, self.job.lock_number,
+            folder, self.job.recipe.checkpoint, self.actor.event, self.job.lock_number,
             resumed=newest_checkpoint(folder),
         )  # fmt: skip
         engine: Any = self.engine
         self.saver = CheckpointSaver(self.job, engine, writer, self.link, self.watchdog, write_now)
         evaluator = Evaluator(self.job, engine, self.evaluation_batches, self.link, self.watchdog)
-        nonfinite = NonfinitePolicy(train, self.link, lambda batch: "Samples 1, 2.")
         context = RankContext(TOTAL, self.rank, 1, MICRO, sum_of_one)
-        self.hooks = Attempt(
-            self.job, context, self.link, engine, batches(), evaluator, self.saver, nonfinite,
+        self.hooks = AloneAttempt(
+            self.job, context, self.link, engine, batches(), evaluator, self.saver,
             self.watchdog, Progress(), self.notice,
         )  # fmt: skip
 
@@ -294,6 +299,11 @@ class Worker:
         """At the start of the run, or where `start_step` says."""
         self.hooks.progress, self.hooks.batches = Progress(step=start_step), batches(start_step)
         return self.hooks
+
+    def run(self, start_step: int = 0) -> None:
+        """As `worker.work` does, to the end."""
+        with reported_failures(self.link):
+            self.attempt(start_step).run()
 
     def kinds(self) -> list[str]:
         """Of the events, in their order."""

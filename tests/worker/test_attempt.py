@@ -16,30 +16,25 @@ import torch
 from ray.train import PreemptionInfo
 
 from tests import parts
-from tests.worker.fakes import BATCH, MICRO, TOTAL, FakeEngine, Worker, make_job, sum_of_one
+from tests.worker.fakes import BATCH, TOTAL, FakeEngine, Worker, make_job, sum_of_one
 from vit_ray import trust_modules
 from vit_ray.checkpoints.checkpoint import open_checkpoint
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpoint
 from vit_ray.checkpoints.sample_digest import samples_digest
-from vit_ray.outcomes import Failure
 from vit_ray.storage import locate
 from vit_ray.training.loop import EvaluationCutError
-from vit_ray.worker.attempt import Attempt, EvaluationAttempt, run_attempt
-from vit_ray.worker.job import SmallerMicroBatchError, UnrecoverableError
+from vit_ray.worker.attempt import evaluate_alone
+from vit_ray.worker.job import UnrecoverableError
 
 
 def newest_step(worker: Worker) -> int:
-    checkpoint = newest_checkpoint(locate(worker.job.run_folder))
+    checkpoint = newest_checkpoint(locate(worker.job.recipe.run_folder))
     return -1 if checkpoint is None else checkpoint.position.step
-
-
-def run(worker: Worker) -> None:
-    run_attempt(worker.link, worker.attempt)
 
 
 def test_a_run_that_ends_has_its_last_checkpoint_and_no_other_event(tmp_path: Path) -> None:
     worker = Worker(make_job(tmp_path))
-    run(worker)
+    worker.run()
     assert worker.kinds() == ["first step"]
     assert newest_step(worker) == TOTAL
     assert [step for step, _ in worker.actor.logged] == [1, 1, 4, 8, *[TOTAL] * 3]
@@ -63,7 +58,7 @@ def test_a_model_that_runs_eagerly_does_not_look_compiled(
 ) -> None:
     worker = Worker(make_job(tmp_path))
     worker.engine.compiled_s, worker.engine.failure = compiled_s, failure
-    run(worker)
+    worker.run()
     assert worker.kinds() == kinds
     logged = {key: value for _, values in worker.actor.logged for key, value in values.items()}
     assert logged["perf/compiled"] == is_compiled
@@ -71,25 +66,12 @@ def test_a_model_that_runs_eagerly_does_not_look_compiled(
     assert any(failure in text for text in texts) if failure else len(texts) == 1
 
 
-def test_a_run_that_is_over_is_not_trained_again(tmp_path: Path) -> None:
-    worker = Worker(make_job(tmp_path))
-    run_attempt(worker.link, lambda: None)
-    assert worker.actor.failed is None
-    assert worker.kinds() == []
-
-
-def test_it_goes_on_at_the_step_where_it_is_set_up(tmp_path: Path) -> None:
-    worker = Worker(make_job(tmp_path))
-    run_attempt(worker.link, lambda: worker.attempt(4))
-    assert worker.engine.applied_steps == TOTAL - 4
-
-
 @pytest.mark.parametrize(("start", "is_kept"), [(0, True), (4, False)])
 def test_crops_of_the_first_batch_are_kept_once_and_trained_on_all_the_same(
     tmp_path: Path, start: int, is_kept: bool
 ) -> None:
     worker = Worker(make_job(tmp_path))
-    run_attempt(worker.link, lambda: worker.attempt(start))
+    worker.run(start)
     assert worker.engine.applied_steps == TOTAL - start
     assert ({"training.jpg", "training.json"} <= {*worker.actor.files}) is is_kept
     if is_kept:
@@ -97,33 +79,6 @@ def test_crops_of_the_first_batch_are_kept_once_and_trained_on_all_the_same(
         assert [(one["sample"], one["classes"]) for one in shown] == [
             (sample, ["class 0"]) for sample in range(8)
         ]
-
-
-def test_a_checkpoint_has_the_digest_of_all_samples_also_of_a_resumed_run(tmp_path: Path) -> None:
-    job = make_job(tmp_path, checkpoint={"every_steps": 3, "keep_last": 9})
-    folder, worker = locate(job.run_folder), Worker(job)
-    run_attempt(worker.link, lambda: worker.attempt(1))
-    for step, one in list_checkpoints(folder):
-        if step > 6:
-            shutil.rmtree(one.path)
-    checkpoint = newest_checkpoint(folder)
-    assert checkpoint is not None
-    resumed = Worker(job)
-
-    def attempt() -> Attempt:
-        resumed.attempt(6).progress = checkpoint.position.progress
-        return resumed.hooks
-
-    run_attempt(resumed.link, attempt)
-    found = {}
-    for step, one in list_checkpoints(folder):
-        saved = open_checkpoint(one)
-        assert saved is not None
-        progress = saved.position.progress
-        found[progress.digest_from, step] = int(progress.samples_digest, 16)
-    assert found == {  # what `batches` gives: sample and place are the same number
-        (1, step): samples_digest(BATCH, np.arange(BATCH, step * BATCH)) for step in (3, 6, 9, 10)
-    }
 
 
 def test_ranks_do_not_meet_for_a_save(tmp_path: Path) -> None:
@@ -134,22 +89,9 @@ def test_ranks_do_not_meet_for_a_save(tmp_path: Path) -> None:
         attempt.context = replace(
             attempt.context, all_sum=lambda values, to=sums: to.append(1) or sum_of_one(values)
         )
-        run_attempt(worker.link, lambda one=attempt: one)
+        attempt.run()
         met[every] = len(sums)
     assert met[None] == met[1] >= TOTAL
-
-
-def test_an_attempt_without_a_step_keeps_the_digest_of_those_before(tmp_path: Path) -> None:
-    worker = Worker(make_job(tmp_path))
-    worker.hooks.evaluator.evaluate = lambda *_: {"eval/loss": 0.5}  # type: ignore[method-assign]
-    attempt = worker.attempt(TOTAL)  # its checkpoint has gone, so that it is written again
-    attempt.progress.samples_digest = "00000000000000ab"
-    attempt.progress.evaluation_due = True
-    run_attempt(worker.link, lambda: attempt)
-    saved = newest_checkpoint(locate(worker.job.run_folder))
-    assert saved is not None
-    progress = saved.position.progress
-    assert (progress.samples_digest, progress.digest_from) == ("00000000000000ab", 0)
 
 
 def stop_in_third_step(worker: Worker) -> None:
@@ -163,20 +105,6 @@ def stop_in_third_step(worker: Worker) -> None:
     worker.engine.on_backward = beat
 
 
-def test_a_pass_that_does_not_fit_lowers_the_limit_for_the_next_attempt(tmp_path: Path) -> None:
-    def run_out(step: int) -> None:
-        if step == 1:
-            raise torch.OutOfMemoryError("no memory")
-
-    worker = Worker(make_job(tmp_path), FakeEngine(on_backward=run_out))
-    with pytest.raises(SmallerMicroBatchError, match="4 images per pass do not fit") as caught:
-        run(worker)
-    assert caught.value.limit == MICRO // 2
-    assert worker.actor.events[-1][0::2] == ("out of memory", 1)
-    assert worker.actor.failed is None
-    assert worker.engine.is_closed
-
-
 def test_an_evaluation_that_does_not_fit_ends_the_run_with_what_to_lower(tmp_path: Path) -> None:
     def too_large(name: str) -> Any:
         raise torch.OutOfMemoryError("no memory")
@@ -186,25 +114,8 @@ def test_an_evaluation_that_does_not_fit_ends_the_run_with_what_to_lower(tmp_pat
     with pytest.raises(
         UnrecoverableError, match=r"evaluate\.batch_size=256: so many images do not fit"
     ):
-        run(worker)
+        worker.run()
     assert worker.actor.failed is not None
-
-
-@pytest.mark.parametrize("is_agreed", [True, False])
-def test_an_unrecoverable_error_fails_the_run_and_is_raised_where_others_would_wait(
-    tmp_path: Path, is_agreed: bool
-) -> None:
-    def refuse(step: int) -> None:
-        raise UnrecoverableError("too many bad images", is_agreed=is_agreed)
-
-    worker = Worker(make_job(tmp_path), FakeEngine(on_backward=refuse))
-    if is_agreed:
-        run(worker)
-    else:
-        with pytest.raises(UnrecoverableError):
-            run(worker)
-    assert worker.actor.failed == Failure("too many bad images")
-    assert worker.engine.is_closed
 
 
 def test_another_error_is_left_to_the_failure_policy(tmp_path: Path) -> None:
@@ -213,19 +124,9 @@ def test_another_error_is_left_to_the_failure_policy(tmp_path: Path) -> None:
 
     worker = Worker(make_job(tmp_path), FakeEngine(on_backward=crash))
     with pytest.raises(OSError, match="cable"):
-        run(worker)
+        worker.run()
     assert worker.actor.failed is None
     assert worker.engine.is_closed
-
-
-def test_steps_that_are_not_finite_in_a_row_end_the_run(tmp_path: Path) -> None:
-    job = make_job(tmp_path, train={"nonfinite": "skip"})
-    worker = Worker(job, FakeEngine(refused=(0, 2, 3, 4)))
-    run(worker)
-    assert [step for kind, _, step in worker.actor.events if kind == "not finite"] == [1, 3, 4, 5]
-    assert worker.actor.failed is not None
-    assert worker.actor.failed.has_diverged
-    assert "with 3 such steps in a row" in worker.actor.failed.reason
 
 
 def test_a_notice_saves_once_and_a_request_for_another_size_saves_and_ends(
@@ -239,7 +140,7 @@ def test_a_notice_saves_once_and_a_request_for_another_size_saves_and_ends(
         worker.link.beat(step)
 
     worker.engine.on_backward = request
-    run(worker)
+    worker.run()
     saves = [(kind, step) for kind, _, step in worker.actor.events if kind != "first step"]
     assert saves == [("preemption", 2), ("resizing", 5)]
     assert newest_step(worker) == 5
@@ -253,7 +154,7 @@ def test_a_stop_that_comes_with_a_request_for_another_size_ends_the_run(tmp_path
         worker.link.beat(step)
 
     worker.engine.on_backward = request
-    run(worker)
+    worker.run()
     assert worker.actor.events[-1] == ("stopped", "SIGTERM; checkpoint at step 1", 1)
 
 
@@ -261,18 +162,9 @@ def test_it_is_told_how_long_a_node_stays(tmp_path: Path) -> None:
     deadline_ms = int((time.time() + 270) * 1000)
     notices = iter([None] + [PreemptionInfo(deadline_ms, {"node": [1]})] * TOTAL)
     worker = Worker(make_job(tmp_path), notice=lambda: next(notices))
-    run(worker)
+    worker.run()
     (text,) = [text for kind, text, _ in worker.actor.events if kind == "preemption"]
     assert re.fullmatch(r"a node leaves in (2[3-6]\d|270) s: checkpoint at once", text)
-
-
-def test_an_evaluation_alone_records_its_metrics_at_step_0(tmp_path: Path) -> None:
-    worker = Worker(make_job(tmp_path, kind="evaluate"))
-    figures = {"eval/top1": 0.5}
-    worker.hooks.evaluator.evaluate = lambda step, *_: figures  # type: ignore[method-assign]
-    EvaluationAttempt(worker.link, worker.hooks.evaluator, worker.watchdog).run()
-    assert worker.actor.logged == [(0, {"eval/top1": 0.5})]
-    assert worker.actor.events == []
 
 
 def test_an_evaluation_alone_that_is_stopped_says_so_and_has_no_figures(tmp_path: Path) -> None:
@@ -282,7 +174,7 @@ def test_an_evaluation_alone_that_is_stopped_says_so_and_has_no_figures(tmp_path
     worker = Worker(make_job(tmp_path, kind="evaluate"))
     worker.hooks.evaluator.evaluate = cut  # type: ignore[method-assign]
     worker.actor.stop = "Ctrl-C"
-    EvaluationAttempt(worker.link, worker.hooks.evaluator, worker.watchdog).run()
+    evaluate_alone(worker.link, worker.hooks.evaluator)
     assert worker.actor.logged == []
     assert worker.actor.events == [("stopped", "Ctrl-C; the evaluation has no results", 0)]
 
@@ -297,18 +189,18 @@ def test_a_stop_in_the_last_evaluation_is_told_and_the_next_start_makes_up_for_i
 
     worker = Worker(make_job(tmp_path))
     worker.hooks.evaluator.evaluate = cut  # type: ignore[method-assign]
-    run(worker)
+    worker.run()
     assert worker.kinds() == ["first step", "evaluation cut", "stopped"]
-    saved = newest_checkpoint(locate(worker.job.run_folder))
+    saved = newest_checkpoint(locate(worker.job.recipe.run_folder))
     assert saved is not None
     assert not saved.position.progress.is_over(TOTAL)
     again = Worker(make_job(tmp_path))
     again.hooks.evaluator.evaluate = lambda *_: {"eval/loss": 0.5}  # type: ignore[method-assign]
     attempt = again.attempt(TOTAL)
     attempt.progress.evaluation_due = True
-    run_attempt(again.link, lambda: attempt)
+    attempt.run()
     assert again.kinds() == ["first step"]
-    evaluated = newest_checkpoint(locate(worker.job.run_folder))
+    evaluated = newest_checkpoint(locate(worker.job.recipe.run_folder))
     assert evaluated is not None
     assert evaluated.position.progress.is_over(TOTAL)
     assert evaluated.position.progress.metrics["eval/loss"] == 0.5
@@ -320,8 +212,8 @@ def test_a_stop_whose_save_does_not_land_says_so(
 ) -> None:
     worker = Worker(make_job(tmp_path))
     stop_in_third_step(worker)
-    monkeypatch.setattr(worker.saver._writer, "write", lambda *_: None)
-    run(worker)
+    monkeypatch.setattr(worker.saver.writer, "write", lambda *_: None)
+    worker.run()
     text = "SIGTERM; the checkpoint of step 3 could not be written"
     assert worker.actor.events[-1] == ("stopped", text, 3)
 
@@ -339,7 +231,7 @@ def test_a_stop_is_recorded_after_its_save_has_landed(tmp_path: Path) -> None:
 
     stop_in_third_step(worker)
     worker.saver._run_beside = write_late
-    run(worker)
+    worker.run()
     assert told_before_landing == [0]
     assert worker.actor.events[-1] == ("stopped", "SIGTERM; checkpoint at step 3", 3)
     assert newest_step(worker) == 3
@@ -354,9 +246,9 @@ def test_a_callback_sees_what_is_logged_on_rank_0_and_changes_nothing(tmp_path: 
     train = {"callbacks": [f"tests.parts.{name}" for name in names]}
     plain, watched = Worker(make_job(tmp_path / "a")), Worker(make_job(tmp_path / "b", train=train))
     parts.LOGGED.clear()
-    run(plain)
+    plain.run()
     assert parts.LOGGED == []
-    run(watched)
+    watched.run()
     of_steps = [logged for logged in watched.actor.logged if "train/loss" in logged[1]]
     assert [step for step, _ in parts.LOGGED] == [step for step, _ in of_steps] == [1, 4, 8, TOTAL]
     assert parts.LOGGED[0][1]["train/loss"] == of_steps[0][1]["train/loss"] != -1.0
@@ -369,3 +261,40 @@ def test_a_callback_sees_what_is_logged_on_rank_0_and_changes_nothing(tmp_path: 
     other = Worker(make_job(tmp_path / "c", train=train), rank=1)
     other.hooks.log(3, {"train/loss": 1.0})
     assert parts.LOGGED == []
+
+
+def test_a_checkpoint_has_the_digest_of_all_samples_also_of_a_resumed_run(tmp_path: Path) -> None:
+    job = make_job(tmp_path, checkpoint={"every_steps": 3, "keep_last": 9})
+    folder, worker = locate(job.recipe.run_folder), Worker(job)
+    worker.run(1)
+    for step, one in list_checkpoints(folder):
+        if step > 6:
+            shutil.rmtree(one.path)
+    checkpoint = newest_checkpoint(folder)
+    assert checkpoint is not None
+    resumed = Worker(job)
+
+    resumed.attempt(6).progress = checkpoint.position.progress
+    resumed.hooks.run()
+    digests = {}
+    for step, one in list_checkpoints(folder):
+        saved = open_checkpoint(one)
+        assert saved is not None
+        progress = saved.position.progress
+        digests[progress.digest_from, step] = int(progress.samples_digest, 16)
+    assert digests == {  # what `batches` gives: sample and place are the same number
+        (1, step): samples_digest(BATCH, np.arange(BATCH, step * BATCH)) for step in (3, 6, 9, 10)
+    }
+
+
+def test_an_attempt_without_a_step_keeps_the_digest_of_those_before(tmp_path: Path) -> None:
+    worker = Worker(make_job(tmp_path))
+    worker.hooks.evaluator.evaluate = lambda *_: {"eval/loss": 0.5}  # type: ignore[method-assign]
+    attempt = worker.attempt(TOTAL)  # its checkpoint has gone, so that it is written again
+    attempt.progress.samples_digest = "00000000000000ab"
+    attempt.progress.evaluation_due = True
+    attempt.run()
+    saved = newest_checkpoint(locate(worker.job.recipe.run_folder))
+    assert saved is not None
+    progress = saved.position.progress
+    assert (progress.samples_digest, progress.digest_from) == ("00000000000000ab", 0)

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,6 @@ from sklearn.metrics import average_precision_score, log_loss, top_k_accuracy_sc
 
 from tests.recipes import recipe_with
 from tests.training.engine_runs import build_engine
-from tests.training.pretended_device import PretendedGpu
 from tests.training.ranks import run_ranks
 from tests.worker.fakes import TOTAL, FakeEngine, FakeRun, Worker, make_job
 from vit_ray import trust_modules
@@ -26,10 +24,10 @@ from vit_ray.models import build_model
 from vit_ray.models.weights import save_weights
 from vit_ray.training.loop import EvaluationCutError
 from vit_ray.training.objective import normalize
-from vit_ray.worker import evaluation
-from vit_ray.worker.attempt import run_attempt
+from vit_ray.worker import attempt, evaluation
 from vit_ray.worker.evaluation import _predictions, measure_accuracy, measure_few_shot
 from vit_ray.worker.run_link import RunLink
+from vit_ray.worker.watchdog import Watchdog
 from vit_ray.worker.worker import set_up_evaluation
 
 NUM_IMAGES, BATCH = 19, 4
@@ -211,32 +209,6 @@ def test_masters_are_put_back_after_what_all_ranks_raise_and_not_after_one_ranks
     assert worker.engine.is_averaged is not isinstance(error, EvaluationCutError)
 
 
-@pytest.mark.parametrize("stream", ["accuracy", "few-shot"])
-def test_on_a_gpu_images_are_pinned_and_copied_beside_the_computing(
-    stream: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu = PretendedGpu(monkeypatch)
-    batches, seen = share(0, 1), []
-
-    class Engine(FakeEngine):
-        def predict(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            seen.append(images)
-            return images.flatten(1), torch.zeros(len(images), 5)
-
-    without_others(monkeypatch)
-    monkeypatch.setattr(evaluation, "read_by_first", lambda read, device: read())
-    is_few_shot = stream == "few-shot"
-    sections = {"evaluate": {"few_shot_train": "a", "few_shot_test": "b", "shots": [1]}}
-    job = make_job(tmp_path, **(sections if is_few_shot else {"data": {"eval": "somewhere"}}))
-    pool = np.arange(NUM_IMAGES) % 5
-    job = replace(job, few_shot_labels=lambda: pool, few_shot_classes=5)
-    engine = Engine(device=torch.device("cuda"))
-    assert Worker(job, engine, FakeRun(), lambda name: batches).hooks.evaluate(4)
-    passes = len(batches) * (2 if is_few_shot else 1)
-    assert len(seen) == passes
-    assert gpu.copies == ["prefetch: pinned, left to the stream, beside"] * passes
-
-
 class SaysClass0(FakeEngine):
     """Every image is of class 0."""
 
@@ -301,28 +273,6 @@ def test_a_training_keeps_images_and_tables_of_the_evaluation_that_is_its_result
         assert [one["sample"] for one in shown] == [*range(12)]
 
 
-def test_a_training_without_its_record_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def lost(*args: Any) -> None:
-        raise RuntimeError("no answer")
-
-    class Engine(FakeEngine):
-        def predict(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return images.flatten(1), torch.zeros(len(images), 10)
-
-    without_others(monkeypatch)
-    actor = FakeRun()
-    monkeypatch.setattr(actor, "content", lost)
-    job = make_job(tmp_path, data={"eval": "somewhere"})
-    found, expected = (
-        Worker(job, Engine(), run, lambda name: share(0, 1)).hooks.evaluate(TOTAL)
-        for run in (actor, FakeRun())
-    )
-    assert found == expected
-    assert "eval/top1" in found
-
-
 SIZES: dict[str, Any] = {
     "image_size": 8, "depth": 1, "width": 32, "mlp_dim": 64, "num_heads": 2, "patch_size": 4,
 }  # fmt: skip
@@ -345,9 +295,10 @@ def evaluate_alone(rank: int, folder: str) -> Any:
 
     run, streams = FakeRun(), SimpleNamespace(evaluation_batches=batches)
     link = RunLink(run, rank, world_size)
-    run_attempt(
+    dog = Watchdog(60.0, link.beat, link.note_hang)
+    attempt.evaluate_alone(
         link,
-        partial(set_up_evaluation, job, link, streams, torch.device("cpu")),  # type: ignore[arg-type]
+        set_up_evaluation(job, link, streams, torch.device("cpu"), dog),  # type: ignore[arg-type]
     )
     return run.logged, sizes_asked
 

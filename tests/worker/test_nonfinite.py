@@ -41,8 +41,8 @@ def test_what_the_recipe_says_is_done(
     progress = Progress(step=9, nonfinite_steps=in_a_row)
     if error:
         with pytest.raises(UnrecoverableError, match=error):
-            worker.hooks.nonfinite.handle(progress, batch)
+            worker.hooks.on_bad_step(progress, batch)
     else:
-        worker.hooks.nonfinite.handle(progress, batch)
+        worker.hooks.on_bad_step(progress, batch)
     assert worker.kinds() == kinds
     assert worker.actor.events[0][1].startswith("loss or gradient of step 8 is not finite;")

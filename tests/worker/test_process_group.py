@@ -1,21 +1,26 @@
 """The process group that Ray Train joins: on which network, and with which GPU."""
 
 import os
+import pickle
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 import ray.exceptions
 import ray.train.torch
 import ray.util
 import torch
+from ray.train import ControllerError, WorkerGroupError
 from ray.train.torch import TorchConfig
 
 from tests import hosts
+from vit_ray.launch.failures import cause, failing_node
+from vit_ray.outcomes import WorkerPlace
 from vit_ray.worker import process_group
-from vit_ray.worker.process_group import GroupConfig, interface_of
+from vit_ray.worker.process_group import GroupConfig, dead_workers, interface_of
 from vit_ray.worker.worker import training_device
 
 
@@ -48,20 +53,64 @@ def test_every_worker_chooses_its_network_before_ray_joins_the_group(
     assert process_group.GroupBackend.share_cuda_visible_devices
 
 
-def test_a_group_that_dies_before_it_has_met_gives_up_its_place() -> None:
-    """Nobody else may know it yet: none of its workers has introduced itself."""
-    given_up: list[bool] = []
+class Meeting:
+    """A group of three workers: Ray's calls of it, as far as the meeting makes them."""
 
-    def execute(call: Any, *given: Any) -> None:
-        raise ray.exceptions.RayActorError
+    def __init__(self, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._error, self.has_given_up = error, False
+        monkeypatch.setattr(ray, "wait", lambda answers, **_: ([0, 1], [2]))
+        monkeypatch.setattr(ray, "get", self._get)
 
-    place = SimpleNamespace(shutdown=lambda: given_up.append(True))
-    state = SimpleNamespace(placement_group_handle=place)
-    group = SimpleNamespace(execute=execute, get_worker_group_state=lambda: state)
-    config = GroupConfig(backend="gloo", timeout_s=120)
-    with pytest.raises(ray.exceptions.RayActorError):
+    def execute(self, call: Any, *given: Any) -> None:
+        raise self._error
+
+    def execute_async(self, call: Any) -> list[int]:
+        return [0, 1, 2]
+
+    def _get(self, rank: int, timeout: float) -> int:
+        if rank == 1:
+            raise DIED
+        assert rank == 0, "rank 2 waits for the others"
+        return 4711
+
+    def get_worker_group_state(self) -> Any:
+        return SimpleNamespace(placement_group_handle=self)
+
+    def shutdown(self) -> None:
+        self.has_given_up = True
+
+
+DIED = ray.exceptions.RayActorError()
+
+
+@pytest.mark.parametrize("error", [DIED, RuntimeError("Timed out after 121 seconds")])
+def test_a_worker_that_dies_before_the_group_has_met_is_named(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever error the others have, and the place of the group is given up."""
+    group, config = Meeting(error, monkeypatch), GroupConfig(backend="gloo", timeout_s=120)
+    with pytest.raises(WorkerGroupError) as raised:
         config.backend_cls().on_start(group, config)
-    assert given_up == [True]
+    assert group.has_given_up
+    assert raised.value.worker_failures == {1: DIED}
+    places = {1: WorkerPlace("10.0.0.2", "b", "pid 7", 0)}
+    for arrived in (raised.value, ControllerError(pickle.loads(pickle.dumps(raised.value)))):
+        assert cause(arrived, places).startswith("worker 1 on 10.0.0.2 (pid 7, step 0): ")
+        assert failing_node(arrived, places) == places[1]
+
+
+def test_a_worker_that_ray_ends_for_lack_of_memory_is_among_the_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = [ray.exceptions.OutOfMemoryError("the node runs out of memory"), DIED]
+
+    def get(answer: Exception, timeout: float) -> None:
+        raise answer
+
+    monkeypatch.setattr(ray, "wait", lambda answers, **_: (answers, []))
+    monkeypatch.setattr(ray, "get", get)
+    group = SimpleNamespace(execute_async=lambda call: answers)
+    assert dead_workers(group) == dict(enumerate(answers))
 
 
 NAME = "GLOO_SOCKET_IFNAME"

@@ -1,15 +1,12 @@
 """A worker's link to record and control of its run, which are here."""
 
-import threading
-
 import pytest
 import ray
 
 from tests.worker.fakes import FakeRun
 from vit_ray.outcomes import EventKind
 from vit_ray.tracking.run_state import Orders
-from vit_ray.worker.run_link import DELIVERY_S, HANG_REPORT_S, RunLink
-from vit_ray.worker.watchdog import Watchdog
+from vit_ray.worker.run_link import DELIVERY_S, RunLink
 
 
 @pytest.fixture
@@ -73,28 +70,6 @@ def test_a_host_that_is_gone_does_not_end_training(error: Exception) -> None:
     assert link.stop_reason is None
 
 
-def test_every_rank_that_hangs_tells_the_run_where_its_threads_are(actor: FakeRun) -> None:
-    now_s, ended = [0.0], []
-    for rank in (0, 1):
-        link = link_of(actor, rank)
-        watchdog = Watchdog(
-            5, 60.0, link.beat, link.note_hang,
-            end=lambda: ended.append(now_s[0]), clock=lambda: now_s[0],
-        )  # fmt: skip
-        watchdog.begin_steps(5)
-        watchdog.note_step(6)
-        now_s[0] += 61.0
-        watching = threading.Thread(target=watchdog.check)
-        watching.start()
-        watching.join(60)
-    assert ended == [61.0, 122.0]
-    assert [(kind, text[:9], step) for kind, text, step in actor.events] == [
-        ("hung", "worker 0:", 6), ("hung", "worker 1:", 6),
-    ]  # fmt: skip
-    here = "test_every_rank_that_hangs_tells_the_run_where_its_threads_are (test_run_link.py:"
-    assert all("MainThread: " in text and here in text for _, text, _ in actor.events)
-
-
 def test_a_hang_names_who_is_waited_for_and_is_told_once_by_those_in_the_same_calls(
     actor: FakeRun,
 ) -> None:
@@ -106,11 +81,6 @@ def test_a_hang_names_who_is_waited_for_and_is_told_once_by_those_in_the_same_ca
         "worker 1: no step for 60 s. worker 7 on host-3 is at step 4, heard 61 s ago. "
         "Threads of worker 1:\n  MainThread: all_reduce"
     ]
-
-
-def test_the_run_id_is_asked_for_on_rank_0(actor: FakeRun) -> None:
-    assert link_of(actor).tracking_run_id() == "run-id"
-    assert link_of(actor, rank=1).tracking_run_id() is None
 
 
 def test_the_run_id_is_asked_for_until_it_is_known(actor: FakeRun) -> None:
@@ -126,19 +96,8 @@ def test_what_all_ranks_know_is_sent_by_rank_0(actor: FakeRun) -> None:
         link = link_of(actor, rank)
         link.log(1, {"train/loss": 1.0})
         link.note(EventKind.RESUMED, "text", rank)
-        link.note_last(EventKind.STOPPED, "text", rank)
-        link.note_own(EventKind.PREEMPTION, "text", rank)
+        link.note(EventKind.STOPPED, "text", rank, DELIVERY_S)
     assert actor.logged == [(1, {"train/loss": 1.0})]
     assert [(kind, rank) for kind, _, rank in actor.events] == [
-        ("resumed", 0), ("stopped", 0), ("preemption", 0), ("preemption", 1),
+        ("resumed", 0), ("stopped", 0),
     ]  # fmt: skip
-
-
-def test_the_last_event_is_waited_for_and_others_are_not(actor: FakeRun) -> None:
-    waits: list[float] = []
-    actor.event = lambda kind, text, step, wait_s=0.0: waits.append(wait_s)  # type: ignore[method-assign]
-    link = link_of(actor)
-    link.note(EventKind.RESUMED, "text", 1)
-    link.note_last(EventKind.STOPPED, "text", 1)
-    link.note_hang("no step", "calls", "threads", 1)
-    assert waits == [0.0, DELIVERY_S, HANG_REPORT_S]

@@ -45,16 +45,6 @@ def test_a_position_is_of_the_moment_it_was_made(tmp_path: Path) -> None:
     assert set(position.versions) == {"ray", "torch"}
 
 
-def test_what_is_saved_is_found_again(tmp_path: Path) -> None:
-    worker = Worker(make_job(tmp_path), FakeEngine(weight=2.0))
-    worker.saver.save(Progress(step=2, train_seconds=1.5))
-    checkpoint = newest_checkpoint(locate(worker.job.run_folder))
-    assert checkpoint is not None
-    assert checkpoint.position.progress == Progress(step=2, train_seconds=1.5)
-    assert float(checkpoint.weights()["w"]) == 2.0
-    assert checkpoint.position.tracking_run_id == "run-id"
-
-
 def test_the_next_save_waits_until_the_last_is_written(tmp_path: Path) -> None:
     worker = Worker(make_job(tmp_path))
     writes: list[Callable[[], None]] = []
@@ -79,7 +69,7 @@ def test_a_snapshot_takes_the_memory_of_the_last_one_once_that_is_written(
     writes: list[Callable[[], None]] = []
     worker.saver._run_beside = writes.append
     given: list[Any] = []
-    plain, write = FakeEngine.snapshot, worker.saver._writer.write
+    plain, write = FakeEngine.snapshot, worker.saver.writer.write
     taken: list[Snapshot] = []
 
     def snapshot(engine: FakeEngine, position: Position, memory: Any = None) -> Snapshot:
@@ -94,7 +84,7 @@ def test_a_snapshot_takes_the_memory_of_the_last_one_once_that_is_written(
         return write(one)
 
     monkeypatch.setattr(FakeEngine, "snapshot", snapshot)
-    monkeypatch.setattr(worker.saver._writer, "write", write_or_fail)
+    monkeypatch.setattr(worker.saver.writer, "write", write_or_fail)
     for step in (1, 2):
         worker.engine.weight = float(step)
         worker.saver._error = None
@@ -102,7 +92,7 @@ def test_a_snapshot_takes_the_memory_of_the_last_one_once_that_is_written(
         writes.pop()()
     assert given == [None, taken[0].memory]
     assert given[1]["weights"] is taken[1].memory["weights"]
-    checkpoint = newest_checkpoint(locate(worker.job.run_folder))
+    checkpoint = newest_checkpoint(locate(worker.job.recipe.run_folder))
     assert checkpoint is not None
     assert (checkpoint.position.step, float(checkpoint.weights()["w"])) == (2, 2.0)
 
@@ -128,7 +118,7 @@ def test_storage_that_refuses_too_often_fails_the_run(
     def refuse(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(worker.saver._writer, "write", refuse)
+    monkeypatch.setattr(worker.saver.writer, "write", refuse)
     worker.saver.save(Progress(step=1))
     for meets_it in (worker.saver.wait_until_written, lambda: worker.hooks.note_step(2)):
         with pytest.raises(UnrecoverableError, match="disk full") as met:
@@ -144,7 +134,7 @@ def test_a_rank_that_is_late_ends_the_attempt_and_not_the_run(
     def late(*_: object) -> None:
         raise RuntimeError("some worker has not ended its part")
 
-    monkeypatch.setattr(worker.saver._writer, "write", late)
+    monkeypatch.setattr(worker.saver.writer, "write", late)
     worker.saver.save(Progress(step=1))
     with pytest.raises(RuntimeError, match="has not ended its part") as met:
         worker.saver.wait_until_written()
@@ -164,16 +154,6 @@ def test_storage_that_does_not_answer_is_reported_and_not_waited_for_without_lim
     assert set(worker.kinds()) == {"storage slow"}
 
 
-def test_saving_pauses_the_watchdog(tmp_path: Path) -> None:
-    worker = Worker(make_job(tmp_path))
-    limits_s: list[float] = []
-    worker.saver._run_beside = lambda _: limits_s.append(worker.watchdog._limit_s)
-    worker.watchdog.note_step(1)
-    worker.saver.save(Progress(step=1))
-    assert limits_s == [math.inf]
-    assert worker.watchdog._limit_s == worker.job.recipe.train.step_timeout_s
-
-
 def test_a_worker_that_does_not_see_the_drivers_folder_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,16 +163,16 @@ def test_a_worker_that_does_not_see_the_drivers_folder_ends_the_run(
     told = r"the worker on node-7 does not see the driver's files in .*a path that all nodes share"
     with pytest.raises(UnrecoverableError, match=told):
         check_folder_is_shared(job, "node-7")
-    locate(job.run_folder).child("lock-00000003.json").write(b"{}")
+    locate(job.recipe.run_folder).child("lock-00000003.json").write(b"{}")
     check_folder_is_shared(job, "node-7")
 
 
 def test_a_run_that_was_taken_over_fails(tmp_path: Path) -> None:
     worker = Worker(replace(make_job(tmp_path), lock_number=1))
-    worker.saver._writer = CheckpointWriter(
-        locate(worker.job.run_folder), CheckpointConfig(), worker.link.note_own, 1
+    worker.saver.writer = CheckpointWriter(
+        locate(worker.job.recipe.run_folder), CheckpointConfig(), worker.actor.event, 1
     )
-    locate(worker.job.run_folder).child("lock-00000002.json").write(b"{}")
+    locate(worker.job.recipe.run_folder).child("lock-00000002.json").write(b"{}")
     worker.saver.save(Progress(step=1))
     with pytest.raises(UnrecoverableError, match="has been taken over"):
         worker.saver.check()
@@ -256,3 +236,13 @@ def test_ranks_that_write_wait_for_each_other_in_a_group_of_their_own(tmp_path: 
     newest = newest_checkpoint(locate(str(tmp_path)))
     assert newest is not None
     assert newest.weights()["w"].tolist() == [5.0] * 3
+
+
+def test_saving_pauses_the_watchdog(tmp_path: Path) -> None:
+    worker = Worker(make_job(tmp_path))
+    limits_s: list[float] = []
+    worker.saver._run_beside = lambda _: limits_s.append(worker.watchdog._limit_s)
+    worker.watchdog.note_step(1)
+    worker.saver.save(Progress(step=1))
+    assert limits_s == [math.inf]
+    assert worker.watchdog._limit_s == worker.job.recipe.train.step_timeout_s

@@ -1,8 +1,5 @@
 """What a worker builds before its first step."""
 
-import pickle
-import threading
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from ray import cloudpickle
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.models.small import FAMILIES, small_model
 from tests.training.ranks import run_ranks
 from tests.worker.fakes import make_job
 from vit_ray import trust_modules
@@ -22,26 +17,16 @@ from vit_ray.models import build_model
 from vit_ray.models.weights import save_weights
 from vit_ray.worker import setup
 from vit_ray.worker.job import UnrecoverableError
+from vit_ray.worker.run_link import RunLink
 from vit_ray.worker.setup import (
     check_same_on_all_ranks,
     choose_micro_batch,
     initial_model,
-    open_batches,
     smaller_micro_batch,
     work_per_image,
 )
 
 TINY = {"name": "ViT", "depth": 1, "width": 8, "mlp_dim": 8, "num_heads": 1, "patch_size": 8}
-
-
-def test_what_did_not_fit_is_halved_in_the_next_attempt(tmp_path: Path, gpu: list[int]) -> None:
-    job = make_job(tmp_path, train={"micro_batch_size": "auto"})
-    found = [choose_micro_batch(job, 1, int)]
-    while found[-1] > 1:
-        job = replace(job, micro_batch_limit=smaller_micro_batch(job, found[-1]).limit)
-        found.append(choose_micro_batch(job, 1, int))
-    assert found == [4, 2, 1]
-    assert gpu == [1]  # a limit needs no trial
 
 
 @pytest.mark.parametrize(("mixup", "least"), [(0.0, "one image"), (0.8, "a pair of images")])
@@ -102,11 +87,22 @@ def test_mfu_is_of_the_work_that_torch_counts_without_what_is_recomputed(
     assert found.model_macs == counter.get_total_flops() // 2
 
 
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank without a group."""
+    monkeypatch.setattr(setup, "check_same_on_all_ranks", lambda report, device: None)
+
+
+def model_of(job: Any, *, loads_weights: bool = True) -> torch.nn.Module:
+    link = RunLink(job.record, 0)
+    return initial_model(job, link, torch.device("cpu"), loads_weights=loads_weights)
+
+
 def test_a_host_that_lacks_the_users_module_ends_the_run_at_once(tmp_path: Path) -> None:
     trust_modules("absent")
     job = make_job(tmp_path, model={"name": "absent.Model", "image_size": 16})
     with pytest.raises(UnrecoverableError, match="there is no module absent in") as caught:
-        initial_model(job, loads_weights=False)
+        model_of(job, loads_weights=False)
     assert not caught.value.is_agreed  # others may have it
 
 
@@ -115,37 +111,11 @@ def test_weights_that_are_not_there_end_a_rank_that_others_may_wait_for(tmp_path
     with pytest.raises(
         UnrecoverableError, match=r"init_from: .*holds no whole checkpoint"
     ) as caught:
-        initial_model(job, loads_weights=True)
+        model_of(job)
     assert not caught.value.is_agreed  # others may have them
 
 
-@pytest.mark.parametrize(
-    ("family", "layout", "place"),
-    [
-        ("ViT", "jax", "vit.npz"),
-        ("ViT", "huggingface", "folder"),
-        ("ResNet", "timm", "bit.safetensors"),
-    ],
-)
-def test_a_worker_reads_weights_of_every_layout_itself(
-    tmp_path: Path, family: str, layout: Any, place: str
-) -> None:
-    """What it is sent is the address of the weights: all that differs is in the reading."""
-    published = small_model(family, num_classes=3)
-    save_weights(published, tmp_path / place, layout)
-    sizes = {k: list(v) if isinstance(v, tuple) else v for k, v in FAMILIES[family].items()}
-    model = {"name": family, "image_size": 32, **sizes}
-    job = make_job(tmp_path, model=model, init_from=str(tmp_path / place))
-    job = pickle.loads(cloudpickle.dumps(replace(job, new_head=True, num_classes=4)))
-    made, report = initial_model(job, loads_weights=True)
-    assert report is not None
-    assert sorted(report.new) == ["head.bias", "head.weight"]
-    kept = {key: value for key, value in made.state_dict().items() if "head." not in key}
-    assert kept.keys() == {key for key in published.state_dict() if "head." not in key}
-    for key, value in kept.items():
-        torch.testing.assert_close(value, published.state_dict()[key], msg=key)
-
-
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("classes", "kind", "frozen", "is_refused"),
     [
@@ -170,31 +140,7 @@ def test_a_head_that_the_weights_lack_is_not_frozen(
     job = replace(job, new_head="auto", num_classes=3)
     refused = pytest.raises(UnrecoverableError, match="new one of zeros would never learn")
     with refused if is_refused else nullcontext():
-        initial_model(job, loads_weights=True)
-
-
-def test_two_batches_are_read_ahead(tmp_path: Path) -> None:
-    read: list[int] = []
-    enough = threading.Event()
-
-    def batches() -> Iterator[dict[str, Any]]:
-        for n in range(20):
-            read.append(n)
-            if n == 3:  # the third waits in the queue's place, and one more is in hand
-                enough.set()
-            yield {"image": torch.zeros(1), "n": n}
-
-    prefetched = open_batches(batches(), torch.device("cpu"))
-    assert next(prefetched)["n"] == 0
-    assert enough.wait(30)
-    assert len(read) <= 5
-    assert [batch["n"] for batch in prefetched] == list(range(1, 20))
-
-
-@pytest.mark.parametrize("is_agreed", [True, False])
-def test_errors_cross_processes_whole(is_agreed: bool) -> None:
-    error = pickle.loads(pickle.dumps(UnrecoverableError("text", is_agreed=is_agreed)))
-    assert (str(error), error.is_agreed) == ("text", is_agreed)
+        model_of(job)
 
 
 def check_weights(rank: int, steps: list[int]) -> str:

@@ -12,10 +12,11 @@ class Watched:
     def __init__(self, timeout_s: float = 60.0) -> None:
         self.now_s, self.hangs, self.ends = 0.0, [], 0
         self.dog = Watchdog(
-            5, timeout_s, lambda step: None, lambda *report: self.hangs.append(report),
+            timeout_s, lambda step: None, lambda *report: self.hangs.append(report),
             end=self._end, clock=lambda: self.now_s,
         )  # fmt: skip
-        self.dog.begin_steps(5)
+        self.dog.note_step(5)
+        self.dog.expect_long_step()
 
     def _end(self) -> None:
         assert len(self.hangs) == self.ends + 1, "the reason is reported first"
@@ -47,8 +48,7 @@ def test_a_record_that_hangs_does_not_keep_a_hanging_process(
     monkeypatch.setattr(watchdog, "REPORT_S", 0.01)
     monkeypatch.setattr(watchdog, "BEAT_S", 0.01)
     ended, hangs = threading.Event(), threading.Event()
-    dog = Watchdog(5, 0.0, lambda step: _wait(hangs), lambda *_: _wait(hangs), end=ended.set)
-    dog.begin_steps(5)
+    dog = Watchdog(0.0, lambda step: _wait(hangs), lambda *_: _wait(hangs), end=ended.set)
     dog.note_step(6)
     dog.start()
     try:
@@ -69,12 +69,6 @@ def test_each_step_starts_the_time_anew() -> None:
         assert not watched.ends_within(50)
 
 
-def test_the_first_step_of_an_attempt_may_take_longer() -> None:
-    watched = Watched()
-    assert not watched.ends_within(FIRST_STEP_S - 1)
-    assert watched.ends_within(2)
-
-
 def test_while_paused_nothing_ends_and_time_counts_from_resuming() -> None:
     watched = Watched()
     watched.dog.note_step(6)
@@ -89,45 +83,27 @@ def test_an_evaluation_may_take_the_first_steps_time_for_each_of_its_parts() -> 
     watched.dog.note_step(6)
     watched.dog.expect_long_step()
     assert not watched.ends_within(FIRST_STEP_S - 1)
-    watched.dog.note_move()
+    watched.dog.expect_long_step()
     assert not watched.ends_within(FIRST_STEP_S - 1)
     assert watched.ends_within(2)
 
 
 def test_it_beats_from_a_thread_until_stopped() -> None:
     beats: list[int] = []
-    dog = Watchdog(5, 60.0, lambda step: (beats.append(step), dog.stop()), lambda *_: None)
+    dog = Watchdog(60.0, lambda step: (beats.append(step), dog.stop()), lambda *_: None)
     dog.start()
     dog.join(timeout=30)
     for sending in [one for one in threading.enumerate() if one.name == "heartbeats"]:
         sending.join(30)
-    assert beats == [5]
+    assert beats == [0]
 
 
 def test_setting_up_may_take_longer_still_and_has_an_end() -> None:
     watched = Watched()
     watched.dog = Watchdog(
-        0, 60.0, lambda step: None, lambda *report: watched.hangs.append(report),
+        60.0, lambda step: None, lambda *report: watched.hangs.append(report),
         end=watched._end, clock=lambda: watched.now_s,
     )  # fmt: skip
     assert not watched.ends_within(SETUP_S - 1)
     assert watched.ends_within(2)
     assert watched.hangs[0][0] == "no step for 3600 s; restarting"
-
-
-def test_where_each_thread_is_is_told_with_the_innermost_call_first() -> None:
-    is_there, goes_on = threading.Event(), threading.Event()
-
-    def wait_for_a_collective() -> None:
-        is_there.set()
-        goes_on.wait(60)
-
-    thread = threading.Thread(target=wait_for_a_collective, name="training")
-    thread.start()
-    assert is_there.wait(60)
-    told = describe_threads()
-    goes_on.set()
-    thread.join(60)
-    (line,) = [line for line in told.splitlines() if line.startswith("  training: ")]
-    assert "wait (threading.py:" in line.partition("wait_for_a_collective")[0]
-    assert "wait_for_a_collective (test_watchdog.py:" in line

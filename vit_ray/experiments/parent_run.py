@@ -79,7 +79,7 @@ def open_parent(
             tags=tags,
             varied=varied,
         ) as run,
-        shown_progress(run.record, recipe.name, total_steps, is_shown=under is None),
+        contextlib.nullcontext() if under else shown_progress(run.record, recipe.name, total_steps),
         contextlib.nullcontext() if under else stopping_on_signals(_stop_of(run)),
     ):
         yield OpenParent(recipe, run, cluster)

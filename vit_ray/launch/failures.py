@@ -4,7 +4,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ray.exceptions import RayActorError
 from ray.train import PreemptionError
@@ -34,7 +34,7 @@ def cause(error: BaseException, places: Mapping[int, WorkerPlace] | None = None)
         places: of the workers by rank, as far as known.
     """
     places = places or {}
-    failures = getattr(error, "worker_failures", None)
+    failures = _worker_failures(error)
     if not failures:
         return _text(getattr(error, "controller_failure", error))
     by_text: dict[str, tuple[bool, int]] = {}
@@ -107,6 +107,8 @@ def micro_batch_limit(error: Any) -> int | None:
 
 
 def _worker_failures(error: Any) -> Mapping[int, Exception]:
+    """By rank; of workers that died before they trained, too (`GroupBackend`)."""
+    error = getattr(error, "controller_failure", error)
     return getattr(error, "worker_failures", None) or {}
 
 
@@ -116,30 +118,26 @@ def _died_of(failure: BaseException) -> RayActorError | None:
     return hidden if isinstance(hidden, RayActorError) else None
 
 
-class _Node(NamedTuple):
-    """A node of Ray on its host; Ray's id changes when its raylet restarts."""
-
-    node: str
-    host: str
-
-
 class FailingNodes:
-    """Nodes on which the group has failed twice in a row; kept in the run's folder."""
+    """Nodes on which the group has failed twice in a row; recorded in the run's folder.
+
+    A node is its id, which changes when its raylet restarts, and its address.
+    """
 
     def __init__(self, folder: Location | None, clock: Callable[[], float] = time.time) -> None:
-        """`folder`: None = nothing is kept, as for an evaluation."""
+        """`folder`: None = nothing is recorded, as for an evaluation."""
         self._file = folder.child(NODES_FILE) if folder else None
         self._clock = clock
-        self._left: dict[_Node, float] = {}
+        self._left: dict[tuple[str, str], float] = {}
         """Unix time until which each is left out."""
-        self._last, self._last_s = _Node("", ""), 0.0
+        self._last, self._last_s = ("", ""), 0.0
         if self._file and self._file.exists():
-            kept = json.loads(self._file.read())
-            self._left = {_Node(node, host): until_s for node, host, until_s in kept}
+            recorded = json.loads(self._file.read())
+            self._left = {(node, host): until_s for node, host, until_s in recorded}
 
     def note(self, place: WorkerPlace | None) -> None:
         """Count a failure of the group: on a single node, or not (None)."""
-        node = _Node(place.node, place.host) if place else _Node("", "")
+        node = (place.node, place.host) if place else ("", "")
         now_s, before = self._clock(), self._last
         is_second = node == before and now_s - self._last_s < IN_A_ROW_S
         self._last, self._last_s = node, now_s
@@ -152,11 +150,12 @@ class FailingNodes:
     def among(self, nodes: tuple[Mapping[str, Any], ...]) -> dict[str, str]:
         """Those of the nodes, as Ray lists them, that are left out now: id to host."""
         now_s = self._clock()
-        left = {node for node, until_s in self._left.items() if now_s < until_s}
-        ids, hosts = {node.node for node in left}, {node.host for node in left}
-        addresses = [node["NodeManagerAddress"] for node in nodes]
+        left = [node for node, until_s in self._left.items() if now_s < until_s]
+        left_ids = {node for node, _ in left}
+        left_hosts = {host for _, host in left}
+        hosts = [node["NodeManagerAddress"] for node in nodes]
         return {
-            node["NodeID"]: address
-            for node, address in zip(nodes, addresses, strict=True)
-            if node["NodeID"] in ids or (address in hosts and addresses.count(address) == 1)
+            node["NodeID"]: host
+            for node, host in zip(nodes, hosts, strict=True)
+            if node["NodeID"] in left_ids or (host in left_hosts and hosts.count(host) == 1)
         }

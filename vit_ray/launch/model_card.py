@@ -82,25 +82,25 @@ def model_card(
     if position is not None and "model" in position.recipe:
         recipe = Recipe.model_validate_json(json.dumps(position.recipe))
     top1 = None if position is None else _top1(recipe, position)
-    found = []
+    results = []
     if top1 is not None:
-        found.append(
+        name_of_set, accuracy, _ = top1
+        results.append(
             EvalResult(
                 task_type="image-classification",
-                dataset_type=top1[0].replace(" (held out)", ""),
-                dataset_name=top1[0],
+                dataset_type=name_of_set.replace(" (held out)", ""),
+                dataset_name=name_of_set,
                 metric_type="accuracy",
-                metric_value=round(top1[1], 6),
+                metric_value=round(accuracy, 6),
             )
         )
-    library = _LIBRARIES.get(config.layout, "vit_ray")
     data = ModelCardData(
         license=config.license,
-        library_name=library,
+        library_name=_LIBRARIES.get(config.layout, "vit_ray"),
         pipeline_tag="image-classification",
         tags=["image-classification", "vision", "vit_ray"],
-        model_name=name if found else None,
-        eval_results=found or None,
+        model_name=name if results else None,
+        eval_results=results or None,
     )
     arguments = ", ".join(
         [repr(shape.name), str(num_classes), str(shape.image_size)]
@@ -117,13 +117,15 @@ def model_card(
         names=names,
         trust=trust,
     )
+    facts = _training_facts(recipe, num_classes, position)
+    rows = [f"| {fact} | {value.replace('|', '/')} |" for fact, value in facts.items()]
     text = [
         f"# {name}",
         f"{shape.name}{'' if is_own(shape.name) else _PAPER}: {count:,} parameters, "
         f"{num_classes:,} classes{'' if classes else ' (their names are unknown)'}, images of "
         f"{shape.sides[0]} x {shape.sides[1]} pixels.",
         f"## Use\n\n```python\n{use}\n```",
-        "## Training\n\n" + _table(_training_facts(recipe, config, num_classes, position)),
+        "## Training\n\n" + "\n".join(["| | |", "|---|---|", *rows]),
         "## Evaluation\n\n" + (_evaluation(recipe, top1) if position else "Not recorded."),
     ]
     if position is not None:
@@ -138,15 +140,13 @@ def card_of(recipe: Recipe, classes: Sequence[str], checkpoint: str) -> str:
     # Named like the weights of an export without a folder.
     config = ExportConfig(path=recipe.name, layout="vit_ray")
     try:
-        found = open_checkpoint(locate(checkpoint))
-        if found is None:
-            return ""
-        count = sum(math.prod(shape) for shape in found.position.shapes.values())
-        sizes = (count, len(classes))
-        return str(model_card(recipe, config, sizes, classes, found.position, _USE_LOGGED))
+        if found := open_checkpoint(locate(checkpoint)):
+            count = sum(math.prod(shape) for shape in found.position.shapes.values())
+            sizes = (count, len(classes))
+            return str(model_card(recipe, config, sizes, classes, found.position, _USE_LOGGED))
     except (OSError, ValueError) as error:  # the training has ended well in any case
         logger.warning("the logged model has no card: %s", error)
-        return ""
+    return ""
 
 
 def _place(address: str) -> str:
@@ -163,29 +163,18 @@ def _public(value: Any) -> Any:
     return _place(value) if isinstance(value, str) and re.match(r"/|\w+://", value) else value
 
 
-def _table(facts: dict[str, str]) -> str:
-    rows = [f"| {name} | {value.replace('|', '/')} |" for name, value in facts.items()]
-    return "\n".join(["| | |", "|---|---|", *rows])
-
-
-def _training_facts(
-    recipe: Recipe, config: ExportConfig, num_classes: int, position: Position | None
-) -> dict[str, str]:
-    def terms_of(name: str) -> str:
-        return (position.data_terms if position else {}).get(name, "not given")
-
-    licence = terms_of("license")
+def _training_facts(recipe: Recipe, num_classes: int, position: Position | None) -> dict[str, str]:
     if position is None:
-        return {"weights": _place(str(recipe.init_from)), "licence of the data": licence}
-    progress, compute = position.progress, _UNKNOWN
+        return {"weights": _place(str(recipe.init_from)), "licence of the data": "not given"}
+    progress, terms, compute = position.progress, position.data_terms, _UNKNOWN
     with contextlib.suppress(ValueError):  # a model whose code must not be run
         exaflops = run_exaflops(recipe, num_classes, position.samples_seen)
         compute = f"{exaflops:.4g} exaFLOPs"
     return {
         "data": _place(recipe.data.train or _UNKNOWN),
         "fingerprint of the data": position.data_fingerprint or _UNKNOWN,
-        "licence of the data": licence,
-        "source of the data": redact(terms_of("source_url")),
+        "licence of the data": terms.get("license", "not given"),
+        "source of the data": redact(terms.get("source_url", "not given")),
         "start": _place(recipe.init_from) if recipe.init_from else "from scratch",
         "steps": f"{position.step:,} of {position.global_batch_size:,} images",
         "images seen": f"{position.samples_seen:,}",
@@ -200,19 +189,17 @@ def _training_facts(
 def _top1(recipe: Recipe, position: Position) -> tuple[str, float, int | None] | None:
     """Name of the test set, accuracy, and the number of its images if known."""
     metrics, data = with_best(position.progress.metrics), recipe.data
-    key = next((key for key in (EVAL_TOP1, DEV_TOP1) if key in metrics), None)
-    if key is None:
+    key = EVAL_TOP1 if EVAL_TOP1 in metrics else DEV_TOP1
+    if key not in metrics:
         return None
-    path = data.eval if key == EVAL_TOP1 else None
-    name = _place(path or data.train or _UNKNOWN)
-    name = name if path else f"{name} (held out)"
-    try:
-        if path:
-            return name, metrics[key], open_dataset(path).num_images
-        share = data.held_out_fraction
-        return name, metrics[key], round(open_dataset(data.train or "").num_images * share)
-    except (ValueError, OSError):
-        return name, metrics[key], None
+    path, share = data.train or _UNKNOWN, data.held_out_fraction
+    name = f"{_place(path)} (held out)"
+    if key == EVAL_TOP1 and data.eval:
+        path, share, name = data.eval, 1.0, _place(data.eval)
+    images = None
+    with contextlib.suppress(ValueError, OSError):  # it is no longer there
+        images = round(open_dataset(path).num_images * share)
+    return name, metrics[key], images
 
 
 def _evaluation(recipe: Recipe, found: tuple[str, float, int | None] | None) -> str:

@@ -22,6 +22,7 @@ from vit_ray.config.recipe import PLACES, recipe_from_dict
 from vit_ray.config.recorded_recipe import RUN_FOLDER
 from vit_ray.config.resume_compatibility import EVALUATED_SETS, incompatible_changes
 from vit_ray.config.training_sections import TrackingConfig
+from vit_ray.config.validation import NAME
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.storage import Location, locate
 from vit_ray.tracking.request_limits import limited_requests
@@ -100,21 +101,22 @@ def find_run(source: str, overrides: Sequence[str] = ()) -> NamedRun:
             raise ValueError(
                 f"{source}: none of its checkpoints is complete; give the run's recipe"
             )
-        tree = changed(where_it_lies(newest.position.recipe, folder), overrides)
+        recorded = where_it_lies(newest.position.recipe, folder)
+        recorded["output"], _, name = folder.uri.rpartition("/")
+        if re.match(NAME, name):
+            recorded["name"] = name
+        tree = changed(recorded, overrides)
         recipe = recipe_from_dict(tree, where=f"the recipe of {source}")
     else:
         try:
             recipe = load_recipe(Path(source), overrides).with_absolute_paths()
         except ValueError as error:
-            if is_file:
-                raise
-            if folder.exists():
+            if folder.exists() and not is_file:
                 raise ValueError(
                     f"{source} has no checkpoint; give the run's recipe, or wait for its first one"
                 ) from None
-            raise ValueError(
-                f"{error}; to name a run by its folder, give a path such as runs/NAME"
-            ) from None
+            way = "" if is_file else "; to name a run by its folder, give a path such as runs/NAME"
+            raise ValueError(f"{error}{way}") from None
         newest = newest_checkpoint(locate(recipe.run_folder))
     evaluations = {"few_shot_train": None, "few_shot_test": None}
     # Other sets are not needed here to show what is trained on.
@@ -148,15 +150,13 @@ def where_it_lies(recipe: dict[str, Any], folder: Location) -> dict[str, Any]:
     old, new = Path(tree.get("output", ""), tree.get("name", "")), Path(folder.path)
     while old.name == new.name and old != new:
         old, new = old.parent, new.parent
-    for key in PLACES:
-        *sections, name = key.split(".")
-        section = tree
-        for one in sections:
-            section = section.get(one) or {}
-        place = section.get(name)
-        if folder.is_local and place and Path(place).is_relative_to(old):
+    for key in PLACES if folder.is_local else ():
+        *above, last = key.split(".")
+        section = (tree.get(above[0]) or {}) if above else tree
+        place = section.get(last)
+        if place and Path(place).is_relative_to(old):
             moved = new / Path(place).relative_to(old)
-            section[name] = str(moved) if moved.exists() else place
+            section[last] = str(moved) if moved.exists() else place
     return tree
 
 

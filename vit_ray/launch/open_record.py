@@ -11,6 +11,7 @@ import ray
 
 from vit_ray.addresses import absolute_uri
 from vit_ray.config import Recipe
+from vit_ray.config.loading import write_yaml
 from vit_ray.config.secrets import redact
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.inputs.streams import ResolvedRun
@@ -18,7 +19,6 @@ from vit_ray.launch.run_metadata import (
     command_line,
     data_inputs,
     machine_facts,
-    recipe_yaml,
     run_facts,
     trained_params,
 )
@@ -41,11 +41,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class OpenRun:
-    """A run that is recorded and controlled."""
+    """A run that is recorded and controlled.
+
+    Attributes:
+        is_complete: set when the work is complete; a block that ends without it was stopped.
+    """
 
     record: Recorder
     is_complete: bool = False
-    """Set when the work is complete; a block that ends without it was stopped."""
 
     @classmethod
     def begin(cls, opening: RunOpening, parent: "OpenRun | None") -> "OpenRun":
@@ -125,7 +128,7 @@ def open_record(
         ),
         parent,
     )
-    run.record.text("recipe.yaml", recipe_yaml(recipe), wait_s=0.0)
+    run.record.text("recipe.yaml", write_yaml(recipe.written()), wait_s=0.0)
     run.record.text("machine.json", machine_facts(cluster), wait_s=0.0)
     status: Status = "FAILED"
     try:

@@ -7,7 +7,6 @@ the wish all the time.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
@@ -36,7 +35,7 @@ PATIENCE_S: Final = 5.0
 TELL_S: Final = 10.0
 
 
-class NoPlaceError(RuntimeError):
+class NoPlaceError(Exception):
     """A worker group was not placed on the cluster in time."""
 
 
@@ -46,16 +45,19 @@ class StoppedWaitingError(NoPlaceError):
 
 @dataclass(frozen=True)
 class GroupShape:
-    """The worker groups that a run may have."""
+    """The worker groups that a run may have.
+
+    Attributes:
+        sizes: worker counts, ascending.
+        resources: of a worker.
+        labels: of the nodes that train.
+        reading_cpus: CPUs of a reading task, for which an elastic group leaves room.
+    """
 
     sizes: tuple[int, ...]
-    """Worker counts, ascending."""
     resources: Mapping[str, float]
-    """Of a worker."""
     labels: Mapping[str, str]
-    """Of the nodes that train."""
     reading_cpus: float
-    """CPUs of a reading task, for which an elastic group leaves room."""
     use_gpu: bool = False
 
     @classmethod
@@ -75,13 +77,18 @@ class GroupShape:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker group may start."""
+    """Where a worker group may start.
+
+    Attributes:
+        labels: selects its nodes.
+        since_s: unix time at which the wait began.
+        waited_s: until it was there.
+    """
 
     size: int
     labels: Mapping[str, str]
-    """Selects its nodes."""
+    since_s: float = 0.0
     waited_s: float = 0.0
-    """How long it was waited for."""
 
 
 class PlaceFinder:
@@ -98,27 +105,41 @@ class PlaceFinder:
         self._noted: set[str] = set()
         self._wished: Iterator[int] = iter(())
 
-    def found(self) -> Place:
+    def found(self, lost_since_s: float | None = None) -> Place:
         """The largest group that the cluster has room for; waits for room for the smallest.
+
+        Args:
+            lost_since_s: time of the first wait if the last place was lost before its workers had
+                started; its limit includes this wait.
 
         Raises:
             NoPlaceError: there was none within `workers.place_timeout_minutes`.
             StoppedWaitingError: the run is to stop.
         """
         began_s = told_s = self._clock()
-        limit_minutes = self._job.recipe.workers.place_timeout_minutes
+        patient_s = began_s + PATIENCE_S
+        if lost_since_s is not None:
+            began_s = lost_since_s
+            self._say(began_s, "the group had a place, which was lost before its workers started")
         # Of a cluster without nodes: its autoscaler may have room for the smaller ones only.
         self._wished = itertools.cycle(sorted(self._shape.sizes, reverse=True))
-        while (place := self._looked_for(told_s + TELL_S, began_s + PATIENCE_S)) is None:
-            now_s = self._clock()
-            if now_s - told_s < TELL_S:
-                continue
-            told_s = now_s
-            text = f"no workers for {now_s - began_s:.0f} s: {self._missing()}"
-            if now_s - began_s > 60 * limit_minutes:
-                raise NoPlaceError(f"{text} (workers.place_timeout_minutes={limit_minutes:g})")
-            self._job.record.event(EventKind.NO_PLACE, text, 0)
-        return replace(place, waited_s=self._clock() - began_s)
+        while (place := self._looked_for(told_s + TELL_S, patient_s)) is None:
+            if self._clock() - told_s >= TELL_S:
+                told_s = self._clock()
+                self._say(began_s, self._missing())
+        return replace(place, since_s=began_s, waited_s=self._clock() - began_s)
+
+    def _say(self, began_s: float, why: str) -> None:
+        """Say how long workers have been waited for.
+
+        Raises:
+            NoPlaceError: too long.
+        """
+        waited_s, limit = self._clock() - began_s, self._job.recipe.workers.place_timeout_minutes
+        text = f"no workers for {waited_s:.0f} s: {why}"
+        if waited_s > 60 * limit:
+            raise NoPlaceError(f"{text} (workers.place_timeout_minutes={limit:g})")
+        self._job.record.event(EventKind.NO_PLACE, text, 0)
 
     def _looked_for(self, until_s: float, patient_s: float) -> Place | None:
         """A place that is found until then.
@@ -169,7 +190,7 @@ class PlaceFinder:
         if not left_out:
             return labels
         without = {**labels, "ray.io/node-id": f"!in({','.join(sorted(left_out))})"}
-        if self._room(without) < self._shape.sizes[0]:
+        if sum(self._by_node(without).values()) < self._shape.sizes[0]:
             return labels
         if news := left_out.keys() - self._noted:
             self._noted |= news
@@ -181,11 +202,8 @@ class PlaceFinder:
             self._job.record.event(EventKind.NODE_LEFT_OUT, text, 0)
         return without
 
-    def _room(self, labels: Mapping[str, str]) -> int:
-        """Workers that the nodes with the labels hold, whether or not they are free."""
-        return sum(self._by_node(labels).values())
-
     def _by_node(self, labels: Mapping[str, str]) -> dict[str, int]:
+        """Workers that each node with the labels holds, whether or not it is free."""
         wanted = [(key, need) for key, need in self._shape.resources.items() if need > 0]
         return {
             node["NodeID"]: int(min(node["Resources"].get(key, 0.0) // n for key, n in wanted))
@@ -206,9 +224,17 @@ class PlaceFinder:
 
     def _missing(self) -> str:
         """What the smallest group needs, what the cluster has, and what to do."""
-        shape = self._shape
+        shape, least = self._shape, self._shape.sizes[0]
         total, free = ray.cluster_resources(), ray.available_resources()  # type: ignore[no-untyped-call]
-        text = describe_missing(shape.sizes[0], shape.resources, total, free)
+        needed = ", ".join(
+            f"{least * count:g} {key} (the cluster has {total.get(key, 0):g}, "
+            f"{free.get(key, 0):g} of them free)"
+            for key, count in shape.resources.items()
+        )
+        text = (
+            f"{least} worker{' needs' if least == 1 else 's need'} {needed}; start nodes, wait for "
+            "or end what else runs there, or lower workers.num_workers"
+        )
         if len(shape.sizes) > 1:
             text += f"; {shape.reading_cpus:g} CPU more is needed to read with"
         if shape.labels:
@@ -231,25 +257,6 @@ def asked_for(
         remove_placement_group(group)
 
 
-def describe_missing(
-    num_workers: int,
-    each: Mapping[str, float],
-    total: Mapping[str, float],
-    free: Mapping[str, float],
-) -> str:
-    """What `num_workers` need, what the cluster has, and what to do."""
-    held = ", ".join(
-        f"{num_workers * count:g} {key} (the cluster has {total.get(key, 0):g}, "
-        f"{free.get(key, 0):g} of them free)"
-        for key, count in each.items()
-    )
-    who = "1 worker needs" if num_workers == 1 else f"{num_workers} workers need"
-    return (
-        f"{who} {held}; start nodes, wait for or end what else runs there, or lower "
-        "workers.num_workers"
-    )
-
-
 def lacking_now(recipe: Recipe, *, use_gpu: bool) -> str:
     """Why the connected cluster is now too small for a run whose group is placed; empty if not.
 
@@ -257,12 +264,10 @@ def lacking_now(recipe: Recipe, *, use_gpu: bool) -> str:
         use_gpu: whether its workers have GPUs. `workers.use_gpu=auto` was decided when it started:
             GPUs that join later are not for it.
     """
-    with contextlib.suppress(ray.exceptions.RayError, RuntimeError, OSError):
-        cluster = shape(time.time())
-        if cluster.is_private:
-            return ""
-        try:
+    cluster = shape(time.time())
+    try:
+        if not cluster.is_private:
             check_room(recipe.with_changes(workers={"use_gpu": use_gpu}), cluster)
-        except ValueError as error:
-            return f"the cluster has become too small, start nodes: {error}"
-    return ""  # the run works without the answer; it is asked again
+    except ValueError as error:
+        return f"the cluster has become too small, start nodes: {error}"
+    return ""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Literal
 
 from vit_ray.checkpoints.checkpoint import Checkpoint
 from vit_ray.checkpoints.run_checkpoints import begin_training
@@ -23,38 +23,33 @@ from vit_ray.launch.model_checks import (
     averaging_warning,
     check_head_is_trained,
 )
-from vit_ray.launch.resuming import (
-    accepted_changes,
-    find_resume_point,
-    refuse_resume,
-)
+from vit_ray.launch.resuming import accepted_changes, find_resume_point
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import RIGHTS_PROBE, Location, check_reachable, locate
-
-_HEADS: Final[dict[str, bool]] = {**dict.fromkeys(NEW_HEADS, True), "evaluate": False}
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """What is known about a run before it starts."""
+    """What is known about a run before it starts.
+
+    Attributes:
+        resume_from: the newest valid checkpoint of a run of this name.
+        notes: kind and text of the events of the run's start, for its history.
+        lock_number: shows workers that the run is still this driver's; None for an evaluation.
+        answers: of an evaluation: the correct answers for its images.
+        training_id: a training that starts at step 0: an earlier record is not continued.
+    """
 
     kind: Kind
     resolved: ResolvedRun
     resume_from: Checkpoint | None = None
-    """The newest valid checkpoint of a run of this name."""
     notes: tuple[tuple[EventKind, str], ...] = ()
-    """Kind and text of the events of the run's start, for its history."""
     lock_number: int | None = None
-    """Shows workers that the run is still this driver's; None for an evaluation."""
     answers: Answers | None = None
-    """Of an evaluation: the correct answers for its images."""
-    outputs: int | None = None
-    """Outputs of the model; None if it has one for each class of the data set."""
     training_id: str | None = None
-    """A training that starts at step 0: an earlier record is not continued."""
 
     @property
     def recipe(self) -> Recipe:
@@ -69,12 +64,14 @@ class PreparedRun:
     @property
     def num_classes(self) -> int:
         """Outputs of the model."""
-        return self.outputs or self.resolved.manifest.num_classes
+        return self.answers.num_outputs if self.answers else self.resolved.manifest.num_classes
 
     @property
     def new_head(self) -> bool | Literal["auto"]:
         """What happens to the head of its initial weights, as in `initialize_weights`."""
-        return _HEADS.get(self.kind, "auto")
+        if not self.trains:
+            return False
+        return True if self.kind in NEW_HEADS else "auto"
 
     @property
     def is_over(self) -> bool:
@@ -111,39 +108,30 @@ def prepared_training(
     prepared = PreparedRun(kind, resolved)
     is_new = not run_folder.exists()
     if is_new:  # a recipe that is refused leaves no folder, which the lock would make
-        if recipe.resume is True:
-            refuse_resume(recipe)
-        _check_start(prepared)
+        find_resume_point(recipe)
+        check_weights(prepared)
         check_cluster(prepared.recipe)
     with lock_run(run_folder) as lock_number:
-        damage: list[str] = []
-        changes: list[str] = []
-        training_id = None
-        resume_from = find_resume_point(recipe, damage.append)
-        prepared = replace(prepared, resume_from=resume_from, lock_number=lock_number)
-        if not is_new:
-            _check_start(prepared)
-        if resume_from is None:
-            training_id = begin_training(run_folder)
-        else:
-            begun = resume_from.position.recipe["data"]["shuffle_window"]
+        notes: list[tuple[EventKind, str]] = []
+        newest = find_resume_point(
+            recipe, lambda text: notes.append((EventKind.CHECKPOINT_DAMAGED, text))
+        )
+        prepared = replace(prepared, resume_from=newest, lock_number=lock_number)
+        if newest is not None:
+            begun = newest.position.recipe["data"]["shuffle_window"]
             if begun != resolved.recipe.data.shuffle_window:
                 resolved = resolve_run(recipe, begun=begun)
-            changes = accepted_changes(
-                resolved.recipe,
-                resume_from.position,
-                fingerprint=resolved.manifest.fingerprint,
-                num_images=resolved.num_images,
-                total_steps=resolved.total_steps,
-            )
-        if not (is_new or prepared.is_over):
-            starts = resolved.recipe
-            check_cluster(starts if resume_from is None else starts.with_changes(init_from=None))
-        notes = (
-            *((EventKind.CHECKPOINT_DAMAGED, text) for text in damage),
-            *((EventKind.RECIPE_CHANGED, text) for text in changes),
-        )
-        yield replace(prepared, resolved=resolved, notes=notes, training_id=training_id)
+            changes = accepted_changes(resolved, newest.position)
+            notes += [(EventKind.RECIPE_CHANGED, text) for text in changes]
+            prepared = replace(prepared, resolved=resolved)
+            if not prepared.is_over:
+                check_cluster(prepared.recipe.with_changes(init_from=None))
+        else:
+            if not is_new:
+                check_weights(prepared)
+                check_cluster(prepared.recipe)
+            prepared = replace(prepared, training_id=begin_training(run_folder))
+        yield replace(prepared, notes=tuple(notes))
 
 
 def check_rights(folder: Location) -> None:
@@ -166,16 +154,6 @@ def check_rights(folder: Location) -> None:
         raise
 
 
-def _check_start(prepared: PreparedRun) -> None:
-    """Check the weights that a new run starts from.
-
-    Raises:
-        ValueError: as `check_weights`.
-    """
-    if prepared.resume_from is None:
-        check_weights(prepared)
-
-
 def prepare_evaluation(recipe: Recipe) -> PreparedRun:
     """Check an evaluation, which is a separate run: the training's record is not changed.
 
@@ -187,16 +165,17 @@ def prepare_evaluation(recipe: Recipe) -> PreparedRun:
     resolved = resolve_run(recipe, needs_train=False)
     is_masked = recipe.train.loss == "masked_patch"  # such a model has no classes
     if "few_shot_train" not in resolved.streams and ("eval" not in resolved.streams or is_masked):
-        given = "train.loss=masked_patch has no accuracy" if is_masked else "data.eval is not set"
+        given, first = "data.eval is not set", "data.eval, a converted test set, or "
+        if is_masked:
+            given, first = "train.loss=masked_patch has no accuracy", ""
         raise ValueError(
-            f"{given}: nothing would be measured; give "
-            f"{'' if is_masked else 'data.eval, a converted test set, or '}"
+            f"{given}: nothing would be measured; give {first}"
             "evaluate.few_shot_train and evaluate.few_shot_test for few-shot accuracy"
         )
     prepared = PreparedRun("evaluate", resolved)
     if "eval" in resolved.streams:
         answers = answers_of(recipe, resolved.streams["eval"].manifest, resolved.manifest)
-        prepared = replace(prepared, answers=answers, outputs=answers.num_outputs)
+        prepared = replace(prepared, answers=answers)
     check_weights(prepared)
     return prepared
 

@@ -3,10 +3,11 @@
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Final
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn
 
 from vit_ray.config.secrets import redact
 from vit_ray.data.progress import ANSWER_S, clock, print_line, repeated
@@ -20,132 +21,78 @@ from vit_ray.metric_names import (
     TRAIN_LR,
 )
 from vit_ray.tracking.recorder import Recorder
-from vit_ray.tracking.run_state import RunStatus
 
-Show = Callable[[RunStatus, str, bool], None]
-"""Takes the state of the run, what `Pace` says about it, and whether it has ended."""
-
-LINE_EVERY_S = 10.0
-NO_STEP_S, NO_STEP_TIMES = 15.0, 5.0
+LINE_EVERY_S: Final = 10.0
+NO_STEP_S: Final = 15.0
+NO_STEP_TIMES: Final = 5.0
 """A step counts as slow if it takes longer than this, and this many times as long as the others."""
-
-_TOP1 = (
-    (EVAL_TOP1, "top-1 {:.2%}"),
-    (EVAL_AVERAGED_TOP1, "of averaged weights {:.2%}"),
-)
-_FIGURES = (
+_SPEED_OVER_S: Final = 1800.0
+_FIGURES: Final = (
     (TRAIN_LOSS, "loss {:.3f}"),
     (TRAIN_IMAGES_PER_S, "{:.0f} images/s"),
     (DATA_WAIT_FRACTION, "data wait {:.0%}"),
     (PERF_MFU, "MFU {:.1%}"),
-    *_TOP1,
+    (EVAL_TOP1, "top-1 {:.2%}"),
+    (EVAL_AVERAGED_TOP1, "of averaged weights {:.2%}"),
     (TRAIN_LR, "lr {:.2e}"),
 )
-MOST_FIGURES = 5
+MOST_FIGURES: Final = 5
 """Of these, shown after the step and the remaining time; MLflow has all others."""
 
 
 @contextlib.contextmanager
-def shown_progress(
-    record: Recorder, name: str, total: int, *, is_shown: bool = True
-) -> Iterator[None]:
-    """Show the progress of the run while the block runs."""
-    if not is_shown:
-        yield
-        return
-    seen, pace, console = 0, Pace(total), Console(file=sys.stderr)
+def shown_progress(record: Recorder, name: str, total: int) -> Iterator[None]:
+    """Show new events and the progress of the run while the block runs.
+
+    The remaining time is by the pace of the steps since the first that was seen.
+    """
+    console, seen, line_s = Console(file=sys.stderr), 0, 0.0
+    step_s = time.monotonic()  # when the newest step was seen
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    bar = Progress(
+        *columns,
+        TextColumn("{task.fields[text]}"),
+        console=console,
+        get_time=time.monotonic,
+        speed_estimate_period=_SPEED_OVER_S,
+    )
+    bar.add_task(name, total=total, text="starting")
+    (task,) = bar.tasks
 
     def update(is_last: bool) -> None:
-        """Print new events, and the state of the run."""
-        nonlocal seen
+        nonlocal seen, line_s, step_s
         status = record.status(ANSWER_S)
         for event in status.events[seen:]:
             print_line(console, redact(f"{name}: {event.kind}: {event.text}"))
         seen = len(status.events)
-        show(status, pace.left(status), is_last)
+        if min(status.step, total) != task.completed:
+            step_s = time.monotonic()
+        bar.update(task.id, completed=min(status.step, total))
+        text = describe(status.metrics, pace(task, time.monotonic() - step_s))
+        bar.update(task.id, text=text)
+        is_due = is_last or time.monotonic() - line_s > LINE_EVERY_S
+        if not console.is_terminal and status.step and is_due:
+            line_s = time.monotonic()
+            print_line(console, f"{name}: step {status.step}/{total}, {text}")
 
-    lines = _bar(console, name, total) if console.is_terminal else _lines(console, name, total)
-    with lines as show, repeated(update):
+    if not console.is_terminal:
+        print_line(console, f"{name}: starting workers")
+    with bar if console.is_terminal else contextlib.nullcontext(), repeated(update):
         yield
 
 
-def describe(status: RunStatus) -> str:
-    """The first figures that are known, as one text."""
-    known = status.metrics
-    texts = [text.format(known[key]) for key, text in _FIGURES if key in known][:MOST_FIGURES]
-    return ", ".join(texts)
+def pace(task: Task, waited_s: float) -> str:
+    """The remaining time, or for how long no step has come if that is longer than usual."""
+    if not task.completed:
+        return "starting"
+    usual_s = 1 / task.speed if task.speed else 0.0
+    if not task.finished and waited_s > max(NO_STEP_S, NO_STEP_TIMES * usual_s):
+        return f"no step for {clock(waited_s)}"
+    left_s = task.time_remaining
+    return "ETA --:--" if left_s is None else f"ETA {clock(left_s)}"
 
 
-class Pace:
-    """The remaining time of a run by its pace, or how long no step has come.
-
-    For a single run, from the steps since the first seen, without start-up. For a run with child
-    runs, from the whole time since the display began, because each child starts up.
-    """
-
-    def __init__(self, total: int) -> None:
-        self._total, self._began_s = total, time.monotonic()
-        self._first: tuple[int, float] | None = None
-        self._newest = (0, self._began_s)
-
-    def left(self, status: RunStatus) -> str:
-        now_s = time.monotonic()
-        if status.step != self._newest[0]:
-            self._newest = (status.step, now_s)
-        if self._first is None and (status.step or status.has_children):
-            self._first = (status.step, self._began_s if status.has_children else now_s)
-        step, since_s = self._first or (status.step, now_s)
-        waited_s = now_s - self._newest[1]
-        usual_s = (
-            self._newest[1] - self._began_s
-        )  # for a first step, which takes longer than others
-        if status.step > step:
-            usual_s = (self._newest[1] - since_s) / (status.step - step)
-        if (
-            status.step
-            and not status.has_children
-            and waited_s > max(NO_STEP_S, NO_STEP_TIMES * usual_s)
-        ):
-            return f"no step for {clock(waited_s)}"
-        return f"ETA {time_left(status.step, step, self._total, now_s - since_s)}"
-
-
-def time_left(step: int, start_step: int, total: int, elapsed_s: float) -> str:
-    """Hours, minutes and seconds, at the pace of the steps since `start_step`."""
-    done = step - start_step
-    return "--:--" if done <= 0 else clock(elapsed_s / done * max(0, total - step))
-
-
-@contextlib.contextmanager
-def _bar(console: Console, name: str, total: int) -> Iterator[Show]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[pace]}"),
-        TextColumn("{task.fields[figures]}"),
-    )
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task(name, total=total, figures="starting", pace="ETA --:--")
-
-        def show(status: RunStatus, pace: str, is_last: bool) -> None:
-            figures = describe(status) or "starting"
-            bar.update(task, completed=min(status.step, total), figures=figures, pace=pace)
-
-        yield show
-
-
-@contextlib.contextmanager
-def _lines(console: Console, name: str, total: int) -> Iterator[Show]:
-    shown_s = 0.0
-    print_line(console, f"{name}: starting workers")
-
-    def show(status: RunStatus, pace: str, is_last: bool) -> None:
-        nonlocal shown_s
-        if status.step and (is_last or time.monotonic() - shown_s > LINE_EVERY_S):
-            shown_s = time.monotonic()
-            figures = describe(status)
-            what = f"step {status.step}/{total}, {pace}{', ' if figures else ''}{figures}"
-            print_line(console, f"{name}: {what}")
-
-    yield show
+def describe(metrics: dict[str, float], pace: str) -> str:
+    """The pace, and the first figures that are there, as one text."""
+    texts = [text.format(metrics[key]) for key, text in _FIGURES if key in metrics]
+    return ", ".join([pace, *texts[:MOST_FIGURES]])

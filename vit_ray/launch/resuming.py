@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from typing import NoReturn
 
 from vit_ray.checkpoints.checkpoint import Checkpoint, Position
 from vit_ray.checkpoints.run_checkpoints import (
@@ -21,6 +20,7 @@ from vit_ray.config.resume_compatibility import (
 )
 from vit_ray.config.section import OnResume
 from vit_ray.config.validation import validated
+from vit_ray.launch.inputs.streams import ResolvedRun
 from vit_ray.lock import is_lock_file
 from vit_ray.storage import locate
 from vit_ray.training.schedule import lr_at
@@ -61,36 +61,25 @@ def find_resume_point(
         return None
     checkpoint = checkpoint_to_resume(folder, lambda _: None)  # workers report what they pass over
     if checkpoint is None and recipe.resume is True:
-        refuse_resume(recipe)
+        raise ValueError(
+            f"resume=true, but {recipe.output}/{recipe.name} holds no checkpoint; check name "
+            "and output, or set resume=auto"
+        )
     return checkpoint
 
 
-def refuse_resume(recipe: Recipe) -> NoReturn:
-    """Say that there is nothing to resume.
-
-    Raises:
-        ValueError: always.
-    """
-    raise ValueError(
-        f"resume=true, but {recipe.output}/{recipe.name} holds no checkpoint; check name "
-        "and output, or set resume=auto"
-    )
-
-
-def accepted_changes(
-    recipe: Recipe, position: Position, *, fingerprint: str, num_images: int, total_steps: int
-) -> list[str]:
+def accepted_changes(resolved: ResolvedRun, position: Position) -> list[str]:
     """The changes since the checkpoint was written, for the run's history.
 
     Extending a run needs no confirmation, any other change needs `resume=changed`.
 
     Args:
-        recipe: with a definite window.
-        fingerprint, num_images, total_steps: of the recipe with the present data.
+        resolved: of the recipe, with the present data.
 
     Raises:
         ValueError: a change that is not accepted, or with which no run could continue; names each.
     """
+    recipe, total_steps = resolved.recipe, resolved.total_steps
     # The stored recipe: a copy by `with_changes` would be checked as a new recipe.
     before = validated(
         Recipe,
@@ -100,7 +89,7 @@ def accepted_changes(
     )
     step = position.step
     then = {DATA_SET: position.data_fingerprint, **before.flat()}
-    now = {DATA_SET: fingerprint, **recipe.flat()}
+    now = {DATA_SET: resolved.manifest.fingerprint, **recipe.flat()}
     found = incompatible_changes(then, now, without=LENGTH)
     changes = [change for change in found if not change.is_move]
     if fixed := [change for change in changes if on_resume(change.key) is OnResume.FIXED]:
@@ -108,7 +97,7 @@ def accepted_changes(
             f"run {recipe.name!r} cannot continue from step {step}: {_listed(fixed)}; restore the "
             "earlier value, or choose another name (init_from loads the weights)"
         )
-    steps_before = before.optim.total_steps(num_images, position.global_batch_size)
+    steps_before = before.optim.total_steps(resolved.num_images, position.global_batch_size)
     length = [Change(key, then[key], now[key]) for key in LENGTH if then[key] != now[key]]
     if total_steps < steps_before:
         changes += length

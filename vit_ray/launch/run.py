@@ -21,7 +21,6 @@ from vit_ray.data.shards import all_first_labels
 from vit_ray.launch.cluster.cluster_checks import check_cluster
 from vit_ray.launch.cluster.connection import ClusterShape, connect
 from vit_ray.launch.inputs.shared_files import check_shared, paths_of
-from vit_ray.launch.inputs.streams import ResolvedRun
 from vit_ray.launch.model_checks import Kind
 from vit_ray.launch.open_record import OpenRun, end_record, open_record
 from vit_ray.launch.paper_comparison import PAPER_FILE, csv_text, evaluation_table
@@ -35,6 +34,7 @@ from vit_ray.metric_names import DEV_TOP1, EVAL_TOP1, few_shot_top1
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import ARRIVAL_S
+from vit_ray.tracking.recorder import FIRST_ANSWER_S
 from vit_ray.worker.job import TrainJob
 
 STOPPED_EARLY: Final = "vit_ray.stopped_early"
@@ -45,32 +45,36 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunResult:
-    """The outcome of a run."""
+    """The outcome of a run.
+
+    Attributes:
+        run_id: MLflow run; None if MLflow was away all the time.
+        steps: optimizer steps completed.
+        metrics: last value of every metric; evaluation metrics are the best ones if the run keeps
+            the best.
+        checkpoint: folder of the newest checkpoint, or of the best if the run keeps the best.
+        already_complete: the run had ended before; nothing was trained.
+        hint: how to open MLflow's page.
+        events: events during the run: restarts, refused steps, failed saves.
+        evaluation_due: it was stopped in the evaluation after its last step.
+        ended: why it ended before its last step (early stopping); else empty.
+        num_eval_images: images that the accuracies in `metrics` were measured on; 0 without an
+            evaluation.
+    """
 
     run_id: str | None
-    """MLflow run; None if MLflow was away all the time."""
     name: str
     steps: int
-    """Optimizer steps completed."""
     total_steps: int
     metrics: dict[str, float]
-    """Last value of every metric; evaluation metrics are the best ones if the run keeps the
-    best."""
     checkpoint: str
-    """Folder of the newest checkpoint, or of the best if the run keeps the best."""
     already_complete: bool = False
-    """The run had ended before; nothing was trained."""
     hint: str = ""
-    """How to open MLflow's page."""
     events: list[str] = field(default_factory=list)
-    """Events during the run: restarts, refused steps, failed saves."""
 
     evaluation_due: bool = False
-    """It was stopped in the evaluation after its last step."""
     ended: str = ""
-    """Why it ended before its last step (early stopping); else empty."""
     num_eval_images: int = 0
-    """Images that the accuracies in `metrics` were measured on; 0 without an evaluation."""
 
     @property
     def is_complete(self) -> bool:
@@ -81,16 +85,19 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Following:
-    """How another thread follows a training, and stops it."""
+    """How another thread follows a training, and stops it.
+
+    Attributes:
+        stop: set to ask for a checkpoint and the end.
+        on_evaluation: takes step and metrics of each evaluation before the last.
+        evaluate_at: steps at which it is evaluated in addition to those of the recipe.
+        why: the reason that its history gives for such a stop.
+    """
 
     stop: Event
-    """Set to ask for a checkpoint and the end."""
     on_evaluation: Callable[[int, Mapping[str, float]], None]
-    """Takes step and metrics of each evaluation before the last."""
     evaluate_at: tuple[int, ...] = ()
-    """Steps at which it is evaluated in addition to those of the recipe."""
     why: str = "asked to stop"
-    """The reason that its history gives for such a stop."""
 
 
 def train(
@@ -176,28 +183,22 @@ def run_prepared(
         RunFailedError: as `train`.
         RunStoppedError: an evaluation was stopped on request.
     """
-    recipe, resolved, kind = prepared.recipe, prepared.resolved, prepared.kind
+    recipe, resolved = prepared.recipe, prepared.resolved
     cluster = connect(recipe)
     use_gpu = check_cluster(recipe, cluster)
     position = prepared.resume_from.position if prepared.resume_from else None
-    is_on_dev_split = kind == "sweep_trial" or (
+    step = position.step if position else 0
+    init_run = _init_run(prepared)
+    origin = {INIT_RUN: init_run} if init_run else {}
+    branched = locate(recipe.run_folder).child(NOTE)
+    if position is not None and branched.exists():
+        origin[TAG] = branched.read().decode()
+    is_on_dev_split = prepared.kind == "sweep_trial" or (
         recipe.data.eval is None and recipe.data.held_out_fraction > 0
     )
-    origin: dict[str, str] = {}
-    init_run = position.init_run_id if position else None
-    if recipe.init_from is not None and position is None:
-        from vit_ray.checkpoints.init_weights import meta_state_of  # with torch: seconds
-
-        # The folder's name is not enough: another run may use it later.
-        init_run = meta_state_of(recipe.init_from).run_id
-    if init_run:
-        origin[INIT_RUN] = init_run
-    branched = locate(recipe.run_folder).child(NOTE)
-    if prepared.trains and position is not None and branched.exists():
-        origin[TAG] = branched.read().decode()
     with open_record(
         recipe,
-        kind,
+        prepared.kind,
         resolved,
         cluster,
         parent,
@@ -208,41 +209,37 @@ def run_prepared(
         awaited_metric=_result_metric(recipe, is_on_dev_split=is_on_dev_split),
     ) as run:
         for note, text in prepared.notes:
-            run.record.event(note, text, position.step if position else 0)
-        steps, is_shown = resolved.total_steps, parent is None
-        with (
-            shown_progress(run.record, recipe.name, steps, is_shown=is_shown),
-            # A sweep or study forwards it to its child runs.
-            stopping_on_signals(run.record.request_stop)
-            if parent is None
-            else contextlib.nullcontext(),
-            followed(run, following) if following else contextlib.nullcontext(),
-        ):
-            job = _job(prepared, cluster, run, init_run, following.evaluate_at if following else ())
+            run.record.event(note, text, step)
+        evaluate_at = following.evaluate_at if following else ()
+        with _watched(run, prepared, parent, following):
+            job = _job(prepared, cluster, run, init_run, evaluate_at)
             if prepared.trains:
                 Thread(target=_import_ahead, daemon=True).start()
-            try:
-                run_workers(job, resolved.streams, cluster, use_gpu=use_gpu)
-            except Exception:
-                if prepared.trains:  # what it has computed so far
-                    with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-                        _record_cost(prepared, run, run.record.status().step)
-                raise
-        result = replace(_result(job, run), num_eval_images=_num_eval_images(resolved))
-        if prepared.trains:
-            cost = _record_cost(prepared, run, result.steps)
-            result = replace(result, metrics={**result.metrics, **cost})
+            run_workers(job, resolved.streams, cluster, use_gpu=use_gpu)
+        result = _result(prepared, run)
         run.is_complete = result.is_complete
         is_told = parent is not None and parent.record.stop_reason()  # it will be continued
         if following and following.stop.is_set() and not (result.is_complete or is_told):
             run.record.tag(STOPPED_EARLY, f"step {result.steps} of {result.total_steps}")
-        if kind == "evaluate" and (table := evaluation_table(recipe, result.metrics)):
+        if not prepared.trains and (table := evaluation_table(recipe, result.metrics)):
             run.record.text(PAPER_FILE, csv_text(table))
         try:
             _log_model(result, prepared, run)
         except (ray.exceptions.RayError, RuntimeError) as error:  # the result is valid without it
             logger.warning("the trained model is not logged in MLflow: %s", error)
         return result
+
+
+def _init_run(prepared: PreparedRun) -> str | None:
+    """The MLflow run whose weights it began with."""
+    if prepared.resume_from is not None:
+        return prepared.resume_from.position.init_run_id
+    if prepared.recipe.init_from is None:
+        return None
+    from vit_ray.checkpoints.init_weights import meta_state_of  # with torch: seconds
+
+    # The folder's name is not enough: another run may use it later.
+    return meta_state_of(prepared.recipe.init_from).run_id
 
 
 def _result_metric(recipe: Recipe, *, is_on_dev_split: bool) -> str | None:
@@ -253,6 +250,29 @@ def _result_metric(recipe: Recipe, *, is_on_dev_split: bool) -> str | None:
         return EVAL_TOP1
     shots = recipe.evaluate.shots
     return few_shot_top1(shots[0]) if recipe.evaluate.few_shot_train and shots else None
+
+
+@contextlib.contextmanager
+def _watched(
+    run: OpenRun, prepared: PreparedRun, parent: OpenRun | None, following: Following | None
+) -> Iterator[None]:
+    """Inside the block: its progress is shown, it can be stopped and followed, and its cost is
+    recorded if it fails.
+    """
+    with contextlib.ExitStack() as inside:
+        if parent is None:  # a sweep or study does both for its child runs
+            steps = prepared.resolved.total_steps
+            inside.enter_context(shown_progress(run.record, prepared.recipe.name, steps))
+            inside.enter_context(stopping_on_signals(run.record.request_stop))
+        if following:
+            inside.enter_context(followed(run, following))
+        try:
+            yield
+        except Exception:
+            if prepared.trains:  # what it has computed so far
+                with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
+                    _record_cost(prepared, run, run.record.status().step)
+            raise
 
 
 @contextlib.contextmanager
@@ -291,7 +311,6 @@ def _job(
         total_steps=resolved.total_steps,
         data_fingerprint=resolved.manifest.fingerprint,
         data_terms=redacted(resolved.manifest.about),
-        run_folder=recipe.run_folder,
         new_head=prepared.new_head,
         few_shot_classes=few_shot.manifest.num_classes if few_shot else 0,
         ray_ready_s=cluster.ready_s,
@@ -311,32 +330,49 @@ def _import_ahead() -> None:
     import vit_ray.models.flops  # noqa: F401
 
 
-def _result(job: TrainJob, run: OpenRun) -> RunResult:
-    status, trains = run.record.status(), job.kind == "train"
-    checkpoint = newest_checkpoint(locate(job.run_folder)) if trains else None
+def _result(prepared: PreparedRun, run: OpenRun) -> RunResult:
+    """What the run has come to, with its cost, which is recorded.
+
+    Raises:
+        RunStoppedError: an evaluation was stopped on request.
+        RunFailedError: the checkpoint of the last step is missing.
+    """
+    status = run.record.status(mlflow_s=FIRST_ANSWER_S)
+    folder = locate(prepared.recipe.run_folder)
     was_stopped = any(event.kind is EventKind.STOPPED for event in status.events)
-    if was_stopped and not trains:
+    if was_stopped and not prepared.trains:
         raise RunStoppedError("the evaluation was stopped; it has no results")
     result = replace(
-        _result_of(job.recipe, job.total_steps, checkpoint, status.metrics),
-        run_id=run.record.run_id(),
-        hint=run.record.hint(),
+        _recorded(prepared, newest_checkpoint(folder) if prepared.trains else None, status.metrics),
+        run_id=status.run_id,
+        hint=status.hint,
         events=[f"{event.kind}: {event.text}" for event in status.events],
     )
-    if trains and not (result.steps >= job.total_steps or result.ended or was_stopped):
+    if not prepared.trains:
+        return result
+    if not (result.steps >= result.total_steps or result.ended or was_stopped):
         raise RunFailedError(
             f"training ended, but its newest complete checkpoint is at step {result.steps} of "
-            f"{job.total_steps}: the last checkpoint could not be written to {job.run_folder}; see "
+            f"{result.total_steps}: the last checkpoint could not be written to {folder.uri}; see "
             "the events, free space there and run the same command again"
         )
-    return result
+    return replace(result, metrics=result.metrics | _record_cost(prepared, run, result.steps))
 
 
-def _result_of(
-    recipe: Recipe, total_steps: int, checkpoint: Checkpoint | None, metrics: dict[str, float]
+def _recorded(
+    prepared: PreparedRun, checkpoint: Checkpoint | None, metrics: dict[str, float]
 ) -> RunResult:
     """What a checkpoint records about a run; None for a run without one."""
-    result = RunResult(None, recipe.name, 0, total_steps, with_best(metrics), checkpoint="")
+    recipe, resolved = prepared.recipe, prepared.resolved
+    result = RunResult(
+        None,
+        recipe.name,
+        0,
+        resolved.total_steps,
+        with_best(metrics),
+        checkpoint="",
+        num_eval_images=resolved.streams["eval"].num_images if "eval" in resolved.streams else 0,
+    )
     if checkpoint is None:
         return result
     progress = checkpoint.position.progress
@@ -377,23 +413,13 @@ def _log_model(result: RunResult, prepared: PreparedRun, run: OpenRun) -> None:
 
 def _finished_before(prepared: PreparedRun) -> RunResult:
     """Record the end by its last checkpoint, if its driver died before recording it."""
-    checkpoint, total_steps = prepared.resume_from, prepared.resolved.total_steps
-    assert checkpoint is not None
-    position = checkpoint.position
+    assert prepared.resume_from is not None
+    position = prepared.resume_from.position
     cost = training_cost(prepared.resolved, position.step)
-    run_id = position.tracking_run_id
-    if position.progress.is_over(total_steps):
-        run_id = end_record(prepared.recipe, run_id, position.step, cost)
-    result = _result_of(prepared.recipe, total_steps, checkpoint, position.progress.metrics)
-    metrics = {**result.metrics, **cost}
+    result = _recorded(prepared, prepared.resume_from, position.progress.metrics)
     return replace(
         result,
-        run_id=run_id,
-        metrics=metrics,
+        run_id=end_record(prepared.recipe, position.tracking_run_id, position.step, cost),
+        metrics=result.metrics | cost,
         already_complete=True,
-        num_eval_images=_num_eval_images(prepared.resolved),
     )
-
-
-def _num_eval_images(resolved: ResolvedRun) -> int:
-    return resolved.streams["eval"].num_images if "eval" in resolved.streams else 0

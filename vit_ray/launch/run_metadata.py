@@ -19,7 +19,6 @@ import ray
 from joblib import cpu_count
 
 from vit_ray.config import Recipe
-from vit_ray.config.loading import write_yaml
 from vit_ray.config.recorded_recipe import GROUP, KIND, RUN_FOLDER
 from vit_ray.config.resume_compatibility import EVALUATED_SETS, TAGGED, is_trained, unused_keys
 from vit_ray.config.secrets import redact, redacted
@@ -149,11 +148,6 @@ def data_inputs(resolved: ResolvedRun) -> list[dict[str, Any]]:
             }
         )
     return found
-
-
-def recipe_yaml(recipe: Recipe) -> str:
-    """The whole recipe, which can be run by itself."""
-    return write_yaml(recipe.written())
 
 
 def training_cost(resolved: ResolvedRun, steps: int) -> dict[str, float]:

@@ -47,14 +47,17 @@ Images = AnImage | Iterable[AnImage]
 
 
 class Prediction(NamedTuple):
-    """The most probable class of an image."""
+    """The most probable class of an image.
+
+    Attributes:
+        name: name of the class; its number as text if names are not known.
+        probability: by softmax over the classes, or by sigmoid if the model was trained so.
+        label: index of the class.
+    """
 
     name: str
-    """Name of the class; its number as text if names are not known."""
     probability: float
-    """By softmax over the classes, or by sigmoid if the model was trained so."""
     label: int
-    """Index of the class."""
 
 
 class TrainedModel:
@@ -112,10 +115,10 @@ class TrainedModel:
         """
         if isinstance(image, (str, os.PathLike)):
             image = locate(os.fspath(image)).read()
-        if isinstance(image, bytes) and self._is_turned and orientation_of(image) != 1:
-            return crop_of(turned_pixels(image), self._augmentation, (0, 0, 0))
         if isinstance(image, bytes):
-            return crop_of(image, self._augmentation, (0, 0, 0))
+            is_turned = self._is_turned and orientation_of(image) != 1
+            encoded = turned_pixels(image) if is_turned else image
+            return crop_of(encoded, self._augmentation, (0, 0, 0))
         if isinstance(image, Image.Image):
             return crop_of(pixels_of(image), self._augmentation, (0, 0, 0))
         pixels = np.asarray(image)
@@ -124,10 +127,9 @@ class TrainedModel:
                 f"pixels are {pixels.dtype} {pixels.shape}; give (H, W, 3), uint8 or floats in "
                 "[0, 1]"
             )
-        is_float = pixels.dtype.kind == "f"
-        scaled = np.rint(pixels * 255) if is_float else pixels
         if not pixels.size:
             raise BadImageError(f"pixels are {pixels.shape}, an empty image; give (H, W, 3)")
+        scaled = np.rint(pixels * 255) if pixels.dtype.kind == "f" else pixels
         if not (scaled.min() >= 0 and scaled.max() <= 255):
             raise BadImageError(
                 f"pixels are {pixels.dtype} from {pixels.min():g} to {pixels.max():g}; give floats "

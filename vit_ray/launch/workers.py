@@ -7,14 +7,14 @@ next group has, and on which nodes, is decided here.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -52,13 +52,13 @@ from vit_ray.launch.placement import (
     StoppedWaitingError,
     lacking_now,
 )
-from vit_ray.outcomes import EventKind, Failure, WorkerPlace
+from vit_ray.outcomes import EventKind, Failure
 from vit_ray.ray_internals import start_data_actors
 from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import ARRIVAL_S
 from vit_ray.tracking.run_state import RunStatus
 from vit_ray.worker.entry import work
-from vit_ray.worker.job import GroupStart, TrainJob
+from vit_ray.worker.job import TrainJob
 
 PLACE_S: Final = 20.0
 """How long a group waits for the place that was just there; then it is asked for again."""
@@ -69,8 +69,10 @@ RETURN_S: Final = 60.0
 LOOK_EVERY_S = 30.0
 """Seconds between two looks whether the run has ended, and at the cluster."""
 LOOK_S: Final = 0.5
-GROUPS_FILE: Final = "placement_groups.json"
-"""In the run's folder, for the next driver."""
+GROUP_FILE: Final = "placement_group"
+"""In the run's folder, for the next driver: id of the placement group of the workers."""
+AWAY: Final = (ray.exceptions.RayError, RuntimeError, OSError)
+"""Errors of a record or a storage that does not answer: the workers train without it."""
 LEAST_TIMEOUT_S: Final = 120.0
 """Of a collective operation: it is also the time in which the ranks must meet."""
 RANKS_PER_POLL_S: Final = 128
@@ -105,13 +107,14 @@ def run_workers(
 
     Raises:
         RunDivergedError: the loss or the gradient is not finite.
-        RunFailedError: training failed more often than the recipe allows, or cannot work.
-        NoPlaceError: the cluster had no room for the workers in time.
+        RunFailedError: training failed more often than the recipe allows, or cannot work, or the
+            cluster had no room for the workers in time.
     """
     trains = job.kind == "train"
-    kept = locate(job.run_folder).child(GROUPS_FILE)
-    if trains and kept.exists():  # of a driver that was killed: Ray may keep its place
-        give_back(json.loads(kept.read()))
+    folder = locate(job.recipe.run_folder) if trains else None
+    noted = folder.child(GROUP_FILE) if folder else None
+    if noted and noted.exists():  # of a driver that was killed: Ray may keep its place
+        give_back(noted.read().decode())
     shape = GroupShape.of(job.recipe, use_gpu=use_gpu, trains=trains)
     if cluster.is_private:
         cpus = ray.cluster_resources()["CPU"]  # type: ignore[no-untyped-call]
@@ -119,7 +122,7 @@ def run_workers(
         start_beside_server(max(0, int(left / shape.reading_cpus)), cpu_count())
     else:
         start_data_actors()
-    failing = FailingNodes(locate(job.run_folder) if trains else None)
+    failing = FailingNodes(folder)
     finder = PlaceFinder(job, shape, failing)
     options = {
         "keeps_statistics": not cluster.is_private or has_dashboard(),
@@ -131,18 +134,21 @@ def run_workers(
     try:
         Run(job, finder, failing, groups.run).train()
     finally:
-        if trains:
-            with contextlib.suppress(OSError):  # the next driver finds nothing to give back
-                kept.delete()
+        with contextlib.suppress(OSError):  # the next driver finds nothing to give back
+            if noted:
+                noted.delete()
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How an attempt has ended."""
+    """How an attempt has ended.
+
+    Attributes:
+        goes_on: without an error: a larger group follows.
+    """
 
     error: BaseException | None = None
     goes_on: bool = False
-    """Without an error: another group follows, of another size or in another place."""
 
 
 class Run:
@@ -162,13 +168,21 @@ class Run:
 
     def train(self) -> None:
         """Raises as `run_workers`."""
+        lost_since_s: float | None = None
         try:
-            while not self._has_ended(self._attempt(self._finder.found())):
-                self._check_stop()
+            while True:
+                place = self._finder.found(lost_since_s)
+                ended = self._attempt(place)
+                lost_since_s = place.since_s if lost_place(ended.error) else None
+                if lost_since_s is None and self._is_over(ended):
+                    return
+                with contextlib.suppress(*AWAY):
+                    if reason := self._job.record.stop_reason():
+                        raise StoppedWaitingError(reason)
         except StoppedWaitingError as stop:
             if failure := self._job.record.failure():
                 raise _error_of(failure) from stop
-            newest = newest_step(self._job.run_folder)
+            newest = newest_step(self._job.recipe)
             saved = f"the newest checkpoint is of step {newest}"
             text = f"{stop}; no workers were running, " + (
                 "so no checkpoint was written" if newest == -1 else saved
@@ -177,19 +191,7 @@ class Run:
         except NoPlaceError as error:
             raise RunFailedError(str(error)) from error
 
-    def _check_stop(self) -> None:
-        """Before another group is started.
-
-        Raises:
-            StoppedWaitingError: the run is to stop.
-        """
-        reason = None
-        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):  # the record is away
-            reason = self._job.record.stop_reason()
-        if reason:
-            raise StoppedWaitingError(reason)
-
-    def _has_ended(self, ended: Ended) -> bool:
+    def _is_over(self, ended: Ended) -> bool:
         """Whether the run has ended with this attempt.
 
         Raises:
@@ -201,7 +203,7 @@ class Run:
         if ended.error is None:
             return not ended.goes_on
         places = {}
-        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
+        with contextlib.suppress(*AWAY):
             places = self._job.record.places()
         text = cause(ended.error, places)
         self._job.record.event(EventKind.WORKER_FAILED, text, 0)
@@ -216,7 +218,7 @@ class Run:
         Raises:
             RunFailedError: there were too many without a new checkpoint between them.
         """
-        newest = newest_step(self._job.run_folder)
+        newest = newest_step(self._job.recipe)
         if newest not in (-1, self._failed_at):
             self._num_failures, self._failed_at = 0, newest
         self._num_failures += 1
@@ -247,22 +249,22 @@ class WorkerGroups:
         self._number += 1
         self._job = replace(self._job, place_wait_s=place.waited_s)
         watch = GroupWatch(self._job, self._finder, place, self._shape.use_gpu)
-        fit = _Fit(lambda: self._trainer(place).fit())
+        fit = _in_thread(lambda: self._trainer(place).fit())
         try:
-            with contextlib.suppress(ray.exceptions.RayError, RuntimeError):  # it trains without
+            with contextlib.suppress(*AWAY):  # it trains without
                 if self._number == 1 and self._job.record.run_id(ARRIVAL_S) is None:
                     _say_that_the_record_waits(self._job.recipe)
-            while not (fit.returns_within(LOOK_S) or watch.is_over()):
-                pass
+            while not (fit.done() or watch.is_over()):
+                wait([fit], LOOK_S)
         finally:
+            error = fit.exception() if fit.done() else watch.error
             # A controller that is frozen or has died does not give its place back itself.
-            if fit.error or not fit.returns_within(0):
-                give_back(watch.known_groups())
-        error = fit.error or watch.error
+            if error or not fit.done():
+                give_back(watch.known_group())
         if (limit := micro_batch_limit(error)) is not None:
             self._job = replace(self._job, micro_batch_limit=limit)
         if error is not None:
-            return Ended(goes_on=True) if lost_place(error) else Ended(error)
+            return Ended(error)
         return Ended(goes_on=watch.is_resizing and not watch.has_ended_the_run())
 
     def _trainer(self, place: Place) -> Any:
@@ -271,22 +273,21 @@ class WorkerGroups:
 
         from vit_ray.worker.process_group import GroupConfig
 
-        cluster, use_gpu = self._cluster, self._shape.use_gpu
-        for key, value in settings(place.size, is_private=cluster.is_private).items():
+        for key, value in settings(place.size, is_private=self._cluster.is_private).items():
             if key in _OWN_SETTINGS or key not in os.environ:  # the user's own settings stay
                 _OWN_SETTINGS.add(key)
                 os.environ[key] = value
-        start = GroupStart(
-            self._job,
-            f"{self._name}-{self._number}",
-            use_gpu,
-            self._streams,
-        )
+        use_gpu, group = self._shape.use_gpu, f"{self._name}-{self._number}"
         # Ray leaves a machine's GPUs visible to workers that did not ask for one.
-        hides_gpus = cluster.num_gpus > 0 and not use_gpu
+        hides_gpus = self._cluster.num_gpus > 0 and not use_gpu
         return TorchTrainer(
             work,
-            train_loop_config={"start": start},
+            train_loop_config={
+                "job": self._job,
+                "group": group,
+                "use_gpu": use_gpu,
+                "streams": self._streams,
+            },
             torch_config=GroupConfig(
                 backend="nccl" if use_gpu else "gloo",
                 timeout_s=math.ceil(max(LEAST_TIMEOUT_S, self._job.recipe.train.step_timeout_s)),
@@ -300,7 +301,7 @@ class WorkerGroups:
                 label_selector=dict(place.labels) or None,
             ),
             run_config=RunConfig(  # type: ignore[arg-type]
-                name=start.name,
+                name=group,
                 # Ray Train's own state, which is never read, goes to the controller's memory, so
                 # that no files are left behind. Checkpoints do not go through Ray Train.
                 storage_path="groups",
@@ -315,23 +316,18 @@ class WorkerGroups:
         )
 
 
-class _Fit:
-    """A call of `fit()` in a thread: in the main one Ray takes over Ctrl-C."""
+def _in_thread(call: Callable[[], object]) -> Future[object]:
+    """The result of a call in a thread: in the main one `fit()` takes over Ctrl-C."""
+    result = Future[object]()
 
-    def __init__(self, fit: Callable[[], object]) -> None:
-        self.error: BaseException | None = None
-        self._fit, self._has_returned = fit, threading.Event()
-        threading.Thread(target=self._run, daemon=True, name="fit").start()
-
-    def returns_within(self, seconds: float) -> bool:
-        return self._has_returned.wait(seconds)
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._fit()
+            result.set_result(call())
         except BaseException as error:  # raised where the group is waited for
-            self.error = error
-        self._has_returned.set()
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="fit").start()
+    return result
 
 
 class GroupWatch:
@@ -348,11 +344,10 @@ class GroupWatch:
         self._job, self._finder, self._place = job, finder, place
         self._use_gpu, self._clock = use_gpu, clock
         self.error: Exception | None = None
-        self._groups: set[str] = set()
+        self._group = ""
         self.is_resizing = False
         """Its workers were asked for a checkpoint, after which a larger group starts."""
         self._began_s = self._looked_s = clock()
-        self._places: dict[int, WorkerPlace] = {}
         self._ended_s: float | None = None
         self._lacked = ""
 
@@ -361,31 +356,31 @@ class GroupWatch:
 
         Either its workers have ended the run, or they are silent (`error`).
         """
-        with contextlib.suppress(ray.exceptions.RayError, RuntimeError, OSError):
-            self._note_groups()
+        with contextlib.suppress(*AWAY):
+            self._note_group()
             return self._has_ended()
-        return False  # the record or the storage does not answer: the workers go on without it
+        return False
 
-    def known_groups(self) -> set[str]:
-        """Placement groups of its workers, as far as they have introduced themselves by now."""
-        with contextlib.suppress(ray.exceptions.RayError, RuntimeError, OSError):
-            self._note_groups()
-        return self._groups
+    def known_group(self) -> str:
+        """Placement group of its workers; empty if none has introduced itself by now."""
+        with contextlib.suppress(*AWAY):
+            self._note_group()
+        return self._group
 
     def has_ended_the_run(self) -> bool:
         """Whether its workers have recorded the run's end; False if nobody answers."""
-        with contextlib.suppress(ray.exceptions.RayError, RuntimeError, OSError):
+        with contextlib.suppress(*AWAY):
             return has_ended(self._job, self._job.record.status())
         return False
 
-    def _note_groups(self) -> None:
-        if len(self._places) >= self._place.size:
+    def _note_group(self) -> None:
+        if self._group:
             return
-        self._places |= self._job.record.places()  # a recorder that has restarted knows fewer
-        known, self._groups = self._groups, {at.group for at in self._places.values()} - {""}
-        if self._groups != known and self._job.kind == "train":
-            file = locate(self._job.run_folder).child(GROUPS_FILE)
-            file.write(json.dumps(sorted(self._groups)).encode())
+        groups = {at.group for at in self._job.record.places().values()}
+        self._group = max(groups, default="")
+        if self._group and self._job.kind == "train":
+            folder = locate(self._job.recipe.run_folder)
+            folder.child(GROUP_FILE).write(self._group.encode())
 
     def _has_ended(self) -> bool:
         now_s = self._clock()
@@ -416,7 +411,7 @@ class GroupWatch:
             self._job.record.request_resize()
 
 
-def lost_place(error: BaseException) -> bool:
+def lost_place(error: BaseException | None) -> bool:
     """Whether the place of a group was taken by others before its workers were there.
 
     Ray's error of a group that found no place in time, and no other, says for how many workers.
@@ -430,14 +425,16 @@ def has_ended(job: TrainJob, status: RunStatus) -> bool:
         return True
     if job.kind != "train":
         return bool(status.metrics)
-    newest = newest_checkpoint(locate(job.run_folder)) if status.step >= job.total_steps else None
+    if status.step < job.total_steps:
+        return False
+    newest = newest_checkpoint(locate(job.recipe.run_folder))
     return newest is not None and newest.position.progress.is_over(job.total_steps)
 
 
-def give_back(groups: Iterable[str]) -> None:
-    """Remove placement groups, which Ray keeps if a controller dies, by their ids."""
-    for group in groups:
-        with contextlib.suppress(ray.exceptions.RayError):
+def give_back(group: str) -> None:
+    """Remove a placement group, which Ray keeps if a controller dies, by its id; none if empty."""
+    with contextlib.suppress(ray.exceptions.RayError):
+        if group:
             remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group))))
 
 
@@ -456,13 +453,12 @@ def settings(num_workers: int, *, is_private: bool) -> dict[str, str]:
     }
 
 
-def newest_step(run_folder: str) -> int:
+def newest_step(recipe: Recipe) -> int:
     """Step of the newest complete checkpoint; -1 if there is none, or storage does not answer."""
-    try:
-        checkpoint = newest_checkpoint(locate(run_folder))
-    except OSError:
-        return -1
-    return checkpoint.position.step if checkpoint else -1
+    with contextlib.suppress(OSError):
+        if checkpoint := newest_checkpoint(locate(recipe.run_folder)):
+            return checkpoint.position.step
+    return -1
 
 
 def _error_of(failure: Failure) -> RunFailedError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -37,57 +38,48 @@ from vit_ray.training.loop import (
 from vit_ray.training.out_of_memory import is_out_of_memory
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import DivergedError, TrainJob, UnrecoverableError
-from vit_ray.worker.nonfinite import NonfinitePolicy
-from vit_ray.worker.run_link import RunLink
+from vit_ray.worker.nonfinite import describe_batch, report_refused, report_skipped
+from vit_ray.worker.run_link import DELIVERY_S, RunLink
 from vit_ray.worker.saving import CheckpointSaver
 from vit_ray.worker.setup import smaller_micro_batch, work_per_image
 from vit_ray.worker.watchdog import Watchdog
 
 
-def run_attempt(link: RunLink, set_up: Callable[[], Attempt | EvaluationAttempt | None]) -> None:
-    """Run to the end, and report an error that would happen again after a restart.
+@contextmanager
+def reported_failures(link: RunLink) -> Iterator[None]:
+    """Report an error of the block that would happen again after a restart.
 
-    Args:
-        set_up: builds the attempt; None if there is nothing left to do.
+    Raises:
+        UnrecoverableError: the other workers may wait for this one: Ray is to end them.
     """
     try:
-        attempt = set_up()
-        if attempt is not None:
-            with contextlib.closing(attempt):
-                attempt.run()
+        yield
     except UnrecoverableError as error:
         link.record.fail(Failure(str(error), has_diverged=isinstance(error, DivergedError)))
         if not error.is_agreed:
-            raise  # the other workers may wait for this one: let Ray end them
+            raise
 
 
-@dataclass
-class EvaluationAttempt:
-    """An evaluation's own run on one worker."""
+def evaluate_alone(link: RunLink, evaluator: Evaluator) -> None:
+    """An evaluation's own run on one worker: evaluate once.
 
-    link: RunLink
-    evaluator: Evaluator
-    watchdog: Watchdog
-
-    def run(self) -> None:
-        """Evaluate once.
-
-        Raises:
-            UnrecoverableError: as `Evaluator.evaluate`.
-        """
-        try:
-            self.link.log(0, self.evaluator.evaluate(0, self.link.is_ending))
-        except EvaluationCutError:
-            text = f"{self.link.asked_stop_reason()}; the evaluation has no results"
-            self.link.note_last(EventKind.STOPPED, text, 0)
-
-    def close(self) -> None:
-        self.watchdog.stop()
+    Raises:
+        UnrecoverableError: as `Evaluator.evaluate`.
+    """
+    try:
+        link.log(0, evaluator.evaluate(0, link.is_ending))
+    except EvaluationCutError:
+        text = f"{link.asked_stop_reason()}; the evaluation has no results"
+        link.note(EventKind.STOPPED, text, 0, DELIVERY_S)
 
 
 @dataclass
 class Attempt:
-    """The parts of a worker, combined; each part answers some of the loop's calls."""
+    """The parts of a worker, combined; each part answers some of the loop's calls.
+
+    Attributes:
+        preemption_notice: what the cluster has announced about this group's nodes; None = nothing.
+    """
 
     job: TrainJob
     context: RankContext
@@ -96,11 +88,9 @@ class Attempt:
     batches: Iterator[Batch]
     evaluator: Evaluator
     saver: CheckpointSaver
-    nonfinite: NonfinitePolicy
     watchdog: Watchdog
     progress: Progress
     preemption_notice: Callable[[], Any]
-    """What the cluster has announced about this group's nodes; None = nothing."""
     _has_started: bool = field(default=False, init=False)
     _notice_seen: str = field(default="", init=False)
     _failed_callbacks: set[str] = field(default_factory=set, init=False)
@@ -125,13 +115,11 @@ class Attempt:
             if not is_out_of_memory(error):
                 raise
             smaller = smaller_micro_batch(self.job, self.context.micro_batch_size)
-            self.link.note_own(EventKind.OUT_OF_MEMORY, str(smaller), self.progress.step)
+            self.link.record.event(EventKind.OUT_OF_MEMORY, str(smaller), self.progress.step)
             raise smaller from error
-
-    def close(self) -> None:
-        """Stop the watchdog and leave the process group in the way Ray expects."""
-        self.watchdog.stop()
-        self.engine.close()
+        finally:
+            self.watchdog.stop()
+            self.engine.close()
 
     def _train(self) -> None:
         progress, clock = self.progress, self.link.clock
@@ -151,18 +139,14 @@ class Attempt:
         self.watchdog.pause()  # the steps are over, and waiting has its own limits
         self.saver.wait_until_written()
         if ending is not Ending.FINISHED:
-            step = progress.step
-            saved = f"checkpoint at step {step}"
-            if step == 0:
-                saved = "no step was taken"
-            elif not self.context.all_sum([float(self.saver.is_whole(step))])[0]:
+            step, link = progress.step, self.link
+            saved = f"checkpoint at step {step}" if step else "no step was taken"
+            if step and not self.context.all_sum([float(self.saver.writer.is_whole(step))])[0]:
                 saved = f"the checkpoint of step {step} could not be written"
-            if self.link.is_resizing and not (progress.ended or self.link.record.stop_reason()):
-                text = f"the group changes its size; {saved}"
-                self.link.note_last(EventKind.RESIZING, text, step)
-                return
-            text = f"{progress.ended or self.link.asked_stop_reason()}; {saved}"
-            self.link.note_last(EventKind.STOPPED, text, step)
+            kind, why = EventKind.STOPPED, progress.ended or link.asked_stop_reason()
+            if link.is_resizing and not (progress.ended or link.record.stop_reason()):
+                kind, why = EventKind.RESIZING, "the group changes its size"
+            link.note(kind, f"{why}; {saved}", step, DELIVERY_S)
 
     def _shown(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches; crops of the first batch are kept with the run."""
@@ -280,10 +264,15 @@ class Attempt:
         Raises:
             DivergedError: the recipe says to stop, or there were too many in a row.
         """
-        self.nonfinite.handle(progress, batch)
+        train, text = self.job.recipe.train, self._described(batch)
+        report_refused(train, self.link, progress, text)
 
     def on_skipped_step(self, progress: Progress, skipped: SkippedStep) -> None:
-        self.nonfinite.report_skipped(progress, skipped)
+        train, text = self.job.recipe.train, self._described(skipped.batch)
+        report_skipped(train, self.link, progress, skipped, text)
+
+    def _described(self, batch: Batch) -> str:
+        return describe_batch(self.engine, batch, self.context.micro_batch_size)
 
     def wishes(self, step: int) -> tuple[bool, bool]:
         """For a checkpoint at once, and to stop."""
@@ -299,5 +288,5 @@ class Attempt:
         if notice.deadline_ms is not None:
             left_s = notice.deadline_ms / 1e3 - time.time()
             text = f"a node leaves in {left_s:.0f} s: checkpoint at once"
-        self.link.note_own(EventKind.PREEMPTION, text, step)
+        self.link.record.event(EventKind.PREEMPTION, text, step)
         return True

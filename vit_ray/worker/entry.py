@@ -15,23 +15,14 @@ def work(config: dict[str, Any]) -> None:
     """See `worker.work`."""
     from vit_ray.worker import worker
 
-    worker.work(config["start"])
+    worker.work(**config)
 
 
 def introduce(record: Recorder) -> None:
-    """Give this worker's place to the run's record, before it imports torch.
+    """Give this worker's place to the run's record, as in `WorkerPlace`, before it imports torch.
 
-    Errors name it. The driver gives its placement group back if the controller dies.
-    """
-    rank = ray.train.get_context().get_world_rank()
-    with contextlib.suppress(ray.exceptions.RayError, RuntimeError):  # it works without the record
-        record.heartbeat(rank, 0, *own_place())
-
-
-def own_place() -> tuple[str, str, str, str]:
-    """Host, node, a text on this process, and its placement group, as in `WorkerPlace`.
-
-    The text names GPU, process and log file: Ray sends standard error to a separate file.
+    Errors name host, GPU, process and log file, since Ray sends standard error to a separate file.
+    The driver gives its placement group back if the controller dies.
     """
     context = ray.get_runtime_context()
     gpus = context.get_accelerator_ids().get("GPU", [])
@@ -39,9 +30,12 @@ def own_place() -> tuple[str, str, str, str]:
     parts = [f"GPU {', '.join(gpus)}"] if gpus else []
     parts += [f"pid {os.getpid()}", f"log {log}" if log.endswith(".err") else ""]
     group = ray.util.get_current_placement_group()
-    return (
-        ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
-        context.get_node_id(),
-        ", ".join(filter(None, parts)),
-        group.id.hex() if group else "",
-    )
+    with contextlib.suppress(ray.exceptions.RayError, RuntimeError):  # it works without the record
+        record.heartbeat(
+            ray.train.get_context().get_world_rank(),
+            0,
+            ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
+            context.get_node_id(),
+            ", ".join(filter(None, parts)),
+            group.id.hex() if group else "",
+        )

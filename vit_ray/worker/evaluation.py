@@ -41,12 +41,6 @@ from vit_ray.worker.watchdog import Watchdog
 Predicts = DeepSpeedEngine | Predictor
 
 
-def has_accuracy(recipe: Recipe) -> bool:
-    """Whether there are images to measure accuracy on, and a trained head."""
-    has_images = recipe.data.eval is not None or recipe.data.held_out_fraction > 0
-    return has_images and recipe.train.loss != "masked_patch"
-
-
 class Evaluator:
     """Evaluates the engine on a run's own streams, as its recipe says; all ranks call it."""
 
@@ -111,12 +105,13 @@ class Evaluator:
     def _measure(self, prefix: str) -> dict[str, float]:
         recipe, engine = self._job.recipe, self._engine
         metrics: dict[str, float] = {}
-        if has_accuracy(recipe):
+        has_images = recipe.data.eval is not None or recipe.data.held_out_fraction > 0
+        if has_images and recipe.train.loss != "masked_patch":  # which trains no head
             accuracy = self._measure_accuracy()
             metrics |= {f"{EVAL_GROUP}{prefix}{name}": value for name, value in accuracy.items()}
-        if recipe.chooses_on_dev and self._job.kind == "train" and has_accuracy(recipe):
-            on_dev = measure_accuracy(engine, self._watched("dev"), recipe)
-            metrics |= {f"{DEV_GROUP}{prefix}{name}": value for name, value in on_dev.items()}
+            if recipe.chooses_on_dev and self._job.kind == "train":
+                on_dev = measure_accuracy(engine, self._watched("dev"), recipe)
+                metrics |= {f"{DEV_GROUP}{prefix}{name}": v for name, v in on_dev.items()}
         if recipe.evaluate.few_shot_train is not None:
             train, test = self._watched("few_shot_train"), self._watched("few_shot_test")
             if self._pool_labels is None:  # read by rank 0 at the first evaluation
@@ -175,7 +170,7 @@ class Evaluator:
         if device.type == "cuda":  # everything but the images is used on the host
             batches = device_batches(batches, device, pinned=("image",))
         for batch in batches:
-            self._watchdog.note_move()
+            self._watchdog.expect_long_step()
             stops, saves = all_sum([self._is_stopping(), self._is_save_wanted()], device)
             if stops or saves:
                 raise EvaluationCutError(is_stopping=stops > 0)

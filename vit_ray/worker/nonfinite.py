@@ -4,7 +4,6 @@ The engine has refused such a step, so weights and optimizer are as before it.
 """
 
 import math
-from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -26,54 +25,42 @@ MOST_SAMPLES: Final = 64
 """Samples named in a report."""
 
 
-class NonfinitePolicy:
-    """Carries out `train.nonfinite`."""
+def report_refused(train: TrainConfig, link: RunLink, progress: Progress, batch: str) -> None:
+    """Report the refused step before `progress.step`.
 
-    def __init__(
-        self,
-        train: TrainConfig,
-        link: RunLink,
-        describe: Callable[[Batch], str],
-    ) -> None:
-        """
-        Args:
-            describe: names the batch's samples and the first layer that is not finite; all ranks
-                call it.
-        """
-        self._train, self._link, self._describe = train, link, describe
+    Args:
+        batch: as `describe_batch` returns.
 
-    def handle(self, progress: Progress, batch: Batch) -> None:
-        """Report the refused step before `progress.step`.
-
-        Raises:
-            DivergedError: the recipe says to stop, or there were too many in a row.
-        """
-        train, step = self._train, progress.step
-        text = (
-            f"loss or gradient of step {step - 1} is not finite; the step was not applied. "
-            f"{self._describe(batch)}"
+    Raises:
+        DivergedError: the recipe says to stop, or there were too many in a row.
+    """
+    step = progress.step
+    text = f"loss or gradient of step {step - 1} is not finite; the step was not applied. {batch}"
+    link.note(EventKind.NOT_FINITE, text, step)
+    if train.nonfinite == "stop" or progress.nonfinite_steps >= MOST_IN_A_ROW:
+        raise DivergedError(
+            f"{text}. train.nonfinite={train.nonfinite} with {progress.nonfinite_steps} such "
+            "steps in a row; lower optim.learning_rate (with resume=changed), or set "
+            "train.nonfinite to skip"
         )
-        self._link.note(EventKind.NOT_FINITE, text, step)
-        if train.nonfinite == "stop" or progress.nonfinite_steps >= MOST_IN_A_ROW:
-            raise DivergedError(
-                f"{text}. train.nonfinite={train.nonfinite} with {progress.nonfinite_steps} such "
-                "steps in a row; lower optim.learning_rate (with resume=changed), or set "
-                "train.nonfinite to skip"
-            )
 
-    def report_skipped(self, progress: Progress, skipped: SkippedStep) -> None:
-        """Name a step that `train.skip_above` has skipped."""
-        text = (
-            f"the gradient norm of step {skipped.step} is {skipped.grad_norm:.3g}, above the limit "
-            f"of {skipped.norm_limit:.3g} (train.skip_above={self._train.skip_above:g} x the "
-            f"median); the step was not applied, {progress.skipped_steps} are skipped so far. "
-            f"{self._describe(skipped.batch)}"
-        )
-        self._link.note(EventKind.SKIPPED, text, progress.step)
+
+def report_skipped(
+    train: TrainConfig, link: RunLink, progress: Progress, skipped: SkippedStep, batch: str
+) -> None:
+    """Name a step that `train.skip_above` has skipped; `batch`: as `describe_batch` returns."""
+    text = (
+        f"the gradient norm of step {skipped.step} is {skipped.grad_norm:.3g}, above the limit "
+        f"of {skipped.norm_limit:.3g} (train.skip_above={train.skip_above:g} x the "
+        f"median); the step was not applied, {progress.skipped_steps} are skipped so far. {batch}"
+    )
+    link.note(EventKind.SKIPPED, text, progress.step)
 
 
 def describe_batch(engine: DeepSpeedEngine, batch: Batch, micro_batch_size: int) -> str:
-    """Samples of the global batch, and sizes of activations by layer."""
+    """Samples of the global batch, sizes of activations by layer, and the first layer that is not
+    finite; all ranks call it.
+    """
     numbers = np.asarray(batch["sample"], np.int64)
     samples = np.unique(all_rows(numbers, engine.device)).tolist()
     shown = ", ".join(map(str, samples[:MOST_SAMPLES]))

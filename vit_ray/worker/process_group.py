@@ -7,23 +7,31 @@ end anyway.
 import contextlib
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import psutil
+import ray
 import ray.util
+from ray.train import WorkerGroupError
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
 
 from vit_ray.tracking.recorder import Recorder
 from vit_ray.worker.entry import introduce
 
+DEATH_S: Final = 5.0
+"""Longest wait for Ray to report a dead worker."""
+
 
 @dataclass
 class GroupConfig(TorchConfig):
-    """Ray's configuration of torch, with the network interface chosen on each node."""
+    """Ray's configuration of torch, with the network interface chosen on each node.
+
+    Attributes:
+        record: to which the workers introduce themselves.
+    """
 
     record: Recorder | None = None
-    """To which the workers introduce themselves."""
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -37,15 +45,39 @@ class GroupBackend(Backend):
     """GPUs of a node are visible to all of its workers, because NCCL links them."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        """Join the workers.
+
+        Raises:
+            WorkerGroupError: some have died meanwhile; Ray's own error does not name them.
+        """
         try:
             worker_group.execute(introduce, backend_config.record)
             worker_group.execute(use_own_interface)
             TorchConfig().backend_cls().on_start(worker_group, backend_config)
-        except BaseException:
+        except BaseException as error:
+            dead: dict[int, Exception] = {}
+            with contextlib.suppress(Exception):
+                dead = dead_workers(worker_group)
             # Ray Train 2.60 keeps the place of a group of which a worker dies here.
             with contextlib.suppress(Exception):
                 worker_group.get_worker_group_state().placement_group_handle.shutdown()
+            if dead:
+                raise WorkerGroupError("workers died while the group met", dead) from error
             raise
+
+
+def dead_workers(worker_group: Any) -> dict[int, Exception]:
+    """Ray's errors of the workers that have died, by rank; those that wait do not answer."""
+    answers = worker_group.execute_async(os.getpid)
+    answered, _ = ray.wait(answers, num_returns=len(answers), timeout=DEATH_S)
+    dead: dict[int, Exception] = {}
+    for rank, answer in enumerate(answers):
+        try:
+            if answer in answered:
+                ray.get(answer, timeout=DEATH_S)
+        except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
+            dead[rank] = error
+    return dead
 
 
 def use_own_interface() -> None:

@@ -18,7 +18,8 @@ from vit_ray.tracking.run_state import beats_between
 HANG_REPORT_S: Final = 10.0
 RUN_ID_S: Final = 20.0
 DELIVERY_S: Final = 120.0
-"""Limit for what must arrive: a worker that gets no answer ends, and its group restarts."""
+"""Limit for what must arrive, such as a last event: a worker without an answer ends, and its group
+restarts."""
 SHOW_S: Final = 10.0
 """Limit for a file that training does not depend on."""
 
@@ -27,8 +28,8 @@ class RunLink:
     """One worker's side of the link."""
 
     def __init__(self, record: Recorder, rank: int, world_size: int = 1) -> None:
-        self.record, self.rank = record, rank
-        self._world_size, self._num_beats = world_size, rank
+        self.record, self.rank, self.world_size = record, rank, world_size
+        self._num_beats = rank
         self.clock = PhaseClock()
         """The clock of this attempt."""
         self.log = record.metrics if rank == 0 else lambda step, values: None
@@ -42,7 +43,7 @@ class RunLink:
     def beat(self, step: int) -> None:
         """Send a heartbeat, if it is this rank's turn, and store the requests in the answer."""
         self._num_beats += 1
-        is_due = self.rank == 0 or self._num_beats % beats_between(self._world_size) == 0
+        is_due = self.rank == 0 or self._num_beats % beats_between(self.world_size) == 0
         if not is_due:
             return
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
@@ -58,19 +59,13 @@ class RunLink:
         """Asked now: another worker's heartbeat may have had the answer first."""
         return self.record.stop_reason() or "another worker was asked to stop"
 
-    def note(self, kind: EventKind, text: str, step: int) -> None:
-        """Send an event that all ranks know of, from rank 0."""
-        if self.rank == 0:
-            self.note_own(kind, text, step)
+    def note(self, kind: EventKind, text: str, step: int, wait_s: float = 0.0) -> None:
+        """Send an event that all ranks know of, from rank 0; waits `wait_s` until it has arrived.
 
-    def note_own(self, kind: EventKind, text: str, step: int) -> None:
-        """Send an event of only this rank."""
-        self.record.event(kind, text, step)
-
-    def note_last(self, kind: EventKind, text: str, step: int) -> None:
-        """As `note`, and wait until it has arrived: this process ends right after."""
+        An event of a single rank goes to `record` itself.
+        """
         if self.rank == 0:
-            self.record.event(kind, text, step, DELIVERY_S)
+            self.record.event(kind, text, step, wait_s)
 
     def note_hang(self, reason: str, where: str, threads: str, step: int) -> None:
         """Report that this rank hangs; waits for some seconds at most.
@@ -83,7 +78,7 @@ class RunLink:
         """
         waited_for: str | None = None
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-            waited_for = self.record.hanging(self.rank, self._world_size, where, HANG_REPORT_S)
+            waited_for = self.record.hanging(self.rank, self.world_size, where, HANG_REPORT_S)
         if waited_for == "":
             return
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError):

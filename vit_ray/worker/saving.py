@@ -28,9 +28,6 @@ WRITE_TIMEOUT_S: Final = 1800.0
 REMIND_S: Final = 60.0
 LOOK_S: Final = 1.0
 
-RunBeside = Callable[[Callable[[], None]], object]
-"""Runs a function that does not raise, while its caller continues."""
-
 
 def start_thread(work: Callable[[], None]) -> None:
     """Run `work` in a thread that does not delay the end of the process."""
@@ -73,10 +70,11 @@ class CheckpointSaver:
         writer: CheckpointWriter,
         link: RunLink,
         watchdog: Watchdog,
-        run_beside: RunBeside = start_thread,
+        run_beside: Callable[[Callable[[], None]], object] = start_thread,
     ) -> None:
+        """`run_beside`: runs a function that does not raise, while its caller continues."""
         self._job, self._state, self._link = job, state, link
-        self._writer, self._watchdog, self._run_beside = writer, watchdog, run_beside
+        self.writer, self._watchdog, self._run_beside = writer, watchdog, run_beside
         self._written = threading.Event()
         self._written.set()
         self._memory: dict[str, torch.Tensor] | None = None
@@ -116,10 +114,9 @@ class CheckpointSaver:
             if now_s - reminded_s < REMIND_S:
                 continue
             reminded_s, waited_s = now_s, now_s - start_s
-            text = (
-                f"{self._job.run_folder}: waiting for the previous checkpoint for {waited_s:.0f} s"
-            )
-            self._link.note_own(EventKind.STORAGE_SLOW, text, 0)
+            folder = self._job.recipe.run_folder
+            text = f"{folder}: waiting for the previous checkpoint for {waited_s:.0f} s"
+            self._link.record.event(EventKind.STORAGE_SLOW, text, 0)
             if waited_s > timeout_s:
                 raise TimeoutError(text)
         self.check()
@@ -147,19 +144,15 @@ class CheckpointSaver:
             UnrecoverableError: another driver has taken over the run.
         """
         try:
-            return self._writer.note_evaluation(progress)
+            return self.writer.note_evaluation(progress)
         except LockLostError as error:
             raise UnrecoverableError(str(error), is_agreed=False) from error
-
-    def is_whole(self, step: int) -> bool:
-        """On rank 0, whether the checkpoint of a step is committed, when that is written."""
-        return self._writer.is_whole(step)
 
     def _write(self, snapshot: Snapshot) -> None:
         try:
             run_id = self._link.tracking_run_id()  # the answer may take seconds
             position = replace(snapshot.position, tracking_run_id=run_id)
-            self._writer.write(replace(snapshot, position=position))
+            self.writer.write(replace(snapshot, position=position))
         except Exception as error:  # raised at the next check in training
             self._error = error
         finally:
@@ -173,7 +166,7 @@ def check_folder_is_shared(job: TrainJob, node: str) -> None:
     Raises:
         UnrecoverableError: it does not; no checkpoint could ever be complete.
     """
-    folder = locate(job.run_folder)
+    folder = locate(job.recipe.run_folder)
     if job.lock_number is not None and not sees_lock(folder, job.lock_number):
         raise UnrecoverableError(
             f"the worker on {node} does not see the driver's files in {folder.uri}; output must "

@@ -1,33 +1,26 @@
-"""What a worker builds before its first step: micro-batch, batches, engine."""
+"""What a worker builds before its first step: micro-batch, model, engine."""
 
 import zlib
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from vit_ray.checkpoints.init_weights import initialize_weights
-from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.measure.devices import peak_flops
 from vit_ray.measure.meters import Compute
-from vit_ray.models.fitting import LoadReport
+from vit_ray.outcomes import EventKind
 from vit_ray.training.engine.collectives import all_max
-from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.training.largest_batch import tried_micro_batch
-from vit_ray.training.loop import Batch
 from vit_ray.training.memory_estimate import step_macs
 from vit_ray.training.micro_batch import CPU_LIMIT, micro_batch_size
-from vit_ray.training.objective import build_objective, make_loss, part_of
+from vit_ray.training.objective import build_objective, part_of
 from vit_ray.worker.job import (
     SmallerMicroBatchError,
     TrainJob,
     UnrecoverableError,
 )
-from vit_ray.worker.prefetch import device_batches
-
-BATCHES_AHEAD: Final = 2
-"""Batches that a worker has fetched beyond the one in use."""
+from vit_ray.worker.run_link import RunLink
 
 
 def choose_micro_batch(job: TrainJob, world_size: int, agree: Callable[[int], int]) -> int:
@@ -66,51 +59,40 @@ def smaller_micro_batch(job: TrainJob, failed: int) -> SmallerMicroBatchError:
     )
 
 
-def build_engine(
-    job: TrainJob, model: nn.Module, micro_batch_size: int, world_size: int
-) -> DeepSpeedEngine:
-    """The engine that trains `model` from its present weights."""
-    train = job.recipe.train
-    return DeepSpeedEngine(
-        model,
-        train,
-        job.recipe.optim,
-        micro_batch_size=micro_batch_size,
-        accumulation_steps=accumulation_steps(
-            train.global_batch_size, micro_batch_size, world_size
-        ),
-        loss_function=make_loss(job.recipe),
-    )
-
-
-def initial_model(job: TrainJob, *, loads_weights: bool) -> tuple[nn.Module, LoadReport | None]:
-    """The model with its initial weights, and the report on those in `init_from`.
+def initial_model(
+    job: TrainJob, link: RunLink, device: torch.device, *, loads_weights: bool
+) -> nn.Module:
+    """The model with its initial weights, whose source becomes an event; all ranks call it.
 
     Args:
         loads_weights: start from `init_from`; False if a checkpoint is restored afterwards.
 
     Raises:
         UnrecoverableError: the weights do not fit the model, or do not exist.
+        RuntimeError: as `check_same_on_all_ranks`.
     """
-    recipe, report = job.recipe, None
+    recipe = job.recipe
     torch.manual_seed(recipe.seed)
     try:
         model = build_objective(recipe, job.num_classes)
     except ValueError as error:  # a module of the user's that this host lacks
         raise UnrecoverableError(str(error), is_agreed=False) from None
-    if loads_weights and recipe.init_from is not None:
-        try:
-            report = initialize_weights(model, recipe.init_from, new_head=job.new_head)
-        except ValueError as error:
-            raise UnrecoverableError(f"init_from: {error}", is_agreed=False) from None
-        is_new = any(part_of(name) == "head" for name in report.new)
-        if job.kind == "train" and is_new and "head" in recipe.optim.frozen:
-            # A kernel of zeros gives the same logits for every image, and would stay zero.
-            raise UnrecoverableError(
-                f"optim.frozen has head, but {report.source} has no matching head: the new one of "
-                "zeros would never learn; remove head from optim.frozen"
-            )
-    return model, report
+    if recipe.init_from is None or not loads_weights:
+        return model
+    try:
+        report = initialize_weights(model, recipe.init_from, new_head=job.new_head)
+    except ValueError as error:
+        raise UnrecoverableError(f"init_from: {error}", is_agreed=False) from None
+    is_new = any(part_of(name) == "head" for name in report.new)
+    if job.kind == "train" and is_new and "head" in recipe.optim.frozen:
+        # A kernel of zeros gives the same logits for every image, and would stay zero.
+        raise UnrecoverableError(
+            f"optim.frozen has head, but {report.source} has no matching head: the new one of "
+            "zeros would never learn; remove head from optim.frozen"
+        )
+    check_same_on_all_ranks(str(report), device)
+    link.note(EventKind.WEIGHTS, str(report), 0)
+    return model
 
 
 def check_same_on_all_ranks(report: str, device: torch.device) -> None:
@@ -123,13 +105,6 @@ def check_same_on_all_ranks(report: str, device: torch.device) -> None:
     greatest, least = all_max([digest, -digest], device)
     if greatest != -least:
         raise RuntimeError(f"the workers have read different weights; this one: {report}")
-
-
-def open_batches(read: Iterator[Any], device: torch.device) -> Iterator[Batch]:
-    """The training batches on their way to the device; the first is read during the rest of the
-    set-up.
-    """
-    return device_batches(read, device, BATCHES_AHEAD)
 
 
 def work_per_image(job: TrainJob) -> Compute:

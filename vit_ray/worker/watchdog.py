@@ -56,7 +56,6 @@ class Watchdog(threading.Thread):
 
     def __init__(
         self,
-        step: int,
         timeout_s: float,
         beat: Callable[[int], None],
         report_hang: Callable[[str, str, str, int], None],
@@ -66,7 +65,6 @@ class Watchdog(threading.Thread):
     ) -> None:
         """
         Args:
-            step: steps completed so far.
             timeout_s: longest time that a step may take.
             beat: called about once a second with the steps completed.
             report_hang: called before the process is ended, with the reason, the calls that the
@@ -74,7 +72,8 @@ class Watchdog(threading.Thread):
             end: ends the process.
         """
         super().__init__(daemon=True, name="watchdog")
-        self._step, self._timeout_s = step, timeout_s
+        self._step = 0
+        self._timeout_s = timeout_s
         self._beat, self._report_hang = beat, report_hang
         self._end, self._clock = end, clock
         self._watched = threading.get_ident()
@@ -99,21 +98,13 @@ class Watchdog(threading.Thread):
         self._limit_s, self._ends_s = seconds, self._clock() + seconds
 
     def expect_long_step(self) -> None:
-        """The first step, or a part of an evaluation."""
+        """The first step of an attempt, or a part of an evaluation."""
         self.allow(max(self._timeout_s, FIRST_STEP_S))
 
-    def begin_steps(self, step: int) -> None:
-        """The attempt is set up and continues from `step`."""
-        self._step = step
-        self.expect_long_step()
-
     def note_step(self, step: int) -> None:
+        """`step` steps are completed."""
         self._step = step
         self.allow(self._timeout_s)
-
-    def note_move(self) -> None:
-        """As much time again."""
-        self.allow(self._limit_s)
 
     def pause(self) -> None:
         """What follows has its own time limits."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,18 +112,6 @@ def test_any_world_size_has_the_same_batches_and_each_image_once_an_epoch(many: 
     assert seen[:MANY].tolist() != seen[MANY : 2 * MANY].tolist()
 
 
-def test_an_evaluation_has_each_image_once_in_order_and_as_it_is(many: Path) -> None:
-    opened = dataset.open_dataset(str(many))
-    options: dict[str, Any] = {"training": False, "eval_augment": {"kind": "resize"}}
-    batches = list(opened.iter_batches(BATCH, 8, **options))
-    column = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
-    assert len(column["weight"]) == 56
-    assert column["weight"].tolist() == [1.0] * MANY + [0.0] * 4
-    for number in range(MANY):
-        np.testing.assert_array_equal(column["image"][number], picture(number, 8, 8))
-        assert column["labels"][number].tolist() == [number % 3]
-
-
 def test_an_evaluation_of_a_held_out_part_has_the_images_that_no_training_batch_has(
     many: Path,
 ) -> None:
@@ -163,17 +149,6 @@ def test_too_many_bad_images_stop_a_loader_as_they_stop_a_run(tmp_path: Path) ->
         stream = data.torch_dataset(4, 8, max_bad_fraction=0.12, training=training, **options)
         with pytest.raises(ValueError, match=r"1 of 8 images cannot be decoded, above data"):
             list(DataLoader(stream, batch_size=None, num_workers=0))
-
-
-def test_neither_ray_nor_torch_is_imported(many: Path) -> None:
-    script = (
-        "import sys, vit_ray;"
-        "print(len(list(vit_ray.open_dataset(sys.argv[1]).iter_batches(8, 8))),"
-        "{'ray', 'torch', 'mlflow'} & sys.modules.keys())"
-    )
-    command = [sys.executable, "-c", script, str(many)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "6 set()\n", done.stderr
 
 
 @pytest.mark.parametrize(

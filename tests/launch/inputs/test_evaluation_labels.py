@@ -48,32 +48,6 @@ def test_real_labels_reach_each_image_of_a_set_in_another_order(
     assert found == [[5, -1], [0, -1], [4, -1], [1, 5], [-1, -1], [2, -1]]
 
 
-def test_real_labels_are_those_of_a_model_with_classes_in_another_order(
-    validation: Manifest, tmp_path: Path
-) -> None:
-    (tmp_path / "classes.txt").write_text("\n".join(reversed(CLASSES)))
-    (tmp_path / "real.json").write_text(json.dumps([[0], [1, 5], [2], [], [4], [5]]))
-    recipe = benchmark_recipe(
-        kind="imagenet_real",
-        label_file=str(tmp_path / "real.json"),
-        model_classes=str(tmp_path / "classes.txt"),
-    )
-    answers = answers_of(recipe, validation, validation)
-    assert answers.classes == tuple(reversed(CLASSES))
-    found = right(answers, [5, 0, 4, 1, 3, 2])
-    assert found == [[0, -1], [5, -1], [1, -1], [4, 0], [-1, -1], [3, -1]]
-
-
-def test_a_model_of_other_classes_cannot_be_measured_on_real(
-    validation: Manifest, tmp_path: Path
-) -> None:
-    (tmp_path / "real.json").write_text(json.dumps([[0], [1], [2], [3], [4], [5]]))
-    recipe = benchmark_recipe(kind="imagenet_real", label_file=str(tmp_path / "real.json"))
-    other = write_set(tmp_path / "other", [("a", [0])], [f"c{k}" for k in range(30)])
-    with pytest.raises(ValueError, match=r"lacks 6 classes of data\.eval.*it has 30"):
-        answers_of(recipe, validation, other)
-
-
 @pytest.mark.parametrize(
     ("benchmark", "message"),
     [

@@ -86,60 +86,6 @@ def test_a_row_tells_the_stored_image_and_its_crop(sets: Path, case: str) -> Non
         assert 0 <= row["top"] <= row["top"] + row["crop_height"] <= row["height"]
 
 
-def by_pillow(crop: Image.Image, text: str) -> Image.Image:
-    """An operation of RandAugment by its name and numbers alone."""
-    name, *texts = text.split()
-    numbers = [float(number) for number in texts]
-    resample, fill = Image.Resampling.NEAREST, (128, 128, 128)
-    by = numbers[0] if numbers else 0.0
-    if name in ("autocontrast", "equalize", "invert"):
-        return getattr(ImageOps, name)(crop)  # type: ignore[no-any-return]
-    if name == "posterize":
-        return crop.point([value - value % 2 ** (8 - int(by)) for value in range(256)] * 3)
-    if name == "solarize":
-        return ImageOps.solarize(crop, int(by))
-    if name == "solarize_add":
-        pixels = np.asarray(crop).astype(int)
-        added = np.where(pixels < 128, np.minimum(255, pixels + int(by)), pixels)
-        return Image.fromarray(added.astype(np.uint8))
-    if name == "cutout":
-        pixels, (half, row, column) = np.asarray(crop).copy(), map(int, numbers)
-        pixels[max(0, row - half) : row + half, max(0, column - half) : column + half] = fill
-        return Image.fromarray(pixels)
-    if name == "rotate":
-        return crop.rotate(by, resample, fillcolor=fill)
-    matrix = {
-        "shear_x": (1, by, 0, 0, 1, 0), "shear_y": (1, 0, 0, by, 1, 0),
-        "translate_x": (1, 0, by, 0, 1, 0), "translate_y": (1, 0, 0, 0, 1, by),
-    }.get(name)  # fmt: skip
-    if matrix is not None:
-        kind = Image.Transform.AFFINE
-        return crop.transform(crop.size, kind, matrix, resample, fillcolor=fill)
-    enhanced: Image.Image = getattr(ImageEnhance, name.title())(crop).enhance(by)
-    return enhanced
-
-
-def test_the_operations_that_are_named_are_what_was_done_to_the_crop(sets: Path) -> None:
-    augment = {"randaugment": "tensorflow", "randaugment_magnitude": 9.0}
-    recipe = recipe_on(sets, data={"augment": augment})
-    done, plain = batches_of(recipe), batches_of(recipe_on(sets))
-    named = set[str]()
-    for step in range(0, 20, 2):
-        pixels, images = done.read(step)
-        np.testing.assert_array_equal(pixels, training_batches(recipe)[step]["image"])
-        crops, facts = plain.read(step)
-        assert not any(row["operations"] for row in facts)
-        for crop, found, row in zip(crops, pixels, images, strict=True):
-            changed = Image.fromarray(crop)
-            for text in row["operations"]:
-                changed = by_pillow(changed, text)
-                named.add(text.split()[0])
-            np.testing.assert_array_equal(
-                found, np.asarray(changed), err_msg=str(row["operations"])
-            )
-    assert len(named) == 16
-
-
 @pytest.mark.parametrize("mixing", [{"mixup": 0.8}, {"cutmix": 1.0}])
 def test_mixed_images_are_what_the_model_is_given(sets: Path, mixing: dict[str, float]) -> None:
     recipe, given = recipe_on(sets, train=mixing), []
@@ -209,3 +155,57 @@ def test_it_is_what_the_ranks_of_a_run_are_given(
     np.testing.assert_array_equal(pixels, np.concatenate([one["image"] for one in given]))
     samples = np.concatenate([one["sample"] for one in given]).tolist()
     assert [row["sample"] for row in rows] == samples
+
+
+def by_pillow(crop: Image.Image, text: str) -> Image.Image:
+    """An operation of RandAugment by its name and numbers alone."""
+    name, *texts = text.split()
+    numbers = [float(number) for number in texts]
+    resample, fill = Image.Resampling.NEAREST, (128, 128, 128)
+    by = numbers[0] if numbers else 0.0
+    if name in ("autocontrast", "equalize", "invert"):
+        return getattr(ImageOps, name)(crop)  # type: ignore[no-any-return]
+    if name == "posterize":
+        return crop.point([value - value % 2 ** (8 - int(by)) for value in range(256)] * 3)
+    if name == "solarize":
+        return ImageOps.solarize(crop, int(by))
+    if name == "solarize_add":
+        pixels = np.asarray(crop).astype(int)
+        added = np.where(pixels < 128, np.minimum(255, pixels + int(by)), pixels)
+        return Image.fromarray(added.astype(np.uint8))
+    if name == "cutout":
+        pixels, (half, row, column) = np.asarray(crop).copy(), map(int, numbers)
+        pixels[max(0, row - half) : row + half, max(0, column - half) : column + half] = fill
+        return Image.fromarray(pixels)
+    if name == "rotate":
+        return crop.rotate(by, resample, fillcolor=fill)
+    matrix = {
+        "shear_x": (1, by, 0, 0, 1, 0), "shear_y": (1, 0, 0, by, 1, 0),
+        "translate_x": (1, 0, by, 0, 1, 0), "translate_y": (1, 0, 0, 0, 1, by),
+    }.get(name)  # fmt: skip
+    if matrix is not None:
+        kind = Image.Transform.AFFINE
+        return crop.transform(crop.size, kind, matrix, resample, fillcolor=fill)
+    enhanced: Image.Image = getattr(ImageEnhance, name.title())(crop).enhance(by)
+    return enhanced
+
+
+def test_the_operations_that_are_named_are_what_was_done_to_the_crop(sets: Path) -> None:
+    augment = {"randaugment": "tensorflow", "randaugment_magnitude": 9.0}
+    recipe = recipe_on(sets, data={"augment": augment})
+    done, plain = batches_of(recipe), batches_of(recipe_on(sets))
+    named = set[str]()
+    for step in range(0, 20, 2):
+        pixels, images = done.read(step)
+        np.testing.assert_array_equal(pixels, training_batches(recipe)[step]["image"])
+        crops, facts = plain.read(step)
+        assert not any(row["operations"] for row in facts)
+        for crop, found, row in zip(crops, pixels, images, strict=True):
+            changed = Image.fromarray(crop)
+            for text in row["operations"]:
+                changed = by_pillow(changed, text)
+                named.add(text.split()[0])
+            np.testing.assert_array_equal(
+                found, np.asarray(changed), err_msg=str(row["operations"])
+            )
+    assert len(named) == 16

@@ -10,7 +10,6 @@ import pytest
 import ray
 
 from tests.recipes import recipe_with
-from vit_ray.launch.cluster import node_files
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.inputs import shared_files
 from vit_ray.launch.inputs.shared_files import check_shared, paths_of
@@ -32,9 +31,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     """The paths that each node was asked for; only `cpu` sees none of them."""
     found: dict[str, list[str]] = {}
 
-    def unseen_by(nodes: Mapping[str, Any], paths: list[str]) -> dict[str, set[str]]:
+    def unseen_by(nodes: Mapping[str, Any], paths: list[str]) -> dict[str, list[str]]:
         found.update(dict.fromkeys(nodes, paths))
-        return {name: set(paths) if name == "cpu" else set() for name in nodes}
+        return {name: paths for name in nodes if name == "cpu"}
 
     here = type("Here", (), {"get_node_id": lambda _: "head"})
     monkeypatch.setattr(ray, "get_runtime_context", here)
@@ -81,4 +80,5 @@ def test_nothing_is_asked_on_one_node(
 def test_a_real_node_says_what_it_does_not_see(ray_cluster: object, tmp_path: Path) -> None:
     (own,) = {one["NodeID"] for one in ray.nodes() if one["Alive"]}
     gone = f"{tmp_path}/gone"
-    assert node_files.unseen_by([own], [str(tmp_path), gone]) == {own: {gone}}
+    assert shared_files.unseen_by([own], [str(tmp_path)]) == {}
+    assert shared_files.unseen_by([own], [str(tmp_path), gone]) == {own: [gone]}

@@ -15,7 +15,6 @@ from vit_ray.launch import prepared_run
 from vit_ray.launch.inputs import shuffle_window
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.prepared_run import prepared_training
-from vit_ray.launch.run_metadata import data_inputs
 from vit_ray.storage import locate
 
 NUM_GROUPS = 100
@@ -102,21 +101,6 @@ def test_the_window_follows_memory_and_batch(
     assert resolved.streams["train"].task_rows == max(1024, window)
 
 
-def test_a_large_batch_has_no_window_by_default(recipe: Recipe) -> None:
-    """A task does not hold two of them: small row groups make their images meet others."""
-    train = {"global_batch_size": 1025, "micro_batch_size": 1}
-    assert resolve_run(recipe.with_changes(train=train)).recipe.data.shuffle_window == 0
-
-
-@pytest.mark.parametrize(("store_mib", "window"), [(24, 0), (64, 128)])
-def test_the_window_follows_the_share_of_the_object_store(
-    recipe: Recipe, store_mib: int, window: int
-) -> None:
-    """Pixels of an image take 147 KiB."""
-    resolved = resolve_run(recipe.with_changes(data={"object_store_mib": store_mib}))
-    assert resolved.recipe.data.shuffle_window == window
-
-
 @pytest.mark.parametrize("window", [0, 512])
 def test_a_run_goes_on_in_its_order_with_other_memory(
     recipe: Recipe, window: int, monkeypatch: pytest.MonkeyPatch
@@ -126,12 +110,6 @@ def test_a_run_goes_on_in_its_order_with_other_memory(
     found, resolved = prepared(recipe)
     assert found.data.shuffle_window == window
     assert (resolved.streams["train"].window is None) == (window == 0)
-
-
-def test_another_window_than_the_run_has_is_refused_by_name(recipe: Recipe) -> None:
-    save_checkpoint(recipe)
-    with pytest.raises(ValueError, match=r"data\.shuffle_window was 0 and is 1024"):
-        prepared(recipe.with_changes(data={"shuffle_window": 1024}))
 
 
 def test_a_run_that_continues_is_checked_on_its_cluster_without_its_first_weights(
@@ -165,13 +143,10 @@ def test_a_window_that_cannot_be_is_refused(recipe: Recipe, window: int, message
         resolve_run(recipe.with_changes(data={"shuffle_window": window}))
 
 
-def test_the_evaluation_set_is_a_stream_of_its_own(recipe: Recipe, tmp_path: Path) -> None:
-    path = write_data_set(tmp_path / "val", 1)
-    _, resolved = prepared(recipe.with_changes(data={"eval": path}))
-    streams = {name: spec.manifest.path for name, spec in resolved.streams.items()}
-    assert streams == {"train": recipe.data.train, "eval": path}
-    assert [one["context"] for one in data_inputs(resolved)] == ["training", "evaluation"]
-    assert {one["profile"]["license"] for one in data_inputs(resolved)} == {"CC0"}
-    birds = write_data_set(tmp_path / "birds", 1, "emu", "owl")
-    with pytest.raises(ValueError, match=r"data\.eval: .*birds has 2 classes.*not the same"):
-        resolve_run(recipe.with_changes(data={"eval": birds}))
+@pytest.mark.parametrize(("store_mib", "window"), [(24, 0), (64, 128)])
+def test_the_window_follows_the_share_of_the_object_store(
+    recipe: Recipe, store_mib: int, window: int
+) -> None:
+    """Pixels of an image take 147 KiB."""
+    resolved = resolve_run(recipe.with_changes(data={"object_store_mib": store_mib}))
+    assert resolved.recipe.data.shuffle_window == window

@@ -1,22 +1,18 @@
 """What is wrong is said before anything starts."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import Digits
-from tests.data.converting import convert, in_this_process
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
-from vit_ray.data.subset import subset
 from vit_ray.launch.inputs import streams
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.prepared_run import prepared_training
 from vit_ray.launch.resuming import find_resume_point
-from vit_ray.launch.run import evaluate, finetune
 
 
 @pytest.fixture
@@ -48,11 +44,6 @@ def test_a_held_out_part_beside_a_test_set_is_where_the_best_evaluation_is_chose
         assert "dev" not in resolve_run(recipe.with_changes(**keeps)).streams
         alone = resolve_run(held_out.with_changes(**keeps), needs_train=False)
         assert "dev" not in alone.streams
-
-
-def test_a_fraction_is_taken_after_the_held_out_part(recipe: Recipe) -> None:
-    changes = {"eval": None, "held_out_fraction": 0.1, "fraction": 0.5}
-    assert resolve_run(recipe.with_changes(data=changes)).num_images == pytest.approx(674, abs=1)
 
 
 @pytest.mark.parametrize(
@@ -89,27 +80,6 @@ def test_more_shots_than_a_class_has_images_are_refused(recipe: Recipe, digits: 
     resolve_run(few_shot(recipe, digits, 1, count))
 
 
-def test_a_subset_has_only_the_images_that_are_left_of_a_class(
-    recipe: Recipe, digits: Digits, tmp_path: Path
-) -> None:
-    # Of one row group of 32 rows all but the first are left out.
-    subset(digits.train, str(tmp_path / "one"), count=1)
-    one = replace(digits, train=str(tmp_path / "one"))
-    with pytest.raises(ValueError, match=r"has 0 examples.*1 are needed; give a larger"):
-        resolve_run(few_shot(recipe, one, 1))
-
-
-def test_of_a_huge_pool_only_so_many_labels_are_read(
-    recipe: Recipe, digits: Digits, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    monkeypatch.setattr(streams, "MOST_LABELS_READ", 100)
-    resolve_run(few_shot(recipe, digits, 1000))
-    assert "10 of 10 classes have fewer than 1000" in caplog.text
-    caplog.clear()
-    resolve_run(few_shot(recipe, digits, 2))
-    assert not caplog.text
-
-
 @pytest.mark.parametrize(
     ("averaging", "warms_up", "is_told"), [(0.9999, False, True), (0.9999, True, False)]
 )
@@ -129,21 +99,12 @@ def test_resume_true_needs_a_run(recipe: Recipe) -> None:
     assert find_resume_point(recipe) is None
 
 
-def test_fine_tuning_and_evaluation_need_weights(recipe: Recipe) -> None:
-    with pytest.raises(ValueError, match="init_from is not set"):
-        finetune(recipe)
-    with pytest.raises(ValueError, match="init_from is not set"):
-        evaluate(recipe)
-
-
-def test_a_set_for_evaluation_only_is_not_trained_on(
-    recipe: Recipe, digits: Digits, tmp_path: Path
+def test_of_a_huge_pool_only_so_many_labels_are_read(
+    recipe: Recipe, digits: Digits, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    marked = str(tmp_path / "marked")
-    with in_this_process():
-        convert(digits.images / "test", marked, evaluation_only=True)
-    assert resolve_run(recipe.with_changes(data={"eval": marked})).streams["eval"].num_images == 300
-    part = subset(marked, str(tmp_path / "part"), count=200).path
-    for path in (marked, part):
-        with pytest.raises(ValueError, match=r"is for evaluation only .*train on another set"):
-            resolve_run(recipe.with_changes(data={"train": path}))
+    monkeypatch.setattr(streams, "MOST_LABELS_READ", 100)
+    resolve_run(few_shot(recipe, digits, 1000))
+    assert "10 of 10 classes have fewer than 1000" in caplog.text
+    caplog.clear()
+    resolve_run(few_shot(recipe, digits, 2))
+    assert not caplog.text

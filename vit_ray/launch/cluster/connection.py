@@ -78,17 +78,20 @@ _STARTED: Final[list[str]] = []
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """The resources of the whole cluster, and when it was up."""
+    """The resources of the whole cluster, and when it was up.
+
+    Attributes:
+        ready_s: unix time at which Ray was up.
+        is_private: this driver has started the Ray, and ends it.
+        nodes: the nodes that are up, as Ray lists them.
+    """
 
     num_nodes: int
     num_cpus: float
     num_gpus: float
     ready_s: float
-    """Unix time at which Ray was up."""
     is_private: bool = False
-    """This driver has started the Ray, and ends it."""
     nodes: tuple[Mapping[str, Any], ...] = ()
-    """The nodes that are up, as Ray lists them."""
 
     def matching(self, selector: Mapping[str, str]) -> ClusterShape:
         if not selector:
@@ -138,7 +141,11 @@ def connect(recipe: Recipe, *others: Recipe) -> ClusterShape:
             check_address(address)
             _join(address, recipe.storage.variables())
         else:
-            num_cpus = max(cpu_count(), *map(local_cpus, (recipe, *others)))
+            needed = (
+                one.workers.sizes[-1] * one.workers.cpus_per_worker + 2 * one.data.cpus_per_task
+                for one in (recipe, *others)
+            )
+            num_cpus = max(cpu_count(), math.ceil(max(needed)))
             os.environ.setdefault(KEPT_PROCESSES, str(num_cpus + _NUM_ACTORS))
             folder = _start(num_cpus)
             mark_private()
@@ -393,12 +400,6 @@ def live_nodes(selector: Mapping[str, str] | None = None) -> tuple[Mapping[str, 
     """The nodes that are up and have the labels, as Ray lists them."""
     nodes = tuple(n for n in ray.nodes() if n["Alive"])  # type: ignore[no-untyped-call]
     return matching_nodes(nodes, selector) if selector else nodes
-
-
-def local_cpus(recipe: Recipe) -> int:
-    """Logical CPUs for the largest worker group and two data tasks."""
-    workers, data = recipe.workers, recipe.data
-    return math.ceil(workers.sizes[-1] * workers.cpus_per_worker + 2 * data.cpus_per_task)
 
 
 def _shows_logs() -> bool:

@@ -1,17 +1,21 @@
 """Whether the nodes of the cluster see the local files of a run, before anything is written."""
 
+import contextlib
 import os
 import platform
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Collection, Iterable
+from typing import Any, Final
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vit_ray.config import Recipe
 from vit_ray.launch.cluster.connection import ClusterShape
-from vit_ray.launch.cluster.node_files import unseen_by
 from vit_ray.storage import locate
 
+ANSWER_LIMIT_S: Final = 20.0
+"""A node that has not answered by then, such as one that is still unpacking the job's environment,
+is taken for one that sees everything: its workers look again when they start."""
 _NAMED: Final = 8
 """Most nodes that an error names."""
 
@@ -48,18 +52,19 @@ def check_shared(cluster: ClusterShape, read: Iterable[tuple[str, str]]) -> None
         return
     nodes = {node["NodeID"]: node for node in cluster.nodes if node["Resources"].get("CPU", 0)}
     nodes.pop(ray.get_runtime_context().get_node_id(), None)
-    names = {locate(path).path: f"{key}={path}" for key, path in read if _is_here(path)}
+    local = [(key, path) for key, path in read if "://" not in path or path.startswith("file://")]
+    names = {locate(path).path: f"{key}={path}" for key, path in local}
+    names = {path: name for path, name in names.items() if os.path.exists(path)}
     missing = unseen_by(nodes, list(names)) if names and nodes else {}
-    lacking = {node: paths for node, paths in missing.items() if paths}
-    if not lacking:
+    if not missing:
         return
     hosts = sorted(
         f"{nodes[node]['NodeManagerHostname']} ({nodes[node]['NodeManagerAddress']})"
-        for node in lacking
+        for node in missing
     )
     if len(hosts) > _NAMED:
         hosts = [*hosts[:_NAMED], f"{len(hosts) - _NAMED} more"]
-    unseen = [name for path, name in names.items() if any(path in one for one in lacking.values())]
+    unseen = [name for path, name in names.items() if any(path in one for one in missing.values())]
     raise ValueError(
         "nodes of the cluster do not see the files of this machine "
         f"({platform.node()}): {', '.join(unseen)}: not on {', '.join(hosts)}; give folders that "
@@ -67,6 +72,28 @@ def check_shared(cluster: ClusterShape, read: Iterable[tuple[str, str]]) -> None
     )
 
 
-def _is_here(path: str) -> bool:
-    place = locate(path) if path.startswith("file://") or "://" not in path else None
-    return place is not None and os.path.exists(place.path)
+def unseen_by(nodes: Collection[str], paths: Collection[str]) -> dict[str, list[str]]:
+    """The paths that a node does not see, by the node's id; only of nodes that lack some.
+
+    Returns within `ANSWER_LIMIT_S`.
+    """
+
+    def unseen() -> list[str]:  # sent as code: a node imports nothing of ours for it
+        return [path for path in paths if not os.path.exists(path)]
+
+    task: Any = ray.remote(num_cpus=0, max_retries=0)(unseen)
+    asked = {}
+    for node in nodes:
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        asked[task.options(scheduling_strategy=there).remote()] = node
+    answered, late = ray.wait(
+        [*asked], num_returns=len(asked), timeout=ANSWER_LIMIT_S, fetch_local=True
+    )
+    for reference in late:
+        ray.cancel(reference)
+    found = {}
+    for reference in answered:
+        with contextlib.suppress(ray.exceptions.RayError):  # the node has gone
+            if missing := ray.get(reference, timeout=ANSWER_LIMIT_S):
+                found[asked[reference]] = missing
+    return found

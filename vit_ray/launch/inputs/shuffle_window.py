@@ -5,7 +5,6 @@ from typing import Final
 
 from vit_ray.config.training_sections import DataConfig
 from vit_ray.data.dataset import Manifest
-from vit_ray.data.order import ShuffleWindow
 from vit_ray.data.stream.batches import TASK_MEMORY_MIB
 
 _MOST_ROWS: Final = 2048
@@ -50,11 +49,6 @@ def window_rows(
             f"holds {TASK_MEMORY_MIB}; lower it to {lower if lower > batch else 0}"
         )
     return rows
-
-
-def shuffle_window(rows: int, batch: int) -> ShuffleWindow | None:
-    """The window of so many images, if it is more than a batch."""
-    return ShuffleWindow(batch, rows // batch) if rows > batch else None
 
 
 def _best(data: DataConfig, batch: int, sides: tuple[int, int], held: int) -> int:

@@ -17,11 +17,12 @@ from vit_ray.data.augment import augmentation_of
 from vit_ray.data.boxes import Augmentation
 from vit_ray.data.cache import Cache
 from vit_ray.data.dataset import Manifest, select
+from vit_ray.data.order import ShuffleWindow
 from vit_ray.data.shards import first_labels
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.evaluation.few_shot import require_shots
 from vit_ray.launch.cluster.cluster_checks import check_batch
-from vit_ray.launch.inputs.shuffle_window import shuffle_window, window_rows
+from vit_ray.launch.inputs.shuffle_window import window_rows
 from vit_ray.launch.model_checks import check_model, check_own_parts
 
 logger = logging.getLogger(__name__)
@@ -32,13 +33,17 @@ MOST_LABELS_READ: Final = 2_000_000
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A recipe resolved on its data: streams, classes and steps."""
+    """A recipe resolved on its data: streams, classes and steps.
+
+    Attributes:
+        recipe: with the order of the data made definite.
+        streams: `train`, and of `eval`, `dev`, `few_shot_train` and `few_shot_test` what the recipe
+            has.
+    """
 
     recipe: Recipe
-    """With the order of the data made definite."""
     manifest: Manifest
     streams: dict[str, StreamSpec]
-    """`train`, and of `eval`, `dev`, `few_shot_train` and `few_shot_test` what the recipe has."""
     total_steps: int
 
     @property
@@ -118,10 +123,10 @@ def training_stream(
     """The stream that trains on a data set in global batches; `data.shuffle_window` is a number."""
     spec = stream_of(data, seed, augmentation, manifest)
     assert data.shuffle_window != "auto"
-    window = shuffle_window(data.shuffle_window, batch)
-    if window is not None:
-        spec = replace(spec, task_rows=max(spec.task_rows, window.num_rows))
-    return replace(spec, window=window)
+    if data.shuffle_window <= batch:
+        return spec
+    window = ShuffleWindow(batch, data.shuffle_window // batch)
+    return replace(spec, window=window, task_rows=max(spec.task_rows, window.num_rows))
 
 
 def stream_of(
@@ -166,7 +171,11 @@ def require_trainable(manifest: Manifest) -> None:
 
 @lru_cache(maxsize=4)
 def _check_shots(path: str, fingerprint: str, shots: tuple[int, ...]) -> None:
-    """Read labels until every class has its examples; once for all trials of a sweep."""
+    """Read labels until every class has its examples; once for all trials of a sweep.
+
+    Raises:
+        ValueError: a class has fewer.
+    """
     manifest = open_dataset(path)
     examples = np.zeros(manifest.num_classes, np.int64)
     for labels in first_labels(manifest):

@@ -9,6 +9,7 @@ from mlflow import MlflowClient
 
 from tests.launch.resolved import resolved_run
 from vit_ray.config import Recipe, load_recipe
+from vit_ray.config.recorded_recipe import RUN_FOLDER, tags_of
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.run_metadata import run_facts
 from vit_ray.tracking.metrics_log import RunOpening, metrics_log_path
@@ -53,6 +54,8 @@ def test_a_sweep_whose_folder_was_moved_goes_on_under_its_run(tmp_path: Path) ->
     record(sweep_in(tmp_path, "first"), continues=False)
     moved = sweep_in(tmp_path, "second")
     assert record(moved) == run_id
+    tags = MlflowClient(moved.tracking.uri).get_run(run_id).data.tags
+    assert tags_of(tags)[RUN_FOLDER] == moved.run_folder
     MlflowClient(moved.tracking.uri).delete_run(run_id)
     assert record(moved) != run_id
 

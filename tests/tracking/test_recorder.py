@@ -10,7 +10,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -23,7 +22,7 @@ from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.tracking import metrics_log, models, recorder
 from vit_ray.tracking.metrics_log import RunOpening
 from vit_ray.tracking.recorder import Recorder, start_recorder
-from vit_ray.tracking.run_state import Orders, RunStatus
+from vit_ray.tracking.run_state import Orders
 from vit_ray.tracking.tracker import Tracker
 from vit_ray.worker.run_link import RunLink
 
@@ -73,15 +72,6 @@ def test_a_log_has_one_writer_and_the_next_waits_until_it_has_ended(
     second = recorded_here(opening_of(tmp_path))
     assert second.status().step == 0
     second.finish("FINISHED")
-
-
-def test_the_start_is_on_disk_when_the_run_is_open(here: Here, tmp_path: Path) -> None:
-    """Whoever has the log has all that is needed to send it."""
-    opening = replace(opening_of(tmp_path), params={"seed": "3"})
-    run = recorded_here(opening, here)
-    assert '"kind": "start"' in opening.log_path.read_text()
-    assert '"seed": "3"' in opening.log_path.read_text()
-    run.finish("FINISHED")
 
 
 def test_an_opening_that_ray_repeats_in_a_new_process_is_the_same(
@@ -259,27 +249,6 @@ def kill(record: Recorder) -> None:
         time.sleep(0.01)
 
 
-def test_what_is_recorded_right_after_the_actors_death_is_neither_lost_nor_doubled(
-    store: MlflowClient, here: Here, tmp_path: Path
-) -> None:
-    record = recorded_here(opening_of(tmp_path), here)
-    record.metrics(1, {"train/loss": 1.0, "startup/first_step_s": 7.0})
-    run_id = record.run_id()
-    here.die()
-    record.metrics(2, {"train/loss": 2.0})
-    record.event(EventKind.RESUMED, "a worker has died", 2)
-    record.request_stop("SIGTERM")
-    here.die()
-    assert record.heartbeat(1, 2) == Orders("SIGTERM", False)
-    record.metrics(3, {"train/loss": 3.0, "startup/first_step_s": 9.0})
-    assert record.status().metrics == {"train/loss": 3.0, "startup/first_step_s": 7.0}
-    assert [event.kind for event in record.status().events] == ["resumed"]
-    assert not record.finish("KILLED")
-    assert points_of(store, run_id, "train/loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
-    assert points_of(store, run_id, "startup/first_step_s") == [(1, 7.0)]
-    assert store.get_run(str(run_id)).data.tags["mlflow.vit_ray.events.resumed"] == "1"
-
-
 def test_an_end_that_was_noted_before_the_actor_died_reaches_mlflow(
     store: MlflowClient, here: Here, tmp_path: Path
 ) -> None:
@@ -454,27 +423,6 @@ def test_an_answer_about_models_that_cannot_be_read_is_told(
     monkeypatch.setattr(models.subprocess, "run", answer)
     (problem,) = models.log_models("sqlite:///x.db", [("id", {})])
     assert problem
-
-
-def test_a_process_waits_for_its_models_but_not_forever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ends: list[Any] = []
-    monkeypatch.setattr(models.atexit, "register", lambda *call: ends.append(call))
-    thread = models.log_models_later("sqlite:///x.db", tmp_path / "metrics.jsonl")
-    assert thread.daemon
-    assert ends == [(thread.join, models.MODELS_S + 30)]
-
-
-def test_the_id_of_a_run_is_asked_for_within_the_limit_of_the_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Or a worker would have no answer, where MLflow's first one takes as long."""
-    status = Mock(return_value=RunStatus(run_id="id"))
-    monkeypatch.setattr(Recorder, "status", status)
-    assert Recorder(Mock(), Path("metrics.jsonl"), "run").run_id(20.0) == "id"
-    ((limit_s, mlflow_s),) = [call.args for call in status.call_args_list]
-    assert mlflow_s < limit_s == 20.0
 
 
 def test_a_log_that_is_locked_holds_up_no_other_run(

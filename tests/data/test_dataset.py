@@ -50,12 +50,6 @@ def test_row_groups_and_bytes_equal_the_footers_of_the_shards(dataset: Manifest)
     assert rows == dataset.rows.tolist()
 
 
-def test_a_manifest_survives_pickling(dataset: Manifest) -> None:
-    copy = pickle.loads(pickle.dumps(dataset))
-    assert copy.fingerprint == dataset.fingerprint
-    np.testing.assert_array_equal(copy.first_samples, dataset.first_samples)
-
-
 def test_the_fingerprint_tells_content_apart_and_not_place(tmp_path: Path) -> None:
     one = write_small(tmp_path / "a", [4, 4], seed=1)
     assert write_small(tmp_path / "b", [4, 4], seed=1) == one

@@ -75,14 +75,6 @@ def batch_of(manifest: Manifest, cache: Cache | None = None) -> dict[str, Any]:
     return BatchReader(job).batch(0, 0, 100)[0]
 
 
-def test_a_data_set_reads_the_same_from_s3(s3: FaultProxy, dataset: Manifest) -> None:
-    remote = open_dataset("s3://sets/small")
-    assert remote.fingerprint == dataset.fingerprint
-    here, there = batch_of(dataset), batch_of(remote)
-    for name in here:
-        np.testing.assert_array_equal(here[name], there[name])
-
-
 def test_forked_workers_of_a_loader_have_connections_of_their_own(
     s3: FaultProxy, dataset: Manifest
 ) -> None:

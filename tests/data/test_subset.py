@@ -13,7 +13,6 @@ from tests.data.small_sets import keys_of
 from vit_ray.data import open_dataset
 from vit_ray.data.convert.verify import check_file
 from vit_ray.data.dataset import Manifest
-from vit_ray.data.order import Plan
 from vit_ray.data.shards import RowGroupReader
 from vit_ray.data.subset import subset
 
@@ -28,27 +27,12 @@ def test_parts_are_exact_nested_and_copy_nothing(dataset: Manifest, tmp_path: Pa
     assert [file.name for file in (tmp_path / "7").iterdir()] == ["manifest.parquet"]
 
 
-def test_a_part_of_a_part_is_a_part(dataset: Manifest, tmp_path: Path) -> None:
-    half = subset(dataset.path, str(tmp_path / "half"), fraction=0.5)
-    quarter = subset(half.path, str(tmp_path / "quarter"), fraction=0.5)
-    assert (half.num_images, quarter.num_images) == (150, 75)
-    assert set(keys_of(quarter)) < set(keys_of(half))
-
-
 def test_a_part_does_not_depend_on_where_it_is_written(dataset: Manifest, tmp_path: Path) -> None:
     one = subset(dataset.path, str(tmp_path / "one"), count=50)
     two = subset(dataset.path, str(tmp_path / "two"), count=50)
     other = subset(dataset.path, str(tmp_path / "other"), count=50, seed=1)
     assert one.fingerprint == two.fingerprint != other.fingerprint
     assert keys_of(open_dataset(one.path)) == keys_of(two)
-
-
-def test_a_part_is_planned_over_its_own_rows(dataset: Manifest, tmp_path: Path) -> None:
-    part = subset(dataset.path, str(tmp_path / "part"), count=50)
-    rows = Plan(part, seed=1).rows_at(np.arange(50))
-    assert sorted(rows.samples.tolist()) == list(range(50))
-    groups = np.searchsorted(part.first_samples, rows.samples, side="right") - 1
-    np.testing.assert_array_equal(groups, rows.groups)
 
 
 def test_a_part_that_was_copied_with_its_set_reads_the_copy(

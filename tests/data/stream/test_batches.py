@@ -5,7 +5,6 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -72,25 +71,6 @@ def test_warming_up_imports_what_tasks_need(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", code, str(tmp_path / "sent")]
     assert subprocess.run(command, capture_output=True, text=True).stdout == "True\n"
-
-
-@pytest.mark.parametrize(("cores", "tasks", "warmed"), [(2, 3, 1), (1, 3, 1), (8, 9, 4), (8, 2, 2)])
-def test_beside_the_server_no_more_processes_import_than_half_of_the_cores(
-    cores: int, tasks: int, warmed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[str] = []
-    task = SimpleNamespace(remote=lambda: started.append("import"))
-    monkeypatch.setattr(
-        ray_datasets.ray_internals,
-        "get_or_create_autoscaling_coordinator",
-        lambda: started.append("coordinator"),
-        raising=False,
-    )
-    monkeypatch.setattr(
-        ray_datasets, "_import_what_tasks_need", SimpleNamespace(options=lambda **_: task)
-    )
-    ray_datasets.start_beside_server(tasks, cores)
-    assert started == ["coordinator", *["import"] * warmed]
 
 
 def test_each_crop_is_augmented_by_the_key_of_its_sample(digits: Digits) -> None:

@@ -1,6 +1,5 @@
 """Who gets which blocks of a reading, and what is kept: no Ray."""
 
-import itertools
 import random
 import threading
 import time
@@ -157,25 +156,6 @@ def test_an_execution_that_gives_too_few_blocks_is_an_error() -> None:
     (whole,) = made_up_segments([], [3], 0)
     with pytest.raises(ValueError, match="shorter"):
         list(blocks_of(iter([replace(whole, ranks=[0, 0, 0, 0])])))
-
-
-def test_one_that_is_closed_ends_its_stream_and_tells_the_ranks() -> None:
-    ended = threading.Event()
-
-    def endless() -> Generator[RankBlock, None, None]:
-        try:
-            for index in itertools.count():
-                yield block(f"{index}", rank=index % 2)
-        finally:
-            ended.set()
-
-    reading = Reading(endless, range(2))
-    assert [reading.next_block(0, index) for index in range(3)] == ["0", "2", "4"]
-    reading.close()
-    assert ended.wait(10)
-    assert [reading.next_block(1, index) for index in range(2)] == ["1", "3"]
-    with pytest.raises(StreamLostError, match="the stream was closed before its end"):
-        reading.next_block(1, 2)  # it has not come to its end
 
 
 def test_no_block_is_made_that_no_rank_waits_for() -> None:

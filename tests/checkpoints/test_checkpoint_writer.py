@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier, Thread
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ from vit_ray.checkpoints.checkpoint import (
     Position,
     Progress,
     folder_name,
-    read_checkpoint,
     read_progress,
 )
 from vit_ray.checkpoints.checkpoint_format import COMMIT, SavedFile
@@ -51,12 +51,13 @@ class Disk:
         folder: Location,
         monkeypatch: pytest.MonkeyPatch,
         refuses: Callable[[Snapshot], bool] = lambda _: False,
+        error: Exception = OSError(28, "No space left on device"),  # noqa: B008
         ranks: int = 1,
         resumes: bool = False,
         **keep: Any,
     ) -> None:
         self.events: list[tuple[str, str]] = []
-        self._refuses, self._write = refuses, checkpoint_writer.write_snapshot
+        self._refuses, self._error, self._write = refuses, error, checkpoint_writer.write_snapshot
         monkeypatch.setattr(checkpoint_writer, "write_snapshot", self.write_snapshot)
         self._threads = ThreadPoolExecutor(ranks)
         self._meeting, self._parts = Barrier(ranks), [Part([])] * ranks
@@ -73,7 +74,7 @@ class Disk:
 
     def write_snapshot(self, taken: Snapshot, folder: Location, token: str) -> list[SavedFile]:
         if self._refuses(taken):
-            raise OSError(28, "No space left on device")
+            raise self._error
         return self._write(taken, folder, token)
 
     def _gather(self, rank: int, part: Part) -> list[Part]:
@@ -101,16 +102,18 @@ def contents(folder: Location) -> dict[str, bytes]:
     return {info.base_name: folder.child(info.base_name).read() for info in files}
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError()])
 def test_a_save_that_fails_is_told_and_the_next_may_work(
-    run: Location, monkeypatch: pytest.MonkeyPatch
+    run: Location, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    disk = Disk(run, monkeypatch, lambda t: (t.position.step, t.rank) == (1, 1), ranks=2)
+    disk = Disk(run, monkeypatch, lambda t: (t.position.step, t.rank) == (1, 1), error, ranks=2)
     disk.save(1)
     assert steps(run) == []  # room for the next
     disk.save(2)
     ((kind, text),) = disk.events
     assert kind == "checkpoint failed"
-    assert "step-00000001: not whole: 1 of 2 workers failed: rank 1: [Errno 28] No space" in text
+    told = str(error) or "MemoryError"
+    assert f"step-00000001: not whole: 1 of 2 workers failed: rank 1: {told}" in text
     assert steps(run) == [2]
 
 
@@ -124,31 +127,6 @@ def test_a_save_that_fails_leaves_what_lay_there_and_nothing_of_its_own(
     before = contents(folder)
     Disk(run, monkeypatch, lambda taken: taken.rank == 1, ranks=2).save(1)
     assert contents(folder) == before
-
-
-def test_a_file_in_the_place_of_the_folder_stays(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = Disk(run, monkeypatch, ranks=2)
-    file = run.child(folder_name(1))
-    file.write(b"somebody's")
-    disk.save(1)
-    assert [kind for kind, _ in disk.events] == ["checkpoint failed"]
-    assert file.read() == b"somebody's"
-
-
-def test_a_rank_that_fails_in_another_way_keeps_nobody_waiting(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuses(taken: Snapshot) -> bool:
-        if taken.rank == 1:
-            raise MemoryError
-        return False
-
-    disk = Disk(run, monkeypatch, refuses, ranks=2)
-    disk.save(1)
-    ((_, text),) = disk.events
-    assert "rank 1: MemoryError" in text
 
 
 def test_a_rank_that_does_not_come_is_no_failure_of_the_storage(run: Location) -> None:
@@ -208,8 +186,9 @@ def test_an_evaluation_after_a_save_is_recorded_beside_it(
 def test_a_save_that_is_not_whole_is_made_again_after_the_evaluation(
     run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = Disk(run, monkeypatch, lambda t: t.rank == 1 and t.position.progress.evaluation_due,
-                ranks=2)  # fmt: skip
+    disk = Disk(
+        run, monkeypatch, lambda t: t.rank == 1 and t.position.progress.evaluation_due, ranks=2
+    )
     disk.save(1, evaluation_due=True)
     assert not disk.writers[0].note_evaluation(Progress(1))
     disk.save(1)
@@ -329,24 +308,26 @@ def test_nothing_is_read_back_and_one_rank_commits_and_lists(
     assert steps(run) == [8, 6, 4, 2]
 
 
-@pytest.mark.parametrize("keep_best", [True, False])
-def test_the_result_is_kept_beside_the_newest(
-    run: Location, monkeypatch: pytest.MonkeyPatch, keep_best: bool
+@pytest.mark.parametrize(
+    ("keep", "results", "left"),
+    [
+        ({}, [1, 2, 2, 2], [4, 2]),
+        ({"keep_best": False}, [1, 2, 2, 2], [4, 2]),  # also of early stopping
+        ({"keep_last": 2}, [None] * 4, [4, 3]),
+        ({"keep_last": 2, "keep_every_steps": 4}, [None] * 7, [7, 6, 4]),
+    ],
+)
+def test_the_result_and_permanent_ones_are_kept_beside_the_newest(
+    run: Location,
+    monkeypatch: pytest.MonkeyPatch,
+    keep: dict[str, Any],
+    results: list[int | None],
+    left: list[int],
 ) -> None:
-    """Also where early stopping makes the best evaluation the result."""
-    disk = Disk(run, monkeypatch, keep_best=keep_best)
-    for step in (1, 2, 3, 4):
-        disk.save(step, metrics={"result/step": float(min(step, 2))})
-    assert steps(run) == [4, 2]
-
-
-def test_without_a_best_the_newest_alone_are_kept(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = Disk(run, monkeypatch, keep_last=2)
-    for step, loss in ((1, 2.0), (2, 0.5), (3, 1.0), (4, 3.0)):
-        disk.save(step, eval_step=step, metrics={"eval/loss": loss})
-    assert steps(run) == [4, 3]
+    disk = Disk(run, monkeypatch, **keep)
+    for step, result in enumerate(results, start=1):
+        disk.save(step, eval_step=step, metrics={"result/step": float(result)} if result else {})
+    assert steps(run) == left
 
 
 def test_what_was_passed_over_on_resume_does_not_count_as_kept(
@@ -380,15 +361,6 @@ def test_a_save_is_noted_and_old_ones_are_deleted_each_for_itself(
     assert [kind for kind, _ in disk.events] == ["old checkpoint left"] * 2
 
 
-def test_permanent_ones_are_kept_beside_the_newest(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = Disk(run, monkeypatch, keep_every_steps=4, keep_last=2)
-    for step in range(2, 16, 2):
-        disk.save(step)
-    assert steps(run) == [14, 12, 8, 4]
-
-
 def test_a_writer_whose_run_was_taken_over_commits_and_deletes_nothing(run: Location) -> None:
     with hold_lock(run, lambda _: None) as number:
         writer = CheckpointWriter(run, CheckpointConfig(keep_last=1), lambda *_: None, number)
@@ -403,27 +375,12 @@ def test_a_writer_whose_run_was_taken_over_commits_and_deletes_nothing(run: Loca
 def test_a_run_taken_over_while_it_writes_is_not_committed(
     run: Location, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checks = iter([None, LockLostError("gone")])  # at the start, and before the commit
-
-    def check(*_: object) -> None:
-        if error := next(checks):
-            raise error
-
-    monkeypatch.setattr(checkpoint_writer, "check_lock", check)
+    checks = Mock(side_effect=[None, LockLostError("gone")])  # at the start, before the commit
+    monkeypatch.setattr(checkpoint_writer, "check_lock", checks)
     writer = CheckpointWriter(run, CheckpointConfig(), lambda *_: None, 1)
     with pytest.raises(LockLostError):
         writer.write(snapshot(1))
     assert newest_checkpoint(run) is None
-
-
-def test_the_first_commit_ends_the_note_that_there_is_none(run: Location) -> None:
-    begin_training(run)
-    CheckpointWriter(run, CheckpointConfig(), lambda *_: None).write(snapshot(1))
-    folder = run.child(folder_name(1))
-    assert read_checkpoint(folder).position.step == 1
-    folder.delete()
-    with pytest.raises(NoUsableCheckpointError, match="their folders are gone"):
-        checkpoint_to_resume(run)
 
 
 def test_an_output_that_is_unmounted_takes_no_checkpoint_until_it_is_back(tmp_path: Path) -> None:

@@ -57,6 +57,10 @@ def contents(folder: Location) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in Path(folder.path).iterdir()}
 
 
+def all_contents(run: Location) -> dict[str, dict[str, bytes]]:
+    return {name: contents(run.child(name)) for name in names(run)}
+
+
 def stays_none(step: int) -> bool:
     return False
 
@@ -86,45 +90,32 @@ LOSSES = [COMMIT, WEIGHTS_0, "everything", "a flip of the marker", "the name", "
 
 
 @pytest.mark.parametrize("lost", LOSSES)
-def test_a_bad_one_is_passed_over_with_one_warning_and_left_as_it_is(
+def test_a_bad_one_is_passed_over_with_one_warning_and_given_up_only_on_request(
     run: Location, lost: str
 ) -> None:
     write_checkpoint(run, 1)
     lose(write_checkpoint(run, 2), lost)
-    (bad,) = (folder for step, folder in list_checkpoints(run) if step > 1)
-    before = contents(bad)
-    told: list[str] = []
+    before, told = all_contents(run), list[str]()
     found = checkpoint_to_resume(run, told.append)
     assert found is not None
     assert found.position.step == 1
     (text,) = told
+    (bad,) = (folder for step, folder in list_checkpoints(run) if step > 1)
     assert bad.path in text
-    assert contents(bad) == before
-
-
-@pytest.mark.parametrize("lost", LOSSES)
-def test_a_run_with_checkpoints_and_none_usable_refuses_to_start_over(
-    run: Location, lost: str
-) -> None:
-    lose(write_checkpoint(run, 1), lost)
-    before = names(run)
+    found.folder.delete()
     for _ in range(2):
         with pytest.raises(NoUsableCheckpointError, match=r"Nothing was changed\. Restore one"):
             checkpoint_to_resume(run)
-    assert names(run) == before
+    del before[folder_name(1)]
+    assert all_contents(run) == before
     give_up_checkpoints(run, print)  # resume=from_zero
     begin_training(run)
     assert checkpoint_to_resume(run) is None
-
-
-@pytest.mark.parametrize("lost", [one for one in LOSSES if one not in ("everything", "the name")])
-def test_what_was_given_up_is_never_deleted(run: Location, lost: str) -> None:
-    lose(write_checkpoint(run, 1), lost)
-    give_up_checkpoints(run, print)
-    for step in (2, 3, 4):
+    # What was given up is never deleted, unless nothing of it is whole.
+    for step in (8, 9, 10):
         write_checkpoint(run, step)
-    assert prune(run, is_any, keep_last=2, stays=stays_none) == [2]
-    assert folder_name(1) in names(run)
+    assert prune(run, is_any, keep_last=2, stays=stays_none)[0] == 8
+    assert lost == "everything" or Path(bad.path).name in names(run)
 
 
 def test_one_that_is_damaged_inside_is_given_up_with_its_marker_kept(run: Location) -> None:
@@ -254,14 +245,6 @@ def test_what_a_kill_left_is_deleted_once_newer_ones_are_whole(run: Location) ->
     write_checkpoint(run, 5)
     assert prune(run, is_any, keep_last=2, stays=stays_none) == [2, 1]
     assert names(run) == [folder_name(step) for step in (3, 4, 5)]
-
-
-def test_pruning_leaves_and_does_not_count_what_was_passed_over(run: Location) -> None:
-    """3 and 5 could not be read; the run went on from 2, and has written 4."""
-    for step in (1, 2, 3, 4, 5):
-        write_checkpoint(run, step)
-    assert prune(run, {1, 2, 4}.__contains__, keep_last=2, stays=stays_none) == [1]
-    assert names(run) == [folder_name(step) for step in (2, 3, 4, 5)]
 
 
 class KilledError(BaseException):

@@ -5,10 +5,8 @@ import functools
 import importlib
 import inspect
 from importlib.metadata import version
-from pathlib import Path
 from types import ModuleType
 
-import mlflow
 import pytest
 
 from tests.modules import MODULES, imported, tree_of
@@ -80,21 +78,3 @@ def test_private_names_of_deepspeed_and_mlflow_are_used_by_their_doors_alone() -
                 if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self"
             }
             assert not used & private_attributes(), path
-
-
-def test_mlflows_page_reads_the_view_that_is_kept_with_an_experiment() -> None:
-    """The page is a bundle of JavaScript, whose names no `Internal` can hold."""
-    bundle = Path(mlflow.__file__).parent / "server" / "js" / "build" / "static" / "js"
-    code = "".join(file.read_text() for file in bundle.glob("*.js"))
-    names = (mlflow_internals.VIEW_TAG, mlflow_internals.VIEW_PARAMETER)
-    for name in (
-        *names,
-        *mlflow_internals.VIEW_FIELDS,
-        "metricSectionId",
-        "isGenerated",
-        "SCATTER",
-        "xaxis",
-        "yaxis",
-        "SHOWALL",
-    ):
-        assert name in code, name

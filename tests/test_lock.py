@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.two_holders import holders, in_folder, lock_bucket
-from vit_ray import lock, storage
+from vit_ray import lock
 from vit_ray.lock import (
     HeldError,
     LockLostError,
@@ -90,8 +90,8 @@ def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.slow
 def test_of_two_that_start_together_on_s3_one_holds(bucket: str) -> None:
-    got = holders(functools.partial(in_folder, bucket), 5)
-    assert [sum(number > 0 for number in numbers) for numbers in got] == [1] * 5
+    got = holders(functools.partial(in_folder, bucket), 50)
+    assert [sum(number > 0 for number in numbers) for numbers in got] == [1] * 50
 
 
 def test_on_s3_it_is_held_renewed_and_let_go(
@@ -284,14 +284,6 @@ def test_who_waits_says_at_once_for_whom_and_for_how_long(
     assert "up to 90 s" in message
 
 
-def test_a_lock_file_names_its_holder(folder: Location) -> None:
-    with hold_lock(folder, ignore) as number:
-        content = json.loads(folder.child(f"lock-{number:08d}.json").read())
-    assert content.keys() >= {"owner", "host", "process", "folder", "heartbeat", "since"}
-    assert content["folder"] == folder.uri
-    assert content["process"] == os.getpid()
-
-
 def test_a_copied_lock_is_not_believed_and_a_moved_one_is(folder: Location) -> None:
     copied, moved = (Path(folder.path).with_name(name) for name in ("copied", "moved"))
     with hold_lock(folder, ignore):
@@ -320,21 +312,6 @@ def test_a_process_is_not_refused_by_a_lock_that_a_full_disk_kept_it_from_releas
     folder.child("lock-00000001.json").write(lock_file)
     with hold_lock(folder, ignore) as number:
         assert number == 2
-
-
-def test_a_full_disk_leaves_no_empty_lock(
-    folder: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(storage.os, "fsync", full)
-        with pytest.raises(OSError, match="No space"), hold_lock(folder, ignore):
-            pass
-    assert files(folder) == []
-    with hold_lock(folder, ignore) as number:
-        assert number == 1
 
 
 @pytest.mark.parametrize("name", ["lock-00000001.json", RIGHTS_PROBE, f"{RIGHTS_PROBE}-0123abcd"])

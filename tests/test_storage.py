@@ -100,13 +100,6 @@ def test_a_block_that_raises_publishes_nothing(bucket: Location, size: int) -> N
     assert unfinished() == []
 
 
-def test_what_is_written_is_stored_as_it_is_whatever_its_name(bucket: Location) -> None:
-    place = bucket.child("trace.json.gz")  # pyarrow's own streams compress for such a name
-    place.write(b"packed already")
-    assert place.info().size == len(b"packed already")
-    assert place.read_range(0, 100) == b"packed already"
-
-
 def test_a_folder_that_is_moved_is_whole_in_its_new_place(bucket: Location) -> None:
     files = {"one": content(11 * MIB), "two": b"", "below/three": b"3"}
     old, new = bucket.child("step-1"), bucket.child("step-1.damaged")
@@ -298,22 +291,6 @@ def test_an_exclusive_object_is_made_once(bucket: Location) -> None:
     assert place.create(b"first")
     assert not place.create(b"second")
     assert place.read() == b"first"
-
-
-def test_raw_errors_of_the_client_are_of_the_store() -> None:
-    assert is_of_the_store(botocore.exceptions.ReadTimeoutError(endpoint_url="http://a"))
-    assert not is_of_the_store(ValueError("not parquet"))
-
-
-def test_a_store_that_refuses_two_requests_of_five_loses_nothing(
-    bucket: Location, proxy: FaultProxy
-) -> None:
-    proxy.faults.set("503", remaining=10**6, share=0.4)
-    for number in range(50):
-        bucket.child(f"many/{number}").write(b"%d" % number)
-    assert len(bucket.child("many").list_files()) == 50
-    assert [bucket.child(f"many/{n}").read() for n in range(50)] == [b"%d" % n for n in range(50)]
-    assert len(proxy.faults.injected) > 40
 
 
 def test_what_another_process_writes_is_seen(bucket: Location) -> None:

@@ -68,14 +68,6 @@ def axe_violations(browser: webdriver.Chrome) -> list[Any]:
     return found
 
 
-def test_print_is_one_page_wide(study_page: Path, browser: webdriver.Chrome) -> None:
-    show(browser, study_page, A4_WIDTH, media="print")
-    widths = browser.execute_script(
-        "return [...document.querySelectorAll('table')].map(t => t.getBoundingClientRect().right)"
-    )
-    assert max(widths) <= A4_WIDTH
-
-
 def test_a_script_that_somebody_brought_into_the_page_does_not_run(
     study_page: Path, browser: webdriver.Chrome
 ) -> None:

@@ -22,13 +22,11 @@ from tests.end_to_end.runs import (
     write_recipe,
 )
 from tests.recipes import STEPS, small_recipe
-from vit_ray import lock, trust_modules
+from vit_ray import trust_modules
 from vit_ray.config.recorded_recipe import tags_of
 from vit_ray.launch.run import evaluate, finetune, train
-from vit_ray.launch.run_lock import lock_run
 from vit_ray.launch.workers import RunFailedError
 from vit_ray.measure.phases import Phase
-from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import metrics_log_path
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -157,13 +155,6 @@ def test_an_existing_run_is_refused_where_the_recipe_says_so(straight: Finished)
         train(recipe.with_changes(resume=False))
 
 
-def test_a_run_of_another_batch_is_not_continued(straight: Finished) -> None:
-    recipe, _ = straight
-    other = recipe.with_changes(train={"global_batch_size": 128})
-    with pytest.raises(ValueError, match="global_batch_size was 64 and is 128"):
-        train(other)
-
-
 @pytest.fixture(scope="module")
 def in_parts(digits: Digits, folder: Path) -> list[Finished]:
     """The straight run's first 16 steps in two runs of 8."""
@@ -248,16 +239,6 @@ def test_lack_of_memory_is_met_by_a_smaller_pass_and_no_failure_is_counted(
     assert one.keys() == other.keys()
     for step in (step for step in other if step <= GOLDEN_STEPS):
         assert one[step] == pytest.approx(other[step], rel=1e-4)
-
-
-def test_a_run_that_another_driver_works_on_is_refused(
-    digits: Digits, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lock, "RELEASE_S", 0.1)
-    recipe = small_recipe("taken", digits, folder)
-    refusal = pytest.raises(ValueError, match=r"run 'taken' in .* is in use by another driver")
-    with lock_run(locate(recipe.run_folder)), refusal:
-        train(recipe)
 
 
 def test_masked_patches_pre_train_a_model_that_can_be_fine_tuned(

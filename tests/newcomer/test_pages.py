@@ -55,11 +55,6 @@ def test_every_command_line_is_understood(
     load_recipe(recipe, overrides)
 
 
-def test_the_pages_have_command_lines() -> None:
-    assert {page for page, _, _ in LINES} >= {"README.md", "tutorial.md", "data.md"}
-    assert len(LINES) > 20
-
-
 @pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: page.name)
 def test_every_command_of_a_followed_page_is_run_or_says_why_not(page: Path) -> None:
     for block in blocks(page):
@@ -69,11 +64,6 @@ def test_every_command_of_a_followed_page_is_run_or_says_why_not(page: Path) -> 
             assert note.kind != "skips" or len(note.text) > 20, f"no reason: {note}"
             hits = [line for line in block.text.splitlines() if line.startswith(note.start)]
             assert hits or note.start in ("", "all"), f"nothing to skip: {note}"
-
-
-@pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: page.name)
-def test_every_comment_for_the_walk_is_understood(page: Path) -> None:
-    assert page.read_text().count("<!-- newcomer") == sum(len(b.notes) for b in blocks(page)) > 0
 
 
 def walk(page: Path, text: str) -> subprocess.CompletedProcess[str]:

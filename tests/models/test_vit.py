@@ -20,23 +20,14 @@ from vit_ray.models.weights import load_weights, save_weights
 THREE_VARIANTS = [("none", "stem"), ("learned_2d", "every_layer"), ("relative", "stem")]
 
 
-def peer_config(image_size: int = 32) -> ViTConfig:
-    """The small ViT of these tests, as transformers describes it."""
-    return ViTConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        patch_size=8,
-        image_size=image_size,
-        num_labels=5,
-        hidden_act="gelu_pytorch_tanh",
+def shaken_peer(kind: Any, folder: Any) -> nn.Module:
+    """The small ViT of these tests by transformers, random in every parameter, and saved."""
+    config = ViTConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        patch_size=8, image_size=32, num_labels=5, hidden_act="gelu_pytorch_tanh",
         layer_norm_eps=1e-6,
-    )
-
-
-def shaken_peer(kind: Any, config: ViTConfig, folder: Any) -> nn.Module:
-    """A peer with random values in every parameter, saved into the folder."""
+    )  # fmt: skip
+    config._attn_implementation = "eager"  # which shows its weights
     torch.manual_seed(3)
     peer: nn.Module = kind(config).eval()
     with torch.no_grad():
@@ -46,14 +37,17 @@ def shaken_peer(kind: Any, config: ViTConfig, folder: Any) -> nn.Module:
     return peer
 
 
-def test_logits_equal_those_of_transformers_with_the_same_weights(tmp_path: Any) -> None:
-    peer = shaken_peer(ViTForImageClassification, peer_config(), tmp_path)
+def test_logits_and_attention_equal_those_of_transformers(tmp_path: Any) -> None:
+    peer = shaken_peer(ViTForImageClassification, tmp_path)
     model = small_model("ViT").eval()
     load_weights(model, tmp_path)
     with torch.no_grad():
-        theirs = peer(some_images(4)).logits
+        theirs = peer(some_images(4), output_attentions=True)
+        ours = attention_weights(model, some_images(4))
         # float32 rounding over two blocks; the two add up in another order.
-        assert relative_difference(model(some_images(4)), theirs) < 1e-5
+        assert relative_difference(model(some_images(4)), theirs.logits) < 1e-5
+    for our, their in zip(ours, theirs.attentions, strict=True):
+        torch.testing.assert_close(our, their, rtol=1e-5, atol=1e-6)
 
 
 def test_a_vit_of_the_paper_equals_transformers_at_full_size(tmp_path: Any) -> None:
@@ -69,7 +63,7 @@ def test_a_vit_of_the_paper_equals_transformers_at_full_size(tmp_path: Any) -> N
 
 
 def test_features_behind_the_tanh_layer_equal_transformers_pooler(tmp_path: Any) -> None:
-    peer = shaken_peer(ViTModel, peer_config(), tmp_path)
+    peer = shaken_peer(ViTModel, tmp_path)
     model = small_model("ViT", representation=True).eval()
     report = load_weights(model, tmp_path)
     # A bare model has no head.
@@ -83,7 +77,7 @@ def test_features_behind_the_tanh_layer_equal_transformers_pooler(tmp_path: Any)
 def test_logits_at_another_resolution_equal_transformers_interpolation(
     size: tuple[int, int], tmp_path: Any
 ) -> None:
-    peer = shaken_peer(ViTForImageClassification, peer_config(), tmp_path)
+    peer = shaken_peer(ViTForImageClassification, tmp_path)
     model = small_model("ViT", image_size=size).eval()
     report = load_weights(model, tmp_path, resize="bicubic")
     assert [line.split()[0] for line in report.resized] == ["positions.0.table"]
@@ -91,20 +85,6 @@ def test_logits_at_another_resolution_equal_transformers_interpolation(
     with torch.no_grad():
         theirs = peer(images, interpolate_pos_encoding=True).logits
         assert relative_difference(model(images), theirs) < 1e-5
-
-
-def test_attention_weights_equal_those_of_transformers(tmp_path: Any) -> None:
-    config = peer_config()
-    config._attn_implementation = "eager"
-    peer = shaken_peer(ViTForImageClassification, config, tmp_path)
-    model = small_model("ViT").eval()
-    load_weights(model, tmp_path)
-    with torch.no_grad():
-        theirs = peer(some_images(), output_attentions=True).attentions
-        ours = attention_weights(model, some_images())
-    assert len(ours) == len(theirs) == 2
-    for our, their in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(our, their, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("positions", "positions_at"), THREE_VARIANTS)
@@ -226,11 +206,10 @@ def test_the_first_dropout_is_after_the_positions_are_added() -> None:
     model = small_model("ViT", dropout=0.5).train()
     inputs: list[Tensor] = []
     model.dropout.register_forward_pre_hook(lambda m, args: inputs.append(args[0]))
-    images = some_images()
-    model(images)
-    (table,) = model.positions
-    stem = model.class_token(model.embed(images))
-    torch.testing.assert_close(inputs[0] - stem, table.table.expand_as(stem), atol=1e-6, rtol=1e-5)
+    model(some_images())
+    stem = model.class_token(model.embed(some_images()))
+    table = model.positions[0].table.expand_as(stem)
+    torch.testing.assert_close(inputs[0] - stem, table, atol=1e-6, rtol=1e-5)
 
 
 def test_attention_weights_have_no_dropout() -> None:

@@ -21,8 +21,7 @@ from vit_ray.checkpoints.run_checkpoints import checkpoint_to_resume, newest_che
 from vit_ray.commands.plans.study_plan import plan_study
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments.branching import NOTE, begin_branch, branch_step, with_kept_steps
-from vit_ray.experiments.study import in_groups
-from vit_ray.experiments.study_cells import Cell, study_cells, study_of
+from vit_ray.experiments.study_cells import Cell, study_cells
 from vit_ray.storage import locate
 
 
@@ -36,15 +35,6 @@ def tree(folder: Any = "/x", schedule: str = "cooldown", **study: Any) -> dict[s
 
 def cells(folder: Any = "/x", **study: Any) -> list[Cell]:
     return study_cells(recipe_from_dict(tree(folder, **study), "test"))
-
-
-def test_rows_are_trained_longest_first_and_each_by_itself() -> None:
-    recipe = recipe_from_dict(tree(), "test")
-    planned = list(zip(study_cells(recipe), [100, 400, 200] * 2, strict=True))
-    found = in_groups(study_of(recipe), planned)
-    assert found == [[planned[k] for k in group] for group in ([1, 2, 0], [4, 5, 3])]
-    alone = study_of(recipe).model_copy(update={"branch": False})
-    assert in_groups(alone, planned) == [[one] for one in planned]
 
 
 def test_other_schedules_cannot_branch() -> None:

@@ -1,6 +1,5 @@
 """What a study does with its cells as they end or fail: trials in this process, on fakes."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import yaml
 
 from tests.experiments.studies import resolved, study_recipe, study_row, study_tree, trained
 from tests.experiments.trials_here import Calls, context_of, in_process, parent_of
-from tests.launch.resolved import resolved_run
 from vit_ray.commands.printed_tables import print_study
 from vit_ray.config.command_sections import StudyTask
 from vit_ray.config.recipe import recipe_from_dict
@@ -55,23 +53,6 @@ def test_a_failed_cell_is_a_row_and_ends_no_other_cell(
     assert [one.error for one in found] == ["", str(error).partition("\n")[0], ""]
     assert calls.kinds() == ["failed cell"]
     assert study._totals(found)["study/failed_cells"] == 1.0
-
-
-@pytest.mark.parametrize("averaging", [0.0, 0.99])
-def test_a_study_shows_the_accuracy_of_the_averaged_weights_where_there_are_any(
-    monkeypatch: pytest.MonkeyPatch,
-    cells: list[Cell],
-    capsys: pytest.CaptureFixture[str],
-    averaging: float,
-) -> None:
-    changed = cells[0].recipe.with_changes(train={"averaging": averaging})
-    metrics = {"eval/top1": 0.5} | ({"eval/averaged_top1": 0.7} if averaging else {})
-    one = replace(cells[0], recipe=changed)
-    found, _ = run_cells(monkeypatch, [one], lambda recipe, **_: trained(**metrics))
-    monkeypatch.setenv("COLUMNS", "200")
-    assert print_study(study.StudyResult(found, "id", None, "")) == 0
-    shown = capsys.readouterr().out
-    assert ("top-1 averaged" in shown, "70.00%" in shown) == (bool(averaging),) * 2
 
 
 def test_transfers_are_metrics_of_their_cell_and_a_failed_one_ends_no_other(
@@ -173,26 +154,6 @@ def test_fine_tunings_of_all_cells_are_checked_before_the_first_is_trained(
     assert [one.data.train for one in fine_tunings] == ["/t"] * 3 + ["/other"] * 3
     with pytest.raises(ValueError, match=f"study.transfer 'tune' of cell .*{key}"):
         study._check_tasks(cells, (StudyTask(name="tune", recipe=str(path), changes=changes),))
-
-
-def test_a_study_without_a_page_has_its_result_in_its_description(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """MLflow is away at its end."""
-    recipe = study_recipe(tmp_path, [study_row("a"), study_row("bad", width=32)])
-    parent, calls = parent_of(recipe)
-
-    def train(recipe: Any, **_: Any) -> Any:
-        if "bad" in recipe.name:
-            raise RunFailedError("no memory")
-        return trained()
-
-    in_process(monkeypatch, train)
-    monkeypatch.setattr(study, "resolve_run", lambda _: resolved_run())
-    monkeypatch.setattr(study, "open_parent", lambda *_, **__: nullcontext(parent))
-    monkeypatch.setattr(study, "page_of", lambda _: None)
-    assert study.run_study(recipe) is not None
-    assert calls.last("tag")[1].startswith("Of 2 cells, 1 failed\n")
 
 
 def test_the_total_counts_of_a_branch_what_it_computed(cells: list[Cell]) -> None:

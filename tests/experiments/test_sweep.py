@@ -36,7 +36,7 @@ from vit_ray.experiments.sweep import (
     tune_finals,
     tune_trials,
 )
-from vit_ray.experiments.trials import Ended, OpenParent, Outcome, num_fitting
+from vit_ray.experiments.trials import OpenParent, Outcome, num_fitting
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.run import RunResult
 from vit_ray.launch.workers import RunDivergedError, RunFailedError
@@ -152,22 +152,6 @@ def test_only_trials_that_reached_their_end_are_compared() -> None:
             best_row(rows)
     same = [Row({RATE: rate}, finished(0.5)) for rate in (0.1, 0.2)]
     assert best_row(same) is same[0]
-
-
-def test_a_search_whose_trials_all_fail_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = plan_of(tmp_path)
-    space = {RATE: {"uniform": [0.1, 0.4]}}
-    search = {"search": "optuna", "num_trials": 2, "space": space}
-    searched = replace(plan, recipe=plan.recipe.with_changes(sweep=search))
-    lost = Ended([], Outcome(TrialState.FAILED, error="no memory"), 2)
-    monkeypatch.setattr(sweep, "run_trials", lambda *_, **__: lost)
-    monkeypatch.setattr(sweep, "searcher", lambda *_: None)
-    rows = tune_trials(searched, parent_of(plan.recipe)[0])
-    assert [row.outcome.error for row in rows] == ["no memory"] * 2
-    with pytest.raises(RunFailedError, match="every trial failed; the first: no memory"):
-        best_row(rows)
 
 
 @pytest.mark.parametrize(("max_steps", "grace"), [(16, None), (100, None), (300, 8), (5, 4)])

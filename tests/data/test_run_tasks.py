@@ -1,7 +1,6 @@
 import io
 import os
 import time
-from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,8 @@ import ray
 from rich.console import Console
 
 from vit_ray.data.progress import (
-    TASK,
     Display,
     Shown,
-    TaskCount,
     report_done,
     shown_progress,
 )
@@ -124,21 +121,6 @@ def test_tasks_report_what_they_have_done_while_others_work(
     seen.clear()
     assert run_tasks(half_done, [1, 2], shown=Shown("working", 3)) == [1, 2]
     assert seen[-1] == (2, 3, 2)
-
-
-def test_a_task_says_at_most_once_a_second_and_at_its_end_what_it_has_done() -> None:
-    said: list[tuple[int, int]] = []
-
-    def work() -> None:
-        TASK.set(count := TaskCount(lambda *done: said.append(done)))
-        for images in range(1, 1001):
-            report_done(images, images // 100)
-        count.send()
-
-    copy_context().run(work)
-    assert said[0] == (1, 0)
-    assert said[-1] == (1000, 10)
-    assert len(said) < 10
 
 
 def test_a_log_has_a_line_every_30_s_with_rate_and_time_left(

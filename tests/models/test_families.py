@@ -149,15 +149,3 @@ def test_a_compiled_step_equals_an_eager_one(family: str, options: dict[str, Any
     # Captured as one graph without a break, forwards and backwards; no machine code is made of it.
     compiled = step(model, torch.compile(model, fullgraph=True, backend="aot_eager"))
     assert_same_step(compiled, reference, rtol=1e-3)  # captured operations are taken apart
-
-
-def test_the_heads_bias_is_not_lost_in_bfloat16() -> None:
-    model = small_model("ViT").bfloat16()
-    with torch.no_grad():
-        model.head.bias.fill_(-10)
-        model.head.weight.mul_(0.01)
-    logits = model(some_images())
-    # Neighbours of -10 in bfloat16 are 1/16 apart; these differences are smaller and kept.
-    spread = (logits - logits.mean()).abs().max()
-    assert 0 < spread < 1 / 16
-    assert len(logits.unique()) > 5

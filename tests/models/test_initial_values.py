@@ -17,33 +17,6 @@ from vit_ray.models.masked import MaskedPatchObjective
 WIDTH, MLP = 192, 768
 
 
-def test_a_hybrids_units_start_as_identities() -> None:
-    model = build_model(
-        "R+ViT",
-        1,
-        32,
-        depth=1,
-        width=8,
-        mlp_dim=8,
-        num_heads=1,
-        stages=(2,),
-        width_factor=1,
-    )
-    unit = model.embedding.units[1]
-    inputs = torch.rand(1, 256, 4, 4)
-    # The scale of the last norm is 0, and a ReLU leaves what is positive.
-    assert torch.equal(unit(inputs), inputs)
-    norms = [module for module in model.modules() if isinstance(module, nn.GroupNorm)]
-    assert {(norm.num_groups, norm.eps) for norm in norms} == {(32, 1e-6)}
-
-
-def test_bit_norms_have_32_groups_and_bits_epsilon() -> None:
-    model = build_model("ResNet", 1, 32, stages=(1, 1), width_factor=1)
-    norms = [module for module in model.modules() if isinstance(module, nn.GroupNorm)]
-    assert {(norm.num_groups, norm.eps) for norm in norms} == {(32, 1e-5)}
-    assert not model.head.weight.any()
-
-
 # ParentRun and name of parameters, and how they start; the first that matches counts.
 STARTS: list[tuple[str, Callable[[Tensor], bool]]] = [
     (r"mlp\.(expand|contract)\.bias$", lambda values: has_std(values, 1e-6)),
@@ -96,16 +69,6 @@ def test_every_tensor_of_every_family_starts_as_its_kind_does(
         place = f"{family}.{name}"
         start = next(start for pattern, start in STARTS if re.search(pattern, place))
         assert start(parameter.detach()), name
-
-
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize("name", ["ViT-B/16", "R50x1"])
-def test_first_logits_are_the_head_bias(name: str) -> None:
-    model = build_model(name, num_classes=3, image_size=32, head_bias=-6.9).eval()
-    with torch.no_grad():
-        logits = model(torch.rand(1, 3, 32, 32) * 2 - 1)
-    assert logits.tolist() == [pytest.approx([-6.9] * 3)]
-    assert not model.head.bias.any()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

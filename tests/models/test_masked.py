@@ -14,7 +14,6 @@ from vit_ray.models.masked import (
     color_class,
     draw_corruption,
 )
-from vit_ray.models.recompute import recompute
 
 SAMPLES = torch.arange(4000)
 
@@ -177,19 +176,6 @@ def test_without_samples_it_is_the_model_whose_features_can_be_read() -> None:
     images = some_images()
     assert torch.equal(objective(images), objective.model(images))
     assert torch.equal(captured[0], objective.model.features(images))
-
-
-def test_checkpointing_reaches_the_model_inside() -> None:
-    objective = MaskedPatchObjective(small_model("ViT"))
-    torch.nn.init.normal_(objective.prediction.weight)
-    plain = torch.autograd.grad(
-        objective(some_images(), torch.arange(2)), list(objective.model.blocks.parameters())
-    )
-    recompute(objective, 1)
-    again = torch.autograd.grad(
-        objective(some_images(), torch.arange(2)), list(objective.model.blocks.parameters())
-    )
-    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
 def test_what_cannot_be_masked_is_refused() -> None:

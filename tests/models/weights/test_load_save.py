@@ -588,6 +588,11 @@ READ: list[tuple[str, Callable[[Path], Any], str]] = [
         lambda p: save_weights(small_model("ViT", positions_at="every_layer_shared"), p, "vit_ray"),
         "build it with positions_at=every_layer_shared",
     ),
+    (
+        "fixed.safetensors",
+        lambda p: save_weights(small_model("ViT", positions="sincos_2d"), p, "vit_ray"),
+        "positions=sincos_2d, and this one has positions=learned_1d",
+    ),
 ]
 
 
@@ -613,6 +618,7 @@ def test_a_file_that_is_not_the_models_is_refused_by_name(
         ("ViT", {"positions_at": "every_layer_shared"}, "x.npz", "jax", "every_layer_shared"),
         ("ViT", {"pool": "gap"}, "x.safetensors", "huggingface", "pool='gap'"),
         ("ViT", {"positions": "none"}, "x.safetensors", "huggingface", "positions='none'"),
+        ("ViT", {"positions": "sincos_2d"}, "x.safetensors", "timm", "use layout='vit_ray'"),
         ("ViT", {}, "file/model.npz", "jax", "weights cannot be written to .*/file/model.npz"),
     ],
 )

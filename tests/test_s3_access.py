@@ -2,12 +2,10 @@
 
 import contextlib
 import datetime
-import http.server
 import ipaddress
 import json
 import os
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -104,19 +102,14 @@ def test_a_profile_has_keys_endpoint_and_region_of_its_own(
     monkeypatch.setenv("AWS_PROFILE", "team")
     assert locate("s3://bucket/file").read() == b"content"
     assert "/eu-west-3/s3/aws4_request" in store.heads[-1]
+    monkeypatch.setenv("AWS_REGION", "ap-south-1")
+    forget_clients()
+    assert locate("s3://bucket/file").read() == b"content"
+    assert "/ap-south-1/s3/aws4_request" in store.heads[-1]
     monkeypatch.setenv("AWS_PROFILE", "other")
     forget_clients()
     with pytest.raises(OSError, match=r"other.*check AWS_PROFILE"):
         locate("s3://bucket/file").read()
-
-
-def test_a_variable_gives_the_region(
-    configure: Configure, store: FaultProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    configure(endpoint_url=url(store), **KEYS)
-    monkeypatch.setenv("AWS_REGION", "ap-south-1")
-    assert locate("s3://bucket/file").read() == b"content"
-    assert "/ap-south-1/s3/aws4_request" in store.heads[-1]
 
 
 def test_an_endpoint_without_a_scheme_is_named_at_once(
@@ -286,21 +279,3 @@ def silent_port() -> Iterator[int]:
         yield server.getsockname()[1]
         for one in waiting:
             one.close()
-
-
-def test_a_server_that_is_no_store_is_told(configure: Configure) -> None:
-    with silent_http() as port:
-        configure(endpoint_url=f"http://127.0.0.1:{port}", region="us-east-1", **KEYS)
-        with pytest.raises(OSError, match=r"s3://bucket/.* is no S3 store; check AWS_ENDPOINT_URL"):
-            check_rights(locate("s3://bucket/run"))
-
-
-@contextlib.contextmanager
-def silent_http() -> Iterator[int]:
-    """A server of something else."""
-    with http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler
-    ) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server.server_address[1]
-        server.shutdown()

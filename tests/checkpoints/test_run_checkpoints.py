@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.checkpoints.written import (
-    REST_0,
     SHAPES,
     WEIGHTS_0,
     WEIGHTS_1,
@@ -34,7 +32,6 @@ from vit_ray.checkpoints.checkpoint import (
     read_checkpoint,
 )
 from vit_ray.checkpoints.checkpoint_format import COMMIT, DamagedCheckpointError
-from vit_ray.checkpoints.init_weights import initialize_weights
 from vit_ray.checkpoints.run_checkpoints import (
     NoUsableCheckpointError,
     begin_training,
@@ -349,29 +346,6 @@ def test_damaged_weights_that_were_chosen_are_not_replaced(run: Location, is_bes
     flip(folder)
     with pytest.raises(DamagedCheckpointError, match="do not match its checksum"):
         read_weights(run.path if is_best else folder.path, None)
-
-
-def test_each_worker_of_a_fine_tuning_reads_the_bytes_of_the_weights_and_no_others(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_checkpoint(run, 1)
-    files = contents(write_checkpoint(run, 2))
-    plain, num_bytes = Location.read_range, dict[str, int]()
-
-    def counted(place: Location, *args: Any) -> bytes:
-        content = plain(place, *args)
-        name = place.path.rpartition("/")[2]
-        num_bytes[name] = num_bytes.get(name, 0) + len(content)
-        return content
-
-    monkeypatch.setattr(Location, "read_range", counted)
-    for _ in range(3):
-        model = nn.ParameterDict({name: torch.zeros(shape) for name, shape in SHAPES.items()})
-        initialize_weights(model, run.path, new_head=False)
-        assert all(torch.equal(model[k], values(2)[k].view(SHAPES[k])) for k in SHAPES)
-    del num_bytes[COMMIT]
-    assert num_bytes == {name: 3 * len(files[name]) for name in (WEIGHTS_0, WEIGHTS_1)}
-    assert len(files[REST_0]) > 0
 
 
 def test_a_fine_tuning_from_averages_reads_them_alone(

@@ -58,16 +58,6 @@ def test_training_changes_nothing_of_it() -> None:
     assert not taken.memory["weights"].requires_grad
 
 
-def test_other_tensors_of_the_same_size_take_the_memory_too() -> None:
-    memory = snapshot_of(0, 1, state(), position(1)).memory
-    swapped = {key.replace("last", "tail"): 2.0 * values for key, values in state().items()}
-    parts = [(*key.split("|"), values) for key, values in swapped.items()]
-    entries = [(kind, name, int(start), values) for kind, name, start, values in parts]
-    taken = take_snapshot(entries, position(2), 0, 1, memory)
-    assert taken.memory["weights"] is memory["weights"]
-    assert content(taken) == save(swapped)
-
-
 def test_views_are_copied_by_their_values() -> None:
     """Views of one storage that overlap, have gaps or repeat an element."""
     whole = torch.arange(12.0)

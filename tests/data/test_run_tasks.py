@@ -137,13 +137,3 @@ def test_a_log_has_a_line_every_30_s_with_rate_and_time_left(
         "converting to data/train: 3,000 of 10,000 images, 100 images/s, 3 rejected, ETA 0:01:10",
         "converting to data/train: 6,000 of 10,000 images, 100 images/s, 6 rejected, ETA 0:00:40",
     ]
-
-
-def test_parts_are_counted_where_nobody_knows_how_many_images_there_are() -> None:
-    written = io.StringIO()
-    display = Display(Shown("indexing images"), 4, Console(file=written))
-    display.update(1, 12_345, 0)
-    (task,) = display.bar.tasks
-    assert (task.total, task.completed) == (4, 1)
-    assert task.fields["text"].startswith("1 of 4 parts, 12,345 images, ETA ")
-    assert written.getvalue() == ""

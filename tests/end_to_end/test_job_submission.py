@@ -33,15 +33,6 @@ def test_a_submitted_job_ends_well_and_records_its_run(
     assert tags_of(run.data.tags)["vit_ray.git_commit"] == "0123abc"
 
 
-def test_a_submitted_job_with_a_wrong_key_fails_with_the_reason(
-    ray_head: Head, working_dir: Path
-) -> None:
-    words = ("python", "jobs/pretrain.py", "jobs/recipes/digits.yaml", "train.zero=2")
-    code, output = submit(ray_head, working_dir, *words)
-    assert code != 0
-    assert "unknown key train.zero; did you mean train.zero_stage?" in output
-
-
 @pytest.mark.parametrize(
     ("command", "status"),
     [

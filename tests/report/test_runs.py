@@ -59,12 +59,6 @@ def test_a_result_is_the_best_or_the_averaged_one_where_the_run_has_it(store: St
     assert runs.loc["best", "best_of"] == 3
 
 
-def test_a_trial_that_its_scheduler_ended_was_stopped_early(store: Store) -> None:
-    tags = {"vit_ray.stopped_early": "step 10 of 100"}
-    store.put("trial", {"dev/top1": 0.5}, kind="sweep_trial", status="KILLED", tags=tags)
-    assert load_runs(store.uri, "made")["status"].tolist() == ["stopped early"]
-
-
 def test_a_curve_has_each_step_once_with_its_first_and_its_last(store: Store) -> None:
     run_id = store.put("run")
     for step in range(0, 50):

@@ -1,6 +1,5 @@
 """Who gets which blocks of a reading, and what is kept: no Ray."""
 
-import random
 import threading
 import time
 from collections.abc import Generator, Iterator
@@ -173,25 +172,3 @@ def test_no_block_is_made_that_no_rank_waits_for() -> None:
     assert [reading.next_block(1, index) for index in range(2)] == [1, 3]
     assert made == [0, 1, 2, 3, 4]
     reading.close()
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_each_rank_gets_its_blocks_at_its_own_pace(seed: int) -> None:
-    rng = random.Random(seed)
-    ranks = range(rng.choice([1, 2, 3]))
-    blocks = [
-        block((rank, index), rng.randint(1, 9), rank) for index in range(60) for rank in ranks
-    ]
-    reading = Reading(Source(blocks), ranks)
-
-    def take(rank: int, pause_s: float) -> list[Any]:
-        mine, found = random.Random(f"{seed} {rank}"), list[Any]()
-        while (one := reading.next_block(rank, len(found))) is not None:
-            found.append(one)
-            time.sleep(mine.random() * pause_s)
-        return found
-
-    with ThreadPoolExecutor(4) as threads:
-        ends = [threads.submit(take, rank, rng.random() * 0.004) for rank in ranks]
-        for rank, end in zip(ranks, ends, strict=True):
-            assert end.result(60) == [(rank, index) for index in range(60)]

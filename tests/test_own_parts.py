@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from tests import parts
 from tests.recipes import recipe_with
@@ -21,7 +20,6 @@ from vit_ray.data.crops import Augmentation, crop_of
 from vit_ray.data.keyed_random import KeyedUniform
 from vit_ray.launch.model_checks import check_model, check_own_parts
 from vit_ray.models import build_model
-from vit_ray.models.flops import forward_macs
 from vit_ray.models.weights import load_weights, save_weights
 from vit_ray.own_parts import is_own, own_part, trust_modules
 from vit_ray.training.memory_estimate import step_macs
@@ -188,15 +186,6 @@ def test_a_step_is_counted_without_the_values_that_an_own_loss_needs() -> None:
     model = {"name": "ViT", **SIZE, **SIDES, "depth": 2}
     own = recipe_with(model=model, train={"loss": "tests.parts.hardest_half"})
     assert step_macs(own, 5) == step_macs(recipe_with(model=model), 5)
-
-
-def test_products_of_a_model_of_ones_own_are_those_of_the_same_model_of_ours() -> None:
-    options = {**SIZE, "pool": "gap"}
-    ours = forward_macs("ViT", 5, 8, **options)
-    assert forward_macs("tests.parts.Wrapped", 5, 8, **options) == ours
-    with FlopCounterMode(display=False) as counter:
-        parts.ConvNet(5, (8, 8))(torch.zeros(1, 3, 8, 8))
-    assert forward_macs("tests.parts.ConvNet", 5, 8) == counter.get_total_flops() // 2
 
 
 def test_its_weights_go_to_our_layout_and_come_back_with_another_head(tmp_path: Path) -> None:

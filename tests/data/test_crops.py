@@ -316,15 +316,6 @@ def test_half_of_the_images_are_mirrored() -> None:
     assert 430 < mirrored < 570  # 4.4 standard deviations
 
 
-def test_a_crop_depends_on_its_key_alone() -> None:
-    image, augmentation = jpeg(6, 200, 200), Augmentation(size=32)
-    keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
-    crops = [crop_of(image, augmentation, key) for key in keys]
-    assert len({crop.tobytes() for crop in crops}) == 4
-    for key, crop in reversed(list(zip(keys, crops, strict=True))):
-        np.testing.assert_array_equal(crop_of(image, augmentation, key), crop)
-
-
 def test_a_crop_is_written_where_it_is_asked_to_be() -> None:
     batch = np.zeros((2, 32, 32, 3), np.uint8)
     image, augmentation = jpeg(6, 200, 200), Augmentation(size=32)

@@ -196,14 +196,10 @@ def test_steps_that_are_not_finite_are_skipped_and_in_the_end_stop_the_run(
     digits: Digits, folder: Path, tmp_path: Path
 ) -> None:
     recipe = small_recipe(
-        "diverges",
-        digits,
-        folder,
+        "diverges", digits, folder,
         optim={"learning_rate": 1e30, "warmup_steps": 0, "schedule": "constant"},
-        train={"nonfinite": "skip"},
-        checkpoint={"every_steps": 1},
-        workers={"num_workers": 1},
-    )
+        train={"nonfinite": "skip"}, checkpoint={"every_steps": 1}, workers={"num_workers": 1},
+    )  # fmt: skip
     wanted = (
         r"step \d+ is not finite; the step was not applied. Samples \d+, \d+, .*"
         r"first not finite in .*their size by layer: .*3 such steps in a row"
@@ -224,12 +220,9 @@ def test_lack_of_memory_is_met_by_a_smaller_pass_and_no_failure_is_counted(
     ray_cluster: Head, straight: Finished, digits: Digits, folder: Path
 ) -> None:
     recipe = constant_recipe(
-        "small-memory",
-        digits,
-        folder,
-        train={"micro_batch_size": "auto"},
+        "small-memory", digits, folder, train={"micro_batch_size": "auto"},
         workers={"max_failures": 0},
-    )
+    )  # fmt: skip
     arguments = str(write_recipe(recipe, folder))
     code, output = Driver(ray_cluster, "tests.end_to_end.small_memory", arguments).wait()
     assert code == 0, output
@@ -266,14 +259,10 @@ def test_masked_patches_pre_train_a_model_that_can_be_fine_tuned(
     assert losses[-1] < losses[0]
     assert 0.1 < result.metrics["few_shot/5_shot_top1"] <= 1.0
     tuned = small_recipe(
-        "masked-tuned",
-        digits,
-        folder,
-        init_from=f"{masked.output}/masked",
-        model={"image_size": 24, "representation": False},
-        optim={"steps": 4, "warmup_steps": 0},
+        "masked-tuned", digits, folder, init_from=f"{masked.output}/masked",
+        model={"image_size": 24, "representation": False}, optim={"steps": 4, "warmup_steps": 0},
         workers={"num_workers": 1},
-    )
+    )  # fmt: skip
     outcome = finetune(tuned)
     assert outcome.is_complete
     assert outcome.run_id is not None

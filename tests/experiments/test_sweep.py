@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ray.tune.schedulers import ASHAScheduler
 
-from tests.experiments.trials_here import context_of, in_process, parent_of, result_of
+from tests.experiments.trials_here import in_process, parent_of, result_of
 from tests.launch.resolved import resolved_run
 from tests.recipes import recipe_with
 from vit_ray.commands.printed_tables import print_sweep
@@ -103,17 +103,6 @@ def test_the_averaged_accuracy_decides_where_weights_are_averaged(
         f"Of 2 trials, learning_rate={best} won (dev {0.2 if averaging else 0.9:.2%}); test "
         f"{found.mean:.2%} (mean of 2 seeds)\n\n"
     )
-
-
-def test_a_sweep_in_a_cells_trial_is_that_of_ray_tune(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    in_process(monkeypatch, rate_is_accuracy)
-    plan = plan_of(tmp_path)
-    parent, _ = parent_of(plan.recipe)
-    monkeypatch.setattr(sweep, "plan_sweep", lambda *_, **__: plan)
-    monkeypatch.setattr(sweep, "open_parent", lambda *_, **__: contextlib.nullcontext(parent))
-    assert sweep.fine_tune(plan.recipe, context_of(parent), {}) == swept(plan, parent)
 
 
 def test_a_failed_a_diverged_and_a_trial_without_a_number_are_rows_and_never_best(

@@ -57,16 +57,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def elastic_recipe(name: str, digits: Digits, folder: Path) -> Recipe:
     return small_recipe(
-        name,
-        digits,
-        folder,
-        model={"dropout": 0.0},
-        data={"cpus_per_task": 0.25},
+        name, digits, folder, model={"dropout": 0.0}, data={"cpus_per_task": 0.25},
         optim={"steps": STEPS, "schedule": "constant", "learning_rate": 1e-4},
         checkpoint={"every_steps": EVERY, "keep_last": 3},
-        workers={"num_workers": [1, 2], "cpus_per_worker": 0.75},
-        train={"log_every_steps": 100},
-    )
+        workers={"num_workers": [1, 2], "cpus_per_worker": 0.75}, train={"log_every_steps": 100},
+    )  # fmt: skip
 
 
 def test_a_run_goes_from_two_workers_to_one_and_to_three_with_the_same_batches(

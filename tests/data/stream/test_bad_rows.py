@@ -57,14 +57,6 @@ def test_in_evaluation_a_bad_row_counts_nothing(dataset: Manifest, tmp_path: Pat
     assert counted.tolist() == [s for s in range(300) if s != sample]
 
 
-def test_the_replacement_is_the_same_on_every_worker(dataset: Manifest, tmp_path: Path) -> None:
-    manifest, _ = broken_copy(dataset, tmp_path)
-    damage(manifest, group=2, rows=[5, 6])
-    first, second = read_epoch(manifest)[0], read_epoch(manifest)[0]
-    for name in first:
-        np.testing.assert_array_equal(first[name], second[name])
-
-
 def test_a_replacement_never_comes_from_the_held_out_rows(
     dataset: Manifest, tmp_path: Path
 ) -> None:

@@ -7,28 +7,14 @@ from pathlib import Path
 from tests.modules import MODULES, PACKAGE, ROOT, imported
 
 # A room may import itself, what stands in its row, and what everyone may.
-EVERYONE = {"config", "storage", "lock", "outcomes"}
-EVERYONE |= {
-    "addresses",
-    "own_parts",
-    "metric_names",
-    "model_aliases",
-    "paper",
-    "internals",
-    "ray_internals",
-    "mlflow_internals",
-}
+EVERYONE = {
+    "config", "storage", "lock", "outcomes", "addresses", "own_parts", "metric_names",
+    "model_aliases", "paper", "internals", "ray_internals", "mlflow_internals",
+}  # fmt: skip
 BELOW = {
-    "worker",
-    "training",
-    "checkpoints",
-    "evaluation",
-    "data",
-    "report",
-    "tracking",
-    "models",
+    "worker", "training", "checkpoints", "evaluation", "data", "report", "tracking", "models",
     "measure",
-}
+}  # fmt: skip
 ALLOWED = {
     "__main__": {"commands"},
     "api": BELOW | {"experiments", "launch"},
@@ -43,21 +29,7 @@ ALLOWED = {
     "data": {"measure"},
     "tracking": {"measure"},
     "report": {"measure"},
-    "models": set(),
-    "measure": set(),
-    "config": set(),
-    "addresses": set(),
-    "storage": set(),
-    "internals": set(),
-    "ray_internals": set(),
-    "deepspeed_internals": set(),
-    "mlflow_internals": set(),
-    "own_parts": set(),
-    "metric_names": set(),
-    "model_aliases": set(),
-    "paper": set(),
-    "outcomes": set(),
-    "lock": set(),
+    **dict.fromkeys(("models", "measure", "deepspeed_internals", *EVERYONE), set()),
 }
 FOREIGN = {
     "config": {"ray", "torch", "deepspeed", "mlflow"},

@@ -5,7 +5,6 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -214,25 +213,6 @@ def test_another_format_is_refused_with_who_reads_it(run: Location) -> None:
     with pytest.raises(ValueError, match=told) as refused:
         open_checkpoint(folder)
     assert type(refused.value) is ValueError  # neither damaged nor half of one: nothing passes it
-
-
-def test_a_read_that_fails_once_costs_no_checkpoint(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bytes may be changed on their way, and a network disk may show files late."""
-    folder = write_checkpoint(run, 2)
-    plain, seen = Location.read_range, set[str]()
-
-    def flaky(place: Location, *args: Any) -> bytes:
-        if place.path in seen:
-            return plain(place, *args)
-        seen.add(place.path)
-        if place.path.endswith(WEIGHTS_0):
-            raise FileNotFoundError(place.path)
-        return plain(place, *args)[:-1]
-
-    monkeypatch.setattr(Location, "read_range", flaky)
-    assert torch.equal(read_checkpoint(folder).weights()["b"], values(2)["b"])
 
 
 def evaluated(run: Location, step: int = 1) -> Checkpoint:

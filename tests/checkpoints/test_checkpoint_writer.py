@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier, Thread
-from typing import Any, ClassVar
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -264,47 +264,30 @@ def test_the_first_rank_waits_for_the_part_of_one_that_still_writes(
     assert disk.events == []
 
 
-class CountedFolder(Location):
-    """Counts what is asked of files and folders below a run's folder."""
-
-    reads: ClassVar[list[str]] = []
-    lists: ClassVar[list[str]] = []
-
-    def child(self, name: str) -> "CountedFolder":
-        return CountedFolder(self.protocol, super().child(name).path)
-
-    def read_range(self, offset: int, length: int | None = None) -> bytes:
-        self.reads.append(self.path.rpartition("/")[2])
-        return super().read_range(offset, length)
-
-    def list_folders(self) -> list[str]:
-        self.lists.append(self.path)
-        return super().list_folders()
-
-
 @pytest.mark.parametrize("ranks", [2, 16])
 def test_nothing_is_read_back_and_one_rank_commits_and_lists(
     run: Location, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
     """However many write at the same time, and however many old ones there are."""
-    monkeypatch.setattr(CountedFolder, "reads", [])
-    monkeypatch.setattr(CountedFolder, "lists", [])
-    commits: list[int] = []
-    plain = checkpoint_writer.commit
+    calls = Counter[str]()
 
-    def commit(*args: Any) -> Any:
-        commits.append(1)
-        return plain(*args)
+    def counted(owner: Any, name: str) -> None:
+        plain = getattr(owner, name)
 
-    monkeypatch.setattr(checkpoint_writer, "commit", commit)
-    folder = CountedFolder(run.protocol, run.path)
-    disk = Disk(folder, monkeypatch, ranks=ranks, keep_every_steps=2)
+        def call(*args: Any) -> Any:
+            calls[name] += 1
+            return plain(*args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counted(checkpoint_writer, "commit")
+    counted(Location, "read_range")
+    counted(Location, "list_folders")
+    disk = Disk(run, monkeypatch, ranks=ranks, keep_every_steps=2)
     for step in range(1, 9):
         disk.save(step, metrics={"eval/loss": 9.0 - step}, eval_step=step)
-    assert len(commits) == 8
     assert disk.events == []
-    assert CountedFolder.reads == []
-    assert Counter(CountedFolder.lists) == {run.path: 8}
+    assert calls == {"commit": 8, "list_folders": 8}
     assert steps(run) == [8, 6, 4, 2]
 
 

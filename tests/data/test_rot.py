@@ -2,10 +2,8 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -15,7 +13,6 @@ from vit_ray.data.convert.verify import check_file
 from vit_ray.data.dataset import MANIFEST_FILE, Manifest
 from vit_ray.data.shards import RowGroupReader
 from vit_ray.data.subset import subset
-from vit_ray.storage import Location
 
 
 @pytest.fixture
@@ -63,44 +60,6 @@ def test_a_flipped_image_costs_no_other_row(small: Manifest) -> None:
     assert used_rows(small)[0].keys() == whole.keys() - {4}
     (problem,) = check_file(0, small, 0.0).problems
     assert (problem.key, problem.row_group, "checksum" in problem.what) == ("key 4", 1, True)
-
-
-class CutOnce:
-    """A file of which one read ends a byte early, or has a flipped bit."""
-
-    def __init__(self, source: Any, cut: int, is_flipped: bool) -> None:
-        self.seek, self.tell, self.close = source.seek, source.tell, source.close
-        self._source, self._cut, self._is_flipped = source, cut, is_flipped
-        self.closed, self.reads = False, 0
-
-    def read(self, count: int) -> bytes:
-        self.reads += 1
-        content = bytearray(self._source.read(count))
-        if self.reads == self._cut:
-            if not self._is_flipped:
-                return bytes(content[:-1])
-            content[len(content) // 2] ^= 1
-        return bytes(content)
-
-
-@pytest.mark.parametrize("is_flipped", [False, True])
-@pytest.mark.parametrize("read", [1, 2], ids=["footer", "row group"])
-def test_what_was_changed_on_its_way_is_read_again(
-    small: Manifest, monkeypatch: pytest.MonkeyPatch, read: int, is_flipped: bool
-) -> None:
-    whole, _ = used_rows(small)
-    sources: list[CutOnce] = []
-    true_open = Location.open
-
-    def cut(place: Location) -> Any:
-        sources.append(CutOnce(true_open(place), 0 if sources else read, is_flipped))
-        return pa.PythonFile(sources[-1], mode="r")
-
-    monkeypatch.setattr(Location, "open", cut)
-    rows, is_refused = used_rows(small)
-    assert not is_refused
-    assert rows == whole
-    assert len(sources) > 1
 
 
 def rewritten(manifest: Manifest, **header: object) -> None:

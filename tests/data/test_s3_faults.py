@@ -20,7 +20,7 @@ from vit_ray.data.convert.commit import ConvertReport
 from vit_ray.data.convert.sources import rows_of
 from vit_ray.storage import locate
 
-QUICK = ["503", "500", "reset", "cut", "flip"]
+QUICK = ["flip", "cut", "503", "500", "reset"]
 STALLS = ["hang", "slow"]
 """Each costs the time-out of a request."""
 LABELS = [(0,), (1, 2), (2,), (1,), (0,), (2, 0)]

@@ -199,21 +199,17 @@ def respelled(folder: Path, layout: str, spell: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("layout", "prefix"),
-    [("huggingface", "module._orig_mod."), ("vit_ray", "state_dict.model.")],
+    ("layout", "spell"),
+    [
+        ("huggingface", lambda name: f"module._orig_mod.{name}"),
+        ("vit_ray", lambda name: f"state_dict.model.{name}"),
+        ("huggingface", lambda name: name.replace("vit.", f"{DeiTConfig.model_type}.", 1)),
+    ],
 )
-def test_prefixes_of_trainers_are_taken_off(tmp_path: Path, layout: str, prefix: str) -> None:
-    path = respelled(tmp_path, layout, lambda name: prefix + name)
-    torch.manual_seed(11)
-    loaded = oblong((32, 32)).eval()
-    report = load_weights(loaded, path)
+def test_prefixes_of_trainers_and_of_deit_are_taken_off(
+    tmp_path: Path, layout: str, spell: Any
+) -> None:
+    loaded = fitting_model()
+    report = load_weights(loaded, respelled(tmp_path, layout, spell))
     assert report.new == report.ignored == []
-    assert torch.equal(loaded(some_images()), small_model("ViT").eval()(some_images()))
-
-
-def test_deits_own_prefix_is_read(tmp_path: Path) -> None:
-    assert DeiTConfig.model_type == "deit"
-    path = respelled(tmp_path, "huggingface", lambda name: name.replace("vit.", "deit.", 1))
-    loaded = oblong((32, 32)).eval()
-    assert load_weights(loaded, path).new == []
     assert torch.equal(loaded(some_images()), small_model("ViT").eval()(some_images()))

@@ -29,7 +29,7 @@ ALLOWED = {
     "data": {"measure"},
     "tracking": {"measure"},
     "report": {"measure"},
-    **dict.fromkeys(("models", "measure", "deepspeed_internals", *EVERYONE), set()),
+    **{room: set() for room in ("models", "measure", "deepspeed_internals", *EVERYONE)},
 }
 FOREIGN = {
     "config": {"ray", "torch", "deepspeed", "mlflow"},

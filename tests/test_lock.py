@@ -56,6 +56,17 @@ def ignore(_: str) -> None:
     """Nobody takes the lock in this test."""
 
 
+class Lost:
+    """Why the lock was lost."""
+
+    def __init__(self) -> None:
+        self.happens, self.reasons = threading.Event(), list[str]()
+
+    def __call__(self, reason: str) -> None:
+        self.reasons.append(reason)
+        self.happens.set()
+
+
 def elsewhere(folder: Location, number: int, **changes: object) -> Owner:
     """The file of a holder on another machine."""
     owner = {**this_process(folder), "host": "node-7", **changes}
@@ -163,37 +174,27 @@ def test_one_that_let_go_is_followed_at_once(
 
 
 def test_a_holder_renews_its_file_and_hears_of_one_that_has_taken_over(folder: Location) -> None:
-    lost, reasons = threading.Event(), []
-
-    def on_lost(reason: str) -> None:
-        reasons.append(reason)
-        lost.set()
-
-    with hold_lock(folder, on_lost) as number:
+    lost = Lost()
+    with hold_lock(folder, lost) as number:
         first = folder.child("lock-00000001.json").read()
         while folder.child("lock-00000001.json").read() == first:
-            assert not lost.wait(0.01)
+            assert not lost.happens.wait(0.01)
         theirs = elsewhere(folder, number + 1)
-        assert lost.wait(10)
-    (reason,) = reasons
+        assert lost.happens.wait(10)
+    (reason,) = lost.reasons
     assert "has been taken over by process" in reason
     assert "on node-7" in reason
     assert json.loads(folder.child("lock-00000002.json").read()) == theirs
 
 
 def test_of_two_that_a_slow_store_let_in_one_ends_at_its_next_heartbeat(folder: Location) -> None:
-    lost, reasons = threading.Event(), []
-
-    def on_lost(reason: str) -> None:
-        reasons.append(reason)
-        lost.set()
-
-    with hold_lock(folder, on_lost) as number:
+    lost = Lost()
+    with hold_lock(folder, lost) as number:
         for _ in range(20):  # a heartbeat that is under way writes over it
             theirs = elsewhere(folder, number, token=uuid.uuid4().hex)
-            if lost.wait(0.5):
+            if lost.happens.wait(0.5):
                 break
-    assert "is held by process" in reasons[0]
+    assert "is held by process" in lost.reasons[0]
     assert json.loads(folder.child("lock-00000001.json").read()) == theirs
 
 

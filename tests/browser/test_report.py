@@ -9,6 +9,7 @@ import pytest
 from selenium import webdriver
 
 from tests.browser.pages import A4_WIDTH, find, show
+from vit_ray.report.page import Written
 
 AXE = Path(__file__).parents[2] / "build" / "axe.min.js"
 CUT_OFF = """
@@ -22,9 +23,10 @@ return cut;
 """
 
 
-@pytest.fixture(params=["study", "sweep"])
-def page(request: pytest.FixtureRequest, study_page: Path, sweep_page: Path) -> Path:
-    return {"study": study_page, "sweep": sweep_page}[request.param]
+@pytest.fixture(params=["study_page", "sweep_page"])
+def page(request: pytest.FixtureRequest) -> Path:
+    written: Written = request.getfixturevalue(request.param)
+    return written.page
 
 
 def test_it_shows_every_figure_and_the_console_is_empty(
@@ -68,10 +70,18 @@ def axe_violations(browser: webdriver.Chrome) -> list[Any]:
     return found
 
 
+def test_print_is_one_page_wide(study_page: Written, browser: webdriver.Chrome) -> None:
+    show(browser, study_page.page, A4_WIDTH, media="print")
+    widths = browser.execute_script(
+        "return [...document.querySelectorAll('table')].map(t => t.getBoundingClientRect().right)"
+    )
+    assert max(widths) <= A4_WIDTH
+
+
 def test_a_script_that_somebody_brought_into_the_page_does_not_run(
-    study_page: Path, browser: webdriver.Chrome
+    study_page: Written, browser: webdriver.Chrome
 ) -> None:
-    show(browser, study_page, 1280)
+    show(browser, study_page.page, 1280)
     brought = (
         "const script = document.createElement('script');"
         "script.textContent = 'window.brought = true';"

@@ -137,12 +137,3 @@ def test_a_quota_that_ends_in_the_middle_of_a_group_is_waited_for_or_done_withou
     code, output = train_group(head, "elastic", (1, 2), digits, tmp_path)
     assert code == 0, output
     hosts.wait_for_nodes(head, 2)
-
-
-@pytest.mark.slow
-@limited(quota=0)
-def test_a_node_that_never_comes_is_waited_for_as_long_as_the_recipe_says(
-    head: Host, digits: Digits, tmp_path: Path
-) -> None:
-    code, output = train_group(head, "never", 1, digits, tmp_path)
-    assert (code, "place_timeout_minutes=1.5" in output) == (1, True), output

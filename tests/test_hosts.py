@@ -37,9 +37,7 @@ def serve(host: Host, port: int, *options: str) -> None:
     wait_for_answer(host, host.address, port)
 
 
-def test_a_host_has_name_address_processes_memory_and_folders_of_its_own(
-    pair: tuple[Network, Host, Host],
-) -> None:
+def test_a_host_has_name_address_processes_memory_and_folders_of_its_own(pair):
     _, one, two = pair
     assert one.run("hostname") == (0, "one\n")
     assert two.address in one.run("getent", "hosts", "two")[1]
@@ -60,9 +58,7 @@ def test_a_host_has_name_address_processes_memory_and_folders_of_its_own(
     sleeper.kill()
 
 
-def test_a_host_is_cut_off_and_lost_and_comes_back_at_its_address(
-    pair: tuple[Network, Host, Host],
-) -> None:
+def test_a_host_is_cut_off_and_lost_and_comes_back_at_its_address(pair):
     net, one, two = pair
     serve(one, 8101)
     wait_for_answer(two, one.address, 8101)
@@ -79,7 +75,7 @@ def test_a_host_is_cut_off_and_lost_and_comes_back_at_its_address(
     wait_for_answer(one, again.address, 8103)
 
 
-def test_nothing_is_left_of_a_network() -> None:
+def test_nothing_is_left_of_a_network():
     hosts.require()
     with hosts.network() as net:
         net.join("one").serve("sleep.log", "sleep", f"79{os.getpid()}")

@@ -5,13 +5,11 @@ import functools
 import importlib
 import inspect
 from importlib.metadata import version
-from types import ModuleType
 
 import pytest
 
 from tests.modules import MODULES, imported, tree_of
 from vit_ray import deepspeed_internals, mlflow_internals, ray_internals
-from vit_ray.internals import Internal
 
 DOORS = {"ray": ray_internals, "deepspeed": deepspeed_internals, "mlflow": mlflow_internals}
 ENTRIES = [
@@ -29,14 +27,12 @@ COMMON = {"engine", "key", "name", "numel", "start", "step", "store", "timestamp
 
 
 @pytest.mark.parametrize(("library", "door"), DOORS.items())
-def test_a_library_is_of_the_version_that_its_door_was_written_for(
-    library: str, door: ModuleType
-) -> None:
+def test_a_library_is_of_the_version_that_its_door_was_written_for(library, door):
     assert version(library).rpartition(".")[0] == door.VERSION
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_a_name_is_there_with_what_is_expected_of_it(entry: Internal) -> None:
+def test_a_name_is_there_with_what_is_expected_of_it(entry):
     module = importlib.import_module(entry.module)
     found = getattr(module, entry.name) if entry.name else module
     for method, parameters in entry.parameters.items():
@@ -60,7 +56,7 @@ def private_attributes() -> set[str]:
     return {n for n in names | named if n.isidentifier() and not n.startswith("__")} - COMMON
 
 
-def test_private_names_of_deepspeed_and_mlflow_are_used_by_their_doors_alone() -> None:
+def test_private_names_of_deepspeed_and_mlflow_are_used_by_their_doors_alone():
     for path in MODULES:
         door = path.name.removesuffix("_internals.py")
         names = {name for name in imported(path) if name.split(".")[0] in DOORS}

@@ -28,12 +28,12 @@ def pins() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("requirement", DECLARED, ids=[r.name for r in DECLARED])
-def test_every_requirement_is_pinned_within_its_range(requirement: Requirement) -> None:
+def test_every_requirement_is_pinned_within_its_range(requirement):
     version = pins()[canonicalize_name(requirement.name)]
     assert requirement.specifier.contains(version, prereleases=True)
 
 
-def test_the_wheel_has_recipes_and_types_and_runs_by_itself(tmp_path: Path) -> None:
+def test_the_wheel_has_recipes_and_types_and_runs_by_itself(tmp_path):
     build = f"import hatchling.build; hatchling.build.build_wheel({str(tmp_path)!r})"
     subprocess.run([sys.executable, "-c", build], cwd=ROOT, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("vit_ray-*.whl")

@@ -50,7 +50,7 @@ def endless(code: str) -> Iterator[tuple[int, str]]:
             yield call.lineno, ast.unparse(call)
 
 
-def test_every_wait_has_a_limit_or_a_reason() -> None:
+def test_every_wait_has_a_limit_or_a_reason():
     found = [
         f"{path.relative_to(CODE.parent)}:{line}: {call}"
         for path in sorted(CODE.rglob("*.py"))
@@ -68,7 +68,7 @@ def test_every_wait_has_a_limit_or_a_reason() -> None:
         ("subprocess.run(command)", "recipe.get(x)"),
     ],
 )  # fmt: skip
-def test_a_wait_without_a_limit_is_found(call: str, limited: str) -> None:
+def test_a_wait_without_a_limit_is_found(call, limited):
     assert list(endless(f"def f():\n  x = [{call} for y in z]\n"))
     assert not list(endless(f"def f():\n  x = {call}  # no limit: it is done\n"))
     assert not list(endless(f"x = {limited}\n"))

@@ -5,7 +5,6 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from threading import Barrier, Thread
 from typing import Any
 from unittest.mock import Mock
@@ -103,9 +102,7 @@ def contents(folder: Location) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError()])
-def test_a_save_that_fails_is_told_and_the_next_may_work(
-    run: Location, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_a_save_that_fails_is_told_and_the_next_may_work(run, monkeypatch, error):
     disk = Disk(run, monkeypatch, lambda t: (t.position.step, t.rank) == (1, 1), error, ranks=2)
     disk.save(1)
     assert steps(run) == []  # room for the next
@@ -117,9 +114,7 @@ def test_a_save_that_fails_is_told_and_the_next_may_work(
     assert steps(run) == [2]
 
 
-def test_a_save_that_fails_leaves_what_lay_there_and_nothing_of_its_own(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_fails_leaves_what_lay_there_and_nothing_of_its_own(run, monkeypatch):
     """A checkpoint that has lost its marker can be restored by hand."""
     Disk(run, monkeypatch, ranks=2).save(1)
     folder = run.child(folder_name(1))
@@ -129,7 +124,7 @@ def test_a_save_that_fails_leaves_what_lay_there_and_nothing_of_its_own(
     assert contents(folder) == before
 
 
-def test_a_rank_that_does_not_come_is_no_failure_of_the_storage(run: Location) -> None:
+def test_a_rank_that_does_not_come_is_no_failure_of_the_storage(run):
     """Its group of processes is broken: no later save could work, and three would end the run."""
 
     def gather(part: Part) -> list[Part]:
@@ -146,9 +141,7 @@ def test_a_rank_that_does_not_come_is_no_failure_of_the_storage(run: Location) -
     assert told == []
 
 
-def test_a_rank_that_was_given_up_replaces_no_file_of_a_later_save(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_was_given_up_replaces_no_file_of_a_later_save(run, monkeypatch):
     """It was cut off from the others and not from the storage; on a GPU its bytes differ."""
     Disk(run, monkeypatch, ranks=2).save(1)
     where = Position(Progress(1), 1, 8, 8, {"w": [2]}, {}, "print")
@@ -161,9 +154,7 @@ def test_a_rank_that_was_given_up_replaces_no_file_of_a_later_save(
 
 
 @pytest.mark.parametrize("resumes", [True, False])
-def test_an_evaluation_after_a_save_is_recorded_beside_it(
-    run: Location, monkeypatch: pytest.MonkeyPatch, resumes: bool
-) -> None:
+def test_an_evaluation_after_a_save_is_recorded_beside_it(run, monkeypatch, resumes):
     disk = Disk(run, monkeypatch, keep_last=2)
     disk.save(1, evaluation_due=True)
     folder = run.child(folder_name(1))
@@ -183,9 +174,7 @@ def test_an_evaluation_after_a_save_is_recorded_beside_it(
     assert disk.events == []
 
 
-def test_a_save_that_is_not_whole_is_made_again_after_the_evaluation(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_is_not_whole_is_made_again_after_the_evaluation(run, monkeypatch):
     disk = Disk(
         run, monkeypatch, lambda t: t.rank == 1 and t.position.progress.evaluation_due, ranks=2
     )
@@ -197,9 +186,7 @@ def test_a_save_that_is_not_whole_is_made_again_after_the_evaluation(
     assert not found.position.progress.evaluation_due
 
 
-def test_a_damaged_one_of_the_same_step_is_replaced(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_one_of_the_same_step_is_replaced(run, monkeypatch):
     """Left by an attempt of more ranks; a save that fails leaves it where it is."""
     Disk(run, monkeypatch, ranks=2).save(1)
     folder = run.child(folder_name(1))
@@ -215,9 +202,7 @@ def test_a_damaged_one_of_the_same_step_is_replaced(
     found.verify()
 
 
-def test_a_disk_that_stays_full_ends_the_run_with_what_to_do(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_stays_full_ends_the_run_with_what_to_do(run, monkeypatch):
     """Whichever rank fails: they are counted together."""
     disk = Disk(run, monkeypatch, lambda taken: taken.rank == taken.position.step % 3, ranks=3)
     for step in range(1, MAX_FAILED_SAVES):
@@ -226,18 +211,14 @@ def test_a_disk_that_stays_full_ends_the_run_with_what_to_do(
         disk.save(9)
 
 
-def test_a_whole_save_between_starts_the_count_again(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_whole_save_between_starts_the_count_again(run, monkeypatch):
     disk = Disk(run, monkeypatch, lambda t: t.rank == 1 and t.position.step % 3 != 0, ranks=2)
     for step in range(1, 10):
         disk.save(step)
     assert steps(run) == [9]
 
 
-def test_ranks_that_see_folders_of_their_own_are_found_when_it_is_read(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_see_folders_of_their_own_are_found_when_it_is_read(run, monkeypatch):
     """Output on a path that nodes do not share, which the start of a worker checks."""
     disk, other = Disk(run, monkeypatch, ranks=2), locate(run.path + "-elsewhere")
     monkeypatch.setattr(disk.writers[1], "_run_folder", other)
@@ -246,9 +227,7 @@ def test_ranks_that_see_folders_of_their_own_are_found_when_it_is_read(
         checkpoint_to_resume(run)
 
 
-def test_the_first_rank_waits_for_the_part_of_one_that_still_writes(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_rank_waits_for_the_part_of_one_that_still_writes(run, monkeypatch):
     disk = Disk(run, monkeypatch, ranks=2, keep_last=2)
     first, second = disk.writers
     for step in (1, 2, 3):
@@ -265,9 +244,7 @@ def test_the_first_rank_waits_for_the_part_of_one_that_still_writes(
 
 
 @pytest.mark.parametrize("ranks", [2, 16])
-def test_nothing_is_read_back_and_one_rank_commits_and_lists(
-    run: Location, monkeypatch: pytest.MonkeyPatch, ranks: int
-) -> None:
+def test_nothing_is_read_back_and_one_rank_commits_and_lists(run, monkeypatch, ranks):
     """However many write at the same time, and however many old ones there are."""
     calls = Counter[str]()
 
@@ -301,21 +278,15 @@ def test_nothing_is_read_back_and_one_rank_commits_and_lists(
     ],
 )
 def test_the_result_and_permanent_ones_are_kept_beside_the_newest(
-    run: Location,
-    monkeypatch: pytest.MonkeyPatch,
-    keep: dict[str, Any],
-    results: list[int | None],
-    left: list[int],
-) -> None:
+    run, monkeypatch, keep, results, left
+):
     disk = Disk(run, monkeypatch, **keep)
     for step, result in enumerate(results, start=1):
         disk.save(step, eval_step=step, metrics={"result/step": float(result)} if result else {})
     assert steps(run) == left
 
 
-def test_what_was_passed_over_on_resume_does_not_count_as_kept(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_passed_over_on_resume_does_not_count_as_kept(run, monkeypatch):
     """The run goes on from 2, and saves between the damaged ones."""
     first = Disk(run, monkeypatch, keep_last=4)
     for step in (1, 2, 3, 5):
@@ -328,9 +299,7 @@ def test_what_was_passed_over_on_resume_does_not_count_as_kept(
 
 
 @pytest.mark.parametrize(("refused", "left"), [("note_commit", [2]), ("prune", [2, 1])])
-def test_a_save_is_noted_and_old_ones_are_deleted_each_for_itself(
-    run: Location, monkeypatch: pytest.MonkeyPatch, refused: str, left: list[int]
-) -> None:
+def test_a_save_is_noted_and_old_ones_are_deleted_each_for_itself(run, monkeypatch, refused, left):
     def refuses(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -344,7 +313,7 @@ def test_a_save_is_noted_and_old_ones_are_deleted_each_for_itself(
     assert [kind for kind, _ in disk.events] == ["old checkpoint left"] * 2
 
 
-def test_a_writer_whose_run_was_taken_over_commits_and_deletes_nothing(run: Location) -> None:
+def test_a_writer_whose_run_was_taken_over_commits_and_deletes_nothing(run):
     with hold_lock(run, lambda _: None) as number:
         writer = CheckpointWriter(run, CheckpointConfig(keep_last=1), lambda *_: None, number)
         writer.write(snapshot(1))
@@ -355,9 +324,7 @@ def test_a_writer_whose_run_was_taken_over_commits_and_deletes_nothing(run: Loca
     assert steps(run) == [1]
 
 
-def test_a_run_taken_over_while_it_writes_is_not_committed(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_taken_over_while_it_writes_is_not_committed(run, monkeypatch):
     checks = Mock(side_effect=[None, LockLostError("gone")])  # at the start, before the commit
     monkeypatch.setattr(checkpoint_writer, "check_lock", checks)
     writer = CheckpointWriter(run, CheckpointConfig(), lambda *_: None, 1)
@@ -366,7 +333,7 @@ def test_a_run_taken_over_while_it_writes_is_not_committed(
     assert newest_checkpoint(run) is None
 
 
-def test_an_output_that_is_unmounted_takes_no_checkpoint_until_it_is_back(tmp_path: Path) -> None:
+def test_an_output_that_is_unmounted_takes_no_checkpoint_until_it_is_back(tmp_path):
     """What would be written below it is not there once it is mounted again."""
     disk, output = tmp_path / "disk", tmp_path / "output"
     disk.mkdir()

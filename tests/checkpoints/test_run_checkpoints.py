@@ -87,9 +87,7 @@ LOSSES = [COMMIT, WEIGHTS_0, "everything", "a flip of the marker", "the name", "
 
 
 @pytest.mark.parametrize("lost", LOSSES)
-def test_a_bad_one_is_passed_over_with_one_warning_and_given_up_only_on_request(
-    run: Location, lost: str
-) -> None:
+def test_a_bad_one_is_passed_over_with_one_warning_and_given_up_only_on_request(run, lost):
     write_checkpoint(run, 1)
     lose(write_checkpoint(run, 2), lost)
     before, told = all_contents(run), list[str]()
@@ -115,7 +113,7 @@ def test_a_bad_one_is_passed_over_with_one_warning_and_given_up_only_on_request(
     assert lost == "everything" or Path(bad.path).name in names(run)
 
 
-def test_one_that_is_damaged_inside_is_given_up_with_its_marker_kept(run: Location) -> None:
+def test_one_that_is_damaged_inside_is_given_up_with_its_marker_kept(run):
     """Only reading it shows that; else workers would try it at each start."""
     flip(write_checkpoint(run, 1))
     told: list[str] = []
@@ -126,7 +124,7 @@ def test_one_that_is_damaged_inside_is_given_up_with_its_marker_kept(run: Locati
     assert Path(run.path, folder_name(1), f"{COMMIT}.damaged").exists()
 
 
-def test_no_run_starts_over_beside_a_good_checkpoint(run: Location) -> None:
+def test_no_run_starts_over_beside_a_good_checkpoint(run):
     write_checkpoint(run, 1)
     flip(write_checkpoint(run, 2))
     with pytest.raises(ValueError, match=r"can be used \(step 1\)"):
@@ -134,7 +132,7 @@ def test_no_run_starts_over_beside_a_good_checkpoint(run: Location) -> None:
     assert [open_checkpoint(folder) is None for _, folder in list_checkpoints(run)] == [False] * 2
 
 
-def test_a_run_whose_checkpoints_have_all_gone_does_not_start_at_step_0(run: Location) -> None:
+def test_a_run_whose_checkpoints_have_all_gone_does_not_start_at_step_0(run):
     """As by a bucket's lifecycle rule, or by hand."""
     folder = write_checkpoint(run, 1)
     note_commit(folder, read_checkpoint(folder).sha256)
@@ -146,7 +144,7 @@ def test_a_run_whose_checkpoints_have_all_gone_does_not_start_at_step_0(run: Loc
         checkpoint_to_resume(run)
 
 
-def test_a_run_killed_in_its_first_save_starts_again_as_the_same_training(run: Location) -> None:
+def test_a_run_killed_in_its_first_save_starts_again_as_the_same_training(run):
     training = begin_training(run)
     write_checkpoint(run, 1, ranks=1)
     told: list[str] = []
@@ -155,18 +153,14 @@ def test_a_run_killed_in_its_first_save_starts_again_as_the_same_training(run: L
     assert begin_training(run) == training
 
 
-def test_a_run_killed_between_its_first_commit_and_its_note_is_not_started_over(
-    run: Location,
-) -> None:
+def test_a_run_killed_between_its_first_commit_and_its_note_is_not_started_over(run):
     begin_training(run)
     flip(write_checkpoint(run, 1), COMMIT)
     with pytest.raises(NoUsableCheckpointError, match="was changed; passed over"):
         checkpoint_to_resume(run)
 
 
-def test_the_newest_whose_marker_is_shown_late_is_taken(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_newest_whose_marker_is_shown_late_is_taken(run, monkeypatch):
     """By a network disk; an older one without a marker has none."""
     write_checkpoint(run, 1)
     newest = write_checkpoint(run, 2)
@@ -187,8 +181,8 @@ def test_the_newest_whose_marker_is_shown_late_is_taken(
 
 
 def test_who_reads_an_active_run_takes_the_checkpoint_that_has_replaced_the_listed_ones(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    run, monkeypatch
+):
     write_checkpoint(run, 1)
     write_checkpoint(run, 2, ranks=1)
     read = run_checkpoints.read_checkpoint
@@ -207,9 +201,7 @@ def test_who_reads_an_active_run_takes_the_checkpoint_that_has_replaced_the_list
     assert (found.position.step, told) == (3, [])
 
 
-def test_storage_that_stays_away_decides_nothing(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_storage_that_stays_away_decides_nothing(run, monkeypatch):
     write_checkpoint(run, 1)
     newest = write_checkpoint(run, 2)
     plain = Location.read_range
@@ -224,7 +216,7 @@ def test_storage_that_stays_away_decides_nothing(
         checkpoint_to_resume(run)
 
 
-def test_pruning_keeps_the_newest_and_the_permanent_and_counts_whole_ones(run: Location) -> None:
+def test_pruning_keeps_the_newest_and_the_permanent_and_counts_whole_ones(run):
     for step in (1, 2, 4, 6):
         write_checkpoint(run, step)
     write_checkpoint(run, 5, ranks=1)
@@ -232,7 +224,7 @@ def test_pruning_keeps_the_newest_and_the_permanent_and_counts_whole_ones(run: L
     assert names(run) == [folder_name(step) for step in (1, 4, 5, 6)]
 
 
-def test_what_a_kill_left_is_deleted_once_newer_ones_are_whole(run: Location) -> None:
+def test_what_a_kill_left_is_deleted_once_newer_ones_are_whole(run):
     """Half of a save, and half of a deletion; what was given up is for its owner."""
     write_checkpoint(run, 1, ranks=1)
     write_checkpoint(run, 2).child(COMMIT).delete()
@@ -248,9 +240,7 @@ class KilledError(BaseException):
     """A process ends here."""
 
 
-def test_a_kill_in_the_middle_of_a_deletion_leaves_nothing_that_counts_or_stays(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_in_the_middle_of_a_deletion_leaves_nothing_that_counts_or_stays(run, monkeypatch):
     def killed(place: Location) -> None:
         if Path(place.path).is_dir():
             raise KilledError
@@ -269,7 +259,7 @@ def test_a_kill_in_the_middle_of_a_deletion_leaves_nothing_that_counts_or_stays(
     assert names(run) == [folder_name(step) for step in (2, 3)]
 
 
-def test_weights_are_found_in_a_run_or_in_a_checkpoint(run: Location) -> None:
+def test_weights_are_found_in_a_run_or_in_a_checkpoint(run):
     folder = write_checkpoint(run, 2)
     assert find_weights(run.path).position.step == 2
     assert find_weights(folder.path).position.step == 2
@@ -292,7 +282,7 @@ def write_best(run: Location, *, of: int) -> None:
 
 
 @pytest.mark.parametrize("best", [2, 4, 6])
-def test_a_run_that_keeps_its_best_hands_that_on(run: Location, best: int) -> None:
+def test_a_run_that_keeps_its_best_hands_that_on(run, best):
     write_best(run, of=best)
     assert find_weights(run.path).position.step == best
     assert find_weights(run.child(folder_name(6)).path).position.step == 6
@@ -302,9 +292,7 @@ def test_a_run_that_keeps_its_best_hands_that_on(run: Location, best: int) -> No
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_best_that_cannot_be_used_is_never_replaced_by_another(
-    run: Location, is_there: bool
-) -> None:
+def test_a_best_that_cannot_be_used_is_never_replaced_by_another(run, is_there):
     write_best(run, of=4)
     folder = run.child(folder_name(4))
     if is_there:
@@ -316,9 +304,7 @@ def test_a_best_that_cannot_be_used_is_never_replaced_by_another(
         find_weights(run.path)
 
 
-def test_damaged_weights_give_way_to_those_of_the_next_older_checkpoint(
-    run: Location, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_weights_give_way_to_those_of_the_next_older_checkpoint(run, caplog):
     """An export or a fine-tuning reads them; the folders stay as they are."""
     for step in (1, 2, 3):
         write_checkpoint(run, step)
@@ -340,7 +326,7 @@ def test_damaged_weights_give_way_to_those_of_the_next_older_checkpoint(
 
 
 @pytest.mark.parametrize("is_best", [False, True])
-def test_damaged_weights_that_were_chosen_are_not_replaced(run: Location, is_best: bool) -> None:
+def test_damaged_weights_that_were_chosen_are_not_replaced(run, is_best):
     write_best(run, of=4) if is_best else [write_checkpoint(run, step) for step in (2, 4)]
     folder = run.child(folder_name(4))
     flip(folder)
@@ -348,9 +334,7 @@ def test_damaged_weights_that_were_chosen_are_not_replaced(run: Location, is_bes
         read_weights(run.path if is_best else folder.path, None)
 
 
-def test_a_fine_tuning_from_averages_reads_them_alone(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fine_tuning_from_averages_reads_them_alone(run, monkeypatch):
     tensors = {"weight|a|0": torch.zeros(12), "weight|b|0": torch.zeros(5)}
     tensors |= {key.replace("weight", "average"): tensors[key] + 3 for key in tensors}
     write_snapshot(snapshot_of(0, 1, tensors, position(1)), run.child(folder_name(1)))
@@ -408,9 +392,7 @@ def resumed(run: Location) -> Checkpoint:
 
 @pytest.mark.slow(after=10)
 @pytest.mark.parametrize("seed", range(60))
-def test_whatever_happens_to_folders_the_newest_good_one_is_resumed(
-    run: Location, seed: int
-) -> None:
+def test_whatever_happens_to_folders_the_newest_good_one_is_resumed(run, seed):
     rng = random.Random(seed)
     steps = range(1, 5)
     for step in steps:

@@ -110,7 +110,7 @@ def reaches(
     return not mine
 
 
-def test_what_the_policies_say_is_read_as_kubernetes_reads_it() -> None:
+def test_what_the_policies_say_is_read_as_kubernetes_reads_it():
     """By the first examples of Kubernetes' page on network policies."""
     deny = {"spec": {"podSelector": {}, "policyTypes": ["Ingress"], "ingress": []}}
     frontend = {"podSelector": {"matchLabels": {"role": "frontend"}}}
@@ -123,7 +123,7 @@ def test_what_the_policies_say_is_read_as_kubernetes_reads_it() -> None:
     assert not reaches([deny, allow], {"role": "frontend"}, {"role": "db"}, 6379, "elsewhere")
 
 
-def test_the_ports_of_ray_are_open_among_the_pods_of_a_job_alone() -> None:
+def test_the_ports_of_ray_are_open_among_the_pods_of_a_job_alone():
     for documents in jobs():
         policies = of_kind(documents, "NetworkPolicy")
         for policy in policies:
@@ -146,7 +146,7 @@ def test_the_ports_of_ray_are_open_among_the_pods_of_a_job_alone() -> None:
             assert reaches(policies, {}, mine, port, "prometheus-system") is (port == 8080)
 
 
-def test_mlflow_answers_jobs_alone_and_postgresql_mlflow_alone() -> None:
+def test_mlflow_answers_jobs_alone_and_postgresql_mlflow_alone():
     policies = of_kind(team(), "NetworkPolicy")
     served = {document["metadata"]["name"]: document for document in of_kind(team(), "Service")}
     by_name = {pod.owner.split()[1]: pod.labels for pod in pods(team())}
@@ -163,7 +163,7 @@ def test_mlflow_answers_jobs_alone_and_postgresql_mlflow_alone() -> None:
             assert not reaches(policies, labels, target, port + 1)
 
 
-def test_no_container_is_root_or_can_become_it() -> None:
+def test_no_container_is_root_or_can_become_it():
     for pod in all_pods():
         security = pod.spec["securityContext"]
         assert security["runAsNonRoot"] is True
@@ -179,7 +179,7 @@ def test_no_container_is_root_or_can_become_it() -> None:
             assert not {"privileged", "runAsUser", "runAsNonRoot", "procMount"} & own.keys()
 
 
-def test_only_the_autoscaler_can_ask_kubernetes_for_anything() -> None:
+def test_only_the_autoscaler_can_ask_kubernetes_for_anything():
     for pod in all_pods():
         assert pod.spec["automountServiceAccountToken"] is False, pod.owner
         mounts = [m for one in containers(pod) for m in one.get("volumeMounts", ())]
@@ -200,7 +200,7 @@ def test_only_the_autoscaler_can_ask_kubernetes_for_anything() -> None:
             assert (mount["mountPath"], mount["readOnly"]) == (API, True)
 
 
-def test_rights_to_the_bucket_come_from_an_account_and_keys_are_optional() -> None:
+def test_rights_to_the_bucket_come_from_an_account_and_keys_are_optional():
     for pod in all_pods():
         uses_bucket = pod.owner.startswith("RayJob") or pod.owner == "Deployment mlflow"
         account = "vit-ray" if pod.owner.startswith("RayJob") else "mlflow"
@@ -210,7 +210,7 @@ def test_rights_to_the_bucket_come_from_an_account_and_keys_are_optional() -> No
             assert not [e for e in container.get("env", ()) if e["name"].startswith("AWS_")]
 
 
-def test_every_shared_definition_starts_ray_with_a_token() -> None:
+def test_every_shared_definition_starts_ray_with_a_token():
     for documents in jobs():
         (job,) = of_kind(documents, "RayJob")
         assert job["spec"]["rayClusterSpec"]["authOptions"]["mode"] == "token"

@@ -40,7 +40,7 @@ def workload_of(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_kueue_can_make_a_workload_of_the_rayjob(validator: Any) -> None:
+def test_kueue_can_make_a_workload_of_the_rayjob(validator):
     workload = workload_of(job_with("queue")[1])
     assert _problems(validator, workload) == []
     assert _broken_rules(validator.schema, workload) == []

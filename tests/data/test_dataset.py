@@ -9,7 +9,7 @@ import pytest
 
 from tests.data.damage import broken_copy
 from vit_ray.data import open_dataset
-from vit_ray.data.dataset import Manifest, RowGroupColumns, ShardFile, write_manifest
+from vit_ray.data.dataset import RowGroupColumns, ShardFile, write_manifest
 from vit_ray.data.shards import RowGroupReader
 from vit_ray.storage import locate
 
@@ -29,7 +29,7 @@ def write_small(folder: Path, rows: list[int], **origin: int) -> str:
     )
 
 
-def test_a_manifest_says_what_was_converted(dataset: Manifest) -> None:
+def test_a_manifest_says_what_was_converted(dataset):
     assert (dataset.num_images, dataset.num_classes, dataset.max_labels) == (300, 3, 1)
     assert dataset.classes == ["class_0", "class_1", "class_2"]
     assert dataset.rows.tolist() == [16] * 18 + [12]
@@ -40,7 +40,7 @@ def test_a_manifest_says_what_was_converted(dataset: Manifest) -> None:
     assert np.mean(sizes) > 0.07 * 2**20
 
 
-def test_row_groups_and_bytes_equal_the_footers_of_the_shards(dataset: Manifest) -> None:
+def test_row_groups_and_bytes_equal_the_footers_of_the_shards(dataset):
     rows: list[int] = []
     for file in dataset.files:
         path = Path(dataset.root) / file.path
@@ -50,7 +50,7 @@ def test_row_groups_and_bytes_equal_the_footers_of_the_shards(dataset: Manifest)
     assert rows == dataset.rows.tolist()
 
 
-def test_the_fingerprint_tells_content_apart_and_not_place(tmp_path: Path) -> None:
+def test_the_fingerprint_tells_content_apart_and_not_place(tmp_path):
     one = write_small(tmp_path / "a", [4, 4], seed=1)
     assert write_small(tmp_path / "b", [4, 4], seed=1) == one
     assert write_small(tmp_path / "c", [4, 4], seed=2) != one
@@ -59,7 +59,7 @@ def test_the_fingerprint_tells_content_apart_and_not_place(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("secret", ["hush", "hu/sh"])
-def test_credentials_in_an_address_are_refused_and_not_repeated(secret: str) -> None:
+def test_credentials_in_an_address_are_refused_and_not_repeated(secret):
     with pytest.raises(ValueError, match="set AWS_ACCESS_KEY_ID and its secret") as caught:
         open_dataset(f"s3://key:{secret}@bucket/set")
     assert "sh@" not in str(caught.value)
@@ -74,7 +74,7 @@ NO_SETS: dict[str, tuple[dict[str, bytes], str]] = {
 
 
 @pytest.mark.parametrize("name", NO_SETS)
-def test_what_is_no_data_set_is_refused(tmp_path: Path, name: str) -> None:
+def test_what_is_no_data_set_is_refused(tmp_path, name):
     files, told = NO_SETS[name]
     for file, content in files.items():
         locate(str(tmp_path / file)).write(content)
@@ -82,13 +82,13 @@ def test_what_is_no_data_set_is_refused(tmp_path: Path, name: str) -> None:
         open_dataset(str(tmp_path))
 
 
-def test_an_empty_data_set_is_refused(tmp_path: Path) -> None:
+def test_an_empty_data_set_is_refused(tmp_path):
     write_small(tmp_path, [])
     with pytest.raises(ValueError, match="is empty"):
         open_dataset(str(tmp_path))
 
 
-def test_another_format_is_refused_with_who_reads_it(tmp_path: Path) -> None:
+def test_another_format_is_refused_with_who_reads_it(tmp_path):
     write_small(tmp_path, [4])
     file = tmp_path / "manifest.parquet"
     table = pq.read_table(file)
@@ -107,9 +107,7 @@ SHARDS: dict[str, tuple[Callable[[bytes], bytes | None], str]] = {
 
 
 @pytest.mark.parametrize("name", SHARDS)
-def test_a_shard_that_is_not_as_it_was_written_is_named(
-    dataset: Manifest, tmp_path: Path, name: str
-) -> None:
+def test_a_shard_that_is_not_as_it_was_written_is_named(dataset, tmp_path, name):
     changed, told = SHARDS[name]
     manifest, shard = broken_copy(dataset, tmp_path)
     content = changed(shard.read_bytes())
@@ -118,7 +116,7 @@ def test_a_shard_that_is_not_as_it_was_written_is_named(
         RowGroupReader(manifest).read(0)
 
 
-def test_a_foreign_schema_is_named(dataset: Manifest, tmp_path: Path) -> None:
+def test_a_foreign_schema_is_named(dataset, tmp_path):
     manifest, shard = broken_copy(dataset, tmp_path)
     table = pq.read_table(shard).rename_columns(list("abcdefgh"))
     pq.write_table(table, shard)
@@ -128,7 +126,7 @@ def test_a_foreign_schema_is_named(dataset: Manifest, tmp_path: Path) -> None:
         RowGroupReader(manifest).read(0)
 
 
-def test_a_row_group_of_another_length_is_named(dataset: Manifest) -> None:
+def test_a_row_group_of_another_length_is_named(dataset):
     manifest = pickle.loads(pickle.dumps(dataset))
     object.__setattr__(manifest, "rows", dataset.rows + 1)
     with pytest.raises(

@@ -18,15 +18,13 @@ orders = st.builds(
 
 
 @given(orders, st.integers(0, 3))
-def test_each_sample_stands_exactly_once_in_every_epoch(order: Order, epoch: int) -> None:
+def test_each_sample_stands_exactly_once_in_every_epoch(order, epoch):
     samples = order.samples_at(epoch * order.num_images, (epoch + 1) * order.num_images)
     assert sorted(samples.tolist()) == list(range(order.num_images))
 
 
 @given(orders, st.data())
-def test_ranges_and_places_agree_with_the_range_that_holds_them(
-    order: Order, data: st.DataObject
-) -> None:
+def test_ranges_and_places_agree_with_the_range_that_holds_them(order, data):
     whole = order.samples_at(0, 4 * order.num_images)
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(whole))] * 2)))
     np.testing.assert_array_equal(order.samples_at(start, stop), whole[start:stop])
@@ -38,15 +36,13 @@ def test_ranges_and_places_agree_with_the_range_that_holds_them(
     assert samples == whole[positions].tolist()
 
 
-def test_without_a_window_rows_of_a_row_group_stand_together() -> None:
+def test_without_a_window_rows_of_a_row_group_stand_together():
     groups = Order(np.full(50, 8), seed=1).places(np.arange(400)).groups
     assert np.count_nonzero(np.diff(groups)) == 49
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 200))
-def test_dealing_moves_rows_within_a_window_and_an_epoch_only(
-    batch_size: int, num_batches: int, num_images: int
-) -> None:
+def test_dealing_moves_rows_within_a_window_and_an_epoch_only(batch_size, num_batches, num_images):
     window = ShuffleWindow(batch_size, num_batches)
     positions = np.arange(3 * num_images)
     undealt = window.undealt(positions, num_images)
@@ -55,7 +51,7 @@ def test_dealing_moves_rows_within_a_window_and_an_epoch_only(
         np.testing.assert_array_equal(undealt // unit, positions // unit)
 
 
-def test_rows_that_stood_together_are_dealt_to_the_batches_in_turn() -> None:
+def test_rows_that_stood_together_are_dealt_to_the_batches_in_turn():
     """Two batches of 3 in an epoch of 11: two windows, the second cut where the epoch ends."""
     undealt = ShuffleWindow(3, 2).undealt(np.arange(14), 11)
     assert undealt.tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11, 12, 14]
@@ -72,7 +68,7 @@ def share_that_meets_again(order: Order, batch_size: int) -> float:
 
 
 @pytest.mark.parametrize("num_batches", [4, 16])
-def test_images_meet_others_in_the_next_epoch(num_batches: int) -> None:
+def test_images_meet_others_in_the_next_epoch(num_batches):
     """100 batches of one row group each: all meet again without a window, few with one."""
     rows = np.full(128, 64)
     assert share_that_meets_again(Order(rows, seed=3), 64) == 1.0
@@ -83,7 +79,7 @@ def test_images_meet_others_in_the_next_epoch(num_batches: int) -> None:
 
 
 @pytest.mark.parametrize(("rows", "times"), [(16, 2.1), (32, 3.4), (64, 5.8)])
-def test_small_row_groups_let_images_of_large_batches_meet_others(rows: int, times: float) -> None:
+def test_small_row_groups_let_images_of_large_batches_meet_others(rows, times):
     """Pairs of a batch of 4,096 of ImageNet that meet again in the next epoch, against chance."""
     order = Order(np.full(1_281_167 // rows, rows), seed=0)
     batch_of = np.empty((2, order.num_images // rows), np.int64)
@@ -97,7 +93,7 @@ def test_small_row_groups_let_images_of_large_batches_meet_others(rows: int, tim
     assert pairs / chance == pytest.approx(times, abs=0.05)
 
 
-def test_epochs_and_seeds_differ() -> None:
+def test_epochs_and_seeds_differ():
     order = Order(np.full(50, 8), seed=1)
     first, second = order.samples_at(0, 400), order.samples_at(400, 800)
     other = Order(np.full(50, 8), seed=2).samples_at(0, 400)
@@ -107,7 +103,7 @@ def test_epochs_and_seeds_differ() -> None:
 
 @settings(max_examples=5)
 @given(st.integers(0, 1000))
-def test_the_first_place_is_spread_evenly_over_the_row_groups(seed: int) -> None:
+def test_the_first_place_is_spread_evenly_over_the_row_groups(seed):
     """Chi-square of the row group that stands first, over 4,000 epochs: 19 degrees of freedom."""
     order = Order(np.full(20, 4), seed)
     firsts = order.places(np.arange(4000) * 80).groups
@@ -115,7 +111,7 @@ def test_the_first_place_is_spread_evenly_over_the_row_groups(seed: int) -> None
     assert ((counts - 200) ** 2 / 200).sum() < 60  # p < 4e-6
 
 
-def test_an_order_never_changes_between_versions() -> None:
+def test_an_order_never_changes_between_versions():
     """Runs resume by this order; these numbers may not change."""
     rows = np.array([3, 4, 2, 5])
     assert Order(rows, seed=7).samples_at(10, 20).tolist() == GOLDEN
@@ -123,11 +119,11 @@ def test_an_order_never_changes_between_versions() -> None:
     assert dealt.samples_at(10, 20).tolist() == GOLDEN_DEALT
 
 
-def test_the_manifest_order_is_kept_when_nothing_is_shuffled() -> None:
+def test_the_manifest_order_is_kept_when_nothing_is_shuffled():
     order = Order(np.array([3, 4, 2]), seed=7, is_shuffled=False)
     assert order.samples_at(0, 9).tolist() == list(range(9))
 
 
-def test_an_empty_selection_is_refused() -> None:
+def test_an_empty_selection_is_refused():
     with pytest.raises(ValueError, match="holds 0 rows"):
         Order(np.array([0, 0]), seed=0)

@@ -27,7 +27,7 @@ def square(item: int) -> int:
     return item * item
 
 
-def test_every_item_is_worked_on_once(ray_cluster: None) -> None:
+def test_every_item_is_worked_on_once(ray_cluster):
     assert run_tasks(square, [1, 2, 3]) == [1, 4, 9]
     assert run_tasks(square, []) == []
 
@@ -41,7 +41,7 @@ def first_waits(item: str, done: str) -> str:
     return item
 
 
-def test_results_stand_in_the_order_of_the_items(ray_cluster: None, tmp_path: Path) -> None:
+def test_results_stand_in_the_order_of_the_items(ray_cluster, tmp_path):
     """Whoever ends first: what is made of them may not depend on when tasks ran."""
     assert run_tasks(first_waits, ["first", "second"], str(tmp_path / "done")) == [
         "first",
@@ -49,7 +49,7 @@ def test_results_stand_in_the_order_of_the_items(ray_cluster: None, tmp_path: Pa
     ]
 
 
-def test_what_a_user_can_mend_comes_back_as_it_was_said(ray_cluster: None) -> None:
+def test_what_a_user_can_mend_comes_back_as_it_was_said(ray_cluster):
     with pytest.raises(ValueError, match=r"^seven is no good$"):
         run_tasks(square, [1, 7])
     with pytest.raises(OSError, match=r"^the store is away; reading eight failed after 10 att"):
@@ -62,9 +62,7 @@ def fail_first(item: int) -> None:
     time.sleep(2)  # the first has failed before
 
 
-def test_after_an_error_the_other_items_are_not_processed(
-    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_an_error_the_other_items_are_not_processed(ray_cluster, monkeypatch):
     cancelled: list[Any] = []
     plain = ray.cancel
     monkeypatch.setattr(ray, "cancel", lambda task: cancelled.append(task) or plain(task))
@@ -73,9 +71,7 @@ def test_after_an_error_the_other_items_are_not_processed(
     assert len(cancelled) >= 99 - ray.cluster_resources()["CPU"]
 
 
-def test_tasks_are_started_as_others_end(
-    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tasks_are_started_as_others_end(ray_cluster, monkeypatch):
     monkeypatch.setattr("vit_ray.data.run_tasks._MOST", 3)
     most, plain = [0], ray.wait
     monkeypatch.setattr(
@@ -89,9 +85,7 @@ def die(item: int) -> None:
     os._exit(1)
 
 
-def test_a_task_whose_process_dies_again_and_again_is_an_error(
-    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_whose_process_dies_again_and_again_is_an_error(ray_cluster, monkeypatch):
     monkeypatch.setattr("vit_ray.data.run_tasks._RETRIES", 1)
     with pytest.raises(OSError, match=r"^a task died 2 times: .*; run the same command again, wh"):
         run_tasks(die, [1])
@@ -103,9 +97,7 @@ def half_done(item: int) -> int:
     return item
 
 
-def test_tasks_report_what_they_have_done_while_others_work(
-    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tasks_report_what_they_have_done_while_others_work(ray_cluster, monkeypatch):
     """What the last look of the display saw: all images of all tasks, and each one noted."""
     seen: list[tuple[int, int, int]] = []
     monkeypatch.setattr(Display, "update", lambda _, *counts: seen.append(counts))
@@ -123,9 +115,7 @@ def test_tasks_report_what_they_have_done_while_others_work(
     assert seen[-1] == (2, 3, 2)
 
 
-def test_a_log_has_a_line_every_30_s_with_rate_and_time_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_log_has_a_line_every_30_s_with_rate_and_time_left(monkeypatch):
     now, written = [1000.0], io.StringIO()
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     shown = Shown("converting to data/train", 10_000, "rejected")

@@ -2,7 +2,6 @@
 
 import errno
 import zlib
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -53,9 +52,7 @@ FAILURES: dict[str, dict[tuple[Any, str], Any]] = {
 
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize("write", [write_shard, write_parquet])
-def test_a_disk_that_is_full_is_told_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any, failure: str
-) -> None:
+def test_a_disk_that_is_full_is_told_and_leaves_nothing(tmp_path, monkeypatch, write, failure):
     monkeypatch.setattr(pq.ParquetWriter, "__del__", lambda _: None)
     for place, fails in FAILURES[failure].items():
         monkeypatch.setattr(*place, fails)
@@ -64,7 +61,7 @@ def test_a_disk_that_is_full_is_told_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_facts_are_those_of_the_file(tmp_path: Path) -> None:
+def test_facts_are_those_of_the_file(tmp_path):
     place = locate(str(tmp_path / "part.parquet"))
     with ShardWriter(place, 2) as writer:
         for row in rows(5):

@@ -2,11 +2,9 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
-from tests.conftest import Digits, Head
 from tests.data.s3_server import SECRET_KEY, s3_environment, serve_s3, timeout
 from tests.end_to_end.runs import curve, runs_of, submit, write_recipe
 from tests.recipes import small_recipe
@@ -15,8 +13,8 @@ from vit_ray.experiments.search_space import RATE
 
 @pytest.mark.slow
 def test_a_run_reads_from_s3_and_goes_on_from_its_checkpoints_there(
-    ray_head: Head, digits: Digits, working_dir: Path, tmp_path: Path
-) -> None:
+    ray_head, digits, working_dir, tmp_path
+):
     buckets = tmp_path / "buckets"
     shutil.copytree(digits.train, buckets / "sets" / "train")
     (buckets / "runs").mkdir()
@@ -44,8 +42,8 @@ def test_a_run_reads_from_s3_and_goes_on_from_its_checkpoints_there(
 
 @pytest.mark.slow
 def test_a_sweep_keeps_its_runs_and_the_files_of_tune_on_s3(
-    ray_head: Head, digits: Digits, working_dir: Path, tmp_path: Path
-) -> None:
+    ray_head, digits, working_dir, tmp_path
+):
     buckets = tmp_path / "buckets"
     shutil.copytree(digits.train, buckets / "sets" / "train")
     shutil.copytree(digits.test, buckets / "sets" / "test")

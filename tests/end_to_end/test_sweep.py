@@ -10,8 +10,7 @@ import ray
 from mlflow import MlflowClient
 from ray import tune
 
-from tests.conftest import Digits
-from tests.end_to_end.runs import Finished, runs_of
+from tests.end_to_end.runs import runs_of
 from tests.recipes import small_recipe
 from vit_ray.checkpoints.checkpoint import open_checkpoint
 from vit_ray.config.recorded_recipe import tags_of
@@ -21,9 +20,7 @@ from vit_ray.experiments.trials import METRIC, STEP, Trial
 from vit_ray.storage import locate
 
 
-def test_a_sweep_chooses_on_the_dev_split_and_tests_what_it_retrains(
-    straight: Finished, digits: Digits, tmp_path: Path
-) -> None:
+def test_a_sweep_chooses_on_the_dev_split_and_tests_what_it_retrains(straight, digits, tmp_path):
     recipe = small_recipe(
         "sweep",
         digits,

@@ -33,9 +33,7 @@ def record(recipe: Recipe, kind: str = "sweep", *, continues: bool = True) -> st
 
 
 @pytest.mark.parametrize("has_logs", [True, False])
-def test_two_outputs_with_a_sweep_of_one_name_go_on_each_under_its_own_run(
-    tmp_path: Path, has_logs: bool
-) -> None:
+def test_two_outputs_with_a_sweep_of_one_name_go_on_each_under_its_own_run(tmp_path, has_logs):
     recipes = [sweep_in(tmp_path, "first"), sweep_in(tmp_path, "second")]
     runs = [record(one, continues=False) for one in recipes]
     assert runs[0] != runs[1]
@@ -48,7 +46,7 @@ def test_two_outputs_with_a_sweep_of_one_name_go_on_each_under_its_own_run(
     assert record(recipes[0], "study") not in runs
 
 
-def test_a_sweep_whose_folder_was_moved_goes_on_under_its_run(tmp_path: Path) -> None:
+def test_a_sweep_whose_folder_was_moved_goes_on_under_its_run(tmp_path):
     run_id = record(sweep_in(tmp_path, "first"))
     (tmp_path / "first").rename(tmp_path / "second")
     record(sweep_in(tmp_path, "first"), continues=False)
@@ -60,9 +58,7 @@ def test_a_sweep_whose_folder_was_moved_goes_on_under_its_run(tmp_path: Path) ->
     assert record(moved) != run_id
 
 
-def test_a_child_that_starts_before_mlflow_has_its_parent_is_attached_to_it(
-    tmp_path: Path,
-) -> None:
+def test_a_child_that_starts_before_mlflow_has_its_parent_is_attached_to_it(tmp_path):
     """As where the server answers late, or the driver died before it did."""
     recipe = sweep_in(tmp_path, "runs")
     log = metrics_log_path(recipe.run_folder)
@@ -87,9 +83,7 @@ def test_a_child_that_starts_before_mlflow_has_its_parent_is_attached_to_it(
     assert third.run_id == again.run_id
 
 
-def test_a_child_of_a_deleted_parent_waits_for_the_run_that_takes_its_place(
-    tmp_path: Path,
-) -> None:
+def test_a_child_of_a_deleted_parent_waits_for_the_run_that_takes_its_place(tmp_path):
     recipe = sweep_in(tmp_path, "runs")
     log = metrics_log_path(recipe.run_folder)
     opening = RunOpening(recipe.tracking, recipe.name, log)

@@ -37,9 +37,7 @@ def run_cells(
 @pytest.mark.parametrize(
     "error", [RunFailedError("no node\nmore of it"), RunDivergedError("reason"), OSError("full")]
 )
-def test_a_failed_cell_is_a_row_and_ends_no_other_cell(
-    monkeypatch: pytest.MonkeyPatch, cells: list[Cell], error: Exception
-) -> None:
+def test_a_failed_cell_is_a_row_and_ends_no_other_cell(monkeypatch, cells, error):
     tried: list[str] = []
 
     def train(recipe: Any, **_: Any) -> Any:
@@ -55,9 +53,7 @@ def test_a_failed_cell_is_a_row_and_ends_no_other_cell(
     assert study._totals(found)["study/failed_cells"] == 1.0
 
 
-def test_transfers_are_metrics_of_their_cell_and_a_failed_one_ends_no_other(
-    monkeypatch: pytest.MonkeyPatch, cells: list[Cell]
-) -> None:
+def test_transfers_are_metrics_of_their_cell_and_a_failed_one_ends_no_other(monkeypatch, cells):
     tasks: Any = [{"name": name, "recipe": "finetune/pets"} for name in ("pets", "cars")]
     stored: list[Any] = []
 
@@ -77,9 +73,7 @@ def test_transfers_are_metrics_of_their_cell_and_a_failed_one_ends_no_other(
     assert stored == [(None, {"transfer/cars_top1": 0.7})]
 
 
-def test_branches_follow_the_longest_cell_of_their_row_in_its_trial(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_branches_follow_the_longest_cell_of_their_row_in_its_trial(monkeypatch, tmp_path):
     lengths: Any = {"epochs": None, "steps": [100, 400, 200], "branch": True}
     tree = study_tree(tmp_path, [study_row("a"), study_row("b", rate=3e-4)], **lengths)
     tree["optim"]["schedule"] = "cooldown"
@@ -104,9 +98,7 @@ def test_branches_follow_the_longest_cell_of_their_row_in_its_trial(
     assert calls.kinds() == ["branch"] * 4
 
 
-def test_a_stop_ends_a_trial_between_its_trainings(
-    monkeypatch: pytest.MonkeyPatch, cells: list[Cell]
-) -> None:
+def test_a_stop_ends_a_trial_between_its_trainings(monkeypatch, cells):
     in_process(monkeypatch, lambda recipe, **_: trained(is_complete=False))
     parent, calls = parent_of()
     with pytest.raises(RunStoppedError):
@@ -134,8 +126,8 @@ def test_a_stop_ends_a_trial_between_its_trainings(
     ],
 )
 def test_fine_tunings_of_all_cells_are_checked_before_the_first_is_trained(
-    changes: Any, key: str, cells: list[Cell], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    changes, key, cells, tmp_path, monkeypatch
+):
     path = tmp_path / "tune.yaml"
     tree = {"name": "tune", "data": {"train": "/t", "eval": "/e"}, "optim": {"steps": 5}}
     path.write_text(yaml.safe_dump({**tree, "train": {"global_batch_size": 12}}))
@@ -156,7 +148,7 @@ def test_fine_tunings_of_all_cells_are_checked_before_the_first_is_trained(
         study._check_tasks(cells, (StudyTask(name="tune", recipe=str(path), changes=changes),))
 
 
-def test_the_total_counts_of_a_branch_what_it_computed(cells: list[Cell]) -> None:
+def test_the_total_counts_of_a_branch_what_it_computed(cells):
     batch = cells[0].recipe.train.global_batch_size
     alone = {"study/exaflops": 2.0, "study/images_seen": 10.0 * batch}
     whole = CellResult(cells[0], alone, "id")
@@ -166,9 +158,7 @@ def test_the_total_counts_of_a_branch_what_it_computed(cells: list[Cell]) -> Non
     assert total == pytest.approx(2.0 + 2.0 * 2 / 10)
 
 
-def test_accuracies_of_transfers_are_in_the_printed_table(
-    cells: list[Cell], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_accuracies_of_transfers_are_in_the_printed_table(cells, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     moved = CellResult(cells[0], {"eval/top1": 0.5, "transfer/pets_top1": 0.7}, "id")
     branched = CellResult(cells[1], {"eval/top1": 0.4}, "id", branched_from="long at step 8")

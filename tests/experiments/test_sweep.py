@@ -83,11 +83,8 @@ def swept(plan: SweepPlan, parent: OpenParent) -> SweepResult:
 
 @pytest.mark.parametrize(("averaging", "best"), [(0.0, 0.1), (0.9999, 0.2)])
 def test_the_averaged_accuracy_decides_where_weights_are_averaged(
-    averaging: float,
-    best: float,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    averaging, best, tmp_path, monkeypatch
+):
     in_process(monkeypatch, rate_is_accuracy)
     plan = plan_of(tmp_path, train={"averaging": averaging})
     parent, calls = parent_of(plan.recipe)
@@ -106,8 +103,8 @@ def test_the_averaged_accuracy_decides_where_weights_are_averaged(
 
 
 def test_a_failed_a_diverged_and_a_trial_without_a_number_are_rows_and_never_best(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     def train(recipe: Recipe, **keys: Any) -> RunResult:
         match recipe.optim.learning_rate:
             case 0.1:
@@ -133,7 +130,7 @@ def test_a_failed_a_diverged_and_a_trial_without_a_number_are_rows_and_never_bes
         swept(alone, parent)
 
 
-def test_only_trials_that_reached_their_end_are_compared() -> None:
+def test_only_trials_that_reached_their_end_are_compared():
     low = Row({RATE: 0.1}, finished(0.2))
     assert best_row([STOPPED, FAILED, low]) is low
     for rows in ([STOPPED, FAILED], [FAILED]):
@@ -144,9 +141,7 @@ def test_only_trials_that_reached_their_end_are_compared() -> None:
 
 
 @pytest.mark.parametrize(("max_steps", "grace"), [(16, None), (100, None), (300, 8), (5, 4)])
-def test_trials_are_evaluated_at_the_rungs_of_tunes_scheduler(
-    max_steps: int, grace: int | None
-) -> None:
+def test_trials_are_evaluated_at_the_rungs_of_tunes_scheduler(max_steps, grace):
     config = SweepConfig(scheduler="asha", grace_steps=grace)
     scheduler = sweep._scheduler(config, max_steps)
     assert isinstance(scheduler, ASHAScheduler)
@@ -158,7 +153,7 @@ def test_trials_are_evaluated_at_the_rungs_of_tunes_scheduler(
         rung_steps(SweepConfig(scheduler="asha", grace_steps=900), max_steps)
 
 
-def test_a_random_search_of_tune_runs_exactly_the_points_that_were_checked() -> None:
+def test_a_random_search_of_tune_runs_exactly_the_points_that_were_checked():
     space: dict[str, Any] = {
         RATE: {"log_uniform": [1e-4, 1e-1]},
         "optim.frozen": [["head", "norm"], []],
@@ -182,13 +177,13 @@ def _generated(search: Any, space: dict[str, Any], num_samples: int) -> list[Any
 
 
 @pytest.mark.skipif(importlib.util.find_spec("optuna") is not None, reason="Optuna is installed")
-def test_a_searcher_that_is_not_installed_is_named() -> None:
+def test_a_searcher_that_is_not_installed_is_named():
     config = SweepConfig(search="optuna", num_trials=2, space={RATE: [0.1, 0.2]})
     with pytest.raises(ValueError, match=r"Optuna is not installed; run pip install 'vit_ray\["):
         points_of(recipe_with("s", sweep=config.model_dump(mode="json")), config)
 
 
-def test_names_of_trials_are_names_of_folders_whatever_varies(tmp_path: Path) -> None:
+def test_names_of_trials_are_names_of_folders_whatever_varies(tmp_path):
     values = [f"/a/very/long/path/of/weights/{'x' * 200}/{k}" for k in range(2)]
     recipe = recipe_with(
         "s" * 60, output=str(tmp_path), data={"eval": "y"}, sweep={"space": {"init_from": values}}
@@ -214,9 +209,7 @@ def test_names_of_trials_are_names_of_folders_whatever_varies(tmp_path: Path) ->
         (True, {"CPU": 8.0}, 1),  # no node with a GPU is up yet
     ],
 )
-def test_as_many_run_in_parallel_as_fit_whichever_they_are(
-    use_gpu: Any, cluster: dict[str, float], count: int
-) -> None:
+def test_as_many_run_in_parallel_as_fit_whichever_they_are(use_gpu, cluster, count):
     shape = ClusterShape(1, cluster["CPU"], cluster.get("GPU", 0.0), 0.0)
     workers = {"num_workers": 2, "cpus_per_worker": 1.0, "use_gpu": use_gpu}
     one = recipe_with("s", workers=workers, data={"cpus_per_task": 0.5})
@@ -225,9 +218,7 @@ def test_as_many_run_in_parallel_as_fit_whichever_they_are(
     assert num_fitting([small, *[one] * 9, small], shape) == count
 
 
-def test_the_table_has_every_trial_and_the_record_the_selection(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_has_every_trial_and_the_record_the_selection(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     rows = [Row({RATE: 0.2}, finished(0.7)), FAILED, STOPPED]
     outcome = SweepResult(rows, {RATE: 0.2}, [finished(0.75), finished(0.77)], "id", "hint")
@@ -243,8 +234,8 @@ def test_the_table_has_every_trial_and_the_record_the_selection(
 
 
 def test_paths_of_a_point_are_whole_since_a_trial_runs_in_a_folder_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     recipe = recipe_with("s", data={"eval": "y"}, sweep={"learning_rates": [0.1]})
     for found in (
@@ -256,8 +247,8 @@ def test_paths_of_a_point_are_whole_since_a_trial_runs_in_a_folder_of_its_own(
 
 @pytest.mark.parametrize("has_begun", [True, False])
 def test_a_sweep_that_has_begun_continues_under_its_own_run_and_says_so(
-    has_begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    has_begun, tmp_path, monkeypatch
+):
     plan = plan_of(tmp_path)
     plan = replace(plan, recipe=plan.recipe.with_changes(sweep={"scheduler": "asha"}))
     if has_begun:

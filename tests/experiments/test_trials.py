@@ -126,8 +126,8 @@ def starts(folder: Path) -> list[tuple[float, int]]:
 
 
 def test_tunes_own_analysis_names_the_rate_that_won_and_a_second_run_trains_nothing(
-    parent: OpenParent, tmp_path: Path
-) -> None:
+    parent, tmp_path
+):
     ended = run(
         parent, partial(training, tmp_path, 0.0), space={"rate": tune.grid_search(RATES[:2])}
     )
@@ -146,7 +146,7 @@ def test_tunes_own_analysis_names_the_rate_that_won_and_a_second_run_trains_noth
     assert [one for one in starts(tmp_path)[2:] if one[1] < STEPS] == [(0.2, 0)]
 
 
-def test_asha_stops_a_trial_with_a_checkpoint(parent: OpenParent, tmp_path: Path) -> None:
+def test_asha_stops_a_trial_with_a_checkpoint(parent, tmp_path):
     scheduler = ASHAScheduler(
         time_attr=STEP, max_t=STEPS, grace_period=2, reduction_factor=4, stop_last_trials=False
     )
@@ -161,12 +161,7 @@ def test_asha_stops_a_trial_with_a_checkpoint(parent: OpenParent, tmp_path: Path
         assert 2 <= int((tmp_path / f"{rate}").read_text()) < STEPS
 
 
-def test_a_diverged_a_failed_and_a_killed_trial_end_no_other(
-    parent: OpenParent,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_diverged_a_failed_and_a_killed_trial_end_no_other(parent, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(trials, "MOST_RESTARTS", 1)
     space = {"rate": tune.grid_search([0.1, 0.2, 0.3, 0.4])}
     ended = run(parent, partial(failing, tmp_path), space=space)
@@ -201,8 +196,8 @@ def saved(folder: Path) -> dict[float, int]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_every_running_trial_and_the_same_command_continues(
-    number: int, parent: OpenParent, tmp_path: Path
-) -> None:
+    number, parent, tmp_path
+):
     with signalled(number, lambda: len(starts(tmp_path)) >= 2):
         run(parent, partial(training, tmp_path, 0.5))
     assert set(saved(tmp_path)) == set(RATES[:2])
@@ -217,8 +212,8 @@ def continued(parent: OpenParent, folder: Path, has_memory: bool) -> list[tuple[
 
 @pytest.mark.parametrize("has_memory", [False, True])
 def test_another_driver_takes_up_what_an_interrupted_one_has_left(
-    has_memory: bool, ray_cluster: Head, digits: Digits, tmp_path: Path
-) -> None:
+    has_memory, ray_cluster, digits, tmp_path
+):
     """With a memory, Tune itself knows its trials; else those that have finished return at once."""
     recipe = small_recipe("parent", digits, tmp_path)
     opened: Callable[[], Any] = partial(open_parent, recipe, "sweep", resolve_run(recipe), 1)
@@ -239,9 +234,7 @@ def test_another_driver_takes_up_what_an_interrupted_one_has_left(
 
 
 @pytest.mark.skipif(importlib.util.find_spec("optuna") is None, reason="Optuna is an extra")
-def test_a_search_of_optuna_continues_with_what_it_has_measured(
-    ray_cluster: Head, digits: Digits, tmp_path: Path
-) -> None:
+def test_a_search_of_optuna_continues_with_what_it_has_measured(ray_cluster, digits, tmp_path):
     recipe = small_recipe("parent", digits, tmp_path)
     config = SweepConfig(search="optuna", num_trials=6, space={"rate": {"uniform": [0.1, 0.4]}})
     how: dict[str, Any] = {

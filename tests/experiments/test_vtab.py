@@ -40,7 +40,7 @@ def shipped() -> Recipe:
     return load_recipe("vtab_1k")
 
 
-def test_the_shipped_recipe_has_the_papers_tasks_groups_and_setting() -> None:
+def test_the_shipped_recipe_has_the_papers_tasks_groups_and_setting():
     recipe = shipped()
     assert recipe.vtab is not None
     tasks = recipe.vtab.tasks
@@ -51,7 +51,7 @@ def test_the_shipped_recipe_has_the_papers_tasks_groups_and_setting() -> None:
     assert recipe.model.image_size == 384
 
 
-def test_exceptions_of_a_task_change_its_augmentation_and_nothing_else() -> None:
+def test_exceptions_of_a_task_change_its_augmentation_and_nothing_else():
     recipe = shipped()
     assert recipe.vtab is not None
     for task in recipe.vtab.tasks:
@@ -117,11 +117,8 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Record:
 
 
 def test_tasks_that_are_absent_or_fail_are_rows_and_leave_their_means_open(
-    tmp_path: Path,
-    record: Record,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path, record, capsys, monkeypatch
+):
     monkeypatch.setenv("COLUMNS", "200")
     result = run_vtab(small_vtab(tmp_path, ("pets", "eurosat", "dmlab")))
     assert result is not None
@@ -144,9 +141,7 @@ def test_tasks_that_are_absent_or_fail_are_rows_and_leave_their_means_open(
 
 
 @pytest.mark.parametrize("error", [ValueError("the data are damaged"), RunFailedError("")])
-def test_a_task_that_cannot_begin_does_not_end_the_others(
-    tmp_path: Path, record: Record, error: Exception
-) -> None:
+def test_a_task_that_cannot_begin_does_not_end_the_others(tmp_path, record, error):
     def train(recipe: Recipe, **_: Any) -> RunResult:
         if recipe.name == "v-pets":
             raise error
@@ -163,7 +158,7 @@ def test_a_task_that_cannot_begin_does_not_end_the_others(
 PAPERS_MEANS = {"ViT-H/14 (JFT)": 77.6, "ViT-L/16 (JFT)": 76.3, "ViT-L/16 (I21k)": 72.7}
 
 
-def test_a_mean_is_of_all_its_tasks_and_beside_the_papers() -> None:
+def test_a_mean_is_of_all_its_tasks_and_beside_the_papers():
     recipe = shipped()
     assert recipe.vtab is not None
     rows = [TaskResult(task, top1=0.5, num_images=1000) for task in recipe.vtab.tasks]
@@ -186,7 +181,7 @@ def test_a_mean_is_of_all_its_tasks_and_beside_the_papers() -> None:
         assert "vtab/natural_top1" not in vtab_metrics(others)
 
 
-def test_what_cannot_work_is_named_before_a_training(tmp_path: Path, record: Record) -> None:
+def test_what_cannot_work_is_named_before_a_training(tmp_path, record):
     with pytest.raises(ValueError, match=r"no task has its data.*vtab/pets/train"):
         run_vtab(small_vtab(tmp_path, ()))
     with pytest.raises(ValueError, match="vtab is not set"):
@@ -196,9 +191,7 @@ def test_what_cannot_work_is_named_before_a_training(tmp_path: Path, record: Rec
         run_vtab(each(small_vtab(tmp_path, ("pets",)).with_changes(sweep=swept)))
 
 
-def test_each_task_may_choose_its_point_on_a_fifth_of_its_images(
-    tmp_path: Path, record: Record
-) -> None:
+def test_each_task_may_choose_its_point_on_a_fifth_of_its_images(tmp_path, record):
     """The trainings are faked; the split, the choice and the table are as they are."""
     trials: dict[str, Recipe] = {}
     tagged: set[tuple[str, str]] = set()
@@ -236,9 +229,7 @@ def test_each_task_may_choose_its_point_on_a_fifth_of_its_images(
     assert task_recipe(recipe, recipe.vtab.tasks[0]).sweep is None  # type: ignore[union-attr]
 
 
-def test_a_task_with_more_classes_than_its_split_has_images_is_split_800_to_200(
-    tmp_path: Path,
-) -> None:
+def test_a_task_with_more_classes_than_its_split_has_images_is_split_800_to_200(tmp_path):
     """As Sun397: 1,000 images of 397 classes."""
     recipe = small_vtab(tmp_path, ())
     labels = np.random.default_rng(0).permutation(np.arange(1000) % 397)

@@ -65,8 +65,8 @@ def elastic_recipe(name: str, digits: Digits, folder: Path) -> Recipe:
 
 
 def test_a_run_goes_from_two_workers_to_one_and_to_three_with_the_same_batches(
-    ray_cluster: Head, one_node: Cluster, digits: Digits, folder: Path
-) -> None:
+    ray_cluster, one_node, digits, folder
+):
     """A node is lost, and two join: each time the run continues by itself."""
     recipe = elastic_recipe("two-one-three", digits, folder).with_changes(
         optim={"steps": 100_000},
@@ -107,9 +107,7 @@ def test_a_run_goes_from_two_workers_to_one_and_to_three_with_the_same_batches(
         assert disturbed[step] == pytest.approx(straight[step], rel=1e-5), step
 
 
-def test_a_node_that_is_drained_is_left_with_a_checkpoint_of_that_moment(
-    one_node: Cluster, digits: Digits, folder: Path
-) -> None:
+def test_a_node_that_is_drained_is_left_with_a_checkpoint_of_that_moment(one_node, digits, folder):
     second = one_node.add_node(num_cpus=1, include_dashboard=False)
     recipe = elastic_recipe("drained", digits, folder).with_changes(
         optim={"steps": 100_000}, checkpoint={"every_steps": None, "every_minutes": 600.0}
@@ -135,9 +133,7 @@ def test_a_node_that_is_drained_is_left_with_a_checkpoint_of_that_moment(
     assert kinds.index(EventKind.PREEMPTION) < kinds.index(EventKind.RESUMED)
 
 
-def test_a_node_on_which_workers_die_twice_in_a_row_is_left_out(
-    one_node: Cluster, digits: Digits, folder: Path
-) -> None:
+def test_a_node_on_which_workers_die_twice_in_a_row_is_left_out(one_node, digits, folder):
     nodes = [one_node.head_node, one_node.add_node(num_cpus=1, include_dashboard=False)]
     recipe = elastic_recipe("bad-node", digits, folder).with_changes(
         optim={"steps": 100_000}, workers={"num_workers": 1}

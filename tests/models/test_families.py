@@ -44,7 +44,7 @@ def assert_same_step(
 
 
 @pytest.mark.parametrize(("family", "options"), VARIANTS)
-def test_every_parameter_takes_part_in_a_step(family: str, options: dict[str, Any]) -> None:
+def test_every_parameter_takes_part_in_a_step(family, options):
     model = small_model(family, **options)
     loss, gradients = step(model)
     assert torch.isfinite(loss)
@@ -53,7 +53,7 @@ def test_every_parameter_takes_part_in_a_step(family: str, options: dict[str, An
 
 
 @pytest.mark.parametrize(("family", "options"), VARIANTS)
-def test_checkpointing_changes_no_bit_of_a_step(family: str, options: dict[str, Any]) -> None:
+def test_checkpointing_changes_no_bit_of_a_step(family, options):
     dropout = {"dropout": 0.3} if "ViT" in family else {}
     steps = []
     for every in (0, 1, 2):
@@ -67,7 +67,7 @@ def test_checkpointing_changes_no_bit_of_a_step(family: str, options: dict[str, 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_checkpointing_runs_every_nth_block_again(family: str) -> None:
+def test_checkpointing_runs_every_nth_block_again(family):
     calls: list[int] = []
 
     def note(index: int, *_: Any) -> None:
@@ -92,7 +92,7 @@ def test_checkpointing_runs_every_nth_block_again(family: str) -> None:
         assert sorted(calls) == sorted([*alone, *again])
 
 
-def test_checkpointing_is_wrapped_around_blocks_that_do_not_know_of_it() -> None:
+def test_checkpointing_is_wrapped_around_blocks_that_do_not_know_of_it():
     """Of torch's own encoder; a position table or a stem of convolutions is no block."""
     runs: list[int] = []
     found = []
@@ -117,7 +117,7 @@ def test_checkpointing_is_wrapped_around_blocks_that_do_not_know_of_it() -> None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_follows_float32(family: str) -> None:
+def test_bfloat16_follows_float32(family):
     # Few convolutions: they are slow in it on a CPU.
     options = {"stages": (1,)} if "stages" in FAMILIES[family] else {}
     reference = step(small_model(family, **options))
@@ -141,7 +141,7 @@ COMPILED: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.slow(after=2)
 @pytest.mark.parametrize(("family", "options"), COMPILED)
-def test_a_compiled_step_equals_an_eager_one(family: str, options: dict[str, Any]) -> None:
+def test_a_compiled_step_equals_an_eager_one(family, options):
     model = small_model(family, **options)
     reference = step(model)
     recompute(model, 1)

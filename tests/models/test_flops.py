@@ -15,7 +15,6 @@ from tests.recipes import recipe_with
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.models import build_model
 from vit_ray.models.flops import TrainingMacs, forward_macs, training_exaflops
-from vit_ray.models.masked import Target
 from vit_ray.models.recompute import recompute
 from vit_ray.models.vit import VisionTransformer
 from vit_ray.training.engine.compiling import compile_model
@@ -49,9 +48,7 @@ TABLE_6 = [
 
 
 @pytest.mark.parametrize(("name", "epochs", "exaflops", "tolerance"), TABLE_6)
-def test_training_cost_is_that_of_table_6(
-    name: str, epochs: int, exaflops: float, tolerance: float
-) -> None:
+def test_training_cost_is_that_of_table_6(name, epochs, exaflops, tolerance):
     assert training_exaflops(name, JFT_IMAGES, epochs) == pytest.approx(exaflops, rel=tolerance)
 
 
@@ -71,7 +68,7 @@ def test_training_cost_is_that_of_table_6(
         ("ViT-H/14", 518, 1017),
     ],
 )
-def test_forward_cost_is_that_of_the_reference(name: str, image_size: int, gmacs: float) -> None:
+def test_forward_cost_is_that_of_the_reference(name, image_size, gmacs):
     assert forward_macs(name, 1000, image_size) / 1e9 == pytest.approx(gmacs, rel=1e-3)
 
 
@@ -98,12 +95,12 @@ def counted_macs(name: str, image_size: int | tuple[int, int], **options: Any) -
         ("Axial-ViT", {"representation": True}),
     ],
 )
-def test_every_product_of_a_vit_is_counted(name: str, options: dict[str, Any]) -> None:
+def test_every_product_of_a_vit_is_counted(name, options):
     expected = counted_macs(name, (40, 64), **FAMILIES[name], **options)
     assert forward_macs(name, 10, (40, 64), **FAMILIES[name], **options) == expected
 
 
-def test_axial_attention_is_counted_exactly_and_the_root_at_valid_positions() -> None:
+def test_axial_attention_is_counted_exactly_and_the_root_at_valid_positions():
     sizes = FAMILIES["AxialResNet"]
     dense = counted_macs("AxialResNet", 32, **sizes)
     # Torch counts the 7 x 7 root dense. Padded by 2 before and 3 after, the first of its 16 outputs
@@ -131,16 +128,14 @@ def macs_of_step(family: str, side: int, **train: Any) -> TrainingMacs:
         ("R+ViT", {}, 16**2 * 3 * 7**2 * 64),
     ],
 )
-def test_each_product_has_two_gradients_but_that_of_the_pixels(
-    family: str, options: dict[str, Any], pixels: int
-) -> None:
+def test_each_product_has_two_gradients_but_that_of_the_pixels(family, options, pixels):
     macs = macs_of_step(family, 32, **options)
     assert macs.backward == 2 * macs.forward - pixels
     assert (macs.recomputed, macs.hardware) == (0, macs.model)
 
 
 @pytest.mark.parametrize(("every", "num_blocks"), [(0, 0), (1, 2), (2, 1)])
-def test_a_block_is_recomputed_up_to_its_last_product(every: int, num_blocks: int) -> None:
+def test_a_block_is_recomputed_up_to_its_last_product(every, num_blocks):
     width, mlp, tokens = 32, 64, 16
     block = 4 * tokens * width**2 + 2 * tokens**2 * width + 2 * tokens * width * mlp
     macs = macs_of_step("ViT", 32, pool="gap", activation_checkpointing=every)
@@ -203,15 +198,13 @@ def recomputed_by_graphs(family: str, every: int, **options: Any) -> int:
         ("R+ViT", {}, 1),
     ],
 )
-def test_a_compiled_block_is_recomputed_whole(
-    family: str, options: dict[str, Any], every: int
-) -> None:
+def test_a_compiled_block_is_recomputed_whole(family, options, every):
     macs = macs_of_step(family, 32, activation_checkpointing=every, compile=True, **options)
     assert recomputed_by_graphs(family, every, **options) == macs.recomputed
 
 
 @pytest.mark.slow
-def test_a_compiled_bit_resnet_recomputes_no_more_than_is_counted() -> None:
+def test_a_compiled_bit_resnet_recomputes_no_more_than_is_counted():
     """Compiled whole, the sum at the end of a unit is kept if the next unit is recomputed too."""
     macs = macs_of_step("ResNet", 32, stages=(2,), activation_checkpointing=1, compile=True)
     last_kernel = shortcut = 8**2 * 64 * 256
@@ -220,7 +213,7 @@ def test_a_compiled_bit_resnet_recomputes_no_more_than_is_counted() -> None:
 
 
 @pytest.mark.parametrize("target", ["mean_color", "downsized", "full_patch"])
-def test_masked_patches_are_counted_with_their_predictions(target: Target) -> None:
+def test_masked_patches_are_counted_with_their_predictions(target):
     """All tokens of the last block, and predictions for 8 of 16 patches instead of the head."""
     outputs = {"mean_color": 512, "downsized": 16 * 512, "full_patch": 3 * 8**2}[target]
     macs = macs_of_step("ViT", 32, loss="masked_patch", masked_target=target)

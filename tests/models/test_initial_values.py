@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -58,9 +57,7 @@ def is_lecun(kernel: Tensor) -> bool:
         ("AxialResNet", {}),
     ],
 )
-def test_every_tensor_of_every_family_starts_as_its_kind_does(
-    family: str, options: dict[str, Any]
-) -> None:
+def test_every_tensor_of_every_family_starts_as_its_kind_does(family, options):
     torch.manual_seed(0)
     model = build_model(family, 10, 64, head_bias=-10.0, **FAMILIES[family], **options)
     if family == "ViT":
@@ -72,14 +69,14 @@ def test_every_tensor_of_every_family_starts_as_its_kind_does(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_constant_bias_is_no_tensor(family: str) -> None:
+def test_a_constant_bias_is_no_tensor(family):
     """Nothing to sum over workers, to keep copies of, or to be rounded to bf16."""
     head = build_model(family, 10, 32, head_bias=-10.0, **FAMILIES[family]).head
     tensors = dict([*head.named_parameters(), *head.named_buffers()])
     assert list(tensors) == list(nn.Linear(1, 1).state_dict())
 
 
-def test_a_constant_bias_trains_as_one_that_starts_there() -> None:
+def test_a_constant_bias_trains_as_one_that_starts_there():
     """The first loss is the same, and others differ by the rounding of sums."""
     losses: dict[float, list[float]] = {}
     for constant in (-6.9, 0.0):

@@ -16,7 +16,7 @@ WIDTH, HEADS, MLP = TINY_VIT["width"], TINY_VIT["num_heads"], TINY_VIT["mlp_dim"
 IMAGES = some_images()
 
 
-def test_fixed_positions_are_big_visions() -> None:
+def test_fixed_positions_are_big_visions():
     """`posemb_sincos_2d` of big_vision/models/vit.py, number by number."""
     height, width, dim = 3, 5, 24
     expected = np.zeros((height * width, dim))
@@ -31,7 +31,7 @@ def test_fixed_positions_are_big_visions() -> None:
 
 
 @pytest.mark.parametrize("pool", ["cls", "gap"])
-def test_fixed_positions_are_added_to_patches_and_no_parameter(pool: str) -> None:
+def test_fixed_positions_are_added_to_patches_and_no_parameter(pool):
     fixed: Any = small_model("ViT", positions="sincos_2d", pool=pool).eval()
     plain: Any = small_model("ViT", positions="none", pool=pool).eval()
     assert fixed.state_dict().keys() == plain.state_dict().keys()
@@ -46,7 +46,7 @@ def test_fixed_positions_are_added_to_patches_and_no_parameter(pool: str) -> Non
 
 
 @pytest.mark.parametrize("family", ["ViT", "Axial-ViT"])
-def test_every_layer_norm_has_the_models_epsilon(family: str) -> None:
+def test_every_layer_norm_has_the_models_epsilon(family):
     model = small_model(family, norm_eps=3e-5)
     norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
     assert {norm.eps for norm in norms} == {3e-5}

@@ -44,9 +44,7 @@ FILES = {
 
 
 @pytest.mark.parametrize(("page", "name", "words"), LINES, ids=[f"{p}-{n}" for p, n, _ in LINES])
-def test_every_command_line_is_understood(
-    page: str, name: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_command_line_is_understood(page, name, words, tmp_path, monkeypatch):
     for file, text in FILES.items():
         (tmp_path / file).write_text(text)
     monkeypatch.chdir(tmp_path)
@@ -56,7 +54,7 @@ def test_every_command_line_is_understood(
 
 
 @pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: page.name)
-def test_every_command_of_a_followed_page_is_run_or_says_why_not(page: Path) -> None:
+def test_every_command_of_a_followed_page_is_run_or_says_why_not(page):
     for block in blocks(page):
         starts = [line.split()[0] for line in block.text.splitlines() if line.strip()]
         assert block.language == "sh" or not PROGRAMS & set(starts), block.text
@@ -73,7 +71,7 @@ def walk(page: Path, text: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_walk_runs_what_a_page_shows_and_stops_where_it_lies(tmp_path: Path) -> None:
+def test_the_walk_runs_what_a_page_shows_and_stops_where_it_lies(tmp_path):
     told = """<!-- newcomer file: a.yaml -->
 ```yaml
 name: a
@@ -102,7 +100,7 @@ touch plain
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_inside_the_repository_lead_somewhere(page: Path) -> None:
+def test_links_inside_the_repository_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if "://" in target or target.startswith("reference/"):
             continue

@@ -61,9 +61,7 @@ def points_of(store: MlflowClient, run_id: str | None, key: str) -> list[tuple[i
     return sorted((point.step, point.value) for point in points)
 
 
-def test_a_log_has_one_writer_and_the_next_waits_until_it_has_ended(
-    store: MlflowClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_has_one_writer_and_the_next_waits_until_it_has_ended(store, tmp_path, monkeypatch):
     monkeypatch.setattr(metrics_log, "RELEASE_S", 0.2)
     first = recorded_here(opening_of(tmp_path))
     with pytest.raises(RuntimeError, match="the recorder of the run's last driver"):
@@ -74,9 +72,7 @@ def test_a_log_has_one_writer_and_the_next_waits_until_it_has_ended(
     second.finish("FINISHED")
 
 
-def test_an_opening_that_ray_repeats_in_a_new_process_is_the_same(
-    here: Here, tmp_path: Path
-) -> None:
+def test_an_opening_that_ray_repeats_in_a_new_process_is_the_same(here, tmp_path):
     opening = opening_of(tmp_path)
     run = recorded_here(opening, here)
     run.request_resize()
@@ -87,9 +83,7 @@ def test_an_opening_that_ray_repeats_in_a_new_process_is_the_same(
     run.finish("FINISHED")
 
 
-def test_a_run_whose_opener_died_is_continued_by_the_next_in_the_same_actor(
-    store: MlflowClient, here: Here, tmp_path: Path
-) -> None:
+def test_a_run_whose_opener_died_is_continued_by_the_next_in_the_same_actor(store, here, tmp_path):
     first = recorded_here(opening_of(tmp_path), here)
     first.metrics(1, {"train/loss": 1.0})
     run_id = first.run_id()
@@ -102,9 +96,7 @@ def test_a_run_whose_opener_died_is_continued_by_the_next_in_the_same_actor(
     assert points_of(store, run_id, "train/loss") == [(1, 1.0), (3, 1.0)]
 
 
-def test_a_file_from_a_worker_is_kept_with_the_run(
-    ray_cluster: object, store: MlflowClient, tmp_path: Path
-) -> None:
+def test_a_file_from_a_worker_is_kept_with_the_run(ray_cluster, store, tmp_path):
     record = started(opening_of(tmp_path))
     link = RunLink(record, 0)
     link.keep_file("trace.json.gz", gzip.compress(b"a trace"))
@@ -115,9 +107,7 @@ def test_a_file_from_a_worker_is_kept_with_the_run(
     assert gzip.decompress(Path(path).read_bytes()) == b"a trace"
 
 
-def test_an_actor_that_dies_comes_back_with_all_that_was_recorded(
-    ray_cluster: object, tmp_path: Path, store: MlflowClient
-) -> None:
+def test_an_actor_that_dies_comes_back_with_all_that_was_recorded(ray_cluster, tmp_path, store):
     parent = started(opening_of(tmp_path, name="parent"))
     record = started(opening_of(tmp_path, parent), parent)
     record.metrics(1, {"train/loss": 1.0, "eval/top1": 0.5})
@@ -156,8 +146,8 @@ def send_losses(record: Recorder, key: str, num_steps: int) -> None:
 
 
 def test_no_record_is_lost_doubled_or_out_of_order_when_the_actor_dies_under_load(
-    ray_cluster: object, tmp_path: Path, store: MlflowClient
-) -> None:
+    ray_cluster, tmp_path, store
+):
     """Ray repeats the calls that were not answered, in any order."""
     record, num_steps, keys = started(opening_of(tmp_path)), 600, ["train/loss", "train/accuracy"]
     send = ray.remote(send_losses).options(num_cpus=0)
@@ -175,7 +165,7 @@ def test_no_record_is_lost_doubled_or_out_of_order_when_the_actor_dies_under_loa
         assert points_of(store, run_id, key) == [(step, float(step)) for step in range(num_steps)]
 
 
-def test_a_record_that_ray_repeats_is_written_once(here: Here, tmp_path: Path) -> None:
+def test_a_record_that_ray_repeats_is_written_once(here, tmp_path):
     record = recorded_here(opening_of(tmp_path), here)
     given = (record.log_path, "metrics", {"step": 1, "values": {"a/b": 1.0}}, "id", "")
     for _ in range(2):
@@ -187,9 +177,7 @@ def test_a_record_that_ray_repeats_is_written_once(here: Here, tmp_path: Path) -
     record.finish("FINISHED")
 
 
-def test_a_record_that_cannot_be_written_costs_only_itself(
-    store: MlflowClient, here: Here, tmp_path: Path
-) -> None:
+def test_a_record_that_cannot_be_written_costs_only_itself(store, here, tmp_path):
     record = recorded_here(opening_of(tmp_path), here)
     record.append("metrics", step=1, values={"train/loss": {1}})  # no JSON
     with pytest.raises(pickle.PicklingError):
@@ -203,7 +191,7 @@ def test_a_record_that_cannot_be_written_costs_only_itself(
     assert store.get_run(str(run_id)).info.status == "FINISHED"
 
 
-def test_a_signal_within_a_call_may_record(here: Here, tmp_path: Path) -> None:
+def test_a_signal_within_a_call_may_record(here, tmp_path):
     """Its handler runs between two steps of the interrupted thread."""
     record, interrupted = recorded_here(opening_of(tmp_path), here), []
 
@@ -221,9 +209,7 @@ def test_a_signal_within_a_call_may_record(here: Here, tmp_path: Path) -> None:
     record.finish("KILLED")
 
 
-def test_a_restarted_actor_continues_the_run_of_the_checkpoint(
-    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restarted_actor_continues_the_run_of_the_checkpoint(here, tmp_path, monkeypatch):
     """MLflow was away, so that the log names no run yet."""
     first = recorded_here(opening_of(tmp_path, name="first"), here)
     assert first.flush(60)
@@ -249,9 +235,7 @@ def kill(record: Recorder) -> None:
         time.sleep(0.01)
 
 
-def test_an_end_that_was_noted_before_the_actor_died_reaches_mlflow(
-    store: MlflowClient, here: Here, tmp_path: Path
-) -> None:
+def test_an_end_that_was_noted_before_the_actor_died_reaches_mlflow(store, here, tmp_path):
     record = recorded_here(opening_of(tmp_path), here)
     assert record.flush(60)
     run_id = str(record.run_id())
@@ -262,7 +246,7 @@ def test_an_end_that_was_noted_before_the_actor_died_reaches_mlflow(
     assert store.get_run(run_id).info.status == "FINISHED"
 
 
-def test_a_stop_of_a_sweep_reaches_its_runs_whenever_they_start(here: Here, tmp_path: Path) -> None:
+def test_a_stop_of_a_sweep_reaches_its_runs_whenever_they_start(here, tmp_path):
     parent = recorded_here(opening_of(tmp_path, name="parent"), here)
     nested = recorded_here(opening_of(tmp_path, parent, "nested"), here)
     early = recorded_here(opening_of(tmp_path, nested, "early"), here)
@@ -278,7 +262,7 @@ def test_a_stop_of_a_sweep_reaches_its_runs_whenever_they_start(here: Here, tmp_
         run.finish("KILLED")
 
 
-def test_nothing_is_written_for_a_run_that_was_never_opened(here: Here, tmp_path: Path) -> None:
+def test_nothing_is_written_for_a_run_that_was_never_opened(here, tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
     with pytest.raises(RuntimeError, match="nothing can be recorded in"):
         Recorder(here, path, "run").tag("a", "b")
@@ -286,8 +270,8 @@ def test_nothing_is_written_for_a_run_that_was_never_opened(here: Here, tmp_path
 
 
 def test_a_run_whose_mlflow_run_was_deleted_keeps_its_log_when_the_actor_dies(
-    store: MlflowClient, here: Here, tmp_path: Path
-) -> None:
+    store, here, tmp_path
+):
     opening = replace(opening_of(tmp_path), run_id="0" * 32)
     record = recorded_here(opening, here)
     record.metrics(1, {"train/loss": 1.0})
@@ -300,9 +284,7 @@ def test_a_run_whose_mlflow_run_was_deleted_keeps_its_log_when_the_actor_dies(
     assert [p.name for p in opening.log_path.parent.glob("*.jsonl")] == ["metrics.jsonl"]
 
 
-def test_no_system_metrics_are_taken_of_a_run_whose_end_is_in_the_log(
-    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_system_metrics_are_taken_of_a_run_whose_end_is_in_the_log(here, tmp_path, monkeypatch):
     samples = Mock()
     monkeypatch.setattr(recorder, "NodeSampler", samples)
     opening = opening_of(tmp_path)
@@ -316,9 +298,7 @@ def test_no_system_metrics_are_taken_of_a_run_whose_end_is_in_the_log(
     assert samples.call_count == 1
 
 
-def test_a_trial_has_its_dev_accuracy_under_its_own_name_and_first(
-    store: MlflowClient, here: Here, tmp_path: Path
-) -> None:
+def test_a_trial_has_its_dev_accuracy_under_its_own_name_and_first(store, here, tmp_path):
     data = {"name": "train", "digest": "f" * 32, "source": "/d", "context": "training"}
     opening = replace(
         opening_of(tmp_path),
@@ -340,9 +320,7 @@ def test_a_trial_has_its_dev_accuracy_under_its_own_name_and_first(
     assert (given.dataset.name, given.dataset.profile) == ("train", '{"num_images": 7}')
 
 
-def test_a_restarted_job_records_its_own_start_and_its_attempts_do_not(
-    store: MlflowClient, here: Here, tmp_path: Path
-) -> None:
+def test_a_restarted_job_records_its_own_start_and_its_attempts_do_not(store, here, tmp_path):
     for step in (1, 5):
         record = recorded_here(opening_of(tmp_path), here)
         record.metrics(step, {"startup/first_step_s": float(step)})
@@ -352,9 +330,7 @@ def test_a_restarted_job_records_its_own_start_and_its_attempts_do_not(
     assert points_of(store, run_id, "startup/first_step_s") == [(1, 1.0), (5, 5.0)]
 
 
-def test_what_is_recorded_after_the_end_changes_nothing(
-    store: MlflowClient, here: Here, tmp_path: Path
-) -> None:
+def test_what_is_recorded_after_the_end_changes_nothing(store, here, tmp_path):
     opening = opening_of(tmp_path)
     record = recorded_here(opening, here)
     run_id = str(record.run_id())
@@ -369,9 +345,7 @@ def test_what_is_recorded_after_the_end_changes_nothing(
     Tracker.begin(opening_of(tmp_path)).close()
 
 
-def test_models_are_logged_once_after_the_end(
-    store: MlflowClient, here: Here, tmp_path: Path
-) -> None:
+def test_models_are_logged_once_after_the_end(store, here, tmp_path):
     """Also those of trials that ended before the actor died."""
     sweep = recorded_here(opening_of(tmp_path, name="sweep"), here)
     record = recorded_here(opening_of(tmp_path, sweep), here)
@@ -388,9 +362,7 @@ def test_models_are_logged_once_after_the_end(
     assert len(store.get_run(run_id).outputs.model_outputs) == 1
 
 
-def test_a_model_whose_run_mlflow_never_had_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_whose_run_mlflow_never_had_is_named(tmp_path, caplog):
     opening = opening_of(tmp_path)
     away = TrackingConfig(uri="http://127.0.0.1:9", system_metrics=False)
     record = recorded_here(replace(opening, config=away))
@@ -400,9 +372,7 @@ def test_a_model_whose_run_mlflow_never_had_is_named(
     assert "a model is not logged (MLflow does not have all of its run)" in caplog.text
 
 
-def test_a_model_is_not_logged_in_the_run_of_a_folders_original(
-    store: MlflowClient, here: Here, tmp_path: Path
-) -> None:
+def test_a_model_is_not_logged_in_the_run_of_a_folders_original(store, here, tmp_path):
     opening = opening_of(tmp_path)
     recorded_here(opening, here).finish("FINISHED")
     shutil.copytree(opening.log_path.parent, tmp_path / "copy")
@@ -416,18 +386,14 @@ def test_a_model_is_not_logged_in_the_run_of_a_folders_original(
 
 
 @pytest.mark.parametrize("output", ["", "not JSON"])
-def test_an_answer_about_models_that_cannot_be_read_is_told(
-    output: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_about_models_that_cannot_be_read_is_told(output, monkeypatch):
     answer = Mock(return_value=Mock(stdout=output))
     monkeypatch.setattr(models.subprocess, "run", answer)
     (problem,) = models.log_models("sqlite:///x.db", [("id", {})])
     assert problem
 
 
-def test_a_log_that_is_locked_holds_up_no_other_run(
-    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_that_is_locked_holds_up_no_other_run(here, tmp_path, monkeypatch):
     monkeypatch.setattr(metrics_log, "RELEASE_S", 60.0)
     run, locked = opening_of(tmp_path), opening_of(tmp_path, name="locked")
     record = recorded_here(run, here)
@@ -449,9 +415,7 @@ def test_a_log_that_is_locked_holds_up_no_other_run(
         (ray.exceptions.RayActorError(), "the process of the run's record has died"),
     ],
 )
-def test_an_actor_that_gives_no_answer_is_named(
-    error: Exception, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_actor_that_gives_no_answer_is_named(error, text, monkeypatch):
     monkeypatch.setattr(recorder.ray, "get", Mock(side_effect=error))
     with pytest.raises(RuntimeError, match=text):
         Recorder(Mock(), Path("metrics.jsonl"), "run").heartbeat(0, 1)

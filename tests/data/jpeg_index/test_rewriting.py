@@ -5,7 +5,6 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,7 +52,7 @@ def writer() -> Iterator[Libjpeg]:
 
 
 @pytest.mark.parametrize("name", list(FILES))
-def test_a_rewritten_file_has_the_pixels_of_the_original(name: str, writer: Libjpeg) -> None:
+def test_a_rewritten_file_has_the_pixels_of_the_original(name, writer):
     image = FILES[name]
     found = with_restart_markers(image, writer)
     assert found is not None
@@ -72,7 +71,7 @@ def with_metadata() -> bytes:
     return encoded(CHINA[:100, :160], exif=exif, icc_profile=profile, comment=b"\xff\xd9 mine")
 
 
-def test_profile_exif_and_comment_stay(writer: Libjpeg) -> None:
+def test_profile_exif_and_comment_stay(writer):
     image = with_metadata()
     found = with_restart_markers(image, writer)
     assert found is not None
@@ -167,7 +166,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", list(ODD))
-def test_what_is_odd_stays_as_it_came(name: str, writer: Libjpeg) -> None:
+def test_what_is_odd_stays_as_it_came(name, writer):
     assert with_restart_markers(ODD[name](), writer) is None
     # So that what is odd is left for that alone.
     for image in (FILES["grey"], of_sampling(0x21, 0x11, 0x11)):
@@ -182,7 +181,7 @@ def without(image: bytes, marker: int) -> bytes:
     return image
 
 
-def test_a_file_is_not_given_the_tables_of_the_file_before(writer: Libjpeg) -> None:
+def test_a_file_is_not_given_the_tables_of_the_file_before(writer):
     before = encoded(FLOWER[:64, :64], optimize=True, quality=30)
     assert with_restart_markers(before, writer) is not None
     assert with_restart_markers(without(FILES["4:2:0"], 0xDB), writer) is None
@@ -207,9 +206,7 @@ def of_several_scans() -> bytes:
     return content + b"\xff\xd9"
 
 
-def test_a_library_with_other_structures_is_passed_over(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_a_library_with_other_structures_is_passed_over(monkeypatch, caplog, tmp_path):
     (tmp_path / "libjpeg.so").write_bytes(b"no library")
     foreign = Libjpeg(str(tmp_path / "libjpeg.so"))
     monkeypatch.setattr(rewriting, "_writers", lambda: iter([foreign]))
@@ -235,7 +232,7 @@ def of_red_green_blue(image: bytes, *, by_adobe: bool) -> bytes:
 
 
 @pytest.mark.parametrize("by_adobe", [True, False])
-def test_components_of_any_colours_keep_their_own_codes(writer: Libjpeg, by_adobe: bool) -> None:
+def test_components_of_any_colours_keep_their_own_codes(writer, by_adobe):
     """libjpeg would code red, green and blue with the tables of the first."""
     cut = encoded(CHINA[:200, :320], subsampling=0, optimize=True)
     image = of_red_green_blue(cut, by_adobe=by_adobe)
@@ -272,24 +269,20 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", [*OTHERS, ""])
-def test_only_what_has_the_coefficients_of_the_original_is_an_answer(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_what_has_the_coefficients_of_the_original_is_an_answer(name, monkeypatch):
     library = libjpeg_process.Libjpeg(next(rewriting._writers())._command[-1])
     other = OTHERS.get(name, PLAIN)
     monkeypatch.setattr(library, "_written", lambda *_: other)
     assert library.rewritten(PLAIN, 1, True, b"") == (b"" if name else PLAIN)
 
 
-def test_no_made_up_file_changes_its_picture(writer: Libjpeg) -> None:
+def test_no_made_up_file_changes_its_picture(writer):
     found = [difference(crafted_jpeg(seed), writer) for seed in range(NUM_CRAFTED)]
     assert [(seed, what) for seed, what in enumerate(found) if what] == []
     assert found.count("") > 0.4 * NUM_CRAFTED
 
 
-def test_a_helper_that_is_killed_is_no_fault_of_the_file(
-    writer: Libjpeg, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_helper_that_is_killed_is_no_fault_of_the_file(writer, monkeypatch, tmp_path):
     image = FILES["4:2:0"]
     undisturbed = with_restart_markers(image, writer)
     assert undisturbed is not None
@@ -310,9 +303,7 @@ def test_a_helper_that_is_killed_is_no_fault_of_the_file(
 @pytest.mark.parametrize(
     ("deaf", "length"), [("sys.stdin.buffer.read()", 100), ("time.sleep(60)", 1 << 20)]
 )
-def test_a_process_that_does_not_answer_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, deaf: str, length: int
-) -> None:
+def test_a_process_that_does_not_answer_is_not_waited_for(monkeypatch, tmp_path, deaf, length):
     """Nor one that does not listen, and it is no fault of the file: a machine may be busy."""
     (tmp_path / "deaf.py").write_text(f"import sys, time\n{deaf}\n")
     monkeypatch.setattr(rewriting, "_HELPER", tmp_path / "deaf.py")

@@ -63,9 +63,7 @@ def slow_stream(dataset: Manifest, object_store_mib: int | None, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_slow_consumer_holds_reading_back_and_gets_everything(
-    ray_cluster: object, dataset: Manifest, tmp_path: Path
-) -> None:
+def test_a_slow_consumer_holds_reading_back_and_gets_everything(ray_cluster, dataset, tmp_path):
     """The recipe lets 24 MiB wait; without that, 150 MiB did."""
     spec = slow_stream(dataset, 24, tmp_path)
     samples, most_mib, spilled = ray.get(consume_slowly.remote(*streams_of(spec, 1)))
@@ -77,8 +75,8 @@ def test_a_slow_consumer_holds_reading_back_and_gets_everything(
 
 
 def test_ray_datas_loop_pauses_while_nobody_takes_blocks(
-    ray_cluster: object, dataset: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    ray_cluster, dataset, tmp_path, monkeypatch
+):
     has_paused, sleep = threading.Event(), time.sleep
 
     def pause(seconds: float) -> None:
@@ -98,8 +96,8 @@ def test_ray_datas_loop_pauses_while_nobody_takes_blocks(
 
 
 def test_a_share_below_one_block_slows_the_stream_and_does_not_stop_it(
-    ray_cluster: object, dataset: Manifest, tmp_path: Path
-) -> None:
+    ray_cluster, dataset, tmp_path
+):
     spec = slow_stream(dataset, 1, tmp_path)
     ranks = read_training(spec, 4, 5, start=0, stop=300)
     samples = [int(s) for batches in ranks for batch in batches for s in batch["sample"]]

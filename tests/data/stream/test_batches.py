@@ -4,13 +4,10 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
-import pytest
 from ray import cloudpickle
 
-from tests.conftest import Digits
 from vit_ray.data import open_dataset
 from vit_ray.data.crops import Augmentation
 from vit_ray.data.order import Order, ShuffleWindow
@@ -21,9 +18,7 @@ from vit_ray.data.stream import ray_datasets
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
 
 
-def test_a_task_reads_the_row_groups_of_its_window_once(
-    digits: Digits, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_reads_the_row_groups_of_its_window_once(digits, monkeypatch):
     """Two epochs of 1,497 images in row groups of 32, in windows of eight batches of 64."""
     reads: Counter[int] = Counter()
     read = RowGroupReader.read
@@ -60,7 +55,7 @@ def test_a_task_reads_the_row_groups_of_its_window_once(
     assert sum(others) < 2.4 * len(others)
 
 
-def test_warming_up_imports_what_tasks_need(tmp_path: Path) -> None:
+def test_warming_up_imports_what_tasks_need(tmp_path):
     """In another process, as Ray sends the function there."""
     (tmp_path / "sent").write_bytes(
         cloudpickle.dumps(ray_datasets._import_what_tasks_need._function)
@@ -73,7 +68,7 @@ def test_warming_up_imports_what_tasks_need(tmp_path: Path) -> None:
     assert subprocess.run(command, capture_output=True, text=True).stdout == "True\n"
 
 
-def test_each_crop_is_augmented_by_the_key_of_its_sample(digits: Digits) -> None:
+def test_each_crop_is_augmented_by_the_key_of_its_sample(digits):
     manifest = open_dataset(digits.train)
     plain = StreamSpec(manifest, Augmentation(size=16), seed=3, window=ShuffleWindow(64, 8))
     changed = replace(plain.augmentation, randaugment=RandAugment())

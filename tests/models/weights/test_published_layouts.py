@@ -6,7 +6,6 @@ Listings: `gs://vit_models/imagenet21k/ViT-B_16.npz`, `ViT-L_16.npz`, `ViT-H_14.
 """
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,9 +37,7 @@ def vit(name: str, num_classes: int, image_size: int = 224, **options: Any) -> n
 
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize("name", SIZES)
-def test_the_npz_of_imagenet_21k_fits_its_model_and_one_to_be_fine_tuned(
-    name: str, tmp_path: Path
-) -> None:
+def test_the_npz_of_imagenet_21k_fits_its_model_and_one_to_be_fine_tuned(name, tmp_path):
     # Zeros are written fast; the head of the published ViT-H_14 is of zeros, too.
     arrays = {
         key: np.zeros(shape, np.float32) for key, shape in jax_shapes(name, I21K, True).items()
@@ -69,9 +66,7 @@ def test_the_npz_of_imagenet_21k_fits_its_model_and_one_to_be_fine_tuned(
 
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize("layout", ["jax", "timm", "huggingface"])
-def test_one_model_in_each_published_layout_has_the_logits_of_its_names(
-    layout: str, tmp_path: Path
-) -> None:
+def test_one_model_in_each_published_layout_has_the_logits_of_its_names(layout, tmp_path):
     arrays = drawn(jax_shapes("ViT-B_16", 1000, has_representation=False))
     images = some_images(1, (224, 224))
     expected = jax_vit_logits(arrays, images, patch=16, depth=1)
@@ -98,7 +93,7 @@ def test_one_model_in_each_published_layout_has_the_logits_of_its_names(
         assert relative_difference(model(images).double(), expected) < 1e-4
 
 
-def test_a_bare_model_of_the_hub_has_no_head_and_a_pooler(tmp_path: Path) -> None:
+def test_a_bare_model_of_the_hub_has_no_head_and_a_pooler(tmp_path):
     arrays = drawn(jax_shapes("ViT-B_16", 2, has_representation=False))
     tensors = huggingface_tensors(timm_tensors(arrays), "")
     tensors |= {"pooler.dense.weight": torch.eye(768), "pooler.dense.bias": torch.zeros(768)}

@@ -257,18 +257,6 @@ def test_a_storage_that_hangs_does_not_keep_a_process_that_lets_go(folder, monke
     assert left["is_released"]
 
 
-def test_who_waits_says_at_once_for_whom_and_for_how_long(folder, monkeypatch, caplog):
-    theirs = elsewhere(folder, 4)
-    monkeypatch.setattr(lock, "PATIENCE_S", 90.0)
-    monkeypatch.setattr(time, "sleep", lambda _: elsewhere(folder, 4, heartbeat=1))
-    with pytest.raises(HeldError), hold_lock(folder, ignore):
-        pass
-    (message,) = caplog.messages
-    for part in (folder.uri, str(theirs["process"]), theirs["owner"], "node-7", theirs["since"]):
-        assert part in message
-    assert "up to 90 s" in message
-
-
 def test_a_copied_lock_is_not_believed_and_a_moved_one_is(folder):
     copied, moved = (Path(folder.path).with_name(name) for name in ("copied", "moved"))
     with hold_lock(folder, ignore):

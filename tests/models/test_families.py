@@ -1,6 +1,5 @@
 """Every family takes a training step in each precision, recomputed or not, compiled or not."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -64,32 +63,6 @@ def test_checkpointing_changes_no_bit_of_a_step(family, options):
     # The same kernels run twice, and dropout drops the same units.
     assert_same_step(steps[1], steps[0], rtol=0)
     assert_same_step(steps[2], steps[0], rtol=0)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_checkpointing_runs_every_nth_block_again(family):
-    calls: list[int] = []
-
-    def note(index: int, *_: Any) -> None:
-        calls.append(index)
-
-    for every in (0, 1, 2):
-        model = small_model(family)
-        blocks = model.blocks if "ViT" in family else model.units
-        recompute(model, every)
-        calls.clear()
-        for index, block in enumerate(blocks):
-            first = next(block.children())  # hooks of the block are outside of what is recomputed
-            first.register_forward_pre_hook(partial(note, index))
-        alone = list(range(len(blocks)))
-        with torch.no_grad():
-            model(some_images())
-        assert sorted(set(calls)) == alone
-        assert len(calls) == len(alone) * calls.count(0)
-        calls.clear()
-        step(model)
-        again = {0: [], 1: alone, 2: alone[1::2]}[every]
-        assert sorted(calls) == sorted([*alone, *again])
 
 
 def test_checkpointing_is_wrapped_around_blocks_that_do_not_know_of_it():

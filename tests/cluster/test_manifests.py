@@ -164,20 +164,6 @@ def test_the_mlflow_manifests_are_valid_kubernetes():
 # What chooses the adapters: libfabric's provider as AWS names it, NCCL's own variables.
 
 
-def test_services_find_their_pods_and_ports():
-    documents = list(yaml.safe_load_all((CLUSTER / "mlflow.yaml").read_text()))
-    deployments = [d for d in documents if d["kind"] == "Deployment"]
-    for service in (d for d in documents if d["kind"] == "Service"):
-        selector = service["spec"]["selector"]
-        (pod,) = [
-            d["spec"]["template"]
-            for d in deployments
-            if d["spec"]["template"]["metadata"]["labels"] == selector
-        ]
-        names = [port["name"] for port in pod["spec"]["containers"][0]["ports"]]
-        assert [port["targetPort"] for port in service["spec"]["ports"]] == names
-
-
 def test_one_ray_version_everywhere(shipped_rayjob):
     version = metadata.version("ray")
     pins = dict(

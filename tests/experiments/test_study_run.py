@@ -9,7 +9,6 @@ import yaml
 
 from tests.experiments.studies import resolved, study_recipe, study_row, study_tree, trained
 from tests.experiments.trials_here import Calls, context_of, in_process, parent_of
-from vit_ray.commands.printed_tables import print_study
 from vit_ray.config.command_sections import StudyTask
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments import study
@@ -156,19 +155,3 @@ def test_the_total_counts_of_a_branch_what_it_computed(cells):
     unrecorded = CellResult(cells[2], {}, "id", branched_from="long at step 8")
     total = study._totals([whole, branched, unrecorded])["study/exaflops_total"]
     assert total == pytest.approx(2.0 + 2.0 * 2 / 10)
-
-
-def test_accuracies_of_transfers_are_in_the_printed_table(cells, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    moved = CellResult(cells[0], {"eval/top1": 0.5, "transfer/pets_top1": 0.7}, "id")
-    branched = CellResult(cells[1], {"eval/top1": 0.4}, "id", branched_from="long at step 8")
-    both = study.StudyResult([moved, branched], "id", None, "")
-    assert print_study(both) == 0
-    lines = capsys.readouterr().out.splitlines()
-    (titles,) = [line for line in lines if "top-1" in line]
-    assert titles.split("\u2503")[-2].strip() == "pets"
-    (first,) = [line for line in lines if "small" in line]
-    (second,) = [line for line in lines if "broken" in line]
-    assert [line.split("\u2502")[-2].strip() for line in (first, second)] == ["70.00%", "-"]
-    assert "1 epochs, branched" in second
-    assert "branched" not in first

@@ -1,12 +1,9 @@
 """What one reading task does, without Ray."""
 
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 
 import numpy as np
-from ray import cloudpickle
 
 from vit_ray.data import open_dataset
 from vit_ray.data.crops import Augmentation
@@ -14,7 +11,6 @@ from vit_ray.data.order import Order, ShuffleWindow
 from vit_ray.data.partition import Partition, read_tasks
 from vit_ray.data.randaugment import RandAugment
 from vit_ray.data.shards import EncodedRows, RowGroupReader
-from vit_ray.data.stream import ray_datasets
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
 
 
@@ -53,19 +49,6 @@ def test_a_task_reads_the_row_groups_of_its_window_once(digits, monkeypatch):
     # Twice in two epochs, and once more where a window ends in a row group.
     assert min(others) == 2
     assert sum(others) < 2.4 * len(others)
-
-
-def test_warming_up_imports_what_tasks_need(tmp_path):
-    """In another process, as Ray sends the function there."""
-    (tmp_path / "sent").write_bytes(
-        cloudpickle.dumps(ray_datasets._import_what_tasks_need._function)
-    )
-    code = (
-        "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'))(); "
-        "print('vit_ray.data.stream.batches' in sys.modules)"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "sent")]
-    assert subprocess.run(command, capture_output=True, text=True).stdout == "True\n"
 
 
 def test_each_crop_is_augmented_by_the_key_of_its_sample(digits):

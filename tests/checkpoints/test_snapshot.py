@@ -47,15 +47,6 @@ def test_any_precision_is_kept_in_fp32(dtype):
     assert content(snapshot_of(0, 1, kept, position(1))) == expected
 
 
-def test_training_changes_nothing_of_it():
-    weight = torch.ones(8, requires_grad=True)
-    taken = take_snapshot([("weight", "w", 0, weight)], position(1), 0, 1)
-    before = content(taken)
-    weight.data.fill_(2.0)
-    assert content(taken) == before
-    assert not taken.memory["weights"].requires_grad
-
-
 def test_views_are_copied_by_their_values():
     """Views of one storage that overlap, have gaps or repeat an element."""
     whole = torch.arange(12.0)

@@ -57,17 +57,77 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def elastic_recipe(name: str, digits: Digits, folder: Path) -> Recipe:
     return small_recipe(
-        name, digits, folder, model={"dropout": 0.0}, data={"cpus_per_task": 0.25},
+        name,
+        digits,
+        folder,
+        model={"dropout": 0.0},
+        data={"cpus_per_task": 0.25},
         optim={"steps": STEPS, "schedule": "constant", "learning_rate": 1e-4},
         checkpoint={"every_steps": EVERY, "keep_last": 3},
-        workers={"num_workers": [1, 2], "cpus_per_worker": 0.75}, train={"log_every_steps": 100},
-    )  # fmt: skip
+        workers={"num_workers": [1, 2], "cpus_per_worker": 0.75},
+        train={"log_every_steps": 100},
+    )
 
 
-def test_a_run_goes_from_two_workers_to_one_and_to_three_with_the_same_batches(
-    ray_cluster, one_node, digits, folder
+@pytest.fixture(scope="module")
+def straight(ray_cluster: object, digits: Digits, folder: Path) -> dict[int, float]:
+    """Loss by step of two workers that nothing happens to."""
+    undisturbed = elastic_recipe("undisturbed", digits, folder)
+    undisturbed = undisturbed.with_changes(workers={"num_workers": 2})
+    return dict(curve(undisturbed, train(undisturbed).run_id or ""))
+
+
+def it_is_the_same_curve(recipe: Recipe, straight: dict[int, float]) -> None:
+    (run,) = [run for run in runs_of(recipe) if run.info.run_name == recipe.name]
+    disturbed = dict(curve(recipe, run.info.run_id))
+    assert set(straight) <= set(disturbed)
+    for step, loss in straight.items():
+        assert disturbed[step] == pytest.approx(loss, rel=1e-2), step
+
+
+def test_a_run_goes_on_with_the_same_batches_on_the_node_that_is_left(
+    one_node, straight, digits, folder
 ):
-    """A node is lost, and two join: each time the run continues by itself."""
+    second = one_node.add_node(num_cpus=1, include_dashboard=False)
+    recipe = elastic_recipe("node-lost", digits, folder)
+    head = Head(one_node.address, "")
+    driver = Driver(head, "pretrain", str(write_recipe(recipe, folder)))
+    wait_until(lambda: bool(checkpoint_steps(recipe)), driver)
+    one_node.remove_node(second, allow_graceful=False)
+    code, output = driver.wait()
+    assert code == 0, output
+    assert {EventKind.WORKER_FAILED, EventKind.RESUMED} <= set(kinds_of(recipe))
+    it_is_the_same_curve(recipe, straight)
+
+
+def test_a_run_takes_in_a_node_that_joins_from_a_checkpoint_of_that_moment(
+    one_node, straight, digits, folder
+):
+    # Long enough for any machine: it is told to stop when the larger group has saved. A fast one
+    # saves 40 steps each second: the resize took that checkpoint, and needed none of its own.
+    recipe = elastic_recipe("node-joins", digits, folder).with_changes(
+        optim={"steps": 100_000}, checkpoint={"every_steps": 500}
+    )
+    head = Head(one_node.address, "")
+    driver = Driver(head, "tests.faults.quick_looks", str(write_recipe(recipe, folder)))
+    wait_until(lambda: ranks_of_newest(recipe) == 1, driver)
+    one_node.add_node(num_cpus=1, include_dashboard=False)
+    wait_until(lambda: ranks_of_newest(recipe) == 2, driver)
+    driver.process.send_signal(signal.SIGTERM)
+    code, output = driver.wait()
+    assert code == 3, output
+    kinds = kinds_of(recipe)
+    assert EventKind.WORKER_FAILED not in kinds
+    assert kinds.index(EventKind.RESIZING) < kinds.index(EventKind.RESUMED)
+    (run,) = [run for run in runs_of(recipe) if run.info.run_name == recipe.name]
+    disturbed = dict(curve(recipe, run.info.run_id))
+    common = set(straight) & set(disturbed)
+    assert len(common) > 1
+    for step in common:
+        assert disturbed[step] == pytest.approx(straight[step], rel=1e-5), step
+
+
+def test_a_run_goes_from_two_workers_to_one_and_to_three(one_node, digits, folder):
     recipe = elastic_recipe("two-one-three", digits, folder).with_changes(
         optim={"steps": 100_000},
         train={"global_batch_size": 96, "log_every_steps": 20},  # all three divide it
@@ -89,11 +149,6 @@ def test_a_run_goes_from_two_workers_to_one_and_to_three_with_the_same_batches(
     code, output = driver.wait()
     assert code == 3, output
     ends.append(checkpoint_steps(recipe)[-1])
-    kinds = kinds_of(recipe)
-    joined = kinds.index(EventKind.RESIZING)
-    assert {EventKind.WORKER_FAILED, EventKind.RESUMED} <= set(kinds[:joined])
-    assert EventKind.RESUMED in kinds[joined:]
-    assert EventKind.WORKER_FAILED not in kinds[joined:]
     fixed = {"num_workers": 2, "cpus_per_worker": 0.5}
     short = recipe.with_changes(
         name="two-only", optim={"steps": min(ends[-1], COMPARED)}, workers=fixed

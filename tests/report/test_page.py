@@ -8,7 +8,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
-import pytest
 from scipy import stats
 
 from tests.report.made_store import Store, scale_of
@@ -106,23 +105,6 @@ def test_an_experiment_begins_with_fine_tuned_against_from_scratch(store):
     assert page_of(store).lead[0] == (
         "Fine-tuned 92.0 % (95 %: 88 to 95, 300 test images) against 62.7 % from scratch."
     )
-
-
-@pytest.mark.parametrize(
-    ("metrics", "status", "sentence"),
-    [
-        ({"eval/top1": 0.75}, "FINISHED",
-         "ViT-B/16 on cifar10 reaches 75.0 % (95 %: 74.1 to 75.8, 10,000 test images) top-1."),
-        ({"dev/top1": 0.5}, "FINISHED",
-         "ViT-B/16 on cifar10 reaches 50.0 % (95 %: 49.0 to 51.0, 10,000 dev images) top-1 on "
-         "images held out of the training set."),
-        ({"eval/top1": 0.5}, "FAILED", "ViT-B/16 on cifar10: failed; its top-1 is 50.00 %."),
-        ({}, None, "ViT-B/16 on cifar10: running; has no accuracy yet."),
-    ],
-)  # fmt: skip
-def test_a_training_begins_with_its_result(metrics, status, sentence, store):
-    store.put("run", metrics, kind="pretrain", group="g", status=status)
-    assert page_of(store).lead[0] == sentence
 
 
 CRAFTED = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'{{ 7 * 7 }}&"

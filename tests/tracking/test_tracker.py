@@ -694,28 +694,6 @@ def test_a_tracker_that_outlives_its_callers_block_asks_within_the_limits(
     assert asked == ["10"]
 
 
-def test_the_reason_at_the_end_is_not_that_of_an_outage_that_is_over(config, log_path, monkeypatch):
-    send, failures, answers = RunWriter.send, ["long over"], threading.Event()
-
-    def failing(self, records):
-        if failures:
-            raise OSError(failures.pop())
-        if records[0].get("step") == 2:
-            answers.wait()
-        return send(self, records)
-
-    monkeypatch.setattr(sender, "FIRST_BACKOFF_S", 0.01)
-    monkeypatch.setattr(RunWriter, "send", failing)
-    tracker = started(config, "run", log_path)
-    tracker.log.metrics(1, {"train/loss": 1.0})
-    assert tracker.flush(30)
-    tracker.log.metrics(2, {"train/loss": 2.0})
-    assert not tracker.finish(timeout_s=0.1)
-    answers.set()
-    assert "(it did not take it in 0.1 s)" in tracker.problem
-    tracker.stop(30)
-
-
 def test_a_note_on_a_disk_that_hangs_holds_up_no_end(config, log_path, monkeypatch):
     monkeypatch.setattr(sender, "NOTED_S", 0.1)
     disk = Hanging(monkeypatch, MetricsLog, "mark_sent", lambda _, sent: sent.offset)

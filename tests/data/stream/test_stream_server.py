@@ -3,12 +3,10 @@
 import uuid
 from functools import partial
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import ray
-from ray.data._internal import stats
 
 from vit_ray.data.crops import Augmentation
 from vit_ray.data.order import Order, ShuffleWindow
@@ -94,20 +92,6 @@ def test_what_is_kept_is_a_share_of_the_store_of_its_own_node(monkeypatch):
     nodes = [{**node, "NodeID": "another", "Resources": larger}, node]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     assert _own_resources()["object_store_memory"] == pytest.approx(own)
-
-
-def test_where_nobody_sees_statistics_no_process_is_started_for_them(dataset, monkeypatch):
-    asked = MagicMock()
-    monkeypatch.setattr(stats, "get_or_create_stats_actor", asked)
-    for name, method in vars(stats._StatsManager).items():
-        if isinstance(method, staticmethod):
-            monkeypatch.setattr(stats._StatsManager, name, method)  # and back after the test
-    spec = StreamSpec(dataset, Augmentation("resize", size=8, flip=False), num_cpus=0.5)
-    for keeps_statistics in (True, False):
-        asked.reset_mock()
-        server = server_of(spec, keeps_statistics=keeps_statistics, warms_up=False)
-        assert len(samples_of(server)) == 300
-        assert asked.called == keeps_statistics
 
 
 def test_evaluations_of_one_start_of_the_workers_decode_their_images_once(

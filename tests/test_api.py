@@ -19,14 +19,14 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "python.md"
 
 
-def test_every_name_is_the_rooms_own() -> None:
+def test_every_name_is_the_rooms_own():
     for name in vit_ray._ROOMS:
         room = importlib.import_module(f"vit_ray.{vit_ray._ROOMS[name]}")
         assert getattr(vit_ray, name) is getattr(room, name)
     assert set(vit_ray.__all__) == {*vit_ray._ROOMS}
 
 
-def test_what_is_offered_is_in_the_api_with_a_docstring_and_on_the_reference_page() -> None:
+def test_what_is_offered_is_in_the_api_with_a_docstring_and_on_the_reference_page():
     api = importlib.import_module("vit_ray.api")
     assert set(vit_ray.__all__) < set(api.__all__)
     assert set(api_names()) == set(api.__all__)
@@ -38,12 +38,12 @@ def test_what_is_offered_is_in_the_api_with_a_docstring_and_on_the_reference_pag
         assert f"\n::: {module}.{name}\n" in page, name
 
 
-def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
+def test_a_name_that_does_not_exist_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
         _ = vit_ray.trian  # type: ignore[attr-defined]
 
 
-def test_importing_the_package_imports_nothing_heavy() -> None:
+def test_importing_the_package_imports_nothing_heavy():
     script = (
         "import sys, vit_ray; vit_ray.load_recipe('digits');"
         "print({'torch', 'ray', 'mlflow', 'pyarrow', 'numpy'} & set(sys.modules))"
@@ -64,7 +64,7 @@ def quickstart_data(digits: Digits, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster", "quickstart_data")
-def test_the_pages_python_trains_predicts_and_reads_the_batches_of_a_run() -> None:
+def test_the_pages_python_trains_predicts_and_reads_the_batches_of_a_run():
     lines = PAGE.read_text().partition("## Custom parts")[0]
     names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", lines, re.DOTALL):

@@ -7,28 +7,14 @@ from pathlib import Path
 from tests.modules import MODULES, PACKAGE, ROOT, imported
 
 # A room may import itself, what stands in its row, and what everyone may.
-EVERYONE = {"config", "storage", "lock", "outcomes"}
-EVERYONE |= {
-    "addresses",
-    "own_parts",
-    "metric_names",
-    "model_aliases",
-    "paper",
-    "internals",
-    "ray_internals",
-    "mlflow_internals",
-}
+EVERYONE = {
+    "config", "storage", "lock", "outcomes", "addresses", "own_parts", "metric_names",
+    "model_aliases", "paper", "internals", "ray_internals", "mlflow_internals",
+}  # fmt: skip
 BELOW = {
-    "worker",
-    "training",
-    "checkpoints",
-    "evaluation",
-    "data",
-    "report",
-    "tracking",
-    "models",
+    "worker", "training", "checkpoints", "evaluation", "data", "report", "tracking", "models",
     "measure",
-}
+}  # fmt: skip
 ALLOWED = {
     "__main__": {"commands"},
     "api": BELOW | {"experiments", "launch"},
@@ -43,21 +29,7 @@ ALLOWED = {
     "data": {"measure"},
     "tracking": {"measure"},
     "report": {"measure"},
-    "models": set(),
-    "measure": set(),
-    "config": set(),
-    "addresses": set(),
-    "storage": set(),
-    "internals": set(),
-    "ray_internals": set(),
-    "deepspeed_internals": set(),
-    "mlflow_internals": set(),
-    "own_parts": set(),
-    "metric_names": set(),
-    "model_aliases": set(),
-    "paper": set(),
-    "outcomes": set(),
-    "lock": set(),
+    **{room: set() for room in ("models", "measure", "deepspeed_internals", *EVERYONE)},
 }
 FOREIGN = {
     "config": {"ray", "torch", "deepspeed", "mlflow"},
@@ -82,7 +54,7 @@ def room_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def test_imports_go_down_the_house() -> None:
+def test_imports_go_down_the_house():
     for path in MODULES:
         room = room_of(path)
         allowed = ALLOWED[room] | EVERYONE | {room}
@@ -95,7 +67,7 @@ def test_imports_go_down_the_house() -> None:
             assert parts[0] not in FOREIGN.get(room, set()), f"{path} must not import {name}"
 
 
-def test_imports_inside_the_data_room_go_down_too() -> None:
+def test_imports_inside_the_data_room_go_down_too():
     shared = {path.stem for path in (PACKAGE / "data").glob("*.py")}
     for path in [*(PACKAGE / "data").glob("*.py"), *(PACKAGE / "data").glob("*/*.py")]:
         allowed = shared | DATA_ROOMS.get(path.parent.name, set()) | {path.parent.name}
@@ -104,7 +76,7 @@ def test_imports_inside_the_data_room_go_down_too() -> None:
                 assert name.split(".")[2] in allowed, f"{path} must not import {name}"
 
 
-def test_no_module_imports_itself_through_others() -> None:
+def test_no_module_imports_itself_through_others():
     graph = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): {
             name for name in imported(path) if name.startswith("vit_ray")
@@ -115,7 +87,7 @@ def test_no_module_imports_itself_through_others() -> None:
     TopologicalSorter({name: below & graph.keys() for name, below in graph.items()}).prepare()
 
 
-def test_only_the_worker_and_its_links_know_ray_in_the_worker_room() -> None:
+def test_only_the_worker_and_its_links_know_ray_in_the_worker_room():
     """And of these only the worker knows Ray Train."""
     for path in (PACKAGE / "worker").glob("*.py"):
         names = {name for name in imported(path) if name.split(".")[0] == "ray"}
@@ -130,12 +102,12 @@ def is_private_to_ray(name: str) -> bool:
     return parts[0] == "ray" and any(part.startswith("_") for part in parts[1:])
 
 
-def test_private_names_of_ray_come_by_one_door() -> None:
+def test_private_names_of_ray_come_by_one_door():
     private = {path.name for path in MODULES if any(map(is_private_to_ray, imported(path)))}
     assert private <= {"ray_internals.py"}
 
 
-def test_jobs_are_thin() -> None:
+def test_jobs_are_thin():
     for path in (ROOT / "jobs").glob("*.py"):
         rooms = {n.split(".")[1] for n in imported(path) if n.startswith("vit_ray.")}
         assert rooms <= {"commands"}, f"{path.name} imports {rooms - {'commands'}}"

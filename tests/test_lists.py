@@ -6,7 +6,7 @@ import subprocess
 from tests.conftest import ROOT
 
 
-def test_each_path_that_continuous_integration_looks_at_exists() -> None:
+def test_each_path_that_continuous_integration_looks_at_exists():
     text = (ROOT / ".ci/run").read_text()
     lists = re.findall(r"^decides_\w+=\([^)]*\)", text, re.MULTILINE)
     assert len(lists) == text.count("\ndecides_") == 4
@@ -17,7 +17,7 @@ def test_each_path_that_continuous_integration_looks_at_exists() -> None:
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-def test_each_path_of_the_makefiles_lists_exists() -> None:
+def test_each_path_of_the_makefiles_lists_exists():
     rule = "print-lists: ; @echo $(NUMERIC) $(PUBLISHED)"
     command = ["make", "--silent", "-C", str(ROOT), f"--eval={rule}", "print-lists"]
     named = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.two_holders import holders, in_folder, lock_bucket
-from vit_ray import lock, storage
+from vit_ray import lock
 from vit_ray.lock import (
     HeldError,
     LockLostError,
@@ -56,6 +56,17 @@ def ignore(_: str) -> None:
     """Nobody takes the lock in this test."""
 
 
+class Lost:
+    """Why the lock was lost."""
+
+    def __init__(self) -> None:
+        self.happens, self.reasons = threading.Event(), list[str]()
+
+    def __call__(self, reason: str) -> None:
+        self.reasons.append(reason)
+        self.happens.set()
+
+
 def elsewhere(folder: Location, number: int, **changes: object) -> Owner:
     """The file of a holder on another machine."""
     owner = {**this_process(folder), "host": "node-7", **changes}
@@ -77,7 +88,7 @@ def after_one_that_died(root: str, index: int) -> str:
 
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize(("place", "number"), [(in_folder, 1), (after_one_that_died, 2)])
-def test_of_two_that_start_together_one_holds(tmp_path: Path, place: object, number: int) -> None:
+def test_of_two_that_start_together_one_holds(tmp_path, place, number):
     got = holders(functools.partial(place, str(tmp_path)), 200)  # type: ignore[arg-type]
     assert got == [[0, number]] * 200
 
@@ -89,14 +100,12 @@ def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_of_two_that_start_together_on_s3_one_holds(bucket: str) -> None:
-    got = holders(functools.partial(in_folder, bucket), 5)
-    assert [sum(number > 0 for number in numbers) for numbers in got] == [1] * 5
+def test_of_two_that_start_together_on_s3_one_holds(bucket):
+    got = holders(functools.partial(in_folder, bucket), 50)
+    assert [sum(number > 0 for number in numbers) for numbers in got] == [1] * 50
 
 
-def test_on_s3_it_is_held_renewed_and_let_go(
-    bucket: str, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
-) -> None:
+def test_on_s3_it_is_held_renewed_and_let_go(bucket, caplog, request):
     folder = locate(f"{bucket}/a")
     with hold_lock(folder, ignore) as number:
         file = folder.child(f"lock-{number:08d}.json")
@@ -115,9 +124,7 @@ def test_on_s3_it_is_held_renewed_and_let_go(
     assert is_told == ("plain" in request.node.name)
 
 
-def test_it_is_refused_while_a_process_holds_it_and_free_when_that_was_killed(
-    folder: Location,
-) -> None:
+def test_it_is_refused_while_a_process_holds_it_and_free_when_that_was_killed(folder):
     command = [sys.executable, "-c", HOLD, folder.path]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as other:
@@ -134,16 +141,14 @@ def test_it_is_refused_while_a_process_holds_it_and_free_when_that_was_killed(
         assert number == 3  # no number is used twice
 
 
-def test_a_holder_on_another_machine_that_renews_keeps_it(
-    folder: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_holder_on_another_machine_that_renews_keeps_it(folder, monkeypatch):
     elsewhere(folder, 4)
     monkeypatch.setattr(time, "sleep", lambda _: elsewhere(folder, 4, heartbeat=1))
     with pytest.raises(HeldError, match="on node-7"), hold_lock(folder, ignore):
         pass
 
 
-def test_a_machine_that_is_silent_is_followed_and_cannot_come_back(folder: Location) -> None:
+def test_a_machine_that_is_silent_is_followed_and_cannot_come_back(folder):
     elsewhere(folder, 4)
     with hold_lock(folder, ignore) as number:
         assert number == 5
@@ -153,54 +158,42 @@ def test_a_machine_that_is_silent_is_followed_and_cannot_come_back(folder: Locat
             check_lock(folder, 4)
 
 
-def test_one_that_let_go_is_followed_at_once(
-    folder: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_let_go_is_followed_at_once(folder, monkeypatch):
     monkeypatch.setattr(lock, "PATIENCE_S", 60.0)
     elsewhere(folder, 4, is_released=True)
     with hold_lock(folder, ignore) as number:
         assert number == 5
 
 
-def test_a_holder_renews_its_file_and_hears_of_one_that_has_taken_over(folder: Location) -> None:
-    lost, reasons = threading.Event(), []
-
-    def on_lost(reason: str) -> None:
-        reasons.append(reason)
-        lost.set()
-
-    with hold_lock(folder, on_lost) as number:
+def test_a_holder_renews_its_file_and_hears_of_one_that_has_taken_over(folder):
+    lost = Lost()
+    with hold_lock(folder, lost) as number:
         first = folder.child("lock-00000001.json").read()
         while folder.child("lock-00000001.json").read() == first:
-            assert not lost.wait(0.01)
+            assert not lost.happens.wait(0.01)
         theirs = elsewhere(folder, number + 1)
-        assert lost.wait(10)
-    (reason,) = reasons
+        assert lost.happens.wait(10)
+    (reason,) = lost.reasons
     assert "has been taken over by process" in reason
     assert "on node-7" in reason
     assert json.loads(folder.child("lock-00000002.json").read()) == theirs
 
 
-def test_of_two_that_a_slow_store_let_in_one_ends_at_its_next_heartbeat(folder: Location) -> None:
-    lost, reasons = threading.Event(), []
-
-    def on_lost(reason: str) -> None:
-        reasons.append(reason)
-        lost.set()
-
-    with hold_lock(folder, on_lost) as number:
+def test_of_two_that_a_slow_store_let_in_one_ends_at_its_next_heartbeat(folder):
+    lost = Lost()
+    with hold_lock(folder, lost) as number:
         for _ in range(20):  # a heartbeat that is under way writes over it
             theirs = elsewhere(folder, number, token=uuid.uuid4().hex)
-            if lost.wait(0.5):
+            if lost.happens.wait(0.5):
                 break
-    assert "is held by process" in reasons[0]
+    assert "is held by process" in lost.reasons[0]
     assert json.loads(folder.child("lock-00000001.json").read()) == theirs
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"host": 1}', b"\xff"])
 def test_a_file_that_cannot_be_read_is_watched_like_one_from_elsewhere(
-    folder: Location, content: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    folder, content, monkeypatch
+):
     """It may be in the middle of being written."""
     folder.child("lock-00000001.json").write(content)
     waits: list[float] = []
@@ -211,9 +204,7 @@ def test_a_file_that_cannot_be_read_is_watched_like_one_from_elsewhere(
     assert waits  # it was not followed at once
 
 
-def test_what_cannot_be_renewed_is_told_once_and_kept(
-    folder: Location, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_renewed_is_told_once_and_kept(folder, monkeypatch, caplog):
     refused = threading.Semaphore(0)
     plain = Location.write
 
@@ -229,9 +220,7 @@ def test_what_cannot_be_renewed_is_told_once_and_kept(
     assert caplog.text.count("cannot be renewed") == 1
 
 
-def test_a_number_that_became_free_again_is_not_used_twice(
-    folder: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_number_that_became_free_again_is_not_used_twice(folder, monkeypatch):
     create, others = lock._create, iter([3])
 
     def late(place: Location, number: int, *rest: object) -> bool:
@@ -246,9 +235,7 @@ def test_a_number_that_became_free_again_is_not_used_twice(
     assert files(folder) == ["lock-00000004.json"]
 
 
-def test_a_storage_that_hangs_does_not_keep_a_process_that_lets_go(
-    folder: Location, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_storage_that_hangs_does_not_keep_a_process_that_lets_go(folder, monkeypatch, caplog):
     monkeypatch.setattr(lock, "RELEASE_LIMIT_S", 0.1)
     answers, hangs = threading.Event(), threading.Event()
     write = Location.write
@@ -270,29 +257,7 @@ def test_a_storage_that_hangs_does_not_keep_a_process_that_lets_go(
     assert left["is_released"]
 
 
-def test_who_waits_says_at_once_for_whom_and_for_how_long(
-    folder: Location, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    theirs = elsewhere(folder, 4)
-    monkeypatch.setattr(lock, "PATIENCE_S", 90.0)
-    monkeypatch.setattr(time, "sleep", lambda _: elsewhere(folder, 4, heartbeat=1))
-    with pytest.raises(HeldError), hold_lock(folder, ignore):
-        pass
-    (message,) = caplog.messages
-    for part in (folder.uri, str(theirs["process"]), theirs["owner"], "node-7", theirs["since"]):
-        assert part in message
-    assert "up to 90 s" in message
-
-
-def test_a_lock_file_names_its_holder(folder: Location) -> None:
-    with hold_lock(folder, ignore) as number:
-        content = json.loads(folder.child(f"lock-{number:08d}.json").read())
-    assert content.keys() >= {"owner", "host", "process", "folder", "heartbeat", "since"}
-    assert content["folder"] == folder.uri
-    assert content["process"] == os.getpid()
-
-
-def test_a_copied_lock_is_not_believed_and_a_moved_one_is(folder: Location) -> None:
+def test_a_copied_lock_is_not_believed_and_a_moved_one_is(folder):
     copied, moved = (Path(folder.path).with_name(name) for name in ("copied", "moved"))
     with hold_lock(folder, ignore):
         shutil.copytree(folder.path, copied)
@@ -306,8 +271,8 @@ def test_a_copied_lock_is_not_believed_and_a_moved_one_is(folder: Location) -> N
 
 
 def test_a_process_is_not_refused_by_a_lock_that_a_full_disk_kept_it_from_releasing(
-    folder: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    folder, monkeypatch
+):
     monkeypatch.setattr(lock, "RELEASE_S", 60.0)
 
     def full(*_: object) -> None:
@@ -322,25 +287,8 @@ def test_a_process_is_not_refused_by_a_lock_that_a_full_disk_kept_it_from_releas
         assert number == 2
 
 
-def test_a_full_disk_leaves_no_empty_lock(
-    folder: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(storage.os, "fsync", full)
-        with pytest.raises(OSError, match="No space"), hold_lock(folder, ignore):
-            pass
-    assert files(folder) == []
-    with hold_lock(folder, ignore) as number:
-        assert number == 1
-
-
 @pytest.mark.parametrize("name", ["lock-00000001.json", RIGHTS_PROBE, f"{RIGHTS_PROBE}-0123abcd"])
-def test_what_a_kill_leaves_of_a_file_of_the_lock_is_the_locks_too(
-    folder: Location, name: str
-) -> None:
+def test_what_a_kill_leaves_of_a_file_of_the_lock_is_the_locks_too(folder, name):
     killed = (
         f"import os\nfrom vit_ray.storage import locate\nos.replace = lambda *_: os._exit(9)\n"
         f"locate({folder.path!r}).child({name!r}).write(b'content')"

@@ -30,8 +30,8 @@ RECIPES = Path(__file__).parents[1] / "jobs" / "recipes"
     ],
 )
 def test_another_name_is_of_the_model_with_its_published_parameters(
-    name: str, canonical: str, side: int | None, millions: float
-) -> None:
+    name, canonical, side, millions
+):
     assert canonical_model(name) == (canonical, side)
     with torch.device("meta"):
         model = build_model(name, 1000, side or 224)
@@ -42,11 +42,11 @@ def test_another_name_is_of_the_model_with_its_published_parameters(
     "name",
     ["ViT-B/16", "vit_base_patch16_rope_224", "facebook/vit-mae-base", "deit3_base_patch16_224"],
 )
-def test_names_of_the_catalog_and_of_other_architectures_are_left_alone(name: str) -> None:
+def test_names_of_the_catalog_and_of_other_architectures_are_left_alone(name):
     assert canonical_model(name) == (name, None)
 
 
-def test_a_recipe_has_the_catalogs_name_and_the_size_that_the_other_name_says() -> None:
+def test_a_recipe_has_the_catalogs_name_and_the_size_that_the_other_name_says():
     recipe = load_recipe(
         RECIPES / "finetune" / "imagenet.yaml",
         ["model.name=vit_large_patch32_384", "model.image_size=384"],
@@ -56,7 +56,7 @@ def test_a_recipe_has_the_catalogs_name_and_the_size_that_the_other_name_says() 
     assert type(recipe.model)(name="vit_base_patch16_384").image_size == 384
 
 
-def test_a_name_of_another_size_than_the_one_given_is_refused() -> None:
+def test_a_name_of_another_size_than_the_one_given_is_refused():
     message = "vit_base_patch16_384 is for 384 pixels, but image_size=224; give image_size=384"
     with pytest.raises(ValueError, match=message):
         load_recipe(

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 from tests.conftest import ROOT
 
@@ -24,7 +23,7 @@ def test_nothing_is_there(number: int) -> None:
 """
 
 
-def test_a_test_finds_nothing_of_the_machine_and_of_earlier_tests(tmp_path: Path) -> None:
+def test_a_test_finds_nothing_of_the_machine_and_of_earlier_tests(tmp_path):
     (tmp_path / "test_a.py").write_text(TESTS)
     (tmp_path / "quickstart").mkdir()
     (tmp_path / ".ray").mkdir()

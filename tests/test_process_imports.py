@@ -69,7 +69,7 @@ def imported_by(code: str, *arguments: str) -> set[str]:
 
 @pytest.mark.slow(after=2)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_process_imports_what_it_uses_and_no_more(kind: str) -> None:
+def test_a_process_imports_what_it_uses_and_no_more(kind):
     code, allowed = KINDS[kind]
     imported = imported_by(code)
     assert imported <= allowed, imported - allowed
@@ -94,9 +94,7 @@ except Planned:
 """
 
 
-def test_a_driver_that_has_planned_its_run_has_not_imported_torch(
-    tmp_path: Path,
-) -> None:
+def test_a_driver_that_has_planned_its_run_has_not_imported_torch(tmp_path):
     """It builds no model, and a run that cannot work is told of at once."""
     columns = RowGroupColumns(*(np.array([n]) for n in (0, 0, 64, 6400)), {})
     file = ShardFile("part.parquet", 64, 7000, 0)
@@ -115,8 +113,8 @@ def test_a_driver_that_has_planned_its_run_has_not_imported_torch(
 
 @pytest.mark.parametrize(("given", "is_on"), [({}, "False"), ({VARIABLE: "1"}, "True")])
 def test_workers_have_the_drivers_environment_under_uv_run_unless_the_user_asks_for_another(
-    given: dict[str, str], is_on: str
-) -> None:
+    given, is_on
+):
     """Ray reads its setting once, when it is imported (`ray_constants`, Ray 2.60)."""
     code = (
         "import vit_ray.launch.cluster.connection; "

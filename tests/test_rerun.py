@@ -1,16 +1,9 @@
 """Which failed test is run a second time, and that a session with one is counted as passed."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from tests.rerun import refusal
 
-ROOT = Path(__file__).parents[1]
 NAME = "tests/test_a.py::test_a@ray"
 
 
@@ -25,69 +18,7 @@ NAME = "tests/test_a.py::test_a@ray"
     ],
 )
 def test_one_test_under_ray_is_run_again_unless_it_was_in_the_last_ten_runs(
-    history: dict[str, str | None], failed: list[str], reason: str | None
-) -> None:
+    history, failed, reason
+):
     found = refusal(history, "now", failed)
     assert found is None if reason is None else reason in (found or "")
-
-
-CASE = """
-import pathlib
-import pytest
-
-@pytest.mark.xdist_group("ray")
-def test_that_fails_at_first():
-    mark = pathlib.Path(__file__).with_name("mark")
-    if not mark.exists() or {always}:
-        mark.touch()
-        raise AssertionError("the first time")
-
-def test_that_passes():
-    pass
-"""
-CONFTEST = """
-from tests.rerun import pytest_sessionfinish, pytest_terminal_summary
-
-def pytest_addoption(parser):
-    parser.addoption("--slow")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("always", "runs", "codes", "line"),
-    [
-        (False, ["1"], [0], "2 passed"),
-        (False, ["1", "2"], [0, 1], "1 failed, 1 passed"),
-    ],
-)
-def test_a_session_whose_one_failure_passes_alone_has_passed(
-    always: bool, runs: list[str], codes: list[int], line: str, tmp_path: Path
-) -> None:
-    (tmp_path / "test_case.py").write_text(CASE.format(always=always))
-    (tmp_path / "conftest.py").write_text(CONFTEST)
-    environment = {
-        **os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache"),
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-    }  # fmt: skip
-    xdist = ["-p", "xdist", "-n1", "--dist=loadgroup"]
-    found, output = [], ""
-    for run in runs:
-        (tmp_path / "mark").unlink(missing_ok=True)
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", *xdist, "-p", "no:cacheprovider"],
-            cwd=tmp_path,
-            env={**environment, "VIT_RAY_CI_RUN": run},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        found.append(done.returncode)
-        output = done.stdout
-    assert found == codes, output
-    assert output.splitlines()[-1].strip("= ").startswith(line)
-    kept = tmp_path / "cache" / "vit_ray" / "reruns.jsonl"
-    assert kept.exists() is bool(runs[0])
-    if runs[0]:
-        assert "test_case.py::test_that_fails_at_first@ray" in output
-        assert dict(json.loads(row) for row in kept.read_text().splitlines()).keys() == set(runs)

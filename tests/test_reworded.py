@@ -80,7 +80,7 @@ def _comes_first(node: ast.stmt) -> bool:
 
 
 @pytest.mark.slow
-def test_reworded_messages_change_no_outcome(tmp_path: Path) -> None:
+def test_reworded_messages_change_no_outcome(tmp_path):
     write_reworded(tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *OUTCOMES],

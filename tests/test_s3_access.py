@@ -2,12 +2,10 @@
 
 import contextlib
 import datetime
-import http.server
 import ipaddress
 import json
 import os
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -86,8 +84,8 @@ def url(server: FaultProxy) -> str:
 
 
 def test_endpoint_and_keys_are_those_of_the_file_for_reading_and_for_writing(
-    configure: Configure, store: FaultProxy, folder: Path
-) -> None:
+    configure, store, folder
+):
     configure(endpoint_url=url(store), region="us-east-1", **KEYS)
     check_rights(locate("s3://bucket/run"))
     locate("s3://bucket/made").write(b"here")
@@ -97,39 +95,28 @@ def test_endpoint_and_keys_are_those_of_the_file_for_reading_and_for_writing(
         assert file.read(3) == b"con"
 
 
-def test_a_profile_has_keys_endpoint_and_region_of_its_own(
-    configure: Configure, store: FaultProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_profile_has_keys_endpoint_and_region_of_its_own(configure, store, monkeypatch):
     configure("profile team", endpoint_url=url(store), region="eu-west-3", **KEYS)
     monkeypatch.setenv("AWS_PROFILE", "team")
     assert locate("s3://bucket/file").read() == b"content"
     assert "/eu-west-3/s3/aws4_request" in store.heads[-1]
+    monkeypatch.setenv("AWS_REGION", "ap-south-1")
+    forget_clients()
+    assert locate("s3://bucket/file").read() == b"content"
+    assert "/ap-south-1/s3/aws4_request" in store.heads[-1]
     monkeypatch.setenv("AWS_PROFILE", "other")
     forget_clients()
     with pytest.raises(OSError, match=r"other.*check AWS_PROFILE"):
         locate("s3://bucket/file").read()
 
 
-def test_a_variable_gives_the_region(
-    configure: Configure, store: FaultProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    configure(endpoint_url=url(store), **KEYS)
-    monkeypatch.setenv("AWS_REGION", "ap-south-1")
-    assert locate("s3://bucket/file").read() == b"content"
-    assert "/ap-south-1/s3/aws4_request" in store.heads[-1]
-
-
-def test_an_endpoint_without_a_scheme_is_named_at_once(
-    configure: Configure, store: FaultProxy
-) -> None:
+def test_an_endpoint_without_a_scheme_is_named_at_once(configure, store):
     configure(endpoint_url=f"127.0.0.1:{store.port}", **KEYS)
     with pytest.raises(ValueError, match=r"Invalid endpoint: 127.*begins with http:// or https://"):
         open_dataset("s3://bucket/set")
 
 
-def test_a_certificate_of_ones_own_is_believed_if_it_is_named(
-    configure: Configure, folder: Path, tmp_path: Path
-) -> None:
+def test_a_certificate_of_ones_own_is_believed_if_it_is_named(configure, folder, tmp_path):
     certificate, key = own_certificate(tmp_path)
     with serve_s3(folder, "--cert", str(certificate), "--key", str(key)) as port:
         place, keys = f"https://127.0.0.1:{port}", {"region": "us-east-1", **KEYS}
@@ -174,9 +161,7 @@ def public() -> Iterator[FaultProxy]:
         yield proxy
 
 
-def test_a_public_bucket_is_read_without_keys_if_the_recipe_says_so(
-    configure: Configure, public: FaultProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_public_bucket_is_read_without_keys_if_the_recipe_says_so(configure, public, monkeypatch):
     place, of_all = locate("s3://bucket/file"), {"Bucket": "bucket", "ACL": "public-read"}
     configure(endpoint_url=url(public), region="us-east-1", **KEYS)
     place.filesystem.call_s3("create_bucket", **of_all)
@@ -202,9 +187,7 @@ def test_a_public_bucket_is_read_without_keys_if_the_recipe_says_so(
         check_reachable(place)
 
 
-def test_an_upload_whose_last_answer_is_lost_is_complete(
-    configure: Configure, public: FaultProxy
-) -> None:
+def test_an_upload_whose_last_answer_is_lost_is_complete(configure, public):
     configure(endpoint_url=url(public), region="us-east-1", **KEYS)
     place, content = locate("s3://large/file"), os.urandom(1 << 20) * 51  # two parts
     place.filesystem.call_s3("create_bucket", Bucket="large")
@@ -215,8 +198,8 @@ def test_an_upload_whose_last_answer_is_lost_is_complete(
 
 
 def test_a_store_that_takes_connections_and_never_answers_is_not_waited_for(
-    configure: Configure, store: FaultProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    configure, store, monkeypatch
+):
     monkeypatch.setitem(storage._FIRST_CONFIG, "read_timeout", 0.5)
     configure(endpoint_url=url(store), region="us-east-1", **KEYS)
     store.faults.set("hang", 1000)
@@ -230,9 +213,7 @@ def test_a_store_that_takes_connections_and_never_answers_is_not_waited_for(
         assert len(store.faults.requests) == 1  # all attempts of one request have the limit
 
 
-def test_who_pays_for_requests_is_told_with_each_of_them(
-    configure: Configure, store: FaultProxy
-) -> None:
+def test_who_pays_for_requests_is_told_with_each_of_them(configure, store):
     configure(endpoint_url=url(store), region="us-east-1", **KEYS)
     load_recipe("digits", ["storage.requester_pays=true"])
     assert locate("s3://bucket/file").read() == b"content"
@@ -250,9 +231,7 @@ def test_who_pays_for_requests_is_told_with_each_of_them(
         ("400 AuthorizationHeaderMalformed", "set AWS_REGION"),
     ],
 )
-def test_a_refusal_is_one_line_with_bucket_cause_and_setting(
-    configure: Configure, store: FaultProxy, answer: str, told: str
-) -> None:
+def test_a_refusal_is_one_line_with_bucket_cause_and_setting(configure, store, answer, told):
     configure(endpoint_url=url(store), region="us-east-1", **KEYS)
     store.faults.set(answer, 1000)
     with pytest.raises(OSError, match=rf"^s3://bucket.*\({answer[4:]}\); .*{told}") as caught:
@@ -261,9 +240,7 @@ def test_a_refusal_is_one_line_with_bucket_cause_and_setting(
     assert len(store.faults.requests) <= 4  # it is not asked again and again
 
 
-def test_a_wrong_port_and_a_host_that_does_not_answer_are_one_line(
-    configure: Configure, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_port_and_a_host_that_does_not_answer_are_one_line(configure, monkeypatch):
     for config in (storage._FIRST_CONFIG, storage._S3_CONFIG):
         monkeypatch.setitem(config, "connect_timeout", 0.5)
     (port,) = free_ports(1)
@@ -286,21 +263,3 @@ def silent_port() -> Iterator[int]:
         yield server.getsockname()[1]
         for one in waiting:
             one.close()
-
-
-def test_a_server_that_is_no_store_is_told(configure: Configure) -> None:
-    with silent_http() as port:
-        configure(endpoint_url=f"http://127.0.0.1:{port}", region="us-east-1", **KEYS)
-        with pytest.raises(OSError, match=r"s3://bucket/.* is no S3 store; check AWS_ENDPOINT_URL"):
-            check_rights(locate("s3://bucket/run"))
-
-
-@contextlib.contextmanager
-def silent_http() -> Iterator[int]:
-    """A server of something else."""
-    with http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler
-    ) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server.server_address[1]
-        server.shutdown()

@@ -9,6 +9,7 @@ import pytest
 from selenium import webdriver
 
 from tests.browser.pages import A4_WIDTH, find, show
+from vit_ray.report.page import Written
 
 AXE = Path(__file__).parents[2] / "build" / "axe.min.js"
 CUT_OFF = """
@@ -22,14 +23,13 @@ return cut;
 """
 
 
-@pytest.fixture(params=["study", "sweep"])
-def page(request: pytest.FixtureRequest, study_page: Path, sweep_page: Path) -> Path:
-    return {"study": study_page, "sweep": sweep_page}[request.param]
+@pytest.fixture(params=["study_page", "sweep_page"])
+def page(request: pytest.FixtureRequest) -> Path:
+    written: Written = request.getfixturevalue(request.param)
+    return written.page
 
 
-def test_it_shows_every_figure_and_the_console_is_empty(
-    page: Path, browser: webdriver.Chrome
-) -> None:
+def test_it_shows_every_figure_and_the_console_is_empty(page, browser):
     show(browser, page, 1280)
     drawn = find(browser, "figure img")
     assert drawn
@@ -41,7 +41,7 @@ def test_it_shows_every_figure_and_the_console_is_empty(
 
 
 @pytest.mark.parametrize("width", [1280, 390, A4_WIDTH])
-def test_nothing_is_cut_off(page: Path, browser: webdriver.Chrome, width: int) -> None:
+def test_nothing_is_cut_off(page, browser, width):
     show(browser, page, width, media="print" if width == A4_WIDTH else "")
     assert browser.execute_script("return innerWidth") == width
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
@@ -49,7 +49,7 @@ def test_nothing_is_cut_off(page: Path, browser: webdriver.Chrome, width: int) -
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_axe_finds_nothing_wrong(page: Path, browser: webdriver.Chrome, width: int) -> None:
+def test_axe_finds_nothing_wrong(page, browser, width):
     show(browser, page, width)
     assert axe_violations(browser) == []
 
@@ -68,18 +68,16 @@ def axe_violations(browser: webdriver.Chrome) -> list[Any]:
     return found
 
 
-def test_print_is_one_page_wide(study_page: Path, browser: webdriver.Chrome) -> None:
-    show(browser, study_page, A4_WIDTH, media="print")
+def test_print_is_one_page_wide(study_page, browser):
+    show(browser, study_page.page, A4_WIDTH, media="print")
     widths = browser.execute_script(
         "return [...document.querySelectorAll('table')].map(t => t.getBoundingClientRect().right)"
     )
     assert max(widths) <= A4_WIDTH
 
 
-def test_a_script_that_somebody_brought_into_the_page_does_not_run(
-    study_page: Path, browser: webdriver.Chrome
-) -> None:
-    show(browser, study_page, 1280)
+def test_a_script_that_somebody_brought_into_the_page_does_not_run(study_page, browser):
+    show(browser, study_page.page, 1280)
     brought = (
         "const script = document.createElement('script');"
         "script.textContent = 'window.brought = true';"

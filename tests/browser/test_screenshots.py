@@ -28,29 +28,29 @@ def picture(pages: Pages, name: str) -> int:
     return path.stat().st_size
 
 
-def test_the_run_list_shows_a_sweeps_trials_below_it(pages: Pages) -> None:
+def test_the_run_list_shows_a_sweeps_trials_below_it(pages):
     assert pages.runs() == TRIALS
     assert picture(pages, "runs") > 30_000
     assert pages.console_errors == []
 
 
-def test_the_view_of_a_sweep_draws_its_rates_against_dev_accuracy(pages: Pages) -> None:
+def test_the_view_of_a_sweep_draws_its_rates_against_dev_accuracy(pages):
     assert pages.view() == ["optim.learning_rate", "dev/top1"]
     assert picture(pages, "view") > 30_000
     assert pages.console_errors == []
 
 
-def test_the_compare_view_draws_the_learning_rate_against_accuracy(pages: Pages) -> None:
+def test_the_compare_view_draws_the_learning_rate_against_accuracy(pages):
     assert pages.compared() == ["optim.learning_rate", "dev/top1"]
     assert picture(pages, "compare") > 30_000
     assert pages.console_errors == []
 
 
-def test_accuracy_can_be_drawn_over_exaflops(pages: Pages) -> None:
+def test_accuracy_can_be_drawn_over_exaflops(pages):
     assert pages.scatter("study/exaflops", "dev/top1") == ["study/exaflops", "dev/top1"]
     assert pages.console_errors == []
 
 
-def test_the_parent_keeps_its_report_and_its_recipe(pages: Pages) -> None:
+def test_the_parent_keeps_its_report_and_its_recipe(pages):
     assert {"report.html", "recipe.yaml"} <= set(pages.artifacts())
     assert pages.console_errors == []

@@ -5,9 +5,9 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from threading import Barrier, Thread
-from typing import Any, ClassVar
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +18,6 @@ from vit_ray.checkpoints.checkpoint import (
     Position,
     Progress,
     folder_name,
-    read_checkpoint,
     read_progress,
 )
 from vit_ray.checkpoints.checkpoint_format import COMMIT, SavedFile
@@ -51,12 +50,13 @@ class Disk:
         folder: Location,
         monkeypatch: pytest.MonkeyPatch,
         refuses: Callable[[Snapshot], bool] = lambda _: False,
+        error: Exception = OSError(28, "No space left on device"),  # noqa: B008
         ranks: int = 1,
         resumes: bool = False,
         **keep: Any,
     ) -> None:
         self.events: list[tuple[str, str]] = []
-        self._refuses, self._write = refuses, checkpoint_writer.write_snapshot
+        self._refuses, self._error, self._write = refuses, error, checkpoint_writer.write_snapshot
         monkeypatch.setattr(checkpoint_writer, "write_snapshot", self.write_snapshot)
         self._threads = ThreadPoolExecutor(ranks)
         self._meeting, self._parts = Barrier(ranks), [Part([])] * ranks
@@ -73,7 +73,7 @@ class Disk:
 
     def write_snapshot(self, taken: Snapshot, folder: Location, token: str) -> list[SavedFile]:
         if self._refuses(taken):
-            raise OSError(28, "No space left on device")
+            raise self._error
         return self._write(taken, folder, token)
 
     def _gather(self, rank: int, part: Part) -> list[Part]:
@@ -101,22 +101,20 @@ def contents(folder: Location) -> dict[str, bytes]:
     return {info.base_name: folder.child(info.base_name).read() for info in files}
 
 
-def test_a_save_that_fails_is_told_and_the_next_may_work(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = Disk(run, monkeypatch, lambda t: (t.position.step, t.rank) == (1, 1), ranks=2)
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError()])
+def test_a_save_that_fails_is_told_and_the_next_may_work(run, monkeypatch, error):
+    disk = Disk(run, monkeypatch, lambda t: (t.position.step, t.rank) == (1, 1), error, ranks=2)
     disk.save(1)
     assert steps(run) == []  # room for the next
     disk.save(2)
     ((kind, text),) = disk.events
     assert kind == "checkpoint failed"
-    assert "step-00000001: not whole: 1 of 2 workers failed: rank 1: [Errno 28] No space" in text
+    told = str(error) or "MemoryError"
+    assert f"step-00000001: not whole: 1 of 2 workers failed: rank 1: {told}" in text
     assert steps(run) == [2]
 
 
-def test_a_save_that_fails_leaves_what_lay_there_and_nothing_of_its_own(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_fails_leaves_what_lay_there_and_nothing_of_its_own(run, monkeypatch):
     """A checkpoint that has lost its marker can be restored by hand."""
     Disk(run, monkeypatch, ranks=2).save(1)
     folder = run.child(folder_name(1))
@@ -126,32 +124,7 @@ def test_a_save_that_fails_leaves_what_lay_there_and_nothing_of_its_own(
     assert contents(folder) == before
 
 
-def test_a_file_in_the_place_of_the_folder_stays(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = Disk(run, monkeypatch, ranks=2)
-    file = run.child(folder_name(1))
-    file.write(b"somebody's")
-    disk.save(1)
-    assert [kind for kind, _ in disk.events] == ["checkpoint failed"]
-    assert file.read() == b"somebody's"
-
-
-def test_a_rank_that_fails_in_another_way_keeps_nobody_waiting(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuses(taken: Snapshot) -> bool:
-        if taken.rank == 1:
-            raise MemoryError
-        return False
-
-    disk = Disk(run, monkeypatch, refuses, ranks=2)
-    disk.save(1)
-    ((_, text),) = disk.events
-    assert "rank 1: MemoryError" in text
-
-
-def test_a_rank_that_does_not_come_is_no_failure_of_the_storage(run: Location) -> None:
+def test_a_rank_that_does_not_come_is_no_failure_of_the_storage(run):
     """Its group of processes is broken: no later save could work, and three would end the run."""
 
     def gather(part: Part) -> list[Part]:
@@ -168,9 +141,7 @@ def test_a_rank_that_does_not_come_is_no_failure_of_the_storage(run: Location) -
     assert told == []
 
 
-def test_a_rank_that_was_given_up_replaces_no_file_of_a_later_save(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_was_given_up_replaces_no_file_of_a_later_save(run, monkeypatch):
     """It was cut off from the others and not from the storage; on a GPU its bytes differ."""
     Disk(run, monkeypatch, ranks=2).save(1)
     where = Position(Progress(1), 1, 8, 8, {"w": [2]}, {}, "print")
@@ -183,9 +154,7 @@ def test_a_rank_that_was_given_up_replaces_no_file_of_a_later_save(
 
 
 @pytest.mark.parametrize("resumes", [True, False])
-def test_an_evaluation_after_a_save_is_recorded_beside_it(
-    run: Location, monkeypatch: pytest.MonkeyPatch, resumes: bool
-) -> None:
+def test_an_evaluation_after_a_save_is_recorded_beside_it(run, monkeypatch, resumes):
     disk = Disk(run, monkeypatch, keep_last=2)
     disk.save(1, evaluation_due=True)
     folder = run.child(folder_name(1))
@@ -205,11 +174,10 @@ def test_an_evaluation_after_a_save_is_recorded_beside_it(
     assert disk.events == []
 
 
-def test_a_save_that_is_not_whole_is_made_again_after_the_evaluation(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = Disk(run, monkeypatch, lambda t: t.rank == 1 and t.position.progress.evaluation_due,
-                ranks=2)  # fmt: skip
+def test_a_save_that_is_not_whole_is_made_again_after_the_evaluation(run, monkeypatch):
+    disk = Disk(
+        run, monkeypatch, lambda t: t.rank == 1 and t.position.progress.evaluation_due, ranks=2
+    )
     disk.save(1, evaluation_due=True)
     assert not disk.writers[0].note_evaluation(Progress(1))
     disk.save(1)
@@ -218,9 +186,7 @@ def test_a_save_that_is_not_whole_is_made_again_after_the_evaluation(
     assert not found.position.progress.evaluation_due
 
 
-def test_a_damaged_one_of_the_same_step_is_replaced(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_one_of_the_same_step_is_replaced(run, monkeypatch):
     """Left by an attempt of more ranks; a save that fails leaves it where it is."""
     Disk(run, monkeypatch, ranks=2).save(1)
     folder = run.child(folder_name(1))
@@ -236,9 +202,7 @@ def test_a_damaged_one_of_the_same_step_is_replaced(
     found.verify()
 
 
-def test_a_disk_that_stays_full_ends_the_run_with_what_to_do(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_stays_full_ends_the_run_with_what_to_do(run, monkeypatch):
     """Whichever rank fails: they are counted together."""
     disk = Disk(run, monkeypatch, lambda taken: taken.rank == taken.position.step % 3, ranks=3)
     for step in range(1, MAX_FAILED_SAVES):
@@ -247,18 +211,14 @@ def test_a_disk_that_stays_full_ends_the_run_with_what_to_do(
         disk.save(9)
 
 
-def test_a_whole_save_between_starts_the_count_again(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_whole_save_between_starts_the_count_again(run, monkeypatch):
     disk = Disk(run, monkeypatch, lambda t: t.rank == 1 and t.position.step % 3 != 0, ranks=2)
     for step in range(1, 10):
         disk.save(step)
     assert steps(run) == [9]
 
 
-def test_ranks_that_see_folders_of_their_own_are_found_when_it_is_read(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_see_folders_of_their_own_are_found_when_it_is_read(run, monkeypatch):
     """Output on a path that nodes do not share, which the start of a worker checks."""
     disk, other = Disk(run, monkeypatch, ranks=2), locate(run.path + "-elsewhere")
     monkeypatch.setattr(disk.writers[1], "_run_folder", other)
@@ -267,9 +227,7 @@ def test_ranks_that_see_folders_of_their_own_are_found_when_it_is_read(
         checkpoint_to_resume(run)
 
 
-def test_the_first_rank_waits_for_the_part_of_one_that_still_writes(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_rank_waits_for_the_part_of_one_that_still_writes(run, monkeypatch):
     disk = Disk(run, monkeypatch, ranks=2, keep_last=2)
     first, second = disk.writers
     for step in (1, 2, 3):
@@ -285,73 +243,50 @@ def test_the_first_rank_waits_for_the_part_of_one_that_still_writes(
     assert disk.events == []
 
 
-class CountedFolder(Location):
-    """Counts what is asked of files and folders below a run's folder."""
-
-    reads: ClassVar[list[str]] = []
-    lists: ClassVar[list[str]] = []
-
-    def child(self, name: str) -> "CountedFolder":
-        return CountedFolder(self.protocol, super().child(name).path)
-
-    def read_range(self, offset: int, length: int | None = None) -> bytes:
-        self.reads.append(self.path.rpartition("/")[2])
-        return super().read_range(offset, length)
-
-    def list_folders(self) -> list[str]:
-        self.lists.append(self.path)
-        return super().list_folders()
-
-
 @pytest.mark.parametrize("ranks", [2, 16])
-def test_nothing_is_read_back_and_one_rank_commits_and_lists(
-    run: Location, monkeypatch: pytest.MonkeyPatch, ranks: int
-) -> None:
+def test_nothing_is_read_back_and_one_rank_commits_and_lists(run, monkeypatch, ranks):
     """However many write at the same time, and however many old ones there are."""
-    monkeypatch.setattr(CountedFolder, "reads", [])
-    monkeypatch.setattr(CountedFolder, "lists", [])
-    commits: list[int] = []
-    plain = checkpoint_writer.commit
+    calls = Counter[str]()
 
-    def commit(*args: Any) -> Any:
-        commits.append(1)
-        return plain(*args)
+    def counted(owner: Any, name: str) -> None:
+        plain = getattr(owner, name)
 
-    monkeypatch.setattr(checkpoint_writer, "commit", commit)
-    folder = CountedFolder(run.protocol, run.path)
-    disk = Disk(folder, monkeypatch, ranks=ranks, keep_every_steps=2)
+        def call(*args: Any) -> Any:
+            calls[name] += 1
+            return plain(*args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counted(checkpoint_writer, "commit")
+    counted(Location, "read_range")
+    counted(Location, "list_folders")
+    disk = Disk(run, monkeypatch, ranks=ranks, keep_every_steps=2)
     for step in range(1, 9):
         disk.save(step, metrics={"eval/loss": 9.0 - step}, eval_step=step)
-    assert len(commits) == 8
     assert disk.events == []
-    assert CountedFolder.reads == []
-    assert Counter(CountedFolder.lists) == {run.path: 8}
+    assert calls == {"commit": 8, "list_folders": 8}
     assert steps(run) == [8, 6, 4, 2]
 
 
-@pytest.mark.parametrize("keep_best", [True, False])
-def test_the_result_is_kept_beside_the_newest(
-    run: Location, monkeypatch: pytest.MonkeyPatch, keep_best: bool
-) -> None:
-    """Also where early stopping makes the best evaluation the result."""
-    disk = Disk(run, monkeypatch, keep_best=keep_best)
-    for step in (1, 2, 3, 4):
-        disk.save(step, metrics={"result/step": float(min(step, 2))})
-    assert steps(run) == [4, 2]
+@pytest.mark.parametrize(
+    ("keep", "results", "left"),
+    [
+        ({}, [1, 2, 2, 2], [4, 2]),
+        ({"keep_best": False}, [1, 2, 2, 2], [4, 2]),  # also of early stopping
+        ({"keep_last": 2}, [None] * 4, [4, 3]),
+        ({"keep_last": 2, "keep_every_steps": 4}, [None] * 7, [7, 6, 4]),
+    ],
+)
+def test_the_result_and_permanent_ones_are_kept_beside_the_newest(
+    run, monkeypatch, keep, results, left
+):
+    disk = Disk(run, monkeypatch, **keep)
+    for step, result in enumerate(results, start=1):
+        disk.save(step, eval_step=step, metrics={"result/step": float(result)} if result else {})
+    assert steps(run) == left
 
 
-def test_without_a_best_the_newest_alone_are_kept(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = Disk(run, monkeypatch, keep_last=2)
-    for step, loss in ((1, 2.0), (2, 0.5), (3, 1.0), (4, 3.0)):
-        disk.save(step, eval_step=step, metrics={"eval/loss": loss})
-    assert steps(run) == [4, 3]
-
-
-def test_what_was_passed_over_on_resume_does_not_count_as_kept(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_passed_over_on_resume_does_not_count_as_kept(run, monkeypatch):
     """The run goes on from 2, and saves between the damaged ones."""
     first = Disk(run, monkeypatch, keep_last=4)
     for step in (1, 2, 3, 5):
@@ -364,9 +299,7 @@ def test_what_was_passed_over_on_resume_does_not_count_as_kept(
 
 
 @pytest.mark.parametrize(("refused", "left"), [("note_commit", [2]), ("prune", [2, 1])])
-def test_a_save_is_noted_and_old_ones_are_deleted_each_for_itself(
-    run: Location, monkeypatch: pytest.MonkeyPatch, refused: str, left: list[int]
-) -> None:
+def test_a_save_is_noted_and_old_ones_are_deleted_each_for_itself(run, monkeypatch, refused, left):
     def refuses(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -380,16 +313,7 @@ def test_a_save_is_noted_and_old_ones_are_deleted_each_for_itself(
     assert [kind for kind, _ in disk.events] == ["old checkpoint left"] * 2
 
 
-def test_permanent_ones_are_kept_beside_the_newest(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = Disk(run, monkeypatch, keep_every_steps=4, keep_last=2)
-    for step in range(2, 16, 2):
-        disk.save(step)
-    assert steps(run) == [14, 12, 8, 4]
-
-
-def test_a_writer_whose_run_was_taken_over_commits_and_deletes_nothing(run: Location) -> None:
+def test_a_writer_whose_run_was_taken_over_commits_and_deletes_nothing(run):
     with hold_lock(run, lambda _: None) as number:
         writer = CheckpointWriter(run, CheckpointConfig(keep_last=1), lambda *_: None, number)
         writer.write(snapshot(1))
@@ -400,33 +324,16 @@ def test_a_writer_whose_run_was_taken_over_commits_and_deletes_nothing(run: Loca
     assert steps(run) == [1]
 
 
-def test_a_run_taken_over_while_it_writes_is_not_committed(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checks = iter([None, LockLostError("gone")])  # at the start, and before the commit
-
-    def check(*_: object) -> None:
-        if error := next(checks):
-            raise error
-
-    monkeypatch.setattr(checkpoint_writer, "check_lock", check)
+def test_a_run_taken_over_while_it_writes_is_not_committed(run, monkeypatch):
+    checks = Mock(side_effect=[None, LockLostError("gone")])  # at the start, before the commit
+    monkeypatch.setattr(checkpoint_writer, "check_lock", checks)
     writer = CheckpointWriter(run, CheckpointConfig(), lambda *_: None, 1)
     with pytest.raises(LockLostError):
         writer.write(snapshot(1))
     assert newest_checkpoint(run) is None
 
 
-def test_the_first_commit_ends_the_note_that_there_is_none(run: Location) -> None:
-    begin_training(run)
-    CheckpointWriter(run, CheckpointConfig(), lambda *_: None).write(snapshot(1))
-    folder = run.child(folder_name(1))
-    assert read_checkpoint(folder).position.step == 1
-    folder.delete()
-    with pytest.raises(NoUsableCheckpointError, match="their folders are gone"):
-        checkpoint_to_resume(run)
-
-
-def test_an_output_that_is_unmounted_takes_no_checkpoint_until_it_is_back(tmp_path: Path) -> None:
+def test_an_output_that_is_unmounted_takes_no_checkpoint_until_it_is_back(tmp_path):
     """What would be written below it is not there once it is mounted again."""
     disk, output = tmp_path / "disk", tmp_path / "output"
     disk.mkdir()

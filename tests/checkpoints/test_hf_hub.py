@@ -101,9 +101,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeHu
     server.server_close()
 
 
-def test_a_repository_is_fetched_once_and_read_without_the_hub_after(
-    hub: type[FakeHub], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repository_is_fetched_once_and_read_without_the_hub_after(hub, monkeypatch):
     model = small_vit(0)
     save_weights(model, hub.folder, "huggingface")
     (hub.folder / "pytorch_model.bin").write_bytes(b"a pickle that could run code")
@@ -116,15 +114,13 @@ def test_a_repository_is_fetched_once_and_read_without_the_hub_after(
     assert sorted(hub.served) == ["config.json", "model.safetensors"]
 
 
-def test_without_a_network_and_a_cache_the_way_out_is_told(
-    hub: type[FakeHub], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_network_and_a_cache_the_way_out_is_told(hub, monkeypatch):
     point_at("http://127.0.0.1:9", monkeypatch)
     with pytest.raises(ValueError, match=r"cannot be reached.*hf download someone/vit"):
         download("hf://someone/vit")
 
 
-def test_a_repository_without_safetensors_is_refused(hub: type[FakeHub]) -> None:
+def test_a_repository_without_safetensors_is_refused(hub):
     (hub.folder / "pytorch_model.bin").write_bytes(b"a pickle that could run code")
     with pytest.raises(ValueError, match=r"no model\.safetensors; other formats can run code"):
         open_weights("hf://someone/vit")
@@ -142,7 +138,7 @@ def split(tmp_path: Path) -> tuple[torch.nn.Module, Path]:
     return model, tmp_path / "split"
 
 
-def test_a_split_folder_of_transformers_is_read(split: tuple[torch.nn.Module, Path]) -> None:
+def test_a_split_folder_of_transformers_is_read(split):
     model, folder = split
     images = torch.rand(2, 3, 16, 16)
     for load in (
@@ -154,7 +150,7 @@ def test_a_split_folder_of_transformers_is_read(split: tuple[torch.nn.Module, Pa
         torch.testing.assert_close(other(images), model(images))
 
 
-def test_a_part_that_is_missing_or_short_is_named(split: tuple[torch.nn.Module, Path]) -> None:
+def test_a_part_that_is_missing_or_short_is_named(split):
     _, folder = split
     first, *_, last = sorted(folder.glob("model-*.safetensors"))
     last.write_bytes(first.read_bytes())
@@ -175,9 +171,7 @@ def test_a_part_that_is_missing_or_short_is_named(split: tuple[torch.nn.Module, 
         ),
     ],
 )
-def test_an_index_that_is_none_is_refused(
-    split: tuple[torch.nn.Module, Path], index: str, message: str
-) -> None:
+def test_an_index_that_is_none_is_refused(split, index, message):
     _, folder = split
     (folder / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ValueError, match=message):

@@ -61,9 +61,7 @@ def write_and_give_up(file: Location) -> None:
         raise RuntimeError
 
 
-def test_a_job_reads_its_data_and_writes_its_runs_and_nothing_else(
-    take_role: Callable[[str], None],
-) -> None:
+def test_a_job_reads_its_data_and_writes_its_runs_and_nothing_else(take_role):
     take_role("training")
     assert open_dataset("s3://team/imagenet21k/train").num_images > 0
     run = locate("s3://team/runs/mine")
@@ -89,9 +87,7 @@ def test_a_job_reads_its_data_and_writes_its_runs_and_nothing_else(
     assert_denied(lambda: locate("s3://another/runs/mine").write(b"mine"))
 
 
-def test_mlflow_has_its_own_folder_alone(
-    take_role: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_has_its_own_folder_alone(take_role, tmp_path, monkeypatch):
     """By MLflow's own code for S3."""
     from mlflow.store.artifact.s3_artifact_repo import S3ArtifactRepository
 

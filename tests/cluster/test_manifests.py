@@ -19,7 +19,6 @@ import pytest
 import ray.autoscaler
 import yaml
 from celpy.adapter import json_to_cel
-from ray._private import ray_constants
 from ray.autoscaler._private.util import fillout_defaults, validate_config
 
 from tests.recipes import SMALL
@@ -162,108 +161,7 @@ def test_the_mlflow_manifests_are_valid_kubernetes():
         kubernetes_validate.validate(deployment, "1.37", strict=True)
 
 
-NETWORKS = {
-    "efa": {"vpc.amazonaws.com/efa": "32", "hugepages-2Mi": "5120Mi"},
-    "rdma": {"rdma/rdma_shared_device_a": "1"},
-}
 # What chooses the adapters: libfabric's provider as AWS names it, NCCL's own variables.
-CHOICES = {
-    "efa": {"FI_PROVIDER": "efa", "FI_EFA_USE_HUGE_PAGE": "0"},
-    "rdma": {"NCCL_IB_HCA": "mlx5", "NCCL_IB_GID_INDEX": "3"},
-}
-TOLD = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_a_fast_network_is_a_patch_of_the_pods_with_gpus(name):
-    """Whose files, schemas and rules hold as those of any other (`documents`)."""
-    _, job = job_with(name)
-    _, gpu, cpu = _pods(job)
-    resources = _container(gpu)["resources"]
-    for kind in ("requests", "limits"):
-        assert NETWORKS[name].items() <= resources[kind].items()
-        assert not NETWORKS[name].keys() & _container(cpu)["resources"][kind].keys()
-    assert _container(gpu)["securityContext"] == {
-        "allowPrivilegeEscalation": False,
-        "capabilities": {"drop": ["ALL"]},  # none has an effect for a user who is not root
-    }
-    variables = {item["name"]: item["value"] for item in _container(gpu)["env"]}
-    assert variables.pop("NCCL_SOCKET_IFNAME")
-    assert int(variables.pop("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S")) >= 240  # it is kept
-    assert variables.pop("RAY_grpc_keepalive_timeout_ms")
-    assert variables == CHOICES[name] | TOLD
-    # InfiniBand's adapters are the host's. There a pod finds the head by the cluster's names only
-    # if told so.
-    pod = gpu["template"]["spec"]
-    is_on_host = name == "rdma"
-    assert pod.get("hostNetwork", False) is is_on_host
-    assert (pod.get("dnsPolicy") == "ClusterFirstWithHostNet") == is_on_host
-
-
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-def test_kubectl_reads_the_shipped_files_as_we_do():
-    done = subprocess.run(["kubectl", "kustomize", CLUSTER], capture_output=True, text=True)
-    found = {one["kind"]: one for one in yaml.safe_load_all(done.stdout)}
-    assert found == {one["kind"]: one for one in documents_with()}
-
-
-def test_every_overlay_is_offered_and_rendered():
-    offered = re.findall(r"- (overlays/\w+) ", (CLUSTER / "kustomization.yaml").read_text())
-    assert offered == [f"overlays/{name}" for name in OVERLAYS]
-    assert sorted(path.name for path in (CLUSTER / "overlays").iterdir()) == sorted(OVERLAYS)
-
-
-def test_spot_nodes_train_and_read_and_the_head_stays():
-    _, job = job_with("spot")
-    head, *others = _pods(job)
-    for pod in (head, *others):
-        (selection,) = pod["template"]["spec"]["affinity"]["nodeAffinity"].values()
-        wanted = {
-            (one["operator"], *one["values"])
-            for term in selection["nodeSelectorTerms"]
-            for one in term["matchExpressions"]
-        }
-        operator = "NotIn" if pod is head else "In"
-        assert wanted == {(operator, value) for value in ("spot", "SPOT", "true")}
-    tolerated = [one["template"]["spec"]["tolerations"] for one in others]
-    assert all({"cloud.google.com/gke-spot"} <= {t["key"] for t in some} for some in tolerated)
-
-
-def test_services_find_their_pods_and_ports():
-    documents = list(yaml.safe_load_all((CLUSTER / "mlflow.yaml").read_text()))
-    deployments = [d for d in documents if d["kind"] == "Deployment"]
-    for service in (d for d in documents if d["kind"] == "Service"):
-        selector = service["spec"]["selector"]
-        (pod,) = [
-            d["spec"]["template"]
-            for d in deployments
-            if d["spec"]["template"]["metadata"]["labels"] == selector
-        ]
-        names = [port["name"] for port in pod["spec"]["containers"][0]["ports"]]
-        assert [port["targetPort"] for port in service["spec"]["ports"]] == names
-
-
-def test_no_password_is_written_down():
-    text = (CLUSTER / "mlflow.yaml").read_text()
-    documents = list(yaml.safe_load_all(text))
-    assert "Secret" not in [d["kind"] for d in documents]
-    addresses = re.findall(r"postgresql\S*://([^\s}\]]+)", text)
-    assert set(addresses) == {"mlflow@mlflow-postgres:5432/mlflow"}
-    for name in re.findall(r"\b\w*(?:PASSWORD|SECRET_KEY)\b", text):
-        assert re.search(rf"name: {name}\b.*\n +valueFrom:\n +secretKeyRef:", text), name
-
-
-def test_the_cluster_launcher_file_is_what_ray_defines():
-    schema = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
-    validator = jsonschema.Draft7Validator(schema)
-    config = yaml.safe_load((CLUSTER / "ray_up.yaml").read_text())
-    assert _problems(validator, config) == []
-    assert config["head_node_type"] in config["available_node_types"]
-    assert config["available_node_types"]["head"]["resources"] == {"CPU": 0}
-    assert "--num-cpus=0" in config["head_start_ray_commands"][-1]
-    assert "/home/ray/.ray/auth_token" in config["file_mounts"]
-    config["available_node_types"]["gpu"]["max_worker"] = 1
-    assert "max_worker" in _problems(validator, config)[0]
 
 
 def test_one_ray_version_everywhere(shipped_rayjob):
@@ -310,23 +208,7 @@ def test_the_object_store_fits_into_shared_memory_and_that_into_the_pod(rayjob):
         assert shared <= _bytes(_container(group)["resources"]["limits"]["memory"]) / 2
 
 
-def test_pods_that_train_get_time_for_a_last_checkpoint(shipped_rayjob):
-    head, gpu, *_ = _pods(shipped_rayjob)
-    for group in (head, gpu):
-        assert group["template"]["spec"]["terminationGracePeriodSeconds"] >= 300
-    names = {item["name"]: item["value"] for item in _container(head)["env"]}
-    assert int(names["RAY_JOB_STOP_WAIT_TIME_S"]) >= 60
-    (drain,) = [
-        int(item["value"])
-        for item in _container(gpu)["env"]
-        if item["name"] == "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
-    ]
-    assert "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" in vars(ray_constants)
-    # Ray's own default cuts a checkpoint off after 30 s; and the pod is not killed before that.
-    assert 240 <= drain < gpu["template"]["spec"]["terminationGracePeriodSeconds"]
-
-
-def test_every_definition_has_the_same_health_checks_and_hears_of_a_lost_node_in_35_s(rayjob):
+def test_a_lost_node_is_heard_of_in_35_s_and_a_cut_shorter_than_20_s_ends_none(rayjob):
     head, *others = _pods(rayjob)
     variables = {item["name"]: item["value"] for item in _container(head)["env"]}
     checks = {name: value for name, value in variables.items() if "health_check" in name}
@@ -346,32 +228,18 @@ def test_every_definition_has_the_same_health_checks_and_hears_of_a_lost_node_in
     assert int(*keepalive.values()) > count * (period + timeout)
     for pod in others:
         assert keepalive.items() <= {i["name"]: i["value"] for i in _container(pod)["env"]}.items()
-    launcher = yaml.safe_load((CLUSTER / "ray_up.yaml").read_text())
-    (start,) = [c for c in launcher["head_start_ray_commands"] if "ray start" in c]
-    (join,) = [c for c in launcher["worker_start_ray_commands"] if "ray start" in c]
-    by_hand = (CLUSTER / "README.md").read_text().split("## Any machines")[1]
-    for name, value in {**checks, **keepalive}.items():
-        assert f"{name}={value}" in start
-        assert f"{name}={value}" in by_hand
-    assert "RAY_grpc_keepalive_timeout_ms=45000" in join
 
 
 def test_the_command_of_the_rayjob_is_a_job_and_a_recipe_that_fit_the_cluster(documents, tmp_path):
     config, job = documents
-    name, spec = job["metadata"]["name"], job["spec"]
     kubernetes_validate.validate(config, "1.37", strict=True)
-    (script,) = re.findall(
-        r"python (jobs/\w+\.py) /home/ray/recipe/recipe.yaml ", spec["entrypoint"]
-    )
+    entrypoint = job["spec"]["entrypoint"]
+    (script,) = re.findall(r"python (jobs/\w+\.py) /home/ray/recipe/recipe.yaml ", entrypoint)
     assert (ROOT / script).is_file()
     head, gpu, *_ = _pods(job)
-    assert {"name": "recipe", "configMap": {"name": config["metadata"]["name"]}} in (
-        head["template"]["spec"]["volumes"]
-    )
-    assert {"name": "recipe", "mountPath": "/home/ray/recipe"} in _container(head)["volumeMounts"]
     # It is stopped by its own name: where no restart helps, and before its head goes.
-    assert spec["jobId"] == name
-    assert f"ray job stop --no-wait {name};" in spec["entrypoint"]
+    name = job["spec"]["jobId"]
+    assert f"ray job stop --no-wait {name};" in entrypoint
     stop = _container(head)["lifecycle"]["preStop"]["exec"]["command"]
     assert stop == ["ray", "job", "stop", name]
     file = tmp_path / "recipe.yaml"
@@ -381,13 +249,7 @@ def test_the_command_of_the_rayjob_is_a_job_and_a_recipe_that_fit_the_cluster(do
     assert recipe.workers.num_workers == gpu["maxReplicas"] * int(held["nvidia.com/gpu"])
     reading = int(held["cpu"]) - recipe.workers.cpus_per_worker * int(held["nvidia.com/gpu"])
     assert reading >= recipe.data.cpus_per_task
-    services = yaml.safe_load_all((CLUSTER / "mlflow.yaml").read_text())
-    addresses = [
-        f"http://{d['metadata']['name']}:{d['spec']['ports'][0]['port']}"
-        for d in services
-        if d["kind"] == "Service"
-    ]
-    assert recipe.tracking.uri in addresses
+    assert recipe.tracking.uri == "http://mlflow:5000"
 
 
 def _rules(schema, value, path="$"):
@@ -423,38 +285,17 @@ def test_the_rayjob_keeps_the_rules_between_keys_of_kuberays_definition(rayjob_s
     assert _broken_rules(schema, rayjob) == [place, f"{place}.deletionRules[].condition"]
 
 
-def test_the_gpus_start_when_the_job_asks_for_them(rayjob):
-    """As KubeRay's operator checks it (`ray-operator/controllers/ray/utils/validation.go`)."""
-    cluster = rayjob["spec"]["rayClusterSpec"]
-    _, gpu, *others = _pods(rayjob)
-    assert cluster["enableInTreeAutoscaling"] is True
-    assert gpu["replicas"] == gpu["minReplicas"] == 0 < gpu["maxReplicas"]
-    # Those that read start with the head, and end when they have no work, as after exit code 2.
-    assert all(o["minReplicas"] == 0 < o["replicas"] == o["maxReplicas"] for o in others)
-    # Longer than a group takes to start again.
-    assert cluster["autoscalerOptions"]["idleTimeoutSeconds"] >= 300
-    # Of its second version, which is the default from Ray 2.47 on.
-    assert all("restartPolicy" not in pod["template"]["spec"] for pod in _pods(rayjob))
-    assert re.fullmatch(r"[a-z]([-a-z0-9]{,45}[a-z0-9])?", rayjob["metadata"]["name"])
-
-
 def test_a_queue_of_kueue_admits_a_cluster_that_does_not_grow(rayjob_schema):
     """As its webhook demands (Kueue 0.19, `pkg/controller/jobs/rayjob/rayjob_webhook.go`)."""
     _, job = job_with("queue")
-    assert job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team"}
+    assert _problems(rayjob_schema, job) == []
     spec = job["spec"]
     assert spec["shutdownAfterJobFinishes"] is True
     assert "deletionStrategy" not in spec  # the operator takes one of the two
     assert not spec["rayClusterSpec"].get("enableInTreeAutoscaling")
-    _, gpu, cpu = _pods(job)
-    assert [gpu[key] for key in ("replicas", "minReplicas", "maxReplicas")] == [2, 2, 2]
-    assert cpu["replicas"] == cpu["maxReplicas"]
-    names = [
-        one["name"]
-        for one in job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["volumes"]
-    ]
-    assert names == ["recipe", "shm"]  # no token for an autoscaler
-    assert _problems(rayjob_schema, job) == []
+    assert all(
+        g["replicas"] == g["maxReplicas"] for g in spec["rayClusterSpec"]["workerGroupSpecs"]
+    )
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
@@ -474,8 +315,11 @@ def test_the_script_for_slurm_has_a_recipe_that_fits_its_nodes(tmp_path):
     assert load_recipe(file).workers.num_workers == nodes * gpus
 
 
-def grown(config):
-    """The cluster of a launcher file with all nodes that it may start."""
+def test_the_launcher_file_is_rays_and_holds_the_workers():
+    config = yaml.safe_load((CLUSTER / "ray_up.yaml").read_text())
+    schema = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
+    assert _problems(jsonschema.Draft7Validator(schema), config) == []
+    validate_config(fillout_defaults(copy.deepcopy(config)))  # Ray's own
     nodes = tuple(
         {"Labels": one.get("labels") or {}, "Resources": one["resources"]}
         for name, one in config["available_node_types"].items()
@@ -483,19 +327,6 @@ def grown(config):
         for _ in range(one["max_workers"])
     )
     cpus, gpus = (sum(n["Resources"].get(key, 0) for n in nodes) for key in ("CPU", "GPU"))
-    return ClusterShape(len(nodes), cpus, gpus, 0.0, nodes=nodes)
-
-
-def test_the_launcher_file_is_rays_and_holds_the_workers():
-    config = yaml.safe_load((CLUSTER / "ray_up.yaml").read_text())
-    validate_config(fillout_defaults(config))  # Ray's own
     recipe = load_recipe(RECIPE, [*SMALL, "workers.num_workers=16", "workers.cpus_per_worker=7.5"])
-    assert grown(config).num_gpus == 16
-    assert check_room(recipe, grown(config)) is True
-    types = config["available_node_types"]
-    assert config["max_workers"] == sum(types[name]["max_workers"] for name in ("gpu", "cpu"))
-    profiles = {
-        name: one["node_config"]["IamInstanceProfile"]["Name"] for name, one in types.items()
-    }
-    assert profiles.pop("head") == "vit-ray-head"
-    assert set(profiles.values()) == {"vit-ray-worker"}
+    assert gpus == 16
+    assert check_room(recipe, ClusterShape(len(nodes), cpus, gpus, 0.0, nodes=nodes)) is True

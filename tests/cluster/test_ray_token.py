@@ -17,7 +17,7 @@ def _get(head: Head, path: str, token: str | None) -> int:
         return error.code
 
 
-def test_ray_answers_nobody_without_the_token(ray_head: Head) -> None:
+def test_ray_answers_nobody_without_the_token(ray_head):
     path = "/api/jobs/"
     assert _get(ray_head, path, os.environ["RAY_AUTH_TOKEN"]) == 200
     assert _get(ray_head, path, None) == 401

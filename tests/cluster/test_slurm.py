@@ -237,8 +237,8 @@ def is_over(state: str) -> bool:
 
 
 def test_at_the_time_limit_a_run_is_saved_and_queued_again_and_ends_with_the_same_weights(
-    slurm: Slurm, digits: Digits, straight: Recipe, tmp_path: Path
-) -> None:
+    slurm, digits, straight, tmp_path
+):
     limited = slowed("limited", digits, tmp_path)
     submitted_s = time.monotonic()
     job = slurm.submit(limited, "--signal=B:USR1@60")
@@ -254,9 +254,7 @@ def test_at_the_time_limit_a_run_is_saved_and_queued_again_and_ends_with_the_sam
     assert same_weights(weights_of(limited), weights_of(straight))
 
 
-def test_a_signal_while_ray_starts_queues_a_job_again_or_ends_it(
-    slurm: Slurm, digits: Digits, tmp_path: Path
-) -> None:
+def test_a_signal_while_ray_starts_queues_a_job_again_or_ends_it(slurm, digits, tmp_path):
     recipe = constant_recipe("early", digits, tmp_path, optim={"steps": 8})
     job = slurm.submit(recipe)
     slurm.wait(job, has_said("Local node IP", recipe, slurm))
@@ -283,9 +281,7 @@ def test_a_signal_while_ray_starts_queues_a_job_again_or_ends_it(
     slurm.wait_until_nothing_is_left()
 
 
-def test_a_ray_that_cannot_start_ends_the_job_at_once(
-    slurm: Slurm, digits: Digits, tmp_path: Path
-) -> None:
+def test_a_ray_that_cannot_start_ends_the_job_at_once(slurm, digits, tmp_path):
     recipe = constant_recipe("taken", digits, tmp_path, optim={"steps": 8})
     listen = "import socket, time; s = socket.create_server(('', 6379)); time.sleep(3600)"
     slurm.nodes["node1"].start(sys.executable, "-c", listen)
@@ -300,8 +296,8 @@ def test_a_ray_that_cannot_start_ends_the_job_at_once(
 
 
 def test_a_raylet_that_is_lost_is_replaced_and_the_run_ends_with_the_same_weights(
-    slurm: Slurm, digits: Digits, straight: Recipe, tmp_path: Path
-) -> None:
+    slurm, digits, straight, tmp_path
+):
     recipe = slowed("replaced", digits, tmp_path, every_steps=20, steps=64)
     recipe = recipe.with_changes(workers={"cpus_per_worker": 1.5})  # one on each node
     job = slurm.submit(recipe)
@@ -315,9 +311,7 @@ def test_a_raylet_that_is_lost_is_replaced_and_the_run_ends_with_the_same_weight
     slurm.wait_until_nothing_is_left()
 
 
-def test_a_run_that_is_stopped_is_saved_and_not_queued_again(
-    slurm: Slurm, digits: Digits, tmp_path: Path
-) -> None:
+def test_a_run_that_is_stopped_is_saved_and_not_queued_again(slurm, digits, tmp_path):
     recipe = slowed("stopped", digits, tmp_path)
     job = slurm.submit(recipe)
     slurm.wait(job, has_begun(recipe, slurm))
@@ -335,9 +329,7 @@ def test_a_run_that_is_stopped_is_saved_and_not_queued_again(
     assert checkpoint_steps(recipe) == [saved]
 
 
-def test_after_a_node_has_gone_down_the_run_continues_on_another(
-    slurm: Slurm, digits: Digits, tmp_path: Path
-) -> None:
+def test_after_a_node_has_gone_down_the_run_continues_on_another(slurm, digits, tmp_path):
     """The last test: node2 stays down."""
     recipe = slowed("lost", digits, tmp_path, every_steps=20)
     job = slurm.submit(recipe)

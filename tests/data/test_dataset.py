@@ -1,5 +1,5 @@
+import io
 import json
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.data.damage import broken_copy
 from vit_ray.data import open_dataset
-from vit_ray.data.dataset import Manifest, RowGroupColumns, ShardFile, write_manifest
+from vit_ray.data.dataset import RowGroupColumns, ShardFile, write_manifest
 from vit_ray.data.shards import RowGroupReader
 from vit_ray.storage import locate
 
@@ -29,7 +29,7 @@ def write_small(folder: Path, rows: list[int], **origin: int) -> str:
     )
 
 
-def test_a_manifest_says_what_was_converted(dataset: Manifest) -> None:
+def test_a_manifest_says_what_was_converted(dataset):
     assert (dataset.num_images, dataset.num_classes, dataset.max_labels) == (300, 3, 1)
     assert dataset.classes == ["class_0", "class_1", "class_2"]
     assert dataset.rows.tolist() == [16] * 18 + [12]
@@ -40,7 +40,7 @@ def test_a_manifest_says_what_was_converted(dataset: Manifest) -> None:
     assert np.mean(sizes) > 0.07 * 2**20
 
 
-def test_row_groups_and_bytes_equal_the_footers_of_the_shards(dataset: Manifest) -> None:
+def test_row_groups_and_bytes_equal_the_footers_of_the_shards(dataset):
     rows: list[int] = []
     for file in dataset.files:
         path = Path(dataset.root) / file.path
@@ -50,13 +50,7 @@ def test_row_groups_and_bytes_equal_the_footers_of_the_shards(dataset: Manifest)
     assert rows == dataset.rows.tolist()
 
 
-def test_a_manifest_survives_pickling(dataset: Manifest) -> None:
-    copy = pickle.loads(pickle.dumps(dataset))
-    assert copy.fingerprint == dataset.fingerprint
-    np.testing.assert_array_equal(copy.first_samples, dataset.first_samples)
-
-
-def test_the_fingerprint_tells_content_apart_and_not_place(tmp_path: Path) -> None:
+def test_the_fingerprint_tells_content_apart_and_not_place(tmp_path):
     one = write_small(tmp_path / "a", [4, 4], seed=1)
     assert write_small(tmp_path / "b", [4, 4], seed=1) == one
     assert write_small(tmp_path / "c", [4, 4], seed=2) != one
@@ -65,7 +59,7 @@ def test_the_fingerprint_tells_content_apart_and_not_place(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("secret", ["hush", "hu/sh"])
-def test_credentials_in_an_address_are_refused_and_not_repeated(secret: str) -> None:
+def test_credentials_in_an_address_are_refused_and_not_repeated(secret):
     with pytest.raises(ValueError, match="set AWS_ACCESS_KEY_ID and its secret") as caught:
         open_dataset(f"s3://key:{secret}@bucket/set")
     assert "sh@" not in str(caught.value)
@@ -80,7 +74,7 @@ NO_SETS: dict[str, tuple[dict[str, bytes], str]] = {
 
 
 @pytest.mark.parametrize("name", NO_SETS)
-def test_what_is_no_data_set_is_refused(tmp_path: Path, name: str) -> None:
+def test_what_is_no_data_set_is_refused(tmp_path, name):
     files, told = NO_SETS[name]
     for file, content in files.items():
         locate(str(tmp_path / file)).write(content)
@@ -88,13 +82,13 @@ def test_what_is_no_data_set_is_refused(tmp_path: Path, name: str) -> None:
         open_dataset(str(tmp_path))
 
 
-def test_an_empty_data_set_is_refused(tmp_path: Path) -> None:
+def test_an_empty_data_set_is_refused(tmp_path):
     write_small(tmp_path, [])
     with pytest.raises(ValueError, match="is empty"):
         open_dataset(str(tmp_path))
 
 
-def test_another_format_is_refused_with_who_reads_it(tmp_path: Path) -> None:
+def test_another_format_is_refused_with_who_reads_it(tmp_path):
     write_small(tmp_path, [4])
     file = tmp_path / "manifest.parquet"
     table = pq.read_table(file)
@@ -105,39 +99,37 @@ def test_another_format_is_refused_with_who_reads_it(tmp_path: Path) -> None:
         open_dataset(str(tmp_path))
 
 
-SHARDS: dict[str, tuple[Callable[[bytes], bytes | None], str]] = {
-    "missing": (lambda _: None, "is missing"),
-    "truncated": (lambda whole: whole[:-50], "has .* bytes and the manifest says"),
-    "with a torn footer": (lambda whole: whole[:-200] + bytes(200), "cannot be read"),
+def in_rows_of_others(whole: bytes) -> bytes:
+    """The same rows in row groups of another length."""
+    sink = io.BytesIO()
+    pq.write_table(pq.read_table(io.BytesIO(whole)), sink, row_group_size=15)
+    return sink.getvalue()
+
+
+def under_other_names(whole: bytes) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(pq.read_table(io.BytesIO(whole)).rename_columns(list("abcdefgh")), sink)
+    return sink.getvalue()
+
+
+# What becomes of a shard, whether the manifest says so, and what is told.
+SHARDS: dict[str, tuple[Callable[[bytes], bytes | None], bool, str]] = {
+    "missing": (lambda _: None, False, "is missing"),
+    "truncated": (lambda whole: whole[:-50], False, "has .* bytes and the manifest says"),
+    "with a torn footer": (lambda whole: whole[:-200] + bytes(200), False, "cannot be read"),
+    "of a foreign schema": (under_other_names, True, "has a foreign schema"),
+    "of others' row groups": (in_rows_of_others, True, "has 15 rows in row group 0 and the man"),
 }
 
 
 @pytest.mark.parametrize("name", SHARDS)
-def test_a_shard_that_is_not_as_it_was_written_is_named(
-    dataset: Manifest, tmp_path: Path, name: str
-) -> None:
-    changed, told = SHARDS[name]
+def test_a_shard_that_is_not_as_it_was_written_is_named(dataset, tmp_path, name):
+    changed, is_known, told = SHARDS[name]
     manifest, shard = broken_copy(dataset, tmp_path)
     content = changed(shard.read_bytes())
     shard.unlink() if content is None else shard.write_bytes(content)
+    if is_known:
+        entry = ShardFile(shard.name, 0, shard.stat().st_size, 0)
+        object.__setattr__(manifest, "files", [entry, *manifest.files[1:]])
     with pytest.raises(ValueError, match=rf"{shard.name}' {told}"):
-        RowGroupReader(manifest).read(0)
-
-
-def test_a_foreign_schema_is_named(dataset: Manifest, tmp_path: Path) -> None:
-    manifest, shard = broken_copy(dataset, tmp_path)
-    table = pq.read_table(shard).rename_columns(list("abcdefgh"))
-    pq.write_table(table, shard)
-    entry = ShardFile(shard.name, 0, shard.stat().st_size, 0)
-    object.__setattr__(manifest, "files", [entry, *manifest.files[1:]])
-    with pytest.raises(ValueError, match="has a foreign schema"):
-        RowGroupReader(manifest).read(0)
-
-
-def test_a_row_group_of_another_length_is_named(dataset: Manifest) -> None:
-    manifest = pickle.loads(pickle.dumps(dataset))
-    object.__setattr__(manifest, "rows", dataset.rows + 1)
-    with pytest.raises(
-        ValueError, match=r"part-00000.*has 16 rows in row group 0 and the manifest says 17"
-    ):
         RowGroupReader(manifest).read(0)

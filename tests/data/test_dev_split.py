@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ def shuffled(counts: Sequence[int]) -> list[tuple[str, list[int]]]:
     return [(str(place), [int(labels[place])]) for place in order]
 
 
-def test_every_class_has_its_share_and_every_image_is_in_one_part(tmp_path: Path) -> None:
+def test_every_class_has_its_share_and_every_image_is_in_one_part(tmp_path):
     whole = write_set(tmp_path / "set", shuffled([50, 30, 20]), ["a", "b", "c"])
     rest, dev = dev_split(whole.path, str(tmp_path / "split"), 0.2, seed=1)
     assert Counter(label for _, label in images_of(dev)) == {0: 10, 1: 6, 2: 4}
@@ -38,7 +37,7 @@ def test_every_class_has_its_share_and_every_image_is_in_one_part(tmp_path: Path
     assert open_dataset(dev).num_row_groups < 15
 
 
-def test_the_split_is_the_same_for_the_same_seed_and_kept(tmp_path: Path) -> None:
+def test_the_split_is_the_same_for_the_same_seed_and_kept(tmp_path):
     whole = write_set(tmp_path / "set", shuffled([30, 30]), ["a", "b"])
 
     def dev(folder: str, seed: int) -> list[tuple[str, int]]:
@@ -49,7 +48,7 @@ def test_the_split_is_the_same_for_the_same_seed_and_kept(tmp_path: Path) -> Non
     assert dev("one", 0) != dev("one", 1)
 
 
-def test_rows_that_a_subset_leaves_out_are_in_no_part(tmp_path: Path) -> None:
+def test_rows_that_a_subset_leaves_out_are_in_no_part(tmp_path):
     whole = write_set(tmp_path / "set", shuffled([20, 20]), ["a", "b"])
     part = subset(whole.path, str(tmp_path / "part"), count=33)
     rest, dev = dev_split(part.path, str(tmp_path / "split"), 0.2, seed=0)
@@ -60,9 +59,7 @@ def test_rows_that_a_subset_leaves_out_are_in_no_part(tmp_path: Path) -> None:
     counts=st.lists(st.integers(2, 60), min_size=1, max_size=12),
     fraction=st.floats(0.01, 0.99),
 )
-def test_quotas_are_as_near_to_the_share_as_one_and_all_but_one_allow(
-    counts: list[int], fraction: float
-) -> None:
+def test_quotas_are_as_near_to_the_share_as_one_and_all_but_one_allow(counts, fraction):
     array = np.array(counts)
     total = round(array.sum() * fraction)
     if total < len(counts) or total > (array - 1).sum():
@@ -77,7 +74,7 @@ def test_quotas_are_as_near_to_the_share_as_one_and_all_but_one_allow(
         assert (np.abs(quotas - exact) < 1 + 1e-9).all()
 
 
-def test_a_class_that_would_be_empty_is_named(tmp_path: Path) -> None:
+def test_a_class_that_would_be_empty_is_named(tmp_path):
     classes = ["ant", "bee", "cat"]
     with pytest.raises(ValueError, match="class 'bee' has a single image"):
         class_quotas(np.array([5, 1, 5]), 0.3, classes)
@@ -93,7 +90,7 @@ def test_a_class_that_would_be_empty_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "split").exists()
 
 
-def test_without_regard_to_classes_the_share_is_exact(tmp_path: Path) -> None:
+def test_without_regard_to_classes_the_share_is_exact(tmp_path):
     rows = [*shuffled([1, 2, 1, 3, 30]), ("unlabelled", [])]
     whole = write_set(tmp_path / "set", rows, ["a", "b", "c", "d", "e"])
     folder = str(tmp_path / "split")
@@ -107,7 +104,7 @@ def test_without_regard_to_classes_the_share_is_exact(tmp_path: Path) -> None:
             dev_split(whole.path, folder, fraction, 0, by_class=False)
 
 
-def test_more_held_out_than_leaves_one_image_of_each_class_is_refused() -> None:
+def test_more_held_out_than_leaves_one_image_of_each_class_is_refused():
     told = r"of 9 images is 8: class 'b' would have none left to train on; use at most 0\.777"
     with pytest.raises(ValueError, match=told):
         class_quotas(np.array([5, 4]), 0.9, ["a", "b"])

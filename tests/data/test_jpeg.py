@@ -23,9 +23,7 @@ def of_several_pictures() -> bytes:
     [encoded(PIXELS), encoded(PIXELS, restart_marker_rows=1), of_several_pictures()],
     ids=["plain", "with restart markers", "of several pictures"],
 )
-def test_a_crop_says_nothing_on_standard_error(
-    image: bytes, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_crop_says_nothing_on_standard_error(image, capfd):
     for i in range(20):
         crop_of(image, Augmentation(size=32, max_area=0.2), (0, 0, i))
     assert capfd.readouterr().err == ""
@@ -40,11 +38,11 @@ def test_a_crop_says_nothing_on_standard_error(
         encoded(PIXELS, "PNG"),
     ],
 )
-def test_what_is_no_whole_jpeg_has_no_size(image: bytes) -> None:
+def test_what_is_no_whole_jpeg_has_no_size(image):
     assert size_of_jpeg(image) is None
 
 
-def test_the_header_tells_the_size_that_is_decoded() -> None:
+def test_the_header_tells_the_size_that_is_decoded():
     for height, width in [(1, 1), (8, 9), (300, 17)]:
         image = encoded(picture(0, height, width))
         assert size_of_jpeg(image) == decode(image).shape[:2] == (height, width)

@@ -1,11 +1,8 @@
 """First labels, read without images, against the images' own rows."""
 
-from pathlib import Path
-
 import numpy as np
 import pyarrow.parquet as pq
 
-from tests.conftest import Digits
 from tests.data.small_sets import write_rows
 from vit_ray.data import open_dataset
 from vit_ray.data.dataset import Manifest
@@ -19,12 +16,12 @@ def stored(manifest: Manifest) -> list[int]:
     return [labels[0] for file in files for labels in pq.read_table(file)["labels"].to_pylist()]
 
 
-def test_every_image_has_its_first_label_in_the_order_of_the_rows(digits: Digits) -> None:
+def test_every_image_has_its_first_label_in_the_order_of_the_rows(digits):
     manifest = open_dataset(digits.train)
     assert np.concatenate(list(first_labels(manifest))).tolist() == stored(manifest)
 
 
-def test_rows_that_a_subset_leaves_out_are_left_out(digits: Digits, tmp_path: Path) -> None:
+def test_rows_that_a_subset_leaves_out_are_left_out(digits, tmp_path):
     part = subset(digits.train, str(tmp_path / "part"), count=77)
     found = np.concatenate(list(first_labels(part)))
     assert len(found) == 77
@@ -37,6 +34,6 @@ def test_rows_that_a_subset_leaves_out_are_left_out(digits: Digits, tmp_path: Pa
     assert found.tolist() == kept
 
 
-def test_an_image_without_labels_has_none(tmp_path: Path) -> None:
+def test_an_image_without_labels_has_none(tmp_path):
     reader = RowGroupReader(write_rows(tmp_path, [(2, 1), (), (1,)]))
     assert reader.first_labels(0).tolist() == [2, -1, 1]

@@ -19,9 +19,7 @@ shapes = st.builds(
 
 
 @given(st.integers(1, 6), st.sampled_from([1, 2, 3, 4, 6, 8, 12, 24]), st.integers(1, 4))
-def test_every_world_reads_the_same_global_batches(
-    accumulation: int, world_size: int, num_steps: int
-) -> None:
+def test_every_world_reads_the_same_global_batches(accumulation, world_size, num_steps):
     micro = 24 // world_size
     batch = 24 * accumulation
     partition = Partition(world_size, micro)
@@ -32,7 +30,7 @@ def test_every_world_reads_the_same_global_batches(
         np.testing.assert_array_equal(np.sort(np.concatenate(read)), expected)
 
 
-def test_ranks_take_the_parts_of_a_pass_in_their_order() -> None:
+def test_ranks_take_the_parts_of_a_pass_in_their_order():
     """Counted by hand: two ranks with micro-batches of three, two of which make a global batch."""
     partition = Partition(2, 3)
     assert partition.offsets(0, 0, 6).tolist() == [0, 1, 2, 6, 7, 8]
@@ -42,9 +40,7 @@ def test_ranks_take_the_parts_of_a_pass_in_their_order() -> None:
 
 @settings(max_examples=200)
 @given(worlds, st.integers(1, 200), shapes, st.data())
-def test_each_rank_of_a_host_gets_its_rows_in_order(
-    partition: Partition, passes: int, shape: BlockShape, data: st.DataObject
-) -> None:
+def test_each_rank_of_a_host_gets_its_rows_in_order(partition, passes, shape, data):
     rows_per_rank = passes * partition.batch_size_per_rank
     first_rank = data.draw(st.integers(0, partition.world_size - 1))
     ranks = range(first_rank, data.draw(st.integers(first_rank + 1, partition.world_size)))
@@ -60,9 +56,7 @@ def test_each_rank_of_a_host_gets_its_rows_in_order(
 
 
 @given(worlds, st.integers(1, 200), shapes)
-def test_a_task_of_several_blocks_has_only_full_ones(
-    partition: Partition, passes: int, shape: BlockShape
-) -> None:
+def test_a_task_of_several_blocks_has_only_full_ones(partition, passes, shape):
     rows_per_rank = passes * partition.batch_size_per_rank
     ranks = range(partition.world_size)
     tasks = read_tasks(partition, 0, rows_per_rank, shape, ranks)
@@ -71,7 +65,7 @@ def test_a_task_of_several_blocks_has_only_full_ones(
         assert len(list(task.blocks())) == 1 or task.block_rows == largest
 
 
-def test_the_first_blocks_are_small_and_double() -> None:
+def test_the_first_blocks_are_small_and_double():
     tasks = read_tasks(Partition(2, 16), 0, 4096, BlockShape(128, 1024), range(2))
     found = [task.block_rows for task in itertools.islice(tasks, 8)]
     assert found == [16, 16, 32, 32, 64, 64, 128, 128]
@@ -80,9 +74,7 @@ def test_the_first_blocks_are_small_and_double() -> None:
 @pytest.mark.parametrize(("world_size", "most"), [(1, 1.1), (2, 1.1), (8, 1.2), (64, 1.5)])
 @pytest.mark.parametrize("batch", [64, 128, 512, 1024])
 @pytest.mark.parametrize("start_pass", [0, 5])
-def test_tasks_read_the_row_groups_of_a_window_about_once(
-    world_size: int, most: float, batch: int, start_pass: int
-) -> None:
+def test_tasks_read_the_row_groups_of_a_window_about_once(world_size, most, batch, start_pass):
     """Rows of row groups read for each row made, the row groups of 64 not even with the windows."""
     window = ShuffleWindow(batch, 2048 // batch)
     partition = Partition(world_size, batch // world_size)

@@ -116,14 +116,14 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_operation_is_the_published_one(name: str) -> None:
+def test_an_operation_is_the_published_one(name):
     index, magnitude, numbers, expected, tolerance = CASES[name]
     found = applied(index, magnitude, *numbers)
     difference = np.abs(found.astype(float) - np.asarray(expected))
     assert difference.max() <= tolerance, name
 
 
-def test_rotation_turns_about_the_centre_by_up_to_30_degrees() -> None:
+def test_rotation_turns_about_the_centre_by_up_to_30_degrees():
     square = np.zeros((41, 41, 3), np.uint8)
     square[20, 20], square[20, 35] = 200, 255
     augment = RandAugment(layers=1, magnitude=10)
@@ -153,14 +153,14 @@ class Counted:
         return numbers
 
 
-def test_every_layer_takes_one_operation_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_layer_takes_one_operation_of_the_paper(monkeypatch):
     found = Counted(monkeypatch, RandAugment(2, 15)).taken
     assert len(found) == 8000
     assert stats.chisquare(np.bincount([i for i, _ in found], minlength=16)).pvalue > 1e-3
     assert {level for _, level in found} == {1.5}
 
 
-def test_a_sample_keeps_its_operations_and_changes_them_in_each_epoch_and_seed() -> None:
+def test_a_sample_keeps_its_operations_and_changes_them_in_each_epoch_and_seed():
     image = encoded(picture(1, 61, 83))
     augment = Augmentation("resize", 32, flip=False, randaugment=RandAugment())
     plain = crop_of(image, Augmentation("resize", 32, flip=False), (5, 0, 0))
@@ -175,7 +175,7 @@ def test_a_sample_keeps_its_operations_and_changes_them_in_each_epoch_and_seed()
         assert sum(a == b for a, b in zip(first, other, strict=True)) < 4
 
 
-def test_a_recipe_decides_it() -> None:
+def test_a_recipe_decides_it():
     chosen = {"randaugment": "tensorflow", "randaugment_layers": 3, "randaugment_magnitude": 9.0}
     loaded = recipe_with(data={"augment": chosen})
     found = augmentation_of(loaded.model, loaded.data.augment).randaugment
@@ -190,6 +190,6 @@ def test_a_recipe_decides_it() -> None:
         ({"randaugment_magnitude": 31.0}, r"data\.augment\.randaugment_magnitude=31"),
     ],
 )
-def test_wrong_values_are_refused(augment: Any, message: str) -> None:
+def test_wrong_values_are_refused(augment, message):
     with pytest.raises(ValueError, match=message):
         recipe_with(data={"augment": augment})

@@ -68,7 +68,7 @@ def assert_equal_crop(name: str, box: Box) -> None:
 @pytest.mark.parametrize("name", list(FILES))
 @given(data=st.data())
 @settings(max_examples=30)
-def test_random_crops_are_bit_equal(name: str, data: st.DataObject) -> None:
+def test_random_crops_are_bit_equal(name, data):
     height, width = DECODED[name][0].shape[:2]
     top, left = data.draw(st.integers(0, height - 1)), data.draw(st.integers(0, width - 1))
     bottom = data.draw(st.integers(top + 1, height))
@@ -77,7 +77,7 @@ def test_random_crops_are_bit_equal(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", ["4:2:0 of odd size", "4:4:4"])
-def test_every_small_crop_is_bit_equal(name: str) -> None:
+def test_every_small_crop_is_bit_equal(name):
     """All offsets within and around two units, where smooth chroma looks over the edge."""
     height, width = DECODED[name][0].shape[:2]
     for top in range(14, 50):
@@ -87,7 +87,7 @@ def test_every_small_crop_is_bit_equal(name: str) -> None:
                 assert_equal_crop(name, (height - top, width - left, height - 13, width - 13))
 
 
-def test_the_whole_image_is_the_whole_file_without_its_comments() -> None:
+def test_the_whole_image_is_the_whole_file_without_its_comments():
     name = "with a profile and a comment"
     height, width = DECODED[name][0].shape[:2]
     crop = crop_of(name, (0, 0, height, width))
@@ -98,7 +98,7 @@ def test_the_whole_image_is_the_whole_file_without_its_comments() -> None:
 
 @pytest.mark.parametrize("name", ["4:2:0 of odd size", "4:2:2", "grey"])
 @pytest.mark.parametrize("scale", [2, 4, 8])
-def test_a_crop_is_bit_equal_at_every_scale_of_the_decoder(name: str, scale: int) -> None:
+def test_a_crop_is_bit_equal_at_every_scale_of_the_decoder(name, scale):
     image = FILES[name]
     flags = getattr(cv2, f"IMREAD_REDUCED_COLOR_{scale}") | cv2.IMREAD_IGNORE_ORIENTATION
     whole = cv2.imdecode(np.frombuffer(image, np.uint8), flags)
@@ -117,7 +117,7 @@ def test_a_crop_is_bit_equal_at_every_scale_of_the_decoder(name: str, scale: int
         np.testing.assert_array_equal(part[rows, columns], whole[top:bottom, left:right])
 
 
-def test_a_crop_takes_its_share_of_the_bytes() -> None:
+def test_a_crop_takes_its_share_of_the_bytes():
     crop = crop_of("4:2:0", (194, 132, 334, 280))
     assert by_opencv(crop.image).shape == (144, 256, 3)
     assert len(crop.image) < 0.3 * len(FILES["4:2:0"])
@@ -144,11 +144,11 @@ def cmyk() -> bytes:
 
 
 @pytest.mark.parametrize("name", [*UNFIT, "cmyk"])
-def test_what_cannot_be_taken_apart_has_no_index(name: str) -> None:
+def test_what_cannot_be_taken_apart_has_no_index(name):
     assert index_segments(cmyk() if name == "cmyk" else UNFIT[name]) is None
 
 
-def test_a_file_cut_anywhere_in_its_headers_has_no_frame() -> None:
+def test_a_file_cut_anywhere_in_its_headers_has_no_frame():
     image = FILES["with a profile and a comment"]
     frame = read_frame(image)
     assert frame is not None
@@ -157,7 +157,7 @@ def test_a_file_cut_anywhere_in_its_headers_has_no_frame() -> None:
         assert index_segments(image[:cut] + b"\xff\xd9") is None
 
 
-def test_a_colour_space_that_stands_late_has_no_index() -> None:
+def test_a_colour_space_that_stands_late_has_no_index():
     """A crop has the first marker alone."""
     image = FILES["4:4:4"]
     front = image[2:20]
@@ -167,7 +167,7 @@ def test_a_colour_space_that_stands_late_has_no_index() -> None:
     assert index_segments(image[:2] + b"\xff\xfe\0\x03x" + adobe + image[20:]) is None
 
 
-def test_an_interval_divides_a_row_and_is_about_as_long_as_asked() -> None:
+def test_an_interval_divides_a_row_and_is_about_as_long_as_asked():
     found = {}
     for width in (500, 375, 640, 496, 33, 8):
         frame = read_frame(encoded(picture(0, 9, width), subsampling=2))

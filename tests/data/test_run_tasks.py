@@ -1,20 +1,14 @@
-import io
 import os
 import time
-from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
-from rich.console import Console
 
 from vit_ray.data.progress import (
-    TASK,
     Display,
     Shown,
-    TaskCount,
-    repeated,
     report_done,
     shown_progress,
 )
@@ -31,7 +25,7 @@ def square(item: int) -> int:
     return item * item
 
 
-def test_every_item_is_worked_on_once(ray_cluster: None) -> None:
+def test_every_item_is_worked_on_once(ray_cluster):
     assert run_tasks(square, [1, 2, 3]) == [1, 4, 9]
     assert run_tasks(square, []) == []
 
@@ -45,7 +39,7 @@ def first_waits(item: str, done: str) -> str:
     return item
 
 
-def test_results_stand_in_the_order_of_the_items(ray_cluster: None, tmp_path: Path) -> None:
+def test_results_stand_in_the_order_of_the_items(ray_cluster, tmp_path):
     """Whoever ends first: what is made of them may not depend on when tasks ran."""
     assert run_tasks(first_waits, ["first", "second"], str(tmp_path / "done")) == [
         "first",
@@ -53,7 +47,7 @@ def test_results_stand_in_the_order_of_the_items(ray_cluster: None, tmp_path: Pa
     ]
 
 
-def test_what_a_user_can_mend_comes_back_as_it_was_said(ray_cluster: None) -> None:
+def test_what_a_user_can_mend_comes_back_as_it_was_said(ray_cluster):
     with pytest.raises(ValueError, match=r"^seven is no good$"):
         run_tasks(square, [1, 7])
     with pytest.raises(OSError, match=r"^the store is away; reading eight failed after 10 att"):
@@ -66,9 +60,7 @@ def fail_first(item: int) -> None:
     time.sleep(2)  # the first has failed before
 
 
-def test_after_an_error_the_other_items_are_not_processed(
-    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_an_error_the_other_items_are_not_processed(ray_cluster, monkeypatch):
     cancelled: list[Any] = []
     plain = ray.cancel
     monkeypatch.setattr(ray, "cancel", lambda task: cancelled.append(task) or plain(task))
@@ -77,9 +69,7 @@ def test_after_an_error_the_other_items_are_not_processed(
     assert len(cancelled) >= 99 - ray.cluster_resources()["CPU"]
 
 
-def test_tasks_are_started_as_others_end(
-    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tasks_are_started_as_others_end(ray_cluster, monkeypatch):
     monkeypatch.setattr("vit_ray.data.run_tasks._MOST", 3)
     most, plain = [0], ray.wait
     monkeypatch.setattr(
@@ -93,9 +83,7 @@ def die(item: int) -> None:
     os._exit(1)
 
 
-def test_a_task_whose_process_dies_again_and_again_is_an_error(
-    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_whose_process_dies_again_and_again_is_an_error(ray_cluster, monkeypatch):
     monkeypatch.setattr("vit_ray.data.run_tasks._RETRIES", 1)
     with pytest.raises(OSError, match=r"^a task died 2 times: .*; run the same command again, wh"):
         run_tasks(die, [1])
@@ -107,9 +95,7 @@ def half_done(item: int) -> int:
     return item
 
 
-def test_tasks_report_what_they_have_done_while_others_work(
-    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tasks_report_what_they_have_done_while_others_work(ray_cluster, monkeypatch):
     """What the last look of the display saw: all images of all tasks, and each one noted."""
     seen: list[tuple[int, int, int]] = []
     monkeypatch.setattr(Display, "update", lambda _, *counts: seen.append(counts))
@@ -125,60 +111,3 @@ def test_tasks_report_what_they_have_done_while_others_work(
     seen.clear()
     assert run_tasks(half_done, [1, 2], shown=Shown("working", 3)) == [1, 2]
     assert seen[-1] == (2, 3, 2)
-
-
-def test_a_display_is_updated_at_the_end_even_if_an_actor_was_busy() -> None:
-    seen: list[bool] = []
-
-    def update(is_last: bool) -> None:
-        seen.append(is_last)
-        if not is_last:
-            time.sleep(0.5)  # the block ends meanwhile
-            raise ray.exceptions.GetTimeoutError
-
-    with repeated(update):
-        deadline_s = time.monotonic() + 30
-        while not seen and time.monotonic() < deadline_s:
-            time.sleep(0.05)
-    assert (seen[0], seen[-1], seen.count(True)) == (False, True, 1)
-
-
-def test_a_task_says_at_most_once_a_second_and_at_its_end_what_it_has_done() -> None:
-    said: list[tuple[int, int]] = []
-
-    def work() -> None:
-        TASK.set(count := TaskCount(lambda *done: said.append(done)))
-        for images in range(1, 1001):
-            report_done(images, images // 100)
-        count.send()
-
-    copy_context().run(work)
-    assert said[0] == (1, 0)
-    assert said[-1] == (1000, 10)
-    assert len(said) < 10
-
-
-def test_a_log_has_a_line_every_30_s_with_rate_and_time_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now, written = [1000.0], io.StringIO()
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    shown = Shown("converting to data/train", 10_000, "rejected")
-    display = Display(shown, 4, Console(file=written, width=40))
-    for second in range(1, 62):  # 100 images/s
-        now[0] = 1000.0 + second
-        display.update(0, 100 * second, second // 10)
-    assert written.getvalue().splitlines() == [
-        "converting to data/train: 3,000 of 10,000 images, 100 images/s, 3 rejected, ETA 0:01:10",
-        "converting to data/train: 6,000 of 10,000 images, 100 images/s, 6 rejected, ETA 0:00:40",
-    ]
-
-
-def test_parts_are_counted_where_nobody_knows_how_many_images_there_are() -> None:
-    written = io.StringIO()
-    display = Display(Shown("indexing images"), 4, Console(file=written))
-    display.update(1, 12_345, 0)
-    (task,) = display.bar.tasks
-    assert (task.total, task.completed) == (4, 1)
-    assert task.fields["text"].startswith("1 of 4 parts, 12,345 images, ETA ")
-    assert written.getvalue() == ""

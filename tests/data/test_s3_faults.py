@@ -20,7 +20,7 @@ from vit_ray.data.convert.commit import ConvertReport
 from vit_ray.data.convert.sources import rows_of
 from vit_ray.storage import locate
 
-QUICK = ["503", "500", "reset", "cut", "flip"]
+QUICK = ["flip", "cut", "503", "500", "reset"]
 STALLS = ["hang", "slow"]
 """Each costs the time-out of a request."""
 LABELS = [(0,), (1, 2), (2,), (1,), (0,), (2, 0)]
@@ -74,7 +74,7 @@ def at_each_request(store: FaultProxy, path: str, kind: str, act: Callable[[], N
 
 @pytest.mark.slow(after=2)
 @pytest.mark.parametrize("kind", QUICK + STALLS)
-def test_rows_are_those_of_the_disk(store: FaultProxy, bucket: Path, kind: str) -> None:
+def test_rows_are_those_of_the_disk(store, bucket, kind):
     expected = used_rows(open_dataset(str(bucket / "set")))
 
     def read() -> None:
@@ -85,7 +85,7 @@ def test_rows_are_those_of_the_disk(store: FaultProxy, bucket: Path, kind: str) 
 
 @pytest.mark.slow(after=2)
 @pytest.mark.parametrize("kind", QUICK + STALLS)
-def test_shards_and_manifest_arrive_as_they_are(store: FaultProxy, bucket: Path, kind: str) -> None:
+def test_shards_and_manifest_arrive_as_they_are(store, bucket, kind):
     def write_all() -> None:
         write_rows("s3://b/new", LABELS)
         for file in (bucket / "set").iterdir():
@@ -96,9 +96,7 @@ def test_shards_and_manifest_arrive_as_they_are(store: FaultProxy, bucket: Path,
 
 
 @pytest.mark.parametrize("pattern", ["*", "class_{0..1}", "class_[01]"])
-def test_patterns_stand_for_keys_as_for_files(
-    store: FaultProxy, bucket: Path, tmp_path: Path, pattern: str
-) -> None:
+def test_patterns_stand_for_keys_as_for_files(store, bucket, tmp_path, pattern):
     def entries(source: str) -> dict[str, tuple[tuple[str, ...], bytes]]:
         found = units(f"{source}/{pattern}")
         return {e.key: (e.labels, e.read()) for unit in found for e in rows_of(unit)}
@@ -114,14 +112,7 @@ FLIPPED = (".parquet", "/shard-", "/index-")
 @pytest.mark.slow(after=2)
 @pytest.mark.parametrize("kind", QUICK + STALLS)
 @pytest.mark.parametrize("source", ["list.csv", "images"])
-def test_a_conversion_makes_the_same_data_set(
-    store: FaultProxy,
-    bucket: Path,
-    tmp_path: Path,
-    source: str,
-    kind: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_conversion_makes_the_same_data_set(store, bucket, tmp_path, source, kind, monkeypatch):
     run_in_this_process(monkeypatch)
     unslept = {**vars(time), "sleep": lambda _: None}  # for a store without exclusive writes
     monkeypatch.setattr(lock, "time", SimpleNamespace(**unslept))
@@ -148,7 +139,7 @@ def converted(source: str, target: str) -> ConvertReport:
 
 @pytest.mark.slow(after=2)
 @pytest.mark.parametrize("kind", QUICK + STALLS)
-def test_a_checkpoint_is_written_whole(store: FaultProxy, kind: str) -> None:
+def test_a_checkpoint_is_written_whole(store, kind):
     run = locate(f"s3://b/{kind}-run")
 
     def write_and_open() -> None:
@@ -163,9 +154,7 @@ def test_a_checkpoint_is_written_whole(store: FaultProxy, kind: str) -> None:
 
 @pytest.mark.slow(after=2)
 @pytest.mark.parametrize("kind", QUICK + STALLS)
-def test_a_checkpoint_is_read_whole_and_not_taken_for_a_damaged_one(
-    store: FaultProxy, kind: str
-) -> None:
+def test_a_checkpoint_is_read_whole_and_not_taken_for_a_damaged_one(store, kind):
     run = f"s3://b/{kind}-kept"
     write_checkpoint(locate(run), 7)
     at_each_request(store, f"/b/{kind}-kept/step", kind, lambda: check_newest(run))

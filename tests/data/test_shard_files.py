@@ -14,7 +14,7 @@ FILES = [
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
-def test_files_are_those_of_the_list(count: int) -> None:
+def test_files_are_those_of_the_list(count):
     expected, found = FILES[:count], ShardFiles(FILES[:count])
     assert list(found) == expected
     assert len(found) == count

@@ -2,7 +2,6 @@
 
 import errno
 import zlib
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -12,7 +11,7 @@ import pytest
 from vit_ray import storage
 from vit_ray.data.convert.index import parquet_output
 from vit_ray.data.dataset import ShardFile
-from vit_ray.data.shard_writer import EncodedImage, ShardWriter, closed_after
+from vit_ray.data.shard_writer import EncodedImage, ShardWriter
 from vit_ray.data.shards import problem_of_shard
 from vit_ray.storage import Location, locate
 
@@ -34,70 +33,35 @@ def write_parquet(place: Location) -> None:
         writer.write_table(pa.table({"a": [1, 2]}))
 
 
-def write_bytes(place: Location) -> None:
-    place.write(b"some bytes")
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, FULL)
 
 
-WRITERS = [write_shard, write_parquet, write_bytes]
+def cannot_close(_: object) -> None:
+    raise pa.ArrowInvalid("the file is not whole")
 
 
-@pytest.mark.parametrize("write", WRITERS)
-def test_a_disk_that_is_full_at_the_end_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any
-) -> None:
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, FULL)
-
-    monkeypatch.setattr(storage.os, "fsync", full)
-    with pytest.raises(OSError, match=FULL):
-        write(locate(str(tmp_path / "file")))
-    assert list(tmp_path.iterdir()) == []
+FAILURES: dict[str, dict[tuple[Any, str], Any]] = {
+    "while it is written, and it cannot be closed": {
+        (pq.ParquetWriter, "write_table"): full, (pq.ParquetWriter, "close"): cannot_close,
+    },
+    "while it is closed": {(pq.ParquetWriter, "close"): full},
+    "while it is synced": {(storage.os, "fsync"): full},
+}  # fmt: skip
 
 
+@pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize("write", [write_shard, write_parquet])
-def test_the_first_error_is_the_one_that_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any
-) -> None:
-    """Closing after it fails too, otherwise, and must not hide that the storage was full."""
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, FULL)
-
-    def cannot_close(_: object) -> None:
-        raise pa.ArrowInvalid("the file is not whole")
-
-    monkeypatch.setattr(pq.ParquetWriter, "write_table", full)
-    monkeypatch.setattr(pq.ParquetWriter, "close", cannot_close)
+def test_a_disk_that_is_full_is_told_and_leaves_nothing(tmp_path, monkeypatch, write, failure):
     monkeypatch.setattr(pq.ParquetWriter, "__del__", lambda _: None)
+    for place, fails in FAILURES[failure].items():
+        monkeypatch.setattr(*place, fails)
     with pytest.raises(OSError, match=FULL):
         write(locate(str(tmp_path / "file")))
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("write", [write_shard, write_parquet])
-def test_a_file_that_cannot_be_closed_is_not_published(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any
-) -> None:
-    def cannot_close(_: object) -> None:
-        raise OSError(errno.ENOSPC, FULL)
-
-    monkeypatch.setattr(pq.ParquetWriter, "close", cannot_close)
-    monkeypatch.setattr(pq.ParquetWriter, "__del__", lambda _: None)
-    with pytest.raises(OSError, match=FULL):
-        write(locate(str(tmp_path / "file")))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_closing_fails_where_nothing_else_did() -> None:
-    class Broken:
-        def close(self) -> None:
-            raise OSError("while closing")
-
-    with pytest.raises(OSError, match="while closing"), closed_after(Broken()):
-        pass
-
-
-def test_facts_are_those_of_the_file(tmp_path: Path) -> None:
+def test_facts_are_those_of_the_file(tmp_path):
     place = locate(str(tmp_path / "part.parquet"))
     with ShardWriter(place, 2) as writer:
         for row in rows(5):

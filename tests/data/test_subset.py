@@ -1,7 +1,6 @@
 import itertools
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -12,13 +11,11 @@ from tests.data.pictures import write_class_folders
 from tests.data.small_sets import keys_of
 from vit_ray.data import open_dataset
 from vit_ray.data.convert.verify import check_file
-from vit_ray.data.dataset import Manifest
-from vit_ray.data.order import Plan
 from vit_ray.data.shards import RowGroupReader
 from vit_ray.data.subset import subset
 
 
-def test_parts_are_exact_nested_and_copy_nothing(dataset: Manifest, tmp_path: Path) -> None:
+def test_parts_are_exact_nested_and_copy_nothing(dataset, tmp_path):
     counts = [7, 16, 100, 299, 300]
     parts = [subset(dataset.path, str(tmp_path / str(n)), count=n, seed=2) for n in counts]
     keys = [set(keys_of(part)) for part in parts]
@@ -28,14 +25,7 @@ def test_parts_are_exact_nested_and_copy_nothing(dataset: Manifest, tmp_path: Pa
     assert [file.name for file in (tmp_path / "7").iterdir()] == ["manifest.parquet"]
 
 
-def test_a_part_of_a_part_is_a_part(dataset: Manifest, tmp_path: Path) -> None:
-    half = subset(dataset.path, str(tmp_path / "half"), fraction=0.5)
-    quarter = subset(half.path, str(tmp_path / "quarter"), fraction=0.5)
-    assert (half.num_images, quarter.num_images) == (150, 75)
-    assert set(keys_of(quarter)) < set(keys_of(half))
-
-
-def test_a_part_does_not_depend_on_where_it_is_written(dataset: Manifest, tmp_path: Path) -> None:
+def test_a_part_does_not_depend_on_where_it_is_written(dataset, tmp_path):
     one = subset(dataset.path, str(tmp_path / "one"), count=50)
     two = subset(dataset.path, str(tmp_path / "two"), count=50)
     other = subset(dataset.path, str(tmp_path / "other"), count=50, seed=1)
@@ -43,17 +33,7 @@ def test_a_part_does_not_depend_on_where_it_is_written(dataset: Manifest, tmp_pa
     assert keys_of(open_dataset(one.path)) == keys_of(two)
 
 
-def test_a_part_is_planned_over_its_own_rows(dataset: Manifest, tmp_path: Path) -> None:
-    part = subset(dataset.path, str(tmp_path / "part"), count=50)
-    rows = Plan(part, seed=1).rows_at(np.arange(50))
-    assert sorted(rows.samples.tolist()) == list(range(50))
-    groups = np.searchsorted(part.first_samples, rows.samples, side="right") - 1
-    np.testing.assert_array_equal(groups, rows.groups)
-
-
-def test_a_part_that_was_copied_with_its_set_reads_the_copy(
-    dataset: Manifest, tmp_path: Path
-) -> None:
+def test_a_part_that_was_copied_with_its_set_reads_the_copy(dataset, tmp_path):
     """And alone, or where the set is elsewhere, the files that it was made of."""
     shutil.copytree(dataset.path, tmp_path / "one" / "set")
     part = subset(str(tmp_path / "one" / "set"), str(tmp_path / "one" / "run" / "part"), count=50)
@@ -74,7 +54,7 @@ def test_a_part_that_was_copied_with_its_set_reads_the_copy(
     assert (keys_of(copy), copy.fingerprint) == (expected, part.fingerprint)
 
 
-def test_an_impossible_part_is_refused(dataset: Manifest, tmp_path: Path) -> None:
+def test_an_impossible_part_is_refused(dataset, tmp_path):
     target = str(tmp_path / "part")
     with pytest.raises(ValueError, match="give one of the three"):
         subset(dataset.path, target)
@@ -85,9 +65,7 @@ def test_an_impossible_part_is_refused(dataset: Manifest, tmp_path: Path) -> Non
         subset(dataset.path, target, count=4)
 
 
-def test_a_conversion_under_way_is_not_committed_by_a_part(
-    serial: None, image_folder: Path, tmp_path: Path
-) -> None:
+def test_a_conversion_under_way_is_not_committed_by_a_part(serial, image_folder, tmp_path):
     convert(str(image_folder), str(tmp_path / "whole"))
     (tmp_path / "set" / "_staging").mkdir(parents=True)
     (tmp_path / "set" / "_staging" / "plan.json").write_text("{}")
@@ -95,7 +73,7 @@ def test_a_conversion_under_way_is_not_committed_by_a_part(
         subset(str(tmp_path / "whole"), str(tmp_path / "set"), count=7)
 
 
-def test_verify_counts_the_images_of_a_part(serial: None, tmp_path: Path) -> None:
+def test_verify_counts_the_images_of_a_part(serial, tmp_path):
     write_class_folders(tmp_path / "source", num_classes=2, per_class=20)
     convert(tmp_path / "source", tmp_path / "set", rows_per_row_group=16)
     part = subset(str(tmp_path / "set"), str(tmp_path / "part"), count=7)
@@ -104,7 +82,7 @@ def test_verify_counts_the_images_of_a_part(serial: None, tmp_path: Path) -> Non
     assert sum(check.num_decoded for check in checks) == 7
 
 
-def test_a_part_is_chosen_by_a_list_of_keys(serial: None, tmp_path: Path) -> None:
+def test_a_part_is_chosen_by_a_list_of_keys(serial, tmp_path):
     write_class_folders(tmp_path / "source", num_classes=2, per_class=12)
     whole = str(tmp_path / "set")
     convert(tmp_path / "source", whole, rows_per_row_group=5, license="CC-BY-4.0")

@@ -69,7 +69,7 @@ def run_job(host: Host, job: str, recipe: Recipe, folder: Path) -> tuple[int, st
 
 
 @pytest.mark.slow
-def test_a_job_starts_the_nodes_that_it_needs(head: Host, digits: Digits, tmp_path: Path) -> None:
+def test_a_job_starts_the_nodes_that_it_needs(head, digits, tmp_path):
     def recipe(**workers: Any) -> Recipe:
         # One worker for each node of 4 CPUs.
         return small_recipe(
@@ -88,9 +88,7 @@ def test_a_job_starts_the_nodes_that_it_needs(head: Host, digits: Digits, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_study_starts_the_nodes_that_its_cells_need(
-    head: Host, digits: Digits, tmp_path: Path
-) -> None:
+def test_a_study_starts_the_nodes_that_its_cells_need(head, digits, tmp_path):
     rows = [study_row("small"), study_row("large", width=32)]
     recipe = small_recipe(
         "grid", digits, tmp_path,
@@ -129,20 +127,11 @@ def train_group(
 @pytest.mark.slow
 @limited(quota=1)
 def test_a_quota_that_ends_in_the_middle_of_a_group_is_waited_for_or_done_without(
-    head: Host, digits: Digits, tmp_path: Path
-) -> None:
+    head, digits, tmp_path
+):
     code, output = train_group(head, "fixed", 2, digits, tmp_path)
     missing = r"2 workers need 6 CPU \(the cluster has 4, .*place_timeout_minutes=1\.5"
     assert (code, bool(re.search(missing, output))) == (1, True), output
     code, output = train_group(head, "elastic", (1, 2), digits, tmp_path)
     assert code == 0, output
     hosts.wait_for_nodes(head, 2)
-
-
-@pytest.mark.slow
-@limited(quota=0)
-def test_a_node_that_never_comes_is_waited_for_as_long_as_the_recipe_says(
-    head: Host, digits: Digits, tmp_path: Path
-) -> None:
-    code, output = train_group(head, "never", 1, digits, tmp_path)
-    assert (code, "place_timeout_minutes=1.5" in output) == (1, True), output

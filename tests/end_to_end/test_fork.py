@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.conftest import Digits
 from tests.end_to_end.runs import same_weights, weights_of
 from tests.recipes import STEPS, small_recipe
 from vit_ray.commands.cli import vit_ray
@@ -18,9 +17,7 @@ from vit_ray.tracking.mlflow_client import open_client
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_fork_ends_with_its_parents_weights(
-    digits: Digits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fork_ends_with_its_parents_weights(digits, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = small_recipe("parent", digits, tmp_path)
     train(recipe)

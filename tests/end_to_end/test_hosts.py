@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests import hosts
-from tests.conftest import ROOT, Digits
+from tests.conftest import ROOT
 from tests.end_to_end.runs import (
     checkpoint_steps,
     constant_recipe,
@@ -77,9 +77,7 @@ def train_on(
 
 
 @pytest.mark.slow
-def test_two_hosts_train_as_one_and_each_serves_its_own_ranks(
-    cluster: tuple[Network, dict[str, Host]], digits: Digits, tmp_path: Path
-) -> None:
+def test_two_hosts_train_as_one_and_each_serves_its_own_ranks(cluster, digits, tmp_path):
     _, members = cluster
     settings = {"optim": {"learning_rate": 1e-3}, "data": {"shuffle_window": 256}}
     alone = small_recipe("alone", digits, tmp_path, **settings)
@@ -98,9 +96,7 @@ def test_two_hosts_train_as_one_and_each_serves_its_own_ranks(
 
 
 @pytest.mark.slow
-def test_nodes_of_one_label_train_and_those_of_another_read(
-    cluster: tuple[Network, dict[str, Host]], digits: Digits, tmp_path: Path
-) -> None:
+def test_nodes_of_one_label_train_and_those_of_another_read(cluster, digits, tmp_path):
     _, members = cluster
     settings: dict[str, Any] = {"optim": {"steps": 200}}
     alone = constant_recipe("unlabelled", digits, tmp_path, **settings)
@@ -119,9 +115,7 @@ def test_nodes_of_one_label_train_and_those_of_another_read(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_where_the_server_of_one_host_dies(
-    cluster: tuple[Network, dict[str, Host]], digits: Digits, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_where_the_server_of_one_host_dies(cluster, digits, tmp_path):
     _, members = cluster
     length: dict[str, Any] = {"optim": {"steps": 200}, "checkpoint": {"every_steps": 50}}
     alone = constant_recipe("undisturbed", digits, tmp_path, **length)

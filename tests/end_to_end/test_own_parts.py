@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, Digits, Head
+from tests.conftest import ROOT, Digits
 from tests.end_to_end.runs import (
     Finished,
     constant_recipe,
@@ -24,9 +24,7 @@ from vit_ray.launch.run import train
 
 
 @pytest.mark.slow
-def test_our_model_in_a_module_of_the_users_trains_as_ours_through_a_stop(
-    straight: Finished, digits: Digits, folder: Path
-) -> None:
+def test_our_model_in_a_module_of_the_users_trains_as_ours_through_a_stop(straight, digits, folder):
     """To the last bit, with a loss and a metric of the user's; its callbacks meddle and fail."""
     trust_modules("tests.parts")
 
@@ -73,8 +71,8 @@ SHORT = ("optim.epochs=null", "optim.schedule=constant", "optim.warmup_steps=0")
 
 @pytest.mark.slow
 def test_the_pages_example_trains_and_resumes_where_it_is_and_as_a_job(
-    ray_head: Head, digits: Digits, page: Path, working_dir: Path
-) -> None:
+    ray_head, digits, page, working_dir
+):
     """A driver in the folder, then a job that continues the run with a copy of the folder."""
     changes = (
         f"data.train={digits.train}", f"data.eval={digits.test}", f"output={page / 'runs'}",

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.conftest import Head
 from vit_ray.commands import quickstart
 from vit_ray.commands.quickstart import run_quickstart
 from vit_ray.config import Recipe, load_recipe
@@ -23,11 +22,8 @@ def _shorter(recipe: str) -> Recipe:
 
 @pytest.mark.slow
 def test_the_quickstart_learns_and_its_second_start_trains_nothing(
-    ray_cluster: Head,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    ray_cluster, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(quickstart, "load_recipe", _shorter)
     recipe = load_recipe("digits").with_changes(
         output=str(tmp_path / "runs"),
@@ -89,11 +85,11 @@ def _tables(output: str) -> list[str]:
     return [line for line in lines if "%" in line and not re.search("step|goodput", line)]
 
 
-def test_without_a_test_set_nothing_is_written() -> None:
+def test_without_a_test_set_nothing_is_written():
     with pytest.raises(ValueError, match=r"^data\.eval is not set"):
         run_quickstart(load_recipe("digits", ["data.eval=null"]))
 
 
-def test_a_run_without_an_accuracy_is_named() -> None:
+def test_a_run_without_an_accuracy_is_named():
     with pytest.raises(ValueError, match=r"^run digits-vit has no accuracy; its events say why"):
         quickstart._top1(RunResult(None, "digits-vit", 5, 5, {"train/loss": 1.0}, ""))

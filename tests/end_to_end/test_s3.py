@@ -2,47 +2,29 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
-from tests.conftest import Digits, Head
-from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, serve_s3
+from tests.data.s3_server import SECRET_KEY, s3_environment, serve_s3, timeout
 from tests.end_to_end.runs import curve, runs_of, submit, write_recipe
 from tests.recipes import small_recipe
 from vit_ray.experiments.search_space import RATE
 
 
-def environment(port: int) -> dict[str, str]:
-    return {
-        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
-        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
-        "AWS_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        # What stores other than AWS need of pyarrow's client.
-        "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
-        "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
-    }
-
-
 @pytest.mark.slow
 def test_a_run_reads_from_s3_and_goes_on_from_its_checkpoints_there(
-    ray_head: Head, digits: Digits, working_dir: Path, tmp_path: Path
-) -> None:
+    ray_head, digits, working_dir, tmp_path
+):
     buckets = tmp_path / "buckets"
     shutil.copytree(digits.train, buckets / "sets" / "train")
     (buckets / "runs").mkdir()
     first = small_recipe(
-        "on-s3",
-        digits,
-        tmp_path,
-        output="s3://runs/all",
+        "on-s3", digits, tmp_path, output="s3://runs/all",
         data={"train": "s3://sets/train", "eval": None},
-        optim={"steps": 8, "schedule": "constant"},
-        checkpoint={"every_steps": 4, "keep_last": 2},
-    )
+        optim={"steps": 8, "schedule": "constant"}, checkpoint={"every_steps": 4, "keep_last": 2},
+    )  # fmt: skip
     with serve_s3(buckets) as port:
-        variables = {**environment(port), "HOME": str(tmp_path)}
+        variables = {**s3_environment(port), **timeout(20.0), "HOME": str(tmp_path)}
         second = first.with_changes(optim={"steps": 12})
         for recipe in (first, second):
             job = ("python", "jobs/pretrain.py", str(write_recipe(recipe, tmp_path)))
@@ -60,26 +42,22 @@ def test_a_run_reads_from_s3_and_goes_on_from_its_checkpoints_there(
 
 @pytest.mark.slow
 def test_a_sweep_keeps_its_runs_and_the_files_of_tune_on_s3(
-    ray_head: Head, digits: Digits, working_dir: Path, tmp_path: Path
-) -> None:
+    ray_head, digits, working_dir, tmp_path
+):
     buckets = tmp_path / "buckets"
     shutil.copytree(digits.train, buckets / "sets" / "train")
     shutil.copytree(digits.test, buckets / "sets" / "test")
     (buckets / "runs").mkdir()
     recipe = small_recipe(
-        "swept",
-        digits,
-        tmp_path,
-        output="s3://runs/all",
-        data={"train": "s3://sets/train", "eval": "s3://sets/test"},
-        optim={"steps": 4},
+        "swept", digits, tmp_path, output="s3://runs/all",
+        data={"train": "s3://sets/train", "eval": "s3://sets/test"}, optim={"steps": 4},
         workers={"num_workers": 1},
         sweep={"learning_rates": [0.01, 0.001], "dev_fraction": 0.1, "seeds": 1},
-    )
+    )  # fmt: skip
     job = ("python", "jobs/sweep.py", str(write_recipe(recipe, tmp_path)))
     ends = []
     with serve_s3(buckets) as port:
-        variables = {**environment(port), "HOME": str(tmp_path)}
+        variables = {**s3_environment(port), **timeout(20.0), "HOME": str(tmp_path)}
         for _ in range(2):
             code, output = submit(ray_head, working_dir, *job, **variables)
             assert code == 0, output[-6000:]

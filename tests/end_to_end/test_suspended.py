@@ -131,9 +131,7 @@ def recipe_of(name: str, digits: Digits, folder: Path) -> Recipe:
 
 
 @pytest.mark.slow
-def test_a_job_that_is_suspended_is_saved_in_time_and_continues_where_it_was(
-    net: Network, digits: Digits, tmp_path: Path
-) -> None:
+def test_a_job_that_is_suspended_is_saved_in_time_and_continues_where_it_was(net, digits, tmp_path):
     recipe = recipe_of("suspended", digits, tmp_path)
     path = write_recipe(recipe, tmp_path)
     first = Pods(net, 1)

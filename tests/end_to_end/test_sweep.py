@@ -10,20 +10,17 @@ import ray
 from mlflow import MlflowClient
 from ray import tune
 
-from tests.conftest import Digits
-from tests.end_to_end.runs import Finished, runs_of
+from tests.end_to_end.runs import runs_of
 from tests.recipes import small_recipe
 from vit_ray.checkpoints.checkpoint import open_checkpoint
 from vit_ray.config.recorded_recipe import tags_of
-from vit_ray.experiments.search_space import RATE, final_recipe, trial_recipe
+from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import run_sweep
 from vit_ray.experiments.trials import METRIC, STEP, Trial
 from vit_ray.storage import locate
 
 
-def test_a_sweep_chooses_on_the_dev_split_and_tests_what_it_retrains(
-    straight: Finished, digits: Digits, tmp_path: Path
-) -> None:
+def test_a_sweep_chooses_on_the_dev_split_and_tests_what_it_retrains(straight, digits, tmp_path):
     recipe = small_recipe(
         "sweep",
         digits,
@@ -103,16 +100,3 @@ def _nothing_is_held() -> None:
     while ray.available_resources().get("CPU", 0) < 4:
         assert time.monotonic() < deadline, ray.available_resources()
         time.sleep(0.5)
-
-
-def test_trials_hold_out_the_dev_split_and_the_final_run_does_not(
-    digits: Digits, tmp_path: Path
-) -> None:
-    recipe = small_recipe("sweep", digits, tmp_path, init_from="x", sweep={"learning_rates": [0.1]})
-    trial, final = trial_recipe(recipe, {RATE: 0.1}), final_recipe(recipe, {RATE: 0.1}, seed=7)
-    assert trial.data.held_out_fraction == 0.02
-    assert trial.data.eval is None
-    assert final.data.held_out_fraction == 0.0
-    assert final.data.eval == digits.test
-    assert (trial.seed, final.seed) == (0, 7)
-    assert trial.name != final.name

@@ -1,13 +1,9 @@
 """Two jobs at once on one cluster."""
 
-from pathlib import Path
-
 import pytest
 
-from tests.conftest import Digits, Head
 from tests.end_to_end.runs import (
     Driver,
-    Finished,
     constant_recipe,
     same_weights,
     weights_of,
@@ -17,9 +13,7 @@ from vit_ray import trust_modules
 
 
 @pytest.mark.slow
-def test_two_jobs_train_at_once_and_each_as_if_alone(
-    ray_cluster: Head, straight: Finished, digits: Digits, tmp_path: Path
-) -> None:
+def test_two_jobs_train_at_once_and_each_as_if_alone(ray_cluster, straight, digits, tmp_path):
     trust_modules("tests.parts")
     train = {"callbacks": ["tests.parts.wait_for_two_jobs"]}
     recipes = [constant_recipe(name, digits, tmp_path, train=train) for name in ("one", "other")]

@@ -54,9 +54,7 @@ def error_of(head: Host, recipe: Recipe, folder: Path) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_a_run_ends_where_nodes_do_not_see_its_folders(
-    members: dict[str, Host], own: Path, tmp_path: Path
-) -> None:
+def test_a_run_ends_where_nodes_do_not_see_its_folders(members, own, tmp_path):
     first, reader = (f"{name} ({members[name].address})" for name in ("first", "reader"))
     shutil.copytree(converted_set(), own / "set")
     recipe = recipe_with(

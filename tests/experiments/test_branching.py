@@ -21,8 +21,7 @@ from vit_ray.checkpoints.run_checkpoints import checkpoint_to_resume, newest_che
 from vit_ray.commands.plans.study_plan import plan_study
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments.branching import NOTE, begin_branch, branch_step, with_kept_steps
-from vit_ray.experiments.study import in_groups
-from vit_ray.experiments.study_cells import Cell, study_cells, study_of
+from vit_ray.experiments.study_cells import Cell, study_cells
 from vit_ray.storage import locate
 
 
@@ -38,22 +37,13 @@ def cells(folder: Any = "/x", **study: Any) -> list[Cell]:
     return study_cells(recipe_from_dict(tree(folder, **study), "test"))
 
 
-def test_rows_are_trained_longest_first_and_each_by_itself() -> None:
-    recipe = recipe_from_dict(tree(), "test")
-    planned = list(zip(study_cells(recipe), [100, 400, 200] * 2, strict=True))
-    found = in_groups(study_of(recipe), planned)
-    assert found == [[planned[k] for k in group] for group in ([1, 2, 0], [4, 5, 3])]
-    alone = study_of(recipe).model_copy(update={"branch": False})
-    assert in_groups(alone, planned) == [[one] for one in planned]
-
-
-def test_other_schedules_cannot_branch() -> None:
+def test_other_schedules_cannot_branch():
     recipe = recipe_from_dict(tree(schedule="cosine"), "test")
     with pytest.raises(ValueError, match=r"study.branch=true: cell .* has optim.schedule=cosine"):
         study_cells(recipe)
 
 
-def test_only_the_cool_downs_of_the_others_are_paid_for() -> None:
+def test_only_the_cool_downs_of_the_others_are_paid_for():
     plan = plan_study(recipe_from_dict(tree(data_fractions=[1.0]), "test"))
     whole = plan[1].training_hours
     hours = [one.training_hours / whole for one in plan[:3]]
@@ -64,7 +54,7 @@ def test_only_the_cool_downs_of_the_others_are_paid_for() -> None:
     assert sum(one.exaflops for one in plan) == pytest.approx(sum(spent) * 2 * plan[1].exaflops)
 
 
-def test_the_longest_keeps_what_the_others_need() -> None:
+def test_the_longest_keeps_what_the_others_need():
     short, trunk, middle, *_ = cells()
     steps = [branch_step(short, 100), branch_step(middle, 200), 0]
     assert steps == [80, 160, 0]
@@ -84,9 +74,7 @@ def whole(step: int) -> dict[str, Any]:
     return {f"weight|{key}|0": tensor for key, tensor in values(step).items()}
 
 
-def test_a_branch_begins_with_the_longest_cells_checkpoint_as_a_run_of_its_own(
-    tmp_path: Path,
-) -> None:
+def test_a_branch_begins_with_the_longest_cells_checkpoint_as_a_run_of_its_own(tmp_path):
     short, trunk, *_ = cells(tmp_path)
     long_run(trunk, 80)
     assert begin_branch(short, trunk, 80) == f"{trunk.name} at step 80"
@@ -100,7 +88,7 @@ def test_a_branch_begins_with_the_longest_cells_checkpoint_as_a_run_of_its_own(
     assert begin_branch(short, trunk, 80) == f"{trunk.name} at step 80"  # told at every start
 
 
-def test_a_damaged_checkpoint_is_told_and_the_cell_trained_from_its_start(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_told_and_the_cell_trained_from_its_start(tmp_path):
     short, trunk, *_ = cells(tmp_path)
     long_run(trunk, 80)
     (tensors,) = (Path(trunk.recipe.run_folder) / folder_name(80)).glob("*.safetensors")
@@ -115,7 +103,7 @@ def test_a_damaged_checkpoint_is_told_and_the_cell_trained_from_its_start(tmp_pa
     assert not folder.child(NOTE).exists()
 
 
-def test_a_note_of_a_copy_that_was_cut_short_says_nothing_of_a_later_start(tmp_path: Path) -> None:
+def test_a_note_of_a_copy_that_was_cut_short_says_nothing_of_a_later_start(tmp_path):
     short, trunk, *_ = cells(tmp_path)
     locate(short.recipe.run_folder).child(NOTE).write(b"a copy that was cut short")
     assert begin_branch(short, trunk, 80) == ""
@@ -123,7 +111,7 @@ def test_a_note_of_a_copy_that_was_cut_short_says_nothing_of_a_later_start(tmp_p
     assert begin_branch(short, trunk, 80) == ""
 
 
-def test_without_a_checkpoint_of_its_step_a_cell_is_trained_from_its_start(tmp_path: Path) -> None:
+def test_without_a_checkpoint_of_its_step_a_cell_is_trained_from_its_start(tmp_path):
     short, trunk, *_ = cells(tmp_path)
     told: list[str] = []
     assert begin_branch(short, trunk, 80, told.append) == ""

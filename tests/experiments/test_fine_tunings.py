@@ -45,7 +45,7 @@ def cell(**changes: Any) -> Cell:
     return study_cells(recipe_from_dict(tree, "test"))[0]
 
 
-def test_model_weights_seed_and_workers_are_the_cells_and_the_rest_the_tasks(base: str) -> None:
+def test_model_weights_seed_and_workers_are_the_cells_and_the_rest_the_tasks(base):
     one = cell()
     found = task_recipe(one, StudyTask(name="tune", recipe=base))
     assert re.fullmatch("grid-row-data1-epochs1-seed3-tune-[0-9a-f]{8}", found.name)
@@ -61,7 +61,7 @@ def test_model_weights_seed_and_workers_are_the_cells_and_the_rest_the_tasks(bas
     assert found.sweep
 
 
-def test_a_task_changes_its_recipe_and_can_go_without_its_sweep(base: str) -> None:
+def test_a_task_changes_its_recipe_and_can_go_without_its_sweep(base):
     changes = {"sweep": None, "optim": {"learning_rate": 0.5}, "model.dropout": 0.1}
     found = task_recipe(cell(), StudyTask(name="tune", recipe=base, changes=changes))
     assert found.sweep is None
@@ -69,7 +69,7 @@ def test_a_task_changes_its_recipe_and_can_go_without_its_sweep(base: str) -> No
     assert found.model.dropout == 0.1
 
 
-def test_a_task_that_trains_something_else_has_another_run(base: str) -> None:
+def test_a_task_that_trains_something_else_has_another_run(base):
     def name(one: Cell, **changes: Any) -> str:
         return task_recipe(one, StudyTask(name="tune", recipe=base, changes=changes)).name
 
@@ -97,17 +97,17 @@ def test_a_task_that_trains_something_else_has_another_run(base: str) -> None:
         ),
     ],
 )
-def test_a_task_that_cannot_be_is_refused_with_its_name(base: str, changes: Any, key: str) -> None:
+def test_a_task_that_cannot_be_is_refused_with_its_name(base, changes, key):
     with pytest.raises(ValueError, match=rf"study.transfer 'tune': .*{key}"):
         task_recipe(cell(), StudyTask(name="tune", recipe=base, changes=changes))
 
 
-def test_a_recipe_that_is_not_there_is_named() -> None:
+def test_a_recipe_that_is_not_there_is_named():
     with pytest.raises(ValueError, match=r"finetune/petz.*similar: .*finetune/pets"):
         task_recipe(cell(), StudyTask(name="tune", recipe="finetune/petz"))
 
 
-def test_one_task_is_listed_once(base: str) -> None:
+def test_one_task_is_listed_once(base):
     task = {"name": "tune", "recipe": base}
     with pytest.raises(ValueError, match=r"study.transfer: .* has tune twice"):
         study_recipe("/x", [study_row("a")], transfer=[task, task])

@@ -9,6 +9,7 @@ from mlflow import MlflowClient
 
 from tests.launch.resolved import resolved_run
 from vit_ray.config import Recipe, load_recipe
+from vit_ray.config.recorded_recipe import RUN_FOLDER, tags_of
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.run_metadata import run_facts
 from vit_ray.tracking.metrics_log import RunOpening, metrics_log_path
@@ -32,9 +33,7 @@ def record(recipe: Recipe, kind: str = "sweep", *, continues: bool = True) -> st
 
 
 @pytest.mark.parametrize("has_logs", [True, False])
-def test_two_outputs_with_a_sweep_of_one_name_go_on_each_under_its_own_run(
-    tmp_path: Path, has_logs: bool
-) -> None:
+def test_two_outputs_with_a_sweep_of_one_name_go_on_each_under_its_own_run(tmp_path, has_logs):
     recipes = [sweep_in(tmp_path, "first"), sweep_in(tmp_path, "second")]
     runs = [record(one, continues=False) for one in recipes]
     assert runs[0] != runs[1]
@@ -47,19 +46,19 @@ def test_two_outputs_with_a_sweep_of_one_name_go_on_each_under_its_own_run(
     assert record(recipes[0], "study") not in runs
 
 
-def test_a_sweep_whose_folder_was_moved_goes_on_under_its_run(tmp_path: Path) -> None:
+def test_a_sweep_whose_folder_was_moved_goes_on_under_its_run(tmp_path):
     run_id = record(sweep_in(tmp_path, "first"))
     (tmp_path / "first").rename(tmp_path / "second")
     record(sweep_in(tmp_path, "first"), continues=False)
     moved = sweep_in(tmp_path, "second")
     assert record(moved) == run_id
+    tags = MlflowClient(moved.tracking.uri).get_run(run_id).data.tags
+    assert tags_of(tags)[RUN_FOLDER] == moved.run_folder
     MlflowClient(moved.tracking.uri).delete_run(run_id)
     assert record(moved) != run_id
 
 
-def test_a_child_that_starts_before_mlflow_has_its_parent_is_attached_to_it(
-    tmp_path: Path,
-) -> None:
+def test_a_child_that_starts_before_mlflow_has_its_parent_is_attached_to_it(tmp_path):
     """As where the server answers late, or the driver died before it did."""
     recipe = sweep_in(tmp_path, "runs")
     log = metrics_log_path(recipe.run_folder)
@@ -84,9 +83,7 @@ def test_a_child_that_starts_before_mlflow_has_its_parent_is_attached_to_it(
     assert third.run_id == again.run_id
 
 
-def test_a_child_of_a_deleted_parent_waits_for_the_run_that_takes_its_place(
-    tmp_path: Path,
-) -> None:
+def test_a_child_of_a_deleted_parent_waits_for_the_run_that_takes_its_place(tmp_path):
     recipe = sweep_in(tmp_path, "runs")
     log = metrics_log_path(recipe.run_folder)
     opening = RunOpening(recipe.tracking, recipe.name, log)

@@ -28,13 +28,13 @@ def points(**sweep: Any) -> list[Point]:
     return points_of(recipe, recipe.sweep)
 
 
-def test_without_a_space_the_learning_rates_are_the_grid() -> None:
+def test_without_a_space_the_learning_rates_are_the_grid():
     found = points(learning_rates=[0.003, 0.01])
     assert found == [{RATE: 0.003}, {RATE: 0.01}]
     assert [point_name(point) for point in found] == ["lr0.003", "lr0.01"]
 
 
-def test_a_grid_is_every_combination_of_any_keys() -> None:
+def test_a_grid_is_every_combination_of_any_keys():
     space = {RATE: [0.01, 0.1], "optim.steps": [500, 2000], "data.augment.kind": ["resize"]}
     found = points(space=space)
     assert len(found) == 4
@@ -68,7 +68,7 @@ def test_values_of_a_section_change_the_keys_that_they_name() -> None:
         points(space={"data": [{"train": "a"}, {"train": "b"}]})
 
 
-def test_a_model_of_another_name_keeps_what_the_recipe_gives_or_is_refused() -> None:
+def test_a_model_of_another_name_keeps_what_the_recipe_gives_or_is_refused():
     sizes = {"depth": 2, "width": 8, "mlp_dim": 8, "num_heads": 2, "patch_size": 8}
     space = {"model": [{"name": "Axial-ViT"}, {"name": "ViT-S/16"}]}
     recipe = searched_recipe(space=space).with_changes(
@@ -89,7 +89,7 @@ def test_a_model_of_another_name_keeps_what_the_recipe_gives_or_is_refused() -> 
     assert (small.options(), small.image_size) == ({}, 32)
 
 
-def test_random_points_are_in_their_ranges_and_the_same_for_the_same_seed() -> None:
+def test_random_points_are_in_their_ranges_and_the_same_for_the_same_seed():
     space = {
         RATE: {"log_uniform": [1e-4, 1e-1]},
         "optim.weight_decay": {"uniform": [0.0, 0.2]},
@@ -109,7 +109,7 @@ def test_random_points_are_in_their_ranges_and_the_same_for_the_same_seed() -> N
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_random_points_of_lists_are_different_up_to_the_last(seed: int) -> None:
+def test_random_points_of_lists_are_different_up_to_the_last(seed):
     space = {RATE: [0.003, 0.01, 0.03, 0.1], "optim.steps": [500, 2000]}
     found = points(space=space, search="random", num_trials=8, seed=seed)
     assert {point_name(p) for p in found} == {point_name(p) for p in points(space=space)}
@@ -145,7 +145,7 @@ def test_random_points_of_lists_are_different_up_to_the_last(seed: int) -> None:
         ),
     ],
 )
-def test_a_space_that_cannot_work_is_refused(sweep: dict[str, Any], key: str) -> None:
+def test_a_space_that_cannot_work_is_refused(sweep, key):
     with pytest.raises(ValueError) as refused:
         points(**sweep)
     assert key in str(refused.value)

@@ -8,75 +8,26 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
 from mlflow.tracking import MlflowClient
 
 from tests.experiments.studies import study_recipe, study_row, study_tree
-from vit_ray.commands.plans.study_plan import describe_study
 from vit_ray.commands.printed_tables import print_study
 from vit_ray.commands.report import report
-from vit_ray.config import load_recipe
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.recorded_recipe import tags_of
 from vit_ray.experiments.study import run_study
 from vit_ray.experiments.study_cells import study_cells
-from vit_ray.launch.run_metadata import training_cost
 
 ROOT = Path(__file__).parents[2]
-
-
-def _cells(**study):
-    models = study.pop("models", [study_row("Ti/16"), study_row("S/16", rate=3e-4)])
-    return study_cells(study_recipe("/x", models, **study))
-
-
-def test_the_grid_is_models_by_shares_by_lengths_with_names_that_say_so():
-    cells = _cells(data_fractions=[0.25, 1.0], epochs=[7.0, 14.0])
-    assert [cell.name for cell in cells] == [
-        f"grid-{label}-data{fraction}-epochs{epochs}"
-        for label in ("Ti-16", "S-16")
-        for fraction in ("0.25", "1")
-        for epochs in ("7", "14")
-    ]
 
 
 def test_a_recipe_without_a_study_says_what_to_give():
     tree = study_tree("/x", [study_row("a")]) | {"study": None}
     with pytest.raises(ValueError, match=r"study is not set; give study\.models"):
         study_cells(recipe_from_dict(tree, "test"))
-
-
-@pytest.mark.parametrize(
-    ("name", "epochs", "exaflops"),
-    [("ViT-B/16", 7, 224), ("ViT-L/16", 14, 1567), ("ViT-H/14", 14, 4262), ("R50x2", 7, 199)],
-)
-def test_compute_of_a_cell_is_what_the_papers_table_6_says(name, epochs, exaflops):
-    model = {"label": "m", "model": {"name": name}}
-    if name.startswith("ViT"):
-        model["model"]["representation"] = True
-    tree = study_tree("/x", [model], epochs=[float(epochs)])
-    tree["train"] = {"global_batch_size": 4096}
-    (cell,) = study_cells(recipe_from_dict(tree, "test"))
-    manifest, num_images = SimpleNamespace(num_classes=18_291), 303_000_000
-    steps = cell.recipe.optim.total_steps(num_images, 4096)
-    plan = SimpleNamespace(
-        recipe=cell.recipe, manifest=manifest, num_images=num_images, total_steps=steps
-    )
-    metrics = training_cost(plan, steps)
-    assert metrics["study/exaflops"] == pytest.approx(exaflops, rel=0.01)
-    assert metrics["study/images_seen"] == pytest.approx(303e6 * epochs, rel=1e-4)
-
-
-def test_the_shipped_study_is_three_sizes_by_two_shares_of_the_digits():
-    recipe = load_recipe(ROOT / "jobs" / "recipes" / "study_digits.yaml")
-    cells = study_cells(recipe)
-    assert len(cells) == 6
-    assert len({cell.label for cell in cells}) == 3
-    assert len({cell.fraction for cell in cells}) == 2
-    assert recipe.evaluate.few_shot_train is not None
 
 
 def _logged_metrics(folder, cell):
@@ -172,13 +123,6 @@ def test_a_finished_cell_is_not_taken_for_one_of_another_recipe(finished):
     result = run_study(recipe.with_changes(optim={"weight_decay": 0.3}))
     for cell in result.cells:
         assert "these keys have changed: optim.weight_decay was 0.0 and is 0.3" in cell.error
-
-
-def test_a_dry_run_lists_the_cells_and_their_compute(finished):
-    recipe, result = finished
-    (line,) = [one for one in describe_study(recipe).splitlines() if one.startswith("grid-one-")]
-    exaflops = result.cells[0].metrics["study/exaflops"]
-    assert line.split()[:4] == ["grid-one-data1-epochs1", "1,497", "23", f"{exaflops:.4g}"]
 
 
 @pytest.fixture(scope="module")

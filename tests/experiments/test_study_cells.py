@@ -34,7 +34,7 @@ def changed(label: str, **changes: Any) -> dict[str, Any]:
     return row(label, changes=changes)
 
 
-def test_rows_change_any_key_in_either_spelling_and_nothing_else() -> None:
+def test_rows_change_any_key_in_either_spelling_and_nothing_else():
     plain, dotted, nested = cells(
         row("plain"),
         changed("dotted", **{"optim.name": "sgd", "model.pool": "gap"}),
@@ -48,14 +48,14 @@ def test_rows_change_any_key_in_either_spelling_and_nothing_else() -> None:
         assert differing <= {"name", "optim.name", "optim.momentum", "model.pool"}
 
 
-def test_a_row_without_a_model_has_the_recipes_as_far_as_it_does_not_change_it() -> None:
+def test_a_row_without_a_model_has_the_recipes_as_far_as_it_does_not_change_it():
     tree = study_tree("/x", [{"label": "deep", "changes": {"model": {"depth": 3}}}])
     tree["model"] = study_row("base")["model"]
     (cell,) = study_cells(recipe_from_dict(tree, "test"))
     assert (cell.recipe.model.depth, cell.recipe.model.width) == (3, 16)
 
 
-def test_a_rows_own_sizes_and_lengths_take_the_place_of_the_studys() -> None:
+def test_a_rows_own_sizes_and_lengths_take_the_place_of_the_studys():
     found = cells(
         row("grid"),
         row("alone", epochs=[14.0], data_fractions=[0.5]),
@@ -75,7 +75,7 @@ def test_a_rows_own_sizes_and_lengths_take_the_place_of_the_studys() -> None:
     assert (found[3].recipe.optim.steps, found[3].recipe.optim.epochs) == (100, None)
 
 
-def test_lengths_in_steps_and_images_are_the_lengths_of_cells() -> None:
+def test_lengths_in_steps_and_images_are_the_lengths_of_cells():
     (cell,) = cells(row("a"), epochs=None, images=[2_121_000_000])
     assert cell.name == "grid-a-data1-images2121000000"
     assert cell.recipe.optim.steps == round(2_121_000_000 / cell.recipe.train.global_batch_size)
@@ -86,7 +86,7 @@ def test_lengths_in_steps_and_images_are_the_lengths_of_cells() -> None:
         study(row("a"), epochs=[1.0], steps=[10])
 
 
-def test_rows_of_one_label_add_seeds_to_some_of_its_lengths() -> None:
+def test_rows_of_one_label_add_seeds_to_some_of_its_lengths():
     found = cells(row("a"), row("a", seeds=[1, 2], epochs=[4.0]), epochs=[2.0, 4.0])
     assert [(cell.name, cell.length, cell.recipe.seed) for cell in found] == [
         ("grid-a-data1-epochs2", "2 epochs", 0),
@@ -102,7 +102,7 @@ def test_rows_of_one_label_add_seeds_to_some_of_its_lengths() -> None:
     assert "fractions and lengths that differ more" in refusal(row("a"), epochs=[1.0, 1.0000001])
 
 
-def test_two_rows_that_make_one_cell_are_refused() -> None:
+def test_two_rows_that_make_one_cell_are_refused():
     text = refusal(row("one"), row("two"))
     assert "rows 'one' and 'two' give the same cell" in text
     assert "'grid-one-data1-epochs1' and 'grid-two-data1-epochs1'" in text
@@ -129,18 +129,18 @@ def test_two_rows_that_make_one_cell_are_refused() -> None:
         ({"optim.name": "sgd", "optim": {"name": "adamw"}}, "optim.name is given twice"),
     ],
 )
-def test_a_row_that_cannot_be_is_refused_with_its_place(changes: Any, key: str) -> None:
+def test_a_row_that_cannot_be_is_refused_with_its_place(changes, key):
     with pytest.raises(ValueError, match=rf"study.models.1 \('bad'\): .*{key}"):
         cells(row("good"), row("bad", changes=changes))
 
 
-def test_what_is_told_of_a_rows_own_data_may_differ() -> None:
+def test_what_is_told_of_a_rows_own_data_may_differ():
     (cell,) = cells(changed("a", data={"train": "/d"}, plan={"num_images": 9, "num_classes": 3}))
     assert (cell.recipe.plan.num_images, cell.recipe.data.train) == (9, "/d")
 
 
 @pytest.mark.parametrize("key", ["data_fractions", "epochs", "steps", "images", "seeds"])
-def test_an_empty_axis_is_refused(key: str) -> None:
+def test_an_empty_axis_is_refused(key):
     with pytest.raises(ValueError, match=f"study.{key}"):
         study(row("a"), **{"epochs": None, key: []})
     with pytest.raises(ValueError, match=r"study.models"):

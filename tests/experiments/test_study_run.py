@@ -1,6 +1,5 @@
 """What a study does with its cells as they end or fail: trials in this process, on fakes."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,6 @@ import yaml
 
 from tests.experiments.studies import resolved, study_recipe, study_row, study_tree, trained
 from tests.experiments.trials_here import Calls, context_of, in_process, parent_of
-from tests.launch.resolved import resolved_run
-from vit_ray.commands.printed_tables import print_study
 from vit_ray.config.command_sections import StudyTask
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments import study
@@ -39,9 +36,7 @@ def run_cells(
 @pytest.mark.parametrize(
     "error", [RunFailedError("no node\nmore of it"), RunDivergedError("reason"), OSError("full")]
 )
-def test_a_failed_cell_is_a_row_and_ends_no_other_cell(
-    monkeypatch: pytest.MonkeyPatch, cells: list[Cell], error: Exception
-) -> None:
+def test_a_failed_cell_is_a_row_and_ends_no_other_cell(monkeypatch, cells, error):
     tried: list[str] = []
 
     def train(recipe: Any, **_: Any) -> Any:
@@ -57,26 +52,7 @@ def test_a_failed_cell_is_a_row_and_ends_no_other_cell(
     assert study._totals(found)["study/failed_cells"] == 1.0
 
 
-@pytest.mark.parametrize("averaging", [0.0, 0.99])
-def test_a_study_shows_the_accuracy_of_the_averaged_weights_where_there_are_any(
-    monkeypatch: pytest.MonkeyPatch,
-    cells: list[Cell],
-    capsys: pytest.CaptureFixture[str],
-    averaging: float,
-) -> None:
-    changed = cells[0].recipe.with_changes(train={"averaging": averaging})
-    metrics = {"eval/top1": 0.5} | ({"eval/averaged_top1": 0.7} if averaging else {})
-    one = replace(cells[0], recipe=changed)
-    found, _ = run_cells(monkeypatch, [one], lambda recipe, **_: trained(**metrics))
-    monkeypatch.setenv("COLUMNS", "200")
-    assert print_study(study.StudyResult(found, "id", None, "")) == 0
-    shown = capsys.readouterr().out
-    assert ("top-1 averaged" in shown, "70.00%" in shown) == (bool(averaging),) * 2
-
-
-def test_transfers_are_metrics_of_their_cell_and_a_failed_one_ends_no_other(
-    monkeypatch: pytest.MonkeyPatch, cells: list[Cell]
-) -> None:
+def test_transfers_are_metrics_of_their_cell_and_a_failed_one_ends_no_other(monkeypatch, cells):
     tasks: Any = [{"name": name, "recipe": "finetune/pets"} for name in ("pets", "cars")]
     stored: list[Any] = []
 
@@ -96,9 +72,7 @@ def test_transfers_are_metrics_of_their_cell_and_a_failed_one_ends_no_other(
     assert stored == [(None, {"transfer/cars_top1": 0.7})]
 
 
-def test_branches_follow_the_longest_cell_of_their_row_in_its_trial(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_branches_follow_the_longest_cell_of_their_row_in_its_trial(monkeypatch, tmp_path):
     lengths: Any = {"epochs": None, "steps": [100, 400, 200], "branch": True}
     tree = study_tree(tmp_path, [study_row("a"), study_row("b", rate=3e-4)], **lengths)
     tree["optim"]["schedule"] = "cooldown"
@@ -123,9 +97,7 @@ def test_branches_follow_the_longest_cell_of_their_row_in_its_trial(
     assert calls.kinds() == ["branch"] * 4
 
 
-def test_a_stop_ends_a_trial_between_its_trainings(
-    monkeypatch: pytest.MonkeyPatch, cells: list[Cell]
-) -> None:
+def test_a_stop_ends_a_trial_between_its_trainings(monkeypatch, cells):
     in_process(monkeypatch, lambda recipe, **_: trained(is_complete=False))
     parent, calls = parent_of()
     with pytest.raises(RunStoppedError):
@@ -153,8 +125,8 @@ def test_a_stop_ends_a_trial_between_its_trainings(
     ],
 )
 def test_fine_tunings_of_all_cells_are_checked_before_the_first_is_trained(
-    changes: Any, key: str, cells: list[Cell], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    changes, key, cells, tmp_path, monkeypatch
+):
     path = tmp_path / "tune.yaml"
     tree = {"name": "tune", "data": {"train": "/t", "eval": "/e"}, "optim": {"steps": 5}}
     path.write_text(yaml.safe_dump({**tree, "train": {"global_batch_size": 12}}))
@@ -175,27 +147,7 @@ def test_fine_tunings_of_all_cells_are_checked_before_the_first_is_trained(
         study._check_tasks(cells, (StudyTask(name="tune", recipe=str(path), changes=changes),))
 
 
-def test_a_study_without_a_page_has_its_result_in_its_description(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """MLflow is away at its end."""
-    recipe = study_recipe(tmp_path, [study_row("a"), study_row("bad", width=32)])
-    parent, calls = parent_of(recipe)
-
-    def train(recipe: Any, **_: Any) -> Any:
-        if "bad" in recipe.name:
-            raise RunFailedError("no memory")
-        return trained()
-
-    in_process(monkeypatch, train)
-    monkeypatch.setattr(study, "resolve_run", lambda _: resolved_run())
-    monkeypatch.setattr(study, "open_parent", lambda *_, **__: nullcontext(parent))
-    monkeypatch.setattr(study, "page_of", lambda _: None)
-    assert study.run_study(recipe) is not None
-    assert calls.last("tag")[1].startswith("Of 2 cells, 1 failed\n")
-
-
-def test_the_total_counts_of_a_branch_what_it_computed(cells: list[Cell]) -> None:
+def test_the_total_counts_of_a_branch_what_it_computed(cells):
     batch = cells[0].recipe.train.global_batch_size
     alone = {"study/exaflops": 2.0, "study/images_seen": 10.0 * batch}
     whole = CellResult(cells[0], alone, "id")
@@ -203,21 +155,3 @@ def test_the_total_counts_of_a_branch_what_it_computed(cells: list[Cell]) -> Non
     unrecorded = CellResult(cells[2], {}, "id", branched_from="long at step 8")
     total = study._totals([whole, branched, unrecorded])["study/exaflops_total"]
     assert total == pytest.approx(2.0 + 2.0 * 2 / 10)
-
-
-def test_accuracies_of_transfers_are_in_the_printed_table(
-    cells: list[Cell], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    moved = CellResult(cells[0], {"eval/top1": 0.5, "transfer/pets_top1": 0.7}, "id")
-    branched = CellResult(cells[1], {"eval/top1": 0.4}, "id", branched_from="long at step 8")
-    both = study.StudyResult([moved, branched], "id", None, "")
-    assert print_study(both) == 0
-    lines = capsys.readouterr().out.splitlines()
-    (titles,) = [line for line in lines if "top-1" in line]
-    assert titles.split("\u2503")[-2].strip() == "pets"
-    (first,) = [line for line in lines if "small" in line]
-    (second,) = [line for line in lines if "broken" in line]
-    assert [line.split("\u2502")[-2].strip() for line in (first, second)] == ["70.00%", "-"]
-    assert "1 epochs, branched" in second
-    assert "branched" not in first

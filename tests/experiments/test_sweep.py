@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from ray.tune.schedulers import ASHAScheduler
 
-from tests.experiments.trials_here import context_of, in_process, parent_of, result_of
+from tests.experiments.trials_here import in_process, parent_of, result_of
 from tests.launch.resolved import resolved_run
 from tests.recipes import recipe_with
-from vit_ray.commands.printed_tables import print_sweep
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.experiments import sweep
@@ -36,7 +35,7 @@ from vit_ray.experiments.sweep import (
     tune_finals,
     tune_trials,
 )
-from vit_ray.experiments.trials import Ended, OpenParent, Outcome, num_fitting
+from vit_ray.experiments.trials import OpenParent, Outcome, num_fitting
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.run import RunResult
 from vit_ray.launch.workers import RunDivergedError, RunFailedError
@@ -83,11 +82,8 @@ def swept(plan: SweepPlan, parent: OpenParent) -> SweepResult:
 
 @pytest.mark.parametrize(("averaging", "best"), [(0.0, 0.1), (0.9999, 0.2)])
 def test_the_averaged_accuracy_decides_where_weights_are_averaged(
-    averaging: float,
-    best: float,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    averaging, best, tmp_path, monkeypatch
+):
     in_process(monkeypatch, rate_is_accuracy)
     plan = plan_of(tmp_path, train={"averaging": averaging})
     parent, calls = parent_of(plan.recipe)
@@ -105,20 +101,9 @@ def test_the_averaged_accuracy_decides_where_weights_are_averaged(
     )
 
 
-def test_a_sweep_in_a_cells_trial_is_that_of_ray_tune(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    in_process(monkeypatch, rate_is_accuracy)
-    plan = plan_of(tmp_path)
-    parent, _ = parent_of(plan.recipe)
-    monkeypatch.setattr(sweep, "plan_sweep", lambda *_, **__: plan)
-    monkeypatch.setattr(sweep, "open_parent", lambda *_, **__: contextlib.nullcontext(parent))
-    assert sweep.fine_tune(plan.recipe, context_of(parent), {}) == swept(plan, parent)
-
-
 def test_a_failed_a_diverged_and_a_trial_without_a_number_are_rows_and_never_best(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     def train(recipe: Recipe, **keys: Any) -> RunResult:
         match recipe.optim.learning_rate:
             case 0.1:
@@ -144,7 +129,7 @@ def test_a_failed_a_diverged_and_a_trial_without_a_number_are_rows_and_never_bes
         swept(alone, parent)
 
 
-def test_only_trials_that_reached_their_end_are_compared() -> None:
+def test_only_trials_that_reached_their_end_are_compared():
     low = Row({RATE: 0.1}, finished(0.2))
     assert best_row([STOPPED, FAILED, low]) is low
     for rows in ([STOPPED, FAILED], [FAILED]):
@@ -154,26 +139,8 @@ def test_only_trials_that_reached_their_end_are_compared() -> None:
     assert best_row(same) is same[0]
 
 
-def test_a_search_whose_trials_all_fail_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = plan_of(tmp_path)
-    space = {RATE: {"uniform": [0.1, 0.4]}}
-    search = {"search": "optuna", "num_trials": 2, "space": space}
-    searched = replace(plan, recipe=plan.recipe.with_changes(sweep=search))
-    lost = Ended([], Outcome(TrialState.FAILED, error="no memory"), 2)
-    monkeypatch.setattr(sweep, "run_trials", lambda *_, **__: lost)
-    monkeypatch.setattr(sweep, "searcher", lambda *_: None)
-    rows = tune_trials(searched, parent_of(plan.recipe)[0])
-    assert [row.outcome.error for row in rows] == ["no memory"] * 2
-    with pytest.raises(RunFailedError, match="every trial failed; the first: no memory"):
-        best_row(rows)
-
-
 @pytest.mark.parametrize(("max_steps", "grace"), [(16, None), (100, None), (300, 8), (5, 4)])
-def test_trials_are_evaluated_at_the_rungs_of_tunes_scheduler(
-    max_steps: int, grace: int | None
-) -> None:
+def test_trials_are_evaluated_at_the_rungs_of_tunes_scheduler(max_steps, grace):
     config = SweepConfig(scheduler="asha", grace_steps=grace)
     scheduler = sweep._scheduler(config, max_steps)
     assert isinstance(scheduler, ASHAScheduler)
@@ -185,7 +152,7 @@ def test_trials_are_evaluated_at_the_rungs_of_tunes_scheduler(
         rung_steps(SweepConfig(scheduler="asha", grace_steps=900), max_steps)
 
 
-def test_a_random_search_of_tune_runs_exactly_the_points_that_were_checked() -> None:
+def test_a_random_search_of_tune_runs_exactly_the_points_that_were_checked():
     space: dict[str, Any] = {
         RATE: {"log_uniform": [1e-4, 1e-1]},
         "optim.frozen": [["head", "norm"], []],
@@ -209,13 +176,13 @@ def _generated(search: Any, space: dict[str, Any], num_samples: int) -> list[Any
 
 
 @pytest.mark.skipif(importlib.util.find_spec("optuna") is not None, reason="Optuna is installed")
-def test_a_searcher_that_is_not_installed_is_named() -> None:
+def test_a_searcher_that_is_not_installed_is_named():
     config = SweepConfig(search="optuna", num_trials=2, space={RATE: [0.1, 0.2]})
     with pytest.raises(ValueError, match=r"Optuna is not installed; run pip install 'vit_ray\["):
         points_of(recipe_with("s", sweep=config.model_dump(mode="json")), config)
 
 
-def test_names_of_trials_are_names_of_folders_whatever_varies(tmp_path: Path) -> None:
+def test_names_of_trials_are_names_of_folders_whatever_varies(tmp_path):
     values = [f"/a/very/long/path/of/weights/{'x' * 200}/{k}" for k in range(2)]
     recipe = recipe_with(
         "s" * 60, output=str(tmp_path), data={"eval": "y"}, sweep={"space": {"init_from": values}}
@@ -241,9 +208,7 @@ def test_names_of_trials_are_names_of_folders_whatever_varies(tmp_path: Path) ->
         (True, {"CPU": 8.0}, 1),  # no node with a GPU is up yet
     ],
 )
-def test_as_many_run_in_parallel_as_fit_whichever_they_are(
-    use_gpu: Any, cluster: dict[str, float], count: int
-) -> None:
+def test_as_many_run_in_parallel_as_fit_whichever_they_are(use_gpu, cluster, count):
     shape = ClusterShape(1, cluster["CPU"], cluster.get("GPU", 0.0), 0.0)
     workers = {"num_workers": 2, "cpus_per_worker": 1.0, "use_gpu": use_gpu}
     one = recipe_with("s", workers=workers, data={"cpus_per_task": 0.5})
@@ -252,26 +217,16 @@ def test_as_many_run_in_parallel_as_fit_whichever_they_are(
     assert num_fitting([small, *[one] * 9, small], shape) == count
 
 
-def test_the_table_has_every_trial_and_the_record_the_selection(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    rows = [Row({RATE: 0.2}, finished(0.7)), FAILED, STOPPED]
-    outcome = SweepResult(rows, {RATE: 0.2}, [finished(0.75), finished(0.77)], "id", "hint")
-    assert print_sweep(outcome) == 0
-    text = capsys.readouterr().out
-    for each in ("70.00%", "76.00% +-", "failed: not finite", "stopped early, at step 10"):
-        assert each in text
+def test_the_record_has_the_selection_and_first_its_accuracy():
     alone = SweepResult([Row({RATE: 0.1}, finished(0.9))], {RATE: 0.1}, [finished(0.85)])
-    expected = {"sweep/learning_rate": 0.1, "eval/top1": 0.85, "eval/top1_std": 0.0}
     found = sweep_metrics(alone, "eval/top1")
-    assert found == expected
+    assert found == {"sweep/learning_rate": 0.1, "eval/top1": 0.85, "eval/top1_std": 0.0}
     assert next(iter(found)) == "eval/top1"  # what MLflow's pages show first
 
 
 def test_paths_of_a_point_are_whole_since_a_trial_runs_in_a_folder_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     recipe = recipe_with("s", data={"eval": "y"}, sweep={"learning_rates": [0.1]})
     for found in (
@@ -283,8 +238,8 @@ def test_paths_of_a_point_are_whole_since_a_trial_runs_in_a_folder_of_its_own(
 
 @pytest.mark.parametrize("has_begun", [True, False])
 def test_a_sweep_that_has_begun_continues_under_its_own_run_and_says_so(
-    has_begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    has_begun, tmp_path, monkeypatch
+):
     plan = plan_of(tmp_path)
     plan = replace(plan, recipe=plan.recipe.with_changes(sweep={"scheduler": "asha"}))
     if has_begun:

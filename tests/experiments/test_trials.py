@@ -11,22 +11,19 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler
 from ray.util import placement_group_table
-from s3fs import S3FileSystem
 
 from tests.conftest import Digits, Head
-from tests.data.s3_server import serve_s3, this_process_uses
-from tests.experiments.trials_here import parent_of
-from tests.recipes import recipe_with, small_recipe
+from tests.recipes import small_recipe
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.experiments import trials
 from vit_ray.experiments.parent_run import open_parent
@@ -123,13 +120,14 @@ def no_place_is_kept(ray_cluster: Head) -> Iterator[None]:
 
 
 def starts(folder: Path) -> list[tuple[float, int]]:
-    lines = (folder / "starts").read_text().splitlines()
+    file = folder / "starts"
+    lines = file.read_text().splitlines() if file.exists() else []
     return [(float(rate), int(step)) for rate, step in map(str.split, lines)]
 
 
 def test_tunes_own_analysis_names_the_rate_that_won_and_a_second_run_trains_nothing(
-    parent: OpenParent, tmp_path: Path
-) -> None:
+    parent, tmp_path
+):
     ended = run(
         parent, partial(training, tmp_path, 0.0), space={"rate": tune.grid_search(RATES[:2])}
     )
@@ -148,7 +146,7 @@ def test_tunes_own_analysis_names_the_rate_that_won_and_a_second_run_trains_noth
     assert [one for one in starts(tmp_path)[2:] if one[1] < STEPS] == [(0.2, 0)]
 
 
-def test_asha_stops_a_trial_with_a_checkpoint(parent: OpenParent, tmp_path: Path) -> None:
+def test_asha_stops_a_trial_with_a_checkpoint(parent, tmp_path):
     scheduler = ASHAScheduler(
         time_attr=STEP, max_t=STEPS, grace_period=2, reduction_factor=4, stop_last_trials=False
     )
@@ -163,12 +161,7 @@ def test_asha_stops_a_trial_with_a_checkpoint(parent: OpenParent, tmp_path: Path
         assert 2 <= int((tmp_path / f"{rate}").read_text()) < STEPS
 
 
-def test_a_diverged_a_failed_and_a_killed_trial_end_no_other(
-    parent: OpenParent,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_diverged_a_failed_and_a_killed_trial_end_no_other(parent, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(trials, "MOST_RESTARTS", 1)
     space = {"rate": tune.grid_search([0.1, 0.2, 0.3, 0.4])}
     ended = run(parent, partial(failing, tmp_path), space=space)
@@ -181,23 +174,33 @@ def test_a_diverged_a_failed_and_a_killed_trial_end_no_other(
     assert "died 2 times" in caplog.text
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_saves_every_running_trial_and_the_same_command_continues(
-    number: int, parent: OpenParent, tmp_path: Path
-) -> None:
-    """The handlers are those of the driver: the parent is open in the main thread."""
+@contextmanager
+def signalled(number: int, is_due: Callable[[], bool]) -> Iterator[None]:
+    """The block is ended by a signal a second after it is due: the handlers are the driver's."""
 
     def interrupt() -> None:
-        while not (tmp_path / "starts").exists() or len(starts(tmp_path)) < 2:
+        while not is_due():
             time.sleep(0.05)
         time.sleep(1.0)
         os.kill(os.getpid(), number)
 
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(RunStoppedError):
+        yield
+
+
+def saved(folder: Path) -> dict[float, int]:
+    """Steps by rate."""
+    return {float(path.name): int(path.read_text()) for path in folder.glob("0.*")}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_saves_every_running_trial_and_the_same_command_continues(
+    number, parent, tmp_path
+):
+    with signalled(number, lambda: len(starts(tmp_path)) >= 2):
         run(parent, partial(training, tmp_path, 0.5))
-    saved = {float(path.name): int(path.read_text()) for path in tmp_path.glob("0.*")}
-    assert set(saved) == set(RATES[:2])
+    assert set(saved(tmp_path)) == set(RATES[:2])
 
 
 def continued(parent: OpenParent, folder: Path, has_memory: bool) -> list[tuple[float, int]]:
@@ -209,60 +212,39 @@ def continued(parent: OpenParent, folder: Path, has_memory: bool) -> list[tuple[
 
 @pytest.mark.parametrize("has_memory", [False, True])
 def test_another_driver_takes_up_what_an_interrupted_one_has_left(
-    has_memory: bool, ray_cluster: Head, digits: Digits, tmp_path: Path
-) -> None:
+    has_memory, ray_cluster, digits, tmp_path
+):
     """With a memory, Tune itself knows its trials; else those that have finished return at once."""
     recipe = small_recipe("parent", digits, tmp_path)
     opened: Callable[[], Any] = partial(open_parent, recipe, "sweep", resolve_run(recipe), 1)
-
-    def interrupt() -> None:
-        while len(list(tmp_path.glob("0.*"))) < 2 or len(starts(tmp_path)) < 3:
-            time.sleep(0.05)  # two have ended, and the third one trains
-        time.sleep(1.0)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    def interrupted() -> None:
-        with opened() as first:
-            threading.Thread(target=interrupt, daemon=True).start()
-            run(first, partial(training, tmp_path, 0.3))
-
-    with pytest.raises(RunStoppedError):
-        interrupted()
-    saved = {float(path.name): int(path.read_text()) for path in tmp_path.glob("0.*")}
-    assert {rate: saved.pop(rate) for rate in RATES[:2]} == dict.fromkeys(RATES[:2], STEPS)
-    assert 0 < saved[RATES[2]] < STEPS
+    # Two have ended, and the third one trains.
+    with (
+        signalled(signal.SIGTERM, lambda: len(saved(tmp_path)) >= 2 and len(starts(tmp_path)) >= 3),
+        opened() as first,
+    ):
+        run(first, partial(training, tmp_path, 0.3))
+    steps = saved(tmp_path)
+    assert {rate: steps.pop(rate) for rate in RATES[:2]} == dict.fromkeys(RATES[:2], STEPS)
+    assert 0 < steps[RATES[2]] < STEPS
     with opened() as second:
         again = continued(second, tmp_path, has_memory)
-    assert {rate: step for rate, step in again if step < STEPS} == saved
+    assert {rate: step for rate, step in again if step < STEPS} == steps
     finished = [rate for rate, step in again if step == STEPS]
     assert len(finished) == (0 if has_memory else 2)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("optuna") is None, reason="Optuna is an extra")
-def test_a_search_of_optuna_continues_with_what_it_has_measured(
-    ray_cluster: Head, digits: Digits, tmp_path: Path
-) -> None:
+def test_a_search_of_optuna_continues_with_what_it_has_measured(ray_cluster, digits, tmp_path):
     recipe = small_recipe("parent", digits, tmp_path)
     config = SweepConfig(search="optuna", num_trials=6, space={"rate": {"uniform": [0.1, 0.4]}})
     how: dict[str, Any] = {
         "space": tune_space(config), "num_samples": 6, "max_concurrent": 1, "has_memory": True,
     }  # fmt: skip
     opened: Callable[[], Any] = partial(open_parent, recipe, "sweep", resolve_run(recipe), 1)
-
-    def interrupt() -> None:
-        while len(list(tmp_path.glob("0.*"))) < 2:  # two have ended
-            time.sleep(0.05)
-        time.sleep(1.5)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    def interrupted() -> None:
-        with opened() as first:
-            threading.Thread(target=interrupt, daemon=True).start()
-            search = searcher(config, [])
-            run(first, partial(training, tmp_path, 0.3), search_alg=search, **how)
-
-    with pytest.raises(RunStoppedError):
-        interrupted()
+    # Two have ended.
+    with signalled(signal.SIGTERM, lambda: len(saved(tmp_path)) >= 2), opened() as first:
+        search = searcher(config, [])
+        run(first, partial(training, tmp_path, 0.3), search_alg=search, **how)
     before = starts(tmp_path)
     with opened() as second:
         search = searcher(config, [])
@@ -273,24 +255,3 @@ def test_a_search_of_optuna_continues_with_what_it_has_measured(
     again = [rate for rate, _ in starts(tmp_path)[len(before) :]]
     finished = [rate for rate, _ in before[:-1]]
     assert not set(again) & set(finished)
-
-
-def test_the_files_of_tune_in_a_store_go_by_our_file_system(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class MadeError(Exception):
-        """Instead of an experiment."""
-
-    def tuner(_: object, run_config: tune.RunConfig, **__: object) -> None:
-        raise MadeError(run_config)
-
-    without_ray = {"with_parameters": lambda given, **_: given, "with_resources": lambda *_: None}
-    fake = SimpleNamespace(**{**vars(tune), **without_ray, "Tuner": tuner})
-    monkeypatch.setattr(trials, "tune", fake)
-    (tmp_path / "runs").mkdir()
-    opened, _ = parent_of(recipe_with("sweep", output="s3://runs/all"))
-    with serve_s3(tmp_path) as port, this_process_uses(port), pytest.raises(MadeError) as made:
-        run_trials(None, opened, "trials", [opened.recipe], space={})  # type: ignore[arg-type]
-    (config,) = made.value.args
-    assert (config.storage_path, config.name) == ("runs/all/tune", "sweep-trials")
-    assert isinstance(config.storage_filesystem.handler.fs, S3FileSystem)

@@ -1,6 +1,6 @@
 """VTAB's tasks under one parent run: none is dropped, and means are of whole groups."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def shipped() -> Recipe:
     return load_recipe("vtab_1k")
 
 
-def test_the_shipped_recipe_has_the_papers_tasks_groups_and_setting() -> None:
+def test_the_shipped_recipe_has_the_papers_tasks_groups_and_setting():
     recipe = shipped()
     assert recipe.vtab is not None
     tasks = recipe.vtab.tasks
@@ -51,7 +51,7 @@ def test_the_shipped_recipe_has_the_papers_tasks_groups_and_setting() -> None:
     assert recipe.model.image_size == 384
 
 
-def test_exceptions_of_a_task_change_its_augmentation_and_nothing_else() -> None:
+def test_exceptions_of_a_task_change_its_augmentation_and_nothing_else():
     recipe = shipped()
     assert recipe.vtab is not None
     for task in recipe.vtab.tasks:
@@ -84,17 +84,6 @@ def small_vtab(folder: Path, present: tuple[str, ...], images: int = 8) -> Recip
     )  # fmt: skip
 
 
-@dataclass
-class Record:
-    """The parent of the tasks, and what stands for their trainings."""
-
-    parent: OpenParent
-    calls: Calls
-    train: Any
-    continues: bool | None = None
-    trainings: tuple[str, ...] = ()
-
-
 def half(recipe: Recipe, **_: Any) -> RunResult:
     """A training that reaches 0.5, but of dmlab, which fails."""
     if recipe.name == "v-dmlab":
@@ -102,16 +91,25 @@ def half(recipe: Recipe, **_: Any) -> RunResult:
     return result_of(recipe, 2, 2, top1=0.5)
 
 
+@dataclass
+class Record:
+    """The parent of the tasks, and what stands for their trainings."""
+
+    parent: OpenParent
+    calls: Calls
+    train: Any = half
+    trainings: tuple[str, ...] = ()
+
+
 @pytest.fixture
 def record(monkeypatch: pytest.MonkeyPatch) -> Record:
     """Nothing is started."""
-    kept = Record(*parent_of(recipe_with("v")), half)
+    kept = Record(*parent_of(recipe_with("v")))
     in_process(monkeypatch, lambda recipe, **keys: kept.train(recipe, **keys))
 
-    @contextmanager
-    def opened(*_: Any, continues: bool, trainings: list[Recipe], **__: Any) -> Any:
-        kept.continues, kept.trainings = continues, tuple(one.name for one in trainings)
-        yield kept.parent
+    def opened(*_: Any, trainings: list[Recipe], **__: Any) -> Any:
+        kept.trainings = tuple(one.name for one in trainings)
+        return nullcontext(kept.parent)
 
     monkeypatch.setattr(vtab, "open_parent", opened)
     monkeypatch.setattr(sweep, "open_parent", lambda *_, **__: nullcontext(kept.parent))
@@ -119,11 +117,8 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Record:
 
 
 def test_tasks_that_are_absent_or_fail_are_rows_and_leave_their_means_open(
-    tmp_path: Path,
-    record: Record,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path, record, capsys, monkeypatch
+):
     monkeypatch.setenv("COLUMNS", "200")
     result = run_vtab(small_vtab(tmp_path, ("pets", "eurosat", "dmlab")))
     assert result is not None
@@ -145,25 +140,8 @@ def test_tasks_that_are_absent_or_fail_are_rows_and_leave_their_means_open(
     assert "absent" in shown
 
 
-def test_tasks_go_on_under_the_run_that_has_the_finished_ones(
-    tmp_path: Path, record: Record, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = small_vtab(tmp_path, ("pets", "eurosat"))
-    run_vtab(recipe)
-    assert record.continues is False
-    (tmp_path / "runs" / "v-pets" / "step-00000002").mkdir(parents=True)
-    checked: list[str] = []
-    monkeypatch.setattr(vtab, "check_weights", lambda one: checked.append(one.recipe.name))
-    run_vtab(recipe)
-    assert record.continues is True
-    assert record.trainings == ("v-pets", "v-eurosat")
-    assert "v-eurosat" in checked  # which has not begun
-
-
 @pytest.mark.parametrize("error", [ValueError("the data are damaged"), RunFailedError("")])
-def test_a_task_that_cannot_begin_does_not_end_the_others(
-    tmp_path: Path, record: Record, error: Exception
-) -> None:
+def test_a_task_that_cannot_begin_does_not_end_the_others(tmp_path, record, error):
     def train(recipe: Recipe, **_: Any) -> RunResult:
         if recipe.name == "v-pets":
             raise error
@@ -180,7 +158,7 @@ def test_a_task_that_cannot_begin_does_not_end_the_others(
 PAPERS_MEANS = {"ViT-H/14 (JFT)": 77.6, "ViT-L/16 (JFT)": 76.3, "ViT-L/16 (I21k)": 72.7}
 
 
-def test_a_mean_is_of_all_its_tasks_and_beside_the_papers() -> None:
+def test_a_mean_is_of_all_its_tasks_and_beside_the_papers():
     recipe = shipped()
     assert recipe.vtab is not None
     rows = [TaskResult(task, top1=0.5, num_images=1000) for task in recipe.vtab.tasks]
@@ -203,16 +181,17 @@ def test_a_mean_is_of_all_its_tasks_and_beside_the_papers() -> None:
         assert "vtab/natural_top1" not in vtab_metrics(others)
 
 
-def test_data_of_no_task_is_an_error_that_names_the_first(tmp_path: Path, record: Record) -> None:
+def test_what_cannot_work_is_named_before_a_training(tmp_path, record):
     with pytest.raises(ValueError, match=r"no task has its data.*vtab/pets/train"):
         run_vtab(small_vtab(tmp_path, ()))
     with pytest.raises(ValueError, match="vtab is not set"):
         run_vtab(small_vtab(tmp_path, ()).with_changes(vtab=None))
+    swept = {"learning_rates": [0.1, 0.2], "scheduler": "asha"}
+    with pytest.raises(ValueError, match=r"v-pets: its fine-tunings run one after another"):
+        run_vtab(each(small_vtab(tmp_path, ("pets",)).with_changes(sweep=swept)))
 
 
-def test_each_task_may_choose_its_point_on_a_fifth_of_its_images(
-    tmp_path: Path, record: Record
-) -> None:
+def test_each_task_may_choose_its_point_on_a_fifth_of_its_images(tmp_path, record):
     """The trainings are faked; the split, the choice and the table are as they are."""
     trials: dict[str, Recipe] = {}
     tagged: set[tuple[str, str]] = set()
@@ -250,9 +229,7 @@ def test_each_task_may_choose_its_point_on_a_fifth_of_its_images(
     assert task_recipe(recipe, recipe.vtab.tasks[0]).sweep is None  # type: ignore[union-attr]
 
 
-def test_a_task_with_more_classes_than_its_split_has_images_is_split_800_to_200(
-    tmp_path: Path,
-) -> None:
+def test_a_task_with_more_classes_than_its_split_has_images_is_split_800_to_200(tmp_path):
     """As Sun397: 1,000 images of 397 classes."""
     recipe = small_vtab(tmp_path, ())
     labels = np.random.default_rng(0).permutation(np.arange(1000) % 397)
@@ -268,15 +245,6 @@ def test_a_task_with_more_classes_than_its_split_has_images_is_split_800_to_200(
     found = [key for part in parts for some in keys(part) for key in some]
     assert sorted(found) == sorted(f"train{k}" for k in range(1000))
     assert parts[1].num_row_groups == 50  # of four images each: whole row groups are read
-
-
-def test_points_of_a_task_run_in_turn_so_that_nothing_can_stop_them(
-    tmp_path: Path, record: Record
-) -> None:
-    swept = {"learning_rates": [0.1, 0.2], "scheduler": "asha"}
-    recipe = small_vtab(tmp_path, ("pets",)).with_changes(sweep=swept)
-    with pytest.raises(ValueError, match=r"v-pets: its fine-tunings run one after another"):
-        run_vtab(each(recipe))
 
 
 def each(recipe: Recipe) -> Recipe:

@@ -24,13 +24,9 @@ MOST = 10_000
 
 def long_recipe(name: str, digits: Digits, folder: Path, **sections: Any) -> Recipe:
     recipe = small_recipe(
-        name,
-        digits,
-        folder,
-        optim={"steps": STEPS, "schedule": "constant"},
-        checkpoint={"every_steps": EVERY, "keep_last": 3},
-        train={"log_every_steps": 50},
-    )
+        name, digits, folder, optim={"steps": STEPS, "schedule": "constant"},
+        checkpoint={"every_steps": EVERY, "keep_last": 3}, train={"log_every_steps": 50},
+    )  # fmt: skip
     return recipe.with_changes(**sections)
 
 

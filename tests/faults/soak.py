@@ -260,14 +260,10 @@ def soak_recipe(name: str, digits: Digits, folder: Path, num_faults: int) -> Rec
     """Two workers and a tiny model; three checkpoints stay, so that one may be damaged."""
     steps = STEPS_PER_FAULT * num_faults
     return small_recipe(
-        name,
-        digits,
-        folder,
-        optim={"steps": steps, "schedule": "constant"},
+        name, digits, folder, optim={"steps": steps, "schedule": "constant"},
         checkpoint={"every_steps": EVERY, "keep_last": 3},
-        train={"log_every_steps": EVERY, "step_timeout_s": 20.0},
-        workers={"max_failures": -1},
-    )
+        train={"log_every_steps": EVERY, "step_timeout_s": 20.0}, workers={"max_failures": -1},
+    )  # fmt: skip
 
 
 def run_soak(

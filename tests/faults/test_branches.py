@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from tests.conftest import Digits, Head
 from tests.end_to_end.runs import same_weights, weights_of
 from tests.recipes import small_recipe
 from vit_ray.experiments.study import run_study
 from vit_ray.launch.run import train
 
 
-def test_a_branch_ends_with_the_weights_of_a_run_of_its_own(
-    ray_cluster: Head, digits: Digits, tmp_path: Path
-) -> None:
+def test_a_branch_ends_with_the_weights_of_a_run_of_its_own(ray_cluster, digits, tmp_path):
     model = {"model": {"dropout": 0.1}}  # whose masks go on with the samples
     recipe = small_recipe("branching", digits, tmp_path).with_changes(
         optim={"schedule": "cooldown", "cooldown_fraction": 0.3},

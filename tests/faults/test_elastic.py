@@ -86,8 +86,8 @@ def it_is_the_same_curve(recipe: Recipe, straight: dict[int, float]) -> None:
 
 
 def test_a_run_goes_on_with_the_same_batches_on_the_node_that_is_left(
-    one_node: Cluster, straight: dict[int, float], digits: Digits, folder: Path
-) -> None:
+    one_node, straight, digits, folder
+):
     second = one_node.add_node(num_cpus=1, include_dashboard=False)
     recipe = elastic_recipe("node-lost", digits, folder)
     head = Head(one_node.address, "")
@@ -101,8 +101,8 @@ def test_a_run_goes_on_with_the_same_batches_on_the_node_that_is_left(
 
 
 def test_a_run_takes_in_a_node_that_joins_from_a_checkpoint_of_that_moment(
-    one_node: Cluster, straight: dict[int, float], digits: Digits, folder: Path
-) -> None:
+    one_node, straight, digits, folder
+):
     # Long enough for any machine: it is told to stop when the larger group has saved. A fast one
     # saves 40 steps each second: the resize took that checkpoint, and needed none of its own.
     recipe = elastic_recipe("node-joins", digits, folder).with_changes(
@@ -127,9 +127,7 @@ def test_a_run_takes_in_a_node_that_joins_from_a_checkpoint_of_that_moment(
         assert disturbed[step] == pytest.approx(straight[step], rel=1e-5), step
 
 
-def test_a_run_goes_from_two_workers_to_one_and_to_three(
-    one_node: Cluster, digits: Digits, folder: Path
-) -> None:
+def test_a_run_goes_from_two_workers_to_one_and_to_three(one_node, digits, folder):
     recipe = elastic_recipe("two-one-three", digits, folder).with_changes(
         optim={"steps": 100_000},
         train={"global_batch_size": 96, "log_every_steps": 20},  # all three divide it
@@ -164,9 +162,7 @@ def test_a_run_goes_from_two_workers_to_one_and_to_three(
         assert disturbed[step] == pytest.approx(straight[step], rel=1e-5), step
 
 
-def test_a_node_that_is_drained_is_left_with_a_checkpoint_of_that_moment(
-    one_node: Cluster, digits: Digits, folder: Path
-) -> None:
+def test_a_node_that_is_drained_is_left_with_a_checkpoint_of_that_moment(one_node, digits, folder):
     second = one_node.add_node(num_cpus=1, include_dashboard=False)
     recipe = elastic_recipe("drained", digits, folder).with_changes(
         optim={"steps": 100_000}, checkpoint={"every_steps": None, "every_minutes": 600.0}
@@ -192,9 +188,7 @@ def test_a_node_that_is_drained_is_left_with_a_checkpoint_of_that_moment(
     assert kinds.index(EventKind.PREEMPTION) < kinds.index(EventKind.RESUMED)
 
 
-def test_a_node_on_which_workers_die_twice_in_a_row_is_left_out(
-    one_node: Cluster, digits: Digits, folder: Path
-) -> None:
+def test_a_node_on_which_workers_die_twice_in_a_row_is_left_out(one_node, digits, folder):
     nodes = [one_node.head_node, one_node.add_node(num_cpus=1, include_dashboard=False)]
     recipe = elastic_recipe("bad-node", digits, folder).with_changes(
         optim={"steps": 100_000}, workers={"num_workers": 1}

@@ -53,8 +53,8 @@ def vtab_recipe(digits: Digits, folder: Path, pretrained: Recipe) -> Recipe:
 
 
 def test_a_vtab_job_that_is_stopped_and_then_killed_continues(
-    ray_cluster: Head, digits: Digits, folder: Path, pretrained: Recipe
-) -> None:
+    ray_cluster, digits, folder, pretrained
+):
     recipe = vtab_recipe(digits, folder, pretrained)
     assert recipe.vtab is not None
     tasks = [task_recipe(recipe, task) for task in recipe.vtab.tasks]

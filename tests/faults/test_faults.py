@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from ray.util.state import list_placement_groups
 
-from tests.conftest import Digits, Head
 from tests.end_to_end.runs import (
     Driver,
     checkpoint_steps,
@@ -51,9 +50,7 @@ def points_are_counted_once(recipe: Recipe) -> bool:
     return len(steps) == len(set(steps)) and steps[-1] == STEPS
 
 
-def test_a_killed_worker_loses_nothing(
-    ray_cluster: Head, digits: Digits, folder: Path, undisturbed: Recipe
-) -> None:
+def test_a_killed_worker_loses_nothing(ray_cluster, digits, folder, undisturbed):
     recipe = long_recipe("worker-killed", digits, folder)
     driver = start(recipe, ray_cluster, folder)
     *_, killed = worker_pids(ray_cluster)
@@ -70,8 +67,8 @@ def test_a_killed_worker_loses_nothing(
 
 @pytest.mark.parametrize("kind", ["TrainController", "StreamServer"])
 def test_a_process_between_driver_and_workers_that_is_killed_is_replaced(
-    kind: str, ray_cluster: Head, digits: Digits, folder: Path, undisturbed: Recipe
-) -> None:
+    kind, ray_cluster, digits, folder, undisturbed
+):
     recipe = long_recipe(f"killed-{kind}", digits, folder)
     driver = start(recipe, ray_cluster, folder)
     (pid,) = worker_pids(ray_cluster, kind)
@@ -88,9 +85,7 @@ def test_a_process_between_driver_and_workers_that_is_killed_is_replaced(
     assert points_are_counted_once(recipe)
 
 
-def test_a_killed_recorder_costs_nothing(
-    ray_cluster: Head, digits: Digits, folder: Path, undisturbed: Recipe
-) -> None:
+def test_a_killed_recorder_costs_nothing(ray_cluster, digits, folder, undisturbed):
     recipe = long_recipe("recorder-killed", digits, folder)
     before = set(worker_pids(ray_cluster, "RunRecords"))
     driver = start(recipe, ray_cluster, folder)
@@ -104,8 +99,8 @@ def test_a_killed_recorder_costs_nothing(
 
 
 def test_a_killed_driver_loses_nothing_when_the_job_is_started_again(
-    ray_cluster: Head, digits: Digits, folder: Path, undisturbed: Recipe
-) -> None:
+    ray_cluster, digits, folder, undisturbed
+):
     recipe = long_recipe("driver-killed", digits, folder)
     driver = start(recipe, ray_cluster, folder)
     driver.process.kill()
@@ -118,9 +113,7 @@ def test_a_killed_driver_loses_nothing_when_the_job_is_started_again(
     assert points_are_counted_once(recipe)
 
 
-def test_ctrl_c_makes_a_checkpoint_and_ends_clean(
-    ray_cluster: Head, digits: Digits, folder: Path, undisturbed: Recipe
-) -> None:
+def test_ctrl_c_makes_a_checkpoint_and_ends_clean(ray_cluster, digits, folder, undisturbed):
     """As SIGTERM does; see test_stops.py."""
     recipe = long_recipe("told-to-stop", digits, folder)
     driver = start(recipe, ray_cluster, folder)
@@ -136,8 +129,8 @@ def test_ctrl_c_makes_a_checkpoint_and_ends_clean(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_stop_of_a_sweep_reaches_its_trials_and_the_same_command_goes_on(
-    ray_cluster: Head, digits: Digits, folder: Path, number: signal.Signals
-) -> None:
+    ray_cluster, digits, folder, number
+):
     pretrained = small_recipe("pretrained", digits, folder, optim={"steps": 8})
     train(pretrained)
     recipe = long_recipe(f"sweep-{number.name}", digits, folder).with_changes(
@@ -161,8 +154,8 @@ def test_a_stop_of_a_sweep_reaches_its_trials_and_the_same_command_goes_on(
 
 
 def test_a_stop_of_a_study_reaches_its_cell_and_the_same_command_goes_on(
-    ray_cluster: Head, digits: Digits, folder: Path
-) -> None:
+    ray_cluster, digits, folder
+):
     recipe = long_recipe("stopped-study", digits, folder)
     shape = recipe.model.model_dump(mode="json")
     recipe = recipe.with_changes(
@@ -193,8 +186,8 @@ def test_a_stop_of_a_study_reaches_its_cell_and_the_same_command_goes_on(
 
 
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
-    ray_cluster: Head, digits: Digits, folder: Path, undisturbed: Recipe
-) -> None:
+    ray_cluster, digits, folder, undisturbed
+):
     recipe = long_recipe("damaged", digits, folder)
     train(recipe.with_changes(optim={"steps": 2 * EVERY}))
     newest = locate(recipe.output).child(recipe.name).child(folder_name(2 * EVERY))
@@ -209,8 +202,8 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
 
 
 def test_a_stopped_worker_is_taken_for_hung_and_all_restart(
-    ray_cluster: Head, digits: Digits, folder: Path, undisturbed: Recipe
-) -> None:
+    ray_cluster, digits, folder, undisturbed
+):
     recipe = long_recipe("hung", digits, folder)
     recipe = recipe.with_changes(train={"step_timeout_s": 8.0})
     driver = start(recipe, ray_cluster, folder)
@@ -228,8 +221,8 @@ def test_a_stopped_worker_is_taken_for_hung_and_all_restart(
 
 
 def test_a_worker_that_dies_under_a_frozen_controller_is_missed_by_the_driver(
-    ray_cluster: Head, digits: Digits, folder: Path, undisturbed: Recipe
-) -> None:
+    ray_cluster, digits, folder, undisturbed
+):
     recipe = long_recipe("frozen-controller", digits, folder)
     recipe = recipe.with_changes(train={"step_timeout_s": 8.0})
     path = str(write_recipe(recipe, folder))
@@ -254,9 +247,7 @@ def _continue(pid: int) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-def test_mlflow_away_for_good_costs_nothing_but_a_replay(
-    ray_cluster: Head, digits: Digits, folder: Path
-) -> None:
+def test_mlflow_away_for_good_costs_nothing_but_a_replay(ray_cluster, digits, folder):
     recipe = small_recipe("untracked", digits, folder)
     with socket.socket() as held:  # nobody will ever listen here
         held.bind(("127.0.0.1", 0))
@@ -271,8 +262,8 @@ def test_mlflow_away_for_good_costs_nothing_but_a_replay(
 
 
 def test_a_checkpoint_that_finds_no_room_is_told_and_the_next_one_counts(
-    ray_cluster: Head, digits: Digits, folder: Path
-) -> None:
+    ray_cluster, digits, folder
+):
     recipe = small_recipe("no-room", digits, folder)
     in_its_place = Path(recipe.output) / recipe.name / folder_name(8)
     in_its_place.parent.mkdir(parents=True)

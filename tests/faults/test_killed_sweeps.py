@@ -157,8 +157,8 @@ def disturbed(
 
 @pytest.mark.parametrize("sequence", range(SEQUENCES))
 def test_a_sweep_whose_driver_is_killed_and_started_again_is_that_of_an_undisturbed_one(
-    sequence: int, ray_cluster: Head, digits: Digits, folder: Path, whole: Sweep
-) -> None:
+    sequence, ray_cluster, digits, folder, whole
+):
     sweep = disturbed(sequence, ray_cluster, digits, folder, whole)
     assert sweep.runs() == whole.runs()
     for one, other in zip(sweep.trained(), whole.trained(), strict=True):
@@ -167,8 +167,8 @@ def test_a_sweep_whose_driver_is_killed_and_started_again_is_that_of_an_undistur
 
 @pytest.mark.parametrize("sequence", range(SEQUENCES, 2 * SEQUENCES))
 def test_under_asha_no_trial_is_lost_and_what_two_sweeps_have_trained_is_equal(
-    sequence: int, ray_cluster: Head, digits: Digits, folder: Path, whole: Sweep
-) -> None:
+    sequence, ray_cluster, digits, folder, whole
+):
     found = disturbed(sequence, ray_cluster, digits, folder, whole, **ASHA).curves()
     names = {name for name in whole.curves() if "-final-" not in name}
     assert names <= found.keys()

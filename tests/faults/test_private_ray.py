@@ -2,12 +2,11 @@
 
 import os
 import signal
-from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.conftest import Digits, Head
+from tests.conftest import Head
 from tests.end_to_end.runs import Driver, checkpoint_steps, wait_until, write_recipe
 from tests.faults.runs import kinds_of, long_recipe
 from vit_ray.outcomes import EventKind
@@ -17,8 +16,8 @@ NO_RAY = Head("", "")
 
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])
 def test_a_killed_ray_ends_its_command_in_one_line_and_the_same_command_continues(
-    name: str, digits: Digits, tmp_path: Path
-) -> None:
+    name, digits, tmp_path
+):
     recipe = long_recipe(f"killed-{name}", digits, tmp_path)
     path = str(write_recipe(recipe, tmp_path))
     driver = Driver(NO_RAY, "pretrain", path)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ray.util.state import list_placement_groups
 
-from tests.conftest import Digits, Head
+from tests.conftest import Head
 from tests.end_to_end.runs import Driver, same_weights, wait_until, weights_of, write_recipe
 from tests.faults.runs import kinds_of, long_recipe, worker_pids
 from vit_ray.config import Recipe
@@ -21,8 +21,8 @@ def start_of_workers(recipe: Recipe, head: Head, folder: Path, before: set[int])
 
 
 def test_a_worker_that_is_killed_while_its_group_starts_leaves_no_place_behind(
-    ray_cluster: Head, digits: Digits, folder: Path, undisturbed: Recipe
-) -> None:
+    ray_cluster, digits, folder, undisturbed
+):
     recipe = long_recipe("killed-at-start", digits, folder)
     before = set(worker_pids(ray_cluster))
     driver = start_of_workers(recipe, ray_cluster, folder, before)
@@ -37,9 +37,7 @@ def test_a_worker_that_is_killed_while_its_group_starts_leaves_no_place_behind(
     assert same_weights(weights_of(recipe), weights_of(undisturbed))
 
 
-def test_a_stop_while_a_group_starts_ends_before_its_first_step(
-    ray_cluster: Head, digits: Digits, folder: Path
-) -> None:
+def test_a_stop_while_a_group_starts_ends_before_its_first_step(ray_cluster, digits, folder):
     recipe = long_recipe("stopped-at-start", digits, folder)
     driver = start_of_workers(recipe, ray_cluster, folder, set(worker_pids(ray_cluster)))
     driver.process.send_signal(signal.SIGTERM)

@@ -13,7 +13,7 @@ import pytest
 import ray
 from ray.util.state import list_placement_groups
 
-from tests.conftest import ROOT, Digits, Head
+from tests.conftest import ROOT, Head
 from tests.end_to_end.runs import (
     Driver,
     checkpoint_steps,
@@ -59,9 +59,7 @@ def start_without_place(recipe: Recipe, head: Head, folder: Path) -> Driver:
     return driver
 
 
-def test_a_run_that_waits_for_a_place_is_stopped_while_it_waits(
-    full_cluster: Head, digits: Digits, tmp_path: Path
-) -> None:
+def test_a_run_that_waits_for_a_place_is_stopped_while_it_waits(full_cluster, digits, tmp_path):
     recipe = small_recipe("waits", digits, tmp_path)
     driver = start_without_place(recipe, full_cluster, tmp_path)
     driver.process.send_signal(signal.SIGTERM)
@@ -77,8 +75,8 @@ def goes_on_to_the_same_weights(recipe: Recipe, undisturbed: Recipe) -> None:
 
 
 def test_two_sigterms_end_a_training_at_once_and_lose_no_checkpoint(
-    ray_cluster: Head, digits: Digits, folder: Path, undisturbed: Recipe
-) -> None:
+    ray_cluster, digits, folder, undisturbed
+):
     recipe = long_recipe("told-twice", digits, folder)
     driver = start(recipe, ray_cluster, folder)
     driver.process.send_signal(signal.SIGTERM)
@@ -92,8 +90,8 @@ def test_two_sigterms_end_a_training_at_once_and_lose_no_checkpoint(
 
 
 def test_a_sigterm_while_checkpoints_are_written_ends_with_one_more(
-    ray_cluster: Head, digits: Digits, folder: Path, undisturbed: Recipe
-) -> None:
+    ray_cluster, digits, folder, undisturbed
+):
     # One is being written at any time.
     recipe = long_recipe("stopped-in-a-save", digits, folder, checkpoint={"every_steps": 1})
     driver = start(recipe, ray_cluster, folder)
@@ -105,9 +103,7 @@ def test_a_sigterm_while_checkpoints_are_written_ends_with_one_more(
     goes_on_to_the_same_weights(recipe.with_changes(checkpoint={"every_steps": STEPS}), undisturbed)
 
 
-def test_ray_job_stop_makes_a_checkpoint(
-    ray_cluster: Head, digits: Digits, folder: Path, working_dir: Path, undisturbed: Recipe
-) -> None:
+def test_ray_job_stop_makes_a_checkpoint(ray_cluster, digits, folder, working_dir, undisturbed):
     recipe = long_recipe("job-stopped", digits, folder)
 
     def ray_job(*words: str) -> str:
@@ -140,8 +136,8 @@ def test_ray_job_stop_makes_a_checkpoint(
 
 
 def test_a_signal_to_all_of_the_drivers_group_leaves_its_own_ray_to_write_the_checkpoint(
-    digits: Digits, folder: Path, undisturbed: Recipe
-) -> None:
+    digits, folder, undisturbed
+):
     """As a service manager, a container's stop and some terminals send it."""
     recipe = long_recipe("group-got-sigterm", digits, folder)
     command = [sys.executable, str(ROOT / "jobs/pretrain.py"), str(write_recipe(recipe, folder))]

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,9 +49,7 @@ class Engine(FakeEngine):
         return take_snapshot([("weight", "w", 0, weights)], position, 0, 1, memory)
 
 
-def test_a_disk_that_is_full_costs_the_saves_that_find_no_room_and_nothing_else(
-    small_disk: Path,
-) -> None:
+def test_a_disk_that_is_full_costs_the_saves_that_find_no_room_and_nothing_else(small_disk):
     worker = Worker(
         make_job(small_disk, checkpoint={"keep_last": 9}),
         Engine(shapes={"w": [Engine.NUM]}),
@@ -74,9 +71,7 @@ def test_a_disk_that_is_full_costs_the_saves_that_find_no_room_and_nothing_else(
     assert float(newest.weights()["w"][0]) == 6.0
 
 
-def test_a_process_that_dies_between_the_upload_and_the_commit_leaves_the_one_before(
-    tmp_path: Path,
-) -> None:
+def test_a_process_that_dies_between_the_upload_and_the_commit_leaves_the_one_before(tmp_path):
     def write(step: int, how: str) -> int:
         arguments = [sys.executable, "-c", DIES, str(tmp_path / "run"), str(step), how]
         return subprocess.run(arguments, timeout=120).returncode
@@ -98,7 +93,7 @@ def test_a_process_that_dies_between_the_upload_and_the_commit_leaves_the_one_be
     assert again.position.step == 2
 
 
-def test_a_store_that_is_away_in_a_save_costs_that_save_and_nothing_else(tmp_path: Path) -> None:
+def test_a_store_that_is_away_in_a_save_costs_that_save_and_nothing_else(tmp_path):
     (tmp_path / "bucket").mkdir()
     with (
         serve_s3(tmp_path) as upstream,

@@ -78,7 +78,7 @@ def axial_vit_logits(w: dict[str, Array], images: Array, patch: int, depth: int)
 
 
 @pytest.mark.parametrize("size", [(32, 32), (24, 40)])
-def test_an_axial_vit_is_what_the_equations_say(size: tuple[int, int]) -> None:
+def test_an_axial_vit_is_what_the_equations_say(size):
     model = small_model("Axial-ViT", image_size=size).eval()
     images = some_images(2, size)
     expected = axial_vit_logits(float64(model), images.double().numpy(), patch=8, depth=2)
@@ -111,7 +111,7 @@ def position_sensitive(x_bld: Array, w: dict[str, Array], name: str) -> Array:
 
 
 @pytest.mark.parametrize("stride", [1, 2])
-def test_axial_attention_of_a_resnet_is_what_the_equation_says(stride: int) -> None:
+def test_axial_attention_of_a_resnet_is_what_the_equation_says(stride):
     torch.manual_seed(0)
     attention = AxialAttention2d(32, (3, 5), stride)
     shake(attention)

@@ -41,21 +41,21 @@ def count(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("name", VIT_COUNTS)
-def test_a_vit_has_exactly_the_parameters_of_the_reference(name: str) -> None:
+def test_a_vit_has_exactly_the_parameters_of_the_reference(name):
     with torch.device("meta"):
         model = build_model(name, num_classes=1000)
     assert (count(model), count(model) - count(model.head)) == VIT_COUNTS[name]
 
 
 @pytest.mark.parametrize("name", OTHER_COUNTS_MILLIONS)
-def test_resnets_and_hybrids_have_the_published_number_of_parameters(name: str) -> None:
+def test_resnets_and_hybrids_have_the_published_number_of_parameters(name):
     with torch.device("meta"):
         model = build_model(name, num_classes=1000)
     assert round(count(model) / 1e6, 2) == OTHER_COUNTS_MILLIONS[name]
 
 
 @pytest.mark.parametrize("name", RESNETS)
-def test_a_resnet_has_exactly_the_parameters_of_transformers_bit(name: str) -> None:
+def test_a_resnet_has_exactly_the_parameters_of_transformers_bit(name):
     size = RESNETS[name]
     config = BitConfig(
         depths=list(size.stages),
@@ -79,13 +79,13 @@ def test_a_resnet_has_exactly_the_parameters_of_transformers_bit(name: str) -> N
         ("R50x1+ViT-L/32", {224: 50}),
     ],
 )
-def test_the_sequence_is_as_long_as_in_the_paper(name: str, tokens: dict[int, int]) -> None:
+def test_the_sequence_is_as_long_as_in_the_paper(name, tokens):
     with torch.device("meta"):
         for size, expected in tokens.items():
             assert build_model(name, 10, image_size=size).num_tokens == expected
 
 
-def test_every_name_builds_with_its_head_and_interface() -> None:
+def test_every_name_builds_with_its_head_and_interface():
     for name in model_names():
         with torch.device("meta"):
             model = build_model(name, num_classes=7, **FAMILIES.get(name, {}))
@@ -96,7 +96,7 @@ def test_every_name_builds_with_its_head_and_interface() -> None:
 
 
 @pytest.mark.parametrize(("positions", "positions_at"), POSITION_VARIANTS)
-def test_every_position_variant_has_its_tables(positions: str, positions_at: str) -> None:
+def test_every_position_variant_has_its_tables(positions, positions_at):
     model = small_model("ViT", positions=positions, positions_at=positions_at)
     plain = small_model("ViT", positions="none")
     # 16 patches and a class token, width 32, 2 layers, heads 8 wide.
@@ -112,7 +112,7 @@ def test_every_position_variant_has_its_tables(positions: str, positions_at: str
         ("R50+ViT-B/16", "R50x1+"),
     ],
 )
-def test_an_unknown_name_is_answered_with_near_names(name: str, near: str) -> None:
+def test_an_unknown_name_is_answered_with_near_names(name, near):
     with pytest.raises(
         ValueError, match=f"model name .* is unknown; similar names:.*{near}"
     ) as error:
@@ -146,13 +146,13 @@ def test_an_unknown_name_is_answered_with_near_names(name: str, near: str) -> No
         ("Axial-ViT-B/16", {"pool": "cls"}, "pool='gap'"),
     ],
 )
-def test_what_does_not_fit_is_named(name: str, options: dict[str, object], named: str) -> None:
+def test_what_does_not_fit_is_named(name, options, named):
     with pytest.raises(ValueError, match=named), torch.device("meta"):
         build_model(name, **{"num_classes": 1, **options})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_decay_acts_on_kernels_and_on_nothing_else(family: str) -> None:
+def test_decay_acts_on_kernels_and_on_nothing_else(family):
     options = {"representation": True, "positions": "learned_2d"} if family == "ViT" else {}
     model = small_model(family, **options)
     decayed, kept = decayed_parameters(model)

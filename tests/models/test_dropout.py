@@ -25,7 +25,7 @@ def masks(keys: Tensor, count: int, rate: float) -> Tensor:
 
 
 @pytest.mark.parametrize("rate", [0.05, 0.1, 0.5])
-def test_elements_are_dropped_at_the_rate_and_the_others_scaled_up(rate: float) -> None:
+def test_elements_are_dropped_at_the_rate_and_the_others_scaled_up(rate):
     count = 10_001  # no multiple of the four numbers in a word
     out = keyed_dropout(torch.ones(100, count), sample_keys(torch.arange(100), 0, 0), rate)
     dropped = int((out == 0).sum())
@@ -34,7 +34,7 @@ def test_elements_are_dropped_at_the_rate_and_the_others_scaled_up(rate: float) 
     assert float(out.double().mean()) == pytest.approx(1.0, abs=5 * math.sqrt(rate / 1e6))
 
 
-def test_a_rate_just_below_one_keeps_a_share_and_is_scaled_by_it() -> None:
+def test_a_rate_just_below_one_keeps_a_share_and_is_scaled_by_it():
     rate = 0.999999
     out = keyed_dropout(torch.ones(100, 20_001), sample_keys(torch.arange(100), 0, 0), rate)
     assert set(out.unique().tolist()) == {0.0, 2.0**16}
@@ -43,14 +43,14 @@ def test_a_rate_just_below_one_keeps_a_share_and_is_scaled_by_it() -> None:
     assert set(out.unique().tolist()) == {0.0, 2.0**16}
 
 
-def test_numbers_are_uniform_in_every_place_of_a_word() -> None:
+def test_numbers_are_uniform_in_every_place_of_a_word():
     numbers = random_uint16(sample_keys(torch.arange(50), 3, 4), 20_000)
     for place in range(4):
         uniform = (numbers[:, place::4].double() + 2**15 + 0.5) / 2**16
         assert stats.kstest(uniform.flatten().numpy(), "uniform").pvalue > 1e-3
 
 
-def test_masks_of_neighbouring_samples_steps_layers_and_seeds_are_independent() -> None:
+def test_masks_of_neighbouring_samples_steps_layers_and_seeds_are_independent():
     samples = torch.arange(1000)
     keys = sample_keys(samples, 0, 5)
     mine = masks(keys, 200, 0.5)
@@ -73,13 +73,13 @@ def test_masks_of_neighbouring_samples_steps_layers_and_seeds_are_independent() 
     assert np.abs(off).max() < 5 / math.sqrt(200_000)
 
 
-def test_any_other_words_and_any_other_order_of_them_give_another_key() -> None:
+def test_any_other_words_and_any_other_order_of_them_give_another_key():
     words = [w for count in (1, 2, 3) for w in itertools.product(range(16), repeat=count)]
     keys = torch.stack([sample_keys(SAMPLES, *w) for w in words])
     assert keys.unique().numel() == len(words) * len(SAMPLES)
 
 
-def test_without_keys_it_is_torchs_dropout() -> None:
+def test_without_keys_it_is_torchs_dropout():
     x = torch.randn(3, 50)
     torch.manual_seed(1)
     ours = Dropout(0.3).train()(x)
@@ -87,12 +87,12 @@ def test_without_keys_it_is_torchs_dropout() -> None:
     assert torch.equal(ours, torch.nn.Dropout(0.3).train()(x))
 
 
-def test_evaluation_drops_nothing() -> None:
+def test_evaluation_drops_nothing():
     x = torch.randn(4, 50)
     assert torch.equal(Dropout(0.3).eval()(x, SAMPLES), x)
 
 
-def test_gradients_pass_where_elements_were_kept() -> None:
+def test_gradients_pass_where_elements_were_kept():
     x = torch.randn(4, 50, dtype=torch.float64, requires_grad=True)
     out = keyed_dropout(x, SAMPLES, 0.5)
     out.sum().backward()
@@ -106,7 +106,7 @@ def training_model(family: str, **options: Any) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("family", VITS)
-def test_an_image_gets_its_mask_in_any_batch(family: str) -> None:
+def test_an_image_gets_its_mask_in_any_batch(family):
     size = (32, 48)  # rows and columns are not as many
     model, images = training_model(family, image_size=size), some_images(4, size).double()
     keys = sample_keys(SAMPLES, 0, 0)
@@ -120,7 +120,7 @@ def test_an_image_gets_its_mask_in_any_batch(family: str) -> None:
     assert (same_image[0] - same_image[1]).abs().max() > 1e-3
 
 
-def test_every_place_that_drops_has_a_mask_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_place_that_drops_has_a_mask_of_its_own(monkeypatch):
     model = training_model("ViT", stochastic_depth=0.5)
     seen: list[tuple[int, ...]] = []
 
@@ -137,7 +137,7 @@ def test_every_place_that_drops_has_a_mask_of_its_own(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("family", VITS)
-def test_the_pruned_last_block_drops_as_the_whole_one(family: str) -> None:
+def test_the_pruned_last_block_drops_as_the_whole_one(family):
     model, images = training_model(family), some_images(4).double()
     keys = sample_keys(SAMPLES, 0, 0)
     pruned = model(images, keys)
@@ -146,7 +146,7 @@ def test_the_pruned_last_block_drops_as_the_whole_one(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", VITS)
-def test_recomputed_blocks_drop_the_same_units(family: str) -> None:
+def test_recomputed_blocks_drop_the_same_units(family):
     images, gradients = some_images(4).double(), []
     for every in (0, 1):
         model = training_model(family)

@@ -1,6 +1,5 @@
 """Every family takes a training step in each precision, recomputed or not, compiled or not."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -44,7 +43,7 @@ def assert_same_step(
 
 
 @pytest.mark.parametrize(("family", "options"), VARIANTS)
-def test_every_parameter_takes_part_in_a_step(family: str, options: dict[str, Any]) -> None:
+def test_every_parameter_takes_part_in_a_step(family, options):
     model = small_model(family, **options)
     loss, gradients = step(model)
     assert torch.isfinite(loss)
@@ -53,7 +52,7 @@ def test_every_parameter_takes_part_in_a_step(family: str, options: dict[str, An
 
 
 @pytest.mark.parametrize(("family", "options"), VARIANTS)
-def test_checkpointing_changes_no_bit_of_a_step(family: str, options: dict[str, Any]) -> None:
+def test_checkpointing_changes_no_bit_of_a_step(family, options):
     dropout = {"dropout": 0.3} if "ViT" in family else {}
     steps = []
     for every in (0, 1, 2):
@@ -66,33 +65,7 @@ def test_checkpointing_changes_no_bit_of_a_step(family: str, options: dict[str, 
     assert_same_step(steps[2], steps[0], rtol=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_checkpointing_runs_every_nth_block_again(family: str) -> None:
-    calls: list[int] = []
-
-    def note(index: int, *_: Any) -> None:
-        calls.append(index)
-
-    for every in (0, 1, 2):
-        model = small_model(family)
-        blocks = model.blocks if "ViT" in family else model.units
-        recompute(model, every)
-        calls.clear()
-        for index, block in enumerate(blocks):
-            first = next(block.children())  # hooks of the block are outside of what is recomputed
-            first.register_forward_pre_hook(partial(note, index))
-        alone = list(range(len(blocks)))
-        with torch.no_grad():
-            model(some_images())
-        assert sorted(set(calls)) == alone
-        assert len(calls) == len(alone) * calls.count(0)
-        calls.clear()
-        step(model)
-        again = {0: [], 1: alone, 2: alone[1::2]}[every]
-        assert sorted(calls) == sorted([*alone, *again])
-
-
-def test_checkpointing_is_wrapped_around_blocks_that_do_not_know_of_it() -> None:
+def test_checkpointing_is_wrapped_around_blocks_that_do_not_know_of_it():
     """Of torch's own encoder; a position table or a stem of convolutions is no block."""
     runs: list[int] = []
     found = []
@@ -117,7 +90,7 @@ def test_checkpointing_is_wrapped_around_blocks_that_do_not_know_of_it() -> None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_follows_float32(family: str) -> None:
+def test_bfloat16_follows_float32(family):
     # Few convolutions: they are slow in it on a CPU.
     options = {"stages": (1,)} if "stages" in FAMILIES[family] else {}
     reference = step(small_model(family, **options))
@@ -141,7 +114,7 @@ COMPILED: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.slow(after=2)
 @pytest.mark.parametrize(("family", "options"), COMPILED)
-def test_a_compiled_step_equals_an_eager_one(family: str, options: dict[str, Any]) -> None:
+def test_a_compiled_step_equals_an_eager_one(family, options):
     model = small_model(family, **options)
     reference = step(model)
     recompute(model, 1)
@@ -149,15 +122,3 @@ def test_a_compiled_step_equals_an_eager_one(family: str, options: dict[str, Any
     # Captured as one graph without a break, forwards and backwards; no machine code is made of it.
     compiled = step(model, torch.compile(model, fullgraph=True, backend="aot_eager"))
     assert_same_step(compiled, reference, rtol=1e-3)  # captured operations are taken apart
-
-
-def test_the_heads_bias_is_not_lost_in_bfloat16() -> None:
-    model = small_model("ViT").bfloat16()
-    with torch.no_grad():
-        model.head.bias.fill_(-10)
-        model.head.weight.mul_(0.01)
-    logits = model(some_images())
-    # Neighbours of -10 in bfloat16 are 1/16 apart; these differences are smaller and kept.
-    spread = (logits - logits.mean()).abs().max()
-    assert 0 < spread < 1 / 16
-    assert len(logits.unique()) > 5

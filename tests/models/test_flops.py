@@ -12,7 +12,6 @@ from vit_ray.config import Recipe
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.models import build_model
 from vit_ray.models.flops import count_macs, forward_macs, training_exaflops
-from vit_ray.models.masked import Target
 from vit_ray.models.vit import VisionTransformer
 from vit_ray.training.memory_estimate import forward_pass, prepared_model, step_macs
 
@@ -44,9 +43,7 @@ TABLE_6 = [
 
 
 @pytest.mark.parametrize(("name", "epochs", "exaflops", "tolerance"), TABLE_6)
-def test_training_cost_is_that_of_table_6(
-    name: str, epochs: int, exaflops: float, tolerance: float
-) -> None:
+def test_training_cost_is_that_of_table_6(name, epochs, exaflops, tolerance):
     assert training_exaflops(name, JFT_IMAGES, epochs) == pytest.approx(exaflops, rel=tolerance)
 
 
@@ -66,7 +63,7 @@ def test_training_cost_is_that_of_table_6(
         ("ViT-H/14", 518, 1017),
     ],
 )
-def test_forward_cost_is_that_of_the_reference(name: str, image_size: int, gmacs: float) -> None:
+def test_forward_cost_is_that_of_the_reference(name, image_size, gmacs):
     assert forward_macs(name, 1000, image_size) / 1e9 == pytest.approx(gmacs, rel=1e-3)
 
 
@@ -93,12 +90,12 @@ def counted_macs(name: str, image_size: int | tuple[int, int], **options: Any) -
         ("Axial-ViT", {"representation": True}),
     ],
 )
-def test_every_product_of_a_vit_is_counted(name: str, options: dict[str, Any]) -> None:
+def test_every_product_of_a_vit_is_counted(name, options):
     expected = counted_macs(name, (40, 64), **FAMILIES[name], **options)
     assert forward_macs(name, 10, (40, 64), **FAMILIES[name], **options) == expected
 
 
-def test_axial_attention_is_counted_exactly_and_the_root_at_valid_positions() -> None:
+def test_axial_attention_is_counted_exactly_and_the_root_at_valid_positions():
     sizes = FAMILIES["AxialResNet"]
     dense = counted_macs("AxialResNet", 32, **sizes)
     # Torch counts the 7 x 7 root dense. Padded by 2 before and 3 after, the first of its 16 outputs
@@ -138,7 +135,7 @@ def test_each_product_has_two_gradients_but_that_of_the_pixels(
 
 
 @pytest.mark.parametrize("target", ["mean_color", "downsized", "full_patch"])
-def test_masked_patches_are_counted_with_their_predictions(target: Target) -> None:
+def test_masked_patches_are_counted_with_their_predictions(target):
     """All tokens of the last block, and predictions for 8 of 16 patches instead of the head."""
     outputs = {"mean_color": 512, "downsized": 16 * 512, "full_patch": 3 * 8**2}[target]
     recipe = step_of("ViT", 32, loss="masked_patch", masked_target=target)

@@ -1,7 +1,6 @@
 """Fixed positions against big_vision's formula, files with them, and options that cannot be."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,15 +10,13 @@ from torch import nn
 
 from tests.models.small import TINY_VIT, small_model, some_images
 from vit_ray.evaluation.inspection import position_vectors
-from vit_ray.models import build_model
 from vit_ray.models.positions import sincos_table
-from vit_ray.models.weights import load_weights, save_weights
 
 WIDTH, HEADS, MLP = TINY_VIT["width"], TINY_VIT["num_heads"], TINY_VIT["mlp_dim"]
 IMAGES = some_images()
 
 
-def test_fixed_positions_are_big_visions() -> None:
+def test_fixed_positions_are_big_visions():
     """`posemb_sincos_2d` of big_vision/models/vit.py, number by number."""
     height, width, dim = 3, 5, 24
     expected = np.zeros((height * width, dim))
@@ -34,7 +31,7 @@ def test_fixed_positions_are_big_visions() -> None:
 
 
 @pytest.mark.parametrize("pool", ["cls", "gap"])
-def test_fixed_positions_are_added_to_patches_and_no_parameter(pool: str) -> None:
+def test_fixed_positions_are_added_to_patches_and_no_parameter(pool):
     fixed: Any = small_model("ViT", positions="sincos_2d", pool=pool).eval()
     plain: Any = small_model("ViT", positions="none", pool=pool).eval()
     assert fixed.state_dict().keys() == plain.state_dict().keys()
@@ -48,30 +45,8 @@ def test_fixed_positions_are_added_to_patches_and_no_parameter(pool: str) -> Non
     assert np.allclose(vectors.reshape(16, -1), table.numpy())
 
 
-def test_our_own_layout_keeps_fixed_positions_and_others_say_that_they_cannot(
-    tmp_path: Path,
-) -> None:
-    model = small_model("ViT", positions="sincos_2d").eval()
-    save_weights(model, tmp_path / "own.safetensors", layout="vit_ray")
-    other = build_model("ViT", 5, 32, **TINY_VIT, positions="sincos_2d").eval()
-    load_weights(other, tmp_path / "own.safetensors")
-    with torch.no_grad():
-        assert torch.equal(other(IMAGES), model(IMAGES))
-    for layout in ("jax", "timm", "huggingface"):
-        file = tmp_path / ("w.npz" if layout == "jax" else "w.safetensors")
-        with pytest.raises(ValueError, match="use layout='vit_ray'"):
-            save_weights(model, file, layout=layout)
-
-
-def test_fixed_positions_are_not_taken_for_none(tmp_path: Path) -> None:
-    file = tmp_path / "own.safetensors"
-    save_weights(small_model("ViT", positions="sincos_2d"), file, layout="vit_ray")
-    with pytest.raises(ValueError, match="positions=sincos_2d, and this one has positions=none"):
-        load_weights(small_model("ViT", positions="none"), file)
-
-
 @pytest.mark.parametrize("family", ["ViT", "Axial-ViT"])
-def test_every_layer_norm_has_the_models_epsilon(family: str) -> None:
+def test_every_layer_norm_has_the_models_epsilon(family):
     model = small_model(family, norm_eps=3e-5)
     norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
     assert {norm.eps for norm in norms} == {3e-5}

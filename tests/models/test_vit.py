@@ -20,23 +20,14 @@ from vit_ray.models.weights import load_weights, save_weights
 THREE_VARIANTS = [("none", "stem"), ("learned_2d", "every_layer"), ("relative", "stem")]
 
 
-def peer_config(image_size: int = 32) -> ViTConfig:
-    """The small ViT of these tests, as transformers describes it."""
-    return ViTConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        patch_size=8,
-        image_size=image_size,
-        num_labels=5,
-        hidden_act="gelu_pytorch_tanh",
+def shaken_peer(kind: Any, folder: Any) -> nn.Module:
+    """The small ViT of these tests by transformers, random in every parameter, and saved."""
+    config = ViTConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        patch_size=8, image_size=32, num_labels=5, hidden_act="gelu_pytorch_tanh",
         layer_norm_eps=1e-6,
-    )
-
-
-def shaken_peer(kind: Any, config: ViTConfig, folder: Any) -> nn.Module:
-    """A peer with random values in every parameter, saved into the folder."""
+    )  # fmt: skip
+    config._attn_implementation = "eager"  # which shows its weights
     torch.manual_seed(3)
     peer: nn.Module = kind(config).eval()
     with torch.no_grad():
@@ -46,17 +37,20 @@ def shaken_peer(kind: Any, config: ViTConfig, folder: Any) -> nn.Module:
     return peer
 
 
-def test_logits_equal_those_of_transformers_with_the_same_weights(tmp_path: Any) -> None:
-    peer = shaken_peer(ViTForImageClassification, peer_config(), tmp_path)
+def test_logits_and_attention_equal_those_of_transformers(tmp_path):
+    peer = shaken_peer(ViTForImageClassification, tmp_path)
     model = small_model("ViT").eval()
     load_weights(model, tmp_path)
     with torch.no_grad():
-        theirs = peer(some_images(4)).logits
+        theirs = peer(some_images(4), output_attentions=True)
+        ours = attention_weights(model, some_images(4))
         # float32 rounding over two blocks; the two add up in another order.
-        assert relative_difference(model(some_images(4)), theirs) < 1e-5
+        assert relative_difference(model(some_images(4)), theirs.logits) < 1e-5
+    for our, their in zip(ours, theirs.attentions, strict=True):
+        torch.testing.assert_close(our, their, rtol=1e-5, atol=1e-6)
 
 
-def test_a_vit_of_the_paper_equals_transformers_at_full_size(tmp_path: Any) -> None:
+def test_a_vit_of_the_paper_equals_transformers_at_full_size(tmp_path):
     torch.manual_seed(0)
     model = build_model("ViT-S/16", num_classes=7, image_size=224).eval()
     nn.init.normal_(model.head.weight)
@@ -68,8 +62,8 @@ def test_a_vit_of_the_paper_equals_transformers_at_full_size(tmp_path: Any) -> N
         assert relative_difference(model(images), peer(images).logits) < 1e-5
 
 
-def test_features_behind_the_tanh_layer_equal_transformers_pooler(tmp_path: Any) -> None:
-    peer = shaken_peer(ViTModel, peer_config(), tmp_path)
+def test_features_behind_the_tanh_layer_equal_transformers_pooler(tmp_path):
+    peer = shaken_peer(ViTModel, tmp_path)
     model = small_model("ViT", representation=True).eval()
     report = load_weights(model, tmp_path)
     # A bare model has no head.
@@ -80,10 +74,8 @@ def test_features_behind_the_tanh_layer_equal_transformers_pooler(tmp_path: Any)
 
 
 @pytest.mark.parametrize("size", [(48, 48), (40, 64)])
-def test_logits_at_another_resolution_equal_transformers_interpolation(
-    size: tuple[int, int], tmp_path: Any
-) -> None:
-    peer = shaken_peer(ViTForImageClassification, peer_config(), tmp_path)
+def test_logits_at_another_resolution_equal_transformers_interpolation(size, tmp_path):
+    peer = shaken_peer(ViTForImageClassification, tmp_path)
     model = small_model("ViT", image_size=size).eval()
     report = load_weights(model, tmp_path, resize="bicubic")
     assert [line.split()[0] for line in report.resized] == ["positions.0.table"]
@@ -93,24 +85,8 @@ def test_logits_at_another_resolution_equal_transformers_interpolation(
         assert relative_difference(model(images), theirs) < 1e-5
 
 
-def test_attention_weights_equal_those_of_transformers(tmp_path: Any) -> None:
-    config = peer_config()
-    config._attn_implementation = "eager"
-    peer = shaken_peer(ViTForImageClassification, config, tmp_path)
-    model = small_model("ViT").eval()
-    load_weights(model, tmp_path)
-    with torch.no_grad():
-        theirs = peer(some_images(), output_attentions=True).attentions
-        ours = attention_weights(model, some_images())
-    assert len(ours) == len(theirs) == 2
-    for our, their in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(our, their, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize(("positions", "positions_at"), THREE_VARIANTS)
-def test_the_fused_kernel_applies_the_attention_weights_that_are_shown(
-    positions: str, positions_at: str
-) -> None:
+def test_the_fused_kernel_applies_the_attention_weights_that_are_shown(positions, positions_at):
     model = small_model("ViT", positions=positions, positions_at=positions_at).eval()
     seen: list[tuple[Tensor, ...]] = []
     model.keep_all_tokens()
@@ -127,9 +103,7 @@ def test_the_fused_kernel_applies_the_attention_weights_that_are_shown(
 
 
 @pytest.mark.parametrize(("positions", "positions_at"), THREE_VARIANTS)
-def test_leaving_out_what_no_output_depends_on_changes_no_output(
-    positions: str, positions_at: str
-) -> None:
+def test_leaving_out_what_no_output_depends_on_changes_no_output(positions, positions_at):
     model = small_model(
         "ViT", positions=positions, positions_at=positions_at, representation=True
     ).eval()
@@ -140,7 +114,7 @@ def test_leaving_out_what_no_output_depends_on_changes_no_output(
     torch.testing.assert_close(pruned, model.features(some_images()), rtol=1e-5, atol=1e-6)
 
 
-def test_relative_attention_is_the_sum_over_offsets_of_the_paper() -> None:
+def test_relative_attention_is_the_sum_over_offsets_of_the_paper():
     model = small_model("ViT", positions="relative").eval()
     relative = model.blocks[0].attention.relative
     q = torch.randn(2, 4, 17, 8)
@@ -152,7 +126,7 @@ def test_relative_attention_is_the_sum_over_offsets_of_the_paper() -> None:
 
 
 @pytest.mark.parametrize("positions_at", ["stem", "every_layer", "every_layer_shared"])
-def test_positions_are_added_before_the_layers_that_are_named(positions_at: str) -> None:
+def test_positions_are_added_before_the_layers_that_are_named(positions_at):
     model = small_model("ViT", positions="learned_1d", positions_at=positions_at).eval()
     inputs: list[Tensor] = []
     outputs: list[Tensor] = []
@@ -170,7 +144,7 @@ def test_positions_are_added_before_the_layers_that_are_named(positions_at: str)
     assert len(tables) == (2 if positions_at == "every_layer" else 1)
 
 
-def test_two_dimensional_positions_join_a_column_and_a_row() -> None:
+def test_two_dimensional_positions_join_a_column_and_a_row():
     model = small_model("ViT", image_size=(24, 40), positions="learned_2d")
     module = model.positions[0]
     table = module(torch.zeros(1, 16, 32))[0]
@@ -180,7 +154,7 @@ def test_two_dimensional_positions_join_a_column_and_a_row() -> None:
     assert torch.equal(table[0], module.class_position[0])
 
 
-def test_without_positions_a_vit_does_not_see_the_order_of_patches() -> None:
+def test_without_positions_a_vit_does_not_see_the_order_of_patches():
     model = small_model("ViT", positions="none").eval()
     images = some_images()
     # Swap the left and right halves, which moves whole patches.
@@ -190,7 +164,7 @@ def test_without_positions_a_vit_does_not_see_the_order_of_patches() -> None:
     assert not torch.allclose(ordered(images), ordered(moved), rtol=1e-3)
 
 
-def test_gap_averages_the_patches_and_has_no_class_token() -> None:
+def test_gap_averages_the_patches_and_has_no_class_token():
     model = small_model("ViT", pool="gap").eval()
     encoded = model.encode(model.embed(some_images()))
     assert encoded.shape == (2, 16, 32)
@@ -199,7 +173,7 @@ def test_gap_averages_the_patches_and_has_no_class_token() -> None:
     torch.testing.assert_close(model(some_images()), expected)
 
 
-def test_dropout_is_where_the_paper_has_it_and_nowhere_else() -> None:
+def test_dropout_is_where_the_paper_has_it_and_nowhere_else():
     model = small_model("ViT", dropout=0.5, representation=True).train()
     calls: list[tuple[str, torch.Size]] = []
     for name, module in model.named_modules():
@@ -222,25 +196,24 @@ def test_dropout_is_where_the_paper_has_it_and_nowhere_else() -> None:
     assert calls == [("dropout", (2, 17, 32)), *blocks[0], *blocks[1]]
 
 
-def test_the_first_dropout_is_after_the_positions_are_added() -> None:
+def test_the_first_dropout_is_after_the_positions_are_added():
     model = small_model("ViT", dropout=0.5).train()
     inputs: list[Tensor] = []
     model.dropout.register_forward_pre_hook(lambda m, args: inputs.append(args[0]))
-    images = some_images()
-    model(images)
-    (table,) = model.positions
-    stem = model.class_token(model.embed(images))
-    torch.testing.assert_close(inputs[0] - stem, table.table.expand_as(stem), atol=1e-6, rtol=1e-5)
+    model(some_images())
+    stem = model.class_token(model.embed(some_images()))
+    table = model.positions[0].table.expand_as(stem)
+    torch.testing.assert_close(inputs[0] - stem, table, atol=1e-6, rtol=1e-5)
 
 
-def test_attention_weights_have_no_dropout() -> None:
+def test_attention_weights_have_no_dropout():
     model = small_model("ViT", dropout=0.5).train()
     attention = model.blocks[0].attention
     x = torch.randn(2, 17, 32)
     assert torch.equal(attention(x), attention(x))
 
 
-def test_the_last_pixels_of_a_size_that_does_not_divide_are_unused() -> None:
+def test_the_last_pixels_of_a_size_that_does_not_divide_are_unused():
     model = small_model("ViT", image_size=36).eval()
     images = some_images(2, (36, 36))
     changed = images.clone()
@@ -248,7 +221,7 @@ def test_the_last_pixels_of_a_size_that_does_not_divide_are_unused() -> None:
     assert torch.equal(model(images), model(changed))
 
 
-def test_images_of_another_size_are_refused_with_the_size_to_build() -> None:
+def test_images_of_another_size_are_refused_with_the_size_to_build():
     model = small_model("ViT")
     with pytest.raises(ValueError, match=r"built for 4x4; build it with image_size=\(40, 48\)"):
         model(some_images(1, (40, 48)))

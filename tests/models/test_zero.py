@@ -6,7 +6,7 @@ from tests.training.ranks import run_ranks
 
 
 @pytest.mark.slow
-def test_partitioned_models_take_the_same_steps_as_whole_ones() -> None:
+def test_partitioned_models_take_the_same_steps_as_whole_ones():
     found = run_ranks(1, _losses_by_stage)[0]
     assert len(found) == 16
     for case in found:

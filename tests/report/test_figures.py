@@ -51,7 +51,7 @@ def assert_names_inside(figure: Figure) -> None:
         assert np.diff(middles).min(initial=height) > 0.5 * height
 
 
-def test_a_line_is_a_model_and_a_point_a_mean_over_seeds(cells: pd.DataFrame) -> None:
+def test_a_line_is_a_model_and_a_point_a_mean_over_seeds(cells):
     figure = fig_compute(cells)
     assert_names_inside(figure)
     lines = lines_of(figure)
@@ -67,7 +67,7 @@ def test_a_line_is_a_model_and_a_point_a_mean_over_seeds(cells: pd.DataFrame) ->
     assert colors["ViT-B/16"] == COLORS["ViT"] != colors["R50x1"] == COLORS["ResNet"]
 
 
-def test_a_key_of_the_recipe_gives_the_colours_of_figures_8_9_and_13(cells: pd.DataFrame) -> None:
+def test_a_key_of_the_recipe_gives_the_colours_of_figures_8_9_and_13(cells):
     varied = cells.assign(**{"model.pool": ["cls", "gap"] * (len(cells) // 2) + ["cls"]
                              * (len(cells) % 2)})  # fmt: skip
     varied["group"] += varied["model.pool"]
@@ -77,7 +77,7 @@ def test_a_key_of_the_recipe_gives_the_colours_of_figures_8_9_and_13(cells: pd.D
     assert len({*names.values()}) == 2
 
 
-def test_a_training_that_has_not_finished_is_a_cross_with_its_state(cells: pd.DataFrame) -> None:
+def test_a_training_that_has_not_finished_is_a_cross_with_its_state(cells):
     (axes,) = fig_compute(cells).axes
     legend = axes.get_legend()
     assert legend is not None
@@ -86,7 +86,7 @@ def test_a_training_that_has_not_finished_is_a_cross_with_its_state(cells: pd.Da
     assert 30.0 in [point[1] for one in crosses for point in one.get_offsets().tolist()]
 
 
-def test_accuracy_against_data_has_a_part_for_each_length() -> None:
+def test_accuracy_against_data_has_a_part_for_each_length():
     rows = [
         {"group": f"{m}{i}{s}", "label": m, "family": "ViT", "images": i, "steps": s,
          "epochs": None,
@@ -99,7 +99,7 @@ def test_accuracy_against_data_has_a_part_for_each_length() -> None:
     assert [text.get_text() for text in figure.axes[0].texts] == ["A", "B"]
 
 
-def test_curves_have_their_names_and_the_chosen_one_is_bold() -> None:
+def test_curves_have_their_names_and_the_chosen_one_is_bold():
     curves = {name: pd.Series([2.0, end], [0, 10]) for name, end in (("a", 1.0), ("b", 1.01))}
     figure = fig_curves(curves, {"a": "ViT", "b": "ViT"}, "loss", bold=["b"])
     assert_names_inside(figure)
@@ -113,7 +113,7 @@ def test_curves_have_their_names_and_the_chosen_one_is_bold() -> None:
     assert [text.get_text() for text in legend.get_texts()] == ["ResNet"]
 
 
-def test_speed_has_a_mark_for_each_model(cells: pd.DataFrame) -> None:
+def test_speed_has_a_mark_for_each_model(cells):
     figure = fig_speed(cells.dropna(subset=["images_per_s"]))
     assert_names_inside(figure)
     marks = sorted([*map(float, line.get_xydata()[0])] for line in figure.axes[0].lines)

@@ -7,11 +7,10 @@ import math
 import pandas as pd
 import pytest
 
-from tests.report.made_store import Store
 from vit_ray.report.runs import Files, load_runs, set_name, trainings
 
 
-def test_a_selected_run_comes_with_all_runs_below_it(store: Store) -> None:
+def test_a_selected_run_comes_with_all_runs_below_it(store):
     study = store.put("study", kind="study")
     sweep = store.put("sweep", kind="sweep", parent=study)
     store.put("trial", {"dev/top1": 0.5}, kind="sweep_trial", parent=sweep)
@@ -24,7 +23,7 @@ def test_a_selected_run_comes_with_all_runs_below_it(store: Store) -> None:
         load_runs("sqlite:////nowhere/mlflow.db", "made")
 
 
-def test_a_group_is_that_of_the_driver_with_the_pre_trainings_before_it(store: Store) -> None:
+def test_a_group_is_that_of_the_driver_with_the_pre_trainings_before_it(store):
     firsts = [
         store.put("first", kind="pretrain", group=group, seed=seed)
         for group, seed in (("a", 0), ("a", 1), ("b", 0))
@@ -41,7 +40,7 @@ def test_a_group_is_that_of_the_driver_with_the_pre_trainings_before_it(store: S
     assert runs["is_tuned"].sum() == 3
 
 
-def test_of_two_records_of_a_training_the_newest_finished_one_counts(store: Store) -> None:
+def test_of_two_records_of_a_training_the_newest_finished_one_counts(store):
     for name, status in (("killed", "KILLED"), ("good", "FINISHED"), ("again", None)):
         store.put(name, {"eval/top1": 0.5}, kind="pretrain", group="g", status=status)
     store.put("killed twice", kind="pretrain", group="h", status="KILLED")
@@ -49,7 +48,7 @@ def test_of_two_records_of_a_training_the_newest_finished_one_counts(store: Stor
     assert trainings(load_runs(store.uri, "made"))["name"].tolist() == ["good", "newest"]
 
 
-def test_a_result_is_the_best_or_the_averaged_one_where_the_run_has_it(store: Store) -> None:
+def test_a_result_is_the_best_or_the_averaged_one_where_the_run_has_it(store):
     store.put("best", {"eval/top1": 0.5, "eval/best_top1": 0.7, "result/evaluations": 3.0})
     store.put("averaged", {"eval/top1": 0.5, "eval/averaged_top1": 0.6})
     store.put("diverged", {"eval/top1": math.nan, "eval/loss": math.inf})
@@ -59,13 +58,7 @@ def test_a_result_is_the_best_or_the_averaged_one_where_the_run_has_it(store: St
     assert runs.loc["best", "best_of"] == 3
 
 
-def test_a_trial_that_its_scheduler_ended_was_stopped_early(store: Store) -> None:
-    tags = {"vit_ray.stopped_early": "step 10 of 100"}
-    store.put("trial", {"dev/top1": 0.5}, kind="sweep_trial", status="KILLED", tags=tags)
-    assert load_runs(store.uri, "made")["status"].tolist() == ["stopped early"]
-
-
-def test_a_curve_has_each_step_once_with_its_first_and_its_last(store: Store) -> None:
+def test_a_curve_has_each_step_once_with_its_first_and_its_last(store):
     run_id = store.put("run")
     for step in range(0, 50):
         store.client.log_metric(run_id, "train/loss", float(step), step=step)
@@ -85,5 +78,5 @@ def test_a_curve_has_each_step_once_with_its_first_and_its_last(store: Store) ->
         ("data/cifar10/test", "cifar10"), ("train", "unknown data"), ("", "unknown data"),
     ],
 )  # fmt: skip
-def test_a_set_has_the_name_of_the_folder_that_is_no_split(path: str, name: str) -> None:
+def test_a_set_has_the_name_of_the_folder_that_is_no_split(path, name):
     assert set_name(path) == name

@@ -27,9 +27,7 @@ def seeds(*values: float) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("hits", "images"), [(0, 10), (8, 10), (276, 300), (10_000, 10_000)])
-def test_wilsons_interval_contains_exactly_the_shares_that_a_score_test_accepts(
-    hits: int, images: int
-) -> None:
+def test_wilsons_interval_contains_exactly_the_shares_that_a_score_test_accepts(hits, images):
     found = wilson(hits / images, images)
     z = stats.norm.ppf(0.975)
     for end in (found.low, found.high):
@@ -40,7 +38,7 @@ def test_wilsons_interval_contains_exactly_the_shares_that_a_score_test_accepts(
     assert found[1:] == pytest.approx((same.low, same.high))
 
 
-def test_a_mean_has_students_interval_from_three_seeds_on() -> None:
+def test_a_mean_has_students_interval_from_three_seeds_on():
     values = [0.9, 0.91, 0.895, 0.92]
     low, high = stats.t.interval(0.95, 3, np.mean(values), stats.sem(values))
     found = student(values)
@@ -50,7 +48,7 @@ def test_a_mean_has_students_interval_from_three_seeds_on() -> None:
     assert student([0.9, 0.9, 0.9]) is None
 
 
-def test_equal_seeds_are_paired_as_scipy_does() -> None:
+def test_equal_seeds_are_paired_as_scipy_does():
     a, b = seeds(0.50, 0.55, 0.60), seeds(0.52, 0.58, 0.61)
     theirs = stats.ttest_rel([*b.values()], [*a.values()])
     found, ends = difference(a, b), theirs.confidence_interval()
@@ -59,7 +57,7 @@ def test_equal_seeds_are_paired_as_scipy_does() -> None:
     assert difference(a, dict(reversed(b.items()))) == pytest.approx(found)
 
 
-def test_other_seeds_have_welchs_test_as_scipy_does() -> None:
+def test_other_seeds_have_welchs_test_as_scipy_does():
     a, b = seeds(0.50, 0.55, 0.60), {"7": 0.70, "8": 0.72, "9": 0.71, "10": 0.73}
     theirs = stats.ttest_ind([*b.values()], [*a.values()], equal_var=False)
     found, ends = difference(a, b), theirs.confidence_interval()
@@ -82,9 +80,7 @@ def test_other_seeds_have_welchs_test_as_scipy_does() -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_said(
-    a: dict[str, float], b: dict[str, float], images: float | None, doubt: str
-) -> None:
+def test_what_cannot_be_said(a, b, images, doubt):
     found = difference(a, b, images)
     assert found.doubt == doubt
     assert found.verdict == f"whether that is more than noise cannot be said ({doubt})"
@@ -102,7 +98,7 @@ def family(scale: float, floor: float = 0.05, num_seeds: int = 5) -> pd.DataFram
     return pd.DataFrame(rows)
 
 
-def test_a_law_has_the_exponent_and_the_floor_of_its_points_in_each_seed() -> None:
+def test_a_law_has_the_exponent_and_the_floor_of_its_points_in_each_seed():
     found = law_of(family(0.1), "test")
     assert found.law is not None
     assert found.law[:3] == pytest.approx((0.102, 0.3, 0.05), rel=1e-3)
@@ -114,7 +110,7 @@ def test_a_law_has_the_exponent_and_the_floor_of_its_points_in_each_seed() -> No
     assert again == pytest.approx([0.5])
 
 
-def test_compute_at_equal_accuracy_has_an_interval_over_three_seeds_or_more() -> None:
+def test_compute_at_equal_accuracy_has_an_interval_over_three_seeds_or_more():
     found = equal_accuracy(law_of(family(0.1), "test"), law_of(family(0.12), "test"))
     assert found is not None
     assert found.ratio == pytest.approx(1.2 ** (1 / 0.3), rel=0.01)
@@ -129,7 +125,7 @@ def test_compute_at_equal_accuracy_has_an_interval_over_three_seeds_or_more() ->
     assert few.interval is None
 
 
-def test_without_a_law_or_a_shared_accuracy_there_is_no_ratio() -> None:
+def test_without_a_law_or_a_shared_accuracy_there_is_no_ratio():
     assert fit_law(pd.Series([1.0, 1.01, 2.0]), pd.Series([0.3, 0.29, 0.2])) is None
     assert fit_law(pd.Series([1.0, 10.0, 100.0]), pd.Series([0.2, 0.25, 0.3])) is None
     good, bad = Law(0.1, 0.3, 0.0, 0.1, 0.2), Law(0.1, 0.3, 0.0, 0.3, 0.4)

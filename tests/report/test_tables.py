@@ -42,9 +42,7 @@ def text_of(values: list[float]) -> str:
 
 @pytest.mark.parametrize("model", GMACS)
 @pytest.mark.parametrize("epochs", EPOCHS)
-def test_a_cell_of_table_6_is_the_mean_of_its_five_seeds(
-    model: str, epochs: float, study_page: Written
-) -> None:
+def test_a_cell_of_table_6_is_the_mean_of_its_five_seeds(model, epochs, study_page):
     rows = table_of(study_page, "Table 6").reset_index()
     mine = rows[(rows["model"] == model) & (rows["epochs"] == epochs) & (rows["runs"] == 5)]
     (row,) = mine.to_dict("records")
@@ -59,7 +57,7 @@ def test_a_cell_of_table_6_is_the_mean_of_its_five_seeds(
     )
 
 
-def test_other_data_and_another_commit_are_rows_that_say_so(study_page: Written) -> None:
+def test_other_data_and_another_commit_are_rows_that_say_so(study_page):
     rows = table_of(study_page, "Table 6").reset_index()
     apart = rows[(rows["model"] == "ViT-S/16") & (rows["epochs"] == 7)]
     found = dict(zip(apart["test top-1 %"], apart["differs in"], strict=True))
@@ -69,7 +67,7 @@ def test_other_data_and_another_commit_are_rows_that_say_so(study_page: Written)
     assert not {"30.00", "40.00"} & {*found}  # a run that goes on, and an earlier record
 
 
-def test_laws_have_the_families_exponent_and_their_ratio(study_page: Written) -> None:
+def test_laws_have_the_families_exponent_and_their_ratio(study_page):
     table = table_of(study_page, "Power laws")
     for family in ("ViT", "ResNet"):
         assert float(table.loc[family, "exponent b"]) == pytest.approx(0.3, abs=0.01)
@@ -79,7 +77,7 @@ def test_laws_have_the_families_exponent_and_their_ratio(study_page: Written) ->
     assert pd.isna(table.loc["ViT", "its 95 %"])
 
 
-def test_the_table_of_trainings_has_each_once(study_page: Written) -> None:
+def test_the_table_of_trainings_has_each_once(study_page):
     table = table_of(study_page, "Trainings")
     assert len(table) == len(GMACS) * len(EPOCHS) * len(SEEDS) + 4
     assert table["status"].value_counts().to_dict() == {
@@ -106,7 +104,7 @@ def tuned(store: Store, first: str, top1: float, seed: int = 0, **more: Any) -> 
     )  # fmt: skip
 
 
-def test_tables_2_and_5_stand_beside_the_papers_on_its_test_set(store: Store) -> None:
+def test_tables_2_and_5_stand_beside_the_papers_on_its_test_set(store):
     for seed, top1 in enumerate((0.98, 0.99, 0.97)):
         tuned(store, pretrained(store, "ViT-B/16", seed=seed), top1, data="cifar10")
     tuned(store, pretrained(store, "ViT-B/32"), 0.9, test=(7, 10), data="pets")
@@ -125,7 +123,7 @@ def test_tables_2_and_5_stand_beside_the_papers_on_its_test_set(store: Store) ->
     assert five.loc[("imagenet21k", "pets"), "ViT-B/32"] == "90.00"
 
 
-def test_a_fine_tuned_model_stands_at_the_compute_of_both_trainings(store: Store) -> None:
+def test_a_fine_tuned_model_stands_at_the_compute_of_both_trainings(store):
     tuned(store, pretrained(store, "ViT-B/16"), 0.98)
     tuned(store, "0" * 32, 0.97)
     runs = trainings(load_runs(store.uri, "made")).set_index("test")
@@ -133,7 +131,7 @@ def test_a_fine_tuned_model_stands_at_the_compute_of_both_trainings(store: Store
     assert pd.isna(runs.loc[0.97, "exaflops"])  # of a training that is not among the runs
 
 
-def test_table_7_compares_adam_and_sgd(store: Store) -> None:
+def test_table_7_compares_adam_and_sgd(store):
     for optimizer, top1 in (("adamw", 0.9), ("sgd", 0.8)):
         tuned(store, pretrained(store, "R50x1", optimizer), top1)
     pretrained(store, "R152x2")
@@ -144,7 +142,7 @@ def test_table_7_compares_adam_and_sgd(store: Store) -> None:
     assert table.loc["cifar10"].to_dict() == {"R50x1, adamw": "90.00", "R50x1, sgd": "80.00"}
 
 
-def test_table_8_has_positions_by_the_place_where_they_are_added(store: Store) -> None:
+def test_table_8_has_positions_by_the_place_where_they_are_added(store):
     for kind, place, top1 in (("none", None, 0.3), ("learned_1d", None, 0.5),
                               ("learned_1d", "every_layer", 0.6)):  # fmt: skip
         params = {"model.positions": kind} | ({"model.positions_at": place} if place else {})
@@ -159,7 +157,7 @@ def test_table_8_has_positions_by_the_place_where_they_are_added(store: Store) -
     assert table.loc["learned_1d", "the paper's every layer shared"] == "64.29"
 
 
-def test_table_9_has_the_tasks_of_vtab_in_the_papers_order(store: Store) -> None:
+def test_table_9_has_the_tasks_of_vtab_in_the_papers_order(store):
     store.put("mine", {"vtab/pets_top1": 0.9, "vtab/mean_top1": 0.8}, kind="vtab")
     table = tables_of(store)["Table 9"]
     assert table.loc["mine"].dropna().to_dict() == {"pets": "90.00", "mean": "80.00"}
@@ -169,7 +167,7 @@ def test_table_9_has_the_tasks_of_vtab_in_the_papers_order(store: Store) -> None
     assert table.loc["the paper's ViT-H/14 (JFT)", "mean"] == f"{mean:.2f}"
 
 
-def test_a_cells_transfers_are_columns_and_their_mean_needs_all_tasks(store: Store) -> None:
+def test_a_cells_transfers_are_columns_and_their_mean_needs_all_tasks(store):
     both = {"transfer/pets_top1": 0.8, "transfer/flowers_top1": 0.6}
     store.put("a", {"study/exaflops": 1.0, **both}, group="a")
     store.put("b", {"study/exaflops": 2.0, "transfer/pets_top1": 0.9}, group="b")

@@ -48,7 +48,7 @@ def training(store: Store) -> tuple[Store, Any]:
     return store, load_runs(store.uri, "made").loc[run_id]
 
 
-def test_images_stand_with_what_they_were_taken_for(training: tuple[Store, Any]) -> None:
+def test_images_stand_with_what_they_were_taken_for(training):
     store, run = training
     shown = gallery(Files(store.uri), run, "evaluation/examples", "?")
     assert shown is not None
@@ -61,7 +61,7 @@ def test_images_stand_with_what_they_were_taken_for(training: tuple[Store, Any])
     assert gallery(Files(store.uri), run, "evaluation/errors", "?") is None
 
 
-def test_events_are_in_their_order(training: tuple[Store, Any]) -> None:
+def test_events_are_in_their_order(training):
     table = events(Files(training[0].uri), training[1])
     assert table.to_numpy().tolist() == [
         ["1970-01-01 00:01:40", "restarted", "3", "first"],
@@ -69,9 +69,7 @@ def test_events_are_in_their_order(training: tuple[Store, Any]) -> None:
     ]
 
 
-def test_a_page_of_one_training_shows_all_of_it(
-    training: tuple[Store, Any], tmp_path: Path
-) -> None:
+def test_a_page_of_one_training_shows_all_of_it(training, tmp_path):
     store, run = training
     text = write_report(store.uri, run["run_id"], tmp_path / "page.html").page.read_text()
     assert text.count('role="img"') == 4
@@ -85,7 +83,7 @@ def test_a_page_of_one_training_shows_all_of_it(
         assert shown in text
 
 
-def test_the_confusion_matrix_has_the_shares_of_each_class() -> None:
+def test_the_confusion_matrix_has_the_shares_of_each_class():
     (table,) = confusion(lines([(n, n, 3) for n in CLASSES] + [("rose", "=1+1", 1)])).values()
     assert table.loc["rose", ["images", "rose", "=1+1", "daisy"]].tolist() == [
         4, "75.00", "25.00", "",
@@ -95,7 +93,7 @@ def test_the_confusion_matrix_has_the_shares_of_each_class() -> None:
     assert confusion(b"") == confusion(b"class\n1") == {}
 
 
-def test_classes_that_are_equal_in_their_first_letters_keep_their_own_counts() -> None:
+def test_classes_that_are_equal_in_their_first_letters_keep_their_own_counts():
     alike = [f"{'n' * 45}{number}" for number in range(5)]
     rows = [(name, name, number + 1) for number, name in enumerate(alike)]
     (table,) = confusion(lines([*rows, (alike[0], alike[1], 3)])).values()

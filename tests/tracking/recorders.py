@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 from vit_ray.tracking.metrics_log import RunOpening
@@ -23,7 +24,7 @@ class Here:
             except Exception as error:
                 return Answer(None, error)
 
-        return Remote(remote)
+        return SimpleNamespace(remote=remote)
 
     def die(self) -> None:
         """As when Ray starts the process again: nothing that was in memory is left."""
@@ -31,13 +32,6 @@ class Here:
             run.tracker.stop(30)
             run._held.close()
         self.actor = RunRecords(self.uri)
-
-
-class Remote:
-    """A method of an actor."""
-
-    def __init__(self, remote: Any) -> None:
-        self.remote = remote
 
 
 class Answer:

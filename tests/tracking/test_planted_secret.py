@@ -59,9 +59,7 @@ def _recorded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.usefixtures("answers_here")
-def test_nothing_that_a_run_writes_holds_a_secret(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any, caplog: Any
-) -> None:
+def test_nothing_that_a_run_writes_holds_a_secret(tmp_path, monkeypatch, capfd, caplog):
     recipe = _recorded(tmp_path, monkeypatch)
     write_report(f"sqlite:///{tmp_path}/mlflow.db", "vit_ray", tmp_path / "report.html")
     files = [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -90,9 +90,7 @@ class Postgres:
 
 
 @pytest.mark.slow  # MLflow makes its schema in a new database, and its server starts
-def test_postgresql_restarted_and_away_in_the_middle_of_a_run_costs_no_point(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_postgresql_restarted_and_away_in_the_middle_of_a_run_costs_no_point(tmp_path, monkeypatch):
     need_postgres()
     monkeypatch.setattr(sender, "FIRST_BACKOFF_S", 0.05)
     monkeypatch.setattr(sender, "LAST_BACKOFF_S", 0.5)

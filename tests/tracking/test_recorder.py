@@ -10,7 +10,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -23,7 +22,7 @@ from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.tracking import metrics_log, models, recorder
 from vit_ray.tracking.metrics_log import RunOpening
 from vit_ray.tracking.recorder import Recorder, start_recorder
-from vit_ray.tracking.run_state import Orders, RunStatus
+from vit_ray.tracking.run_state import Orders
 from vit_ray.tracking.tracker import Tracker
 from vit_ray.worker.run_link import RunLink
 
@@ -62,9 +61,7 @@ def points_of(store: MlflowClient, run_id: str | None, key: str) -> list[tuple[i
     return sorted((point.step, point.value) for point in points)
 
 
-def test_a_log_has_one_writer_and_the_next_waits_until_it_has_ended(
-    store: MlflowClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_has_one_writer_and_the_next_waits_until_it_has_ended(store, tmp_path, monkeypatch):
     monkeypatch.setattr(metrics_log, "RELEASE_S", 0.2)
     first = recorded_here(opening_of(tmp_path))
     with pytest.raises(RuntimeError, match="the recorder of the run's last driver"):
@@ -75,18 +72,7 @@ def test_a_log_has_one_writer_and_the_next_waits_until_it_has_ended(
     second.finish("FINISHED")
 
 
-def test_the_start_is_on_disk_when_the_run_is_open(here: Here, tmp_path: Path) -> None:
-    """Whoever has the log has all that is needed to send it."""
-    opening = replace(opening_of(tmp_path), params={"seed": "3"})
-    run = recorded_here(opening, here)
-    assert '"kind": "start"' in opening.log_path.read_text()
-    assert '"seed": "3"' in opening.log_path.read_text()
-    run.finish("FINISHED")
-
-
-def test_an_opening_that_ray_repeats_in_a_new_process_is_the_same(
-    here: Here, tmp_path: Path
-) -> None:
+def test_an_opening_that_ray_repeats_in_a_new_process_is_the_same(here, tmp_path):
     opening = opening_of(tmp_path)
     run = recorded_here(opening, here)
     run.request_resize()
@@ -97,9 +83,7 @@ def test_an_opening_that_ray_repeats_in_a_new_process_is_the_same(
     run.finish("FINISHED")
 
 
-def test_a_run_whose_opener_died_is_continued_by_the_next_in_the_same_actor(
-    store: MlflowClient, here: Here, tmp_path: Path
-) -> None:
+def test_a_run_whose_opener_died_is_continued_by_the_next_in_the_same_actor(store, here, tmp_path):
     first = recorded_here(opening_of(tmp_path), here)
     first.metrics(1, {"train/loss": 1.0})
     run_id = first.run_id()
@@ -112,9 +96,7 @@ def test_a_run_whose_opener_died_is_continued_by_the_next_in_the_same_actor(
     assert points_of(store, run_id, "train/loss") == [(1, 1.0), (3, 1.0)]
 
 
-def test_a_file_from_a_worker_is_kept_with_the_run(
-    ray_cluster: object, store: MlflowClient, tmp_path: Path
-) -> None:
+def test_a_file_from_a_worker_is_kept_with_the_run(ray_cluster, store, tmp_path):
     record = started(opening_of(tmp_path))
     link = RunLink(record, 0)
     link.keep_file("trace.json.gz", gzip.compress(b"a trace"))
@@ -125,9 +107,7 @@ def test_a_file_from_a_worker_is_kept_with_the_run(
     assert gzip.decompress(Path(path).read_bytes()) == b"a trace"
 
 
-def test_an_actor_that_dies_comes_back_with_all_that_was_recorded(
-    ray_cluster: object, tmp_path: Path, store: MlflowClient
-) -> None:
+def test_an_actor_that_dies_comes_back_with_all_that_was_recorded(ray_cluster, tmp_path, store):
     parent = started(opening_of(tmp_path, name="parent"))
     record = started(opening_of(tmp_path, parent), parent)
     record.metrics(1, {"train/loss": 1.0, "eval/top1": 0.5})
@@ -166,8 +146,8 @@ def send_losses(record: Recorder, key: str, num_steps: int) -> None:
 
 
 def test_no_record_is_lost_doubled_or_out_of_order_when_the_actor_dies_under_load(
-    ray_cluster: object, tmp_path: Path, store: MlflowClient
-) -> None:
+    ray_cluster, tmp_path, store
+):
     """Ray repeats the calls that were not answered, in any order."""
     record, num_steps, keys = started(opening_of(tmp_path)), 600, ["train/loss", "train/accuracy"]
     send = ray.remote(send_losses).options(num_cpus=0)
@@ -185,7 +165,7 @@ def test_no_record_is_lost_doubled_or_out_of_order_when_the_actor_dies_under_loa
         assert points_of(store, run_id, key) == [(step, float(step)) for step in range(num_steps)]
 
 
-def test_a_record_that_ray_repeats_is_written_once(here: Here, tmp_path: Path) -> None:
+def test_a_record_that_ray_repeats_is_written_once(here, tmp_path):
     record = recorded_here(opening_of(tmp_path), here)
     given = (record.log_path, "metrics", {"step": 1, "values": {"a/b": 1.0}}, "id", "")
     for _ in range(2):
@@ -197,9 +177,7 @@ def test_a_record_that_ray_repeats_is_written_once(here: Here, tmp_path: Path) -
     record.finish("FINISHED")
 
 
-def test_a_record_that_cannot_be_written_costs_only_itself(
-    store: MlflowClient, here: Here, tmp_path: Path
-) -> None:
+def test_a_record_that_cannot_be_written_costs_only_itself(store, here, tmp_path):
     record = recorded_here(opening_of(tmp_path), here)
     record.append("metrics", step=1, values={"train/loss": {1}})  # no JSON
     with pytest.raises(pickle.PicklingError):
@@ -213,7 +191,7 @@ def test_a_record_that_cannot_be_written_costs_only_itself(
     assert store.get_run(str(run_id)).info.status == "FINISHED"
 
 
-def test_a_signal_within_a_call_may_record(here: Here, tmp_path: Path) -> None:
+def test_a_signal_within_a_call_may_record(here, tmp_path):
     """Its handler runs between two steps of the interrupted thread."""
     record, interrupted = recorded_here(opening_of(tmp_path), here), []
 
@@ -231,9 +209,7 @@ def test_a_signal_within_a_call_may_record(here: Here, tmp_path: Path) -> None:
     record.finish("KILLED")
 
 
-def test_a_restarted_actor_continues_the_run_of_the_checkpoint(
-    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restarted_actor_continues_the_run_of_the_checkpoint(here, tmp_path, monkeypatch):
     """MLflow was away, so that the log names no run yet."""
     first = recorded_here(opening_of(tmp_path, name="first"), here)
     assert first.flush(60)
@@ -259,30 +235,7 @@ def kill(record: Recorder) -> None:
         time.sleep(0.01)
 
 
-def test_what_is_recorded_right_after_the_actors_death_is_neither_lost_nor_doubled(
-    store: MlflowClient, here: Here, tmp_path: Path
-) -> None:
-    record = recorded_here(opening_of(tmp_path), here)
-    record.metrics(1, {"train/loss": 1.0, "startup/first_step_s": 7.0})
-    run_id = record.run_id()
-    here.die()
-    record.metrics(2, {"train/loss": 2.0})
-    record.event(EventKind.RESUMED, "a worker has died", 2)
-    record.request_stop("SIGTERM")
-    here.die()
-    assert record.heartbeat(1, 2) == Orders("SIGTERM", False)
-    record.metrics(3, {"train/loss": 3.0, "startup/first_step_s": 9.0})
-    assert record.status().metrics == {"train/loss": 3.0, "startup/first_step_s": 7.0}
-    assert [event.kind for event in record.status().events] == ["resumed"]
-    assert not record.finish("KILLED")
-    assert points_of(store, run_id, "train/loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
-    assert points_of(store, run_id, "startup/first_step_s") == [(1, 7.0)]
-    assert store.get_run(str(run_id)).data.tags["mlflow.vit_ray.events.resumed"] == "1"
-
-
-def test_an_end_that_was_noted_before_the_actor_died_reaches_mlflow(
-    store: MlflowClient, here: Here, tmp_path: Path
-) -> None:
+def test_an_end_that_was_noted_before_the_actor_died_reaches_mlflow(store, here, tmp_path):
     record = recorded_here(opening_of(tmp_path), here)
     assert record.flush(60)
     run_id = str(record.run_id())
@@ -293,7 +246,7 @@ def test_an_end_that_was_noted_before_the_actor_died_reaches_mlflow(
     assert store.get_run(run_id).info.status == "FINISHED"
 
 
-def test_a_stop_of_a_sweep_reaches_its_runs_whenever_they_start(here: Here, tmp_path: Path) -> None:
+def test_a_stop_of_a_sweep_reaches_its_runs_whenever_they_start(here, tmp_path):
     parent = recorded_here(opening_of(tmp_path, name="parent"), here)
     nested = recorded_here(opening_of(tmp_path, parent, "nested"), here)
     early = recorded_here(opening_of(tmp_path, nested, "early"), here)
@@ -309,7 +262,7 @@ def test_a_stop_of_a_sweep_reaches_its_runs_whenever_they_start(here: Here, tmp_
         run.finish("KILLED")
 
 
-def test_nothing_is_written_for_a_run_that_was_never_opened(here: Here, tmp_path: Path) -> None:
+def test_nothing_is_written_for_a_run_that_was_never_opened(here, tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
     with pytest.raises(RuntimeError, match="nothing can be recorded in"):
         Recorder(here, path, "run").tag("a", "b")
@@ -317,8 +270,8 @@ def test_nothing_is_written_for_a_run_that_was_never_opened(here: Here, tmp_path
 
 
 def test_a_run_whose_mlflow_run_was_deleted_keeps_its_log_when_the_actor_dies(
-    store: MlflowClient, here: Here, tmp_path: Path
-) -> None:
+    store, here, tmp_path
+):
     opening = replace(opening_of(tmp_path), run_id="0" * 32)
     record = recorded_here(opening, here)
     record.metrics(1, {"train/loss": 1.0})
@@ -331,9 +284,7 @@ def test_a_run_whose_mlflow_run_was_deleted_keeps_its_log_when_the_actor_dies(
     assert [p.name for p in opening.log_path.parent.glob("*.jsonl")] == ["metrics.jsonl"]
 
 
-def test_no_system_metrics_are_taken_of_a_run_whose_end_is_in_the_log(
-    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_system_metrics_are_taken_of_a_run_whose_end_is_in_the_log(here, tmp_path, monkeypatch):
     samples = Mock()
     monkeypatch.setattr(recorder, "NodeSampler", samples)
     opening = opening_of(tmp_path)
@@ -347,9 +298,7 @@ def test_no_system_metrics_are_taken_of_a_run_whose_end_is_in_the_log(
     assert samples.call_count == 1
 
 
-def test_a_trial_has_its_dev_accuracy_under_its_own_name_and_first(
-    store: MlflowClient, here: Here, tmp_path: Path
-) -> None:
+def test_a_trial_has_its_dev_accuracy_under_its_own_name_and_first(store, here, tmp_path):
     data = {"name": "train", "digest": "f" * 32, "source": "/d", "context": "training"}
     opening = replace(
         opening_of(tmp_path),
@@ -371,9 +320,7 @@ def test_a_trial_has_its_dev_accuracy_under_its_own_name_and_first(
     assert (given.dataset.name, given.dataset.profile) == ("train", '{"num_images": 7}')
 
 
-def test_a_restarted_job_records_its_own_start_and_its_attempts_do_not(
-    store: MlflowClient, here: Here, tmp_path: Path
-) -> None:
+def test_a_restarted_job_records_its_own_start_and_its_attempts_do_not(store, here, tmp_path):
     for step in (1, 5):
         record = recorded_here(opening_of(tmp_path), here)
         record.metrics(step, {"startup/first_step_s": float(step)})
@@ -383,9 +330,7 @@ def test_a_restarted_job_records_its_own_start_and_its_attempts_do_not(
     assert points_of(store, run_id, "startup/first_step_s") == [(1, 1.0), (5, 5.0)]
 
 
-def test_what_is_recorded_after_the_end_changes_nothing(
-    store: MlflowClient, here: Here, tmp_path: Path
-) -> None:
+def test_what_is_recorded_after_the_end_changes_nothing(store, here, tmp_path):
     opening = opening_of(tmp_path)
     record = recorded_here(opening, here)
     run_id = str(record.run_id())
@@ -400,9 +345,7 @@ def test_what_is_recorded_after_the_end_changes_nothing(
     Tracker.begin(opening_of(tmp_path)).close()
 
 
-def test_models_are_logged_once_after_the_end(
-    store: MlflowClient, here: Here, tmp_path: Path
-) -> None:
+def test_models_are_logged_once_after_the_end(store, here, tmp_path):
     """Also those of trials that ended before the actor died."""
     sweep = recorded_here(opening_of(tmp_path, name="sweep"), here)
     record = recorded_here(opening_of(tmp_path, sweep), here)
@@ -419,9 +362,7 @@ def test_models_are_logged_once_after_the_end(
     assert len(store.get_run(run_id).outputs.model_outputs) == 1
 
 
-def test_a_model_whose_run_mlflow_never_had_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_whose_run_mlflow_never_had_is_named(tmp_path, caplog):
     opening = opening_of(tmp_path)
     away = TrackingConfig(uri="http://127.0.0.1:9", system_metrics=False)
     record = recorded_here(replace(opening, config=away))
@@ -431,9 +372,7 @@ def test_a_model_whose_run_mlflow_never_had_is_named(
     assert "a model is not logged (MLflow does not have all of its run)" in caplog.text
 
 
-def test_a_model_is_not_logged_in_the_run_of_a_folders_original(
-    store: MlflowClient, here: Here, tmp_path: Path
-) -> None:
+def test_a_model_is_not_logged_in_the_run_of_a_folders_original(store, here, tmp_path):
     opening = opening_of(tmp_path)
     recorded_here(opening, here).finish("FINISHED")
     shutil.copytree(opening.log_path.parent, tmp_path / "copy")
@@ -447,39 +386,14 @@ def test_a_model_is_not_logged_in_the_run_of_a_folders_original(
 
 
 @pytest.mark.parametrize("output", ["", "not JSON"])
-def test_an_answer_about_models_that_cannot_be_read_is_told(
-    output: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_about_models_that_cannot_be_read_is_told(output, monkeypatch):
     answer = Mock(return_value=Mock(stdout=output))
     monkeypatch.setattr(models.subprocess, "run", answer)
     (problem,) = models.log_models("sqlite:///x.db", [("id", {})])
     assert problem
 
 
-def test_a_process_waits_for_its_models_but_not_forever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ends: list[Any] = []
-    monkeypatch.setattr(models.atexit, "register", lambda *call: ends.append(call))
-    thread = models.log_models_later("sqlite:///x.db", tmp_path / "metrics.jsonl")
-    assert thread.daemon
-    assert ends == [(thread.join, models.MODELS_S + 30)]
-
-
-def test_the_id_of_a_run_is_asked_for_within_the_limit_of_the_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Or a worker would have no answer, where MLflow's first one takes as long."""
-    status = Mock(return_value=RunStatus(run_id="id"))
-    monkeypatch.setattr(Recorder, "status", status)
-    assert Recorder(Mock(), Path("metrics.jsonl"), "run").run_id(20.0) == "id"
-    ((limit_s, mlflow_s),) = [call.args for call in status.call_args_list]
-    assert mlflow_s < limit_s == 20.0
-
-
-def test_a_log_that_is_locked_holds_up_no_other_run(
-    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_that_is_locked_holds_up_no_other_run(here, tmp_path, monkeypatch):
     monkeypatch.setattr(metrics_log, "RELEASE_S", 60.0)
     run, locked = opening_of(tmp_path), opening_of(tmp_path, name="locked")
     record = recorded_here(run, here)
@@ -492,18 +406,3 @@ def test_a_log_that_is_locked_holds_up_no_other_run(
     waiting.join(30)
     for opening in (run, locked):
         assert not Recorder(here, opening.log_path, "run").finish("FINISHED")
-
-
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (ray.exceptions.GetTimeoutError(), "has not answered in 30 s"),
-        (ray.exceptions.RayActorError(), "the process of the run's record has died"),
-    ],
-)
-def test_an_actor_that_gives_no_answer_is_named(
-    error: Exception, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recorder.ray, "get", Mock(side_effect=error))
-    with pytest.raises(RuntimeError, match=text):
-        Recorder(Mock(), Path("metrics.jsonl"), "run").heartbeat(0, 1)

@@ -14,9 +14,7 @@ def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_of_512_workers_the_one_that_is_silent_is_named_and_the_others_are_a_number(
-    now_s: list[float],
-) -> None:
+def test_of_512_workers_the_one_that_is_silent_is_named_and_the_others_are_a_number(now_s):
     state = RunState()
     for rank in range(512):
         state.heartbeat(rank, 0, f"host-{rank // 8}")
@@ -32,9 +30,7 @@ def test_of_512_workers_the_one_that_is_silent_is_named_and_the_others_are_a_num
     assert set(told[1:]) == {""}
 
 
-def test_a_worker_of_a_large_group_is_silent_after_five_of_its_heartbeats(
-    now_s: list[float],
-) -> None:
+def test_a_worker_of_a_large_group_is_silent_after_five_of_its_heartbeats(now_s):
     state = RunState()
     for rank in range(1024):
         state.heartbeat(rank, 5)
@@ -46,9 +42,7 @@ def test_a_worker_of_a_large_group_is_silent_after_five_of_its_heartbeats(
     assert "1023 in all; 1 of 1024 workers are at step 5" in told
 
 
-def test_a_worker_that_is_behind_or_in_other_calls_or_was_never_there_is_told(
-    now_s: list[float],
-) -> None:
+def test_a_worker_that_is_behind_or_in_other_calls_or_was_never_there_is_told(now_s):
     state = RunState()
     for rank, step in ((0, 9), (1, 8), (2, 9)):
         state.heartbeat(rank, step, f"host-{rank}")
@@ -60,7 +54,7 @@ def test_a_worker_that_is_behind_or_in_other_calls_or_was_never_there_is_told(
     assert "worker 1 on host-1 is at step 8" in state.hanging(1, 4, "next_batch")
 
 
-def test_a_group_that_has_shrunk_waits_for_none_of_those_that_left(now_s: list[float]) -> None:
+def test_a_group_that_has_shrunk_waits_for_none_of_those_that_left(now_s):
     state = RunState()
     for rank in range(8):
         state.heartbeat(rank, 5)
@@ -70,7 +64,7 @@ def test_a_group_that_has_shrunk_waits_for_none_of_those_that_left(now_s: list[f
     assert state.hanging(0, 2, "all_reduce") == "2 of 2 workers are at step 6"
 
 
-def test_a_new_attempt_that_hangs_at_once_in_the_same_calls_is_told(now_s: list[float]) -> None:
+def test_a_new_attempt_that_hangs_at_once_in_the_same_calls_is_told(now_s):
     state = RunState()
     for _ in range(2):
         state.heartbeat(0, 5, "host-1")
@@ -80,7 +74,7 @@ def test_a_new_attempt_that_hangs_at_once_in_the_same_calls_is_told(now_s: list[
 
 
 @pytest.mark.parametrize("kind", [EventKind.RESIZING, EventKind.WORKER_FAILED])
-def test_a_group_is_resizing_until_the_next_one_follows(kind: EventKind) -> None:
+def test_a_group_is_resizing_until_the_next_one_follows(kind):
     """Also if it is asked before its workers have sent a heartbeat."""
     state = RunState()
     state.note({"kind": "resize"})

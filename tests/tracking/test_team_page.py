@@ -23,9 +23,7 @@ def write_section(folder: Path) -> Path:
 
 
 @pytest.mark.slow  # two trainings and a sweep, each with a Ray of its own
-def test_every_line_of_the_page_does_what_it_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_line_of_the_page_does_what_it_says(tmp_path, monkeypatch):
     need_postgres()
     pytest.importorskip("flask_wtf", reason="no flask-wtf: pip install 'vit_ray[server]'")
     (tmp_path / "mine").mkdir()

@@ -42,7 +42,7 @@ def _log_in(patch: pytest.MonkeyPatch, user: str, password: str = PASSWORD) -> N
     patch.setenv("MLFLOW_TRACKING_PASSWORD", password)
 
 
-def test_an_old_database_is_migrated_before_the_server_starts(new_team: TeamServer) -> None:
+def test_an_old_database_is_migrated_before_the_server_starts(new_team):
     """One revision back: the experiment that it has is there afterwards."""
     command = pytest.importorskip("alembic.command")  # MLflow brings it
     scripts = pytest.importorskip("alembic.script").ScriptDirectory
@@ -86,7 +86,7 @@ def team(new_team: TeamServer) -> TeamServer:
     return new_team
 
 
-def test_the_server_is_not_root_and_can_write_nowhere_but_in_tmp(team: TeamServer) -> None:
+def test_the_server_is_not_root_and_can_write_nowhere_but_in_tmp(team):
     if not team.is_closed:
         pytest.skip("only root can take its rights from a process")
     processes = team.processes()
@@ -102,7 +102,7 @@ def test_the_server_is_not_root_and_can_write_nowhere_but_in_tmp(team: TeamServe
         assert "rw" in options["/tmp"]
 
 
-def test_nobody_reads_without_a_log_in(team: TeamServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_reads_without_a_log_in(team, monkeypatch):
     search = "/api/2.0/mlflow/experiments/search?max_results=1"
     assert team.get("/health") == 200
     for path in (search, "/", "/api/2.0/mlflow-artifacts/artifacts", "/graphql"):
@@ -112,15 +112,13 @@ def test_nobody_reads_without_a_log_in(team: TeamServer, monkeypatch: pytest.Mon
         MlflowClient(team.uri).search_experiments()
 
 
-def test_a_host_name_that_is_not_allowed_is_refused(team: TeamServer) -> None:
+def test_a_host_name_that_is_not_allowed_is_refused(team):
     """A page that an attacker's name server points at the server's address (DNS rebinding)."""
     for name, status in {"mlflow": 401, f"mlflow:{team.port}": 401, "evil.example": 403}.items():
         assert team.get("/api/2.0/mlflow/experiments/search?max_results=1", Host=name) == status
 
 
-def test_others_read_an_experiment_and_write_when_they_are_given_the_right(
-    team: TeamServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_read_an_experiment_and_write_when_they_are_given_the_right(team, monkeypatch):
     from mlflow.server.auth.client import AuthServiceClient
 
     client = MlflowClient(team.uri)
@@ -143,9 +141,7 @@ def test_others_read_an_experiment_and_write_when_they_are_given_the_right(
         client.delete_experiment(experiment)
 
 
-def test_files_go_through_the_server_and_no_client_has_a_key(
-    team: TeamServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_files_go_through_the_server_and_no_client_has_a_key(team, monkeypatch, tmp_path):
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     _log_in(monkeypatch, "ana")
@@ -162,8 +158,8 @@ def test_files_go_through_the_server_and_no_client_has_a_key(
 
 
 def test_sixteen_runs_write_at_once_and_a_restarted_database_costs_no_point(
-    team: TeamServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    team, monkeypatch, tmp_path
+):
     """A thousand points a second, read back exactly."""
     _log_in(monkeypatch, "ana")
     config = TrackingConfig(uri=team.uri, experiment="at once")
@@ -196,9 +192,7 @@ def _value(number: int, step: int, key: str) -> float:
     return (number + 1) / (step + 3) + KEYS.index(key)
 
 
-def test_what_was_deleted_long_ago_is_collected_with_its_files(
-    team: TeamServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_was_deleted_long_ago_is_collected_with_its_files(team, monkeypatch, tmp_path):
     _log_in(monkeypatch, "ana")
     client = MlflowClient(team.uri)
     run_id = client.create_run(client.create_experiment("to delete")).info.run_id
@@ -215,9 +209,7 @@ def test_what_was_deleted_long_ago_is_collected_with_its_files(
     assert team.stored("old.bin") == []
 
 
-def test_a_backup_brings_back_what_was_lost(
-    team: TeamServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_backup_brings_back_what_was_lost(team, monkeypatch, tmp_path):
     _log_in(monkeypatch, "ana")
     client = MlflowClient(team.uri)
     run_id = client.create_run(client.create_experiment("to lose")).info.run_id

@@ -29,7 +29,7 @@ def with_lost_sector(image: bytes) -> bytes:
     raise AssertionError("libjpeg sees them everywhere")
 
 
-def test_a_lost_sector_that_libjpeg_does_not_see_is_counted() -> None:
+def test_a_lost_sector_that_libjpeg_does_not_see_is_counted():
     whole = encoded(load_sample_images().images[0], quality=90)
     assert not has_zeroed_data(whole)
     damaged = with_lost_sector(whole)
@@ -41,7 +41,7 @@ def test_a_lost_sector_that_libjpeg_does_not_see_is_counted() -> None:
         checked(damaged, "key", (0,), strict, restart_writer())
 
 
-def test_a_picture_of_one_colour_is_no_damage_though_its_data_are_zeros() -> None:
+def test_a_picture_of_one_colour_is_no_damage_though_its_data_are_zeros():
     sink = io.BytesIO()
     Image.new("RGB", (4000, 3000), (10, 200, 30)).save(sink, "JPEG", optimize=True)
     image = sink.getvalue()
@@ -50,7 +50,7 @@ def test_a_picture_of_one_colour_is_no_damage_though_its_data_are_zeros() -> Non
     assert checked(image, "key", (0,), CONFIG, restart_writer()).index is not None
 
 
-def test_any_bytes_may_be_asked_about() -> None:
+def test_any_bytes_may_be_asked_about():
     image = encoded(np.random.default_rng(0).integers(0, 256, (40, 40, 3), np.uint8))
     zeroed = image[:-200] + bytes(198) + image[-2:]
     assert has_zeroed_data(zeroed)

@@ -5,7 +5,6 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,7 +52,7 @@ def writer() -> Iterator[Libjpeg]:
 
 
 @pytest.mark.parametrize("name", list(FILES))
-def test_a_rewritten_file_has_the_pixels_of_the_original(name: str, writer: Libjpeg) -> None:
+def test_a_rewritten_file_has_the_pixels_of_the_original(name, writer):
     image = FILES[name]
     found = with_restart_markers(image, writer)
     assert found is not None
@@ -65,13 +64,6 @@ def test_a_rewritten_file_has_the_pixels_of_the_original(name: str, writer: Libj
     assert "progressive" not in Image.open(io.BytesIO(found.image)).info
 
 
-def test_markers_cost_few_bytes(writer: Libjpeg) -> None:
-    found = with_restart_markers(FILES["4:2:0"], writer)
-    assert found is not None
-    assert len(found.image) < 1.03 * len(FILES["4:2:0"])
-    assert found.index.columns >= 2
-
-
 def with_metadata() -> bytes:
     exif = Image.Exif()
     exif[0x0112], exif[0x010E] = 6, "a caption"
@@ -79,7 +71,7 @@ def with_metadata() -> bytes:
     return encoded(CHINA[:100, :160], exif=exif, icc_profile=profile, comment=b"\xff\xd9 mine")
 
 
-def test_profile_exif_and_comment_stay(writer: Libjpeg) -> None:
+def test_profile_exif_and_comment_stay(writer):
     image = with_metadata()
     found = with_restart_markers(image, writer)
     assert found is not None
@@ -167,20 +159,18 @@ ODD = {
     "with a comment between its scans": with_a_comment_between_its_scans,
     "with a comment behind its scan": lambda: FILES["grey"][:-2] + b"\xff\xfe\0\6mine\xff\xd9",
     "with a thumbnail": with_a_thumbnail,
+    "of several scans": lambda: of_several_scans(),
     "of fractional sampling": lambda: of_sampling(0x31, 0x21, 0x11),
     "of impossible sampling": lambda: FILES["4:2:0"].replace(b"\x01\x22\0\x02", b"\x01\x2f\0\x02"),
 }
 
 
 @pytest.mark.parametrize("name", list(ODD))
-def test_what_is_odd_stays_as_it_came(name: str, writer: Libjpeg) -> None:
+def test_what_is_odd_stays_as_it_came(name, writer):
     assert with_restart_markers(ODD[name](), writer) is None
-    assert with_restart_markers(FILES["grey"], writer) is not None
-
-
-def test_a_crafted_file_of_usual_sampling_is_rewritten(writer: Libjpeg) -> None:
-    """So that those of other sampling are refused for that alone."""
-    assert with_restart_markers(of_sampling(0x21, 0x11, 0x11), writer) is not None
+    # So that what is odd is left for that alone.
+    for image in (FILES["grey"], of_sampling(0x21, 0x11, 0x11)):
+        assert with_restart_markers(image, writer) is not None
 
 
 def without(image: bytes, marker: int) -> bytes:
@@ -191,7 +181,7 @@ def without(image: bytes, marker: int) -> bytes:
     return image
 
 
-def test_a_file_is_not_given_the_tables_of_the_file_before(writer: Libjpeg) -> None:
+def test_a_file_is_not_given_the_tables_of_the_file_before(writer):
     before = encoded(FLOWER[:64, :64], optimize=True, quality=30)
     assert with_restart_markers(before, writer) is not None
     assert with_restart_markers(without(FILES["4:2:0"], 0xDB), writer) is None
@@ -216,18 +206,7 @@ def of_several_scans() -> bytes:
     return content + b"\xff\xd9"
 
 
-def test_a_file_of_several_scans_stays_as_it_came(writer: Libjpeg) -> None:
-    image = of_several_scans()
-    one_scan = encoded(CHINA[:96, :160], subsampling=0, qtables=[[1] * 64] * 2)
-    difference = by_opencv(image).astype(int) - by_opencv(one_scan)
-    assert abs(difference).mean() < 1  # Pillow rounds colours otherwise than libjpeg
-    assert with_restart_markers(one_scan, writer) is not None
-    assert with_restart_markers(image, writer) is None
-
-
-def test_a_library_with_other_structures_is_passed_over(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_a_library_with_other_structures_is_passed_over(monkeypatch, caplog, tmp_path):
     (tmp_path / "libjpeg.so").write_bytes(b"no library")
     foreign = Libjpeg(str(tmp_path / "libjpeg.so"))
     monkeypatch.setattr(rewriting, "_writers", lambda: iter([foreign]))
@@ -253,7 +232,7 @@ def of_red_green_blue(image: bytes, *, by_adobe: bool) -> bytes:
 
 
 @pytest.mark.parametrize("by_adobe", [True, False])
-def test_components_of_any_colours_keep_their_own_codes(writer: Libjpeg, by_adobe: bool) -> None:
+def test_components_of_any_colours_keep_their_own_codes(writer, by_adobe):
     """libjpeg would code red, green and blue with the tables of the first."""
     cut = encoded(CHINA[:200, :320], subsampling=0, optimize=True)
     image = of_red_green_blue(cut, by_adobe=by_adobe)
@@ -274,31 +253,6 @@ def ac_tables(image: bytes) -> list[bytes]:
     return [table for table in found if table[0] >> 4]
 
 
-def in_other_places(image: bytes) -> bytes:
-    """The file with its second tables of codes in the fourth place."""
-    changed = bytearray(image)
-    for marker, at, _ in header_segments(image):
-        if marker == 0xC4:
-            changed[at + 2] = changed[at + 2] & 0x10 | (changed[at + 2] & 1) * 3
-        elif marker == 0xDA:
-            others = changed[at + 2] - 1
-            changed[at + 6 : at + 6 + 2 * others : 2] = b"\x33" * others
-    return bytes(changed)
-
-
-@pytest.mark.parametrize(
-    ("name", "moves"),
-    [("of optimised tables", True), ("of few grey levels", False), ("of rough DC", True)],
-)
-def test_the_codes_of_a_file_are_kept(writer: Libjpeg, name: str, moves: bool) -> None:
-    """Which is twice as fast, though the start of a segment needs codes that are not there."""
-    image = in_other_places(FILES[name]) if moves else FILES[name]
-    found = with_restart_markers(image, writer)
-    assert found is not None
-    assert ac_tables(found.image) == ac_tables(image)
-    np.testing.assert_array_equal(by_opencv(found.image), by_opencv(FILES[name]))
-
-
 PLAIN = encoded(CHINA[:96, :160], subsampling=0)
 
 
@@ -315,24 +269,20 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", [*OTHERS, ""])
-def test_only_what_has_the_coefficients_of_the_original_is_an_answer(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_what_has_the_coefficients_of_the_original_is_an_answer(name, monkeypatch):
     library = libjpeg_process.Libjpeg(next(rewriting._writers())._command[-1])
     other = OTHERS.get(name, PLAIN)
     monkeypatch.setattr(library, "_written", lambda *_: other)
     assert library.rewritten(PLAIN, 1, True, b"") == (b"" if name else PLAIN)
 
 
-def test_no_made_up_file_changes_its_picture(writer: Libjpeg) -> None:
+def test_no_made_up_file_changes_its_picture(writer):
     found = [difference(crafted_jpeg(seed), writer) for seed in range(NUM_CRAFTED)]
     assert [(seed, what) for seed, what in enumerate(found) if what] == []
     assert found.count("") > 0.4 * NUM_CRAFTED
 
 
-def test_a_helper_that_is_killed_is_no_fault_of_the_file(
-    writer: Libjpeg, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_helper_that_is_killed_is_no_fault_of_the_file(writer, monkeypatch, tmp_path):
     image = FILES["4:2:0"]
     undisturbed = with_restart_markers(image, writer)
     assert undisturbed is not None
@@ -353,9 +303,7 @@ def test_a_helper_that_is_killed_is_no_fault_of_the_file(
 @pytest.mark.parametrize(
     ("deaf", "length"), [("sys.stdin.buffer.read()", 100), ("time.sleep(60)", 1 << 20)]
 )
-def test_a_process_that_does_not_answer_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, deaf: str, length: int
-) -> None:
+def test_a_process_that_does_not_answer_is_not_waited_for(monkeypatch, tmp_path, deaf, length):
     """Nor one that does not listen, and it is no fault of the file: a machine may be busy."""
     (tmp_path / "deaf.py").write_text(f"import sys, time\n{deaf}\n")
     monkeypatch.setattr(rewriting, "_HELPER", tmp_path / "deaf.py")

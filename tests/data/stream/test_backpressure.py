@@ -16,7 +16,7 @@ from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.data.dataset import Manifest
 from vit_ray.data.stream import ray_datasets
 from vit_ray.data.stream.batches import StreamSpec
-from vit_ray.data.stream.ray_datasets import HostRanks, PauseWhileFull, segments_of
+from vit_ray.data.stream.ray_datasets import HostRanks, segments_of
 from vit_ray.data.stream.stream_server import RankStreams
 from vit_ray.launch.inputs.streams import resolve_run
 
@@ -63,9 +63,7 @@ def slow_stream(dataset: Manifest, object_store_mib: int | None, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_slow_consumer_holds_reading_back_and_gets_everything(
-    ray_cluster: object, dataset: Manifest, tmp_path: Path
-) -> None:
+def test_a_slow_consumer_holds_reading_back_and_gets_everything(ray_cluster, dataset, tmp_path):
     """The recipe lets 24 MiB wait; without that, 150 MiB did."""
     spec = slow_stream(dataset, 24, tmp_path)
     samples, most_mib, spilled = ray.get(consume_slowly.remote(*streams_of(spec, 1)))
@@ -77,8 +75,8 @@ def test_a_slow_consumer_holds_reading_back_and_gets_everything(
 
 
 def test_ray_datas_loop_pauses_while_nobody_takes_blocks(
-    ray_cluster: object, dataset: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    ray_cluster, dataset, tmp_path, monkeypatch
+):
     has_paused, sleep = threading.Event(), time.sleep
 
     def pause(seconds: float) -> None:
@@ -97,23 +95,9 @@ def test_ray_datas_loop_pauses_while_nobody_takes_blocks(
     assert sum(len(bundle.blocks) for bundle in taken) == 30
 
 
-@pytest.mark.parametrize(
-    ("active", "has_ended", "pauses"), [(1, False, 0), (0, False, 1), (0, True, 0)]
-)
-def test_the_loop_pauses_only_where_its_next_turn_would_not_wait(
-    monkeypatch: pytest.MonkeyPatch, active: int, has_ended: bool, pauses: int
-) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(ray_datasets, "time", SimpleNamespace(sleep=slept.append))
-    source = SimpleNamespace(num_active_tasks=lambda: 0, has_completed=lambda: True)
-    reading = SimpleNamespace(num_active_tasks=lambda: active, has_completed=lambda: has_ended)
-    PauseWhileFull().on_execution_step(SimpleNamespace(_topology=[source, reading]))
-    assert slept == [ray_datasets.PAUSE_S] * pauses
-
-
 def test_a_share_below_one_block_slows_the_stream_and_does_not_stop_it(
-    ray_cluster: object, dataset: Manifest, tmp_path: Path
-) -> None:
+    ray_cluster, dataset, tmp_path
+):
     spec = slow_stream(dataset, 1, tmp_path)
     ranks = read_training(spec, 4, 5, start=0, stop=300)
     samples = [int(s) for batches in ranks for batch in batches for s in batch["sample"]]

@@ -1,30 +1,20 @@
 """What one reading task does, without Ray."""
 
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
-import pytest
-from ray import cloudpickle
 
-from tests.conftest import Digits
 from vit_ray.data import open_dataset
 from vit_ray.data.crops import Augmentation
 from vit_ray.data.order import Order, ShuffleWindow
 from vit_ray.data.partition import Partition, read_tasks
 from vit_ray.data.randaugment import RandAugment
 from vit_ray.data.shards import EncodedRows, RowGroupReader
-from vit_ray.data.stream import ray_datasets
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
 
 
-def test_a_task_reads_the_row_groups_of_its_window_once(
-    digits: Digits, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_reads_the_row_groups_of_its_window_once(digits, monkeypatch):
     """Two epochs of 1,497 images in row groups of 32, in windows of eight batches of 64."""
     reads: Counter[int] = Counter()
     read = RowGroupReader.read
@@ -61,39 +51,7 @@ def test_a_task_reads_the_row_groups_of_its_window_once(
     assert sum(others) < 2.4 * len(others)
 
 
-def test_warming_up_imports_what_tasks_need(tmp_path: Path) -> None:
-    """In another process, as Ray sends the function there."""
-    (tmp_path / "sent").write_bytes(
-        cloudpickle.dumps(ray_datasets._import_what_tasks_need._function)
-    )
-    code = (
-        "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'))(); "
-        "print('vit_ray.data.stream.batches' in sys.modules)"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "sent")]
-    assert subprocess.run(command, capture_output=True, text=True).stdout == "True\n"
-
-
-@pytest.mark.parametrize(("cores", "tasks", "warmed"), [(2, 3, 1), (1, 3, 1), (8, 9, 4), (8, 2, 2)])
-def test_beside_the_server_no_more_processes_import_than_half_of_the_cores(
-    cores: int, tasks: int, warmed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[str] = []
-    task = SimpleNamespace(remote=lambda: started.append("import"))
-    monkeypatch.setattr(
-        ray_datasets.ray_internals,
-        "get_or_create_autoscaling_coordinator",
-        lambda: started.append("coordinator"),
-        raising=False,
-    )
-    monkeypatch.setattr(
-        ray_datasets, "_import_what_tasks_need", SimpleNamespace(options=lambda **_: task)
-    )
-    ray_datasets.start_beside_server(tasks, cores)
-    assert started == ["coordinator", *["import"] * warmed]
-
-
-def test_each_crop_is_augmented_by_the_key_of_its_sample(digits: Digits) -> None:
+def test_each_crop_is_augmented_by_the_key_of_its_sample(digits):
     manifest = open_dataset(digits.train)
     plain = StreamSpec(manifest, Augmentation(size=16), seed=3, window=ShuffleWindow(64, 8))
     changed = replace(plain.augmentation, randaugment=RandAugment())

@@ -22,7 +22,7 @@ def batch(count: int, size: int, first: int = 0) -> Batch:
 
 
 @pytest.mark.parametrize("size", [1, 224])
-def test_ray_data_neither_joins_nor_slices_a_block(size: int) -> None:
+def test_ray_data_neither_joins_nor_slices_a_block(size):
     given = [batch(count, size, first) for count, first in [(64, 0), (64, 64), (8, 128)]]
     buffer = BlockOutputBuffer(OutputBlockSizeOption.of(target_max_block_size=1))
     blocks = []
@@ -37,7 +37,7 @@ def test_ray_data_neither_joins_nor_slices_a_block(size: int) -> None:
             assert got[name].dtype == column.dtype
 
 
-def test_a_block_is_cut_into_batches_that_are_views() -> None:
+def test_a_block_is_cut_into_batches_that_are_views():
     whole = batch(24, 8)
     block = as_one_row(whole)
     batches = list(cut([block], 8))
@@ -54,6 +54,6 @@ def test_a_block_is_cut_into_batches_that_are_views() -> None:
     ],
     ids=["no whole batches", "two joined", "columns of unlike length"],
 )
-def test_a_block_of_another_size_is_refused(block: pa.Table) -> None:
+def test_a_block_of_another_size_is_refused(block):
     with pytest.raises(RuntimeError, match="multiple of 8 images"):
         list(cut([block], 8))

@@ -74,9 +74,7 @@ def batch_of(
         Augmentation("resize", size=100),
     ],
 )
-def test_batches_are_those_of_a_set_without(
-    sets: tuple[Manifest, Manifest], augmentation: Augmentation
-) -> None:
+def test_batches_are_those_of_a_set_without(sets, augmentation):
     indexed, plain = (batch_of(manifest, augmentation) for manifest in sets)
     assert indexed.keys() == plain.keys()
     for name, column in plain.items():
@@ -84,9 +82,7 @@ def test_batches_are_those_of_a_set_without(
 
 
 @pytest.mark.parametrize(("size", "resize", "is_exact"), [(50, 60, False), (224, 256, True)])
-def test_evaluation_batches_are_those_of_a_set_without(
-    sets: tuple[Manifest, Manifest], size: int, resize: int, is_exact: bool
-) -> None:
+def test_evaluation_batches_are_those_of_a_set_without(sets, size, resize, is_exact):
     augmentation = Augmentation("center_crop", size=size, resize=resize, is_exact=is_exact)
     indexed, plain = (batch_of(manifest, augmentation, is_training=False) for manifest in sets)
     np.testing.assert_array_equal(indexed["image"], plain["image"])
@@ -120,9 +116,7 @@ WRONG: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", list(WRONG))
-def test_an_impossible_index_costs_its_image_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
-) -> None:
+def test_an_impossible_index_costs_its_image_alone(monkeypatch, tmp_path, name):
     manifest = with_wrong_indices(monkeypatch, tmp_path, **WRONG[name])
     spec = StreamSpec(manifest, Augmentation(size=64), seed=4)
     job = StreamJob(spec, Partition(1, 7), 0, is_training=False)
@@ -132,21 +126,19 @@ def test_an_impossible_index_costs_its_image_alone(
     assert batch["image"].any(axis=(1, 2, 3)).sum() == 7 - len(bad)
 
 
-def test_a_check_finds_a_wrong_index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_check_finds_a_wrong_index(monkeypatch, tmp_path):
     manifest = with_wrong_indices(monkeypatch, tmp_path, tables_at=lambda at: at + 1)
     found = check_file(0, manifest, decode_fraction=1.0).problems
     assert {problem.key for problem in found} == {f"one/{n}" for n in FILES if n != "f.png"}
     assert all("its restart index" in problem.what for problem in found)
 
 
-def test_a_check_finds_nothing_wrong_with_an_index(sets: tuple[Manifest, Manifest]) -> None:
+def test_a_check_finds_nothing_wrong_with_an_index(sets):
     for manifest in sets:
         assert check_file(0, manifest, decode_fraction=1.0).problems == []
 
 
-def test_the_report_says_how_many_files_got_markers(
-    sets: tuple[Manifest, Manifest], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_report_says_how_many_files_got_markers(sets, monkeypatch, tmp_path):
     indexed, plain = (json.loads((Path(s.path) / "report.json").read_text()) for s in sets)
     assert (indexed["num_indexed"], plain["num_indexed"]) == (6, 0)
     monkeypatch.setattr("vit_ray.data.convert.shards.restart_writer", lambda: None)

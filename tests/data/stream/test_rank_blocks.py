@@ -1,7 +1,5 @@
 """Who gets which blocks of a reading, and what is kept: no Ray."""
 
-import itertools
-import random
 import threading
 import time
 from collections.abc import Generator, Iterator
@@ -39,7 +37,7 @@ def block(name: Any, size: int = 1, rank: int = 0) -> RankBlock:
     return RankBlock(rank, name, size)
 
 
-def test_a_block_reaches_its_rank_while_the_next_is_made() -> None:
+def test_a_block_reaches_its_rank_while_the_next_is_made():
     is_taken = threading.Event()
 
     def read() -> Generator[RankBlock, None, None]:
@@ -55,7 +53,7 @@ def test_a_block_reaches_its_rank_while_the_next_is_made() -> None:
         assert second.result() == "b"
 
 
-def test_a_reading_that_fits_is_kept_and_one_that_does_not_is_read_again() -> None:
+def test_a_reading_that_fits_is_kept_and_one_that_does_not_is_read_again():
     kept = KeptBlocks(10)
     small, large = Source([block("a", 4), block("b", 6)]), Source([block("c", 5), block("d", 6)])
     for _ in range(3):
@@ -64,7 +62,7 @@ def test_a_reading_that_fits_is_kept_and_one_that_does_not_is_read_again() -> No
     assert (small.times, large.times) == (1, 3)
 
 
-def test_what_was_used_last_is_kept() -> None:
+def test_what_was_used_last_is_kept():
     kept = KeptBlocks(10)
     readers = {key: Source([block(key, 4)]) for key in (b"a", b"b", b"c")}
     for key in (b"a", b"b", b"a", b"c", b"a", b"b"):
@@ -72,7 +70,7 @@ def test_what_was_used_last_is_kept() -> None:
     assert {key: reader.times for key, reader in readers.items()} == {b"a": 1, b"b": 2, b"c": 1}
 
 
-def test_a_reading_that_was_left_or_failed_is_not_kept() -> None:
+def test_a_reading_that_was_left_or_failed_is_not_kept():
     kept = KeptBlocks(10)
     source = Source([block("a"), block("b")])
     left = kept.blocks(b"key", source)
@@ -89,7 +87,7 @@ def test_a_reading_that_was_left_or_failed_is_not_kept() -> None:
     assert source.times == 2
 
 
-def test_every_rank_is_told_that_a_stream_failed() -> None:
+def test_every_rank_is_told_that_a_stream_failed():
     def failing() -> Generator[RankBlock, None, None]:
         yield block("a")
         raise ValueError("too many bad images")
@@ -101,7 +99,7 @@ def test_every_rank_is_told_that_a_stream_failed() -> None:
             dealt.next_block(rank, index)
 
 
-def test_each_rank_takes_its_own_blocks_in_their_order() -> None:
+def test_each_rank_takes_its_own_blocks_in_their_order():
     blocks = (block(name, rank=rank) for rank, name in enumerate(("a0", "b0", "c0")))
     later = (block(name, rank=rank) for name, rank in (("a1", 0), ("a2", 0), ("b1", 1)))
     dealt = Reading(Source([*blocks, *later]), range(3))
@@ -113,7 +111,7 @@ def test_each_rank_takes_its_own_blocks_in_their_order() -> None:
         dealt.next_block(2, 1)
 
 
-def test_a_rank_of_another_host_is_refused() -> None:
+def test_a_rank_of_another_host_is_refused():
     dealt = Reading(Source([block(name, rank=4) for name in "ab"]), range(4, 6))
     assert dealt.next_block(4, 0) == "a"
     with pytest.raises(StreamLostError, match="rank 6 asked the server of ranks 4 to 5"):
@@ -139,7 +137,7 @@ def made_up_segments(started: list[int], sizes: list[int], next_at: int) -> Iter
         yield Segment(dataset, [0] * size, next_at)
 
 
-def test_the_next_segment_starts_while_the_last_blocks_of_one_are_taken() -> None:
+def test_the_next_segment_starts_while_the_last_blocks_of_one_are_taken():
     started: list[int] = []
     blocks = blocks_of(made_up_segments(started, [6, 4, 4], 2))
     names = [str(next(blocks).block) for _ in range(3)]
@@ -153,32 +151,13 @@ def test_the_next_segment_starts_while_the_last_blocks_of_one_are_taken() -> Non
     assert names == [f"{n}.{index}" for n, size in enumerate((6, 4, 4)) for index in range(size)]
 
 
-def test_an_execution_that_gives_too_few_blocks_is_an_error() -> None:
+def test_an_execution_that_gives_too_few_blocks_is_an_error():
     (whole,) = made_up_segments([], [3], 0)
     with pytest.raises(ValueError, match="shorter"):
         list(blocks_of(iter([replace(whole, ranks=[0, 0, 0, 0])])))
 
 
-def test_one_that_is_closed_ends_its_stream_and_tells_the_ranks() -> None:
-    ended = threading.Event()
-
-    def endless() -> Generator[RankBlock, None, None]:
-        try:
-            for index in itertools.count():
-                yield block(f"{index}", rank=index % 2)
-        finally:
-            ended.set()
-
-    reading = Reading(endless, range(2))
-    assert [reading.next_block(0, index) for index in range(3)] == ["0", "2", "4"]
-    reading.close()
-    assert ended.wait(10)
-    assert [reading.next_block(1, index) for index in range(2)] == ["1", "3"]
-    with pytest.raises(StreamLostError, match="the stream was closed before its end"):
-        reading.next_block(1, 2)  # it has not come to its end
-
-
-def test_no_block_is_made_that_no_rank_waits_for() -> None:
+def test_no_block_is_made_that_no_rank_waits_for():
     """Ray Data would otherwise never see that training is slower than reading."""
     made: list[int] = []
 
@@ -193,25 +172,3 @@ def test_no_block_is_made_that_no_rank_waits_for() -> None:
     assert [reading.next_block(1, index) for index in range(2)] == [1, 3]
     assert made == [0, 1, 2, 3, 4]
     reading.close()
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_each_rank_gets_its_blocks_at_its_own_pace(seed: int) -> None:
-    rng = random.Random(seed)
-    ranks = range(rng.choice([1, 2, 3]))
-    blocks = [
-        block((rank, index), rng.randint(1, 9), rank) for index in range(60) for rank in ranks
-    ]
-    reading = Reading(Source(blocks), ranks)
-
-    def take(rank: int, pause_s: float) -> list[Any]:
-        mine, found = random.Random(f"{seed} {rank}"), list[Any]()
-        while (one := reading.next_block(rank, len(found))) is not None:
-            found.append(one)
-            time.sleep(mine.random() * pause_s)
-        return found
-
-    with ThreadPoolExecutor(4) as threads:
-        ends = [threads.submit(take, rank, rng.random() * 0.004) for rank in ranks]
-        for rank, end in zip(ranks, ends, strict=True):
-            assert end.result(60) == [(rank, index) for index in range(60)]

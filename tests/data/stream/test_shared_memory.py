@@ -21,9 +21,7 @@ def as_ray_sends(found: Any) -> tuple[bytes, list[memoryview]]:
 
 
 @pytest.mark.parametrize("held_out", [0.0, 0.1])
-def test_processes_share_all_of_manifest_and_order(
-    held_out: float,
-) -> None:
+def test_processes_share_all_of_manifest_and_order(held_out):
     numbers, rows = np.arange(GROUPS, dtype=np.int32), np.full(GROUPS, 64, np.int32)
     manifest = Manifest(
         numbers // 100, numbers % 100, rows, rows.astype(np.int64), {},

@@ -3,15 +3,12 @@
 import uuid
 from functools import partial
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import ray
-from ray.data._internal import stats
 
 from vit_ray.data.crops import Augmentation
-from vit_ray.data.dataset import Manifest
 from vit_ray.data.order import Order, ShuffleWindow
 from vit_ray.data.stream import ray_datasets, stream_server
 from vit_ray.data.stream.batches import StreamSpec
@@ -24,8 +21,8 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 @pytest.mark.parametrize(("ranks", "is_near"), [(range(1), True), (range(2), False)])
 def test_tasks_of_a_server_of_several_run_on_its_own_host_first(
-    dataset: Manifest, ranks: range, is_near: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    dataset, ranks, is_near, monkeypatch
+):
     tiny = Augmentation("resize", size=8, flip=False)
     context = ray.data.DataContext.get_current()
     monkeypatch.setattr(context, "scheduling_strategy", context.scheduling_strategy)
@@ -44,9 +41,7 @@ def test_tasks_of_a_server_of_several_run_on_its_own_host_first(
     assert is_near or strategy == "SPREAD"
 
 
-def test_a_run_of_many_segments_is_one_run(
-    dataset: Manifest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_many_segments_is_one_run(dataset, monkeypatch):
     monkeypatch.setattr(ray_datasets, "_SEGMENT_TASKS", 3)
     window = ShuffleWindow(24, 3)
     tiny = Augmentation("resize", size=8, flip=False)
@@ -90,9 +85,7 @@ def samples_of(server: StreamServer, number: int = 0, size: int = 50) -> np.ndar
     return np.concatenate([np.ravel(block) for block in blocks])
 
 
-def test_what_is_kept_is_a_share_of_the_store_of_its_own_node(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_kept_is_a_share_of_the_store_of_its_own_node(monkeypatch):
     (node,) = ray.nodes()
     own = node["Resources"]["object_store_memory"]
     larger = {"object_store_memory": 100 * own}
@@ -101,25 +94,9 @@ def test_what_is_kept_is_a_share_of_the_store_of_its_own_node(
     assert _own_resources()["object_store_memory"] == pytest.approx(own)
 
 
-def test_where_nobody_sees_statistics_no_process_is_started_for_them(
-    dataset: Manifest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = MagicMock()
-    monkeypatch.setattr(stats, "get_or_create_stats_actor", asked)
-    for name, method in vars(stats._StatsManager).items():
-        if isinstance(method, staticmethod):
-            monkeypatch.setattr(stats._StatsManager, name, method)  # and back after the test
-    spec = StreamSpec(dataset, Augmentation("resize", size=8, flip=False), num_cpus=0.5)
-    for keeps_statistics in (True, False):
-        asked.reset_mock()
-        server = server_of(spec, keeps_statistics=keeps_statistics, warms_up=False)
-        assert len(samples_of(server)) == 300
-        assert asked.called == keeps_statistics
-
-
 def test_evaluations_of_one_start_of_the_workers_decode_their_images_once(
-    dataset: Manifest, read: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    dataset, read, monkeypatch
+):
     crop = Augmentation("resize", size=16, flip=False)
     spec = StreamSpec(dataset, crop, num_cpus=0.5)
     images = partial(samples_of, server_of(spec))
@@ -140,9 +117,7 @@ def test_evaluations_of_one_start_of_the_workers_decode_their_images_once(
     assert len(read) == 3  # blocks of other batches
 
 
-def test_evaluations_with_a_limit_of_the_object_store_keep_nothing(
-    dataset: Manifest, read: list[int]
-) -> None:
+def test_evaluations_with_a_limit_of_the_object_store_keep_nothing(dataset, read):
     crop = Augmentation("resize", size=16, flip=False)
     server = server_of(StreamSpec(dataset, crop, num_cpus=0.5, object_store_mib=64))
     for number in range(2):

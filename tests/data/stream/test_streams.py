@@ -68,15 +68,11 @@ def alone(spec: StreamSpec) -> Batches:
 
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize("world_size", [3, 4])
-def test_any_number_of_ranks_gets_the_same_global_batches(
-    spec: StreamSpec, alone: Batches, world_size: int
-) -> None:
+def test_any_number_of_ranks_gets_the_same_global_batches(spec, alone, world_size):
     assert_equal(global_batches(spec, world_size, 0, 15 * BATCH), alone)
 
 
-def test_any_number_of_servers_gives_the_same_global_batches(
-    spec: StreamSpec, alone: Batches
-) -> None:
+def test_any_number_of_servers_gives_the_same_global_batches(spec, alone):
     hosts = [range(2), range(2, 3), range(3, 4)]
     assert_equal(global_batches(spec, 4, 2 * BATCH, 12 * BATCH, hosts), alone[2:12])
     evaluated = read_evaluation(spec, 4, 20, hosts)
@@ -85,20 +81,18 @@ def test_any_number_of_servers_gives_the_same_global_batches(
     assert {len(rank) for rank in evaluated} == {4}
 
 
-def test_global_batches_are_those_of_the_order(spec: StreamSpec) -> None:
+def test_global_batches_are_those_of_the_order(spec):
     order = Order(spec.manifest.rows, spec.seed, window=spec.window)
     for step, batch in enumerate(global_batches(spec, 2, 0, 15 * BATCH)):
         expected = np.sort(order.samples_at(step * BATCH, (step + 1) * BATCH))
         np.testing.assert_array_equal(batch["sample"], expected)
 
 
-def test_a_resumed_run_gets_the_rest_of_the_uninterrupted_one(
-    spec: StreamSpec, alone: Batches
-) -> None:
+def test_a_resumed_run_gets_the_rest_of_the_uninterrupted_one(spec, alone):
     assert_equal(global_batches(spec, 4, 7 * BATCH, 15 * BATCH), alone[7:])
 
 
-def test_delayed_tasks_change_nothing(spec: StreamSpec, alone: Batches) -> None:
+def test_delayed_tasks_change_nothing(spec, alone):
     slow = StreamSpec(**{**vars(spec), "augmentation": SlowAugmentation("inception_crop", 16)})
     assert_equal(global_batches(slow, 4, 0, 8 * BATCH), alone[:8])
 
@@ -127,9 +121,7 @@ class DeadlyAugmentation(Augmentation):
         return super().shape
 
 
-def test_a_killed_reading_task_changes_nothing(
-    spec: StreamSpec, alone: Batches, tmp_path: Path
-) -> None:
+def test_a_killed_reading_task_changes_nothing(spec, alone, tmp_path):
     deadly = DeadlyAugmentation("inception_crop", 16)
     object.__setattr__(deadly, "marker", tmp_path / "killed")
     killing = StreamSpec(**{**vars(spec), "augmentation": deadly})
@@ -137,7 +129,7 @@ def test_a_killed_reading_task_changes_nothing(
     assert (tmp_path / "killed").exists()
 
 
-def test_a_training_batch_keeps_the_contract(spec: StreamSpec) -> None:
+def test_a_training_batch_keeps_the_contract(spec):
     batch = global_batches(spec, 1, 0, BATCH)[0]
     assert {name: (c.dtype, c.shape) for name, c in batch.items()} == {
         "image": (np.dtype(np.uint8), (BATCH, 16, 16, 3)),
@@ -146,7 +138,7 @@ def test_a_training_batch_keeps_the_contract(spec: StreamSpec) -> None:
     }
 
 
-def test_evaluation_gives_every_image_once_and_pads_with_weight_zero(spec: StreamSpec) -> None:
+def test_evaluation_gives_every_image_once_and_pads_with_weight_zero(spec):
     whole = StreamSpec(spec.manifest, Augmentation("center_crop", 16, resize=20, flip=False))
     ranks = read_evaluation(whole, 4, 32)
     assert [len(batches) for batches in ranks] == [3, 3, 3, 3]
@@ -159,7 +151,7 @@ def test_evaluation_gives_every_image_once_and_pads_with_weight_zero(spec: Strea
     assert weights.dtype == np.float32
 
 
-def test_labels_belong_to_their_images(spec: StreamSpec, dataset: Manifest) -> None:
+def test_labels_belong_to_their_images(spec, dataset):
     """Three classes of pictures; the label of a sample is the same in both streams."""
     evaluated = read_evaluation(spec, 1, 60)[0]
     label_of = {
@@ -178,7 +170,7 @@ def global_samples(spec: StreamSpec, first: int, last: int) -> list[list[int]]:
     return [sorted(order.samples_at(k * BATCH, (k + 1) * BATCH)) for k in range(first, last)]
 
 
-def test_a_stream_is_read_anew_and_the_reading_before_it_ends(spec: StreamSpec) -> None:
+def test_a_stream_is_read_anew_and_the_reading_before_it_ends(spec):
     (streams,) = streams_of(spec, 1)
     broken_off = streams.training_batches(BATCH, 0, 1000 * BATCH)
     next(broken_off)
@@ -192,7 +184,7 @@ def test_a_stream_is_read_anew_and_the_reading_before_it_ends(spec: StreamSpec) 
         assert [len(batch["sample"]) for batch in evaluated] == [100, 100, 100]
 
 
-def test_a_pass_that_its_rank_leaves_is_read_no_further(spec: StreamSpec) -> None:
+def test_a_pass_that_its_rank_leaves_is_read_no_further(spec):
     server = start_stream_server({"eval": spec}, range(1), 1)
     left = RankStreams(server, 0).evaluation_batches("eval", 12)
     next(left)
@@ -201,7 +193,7 @@ def test_a_pass_that_its_rank_leaves_is_read_no_further(spec: StreamSpec) -> Non
         ray.get(server.next_block.remote(Pass("eval", 0, 12), 0, 2))
 
 
-def test_an_evaluation_in_mid_training_disturbs_neither(spec: StreamSpec) -> None:
+def test_an_evaluation_in_mid_training_disturbs_neither(spec):
     (streams,) = streams_of(spec, 1)
     training = streams.training_batches(BATCH, 0, 6 * BATCH)
     samples = [sorted(next(training)["sample"])]
@@ -210,7 +202,7 @@ def test_an_evaluation_in_mid_training_disturbs_neither(spec: StreamSpec) -> Non
     assert samples == global_samples(spec, 0, 6)
 
 
-def test_a_stream_whose_process_died_ends_in_an_error(spec: StreamSpec) -> None:
+def test_a_stream_whose_process_died_ends_in_an_error(spec):
     server = start_stream_server({"train": spec}, range(1), 1)
     training = RankStreams(server, 0).training_batches(BATCH, 0, 1000 * BATCH)
     next(training)
@@ -219,9 +211,7 @@ def test_a_stream_whose_process_died_ends_in_an_error(spec: StreamSpec) -> None:
         list(training)
 
 
-def test_an_order_that_is_drawn_once_for_all_tasks_is_the_same(
-    spec: StreamSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_order_that_is_drawn_once_for_all_tasks_is_the_same(spec, monkeypatch):
     """Of two epochs, as for a data set of many row groups."""
     monkeypatch.setattr(ray_datasets, "LEAST_SHARED", 0)
     samples: list[int] = []
@@ -233,7 +223,7 @@ def test_an_order_that_is_drawn_once_for_all_tasks_is_the_same(
     assert samples == plan.rows_at(np.arange(600)).samples.tolist()
 
 
-def test_a_range_that_is_no_whole_number_of_passes_is_refused(spec: StreamSpec) -> None:
+def test_a_range_that_is_no_whole_number_of_passes_is_refused(spec):
     readers = HostRanks("odd", range(2), 2)
     with pytest.raises(ValueError, match="use a multiple of 24"):
         next(segments_of(spec, readers, batch_size=12, start=0, stop=100))

@@ -44,9 +44,7 @@ def pixels(model: Any) -> torch.Tensor:
         {FOLDER_PREPROCESSOR: {f"image_{key}": value for key, value in IMAGENET.items()}},
     ],
 )
-def test_logits_are_those_of_the_models_own_normalisation(
-    tmp_path: Path, files: dict[str, Any]
-) -> None:
+def test_logits_are_those_of_the_models_own_normalisation(tmp_path, files):
     original = published(tmp_path, files)
     images = pixels(original)
     # The normalisation of an image processor of transformers.
@@ -72,9 +70,7 @@ def test_logits_are_those_of_the_models_own_normalisation(
         {FOLDER_PREPROCESSOR: {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}},
     ],
 )
-def test_weights_of_inputs_as_ours_are_left_to_the_bit(
-    tmp_path: Path, files: dict[str, Any]
-) -> None:
+def test_weights_of_inputs_as_ours_are_left_to_the_bit(tmp_path, files):
     original = published(tmp_path, files)
     loaded = small_model("ViT")
     report = load_weights(loaded, tmp_path)
@@ -83,7 +79,7 @@ def test_weights_of_inputs_as_ours_are_left_to_the_bit(
     assert "folded" not in str(report)
 
 
-def test_pixels_that_are_only_scaled_are_a_normalisation_too(tmp_path: Path) -> None:
+def test_pixels_that_are_only_scaled_are_a_normalisation_too(tmp_path):
     original = published(tmp_path, {FOLDER_PREPROCESSOR: {"do_normalize": False}})
     loaded = small_model("ViT").eval()
     load_weights(loaded, tmp_path)
@@ -94,7 +90,7 @@ def test_pixels_that_are_only_scaled_are_a_normalisation_too(tmp_path: Path) -> 
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_no_mean_and_deviation_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_mean_and_deviation_is_refused(tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"mean": 0.5, "std": [0.5] * 3}))
     with pytest.raises(ValueError, match=r"mean 0\.5 and .*three numbers each"):

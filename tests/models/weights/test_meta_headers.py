@@ -1,7 +1,7 @@
 """Names and shapes from the heads of files: those of the tensors, whatever is in the file."""
 
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 import pytest
@@ -20,9 +20,7 @@ def opened(path: Path) -> IO[bytes]:
 
 
 @pytest.mark.parametrize("layout", PLACES)
-def test_an_outline_has_the_names_shapes_and_origin_of_the_file(
-    layout: str, tmp_path: Path
-) -> None:
+def test_an_outline_has_the_names_shapes_and_origin_of_the_file(layout, tmp_path):
     path = tmp_path / PLACES[layout]
     path = path.with_suffix(".safetensors") if layout == "vit_ray" else path
     save_weights(small_model("ViT", image_size=(16, 48)).bfloat16(), path, layout)
@@ -36,7 +34,7 @@ def test_an_outline_has_the_names_shapes_and_origin_of_the_file(
 
 
 @pytest.mark.parametrize("name", ["model.npz", "model.safetensors"])
-def test_whatever_is_wrong_with_a_file_is_an_error_that_names_it(name: str, tmp_path: Path) -> None:
+def test_whatever_is_wrong_with_a_file_is_an_error_that_names_it(name, tmp_path):
     path = tmp_path / name
     save_weights(small_model("ViT"), path, "timm" if "safe" in name else "jax")
     good = path.read_bytes()
@@ -61,9 +59,7 @@ def test_whatever_is_wrong_with_a_file_is_an_error_that_names_it(name: str, tmp_
 @pytest.mark.parametrize(
     ("family", "new_head"), [("ViT", True), ("R+ViT", "auto"), ("ResNet", False)]
 )
-def test_a_planned_load_is_what_becomes_of_the_tensors(
-    family: str, new_head: Any, tmp_path: Path
-) -> None:
+def test_a_planned_load_is_what_becomes_of_the_tensors(family, new_head, tmp_path):
     path = str(tmp_path / "model.npz")
     save_weights(small_model(family, image_size=32), path)
     model = small_model(family, image_size=64)

@@ -52,9 +52,7 @@ def fitting_model() -> torch.nn.Module:
         ({}, "trained with norm_eps=1e-12"),
     ],
 )
-def test_settings_that_differ_little_are_read_and_reported(
-    tmp_path: Path, settings: dict[str, Any], difference: str
-) -> None:
+def test_settings_that_differ_little_are_read_and_reported(tmp_path, settings, difference):
     peer, model = transformers_folder(tmp_path, **settings), fitting_model()
     report = str(load_weights(model, tmp_path))
     assert difference in report if difference else "trained with" not in report
@@ -62,7 +60,7 @@ def test_settings_that_differ_little_are_read_and_reported(
         assert relative_difference(model(some_images()), peer(some_images()).logits) < 5e-3
 
 
-def test_an_epsilon_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_an_epsilon_that_is_none_is_refused(tmp_path):
     transformers_folder(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "layer_norm_eps": -1e-6}))
@@ -77,9 +75,7 @@ def test_an_epsilon_that_is_none_is_refused(tmp_path: Path) -> None:
         ({"layer_norm_eps": 0.1}, "norm_eps=0.1"),
     ],
 )
-def test_settings_of_another_function_are_refused(
-    tmp_path: Path, settings: dict[str, Any], message: str
-) -> None:
+def test_settings_of_another_function_are_refused(tmp_path, settings, message):
     peer, model = transformers_folder(tmp_path, **settings), fitting_model()
     with pytest.raises(ValueError, match=message):
         load_weights(model, tmp_path)
@@ -89,7 +85,7 @@ def test_settings_of_another_function_are_refused(
         assert relative_difference(model(some_images()), peer(some_images()).logits) > 5e-3
 
 
-def test_settings_of_timm_are_read_too(tmp_path: Path) -> None:
+def test_settings_of_timm_are_read_too(tmp_path):
     config = {"architecture": "vit_base_patch16_224", "model_args": {"act_layer": "quick_gelu"}}
     save_weights(small_model("ViT"), tmp_path / "model.safetensors", "timm")
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -105,7 +101,7 @@ def without_metadata(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("layout", ["jax", "timm"])
-def test_published_positions_are_of_a_square_image(tmp_path: Path, layout: str) -> None:
+def test_published_positions_are_of_a_square_image(tmp_path, layout):
     """16 patches are 4 x 4, also for a model that has 2 x 8."""
     path = without_metadata(tmp_path)
     if layout == "jax":
@@ -122,13 +118,13 @@ def test_published_positions_are_of_a_square_image(tmp_path: Path, layout: str) 
     assert load_weights(same, path).resized == []
 
 
-def test_a_config_with_an_oblong_image_is_believed(tmp_path: Path) -> None:
+def test_a_config_with_an_oblong_image_is_believed(tmp_path):
     save_weights(oblong((16, 64)), tmp_path, "huggingface")
     save_file(load_file(tmp_path / "model.safetensors"), tmp_path / "model.safetensors")
     assert load_weights(oblong((16, 64)), tmp_path).resized == []
 
 
-def test_an_npz_file_cannot_hold_a_grid_that_would_be_read_as_a_square(tmp_path: Path) -> None:
+def test_an_npz_file_cannot_hold_a_grid_that_would_be_read_as_a_square(tmp_path):
     with pytest.raises(ValueError, match="2 x 8 patches"):
         save_weights(oblong((16, 64)), tmp_path / "model.npz", "jax")
     with pytest.raises(ValueError, match="4 x 6 patches"):  # 25 rows with the class token
@@ -136,7 +132,7 @@ def test_an_npz_file_cannot_hold_a_grid_that_would_be_read_as_a_square(tmp_path:
     save_weights(oblong((16, 48)), tmp_path / "model.npz", "jax")  # 12 patches are no square
 
 
-def test_numbers_that_are_not_finite_are_named(tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_are_named(tmp_path):
     model = small_model("ViT")
     with torch.no_grad():
         model.blocks[1].mlp.expand.weight[3, 2] = float("inf")
@@ -152,7 +148,7 @@ def test_numbers_that_are_not_finite_are_named(tmp_path: Path) -> None:
         ("vit_ray", torch.float8_e5m2),
     ],
 )
-def test_quantized_tensors_are_named(tmp_path: Path, layout: str, dtype: torch.dtype) -> None:
+def test_quantized_tensors_are_named(tmp_path, layout, dtype):
     """Without their scales they are other numbers; also where only shapes are read."""
     path = respelled(tmp_path, layout, lambda name: name)
     name = next(
@@ -176,7 +172,7 @@ def test_quantized_tensors_are_named(tmp_path: Path, layout: str, dtype: torch.d
         assert torch.equal(old, new)
 
 
-def test_integers_of_an_npz_file_are_named(tmp_path: Path) -> None:
+def test_integers_of_an_npz_file_are_named(tmp_path):
     save_weights(small_model("ViT"), tmp_path / "model.npz", "jax")
     arrays = dict(np.load(tmp_path / "model.npz"))
     arrays["Transformer/encoder_norm/scale"] = np.ones(32, np.int8)
@@ -199,21 +195,15 @@ def respelled(folder: Path, layout: str, spell: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("layout", "prefix"),
-    [("huggingface", "module._orig_mod."), ("vit_ray", "state_dict.model.")],
+    ("layout", "spell"),
+    [
+        ("huggingface", lambda name: f"module._orig_mod.{name}"),
+        ("vit_ray", lambda name: f"state_dict.model.{name}"),
+        ("huggingface", lambda name: name.replace("vit.", f"{DeiTConfig.model_type}.", 1)),
+    ],
 )
-def test_prefixes_of_trainers_are_taken_off(tmp_path: Path, layout: str, prefix: str) -> None:
-    path = respelled(tmp_path, layout, lambda name: prefix + name)
-    torch.manual_seed(11)
-    loaded = oblong((32, 32)).eval()
-    report = load_weights(loaded, path)
+def test_prefixes_of_trainers_and_of_deit_are_taken_off(tmp_path, layout, spell):
+    loaded = fitting_model()
+    report = load_weights(loaded, respelled(tmp_path, layout, spell))
     assert report.new == report.ignored == []
-    assert torch.equal(loaded(some_images()), small_model("ViT").eval()(some_images()))
-
-
-def test_deits_own_prefix_is_read(tmp_path: Path) -> None:
-    assert DeiTConfig.model_type == "deit"
-    path = respelled(tmp_path, "huggingface", lambda name: name.replace("vit.", "deit.", 1))
-    loaded = oblong((32, 32)).eval()
-    assert load_weights(loaded, path).new == []
     assert torch.equal(loaded(some_images()), small_model("ViT").eval()(some_images()))

@@ -6,7 +6,6 @@ Listings: `gs://vit_models/imagenet21k/ViT-B_16.npz`, `ViT-L_16.npz`, `ViT-H_14.
 """
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,9 +37,7 @@ def vit(name: str, num_classes: int, image_size: int = 224, **options: Any) -> n
 
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize("name", SIZES)
-def test_the_npz_of_imagenet_21k_fits_its_model_and_one_to_be_fine_tuned(
-    name: str, tmp_path: Path
-) -> None:
+def test_the_npz_of_imagenet_21k_fits_its_model_and_one_to_be_fine_tuned(name, tmp_path):
     # Zeros are written fast; the head of the published ViT-H_14 is of zeros, too.
     arrays = {
         key: np.zeros(shape, np.float32) for key, shape in jax_shapes(name, I21K, True).items()
@@ -69,9 +66,7 @@ def test_the_npz_of_imagenet_21k_fits_its_model_and_one_to_be_fine_tuned(
 
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize("layout", ["jax", "timm", "huggingface"])
-def test_one_model_in_each_published_layout_has_the_logits_of_its_names(
-    layout: str, tmp_path: Path
-) -> None:
+def test_one_model_in_each_published_layout_has_the_logits_of_its_names(layout, tmp_path):
     arrays = drawn(jax_shapes("ViT-B_16", 1000, has_representation=False))
     images = some_images(1, (224, 224))
     expected = jax_vit_logits(arrays, images, patch=16, depth=1)
@@ -98,7 +93,7 @@ def test_one_model_in_each_published_layout_has_the_logits_of_its_names(
         assert relative_difference(model(images).double(), expected) < 1e-4
 
 
-def test_a_bare_model_of_the_hub_has_no_head_and_a_pooler(tmp_path: Path) -> None:
+def test_a_bare_model_of_the_hub_has_no_head_and_a_pooler(tmp_path):
     arrays = drawn(jax_shapes("ViT-B_16", 2, has_representation=False))
     tensors = huggingface_tensors(timm_tensors(arrays), "")
     tensors |= {"pooler.dense.weight": torch.eye(768), "pooler.dense.bias": torch.zeros(768)}
@@ -108,44 +103,3 @@ def test_a_bare_model_of_the_hub_has_no_head_and_a_pooler(tmp_path: Path) -> Non
     assert sorted(report.new) == ["head.bias", "head.weight"]
     with pytest.raises(ValueError, match="head"):
         initialize_weights(vit("ViT-B_16", 10), str(tmp_path), new_head=False)
-
-
-def bit_shapes(num_classes: int) -> dict[str, tuple[int, ...]]:
-    """R50x1 with one unit in each of its four blocks."""
-    conv = "standardized_conv2d/kernel"
-    shapes: dict[str, tuple[int, ...]] = {
-        f"resnet/root_block/{conv}": (7, 7, 3, 64),
-        "resnet/group_norm/gamma": (2048,),
-        "resnet/group_norm/beta": (2048,),
-        "resnet/head/conv2d/kernel": (1, 1, 2048, num_classes),
-        "resnet/head/conv2d/bias": (num_classes,),
-    }
-    before = 64
-    for number, width in enumerate((64, 128, 256, 512), start=1):
-        unit = f"resnet/block{number}/unit01"
-        shapes |= {
-            f"{unit}/a/{conv}": (1, 1, before, width),
-            f"{unit}/b/{conv}": (3, 3, width, width),
-            f"{unit}/c/{conv}": (1, 1, width, 4 * width),
-            f"{unit}/a/proj/{conv}": (1, 1, before, 4 * width),
-        }
-        for part, channels in zip("abc", (before, width, width), strict=True):
-            shapes[f"{unit}/{part}/group_norm/gamma"] = (channels,)
-            shapes[f"{unit}/{part}/group_norm/beta"] = (channels,)
-        before = 4 * width
-    return shapes
-
-
-@pytest.mark.slow
-def test_the_npz_of_bit_fits_its_model_and_one_to_be_fine_tuned(tmp_path: Path) -> None:
-    path = str(tmp_path / "BiT-M-R50x1-ILSVRC2012.npz")
-    np.savez(path, **drawn(bit_shapes(1000)))  # type: ignore[arg-type]
-    assert open_weights(path).num_classes == 1000
-    size = {"stages": (1, 1, 1, 1), "width_factor": 1}
-    report = initialize_weights(build_model("ResNet", 1000, 64, **size), path, new_head=False)
-    assert (report.new, report.ignored, report.resized) == ([], [], [])
-    report = initialize_weights(build_model("ResNet", 10, 64, **size), path, new_head=True)
-    assert sorted(report.new) == ["head.bias", "head.weight"]
-    deeper = build_model("ResNet", 1000, 64, stages=(2, 1, 1, 1), width_factor=1)
-    with pytest.raises(ValueError, match=r"resnet/block1/unit02/a/"):
-        initialize_weights(deeper, path, new_head=False)

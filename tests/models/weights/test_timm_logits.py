@@ -2,7 +2,6 @@
 
 import json
 import zlib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,9 +25,7 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_timms_code_with_the_same_weights(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_are_those_of_timms_code_with_the_same_weights(name, tmp_path, monkeypatch):
     # All in fp64: what is fp32 in every precision, standardised kernels and logits, too.
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     kept = json.loads(FILE.read_text())[name]

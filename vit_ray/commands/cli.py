@@ -222,10 +222,10 @@ def recipes() -> None:
     """List the shipped recipes with their results and cost."""
     for name in recipe_names():
         header = header_of(recipes_folder() / f"{name}.yaml")
-        print(f"{name}  {header.title}")
-        for what, text in (("expected", header.expected), ("cost", header.cost)):
-            if text:
-                print(f"    {what}: {text}")
+        print(f"{name}  {header['']}")
+        for what in ("Expected", "Cost"):
+            if what in header:
+                print(f"    {what.lower()}: {header[what]}")
     print(f"\nFiles are in {recipes_folder()}; `base: NAME` in your recipe starts from one.")
 
 

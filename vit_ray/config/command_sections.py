@@ -91,12 +91,11 @@ class ConvertConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for key in ("shrink_to", "apply_orientation"):
-            if self.in_place and getattr(self, key):
-                raise ValueError(
-                    f"in_place=true with {key}: images that are not copied cannot be changed; "
-                    "leave out one of them"
-                )
+        if self.in_place and (self.shrink_to or self.apply_orientation):
+            raise ValueError(
+                "in_place=true with shrink_to or apply_orientation: images that are not copied "
+                "cannot be changed; leave out one of them"
+            )
         return self
 
 
@@ -295,12 +294,6 @@ class StudyTask(Section):
     changes: dict[str, JsonValue] = {}
     """Changes to that recipe, such as
     `{data.train: data/pets/train, sweep: null}`."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.name == "mean":
-            raise ValueError("name=mean is that of the mean over all tasks; give another name")
-        return self
 
 
 class StudyConfig(_Axes):

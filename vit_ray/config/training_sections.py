@@ -26,12 +26,14 @@ from vit_ray.config.section import (
     Share,
     UsedIf,
 )
-from vit_ray.config.validation import MODEL_NAME, value_text
+from vit_ray.config.validation import LOCAL, MODEL_NAME, value_text
 from vit_ray.model_aliases import resolved_model
 
-_MLFLOW_ALONE: Final = ("databricks", "databricks-uc", "uc")
-"""Addresses of MLflow's that are a single word."""
-_MLFLOW_SCHEMES: Final = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "databricks")
+_STORE: Final = re.compile(
+    r"(databricks|databricks-uc|uc)(:.*)?|sqlite(\+\w+)?:///+[^/].*(?<!/)"
+    r"|(postgresql|mysql|mssql|https?)(\+\w+)?:///*[^/].*"
+)
+"""Addresses that MLflow opens."""
 _TAG_NAME: Final = re.compile(r"[\w\- :][/\w.\- :]{0,249}")
 """Names that MLflow accepts (`mlflow.utils.validation`, 3.17)."""
 MOST_BLOCKS: Final = 1000
@@ -219,20 +221,11 @@ class DataConfig(Section):
     object_store_mib: Annotated[Positive | None, OnResume.FREE] = None
     """Most MiB of the object store for images that wait for training; at the limit reading pauses.
     Unset = Ray Data's default, half of the store."""
-    cache_dir: Annotated[Place | None, OnResume.FREE] = None
+    cache_dir: Annotated[Annotated[str, Field(pattern=LOCAL)] | None, OnResume.FREE] = None
     """Folder on each node's local disk that caches row groups for later epochs; they are compared
     with a checksum at each use. Unset = no cache."""
     cache_free_gib: Annotated[NotNegativeFloat, OnResume.FREE] = 10.0
     """GiB that the cache leaves free on its disk; nothing that it holds is ever deleted."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if "://" in (self.cache_dir or ""):
-            raise ValueError(
-                f"cache_dir={self.cache_dir!r} is not a local folder; give a path on each node's "
-                "disk, such as /local_ssd/vit_ray"
-            )
-        return self
 
 
 class OptimConfig(Section):
@@ -508,11 +501,6 @@ class WorkersConfig(Section):
         return self
 
 
-_OPTIONS: Final = "FSSPEC_S3"
-_CHOSEN: Final[dict[str, str]] = {}
-"""Values that recipes of this process have chosen for it, and what each was without the choice."""
-
-
 class StorageConfig(Section):
     """Access to `s3://`; credentials, region and endpoint are those of the AWS command line."""
 
@@ -522,16 +510,11 @@ class StorageConfig(Section):
     """Pay for what is read from buckets whose owner does not."""
 
     def variables(self) -> dict[str, str]:
-        """fsspec's own variable, if something is chosen, here or by an earlier recipe."""
-        given = os.environ.get(_OPTIONS, "{}")
-        plain = _CHOSEN.get(given, given)
+        """fsspec's own variable, if something is chosen here or was chosen before."""
+        given = json.loads(os.environ.get("FSSPEC_S3", "{}"))
         wanted = {"anon": self.anonymous, "requester_pays": self.requester_pays}
-        chosen = {key: True for key, is_wanted in wanted.items() if is_wanted}
-        if not chosen:
-            return {} if plain == given else {_OPTIONS: plain}
-        text = json.dumps({**json.loads(plain), **chosen})
-        _CHOSEN[text] = plain
-        return {_OPTIONS: text}
+        chosen = {key: value for key, value in wanted.items() if value or key in given}
+        return {"FSSPEC_S3": json.dumps(given | chosen)} if chosen else {}
 
     def use(self) -> None:
         """Use it in this process and those it starts."""
@@ -578,13 +561,9 @@ class TrackingConfig(Section):
 
         The address is not repeated: it may hold a password.
         """
-        scheme, _, rest = uri.partition("://")
-        scheme = scheme.partition("+")[0]
-        if uri.partition(":")[0] in _MLFLOW_ALONE:
-            return uri
+        scheme = uri.partition(":")[0].partition("+")[0]
         plugins = {one.name for one in entry_points(group="mlflow.tracking_store")} - {"file", ""}
-        is_file = scheme != "sqlite" or (rest.startswith("/") and not rest.endswith("/"))
-        if scheme in {*_MLFLOW_SCHEMES, *plugins} and rest.strip("/") and is_file:
+        if _STORE.fullmatch(uri) or scheme in plugins:
             return uri
         raise ValueError(
             f"{scheme + '://' if '://' in uri else 'a path'} is not the address of a store of "

@@ -86,9 +86,10 @@ def run_recipe(command: Command, words: tuple[str, ...], is_dry: bool) -> int | 
 def _note_unread(command: Command, overrides: list[str]) -> None:
     """Print which given keys the command does not read."""
     given = [word.partition("=")[0] for word in overrides]
-    read = {key.name for key in keys_below(*command.reads)}
-    unread = [key for key in given if not any(f"{k}.".startswith(f"{key}.") for k in read)]
-    unread = [key for key in unread if not any(f"{key}.".startswith(f"{k}.") for k in read)]
+    pairs = {key: [(f"{key}.", f"{read}.") for read in command.reads] for key in given}
+    unread = [
+        key for key in given if not any(a.startswith(b) or b.startswith(a) for a, b in pairs[key])
+    ]
     if unread:
         print(f"note: {command.name} does not read {', '.join(unread)}", file=sys.stderr)
 

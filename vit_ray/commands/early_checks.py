@@ -3,10 +3,8 @@
 One function a kind of key: values, what is read, what is written.
 """
 
-import importlib.util
+import importlib
 import os
-import platform
-import sys
 from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
@@ -29,11 +27,6 @@ from vit_ray.models.catalog import find_spec
 from vit_ray.own_parts import is_own
 
 _RESUMED = frozenset({"pretrain", "finetune", "sweep", "vtab"})
-_IMPORTED = (
-    "cv2", "deepspeed", "google_crc32c", "mlflow", "numpy", "pyarrow", "ray", "safetensors",
-    "torch",
-)  # fmt: skip
-"""Packages of drivers, workers and reading tasks, which share one image."""
 _MANIFEST = "manifest.parquet"
 _MANIFEST_MARK = b'"fingerprint": "'
 _IN_PATTERNS = frozenset("*?[{")
@@ -64,8 +57,7 @@ def check_values(command: Command, recipe: Recipe) -> None:
 
     Raises:
         ValueError: a key is not set; the model or the plan's device is not known; the batch does
-            not divide among the workers; `RAY_ADDRESS` is not an address; or a package that a
-            training imports is not installed.
+            not divide among the workers; or `RAY_ADDRESS` is not an address.
     """
     for name in command.needs:
         if _value(recipe, name) is None:
@@ -84,13 +76,6 @@ def check_values(command: Command, recipe: Recipe) -> None:
         recipe.check_shares()
     if command.opens and (address := os.environ.get("RAY_ADDRESS")):
         host_and_port(address)
-    missing = [name for name in _IMPORTED if importlib.util.find_spec(name) is None]
-    if command.starts_workers and missing:  # workers on a cluster would fail later
-        raise ValueError(
-            f"{sys.executable} on {platform.node()} cannot import {', '.join(missing)}; use an "
-            "image or environment with all dependencies of vit_ray (cluster/Dockerfile, or `pip "
-            "install` of this package)"
-        )
 
 
 def check_inputs(command: Command, recipe: Recipe) -> None:

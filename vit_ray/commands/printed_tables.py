@@ -104,27 +104,22 @@ def print_sweep(result: "SweepResult | None") -> int:
     if result is None:
         print("stopped on request; the same command resumes its runs from their checkpoints")
         return 3
+    from vit_ray.experiments.search_space import point_text  # Ray: seconds
+
     rows = []
     for row in result.rows:
-        found = row.outcome
+        outcome = row.outcome
         note = "chosen" if row.point == result.best else ""
-        if math.isnan(found.top1):
-            note = f"{found.state}: {found.error}"
-        if found.state is TrialState.STOPPED_EARLY:
-            note = f"stopped early, at step {found.step}"
-        point = dict[str, object]()
-        for key, value in row.point.items():
-            last = key.rpartition(".")[2].replace("_", " ")
-            point[key if last in point else last] = (
-                f"{value:g}" if isinstance(value, float) else value
-            )
-        top1 = None if math.isnan(found.top1) else f"{found.top1:.2%}"
-        rows.append({**point, "dev top-1": top1, "note": note})
+        if math.isnan(outcome.top1):
+            note = f"{outcome.state}: {outcome.error}"
+        if outcome.state is TrialState.STOPPED_EARLY:
+            note = f"stopped early, at step {outcome.step}"
+        top1 = None if math.isnan(outcome.top1) else f"{outcome.top1:.2%}"
+        rows.append({"trial": point_text(row.point), "dev top-1": top1, "note": note})
     print_table("Trials (selected on the dev split)", rows)
-    spread, runs = f"{result.mean:.2%} (1 run; set sweep.seeds for more)", len(result.test_top1)
-    if runs > 1:
-        spread = f"{result.mean:.2%} +- {result.deviation:.2%} ({runs} runs)"
-    print(f"test top-1, trained on all data: {spread}")
+    runs = len(result.test_top1)
+    spread = f" +- {result.deviation:.2%} ({runs} runs)" if runs > 1 else " (1 run of sweep.seeds)"
+    print(f"test top-1, trained on all data: {result.mean:.2%}{spread}")
     if result.beside_paper:
         print_table(BESIDE_PAPER, result.beside_paper)
     if result.page is not None:
@@ -138,23 +133,20 @@ def print_study(result: "StudyResult | None") -> int:
     if result is None:
         print("stopped on request; the same command resumes its cells from their checkpoints")
         return 3
-    columns = list(_OF_CELLS)
-    # One column for each task on which any cell has an accuracy.
-    for key in dict.fromkeys(key for cell in result.cells for key in cell.metrics):
-        if match := re.fullmatch(rf"{TRANSFER_GROUP}(.+)_top1", key):
-            columns.append((match[1], key, "{:.2%}"))
+    everything = dict.fromkeys(key for cell in result.cells for key in cell.metrics)
+    tasks = [re.fullmatch(rf"{TRANSFER_GROUP}(.+)_top1", key) for key in everything]
+    columns = [*_OF_CELLS, *((task[1], task[0], "{:.2%}") for task in tasks if task)]
     rows = []
     for one in result.cells:
-        cell, found = one.cell, one.metrics
-        length = f"{cell.length}, branched" if one.branched_from else cell.length
-        row: dict[str, str | None] = {
+        cell = one.cell
+        row: dict[str, object] = {
             "model": cell.label,
             "data": f"{cell.fraction * 100:.3g}%",
-            "length": length,
-            "seed": str(cell.recipe.seed),
+            "length": f"{cell.length}, branched" if one.branched_from else cell.length,
+            "seed": cell.recipe.seed,
         }
         for title, key, form in columns:
-            row[title] = form.format(found[key]) if key in found else None
+            row[title] = form.format(one.metrics[key]) if key in one.metrics else None
         rows.append(row)
     print_table("Scaling study (proxy data: not the paper's JFT-300M)", rows)
     for one in result.cells:
@@ -201,11 +193,7 @@ def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
     for name in names:
         table.add_column(escape(name), overflow="fold")
     for row in rows:
-        table.add_row(*(escape(redact(_cell(row[name]))) for name in names))
+        cells = ("-" if row[name] is None else row[name] for name in names)
+        texts = (f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells)
+        table.add_row(*map(escape, map(redact, texts)))
     Console(width=None if sys.stdout.isatty() else _WIDEST).print(table)
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.2f}" if isinstance(value, float) else str(value)

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.modules import MODULES, PACKAGE, ROOT, imported
 
 # A room may import itself, what stands in its row, and what everyone may.
-EVERYONE = {"config", "storage", "lock", "outcomes"}
+EVERYONE = {"config", "storage", "lock", "outcomes", "branch_origin"}
 EVERYONE |= {
     "addresses",
     "own_parts",
@@ -57,6 +57,7 @@ ALLOWED = {
     "model_aliases": set(),
     "paper": set(),
     "outcomes": set(),
+    "branch_origin": set(),
     "lock": set(),
 }
 FOREIGN = {

@@ -25,6 +25,7 @@ from vit_ray.launch.cluster.ray_address import host_and_port
 from vit_ray.measure.devices import require_device
 from vit_ray.models.catalog import find_spec
 from vit_ray.own_parts import is_own
+from vit_ray.training.micro_batch import micro_batch_size
 
 _RESUMED = frozenset({"pretrain", "finetune", "sweep", "vtab"})
 _MANIFEST = "manifest.parquet"
@@ -73,7 +74,8 @@ def check_values(command: Command, recipe: Recipe) -> None:
     if command.name == "report":
         require_store(recipe.tracking.uri)
     if command.name in ("pretrain", "finetune"):
-        recipe.check_shares()
+        for world_size in recipe.group_sizes:
+            micro_batch_size(recipe, world_size)
     if command.opens and (address := os.environ.get("RAY_ADDRESS")):
         host_and_port(address)
 

@@ -40,7 +40,7 @@ def open_pages(store: str | None, port: int) -> int:
 def _address(store: str | None) -> str:
     if store and "://" not in store:
         return load_recipe(store).tracking.uri
-    return store or os.environ.get("MLFLOW_TRACKING_URI") or TrackingConfig().uri
+    return store or TrackingConfig().uri
 
 
 def _newest(client: MlflowClient, address: str, uri: str) -> str:

@@ -75,7 +75,11 @@ def _keys(schema: type[BaseModel], prefix: str) -> Iterator[KeyHelp]:
     for name, field in schema.model_fields.items():
         key, section = f"{prefix}{name}", section_type(field.annotation)
         if section is None or is_list(field.annotation):
-            default = "required" if field.is_required() else yaml_text(field.default)
+            default = (
+                "required"
+                if field.is_required()
+                else yaml_text(field.get_default(call_default_factory=True))
+            )
             mark = on_resume(key)
             meaning = _one_line(field.description)
             yield KeyHelp(

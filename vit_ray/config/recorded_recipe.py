@@ -56,12 +56,11 @@ def recorded_before(params: Mapping[str, str], tags: Mapping[str, str]) -> dict[
 
 def used_sections(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """The sections of a recorded recipe that inference needs."""
-    kept = {"data": ("eval_augment",), "train": ("loss", "precision"), "evaluate": ("batch_size",)}
-    found = {
+    used = {"data": ("eval_augment",), "train": ("loss", "precision"), "evaluate": ("batch_size",)}
+    return {"model": recipe.get("model", {})} | {
         section: {key: recipe[section][key] for key in keys if key in recipe.get(section, {})}
-        for section, keys in kept.items()
+        for section, keys in used.items()
     }
-    return {"model": recipe.get("model", {}), **found}
 
 
 @cache

@@ -179,8 +179,7 @@ def nearest_key(schema: type[BaseModel], key: str, valid: Sequence[str]) -> str 
     """
     section, dot, unknown = key.rpartition(".")
     prefix, everything = section + dot, list(dict(fields_below(schema)))
-    alias = _ALIASES.get(unknown)
-    alias = alias if alias in everything else None
+    alias = _ALIASES.get(unknown) if _ALIASES.get(unknown) in everything else None
     if alias and alias.startswith(prefix):
         return alias
     near = difflib.get_close_matches(unknown, valid, 1, 0.6)

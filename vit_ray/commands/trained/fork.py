@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from vit_ray.branch_origin import NOTE, origin_of
 from vit_ray.checkpoints.checkpoint import (
     Position,
     Progress,
@@ -19,7 +20,6 @@ from vit_ray.checkpoints.checkpoint import (
 )
 from vit_ray.checkpoints.checkpoint_format import is_committed
 from vit_ray.checkpoints.run_checkpoints import begin_training, list_checkpoints
-from vit_ray.config.branch_origin import NOTE, origin_of
 from vit_ray.config.loading import changed, write_yaml
 from vit_ray.config.recipe import Recipe, recipe_from_dict
 from vit_ray.config.resume_compatibility import DATA_SET, Change, incompatible_changes, on_resume

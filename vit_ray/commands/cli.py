@@ -232,21 +232,19 @@ def recipes() -> None:
 
 @vit_ray.command()
 @click.argument("prefixes", nargs=-1, metavar="[PREFIX ...]")
-@click.option("--count", is_flag=True, help="Print only how many keys there are.")
+@click.option("--count", is_flag=True, help="Print only how many there are.")
 def keys(prefixes: tuple[str, ...], count: bool) -> None:
     """The keys of recipes below PREFIX, such as `optim`: default, values, meaning, on resume."""
-    if count and prefixes:
-        raise ValueError(f"--count is of all keys; leave out {' '.join(prefixes)}")
-    if count:
-        print(count_keys())
-        return
     for prefix in prefixes:
         if not keys_below(prefix):
             meant = known_key(prefix)
             hint = "" if meant == prefix else f"; did you mean {meant}?"
             raise ValueError(f"{prefix!r} is no key or section of a recipe{hint}")
-    shown = set[str]()
-    for key in keys_below(*prefixes) if prefixes else all_keys():
+    chosen, shown = keys_below(*prefixes) if prefixes else all_keys(), set[str]()
+    if count:
+        print(count_keys(chosen))
+        return
+    for key in chosen:
         if key.section not in shown:
             print(f"\n{key.section or 'recipe'}: {sections()[key.section]}")
             shown.add(key.section)

@@ -48,6 +48,7 @@ _KINDS: dict[str, tuple[Callable[[Path], bool], str]] = {
     "init_from": (_are_weights, "a run folder, a step-* folder, or a .npz or .safetensors file"),
     "convert.source": (Path.exists, "a folder or file with images"),
     "inspect.images": (Path.is_dir, "a folder of images"),
+    "vtab.data": (Path.is_dir, "a folder with TASK/train and TASK/test"),
     "subset.keys": (Path.is_file, "a text file with a key per line"),
 }
 """What is at the place of a key, and how that is called; of all others a converted data set."""
@@ -149,6 +150,8 @@ def check_outputs(command: Command, recipe: Recipe) -> None:
     """
     uri = recipe.tracking.uri
     store = sqlite_file(uri)
+    if command.starts_workers and is_placeholder(recipe.output):
+        check_address(recipe.output)
     if "tracking" in command.reads and store is not None and store.is_dir():
         raise ValueError(
             f"tracking.uri={uri} is a folder; give a file, such as sqlite:///{store}/mlflow.db"

@@ -5,6 +5,7 @@ Paths and outputs are checked before torch is imported and the weights are read.
 
 import os
 import pkgutil
+import re
 import sys
 import uuid
 from collections import Counter
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vit_ray.config.help import key_names
+from vit_ray.addresses import with_home
 from vit_ray.config.secrets import redact
 from vit_ray.data.crops import BadImageError
 from vit_ray.data.dataset import MANIFEST_FILE
@@ -60,7 +61,9 @@ def print_predictions(
     Raises:
         ValueError: a path holds no image, an output cannot be written, or as `vit_ray.load`.
     """
-    changes = [word for word in paths if word.partition("=")[0] in key_names()]
+    changes = [word for word in paths if re.match(r"[\w.]+=", word) and not os.path.exists(word)]
+    if "://" not in source and not with_home(source).exists():  # torch takes seconds
+        raise ValueError(f"{source!r} is not there; give a run, a checkpoint or a weight file")
     counts, drawn = Counter[str](), list[dict[str, Any]]()
     with _opened(outputs) as (tables, pictures):
         images = [_images_at(path) for path in paths if path not in changes]

@@ -13,7 +13,6 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from tests.tracking.stored_runs import store_run
-from vit_ray.commands import report as command
 from vit_ray.commands.report import report, report_page
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments import write_page
@@ -139,17 +138,6 @@ def test_an_experiment_without_runs_is_a_page_that_says_so_and_an_exit_code(reci
     assert "holds no runs yet" in report(recipe).page.read_text()
 
 
-def test_an_mlflow_that_goes_away_amid_a_page_is_told(recipe, monkeypatch):
-    open_client(recipe.tracking.uri)
-
-    def write_page(*_):
-        raise MlflowException("the database is away")
-
-    monkeypatch.setattr(command, "write_page", write_page)
-    with pytest.raises(RuntimeError, match="cannot be used: the database is away"):
-        report(recipe)
-
-
 def test_an_mlflow_that_is_away_for_a_moment_makes_no_page_of_other_runs(recipe, monkeypatch):
     """The page of a run must not become that of the whole experiment."""
     _run(recipe, "mine")
@@ -163,11 +151,6 @@ def test_an_mlflow_that_is_away_for_a_moment_makes_no_page_of_other_runs(recipe,
     with pytest.raises(RuntimeError, match="cannot be used: the database is locked"):
         report(recipe)
     assert page.read_text() == before
-
-
-def test_a_page_of_a_store_that_is_not_there_is_an_error(recipe):
-    with pytest.raises(ValueError, match="no such file"):
-        report_page(recipe)
 
 
 class _AsksForLogIn(BaseHTTPRequestHandler):

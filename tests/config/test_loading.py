@@ -22,7 +22,6 @@ from vit_ray.launch.cluster.cluster_checks import check_batch
 from vit_ray.models import build_model
 
 ROOT = Path(__file__).parents[2]
-RECIPES = sorted((ROOT / "jobs" / "recipes").rglob("*.yaml"))
 
 
 @pytest.fixture
@@ -30,12 +29,6 @@ def path(tmp_path: Path) -> Path:
     file = tmp_path / "run.yaml"
     file.write_text("name: run\noptim: {learning_rate: 1e-3, epochs: 3}\n")
     return file
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
-def test_every_shipped_recipe_loads_and_names_its_command(recipe: Path) -> None:
-    load_recipe(recipe)
-    assert f"jobs/recipes/{recipe.relative_to(ROOT / 'jobs' / 'recipes')}" in recipe.read_text()
 
 
 def test_mlflows_variables_give_what_the_recipe_does_not_say(
@@ -83,12 +76,6 @@ def test_values_are_read_as_yaml_1_2_and_of_jsons_kinds(text: str, value: Any) -
     assert parse_yaml(write_yaml({"key": value}), "here") == {"key": value}
 
 
-def test_overrides_reach_sections_that_the_file_does_not_have(path: Path) -> None:
-    recipe = load_recipe(path, ["train.zero_stage=3", "evaluate.shots=[1, 2]"])
-    assert recipe.train.zero_stage == 3
-    assert recipe.evaluate.shots == (1, 2)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_of_any_family_and_size_is_built_from_a_recipe(family: str, path: Path) -> None:
     size = ", ".join(f"{key}: {list_of(value)}" for key, value in FAMILIES[family].items())
@@ -134,12 +121,6 @@ def test_recipes_that_a_recipe_names_are_of_its_folder_and_data_of_the_current_o
     assert Path(own).is_absolute()
     assert shipped == "finetune/pets"
     assert recipe.with_absolute_paths().data.train == str(cwd / "set")
-
-
-def test_a_base_that_leads_back_is_refused(path: Path) -> None:
-    path.write_text("base: run.yaml\nname: run\n")
-    with pytest.raises(ValueError, match="base names the recipe itself"):
-        load_recipe(path)
 
 
 @pytest.mark.parametrize(
@@ -196,6 +177,10 @@ def test_all_wrong_keys_are_named(path: Path) -> None:
     ("override", "message"),
     [
         ("study.models=[{name: ViT-B/16, lable: x}]", "did you mean study.models.0.label?"),
+        (
+            "study={models: [{label: a, model: {name: ViT, dpth: 3}}]}",
+            "unknown key study.models.0.model.dpth",
+        ),
         ("optim.lerning_rate=1", "unknown key optim.lerning_rate; did you mean optim.learning_rat"),
         ("zero_stage=2", "unknown key zero_stage; did you mean train.zero_stage"),
         ("lr=1", "unknown key lr; did you mean optim.learning_rate?"),
@@ -376,25 +361,9 @@ def test_shipped_recipes_are_found_by_name(tmp_path: Path, monkeypatch: pytest.M
     assert load_recipe("digits").name == "own"
 
 
-def test_a_name_that_is_nearly_a_shipped_recipes_is_told(path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'digist': no such file; similar: digits"):
-        load_recipe("digist")
-
-
-def test_a_key_deep_in_a_list_is_named(path: Path) -> None:
-    with pytest.raises(ValueError, match=r"unknown key study\.models\.0\.model\.dpth"):
-        load_recipe(path, ["study={models: [{label: a, model: {name: ViT, dpth: 3}}]}"])
-
-
 def test_a_missing_file_names_its_neighbours(path: Path) -> None:
     with pytest.raises(ValueError, match=r"rn\.yaml.*no such file; similar: run\.yaml"):
         load_recipe(path.parent / "rn.yaml")
-
-
-def test_a_file_that_is_no_mapping_is_refused(path: Path) -> None:
-    path.write_text("- 1\n")
-    with pytest.raises(ValueError, match="expected a mapping"):
-        load_recipe(path)
 
 
 def test_a_recipe_cannot_be_changed_after_loading(path: Path) -> None:
@@ -410,11 +379,6 @@ def test_a_training_records_its_own_keys_and_a_file_those_of_its_commands_too(pa
     assert {key.partition(".")[0] for key in recipe.flat()} == trained
     assert recipe.written().keys() == trained | {"verify", "sweep"}
     assert recipe_from_dict(recipe.written(), "here") == recipe
-
-
-def test_flat_values_come_back_as_they_were(path: Path) -> None:
-    recipe = load_recipe(path, ["optim.learning_rate=0.1234567891"])
-    assert recipe.flat()["optim.learning_rate"] == "0.1234567891"
 
 
 def test_changes_are_checked_too(path: Path) -> None:
@@ -481,11 +445,6 @@ def test_a_batch_that_does_not_divide_names_what_asks_for_it(
             check_batch(recipe, 1000)
 
 
-def test_the_same_tree_gives_the_same_recipe() -> None:
-    recipe = recipe_from_dict({"name": "a", "optim": {"betas": [0.9, 0.95]}}, "test")
-    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
-
-
 def test_a_key_that_a_job_needs_is_named_where_it_is_not_set() -> None:
     for value in (0, "", False):
         assert require(value, "plan.num_gpus", "a number") is value
@@ -502,31 +461,23 @@ def test_a_key_that_a_job_needs_is_named_where_it_is_not_set() -> None:
         ("postgres://u:hunter22@db/mlflow", "postgresql://"),
         ("sqlite://mlflow.db", "such as sqlite:///mlflow.db in the current folder"),
         ("mongodb+srv://db", "mongodb:// is not the address"),
+        ("sqlite:///mlflow.db", None),
+        ("sqlite:////srv/mlflow.db", None),
+        ("sqlite+pysqlite:///mlflow.db", None),
+        ("postgresql+psycopg2://u:p@db/mlflow", None),
+        ("http://localhost:5000", None),
+        ("https://u:p@mlflow.example/x", None),
+        ("databricks", None),
+        ("databricks://profile", None),
     ],
 )
-def test_an_address_that_mlflow_cannot_open_is_refused_with_the_recipe(
-    path: Path, uri: str, told: str
-) -> None:
+def test_an_address_is_of_a_kind_that_mlflow_opens(path: Path, uri: str, told: str | None) -> None:
+    if told is None:
+        assert load_recipe(path, [f"tracking.uri={uri}"]).tracking.uri == uri
+        return
     with pytest.raises(ValueError, match=re.escape(told)) as caught:
         load_recipe(path, [f"tracking.uri={uri}"])
     assert "hunter22" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "uri",
-    [
-        "sqlite:///mlflow.db",
-        "sqlite:////srv/mlflow.db",
-        "sqlite+pysqlite:///mlflow.db",
-        "postgresql+psycopg2://u:p@db/mlflow",
-        "http://localhost:5000",
-        "https://u:p@mlflow.example/x",
-        "databricks",
-        "databricks://profile",
-    ],
-)
-def test_every_kind_of_address_that_mlflow_opens_is_taken(path: Path, uri: str) -> None:
-    assert load_recipe(path, [f"tracking.uri={uri}"]).tracking.uri == uri
 
 
 @pytest.mark.parametrize("key", ["pool", "ray.io/accelerator-type", "-a", "a b", "a/b/c", ""])

@@ -260,11 +260,6 @@ def test_a_card_that_is_there_is_kept(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "kept" in capsys.readouterr().out
 
 
-def test_an_address_that_is_none_of_the_hub_is_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"give hf://OWNER/NAME"):
-        tiny_recipe(tmp_path, export={"path": str(tmp_path / "x"), "push": "hf://a/b/c"})
-
-
 class Hub:
     """The methods of `HfApi` that an export calls."""
 

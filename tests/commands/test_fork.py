@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -192,18 +189,6 @@ def test_the_same_fork_with_other_changes_is_another(
     assert not Path("again.yaml").exists()
     assert said(*words)[0] == 0
     assert Path("again.yaml").read_bytes() == (tmp_path / "again.yaml").read_bytes()
-
-
-def test_a_forks_recipe_is_the_same_in_every_locale(recipe: Recipe) -> None:
-    parent = write_parent(recipe.with_changes(tracking={"description": "caf\xe9"}))
-    words = ["fork", parent, f"step={STEP}", "name=again"]
-    assert said(*words[1:])[0] == 0
-    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = subprocess.run(
-        [sys.executable, "-m", "vit_ray", *words], capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **locale},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
 
 
 def test_what_was_measured_of_the_parent_is_not_the_forks(

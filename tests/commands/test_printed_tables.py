@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 from scipy.stats import binomtest
 
-from vit_ray.commands.printed_tables import (
-    print_result,
-    print_sweep,
-)
+from vit_ray.commands.experiments import print_sweep
+from vit_ray.commands.printed_tables import print_result
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import Row, SweepResult
 from vit_ray.experiments.trials import Outcome

@@ -76,7 +76,6 @@ MISTAKES = [
     ("export itself.yaml", "base names the recipe itself"),
     ("export list.yaml", "expected a mapping of sections, got .1.; begin it with `base: digits`"),
     ("export hollow.yaml", "optim=None is a section of keys"),
-    ("export digits name=a,b", "name='a,b'"),
     ("verify digits verify.path=~no-such-user/x", "no user .no-such-user. here"),
     ("export digits tracking.uri=sqlite:///", "tracking: uri: sqlite:// is not the address"),
     ("pretrain digits tracking.uri=sqlite:///recipes", "tracking.uri=.*is a folder"),
@@ -86,8 +85,6 @@ MISTAKES = [
     ("evaluate vit.npz", "'vit.npz' has weights; give a recipe and init_from=vit.npz"),
     ("pretrain digits workers.num_workers=3", "among 3 workers .* passes of 64 .* is 192"),
     ("export digits optim.learning_rate=.inf", "optim.learning_rate=inf: .*finite number"),
-    (f"export digits seed={2**64}", f"seed={2**64}"),
-    ("export digits base=cifar10", "give cifar10 as the recipe"),
     ("pretrain digits --optim.steps=5", "without dashes: optim.steps=VALUE"),
     ("pretrain digits --lr 0.1", "without dashes: optim.learning_rate=0.1"),
     ("pretrain digits --batch-size 64", "without dashes: train.global_batch_size=64"),
@@ -127,20 +124,16 @@ MISTAKES = [
         "inspect_model mine.yaml inspect.images=note.txt init_from=x.npz",
         "inspect.images='note.txt': .*is not a folder",
     ),
-    ("quickstart digits lr=1", "unknown key lr"),
     ("quickstart digits data.eval=null", "data.eval is not set"),
     ("vtab vtab_1k init_from=x.npz", "'s3://BUCKET/runs' is a placeholder"),
     ("predict nosuch note.txt", "'nosuch' is not there; give a run, a checkpoint or"),
     ("predict vit.npz note.txt --out=recipes/a.txt", "--out recipes/a.txt: expected a file that"),
-    ("quickstart nosuch", "recipe 'nosuch': no such file"),
     ("replay recipes sqlite:///m.db", "log 'recipes' is a folder"),
     ("replay note.txt mlflow.db", "URI 'mlflow.db' is not an address"),
-    ("pretrain digits optim.betas=[0.9]", r"optim.betas=\[0.9\]"),
     ("plan digits model.depth=1000000000", "model.depth=1000000000"),
     ("report mine.yaml", "tracking.uri=sqlite:///mlflow.db: no such file"),
     ("report mine.yaml tracking.uri=sqlite:///text.db", "text.db: the file is not a data"),
     ("report mine.yaml tracking.uri=http://127.0.0.1:9", "cannot be used: .*refused.*give"),
-    ("report mine.yaml tracking.uri=foo://x", "foo:// is not the address"),
 ]
 
 CLASSES = ["ant", "bee", "cow"]
@@ -324,32 +317,28 @@ def test_shards_named_by_a_split_and_others_manifests_may_be_converted(tmp_path:
     check_places("convert", load_recipe("digits", places))
 
 
-@pytest.mark.parametrize("name", ["finetune", "evaluate"])
-def test_weights_that_a_continued_run_does_not_read_may_be_gone(name: str, tmp_path: Path) -> None:
-    changes = ["init_from=gone", f"output={tmp_path}", "name=mine", "data.train=null"]
-    recipe = load_recipe("digits", [*changes, "data.eval=null"])
-    with pytest.raises(ValueError, match=r"init_from='gone': .*does not exist, or is not a run"):
-        check_places(name, recipe)
-    (tmp_path / "mine").mkdir()
-    if name == "finetune":
-        check_places(name, recipe)
-    else:
-        with pytest.raises(
-            ValueError, match=r"init_from='gone': .*does not exist, or is not a run"
-        ):
-            check_places(name, recipe)
-
-
-@pytest.mark.parametrize("has_begun", [True, False])
-def test_a_store_is_asked_whether_a_run_has_begun(
-    has_begun: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "output", "has_begun"),
+    [
+        ("finetune", "runs", True),
+        ("finetune", "runs", False),
+        ("evaluate", "runs", True),
+        ("finetune", "s3://a/runs", True),
+        ("finetune", "s3://a/runs", False),
+    ],
+)
+def test_weights_that_a_continued_run_does_not_read_may_be_gone(
+    name: str, output: str, has_begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    if has_begun and output == "runs":
+        (tmp_path / "runs" / "mine").mkdir(parents=True)
     monkeypatch.setattr(Location, "exists", lambda place: has_begun and place.path == "a/runs/mine")
-    changes = ["init_from=gone", "output=s3://a/runs", "name=mine", "data.train=null"]
+    changes = ["init_from=gone", f"output={output}", "name=mine", "data.train=null"]
     recipe = load_recipe("digits", [*changes, "data.eval=null"])
-    refusal = pytest.raises(ValueError, match=r"init_from='gone': .* does not exist")
-    with nullcontext() if has_begun else refusal:
-        check_places("finetune", recipe)
+    refusal = pytest.raises(ValueError, match=r"init_from='gone': .*does not exist, or is not a")
+    with nullcontext() if has_begun and name == "finetune" else refusal:
+        check_places(name, recipe)
 
 
 @pytest.mark.parametrize(

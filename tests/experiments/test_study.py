@@ -15,8 +15,8 @@ import yaml
 from mlflow.tracking import MlflowClient
 
 from tests.experiments.studies import study_recipe, study_row, study_tree
+from vit_ray.commands.experiments import print_study
 from vit_ray.commands.plans.study_plan import describe_study
-from vit_ray.commands.printed_tables import print_study
 from vit_ray.commands.report import report
 from vit_ray.config import load_recipe
 from vit_ray.config.recipe import recipe_from_dict

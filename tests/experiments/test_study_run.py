@@ -11,7 +11,7 @@ import yaml
 from tests.experiments.studies import resolved, study_recipe, study_row, study_tree, trained
 from tests.experiments.trials_here import Calls, context_of, in_process, parent_of
 from tests.launch.resolved import resolved_run
-from vit_ray.commands.printed_tables import print_study
+from vit_ray.commands.experiments import print_study
 from vit_ray.config.command_sections import StudyTask
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments import study

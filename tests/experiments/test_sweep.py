@@ -14,7 +14,7 @@ from ray.tune.schedulers import ASHAScheduler
 from tests.experiments.trials_here import context_of, in_process, parent_of, result_of
 from tests.launch.resolved import resolved_run
 from tests.recipes import recipe_with
-from vit_ray.commands.printed_tables import print_sweep
+from vit_ray.commands.experiments import print_sweep
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.experiments import sweep

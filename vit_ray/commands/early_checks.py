@@ -135,8 +135,6 @@ def _has_begun(recipe: Recipe) -> bool:
     folder = recipe.run_folder
     if "://" not in folder:
         return with_home(folder).exists()
-    if is_placeholder(folder):
-        return False
     storage = importlib.import_module("vit_ray.storage")  # pyarrow, which help does not wait for
     return bool(storage.locate(folder).exists())
 

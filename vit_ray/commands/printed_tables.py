@@ -1,10 +1,8 @@
 """What a command prints when it has ended: tables for users."""
 
-import math
-import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from rich.console import Console
 from rich.markup import escape
@@ -22,19 +20,10 @@ from vit_ray.metric_names import (
     FEW_SHOT_GROUP,
     PERF_MFU,
     STARTUP_FIRST_STEP_S,
-    STUDY_EXAFLOPS,
-    STUDY_IMAGES_SEEN,
     TRAIN_IMAGES_PER_S,
     TRAIN_LOSS,
-    TRANSFER_GROUP,
-    few_shot_top1,
 )
-from vit_ray.outcomes import TrialState
 from vit_ray.paper import SOURCE
-
-if TYPE_CHECKING:
-    from vit_ray.experiments.study import StudyResult
-    from vit_ray.experiments.sweep import SweepResult
 
 _SHOWN = (
     (EVAL_TOP1, "top-1 accuracy", "{:.2%}"),
@@ -47,14 +36,6 @@ _SHOWN = (
     (PERF_MFU, "MFU", "{:.1%}"),
     (STARTUP_FIRST_STEP_S, "Ray up to first step, s", "{:.1f}"),
 )
-_OF_CELLS = (
-    ("exaFLOPs", STUDY_EXAFLOPS, "{:.3g}"),
-    ("images seen", STUDY_IMAGES_SEEN, "{:.0f}"),
-    ("5-shot", few_shot_top1(5), "{:.2%}"),
-    ("top-1", EVAL_TOP1, "{:.2%}"),
-    ("top-1 averaged", EVAL_AVERAGED_TOP1, "{:.2%}"),
-)
-
 BESIDE_PAPER = f"This result and the paper's: {SOURCE}"
 _TOP1S = (EVAL_TOP1, EVAL_LAST_TOP1, EVAL_AVERAGED_TOP1)
 _SHARES = ("top1", "top3", "top5", "mean_average_precision")
@@ -97,67 +78,6 @@ def print_link(hint: str, run_id: str | None) -> None:
     """Where MLflow shows a run; nothing if MLflow was away and does not have it."""
     if hint and run_id is not None:
         print(f"MLflow page: {hint}")
-
-
-def print_sweep(result: "SweepResult | None") -> int:
-    """The grid, the selected point, the test accuracy; exit code 3 if stopped on request."""
-    if result is None:
-        print("stopped on request; the same command resumes its runs from their checkpoints")
-        return 3
-    from vit_ray.experiments.search_space import point_text  # Ray: seconds
-
-    rows = []
-    for row in result.rows:
-        outcome = row.outcome
-        note = "chosen" if row.point == result.best else ""
-        if math.isnan(outcome.top1):
-            note = f"{outcome.state}: {outcome.error}"
-        if outcome.state is TrialState.STOPPED_EARLY:
-            note = f"stopped early, at step {outcome.step}"
-        top1 = None if math.isnan(outcome.top1) else f"{outcome.top1:.2%}"
-        rows.append({"trial": point_text(row.point), "dev top-1": top1, "note": note})
-    print_table("Trials (selected on the dev split)", rows)
-    runs = len(result.test_top1)
-    spread = f" +- {result.deviation:.2%} ({runs} runs)" if runs > 1 else " (1 run of sweep.seeds)"
-    print(f"test top-1, trained on all data: {result.mean:.2%}{spread}")
-    if result.beside_paper:
-        print_table(BESIDE_PAPER, result.beside_paper)
-    if result.page is not None:
-        print(f"report: {result.page}")
-    print_link(result.hint, result.parent_run_id)
-    return 0
-
-
-def print_study(result: "StudyResult | None") -> int:
-    """A row per cell; exit code 0 if all are done, 1 if any failed, 3 if stopped on request."""
-    if result is None:
-        print("stopped on request; the same command resumes its cells from their checkpoints")
-        return 3
-    everything = dict.fromkeys(key for cell in result.cells for key in cell.metrics)
-    tasks = [re.fullmatch(rf"{TRANSFER_GROUP}(.+)_top1", key) for key in everything]
-    columns = [*_OF_CELLS, *((task[1], task[0], "{:.2%}") for task in tasks if task)]
-    rows = []
-    for one in result.cells:
-        cell = one.cell
-        row: dict[str, object] = {
-            "model": cell.label,
-            "data": f"{cell.fraction * 100:.3g}%",
-            "length": f"{cell.length}, branched" if one.branched_from else cell.length,
-            "seed": cell.recipe.seed,
-        }
-        for title, key, form in columns:
-            row[title] = form.format(one.metrics[key]) if key in one.metrics else None
-        rows.append(row)
-    print_table("Scaling study (proxy data: not the paper's JFT-300M)", rows)
-    for one in result.cells:
-        if one.error:
-            print(redact(f"failed: {one.cell.name}: {one.error}"))
-    if num_before := sum(cell.was_finished for cell in result.cells):
-        print(f"{num_before} of {len(result.cells)} cells had finished before")
-    if result.page is not None:
-        print(f"report: {result.page}")
-    print_link(result.hint, result.parent_run_id)
-    return 0 if result.is_complete else 1
 
 
 def print_shares(title: str, shares: Mapping[str, float], num_images: int) -> None:

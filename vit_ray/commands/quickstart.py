@@ -4,11 +4,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from vit_ray.commands.printed_tables import (
-    print_result,
-    print_shares,
-    print_sweep,
-)
+from vit_ray.commands.experiments import print_sweep
+from vit_ray.commands.printed_tables import print_result, print_shares
 from vit_ray.commands.report import report
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.command_sections import ConvertConfig

@@ -138,11 +138,14 @@ def run_workers(
 
 @dataclass(frozen=True)
 class Ended:
-    """How an attempt has ended."""
+    """How an attempt has ended.
+
+    Attributes:
+        goes_on: without an error: another group follows, of another size or in another place.
+    """
 
     error: BaseException | None = None
     goes_on: bool = False
-    """Without an error: another group follows, of another size or in another place."""
 
 
 class Run:

@@ -20,10 +20,13 @@ from vit_ray.worker.entry import introduce
 
 @dataclass
 class GroupConfig(TorchConfig):
-    """Ray's configuration of torch, with the network interface chosen on each node."""
+    """Ray's configuration of torch, with the network interface chosen on each node.
+
+    Attributes:
+        record: to which the workers introduce themselves.
+    """
 
     record: Recorder | None = None
-    """To which the workers introduce themselves."""
 
     @property
     def backend_cls(self) -> type[Backend]:

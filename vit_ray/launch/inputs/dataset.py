@@ -29,12 +29,15 @@ _KEPT_GROUPS: Final = 8
 
 
 class Sample(NamedTuple):
-    """One image of a data set."""
+    """One image of a data set.
+
+    Attributes:
+        image: as it is stored, whatever its mode and size.
+        labels: indices into the classes; several or none where the set has such images.
+    """
 
     image: Image.Image
-    """As it is stored, whatever its mode and size."""
     labels: tuple[int, ...]
-    """Indices into the classes; several or none where the set has such images."""
     key: str
 
 

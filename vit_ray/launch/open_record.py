@@ -41,14 +41,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class OpenRun:
-    """A run that is recorded and controlled.
-
-    Attributes:
-        is_complete: set when the work is complete; a block that ends without it was stopped.
-    """
+    """A run that is recorded and controlled."""
 
     record: Recorder
     is_complete: bool = False
+    """Set when the work is complete; a block that ends without it was stopped."""
 
     @classmethod
     def begin(cls, opening: RunOpening, parent: "OpenRun | None") -> "OpenRun":

@@ -46,19 +46,16 @@ class StoppedWaitingError(NoPlaceError):
 
 @dataclass(frozen=True)
 class GroupShape:
-    """The worker groups that a run may have.
-
-    Attributes:
-        sizes: worker counts, ascending.
-        resources: of a worker.
-        labels: of the nodes that train.
-        reading_cpus: CPUs of a reading task, for which an elastic group leaves room.
-    """
+    """The worker groups that a run may have."""
 
     sizes: tuple[int, ...]
+    """Worker counts, ascending."""
     resources: Mapping[str, float]
+    """Of a worker."""
     labels: Mapping[str, str]
+    """Of the nodes that train."""
     reading_cpus: float
+    """CPUs of a reading task, for which an elastic group leaves room."""
     use_gpu: bool = False
 
     @classmethod
@@ -78,16 +75,13 @@ class GroupShape:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker group may start.
-
-    Attributes:
-        labels: selects its nodes.
-        waited_s: how long it was waited for.
-    """
+    """Where a worker group may start."""
 
     size: int
     labels: Mapping[str, str]
+    """Selects its nodes."""
     waited_s: float = 0.0
+    """How long it was waited for."""
 
 
 class PlaceFinder:

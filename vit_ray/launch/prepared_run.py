@@ -39,25 +39,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """What is known about a run before it starts.
-
-    Attributes:
-        resume_from: the newest valid checkpoint of a run of this name.
-        notes: kind and text of the events of the run's start, for its history.
-        lock_number: shows workers that the run is still this driver's; None for an evaluation.
-        answers: of an evaluation: the correct answers for its images.
-        outputs: outputs of the model; None if it has one for each class of the data set.
-        training_id: a training that starts at step 0: an earlier record is not continued.
-    """
+    """What is known about a run before it starts."""
 
     kind: Kind
     resolved: ResolvedRun
     resume_from: Checkpoint | None = None
+    """The newest valid checkpoint of a run of this name."""
     notes: tuple[tuple[EventKind, str], ...] = ()
+    """Kind and text of the events of the run's start, for its history."""
     lock_number: int | None = None
+    """Shows workers that the run is still this driver's; None for an evaluation."""
     answers: Answers | None = None
+    """Of an evaluation: the correct answers for its images."""
     outputs: int | None = None
+    """Outputs of the model; None if it has one for each class of the data set."""
     training_id: str | None = None
+    """A training that starts at step 0: an earlier record is not continued."""
 
     @property
     def recipe(self) -> Recipe:

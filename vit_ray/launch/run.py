@@ -45,36 +45,32 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunResult:
-    """The outcome of a run.
-
-    Attributes:
-        run_id: MLflow run; None if MLflow was away all the time.
-        steps: optimizer steps completed.
-        metrics: last value of every metric; evaluation metrics are the best ones if the run keeps
-            the best.
-        checkpoint: folder of the newest checkpoint, or of the best if the run keeps the best.
-        already_complete: the run had ended before; nothing was trained.
-        hint: how to open MLflow's page.
-        events: events during the run: restarts, refused steps, failed saves.
-        evaluation_due: it was stopped in the evaluation after its last step.
-        ended: why it ended before its last step (early stopping); else empty.
-        num_eval_images: images that the accuracies in `metrics` were measured on; 0 without an
-            evaluation.
-    """
+    """The outcome of a run."""
 
     run_id: str | None
+    """MLflow run; None if MLflow was away all the time."""
     name: str
     steps: int
+    """Optimizer steps completed."""
     total_steps: int
     metrics: dict[str, float]
+    """Last value of every metric; evaluation metrics are the best ones if the run keeps the
+    best."""
     checkpoint: str
+    """Folder of the newest checkpoint, or of the best if the run keeps the best."""
     already_complete: bool = False
+    """The run had ended before; nothing was trained."""
     hint: str = ""
+    """How to open MLflow's page."""
     events: list[str] = field(default_factory=list)
+    """Events during the run: restarts, refused steps, failed saves."""
 
     evaluation_due: bool = False
+    """It was stopped in the evaluation after its last step."""
     ended: str = ""
+    """Why it ended before its last step (early stopping); else empty."""
     num_eval_images: int = 0
+    """Images that the accuracies in `metrics` were measured on; 0 without an evaluation."""
 
     @property
     def is_complete(self) -> bool:
@@ -85,19 +81,16 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Following:
-    """How another thread follows a training, and stops it.
-
-    Attributes:
-        stop: set to ask for a checkpoint and the end.
-        on_evaluation: takes step and metrics of each evaluation before the last.
-        evaluate_at: steps at which it is evaluated in addition to those of the recipe.
-        why: the reason that its history gives for such a stop.
-    """
+    """How another thread follows a training, and stops it."""
 
     stop: Event
+    """Set to ask for a checkpoint and the end."""
     on_evaluation: Callable[[int, Mapping[str, float]], None]
+    """Takes step and metrics of each evaluation before the last."""
     evaluate_at: tuple[int, ...] = ()
+    """Steps at which it is evaluated in addition to those of the recipe."""
     why: str = "asked to stop"
+    """The reason that its history gives for such a stop."""
 
 
 def train(

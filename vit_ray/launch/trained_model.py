@@ -47,17 +47,14 @@ Images = AnImage | Iterable[AnImage]
 
 
 class Prediction(NamedTuple):
-    """The most probable class of an image.
-
-    Attributes:
-        name: name of the class; its number as text if names are not known.
-        probability: by softmax over the classes, or by sigmoid if the model was trained so.
-        label: index of the class.
-    """
+    """The most probable class of an image."""
 
     name: str
+    """Name of the class; its number as text if names are not known."""
     probability: float
+    """By softmax over the classes, or by sigmoid if the model was trained so."""
     label: int
+    """Index of the class."""
 
 
 class TrainedModel:

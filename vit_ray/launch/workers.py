@@ -138,14 +138,11 @@ def run_workers(
 
 @dataclass(frozen=True)
 class Ended:
-    """How an attempt has ended.
-
-    Attributes:
-        goes_on: without an error: another group follows, of another size or in another place.
-    """
+    """How an attempt has ended."""
 
     error: BaseException | None = None
     goes_on: bool = False
+    """Without an error: another group follows, of another size or in another place."""
 
 
 class Run:

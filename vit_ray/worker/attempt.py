@@ -87,11 +87,7 @@ class EvaluationAttempt:
 
 @dataclass
 class Attempt:
-    """The parts of a worker, combined; each part answers some of the loop's calls.
-
-    Attributes:
-        preemption_notice: what the cluster has announced about this group's nodes; None = nothing.
-    """
+    """The parts of a worker, combined; each part answers some of the loop's calls."""
 
     job: TrainJob
     context: RankContext
@@ -104,6 +100,7 @@ class Attempt:
     watchdog: Watchdog
     progress: Progress
     preemption_notice: Callable[[], Any]
+    """What the cluster has announced about this group's nodes; None = nothing."""
     _has_started: bool = field(default=False, init=False)
     _notice_seen: str = field(default="", init=False)
     _failed_callbacks: set[str] = field(default_factory=set, init=False)

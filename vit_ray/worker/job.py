@@ -19,48 +19,43 @@ if TYPE_CHECKING:  # the controller, which carries a job, needs no torch
 
 @dataclass(frozen=True)
 class TrainJob:
-    """Everything that a worker needs to know; the driver makes it, Ray sends it.
-
-    Attributes:
-        total_steps: steps of the whole run, for the learning rate schedule.
-        new_head: how `init_from` treats the head: as in `initialize_weights`.
-        ray_ready_s: unix time at which Ray was up, for the time to the first step.
-        record: workers use it through `run_link.RunLink`.
-        lock_number: number of the driver's lock of the run's folder; None if nothing is written
-            there.
-        num_evaluated: images of each stream, by its name.
-        few_shot_labels: reads the first label of every image that few-shot examples are drawn from.
-        answers: of an evaluation: the correct answers for its images.
-        classes: names of the data set's classes, for display.
-        data_terms: licence and source address of the training set, if its maker gave them.
-        init_run_id: MLflow run whose weights it began with, for its checkpoints.
-        evaluate_at: steps at which it is evaluated in addition to those of the recipe.
-        micro_batch_limit: most images per pass, after more did not fit into memory in an earlier
-            attempt.
-        place_wait_s: how long this worker group waited for its place.
-    """
+    """Everything that a worker needs to know; the driver makes it, Ray sends it."""
 
     recipe: Recipe
     kind: Literal["train", "evaluate"]
     num_classes: int
     total_steps: int
+    """Steps of the whole run, for the learning rate schedule."""
     data_fingerprint: str
     run_folder: str
     new_head: NewHead
+    """How `init_from` treats the head: as in `initialize_weights`."""
     few_shot_classes: int
     ray_ready_s: float
+    """Unix time at which Ray was up, for the time to the first step."""
     record: Recorder
+    """Workers use it through `run_link.RunLink`."""
     lock_number: int | None
+    """Number of the driver's lock of the run's folder; None if nothing is written there."""
     num_evaluated: Mapping[str, int] = field(default_factory=dict)
+    """Images of each stream, by its name."""
     few_shot_labels: Callable[[], NDArray[np.int32]] | None = None
+    """Reads the first label of every image that few-shot examples are drawn from."""
     answers: Answers | None = None
+    """Of an evaluation: the correct answers for its images."""
     classes: tuple[str, ...] = ()
+    """Names of the data set's classes, for display."""
     data_terms: Mapping[str, str] = field(default_factory=dict)
+    """Licence and source address of the training set, if its maker gave them."""
     init_run_id: str | None = None
+    """MLflow run whose weights it began with, for its checkpoints."""
     evaluate_at: tuple[int, ...] = ()
+    """Steps at which it is evaluated in addition to those of the recipe."""
     micro_batch_limit: int | None = None
+    """Most images per pass, after more did not fit into memory in an earlier attempt."""
 
     place_wait_s: float = 0.0
+    """How long this worker group waited for its place."""
 
     def evaluation_batch(self, stream: str, world_size: int) -> int:
         """Images of a rank in one pass: no more than it has, since the rest would be padding."""

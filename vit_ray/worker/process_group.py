@@ -20,13 +20,10 @@ from vit_ray.worker.entry import introduce
 
 @dataclass
 class GroupConfig(TorchConfig):
-    """Ray's configuration of torch, with the network interface chosen on each node.
-
-    Attributes:
-        record: to which the workers introduce themselves.
-    """
+    """Ray's configuration of torch, with the network interface chosen on each node."""
 
     record: Recorder | None = None
+    """To which the workers introduce themselves."""
 
     @property
     def backend_cls(self) -> type[Backend]:

@@ -78,20 +78,17 @@ _STARTED: Final[list[str]] = []
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """The resources of the whole cluster, and when it was up.
-
-    Attributes:
-        ready_s: unix time at which Ray was up.
-        is_private: this driver has started the Ray, and ends it.
-        nodes: the nodes that are up, as Ray lists them.
-    """
+    """The resources of the whole cluster, and when it was up."""
 
     num_nodes: int
     num_cpus: float
     num_gpus: float
     ready_s: float
+    """Unix time at which Ray was up."""
     is_private: bool = False
+    """This driver has started the Ray, and ends it."""
     nodes: tuple[Mapping[str, Any], ...] = ()
+    """The nodes that are up, as Ray lists them."""
 
     def matching(self, selector: Mapping[str, str]) -> ClusterShape:
         if not selector:

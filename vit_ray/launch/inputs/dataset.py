@@ -29,15 +29,12 @@ _KEPT_GROUPS: Final = 8
 
 
 class Sample(NamedTuple):
-    """One image of a data set.
-
-    Attributes:
-        image: as it is stored, whatever its mode and size.
-        labels: indices into the classes; several or none where the set has such images.
-    """
+    """One image of a data set."""
 
     image: Image.Image
+    """As it is stored, whatever its mode and size."""
     labels: tuple[int, ...]
+    """Indices into the classes; several or none where the set has such images."""
     key: str
 
 

@@ -32,17 +32,13 @@ MOST_LABELS_READ: Final = 2_000_000
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A recipe resolved on its data: streams, classes and steps.
-
-    Attributes:
-        recipe: with the order of the data made definite.
-        streams: `train`, and of `eval`, `dev`, `few_shot_train` and `few_shot_test` what the recipe
-            has.
-    """
+    """A recipe resolved on its data: streams, classes and steps."""
 
     recipe: Recipe
+    """With the order of the data made definite."""
     manifest: Manifest
     streams: dict[str, StreamSpec]
+    """`train`, and of `eval`, `dev`, `few_shot_train` and `few_shot_test` what the recipe has."""
     total_steps: int
 
     @property

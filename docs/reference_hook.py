@@ -73,7 +73,8 @@ def recipes_page() -> str:
     lines = ["# Recipes\n", "| name | what | expected | cost |", "|---|---|---|---|"]
     for name in recipe_names():
         header = header_of(recipes_folder() / f"{name}.yaml")
-        cells = (f"`{name}`", header.title, header.expected, header.cost)
+        facts = (header.get(key, "") for key in ("", "Expected", "Cost"))
+        cells = (f"`{name}`", *facts)
         lines.append("| " + " | ".join(map(_cell, cells)) + " |")
     return "\n".join(lines) + "\n"
 

@@ -9,7 +9,7 @@ from tests.modules import MODULES, PACKAGE, ROOT, imported
 # A room may import itself, what stands in its row, and what everyone may.
 EVERYONE = {
     "config", "storage", "lock", "outcomes", "addresses", "own_parts", "metric_names",
-    "model_aliases", "paper", "internals", "ray_internals", "mlflow_internals",
+    "branch_origin", "model_aliases", "paper", "internals", "ray_internals", "mlflow_internals",
 }  # fmt: skip
 BELOW = {
     "worker", "training", "checkpoints", "evaluation", "data", "report", "tracking", "models",

@@ -16,7 +16,6 @@ from tests.commands.command_line import run_cli
 from tests.data.converting import run_in_this_process
 from tests.data.pictures import encoded, picture
 from vit_ray.commands import convert, train
-from vit_ray.commands.init import first_look
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.data import open_dataset
 from vit_ray.launch.cluster.connection import ClusterShape
@@ -114,12 +113,6 @@ def test_a_recipe_that_cannot_be_read_is_not_written(here: Path) -> None:
     done = run_cli("init", "images", "--out=two\nlines.yaml")
     assert (done.exit_code, "not valid YAML" in done.stderr) == (2, True)
     assert [path.name for path in here.iterdir()] == ["images"]
-
-
-def test_a_first_look_is_a_small_part_of_the_training() -> None:
-    assert [first_look("x", epochs)[1] for epochs in (300, 11, 7)] == [
-        "optim.epochs=5", "optim.epochs=5", "optim.epochs=1",
-    ]  # fmt: skip
 
 
 def test_large_images_without_a_test_split_hold_some_out(here: Path) -> None:

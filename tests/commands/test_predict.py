@@ -117,15 +117,19 @@ def test_a_file_alone_is_used_with_a_recipe_or_keys(run: str, tmp_path: Path) ->
 
 
 REFUSED = [
-    (["{0}/nothing"], "no such file or folder; check the path"),
-    (["{0}/empty"], "holds no images among its 0 files; images are found by file names"),
-    (["{0}/images", "--out={0}/a.txt"], "expected a file that ends in .parquet, .png"),
-    (["{0}/images", "--out={0}/labels.parquet"], "exists already"),
-    (["{0}/labels.parquet"], "is parquet; give pictures, or convert it"),
-    (["{0}/images", "--out={0}/a.png", "--out=file://{0}/a.png"], "or is given twice"),
-    (["{0}/images", "--out={0}/labels.parquet/a.png"], "a.png: there is no folder {0}/labels"),
-    (["{0}/images", "--out={0}/tpyo/a.png"], "a.png: there is no folder {0}/tpyo"),
-    (["{0}/nothing", "--out={0}/a.jpg"], "expected a file that ends in .parquet, .png"),
+    (["{0}/nothing", "{0}/images"], "nothing' is not there; give a run, a checkpoint or a weight"),
+    (["{0}", "{0}/nothing"], "no such file or folder; check the path"),
+    (["{0}", "{0}/empty"], "holds no images among its 0 files; images are found by file names"),
+    (["{0}", "{0}/images", "--out={0}/a.txt"], "expected a file that ends in .parquet, .png"),
+    (["{0}", "{0}/images", "--out={0}/labels.parquet"], "exists already"),
+    (["{0}", "{0}/labels.parquet"], "is parquet; give pictures, or convert it"),
+    (["{0}", "{0}/images", "--out={0}/a.png", "--out=file://{0}/a.png"], "or is given twice"),
+    (
+        ["{0}", "{0}/images", "--out={0}/labels.parquet/a.png"],
+        "a.png: there is no folder {0}/labels",
+    ),
+    (["{0}", "{0}/images", "--out={0}/tpyo/a.png"], "a.png: there is no folder {0}/tpyo"),
+    (["{0}", "{0}/nothing", "--out={0}/a.jpg"], "expected a file that ends in .parquet, .png"),
 ]
 REFUSE_EACH = """
 import contextlib, io, json, sys
@@ -134,7 +138,7 @@ for words in json.loads(sys.argv[1]):
     out, error = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
         try:
-            command.main(["predict", "run", *words])
+            command.main(["predict", *words])
         except SystemExit as end:
             code = end.code
     loaded = sorted({"torch", "ray", "mlflow", "deepspeed"} & set(sys.modules))

@@ -191,26 +191,24 @@ def test_weights_of_a_run_with_another_model_are_refused_with_all_keys_that_diff
         planned_load(config, 9, run, True)
 
 
-@pytest.mark.parametrize("has_layer", [True, False])
-def test_a_trained_head_is_not_exported_as_a_zero_one(has_layer: bool, tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", small_model("ViT", representation=has_layer))
+@pytest.mark.parametrize(
+    ("own", "other", "remedy"),
+    [
+        ({"representation": True}, {"representation": False}, "representation=true"),
+        ({"representation": False}, {"representation": True}, "representation=false"),
+        ({}, {"pool": "gap"}, "pool=cls"),
+    ],
+)
+def test_a_trained_head_is_not_exported_behind_other_layers_or_as_a_zero_one(
+    own: dict[str, Any], other: dict[str, Any], remedy: str, tmp_path: Path
+) -> None:
+    run = write_run(tmp_path / "run", small_model("ViT", **own))
     size = {"name": "ViT", "image_size": 32, **TINY_VIT}
     exports = {"path": str(tmp_path / "model.npz")}
-    other = {**size, "representation": not has_layer}
-    wanted = f"set model.representation={str(has_layer).lower()} to export the trained head"
-    with pytest.raises(ValueError, match=wanted):
-        export(tiny_recipe(tmp_path, init_from=run, export=exports, model=other))
+    with pytest.raises(ValueError, match=f"set model.{remedy} to export the trained head"):
+        export(tiny_recipe(tmp_path, init_from=run, export=exports, model={**size, **other}))
     assert not (tmp_path / "model.npz").exists()
-    same = {**size, "representation": has_layer}
-    assert export(tiny_recipe(tmp_path, init_from=run, export=exports, model=same)) == 0
-
-
-def test_a_head_of_the_class_token_is_not_exported_behind_a_mean(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", small_model("ViT"))
-    exports = {"path": str(tmp_path / "model.npz")}
-    other = {"name": "ViT", "image_size": 32, **TINY_VIT, "pool": "gap"}
-    with pytest.raises(ValueError, match=r"set model.pool=cls to"):
-        export(tiny_recipe(tmp_path, init_from=run, export=exports, model=other))
+    assert export(tiny_recipe(tmp_path, init_from=run, export=exports, model={**size, **own})) == 0
 
 
 def test_a_checkpoint_is_not_taken_for_another_function_of_its_tensors(tmp_path: Path) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +20,7 @@ from tests.data.pictures import jpeg
 from tests.data.small_sets import write_set
 from tests.models.small import TINY_VIT, small_model
 from vit_ray.commands import cli
-from vit_ray.commands.early_checks import check_inputs, check_outputs, check_values
+from vit_ray.commands.early_checks import check_inputs, check_outputs
 from vit_ray.commands.job_list import COMMANDS
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.data.convert.sources import units_of
@@ -40,6 +38,8 @@ FILES = {
     "day.yaml": b"base: digits\nseed: 2026-13-45\n",
     "based.yaml": b"base: digist\nname: x\n",
     "hollow.yaml": b"base: digits\nname: mine\noptim:\n",
+    "itself.yaml": b"base: itself.yaml\nname: run\n",
+    "list.yaml": b"- 1\n",
     "none.csv": b"",
     "vit.npz": b"PK",
     "runs/old/step-00000010/meta.json": b"{",
@@ -66,26 +66,25 @@ DEDUPLICATE = (
     "deduplicate.destination=data"
 )
 MISTAKES = [
-    ("export latin.yaml", "latin.yaml.*at byte 9"),
+    ("export latin.yaml", "latin.yaml.: give YAML in UTF-8: .* position 9"),
     ("export cut.yaml", "cut.yaml: not valid YAML: line 3"),
     ("export twice.yaml", "twice.yaml: not valid YAML: line 2, .*steps"),
     ("export loop.yaml", "loop.yaml: not valid YAML: Circular reference"),
     ("export digits seed=!!int", "seed"),
     ("export day.yaml", "day.yaml: seed='2026-13-45'"),
     ("export based.yaml", "base of '.*based.yaml': recipe 'digist': .*similar: digits"),
+    ("export itself.yaml", "base names the recipe itself"),
+    ("export list.yaml", "expected a mapping of sections, got .1.; begin it with `base: digits`"),
     ("export hollow.yaml", "optim=None is a section of keys"),
-    ("export digits name=a,b", "name='a,b'"),
     ("verify digits verify.path=~no-such-user/x", "no user .no-such-user. here"),
-    ("export digits tracking.uri=sqlite:///", "tracking.uri"),
+    ("export digits tracking.uri=sqlite:///", "tracking: uri: sqlite:// is not the address"),
     ("pretrain digits tracking.uri=sqlite:///recipes", "tracking.uri=.*is a folder"),
     ("evaluate digits runs/old", "override 'runs/old': expected key=value, such as init_from="),
     ("evaluate runs/old", "'runs/old' has weights; give a recipe and init_from=runs/old"),
-    ("export recipes", "recipe 'recipes' is a folder"),
+    ("export recipes", "recipe 'recipes': this is a folder"),
     ("evaluate vit.npz", "'vit.npz' has weights; give a recipe and init_from=vit.npz"),
     ("pretrain digits workers.num_workers=3", "among 3 workers .* passes of 64 .* is 192"),
     ("export digits optim.learning_rate=.inf", "optim.learning_rate=inf: .*finite number"),
-    (f"export digits seed={2**64}", f"seed={2**64}"),
-    ("export digits base=cifar10", "give cifar10 as the recipe"),
     ("pretrain digits --optim.steps=5", "without dashes: optim.steps=VALUE"),
     ("pretrain digits --lr 0.1", "without dashes: optim.learning_rate=0.1"),
     ("pretrain digits --batch-size 64", "without dashes: train.global_batch_size=64"),
@@ -113,7 +112,7 @@ MISTAKES = [
     ),
     ("pretrain mine.yaml data.train=note.txt data.eval=note.txt", "no data set at .*note.txt'"),
     ("pretrain mine.yaml data.train=s3:// data.eval=note.txt", "'s3://' names no bucket"),
-    ("pretrain paper/vit_b16_jft", "'s3://BUCKET/jft' is a placeholder of a shipped recipe"),
+    ("pretrain paper/vit_b16_jft", "'s3://BUCKET/runs' is a placeholder of a shipped recipe"),
     ("finetune mine.yaml", "init_from is not set; give weights"),
     ("sweep mine.yaml", "sweep.learning_rates is not set"),
     ("scaling_study mine.yaml", "study.models is not set"),
@@ -125,16 +124,16 @@ MISTAKES = [
         "inspect_model mine.yaml inspect.images=note.txt init_from=x.npz",
         "inspect.images='note.txt': .*is not a folder",
     ),
-    ("quickstart digits lr=1", "unknown key lr"),
-    ("quickstart nosuch", "recipe 'nosuch': no such file"),
+    ("quickstart digits data.eval=null", "data.eval is not set"),
+    ("vtab vtab_1k init_from=x.npz", "'s3://BUCKET/runs' is a placeholder"),
+    ("predict nosuch note.txt", "'nosuch' is not there; give a run, a checkpoint or"),
+    ("predict vit.npz note.txt --out=recipes/a.txt", "--out recipes/a.txt: expected a file that"),
     ("replay recipes sqlite:///m.db", "log 'recipes' is a folder"),
     ("replay note.txt mlflow.db", "URI 'mlflow.db' is not an address"),
-    ("pretrain digits optim.betas=[0.9]", r"optim.betas=\[0.9\]"),
     ("plan digits model.depth=1000000000", "model.depth=1000000000"),
     ("report mine.yaml", "tracking.uri=sqlite:///mlflow.db: no such file"),
     ("report mine.yaml tracking.uri=sqlite:///text.db", "text.db: the file is not a data"),
     ("report mine.yaml tracking.uri=http://127.0.0.1:9", "cannot be used: .*refused.*give"),
-    ("report mine.yaml tracking.uri=foo://x", "foo:// is not the address"),
 ]
 
 CLASSES = ["ant", "bee", "cow"]
@@ -169,7 +168,7 @@ TRANSFERS = [
     (f'{SPACE}{{"train.global_batch_size":[4,64]}}', "train.global_batch_size=64 is more than"),
     (f"sweep tiny.yaml data.train=sets/scarce {FITS}", "class 'cow' has a single image"),
     (f"sweep tiny.yaml sweep.dev_fraction=0.1 {FITS}", "class 'ant'.* use at least 0.25"),
-    (f"vtab tiny.yaml vtab.data=nosuch {FITS}", "vtab.data: .*nosuch/pets/train"),
+    (f"vtab tiny.yaml vtab.data=nosuch {FITS}", "vtab.data='nosuch': .*a folder with TASK"),
     (f"vtab tiny.yaml sweep=null vtab.sweep_each=true {FITS}", "sweep is not set"),
     (f"{SHOTS} evaluate.few_shot_test=nosuch", "no data set at .*nosuch'"),
     (SHOTS, "evaluate: few_shot_train and few_shot_test go together"),
@@ -318,32 +317,28 @@ def test_shards_named_by_a_split_and_others_manifests_may_be_converted(tmp_path:
     check_places("convert", load_recipe("digits", places))
 
 
-@pytest.mark.parametrize("name", ["finetune", "evaluate"])
-def test_weights_that_a_continued_run_does_not_read_may_be_gone(name: str, tmp_path: Path) -> None:
-    changes = ["init_from=gone", f"output={tmp_path}", "name=mine", "data.train=null"]
-    recipe = load_recipe("digits", [*changes, "data.eval=null"])
-    with pytest.raises(ValueError, match=r"init_from='gone': .*does not exist, or is not a run"):
-        check_places(name, recipe)
-    (tmp_path / "mine").mkdir()
-    if name == "finetune":
-        check_places(name, recipe)
-    else:
-        with pytest.raises(
-            ValueError, match=r"init_from='gone': .*does not exist, or is not a run"
-        ):
-            check_places(name, recipe)
-
-
-@pytest.mark.parametrize("has_begun", [True, False])
-def test_a_store_is_asked_whether_a_run_has_begun(
-    has_begun: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "output", "has_begun"),
+    [
+        ("finetune", "runs", True),
+        ("finetune", "runs", False),
+        ("evaluate", "runs", True),
+        ("finetune", "s3://a/runs", True),
+        ("finetune", "s3://a/runs", False),
+    ],
+)
+def test_weights_that_a_continued_run_does_not_read_may_be_gone(
+    name: str, output: str, has_begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    if has_begun and output == "runs":
+        (tmp_path / "runs" / "mine").mkdir(parents=True)
     monkeypatch.setattr(Location, "exists", lambda place: has_begun and place.path == "a/runs/mine")
-    changes = ["init_from=gone", "output=s3://a/runs", "name=mine", "data.train=null"]
+    changes = ["init_from=gone", f"output={output}", "name=mine", "data.train=null"]
     recipe = load_recipe("digits", [*changes, "data.eval=null"])
-    refusal = pytest.raises(ValueError, match=r"init_from='gone': .* does not exist")
-    with nullcontext() if has_begun else refusal:
-        check_places("finetune", recipe)
+    refusal = pytest.raises(ValueError, match=r"init_from='gone': .*does not exist, or is not a")
+    with nullcontext() if has_begun and name == "finetune" else refusal:
+        check_places(name, recipe)
 
 
 @pytest.mark.parametrize(
@@ -393,23 +388,3 @@ def test_keys_that_a_command_does_not_read_are_named(newcomers_folder: Path) -> 
     words = "verify digits verify.path=nosuch sweep.seeds=2 train.log_every_steps=3"
     done = CliRunner().invoke(cli.vit_ray, words.split(), prog_name="vit-ray")
     assert done.stderr.startswith("note: verify does not read sweep.seeds, train.log_every_steps\n")
-
-
-def test_an_image_without_a_dependency_is_told_before_anything_starts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    digits = load_recipe("digits")
-    check_values(COMMANDS["pretrain"], digits)
-    plain = importlib.util.find_spec
-    without = {"deepspeed", "cv2"}
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name in without else plain(name)
-    )
-    result = CliRunner().invoke(cli.vit_ray, ["pretrain", "digits"])
-    assert result.exit_code == 2
-    (line,) = result.stderr.splitlines()
-    assert re.match("error: .* cannot import cv2, deepspeed; use an image or environ", line)
-    with pytest.raises(ValueError, match="cannot import cv2, deepspeed"):
-        check_values(replace(COMMANDS["evaluate"], needs=()), digits)
-    for name in ("convert", "plan"):  # which need neither worker nor GPU
-        check_values(replace(COMMANDS[name], needs=()), digits)

@@ -16,12 +16,12 @@ from tests.models.small import FAMILIES, small_model
 from vit_ray.config import Recipe, load_recipe, require
 from vit_ray.config.loading import parse_yaml, write_yaml
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.config.training_sections import OptimConfig, accumulation_steps
+from vit_ray.config.training_sections import OptimConfig
 from vit_ray.config.validation import _ALIASES, fields_below, is_list
+from vit_ray.launch.cluster.cluster_checks import check_batch
 from vit_ray.models import build_model
 
 ROOT = Path(__file__).parents[2]
-RECIPES = sorted((ROOT / "jobs" / "recipes").rglob("*.yaml"))
 
 
 @pytest.fixture
@@ -31,24 +31,16 @@ def path(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
-def test_every_shipped_recipe_loads_and_names_its_command(recipe: Path) -> None:
-    load_recipe(recipe)
-    assert f"jobs/recipes/{recipe.relative_to(ROOT / 'jobs' / 'recipes')}" in recipe.read_text()
-
-
 def test_mlflows_variables_give_what_the_recipe_does_not_say(
-    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2@mlflow:5000")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "team")
     found = load_recipe(path, ["tracking.experiment=mine"]).tracking
     assert (found.uri, found.experiment) == ("http://me:hunter2@mlflow:5000", "mine")
-    assert "tracking.uri=http://mlflow:5000 is taken from MLFLOW_TRACKING_URI" in caplog.text
-    assert "MLFLOW_EXPERIMENT_NAME" not in caplog.text
     assert load_recipe(path).tracking.experiment == "team"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "mlruns")
-    with pytest.raises(ValueError, match=r"tracking\.uri"):
+    with pytest.raises(ValueError, match=r"uri: a path is not .* or in MLFLOW_TRACKING_URI"):
         load_recipe(path)
 
 
@@ -56,7 +48,7 @@ def test_mlflows_variables_give_what_the_recipe_does_not_say(
 def test_a_tag_that_mlflow_refuses_is_refused_with_the_recipe(path: Path, name: str) -> None:
     with pytest.raises(MlflowException):
         _validate_tag(name, "x")
-    with pytest.raises(ValueError, match=r"tracking\.tags"):
+    with pytest.raises(ValueError, match="tracking: tags: "):
         load_recipe(path, {"tracking.tags": {name: "x"}})
 
 
@@ -82,12 +74,6 @@ def test_values_are_read_as_yaml_1_2_and_of_jsons_kinds(text: str, value: Any) -
     """YAML 1.1 reads 8, 90, true and a date."""
     assert parse_yaml(text, "here") == value
     assert parse_yaml(write_yaml({"key": value}), "here") == {"key": value}
-
-
-def test_overrides_reach_sections_that_the_file_does_not_have(path: Path) -> None:
-    recipe = load_recipe(path, ["train.zero_stage=3", "evaluate.shots=[1, 2]"])
-    assert recipe.train.zero_stage == 3
-    assert recipe.evaluate.shots == (1, 2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -135,12 +121,6 @@ def test_recipes_that_a_recipe_names_are_of_its_folder_and_data_of_the_current_o
     assert Path(own).is_absolute()
     assert shipped == "finetune/pets"
     assert recipe.with_absolute_paths().data.train == str(cwd / "set")
-
-
-def test_a_base_that_leads_back_is_refused(path: Path) -> None:
-    path.write_text("base: run.yaml\nname: run\n")
-    with pytest.raises(ValueError, match="base names the recipe itself"):
-        load_recipe(path)
 
 
 @pytest.mark.parametrize(
@@ -197,6 +177,10 @@ def test_all_wrong_keys_are_named(path: Path) -> None:
     ("override", "message"),
     [
         ("study.models=[{name: ViT-B/16, lable: x}]", "did you mean study.models.0.label?"),
+        (
+            "study={models: [{label: a, model: {name: ViT, dpth: 3}}]}",
+            "unknown key study.models.0.model.dpth",
+        ),
         ("optim.lerning_rate=1", "unknown key optim.lerning_rate; did you mean optim.learning_rat"),
         ("zero_stage=2", "unknown key zero_stage; did you mean train.zero_stage"),
         ("lr=1", "unknown key lr; did you mean optim.learning_rate?"),
@@ -377,25 +361,9 @@ def test_shipped_recipes_are_found_by_name(tmp_path: Path, monkeypatch: pytest.M
     assert load_recipe("digits").name == "own"
 
 
-def test_a_name_that_is_nearly_a_shipped_recipes_is_told(path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'digist': no such file; similar: digits"):
-        load_recipe("digist")
-
-
-def test_a_key_deep_in_a_list_is_named(path: Path) -> None:
-    with pytest.raises(ValueError, match=r"unknown key study\.models\.0\.model\.dpth"):
-        load_recipe(path, ["study={models: [{label: a, model: {name: ViT, dpth: 3}}]}"])
-
-
 def test_a_missing_file_names_its_neighbours(path: Path) -> None:
     with pytest.raises(ValueError, match=r"rn\.yaml.*no such file; similar: run\.yaml"):
         load_recipe(path.parent / "rn.yaml")
-
-
-def test_a_file_that_is_no_mapping_is_refused(path: Path) -> None:
-    path.write_text("- 1\n")
-    with pytest.raises(ValueError, match="expected a mapping"):
-        load_recipe(path)
 
 
 def test_a_recipe_cannot_be_changed_after_loading(path: Path) -> None:
@@ -411,11 +379,6 @@ def test_a_training_records_its_own_keys_and_a_file_those_of_its_commands_too(pa
     assert {key.partition(".")[0] for key in recipe.flat()} == trained
     assert recipe.written().keys() == trained | {"verify", "sweep"}
     assert recipe_from_dict(recipe.written(), "here") == recipe
-
-
-def test_flat_values_come_back_as_they_were(path: Path) -> None:
-    recipe = load_recipe(path, ["optim.learning_rate=0.1234567891"])
-    assert recipe.flat()["optim.learning_rate"] == "0.1234567891"
 
 
 def test_changes_are_checked_too(path: Path) -> None:
@@ -458,22 +421,15 @@ def test_a_warm_up_longer_than_the_run_is_refused() -> None:
         OptimConfig(steps=steps, warmup_steps=proposed).total_steps(1000, 100)
 
 
-def test_accumulation_is_the_quotient_or_names_the_nearest_batch() -> None:
-    assert accumulation_steps(4096, 64, 8) == 8
-    told = r"4 workers .* passes of 4 \(train.micro.*: 100 = 6 x 16 \+ 4.*nearest valid .* is 96"
-    with pytest.raises(ValueError, match=told):
-        accumulation_steps(100, 4, 4)
-
-
 @pytest.mark.parametrize(
     ("workers", "train", "told"),
     [
         (3, {}, r"among 3 workers \(workers.num_workers\): 64 = 21 x 3 \+ 1.* is 63$"),
-        (4, {"micro_batch_size": 12}, r"in passes of 12 \(train.micro_batch_size, .* is 48$"),
+        (4, {"micro_batch_size": 12}, r"in passes of 12 \(of train.micro_batch_size .* is 48$"),
         # An elastic run derives its passes from the group, also with equal bounds.
         ([4, 4], {"micro_batch_size": 12}, None),
         ([3, 3], {"micro_batch_size": 12}, r"workers.num_workers\): 64 = 21 x 3 \+ 1"),
-        (64, {"mixup": 0.2}, r"in passes of 2 \(.*, or pairs of train.mixup\): 64 = 0 x 128"),
+        (64, {"mixup": 0.2}, r"in passes of 2 \(.* or train.mixup\): 64 = 0 x 128"),
     ],
 )
 def test_a_batch_that_does_not_divide_names_what_asks_for_it(
@@ -483,15 +439,10 @@ def test_a_batch_that_does_not_divide_names_what_asks_for_it(
     changes = {"workers.num_workers": workers, **{f"train.{key}": v for key, v in keys.items()}}
     recipe = load_recipe(path, changes)
     if told is None:
-        recipe.check_shares()
+        check_batch(recipe, 1000)
     else:
         with pytest.raises(ValueError, match=told):
-            recipe.check_shares()
-
-
-def test_the_same_tree_gives_the_same_recipe() -> None:
-    recipe = recipe_from_dict({"name": "a", "optim": {"betas": [0.9, 0.95]}}, "test")
-    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+            check_batch(recipe, 1000)
 
 
 def test_a_key_that_a_job_needs_is_named_where_it_is_not_set() -> None:
@@ -510,31 +461,23 @@ def test_a_key_that_a_job_needs_is_named_where_it_is_not_set() -> None:
         ("postgres://u:hunter22@db/mlflow", "postgresql://"),
         ("sqlite://mlflow.db", "such as sqlite:///mlflow.db in the current folder"),
         ("mongodb+srv://db", "mongodb:// is not the address"),
+        ("sqlite:///mlflow.db", None),
+        ("sqlite:////srv/mlflow.db", None),
+        ("sqlite+pysqlite:///mlflow.db", None),
+        ("postgresql+psycopg2://u:p@db/mlflow", None),
+        ("http://localhost:5000", None),
+        ("https://u:p@mlflow.example/x", None),
+        ("databricks", None),
+        ("databricks://profile", None),
     ],
 )
-def test_an_address_that_mlflow_cannot_open_is_refused_with_the_recipe(
-    path: Path, uri: str, told: str
-) -> None:
+def test_an_address_is_of_a_kind_that_mlflow_opens(path: Path, uri: str, told: str | None) -> None:
+    if told is None:
+        assert load_recipe(path, [f"tracking.uri={uri}"]).tracking.uri == uri
+        return
     with pytest.raises(ValueError, match=re.escape(told)) as caught:
         load_recipe(path, [f"tracking.uri={uri}"])
     assert "hunter22" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "uri",
-    [
-        "sqlite:///mlflow.db",
-        "sqlite:////srv/mlflow.db",
-        "sqlite+pysqlite:///mlflow.db",
-        "postgresql+psycopg2://u:p@db/mlflow",
-        "http://localhost:5000",
-        "https://u:p@mlflow.example/x",
-        "databricks",
-        "databricks://profile",
-    ],
-)
-def test_every_kind_of_address_that_mlflow_opens_is_taken(path: Path, uri: str) -> None:
-    assert load_recipe(path, [f"tracking.uri={uri}"]).tracking.uri == uri
 
 
 @pytest.mark.parametrize("key", ["pool", "ray.io/accelerator-type", "-a", "a b", "a/b/c", ""])

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlflow
 import numpy as np
@@ -11,6 +12,7 @@ from PIL import Image
 from vit_ray.commands import quickstart
 from vit_ray.commands.quickstart import run_quickstart
 from vit_ray.config import Recipe, load_recipe
+from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.launch.run import RunResult
 
 
@@ -93,3 +95,25 @@ def test_without_a_test_set_nothing_is_written():
 def test_a_run_without_an_accuracy_is_named():
     with pytest.raises(ValueError, match=r"^run digits-vit has no accuracy; its events say why"):
         quickstart._top1(RunResult(None, "digits-vit", 5, 5, {"train/loss": 1.0}, ""))
+
+
+@pytest.mark.parametrize(("output", "place"), [("~/runs", "home/runs"), ("s3://bucket/runs", "")])
+def test_the_digits_are_written_in_a_home_and_for_a_store_in_a_temporary_folder(
+    output: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    sources: list[Path] = []
+
+    def convert(config: ConvertConfig, _: int) -> SimpleNamespace:
+        sources.append(Path(config.source))
+        return SimpleNamespace(num_images=len(list(sources[-1].rglob("*.png"))), num_shards=1)
+
+    monkeypatch.setattr(quickstart, "convert", convert)
+    monkeypatch.setattr(quickstart, "connect", lambda _: None)
+    monkeypatch.setattr(quickstart, "_train_and_compare", lambda *_: 0)
+    changes = {"output": output, "data.train": "~/train", "data.eval": "~/test"}
+    assert run_quickstart(load_recipe("digits", changes)) == 0
+    assert [len(list(source.rglob("*.png"))) for source in sources] == [1497, 300]
+    assert not place or sources[0] == tmp_path / place / "digits_images" / "train"
+    assert {path.name for path in tmp_path.iterdir()} <= {"home"}

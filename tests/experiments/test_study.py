@@ -14,7 +14,7 @@ import yaml
 from mlflow.tracking import MlflowClient
 
 from tests.experiments.studies import study_recipe, study_row, study_tree
-from vit_ray.commands.printed_tables import print_study
+from vit_ray.commands.experiments import print_study
 from vit_ray.commands.report import report
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.recorded_recipe import tags_of

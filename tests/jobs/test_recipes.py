@@ -10,8 +10,10 @@ import pytest
 from tests.conftest import ROOT
 from tests.jobs.headers import PAPER, RECIPES, TABLE_6, commands, header, stated_cost
 from vit_ray.commands.job_list import COMMANDS
+from vit_ray.commands.plans.dry_run import describe_sweep, describe_training
 from vit_ray.commands.plans.plan import data_facts
 from vit_ray.config import Recipe, load_recipe
+from vit_ray.config.shipped_recipes import recipe_names
 from vit_ray.models.catalog import model_names
 from vit_ray.training.schedule import lr_at
 
@@ -67,19 +69,33 @@ def paper_recipe(name: str) -> Recipe:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=IDS)
-def test_every_recipe_loads_and_names_a_model_that_exists(path: Path) -> None:
-    recipe = load_recipe(path)
-    assert recipe.model.name in model_names()
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=IDS)
-def test_every_header_states_its_command_and_the_command_is_right(path: Path) -> None:
+def test_every_recipe_loads_and_its_header_states_a_command_that_loads(path: Path) -> None:
+    assert load_recipe(path).model.name in model_names()
     own = [words for words in commands(path) if ROOT / words[1] == path]
     assert own, f"no command of the header runs {path}"
     for name, recipe, *overrides in own:
         assert f"python jobs/{name}.py" not in header(path) or (ROOT / f"jobs/{name}.py").is_file()
         assert name in COMMANDS
         load_recipe(ROOT / recipe, overrides)
+
+
+@pytest.mark.slow(after=3)
+@pytest.mark.parametrize("path", [path for path in RECIPES if load_recipe(path).study is None])
+def test_every_recipe_dry_runs_without_data(path: Path) -> None:
+    recipe = load_recipe(path)
+    shown = describe_sweep(recipe) if recipe.sweep else describe_training(recipe)
+    assert f"model                   {recipe.model.name}: " in shown
+
+
+def test_the_recipes_beside_those_of_the_paper_are_these() -> None:
+    """Those of `paper/` and `study/` are named by tables below and in test_study_recipes.py."""
+    names = """cifar10 digits digits_scratch digits_sweep study_cifar10 study_digits vtab_1k
+        evaluate/imagenet_r evaluate/imagenet_real evaluate/imagenet_v2 evaluate/objectnet
+        field/augreg_b16_imagenet field/vit_s16_imagenet finetune/cifar10 finetune/cifar100
+        finetune/flowers finetune/imagenet finetune/imagenet_h14_518 finetune/imagenet_l16_512
+        finetune/pets finetune/vtab transfer/digits transfer/pretrain"""
+    found = {name for name in recipe_names() if not name.startswith(("paper/", "study/"))}
+    assert found == set(names.split())
 
 
 def test_names_of_runs_do_not_collide() -> None:
@@ -118,30 +134,15 @@ def test_pre_training_is_as_table_3_prints_it(row: tuple[str, ...]) -> None:
     assert optim.weight_decay == weight_decay
     assert data_facts(recipe).total_steps == steps
     assert recipe.train.averaging == 0.0
-
-
-@pytest.mark.parametrize("row", TABLE_3, ids=[row[0] for row in TABLE_3])
-def test_rates_warm_up_for_10k_steps_and_end_where_the_reference_ends(
-    row: tuple[str, ...],
-) -> None:
-    file, _, steps, rate, decay, *_ = row
-    optim = paper_recipe(file).optim
+    # The warm-up, the end of the rate, the loss and the head are those of the reference code.
     assert lr_at(5_000, optim, steps) == pytest.approx(rate / 2)
     assert lr_at(10_000, optim, steps) == pytest.approx(rate)
     assert lr_at(steps, optim, steps) == pytest.approx(1e-5 if decay == "linear" else 0.0)
-
-
-@pytest.mark.parametrize("row", TABLE_3, ids=[row[0] for row in TABLE_3])
-def test_losses_and_heads_are_those_of_the_reference(row: tuple[str, ...]) -> None:
-    recipe = paper_recipe(row[0])
-    if row[0].endswith("imagenet"):
-        assert (recipe.train.loss, recipe.model.head_bias) == ("softmax", 0.0)
-    else:
-        assert (recipe.train.loss, recipe.model.head_bias) == ("sigmoid", -10.0)
-    assert recipe.model.representation is (True if "ViT" in recipe.model.name else None)
+    head = ("softmax", 0.0) if file.endswith("imagenet") else ("sigmoid", -10.0)
+    assert (recipe.train.loss, recipe.model.head_bias) == head
+    assert recipe.model.representation is (True if "ViT" in model else None)
     classes = {"jft": 18_291, "21k": 21_843, "net": 1_000}
-    stem = re.sub(r"_\d+ep$", "", row[0])
-    assert recipe.plan.num_classes == classes[stem[-3:]]
+    assert recipe.plan.num_classes == classes[re.sub(r"_\d+ep$", "", file)[-3:]]
 
 
 @pytest.mark.parametrize("file", list(TABLE_6))

@@ -196,7 +196,7 @@ def test_weights_of_another_family_and_without_a_head_are_refused(tmp_path: Path
     other = tiny_recipe(tmp_path, model={"name": "R50x1", "image_size": 32})
     with pytest.raises(ValueError, match=f"{run}.*(missing|unexpected|not fit)"):
         vit_ray.load(run, other)
-    with pytest.raises(ValueError, match="holds no whole checkpoint; give a run folder"):
+    with pytest.raises(ValueError, match="nothing' is not there; give a run folder"):
         vit_ray.load(tmp_path / "nothing")
     masked = run_of(tmp_path / "masked", loss="masked_patch")
     with pytest.raises(ValueError, match="no trained head; fine-tune them first"):

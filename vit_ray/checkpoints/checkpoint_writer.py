@@ -18,7 +18,7 @@ from vit_ray.checkpoints.checkpoint import (
 from vit_ray.checkpoints.checkpoint_format import DamagedCheckpointError, SavedFile, commit
 from vit_ray.checkpoints.run_checkpoints import prune
 from vit_ray.checkpoints.snapshot import Snapshot, write_snapshot
-from vit_ray.config.cadence import Cadence
+from vit_ray.config.cadence import is_due
 from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.lock import check_lock
 from vit_ray.metric_names import RESULT_STEP
@@ -161,14 +161,13 @@ class CheckpointWriter:
             ) from error
 
     def _prune(self, progress: Progress) -> None:
-        permanent = Cadence(self._keep.keep_every_steps, at_steps=self._keep.keep_steps)
-        best = progress.metrics.get(RESULT_STEP)
+        keep, best = self._keep, progress.metrics.get(RESULT_STEP)
         prune(
             self._run_folder,
             # What is newer than the one that the run went on from was passed over.
             lambda step: step <= self._resumed_step or step in self._written,
-            self._keep.keep_last,
-            lambda step: step == best or permanent.is_due_at(step),
+            keep.keep_last,
+            lambda step: step == best or is_due(step, keep.keep_every_steps, keep.keep_steps),
         )
 
     def _check_lock(self) -> None:

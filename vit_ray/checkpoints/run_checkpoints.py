@@ -248,9 +248,10 @@ def find_weights(path: str) -> Checkpoint:
         return read_checkpoint(location)
     newest = checkpoint_to_resume(location)
     if newest is None:
+        what = "holds no whole checkpoint" if location.exists() else "is not there"
         raise ValueError(
-            f"{path!r} holds no whole checkpoint; give a run folder, one of its step-* folders, "
-            "or an exported weight file"
+            f"{path!r} {what}; give a run folder, one of its step-* folders, or an exported weight "
+            "file"
         )
     return result_checkpoint(location, newest)
 

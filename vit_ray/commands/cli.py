@@ -86,9 +86,10 @@ def run_recipe(command: Command, words: tuple[str, ...], is_dry: bool) -> int | 
 def _note_unread(command: Command, overrides: list[str]) -> None:
     """Print which given keys the command does not read."""
     given = [word.partition("=")[0] for word in overrides]
-    read = {key.name for key in keys_below(*command.reads)}
-    unread = [key for key in given if not any(f"{k}.".startswith(f"{key}.") for k in read)]
-    unread = [key for key in unread if not any(f"{key}.".startswith(f"{k}.") for k in read)]
+    pairs = {key: [(f"{key}.", f"{read}.") for read in command.reads] for key in given}
+    unread = [
+        key for key in given if not any(a.startswith(b) or b.startswith(a) for a, b in pairs[key])
+    ]
     if unread:
         print(f"note: {command.name} does not read {', '.join(unread)}", file=sys.stderr)
 
@@ -222,30 +223,28 @@ def recipes() -> None:
     """List the shipped recipes with their results and cost."""
     for name in recipe_names():
         header = header_of(recipes_folder() / f"{name}.yaml")
-        print(f"{name}  {header.title}")
-        for what, text in (("expected", header.expected), ("cost", header.cost)):
-            if text:
-                print(f"    {what}: {text}")
+        print(f"{name}  {header['']}")
+        for what in ("Expected", "Cost"):
+            if what in header:
+                print(f"    {what.lower()}: {header[what]}")
     print(f"\nFiles are in {recipes_folder()}; `base: NAME` in your recipe starts from one.")
 
 
 @vit_ray.command()
 @click.argument("prefixes", nargs=-1, metavar="[PREFIX ...]")
-@click.option("--count", is_flag=True, help="Print only how many keys there are.")
+@click.option("--count", is_flag=True, help="Print only how many there are.")
 def keys(prefixes: tuple[str, ...], count: bool) -> None:
     """The keys of recipes below PREFIX, such as `optim`: default, values, meaning, on resume."""
-    if count and prefixes:
-        raise ValueError(f"--count is of all keys; leave out {' '.join(prefixes)}")
-    if count:
-        print(count_keys())
-        return
     for prefix in prefixes:
         if not keys_below(prefix):
             meant = known_key(prefix)
             hint = "" if meant == prefix else f"; did you mean {meant}?"
             raise ValueError(f"{prefix!r} is no key or section of a recipe{hint}")
-    shown = set[str]()
-    for key in keys_below(*prefixes) if prefixes else all_keys():
+    chosen, shown = keys_below(*prefixes) if prefixes else all_keys(), set[str]()
+    if count:
+        print(count_keys(chosen))
+        return
+    for key in chosen:
         if key.section not in shown:
             print(f"\n{key.section or 'recipe'}: {sections()[key.section]}")
             shown.add(key.section)

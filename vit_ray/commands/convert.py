@@ -1,7 +1,7 @@
 """The conversion command: from a recipe's `convert` section to a data set and a report."""
 
 from vit_ray.config import Recipe
-from vit_ray.data.convert.commit import ConvertReport, listed
+from vit_ray.data.convert.commit import listed
 from vit_ray.data.convert.conversion import convert
 from vit_ray.data.convert.destination import convert_of
 from vit_ray.data.dataset import DAMAGED_FILE, REJECTED_FILE
@@ -20,21 +20,16 @@ def run_convert(recipe: Recipe) -> int:
     report = convert(config, recipe.seed)
     for note in report.notes:
         print(f"{config.destination}: {note}")
+    total = report.num_images + report.num_rejected
+    rejected = f"{report.num_rejected} files rejected"
+    if report.num_rejected:
+        rejected += f" ({report.num_rejected / total:.1%} of {total}; {REJECTED_FILE} says why)"
+    if report.num_damaged:
+        rejected += f"; {report.num_damaged} damaged files kept ({DAMAGED_FILE})"
     print(f"{config.destination}: the classes are {listed(list(report.label_histogram))}")
     print(
         f"{'already done: ' if report.was_done else ''}{config.destination}: {report.num_images} "
         f"images of {report.num_classes} classes in {report.num_shards} shards, "
-        f"{report.bytes / 2**20:.1f} MiB; {rejected_text(report)}"
+        f"{report.bytes / 2**20:.1f} MiB; {rejected}"
     )
     return 0
-
-
-def rejected_text(report: ConvertReport) -> str:
-    """How many files are not in the set, and how many damaged ones are."""
-    total = report.num_images + report.num_rejected
-    text = f"{report.num_rejected} files rejected"
-    if report.num_rejected:
-        text += f" ({report.num_rejected / total:.1%} of {total}; {REJECTED_FILE} says why)"
-    if report.num_damaged:
-        text += f"; {report.num_damaged} damaged files kept ({DAMAGED_FILE})"
-    return text

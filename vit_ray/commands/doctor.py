@@ -17,7 +17,6 @@ from vit_ray.config import Recipe
 from vit_ray.config.secrets import redact
 from vit_ray.storage import locate
 
-SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - Ray's own place
 LEAST_SHARED_GIB: Final = 1.0
 """GiB of /dev/shm, where Ray keeps waiting batches; what does not fit goes to a disk."""
 LEAST_FILES: Final = 4096
@@ -26,11 +25,11 @@ LEAST_FILES: Final = 4096
 
 def run_doctor(recipe: Recipe) -> int:
     """Print one finding after another; exit code 1 if something would keep a run from starting."""
-    is_good = True
+    num_faults = 0
     for what, is_right, text in examine(recipe.with_absolute_paths()):
-        is_good = is_good and is_right
+        num_faults += not is_right
         print(f"{'ok  ' if is_right else 'BAD '} {what:14} {text}", flush=True)
-    return 0 if is_good else 1
+    return 1 if num_faults else 0
 
 
 def examine(recipe: Recipe) -> Iterator[tuple[str, bool, str]]:
@@ -74,21 +73,20 @@ def _gpus(recipe: Recipe) -> str:
 
 
 def _shared_memory(_: Recipe) -> str:
-    free = f"{shutil.disk_usage(SHARED_MEMORY).free / 2**30:.1f} GiB free in /dev/shm"
-    if shutil.disk_usage(SHARED_MEMORY).free < LEAST_SHARED_GIB * 2**30:
+    free_gib = shutil.disk_usage("/dev/shm").free / 2**30  # noqa: S108 - Ray's own place
+    if free_gib < LEAST_SHARED_GIB:
         raise ValueError(
-            f"{free}: give the container more (`--shm-size`, or an emptyDir of medium Memory)"
+            f"{free_gib:.1f} GiB free in /dev/shm: give the container more (`--shm-size`, or an "
+            "emptyDir of medium Memory)"
         )
-    return free
+    return f"{free_gib:.1f} GiB free in /dev/shm"
 
 
 def _open_files(_: Recipe) -> str:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # to which Ray raises the other one
-    if hard == resource.RLIM_INFINITY:
-        return "any number at a time"
-    if hard < LEAST_FILES:
+    if 0 <= hard < LEAST_FILES:  # -1 is no limit
         raise ValueError(f"{hard} at a time: raise the limit of the container")
-    return f"{hard} at a time"
+    return f"{hard} at a time" if hard > 0 else "any number at a time"
 
 
 def _ray(_: Recipe) -> str:

@@ -3,10 +3,8 @@
 One function a kind of key: values, what is read, what is written.
 """
 
-import importlib.util
+import importlib
 import os
-import platform
-import sys
 from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
@@ -27,13 +25,9 @@ from vit_ray.launch.cluster.ray_address import host_and_port
 from vit_ray.measure.devices import require_device
 from vit_ray.models.catalog import find_spec
 from vit_ray.own_parts import is_own
+from vit_ray.training.micro_batch import micro_batch_size
 
 _RESUMED = frozenset({"pretrain", "finetune", "sweep", "vtab"})
-_IMPORTED = (
-    "cv2", "deepspeed", "google_crc32c", "mlflow", "numpy", "pyarrow", "ray", "safetensors",
-    "torch",
-)  # fmt: skip
-"""Packages of drivers, workers and reading tasks, which share one image."""
 _MANIFEST = "manifest.parquet"
 _MANIFEST_MARK = b'"fingerprint": "'
 _IN_PATTERNS = frozenset("*?[{")
@@ -54,6 +48,7 @@ _KINDS: dict[str, tuple[Callable[[Path], bool], str]] = {
     "init_from": (_are_weights, "a run folder, a step-* folder, or a .npz or .safetensors file"),
     "convert.source": (Path.exists, "a folder or file with images"),
     "inspect.images": (Path.is_dir, "a folder of images"),
+    "vtab.data": (Path.is_dir, "a folder with TASK/train and TASK/test"),
     "subset.keys": (Path.is_file, "a text file with a key per line"),
 }
 """What is at the place of a key, and how that is called; of all others a converted data set."""
@@ -64,8 +59,7 @@ def check_values(command: Command, recipe: Recipe) -> None:
 
     Raises:
         ValueError: a key is not set; the model or the plan's device is not known; the batch does
-            not divide among the workers; `RAY_ADDRESS` is not an address; or a package that a
-            training imports is not installed.
+            not divide among the workers; or `RAY_ADDRESS` is not an address.
     """
     for name in command.needs:
         if _value(recipe, name) is None:
@@ -81,16 +75,10 @@ def check_values(command: Command, recipe: Recipe) -> None:
     if command.name == "report":
         require_store(recipe.tracking.uri)
     if command.name in ("pretrain", "finetune"):
-        recipe.check_shares()
+        for world_size in recipe.group_sizes:
+            micro_batch_size(recipe, world_size)
     if command.opens and (address := os.environ.get("RAY_ADDRESS")):
         host_and_port(address)
-    missing = [name for name in _IMPORTED if importlib.util.find_spec(name) is None]
-    if command.starts_workers and missing:  # workers on a cluster would fail later
-        raise ValueError(
-            f"{sys.executable} on {platform.node()} cannot import {', '.join(missing)}; use an "
-            "image or environment with all dependencies of vit_ray (cluster/Dockerfile, or `pip "
-            "install` of this package)"
-        )
 
 
 def check_inputs(command: Command, recipe: Recipe) -> None:
@@ -147,8 +135,6 @@ def _has_begun(recipe: Recipe) -> bool:
     folder = recipe.run_folder
     if "://" not in folder:
         return with_home(folder).exists()
-    if is_placeholder(folder):
-        return False
     storage = importlib.import_module("vit_ray.storage")  # pyarrow, which help does not wait for
     return bool(storage.locate(folder).exists())
 
@@ -162,6 +148,8 @@ def check_outputs(command: Command, recipe: Recipe) -> None:
     """
     uri = recipe.tracking.uri
     store = sqlite_file(uri)
+    if command.starts_workers and is_placeholder(recipe.output):
+        check_address(recipe.output)
     if "tracking" in command.reads and store is not None and store.is_dir():
         raise ValueError(
             f"tracking.uri={uri} is a folder; give a file, such as sqlite:///{store}/mlflow.db"

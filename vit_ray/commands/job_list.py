@@ -15,23 +15,26 @@ _SETS = (
 
 @dataclass(frozen=True)
 class Command:
-    """One command that reads a recipe."""
+    """One command that reads a recipe.
+
+    Attributes:
+        what: a sentence for the help.
+        main: `module:function` that takes the recipe and returns an exit code or None.
+        reads: sections and keys of the recipe that the command uses.
+        example: recipe and overrides of an example.
+        plan: `module:function` that returns the text of `--dry-run`.
+        needs: keys that the recipe must set, checked before anything is imported.
+        opens: keys of the data sets, weights and sources that must exist before it starts.
+    """
 
     name: str
     what: str
-    """A sentence for the help."""
     main: str
-    """`module:function` that takes the recipe and returns an exit code or None."""
     reads: tuple[str, ...]
-    """Sections and keys of the recipe that the command uses."""
     example: str
-    """Recipe and overrides of an example."""
     plan: str | None = None
-    """`module:function` that returns the text of `--dry-run`."""
     needs: tuple[str, ...] = ()
-    """Keys that the recipe must set, checked before anything is imported."""
     opens: tuple[str, ...] = ()
-    """Keys of the data sets, weights and sources that must exist before it starts."""
 
     @property
     def starts_workers(self) -> bool:
@@ -130,7 +133,7 @@ _ALL = (
         ("vtab", *_TRAINING, *_WEIGHTS, *_COUNTS),
         "vtab_1k init_from=runs/vit vtab.data=data/vtab",
         needs=("vtab.tasks", "init_from"),
-        opens=("init_from",),
+        opens=("init_from", "vtab.data"),
     ),
     Command(
         "scaling_study",
@@ -189,6 +192,7 @@ _ALL = (
         _TRAINING,
         "digits",
         "vit_ray.commands.plans.dry_run:describe_training",
+        needs=("data.train", "data.eval"),
     ),
 )  # fmt: skip
 COMMANDS = {command.name: command for command in _ALL}

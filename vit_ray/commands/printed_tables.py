@@ -1,10 +1,8 @@
 """What a command prints when it has ended: tables for users."""
 
-import math
-import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from rich.console import Console
 from rich.markup import escape
@@ -22,19 +20,10 @@ from vit_ray.metric_names import (
     FEW_SHOT_GROUP,
     PERF_MFU,
     STARTUP_FIRST_STEP_S,
-    STUDY_EXAFLOPS,
-    STUDY_IMAGES_SEEN,
     TRAIN_IMAGES_PER_S,
     TRAIN_LOSS,
-    TRANSFER_GROUP,
-    few_shot_top1,
 )
-from vit_ray.outcomes import TrialState
 from vit_ray.paper import SOURCE
-
-if TYPE_CHECKING:
-    from vit_ray.experiments.study import StudyResult
-    from vit_ray.experiments.sweep import SweepResult
 
 _SHOWN = (
     (EVAL_TOP1, "top-1 accuracy", "{:.2%}"),
@@ -47,14 +36,6 @@ _SHOWN = (
     (PERF_MFU, "MFU", "{:.1%}"),
     (STARTUP_FIRST_STEP_S, "Ray up to first step, s", "{:.1f}"),
 )
-_OF_CELLS = (
-    ("exaFLOPs", STUDY_EXAFLOPS, "{:.3g}"),
-    ("images seen", STUDY_IMAGES_SEEN, "{:.0f}"),
-    ("5-shot", few_shot_top1(5), "{:.2%}"),
-    ("top-1", EVAL_TOP1, "{:.2%}"),
-    ("top-1 averaged", EVAL_AVERAGED_TOP1, "{:.2%}"),
-)
-
 BESIDE_PAPER = f"This result and the paper's: {SOURCE}"
 _TOP1S = (EVAL_TOP1, EVAL_LAST_TOP1, EVAL_AVERAGED_TOP1)
 _SHARES = ("top1", "top3", "top5", "mean_average_precision")
@@ -99,75 +80,6 @@ def print_link(hint: str, run_id: str | None) -> None:
         print(f"MLflow page: {hint}")
 
 
-def print_sweep(result: "SweepResult | None") -> int:
-    """The grid, the selected point, the test accuracy; exit code 3 if stopped on request."""
-    if result is None:
-        print("stopped on request; the same command resumes its runs from their checkpoints")
-        return 3
-    rows = []
-    for row in result.rows:
-        found = row.outcome
-        note = "chosen" if row.point == result.best else ""
-        if math.isnan(found.top1):
-            note = f"{found.state}: {found.error}"
-        if found.state is TrialState.STOPPED_EARLY:
-            note = f"stopped early, at step {found.step}"
-        point = dict[str, object]()
-        for key, value in row.point.items():
-            last = key.rpartition(".")[2].replace("_", " ")
-            point[key if last in point else last] = (
-                f"{value:g}" if isinstance(value, float) else value
-            )
-        top1 = None if math.isnan(found.top1) else f"{found.top1:.2%}"
-        rows.append({**point, "dev top-1": top1, "note": note})
-    print_table("Trials (selected on the dev split)", rows)
-    spread, runs = f"{result.mean:.2%} (1 run; set sweep.seeds for more)", len(result.test_top1)
-    if runs > 1:
-        spread = f"{result.mean:.2%} +- {result.deviation:.2%} ({runs} runs)"
-    print(f"test top-1, trained on all data: {spread}")
-    if result.beside_paper:
-        print_table(BESIDE_PAPER, result.beside_paper)
-    if result.page is not None:
-        print(f"report: {result.page}")
-    print_link(result.hint, result.parent_run_id)
-    return 0
-
-
-def print_study(result: "StudyResult | None") -> int:
-    """A row per cell; exit code 0 if all are done, 1 if any failed, 3 if stopped on request."""
-    if result is None:
-        print("stopped on request; the same command resumes its cells from their checkpoints")
-        return 3
-    columns = list(_OF_CELLS)
-    # One column for each task on which any cell has an accuracy.
-    for key in dict.fromkeys(key for cell in result.cells for key in cell.metrics):
-        if match := re.fullmatch(rf"{TRANSFER_GROUP}(.+)_top1", key):
-            columns.append((match[1], key, "{:.2%}"))
-    rows = []
-    for one in result.cells:
-        cell, found = one.cell, one.metrics
-        length = f"{cell.length}, branched" if one.branched_from else cell.length
-        row: dict[str, str | None] = {
-            "model": cell.label,
-            "data": f"{cell.fraction * 100:.3g}%",
-            "length": length,
-            "seed": str(cell.recipe.seed),
-        }
-        for title, key, form in columns:
-            row[title] = form.format(found[key]) if key in found else None
-        rows.append(row)
-    print_table("Scaling study (proxy data: not the paper's JFT-300M)", rows)
-    for one in result.cells:
-        if one.error:
-            print(redact(f"failed: {one.cell.name}: {one.error}"))
-    if num_before := sum(cell.was_finished for cell in result.cells):
-        print(f"{num_before} of {len(result.cells)} cells had finished before")
-    if result.page is not None:
-        print(f"report: {result.page}")
-    print_link(result.hint, result.parent_run_id)
-    return 0 if result.is_complete else 1
-
-
 def print_shares(title: str, shares: Mapping[str, float], num_images: int) -> None:
     """Accuracies on one test set with Wilson's 95 % intervals."""
     rows = [
@@ -201,11 +113,7 @@ def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
     for name in names:
         table.add_column(escape(name), overflow="fold")
     for row in rows:
-        table.add_row(*(escape(redact(_cell(row[name]))) for name in names))
+        cells = ("-" if row[name] is None else row[name] for name in names)
+        texts = (f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells)
+        table.add_row(*map(escape, map(redact, texts)))
     Console(width=None if sys.stdout.isatty() else _WIDEST).print(table)
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.2f}" if isinstance(value, float) else str(value)

@@ -1,15 +1,13 @@
 """The main command in small: digits to parquet, pre-training, a sweep, and from scratch."""
 
+import tempfile
 import time
 from pathlib import Path
 
-from vit_ray.commands.printed_tables import (
-    print_result,
-    print_shares,
-    print_sweep,
-)
+from vit_ray.commands.experiments import print_sweep
+from vit_ray.commands.printed_tables import print_result, print_shares
 from vit_ray.commands.report import report
-from vit_ray.config import Recipe, load_recipe, require
+from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data import open_dataset
 from vit_ray.data.convert.conversion import convert
@@ -25,16 +23,9 @@ SWEEP_RECIPE, SCRATCH_RECIPE = "digits_sweep", "digits_scratch"
 
 
 def run_quickstart(recipe: Recipe) -> int:
-    """Convert, pre-train, sweep, train from scratch, compare; finished parts are not repeated.
-
-    Raises:
-        ValueError: the recipe has no training or no test set.
-    """
+    """Convert, pre-train, sweep, train from scratch, compare; finished parts are not repeated."""
     start_s = time.monotonic()
-    places = {
-        "train": require(recipe.data.train, "data.train", "a folder for the training images"),
-        "test": require(recipe.data.eval, "data.eval", "a folder for the test images"),
-    }
+    recipe = recipe.with_absolute_paths()
     sweep, scratch = (
         load_recipe(name).with_changes(
             output=recipe.output,
@@ -45,8 +36,10 @@ def run_quickstart(recipe: Recipe) -> int:
     )
     sweep = sweep.with_changes(init_from=f"{recipe.output}/{recipe.name}")
     connect(recipe)
-    images = Path(recipe.output) / "digits_images"  # unless the user has a folder there
-    for split, destination in places.items():
+    is_local = "://" not in recipe.output
+    images = Path(recipe.output if is_local else tempfile.mkdtemp()) / "digits_images"
+    for split, destination in (("train", recipe.data.train), ("test", recipe.data.eval)):
+        assert destination is not None, "checked before"
         if locate(destination).child(MANIFEST_FILE).exists():
             continue
         write_digits(images)  # again, if it was interrupted: the files are the same

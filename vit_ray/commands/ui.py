@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+from contextlib import suppress
 
 from vit_ray.addresses import absolute_uri, sqlite_file
 from vit_ray.config import load_recipe
@@ -39,7 +40,7 @@ def open_pages(store: str | None, port: int) -> int:
 def _address(store: str | None) -> str:
     if store and "://" not in store:
         return load_recipe(store).tracking.uri
-    return store or os.environ.get("MLFLOW_TRACKING_URI") or TrackingConfig().uri
+    return store or TrackingConfig().uri
 
 
 def _newest(client: MlflowClient, address: str, uri: str) -> str:
@@ -58,10 +59,7 @@ def _newest(client: MlflowClient, address: str, uri: str) -> str:
 
 def _free(port: int) -> int:
     """This port, or if it is taken one that the system chooses."""
-    with socket.socket() as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            tried.bind(("127.0.0.1", port))
-        except OSError:
-            tried.bind(("127.0.0.1", 0))
-        return int(tried.getsockname()[1])
+    with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+        return port
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])

@@ -1,9 +1,8 @@
 """The recipe sections of single commands: data preparation, sweeps, studies, plans."""
 
-from pathlib import PurePosixPath
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue
 
 from vit_ray.config.section import (
     Distinct,
@@ -89,15 +88,12 @@ class ConvertConfig(Section):
     write only a manifest, labels and checksums for the files in place. These files are never
     written and must not change."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        for key in ("shrink_to", "apply_orientation"):
-            if self.in_place and getattr(self, key):
-                raise ValueError(
-                    f"in_place=true with {key}: images that are not copied cannot be changed; "
-                    "leave out one of them"
-                )
-        return self
+    def _check(self) -> None:
+        if self.in_place and (self.shrink_to or self.apply_orientation):
+            raise ValueError(
+                "in_place=true with shrink_to or apply_orientation: images that are not copied "
+                "cannot be changed; leave out one of them"
+            )
 
 
 class VerifyConfig(Section):
@@ -170,8 +166,7 @@ class SweepConfig(Section):
     max_concurrent: Positive | None = None
     """Trials in parallel; unset = as many as fit on the nodes that are up."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> None:
         for key, values in (self.space or {}).items():
             if not _can_vary(values):
                 raise ValueError(
@@ -195,7 +190,6 @@ class SweepConfig(Section):
                 f"grace_steps={self.grace_steps} with scheduler=none: only scheduler=asha stops "
                 "trials; set scheduler=asha, or leave grace_steps out"
             )
-        return self
 
 
 def _can_vary(values: Any) -> bool:
@@ -254,17 +248,15 @@ class _Axes(Section):
     @property
     def lengths(self) -> list[tuple[str, float]]:
         """Unit and value of each given length."""
-        units = ("epochs", "steps", "images")
-        return [(unit, value) for unit in units for value in getattr(self, unit) or ()]
+        given = {"epochs": self.epochs, "steps": self.steps, "images": self.images}
+        return [(unit, value) for unit, values in given.items() for value in values or ()]
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> None:
         if len(kinds := dict(self.lengths)) > 1:
             raise ValueError(
                 f"lengths are given in {' and in '.join(kinds)}; keep one of epochs, steps, images "
                 "and set the others to null"
             )
-        return self
 
 
 class StudyModel(_Axes):
@@ -295,12 +287,6 @@ class StudyTask(Section):
     changes: dict[str, JsonValue] = {}
     """Changes to that recipe, such as
     `{data.train: data/pets/train, sweep: null}`."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.name == "mean":
-            raise ValueError("name=mean is that of the mean over all tasks; give another name")
-        return self
 
 
 class StudyConfig(_Axes):
@@ -333,14 +319,6 @@ class ExportConfig(Section):
     license: str | None = None
     """Licence of the weights, as the hub abbreviates it, such as `apache-2.0`; shown in the
     card."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.push and PurePosixPath(self.path).suffix:
-            raise ValueError(
-                f"push={self.push} needs a folder: give a path without a suffix, not {self.path}"
-            )
-        return self
 
 
 class BenchmarkConfig(Section):

@@ -1,6 +1,6 @@
 """The schema as users read it: every key with its values, default and meaning."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -59,9 +59,9 @@ def keys_below(*prefixes: str) -> list[KeyHelp]:
     return [k for k in all_keys() if any(f"{k.name}.".startswith(f"{p}.") for p in prefixes)]
 
 
-def count_keys() -> int:
-    """Keys that have a meaning of their own."""
-    return sum(not name.startswith(_COUNTED_ELSEWHERE) for name in key_names())
+def count_keys(keys: Iterable[KeyHelp]) -> int:
+    """How many of the keys have a meaning of their own."""
+    return sum(not key.name.startswith(_COUNTED_ELSEWHERE) for key in keys)
 
 
 def known_key(key: str) -> str:
@@ -75,7 +75,11 @@ def _keys(schema: type[BaseModel], prefix: str) -> Iterator[KeyHelp]:
     for name, field in schema.model_fields.items():
         key, section = f"{prefix}{name}", section_type(field.annotation)
         if section is None or is_list(field.annotation):
-            default = "required" if field.is_required() else yaml_text(field.default)
+            default = (
+                "required"
+                if field.is_required()
+                else yaml_text(field.get_default(call_default_factory=True))
+            )
             mark = on_resume(key)
             meaning = _one_line(field.description)
             yield KeyHelp(

@@ -3,11 +3,10 @@
 import difflib
 import io
 import json
-import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
@@ -16,12 +15,8 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from vit_ray.config.recipe import Recipe, recipe_from_dict
 from vit_ray.config.secrets import redact
 from vit_ray.config.shipped_recipes import recipe_names, shipped_recipe
+from vit_ray.config.validation import errors_of
 from vit_ray.own_parts import trust_named
-
-MLFLOW_VARIABLES: Final = {"uri": "MLFLOW_TRACKING_URI", "experiment": "MLFLOW_EXPERIMENT_NAME"}
-"""Environment variables that give keys of `tracking` which a recipe does not set."""
-
-logger = logging.getLogger(__name__)
 
 
 def load_recipe(
@@ -49,21 +44,10 @@ def completed(
     tree: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any], where: str
 ) -> Recipe:
     """The recipe of a plain tree, as `load_recipe` does it for that of a file."""
-    _add_mlflow_variables(changed(tree, overrides))
-    recipe = recipe_from_dict(tree, where)
+    recipe = recipe_from_dict(changed(tree, overrides), where)
     trust_named(tree)
     recipe.storage.use()
     return recipe
-
-
-def _add_mlflow_variables(tree: dict[str, Any]) -> None:
-    """Fill the keys of MLflow that the recipe leaves out from MLflow's own variables."""
-    tracking = tree.get("tracking", {})
-    for key, variable in MLFLOW_VARIABLES.items():
-        value = os.environ.get(variable)
-        if value and isinstance(tracking, dict) and key not in tracking:
-            tree["tracking"] = tracking = {**tracking, key: value}
-            logger.warning("tracking.%s=%s is taken from %s", key, redact(value), variable)
 
 
 def changed(tree: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
@@ -146,13 +130,9 @@ def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     whose = f"recipe {str(path)!r}"
     if path.resolve() in seen:
         raise ValueError(f"{whose}: base names the recipe itself")
-    try:
-        tree = parse_yaml(path.read_text(encoding="utf-8"), str(path))
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{whose} is not UTF-8 text ({error.reason} at byte {error.start}); save the YAML file "
-            "as UTF-8, or check that it is the file you mean"
-        ) from None
+    with errors_of(f"{whose}: give YAML in UTF-8"):
+        text = path.read_text(encoding="utf-8")
+    tree = parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         raise ValueError(
             f"{whose}: expected a mapping of sections, got {tree!r}; begin it with `base: digits` "
@@ -192,14 +172,11 @@ def _find(path: Path, whose: str) -> Path:
         raise ValueError(f"{whose}{str(path)!r} has weights; give a recipe and init_from={path}")
     if found is not None:
         return found
-    if path.is_dir():
-        raise ValueError(f"{whose}recipe {str(path)!r} is a folder; give a YAML file in it")
     near = difflib.get_close_matches(path.name, [f.name for f in path.parent.glob("*.yaml")], 3)
     near += difflib.get_close_matches(path.as_posix().removesuffix(".yaml"), recipe_names(), 3, 0.5)
     hint = f"; similar: {', '.join(near)}" if near else ""
-    raise ValueError(
-        f"{whose}recipe {str(path)!r}: no such file{hint} (`vit-ray recipes` lists all)"
-    )
+    what = "this is a folder; give a YAML file in it" if path.is_dir() else f"no such file{hint}"
+    raise ValueError(f"{whose}recipe {str(path)!r}: {what} (`vit-ray recipes` lists all)")
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

@@ -5,9 +5,9 @@ Other rooms take the section that they need; a recipe is not changed after loadi
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from vit_ray.addresses import absolute_uri, with_home
 from vit_ray.config.command_sections import (
@@ -36,7 +36,6 @@ from vit_ray.config.training_sections import (
     TrackingConfig,
     TrainConfig,
     WorkersConfig,
-    accumulation_steps,
 )
 from vit_ray.config.validation import NAME, validated, value_text
 from vit_ray.own_parts import trust_named
@@ -66,7 +65,7 @@ class Training(Section):
     checkpoint: Annotated[CheckpointConfig, OnResume.FREE] = CheckpointConfig()
     evaluate: Annotated[EvalConfig, OnResume.CONFIRM] = EvalConfig()
     workers: Annotated[WorkersConfig, OnResume.FREE] = WorkersConfig()
-    tracking: Annotated[TrackingConfig, OnResume.FREE] = TrackingConfig()
+    tracking: Annotated[TrackingConfig, OnResume.FREE] = Field(default_factory=TrackingConfig)
     storage: Annotated[StorageConfig, OnResume.FREE] = StorageConfig()
     paper: Annotated[PaperConfig, OnResume.FREE] = PaperConfig()
 
@@ -86,8 +85,7 @@ class Recipe(Training):
     inspect: InspectConfig | None = None
     benchmark: BenchmarkConfig = BenchmarkConfig()
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> None:
         for row in self.study.models if self.study else ():
             asked = {*(row.model.model_fields_set if row.model else ()), *_leaves(row.changes)}
             is_given = asked & {"image_size", "model.image_size"}
@@ -98,7 +96,6 @@ class Recipe(Training):
                     f"{value_text(self.model.image_size)}: a row's model replaces the recipe's "
                     "model; give image_size, or put only what differs into changes"
                 )
-        return self
 
     def __hash__(self) -> int:
         return hash((self.name, self.seed, self.model))  # mappings have none
@@ -160,18 +157,6 @@ class Recipe(Training):
         tree["tracking"]["uri"] = absolute_uri(self.tracking.uri)
         return recipe_from_dict(tree, where=f"recipe {self.name!r}")
 
-    def check_shares(self) -> None:
-        """Check that the global batch divides among the workers for every allowed number of
-        workers.
-
-        Raises:
-            ValueError: it does not; the message has the arithmetic and the nearest valid value.
-        """
-        fixed, workers = self.train.micro_batch_size, self.workers.num_workers
-        unit = self.train.least_pass if fixed == "auto" or not isinstance(workers, int) else fixed
-        for world_size in self.group_sizes:
-            accumulation_steps(self.train.global_batch_size, unit, world_size)
-
     def with_changes(self, **sections: Any) -> Recipe:
         """A checked copy; a dict changes only the given keys of a section, any other value replaces
         it.
@@ -200,8 +185,6 @@ PLACES: Final = (
     "output", "init_from", "data.train", "data.eval", "data.cache_dir",
     "evaluate.few_shot_train", "evaluate.few_shot_test", "vtab.data",
 )  # fmt: skip
-_MAPPINGS: Final = ("tracking.tags",)
-"""Keys whose value may be a mapping that is not a section."""
 
 
 def _absolute(place: Any) -> Any:
@@ -209,9 +192,9 @@ def _absolute(place: Any) -> Any:
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys to values."""
+    """Dotted keys to values; tags are a value, and no section."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
-        is_section = isinstance(value, dict) and f"{prefix}{key}" not in _MAPPINGS
+        is_section = isinstance(value, dict) and f"{prefix}{key}" != "tracking.tags"
         found |= _leaves(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
     return found

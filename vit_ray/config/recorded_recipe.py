@@ -37,18 +37,10 @@ def stored_tag(name: str) -> str:
     return f"{_HIDDEN}{name}" if is_ours and name not in SHOWN_TAGS else name
 
 
-_TAGGED_STORED: Final = {stored_tag(key): key for key in TAGGED}
-
-
 def tags_of(stored: Mapping[str, str]) -> dict[str, str]:
     """A run's tags by our names."""
-    found = dict(stored)
-    for key, value in stored.items():
-        if name := _TAGGED_STORED.get(key):
-            found[name] = value
-        elif key.startswith(f"{_HIDDEN}vit_ray."):
-            found[key.removeprefix(_HIDDEN)] = value
-    return found
+    ours = {key: key.removeprefix(_HIDDEN) for key in stored}
+    return {name if stored_tag(name) == key else key: stored[key] for key, name in ours.items()}
 
 
 def recorded_before(params: Mapping[str, str], tags: Mapping[str, str]) -> dict[str, str]:
@@ -64,12 +56,11 @@ def recorded_before(params: Mapping[str, str], tags: Mapping[str, str]) -> dict[
 
 def used_sections(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """The sections of a recorded recipe that inference needs."""
-    kept = {"data": ("eval_augment",), "train": ("loss", "precision"), "evaluate": ("batch_size",)}
-    found = {
+    used = {"data": ("eval_augment",), "train": ("loss", "precision"), "evaluate": ("batch_size",)}
+    return {"model": recipe.get("model", {})} | {
         section: {key: recipe[section][key] for key in keys if key in recipe.get(section, {})}
-        for section, keys in kept.items()
+        for section, keys in used.items()
     }
-    return {"model": recipe.get("model", {}), **found}
 
 
 @cache

@@ -74,8 +74,8 @@ def incompatible_changes(
         before, now: `Recipe.flat`; a key that is not in both is ignored.
         without: further keys to ignore.
     """
-    skipped = {*without, *_moved_along(before, now)}
-    skipped |= unused_keys(now) & unused_keys({**now, **before})
+    unused = unused_keys(now) & unused_keys({**now, **before})
+    skipped = {*without, *unused, *_moved_along(before, now)}
     if "None" in (now.get("train.early_stopping"), before.get("train.early_stopping")):
         skipped.add("evaluate.every_steps")  # else it decides when the run stops
     return [
@@ -98,11 +98,9 @@ def unused_keys(flat: Mapping[str, str]) -> set[str]:
 
 def _moved_along(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Paths that are unchanged relative to the run's output: everything was moved together."""
-
-    def way(flat: Mapping[str, str], key: str) -> str | None:
-        place, output = flat.get(key, "None"), flat.get("output", "None")
-        is_local = "None" not in (place, output) and "://" not in place + output
-        return os.path.relpath(place, output) if is_local else None
-
-    places = (*EVALUATED_SETS, "init_from")
-    return [key for key in places if (found := way(before, key)) and found == way(now, key)]
+    places = {}
+    for key in (*EVALUATED_SETS, "init_from"):
+        pairs = [(flat.get(key, "None"), flat.get("output", "None")) for flat in (before, now)]
+        if not any(place == "None" or "://" in place for place in (*pairs[0], *pairs[1])):
+            places[key] = {os.path.relpath(*pair) for pair in pairs}
+    return [key for key, ways in places.items() if len(ways) == 1]

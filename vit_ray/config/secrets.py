@@ -26,7 +26,7 @@ _QUERY: Final = re.compile(
     r"""(?<=[?&;])(?!(?:driver|charset|sslmode|mode|cache|uri|timeout|connect_timeout|versionId"""
     r"""|application_name|schema|page|region|endpoint_override)=)([\w.-]+)=[^\s&;'"<>]*"""
 )
-_WEB_ADDRESS: Final = re.compile(r"""https?://[^\s'"<>]*""")
+_WEB_ADDRESS: Final = re.compile(r"""(https?://[^\s'"<>]*)""")
 _SECRET_NAME: Final = re.compile(
     r"""(?<=[?&;])([\w.-]*(?:pass|pwd|token|secret|key|sig|cred|auth)[\w.-]*)=[^\s&;'"<>]*""", re.I
 )
@@ -41,21 +41,15 @@ def redact(text: str) -> str:
     if "://" not in text:
         return text
     text = _DATABASE.sub(r"\g<scheme>", _DATABASE_ALONE.sub(r"\g<scheme>", text))
-    text, end, parts = _WEB.sub("", text), 0, list[str]()
-    for link in _WEB_ADDRESS.finditer(text):
-        parts.append(_QUERY.sub(r"\1=***", text[end : link.start()]))
-        parts.append(_SECRET_NAME.sub(r"\1=***", link[0]))
-        end = link.end()
-    return "".join([*parts, _QUERY.sub(r"\1=***", text[end:])])
+    parts = _WEB_ADDRESS.split(_WEB.sub("", text))  # every second one is a link
+    hidden = (_QUERY, _SECRET_NAME)
+    return "".join(hidden[at % 2].sub(r"\1=***", part) for at, part in enumerate(parts))
 
 
 def userinfo(uri: str) -> str:
     """`user:password` of an address; empty when it has none."""
-    for pattern in (_DATABASE_ALONE, _WEB):
-        if found := pattern.search(uri):
-            scheme = found.groupdict().get("scheme", "")
-            return found[0].removeprefix(scheme).removesuffix("@")
-    return ""
+    found = _DATABASE_ALONE.search(uri) or _WEB.search(uri)
+    return re.sub(r"^[\w+]+://", "", found[0]).removesuffix("@") if found else ""
 
 
 def redacted(tree: Any) -> Any:

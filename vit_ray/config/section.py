@@ -3,9 +3,9 @@
 import re
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from vit_ray.addresses import without_credentials
 from vit_ray.config.validation import PLACE, value_text
@@ -36,7 +36,6 @@ Distinct = AfterValidator(_distinct)
 
 
 Place = Annotated[str, Field(pattern=PLACE), AfterValidator(without_credentials)]
-"""A path or an address."""
 OwnPart = Annotated[str, Field(pattern=DOTTED)]
 """Dotted name of a part of the user's own, such as `mymodule.focal_loss` (`own_parts.py`)."""
 
@@ -53,7 +52,6 @@ def _are_labels(selector: dict[str, str]) -> dict[str, str]:
 
 
 LabelSelector = Annotated[dict[str, str], AfterValidator(_are_labels)]
-"""Ray's form: label of a node to its value, `!VALUE`, `in(A, B)` or `!in(A, B)`."""
 ImageSize = Positive | tuple[Positive, Positive]
 
 
@@ -97,3 +95,14 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        self._check()
+        return self
+
+    def _check(self) -> None:
+        """
+        Raises:
+            ValueError: values do not go together.
+        """

@@ -5,9 +5,9 @@ import os
 import re
 from importlib.metadata import entry_points
 from posixpath import normpath
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field
 
 from vit_ray.config.section import (
     Below1,
@@ -26,12 +26,14 @@ from vit_ray.config.section import (
     Share,
     UsedIf,
 )
-from vit_ray.config.validation import MODEL_NAME, value_text
+from vit_ray.config.validation import LOCAL, MODEL_NAME, value_text
 from vit_ray.model_aliases import resolved_model
 
-_MLFLOW_ALONE: Final = ("databricks", "databricks-uc", "uc")
-"""Addresses of MLflow's that are a single word."""
-_MLFLOW_SCHEMES: Final = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "databricks")
+_STORE: Final = re.compile(
+    r"(databricks|databricks-uc|uc)(:.*)?|sqlite(\+\w+)?:///+[^/].*(?<!/)"
+    r"|(postgresql|mysql|mssql|https?)(\+\w+)?:///*[^/].*"
+)
+"""Addresses that MLflow opens."""
 _TAG_NAME: Final = re.compile(r"[\w\- :][/\w.\- :]{0,249}")
 """Names that MLflow accepts (`mlflow.utils.validation`, 3.17)."""
 MOST_BLOCKS: Final = 1000
@@ -87,8 +89,7 @@ class ModelConfig(Section):
     """Share of images that skip the attention and MLP of the last block in training; it rises
     linearly from 0 at the first block. Not for axial ViTs."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> None:
         given = self.image_size if "image_size" in self.model_fields_set else None
         name, image_size = resolved_model(self.name, given)
         # The section is frozen, and this code runs inside its own validators.
@@ -108,7 +109,6 @@ class ModelConfig(Section):
                 f"num_heads={self.num_heads} does not divide width={self.width}; use a divisor of "
                 "the width"
             )
-        return self
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -138,7 +138,16 @@ class ModelConfig(Section):
         return size[0] - size[0] % patch, size[1] - size[1] % patch
 
 
-class AugmentConfig(Section):
+class _CropConfig(Section):
+    """What crops of training and evaluation have in common."""
+
+    resize: Positive | None = None
+    """Side in pixels to resize to before a crop; unset = crop size x 8/7."""
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    """How crops are resized, with antialiasing."""
+
+
+class AugmentConfig(_CropConfig):
     """How an encoded image becomes a training crop; random numbers are keyed by sample."""
 
     kind: Literal["inception_crop", "resize_crop", "resize", "center_crop"] = "inception_crop"
@@ -147,10 +156,6 @@ class AugmentConfig(Section):
     """Smallest share of the image's area that an inception crop takes."""
     max_area: Fraction = 1.0
     """Largest share of the image's area that an inception crop takes."""
-    resize: Positive | None = None
-    """Side in pixels to resize to before a crop; unset = crop size x 8/7."""
-    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
-    """How crops are resized, with antialiasing."""
     flip: bool = True
     """Mirror half of the images."""
     randaugment: Literal["tensorflow"] | None = None
@@ -163,25 +168,19 @@ class AugmentConfig(Section):
     own: OwnPart | None = None
     """A function of your own that changes the finished crop, such as `myparts.grey`."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> None:
         if self.min_area > self.max_area:
             raise ValueError(
                 f"min_area={self.min_area} is larger than max_area={self.max_area}; give a range "
                 "from small to large"
             )
-        return self
 
 
-class EvalAugmentConfig(Section):
+class EvalAugmentConfig(_CropConfig):
     """How an encoded image becomes an evaluation crop, without randomness."""
 
     kind: Literal["resize", "center_crop"] = "center_crop"
     """Plain resize, or resize and centre crop."""
-    resize: Positive | None = None
-    """Side in pixels to resize to before a crop; unset = crop size x 8/7."""
-    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
-    """How crops are resized, with antialiasing."""
     border: NotNegative = 0
     """Pixels cut off all four sides before anything else: 2 for ObjectNet's red frame."""
 
@@ -219,20 +218,11 @@ class DataConfig(Section):
     object_store_mib: Annotated[Positive | None, OnResume.FREE] = None
     """Most MiB of the object store for images that wait for training; at the limit reading pauses.
     Unset = Ray Data's default, half of the store."""
-    cache_dir: Annotated[Place | None, OnResume.FREE] = None
+    cache_dir: Annotated[Annotated[str, Field(pattern=LOCAL)] | None, OnResume.FREE] = None
     """Folder on each node's local disk that caches row groups for later epochs; they are compared
     with a checksum at each use. Unset = no cache."""
     cache_free_gib: Annotated[NotNegativeFloat, OnResume.FREE] = 10.0
     """GiB that the cache leaves free on its disk; nothing that it holds is ever deleted."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if "://" in (self.cache_dir or ""):
-            raise ValueError(
-                f"cache_dir={self.cache_dir!r} is not a local folder; give a path on each node's "
-                "disk, such as /local_ssd/vit_ray"
-            )
-        return self
 
 
 class OptimConfig(Section):
@@ -275,8 +265,7 @@ class OptimConfig(Section):
     epochs: Annotated[PositiveFloat | None, OnResume.LENGTH] = None
     """Length in passes over the training set."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> None:
         if list(self.decay_at) != sorted(set(self.decay_at)):
             raise ValueError(
                 f"decay_at={list(self.decay_at)} is not in ascending order; give shares of the run "
@@ -286,7 +275,6 @@ class OptimConfig(Section):
             raise ValueError(
                 "the length of the run is given twice (steps, epochs); set one of them to null"
             )
-        return self
 
     def total_steps(self, num_images: int, global_batch_size: int) -> int:
         """Optimizer steps of the run.
@@ -298,8 +286,7 @@ class OptimConfig(Section):
         """
         if not (self.steps or self.epochs):
             raise ValueError("optim gives no length of the run; set optim.steps or optim.epochs")
-        epochs = self.epochs or 0
-        total = self.steps or max(1, round(num_images * epochs / global_batch_size))
+        total = self.steps or max(1, round(num_images * (self.epochs or 0) / global_batch_size))
         if self.warmup_steps >= total:
             raise ValueError(
                 f"optim.warmup_steps={self.warmup_steps} is not shorter than the run ({total} "
@@ -386,8 +373,7 @@ class TrainConfig(Section):
         """Number that the images of a pass must be a multiple of."""
         return 2 if self.mixes else 1
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> None:
         for key in ("global_batch_size", "micro_batch_size"):
             size = getattr(self, key)
             if self.mixes and size != "auto" and size % 2:
@@ -419,7 +405,6 @@ class TrainConfig(Section):
                 f"profile_steps={list(self.profile_steps)} ends before it begins; give the first "
                 "and the last step, such as [20, 22]"
             )
-        return self
 
 
 class CheckpointConfig(Section):
@@ -461,17 +446,15 @@ class EvalConfig(Section):
     """Functions of your own that give each image a number, such as `myparts.top3`; means are
     reported as `eval/top3`."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        train, test = self.few_shot_train, self.few_shot_test
-        if (train is None) != (test is None):
+    def _check(self) -> None:
+        if (self.few_shot_train is None) != (self.few_shot_test is None):
             raise ValueError(
-                f"few_shot_train and few_shot_test go together; given {train!r} and {test!r}"
+                "few_shot_train and few_shot_test go together; given "
+                f"{self.few_shot_train!r} and {self.few_shot_test!r}"
             )
         names = [metric.rpartition(".")[2] for metric in self.metrics]
         if taken := [name for name in names if name in OWN_ACCURACIES or names.count(name) > 1]:
             raise ValueError(f"metrics: the name eval/{taken[0]} is taken; rename the function")
-        return self
 
 
 class WorkersConfig(Section):
@@ -501,16 +484,9 @@ class WorkersConfig(Section):
         least, most = (count, count) if isinstance(count, int) else count
         return range(least, most + 1)
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> None:
         if not self.sizes:
             raise ValueError(f"num_workers={self.num_workers} has its minimum above its maximum")
-        return self
-
-
-_OPTIONS: Final = "FSSPEC_S3"
-_CHOSEN: Final[dict[str, str]] = {}
-"""Values that recipes of this process have chosen for it, and what each was without the choice."""
 
 
 class StorageConfig(Section):
@@ -522,29 +498,30 @@ class StorageConfig(Section):
     """Pay for what is read from buckets whose owner does not."""
 
     def variables(self) -> dict[str, str]:
-        """fsspec's own variable, if something is chosen, here or by an earlier recipe."""
-        given = os.environ.get(_OPTIONS, "{}")
-        plain = _CHOSEN.get(given, given)
+        """fsspec's own variable, if something is chosen here or was chosen before."""
+        given = json.loads(os.environ.get("FSSPEC_S3", "{}"))
         wanted = {"anon": self.anonymous, "requester_pays": self.requester_pays}
-        chosen = {key: True for key, is_wanted in wanted.items() if is_wanted}
-        if not chosen:
-            return {} if plain == given else {_OPTIONS: plain}
-        text = json.dumps({**json.loads(plain), **chosen})
-        _CHOSEN[text] = plain
-        return {_OPTIONS: text}
+        chosen = {key: value for key, value in wanted.items() if value or key in given}
+        return {"FSSPEC_S3": json.dumps(given | chosen)} if chosen else {}
 
     def use(self) -> None:
         """Use it in this process and those it starts."""
         os.environ.update(self.variables())
 
 
+def _unless_in(variable: str, default: str) -> Any:
+    """A field with this default, unless MLflow's own variable has a value."""
+    return Field(default_factory=lambda: os.environ.get(variable) or default, validate_default=True)
+
+
 class TrackingConfig(Section):
     """MLflow."""
 
-    uri: str = "sqlite:///mlflow.db"
-    """Tracking server or SQLite file; relative paths are in the current folder."""
-    experiment: str = "vit_ray"
-    """MLflow experiment."""
+    uri: str = _unless_in("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
+    """Tracking server or SQLite file; relative paths are in the current folder. Unset =
+    MLFLOW_TRACKING_URI of the environment, if it is set."""
+    experiment: str = _unless_in("MLFLOW_EXPERIMENT_NAME", "vit_ray")
+    """MLflow experiment; unset = MLFLOW_EXPERIMENT_NAME, if it is set."""
     system_metrics: bool = True
     """Record CPU, memory, GPU and network of every node."""
     log_model: bool = True
@@ -557,41 +534,27 @@ class TrackingConfig(Section):
     tags: dict[str, str] = {}
     """Tags of the run in MLflow, such as {team: vision}."""
 
-    @field_validator("tags")
-    @classmethod
-    def _are_own(cls, tags: dict[str, str]) -> dict[str, str]:
-        for name in tags:
+    def _check(self) -> None:
+        for name in self.tags:
             is_ours = name.startswith(("mlflow.", "vit_ray."))
             if is_ours or not _TAG_NAME.fullmatch(name) or normpath(name) != name:
                 raise ValueError(
-                    f"the tag {name[:40]!r} is reserved (mlflow.*, vit_ray.*), or MLflow does not "
+                    f"tags: {name[:40]!r} is reserved (mlflow.*, vit_ray.*), or MLflow does not "
                     "accept it; give a name of at most 250 letters, digits, _ - . : / and blanks, "
                     "which is not a path like a/../b"
                 )
-        return tags
-
-    @field_validator("uri")
-    @classmethod
-    def _is_a_store(cls, uri: str) -> str:
-        """MLflow 3 opens no folder of files, and needs several time-outs to report what it cannot
-        open.
-
-        The address is not repeated: it may hold a password.
-        """
-        scheme, _, rest = uri.partition("://")
-        scheme = scheme.partition("+")[0]
-        if uri.partition(":")[0] in _MLFLOW_ALONE:
-            return uri
+        # MLflow 3 opens no folder of files, and needs several time-outs to report what it cannot
+        # open. The address is not repeated: it may hold a password.
+        scheme = self.uri.partition(":")[0].partition("+")[0]
         plugins = {one.name for one in entry_points(group="mlflow.tracking_store")} - {"file", ""}
-        is_file = scheme != "sqlite" or (rest.startswith("/") and not rest.endswith("/"))
-        if scheme in {*_MLFLOW_SCHEMES, *plugins} and rest.strip("/") and is_file:
-            return uri
-        raise ValueError(
-            f"{scheme + '://' if '://' in uri else 'a path'} is not the address of a store of "
-            "MLflow's; give sqlite:///FILE, such as sqlite:///mlflow.db in the current folder, "
-            "http://HOST:PORT of a server, or postgresql://, mysql://, mssql://HOST/DATABASE. "
-            "MLflow 3 does not open a folder of files, such as mlruns"
-        )
+        if not (_STORE.fullmatch(self.uri) or scheme in plugins):
+            raise ValueError(
+                f"uri: {scheme + '://' if '://' in self.uri else 'a path'} is not the address of a "
+                "store of MLflow's; give sqlite:///FILE, such as sqlite:///mlflow.db in the "
+                "current folder, http://HOST:PORT of a server, or postgresql://, mysql://, "
+                "mssql://HOST/DATABASE (here, or in MLFLOW_TRACKING_URI). MLflow 3 does not open "
+                "a folder of files, such as mlruns"
+            )
 
 
 def accumulation_steps(global_batch_size: int, micro_batch_size: int, num_workers: int) -> int:
@@ -603,11 +566,15 @@ def accumulation_steps(global_batch_size: int, micro_batch_size: int, num_worker
     per_pass = micro_batch_size * num_workers
     if global_batch_size % per_pass == 0:
         return global_batch_size // per_pass
-    passes = f" in passes of {micro_batch_size} (train.micro_batch_size, or pairs of train.mixup)"
     raise ValueError(
         f"train.global_batch_size={global_batch_size} does not divide among {num_workers} workers "
-        f"(workers.num_workers){passes if micro_batch_size > 1 else ''}: {global_batch_size} = "
-        f"{global_batch_size // per_pass} x {per_pass} + {global_batch_size % per_pass}; the "
-        "nearest valid train.global_batch_size is "
+        "(workers.num_workers)"
+        + (
+            f" in passes of {micro_batch_size} (of train.micro_batch_size or train.mixup)"
+            if micro_batch_size > 1
+            else ""
+        )
+        + f": {global_batch_size} = {global_batch_size // per_pass} x {per_pass} + "
+        f"{global_batch_size % per_pass}; the nearest valid train.global_batch_size is "
         f"{max(1, round(global_batch_size / per_pass)) * per_pass}"
     )

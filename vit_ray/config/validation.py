@@ -18,6 +18,7 @@ NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._+-]*$"
 """Names of runs, which are those of folders."""
 PLACE: Final = r"\S"
 """Paths: an empty text would mean the current folder."""
+LOCAL: Final = r"^[^:]*[^:\s][^:]*$"
 PATH_PATTERN: Final = r"^[^{}]*\{\}[^{}]*$"
 REPOSITORY: Final = r"^hf://[\w-][\w.-]*/[\w-][\w.-]*$"
 MODEL_NAME: Final = r"^[^/:'\"]+$"
@@ -26,6 +27,7 @@ _ALLOWED: Final = {
     PATH_PATTERN: "a path with {} once",
     REPOSITORY: "hf://OWNER/NAME",
     MODEL_NAME: "text without slashes, colons and quotes",
+    LOCAL: "a local folder, such as /local_ssd/vit_ray",
     PLACE: "a folder, a file or an s3:// address",
     DOTTED: "MODULE.NAME of your own",
     NAME: "letters from A to Z, digits, and `.`, `_`, `+` or `-` after the first, without spaces",
@@ -103,23 +105,21 @@ def errors_of(where: str) -> Iterator[None]:
 
 def _describe(schema: type[BaseModel], tree: Any, problem: Any) -> str:
     """A problem with the key of its value, what was given, and what is allowed."""
-    places, section, given = list[str](), schema, tree
-    last: Any = None
-    for last in problem["loc"]:
-        if not isinstance(last, int) and last not in section.model_fields:
+    section: type[BaseModel] | None = schema
+    holder, name, given, places = schema, "", tree, list[str]()
+    for part in problem["loc"]:
+        if section and isinstance(part, int):  # a list of sections
+            given = given[part]
+        elif section and part in section.model_fields:
+            holder, name, given = section, part, given.get(part)
+            section = section_type(section.model_fields[part].annotation)
+        else:
             break
-        places.append(str(last))
-        given = given[last] if isinstance(last, int) else given.get(last)
-        inner = isinstance(last, int) or section_type(section.model_fields[last].annotation)
-        if not inner:
-            break
-        section, outer = section if inner is True else inner, section
-    key = ".".join(places)
-    message = problem["msg"].removeprefix("Value error, ")
-    fields = section.model_fields
+        places.append(str(part))
+    key, fields = ".".join(places), section.model_fields if section else {}
     match problem["type"]:
         case "extra_forbidden":
-            unknown = f"{key}.{last}".removeprefix(".")
+            unknown = f"{key}.{problem['loc'][-1]}".removeprefix(".")
             hint = nearest_key(schema, unknown, list(fields))
             meant = f"; did you mean {hint}?" if hint else ""
             return f"unknown key {unknown}{meant} (valid in this section: {', '.join(fields)})"
@@ -129,13 +129,12 @@ def _describe(schema: type[BaseModel], tree: Any, problem: Any) -> str:
             first = next((one for one in fields if fields[one].is_required()), next(iter(fields)))
             return f"{key}={given} is a section of keys; give keys below it, such as {key}.{first}"
         case "value_error":
-            return f"{key}: {message}" if key else message
-    if inner:  # a list of sections
-        section = outer
-    nodes = section.model_json_schema()
-    allowed = allowed_text(nodes["properties"][places[-1]], nodes.get("$defs", {}))
-    if problem["type"] == "finite_number":
-        allowed = "a finite number"
+            return f"{key}: {problem['msg']}".replace(": Value error, ", ": ").removeprefix(": ")
+        case "finite_number":
+            allowed = "a finite number"
+        case _:
+            nodes = holder.model_json_schema()
+            allowed = allowed_text(nodes["properties"][name], nodes.get("$defs", {}))
     shown = value_text(given) if isinstance(given, (list, dict)) else repr(given)
     return f"{key}={shown}: give {allowed}"
 
@@ -180,8 +179,7 @@ def nearest_key(schema: type[BaseModel], key: str, valid: Sequence[str]) -> str 
     """
     section, dot, unknown = key.rpartition(".")
     prefix, everything = section + dot, list(dict(fields_below(schema)))
-    alias = _ALIASES.get(unknown)
-    alias = alias if alias in everything else None
+    alias = _ALIASES.get(unknown) if _ALIASES.get(unknown) in everything else None
     if alias and alias.startswith(prefix):
         return alias
     near = difflib.get_close_matches(unknown, valid, 1, 0.6)

@@ -15,8 +15,8 @@ from typing import Any
 
 from ray import tune
 
+from vit_ray.branch_origin import own_share
 from vit_ray.config import Recipe, require
-from vit_ray.config.branch_origin import own_share
 from vit_ray.config.command_sections import StudyConfig, StudyTask
 from vit_ray.config.validation import errors_of
 from vit_ray.experiments.branching import begin_branch, branch_step, with_kept_steps

@@ -5,7 +5,6 @@ the same name says now. Nothing in the run is written.
 """
 
 import copy
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +12,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from vit_ray.addresses import require_store
+from vit_ray.branch_origin import NOTE, step_of
 from vit_ray.checkpoints.checkpoint import Checkpoint
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpoint
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.config.branch_origin import NOTE, step_of
-from vit_ray.config.loading import MLFLOW_VARIABLES, changed
+from vit_ray.config.loading import changed
 from vit_ray.config.recipe import PLACES, recipe_from_dict
 from vit_ray.config.recorded_recipe import RUN_FOLDER
 from vit_ray.config.resume_compatibility import EVALUATED_SETS, incompatible_changes
@@ -171,7 +170,7 @@ def named_folder(source: str, overrides: Sequence[str]) -> tuple[str, Location]:
     from vit_ray.tracking.mlflow_client import open_client  # MLflow: seconds
 
     uri = changed({}, overrides).get("tracking", {}).get("uri")
-    uri = uri or os.environ.get(MLFLOW_VARIABLES["uri"]) or TrackingConfig().uri
+    uri = uri or TrackingConfig().uri
     require_store(uri)
     try:
         with limited_requests():

@@ -10,10 +10,10 @@ from typing import Final
 
 import ray
 
+from vit_ray.branch_origin import NOTE, TAG
 from vit_ray.checkpoints.checkpoint import Checkpoint
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint, result_checkpoint
 from vit_ray.config import Recipe, require
-from vit_ray.config.branch_origin import NOTE, TAG
 from vit_ray.config.recorded_recipe import INIT_RUN, used_sections
 from vit_ray.config.secrets import redacted
 from vit_ray.data.progress import ANSWER_S, repeated

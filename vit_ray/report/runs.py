@@ -13,8 +13,8 @@ import pandas as pd
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 
+from vit_ray import branch_origin
 from vit_ray.addresses import require_store
-from vit_ray.config import branch_origin
 from vit_ray.config.recorded_recipe import GROUP, INIT_RUN, PARENT_TAG, recorded_before, tags_of
 from vit_ray.measure.best_evaluation import with_best
 from vit_ray.metric_names import (

@@ -21,7 +21,7 @@ from torch import Tensor
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.checkpoints.sample_digest import add_digests, of_floats, samples_digest, to_floats
 from vit_ray.config import Recipe
-from vit_ray.config.cadence import Cadence
+from vit_ray.config.cadence import is_due
 from vit_ray.measure.meters import Compute, peak_memory_gib
 from vit_ray.metric_names import (
     AVERAGED,
@@ -188,10 +188,6 @@ class TrainingLoop:
         # A committed step, such as the start of this attempt, is not written again.
         self._saved_step, self._saved_s = self.progress.step, self.clock()
         self._skipped: SkippedStep | None = None
-        config = self.recipe.checkpoint
-        # Rank 0 measures minutes.
-        self._saving = Cadence(config.every_steps, config.every_minutes)
-        self._permanent = Cadence(config.keep_every_steps, at_steps=config.keep_steps)
         if not self.progress.samples_digest:
             self.progress.digest_from = self.progress.step
         self._digest_before = int(self.progress.samples_digest or "0", 16)
@@ -200,6 +196,7 @@ class TrainingLoop:
 
     def run(self) -> Ending:
         progress, total_steps, is_save_time = self.progress, self.context.total_steps, False
+        config = self.recipe.checkpoint
         while progress.step < total_steps or progress.evaluation_due:
             if progress.step < total_steps:
                 step = self._step()
@@ -223,8 +220,10 @@ class TrainingLoop:
             is_last, progress.evaluation_due = progress.evaluation_due, False
             if is_last or progress.ended or (is_best and self.recipe.keeps_best):
                 self._save(is_evaluated=True)
-            elif is_save_time or any(
-                cadence.is_due_at(progress.step) for cadence in (self._saving, self._permanent)
+            elif (
+                is_save_time
+                or is_due(progress.step, config.every_steps, config.keep_steps)
+                or is_due(progress.step, config.keep_every_steps)
             ):
                 self._save()
             if progress.ended:
@@ -255,8 +254,8 @@ class TrainingLoop:
         norm_limit = self._norm_limit()
         result = engine.step(rate, norm_limit)
         # Rank 0's clock decides for all: clocks of ranks differ.
-        since_save_s = self.clock() - self._saved_s
-        is_time = context.rank == 0 and self._saving.is_due_after(since_save_s)
+        minutes, since_save_s = self.recipe.checkpoint.every_minutes, self.clock() - self._saved_s
+        is_time = context.rank == 0 and minutes is not None and since_save_s >= 60.0 * minutes
         flags = [is_time, *self.worker.wishes(progress.step)]
         # The one host-device sync of a step: whether it was refused, and what the ranks agree on,
         # are known before the next one. The GPU idles for the first kernel launches of that step.
@@ -308,7 +307,7 @@ class TrainingLoop:
         every = self.recipe.train.log_every_steps
         is_early = progress.step in EARLY_STEPS and progress.step < every
         is_end = progress.step in (self._first_step, context.total_steps)
-        if not (is_early or is_end or Cadence(every).is_due_at(progress.step)):
+        if not (is_early or is_end or is_due(progress.step, every)):
             return
         steps, waits, forwards = np.array(self._times).T
         self._times = []
@@ -347,8 +346,8 @@ class TrainingLoop:
     def _evaluate_if_due(self) -> bool:
         """Evaluate at the cadence and the end; whether the validation loss is the best so far."""
         progress, context = self.progress, self.context
-        is_due = Cadence(self.recipe.evaluate.every_steps).is_due_at(progress.step)
-        is_asked = is_due or progress.step in context.evaluate_at
+        recurs = is_due(progress.step, self.recipe.evaluate.every_steps)
+        is_asked = recurs or progress.step in context.evaluate_at
         if not is_asked and progress.step < context.total_steps:
             return False
         metrics = self.worker.evaluate(progress.step)
@@ -363,7 +362,7 @@ class TrainingLoop:
         progress.metrics = others | metrics
         self.worker.log(progress.step, metrics)
         # Early stopping and the best checkpoint are those of a run that was not followed.
-        counts = is_due or progress.step == context.total_steps
+        counts = recurs or progress.step == context.total_steps
         if not counts or progress.loss_key not in metrics:
             return False
         recipe = self.recipe

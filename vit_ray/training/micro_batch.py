@@ -23,12 +23,14 @@ def micro_batch_size(recipe: Recipe, world_size: int, limit: int | None = None) 
         limit: the most that is known to fit.
 
     Raises:
-        ValueError: the recipe's number does not divide the batch of a fixed group.
+        ValueError: the batch does not divide among the workers, in passes of the recipe's number in
+            a fixed group; with the arithmetic and the nearest valid value.
     """
     share = recipe.train.global_batch_size // world_size
     wanted = recipe.train.micro_batch_size
-    if isinstance(wanted, int) and isinstance(recipe.workers.num_workers, int):
-        accumulation_steps(recipe.train.global_batch_size, wanted, world_size)
+    is_elastic = not isinstance(recipe.workers.num_workers, int)
+    unit = recipe.train.least_pass if wanted == "auto" or is_elastic else wanted
+    accumulation_steps(recipe.train.global_batch_size, unit, world_size)
     most = share if wanted == "auto" else min(wanted, share)
     most = most if limit is None else min(most, limit)
     sizes = pass_sizes(recipe, world_size)
@@ -39,14 +41,8 @@ def pass_sizes(recipe: Recipe, world_size: int) -> list[int]:
     """Images that a worker may take per pass, in ascending order.
 
     Raises:
-        ValueError: images are mixed in pairs, and a worker's share is an odd number.
+        ValueError: the batch does not divide among the workers, in pairs if images are mixed.
     """
-    train = recipe.train
-    share, least = train.global_batch_size // world_size, train.least_pass
-    if share % least:
-        raise ValueError(
-            f"train.mixup and train.cutmix mix images in pairs, and the {share} of "
-            f"train.global_batch_size={train.global_batch_size} images for each of {world_size} "
-            f"workers are not an even number; use a multiple of {least * world_size}"
-        )
+    share, least = recipe.train.global_batch_size // world_size, recipe.train.least_pass
+    accumulation_steps(recipe.train.global_batch_size, least, world_size)
     return [size for size in range(least, share + 1, least) if share % size == 0]

@@ -146,19 +146,11 @@ def describe_work(recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster)
         f"model                   {recipe.model.name}: {parameters / 1e6:.1f} M parameters, "
         f"{facts.forward_macs / 1e9:.4g} GMAC per image",
         f"training                {facts.exaflops:,.4g} exaFLOPs, "
-        f"{_time_text(hours, recipe.plan.device)} at {recipe.plan.mfu * 100:g} % MFU",
+        f"{hours:,.4g} {recipe.plan.device}-hours at {recipe.plan.mfu * 100:g} % MFU",
         f"cluster                 {cluster.num_gpus} x {recipe.plan.device}, "
         f"{cluster.device.memory_gib:.4g} GiB each",
         *([f"warning                 {warning}"] if warning else []),
     ]
-
-
-def _time_text(hours: float, device: str) -> str:
-    """Hours of a device; of short trainings minutes."""
-    if hours >= 0.1:
-        return f"{hours:,.4g} {device}-hours"
-    minutes = 60 * hours
-    return f"{minutes:.2g} {device}-minutes" if minutes >= 1 else f"below one {device}-minute"
 
 
 def _column(

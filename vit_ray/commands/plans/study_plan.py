@@ -8,6 +8,7 @@ from vit_ray.experiments.branching import branch_step
 from vit_ray.experiments.search_space import points_of
 from vit_ray.experiments.study import in_groups
 from vit_ray.experiments.study_cells import Cell, study_cells, study_of, task_recipe
+from vit_ray.launch.cluster.cluster_checks import check_batch
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def _planned(recipe: Recipe, cell: Cell, facts: TrainingFacts, trained: float) -
             f"(workers.num_workers={cell.recipe.workers.num_workers}); raise plan.num_gpus, or "
             "lower workers.num_workers"
         )
-    cell.recipe.check_shares()
+    check_batch(cell.recipe, facts.num_images)
     exaflops = facts.exaflops * trained
     transfer_exaflops = transfer_hours = 0.0
     for task in study_of(recipe).transfer:

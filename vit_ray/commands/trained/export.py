@@ -42,6 +42,11 @@ def export(recipe: Recipe) -> int:
     config = require(recipe.export, "export", "export.path and export.layout")
     target, is_folder = locate(config.path), not PurePosixPath(config.path).suffix
     check_suffix(Path(config.path), config.layout)
+    if config.push and not is_folder:
+        raise ValueError(
+            f"export.push={config.push} needs a folder: give export.path without a suffix, not "
+            f"{config.path}"
+        )
     if recipe.init_from is not None and absolute(recipe.init_from) == absolute(config.path):
         raise ValueError(
             f"export.path={config.path} is init_from itself, which would be overwritten; choose "

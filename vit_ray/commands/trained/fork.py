@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from vit_ray.branch_origin import NOTE, origin_of
 from vit_ray.checkpoints.checkpoint import (
     Position,
     Progress,
@@ -19,7 +20,6 @@ from vit_ray.checkpoints.checkpoint import (
 )
 from vit_ray.checkpoints.checkpoint_format import is_committed
 from vit_ray.checkpoints.run_checkpoints import begin_training, list_checkpoints
-from vit_ray.config.branch_origin import NOTE, origin_of
 from vit_ray.config.loading import changed, write_yaml
 from vit_ray.config.recipe import Recipe, recipe_from_dict
 from vit_ray.config.resume_compatibility import DATA_SET, Change, incompatible_changes, on_resume
@@ -56,25 +56,22 @@ def fork_run(source: str, words: Sequence[str], is_dry: bool) -> int:
     parent, position = _parent(source, step, changes)
     tree = changed({**copy.deepcopy(position.recipe), "resume": "auto"}, changes)
     resolved = resolve_run(recipe_from_dict(tree, where="the fork").with_absolute_paths())
-    kept, recipe = _checked_changes(resolved, position), resolved.recipe
+    differences, recipe = _checked_changes(resolved, position), resolved.recipe
     folder, file = locate(recipe.run_folder), Path(f"{recipe.name}.yaml")
-    content, origin = (
-        write_yaml(recipe.written()).encode(),
-        origin_of(position.recipe["name"], step),
-    )
+    content = write_yaml(recipe.written()).encode()
+    origin = origin_of(position.recipe["name"], step)
     if file.exists() and file.read_bytes() != content:
         raise ValueError(f"name={recipe.name}: {file} exists already; give another name")
     _refuse_taken(recipe, origin, step)
     size = sum(one.size for one in parent.list_files())
     print(
         f"{recipe.name}: from {origin} to step {resolved.total_steps}; "
-        f"{'; '.join(map(str, kept)) or 'nothing else changes the training'}"
+        f"{'; '.join(map(str, differences)) or 'nothing else changes the training'}"
     )
     print(f"copies {size / 2**20:,.1f} MiB to {folder.uri}", file=sys.stderr, flush=True)
     if is_dry:
         return 0
     with lock_run(folder):
-        _refuse_taken(recipe, origin, step)  # again: another fork may have ended just now
         target = folder.child(folder_name(step))
         if not is_committed(target):
             folder.child(NOTE).write(origin.encode())  # first: it says whose the other files are
@@ -91,22 +88,15 @@ def _refuse_taken(recipe: Recipe, origin: str, step: int) -> None:
         ValueError: the run folder has something else than a beginning of this same fork.
     """
     folder = locate(recipe.run_folder)
-    copy = folder.child(folder_name(step))
-    is_free = _is_free(folder, origin, step)
-    if is_free and is_committed(copy):  # of the same changes too
-        is_free = read_checkpoint(copy).position.recipe == recipe.recorded()
-    if not is_free:
-        raise ValueError(f"name={recipe.name}: {folder.uri} exists already; give another name")
-
-
-def _is_free(folder: Location, origin: str, step: int) -> bool:
-    """Whether the folder is empty, or holds the beginning of a fork of this checkpoint."""
-    files = [one.base_name for one in folder.list_files(recursive=False)]
+    note, copy = folder.child(NOTE), folder.child(folder_name(step))
+    names = [one.base_name for one in folder.list_files(recursive=False)]
     steps = {number for number, _ in list_checkpoints(folder)}
-    if not steps and all(is_lock_file(name) or name.startswith(NOTE) for name in files):
-        return True
-    note = folder.child(NOTE)
-    return note.exists() and note.read().decode() == origin and steps <= {step}
+    is_empty = not steps and all(is_lock_file(name) or name.startswith(NOTE) for name in names)
+    is_begun = note.exists() and note.read().decode() == origin and steps <= {step}
+    if is_begun and is_committed(copy):  # of the same changes too
+        is_begun = read_checkpoint(copy).position.recipe == recipe.recorded()
+    if not (is_empty or is_begun):
+        raise ValueError(f"name={recipe.name}: {folder.uri} exists already; give another name")
 
 
 def _parent(source: str, step: int, changes: Sequence[str]) -> tuple[Location, Position]:
@@ -134,13 +124,10 @@ def _checked_changes(resolved: ResolvedRun, position: Position) -> list[Change]:
     now = {DATA_SET: resolved.manifest.fingerprint, **resolved.recipe.flat()}
     found = incompatible_changes(then, now)
     if fixed := [change for change in found if on_resume(change.key) is OnResume.FIXED]:
-        path = resolved.manifest.path
-        is_other = any(change.key == DATA_SET for change in fixed)
-        own_set = f"give the checkpoint's own set instead of data.train={path}, or "
         raise ValueError(
             f"{'; '.join(map(str, fixed))}: a fork keeps what the checkpoint's tensors and its "
-            f"place in the data depend on; {own_set if is_other else ''}start a new run with "
-            "init_from, which loads the weights that fit"
+            f"place in the data depend on (data.train={resolved.manifest.path}); restore the "
+            "earlier value, or start a new run with init_from, which loads the weights that fit"
         )
     if resolved.total_steps <= position.step:
         raise ValueError(

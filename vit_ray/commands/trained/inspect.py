@@ -40,12 +40,7 @@ def inspect(recipe: Recipe) -> int:
     model, report, _ = load_trained_model(recipe)
     print(report)
     folder = Path(place.path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"inspect.path={config.path!r} cannot be created: {error}; give another local folder"
-        ) from None
+    folder.mkdir(parents=True, exist_ok=True)
     opening = RunOpening(
         recipe.tracking,
         f"{recipe.name}-inspection",

@@ -5,6 +5,7 @@ Paths and outputs are checked before torch is imported and the weights are read.
 
 import os
 import pkgutil
+import re
 import sys
 import uuid
 from collections import Counter
@@ -17,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vit_ray.config.help import key_names
-from vit_ray.config.loading import load_recipe
+from vit_ray.addresses import with_home
 from vit_ray.config.secrets import redact
 from vit_ray.data.crops import BadImageError
 from vit_ray.data.dataset import MANIFEST_FILE
@@ -61,33 +61,28 @@ def print_predictions(
     Raises:
         ValueError: a path holds no image, an output cannot be written, or as `vit_ray.load`.
     """
-    known = set(key_names())
-    changes = [word for word in paths if "=" in word and word.partition("=")[0] in known]
-    counts, drawn = Counter[str](), list[tuple[Any, str]]()
+    changes = [word for word in paths if re.match(r"[\w.]+=", word) and not os.path.exists(word)]
+    if "://" not in source and not with_home(source).exists():  # torch takes seconds
+        raise ValueError(f"{source!r} is not there; give a run, a checkpoint or a weight file")
+    counts, drawn = Counter[str](), list[dict[str, Any]]()
     with _opened(outputs) as (tables, pictures):
         images = [_images_at(path) for path in paths if path not in changes]
         load = pkgutil.resolve_name("vit_ray.launch.trained_model:load")
-        model: TrainedModel = (
-            load(source, load_recipe(recipe, changes))
-            if recipe
-            else load(source, overrides=changes)
-        )
+        model: TrainedModel = load(source, recipe, overrides=changes)
         print(_line(f"{model}"), file=sys.stderr)
         for rows in _predicted(model, chain.from_iterable(images)):
             for row in rows:
-                crop = row.pop("crop", None)
-                place = sys.stderr if crop is None else sys.stdout
+                place = sys.stderr if "problem" in row else sys.stdout
                 print(_line(f"{row['image']}: {row.get('problem') or row['text']}"), file=place)
-                if crop is not None and len(drawn) < _NUM_DRAWN:
-                    drawn.append((crop, f"{row['probability']:.1%} {row['class']}"))
-                counts[row.get("class", "")] += 1
+            counts.update(row.get("class", "") for row in rows)
+            drawn = [*drawn, *(row for row in rows if "crop" in row)][:_NUM_DRAWN]
             for table in tables:
                 table.write_table(pa.Table.from_pylist(rows, _SCHEMA))
         num_bad, total = counts.pop("", 0), counts.total()
         for picture in pictures:
-            crops, captions = [crop for crop, _ in drawn], [text for _, text in drawn]
+            captions = [f"{row['probability']:.1%} {row['class']}" for row in drawn]
             title = f"{source}: {len(drawn)} of {total:,} images"
-            sheet(crops, captions, title).save(picture, "PNG")
+            sheet([row["crop"] for row in drawn], captions, title).save(picture, "PNG")
     most = ", ".join(f"{count:,} {name}" for name, count in counts.most_common(_NUM_CLASSES))
     bad = f"; {num_bad:,} cannot be read" if num_bad else ""
     print(_line(f"{total:,} images{most and f': {most}'}{bad}"), file=sys.stderr)

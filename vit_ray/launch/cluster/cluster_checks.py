@@ -21,7 +21,6 @@ def check_batch(recipe: Recipe, num_images: int) -> None:
         ValueError: it does not; with the arithmetic and the nearest valid value.
     """
     batch = recipe.train.global_batch_size
-    recipe.check_shares()
     for world_size in recipe.group_sizes:
         micro_batch_size(recipe, world_size)
     if num_images < batch:

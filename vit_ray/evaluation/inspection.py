@@ -46,11 +46,13 @@ def filter_components(kernel: FloatArray, count: int = 28) -> tuple[FloatArray, 
         the share of the filters' variance that each explains (count,).
     """
     filters = kernel.reshape(len(kernel), -1).astype(np.float64)
-    pca = PCA(min(count, *filters.shape), svd_solver="full").fit(filters)  # repeatable
+    pca = PCA(min(count, *filters.shape), svd_solver="full")  # which draws no random numbers
+    with np.errstate(invalid="ignore"):  # shares of a variance of 0
+        pca.fit(filters)
     images = pca.components_.reshape(-1, *kernel.shape[1:]).transpose(0, 2, 3, 1)
     low, high = images.min((1, 2, 3), keepdims=True), images.max((1, 2, 3), keepdims=True)
     stretched = (images - low) / np.maximum(high - low, np.finfo(float).tiny)
-    variance = np.nan_to_num(pca.explained_variance_ratio_)  # nan of filters that are all equal
+    variance = np.nan_to_num(pca.explained_variance_ratio_)
     return stretched.astype(np.float32), variance.astype(np.float32)
 
 

@@ -67,8 +67,11 @@ def test_a_host_is_cut_off_and_lost_and_comes_back_at_its_address(pair):
     assert answers(one, one.address, 8101)  # its own interface is up
     one.heal()
     wait_for_answer(two, one.address, 8101)
+    two.serve("sleep.log", "sleep", f"78{os.getpid()}")
     two.lose()
     assert two.processes() == []
+    ps = subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True).stdout
+    assert f"sleep 78{os.getpid()}" not in ps
     again = net.join("two")
     assert again.address == two.address
     serve(again, 8103)

@@ -7,7 +7,9 @@ import inspect
 from importlib.metadata import version
 
 import pytest
+from ray.autoscaler._private.kuberay import node_provider
 
+from tests.cluster.test_access import API
 from tests.modules import MODULES, imported, tree_of
 from vit_ray import deepspeed_internals, mlflow_internals, ray_internals
 
@@ -79,3 +81,8 @@ def test_private_names_of_deepspeed_and_mlflow_are_used_by_their_doors_alone():
                 if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self"
             }
             assert not used & private_attributes(), path
+
+
+def test_ray_reads_what_its_autoscaler_is_given():
+    paths = (node_provider.IN_CLUSTER_TOKEN_PATH, node_provider.IN_CLUSTER_CA_CERT_PATH)
+    assert paths == (f"{API}/token", f"{API}/ca.crt")

@@ -56,15 +56,15 @@ def ignore(_: str) -> None:
     """Nobody takes the lock in this test."""
 
 
-class Lost:
-    """Why the lock was lost."""
+class LossRecorder:
+    """Reasons that are given for the loss of a lock."""
 
     def __init__(self) -> None:
-        self.happens, self.reasons = threading.Event(), list[str]()
+        self.happened, self.reasons = threading.Event(), list[str]()
 
     def __call__(self, reason: str) -> None:
         self.reasons.append(reason)
-        self.happens.set()
+        self.happened.set()
 
 
 def elsewhere(folder: Location, number: int, **changes: object) -> Owner:
@@ -148,10 +148,11 @@ def test_a_holder_on_another_machine_that_renews_keeps_it(folder, monkeypatch):
         pass
 
 
-def test_a_machine_that_is_silent_is_followed_and_cannot_come_back(folder):
+def test_a_machine_that_is_silent_is_followed_and_cannot_come_back(folder, caplog):
     elsewhere(folder, 4)
     with hold_lock(folder, ignore) as number:
         assert number == 5
+        assert [m for m in caplog.messages if "node-7" in m and "waiting up to" in m]
         elsewhere(folder, 4, heartbeat=7)  # a renewal that was on its way
         check_lock(folder, number)
         with pytest.raises(LockLostError, match=r"taken over by process \d+ of .* on "):
@@ -166,13 +167,13 @@ def test_one_that_let_go_is_followed_at_once(folder, monkeypatch):
 
 
 def test_a_holder_renews_its_file_and_hears_of_one_that_has_taken_over(folder):
-    lost = Lost()
+    lost = LossRecorder()
     with hold_lock(folder, lost) as number:
         first = folder.child("lock-00000001.json").read()
         while folder.child("lock-00000001.json").read() == first:
-            assert not lost.happens.wait(0.01)
+            assert not lost.happened.wait(0.01)
         theirs = elsewhere(folder, number + 1)
-        assert lost.happens.wait(10)
+        assert lost.happened.wait(10)
     (reason,) = lost.reasons
     assert "has been taken over by process" in reason
     assert "on node-7" in reason
@@ -180,11 +181,11 @@ def test_a_holder_renews_its_file_and_hears_of_one_that_has_taken_over(folder):
 
 
 def test_of_two_that_a_slow_store_let_in_one_ends_at_its_next_heartbeat(folder):
-    lost = Lost()
+    lost = LossRecorder()
     with hold_lock(folder, lost) as number:
         for _ in range(20):  # a heartbeat that is under way writes over it
             theirs = elsewhere(folder, number, token=uuid.uuid4().hex)
-            if lost.happens.wait(0.5):
+            if lost.happened.wait(0.5):
                 break
     assert "is held by process" in lost.reasons[0]
     assert json.loads(folder.child("lock-00000001.json").read()) == theirs

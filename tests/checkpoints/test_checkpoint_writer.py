@@ -253,6 +253,8 @@ def test_nothing_is_read_back_and_one_rank_commits_and_lists(run, monkeypatch, r
 
         def call(*args: Any) -> Any:
             calls[name] += 1
+            if name == "list_folders":
+                assert args[0].path == run.path
             return plain(*args)
 
         monkeypatch.setattr(owner, name, call)
@@ -282,7 +284,10 @@ def test_the_result_and_permanent_ones_are_kept_beside_the_newest(
 ):
     disk = Disk(run, monkeypatch, **keep)
     for step, result in enumerate(results, start=1):
-        disk.save(step, eval_step=step, metrics={"result/step": float(result)} if result else {})
+        metrics = {"eval/loss": float(step)}  # the first is the best, and no result
+        if result:
+            metrics["result/step"] = float(result)
+        disk.save(step, eval_step=step, metrics=metrics)
     assert steps(run) == left
 
 

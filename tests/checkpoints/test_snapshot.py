@@ -63,10 +63,11 @@ def test_the_next_one_takes_the_memory_that_it_is_given_if_it_has_the_size():
     memory = take_snapshot(entries, position(1), 0, 1).memory
     for _, _, _, values in entries:
         values.add_(1.0)
+    entries[1] = ("weight", "c", 0, entries[1][3])  # of another name, and of the same size
     again = take_snapshot(entries, position(2), 0, 1, memory)
     assert again.memory["weights"].data_ptr() == memory["weights"].data_ptr()
     assert content(again) == save(
-        {"weight|a|0": torch.full((5,), 2.0), "weight|b|0": torch.ones(7)}
+        {"weight|a|0": torch.full((5,), 2.0), "weight|c|0": torch.ones(7)}
     )
     before = content(again)
     fewer = take_snapshot(entries[:1], position(3), 0, 1, memory)

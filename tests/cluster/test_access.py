@@ -210,6 +210,14 @@ def test_rights_to_the_bucket_come_from_an_account_and_keys_are_optional():
             assert not [e for e in container.get("env", ()) if e["name"].startswith("AWS_")]
 
 
+def test_only_the_head_has_the_log_in_to_mlflow():
+    for pod in (pod for documents in jobs() for pod in pods(documents)):
+        (container,) = containers(pod)
+        secrets = [one["secretRef"]["name"] for one in container["envFrom"]]
+        is_head = container["name"] == "ray-head"
+        assert ("vit-ray-mlflow" in secrets) is is_head
+
+
 def test_every_shared_definition_starts_ray_with_a_token():
     for documents in jobs():
         (job,) = of_kind(documents, "RayJob")

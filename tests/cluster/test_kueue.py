@@ -47,3 +47,5 @@ def test_kueue_can_make_a_workload_of_the_rayjob(validator):
     # What is admitted is the whole group at once.
     held = {one["name"]: one["count"] for one in workload["spec"]["podSets"]}
     assert held == {"head": 1, "gpu": 2, "cpu": 4}
+    workload["spec"]["podSets"] = []
+    assert _problems(validator, workload)

@@ -19,6 +19,7 @@ import pytest
 import ray.autoscaler
 import yaml
 from celpy.adapter import json_to_cel
+from ray._private import ray_constants
 from ray.autoscaler._private.util import fillout_defaults, validate_config
 
 from tests.recipes import SMALL
@@ -154,6 +155,7 @@ def test_the_mlflow_manifests_are_valid_kubernetes():
     for document in documents:
         kubernetes_validate.validate(document, "1.37", strict=True)
     kinds = [document["kind"] for document in documents]
+    assert "Secret" not in kinds
     assert (kinds.count("Deployment"), kinds.count("CronJob"), kinds.count("Service")) == (2, 2, 2)
     deployment = documents[kinds.index("Deployment")]
     deployment["spec"]["replica"] = 1
@@ -161,7 +163,8 @@ def test_the_mlflow_manifests_are_valid_kubernetes():
         kubernetes_validate.validate(deployment, "1.37", strict=True)
 
 
-# What chooses the adapters: libfabric's provider as AWS names it, NCCL's own variables.
+def test_every_overlay_is_rendered():
+    assert sorted(path.name for path in (CLUSTER / "overlays").iterdir()) == sorted(OVERLAYS)
 
 
 def test_one_ray_version_everywhere(shipped_rayjob):
@@ -208,6 +211,15 @@ def test_the_object_store_fits_into_shared_memory_and_that_into_the_pod(rayjob):
         assert shared <= _bytes(_container(group)["resources"]["limits"]["memory"]) / 2
 
 
+def test_pods_that_train_get_time_for_a_last_checkpoint(shipped_rayjob):
+    _, gpu, *_ = _pods(shipped_rayjob)
+    variables = {item["name"]: item.get("value") for item in _container(gpu)["env"]}
+    assert "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" in vars(ray_constants)
+    # Ray's own default cuts a checkpoint off after 30 s; and the pod is not killed before that.
+    drain = int(variables["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+    assert 240 <= drain < gpu["template"]["spec"]["terminationGracePeriodSeconds"]
+
+
 def test_a_lost_node_is_heard_of_in_35_s_and_a_cut_shorter_than_20_s_ends_none(rayjob):
     head, *others = _pods(rayjob)
     variables = {item["name"]: item["value"] for item in _container(head)["env"]}
@@ -228,6 +240,14 @@ def test_a_lost_node_is_heard_of_in_35_s_and_a_cut_shorter_than_20_s_ends_none(r
     assert int(*keepalive.values()) > count * (period + timeout)
     for pod in others:
         assert keepalive.items() <= {i["name"]: i["value"] for i in _container(pod)["env"]}.items()
+    launcher = yaml.safe_load((CLUSTER / "ray_up.yaml").read_text())
+    (start,) = [c for c in launcher["head_start_ray_commands"] if "ray start" in c]
+    (join,) = [c for c in launcher["worker_start_ray_commands"] if "ray start" in c]
+    by_hand = (CLUSTER / "README.md").read_text().split("## Any machines")[1]
+    for name, value in {**checks, **keepalive}.items():
+        assert f"{name}={value}" in start
+        assert f"{name}={value}" in by_hand
+    assert "RAY_grpc_keepalive_timeout_ms=45000" in join
 
 
 def test_the_command_of_the_rayjob_is_a_job_and_a_recipe_that_fit_the_cluster(documents, tmp_path):
@@ -237,6 +257,9 @@ def test_the_command_of_the_rayjob_is_a_job_and_a_recipe_that_fit_the_cluster(do
     (script,) = re.findall(r"python (jobs/\w+\.py) /home/ray/recipe/recipe.yaml ", entrypoint)
     assert (ROOT / script).is_file()
     head, gpu, *_ = _pods(job)
+    volume = {"name": "recipe", "configMap": {"name": config["metadata"]["name"]}}
+    assert volume in head["template"]["spec"]["volumes"]
+    assert {"name": "recipe", "mountPath": "/home/ray/recipe"} in _container(head)["volumeMounts"]
     # It is stopped by its own name: where no restart helps, and before its head goes.
     name = job["spec"]["jobId"]
     assert f"ray job stop --no-wait {name};" in entrypoint
@@ -318,7 +341,11 @@ def test_the_script_for_slurm_has_a_recipe_that_fits_its_nodes(tmp_path):
 def test_the_launcher_file_is_rays_and_holds_the_workers():
     config = yaml.safe_load((CLUSTER / "ray_up.yaml").read_text())
     schema = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
-    assert _problems(jsonschema.Draft7Validator(schema), config) == []
+    validator = jsonschema.Draft7Validator(schema)
+    assert _problems(validator, config) == []
+    wrong = copy.deepcopy(config)
+    wrong["available_node_types"]["gpu"]["max_worker"] = 1
+    assert "max_worker" in _problems(validator, wrong)[0]
     validate_config(fillout_defaults(copy.deepcopy(config)))  # Ray's own
     nodes = tuple(
         {"Labels": one.get("labels") or {}, "Resources": one["resources"]}

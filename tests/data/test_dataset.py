@@ -75,10 +75,10 @@ NO_SETS: dict[str, tuple[dict[str, bytes], str]] = {
 
 @pytest.mark.parametrize("name", NO_SETS)
 def test_what_is_no_data_set_is_refused(tmp_path, name):
-    files, told = NO_SETS[name]
+    files, message = NO_SETS[name]
     for file, content in files.items():
         locate(str(tmp_path / file)).write(content)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         open_dataset(str(tmp_path))
 
 
@@ -94,12 +94,14 @@ def test_another_format_is_refused_with_who_reads_it(tmp_path):
     table = pq.read_table(file)
     header = json.loads(table.schema.metadata[b"vit_ray"]) | {"format_version": 99}
     pq.write_table(table.replace_schema_metadata({"vit_ray": json.dumps(header)}), file)
-    told = f"data set '{tmp_path}' has format 99; this code reads format 5 only; convert the images"
-    with pytest.raises(ValueError, match=told):
+    message = (
+        f"data set '{tmp_path}' has format 99; this code reads format 5 only; convert the images"
+    )
+    with pytest.raises(ValueError, match=message):
         open_dataset(str(tmp_path))
 
 
-def in_rows_of_others(whole: bytes) -> bytes:
+def in_other_row_groups(whole: bytes) -> bytes:
     """The same rows in row groups of another length."""
     sink = io.BytesIO()
     pq.write_table(pq.read_table(io.BytesIO(whole)), sink, row_group_size=15)
@@ -112,24 +114,24 @@ def under_other_names(whole: bytes) -> bytes:
     return sink.getvalue()
 
 
-# What becomes of a shard, whether the manifest says so, and what is told.
+# What becomes of a shard, whether the manifest says so, and the message.
 SHARDS: dict[str, tuple[Callable[[bytes], bytes | None], bool, str]] = {
     "missing": (lambda _: None, False, "is missing"),
     "truncated": (lambda whole: whole[:-50], False, "has .* bytes and the manifest says"),
     "with a torn footer": (lambda whole: whole[:-200] + bytes(200), False, "cannot be read"),
     "of a foreign schema": (under_other_names, True, "has a foreign schema"),
-    "of others' row groups": (in_rows_of_others, True, "has 15 rows in row group 0 and the man"),
+    "in other row groups": (in_other_row_groups, True, "has 15 rows in row group 0 and the man"),
 }
 
 
 @pytest.mark.parametrize("name", SHARDS)
 def test_a_shard_that_is_not_as_it_was_written_is_named(dataset, tmp_path, name):
-    changed, is_known, told = SHARDS[name]
+    changed, is_in_manifest, message = SHARDS[name]
     manifest, shard = broken_copy(dataset, tmp_path)
     content = changed(shard.read_bytes())
     shard.unlink() if content is None else shard.write_bytes(content)
-    if is_known:
+    if is_in_manifest:
         entry = ShardFile(shard.name, 0, shard.stat().st_size, 0)
         object.__setattr__(manifest, "files", [entry, *manifest.files[1:]])
-    with pytest.raises(ValueError, match=rf"{shard.name}' {told}"):
+    with pytest.raises(ValueError, match=rf"{shard.name}' {message}"):
         RowGroupReader(manifest).read(0)

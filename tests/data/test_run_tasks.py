@@ -1,3 +1,4 @@
+import io
 import os
 import time
 from pathlib import Path
@@ -5,6 +6,7 @@ from typing import Any
 
 import pytest
 import ray
+from rich.console import Console
 
 from vit_ray.data.progress import (
     Display,
@@ -111,3 +113,17 @@ def test_tasks_report_what_they_have_done_while_others_work(ray_cluster, monkeyp
     seen.clear()
     assert run_tasks(half_done, [1, 2], shown=Shown("working", 3)) == [1, 2]
     assert seen[-1] == (2, 3, 2)
+
+
+def test_a_log_has_a_line_every_30_s_with_rate_and_time_left(monkeypatch):
+    now, written = [1000.0], io.StringIO()
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    shown = Shown("converting to data/train", 10_000, "rejected")
+    display = Display(shown, 4, Console(file=written, width=40))
+    for second in range(1, 62):  # 100 images/s
+        now[0] = 1000.0 + second
+        display.update(0, 100 * second, second // 10)
+    assert written.getvalue().splitlines() == [
+        "converting to data/train: 3,000 of 10,000 images, 100 images/s, 3 rejected, ETA 0:01:10",
+        "converting to data/train: 6,000 of 10,000 images, 100 images/s, 6 rejected, ETA 0:00:40",
+    ]

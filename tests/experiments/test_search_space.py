@@ -11,9 +11,11 @@ from vit_ray.experiments import search_space
 from vit_ray.experiments.search_space import (
     RATE,
     Point,
+    final_recipe,
     point_name,
     point_text,
     points_of,
+    trial_recipe,
     with_point,
 )
 
@@ -149,3 +151,14 @@ def test_a_space_that_cannot_work_is_refused(sweep, key):
     with pytest.raises(ValueError) as refused:
         points(**sweep)
     assert key in str(refused.value)
+
+
+def test_trials_hold_out_the_dev_split_and_the_final_run_does_not():
+    recipe = recipe_with(
+        "s", data={"train": "/a", "eval": "/b"}, init_from="x", sweep={"learning_rates": [0.1]}
+    )
+    trial, final = trial_recipe(recipe, {RATE: 0.1}), final_recipe(recipe, {RATE: 0.1}, seed=7)
+    assert (trial.data.held_out_fraction, trial.data.eval) == (0.02, None)
+    assert (final.data.held_out_fraction, final.data.eval) == (0.0, "/b")
+    assert (trial.seed, final.seed) == (0, 7)
+    assert trial.name != final.name

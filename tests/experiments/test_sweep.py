@@ -35,7 +35,7 @@ from vit_ray.experiments.sweep import (
     tune_finals,
     tune_trials,
 )
-from vit_ray.experiments.trials import OpenParent, Outcome, num_fitting
+from vit_ray.experiments.trials import Ended, OpenParent, Outcome, num_fitting
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.run import RunResult
 from vit_ray.launch.workers import RunDivergedError, RunFailedError
@@ -78,6 +78,20 @@ def swept(plan: SweepPlan, parent: OpenParent) -> SweepResult:
     """By trials of Ray Tune."""
     trials, finals = partial(tune_trials, plan, parent), partial(tune_finals, plan, parent)
     return sweep.sweep(plan, parent, trials, finals)
+
+
+def test_a_search_whose_trials_all_fail_says_why(tmp_path, monkeypatch):
+    plan = plan_of(tmp_path)
+    space = {RATE: {"uniform": [0.1, 0.4]}}
+    search = {"search": "optuna", "num_trials": 2, "space": space}
+    searched = replace(plan, recipe=plan.recipe.with_changes(sweep=search))
+    lost = Ended([], Outcome(TrialState.FAILED, error="no memory"), 2)
+    monkeypatch.setattr(sweep, "run_trials", lambda *_, **__: lost)
+    monkeypatch.setattr(sweep, "searcher", lambda *_: None)
+    rows = tune_trials(searched, parent_of(plan.recipe)[0])
+    assert [row.outcome.error for row in rows] == ["no memory"] * 2
+    with pytest.raises(RunFailedError, match="every trial failed; the first: no memory"):
+        best_row(rows)
 
 
 @pytest.mark.parametrize(("averaging", "best"), [(0.0, 0.1), (0.9999, 0.2)])

@@ -68,6 +68,13 @@ def test_every_tensor_of_every_family_starts_as_its_kind_does(family, options):
         assert start(parameter.detach()), name
 
 
+@pytest.mark.parametrize(("family", "eps"), [("R+ViT", 1e-6), ("ResNet", 1e-5)])
+def test_group_norms_have_32_groups_and_the_epsilon_of_their_family(family, eps):
+    model = build_model(family, 1, 32, **FAMILIES[family])
+    norms = [module for module in model.modules() if isinstance(module, nn.GroupNorm)]
+    assert {(norm.num_groups, norm.eps) for norm in norms} == {(32, eps)}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_constant_bias_is_no_tensor(family):
     """Nothing to sum over workers, to keep copies of, or to be rounded to bf16."""

@@ -34,6 +34,7 @@ def command_lines() -> Iterator[tuple[str, str, list[str]]]:
 
 
 LINES = list(command_lines())
+assert len(LINES) > 20  # without lines there is no case
 FILES = {
     file: block.text for page in PAGES for block in blocks(page) for file in block.told("file")
 } | {
@@ -62,6 +63,11 @@ def test_every_command_of_a_followed_page_is_run_or_says_why_not(page):
             assert note.kind != "skips" or len(note.text) > 20, f"no reason: {note}"
             hits = [line for line in block.text.splitlines() if line.startswith(note.start)]
             assert hits or note.start in ("", "all"), f"nothing to skip: {note}"
+
+
+@pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: page.name)
+def test_every_comment_for_the_walk_is_understood(page):
+    assert page.read_text().count("<!-- newcomer") == sum(len(b.notes) for b in blocks(page)) > 0
 
 
 def walk(page: Path, text: str) -> subprocess.CompletedProcess[str]:

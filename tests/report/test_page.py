@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
+import pytest
 from scipy import stats
 
 from tests.report.made_store import Store, scale_of
@@ -105,6 +106,18 @@ def test_an_experiment_begins_with_fine_tuned_against_from_scratch(store):
     assert page_of(store).lead[0] == (
         "Fine-tuned 92.0 % (95 %: 88 to 95, 300 test images) against 62.7 % from scratch."
     )
+
+
+@pytest.mark.parametrize(
+    ("metrics", "status", "part"),
+    [
+        ({"dev/top1": 0.5}, "FINISHED", "images held out of the training set"),
+        ({"eval/top1": 0.5}, "FAILED", "failed; its top-1 is 50.00 %"),
+    ],
+)
+def test_a_training_begins_with_its_result(metrics, status, part, store):
+    store.put("run", metrics, kind="pretrain", group="g", status=status)
+    assert part in page_of(store).lead[0]
 
 
 CRAFTED = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'{{ 7 * 7 }}&"

@@ -406,3 +406,16 @@ def test_a_log_that_is_locked_holds_up_no_other_run(here, tmp_path, monkeypatch)
     waiting.join(30)
     for opening in (run, locked):
         assert not Recorder(here, opening.log_path, "run").finish("FINISHED")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ray.exceptions.GetTimeoutError(), "has not answered in 30 s"),
+        (ray.exceptions.RayActorError(), "the process of the run's record has died"),
+    ],
+)
+def test_an_actor_that_gives_no_answer_is_named(error, text, monkeypatch):
+    monkeypatch.setattr(recorder.ray, "get", Mock(side_effect=error))
+    with pytest.raises(RuntimeError, match=text):
+        Recorder(Mock(), Path("metrics.jsonl"), "run").heartbeat(0, 1)

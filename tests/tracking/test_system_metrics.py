@@ -2,9 +2,11 @@
 
 import logging
 import time
+from unittest.mock import Mock
 
 import psutil
 
+from vit_ray.tracking import system_metrics
 from vit_ray.tracking.mlflow_api import SystemMetricsMonitor
 from vit_ray.tracking.mlflow_client import experiment_id, open_client
 from vit_ray.tracking.system_metrics import NodeSampler
@@ -12,11 +14,15 @@ from vit_ray.tracking.system_metrics import NodeSampler
 MEMORY = "system/node-0/system_memory_usage_megabytes"
 
 
-def _wait_for(points, count):
+def _wait_for_count(found, count):
     for _ in range(2000):
-        if len(points()) >= count:
+        if len(found()) >= count:
             break
         time.sleep(0.02)
+
+
+def _wait_for(points, count):
+    _wait_for_count(points, count)
     return sorted(points(), key=lambda point: point.timestamp)
 
 
@@ -52,3 +58,29 @@ def test_nobody_waits_for_a_server_that_is_away():
     time.sleep(0.1)
     sampler.stop()
     assert not sampler.is_alive()
+
+
+def test_a_node_that_joins_later_is_sampled(monkeypatch):
+    alive, started = ["a" * 56], []
+    node = {"get_node_id.return_value": "a" * 56}
+    monkeypatch.setattr(system_metrics.ray, "get_runtime_context", lambda: Mock(**node))
+    monkeypatch.setattr(
+        system_metrics.ray, "nodes", lambda: [{"NodeID": one, "Alive": True} for one in alive]
+    )
+    actors = Mock()
+
+    def start(uri, run_id, name):
+        started.append((run_id(), name))
+        return Mock()
+
+    actors.options.return_value.remote.side_effect = start
+    monkeypatch.setattr(system_metrics.ray, "remote", lambda _: actors)
+    monkeypatch.setattr(system_metrics.ray, "kill", lambda _: None)
+    sampler = NodeSampler("http://127.0.0.1:9", lambda: "run", interval_s=0.01)
+    sampler.start()
+    time.sleep(0.1)
+    assert started == []
+    alive += ["b" * 56, "c" * 56]
+    _wait_for_count(lambda: started, 2)
+    sampler.stop()
+    assert started == [("run", "node-1"), ("run", "node-2")]

@@ -70,16 +70,16 @@ def log_path(tmp_path):
 
 
 class Hanging:
-    """Calls of a method wait until `answers` is set; `begins` is set by the first one."""
+    """Calls of a method wait until `may_answer` is set; the first one sets `has_begun`."""
 
     def __init__(self, monkeypatch, owner, name, hangs=lambda *_: True):
-        self.begins, self.answers = threading.Event(), threading.Event()
+        self.has_begun, self.may_answer = threading.Event(), threading.Event()
         method = getattr(owner, name)
 
         def hanging(*args, **fields):
             if hangs(*args):
-                self.begins.set()
-                assert self.answers.wait(60)
+                self.has_begun.set()
+                assert self.may_answer.wait(60)
             return method(*args, **fields)
 
         monkeypatch.setattr(owner, name, hanging)
@@ -238,12 +238,12 @@ def test_a_run_that_a_slow_mlflow_creates_after_the_records_end_is_the_next_open
     slow = Hanging(monkeypatch, MlflowClient, "create_run")
     first = started(config, "rungs", log_path, wait_s=0.0)
     first.log.metrics(10, {"train/loss": 2.0})
-    assert slow.begins.wait(30)
+    assert slow.has_begun.wait(30)
     assert not first.finish("KILLED", timeout_s=0.1)
     second = started(config, "rungs", log_path, wait_s=0.0)
     second.log.metrics(20, {"train/loss": 1.0})
     time.sleep(1.0)  # so that it could create another
-    slow.answers.set()
+    slow.may_answer.set()
     assert second.finish()
     first.stop(30)
     run = _only_run(config.uri)
@@ -407,15 +407,43 @@ def test_a_store_of_files_that_hangs_holds_up_no_point(config, log_path, monkeyp
     file = log_path.with_name("file.txt")
     file.write_text("text")
     tracker.log.artifact(file)
-    assert store.begins.wait(30)
+    assert store.has_begun.wait(30)
     tracker.log.metrics(1, {"train/loss": 1.0})
     assert not tracker.finish(timeout_s=5.0)
     assert _only_run(config.uri).info.status == "FINISHED"
     assert _history(config.uri, tracker.run_id) == [(1, 1.0)]
     assert str(file) in tracker.problem
-    store.answers.set()
+    store.may_answer.set()
     again = started(config, "hangs", log_path)
     assert again.finish()
+
+
+def test_tries_of_points_do_not_count_for_the_files(config, log_path, monkeypatch):
+    """Their store fails for more tries than files have, and once more when points are sent."""
+    send, failures = RunWriter.send, ["once more"]
+
+    def failing(self, records):
+        kind, points_are_sent = records[0]["kind"], tracker._sent.offset == log.size
+        while kind == "metrics" and tracker._files.num_tries <= sender.FILE_TRIES_AT_END + 1:
+            time.sleep(0.01)
+        if kind == "text" and not points_are_sent:
+            raise OSError("away")
+        if kind == "text" and failures:
+            raise OSError(failures.pop())
+        return send(self, records)
+
+    monkeypatch.setattr(RunWriter, "send", failing)
+    monkeypatch.setattr(sender, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(sender, "LAST_BACKOFF_S", 0.01)
+    log = MetricsLog(log_path)
+    log.open(RunOpening(config, "away", log_path))
+    log.metrics(1, {"train/loss": 1.0})
+    log.text("note.txt", "kept")
+    tracker = Tracker(log, config.uri)
+    tracker.start()
+    assert tracker.flush(60)
+    assert failures == []
+    assert tracker.finish()
 
 
 def test_a_run_has_its_id_while_mlflow_hangs_at_its_first_points(config, log_path, monkeypatch):
@@ -426,7 +454,7 @@ def test_a_run_has_its_id_while_mlflow_hangs_at_its_first_points(config, log_pat
     waiting.join(30)
     assert not waiting.is_alive()
     assert tracker.run_id is not None
-    mlflow.answers.set()
+    mlflow.may_answer.set()
     tracker.stop(30)
 
 
@@ -436,10 +464,10 @@ def test_what_is_on_its_way_at_the_end_is_not_noted_for_the_training_that_replac
     sends = Hanging(monkeypatch, RunWriter, "send", lambda _, some: some[0]["kind"] == "metrics")
     first = started(config, "hangs", log_path, training_id="one")
     first.log.metrics(1, {"train/loss": 1.0})
-    assert sends.begins.wait(30)
+    assert sends.has_begun.wait(30)
     assert not first.finish(timeout_s=0.1)
     MetricsLog(log_path).open(RunOpening(config, "hangs", log_path, training_id="two"))
-    sends.answers.set()
+    sends.may_answer.set()
     first.stop(30)
     assert MetricsLog(log_path).read_sent() == Sent()
 
@@ -609,7 +637,14 @@ def test_the_replay_job_sends_what_mlflow_missed(config, log_path):
 
 
 @pytest.mark.parametrize(
-    "uri", ["foo://user:hunter2@x", "", "sqlite:///:memory:", "http://user:hunter2@127.0.0.1:9"]
+    "uri",
+    [
+        "foo://user:hunter2@x",
+        "",
+        "sqlite:///:memory:",
+        "http://user:hunter2@127.0.0.1:9",
+        "http://[bad",
+    ],
 )
 def test_a_bad_address_for_replay_is_a_message(uri, config, log_path):
     tracker = started(config.model_copy(update={"uri": NOWHERE}), "missed", log_path)
@@ -688,8 +723,8 @@ def test_a_tracker_that_outlives_its_callers_block_asks_within_the_limits(
     slow = Hanging(monkeypatch, MlflowClient, "create_run")
     with limited_requests():
         tracker = started(config, "late", log_path, wait_s=0.0)
-        assert slow.begins.wait(30)
-    slow.answers.set()
+        assert slow.has_begun.wait(30)
+    slow.may_answer.set()
     assert tracker.finish()
     assert asked == ["10"]
 
@@ -698,19 +733,89 @@ def test_a_note_on_a_disk_that_hangs_holds_up_no_end(config, log_path, monkeypat
     monkeypatch.setattr(sender, "NOTED_S", 0.1)
     disk = Hanging(monkeypatch, MetricsLog, "mark_sent", lambda _, sent: sent.offset)
     tracker = started(config, "run", log_path)
-    assert disk.begins.wait(30)
+    assert disk.has_begun.wait(30)
     ending = threading.Thread(target=tracker.finish, args=("FINISHED", 0.1), daemon=True)
     ending.start()
     ending.join(30)
     assert not ending.is_alive()
-    disk.answers.set()
+    disk.may_answer.set()
     tracker.stop(30)
+
+
+def limits_of_flush(monkeypatch):
+    """Time limits of the waits for MLflow, as they begin."""
+    flush, limits = Tracker.flush, []
+    monkeypatch.setattr(Tracker, "flush", lambda self, s: limits.append(s) or flush(self, s))
+    return limits
+
+
+def test_the_time_of_mlflows_import_does_not_count_at_the_end(config, log_path, monkeypatch):
+    name, begins, may_end = "vit_ray.tracking.mlflow_run", threading.Event(), threading.Event()
+
+    class Slow:
+        @staticmethod
+        def find_spec(module, *_):
+            if module == name:
+                begins.set()
+                may_end.wait()
+
+    limits = limits_of_flush(monkeypatch)
+    monkeypatch.setattr(name, sys.modules[name])  # what the import below replaces is put back
+    monkeypatch.setattr(sys, "meta_path", [Slow, *sys.meta_path])
+    monkeypatch.delitem(sys.modules, name)
+    tracker = started(config, "short", log_path, wait_s=0.0)
+    assert begins.wait(30)
+    ending = threading.Thread(target=tracker.finish)
+    ending.start()
+    ending.join(0.5)
+    before = list(limits)
+    may_end.set()
+    ending.join(60)
+    assert (before, limits, tracker.problem) == ([], [30.0], "")
+
+
+def test_the_reason_at_the_end_is_not_that_of_an_outage_that_is_over(config, log_path, monkeypatch):
+    send, failures = RunWriter.send, ["long over"]
+
+    def failing(self, records):
+        if failures:
+            raise OSError(failures.pop())
+        return send(self, records)
+
+    monkeypatch.setattr(sender, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(RunWriter, "send", failing)
+    mlflow = Hanging(monkeypatch, RunWriter, "send", lambda _, some: some[0].get("step") == 2)
+    tracker = started(config, "run", log_path)
+    tracker.log.metrics(1, {"train/loss": 1.0})
+    tracker.log.tag("a", "b")  # points after a tag are a batch of their own
+    tracker.log.metrics(2, {"train/loss": 2.0})
+    assert mlflow.has_begun.wait(30)
+    assert not tracker.finish(timeout_s=0.1)
+    mlflow.may_answer.set()
+    assert "(it did not take it in 0.1 s)" in tracker.problem
+    tracker.stop(30)
+
+
+def test_a_run_that_is_lost_amid_a_batch_ends_its_sending(config, log_path, monkeypatch):
+    """The thread of the files finds it deleted, while the batch is all that MLflow has."""
+    log, calls = MetricsLog(log_path), []
+    log.open(RunOpening(config, "run", log_path))
+    tracker = Tracker(log, config.uri)
+
+    def lost(self, records):
+        calls.append(records)
+        assert len(calls) < 3
+        tracker._writer = None
+        return 0
+
+    monkeypatch.setattr(RunWriter, "send", lost)
+    tracker.send_points()
+    assert len(calls) == 1
 
 
 def test_a_server_that_never_answers_holds_nobody_up(config, log_path, monkeypatch):
     monkeypatch.setattr(sender, "NEVER_REACHED_S", 0.2)
-    flush, limits = Tracker.flush, []
-    monkeypatch.setattr(Tracker, "flush", lambda self, s: limits.append(s) or flush(self, s))
+    limits = limits_of_flush(monkeypatch)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and says nothing
         uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
         away = config.model_copy(update={"uri": uri})
@@ -1034,14 +1139,18 @@ def test_the_view_of_the_link_is_kept_with_the_experiment(kind, axes, config, lo
     charts = json.loads(text)["compareRunCharts"]
     (scatter,) = (one for one in charts if one["type"] == "SCATTER")
     assert (scatter["xaxis"]["key"], scatter["yaxis"]["key"]) == axes
+    assert [one["metricKey"] for one in charts if one["type"] == "LINE"] == ["train/loss"]
     assert tags["mlflow.note.content"].startswith("Trainings of vit_ray.")
 
 
 def test_without_the_right_to_keep_a_view_the_link_has_none(config, log_path, monkeypatch):
     client = open_client(config.uri)
     experiment = client.create_experiment("e")
+    share_view(client, experiment, "pretrain")
     refused = Mock(side_effect=MlflowException("no right", error_code=PERMISSION_DENIED))
     monkeypatch.setattr(MlflowClient, "set_experiment_tag", refused)
+    assert share_view(client, experiment, "pretrain") == "runs"  # it is there already
+    assert not refused.called
     assert share_view(client, experiment, "sweep") == ""
     assert page_hint("http://u:pw@host/x/", "7") == (
         "http://host/x/#/experiments/7/runs?workflowType=machine_learning"

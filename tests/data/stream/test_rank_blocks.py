@@ -160,11 +160,15 @@ def test_an_execution_that_gives_too_few_blocks_is_an_error():
 def test_no_block_is_made_that_no_rank_waits_for():
     """Ray Data would otherwise never see that training is slower than reading."""
     made: list[int] = []
+    ended = threading.Event()
 
     def read() -> Generator[RankBlock, None, None]:
-        for index in range(100):
-            made.append(index)
-            yield block(index, rank=index % 2)
+        try:
+            for index in range(100):
+                made.append(index)
+                yield block(index, rank=index % 2)
+        finally:
+            ended.set()
 
     reading = Reading(read, range(2))
     assert [reading.next_block(0, index) for index in range(3)] == [0, 2, 4]
@@ -172,3 +176,4 @@ def test_no_block_is_made_that_no_rank_waits_for():
     assert [reading.next_block(1, index) for index in range(2)] == [1, 3]
     assert made == [0, 1, 2, 3, 4]
     reading.close()
+    assert ended.wait(10)

@@ -28,6 +28,7 @@ from tests.models.small import (
     some_images,
 )
 from tests.models.weights.published import Arrays, jax_vit_logits
+from vit_ray.checkpoints.init_weights import open_weights
 from vit_ray.models import build_model
 from vit_ray.models.fitting import fit_state_dict, origin_of
 from vit_ray.models.masked import MaskedPatchObjective
@@ -242,6 +243,8 @@ def test_a_bit_resnet_equals_transformers_with_the_same_weights(layout, tmp_path
     model = other_model("ResNet").eval()
     report = load_weights(model, path, new_head=False)
     assert (report.new, report.ignored) == ([], [])
+    if layout == "jax":
+        assert open_weights(str(path)).num_classes == 5
     images = some_images(2, (64, 48))
     with torch.no_grad():
         theirs = peer(images).logits

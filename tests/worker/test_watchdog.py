@@ -107,3 +107,21 @@ def test_setting_up_may_take_longer_still_and_has_an_end() -> None:
     assert not watched.ends_within(SETUP_S - 1)
     assert watched.ends_within(2)
     assert watched.hangs[0][0] == "no step for 3600 s; restarting"
+
+
+def test_where_each_thread_is_is_told_with_the_innermost_call_first() -> None:
+    is_there, goes_on = threading.Event(), threading.Event()
+
+    def wait_for_a_collective() -> None:
+        is_there.set()
+        goes_on.wait(60)
+
+    thread = threading.Thread(target=wait_for_a_collective, name="training")
+    thread.start()
+    assert is_there.wait(60)
+    told = describe_threads()
+    goes_on.set()
+    thread.join(60)
+    (line,) = [line for line in told.splitlines() if line.startswith("  training: ")]
+    assert "wait (threading.py:" in line.partition("wait_for_a_collective")[0]
+    assert "wait_for_a_collective (test_watchdog.py:" in line

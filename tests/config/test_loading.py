@@ -424,12 +424,12 @@ def test_a_warm_up_longer_than_the_run_is_refused() -> None:
 @pytest.mark.parametrize(
     ("workers", "train", "told"),
     [
-        (3, {}, r"among 3 workers \(workers.num_workers\) in .*: 64 = 21 x 3 \+ 1.* is 63$"),
-        (4, {"micro_batch_size": 12}, r"in passes of 12 \(train.micro_batch_size, .* is 48$"),
+        (3, {}, r"among 3 workers \(workers.num_workers\): 64 = 21 x 3 \+ 1.* is 63$"),
+        (4, {"micro_batch_size": 12}, r"in passes of 12 \(of train.micro_batch_size .* is 48$"),
         # An elastic run derives its passes from the group, also with equal bounds.
         ([4, 4], {"micro_batch_size": 12}, None),
-        ([3, 3], {"micro_batch_size": 12}, r"workers.num_workers\) in .*: 64 = 21 x 3 \+ 1"),
-        (64, {"mixup": 0.2}, r"in passes of 2 \(.*, or pairs of train.mixup\): 64 = 0 x 128"),
+        ([3, 3], {"micro_batch_size": 12}, r"workers.num_workers\): 64 = 21 x 3 \+ 1"),
+        (64, {"mixup": 0.2}, r"in passes of 2 \(.* or train.mixup\): 64 = 0 x 128"),
     ],
 )
 def test_a_batch_that_does_not_divide_names_what_asks_for_it(

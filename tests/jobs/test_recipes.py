@@ -10,8 +10,10 @@ import pytest
 from tests.conftest import ROOT
 from tests.jobs.headers import PAPER, RECIPES, TABLE_6, commands, header, stated_cost
 from vit_ray.commands.job_list import COMMANDS
+from vit_ray.commands.plans.dry_run import describe_sweep, describe_training
 from vit_ray.commands.plans.plan import data_facts
 from vit_ray.config import Recipe, load_recipe
+from vit_ray.config.shipped_recipes import recipe_names
 from vit_ray.models.catalog import model_names
 from vit_ray.training.schedule import lr_at
 
@@ -75,6 +77,25 @@ def test_every_recipe_loads_and_its_header_states_a_command_that_loads(path: Pat
         assert f"python jobs/{name}.py" not in header(path) or (ROOT / f"jobs/{name}.py").is_file()
         assert name in COMMANDS
         load_recipe(ROOT / recipe, overrides)
+
+
+@pytest.mark.slow(after=3)
+@pytest.mark.parametrize("path", [path for path in RECIPES if load_recipe(path).study is None])
+def test_every_recipe_dry_runs_without_data(path: Path) -> None:
+    recipe = load_recipe(path)
+    shown = describe_sweep(recipe) if recipe.sweep else describe_training(recipe)
+    assert f"model                   {recipe.model.name}: " in shown
+
+
+def test_the_recipes_beside_those_of_the_paper_are_these() -> None:
+    """Those of `paper/` and `study/` are named by tables below and in test_study_recipes.py."""
+    names = """cifar10 digits digits_scratch digits_sweep study_cifar10 study_digits vtab_1k
+        evaluate/imagenet_r evaluate/imagenet_real evaluate/imagenet_v2 evaluate/objectnet
+        field/augreg_b16_imagenet field/vit_s16_imagenet finetune/cifar10 finetune/cifar100
+        finetune/flowers finetune/imagenet finetune/imagenet_h14_518 finetune/imagenet_l16_512
+        finetune/pets finetune/vtab transfer/digits transfer/pretrain"""
+    found = {name for name in recipe_names() if not name.startswith(("paper/", "study/"))}
+    assert found == set(names.split())
 
 
 def test_names_of_runs_do_not_collide() -> None:

@@ -568,9 +568,13 @@ def accumulation_steps(global_batch_size: int, micro_batch_size: int, num_worker
         return global_batch_size // per_pass
     raise ValueError(
         f"train.global_batch_size={global_batch_size} does not divide among {num_workers} workers "
-        f"(workers.num_workers) in passes of {micro_batch_size} (train.micro_batch_size, or pairs "
-        f"of train.mixup): {global_batch_size} = "
-        f"{global_batch_size // per_pass} x {per_pass} + {global_batch_size % per_pass}; the "
-        "nearest valid train.global_batch_size is "
+        "(workers.num_workers)"
+        + (
+            f" in passes of {micro_batch_size} (of train.micro_batch_size or train.mixup)"
+            if micro_batch_size > 1
+            else ""
+        )
+        + f": {global_batch_size} = {global_batch_size // per_pass} x {per_pass} + "
+        f"{global_batch_size % per_pass}; the nearest valid train.global_batch_size is "
         f"{max(1, round(global_batch_size / per_pass)) * per_pass}"
     )

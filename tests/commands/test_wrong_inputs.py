@@ -112,7 +112,7 @@ MISTAKES = [
     ),
     ("pretrain mine.yaml data.train=note.txt data.eval=note.txt", "no data set at .*note.txt'"),
     ("pretrain mine.yaml data.train=s3:// data.eval=note.txt", "'s3://' names no bucket"),
-    ("pretrain paper/vit_b16_jft", "'s3://BUCKET/jft' is a placeholder of a shipped recipe"),
+    ("pretrain paper/vit_b16_jft", "'s3://BUCKET/runs' is a placeholder of a shipped recipe"),
     ("finetune mine.yaml", "init_from is not set; give weights"),
     ("sweep mine.yaml", "sweep.learning_rates is not set"),
     ("scaling_study mine.yaml", "study.models is not set"),

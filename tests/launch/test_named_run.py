@@ -3,7 +3,9 @@
 import shutil
 from pathlib import Path
 
-from vit_ray.launch.named_run import where_it_lies
+import pytest
+
+from vit_ray.launch.named_run import named_folder, where_it_lies
 from vit_ray.storage import locate
 
 
@@ -35,3 +37,11 @@ def test_a_copy_reads_what_was_copied_with_it_and_else_what_the_run_read(tmp_pat
     assert places(second / "runs" / "digits") == copied
     shutil.rmtree(second / "data")
     assert places(second / "runs" / "digits") == [*copied[:2], f"{first}/data/train", *others]
+
+
+def test_a_variable_that_names_no_store_is_named_with_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "mlruns")
+    with pytest.raises(ValueError, match=r"^0{32}: uri: a path .*MLFLOW_TRACKING_URI.*mlruns$"):
+        named_folder("0" * 32, [])

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from vit_ray.checkpoints.init_weights import initialize_weights
-from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.measure.devices import peak_flops
 from vit_ray.measure.meters import Compute
 from vit_ray.models.fitting import LoadReport
@@ -17,7 +16,7 @@ from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.training.largest_batch import tried_micro_batch
 from vit_ray.training.loop import Batch
 from vit_ray.training.memory_estimate import step_macs
-from vit_ray.training.micro_batch import CPU_LIMIT, micro_batch_size
+from vit_ray.training.micro_batch import CPU_LIMIT, accumulation_steps, micro_batch_size
 from vit_ray.training.objective import build_objective, make_loss
 from vit_ray.training.parameter_groups import part_of
 from vit_ray.worker.job import (

@@ -175,11 +175,18 @@ def test_a_public_bucket_is_read_without_keys_if_the_recipe_says_so(configure, p
     assert [info.size for info in locate("s3://bucket").list_files()] == [4]
     assert public.heads
     assert not any("authorization:" in head.lower() for head in public.heads)
-    monkeypatch.setenv("FSSPEC_S3", json.dumps({"use_ssl": False}))
-    load_recipe("digits", ["storage.anonymous=true"])
-    assert json.loads(os.environ["FSSPEC_S3"]) == {"use_ssl": False, "anon": True}
+    own = json.dumps({"requester_pays": True})
     load_recipe("digits")  # which asks for nothing
-    assert json.loads(os.environ["FSSPEC_S3"]) == {"use_ssl": False, "anon": False}
+    assert os.environ["FSSPEC_S3"] == "{}"
+    monkeypatch.setenv("FSSPEC_S3", own)
+    load_recipe("digits", ["storage.anonymous=true"])
+    assert json.loads(os.environ["FSSPEC_S3"]) == {"requester_pays": True, "anon": True}
+    load_recipe("digits")
+    assert os.environ["FSSPEC_S3"] == own
+    monkeypatch.setenv("FSSPEC_S3", "no JSON")  # fsspec's to report
+    load_recipe("digits")
+    assert os.environ["FSSPEC_S3"] == "no JSON"
+    monkeypatch.setenv("FSSPEC_S3", "{}")
     with pytest.raises(PermissionError, match=r"s3://bucket: .*storage.anonymous=true"):
         check_reachable(place)
 

@@ -205,6 +205,14 @@ def test_keys_are_shown_by_section_and_counted() -> None:
     assert int(run_cli("keys", "optim", "--count").stdout) == shown.count("\n  optim.")
 
 
+def test_a_default_is_the_same_in_every_environment_and_no_secret(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2@mlflow:5000")
+    all_keys.cache_clear()
+    assert "  tracking.uri=sqlite:///mlflow.db  (" in run_cli("keys", "tracking").stdout
+
+
 def test_text_is_shown_in_a_locale_without_its_letters(tmp_path: Path) -> None:
     (tmp_path / "caf\xe9.yaml").write_text("base: digits\nname: mine\n", encoding="utf-8")
     for words in (["export", "caf\xe9.yaml", "data.train=caf\xe9", "--dry-run"], ["recipes"]):

@@ -30,12 +30,12 @@ def small(**changes: Any) -> Recipe:
     return recipe_from_dict({**tree, **changes}, "test")
 
 
-def test_a_short_training_has_its_hours_and_the_device_is_named() -> None:
+def test_a_short_training_is_counted_in_minutes_and_the_device_is_named() -> None:
     lines = describe_training(small()).splitlines()
     (cost,) = (line for line in lines if line.startswith("training "))
-    exaflops, hours = re.search(r"(\S+) exaFLOPs, (\S+) H200-hours at 40 % MFU", cost).groups()  # type: ignore[union-attr]
+    exaflops, minutes = re.search(r"(\S+) exaFLOPs, (\S+) H200-minutes at 40 % MFU", cost).groups()  # type: ignore[union-attr]
     # An H200 has 989 TFLOP/s in bf16 (data sheet).
-    assert float(hours) == pytest.approx(float(exaflops) * 1e18 / (0.4 * 989.5e12) / 3600, rel=0.01)
+    assert float(minutes) == pytest.approx(float(exaflops) * 1e18 / (0.4 * 989.5e12) / 60, rel=0.05)
     assert lines[-1].startswith("planned for             H200 (plan.device); on another device or")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import pkgutil
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard
 from PIL import Image
 from scipy.stats import binomtest
 from sklearn.datasets import load_sample_images
@@ -267,13 +268,17 @@ class Hub:
         self._pushed, self._is_refused = pushed, is_refused
 
     def create_repo(self, repository: str, *, exist_ok: bool) -> None:
+        inspect.signature(HfApi.create_repo).bind(self, repository, exist_ok=exist_ok)
         assert (repository, exist_ok) == ("someone/vit", True)
         if self._is_refused:
             raise OSError("401: Invalid username or password.")
 
     def upload_folder(
-        self, *, repo_id: str, folder_path: Path, allow_patterns: list[str], commit_message: str
+        self, *, repo_id: str, folder_path: Path, allow_patterns: list[str], **others: Any
     ) -> str:
+        inspect.signature(HfApi.upload_folder).bind(
+            self, repo_id=repo_id, folder_path=folder_path, allow_patterns=allow_patterns, **others
+        )
         self._pushed |= {name: (folder_path / name).read_bytes() for name in allow_patterns}
         return f"https://hub/{repo_id}/commit/1"
 

@@ -23,12 +23,14 @@ from vit_ray.checkpoints.run_checkpoints import (
     newest_checkpoint,
 )
 from vit_ray.commands.cli import vit_ray
+from vit_ray.commands.trained import fork
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.named_run import find_run
 from vit_ray.launch.resuming import accepted_changes, find_resume_point
+from vit_ray.launch.run_lock import lock_run
 from vit_ray.metric_names import RESULT_STEP
-from vit_ray.storage import locate
+from vit_ray.storage import Location, locate
 
 __all__ = ["sets"]
 STEP = 7
@@ -99,7 +101,7 @@ def test_a_fork_resumes_from_the_parents_weights_with_its_own_recipe(
         (["step=7", "name=x", "data.held_out_fraction=0.1"], "is 0.1: a fork keeps"),
         (
             ["step=7", "name=x", "data.train={sets}/small"],
-            r"was .*: a fork .* \(data.train=.*small\); restore the earlier value, or start",
+            r"was .*: a fork .* own set instead of data.train=.*small, or start",
         ),
         (["step=7", "name=x", "optim.steps=7"], "at step 7; give a larger optim.steps or"),
         (["step=7", "name=seen"], "exists already; give another name"),
@@ -186,6 +188,25 @@ def test_the_same_fork_with_other_changes_is_another(
     assert not Path("again.yaml").exists()
     assert said(*words)[0] == 0
     assert Path("again.yaml").read_bytes() == (tmp_path / "again.yaml").read_bytes()
+
+
+def test_a_fork_that_ended_in_between_stays(
+    parent: str, recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (parent, f"step={STEP}", "name=again")
+    (tmp_path / "elsewhere").mkdir()
+
+    def late(folder: Location) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(fork, "lock_run", lock_run)
+            patch.chdir(tmp_path / "elsewhere")
+            assert said(*words, "optim.learning_rate=3e-5")[0] == 0
+        return lock_run(folder)
+
+    monkeypatch.setattr(fork, "lock_run", late)
+    code, text = said(*words)
+    assert (code, "runs/again exists already" in text) == (2, True)
+    assert not Path("again.yaml").exists()
 
 
 def test_what_was_measured_of_the_parent_is_not_the_forks(

@@ -1,6 +1,7 @@
 """The report job's choice of what to report on."""
 
 import contextlib
+import shutil
 import sqlite3
 import sys
 import threading
@@ -13,7 +14,8 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from tests.tracking.stored_runs import store_run
-from vit_ray.commands.report import report, report_page
+from vit_ray.commands import report as command
+from vit_ray.commands.report import are_own_files, report, report_page
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments import write_page
 from vit_ray.experiments.parent_run import page_of
@@ -68,6 +70,7 @@ def test_a_page_is_made_where_the_library_of_a_bucket_refuses_to_read_or_write(
     client.log_metric(run_id, "eval/top1", 0.5)
     client.set_terminated(run_id)
     recipe = recipe.with_changes(tracking={"experiment": "buckets"})
+    monkeypatch.setattr(command, "are_own_files", lambda *_: True)  # as of a server
     assert report_page(recipe) == 0
     shown = capsys.readouterr().out
     assert "not kept with the run: s3://bucket/mlflow/" in shown
@@ -82,6 +85,85 @@ def test_a_child_run_is_reported_by_its_name_and_after_one_without_a_parent(reci
     alone = _run(recipe, "mine")
     _run(recipe, "mine", parent=sweep)
     assert f"run {alone} and the runs below" in report(recipe).page.read_text()
+
+
+def test_a_report_on_a_copied_store_changes_no_file_of_the_original(recipe, tmp_path, capsys):
+    run_id = _run(recipe, "mine")
+    client = MlflowClient(recipe.tracking.uri)
+    event = '[{"kind": "restarted", "text": "node b was lost", "step": 3, "time_s": 1.0}]'
+    client.log_text(run_id, event, "history/0.json")
+    client.log_text(run_id, "older", "report.html")
+    original, copy = tmp_path / "mlruns", tmp_path / "copy"
+    copy.mkdir()
+    shutil.copy(tmp_path / "mlflow.db", copy)
+    shutil.copytree(original, copy / "mlruns")
+    before = {path: path.stat().st_mtime_ns for path in original.rglob("*")}
+    of_copy = recipe.with_changes(tracking={"uri": f"sqlite:///{copy}/mlflow.db"})
+    assert report_page(of_copy) == 0
+    page = next(Path(recipe.output).rglob("report.html"))
+    assert (
+        f"page written to {page}; not kept with the run: MLflow has its files at {original}/"
+        in (capsys.readouterr().out)
+    )
+    assert "node b was lost" in page.read_text()
+    assert {path: path.stat().st_mtime_ns for path in original.rglob("*")} == before
+
+
+def test_a_report_from_the_folder_of_the_original_does_not_write_there(
+    recipe, tmp_path, monkeypatch
+):
+    _run(recipe, "mine")
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    shutil.copy(tmp_path / "mlflow.db", copy)
+    monkeypatch.chdir(tmp_path)  # MLflow's default for files is ./mlruns
+    report(recipe.with_changes(tracking={"uri": f"sqlite:///{copy}/mlflow.db"}))
+    assert not [*(tmp_path / "mlruns").rglob("report*")]
+    report(recipe.with_changes(tracking={"uri": "sqlite:///mlflow.db"}))
+    assert [*(tmp_path / "mlruns").rglob("report.html")]
+
+
+def test_files_of_another_store_are_not_a_stores_own(tmp_path):
+    folder = tmp_path.resolve()
+    for name in ("own/mlruns/e/r", "big/e/r", "linked", "copy", "moved", "above/below/mlruns/e/r"):
+        (folder / name).mkdir(parents=True)
+    (folder / "linked" / "mlruns").symlink_to(folder / "big")
+    (folder / "copy" / "mlruns").symlink_to(folder / "own" / "mlruns")
+    (folder / "way").symlink_to(folder / "own")
+    for name in ("own", "copy"):
+        (folder / name / "mlflow.db").touch()
+    (folder / "moved" / "mlflow.db").symlink_to(folder / "own" / "mlflow.db")
+
+    def is_own(store, files):
+        uri = f"sqlite:///{folder}/{store}/mlflow.db"
+        return are_own_files(uri, files if "://" in files else f"file://{folder}/{files}/e/r")
+
+    pairs = (("own", "own"), ("way", "own"), ("own", "way"), ("linked", "linked"))
+    pairs += (("moved", "own"), ("moved", "moved"))
+    assert all(is_own(store, f"{files}/mlruns") for store, files in pairs)
+    assert not is_own("copy", "own/mlruns")
+    assert not is_own("above", "above/below/mlruns")
+    assert not is_own("own", "s3://bucket/mlruns/e/r")
+    assert are_own_files("http://127.0.0.1:5000", "s3://bucket/mlruns/e/r")
+
+
+def test_a_store_whose_files_are_on_s3_may_be_a_copy_and_is_reported_without_them(
+    recipe, tmp_path, monkeypatch, capsys
+):
+    for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(key, raising=False)
+    for key in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(key, str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    client = open_client(recipe.tracking.uri)
+    client.create_experiment("trials", artifact_location="s3://bucket/runs")
+    experiment = experiment_id(client, recipe.tracking.uri, "trials")
+    run_id = store_run(client, experiment, "mine", {"eval/top1": 0.5})
+    place = f"s3://bucket/runs/{run_id}/artifacts"
+    client.set_tag(run_id, "vit_ray.kind", "pretrain")
+    assert report_page(recipe) == 0
+    told = capsys.readouterr().out
+    assert f"not kept with the run: MLflow has its files at {place}, which" in told
 
 
 def test_without_such_a_run_the_whole_experiment_is_reported_and_that_is_said(recipe, capsys):

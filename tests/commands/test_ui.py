@@ -71,3 +71,17 @@ def test_a_store_that_is_not_there_or_is_empty_is_an_error(tmp_path: Path) -> No
     open_client(uri)
     with pytest.raises(ValueError, match="has no run yet"):
         ui.open_pages(uri, 5000)
+
+
+def test_a_variable_that_names_no_store_is_named_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "mlruns")
+    with pytest.raises(
+        ValueError, match=r"^vit-ray ui: uri: a path .*MLFLOW_TRACKING_URI.*mlruns$"
+    ):
+        ui.open_pages(None, 5000)
+
+
+def test_port_0_is_one_that_the_system_chooses() -> None:
+    assert ui._free(0) > 0

@@ -77,7 +77,15 @@ MISTAKES = [
     ("export list.yaml", "expected a mapping of sections, got .1.; begin it with `base: digits`"),
     ("export hollow.yaml", "optim=None is a section of keys"),
     ("verify digits verify.path=~no-such-user/x", "no user .no-such-user. here"),
-    ("export digits tracking.uri=sqlite:///", "tracking: uri: sqlite:// is not the address"),
+    ("export digits tracking.uri=sqlite:///", "tracking.uri: sqlite:// is not the address"),
+    (
+        "export digits tracking.uri=mlruns tracking.tags.50%=y",
+        "tracking.uri: a path is not .*; tracking.tags: '50%' is reserved",
+    ),
+    (
+        "export digits export.path=x export.push=hf://a/b/c",
+        "export.push=.*: give .*hf://OWNER/NAME",
+    ),
     ("pretrain digits tracking.uri=sqlite:///recipes", "tracking.uri=.*is a folder"),
     ("evaluate digits runs/old", "override 'runs/old': expected key=value, such as init_from="),
     ("evaluate runs/old", "'runs/old' has weights; give a recipe and init_from=runs/old"),
@@ -202,6 +210,7 @@ TRANSFERS = [
     ("fork nosuch step=1 name=new", "complete checkpoints in nosuch are: none"),
     (f"fork {'0' * 32} step=1 name=new", "mlflow.db: no such file"),
     (f"inspect_model tiny.yaml {FITS} inspect.path=note.txt", "inspect.path=.*must be a folder"),
+    (f"inspect_model tiny.yaml {FITS} inspect.path=/proc/x", "inspect.path='/proc/x' cannot be cr"),
 ]
 
 

@@ -40,15 +40,16 @@ def test_mlflows_variables_give_what_the_recipe_does_not_say(
     assert (found.uri, found.experiment) == ("http://me:hunter2@mlflow:5000", "mine")
     assert load_recipe(path).tracking.experiment == "team"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "mlruns")
-    with pytest.raises(ValueError, match=r"uri: a path is not .* or in MLFLOW_TRACKING_URI"):
+    with pytest.raises(ValueError, match=r"tracking\.uri: a path .* MLFLOW_TRACKING_URI"):
         load_recipe(path)
+    assert Recipe(name="other").tracking.uri == "sqlite:///mlflow.db"
 
 
 @pytest.mark.parametrize("name", ["50%", "a(b)", "a" * 251, "a/../b", "/a"])
 def test_a_tag_that_mlflow_refuses_is_refused_with_the_recipe(path: Path, name: str) -> None:
     with pytest.raises(MlflowException):
         _validate_tag(name, "x")
-    with pytest.raises(ValueError, match="tracking: tags: "):
+    with pytest.raises(ValueError, match=r"tracking\.tags: "):
         load_recipe(path, {"tracking.tags": {name: "x"}})
 
 
@@ -425,11 +426,11 @@ def test_a_warm_up_longer_than_the_run_is_refused() -> None:
     ("workers", "train", "told"),
     [
         (3, {}, r"among 3 workers \(workers.num_workers\): 64 = 21 x 3 \+ 1.* is 63$"),
-        (4, {"micro_batch_size": 12}, r"in passes of 12 \(of train.micro_batch_size .* is 48$"),
+        (4, {"micro_batch_size": 12}, r"in passes of 12 \(train.micro_batch_size, .* is 48$"),
         # An elastic run derives its passes from the group, also with equal bounds.
         ([4, 4], {"micro_batch_size": 12}, None),
         ([3, 3], {"micro_batch_size": 12}, r"workers.num_workers\): 64 = 21 x 3 \+ 1"),
-        (64, {"mixup": 0.2}, r"in passes of 2 \(.* or train.mixup\): 64 = 0 x 128"),
+        (64, {"mixup": 0.2}, r"in passes of 2 \(.*, or pairs of train.mixup\): 64 = 0 x 128"),
     ],
 )
 def test_a_batch_that_does_not_divide_names_what_asks_for_it(

@@ -157,3 +157,4 @@ def test_a_recipe_gives_the_cache_of_each_node(tmp_path):
     assert recipe.data.cache_dir == str(Path("here").absolute())
     with pytest.raises(ValueError, match=r"cache_dir='s3://b/c' is not a local folder"):
         recipe.with_changes(data={"cache_dir": "s3://b/c"})
+    assert recipe.with_changes(data={"cache_dir": "/run:1/c"}).data.cache_dir == "/run:1/c"

@@ -7,7 +7,7 @@ import pytest
 
 from tests.commands.test_fork import write_parent
 from tests.launch.inputs.test_seen_batch import recipe_on, sets
-from vit_ray.launch.named_run import find_run, where_it_lies
+from vit_ray.launch.named_run import find_run, named_folder, where_it_lies
 from vit_ray.storage import locate
 
 __all__ = ["sets"]
@@ -64,3 +64,11 @@ def test_a_copied_project_is_opened_on_its_own_data(sets: Path, tmp_path: Path) 
     found = find_run(str(second / "runs" / recipe.name))
     assert found.resolved.manifest.path == str(second / "data")
     assert found.recipe.output == str(second / "runs")
+
+
+def test_a_variable_that_names_no_store_is_named_with_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "mlruns")
+    with pytest.raises(ValueError, match=r"^0{32}: uri: a path .*MLFLOW_TRACKING_URI.*mlruns$"):
+        named_folder("0" * 32, [])

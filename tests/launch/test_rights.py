@@ -67,15 +67,15 @@ def test_what_predict_writes_to_a_store_is_tried_before_images_are_looked_for(
     allow({"sets": ("read",), "runs": ("read", "list")})
     outputs = [f"{tmp_path}/found.png", "s3://runs/tables/found.parquet"]
     with pytest.raises(ValueError, match=r"s3://runs/tables/found.parquet: .*s3:PutObject"):
-        print_predictions("nothing", ["nothing"], None, outputs)
+        print_predictions(str(tmp_path), ["nothing"], None, outputs)
     assert not list(tmp_path.iterdir())
     allow({"runs": ALL})
     with pytest.raises(ValueError, match="'nothing': no such file or folder"):
-        print_predictions("nothing", ["nothing"], None, outputs)
+        print_predictions(str(tmp_path), ["nothing"], None, outputs)
     assert not list(locate("s3://runs/tables").list_files())
     allow({"runs": ("read", "write", "list")})  # no right to delete is needed
     with pytest.raises(ValueError, match="'nothing': no such file or folder"):
-        print_predictions("nothing", ["nothing"], None, outputs)
+        print_predictions(str(tmp_path), ["nothing"], None, outputs)
 
 
 def test_a_bucket_that_is_not_there_is_named(allow: Callable[[Rights], None]) -> None:

@@ -28,7 +28,7 @@ from vit_ray.commands.job_list import COMMANDS, Command
 from vit_ray.config import load_recipe
 from vit_ray.config.help import all_keys, count_keys, key_names, keys_below, known_key, sections
 from vit_ray.config.loading import completed, write_yaml
-from vit_ray.config.secrets import RedactingFormatter, redact
+from vit_ray.config.secrets import redact
 from vit_ray.config.shipped_recipes import header_of, recipe_names, recipes_folder
 from vit_ray.own_parts import trust_modules
 
@@ -58,6 +58,13 @@ def _prepare() -> None:
     logging.basicConfig(level=logging.WARNING)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(RedactingFormatter("%(levelname)s %(name)s: %(message)s"))
+
+
+class RedactingFormatter(logging.Formatter):
+    """Log lines, tracebacks too, without secrets."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
 
 
 def run_recipe(command: Command, words: tuple[str, ...], is_dry: bool) -> int | None:

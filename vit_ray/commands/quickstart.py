@@ -37,7 +37,15 @@ def run_quickstart(recipe: Recipe) -> int:
     sweep = sweep.with_changes(init_from=f"{recipe.output}/{recipe.name}")
     connect(recipe)
     is_local = "://" not in recipe.output
-    images = Path(recipe.output if is_local else tempfile.mkdtemp()) / "digits_images"
+    with tempfile.TemporaryDirectory() as temporary:
+        _convert_digits(recipe, Path(recipe.output if is_local else temporary) / "digits_images")
+    code = _train_and_compare(recipe, sweep, scratch)
+    print(f"Total time: {time.monotonic() - start_s:.0f} s")
+    return code
+
+
+def _convert_digits(recipe: Recipe, images: Path) -> None:
+    """Write the pictures, and of each split the data set, unless it is there."""
     for split, destination in (("train", recipe.data.train), ("test", recipe.data.eval)):
         assert destination is not None, "checked before"
         if locate(destination).child(MANIFEST_FILE).exists():
@@ -46,9 +54,6 @@ def run_quickstart(recipe: Recipe) -> int:
         config = ConvertConfig(source=str(images / split), destination=destination)
         converted = convert(config, recipe.seed)
         print(f"{destination}: {converted.num_images} digits in {converted.num_shards} shard(s)")
-    code = _train_and_compare(recipe, sweep, scratch)
-    print(f"Total time: {time.monotonic() - start_s:.0f} s")
-    return code
 
 
 def _train_and_compare(recipe: Recipe, sweep: Recipe, scratch: Recipe) -> int:

@@ -7,7 +7,9 @@ from contextlib import suppress
 
 from vit_ray.addresses import absolute_uri, sqlite_file
 from vit_ray.config import load_recipe
+from vit_ray.config.loading import mlflow_variables
 from vit_ray.config.training_sections import TrackingConfig
+from vit_ray.config.validation import validated
 from vit_ray.mlflow_internals import runs_page
 from vit_ray.tracking.mlflow_api import MlflowClient
 from vit_ray.tracking.mlflow_client import asking, share_view
@@ -40,7 +42,7 @@ def open_pages(store: str | None, port: int) -> int:
 def _address(store: str | None) -> str:
     if store and "://" not in store:
         return load_recipe(store).tracking.uri
-    return store or TrackingConfig().uri
+    return store or validated(TrackingConfig, mlflow_variables(), "vit-ray ui").uri
 
 
 def _newest(client: MlflowClient, address: str, uri: str) -> str:
@@ -59,7 +61,7 @@ def _newest(client: MlflowClient, address: str, uri: str) -> str:
 
 def _free(port: int) -> int:
     """This port, or if it is taken one that the system chooses."""
-    with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-        return port
+    with suppress(OSError), socket.create_server(("127.0.0.1", port)) as server:
+        return int(server.getsockname()[1])
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])

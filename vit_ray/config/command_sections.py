@@ -288,6 +288,10 @@ class StudyTask(Section):
     """Changes to that recipe, such as
     `{data.train: data/pets/train, sweep: null}`."""
 
+    def _check(self) -> None:
+        if self.name == "mean":
+            raise ValueError("name=mean is that of the mean over all tasks; give another name")
+
 
 class StudyConfig(_Axes):
     """A grid over rows, data sizes, lengths and seeds; each cell is pre-trained and evaluated."""

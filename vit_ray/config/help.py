@@ -75,15 +75,14 @@ def _keys(schema: type[BaseModel], prefix: str) -> Iterator[KeyHelp]:
     for name, field in schema.model_fields.items():
         key, section = f"{prefix}{name}", section_type(field.annotation)
         if section is None or is_list(field.annotation):
-            default = (
-                "required"
-                if field.is_required()
-                else yaml_text(field.get_default(call_default_factory=True))
-            )
+            default = "required" if field.is_required() else yaml_text(field.default)
             mark = on_resume(key)
-            meaning = _one_line(field.description)
             yield KeyHelp(
-                key, default, allowed_text(nodes[name], defs), meaning, mark.value if mark else ""
+                key,
+                default,
+                allowed_text(nodes[name], defs),
+                _one_line(field.description),
+                mark.value if mark else "",
             )
         if section is not None:
             yield from _keys(section, f"{key}.")

@@ -44,10 +44,19 @@ def completed(
     tree: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any], where: str
 ) -> Recipe:
     """The recipe of a plain tree, as `load_recipe` does it for that of a file."""
-    recipe = recipe_from_dict(changed(tree, overrides), where)
+    tree = {"tracking": {}} | changed(tree, overrides)
+    if isinstance(tree["tracking"], dict):
+        tree["tracking"] = mlflow_variables() | tree["tracking"]
+    recipe = recipe_from_dict(tree, where)
     trust_named(tree)
     recipe.storage.use()
     return recipe
+
+
+def mlflow_variables() -> dict[str, str]:
+    """Keys of `tracking` from MLflow's own variables, for a recipe that does not set them."""
+    names = {"uri": "MLFLOW_TRACKING_URI", "experiment": "MLFLOW_EXPERIMENT_NAME"}
+    return {key: os.environ[name] for key, name in names.items() if os.environ.get(name)}
 
 
 def changed(tree: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:

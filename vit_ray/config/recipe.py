@@ -65,7 +65,7 @@ class Training(Section):
     checkpoint: Annotated[CheckpointConfig, OnResume.FREE] = CheckpointConfig()
     evaluate: Annotated[EvalConfig, OnResume.CONFIRM] = EvalConfig()
     workers: Annotated[WorkersConfig, OnResume.FREE] = WorkersConfig()
-    tracking: Annotated[TrackingConfig, OnResume.FREE] = Field(default_factory=TrackingConfig)
+    tracking: Annotated[TrackingConfig, OnResume.FREE] = TrackingConfig()
     storage: Annotated[StorageConfig, OnResume.FREE] = StorageConfig()
     paper: Annotated[PaperConfig, OnResume.FREE] = PaperConfig()
 
@@ -152,8 +152,9 @@ class Recipe(Training):
         for key in PLACES:
             *above, last = key.split(".")
             section = tree[above[0]] if above else tree
-            if section is not None:
-                section[last] = _absolute(section[last])
+            place = section and section[last]
+            if place and "://" not in place:
+                section[last] = str(with_home(place).absolute())
         tree["tracking"]["uri"] = absolute_uri(self.tracking.uri)
         return recipe_from_dict(tree, where=f"recipe {self.name!r}")
 
@@ -185,10 +186,6 @@ PLACES: Final = (
     "output", "init_from", "data.train", "data.eval", "data.cache_dir",
     "evaluate.few_shot_train", "evaluate.few_shot_test", "vtab.data",
 )  # fmt: skip
-
-
-def _absolute(place: Any) -> Any:
-    return place if place is None or "://" in place else str(with_home(place).absolute())
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

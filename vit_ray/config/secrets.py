@@ -5,7 +5,6 @@ Nothing that outlives the process may contain it: no recipe in a checkpoint, no 
 error.
 """
 
-import logging
 import re
 from typing import Any, Final
 
@@ -61,10 +60,3 @@ def redacted(tree: Any) -> Any:
     if isinstance(tree, (list, tuple)):
         return [redacted(value) for value in tree]
     return tree
-
-
-class RedactingFormatter(logging.Formatter):
-    """Log lines, tracebacks too, without secrets."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return redact(super().format(record))

@@ -7,7 +7,7 @@ from importlib.metadata import entry_points
 from posixpath import normpath
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from vit_ray.config.section import (
     Below1,
@@ -26,7 +26,7 @@ from vit_ray.config.section import (
     Share,
     UsedIf,
 )
-from vit_ray.config.validation import LOCAL, MODEL_NAME, value_text
+from vit_ray.config.validation import MODEL_NAME, value_text
 from vit_ray.model_aliases import resolved_model
 
 _STORE: Final = re.compile(
@@ -126,17 +126,6 @@ class ModelConfig(Section):
         """Keyword arguments for `build_model`: only those that the recipe sets."""
         return self.model_dump(exclude={"name", "image_size"}, exclude_none=True)
 
-    def whole_patches(self, size: int | tuple[int, int]) -> int | tuple[int, int]:
-        """The part of an image size that whole patches cover; the rest is cut off, as in the
-        paper's code.
-
-        Of 384 pixels ViT-H/14 sees 378: its convolution takes 27 patches and leaves six pixels.
-        """
-        patch = self.patch or 1
-        if isinstance(size, int):
-            return size - size % patch
-        return size[0] - size[0] % patch, size[1] - size[1] % patch
-
 
 class _CropConfig(Section):
     """What crops of training and evaluation have in common."""
@@ -218,11 +207,18 @@ class DataConfig(Section):
     object_store_mib: Annotated[Positive | None, OnResume.FREE] = None
     """Most MiB of the object store for images that wait for training; at the limit reading pauses.
     Unset = Ray Data's default, half of the store."""
-    cache_dir: Annotated[Annotated[str, Field(pattern=LOCAL)] | None, OnResume.FREE] = None
+    cache_dir: Annotated[Place | None, OnResume.FREE] = None
     """Folder on each node's local disk that caches row groups for later epochs; they are compared
     with a checksum at each use. Unset = no cache."""
     cache_free_gib: Annotated[NotNegativeFloat, OnResume.FREE] = 10.0
     """GiB that the cache leaves free on its disk; nothing that it holds is ever deleted."""
+
+    def _check(self) -> None:
+        if "://" in (self.cache_dir or ""):
+            raise ValueError(
+                f"cache_dir={self.cache_dir!r} is not a local folder; give a path on each node's "
+                "disk, such as /local_ssd/vit_ray"
+            )
 
 
 class OptimConfig(Section):
@@ -489,6 +485,10 @@ class WorkersConfig(Section):
             raise ValueError(f"num_workers={self.num_workers} has its minimum above its maximum")
 
 
+_CHOSEN: Final[dict[str, str]] = {}
+"""Values of FSSPEC_S3 that recipes of this process have chosen, and what each was before."""
+
+
 class StorageConfig(Section):
     """Access to `s3://`; credentials, region and endpoint are those of the AWS command line."""
 
@@ -498,29 +498,54 @@ class StorageConfig(Section):
     """Pay for what is read from buckets whose owner does not."""
 
     def variables(self) -> dict[str, str]:
-        """fsspec's own variable, if something is chosen here or was chosen before."""
-        given = json.loads(os.environ.get("FSSPEC_S3", "{}"))
+        """fsspec's own variable, if something is chosen, here or by an earlier recipe."""
+        given = os.environ.get("FSSPEC_S3", "{}")
+        plain = _CHOSEN.get(given, given)
         wanted = {"anon": self.anonymous, "requester_pays": self.requester_pays}
-        chosen = {key: value for key, value in wanted.items() if value or key in given}
-        return {"FSSPEC_S3": json.dumps(given | chosen)} if chosen else {}
+        chosen = {key: True for key, is_wanted in wanted.items() if is_wanted}
+        text = json.dumps({**json.loads(plain), **chosen}) if chosen else plain
+        _CHOSEN[text] = plain
+        return {"FSSPEC_S3": text} if chosen or text != given else {}
 
     def use(self) -> None:
         """Use it in this process and those it starts."""
         os.environ.update(self.variables())
 
 
-def _unless_in(variable: str, default: str) -> Any:
-    """A field with this default, unless MLflow's own variable has a value."""
-    return Field(default_factory=lambda: os.environ.get(variable) or default, validate_default=True)
+def _are_tags(tags: dict[str, str]) -> dict[str, str]:
+    for name in tags:
+        is_ours = name.startswith(("mlflow.", "vit_ray."))
+        if is_ours or not _TAG_NAME.fullmatch(name) or normpath(name) != name:
+            raise ValueError(
+                f"{name[:40]!r} is reserved (mlflow.*, vit_ray.*), or MLflow does not accept it; "
+                "give a name of at most 250 letters, digits, _ - . : / and blanks, which is not a "
+                "path like a/../b"
+            )
+    return tags
+
+
+def _is_a_store(uri: str) -> str:
+    # MLflow 3 opens no folder of files, and needs several time-outs to report what it cannot open.
+    # The address is not repeated: it may hold a password.
+    scheme = uri.partition(":")[0].partition("+")[0]
+    plugins = {one.name for one in entry_points(group="mlflow.tracking_store")} - {"file", ""}
+    if _STORE.fullmatch(uri) or scheme in plugins:
+        return uri
+    raise ValueError(
+        f"{scheme + '://' if '://' in uri else 'a path'} is not the address of a store of "
+        "MLflow's; give sqlite:///FILE, such as sqlite:///mlflow.db in the current folder, "
+        "http://HOST:PORT of a server, or postgresql://, mysql://, mssql://HOST/DATABASE (here, or "
+        "in MLFLOW_TRACKING_URI). MLflow 3 does not open a folder of files, such as mlruns"
+    )
 
 
 class TrackingConfig(Section):
     """MLflow."""
 
-    uri: str = _unless_in("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
+    uri: Annotated[str, AfterValidator(_is_a_store)] = "sqlite:///mlflow.db"
     """Tracking server or SQLite file; relative paths are in the current folder. Unset =
     MLFLOW_TRACKING_URI of the environment, if it is set."""
-    experiment: str = _unless_in("MLFLOW_EXPERIMENT_NAME", "vit_ray")
+    experiment: str = "vit_ray"
     """MLflow experiment; unset = MLFLOW_EXPERIMENT_NAME, if it is set."""
     system_metrics: bool = True
     """Record CPU, memory, GPU and network of every node."""
@@ -531,50 +556,5 @@ class TrackingConfig(Section):
     """Registered model that gets a new version; trials of a sweep are not registered."""
     description: str | None = None
     """Markdown at the top of the run's description in MLflow."""
-    tags: dict[str, str] = {}
+    tags: Annotated[dict[str, str], AfterValidator(_are_tags)] = {}
     """Tags of the run in MLflow, such as {team: vision}."""
-
-    def _check(self) -> None:
-        for name in self.tags:
-            is_ours = name.startswith(("mlflow.", "vit_ray."))
-            if is_ours or not _TAG_NAME.fullmatch(name) or normpath(name) != name:
-                raise ValueError(
-                    f"tags: {name[:40]!r} is reserved (mlflow.*, vit_ray.*), or MLflow does not "
-                    "accept it; give a name of at most 250 letters, digits, _ - . : / and blanks, "
-                    "which is not a path like a/../b"
-                )
-        # MLflow 3 opens no folder of files, and needs several time-outs to report what it cannot
-        # open. The address is not repeated: it may hold a password.
-        scheme = self.uri.partition(":")[0].partition("+")[0]
-        plugins = {one.name for one in entry_points(group="mlflow.tracking_store")} - {"file", ""}
-        if not (_STORE.fullmatch(self.uri) or scheme in plugins):
-            raise ValueError(
-                f"uri: {scheme + '://' if '://' in self.uri else 'a path'} is not the address of a "
-                "store of MLflow's; give sqlite:///FILE, such as sqlite:///mlflow.db in the "
-                "current folder, http://HOST:PORT of a server, or postgresql://, mysql://, "
-                "mssql://HOST/DATABASE (here, or in MLFLOW_TRACKING_URI). MLflow 3 does not open "
-                "a folder of files, such as mlruns"
-            )
-
-
-def accumulation_steps(global_batch_size: int, micro_batch_size: int, num_workers: int) -> int:
-    """Passes per optimizer step: global batch / (micro-batch x workers).
-
-    Raises:
-        ValueError: it does not divide; the message gives the nearest batch that does.
-    """
-    per_pass = micro_batch_size * num_workers
-    if global_batch_size % per_pass == 0:
-        return global_batch_size // per_pass
-    raise ValueError(
-        f"train.global_batch_size={global_batch_size} does not divide among {num_workers} workers "
-        "(workers.num_workers)"
-        + (
-            f" in passes of {micro_batch_size} (of train.micro_batch_size or train.mixup)"
-            if micro_batch_size > 1
-            else ""
-        )
-        + f": {global_batch_size} = {global_batch_size // per_pass} x {per_pass} + "
-        f"{global_batch_size % per_pass}; the nearest valid train.global_batch_size is "
-        f"{max(1, round(global_batch_size / per_pass)) * per_pass}"
-    )

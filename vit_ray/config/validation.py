@@ -18,7 +18,6 @@ NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._+-]*$"
 """Names of runs, which are those of folders."""
 PLACE: Final = r"\S"
 """Paths: an empty text would mean the current folder."""
-LOCAL: Final = r"^[^:]*[^:\s][^:]*$"
 PATH_PATTERN: Final = r"^[^{}]*\{\}[^{}]*$"
 REPOSITORY: Final = r"^hf://[\w-][\w.-]*/[\w-][\w.-]*$"
 MODEL_NAME: Final = r"^[^/:'\"]+$"
@@ -27,7 +26,6 @@ _ALLOWED: Final = {
     PATH_PATTERN: "a path with {} once",
     REPOSITORY: "hf://OWNER/NAME",
     MODEL_NAME: "text without slashes, colons and quotes",
-    LOCAL: "a local folder, such as /local_ssd/vit_ray",
     PLACE: "a folder, a file or an s3:// address",
     DOTTED: "MODULE.NAME of your own",
     NAME: "letters from A to Z, digits, and `.`, `_`, `+` or `-` after the first, without spaces",

@@ -15,6 +15,8 @@ from typing import Any, Final
 from vit_ray.config import Recipe, load_recipe, require
 from vit_ray.config.command_sections import StudyConfig, StudyModel, StudyTask
 from vit_ray.config.resume_compatibility import TAGGED, unused_keys
+from vit_ray.config.section import ImageSize
+from vit_ray.config.training_sections import ModelConfig
 from vit_ray.config.validation import errors_of
 from vit_ray.experiments.search_space import short_name, with_point
 from vit_ray.experiments.sweep import check_in_turn
@@ -232,7 +234,7 @@ def task_recipe(cell: Cell, task: StudyTask) -> Recipe:
         "tracking": own.tracking.model_dump(mode="json"),
         "storage": own.storage.model_dump(mode="json"),
         "workers": own.workers.model_dump(mode="json"),
-        "model": model | {"image_size": own.model.whole_patches(base.model.image_size)},
+        "model": model | {"image_size": _whole_patches(own.model, base.model.image_size)},
         "study": None,
     }
     recipe = with_point(base, point, where, **changes)
@@ -259,3 +261,15 @@ def key_of_the_cell(point: Mapping[str, Any]) -> str | None:
     of_model = [f"model.{key}" for key in _SIZES]
     taken = (k for k, _ in leaves(point) if k.partition(".")[0] in _OF_THE_CELL or k in of_model)
     return next(taken, None)
+
+
+def _whole_patches(model: ModelConfig, size: ImageSize) -> ImageSize:
+    """The part of an image size that whole patches cover; the rest is cut off, as in the paper's
+    code.
+
+    Of 384 pixels ViT-H/14 sees 378: its convolution takes 27 patches and leaves six pixels.
+    """
+    patch = model.patch or 1
+    if isinstance(size, int):
+        return size - size % patch
+    return size[0] - size[0] % patch, size[1] - size[1] % patch

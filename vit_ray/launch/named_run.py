@@ -16,12 +16,12 @@ from vit_ray.branch_origin import NOTE, step_of
 from vit_ray.checkpoints.checkpoint import Checkpoint
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpoint
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.config.loading import changed
+from vit_ray.config.loading import changed, mlflow_variables
 from vit_ray.config.recipe import PLACES, recipe_from_dict
 from vit_ray.config.recorded_recipe import RUN_FOLDER
 from vit_ray.config.resume_compatibility import EVALUATED_SETS, incompatible_changes
 from vit_ray.config.training_sections import TrackingConfig
-from vit_ray.config.validation import NAME
+from vit_ray.config.validation import NAME, validated
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.storage import Location, locate
 from vit_ray.tracking.request_limits import limited_requests
@@ -170,7 +170,7 @@ def named_folder(source: str, overrides: Sequence[str]) -> tuple[str, Location]:
     from vit_ray.tracking.mlflow_client import open_client  # MLflow: seconds
 
     uri = changed({}, overrides).get("tracking", {}).get("uri")
-    uri = uri or TrackingConfig().uri
+    uri = uri or validated(TrackingConfig, mlflow_variables(), source).uri
     require_store(uri)
     try:
         with limited_requests():

@@ -7,7 +7,6 @@ with the same global batches and more accumulation. Torch is not needed.
 from typing import Final
 
 from vit_ray.config import Recipe
-from vit_ray.config.training_sections import accumulation_steps
 
 CPU_LIMIT: Final = 64
 """Images per pass on a CPU; larger passes are no faster there and only take memory."""
@@ -46,3 +45,22 @@ def pass_sizes(recipe: Recipe, world_size: int) -> list[int]:
     share, least = recipe.train.global_batch_size // world_size, recipe.train.least_pass
     accumulation_steps(recipe.train.global_batch_size, least, world_size)
     return [size for size in range(least, share + 1, least) if share % size == 0]
+
+
+def accumulation_steps(global_batch_size: int, micro_batch_size: int, num_workers: int) -> int:
+    """Passes per optimizer step: global batch / (micro-batch x workers).
+
+    Raises:
+        ValueError: it does not divide; the message gives the nearest batch that does.
+    """
+    per_pass = micro_batch_size * num_workers
+    if global_batch_size % per_pass == 0:
+        return global_batch_size // per_pass
+    passes = f" in passes of {micro_batch_size} (train.micro_batch_size, or pairs of train.mixup)"
+    raise ValueError(
+        f"train.global_batch_size={global_batch_size} does not divide among {num_workers} workers "
+        f"(workers.num_workers){passes if micro_batch_size > 1 else ''}: {global_batch_size} = "
+        f"{global_batch_size // per_pass} x {per_pass} + {global_batch_size % per_pass}; the "
+        "nearest valid train.global_batch_size is "
+        f"{max(1, round(global_batch_size / per_pass)) * per_pass}"
+    )

@@ -8,12 +8,11 @@ from vit_ray.commands.plans.plan import (
     planned_cluster,
 )
 from vit_ray.config import Recipe
-from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.experiments.search_space import point_text, points_of, sweep_of, trial_recipe
 from vit_ray.launch.cluster.cluster_checks import check_batch
 from vit_ray.training.largest_batch import largest_micro_batch
 from vit_ray.training.memory_estimate import estimate_memory
-from vit_ray.training.micro_batch import micro_batch_size
+from vit_ray.training.micro_batch import accumulation_steps, micro_batch_size
 
 
 def describe_training(recipe: Recipe) -> str:

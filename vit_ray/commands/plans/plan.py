@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from vit_ray.addresses import PLACEHOLDER, is_placeholder
 from vit_ray.config import Recipe
-from vit_ray.config.training_sections import accumulation_steps
 from vit_ray.data.partition import divisors
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.model_checks import averaging_warning, check_model
@@ -23,6 +22,7 @@ from vit_ray.training.memory_estimate import (
     run_exaflops,
     step_macs,
 )
+from vit_ray.training.micro_batch import accumulation_steps
 
 STAGES = (0, 1, 2, 3)
 
@@ -138,6 +138,9 @@ def describe_work(recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster)
     epochs = facts.total_steps * batch / facts.num_images
     parameters = count_parameters(recipe, facts.num_classes)
     hours = cluster.pace.device_hours(facts.exaflops)
+    time = f"{hours:,.4g} {recipe.plan.device}-hours"
+    if hours < 0.1:
+        time = f"{60 * hours:.2g} {recipe.plan.device}-minutes"
     warning = averaging_warning(recipe.train, facts.total_steps)
     return [
         f"images                  {facts.num_images:,} of {facts.num_classes:,} classes "
@@ -146,7 +149,7 @@ def describe_work(recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster)
         f"model                   {recipe.model.name}: {parameters / 1e6:.1f} M parameters, "
         f"{facts.forward_macs / 1e9:.4g} GMAC per image",
         f"training                {facts.exaflops:,.4g} exaFLOPs, "
-        f"{hours:,.4g} {recipe.plan.device}-hours at {recipe.plan.mfu * 100:g} % MFU",
+        f"{time} at {recipe.plan.mfu * 100:g} % MFU",
         f"cluster                 {cluster.num_gpus} x {recipe.plan.device}, "
         f"{cluster.device.memory_gib:.4g} GiB each",
         *([f"warning                 {warning}"] if warning else []),

@@ -72,6 +72,7 @@ def fork_run(source: str, words: Sequence[str], is_dry: bool) -> int:
     if is_dry:
         return 0
     with lock_run(folder):
+        _refuse_taken(recipe, origin, step)  # again: another fork may have ended just now
         target = folder.child(folder_name(step))
         if not is_committed(target):
             folder.child(NOTE).write(origin.encode())  # first: it says whose the other files are
@@ -88,15 +89,22 @@ def _refuse_taken(recipe: Recipe, origin: str, step: int) -> None:
         ValueError: the run folder has something else than a beginning of this same fork.
     """
     folder = locate(recipe.run_folder)
-    note, copy = folder.child(NOTE), folder.child(folder_name(step))
-    names = [one.base_name for one in folder.list_files(recursive=False)]
-    steps = {number for number, _ in list_checkpoints(folder)}
-    is_empty = not steps and all(is_lock_file(name) or name.startswith(NOTE) for name in names)
-    is_begun = note.exists() and note.read().decode() == origin and steps <= {step}
-    if is_begun and is_committed(copy):  # of the same changes too
-        is_begun = read_checkpoint(copy).position.recipe == recipe.recorded()
-    if not (is_empty or is_begun):
+    copy = folder.child(folder_name(step))
+    is_free = _is_free(folder, origin, step)
+    if is_free and is_committed(copy):  # of the same changes too
+        is_free = read_checkpoint(copy).position.recipe == recipe.recorded()
+    if not is_free:
         raise ValueError(f"name={recipe.name}: {folder.uri} exists already; give another name")
+
+
+def _is_free(folder: Location, origin: str, step: int) -> bool:
+    """Whether the folder is empty, or holds the beginning of a fork of this checkpoint."""
+    files = [one.base_name for one in folder.list_files(recursive=False)]
+    steps = {number for number, _ in list_checkpoints(folder)}
+    if not steps and all(is_lock_file(name) or name.startswith(NOTE) for name in files):
+        return True
+    note = folder.child(NOTE)
+    return note.exists() and note.read().decode() == origin and steps <= {step}
 
 
 def _parent(source: str, step: int, changes: Sequence[str]) -> tuple[Location, Position]:
@@ -124,10 +132,13 @@ def _checked_changes(resolved: ResolvedRun, position: Position) -> list[Change]:
     now = {DATA_SET: resolved.manifest.fingerprint, **resolved.recipe.flat()}
     found = incompatible_changes(then, now)
     if fixed := [change for change in found if on_resume(change.key) is OnResume.FIXED]:
+        path = resolved.manifest.path
+        is_other = any(change.key == DATA_SET for change in fixed)
+        own_set = f"give the checkpoint's own set instead of data.train={path}, or "
         raise ValueError(
             f"{'; '.join(map(str, fixed))}: a fork keeps what the checkpoint's tensors and its "
-            f"place in the data depend on (data.train={resolved.manifest.path}); restore the "
-            "earlier value, or start a new run with init_from, which loads the weights that fit"
+            f"place in the data depend on; {own_set if is_other else ''}start a new run with "
+            "init_from, which loads the weights that fit"
         )
     if resolved.total_steps <= position.step:
         raise ValueError(

@@ -268,8 +268,11 @@ def test_weights_are_found_in_a_run_or_in_a_checkpoint(run):
     flip(run.child("mine"), COMMIT)
     with pytest.raises(DamagedCheckpointError, match=r"mine/commit\.json was changed"):
         find_weights(f"{run.path}/mine")
-    with pytest.raises(ValueError, match="holds no whole checkpoint"):
+    with pytest.raises(ValueError, match=r"nothing' is not there"):
         find_weights(f"{run.path}/nothing")
+    Path(run.path, "empty").mkdir()
+    with pytest.raises(ValueError, match=r"empty' holds no whole checkpoint"):
+        find_weights(f"{run.path}/empty")
 
 
 def write_best(run: Location, *, of: int) -> None:

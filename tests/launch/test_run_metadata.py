@@ -93,7 +93,7 @@ def test_a_users_description_comes_first_and_his_tags_replace_none_of_ours():
     assert tags["mlflow.note.content"].startswith("Baseline of *May*\n\nViT on ")
     assert tags["data.eval"] == "a/test"
     assert "team" not in tags  # it is sent apart: MLflow may refuse it
-    with pytest.raises(ValueError, match=r"tracking: tags: 'vit_ray\.kind' is reserved"):
+    with pytest.raises(ValueError, match=r"tracking\.tags: 'vit_ray\.kind' is reserved"):
         recipe.with_changes(tracking={"tags": {"vit_ray.kind": "mine"}})
 
 

@@ -8,17 +8,17 @@ from vit_ray.branch_origin import origin_of, own_share, step_of
 
 
 @pytest.mark.parametrize("name", ["study-a-data1-steps400", "a at step 7", "b at step 9 at step 1"])
-def test_a_branch_counts_what_follows_the_step_at_which_it_began(name: str) -> None:
+def test_a_branch_counts_what_follows_the_step_at_which_it_began(name):
     # 100 steps of 32 images, of which the last 20 are the branch's.
     assert own_share(origin_of(name, 80), 32, 3200) == pytest.approx(0.2)
 
 
-def test_the_step_is_the_last_of_the_text() -> None:
+def test_the_step_is_the_last_of_the_text():
     assert step_of(origin_of("b at step 9", 80)) == 80
     assert [step_of(text) for text in ("", "a", "a at step 7 or so")] == [None, None, None]
 
 
-def test_a_training_from_its_own_start_counts_whole() -> None:
+def test_a_training_from_its_own_start_counts_whole():
     assert own_share("", 32, 3200) == 1.0
     assert own_share("", None, None) == 1.0
 
@@ -27,11 +27,9 @@ def test_a_training_from_its_own_start_counts_whole() -> None:
     ("origin", "batch", "images"),
     [("long at step 80", None, 3200), ("long at step 80", 32, None), ("long", 32, 3200)],
 )
-def test_of_a_branch_that_is_not_known_well_nothing_is_counted_twice(
-    origin: str, batch: float | None, images: float | None
-) -> None:
+def test_of_a_branch_that_is_not_known_well_nothing_is_counted_twice(origin, batch, images):
     assert own_share(origin, batch, images) == 0.0
 
 
-def test_a_branch_that_was_cut_short_before_its_own_first_step_has_no_part() -> None:
+def test_a_branch_that_was_cut_short_before_its_own_first_step_has_no_part():
     assert own_share("long at step 80", 32, 1600) == 0.0

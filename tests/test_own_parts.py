@@ -163,7 +163,7 @@ def test_modules_of_the_users_recipe_are_trusted_here_and_where_it_is_sent(monke
         monkeypatch.setattr(own_parts, "_TRUSTED", set())
 
 
-def test_a_step_of_an_own_model_is_counted_as_of_the_same_model_of_ours() -> None:
+def test_a_step_of_an_own_model_is_counted_as_of_the_same_model_of_ours():
     ours = {"name": "ViT", **SIZE, **SIDES, "depth": 2}
     recipes = (recipe_with(model={**ours, "name": n}) for n in ("ViT", WRAPPED))
     expected, found = (step_macs(recipe, 5) for recipe in recipes)

@@ -51,9 +51,7 @@ def begin(recipe: Recipe, run_id: str | None = None, **changes: Any) -> str:
     return write_run(Path(recipe.run_folder), small_model("ViT"), facts=facts)
 
 
-def test_table_and_pictures_of_a_recipe_before_its_run(
-    file: str, recipe: Recipe, tmp_path: Path
-) -> None:
+def test_table_and_pictures_of_a_recipe_before_its_run(file, recipe, tmp_path):
     out = tmp_path / "out"
     code, text = said(file, "step=2", "--out", str(out))
     assert code == 0, text
@@ -74,15 +72,13 @@ def test_table_and_pictures_of_a_recipe_before_its_run(
         (["step=1", "sed=4"], "unknown key sed; did you mean seed?"),
     ],
 )
-def test_what_cannot_be_is_refused(file: str, words: list[str], told: str) -> None:
+def test_what_cannot_be_is_refused(file, words, told):
     code, text = said(file, *words)
     assert (code, told in text) == (2, True), text
     assert len(text.strip().splitlines()[-1]) < 500
 
 
-def test_another_recipe_or_data_set_than_the_runs_is_refused(
-    file: str, recipe: Recipe, sets: Path
-) -> None:
+def test_another_recipe_or_data_set_than_the_runs_is_refused(file, recipe, sets):
     folder = begin(recipe, seed=5)
     code, text = said(file, "step=1")
     assert (code, "seed was 5 and is 0" in text) == (2, True), text
@@ -93,7 +89,7 @@ def test_another_recipe_or_data_set_than_the_runs_is_refused(
     assert (code, "is not the data set of the run 'seen'" in text) == (2, True), text
 
 
-def test_a_step_before_a_fork_is_its_parents(recipe: Recipe) -> None:
+def test_a_step_before_a_fork_is_its_parents(recipe):
     folder = begin(recipe)
     (Path(folder) / "branched_from.txt").write_text("parent at step 5")
     code, text = said(folder, "step=4")

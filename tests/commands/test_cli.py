@@ -26,9 +26,7 @@ ROOT = Path(__file__).parents[2]
 HEAVY = {"torch", "ray", "mlflow", "pyarrow", "numpy", "deepspeed", "scipy", "cv2", "pandas"}
 
 
-def test_a_module_is_trusted_by_an_option(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_module_is_trusted_by_an_option(monkeypatch, capsys):
     monkeypatch.setattr(own_parts, "_TRUSTED", set())
     with pytest.raises(SystemExit) as ended:
         cli.vit_ray.main(["export", "--module", "tests.parts", "digits", "--dry-run"])
@@ -61,13 +59,7 @@ def recipe(tmp_path: Path) -> str:
         (OSError("s3://bucket cannot be reached"), 1),
     ],
 )
-def test_what_a_person_can_mend_is_told_in_one_line(
-    error: Exception,
-    code: int,
-    recipe: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_a_person_can_mend_is_told_in_one_line(error, code, recipe, monkeypatch, capsys):
     raised.append(error)
     monkeypatch.delenv("VIT_RAY_LOGS", raising=False)
     assert cli._ended(lambda: cli.run_recipe(command_with("failing"), (recipe,), False)) == code
@@ -79,7 +71,7 @@ def test_what_a_person_can_mend_is_told_in_one_line(
     assert told.endswith(f"{type(error).__name__}: {error}\n\n")
 
 
-def test_a_dry_run_without_a_plan_shows_the_recipe_without_secrets() -> None:
+def test_a_dry_run_without_a_plan_shows_the_recipe_without_secrets():
     words = ("verify", "digits", "--dry-run", "verify.path=https://me:secret-pw@host/x")
     done = run_cli(*words)
     assert done.exit_code == 0, done.output
@@ -87,7 +79,7 @@ def test_a_dry_run_without_a_plan_shows_the_recipe_without_secrets() -> None:
     assert "convert" not in yaml.safe_load(done.stdout)
 
 
-def test_overrides_stand_anywhere() -> None:
+def test_overrides_stand_anywhere():
     done = run_cli("export", "--dry-run", "optim.learning_rate=0.5", "seed=3", "digits")
     assert done.exit_code == 0, done.output
     told = yaml.safe_load(done.stdout)
@@ -131,7 +123,7 @@ for words in json.loads(sys.argv[1]):
 """
 
 
-def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+def test_a_reader_that_has_seen_enough_is_no_error():
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
@@ -143,7 +135,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (1, b"")
 
 
-def test_help_and_refusals_import_nothing_heavy(tmp_path: Path) -> None:
+def test_help_and_refusals_import_nothing_heavy(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", RUN_EACH, json.dumps(LIGHT)],
         cwd=tmp_path, capture_output=True, text=True, timeout=300,
@@ -158,7 +150,7 @@ def test_help_and_refusals_import_nothing_heavy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=lambda c: c.name)
-def test_every_command_is_where_the_table_says(command: Command) -> None:
+def test_every_command_is_where_the_table_says(command):
     for reference in filter(None, (command.main, command.plan)):
         function = pkgutil.resolve_name(reference)
         parameters = inspect.signature(function).parameters.values()
@@ -167,7 +159,7 @@ def test_every_command_is_where_the_table_says(command: Command) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=lambda c: c.name)
-def test_the_example_of_every_command_loads_and_its_keys_exist(command: Command) -> None:
+def test_the_example_of_every_command_loads_and_its_keys_exist(command):
     words = tuple(word for word in command.example.split() if word != "--dry-run")
     load_recipe(*cli.split_words(words))
     for prefix in (*command.reads, *command.needs, *command.opens):
@@ -178,7 +170,7 @@ def test_the_example_of_every_command_loads_and_its_keys_exist(command: Command)
     assert "`vit-ray keys NAME`" in run_cli(command.name, "digits", "--help", "nosuch").stdout
 
 
-def test_the_commands_are_those_of_the_design_and_submitted_ones_have_a_job() -> None:
+def test_the_commands_are_those_of_the_design_and_submitted_ones_have_a_job():
     names = (
         "init recipes keys convert verify subset deduplicate pretrain finetune evaluate sweep "
         "scaling_study vtab predict export inspect_model batch fork replay report plan doctor ui "
@@ -194,7 +186,7 @@ def test_the_commands_are_those_of_the_design_and_submitted_ones_have_a_job() ->
         assert len(text.splitlines()) == 6
 
 
-def test_keys_are_shown_by_section_and_counted() -> None:
+def test_keys_are_shown_by_section_and_counted():
     shown = run_cli("keys", "optim").stdout
     assert "\noptim: Optimizer" in shown
     assert "  optim.clip_norm=1.0  (number >= 0) [on resume: resume=changed]\n" in shown
@@ -205,15 +197,13 @@ def test_keys_are_shown_by_section_and_counted() -> None:
     assert int(run_cli("keys", "optim", "--count").stdout) == shown.count("\n  optim.")
 
 
-def test_a_default_is_the_same_in_every_environment_and_no_secret(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_default_is_the_same_in_every_environment_and_no_secret(monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2@mlflow:5000")
     all_keys.cache_clear()
     assert "  tracking.uri=sqlite:///mlflow.db  (" in run_cli("keys", "tracking").stdout
 
 
-def test_text_is_shown_in_a_locale_without_its_letters(tmp_path: Path) -> None:
+def test_text_is_shown_in_a_locale_without_its_letters(tmp_path):
     (tmp_path / "caf\xe9.yaml").write_text("base: digits\nname: mine\n", encoding="utf-8")
     for words in (["export", "caf\xe9.yaml", "data.train=caf\xe9", "--dry-run"], ["recipes"]):
         done = subprocess.run(
@@ -223,7 +213,7 @@ def test_text_is_shown_in_a_locale_without_its_letters(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
-def test_defaults_are_those_that_a_recipe_gets() -> None:
+def test_defaults_are_those_that_a_recipe_gets():
     told = {key.name: key.default for key in all_keys()}
     values = Recipe(name="x").model_dump(mode="json")
     for name in key_names():
@@ -238,12 +228,12 @@ def test_defaults_are_those_that_a_recipe_gets() -> None:
     assert told["data.augment.kind"] == "inception_crop"
 
 
-def test_every_key_and_section_has_a_meaning() -> None:
+def test_every_key_and_section_has_a_meaning():
     assert not [key.name for key in all_keys() if len(key.meaning) < 8]
     assert not [name for name, meaning in sections().items() if len(meaning) < 6]
 
 
-def test_every_shipped_recipe_is_listed_with_cost_and_result() -> None:
+def test_every_shipped_recipe_is_listed_with_cost_and_result():
     shown = run_cli("recipes").stdout
     for name in recipe_names():
         header = header_of(recipes_folder() / f"{name}.yaml")

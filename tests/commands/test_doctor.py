@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tests.conftest import Digits
 from tests.recipes import recipe_with
 from vit_ray.commands import doctor
 from vit_ray.commands.cli import vit_ray
@@ -35,9 +34,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
-def test_a_machine_that_has_everything_is_told_so_and_left_as_it_was(
-    digits: Digits, tmp_path: Path, machine: None
-) -> None:
+def test_a_machine_that_has_everything_is_told_so_and_left_as_it_was(digits, tmp_path, machine):
     (tmp_path / "empty").mkdir()
     data = {"train": digits.train, "eval": digits.test}
     found = findings(recipe_of(tmp_path / "empty", data=data))
@@ -47,7 +44,7 @@ def test_a_machine_that_has_everything_is_told_so_and_left_as_it_was(
     assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
 
 
-def test_every_fault_is_told_and_the_exit_code_says_so(tmp_path: Path, machine: None) -> None:
+def test_every_fault_is_told_and_the_exit_code_says_so(tmp_path, machine):
     (tmp_path / "m.db").write_text("no database, and longer than the header of one, which is short")
     words = f"doctor digits output=/sys/x tracking.uri=sqlite:///{tmp_path}/m.db"
     words += f" data.train={tmp_path}"
@@ -60,9 +57,7 @@ def test_every_fault_is_told_and_the_exit_code_says_so(tmp_path: Path, machine: 
     assert "/sys/" in bad["output"]
 
 
-def test_limits_that_are_too_low_are_faults(
-    tmp_path: Path, machine: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_limits_that_are_too_low_are_faults(tmp_path, machine, monkeypatch):
     monkeypatch.setattr(doctor, "LEAST_SHARED_GIB", 1e9)
     monkeypatch.setattr(doctor, "LEAST_FILES", 2**62)
     found = findings(recipe_of(tmp_path))
@@ -75,7 +70,7 @@ def test_limits_that_are_too_low_are_faults(
     assert findings(recipe_of(tmp_path))["open files"] == (True, "any number at a time")
 
 
-def test_no_recipe_is_needed_and_mlflows_variables_count(tmp_path: Path, machine: None) -> None:
+def test_no_recipe_is_needed_and_mlflows_variables_count(tmp_path, machine):
     store = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/m.db"}
     done = CliRunner().invoke(vit_ray, ["doctor", f"output={tmp_path}/runs"], env=store)
     assert done.exit_code == 0, done.output
@@ -84,7 +79,7 @@ def test_no_recipe_is_needed_and_mlflows_variables_count(tmp_path: Path, machine
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_deleted_experiment_is_a_fault(tmp_path: Path, machine: None) -> None:
+def test_a_deleted_experiment_is_a_fault(tmp_path, machine):
     recipe = recipe_of(tmp_path)
     client = open_client(recipe.tracking.uri)
     client.delete_experiment(client.create_experiment(recipe.tracking.experiment))
@@ -93,9 +88,7 @@ def test_a_deleted_experiment_is_a_fault(tmp_path: Path, machine: None) -> None:
     assert "has been deleted in MLflow; restore it with" in found[1]
 
 
-def test_a_cluster_that_refuses_this_machines_token_is_a_fault(
-    tmp_path: Path, machine: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cluster_that_refuses_this_machines_token_is_a_fault(tmp_path, machine, monkeypatch):
     """A port that answers is not enough: the command itself would be refused."""
     monkeypatch.setattr(connection, "token_problem", lambda *_: "token is missing")
     with socket.create_server(("127.0.0.1", 0)) as head:

@@ -30,7 +30,7 @@ def small(**changes: Any) -> Recipe:
     return recipe_from_dict({**tree, **changes}, "test")
 
 
-def test_a_short_training_is_counted_in_minutes_and_the_device_is_named() -> None:
+def test_a_short_training_is_counted_in_minutes_and_the_device_is_named():
     lines = describe_training(small()).splitlines()
     (cost,) = (line for line in lines if line.startswith("training "))
     exaflops, minutes = re.search(r"(\S+) exaFLOPs, (\S+) H200-minutes at 40 % MFU", cost).groups()  # type: ignore[union-attr]
@@ -39,7 +39,7 @@ def test_a_short_training_is_counted_in_minutes_and_the_device_is_named() -> Non
     assert lines[-1].startswith("planned for             H200 (plan.device); on another device or")
 
 
-def test_the_memory_that_it_prints_is_the_estimates() -> None:
+def test_the_memory_that_it_prints_is_the_estimates():
     recipe = small()
     text = describe_training(recipe)
     assert "100 of 64 images: 10.00 epochs" in text
@@ -49,14 +49,14 @@ def test_the_memory_that_it_prints_is_the_estimates() -> None:
     assert re.search(rf"activations +{memory.activations:.2f} GiB", text)
 
 
-def test_a_model_too_large_for_the_device_is_said_to_be() -> None:
+def test_a_model_too_large_for_the_device_is_said_to_be():
     large = [*BILLION, "train.averaging=0.9999", "workers.num_workers=1", "plan.device=T4"]
     recipe = load_recipe(RECIPES / "paper" / "vit_b32_jft.yaml", large)
     assert "does not fit a T4" in describe_training(recipe)
 
 
 @pytest.mark.slow
-def test_a_sweep_is_described_by_its_rates_and_one_trial() -> None:
+def test_a_sweep_is_described_by_its_rates_and_one_trial():
     text = describe_sweep(load_recipe(RECIPES / "finetune" / "pets.yaml"))
     assert "4 trials (learning rates 0.001, 0.003, 0.01, 0.03), then 3 runs" in text
     assert "500 of 512 images" in text

@@ -71,7 +71,7 @@ def pictures(count: int) -> Iterator[tuple[Image.Image, Image.Image]]:
         Augmentation("resize", (48, 64), flip=False),
     ],
 )
-def test_the_image_processor_gives_the_pixels_of_our_evaluation(crop: Augmentation) -> None:
+def test_the_image_processor_gives_the_pixels_of_our_evaluation(crop):
     settings = json.loads(json.dumps(image_processor(crop)))
     processor = PROCESSORS[settings.pop("image_processor_type")](**settings)
 
@@ -134,9 +134,7 @@ def export_to(folder: Path, run: Path, **settings: Any) -> Path:
 
 
 @pytest.mark.parametrize("name", ["export", "plan"])
-def test_what_a_command_uses_of_a_recipe_is_what_it_says_it_reads(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_command_uses_of_a_recipe_is_what_it_says_it_reads(name, tmp_path, monkeypatch):
     _, run = trained_run(tmp_path)
     data = {"train": f"{tmp_path}/data/train"}
     path = {"path": str(tmp_path / "given")}
@@ -170,7 +168,7 @@ def test_what_a_command_uses_of_a_recipe_is_what_it_says_it_reads(
 
 
 @pytest.mark.parametrize("layout", ["jax", "timm", "huggingface", "vit_ray"])
-def test_a_folder_has_weights_class_names_processor_and_card(layout: str, tmp_path: Path) -> None:
+def test_a_folder_has_weights_class_names_processor_and_card(layout, tmp_path):
     model, run = trained_run(tmp_path)
     path = export_to(tmp_path, run, layout=layout)
     weights = path / ("model.npz" if layout == "jax" else "model.safetensors")
@@ -186,7 +184,7 @@ def test_a_folder_has_weights_class_names_processor_and_card(layout: str, tmp_pa
     assert torch.equal(again(some_images()), model(some_images()))
 
 
-def test_transformers_reads_the_class_names_and_gives_the_logits(tmp_path: Path) -> None:
+def test_transformers_reads_the_class_names_and_gives_the_logits(tmp_path):
     model, run = trained_run(tmp_path)
     peer = ViTForImageClassification.from_pretrained(
         export_to(tmp_path, run, layout="huggingface")
@@ -198,7 +196,7 @@ def test_transformers_reads_the_class_names_and_gives_the_logits(tmp_path: Path)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_timms_configuration_says_all_that_differs_from_its_defaults(tmp_path: Path) -> None:
+def test_timms_configuration_says_all_that_differs_from_its_defaults(tmp_path):
     _, run = trained_run(tmp_path)
     config = json.loads((export_to(tmp_path, run, layout="timm") / "config.json").read_text())
     arguments = config["model_args"]
@@ -215,14 +213,14 @@ def test_timms_configuration_says_all_that_differs_from_its_defaults(tmp_path: P
 
 @pytest.mark.parametrize(("family", "options"), [("ViT", {"positions": "none"}), ("R+ViT", {})])
 def test_timm_is_given_no_architecture_for_what_it_would_compute_otherwise(
-    family: str, options: dict[str, Any], tmp_path: Path
-) -> None:
+    family, options, tmp_path
+):
     save_weights(small_model(family, **options), tmp_path / "folder", "timm", CLASSES)
     config = json.loads((tmp_path / "folder" / "config.json").read_text())
     assert config == {"num_classes": 5, "label_names": list(CLASSES)}
 
 
-def test_the_card_says_what_was_trained_on_what_and_how_good_it_is(tmp_path: Path) -> None:
+def test_the_card_says_what_was_trained_on_what_and_how_good_it_is(tmp_path):
     _, run = trained_run(tmp_path)
     path = export_to(tmp_path, run, layout="huggingface", license="apache-2.0")
     card = ModelCard.load(path / "README.md")
@@ -251,7 +249,7 @@ def test_the_card_says_what_was_trained_on_what_and_how_good_it_is(tmp_path: Pat
     assert "MLflow run" in card.text
 
 
-def test_a_card_that_is_there_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_card_that_is_there_is_kept(tmp_path, capsys):
     _, run = trained_run(tmp_path)
     path = tmp_path / "given" / "vit_ray"
     path.mkdir(parents=True)
@@ -283,9 +281,7 @@ class Hub:
         return f"https://hub/{repo_id}/commit/1"
 
 
-def test_a_folder_is_pushed_with_its_weights_and_its_card(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_is_pushed_with_its_weights_and_its_card(tmp_path, monkeypatch, capsys):
     pushed: dict[str, bytes] = {}
     monkeypatch.setattr(export_command, "HfApi", lambda: Hub(pushed))
     _, run = trained_run(tmp_path)
@@ -298,9 +294,7 @@ def test_a_folder_is_pushed_with_its_weights_and_its_card(
     assert 'from_pretrained("someone/vit")' in pushed["README.md"].decode()
 
 
-def test_a_hub_that_does_not_take_it_leaves_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_does_not_take_it_leaves_the_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(export_command, "HfApi", lambda: Hub({}, is_refused=True))
     _, run = trained_run(tmp_path)
     with pytest.raises(ValueError, match=r"(?s)did not accept the files .*set HF_TOKEN to a"):
@@ -317,8 +311,8 @@ def evaluation_of(recipe: Recipe) -> PreparedRun:
 
 
 def test_code_that_only_a_checkpoint_names_is_not_run_by_export_and_evaluation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     """A checkpoint of our ViT says that it is of a model in a module, whose import would show."""
     (tmp_path / "mischief.py").write_text("raise SystemExit('its code was run')\n")
     monkeypatch.chdir(tmp_path)

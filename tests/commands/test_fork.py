@@ -65,9 +65,7 @@ def said(*words: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_a_fork_resumes_from_the_parents_weights_with_its_own_recipe(
-    parent: str, recipe: Recipe
-) -> None:
+def test_a_fork_resumes_from_the_parents_weights_with_its_own_recipe(parent, recipe):
     before = {p.name: p.read_bytes() for p in Path(parent).rglob("*") if p.is_file()}
     code, text = said(parent, f"step={STEP}", "name=lower", "optim.learning_rate=3e-5")
     assert code == 0, text
@@ -107,9 +105,7 @@ def test_a_fork_resumes_from_the_parents_weights_with_its_own_recipe(
         (["step=7", "name=seen"], "exists already; give another name"),
     ],
 )
-def test_what_cannot_be_is_refused_and_writes_nothing(
-    parent: str, recipe: Recipe, sets: Path, words: list[str], message: str
-) -> None:
+def test_what_cannot_be_is_refused_and_writes_nothing(parent, recipe, sets, words, message):
     code, text = said(parent, *(word.format(sets=sets) for word in words))
     assert code == 2, text
     assert re.search(message, text), text
@@ -117,7 +113,7 @@ def test_what_cannot_be_is_refused_and_writes_nothing(
     assert not list(Path().glob("*.yaml"))
 
 
-def test_a_dry_run_writes_nothing_and_a_name_is_taken_once(parent: str, recipe: Recipe) -> None:
+def test_a_dry_run_writes_nothing_and_a_name_is_taken_once(parent, recipe):
     words = (parent, f"step={STEP}", "name=again")
     code, text = said(*words, "--dry-run")
     assert (code, "nothing else changes the training" in text) == (0, True), text
@@ -129,7 +125,7 @@ def test_a_dry_run_writes_nothing_and_a_name_is_taken_once(parent: str, recipe: 
 
 
 @pytest.mark.parametrize("cut", ["lock", "note", "begun", "part", "commit", "no recipe"])
-def test_a_fork_that_was_cut_short_is_made_again(parent: str, recipe: Recipe, cut: str) -> None:
+def test_a_fork_that_was_cut_short_is_made_again(parent, recipe, cut):
     words = (parent, f"step={STEP}", "name=again")
     assert said(*words)[0] == 0
     folder = Path(recipe.output) / "again"
@@ -162,7 +158,7 @@ def test_a_fork_that_was_cut_short_is_made_again(parent: str, recipe: Recipe, cu
         find_resume_point(found)
 
 
-def test_the_folder_of_another_run_is_not_a_forks(parent: str, recipe: Recipe) -> None:
+def test_the_folder_of_another_run_is_not_a_forks(parent, recipe):
     assert said(parent, f"step={STEP}", "name=again")[0] == 0
     Path("again.yaml").unlink()
     folder = Path(recipe.output) / "again"
@@ -175,9 +171,7 @@ def test_the_folder_of_another_run_is_not_a_forks(parent: str, recipe: Recipe) -
     assert (code, "exists already" in text) == (2, True)
 
 
-def test_the_same_fork_with_other_changes_is_another(
-    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_fork_with_other_changes_is_another(recipe, tmp_path, monkeypatch):
     """Also from another folder, where its recipe is not."""
     words = (write_parent(recipe.with_absolute_paths()), f"step={STEP}", "name=again")
     assert said(*words)[0] == 0
@@ -190,9 +184,7 @@ def test_the_same_fork_with_other_changes_is_another(
     assert Path("again.yaml").read_bytes() == (tmp_path / "again.yaml").read_bytes()
 
 
-def test_a_fork_that_ended_in_between_stays(
-    parent: str, recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fork_that_ended_in_between_stays(parent, recipe, tmp_path, monkeypatch):
     words = (parent, f"step={STEP}", "name=again")
     (tmp_path / "elsewhere").mkdir()
 
@@ -209,9 +201,7 @@ def test_a_fork_that_ended_in_between_stays(
     assert not Path("again.yaml").exists()
 
 
-def test_what_was_measured_of_the_parent_is_not_the_forks(
-    sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_measured_of_the_parent_is_not_the_forks(sets, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = recipe_on(sets, output=str(tmp_path / "runs"), resume=False)
     metrics = {"eval/top1": 0.9, "eval/best_loss": 0.1, RESULT_STEP: 5.0, "train/loss": 0.3}

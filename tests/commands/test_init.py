@@ -35,7 +35,7 @@ def write_images(folder: Path, classes: int, count: int, height: int, width: int
             (folder / f"class_{label}" / f"{number}.jpg").write_bytes(content)
 
 
-def test_a_folder_with_splits_gets_a_recipe_that_passes_the_dry_run(here: Path) -> None:
+def test_a_folder_with_splits_gets_a_recipe_that_passes_the_dry_run(here):
     write_images(here / "my set" / "train", 3, 40, 40, 60)
     write_images(here / "my set" / "test", 3, 5, 40, 60)
     done = run_cli("init", "my set")
@@ -69,8 +69,8 @@ def test_a_folder_with_splits_gets_a_recipe_that_passes_the_dry_run(here: Path) 
     ],
 )
 def test_the_printed_conversions_work_where_the_images_lie_around_the_results(
-    cwd: str, images: str, folder: str, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cwd, images, folder, here, monkeypatch
+):
     (here / cwd).mkdir(parents=True, exist_ok=True)
     monkeypatch.chdir(here / cwd)
     monkeypatch.setattr(convert, "connect", lambda recipe: ClusterShape(1, 1, 0, 0.0))
@@ -98,7 +98,7 @@ def test_the_printed_conversions_work_where_the_images_lie_around_the_results(
         ("_photos", "photos"), ("2024", "2024"), ("holiday \U0001f600", "holiday"),
     ],
 )  # fmt: skip
-def test_a_folder_of_any_name_gets_a_recipe(folder: str, name: str, here: Path) -> None:
+def test_a_folder_of_any_name_gets_a_recipe(folder, name, here):
     """Also where no run can have it, where YAML takes it for another value, or of rare letters."""
     write_images(here / folder, 2, 2, 40, 40)
     done = run_cli("init", folder)
@@ -108,14 +108,14 @@ def test_a_folder_of_any_name_gets_a_recipe(folder: str, name: str, here: Path) 
     assert (recipe.name, recipe.convert and recipe.convert.source) == (name, folder)
 
 
-def test_a_recipe_that_cannot_be_read_is_not_written(here: Path) -> None:
+def test_a_recipe_that_cannot_be_read_is_not_written(here):
     write_images(here / "images", 2, 2, 40, 40)
     done = run_cli("init", "images", "--out=two\nlines.yaml")
     assert (done.exit_code, "not valid YAML" in done.stderr) == (2, True)
     assert [path.name for path in here.iterdir()] == ["images"]
 
 
-def test_large_images_without_a_test_split_hold_some_out(here: Path) -> None:
+def test_large_images_without_a_test_split_hold_some_out(here):
     count, batch = 3, 4
     write_images(here / "images", 2, count, 230, 300)
     done = run_cli("init", "images", "--out", "mine.yaml")
@@ -139,7 +139,7 @@ def test_large_images_without_a_test_split_hold_some_out(here: Path) -> None:
     assert tuned.data.train == recipe.data.train
 
 
-def test_parquet_of_the_hub_is_looked_at_without_being_packed(here: Path) -> None:
+def test_parquet_of_the_hub_is_looked_at_without_being_packed(here):
     content = io.BytesIO()
     Image.fromarray(np.zeros((70, 90, 3), np.uint8)).save(content, "PNG")
     struct = [{"bytes": content.getvalue(), "path": None}] * 8
@@ -155,7 +155,7 @@ def test_parquet_of_the_hub_is_looked_at_without_being_packed(here: Path) -> Non
     assert [path for path in sorted(here.rglob("*")) if path not in before] == [here / "hub.yaml"]
 
 
-def test_classes_without_images_are_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classes_without_images_are_named(here, monkeypatch):
     monkeypatch.setattr(convert, "connect", lambda recipe: ClusterShape(1, 1, 0, 0.0))
     run_in_this_process(monkeypatch)
     write_images(here / "images", 2, 20, 40, 40)
@@ -171,9 +171,7 @@ def test_classes_without_images_are_named(here: Path, monkeypatch: pytest.Monkey
     assert classes == ["class_0", "class_1", "damaged", "notes"]  # the order of other conversions
 
 
-def test_start_converts_every_split_and_trains_for_a_first_look(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_start_converts_every_split_and_trains_for_a_first_look(here, monkeypatch):
     monkeypatch.setattr(convert, "connect", lambda recipe: ClusterShape(1, 1, 0, 0.0))
     run_in_this_process(monkeypatch)
     trained: list[Recipe] = []
@@ -193,7 +191,7 @@ def test_start_converts_every_split_and_trains_for_a_first_look(
     assert (recipe.optim.epochs, recipe.optim.warmup_steps) == (5, 0)
 
 
-def test_nothing_is_overwritten_and_what_cannot_be_trained_on_is_refused(here: Path) -> None:
+def test_nothing_is_overwritten_and_what_cannot_be_trained_on_is_refused(here):
     (here / "images.yaml").write_text("mine")
     (here / "empty").mkdir()
     write_images(here / "images", 2, 1, 40, 40)

@@ -33,7 +33,7 @@ def rows(text: str) -> dict[str, list[str]]:
     return {name: values for name, *values in split}
 
 
-def test_the_plan_of_vit_h_states_work_memory_and_time() -> None:
+def test_the_plan_of_vit_h_states_work_memory_and_time():
     text = describe_plan(recipe_of(file="vit_h14_jft"))
     assert "1,035,645 of 4,096 images: 14.00 epochs" in text
     assert "4,259 exaFLOPs, 2,990 H200-hours at 40 % MFU" in text
@@ -46,7 +46,7 @@ def test_the_plan_of_vit_h_states_work_memory_and_time() -> None:
     assert days == pytest.approx([0.973 * 124.6] * 4, rel=1e-3)
 
 
-def test_rows_of_the_table_agree_with_each_other() -> None:
+def test_rows_of_the_table_agree_with_each_other():
     table = rows(describe_plan(recipe_of("plan.num_gpus=4", file="vit_b16_jft")))
     for stage in range(4):
         micro, passes = (
@@ -62,19 +62,19 @@ def test_rows_of_the_table_agree_with_each_other() -> None:
         )
 
 
-def test_a_model_that_fits_nowhere_says_none() -> None:
+def test_a_model_that_fits_nowhere_says_none():
     large = ("train.averaging=0.9999", "plan.device=T4", "plan.num_gpus=1")
     table = rows(describe_plan(recipe_of(*BILLION, *large)))
     assert table["largest micro-batch"] == ["none"] * 4
     assert table["planned micro-batch"] == ["1"] * 4
 
 
-def test_a_number_of_gpus_that_does_not_divide_the_batch_is_refused() -> None:
+def test_a_number_of_gpus_that_does_not_divide_the_batch_is_refused():
     with pytest.raises(ValueError, match=r"plan\.num_gpus=60 does not divide .*=4096; use 32"):
         planned_cluster(recipe_of("plan.num_gpus=60"))
 
 
-def test_a_data_set_that_is_not_there_yet_is_as_the_recipe_tells(tmp_path: Path) -> None:
+def test_a_data_set_that_is_not_there_yet_is_as_the_recipe_tells(tmp_path):
     missing = f"data.train={tmp_path}/nothing"
     assert data_facts(recipe_of(missing)).num_images == 303_000_000
     for counts in (["plan.num_images=null", "plan.num_classes=null"], ["plan.num_classes=null"]):
@@ -82,7 +82,7 @@ def test_a_data_set_that_is_not_there_yet_is_as_the_recipe_tells(tmp_path: Path)
             data_facts(recipe_of(missing, *counts))
 
 
-def test_a_plan_takes_counts_before_a_set_and_a_dry_run_the_set_before_counts() -> None:
+def test_a_plan_takes_counts_before_a_set_and_a_dry_run_the_set_before_counts():
     small = ["train.global_batch_size=4", "optim.warmup_steps=0", "optim.epochs=2"]
     small += ["data.shuffle_window=0", "workers.num_workers=1"]
     recipe = recipe_of(f"data.train={converted_set()}", *small)
@@ -97,7 +97,7 @@ def test_a_plan_takes_counts_before_a_set_and_a_dry_run_the_set_before_counts() 
             describe_plan(recipe.with_changes(plan={missing: None}))
 
 
-def test_what_is_held_out_is_not_trained_on() -> None:
+def test_what_is_held_out_is_not_trained_on():
     small = ["train.global_batch_size=64", "optim.warmup_steps=0", "optim.epochs=2"]
     counts = ["plan.num_images=500", "plan.num_classes=2", "data.held_out_fraction=0.1"]
     facts = data_facts(recipe_of(*small, *counts))

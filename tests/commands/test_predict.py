@@ -36,9 +36,7 @@ def expected(run: str, folder: Path) -> dict[str, vit_ray.launch.trained_model.P
     return dict(zip((path.name for path in paths), vit_ray.load(run).predict(paths), strict=True))
 
 
-def test_the_classes_of_a_folder_are_printed_and_written_as_tables_and_a_picture(
-    run: str, tmp_path: Path
-) -> None:
+def test_the_classes_of_a_folder_are_printed_and_written_as_tables_and_a_picture(run, tmp_path):
     outputs = [f"--out={tmp_path}/found{suffix}" for suffix in (".parquet", ".png")]
     done = run_cli("predict", run, str(tmp_path / "images"), *outputs)
     assert done.exit_code == 0, done.stderr
@@ -62,7 +60,7 @@ def test_the_classes_of_a_folder_are_printed_and_written_as_tables_and_a_picture
     assert f"{COUNT} images: " in done.stderr
 
 
-def test_a_converted_set_is_read(run: str, tmp_path: Path) -> None:
+def test_a_converted_set_is_read(run, tmp_path):
     (shard,) = (tmp_path / "data").glob("part-*.parquet")
     images = pq.read_table(shard).column("image").to_pylist()
     done = run_cli("predict", run, str(tmp_path / "data"))
@@ -73,9 +71,7 @@ def test_a_converted_set_is_read(run: str, tmp_path: Path) -> None:
     assert texts == [found.name for found in vit_ray.load(run).predict(images)]
 
 
-def test_what_cannot_be_read_is_listed_with_the_reason_and_the_rest_is_predicted(
-    run: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_read_is_listed_with_the_reason_and_the_rest_is_predicted(run, tmp_path):
     (tmp_path / "images" / "-empty.jpg").write_bytes(b"")
     (tmp_path / "images" / "z_text.jpg").write_text("a text")
     done = run_cli("predict", run, str(tmp_path / "images"), f"--out={tmp_path}/found.parquet")
@@ -91,7 +87,7 @@ def test_what_cannot_be_read_is_listed_with_the_reason_and_the_rest_is_predicted
     assert len(rows) == COUNT + 2
 
 
-def test_of_no_readable_image_there_are_the_reasons_and_a_title(run: str, tmp_path: Path) -> None:
+def test_of_no_readable_image_there_are_the_reasons_and_a_title(run, tmp_path):
     (tmp_path / "bad.jpg").write_bytes(b"")
     outputs = [f"--out={tmp_path}/found{suffix}" for suffix in (".parquet", ".png")]
     done = run_cli("predict", run, str(tmp_path / "bad.jpg"), *outputs)
@@ -102,7 +98,7 @@ def test_of_no_readable_image_there_are_the_reasons_and_a_title(run: str, tmp_pa
         assert picture.height < 50
 
 
-def test_a_file_alone_is_used_with_a_recipe_or_keys(run: str, tmp_path: Path) -> None:
+def test_a_file_alone_is_used_with_a_recipe_or_keys(run, tmp_path):
     save_weights(small_model("ViT"), tmp_path / "a.npz", "jax")
     image = str(tmp_path / "images" / "00.jpg")
     done = run_cli("predict", str(tmp_path / "a.npz"), image)
@@ -146,7 +142,7 @@ for words in json.loads(sys.argv[1]):
 """
 
 
-def test_what_cannot_work_is_refused_before_torch_is_there(tmp_path: Path) -> None:
+def test_what_cannot_work_is_refused_before_torch_is_there(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "images").mkdir()
     Image.new("RGB", (9, 9)).save(tmp_path / "images" / "a.png")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 from scipy.stats import binomtest
@@ -27,7 +26,7 @@ def shown(accuracies: list[float], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_several_seeds_have_a_spread_and_one_has_none(capsys: Any) -> None:
+def test_several_seeds_have_a_spread_and_one_has_none(capsys):
     # The sample deviation of 0.96 and 0.98 is sqrt(2) / 100.
     assert "97.00% +- 1.41% (2 runs)" in shown([0.96, 0.98], capsys)
     single = shown([0.97], capsys)
@@ -36,7 +35,7 @@ def test_several_seeds_have_a_spread_and_one_has_none(capsys: Any) -> None:
     assert re.search(r"learning_rate=0\.1 +.*failed: a worker died", single)
 
 
-def test_the_accuracy_of_a_run_has_its_images_and_their_interval(capsys: Any) -> None:
+def test_the_accuracy_of_a_run_has_its_images_and_their_interval(capsys):
     result = RunResult(
         None, "pets", 5, 5, {"eval/top1": 38 / 90, "train/loss": 1.0}, "", num_eval_images=90
     )
@@ -46,6 +45,6 @@ def test_the_accuracy_of_a_run_has_its_images_and_their_interval(capsys: Any) ->
     assert text in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_run_that_was_stopped_before_its_first_step_has_no_table(capsys: Any) -> None:
+def test_a_run_that_was_stopped_before_its_first_step_has_no_table(capsys):
     assert print_result(RunResult(None, "pets", 0, 5, {}, "")) == 3
     assert capsys.readouterr().out.splitlines() == ["pets: step 0 of 5", "checkpoint: none"]

@@ -67,9 +67,7 @@ def write_published(folder: Path, layout: str) -> tuple[str, dict[str, Any]]:
         ({"crop_pct": 1.0, "crop_mode": "squash"}, {"kind": "resize"}),
     ],
 )
-def test_images_are_cropped_as_timm_crops_them(
-    facts: dict[str, Any], crop: dict[str, Any], tmp_path: Path
-) -> None:
+def test_images_are_cropped_as_timm_crops_them(facts, crop, tmp_path):
     file = tmp_path / "model.safetensors"
     settings = {"architecture": "vit_base_patch16_224", "num_classes": 3}
     facts = {"input_size": [3, 224, 224], **facts}
@@ -105,9 +103,7 @@ def loaded_by(prepared: PreparedRun) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("layout", ["jax", "timm", "huggingface"])
-def test_a_published_vit_goes_through_every_command(
-    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_published_vit_goes_through_every_command(layout, tmp_path, monkeypatch):
     monkeypatch.setitem(SIZES, "tiny", TINY)
     path, arrays = write_published(tmp_path / "published", layout)
     recipe = recipe_of(tmp_path, path, name="ViT", depth=1, **TINY)
@@ -135,8 +131,8 @@ def test_a_published_vit_goes_through_every_command(
 
 
 def test_another_resolution_than_the_weights_is_told_where_nothing_is_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    tmp_path, monkeypatch, caplog
+):
     monkeypatch.setitem(SIZES, "tiny", TINY)
     path, _ = write_published(tmp_path / "published", "timm")
     recipe = recipe_of(tmp_path, path, name="ViT", depth=1, image_size=160, **TINY)

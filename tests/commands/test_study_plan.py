@@ -32,7 +32,7 @@ def hours(name: str) -> float:
     return training_exaflops(name, 303_000_000, 7) * 1e18 / (0.4 * device.bf16_flops) / 3600
 
 
-def test_every_cell_has_its_compute_steps_and_hours() -> None:
+def test_every_cell_has_its_compute_steps_and_hours():
     text = describe_study(paper_study())
     (line,) = [line for line in text.splitlines() if line.startswith("grid-H-data1-epochs7")]
     _, images, steps, exaflops, gpus, gpu_hours, transfer, wall = line.split()
@@ -43,7 +43,7 @@ def test_every_cell_has_its_compute_steps_and_hours() -> None:
     assert numbers[1:] == pytest.approx([expected, expected / 4], rel=1e-3)
 
 
-def test_the_sum_is_told() -> None:
+def test_the_sum_is_told():
     plan = plan_study(paper_study())
     whole = [hours(name) for name in ("ViT-H/14", "ViT-B/16", "ViT-B/32")]
     assert sum(one.gpu_hours for one in plan) == pytest.approx(sum(whole), rel=1e-3)
@@ -52,13 +52,13 @@ def test_the_sum_is_told() -> None:
     assert "cost  " not in text
 
 
-def test_a_cell_wider_than_the_cluster_is_refused() -> None:
+def test_a_cell_wider_than_the_cluster_is_refused():
     told = r"plan.num_gpus=2: cell 'grid-H-data1-epochs7' needs 4 GPUs"
     with pytest.raises(ValueError, match=told):
         plan_study(paper_study({"num_gpus": 2}))
 
 
-def test_cells_of_other_lengths_cost_in_proportion() -> None:
+def test_cells_of_other_lengths_cost_in_proportion():
     row = study_row("a")
     tree = study_tree("/x", [row], train="s3://BUCKET/d", epochs=None, steps=[10, 30])
     tree["plan"] = {"num_images": 6400, "num_classes": 10}
@@ -67,7 +67,7 @@ def test_cells_of_other_lengths_cost_in_proportion() -> None:
     assert long.gpu_hours == pytest.approx(3 * short.gpu_hours)
 
 
-def test_transfers_are_part_of_what_a_cell_costs() -> None:
+def test_transfers_are_part_of_what_a_cell_costs():
     pets = {"name": "pets", "recipe": "finetune/pets"}  # four rates, then three runs
     fixed = {**pets, "name": "fixed", "changes": {"sweep": None}}
     tree = study_tree(

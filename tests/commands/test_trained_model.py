@@ -40,7 +40,7 @@ def pictures(folder: Path) -> Path:
     return folder
 
 
-def test_a_sharded_checkpoint_is_exported_by_the_command_line(tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_is_exported_by_the_command_line(tmp_path):
     model = small_model("ViT").eval()
     run = write_run(tmp_path / "run", model)
     (tmp_path / "recipe.yaml").write_text(tiny_recipe(tmp_path).model_dump_json())
@@ -62,8 +62,8 @@ def test_a_sharded_checkpoint_is_exported_by_the_command_line(tmp_path: Path) ->
 
 @pytest.mark.parametrize(("averaged", "expected"), [(None, "average"), (False, "weight")])
 def test_the_averaged_weights_of_a_checkpoint_are_taken_where_it_has_them(
-    averaged: bool | None, expected: str, tmp_path: Path
-) -> None:
+    averaged, expected, tmp_path
+):
     models = {"weight": small_model("ViT"), "average": small_model("ViT")}
     with torch.no_grad():
         models["average"].head.bias.add_(1)
@@ -72,7 +72,7 @@ def test_the_averaged_weights_of_a_checkpoint_are_taken_where_it_has_them(
     assert torch.equal(model.head.bias, models[expected].head.bias)
 
 
-def test_published_files_are_converted_with_their_own_number_of_classes(tmp_path: Path) -> None:
+def test_published_files_are_converted_with_their_own_number_of_classes(tmp_path):
     source = small_model("ViT", num_classes=9)
     save_weights(source, tmp_path / "model.npz", "jax")
     exports = {"path": str(tmp_path / "model.safetensors"), "layout": "timm"}
@@ -84,7 +84,7 @@ def test_published_files_are_converted_with_their_own_number_of_classes(tmp_path
         assert torch.equal(model.state_dict()[name], tensor)
 
 
-def test_a_model_pre_trained_without_labels_has_a_fresh_head(tmp_path: Path) -> None:
+def test_a_model_pre_trained_without_labels_has_a_fresh_head(tmp_path):
     objective = MaskedPatchObjective(small_model("ViT"))
     run = write_run(tmp_path / "run", objective)
     model, report, _ = load_trained_model(tiny_recipe(tmp_path, init_from=run), None)
@@ -97,8 +97,8 @@ def test_a_model_pre_trained_without_labels_has_a_fresh_head(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("family", "is_objective"), [("ViT", False), ("R+ViT", True)])
 def test_positions_of_a_checkpoint_are_taken_for_the_grid_of_its_recipe(
-    family: str, is_objective: bool, tmp_path: Path
-) -> None:
+    family, is_objective, tmp_path
+):
     # 2 x 8 tokens are as many as 4 x 4, and another picture.
     source = small_model(family, image_size=(16, 64))
     trained = MaskedPatchObjective(source) if is_objective else source
@@ -114,9 +114,7 @@ def test_positions_of_a_checkpoint_are_taken_for_the_grid_of_its_recipe(
 
 
 @pytest.mark.parametrize(("family", "is_told"), [("ViT", False), ("Axial-ViT", True)])
-def test_a_checkpoint_of_another_resolution_starts_as_it_did(
-    family: str, is_told: bool, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_another_resolution_starts_as_it_did(family, is_told, tmp_path):
     source = small_model(family, image_size=32)
     told = {"name": family, "image_size": 32, **FAMILIES[family]} if is_told else {}
     run = write_run(tmp_path / "run", source, **told)
@@ -143,8 +141,8 @@ def bucket(tmp_path: Path) -> Iterator[Path]:
     ],
 )
 def test_every_job_reads_weights_of_every_form_here_and_in_a_bucket(
-    name: str, layout: str | None, place: str, bucket: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name, layout, place, bucket, monkeypatch
+):
     source = small_model("ViT", num_classes=9)
     if layout is None:
         write_run(bucket / name, source)
@@ -175,9 +173,7 @@ def _clear(module: nn.Module) -> None:
         nn.init.zeros_(parameter)
 
 
-def test_weights_of_a_run_with_another_model_are_refused_with_all_keys_that_differ(
-    tmp_path: Path,
-) -> None:
+def test_weights_of_a_run_with_another_model_are_refused_with_all_keys_that_differ(tmp_path):
     run = write_run(
         tmp_path / "run", small_model("ViT"),
         name="ViT", image_size=32, **TINY_VIT,
@@ -200,8 +196,8 @@ def test_weights_of_a_run_with_another_model_are_refused_with_all_keys_that_diff
     ],
 )
 def test_a_trained_head_is_not_exported_behind_other_layers_or_as_a_zero_one(
-    own: dict[str, Any], other: dict[str, Any], remedy: str, tmp_path: Path
-) -> None:
+    own, other, remedy, tmp_path
+):
     run = write_run(tmp_path / "run", small_model("ViT", **own))
     size = {"name": "ViT", "image_size": 32, **TINY_VIT}
     exports = {"path": str(tmp_path / "model.npz")}
@@ -211,7 +207,7 @@ def test_a_trained_head_is_not_exported_behind_other_layers_or_as_a_zero_one(
     assert export(tiny_recipe(tmp_path, init_from=run, export=exports, model={**size, **own})) == 0
 
 
-def test_a_checkpoint_is_not_taken_for_another_function_of_its_tensors(tmp_path: Path) -> None:
+def test_a_checkpoint_is_not_taken_for_another_function_of_its_tensors(tmp_path):
     trained: dict[str, Any] = {"num_heads": 2}
     run = write_run(
         tmp_path / "run",
@@ -222,7 +218,7 @@ def test_a_checkpoint_is_not_taken_for_another_function_of_its_tensors(tmp_path:
         load_trained_model(tiny_recipe(tmp_path, init_from=run), None)
 
 
-def test_weights_are_exported_into_a_bucket(bucket: Path) -> None:
+def test_weights_are_exported_into_a_bucket(bucket):
     source = small_model("ViT")
     run = write_run(bucket / "run", source)
     exports = {"path": "s3://models/hub", "layout": "huggingface"}
@@ -233,7 +229,7 @@ def test_weights_are_exported_into_a_bucket(bucket: Path) -> None:
         assert torch.equal(loaded.state_dict()[key], tensor)
 
 
-def test_figures_are_written_and_kept_in_mlflow(tmp_path: Path) -> None:
+def test_figures_are_written_and_kept_in_mlflow(tmp_path):
     run = write_run(tmp_path / "run", small_model("ViT"))
     inspection = {
         "images": str(pictures(tmp_path / "pictures")),
@@ -254,7 +250,7 @@ def test_figures_are_written_and_kept_in_mlflow(tmp_path: Path) -> None:
     assert artifacts == names
 
 
-def test_images_are_spread_over_the_folder_and_broken_ones_left_out(tmp_path: Path) -> None:
+def test_images_are_spread_over_the_folder_and_broken_ones_left_out(tmp_path):
     folder = pictures(tmp_path / "pictures")
     inspection = {"images": str(folder), "num_images": 3}
     config = tiny_recipe(tmp_path, inspect=inspection)

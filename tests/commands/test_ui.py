@@ -31,7 +31,7 @@ def store_with_a_sweep(folder: Path) -> str:
     return uri
 
 
-def test_the_link_that_is_printed_is_served(tmp_path: Path) -> None:
+def test_the_link_that_is_printed_is_served(tmp_path):
     uri = store_with_a_sweep(tmp_path)
     with socket.socket() as taken:  # another server on the port: the next free one is used
         taken.bind(("127.0.0.1", 0))
@@ -64,7 +64,7 @@ def test_the_link_that_is_printed_is_served(tmp_path: Path) -> None:
             server.wait()
 
 
-def test_a_store_that_is_not_there_or_is_empty_is_an_error(tmp_path: Path) -> None:
+def test_a_store_that_is_not_there_or_is_empty_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="no such file"):
         ui.open_pages(f"sqlite:///{tmp_path}/nowhere.db", 5000)
     uri = f"sqlite:///{tmp_path}/mlflow.db"
@@ -73,9 +73,7 @@ def test_a_store_that_is_not_there_or_is_empty_is_an_error(tmp_path: Path) -> No
         ui.open_pages(uri, 5000)
 
 
-def test_a_variable_that_names_no_store_is_named_in_one_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_variable_that_names_no_store_is_named_in_one_line(monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "mlruns")
     with pytest.raises(
         ValueError, match=r"^vit-ray ui: uri: a path .*MLFLOW_TRACKING_URI.*mlruns$"
@@ -83,5 +81,5 @@ def test_a_variable_that_names_no_store_is_named_in_one_line(
         ui.open_pages(None, 5000)
 
 
-def test_port_0_is_one_that_the_system_chooses() -> None:
+def test_port_0_is_one_that_the_system_chooses():
     assert ui._free(0) > 0

@@ -53,7 +53,7 @@ def said(run: str, *words: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_a_run_that_had_the_samples_of_its_order_is_whole(recipe: Recipe) -> None:
+def test_a_run_that_had_the_samples_of_its_order_is_whole(recipe):
     code, text = said(begin(recipe, received(recipe, 4, 7)))
     assert (code, text) == (
         0,
@@ -61,7 +61,7 @@ def test_a_run_that_had_the_samples_of_its_order_is_whole(recipe: Recipe) -> Non
     )
 
 
-def test_other_samples_are_named_by_their_steps(recipe: Recipe) -> None:
+def test_other_samples_are_named_by_their_steps(recipe):
     code, text = said(begin(recipe, received(recipe, 3, 6)))
     assert code == 1
     assert "step 7: the samples of steps 4 to 6 differ from the planned order" in text
@@ -82,9 +82,7 @@ def damaged(recipe: Recipe, bad: int, sets: Path, tmp_path: Path) -> Recipe:
     return recipe.with_changes(data=data)
 
 
-def test_a_neighbour_of_an_image_that_cannot_be_decoded_is_no_other_sample(
-    damaged: Recipe, bad: int
-) -> None:
+def test_a_neighbour_of_an_image_that_cannot_be_decoded_is_no_other_sample(damaged, bad):
     recipe = damaged
     assert bad not in training_batches(recipe)[5]["sample"]
     code, text = said(begin(recipe, received(recipe, 4, 7)))
@@ -92,7 +90,7 @@ def test_a_neighbour_of_an_image_that_cannot_be_decoded_is_no_other_sample(
     assert said(begin(recipe.with_changes(name="other"), received(recipe, 3, 6)))[0] == 1
 
 
-def test_a_file_that_has_changed_is_named(recipe: Recipe) -> None:
+def test_a_file_that_has_changed_is_named(recipe):
     run = begin(recipe, "")
     flip(locate(run).child(folder_name(7)))
     code, text = said(run)
@@ -100,7 +98,7 @@ def test_a_file_that_has_changed_is_named(recipe: Recipe) -> None:
     assert WEIGHTS_0 in text
 
 
-def test_a_folder_that_is_named_after_another_step_is_told(recipe: Recipe) -> None:
+def test_a_folder_that_is_named_after_another_step_is_told(recipe):
     """A resume passes it over."""
     run = begin(recipe, "")
     folder = Path(locate(run).child(folder_name(7)).path)

@@ -260,16 +260,14 @@ def newcomers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("words", "told"), MISTAKES, ids=[words for words, _ in MISTAKES])
-def test_a_mistake_is_told_at_once_and_in_one_message(
-    words: str, told: str, newcomers_folder: Path
-) -> None:
+def test_a_mistake_is_told_at_once_and_in_one_message(words, told, newcomers_folder):
     _told_in_one_message(words, told, newcomers_folder)
 
 
 @pytest.mark.parametrize(("words", "told"), TRANSFERS, ids=[words for words, _ in TRANSFERS])
 def test_a_transfer_that_cannot_be_is_refused_before_anything_starts(
-    words: str, told: str, newcomers_folder: Path, sets: Path
-) -> None:
+    words, told, newcomers_folder, sets
+):
     (newcomers_folder / "sets").symlink_to(sets)
     _told_in_one_message(words, told, newcomers_folder)
 
@@ -288,7 +286,7 @@ for line in sys.stdin.read().splitlines():
 """
 
 
-def test_a_mistake_is_told_without_torch_ray_and_mlflow(newcomers_folder: Path) -> None:
+def test_a_mistake_is_told_without_torch_ray_and_mlflow(newcomers_folder):
     lines = [words for words, _ in MISTAKES if words not in NEEDS_LIBRARIES]
     command = [sys.executable, "-c", TOLD_ALONE]
     subprocess.run(command, input="\n".join(lines), text=True, check=True, cwd=newcomers_folder)
@@ -312,7 +310,7 @@ def _told_in_one_message(words: str, told: str, folder: Path) -> None:
         assert not left
 
 
-def test_shards_named_by_a_split_and_others_manifests_may_be_converted(tmp_path: Path) -> None:
+def test_shards_named_by_a_split_and_others_manifests_may_be_converted(tmp_path):
     """As to write the images of a set again; the kept set has its shards as the split `part`."""
     places = [f"convert.source={converted_set()}", f"convert.destination={tmp_path / 'new'}"]
     chosen = load_recipe("digits", [*places, "convert.split=part"])
@@ -337,8 +335,8 @@ def test_shards_named_by_a_split_and_others_manifests_may_be_converted(tmp_path:
     ],
 )
 def test_weights_that_a_continued_run_does_not_read_may_be_gone(
-    name: str, output: str, has_begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name, output, has_begun, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     if has_begun and output == "runs":
         (tmp_path / "runs" / "mine").mkdir(parents=True)
@@ -393,7 +391,7 @@ def test_a_submitted_job_does_not_write_into_its_copy_of_the_folder(
         check_places(name, recipe)
 
 
-def test_keys_that_a_command_does_not_read_are_named(newcomers_folder: Path) -> None:
+def test_keys_that_a_command_does_not_read_are_named(newcomers_folder):
     words = "verify digits verify.path=nosuch sweep.seeds=2 train.log_every_steps=3"
     done = CliRunner().invoke(cli.vit_ray, words.split(), prog_name="vit-ray")
     assert done.stderr.startswith("note: verify does not read sweep.seeds, train.log_every_steps\n")

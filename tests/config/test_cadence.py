@@ -9,5 +9,5 @@ from vit_ray.config.cadence import is_due
     ("every", "also", "due"),
     [(None, (), []), (3, (), [3, 6, 9]), (1, (), list(range(1, 10))), (4, (5,), [4, 5, 8])],
 )
-def test_steps_at_which_it_is_due(every: int | None, also: tuple[int, ...], due: list[int]) -> None:
+def test_steps_at_which_it_is_due(every, also, due):
     assert [step for step in range(1, 10) if is_due(step, every, also)] == due

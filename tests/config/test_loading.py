@@ -31,9 +31,7 @@ def path(tmp_path: Path) -> Path:
     return file
 
 
-def test_mlflows_variables_give_what_the_recipe_does_not_say(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflows_variables_give_what_the_recipe_does_not_say(path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2@mlflow:5000")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "team")
     found = load_recipe(path, ["tracking.experiment=mine"]).tracking
@@ -46,14 +44,14 @@ def test_mlflows_variables_give_what_the_recipe_does_not_say(
 
 
 @pytest.mark.parametrize("name", ["50%", "a(b)", "a" * 251, "a/../b", "/a"])
-def test_a_tag_that_mlflow_refuses_is_refused_with_the_recipe(path: Path, name: str) -> None:
+def test_a_tag_that_mlflow_refuses_is_refused_with_the_recipe(path, name):
     with pytest.raises(MlflowException):
         _validate_tag(name, "x")
     with pytest.raises(ValueError, match=r"tracking\.tags: "):
         load_recipe(path, {"tracking.tags": {name: "x"}})
 
 
-def test_numbers_may_be_written_with_an_exponent_and_no_point(path: Path) -> None:
+def test_numbers_may_be_written_with_an_exponent_and_no_point(path):
     assert load_recipe(path).optim.learning_rate == 0.001
     assert load_recipe(path, ["optim.learning_rate=3e-4"]).optim.learning_rate == 0.0003
 
@@ -71,14 +69,14 @@ def test_numbers_may_be_written_with_an_exponent_and_no_point(path: Path) -> Non
         ("{<<: {a: 1}, b: 2}", {"a": 1, "b": 2}),
     ],
 )
-def test_values_are_read_as_yaml_1_2_and_of_jsons_kinds(text: str, value: Any) -> None:
+def test_values_are_read_as_yaml_1_2_and_of_jsons_kinds(text, value):
     """YAML 1.1 reads 8, 90, true and a date."""
     assert parse_yaml(text, "here") == value
     assert parse_yaml(write_yaml({"key": value}), "here") == {"key": value}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_of_any_family_and_size_is_built_from_a_recipe(family: str, path: Path) -> None:
+def test_a_model_of_any_family_and_size_is_built_from_a_recipe(family, path):
     size = ", ".join(f"{key}: {list_of(value)}" for key, value in FAMILIES[family].items())
     model = load_recipe(path, [f"model={{name: {family}, image_size: [32, 64], {size}}}"]).model
     built = build_model(model.name, 5, model.image_size, **model.options())
@@ -93,7 +91,7 @@ def list_of(value: int | tuple[int, ...]) -> int | list[int]:
     return list(value) if isinstance(value, tuple) else value
 
 
-def test_a_recipe_takes_over_its_base_and_changes_it(path: Path) -> None:
+def test_a_recipe_takes_over_its_base_and_changes_it(path):
     child = path.parent / "child.yaml"
     child.write_text("base: run.yaml\nname: child\noptim: {epochs: 5}\n")
     recipe = load_recipe(child)
@@ -102,8 +100,8 @@ def test_a_recipe_takes_over_its_base_and_changes_it(path: Path) -> None:
 
 
 def test_recipes_that_a_recipe_names_are_of_its_folder_and_data_of_the_current_one(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    path, monkeypatch
+):
     folder, cwd = path.parent / "studies", path.parent / "elsewhere"
     folder.mkdir()
     cwd.mkdir()
@@ -160,16 +158,14 @@ def test_recipes_that_a_recipe_names_are_of_its_folder_and_data_of_the_current_o
         ("output=s3://me:hunter2@b/c", "output: the s3:// address has an @ or a : in its bucket"),
     ],
 )
-def test_a_wrong_value_is_told_once_with_what_is_allowed(
-    path: Path, override: str, message: str
-) -> None:
+def test_a_wrong_value_is_told_once_with_what_is_allowed(path, override, message):
     with pytest.raises(ValueError, match=re.escape(f"{path}: {message}")) as caught:
         load_recipe(path, [override])
     assert str(caught.value).count(": give ") <= 1
     assert "hunter2" not in str(caught.value)
 
 
-def test_all_wrong_keys_are_named(path: Path) -> None:
+def test_all_wrong_keys_are_named(path):
     with pytest.raises(ValueError, match=r"seed=-1: .*unknown key model.dpth; .*unknown key lr; "):
         load_recipe(path, {"seed": -1, "lr": 1, "model.dpth": 2})
 
@@ -226,9 +222,7 @@ def test_all_wrong_keys_are_named(path: Path) -> None:
         (r'output="\ud800"', "not valid YAML: 'utf-8' codec can't encode character"),
     ],
 )
-def test_a_wrong_override_says_which_key_and_what_to_change(
-    path: Path, override: str, message: str
-) -> None:
+def test_a_wrong_override_says_which_key_and_what_to_change(path, override, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         load_recipe(path, [override])
 
@@ -242,20 +236,18 @@ def test_a_wrong_override_says_which_key_and_what_to_change(
         ({5: 1}, "unknown key 5"),
     ],
 )
-def test_overrides_of_python_have_the_kinds_of_json(
-    path: Path, overrides: Any, message: str
-) -> None:
+def test_overrides_of_python_have_the_kinds_of_json(path, overrides, message):
     with pytest.raises(ValueError, match=message):
         load_recipe(path, overrides)
 
 
-def test_a_key_that_is_given_twice_is_told_without_its_values(path: Path) -> None:
+def test_a_key_that_is_given_twice_is_told_without_its_values(path):
     path.write_text('tracking: {uri: "postgresql://u:pa ss@h/db", uri: x}\n')
     with pytest.raises(ValueError, match=r'line 1, column 46: found duplicate key "uri"$'):
         load_recipe(path)
 
 
-def test_a_study_row_of_timms_name_is_written_with_the_size_of_that_name(path: Path) -> None:
+def test_a_study_row_of_timms_name_is_written_with_the_size_of_that_name(path):
     rows = "study.models=[{label: a, model: {name: vit_base_patch16_384}}]"
     recipe = load_recipe(path, ["model.image_size=384", rows])
     assert recipe.study is not None
@@ -263,7 +255,7 @@ def test_a_study_row_of_timms_name_is_written_with_the_size_of_that_name(path: P
     assert again.study == recipe.study
 
 
-def test_overrides_of_python_are_a_list_or_a_mapping(path: Path) -> None:
+def test_overrides_of_python_are_a_list_or_a_mapping(path):
     assert load_recipe(path, {"output": Path("x")}).output == "x"
     with pytest.raises(ValueError, match=r"overrides='optim.steps=5' is a text; give a list"):
         load_recipe(path, "optim.steps=5")
@@ -290,7 +282,7 @@ OWN_NAMES = ("vtab.tasks", "study.models", "study.transfer")
 
 
 @pytest.mark.parametrize("key", LISTS)
-def test_a_list_that_has_a_value_twice_is_refused(key: str) -> None:
+def test_a_list_that_has_a_value_twice_is_refused(key):
     section, _, name = key.partition(".")
     tree: dict[str, Any] = {
         "convert": {"source": "a", "destination": "b"},
@@ -308,7 +300,7 @@ def test_a_list_that_has_a_value_twice_is_refused(key: str) -> None:
         recipe_from_dict(tree, "here")
 
 
-def test_a_row_of_a_study_has_no_value_twice_and_a_pair_or_a_networks_stages_may() -> None:
+def test_a_row_of_a_study_has_no_value_twice_and_a_pair_or_a_networks_stages_may():
     model = {"name": "ResNet", "stages": [1, 1], "width_factor": 1}
     rows: list[dict[str, Any]] = [{"label": "a", "model": model}, {"label": "b", "steps": [5, 6]}]
     tree = {"name": "run", "model": model, "workers": {"num_workers": [2, 2]}}
@@ -319,7 +311,7 @@ def test_a_row_of_a_study_has_no_value_twice_and_a_pair_or_a_networks_stages_may
         recipe_from_dict(tree, "here")
 
 
-def test_a_row_of_a_study_has_no_other_size_of_images_unasked() -> None:
+def test_a_row_of_a_study_has_no_other_size_of_images_unasked():
     rows: list[dict[str, Any]] = [{"label": "a", "model": {"name": "R50x1"}}, {"label": "b"}]
     tree = {"name": "run", "model": {"image_size": 32}, "study": {"models": rows}}
     told = r"study 'a': model has no image_size, and would get the default 224 where"
@@ -336,7 +328,7 @@ def test_a_row_of_a_study_has_no_other_size_of_images_unasked() -> None:
         recipe_from_dict(tree, "here")
 
 
-def test_every_list_of_the_schema_is_told_above() -> None:
+def test_every_list_of_the_schema_is_told_above():
     found = {key for key, field in fields_below(Recipe) if is_list(field.annotation)}
     keys = ("data_fractions", "epochs", "steps", "images", "seeds")
     axes = {f"study.models.{key}" for key in keys}
@@ -344,12 +336,12 @@ def test_every_list_of_the_schema_is_told_above() -> None:
     assert found - stages - {"checkpoint.keep_steps"} == {*LISTS, *OWN_NAMES, *axes}
 
 
-def test_aliases_point_to_keys_that_exist() -> None:
+def test_aliases_point_to_keys_that_exist():
     assert set(_ALIASES.values()) <= set(dict(fields_below(Recipe)))
     assert not set(_ALIASES) & set(Recipe.model_fields)
 
 
-def test_shipped_recipes_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipped_recipes_are_found_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load_recipe("digits") == load_recipe(ROOT / "jobs/recipes/digits.yaml")
     assert load_recipe("vit_h14_jft") == load_recipe("paper/vit_h14_jft")
@@ -362,17 +354,17 @@ def test_shipped_recipes_are_found_by_name(tmp_path: Path, monkeypatch: pytest.M
     assert load_recipe("digits").name == "own"
 
 
-def test_a_missing_file_names_its_neighbours(path: Path) -> None:
+def test_a_missing_file_names_its_neighbours(path):
     with pytest.raises(ValueError, match=r"rn\.yaml.*no such file; similar: run\.yaml"):
         load_recipe(path.parent / "rn.yaml")
 
 
-def test_a_recipe_cannot_be_changed_after_loading(path: Path) -> None:
+def test_a_recipe_cannot_be_changed_after_loading(path):
     with pytest.raises(ValidationError, match="frozen"):
         load_recipe(path).name = "other"  # type: ignore[misc]
 
 
-def test_a_training_records_its_own_keys_and_a_file_those_of_its_commands_too(path: Path) -> None:
+def test_a_training_records_its_own_keys_and_a_file_those_of_its_commands_too(path):
     recipe = load_recipe(path, ["verify.path=x", "sweep.seeds=2"]).with_absolute_paths()
     trained = {"name", "seed", "output", "resume", "init_from", "model", "data", "optim", "train"}
     trained |= {"checkpoint", "evaluate", "workers", "tracking", "storage", "paper"}
@@ -382,14 +374,14 @@ def test_a_training_records_its_own_keys_and_a_file_those_of_its_commands_too(pa
     assert recipe_from_dict(recipe.written(), "here") == recipe
 
 
-def test_changes_are_checked_too(path: Path) -> None:
+def test_changes_are_checked_too(path):
     recipe = load_recipe(path)
     assert recipe.with_changes(train={"zero_stage": 3}).train.zero_stage == 3
     with pytest.raises(ValueError, match=r"train\.zero_stage=9"):
         recipe.with_changes(train={"zero_stage": 9})
 
 
-def test_paths_become_absolute_and_addresses_stay(path: Path) -> None:
+def test_paths_become_absolute_and_addresses_stay(path):
     recipe = load_recipe(path, ["data.train=some/set", "data.eval=s3://bucket/set"])
     absolute = recipe.with_absolute_paths()
     assert Path(absolute.data.train or "").is_absolute()
@@ -405,16 +397,16 @@ def test_paths_become_absolute_and_addresses_stay(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("length", "steps"), [({"steps": 7}, 7), ({"epochs": 2.0}, 20)])
-def test_a_length_in_steps_or_epochs_comes_to_steps(length: dict[str, float], steps: int) -> None:
+def test_a_length_in_steps_or_epochs_comes_to_steps(length, steps):
     assert OptimConfig(**length).total_steps(1000, 100) == steps
 
 
-def test_a_run_without_a_length_is_refused() -> None:
+def test_a_run_without_a_length_is_refused():
     with pytest.raises(ValueError, match=r"set optim\.steps or optim\.epochs"):
         OptimConfig().total_steps(1000, 100)
 
 
-def test_a_warm_up_longer_than_the_run_is_refused() -> None:
+def test_a_warm_up_longer_than_the_run_is_refused():
     for steps, proposed in ((1, 0), (5, 1), (9, 1), (500, 50)):
         message = rf"is not shorter than the run \({steps} .*set optim.warmup_steps={proposed}$"
         with pytest.raises(ValueError, match=message):
@@ -433,9 +425,7 @@ def test_a_warm_up_longer_than_the_run_is_refused() -> None:
         (64, {"mixup": 0.2}, r"in passes of 2 \(.*, or pairs of train.mixup\): 64 = 0 x 128"),
     ],
 )
-def test_a_batch_that_does_not_divide_names_what_asks_for_it(
-    path: Path, workers: Any, train: dict[str, Any], told: str | None
-) -> None:
+def test_a_batch_that_does_not_divide_names_what_asks_for_it(path, workers, train, told):
     keys = {"global_batch_size": 64, "micro_batch_size": "auto", **train}
     changes = {"workers.num_workers": workers, **{f"train.{key}": v for key, v in keys.items()}}
     recipe = load_recipe(path, changes)
@@ -446,7 +436,7 @@ def test_a_batch_that_does_not_divide_names_what_asks_for_it(
             check_batch(recipe, 1000)
 
 
-def test_a_key_that_a_job_needs_is_named_where_it_is_not_set() -> None:
+def test_a_key_that_a_job_needs_is_named_where_it_is_not_set():
     for value in (0, "", False):
         assert require(value, "plan.num_gpus", "a number") is value
     with pytest.raises(ValueError, match=r"^sweep is not set; give sweep\.learning_rates$"):
@@ -472,7 +462,7 @@ def test_a_key_that_a_job_needs_is_named_where_it_is_not_set() -> None:
         ("databricks://profile", None),
     ],
 )
-def test_an_address_is_of_a_kind_that_mlflow_opens(path: Path, uri: str, told: str | None) -> None:
+def test_an_address_is_of_a_kind_that_mlflow_opens(path, uri, told):
     if told is None:
         assert load_recipe(path, [f"tracking.uri={uri}"]).tracking.uri == uri
         return
@@ -485,7 +475,7 @@ def test_an_address_is_of_a_kind_that_mlflow_opens(path: Path, uri: str, told: s
 @pytest.mark.parametrize(
     "value", ["H100", "!spot", "in(a,b)", "!in(a, b-1)", "in()", "in(a,", "-a", "a_", "a b", "!!a"]
 )
-def test_labels_select_nodes_by_rays_own_rules(key: str, value: str) -> None:
+def test_labels_select_nodes_by_rays_own_rules(key, value):
     told = f"workers.label_selector={{{json.dumps(key)}: {json.dumps(value)}}}"
     if validate_label_selector({key: value}) is None:
         found = load_recipe("digits", [told]).workers.label_selector

@@ -69,7 +69,7 @@ def test_what_is_no_secret_stays(text):
     user=st.text("ab:é%+", max_size=4).map(lambda text: text.replace(":", "")),
     password=st.text("ab:/?#%+ '\"<>;&=[]", min_size=1, max_size=8),
 )
-def test_no_password_that_sqlalchemy_takes_stays(user: str, password: str) -> None:
+def test_no_password_that_sqlalchemy_takes_stays(user, password):
     address = f"postgresql://{user}:hunter2{password}@db:5432/mlflow"
     assert make_url(address).password == unquote(f"hunter2{password}")
     assert SECRET not in redact(address)
@@ -115,7 +115,7 @@ def test_log_lines_hold_no_secret():
     assert RedactingFormatter("%(message)s").format(record) == "lost http://h/p"
 
 
-def test_control_characters_are_spelt_out_and_text_stays_as_it_is() -> None:
+def test_control_characters_are_spelt_out_and_text_stays_as_it_is():
     shown = redact("a\x1b[2Jb\rc\x9b31md\u202ee\x07\x7f")
     assert shown == r"a\x1b[2Jb\rc\x9b31md\u202ee\x07\x7f"
     plain = "tab\tline\nGr\u00fc\u00dfe \u65e5\u672c \U0001f600 C:\\x1b"

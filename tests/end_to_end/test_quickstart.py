@@ -87,15 +87,15 @@ def _tables(output: str) -> list[str]:
     return [line for line in lines if "%" in line and not re.search("step|goodput", line)]
 
 
-def test_a_run_without_an_accuracy_is_named() -> None:
+def test_a_run_without_an_accuracy_is_named():
     with pytest.raises(ValueError, match=r"^run digits-vit has no accuracy; its events say why"):
         quickstart._top1(RunResult(None, "digits-vit", 5, 5, {"train/loss": 1.0}, ""))
 
 
 @pytest.mark.parametrize(("output", "place"), [("~/runs", "home/runs"), ("s3://bucket/runs", "")])
 def test_the_digits_are_written_in_a_home_and_for_a_store_in_a_temporary_folder(
-    output: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    output, place, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     sources: list[Path] = []

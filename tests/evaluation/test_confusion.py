@@ -27,7 +27,7 @@ def matrix(confusion: Confusion) -> np.ndarray:
     return table
 
 
-def test_counts_are_those_of_scikit_learn_however_images_are_batched_and_shared() -> None:
+def test_counts_are_those_of_scikit_learn_however_images_are_batched_and_shared():
     logits, labels = random_predictions(200)
     expected = confusion_matrix(labels[:, 0], logits.argmax(1), labels=range(NUM_CLASSES))
     ranks = [Confusion(), Confusion()]
@@ -43,21 +43,21 @@ def test_counts_are_those_of_scikit_learn_however_images_are_batched_and_shared(
     assert np.isnan(accuracies[6])
 
 
-def test_padding_and_images_without_an_answer_are_not_counted() -> None:
+def test_padding_and_images_without_an_answer_are_not_counted():
     confusion = Confusion()
     labels = torch.tensor([[0], [1], [-1]])
     confusion.add_batch(torch.eye(3), labels, torch.tensor([1.0, 0.0, 1.0]))
     assert confusion.pairs().tolist() == [[0, 0, 1]]
 
 
-def test_an_image_with_several_answers_counts_for_the_predicted_one() -> None:
+def test_an_image_with_several_answers_counts_for_the_predicted_one():
     confusion = Confusion()
     logits = torch.eye(4)[[2, 3]]
     confusion.add_batch(logits, torch.tensor([[1, 2], [-1, 1]]), torch.ones(2))
     assert confusion.pairs().tolist() == [[1, 3, 1], [2, 2, 1]]
 
 
-def test_tables_name_classes_and_what_they_are_most_often_taken_for() -> None:
+def test_tables_name_classes_and_what_they_are_most_often_taken_for():
     confusion = Confusion()
     predicted, truth = [0, 1, 1, 2, 1], [0, 0, 0, 0, 1]
     weights = torch.ones(5)
@@ -72,7 +72,7 @@ def test_tables_name_classes_and_what_they_are_most_often_taken_for() -> None:
     assert pairs[1:] == [*of_ants, ["'=bee", "'=bee", "1"]]
 
 
-def test_a_label_beyond_the_classes_is_an_error() -> None:
+def test_a_label_beyond_the_classes_is_an_error():
     confusion = Confusion()
     confusion.add_batch(torch.eye(3), torch.tensor([[0], [1], [5]]), torch.ones(3))
     with pytest.raises(IndexError, match="index 5 is out of bounds"):

@@ -132,7 +132,7 @@ def test_a_model_of_sigmoids_gives_each_class_its_own_probability(whole):
         assert one["probability"] == pytest.approx(expit(best), rel=1e-6)
 
 
-def test_captions_are_below_their_own_image_and_no_wider() -> None:
+def test_captions_are_below_their_own_image_and_no_wider():
     """The same letters as the text alone gives; a long text ends before the next square."""
     squares = [np.zeros((SIDE, SIDE, 3), np.uint8)] * 3
 

@@ -30,27 +30,27 @@ def real(
     return real_answers(told, keys, labels, CLASSES, classes, "real.json")
 
 
-def test_real_labels_go_to_the_images_by_the_number_in_their_keys() -> None:
+def test_real_labels_go_to_the_images_by_the_number_in_their_keys():
     found = real().of_batch(np.zeros((4, 1), np.int32), np.array([0, 1, 2, 3]))
     assert found.tolist() == [[2, 3], [0, 4], [-1, -1], [1, -1]]
 
 
 @pytest.mark.parametrize("name", ["ILSVRC2012_val_{:08d}_n01440764.JPEG", "ILSVRC2012_val_{:08d}"])
-def test_a_class_may_follow_the_number_in_a_key(name: str) -> None:
+def test_a_class_may_follow_the_number_in_a_key(name):
     keys = [name.format(number) for number in (3, 1, 4, 2)]
     assert real(keys=keys).by_sample is not None
     with pytest.raises(ValueError, match="does not identify one"):
         real(keys=["ILSVRC2012_val_000000030.JPEG", *keys[1:]])
 
 
-def test_real_labels_are_those_of_the_models_outputs() -> None:
+def test_real_labels_are_those_of_the_models_outputs():
     found = real(classes=CLASSES[::-1])
     right = found.of_batch(np.zeros((4, 1), np.int32), np.array([0, 1, 2, 3]))
     assert right.tolist() == [[3, 2], [5, 1], [-1, -1], [4, -1]]
     assert (found.classes, found.competing, found.num_outputs) == (CLASSES[::-1], None, 6)
 
 
-def test_only_the_classes_of_real_compete_in_a_model_of_more() -> None:
+def test_only_the_classes_of_real_compete_in_a_model_of_more():
     found = real(classes=("a", *CLASSES[::-1], "b"))
     assert found.num_outputs == 8
     assert found.competing is not None
@@ -59,7 +59,7 @@ def test_only_the_classes_of_real_compete_in_a_model_of_more() -> None:
     assert found.by_sample.tolist() == [[3, 2], [5, 1], [-1, -1], [4, -1]]
 
 
-def test_padding_of_a_batch_may_have_any_answers_and_costs_no_error() -> None:
+def test_padding_of_a_batch_may_have_any_answers_and_costs_no_error():
     assert real().of_batch(np.full((1, 1), -1, np.int32), np.array([-1])).shape == (1, 2)
 
 
@@ -79,18 +79,18 @@ def test_padding_of_a_batch_may_have_any_answers_and_costs_no_error() -> None:
         ({"classes": CLASSES[1:]}, "lacks 1 classes of data.eval, .*it has 5,"),
     ],
 )
-def test_a_file_that_is_not_of_this_set_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_a_file_that_is_not_of_this_set_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         real(**changes)
 
 
-def test_half_of_the_images_may_have_got_another_label_than_imagenets() -> None:
+def test_half_of_the_images_may_have_got_another_label_than_imagenets():
     real(lists=[[0], [1], [3], [4]])
     with pytest.raises(ValueError, match=r"33\.3% of the images"):
         real(lists=[[0], [2], [3], []])
 
 
-def test_folders_of_imagenet_v2_are_numbers_whatever_their_order() -> None:
+def test_folders_of_imagenet_v2_are_numbers_whatever_their_order():
     folders = sorted(str(number) for number in range(12))  # "0", "1", "10", "11", "2", ...
     answers = numbered_answers(folders, IMAGENET)
     found = answers.of_batch(np.array([[2], [4], [-1]], np.int32), np.arange(3))
@@ -98,12 +98,12 @@ def test_folders_of_imagenet_v2_are_numbers_whatever_their_order() -> None:
 
 
 @pytest.mark.parametrize("folder", ["n02", "1000", "-5", "\N{SUPERSCRIPT TWO}", ""])
-def test_a_folder_that_is_no_number_of_an_imagenet_class_is_refused(folder: str) -> None:
+def test_a_folder_that_is_no_number_of_an_imagenet_class_is_refused(folder):
     with pytest.raises(ValueError, match=f"data.eval, '{folder}', is not a number from 0 to 999"):
         numbered_answers(["0", folder], IMAGENET)
 
 
-def test_a_model_of_other_classes_than_imagenets_is_refused() -> None:
+def test_a_model_of_other_classes_than_imagenets_is_refused():
     more = tuple(map(str, range(21_843)))
     with pytest.raises(ValueError, match=r"imagenet_v2 needs a model of .*1,000.* has 21843"):
         numbered_answers(["0"], more)
@@ -111,7 +111,7 @@ def test_a_model_of_other_classes_than_imagenets_is_refused() -> None:
         objectnet_answers(MAPPINGS, ["bench"], CLASSES)
 
 
-def test_only_the_classes_that_a_set_has_compete() -> None:
+def test_only_the_classes_that_a_set_has_compete():
     answers = named_answers([CLASSES[4], CLASSES[1]], CLASSES)
     assert answers.competing is not None
     assert answers.competing.tolist() == [1, 4]
@@ -121,7 +121,7 @@ def test_only_the_classes_that_a_set_has_compete() -> None:
     assert found.tolist() == [[1], [0]]
 
 
-def test_the_models_classes_may_stand_in_another_order_than_the_sets() -> None:
+def test_the_models_classes_may_stand_in_another_order_than_the_sets():
     answers = named_answers(["a", "b", "c"], ["c", "a", "b"])
     assert answers.competing is None
     found = answers.of_batch(np.array([[0], [1], [2]], np.int32), np.arange(3))
@@ -143,7 +143,7 @@ MAPPINGS = {
 }
 
 
-def test_a_class_of_objectnet_is_one_or_several_of_imagenets_or_none() -> None:
+def test_a_class_of_objectnet_is_one_or_several_of_imagenets_or_none():
     answers = objectnet_answers(MAPPINGS, ["bill", "alarm_clock", "bench"], IMAGENET)
     labels = np.array([[0], [1], [2]], np.int32)
     assert answers.of_batch(labels, np.arange(3)).tolist() == [[-1, -1], [0, 1], [2, -1]]
@@ -167,14 +167,12 @@ def test_a_class_of_objectnet_is_one_or_several_of_imagenets_or_none() -> None:
         ("objectnet_to_imagenet_1k.json", "{}", "no class of data.eval is one of ImageNet's"),
     ],
 )
-def test_mappings_that_are_not_as_published_are_refused(
-    file: str, content: str, message: str
-) -> None:
+def test_mappings_that_are_not_as_published_are_refused(file, content, message):
     with pytest.raises(ValueError, match=message):
         objectnet_answers({**MAPPINGS, file: content}, ["bench", "alarm_clock"], IMAGENET)
 
 
-def test_class_lists_are_read_in_their_published_forms() -> None:
+def test_class_lists_are_read_in_their_published_forms():
     synsets = "n01440764 tench, Tinca tinca\nn01443537 goldfish, Carassius auratus\n"
     assert parse_classes(synsets, ".txt", "x") == ("n01440764", "n01443537")
     assert parse_classes("kit fox\npark bench\n", ".txt", "x") == ("kit fox", "park bench")

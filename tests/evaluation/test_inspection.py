@@ -31,7 +31,7 @@ def pictures(count: int = 3, size: tuple[int, int] = (32, 32)) -> Any:
     return np.random.default_rng(0).integers(0, 256, (count, *size, 3), dtype=np.uint8)
 
 
-def test_filter_components_are_ordered_pictures_and_explain_all_together() -> None:
+def test_filter_components_are_ordered_pictures_and_explain_all_together():
     """Filters along one picture and a weaker one."""
     rng = np.random.default_rng(0)
     strong, weak = rng.normal(size=(2, 3, 4, 4))
@@ -54,15 +54,13 @@ def test_filter_components_are_ordered_pictures_and_explain_all_together() -> No
         ("AxialResNet", (64, 3, 7, 7)),
     ],
 )
-def test_the_first_kernel_is_the_one_that_sees_the_pixels(
-    family: str, shape: tuple[int, ...]
-) -> None:
+def test_the_first_kernel_is_the_one_that_sees_the_pixels(family, shape):
     kernel = first_kernel(small_model(family))
     assert kernel is not None
     assert kernel.shape == shape
 
 
-def test_a_model_of_ones_own_has_the_figures_that_it_can_have(tmp_path: Path) -> None:
+def test_a_model_of_ones_own_has_the_figures_that_it_can_have(tmp_path):
     found = inspect_model(ConvNet(3, (32, 32)), pictures(), tmp_path)
     assert isinstance(found["filters"], Path)
     without = inspect_model(torch.nn.Linear(2, 2), pictures(), tmp_path)
@@ -72,7 +70,7 @@ def test_a_model_of_ones_own_has_the_figures_that_it_can_have(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("positions", ["learned_1d", "learned_2d"])
-def test_position_vectors_are_what_patches_get_without_the_class_tokens(positions: str) -> None:
+def test_position_vectors_are_what_patches_get_without_the_class_tokens(positions):
     model = small_model("ViT", image_size=(16, 40), positions=positions)
     vectors = position_vectors(model)
     assert vectors is not None
@@ -86,7 +84,7 @@ def test_position_vectors_are_what_patches_get_without_the_class_tokens(position
     assert position_vectors(small_model("ViT", positions="none")) is None
 
 
-def test_distances_and_rollouts_are_those_of_transformers_attention(tmp_path: Path) -> None:
+def test_distances_and_rollouts_are_those_of_transformers_attention(tmp_path):
     model = small_model("ViT").eval()
     images = pictures(7)
     save_weights(model, tmp_path, "huggingface")
@@ -109,7 +107,7 @@ def test_distances_and_rollouts_are_those_of_transformers_attention(tmp_path: Pa
     np.testing.assert_allclose(rollouts, expected_rollouts, rtol=1e-5)
 
 
-def test_rollout_averages_heads_and_without_a_class_token_all_rows() -> None:
+def test_rollout_averages_heads_and_without_a_class_token_all_rows():
     heads = torch.zeros(1, 2, 4, 4)
     heads[0, 0, :, 1], heads[0, 1, :, 2] = 1, 1
     rollout = output_row(roll(None, heads), (2, 2), has_class_token=False)
@@ -117,7 +115,7 @@ def test_rollout_averages_heads_and_without_a_class_token_all_rows() -> None:
     np.testing.assert_allclose(rollout[0], [[1 / 8, 1 / 8 + 1 / 4], [1 / 8 + 1 / 4, 1 / 8]])
 
 
-def test_inspection_leaves_the_mode_of_a_model_as_it_was() -> None:
+def test_inspection_leaves_the_mode_of_a_model_as_it_was():
     model = small_model("ViT", dropout=0.5).train()
     first, _ = attention_figures(model, pictures())
     again, _ = attention_figures(model, pictures())
@@ -125,7 +123,7 @@ def test_inspection_leaves_the_mode_of_a_model_as_it_was() -> None:
     np.testing.assert_array_equal(first, again)
 
 
-def test_an_overlay_is_bright_where_the_rollout_is_and_dark_elsewhere() -> None:
+def test_an_overlay_is_bright_where_the_rollout_is_and_dark_elsewhere():
     image = np.full((32, 32, 3), 200, dtype=np.uint8)
     rollout = np.zeros((4, 4), dtype=np.float32)
     rollout[0, 0] = 1
@@ -146,9 +144,7 @@ def test_an_overlay_is_bright_where_the_rollout_is_and_dark_elsewhere() -> None:
         ("ResNet", {}, {"position_similarity", "attention_distance", "attention_rollout"}),
     ],
 )
-def test_every_figure_that_a_model_has_is_drawn(
-    family: str, options: dict[str, Any], missing: set[str], tmp_path: Path
-) -> None:
+def test_every_figure_that_a_model_has_is_drawn(family, options, missing, tmp_path):
     family, _, precision = family.partition(" in ")
     model = small_model(family, **options).to(torch.bfloat16 if precision else torch.float32)
     results = inspect_model(model, pictures(), tmp_path / "figures")
@@ -164,7 +160,7 @@ def test_every_figure_that_a_model_has_is_drawn(
             assert (saturation > 60).mean() > least
 
 
-def test_components_of_many_filters_are_the_same_each_time() -> None:
+def test_components_of_many_filters_are_the_same_each_time():
     """So many that scikit-learn would choose a solver that draws random numbers."""
     kernel = np.random.default_rng(0).normal(size=(600, 3, 8, 8)).astype(np.float32)
     first, second = filter_components(kernel), filter_components(kernel)
@@ -173,7 +169,7 @@ def test_components_of_many_filters_are_the_same_each_time() -> None:
     assert (filter_components(np.ones_like(kernel[:4]))[1] == 0).all()
 
 
-def test_tiles_of_cosines_stand_where_their_patches_do() -> None:
+def test_tiles_of_cosines_stand_where_their_patches_do():
     vectors = np.random.default_rng(0).normal(size=(2, 3, 8)).astype(np.float32)
     tiles = tiled(position_similarity(vectors))
     units = vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)

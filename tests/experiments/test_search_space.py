@@ -49,16 +49,14 @@ def test_a_grid_is_every_combination_of_any_keys():
     assert (changed.data.augment.kind, changed.data.augment.flip) == ("resize", False)
 
 
-def test_a_model_is_checked_once_for_all_points_that_train_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_is_checked_once_for_all_points_that_train_it(monkeypatch):
     checked: list[tuple[str, ...]] = []
     monkeypatch.setattr(search_space, "check_model", lambda one: checked.append(one.optim.frozen))
     points(space={RATE: [0.1, 0.2, 0.3], "optim.frozen": [["blocks.0"], ["norm"]]})
     assert sorted(checked) == [("blocks.0",), ("norm",)]
 
 
-def test_values_of_a_section_change_the_keys_that_they_name() -> None:
+def test_values_of_a_section_change_the_keys_that_they_name():
     space = {"optim": [{"steps": 9, "warmup_steps": 1}, {"steps": 90}]}
     recipe = searched_recipe(space=space).with_changes(optim={"name": "sgd", "clip_norm": 3.0})
     changed = [with_point(recipe, point).optim for point in points(space=space)]

@@ -4,7 +4,6 @@ One process and one GPU; the CPU, plain torch and Pillow are the oracles.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -87,8 +86,8 @@ def cpu_losses() -> list[float]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_stage_trains_as_plain_torch_on_the_cpu_and_resumes(
-    cpu_losses: list[float], tmp_path: Path, precision: str, stage: int
-) -> None:
+    cpu_losses, tmp_path, precision, stage
+):
     train = TrainConfig.model_validate({"zero_stage": stage, "precision": precision})
     options = train.model_dump(exclude_unset=True)
 
@@ -114,7 +113,7 @@ def test_a_stage_trains_as_plain_torch_on_the_cpu_and_resumes(
 
 
 @pytest.mark.parametrize("compiles", [False, True])
-def test_masks_are_those_of_the_cpu(compiles: bool) -> None:
+def test_masks_are_those_of_the_cpu(compiles):
     function = torch.compile(keyed_dropout) if compiles else keyed_dropout
     x = torch.ones(5, 7, 33)
     keys = sample_keys(torch.tensor([0, 1, 7, 2**40, 300_000_000]), 3, 4)
@@ -124,7 +123,7 @@ def test_masks_are_those_of_the_cpu(compiles: bool) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 2])
-def test_compiled_blocks_train_as_eager_ones(precision: str, stage: int) -> None:
+def test_compiled_blocks_train_as_eager_ones(precision, stage):
     """With dropout, stochastic depth, recomputed activations, MixUp and CutMix."""
     model = {
         "name": "ViT", "image_size": 8, "depth": 3, "width": 192, "mlp_dim": 256, "num_heads": 3,
@@ -149,11 +148,11 @@ def test_compiled_blocks_train_as_eager_ones(precision: str, stage: int) -> None
     assert found[True] == pytest.approx(found[False], rel=1e-3 if precision == "fp32" else 5e-2)
 
 
-def test_the_gpu_is_known() -> None:
+def test_the_gpu_is_known():
     assert find_device(torch.cuda.get_device_name(GPU)) is not None
 
 
-def test_batches_arrive_whole_and_in_order() -> None:
+def test_batches_arrive_whole_and_in_order():
     def read() -> Iterator[Batch]:
         for i in range(40):
             yield {"image": np.full((64, 224, 224, 3), i, np.uint8), "sample": np.full(64, i)}
@@ -168,7 +167,7 @@ def test_batches_arrive_whole_and_in_order() -> None:
     assert found == [(i, i, i) for i in range(40)]
 
 
-def test_the_largest_batch_is_found_where_memory_ends() -> None:
+def test_the_largest_batch_is_found_where_memory_ends():
     recipe = recipe_with(
         model={"name": "ViT-S/16"},
         train={"global_batch_size": 1024, "precision": "bf16", "compile": False},

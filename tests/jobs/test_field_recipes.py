@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ FIELD = ROOT / "jobs" / "recipes" / "field"
 
 
 @pytest.mark.parametrize("path", sorted(FIELD.glob("*.yaml")), ids=lambda path: path.stem)
-def test_a_header_says_where_from_what_differs_and_what_it_costs(path: Path) -> None:
+def test_a_header_says_where_from_what_differs_and_what_it_costs(path):
     text = header(path)
     assert re.search(r"Paper: arXiv:\d{4}\.\d{5}", text)
     assert "Left open: " in text
@@ -30,7 +29,7 @@ def test_a_header_says_where_from_what_differs_and_what_it_costs(path: Path) -> 
     assert commands(path)
 
 
-def test_augreg_is_as_its_published_run_is_named() -> None:
+def test_augreg_is_as_its_published_run_is_named():
     # B_16-i1k-300ep-lr_0.001-aug_strong2-wd_0.1-do_0.1-sd_0.1; aug_strong2 by big_vision's vit_i1k.
     recipe = load_recipe(FIELD / "augreg_b16_imagenet.yaml")
     assert recipe.model.name == "ViT-B/16"
@@ -47,7 +46,7 @@ def test_augreg_is_as_its_published_run_is_named() -> None:
     assert augment.min_area == 0.05
 
 
-def test_the_plain_baseline_is_as_its_authors_configuration() -> None:
+def test_the_plain_baseline_is_as_its_authors_configuration():
     # google-research/big_vision, configs/vit_s16_i1k.py.
     recipe = load_recipe(FIELD / "vit_s16_imagenet.yaml")
     optim, model, train = recipe.optim, recipe.model, recipe.train

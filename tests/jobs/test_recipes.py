@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -69,7 +68,7 @@ def paper_recipe(name: str) -> Recipe:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=IDS)
-def test_every_recipe_loads_and_its_header_states_a_command_that_loads(path: Path) -> None:
+def test_every_recipe_loads_and_its_header_states_a_command_that_loads(path):
     assert load_recipe(path).model.name in model_names()
     own = [words for words in commands(path) if ROOT / words[1] == path]
     assert own, f"no command of the header runs {path}"
@@ -81,13 +80,13 @@ def test_every_recipe_loads_and_its_header_states_a_command_that_loads(path: Pat
 
 @pytest.mark.slow(after=3)
 @pytest.mark.parametrize("path", [path for path in RECIPES if load_recipe(path).study is None])
-def test_every_recipe_dry_runs_without_data(path: Path) -> None:
+def test_every_recipe_dry_runs_without_data(path):
     recipe = load_recipe(path)
     shown = describe_sweep(recipe) if recipe.sweep else describe_training(recipe)
     assert f"model                   {recipe.model.name}: " in shown
 
 
-def test_the_recipes_beside_those_of_the_paper_are_these() -> None:
+def test_the_recipes_beside_those_of_the_paper_are_these():
     """Those of `paper/` and `study/` are named by tables below and in test_study_recipes.py."""
     names = """cifar10 digits digits_scratch digits_sweep study_cifar10 study_digits vtab_1k
         evaluate/imagenet_r evaluate/imagenet_real evaluate/imagenet_v2 evaluate/objectnet
@@ -98,13 +97,13 @@ def test_the_recipes_beside_those_of_the_paper_are_these() -> None:
     assert found == set(names.split())
 
 
-def test_names_of_runs_do_not_collide() -> None:
+def test_names_of_runs_do_not_collide():
     names = [load_recipe(path).name for path in RECIPES]
     assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize("path", [*PAPER.glob("*.yaml"), *FINETUNE.glob("*.yaml")])
-def test_headers_of_the_papers_runs_say_where_from_and_what_it_costs(path: Path) -> None:
+def test_headers_of_the_papers_runs_say_where_from_and_what_it_costs(path):
     text = header(path)
     assert re.search(r"Paper: arXiv:2010\.11929v2, (Table|section|D\.|caption)", text)
     assert "Left open: " in text
@@ -116,12 +115,12 @@ def test_headers_of_the_papers_runs_say_where_from_and_what_it_costs(path: Path)
     assert "(the paper's" in text or "(its authors'" in text or "Expected: " not in text
 
 
-def test_there_is_a_recipe_for_every_row_and_no_other() -> None:
+def test_there_is_a_recipe_for_every_row_and_no_other():
     assert {path.stem for path in PAPER.glob("*.yaml")} == {row[0] for row in TABLE_3} | OTHERS
 
 
 @pytest.mark.parametrize("row", TABLE_3, ids=[row[0] for row in TABLE_3])
-def test_pre_training_is_as_table_3_prints_it(row: tuple[str, ...]) -> None:
+def test_pre_training_is_as_table_3_prints_it(row):
     file, model, steps, rate, decay, weight_decay, dropout = row
     recipe = paper_recipe(file)
     assert recipe.model.name == model
@@ -146,12 +145,12 @@ def test_pre_training_is_as_table_3_prints_it(row: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("file", list(TABLE_6))
-def test_costs_are_those_of_table_6(file: str) -> None:
+def test_costs_are_those_of_table_6(file):
     tolerance = 0.025 if file in ("vit_b32_jft", "r50x1_jft") else 0.01
     assert stated_cost(PAPER / f"{file}.yaml")[0] == pytest.approx(TABLE_6[file], rel=tolerance)
 
 
-def test_masked_patch_prediction_is_as_its_appendix_says() -> None:
+def test_masked_patch_prediction_is_as_its_appendix_says():
     recipe = paper_recipe("vit_b16_masked_jft")
     assert (recipe.train.loss, recipe.train.masked_target) == ("masked_patch", "mean_color")
     assert recipe.optim.learning_rate == 2e-4
@@ -162,7 +161,7 @@ def test_masked_patch_prediction_is_as_its_appendix_says() -> None:
 
 
 @pytest.mark.parametrize("file", ["r50x1_jft_sgd", "r152x2_jft_sgd"])
-def test_the_sgd_ablation_is_bits_recipe(file: str) -> None:
+def test_the_sgd_ablation_is_bits_recipe(file):
     # Kolesnikov et al., arXiv:1912.11370, 3.1: 0.03 x batch / 256, x 0.1 at epochs 10, 23, 30, 37
     # of 40.
     recipe = paper_recipe(file)
@@ -196,7 +195,7 @@ TABLE_4 = {
 
 
 @pytest.mark.parametrize("file", list(TABLE_4))
-def test_fine_tuning_is_as_table_4_prints_it(file: str) -> None:
+def test_fine_tuning_is_as_table_4_prints_it(file):
     steps, rates, dev_fraction, num_images, num_classes = TABLE_4[file]
     recipe = load_recipe(FINETUNE / f"{file}.yaml")
     assert recipe.sweep is not None
@@ -209,7 +208,7 @@ def test_fine_tuning_is_as_table_4_prints_it(file: str) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(FINETUNE.glob("*.yaml")), ids=lambda path: path.stem)
-def test_fine_tuning_follows_appendix_b(path: Path) -> None:
+def test_fine_tuning_follows_appendix_b(path):
     recipe = load_recipe(path)
     optim = recipe.optim
     assert (optim.name, optim.momentum, optim.weight_decay) == ("sgd", 0.9, 0.0)
@@ -223,9 +222,7 @@ def test_fine_tuning_follows_appendix_b(path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "model", "size"), [("l16_512", "ViT-L/16", 512), ("h14_518", "ViT-H/14", 518)]
 )
-def test_table_2s_imagenet_runs_average_at_high_resolution(
-    file: str, model: str, size: int
-) -> None:
+def test_table_2s_imagenet_runs_average_at_high_resolution(file, model, size):
     recipe = load_recipe(FINETUNE / f"imagenet_{file}.yaml")
     assert (recipe.model.name, recipe.model.image_size) == (model, size)
     assert recipe.train.averaging == 0.9999

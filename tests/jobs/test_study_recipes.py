@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -36,7 +35,7 @@ def trained(cell: Cell) -> dict[str, str]:
 
 @pytest.mark.slow(after=3)
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
-def test_every_study_is_planned_without_data(path: Path) -> None:
+def test_every_study_is_planned_without_data(path):
     recipe = load_recipe(path)
     plan = plan_study(recipe)
     assert len(plan) >= 3
@@ -49,7 +48,7 @@ def test_every_study_is_planned_without_data(path: Path) -> None:
 
 @pytest.mark.slow(after=2)
 @pytest.mark.parametrize("path", sorted(OF_THE_PAPER.glob("*.yaml")), ids=lambda path: path.stem)
-def test_headers_say_what_the_study_costs(path: Path) -> None:
+def test_headers_say_what_the_study_costs(path):
     recipe = load_recipe(path)
     plan = plan_study(recipe)
     hours = sum(one.training_hours for one in plan)
@@ -105,7 +104,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_each_row_trains_what_the_papers_recipe_of_it_trains(name: str) -> None:
+def test_each_row_trains_what_the_papers_recipe_of_it_trains(name):
     found = {f"{cell.label} {cell.recipe.optim.epochs:g}": cell for cell in cells_of(name)}
     assert found.keys() == ROWS[name].keys()
     for row, file in ROWS[name].items():
@@ -118,7 +117,7 @@ def test_each_row_trains_what_the_papers_recipe_of_it_trains(name: str) -> None:
             assert found[row].recipe.data.train == single.data.train, row
 
 
-def test_the_models_of_figure_3_on_jft_are_those_of_table_5() -> None:
+def test_the_models_of_figure_3_on_jft_are_those_of_table_5():
     on_jft = {row: file for row, file in ROWS["figure3"].items() if "JFT" in row}
     assert len(on_jft) == 5
     for row, file in on_jft.items():
@@ -129,7 +128,7 @@ def test_the_models_of_figure_3_on_jft_are_those_of_table_5() -> None:
 
 
 @pytest.mark.slow
-def test_table_6_has_its_exaflops() -> None:
+def test_table_6_has_its_exaflops():
     plan = plan_study(load_recipe(OF_THE_PAPER / "table6.yaml"))
     assert len(plan) == len(TABLE_6) == 18
     for one in plan:
@@ -138,7 +137,7 @@ def test_table_6_has_its_exaflops() -> None:
         assert one.facts.exaflops == pytest.approx(TABLE_6[ROWS["table6"][row]], rel=wide), row
 
 
-def test_the_transfers_of_table_6_are_the_papers_sets_at_its_resolution() -> None:
+def test_the_transfers_of_table_6_are_the_papers_sets_at_its_resolution():
     recipe = load_recipe(OF_THE_PAPER / "table6.yaml")
     assert recipe.study
     tasks = recipe.study.transfer
@@ -153,7 +152,7 @@ def test_the_transfers_of_table_6_are_the_papers_sets_at_its_resolution() -> Non
         assert found.sweep
 
 
-def test_figure_4_takes_the_papers_parts_and_stops_early() -> None:
+def test_figure_4_takes_the_papers_parts_and_stops_early():
     plan = plan_study(load_recipe(OF_THE_PAPER / "figure4.yaml"))
     sizes = {round(one.facts.num_images / 1e6) for one in plan}
     assert sizes == {9, 30, 90, 303}
@@ -162,7 +161,7 @@ def test_figure_4_takes_the_papers_parts_and_stops_early() -> None:
     assert {one.facts.total_steps for one in plan} == {517_822}
 
 
-def test_the_positions_are_the_eight_of_table_8() -> None:
+def test_the_positions_are_the_eight_of_table_8():
     kinds = [
         (cell.recipe.model.positions, cell.recipe.model.positions_at or "stem")
         for cell in cells_of("positions")
@@ -176,12 +175,12 @@ def test_the_positions_are_the_eight_of_table_8() -> None:
     ]
 
 
-def test_the_heads_have_the_rates_of_figure_9() -> None:
+def test_the_heads_have_the_rates_of_figure_9():
     rates = [(cell.recipe.model.pool, cell.recipe.optim.learning_rate) for cell in cells_of("head")]
     assert rates == [("cls", 8e-4), ("gap", 8e-4), ("gap", 3e-4)]
 
 
-def test_shapes_start_from_the_papers_base_and_vary_one_dimension() -> None:
+def test_shapes_start_from_the_papers_base_and_vary_one_dimension():
     base, *others = cells_of("shape")
     sizes = ("depth", "width", "mlp_dim", "patch_size")
     assert [getattr(base.recipe.model, key) for key in sizes] == [8, 1024, 2048, 32]
@@ -199,7 +198,7 @@ def families_of(cells: list[Cell]) -> list[str]:
     return sorted(name.partition(" ")[0] for name in names.values())
 
 
-def test_the_study_of_cifar10_asks_about_compute_and_data_with_seeds() -> None:
+def test_the_study_of_cifar10_asks_about_compute_and_data_with_seeds():
     cells = study_cells(load_recipe("study_cifar10"))
     assert families_of(cells) == ["R+ViT", "ResNet", "ResNet", "ViT", "ViT", "ViT"]
     assert {cell.recipe.optim.steps for cell in cells} == {150, 400, 1000, 2500}

@@ -1,6 +1,5 @@
 """Why groups fail and on which nodes, by Ray's own errors: no Ray runs."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,18 +60,16 @@ def hidden(error: Exception) -> Exception:
         ((BY_PEER, RuntimeError(MEMORY)), None),
     ],
 )
-def test_the_node_of_a_failure_is_that_of_the_only_worker_that_did_not_lose_another(
-    errors: Any, node: str | None
-) -> None:
+def test_the_node_of_a_failure_is_that_of_the_only_worker_that_did_not_lose_another(errors, node):
     found = failing_node(failed(*errors), PLACES)
     assert (found.node if found else None) == node
 
 
-def test_an_error_of_the_controller_has_no_node() -> None:
+def test_an_error_of_the_controller_has_no_node():
     assert failing_node(ControllerError(RuntimeError("x")), PLACES) is None
 
 
-def test_a_host_without_memory_is_named_with_its_figures_and_what_to_do() -> None:
+def test_a_host_without_memory_is_named_with_its_figures_and_what_to_do():
     text = cause(failed(BY_PEER, hidden(ray.exceptions.OutOfMemoryError(MEMORY))))
     assert text.startswith(
         "worker 1: host 10.0.0.7 ran out of memory (60.80GB used / 64.00GB limit), so Ray ended"
@@ -91,7 +88,7 @@ def node(name: str, host: str) -> dict[str, Any]:
 NODES = (node("1", "10.0.0.1"), node("2", "10.0.0.2"))
 
 
-def test_failures_of_a_node_that_lie_far_apart_are_no_defect_of_it() -> None:
+def test_failures_of_a_node_that_lie_far_apart_are_no_defect_of_it():
     now_s = [1e9]
     nodes = FailingNodes(None, lambda: now_s[0])
     for _ in range(3):
@@ -107,14 +104,14 @@ def test_failures_of_a_node_that_lie_far_apart_are_no_defect_of_it() -> None:
     assert nodes.among(NODES) == {"1": "10.0.0.1"}
 
 
-def test_failures_on_nodes_in_turn_are_no_defect_of_either() -> None:
+def test_failures_on_nodes_in_turn_are_no_defect_of_either():
     nodes = FailingNodes(None)
     for place in (PLACES[0], PLACES[1], PLACES[0], None, PLACES[0]):
         nodes.note(place)
     assert nodes.among(NODES) == {}
 
 
-def test_the_next_driver_knows_a_failing_node_also_by_its_host(tmp_path: Path) -> None:
+def test_the_next_driver_knows_a_failing_node_also_by_its_host(tmp_path):
     """Ray's id of a node is another one after its raylet has started again."""
     folder = locate(str(tmp_path))
     first = FailingNodes(folder)

@@ -113,9 +113,7 @@ def loaded(recipe: Any, checkpoint: str, folder: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_a_fresh_process_gets_the_models_logits_from_uint8_images(
-    trained: Any, tmp_path: Path
-) -> None:
+def test_a_fresh_process_gets_the_models_logits_from_uint8_images(trained, tmp_path):
     recipe, model, checkpoint = trained
     run_id = record(recipe, checkpoint, register_as="tiny")
     run = MlflowClient(recipe.tracking.uri).get_run(run_id)
@@ -142,8 +140,8 @@ def test_a_fresh_process_gets_the_models_logits_from_uint8_images(
 
 
 def test_a_model_has_its_card_and_no_copy_of_the_weights_and_no_point_stands_twice(
-    trained: Any, tmp_path: Path
-) -> None:
+    trained, tmp_path
+):
     recipe, _, checkpoint = trained
     run_id = record(recipe, checkpoint)
     client = MlflowClient(recipe.tracking.uri)
@@ -157,9 +155,7 @@ def test_a_model_has_its_card_and_no_copy_of_the_weights_and_no_point_stands_twi
     assert sum(path.stat().st_size for path in kept) < 20_000
 
 
-def test_a_checkpoint_that_is_gone_is_named_and_a_moved_one_can_be_given(
-    trained: Any, tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_is_gone_is_named_and_a_moved_one_can_be_given(trained, tmp_path):
     recipe, model, checkpoint = trained
     moved = Path(checkpoint).parents[2] / "elsewhere"
     Path(checkpoint).rename(moved)
@@ -190,14 +186,14 @@ def logged(run: Any, steps: int = 7) -> list[Any]:
     return asked
 
 
-def test_what_is_trained_to_its_end_is_logged_and_registered() -> None:
+def test_what_is_trained_to_its_end_is_logged_and_registered():
     ((name, step, model),) = logged(prepared("pretrain"))
     assert (name, step, model["register_as"]) == ("run", 7, "tiny")
     assert model["params"]["checkpoint"] == "/runs/run/step-00000007"
     assert model["reference"]["classes"] == CLASSES
 
 
-def test_trials_are_logged_and_never_registered() -> None:
+def test_trials_are_logged_and_never_registered():
     ((_, _, model),) = logged(prepared("sweep_trial"))
     assert model["register_as"] is None
 
@@ -211,18 +207,16 @@ def test_trials_are_logged_and_never_registered() -> None:
     ],
     ids=["stopped", "evaluation", "no head"],
 )
-def test_nothing_else_is_logged(run: Any, steps: int) -> None:
+def test_nothing_else_is_logged(run, steps):
     assert logged(run, steps) == []
 
 
-def test_a_name_that_the_registry_would_refuse_is_refused_with_the_recipe() -> None:
+def test_a_name_that_the_registry_would_refuse_is_refused_with_the_recipe():
     with pytest.raises(ValueError, match=r"tracking\.register_as"):
         prepared("pretrain", tracking={"register_as": "a/b"})
 
 
-def test_a_model_that_is_sent_again_is_logged_and_registered_once(
-    trained: Any, tmp_path: Path
-) -> None:
+def test_a_model_that_is_sent_again_is_logged_and_registered_once(trained, tmp_path):
     """Also where an earlier attempt was cut off before the model's files were there."""
     recipe, _, checkpoint = trained
     run_id = record(recipe, checkpoint, register_as="tiny")

@@ -13,7 +13,7 @@ from vit_ray.storage import locate
 __all__ = ["sets"]
 
 
-def test_a_copy_reads_what_was_copied_with_it_and_else_what_the_run_read(tmp_path: Path) -> None:
+def test_a_copy_reads_what_was_copied_with_it_and_else_what_the_run_read(tmp_path):
     first, second = tmp_path / "first", tmp_path / "a" / "second"
     for name in ("runs/digits", "runs/other", "data/train"):
         (first / name).mkdir(parents=True)
@@ -44,9 +44,7 @@ def test_a_copy_reads_what_was_copied_with_it_and_else_what_the_run_read(tmp_pat
 
 
 @pytest.mark.parametrize(("folder", "name"), [("renamed", "renamed"), ("digits (old)", None)])
-def test_a_renamed_run_is_found_where_it_lies(
-    folder: str, name: str | None, sets: Path, tmp_path: Path
-) -> None:
+def test_a_renamed_run_is_found_where_it_lies(folder, name, sets, tmp_path):
     recipe = recipe_on(sets, output=str(tmp_path / "runs"))
     moved = Path(write_parent(recipe)).rename(tmp_path / "runs" / folder)
     found = find_run(str(moved)).recipe
@@ -54,7 +52,7 @@ def test_a_renamed_run_is_found_where_it_lies(
     assert (found.output, found.name) == (str(tmp_path / "runs"), name or recipe.name)
 
 
-def test_a_copied_project_is_opened_on_its_own_data(sets: Path, tmp_path: Path) -> None:
+def test_a_copied_project_is_opened_on_its_own_data(sets, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     plain = recipe_on(sets, output=str(first / "runs"))
     shutil.copytree(str(plain.data.train), first / "data")
@@ -66,9 +64,7 @@ def test_a_copied_project_is_opened_on_its_own_data(sets: Path, tmp_path: Path) 
     assert found.recipe.output == str(second / "runs")
 
 
-def test_a_variable_that_names_no_store_is_named_with_the_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_variable_that_names_no_store_is_named_with_the_run(monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "mlruns")
     with pytest.raises(ValueError, match=r"^0{32}: uri: a path .*MLFLOW_TRACKING_URI.*mlruns$"):
         named_folder("0" * 32, [])

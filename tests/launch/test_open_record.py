@@ -3,7 +3,6 @@
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -69,7 +68,7 @@ def opened(**options: Any) -> Any:
     return open_record(recipe, "pretrain", resolved_run(), ClusterShape(1, 2, 0, 0.0), **options)
 
 
-def test_work_that_is_done_is_finished_and_work_that_is_not_was_stopped(record: Record) -> None:
+def test_work_that_is_done_is_finished_and_work_that_is_not_was_stopped(record):
     with opened() as run:
         run.is_complete = True
     with opened():
@@ -87,9 +86,7 @@ def test_work_that_is_done_is_finished_and_work_that_is_not_was_stopped(record: 
     ],
 )
 @pytest.mark.parametrize("is_complete", [False, True])
-def test_an_error_ends_the_record_and_passes(
-    record: Record, error: BaseException, status: str, is_complete: bool
-) -> None:
+def test_an_error_ends_the_record_and_passes(record, error, status, is_complete):
     def work(run: OpenRun) -> None:
         run.is_complete = is_complete
         raise error
@@ -101,9 +98,7 @@ def test_an_error_ends_the_record_and_passes(
     assert reasons == ([["vit_ray.failure", str(error)]] if status == "FAILED" else [])
 
 
-def test_a_trial_shows_the_command_of_its_sweep_and_not_that_of_rays_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_trial_shows_the_command_of_its_sweep_and_not_that_of_rays_process(monkeypatch):
     found: list[RunOpening] = []
     monkeypatch.setattr(Recorder, "open", lambda _, opening: found.append(opening))
     sweep = Recorder(MagicMock(), Path("sweep.jsonl"), "sweep", "vit-ray sweep digits_sweep")
@@ -117,7 +112,7 @@ def test_a_trial_shows_the_command_of_its_sweep_and_not_that_of_rays_process(
     assert "    vit-ray sweep digits_sweep\n" in opening.tags["mlflow.note.content"]
 
 
-def test_what_children_vary_is_no_parameter_of_their_parent(record: Record) -> None:
+def test_what_children_vary_is_no_parameter_of_their_parent(record):
     with opened():
         pass
     with opened(varied=["optim.learning_rate", "data.augment", "data.train"]):
@@ -167,11 +162,8 @@ def mlflow_run(recipe: Recipe, run_id: str | None) -> Any:
     ],
 )
 def test_a_run_whose_driver_died_after_its_last_checkpoint_is_ended_by_the_next(
-    trained: Recipe,
-    status: Status | None,
-    lose: Callable[[Path], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    trained, status, lose, monkeypatch
+):
     run_id = driven(trained, status)
     lose(metrics_log_path(trained.run_folder))
     for name in [name for name in os.environ if name.startswith("MLFLOW_HTTP")]:
@@ -184,7 +176,7 @@ def test_a_run_whose_driver_died_after_its_last_checkpoint_is_ended_by_the_next(
     assert run.data.metrics == {"train/loss": 1.5, **COST}
 
 
-def test_a_run_that_has_ended_is_not_opened_again_where_its_log_is_not(trained: Recipe) -> None:
+def test_a_run_that_has_ended_is_not_opened_again_where_its_log_is_not(trained):
     run_id = driven(trained, "FINISHED")
     ended = mlflow_run(trained, run_id).info.end_time
     shutil.rmtree(metrics_log_path(trained.run_folder).parent)
@@ -192,7 +184,7 @@ def test_a_run_that_has_ended_is_not_opened_again_where_its_log_is_not(trained: 
     assert mlflow_run(trained, run_id).info.end_time == ended
 
 
-def test_an_end_that_mlflow_was_away_for_is_brought_there(trained: Recipe) -> None:
+def test_an_end_that_mlflow_was_away_for_is_brought_there(trained):
     away = trained.with_changes(tracking={"uri": "http://127.0.0.1:9"})
     tracker = Tracker.begin(
         RunOpening(away.tracking, away.name, metrics_log_path(away.run_folder)), wait_s=0.0
@@ -202,9 +194,7 @@ def test_an_end_that_mlflow_was_away_for_is_brought_there(trained: Recipe) -> No
     assert mlflow_run(trained, run_id).info.status == "FINISHED"
 
 
-def test_the_record_of_a_driver_that_still_writes_it_is_left_to_it(
-    trained: Recipe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_record_of_a_driver_that_still_writes_it_is_left_to_it(trained, monkeypatch, caplog):
     monkeypatch.setattr("vit_ray.tracking.metrics_log.RELEASE_S", 0.0)
     run_id = driven(trained, None)
     with lock_log(metrics_log_path(trained.run_folder)):
@@ -215,8 +205,8 @@ def test_the_record_of_a_driver_that_still_writes_it_is_left_to_it(
 
 @pytest.mark.parametrize("fault", [None, "away", "died"])
 def test_what_mlflow_does_not_have_at_the_end_is_told_with_the_command_that_brings_it(
-    fault: str | None, record: Record, caplog: pytest.LogCaptureFixture
-) -> None:
+    fault, record, caplog
+):
     record.problem = "MLflow has nothing of it (no answer)" if fault == "away" else ""
     record.error = RuntimeError("the recorder has died") if fault == "died" else None
     with opened() as run:

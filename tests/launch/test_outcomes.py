@@ -45,9 +45,7 @@ def outcome_of(error: Exception, monkeypatch: pytest.MonkeyPatch) -> Outcome:
     return context_of(parent).train(study_recipe("/x", [study_row("any")]), "sweep_trial")
 
 
-def test_a_trial_that_is_not_finite_has_diverged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trial_that_is_not_finite_has_diverged(tmp_path, monkeypatch):
     worker = Worker(make_job(tmp_path), FakeEngine(refused=(1,)))
     worker.run()
     assert worker.kinds() == [EventKind.FIRST_STEP, EventKind.NOT_FINITE]
@@ -57,9 +55,7 @@ def test_a_trial_that_is_not_finite_has_diverged(
 
 
 @pytest.mark.parametrize("is_agreed", [True, False])
-def test_what_a_worker_refuses_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_agreed: bool
-) -> None:
+def test_what_a_worker_refuses_ends_the_run(tmp_path, monkeypatch, is_agreed):
     def refuse(step: int) -> None:
         raise UnrecoverableError("bad data", is_agreed=is_agreed)
 
@@ -86,9 +82,7 @@ def result_of(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Any:
     return run._result(prepared, SimpleNamespace(record=record))  # type: ignore[arg-type]
 
 
-def test_a_training_that_was_stopped_has_not_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_that_was_stopped_has_not_failed(tmp_path, monkeypatch):
     worker = Worker(make_job(tmp_path))
 
     def stop(step: int) -> None:
@@ -104,18 +98,14 @@ def test_a_training_that_was_stopped_has_not_failed(
         result_of(worker, monkeypatch)
 
 
-def test_an_evaluation_that_was_stopped_has_no_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_that_was_stopped_has_no_result(tmp_path, monkeypatch):
     worker = Worker(make_job(tmp_path, kind="evaluate"))
     worker.actor.events.append((EventKind.STOPPED, "request", 0))
     with pytest.raises(RunStoppedError):
         result_of(worker, monkeypatch)
 
 
-def test_a_pass_without_memory_is_tried_with_fewer_images_as_often_as_it_takes(
-    tmp_path: Path,
-) -> None:
+def test_a_pass_without_memory_is_tried_with_fewer_images_as_often_as_it_takes(tmp_path):
     def run_out(step: int) -> None:
         raise torch.OutOfMemoryError("no memory")
 
@@ -130,7 +120,7 @@ def test_a_pass_without_memory_is_tried_with_fewer_images_as_often_as_it_takes(
         Attempts(tmp_path, other, other, max_failures=1).train()
 
 
-def test_a_step_that_hangs_is_noted_and_ends_the_process(tmp_path: Path) -> None:
+def test_a_step_that_hangs_is_noted_and_ends_the_process(tmp_path):
     worker, ends, now_s = Worker(make_job(tmp_path)), [], [0.0]
     dog = Watchdog(
         60.0, worker.link.beat, worker.link.note_hang,
@@ -146,12 +136,12 @@ def test_a_step_that_hangs_is_noted_and_ends_the_process(tmp_path: Path) -> None
     "error",
     [UnrecoverableError("x", is_agreed=False), DivergedError("x"), SmallerMicroBatchError("x", 4)],
 )
-def test_errors_of_workers_arrive_at_the_driver_as_they_are(error: Exception) -> None:
+def test_errors_of_workers_arrive_at_the_driver_as_they_are(error):
     arrived = pickle.loads(pickle.dumps(error))
     assert (type(arrived), arrived.args, vars(arrived)) == (type(error), error.args, vars(error))
 
 
-def test_a_kind_of_another_version_is_unknown() -> None:
+def test_a_kind_of_another_version_is_unknown():
     assert EventKind("stopped") is EventKind.STOPPED
     assert EventKind("of another version") is EventKind.UNKNOWN
     assert pickle.loads(pickle.dumps(Failure("x", has_diverged=True))).has_diverged

@@ -15,7 +15,7 @@ from vit_ray.launch.paper_comparison import csv_text, evaluation_table, result_t
 from vit_ray.paper import TABLE_6, TEST_SETS, table_2, table_5
 
 
-def test_the_papers_tables_agree_with_one_another() -> None:
+def test_the_papers_tables_agree_with_one_another():
     longest = {row.name: row.imagenet for row in TABLE_6}
     for model in ("ViT-B/16", "ViT-B/32", "ViT-L/16", "ViT-L/32"):
         assert table_5(model, "jft300m", "imagenet") == pytest.approx(longest[model])
@@ -40,7 +40,7 @@ CIFAR: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_a_result_of_the_papers_test_set_model_and_pretraining_is_data() -> None:
+def test_a_result_of_the_papers_test_set_model_and_pretraining_is_data():
     ours, *papers = rows_of(CIFAR, task="cifar10", pretraining="imagenet21k")
     assert (ours["label"], ours["runs"]) == ("data", "3")
     measured = float(ours["top-1 %"]), float(ours["deviation %"])
@@ -70,9 +70,7 @@ def test_a_result_of_the_papers_test_set_model_and_pretraining_is_data() -> None
         ),
     ],
 )
-def test_any_other_result_is_a_proxy_and_says_why(
-    changes: dict[str, Any], paper: dict[str, str], note: str, num_papers: int
-) -> None:
+def test_any_other_result_is_a_proxy_and_says_why(changes, paper, note, num_papers):
     ours, *papers = rows_of({**CIFAR, **changes}, **paper)
     assert ours["label"] == "proxy"
     assert note in ours["note"]
@@ -96,8 +94,8 @@ def imagenet(folder: Path, monkeypatch: pytest.MonkeyPatch, **sections: Any) -> 
     ],
 )
 def test_imagenet_is_told_from_real_by_the_labels_that_are_measured(
-    kind: str, task: str, shown: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kind, task, shown, tmp_path, monkeypatch
+):
     recipe = imagenet(
         tmp_path, monkeypatch, benchmark={"kind": kind},
         paper={"task": task, "pretraining": "imagenet"},
@@ -108,9 +106,7 @@ def test_imagenet_is_told_from_real_by_the_labels_that_are_measured(
     assert evaluation_table(recipe, {"few_shot/5_shot_top1": 0.5}) is None
 
 
-def test_a_sweep_has_its_mean_its_deviation_and_its_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_has_its_mean_its_deviation_and_its_runs(tmp_path, monkeypatch):
     recipe = imagenet(tmp_path, monkeypatch)
     (row,) = training_table(recipe, [0.5, 0.7])
     assert row["top-1 %"] == pytest.approx(60)

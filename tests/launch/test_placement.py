@@ -80,14 +80,14 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return Cluster(monkeypatch, a=4.0)
 
 
-def test_a_place_that_is_there_is_given_up_for_the_workers(cluster: Cluster) -> None:
+def test_a_place_that_is_there_is_given_up_for_the_workers(cluster):
     run = FakeRun()
     place = finder(cluster, run, num_workers=4).found()
     assert (place.size, place.labels, place.waited_s) == (4, {}, placement.LOOK_S)
     assert (cluster.asked, cluster.num_open, run.events) == ([(4, None)], 0, [])
 
 
-def test_what_is_missing_is_told_every_ten_seconds_until_the_limit(cluster: Cluster) -> None:
+def test_what_is_missing_is_told_every_ten_seconds_until_the_limit(cluster):
     run = FakeRun()
     wants = finder(cluster, run, num_workers=8, place_timeout_minutes=1.0)
     with pytest.raises(NoPlaceError, match=r"8 CPU \(the cluster has 4, .*minutes=1\)$"):
@@ -98,9 +98,7 @@ def test_what_is_missing_is_told_every_ten_seconds_until_the_limit(cluster: Clus
     assert cluster.num_open == 0
 
 
-def test_a_place_that_is_lost_again_and_again_is_not_asked_for_without_limit(
-    cluster: Cluster,
-) -> None:
+def test_a_place_that_is_lost_again_and_again_is_not_asked_for_without_limit(cluster):
     run = FakeRun()
     wants = finder(cluster, run, num_workers=4, place_timeout_minutes=1.0)
     place = wants.found()
@@ -113,7 +111,7 @@ def test_a_place_that_is_lost_again_and_again_is_not_asked_for_without_limit(
     assert len(run.events) == 2
 
 
-def test_a_stop_ends_the_wait_at_the_next_look(cluster: Cluster) -> None:
+def test_a_stop_ends_the_wait_at_the_next_look(cluster):
     run = FakeRun()
     run.stop = "Ctrl-C"
     with pytest.raises(StoppedWaitingError, match=r"^Ctrl-C$"):
@@ -132,16 +130,16 @@ def test_a_stop_ends_the_wait_at_the_next_look(cluster: Cluster) -> None:
     ],
 )
 def test_an_elastic_group_has_the_largest_size_that_fits_and_leaves_a_cpu_for_reading(
-    cpus: float, held: float, size: int, cluster: Cluster
-) -> None:
+    cpus, held, size, cluster
+):
     cluster.cpus, cluster.held = {"a": cpus}, held
     assert finder(cluster, FakeRun(), num_workers=[1, 8]).found().size == size
     assert cluster.num_open == 0
 
 
 def test_an_elastic_group_without_room_asks_for_the_largest_then_for_smaller_ones(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cluster, monkeypatch
+):
     """An autoscaler sees the wish, and may have room for the smaller ones only."""
     monkeypatch.setattr(time, "sleep", lambda _: None)
     cluster.cpus = {"a": 1.0}  # one worker leaves no CPU to read with
@@ -155,14 +153,12 @@ def test_an_elastic_group_without_room_asks_for_the_largest_then_for_smaller_one
 @pytest.mark.parametrize(("cpus", "held", "grows"), [
     (9.0, 2.0, True), (4.0, 2.0, False),
 ])  # fmt: skip
-def test_a_running_group_has_room_for_more_where_the_rest_is_free(
-    cpus: float, held: float, grows: bool, cluster: Cluster
-) -> None:
+def test_a_running_group_has_room_for_more_where_the_rest_is_free(cpus, held, grows, cluster):
     cluster.cpus, cluster.held = {"a": cpus}, held
     assert finder(cluster, FakeRun(), num_workers=[1, 4]).has_larger(Place(2, {})) == grows
 
 
-def test_a_node_that_fails_is_left_out_where_the_others_have_room(cluster: Cluster) -> None:
+def test_a_node_that_fails_is_left_out_where_the_others_have_room(cluster):
     cluster.cpus = {"1": 4.0, "2": 4.0}
     failing, run = FailingNodes(None), FakeRun()
     for _ in range(2):
@@ -179,9 +175,7 @@ def test_a_node_that_fails_is_left_out_where_the_others_have_room(cluster: Clust
 @pytest.mark.parametrize(("cpus", "is_private", "lacks"), [
     (3, False, False), (2, False, True),
 ])  # fmt: skip
-def test_a_run_whose_reading_nodes_are_lost_lacks_them(
-    cpus: int, is_private: bool, lacks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_reading_nodes_are_lost_lacks_them(cpus, is_private, lacks, monkeypatch):
     """Its two workers hold the CPUs of the node that is left."""
     left = ClusterShape(2, cpus, 0, 0.0, is_private=is_private)
     monkeypatch.setattr(placement, "shape", lambda _: left)
@@ -190,9 +184,7 @@ def test_a_run_whose_reading_nodes_are_lost_lacks_them(
     assert bool(text) == lacks
 
 
-def test_gpus_that_join_later_are_not_lacking_to_a_run_on_cpus(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gpus_that_join_later_are_not_lacking_to_a_run_on_cpus(monkeypatch):
     """Its workers were placed by `auto` when there were none."""
     monkeypatch.setattr(placement, "shape", lambda _: ClusterShape(3, 8, 1, 0.0))
     recipe = recipe_with(workers={"num_workers": 2, "use_gpu": "auto"})

@@ -2,16 +2,14 @@
 
 import time
 
-import pytest
-
 from vit_ray.launch import progress_display as progress
 from vit_ray.outcomes import EventKind
 from vit_ray.tracking.run_state import Event, RunStatus
 
 
 def test_a_log_has_each_event_once_and_the_time_left_by_the_steps_of_this_attempt(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    monkeypatch, capsys
+):
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
     now_s, status = [100.0], RunStatus(step=100, events=[Event(EventKind.RESUMED, "from step 100")])
     monkeypatch.setattr(progress.time, "monotonic", lambda: now_s[0])
@@ -47,7 +45,7 @@ def test_a_log_has_each_event_once_and_the_time_left_by_the_steps_of_this_attemp
     ]
 
 
-def test_the_display_itself_ends_with_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_display_itself_ends_with_the_run(capsys):
     record = type("Record", (), {"status": lambda self, limit_s: RunStatus(step=3)})()
     with progress.shown_progress(record, "run", 4):
         time.sleep(0)

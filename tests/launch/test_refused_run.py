@@ -1,6 +1,5 @@
 """What a run that cannot start leaves behind: nothing."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,12 +19,8 @@ from vit_ray.launch.cluster.connection import ClusterShape
     ],
 )
 def test_a_new_run_that_its_cluster_refuses_leaves_no_folder(
-    address: str | None,
-    cluster: ClusterShape | None,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    address, cluster, message, tmp_path, monkeypatch
+):
     """A refused run would otherwise be listed as one that has begun."""
     if address is not None:
         monkeypatch.setenv("RAY_ADDRESS", address)
@@ -44,8 +39,8 @@ def test_a_new_run_that_its_cluster_refuses_leaves_no_folder(
 
 
 def test_a_run_whose_nodes_do_not_see_its_files_is_refused_before_its_folder_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     asked: list[Any] = []
 
     def refuse(cluster: ClusterShape, read: Any) -> None:

@@ -46,9 +46,7 @@ def accepted(now: Recipe, at: Position) -> list[str]:
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
-def test_a_run_is_begun_again_on_purpose_only_where_no_checkpoint_can_be_used(
-    is_whole: bool, tmp_path: Path
-) -> None:
+def test_a_run_is_begun_again_on_purpose_only_where_no_checkpoint_can_be_used(is_whole, tmp_path):
     recipe = linear_recipe(output=str(tmp_path), resume="from_zero")
     folder = locate(recipe.run_folder).child(folder_name(140))
     at = replace(position(140), shapes={"w": [2]})
@@ -62,7 +60,7 @@ def test_a_run_is_begun_again_on_purpose_only_where_no_checkpoint_can_be_used(
     assert find_resume_point(recipe) is None
 
 
-def test_the_same_recipe_goes_on_without_a_word() -> None:
+def test_the_same_recipe_goes_on_without_a_word():
     assert accepted(linear_recipe(), position(20)) == []
     assert accepted(linear_recipe(), position(7)) == []
 
@@ -84,8 +82,8 @@ def test_the_same_recipe_goes_on_without_a_word() -> None:
     ],
 )
 def test_a_change_is_refused_by_name_with_both_values_or_accepted_on_purpose(
-    changes: dict[str, Any], key: str, before: str, now: str
-) -> None:
+    changes, key, before, now
+):
     told = f"{key} was {before} and is {now}"
     with pytest.raises(ValueError, match=f"{told}.*set resume=changed to continue it from step 7"):
         accepted(linear_recipe(**changes), position(7))
@@ -106,20 +104,18 @@ def test_a_change_is_refused_by_name_with_both_values_or_accepted_on_purpose(
         ({"data": {"shuffle_window": 128}}, "data.shuffle_window was 0 and is 128"),
     ],
 )
-def test_what_a_checkpoint_stands_for_cannot_change_at_all(
-    changes: dict[str, Any], told: str, step: int
-) -> None:
+def test_what_a_checkpoint_stands_for_cannot_change_at_all(changes, told, step):
     with pytest.raises(ValueError, match=f"cannot continue from step {step}: .*{told}"):
         accepted(linear_recipe(**changes, resume="changed"), position(step))
 
 
-def test_other_data_cannot_be_gone_on_with() -> None:
+def test_other_data_cannot_be_gone_on_with():
     other = replace(position(7), data_fingerprint="other")
     with pytest.raises(ValueError, match="the data set's fingerprint was other and is print"):
         accepted(linear_recipe(resume="changed"), other)
 
 
-def test_a_run_that_is_over_does_not_pass_for_one_of_another_recipe() -> None:
+def test_a_run_that_is_over_does_not_pass_for_one_of_another_recipe():
     changed = linear_recipe(optim={"learning_rate": 0.3}, resume="changed")
     told = r"has finished, and these keys have changed: optim.learning_rate was 0.1 and is 0.3; res"
     with pytest.raises(ValueError, match=told):
@@ -130,7 +126,7 @@ def test_a_run_that_is_over_does_not_pass_for_one_of_another_recipe() -> None:
 
 
 @pytest.mark.parametrize("other", ["/data/other", None])
-def test_a_run_that_is_over_is_not_given_out_as_measured_on_other_data(other: str | None) -> None:
+def test_a_run_that_is_over_is_not_given_out_as_measured_on_other_data(other):
     elsewhere = linear_recipe(data={"eval": other}, resume="changed")
     told = f"evaluated on other data: data.eval was /data/test and is {other}.*vit-ray evaluate"
     with pytest.raises(ValueError, match=told):
@@ -140,7 +136,7 @@ def test_a_run_that_is_over_is_not_given_out_as_measured_on_other_data(other: st
     assert f"data.eval was /data/test and is {other}" in accepted(longer, position(20))[0]
 
 
-def test_a_run_that_ended_early_is_not_given_out_for_a_longer_one() -> None:
+def test_a_run_that_ended_early_is_not_given_out_for_a_longer_one():
     begun = linear_recipe(train={"early_stopping": 2})
     ended = replace(position(7, begun), progress=Progress(step=7, ended="no better loss"))
     assert accepted(begun, ended) == []
@@ -152,7 +148,7 @@ def test_a_run_that_ended_early_is_not_given_out_for_a_longer_one() -> None:
 
 
 @pytest.mark.parametrize("step", [7, 20])
-def test_a_project_may_be_moved(step: int) -> None:
+def test_a_project_may_be_moved(step):
     places = {"data": {"eval": "/a/data/test"}, "output": "/a/runs", "init_from": "/a/runs/base"}
     begun = linear_recipe(**places)
     moved = linear_recipe(data={"eval": "/b/data/test"}, output="/b/runs", init_from="/b/runs/base")
@@ -166,7 +162,7 @@ def test_a_project_may_be_moved(step: int) -> None:
             accepted(begun.with_changes(init_from=other), position(step, begun))
 
 
-def test_what_is_not_used_decides_nothing_until_it_is() -> None:
+def test_what_is_not_used_decides_nothing_until_it_is():
     few_shot = {"few_shot_train": "/data/train", "few_shot_test": "/data/test"}
     begun = linear_recipe(evaluate=few_shot)
     with pytest.raises(ValueError, match=r"evaluate.shots was .* and is \[1, 5\]"):
@@ -175,18 +171,18 @@ def test_what_is_not_used_decides_nothing_until_it_is() -> None:
         accepted(linear_recipe(optim={"schedule": "steps", "decay_at": [0.5]}), position(7))
 
 
-def test_a_longer_run_is_accepted_and_says_what_becomes_of_the_schedule() -> None:
+def test_a_longer_run_is_accepted_and_says_what_becomes_of_the_schedule():
     (event,) = accepted(linear_recipe(optim={"epochs": 4.0}), position(20))
     assert "optim.epochs was 2.0 and is 4.0, which makes 40 steps instead of 20" in event
     # Linear decay from 0.1 to 0: at its end after 20 of 20 steps, half way after 20 of 40.
     assert "the learning rate after step 20 is 0.05, and would have been 0" in event
 
 
-def test_a_length_may_be_said_in_another_way() -> None:
+def test_a_length_may_be_said_in_another_way():
     assert accepted(linear_recipe(optim={"epochs": None, "steps": 20}), position(7)) == []
 
 
-def test_a_run_does_not_end_before_where_it_is() -> None:
+def test_a_run_does_not_end_before_where_it_is():
     shorter = linear_recipe(optim={"epochs": 1.0}, resume="changed")
     with pytest.raises(ValueError, match="trained for 12 steps, and this recipe ends after 10"):
         accepted(shorter, position(12))
@@ -207,11 +203,11 @@ def test_a_run_does_not_end_before_where_it_is() -> None:
         {"train": {"masked_target": "full_patch"}},
     ],
 )
-def test_speed_and_place_may_change(changes: dict[str, Any]) -> None:
+def test_speed_and_place_may_change(changes):
     assert accepted(linear_recipe(**changes), position(7)) == []
 
 
-def test_a_run_of_a_recipe_with_other_keys_is_refused_with_who_reads_it() -> None:
+def test_a_run_of_a_recipe_with_other_keys_is_refused_with_who_reads_it():
     begun = position(7)
     begun.recipe["data"]["select_by"] = "row"
     told = r"another version of vit_ray; .*choose another name: unknown key data.select_by"
@@ -219,19 +215,19 @@ def test_a_run_of_a_recipe_with_other_keys_is_refused_with_who_reads_it() -> Non
         accepted(linear_recipe(), begun)
 
 
-def test_when_evaluations_may_end_a_run_their_cadence_decides() -> None:
+def test_when_evaluations_may_end_a_run_their_cadence_decides():
     begun = linear_recipe(train={"early_stopping": 2})
     with pytest.raises(ValueError, match=r"evaluate.every_steps was None and is 5"):
         accepted(begun.with_changes(evaluate={"every_steps": 5}), position(7, begun))
 
 
-def test_every_key_that_a_training_reads_says_whether_it_may_change() -> None:
+def test_every_key_that_a_training_reads_says_whether_it_may_change():
     keys = keys_below(*(key for key in COMMANDS["pretrain"].reads if key != "plan"))
     assert len(keys) > 90
     assert {key.name for key in keys if not key.on_resume} == {"name"}
 
 
-def test_what_switches_a_key_off_is_a_key_with_such_values() -> None:
+def test_what_switches_a_key_off_is_a_key_with_such_values():
     """A misspelt one would leave the key without effect on any comparison."""
     allowed = {key.name: key.allowed for key in all_keys()}
     switches = [used_if for _, used_if in resume_compatibility._MARKS.values() if used_if]
@@ -268,7 +264,7 @@ def test_what_switches_a_key_off_is_a_key_with_such_values() -> None:
     ],
     ids=["fixed", "free", "length", "evaluated"],
 )
-def test_other_keys_of_the_training_than_these_need_the_flag(mark: OnResume, keys: str) -> None:
+def test_other_keys_of_the_training_than_these_need_the_flag(mark, keys):
     """Written out, since runs are resumed by it: a checkpoint means nothing with a fixed one."""
     sections = ("data.", "optim.", "train.", "evaluate.")
     mine = [key for key in key_names() if key.startswith(sections) or "." not in key]
@@ -283,7 +279,7 @@ def test_other_keys_of_the_training_than_these_need_the_flag(mark: OnResume, key
 
 
 @pytest.mark.parametrize(("name", "is_used"), [("sgd", False), ("parts.lion", True)])
-def test_betas_decide_with_an_optimizer_of_the_users(name: str, is_used: bool) -> None:
+def test_betas_decide_with_an_optimizer_of_the_users(name, is_used):
     before, now = (
         Recipe(name="r", optim={"name": name, "betas": (0.9, beta)}).flat() for beta in (0.9, 0.99)
     )
@@ -292,9 +288,7 @@ def test_betas_decide_with_an_optimizer_of_the_users(name: str, is_used: bool) -
 
 
 @pytest.mark.parametrize(("averaging", "is_used"), [(0.0, False), (0.999, True)])
-def test_the_warm_up_of_an_average_decides_nothing_where_nothing_is_averaged(
-    averaging: float, is_used: bool
-) -> None:
+def test_the_warm_up_of_an_average_decides_nothing_where_nothing_is_averaged(averaging, is_used):
     before, now = (
         Recipe(name="r", train={"averaging": averaging, "averaging_warmup": warms_up}).flat()
         for warms_up in (True, False)

@@ -1,7 +1,6 @@
 """A store that refuses one right: told in one line with its remedy, before anything starts."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -39,16 +38,14 @@ def prepare(name: str, **sections: object) -> None:
         pass
 
 
-def test_the_rights_that_a_run_needs_are_enough(allow: Callable[[Rights], None]) -> None:
+def test_the_rights_that_a_run_needs_are_enough(allow):
     allow({"sets": ("read",), "runs": ALL})
     prepare("enough")
     names = [info.base_name for info in locate("s3://runs/all/enough").list_files(recursive=True)]
     assert RIGHTS_PROBE not in names
 
 
-def test_a_probe_that_could_not_be_deleted_does_not_stand_in_the_way(
-    allow: Callable[[Rights], None],
-) -> None:
+def test_a_probe_that_could_not_be_deleted_does_not_stand_in_the_way(allow):
     allow({"sets": ("read", "list"), "runs": ("list", "read", "write")})
     for _ in range(2):
         with pytest.raises(PermissionError, match="allow s3:DeleteObject"):
@@ -61,9 +58,7 @@ def test_a_probe_that_could_not_be_deleted_does_not_stand_in_the_way(
     assert find_resume_point(recipe_with("once", output="s3://runs/all", resume=False)) is None
 
 
-def test_what_predict_writes_to_a_store_is_tried_before_images_are_looked_for(
-    allow: Callable[[Rights], None], tmp_path: Path
-) -> None:
+def test_what_predict_writes_to_a_store_is_tried_before_images_are_looked_for(allow, tmp_path):
     allow({"sets": ("read",), "runs": ("read", "list")})
     outputs = [f"{tmp_path}/found.png", "s3://runs/tables/found.parquet"]
     with pytest.raises(ValueError, match=r"s3://runs/tables/found.parquet: .*s3:PutObject"):
@@ -78,15 +73,13 @@ def test_what_predict_writes_to_a_store_is_tried_before_images_are_looked_for(
         print_predictions(str(tmp_path), ["nothing"], None, outputs)
 
 
-def test_a_bucket_that_is_not_there_is_named(allow: Callable[[Rights], None]) -> None:
+def test_a_bucket_that_is_not_there_is_named(allow):
     allow({"sets": ("read", "list"), "rums": ALL})
     with pytest.raises(OSError, match=r"s3://rums: .*NoSuchBucket\); create the bucket"):
         check_rights(locate("s3://rums/all"))
 
 
-def test_a_key_or_secret_that_is_wrong_is_not_a_missing_right(
-    allow: Callable[[Rights], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_or_secret_that_is_wrong_is_not_a_missing_right(allow, monkeypatch):
     allow({"runs": ALL})
     for name in ("AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID"):
         with monkeypatch.context() as patch:
@@ -97,9 +90,7 @@ def test_a_key_or_secret_that_is_wrong_is_not_a_missing_right(
     forget_clients()
 
 
-def test_a_machine_without_credentials_is_told_what_to_set(
-    allow: Callable[[Rights], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_machine_without_credentials_is_told_what_to_set(allow, monkeypatch, tmp_path):
     allow({"runs": ALL})
     for name in ("AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID"):
         monkeypatch.delenv(name)
@@ -114,9 +105,7 @@ def test_a_machine_without_credentials_is_told_what_to_set(
 
 
 @pytest.mark.parametrize("right", ALL)
-def test_a_right_that_output_does_not_give_is_named_before_anything_starts(
-    right: str, allow: Callable[[Rights], None]
-) -> None:
+def test_a_right_that_output_does_not_give_is_named_before_anything_starts(right, allow):
     allow({"sets": ("read", "list"), "runs": [one for one in ALL if one != right]})
     with pytest.raises(PermissionError) as error:
         prepare(f"without-{right}")
@@ -137,9 +126,7 @@ def test_a_right_that_output_does_not_give_is_named_before_anything_starts(
         ({"sets": ("read", "list")}, {"init_from": "s3://weights/w.npz"}, "s3://weights"),
     ],
 )
-def test_what_cannot_be_read_is_named_before_anything_starts(
-    rights: Rights, sections: dict[str, str], place: str, allow: Callable[[Rights], None]
-) -> None:
+def test_what_cannot_be_read_is_named_before_anything_starts(rights, sections, place, allow):
     allow({**rights, "runs": ALL})
     with pytest.raises(OSError, match=f"{place}/.*; allow s3:GetObject to the role"):
         prepare("unread", **sections)

@@ -29,9 +29,7 @@ def run(tmp_path: Path) -> Location:
     return locate(str(tmp_path / "runs" / "a"))
 
 
-def test_a_second_driver_is_refused_with_what_to_do(
-    run: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_driver_is_refused_with_what_to_do(run, monkeypatch):
     monkeypatch.setattr(lock, "RELEASE_S", 0.1)
     refusal = (
         r"run 'a' in .*/runs is in use by another driver: process \d+ of .* on .*; wait for it "
@@ -43,7 +41,7 @@ def test_a_second_driver_is_refused_with_what_to_do(
         check_lock(run, number)
 
 
-def test_a_driver_whose_run_was_taken_ends(run: Location) -> None:
+def test_a_driver_whose_run_was_taken_ends(run):
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", HOLD, run.path]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as other:

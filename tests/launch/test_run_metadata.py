@@ -5,7 +5,6 @@ import json
 import platform
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,7 +64,7 @@ def test_a_recorded_run_is_found_to_be_of_its_recipe_and_of_no_other(name):
     assert changed == {"data.eval", "optim.weight_decay"}
 
 
-def test_tags_say_data_stage_user_and_command(monkeypatch: pytest.MonkeyPatch):
+def test_tags_say_data_stage_user_and_command(monkeypatch):
     words = ["/x/vit-ray", "sweep", "digits_sweep", "tracking.uri=http://u:hunter2@h"]
     monkeypatch.setattr(sys, "argv", words)
     recipe = load_recipe("digits_sweep", TRIALS)
@@ -121,7 +120,7 @@ def test_the_compute_of_a_training_is_that_of_its_steps():
     assert twenty["study/exaflops"] == pytest.approx(2 * ten["study/exaflops"])
 
 
-def test_a_group_is_of_runs_that_differ_by_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_is_of_runs_that_differ_by_the_seed_alone(monkeypatch):
     monkeypatch.setenv("VIT_RAY_GIT_COMMIT", "abc")
 
     def group(commit: str = "abc", fingerprint: str = "f", **changes: Any) -> str:
@@ -137,9 +136,7 @@ def test_a_group_is_of_runs_that_differ_by_the_seed_alone(monkeypatch: pytest.Mo
     assert group(commit="abd") != one
 
 
-def test_the_commit_is_of_this_package_and_not_of_the_repository_around_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commit_is_of_this_package_and_not_of_the_repository_around_it(tmp_path, monkeypatch):
     monkeypatch.delenv("VIT_RAY_GIT_COMMIT", raising=False)
     installed = tmp_path / "venv" / "run_metadata.py"
     installed.parent.mkdir()

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -50,9 +49,7 @@ def line(driver: subprocess.Popen[str]) -> str:
         (signal.SIGHUP, "the terminal was closed (SIGHUP)"),
     ],
 )
-def test_the_first_signal_asks_for_a_checkpoint_and_is_told(
-    number: signal.Signals, reason: str
-) -> None:
+def test_the_first_signal_asks_for_a_checkpoint_and_is_told(number, reason):
     driver = start()
     assert line(driver) == "training"
     driver.send_signal(number)
@@ -64,7 +61,7 @@ def test_the_first_signal_asks_for_a_checkpoint_and_is_told(
     assert driver.returncode == 3
 
 
-def test_the_second_signal_ends_at_once() -> None:
+def test_the_second_signal_ends_at_once():
     driver = start()
     assert line(driver) == "training"
     driver.send_signal(signal.SIGINT)
@@ -75,7 +72,7 @@ def test_the_second_signal_ends_at_once() -> None:
     assert driver.returncode == -signal.SIGTERM
 
 
-def test_a_message_that_nobody_can_read_does_not_end_the_run() -> None:
+def test_a_message_that_nobody_can_read_does_not_end_the_run():
     driver = start()
     assert line(driver) == "training"
     assert driver.stderr is not None
@@ -89,7 +86,7 @@ def test_a_message_that_nobody_can_read_does_not_end_the_run() -> None:
     assert driver.wait(60) == 3
 
 
-def test_a_closed_terminal_asks_for_a_checkpoint_however_often_it_is_told(tmp_path: Path) -> None:
+def test_a_closed_terminal_asks_for_a_checkpoint_however_often_it_is_told(tmp_path):
     """Nothing can be printed there any more, and the shell and the kernel send a SIGHUP each."""
     landed = tmp_path / "landed"
     code = DRIVER.replace('if input() == "land"', f"if time.sleep(1) or open({str(landed)!r}, 'w')")
@@ -111,7 +108,7 @@ def test_a_closed_terminal_asks_for_a_checkpoint_however_often_it_is_told(tmp_pa
     assert landed.exists()
 
 
-def test_under_nohup_a_closed_terminal_does_not_stop_the_run() -> None:
+def test_under_nohup_a_closed_terminal_does_not_stop_the_run():
     driver = start("import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n")
     assert line(driver) == "training"
     driver.send_signal(signal.SIGHUP)

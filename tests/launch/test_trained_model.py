@@ -95,7 +95,7 @@ def evaluated(_: int, folder: str, run: str) -> dict[str, Any]:
     return found
 
 
-def test_logits_are_those_of_an_evaluation_to_the_last_bit(tmp_path: Path) -> None:
+def test_logits_are_those_of_an_evaluation_to_the_last_bit(tmp_path):
     write_images(tmp_path / "data")
     (found,) = run_ranks(1, evaluated, str(tmp_path), run_of(tmp_path))
     for precision, (expected, logits) in found.items():
@@ -104,7 +104,7 @@ def test_logits_are_those_of_an_evaluation_to_the_last_bit(tmp_path: Path) -> No
     assert not np.array_equal(found["fp32"][0], found["bf16"][0])
 
 
-def test_a_run_knows_its_model_crop_precision_and_classes(tmp_path: Path) -> None:
+def test_a_run_knows_its_model_crop_precision_and_classes(tmp_path):
     files = write_images(tmp_path / "data")
     model = vit_ray.load(run_of(tmp_path))
     assert model.classes == tuple(CLASSES)
@@ -124,7 +124,7 @@ def test_a_run_knows_its_model_crop_precision_and_classes(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("applied", [True, False])
-def test_images_are_turned_as_those_of_the_training_were(tmp_path: Path, applied: bool) -> None:
+def test_images_are_turned_as_those_of_the_training_were(tmp_path, applied):
     image = turned("JPEG", 6)
     (tmp_path / "images" / "a").mkdir(parents=True)
     (tmp_path / "images" / "a" / "1.jpg").write_bytes(image)
@@ -137,7 +137,7 @@ def test_images_are_turned_as_those_of_the_training_were(tmp_path: Path, applied
     assert difference.mean() < 6  # the least of another turn is 20
 
 
-def test_probabilities_are_sigmoids_where_the_model_was_trained_so(tmp_path: Path) -> None:
+def test_probabilities_are_sigmoids_where_the_model_was_trained_so(tmp_path):
     files = write_images(tmp_path / "data")
     model = vit_ray.load(run_of(tmp_path, loss="sigmoid"))
     (found,) = model.predict(files[0])
@@ -146,7 +146,7 @@ def test_probabilities_are_sigmoids_where_the_model_was_trained_so(tmp_path: Pat
     assert largest < 0.01  # of softmax at least a fifth
 
 
-def test_an_image_is_the_same_as_file_bytes_picture_pixels_and_floats(tmp_path: Path) -> None:
+def test_an_image_is_the_same_as_file_bytes_picture_pixels_and_floats(tmp_path):
     files = write_images(tmp_path / "data")
     model = vit_ray.load(run_of(tmp_path))
     (tmp_path / "a.png").write_bytes(files[3])
@@ -169,16 +169,14 @@ def test_an_image_is_the_same_as_file_bytes_picture_pixels_and_floats(tmp_path: 
         (b"", "it has no bytes"),
     ],
 )
-def test_what_is_no_image_is_refused(image: Any, told: str, tmp_path: Path) -> None:
+def test_what_is_no_image_is_refused(image, told, tmp_path):
     write_images(tmp_path / "data")
     model = vit_ray.load(run_of(tmp_path))
     with pytest.raises(ValueError, match=told):
         model.predict([image])
 
 
-def test_classes_of_another_data_set_are_not_believed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_classes_of_another_data_set_are_not_believed(tmp_path, caplog):
     write_images(tmp_path / "data")
     data = open_dataset(str(tmp_path / "data"))
     for fingerprint, names in ((data.fingerprint, tuple(CLASSES)), ("other", ())):
@@ -190,7 +188,7 @@ def test_classes_of_another_data_set_are_not_believed(
     assert [record.getMessage().count("classes are numbers") for record in caplog.records] == [1]
 
 
-def test_weights_of_another_family_and_without_a_head_are_refused(tmp_path: Path) -> None:
+def test_weights_of_another_family_and_without_a_head_are_refused(tmp_path):
     write_images(tmp_path / "data")
     run = run_of(tmp_path)
     other = tiny_recipe(tmp_path, model={"name": "R50x1", "image_size": 32})
@@ -203,7 +201,7 @@ def test_weights_of_another_family_and_without_a_head_are_refused(tmp_path: Path
         vit_ray.load(masked)
 
 
-def test_a_file_alone_needs_the_recipe_and_then_has_numbers_for_classes(tmp_path: Path) -> None:
+def test_a_file_alone_needs_the_recipe_and_then_has_numbers_for_classes(tmp_path):
     save_weights(small_model("ViT"), tmp_path / "a.npz", "jax")
     with pytest.raises(ValueError, match=r"a\.npz' does not record its model; give the"):
         vit_ray.load(tmp_path / "a.npz")
@@ -216,7 +214,7 @@ def test_a_file_alone_needs_the_recipe_and_then_has_numbers_for_classes(tmp_path
         vit_ray.load(tmp_path / "a.npz", recipe, overrides=["seed=1"])
 
 
-def test_a_copied_project_knows_the_classes_of_its_own_data(tmp_path: Path) -> None:
+def test_a_copied_project_knows_the_classes_of_its_own_data(tmp_path):
     (tmp_path / "first").mkdir()
     write_images(tmp_path / "first" / "data")
     run_of(tmp_path / "first")

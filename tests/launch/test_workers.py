@@ -67,14 +67,14 @@ def saved(folder: Path, step: int, error: Exception) -> Callable[[], Exception]:
     return end
 
 
-def test_a_run_ends_with_the_group_that_ends_in_order(tmp_path: Path) -> None:
+def test_a_run_ends_with_the_group_that_ends_in_order(tmp_path):
     attempts = Attempts(tmp_path, Ended(goes_on=True), failed(BAD_CARD), Ended())
     attempts.train()
     assert attempts.num_attempts == 3
     assert [kind for kind, *_ in attempts.run.events] == [EventKind.WORKER_FAILED]
 
 
-def test_failures_end_a_run_only_where_no_checkpoint_lies_between_them(tmp_path: Path) -> None:
+def test_failures_end_a_run_only_where_no_checkpoint_lies_between_them(tmp_path):
     crash = failed(BY_PEER, BAD_CARD)
     weeks = [saved(tmp_path, step, crash) for step in (10, 20, 30)]
     attempts = Attempts(tmp_path, crash, *weeks, crash, max_failures=1)
@@ -96,9 +96,7 @@ def test_failures_end_a_run_only_where_no_checkpoint_lies_between_them(tmp_path:
         PreemptionError(PreemptionInfo(None, {})),
     ],
 )
-def test_nodes_that_are_taken_back_and_passes_that_do_not_fit_are_not_counted(
-    error: Exception, tmp_path: Path
-) -> None:
+def test_nodes_that_are_taken_back_and_passes_that_do_not_fit_are_not_counted(error, tmp_path):
     sent = pickle.loads(pickle.dumps(error))
     attempts = Attempts(tmp_path, *[sent] * 9, Ended(), max_failures=0)
     attempts.train()
@@ -114,7 +112,7 @@ def test_nodes_that_are_taken_back_and_passes_that_do_not_fit_are_not_counted(
         TimeoutError("1 of 2 workers started"),
     ],
 )
-def test_other_failures_are_counted(error: Exception, tmp_path: Path) -> None:
+def test_other_failures_are_counted(error, tmp_path):
     with pytest.raises(RunFailedError, match="failure 2 without a new checkpoint"):
         Attempts(tmp_path, error, error, max_failures=1).train()
 
@@ -122,8 +120,8 @@ def test_other_failures_are_counted(error: Exception, tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", [None, failed(BY_PEER)])
 @pytest.mark.parametrize("has_diverged", [False, True])
 def test_what_a_worker_says_would_happen_again_ends_the_run_with_its_line(
-    error: Exception | None, has_diverged: bool, tmp_path: Path
-) -> None:
+    error, has_diverged, tmp_path
+):
     failure = Failure("the data are bad", has_diverged)
     attempts = Attempts(tmp_path, Ended(error), failure=failure, max_failures=-1)
     with pytest.raises(RunFailedError, match=r"^the data are bad$") as raised:
@@ -140,7 +138,7 @@ def without_place(attempts: Attempts, error: Exception) -> None:
     attempts.train()
 
 
-def test_a_stop_before_there_are_workers_is_no_failure_and_is_told(tmp_path: Path) -> None:
+def test_a_stop_before_there_are_workers_is_no_failure_and_is_told(tmp_path):
     attempts = Attempts(tmp_path)
     without_place(attempts, StoppedWaitingError("SIGTERM"))
     text = "SIGTERM; no workers were running, so no checkpoint was written"
@@ -148,7 +146,7 @@ def test_a_stop_before_there_are_workers_is_no_failure_and_is_told(tmp_path: Pat
 
 
 @pytest.mark.parametrize("end", [Ended(goes_on=True), failed(BY_PEER)])
-def test_a_stop_between_two_groups_starts_no_other(end: Any, tmp_path: Path) -> None:
+def test_a_stop_between_two_groups_starts_no_other(end, tmp_path):
     checkpoint(tmp_path, 10)
     attempts = Attempts(tmp_path, end, max_failures=-1)
     attempts.run.stop = "SIGTERM"  # it came while the group ran
@@ -157,14 +155,14 @@ def test_a_stop_between_two_groups_starts_no_other(end: Any, tmp_path: Path) -> 
     assert attempts.run.events[-1] == ("stopped", text, 0)
 
 
-def test_a_stop_does_not_hide_what_the_run_had_failed_of(tmp_path: Path) -> None:
+def test_a_stop_does_not_hide_what_the_run_had_failed_of(tmp_path):
     attempts = Attempts(tmp_path, failure=Failure("disk full"))
     with pytest.raises(RunFailedError, match="disk full"):
         without_place(attempts, StoppedWaitingError("SIGTERM"))
     assert attempts.run.events == []
 
 
-def test_failures_are_counted_by_node(tmp_path: Path) -> None:
+def test_failures_are_counted_by_node(tmp_path):
     node = {"NodeID": "1", "NodeManagerAddress": "10.0.0.1"}
     attempts = Attempts(tmp_path, failed(BY_PEER, BAD_CARD), failed(BY_PEER, BAD_CARD), Ended())
     attempts.run.at = {1: WorkerPlace("10.0.0.1", "1", "", 5)}
@@ -202,9 +200,7 @@ class Watched:
 
 
 @pytest.mark.parametrize("has_started", [False, True])
-def test_workers_that_are_silent_are_not_waited_for_without_end(
-    has_started: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_that_are_silent_are_not_waited_for_without_end(has_started, tmp_path, monkeypatch):
     watched = Watched(tmp_path, monkeypatch)
     if has_started:  # their controller is frozen, and one has died
         watched.start()
@@ -217,9 +213,7 @@ def test_workers_that_are_silent_are_not_waited_for_without_end(
     assert "no worker has been heard from for 7" in str(watched.watch.error)
 
 
-def test_a_worker_that_is_heard_again_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_is_heard_again_is_waited_for(tmp_path, monkeypatch):
     """As after a recorder that was killed has started again."""
     watched = Watched(tmp_path, monkeypatch)
     watched.start()
@@ -233,23 +227,21 @@ def test_a_worker_that_is_heard_again_is_waited_for(
 LOST = ControllerError(WorkerGroupStartupTimeoutError(num_workers=2))
 
 
-def test_a_place_is_lost_where_ray_says_for_how_many_workers() -> None:
+def test_a_place_is_lost_where_ray_says_for_how_many_workers():
     assert lost_place(LOST)
     for error in (WorkerGroupStartupFailedError("rendezvous"), RuntimeError("a worker died")):
         assert not lost_place(ControllerError(error))
     assert not lost_place(failed(BY_PEER))
 
 
-def test_a_group_that_loses_its_place_is_no_failure_and_its_wait_goes_on(tmp_path: Path) -> None:
+def test_a_group_that_loses_its_place_is_no_failure_and_its_wait_goes_on(tmp_path):
     attempts = Attempts(tmp_path, LOST, LOST, failed(BY_PEER), Ended(), max_failures=1)
     attempts.train()
     assert attempts.lost_since_s == [None, PLACE.since_s, PLACE.since_s, None]
     assert [kind for kind, *_ in attempts.run.events] == [EventKind.WORKER_FAILED]
 
 
-def test_a_group_that_a_recorder_has_forgotten_is_still_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_that_a_recorder_has_forgotten_is_still_known(tmp_path, monkeypatch):
     watched = Watched(tmp_path, monkeypatch)
     watched.start()
     watched.is_over_within(60)
@@ -257,9 +249,7 @@ def test_a_group_that_a_recorder_has_forgotten_is_still_known(
     assert watched.watch.known_group() == "00"
 
 
-def test_storage_that_is_full_ends_no_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_storage_that_is_full_ends_no_group(tmp_path, monkeypatch):
     watched = Watched(tmp_path, monkeypatch)
     Path(watched.job.recipe.run_folder).parent.mkdir(parents=True, exist_ok=True)
     Path(watched.job.recipe.run_folder).write_text("in the way of the folder")
@@ -281,8 +271,8 @@ def end_of(watched: Watched, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["finished", "stopped", "failed", "measured"])
 def test_a_controller_that_is_frozen_does_not_keep_the_driver_after_the_runs_end(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    how, tmp_path, monkeypatch
+):
     watched = Watched(tmp_path, monkeypatch, "evaluate" if how == "measured" else "train")
     watched.start()
     assert not watched.is_over_within(10 * RETURN_S)
@@ -292,18 +282,14 @@ def test_a_controller_that_is_frozen_does_not_keep_the_driver_after_the_runs_end
     assert watched.watch.error is None
 
 
-def test_the_last_step_is_not_the_end_before_its_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_step_is_not_the_end_before_its_checkpoint(tmp_path, monkeypatch):
     watched = Watched(tmp_path, monkeypatch)
     watched.start()
     watched.status.step = TOTAL
     assert not watched.is_over_within(10 * RETURN_S)
 
 
-def test_a_group_grows_by_one_request_for_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_grows_by_one_request_for_a_checkpoint(tmp_path, monkeypatch):
     watched = Watched(tmp_path, monkeypatch)
     watched.has_room = True
     watched.is_over_within(300)
@@ -314,7 +300,7 @@ def test_a_group_grows_by_one_request_for_a_checkpoint(
     assert watched.watch.is_resizing
 
 
-def test_an_evaluation_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_does_not_grow(tmp_path, monkeypatch):
     watched = Watched(tmp_path, monkeypatch, "evaluate")
     watched.start()
     watched.has_room = True
@@ -322,9 +308,7 @@ def test_an_evaluation_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not watched.run.resizes
 
 
-def test_what_a_placed_group_lacks_is_told_when_it_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_placed_group_lacks_is_told_when_it_changes(tmp_path, monkeypatch):
     """Without a limit to the wait, a line at each look would be all of the run's history."""
     watched = Watched(tmp_path, monkeypatch)
     watched.start()
@@ -334,9 +318,7 @@ def test_what_a_placed_group_lacks_is_told_when_it_changes(
     assert [text for _, text, _ in watched.run.events] == ["2 CPUs", "1 CPU", "1 CPU"]
 
 
-def test_a_record_that_does_not_answer_ends_no_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_that_does_not_answer_ends_no_group(tmp_path, monkeypatch):
     watched = Watched(tmp_path, monkeypatch)
 
     def away() -> Any:
@@ -353,9 +335,7 @@ def groups_of(folder: Path, **sections: Any) -> WorkerGroups:
     return WorkerGroups(job, finder, finder, shape, ClusterShape(1, 4, 2, 0.0))
 
 
-def test_a_pass_that_did_not_fit_limits_the_next_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_that_did_not_fit_limits_the_next_group(tmp_path, monkeypatch):
     groups, error = groups_of(tmp_path), failed(SmallerMicroBatchError("8 images", 4))
 
     def fit() -> None:
@@ -366,9 +346,7 @@ def test_a_pass_that_did_not_fit_limits_the_next_group(
     assert groups._job.micro_batch_limit == 4
 
 
-def test_ray_train_tries_once_and_leaves_no_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ray_train_tries_once_and_leaves_no_files(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -388,9 +366,7 @@ def test_ray_train_tries_once_and_leaves_no_files(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_large_group_is_polled_less_often_and_what_the_user_has_set_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_group_is_polled_less_often_and_what_the_user_has_set_stays(tmp_path, monkeypatch):
     key = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
     polled = [settings(size, is_private=False)[key] for size in (1, 64, 512)]
     assert polled == ["0.5", "0.5", "4"]
@@ -405,9 +381,7 @@ def test_a_large_group_is_polled_less_often_and_what_the_user_has_set_stays(
     assert os.environ[key] == "3"
 
 
-def test_a_store_that_does_not_answer_is_named_without_its_secret(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_store_that_does_not_answer_is_named_without_its_secret(capsys):
     recipe = make_job(Path("/x")).recipe
     workers._say_that_the_record_waits(
         recipe.with_changes(tracking={"uri": "http://user:secret@mlflow:5000"})
@@ -417,12 +391,12 @@ def test_a_store_that_does_not_answer_is_named_without_its_secret(
     assert "secret" not in told
 
 
-def test_a_run_without_a_place_fails(tmp_path: Path) -> None:
+def test_a_run_without_a_place_fails(tmp_path):
     with pytest.raises(RunFailedError, match="no GPU"):
         without_place(Attempts(tmp_path), NoPlaceError("no GPU"))
 
 
-def test_each_group_of_a_run_has_a_name_of_its_own(tmp_path: Path) -> None:
+def test_each_group_of_a_run_has_a_name_of_its_own(tmp_path):
     groups, other = groups_of(tmp_path), groups_of(tmp_path)
     names = set()
     for number, one in ((1, groups), (2, groups), (1, other)):

@@ -21,7 +21,7 @@ def small_vit(recompute_every: int) -> nn.Module:
 
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize("recompute_every", [0, 1, 2])
-def test_the_peak_is_the_one_that_torchs_tracker_finds(recompute_every: int) -> None:
+def test_the_peak_is_the_one_that_torchs_tracker_finds(recompute_every):
     model, images = small_vit(recompute_every), torch.randn(8, 3, 32, 32)
     theirs = MemTracker()
     theirs.track_external(model)
@@ -35,7 +35,7 @@ def test_the_peak_is_the_one_that_torchs_tracker_finds(recompute_every: int) -> 
     assert ours.peak == snapshot["Total"] - weight_bytes
 
 
-def test_gradients_of_weights_are_not_left_in_the_peak() -> None:
+def test_gradients_of_weights_are_not_left_in_the_peak():
     wide = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
     images = torch.randn(1, 512)
     peak = peak_bytes(lambda: wide(images).sum(), list(wide.parameters()))
@@ -45,7 +45,7 @@ def test_gradients_of_weights_are_not_left_in_the_peak() -> None:
 
 
 @pytest.mark.parametrize("recompute_every", [0, 2])
-def test_sizes_on_the_meta_device_are_those_of_a_real_run(recompute_every: int) -> None:
+def test_sizes_on_the_meta_device_are_those_of_a_real_run(recompute_every):
     def measured(device: str) -> int:
         model = small_vit(recompute_every).to(device)
         images = torch.zeros(8, 3, 32, 32, device=device)
@@ -57,7 +57,7 @@ def test_sizes_on_the_meta_device_are_those_of_a_real_run(recompute_every: int) 
     assert peak == pytest.approx(measured("cpu"), rel=0.03)
 
 
-def test_dropout_keeps_one_byte_per_element_as_on_a_gpu() -> None:
+def test_dropout_keeps_one_byte_per_element_as_on_a_gpu():
     x = torch.empty(1000, device="meta", requires_grad=True)
 
     def added(p: float) -> int:

@@ -8,7 +8,7 @@ from vit_ray.measure.devices import find_device, peak_flops
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H100", "NVIDIA A100"])
-def test_figures_agree_with_the_table_that_torch_keeps(name: str) -> None:
+def test_figures_agree_with_the_table_that_torch_keeps(name):
     theirs, ours = lookup_device_info(name), find_device(name)
     assert theirs is not None
     assert ours is not None
@@ -36,9 +36,7 @@ def test_figures_agree_with_the_table_that_torch_keeps(name: str) -> None:
         ("RTX A6000", 309.7, 48),
     ],
 )
-def test_figures_are_the_data_sheets(
-    name: str, sparse_bf16_tflops: float, memory_gb: float
-) -> None:
+def test_figures_are_the_data_sheets(name, sparse_bf16_tflops, memory_gb):
     device = find_device(f"NVIDIA {name}")
     assert device is not None
     assert device.bf16_flops / 1e12 == pytest.approx(sparse_bf16_tflops / 2, abs=0.6)
@@ -60,17 +58,17 @@ def test_figures_are_the_data_sheets(
         ("h100", "H100"),  # as people type it
     ],
 )
-def test_names_as_drivers_report_them_find_their_entry(reported: str, entry: str) -> None:
+def test_names_as_drivers_report_them_find_their_entry(reported, entry):
     assert find_device(reported) is not None
     assert find_device(reported) is find_device(entry)
 
 
 @pytest.mark.parametrize("name", ["NVIDIA GB200", "NVIDIA RTX A1000", "NVIDIA A100X", "cpu"])
-def test_a_name_that_only_contains_a_known_one_is_unknown(name: str) -> None:
+def test_a_name_that_only_contains_a_known_one_is_unknown(name):
     assert find_device(name) is None
     assert peak_flops(name, "bf16") is None
 
 
-def test_the_peak_is_that_of_the_precision() -> None:
+def test_the_peak_is_that_of_the_precision():
     assert peak_flops("NVIDIA H200", "bf16") == 989e12
     assert peak_flops("NVIDIA H200", "fp32") == 67e12

@@ -38,7 +38,7 @@ def spent(clock: PhaseClock) -> dict[str, float]:
     return {phase: value for phase, value in clock.spent()[0].items() if value}
 
 
-def test_every_second_of_an_attempt_is_of_one_phase() -> None:
+def test_every_second_of_an_attempt_is_of_one_phase():
     now = Now(108.0)
     clock = PhaseClock(now)
     clock.resume({}, 0.0, driver_s=100.0, place_wait_s=3.0)
@@ -57,7 +57,7 @@ def test_every_second_of_an_attempt_is_of_one_phase() -> None:
     assert sum(clock.spent()[0].values()) == pytest.approx(now.now_s - 100.0)
 
 
-def test_what_was_done_after_the_last_checkpoint_is_lost_and_counts_once() -> None:
+def test_what_was_done_after_the_last_checkpoint_is_lost_and_counts_once():
     now = Now(0.0)
     clock = PhaseClock(now)
     clock.resume({}, 0.0, driver_s=0.0, place_wait_s=0.0)
@@ -75,20 +75,20 @@ def test_what_was_done_after_the_last_checkpoint_is_lost_and_counts_once() -> No
     assert sum(again.spent()[0].values()) == now.now_s
 
 
-def test_time_without_a_driver_does_not_count() -> None:
+def test_time_without_a_driver_does_not_count():
     now = Now(1000.0)
     clock = PhaseClock(now)
     clock.resume({"training": 60.0}, 100.0, driver_s=990.0, place_wait_s=0.0)
     assert spent(clock) == {"training": 60.0, "starting": 10.0}
 
 
-def test_a_clock_that_was_set_back_takes_nothing_from_a_run() -> None:
+def test_a_clock_that_was_set_back_takes_nothing_from_a_run():
     clock = PhaseClock(Now(50.0))
     clock.resume({"training": 60.0}, 100.0, driver_s=0.0, place_wait_s=5.0)
     assert spent(clock) == {"training": 60.0}
 
 
-def test_figures_and_their_line() -> None:
+def test_figures_and_their_line():
     seconds = dict(zip(Phase, itertools.repeat(0.0)))
     seconds |= {Phase.TRAINING: 3690.0, Phase.DATA: 1.0, Phase.STARTING: 30.0}
     metrics = phase_metrics(seconds)

@@ -24,26 +24,24 @@ def widths(trace: bytes) -> list[int]:
     return [e["args"]["Input Dims"][0][1] for e in sorted(products, key=lambda e: e["ts"])]
 
 
-def test_just_the_chosen_steps_are_in_the_trace() -> None:
+def test_just_the_chosen_steps_are_in_the_trace():
     kept = traced(6, (3, 4))
     assert list(kept) == ["trace-steps-3-4.json.gz"]
     assert widths(kept["trace-steps-3-4.json.gz"]) == [12, 13]
 
 
-def test_a_run_that_ends_first_keeps_what_there_is() -> None:
+def test_a_run_that_ends_first_keeps_what_there_is():
     (trace,) = traced(4, (3, 9)).values()
     assert widths(trace) == [12, 13]
 
 
 @pytest.mark.parametrize(("next_step", "expected"), [(4, [10]), (5, None)])
-def test_a_run_that_resumes_inside_or_after_them_traces_the_rest(
-    next_step: int, expected: list[int] | None
-) -> None:
+def test_a_run_that_resumes_inside_or_after_them_traces_the_rest(next_step, expected):
     kept = traced(3, (3, 4), next_step)
     assert [widths(trace) for trace in kept.values()] == ([expected] if expected else [])
 
 
-def test_a_trace_that_cannot_be_kept_is_an_error() -> None:
+def test_a_trace_that_cannot_be_kept_is_an_error():
     """Unlike one that cannot be written."""
 
     def keep(name: str, trace: bytes) -> None:

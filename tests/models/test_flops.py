@@ -127,9 +127,7 @@ def forward_of(recipe: Recipe) -> int:
         ("R+ViT", {}, 16**2 * 3 * 7**2 * 64),
     ],
 )
-def test_each_product_has_two_gradients_but_that_of_the_pixels(
-    family: str, options: dict[str, Any], pixels: int
-) -> None:
+def test_each_product_has_two_gradients_but_that_of_the_pixels(family, options, pixels):
     recipe = step_of(family, 32, **options)
     assert step_macs(recipe, 10) == 3 * forward_of(recipe) - pixels
 

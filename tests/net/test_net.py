@@ -31,12 +31,12 @@ def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_ray")
 @pytest.mark.parametrize("part", KEPT_PARTS)
-def test_what_users_have_is_what_was_kept(part: str, tmp_path: Path) -> None:
+def test_what_users_have_is_what_was_kept(part, tmp_path):
     record(tmp_path, [part])
     assert compare(KEPT, tmp_path, [part]) == 0
 
 
-def test_each_mutation_has_one_place_and_a_test() -> None:
+def test_each_mutation_has_one_place_and_a_test():
     known = mutations.read_list()
     assert len(known) >= 40
     assert {one.name: len(one.places()) for one in known} == {one.name: 1 for one in known}
@@ -45,9 +45,7 @@ def test_each_mutation_has_one_place_and_a_test() -> None:
         assert f"def {name}(" in (ROOT / file).read_text() if name else (ROOT / file).is_file()
 
 
-def test_a_comparison_names_each_difference(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_comparison_names_each_difference(tmp_path, capsys):
     for name, loss, tags in (("before", 1.5, ["a"]), ("after", 2.5, ["a", "b"])):
         (tmp_path / name).mkdir()
         losses = {"ViT": {"step 1": loss, "step 2": 0.5}}
@@ -64,7 +62,7 @@ def test_a_comparison_names_each_difference(
     assert compare(before, tmp_path / "absent", ["losses"]) == 1
 
 
-def test_an_intended_difference_is_covered_and_a_whole_part_is_refused() -> None:
+def test_an_intended_difference_is_covered_and_a_whole_part_is_refused():
     before, after = {"a": 1, "b": {"c": 2, "d": 3}}, {"a": 1, "b": {"c": 2}}
     lines = ["losses > b > d: only in the first"]
     assert unintended("losses", before, after, []) == lines

@@ -65,7 +65,7 @@ def constant_biases(rank: int, stage: int) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.slow(after=2)
 @pytest.mark.parametrize("stage", [3, 0])
-def test_the_constant_bias_is_added_in_fp32(stage: int) -> None:
+def test_the_constant_bias_is_added_in_fp32(stage):
     """In steps of 0.001 at -10, where bf16 has numbers 0.0625 apart."""
     for rank in run_ranks(WORLD, constant_biases, stage):
         for logits, expected in rank:
@@ -106,7 +106,7 @@ def measured(kind: Any, precision: str, passes: int) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_masters_start_from_exact_weights_and_a_step_at_rate_0_changes_no_bit(kind: Any) -> None:
+def test_masters_start_from_exact_weights_and_a_step_at_rate_0_changes_no_bit(kind):
     whole = {name: p.detach().flatten() for name, p in model_with_gradients().named_parameters()}
     count = 0
     for rank in measured(kind, "bf16", PASSES):
@@ -149,7 +149,7 @@ def gradient_of_bf16() -> dict[str, Tensor]:
 
 @pytest.mark.slow(after=2)
 @pytest.mark.parametrize("kind", KINDS)
-def test_passes_are_summed_in_fp32(gradient_of_bf16: dict[str, Tensor], kind: Any) -> None:
+def test_passes_are_summed_in_fp32(gradient_of_bf16, kind):
     # Measured: 0.86 % where sums are rounded to bf16 after every pass. In fp32, what is left is
     # that workers send their sums in bf16, rounded once: 0.06 to 0.21 %.
     assert error_of_steps(measured(kind, "bf16", PASSES), gradient_of_bf16) < 0.004
@@ -165,9 +165,7 @@ def gradient_of_fp32() -> dict[str, Tensor]:
 
 @pytest.mark.slow(after=2)
 @pytest.mark.parametrize("kind", [KINDS[0], *KINDS[:0:-1]])
-def test_a_step_in_fp32_is_the_mean_gradient_of_all_passes_and_ranks(
-    gradient_of_fp32: dict[str, Tensor], kind: Any
-) -> None:
+def test_a_step_in_fp32_is_the_mean_gradient_of_all_passes_and_ranks(gradient_of_fp32, kind):
     runs = measured(kind, "fp32", FEW)
     # Adam and clipping undo a factor of the gradient, so that only such a step shows one.
     assert error_of_steps(runs, gradient_of_fp32) < 1e-6

@@ -48,25 +48,19 @@ def ranks() -> list[tuple[list[int], Any]]:
 
 
 @pytest.mark.parametrize("bound", ["small", "row", "whole"])
-def test_all_ranks_get_all_rows_in_rank_order_however_many_each_has(
-    ranks: list[tuple[list[int], Any]], bound: str
-) -> None:
+def test_all_ranks_get_all_rows_in_rank_order_however_many_each_has(ranks, bound):
     for _, results in ranks:
         assert results[bound].dtype == np.float32
         assert np.array_equal(results[bound], ALL)
 
 
-def test_plain_numbers_and_no_rows_at_all_are_rows_too(
-    ranks: list[tuple[list[int], Any]],
-) -> None:
+def test_plain_numbers_and_no_rows_at_all_are_rows_too(ranks):
     for _, results in ranks:
         assert results["numbers"].tolist() == ALL[:, 0].tolist()
         assert results["nothing"].shape == (0, 3)
 
 
-def test_no_more_than_the_bound_is_on_a_device_at_a_time(
-    ranks: list[tuple[list[int], Any]],
-) -> None:
+def test_no_more_than_the_bound_is_on_a_device_at_a_time(ranks):
     counting = 3 * 8  # one number of each rank
     two_rows, one_row = 3 * 2 * ROW_BYTES, 3 * ROW_BYTES
     small = [counting, *[two_rows] * 5, one_row]  # the 11 rows of the longest, 2 at a time
@@ -96,7 +90,7 @@ def reduced(rank: int) -> dict[str, Any]:
     }
 
 
-def test_sums_and_maxima_are_those_of_all_ranks_to_the_last_bit() -> None:
+def test_sums_and_maxima_are_those_of_all_ranks_to_the_last_bit():
     firsts, seconds = zip(*NUMBERS, strict=True)
     for found in run_ranks(3, reduced):
         assert found["sum"] == [sum(firsts), sum(seconds), 1.0]

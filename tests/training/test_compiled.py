@@ -64,7 +64,7 @@ def assert_same_training(compiled: Any, eager: Any, tolerance: float) -> None:
 
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize("family", ["ViT", "Axial-ViT", "R+ViT"])
-def test_a_deeper_model_takes_no_more_compiling(family: str) -> None:
+def test_a_deeper_model_takes_no_more_compiling(family):
     """All blocks run the code of one; the last one's, which computes less, is another."""
     found = []
     for depth in (3, 6):
@@ -78,7 +78,7 @@ def test_a_deeper_model_takes_no_more_compiling(family: str) -> None:
     assert 1 <= found[0][0] <= 3
 
 
-def test_what_cannot_be_compiled_stays_eager_where_nobody_asked_for_it() -> None:
+def test_what_cannot_be_compiled_stays_eager_where_nobody_asked_for_it():
     def broken(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no C compiler")
 
@@ -108,9 +108,7 @@ def test_what_cannot_be_compiled_stays_eager_where_nobody_asked_for_it() -> None
         (False, 0, True, False),
     ],
 )
-def test_models_are_compiled_on_gpus_unless_said_otherwise(
-    value: Any, stage: Any, has_gpu: bool, compiles: bool
-) -> None:
+def test_models_are_compiled_on_gpus_unless_said_otherwise(value, stage, has_gpu, compiles):
     assert TrainConfig(compile=value, zero_stage=stage).compiles(has_gpu) is compiles
 
 
@@ -121,7 +119,7 @@ def runs() -> dict[Any, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_compiled_engine_trains_as_an_eager_one(runs: dict[Any, Any], kind: Any) -> None:
+def test_a_compiled_engine_trains_as_an_eager_one(runs, kind):
     compiled, eager = runs[kind]
     # Captured operations are taken apart: fp32 rounds elsewhere, bf16 to 8 bits in more places.
     # Adam divides by the root of tiny second moments, which magnifies it.
@@ -131,9 +129,7 @@ def test_a_compiled_engine_trains_as_an_eager_one(runs: dict[Any, Any], kind: An
 @pytest.mark.parametrize(
     ("patch", "width", "mlp", "heads"), [(16, 768, 3072, 12), (14, 1280, 5120, 16)], ids=["B", "H"]
 )
-def test_blocks_as_wide_as_published_are_captured_without_a_break(
-    patch: int, width: int, mlp: int, heads: int
-) -> None:
+def test_blocks_as_wide_as_published_are_captured_without_a_break(patch, width, mlp, heads):
     torch._dynamo.reset()
     counters.clear()
     shape = {"depth": 2, "width": width, "mlp_dim": mlp, "num_heads": heads, "patch_size": patch}

@@ -81,7 +81,7 @@ def block_differences(rank: int, dropout: float, depth: float, again: bool, mixe
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_a_compiled_block_drops_and_trains_as_an_eager_one(kind: str) -> None:
+def test_a_compiled_block_drops_and_trains_as_an_eager_one(kind):
     (largest,) = run_ranks(1, block_differences, *BLOCKS[kind])
     assert largest < 1e-4  # rounding of float32; one element dropped elsewhere is above 1e-1
 
@@ -124,13 +124,11 @@ def compiled_draws(rank: int, names: list[str]) -> dict[str, tuple[bool, list[st
 
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize("names", [list(draws())[:2], list(draws())[2:]])
-def test_compiled_draws_are_bit_for_bit_those_of_eager_code_and_fold_no_product(
-    names: list[str],
-) -> None:
+def test_compiled_draws_are_bit_for_bit_those_of_eager_code_and_fold_no_product(names):
     assert run_ranks(1, compiled_draws, names) == [dict.fromkeys(names, (True, []))]
 
 
-def test_the_search_for_folded_products_finds_them() -> None:
+def test_the_search_for_folded_products_finds_them():
     folded = "auto tmp1 = (-7046029254386353131L) + ((-7046029254386353131L)*x1);"
     assert FOLDED_PRODUCT.search(folded)
     assert FOLDED_PRODUCT.search("tmp0 = 7046029254386353131*x1")
@@ -168,7 +166,7 @@ def family_difference(rank: int, family: str) -> tuple[float, list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_runs_compiled_as_it_does_by_default_on_a_gpu(family: str) -> None:
+def test_every_family_runs_compiled_as_it_does_by_default_on_a_gpu(family):
     ((largest, folded),) = run_ranks(1, family_difference, family)
     assert largest < 1e-3
     assert folded == []

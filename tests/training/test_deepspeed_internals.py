@@ -14,14 +14,14 @@ from vit_ray.config.training_sections import OptimConfig, TrainConfig
 from vit_ray.deepspeed_internals import import_deepspeed
 
 
-def test_norms_of_groups_are_one_norm_as_a_step_has_it() -> None:
+def test_norms_of_groups_are_one_norm_as_a_step_has_it():
     utils = importlib.import_module("deepspeed.runtime.utils")
     assert float(utils.combine_grad_norm_groups([torch.tensor(3.0), torch.tensor(4.0)])) == 5.0
     for bad in (-1, torch.tensor(float("nan")), torch.tensor(float("inf"))):
         assert float(utils.combine_grad_norm_groups([torch.tensor(3.0), bad])) == float("inf")
 
 
-def test_no_operator_of_deepspeed_is_tried_or_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_operator_of_deepspeed_is_tried_or_compiled(monkeypatch):
     """On a machine with GPUs it would start compilers for a score of operators, on every worker."""
     operators = importlib.import_module("deepspeed.ops")
     asked: list[bool] = []
@@ -45,9 +45,7 @@ def compiler_after_steps(rank: int, stages: tuple[int, ...], names: tuple[str, .
     ("stages", "names", "imported"),
     [((0, 1, 2), ("adamw", "sgd"), []), ((3,), ("adamw",), ["torch._dynamo"])],
 )
-def test_steps_that_are_not_compiled_do_not_load_the_compiler(
-    stages: tuple[int, ...], names: tuple[str, ...], imported: list[str]
-) -> None:
+def test_steps_that_are_not_compiled_do_not_load_the_compiler(stages, names, imported):
     """It takes seconds. torch's optimizers import it at their first step, and DeepSpeed imports an
     optimizer that loads the compiler of kernels. Hooks of stage 3 are excluded from compilation,
     for which it loads the rest."""
@@ -73,7 +71,7 @@ def norms_of_stage_3(rank: int, precision: str) -> list[tuple[float, float]]:
 
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_norms_of_stage_3_are_deepspeeds_to_the_last_bit(precision: str) -> None:
+def test_norms_of_stage_3_are_deepspeeds_to_the_last_bit(precision):
     found = run_ranks(2, norms_of_stage_3, precision)
     assert found[0] == found[1]
     assert len(found[0]) == 3 * 2  # what decays and what does not

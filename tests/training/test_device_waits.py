@@ -56,7 +56,7 @@ def with_gradient(values: torch.Tensor) -> torch.nn.Parameter:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_pretended_device_is_waited_for_where_a_gpu_is(name: str) -> None:
+def test_the_pretended_device_is_waited_for_where_a_gpu_is(name):
     call, waits = CALLS[name]
     there, waiting = torch.zeros(1), HostWaits()
     with waiting:
@@ -117,7 +117,7 @@ def waits_of(*kinds: Any) -> dict[Any, list[int]]:
 
 @pytest.mark.slow(after=2)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_waits_once_and_once_more_for_the_figures_of_a_window(kind: Any) -> None:
+def test_a_step_waits_once_and_once_more_for_the_figures_of_a_window(kind):
     waits = waits_of(*(KINDS[:2] if kind in KINDS[:2] else KINDS[2:]))[kind]
     # Without DeepSpeed's overlap, whose waits on GPUs are not in it. Steps are logged at 1, 3 and
     # 4; what follows the last is not counted. In its first step stage 3 records the order of the
@@ -137,7 +137,7 @@ LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_pass_waits_for_nothing_whatever_the_recipe_draws(name: str) -> None:
+def test_a_pass_waits_for_nothing_whatever_the_recipe_draws(name):
     model, train = LOSSES[name]
     chosen = recipe_with(
         model={"name": "ViT", "image_size": 8, **ENCODER, **model},

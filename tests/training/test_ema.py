@@ -32,19 +32,19 @@ def tensorflow_average(values: list[float], factor: float) -> float:
     return average
 
 
-def test_a_warmed_up_average_is_tensorflows() -> None:
+def test_a_warmed_up_average_is_tensorflows():
     values = [float(step % 7) for step in range(300)]
     for factor in (0.5, 0.9, 0.9999):
         expected = pytest.approx(tensorflow_average(values, factor), rel=1e-5)
         assert average_of(values, factor, warms_up=True) == expected
 
 
-def test_the_papers_average_has_one_factor() -> None:
+def test_the_papers_average_has_one_factor():
     # 0.9999^500 of the first weight, which is 1; all others are 0.
     assert average_of([0.0] * 500, 0.9999, warms_up=False) == pytest.approx(0.9512, abs=1e-4)
     assert average_of([0.0] * 500, 0.9999, warms_up=True) < 1e-9
 
 
-def test_a_refused_step_moves_neither_the_average_nor_its_warm_up() -> None:
+def test_a_refused_step_moves_neither_the_average_nor_its_warm_up():
     with_refused = average_of([0.0, 5.0, 2.0], 0.9999, warms_up=True, refused=(1,))
     assert with_refused == average_of([0.0, 2.0], 0.9999, warms_up=True)

@@ -75,15 +75,15 @@ def plain_torch_losses() -> list[float]:
 @pytest.mark.slow(after=2)
 @pytest.mark.parametrize(("world", "micro"), [(2, 2), (1, 8), (2, 1), (4, 2)])
 def test_every_stage_world_and_micro_batch_trains_as_plain_torch(
-    straight: StraightRuns, plain_torch_losses: list[float], world: int, micro: int
-) -> None:
+    straight, plain_torch_losses, world, micro
+):
     runs = straight.of(world, (config("fp32", stage, micro) for stage in STAGES))
     for name, run in runs.items():
         assert run.losses == pytest.approx(plain_torch_losses, rel=2e-6), name
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_bf16_follows_fp32(straight: StraightRuns, stage: int) -> None:
+def test_bf16_follows_fp32(straight, stage):
     expected = straight.of(2, FP32)["fp32-0"].losses
     assert straight.of(2, BF16)[f"bf16-{stage}"].losses == pytest.approx(expected, rel=1e-2)
 
@@ -124,12 +124,7 @@ def assert_goes_on(run: Run, source: Run, precision: str, what: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_any_stage_and_world_resumes_from_any_other(
-    straight: StraightRuns,
-    resumed_runs: dict[int, dict[Any, Run]],
-    precision: str,
-    world: int,
-) -> None:
+def test_any_stage_and_world_resumes_from_any_other(straight, resumed_runs, precision, world):
     for (name, source), run in resumed_runs[world].items():
         if name.startswith(precision):
             saved_world, saved_name = source.split("/")
@@ -138,9 +133,7 @@ def test_any_stage_and_world_resumes_from_any_other(
 
 
 @pytest.mark.slow
-def test_the_same_stage_and_world_resumes_bit_for_bit(
-    straight: StraightRuns, resumed_runs: dict[int, dict[Any, Run]]
-) -> None:
+def test_the_same_stage_and_world_resumes_bit_for_bit(straight, resumed_runs):
     for world in WORLDS:
         for name, expected in straight.of(world, CONFIGS).items():
             run = resumed_runs[world][name, f"{world}/{name}"]
@@ -148,7 +141,7 @@ def test_the_same_stage_and_world_resumes_bit_for_bit(
             assert torch.equal(run.averaged, expected.averaged), (world, name)
 
 
-def test_momentum_goes_on_under_another_stage_on_fewer_workers(folder: str) -> None:
+def test_momentum_goes_on_under_another_stage_on_fewer_workers(folder):
     sgd = {"name": "sgd", "momentum": 0.9, "learning_rate": 1e-2, "clip_norm": 1.0}
     saved = [{**config("fp32", stage), "name": f"sgd-{stage}", "optim": sgd} for stage in (0, 2)]
     runs = run_ranks(2, straight_and_saved, saved, f"{folder}/sgd")[0]
@@ -176,9 +169,7 @@ OFFLOADED = [("bf16", 2), ("fp32", 3), ("fp32", 1)]
 
 @pytest.mark.slow(after=2)
 @pytest.mark.parametrize(("precision", "stage"), OFFLOADED)
-def test_offloading_the_optimizer_changes_no_step(
-    straight: StraightRuns, precision: str, stage: int
-) -> None:
+def test_offloading_the_optimizer_changes_no_step(straight, precision, stage):
     both = [config(precision, stage), offloaded(precision, stage)]
     expected, run = straight.of(2, both).values()
     assert run.losses == expected.losses
@@ -187,9 +178,7 @@ def test_offloading_the_optimizer_changes_no_step(
 
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize(("precision", "stage"), OFFLOADED)
-def test_a_run_goes_on_with_its_optimizer_offloaded_and_back(
-    straight: StraightRuns, folder: str, precision: str, stage: int
-) -> None:
+def test_a_run_goes_on_with_its_optimizer_offloaded_and_back(straight, folder, precision, stage):
     own, crossed = offloaded(precision, stage), offloaded(precision, stage % 3 + 1)
     plain = config(precision, (stage + 1) % 4)
     sources = {f"2/{name}": run for name, run in straight.of(2, [own, crossed]).items()}
@@ -261,9 +250,7 @@ def behaviour() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_loss_that_is_not_finite_on_one_rank_is_applied_on_none(
-    behaviour: dict[str, Any], stage: int
-) -> None:
+def test_a_loss_that_is_not_finite_on_one_rank_is_applied_on_none(behaviour, stage):
     assert behaviour[f"poison-{stage}"] == (False, False)
 
 
@@ -278,9 +265,7 @@ def reference_average() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_averaged_weights_are_polyaks_and_leave_no_trace(
-    behaviour: dict[str, Any], stage: int
-) -> None:
+def test_averaged_weights_are_polyaks_and_leave_no_trace(behaviour, stage):
     before, inside, after = behaviour[f"average-{stage}"]
     expected = reference_average().eval()(IMAGES).detach()
     torch.testing.assert_close(inside, expected, rtol=1e-4, atol=1e-5)
@@ -289,9 +274,7 @@ def test_averaged_weights_are_polyaks_and_leave_no_trace(
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_activation_sizes_name_the_layers_and_where_a_value_is_lost(
-    behaviour: dict[str, Any], stage: int
-) -> None:
+def test_activation_sizes_name_the_layers_and_where_a_value_is_lost(behaviour, stage):
     sizes, lost, logits = behaviour[f"sizes-{stage}"]
     names = list(sizes)
     assert names.index("blocks.0") < names.index("blocks.1") < names.index("head")

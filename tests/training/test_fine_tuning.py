@@ -67,7 +67,7 @@ def straight(folder: str) -> StraightRuns:
 
 @pytest.mark.slow(after=2)
 @pytest.mark.parametrize(("world", "stage"), [(1, 1), (2, 0), (2, 1), (2, 2), (2, 3)])
-def test_every_stage_trains_as_plain_torch(straight: StraightRuns, world: int, stage: int) -> None:
+def test_every_stage_trains_as_plain_torch(straight, world, stage):
     (run,) = straight.of(world, [config(stage)]).values()
     assert run.losses == pytest.approx(plain_losses(), rel=2e-6)
 
@@ -76,9 +76,7 @@ def test_every_stage_trains_as_plain_torch(straight: StraightRuns, world: int, s
     ("world", "kind", "averaged"),
     [(1, config(1), False), (2, config(0), True), (2, config(3, "bf16"), True)],
 )
-def test_a_checkpoint_has_frozen_weights_to_the_last_bit(
-    straight: StraightRuns, folder: str, world: int, kind: dict[str, Any], averaged: bool
-) -> None:
+def test_a_checkpoint_has_frozen_weights_to_the_last_bit(straight, folder, world, kind, averaged):
     straight.of(world, [kind])
     checkpoint = newest_checkpoint(locate(folder).child(f"{world}/{kind['name']}"))
     assert checkpoint is not None
@@ -93,9 +91,7 @@ def test_a_checkpoint_has_frozen_weights_to_the_last_bit(
 @pytest.mark.parametrize(
     ("before", "after"), [((1, 1), (2, 3)), ((2, 3), (1, 0)), ((2, 1), (1, 3)), ((2, 2), (2, 1))]
 )
-def test_a_run_goes_on_under_another_stage_and_world(
-    straight: StraightRuns, folder: str, before: tuple[int, int], after: tuple[int, int]
-) -> None:
+def test_a_run_goes_on_under_another_stage_and_world(straight, folder, before, after):
     """From (world, stage) to the other."""
     # The first weights of the resumed run are others: those of the checkpoint have to come back.
     straight.of(before[0], [config(before[1])])
@@ -126,7 +122,7 @@ def tuning_recipe(optim: dict[str, Any], **model: Any) -> Any:
     return recipe_with(model=model or {"name": "ViT-Ti/16"}, optim={"steps": 3, **optim})
 
 
-def test_the_plan_counts_what_is_trained_and_what_is_computed() -> None:
+def test_the_plan_counts_what_is_trained_and_what_is_computed():
     fixed = ["embedding", "class_token", "positions", "blocks", "norm"]
     probe = tuning_recipe({"frozen": fixed})
     assert count_parameters(probe, 1000) == 193_000
@@ -160,9 +156,7 @@ def test_the_plan_counts_what_is_trained_and_what_is_computed() -> None:
         ),
     ],
 )
-def test_wrong_parts_are_refused_before_anything_is_opened(
-    optim: dict[str, Any], model: dict[str, Any], message: str
-) -> None:
+def test_wrong_parts_are_refused_before_anything_is_opened(optim, model, message):
     with pytest.raises(ValueError, match=message):
         check_model(tuning_recipe(optim, **model))
 
@@ -176,9 +170,7 @@ def test_wrong_parts_are_refused_before_anything_is_opened(
         ("pretrain", "runs/a", False),
     ],
 )
-def test_a_new_head_that_is_frozen_is_refused(
-    kind: Any, init_from: str | None, is_refused: bool
-) -> None:
+def test_a_new_head_that_is_frozen_is_refused(kind, init_from, is_refused):
     chosen = tuning_recipe({"frozen": ["norm", "head"]}).with_changes(init_from=init_from)
     with pytest.raises(ValueError, match="remove head") if is_refused else nullcontext():
         check_head_is_trained(chosen, kind)
@@ -187,9 +179,7 @@ def test_a_new_head_that_is_frozen_is_refused(
     check_head_is_trained(chosen.with_changes(train={"loss": "masked_patch"}), kind)
 
 
-def test_a_new_head_that_is_frozen_is_refused_before_anything_starts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_new_head_that_is_frozen_is_refused_before_anything_starts(monkeypatch):
     monkeypatch.setattr(prepared_run, "resolve_run", lambda recipe: None)
     refused = prepared_run.prepared_training(tuning_recipe({"frozen": ["head"]}), "pretrain")
     with pytest.raises(ValueError, match="remove head"), refused:

@@ -46,7 +46,7 @@ def run(
     return TrainingLoop(engine, stream, chosen, place, hooks, progress, Compute(1), clock).run()
 
 
-def test_each_micro_batch_is_passed_once_in_order_with_its_step() -> None:
+def test_each_micro_batch_is_passed_once_in_order_with_its_step():
     engine, hooks = FakeEngine(), FakeHooks()
     assert run(engine, hooks, short_recipe(), Progress(step=7)) is Ending.FINISHED
     assert [s for part in engine.seen for s in part] == list(range(7 * BATCH, TOTAL * BATCH))
@@ -57,7 +57,7 @@ def test_each_micro_batch_is_passed_once_in_order_with_its_step() -> None:
 
 
 @pytest.mark.parametrize("count", [0, MICRO, BATCH - 1, 2 * BATCH])
-def test_no_step_is_taken_with_a_share_of_another_size(count: int) -> None:
+def test_no_step_is_taken_with_a_share_of_another_size(count):
     engine = FakeEngine()
     stream = ({k: np.resize(v, (count, *v.shape[1:])) for k, v in b.items()} for b in batches())
     with pytest.raises(RuntimeError, match=f"{count} images .* share of {BATCH};"):
@@ -65,7 +65,7 @@ def test_no_step_is_taken_with_a_share_of_another_size(count: int) -> None:
     assert engine.seen == engine.rates == []
 
 
-def test_a_run_that_is_evaluated_at_further_steps_trains_the_same() -> None:
+def test_a_run_that_is_evaluated_at_further_steps_trains_the_same():
     whole, chosen = FakeEngine(), short_recipe(checkpoint={"every_steps": None})
     run(whole, FakeHooks(), chosen)
     followed, hooks = FakeEngine(), FakeHooks()
@@ -95,7 +95,7 @@ class LossesOfBoth(FakeHooks):
 
 
 @pytest.mark.parametrize(("factor", "best"), [(-0.1, 1.0), (0.1, 2.2)])
-def test_where_weights_are_averaged_they_stop_a_run_early(factor: float, best: float) -> None:
+def test_where_weights_are_averaged_they_stop_a_run_early(factor, best):
     chosen = short_recipe(evaluate={"every_steps": 2}, train={"early_stopping": 2})
     hooks, progress = LossesOfBoth(), Progress()
     hooks.averaged_factor = factor
@@ -104,7 +104,7 @@ def test_where_weights_are_averaged_they_stop_a_run_early(factor: float, best: f
     assert (ended is Ending.EARLY) == (factor > 0)
 
 
-def test_losses_of_averages_that_are_made_no_longer_decide_nothing() -> None:
+def test_losses_of_averages_that_are_made_no_longer_decide_nothing():
     progress = Progress(
         best_eval_loss=0.1,
         best_loss_key="eval/averaged_loss",
@@ -118,7 +118,7 @@ def test_losses_of_averages_that_are_made_no_longer_decide_nothing() -> None:
     assert "train/loss" in progress.metrics
 
 
-def test_an_evaluation_at_a_further_step_does_not_count_for_early_stopping() -> None:
+def test_an_evaluation_at_a_further_step_does_not_count_for_early_stopping():
     chosen = short_recipe(evaluate={"every_steps": 4}, train={"early_stopping": 1})
     whole, followed = Progress(), Progress()
     assert run(FakeEngine(), LossesByStep(), chosen, whole) is Ending.EARLY
@@ -129,7 +129,7 @@ def test_an_evaluation_at_a_further_step_does_not_count_for_early_stopping() -> 
     assert followed == whole
 
 
-def test_loss_and_norm_are_the_means_over_the_ranks() -> None:
+def test_loss_and_norm_are_the_means_over_the_ranks():
     def sum_of_four(values: Any) -> list[float]:
         """The others' first numbers, loss, refusal and norm, are larger by 1, 2 and 3."""
         return [
@@ -145,7 +145,7 @@ def test_loss_and_norm_are_the_means_over_the_ranks() -> None:
     assert metrics["train/grad_norm"] == 1.0 + 1.5
 
 
-def test_the_digest_of_a_run_is_of_all_ranks_samples() -> None:
+def test_the_digest_of_a_run_is_of_all_ranks_samples():
     """Also of those in refused steps.
 
     For each of two ranks, the sum over the ranks is twice its own digest.
@@ -162,7 +162,7 @@ def test_the_digest_of_a_run_is_of_all_ranks_samples() -> None:
     assert add_digests(*found) == add_digests(expected, expected)
 
 
-def test_it_saves_by_the_clock() -> None:
+def test_it_saves_by_the_clock():
     hooks, now = FakeHooks(), iter(range(0, 100_000, 7))
     chosen = short_recipe(checkpoint={"every_minutes": 1.0})
     run(FakeEngine(), hooks, chosen, clock=lambda: float(next(now)))
@@ -170,7 +170,7 @@ def test_it_saves_by_the_clock() -> None:
     assert hooks.saved[-1] == TOTAL
 
 
-def test_the_last_checkpoint_is_there_if_the_last_evaluation_dies() -> None:
+def test_the_last_checkpoint_is_there_if_the_last_evaluation_dies():
     class Dying(FakeHooks):
         def evaluate(self, step: int) -> dict[str, float]:
             raise MemoryError
@@ -182,7 +182,7 @@ def test_the_last_checkpoint_is_there_if_the_last_evaluation_dies() -> None:
     assert hooks.due == [True]
 
 
-def test_a_refused_step_is_reported_with_its_samples_and_counted_in_a_row() -> None:
+def test_a_refused_step_is_reported_with_its_samples_and_counted_in_a_row():
     hooks, progress = FakeHooks(), Progress()
     run(FakeEngine(refused=(2, 3)), hooks, short_recipe(), progress)
     assert [step for step, _ in hooks.refused] == [3, 4]
@@ -190,7 +190,7 @@ def test_a_refused_step_is_reported_with_its_samples_and_counted_in_a_row() -> N
     assert progress.nonfinite_steps == 0
 
 
-def test_a_loss_that_is_not_finite_is_reported_too() -> None:
+def test_a_loss_that_is_not_finite_is_reported_too():
     class Poisoned(FakeEngine):
         def backward(self, *arguments: Any) -> torch.Tensor:
             return super().backward(*arguments) * math.nan
@@ -211,7 +211,7 @@ class Ticking:
         return self.now_s
 
 
-def test_core_days_are_of_all_seconds_on_all_workers_whatever_the_last_speed() -> None:
+def test_core_days_are_of_all_seconds_on_all_workers_whatever_the_last_speed():
     hooks, progress = FakeHooks(), Progress()
     for world_size, until in ((4, 5), (2, TOTAL)):
         share = BATCH // world_size
@@ -227,7 +227,7 @@ def test_core_days_are_of_all_seconds_on_all_workers_whatever_the_last_speed() -
     assert hooks.logged[-1][1]["cost/core_days"] == pytest.approx(days)
 
 
-def test_it_stops_early_when_validation_gets_no_better() -> None:
+def test_it_stops_early_when_validation_gets_no_better():
     hooks = FakeHooks(losses=[3.0, 2.0, 2.5, 2.4, 1.0])
     chosen = short_recipe(evaluate={"every_steps": 2}, train={"early_stopping": 2})
     progress = Progress()
@@ -242,9 +242,7 @@ KEPT = [{"train": {"early_stopping": 3}}, {"checkpoint": {"keep_best": True}}]
 
 
 @pytest.mark.parametrize("kept", KEPT)
-def test_the_best_evaluation_is_the_result_and_the_last_is_told_beside_it(
-    kept: dict[str, Any],
-) -> None:
+def test_the_best_evaluation_is_the_result_and_the_last_is_told_beside_it(kept):
     hooks, progress = FakeHooks(losses=[3.0, 2.0, 2.5]), Progress()
     run(FakeEngine(), hooks, short_recipe(evaluate={"every_steps": 4}, **kept), progress)
     assert progress.metrics[RESULT_STEP] == 8
@@ -257,7 +255,7 @@ def test_the_best_evaluation_is_the_result_and_the_last_is_told_beside_it(
     assert logged["eval/loss"] == 2.5  # the curve is as it was measured
 
 
-def test_a_run_that_goes_on_without_its_best_forgets_that() -> None:
+def test_a_run_that_goes_on_without_its_best_forgets_that():
     progress = Progress(
         metrics={"eval/best_loss": 0.1, RESULT_STEP: 1.0, RESULT_EVALUATIONS: 2.0, "a/b": 1.0}
     )
@@ -275,7 +273,7 @@ class OnDev(FakeHooks):
         return {"dev/loss": dev, "dev/top1": 1 / dev, "eval/loss": 9 - dev, "eval/top1": dev / 10}
 
 
-def test_the_best_is_chosen_on_held_out_images_where_there_are_any_beside_a_test_set() -> None:
+def test_the_best_is_chosen_on_held_out_images_where_there_are_any_beside_a_test_set():
     hooks, progress = OnDev(), Progress()
     chosen = short_recipe(evaluate={"every_steps": 4}, checkpoint={"keep_best": True})
     run(FakeEngine(), hooks, chosen, progress)
@@ -285,26 +283,26 @@ def test_the_best_is_chosen_on_held_out_images_where_there_are_any_beside_a_test
     assert found["eval/last_top1"] == pytest.approx((abs(TOTAL - 8) + 1) / 10)
 
 
-def test_a_stream_that_ends_too_soon_is_an_error() -> None:
+def test_a_stream_that_ends_too_soon_is_an_error():
     with pytest.raises(RuntimeError, match="ended before step 10"):
         run(FakeEngine(), FakeHooks(), short_recipe(), total_steps=TOTAL + 1)
 
 
-def test_a_last_step_whose_save_is_not_whole_is_saved_again_after_its_evaluation() -> None:
+def test_a_last_step_whose_save_is_not_whole_is_saved_again_after_its_evaluation():
     hooks = FakeHooks(losses=[0.5], is_whole=False)
     progress = Progress(TOTAL, evaluation_due=True)
     assert run(FakeEngine(), hooks, short_recipe(), progress) is Ending.FINISHED
     assert hooks.order[-2:] == [f"add {TOTAL}", f"save {TOTAL}"]
 
 
-def test_a_run_that_is_lengthened_after_a_stop_in_its_last_evaluation_ends_once() -> None:
+def test_a_run_that_is_lengthened_after_a_stop_in_its_last_evaluation_ends_once():
     hooks = FakeHooks(losses=[0.5])
     run(FakeEngine(), hooks, short_recipe(), Progress(step=TOTAL // 2, evaluation_due=True))
     last = [f"save {TOTAL}", f"evaluate {TOTAL}", f"add {TOTAL}"]
     assert hooks.order == last
 
 
-def test_the_best_that_was_saved_before_its_evaluation_is_not_written_again() -> None:
+def test_the_best_that_was_saved_before_its_evaluation_is_not_written_again():
     hooks = FakeHooks(losses=[0.5, 0.6, 0.7], save_at=4)
     chosen = short_recipe(evaluate={"every_steps": 4}, checkpoint={"keep_best": True})
     run(FakeEngine(), hooks, chosen)
@@ -312,7 +310,7 @@ def test_the_best_that_was_saved_before_its_evaluation_is_not_written_again() ->
     assert hooks.saved == [4, TOTAL]
 
 
-def test_the_wait_for_data_is_one_figure_in_metrics_and_in_the_phases_of_a_run() -> None:
+def test_the_wait_for_data_is_one_figure_in_metrics_and_in_the_phases_of_a_run():
     now, hooks = Ticking(0.0), FakeHooks()
     phases = PhaseClock(now)
 
@@ -336,17 +334,13 @@ def test_the_wait_for_data_is_one_figure_in_metrics_and_in_the_phases_of_a_run()
 
 
 @pytest.mark.parametrize(("every", "logged"), [(50, [1, 4, 8, 10]), (6, [1, 4, 6, 10])])
-def test_a_run_that_is_shorter_than_the_cadence_is_logged_a_few_times(
-    every: int, logged: list[int]
-) -> None:
+def test_a_run_that_is_shorter_than_the_cadence_is_logged_a_few_times(every, logged):
     hooks = FakeHooks()
     run(FakeEngine(), hooks, short_recipe(train={"log_every_steps": every}))
     assert [step for step, metrics in hooks.logged if "train/loss" in metrics] == logged
 
 
-def test_steps_of_large_norms_are_skipped_counted_and_named_at_the_next_log(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_steps_of_large_norms_are_skipped_counted_and_named_at_the_next_log(monkeypatch):
     monkeypatch.setattr(loop, "NORMS_IN_MEDIAN", 8)  # of which a quarter must be known
     chosen = short_recipe(train={"skip_above": 4.0, "log_every_steps": 3})
     norms = {0: 90.0, 4: 4.5, 5: 3.5, 7: 50.0, 8: 60.0}
@@ -400,9 +394,7 @@ LAST = f"evaluate {TOTAL}"
         ),
     ],
 )
-def test_checkpoints_by_cadence_and_at_notice_come_before_evaluations(
-    hooks: dict[str, Any], sections: dict[str, Any], order: list[str]
-) -> None:
+def test_checkpoints_by_cadence_and_at_notice_come_before_evaluations(hooks, sections, order):
     found, progress = FakeHooks(**hooks), Progress()
     assert run(FakeEngine(), found, short_recipe(**sections), progress) is Ending.FINISHED
     assert found.order[: len(order)] == order
@@ -417,9 +409,7 @@ def test_checkpoints_by_cadence_and_at_notice_come_before_evaluations(
         ({"cuts": [True]}, EVERY_4, ["evaluate 4", "save 4"]),
     ],
 )
-def test_a_run_that_is_stopped_saves_its_step_and_is_not_over(
-    hooks: dict[str, Any], sections: dict[str, Any], order: list[str]
-) -> None:
+def test_a_run_that_is_stopped_saves_its_step_and_is_not_over(hooks, sections, order):
     found, progress = FakeHooks(**hooks), Progress()
     assert run(FakeEngine(), found, short_recipe(**sections), progress) is Ending.STOPPED
     assert found.order == order

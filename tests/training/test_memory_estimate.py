@@ -45,7 +45,7 @@ def block_bytes(batch: int, **options: Any) -> int:
 
 
 @pytest.mark.parametrize(("precision", "dropout"), [("bf16", 0.1), ("fp32", 0.0)])
-def test_a_block_keeps_what_the_published_formula_says(precision: str, dropout: float) -> None:
+def test_a_block_keeps_what_the_published_formula_says(precision, dropout):
     # Korthikanti et al., arXiv:2205.05198, section 4.1: 34 sbh bytes a layer in half precision,
     # without the 5 a s^2 b of unfused attention. Of the 34, 32 are 16 values and 2 are the masks
     # of two dropouts; ours has a third, after the hidden layer of 4h. Flash attention adds one
@@ -60,23 +60,23 @@ def test_a_block_keeps_what_the_published_formula_says(precision: str, dropout: 
     )
 
 
-def test_a_recomputed_block_keeps_its_input_only() -> None:
+def test_a_recomputed_block_keeps_its_input_only():
     options = {"precision": "bf16", "activation_checkpointing": 1}
     assert block_bytes(3, **options) == pytest.approx(3 * 65 * 128 * 2, rel=0.01)
 
 
-def test_the_peak_holds_the_block_that_is_being_recomputed() -> None:
+def test_the_peak_holds_the_block_that_is_being_recomputed():
     every = activation_bytes(vit(6, precision="bf16", activation_checkpointing=1), 10, 8)
     none = activation_bytes(vit(6, precision="bf16"), 10, 8)
     assert block_bytes(8, precision="bf16") < every < 0.5 * none
 
 
-def test_parameters_are_those_that_the_reference_counts() -> None:
+def test_parameters_are_those_that_the_reference_counts():
     recipe = recipe_of({"name": "ViT-L/16"})
     assert count_parameters(recipe, 1000) == 304_326_632  # google-research/vision_transformer
 
 
-def test_masked_patch_prediction_does_not_train_the_class_head() -> None:
+def test_masked_patch_prediction_does_not_train_the_class_head():
     supervised = recipe_of({"name": "ViT-Ti/16"})
     masked = recipe_of({"name": "ViT-Ti/16"}, loss="masked_patch")
     head, prediction, mask = 192 * 1000 + 1000, 192 * 512 + 512, 192
@@ -85,7 +85,7 @@ def test_masked_patch_prediction_does_not_train_the_class_head() -> None:
     assert state_shape(masked, 1000, 1).num_frozen == head
 
 
-def test_the_largest_micro_batch_fits_and_the_next_divisor_does_not() -> None:
+def test_the_largest_micro_batch_fits_and_the_next_divisor_does_not():
     recipe = recipe_of({"name": "ViT-Ti/16"}, global_batch_size=960, precision="bf16")
     memory_gib = 1.0
     size = largest_micro_batch(recipe, 1000, 2, memory_gib)
@@ -96,12 +96,12 @@ def test_the_largest_micro_batch_fits_and_the_next_divisor_does_not() -> None:
     assert estimate_memory(recipe, 1000, larger, 2).total > 0.95 * memory_gib
 
 
-def test_the_images_of_three_batches_are_on_the_device() -> None:
+def test_the_images_of_three_batches_are_on_the_device():
     recipe = recipe_of({"name": "ViT-Ti/16", "image_size": (224, 448)}, global_batch_size=4096)
     assert estimate_memory(recipe, 10, 2, 2).batches * GIB == 3 * 2048 * 224 * 448 * 3
 
 
-def test_a_device_too_small_for_one_image_has_no_micro_batch() -> None:
+def test_a_device_too_small_for_one_image_has_no_micro_batch():
     assert largest_micro_batch(recipe_of({"name": "ViT-Ti/16"}), 1000, 2, 0.01) is None
 
 
@@ -114,9 +114,7 @@ START_S = 50e-9
 @pytest.mark.parametrize(
     ("precision", "stage"), [("bf16", 0), ("bf16", 2), ("bf16", 3), ("fp32", 1)]
 )
-def test_the_state_is_that_of_deepspeed_on_two_ranks(
-    precision: str, stage: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_state_is_that_of_deepspeed_on_two_ranks(precision, stage, monkeypatch):
     monkeypatch.setattr(zero_settings, "START_S", START_S)
     recipe = vit(2, 16, precision=precision, zero_stage=stage, global_batch_size=8)
     shape = state_shape(recipe, 5, 2)
@@ -153,9 +151,7 @@ def held_bytes(rank: int, recipe: Recipe) -> int:
 
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize(("prefetch", "held"), [(70_000, 200_000), (200_000, 600_000), (0, 10**9)])
-def test_stage_3_gathers_and_holds_what_the_plan_says(
-    prefetch: int, held: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stage_3_gathers_and_holds_what_the_plan_says(prefetch, held, monkeypatch):
     monkeypatch.setattr(zero_settings, "HELD", held)
     recipe = vit(4, 16, precision="bf16", zero_stage=3, global_batch_size=8)
     shape = state_shape(recipe, 5, 2)

@@ -35,18 +35,16 @@ def batch_recipe(micro: int | str, workers: int | list[int] = 4) -> Recipe:
         (12, 4, 5, 4),
     ],
 )
-def test_it_is_the_largest_divisor_of_the_share_within_the_limit(
-    micro: int | str, world: int, limit: int | None, images: int
-) -> None:
+def test_it_is_the_largest_divisor_of_the_share_within_the_limit(micro, world, limit, images):
     assert micro_batch_size(batch_recipe(micro), world, limit) == images
 
 
-def test_a_number_that_does_not_divide_is_an_error_for_a_fixed_group() -> None:
+def test_a_number_that_does_not_divide_is_an_error_for_a_fixed_group():
     with pytest.raises(ValueError, match="nearest valid"):
         micro_batch_size(batch_recipe(5), 4)
 
 
-def test_a_number_is_the_most_for_an_elastic_group() -> None:
+def test_a_number_is_the_most_for_an_elastic_group():
     sizes = [micro_batch_size(batch_recipe(20, [1, 4]), world) for world in (1, 2, 3, 4)]
     assert sizes == [16, 16, 16, 12]
 
@@ -68,14 +66,8 @@ RECIPE = recipe_with("small", model={"name": "ViT", **SIZES}, train={"precision"
     ],
 )
 def test_the_estimate_is_tried_and_halved_until_it_fits(
-    mixup: float,
-    share: int,
-    estimate: int | None,
-    most: int,
-    tried: list[int],
-    found: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    mixup, share, estimate, most, tried, found, monkeypatch
+):
     sizes: list[int] = []
 
     def passed(recipe: Any, num_classes: int, size: int, device: torch.device) -> int:
@@ -92,7 +84,7 @@ def test_the_estimate_is_tried_and_halved_until_it_fits(
     assert sizes == tried
 
 
-def test_what_the_batches_take_is_not_left_to_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_batches_take_is_not_left_to_the_passes(monkeypatch):
     monkeypatch.setattr(largest_batch, "pass_bytes", lambda recipe, _, size, device: size * GIB)
     monkeypatch.setattr(largest_batch, "largest_micro_batch", lambda *_: 8)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (9 * GIB, 9 * GIB))
@@ -103,7 +95,7 @@ def test_what_the_batches_take_is_not_left_to_the_passes(monkeypatch: pytest.Mon
     assert found == [8, 4]
 
 
-def test_a_cpu_counts_no_memory_and_asks_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_counts_no_memory_and_asks_no_gpu(monkeypatch):
     monkeypatch.delattr(torch.cuda, "memory_allocated")
     monkeypatch.delattr(torch.cuda, "max_memory_allocated")
     assert pass_bytes(RECIPE, 10, 1, torch.device("cpu")) == 0
@@ -119,7 +111,7 @@ def capped(rank: int) -> list[int | None]:
     return [pass_bytes(RECIPE, 10, size, cpu) for size in (1024, 2, 1024, 2)]
 
 
-def test_a_pass_that_really_runs_out_of_memory_is_known_and_leaves_the_next_its_place() -> None:
+def test_a_pass_that_really_runs_out_of_memory_is_known_and_leaves_the_next_its_place():
     assert run_ranks(1, capped) == [[None, 0, None, 0]]
 
 
@@ -150,5 +142,5 @@ RayTaskError.__module__ = "ray.exceptions"
         (RayTaskError("a task of the stream ran out of memory"), False),
     ],
 )
-def test_memory_that_ran_out_is_known_by_every_librarys_word(error: Exception, is_it: bool) -> None:
+def test_memory_that_ran_out_is_known_by_every_librarys_word(error, is_it):
     assert is_out_of_memory(error) is is_it

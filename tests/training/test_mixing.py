@@ -25,20 +25,20 @@ def drawn(samples: torch.Tensor, seed: int = 0, step: int = 0, **train: Any) -> 
 
 
 @pytest.mark.parametrize("alpha", [0.2, 0.8, 3.0])
-def test_shares_are_beta_distributed(alpha: float) -> None:
+def test_shares_are_beta_distributed(alpha):
     rng = np.random.default_rng(0)
     uniform = torch.from_numpy(rng.uniform(size=(3, 50_000)))
     found = symmetric_beta(torch.tensor(alpha).double(), *uniform).numpy()
     assert stats.kstest(found, stats.beta(alpha, alpha).cdf).pvalue > 1e-3
 
 
-def test_mixup_draws_a_share_for_each_pair() -> None:
+def test_mixup_draws_a_share_for_each_pair():
     own = drawn(MANY, mixup=0.4).own_share
     assert torch.equal(own[::2], own[1::2])
     assert stats.kstest(own[::2].double().numpy(), stats.beta(0.4, 0.4).cdf).pvalue > 1e-3
 
 
-def test_half_of_the_pairs_have_each_where_both_are_on() -> None:
+def test_half_of_the_pairs_have_each_where_both_are_on():
     weight = drawn(MANY[:8000], mixup=0.8, cutmix=1.0).weight
     is_flat = int((weight.flatten(1).std(1) == 0).sum())  # whole boxes and none are a few more
     both = stats.binomtest(is_flat, 4000, 0.5 + 0.5 * _trivial_boxes())
@@ -51,7 +51,7 @@ def _trivial_boxes() -> float:
     return float((weight.flatten(1).std(1) == 0).double().mean())
 
 
-def test_a_box_is_that_of_the_authors_code() -> None:
+def test_a_box_is_that_of_the_authors_code():
     """Each is some box of the published `rand_bbox`, and its share is what is left."""
     weight, own = drawn(MANY[:2000], cutmix=1.0)
     for kept, share in zip(weight.numpy(), own[::2].tolist(), strict=True):
@@ -80,7 +80,7 @@ def _published_mean_share() -> float:
     return float(np.mean(shares))
 
 
-def test_images_and_labels_are_mixed_alike() -> None:
+def test_images_and_labels_are_mixed_alike():
     images = torch.randint(0, 256, (8, *SIZE, 3), dtype=torch.uint8)
     mixing = drawn(torch.arange(8), mixup=0.8, cutmix=1.0)
     found = mix_images(normalize(images, torch.float32), mixing.weight).numpy()
@@ -96,7 +96,7 @@ def test_images_and_labels_are_mixed_alike() -> None:
     ("loss", "smoothing", "labels"),
     [("softmax", 0.0, 1), ("softmax", 0.1, 2), ("sigmoid", 0.0, 2)],
 )
-def test_the_loss_is_that_of_mixed_targets(loss: str, smoothing: float, labels: int) -> None:
+def test_the_loss_is_that_of_mixed_targets(loss, smoothing, labels):
     """Against cross-entropy with the mixed probabilities themselves."""
     torch.manual_seed(0)
     train = {"loss": loss, "label_smoothing": smoothing, "mixup": 0.8, "precision": "fp32"}
@@ -120,7 +120,7 @@ def test_the_loss_is_that_of_mixed_targets(loss: str, smoothing: float, labels: 
     assert found.item() == pytest.approx(expected.mean().item(), rel=1e-5)
 
 
-def test_a_pair_is_mixed_alike_in_any_pass_and_anew_in_each_step_and_seed() -> None:
+def test_a_pair_is_mixed_alike_in_any_pass_and_anew_in_each_step_and_seed():
     samples = torch.tensor([11, 4, 7, 90, 3, 2])
     whole = drawn(samples, mixup=0.8)
     assert torch.equal(drawn(samples[2:4], mixup=0.8).own_share, whole.own_share[2:4])
@@ -134,7 +134,7 @@ def mixed_recipe(batch: int, workers: Any = 1, **train: Any) -> Any:
     )
 
 
-def test_passes_have_whole_pairs() -> None:
+def test_passes_have_whole_pairs():
     assert micro_batch_size(mixed_recipe(24), 1, limit=9) == 8
     assert micro_batch_size(mixed_recipe(30), 1, limit=9) == 6  # and not 5
     assert micro_batch_size(mixed_recipe(28), 2, limit=13) == 2
@@ -144,7 +144,7 @@ def test_passes_have_whole_pairs() -> None:
     assert largest_micro_batch(small, 5, 1, 80) == 30
 
 
-def test_an_odd_share_or_pass_is_refused() -> None:
+def test_an_odd_share_or_pass_is_refused():
     with pytest.raises(ValueError, match=r"=6 does not divide .* pairs of train\.mixup.* is 8$"):
         check_batch(mixed_recipe(6, 2), 100)
     with pytest.raises(ValueError, match=r"train: global_batch_size=7: .* such as 8"):

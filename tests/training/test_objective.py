@@ -16,7 +16,7 @@ from vit_ray.training.objective import (
 )
 
 
-def test_pixels_become_minus_one_to_one_in_channels_first() -> None:
+def test_pixels_become_minus_one_to_one_in_channels_first():
     images = torch.zeros(1, 2, 3, 3, dtype=torch.uint8)
     images[0, 1, 2] = torch.tensor([0, 51, 255], dtype=torch.uint8)
     result = normalize(images, torch.float32)
@@ -24,21 +24,21 @@ def test_pixels_become_minus_one_to_one_in_channels_first() -> None:
     assert result[0, :, 1, 2].tolist() == pytest.approx([-1.0, -0.6, 1.0], abs=1e-6)
 
 
-def test_softmax_of_single_labels_is_cross_entropy() -> None:
+def test_softmax_of_single_labels_is_cross_entropy():
     logits, labels = torch.randn(6, 5), torch.tensor([[0], [1], [2], [3], [4], [0]])
     config = TrainConfig(loss="softmax", label_smoothing=0.1)
     expected = F.cross_entropy(logits, labels[:, 0], reduction="none", label_smoothing=0.1)
     assert torch.equal(classification_loss(logits, labels, config), expected)
 
 
-def test_softmax_of_several_labels_shares_the_probability() -> None:
+def test_softmax_of_several_labels_shares_the_probability():
     logits, labels = torch.randn(1, 4), torch.tensor([[1, 3, -1]])
     halves = torch.tensor([[0.0, 0.5, 0.0, 0.5]])
     expected = -(halves * logits.log_softmax(1)).sum(1)
     torch.testing.assert_close(classification_loss(logits, labels, TrainConfig()), expected)
 
 
-def test_sigmoid_sums_binary_cross_entropies_over_classes() -> None:
+def test_sigmoid_sums_binary_cross_entropies_over_classes():
     logits, labels = torch.randn(3, 4), torch.tensor([[1, -1], [0, 2], [-1, -1]])
     targets = torch.tensor([[0.0, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]])
     assert torch.equal(multi_hot(labels, 4), targets)
@@ -53,9 +53,7 @@ def test_sigmoid_sums_binary_cross_entropies_over_classes() -> None:
 @pytest.mark.parametrize(
     ("labels", "smoothing"), [([[-1], [1]], 0.0), ([[-1], [1]], 0.1), ([[-1, -1], [1, 2]], 0.1)]
 )
-def test_an_image_without_a_label_costs_nothing_with_softmax(
-    labels: list[list[int]], smoothing: float
-) -> None:
+def test_an_image_without_a_label_costs_nothing_with_softmax(labels, smoothing):
     logits = torch.randn(2, 3, requires_grad=True)
     config = TrainConfig(label_smoothing=smoothing)
     loss = classification_loss(logits, torch.tensor(labels), config)
@@ -67,7 +65,7 @@ def test_an_image_without_a_label_costs_nothing_with_softmax(
 
 
 @pytest.mark.parametrize("rates", [{"dropout": 0.1}, {"stochastic_depth": 0.1, "dropout": 0.0}])
-def test_what_is_dropped_is_a_function_of_seed_step_and_sample(rates: dict[str, float]) -> None:
+def test_what_is_dropped_is_a_function_of_seed_step_and_sample(rates):
     def keys(seed: int, step: int, samples: list[int]) -> list[int]:
         given: list[torch.Tensor] = []
 
@@ -89,9 +87,7 @@ def test_what_is_dropped_is_a_function_of_seed_step_and_sample(rates: dict[str, 
 
 
 @pytest.mark.parametrize(("precision", "target"), [("fp32", "mean_color"), ("bf16", "full_patch")])
-def test_what_is_predicted_of_masked_patches_is_not_rounded(
-    monkeypatch: pytest.MonkeyPatch, precision: str, target: str
-) -> None:
+def test_what_is_predicted_of_masked_patches_is_not_rounded(monkeypatch, precision, target):
     """A mean of 223 is of colour 6 of 8, and bf16's 0.75, to which it rounds, of the last one."""
     given: list[torch.Tensor] = []
 
@@ -115,7 +111,7 @@ def test_what_is_predicted_of_masked_patches_is_not_rounded(
     assert set(masked.color_class(pixels.mean(dim=(-2, -1))).flatten().tolist()) == {6 * 73}
 
 
-def test_masked_patches_differ_from_step_to_step() -> None:
+def test_masked_patches_differ_from_step_to_step():
     steps: list[int] = []
 
     def module(images: torch.Tensor, samples: torch.Tensor, step: int) -> torch.Tensor:
@@ -131,7 +127,7 @@ def test_masked_patches_differ_from_step_to_step() -> None:
 
 
 @pytest.mark.parametrize("mixing", [{}, {"mixup": 0.8}])
-def test_pixels_are_scaled_and_mixed_before_they_are_rounded(mixing: dict[str, float]) -> None:
+def test_pixels_are_scaled_and_mixed_before_they_are_rounded(mixing):
     given: list[torch.Tensor] = []
 
     def module(images: torch.Tensor) -> torch.Tensor:

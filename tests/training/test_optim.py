@@ -10,7 +10,7 @@ from vit_ray.config.training_sections import OptimConfig
 from vit_ray.training.optimizers import build_optimizer, state_types, zero_state
 
 
-def test_only_matrices_and_kernels_decay() -> None:
+def test_only_matrices_and_kernels_decay():
     model = small_model()
     config = OptimConfig(weight_decay=0.1)
     decayed, rest = build_optimizer(model, config).param_groups
@@ -22,7 +22,7 @@ def test_only_matrices_and_kernels_decay() -> None:
     assert len(decayed["params"]) + len(rest["params"]) == len(names)
 
 
-def test_the_rate_starts_at_zero_so_that_a_trial_step_moves_nothing() -> None:
+def test_the_rate_starts_at_zero_so_that_a_trial_step_moves_nothing():
     model = small_model()
     optimizer = build_optimizer(model, OptimConfig(weight_decay=0.1))
     before = [p.detach().clone() for p in model.parameters()]
@@ -32,7 +32,7 @@ def test_the_rate_starts_at_zero_so_that_a_trial_step_moves_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_state_types_are_what_torch_keeps() -> None:
+def test_state_types_are_what_torch_keeps():
     for name in ("adamw", "sgd"):
         config = OptimConfig(name=name)
         parameter = torch.nn.Parameter(torch.zeros(2, 2))
@@ -46,7 +46,7 @@ def test_state_types_are_what_torch_keeps() -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_steps_without_the_compiler_are_torchs_bit_for_bit(name: str) -> None:
+def test_steps_without_the_compiler_are_torchs_bit_for_bit(name):
     model, copy = small_model(), small_model()
     config = OptimConfig(name=name, weight_decay=0.1)
     ours = build_optimizer(model, config)
@@ -72,7 +72,7 @@ def test_steps_without_the_compiler_are_torchs_bit_for_bit(name: str) -> None:
     assert all(torch.equal(weight, same) for weight, same in copies.items())
 
 
-def test_only_what_is_by_element_takes_memory_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_is_by_element_takes_memory_at_the_start(monkeypatch):
     made, zeros_like = list[torch.dtype](), torch.zeros_like
 
     def counted(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

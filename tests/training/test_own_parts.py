@@ -68,7 +68,7 @@ def of_plain_and_wrapped(rank: int, stage: Any) -> list[Run]:
 
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize("stage", [3, 0])
-def test_our_model_in_a_users_module_trains_as_alone_under_every_stage(stage: int) -> None:
+def test_our_model_in_a_users_module_trains_as_alone_under_every_stage(stage):
     ours, own = run_ranks(2, of_plain_and_wrapped, stage)[0]
     assert own.losses == ours.losses
     assert torch.equal(own.averaged, ours.averaged)
@@ -76,9 +76,7 @@ def test_our_model_in_a_users_module_trains_as_alone_under_every_stage(stage: in
 
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_adamw_from_a_users_module_trains_as_the_built_in_one(
-    straight: StraightRuns, stage: int
-) -> None:
+def test_adamw_from_a_users_module_trains_as_the_built_in_one(straight, stage):
     pair = [ADAMW[stage], ADAMW[4 + stage]]
     own, ours = straight.of(2, pair).values()
     assert own.losses == pytest.approx(ours.losses, rel=1e-5)
@@ -86,16 +84,14 @@ def test_adamw_from_a_users_module_trains_as_the_built_in_one(
 
 
 @pytest.mark.parametrize("stage", range(1, 4))
-def test_it_trains_alike_under_every_stage(straight: StraightRuns, stage: int) -> None:
+def test_it_trains_alike_under_every_stage(straight, stage):
     expected, *others = straight.of(2, LION).values()
     # Signs of tiny momenta may differ, which the sums over ranks round in another order.
     assert others[stage - 1].losses == pytest.approx(expected.losses, rel=1e-4)
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_its_checkpoint_and_under_another_stage(
-    straight: StraightRuns, folder: str
-) -> None:
+def test_a_run_goes_on_from_its_checkpoint_and_under_another_stage(straight, folder):
     expected = straight.of(2, LION)
     same = [{**c, "from": f"2/{c['name']}"} for c in LION]
     others = [{**c, "from": f"2/{LION[(n + 2) % 4]['name']}"} for n, c in enumerate(LION)]

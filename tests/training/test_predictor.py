@@ -32,7 +32,7 @@ def predictions(rank: int, train: dict[str, Any]) -> tuple[Any, Any]:
 
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize(("precision", "stage"), [("bf16", 1), ("fp32", 0), ("bf16", 3)])
-def test_features_and_logits_are_those_of_the_engine_bit_by_bit(precision: str, stage: int) -> None:
+def test_features_and_logits_are_those_of_the_engine_bit_by_bit(precision, stage):
     train = {"precision": precision, "zero_stage": stage}
     (of_engine, alone), *_ = run_ranks(1, predictions, train)
     for expected, found in zip(of_engine, alone, strict=True):
@@ -64,7 +64,7 @@ def set_up(rank: int, folder: str) -> tuple[int, int]:
     return held, weights
 
 
-def test_an_evaluations_own_run_holds_the_weights_once_in_bf16(tmp_path: Path) -> None:
+def test_an_evaluations_own_run_holds_the_weights_once_in_bf16(tmp_path):
     ((held, weights),) = run_ranks(1, set_up, str(tmp_path))
     assert weights > 2**21
     assert held < 1.05 * weights

@@ -1,6 +1,5 @@
 """ZeRO stage 0 without DeepSpeed, on one rank; more ranks are those of `test_engine.py`."""
 
-import pytest
 import torch
 from torch import nn
 
@@ -9,9 +8,7 @@ from vit_ray.training.engine.replicated import ReplicatedOptimizer
 from vit_ray.training.optimizers import StepGuard
 
 
-def test_a_weight_that_no_pass_reaches_decays_as_it_does_on_many_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_weight_that_no_pass_reaches_decays_as_it_does_on_many_ranks(monkeypatch):
     monkeypatch.setattr(replicated.dist, "get_world_size", lambda: 1)
     reached, unreached = (nn.Parameter(torch.ones(3)) for _ in range(2))
     adamw = torch.optim.AdamW([reached, unreached], lr=0.1, weight_decay=0.5, fused=True)

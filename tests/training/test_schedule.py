@@ -27,7 +27,7 @@ def optimizer() -> torch.optim.SGD:
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
-def test_decay_after_the_warm_up_equals_torchs(schedule: str) -> None:
+def test_decay_after_the_warm_up_equals_torchs(schedule):
     sgd, end = optimizer(), 0.01
     decay: torch.optim.lr_scheduler.LRScheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
         sgd, TOTAL - WARMUP, eta_min=end
@@ -42,7 +42,7 @@ def test_decay_after_the_warm_up_equals_torchs(schedule: str) -> None:
     assert ours == pytest.approx(torch_rates(decay, sgd), rel=1e-9)
 
 
-def test_a_cool_down_equals_torchs_constant_and_then_linear_rate() -> None:
+def test_a_cool_down_equals_torchs_constant_and_then_linear_rate():
     end, sgd = 1e-3, optimizer()
     constant = torch.optim.lr_scheduler.ConstantLR(sgd, factor=1.0)
     flat = torch_rates(constant, sgd)[: TOTAL - 15]
@@ -59,7 +59,7 @@ def test_a_cool_down_equals_torchs_constant_and_then_linear_rate() -> None:
     assert ours == pytest.approx(flat + falling, rel=1e-9)
 
 
-def test_until_its_cool_down_a_shorter_run_has_the_rates_of_a_longer_one() -> None:
+def test_until_its_cool_down_a_shorter_run_has_the_rates_of_a_longer_one():
     config = OptimConfig(learning_rate=PEAK, schedule="cooldown", warmup_steps=WARMUP)
     start = cooldown_start(config, 40)
     assert start == 32
@@ -69,13 +69,13 @@ def test_until_its_cool_down_a_shorter_run_has_the_rates_of_a_longer_one() -> No
     assert cooldown_start(config, 1) == 0
 
 
-def test_steps_fall_to_a_tenth_at_30_60_and_90_percent() -> None:
+def test_steps_fall_to_a_tenth_at_30_60_and_90_percent():
     config = OptimConfig(learning_rate=1.0, schedule="steps")
     ours = [lr_at(step, config, 100) for step in (0, 29, 30, 59, 60, 89, 90, 99)]
     assert ours == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01, 0.001, 0.001])
 
 
-def test_steps_fall_where_decay_at_says() -> None:
+def test_steps_fall_where_decay_at_says():
     # BiT on JFT (arXiv:1912.11370, 3.1): epochs 10, 23, 30 and 37 of 40.
     config = OptimConfig(
         learning_rate=1.0, schedule="steps", decay_at=tuple(e / 40 for e in (10, 23, 30, 37))
@@ -89,11 +89,11 @@ def test_steps_fall_where_decay_at_says() -> None:
         scheduler.step()
 
 
-def test_decay_at_must_ascend() -> None:
+def test_decay_at_must_ascend():
     with pytest.raises(ValueError, match=r"decay_at=\[0.6, 0.3\] is not in ascending order"):
         OptimConfig(decay_at=(0.6, 0.3))
 
 
-def test_constant_stays_at_the_peak_after_the_warm_up() -> None:
+def test_constant_stays_at_the_peak_after_the_warm_up():
     config = OptimConfig(learning_rate=2.0, schedule="constant", warmup_steps=4)
     assert [lr_at(step, config, 10) for step in (0, 2, 4, 9)] == [0.0, 1.0, 2.0, 2.0]

@@ -73,7 +73,7 @@ def figures_of(rank: int, slow_part: str, stage: int) -> dict[str, float]:
 
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize(("slow_part", "stage"), [("forward", 0), ("data", 2)])
-def test_the_slow_rank_is_named_and_its_own_work_is_told(slow_part: str, stage: int) -> None:
+def test_the_slow_rank_is_named_and_its_own_work_is_told(slow_part, stage):
     figures = run_ranks(RANKS, figures_of, slow_part, stage)
     assert figures[0]["perf/step_ms_median"] == figures[1]["perf/step_ms_median"]
     passes = GLOBAL_BATCH // RANKS // MICRO

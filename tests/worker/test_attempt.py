@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ def newest_step(worker: Worker) -> int:
     return -1 if checkpoint is None else checkpoint.position.step
 
 
-def test_a_run_that_ends_has_its_last_checkpoint_and_no_other_event(tmp_path: Path) -> None:
+def test_a_run_that_ends_has_its_last_checkpoint_and_no_other_event(tmp_path):
     worker = Worker(make_job(tmp_path))
     worker.run()
     assert worker.kinds() == ["first step"]
@@ -54,8 +53,8 @@ def test_a_run_that_ends_has_its_last_checkpoint_and_no_other_event(tmp_path: Pa
     ],
 )
 def test_a_model_that_runs_eagerly_does_not_look_compiled(
-    compiled_s: float, failure: str | None, is_compiled: float, kinds: list[str], tmp_path: Path
-) -> None:
+    compiled_s, failure, is_compiled, kinds, tmp_path
+):
     worker = Worker(make_job(tmp_path))
     worker.engine.compiled_s, worker.engine.failure = compiled_s, failure
     worker.run()
@@ -68,8 +67,8 @@ def test_a_model_that_runs_eagerly_does_not_look_compiled(
 
 @pytest.mark.parametrize(("start", "is_kept"), [(0, True), (4, False)])
 def test_crops_of_the_first_batch_are_kept_once_and_trained_on_all_the_same(
-    tmp_path: Path, start: int, is_kept: bool
-) -> None:
+    tmp_path, start, is_kept
+):
     worker = Worker(make_job(tmp_path))
     worker.run(start)
     assert worker.engine.applied_steps == TOTAL - start
@@ -81,7 +80,7 @@ def test_crops_of_the_first_batch_are_kept_once_and_trained_on_all_the_same(
         ]
 
 
-def test_ranks_do_not_meet_for_a_save(tmp_path: Path) -> None:
+def test_ranks_do_not_meet_for_a_save(tmp_path):
     met: dict[int | None, int] = {}
     for every in (None, 1):
         worker = Worker(make_job(tmp_path / str(every), checkpoint={"every_steps": every}))
@@ -105,7 +104,7 @@ def stop_in_third_step(worker: Worker) -> None:
     worker.engine.on_backward = beat
 
 
-def test_an_evaluation_that_does_not_fit_ends_the_run_with_what_to_lower(tmp_path: Path) -> None:
+def test_an_evaluation_that_does_not_fit_ends_the_run_with_what_to_lower(tmp_path):
     def too_large(name: str) -> Any:
         raise torch.OutOfMemoryError("no memory")
 
@@ -118,7 +117,7 @@ def test_an_evaluation_that_does_not_fit_ends_the_run_with_what_to_lower(tmp_pat
     assert worker.actor.failed is not None
 
 
-def test_another_error_is_left_to_the_failure_policy(tmp_path: Path) -> None:
+def test_another_error_is_left_to_the_failure_policy(tmp_path):
     def crash(step: int) -> None:
         raise OSError("cable")
 
@@ -129,9 +128,7 @@ def test_another_error_is_left_to_the_failure_policy(tmp_path: Path) -> None:
     assert worker.engine.is_closed
 
 
-def test_a_notice_saves_once_and_a_request_for_another_size_saves_and_ends(
-    tmp_path: Path,
-) -> None:
+def test_a_notice_saves_once_and_a_request_for_another_size_saves_and_ends(tmp_path):
     notices = iter([None] * 2 + [PreemptionInfo(None, {"node": [1]})] * TOTAL)
     worker = Worker(make_job(tmp_path), notice=lambda: next(notices))
 
@@ -146,7 +143,7 @@ def test_a_notice_saves_once_and_a_request_for_another_size_saves_and_ends(
     assert newest_step(worker) == 5
 
 
-def test_a_stop_that_comes_with_a_request_for_another_size_ends_the_run(tmp_path: Path) -> None:
+def test_a_stop_that_comes_with_a_request_for_another_size_ends_the_run(tmp_path):
     worker = Worker(make_job(tmp_path))
 
     def request(step: int) -> None:
@@ -158,7 +155,7 @@ def test_a_stop_that_comes_with_a_request_for_another_size_ends_the_run(tmp_path
     assert worker.actor.events[-1] == ("stopped", "SIGTERM; checkpoint at step 1", 1)
 
 
-def test_it_is_told_how_long_a_node_stays(tmp_path: Path) -> None:
+def test_it_is_told_how_long_a_node_stays(tmp_path):
     deadline_ms = int((time.time() + 270) * 1000)
     notices = iter([None] + [PreemptionInfo(deadline_ms, {"node": [1]})] * TOTAL)
     worker = Worker(make_job(tmp_path), notice=lambda: next(notices))
@@ -167,7 +164,7 @@ def test_it_is_told_how_long_a_node_stays(tmp_path: Path) -> None:
     assert re.fullmatch(r"a node leaves in (2[3-6]\d|270) s: checkpoint at once", text)
 
 
-def test_an_evaluation_alone_that_is_stopped_says_so_and_has_no_figures(tmp_path: Path) -> None:
+def test_an_evaluation_alone_that_is_stopped_says_so_and_has_no_figures(tmp_path):
     def cut(*_: Any) -> Any:
         raise EvaluationCutError(is_stopping=True)
 
@@ -179,9 +176,7 @@ def test_an_evaluation_alone_that_is_stopped_says_so_and_has_no_figures(tmp_path
     assert worker.actor.events == [("stopped", "Ctrl-C; the evaluation has no results", 0)]
 
 
-def test_a_stop_in_the_last_evaluation_is_told_and_the_next_start_makes_up_for_it(
-    tmp_path: Path,
-) -> None:
+def test_a_stop_in_the_last_evaluation_is_told_and_the_next_start_makes_up_for_it(tmp_path):
     def cut(*_: Any) -> Any:
         worker.actor.stop = "SIGTERM"
         worker.link.beat(TOTAL)
@@ -207,9 +202,7 @@ def test_a_stop_in_the_last_evaluation_is_told_and_the_next_start_makes_up_for_i
     assert evaluated.sha256 == saved.sha256  # it was not written again
 
 
-def test_a_stop_whose_save_does_not_land_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_whose_save_does_not_land_says_so(tmp_path, monkeypatch):
     worker = Worker(make_job(tmp_path))
     stop_in_third_step(worker)
     monkeypatch.setattr(worker.saver.writer, "write", lambda *_: None)
@@ -218,7 +211,7 @@ def test_a_stop_whose_save_does_not_land_says_so(
     assert worker.actor.events[-1] == ("stopped", text, 3)
 
 
-def test_a_stop_is_recorded_after_its_save_has_landed(tmp_path: Path) -> None:
+def test_a_stop_is_recorded_after_its_save_has_landed(tmp_path):
     worker = Worker(make_job(tmp_path))
     told_before_landing: list[int] = []
 
@@ -239,7 +232,7 @@ def test_a_stop_is_recorded_after_its_save_has_landed(tmp_path: Path) -> None:
     assert worker.engine.is_closed
 
 
-def test_a_callback_sees_what_is_logged_on_rank_0_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_callback_sees_what_is_logged_on_rank_0_and_changes_nothing(tmp_path):
     """One that fails is told of once, and not called again."""
     trust_modules("tests.parts")
     names = ("fail", "meddle", "note")
@@ -263,7 +256,7 @@ def test_a_callback_sees_what_is_logged_on_rank_0_and_changes_nothing(tmp_path: 
     assert parts.LOGGED == []
 
 
-def test_a_checkpoint_has_the_digest_of_all_samples_also_of_a_resumed_run(tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_digest_of_all_samples_also_of_a_resumed_run(tmp_path):
     job = make_job(tmp_path, checkpoint={"every_steps": 3, "keep_last": 9})
     folder, worker = locate(job.recipe.run_folder), Worker(job)
     worker.run(1)
@@ -287,7 +280,7 @@ def test_a_checkpoint_has_the_digest_of_all_samples_also_of_a_resumed_run(tmp_pa
     }
 
 
-def test_an_attempt_without_a_step_keeps_the_digest_of_those_before(tmp_path: Path) -> None:
+def test_an_attempt_without_a_step_keeps_the_digest_of_those_before(tmp_path):
     worker = Worker(make_job(tmp_path))
     worker.hooks.evaluator.evaluate = lambda *_: {"eval/loss": 0.5}  # type: ignore[method-assign]
     attempt = worker.attempt(TOTAL)  # its checkpoint has gone, so that it is written again

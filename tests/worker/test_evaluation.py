@@ -108,18 +108,14 @@ def shared() -> list[dict[int, Any]]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_accuracy_and_few_shot_accuracy_do_not_depend_on_the_ranks(
-    alone: Any, shared: list[dict[int, Any]], stage: int
-) -> None:
+def test_accuracy_and_few_shot_accuracy_do_not_depend_on_the_ranks(alone, shared, stage):
     for rank in shared:
         assert rank[stage][1] == pytest.approx(alone[1], rel=1e-5)
         assert rank[stage][2] == pytest.approx(alone[2])
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_metric_of_the_users_is_the_mean_over_all_images(
-    alone: Any, shared: list[dict[int, Any]], stage: int
-) -> None:
+def test_a_metric_of_the_users_is_the_mean_over_all_images(alone, shared, stage):
     labels = np.arange(NUM_IMAGES) % 5
     expected = top_k_accuracy_score(labels, alone[3], k=3)
     assert 0 < expected < 1
@@ -130,9 +126,7 @@ def test_a_metric_of_the_users_is_the_mean_over_all_images(
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_several_labels_have_mean_average_precision_over_all_ranks(
-    alone: Any, shared: list[dict[int, Any]], stage: int
-) -> None:
+def test_several_labels_have_mean_average_precision_over_all_ranks(alone, shared, stage):
     truth = np.eye(5, dtype=bool)[np.arange(NUM_IMAGES) % 5]
     also = np.arange(NUM_IMAGES) % 3 > 0
     truth[also] |= np.roll(truth[also], 1, axis=1)
@@ -143,9 +137,7 @@ def test_several_labels_have_mean_average_precision_over_all_ranks(
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_few_shot_accuracy_of_streams_is_that_of_all_features_at_once(
-    alone: Any, shared: list[dict[int, Any]], stage: int
-) -> None:
+def test_few_shot_accuracy_of_streams_is_that_of_all_features_at_once(alone, shared, stage):
     rows = np.concatenate([rank[stage][0] for rank in shared])
     rows = rows[np.argsort(rows[:, 0])]
     assert rows[:, 0].tolist() == list(range(NUM_IMAGES))
@@ -187,14 +179,14 @@ def cut_short(rank: int, folder: str) -> tuple[list[int], bool | None]:
     return passed, None
 
 
-def test_a_stop_is_heard_between_two_batches_on_all_ranks(tmp_path: Path) -> None:
+def test_a_stop_is_heard_between_two_batches_on_all_ranks(tmp_path):
     assert run_ranks(2, cut_short, str(tmp_path)) == [([BATCH, BATCH], True)] * 2
 
 
 @pytest.mark.parametrize("error", [EvaluationCutError(is_stopping=True), RuntimeError("a rank's")])
 def test_masters_are_put_back_after_what_all_ranks_raise_and_not_after_one_ranks_error(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    error, tmp_path, monkeypatch
+):
     """Putting them back is a collective operation, in which the others would not take part."""
     worker = Worker(make_job(tmp_path), FakeEngine(average=object()))
 
@@ -217,8 +209,8 @@ class SaysClass0(FakeEngine):
 
 
 def test_the_best_evaluation_is_chosen_on_images_held_out_beside_the_test_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     """Of class 0 are a fifth of the test set, and half of two images."""
     without_others(monkeypatch)
     test, (dev, *_) = share(0, 1), share(0, 1)
@@ -242,8 +234,8 @@ KEPT |= {f"errors.{end}" for end in ("jpg", "json")}
 
 @pytest.mark.parametrize(("averages", "keeps_best"), [(True, False), (False, True)])
 def test_a_training_keeps_images_and_tables_of_the_evaluation_that_is_its_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps_best: bool, averages: bool
-) -> None:
+    tmp_path, monkeypatch, keeps_best, averages
+):
     """The last one, or each that is the best so far; of averaged weights where there are any."""
 
     class Engine(FakeEngine):
@@ -303,7 +295,7 @@ def evaluate_alone(rank: int, folder: str) -> Any:
     return run.logged, sizes_asked
 
 
-def test_an_evaluations_own_run_measures_the_weights_that_it_is_given(tmp_path: Path) -> None:
+def test_an_evaluations_own_run_measures_the_weights_that_it_is_given(tmp_path):
     model: Any = build_model("ViT", 5, **SIZES)
     torch.nn.init.normal_(model.head.weight, std=0.2)
     save_weights(model, tmp_path / "weights.safetensors", "vit_ray")
@@ -348,7 +340,7 @@ def of_each_class(rank: int, folder: str) -> Any:
 
 
 @pytest.mark.slow
-def test_an_evaluation_counts_each_class_over_all_ranks(tmp_path: Path) -> None:
+def test_an_evaluation_counts_each_class_over_all_ranks(tmp_path):
     alone, both = (run_ranks(count, of_each_class, str(tmp_path)) for count in (1, 2))
     metrics, files = alone[0]
     assert both == [(pytest.approx(metrics), files), (pytest.approx(metrics), {})]

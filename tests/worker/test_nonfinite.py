@@ -1,6 +1,5 @@
 """Steps that are not finite: what is reported of them, and what the recipe then asks for."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ def described(rank: int) -> str:
     return describe_batch(FakeEngine(), batch, micro_batch_size=4)
 
 
-def test_the_report_names_the_samples_of_all_ranks_and_the_first_bad_layer() -> None:
+def test_the_report_names_the_samples_of_all_ranks_and_the_first_bad_layer():
     one, other = run_ranks(2, described)
     assert one == other
     assert one.startswith(f"Samples {', '.join(str(n) for n in range(16, 32))}. ")
@@ -33,9 +32,7 @@ def test_the_report_names_the_samples_of_all_ranks_and_the_first_bad_layer() -> 
         ("skip", 3, ["not finite"], "train.nonfinite=skip with 3"),
     ],
 )
-def test_what_the_recipe_says_is_done(
-    tmp_path: Path, policy: str, in_a_row: int, kinds: list[str], error: str
-) -> None:
+def test_what_the_recipe_says_is_done(tmp_path, policy, in_a_row, kinds, error):
     worker = Worker(make_job(tmp_path, train={"nonfinite": policy}))
     batch: Any = next(batches(0))
     progress = Progress(step=9, nonfinite_steps=in_a_row)

@@ -20,12 +20,12 @@ def doubled(one: Batch) -> Batch:
     return {**one, "sample": one["sample"] * 2}
 
 
-def test_all_batches_come_prepared_and_in_order() -> None:
+def test_all_batches_come_prepared_and_in_order():
     found = [int(one["sample"][0]) for one in Prefetched((batch(n) for n in range(9)), doubled)]
     assert found == [0, 2, 4, 6, 8, 10, 12, 14, 16]
 
 
-def test_the_next_is_read_while_one_is_used() -> None:
+def test_the_next_is_read_while_one_is_used():
     was_read = [threading.Event() for _ in range(3)]
 
     def batches() -> Iterator[Batch]:
@@ -39,7 +39,7 @@ def test_the_next_is_read_while_one_is_used() -> None:
     assert was_read[1].wait(30)
 
 
-def test_an_error_comes_where_its_batch_was_due() -> None:
+def test_an_error_comes_where_its_batch_was_due():
     def batches() -> Iterator[Batch]:
         yield batch(0)
         raise ValueError("too many bad images")
@@ -51,21 +51,19 @@ def test_an_error_comes_where_its_batch_was_due() -> None:
     assert next(prefetched, "the end") == "the end"
 
 
-def test_the_end_stays_the_end() -> None:
+def test_the_end_stays_the_end():
     prefetched = Prefetched(iter([batch(0)]), doubled)
     next(prefetched)
     assert [next(prefetched, "the end") for _ in range(2)] == ["the end"] * 2
 
 
-def test_without_a_gpu_nothing_is_copied() -> None:
+def test_without_a_gpu_nothing_is_copied():
     one = batch(3)
     (found,) = device_batches(iter([one]), torch.device("cpu"))
     assert found["image"] is one["image"]
 
 
-def test_on_a_gpu_columns_are_pinned_and_the_image_is_copied_by_a_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_on_a_gpu_columns_are_pinned_and_the_image_is_copied_by_a_thread(monkeypatch):
     gpu = PretendedGpu(monkeypatch)
     read = (batch(n) for n in range(4))
     columns = ("image", "sample")
@@ -78,7 +76,7 @@ def test_on_a_gpu_columns_are_pinned_and_the_image_is_copied_by_a_thread(
         assert gpu.order.count(handed) == 4
 
 
-def test_a_reader_that_is_given_up_ends_its_thread_and_lets_its_batches_go() -> None:
+def test_a_reader_that_is_given_up_ends_its_thread_and_lets_its_batches_go():
     def endless() -> Iterator[Batch]:
         while True:
             yield batch(0)

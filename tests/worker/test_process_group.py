@@ -3,7 +3,6 @@
 import os
 import pickle
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,9 +23,7 @@ from vit_ray.worker.process_group import GroupConfig, dead_workers, interface_of
 from vit_ray.worker.worker import training_device
 
 
-def test_deepspeed_is_told_the_gpu_that_ray_gave_and_not_the_place_in_the_host(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_deepspeed_is_told_the_gpu_that_ray_gave_and_not_the_place_in_the_host(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "2")
     # Of 16 GPUs, sorted as text: 0, 1, 10, 11, ...
     monkeypatch.setattr(ray.train.torch, "get_device", lambda: torch.device("cuda", 10))
@@ -37,9 +34,7 @@ def test_deepspeed_is_told_the_gpu_that_ray_gave_and_not_the_place_in_the_host(
     assert os.environ["LOCAL_RANK"] == "10"
 
 
-def test_every_worker_chooses_its_network_before_ray_joins_the_group(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_worker_chooses_its_network_before_ray_joins_the_group(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     joined: list[Any] = []
@@ -84,9 +79,7 @@ DIED = ray.exceptions.RayActorError()
 
 
 @pytest.mark.parametrize("error", [DIED, RuntimeError("Timed out after 121 seconds")])
-def test_a_worker_that_dies_before_the_group_has_met_is_named(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_dies_before_the_group_has_met_is_named(error, monkeypatch):
     """Whichever error the others have, and the place of the group is given up."""
     group, config = Meeting(error, monkeypatch), GroupConfig(backend="gloo", timeout_s=120)
     with pytest.raises(WorkerGroupError) as raised:
@@ -99,9 +92,7 @@ def test_a_worker_that_dies_before_the_group_has_met_is_named(
         assert failing_node(arrived, places) == places[1]
 
 
-def test_a_worker_that_ray_ends_for_lack_of_memory_is_among_the_dead(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_worker_that_ray_ends_for_lack_of_memory_is_among_the_dead(monkeypatch):
     answers = [ray.exceptions.OutOfMemoryError("the node runs out of memory"), DIED]
 
     def get(answer: Exception, timeout: float) -> None:
@@ -129,9 +120,7 @@ print("sum", total.item())
 """
 
 
-def test_nodes_whose_names_lead_to_themselves_train_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_whose_names_lead_to_themselves_train_together(tmp_path, monkeypatch):
     """As on Debian, which gives a host's own name the address 127.0.1.1."""
     hosts.require()
     monkeypatch.delenv(NAME, raising=False)
@@ -148,6 +137,6 @@ def test_nodes_whose_names_lead_to_themselves_train_together(
             assert (one.returncode, "sum 2.0" in output) == (0, True), output
 
 
-def test_an_address_of_no_interface_has_none() -> None:
+def test_an_address_of_no_interface_has_none():
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("192.0.2.1") is None

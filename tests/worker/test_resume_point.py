@@ -61,11 +61,11 @@ def expected(step: int) -> list[list[float]]:
     return [values(step)["a"][:5].tolist(), values(step)["b"].tolist()]
 
 
-def test_a_new_run_starts_without_one(tmp_path: Path) -> None:
+def test_a_new_run_starts_without_one(tmp_path):
     assert [step for step, *_ in resumed(tmp_path)] == [None, None]
 
 
-def test_all_ranks_fall_back_together_to_the_newest_that_each_can_read(tmp_path: Path) -> None:
+def test_all_ranks_fall_back_together_to_the_newest_that_each_can_read(tmp_path):
     """Of step 5 rank 0 finds damage, of step 4 rank 1, and of step 3 the marker is gone."""
     run = locate(str(tmp_path))
     for step in (1, 2, 3, 4, 5):
@@ -87,16 +87,14 @@ def test_all_ranks_fall_back_together_to_the_newest_that_each_can_read(tmp_path:
 
 
 @pytest.mark.parametrize("name", [WEIGHTS_0, COMMIT])
-def test_nothing_but_damage_is_an_error_on_all_and_not_a_new_start(
-    tmp_path: Path, name: str
-) -> None:
+def test_nothing_but_damage_is_an_error_on_all_and_not_a_new_start(tmp_path, name):
     flip(write_checkpoint(locate(str(tmp_path)), 1), name)
     for step, _, _ in resumed(tmp_path):
         assert "none of them can be used" in step
         assert "resume=from_zero" in step
 
 
-def test_a_run_that_ended_early_has_nothing_left_to_do() -> None:
+def test_a_run_that_ended_early_has_nothing_left_to_do():
     assert Progress(30, ended="no better validation loss in 2 evaluations").is_over(100)
     assert not position(30).progress.is_over(100)
     assert not Progress(100, evaluation_due=True).is_over(100)

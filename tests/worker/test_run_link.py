@@ -18,7 +18,7 @@ def link_of(actor: FakeRun, rank: int = 0) -> RunLink:
     return RunLink(actor, rank)
 
 
-def test_a_heartbeat_brings_back_why_to_stop(actor: FakeRun) -> None:
+def test_a_heartbeat_brings_back_why_to_stop(actor):
     link = link_of(actor, rank=3)
     link.beat(7)
     assert link.stop_reason is None
@@ -28,7 +28,7 @@ def test_a_heartbeat_brings_back_why_to_stop(actor: FakeRun) -> None:
     assert actor.beats == [(3, 7), (3, 8)]
 
 
-def test_1024_ranks_send_at_most_129_heartbeats_a_second(actor: FakeRun) -> None:
+def test_1024_ranks_send_at_most_129_heartbeats_a_second(actor):
     links = [RunLink(actor, rank, 1024) for rank in range(1024)]
     for step in range(1, 17):
         actor.beats.clear()
@@ -38,7 +38,7 @@ def test_1024_ranks_send_at_most_129_heartbeats_a_second(actor: FakeRun) -> None
         assert actor.beats.count((0, step)) == 1
 
 
-def test_only_rank_0_hears_that_the_group_is_resizing(actor: FakeRun) -> None:
+def test_only_rank_0_hears_that_the_group_is_resizing(actor):
     links = [link_of(actor), link_of(actor, rank=1)]
     actor.request_resize()
     for link in links:
@@ -49,7 +49,7 @@ def test_only_rank_0_hears_that_the_group_is_resizing(actor: FakeRun) -> None:
 @pytest.mark.parametrize(
     "error", [ray.exceptions.ActorDiedError(), RuntimeError("has not answered in 30 s")]
 )
-def test_a_host_that_is_gone_does_not_end_training(error: Exception) -> None:
+def test_a_host_that_is_gone_does_not_end_training(error):
     class Gone(FakeRun):
         def heartbeat(self, rank: int, step: int, *introduction: str) -> Orders:
             raise error
@@ -70,9 +70,7 @@ def test_a_host_that_is_gone_does_not_end_training(error: Exception) -> None:
     assert link.stop_reason is None
 
 
-def test_a_hang_names_who_is_waited_for_and_is_told_once_by_those_in_the_same_calls(
-    actor: FakeRun,
-) -> None:
+def test_a_hang_names_who_is_waited_for_and_is_told_once_by_those_in_the_same_calls(actor):
     actor.waited_for = "worker 7 on host-3 is at step 4, heard 61 s ago"
     link_of(actor, 1).note_hang("no step for 60 s", "all_reduce", "  MainThread: all_reduce", 5)
     actor.waited_for = ""
@@ -83,7 +81,7 @@ def test_a_hang_names_who_is_waited_for_and_is_told_once_by_those_in_the_same_ca
     ]
 
 
-def test_the_run_id_is_asked_for_until_it_is_known(actor: FakeRun) -> None:
+def test_the_run_id_is_asked_for_until_it_is_known(actor):
     answers: list[str | None] = [None, "run-id", "another"]
     actor.run_id = lambda wait_s: answers.pop(0)  # type: ignore[method-assign]
     link = link_of(actor)
@@ -91,7 +89,7 @@ def test_the_run_id_is_asked_for_until_it_is_known(actor: FakeRun) -> None:
     assert answers == ["another"]
 
 
-def test_what_all_ranks_know_is_sent_by_rank_0(actor: FakeRun) -> None:
+def test_what_all_ranks_know_is_sent_by_rank_0(actor):
     for rank in (0, 1):
         link = link_of(actor, rank)
         link.log(1, {"train/loss": 1.0})

@@ -31,7 +31,7 @@ from vit_ray.worker.saving import (
 )
 
 
-def test_a_position_is_of_the_moment_it_was_made(tmp_path: Path) -> None:
+def test_a_position_is_of_the_moment_it_was_made(tmp_path):
     terms = {"license": "CC-BY-4.0"}
     job, engine = replace(make_job(tmp_path), data_terms=terms), FakeEngine(weight=3.0)
     progress = Progress(step=4, metrics={"train/loss": 1.0})
@@ -45,7 +45,7 @@ def test_a_position_is_of_the_moment_it_was_made(tmp_path: Path) -> None:
     assert set(position.versions) == {"ray", "torch"}
 
 
-def test_the_next_save_waits_until_the_last_is_written(tmp_path: Path) -> None:
+def test_the_next_save_waits_until_the_last_is_written(tmp_path):
     worker = Worker(make_job(tmp_path))
     writes: list[Callable[[], None]] = []
     worker.saver._run_beside = writes.append
@@ -63,8 +63,8 @@ def test_the_next_save_waits_until_the_last_is_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_snapshot_takes_the_memory_of_the_last_one_once_that_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
+    tmp_path, monkeypatch, fails
+):
     worker = Worker(make_job(tmp_path))
     writes: list[Callable[[], None]] = []
     worker.saver._run_beside = writes.append
@@ -97,7 +97,7 @@ def test_a_snapshot_takes_the_memory_of_the_last_one_once_that_is_written(
     assert (checkpoint.position.step, float(checkpoint.weights()["w"])) == (2, 2.0)
 
 
-def test_training_does_not_wait_for_the_record_when_it_saves(tmp_path: Path) -> None:
+def test_training_does_not_wait_for_the_record_when_it_saves(tmp_path):
     """Its process may be busy, or wait for MLflow."""
     worker = Worker(make_job(tmp_path))
     writes: list[Callable[[], None]] = []
@@ -110,9 +110,7 @@ def test_training_does_not_wait_for_the_record_when_it_saves(tmp_path: Path) -> 
     assert len(asked) == 1
 
 
-def test_storage_that_refuses_too_often_fails_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_storage_that_refuses_too_often_fails_the_run(tmp_path, monkeypatch):
     worker = Worker(make_job(tmp_path))
 
     def refuse(*_: object) -> None:
@@ -126,9 +124,7 @@ def test_storage_that_refuses_too_often_fails_the_run(
         assert not met.value.is_agreed
 
 
-def test_a_rank_that_is_late_ends_the_attempt_and_not_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_is_late_ends_the_attempt_and_not_the_run(tmp_path, monkeypatch):
     worker = Worker(make_job(tmp_path))
 
     def late(*_: object) -> None:
@@ -142,8 +138,8 @@ def test_a_rank_that_is_late_ends_the_attempt_and_not_the_run(
 
 
 def test_storage_that_does_not_answer_is_reported_and_not_waited_for_without_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(saving, "LOOK_S", 0.01)
     monkeypatch.setattr(saving, "REMIND_S", 0.01)
     worker = Worker(make_job(tmp_path))
@@ -154,9 +150,7 @@ def test_storage_that_does_not_answer_is_reported_and_not_waited_for_without_lim
     assert set(worker.kinds()) == {"storage slow"}
 
 
-def test_a_worker_that_does_not_see_the_drivers_folder_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_does_not_see_the_drivers_folder_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "POLL_S", 0.01)
     monkeypatch.setattr(lock, "SHOWN_S", 0.05)
     job = replace(make_job(tmp_path), lock_number=3)
@@ -167,7 +161,7 @@ def test_a_worker_that_does_not_see_the_drivers_folder_ends_the_run(
     check_folder_is_shared(job, "node-7")
 
 
-def test_a_run_that_was_taken_over_fails(tmp_path: Path) -> None:
+def test_a_run_that_was_taken_over_fails(tmp_path):
     worker = Worker(replace(make_job(tmp_path), lock_number=1))
     worker.saver.writer = CheckpointWriter(
         locate(worker.job.recipe.run_folder), CheckpointConfig(), worker.actor.event, 1
@@ -221,13 +215,13 @@ def late_on_ranks(rank: int, given_up: Path) -> tuple[str, float]:
     return told, float(total)
 
 
-def test_a_rank_that_is_late_is_an_error_of_the_group(tmp_path: Path) -> None:
+def test_a_rank_that_is_late_is_an_error_of_the_group(tmp_path):
     found = run_ranks(2, late_on_ranks, tmp_path / "given up")
     assert "has not ended its part of a checkpoint (gloo: " in found[0][0]
     assert [total for _, total in found] == [2.0, 2.0]
 
 
-def test_ranks_that_write_wait_for_each_other_in_a_group_of_their_own(tmp_path: Path) -> None:
+def test_ranks_that_write_wait_for_each_other_in_a_group_of_their_own(tmp_path):
     """Whatever their main threads sum meanwhile."""
     found = run_ranks(3, save_on_ranks, str(tmp_path), 5)
     assert [len(told) for told, _ in found] == [1, 0, 0]
@@ -238,7 +232,7 @@ def test_ranks_that_write_wait_for_each_other_in_a_group_of_their_own(tmp_path: 
     assert newest.weights()["w"].tolist() == [5.0] * 3
 
 
-def test_saving_pauses_the_watchdog(tmp_path: Path) -> None:
+def test_saving_pauses_the_watchdog(tmp_path):
     worker = Worker(make_job(tmp_path))
     limits_s: list[float] = []
     worker.saver._run_beside = lambda _: limits_s.append(worker.watchdog._limit_s)

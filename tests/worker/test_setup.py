@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,9 +29,7 @@ TINY = {"name": "ViT", "depth": 1, "width": 8, "mlp_dim": 8, "num_heads": 1, "pa
 
 
 @pytest.mark.parametrize(("mixup", "least"), [(0.0, "one image"), (0.8, "a pair of images")])
-def test_the_fewest_images_that_do_not_fit_end_the_run(
-    tmp_path: Path, mixup: float, least: str
-) -> None:
+def test_the_fewest_images_that_do_not_fit_end_the_run(tmp_path, mixup, least):
     job = make_job(tmp_path, train={"mixup": mixup})
     assert smaller_micro_batch(job, 3).limit == (2 if mixup else 1)
     with pytest.raises(UnrecoverableError, match=f"{least} per pass does not fit") as caught:
@@ -55,7 +52,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return tried
 
 
-def test_ranks_take_what_the_smallest_of_them_has_found(tmp_path: Path, gpu: list[int]) -> None:
+def test_ranks_take_what_the_smallest_of_them_has_found(tmp_path, gpu):
     job, found = make_job(tmp_path, train={"micro_batch_size": "auto"}), list[int]()
 
     def agree(images: int) -> int:
@@ -66,15 +63,15 @@ def test_ranks_take_what_the_smallest_of_them_has_found(tmp_path: Path, gpu: lis
     assert (gpu, found) == ([1], [4])
 
 
-def test_a_trial_does_not_limit_what_a_recipe_asks_for(tmp_path: Path, gpu: list[int]) -> None:
+def test_a_trial_does_not_limit_what_a_recipe_asks_for(tmp_path, gpu):
     assert choose_micro_batch(make_job(tmp_path, train={"micro_batch_size": 8}), 1, int) == 8
     assert gpu == []
 
 
 @pytest.mark.parametrize("every", [0, 1])
 def test_mfu_is_of_the_work_that_torch_counts_without_what_is_recomputed(
-    tmp_path: Path, gpu: list[int], monkeypatch: pytest.MonkeyPatch, every: int
-) -> None:
+    tmp_path, gpu, monkeypatch, every
+):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     options = {**TINY, "depth": 2}
     train = {"activation_checkpointing": every, "precision": "bf16", "compile": False}
@@ -98,7 +95,7 @@ def model_of(job: Any, *, loads_weights: bool = True) -> torch.nn.Module:
     return initial_model(job, link, torch.device("cpu"), loads_weights=loads_weights)
 
 
-def test_a_host_that_lacks_the_users_module_ends_the_run_at_once(tmp_path: Path) -> None:
+def test_a_host_that_lacks_the_users_module_ends_the_run_at_once(tmp_path):
     trust_modules("absent")
     job = make_job(tmp_path, model={"name": "absent.Model", "image_size": 16})
     with pytest.raises(UnrecoverableError, match="there is no module absent in") as caught:
@@ -106,7 +103,7 @@ def test_a_host_that_lacks_the_users_module_ends_the_run_at_once(tmp_path: Path)
     assert not caught.value.is_agreed  # others may have it
 
 
-def test_weights_that_are_not_there_end_a_rank_that_others_may_wait_for(tmp_path: Path) -> None:
+def test_weights_that_are_not_there_end_a_rank_that_others_may_wait_for(tmp_path):
     job = make_job(tmp_path, model={**TINY, "image_size": 16}, init_from=str(tmp_path / "none"))
     with pytest.raises(UnrecoverableError, match=r"init_from: .*none' is not there") as caught:
         model_of(job)
@@ -123,13 +120,7 @@ def test_weights_that_are_not_there_end_a_rank_that_others_may_wait_for(tmp_path
         (7, "evaluate", ["head"], False),
     ],
 )
-def test_a_head_that_the_weights_lack_is_not_frozen(
-    tmp_path: Path,
-    classes: int,
-    kind: Any,
-    frozen: list[str],
-    is_refused: bool,
-) -> None:
+def test_a_head_that_the_weights_lack_is_not_frozen(tmp_path, classes, kind, frozen, is_refused):
     weights = tmp_path / "weights.safetensors"
     options: dict[str, Any] = {key: value for key, value in TINY.items() if key != "name"}
     save_weights(build_model("ViT", classes, 16, **options), weights, "vit_ray")
@@ -149,7 +140,7 @@ def check_weights(rank: int, steps: list[int]) -> str:
     return "same"
 
 
-def test_ranks_that_read_weights_of_different_steps_do_not_train() -> None:
+def test_ranks_that_read_weights_of_different_steps_do_not_train():
     assert run_ranks(2, check_weights, [8, 8]) == ["same", "same"]
     for rank, told in enumerate(run_ranks(2, check_weights, [8, 4])):
         assert f"this one: weights of step {8 - 4 * rank}" in told

@@ -2,8 +2,6 @@
 
 import threading
 
-import pytest
-
 from vit_ray.worker import watchdog
 from vit_ray.worker.watchdog import FIRST_STEP_S, SETUP_S, Watchdog, describe_threads
 
@@ -29,7 +27,7 @@ class Watched:
         return self.ends > before
 
 
-def test_a_step_that_hangs_ends_the_process_after_its_reason_is_reported() -> None:
+def test_a_step_that_hangs_ends_the_process_after_its_reason_is_reported():
     watched = Watched()
     watched.dog.note_step(6)
     assert not watched.ends_within(59)
@@ -41,9 +39,7 @@ def test_a_step_that_hangs_ends_the_process_after_its_reason_is_reported() -> No
     assert step == 6
 
 
-def test_a_record_that_hangs_does_not_keep_a_hanging_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_record_that_hangs_does_not_keep_a_hanging_process(monkeypatch):
     """Neither the report of the hang nor a heartbeat is waited for."""
     monkeypatch.setattr(watchdog, "REPORT_S", 0.01)
     monkeypatch.setattr(watchdog, "BEAT_S", 0.01)
@@ -62,14 +58,14 @@ def _wait(event: threading.Event) -> None:
     event.wait(60)
 
 
-def test_each_step_starts_the_time_anew() -> None:
+def test_each_step_starts_the_time_anew():
     watched = Watched()
     for step in range(6, 10):
         watched.dog.note_step(step)
         assert not watched.ends_within(50)
 
 
-def test_while_paused_nothing_ends_and_time_counts_from_resuming() -> None:
+def test_while_paused_nothing_ends_and_time_counts_from_resuming():
     watched = Watched()
     watched.dog.note_step(6)
     with watched.dog.paused():
@@ -78,7 +74,7 @@ def test_while_paused_nothing_ends_and_time_counts_from_resuming() -> None:
     assert watched.ends_within(2)
 
 
-def test_an_evaluation_may_take_the_first_steps_time_for_each_of_its_parts() -> None:
+def test_an_evaluation_may_take_the_first_steps_time_for_each_of_its_parts():
     watched = Watched()
     watched.dog.note_step(6)
     watched.dog.expect_long_step()
@@ -88,7 +84,7 @@ def test_an_evaluation_may_take_the_first_steps_time_for_each_of_its_parts() -> 
     assert watched.ends_within(2)
 
 
-def test_it_beats_from_a_thread_until_stopped() -> None:
+def test_it_beats_from_a_thread_until_stopped():
     beats: list[int] = []
     dog = Watchdog(60.0, lambda step: (beats.append(step), dog.stop()), lambda *_: None)
     dog.start()
@@ -98,7 +94,7 @@ def test_it_beats_from_a_thread_until_stopped() -> None:
     assert beats == [0]
 
 
-def test_setting_up_may_take_longer_still_and_has_an_end() -> None:
+def test_setting_up_may_take_longer_still_and_has_an_end():
     watched = Watched()
     watched.dog = Watchdog(
         60.0, lambda step: None, lambda *report: watched.hangs.append(report),
@@ -109,7 +105,7 @@ def test_setting_up_may_take_longer_still_and_has_an_end() -> None:
     assert watched.hangs[0][0] == "no step for 3600 s; restarting"
 
 
-def test_where_each_thread_is_is_told_with_the_innermost_call_first() -> None:
+def test_where_each_thread_is_is_told_with_the_innermost_call_first():
     is_there, goes_on = threading.Event(), threading.Event()
 
     def wait_for_a_collective() -> None:

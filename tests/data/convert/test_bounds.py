@@ -30,8 +30,8 @@ def source_with(folder: Path, name: str, content: bytes) -> Path:
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF"])
 @pytest.mark.parametrize("options", [{}, {"index_jpeg": False}, {"shrink_to": 10}])
 def test_an_image_of_too_many_pixels_is_rejected_before_it_is_decoded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any]
-) -> None:
+    tmp_path, monkeypatch, kind, options
+):
     content = encoded(np.zeros((300, 400, 3), np.uint8), kind)
     source = source_with(tmp_path / "source", "large.img", content)
     decode, shapes = checks.decode, []
@@ -56,7 +56,7 @@ def scans_repeated(count: int) -> bytes:
     return image[:last] + image[last:-2] * count + b"\xff\xd9"
 
 
-def test_scans_are_those_that_are_there() -> None:
+def test_scans_are_those_that_are_there():
     assert num_scans(jpeg(0)) == 1
     assert num_scans(encoded(picture(0, 40, 60), progressive=True)) == 10
     assert num_scans(encoded(picture(0, 40, 60), progressive=True, exif=b"Exif\0\0\xff\xda")) == 10
@@ -66,15 +66,13 @@ def test_scans_are_those_that_are_there() -> None:
     assert [num_scans(image) for image in (b"", b"\xff\xd8", b"\x89PNG", jpeg(0)[:50])] == [0] * 4
 
 
-def test_a_jpeg_of_very_many_scans_is_rejected(tmp_path: Path) -> None:
+def test_a_jpeg_of_very_many_scans_is_rejected(tmp_path):
     source = source_with(tmp_path / "source", "many.jpg", scans_repeated(92))
     report = convert(source, tmp_path / "set", max_rejected_fraction=0.2, damaged="keep")
     assert report.rejected == {"class_0/many.jpg": "it is a JPEG of 101 scans; the most are 100"}
 
 
-def test_a_row_group_ends_where_its_images_have_enough_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_group_ends_where_its_images_have_enough_bytes(tmp_path, monkeypatch):
     write_class_folders(tmp_path / "source", num_classes=2, per_class=20)
     sizes = [file.stat().st_size for file in (tmp_path / "source").rglob("*.*")]
     monkeypatch.setattr(shard_writer, "MOST_ROW_GROUP_BYTES", 3 * max(sizes))
@@ -90,9 +88,7 @@ def test_a_row_group_ends_where_its_images_have_enough_bytes(
 
 
 @pytest.mark.parametrize(("length", "most_held"), [(100 << 20, 3), (rows.WHOLE_FILE, 10)])
-def test_few_large_files_are_read_ahead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, most_held: int
-) -> None:
+def test_few_large_files_are_read_ahead(tmp_path, monkeypatch, length, most_held):
     """Also those of a list, whose lengths nobody has said: they are files of holes here."""
     entries = []
     for i in range(40):
@@ -116,9 +112,7 @@ def test_few_large_files_are_read_ahead(
     assert most[0] <= most_held  # those that wait, and the one that is looked at
 
 
-def test_a_file_that_is_too_large_for_an_image_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_too_large_for_an_image_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "MOST_IMAGE_BYTES", 10)
     (tmp_path / "b").mkdir()
     for name, size in {"0": 10, "1": 11, "2": 0}.items():

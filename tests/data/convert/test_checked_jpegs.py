@@ -4,8 +4,6 @@ import os
 import random
 from typing import Any
 
-import pytest
-
 from tests.data.convert.test_damage import DAMAGES
 from tests.data.converting import config_of
 from tests.data.jpeg_index.made_up import crafted_jpeg
@@ -35,9 +33,7 @@ def mutated_jpeg(seed: int) -> bytes:
     return image
 
 
-def test_what_is_accepted_without_being_decoded_decodes_to_its_size(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_accepted_without_being_decoded_decodes_to_its_size(monkeypatch):
     libjpeg, config = restart_writer(), config_of("a", "b", index_jpeg=False, damaged="keep")
     decoded: list[bytes] = []
 

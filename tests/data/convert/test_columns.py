@@ -69,7 +69,7 @@ def stored_rows(manifest: Manifest) -> dict[bytes, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("write", [write_parquet, write_csv, write_jsonl, write_tar])
-def test_text_goes_with_its_image(serial: None, tmp_path: Path, write: Any) -> None:
+def test_text_goes_with_its_image(serial, tmp_path, write):
     target = str(tmp_path / "set")
     convert(
         str(write(tmp_path)),
@@ -87,7 +87,7 @@ def test_text_goes_with_its_image(serial: None, tmp_path: Path, write: Any) -> N
     assert [rows[image]["id"] for image in IMAGES] == list(map(str, NUMBERS))
 
 
-def test_readers_of_images_do_not_see_it(serial: None, tmp_path: Path) -> None:
+def test_readers_of_images_do_not_see_it(serial, tmp_path):
     source = str(write_parquet(tmp_path))
     for name, columns in (("with", ["caption"]), ("without", [])):
         convert(source, str(tmp_path / name), columns=columns, rows_per_row_group=2)
@@ -100,7 +100,7 @@ def test_readers_of_images_do_not_see_it(serial: None, tmp_path: Path) -> None:
         assert rows.is_whole
 
 
-def test_a_changed_letter_is_found(serial: None, tmp_path: Path) -> None:
+def test_a_changed_letter_is_found(serial, tmp_path):
     convert(str(write_parquet(tmp_path)), str(tmp_path / "set"), columns=["caption"])
     manifest = open_dataset(str(tmp_path / "set"))
     assert check_file(0, manifest, 1.0).problems == []
@@ -110,7 +110,7 @@ def test_a_changed_letter_is_found(serial: None, tmp_path: Path) -> None:
     assert "checksum" in problem.what
 
 
-def test_a_part_has_the_columns_of_the_whole(serial: None, tmp_path: Path) -> None:
+def test_a_part_has_the_columns_of_the_whole(serial, tmp_path):
     convert(str(write_parquet(tmp_path)), str(tmp_path / "set"), columns=["id"])
     assert subset(str(tmp_path / "set"), str(tmp_path / "part"), count=3).text_columns == ("id",)
 
@@ -126,20 +126,18 @@ def test_a_part_has_the_columns_of_the_whole(serial: None, tmp_path: Path) -> No
         (write_tar, ["captoin"], r"no image of the source has a field 'captoin'"),
     ],
 )
-def test_a_column_that_cannot_be_had_is_an_error(
-    serial: None, tmp_path: Path, write: Any, columns: list[str], message: str
-) -> None:
+def test_a_column_that_cannot_be_had_is_an_error(serial, tmp_path, write, columns, message):
     with pytest.raises(ValueError, match=message):
         convert(str(write(tmp_path)), str(tmp_path / "set"), columns=columns)
 
 
-def test_class_folders_have_no_fields(serial: None, tmp_path: Path) -> None:
+def test_class_folders_have_no_fields(serial, tmp_path):
     write_class_folders(tmp_path / "source", num_classes=1, per_class=2)
     with pytest.raises(ValueError, match="is not for the format"):
         convert(str(tmp_path / "source"), str(tmp_path / "set"), columns=["caption"])
 
 
-def test_text_that_is_none_rejects_its_image(serial: None, tmp_path: Path) -> None:
+def test_text_that_is_none_rejects_its_image(serial, tmp_path):
     """By every format that can hold such text."""
     samples = [(f"{i}.{s}", c) for i, image in enumerate(IMAGES)
                for s, c in (("jpg", image), ("cls", b"x"), ("txt", b"fine"))]  # fmt: skip
@@ -159,7 +157,7 @@ def test_text_that_is_none_rejects_its_image(serial: None, tmp_path: Path) -> No
     assert "can't decode" in report.rejected["b/00000001"]
 
 
-def test_a_file_of_a_sample_tells_more_than_its_json(tmp_path: Path) -> None:
+def test_a_file_of_a_sample_tells_more_than_its_json(tmp_path):
     described = json.dumps({f"c{i}": "of the JSON" for i in range(9)}).encode()
     files = [(f"a.c{i}", b"of its own") for i in range(9)]
     members = [("a.jpg", IMAGES[0]), ("a.cls", b"x"), *files, ("a.json", described)]
@@ -169,7 +167,7 @@ def test_a_file_of_a_sample_tells_more_than_its_json(tmp_path: Path) -> None:
     assert entry.extra == ("of its own",) * 9
 
 
-def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_two_columns_of_one_name_are_refused(tmp_path):
     (tmp_path / "a.csv").write_text("path,label,caption,Caption\n0.jpg,x,one,other\n")
     assert len(list(rows_of(*units(tmp_path / "a.csv")))) == 1
     with pytest.raises(ValueError, match="2 columns 'caption'"):
@@ -185,7 +183,7 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
         pa.array([b"x"]).dictionary_encode(),
     ],
 )
-def test_bytes_are_not_stored_as_text(tmp_path: Path, values: pa.Array) -> None:
+def test_bytes_are_not_stored_as_text(tmp_path, values):
     table = pa.table({"image": [{"bytes": IMAGES[0]}], "label": [0], "id": values})
     pq.write_table(table, tmp_path / "a.parquet")
     (row,) = rows_of(*units(tmp_path / "a.parquet", columns=["id"]))
@@ -216,9 +214,7 @@ def write_captions_in_parquet(file: Path, lengths: list[int]) -> str:
 @pytest.mark.parametrize(
     ("write", "name"), [(write_captions, "a.jsonl"), (write_captions_in_parquet, "a.parquet")]
 )
-def test_shards_with_text_have_the_size_that_is_asked_for(
-    serial: None, tmp_path: Path, write: Any, name: str
-) -> None:
+def test_shards_with_text_have_the_size_that_is_asked_for(serial, tmp_path, write, name):
     source = write(tmp_path / name, [60_000] * 40)
     options = {"columns": ["caption"], "rows_per_row_group": 2}
     convert(source, str(tmp_path / "set"), shard_mib=10 * 61_000 / 2**20, **options)

@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 from sklearn.datasets import load_sample_images
 
-from tests.conftest import Head
 from tests.data.convert.conftest import stopped_at
 from tests.data.converting import convert
 from tests.data.pictures import encoded, jpeg, picture, write_class_folders
@@ -32,9 +31,7 @@ def rows_of(manifest: Manifest) -> list[dict[str, object]]:
     return [row for table in tables for row in table.to_pylist()]
 
 
-def test_every_image_arrives_with_its_pixels_and_its_class(
-    dataset: Manifest, image_folder: Path
-) -> None:
+def test_every_image_arrives_with_its_pixels_and_its_class(dataset, image_folder):
     rows = rows_of(dataset)
     assert len(rows) == 300
     for row in rows:
@@ -46,8 +43,8 @@ def test_every_image_arrives_with_its_pixels_and_its_class(
 
 
 def test_every_file_arrives_unchanged_where_that_is_asked_for(
-    serial: None, image_folder: Path, dataset: Manifest, tmp_path: Path
-) -> None:
+    serial, image_folder, dataset, tmp_path
+):
     options = {"rows_per_row_group": 16, "shard_mib": 0.1, "seed": 3, "index_jpeg": False}
     convert(str(image_folder), str(tmp_path / "set"), **options)
     rows, indexed = rows_of(open_dataset(str(tmp_path / "set"))), rows_of(dataset)
@@ -58,8 +55,8 @@ def test_every_file_arrives_unchanged_where_that_is_asked_for(
 
 
 def test_rows_are_shuffled_once_by_the_seed_through_ray_as_in_one_process(
-    ray_cluster: Head, image_folder: Path, dataset: Manifest, tmp_path: Path
-) -> None:
+    ray_cluster, image_folder, dataset, tmp_path
+):
     keys = [str(row["key"]) for row in rows_of(dataset)]
     places = np.argsort(keys)
     assert abs(np.corrcoef(places, np.arange(300))[0, 1]) < 0.2
@@ -70,7 +67,7 @@ def test_rows_are_shuffled_once_by_the_seed_through_ray_as_in_one_process(
     assert [row["key"] for row in rows_of(open_dataset(str(tmp_path / "again")))] == keys
 
 
-def test_unusable_files_are_listed_with_their_reason(serial: None, tmp_path: Path) -> None:
+def test_unusable_files_are_listed_with_their_reason(serial, tmp_path):
     source, destination = tmp_path / "source", tmp_path / "set"
     write_class_folders(source, num_classes=2, per_class=20)
     (source / "class_0" / "notes.txt").write_text("no picture")
@@ -130,8 +127,8 @@ def write_damaged(folder: Path, *names: str) -> Path:
 
 @pytest.mark.parametrize("options", [{}, {"index_jpeg": False}, {"shrink_to": 100}])
 def test_photographs_that_end_early_are_rejected_and_other_damage_is_counted(
-    serial: None, tmp_path: Path, options: dict[str, Any]
-) -> None:
+    serial, tmp_path, options
+):
     source = write_damaged(tmp_path / "source", "whole", *DAMAGED, *ENDS_EARLY)
     report = convert(str(source), str(tmp_path / "set"), max_rejected_fraction=0.9, **options)
     assert (report.num_images, report.num_damaged) == (4, 3)
@@ -146,9 +143,7 @@ def test_photographs_that_end_early_are_rejected_and_other_damage_is_counted(
 
 
 @pytest.mark.parametrize(("damaged", "count"), [("reject", 1), ("keep", 4)])
-def test_damaged_photographs_are_all_rejected_or_all_kept(
-    serial: None, tmp_path: Path, damaged: Any, count: int
-) -> None:
+def test_damaged_photographs_are_all_rejected_or_all_kept(serial, tmp_path, damaged, count):
     names = ("whole", "stray bytes", "cut, with an end", "4 KiB of zeros")
     source = write_damaged(tmp_path / "source", *names)
     options = {"damaged": damaged, "max_rejected_fraction": 0.9}
@@ -158,9 +153,7 @@ def test_damaged_photographs_are_all_rejected_or_all_kept(
     assert pq.read_table(tmp_path / "set" / "damaged.parquet").num_rows == count - 1
 
 
-def test_a_header_without_data_is_never_decoded(
-    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_header_without_data_is_never_decoded(serial, tmp_path, monkeypatch):
     """It would take a gigabyte."""
     source = write_damaged(tmp_path / "source", "whole", "without data")
     assert (source / "cat" / "without data.jpg").stat().st_size < 400
@@ -172,8 +165,8 @@ def test_a_header_without_data_is_never_decoded(
 
 @pytest.mark.parametrize("index_jpeg", [True, False])
 def test_a_whole_jpeg_is_decoded_by_libjpeg_alone_and_all_else_by_the_decoder_of_training(
-    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index_jpeg: bool
-) -> None:
+    serial, tmp_path, monkeypatch, index_jpeg
+):
     source = write_damaged(tmp_path / "source", "whole", "stray bytes")
     (source / "cat" / "other.png").write_bytes(encoded(picture(0, 30, 40), "PNG"))
     decode, decoded = checks.decode, set[bytes]()
@@ -189,9 +182,7 @@ def test_a_whole_jpeg_is_decoded_by_libjpeg_alone_and_all_else_by_the_decoder_of
     assert decoded == {(source / "cat" / name).read_bytes() for name in names}
 
 
-def test_a_refusal_is_lifted_without_a_second_conversion(
-    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refusal_is_lifted_without_a_second_conversion(serial, tmp_path, monkeypatch):
     source = tmp_path / "source"
     write_class_folders(source, num_classes=1, per_class=98)
     for name in "ab":
@@ -205,9 +196,7 @@ def test_a_refusal_is_lifted_without_a_second_conversion(
     assert (report.num_images, report.num_rejected) == (98, 2)
 
 
-def test_a_refusal_leaves_no_list_that_stands_in_the_way_of_a_mended_source(
-    serial: None, tmp_path: Path
-) -> None:
+def test_a_refusal_leaves_no_list_that_stands_in_the_way_of_a_mended_source(serial, tmp_path):
     source, target = tmp_path / "source", tmp_path / "set"
     write_class_folders(source, num_classes=1, per_class=8)
     (source / "class_0" / "broken.jpg").write_bytes(b"broken")
@@ -226,9 +215,7 @@ def test_a_refusal_leaves_no_list_that_stands_in_the_way_of_a_mended_source(
     assert convert_list("path,label\n" + "".join(kept)) == 8
 
 
-def test_a_restart_keeps_finished_shards(
-    serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restart_keeps_finished_shards(serial, image_folder, tmp_path, monkeypatch):
     target = tmp_path / "set"
     settings = {"rows_per_row_group": 8, "shard_mib": 0.1, "seed": 3}
     with stopped_at(monkeypatch, "commit", is_done=False):
@@ -244,8 +231,8 @@ def test_a_restart_keeps_finished_shards(
 
 
 def test_a_restart_makes_only_the_shards_that_were_not_finished(
-    serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    serial, image_folder, tmp_path, monkeypatch
+):
     target = tmp_path / "set"
     settings = {"rows_per_row_group": 8, "shard_mib": 0.1, "seed": 3}
     with stopped_at(monkeypatch, "commit", is_done=False):
@@ -261,23 +248,19 @@ def test_a_restart_makes_only_the_shards_that_were_not_finished(
     assert shards[1].read_bytes() == content
 
 
-def test_a_restart_with_other_settings_is_refused(
-    serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restart_with_other_settings_is_refused(serial, image_folder, tmp_path, monkeypatch):
     with stopped_at(monkeypatch, "commit", is_done=False):
         convert(str(image_folder), str(tmp_path / "set"), seed=1)
     with pytest.raises(ValueError, match="interrupted conversion of other settings"):
         convert(str(image_folder), str(tmp_path / "set"), seed=2)
 
 
-def test_an_existing_data_set_is_never_overwritten(
-    serial: None, dataset: Manifest, image_folder: Path
-) -> None:
+def test_an_existing_data_set_is_never_overwritten(serial, dataset, image_folder):
     with pytest.raises(ValueError, match="already holds a data set"):
         convert(str(image_folder), dataset.path)
 
 
-def test_a_source_without_images_is_refused(serial: None, tmp_path: Path) -> None:
+def test_a_source_without_images_is_refused(serial, tmp_path):
     with pytest.raises(ValueError, match="no such folder"):
         convert(str(tmp_path / "nothing"), str(tmp_path / "set"))
     (tmp_path / "flat").mkdir()
@@ -285,7 +268,7 @@ def test_a_source_without_images_is_refused(serial: None, tmp_path: Path) -> Non
         convert(str(tmp_path / "flat"), str(tmp_path / "set"))
 
 
-def test_class_names_may_be_given_in_label_order(serial: None, tmp_path: Path) -> None:
+def test_class_names_may_be_given_in_label_order(serial, tmp_path):
     write_class_folders(tmp_path / "source", num_classes=2, per_class=3)
     names = ["unused", "class_1", "class_0"]
     convert(str(tmp_path / "source"), str(tmp_path / "set"), classes=names)
@@ -297,9 +280,7 @@ def test_class_names_may_be_given_in_label_order(serial: None, tmp_path: Path) -
         convert(str(tmp_path / "source"), str(tmp_path / "other"), classes=["class_0"])
 
 
-def test_a_restart_keeps_the_index_of_finished_units(
-    serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restart_keeps_the_index_of_finished_units(serial, image_folder, tmp_path, monkeypatch):
     target = tmp_path / "set"
     with stopped_at(monkeypatch, "shards_for", is_done=False):
         convert(str(image_folder), str(target), seed=1)
@@ -316,8 +297,8 @@ def test_a_restart_keeps_the_index_of_finished_units(
 
 
 def test_a_conversion_killed_right_before_its_manifest_is_finished_by_a_restart(
-    serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    serial, image_folder, tmp_path, monkeypatch
+):
     target = tmp_path / "set"
     with stopped_at(monkeypatch, "_write_manifest", is_done=False):
         convert(str(image_folder), str(target), seed=1)
@@ -357,8 +338,8 @@ convert(sys.argv[2], sys.argv[3], rows_per_row_group=8, shard_mib=0.02, seed=3)
 
 @pytest.mark.slow
 def test_a_conversion_killed_in_the_middle_goes_on_where_it_was(
-    ray_cluster: Head, image_folder: Path, tmp_path: Path
-) -> None:
+    ray_cluster, image_folder, tmp_path
+):
     """The driver is a process of its own, and is killed while shards are half written."""
     target, staging = tmp_path / "set", tmp_path / "set" / "_staging"
     command = [sys.executable, "-c", STUCK_AFTER_FIVE_SHARDS, ray_cluster.address]
@@ -394,9 +375,7 @@ print(convert(sys.argv[1], sys.argv[2]).num_images, flush=True)
 """
 
 
-def test_of_two_conversions_the_second_is_refused(
-    serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_conversions_the_second_is_refused(serial, image_folder, tmp_path, monkeypatch):
     """The first is a process of its own, and finishes in peace."""
     monkeypatch.setattr("vit_ray.lock.RELEASE_S", 0.1)
     command = [sys.executable, "-c", WAITS_IN_THE_MIDDLE, str(image_folder), str(tmp_path / "set")]
@@ -412,9 +391,7 @@ def test_of_two_conversions_the_second_is_refused(
     assert not (tmp_path / "set" / "_staging").exists()
 
 
-def test_who_has_lost_the_destination_does_not_commit(
-    serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_has_lost_the_destination_does_not_commit(serial, image_folder, tmp_path, monkeypatch):
     check = commit._check_shards
 
     def and_another_takes_over(*arguments: Any) -> None:
@@ -429,8 +406,8 @@ def test_who_has_lost_the_destination_does_not_commit(
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "footer", "gone"])
 def test_a_shard_that_is_not_as_written_is_no_part_of_a_data_set(
-    serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
-) -> None:
+    serial, image_folder, tmp_path, monkeypatch, damage
+):
     """Nor a reason to begin from the start: the command again makes the shard anew."""
     target = tmp_path / "set"
     settings = {"rows_per_row_group": 8, "shard_mib": 0.1, "seed": 3}
@@ -451,7 +428,7 @@ def test_a_shard_that_is_not_as_written_is_no_part_of_a_data_set(
     assert shards[0].stat().st_mtime_ns == made
 
 
-def test_pages_carry_checksums(dataset: Manifest) -> None:
+def test_pages_carry_checksums(dataset):
     """Parquet's own, which its reader verifies: a flipped bit in any column is found."""
     file = Path(dataset.root) / dataset.files[0].path
     metadata = pq.ParquetFile(file).metadata.row_group(0)
@@ -468,9 +445,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def test_all_rejected_files_are_listed_and_some_are_shown(
-    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_rejected_files_are_listed_and_some_are_shown(serial, tmp_path, monkeypatch):
     monkeypatch.setattr(commit, "_REJECTED_SHOWN", 2)
     write_class_folders(tmp_path / "source", num_classes=1, per_class=4)
     for name in "abc":
@@ -495,9 +470,7 @@ def test_all_rejected_files_are_listed_and_some_are_shown(
         "_staging/settings.txt",
     ],
 )
-def test_a_file_of_somebody_else_is_never_replaced(
-    serial: None, image_folder: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_file_of_somebody_else_is_never_replaced(serial, image_folder, tmp_path, name):
     file = tmp_path / "set" / name
     file.parent.mkdir(parents=True)
     file.write_bytes(b"mine")
@@ -508,9 +481,7 @@ def test_a_file_of_somebody_else_is_never_replaced(
 
 
 @pytest.mark.parametrize("name", ["cats", "cats/1.jpg", "notes.txt", "part-2.txt"])
-def test_a_folder_of_something_else_is_no_destination(
-    serial: None, image_folder: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_folder_of_something_else_is_no_destination(serial, image_folder, tmp_path, name):
     place = tmp_path / "set"
     (place / name).mkdir(parents=True)
     with pytest.raises(ValueError, match=rf"is not empty and holds no data set.*{name[:4]}"):
@@ -518,16 +489,14 @@ def test_a_folder_of_something_else_is_no_destination(
     assert [path.name for path in place.iterdir()] == [name.partition("/")[0]]
 
 
-def test_hidden_files_do_not_make_a_destination_taken(
-    serial: None, image_folder: Path, tmp_path: Path
-) -> None:
+def test_hidden_files_do_not_make_a_destination_taken(serial, image_folder, tmp_path):
     for folder in (".git", "lost+found"):
         (tmp_path / "set" / folder).mkdir(parents=True)
     (tmp_path / "set" / "Thumbs.db").write_bytes(b"")
     assert convert(image_folder, tmp_path / "set").num_images == 300
 
 
-def test_a_destination_in_the_source_is_refused(serial: None, tmp_path: Path) -> None:
+def test_a_destination_in_the_source_is_refused(serial, tmp_path):
     write_class_folders(tmp_path / "pets", 2, 2)
     with pytest.raises(ValueError, match=r"is in convert\.source=.*choose a folder outside"):
         convert(tmp_path / "pets", tmp_path / "pets" / "train")
@@ -536,8 +505,8 @@ def test_a_destination_in_the_source_is_refused(serial: None, tmp_path: Path) ->
 
 
 def test_the_plan_of_who_had_lost_the_folder_is_not_taken(
-    serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    serial, image_folder, tmp_path, monkeypatch
+):
     """Its settings stand in the plan, which it wrote after the others had been noted."""
     target = tmp_path / "set"
     with stopped_at(monkeypatch, "commit", is_done=False):
@@ -550,9 +519,7 @@ def test_the_plan_of_who_had_lost_the_folder_is_not_taken(
         convert(str(image_folder), str(target), seed=1)
 
 
-def test_what_another_version_has_made_is_refused(
-    serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_another_version_has_made_is_refused(serial, image_folder, tmp_path, monkeypatch):
     with stopped_at(monkeypatch, "commit", is_done=False):
         convert(image_folder, tmp_path / "staged")
     convert(image_folder, tmp_path / "set")
@@ -569,9 +536,7 @@ def test_what_another_version_has_made_is_refused(
             convert(image_folder, file.parents["plan" in file.name])
 
 
-def test_a_refusal_in_a_folder_that_was_lost_deletes_nothing(
-    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refusal_in_a_folder_that_was_lost_deletes_nothing(serial, tmp_path, monkeypatch):
     staging = tmp_path / "set" / "_staging"
 
     def and_another_takes_over(*_: Any) -> None:
@@ -586,9 +551,7 @@ def test_a_refusal_in_a_folder_that_was_lost_deletes_nothing(
     assert (staging / "index-0123456789abcdef.json").exists()
 
 
-def test_a_refusal_keeps_its_reason_where_the_folder_is_a_link(
-    serial: None, tmp_path: Path
-) -> None:
+def test_a_refusal_keeps_its_reason_where_the_folder_is_a_link(serial, tmp_path):
     (tmp_path / "empty" / "cat").mkdir(parents=True)
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
@@ -597,9 +560,7 @@ def test_a_refusal_keeps_its_reason_where_the_folder_is_a_link(
     assert (tmp_path / "link").is_symlink()
 
 
-def test_our_own_mistake_is_no_rejected_row(
-    serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_our_own_mistake_is_no_rejected_row(serial, image_folder, tmp_path, monkeypatch):
     def broken(*_: Any) -> None:
         raise ValueError("a mistake in the writer")
 
@@ -609,9 +570,7 @@ def test_our_own_mistake_is_no_rejected_row(
     assert not list((tmp_path / "set").glob("part-*"))
 
 
-def test_each_footer_is_read_once(
-    serial: None, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_footer_is_read_once(serial, image_folder, tmp_path, monkeypatch):
     read: list[str] = []
     original = data_shards.open_shard
 
@@ -624,7 +583,7 @@ def test_each_footer_is_read_once(
     assert len(read) == len(set(read)) == report.num_shards > 1
 
 
-def test_a_strip_that_no_jpeg_can_hold_is_rejected(serial: None, tmp_path: Path) -> None:
+def test_a_strip_that_no_jpeg_can_hold_is_rejected(serial, tmp_path):
     write_class_folders(tmp_path / "source", num_classes=1, per_class=9)
     strip = encoded(np.zeros((20, 70_000, 3), np.uint8), "PNG")
     (tmp_path / "source" / "class_0" / "strip.png").write_bytes(strip)
@@ -636,7 +595,7 @@ def test_a_strip_that_no_jpeg_can_hold_is_rejected(serial: None, tmp_path: Path)
     assert convert(str(tmp_path / "source"), str(tmp_path / "whole")).num_images == 10
 
 
-def test_a_full_disk_is_named(serial: None, small_disk: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_named(serial, small_disk, tmp_path):
     write_class_folders(tmp_path / "source", num_classes=1, per_class=30)
     (tmp_path / "source" / "class_0" / "large.png").write_bytes(
         encoded(np.random.default_rng(0).integers(0, 256, (900, 900, 3), np.uint8), "PNG")
@@ -645,9 +604,7 @@ def test_a_full_disk_is_named(serial: None, small_disk: Path, tmp_path: Path) ->
         convert(tmp_path / "source", small_disk / "set")
 
 
-def test_what_the_maker_says_of_a_set_stands_in_its_manifest(
-    serial: None, image_folder: Path, tmp_path: Path
-) -> None:
+def test_what_the_maker_says_of_a_set_stands_in_its_manifest(serial, image_folder, tmp_path):
     about = {"license": "CC-BY-4.0", "source_url": "https://x.org/set", "evaluation_only": True}
     convert(image_folder, tmp_path / "set", **about)
     assert open_dataset(str(tmp_path / "set")).about == about

@@ -71,7 +71,7 @@ def labels_of(target: Path) -> dict[str, str]:
     return {key: label for key, (label, _) in pictures_of(target).items()}
 
 
-def test_a_label_that_is_mended_after_an_error_is_read_again(serial: None, tmp_path: Path) -> None:
+def test_a_label_that_is_mended_after_an_error_is_read_again(serial, tmp_path):
     rows = write_files(tmp_path, range(20))
     write_list(tmp_path / "list.csv", rows | {"cat/004.jpg": "cta"})
     options: dict[str, Any] = {"classes": ["cat", "dog"], **SMALL}
@@ -119,8 +119,8 @@ CHANGES: dict[str, tuple[Callable[[Path], None], Callable[[Path], dict[str, str]
 @pytest.mark.parametrize("function", ["shards_for", "make_shards", "commit"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_source_that_changed_meanwhile_is_converted_as_it_is_now(
-    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, function: str
-) -> None:
+    serial, tmp_path, monkeypatch, name, function
+):
     source, target = tmp_path / name, tmp_path / "set"
     begin, change = CHANGES[name]
     begin(source)
@@ -136,8 +136,8 @@ def test_a_source_that_changed_meanwhile_is_converted_as_it_is_now(
 
 @pytest.mark.parametrize("name", ["source", "a.tar"])
 def test_a_source_that_changes_while_it_is_converted_is_an_error(
-    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+    serial, tmp_path, monkeypatch, name
+):
     source, target = tmp_path / name, tmp_path / "set"
     CHANGES[name][0](source)
     changed = source / "cat" / "004.jpg" if source.is_dir() else source
@@ -167,9 +167,7 @@ def store() -> Iterator[None]:
         yield
 
 
-def test_an_object_that_changes_while_it_is_converted_is_an_error(
-    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_object_that_changes_while_it_is_converted_is_an_error(serial, tmp_path, monkeypatch):
     def upload(name: str, numbers: list[int]) -> None:
         write_tar(tmp_path / "a.tar", numbers)
         locate(f"s3://source/{name}/a.tar").write((tmp_path / "a.tar").read_bytes())
@@ -199,9 +197,7 @@ def test_an_object_that_changes_while_it_is_converted_is_an_error(
         assert len(labels_of(tmp_path / "files")) == 20
 
 
-def test_what_is_done_is_not_done_again(
-    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_done_is_not_done_again(serial, tmp_path, monkeypatch):
     begin_list(tmp_path / "list.csv")
     monkeypatch.chdir(tmp_path)
     first = convert(str(tmp_path / "list.csv"), str(tmp_path / "set"), **SMALL)
@@ -214,9 +210,7 @@ def test_what_is_done_is_not_done_again(
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "set").iterdir()} == made
 
 
-def test_a_conversion_that_was_killed_after_its_commit_is_done(
-    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversion_that_was_killed_after_its_commit_is_done(serial, tmp_path, monkeypatch):
     begin_files(tmp_path / "source")
     with stopped_at(monkeypatch, "commit", is_done=True):
         convert(str(tmp_path / "source"), str(tmp_path / "set"), **SMALL)
@@ -225,9 +219,7 @@ def test_a_conversion_that_was_killed_after_its_commit_is_done(
     assert not (tmp_path / "set" / "_staging").exists()
 
 
-def test_other_settings_are_listed(
-    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_settings_are_listed(serial, tmp_path, monkeypatch):
     begin_files(tmp_path / "source")
     with stopped_at(monkeypatch, "commit", is_done=False):
         convert(str(tmp_path / "source"), str(tmp_path / "set"), **SMALL)
@@ -240,7 +232,7 @@ def test_other_settings_are_listed(
         convert(str(tmp_path / "source"), str(tmp_path / "set"), **other)
 
 
-def test_what_has_changed_in_a_source_is_listed(serial: None, tmp_path: Path) -> None:
+def test_what_has_changed_in_a_source_is_listed(serial, tmp_path):
     for name in ("a", "b", "c"):
         write_tar(tmp_path / "tars" / f"{name}.tar", list(range(6)))
     convert(str(tmp_path / "tars"), str(tmp_path / "set"), **SMALL)
@@ -253,7 +245,7 @@ def test_what_has_changed_in_a_source_is_listed(serial: None, tmp_path: Path) ->
     assert verify(str(tmp_path / "set")).problems == []
 
 
-def test_a_set_without_its_record_is_refused(serial: None, tmp_path: Path) -> None:
+def test_a_set_without_its_record_is_refused(serial, tmp_path):
     begin_files(tmp_path / "source")
     convert(tmp_path / "source", tmp_path / "set", **SMALL)
     (tmp_path / "set" / "source.json").unlink()
@@ -262,8 +254,8 @@ def test_a_set_without_its_record_is_refused(serial: None, tmp_path: Path) -> No
 
 
 def test_the_staging_of_a_finished_commit_is_removed_though_the_source_has_changed(
-    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    serial, tmp_path, monkeypatch
+):
     source, target = tmp_path / "source", tmp_path / "set"
     begin_files(source)
     with stopped_at(monkeypatch, "commit", is_done=True):
@@ -276,8 +268,8 @@ def test_the_staging_of_a_finished_commit_is_removed_though_the_source_has_chang
 
 
 def test_a_refused_conversion_leaves_nothing_in_a_set_that_another_has_finished(
-    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    serial, tmp_path, monkeypatch
+):
     """It looked before the other had ended, and got the lock after that."""
     source, target = tmp_path / "source", tmp_path / "set"
     begin_files(source)
@@ -297,9 +289,7 @@ def test_a_refused_conversion_leaves_nothing_in_a_set_that_another_has_finished(
     assert open_dataset(str(target)).num_images == 20
 
 
-def test_shards_whose_plan_was_deleted_are_not_those_of_another_plan(
-    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_whose_plan_was_deleted_are_not_those_of_another_plan(serial, tmp_path, monkeypatch):
     source, target = tmp_path / "source", tmp_path / "set"
     begin_files(source)
     with stopped_at(monkeypatch, "commit", is_done=False):
@@ -316,9 +306,7 @@ def test_shards_whose_plan_was_deleted_are_not_those_of_another_plan(
     assert pictures_of(target) == pictures_of(tmp_path / "undisturbed")
 
 
-def test_a_conversion_without_a_plan_overwrites_no_file_of_the_user(
-    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversion_without_a_plan_overwrites_no_file_of_the_user(serial, tmp_path, monkeypatch):
     source, target = tmp_path / "source", tmp_path / "set"
     begin_files(source)
     with stopped_at(monkeypatch, "shards_for", is_done=False):
@@ -334,9 +322,7 @@ def test_a_conversion_without_a_plan_overwrites_no_file_of_the_user(
     assert convert(source, target, **SMALL).num_images == 20
 
 
-def test_keys_are_relative_to_the_folder_of_all_files_that_match_now(
-    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_are_relative_to_the_folder_of_all_files_that_match_now(serial, tmp_path, monkeypatch):
     """The index of an interrupted start has them relative to a folder below it."""
     source, target = str(tmp_path / "tars" / "*" / "*.tar"), tmp_path / "set"
     write_tar(tmp_path / "tars" / "a" / "1.tar", [0, 1, 2])

@@ -116,9 +116,7 @@ DAMAGES = {"flip": flip, "cut": cut, "erase": erase, "splice": splice}
 @pytest.mark.slow(after=6)
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("kind", WRITERS)
-def test_nothing_is_lost_without_a_word(
-    serial: None, tmp_path: Path, kind: str, damage: str
-) -> None:
+def test_nothing_is_lost_without_a_word(serial, tmp_path, kind, damage):
     """Seeded damage; `FUZZ_ROUNDS` in the environment makes it more."""
     rounds = int(os.environ.get("FUZZ_ROUNDS", "6"))
     for seed in range(rounds):

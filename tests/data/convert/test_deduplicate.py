@@ -58,7 +58,7 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(folder / "train_set"), str(folder / "test_set")
 
 
-def test_exact_and_near_duplicates_are_left_out(sets: tuple[str, str], tmp_path: Path) -> None:
+def test_exact_and_near_duplicates_are_left_out(sets, tmp_path):
     train, test = sets
     report = deduplicate(train, [test], str(tmp_path / "clean"))
     found = {Path(d.key).stem: Path(d.evaluation_key).stem for d in report.duplicates}
@@ -74,7 +74,7 @@ def test_exact_and_near_duplicates_are_left_out(sets: tuple[str, str], tmp_path:
 
 
 @pytest.mark.slow
-def test_a_second_pass_finds_nothing_more(sets: tuple[str, str], tmp_path: Path) -> None:
+def test_a_second_pass_finds_nothing_more(sets, tmp_path):
     train, test = sets
     deduplicate(train, [test], str(tmp_path / "once"))
     report = deduplicate(str(tmp_path / "once"), [test], str(tmp_path / "twice"))
@@ -82,15 +82,13 @@ def test_a_second_pass_finds_nothing_more(sets: tuple[str, str], tmp_path: Path)
     assert open_dataset(str(tmp_path / "twice")).num_images == 120
 
 
-def test_what_cannot_be_done_is_refused(sets: tuple[str, str], tmp_path: Path) -> None:
+def test_what_cannot_be_done_is_refused(sets, tmp_path):
     _, test = sets
     with pytest.raises(ValueError, match="nothing is left"):
         deduplicate(test, [test], str(tmp_path / "clean"))
 
 
-def test_an_existing_destination_is_refused_before_anything_is_replaced(
-    sets: tuple[str, str], tmp_path: Path
-) -> None:
+def test_an_existing_destination_is_refused_before_anything_is_replaced(sets, tmp_path):
     train, test = sets
     for name in ("duplicates.parquet", "manifest.parquet"):
         folder = tmp_path / name.split(".")[0]
@@ -101,9 +99,7 @@ def test_an_existing_destination_is_refused_before_anything_is_replaced(
         assert [(p.name, p.read_bytes()) for p in folder.iterdir()] == [(name, b"kept")]
 
 
-def test_it_can_be_run_again_after_a_crash_at_its_end(
-    sets: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_can_be_run_again_after_a_crash_at_its_end(sets, tmp_path, monkeypatch):
     train, test = sets
 
     def crash(*_: object) -> None:
@@ -118,7 +114,7 @@ def test_it_can_be_run_again_after_a_crash_at_its_end(
     assert open_dataset(str(tmp_path / "clean")).num_images == 120
 
 
-def test_undecodable_images_are_compared_by_bytes() -> None:
+def test_undecodable_images_are_compared_by_bytes():
     known = Known([("set", "bad", describe(b"junk")), ("set", "good", describe(GOOD))])
     matches = [known.find(describe(image)) for image in (b"junk", b"other junk", GOOD)]
     equal = [("set", name, 0, True) for name in ("bad", "good")]
@@ -149,7 +145,7 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("name", list(TRANSFORMS))
-def test_transformed_parts_of_photographs_are_found_as_themselves(name: str) -> None:
+def test_transformed_parts_of_photographs_are_found_as_themselves(name):
     parts = parts_of_photographs()
     known = Known([("set", str(i), describe(encoded(p))) for i, p in enumerate(parts[::2])])
     matches = [known.find(describe(TRANSFORMS[name](part))) for part in parts]
@@ -158,7 +154,7 @@ def test_transformed_parts_of_photographs_are_found_as_themselves(name: str) -> 
     assert found[1::2] == [None] * 8
 
 
-def test_a_flat_picture_is_left_out_only_if_its_bytes_are_equal() -> None:
+def test_a_flat_picture_is_left_out_only_if_its_bytes_are_equal():
     green, red = (
         encoded(np.full((50, 50, 3), colour, np.uint8), "PNG")
         for colour in ((0, 255, 0), (9, 0, 0))
@@ -168,7 +164,7 @@ def test_a_flat_picture_is_left_out_only_if_its_bytes_are_equal() -> None:
     assert known.find(describe(green)) == ("set", "green", 0, True)
 
 
-def test_few_of_distinct_digits_are_taken_for_each_other() -> None:
+def test_few_of_distinct_digits_are_taken_for_each_other():
     """Digits are as alike as pictures get."""
     digits = load_digits().images[:600]
     files = [encoded(np.dstack([digit * 15.9] * 3).astype(np.uint8), "PNG") for digit in digits]
@@ -177,7 +173,7 @@ def test_few_of_distinct_digits_are_taken_for_each_other() -> None:
     assert sum(match is not None for match in matches) <= 15
 
 
-def test_the_closest_hash_is_found() -> None:
+def test_the_closest_hash_is_found():
     rng = np.random.default_rng(0)
     hashes = rng.integers(0, 256, (2000, 16), dtype=np.uint8)
     noise = np.packbits(rng.random((300, 128)) < 0.08, axis=1)
@@ -187,13 +183,13 @@ def test_the_closest_hash_is_found() -> None:
         assert found == (number, distances[number])
 
 
-def test_different_pictures_have_hashes_far_apart() -> None:
+def test_different_pictures_have_hashes_far_apart():
     hashes = np.stack([perceptual_hash(picture(seed)) for seed in range(100)])
     distances = np.bitwise_count(hashes[:, None] ^ hashes[None]).sum(axis=2)
     assert distances[~np.eye(100, dtype=bool)].min() > 24
 
 
-def test_an_image_that_changed_stops_it_by_name(sets: tuple[str, str], tmp_path: Path) -> None:
+def test_an_image_that_changed_stops_it_by_name(sets, tmp_path):
     train, test = sets
     shutil.copytree(train, tmp_path / "train")
     damage(open_dataset(str(tmp_path / "train")), group=1, rows=[2])

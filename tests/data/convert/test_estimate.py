@@ -18,9 +18,7 @@ from vit_ray.data.convert.rows import Row, Unit
 from vit_ray.data.convert.sources import rows_of
 
 
-def test_what_is_said_before_is_what_comes(
-    serial: None, image_folder: Path, tmp_path: Path
-) -> None:
+def test_what_is_said_before_is_what_comes(serial, image_folder, tmp_path):
     settings = {"rows_per_row_group": 8, "shard_mib": 0.02}
     target = str(tmp_path / "set")
     said = estimate_conversion(config_of(str(image_folder), target, **settings))
@@ -34,9 +32,7 @@ def test_what_is_said_before_is_what_comes(
     assert said.seconds > 0
 
 
-def test_a_source_that_takes_long_is_counted_in_part(
-    image_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_that_takes_long_is_counted_in_part(image_folder, monkeypatch):
     """The time is over within the first of three folders of 100 images each."""
     monkeypatch.setattr(estimate, "COUNTED_S", -1.0)
     said = estimate_conversion(config_of(str(image_folder), "set"))
@@ -49,8 +45,8 @@ def test_a_source_that_takes_long_is_counted_in_part(
 
 @pytest.mark.parametrize("num_tars", [1, 3])
 def test_a_file_that_is_not_counted_to_its_end_is_extrapolated_by_bytes(
-    num_tars: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    num_tars, tmp_path, monkeypatch
+):
     files = [
         (f"{number}.{suffix}", content)
         for number in range(100)
@@ -67,7 +63,7 @@ def test_a_file_that_is_not_counted_to_its_end_is_extrapolated_by_bytes(
     )
 
 
-def test_parquet_files_without_rows_or_names_count_as_the_others(tmp_path: Path) -> None:
+def test_parquet_files_without_rows_or_names_count_as_the_others(tmp_path):
     files = [tmp_path / f"train-{number:05d}-of-00003.parquet" for number in range(3)]
     write_hub_file(files[1], [jpeg(0)] * 3, ["cat"] * 3)
     write_hub_file(files[2], [jpeg(1)] * 2, ["dog"] * 2)
@@ -76,9 +72,7 @@ def test_parquet_files_without_rows_or_names_count_as_the_others(tmp_path: Path)
     assert (said.num_images, said.num_classes, said.num_sampled) == (5, 2, 5)
 
 
-def test_of_parquet_files_no_more_images_are_read_than_are_sampled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_parquet_files_no_more_images_are_read_than_are_sampled(tmp_path, monkeypatch):
     """The others are counted by the footers, until the time is over."""
     images = [jpeg(i, 200, 300) for i in range(20)]
     for number in range(3):
@@ -101,14 +95,14 @@ def test_of_parquet_files_no_more_images_are_read_than_are_sampled(
     assert (said.num_images, said.num_counted) == (60, 1)
 
 
-def test_a_source_of_no_usable_image_is_refused(tmp_path: Path) -> None:
+def test_a_source_of_no_usable_image_is_refused(tmp_path):
     (tmp_path / "cat").mkdir()
     (tmp_path / "cat" / "1.jpg").write_text("a text")
     with pytest.raises(ValueError, match="none of 1 sampled images can be used; the first: "):
         estimate_conversion(config_of(tmp_path, "set"))
 
 
-def test_a_source_whose_images_are_packed_keeps_its_bytes(tmp_path: Path) -> None:
+def test_a_source_whose_images_are_packed_keeps_its_bytes(tmp_path):
     content = b"".join(
         record(example(image=binary_picture(), label_x_position=[place])) for place in (3, 20)
     )
@@ -126,7 +120,7 @@ def run_plan(source: Path, *overrides: str) -> str:
     return done.stdout
 
 
-def test_the_plan_names_rejected_images_and_the_machine(tmp_path: Path) -> None:
+def test_the_plan_names_rejected_images_and_the_machine(tmp_path):
     for split, count in (("train", 12), ("test", 5)):
         write_class_folders(tmp_path / split, num_classes=2, per_class=count)
     next((tmp_path / "train").rglob("*.jpg")).write_bytes(b"no image")

@@ -22,7 +22,7 @@ def write_images(root: Path, below: str = "") -> Path:
     return root
 
 
-def test_a_loop_of_links_gives_each_image_once(serial: None, tmp_path: Path) -> None:
+def test_a_loop_of_links_gives_each_image_once(serial, tmp_path):
     root = write_images(tmp_path / "source")
     (root / "cat" / "deep").mkdir()
     os.symlink(root / "cat", root / "cat" / "deep" / "again")
@@ -33,7 +33,7 @@ def test_a_loop_of_links_gives_each_image_once(serial: None, tmp_path: Path) -> 
     assert rejections(tmp_path / "set") == {"cat/deep/again": again, "whole": again}
 
 
-def test_a_linked_folder_is_read(serial: None, tmp_path: Path) -> None:
+def test_a_linked_folder_is_read(serial, tmp_path):
     write_images(tmp_path / "stored")
     (tmp_path / "source").mkdir()
     os.symlink(tmp_path / "stored" / "cat", tmp_path / "source" / "tiger")
@@ -41,7 +41,7 @@ def test_a_linked_folder_is_read(serial: None, tmp_path: Path) -> None:
     assert found == {f"tiger/{i}.jpg": "tiger" for i in range(9)}
 
 
-def test_what_cannot_be_read_is_rejected(serial: None, tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_rejected(serial, tmp_path):
     root = write_images(tmp_path / "source")
     os.mkfifo(root / "cat" / "pipe.jpg")
     os.symlink(tmp_path / "nowhere", root / "cat" / "gone.jpg")
@@ -56,7 +56,7 @@ def test_what_cannot_be_read_is_rejected(serial: None, tmp_path: Path) -> None:
     }
 
 
-def test_numbers_as_folder_names_are_names(serial: None, tmp_path: Path) -> None:
+def test_numbers_as_folder_names_are_names(serial, tmp_path):
     for i, name in enumerate(("10", "9", "09")):
         (tmp_path / "source" / name).mkdir(parents=True)
         (tmp_path / "source" / name / "a.jpg").write_bytes(jpeg(i))
@@ -64,7 +64,7 @@ def test_numbers_as_folder_names_are_names(serial: None, tmp_path: Path) -> None
     assert found == {f"{name}/a.jpg": name for name in ("10", "9", "09")}
 
 
-def test_splits_of_class_folders_must_be_chosen(serial: None, tmp_path: Path) -> None:
+def test_splits_of_class_folders_must_be_chosen(serial, tmp_path):
     for split in ("train", "val"):
         write_images(tmp_path / "source", split)
     with pytest.raises(ValueError, match=r"has several splits: train, validation; give one as"):
@@ -79,7 +79,7 @@ def test_splits_of_class_folders_must_be_chosen(serial: None, tmp_path: Path) ->
         converted(tmp_path / "source", tmp_path / "test", split="test")
 
 
-def test_a_test_split_without_classes_is_no_class(serial: None, tmp_path: Path) -> None:
+def test_a_test_split_without_classes_is_no_class(serial, tmp_path):
     root = write_images(tmp_path / "source", "train")
     (root / "test").mkdir()
     (root / "test" / "1.jpg").write_bytes(jpeg(1))
@@ -88,13 +88,13 @@ def test_a_test_split_without_classes_is_no_class(serial: None, tmp_path: Path) 
     assert len(converted(root, tmp_path / "set", split="train")) == 18
 
 
-def test_the_only_split_needs_no_choice(serial: None, tmp_path: Path) -> None:
+def test_the_only_split_needs_no_choice(serial, tmp_path):
     root = write_images(tmp_path / "source", "train")
     (root / "annotations").mkdir()
     assert set(labels_of(converted(root, tmp_path / "set")).values()) == {"cat", "dog"}
 
 
-def test_a_class_may_be_called_as_a_split_is(serial: None, tmp_path: Path) -> None:
+def test_a_class_may_be_called_as_a_split_is(serial, tmp_path):
     """Vehicles: a train stands beside a cat."""
     root = write_images(tmp_path / "source")
     (root / "train" / "steam").mkdir(parents=True)
@@ -107,7 +107,7 @@ def test_a_class_may_be_called_as_a_split_is(serial: None, tmp_path: Path) -> No
         converted(root, tmp_path / "other", split="train")
 
 
-def test_a_link_to_itself_is_one_rejected_row(serial: None, tmp_path: Path) -> None:
+def test_a_link_to_itself_is_one_rejected_row(serial, tmp_path):
     root = write_images(tmp_path / "source")
     os.symlink("itself", root / "cat" / "itself")
     assert len(converted(root, tmp_path / "set")) == 18
@@ -116,9 +116,7 @@ def test_a_link_to_itself_is_one_rejected_row(serial: None, tmp_path: Path) -> N
     }
 
 
-def test_a_folder_that_cannot_be_looked_into_is_an_error(
-    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_looked_into_is_an_error(serial, tmp_path, monkeypatch):
     """Nobody knows how many images it has; the superuser, who runs some tests, may look anyway."""
     root = write_images(tmp_path / "source")
     look = os.scandir
@@ -133,7 +131,7 @@ def test_a_folder_that_cannot_be_looked_into_is_an_error(
         converted(root, tmp_path / "set")
 
 
-def test_braces_stand_for_splits(serial: None, tmp_path: Path) -> None:
+def test_braces_stand_for_splits(serial, tmp_path):
     for split in ("train", "val"):
         write_images(tmp_path / "source", split)
     source = f"{tmp_path}/source/{{train,val}}"
@@ -144,12 +142,12 @@ def test_braces_stand_for_splits(serial: None, tmp_path: Path) -> None:
     assert len(converted(source, tmp_path / "all", split="all")) == 36
 
 
-def test_a_pattern_may_stand_for_the_one_root(serial: None, tmp_path: Path) -> None:
+def test_a_pattern_may_stand_for_the_one_root(serial, tmp_path):
     found = converted(f"{write_images(tmp_path / 'source')}*", tmp_path / "set")
     assert {key: image for key, (image, _) in found.items()} == IMAGES
 
 
-def test_folders_of_folders_are_not_taken_for_classes(serial: None, tmp_path: Path) -> None:
+def test_folders_of_folders_are_not_taken_for_classes(serial, tmp_path):
     for part in ("part-1", "part-2"):
         write_images(tmp_path / "source", part)
     source = f"{tmp_path}/source/part-*"
@@ -166,9 +164,7 @@ def write_each(root: Path, *names: str) -> str:
     return f"{root}/*"
 
 
-def test_an_image_beside_the_classes_of_a_split_makes_no_class_of_it(
-    serial: None, tmp_path: Path
-) -> None:
+def test_an_image_beside_the_classes_of_a_split_makes_no_class_of_it(serial, tmp_path):
     source = write_each(tmp_path / "s", "train/cat/1.jpg", "train/preview.jpg", "val/cat/2.jpg")
     with pytest.raises(ValueError, match=r"has several splits: train, validation"):
         converted(source, tmp_path / "set")
@@ -184,15 +180,13 @@ def test_an_image_beside_the_classes_of_a_split_makes_no_class_of_it(
         ("train/cat/1.jpg", "train/preview.jpg", "dog/3.jpg"),
     ],
 )
-def test_folders_of_images_beside_folders_of_folders_are_refused(
-    serial: None, tmp_path: Path, names: tuple[str, ...]
-) -> None:
+def test_folders_of_images_beside_folders_of_folders_are_refused(serial, tmp_path, names):
     source = write_each(tmp_path / "s", *names)
     with pytest.raises(ValueError, match=r"they lie deeper, such as in '.*/(train|part-2)/cat'"):
         convert(source, tmp_path / "set")
 
 
-def test_class_folders_that_a_pattern_names_have_no_split(tmp_path: Path) -> None:
+def test_class_folders_that_a_pattern_names_have_no_split(tmp_path):
     source = write_each(tmp_path / "s", "cat/1.jpg", "cat/more/2.jpg", "dog/3.jpg")
     assert [unit.name for unit in units(source)] == ["cat", "dog"]
     with pytest.raises(ValueError, match=r"split='nonsense'.* leave convert.split out"):

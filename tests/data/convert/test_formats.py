@@ -6,7 +6,6 @@ import lzma
 import subprocess
 import zlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,7 +29,7 @@ def hub_repository(root: Path, names: list[str]) -> Path:
     return root
 
 
-def test_a_downloaded_repository_is_read_by_its_root(serial: None, tmp_path: Path) -> None:
+def test_a_downloaded_repository_is_read_by_its_root(serial, tmp_path):
     names = [f"data/train-{i:05d}-of-00002.parquet" for i in range(2)]
     root = hub_repository(tmp_path / "source", names)
     found = labels_of(converted(root, tmp_path / "set"))
@@ -46,9 +45,7 @@ def test_a_downloaded_repository_is_read_by_its_root(serial: None, tmp_path: Pat
         ["my_test.parquet", "training.parquet"],
     ],
 )
-def test_the_splits_of_a_repository_are_never_mixed(
-    serial: None, tmp_path: Path, names: list[str]
-) -> None:
+def test_the_splits_of_a_repository_are_never_mixed(serial, tmp_path, names):
     root = hub_repository(tmp_path / "source", names)
     with pytest.raises(ValueError, match=r"has several splits: test, train; give one as convert"):
         converted(root, tmp_path / "set")
@@ -57,13 +54,13 @@ def test_the_splits_of_a_repository_are_never_mixed(
     assert len(converted(root, tmp_path / "all", split="all")) == 6
 
 
-def test_files_of_no_split_are_not_taken_along(tmp_path: Path) -> None:
+def test_files_of_no_split_are_not_taken_along(tmp_path):
     root = hub_repository(tmp_path, ["train.parquet", "more.parquet"])
     with pytest.raises(ValueError, match=r"several splits: \(files without a split\), train"):
         units(str(root))
 
 
-def test_the_configurations_of_a_repository_are_never_mixed(tmp_path: Path) -> None:
+def test_the_configurations_of_a_repository_are_never_mixed(tmp_path):
     root = hub_repository(tmp_path, ["small/train-00000-of-00001.parquet", "large/train.parquet"])
     with pytest.raises(ValueError, match=r"several folders of data: large, small; give one"):
         units(str(root))
@@ -84,7 +81,7 @@ def test_the_configurations_of_a_repository_are_never_mixed(tmp_path: Path) -> N
         ("00000.tar", None),
     ],
 )
-def test_the_name_of_a_file_tells_its_split(path: str, split: str | None) -> None:
+def test_the_name_of_a_file_tells_its_split(path, split):
     assert split_of(path) == split
 
 
@@ -106,15 +103,13 @@ def tars(folder: Path, names: list[str]) -> None:
         ("*/*.tar", ["04"]),
     ],
 )
-def test_patterns_stand_for_files(
-    serial: None, tmp_path: Path, pattern: str, taken: list[str]
-) -> None:
+def test_patterns_stand_for_files(serial, tmp_path, pattern, taken):
     tars(tmp_path / "source", ["00.tar", "01.tar", "02.tar", "03.tar", "deep/04.tar"])
     found = labels_of(converted(f"{tmp_path}/source/{pattern}", tmp_path / "set"))
     assert set(found) == {f"{name}/a" for name in taken}
 
 
-def test_a_pattern_stands_for_class_folders(serial: None, tmp_path: Path) -> None:
+def test_a_pattern_stands_for_class_folders(serial, tmp_path):
     for name in ("n01", "n02", "x"):
         (tmp_path / "source" / name).mkdir(parents=True)
         (tmp_path / "source" / name / "a.jpg").write_bytes(IMAGES[0])
@@ -122,7 +117,7 @@ def test_a_pattern_stands_for_class_folders(serial: None, tmp_path: Path) -> Non
     assert found == {"n01/a.jpg": "n01", "n02/a.jpg": "n02"}
 
 
-def test_a_file_that_a_range_names_and_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_a_file_that_a_range_names_and_is_not_there_is_an_error(tmp_path):
     tars(tmp_path, ["000.tar", "002.tar"])
     with pytest.raises(ValueError, match=r"1 of the 3 files .* do not exist, the first .*001.tar'"):
         units(f"{tmp_path}/{{000..002}}.tar")
@@ -130,7 +125,7 @@ def test_a_file_that_a_range_names_and_is_not_there_is_an_error(tmp_path: Path) 
         units(f"{tmp_path}/x*.tar")
 
 
-def test_a_path_that_exists_is_no_pattern(tmp_path: Path) -> None:
+def test_a_path_that_exists_is_no_pattern(tmp_path):
     tars(tmp_path / "odd[1]{a,b}", ["0.tar"])
     (unit,) = units(f"{tmp_path}/odd[1]{{a,b}}")
     assert unit.path.endswith("/odd[1]{a,b}/0.tar")
@@ -140,21 +135,21 @@ def test_a_path_that_exists_is_no_pattern(tmp_path: Path) -> None:
     "pattern",
     ["a", "{000..003}", "{8..11}x", "{3..1}", "{a,b}/{0..1}", "{a,b{1,2}}", "{}", "{x}", "a{,b}"],
 )
-def test_braces_stand_for_what_a_shell_makes_of_them(pattern: str) -> None:
+def test_braces_stand_for_what_a_shell_makes_of_them(pattern):
     shell = subprocess.run(
         ["bash", "-c", f"printf '%s\\n' {pattern}"], capture_output=True, text=True, check=True
     )
     assert sorted(expand_braces(pattern)) == sorted(shell.stdout.splitlines())
 
 
-def test_a_range_has_a_limit() -> None:
+def test_a_range_has_a_limit():
     with pytest.raises(ValueError, match=rf"gives more than {files.MOST_PATHS:,} files"):
         expand_braces("{0..99999999999}")
     with pytest.raises(ValueError, match="gives more than"):
         expand_braces("{0..9999}{0..9999}")
 
 
-def test_several_formats_in_a_folder_must_be_told_apart(tmp_path: Path) -> None:
+def test_several_formats_in_a_folder_must_be_told_apart(tmp_path):
     tars(tmp_path, ["0.tar"])
     (tmp_path / "list.csv").write_text("path,label\n")
     with pytest.raises(
@@ -165,13 +160,13 @@ def test_several_formats_in_a_folder_must_be_told_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["set.tar.gz", "set.zip", "image.jpg"])
-def test_a_file_of_no_format_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_file_of_no_format_is_refused(tmp_path, name):
     (tmp_path / name).write_bytes(b"")
     with pytest.raises(ValueError, match=r"unpack it first|no known format"):
         units(str(tmp_path / name))
 
 
-def test_the_format_is_told_by_what_lies_there(tmp_path: Path) -> None:
+def test_the_format_is_told_by_what_lies_there(tmp_path):
     (tmp_path / "classes" / "cat").mkdir(parents=True)
     (tmp_path / "tars").mkdir()
     (tmp_path / "tars" / "0.tar").touch()
@@ -182,9 +177,7 @@ def test_the_format_is_told_by_what_lies_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a.tar", "a.tfrecord"])
 @pytest.mark.parametrize("module", [gzip, bz2, lzma, zlib], ids=lambda module: module.__name__)
-def test_an_archive_that_is_compressed_is_not_said_to_be_damaged(
-    serial: None, tmp_path: Path, name: str, module: Any
-) -> None:
+def test_an_archive_that_is_compressed_is_not_said_to_be_damaged(serial, tmp_path, name, module):
     kind = {"gzip": "gzip", "bz2": "bzip2", "lzma": "xz", "zlib": "zlib"}[module.__name__]
     content = tar_of([("0.jpg", jpeg(0)), ("0.cls", b"cat")])
     (tmp_path / name).write_bytes(module.compress(content))
@@ -194,16 +187,14 @@ def test_an_archive_that_is_compressed_is_not_said_to_be_damaged(
         converted(tmp_path / name, tmp_path / "set")
 
 
-def test_a_folder_of_packed_archives_is_named(tmp_path: Path) -> None:
+def test_a_folder_of_packed_archives_is_named(tmp_path):
     (tmp_path / "a.tar.gz").write_bytes(b"")
     with pytest.raises(ValueError, match=r"expected .*/CLASS/IMAGE; unpack archives first"):
         units(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["labels.csv", "labels.jsonl"])
-def test_a_list_beside_class_folders_is_not_taken_without_a_word(
-    serial: None, tmp_path: Path, name: str
-) -> None:
+def test_a_list_beside_class_folders_is_not_taken_without_a_word(serial, tmp_path, name):
     for label in ("cat", "dog"):
         (tmp_path / "source" / label).mkdir(parents=True)
         (tmp_path / "source" / label / "0.jpg").write_bytes(jpeg(0))

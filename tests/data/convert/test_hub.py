@@ -17,7 +17,7 @@ def class_label(names: list[str]) -> dict[str, object]:
     return {"label": {"names": names, "_type": "ClassLabel"}}
 
 
-def test_an_index_of_a_class_label_is_no_name(serial: None, tmp_path: Path) -> None:
+def test_an_index_of_a_class_label_is_no_name(serial, tmp_path):
     """Class names that are numbers, none of which is its own index."""
     file = tmp_path / "source" / "train.parquet"
     write_hub_file(file, IMAGES, list(range(12)), class_label(DIGITS_AS_TEXT))
@@ -26,7 +26,7 @@ def test_an_index_of_a_class_label_is_no_name(serial: None, tmp_path: Path) -> N
     assert open_dataset(str(tmp_path / "set")).classes == DIGITS_AS_TEXT
 
 
-def test_text_in_a_column_is_a_name(serial: None, tmp_path: Path) -> None:
+def test_text_in_a_column_is_a_name(serial, tmp_path):
     """And stays so beside given classes, though it could be an index of them."""
     file = tmp_path / "train.parquet"
     write_hub_file(file, IMAGES, [str(i % 3) for i in range(12)])
@@ -35,7 +35,7 @@ def test_text_in_a_column_is_a_name(serial: None, tmp_path: Path) -> None:
     assert open_dataset(str(tmp_path / "set")).classes == ["2", "1", "0"]
 
 
-def test_plain_integers_are_indices_of_given_classes(serial: None, tmp_path: Path) -> None:
+def test_plain_integers_are_indices_of_given_classes(serial, tmp_path):
     file = tmp_path / "train.parquet"
     write_hub_file(file, IMAGES, [i % 3 for i in range(12)])
     rows = converted(file, tmp_path / "set", classes=["2", "1", "0"])
@@ -44,7 +44,7 @@ def test_plain_integers_are_indices_of_given_classes(serial: None, tmp_path: Pat
         converted(file, tmp_path / "other", classes=["a", "b"])
 
 
-def test_lists_of_class_labels_are_several(serial: None, tmp_path: Path) -> None:
+def test_lists_of_class_labels_are_several(serial, tmp_path):
     feature = {"label": {"feature": {"names": ["cat", "dog"], "_type": "ClassLabel"}}}
     file = tmp_path / "train.parquet"
     write_hub_file(file, IMAGES, [[0, 1] if i else [] for i in range(12)], feature)
@@ -53,7 +53,7 @@ def test_lists_of_class_labels_are_several(serial: None, tmp_path: Path) -> None
     assert rejections(tmp_path / "set") == {"train/00000000": "it has no label"}
 
 
-def test_labels_outside_the_classes_are_rejected(serial: None, tmp_path: Path) -> None:
+def test_labels_outside_the_classes_are_rejected(serial, tmp_path):
     file = tmp_path / "train.parquet"
     labels = [-1, 2, None, *[1] * 9]
     write_hub_file(file, IMAGES, labels, class_label(["cat", "dog"]))
@@ -66,7 +66,7 @@ def test_labels_outside_the_classes_are_rejected(serial: None, tmp_path: Path) -
     }
 
 
-def test_files_that_declare_different_classes_are_refused(serial: None, tmp_path: Path) -> None:
+def test_files_that_declare_different_classes_are_refused(serial, tmp_path):
     for name, classes in (("a", ["cat", "dog"]), ("b", ["dog", "cat"])):
         file = tmp_path / "source" / f"{name}.parquet"
         write_hub_file(file, IMAGES, [0] * 12, class_label(classes))
@@ -76,7 +76,7 @@ def test_files_that_declare_different_classes_are_refused(serial: None, tmp_path
     assert {(key[0], name) for key, name in labels_of(rows).items()} == {("a", "cat"), ("b", "dog")}
 
 
-def test_a_damaged_row_group_costs_its_own_rows(serial: None, tmp_path: Path) -> None:
+def test_a_damaged_row_group_costs_its_own_rows(serial, tmp_path):
     file = tmp_path / "train.parquet"
     write_hub_file(file, IMAGES, [i % 2 for i in range(12)])
     content = bytearray(file.read_bytes())
@@ -91,7 +91,7 @@ def test_a_damaged_row_group_costs_its_own_rows(serial: None, tmp_path: Path) ->
     assert all("row group 1 is damaged" in reason for reason in reasons.values())
 
 
-def test_a_file_without_its_footer_is_named(serial: None, tmp_path: Path) -> None:
+def test_a_file_without_its_footer_is_named(serial, tmp_path):
     for name in ("a", "b"):
         write_hub_file(tmp_path / "source" / f"{name}.parquet", IMAGES, [0] * 12)
     file = tmp_path / "source" / "b.parquet"
@@ -112,9 +112,7 @@ def test_a_file_without_its_footer_is_named(serial: None, tmp_path: Path) -> Non
         ),
     ],
 )
-def test_columns_that_are_not_understood_are_refused(
-    serial: None, tmp_path: Path, columns: dict[str, list[object]], reason: str
-) -> None:
+def test_columns_that_are_not_understood_are_refused(serial, tmp_path, columns, reason):
     pq.write_table(pa.table(columns), tmp_path / "x.parquet")
     with pytest.raises(ValueError, match=rf"x.parquet'.*{reason}"):
         converted(tmp_path / "x.parquet", tmp_path / "set")
@@ -128,9 +126,7 @@ def test_columns_that_are_not_understood_are_refused(
         (["cat", " cat"], "has the class name 'cat' twice"),
     ],
 )
-def test_declared_names_that_look_alike_are_refused(
-    serial: None, tmp_path: Path, names: list[str], why: str
-) -> None:
+def test_declared_names_that_look_alike_are_refused(serial, tmp_path, names, why):
     write_hub_file(
         tmp_path / "train.parquet", IMAGES, [i % 2 for i in range(12)], class_label(names)
     )
@@ -140,7 +136,7 @@ def test_declared_names_that_look_alike_are_refused(
         converted(tmp_path / "train.parquet", tmp_path / "set", classes=names)
 
 
-def test_two_columns_of_one_name_are_refused(serial: None, tmp_path: Path) -> None:
+def test_two_columns_of_one_name_are_refused(serial, tmp_path):
     images = pa.array([{"bytes": image} for image in IMAGES])
     labels = [pa.array([label] * 12) for label in (0, 1)]
     table = pa.Table.from_arrays([images, *labels], names=["image", "label", "label"])
@@ -150,9 +146,7 @@ def test_two_columns_of_one_name_are_refused(serial: None, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("names", ["cd", ["cat", None], {"0": "cat", "1": "dog"}, ["cat", 1]])
-def test_declared_names_that_are_no_text_are_refused(
-    serial: None, tmp_path: Path, names: object
-) -> None:
+def test_declared_names_that_are_no_text_are_refused(serial, tmp_path, names):
     feature = {"label": {"names": names, "_type": "ClassLabel"}}
     write_hub_file(tmp_path / "train.parquet", IMAGES, [0, 1] * 6, feature)
     with pytest.raises(ValueError, match=r"train.parquet.*names of its ClassLabel are not a list"):
@@ -168,9 +162,7 @@ def test_declared_names_that_are_no_text_are_refused(
         (pa.array([[0, 1]] * 12, pa.list_(pa.int32(), 2)), [["cat", "dog"]] * 12),
     ],
 )
-def test_an_index_is_one_in_whatever_integers(
-    serial: None, tmp_path: Path, labels: pa.Array, expected: list[object]
-) -> None:
+def test_an_index_is_one_in_whatever_integers(serial, tmp_path, labels, expected):
     feature = {"label": {"feature": class_label(["cat", "dog"])["label"], "_type": "List"}}
     write_hub_file(tmp_path / "train.parquet", IMAGES, labels, feature)
     found = labels_of(converted(tmp_path / "train.parquet", tmp_path / "set"))
@@ -189,7 +181,7 @@ def cifar_100(file: Path) -> None:
     pq.write_table(pa.table(columns).replace_schema_metadata(metadata), file)
 
 
-def test_of_several_labels_one_is_chosen_by_the_user(serial: None, tmp_path: Path) -> None:
+def test_of_several_labels_one_is_chosen_by_the_user(serial, tmp_path):
     cifar_100(tmp_path / "train.parquet")
     why = r"one field for the label .* and has coarse_label, fine_label, .*convert.label_field"
     with pytest.raises(ValueError, match=why):
@@ -201,7 +193,7 @@ def test_of_several_labels_one_is_chosen_by_the_user(serial: None, tmp_path: Pat
         converted(tmp_path / "train.parquet", tmp_path / "set", label_field="kind")
 
 
-def test_the_column_of_images_may_have_any_name(serial: None, tmp_path: Path) -> None:
+def test_the_column_of_images_may_have_any_name(serial, tmp_path):
     cifar_100(tmp_path / "train.parquet")
     options = {"label_field": "fine_label", "image_field": "small"}
     rows = converted(tmp_path / "train.parquet", tmp_path / "set", **options)

@@ -70,9 +70,7 @@ def batch_of(manifest: Manifest) -> dict[str, Any]:
     return BatchReader(job).batch(0, 0, 46)[0]
 
 
-def test_the_images_are_those_of_a_copy_and_the_files_stay_as_they_are(
-    serial: None, source: Path, tmp_path: Path
-) -> None:
+def test_the_images_are_those_of_a_copy_and_the_files_stay_as_they_are(serial, source, tmp_path):
     before = digests(source)
     manifest = in_place(source, tmp_path / "set")
     convert(source, tmp_path / "copy", max_rejected_fraction=0.1, index_jpeg=False)
@@ -85,9 +83,7 @@ def test_the_images_are_those_of_a_copy_and_the_files_stay_as_they_are(
     assert [len(some) for some in keys(manifest)] == [13, 10]
 
 
-def test_it_is_read_verified_and_cut_as_any_data_set(
-    serial: None, source: Path, tmp_path: Path
-) -> None:
+def test_it_is_read_verified_and_cut_as_any_data_set(serial, source, tmp_path):
     manifest = in_place(source, tmp_path / "set")
     batch = batch_of(manifest)
     assert sorted(np.bincount(batch["sample"])) == [2] * 23  # two epochs
@@ -101,9 +97,7 @@ def test_it_is_read_verified_and_cut_as_any_data_set(
         assert (report.problems, report.num_images) == ([], (13, 10)[file])
 
 
-def test_a_damaged_page_of_images_that_lie_elsewhere_costs_none(
-    serial: None, source: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_page_of_images_that_lie_elsewhere_costs_none(serial, source, tmp_path):
     manifest = in_place(source, tmp_path / "set")
     before = stored(manifest)
     shard = Path(manifest.shard_location(0).path)
@@ -117,9 +111,7 @@ def test_a_damaged_page_of_images_that_lie_elsewhere_costs_none(
 
 
 @pytest.mark.parametrize("change", ["longer", "touched", "other bytes of equal length and time"])
-def test_a_file_that_changed_is_seen_when_it_is_opened_or_read(
-    serial: None, source: Path, tmp_path: Path, change: str
-) -> None:
+def test_a_file_that_changed_is_seen_when_it_is_opened_or_read(serial, source, tmp_path, change):
     manifest = in_place(source, tmp_path / "set")
     file = next((source / "data").glob("*00000-of*"))
     status = file.stat()
@@ -146,8 +138,8 @@ def test_a_file_that_changed_is_seen_when_it_is_opened_or_read(
 
 
 def test_a_file_that_changes_while_its_images_are_looked_at_is_an_error(
-    serial: None, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    serial, source, tmp_path, monkeypatch
+):
     from vit_ray.data.convert import shards
 
     rows = shards.rows_of_groups
@@ -165,7 +157,7 @@ def test_a_file_that_changes_while_its_images_are_looked_at_is_an_error(
 
 
 @pytest.mark.parametrize("kind", ["names", "indices"])
-def test_images_may_have_several_labels(serial: None, tmp_path: Path, kind: str) -> None:
+def test_images_may_have_several_labels(serial, tmp_path, kind):
     lists: list[Any] = [[0, 1], [1], [2, 0], [1, None], [], None]
     names: Any = [one and [n if n is None else NAMES[n] for n in one] for one in lists]
     features = {"label": {"feature": {"names": NAMES}}} if kind == "indices" else None
@@ -185,9 +177,7 @@ def test_images_may_have_several_labels(serial: None, tmp_path: Path, kind: str)
     assert list(found[0].values()) == [["cat", "dog"], ["dog"], ["owl", "cat"]]
 
 
-def test_the_same_files_elsewhere_make_the_same_data_set(
-    serial: None, source: Path, tmp_path: Path
-) -> None:
+def test_the_same_files_elsewhere_make_the_same_data_set(serial, source, tmp_path):
     first = in_place(source, tmp_path / "set")
     moved = source.rename(tmp_path / "moved")
     with pytest.raises(
@@ -197,7 +187,7 @@ def test_the_same_files_elsewhere_make_the_same_data_set(
     assert in_place(moved, tmp_path / "again").fingerprint == first.fingerprint
 
 
-def test_what_cannot_be_exact_is_refused(serial: None, source: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_exact_is_refused(serial, source, tmp_path):
     folder = tmp_path / "images" / "a"
     folder.mkdir(parents=True)
     (folder / "1.jpg").write_bytes(IMAGES[1])
@@ -214,8 +204,8 @@ def test_what_cannot_be_exact_is_refused(serial: None, source: Path, tmp_path: P
 
 
 def test_row_groups_that_cannot_be_read_are_refused_before_any_image_is(
-    serial: None, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    serial, source, tmp_path, monkeypatch
+):
     with monkeypatch.context() as patch:
         patch.setattr("vit_ray.data.convert.hub.MOST_ROW_GROUP_BYTES", 100)
         with pytest.raises(ValueError, match=r"row group 0 has 0 MiB of images; in place it needs"):
@@ -233,7 +223,7 @@ def test_row_groups_that_cannot_be_read_are_refused_before_any_image_is(
     assert not (tmp_path / "empty set").exists()
 
 
-def test_a_set_without_rows_is_refused(serial: None, tmp_path: Path) -> None:
+def test_a_set_without_rows_is_refused(serial, tmp_path):
     file = tmp_path / "hub" / "train.parquet"
     file.parent.mkdir()
     schema = pa.schema({"image": pa.struct({"bytes": pa.binary()}), "label": pa.string()})
@@ -244,8 +234,8 @@ def test_a_set_without_rows_is_refused(serial: None, tmp_path: Path) -> None:
 
 
 def test_equal_images_that_a_file_has_once_count_as_often_as_they_are_read(
-    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    serial, tmp_path, monkeypatch
+):
     """By a dictionary of parquet: its footer says the bytes of one of them."""
     file = tmp_path / "hub" / "train.parquet"
     write_hub_file(file, [IMAGES[0]] * 5, ["a"] * 5)
@@ -259,7 +249,7 @@ def test_equal_images_that_a_file_has_once_count_as_often_as_they_are_read(
     assert not (tmp_path / "other" / "manifest.parquet").exists()
 
 
-def test_a_row_group_without_a_usable_image_is_left_out(serial: None, tmp_path: Path) -> None:
+def test_a_row_group_without_a_usable_image_is_left_out(serial, tmp_path):
     file = tmp_path / "hub" / "train.parquet"
     write_hub_file(file, [*IMAGES[:5], *[b"junk"] * 5, None, *IMAGES[5:9]], ["a"] * 15)
     convert(file, tmp_path / "set", in_place=True, max_rejected_fraction=0.5)
@@ -269,9 +259,7 @@ def test_a_row_group_without_a_usable_image_is_left_out(serial: None, tmp_path: 
     assert [image for image, *_ in stored(manifest).values()] == IMAGES[:9]
 
 
-def test_an_interrupted_one_makes_no_shard_twice(
-    serial: None, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_one_makes_no_shard_twice(serial, source, tmp_path, monkeypatch):
     from vit_ray.data.convert import shards
 
     made: list[int] = []

@@ -45,7 +45,7 @@ def plan_of(num_images: int, num_shards: int) -> Plan:
     return Plan(settings, {}, "", ["cat"], False, num_images, num_shards, "")
 
 
-def test_each_shard_lists_what_a_plain_shuffle_gives_it(tmp_path: Path) -> None:
+def test_each_shard_lists_what_a_plain_shuffle_gives_it(tmp_path):
     keys = [f"image {i}" for i in range(331)]
     staging, plan = locate(str(tmp_path / "staging")), plan_of(331, 17)
     write_lists(plan, RowStore(parts_of(keys, staging), str(tmp_path)), staging)
@@ -56,7 +56,7 @@ def test_each_shard_lists_what_a_plain_shuffle_gives_it(tmp_path: Path) -> None:
     assert [len(shard) % 4 for shard in listed[:-1]] == [0] * 16
 
 
-def test_only_the_first_of_equal_keys_is_usable(tmp_path: Path) -> None:
+def test_only_the_first_of_equal_keys_is_usable(tmp_path):
     keys = [f"image {i % 40}" for i in range(60)]
     store = RowStore(parts_of(keys, locate(str(tmp_path / "staging"))), str(tmp_path))
     store.find_repeated()
@@ -67,13 +67,13 @@ def test_only_the_first_of_equal_keys_is_usable(tmp_path: Path) -> None:
     assert [row.problem is None for row in picked] == [False, True, False, True, True, True]
 
 
-def test_a_row_is_kept_as_it_is() -> None:
+def test_a_row_is_kept_as_it_is():
     row = Row("caf\xe9", ("x", "y"), "/a", 3, 4, problem="a problem", extra=("of text", None))
     (again,) = table_rows(row_table([row]))
     assert again == row
 
 
-def test_tens_of_thousands_of_class_folders_are_indexed_by_few_tasks() -> None:
+def test_tens_of_thousands_of_class_folders_are_indexed_by_few_tasks():
     config = config_of("/a", "/set")
     units = [Unit("folder", f"/a/{i}", "/a", config) for i in range(30_000)]
     parts = index._parts(units)
@@ -81,16 +81,14 @@ def test_tens_of_thousands_of_class_folders_are_indexed_by_few_tasks() -> None:
     assert [unit for part in parts for unit in part] == units
 
 
-def test_two_forms_of_one_name_are_one_key(tmp_path: Path) -> None:
+def test_two_forms_of_one_name_are_one_key(tmp_path):
     keys = [unicodedata.normalize(form, "caf\xe9.jpg") for form in ("NFC", "NFD")]
     store = RowStore(parts_of([*keys, "tea.jpg"], locate(str(tmp_path / "staging"))), str(tmp_path))
     store.find_repeated()
     assert store.is_repeated.tolist() == [False, True, False]
 
 
-def test_long_texts_are_held_in_pieces_of_some_bytes(
-    serial: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_texts_are_held_in_pieces_of_some_bytes(serial, tmp_path, monkeypatch):
     monkeypatch.setattr(index, "CHARACTERS_AT_A_TIME", 3000)
     lines = [json.dumps({"path": f"{i}.jpg", "label": "a", "caption": "c" * 900}) for i in range(9)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
@@ -112,17 +110,17 @@ def facts(tmp_path: Path) -> Location:
     return file
 
 
-def test_facts_are_read_as_they_were_written(facts: Location) -> None:
+def test_facts_are_read_as_they_were_written(facts):
     assert read_facts(facts) == FACTS
 
 
-def test_every_flipped_bit_of_facts_is_found(facts: Location) -> None:
+def test_every_flipped_bit_of_facts_is_found(facts):
     for flip in flips(Path(facts.path), bits_per_byte=2):
         with pytest.raises(ValueError, match="is not what was written"):
             pytest.fail(f"{flip}: read as {read_facts(facts)}")
 
 
-def test_a_flip_on_the_way_is_read_again(facts: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flip_on_the_way_is_read_again(facts, monkeypatch):
     whole = facts.read()
     answers = [whole.replace(b"64", b"65", 1), whole]
     monkeypatch.setattr(Location, "read", lambda _: answers.pop(0))
@@ -130,7 +128,7 @@ def test_a_flip_on_the_way_is_read_again(facts: Location, monkeypatch: pytest.Mo
     assert answers == []
 
 
-def test_a_flipped_bit_of_a_table_is_no_other_value(tmp_path: Path) -> None:
+def test_a_flipped_bit_of_a_table_is_no_other_value(tmp_path):
     file = locate(str(tmp_path / "index.parquet"))
     with parquet_output(file, TABLE.schema) as writer:
         writer.write_table(TABLE, row_group_size=10)

@@ -7,7 +7,7 @@ from vit_ray.data.convert import labels as labels_module
 from vit_ray.data.convert.rows import Row
 
 
-def test_a_column_that_is_no_label_is_refused() -> None:
+def test_a_column_that_is_no_label_is_refused():
     facts = labels_module.SourceFacts()
     for i in range(1000):
         facts.add(Row(str(i), (f"caption {i}",)))
@@ -25,9 +25,7 @@ def test_a_column_that_is_no_label_is_refused() -> None:
         ({"0", "1", "01"}, "3 integers from 0 to 1, and not 0 to 2"),
     ],
 )
-def test_integers_that_are_not_all_from_0_on_are_not_closed_up_without_a_word(
-    labels: set[str], told: str
-) -> None:
+def test_integers_that_are_not_all_from_0_on_are_not_closed_up_without_a_word(labels, told):
     for kinds in ({"index"}, {"text"}):
         with pytest.raises(ValueError, match=told):
             labels_module.class_names(labels, kinds, None, "auto")
@@ -40,7 +38,7 @@ def test_integers_that_are_not_all_from_0_on_are_not_closed_up_without_a_word(
     assert labels_module.class_names(labels, {"text"}, None, "names") == (numbered, False)
 
 
-def test_indices_without_names_keep_their_places() -> None:
+def test_indices_without_names_keep_their_places():
     found = labels_module.class_names({"0", "3"}, {"index"}, None, "indices")
     assert found == (["0", "1", "2", "3"], True)
     assert labels_module.class_names({"0", "1"}, {"index"}, None, "auto") == (["0", "1"], False)
@@ -51,6 +49,6 @@ def test_indices_without_names_keep_their_places() -> None:
         labels_module.class_names({"0", "999999999999"}, {"index"}, None, "indices")
 
 
-def test_a_source_without_any_label_has_no_classes() -> None:
+def test_a_source_without_any_label_has_no_classes():
     for labels_are in ("auto", "names", "indices"):
         assert labels_module.class_names(set(), set(), None, labels_are)[0] == []

@@ -28,20 +28,20 @@ def write_csv(file: Path, rows: list[list[str]], labels: str = "label") -> Path:
     return file
 
 
-def test_a_comma_in_a_label_is_no_separator(serial: None, folder: Path) -> None:
+def test_a_comma_in_a_label_is_no_separator(serial, folder):
     labels = {name: "tench, Tinca tinca" if i % 2 else "a; b" for i, name in enumerate(IMAGES)}
     file = write_csv(folder / "list.csv", [[name, label] for name, label in labels.items()])
     assert labels_of(converted(file, folder / "set")) == labels
 
 
-def test_a_column_of_labels_is_a_list(serial: None, folder: Path) -> None:
+def test_a_column_of_labels_is_a_list(serial, folder):
     rows = [[name, "tench, Tinca tinca; cock"] for name in IMAGES]
     file = write_csv(folder / "list.csv", rows, "labels")
     found = labels_of(converted(file, folder / "set"))
     assert found == {name: ["tench, Tinca tinca", "cock"] for name in IMAGES}
 
 
-def test_each_bad_row_of_a_csv_is_rejected_alone(serial: None, folder: Path) -> None:
+def test_each_bad_row_of_a_csv_is_rejected_alone(serial, folder):
     good = list(IMAGES)[:20]
     bad = [
         b",cat", b"  ,cat", b"000.jpg,tench, Tinca", b"000.jpg", b"caf\xe9.jpg,cat",
@@ -82,9 +82,7 @@ def numbered(lines: dict[int, str], count: int = 40) -> str:
 
 
 @pytest.mark.parametrize("line", ['"008.jpg,cat,n', '008.jpg,"cat,n', '008.jpg,cat,"n'])
-def test_the_end_of_a_list_inside_quotes_is_an_error_with_its_line(
-    serial: None, folder: Path, line: str
-) -> None:
+def test_the_end_of_a_list_inside_quotes_is_an_error_with_its_line(serial, folder, line):
     (folder / "list.csv").write_text(numbered({10: line}))
     with pytest.raises(ValueError, match=r"list.csv': a quote in line 10 is never closed.* 32 li"):
         converted(folder / "list.csv", folder / "set", max_rejected_fraction=1.0)
@@ -107,9 +105,7 @@ REJECTED = {
 
 
 @pytest.mark.parametrize("name", REJECTED)
-def test_an_odd_quote_rejects_every_line_that_it_takes_in(
-    serial: None, folder: Path, name: str
-) -> None:
+def test_an_odd_quote_rejects_every_line_that_it_takes_in(serial, folder, name):
     changed, first, last, why = REJECTED[name]
     (folder / "list.csv").write_text(numbered(changed))
     found = converted(folder / "list.csv", folder / "set", max_rejected_fraction=0.2)
@@ -121,7 +117,7 @@ def test_an_odd_quote_rejects_every_line_that_it_takes_in(
     assert all(why in reason for reason in reasons.values()), reasons
 
 
-def test_lines_in_a_note_and_doubled_quotes_are_no_fault(serial: None, folder: Path) -> None:
+def test_lines_in_a_note_and_doubled_quotes_are_no_fault(serial, folder):
     notes = ['5"', "two\nlines", 'said ""so""', "a, b\nc, d, e"]
     rows = [[name, 'the "cat"', notes[i % 4]] for i, name in enumerate(IMAGES)]
     with (folder / "list.csv").open("w", newline="") as sink:
@@ -131,7 +127,7 @@ def test_lines_in_a_note_and_doubled_quotes_are_no_fault(serial: None, folder: P
     )
 
 
-def test_each_bad_line_of_json_is_rejected_alone(serial: None, folder: Path) -> None:
+def test_each_bad_line_of_json_is_rejected_alone(serial, folder):
     good = [json.dumps({"path": name, "label": "cat"}).encode() for name in list(IMAGES)[:20]]
     bad = {
         b"[1, 2]": "a JSON list", b"3": "a JSON int", b"null": "a JSON NoneType",
@@ -160,15 +156,13 @@ def test_each_bad_line_of_json_is_rejected_alone(serial: None, folder: Path) -> 
     ("header", "what"),
     [("name,label", "path"), ("path,kind", "label"), ("path,label,label", "2 columns")],
 )
-def test_a_header_without_what_is_needed_is_refused(
-    serial: None, folder: Path, header: str, what: str
-) -> None:
+def test_a_header_without_what_is_needed_is_refused(serial, folder, header, what):
     (folder / "list.csv").write_text(f"{header}\n")
     with pytest.raises(ValueError, match=what):
         converted(folder / "list.csv", folder / "set")
 
 
-def test_utf16_is_refused(serial: None, folder: Path) -> None:
+def test_utf16_is_refused(serial, folder):
     (folder / "list.csv").write_text("path,label\n000.jpg,cat\n", encoding="utf-16")
     with pytest.raises(ValueError, match=r"list.csv' is UTF-16; save it as UTF-8"):
         converted(folder / "list.csv", folder / "set")
@@ -184,7 +178,7 @@ TRICKY = [
 ]
 
 
-def test_rows_are_those_of_pythons_csv(folder: Path) -> None:
+def test_rows_are_those_of_pythons_csv(folder):
     with (folder / "list.csv").open("w", newline="", encoding="utf-8") as sink:
         csv.writer(sink).writerows([["path", "label", "note"], *TRICKY * 3])
     (unit,) = units(folder / "list.csv", columns=["note"])
@@ -192,7 +186,7 @@ def test_rows_are_those_of_pythons_csv(folder: Path) -> None:
     assert [[row.key, *row.labels, *row.extra] for row in rows] == TRICKY * 3
 
 
-def test_shards_of_a_list_have_the_size_that_is_asked_for(serial: None, folder: Path) -> None:
+def test_shards_of_a_list_have_the_size_that_is_asked_for(serial, folder):
     for i in range(400):
         (folder / f"x{i}.jpg").write_bytes(IMAGES[f"{i % 40:03d}.jpg"])
     file = write_csv(folder / "list.csv", [[f"x{i}.jpg", "cat"] for i in range(400)])
@@ -202,9 +196,7 @@ def test_shards_of_a_list_have_the_size_that_is_asked_for(serial: None, folder: 
     assert 9 <= len(sizes) <= 11
 
 
-def test_shards_of_shrunk_images_have_the_size_that_is_asked_for(
-    serial: None, folder: Path
-) -> None:
+def test_shards_of_shrunk_images_have_the_size_that_is_asked_for(serial, folder):
     """400 x 300 pixels shrink to a small part of their bytes; a shard holds many more."""
     (folder / "source" / "cat").mkdir(parents=True)
     for i in range(60):
@@ -215,7 +207,7 @@ def test_shards_of_shrunk_images_have_the_size_that_is_asked_for(
     assert sum(f.bytes for f in files) / len(files) == pytest.approx(0.01 * 2**20, rel=0.35)
 
 
-def test_a_path_that_no_disk_has_is_one_rejected_row(serial: None, folder: Path) -> None:
+def test_a_path_that_no_disk_has_is_one_rejected_row(serial, folder):
     os.symlink("itself", folder / "itself")
     bad = {
         "x" * 300: "File name too long",
@@ -230,9 +222,7 @@ def test_a_path_that_no_disk_has_is_one_rejected_row(serial: None, folder: Path)
     assert found == {name: f"it cannot be read: {reason}" for name, reason in bad.items()}
 
 
-def test_a_process_without_files_to_open_rejects_nothing(
-    serial: None, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_without_files_to_open_rejects_nothing(serial, folder, monkeypatch):
     """It is no fault of the image."""
 
     def refuse(path: str) -> None:
@@ -244,7 +234,7 @@ def test_a_process_without_files_to_open_rejects_nothing(
         next(rows_of(units(str(file))[0])).read()
 
 
-def test_a_header_may_span_lines(serial: None, folder: Path) -> None:
+def test_a_header_may_span_lines(serial, folder):
     header = '\ufeffpath,label,"a note\nof two lines",caption\r\n'
     rows = "".join(f"{name},cat,x,y\r\n" for name in IMAGES)
     (folder / "list.csv").write_bytes((header + rows).encode())
@@ -253,7 +243,7 @@ def test_a_header_may_span_lines(serial: None, folder: Path) -> None:
     assert rejections(folder / "set") == {}
 
 
-def test_of_several_columns_one_is_chosen_by_the_user(serial: None, folder: Path) -> None:
+def test_of_several_columns_one_is_chosen_by_the_user(serial, folder):
     rows = [[name, f"old/{name}", str(i % 2), "dc"[i % 2]] for i, name in enumerate(IMAGES)]
     with (folder / "list.csv").open("w", newline="") as sink:
         csv.writer(sink).writerows([["Photo", "path", "label", "class"], *rows])
@@ -264,7 +254,7 @@ def test_of_several_columns_one_is_chosen_by_the_user(serial: None, folder: Path
     assert found == {name: "dc"[i % 2] for i, name in enumerate(IMAGES)}
 
 
-def test_of_several_keys_one_is_chosen_by_the_user(serial: None, folder: Path) -> None:
+def test_of_several_keys_one_is_chosen_by_the_user(serial, folder):
     rows = [{"photo": name, "label": 0, "class": "cat"} for name in IMAGES]
     (folder / "list.jsonl").write_text("\n".join(map(json.dumps, rows)))
     options = {"image_field": "photo", "max_rejected_fraction": 1.0}

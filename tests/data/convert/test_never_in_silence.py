@@ -52,9 +52,7 @@ def write_jsonl(folder: Path, labels: list[Any]) -> Path:
         [[0, 0, 0], [0, 0, 1], [0, 0, 1]],
     ],
 )
-def test_places_of_classes_are_not_taken_for_their_numbers(
-    tmp_path: Path, labels: list[list[int]]
-) -> None:
+def test_places_of_classes_are_not_taken_for_their_numbers(tmp_path, labels):
     told = r"(zeros and ones, )?with a place for each class \(one-hot"
     with pytest.raises(ValueError, match=told):
         convert(write_jsonl(tmp_path, labels), tmp_path / "set")
@@ -67,7 +65,7 @@ def test_places_of_classes_are_not_taken_for_their_numbers(
 
 
 @pytest.mark.parametrize("header", ["label", "labels"])
-def test_places_of_classes_as_text_are_refused_too(tmp_path: Path, header: str) -> None:
+def test_places_of_classes_as_text_are_refused_too(tmp_path, header):
     write_files(tmp_path, *(f"{i}.jpg" for i in range(3)))
     for name, labels in (("many", ["0;0;1", "0;1;0", "1;0;0"]), ("two", ["0;1", "1;0", "1;0"])):
         rows = "".join(f"{i}.jpg,{label}\n" for i, label in enumerate(labels))
@@ -80,13 +78,13 @@ def test_places_of_classes_as_text_are_refused_too(tmp_path: Path, header: str) 
         convert(write_jsonl(tmp_path / "j", texts), tmp_path / "json")
 
 
-def test_lists_of_class_numbers_stay_what_they_are(tmp_path: Path) -> None:
+def test_lists_of_class_numbers_stay_what_they_are(tmp_path):
     labels = [[0, 2], [1], [0], [2, 1]]
     found = converted(write_jsonl(tmp_path, labels), tmp_path / "set")
     assert [names for _, (_, names) in sorted(found.items())] == [[*map(str, n)] for n in labels]
 
 
-def test_two_forms_of_one_letter_are_one_class(tmp_path: Path) -> None:
+def test_two_forms_of_one_letter_are_one_class(tmp_path):
     root = write_files(tmp_path / "s", f"{COMPOSED}/1.jpg", f"{DECOMPOSED}/2.jpg", "tea/3.jpg")
     found = converted(root, tmp_path / "set", classes=["tea", DECOMPOSED])
     assert set(labels_of(found).values()) == {COMPOSED, "tea"}
@@ -95,7 +93,7 @@ def test_two_forms_of_one_letter_are_one_class(tmp_path: Path) -> None:
     assert set(labels_of(converted(listed, tmp_path / "other")).values()) == {COMPOSED, "tea"}
 
 
-def test_a_path_in_the_other_form_finds_its_file(tmp_path: Path) -> None:
+def test_a_path_in_the_other_form_finds_its_file(tmp_path):
     write_files(tmp_path, f"{COMPOSED}.jpg")
     (tmp_path / "list.csv").write_text(f"path,label\n{DECOMPOSED}.jpg,x\n", encoding="utf-8")
     assert converted(tmp_path / "list.csv", tmp_path / "set") == {
@@ -104,7 +102,7 @@ def test_a_path_in_the_other_form_finds_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_missing_shard_is_an_error(tmp_path: Path, in_place: bool) -> None:
+def test_a_missing_shard_is_an_error(tmp_path, in_place):
     for number in (0, 2):
         table = pa.table({"image": [{"bytes": IMAGES[number]}], "label": ["a"]})
         (tmp_path / "data").mkdir(exist_ok=True)
@@ -117,7 +115,7 @@ def test_a_missing_shard_is_an_error(tmp_path: Path, in_place: bool) -> None:
     assert convert(some, tmp_path / "some", in_place=in_place).num_images == 2
 
 
-def test_a_missing_tfrecord_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_tfrecord_is_an_error(tmp_path):
     content = record(example(image=IMAGES[0], label=[0]))
     (tmp_path / "pets-train.tfrecord-00001-of-00002").write_bytes(content)
     with pytest.raises(ValueError, match=r"1 of the 2 shards .* are missing, the first 00000"):
@@ -141,16 +139,14 @@ def test_a_missing_tfrecord_is_an_error(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_class_folders_are_not_looked_for_at_the_wrong_depth(
-    tmp_path: Path, names: tuple[str, ...], told: str
-) -> None:
+def test_class_folders_are_not_looked_for_at_the_wrong_depth(tmp_path, names, told):
     root = write_files(tmp_path / "s", *names)
     with pytest.raises(ValueError, match=told):
         convert(root, tmp_path / "set")
     assert {u.name for u in units(root, format="folder")} >= {names[0].partition("/")[0]}
 
 
-def test_class_folders_of_the_second_level_are_named_by_a_glob(tmp_path: Path) -> None:
+def test_class_folders_of_the_second_level_are_named_by_a_glob(tmp_path):
     root = write_files(tmp_path / "s", "a/airfield/1.jpg", "b/bar/2.jpg")
     assert labels_of(converted(f"{root}/*/*", tmp_path / "set")) == {
         "a/airfield/1.jpg": "airfield",
@@ -158,7 +154,7 @@ def test_class_folders_of_the_second_level_are_named_by_a_glob(tmp_path: Path) -
     }
 
 
-def test_what_systems_and_downloads_leave_is_no_image_and_no_class(tmp_path: Path) -> None:
+def test_what_systems_and_downloads_leave_is_no_image_and_no_class(tmp_path):
     root = write_files(
         tmp_path / "s", "cat/1.jpg", "dog/2.jpg", "@eaDir/cat/3.jpg", "cat/@eaDir/4.jpg",
         "$RECYCLE.BIN/5.jpg", "System Volume Information/6.jpg", "dog/7.jpg.part", "cat/Thumbs.db",
@@ -168,7 +164,7 @@ def test_what_systems_and_downloads_leave_is_no_image_and_no_class(tmp_path: Pat
     assert rejections(tmp_path / "set") == {}
 
 
-def test_every_format_that_is_decoded_is_found(tmp_path: Path) -> None:
+def test_every_format_that_is_decoded_is_found(tmp_path):
     suffixes = sorted(suffix for each in FORMAT_SUFFIXES.values() for suffix in each)
     assert {"avif", "jp2", "jfif", "jpe", "pgm"} < set(suffixes)
     assert all(is_image_name(f"a.{suffix}") for suffix in suffixes)
@@ -200,9 +196,7 @@ def test_every_format_that_is_decoded_is_found(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_labels_that_are_probably_none_are_refused(
-    tmp_path: Path, labels: list[str], told: str
-) -> None:
+def test_labels_that_are_probably_none_are_refused(tmp_path, labels, told):
     source = write_csv(tmp_path, labels)
     with pytest.raises(ValueError, match=told):
         convert(source, tmp_path / "set")
@@ -212,14 +206,14 @@ def test_labels_that_are_probably_none_are_refused(
 
 
 @pytest.mark.parametrize("delimiter", [";", "\t"])
-def test_a_csv_may_have_other_delimiters(tmp_path: Path, delimiter: str) -> None:
+def test_a_csv_may_have_other_delimiters(tmp_path, delimiter):
     source = write_csv(tmp_path, ["a, b", "c", 'x ""y""'], delimiter)
     assert labels_of(converted(source, tmp_path / "set")) == {
         "0.jpg": "a, b", "1.jpg": "c", "2.jpg": 'x "y"',
     }  # fmt: skip
 
 
-def test_orientations_are_counted_and_what_turns_them_is_said(tmp_path: Path) -> None:
+def test_orientations_are_counted_and_what_turns_them_is_said(tmp_path):
     (tmp_path / "s" / "a").mkdir(parents=True)
     for number in range(10):
         content = turned("JPEG", 6 if number < 3 else 1)
@@ -232,14 +226,14 @@ def test_orientations_are_counted_and_what_turns_them_is_said(tmp_path: Path) ->
     assert open_dataset(str(tmp_path / "turned")).origin["apply_orientation"] is True
 
 
-def test_classes_of_one_image_and_sets_of_one_class_are_said(tmp_path: Path) -> None:
+def test_classes_of_one_image_and_sets_of_one_class_are_said(tmp_path):
     root = write_files(tmp_path / "s", "cat/1.jpg", "cat/2.jpg", "dog/3.jpg")
     assert convert(root, tmp_path / "set").notes == ["1 classes have one image: dog"]
     one = write_files(tmp_path / "o", "cat/1.jpg", "cat/2.jpg")
     assert convert(one, tmp_path / "one").notes == ["there is one class only: 'cat'"]
 
 
-def test_truths_and_empty_labels_are_rejected(tmp_path: Path) -> None:
+def test_truths_and_empty_labels_are_rejected(tmp_path):
     source = write_jsonl(tmp_path, [True, "", ["x", ""], "x", "x"])
     found = converted(source, tmp_path / "set", max_rejected_fraction=0.9)
     assert sorted(found) == ["3.jpg", "4.jpg"]
@@ -248,7 +242,7 @@ def test_truths_and_empty_labels_are_rejected(tmp_path: Path) -> None:
     assert reasons["1.jpg"] == reasons["2.jpg"] == "its label is empty"
 
 
-def test_a_destination_in_the_source_through_a_link_is_refused(tmp_path: Path) -> None:
+def test_a_destination_in_the_source_through_a_link_is_refused(tmp_path):
     root = write_files(tmp_path / "s", "cat/1.jpg", "dog/2.jpg")
     (tmp_path / "link").symlink_to(root)
     with pytest.raises(ValueError, match=r"is in convert\.source="):
@@ -256,7 +250,7 @@ def test_a_destination_in_the_source_through_a_link_is_refused(tmp_path: Path) -
     assert sorted(path.name for path in root.iterdir()) == ["cat", "dog"]
 
 
-def test_what_a_refused_conversion_leaves_is_no_class_of_the_next(tmp_path: Path) -> None:
+def test_what_a_refused_conversion_leaves_is_no_class_of_the_next(tmp_path):
     root = write_files(tmp_path / "s", "in/cat/1.jpg", "in/dog/2.jpg")
     (root / "in" / "cat" / "0.jpg").write_bytes(b"broken")
     with pytest.raises(ValueError, match="not usable images"):

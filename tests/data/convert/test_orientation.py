@@ -33,7 +33,7 @@ def rows_of(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("options", [{}, {"index_jpeg": False}])
-def test_images_are_turned_as_exif_says(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_images_are_turned_as_exif_says(tmp_path, options):
     (tmp_path / "source" / "cat").mkdir(parents=True)
     files = {}
     for kind in ("JPEG", "PNG", "WEBP"):
@@ -59,7 +59,7 @@ def test_images_are_turned_as_exif_says(tmp_path: Path, options: dict[str, Any])
     assert report.problems == []
 
 
-def test_images_stay_as_they_are_stored_where_nothing_is_asked(tmp_path: Path) -> None:
+def test_images_stay_as_they_are_stored_where_nothing_is_asked(tmp_path):
     (tmp_path / "source" / "cat").mkdir(parents=True)
     (tmp_path / "source" / "cat" / "6.jpg").write_bytes(turned("JPEG", 6))
     convert(tmp_path / "source", tmp_path / "set")
@@ -67,7 +67,7 @@ def test_images_stay_as_they_are_stored_where_nothing_is_asked(tmp_path: Path) -
     np.testing.assert_array_equal(decode(row["image"]), decode(turned("JPEG", 6)))
 
 
-def test_a_turned_image_is_shrunk_too(tmp_path: Path) -> None:
+def test_a_turned_image_is_shrunk_too(tmp_path):
     (tmp_path / "source" / "cat").mkdir(parents=True)
     (tmp_path / "source" / "cat" / "6.jpg").write_bytes(turned("JPEG", 6))
     convert(tmp_path / "source", tmp_path / "set", apply_orientation=True, shrink_to=48)

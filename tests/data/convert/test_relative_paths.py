@@ -19,8 +19,8 @@ from vit_ray.storage import absolute
 
 
 def test_tasks_in_another_working_directory_find_what_the_driver_names(
-    monkeypatch: pytest.MonkeyPatch, image_folder: Path, tmp_path: Path
-) -> None:
+    monkeypatch, image_folder, tmp_path
+):
     (elsewhere := tmp_path / "elsewhere").mkdir()
 
     def one_by_one(work: Callable[..., Any], items: Sequence[Any], *rest: Any, **shown: Any) -> Any:
@@ -51,8 +51,6 @@ def test_tasks_in_another_working_directory_find_what_the_driver_names(
     [("a/b", "{here}/a/b"), ("file://a/b", "{here}/a/b"), ("file:///a", "/a"), ("~/a", "{home}/a"),
      ("s3://bucket/a", "s3://bucket/a"), ("hf://a/b", "hf://a/b")],
 )  # fmt: skip
-def test_local_paths_become_absolute_and_addresses_stay(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str, found: str
-) -> None:
+def test_local_paths_become_absolute_and_addresses_stay(monkeypatch, tmp_path, path, found):
     monkeypatch.chdir(tmp_path)
     assert absolute(path) == found.format(here=tmp_path, home=Path.home())

@@ -3,7 +3,6 @@
 import errno
 import json
 import zlib
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -40,7 +39,7 @@ SAME = [IMAGES[0]] * 6
         (pa.array([{"bytes": i} for i in IMAGES]), pa.array([["a"], ["b"], ["c"]] * 2)),
     ],
 )
-def test_arrows_other_types_are_read(tmp_path: Path, images: pa.Array, labels: pa.Array) -> None:
+def test_arrows_other_types_are_read(tmp_path, images, labels):
     (tmp_path / "hub").mkdir()
     source = tmp_path / "hub" / "train.parquet"
     pq.write_table(pa.table({"image": images, "label": labels}), source)
@@ -52,7 +51,7 @@ def test_arrows_other_types_are_read(tmp_path: Path, images: pa.Array, labels: p
     assert [read.image(i) for i in range(6)] == [rows[key][0] for key in expected]
 
 
-def test_images_that_are_not_embedded_are_said_so(tmp_path: Path) -> None:
+def test_images_that_are_not_embedded_are_said_so(tmp_path):
     images = [{"bytes": None, "path": f"images/{i}.jpg"} for i in range(3)]
     pq.write_table(pa.table({"image": images, "label": [0, 1, 0]}), tmp_path / "train.parquet")
     told = r"no bytes, only the path 'images/\d.jpg': it is not embedded; .*embed_table_storage"
@@ -60,7 +59,7 @@ def test_images_that_are_not_embedded_are_said_so(tmp_path: Path) -> None:
         convert(tmp_path / "train.parquet", tmp_path / "set")
 
 
-def test_bare_ids_become_paths_by_a_pattern(tmp_path: Path) -> None:
+def test_bare_ids_become_paths_by_a_pattern(tmp_path):
     (tmp_path / "val").mkdir()
     for i in range(3):
         (tmp_path / "val" / f"ILSVRC2012_val_{i}.JPEG").write_bytes(IMAGES[i])
@@ -89,15 +88,13 @@ def test_bare_ids_become_paths_by_a_pattern(tmp_path: Path) -> None:
         ({"n01.tar": b"x", "n02.tar": b"x"}, "holds other archives; unpack it: "),
     ],
 )
-def test_archives_without_labels_are_to_be_unpacked(
-    tmp_path: Path, files: dict[str, bytes], told: str
-) -> None:
+def test_archives_without_labels_are_to_be_unpacked(tmp_path, files, told):
     (tmp_path / "a.tar").write_bytes(tar_of([*files.items()]))
     with pytest.raises(ValueError, match=rf"a.tar' .*{told}"):
         convert(tmp_path / "a.tar", tmp_path / "set")
 
 
-def test_the_files_of_a_sample_may_stand_apart(tmp_path: Path) -> None:
+def test_the_files_of_a_sample_may_stand_apart(tmp_path):
     images = [(f"{i}.jpg", image) for i, image in enumerate(IMAGES)]
     labels = [(f"{i}.cls", b"ab"[i % 2 : i % 2 + 1]) for i in reversed(range(6))]
     (tmp_path / "a.tar").write_bytes(tar_of([*images, *labels]))
@@ -106,7 +103,7 @@ def test_the_files_of_a_sample_may_stand_apart(tmp_path: Path) -> None:
     }
 
 
-def test_a_label_named_after_the_whole_file_is_named(tmp_path: Path) -> None:
+def test_a_label_named_after_the_whole_file_is_named(tmp_path):
     pairs = [("0.jpg", IMAGES[0]), ("0.cls", b"a"), ("1.jpg", IMAGES[1]), ("1.jpg.cls", b"a")]
     (tmp_path / "a.tar").write_bytes(tar_of(pairs))
     converted(tmp_path / "a.tar", tmp_path / "set", max_rejected_fraction=0.5)
@@ -115,28 +112,28 @@ def test_a_label_named_after_the_whole_file_is_named(tmp_path: Path) -> None:
     }
 
 
-def test_addresses_in_a_list_are_to_be_downloaded(tmp_path: Path) -> None:
+def test_addresses_in_a_list_are_to_be_downloaded(tmp_path):
     (tmp_path / "list.csv").write_text("path,label\nhttps://x.org/1.jpg,a\nhttp://x.org/2.jpg,b\n")
     with pytest.raises(ValueError, match=r"it is a URL; download the images first"):
         convert(tmp_path / "list.csv", tmp_path / "set")
 
 
 @pytest.mark.parametrize("level", [0, 1, 6, 9])
-def test_records_that_zlib_packed_are_named_as_such(tmp_path: Path, level: int) -> None:
+def test_records_that_zlib_packed_are_named_as_such(tmp_path, level):
     content = record(example(image=IMAGES[0], label=[0]))
     (tmp_path / "a.tfrecord").write_bytes(zlib.compress(content, level))
     with pytest.raises(ValueError, match=r"a.tfrecord' is compressed with zlib; decompress it"):
         convert(tmp_path / "a.tfrecord", tmp_path / "set")
 
 
-def test_a_class_folder_with_a_line_break_is_refused(tmp_path: Path) -> None:
+def test_a_class_folder_with_a_line_break_is_refused(tmp_path):
     (tmp_path / "s" / "c\nat").mkdir(parents=True)
     (tmp_path / "s" / "c\nat" / "1.jpg").write_bytes(IMAGES[0])
     with pytest.raises(ValueError, match="line break"):
         convert(tmp_path / "s", tmp_path / "set")
 
 
-def test_one_denied_object_is_one_rejected_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_denied_object_is_one_rejected_row(monkeypatch):
     def denied(*_: Any) -> bytes:
         raise PermissionError(errno.EACCES, "Access Denied")
 
@@ -151,9 +148,7 @@ def test_one_denied_object_is_one_rejected_row(monkeypatch: pytest.MonkeyPatch) 
         Row("key", path="s3://bucket/a.tar", offset=512, length=9).read()
 
 
-def test_a_full_temporary_disk_is_named(
-    small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_temporary_disk_is_named(small_disk, tmp_path, monkeypatch):
     rows = "".join(f"{i}.jpg,x,{'c' * 1000}\n" for i in range(4000))
     (tmp_path / "list.csv").write_text("path,label,caption\n" + rows)
     monkeypatch.setattr("tempfile.tempdir", str(small_disk))
@@ -161,7 +156,7 @@ def test_a_full_temporary_disk_is_named(
         convert(tmp_path / "list.csv", tmp_path / "set", columns=["caption"])
 
 
-def test_a_pack_that_is_gone_or_short_is_no_rejected_row(tmp_path: Path) -> None:
+def test_a_pack_that_is_gone_or_short_is_no_rejected_row(tmp_path):
     pack = tmp_path / "index-0.bin"
     with pytest.raises(FileNotFoundError):
         Row("key", path=str(pack), offset=0, length=9).read()

@@ -58,9 +58,7 @@ def store(buckets: Path) -> Iterator[FaultProxy]:
 
 
 @pytest.mark.parametrize("layout", ["folders", "list", "tars", "hub"])
-def test_each_further_image_is_asked_for_once(
-    store: FaultProxy, layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_further_image_is_asked_for_once(store, layout, monkeypatch):
     """Of all that a conversion from a store to a store asks it for."""
     monkeypatch.setattr(conversion, "SAMPLED", 4)
     # A store that ignores the condition of a lock is waited for.
@@ -75,9 +73,7 @@ def test_each_further_image_is_asked_for_once(
     assert 1 <= further <= MOST_AN_IMAGE
 
 
-def test_a_sample_of_images_is_found_in_few_requests(
-    store: FaultProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sample_of_images_is_found_in_few_requests(store, monkeypatch):
     """The index of a list is read once for all of them, and not once for each."""
     monkeypatch.setattr(lock, "time", SimpleNamespace(**{**vars(time), "sleep": lambda _: None}))
     store.faults.set("", 0, path="/_staging/index-")
@@ -98,9 +94,7 @@ def test_a_sample_of_images_is_found_in_few_requests(
         ("none/x.jpg", "no such file: s3://none/x.jpg"),
     ],
 )
-def test_a_path_that_no_object_has_is_the_error_of_one_image(
-    store: FaultProxy, path: str, reason: str
-) -> None:
+def test_a_path_that_no_object_has_is_the_error_of_one_image(store, path, reason):
     """A store answers some of them as it answers a request that is wrong as a whole."""
     with pytest.raises(ValueError, match=reason):
         Row("key", path=f"s3://{path}").read()

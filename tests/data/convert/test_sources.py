@@ -17,7 +17,7 @@ from vit_ray.data.shards import RowGroupReader
 IMAGES = {f"{i:03d}": jpeg(i) for i in range(12)}
 
 
-def test_tar_shards_in_webdataset_format(serial: None, tmp_path: Path) -> None:
+def test_tar_shards_in_webdataset_format(serial, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     for shard in range(2):
@@ -32,7 +32,7 @@ def test_tar_shards_in_webdataset_format(serial: None, tmp_path: Path) -> None:
     }
 
 
-def test_tar_samples_with_json_labels_and_without_any(serial: None, tmp_path: Path) -> None:
+def test_tar_samples_with_json_labels_and_without_any(serial, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     with tarfile.open(source / "only.tar", "w") as tar:
@@ -63,7 +63,7 @@ def hub_file(path: Path, labels: list[Any], metadata: dict[str, Any] | None = No
     pq.write_table(table, path, row_group_size=5)
 
 
-def test_parquet_of_the_hugging_face_hub(serial: None, tmp_path: Path) -> None:
+def test_parquet_of_the_hugging_face_hub(serial, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     feature = {"label": {"names": ["cat", "dog", "eel"], "_type": "ClassLabel"}}
@@ -79,7 +79,7 @@ def test_parquet_of_the_hugging_face_hub(serial: None, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", ["csv", "jsonl"])
-def test_lists_of_paths_and_labels(serial: None, tmp_path: Path, format: str) -> None:
+def test_lists_of_paths_and_labels(serial, tmp_path, format):
     (tmp_path / "images").mkdir()
     for name, image in IMAGES.items():
         (tmp_path / "images" / f"{name}.jpg").write_bytes(image)
@@ -102,7 +102,7 @@ def test_lists_of_paths_and_labels(serial: None, tmp_path: Path, format: str) ->
     assert "no such file" in rejected[0]["reason"]
 
 
-def test_a_key_is_taken_once(serial: None, tmp_path: Path) -> None:
+def test_a_key_is_taken_once(serial, tmp_path):
     """The second list names an image of the first, and one of its own twice."""
     source = tmp_path / "source"
     source.mkdir()
@@ -118,7 +118,7 @@ def test_a_key_is_taken_once(serial: None, tmp_path: Path) -> None:
     assert all("an earlier row of the source has the same key" in row["reason"] for row in rejected)
 
 
-def test_large_images_are_shrunk_only_when_asked(serial: None, tmp_path: Path) -> None:
+def test_large_images_are_shrunk_only_when_asked(serial, tmp_path):
     folder = tmp_path / "source" / "cat"
     folder.mkdir(parents=True)
     (folder / "large.jpg").write_bytes(jpeg(1, 120, 200))
@@ -133,7 +133,7 @@ def test_large_images_are_shrunk_only_when_asked(serial: None, tmp_path: Path) -
     assert len(images["cat/large.jpg"]) < (folder / "large.jpg").stat().st_size
 
 
-def test_a_shrunk_image_has_restart_markers_too(serial: None, tmp_path: Path) -> None:
+def test_a_shrunk_image_has_restart_markers_too(serial, tmp_path):
     folder = tmp_path / "source" / "cat"
     folder.mkdir(parents=True)
     (folder / "large.jpg").write_bytes(jpeg(1, 300, 400))

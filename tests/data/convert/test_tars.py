@@ -2,7 +2,6 @@ import io
 import json
 import struct
 import tarfile
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -26,7 +25,7 @@ def member_offsets() -> dict[str, int]:
         return {member.name: member.offset for member in tar}
 
 
-def test_text_with_a_comma_is_one_label(serial: None, tmp_path: Path) -> None:
+def test_text_with_a_comma_is_one_label(serial, tmp_path):
     file = tmp_path / "a.tar"
     names = ["tench, Tinca tinca", "cock; rooster"]
     texts = [names[0].encode(), f"{names[1]}\n".encode()]
@@ -35,7 +34,7 @@ def test_text_with_a_comma_is_one_label(serial: None, tmp_path: Path) -> None:
     assert labels_of(converted(file, tmp_path / "set")) == {"a/0": names[0], "a/1": names[1]}
 
 
-def test_sparse_integers_are_sorted_classes_with_their_names(serial: None, tmp_path: Path) -> None:
+def test_sparse_integers_are_sorted_classes_with_their_names(serial, tmp_path):
     texts = ["20201001", "9", "01", "1", "10"]
     pairs = [(f"{i}.{s}", c) for i, t in enumerate(texts) for s, c in
              (("jpg", IMAGES[i]), ("cls", t.encode()))]  # fmt: skip
@@ -47,9 +46,7 @@ def test_sparse_integers_are_sorted_classes_with_their_names(serial: None, tmp_p
     assert open_dataset(str(tmp_path / "set")).classes == ["01", "1", "9", "10", "20201001"]
 
 
-def test_numbers_beside_given_classes_that_are_numbers_must_be_explained(
-    serial: None, tmp_path: Path
-) -> None:
+def test_numbers_beside_given_classes_that_are_numbers_must_be_explained(serial, tmp_path):
     file = tmp_path / "a.tar"
     file.write_bytes(SHARD)
     with pytest.raises(ValueError, match=r"may be names or indices .*convert.labels_are=names"):
@@ -70,9 +67,7 @@ INSIDE_HEADERS = [
 
 @pytest.mark.slow(after=20)
 @pytest.mark.parametrize("cut", [*range(0, len(SHARD), 512), *INSIDE_HEADERS])
-def test_a_cut_archive_is_never_taken_for_a_whole_one(
-    serial: None, tmp_path: Path, cut: int
-) -> None:
+def test_a_cut_archive_is_never_taken_for_a_whole_one(serial, tmp_path, cut):
     """Cut before each of its blocks: at headers, in data, and in the end marker; and in headers."""
     file = tmp_path / "a.tar"
     file.write_bytes(SHARD[:cut])
@@ -86,7 +81,7 @@ def test_a_cut_archive_is_never_taken_for_a_whole_one(
 
 @pytest.mark.parametrize("name", ["00.jpg", "07.cls", "10.jpg", "19.cls"])
 @pytest.mark.parametrize("at", [0, 100, 124, 130, 148, 156, 257, 345])
-def test_a_bad_header_byte_is_found(serial: None, tmp_path: Path, name: str, at: int) -> None:
+def test_a_bad_header_byte_is_found(serial, tmp_path, name, at):
     content = bytearray(SHARD)
     content[member_offsets()[name] + at] ^= 0x01
     (tmp_path / "a.tar").write_bytes(content)
@@ -94,7 +89,7 @@ def test_a_bad_header_byte_is_found(serial: None, tmp_path: Path, name: str, at:
         converted(tmp_path / "a.tar", tmp_path / "set")
 
 
-def test_a_mended_archive_is_indexed_anew(serial: None, tmp_path: Path) -> None:
+def test_a_mended_archive_is_indexed_anew(serial, tmp_path):
     file = tmp_path / "source" / "a.tar"
     file.parent.mkdir()
     file.write_bytes(SHARD[:9000])
@@ -105,7 +100,7 @@ def test_a_mended_archive_is_indexed_anew(serial: None, tmp_path: Path) -> None:
     assert len(converted(file.parent, tmp_path / "set")) == 40
 
 
-def test_data_after_the_end_marker_are_damage(serial: None, tmp_path: Path) -> None:
+def test_data_after_the_end_marker_are_damage(serial, tmp_path):
     """Archives that were joined by `cat`, whose second half tarfile passes over."""
     (tmp_path / "a.tar").write_bytes(SHARD + SHARD)
     with pytest.raises(ValueError, match=r"more data after an archive's end marker"):
@@ -138,7 +133,7 @@ REJECTED = {
 
 
 @pytest.mark.parametrize("kind", REJECTED)
-def test_one_bad_sample_is_one_rejected_row(serial: None, tmp_path: Path, kind: str) -> None:
+def test_one_bad_sample_is_one_rejected_row(serial, tmp_path, kind):
     files, reason = REJECTED[kind]
     (tmp_path / "a.tar").write_bytes(tar_of([*FILES, *files]))
     assert len(converted(tmp_path / "a.tar", tmp_path / "set")) == 20
@@ -147,7 +142,7 @@ def test_one_bad_sample_is_one_rejected_row(serial: None, tmp_path: Path, kind: 
     assert reason in found["a/x"]
 
 
-def test_a_name_that_is_not_utf8_is_one_rejected_row(serial: None, tmp_path: Path) -> None:
+def test_a_name_that_is_not_utf8_is_one_rejected_row(serial, tmp_path):
     sink = io.BytesIO()
     with tarfile.open(fileobj=sink, mode="w", encoding="latin-1", format=tarfile.GNU_FORMAT) as tar:
         for name, content in [*FILES, ("caf\xe9.jpg", IMAGES[0]), ("caf\xe9.cls", b"1")]:
@@ -161,7 +156,7 @@ def test_a_name_that_is_not_utf8_is_one_rejected_row(serial: None, tmp_path: Pat
     }
 
 
-def test_links_and_sparse_members_are_rejected(serial: None, tmp_path: Path) -> None:
+def test_links_and_sparse_members_are_rejected(serial, tmp_path):
     """A sparse label of 3 GiB takes 512 bytes on disk, and must take no more in memory."""
     sink = io.BytesIO(tar_of(FILES)[: -2 * 512])
     sink.seek(0, io.SEEK_END)
@@ -198,7 +193,7 @@ def _binary(number: int) -> bytes:
     return b"\x80" + struct.pack(">xxxQ", number)
 
 
-def test_a_repeated_sample_is_rejected_and_not_overwritten(serial: None, tmp_path: Path) -> None:
+def test_a_repeated_sample_is_rejected_and_not_overwritten(serial, tmp_path):
     again = [("00.jpg", IMAGES[1]), ("00.cls", b"2")]
     (tmp_path / "a.tar").write_bytes(tar_of([*FILES, *again]))
     rows = converted(tmp_path / "a.tar", tmp_path / "set")
@@ -209,9 +204,7 @@ def test_a_repeated_sample_is_rejected_and_not_overwritten(serial: None, tmp_pat
     assert all("stands in the archive again" in row["reason"] for row in rejected)
 
 
-def test_an_image_of_joined_archives_does_not_get_the_label_of_another(
-    serial: None, tmp_path: Path
-) -> None:
+def test_an_image_of_joined_archives_does_not_get_the_label_of_another(serial, tmp_path):
     """A sample without its label, and later one of its name that has one."""
     files = [*FILES, ("x.jpg", IMAGES[0]), ("y.jpg", IMAGES[1]), ("y.cls", b"1")]
     files += [("x.cls", b"1"), ("x.jpg", IMAGES[2])]
@@ -221,7 +214,7 @@ def test_an_image_of_joined_archives_does_not_get_the_label_of_another(
     assert rows["a/y"] == (IMAGES[1], ["1"])
 
 
-def test_json_tells_text_from_numbers(serial: None, tmp_path: Path) -> None:
+def test_json_tells_text_from_numbers(serial, tmp_path):
     values = [3, "3, three", ["a", "b"]]
     pairs = [(f"{i}.{s}", c) for i, value in enumerate(values) for s, c in
              (("jpg", IMAGES[i]), ("json", json.dumps({"label": value}).encode()))]  # fmt: skip
@@ -230,7 +223,7 @@ def test_json_tells_text_from_numbers(serial: None, tmp_path: Path) -> None:
     assert found == {"a/0": "3", "a/1": "3, three", "a/2": ["a", "b"]}
 
 
-def test_names_of_several_dots_are_rejected_one_by_one(serial: None, tmp_path: Path) -> None:
+def test_names_of_several_dots_are_rejected_one_by_one(serial, tmp_path):
     """As WebDataset reads them, all are files of one sample; so each is counted."""
     dotted = [
         (f"img.{i:04d}.{suffix}", content)
@@ -246,7 +239,7 @@ def test_names_of_several_dots_are_rejected_one_by_one(serial: None, tmp_path: P
     assert all("its name has several dots" in reason for reason in found.values())
 
 
-def test_a_byte_order_mark_is_no_part_of_a_label(serial: None, tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_no_part_of_a_label(serial, tmp_path):
     marked = [("0.jpg", IMAGES[0]), ("0.cls", b"\xef\xbb\xbfcat")]
     (tmp_path / "a.tar").write_bytes(tar_of([*marked, ("1.jpg", IMAGES[1]), ("1.cls", b"cat")]))
     assert labels_of(converted(tmp_path / "a.tar", tmp_path / "set")) == {
@@ -255,7 +248,7 @@ def test_a_byte_order_mark_is_no_part_of_a_label(serial: None, tmp_path: Path) -
     }
 
 
-def test_of_several_files_of_a_sample_the_user_chooses(serial: None, tmp_path: Path) -> None:
+def test_of_several_files_of_a_sample_the_user_chooses(serial, tmp_path):
     fields = b'{"kind": "dog", "label": "cat", "class": "cow"}'
     files = {"left.jpg": IMAGES[0], "right.jpg": IMAGES[1], "json": fields, "breed": b"pug"}
     (tmp_path / "a.tar").write_bytes(tar_of([(f"0.{k}", v) for k, v in files.items()]))

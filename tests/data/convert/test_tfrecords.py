@@ -1,7 +1,6 @@
 """TFRecord files of TensorFlow Datasets: what is in them, and where they are damaged."""
 
 import io
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ TUTORIAL = (
 )
 
 
-def test_the_example_of_tensorflows_tutorial_is_read() -> None:
+def test_the_example_of_tensorflows_tutorial_is_read():
     found = features_of(TUTORIAL)
     assert {k: found[k] for k in ("feature0", "feature1", "feature3")} == {
         "feature0": [0], "feature1": [4], "feature3": [pytest.approx(0.9876)],
@@ -35,7 +34,7 @@ def test_the_example_of_tensorflows_tutorial_is_read() -> None:
 
 
 @pytest.mark.parametrize(("content", "crc"), [(bytes(32), 0x8A9136AA), (b"123456789", 0xE3069283)])
-def test_checksums_are_castagnolis_under_tensorflows_mask(content: bytes, crc: int) -> None:
+def test_checksums_are_castagnolis_under_tensorflows_mask(content, crc):
     # RFC 3720, appendix B.4, and the usual check value; `Unmask` of TensorFlow's crc32c.h.
     rotated = (masked_crc32c(content) - 0xA282EAD8) & 0xFFFFFFFF
     assert (rotated >> 17 | rotated << 15) & 0xFFFFFFFF == crc
@@ -57,7 +56,7 @@ def write_tfds(folder: Path, shards: int = 2, images: int = 6) -> None:
             )
 
 
-def test_a_folder_of_tfds_is_converted_with_its_names(serial: None, tmp_path: Path) -> None:
+def test_a_folder_of_tfds_is_converted_with_its_names(serial, tmp_path):
     write_tfds(tmp_path / "pets" / "4.0.0")
     rows = converted(
         tmp_path / "pets" / "4.0.0", tmp_path / "set", split="test", columns=("file_name",)
@@ -94,9 +93,7 @@ def unit_of(path: Path, **options: Any) -> Unit:
         (b"\x0b", "not a tf.train.Example"),
     ],
 )
-def test_a_record_that_is_no_image_with_a_label_is_rejected_alone(
-    content: bytes, problem: str, tmp_path: Path
-) -> None:
+def test_a_record_that_is_no_image_with_a_label_is_rejected_alone(content, problem, tmp_path):
     good = record(example(image=jpeg(1), label=[2]))
     before, wrong, after = indexed(tmp_path / "a.tfrecord", good + record(content) + good)
     assert (before.problem, after.problem, before.labels) == (None, None, ("2",))
@@ -106,7 +103,7 @@ def test_a_record_that_is_no_image_with_a_label_is_rejected_alone(
 
 
 @pytest.mark.parametrize("place", ["picture", "label", "checksum"])
-def test_a_record_with_a_flipped_bit_is_rejected_alone(place: str, tmp_path: Path) -> None:
+def test_a_record_with_a_flipped_bit_is_rejected_alone(place, tmp_path):
     good = record(example(image=jpeg(1), label=[2]))
     at = {"picture": good.index(jpeg(1)) + 300, "label": good.index(b"label") + 11, "checksum": -1}
     wrong = bytearray(good)
@@ -120,9 +117,7 @@ def test_a_record_with_a_flipped_bit_is_rejected_alone(place: str, tmp_path: Pat
         damaged.read()
 
 
-def test_a_record_that_is_too_large_is_rejected_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_that_is_too_large_is_rejected_alone(tmp_path, monkeypatch):
     good = record(example(image=jpeg(1), label=[2]))
     monkeypatch.setattr(tfrecords, "MOST_IMAGE_BYTES", len(good))
     large = record(example(image=bytes(3 << 20), label=[2]))
@@ -132,7 +127,7 @@ def test_a_record_that_is_too_large_is_rejected_alone(
         wrong.read()
 
 
-def test_another_feature_may_be_the_label_with_its_own_names(serial: None, tmp_path: Path) -> None:
+def test_another_feature_may_be_the_label_with_its_own_names(serial, tmp_path):
     def write(folder: Path, **others: list[int]) -> Path:
         folder.mkdir()
         (folder / "label.labels.txt").write_text("cat\ndog\n")
@@ -156,7 +151,7 @@ def test_another_feature_may_be_the_label_with_its_own_names(serial: None, tmp_p
         converted(tmp_path / "b", tmp_path / "none", label_field="ag")
 
 
-def test_a_label_field_of_other_files_is_refused(serial: None, tmp_path: Path) -> None:
+def test_a_label_field_of_other_files_is_refused(serial, tmp_path):
     (tmp_path / "images" / "cat").mkdir(parents=True)
     (tmp_path / "images" / "cat" / "a.jpg").write_bytes(jpeg(1))
     with pytest.raises(ValueError, match=r"convert\.label_field='age' is not for the format"):
@@ -181,7 +176,7 @@ def by_thresholds(values: list[float], bounds: list[float]) -> int:
     return int(np.max(np.where((np.array(bounds, np.float32) - np.min(values)) < 0)))
 
 
-def test_tasks_of_vtab_have_the_labels_that_its_authors_compute(tmp_path: Path) -> None:
+def test_tasks_of_vtab_have_the_labels_that_its_authors_compute(tmp_path):
     random = np.random.default_rng(0)
     for number in range(20):
         depths = np.float32(random.uniform(5.5, 12, random.integers(3, 11)))
@@ -222,7 +217,7 @@ def test_tasks_of_vtab_have_the_labels_that_its_authors_compute(tmp_path: Path) 
             assert entry.labels == (str(int(expected)),), task
 
 
-def test_pictures_of_ones_and_zeros_are_made_visible(tmp_path: Path) -> None:
+def test_pictures_of_ones_and_zeros_are_made_visible(tmp_path):
     dark = record(example(image=binary_picture(), label_x_position=[3]))
     broken = record(example(image=b"no picture", label_x_position=[3]))
     bright = encoded(np.full((8, 8), 7, np.uint8))
@@ -256,9 +251,7 @@ def test_pictures_of_ones_and_zeros_are_made_visible(tmp_path: Path) -> None:
         ("snorb-azim", {"label_azimuth": [18]}, "is 18, not one of 0 to 17"),
     ],
 )
-def test_an_image_without_what_its_label_is_made_of_is_rejected(
-    task: str, features: dict[str, Any], problem: str, tmp_path: Path
-) -> None:
+def test_an_image_without_what_its_label_is_made_of_is_rejected(task, features, problem, tmp_path):
     content = record(example(image=jpeg(1), **features))
     (entry,) = indexed(tmp_path / "a.tfrecord", content, task)
     with pytest.raises(ValueError, match=problem):
@@ -279,9 +272,7 @@ def with_another_length(content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("damage", [cut, cut_in_the_head, with_another_length])
-def test_damage_ends_the_file_with_what_was_before_it(
-    damage: Callable[[bytes], bytes], tmp_path: Path
-) -> None:
+def test_damage_ends_the_file_with_what_was_before_it(damage, tmp_path):
     one = record(example(image=jpeg(1), label=[2]))
     path = tmp_path / "a.tfrecord-00000-of-00001"
     path.write_bytes(damage(one + one))
@@ -292,13 +283,13 @@ def test_damage_ends_the_file_with_what_was_before_it(
     assert [entry.read() for entry in found] == [jpeg(1)]
 
 
-def test_negative_and_several_labels_are_read(tmp_path: Path) -> None:
+def test_negative_and_several_labels_are_read(tmp_path):
     (entry,) = indexed(tmp_path / "a.tfrecord", record(example(image=jpeg(1), labels=[3, 1])))
     assert entry.labels == ("3", "1")
     assert features_of(example(one=[-1, 1 << 40])) == {"one": [-1, 1 << 40]}
 
 
-def test_the_image_may_be_any_feature(tmp_path: Path) -> None:
+def test_the_image_may_be_any_feature(tmp_path):
     content = record(example(image=jpeg(1), mask=jpeg(2), label=[0]))
     (tmp_path / "a.tfrecord").write_bytes(content)
     for field, number in ((None, 1), ("mask", 2)):

@@ -1,25 +1,22 @@
-from pathlib import Path
-
 import pytest
 
 from tests.data.damage import broken_copy
 from vit_ray.data.convert.verify import verify
-from vit_ray.data.dataset import Manifest
 
 pytestmark = pytest.mark.usefixtures("serial")
 
 
-def test_a_whole_data_set_has_no_problems(dataset: Manifest) -> None:
+def test_a_whole_data_set_has_no_problems(dataset):
     report = verify(dataset.path, decode_fraction=1.0)
     assert (report.num_images, report.num_decoded, report.problems) == (300, 300, [])
     assert report.num_files == len(dataset.files)
 
 
-def test_a_part_of_the_images_is_decoded(dataset: Manifest) -> None:
+def test_a_part_of_the_images_is_decoded(dataset):
     assert 30 < verify(dataset.path, decode_fraction=0.2).num_decoded < 90
 
 
-def test_a_flipped_byte_is_found_by_its_checksum(dataset: Manifest, tmp_path: Path) -> None:
+def test_a_flipped_byte_is_found_by_its_checksum(dataset, tmp_path):
     _manifest, shard = broken_copy(dataset, tmp_path)
     content = bytearray(shard.read_bytes())
     content[len(content) // 3] ^= 0xFF
@@ -29,7 +26,7 @@ def test_a_flipped_byte_is_found_by_its_checksum(dataset: Manifest, tmp_path: Pa
     assert report.problems[0].key.startswith("class_")
 
 
-def test_missing_and_truncated_files_are_named(dataset: Manifest, tmp_path: Path) -> None:
+def test_missing_and_truncated_files_are_named(dataset, tmp_path):
     manifest, shard = broken_copy(dataset, tmp_path)
     shard.unlink()
     other = tmp_path / manifest.files[1].path
@@ -40,7 +37,7 @@ def test_missing_and_truncated_files_are_named(dataset: Manifest, tmp_path: Path
     assert all("is missing or has not" in what for what in found.values())
 
 
-def test_a_torn_footer_is_named(dataset: Manifest, tmp_path: Path) -> None:
+def test_a_torn_footer_is_named(dataset, tmp_path):
     _, shard = broken_copy(dataset, tmp_path)
     shard.write_bytes(shard.read_bytes()[:-100] + bytes(100))
     (problem,) = verify(str(tmp_path)).problems
@@ -48,6 +45,6 @@ def test_a_torn_footer_is_named(dataset: Manifest, tmp_path: Path) -> None:
     assert "footer cannot be read" in problem.what
 
 
-def test_verifying_nothing_is_refused(tmp_path: Path) -> None:
+def test_verifying_nothing_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no data set at"):
         verify(str(tmp_path))

@@ -20,7 +20,7 @@ HEAD = ClusterShape(1, 0.0, 0.0, 0.0)
 """Of a cluster whose other nodes are still to come."""
 
 
-def test_a_group_is_waited_for_on_a_cluster_of_others_and_not_on_one_of_the_command_alone() -> None:
+def test_a_group_is_waited_for_on_a_cluster_of_others_and_not_on_one_of_the_command_alone():
     asks = recipe_of(16, use_gpu=True)
     assert check_cluster(asks, HEAD) is True
     assert check_cluster(recipe_of(16, use_gpu=False), HEAD) is False
@@ -28,7 +28,7 @@ def test_a_group_is_waited_for_on_a_cluster_of_others_and_not_on_one_of_the_comm
         check_cluster(asks, ClusterShape(1, 64.0, 0.0, 0.0, is_private=True))
 
 
-def test_where_no_node_is_up_the_recipe_says_whether_gpus_are_meant() -> None:
+def test_where_no_node_is_up_the_recipe_says_whether_gpus_are_meant():
     with pytest.raises(ValueError, match=r"set workers\.use_gpu=true, or false to train on CPUs"):
         check_cluster(recipe_of(4), HEAD)
     with pytest.raises(ValueError, match=r"set workers\.use_gpu=true, or false to train on CPUs"):
@@ -60,9 +60,7 @@ def mixed() -> ClusterShape:
         (8, {"gpu": "H100"}, {"gpu": "H100"}, "leave 0 of 16 CPUs for reading"),
     ],
 )
-def test_only_nodes_with_the_labels_are_counted(
-    num_workers: int, trains: dict[str, str], reads: dict[str, str], told: str | None
-) -> None:
+def test_only_nodes_with_the_labels_are_counted(num_workers, trains, reads, told):
     recipe = recipe_of(num_workers, label_selector=trains, cpus_per_worker=2.0)
     recipe = recipe.with_changes(data={"label_selector": reads})
     if told is None:
@@ -72,7 +70,7 @@ def test_only_nodes_with_the_labels_are_counted(
         check_room(recipe, mixed())
 
 
-def test_workers_without_gpus_find_room_on_their_own_nodes_alone() -> None:
+def test_workers_without_gpus_find_room_on_their_own_nodes_alone():
     recipe = recipe_of(8, label_selector={"pool": "read"}, use_gpu=False)
     with pytest.raises(ValueError, match="each: the nodes that are up hold at most 4"):
         check_room(recipe, mixed())

@@ -32,7 +32,7 @@ from vit_ray.launch.cluster.connection import (
 TOKEN = "0123456789abcdef" * 2
 
 
-def test_the_warnings_of_the_caller_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_warnings_of_the_caller_stay_as_they_are(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(connection, "_start", lambda num_cpus: None)
@@ -46,7 +46,7 @@ def test_the_warnings_of_the_caller_stay_as_they_are(monkeypatch: pytest.MonkeyP
         assert not warnings.filters
 
 
-def test_an_address_at_which_nobody_listens_is_an_error_that_names_it() -> None:
+def test_an_address_at_which_nobody_listens_is_an_error_that_names_it():
     with socket.socket() as held:  # nobody will ever listen here
         held.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{held.getsockname()[1]}"
@@ -81,7 +81,7 @@ def running_in(folder: str) -> list[str]:
     return [line for line in found if folder in line]
 
 
-def test_a_ray_for_one_command_leaves_no_files_and_no_processes(short_folder: Path) -> None:
+def test_a_ray_for_one_command_leaves_no_files_and_no_processes(short_folder):
     looks = f"from {__name__} import running_in; print(running_in({str(short_folder)!r}))"
     done = start(short_folder, f"{START}; {looks}")
     assert "raylet" in done.stdout, done.stderr
@@ -96,16 +96,14 @@ def test_a_ray_for_one_command_leaves_no_files_and_no_processes(short_folder: Pa
     ("return 0", 0, False),
     ("raise RuntimeError('a worker failed; log /tmp/...')", 1, True),
 ])  # fmt: skip
-def test_rays_logs_are_kept_where_a_failure_names_them(
-    end: str, code: int, is_kept: bool, short_folder: Path
-) -> None:
+def test_rays_logs_are_kept_where_a_failure_names_them(end, code, is_kept, short_folder):
     run = f"import ray, sys; ray.init = lambda **_: 0\ndef run():\n    {START}\n    {end}\n"
     script = f"{run}from vit_ray.commands.cli import _ended\n"
     assert start(short_folder, f"{script}sys.exit(_ended(run))").returncode == code
     assert bool(list(short_folder.iterdir())) == is_kept
 
 
-def test_a_start_of_ray_that_takes_too_long_ends_in_one_line(short_folder: Path) -> None:
+def test_a_start_of_ray_that_takes_too_long_ends_in_one_line(short_folder):
     """Also while it has Python's global lock, as where Ray waits for its worker processes."""
     hang = "import ctypes, ray; ray.init = lambda **_: ctypes.PyDLL(None).sleep(300)"
     done = start(short_folder, f"{hang}; {START}", RAY_worker_register_timeout_seconds="1")
@@ -124,9 +122,7 @@ def joining(monkeypatch: pytest.MonkeyPatch, init: Any) -> None:
     monkeypatch.setattr(ray, "init", init)
 
 
-def test_a_cluster_of_another_version_is_an_error_that_names_both(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_cluster_of_another_version_is_an_error_that_names_both(monkeypatch):
     theirs = {"ray_version": "2.59.1", "python_version": platform.python_version()}
     # Ray's own check, which `ray.init` makes with what the cluster says of itself.
     joining(monkeypatch, lambda **_: check_version_info(theirs, "10.0.0.2"))
@@ -138,7 +134,7 @@ def test_a_cluster_of_another_version_is_an_error_that_names_both(
 
 
 @pytest.mark.parametrize("address", ["foo", "ray://head:10001"])
-def test_an_address_of_another_form_is_refused_by_the_name_of_its_variable(address: str) -> None:
+def test_an_address_of_another_form_is_refused_by_the_name_of_its_variable(address):
     with pytest.raises(
         ValueError, match=f"RAY_ADDRESS={address} is not an address; give HOST:PORT"
     ):
@@ -178,9 +174,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}, "1 node, 1 CPUs, 0 GPUs"),
     ],
 )
-def test_a_cluster_that_refuses_the_token_is_told_at_once(
-    environment: dict[str, str], message: str, guarded: str, tmp_path: Path
-) -> None:
+def test_a_cluster_that_refuses_the_token_is_told_at_once(environment, message, guarded, tmp_path):
     """Ray itself tries for 20 s, and says that it failed to connect."""
     code = (
         "from tests.recipes import recipe_with; "
@@ -196,7 +190,7 @@ def test_a_cluster_that_refuses_the_token_is_told_at_once(
     assert ("copy ~/.ray/auth_token of its head" in output) == (done.returncode != 0)
 
 
-def test_sigterm_does_what_it_did_once_ray_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_does_what_it_did_once_ray_is_joined(monkeypatch):
     """Ray's own handler prints a stack, and ends the process with exit code 15."""
     earlier = signal.getsignal(signal.SIGTERM)
 
@@ -219,9 +213,7 @@ def test_sigterm_does_what_it_did_once_ray_is_joined(monkeypatch: pytest.MonkeyP
             signal.signal(signal.SIGTERM, earlier)
 
 
-def test_a_ray_for_one_command_has_the_cores_that_it_may_use(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_ray_for_one_command_has_the_cores_that_it_may_use(monkeypatch):
     """Of a host's 64 a container may use those of its affinity."""
     started: list[int] = []
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -238,7 +230,7 @@ def test_a_ray_for_one_command_has_the_cores_that_it_may_use(
     assert started == [7]
 
 
-def test_what_takes_connections_and_is_no_ray_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_connections_and_is_no_ray_is_told(monkeypatch):
     monkeypatch.setattr(connection, "REACH_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
@@ -246,7 +238,7 @@ def test_what_takes_connections_and_is_no_ray_is_told(monkeypatch: pytest.Monkey
             check_address(address)
 
 
-def test_a_folder_whose_path_is_too_long_for_rays_sockets_is_told(tmp_path: Path) -> None:
+def test_a_folder_whose_path_is_too_long_for_rays_sockets_is_told(tmp_path):
     """By Ray itself, before it starts anything."""
     folder = tmp_path / ("x" * 60)
     folder.mkdir()

@@ -39,7 +39,7 @@ def rows() -> Rows:
     return [(jpeg(number), labels[number], f"<key {number}>") for number in range(COUNT)]
 
 
-def test_numbers_and_slices_give_the_rows_as_they_were_written(rows: Rows, tmp_path: Path) -> None:
+def test_numbers_and_slices_give_the_rows_as_they_were_written(rows, tmp_path):
     write(tmp_path, rows)
     found = dataset.open_dataset(str(tmp_path))
     assert len(found) == COUNT
@@ -53,7 +53,7 @@ def test_numbers_and_slices_give_the_rows_as_they_were_written(rows: Rows, tmp_p
     assert re.fullmatch(r"Dataset\('.*': 10 images of 3 classes, fingerprint \w{12}\)", repr(found))
 
 
-def test_rows_that_a_set_leaves_out_have_no_number(rows: Rows, tmp_path: Path) -> None:
+def test_rows_that_a_set_leaves_out_have_no_number(rows, tmp_path):
     write(tmp_path, rows)
     whole = dataset.open_dataset(str(tmp_path)).manifest
     dropped = {0: np.array([0, 2])}  # as deduplication and a nested part leave them out
@@ -77,9 +77,7 @@ def assert_equal(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 3])
-def test_a_loader_of_torch_gives_the_batches_in_order_and_resumes(
-    many: Path, num_workers: int
-) -> None:
+def test_a_loader_of_torch_gives_the_batches_in_order_and_resumes(many, num_workers):
     opened = dataset.open_dataset(str(many))
     batches = list(opened.iter_batches(BATCH, 8, epochs=3))
     assert len(batches) == round(3 * MANY / BATCH)
@@ -93,7 +91,7 @@ def test_a_loader_of_torch_gives_the_batches_in_order_and_resumes(
     assert not list(DataLoader(stream, batch_size=None, num_workers=num_workers))
 
 
-def test_any_world_size_has_the_same_batches_and_each_image_once_an_epoch(many: Path) -> None:
+def test_any_world_size_has_the_same_batches_and_each_image_once_an_epoch(many):
     world_size = 8
     opened = dataset.open_dataset(str(many))
     alone = opened.iter_batches(BATCH, 8, epochs=2, seed=3)
@@ -112,9 +110,7 @@ def test_any_world_size_has_the_same_batches_and_each_image_once_an_epoch(many: 
     assert seen[:MANY].tolist() != seen[MANY : 2 * MANY].tolist()
 
 
-def test_an_evaluation_of_a_held_out_part_has_the_images_that_no_training_batch_has(
-    many: Path,
-) -> None:
+def test_an_evaluation_of_a_held_out_part_has_the_images_that_no_training_batch_has(many):
     opened = dataset.open_dataset(str(many))
     options: dict[str, Any] = {"held_out_fraction": 0.25, "seed": 5}
 
@@ -136,7 +132,7 @@ def test_an_evaluation_of_a_held_out_part_has_the_images_that_no_training_batch_
     ]
 
 
-def test_too_many_bad_images_stop_a_loader_as_they_stop_a_run(tmp_path: Path) -> None:
+def test_too_many_bad_images_stop_a_loader_as_they_stop_a_run(tmp_path):
     good = jpeg(0, 8, 8)
     images = [EncodedImage(good, (0,), f"{i}", 8, 8) for i in range(7)]
     images.insert(3, EncodedImage(b"no image", (0,), "bad", 8, 8))
@@ -160,12 +156,12 @@ def test_too_many_bad_images_stop_a_loader_as_they_stop_a_run(tmp_path: Path) ->
         ({"world_size": 3}, r"use a divisor of 8"),
     ],
 )
-def test_what_cannot_work_is_refused(many: Path, options: dict[str, Any], told: str) -> None:
+def test_what_cannot_work_is_refused(many, options, told):
     with pytest.raises(ValueError, match=told):
         dataset.open_dataset(str(many)).torch_dataset(BATCH, 8, **options)
 
 
-def test_a_set_for_evaluation_only_is_not_trained_on(many: Path) -> None:
+def test_a_set_for_evaluation_only_is_not_trained_on(many):
     manifest = replace(dataset.open_dataset(str(many)).manifest, origin={"evaluation_only": True})
     marked = dataset.Dataset(manifest)
     with pytest.raises(ValueError, match="is for evaluation only"):

@@ -37,9 +37,7 @@ def right(answers: Answers, labels: list[int]) -> list[list[int]]:
     return answers.of_batch(batch, np.arange(len(labels))).tolist()
 
 
-def test_real_labels_reach_each_image_of_a_set_in_another_order(
-    validation: Manifest, tmp_path: Path
-) -> None:
+def test_real_labels_reach_each_image_of_a_set_in_another_order(validation, tmp_path):
     file = tmp_path / "real.json"
     file.write_text(json.dumps([[0], [1, 5], [2], [], [4], [5]]))
     recipe = benchmark_recipe(kind="imagenet_real", label_file=str(file))
@@ -59,15 +57,13 @@ def test_real_labels_reach_each_image_of_a_set_in_another_order(
     ],
 )
 def test_a_file_that_is_missing_is_named_with_the_place_that_publishes_it(
-    validation: Manifest, benchmark: dict[str, Any], message: str
-) -> None:
+    validation, benchmark, message
+):
     with pytest.raises(ValueError, match=message):
         answers_of(benchmark_recipe(**benchmark), validation, validation)
 
 
-def test_a_set_of_some_of_the_models_classes_is_evaluated_among_these(
-    validation: Manifest, tmp_path: Path
-) -> None:
+def test_a_set_of_some_of_the_models_classes_is_evaluated_among_these(validation, tmp_path):
     part = write_set(tmp_path / "part", [("a", [0]), ("b", [1])], [CLASSES[1], CLASSES[4]])
     answers = answers_of(benchmark_recipe(kind="class_names"), part, validation)
     assert answers.classes == (CLASSES[1], CLASSES[4])
@@ -76,9 +72,7 @@ def test_a_set_of_some_of_the_models_classes_is_evaluated_among_these(
         answers_of(benchmark_recipe(), part, validation)
 
 
-def test_an_evaluation_has_the_models_outputs_and_not_the_sets(
-    validation: Manifest, tmp_path: Path
-) -> None:
+def test_an_evaluation_has_the_models_outputs_and_not_the_sets(validation, tmp_path):
     part = write_set(tmp_path / "part", [("a", [0]), ("b", [1])], [CLASSES[1], CLASSES[4]])
     weights = tmp_path / "weights.npz"
     save_weights(small_model("ViT", num_classes=6), weights)
@@ -93,8 +87,8 @@ def test_an_evaluation_has_the_models_outputs_and_not_the_sets(
 
 @pytest.mark.parametrize("key", ["id2label", "label_names"])
 def test_the_models_class_order_is_known_from_the_folder_of_its_weights(
-    validation: Manifest, tmp_path: Path, key: str, caplog: pytest.LogCaptureFixture
-) -> None:
+    validation, tmp_path, key, caplog
+):
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub" / "model.safetensors").write_bytes(b"")
     config = tmp_path / "hub" / "config.json"

@@ -26,7 +26,7 @@ CROPS: dict[str, Any] = {"flip": False, "min_area": 0.5}
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_it_is_what_the_stream_of_a_run_gives(recipe: Recipe, digits: Digits) -> None:
+def test_it_is_what_the_stream_of_a_run_gives(recipe, digits):
     size, (start, stop) = recipe.train.global_batch_size, (5, 9)
     spec = resolve_run(recipe).streams["train"]
     ranks = read_training(spec, 2, size // 2, start * size, stop * size)
@@ -47,8 +47,6 @@ def test_it_is_what_the_stream_of_a_run_gives(recipe: Recipe, digits: Digits) ->
     ("rank", "world_size", "told"),
     [(2, 2, "give 0 <= rank < world_size"), (0, 5, "use a divisor of 64")],
 )
-def test_a_world_that_cannot_be_is_refused(
-    recipe: Recipe, rank: int, world_size: int, told: str
-) -> None:
+def test_a_world_that_cannot_be_is_refused(recipe, rank, world_size, told):
     with pytest.raises(ValueError, match=told):
         training_batches(recipe, rank, world_size)

@@ -12,7 +12,6 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 from torch import nn
 
-from tests.conftest import Digits
 from tests.data.damage import damage
 from tests.data.pictures import jpeg
 from tests.data.small_sets import write_encoded
@@ -71,7 +70,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", [*CASES])
-def test_a_row_tells_the_stored_image_and_its_crop(sets: Path, case: str) -> None:
+def test_a_row_tells_the_stored_image_and_its_crop(sets, case):
     recipe = recipe_on(sets, data=CASES[case])
     pixels, rows = batches_of(recipe).read(7)
     spec = resolve_run(recipe).streams["train"]
@@ -87,7 +86,7 @@ def test_a_row_tells_the_stored_image_and_its_crop(sets: Path, case: str) -> Non
 
 
 @pytest.mark.parametrize("mixing", [{"mixup": 0.8}, {"cutmix": 1.0}])
-def test_mixed_images_are_what_the_model_is_given(sets: Path, mixing: dict[str, float]) -> None:
+def test_mixed_images_are_what_the_model_is_given(sets, mixing):
     recipe, given = recipe_on(sets, train=mixing), []
 
     class Spy(nn.Module):
@@ -107,7 +106,7 @@ def test_mixed_images_are_what_the_model_is_given(sets: Path, mixing: dict[str, 
     assert [row["partner"] for row in images] == [samples[i ^ 1] for i in range(len(samples))]
 
 
-def test_masked_patches_are_those_that_the_objective_corrupts(sets: Path) -> None:
+def test_masked_patches_are_those_that_the_objective_corrupts(sets):
     recipe = recipe_on(sets, train={"loss": "masked_patch"}, model={"width": 48})
     step = 2
     batch = training_batches(recipe)[step]
@@ -124,7 +123,7 @@ def test_masked_patches_are_those_that_the_objective_corrupts(sets: Path) -> Non
     assert 0.3 < (shown == 128).all(2).float().mean() < 0.5
 
 
-def test_a_bad_row_is_named_where_its_neighbour_stands(sets: Path, tmp_path: Path) -> None:
+def test_a_bad_row_is_named_where_its_neighbour_stands(sets, tmp_path):
     for file in (sets / "large").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     damage(open_dataset(str(tmp_path)), group=2, rows=[5])
@@ -141,9 +140,7 @@ def test_a_bad_row_is_named_where_its_neighbour_stands(sets: Path, tmp_path: Pat
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize("world_size", [4, 1])
-def test_it_is_what_the_ranks_of_a_run_are_given(
-    digits: Digits, tmp_path: Path, world_size: int
-) -> None:
+def test_it_is_what_the_ranks_of_a_run_are_given(digits, tmp_path, world_size):
     recipe = small_recipe("seen", digits, tmp_path, data={"shuffle_window": "auto"}, seed=3)
     resolved = resolve_run(recipe)
     size, step = recipe.train.global_batch_size, 9
@@ -190,7 +187,7 @@ def by_pillow(crop: Image.Image, text: str) -> Image.Image:
     return enhanced
 
 
-def test_the_operations_that_are_named_are_what_was_done_to_the_crop(sets: Path) -> None:
+def test_the_operations_that_are_named_are_what_was_done_to_the_crop(sets):
     augment = {"randaugment": "tensorflow", "randaugment_magnitude": 9.0}
     recipe = recipe_on(sets, data={"augment": augment})
     done, plain = batches_of(recipe), batches_of(recipe_on(sets))

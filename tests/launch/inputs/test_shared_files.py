@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +40,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     return found
 
 
-def test_a_run_reads_its_sets_and_its_weights() -> None:
+def test_a_run_reads_its_sets_and_its_weights():
     one = recipe_with(
         "run", data={"train": "a", "eval": "b"}, init_from="c",
         evaluate={"few_shot_train": "d", "few_shot_test": "e"},
@@ -53,9 +52,7 @@ def test_a_run_reads_its_sets_and_its_weights() -> None:
     assert paths_of(held_out, trains=False) == [("data.train", "a"), *sets]
 
 
-def test_nodes_that_see_neither_are_named_with_what_to_change(
-    tmp_path: Path, asked: dict[str, list[str]]
-) -> None:
+def test_nodes_that_see_neither_are_named_with_what_to_change(tmp_path, asked):
     (tmp_path / "set").mkdir()
     read = [("data.train", f"{tmp_path}/set"), ("init_from", "s3://weights/vit.npz"),
             ("convert.source", f"{tmp_path}/*.tar")]  # fmt: skip
@@ -70,14 +67,12 @@ def test_nodes_that_see_neither_are_named_with_what_to_change(
     "cluster",
     [ClusterShape(1, 8, 0, 0.0, nodes=NODES[1:2]), ClusterShape(3, 8, 0, 0.0, is_private=True)],
 )
-def test_nothing_is_asked_on_one_node(
-    cluster: ClusterShape, tmp_path: Path, asked: dict[str, list[str]]
-) -> None:
+def test_nothing_is_asked_on_one_node(cluster, tmp_path, asked):
     check_shared(cluster, [("data.train", str(tmp_path))])
     assert asked == {}
 
 
-def test_a_real_node_says_what_it_does_not_see(ray_cluster: object, tmp_path: Path) -> None:
+def test_a_real_node_says_what_it_does_not_see(ray_cluster, tmp_path):
     (own,) = {one["NodeID"] for one in ray.nodes() if one["Alive"]}
     gone = f"{tmp_path}/gone"
     assert shared_files.unseen_by([own], [str(tmp_path)]) == {}

@@ -71,7 +71,7 @@ def prepared(recipe: Recipe) -> tuple[Recipe, ResolvedRun]:
         return run.recipe, run.resolved
 
 
-def test_a_new_run_mixes_what_its_tasks_can_hold_and_records_it(recipe: Recipe) -> None:
+def test_a_new_run_mixes_what_its_tasks_can_hold_and_records_it(recipe):
     found, resolved = prepared(recipe)
     assert found.data.shuffle_window == 1024
     spec = resolved.streams["train"]
@@ -88,9 +88,7 @@ def test_a_new_run_mixes_what_its_tasks_can_hold_and_records_it(recipe: Recipe) 
         (512, 48, 1536),
     ],
 )
-def test_the_window_follows_memory_and_batch(
-    recipe: Recipe, memory_mib: int, batch: int, window: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_window_follows_memory_and_batch(recipe, memory_mib, batch, window, monkeypatch):
     monkeypatch.setattr(shuffle_window, "TASK_MEMORY_MIB", memory_mib)
     changed = recipe.with_changes(
         train={"global_batch_size": batch, "micro_batch_size": batch},
@@ -102,9 +100,7 @@ def test_the_window_follows_memory_and_batch(
 
 
 @pytest.mark.parametrize("window", [0, 512])
-def test_a_run_goes_on_in_its_order_with_other_memory(
-    recipe: Recipe, window: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_goes_on_in_its_order_with_other_memory(recipe, window, monkeypatch):
     save_checkpoint(recipe, window)
     monkeypatch.setattr(shuffle_window, "TASK_MEMORY_MIB", 1000)
     found, resolved = prepared(recipe)
@@ -113,8 +109,8 @@ def test_a_run_goes_on_in_its_order_with_other_memory(
 
 
 def test_a_run_that_continues_is_checked_on_its_cluster_without_its_first_weights(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    recipe, monkeypatch
+):
     """They are in its checkpoint, and the file need not be on the nodes any more."""
     monkeypatch.setattr(prepared_run, "check_weights", lambda _: None)
     checked: list[str | None] = []
@@ -138,15 +134,13 @@ def test_a_run_that_continues_is_checked_on_its_cluster_without_its_first_weight
         (64 * 64, "about 397 MiB of each reading task, which holds 256; lower it to 2560"),
     ],
 )
-def test_a_window_that_cannot_be_is_refused(recipe: Recipe, window: int, message: str) -> None:
+def test_a_window_that_cannot_be_is_refused(recipe, window, message):
     with pytest.raises(ValueError, match=message):
         resolve_run(recipe.with_changes(data={"shuffle_window": window}))
 
 
 @pytest.mark.parametrize(("store_mib", "window"), [(24, 0), (64, 128)])
-def test_the_window_follows_the_share_of_the_object_store(
-    recipe: Recipe, store_mib: int, window: int
-) -> None:
+def test_the_window_follows_the_share_of_the_object_store(recipe, store_mib, window):
     """Pixels of an image take 147 KiB."""
     resolved = resolve_run(recipe.with_changes(data={"object_store_mib": store_mib}))
     assert resolved.recipe.data.shuffle_window == window

@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,21 +19,19 @@ def recipe(digits: Digits, tmp_path: Path) -> Recipe:
     return small_recipe("checked", digits, tmp_path)
 
 
-def test_a_plan_counts_images_and_steps(recipe: Recipe) -> None:
+def test_a_plan_counts_images_and_steps(recipe):
     resolved = resolve_run(recipe.with_changes(optim={"steps": None, "epochs": 2.0}))
     assert resolved.num_images == 1497
     assert resolved.total_steps == round(1497 * 2 / 64)
     assert resolved.streams["eval"].num_images == 300
 
 
-def test_a_held_out_part_is_taken_from_the_training_set(recipe: Recipe) -> None:
+def test_a_held_out_part_is_taken_from_the_training_set(recipe):
     resolved = resolve_run(recipe.with_changes(data={"eval": None, "held_out_fraction": 0.1}))
     assert (resolved.num_images, resolved.streams["eval"].num_images) == (1347, 150)
 
 
-def test_a_held_out_part_beside_a_test_set_is_where_the_best_evaluation_is_chosen(
-    recipe: Recipe,
-) -> None:
+def test_a_held_out_part_beside_a_test_set_is_where_the_best_evaluation_is_chosen(recipe):
     held_out = recipe.with_changes(data={"held_out_fraction": 0.1})
     assert "dev" not in resolve_run(held_out).streams
     for keeps in ({"checkpoint": {"keep_best": True}}, {"train": {"early_stopping": 2}}):
@@ -55,9 +52,7 @@ def test_a_held_out_part_beside_a_test_set_is_where_the_best_evaluation_is_chose
         ({"optim": {"steps": None}}, "optim gives no length of the run"),
     ],
 )
-def test_a_recipe_that_cannot_work_is_refused(
-    recipe: Recipe, changes: dict[str, Any], message: str
-) -> None:
+def test_a_recipe_that_cannot_work_is_refused(recipe, changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         resolve_run(recipe.with_changes(**changes))
 
@@ -67,7 +62,7 @@ def few_shot(recipe: Recipe, digits: Digits, *shots: int) -> Recipe:
     return recipe.with_changes(evaluate={**sets, "shots": list(shots)})
 
 
-def test_more_shots_than_a_class_has_images_are_refused(recipe: Recipe, digits: Digits) -> None:
+def test_more_shots_than_a_class_has_images_are_refused(recipe, digits):
     folders = [folder for folder in (digits.images / "train").iterdir() if folder.is_dir()]
     scarce = min(folders, key=lambda folder: (len(list(folder.iterdir())), folder.name))
     count = len(list(scarce.iterdir()))
@@ -84,8 +79,8 @@ def test_more_shots_than_a_class_has_images_are_refused(recipe: Recipe, digits: 
     ("averaging", "warms_up", "is_told"), [(0.9999, False, True), (0.9999, True, False)]
 )
 def test_averaged_weights_that_are_still_the_first_ones_are_told(
-    recipe: Recipe, caplog: Any, averaging: float, warms_up: bool, is_told: bool
-) -> None:
+    recipe, caplog, averaging, warms_up, is_told
+):
     recipe = recipe.with_changes(
         train={"averaging": averaging, "averaging_warmup": warms_up}, optim={"warmup_steps": 0}
     )
@@ -93,15 +88,13 @@ def test_averaged_weights_that_are_still_the_first_ones_are_told(
         assert ("averaged weights is still the initial weights" in caplog.text) is is_told
 
 
-def test_resume_true_needs_a_run(recipe: Recipe) -> None:
+def test_resume_true_needs_a_run(recipe):
     with pytest.raises(ValueError, match="resume=true, but"):
         find_resume_point(recipe.with_changes(resume=True))
     assert find_resume_point(recipe) is None
 
 
-def test_of_a_huge_pool_only_so_many_labels_are_read(
-    recipe: Recipe, digits: Digits, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
+def test_of_a_huge_pool_only_so_many_labels_are_read(recipe, digits, monkeypatch, caplog):
     monkeypatch.setattr(streams, "MOST_LABELS_READ", 100)
     resolve_run(few_shot(recipe, digits, 1000))
     assert "10 of 10 classes have fewer than 1000" in caplog.text

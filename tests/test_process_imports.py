@@ -37,6 +37,10 @@ KINDS = {
         "import vit_ray.tracking.recorder, vit_ray.tracking.mlflow_run",
         {"ray", "mlflow", "pyarrow", "fastapi"},
     ),
+    "the process that logs models": (
+        "import vit_ray.tracking.mlflow_model, vit_ray.launch.logged_model",
+        {"mlflow", "pyarrow", "fastapi", "pandas", "scipy"},
+    ),
     "a reading task": ("import vit_ray.data.stream.ray_datasets", RAY_DATA | {"cv2"}),
     "a host's stream server": ("import vit_ray.data.stream.stream_server", RAY_DATA | {"cv2"}),
     "Ray Train's controller": (

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pandas as pd
 from mlflow.pyfunc import PythonModel  # type: ignore[attr-defined]
 
-from vit_ray.checkpoints.init_weights import open_weights
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.launch.trained_model import TrainedModel
+
+if TYPE_CHECKING:
+    from vit_ray.launch.trained_model import TrainedModel
 
 _OUTPUTS: Final = ("logits", "classes")
 """What `predict` returns for its parameter `output`; the first is the default."""
@@ -34,6 +35,11 @@ class LoggedModel(PythonModel):
         Raises:
             ValueError: there is no complete checkpoint, or it is of another model.
         """
+        # Here: to log a model, MLflow imports this module, which without torch is done in half the
+        # time.
+        from vit_ray.checkpoints.init_weights import open_weights
+        from vit_ray.launch.trained_model import TrainedModel
+
         path, checkpoint = context.artifacts["reference.json"], context.model_config["checkpoint"]
         reference = json.loads(Path(path).read_text())
         classes = tuple(reference.pop("classes"))

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ray.experimental.internal_kv import _internal_kv_list
 
 from tests.conftest import ROOT, Digits
 from tests.end_to_end.runs import (
@@ -25,7 +26,10 @@ from vit_ray.launch.run import train
 
 @pytest.mark.slow
 def test_our_model_in_a_module_of_the_users_trains_as_ours_through_a_stop(straight, digits, folder):
-    """To the last bit, with a loss and a metric of the user's; its callbacks meddle and fail."""
+    """To the last bit, with a loss and a metric of the user's; its callbacks meddle and fail.
+
+    What takes long to import and trains nothing is not there.
+    """
     trust_modules("tests.parts")
 
     def of_length(steps: int) -> Finished:
@@ -35,7 +39,7 @@ def test_our_model_in_a_module_of_the_users_trains_as_ours_through_a_stop(straig
             optim={"steps": steps},
             train={
                 "loss": "tests.parts.cross_entropy",
-                "callbacks": ["tests.parts.fail", "tests.parts.meddle"],
+                "callbacks": [f"tests.parts.{name}" for name in ("fail", "meddle", "show_imports")],
             },
             evaluate={"metrics": ["tests.parts.top3"]},
             tracking={"experiment": "wrapped"},
@@ -43,6 +47,7 @@ def test_our_model_in_a_module_of_the_users_trains_as_ours_through_a_stop(straig
         return recipe, train(recipe)
 
     of_length(16)
+    assert _internal_kv_list("imported ") == [b"imported []"]
     recipe, result = of_length(24)
     assert result.run_id is not None
     assert straight[1].run_id is not None

@@ -6,7 +6,6 @@ cluster from them, after which each starts a Ray of its own.
 
 import os
 import platform
-import sys
 import time
 import uuid
 from typing import Any
@@ -211,12 +210,6 @@ def no_optimizer(groups: Any, config: Any) -> Any:
 
 def note(step: int, metrics: dict[str, float]) -> None:
     LOGGED.append((step, dict(metrics)))
-
-
-def show_imports(step: int, metrics: dict[str, float]) -> None:
-    """Leaves a key in the cluster with what a worker has imported that it does not need."""
-    heavy = sorted({"matplotlib", "mlflow", "scipy"} & sys.modules.keys())
-    _internal_kv_put(f"imported {heavy}".encode(), b"")
 
 
 def meddle(step: int, metrics: dict[str, float]) -> None:

@@ -10,6 +10,8 @@ from mlflow import MlflowClient
 from tests.launch.resolved import resolved_run
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.recorded_recipe import RUN_FOLDER, tags_of
+from vit_ray.experiments import parent_run
+from vit_ray.experiments.parent_run import open_parent
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.run_metadata import run_facts
 from vit_ray.tracking.metrics_log import RunOpening, metrics_log_path
@@ -30,6 +32,19 @@ def record(recipe: Recipe, kind: str = "sweep", *, continues: bool = True) -> st
     tracker.finish("KILLED")
     assert tracker.run_id is not None
     return tracker.run_id
+
+
+def test_a_training_for_which_a_ray_of_its_own_is_too_small_is_refused_before_anything_starts(
+    tmp_path, monkeypatch
+):
+    shape = ClusterShape(1, 2.0, 0.0, 0.0, is_private=True)
+    recipe = sweep_in(tmp_path, "runs").with_changes(workers={"num_workers": 1})
+    wide = recipe.with_changes(name="wide", workers={"num_workers": 64})
+    monkeypatch.setattr(parent_run, "connect", lambda *_: shape)
+    refusal = pytest.raises(ValueError, match=r"wide: .*64 workers .* use at most \d workers")
+    with refusal, open_parent(recipe, "sweep", resolved_run(), 1, trainings=[recipe, wide]):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("has_logs", [True, False])

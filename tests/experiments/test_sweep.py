@@ -85,11 +85,21 @@ def test_a_search_whose_trials_all_fail_says_why(tmp_path, monkeypatch):
     space = {RATE: {"uniform": [0.1, 0.4]}}
     search = {"search": "optuna", "num_trials": 2, "space": space}
     searched = replace(plan, recipe=plan.recipe.with_changes(sweep=search))
-    lost = Ended([], Outcome(TrialState.FAILED, error="no memory"), 2)
-    monkeypatch.setattr(sweep, "run_trials", lambda *_, **__: lost)
+    lost, stages = Ended([], Outcome(TrialState.FAILED, error="no memory"), 2), list[str]()
+
+    def run_trials(_: Any, __: Any, stage: str, *___: Any, **____: Any) -> Ended:
+        stages.append(stage)
+        return lost
+
+    monkeypatch.setattr(sweep, "run_trials", run_trials)
     monkeypatch.setattr(sweep, "searcher", lambda *_: None)
     rows = tune_trials(searched, parent_of(plan.recipe)[0])
     assert [row.outcome.error for row in rows] == ["no memory"] * 2
+    space[RATE]["uniform"] = [0.1, 0.5]  # whose search has another memory
+    wider = replace(plan, recipe=plan.recipe.with_changes(sweep=search))
+    for one in (searched, wider):
+        tune_trials(one, parent_of(plan.recipe)[0])
+    assert stages[0] == stages[1] != stages[2]
     with pytest.raises(RunFailedError, match="every trial failed; the first: no memory"):
         best_row(rows)
 
@@ -189,8 +199,8 @@ def _generated(search: Any, space: dict[str, Any], num_samples: int) -> list[Any
     return [spec for _, spec in found]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("optuna") is not None, reason="Optuna is installed")
-def test_a_searcher_that_is_not_installed_is_named():
+def test_a_searcher_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     config = SweepConfig(search="optuna", num_trials=2, space={RATE: [0.1, 0.2]})
     with pytest.raises(ValueError, match=r"Optuna is not installed; run pip install 'vit_ray\["):
         points_of(recipe_with("s", sweep=config.model_dump(mode="json")), config)

@@ -71,7 +71,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch, train: Callable[..., RunResult])
     """Trials run here one after another, with `train(recipe, ...)` in the place of a training."""
 
     def run_trials(work: Work, parent: Any, *_: Any, space: Mapping[str, Any], **__: Any) -> Ended:
-        listed = [values["grid_search"] for values in space.values()]
+        listed = [v["grid_search"] if isinstance(v, dict) else [v] for v in space.values()]
         results = []
         for values in itertools.product(*listed):
             config = dict(zip(space, values, strict=True))

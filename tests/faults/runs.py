@@ -19,6 +19,8 @@ from vit_ray.tracking.metrics_log import MetricsLog, metrics_log_path
 STEPS = 600
 EVERY = 40
 END_S = 60
+OF_THE_CLUSTER = ("_StatsActor", "_AutoscalingCoordinatorActor")
+"""Actors that Ray Data starts once for all jobs."""
 MOST = 10_000
 
 
@@ -80,6 +82,7 @@ def wait_until_nothing_is_left(head: Head, but_for: set[str]) -> None:
     for _ in range(2 * END_S):
         actors = list_actors(head.dashboard, filters=alive, detail=True, limit=MOST)
         groups = list_placement_groups(head.dashboard, filters=present, limit=MOST)
+        actors = [one for one in actors if one.class_name not in OF_THE_CLUSTER]
         left = [f"{one.class_name} {one.pid}" for one in actors if one.actor_id not in but_for]
         left += [f"group {one.name}" for one in groups]
         if not left:

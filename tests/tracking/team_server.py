@@ -25,7 +25,7 @@ import yaml
 
 from tests.data.s3_server import s3_environment, serve_s3
 from tests.ports import free_ports
-from tests.tracking.test_postgres import Postgres, program
+from tests.tracking.postgres import Postgres, program
 
 ROOT = Path(__file__).parents[2]
 SECRETS = {

@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -96,12 +97,18 @@ def test_a_run_whose_opener_died_is_continued_by_the_next_in_the_same_actor(stor
     assert points_of(store, run_id, "train/loss") == [(1, 1.0), (3, 1.0)]
 
 
+def heavy_imports(_: object) -> set[str]:
+    """What its process has imported although it takes longer than all that the recorder needs."""
+    return {"matplotlib", "pandas", "scipy"} & sys.modules.keys()
+
+
 def test_a_file_from_a_worker_is_kept_with_the_run(ray_cluster, store, tmp_path):
     record = started(opening_of(tmp_path))
     link = RunLink(record, 0)
     link.keep_file("trace.json.gz", gzip.compress(b"a trace"))
     assert record.flush(60)
     run_id = record.run_id()
+    assert ray.get(record.actor.__ray_call__.remote(heavy_imports)) == set()
     assert not record.finish("FINISHED")
     path = store.download_artifacts(str(run_id), "profile/trace.json.gz", str(tmp_path))
     assert gzip.decompress(Path(path).read_bytes()) == b"a trace"

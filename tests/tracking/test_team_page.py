@@ -9,8 +9,8 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from tests.newcomer.follow import script_of
+from tests.tracking.postgres import need_postgres
 from tests.tracking.team_server import ADMIN, ROOT, team_server
-from tests.tracking.test_postgres import need_postgres
 
 
 def write_section(folder: Path) -> Path:

@@ -14,8 +14,8 @@ from mlflow.store.db.utils import _get_alembic_config
 from mlflow.store.tracking.dbmodels.initial_models import Base as InitialBase
 from mlflow.tracking import MlflowClient
 
+from tests.tracking.postgres import need_postgres
 from tests.tracking.team_server import ADMIN, PASSWORD_OF_DATABASE, TeamServer, team_server
-from tests.tracking.test_postgres import need_postgres
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.tracking.metrics_log import RunOpening
 from vit_ray.tracking.tracker import Tracker, replay
@@ -157,7 +157,7 @@ def test_files_go_through_the_server_and_no_client_has_a_key(team, monkeypatch, 
     assert Path(there).read_bytes() == content
 
 
-def test_sixteen_runs_write_at_once_and_a_restarted_database_costs_no_point(
+def test_sixteen_runs_write_at_once_and_a_database_that_is_restarted_and_away_costs_no_point(
     team, monkeypatch, tmp_path
 ):
     """A thousand points a second, read back exactly."""
@@ -174,8 +174,12 @@ def test_sixteen_runs_write_at_once_and_a_restarted_database_costs_no_point(
     for step in range(steps):
         for number, tracker in enumerate(trackers):
             tracker.log.metrics(step, {key: _value(number, step, key) for key in KEYS})
-        if step == steps // 2:
+        if step == steps // 4:
             team.database.restart()
+        if step == steps // 2:
+            team.database.stop()
+        if step == steps * 3 // 4:
+            team.database.start()
         pause.wait(SECONDS / steps)
     assert all(tracker.finish(timeout_s=300) for tracker in trackers)
     client = MlflowClient(team.uri)

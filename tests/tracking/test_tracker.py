@@ -43,7 +43,6 @@ from vit_ray.tracking.mlflow_client import (
     share_view,
 )
 from vit_ray.tracking.mlflow_run import RunWriter
-from vit_ray.tracking.request_limits import limited_requests
 from vit_ray.tracking.safe_address import redact_uri, safe_uri
 from vit_ray.tracking.tracker import Tracker, replay
 
@@ -347,8 +346,8 @@ def test_points_wait_while_the_database_is_damaged(config, log_path, monkeypatch
     for step in range(10, 20):
         tracker.log.metrics(step, {"train/loss": 2.0})
     deadline = time.monotonic() + 60
-    tries = tracker._points.num_tries
-    while tracker._points.num_tries < tries + 8 and time.monotonic() < deadline:
+    tries = tracker._points.num
+    while tracker._points.num < tries + 8 and time.monotonic() < deadline:
         time.sleep(0.01)
     with open(database, "r+b") as file:
         file.write(whole[:4096])
@@ -401,49 +400,48 @@ def test_a_file_that_cannot_be_stored_holds_up_neither_points_nor_the_end(config
     assert (store / "note.txt").read_text() == "kept"
 
 
-def test_a_store_of_files_that_hangs_holds_up_no_point(config, log_path, monkeypatch):
+def test_a_store_of_files_that_hangs_at_the_end_costs_nothing(config, log_path, monkeypatch):
+    """What it holds up is on disk for the next opening."""
     store = Hanging(monkeypatch, RunWriter, "_send_artifact")
     tracker = started(config, "hangs", log_path)
     file = log_path.with_name("file.txt")
     file.write_text("text")
+    tracker.log.metrics(1, {"train/loss": 1.0})
+    assert tracker.flush(30)
     tracker.log.artifact(file)
     assert store.has_begun.wait(30)
-    tracker.log.metrics(1, {"train/loss": 1.0})
-    assert not tracker.finish(timeout_s=5.0)
-    assert _only_run(config.uri).info.status == "FINISHED"
-    assert _history(config.uri, tracker.run_id) == [(1, 1.0)]
+    tracker.log.metrics(2, {"train/loss": 2.0})
+    assert not tracker.finish(timeout_s=0.1)
     assert str(file) in tracker.problem
     store.may_answer.set()
+    tracker.stop(30)
     again = started(config, "hangs", log_path)
     assert again.finish()
+    assert _only_run(config.uri).info.status == "FINISHED"
+    assert _history(config.uri, tracker.run_id) == [(1, 1.0), (2, 2.0)]
+    assert [f.path for f in MlflowClient(config.uri).list_artifacts(again.run_id)] == ["file.txt"]
 
 
-def test_tries_of_points_do_not_count_for_the_files(config, log_path, monkeypatch):
-    """Their store fails for more tries than files have, and once more when points are sent."""
-    send, failures = RunWriter.send, ["once more"]
+def test_a_store_of_files_that_fails_is_tried_again_at_the_end(config, log_path, monkeypatch):
+    """Tries before the end do not count, nor does one of points."""
+    send, failures = RunWriter.send, ["away"] * 2
 
     def failing(self, records):
-        kind, points_are_sent = records[0]["kind"], tracker._sent.offset == log.size
-        while kind == "metrics" and tracker._files.num_tries <= sender.FILE_TRIES_AT_END + 1:
-            time.sleep(0.01)
-        if kind == "text" and not points_are_sent:
-            raise OSError("away")
-        if kind == "text" and failures:
+        if records[0]["kind"] == "text" and failures:
             raise OSError(failures.pop())
         return send(self, records)
 
     monkeypatch.setattr(RunWriter, "send", failing)
-    monkeypatch.setattr(sender, "FIRST_BACKOFF_S", 0.01)
-    monkeypatch.setattr(sender, "LAST_BACKOFF_S", 0.01)
-    log = MetricsLog(log_path)
-    log.open(RunOpening(config, "away", log_path))
-    log.metrics(1, {"train/loss": 1.0})
-    log.text("note.txt", "kept")
-    tracker = Tracker(log, config.uri)
-    tracker.start()
+    monkeypatch.setattr(sender, "FIRST_BACKOFF_S", 60.0)
+    tracker = started(config, "away", log_path)
+    tracker.log.metrics(1, {"train/loss": 1.0})
+    tracker.log.text("note.txt", "kept")
     assert tracker.flush(60)
     assert failures == []
-    assert tracker.finish()
+    failures += ["away"] * (sender.FILE_TRIES_AT_END + 1)
+    tracker.log.text("more.txt", "kept")
+    assert not tracker.finish(timeout_s=60)
+    assert "does not have more.txt of run" in tracker.problem
 
 
 def test_a_run_has_its_id_while_mlflow_hangs_at_its_first_points(config, log_path, monkeypatch):
@@ -708,27 +706,6 @@ def wait_for_no_block():
         time.sleep(0.01)
 
 
-def test_a_tracker_that_outlives_its_callers_block_asks_within_the_limits(
-    config, log_path, monkeypatch
-):
-    name, asked = "MLFLOW_HTTP_REQUEST_TIMEOUT", list[str | None]()
-    create = MlflowClient.create_run
-
-    def noted(*args, **fields):
-        asked.append(os.environ.get(name))
-        return create(*args, **fields)
-
-    monkeypatch.delenv(name)
-    monkeypatch.setattr(MlflowClient, "create_run", noted)
-    slow = Hanging(monkeypatch, MlflowClient, "create_run")
-    with limited_requests():
-        tracker = started(config, "late", log_path, wait_s=0.0)
-        assert slow.has_begun.wait(30)
-    slow.may_answer.set()
-    assert tracker.finish()
-    assert asked == ["10"]
-
-
 def test_a_note_on_a_disk_that_hangs_holds_up_no_end(config, log_path, monkeypatch):
     monkeypatch.setattr(sender, "NOTED_S", 0.1)
     disk = Hanging(monkeypatch, MetricsLog, "mark_sent", lambda _, sent: sent.offset)
@@ -794,23 +771,6 @@ def test_the_reason_at_the_end_is_not_that_of_an_outage_that_is_over(config, log
     mlflow.may_answer.set()
     assert "(it did not take it in 0.1 s)" in tracker.problem
     tracker.stop(30)
-
-
-def test_a_run_that_is_lost_amid_a_batch_ends_its_sending(config, log_path, monkeypatch):
-    """The thread of the files finds it deleted, while the batch is all that MLflow has."""
-    log, calls = MetricsLog(log_path), []
-    log.open(RunOpening(config, "run", log_path))
-    tracker = Tracker(log, config.uri)
-
-    def lost(self, records):
-        calls.append(records)
-        assert len(calls) < 3
-        tracker._writer = None
-        return 0
-
-    monkeypatch.setattr(RunWriter, "send", lost)
-    tracker.send_points()
-    assert len(calls) == 1
 
 
 def test_a_server_that_never_answers_holds_nobody_up(config, log_path, monkeypatch):

@@ -60,16 +60,21 @@ def tune_space(config: SweepConfig) -> dict[str, Any]:
     for key, values in space_of(config).items():
         if isinstance(values, list):
             make = tune.grid_search if config.search == "grid" else tune.choice
-            domains[key] = make([plain(value) for value in values])
+            domains[key] = make([_plain(value) for value in values])
         else:
             ((kind, (low, high)),) = values.items()
             domains[key] = (tune.loguniform if kind == "log_uniform" else tune.uniform)(low, high)
     return domains
 
 
-def plain(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     """A value in a trial's configuration: Tune would take the items of others for dimensions."""
     return value if value is None or isinstance(value, (int, float, str)) else value_text(value)
+
+
+def trial_config(point: Point) -> dict[str, Any]:
+    """The configuration of a trial at a point."""
+    return {key: _plain(value) for key, value in point.items()}
 
 
 def point_of(trial_config: Mapping[str, Any], config: SweepConfig) -> Point:
@@ -77,7 +82,7 @@ def point_of(trial_config: Mapping[str, Any], config: SweepConfig) -> Point:
     point: dict[str, Any] = {}
     for key, values in space_of(config).items():
         listed = values if isinstance(values, list) else ()
-        known = {plain(value): value for value in listed}
+        known = {_plain(value): value for value in listed}
         point[key] = known.get(trial_config[key], trial_config[key])
     return point
 

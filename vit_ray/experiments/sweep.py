@@ -33,13 +33,13 @@ from vit_ray.experiments.search_space import (
     Point,
     errors_of_point,
     final_recipe,
-    plain,
     point_name,
     point_of,
     point_text,
     points_of,
     rung_steps,
     sweep_of,
+    trial_config,
     trial_recipe,
     tune_space,
     with_point,
@@ -114,7 +114,7 @@ class SweepResult:
 
 @dataclass(frozen=True)
 class Trainings:
-    """What the trials of a sweep train; sent to their processes.
+    """What the trials of a sweep in Ray Tune train; sent to their processes.
 
     Attributes:
         split: as for `trial_recipe`.
@@ -126,6 +126,13 @@ class Trainings:
     split: tuple[str, str] | None
     evaluate_at: tuple[int, ...]
     tags: Mapping[str, str]
+
+    def __call__(self, config: dict[str, Any], context: Context) -> dict[str, Any]:
+        """Try the point of a trial's configuration, or retrain at it with its seed."""
+        point, seed = point_of(config, sweep_of(self.recipe)), config.get("seed")
+        if seed is None:
+            return asdict(self.trial(point, context))
+        return asdict(self.final(point, seed, context))
 
     def trial(self, point: Point, context: Context) -> Outcome:
         """Train at a point without the dev split."""
@@ -373,25 +380,12 @@ def checked_steps(recipe: Recipe, num_images: int) -> int:
     return tried + recipe.sweep.seeds * steps
 
 
-def run_trial(trainings: Trainings, config: dict[str, Any], context: Context) -> dict[str, Any]:
-    """A trial of Ray Tune that tries a point."""
-    point = point_of(config, sweep_of(trainings.recipe))
-    return asdict(trainings.trial(point, context))
-
-
-def run_final(
-    trainings: Trainings, point: Point, config: dict[str, Any], context: Context
-) -> dict[str, Any]:
-    """A trial of Ray Tune that retrains with a seed."""
-    return asdict(trainings.final(point, config["seed"], context))
-
-
 def tune_trials(plan: SweepPlan, parent: OpenParent) -> list[Row]:
     """The points' trials by Ray Tune, in their order; of a search as it has proposed them."""
     config, points = plan.config, plan.points
     has_memory = config.search == "optuna"  # of this space alone
     ended = run_trials(
-        partial(run_trial, plan.trainings({})),
+        plan.trainings({}),
         parent,
         f"trials-{_digest(config)}" if has_memory else "trials",
         plan.trials,
@@ -415,10 +409,14 @@ def tune_trials(plan: SweepPlan, parent: OpenParent) -> list[Row]:
 def tune_finals(plan: SweepPlan, parent: OpenParent, point: Point) -> list[Outcome]:
     """The retrainings at a point by Ray Tune, one for each seed."""
     recipes = [final_recipe(plan.recipe, point, seed) for seed in plan.seeds]
-    work = partial(run_final, plan.trainings({}), point)
-    space = {"seed": tune.grid_search(plan.seeds)}
-    most = plan.config.max_concurrent
-    ended = run_trials(work, parent, "retrainings", recipes, space=space, max_concurrent=most)
+    ended = run_trials(
+        plan.trainings({}),
+        parent,
+        "retrainings",
+        recipes,
+        space={**trial_config(point), "seed": tune.grid_search(plan.seeds)},
+        max_concurrent=plan.config.max_concurrent,
+    )
     found = ended.by("seed")
     return [found.get(seed, ended.lost) for seed in plan.seeds]
 
@@ -428,7 +426,7 @@ def searcher(config: SweepConfig, points: Sequence[Point]) -> Any:
     if config.search == "grid":
         return None
     if config.search == "random":
-        drawn = [{key: plain(value) for key, value in point.items()} for point in points]
+        drawn = [trial_config(point) for point in points]
         return BasicVariantGenerator(points_to_evaluate=drawn, random_state=config.seed)
     from ray.tune.search.optuna import OptunaSearch  # Optuna is an extra
 

@@ -33,7 +33,6 @@ from vit_ray.tracking.metrics_log import (
 )
 from vit_ray.tracking.models import log_models_later
 from vit_ray.tracking.recorder import Recorder, start_recorder
-from vit_ray.tracking.request_limits import limited_requests
 from vit_ray.tracking.tracker import Tracker
 
 logger = logging.getLogger(__name__)
@@ -189,7 +188,7 @@ def end_record(
     except RuntimeError as error:
         logger.warning("%s", error)
         return run_id
-    with lock, limited_requests():
+    with lock:
         tracker = Tracker.begin(opening)
         tracker.log.metrics(step, metrics)
         tracker.finish("FINISHED", timeout_s=10.0)

@@ -1,14 +1,14 @@
 """Sends a run's log to MLflow: training never waits for MLflow, nor fails with it.
 
-One thread sends points and tags in order, with the original times, and another one the files, so
-that a store of files that fails or hangs holds up no point. They keep trying while MLflow is away.
-Nothing here uses Ray.
+One thread sends points and tags in order, with the original times, and then the files: one that
+cannot be stored holds up no point. It keeps trying while MLflow is away. Nothing here uses Ray.
 """
 
 import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -49,47 +49,25 @@ _finding: Final = threading.Lock()
 logger = logging.getLogger(__name__)
 
 
-class _Sender(threading.Thread):
-    """Repeats `send` until its end, with growing pauses after failures."""
+@dataclass
+class _Tries:
+    """What came of sending points, or files.
 
-    def __init__(self, send: Callable[[], None], failed: Callable[[Exception], str]) -> None:
-        """`failed`: called with any error of `send`; makes it a text."""
-        super().__init__(name="mlflow", daemon=True)
-        self._send, self._failed = send, failed
-        self.num_tries, self.pause_s, self.error = 0, 0.0, ""
-        """How often it has sent what there was, or has failed to; the pause since a failure, and
-        its reason.
-        """
-        self._ends, self._wake, self._tried = False, threading.Event(), threading.Condition()
+    Attributes:
+        num: how often what there was has been sent, or has failed to be.
+        error: why the last try has failed; empty if it has not.
+        pause_s: from a failure to the next try, which is due at `due_s`.
+    """
 
-    def run(self) -> None:
-        while not self._ends:
-            try:
-                with limited_requests():
-                    self._send()
-                self.pause_s, self.error = 0.0, ""
-            except Exception as error:
-                self.error = self._failed(error)
-                self.pause_s = min(max(2 * self.pause_s, FIRST_BACKOFF_S), LAST_BACKOFF_S)
-            with self._tried:
-                self.num_tries += 1
-                self._tried.notify_all()
-            self._wake.wait(self.pause_s or BATCH_INTERVAL_S)
-            self._wake.clear()
+    num: int = 0
+    error: str = ""
+    pause_s: float = 0.0
+    due_s: float = 0.0
 
-    def wait_until(self, is_done: Callable[[], bool], until_s: float) -> bool:
-        """Wait until it is done, or that time, without longer pauses between attempts."""
-        self._wake.set()
-        with self._tried:
-            while not is_done() and (left_s := until_s - time.monotonic()) > 0:
-                if not self._tried.wait(min(left_s, 0.5)):
-                    self._wake.set()
-        return is_done()
-
-    def end(self, wait_s: float) -> None:
-        self._ends = True
-        self._wake.set()
-        self.join(wait_s)
+    def note(self, error: str = "") -> None:
+        longer_s = min(max(2 * self.pause_s, FIRST_BACKOFF_S), LAST_BACKOFF_S)
+        self.num, self.error, self.pause_s = self.num + 1, error, longer_s if error else 0.0
+        self.due_s = time.monotonic() + self.pause_s
 
 
 class Tracker:
@@ -116,11 +94,12 @@ class Tracker:
         self._writer: RunWriter | None = None
         self._sent, self._notes_sent, self._ends = Sent(), True, False
         self._lock = threading.Lock()
-        """Of the writer, and of what it has sent."""
+        """Of the note of what is sent."""
         self._file, self._is_imported = "", False
         """The file that is sent; whether MLflow is imported."""
-        self._points = _Sender(self.send_points, self._points_failed)
-        self._files = _Sender(self.send_files, self._file_failed)
+        self._points, self._files = _Tries(), _Tries()
+        self._wake, self._tried = threading.Event(), threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
 
     @classmethod
     def begin(cls, opening: RunOpening, wait_s: float = 10.0) -> "Tracker":
@@ -137,8 +116,43 @@ class Tracker:
         return tracker
 
     def start(self) -> None:
-        self._points.start()
-        self._files.start()
+        self._thread.start()
+
+    def _run(self) -> None:
+        """Send points, then files, until the end; without longer pauses while somebody waits."""
+        is_awaited = False
+        while not self._ends:
+            self._try(self._points, self.send_points)
+            if not self._points.error and (is_awaited or time.monotonic() >= self._files.due_s):
+                self._try(self._files, self.send_files)
+            with self._tried:
+                self._tried.notify_all()
+            is_awaited = self._wake.wait(self._points.pause_s or BATCH_INTERVAL_S)
+            self._wake.clear()
+
+    def _try(self, tries: _Tries, send: Callable[[], None]) -> None:
+        """Warns once of each outage: after any error MLflow counts as away."""
+        try:
+            with limited_requests():
+                send()
+            tries.note()
+        except Exception as error:
+            text = f"run {self.run_id}: {self._file} cannot be stored with it"
+            if tries is self._points:
+                text = (
+                    f"MLflow at {safe_uri(self._uri)} cannot be used: run "
+                    f"{self.run_id or self.log.path.stem} continues, its metrics wait in "
+                    f"{self.log.path}"
+                )
+            tries.note(self._note(text, error, is_new=not tries.pause_s))
+
+    def _wait_until(self, is_done: Callable[[], bool], until_s: float) -> bool:
+        self._wake.set()
+        with self._tried:
+            while not is_done() and (left_s := until_s - time.monotonic()) > 0:
+                if not self._tried.wait(min(left_s, 0.5)):
+                    self._wake.set()
+        return is_done()
 
     @property
     def run_id(self) -> str | None:
@@ -154,9 +168,9 @@ class Tracker:
         """Wait until MLflow has given the run an id, or has failed to."""
 
         def is_answered() -> bool:
-            return self._writer is not None or self._points.num_tries > 0
+            return self._writer is not None or self._points.num > 0
 
-        self._points.wait_until(is_answered, time.monotonic() + wait_s)
+        self._wait_until(is_answered, time.monotonic() + wait_s)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until MLflow has everything recorded so far but models; False if not in time.
@@ -164,14 +178,14 @@ class Tracker:
         Files that cannot be stored are waited for only during a few more attempts.
         """
         size, until_s = self.log.size, time.monotonic() + timeout_s
-        if not self._points.wait_until(lambda: self._sent.offset >= size, until_s):
+        if not self._wait_until(lambda: self._sent.offset >= size, until_s):
             return False
-        last_try = self._files.num_tries + FILE_TRIES_AT_END
+        last_try = self._files.num + FILE_TRIES_AT_END
 
         def is_done() -> bool:
-            return self._sent.files >= size or self._files.num_tries >= last_try
+            return self._sent.files >= size or self._files.num >= last_try
 
-        self._files.wait_until(is_done, until_s)
+        self._wait_until(is_done, until_s)
         return self._sent.files >= size
 
     def finish(self, status: Status = "FINISHED", timeout_s: float = 30.0) -> bool:
@@ -185,7 +199,7 @@ class Tracker:
             Whether MLflow has everything but models.
         """
         until_s = time.monotonic() + IMPORT_S
-        self._points.wait_until(lambda: self._is_imported or self._points.num_tries > 0, until_s)
+        self._wait_until(lambda: self._is_imported or self._points.num > 0, until_s)
         is_new_file = sqlite_file(self._uri) and not self._points.error
         if self.run_id is None and not is_new_file:  # MLflow was away from the beginning
             timeout_s = min(timeout_s, NEVER_REACHED_S)
@@ -217,8 +231,8 @@ class Tracker:
         self._ends = True
         if self._lock.acquire(timeout=NOTED_S):  # for a note that is being written
             self._lock.release()
-        self._points.end(wait_s)
-        self._files.end(wait_s)
+        self._wake.set()
+        self._thread.join(wait_s)
 
     def missing_files(self) -> list[str]:
         """Names of files that MLflow does not have."""
@@ -228,18 +242,6 @@ class Tracker:
             found += [file_name(one) for one, _ in records if one["kind"] in FILES]
         return list(dict.fromkeys(found))
 
-    def _points_failed(self, error: Exception) -> str:
-        """Warn once of each outage: after any error MLflow counts as away."""
-        text = (
-            f"MLflow at {safe_uri(self._uri)} cannot be used: run "
-            f"{self.run_id or self.log.path.stem} continues, its metrics wait in {self.log.path}"
-        )
-        return self._note(text, error, is_new=not self._points.pause_s)
-
-    def _file_failed(self, error: Exception) -> str:
-        text = f"run {self.run_id}: {self._file} cannot be stored with it"
-        return self._note(text, error, is_new=not (self._files.pause_s or self._points.pause_s))
-
     def send_points(self) -> None:
         """Find or create the run, and send all points and tags.
 
@@ -247,13 +249,13 @@ class Tracker:
             Exception: any error of MLflow's, after which all that is left waits.
         """
         writer = self._writer or self._connect()
-        while writer is self._writer and not self._ends:  # else another one sends it
+        while not self._ends:
             records, end = next_batch(self.log, self._sent.offset)
             if end == self._sent.offset:
                 break
             self._send_each(writer, records)
             self._points.error = ""
-            self._mark(writer, offset=end)
+            self._mark(offset=end)
 
     def send_files(self) -> None:
         """Send files until one that cannot be stored; it waits, and those after it.
@@ -270,10 +272,10 @@ class Tracker:
                 if record["kind"] in FILES and (record["kind"] != "event" or record is events[-1]):
                     self._file = file_name(record)
                     self._send_each(writer, [record])
-                    self._mark(writer, files=end)
+                    self._mark(files=end)
                 if self._ends:  # the next opening's tracker sends the others
                     return
-            self._mark(writer, files=found[-1][1])
+            self._mark(files=found[-1][1])
 
     def _connect(self) -> "RunWriter":
         """The run, found or created; another one than before gets all of the log.
@@ -300,17 +302,14 @@ class Tracker:
                     safe_uri(self._uri), sent.run_id, self.log.path, writer.run_id,
                 )  # fmt: skip
                 sent = Sent()
-            with self._lock:
-                self._sent, self._writer = sent, writer
-            self._mark(writer, run_id=writer.run_id)
+            self._sent, self._writer = sent, writer
+            self._mark(run_id=writer.run_id)
         return writer
 
-    def _mark(self, writer: "RunWriter", **changes: Any) -> None:
-        """Note what this writer has sent, unless another one has taken its place: of this tracker,
-        or of the next opening's.
-        """
+    def _mark(self, **changes: Any) -> None:
+        """Note what is sent, unless the next opening's tracker sends it."""
         with self._lock:
-            if self._ends or writer is not self._writer:
+            if self._ends:
                 return
             self._sent = self._sent._replace(**changes)
             if self._notes_sent:
@@ -327,8 +326,7 @@ class Tracker:
         except Exception as error:
             code = getattr(error, "error_code", None)  # of MLflow's own errors
             if code and writer.is_deleted():
-                with self._lock:
-                    self._writer = None  # to be found or created again
+                self._writer = None  # to be found or created again
                 raise
             if code not in _REJECTIONS and not isinstance(error, FileNotFoundError):
                 raise

@@ -1,24 +1,14 @@
-"""An MLflow server on PostgreSQL that is restarted, and away for a while, during a run."""
+"""A PostgreSQL of a test, which can be away."""
 
 import os
 import shutil
 import subprocess
 import tempfile
-import threading
 from pathlib import Path
 
 import pytest
-from mlflow.tracking import MlflowClient
 
 from tests.ports import free_ports
-from tests.tracking.test_tracker import Server
-from vit_ray.config.training_sections import TrackingConfig
-from vit_ray.tracking import tracker as sender
-from vit_ray.tracking.metrics_log import RunOpening
-from vit_ray.tracking.tracker import Tracker, replay
-
-POINTS = 200
-AWAY_S = 5.0
 
 
 def program(name: str) -> str | None:
@@ -87,40 +77,3 @@ class Postgres:
     def _run(self, name: str, *words: str) -> None:
         command = [program(name) or name, "-D", self._data, *words]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, user=self._user, timeout=120)
-
-
-@pytest.mark.slow  # MLflow makes its schema in a new database, and its server starts
-def test_postgresql_restarted_and_away_in_the_middle_of_a_run_costs_no_point(tmp_path, monkeypatch):
-    need_postgres()
-    monkeypatch.setattr(sender, "FIRST_BACKOFF_S", 0.05)
-    monkeypatch.setattr(sender, "LAST_BACKOFF_S", 0.5)
-    with Postgres() as database:
-        _record_across_outages(tmp_path, database)
-
-
-def _record_across_outages(tmp_path: Path, database: Postgres) -> None:
-    server = Server(tmp_path, database.uri)
-    log_path = tmp_path / "run" / "metrics.jsonl"
-    try:
-        server.start()
-        config = TrackingConfig(uri=server.uri, experiment="trials")
-        tracker = Tracker.begin(RunOpening(config, "restarted", log_path), wait_s=120)
-        assert tracker.run_id is not None
-        pause = threading.Event()
-        for step in range(POINTS):
-            tracker.log.metrics(step, {"train/loss": float(step)})
-            pause.wait(0.02)
-            if step == POINTS // 4:
-                database.restart()
-            if step == POINTS // 2:
-                database.stop()
-                pause.wait(AWAY_S)
-            if step == POINTS * 3 // 4:
-                database.start()
-        assert tracker.finish(timeout_s=120)
-        history = MlflowClient(server.uri).get_metric_history(tracker.run_id, "train/loss")
-        assert [(p.step, p.value) for p in history] == [(s, float(s)) for s in range(POINTS)]
-        again = replay(log_path, server.uri)
-        assert (again.num_points, again.refused) == (0, [])
-    finally:
-        server.stop()

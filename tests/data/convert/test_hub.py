@@ -149,7 +149,7 @@ def test_two_columns_of_one_name_are_refused(serial, tmp_path):
 def test_declared_names_that_are_no_text_are_refused(serial, tmp_path, names):
     feature = {"label": {"names": names, "_type": "ClassLabel"}}
     write_hub_file(tmp_path / "train.parquet", IMAGES, [0, 1] * 6, feature)
-    with pytest.raises(ValueError, match=r"train.parquet.*names of its ClassLabel are not a list"):
+    with pytest.raises(ValueError, match=r"train.parquet.*class names are not a list"):
         converted(tmp_path / "train.parquet", tmp_path / "set")
 
 

@@ -142,14 +142,14 @@ def test_a_file_that_changes_while_its_images_are_looked_at_is_an_error(
 ):
     from vit_ray.data.convert import shards
 
-    rows = shards.rows_of_groups
+    rows = shards.parquet_rows
 
     def touching(unit: Any) -> Any:
         os.utime(unit.path, ns=(0, 0))
         return rows(unit)
 
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "rows_of_groups", touching)
+        patch.setattr(shards, "parquet_rows", touching)
         with pytest.raises(ValueError, match=r"00000-of-00002.parquet has changed since this conv"):
             in_place(source, tmp_path / "set")
     assert not (tmp_path / "set" / "manifest.parquet").exists()

@@ -21,7 +21,7 @@ from vit_ray.data.convert.rows import FOLDERS, LISTS, DamagedUnitError, Row, Uni
 from vit_ray.data.file_names import is_hidden, is_image_name
 from vit_ray.storage import Location, locate
 
-_ROWS: Final[dict[str, Callable[[Unit], Iterable[Row]]]] = {
+_ROWS: Final[dict[str, Callable[..., Iterable[Row]]]] = {
     "folder": folders.folder_rows,
     "loose": folders.loose_rows,
     "webdataset": tars.tar_rows,
@@ -58,15 +58,19 @@ _SHARD_NUMBER: Final = re.compile(r"-\d{5}-of-\d{5}$")
 _DEPTH: Final = 5
 
 
-def rows_of(unit: Unit) -> Iterator[Row]:
+def rows_of(unit: Unit, *, with_images: bool = True) -> Iterator[Row]:
     """The images of one unit.
+
+    Args:
+        with_images: False leaves out the images of formats in which they lie nowhere as they are.
 
     Raises:
         DamagedUnitError: the number of its images is unknown.
         ValueError: the unit is not of its format, or is compressed as a whole.
     """
+    options = {"with_images": with_images} if unit.format == "huggingface" else {}
     try:
-        yield from _ROWS[unit.format](unit)
+        yield from _ROWS[unit.format](unit, **options)
     except DamagedUnitError as error:
         head = b"" if error.offset else locate(unit.path).read_range(0, 6)
         if found := [name for magic, name in _COMPRESSED.items() if head.startswith(magic)]:

@@ -166,15 +166,6 @@ def test_a_file_of_no_format_is_refused(tmp_path, name):
         units(str(tmp_path / name))
 
 
-def test_the_format_is_told_by_what_lies_there(tmp_path):
-    (tmp_path / "classes" / "cat").mkdir(parents=True)
-    (tmp_path / "tars").mkdir()
-    (tmp_path / "tars" / "0.tar").touch()
-    (tmp_path / "list.csv").touch()
-    for name, format in {"classes": "folder", "tars": "webdataset", "list.csv": "csv"}.items():
-        assert {unit.format for unit in units(tmp_path / name)} == {format}
-
-
 @pytest.mark.parametrize("name", ["a.tar", "a.tfrecord"])
 @pytest.mark.parametrize("module", [gzip, bz2, lzma, zlib], ids=lambda module: module.__name__)
 def test_an_archive_that_is_compressed_is_not_said_to_be_damaged(serial, tmp_path, name, module):

@@ -73,6 +73,13 @@ def test_a_row_is_kept_as_it_is():
     assert again == row
 
 
+def test_a_part_of_rows_with_other_fields_is_another_part(monkeypatch):
+    part = [(Unit("folder", "/a/cat", "/a", config_of("/a", "/set")), "version")]
+    before = index._digest_of(part)
+    monkeypatch.setattr(index, "ROW_SCHEMA", ROW_SCHEMA.remove(0))
+    assert index._digest_of(part) != before
+
+
 def test_tens_of_thousands_of_class_folders_are_indexed_by_few_tasks():
     config = config_of("/a", "/set")
     units = [Unit("folder", f"/a/{i}", "/a", config) for i in range(30_000)]

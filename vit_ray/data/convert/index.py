@@ -198,6 +198,7 @@ def _write_rows(part: list[tuple[Unit, str]], staging: Location, name: str) -> d
                 digest.update(f"{row.key}|{row.length}|{row.labels}\n".encode())
             num_rows += len(piece)
             report_done(num_rows)
+    # Images that are read in place are not read for it: only how many there are.
     is_in_place = part[0][0].config.in_place
     return facts | {"digest": facts["counted"] if is_in_place else digest.hexdigest()}
 

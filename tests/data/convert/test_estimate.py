@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.commands.command_line import run_cli
-from tests.data.convert.archives import example, record, tar_of, write_hub_file
+from tests.data.convert.archives import example, record, samples, tar_of, write_hub_file
 from tests.data.convert.test_tfrecords import binary_picture
 from tests.data.converting import config_of, convert
 from tests.data.pictures import jpeg, write_class_folders
@@ -47,11 +47,7 @@ def test_a_source_that_takes_long_is_counted_in_part(image_folder, monkeypatch):
 def test_a_file_that_is_not_counted_to_its_end_is_extrapolated_by_bytes(
     num_tars, tmp_path, monkeypatch
 ):
-    files = [
-        (f"{number}.{suffix}", content)
-        for number in range(100)
-        for suffix, content in (("jpg", jpeg(number)), ("cls", b"%d" % (number // 50)))
-    ]
+    files = samples([jpeg(i) for i in range(100)], [b"%d" % (i // 50) for i in range(100)])
     for number in range(num_tars):
         (tmp_path / f"{number}.tar").write_bytes(tar_of(files))
     monkeypatch.setattr(estimate, "COUNTED_S", -1.0)

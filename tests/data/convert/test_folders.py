@@ -124,17 +124,6 @@ def test_a_folder_that_cannot_be_looked_into_is_an_error(serial, tmp_path, monke
         converted(root, tmp_path / "set")
 
 
-def test_braces_stand_for_splits(serial, tmp_path):
-    for split in ("train", "val"):
-        write_images(tmp_path / "source", split)
-    source = f"{tmp_path}/source/{{train,val}}"
-    with pytest.raises(ValueError, match=r"has several splits: train, validation"):
-        converted(source, tmp_path / "set")
-    found = converted(source, tmp_path / "train", split="train")
-    assert labels_of(found) == {key: key.split("/")[0] for key in IMAGES}
-    assert len(converted(source, tmp_path / "all", split="all")) == 36
-
-
 def test_a_pattern_may_stand_for_the_one_root(serial, tmp_path):
     found = converted(f"{write_images(tmp_path / 'source')}*", tmp_path / "set")
     assert {key: image for key, (image, _) in found.items()} == IMAGES

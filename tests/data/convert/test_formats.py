@@ -109,14 +109,6 @@ def test_patterns_stand_for_files(serial, tmp_path, pattern, taken):
     assert set(found) == {f"{name}/a" for name in taken}
 
 
-def test_a_pattern_stands_for_class_folders(serial, tmp_path):
-    for name in ("n01", "n02", "x"):
-        (tmp_path / "source" / name).mkdir(parents=True)
-        (tmp_path / "source" / name / "a.jpg").write_bytes(IMAGES[0])
-    found = labels_of(converted(f"{tmp_path}/source/n*", tmp_path / "set"))
-    assert found == {"n01/a.jpg": "n01", "n02/a.jpg": "n02"}
-
-
 def test_a_file_that_a_range_names_and_is_not_there_is_an_error(tmp_path):
     tars(tmp_path, ["000.tar", "002.tar"])
     with pytest.raises(ValueError, match=r"nothing matches 1 of the 3 .*, the first .*001.tar'"):

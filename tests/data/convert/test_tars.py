@@ -6,7 +6,7 @@ import tarfile
 import pyarrow.parquet as pq
 import pytest
 
-from tests.data.convert.archives import converted, labels_of, rejections, tar_of
+from tests.data.convert.archives import converted, labels_of, rejections, samples, tar_of
 from tests.data.pictures import jpeg
 
 IMAGES = [jpeg(i, 30, 40) for i in range(20)]
@@ -186,9 +186,8 @@ def test_an_image_of_joined_archives_does_not_get_the_label_of_another(serial, t
 
 def test_json_tells_text_from_numbers(serial, tmp_path):
     values = [3, "3, three", ["a", "b"]]
-    pairs = [(f"{i}.{s}", c) for i, value in enumerate(values) for s, c in
-             (("jpg", IMAGES[i]), ("json", json.dumps({"label": value}).encode()))]  # fmt: skip
-    (tmp_path / "a.tar").write_bytes(tar_of(pairs))
+    fields = [json.dumps({"label": value}).encode() for value in values]
+    (tmp_path / "a.tar").write_bytes(tar_of(samples(IMAGES[:3], fields, "json")))
     found = labels_of(converted(tmp_path / "a.tar", tmp_path / "set"))
     assert found == {"a/0": "3", "a/1": "3, three", "a/2": ["a", "b"]}
 
@@ -210,10 +209,8 @@ def test_names_of_several_dots_are_rejected_one_by_one(serial, tmp_path):
 
 
 def test_text_is_one_label_without_what_is_around_it(serial, tmp_path):
-    texts = (b"\xef\xbb\xbftench, Tinca tinca", b"tench, Tinca tinca\n", b"cock; rooster")
-    files = [(f"{i}.{suffix}", content) for i, text in enumerate(texts)
-             for suffix, content in (("jpg", IMAGES[i]), ("cls", text))]  # fmt: skip
-    (tmp_path / "a.tar").write_bytes(tar_of(files))
+    texts = [b"\xef\xbb\xbftench, Tinca tinca", b"tench, Tinca tinca\n", b"cock; rooster"]
+    (tmp_path / "a.tar").write_bytes(tar_of(samples(IMAGES[:3], texts)))
     found = labels_of(converted(tmp_path / "a.tar", tmp_path / "set"))
     assert list(found.values()).count("tench, Tinca tinca") == 2
     assert found["a/2"] == "cock; rooster"

@@ -34,7 +34,7 @@ def test_damage_is_printed_and_is_the_exit_code(ray_cluster, digits, tmp_path, c
     (tmp_path / whole.files[0].path).write_bytes(b"gone")
     assert run_verify(recipe_with(f"verify={{path: {tmp_path}}}")) == 1
     printed = capsys.readouterr().out
-    assert f"{whole.files[0].path}: the file is missing or has not" in printed
+    assert f"{whole.files[0].path}: it cannot be opened: " in printed
     assert "restore" in printed
 
 

@@ -24,6 +24,17 @@ def tar_of(files: list[tuple[str, bytes]], format: int = tarfile.GNU_FORMAT) -> 
     return sink.getvalue()
 
 
+def samples(
+    images: list[bytes], texts: list[bytes], suffix: str = "cls"
+) -> list[tuple[str, bytes]]:
+    """Files of an archive: images, named by their numbers, and the text of each."""
+    return [
+        (f"{i}.{ending}", content)
+        for i, (image, text) in enumerate(zip(images, texts, strict=True))
+        for ending, content in (("jpg", image), (suffix, text))
+    ]
+
+
 def write_hub_file(
     path: Path,
     images: list[bytes | None],

@@ -12,7 +12,7 @@ import pytest
 
 from tests.data.convert.archives import tar_of
 from tests.data.converting import convert, units
-from tests.data.pictures import jpeg, write_class_folders
+from tests.data.pictures import jpeg
 from vit_ray.data import open_dataset
 from vit_ray.data.convert.labels import stored_text
 from vit_ray.data.convert.sources import rows_of
@@ -129,12 +129,6 @@ def test_a_part_has_the_columns_of_the_whole(serial, tmp_path):
 def test_a_column_that_cannot_be_had_is_an_error(serial, tmp_path, write, columns, message):
     with pytest.raises(ValueError, match=message):
         convert(str(write(tmp_path)), str(tmp_path / "set"), columns=columns)
-
-
-def test_class_folders_have_no_fields(serial, tmp_path):
-    write_class_folders(tmp_path / "source", num_classes=1, per_class=2)
-    with pytest.raises(ValueError, match="is not for the format"):
-        convert(str(tmp_path / "source"), str(tmp_path / "set"), columns=["caption"])
 
 
 def test_text_that_is_none_rejects_its_image(serial, tmp_path):

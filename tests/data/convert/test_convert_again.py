@@ -211,12 +211,19 @@ def test_what_is_done_is_not_done_again(serial, tmp_path, monkeypatch):
 
 
 def test_a_conversion_that_was_killed_after_its_commit_is_done(serial, tmp_path, monkeypatch):
-    begin_files(tmp_path / "source")
-    with stopped_at(monkeypatch, "commit", is_done=True):
-        convert(str(tmp_path / "source"), str(tmp_path / "set"), **SMALL)
-    assert (tmp_path / "set" / "_staging" / "plan.json").exists()
-    assert convert(str(tmp_path / "source"), str(tmp_path / "set"), **SMALL).was_done
-    assert not (tmp_path / "set" / "_staging").exists()
+    source, targets = tmp_path / "source", [tmp_path / "set", tmp_path / "other"]
+    begin_files(source)
+    for target in targets:
+        with stopped_at(monkeypatch, "commit", is_done=True):
+            convert(source, target, **SMALL)
+        assert (target / "_staging" / "plan.json").exists()
+    assert convert(source, targets[0], **SMALL).was_done
+    grow_files(source)
+    with pytest.raises(ValueError, match="its source has changed since"):
+        convert(source, targets[1], **SMALL)
+    for target in targets:
+        assert not (target / "_staging").exists()
+        assert verify(str(target)).problems == []
 
 
 def test_other_settings_are_listed(serial, tmp_path, monkeypatch):
@@ -251,20 +258,6 @@ def test_a_set_without_its_record_is_refused(serial, tmp_path):
     (tmp_path / "set" / "source.json").unlink()
     with pytest.raises(ValueError, match=r"holds no data set with its source.json: it has 'dama"):
         convert(tmp_path / "source", tmp_path / "set", **SMALL)
-
-
-def test_the_staging_of_a_finished_commit_is_removed_though_the_source_has_changed(
-    serial, tmp_path, monkeypatch
-):
-    source, target = tmp_path / "source", tmp_path / "set"
-    begin_files(source)
-    with stopped_at(monkeypatch, "commit", is_done=True):
-        convert(source, target, **SMALL)
-    grow_files(source)
-    with pytest.raises(ValueError, match="its source has changed since"):
-        convert(source, target, **SMALL)
-    assert not (target / "_staging").exists()
-    assert verify(str(target)).problems == []
 
 
 def test_a_refused_conversion_leaves_nothing_in_a_set_that_another_has_finished(

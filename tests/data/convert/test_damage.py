@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from tests.data.convert.archives import tar_of, write_hub_file
+from tests.data.convert.archives import samples, tar_of, write_hub_file
 from tests.data.converting import convert, units
 from tests.data.pictures import jpeg
 from vit_ray.data import open_dataset
@@ -23,12 +23,7 @@ LABELS = ["tench, Tinca", "caf\xe9", "cat", "cat", "dog", "1", "01", "x"]
 
 
 def write_tar(folder: Path) -> Path:
-    pairs = [
-        (f"{i}.{suffix}", content)
-        for i in range(COUNT)
-        for suffix, content in (("jpg", IMAGES[i]), ("cls", LABELS[i].encode()))
-    ]
-    (folder / "a.tar").write_bytes(tar_of(pairs))
+    (folder / "a.tar").write_bytes(tar_of(samples(IMAGES, list(map(str.encode, LABELS)))))
     return folder / "a.tar"
 
 
@@ -37,14 +32,8 @@ DEEP = "\u00fc" * 60 + "/" + "n" * 90
 
 def write_pax_tar(folder: Path) -> Path:
     """Names of many letters and alphabets, in headers of their own that have no checksum."""
-    pairs = [
-        (f"{DEEP}/{i}.{suffix}", content)
-        for i in range(COUNT)
-        for suffix, content in (
-            ("jpg", IMAGES[i]),
-            ("json", json.dumps({"label": LABELS[i]}).encode()),
-        )
-    ]
+    fields = [json.dumps({"label": label}).encode() for label in LABELS]
+    pairs = [(f"{DEEP}/{name}", file) for name, file in samples(IMAGES, fields, "json")]
     (folder / "a.tar").write_bytes(tar_of(pairs, tarfile.PAX_FORMAT))
     return folder / "a.tar"
 

@@ -8,11 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.commands.command_line import run_cli
-from tests.data.convert.archives import example, record, tar_of, write_hub_file
+from tests.data.convert.archives import example, record, samples, tar_of, write_hub_file
 from tests.data.convert.test_tfrecords import binary_picture
 from tests.data.converting import config_of, convert
 from tests.data.pictures import jpeg, write_class_folders
-from vit_ray.data.convert import estimate
+from vit_ray.data.convert import estimate, rows
 from vit_ray.data.convert.estimate import estimate_conversion
 from vit_ray.data.convert.rows import Row, Unit
 from vit_ray.data.convert.sources import rows_of
@@ -47,14 +47,11 @@ def test_a_source_that_takes_long_is_counted_in_part(image_folder, monkeypatch):
 def test_a_file_that_is_not_counted_to_its_end_is_extrapolated_by_bytes(
     num_tars, tmp_path, monkeypatch
 ):
-    files = [
-        (f"{number}.{suffix}", content)
-        for number in range(100)
-        for suffix, content in (("jpg", jpeg(number)), ("cls", b"%d" % (number // 50)))
-    ]
+    files = samples([jpeg(i) for i in range(100)], [b"%d" % (i // 50) for i in range(100)])
     for number in range(num_tars):
         (tmp_path / f"{number}.tar").write_bytes(tar_of(files))
     monkeypatch.setattr(estimate, "COUNTED_S", -1.0)
+    monkeypatch.setattr(rows, "ROWS_AT_A_TIME", 10)
     said = estimate_conversion(config_of(tmp_path, "set"))
     assert (said.num_counted, said.num_parts, said.num_classes) == (0, num_tars, 1)
     assert said.num_images == pytest.approx(100 * num_tars, rel=0.5)
@@ -79,9 +76,9 @@ def test_of_parquet_files_no_more_images_are_read_than_are_sampled(tmp_path, mon
         write_hub_file(tmp_path / f"train-{number:05d}-of-00003.parquet", images, ["a", "b"] * 10)
     read: list[str] = []
 
-    def counted(unit: Unit) -> Iterator[Row]:
-        for row in rows_of(unit):
-            read.append(row.key)
+    def counted(unit: Unit, *, with_images: bool = True) -> Iterator[Row]:
+        for row in rows_of(unit, with_images=with_images):
+            read.extend([row.key] if row.image else [])
             yield row
 
     monkeypatch.setattr(estimate, "rows_of", counted)
@@ -93,6 +90,20 @@ def test_of_parquet_files_no_more_images_are_read_than_are_sampled(tmp_path, mon
     monkeypatch.setattr(estimate, "COUNTED_S", -1.0)
     said = estimate_conversion(config_of(tmp_path, "set"))
     assert (said.num_images, said.num_counted) == (60, 1)
+
+
+def test_a_name_that_is_not_unicode_is_counted_as_rejected(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(jpeg(0))
+    (tmp_path / "list.csv").write_bytes(b"path,label\na.jpg,cat\ncaf\xe9.jpg,cat\n")
+    said = estimate_conversion(config_of(tmp_path / "list.csv", "set"))
+    assert (said.num_images, said.num_rejected) == (2, 1)
+    assert said.reason == "its name or its label is not valid UTF-8"
+
+
+def test_what_lies_before_damage_is_counted(tmp_path):
+    content = b"".join(record(example(image=jpeg(i), label=[i])) for i in range(3))
+    (tmp_path / "a.tfrecord").write_bytes(content[:-20])
+    assert estimate_conversion(config_of(tmp_path / "a.tfrecord", "set")).num_images == 2
 
 
 def test_a_source_of_no_usable_image_is_refused(tmp_path):

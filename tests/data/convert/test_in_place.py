@@ -78,6 +78,8 @@ def test_the_images_are_those_of_a_copy_and_the_files_stay_as_they_are(serial, s
     assert digests(source) == before
     assert sum(path.stat().st_size for path in (tmp_path / "set").iterdir()) < 40_000
     assert list(rejections(tmp_path / "set")) == ["data/train-00000-of-00002/00000006"]
+    counted = b"".join(b"data/train-0000%d-of-00002.parquet %d\n" % n for n in ((0, 14), (1, 10)))
+    assert manifest.origin["source_digest"] == hashlib.sha256(counted).hexdigest()[:16]
     assert manifest.num_images == 23
     assert manifest.rows.tolist() == [5, 4, 4, 5, 5]
     assert [len(some) for some in keys(manifest)] == [13, 10]
@@ -142,14 +144,14 @@ def test_a_file_that_changes_while_its_images_are_looked_at_is_an_error(
 ):
     from vit_ray.data.convert import shards
 
-    rows = shards.rows_of_groups
+    rows = shards.parquet_rows
 
     def touching(unit: Any) -> Any:
         os.utime(unit.path, ns=(0, 0))
         return rows(unit)
 
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "rows_of_groups", touching)
+        patch.setattr(shards, "parquet_rows", touching)
         with pytest.raises(ValueError, match=r"00000-of-00002.parquet has changed since this conv"):
             in_place(source, tmp_path / "set")
     assert not (tmp_path / "set" / "manifest.parquet").exists()

@@ -11,7 +11,7 @@ import pytest
 
 from tests.data.converting import config_of
 from tests.data.small_sets import flips
-from vit_ray.data.convert import index, shards
+from vit_ray.data.convert import index, rows, shards
 from vit_ray.data.convert.index import (
     RowStore,
     parquet_output,
@@ -50,7 +50,7 @@ def test_each_shard_lists_what_a_plain_shuffle_gives_it(tmp_path):
     staging, plan = locate(str(tmp_path / "staging")), plan_of(331, 17)
     write_lists(plan, RowStore(parts_of(keys, staging), str(tmp_path)), staging)
     order = KeyedPermutation(331, shards.SHUFFLE, 9).ranks(np.arange(331, dtype=np.int64))
-    listed = [rows_of_shard(staging, shard) for shard in range(17)]
+    listed = [list(rows_of_shard(staging, shard)) for shard in range(17)]
     assert [row.key for shard in listed for row in shard] == [keys[row] for row in order]
     assert all(r.path == f"/{r.key}" and r.labels == ("cat", r.key) for s in listed for r in s)
     assert [len(shard) % 4 for shard in listed[:-1]] == [0] * 16
@@ -73,6 +73,13 @@ def test_a_row_is_kept_as_it_is():
     assert again == row
 
 
+def test_a_part_of_rows_with_other_fields_is_another_part(monkeypatch):
+    part = [(Unit("folder", "/a/cat", "/a", config_of("/a", "/set")), "version")]
+    before = index._digest_of(part)
+    monkeypatch.setattr(index, "ROW_SCHEMA", ROW_SCHEMA.remove(0))
+    assert index._digest_of(part) != before
+
+
 def test_tens_of_thousands_of_class_folders_are_indexed_by_few_tasks():
     config = config_of("/a", "/set")
     units = [Unit("folder", f"/a/{i}", "/a", config) for i in range(30_000)]
@@ -89,11 +96,11 @@ def test_two_forms_of_one_name_are_one_key(tmp_path):
 
 
 def test_long_texts_are_held_in_pieces_of_some_bytes(serial, tmp_path, monkeypatch):
-    monkeypatch.setattr(index, "CHARACTERS_AT_A_TIME", 3000)
+    monkeypatch.setattr(rows, "CHARACTERS_AT_A_TIME", 3000)
     lines = [json.dumps({"path": f"{i}.jpg", "label": "a", "caption": "c" * 900}) for i in range(9)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     config = config_of(tmp_path / "a.jsonl", tmp_path / "set", columns=["caption"])
-    (part,), _ = index.build_index(units_of(config), {}, locate(str(tmp_path / "staging")), config)
+    (part,), *_ = index.build_index(units_of(config), {}, locate(str(tmp_path / "staging")), config)
     tables = list(read_groups(part))
     assert all(1 <= len(table) <= 4 for table in tables)
     assert pa.concat_tables(tables)["key"].to_pylist() == [f"{i}.jpg" for i in range(9)]

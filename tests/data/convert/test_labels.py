@@ -4,13 +4,12 @@ import pytest
 
 from tests.data.converting import config_of
 from vit_ray.data.convert import labels as labels_module
-from vit_ray.data.convert.rows import Row
+from vit_ray.data.convert.rows import Row, row_table
 
 
 def test_a_column_that_is_no_label_is_refused():
-    facts = labels_module.SourceFacts()
-    for i in range(1000):
-        facts.add(Row(str(i), (f"caption {i}",)))
+    facts = labels_module.SourceFacts({})
+    facts.add(row_table([Row(str(i), (f"caption {i}",)) for i in range(1000)]))
     config = config_of("source", "set")
     with pytest.raises(ValueError, match=r"1,000 different labels, .*check convert\.label_field"):
         labels_module.classes_of(facts, config, of_folders=False)

@@ -9,11 +9,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.data.convert.archives import converted, example, labels_of, record, rejections
+from tests.data.convert.archives import (
+    converted,
+    example,
+    labels_of,
+    record,
+    rejections,
+    tar_of,
+)
 from tests.data.convert.test_orientation import turned
-from tests.data.converting import convert, units
+from tests.data.converting import config_of, convert, units
 from tests.data.pictures import encoded, jpeg, picture
+from vit_ray.commands.trained import predict
 from vit_ray.data import open_dataset
+from vit_ray.data.convert.estimate import estimate_conversion
 from vit_ray.data.file_names import FORMAT_SUFFIXES, is_image_name
 
 pytestmark = pytest.mark.usefixtures("serial")
@@ -177,6 +186,12 @@ def test_every_format_that_is_decoded_is_found(tmp_path):
     assert report.num_images == 5
     assert set(report.rejected.values()) == {"it is not in a class folder"}
     assert len(report.rejected) == 5
+    assert estimate_conversion(config_of(tmp_path / "s", "unused")).num_images == 10
+    assert len(list(predict._images_at(str(tmp_path / "s")))) == 10
+    images = [(file.name, file.read_bytes()) for file in (tmp_path / "s").glob("*.*")]
+    labels = [(f"{suffix}.cls", b"x") for suffix in kinds]
+    (tmp_path / "a.tar").write_bytes(tar_of([*images, *labels]))
+    assert len(converted(tmp_path / "a.tar", tmp_path / "of a tar")) == 5
 
 
 @pytest.mark.parametrize(

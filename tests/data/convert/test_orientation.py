@@ -59,17 +59,12 @@ def test_images_are_turned_as_exif_says(tmp_path, options):
     assert report.problems == []
 
 
-def test_images_stay_as_they_are_stored_where_nothing_is_asked(tmp_path):
+def test_a_turned_image_is_shrunk_too_and_others_stay_as_they_are(tmp_path):
     (tmp_path / "source" / "cat").mkdir(parents=True)
     (tmp_path / "source" / "cat" / "6.jpg").write_bytes(turned("JPEG", 6))
-    convert(tmp_path / "source", tmp_path / "set")
-    (row,) = rows_of(tmp_path / "set").values()
+    convert(tmp_path / "source", tmp_path / "plain")
+    (row,) = rows_of(tmp_path / "plain").values()
     np.testing.assert_array_equal(decode(row["image"]), decode(turned("JPEG", 6)))
-
-
-def test_a_turned_image_is_shrunk_too(tmp_path):
-    (tmp_path / "source" / "cat").mkdir(parents=True)
-    (tmp_path / "source" / "cat" / "6.jpg").write_bytes(turned("JPEG", 6))
     convert(tmp_path / "source", tmp_path / "set", apply_orientation=True, shrink_to=48)
     (row,) = rows_of(tmp_path / "set").values()
     assert (row["height"], row["width"]) == (80, 48)

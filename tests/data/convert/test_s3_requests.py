@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.data.convert.archives import tar_of, write_hub_file
+from tests.data.convert.archives import samples, tar_of, write_hub_file
 from tests.data.converting import convert
 from tests.data.pictures import jpeg
 from tests.data.s3_server import FaultProxy, serve_s3, this_process_uses
@@ -30,13 +30,9 @@ def write_sources(folder: Path, count: int) -> None:
             (place / f"{i}.jpg").write_bytes(image)
     rows = [f"images/{i}.jpg,class_{i % 2}\n" for i in range(count)]
     (folder / "list" / "list.csv").write_text("path,label\n" + "".join(rows))
-    members = [
-        (f"{i}.{suffix}", content)
-        for i, image in enumerate(images)
-        for suffix, content in (("jpg", image), ("cls", b"%d" % (i % 2)))
-    ]
+    labels = [b"%d" % (i % 2) for i in range(count)]
     (folder / "tars").mkdir()
-    (folder / "tars" / "0.tar").write_bytes(tar_of(members))
+    (folder / "tars" / "0.tar").write_bytes(tar_of(samples(images, labels)))
     write_hub_file(
         folder / "hub" / "a.parquet", list(images), [i % 2 for i in range(count)], rows=count
     )

@@ -1,9 +1,7 @@
 import json
 import tarfile
 from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -51,31 +49,6 @@ def test_tar_samples_with_json_labels_and_without_any(serial, tmp_path):
     assert "takes it for the file 'seg.png' of the sample" in reasons["only/two.seg.png"]
     assert "has no .cls or .json label" in reasons["only/three"]
     assert "its .json is not JSON" in reasons["only/four"]
-
-
-def hub_file(path: Path, labels: list[Any], metadata: dict[str, Any] | None = None) -> None:
-    """A parquet file as the datasets library writes it."""
-    images = [{"bytes": image, "path": f"{name}.jpg"} for name, image in IMAGES.items()]
-    images[5] = {"bytes": None, "path": "gone.jpg"}
-    table = pa.table({"image": images, "label": labels})
-    if metadata is not None:
-        table = table.replace_schema_metadata({"huggingface": json.dumps(metadata)})
-    pq.write_table(table, path, row_group_size=5)
-
-
-def test_parquet_of_the_hugging_face_hub(serial, tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
-    feature = {"label": {"names": ["cat", "dog", "eel"], "_type": "ClassLabel"}}
-    hub_file(source / "train.parquet", [i % 3 for i in range(12)], {"info": {"features": feature}})
-    rows = converted(source, tmp_path / "set")
-    names = ["cat", "dog", "eel"]
-    assert rows == {
-        f"train/{i:08d}": (image, [names[i % 3]])
-        for i, image in enumerate(IMAGES.values())
-        if i != 5
-    }
-    assert not list(tmp_path.rglob("pack-*"))
 
 
 @pytest.mark.parametrize("format", ["csv", "jsonl"])

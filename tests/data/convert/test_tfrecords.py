@@ -151,13 +151,6 @@ def test_another_feature_may_be_the_label_with_its_own_names(serial, tmp_path):
         converted(tmp_path / "b", tmp_path / "none", label_field="ag")
 
 
-def test_a_label_field_of_other_files_is_refused(serial, tmp_path):
-    (tmp_path / "images" / "cat").mkdir(parents=True)
-    (tmp_path / "images" / "cat" / "a.jpg").write_bytes(jpeg(1))
-    with pytest.raises(ValueError, match=r"convert\.label_field='age' is not for the format"):
-        converted(tmp_path / "images", tmp_path / "set", label_field="age")
-
-
 def binary_picture() -> bytes:
     """White on black as TFDS keeps dSprites: the pixels are 1 and 0."""
     pixels = np.zeros((8, 8), np.uint8)

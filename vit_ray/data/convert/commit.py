@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from itertools import chain
 from typing import Final
 
@@ -185,8 +184,9 @@ def _check_shards(plan: Plan, folder: Location, written: list[ShardResult]) -> N
     Raises:
         ValueError: some are not as they were written; a restart makes them again.
     """
+    files = [_shard_file(plan, result) for result in written]
     with ThreadPoolExecutor(_THREADS) as pool:
-        looks = pool.map(partial(_problem_of, plan, folder), written)
+        looks = pool.map(lambda file: problem_of_shard(folder.child(file.path), file), files)
         problems = {r.shard: found for r, found in zip(written, looks, strict=True) if found}
     for shard in problems:
         folder.child(STAGING_FOLDER).child(RESULT.format(shard)).delete()
@@ -196,11 +196,6 @@ def _check_shards(plan: Plan, folder: Location, written: list[ShardResult]) -> N
             f"written; the first is {plan.name_of(shard)}: {problem}. Check the storage, and run "
             "the same command again, which makes these shards again"
         )
-
-
-def _problem_of(plan: Plan, folder: Location, result: ShardResult) -> str | None:
-    file = _shard_file(plan, result)
-    return problem_of_shard(folder.child(file.path), file)
 
 
 def _shard_file(plan: Plan, result: ShardResult) -> ShardFile:

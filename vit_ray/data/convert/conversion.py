@@ -8,7 +8,6 @@ at, and is the commit.
 """
 
 import contextlib
-import hashlib
 import logging
 import os
 import re
@@ -24,21 +23,13 @@ from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.convert.commit import ConvertReport, commit, listed, report_of
 from vit_ray.data.convert.destination import OUTPUT, PLAN, check_destination
 from vit_ray.data.convert.estimate import SAMPLED, sampled, shards_for
-from vit_ray.data.convert.hub import facts_of_file
 from vit_ray.data.convert.index import RowStore, build_index, read_facts, versions_of, write_facts
-from vit_ray.data.convert.labels import (
-    SourceFacts,
-    check_not_empty,
-    checked_names,
-    classes_of,
-)
+from vit_ray.data.convert.labels import SourceFacts, check_not_empty, checked_names, classes_of
 from vit_ray.data.convert.rows import FOLDERS, LISTS, Unit, table_rows
 from vit_ray.data.convert.shards import SHUFFLE, Plan, make_shards, write_lists
 from vit_ray.data.convert.sources import units_of
 from vit_ray.data.dataset import MANIFEST_FILE, SOURCE_FILE, STAGING_FOLDER
 from vit_ray.data.keyed_random import KeyedPermutation
-from vit_ray.data.progress import Shown
-from vit_ray.data.run_tasks import run_tasks
 from vit_ray.data.shards import RESERVED_NAMES
 from vit_ray.lock import HeldError, LockLostError, check_lock, hold_lock
 from vit_ray.storage import Location, absolute, locate, with_retries
@@ -145,17 +136,23 @@ def _settings_of(config: ConvertConfig, seed: int) -> dict[str, Any]:
     return {"version": _VERSION, "seed": seed, **settings}
 
 
-def _check_settings(then: dict[str, Any], now: dict[str, Any], what: str) -> None:
-    """Raises ValueError with each setting that differs, as a user gives it."""
-    if then.get("version") != now["version"]:
+def _record_of(file: Location, now: dict[str, Any], what: str) -> dict[str, Any]:
+    """What a conversion has recorded.
+
+    Raises:
+        ValueError: it had other settings, each of which is listed as a user gives it.
+    """
+    record = read_facts(file, _ELSEWHERE)
+    then = record["settings"]
+    if then.get("version") != _VERSION:
         raise ValueError(f"{what} of another version of vit_ray; {_ELSEWHERE}")
     names = [name for name in {**now, **then} if then.get(name) != now.get(name)]
     keys = {name: "seed" if name == "seed" else f"convert.{name}" for name in names}
-    other = ", ".join(f"{keys[n]}={now.get(n)!r} (it was {then.get(n)!r})" for n in names)
-    if other:
+    if other := ", ".join(f"{keys[n]}={now.get(n)!r} (it was {then.get(n)!r})" for n in names):
         raise ValueError(
             f"{what} of other settings: {other}; repeat them, or choose another folder"
         )
+    return record
 
 
 def _changes(then: dict[str, str], now: dict[str, str]) -> str:
@@ -174,9 +171,8 @@ def _finished(config: ConvertConfig, seed: int, folder: Location) -> ConvertRepo
     Raises:
         ValueError: it is of other settings, or its source has changed.
     """
-    record = read_facts(folder.child(SOURCE_FILE), _ELSEWHERE)
     what = f"convert.destination={folder.uri!r} already holds a data set"
-    _check_settings(record["settings"], _settings_of(config, seed), what)
+    record = _record_of(folder.child(SOURCE_FILE), _settings_of(config, seed), what)
     if changes := _changes(record["versions"], versions_of(units_of(config))):
         raise ValueError(
             f"{what}, and its source has changed since: {changes}; choose another folder"
@@ -191,38 +187,31 @@ def _plan(config: ConvertConfig, seed: int, folder: Location) -> Plan:
         ValueError: the interrupted conversion has other settings; or the source cannot be indexed.
     """
     staging, settings = folder.child(STAGING_FOLDER), _settings_of(config, seed)
-    is_begun = staging.child(PLAN).exists()
-    if is_begun:
-        fields = read_facts(staging.child(PLAN), _ELSEWHERE)
+    file, begun = staging.child(PLAN), None
+    if file.exists():
         what = f"convert.destination={folder.uri!r} holds an interrupted conversion"
-        _check_settings(fields["settings"], settings, what)
+        begun = _record_of(file, settings, what)
     units = units_of(config)
     versions = versions_of(units)
-    if is_begun:
-        changes = _changes(fields["versions"], versions)
+    if begun is not None:
+        changes = _changes(begun["versions"], versions)
         if not changes:
-            return Plan(**fields)
+            return Plan(**begun)
         _LOG.warning("the source has changed, so it is planned again: %s", changes)
-        _delete_shards(folder)
-    _delete_lists(staging)
+        # The plan last: without it they could be someone else's.
+        _delete(folder, OUTPUT)
+        file.delete()
+    _delete(staging, "(list|shard)-.*")
     plan = _new_plan(units, versions, settings, staging, config)
-    write_facts(staging.child(PLAN), asdict(plan))
+    write_facts(file, asdict(plan))
     return plan
 
 
-def _delete_shards(folder: Location) -> None:
-    """Delete what a plan has made, and the plan last: without it they could be someone else's."""
+def _delete(folder: Location, pattern: str) -> None:
+    """Delete the files in a folder whose names match."""
     for info in folder.list_files(recursive=False):
-        if re.fullmatch(OUTPUT, info.base_name):
+        if re.fullmatch(pattern, info.base_name):
             folder.child(info.base_name).delete()
-    folder.child(STAGING_FOLDER).child(PLAN).delete()
-
-
-def _delete_lists(staging: Location) -> None:
-    """Delete the lists and results of an earlier plan: no shard of a new one is done."""
-    for info in staging.list_files(recursive=False):
-        if info.base_name.startswith(("list-", "shard-")):
-            staging.child(info.base_name).delete()
 
 
 def _new_plan(
@@ -237,42 +226,44 @@ def _new_plan(
     Raises:
         ValueError: the source cannot be indexed, or its labels are not clear.
     """
-    parts = list[Location]()
-    if config.in_place:
-        shown = Shown(f"reading labels of {config.source}")
-        facts = sum(run_tasks(_facts_in_place, units, shown=shown), SourceFacts())
-        check_not_empty(facts, config)
-    else:
-        parts, facts = build_index(units, versions, staging, config)
-    classes, are_indices = classes_of(facts, config, of_folders=units[0].format in FOLDERS)
-    digest = hashlib.sha256(facts.digest.encode()).hexdigest()[:16]
-    plan = Plan(
-        settings,
-        versions,
-        digest,
-        classes,
-        are_indices,
-        num_images=facts.rows,
-        num_shards=len(units),
-        folder=units[0].folder,
-    )
-    if config.in_place:
-        return plan
+    parts, digest, declared = build_index(units, versions, staging, config)
     with tempfile.TemporaryDirectory() as scratch:
-        store = with_retries(lambda: RowStore(parts, scratch), "reading the index")
+        store = with_retries(lambda: RowStore(parts, scratch, config.columns), "reading the index")
+        facts = replace(store.facts, declared=declared)
+        check_not_empty(facts, config)
+        if absent := [name for name, count in facts.columns.items() if not count]:
+            raise ValueError(
+                f"convert.columns={list(config.columns)}: no image of the source has a field "
+                f"{absent[0]!r}; check its name"
+            )
+        classes, are_indices = classes_of(facts, config, of_folders=units[0].format in FOLDERS)
         if units[0].format in _MAY_REPEAT:
             store.find_repeated()
-        images = float(facts.bytes)
-        if config.shrink_to is not None or facts.unknown_lengths:
-            order = KeyedPermutation(facts.rows, SHUFFLE, settings["seed"])
-            some = order.ranks(np.arange(min(SAMPLED, facts.rows), dtype=np.int64))
-            sizes, *_ = sampled(table_rows(store.take(np.sort(some))), config)
-            images = sum(sizes) / len(some) * facts.rows
-        num_shards = shards_for(images + facts.text_bytes, facts.rows, config)
-        plan = replace(plan, num_shards=num_shards)
-        with_retries(lambda: write_lists(plan, store, staging), "writing the shard lists")
+        plan = Plan(
+            settings,
+            versions,
+            digest,
+            classes,
+            are_indices,
+            num_images=facts.rows,
+            num_shards=len(units)
+            if config.in_place
+            else _num_shards(facts, store, settings, config),
+            folder=units[0].folder,
+        )
+        if not config.in_place:
+            with_retries(lambda: write_lists(plan, store, staging), "writing the shard lists")
     return plan
 
 
-def _facts_in_place(unit: Unit) -> SourceFacts:
-    return with_retries(lambda: facts_of_file(unit), f"reading {unit.path}")
+def _num_shards(
+    facts: SourceFacts, store: RowStore, settings: dict[str, Any], config: ConvertConfig
+) -> int:
+    """How many shards have the size that is asked for."""
+    images = float(facts.bytes)
+    if config.shrink_to is not None or facts.unknown_lengths:
+        order = KeyedPermutation(facts.rows, SHUFFLE, settings["seed"])
+        some = order.ranks(np.arange(min(SAMPLED, facts.rows), dtype=np.int64))
+        sizes, *_ = sampled(table_rows(store.take(np.sort(some))), config)
+        images = sum(sizes) / len(some) * facts.rows
+    return shards_for(images + facts.text_bytes, facts.rows, config)

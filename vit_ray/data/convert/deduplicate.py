@@ -50,8 +50,7 @@ _ROWS, _COLUMNS = np.array([(i, j) for _, i, j in _ORDER[1 : HASH_BITS + 1]]).T
 _FLAT_BELOW: Final = 4.0
 
 
-@dataclass(frozen=True)
-class Duplicate:
+class Duplicate(NamedTuple):
     """A row of the pre-training set that shows an evaluation image.
 
     `distance` is how many of 128 bits of the hashes differ, 0 if the bytes are equal.
@@ -103,16 +102,15 @@ def deduplicate(source: str, evaluation_sets: list[str], destination: str) -> De
         for found in run_tasks(_described_in, _files_of(manifest), manifest, shown=shown):
             images += [(path, key, image) for _, key, image in found]
     shown = Shown(f"comparing {source}", whole.num_images, "duplicates")
-    known = Known(images)
-    results = run_tasks(_duplicates_in, _files_of(whole), whole, known, shown=shown)
-    duplicates = {sample: one for result in results for sample, one in result.items()}
+    results = run_tasks(_duplicates_in, _files_of(whole), whole, Known(images), shown=shown)
+    duplicates = {sample: row for result in results for sample, row in result.items()}
     if len(duplicates) == whole.num_images:
         raise ValueError(
             f"deduplicate: all images of {whole.path!r} are in {evaluation_sets}, so "
             "nothing is left; check whether the sets were swapped"
         )
     refuse_taken(destination)  # again: hours may have passed
-    sink, rows = pa.BufferOutputStream(), list(map(vars, duplicates.values()))
+    sink, rows = pa.BufferOutputStream(), [row._asdict() for row in duplicates.values()]
     pq.write_table(pa.Table.from_pylist(rows, schema=_LIST_SCHEMA), sink)
     locate(destination).child(DUPLICATES_FILE).write(sink.getvalue().to_pybytes())
     part = whole.without(np.array([*duplicates], np.int64))
@@ -123,18 +121,9 @@ def deduplicate(source: str, evaluation_sets: list[str], destination: str) -> De
     return DeduplicateReport(whole.num_images, exact, near, list(duplicates.values()))
 
 
-class Described(NamedTuple):
-    """What of an image is compared.
-
-    Attributes:
-        digest: of its bytes.
-        hash: of what it shows; empty for an image that is flat, or cannot be decoded.
-    """
-
-    digest: bytes
-    hash: bytes
-
-
+# The digest of an image's bytes, and the hash of what it shows: empty for an image that is flat, or
+# cannot be decoded.
+Described = tuple[bytes, bytes]
 # The evaluation set and key of an image, the distance of its hash, and whether its bytes are equal.
 Match = tuple[str, str, int, bool]
 
@@ -144,17 +133,18 @@ class Known:
 
     def __init__(self, images: list[tuple[str, str, Described]]) -> None:
         # Of images with equal bytes the first.
-        self._digests = {image.digest: (path, key) for path, key, image in reversed(images)}
-        self._names = [(path, key) for path, key, image in images if image.hash]
-        hashes = b"".join(image.hash for *_, image in images)
+        self._digests = {digest: (path, key) for path, key, (digest, _) in reversed(images)}
+        self._names = [(path, key) for path, key, (_, seen) in images if seen]
+        hashes = b"".join(seen for *_, (_, seen) in images)
         self._hashes = np.frombuffer(hashes, np.uint64).reshape(-1, 2).T.copy()
 
     def find(self, image: Described) -> Match | None:
         """The known image that an image shows."""
-        if (equal := self._digests.get(image.digest)) is not None:
-            return *equal, 0, True
-        if image.hash and self._names:
-            entry, distance = nearest(self._hashes, image.hash)
+        digest, seen = image
+        if digest in self._digests:
+            return *self._digests[digest], 0, True
+        if seen and self._names:
+            entry, distance = nearest(self._hashes, seen)
             if distance <= MAX_DISTANCE:
                 return *self._names[entry], distance, False
         return None
@@ -176,9 +166,9 @@ def describe(image: bytes) -> Described:
     try:
         pixels = crop_of(image, _DECODED, (0, 0, 0))
     except BadImageError:
-        return Described(digest, b"")
+        return digest, b""
     is_flat = pixels.reshape(-1, 3).std(axis=0).max() < _FLAT_BELOW
-    return Described(digest, b"" if is_flat else perceptual_hash(pixels).tobytes())
+    return digest, b"" if is_flat else perceptual_hash(pixels).tobytes()
 
 
 def perceptual_hash(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -211,12 +201,10 @@ def _images(manifest: Manifest, file_index: int) -> Iterator[tuple[int, str, Des
     """(sample, key, what is compared) of every image of a file."""
     reader = RowGroupReader(manifest)
     for group in np.flatnonzero(manifest.file_index == file_index).tolist():
-        encoded = reader.read(group)
-        places = zip(manifest.samples_of(group), manifest.stored_rows(group), strict=True)
-        for sample, stored in places:
-            key = encoded.key(int(stored))
+        encoded, samples = reader.read(group), manifest.samples_of(group).tolist()
+        for sample, row in zip(samples, manifest.stored_rows(group).tolist(), strict=True):
             try:
-                yield int(sample), key, describe(encoded.image(int(stored)))
+                yield sample, encoded.key(row), describe(encoded.image(row))
             except ChangedImageError as error:
-                shard = manifest.shard_location(group).path
-                raise ValueError(f"{key!r} in {shard!r}: {error}; run `vit-ray verify`") from error
+                where = f"{encoded.key(row)!r} in {manifest.shard_location(group).path!r}"
+                raise ValueError(f"{where}: {error}; run `vit-ray verify`") from error

@@ -4,17 +4,25 @@ import contextlib
 import random
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from heapq import nsmallest
 from itertools import chain, islice
 from typing import Final
 
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.convert.checks import checked, read_ahead
-from vit_ray.data.convert.hub import facts_of_file
 from vit_ray.data.convert.labels import SourceFacts, check_not_empty
-from vit_ray.data.convert.rows import DamagedUnitError, Row, SourceChangedError, Unit
+from vit_ray.data.convert.rows import (
+    DamagedUnitError,
+    Row,
+    SourceChangedError,
+    Unit,
+    pieces,
+    row_table,
+)
 from vit_ray.data.convert.sources import declared_classes, rows_of, units_of
+from vit_ray.data.dataset import checksum
 from vit_ray.data.jpeg_index.rewriting import restart_writer
 from vit_ray.storage import locate
 
@@ -79,10 +87,9 @@ def estimate_conversion(config: ConvertConfig, seed: int = 0) -> Estimate:
         ValueError: the source is missing or empty, has several splits and none is chosen, or none
             of the images that were read is usable.
     """
-    order = random.Random(seed)  # noqa: S311  # a sample
     units = units_of(config)
-    order.shuffle(units)
-    facts, parts, rows = _counted(units, order)
+    random.Random(seed).shuffle(units)  # noqa: S311  # a sample
+    facts, parts, rows = _counted(units, config, seed)
     check_not_empty(facts, config)
     images, num_bytes = (round(n * len(units) / parts) for n in (facts.rows, facts.bytes))
     left = {unit.path.rpartition("/")[2] for unit in units[int(parts) :] if unit.format == "folder"}
@@ -132,39 +139,35 @@ def sampled(
     return sizes, sides, reasons
 
 
-def _counted(units: list[Unit], order: random.Random) -> tuple[SourceFacts, float, Iterable[Row]]:
+def _counted(
+    units: list[Unit], config: ConvertConfig, seed: int
+) -> tuple[SourceFacts, float, Iterable[Row]]:
     """Counts units one after another, until the time is over; an archive is left in its middle.
 
     Returns:
         The facts of this many units and a fraction of one, and some rows, each equally likely; of
         parquet files the first ones, since their rows are read with their images.
     """
-    if units[0].format == "huggingface":
-        facts, parts = _counted_by_footers(units)
-        return facts, parts, islice(chain.from_iterable(map(rows_of, units)), SAMPLED)
-    facts, sample, end_s = SourceFacts(), list[Row](), time.monotonic() + COUNTED_S
-    for parts, unit in enumerate(units):
+    facts = SourceFacts(dict.fromkeys(config.columns, 0))
+    sample, num_units, end_s = list[Row](), 0.0, time.monotonic() + COUNTED_S
+    for unit in units:
         facts.declared.update({tuple(declared_classes(unit) or ())} - {()})
-        with contextlib.suppress(DamagedUnitError):
-            for row in rows_of(unit):
-                facts.add(row, unit.config.columns)
-                if len(sample) < SAMPLED:
-                    sample.append(row)
-                elif (place := order.randrange(facts.rows)) < SAMPLED:
-                    sample[place] = row
-                if row.offset >= 0 and row.problem is None and time.monotonic() > end_s:
-                    size = max(locate(unit.path).info().size, facts.bytes, 1)
-                    return facts, parts + (row.offset + row.length) / size, sample
+        for piece in pieces(_rows_before_damage(unit)):
+            facts.add(row_table(piece))
+            some = [*sample, *piece]
+            sample = nsmallest(SAMPLED, some, lambda row: checksum(f"{seed} {row.key}".encode()))
+            last = piece[-1]
+            if last.offset >= 0 and last.problem is None and time.monotonic() > end_s:
+                size = max(locate(unit.path).info().size, facts.bytes, 1)
+                return facts, num_units + (last.offset + last.length) / size, sample
+        num_units += 1
         if time.monotonic() > end_s:
-            return facts, parts + 1, sample
-    return facts, len(units), sample
+            break
+    of_parquet = islice(chain.from_iterable(map(rows_of, units)), SAMPLED)
+    return facts, num_units, of_parquet if units[0].format == "huggingface" else sample
 
 
-def _counted_by_footers(units: list[Unit]) -> tuple[SourceFacts, int]:
-    """The facts of this many files, from their footers and labels, until the time is over."""
-    facts, end_s = SourceFacts(), time.monotonic() + COUNTED_S
-    for parts, unit in enumerate(units, 1):
-        facts += facts_of_file(unit)
-        if time.monotonic() > end_s:
-            return facts, parts
-    return facts, len(units)
+def _rows_before_damage(unit: Unit) -> Iterator[Row]:
+    with contextlib.suppress(DamagedUnitError):
+        for row in rows_of(unit, with_images=False):
+            yield row.storable()

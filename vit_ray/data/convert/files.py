@@ -4,11 +4,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Final, TypeVar
 
 from vit_ray.data.file_names import is_hidden
-from vit_ray.storage import Location, locate, naming
+from vit_ray.storage import locate, naming
 
 # The value of `convert.split` that takes every split as one data set.
 ALL_SPLITS: Final = "all"
@@ -137,7 +137,7 @@ def _expanded(path: str) -> Iterator[str]:
 
 def is_pattern(source: str) -> bool:
     """Whether an address is a pattern; an address that exists literally is not."""
-    has_magic = bool(_MAGIC.search(source)) or len(expand_braces(source)) > 1
+    has_magic = is_glob(source) or len(expand_braces(source)) > 1
     return has_magic and not locate(source).exists()
 
 
@@ -152,32 +152,28 @@ def matching(source: str) -> dict[str, bool]:
     Raises:
         ValueError: a glob matches nothing, or a path of a brace range does not exist.
     """
-    found = dict[str, bool]()
     paths = expand_braces(source)
-    for glob in filter(is_glob, paths):
-        found |= _matches_of(glob, source)
-    plain = [locate(path) for path in paths if not is_glob(path)]
     with ThreadPoolExecutor(_AT_ONCE) as threads:
-        kinds = [info.kind for info in threads.map(Location.info, plain)]
-    found |= {at.uri: kind == "directory" for at, kind in zip(plain, kinds, strict=True)}
-    if missing := [at.uri for at, kind in zip(plain, kinds, strict=True) if kind == "nothing"]:
+        found = list(threads.map(_matches_of, paths))
+    if missing := [path for path, matches in zip(paths, found, strict=True) if not matches]:
         raise ValueError(
-            f"convert.source={source!r}: {len(missing)} of the {len(plain)} files that it names do "
-            f"not exist, the first {missing[0]!r}; add them, or change the range"
+            f"convert.source={source!r}: nothing matches {len(missing)} of the {len(paths)} paths "
+            f"and globs in it, the first {missing[0]!r}; add the files, or change the pattern"
         )
-    return dict(sorted(found.items()))
+    return dict(sorted(chain.from_iterable(map(dict.items, found))))
 
 
-def _matches_of(glob: str, source: str) -> dict[str, bool]:
-    place = locate(glob)
+def _matches_of(path: str) -> dict[str, bool]:
+    """What a path matches; itself, if it is no glob."""
+    place = locate(path)
+    if not is_glob(path):
+        kind = place.info().kind
+        return {} if kind == "nothing" else {place.uri: kind == "directory"}
     folder = _MAGIC.split(place.path)[0].rpartition("/")[0]
     with naming(place.uri):
         found = place.filesystem.glob(place.path, detail=True)
-    matches = {
+    return {
         replace(place, path=path).uri: info["type"] == "directory"
         for path, info in found.items()
         if not is_hidden(path.removeprefix(folder))
     }
-    if not matches:
-        raise ValueError(f"convert.source={source!r}: nothing matches {glob!r}; check the pattern")
-    return matches

@@ -8,7 +8,6 @@ import contextlib
 import functools
 import json
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
@@ -16,7 +15,7 @@ import pyarrow.parquet as pq
 
 from vit_ray.data.convert.labels import (
     Labels,
-    SourceFacts,
+    check_columns,
     checked_names,
     chosen_field,
     labelled,
@@ -33,7 +32,7 @@ _ROWS_AT_A_TIME: Final = 64
 MOST_ROWS: Final = 10_000_000
 
 
-class _Columns(NamedTuple):
+class Columns(NamedTuple):
     """Which columns hold images and labels, and the kind of the labels.
 
     Attributes:
@@ -47,56 +46,61 @@ class _Columns(NamedTuple):
     class_names: list[str] | None
 
 
-def parquet_rows(unit: Unit) -> Iterator[Row]:
-    """Rows of a file, with their images.
+def parquet_rows(unit: Unit, *, with_images: bool = True) -> Iterator[Row]:
+    """Every row that the footer of a file declares.
+
+    Args:
+        with_images: False leaves them out; their lengths are the mean of their row group.
 
     Raises:
         DamagedUnitError: the file cannot be opened.
-        ValueError: it has no columns of images and labels.
+        ValueError: it has no columns of images and labels, or a row group cannot be read in place.
     """
-    return (row for _, row in rows_of_groups(unit))
-
-
-def rows_of_groups(unit: Unit) -> Iterator[tuple[int, Row]]:
-    """Row group and row, of every row that the footer declares; errors as `parquet_rows`."""
     stem, first = unit.name.removesuffix(".parquet"), 0
     with opened(unit) as (source, columns):
         # With the names of files that are not embedded.
-        wanted = [columns.image, columns.label, *unit.config.columns]
-        for group in range(source.metadata.num_row_groups):
-            number, end = first, first + source.metadata.row_group(group).num_rows
-            problem: object = "it ends early"
+        image_columns = [columns.image] if with_images else []
+        wanted = [*image_columns, columns.label, *unit.config.columns]
+        for group in range(source.num_row_groups):
+            metadata = source.metadata.row_group(group)
+            chunks = map(metadata.column, range(metadata.num_columns))
+            image_chunks = (c for c in chunks if c.path_in_schema == columns.image_path)
+            size = sum(chunk.total_uncompressed_size for chunk in image_chunks)
+            if unit.config.in_place:
+                check_in_place(unit.path, group, metadata.num_rows, size)
+            number, end, problem = first, first + metadata.num_rows, "it ends early"
             try:
-                batches = source.iter_batches(_ROWS_AT_A_TIME, [group], wanted)
-                places = ((batch, i) for batch in batches for i in range(len(batch)))
-                for batch, i in islice(places, end - number):
-                    yield group, _row(f"{stem}/{number:08d}", batch.slice(i, 1), columns, unit)
-                    number += 1
+                for batch in source.iter_batches(_ROWS_AT_A_TIME, [group], wanted):
+                    images = _images_of(batch, columns) if with_images else None
+                    for i in range(min(len(batch), end - number)):
+                        image = None if images is None else images[i].as_py() or b""
+                        length = size // metadata.num_rows if image is None else len(image)
+                        row = Row(f"{stem}/{number:08d}", length=length, image=image)
+                        read = functools.partial(_described, row, batch, i, columns, unit)
+                        yield labelled(row, unit, read)
+                        number += 1
             except (pa.ArrowException, OSError) as error:
                 if is_of_the_store(error):
                     raise
-                problem = error
-            for missing in range(number, end):
-                problem_of = f"row group {group} is damaged: {problem}"
-                yield group, Row(f"{stem}/{missing:08d}", problem=problem_of)
+                problem = str(error)
+            for lost in range(number, end):
+                yield Row(f"{stem}/{lost:08d}", problem=f"row group {group} is damaged: {problem}")
             first = end
 
 
-def _row(key: str, batch: pa.RecordBatch, columns: _Columns, unit: Unit) -> Row:
+def _images_of(batch: pa.RecordBatch, columns: Columns) -> pa.Array:
     images = batch.column(columns.image)
     if pa.types.is_struct(images.type):
         images = pa.compute.struct_field(images, "bytes")
-    image = images.cast(pa.large_binary())[0].as_py() or b""
-    row = Row(key, length=len(image), image=image)
-    return labelled(row, unit, functools.partial(_described, batch, columns, unit, row))
+    return images.cast(pa.large_binary())
 
 
 def _described(
-    batch: pa.RecordBatch, columns: _Columns, unit: Unit, row: Row
+    row: Row, batch: pa.RecordBatch, at: int, columns: Columns, unit: Unit
 ) -> tuple[Labels, Mapping[str, Any]]:
-    """The labels of the only row of a batch, and its fields for `convert.columns`."""
-    if not row.image:
-        value = batch.column(columns.image)[0].as_py()
+    """The labels of a row of a batch, and its fields for `convert.columns`."""
+    if row.image == b"":
+        value = batch.column(columns.image)[at].as_py()
         if isinstance(value, dict) and value.get("path"):
             raise ValueError(
                 f"its image has no bytes, only the path {value['path']!r}: it is not embedded; "
@@ -104,35 +108,8 @@ def _described(
                 "embed_table_storage, or convert the image files"
             )
         raise ValueError("its image has no bytes")
-    labels = _labels_of(batch.column(columns.label)[0].as_py(), columns)
-    return labels, {name: batch.column(name)[0].as_py() for name in unit.config.columns}
-
-
-def facts_of_file(unit: Unit) -> SourceFacts:
-    """What is known about a file from its footer and its labels.
-
-    Raises:
-        ValueError: as `parquet_rows`, or a row group cannot be read in place, where it is to be.
-    """
-    facts = SourceFacts()
-    with opened(unit) as (source, columns):
-        for batch in source.iter_batches(columns=[columns.label]):
-            for value in batch.column(0).to_pylist():
-                with contextlib.suppress(ValueError):  # its row says so when it is read
-                    labels, kind = _labels_of(value, columns)
-                    facts.add(Row("", labels, length=0, kind=kind))
-        groups = map(source.metadata.row_group, range(source.metadata.num_row_groups))
-        for number, group in enumerate(groups):
-            chunks = [group.column(i) for i in range(group.num_columns)]
-            sizes = [c.total_uncompressed_size for c in chunks
-                     if c.path_in_schema == columns.image_path]  # fmt: skip
-            if unit.config.in_place:
-                check_in_place(unit.path, number, group.num_rows, sum(sizes))
-            facts.bytes += sum(sizes)
-        facts.rows = source.metadata.num_rows
-    facts.digest = f"{unit.name} {facts.rows}\n"
-    facts.declared = {tuple(columns.class_names)} if columns.class_names is not None else set()
-    return facts
+    labels = _labels_of(batch.column(columns.label)[at].as_py(), columns)
+    return labels, {name: batch.column(name)[at].as_py() for name in unit.config.columns}
 
 
 def check_in_place(path: str, group: int, rows: int, image_bytes: int) -> None:
@@ -153,7 +130,7 @@ def declared_classes(unit: Unit) -> list[str] | None:
 
 
 @contextlib.contextmanager
-def opened(unit: Unit) -> Iterator[tuple[pq.ParquetFile, _Columns]]:
+def opened(unit: Unit) -> Iterator[tuple[pq.ParquetFile, Columns]]:
     """A file, and the columns that it is read by; errors as `parquet_rows`."""
     with locate(unit.path).open() as file:
         try:
@@ -170,7 +147,7 @@ def opened(unit: Unit) -> Iterator[tuple[pq.ParquetFile, _Columns]]:
         yield source, _columns_of(source.schema_arrow, unit)
 
 
-def _columns_of(schema: pa.Schema, unit: Unit) -> _Columns:
+def _columns_of(schema: pa.Schema, unit: Unit) -> Columns:
     """The columns that a file is read by.
 
     Raises:
@@ -178,39 +155,42 @@ def _columns_of(schema: pa.Schema, unit: Unit) -> _Columns:
     """
     whose, config = repr(unit.path), unit.config
     declared = _declared(schema, whose)
-    usual = (*_LABEL_COLUMNS, *(name for name, names in declared.items() if names is not None))
+    usual = (*_LABEL_COLUMNS, *declared)
     image = chosen_field("image", config.image_field, _IMAGE_COLUMNS, schema.names, whose)
     label = chosen_field("label", config.label_field, usual, schema.names, whose)
-    for name in (image, label, *config.columns):
-        if schema.names.count(name) != 1:
-            how_many = schema.names.count(name) or "no"
-            raise ValueError(f"{whose} has {how_many} columns {name!r}; it has {schema.names}")
-    element, num_lists = schema.field(label).type, 0
-    while hasattr(element, "value_type"):  # of a list, or of a dictionary
-        num_lists += not pa.types.is_dictionary(element)
+    check_columns((image, label, *config.columns), schema.names, whose)
+    element = schema.field(label).type
+    if not pa.types.is_dictionary(element):
+        element = getattr(element, "value_type", element)  # of a list
+    if pa.types.is_dictionary(element):
         element = element.value_type
     is_text = str(element) in ("string", "large_string", "string_view")
-    if num_lists > 1 or not (is_text or pa.types.is_integer(element)):
+    if not (is_text or pa.types.is_integer(element)):
         raise ValueError(
             f"{whose}: its label column {label!r} is {schema.field(label).type}; expected "
             "integers, text, or lists of one of them"
         )
+    kind, image_path = schema.field(image).type, image
+    if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+        kind, image_path = kind.field("bytes").type, f"{image}.bytes"
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    # Null where no image is embedded.
+    if not str(kind).startswith(("binary", "large_binary", "fixed_size_binary", "null")):
+        raise ValueError(
+            f"{whose}: its column {image!r} is {schema.field(image).type}; expected encoded "
+            "images, as binary or as a struct with `bytes`"
+        )
     names = declared.get(label)
-    if names is not None:
-        if not isinstance(names, list) or any(type(name) is not str for name in names):
-            raise ValueError(
-                f"{whose}: the names of its ClassLabel are not a list of texts: {str(names)[:80]}"
-            )
-        names = checked_names(names, whose)
-    return _Columns(image, _path_of_images(schema, image, whose), label, names)
+    return Columns(image, image_path, label, names and checked_names(names, whose))
 
 
-def _declared(schema: pa.Schema, whose: str) -> dict[str, Any]:
-    """What the file declares as names of classes, by column; None where a column has none."""
+def _declared(schema: pa.Schema, whose: str) -> dict[str, list[str]]:
+    """The class names that a file declares, by column."""
     try:
         metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
         features = metadata.get("info", {}).get("features") or {}
-        return {name: _names(features.get(name)) for name in schema.names}
+        found = {name: _names(features.get(name)) for name in schema.names}
+        return {name: names for name, names in found.items() if names}
     except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{whose}: its huggingface metadata is damaged") from error
 
@@ -224,26 +204,7 @@ def _names(feature: Any) -> Any:
     return feature.get("names") or _names(feature.get("feature"))
 
 
-def _path_of_images(schema: pa.Schema, column: str, whose: str) -> str:
-    """The column of encoded images, or that inside it, without the file names next to them.
-
-    Raises:
-        ValueError: its type is another.
-    """
-    kind, path = schema.field(column).type, column
-    if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
-        kind, path = kind.field("bytes").type, f"{column}.bytes"
-    element = kind.value_type if pa.types.is_dictionary(kind) else kind
-    # Null where no image is embedded.
-    if not str(element).startswith(("binary", "large_binary", "fixed_size_binary", "null")):
-        raise ValueError(
-            f"{whose}: its column {column!r} is {schema.field(column).type}; expected encoded "
-            "images, as binary or as a struct with `bytes`"
-        )
-    return path
-
-
-def _labels_of(value: Any, columns: _Columns) -> Labels:
+def _labels_of(value: Any, columns: Columns) -> Labels:
     """Labels of a value of the label column; indices of a `ClassLabel` as its names.
 
     Raises:

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.data.convert.labels import SourceFacts, check_not_empty
+from vit_ray.data.convert.labels import SourceFacts
 from vit_ray.data.convert.rows import (
     FOLDERS,
     LISTS,
@@ -32,6 +32,7 @@ from vit_ray.data.convert.rows import (
     DamagedUnitError,
     Row,
     Unit,
+    pieces,
     row_table,
 )
 from vit_ray.data.convert.sources import declared_classes, rows_of
@@ -42,10 +43,6 @@ from vit_ray.data.run_tasks import run_tasks
 from vit_ray.data.shard_writer import closed_after
 from vit_ray.storage import Location, locate, naming, read_again, with_retries
 
-# Most rows of a row group of an index file.
-ROWS_AT_A_TIME: Final = 1 << 12
-# Characters after which a row group ends: captions, or lists of labels, may be long.
-CHARACTERS_AT_A_TIME: Final = 1 << 24
 # Most tasks that index a source; of tens of thousands of class folders, each takes several.
 MOST_PARTS: Final = 1024
 # Keys of `convert` that the rows of a source do not depend on.
@@ -56,8 +53,8 @@ REPEATED: Final = (
 
 
 def write_facts(file: Location, facts: dict[str, Any]) -> None:
-    """Write JSON, with lists for sets, and its checksum."""
-    content = json.dumps(facts, default=sorted).encode()
+    """Write JSON and its checksum."""
+    content = json.dumps(facts).encode()
     file.write(b"%s\n%08x" % (content, checksum(content)))
 
 
@@ -140,15 +137,15 @@ def _version(unit: Unit) -> str:
 
 def build_index(
     units: list[Unit], versions: dict[str, str], staging: Location, config: ConvertConfig
-) -> tuple[list[Location], SourceFacts]:
+) -> tuple[list[Location], str, set[tuple[str, ...]]]:
     """Index every unit; parts that an earlier start has indexed are reused.
 
     Returns:
-        Parquet files of `ROW_SCHEMA`, in the order of the source, and the facts of all.
+        Parquet files of `ROW_SCHEMA`, in the order of the source, a digest of its images, and the
+        class names of the units that declare them.
 
     Raises:
-        ValueError: the source has no images, an archive is damaged, or no image has one of the
-            columns.
+        ValueError: an archive is damaged.
     """
     parts = _parts([(unit, versions.get(unit.path, "")) for unit in units])
     named = [(f"index-{_digest_of(part)}", part) for part in parts]
@@ -156,20 +153,16 @@ def build_index(
     for info in staging.list_files(recursive=False):
         if info.base_name.startswith("index-") and info.base_name.partition(".")[0] not in names:
             staging.child(info.base_name).delete()  # of other settings, or an earlier source
-    shown = Shown(f"indexing {config.source}")
-    found = sum(run_tasks(_index, named, staging.uri, shown=shown), SourceFacts())
-    if found.damages:
+    results = run_tasks(_index, named, staging.uri, shown=Shown(f"indexing {config.source}"))
+    if damages := [damage for result in results for damage in result["damages"]]:
         raise ValueError(
-            f"convert: {len(found.damages)} files of the source are damaged: "
-            f"{'; '.join(found.damages[:5])}; replace them"
+            f"convert: {len(damages)} files of the source are damaged: {'; '.join(damages[:5])}; "
+            "replace them"
         )
-    check_not_empty(found, config)
-    if absent := [name for name in config.columns if name not in found.columns]:
-        raise ValueError(
-            f"convert.columns={list(config.columns)}: no image of the source has a field "
-            f"{absent[0]!r}; check its name"
-        )
-    return [staging.child(f"{name}.parquet") for name, _ in named], found
+    digest = hashlib.sha256("".join(result["digest"] for result in results).encode())
+    declared = {tuple(classes) for result in results for classes in result["declared"]}
+    files = [staging.child(f"{name}.parquet") for name, _ in named]
+    return files, digest.hexdigest()[:16], declared
 
 
 def _digest_of(part: list[tuple[Unit, str]]) -> str:
@@ -177,79 +170,66 @@ def _digest_of(part: list[tuple[Unit, str]]) -> str:
     # Keys are relative to the folder, which another match of a pattern may change.
     places = [(unit.format, unit.path, unit.folder, version) for unit, version in part]
     settings = part[0][0].config.model_dump(exclude=_NOT_OF_ROWS)
-    return hashlib.sha256(repr((places, settings)).encode()).hexdigest()[:16]
+    identity = repr((places, settings, ROW_SCHEMA.names))
+    return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
-def _index(item: tuple[str, list[tuple[Unit, str]]], staging_uri: str) -> SourceFacts:
-    """Write the rows of some units, and their facts when the rows are complete."""
+def _index(item: tuple[str, list[tuple[Unit, str]]], staging_uri: str) -> dict[str, Any]:
+    """Write the rows of some units, and what they declare when the rows are complete."""
     name, part = item
     staging = locate(staging_uri)
     file = staging.child(f"{name}.json")
     if file.exists():
-        return SourceFacts.of(read_facts(file))
-    what = f"indexing {part[0][0].path}"
-    facts = with_retries(lambda: _write_rows(part, staging, name), what)
-    if not facts.damages:  # a repaired file may have the same size and time
-        write_facts(file, vars(facts))
+        return read_facts(file)
+    facts = with_retries(lambda: _write_rows(part, staging, name), f"indexing {part[0][0].path}")
+    if not facts["damages"]:  # a repaired file may have the same size and time
+        write_facts(file, facts)
     return facts
 
 
-def _write_rows(part: list[tuple[Unit, str]], staging: Location, name: str) -> SourceFacts:
-    facts, digest, columns = SourceFacts(), hashlib.sha256(), part[0][0].config.columns
+def _write_rows(part: list[tuple[Unit, str]], staging: Location, name: str) -> dict[str, Any]:
+    facts: dict[str, Any] = {"damages": [], "declared": [], "counted": ""}
+    digest, num_rows = hashlib.sha256(), 0
     rows = _packed(_rows_of_units(part, facts), staging.child(f"{name}.bin"))
     with parquet_output(staging.child(f"{name}.parquet"), ROW_SCHEMA) as writer:
-        for piece in _pieces(rows):
+        for piece in pieces(rows):
             writer.write_table(row_table(piece))
             for row in piece:
-                facts.add(row, columns)
                 digest.update(f"{row.key}|{row.length}|{row.labels}\n".encode())
-            report_done(facts.rows)
-    facts.digest = digest.hexdigest()
-    return facts
+            num_rows += len(piece)
+            report_done(num_rows)
+    # Images that are read in place are not read for it: only how many there are.
+    is_in_place = part[0][0].config.in_place
+    return facts | {"digest": facts["counted"] if is_in_place else digest.hexdigest()}
 
 
-def _rows_of_units(units: list[tuple[Unit, str]], facts: SourceFacts) -> Iterator[Row]:
+def _rows_of_units(units: list[tuple[Unit, str]], facts: dict[str, Any]) -> Iterator[Row]:
     """Rows that can be stored, with the version of the archive that they lie in."""
     for unit, version in units:
-        of_archive = version.partition(" ")[0]
+        of_archive, num_rows = version.partition(" ")[0], 0
         try:
-            for found in rows_of(unit):
+            for found in rows_of(unit, with_images=not unit.config.in_place):
                 row = found.storable()
                 in_archive = row.path == unit.path and row.offset >= 0
                 yield replace(row, version=of_archive) if in_archive else row
+                num_rows += 1
         except DamagedUnitError as error:
-            facts.damages.append(str(error))
+            facts["damages"].append(str(error))
         else:
-            if names := declared_classes(unit):
-                facts.declared.add(tuple(names))
+            facts["counted"] += f"{unit.name} {num_rows}\n"
+            facts["declared"] += filter(None, [declared_classes(unit)])
 
 
 def _packed(rows: Iterable[Row], pack: Location) -> Iterator[Row]:
     """Rows whose images all lie somewhere: those in hand are written to a plain file."""
-    offset = 0
     with pack.output() as output:
         for row in rows:
             if row.image is None or row.problem is not None:
                 yield replace(row, image=None)
                 continue
+            at, length = output.tell(), len(row.image)
             output.write(row.image)
-            length = len(row.image)
-            yield replace(row, image=None, path=pack.uri, offset=offset, length=length)
-            offset += length
-
-
-def _pieces(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """The rows in lists that fit into a process, each with at least one."""
-    piece, characters = list[Row](), 0
-    for row in rows:
-        piece.append(row)
-        texts = row.path, row.key, *row.labels, row.problem, *row.extra
-        characters += sum(len(text) for text in texts if text is not None)
-        if len(piece) == ROWS_AT_A_TIME or characters >= CHARACTERS_AT_A_TIME:
-            yield piece
-            piece, characters = [], 0
-    if piece:
-        yield piece
+            yield replace(row, image=None, path=pack.uri, offset=at, length=length)
 
 
 class RowStore:
@@ -258,14 +238,19 @@ class RowStore:
     Args:
         scratch: a folder on a local disk, with room for the index: some 100 bytes and the path for
             each image.
+        columns: of `convert.columns`.
+
+    Attributes:
+        facts: what is known of the rows.
     """
 
-    def __init__(self, parts: list[Location], scratch: str) -> None:
-        path = f"{scratch}/rows.arrow"
+    def __init__(self, parts: list[Location], scratch: str, columns: tuple[str, ...] = ()) -> None:
+        path, self.facts = f"{scratch}/rows.arrow", SourceFacts(dict.fromkeys(columns, 0))
         try:
             with pa.OSFile(path, "wb") as sink, pa.ipc.new_file(sink, ROW_SCHEMA) as writer:
                 for table in itertools.chain.from_iterable(map(read_groups, parts)):
                     writer.write_table(table.combine_chunks())
+                    self.facts.add(table)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise

@@ -8,9 +8,12 @@ import json
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
+
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.convert.rows import LabelKind, Row, Unit
@@ -77,6 +80,14 @@ def chosen_field(
     )
 
 
+def check_columns(wanted: Iterable[str], names: list[str], whose: str) -> None:
+    """Raises ValueError for a column that is missing, or there twice."""
+    for name in wanted:
+        if names.count(name) != 1:
+            how_many = names.count(name) or "no"
+            raise ValueError(f"{whose} has {how_many} columns {name!r}; it has {names[:20]}")
+
+
 def labels_of_value(value: Any) -> Labels:
     """Labels of a value from JSON or parquet.
 
@@ -108,7 +119,7 @@ def check_no_places(values: Sequence[Any]) -> None:
         )
 
 
-def json_object(content: bytes, whose: str = "it") -> dict[str, Any]:
+def json_object(content: str | bytes, whose: str = "it") -> dict[str, Any]:
     """A JSON object; raises ValueError if it is something else."""
     try:
         fields = json.loads(content)
@@ -151,12 +162,15 @@ def checked_label(text: str) -> str:
     return label
 
 
-def checked_names(names: Sequence[str], whose: str) -> list[str]:
+def checked_names(names: Any, whose: str) -> list[str]:
     """Class names without blanks around them, in the form NFC.
 
     Raises:
-        ValueError: two are the same, or one has a line break or another control character.
+        ValueError: they are not texts, two are the same, or one has a line break or another control
+            character.
     """
+    if not isinstance(names, list | tuple) or any(type(name) is not str for name in names):
+        raise ValueError(f"{whose}: its class names are not a list of texts: {str(names)[:80]}")
     normal = [unicodedata.normalize("NFC", name.strip()) for name in names]
     counts = Counter(normal)
     if wrong := [name for name in normal if counts[name] > 1 or _CONTROL.search(name)]:
@@ -169,54 +183,41 @@ def checked_names(names: Sequence[str], whose: str) -> list[str]:
 
 @dataclass
 class SourceFacts:
-    """What is kept of some units in addition to their rows.
+    """What is known of the rows of a source.
 
     Attributes:
         kinds: of their labels, as `Row.kind`.
         counts: of labels that an image has.
         declared: class names of the units that declare them.
-        columns: those of `convert.columns` that some image has.
-        damages: position and reason for each unit whose rows end before it does.
-        digest: differs between the images of different units.
+        columns: for each of `convert.columns`, how many images have it.
         bytes: of all images whose length is known; `text_bytes` of the columns.
     """
 
+    columns: dict[str, int]
+    declared: set[tuple[str, ...]] = field(default_factory=set)
     labels: set[str] = field(default_factory=set)
     kinds: set[str] = field(default_factory=set)
     counts: set[int] = field(default_factory=set)
-    declared: set[tuple[str, ...]] = field(default_factory=set)
-    columns: set[str] = field(default_factory=set)
-    damages: list[str] = field(default_factory=list)
-    digest: str = ""
     rows: int = 0
     bytes: int = 0
     text_bytes: int = 0
     unknown_lengths: int = 0
 
-    @classmethod
-    def of(cls, stored: dict[str, Any]) -> "SourceFacts":
-        """From JSON, which has lists for sets and tuples."""
-        found: dict[str, Any] = {
-            n: set(stored[n]) for n in ("labels", "kinds", "counts", "columns")
-        }
-        return cls(**stored | found | {"declared": set(map(tuple, stored["declared"]))})
-
-    def add(self, row: Row, columns: tuple[str, ...] = ()) -> None:
-        """Count a row."""
-        self.rows += 1
-        if row.problem is None:
-            self.labels.update(row.labels)
-            self.kinds.add(row.kind)
-            self.counts.add(len(row.labels))
-            self.columns.update(n for n, v in zip(columns, row.extra, strict=True) if v is not None)
-            self.bytes += max(row.length, 0)
-            self.text_bytes += sum(len(value) for value in row.extra if value is not None)
-            self.unknown_lengths += row.length < 0
-            check_class_count(len(self.labels))
-
-    def __add__(self, other: "SourceFacts") -> "SourceFacts":
-        pairs = {name: (value, getattr(other, name)) for name, value in vars(self).items()}
-        return SourceFacts(**{n: a | b if type(a) is set else a + b for n, (a, b) in pairs.items()})
+    def add(self, rows: pa.Table) -> None:
+        """Count rows, of `ROW_SCHEMA`."""
+        self.rows += len(rows)
+        usable = rows.filter(pc.is_null(rows["problem"]))
+        self.labels.update(pc.list_flatten(usable["labels"]).unique().to_pylist())
+        self.kinds.update(usable["kind"].unique().to_pylist())
+        self.counts.update(pc.list_value_length(usable["labels"]).unique().to_pylist())
+        lengths = usable["length"].to_numpy()
+        self.bytes += int(lengths[lengths > 0].sum())
+        self.unknown_lengths += int((lengths < 0).sum())
+        for place, name in enumerate(self.columns):
+            values = pc.list_element(usable["extra"], place)
+            self.columns[name] += len(values) - values.null_count
+            self.text_bytes += pc.sum(pc.utf8_length(values)).as_py() or 0
+        check_class_count(len(self.labels))
 
 
 def check_not_empty(facts: SourceFacts, config: ConvertConfig) -> None:

@@ -4,13 +4,14 @@ import csv
 import functools
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import IO, Any, Final, NamedTuple
 
 from vit_ray.data.convert.labels import (
     LABEL_FIELDS,
     MOST_TEXT_BYTES,
     Labels,
+    check_columns,
     check_no_places,
     checked_label,
     chosen_field,
@@ -54,10 +55,10 @@ def jsonl_rows(unit: Unit) -> Iterator[Row]:
             except ValueError as error:
                 yield Row(f"{unit.path}#{number}", problem=f"line {number}: {error}")
                 continue
-            yield labelled(row, unit, functools.partial(_described, unit, fields))
+            yield labelled(row, unit, functools.partial(_labels_of_line, unit, fields))
 
 
-def _described(unit: Unit, fields: dict[str, Any]) -> tuple[Labels, Mapping[str, Any]]:
+def _labels_of_line(unit: Unit, fields: dict[str, Any]) -> tuple[Labels, dict[str, Any]]:
     return labels_of_record(fields, unit.config.label_field), fields
 
 
@@ -89,14 +90,14 @@ def csv_rows(unit: Unit) -> Iterator[Row]:
                     'lines from there to the end are one row; close it, or write "" for a quote '
                     "inside quotes"
                 )
-            if not row:
-                continue
-            problem = _csv_problem(header, row, text)
-            if problem is None and isinstance(row, list):
-                yield _csv_row(unit, header, row)
-                continue
-            for number in range(line, line + len(text)):
-                yield Row(f"{unit.path}#{number}", problem=f"line {number}: {problem}")
+            if problem := _csv_problem(header, row, text):
+                for number in range(line, line + len(text)):
+                    yield Row(f"{unit.path}#{number}", problem=f"line {number}: {problem}")
+            elif row:
+                fields = dict(zip(header.names, row, strict=True))
+                fields |= {name: fields[name.lower()] for name in unit.config.columns}
+                read = functools.partial(_labels_of_row, header, fields)
+                yield labelled(_row(unit, fields[header.path]), unit, read)
 
 
 def _records(
@@ -111,16 +112,15 @@ def _records(
             yield line
 
     rows, first = csv.reader(noted(), strict=True, delimiter=delimiter), 1
-    while True:
+    row: list[str] | str | None = []
+    while row is not None:
         text.clear()
-        row: list[str] | str | None
         try:
             row = next(rows, None)
         except csv.Error as error:
             row = str(error)
-        if row is None:
-            return
-        yield first, [*text], row
+        if row is not None:
+            yield first, [*text], row
         first += len(text)
 
 
@@ -138,18 +138,16 @@ def _header(unit: Unit, row: list[str] | str, delimiter: str) -> _Header:
     whose, image, label = repr(unit.path), unit.config.image_field, unit.config.label_field
     path = chosen_field("image", image and image.lower(), PATH_FIELDS, names, whose)
     label = chosen_field("label", label and label.lower(), LABEL_FIELDS, names, whose)
-    for name in (path, label, *map(str.lower, unit.config.columns)):
-        if names.count(name) != 1:
-            how_many = names.count(name) or "no"
-            raise ValueError(f"{whose} has {how_many} columns {name!r}; it has {names[:20]}")
+    check_columns((path, label, *map(str.lower, unit.config.columns)), names, whose)
     return _Header(names, path, label, delimiter)
 
 
 def _csv_problem(header: _Header, row: list[str] | str, text: list[str]) -> str | None:
+    """Why a record is none, or probably not the one that was meant; None for nothing."""
     if isinstance(row, str):
         return f"{row}; check for an open quote"
     if len(row) != len(header.names):
-        return f"it has {len(row)} fields, the header {len(header.names)}"
+        return f"it has {len(row)} fields, the header {len(header.names)}" if row else None
     place = header.names.index(header.path)
     for what, value in (("path", row[place]), ("label", row[header.names.index(header.label)])):
         if "\n" in value or "\r" in value:
@@ -170,19 +168,15 @@ def _csv_problem(header: _Header, row: list[str] | str, text: list[str]) -> str 
     return None if row[place].strip() else "it has no path"
 
 
-def _csv_row(unit: Unit, header: _Header, row: list[str]) -> Row:
-    fields = dict(zip(header.names, row, strict=True))
-
-    def read() -> tuple[Labels, Mapping[str, str]]:
-        text = fields[header.label]
-        check_no_places([one.strip() for one in text.split(";")])
-        texts = [text]
-        if header.label == "labels" and not (texts := list(filter(str.strip, text.split(";")))):
-            raise ValueError("it has no label")
-        columns = {name: fields[name.lower()] for name in unit.config.columns}
-        return (tuple(dict.fromkeys(map(checked_label, texts))), "text"), columns
-
-    return labelled(_row(unit, fields[header.path]), unit, read)
+def _labels_of_row(header: _Header, fields: dict[str, str]) -> tuple[Labels, dict[str, str]]:
+    text = fields[header.label]
+    check_no_places([part.strip() for part in text.split(";")])
+    texts = [text]
+    if header.label == "labels":
+        texts = list(filter(str.strip, text.split(";")))
+    if not texts:
+        raise ValueError("it has no label")
+    return (tuple(dict.fromkeys(map(checked_label, texts))), "text"), fields
 
 
 def _row(unit: Unit, text: str) -> Row:

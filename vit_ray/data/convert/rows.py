@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -32,11 +32,16 @@ ROW_SCHEMA: Final = pa.schema(
         ("length", pa.int64()),
         ("key", pa.large_string()),
         ("labels", pa.large_list(pa.large_string())),
+        ("kind", pa.large_string()),
         ("problem", pa.large_string()),
         ("extra", pa.large_list(pa.large_string())),
         ("version", pa.large_string()),
     ]
 )
+# Most rows that become a table together, and the characters after which they do: captions, or lists
+# of labels, may be long.
+ROWS_AT_A_TIME: Final = 1 << 12
+CHARACTERS_AT_A_TIME: Final = 1 << 24
 # Formats of units that are folders, and of those that are lists.
 FOLDERS: Final = ("folder", "loose")
 LISTS: Final = ("csv", "jsonl")
@@ -253,3 +258,17 @@ def table_rows(table: pa.Table) -> Iterator[Row]:
     """The rows of a table."""
     for row in table.to_pylist():
         yield Row(**row | {"labels": tuple(row["labels"]), "extra": tuple(row["extra"])})
+
+
+def pieces(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """The rows in lists that fit into a process, each with at least one."""
+    piece, characters = list[Row](), 0
+    for row in rows:
+        piece.append(row)
+        texts = row.path, row.key, *row.labels, row.problem, *row.extra
+        characters += sum(len(text) for text in texts if text is not None)
+        if len(piece) == ROWS_AT_A_TIME or characters >= CHARACTERS_AT_A_TIME:
+            yield piece
+            piece, characters = [], 0
+    if piece:
+        yield piece

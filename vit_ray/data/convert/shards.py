@@ -4,15 +4,16 @@ A plan is decided once, when the source is indexed, and kept by restarts. It is 
 list of each shard is, and only then are shards made.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, astuple, dataclass, field, replace
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
 
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.convert.checks import checked, read_ahead
-from vit_ray.data.convert.hub import MOST_ROWS, check_in_place, opened, rows_of_groups
+from vit_ray.data.convert.hub import MOST_ROWS, check_in_place, opened, parquet_rows
 from vit_ray.data.convert.index import RowStore, parquet_output, read_groups, write_facts
 from vit_ray.data.convert.rows import (
     ROW_SCHEMA,
@@ -81,10 +82,10 @@ def write_lists(plan: Plan, store: RowStore, staging: Location) -> None:
             writer.write_table(store.take(order.ranks(places)))
 
 
-def rows_of_shard(staging: Location, shard: int) -> list[Row]:
+def rows_of_shard(staging: Location, shard: int) -> Iterator[Row]:
     """The rows of one shard."""
-    tables = read_groups(staging.child(_LIST.format(shard)))
-    return [row for table in tables for row in table_rows(table)]
+    for table in read_groups(staging.child(_LIST.format(shard))):
+        yield from table_rows(table)
 
 
 @dataclass
@@ -179,29 +180,29 @@ def write_in_place(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult
     as_it_is = config.model_copy(update={"index_jpeg": False})
     found, image_bytes, first = ShardResult(shard=shard), list[int](), 0
     nothing = (None,) * len(config.columns)
-    target = locate(config.destination).child(plan.name_of(shard))
-    with ShardWriter(target, MOST_ROWS, config.columns) as writer:
-        for number, (group, row) in enumerate(rows_of_groups(unit)):
-            report_done(number, len(found.rejected))
-            if group >= len(image_bytes):
-                writer.end_row_group()
-                found.dropped.append([])
-                image_bytes.append(0)
-                first = number
-            # Equal images may stand once in the file, and are read as often as there are rows.
-            image_bytes[-1] += len(row.image or b"")
-            check_in_place(path, group, number - first + 1, image_bytes[-1])
-            entry = row.storable()
-            made = found.checked(entry, entry.read, label_of, as_it_is)
-            if made is None:
-                found.dropped[-1].append(number - first)
-                made = EncodedImage(b"", (), entry.key, 0, 0, extra=nothing)
-            writer.add(replace(made, image=b"", crc32=checksum(row.image or b"")))
+    target, rows = locate(config.destination).child(plan.name_of(shard)), parquet_rows(unit)
+    with opened(unit) as (file, columns), ShardWriter(target, MOST_ROWS, config.columns) as writer:
+        for group in range(file.num_row_groups):
+            num_rows = file.metadata.row_group(group).num_rows
+            found.dropped.append([])
+            image_bytes.append(0)
+            for at, row in enumerate(islice(rows, num_rows)):
+                report_done(first + at, len(found.rejected))
+                # Equal images may stand once in the file, and are read as often as there are rows.
+                image_bytes[-1] += len(row.image or b"")
+                check_in_place(path, group, num_rows, image_bytes[-1])
+                entry = row.storable()
+                made = found.checked(entry, entry.read, label_of, as_it_is)
+                if made is None:
+                    found.dropped[-1].append(at)
+                    made = EncodedImage(b"", (), entry.key, 0, 0, extra=nothing)
+                writer.add(replace(made, image=b"", crc32=checksum(row.image or b"")))
+            writer.end_row_group()
+            first += num_rows
     if locate(path).info() != before:
         raise SourceChangedError(path)
     facts = writer.facts()
-    own = zip(facts.row_group_bytes, image_bytes, strict=True)
-    facts = replace(facts, row_group_bytes=[sum(sizes) for sizes in own])
-    with opened(unit) as (_, columns):
-        images = astuple(ImageFile(path, before.size, before.version, columns.image_path))
+    sizes = zip(facts.row_group_bytes, image_bytes, strict=True)
+    facts = replace(facts, row_group_bytes=[sum(pair) for pair in sizes])
+    images = astuple(ImageFile(path, before.size, before.version, columns.image_path))
     return replace(found, **vars(facts), images=list(images))

@@ -21,7 +21,7 @@ from vit_ray.data.convert.rows import FOLDERS, LISTS, DamagedUnitError, Row, Uni
 from vit_ray.data.file_names import is_hidden, is_image_name
 from vit_ray.storage import Location, locate
 
-_ROWS: Final[dict[str, Callable[[Unit], Iterable[Row]]]] = {
+_ROWS: Final[dict[str, Callable[..., Iterable[Row]]]] = {
     "folder": folders.folder_rows,
     "loose": folders.loose_rows,
     "webdataset": tars.tar_rows,
@@ -58,15 +58,19 @@ _SHARD_NUMBER: Final = re.compile(r"-\d{5}-of-\d{5}$")
 _DEPTH: Final = 5
 
 
-def rows_of(unit: Unit) -> Iterator[Row]:
+def rows_of(unit: Unit, *, with_images: bool = True) -> Iterator[Row]:
     """The images of one unit.
+
+    Args:
+        with_images: False leaves out the images of formats in which they lie nowhere as they are.
 
     Raises:
         DamagedUnitError: the number of its images is unknown.
         ValueError: the unit is not of its format, or is compressed as a whole.
     """
+    options = {"with_images": with_images} if unit.format == "huggingface" else {}
     try:
-        yield from _ROWS[unit.format](unit)
+        yield from _ROWS[unit.format](unit, **options)
     except DamagedUnitError as error:
         head = b"" if error.offset else locate(unit.path).read_range(0, 6)
         if found := [name for magic, name in _COMPRESSED.items() if head.startswith(magic)]:
@@ -109,16 +113,30 @@ def units_of(config: ConvertConfig) -> list[Unit]:
 
 
 def _units(config: ConvertConfig) -> list[Unit]:
-    if is_pattern(config.source):
-        return _units_of_matches(config, matching(config.source))
-    location = locate(config.source)
+    """Units of the files that a source names, or of its folders."""
+    source, is_named = config.source, not is_pattern(config.source)
+    location = locate(source)
     kind = location.info().kind
-    if kind == "nothing":
+    if is_named and kind == "nothing":
+        raise ValueError(f"convert.source={source!r}: no such folder or file; check the path")
+    matches = {location.uri: kind == "directory"} if is_named else matching(source)
+    if not any(matches.values()):
+        return _units_of_files(config, list(matches))
+    if not all(matches.values()):
         raise ValueError(
-            f"convert.source={config.source!r}: no such folder or file; check the path"
+            f"convert.source={source!r} matches files and folders; match one or the other"
         )
-    if kind != "directory":
-        return _units_of_files(config, [location.uri])
+    places = list(map(locate, matches))
+    if is_named or (len(places) == 1 and not folders.loose_images(places[0])):
+        return _units_of_folder(config, places[0])
+    common = locate(_folder_of(list(matches)))
+    return _units_of_splits(config, places, common) or [
+        Unit("folder", path, common.uri, config) for path in matches
+    ]
+
+
+def _units_of_folder(config: ConvertConfig, location: Location) -> list[Unit]:
+    """Units of the files or the class folders in a folder."""
     format = _format_of(location, config) if config.format == "auto" else config.format
     if format == "folder":
         places = [location.child(name) for name in folders_in(location)]
@@ -128,13 +146,12 @@ def _units(config: ConvertConfig) -> list[Unit]:
     names = [relative(info.path, location.path) for info in found]
     suffix = _SUFFIXES[format]
     names = [name for name in names if _suffix(name) == suffix and not is_hidden(name)]
-    files = [location.child(name).uri for name in names]
-    if not files:
+    if not names:
         raise ValueError(
             f"convert.source={config.source!r} has no files of the format {format!r}; expected "
             f"{location.uri}/*.{suffix}"
         )
-    units = _units_of_files(config, files, location.uri)
+    units = _units_of_files(config, [location.child(name).uri for name in names], location.uri)
     # A hub repository may hold several data sets, a folder each.
     folders_of = (unit.name.split("/")[:-1] for unit in units)
     sets = {"/".join(p for p in one if p != "data" and not named_split(p)) for one in folders_of}
@@ -221,23 +238,6 @@ def _suffix(path: str) -> str:
     """The suffix of a file's name in lower case; empty if it is hidden."""
     name = _SHARD_NUMBER.sub("", path.rpartition("/")[2])
     return "" if is_hidden(name) else name.rpartition(".")[2].lower()
-
-
-def _units_of_matches(config: ConvertConfig, matches: dict[str, bool]) -> list[Unit]:
-    """Units of the files that a pattern matches, or of its folders as class folders."""
-    if not any(matches.values()):
-        return _units_of_files(config, list(matches))
-    if not all(matches.values()):
-        raise ValueError(
-            f"convert.source={config.source!r} matches files and folders; match one or the other"
-        )
-    places = list(map(locate, matches))
-    if len(places) == 1 and not folders.loose_images(places[0]):
-        return _units(config.model_copy(update={"source": places[0].uri}))
-    common = locate(_folder_of(list(matches)))
-    return _units_of_splits(config, places, common) or [
-        Unit("folder", path, common.uri, config) for path in matches
-    ]
 
 
 def folders_in(folder: Location) -> list[str]:

@@ -61,43 +61,31 @@ def check_file(file_index: int, manifest: Manifest, decode_fraction: float) -> V
     """Check one file of a data set."""
     entry, found = manifest.files[file_index], VerifyReport(num_files=1)
     location, reader = manifest.file_location(file_index), RowGroupReader(manifest)
-    if location.info().size != entry.bytes:
-        what = f"the file is missing or has not {entry.bytes} bytes"
-        found.problems.append(Problem(entry.path, what))
-    elif problem := problem_of_shard(location, entry):
-        found.problems.append(Problem(entry.path, f"the footer cannot be read: {problem}"))
-    else:
-        for group in np.flatnonzero(manifest.file_index == file_index).tolist():
-            _check_group(found, manifest, reader, group, decode_fraction)
-            report_done(found.num_images, len(found.problems))
-        if not found.problems and (problem := problem_of_shard(location, entry, is_read=True)):
-            found.problems.append(Problem(entry.path, problem))
-    return found
-
-
-def _check_group(
-    found: VerifyReport,
-    manifest: Manifest,
-    reader: RowGroupReader,
-    group: int,
-    decode_fraction: float,
-) -> None:
-    name = manifest.files[int(manifest.file_index[group])].path
-    number = int(manifest.row_group[group])
-    try:
-        encoded = reader.read(group)
-    except ValueError as error:
-        found.problems.append(Problem(name, str(error), row_group=number))
-        return
-    for row in manifest.stored_rows(group).tolist():
-        found.num_images += 1
+    groups = np.flatnonzero(manifest.file_index == file_index).tolist()
+    if problem := problem_of_shard(location, entry):
+        found.problems.append(Problem(entry.path, f"it cannot be opened: {problem}"))
+        groups = []
+    for group in groups:
+        number = int(manifest.row_group[group])
         try:
-            image = encoded.stored(row)
-            if KeyedUniform(_SAMPLE, group, row).draw() < decode_fraction:
-                found.num_decoded += 1
-                _check_image(image)
+            encoded = reader.read(group)
         except ValueError as error:
-            found.problems.append(Problem(name, str(error), encoded.key(row), number))
+            found.problems.append(Problem(entry.path, str(error), row_group=number))
+            continue
+        for row in manifest.stored_rows(group).tolist():
+            is_decoded = KeyedUniform(_SAMPLE, group, row).draw() < decode_fraction
+            found.num_images += 1
+            found.num_decoded += is_decoded
+            try:
+                image = encoded.stored(row)
+                if is_decoded:
+                    _check_image(image)
+            except ValueError as error:
+                found.problems.append(Problem(entry.path, str(error), encoded.key(row), number))
+        report_done(found.num_images, len(found.problems))
+    if not found.problems and (problem := problem_of_shard(location, entry, is_read=True)):
+        found.problems.append(Problem(entry.path, problem))
+    return found
 
 
 def _check_image(image: StoredImage) -> None:

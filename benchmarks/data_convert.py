@@ -1,7 +1,6 @@
 """Conversion: images per second and peak memory, at two sizes of data, from files and tar shards.
 
     python benchmarks/data_convert.py FOLDER_OF_JPEGS [--images 4000 16000] [--out FILE.md]
-    python benchmarks/data_convert.py FOLDER_OF_JPEGS --index --images 4000 [--out FILE.md]
     PYTHONPATH=PEERS python benchmarks/data_convert.py FOLDER_OF_JPEGS --peers FOLDER_OF_COPIES \
         --images 16000 [--out FILE.md]
 
@@ -9,9 +8,6 @@ The images are linked into class folders (or written into tar shards of 1,000) a
 and converted on all cores by a Ray of the run's own, every one checked. Memory is what belongs to a
 process alone (resident less shared), sampled ten times a second: of the driver, of the largest
 task, and of all processes together, Ray's own included. Bounded memory shows in the last column.
-
-With `--index`: what a restart index (`convert.index_jpeg`) costs, in rounds that alternate between
-conversions with it and without.
 
 With `--peers`: the same against writers of other libraries (`convert_peers.py`), from distinct
 files that are made of the images once, in FOLDER_OF_COPIES, and read before. Each way runs in a
@@ -38,7 +34,7 @@ import cv2
 import psutil
 
 from benchmarks.convert_peers import WRITERS as PEERS
-from benchmarks.result import finish, header, in_turn, machine, measure_apart, measure_rounds
+from benchmarks.result import finish, header, machine, measure_apart, measure_rounds
 
 SHARD_MIB = 64
 CLASSES = 10
@@ -75,11 +71,6 @@ facts = {"images": report.num_images, "indexed": report.num_indexed, "bytes": re
 print(json.dumps({"seconds": seconds, "cpu_s": cpu_s, **facts}))
 """
 ROUNDS = 3
-WRITERS = {
-    "none": "none: `convert.index_jpeg=false`",
-    "index": "the libjpeg that Pillow brings",
-}
-"""Kinds of conversions that are compared."""
 OURS = {
     "conversion": ("index", "all coefficients decoded, restart index"),
     "conversion, `index_jpeg=false`": ("none", "all coefficients decoded"),
@@ -124,9 +115,9 @@ def own_memory(root: psutil.Process) -> Iterator[tuple[bool, int]]:
             continue
 
 
-def measure(source: Path, destination: Path, writer: str = "") -> dict[str, Any]:
-    """One conversion in a process tree of its own; `writer`: empty for what it takes by itself."""
-    command = [sys.executable, "-c", CONVERT, str(source), str(destination), str(SHARD_MIB), writer]
+def measure(source: Path, destination: Path) -> dict[str, Any]:
+    """One conversion in a process tree of its own."""
+    command = [sys.executable, "-c", CONVERT, str(source), str(destination), str(SHARD_MIB), ""]
     peaks = {"driver": 0, "task": 0, "all": 0}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
         root = psutil.Process(driver.pid)
@@ -141,33 +132,6 @@ def measure(source: Path, destination: Path, writer: str = "") -> dict[str, Any]
         assert driver.stdout is not None
         lines = driver.stdout.read().splitlines()
     return {**json.loads(lines[-1]), **{name: size / MIB for name, size in peaks.items()}}
-
-
-def index_table(images: list[Path], count: int, folder: Path) -> list[str]:
-    """Markdown: seconds of a conversion with each writer, over those with none."""
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        link_files(images, count, Path(scratch) / "source")
-        found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in WRITERS}
-        for turn in range(ROUNDS):
-            for kind in in_turn(list(WRITERS), turn):
-                target = Path(scratch) / f"{kind}{turn}"
-                found[kind].append(measure(Path(scratch) / "source", target, kind))
-    plain = [row["seconds"] for row in found["none"]]
-    lines = header(
-        "restart markers from | images | with an index | images/s | time / without | "
-        "bytes / without"
-    )
-    for kind, rows in found.items():
-        ratios = [row["seconds"] / other for row, other in zip(rows, plain, strict=True)]
-        rate = count / median(row["seconds"] for row in rows)
-        share = rows[0]["bytes"] / found["none"][0]["bytes"]
-        assert kind == "none" or rows[0]["indexed"], f"{WRITERS[kind]} does not work here"
-        lines.append(
-            f"| {WRITERS[kind]} | {count:,} | {rows[0]['indexed']:,} | {rate:.0f} | "
-            f"{median(ratios):.2f} | {share:.3f} |"
-        )
-        print(lines[-1], flush=True)
-    return lines
 
 
 def write_copies(images: list[Path], count: int, folder: Path) -> None:
@@ -248,14 +212,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--images", type=int, nargs="+", default=[4000, 16000])
-    parser.add_argument("--index", action="store_true")
     parser.add_argument("--peers", type=Path, metavar="FOLDER_OF_COPIES")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="with --peers")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     images = sorted(p for p in args.folder.rglob("*") if p.suffix.lower() in (".jpg", ".jpeg"))
     mean_kib = sum(p.stat().st_size for p in images) / len(images) / 1024
-    option = "--index " * args.index + "--peers FOLDER_OF_COPIES " * bool(args.peers)
+    option = "--peers FOLDER_OF_COPIES " * bool(args.peers)
     lines = [
         f"# data_convert: {machine()}\n",
         f"`python benchmarks/data_convert.py {args.folder.name} {option}--images "
@@ -263,15 +226,9 @@ def main() -> None:
         f"average, used again and again; shards of {SHARD_MIB} MiB. The coefficients of every "
         "image are decoded, unless stated otherwise.\n",
     ]
-    if args.index:
-        lines += [f"{ROUNDS} rounds in turn, medians of each and of ratios in a round.\n"]
-    if args.index or args.peers:
+    if args.peers:
         for count in args.images:
-            lines += (
-                index_table(images, count, args.folder)
-                if args.index
-                else peers_table(images, count, args.peers, args.rounds)
-            )
+            lines += peers_table(images, count, args.peers, args.rounds)
     else:
         lines += layout_table(images, args.images, args.folder)
     finish("\n".join(lines), args.out)

@@ -1,4 +1,4 @@
-"""Training steps per second of a ViT: this project's model, its peers, and switches of torch.
+"""Training steps per second of a ViT: this project's model and its peers.
 
     python benchmarks/model_step.py [--models ViT-S/16 ViT-B/16] [--batch 16] [--dtype float32]
         [--rounds 7] [--threads 1] [--modes eager compiled] [--beside transformers timm]
@@ -15,10 +15,6 @@ disturb less. A peer that cannot be imported, or fails, is a row that says so; w
 compiled is measured eager, and says so. The table is printed after every round. On a GPU where
 there is one, else on the CPU.
 
-`--beside` also takes switches of torch for our own step that no recipe has: attention by cuDNN or
-FlashAttention alone (`cudnn`, `flash`), and the whole step compiled (`whole`): forward pass and
-loss as one graph, and the optimizer's step, instead of each block.
-
 MFU is against the dense peak of a GPU that `vit_ray.measure.devices` knows, by the products that a
 step computes, as torch counts them (ours works out only the class token in its last block); beside
 it stands the share by the count of the paper's Table 6, which takes every block whole.
@@ -33,20 +29,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.result import finish, header, in_turn, machine, reason
 from vit_ray.measure.devices import find_device, peak_flops
 from vit_ray.models import build_model
 from vit_ray.models.catalog import find_spec
-from vit_ray.models.encoder import Attention
 from vit_ray.models.flops import forward_macs
 
 NUM_CLASSES = 1000
@@ -146,51 +139,11 @@ def timm_model(name: str) -> nn.Module:
     return timm.create_model(TIMM_NAMES[name], num_classes=NUM_CLASSES, act_layer="gelu_tanh")
 
 
-def attention_by(backend: SDPBackend, name: str) -> nn.Module:
-    """Our model with attention by this kernel alone, whether or not its blocks are compiled.
-
-    Torch chooses that of the last block, which asks for the class token alone: cuDNN's is refused
-    for a single query (https://github.com/pytorch/pytorch/issues/138531).
-    """
-    if backend == SDPBackend.CUDNN_ATTENTION and DEVICE.type == "cpu":
-        raise RuntimeError("cuDNN has no kernel for a CPU")
-    model = our_model(name)
-
-    class Chosen(Attention):  # torch compiles once for equal code: the choice has to be part of it
-        def forward(self, x_BND: Tensor, num_queries: int | None = None) -> Tensor:
-            with contextlib.nullcontext() if num_queries else sdpa_kernel(backend):
-                return super().forward(x_BND, num_queries)
-
-    for module in model.modules():
-        if isinstance(module, Attention):
-            module.__class__ = Chosen
-    return model
-
-
-class Whole(nn.Module):
-    """Our model with its whole step compiled."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.model = our_model(name)
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.model(images)
-        return logits
-
-
 PEERS: dict[str, Callable[[str], nn.Module]] = {
     "transformers": transformers_model,
     "timm": timm_model,
 }
-SWITCHES: dict[str, Callable[[str], nn.Module]] = {
-    "cudnn": partial(attention_by, SDPBackend.CUDNN_ATTENTION),
-    "flash": partial(attention_by, SDPBackend.FLASH_ATTENTION),
-    "whole": Whole,
-}
-
-
-BUILDERS = {OURS: our_model, **PEERS, **SWITCHES}
+BUILDERS = {OURS: our_model, **PEERS}
 
 
 class Trainee:
@@ -198,32 +151,22 @@ class Trainee:
 
     def __init__(self, model: nn.Module, batch: int, dtype: torch.dtype) -> None:
         self.model = model.to(dtype).train()
-        self.loss = self._loss
         self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         generator = torch.Generator(DEVICE).manual_seed(0)
         shape = (batch, 3, IMAGE_SIZE, IMAGE_SIZE)
         self.images = torch.rand(shape, generator=generator, device=DEVICE).to(dtype) * 2 - 1
         self.labels = torch.randint(NUM_CLASSES, (batch,), generator=generator, device=DEVICE)
 
-    def _loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.model(images).float(), labels)
-
     def compile(self) -> None:
-        """The blocks, all by the code of one, in seconds and not minutes; or the whole step."""
+        """The blocks, all by the code of one, in seconds and not minutes."""
         # Beyond the limit it would go on eager, and say nothing.
         torch._dynamo.config.recompile_limit = 64
         torch._dynamo.config.fail_on_recompile_limit_hit = True
-        if isinstance(self.model, Whole):
-            self.loss = torch.compile(self._loss, dynamic=False)
-            self.optimiser.step = torch.compile(self.optimiser.step)  # type: ignore[method-assign]
-            return
         for block in blocks_of(self.model):
             block.compile(dynamic=False)
 
     def stay_eager(self) -> None:
         """Undo `compile`."""
-        self.loss = self._loss
-        self.optimiser.__dict__.pop("step", None)
         for block in blocks_of(self.model):
             block._compiled_call_impl = None
 
@@ -231,7 +174,7 @@ class Trainee:
         wait()
         start_s, cpu_start_s = time.perf_counter(), time.process_time()
         for _ in range(count):
-            self.loss(self.images, self.labels).backward()
+            F.cross_entropy(self.model(self.images).float(), self.labels).backward()
             self.optimiser.step()
             self.optimiser.zero_grad()
         wait()
@@ -276,7 +219,7 @@ def measure(
     """All rows after each round, in which they step in turn.
 
     Args:
-        beside: of `PEERS` and `SWITCHES`.
+        beside: of `PEERS`.
     """
     torch._dynamo.reset()
     trainees: dict[str, Trainee] = {}
@@ -397,7 +340,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
-        "--beside", nargs="+", choices=[*PEERS, *SWITCHES], default=list(PEERS), metavar="NAME"
+        "--beside", nargs="+", choices=list(PEERS), default=list(PEERS), metavar="NAME"
     )
     parser.add_argument("--threads", type=int, help="of torch; CPU time is even only with one")
     parser.add_argument("--out", type=Path)

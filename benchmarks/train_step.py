@@ -148,7 +148,7 @@ def whole_job(args: argparse.Namespace, zero_stage: int) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder, "step.yaml")
         recipe.write_text(json.dumps(tree))
-        found = pretrain(str(recipe), folder, [])
+        found = pretrain(str(recipe), folder)
     last = {name: values[steps] for name, values in found.items() if steps in values}
     memory_gib = last["perf/memory_gib"] if torch.cuda.is_available() else None
     return Measured(last["perf/step_ms_median"] / 1e3, memory_gib, last["data/wait_fraction"])

@@ -361,14 +361,17 @@ def fork(source: str, words: tuple[str, ...], is_dry: bool) -> int:
 @vit_ray.command()
 @click.argument("images")
 @_out
-def init(images: str, out: str | None) -> None:
+@click.option(
+    "--weights", help="ViT-B/16 to fine-tune: a file, a folder, s3:// or hf://OWNER/NAME."
+)
+def init(images: str, out: str | None, weights: str | None) -> None:
     """Look at IMAGES and write a recipe with a suitable model, batch and epochs.
 
     IMAGES is a folder, bucket or archive with classes, as `convert.source`.
     """
     from vit_ray.commands.init import write_recipe
 
-    write_recipe(images, out)
+    write_recipe(images, out, weights)
 
 
 @vit_ray.command()

@@ -37,7 +37,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.result import finish, header, in_turn, machine, reason
-from vit_ray.measure.devices import find_device, peak_flops
+from vit_ray.measure.devices import peak_flops
 from vit_ray.models import build_model
 from vit_ray.models.catalog import find_spec
 from vit_ray.models.flops import forward_macs
@@ -52,9 +52,6 @@ TIMM_NAMES = {
     "ViT-H/14": "vit_huge_patch14_224",
 }
 OURS = "vit_ray"
-# What this project holds itself to on an H200 in bfloat16, compiled.
-MFU_BARS = {"ViT-B/16": 0.45, "ViT-L/16": 0.50, "ViT-H/14": 0.52}
-RATIO_BAR = 1.0
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Steps that are counted, of one model in a round; at least one.
 TURN_S, MOST_STEPS = 1.2, 20
@@ -73,7 +70,6 @@ class Row:
     cpu_s: list[float] = field(default_factory=list)
     flops: int = 0
     """Of one image's forward and backward pass, as they are computed."""
-    is_compiled: bool = False
     notes: list[str] = field(default_factory=list)
     """Why it was not run, or not as it was to be."""
 
@@ -263,7 +259,6 @@ def begin(trainee: Trainee, row: Row) -> None:
         try:
             trainee.compile()
             trainee.turn()
-            row.is_compiled = True
             return
         except Exception as error:  # as many kinds as there are parts of a compiler
             row.notes.append(f"not compiled: {reason(error)}")
@@ -291,9 +286,8 @@ def table(rows: list[Row]) -> str:
             continue
         ours = next(r for r in rows if (r.model, r.mode, r.peer) == (row.model, row.mode, OURS))
         rate = row.batch / statistics.median(row.wall_s)
-        bar = _bar([row, ours], RATIO_BAR if row.peer in PEERS else None, ".1f")
         lines.append(
-            f"{head} | {rate:.2f} | {_mfu(row, rate)} | {_ratio(row.wall_s, ours.wall_s)}{bar} "
+            f"{head} | {rate:.2f} | {_mfu(row, rate)} | {_ratio(row.wall_s, ours.wall_s)} "
             f"| {_ratio(row.cpu_s, ours.cpu_s)} "
             f"| {min(row.wall_s):.3f} to {max(row.wall_s):.3f} s | {notes} |"
         )
@@ -310,17 +304,7 @@ def _mfu(row: Row, images_per_s: float) -> str:
         return "- | -"
     paper = 6 * forward_macs(row.model, NUM_CLASSES, IMAGE_SIZE)
     computed, by_paper = (f"{n * images_per_s / peak:.1%}" for n in (row.flops, paper))
-    bar = _bar([row], MFU_BARS.get(row.model) if row.peer == OURS else None, ".0%")
-    return f"{computed if row.flops else '-'}{bar} | {by_paper}"
-
-
-def _bar(rows: list[Row], bar: float | None, style: str) -> str:
-    """The bar, where one holds: on an H200, with all rows compiled, in bfloat16."""
-    is_held = torch.cuda.is_available() and (
-        find_device(torch.cuda.get_device_name()) == find_device("H200")
-    )
-    is_fast = all(row.is_compiled and row.dtype == torch.bfloat16 for row in rows)
-    return f" (bar {bar:{style}})" if bar is not None and is_held and is_fast else ""
+    return f"{computed if row.flops else '-'} | {by_paper}"
 
 
 def _ratio(theirs_s: list[float], ours_s: list[float]) -> str:

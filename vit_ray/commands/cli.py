@@ -74,7 +74,7 @@ def run_recipe(command: Command, words: tuple[str, ...], is_dry: bool) -> int | 
     """
     path, overrides = split_words(words)
     recipe = load_recipe(path, overrides)
-    _refuse_unread(command, overrides)
+    refuse_unread(command, overrides)
     if is_dry:
         plan = pkgutil.resolve_name(command.plan) if command.plan else None
         print(plan(recipe) if plan else write_yaml(recipe.written(*command.reads)))
@@ -90,7 +90,7 @@ def run_recipe(command: Command, words: tuple[str, ...], is_dry: bool) -> int | 
     return pkgutil.resolve_name(command.main)(recipe)
 
 
-def _refuse_unread(command: Command, overrides: list[str]) -> None:
+def refuse_unread(command: Command, overrides: list[str]) -> None:
     """
     Raises:
         ValueError: a key is given that the command does not read.

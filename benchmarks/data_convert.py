@@ -1,48 +1,31 @@
-"""Conversion: images per second and peak memory, at two sizes of data, from files and tar shards.
+"""Conversion: images per second and CPU time, beside writers of other libraries.
 
-    python benchmarks/data_convert.py FOLDER_OF_JPEGS [--images 4000 16000] [--out FILE.md]
-    python benchmarks/data_convert.py FOLDER_OF_JPEGS --index --images 4000 [--out FILE.md]
     PYTHONPATH=PEERS python benchmarks/data_convert.py FOLDER_OF_JPEGS --peers FOLDER_OF_COPIES \
-        --images 16000 [--out FILE.md]
+        [--images 4000 16000] [--rounds 3] [--out FILE.md]
 
-The images are linked into class folders (or written into tar shards of 1,000) as often as it takes,
-and converted on all cores by a Ray of the run's own, every one checked. Memory is what belongs to a
-process alone (resident less shared), sampled ten times a second: of the driver, of the largest
-task, and of all processes together, Ray's own included. Bounded memory shows in the last column.
-
-With `--index`: what a restart index (`convert.index_jpeg`) costs, in rounds that alternate between
-conversions with it and without.
-
-With `--peers`: the same against writers of other libraries (`convert_peers.py`), from distinct
-files that are made of the images once, in FOLDER_OF_COPIES, and read before. Each way runs in a
-process for each core. CPU time is that of all processes, Ray's own included, while the files are
-converted; what a way has not put on the disk is put there after its turn, and timed too.
+Distinct files are made of the images once, in FOLDER_OF_COPIES, and read before. The writers are
+those of `convert_peers.py`. Each way runs in a process for each core. CPU time is that of all
+processes, Ray's own included, while the files are converted; what a way has not put on the disk is
+put there after its turn, and timed too.
 """
 
 import argparse
-import io
-import json
 import os
 import shutil
-import subprocess
 import sys
-import tarfile
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import cv2
-import psutil
 
 from benchmarks.convert_peers import WRITERS as PEERS
-from benchmarks.result import finish, header, in_turn, machine, measure_apart, measure_rounds
+from benchmarks.result import finish, header, machine, measure_apart, measure_rounds
 
 SHARD_MIB = 64
 CLASSES = 10
-MIB = 1 << 20
 
 CONVERT = """
 import json, sys, time
@@ -74,12 +57,6 @@ seconds, cpu_s = time.perf_counter() - begun, tree_cpu_s() - cpu_s
 facts = {"images": report.num_images, "indexed": report.num_indexed, "bytes": report.bytes}
 print(json.dumps({"seconds": seconds, "cpu_s": cpu_s, **facts}))
 """
-ROUNDS = 3
-WRITERS = {
-    "none": "none: `convert.index_jpeg=false`",
-    "index": "the libjpeg that Pillow brings",
-}
-"""Kinds of conversions that are compared."""
 OURS = {
     "conversion": ("index", "all coefficients decoded, restart index"),
     "conversion, `index_jpeg=false`": ("none", "all coefficients decoded"),
@@ -93,81 +70,6 @@ def link_files(images: list[Path], count: int, folder: Path) -> None:
         target = folder / f"class_{i % CLASSES}" / f"{i:07d}.jpg"
         target.parent.mkdir(parents=True, exist_ok=True)
         os.link(images[i % len(images)], target)
-
-
-def write_tars(images: list[Path], count: int, folder: Path) -> None:
-    folder.mkdir(parents=True)
-    for first in range(0, count, 1000):
-        with tarfile.open(folder / f"{first // 1000:05d}.tar", "w") as tar:
-            for i in range(first, min(first + 1000, count)):
-                content = images[i % len(images)].read_bytes()
-                add(tar, f"{i:07d}.jpg", content)
-                add(tar, f"{i:07d}.cls", str(i % CLASSES).encode())
-
-
-def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(content)
-    tar.addfile(member, io.BytesIO(content))
-
-
-LAYOUTS = {"class folders": link_files, "WebDataset tar": write_tars}
-
-
-def own_memory(root: psutil.Process) -> Iterator[tuple[bool, int]]:
-    """(whether it is a task, bytes) of the driver and of every process below it."""
-    for process in [root, *root.children(recursive=True)]:
-        try:
-            memory = process.memory_info()
-            yield "ray::" in " ".join(process.cmdline()[:1]), memory.rss - memory.shared
-        except psutil.Error:
-            continue
-
-
-def measure(source: Path, destination: Path, writer: str = "") -> dict[str, Any]:
-    """One conversion in a process tree of its own; `writer`: empty for what it takes by itself."""
-    command = [sys.executable, "-c", CONVERT, str(source), str(destination), str(SHARD_MIB), writer]
-    peaks = {"driver": 0, "task": 0, "all": 0}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
-        root = psutil.Process(driver.pid)
-        while driver.poll() is None:
-            found = list(own_memory(root))
-            if found:
-                tasks = [size for is_task, size in found if is_task]
-                peaks["driver"] = max(peaks["driver"], found[0][1])
-                peaks["task"] = max(peaks["task"], *tasks, 0)
-                peaks["all"] = max(peaks["all"], sum(size for _, size in found))
-            time.sleep(0.1)
-        assert driver.stdout is not None
-        lines = driver.stdout.read().splitlines()
-    return {**json.loads(lines[-1]), **{name: size / MIB for name, size in peaks.items()}}
-
-
-def index_table(images: list[Path], count: int, folder: Path) -> list[str]:
-    """Markdown: seconds of a conversion with each writer, over those with none."""
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        link_files(images, count, Path(scratch) / "source")
-        found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in WRITERS}
-        for turn in range(ROUNDS):
-            for kind in in_turn(list(WRITERS), turn):
-                target = Path(scratch) / f"{kind}{turn}"
-                found[kind].append(measure(Path(scratch) / "source", target, kind))
-    plain = [row["seconds"] for row in found["none"]]
-    lines = header(
-        "restart markers from | images | with an index | images/s | time / without | "
-        "bytes / without"
-    )
-    for kind, rows in found.items():
-        ratios = [row["seconds"] / other for row, other in zip(rows, plain, strict=True)]
-        rate = count / median(row["seconds"] for row in rows)
-        share = rows[0]["bytes"] / found["none"][0]["bytes"]
-        assert kind == "none" or rows[0]["indexed"], f"{WRITERS[kind]} does not work here"
-        lines.append(
-            f"| {WRITERS[kind]} | {count:,} | {rows[0]['indexed']:,} | {rate:.0f} | "
-            f"{median(ratios):.2f} | {share:.3f} |"
-        )
-        print(lines[-1], flush=True)
-    return lines
 
 
 def write_copies(images: list[Path], count: int, folder: Path) -> None:
@@ -244,56 +146,26 @@ def peers_table(images: list[Path], count: int, folder: Path, rounds: int) -> li
 
 
 def main() -> None:
-    """Run every layout at every size, and print the table."""
+    """Run every way at every size, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--images", type=int, nargs="+", default=[4000, 16000])
-    parser.add_argument("--index", action="store_true")
-    parser.add_argument("--peers", type=Path, metavar="FOLDER_OF_COPIES")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="with --peers")
+    parser.add_argument("--peers", type=Path, metavar="FOLDER_OF_COPIES", required=True)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     images = sorted(p for p in args.folder.rglob("*") if p.suffix.lower() in (".jpg", ".jpeg"))
     mean_kib = sum(p.stat().st_size for p in images) / len(images) / 1024
-    option = "--index " * args.index + "--peers FOLDER_OF_COPIES " * bool(args.peers)
     lines = [
         f"# data_convert: {machine()}\n",
-        f"`python benchmarks/data_convert.py {args.folder.name} {option}--images "
+        f"`python benchmarks/data_convert.py {args.folder.name} --peers FOLDER_OF_COPIES --images "
         f"{' '.join(map(str, args.images))}`: {len(images)} JPEG files of {mean_kib:.0f} KiB on "
         f"average, used again and again; shards of {SHARD_MIB} MiB. The coefficients of every "
         "image are decoded, unless stated otherwise.\n",
     ]
-    if args.index:
-        lines += [f"{ROUNDS} rounds in turn, medians of each and of ratios in a round.\n"]
-    if args.index or args.peers:
-        for count in args.images:
-            lines += (
-                index_table(images, count, args.folder)
-                if args.index
-                else peers_table(images, count, args.peers, args.rounds)
-            )
-    else:
-        lines += layout_table(images, args.images, args.folder)
+    for count in args.images:
+        lines += peers_table(images, count, args.peers, args.rounds)
     finish("\n".join(lines), args.out)
-
-
-def layout_table(images: list[Path], counts: list[int], folder: Path) -> list[str]:
-    """Markdown: rate and memory of every layout at every size."""
-    lines = header(
-        "source | images | images/s | MiB/s | driver, MiB | largest task, MiB | all, MiB"
-    )
-    for layout, write in LAYOUTS.items():
-        for count in counts:
-            with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-                write(images, count, Path(scratch) / "source")
-                found = measure(Path(scratch) / "source", Path(scratch) / "set")
-            rate, mib = count / found["seconds"], found["bytes"] / MIB / found["seconds"]
-            lines.append(
-                f"| {layout} | {count:,} | {rate:.0f} | {mib:.0f} | {found['driver']:.0f} | "
-                f"{found['task']:.0f} | {found['all']:.0f} |"
-            )
-            print(lines[-1], flush=True)
-    return lines
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ import tarfile
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -400,63 +399,32 @@ OURS = "vit_ray stream"
 def measure(name: str, data: Path, seconds: float) -> None:
     """Run one contender in this process and print its figures as JSON."""
     make, argument = CONTENDERS[name]
-    peak = {"store": 0}
-    threading.Thread(target=watch_store, args=(peak,), daemon=True).start()
     started = time.perf_counter()
     batches: Iterator[Any] = iter(make(data, argument))
     next(batches)
     first_s = time.perf_counter() - started
     while time.perf_counter() - started < first_s + WARM_UP_S:
         next(batches)
-    count, begin, before = 0, time.perf_counter(), cpu_s_by_kind()
+    count, begin, before = 0, time.perf_counter(), cpu_s()
     while time.perf_counter() - begin < seconds:
         batch = next(batches)
         assert batch.shape[1:] == (SIZE, SIZE, 3), batch.shape
         count += len(batch)
     rate = count / (time.perf_counter() - begin)
-    spent = cpu_s_by_kind() - before
-    kinds = {kind: 1000 * s / count for kind, s in spent.items()}
-    figures = {"rate": rate, "cpu_ms": sum(kinds.values()), "kinds": kinds}
-    print(json.dumps({**figures, "first_s": first_s, "started": started, **peak}), flush=True)
+    figures = {"rate": rate, "cpu_ms": 1000 * (cpu_s() - before) / count}
+    print(json.dumps({**figures, "first_s": first_s, "started": started}), flush=True)
     for child in psutil.Process().children(recursive=True):
         child.kill()
     os._exit(0)
 
 
-def watch_store(peak: dict[str, int]) -> None:
-    """Peak of the object store in bytes, by Ray's own count, in contenders that use Ray."""
-    while True:
-        time.sleep(0.5)
-        if "ray" not in sys.modules or not sys.modules["ray"].is_initialized():
-            continue
-        from ray._private.internal_api import get_memory_info_reply, get_state_from_address
-
-        address = sys.modules["ray"].get_runtime_context().gcs_address
-        stats = get_memory_info_reply(get_state_from_address(address)).store_stats
-        peak["store"] = max(peak["store"], stats.object_store_bytes_used)
-
-
-def cpu_s_by_kind() -> Counter[str]:
-    """CPU seconds of this process and its descendants so far, by what they are."""
-    spent: Counter[str] = Counter()
-    main = psutil.Process()
+def cpu_s() -> float:
+    """CPU seconds of this process and its descendants so far."""
+    spent, main = 0.0, psutil.Process()
     for process in [main, *main.children(recursive=True)]:
         with contextlib.suppress(psutil.Error):
-            kind = "trainer" if process == main else kind_of(process)
-            spent[kind] += sum(process.cpu_times()[:2])
+            spent += sum(process.cpu_times()[:2])
     return spent
-
-
-def kind_of(process: psutil.Process) -> str:
-    command = " ".join(process.cmdline())
-    if command.startswith("ray::StreamServer"):
-        return "stream server"
-    if command.startswith("ray::"):
-        return "Ray's workers"
-    for part in ("raylet/raylet", "gcs_server"):
-        if part in command.partition(" ")[0]:
-            return part.rpartition("/")[2]
-    return "Ray's agents" if "/ray/" in command else "loader's workers"
 
 
 def run_apart(name: str, data: Path, seconds: float, cores: int = CORES) -> dict[str, Any]:
@@ -587,19 +555,18 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
     our_cpu_ms = median(results[OURS], "cpu_ms")
     lines = header(
         "contender | images/s | least to greatest | ours / it | CPU ms an image | its / ours | "
-        "first batch, s | private RSS, MiB | object store, MiB"
+        "first batch, s | private RSS, MiB"
     )
     for name, rows in results.items():
         done = [row for row in rows if "error" not in row]
         if not done:
-            lines.append(f"| {name} | not run: `{rows[0]['error']}` | | | | | | | |")
+            lines.append(f"| {name} | not run: `{rows[0]['error']}` | | | | | | |")
             continue
         rates, cpu_ms = [row["rate"] for row in done], median(done, "cpu_ms")
         lines.append(
             f"| {name} | {median(done, 'rate'):.0f} | {min(rates):.0f} to {max(rates):.0f} | "
             f"{ours / median(done, 'rate'):.2f} | {cpu_ms:.3f} | {cpu_ms / our_cpu_ms:.2f} | "
-            f"{median(done, 'first_s'):.1f} | {int(median(done, 'rss')) >> 20} | "
-            f"{int(median(done, 'store')) >> 20 or ''} |"
+            f"{median(done, 'first_s'):.1f} | {int(median(done, 'rss')) >> 20} |"
         )
     return "\n".join(lines)
 
@@ -618,18 +585,6 @@ def cores_table(results: dict[tuple[str, int], list[dict[str, Any]]]) -> str:
         lines.append(
             f"| {name} | {cores} | {rate:.0f} | {rate / cores:.0f} | {share:.3f} (bar {CORE_BAR}) |"
         )
-    return "\n".join(lines)
-
-
-def kinds_table(results: dict[str, list[dict[str, Any]]]) -> str:
-    """Markdown with CPU milliseconds an image by kind of process; medians."""
-    done = {n: [r for r in rows if "error" not in r] for n, rows in results.items()}
-    done = {name: rows for name, rows in done.items() if rows}
-    kinds = sorted({kind for rows in done.values() for row in rows for kind in row["kinds"]})
-    lines = header(" | ".join(["contender", *kinds]))
-    for name, rows in done.items():
-        found = [statistics.median(row["kinds"].get(kind, 0.0) for row in rows) for kind in kinds]
-        lines.append(f"| {name} | {' | '.join(f'{ms:.3f}' if ms else '' for ms in found)} |")
     return "\n".join(lines)
 
 
@@ -693,8 +648,7 @@ def report_of(args: argparse.Namespace, data: Path, results: dict[str, Any]) -> 
         f"    python benchmarks/data_stream.py {args.folder.name} "
         f"--rounds {args.rounds} --seconds {args.seconds:g}\n\n"
         f"{len(images):,} distinct images, {sum(images) >> 20} MiB; {args.rounds} rounds in turn, "
-        f"medians; `ours / it` above 1: ours is faster.\n\n{table(results)}\n\n"
-        f"CPU ms an image by kind of process:\n\n{kinds_table(results)}\n"
+        f"medians; `ours / it` above 1: ours is faster.\n\n{table(results)}\n"
     )
 
 

@@ -1,24 +1,18 @@
 """Everything that is claimed for one GPU, in one report: tests, speed, MFU, overhead and memory.
 
-    python benchmarks/gpu.py --parts test peers switches [--out FILE.md]
+    python benchmarks/gpu.py --parts test peers [--out FILE.md]
     python benchmarks/gpu.py --parts job cores [--photographs FOLDER] [--out FILE.md]
-    python benchmarks/gpu.py --parts study --images FOLDER [--out FILE.md]
     python benchmarks/gpu.py --tiny ...
 
-`peers`, `switches`, `whole`, `activations` and `sizes` need torch and this checkout alone; the
-others this project's packages, too. No part needs the internet. The parts run in this order, each
-in processes of its own, in bf16 at 224 px:
+`peers` and `sizes` need torch and this checkout alone; the others this project's packages, too. No
+part needs the internet. The parts run in this order, each in processes of its own, in bf16 at 224
+px:
 
 - `test`: `tests/gpu` with all messages, as `make test-gpu` runs it
 - `peers`: our model against transformers and timm, compiled, same batch (`model_step.py`)
 - `job`: whole jobs under ZeRO 0 and 1 against a bare torch loop, compiled (`train_step.py`)
-- `switches`: attention by cuDNN and by FlashAttention (`model_step.py`)
 - `cores`: the stream on 2, 4, 8 and 16 cores, crops of the JPEG files below `--photographs`, or of
   noise (`data_stream.py`)
-- `whole`: the whole step compiled instead of blocks (`model_step.py`)
-- `study`: a small ViT from scratch on `--images`, {train,test}/CLASS/*, for the time that is left,
-  at most five minutes (`job.py`)
-- `activations`: predicted against measured memory (`activation_memory.py`)
 - `sizes`: inference by input size, Figure 12 of the paper (`input_sizes.py`)
 
 A library that is missing is a row that names it, and what fails is one that says why. The bars
@@ -33,7 +27,6 @@ import importlib.metadata
 import os
 import platform
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -85,15 +78,9 @@ LIMITS = {
     "test": Limits(110, 10, 150),
     "peers": Limits(65, 30, 110),
     "job": Limits(170, 60, 240),
-    "switches": Limits(45, 30, 110),
     "cores": Limits(140, 60, 180),
-    "whole": Limits(0, 60, 110),
-    "study": Limits(0, 240, 300),
-    "activations": Limits(25, 10, 60),
     "sizes": Limits(30, 10, 90),
 }
-STUDY_END_S = 45.0
-"""For the end of a training that is stopped, and its table."""
 FULL = {
     "models": ["ViT-B/16", "ViT-L/16", "ViT-H/14"],
     "batch": [1024, 512, 128],
@@ -105,11 +92,6 @@ FULL = {
     "seconds": 10,
     "mib": 256,
     "cores": [2, 16, 8, 4],
-    "epochs": 40,
-    "study": [
-        *("model.depth=6", "model.width=384", "model.mlp_dim=1536", "model.num_heads=6"),
-        *("train.global_batch_size=512", "train.micro_batch_size=512"),
-    ],
 }
 TINY = {
     "models": ["ViT-Ti/16"],
@@ -122,11 +104,6 @@ TINY = {
     "seconds": 1,
     "mib": 2,
     "cores": [1, 2],
-    "epochs": 1,
-    "study": [
-        *("model.depth=1", "model.width=32", "model.mlp_dim=64", "model.num_heads=2"),
-        *("train.global_batch_size=32", "train.micro_batch_size=32", "optim.warmup_steps=1"),
-    ],
 }
 
 
@@ -136,7 +113,7 @@ class Section(NamedTuple):
     part: str
     title: str
     command: list[str]
-    """Of Python; empty: it needs `--images`."""
+    """Of Python."""
 
 
 def sections(args: argparse.Namespace) -> Iterator[Section]:
@@ -154,22 +131,10 @@ def sections(args: argparse.Namespace) -> Iterator[Section]:
     command += ["--precision", "bf16", "--rounds", "1", "--steps", str(args.steps)]
     command += ["--rows", "bare", "zero0", "zero1", "--row-s", "100"]
     yield Section("job", f"{trainer}: whole jobs, compiled, against a bare torch loop", command)
-    switch = [*model_step, "--models", trainer, "--batch", batch, "--beside"]
-    title = f"{trainer}: attention by one kernel, against torch's choice"
-    yield Section("switches", title, [*switch, "cudnn", "flash"])
     command = ["benchmarks/data_stream.py", *([args.photographs] if args.photographs else [])]
     command += ["--rounds", "1", "--seconds", str(args.seconds), "--mib", str(args.mib)]
     command += ["--contenders", "vit_ray stream", "--cores", *map(str, args.cores)]
     yield Section("cores", "The stream by cores, 224 px crops of JPEG files", command)
-    title = f"{trainer}: the whole step compiled, against compiled blocks"
-    yield Section("whole", title, [*switch, "whole"])
-    command = ["benchmarks/job.py", args.images, "--epochs", str(args.epochs), *args.study]
-    command += ["train.precision=bf16", "workers.num_workers=1"]
-    title = "A small ViT from scratch: Ray, stream, checkpoints, MLflow"
-    yield Section("study", title, command if args.images else [])
-    command = ["benchmarks/activation_memory.py", "--models", *args.models]
-    command += ["--batch", str(min(256, *args.batch))]
-    yield Section("activations", "Memory of forward and backward pass, eager", command)
     command = ["benchmarks/input_sizes.py", "--models", *args.models, "R50x1"]
     command += ["--most", str(max(args.batch))]
     yield Section("sizes", "Inference by input size, eager (Figure 12)", command)
@@ -195,12 +160,9 @@ def run_section(section: Section, limit_s: float) -> tuple[str, bool]:
         section: whose script runs; of `test` all that it printed counts, else its last table.
         limit_s: after so long it is ended, with the processes that it started.
     """
-    if not section.command or not limit_s:
-        why = "no time was left" if section.command else "needs `--images`"
-        return f"Not run: {why}.\n", not section.command
+    if not limit_s:
+        return "Not run: no time was left.\n", False
     command, is_test = section.command, section.part == "test"
-    if section.part == "study":
-        command = [*command, "--seconds", f"{limit_s - STUDY_END_S:.0f}"]
     paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = {
         **CACHES,
@@ -275,12 +237,10 @@ def environment_table() -> str:
 
     device = torch.cuda.get_device_name() if has_gpu() else "CPU"
     lines = [
-        *(gpu_lines(device) if has_gpu() else [NO_GPU, *unseen_gpu()]),
+        *(gpu_lines(device) if has_gpu() else [NO_GPU]),
         "",
         f"{device}, {os.cpu_count()} CPU cores; Python {platform.python_version()}, "
         f"torch {torch.__version__}, CUDA {torch.version.cuda}",
-        "",
-        f"C compiler, without which Triton compiles nothing: {c_compiler() or 'none'}",
         "",
         "| library | version |",
         "|---|---|",
@@ -303,23 +263,6 @@ def gpu_lines(device: str) -> list[str]:
     return [f"MFU is of {peak / 1e12:.0f} TFLOP/s, dense bf16 by the maker's data sheet."]
 
 
-def unseen_gpu() -> list[str]:
-    """Why torch may have none where there is one."""
-    if not shutil.which("nvidia-smi"):
-        return []
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-    return [
-        "",
-        "`nvidia-smi` is here all the same: see whether it lists a GPU, whether torch is built for "
-        f"its driver (CUDA below), and CUDA_VISIBLE_DEVICES ({listed}).",
-    ]
-
-
-def c_compiler() -> str | None:
-    """The one that Triton would call."""
-    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-
-
 def arguments() -> argparse.Namespace:
     """Of the command; what has no option is by `FULL` or `TINY`."""
     made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -329,7 +272,6 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--trainer-batch", type=int)
     made.add_argument("--rounds", type=int)
     made.add_argument("--parts", nargs="+", choices=list(LIMITS), default=list(LIMITS))
-    made.add_argument("--images", type=os.path.abspath, help="class folders: {train,test}/CLASS/*")
     made.add_argument("--photographs", type=os.path.abspath, help="JPEG files")
     made.add_argument("--total-s", type=float, help="of all parts together")
     made.add_argument("--tiny", action="store_true", help="sizes that a CPU runs in minutes")

@@ -1,4 +1,4 @@
-"""Training steps per second of a ViT: this project's model, its peers, and switches of torch.
+"""Training steps per second of a ViT: this project's model and its peers.
 
     python benchmarks/model_step.py [--models ViT-S/16 ViT-B/16] [--batch 16] [--dtype float32]
         [--rounds 7] [--threads 1] [--modes eager compiled] [--beside transformers timm]
@@ -15,10 +15,6 @@ disturb less. A peer that cannot be imported, or fails, is a row that says so; w
 compiled is measured eager, and says so. The table is printed after every round. On a GPU where
 there is one, else on the CPU.
 
-`--beside` also takes switches of torch for our own step that no recipe has: attention by cuDNN or
-FlashAttention alone (`cudnn`, `flash`), and the whole step compiled (`whole`): forward pass and
-loss as one graph, and the optimizer's step, instead of each block.
-
 MFU is against the dense peak of a GPU that `vit_ray.measure.devices` knows, by the products that a
 step computes, as torch counts them (ours works out only the class token in its last block); beside
 it stands the share by the count of the paper's Table 6, which takes every block whole.
@@ -33,20 +29,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.result import finish, header, in_turn, machine, reason
-from vit_ray.measure.devices import find_device, peak_flops
+from vit_ray.measure.devices import peak_flops
 from vit_ray.models import build_model
 from vit_ray.models.catalog import find_spec
-from vit_ray.models.encoder import Attention
 from vit_ray.models.flops import forward_macs
 
 NUM_CLASSES = 1000
@@ -59,9 +52,6 @@ TIMM_NAMES = {
     "ViT-H/14": "vit_huge_patch14_224",
 }
 OURS = "vit_ray"
-# What this project holds itself to on an H200 in bfloat16, compiled.
-MFU_BARS = {"ViT-B/16": 0.45, "ViT-L/16": 0.50, "ViT-H/14": 0.52}
-RATIO_BAR = 1.0
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Steps that are counted, of one model in a round; at least one.
 TURN_S, MOST_STEPS = 1.2, 20
@@ -80,7 +70,6 @@ class Row:
     cpu_s: list[float] = field(default_factory=list)
     flops: int = 0
     """Of one image's forward and backward pass, as they are computed."""
-    is_compiled: bool = False
     notes: list[str] = field(default_factory=list)
     """Why it was not run, or not as it was to be."""
 
@@ -146,51 +135,11 @@ def timm_model(name: str) -> nn.Module:
     return timm.create_model(TIMM_NAMES[name], num_classes=NUM_CLASSES, act_layer="gelu_tanh")
 
 
-def attention_by(backend: SDPBackend, name: str) -> nn.Module:
-    """Our model with attention by this kernel alone, whether or not its blocks are compiled.
-
-    Torch chooses that of the last block, which asks for the class token alone: cuDNN's is refused
-    for a single query (https://github.com/pytorch/pytorch/issues/138531).
-    """
-    if backend == SDPBackend.CUDNN_ATTENTION and DEVICE.type == "cpu":
-        raise RuntimeError("cuDNN has no kernel for a CPU")
-    model = our_model(name)
-
-    class Chosen(Attention):  # torch compiles once for equal code: the choice has to be part of it
-        def forward(self, x_BND: Tensor, num_queries: int | None = None) -> Tensor:
-            with contextlib.nullcontext() if num_queries else sdpa_kernel(backend):
-                return super().forward(x_BND, num_queries)
-
-    for module in model.modules():
-        if isinstance(module, Attention):
-            module.__class__ = Chosen
-    return model
-
-
-class Whole(nn.Module):
-    """Our model with its whole step compiled."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.model = our_model(name)
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.model(images)
-        return logits
-
-
 PEERS: dict[str, Callable[[str], nn.Module]] = {
     "transformers": transformers_model,
     "timm": timm_model,
 }
-SWITCHES: dict[str, Callable[[str], nn.Module]] = {
-    "cudnn": partial(attention_by, SDPBackend.CUDNN_ATTENTION),
-    "flash": partial(attention_by, SDPBackend.FLASH_ATTENTION),
-    "whole": Whole,
-}
-
-
-BUILDERS = {OURS: our_model, **PEERS, **SWITCHES}
+BUILDERS = {OURS: our_model, **PEERS}
 
 
 class Trainee:
@@ -198,32 +147,22 @@ class Trainee:
 
     def __init__(self, model: nn.Module, batch: int, dtype: torch.dtype) -> None:
         self.model = model.to(dtype).train()
-        self.loss = self._loss
         self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         generator = torch.Generator(DEVICE).manual_seed(0)
         shape = (batch, 3, IMAGE_SIZE, IMAGE_SIZE)
         self.images = torch.rand(shape, generator=generator, device=DEVICE).to(dtype) * 2 - 1
         self.labels = torch.randint(NUM_CLASSES, (batch,), generator=generator, device=DEVICE)
 
-    def _loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.model(images).float(), labels)
-
     def compile(self) -> None:
-        """The blocks, all by the code of one, in seconds and not minutes; or the whole step."""
+        """The blocks, all by the code of one, in seconds and not minutes."""
         # Beyond the limit it would go on eager, and say nothing.
         torch._dynamo.config.recompile_limit = 64
         torch._dynamo.config.fail_on_recompile_limit_hit = True
-        if isinstance(self.model, Whole):
-            self.loss = torch.compile(self._loss, dynamic=False)
-            self.optimiser.step = torch.compile(self.optimiser.step)  # type: ignore[method-assign]
-            return
         for block in blocks_of(self.model):
             block.compile(dynamic=False)
 
     def stay_eager(self) -> None:
         """Undo `compile`."""
-        self.loss = self._loss
-        self.optimiser.__dict__.pop("step", None)
         for block in blocks_of(self.model):
             block._compiled_call_impl = None
 
@@ -231,7 +170,7 @@ class Trainee:
         wait()
         start_s, cpu_start_s = time.perf_counter(), time.process_time()
         for _ in range(count):
-            self.loss(self.images, self.labels).backward()
+            F.cross_entropy(self.model(self.images).float(), self.labels).backward()
             self.optimiser.step()
             self.optimiser.zero_grad()
         wait()
@@ -276,7 +215,7 @@ def measure(
     """All rows after each round, in which they step in turn.
 
     Args:
-        beside: of `PEERS` and `SWITCHES`.
+        beside: of `PEERS`.
     """
     torch._dynamo.reset()
     trainees: dict[str, Trainee] = {}
@@ -320,7 +259,6 @@ def begin(trainee: Trainee, row: Row) -> None:
         try:
             trainee.compile()
             trainee.turn()
-            row.is_compiled = True
             return
         except Exception as error:  # as many kinds as there are parts of a compiler
             row.notes.append(f"not compiled: {reason(error)}")
@@ -348,9 +286,8 @@ def table(rows: list[Row]) -> str:
             continue
         ours = next(r for r in rows if (r.model, r.mode, r.peer) == (row.model, row.mode, OURS))
         rate = row.batch / statistics.median(row.wall_s)
-        bar = _bar([row, ours], RATIO_BAR if row.peer in PEERS else None, ".1f")
         lines.append(
-            f"{head} | {rate:.2f} | {_mfu(row, rate)} | {_ratio(row.wall_s, ours.wall_s)}{bar} "
+            f"{head} | {rate:.2f} | {_mfu(row, rate)} | {_ratio(row.wall_s, ours.wall_s)} "
             f"| {_ratio(row.cpu_s, ours.cpu_s)} "
             f"| {min(row.wall_s):.3f} to {max(row.wall_s):.3f} s | {notes} |"
         )
@@ -367,17 +304,7 @@ def _mfu(row: Row, images_per_s: float) -> str:
         return "- | -"
     paper = 6 * forward_macs(row.model, NUM_CLASSES, IMAGE_SIZE)
     computed, by_paper = (f"{n * images_per_s / peak:.1%}" for n in (row.flops, paper))
-    bar = _bar([row], MFU_BARS.get(row.model) if row.peer == OURS else None, ".0%")
-    return f"{computed if row.flops else '-'}{bar} | {by_paper}"
-
-
-def _bar(rows: list[Row], bar: float | None, style: str) -> str:
-    """The bar, where one holds: on an H200, with all rows compiled, in bfloat16."""
-    is_held = torch.cuda.is_available() and (
-        find_device(torch.cuda.get_device_name()) == find_device("H200")
-    )
-    is_fast = all(row.is_compiled and row.dtype == torch.bfloat16 for row in rows)
-    return f" (bar {bar:{style}})" if bar is not None and is_held and is_fast else ""
+    return f"{computed if row.flops else '-'} | {by_paper}"
 
 
 def _ratio(theirs_s: list[float], ours_s: list[float]) -> str:
@@ -397,7 +324,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
-        "--beside", nargs="+", choices=[*PEERS, *SWITCHES], default=list(PEERS), metavar="NAME"
+        "--beside", nargs="+", choices=list(PEERS), default=list(PEERS), metavar="NAME"
     )
     parser.add_argument("--threads", type=int, help="of torch; CPU time is even only with one")
     parser.add_argument("--out", type=Path)

@@ -1,4 +1,4 @@
-"""What a small job takes to start and to end, by process, beside a bare Ray job and torchrun.
+"""What a small job takes to start and to end, beside a bare Ray job and torchrun.
 
     python benchmarks/start_up.py [--rounds 3] [--parts run,sweep]
 
@@ -83,7 +83,6 @@ torch.distributed.destroy_process_group()
 class Process:
     """What was seen of one process."""
 
-    name: str = ""
     cpu_s: float = 0.0
     peak_mib: float = 0.0
 
@@ -144,35 +143,11 @@ def look(mark: bytes, found: dict[int, Process]) -> None:
             if pid not in found and mark not in Path(f"/proc/{pid}/environ").read_bytes():
                 continue
             stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
         process = found.setdefault(pid, Process())
         process.cpu_s = (int(stat[11]) + int(stat[12])) / TICKS
         process.peak_mib = max(process.peak_mib, int(stat[21]) * PAGE / 2**20)
-        process.name = kind_of(words) or process.name
-
-
-def kind_of(words: list[str]) -> str:
-    """What a person calls a process with this command line; empty for one that is only passing."""
-    line = " ".join(words)
-    if not line.strip():
-        return ""  # It is ending: what it was is known from before.
-    if words[0].startswith("ray::"):
-        # The method in progress is of no interest, nor the path of a log that names an actor.
-        return words[0].split(".")[0].rpartition(":")[2]
-    for part in (
-        "raylet",
-        "gcs_server",
-        "log_monitor",
-        "monitor",
-        "dashboard",
-        "agent",
-        "torchrun",
-    ):
-        if part in line:
-            return part
-    return "" if "worker" in line else Path(words[-1] or words[0]).name[:40]
 
 
 def run_ours(folder: Path, steps: int = STEPS) -> Measured:
@@ -245,7 +220,7 @@ def prepare(folder: Path) -> None:
 
 
 def report_run(folder: Path, rounds: int) -> Iterator[str]:
-    """The three ways in turn; medians, and our processes in the median round."""
+    """The three ways in turn; medians."""
     ways = {
         "this project": run_ours,
         "bare Ray job": run_bare,
@@ -287,23 +262,6 @@ def report_run(folder: Path, rounds: int) -> Iterator[str]:
         f"(two CPU seconds each), {(ours[0] - steps) / bare[0]:.2f} and "
         f"{(ours[1] - 2 * steps) / bare[1]:.2f}."
     )
-    for name in ("this project", "bare Ray job"):
-        rows = sorted(found[name], key=lambda r: r.cpu_s)
-        yield ""
-        yield f"CPU seconds by process, {name}:"
-        yield ""
-        yield from by_kind(rows[len(rows) // 2])
-
-
-def by_kind(measured: Measured) -> Iterator[str]:
-    kinds: dict[str, list[Process]] = {}
-    for process in measured.processes:
-        kinds.setdefault(process.name or "worker, idle", []).append(process)
-    yield from header("process | number | CPU s | MiB each")
-    for name, group in sorted(kinds.items(), key=lambda item: -sum(p.cpu_s for p in item[1])):
-        cpu_s = sum(p.cpu_s for p in group)
-        if cpu_s >= 0.1:
-            yield f"| {name} | {len(group)} | {cpu_s:.1f} | {max(p.peak_mib for p in group):.0f} |"
 
 
 def training_s(output: str) -> float:
@@ -330,10 +288,6 @@ def report_sweep(folder: Path) -> Iterator[str]:
         f"{trained:.1f} s, and one run's start and end {start:.1f} s: "
         f"{whole.wall_s / (trained + start):.2f} of their sum."
     )
-    yield ""
-    yield "CPU seconds by process, the sweep:"
-    yield ""
-    yield from by_kind(whole)
 
 
 def train_seconds(run: Path) -> float:

@@ -38,7 +38,6 @@ from benchmarks.result import finish, header, last_error, machine
 from vit_ray.training.out_of_memory import unless_out_of_memory
 
 SIZE, CLASSES, WARM_UP = 224, 1000, 3
-GPU_BAR, CPU_BAR = 1.03, 1.05  # job over bare loop; on a CPU at steps of 0.5 s or more
 PHOTOGRAPHS = 256
 OUT_OF_MEMORY = "OutOfMemoryError"
 
@@ -148,7 +147,7 @@ def whole_job(args: argparse.Namespace, zero_stage: int) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder, "step.yaml")
         recipe.write_text(json.dumps(tree))
-        found = pretrain(str(recipe), folder, [])
+        found = pretrain(str(recipe), folder)
     last = {name: values[steps] for name, values in found.items() if steps in values}
     memory_gib = last["perf/memory_gib"] if torch.cuda.is_available() else None
     return Measured(last["perf/step_ms_median"] / 1e3, memory_gib, last["data/wait_fraction"])
@@ -220,7 +219,7 @@ def table(best: dict[str, Measured | str], args: argparse.Namespace) -> str:
             continue
         rate = args.batch / row.step_s
         cells = [ROWS[name][0], str(args.batch), f"{row.step_s * 1e3:.1f}", f"{rate:.1f}"]
-        cells += [share_of(row, best.get("bare")) + bar(name, best.get("bare"))]
+        cells += [share_of(row, best.get("bare"))]
         cells += [share_of(row, best.get("zero0")), mfu(args, rate)]
         cells += [f"{row.data_wait:.1%}" if row.data_wait is not None else ""]
         cells += [f"{row.memory_gib:.2f}" if row.memory_gib is not None else ""]
@@ -230,15 +229,6 @@ def table(best: dict[str, Measured | str], args: argparse.Namespace) -> str:
 
 def share_of(row: Measured, other: Measured | str | None) -> str:
     return f"{row.step_s / other.step_s:.3f}" if isinstance(other, Measured) else ""
-
-
-def bar(name: str, bare: Measured | str | None) -> str:
-    """That of the job as it is on one worker."""
-    if name != "zero0" or not isinstance(bare, Measured):
-        return ""
-    if torch.cuda.is_available():
-        return f" (bar {GPU_BAR})"
-    return f" (bar {CPU_BAR})" if bare.step_s >= 0.5 else ""
 
 
 def mfu(args: argparse.Namespace, images_per_s: float) -> str:

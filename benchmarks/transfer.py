@@ -16,11 +16,7 @@ Options behind the command change all recipes, such as `workers.num_workers=1`.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -52,7 +48,6 @@ STARTS = {
 }
 """Changes to the recipe of the digits, by start and optimizer."""
 DIGITS = Path("transfer/images/digits")
-TIMES = Path("transfer/seconds.json")
 
 
 class StoppedError(Exception):
@@ -79,18 +74,6 @@ def prepare(images: Path) -> None:
             print(f"{destination}: {report.num_images} images of {report.num_classes} classes")
 
 
-@contextmanager
-def timed(step: str) -> Iterator[None]:
-    """Add the time of a step to what its earlier attempts took."""
-    start_s = time.monotonic()
-    try:
-        yield
-    finally:
-        seconds = json.loads(TIMES.read_text()) if TIMES.exists() else {}
-        seconds[step] = seconds.get(step, 0.0) + time.monotonic() - start_s
-        TIMES.write_text(json.dumps(seconds, indent=1))
-
-
 def run(overrides: list[str]) -> str:
     """All steps; returns the result as Markdown.
 
@@ -100,21 +83,19 @@ def run(overrides: list[str]) -> str:
     base = recipe_of("pretrain", overrides)
     connect(base)
     sweeps: dict[str, SweepResult] = {}
-    with timed("pre-training"):
-        pretrained = train(base)
+    pretrained = train(base)
     if print_result(pretrained):
         raise StoppedError
     for start, changes in STARTS.items():
-        with timed(start):
-            result = run_sweep(recipe_of("digits", [*changes, *overrides]))
+        result = run_sweep(recipe_of("digits", [*changes, *overrides]))
         if print_sweep(result) or result is None:
             raise StoppedError
         sweeps[start] = result
-    return report(pretrained, sweeps, json.loads(TIMES.read_text()))
+    return report(pretrained, sweeps)
 
 
-def report(pretrained: RunResult, sweeps: dict[str, SweepResult], seconds: dict[str, float]) -> str:
-    """Tables of accuracies, of the gain, and of the time that each step took."""
+def report(pretrained: RunResult, sweeps: dict[str, SweepResult]) -> str:
+    """The table of accuracies, and the gain."""
     lines = [
         f"Pre-training: {pretrained.steps} steps, top-1 on the test images of its 8 classes "
         f"{pretrained.metrics['eval/top1']:.2%}.",
@@ -133,10 +114,7 @@ def report(pretrained: RunResult, sweeps: dict[str, SweepResult], seconds: dict[
     told = "every fine-tuned seed is above every seed from scratch"
     if min(tuned.test_top1) <= max(scratch.test_top1):
         told = "the seeds of the two overlap"
-    lines += ["", f"Gain: {100 * (tuned.mean - scratch.mean):+.2f} points; {told}.", ""]
-    lines += header("step | s")
-    lines += [f"| {step} | {value:.0f} |" for step, value in seconds.items()]
-    lines += [f"| all | {sum(seconds.values()):.0f} |"]
+    lines += ["", f"Gain: {100 * (tuned.mean - scratch.mean):+.2f} points; {told}."]
     return "\n".join(lines) + "\n"
 
 

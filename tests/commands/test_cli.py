@@ -14,11 +14,12 @@ import pytest
 import yaml
 
 from tests.commands.command_line import run_cli
+from tests.data.pictures import jpeg
 from vit_ray import own_parts
 from vit_ray.commands import cli
 from vit_ray.commands.job_list import COMMANDS, Command
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.config.help import all_keys, key_names, keys_below, sections
+from vit_ray.config.help import all_keys, keys_below, sections
 from vit_ray.config.shipped_recipes import header_of, recipe_names, recipes_folder
 
 ROOT = Path(__file__).parents[2]
@@ -80,10 +81,13 @@ def test_a_dry_run_without_a_plan_shows_the_recipe_without_secrets():
 
 
 def test_overrides_stand_anywhere():
-    done = run_cli("export", "--dry-run", "optim.learning_rate=0.5", "seed=3", "digits")
+    done = run_cli("export", "--dry-run", "model.depth=3", "name=a", "digits")
     assert done.exit_code == 0, done.output
     told = yaml.safe_load(done.stdout)
-    assert (told["optim"]["learning_rate"], told["seed"]) == (0.5, 3)
+    assert (told["model"]["depth"], told["name"]) == (3, "a")
+    words = ("evaluate", "tracking.tags.my-tag=x", "digits", "data={eval: s3://b/set}")
+    told = yaml.safe_load(run_cli(*words, "--dry-run").stdout)
+    assert (told["tracking"]["tags"], told["data"]["eval"]) == ({"my-tag": "x"}, "s3://b/set")
 
 
 LIGHT = [
@@ -162,12 +166,23 @@ def test_every_command_is_where_the_table_says(command):
 def test_the_example_of_every_command_loads_and_its_keys_exist(command):
     words = tuple(word for word in command.example.split() if word != "--dry-run")
     load_recipe(*cli.split_words(words))
-    for prefix in (*command.reads, *command.needs, *command.opens):
+    for prefix in command.reads:
         assert keys_below(prefix), f"{command.name} reads {prefix}, which is no key"
+    read = {key.name for key in keys_below(*command.reads)}
+    assert {key.name for key in keys_below(*command.needs, *command.opens)} <= read
+    words_of = [
+        line.split("=")[0].strip()
+        for line in run_cli("keys", "--of", command.name).stdout.splitlines()
+        if line.startswith("  ") and line[2] != " "
+    ]
+    assert set(words_of) == read
     shown = run_cli(command.name, "--help").stdout
     assert shown.startswith(f"Usage: vit-ray {command.name} [OPTIONS] RECIPE [KEY=VALUE ...]")
     assert f"Example: vit-ray {command.name} {command.example}" in shown
-    assert "`vit-ray keys NAME`" in run_cli(command.name, "digits", "--help", "nosuch").stdout
+    assert (
+        f"`vit-ray keys --of {command.name}`"
+        in run_cli(command.name, "digits", "--help", "nosuch").stdout
+    )
 
 
 def test_the_commands_are_those_of_the_design_and_submitted_ones_have_a_job():
@@ -191,7 +206,7 @@ def test_keys_are_shown_by_section_and_counted():
     assert "\noptim: Optimizer" in shown
     assert "  optim.clip_norm=1.0  (number >= 0) [on resume: resume=changed]\n" in shown
     assert "train.loss" not in shown
-    assert all(f"  {name}=" in run_cli("keys").stdout for name in key_names())
+    assert all(f"  {name}=" in run_cli("keys").stdout for name in [key.name for key in all_keys()])
     assert int(run_cli("keys", "--count").stdout) <= 195
     assert "Usage: vit-ray scaling-study" in run_cli("scaling-study", "--help").stdout
     assert int(run_cli("keys", "optim", "--count").stdout) == shown.count("\n  optim.")
@@ -205,18 +220,28 @@ def test_a_default_is_the_same_in_every_environment_and_no_secret(monkeypatch):
 
 def test_text_is_shown_in_a_locale_without_its_letters(tmp_path):
     (tmp_path / "caf\xe9.yaml").write_text("base: digits\nname: mine\n", encoding="utf-8")
-    for words in (["export", "caf\xe9.yaml", "data.train=caf\xe9", "--dry-run"], ["recipes"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "vit_ray", *words], cwd=tmp_path, capture_output=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
+    for label in ("caf\xe9", "\u732b"):
+        (tmp_path / "images" / label).mkdir(parents=True)
+        (tmp_path / "images" / label / f"{label}.jpg").write_bytes(jpeg(1))
+    export = ["export", "caf\xe9.yaml", "data.train=caf\xe9", "--dry-run"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {key: environment[key] for key in environment if not key.startswith("LC_")}
+    for locale in (
+        {"LC_ALL": "C"}, {"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "latin-1"},
+    ):  # fmt: skip
+        out = f"{'-'.join(locale)}-{'-'.join(locale.values())}.yaml"
+        for words in (export, ["recipes"], ["init", "images", f"--out={out}"]):
+            done = subprocess.run(
+                [sys.executable, "-m", "vit_ray", *words], cwd=tmp_path, capture_output=True,
+                env=environment | locale,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
 
 
 def test_defaults_are_those_that_a_recipe_gets():
     told = {key.name: key.default for key in all_keys()}
     values = Recipe(name="x").model_dump(mode="json")
-    for name in key_names():
+    for name in told:
         node = values
         for part in name.split("."):
             node = node.get(part) if isinstance(node, dict) else None

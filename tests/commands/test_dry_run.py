@@ -36,7 +36,13 @@ def test_a_short_training_is_counted_in_minutes_and_the_device_is_named():
     exaflops, minutes = re.search(r"(\S+) exaFLOPs, (\S+) H200-minutes at 40 % MFU", cost).groups()  # type: ignore[union-attr]
     # An H200 has 989 TFLOP/s in bf16 (data sheet).
     assert float(minutes) == pytest.approx(float(exaflops) * 1e18 / (0.4 * 989.5e12) / 60, rel=0.05)
-    assert lines[-1].startswith("planned for             H200 (plan.device); on another device or")
+    assert lines[-2:-1] == ["planned for             H200 (plan.device)"]
+    assert re.match(
+        r"this machine, no GPU    about .* [0-9,]+ images/s \(two passes of 64 ", lines[-1]
+    )
+    assert not [line for line in lines if " 0.00 GiB" in line]
+    on_gpus = describe_training(small(workers={"num_workers": 2, "use_gpu": True}))
+    assert "this machine" not in on_gpus
 
 
 def test_the_memory_that_it_prints_is_the_estimates():
@@ -52,7 +58,9 @@ def test_the_memory_that_it_prints_is_the_estimates():
 def test_a_model_too_large_for_the_device_is_said_to_be():
     large = [*BILLION, "train.averaging=0.9999", "workers.num_workers=1", "plan.device=T4"]
     recipe = load_recipe(RECIPES / "paper" / "vit_b32_jft.yaml", large)
-    assert "does not fit a T4" in describe_training(recipe)
+    text = describe_training(recipe)
+    assert "does not fit a T4" in text
+    assert text.endswith("not tried: the model is too large for CPUs")
 
 
 @pytest.mark.slow

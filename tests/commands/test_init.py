@@ -40,8 +40,11 @@ def test_a_folder_with_splits_gets_a_recipe_that_passes_the_dry_run(here):
     write_images(here / "my set" / "test", 3, 5, 40, 60)
     done = run_cli("init", "my set")
     assert done.exit_code == 0, done.stderr
-    assert "my set: 120 images of 3 classes" in done.stdout
-    recipe = load_recipe(here / "my-set.yaml")
+    splits = "my set: train 120 images of 3 classes, test 15 images of 3 classes\n"
+    assert done.stdout.startswith(splits)
+    assert "--weights" not in done.stdout  # pictures of 40 pixels
+    assert done.stdout.endswith("my-set.yaml is written; next: vit-ray convert my-set.yaml\n")
+    recipe = load_recipe("my-set.yaml")
     assert recipe.convert is not None
     assert (recipe.convert.source, recipe.convert.split) == ("my set", "train")
     assert (recipe.data.train, recipe.data.eval) == ("data/my-set/train", "data/my-set/test")
@@ -54,6 +57,7 @@ def test_a_folder_with_splits_gets_a_recipe_that_passes_the_dry_run(here):
     planned = run_cli("pretrain", "my-set.yaml", "--dry-run")
     assert planned.exit_code == 0, planned.stderr
     assert "120 of 3 classes (plan.num_images)" in planned.stdout
+    assert "this machine, no GPU    about " in planned.stdout
     text = (here / "my-set.yaml").read_text()
     assert "convert.split=test convert.destination=data/my-set/test" in text
     assert "finetune" not in text  # pictures of 40 pixels
@@ -104,7 +108,7 @@ def test_a_folder_of_any_name_gets_a_recipe(folder, name, here):
     done = run_cli("init", folder)
     assert done.exit_code == 0, done.stderr
     (file,) = here.glob("*.yaml")
-    recipe = load_recipe(file)
+    recipe = load_recipe(file.name)
     assert (recipe.name, recipe.convert and recipe.convert.source) == (name, folder)
 
 
@@ -120,6 +124,8 @@ def test_large_images_without_a_test_split_hold_some_out(here):
     write_images(here / "images", 2, count, 230, 300)
     done = run_cli("init", "images", "--out", "mine.yaml")
     assert done.exit_code == 0, done.stderr
+    told = "vit-ray init images --weights hf://google/vit-base-patch16-224-in21k\n"
+    assert told in done.stdout
     recipe = load_recipe(here / "mine.yaml")
     assert (recipe.model.name, recipe.model.image_size) == ("ViT-Ti/16", 224)
     assert recipe.data.held_out_fraction == 0.1
@@ -130,13 +136,32 @@ def test_large_images_without_a_test_split_hold_some_out(here):
     assert (look.name, look.optim.epochs, look.optim.warmup_steps) == ("images-first", 5, 0)
     planned = run_cli("pretrain", "mine.yaml", "--dry-run")
     assert planned.exit_code == 0, planned.stderr
-    (hint,) = (
-        line for line in (here / "mine.yaml").read_text().splitlines() if "finetune/pets" in line
+
+
+def test_of_weights_a_recipe_to_fine_tune_them_is_written_beside_another_folders_file(here):
+    write_images(here / "images", 2, 20, 70, 90)
+    (here / "configs").mkdir()
+    refused = run_cli("init", "images", "--weights=b.npz")
+    assert (refused.exit_code, "--weights b.npz: no such file" in refused.stderr) == (2, True)
+    (here / "b.npz").write_bytes(b"")
+    done = run_cli("init", "images", "--weights=b.npz", "--out=configs/mine.yaml")
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.startswith("images: 40 images of 2 classes, 4 of them are held out")
+    recipe = load_recipe("configs/mine.yaml")
+    assert (recipe.name, recipe.init_from, recipe.output) == ("images-tuned", "b.npz", "runs")
+    assert (recipe.data.train, recipe.data.held_out_fraction) == ("data/images/train", 0.1)
+    assert recipe.convert is not None
+    assert (recipe.convert.source, recipe.convert.destination) == ("images", "data/images/train")
+    assert (recipe.model.name, recipe.optim.name, recipe.model.image_size) == (
+        "ViT-B/16", "sgd", 224,
+    )  # fmt: skip
+    assert (
+        "vit-ray finetune configs/mine.yaml --dry-run"
+        in (here / "configs" / "mine.yaml").read_text()
     )
-    _, name, *words = shlex.split(hint.removeprefix("#"))
-    tuned = load_recipe(words[0], words[1:])
-    assert (name, tuned.model.name) == ("finetune", "ViT-B/16")
-    assert tuned.data.train == recipe.data.train
+    planned = run_cli("finetune", "configs/mine.yaml", "--dry-run")
+    assert planned.exit_code == 0, planned.stderr
+    assert "model is too large for CPUs" in planned.stdout
 
 
 def test_parquet_of_the_hub_is_looked_at_without_being_packed(here):

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from scipy.stats import binomtest
 
 import vit_ray
 from tests.commands.command_line import run_cli
@@ -47,7 +48,7 @@ def test_the_classes_of_a_folder_are_printed_and_written_as_tables_and_a_picture
         found = best[Path(path).name]
         assert text.startswith(f"{found.name} {found.probability:.1%}, ")
     table = pq.read_table(tmp_path / "found.parquet")
-    assert table.column_names == ["image", "label", "class", "probability", "problem"]
+    assert table.column_names == ["image", "label", "class", "probability", "expected", "problem"]
     rows = {Path(row["image"]).name: row for row in table.to_pylist()}
     # Of a folder the first batch is full, as one list of all files has it.
     assert {name: (row["class"], row["label"]) for name, row in rows.items()} == {
@@ -60,6 +61,29 @@ def test_the_classes_of_a_folder_are_printed_and_written_as_tables_and_a_picture
     assert f"{COUNT} images: " in done.stderr
 
 
+def test_images_in_folders_of_classes_are_right_or_wrong_and_other_files_are_named(run, tmp_path):
+    classes = vit_ray.load(run).classes
+    best = expected(run, tmp_path)
+    for number, path in enumerate(sorted((tmp_path / "images").rglob("*.jpg"))):
+        found = best[path.name].name
+        other = next(name for name in classes if name != found)
+        folder = tmp_path / "sorted" / (other if number < 3 else found)
+        folder.mkdir(parents=True, exist_ok=True)
+        path.rename(folder / path.name)
+    (tmp_path / "sorted" / "notes.txt").write_text("a text")
+    (tmp_path / "sorted" / "a.heic").write_bytes(b"x")
+    done = run_cli("predict", run, str(tmp_path / "sorted"), f"--out={tmp_path}/a.parquet")
+    assert done.exit_code == 0, done.stderr
+    right = COUNT - 3
+    low, high = binomtest(right, COUNT).proportion_ci(method="wilson")
+    told = f"in folders of classes: {right} right, 3 wrong: {right / COUNT:.2%} "
+    assert f"{told}({low:.1%} to {high:.1%} at 95 %, {COUNT} images)\n" in done.stderr
+    assert "2 files without the name of an image are skipped: a.heic, notes.txt\n" in done.stderr
+    assert all(line.count("%") == min(5, len(classes)) for line in done.stdout.splitlines())
+    rows = pq.read_table(tmp_path / "a.parquet").to_pylist()
+    assert sum(row["class"] == row["expected"] for row in rows) == right
+
+
 def test_a_converted_set_is_read(run, tmp_path):
     (shard,) = (tmp_path / "data").glob("part-*.parquet")
     images = pq.read_table(shard).column("image").to_pylist()
@@ -68,7 +92,10 @@ def test_a_converted_set_is_read(run, tmp_path):
     lines = done.stdout.splitlines()
     assert lines[0].partition(": ")[0].endswith("0.jpg")
     texts = [line.partition(": ")[2].partition(" ")[0] for line in lines]
-    assert texts == [found.name for found in vit_ray.load(run).predict(images)]
+    trained, data = vit_ray.load(run), vit_ray.open_dataset(str(tmp_path / "data"))
+    assert texts == [found.name for found in trained.predict(images)]
+    assert trained.predict(data) == trained.predict([sample.image for sample in data])
+    assert trained.predict(data[0]) == trained.predict(data[0].image)
 
 
 def test_what_cannot_be_read_is_listed_with_the_reason_and_the_rest_is_predicted(run, tmp_path):

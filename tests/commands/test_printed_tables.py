@@ -8,7 +8,7 @@ import pytest
 from scipy.stats import binomtest
 
 from vit_ray.commands.experiments import print_sweep
-from vit_ray.commands.printed_tables import print_result
+from vit_ray.commands.printed_tables import print_metrics, print_result
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import Row, SweepResult
 from vit_ray.experiments.trials import Outcome
@@ -43,6 +43,14 @@ def test_the_accuracy_of_a_run_has_its_images_and_their_interval(capsys):
     low, high = binomtest(38, 90).proportion_ci(method="wilson")
     text = f"42.22% ({low:.1%} to {high:.1%} at 95 %, 90 images)"
     assert text in " ".join(capsys.readouterr().out.split())
+
+
+def test_each_number_of_an_evaluation_is_shown_once_and_whole_in_a_pipe(capsys):
+    print_metrics({"eval/top1": 38 / 90, "eval/loss": 1.5, "eval/" + "x" * 300: 0.25}, 90)
+    text = capsys.readouterr().out
+    low, high = binomtest(38, 90).proportion_ci(method="wilson")
+    assert text.count(f"42.22% ({low:.1%} to {high:.1%} at 95 %, 90 images)") == 1
+    assert [text.count(one) for one in ("42.22%", "1.5000", "x" * 300)] == [1, 1, 1]
 
 
 def test_a_run_that_was_stopped_before_its_first_step_has_no_table(capsys):

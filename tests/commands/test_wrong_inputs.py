@@ -110,7 +110,13 @@ MISTAKES = [
     (f"{CONVERT} convert.source=done", "convert.source='done' is a converted data set already"),
     (f"{CONVERT} convert.source=s3://BUCKET/a/*.tar", "'s3://BUCKET/a.*' is a placeholder"),
     ("verify digits", "verify.path is not set"),
-    ("verify digits verify.path=nosuch sweep.seeds=2", "verify.path='nosuch'"),
+    ("verify digits verify.path=nosuch", "verify.path='nosuch'"),
+    (
+        "verify digits verify.path=x sweep.seeds=2 train.log_every_steps=3",
+        "verify does not read sweep.seeds, train.log_every_steps; .*`vit-ray keys --of verify`",
+    ),
+    ("pretrain digits convert.destination=x convert.source=y --dry-run", "does not read convert.d"),
+    ("pretrain digits --optm.steps 5", "without dashes: optim.steps=5"),
     ("subset digits subset.source=nosuch subset.destination=x", "subset.source='nosuch'"),
     (f"{DEDUPLICATE} deduplicate.source=nosuch", "deduplicate.source='nosuch'"),
     (f"{DEDUPLICATE} deduplicate.evaluation_sets=[]", r"deduplicate.evaluation_sets=\[\]"),
@@ -389,9 +395,3 @@ def test_a_submitted_job_does_not_write_into_its_copy_of_the_folder(
     monkeypatch.chdir(copy)
     with pytest.raises(ValueError, match=message) if message else nullcontext():
         check_places(name, recipe)
-
-
-def test_keys_that_a_command_does_not_read_are_named(newcomers_folder):
-    words = "verify digits verify.path=nosuch sweep.seeds=2 train.log_every_steps=3"
-    done = CliRunner().invoke(cli.vit_ray, words.split(), prog_name="vit-ray")
-    assert done.stderr.startswith("note: verify does not read sweep.seeds, train.log_every_steps\n")

@@ -14,8 +14,9 @@ from ray._private.label_utils import validate_label_selector
 
 from tests.models.small import FAMILIES, small_model
 from vit_ray.config import Recipe, load_recipe, require
+from vit_ray.config.help import all_keys
 from vit_ray.config.loading import parse_yaml, write_yaml
-from vit_ray.config.recipe import recipe_from_dict
+from vit_ray.config.recipe import PLACES, recipe_from_dict
 from vit_ray.config.training_sections import OptimConfig
 from vit_ray.config.validation import _ALIASES, fields_below, is_list
 from vit_ray.launch.cluster.cluster_checks import check_batch
@@ -99,27 +100,61 @@ def test_a_recipe_takes_over_its_base_and_changes_it(path):
     assert recipe.optim.learning_rate == 0.001
 
 
-def test_recipes_that_a_recipe_names_are_of_its_folder_and_data_of_the_current_one(
+CONVERT = "convert: {source: images, destination: here}\n"
+
+
+def test_paths_in_a_recipe_are_of_its_folder_and_those_of_the_command_of_the_current_one(
     path, monkeypatch
 ):
     folder, cwd = path.parent / "studies", path.parent / "elsewhere"
     folder.mkdir()
     cwd.mkdir()
     (folder / "study.yaml").write_text(
-        "base: ../run.yaml\ndata: {train: set}\n"
-        "study: {models: [{label: a}], transfer: ["
-        "{name: own, recipe: ../run.yaml}, {name: shipped, recipe: finetune/pets}]}\n"
+        "base: ../run.yaml\noutput: ../runs\ninit_from: ~/a.npz\n"
+        "data: {train: set, eval: s3://b/set}\ntracking: {uri: 'sqlite:///m.db'}\n"
+        "sweep: {space: {init_from: [a.npz, hf://a/b]}}\n"
+        "study: {models: [{label: a, changes: {data.train: part, model: {pool: gap}}}], transfer: ["
+        "{name: own, recipe: ../run.yaml, changes: {data: {eval: test}}}, "
+        "{name: shipped, recipe: finetune/pets}]}\n"
     )
-    (cwd / "mine.yaml").write_text("base: ../studies/study.yaml\nname: mine\n")
+    (cwd / "mine.yaml").write_text("base: ../studies/study.yaml\n" + CONVERT)
     monkeypatch.chdir(cwd)
-    recipe = load_recipe("mine.yaml")
+    recipe = load_recipe("mine.yaml", ["evaluate={few_shot_train: few, few_shot_test: few}"])
     assert recipe.optim.epochs == 3
+    assert (recipe.data.train, recipe.data.eval) == ("../studies/set", "s3://b/set")
+    assert (recipe.output, recipe.init_from) == ("../runs", str(Path.home() / "a.npz"))
+    assert recipe.tracking.uri == "sqlite:///../studies/m.db"
+    assert recipe.evaluate.few_shot_train == "few"
+    assert recipe.convert is not None
+    assert (recipe.convert.source, recipe.convert.destination) == ("images", "here")
+    assert recipe.sweep is not None
+    assert recipe.sweep.space == {"init_from": ["../studies/a.npz", "hf://a/b"]}
     assert recipe.study is not None
-    own, shipped = (task.recipe for task in recipe.study.transfer)
-    assert load_recipe(own) == load_recipe(path)
-    assert Path(own).is_absolute()
-    assert shipped == "finetune/pets"
-    assert recipe.with_absolute_paths().data.train == str(cwd / "set")
+    changes = {"data.train": "../studies/part", "model": {"pool": "gap"}}
+    assert recipe.study.models[0].changes == changes
+    own, shipped = recipe.study.transfer
+    assert (own.recipe, shipped.recipe) == (str(path), "finetune/pets")
+    assert own.changes == {"data": {"eval": "../studies/test"}}
+    absolute = recipe.with_absolute_paths()
+    assert absolute.recorded()["data"]["train"] == str(folder / "set")
+    assert absolute.output == str(path.parent / "runs")
+    changed = load_recipe(folder / "study.yaml", ["data.train=mine", "output=runs"])
+    assert (changed.data.train, changed.output) == ("mine", "runs")
+    assert changed.data.eval == "s3://b/set"
+
+
+def test_paths_in_a_shipped_recipe_are_of_the_current_folder(path):
+    shipped = load_recipe(ROOT / "jobs/recipes/digits.yaml")
+    path.write_text("base: digits\ndata: {train: set}\n")
+    own = load_recipe(path)
+    assert shipped.output == own.output == "quickstart/runs"
+    assert own.data.train == str(path.parent / "set")
+    assert own.data.eval == shipped.data.eval == "quickstart/data/test"
+
+
+def test_every_key_with_a_path_is_in_the_list_of_them():
+    keys = [key.name for key in all_keys() if "a folder, a file or an s3://" in key.allowed]
+    assert sorted(keys) == sorted(PLACES)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +286,7 @@ def test_a_study_row_of_timms_name_is_written_with_the_size_of_that_name(path):
     rows = "study.models=[{label: a, model: {name: vit_base_patch16_384}}]"
     recipe = load_recipe(path, ["model.image_size=384", rows])
     assert recipe.study is not None
-    again = recipe_from_dict(recipe.written(), "again")
+    again = recipe_from_dict(recipe.written("study"), "again")
     assert again.study == recipe.study
 
 
@@ -370,8 +405,8 @@ def test_a_training_records_its_own_keys_and_a_file_those_of_its_commands_too(pa
     trained |= {"checkpoint", "evaluate", "workers", "tracking", "storage", "paper"}
     assert recipe.recorded().keys() == trained
     assert {key.partition(".")[0] for key in recipe.flat()} == trained
-    assert recipe.written().keys() == trained | {"verify", "sweep"}
-    assert recipe_from_dict(recipe.written(), "here") == recipe
+    assert recipe.written("convert", "verify", "name").keys() == trained | {"verify"}
+    assert recipe_from_dict(recipe.written("verify", "sweep"), "here") == recipe
 
 
 def test_changes_are_checked_too(path):

@@ -12,6 +12,8 @@ from mlflow import MlflowClient
 
 from tests.launch.resolved import resolved_run
 from vit_ray.config import Recipe, load_recipe
+from vit_ray.config.loading import parse_yaml
+from vit_ray.config.recipe import Training
 from vit_ray.launch import open_record as module
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.open_record import OpenRun, end_record, open_record
@@ -19,6 +21,8 @@ from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.tracking.metrics_log import RunOpening, Status, lock_log, metrics_log_path
 from vit_ray.tracking.recorder import Recorder
 from vit_ray.tracking.tracker import Tracker
+
+RECIPE = "recipe.yaml"
 
 
 class Record:
@@ -63,9 +67,20 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Record:
     return made
 
 
-def opened(**options: Any) -> Any:
-    recipe = load_recipe("digits", ["tracking.uri=sqlite:///x.db"])
-    return open_record(recipe, "pretrain", resolved_run(), ClusterShape(1, 2, 0, 0.0), **options)
+def opened(kind: str = "pretrain", changes: tuple[str, ...] = (), **options: Any) -> Any:
+    recipe = load_recipe("digits", ["tracking.uri=sqlite:///x.db", *changes])
+    return open_record(recipe, kind, resolved_run(), ClusterShape(1, 2, 0, 0.0), **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "section"), [("pretrain", None), ("sweep", "sweep"), ("evaluate", "benchmark")]
+)
+def test_the_recipe_of_a_run_has_the_sections_that_the_run_needs(kind, section, record):
+    others = ("convert={source: a, destination: b}", "sweep={seeds: 2}", "verify.path=x")
+    with opened(kind, (*others, "benchmark.kind=imagenet_real")):
+        pass
+    (text,) = [args[1] for name, *args in record.calls if name == "text" and args[0] == RECIPE]
+    assert set(parse_yaml(text, "here")) - set(Training.model_fields) == {section} - {None}
 
 
 def test_work_that_is_done_is_finished_and_work_that_is_not_was_stopped(record):

@@ -13,7 +13,7 @@ from tests.recipes import recipe_with
 from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
 from vit_ray.commands.job_list import COMMANDS
 from vit_ray.config import Recipe, resume_compatibility
-from vit_ray.config.help import all_keys, key_names, keys_below
+from vit_ray.config.help import all_keys, keys_below
 from vit_ray.config.resume_compatibility import incompatible_changes, on_resume
 from vit_ray.config.section import OnResume
 from vit_ray.launch.resuming import accepted_changes, find_resume_point
@@ -267,12 +267,13 @@ def test_what_switches_a_key_off_is_a_key_with_such_values():
 def test_other_keys_of_the_training_than_these_need_the_flag(mark, keys):
     """Written out, since runs are resumed by it: a checkpoint means nothing with a fixed one."""
     sections = ("data.", "optim.", "train.", "evaluate.")
-    mine = [key for key in key_names() if key.startswith(sections) or "." not in key]
+    names = [key.name for key in all_keys()]
+    mine = [key for key in names if key.startswith(sections) or "." not in key]
     assert [key for key in mine if on_resume(key) is mark] == sorted(keys.split(), key=mine.index)
-    held = {on_resume(key) for key in key_names() if key.startswith("model.")}
+    held = {on_resume(key) for key in names if key.startswith("model.")}
     assert held == {OnResume.FIXED}
     free = ("workers.", "checkpoint.", "tracking.")
-    others = {on_resume(key): key for key in key_names() if key.startswith(free)}
+    others = {on_resume(key): key for key in names if key.startswith(free)}
     # It decides which weights are the result.
     assert others.pop(OnResume.CONFIRM) == "checkpoint.keep_best"
     assert others.keys() == {OnResume.FREE}

@@ -12,7 +12,7 @@ import pytest
 
 from tests.newcomer.follow import PAGES as FOLLOWED_NAMES
 from tests.newcomer.follow import blocks, script_of
-from vit_ray.commands.cli import split_words
+from vit_ray.commands.cli import refuse_unread, split_words
 from vit_ray.commands.job_list import COMMANDS
 from vit_ray.config import load_recipe
 
@@ -38,9 +38,11 @@ assert len(LINES) > 20  # without lines there is no case
 FILES = {
     file: block.text for page in PAGES for block in blocks(page) for file in block.told("file")
 } | {
-    f"{images}.yaml": f"base: digits\nname: {images}\nconvert: {{source: x, destination: y}}\n"
+    f"{images}{'-tuned' if weights else ''}.yaml": (
+        f"base: digits\nname: {images}\nconvert: {{source: x, destination: y}}\n"
+    )
     for page in PAGES
-    for images in re.findall(r"vit-ray init +(\w+)", page.read_text())
+    for images, weights in re.findall(r"vit-ray init +(\w+)( --weights)?", page.read_text())
 }
 
 
@@ -52,6 +54,7 @@ def test_every_command_line_is_understood(page, name, words, tmp_path, monkeypat
     words = [word for word in words if word not in OPTIONS]
     recipe, overrides = split_words(tuple(words))
     load_recipe(recipe, overrides)
+    refuse_unread(COMMANDS[name], overrides)
 
 
 @pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: page.name)

@@ -26,7 +26,7 @@ import click
 from vit_ray.commands.early_checks import check_inputs, check_outputs, check_values
 from vit_ray.commands.job_list import COMMANDS, Command
 from vit_ray.config import load_recipe
-from vit_ray.config.help import all_keys, count_keys, key_names, keys_below, known_key, sections
+from vit_ray.config.help import all_keys, count_keys, keys_below, known_key, sections
 from vit_ray.config.loading import completed, write_yaml
 from vit_ray.config.secrets import redact
 from vit_ray.config.shipped_recipes import header_of, recipe_names, recipes_folder
@@ -74,10 +74,10 @@ def run_recipe(command: Command, words: tuple[str, ...], is_dry: bool) -> int | 
     """
     path, overrides = split_words(words)
     recipe = load_recipe(path, overrides)
-    _note_unread(command, overrides)
+    refuse_unread(command, overrides)
     if is_dry:
         plan = pkgutil.resolve_name(command.plan) if command.plan else None
-        print(plan(recipe) if plan else write_yaml(recipe.written()))
+        print(plan(recipe) if plan else write_yaml(recipe.written(*command.reads)))
         return 0
     check_values(command, recipe)
     check_outputs(command, recipe)
@@ -90,15 +90,21 @@ def run_recipe(command: Command, words: tuple[str, ...], is_dry: bool) -> int | 
     return pkgutil.resolve_name(command.main)(recipe)
 
 
-def _note_unread(command: Command, overrides: list[str]) -> None:
-    """Print which given keys the command does not read."""
+def refuse_unread(command: Command, overrides: list[str]) -> None:
+    """
+    Raises:
+        ValueError: a key is given that the command does not read.
+    """
     given = [word.partition("=")[0] for word in overrides]
     pairs = {key: [(f"{key}.", f"{read}.") for read in command.reads] for key in given}
     unread = [
         key for key in given if not any(a.startswith(b) or b.startswith(a) for a, b in pairs[key])
     ]
     if unread:
-        print(f"note: {command.name} does not read {', '.join(unread)}", file=sys.stderr)
+        raise ValueError(
+            f"{command.name} does not read {', '.join(unread)}; leave it out "
+            f"(`vit-ray keys --of {command.name}` lists what it reads)"
+        )
 
 
 def split_words(words: tuple[str, ...]) -> tuple[str, list[str]]:
@@ -159,7 +165,7 @@ class _Command(click.Command):
         except click.NoSuchOption as error:
             name = error.option_name
             key = known_key(name.lstrip("-").replace("-", "_"))
-            is_like_an_option = error.possibilities and key not in key_names()
+            is_like_an_option = error.possibilities and not keys_below(key)
             if is_like_an_option or not name.startswith("--"):
                 raise
             value = next(
@@ -216,7 +222,7 @@ def _add(command: Command) -> None:
 
     epilog = (
         f"\b\nExample: vit-ray {command.name} {command.example}\n"
-        f"Keys (`vit-ray keys NAME`): {' '.join(command.reads)}"
+        f"Keys (`vit-ray keys --of {command.name}`): {' '.join(command.reads)}"
     )
     vit_ray.command(command.name, help=command.what, epilog=epilog)(run)
 
@@ -239,15 +245,18 @@ def recipes() -> None:
 
 @vit_ray.command()
 @click.argument("prefixes", nargs=-1, metavar="[PREFIX ...]")
+@click.option("--of", type=click.Choice(list(COMMANDS)), help="Only keys that this command reads.")
 @click.option("--count", is_flag=True, help="Print only how many there are.")
-def keys(prefixes: tuple[str, ...], count: bool) -> None:
+def keys(prefixes: tuple[str, ...], of: str | None, count: bool) -> None:
     """The keys of recipes below PREFIX, such as `optim`: default, values, meaning, on resume."""
     for prefix in prefixes:
         if not keys_below(prefix):
             meant = known_key(prefix)
             hint = "" if meant == prefix else f"; did you mean {meant}?"
             raise ValueError(f"{prefix!r} is no key or section of a recipe{hint}")
-    chosen, shown = keys_below(*prefixes) if prefixes else all_keys(), set[str]()
+    below = keys_below(*prefixes) if prefixes else all_keys()
+    chosen = [key for key in below if of is None or key in keys_below(*COMMANDS[of].reads)]
+    shown = set[str]()
     if count:
         print(count_keys(chosen))
         return
@@ -352,14 +361,17 @@ def fork(source: str, words: tuple[str, ...], is_dry: bool) -> int:
 @vit_ray.command()
 @click.argument("images")
 @_out
-def init(images: str, out: str | None) -> None:
+@click.option(
+    "--weights", help="ViT-B/16 to fine-tune: a file, a folder, s3:// or hf://OWNER/NAME."
+)
+def init(images: str, out: str | None, weights: str | None) -> None:
     """Look at IMAGES and write a recipe with a suitable model, batch and epochs.
 
     IMAGES is a folder, bucket or archive with classes, as `convert.source`.
     """
     from vit_ray.commands.init import write_recipe
 
-    write_recipe(images, out)
+    write_recipe(images, out, weights)
 
 
 @vit_ray.command()

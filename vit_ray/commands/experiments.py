@@ -73,7 +73,7 @@ def print_sweep(result: SweepResult | None) -> int:
     runs = len(result.test_top1)
     spread = f" +- {result.deviation:.2%} ({runs} runs)" if runs > 1 else " (1 run of sweep.seeds)"
     print(f"test top-1, trained on all data: {result.mean:.2%}{spread}")
-    if result.beside_paper:
+    if result.beside_paper and len(result.beside_paper) > 1:  # with a row of the paper
         print_table(BESIDE_PAPER, result.beside_paper)
     if result.page is not None:
         print(f"report: {result.page}")

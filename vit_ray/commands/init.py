@@ -1,18 +1,21 @@
 """`vit-ray init IMAGES`: looks at images and writes a suitable recipe, with reasons as comments."""
 
+import contextlib
 import json
 import os
 import re
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
+from vit_ray.addresses import with_home
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.config.loading import completed, load_recipe, parse_yaml
 from vit_ray.data.convert.estimate import Estimate, estimate_conversion
 from vit_ray.data.convert.files import SeveralSplitsError
-from vit_ray.storage import locate
+from vit_ray.storage import absolute, locate
 
 _IMAGES_SEEN: Final = 90 * 1_281_167
 """90 epochs of ImageNet-1k, which train a ViT-S/16 to 76.5 % (Beyer et al., arXiv:2205.01580)."""
@@ -24,30 +27,61 @@ _MODELS: Final = (
     (sys.maxsize, "ViT-L/16", "304 M"),
 )
 """Up to this many images: the model, and its parameters."""
-_Look = tuple[Estimate, str | None, str | None]
-"""What a source holds, and the names of its training and test split, if it has several."""
+_FEW: Final = 100_000
+"""Below so many images the way is fine-tuning."""
+_WEIGHTS: Final = "hf://google/vit-base-patch16-224-in21k"
+"""ViT-B/16 of ImageNet-21k."""
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What a source holds for training and for testing, and the names of these splits, if any."""
+
+    train: Estimate
+    split: str | None = None
+    test: Estimate | None = None
+    test_split: str | None = None
+
+    @property
+    def held_out(self) -> float:
+        """Share of the training images to test on."""
+        return 0.0 if self.test else min(0.1, round(10_000 / self.train.num_images, 6))
+
+    @property
+    def num_trained(self) -> int:
+        return self.train.num_images - round(self.train.num_images * self.held_out)
+
+    @property
+    def splits(self) -> str:
+        """Images of each split as text."""
+        if self.test:
+            tested = f"{self.test_split} {self.test.counts}"
+            return f"{self.split} {self.train.counts}, {tested}"
+        count = self.train.num_images - self.num_trained
+        return f"{self.train.counts}, {count:,} of them are held out for testing"
 
 
 def recipe_for(images: str) -> Path:
     """The recipe for these images in the current folder; written if there is none."""
     file = Path(f"{_name_of(images)}.yaml")
     config = load_recipe(file).convert if file.exists() else None
-    if config is None or config.source != images:
+    if config is None or absolute(config.source) != absolute(images):
         write_recipe(images, None)
     return file
 
 
-def write_recipe(images: str, out: str | None) -> None:
+def write_recipe(images: str, out: str | None, weights: str | None = None) -> None:
     """Look at the images, write the recipe, and print the next command.
 
     Args:
         images: as `convert.source`.
         out: file to write; None = named after the folder of the images.
+        weights: of a ViT-B/16 to fine-tune; None = train from random weights.
 
     Raises:
         ValueError: the file is there already, or the source has no images in classes.
     """
-    name = _name_of(images)
+    name = f"{_name_of(images)}-tuned" if weights else _name_of(images)
     file = Path(out or f"{name}.yaml")
     if file.exists():
         raise ValueError(
@@ -56,12 +90,21 @@ def write_recipe(images: str, out: str | None) -> None:
         )
     if not file.parent.is_dir():
         raise ValueError(f"--out {file}: there is no folder {str(file.parent)!r}")
+    if weights and "://" not in weights and not with_home(weights).exists():
+        raise ValueError(
+            f"--weights {weights}: no such file; give one of a ViT-B/16, or {_WEIGHTS}"
+        )
     look = _look_at(images)
-    text = _recipe_text(images, file, name, look)
+    text = _recipe_text(images, file, name, look, weights)
     completed(parse_yaml(text, str(file)), (), str(file))
     with open(file, "x", encoding="utf-8") as target:
         target.write(text)
-    print(f"{images}: {look[0].counts}")
+    print(f"{images}: {look.splits}")
+    if look.train.num_images < _FEW and look.train.shorter_side > 64 and not weights:
+        print(
+            f"from random weights, fewer than {_FEW:,} images give a low accuracy; to fine-tune "
+            f"published weights instead: vit-ray init {shlex.quote(images)} --weights {_WEIGHTS}"
+        )
     print(f"{file} is written; next: vit-ray convert {shlex.quote(str(file))}")
 
 
@@ -98,9 +141,15 @@ def _look_at(images: str) -> _Look:
             f"{images!r} has {found.num_classes} class; a classifier needs at least two, such as "
             "IMAGES/cat/1.jpg and IMAGES/dog/2.jpg"
         )
-    # A test split may have no labels, as ImageNet's on the hub.
-    test = next((one for one in ("validation", "test") if one in splits), None)
-    return found, "train" if splits else None, test
+    if not splits:
+        return _Look(found)
+    for test in ("validation", "test"):
+        if test in splits:
+            # A test split may have no labels, as ImageNet's on the hub.
+            with contextlib.suppress(ValueError):
+                counted = estimate_conversion(config.model_copy(update={"split": test}))
+                return _Look(found, "train", counted, test)
+    return _Look(found, "train")
 
 
 def _destination(images: str, name: str) -> PurePosixPath:
@@ -111,52 +160,61 @@ def _destination(images: str, name: str) -> PurePosixPath:
     return PurePosixPath(os.path.relpath(Path(source.path).with_name(f"{name}-converted")))
 
 
-def _recipe_text(images: str, file: Path, name: str, look: _Look) -> str:
-    found, split, test = look
-    count, side = found.num_images, found.shorter_side
-    held_out = 0.0 if test else min(0.1, round(10_000 / count, 6))
-    trained = count - round(count * held_out)
-    batch = 4096
+def _beside(file: Path, place: str) -> str:
+    """A path of the current folder as a recipe in this file has it; addresses stay."""
+    is_relative = "://" not in place and not with_home(place).is_absolute()
+    return os.path.relpath(place, file.parent) if is_relative else place
+
+
+def _recipe_text(images: str, file: Path, name: str, look: _Look, weights: str | None) -> str:
+    found, test = look.train, look.test_split
+    count, side, trained = found.num_images, found.shorter_side, look.num_trained
+    batch = 512 if weights else 4096
     while batch > 1 and (trained < 250 * batch > 16 * 250 or trained < batch):
         batch //= 2
     as_imagenet = round(_IMAGES_SEEN / trained)
-    epochs = min(_MOST_EPOCHS, max(_LEAST_EPOCHS, as_imagenet))
+    epochs = 20 if weights else min(_MOST_EPOCHS, max(_LEAST_EPOCHS, as_imagenet))
     steps = max(1, round(epochs * trained / batch))  # as optim.total_steps
     every = max(1, steps // 20)
-    folder = _destination(images, name)
-    train, evaluated = str(folder / (split or "train")), str(folder / (test or ""))
-    convert: dict[str, Any] = {"source": images, "destination": train}
-    convert |= {"split": split} if split else {}
-    data = {"eval": evaluated} if test else {"held_out_fraction": held_out}
+    folder = _destination(images, _name_of(images))
+    train, evaluated = str(folder / (look.split or "train")), str(folder / (test or ""))
+    convert: dict[str, Any] = {"source": _beside(file, images), "destination": _beside(file, train)}
+    convert |= {"split": look.split} if look.split else {}
+    data: dict[str, Any] = {"train": _beside(file, train)}
+    data |= {"eval": _beside(file, evaluated)} if test else {"held_out_fraction": look.held_out}
     model, why = _model(side, count)
     optim = {
         "name": "adamw", "learning_rate": 0.001, "weight_decay": 0.1, "schedule": "cosine",
         "epochs": epochs, "warmup_steps": min(10_000, every),
     }  # fmt: skip
     engine = {"global_batch_size": batch, "precision": "fp32" if side <= 64 else "bf16"}
-    convert_it, pretrain = (
-        f"vit-ray {it} {shlex.quote(str(file))}" for it in ("convert", "pretrain")
-    )
+    reason = f"the images of 90 epochs of ImageNet-1k would be {as_imagenet:,}."
+    if weights:
+        model = {"name": "ViT-B/16", "image_size": 224}
+        why = "That of the weights. Optimizer and crops are the paper's for fine-tuning."
+        data["augment"] = {"kind": "resize_crop", "resize": 256}
+        optim |= {"name": "sgd", "learning_rate": 0.003, "weight_decay": 0.0}
+        reason = "on Oxford Pets the paper takes 70."
+    words = "convert", "finetune" if weights else "pretrain"
+    convert_it, train_it = (f"vit-ray {word} {shlex.quote(str(file))}" for word in words)
     split_and_place = f"convert.split={test} {shlex.quote(f'convert.destination={evaluated}')}"
     lines = [
-        f"# {found.counts} in {images!r}",
+        f"# {images!r}: {look.splits}",
         "# Commands:",
         f"#   {convert_it}",
         *([f"#   {convert_it} {split_and_place}"] if test else []),
-        f"#   {pretrain} --dry-run   # steps, memory, time",
-        f"#   {pretrain} {' '.join(first_look(name, epochs))}   # a first look",
-        f"#   {pretrain}",
+        f"#   {train_it} --dry-run   # steps, memory, time",
+        f"#   {train_it} {' '.join(first_look(name, epochs))}   # a first look",
+        f"#   {train_it}",
         f"#   vit-ray predict runs/{name} PICTURES",
-        *_hint_of_weights(name, train, evaluated if test else None, found),
         f"name: {json.dumps(name)}",
-        "output: runs",
+        f"output: {json.dumps(_beside(file, 'runs'))}",
+        *([f"init_from: {json.dumps(_beside(file, weights))}"] if weights else []),
         f"convert: {json.dumps(convert, ensure_ascii=False)}",
         f"# {why}",
         f"model: {json.dumps(model)}",
-        *([] if test else [f"# No test split: {count - trained:,} images are held out."]),
-        f"data: {json.dumps({'train': train, **data}, ensure_ascii=False)}",
-        f"# {epochs} epochs ({_LEAST_EPOCHS} to {_MOST_EPOCHS}): the images of 90 epochs of "
-        f"ImageNet-1k would be {as_imagenet:,}. Warm-up: 5 % of {steps:,} steps.",
+        f"data: {json.dumps(data, ensure_ascii=False)}",
+        f"# {epochs} epochs: {reason} Warm-up: 5 % of {steps:,} steps.",
         f"optim: {json.dumps(optim)}",
         f"# {max(1, trained // batch):,} steps per epoch. bf16 is for GPUs.",
         f"train: {json.dumps(engine)}",
@@ -167,19 +225,6 @@ def _recipe_text(images: str, file: Path, name: str, look: _Look) -> str:
         f"plan: {{num_images: {count}, num_classes: {found.num_classes}}}",
     ]
     return "\n".join([*lines, ""])
-
-
-def _hint_of_weights(name: str, train: str, evaluated: str | None, found: Estimate) -> list[str]:
-    """Comments on fine-tuning, where that is more accurate."""
-    if found.shorter_side <= 64 or found.num_images >= 1_000_000:
-        return []
-    on = f"data.eval={evaluated}" if evaluated else "data.eval=null data.held_out_fraction=0.1"
-    return [
-        "#   # below a million images, fine-tuning published weights is more accurate:",
-        f"#   vit-ray finetune finetune/pets name={name}-finetuned output=runs "
-        "model.name=ViT-B/16 init_from=hf://google/vit-base-patch16-224-in21k "
-        f"data.train={train} {on}",
-    ]
 
 
 def _model(side: int, count: int) -> tuple[dict[str, Any], str]:

@@ -130,7 +130,7 @@ _ALL = (
         "Fine-tune on the tasks of VTAB-1k that have data: group means, next to the paper's Table "
         "9.",
         "vit_ray.commands.experiments:vtab",
-        ("vtab", *_TRAINING, *_WEIGHTS, *_COUNTS),
+        ("vtab", "sweep", *_TRAINING, *_WEIGHTS, *_COUNTS),
         "vtab_1k init_from=runs/vit vtab.data=data/vtab",
         needs=("vtab.tasks", "init_from"),
         opens=("init_from", "vtab.data"),
@@ -140,7 +140,7 @@ _ALL = (
         "Pre-train and few-shot evaluate a grid of models, data sizes, lengths and seeds in "
         "parallel; finished cells are not repeated.",
         "vit_ray.commands.experiments:study",
-        ("study", *_TRAINING, *_COUNTS),
+        ("study", *_TRAINING, *_WEIGHTS, *_COUNTS),
         "study_digits --dry-run",
         "vit_ray.commands.plans.study_plan:describe_study",
         needs=("study.models",),
@@ -189,7 +189,7 @@ _ALL = (
         "quickstart",
         "Convert, pre-train, sweep and report on handwritten digits.",
         "vit_ray.commands.quickstart:run_quickstart",
-        _TRAINING,
+        (*_TRAINING, *_WEIGHTS, *_COUNTS),
         "digits",
         "vit_ray.commands.plans.dry_run:describe_training",
         needs=("data.train", "data.eval"),

@@ -50,9 +50,8 @@ def print_result(result: RunResult) -> int:
     for key, title, form in _SHOWN:
         if key in found:
             figures[title] = form.format(found[key])
-            if key in _TOP1S and (count := result.num_eval_images):
-                interval = _interval_text(found[key], count)
-                figures[title] += f" ({interval} at 95 %, {count:,} images)"
+            if key in _TOP1S and result.num_eval_images:
+                figures[title] += interval_note(found[key], result.num_eval_images)
     for key, value in sorted(found.items()):
         if key.startswith(FEW_SHOT_GROUP):
             figures[key.removeprefix(FEW_SHOT_GROUP).replace("_", " ")] = f"{value:.2%}"
@@ -74,6 +73,11 @@ def _interval_text(share: float, num_images: int) -> str:
     return f"{found.low:.1%} to {found.high:.1%}"
 
 
+def interval_note(share: float, num_images: int) -> str:
+    """Of an accuracy on this many images, to be shown behind it."""
+    return f" ({_interval_text(share, num_images)} at 95 %, {num_images:,} images)"
+
+
 def print_link(hint: str, run_id: str | None) -> None:
     """Where MLflow shows a run; nothing if MLflow was away and does not have it."""
     if hint and run_id is not None:
@@ -89,10 +93,13 @@ def print_shares(title: str, shares: Mapping[str, float], num_images: int) -> No
     print_table(f"{title}, {num_images:,} images", rows)
 
 
-def print_metrics(metrics: Mapping[str, float]) -> None:
-    """Figures of an evaluation; accuracies in percent."""
+def print_metrics(metrics: Mapping[str, float], num_images: int) -> None:
+    """Figures of an evaluation; accuracies in percent, top-1 with its interval."""
     forms = {key: "{:.2%}" if key.endswith(_SHARES) else "{:.4f}" for key in metrics}
-    print_figures("Evaluation", {key: forms[key].format(metrics[key]) for key in sorted(metrics)})
+    figures = {key: forms[key].format(metrics[key]) for key in sorted(metrics)}
+    for key in figures.keys() & _TOP1S if num_images else ():
+        figures[key] += interval_note(metrics[key], num_images)
+    print_figures("Evaluation", figures)
 
 
 def print_figures(title: str, figures: Mapping[str, str]) -> None:

@@ -27,8 +27,8 @@ def evaluate(recipe: Recipe) -> int:
     """Measure the weights in `init_from`; exit code 3 if it was stopped on request."""
     try:
         result = run.evaluated(recipe)
-        print_metrics(result.metrics)
-        if table := evaluation_table(recipe, result.metrics):
+        print_metrics(result.metrics, result.num_eval_images)
+        if recipe.paper.task and (table := evaluation_table(recipe, result.metrics)):
             print_table(BESIDE_PAPER, table)
         print_link(result.hint, result.run_id)
         return 0

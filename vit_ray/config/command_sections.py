@@ -118,7 +118,7 @@ class SubsetConfig(Section):
     """Number of images to take, a random sample; give one of `count`, `fraction` and `keys`."""
     fraction: Share | None = None
     """Share of the images to take, a random sample."""
-    keys: str | None = None
+    keys: Place | None = None
     """Take the images of a list: a text file, local or `s3://`, with one key per line."""
 
 
@@ -335,9 +335,9 @@ class BenchmarkConfig(Section):
     per image. `imagenet_v2`: class folders are ImageNet class numbers. `objectnet`: class folders
     are mapped by `label_file`; others are skipped. `class_names` (ImageNet-A, -R, -Sketch): classes
     are matched by name with `model_classes`, and only these are predicted."""
-    label_file: str | None = None
+    label_file: Place | None = None
     """Published file: `real.json` for `imagenet_real`, the folder `mappings` of ObjectNet."""
-    model_classes: str | None = None
+    model_classes: Place | None = None
     """Class names of the model's outputs in order: a converted set, a `.txt` with one class (or one
     WordNet id and text) a line, a `.json` list, or `imagenet_class_index.json`. Unset = the classes
     of `data.train` or `data.eval`, in the order of the `config.json` next to the weights, if

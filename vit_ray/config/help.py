@@ -10,10 +10,10 @@ from vit_ray.config.recipe import Recipe
 from vit_ray.config.resume_compatibility import on_resume
 from vit_ray.config.validation import allowed_text, is_list, nearest_key, section_type, yaml_text
 
+# Keys of a row of a study that are those of `model` and of `study`.
 _COUNTED_ELSEWHERE = ("study.models.model.", *(
     f"study.models.{key}" for key in ("data_fractions", "epochs", "steps", "images", "seeds")
 ))  # fmt: skip
-"""Keys of a row of a study that are those of `model` and of `study`."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,6 @@ def sections() -> dict[str, str]:
     return dict(_sections(Recipe, ""))
 
 
-def key_names() -> list[str]:
-    """Names of `all_keys`."""
-    return [key.name for key in all_keys()]
-
-
 def keys_below(*prefixes: str) -> list[KeyHelp]:
     """The keys that are, or are below, one of the prefixes."""
     return [k for k in all_keys() if any(f"{k.name}.".startswith(f"{p}.") for p in prefixes)]
@@ -65,8 +60,9 @@ def count_keys(keys: Iterable[KeyHelp]) -> int:
 
 
 def known_key(key: str) -> str:
-    """The key itself if a recipe has it, otherwise the most similar one, or the key if none is."""
-    return key if key in key_names() else nearest_key(Recipe, key, list(Recipe.model_fields)) or key
+    """The key or section itself if it is one, else the most similar key, or itself if none is."""
+    valid = [] if "." in key else list(Recipe.model_fields)
+    return key if keys_below(key) else nearest_key(Recipe, key, valid) or key
 
 
 def _keys(schema: type[BaseModel], prefix: str) -> Iterator[KeyHelp]:

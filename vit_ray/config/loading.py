@@ -12,9 +12,9 @@ from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from vit_ray.config.recipe import Recipe, recipe_from_dict
+from vit_ray.config.recipe import Recipe, in_folder, recipe_from_dict
 from vit_ray.config.secrets import redact
-from vit_ray.config.shipped_recipes import recipe_names, shipped_recipe
+from vit_ray.config.shipped_recipes import recipe_names, recipes_folder, shipped_recipe
 from vit_ray.config.validation import errors_of
 from vit_ray.own_parts import trust_named
 
@@ -28,10 +28,10 @@ def load_recipe(
 
     Args:
         path: YAML file, or the name of a shipped recipe, such as `digits`; a key `base` names
-            another recipe, relative to it or shipped, that it changes. Other recipes that it names
-            are relative to it too; places of data and runs are relative to the current folder.
+            another recipe, relative to it or shipped, that it changes. Paths in a file are relative
+            to its folder; those in a shipped recipe, to the current folder.
         overrides: `dotted.key=value`, the value in YAML; or dotted keys with their values, such as
-            `{"optim.steps": 5}`.
+            `{"optim.steps": 5}`; paths are relative to the current folder.
 
     Raises:
         ValueError: no such file, bad YAML, an unknown key (with the nearest valid one), or an
@@ -147,8 +147,9 @@ def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
             f"{whose}: expected a mapping of sections, got {tree!r}; begin it with `base: digits` "
             "or another recipe that `vit-ray recipes` lists, and below it the keys that differ"
         )
-    _find_recipes_of_tasks(tree, path.parent)
     base = tree.pop("base", None)
+    if not path.resolve().is_relative_to(recipes_folder().resolve()):
+        tree = in_folder(tree, os.path.dirname(path))
     if base is None:
         return tree
     if not isinstance(base, str):
@@ -157,16 +158,6 @@ def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     is_shipped = not local.is_file() and shipped_recipe(base) is not None
     below = _read_tree(Path(base) if is_shipped else local, (*seen, path.resolve()))
     return _merge(below, tree)
-
-
-def _find_recipes_of_tasks(tree: dict[str, Any], folder: Path) -> None:
-    """Recipes of `study.transfer` that lie next to the recipe get their full path."""
-    match tree.get("study"):
-        case {"transfer": [*tasks]}:
-            for task in tasks:
-                match task:
-                    case {"recipe": str(own)} if (folder / own).is_file():
-                        task["recipe"] = str((folder / own).absolute())
 
 
 def _find(path: Path, whose: str) -> Path:

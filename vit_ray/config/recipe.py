@@ -5,6 +5,9 @@ Other rooms take the section that they need; a recipe is not changed after loadi
 
 from __future__ import annotations
 
+import os
+import re
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
@@ -135,9 +138,9 @@ class Recipe(Training):
         """Plain data of the training's keys, to keep or to show: without secrets in addresses."""
         return dict(redacted(self.model_dump(mode="json", include=set(Training.model_fields))))
 
-    def written(self) -> dict[str, Any]:
-        """As `recorded`, with the sections of other commands that are set: as a file has it."""
-        others = Recipe.model_fields.keys() - Training.model_fields.keys()
+    def written(self, *sections: str) -> dict[str, Any]:
+        """As `recorded`, with those of these sections that are set: as a file has it."""
+        others = set(sections) & (Recipe.model_fields.keys() - Training.model_fields.keys())
         is_set = {key for key in others if getattr(self, key) != Recipe.model_fields[key].default}
         extra = self.model_dump(mode="json", include=is_set, exclude_unset=True)
         return self.recorded() | redacted(extra)
@@ -149,13 +152,8 @@ class Recipe(Training):
     def with_absolute_paths(self) -> Recipe:
         """The same with local paths made absolute: workers run in folders of their own."""
         tree = self.model_dump(mode="json")
-        for key in PLACES:
-            *above, last = key.split(".")
-            section = tree[above[0]] if above else tree
-            place = section and section[last]
-            if place and "://" not in place:
-                section[last] = str(with_home(place).absolute())
-        tree["tracking"]["uri"] = absolute_uri(self.tracking.uri)
+        trained = {key: tree[key] for key in (*Training.model_fields, "vtab")}
+        tree |= in_folder(trained, os.getcwd())
         return recipe_from_dict(tree, where=f"recipe {self.name!r}")
 
     def with_changes(self, **sections: Any) -> Recipe:
@@ -181,11 +179,38 @@ def recipe_from_dict(tree: dict[str, Any], where: str) -> Recipe:
     return validated(Recipe, tree, where)
 
 
-# Keys of trainings whose values are paths; `tracking.uri`, an address, is handled separately.
 PLACES: Final = (
     "output", "init_from", "data.train", "data.eval", "data.cache_dir",
-    "evaluate.few_shot_train", "evaluate.few_shot_test", "vtab.data",
+    "evaluate.few_shot_train", "evaluate.few_shot_test", "vtab.data", "convert.source",
+    "convert.destination", "verify.path", "subset.source", "subset.destination", "subset.keys",
+    "deduplicate.source", "deduplicate.evaluation_sets", "deduplicate.destination",
+    "study.transfer.recipe", "export.path", "inspect.images", "inspect.path",
+    "benchmark.label_file", "benchmark.model_classes",
 )  # fmt: skip
+"""Keys whose values are paths; `tracking.uri` is an address, which may have a path in it."""
+# What precedes keys of a recipe in a free mapping.
+_OTHERS_KEYS: Final = re.compile(r"^(study\.(models|transfer)\.changes|sweep\.space)\.")
+
+
+def in_folder(value: Any, folder: str, key: str = "") -> Any:
+    """Plain data of a recipe with its relative paths in this folder; addresses stay.
+
+    Args:
+        value: the recipe, or what it has below `key`.
+    """
+    if isinstance(value, dict):
+        return {name: in_folder(value[name], folder, f"{key}.{name}".strip(".")) for name in value}
+    if isinstance(value, list):
+        return [in_folder(one, folder, key) for one in value]
+    key = _OTHERS_KEYS.sub("", key)
+    if key == "tracking.uri" and isinstance(value, str):
+        return absolute_uri(value, Path(folder)) if folder else value
+    if key not in PLACES or not isinstance(value, str) or "://" in value:
+        return value
+    place = os.path.normpath(Path(folder, with_home(value)))
+    if key == "study.transfer.recipe":  # or a shipped one
+        return os.path.abspath(place) if os.path.isfile(place) else value
+    return place
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

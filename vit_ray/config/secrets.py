@@ -26,10 +26,10 @@ _QUERY: Final = re.compile(
     r"""|application_name|schema|page|region|endpoint_override)=)([\w.-]+)=[^\s&;'"<>]*"""
 )
 _WEB_ADDRESS: Final = re.compile(r"""(https?://[^\s'"<>]*)""")
+# Of a link only these are secrets: a page's address needs its other values.
 _SECRET_NAME: Final = re.compile(
     r"""(?<=[?&;])([\w.-]*(?:pass|pwd|token|secret|key|sig|cred|auth)[\w.-]*)=[^\s&;'"<>]*""", re.I
 )
-"""Of a link only these are secrets: a page's address needs its other values."""
 # Characters that a terminal interprets or shows in another order, in file names and errors.
 _CONTROL: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 

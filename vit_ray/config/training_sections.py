@@ -29,13 +29,13 @@ from vit_ray.config.section import (
 from vit_ray.config.validation import MODEL_NAME, value_text
 from vit_ray.model_aliases import resolved_model
 
+# Addresses that MLflow opens.
 _STORE: Final = re.compile(
     r"(databricks|databricks-uc|uc)(:.*)?|sqlite(\+\w+)?:///+[^/].*(?<!/)"
     r"|(postgresql|mysql|mssql|https?)(\+\w+)?:///*[^/].*"
 )
-"""Addresses that MLflow opens."""
+# Names that MLflow accepts (`mlflow.utils.validation`, 3.17).
 _TAG_NAME: Final = re.compile(r"[\w\- :][/\w.\- :]{0,249}")
-"""Names that MLflow accepts (`mlflow.utils.validation`, 3.17)."""
 MOST_BLOCKS: Final = 1000
 """Limit for a model's sizes; more is a typing error that would take hours to build."""
 OWN_ACCURACIES: Final = (
@@ -485,8 +485,8 @@ class WorkersConfig(Section):
             raise ValueError(f"num_workers={self.num_workers} has its minimum above its maximum")
 
 
+# Values of FSSPEC_S3 that recipes of this process have chosen, and what each was before.
 _CHOSEN: Final[dict[str, str]] = {}
-"""Values of FSSPEC_S3 that recipes of this process have chosen, and what each was before."""
 
 
 class StorageConfig(Section):
@@ -543,8 +543,8 @@ class TrackingConfig(Section):
     """MLflow."""
 
     uri: Annotated[str, AfterValidator(_is_a_store)] = "sqlite:///mlflow.db"
-    """Tracking server or SQLite file; relative paths are in the current folder. Unset =
-    MLFLOW_TRACKING_URI of the environment, if it is set."""
+    """Tracking server or SQLite file. Unset = MLFLOW_TRACKING_URI of the environment, if it is
+    set."""
     experiment: str = "vit_ray"
     """MLflow experiment; unset = MLFLOW_EXPERIMENT_NAME, if it is set."""
     system_metrics: bool = True

@@ -22,6 +22,7 @@ PATH_PATTERN: Final = r"^[^{}]*\{\}[^{}]*$"
 REPOSITORY: Final = r"^hf://[\w-][\w.-]*/[\w-][\w.-]*$"
 MODEL_NAME: Final = r"^[^/:'\"]+$"
 """Names of registered models (MLflow)."""
+# What a pattern allows, as a user reads it.
 _ALLOWED: Final = {
     PATH_PATTERN: "a path with {} once",
     REPOSITORY: "hf://OWNER/NAME",
@@ -30,7 +31,6 @@ _ALLOWED: Final = {
     DOTTED: "MODULE.NAME of your own",
     NAME: "letters from A to Z, digits, and `.`, `_`, `+` or `-` after the first, without spaces",
 }
-"""What a pattern allows, as a user reads it."""
 
 Model = TypeVar("Model", bound=BaseModel)
 Value = TypeVar("Value")

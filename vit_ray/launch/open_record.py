@@ -37,6 +37,11 @@ from vit_ray.tracking.tracker import Tracker
 
 logger = logging.getLogger(__name__)
 
+# What a run of this kind needs in its recipe, next to the keys of trainings.
+_SECTIONS = {
+    "sweep": ("sweep",), "study": ("study",), "vtab": ("vtab", "sweep"), "evaluate": ("benchmark",),
+}  # fmt: skip
+
 
 @dataclass
 class OpenRun:
@@ -127,7 +132,7 @@ def open_record(
         ),
         parent,
     )
-    run.record.text("recipe.yaml", write_yaml(recipe.written()), wait_s=0.0)
+    run.record.text("recipe.yaml", write_yaml(recipe.written(*_SECTIONS.get(kind, ()))), wait_s=0.0)
     run.record.text("machine.json", machine_facts(cluster), wait_s=0.0)
     status: Status = "FAILED"
     try:

@@ -32,6 +32,7 @@ from vit_ray.data.augment import augmentation_of
 from vit_ray.data.crops import BadImageError, UInt8Array, crop_of, pixels_of
 from vit_ray.data.dataset import Manifest
 from vit_ray.data.orientation import orientation_of, turned_pixels
+from vit_ray.launch.inputs.dataset import Sample
 from vit_ray.launch.named_run import where_it_lies
 from vit_ray.models import build_model
 from vit_ray.own_parts import trust_named
@@ -40,10 +41,11 @@ from vit_ray.training.objective import normalize
 
 logger = logging.getLogger(__name__)
 
-AnImage = str | os.PathLike[str] | bytes | Image.Image | NDArray[Any]
-"""An address, an encoded image, Pillow's image, or pixels: (H, W, 3), uint8 or floats in [0, 1]."""
+AnImage = str | os.PathLike[str] | bytes | Image.Image | NDArray[Any] | Sample
+"""An address, an encoded image, Pillow's image, a sample of a data set, or pixels: (H, W, 3), uint8
+or floats in [0, 1]."""
 Images = AnImage | Iterable[AnImage]
-"""One or several; an array (N, H, W, 3) is several."""
+"""One or several; a data set and an array (N, H, W, 3) are several."""
 
 
 class Prediction(NamedTuple):
@@ -69,7 +71,8 @@ class TrainedModel:
             weights from the checkpoint (`open_weights`, `vit-ray export`), not from here.
         recipe: its model, evaluation crop, loss, precision and batch size are those of the
             training.
-        classes: names in the order of the logits; numbers as text if names are not known.
+        classes: names in the order of the logits, as a data set has them; numbers as text if names
+            are not known.
         source: which weights these are.
     """
 
@@ -99,7 +102,7 @@ class TrainedModel:
         self.model = model.to(device, self._dtype)
         self.recipe = recipe
         self._is_turned = is_turned
-        self.classes = classes or tuple(map(str, range(weights.num_classes)))
+        self.classes = list(classes or map(str, range(weights.num_classes)))
         self._augmentation = augmentation_of(config, recipe.data.eval_augment)
 
     def __repr__(self) -> str:
@@ -113,6 +116,8 @@ class TrainedModel:
             BadImageError: it cannot be decoded, or is not an image.
             OSError: its file cannot be read.
         """
+        if isinstance(image, Sample):
+            image = image.image
         if isinstance(image, (str, os.PathLike)):
             image = locate(os.fspath(image)).read()
         if isinstance(image, bytes):
@@ -272,7 +277,7 @@ def class_names(source: str, data: Manifest | None, num_classes: int | None) -> 
 
 
 def _several(images: Images) -> Iterable[AnImage]:
-    if isinstance(images, (str, os.PathLike, bytes, Image.Image)):
+    if isinstance(images, (str, os.PathLike, bytes, Image.Image, Sample)):
         return [images]
     if hasattr(images, "iloc"):  # a pandas table: its first column
         return list(images.iloc[:, 0])

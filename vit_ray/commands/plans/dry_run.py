@@ -1,5 +1,12 @@
 """What `--dry-run` prints in addition to the resolved recipe: steps, batches, memory, exaFLOPs."""
 
+import os
+import time
+from typing import Final
+
+import torch
+from joblib import cpu_count
+
 from vit_ray.commands.plans.plan import (
     PlannedCluster,
     TrainingFacts,
@@ -8,11 +15,20 @@ from vit_ray.commands.plans.plan import (
     planned_cluster,
 )
 from vit_ray.config import Recipe
+from vit_ray.data.progress import clock
 from vit_ray.experiments.search_space import point_text, points_of, sweep_of, trial_recipe
 from vit_ray.launch.cluster.cluster_checks import check_batch
 from vit_ray.training.largest_batch import largest_micro_batch
-from vit_ray.training.memory_estimate import estimate_memory
+from vit_ray.training.memory_estimate import (
+    estimate_memory,
+    forward_pass,
+    prepared_model,
+    step_macs,
+)
 from vit_ray.training.micro_batch import accumulation_steps, micro_batch_size
+
+_MOST_MACS: Final = 40e9
+"""Multiply-adds of a pass that is tried here: seconds on two cores."""
 
 
 def describe_training(recipe: Recipe) -> str:
@@ -28,11 +44,33 @@ def describe_training(recipe: Recipe) -> str:
     sizes = recipe.group_sizes
     for world_size in sizes if len(sizes) <= 4 else (sizes[0], sizes[-1]):
         lines += _describe_group(recipe, facts, cluster, world_size)
-    lines.append(
-        f"planned for             {recipe.plan.device} (plan.device); on another device or on "
-        "CPUs, the first lines of the progress show the speed"
-    )
+    lines.append(f"planned for             {recipe.plan.device} (plan.device)")
+    has_gpu = torch.cuda.is_available() or recipe.workers.use_gpu is True
+    if not has_gpu and "RAY_ADDRESS" not in os.environ:
+        lines.append(f"this machine, no GPU    {_time_here(recipe, facts)}")
     return "\n".join(lines)
+
+
+def _time_here(recipe: Recipe, facts: TrainingFacts) -> str:
+    """The time of the training on the CPUs of this machine, by the second of two passes."""
+    most = int(_MOST_MACS // step_macs(recipe, facts.num_classes))
+    size = min(most, recipe.train.global_batch_size)
+    size -= size % recipe.train.least_pass
+    if not size:
+        return "not tried: the model is too large for CPUs"
+    device = torch.device("cpu")
+    model = prepared_model(recipe, facts.num_classes, device)
+    forward = forward_pass(model, recipe, size, device)
+    pass_s = 0.0
+    for _ in range(2):
+        start_s = time.perf_counter()
+        forward().backward()  # type: ignore[no-untyped-call]
+        pass_s = time.perf_counter() - start_s
+    total_s = facts.total_steps * recipe.train.global_batch_size * pass_s / size
+    return (
+        f"about {clock(total_s)} on {cpu_count()} CPU cores, {size / pass_s:,.0f} images/s "
+        f"(two passes of {size} images tried), without reading images"
+    )
 
 
 def _describe_group(
@@ -47,7 +85,7 @@ def _describe_group(
         f"with {workers:<19}global batch {batch:,} = {world_size} x micro-batch {micro}{note} x "
         f"{passes} pass{'es' if passes > 1 else ''}",
         f"  memory per worker     {memory.total:.2f} GiB under ZeRO {recipe.train.zero_stage}",
-        *(f"    {name:<20}{value:8.2f} GiB" for name, value in vars(memory).items()),
+        *(f"    {part:<20}{gib:8.2f} GiB" for part, gib in vars(memory).items() if gib >= 0.005),
     ]
 
 

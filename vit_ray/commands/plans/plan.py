@@ -122,7 +122,8 @@ def describe_plan(recipe: Recipe) -> str:
     columns = [_column(recipe, facts, cluster, stage) for stage in STAGES]
     lines = [*describe_work(recipe, facts, cluster), ""]
     for cells in zip(*columns, strict=True):
-        lines.append(f"{cells[0][0]:<30}" + "".join(f"{value:>10}" for _, value in cells))
+        if {value for _, value in cells} != {"0.00"}:
+            lines.append(f"{cells[0][0]:<30}" + "".join(f"{value:>10}" for _, value in cells))
     return "\n".join(lines)
 
 

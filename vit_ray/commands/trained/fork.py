@@ -58,7 +58,7 @@ def fork_run(source: str, words: Sequence[str], is_dry: bool) -> int:
     resolved = resolve_run(recipe_from_dict(tree, where="the fork").with_absolute_paths())
     differences, recipe = _checked_changes(resolved, position), resolved.recipe
     folder, file = locate(recipe.run_folder), Path(f"{recipe.name}.yaml")
-    content = write_yaml(recipe.written()).encode()
+    content = write_yaml(recipe.recorded()).encode()
     origin = origin_of(position.recipe["name"], step)
     if file.exists() and file.read_bytes() != content:
         raise ValueError(f"name={recipe.name}: {file} exists already; give another name")

@@ -34,7 +34,7 @@ Named = tuple[str, bytes | Location]
 """An image's name, and its encoded bytes or its file."""
 
 _OUTPUTS: Final = (".parquet", ".png")
-_NUM_CLASSES: Final = 3
+_NUM_CLASSES: Final = 5
 _NUM_DRAWN: Final = 48
 _SCHEMA: Final = pa.schema(
     [
@@ -42,6 +42,7 @@ _SCHEMA: Final = pa.schema(
         ("label", pa.int32()),
         ("class", pa.string()),
         ("probability", pa.float32()),
+        ("expected", pa.string()),
         ("problem", pa.string()),
     ]
 )
@@ -50,7 +51,9 @@ _SCHEMA: Final = pa.schema(
 def print_predictions(
     source: str, paths: Sequence[str], recipe: str | None, outputs: Sequence[str]
 ) -> int:
-    """Predict, and print the most probable classes; returns 1 if an image cannot be read.
+    """Predict, and print the five most probable classes; returns 1 if an image cannot be read.
+
+    Images in a folder with the name of a class are counted as right or wrong.
 
     Args:
         source: weights, as `vit_ray.load` takes them.
@@ -64,7 +67,7 @@ def print_predictions(
     changes = [word for word in paths if re.match(r"[\w.]+=", word) and not os.path.exists(word)]
     if "://" not in source and not with_home(source).exists():  # torch takes seconds
         raise ValueError(f"{source!r} is not there; give a run, a checkpoint or a weight file")
-    counts, drawn = Counter[str](), list[dict[str, Any]]()
+    counts, right, drawn = Counter[str](), Counter[bool](), list[dict[str, Any]]()
     with _opened(outputs) as (tables, pictures):
         images = [_images_at(path) for path in paths if path not in changes]
         load = pkgutil.resolve_name("vit_ray.launch.trained_model:load")
@@ -75,6 +78,7 @@ def print_predictions(
                 place = sys.stderr if "problem" in row else sys.stdout
                 print(_line(f"{row['image']}: {row.get('problem') or row['text']}"), file=place)
             counts.update(row.get("class", "") for row in rows)
+            right.update(row["class"] == row["expected"] for row in rows if row.get("expected"))
             drawn = [*drawn, *(row for row in rows if "crop" in row)][:_NUM_DRAWN]
             for table in tables:
                 table.write_table(pa.Table.from_pylist(rows, _SCHEMA))
@@ -86,6 +90,11 @@ def print_predictions(
     most = ", ".join(f"{count:,} {name}" for name, count in counts.most_common(_NUM_CLASSES))
     bad = f"; {num_bad:,} cannot be read" if num_bad else ""
     print(_line(f"{total:,} images{most and f': {most}'}{bad}"), file=sys.stderr)
+    if judged := right.total():
+        share = right[True] / judged
+        interval_note = pkgutil.resolve_name("vit_ray.commands.printed_tables:interval_note")
+        note = f"{right[True]:,} right, {right[False]:,} wrong: {share:.2%}"
+        print(f"in folders of classes: {note}{interval_note(share, judged)}", file=sys.stderr)
     for output in outputs:
         print(f"wrote {output}", file=sys.stderr)
     return 1 if num_bad else 0
@@ -105,6 +114,8 @@ def _predicted(model: "TrainedModel", images: Iterator[Named]) -> Iterator[list[
             for row, shares in zip(good, model.probabilities(logits), strict=True):
                 best = (-shares).argsort(kind="stable")[:_NUM_CLASSES].tolist()
                 row |= {"label": best[0], "class": model.classes[best[0]]}
+                folder = PurePosixPath(row["image"]).parent.name
+                row["expected"] = folder if folder in model.classes else None
                 row["probability"] = float(shares[best[0]])
                 row["text"] = ", ".join(f"{model.classes[i]} {shares[i]:.1%}" for i in best)
         yield rows
@@ -143,6 +154,11 @@ def _images_at(path: str) -> Iterator[Named]:
             f"{path!r} holds no images among its {len(files):,} files; images are found by file "
             f"names that end in {', '.join(sorted(IMAGE_SUFFIXES))}; convert parquet first"
         )
+    if others := [file.path for file in files if not is_image_name(file.path)]:
+        names = ", ".join(map(os.path.basename, others[:_NUM_DRAWN]))
+        more = ", ..." if len(others) > _NUM_DRAWN else ""
+        text = f"{path}: {len(others):,} files without the name of an image are skipped: "
+        print(_line(text + names + more), file=sys.stderr)
     return ((file.uri, file) for file in images)
 
 

@@ -177,7 +177,7 @@ def prepared(kind: str, **sections: Any) -> Any:
     )
 
 
-def logged(run: Any, steps: int = 7) -> list[Any]:
+def logged(run: Any, steps: int) -> list[Any]:
     """What the recorder is asked for a run of seven steps that has come so far."""
     asked: list[Any] = []
     result = RunResult("id", "run", steps, 7, {}, "/runs/run/step-00000007")
@@ -186,29 +186,25 @@ def logged(run: Any, steps: int = 7) -> list[Any]:
     return asked
 
 
-def test_what_is_trained_to_its_end_is_logged_and_registered():
-    ((name, step, model),) = logged(prepared("pretrain"))
-    assert (name, step, model["register_as"]) == ("run", 7, "tiny")
-    assert model["params"]["checkpoint"] == "/runs/run/step-00000007"
-    assert model["reference"]["classes"] == CLASSES
-
-
-def test_trials_are_logged_and_never_registered():
-    ((_, _, model),) = logged(prepared("sweep_trial"))
-    assert model["register_as"] is None
-
-
 @pytest.mark.parametrize(
-    ("run", "steps"),
+    ("run", "steps", "registered"),
     [
-        (prepared("pretrain"), 6),
-        (prepared("evaluate"), 7),
-        (prepared("pretrain", train={"loss": "masked_patch"}), 7),
+        (prepared("pretrain"), 7, ["tiny"]),
+        (prepared("sweep_trial"), 7, [None]),
+        (prepared("pretrain"), 6, []),
+        (prepared("evaluate"), 7, []),
+        (prepared("pretrain", train={"loss": "masked_patch"}), 7, []),
     ],
-    ids=["stopped", "evaluation", "no head"],
+    ids=["trained", "trial", "stopped", "evaluation", "no head"],
 )
-def test_nothing_else_is_logged(run, steps):
-    assert logged(run, steps) == []
+def test_what_is_trained_to_its_end_is_logged_and_what_is_no_trial_registered(
+    run, steps, registered
+):
+    found = logged(run, steps)
+    assert [model["register_as"] for _, _, model in found] == registered
+    for name, step, model in found:
+        assert (name, step, model["reference"]["classes"]) == ("run", 7, CLASSES)
+        assert model["params"]["checkpoint"] == "/runs/run/step-00000007"
 
 
 def test_a_name_that_the_registry_would_refuse_is_refused_with_the_recipe():

@@ -80,13 +80,6 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return Cluster(monkeypatch, a=4.0)
 
 
-def test_a_place_that_is_there_is_given_up_for_the_workers(cluster):
-    run = FakeRun()
-    place = finder(cluster, run, num_workers=4).found()
-    assert (place.size, place.labels, place.waited_s) == (4, {}, placement.LOOK_S)
-    assert (cluster.asked, cluster.num_open, run.events) == ([(4, None)], 0, [])
-
-
 def test_what_is_missing_is_told_every_ten_seconds_until_the_limit(cluster):
     run = FakeRun()
     wants = finder(cluster, run, num_workers=8, place_timeout_minutes=1.0)
@@ -133,8 +126,9 @@ def test_an_elastic_group_has_the_largest_size_that_fits_and_leaves_a_cpu_for_re
     cpus, held, size, cluster
 ):
     cluster.cpus, cluster.held = {"a": cpus}, held
-    assert finder(cluster, FakeRun(), num_workers=[1, 8]).found().size == size
-    assert cluster.num_open == 0
+    run = FakeRun()
+    place = finder(cluster, run, num_workers=[1, 8]).found()
+    assert (place.size, place.labels, cluster.num_open, run.events) == (size, {}, 0, [])
 
 
 def test_an_elastic_group_without_room_asks_for_the_largest_then_for_smaller_ones(

@@ -91,25 +91,6 @@ def test_a_loader_of_torch_gives_the_batches_in_order_and_resumes(many, num_work
     assert not list(DataLoader(stream, batch_size=None, num_workers=num_workers))
 
 
-def test_any_world_size_has_the_same_batches_and_each_image_once_an_epoch(many):
-    world_size = 8
-    opened = dataset.open_dataset(str(many))
-    alone = opened.iter_batches(BATCH, 8, epochs=2, seed=3)
-    ranks = [
-        opened.iter_batches(BATCH, 8, epochs=2, seed=3, rank=rank, world_size=world_size)
-        for rank in range(world_size)
-    ]
-    joined = [
-        {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        for parts in zip(*ranks, strict=True)
-    ]
-    assert_equal(joined, list(alone))
-    seen = np.concatenate([batch["sample"] for batch in alone])
-    for epoch in (seen[:MANY], seen[MANY : 2 * MANY]):
-        assert sorted(epoch.tolist()) == list(range(MANY))
-    assert seen[:MANY].tolist() != seen[MANY : 2 * MANY].tolist()
-
-
 def test_an_evaluation_of_a_held_out_part_has_the_images_that_no_training_batch_has(many):
     opened = dataset.open_dataset(str(many))
     options: dict[str, Any] = {"held_out_fraction": 0.25, "seed": 5}

@@ -26,11 +26,6 @@ def test_a_plan_counts_images_and_steps(recipe):
     assert resolved.streams["eval"].num_images == 300
 
 
-def test_a_held_out_part_is_taken_from_the_training_set(recipe):
-    resolved = resolve_run(recipe.with_changes(data={"eval": None, "held_out_fraction": 0.1}))
-    assert (resolved.num_images, resolved.streams["eval"].num_images) == (1347, 150)
-
-
 def test_a_held_out_part_beside_a_test_set_is_where_the_best_evaluation_is_chosen(recipe):
     held_out = recipe.with_changes(data={"held_out_fraction": 0.1})
     assert "dev" not in resolve_run(held_out).streams

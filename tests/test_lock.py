@@ -128,7 +128,6 @@ def test_it_is_refused_while_a_process_holds_it_and_free_when_that_was_killed(fo
     command = [sys.executable, "-c", HOLD, folder.path]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as other:
-        assert other.stdout is not None
         assert other.stdout.readline() == "1\n"
         held = pytest.raises(HeldError, match=f"process {other.pid} of .* on ")
         with held, hold_lock(folder, ignore):

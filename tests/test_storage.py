@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import botocore.exceptions
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import s3fs
 from botocore.exceptions import ClientError
@@ -295,15 +293,6 @@ def test_a_range_is_one_request(bucket, proxy):
     assert len(proxy.faults.requests) == 1
     for offset, count, expected in ((450, 100, 50), (500, 10, 0), (0, 0, 0)):
         assert len(bucket.child("ranged").read_range(offset, count)) == expected
-
-
-def test_pyarrow_reads_by_ranges(bucket, proxy):
-    with bucket.child("t.parquet").output() as stream:
-        pq.write_table(pa.table({"x": list(range(1000))}), stream, row_group_size=100)
-    proxy.faults.set("none", 0, path="/runs/a/t.parquet")
-    with bucket.child("t.parquet").open() as file:
-        assert pq.ParquetFile(file).read_row_group(3)["x"].to_pylist() == list(range(300, 400))
-    assert len(proxy.faults.requests) <= 3
 
 
 def test_a_listing_of_a_folder_is_that_of_the_disk(bucket, tmp_path):

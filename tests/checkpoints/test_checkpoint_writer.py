@@ -149,7 +149,6 @@ def test_a_rank_that_was_given_up_replaces_no_file_of_a_later_save(run, monkeypa
     writer = CheckpointWriter(run, CheckpointConfig(), pytest.fail, gather=lambda _: [])
     writer.write(late)
     newest = newest_checkpoint(run)
-    assert newest is not None
     assert newest.weights()["w"].tolist() == [1.0, 1.0]
 
 
@@ -165,7 +164,6 @@ def test_an_evaluation_after_a_save_is_recorded_beside_it(run, monkeypatch, resu
     assert disk.writers[0].note_evaluation(after)
     assert {name: content for name, content in contents(folder).items() if name in before} == before
     found = newest_checkpoint(run)
-    assert found is not None
     assert found.position.progress == after
     disk.save(2)
     assert newest_checkpoint(run).position.progress == Progress(2)
@@ -182,7 +180,6 @@ def test_a_save_that_is_not_whole_is_made_again_after_the_evaluation(run, monkey
     assert not disk.writers[0].note_evaluation(Progress(1))
     disk.save(1)
     found = newest_checkpoint(run)
-    assert found is not None
     assert not found.position.progress.evaluation_due
 
 
@@ -197,7 +194,6 @@ def test_a_damaged_one_of_the_same_step_is_replaced(run, monkeypatch):
     assert contents(folder) == before
     disk.save(1, train_seconds=5.0)
     found = newest_checkpoint(run)
-    assert found is not None
     assert found.position.progress.train_seconds == 5.0
     found.verify()
 

@@ -92,7 +92,6 @@ def test_a_bad_one_is_passed_over_with_one_warning_and_given_up_only_on_request(
     lose(write_checkpoint(run, 2), lost)
     before, told = all_contents(run), list[str]()
     found = checkpoint_to_resume(run, told.append)
-    assert found is not None
     assert found.position.step == 1
     (text,) = told
     (bad,) = (folder for step, folder in list_checkpoints(run) if step > 1)
@@ -176,7 +175,6 @@ def test_the_newest_whose_marker_is_shown_late_is_taken(run, monkeypatch):
     monkeypatch.setattr(Location, "list_files", shows_late)
     told: list[str] = []
     found = checkpoint_to_resume(run, told.append)
-    assert found is not None
     assert (found.position.step, told) == (2, [])
 
 
@@ -197,7 +195,6 @@ def test_who_reads_an_active_run_takes_the_checkpoint_that_has_replaced_the_list
     monkeypatch.setattr(run_checkpoints, "read_checkpoint", read_slowly)
     told: list[str] = []
     found = newest_checkpoint(run, told.append)
-    assert found is not None
     assert (found.position.step, told) == (3, [])
 
 
@@ -290,7 +287,6 @@ def test_a_run_that_keeps_its_best_hands_that_on(run, best):
     assert find_weights(run.path).position.step == best
     assert find_weights(run.child(folder_name(6)).path).position.step == 6
     newest = checkpoint_to_resume(run)
-    assert newest is not None
     assert newest.position.step == 6  # from which it goes on
 
 
@@ -385,7 +381,6 @@ def resumed(run: Location) -> Checkpoint:
     below = None
     while True:
         found = checkpoint_to_resume(run, print, below)
-        assert found is not None
         try:
             found.verify()
             return found

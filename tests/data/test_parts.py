@@ -36,7 +36,6 @@ def parts_of(
 
 
 def samples_of(part: Manifest | None) -> list[int]:
-    assert part is not None
     groups = np.flatnonzero(part.rows).tolist()
     return [sample for group in groups for sample in part.samples_of(group).tolist()]
 
@@ -47,7 +46,6 @@ def samples_of(part: Manifest | None) -> list[int]:
 )
 def test_dev_splits_have_the_published_sizes(total, fraction, held):
     kept, held_out = parts_of(manifest_of(total), fraction)
-    assert held_out is not None
     assert (kept.num_images, held_out.num_images) == (total - held, held)
 
 

@@ -22,7 +22,6 @@ def test_the_papers_tables_agree_with_one_another():
     # Only ImageNet has more (resolution, averaging) in Table 2 than in Table 5.
     for task in ("cifar10", "cifar100", "flowers", "pets"):
         two = table_2("ViT-H/14", "jft300m", task)
-        assert two is not None
         assert two[0] == table_5("ViT-H/14", "jft300m", task)
     assert table_2("ViT-L/16", "imagenet21k", "imagenet") == pytest.approx((0.8530, 0.0002))
     assert table_5("ViT-H/14", "imagenet", "cifar10") is None
@@ -101,7 +100,6 @@ def test_imagenet_is_told_from_real_by_the_labels_that_are_measured(
         paper={"task": task, "pretraining": "imagenet"},
     )  # fmt: skip
     table = evaluation_table(recipe, {"eval/top1": 0.5})
-    assert table is not None
     assert [row["test set"] for row in table[1:]] == ([shown] if shown else [])
     assert evaluation_table(recipe, {"few_shot/5_shot_top1": 0.5}) is None
 

@@ -80,8 +80,13 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return Cluster(monkeypatch, a=4.0)
 
 
-def test_what_is_missing_is_told_every_ten_seconds_until_the_limit(cluster):
+def test_what_is_missing_is_told_every_ten_seconds_until_the_limit_or_a_stop(cluster):
     run = FakeRun()
+    run.stop = "Ctrl-C"
+    with pytest.raises(StoppedWaitingError, match=r"^Ctrl-C$"):
+        finder(cluster, run, num_workers=8).found()
+    assert (cluster.num_open, run.events, run.stop) == (0, [], "Ctrl-C")
+    run.stop = None
     wants = finder(cluster, run, num_workers=8, place_timeout_minutes=1.0)
     with pytest.raises(NoPlaceError, match=r"8 CPU \(the cluster has 4, .*minutes=1\)$"):
         wants.found()
@@ -102,15 +107,6 @@ def test_a_place_that_is_lost_again_and_again_is_not_asked_for_without_limit(clu
     with pytest.raises(NoPlaceError, match=r"no workers for 6\d s: .* lost .*minutes=1\)$"):
         wants.found(place.since_s)
     assert len(run.events) == 2
-
-
-def test_a_stop_ends_the_wait_at_the_next_look(cluster):
-    run = FakeRun()
-    run.stop = "Ctrl-C"
-    with pytest.raises(StoppedWaitingError, match=r"^Ctrl-C$"):
-        finder(cluster, run, num_workers=8).found()
-    assert cluster.num_open == 0
-    assert run.events == []
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,6 @@ def start(before: str = "") -> subprocess.Popen[str]:
 
 
 def line(driver: subprocess.Popen[str]) -> str:
-    assert driver.stdout is not None
     return driver.stdout.readline().strip()
 
 
@@ -75,11 +74,9 @@ def test_the_second_signal_ends_at_once():
 def test_a_message_that_nobody_can_read_does_not_end_the_run():
     driver = start()
     assert line(driver) == "training"
-    assert driver.stderr is not None
     driver.stderr.close()  # as `2>&1 | tee log`, which gets the same Ctrl-C
     driver.send_signal(signal.SIGINT)
     assert line(driver) == "asked to stop: Ctrl-C"
-    assert driver.stdin is not None
     driver.stdin.write("land\n")
     driver.stdin.flush()
     assert line(driver) == "checkpoint"

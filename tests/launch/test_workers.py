@@ -26,14 +26,13 @@ from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
 from vit_ray.launch import workers
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.failures import FailingNodes
-from vit_ray.launch.placement import GroupShape, NoPlaceError, Place, StoppedWaitingError
+from vit_ray.launch.placement import GroupShape, Place, StoppedWaitingError
 from vit_ray.launch.workers import (
     GROUP_FILE,
     RETURN_S,
     SILENT_S,
     Ended,
     GroupWatch,
-    RunDivergedError,
     RunFailedError,
     WorkerGroups,
     lost_place,
@@ -67,21 +66,17 @@ def saved(folder: Path, step: int, error: Exception) -> Callable[[], Exception]:
     return end
 
 
-def test_a_run_ends_with_the_group_that_ends_in_order(tmp_path):
-    attempts = Attempts(tmp_path, Ended(goes_on=True), failed(BAD_CARD), Ended())
-    attempts.train()
-    assert attempts.num_attempts == 3
-    assert [kind for kind, *_ in attempts.run.events] == [EventKind.WORKER_FAILED]
-
-
 def test_failures_end_a_run_only_where_no_checkpoint_lies_between_them(tmp_path):
     crash = failed(BY_PEER, BAD_CARD)
     weeks = [saved(tmp_path, step, crash) for step in (10, 20, 30)]
     attempts = Attempts(tmp_path, crash, *weeks, crash, max_failures=1)
+    attempts.run.at, failing = {1: WorkerPlace("10.0.0.1", "1", "pid 7", 5)}, FailingNodes(None)
     with pytest.raises(RunFailedError) as raised:
-        attempts.train()
+        attempts.train(failing)
+    node = {"NodeID": "1", "NodeManagerAddress": "10.0.0.1"}
+    assert failing.among((node,)) == {"1": "10.0.0.1"}
     assert str(raised.value) == (
-        "worker 1: bad card; worker 0: Connection closed by peer "
+        "worker 1 on 10.0.0.1 (pid 7, step 5): bad card; worker 0: Connection closed by peer "
         "(failure 2 without a new checkpoint between; workers.max_failures=1)"
     )
     assert attempts.num_attempts == 5
@@ -117,19 +112,6 @@ def test_other_failures_are_counted(error, tmp_path):
         Attempts(tmp_path, error, error, max_failures=1).train()
 
 
-@pytest.mark.parametrize("error", [None, failed(BY_PEER)])
-@pytest.mark.parametrize("has_diverged", [False, True])
-def test_what_a_worker_says_would_happen_again_ends_the_run_with_its_line(
-    error, has_diverged, tmp_path
-):
-    failure = Failure("the data are bad", has_diverged)
-    attempts = Attempts(tmp_path, Ended(error), failure=failure, max_failures=-1)
-    with pytest.raises(RunFailedError, match=r"^the data are bad$") as raised:
-        attempts.train()
-    assert isinstance(raised.value, RunDivergedError) == has_diverged
-    assert attempts.run.events == []
-
-
 def without_place(attempts: Attempts, error: Exception) -> None:
     def wait(lost_since_s: float | None = None) -> Place:
         raise error
@@ -160,15 +142,6 @@ def test_a_stop_does_not_hide_what_the_run_had_failed_of(tmp_path):
     with pytest.raises(RunFailedError, match="disk full"):
         without_place(attempts, StoppedWaitingError("SIGTERM"))
     assert attempts.run.events == []
-
-
-def test_failures_are_counted_by_node(tmp_path):
-    node = {"NodeID": "1", "NodeManagerAddress": "10.0.0.1"}
-    attempts = Attempts(tmp_path, failed(BY_PEER, BAD_CARD), failed(BY_PEER, BAD_CARD), Ended())
-    attempts.run.at = {1: WorkerPlace("10.0.0.1", "1", "", 5)}
-    failing = FailingNodes(None)
-    attempts.train(failing)
-    assert failing.among((node,)) == {"1": "10.0.0.1"}
 
 
 class Watched:
@@ -235,9 +208,10 @@ def test_a_place_is_lost_where_ray_says_for_how_many_workers():
 
 
 def test_a_group_that_loses_its_place_is_no_failure_and_its_wait_goes_on(tmp_path):
-    attempts = Attempts(tmp_path, LOST, LOST, failed(BY_PEER), Ended(), max_failures=1)
+    ends = (LOST, LOST, Ended(goes_on=True), failed(BY_PEER), Ended())
+    attempts = Attempts(tmp_path, *ends, max_failures=1)
     attempts.train()
-    assert attempts.lost_since_s == [None, PLACE.since_s, PLACE.since_s, None]
+    assert attempts.lost_since_s == [None, PLACE.since_s, PLACE.since_s, None, None]
     assert [kind for kind, *_ in attempts.run.events] == [EventKind.WORKER_FAILED]
 
 
@@ -249,7 +223,14 @@ def test_a_group_that_a_recorder_has_forgotten_is_still_known(tmp_path, monkeypa
     assert watched.watch.known_group() == "00"
 
 
-def test_storage_that_is_full_ends_no_group(tmp_path, monkeypatch):
+def test_a_record_that_does_not_answer_and_storage_that_is_full_end_no_group(tmp_path, monkeypatch):
+    watched = Watched(tmp_path, monkeypatch)
+
+    def away() -> Any:
+        raise RuntimeError("has not answered")
+
+    watched.run.places = away  # type: ignore[method-assign]
+    assert not watched.is_over_within(2 * SILENT_S)
     watched = Watched(tmp_path, monkeypatch)
     Path(watched.job.recipe.run_folder).parent.mkdir(parents=True, exist_ok=True)
     Path(watched.job.recipe.run_folder).write_text("in the way of the folder")
@@ -289,23 +270,15 @@ def test_the_last_step_is_not_the_end_before_its_checkpoint(tmp_path, monkeypatc
     assert not watched.is_over_within(10 * RETURN_S)
 
 
-def test_a_group_grows_by_one_request_for_a_checkpoint(tmp_path, monkeypatch):
-    watched = Watched(tmp_path, monkeypatch)
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+def test_a_training_grows_by_one_request_for_a_checkpoint(kind, tmp_path, monkeypatch):
+    watched = Watched(tmp_path, monkeypatch, kind)
     watched.has_room = True
     watched.is_over_within(300)
     assert not watched.run.resizes  # it is starting
     watched.start()
     watched.is_over_within(300)
-    assert watched.run.resizes
-    assert watched.watch.is_resizing
-
-
-def test_an_evaluation_does_not_grow(tmp_path, monkeypatch):
-    watched = Watched(tmp_path, monkeypatch, "evaluate")
-    watched.start()
-    watched.has_room = True
-    watched.is_over_within(300)
-    assert not watched.run.resizes
+    assert watched.run.resizes == watched.watch.is_resizing == (kind == "train")
 
 
 def test_what_a_placed_group_lacks_is_told_when_it_changes(tmp_path, monkeypatch):
@@ -316,16 +289,6 @@ def test_what_a_placed_group_lacks_is_told_when_it_changes(tmp_path, monkeypatch
         watched.lacking = lacking
         watched.is_over_within(3600)
     assert [text for _, text, _ in watched.run.events] == ["2 CPUs", "1 CPU", "1 CPU"]
-
-
-def test_a_record_that_does_not_answer_ends_no_group(tmp_path, monkeypatch):
-    watched = Watched(tmp_path, monkeypatch)
-
-    def away() -> Any:
-        raise RuntimeError("has not answered")
-
-    watched.run.places = away  # type: ignore[method-assign]
-    assert not watched.is_over_within(2 * SILENT_S)
 
 
 def groups_of(folder: Path, **sections: Any) -> WorkerGroups:
@@ -346,12 +309,17 @@ def test_a_pass_that_did_not_fit_limits_the_next_group(tmp_path, monkeypatch):
     assert groups._job.micro_batch_limit == 4
 
 
-def test_ray_train_tries_once_and_leaves_no_files(tmp_path, monkeypatch):
+def test_ray_train_tries_once_under_a_name_of_its_own_and_leaves_no_files(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     place = Place(4, {"pool": "a"})
-    trainer = groups_of(Path("/x"), train={"step_timeout_s": 7.5})._trainer(place)
+    groups = groups_of(Path("/x"), train={"step_timeout_s": 7.5})
+    trainer, names = groups._trainer(place), set()
+    for number, one in ((1, groups), (2, groups), (1, groups_of(Path("/x")))):
+        one._number = number
+        names.add(one._trainer(place).run_config.name)
+    assert len(names) == 3  # of each group of a run, and of each run
     config, scaling = trainer.run_config, trainer.scaling_config
     failures = config.failure_config
     assert failures.max_failures == failures.max_preemption_failures == 0
@@ -389,17 +357,3 @@ def test_a_store_that_does_not_answer_is_named_without_its_secret(capsys):
     told = capsys.readouterr().err
     assert "mlflow:5000 has not answered yet; " in told
     assert "secret" not in told
-
-
-def test_a_run_without_a_place_fails(tmp_path):
-    with pytest.raises(RunFailedError, match="no GPU"):
-        without_place(Attempts(tmp_path), NoPlaceError("no GPU"))
-
-
-def test_each_group_of_a_run_has_a_name_of_its_own(tmp_path):
-    groups, other = groups_of(tmp_path), groups_of(tmp_path)
-    names = set()
-    for number, one in ((1, groups), (2, groups), (1, other)):
-        one._number = number
-        names.add(one._trainer(PLACE).run_config.name)
-    assert len(names) == 3

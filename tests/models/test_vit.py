@@ -14,6 +14,7 @@ from tests.models.small import (
     small_model,
     some_images,
 )
+from vit_ray.checkpoints.init_weights import open_weights
 from vit_ray.models import build_model
 from vit_ray.models.weights import load_weights, save_weights
 
@@ -39,8 +40,9 @@ def shaken_peer(kind: Any, folder: Any) -> nn.Module:
 
 def test_logits_and_attention_equal_those_of_transformers(tmp_path):
     peer = shaken_peer(ViTForImageClassification, tmp_path)
+    assert open_weights(str(tmp_path)).num_classes == 5
     model = small_model("ViT").eval()
-    load_weights(model, tmp_path)
+    load_weights(model, tmp_path, new_head=False)
     with torch.no_grad():
         theirs = peer(some_images(4), output_attentions=True)
         ours = attention_weights(model, some_images(4))
@@ -67,6 +69,9 @@ def test_features_behind_the_tanh_layer_equal_transformers_pooler(tmp_path):
     model = small_model("ViT", representation=True).eval()
     report = load_weights(model, tmp_path)
     # A bare model has no head.
+    assert open_weights(str(tmp_path)).num_classes is None
+    with pytest.raises(ValueError, match="head"):
+        load_weights(model, tmp_path, new_head=False)
     assert report.new == ["head.bias", "head.weight"]
     with torch.no_grad():
         theirs = peer(some_images(4)).pooler_output
@@ -142,26 +147,6 @@ def test_positions_are_added_before_the_layers_that_are_named(positions_at):
     expected = added[positions_at].expand(2, 17, 32)
     torch.testing.assert_close(inputs[1] - outputs[0], expected, atol=1e-6, rtol=1e-5)
     assert len(tables) == (2 if positions_at == "every_layer" else 1)
-
-
-def test_two_dimensional_positions_join_a_column_and_a_row():
-    model = small_model("ViT", image_size=(24, 40), positions="learned_2d")
-    module = model.positions[0]
-    table = module(torch.zeros(1, 16, 32))[0]
-    # Patch (row 2, column 3) of a 3 x 5 grid, after the class token: X first, then Y.
-    expected = torch.cat([module.columns[3], module.rows[2]])
-    assert torch.equal(table[1 + 2 * 5 + 3], expected)
-    assert torch.equal(table[0], module.class_position[0])
-
-
-def test_without_positions_a_vit_does_not_see_the_order_of_patches():
-    model = small_model("ViT", positions="none").eval()
-    images = some_images()
-    # Swap the left and right halves, which moves whole patches.
-    moved = torch.cat([images[..., 16:], images[..., :16]], dim=-1)
-    torch.testing.assert_close(model(images), model(moved), rtol=1e-5, atol=1e-5)
-    ordered = small_model("ViT").eval()
-    assert not torch.allclose(ordered(images), ordered(moved), rtol=1e-3)
 
 
 def test_gap_averages_the_patches_and_has_no_class_token():

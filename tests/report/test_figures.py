@@ -80,7 +80,6 @@ def test_a_key_of_the_recipe_gives_the_colours_of_figures_8_9_and_13(cells):
 def test_a_training_that_has_not_finished_is_a_cross_with_its_state(cells):
     (axes,) = fig_compute(cells).axes
     legend = axes.get_legend()
-    assert legend is not None
     assert "running" in [text.get_text() for text in legend.get_texts()]
     crosses = [one for one in axes.collections if isinstance(one, PathCollection)]
     assert 30.0 in [point[1] for one in crosses for point in one.get_offsets().tolist()]
@@ -109,7 +108,6 @@ def test_curves_have_their_names_and_the_chosen_one_is_bold():
     figure = fig_curves(many, dict.fromkeys(many, "ResNet"), "loss")
     assert not figure.axes[0].texts
     legend = figure.axes[0].get_legend()
-    assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == ["ResNet"]
 
 

@@ -58,7 +58,6 @@ def test_an_image_without_a_label_costs_nothing_with_softmax(labels, smoothing):
     config = TrainConfig(label_smoothing=smoothing)
     loss = classification_loss(logits, torch.tensor(labels), config)
     loss.sum().backward()  # type: ignore[no-untyped-call]
-    assert logits.grad is not None
     assert loss[0] == 0
     assert not logits.grad[0].any()
     assert loss[1] > 0

@@ -65,7 +65,6 @@ def train_on(
     ending = TrainingLoop(engine, batches(), chosen, context, Hooks(), progress, Compute(1)).run()
     assert ending is Ending.FINISHED
     weights = {name: p.detach().clone() for p, name in engine._names.items()}
-    assert engine.average is not None
     for name, parts in engine.average.by_name().items():
         weights |= {f"average of {name} from {start}": values for start, values in parts}
     return weights, actor.events, progress

@@ -129,7 +129,8 @@ def test_another_error_is_left_to_the_failure_policy(tmp_path):
 
 
 def test_a_notice_saves_once_and_a_request_for_another_size_saves_and_ends(tmp_path):
-    notices = iter([None] * 2 + [PreemptionInfo(None, {"node": [1]})] * TOTAL)
+    deadline_ms = int((time.time() + 270) * 1000)
+    notices = iter([None] * 2 + [PreemptionInfo(deadline_ms, {"node": [1]})] * TOTAL)
     worker = Worker(make_job(tmp_path), notice=lambda: next(notices))
 
     def request(step: int) -> None:
@@ -140,6 +141,8 @@ def test_a_notice_saves_once_and_a_request_for_another_size_saves_and_ends(tmp_p
     worker.run()
     saves = [(kind, step) for kind, _, step in worker.actor.events if kind != "first step"]
     assert saves == [("preemption", 2), ("resizing", 5)]
+    (text,) = [text for kind, text, _ in worker.actor.events if kind == "preemption"]
+    assert re.fullmatch(r"a node leaves in (2[3-6]\d|270) s: checkpoint at once", text)
     assert newest_step(worker) == 5
 
 
@@ -153,15 +156,6 @@ def test_a_stop_that_comes_with_a_request_for_another_size_ends_the_run(tmp_path
     worker.engine.on_backward = request
     worker.run()
     assert worker.actor.events[-1] == ("stopped", "SIGTERM; checkpoint at step 1", 1)
-
-
-def test_it_is_told_how_long_a_node_stays(tmp_path):
-    deadline_ms = int((time.time() + 270) * 1000)
-    notices = iter([None] + [PreemptionInfo(deadline_ms, {"node": [1]})] * TOTAL)
-    worker = Worker(make_job(tmp_path), notice=lambda: next(notices))
-    worker.run()
-    (text,) = [text for kind, text, _ in worker.actor.events if kind == "preemption"]
-    assert re.fullmatch(r"a node leaves in (2[3-6]\d|270) s: checkpoint at once", text)
 
 
 def test_an_evaluation_alone_that_is_stopped_says_so_and_has_no_figures(tmp_path):
@@ -187,7 +181,6 @@ def test_a_stop_in_the_last_evaluation_is_told_and_the_next_start_makes_up_for_i
     worker.run()
     assert worker.kinds() == ["first step", "evaluation cut", "stopped"]
     saved = newest_checkpoint(locate(worker.job.recipe.run_folder))
-    assert saved is not None
     assert not saved.position.progress.is_over(TOTAL)
     again = Worker(make_job(tmp_path))
     again.hooks.evaluator.evaluate = lambda *_: {"eval/loss": 0.5}  # type: ignore[method-assign]
@@ -196,7 +189,6 @@ def test_a_stop_in_the_last_evaluation_is_told_and_the_next_start_makes_up_for_i
     attempt.run()
     assert again.kinds() == ["first step"]
     evaluated = newest_checkpoint(locate(worker.job.recipe.run_folder))
-    assert evaluated is not None
     assert evaluated.position.progress.is_over(TOTAL)
     assert evaluated.position.progress.metrics["eval/loss"] == 0.5
     assert evaluated.sha256 == saved.sha256  # it was not written again
@@ -264,7 +256,6 @@ def test_a_checkpoint_has_the_digest_of_all_samples_also_of_a_resumed_run(tmp_pa
         if step > 6:
             shutil.rmtree(one.path)
     checkpoint = newest_checkpoint(folder)
-    assert checkpoint is not None
     resumed = Worker(job)
 
     resumed.attempt(6).progress = checkpoint.position.progress
@@ -272,7 +263,6 @@ def test_a_checkpoint_has_the_digest_of_all_samples_also_of_a_resumed_run(tmp_pa
     digests = {}
     for step, one in list_checkpoints(folder):
         saved = open_checkpoint(one)
-        assert saved is not None
         progress = saved.position.progress
         digests[progress.digest_from, step] = int(progress.samples_digest, 16)
     assert digests == {  # what `batches` gives: sample and place are the same number
@@ -288,6 +278,5 @@ def test_an_attempt_without_a_step_keeps_the_digest_of_those_before(tmp_path):
     attempt.progress.evaluation_due = True
     attempt.run()
     saved = newest_checkpoint(locate(worker.job.recipe.run_folder))
-    assert saved is not None
     progress = saved.position.progress
     assert (progress.samples_digest, progress.digest_from) == ("00000000000000ab", 0)

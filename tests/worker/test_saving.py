@@ -93,7 +93,6 @@ def test_a_snapshot_takes_the_memory_of_the_last_one_once_that_is_written(
     assert given == [None, taken[0].memory]
     assert given[1]["weights"] is taken[1].memory["weights"]
     checkpoint = newest_checkpoint(locate(worker.job.recipe.run_folder))
-    assert checkpoint is not None
     assert (checkpoint.position.step, float(checkpoint.weights()["w"])) == (2, 2.0)
 
 
@@ -110,31 +109,27 @@ def test_training_does_not_wait_for_the_record_when_it_saves(tmp_path):
     assert len(asked) == 1
 
 
-def test_storage_that_refuses_too_often_fails_the_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (OSError("disk full"), UnrecoverableError),
+        # A rank that is late ends the attempt, after which the driver starts another group.
+        (RuntimeError("some worker has not ended its part"), RuntimeError),
+    ],
+)
+def test_storage_that_refuses_too_often_fails_the_run(error, raised, tmp_path, monkeypatch):
     worker = Worker(make_job(tmp_path))
 
     def refuse(*_: object) -> None:
-        raise OSError("disk full")
+        raise error
 
     monkeypatch.setattr(worker.saver.writer, "write", refuse)
     worker.saver.save(Progress(step=1))
     for meets_it in (worker.saver.wait_until_written, lambda: worker.hooks.note_step(2)):
-        with pytest.raises(UnrecoverableError, match="disk full") as met:
+        with pytest.raises(raised, match=str(error)) as met:
             meets_it()
-        assert not met.value.is_agreed
-
-
-def test_a_rank_that_is_late_ends_the_attempt_and_not_the_run(tmp_path, monkeypatch):
-    worker = Worker(make_job(tmp_path))
-
-    def late(*_: object) -> None:
-        raise RuntimeError("some worker has not ended its part")
-
-    monkeypatch.setattr(worker.saver.writer, "write", late)
-    worker.saver.save(Progress(step=1))
-    with pytest.raises(RuntimeError, match="has not ended its part") as met:
-        worker.saver.wait_until_written()
-    assert type(met.value) is RuntimeError  # after which the driver starts another group
+        assert type(met.value) is raised
+        assert not getattr(met.value, "is_agreed", False)
 
 
 def test_storage_that_does_not_answer_is_reported_and_not_waited_for_without_limit(
@@ -228,7 +223,6 @@ def test_ranks_that_write_wait_for_each_other_in_a_group_of_their_own(tmp_path):
     assert "1 of 3 workers failed: rank 1: " in found[0][0][0]
     assert {value for _, sums in found for value in sums} == {3.0}
     newest = newest_checkpoint(locate(str(tmp_path)))
-    assert newest is not None
     assert newest.weights()["w"].tolist() == [5.0] * 3
 
 

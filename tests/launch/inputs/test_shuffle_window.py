@@ -75,7 +75,6 @@ def test_a_new_run_mixes_what_its_tasks_can_hold_and_records_it(recipe):
     found, resolved = prepared(recipe)
     assert found.data.shuffle_window == 1024
     spec = resolved.streams["train"]
-    assert spec.window is not None
     assert (spec.window.batch_size, spec.window.num_batches) == (64, 16)
     assert spec.manifest.whole is None
 

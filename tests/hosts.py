@@ -63,8 +63,6 @@ def require() -> None:
 
 @dataclass
 class Host:
-    """One host of a `Network`."""
-
     name: str
     address: str
     folder: Path
@@ -117,11 +115,9 @@ class Host:
         return process.returncode, output
 
     def cut(self) -> None:
-        """Take the host's link down on the bridge's side: its own interface stays up."""
         _run("ip", "-n", self._switch, "link", "set", self._port, "down")
 
     def heal(self) -> None:
-        """Take the link up again."""
         _run("ip", "-n", self._switch, "link", "set", self._port, "up")
 
     def lose(self) -> None:
@@ -145,8 +141,6 @@ class Host:
 
 
 class Network:
-    """A bridge and the hosts on it."""
-
     def __init__(self, folder: Path, sysctls: Sequence[str] = ()) -> None:
         """
         Args:

@@ -35,8 +35,6 @@ class Wrapped(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Two convolutions and a linear head."""
-
     def __init__(self, num_classes: int, image_size: tuple[int, int], width: int = 8) -> None:
         super().__init__()
         self.first = nn.Conv2d(3, width, 3, stride=2, padding=1)
@@ -48,16 +46,12 @@ class ConvNet(nn.Module):
 
 
 class Normed(ConvNet):
-    """With running statistics."""
-
     def __init__(self, num_classes: int, image_size: tuple[int, int]) -> None:
         super().__init__(num_classes, image_size)
         self.norm = nn.BatchNorm2d(8)
 
 
 class Headless(ConvNet):
-    """Its last layer has another name."""
-
     def __init__(self, num_classes: int, image_size: tuple[int, int]) -> None:
         super().__init__(num_classes, image_size)
         self.classifier = self.head
@@ -73,15 +67,11 @@ class Objective(ConvNet):
 
 
 class Peeking(ConvNet):
-    """Its products depend on the values of images."""
-
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return super().forward(images * float(images.mean()))
 
 
 class Features(ConvNet):
-    """Returns what is no logits."""
-
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.first(images)
 
@@ -213,7 +203,6 @@ def note(step: int, metrics: dict[str, float]) -> None:
 
 
 def meddle(step: int, metrics: dict[str, float]) -> None:
-    """Tries to change what it can reach."""
     torch.manual_seed(step)
     torch.rand(3)
     metrics.clear()

@@ -1,7 +1,5 @@
 """The Python interface: its names, what importing it costs, and its page."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A branch's origin as a text: what writes it and what reads it agree."""
 
-from __future__ import annotations
-
 import pytest
 
 from vit_ray.branch_origin import origin_of, own_share, step_of

@@ -57,8 +57,6 @@ def ignore(_: str) -> None:
 
 
 class LossRecorder:
-    """Reasons that are given for the loss of a lock."""
-
     def __init__(self) -> None:
         self.happened, self.reasons = threading.Event(), list[str]()
 
@@ -68,7 +66,6 @@ class LossRecorder:
 
 
 def elsewhere(folder: Location, number: int, **changes: object) -> Owner:
-    """The file of a holder on another machine."""
     owner = {**this_process(folder), "host": "node-7", **changes}
     folder.child(f"lock-{number:08d}.json").write(json.dumps(owner).encode())
     return owner

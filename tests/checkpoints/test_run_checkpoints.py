@@ -346,7 +346,6 @@ def test_a_fine_tuning_from_averages_reads_them_alone(run, monkeypatch):
 
 
 def break_something(folder: Path, rng: random.Random) -> None:
-    """One accident to a checkpoint's folder."""
     paths = sorted(path for path in folder.iterdir() if path.is_file())
     path = rng.choice(paths)
     content = path.read_bytes()

@@ -92,7 +92,6 @@ def s3_environment(port: int) -> dict[str, str]:
 
 
 def timeout(timeout_s: float) -> dict[str, str]:
-    """The variable that limits each request."""
     config = {"read_timeout": timeout_s, "retries": {"mode": "legacy", "total_max_attempts": 1}}
     return {"FSSPEC_S3": json.dumps({"config_kwargs": config})}
 
@@ -124,7 +123,6 @@ def s3fs_waits(factor: float) -> Iterator[None]:
 
 
 def create_bucket(name: str) -> None:
-    """In the store of this process."""
     locate(f"s3://{name}").filesystem.call_s3("create_bucket", Bucket=name)
 
 

@@ -115,12 +115,14 @@ BROKEN = {
     "jpeg that ends in its header": encoded(PIXELS)[:180] + b"\xff\xd9",
     "truncated png": encoded(PIXELS, "PNG")[:-2000],
     "truncated webp": encoded(PIXELS, "WEBP")[:-200],
+    # Pillow clips them to 0 to 255, so that a picture of 0 to 1 is black.
+    "floats": encoded(np.linspace(0, 1, 600, dtype=np.float32).reshape(20, 30), "TIFF"),
 }
 
 
 @pytest.mark.parametrize("name", list(BROKEN))
 def test_broken_images_are_refused(name):
-    told = "not decodable" if BROKEN[name] else "has no bytes"
+    told = {"empty": "has no bytes", "floats": "pixels are floats"}.get(name, "not decodable")
     with pytest.raises(BadImageError, match=told):
         decode(BROKEN[name])
     with pytest.raises(BadImageError, match=told):
@@ -312,25 +314,6 @@ def test_a_crop_is_written_where_it_is_asked_to_be():
     assert not batch[0].any()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kind": "resize_crop", "size": 300}, r"augmentation\.resize=256 is below"),
-        ({"min_area": 0.6, "max_area": 0.5}, "keep 0 < min_area"),
-    ],
-)
-def test_an_impossible_augmentation_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        Augmentation(**options)
-
-
-def test_pixels_of_floats_are_refused():
-    """Pillow clips them to 0 to 255, so that a picture of 0 to 1 is black."""
-    image = encoded(np.linspace(0, 1, 600, dtype=np.float32).reshape(20, 30), "TIFF")
-    with pytest.raises(BadImageError, match="pixels are floats"):
-        decode(image)
-
-
 @pytest.mark.parametrize("format", ["PNG", "JPEG"])
 def test_a_border_is_cut_off_before_anything_else(format):
     """A frame of red, as ObjectNet's images have, is in no pixel of the crop."""
@@ -362,7 +345,10 @@ def files_of_every_format() -> dict[str, bytes]:
     return found
 
 
-def test_of_all_formats_that_pillow_knows_only_those_of_photographs_are_opened():
+def test_of_all_formats_that_pillow_knows_only_those_of_photographs_are_opened(monkeypatch):
+    started: list[Any] = []  # as PostScript would start a program
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **_: started.append(a))
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", "gs")
     files = files_of_every_format()
     assert {"EPS", "ICO", "PCX", "TGA", *IMAGE_FORMATS} - {"AVIF", "JPEG2000"} <= files.keys()
     for name in files.keys() & set(IMAGE_FORMATS):
@@ -371,18 +357,14 @@ def test_of_all_formats_that_pillow_knows_only_those_of_photographs_are_opened()
     for name in files.keys() - {*IMAGE_FORMATS, "MPO"}:
         with pytest.raises(BadImageError, match="it is not one of JPEG, PNG, WEBP"):
             decode(files[name])
-
-
-def test_postscript_reaches_no_other_program(monkeypatch):
-    started: list[Any] = []
-    monkeypatch.setattr(subprocess, "Popen", lambda *a, **_: started.append(a))
-    monkeypatch.setattr(EpsImagePlugin, "gs_binary", "gs")
-    with pytest.raises(BadImageError):
-        decode(files_of_every_format()["EPS"])
     assert started == []
 
 
-def test_a_recipe_decides_how_crops_are_resized():
+def test_a_recipe_decides_how_crops_are_resized_and_what_cannot_be_is_refused():
+    with pytest.raises(ValueError, match=r"augmentation\.resize=256 is below"):
+        Augmentation(kind="resize_crop", size=300)
+    with pytest.raises(ValueError, match="keep 0 < min_area"):
+        Augmentation(min_area=0.6, max_area=0.5)
     for key, other in (("augment", "eval_augment"), ("eval_augment", "augment")):
         recipe = recipe_with(data={key: {"interpolation": "bicubic"}})
         for name, expected in ((key, "bicubic"), (other, "bilinear")):

@@ -33,6 +33,8 @@ def real(
 def test_real_labels_go_to_the_images_by_the_number_in_their_keys():
     found = real().of_batch(np.zeros((4, 1), np.int32), np.array([0, 1, 2, 3]))
     assert found.tolist() == [[2, 3], [0, 4], [-1, -1], [1, -1]]
+    padding = np.full((1, 1), -1, np.int32)  # which may have any answers
+    assert real().of_batch(padding, np.array([-1])).shape == (1, 2)
 
 
 @pytest.mark.parametrize("name", ["ILSVRC2012_val_{:08d}_n01440764.JPEG", "ILSVRC2012_val_{:08d}"])
@@ -55,10 +57,6 @@ def test_only_the_classes_of_real_compete_in_a_model_of_more():
     assert found.num_outputs == 8
     assert found.competing.tolist() == [1, 2, 3, 4, 5, 6]
     assert found.by_sample.tolist() == [[3, 2], [5, 1], [-1, -1], [4, -1]]
-
-
-def test_padding_of_a_batch_may_have_any_answers_and_costs_no_error():
-    assert real().of_batch(np.full((1, 1), -1, np.int32), np.array([-1])).shape == (1, 2)
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,6 @@ def driver_error(worker: Worker) -> RunFailedError:
 
 
 def outcome_of(error: Exception, monkeypatch: pytest.MonkeyPatch) -> Outcome:
-    """Of a trial whose training raises this."""
-
     def train(*_: Any, **__: Any) -> Any:
         raise error
 
@@ -71,7 +69,6 @@ def test_what_a_worker_refuses_ends_the_run(tmp_path, monkeypatch, is_agreed):
 
 
 def result_of(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What the driver makes of the worker's events."""
     events = [Event(kind, text) for kind, text, _ in worker.actor.events]
     record = SimpleNamespace(status=lambda **_: RunStatus(events=events))
     resolved = SimpleNamespace(total_steps=worker.job.total_steps, streams={})

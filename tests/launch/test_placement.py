@@ -172,10 +172,7 @@ def test_a_run_whose_reading_nodes_are_lost_lacks_them(cpus, is_private, lacks, 
     text = lacking_now(recipe_with(workers={"num_workers": 2}), use_gpu=False)
     assert ("leave 0 of 2 CPUs for reading data" in text and "start nodes" in text) == lacks
     assert bool(text) == lacks
-
-
-def test_gpus_that_join_later_are_not_lacking_to_a_run_on_cpus(monkeypatch):
-    """Its workers were placed by `auto` when there were none."""
+    # GPUs that join later are not lacking to workers that `auto` placed when there were none.
     monkeypatch.setattr(placement, "shape", lambda _: ClusterShape(3, 8, 1, 0.0))
     recipe = recipe_with(workers={"num_workers": 2, "use_gpu": "auto"})
     assert lacking_now(recipe, use_gpu=False) == ""

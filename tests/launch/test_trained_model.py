@@ -1,7 +1,5 @@
 """A trained model for images: an evaluation's logits bit by bit, whatever the images come as."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

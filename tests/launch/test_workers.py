@@ -57,8 +57,6 @@ def checkpoint(folder: Path, step: int) -> None:
 
 
 def saved(folder: Path, step: int, error: Exception) -> Callable[[], Exception]:
-    """A group that has written a checkpoint before its end."""
-
     def end() -> Exception:
         checkpoint(folder, step)
         return error

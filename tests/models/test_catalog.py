@@ -36,7 +36,6 @@ OTHER_COUNTS_MILLIONS = {
 
 
 def count(model: nn.Module) -> int:
-    """Number of parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 

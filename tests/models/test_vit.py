@@ -179,6 +179,8 @@ def test_dropout_is_where_the_paper_has_it_and_nowhere_else():
     # the last is only for the class token. None on attention weights, none in the head.
     blocks[1] = [(name, torch.Size((2, 1, shape[2]))) for name, shape in blocks[1]]
     assert calls == [("dropout", (2, 17, 32)), *blocks[0], *blocks[1]]
+    attention, x = model.blocks[0].attention, torch.randn(2, 17, 32)
+    assert torch.equal(attention(x), attention(x))
 
 
 def test_the_first_dropout_is_after_the_positions_are_added():
@@ -189,13 +191,6 @@ def test_the_first_dropout_is_after_the_positions_are_added():
     stem = model.class_token(model.embed(some_images()))
     table = model.positions[0].table.expand_as(stem)
     torch.testing.assert_close(inputs[0] - stem, table, atol=1e-6, rtol=1e-5)
-
-
-def test_attention_weights_have_no_dropout():
-    model = small_model("ViT", dropout=0.5).train()
-    attention = model.blocks[0].attention
-    x = torch.randn(2, 17, 32)
-    assert torch.equal(attention(x), attention(x))
 
 
 def test_the_last_pixels_of_a_size_that_does_not_divide_are_unused():

@@ -1,7 +1,5 @@
 """Figures: what is drawn where, and that names stay inside."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -65,6 +63,10 @@ def test_a_line_is_a_model_and_a_point_a_mean_over_seeds(cells):
     assert axes.get_xscale() == "log"
     colors = {text.get_text(): to_hex(text.get_color()) for text in axes.texts}
     assert colors["ViT-B/16"] == COLORS["ViT"] != colors["R50x1"] == COLORS["ResNet"]
+    # A training that has not finished is a cross with its state.
+    assert "running" in [text.get_text() for text in axes.get_legend().get_texts()]
+    crosses = [one for one in axes.collections if isinstance(one, PathCollection)]
+    assert 30.0 in [point[1] for one in crosses for point in one.get_offsets().tolist()]
 
 
 def test_a_key_of_the_recipe_gives_the_colours_of_figures_8_9_and_13(cells):
@@ -75,14 +77,6 @@ def test_a_key_of_the_recipe_gives_the_colours_of_figures_8_9_and_13(cells):
     names = {text.get_text(): to_hex(text.get_color()) for text in figure.axes[0].texts}
     assert {name.partition(", ")[2] for name in names} == {"cls", "gap"}
     assert len({*names.values()}) == 2
-
-
-def test_a_training_that_has_not_finished_is_a_cross_with_its_state(cells):
-    (axes,) = fig_compute(cells).axes
-    legend = axes.get_legend()
-    assert "running" in [text.get_text() for text in legend.get_texts()]
-    crosses = [one for one in axes.collections if isinstance(one, PathCollection)]
-    assert 30.0 in [point[1] for one in crosses for point in one.get_offsets().tolist()]
 
 
 def test_accuracy_against_data_has_a_part_for_each_length():

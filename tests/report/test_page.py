@@ -1,7 +1,5 @@
 """The page: its first sentences, what is missing, and that no text of a run becomes code."""
 
-from __future__ import annotations
-
 import math
 import re
 from html.parser import HTMLParser
@@ -16,8 +14,6 @@ from vit_ray.report.page import Written, write_report
 
 
 class Tags(HTMLParser):
-    """The tags of a page, and its text."""
-
     def __init__(self, page: Path) -> None:
         super().__init__()
         self.found: set[str] = set()

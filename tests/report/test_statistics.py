@@ -1,7 +1,5 @@
 """Intervals as scipy has them, when nothing can be said, and laws with known exponents."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -63,6 +63,8 @@ def test_no_step_is_taken_with_a_share_of_another_size(count):
     with pytest.raises(RuntimeError, match=f"{count} images .* share of {BATCH};"):
         run(engine, FakeHooks(), short_recipe(), stream=stream)
     assert engine.seen == engine.rates == []
+    with pytest.raises(RuntimeError, match="ended before step 10"):
+        run(FakeEngine(), FakeHooks(), short_recipe(), total_steps=TOTAL + 1)
 
 
 def test_a_run_that_is_evaluated_at_further_steps_trains_the_same():
@@ -281,11 +283,6 @@ def test_the_best_is_chosen_on_held_out_images_where_there_are_any_beside_a_test
     assert (progress.metrics[RESULT_STEP], progress.best_loss_key) == (8, "dev/loss")
     assert (found["dev/top1"], found["eval/top1"]) == (1.0, 0.1)
     assert found["eval/last_top1"] == pytest.approx((abs(TOTAL - 8) + 1) / 10)
-
-
-def test_a_stream_that_ends_too_soon_is_an_error():
-    with pytest.raises(RuntimeError, match="ended before step 10"):
-        run(FakeEngine(), FakeHooks(), short_recipe(), total_steps=TOTAL + 1)
 
 
 def test_a_last_step_whose_save_is_not_whole_is_saved_again_after_its_evaluation():

@@ -93,20 +93,14 @@ def test_ranks_do_not_meet_for_a_save(tmp_path):
     assert met[None] == met[1] >= TOTAL
 
 
-def stop_in_third_step(worker: Worker) -> None:
-    """The heartbeat of the third step learns that the run was asked to stop."""
-
-    def beat(step: int) -> None:
-        if step == 2:
-            worker.actor.stop = "SIGTERM"
-            worker.link.beat(step)
-
-    worker.engine.on_backward = beat
-
-
-def test_an_evaluation_that_does_not_fit_ends_the_run_with_what_to_lower(tmp_path):
+def test_an_evaluation_that_does_not_fit_ends_the_run_and_another_error_is_left_to_the_driver(
+    tmp_path,
+):
     def too_large(name: str) -> Any:
         raise torch.OutOfMemoryError("no memory")
+
+    def crash(step: int) -> None:
+        raise OSError("cable")
 
     job = make_job(tmp_path, data={"eval": "somewhere"})
     worker = Worker(job, evaluation_batches=too_large)
@@ -115,13 +109,7 @@ def test_an_evaluation_that_does_not_fit_ends_the_run_with_what_to_lower(tmp_pat
     ):
         worker.run()
     assert worker.actor.failed is not None
-
-
-def test_another_error_is_left_to_the_failure_policy(tmp_path):
-    def crash(step: int) -> None:
-        raise OSError("cable")
-
-    worker = Worker(make_job(tmp_path), FakeEngine(on_backward=crash))
+    worker = Worker(make_job(tmp_path / "other"), FakeEngine(on_backward=crash))
     with pytest.raises(OSError, match="cable"):
         worker.run()
     assert worker.actor.failed is None
@@ -146,7 +134,16 @@ def test_a_notice_saves_once_and_a_request_for_another_size_saves_and_ends(tmp_p
     assert newest_step(worker) == 5
 
 
-def test_a_stop_that_comes_with_a_request_for_another_size_ends_the_run(tmp_path):
+@pytest.mark.parametrize(
+    ("lands", "told"),
+    [
+        (True, "SIGTERM; checkpoint at step 1"),
+        (False, "SIGTERM; the checkpoint of step 1 could not be written"),
+    ],
+)
+def test_a_stop_that_comes_with_a_request_for_another_size_ends_the_run(
+    lands, told, tmp_path, monkeypatch
+):
     worker = Worker(make_job(tmp_path))
 
     def request(step: int) -> None:
@@ -154,8 +151,10 @@ def test_a_stop_that_comes_with_a_request_for_another_size_ends_the_run(tmp_path
         worker.link.beat(step)
 
     worker.engine.on_backward = request
+    if not lands:
+        monkeypatch.setattr(worker.saver.writer, "write", lambda *_: None)
     worker.run()
-    assert worker.actor.events[-1] == ("stopped", "SIGTERM; checkpoint at step 1", 1)
+    assert worker.actor.events[-1] == ("stopped", told, 1)
 
 
 def test_an_evaluation_alone_that_is_stopped_says_so_and_has_no_figures(tmp_path):
@@ -194,15 +193,6 @@ def test_a_stop_in_the_last_evaluation_is_told_and_the_next_start_makes_up_for_i
     assert evaluated.sha256 == saved.sha256  # it was not written again
 
 
-def test_a_stop_whose_save_does_not_land_says_so(tmp_path, monkeypatch):
-    worker = Worker(make_job(tmp_path))
-    stop_in_third_step(worker)
-    monkeypatch.setattr(worker.saver.writer, "write", lambda *_: None)
-    worker.run()
-    text = "SIGTERM; the checkpoint of step 3 could not be written"
-    assert worker.actor.events[-1] == ("stopped", text, 3)
-
-
 def test_a_stop_is_recorded_after_its_save_has_landed(tmp_path):
     worker = Worker(make_job(tmp_path))
     told_before_landing: list[int] = []
@@ -214,7 +204,12 @@ def test_a_stop_is_recorded_after_its_save_has_landed(tmp_path):
 
         threading.Timer(0.3, late).start()
 
-    stop_in_third_step(worker)
+    def beat(step: int) -> None:
+        if step == 2:
+            worker.actor.stop = "SIGTERM"
+            worker.link.beat(step)
+
+    worker.engine.on_backward = beat
     worker.saver._run_beside = write_late
     worker.run()
     assert told_before_landing == [0]

@@ -1,7 +1,5 @@
 """Which checkpoint the ranks of a group that starts go on from, all together."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

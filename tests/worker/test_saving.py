@@ -217,7 +217,6 @@ def test_a_rank_that_is_late_is_an_error_of_the_group(tmp_path):
 
 
 def test_ranks_that_write_wait_for_each_other_in_a_group_of_their_own(tmp_path):
-    """Whatever their main threads sum meanwhile."""
     found = run_ranks(3, save_on_ranks, str(tmp_path), 5)
     assert [len(told) for told, _ in found] == [1, 0, 0]
     assert "1 of 3 workers failed: rank 1: " in found[0][0][0]

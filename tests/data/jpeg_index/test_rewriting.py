@@ -45,7 +45,6 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def writer() -> Iterator[Libjpeg]:
-    """Pillow's library."""
     library = next(rewriting._writers())
     yield library
     library.close()
@@ -192,7 +191,6 @@ def test_the_crafted_file_of_several_scans_is_a_picture():
 
 
 def without(image: bytes, marker: int) -> bytes:
-    """The file without its segments of this kind."""
     for found, at, length in reversed(list(header_segments(image))):
         if found == marker:
             image = image[: at - 2] + image[at + length :]
@@ -250,7 +248,6 @@ def test_components_of_any_colours_keep_their_own_codes(writer, by_adobe):
 
 
 def ac_tables(image: bytes) -> list[bytes]:
-    """Places, codes and symbols."""
     found = [image[at + 2 : at + n] for m, at, n in header_segments(image) if m == 0xC4]
     return [table for table in found if table[0] >> 4]
 

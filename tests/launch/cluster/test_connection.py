@@ -54,7 +54,6 @@ START = "from vit_ray.launch.cluster.connection import _start; _start(1)"
 
 
 def start(folder: Path, code: str = START, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A Ray is started in the folder by a process that ends."""
     return subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "RAY_TMPDIR": str(folder), **environment},
@@ -101,7 +100,6 @@ def test_a_start_of_ray_that_takes_too_long_ends_in_one_line(short_folder):
 
 
 def joining(monkeypatch: pytest.MonkeyPatch, init: Any) -> None:
-    """A driver with an address at which somebody listens."""
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setenv(connection.AUTH_MODE, "disabled")
     monkeypatch.setattr(connection, "check_reachable", lambda address: None)

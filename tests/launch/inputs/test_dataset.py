@@ -1,7 +1,5 @@
 """A data set in Python: its rows are those that were written, its batches those of a run."""
 
-from __future__ import annotations
-
 import io
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a step is said to see is what its training gets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which local files other nodes must see, and what is said of nodes that do not."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

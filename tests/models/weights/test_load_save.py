@@ -46,7 +46,6 @@ def other_model(family: str, **options: Any) -> nn.Module:
 
 
 def saved_arrays(model: nn.Module, folder: Path) -> Arrays:
-    """What `save_weights` writes in the JAX layout."""
     save_weights(model, folder / "model.npz", "jax")
     with np.load(folder / "model.npz", allow_pickle=False) as arrays:
         return {name: arrays[name] for name in arrays.files}
@@ -102,7 +101,6 @@ def test_group_norm_scales_with_leading_axes_are_read(tmp_path):
 
 
 def assert_equal_after_loading(source: nn.Module, target: nn.Module, path: Path) -> None:
-    """Bit for bit the same tensors, all of them loaded."""
     report = load_weights(target, path)
     assert sorted(report.loaded) == sorted(source.state_dict())
     assert report.resized == report.new == report.ignored == []
@@ -286,7 +284,6 @@ def dpt_state(timm: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def dpt_hybrid(image_size: int) -> DPTModel:
-    """R50x1's first three stages, made small, and a ViT's encoder, by transformers."""
     backbone = BitConfig(
         depths=[1, 2, 1], hidden_sizes=[256, 512, 1024], layer_type="bottleneck",
         global_padding="same", embedding_dynamic_padding=True,

@@ -25,7 +25,6 @@ def oblong(image_size: tuple[int, int]) -> torch.nn.Module:
 
 
 def transformers_folder(folder: Path, **settings: Any) -> ViTForImageClassification:
-    """A model by transformers itself, saved as it saves."""
     config = ViTConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         image_size=32, patch_size=8, num_labels=5, hidden_act="gelu_pytorch_tanh",

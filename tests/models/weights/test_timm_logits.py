@@ -47,7 +47,6 @@ def test_logits_are_those_of_timms_code_with_the_same_weights(name, tmp_path, mo
 
 
 def apart(model: nn.Module, expected: Tensor) -> float:
-    """The largest difference of a logit, relative to the largest logit."""
     with torch.no_grad():
         logits: Tensor = model.double().eval()(images())
     assert logits.dtype == expected.dtype

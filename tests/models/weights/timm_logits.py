@@ -7,8 +7,6 @@ empty modules stand in its place here. Made by
 in fp64, from weights and images that are drawn by name.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

@@ -155,13 +155,6 @@ def test_a_machine_that_is_silent_is_followed_and_cannot_come_back(folder, caplo
             check_lock(folder, 4)
 
 
-def test_one_that_let_go_is_followed_at_once(folder, monkeypatch):
-    monkeypatch.setattr(lock, "PATIENCE_S", 60.0)
-    elsewhere(folder, 4, is_released=True)
-    with hold_lock(folder, ignore) as number:
-        assert number == 5
-
-
 def test_a_holder_renews_its_file_and_hears_of_one_that_has_taken_over(folder):
     lost = LossRecorder()
     with hold_lock(folder, lost) as number:
@@ -217,7 +210,8 @@ def test_what_cannot_be_renewed_is_told_once_and_kept(folder, monkeypatch, caplo
     assert caplog.text.count("cannot be renewed") == 1
 
 
-def test_a_number_that_became_free_again_is_not_used_twice(folder, monkeypatch):
+def test_one_that_let_go_is_followed_at_once_and_no_number_is_used_twice(folder, monkeypatch):
+    monkeypatch.setattr(lock, "PATIENCE_S", 60.0)
     create, others = lock._create, iter([3])
 
     def late(place: Location, number: int, *rest: object) -> bool:

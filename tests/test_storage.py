@@ -13,12 +13,7 @@ import s3fs
 from botocore.exceptions import ClientError
 from s3fs.errors import translate_boto_error
 
-from tests.data.s3_server import (
-    FaultProxy,
-    create_bucket,
-    serve_conditional_s3,
-    this_process_uses,
-)
+from tests.data.s3_server import FaultProxy, create_bucket, serve_conditional_s3, this_process_uses
 from vit_ray import storage
 from vit_ray.storage import (
     Location,

@@ -14,12 +14,7 @@ import torch
 
 from tests.checkpoints.written import snapshot_of
 from vit_ray.checkpoints import checkpoint_writer
-from vit_ray.checkpoints.checkpoint import (
-    Position,
-    Progress,
-    folder_name,
-    read_progress,
-)
+from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name, read_progress
 from vit_ray.checkpoints.checkpoint_format import COMMIT, SavedFile
 from vit_ray.checkpoints.checkpoint_writer import MAX_FAILED_SAVES, CheckpointWriter, Part
 from vit_ray.checkpoints.run_checkpoints import (

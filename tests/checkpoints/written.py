@@ -60,10 +60,7 @@ def values(step: int) -> dict[str, torch.Tensor]:
 def snapshots(step: int) -> list[Snapshot]:
     """Two ranks that own uneven parts of two parameters; the first has a moment of one, too."""
     a, b = values(step)["a"], values(step)["b"]
-    parts = [
-        {"weight|a|0": a[:7], "exp_avg|a|0": -a},
-        {"weight|a|7": a[7:], "weight|b|0": b},
-    ]
+    parts = [{"weight|a|0": a[:7], "exp_avg|a|0": -a}, {"weight|a|7": a[7:], "weight|b|0": b}]
     return [snapshot_of(rank, 2, part, position(step)) for rank, part in enumerate(parts)]
 
 

@@ -16,13 +16,7 @@ from tests.data.pictures import encoded, jpeg, picture
 from tests.recipes import recipe_with
 from vit_ray.data.augment import augmentation_of
 from vit_ray.data.boxes import draw_box
-from vit_ray.data.crops import (
-    IMAGE_FORMATS,
-    Augmentation,
-    BadImageError,
-    crop_of,
-    decode,
-)
+from vit_ray.data.crops import IMAGE_FORMATS, Augmentation, BadImageError, crop_of, decode
 
 
 def by_pillow(image: bytes) -> NDArray[np.uint8]:

@@ -16,8 +16,7 @@ from vit_ray.storage import locate
 
 def write_small(folder: Path, rows: list[int], **origin: int) -> str:
     columns = RowGroupColumns(
-        *(np.zeros(len(rows)), np.arange(len(rows)), np.array(rows), np.array(rows)),
-        {},
+        *(np.zeros(len(rows)), np.arange(len(rows)), np.array(rows), np.array(rows)), {}
     )
     return write_manifest(
         locate(str(folder)),

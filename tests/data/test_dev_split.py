@@ -51,10 +51,7 @@ def test_the_split_is_the_same_for_the_same_seed_and_kept(tmp_path):
     assert dev("one", 0) != dev("one", 1)
 
 
-@given(
-    counts=st.lists(st.integers(2, 60), min_size=1, max_size=12),
-    fraction=st.floats(0.01, 0.99),
-)
+@given(counts=st.lists(st.integers(2, 60), min_size=1, max_size=12), fraction=st.floats(0.01, 0.99))
 def test_quotas_are_as_near_to_the_share_as_one_and_all_but_one_allow(counts, fraction):
     array = np.array(counts)
     total = round(array.sum() * fraction)

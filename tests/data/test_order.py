@@ -102,13 +102,7 @@ def test_an_order_never_changes_between_versions():
     assert Order(rows, seed=7).samples_at(10, 20).tolist() == GOLDEN
     dealt = Order(rows, seed=7, window=ShuffleWindow(2, 4))
     assert dealt.samples_at(10, 20).tolist() == GOLDEN_DEALT
-
-
-def test_the_manifest_order_is_kept_when_nothing_is_shuffled():
-    order = Order(np.array([3, 4, 2]), seed=7, is_shuffled=False)
-    assert order.samples_at(0, 9).tolist() == list(range(9))
-
-
-def test_an_empty_selection_is_refused():
+    unshuffled = Order(np.array([3, 4, 2]), seed=7, is_shuffled=False)
+    assert unshuffled.samples_at(0, 9).tolist() == list(range(9))
     with pytest.raises(ValueError, match="holds 0 rows"):
         Order(np.array([0, 0]), seed=0)

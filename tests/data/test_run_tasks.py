@@ -8,12 +8,7 @@ import pytest
 import ray
 from rich.console import Console
 
-from vit_ray.data.progress import (
-    Display,
-    Shown,
-    report_done,
-    shown_progress,
-)
+from vit_ray.data.progress import Display, Shown, report_done, shown_progress
 from vit_ray.data.run_tasks import run_tasks
 
 

@@ -9,11 +9,7 @@ from scipy import stats
 from torch.nn import functional as F
 
 from tests.models.small import small_model, some_images
-from vit_ray.models.masked import (
-    MaskedPatchObjective,
-    color_class,
-    draw_corruption,
-)
+from vit_ray.models.masked import MaskedPatchObjective, color_class, draw_corruption
 
 SAMPLES = torch.arange(4000)
 

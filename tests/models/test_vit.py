@@ -8,12 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import ViTConfig, ViTForImageClassification, ViTModel
 
-from tests.models.small import (
-    attention_weights,
-    relative_difference,
-    small_model,
-    some_images,
-)
+from tests.models.small import attention_weights, relative_difference, small_model, some_images
 from vit_ray.checkpoints.init_weights import open_weights
 from vit_ray.models import build_model
 from vit_ray.models.weights import load_weights, save_weights

@@ -11,13 +11,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from tests.report.made_store import EPOCHS, GMACS, Store, accuracy, exaflops_of
-from vit_ray.report.figures import (
-    COLORS,
-    fig_compute,
-    fig_curves,
-    fig_data,
-    fig_speed,
-)
+from vit_ray.report.figures import COLORS, fig_compute, fig_curves, fig_data, fig_speed
 from vit_ray.report.runs import load_runs, trainings
 from vit_ray.report.tables import cells_of, comparable
 

@@ -74,9 +74,7 @@ def test_a_sweep_begins_with_its_choice_and_its_test_result(sweep_page):
     )
     assert cost == "Total cost of 7 trainings: 3.8 exaFLOPs."
     assert "a proxy" in proxy  # Table 2 stands beside the paper's
-
-
-def test_a_trial_that_asha_stopped_is_neither_missing_nor_apart(sweep_page):
+    # A trial that ASHA stopped is neither missing nor apart.
     assert sweep_page.missing == []
     text = Tags(sweep_page.page).text
     assert "stopped early" in text

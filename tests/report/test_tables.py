@@ -7,15 +7,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from tests.report.made_store import (
-    EPOCHS,
-    GMACS,
-    IMAGES,
-    SEEDS,
-    Store,
-    accuracy,
-    exaflops_of,
-)
+from tests.report.made_store import EPOCHS, GMACS, IMAGES, SEEDS, Store, accuracy, exaflops_of
 from vit_ray import paper
 from vit_ray.report.page import Written
 from vit_ray.report.runs import load_runs, trainings

@@ -10,12 +10,7 @@ from tests.recipes import recipe_with
 from tests.training.ranks import run_ranks
 from vit_ray.config import Recipe
 from vit_ray.training import largest_batch
-from vit_ray.training.largest_batch import (
-    GIB,
-    RESERVED_FRACTION,
-    pass_bytes,
-    tried_micro_batch,
-)
+from vit_ray.training.largest_batch import GIB, RESERVED_FRACTION, pass_bytes, tried_micro_batch
 from vit_ray.training.micro_batch import micro_batch_size
 from vit_ray.training.out_of_memory import is_out_of_memory
 

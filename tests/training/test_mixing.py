@@ -93,8 +93,7 @@ def test_images_and_labels_are_mixed_alike():
 
 
 @pytest.mark.parametrize(
-    ("loss", "smoothing", "labels"),
-    [("softmax", 0.0, 1), ("softmax", 0.1, 2), ("sigmoid", 0.0, 2)],
+    ("loss", "smoothing", "labels"), [("softmax", 0.0, 1), ("softmax", 0.1, 2), ("sigmoid", 0.0, 2)]
 )
 def test_the_loss_is_that_of_mixed_targets(loss, smoothing, labels):
     """Against cross-entropy with the mixed probabilities themselves."""

@@ -70,10 +70,7 @@ def train_on(
     return weights, actor.events, progress
 
 
-@pytest.mark.parametrize(
-    ("kind", "stage"),
-    [("not finite", 0), ("step skipped", 2)],
-)
+@pytest.mark.parametrize(("kind", "stage"), [("not finite", 0), ("step skipped", 2)])
 def test_a_bad_step_is_skipped_by_all_ranks_as_if_its_batch_had_not_been_there(kind, stage):
     bad_factor, skip_above = (float("nan"), None) if kind == "not finite" else (1e3, 20.0)
     train = TrainConfig(

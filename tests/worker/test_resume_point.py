@@ -6,14 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints.written import (
-    WEIGHTS_0,
-    WEIGHTS_1,
-    flip,
-    position,
-    values,
-    write_checkpoint,
-)
+from tests.checkpoints.written import WEIGHTS_0, WEIGHTS_1, flip, position, values, write_checkpoint
 from tests.training.ranks import run_ranks
 from vit_ray.checkpoints.checkpoint import Checkpoint, Progress, folder_name
 from vit_ray.checkpoints.checkpoint_format import COMMIT

@@ -24,11 +24,7 @@ from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.storage import locate
 from vit_ray.worker import saving
 from vit_ray.worker.job import UnrecoverableError
-from vit_ray.worker.saving import (
-    check_folder_is_shared,
-    gather_by_own_group,
-    make_position,
-)
+from vit_ray.worker.saving import check_folder_is_shared, gather_by_own_group, make_position
 
 
 def test_a_position_is_of_the_moment_it_was_made(tmp_path):
@@ -97,14 +93,23 @@ def test_a_snapshot_takes_the_memory_of_the_last_one_once_that_is_written(
 
 
 def test_training_does_not_wait_for_the_record_when_it_saves(tmp_path):
-    """Its process may be busy, or wait for MLflow."""
+    """Its process may be busy, or wait for MLflow; nor is a save cut by the limit of a step."""
     worker = Worker(make_job(tmp_path))
+    worker.watchdog.note_step(1)
+    limits_s: list[float] = []
     writes: list[Callable[[], None]] = []
-    worker.saver._run_beside = writes.append
+
+    def note(write: Callable[[], None]) -> None:
+        writes.append(write)
+        limits_s.append(worker.watchdog._limit_s)
+
+    worker.saver._run_beside = note
     asked: list[float] = []
     worker.actor.run_id = lambda wait_s: asked.append(wait_s)  # type: ignore[method-assign]
     worker.saver.save(Progress(step=1))
     assert asked == []
+    assert limits_s == [math.inf]
+    assert worker.watchdog._limit_s == worker.job.recipe.train.step_timeout_s
     writes[0]()
     assert len(asked) == 1
 
@@ -223,13 +228,3 @@ def test_ranks_that_write_wait_for_each_other_in_a_group_of_their_own(tmp_path):
     assert {value for _, sums in found for value in sums} == {3.0}
     newest = newest_checkpoint(locate(str(tmp_path)))
     assert newest.weights()["w"].tolist() == [5.0] * 3
-
-
-def test_saving_pauses_the_watchdog(tmp_path):
-    worker = Worker(make_job(tmp_path))
-    limits_s: list[float] = []
-    worker.saver._run_beside = lambda _: limits_s.append(worker.watchdog._limit_s)
-    worker.watchdog.note_step(1)
-    worker.saver.save(Progress(step=1))
-    assert limits_s == [math.inf]
-    assert worker.watchdog._limit_s == worker.job.recipe.train.step_timeout_s

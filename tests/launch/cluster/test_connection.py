@@ -22,12 +22,7 @@ from ray._private.utils import check_version_info
 from tests.ports import free_ports
 from vit_ray.config import load_recipe
 from vit_ray.launch.cluster import connection
-from vit_ray.launch.cluster.connection import (
-    ClusterShape,
-    check_address,
-    check_reachable,
-    connect,
-)
+from vit_ray.launch.cluster.connection import ClusterShape, check_address, check_reachable, connect
 
 TOKEN = "0123456789abcdef" * 2
 

@@ -136,13 +136,10 @@ def test_too_many_bad_images_stop_a_loader_as_they_stop_a_run(tmp_path):
     ],
 )
 def test_what_cannot_work_is_refused(many, options, told):
+    opened = dataset.open_dataset(str(many))
     with pytest.raises(ValueError, match=told):
-        dataset.open_dataset(str(many)).torch_dataset(BATCH, 8, **options)
-
-
-def test_a_set_for_evaluation_only_is_not_trained_on(many):
-    manifest = replace(dataset.open_dataset(str(many)).manifest, origin={"evaluation_only": True})
-    marked = dataset.Dataset(manifest)
+        opened.torch_dataset(BATCH, 8, **options)
+    marked = dataset.Dataset(replace(opened.manifest, origin={"evaluation_only": True}))
     with pytest.raises(ValueError, match="is for evaluation only"):
         marked.iter_batches(BATCH, 8)
     assert len(marked.iter_batches(BATCH, 8, training=False)) == 7

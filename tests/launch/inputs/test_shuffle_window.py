@@ -51,11 +51,7 @@ def recipe(tmp_path: Path) -> Recipe:
     )
 
 
-def save_checkpoint(
-    recipe: Recipe,
-    window: int = 0,
-    fingerprint: str | None = None,
-) -> None:
+def save_checkpoint(recipe: Recipe, window: int = 0, fingerprint: str | None = None) -> None:
     """A checkpoint of a run that has read its data with a window."""
     tree = recipe.with_changes(data={"shuffle_window": window}).model_dump(mode="json")
     if fingerprint is None:

@@ -141,11 +141,7 @@ def test_numbers_that_are_not_finite_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("layout", "dtype"),
-    [
-        ("huggingface", torch.int8),
-        ("vit_ray", torch.float8_e5m2),
-    ],
+    ("layout", "dtype"), [("huggingface", torch.int8), ("vit_ray", torch.float8_e5m2)]
 )
 def test_quantized_tensors_are_named(tmp_path, layout, dtype):
     """Without their scales they are other numbers; also where only shapes are read."""

@@ -12,12 +12,7 @@ import torch
 from torch import nn
 
 from tests.models.small import relative_difference, some_images
-from tests.models.weights.published import (
-    SIZES,
-    drawn,
-    jax_shapes,
-    jax_vit_logits,
-)
+from tests.models.weights.published import SIZES, drawn, jax_shapes, jax_vit_logits
 from vit_ray.checkpoints.init_weights import initialize_weights, open_weights
 from vit_ray.models import build_model
 

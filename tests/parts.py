@@ -7,7 +7,6 @@ cluster from them, after which each starts a Ray of its own.
 import os
 import platform
 import time
-import uuid
 from typing import Any
 
 import ray
@@ -122,12 +121,6 @@ def brighter(crop: Any, random: Any) -> Any:
 
 def as_floats(crop: Any, random: Any) -> Any:
     return crop / 255.0
-
-
-def counted(crop: Any, random: Any) -> Any:
-    """Leaves a key in the cluster for every crop that is made."""
-    _internal_kv_put(f"counted/{uuid.uuid4().hex}".encode(), b"")
-    return crop
 
 
 class Lion(torch.optim.Optimizer):

@@ -136,9 +136,6 @@ def test_a_step_that_hangs_is_noted_and_ends_the_process(tmp_path):
 def test_errors_of_workers_arrive_at_the_driver_as_they_are(error):
     arrived = pickle.loads(pickle.dumps(error))
     assert (type(arrived), arrived.args, vars(arrived)) == (type(error), error.args, vars(error))
-
-
-def test_a_kind_of_another_version_is_unknown():
+    assert pickle.loads(pickle.dumps(Failure("x", has_diverged=True))).has_diverged
     assert EventKind("stopped") is EventKind.STOPPED
     assert EventKind("of another version") is EventKind.UNKNOWN
-    assert pickle.loads(pickle.dumps(Failure("x", has_diverged=True))).has_diverged

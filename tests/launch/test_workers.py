@@ -170,6 +170,8 @@ def test_workers_that_are_silent_are_not_waited_for_without_end(has_started, tmp
         assert not watched.is_over_within(10 * SILENT_S)
         file = Path(watched.job.recipe.run_folder) / GROUP_FILE
         assert file.read_text() == watched.watch.known_group() == "00"  # for the next driver
+        watched.run.at = {}
+        assert watched.watch.known_group() == "00"  # though a recorder has forgotten it
     watched.is_heard = False
     assert not watched.is_over_within(SILENT_S)
     assert watched.is_over_within(RETURN_S + 60)
@@ -190,27 +192,16 @@ def test_a_worker_that_is_heard_again_is_waited_for(tmp_path, monkeypatch):
 LOST = ControllerError(WorkerGroupStartupTimeoutError(num_workers=2))
 
 
-def test_a_place_is_lost_where_ray_says_for_how_many_workers():
-    assert lost_place(LOST)
+def test_a_group_that_loses_its_place_is_no_failure_and_its_wait_goes_on(tmp_path):
+    assert lost_place(LOST)  # where Ray says for how many workers
     for error in (WorkerGroupStartupFailedError("rendezvous"), RuntimeError("a worker died")):
         assert not lost_place(ControllerError(error))
     assert not lost_place(failed(BY_PEER))
-
-
-def test_a_group_that_loses_its_place_is_no_failure_and_its_wait_goes_on(tmp_path):
     ends = (LOST, LOST, Ended(goes_on=True), failed(BY_PEER), Ended())
     attempts = Attempts(tmp_path, *ends, max_failures=1)
     attempts.train()
     assert attempts.lost_since_s == [None, PLACE.since_s, PLACE.since_s, None, None]
     assert [kind for kind, *_ in attempts.run.events] == [EventKind.WORKER_FAILED]
-
-
-def test_a_group_that_a_recorder_has_forgotten_is_still_known(tmp_path, monkeypatch):
-    watched = Watched(tmp_path, monkeypatch)
-    watched.start()
-    watched.is_over_within(60)
-    watched.run.at = {}
-    assert watched.watch.known_group() == "00"
 
 
 def test_a_record_that_does_not_answer_and_storage_that_is_full_end_no_group(tmp_path, monkeypatch):

@@ -110,10 +110,10 @@ def test_tables_2_and_5_stand_beside_the_papers_on_its_test_set(store):
     assert row["the paper's ViT-B/16 (ImageNet-21k)"] == "98.95"
     assert row["the paper's ViT-B/16 (JFT-300M)"] == "99.00"
     assert five.loc[("imagenet21k", "pets"), "ViT-B/32"] == "90.00"
-    tuned(store, "0" * 32, 0.5)
+    tuned(store, "0" * 32, 0.55)
     runs = trainings(load_runs(store.uri, "made")).set_index("test")
     assert runs.loc[0.98, "exaflops"] == 4.0  # the compute of both trainings
-    assert pd.isna(runs.loc[0.5, "exaflops"]).all()  # one is not among the runs
+    assert pd.isna(runs.loc[0.55, "exaflops"])  # one is not among the runs
 
 
 def test_table_7_compares_adam_and_sgd(store):

@@ -176,7 +176,7 @@ def test_a_new_head_that_is_frozen_is_refused(kind, init_from, is_refused, monke
     check_head_is_trained(chosen.with_changes(optim={"frozen": ("norm",)}), kind)
     # The objective has a head of its own, which is not a part of the model.
     check_head_is_trained(chosen.with_changes(train={"loss": "masked_patch"}), kind)
-    if is_refused:  # before anything starts
+    if init_from is None:  # before anything starts
         monkeypatch.setattr(prepared_run, "resolve_run", lambda recipe: None)
         refused = prepared_run.prepared_training(chosen, kind)
         with pytest.raises(ValueError, match="remove head"), refused:

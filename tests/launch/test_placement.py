@@ -100,6 +100,7 @@ def test_a_place_that_is_lost_again_and_again_is_not_asked_for_without_limit(clu
     run = FakeRun()
     wants = finder(cluster, run, num_workers=4, place_timeout_minutes=1.0)
     place = wants.found()
+    assert (place.waited_s, cluster.asked) == (placement.LOOK_S, [(4, None)])
     for _ in range(2):
         cluster.now_s += 20.0  # which Ray Train has waited
         place = wants.found(place.since_s)

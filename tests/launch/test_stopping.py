@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 DRIVER = """
 import signal, time
 from vit_ray.launch.stopping import stopping_on_signals
@@ -39,8 +41,13 @@ def line(driver: subprocess.Popen[str]) -> str:
     return driver.stdout.readline().strip()
 
 
-def test_the_first_signal_asks_for_a_checkpoint_and_is_told_and_the_second_ends_at_once():
-    number, reason = signal.SIGINT, "Ctrl-C"
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(signal.SIGINT, "Ctrl-C"), (signal.SIGHUP, "the terminal was closed (SIGHUP)")],
+)
+def test_the_first_signal_asks_for_a_checkpoint_and_is_told_and_the_second_ends_at_once(
+    number, reason
+):
     driver = start()
     assert line(driver) == "training"
     driver.send_signal(number)

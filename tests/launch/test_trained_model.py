@@ -208,3 +208,11 @@ def test_a_file_alone_needs_the_recipe_and_then_has_numbers_for_classes(tmp_path
         assert len(vit_ray.load(tmp_path / "a.npz", path).classes) == 5
     with pytest.raises(ValueError, match="overrides need a recipe by name, or a recorded one"):
         vit_ray.load(tmp_path / "a.npz", recipe, overrides=["seed=1"])
+
+
+def test_a_copied_project_knows_the_classes_of_its_own_data(tmp_path):
+    (tmp_path / "first").mkdir()
+    write_images(tmp_path / "first" / "data")
+    run_of(tmp_path / "first")
+    moved = (tmp_path / "first").rename(tmp_path / "second")
+    assert vit_ray.load(moved / "run").classes == tuple(CLASSES)

@@ -26,7 +26,7 @@ from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
 from vit_ray.launch import workers
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.failures import FailingNodes
-from vit_ray.launch.placement import GroupShape, Place, StoppedWaitingError
+from vit_ray.launch.placement import GroupShape, NoPlaceError, Place, StoppedWaitingError
 from vit_ray.launch.workers import (
     GROUP_FILE,
     RETURN_S,
@@ -105,6 +105,15 @@ def test_nodes_that_are_taken_back_and_passes_that_do_not_fit_are_not_counted(
     assert len(attempts.run.events) == 9
 
 
+@pytest.mark.parametrize("error", [None, failed(BY_PEER)])
+def test_what_a_worker_says_would_happen_again_ends_the_run_with_its_line(error, tmp_path):
+    failure = Failure("the data are bad")
+    attempts = Attempts(tmp_path, Ended(error), failure=failure, max_failures=-1)
+    with pytest.raises(RunFailedError, match=r"^the data are bad$"):
+        attempts.train()
+    assert attempts.run.events == []
+
+
 def without_place(attempts: Attempts, error: Exception) -> None:
     def wait(lost_since_s: float | None = None) -> Place:
         raise error
@@ -118,6 +127,8 @@ def test_a_stop_before_there_are_workers_is_no_failure_and_is_told(tmp_path):
     without_place(attempts, StoppedWaitingError("SIGTERM"))
     text = "SIGTERM; no workers were running, so no checkpoint was written"
     assert attempts.run.events == [("stopped", text, 0)]
+    with pytest.raises(RunFailedError, match="no GPU"):
+        without_place(Attempts(tmp_path), NoPlaceError("no GPU"))
     attempts = Attempts(tmp_path, failure=Failure("disk full"))  # which it does not hide
     with pytest.raises(RunFailedError, match="disk full"):
         without_place(attempts, StoppedWaitingError("SIGTERM"))

@@ -1,4 +1,4 @@
-"""Hosts reach each other, are cut off, slowed, lost and start again, and leave nothing behind."""
+"""Hosts reach each other, are cut off, lost and start again, and leave nothing behind."""
 
 import os
 import subprocess

@@ -11,7 +11,7 @@ from tests import foreign_settings
 FOREIGN = [
     "AWS_PROFILE",
     "MLFLOW_TRACKING_URI",
-    "RAY_ADDRESS",
+    "RAY_NAMESPACE",
     "HF_TOKEN",
     "https_proxy",
     "TMPDIR",

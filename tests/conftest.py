@@ -189,8 +189,6 @@ _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 @dataclass(frozen=True)
 class Head:
-    """A running head node."""
-
     address: str
     dashboard: str
 
@@ -253,7 +251,6 @@ def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
 
 @pytest.fixture(scope="session")
 def ray_cluster(ray_head: Head) -> Iterator[Head]:
-    """This process connected to the session's cluster."""
     _connect(ray_head.address)
     ray.data.DataContext.get_current().enable_progress_bars = False
     yield ray_head
@@ -303,7 +300,6 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Digits:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of 2 MiB."""
     place = tmp_path / "disk"
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]

@@ -7,7 +7,6 @@ cluster from them, after which each starts a Ray of its own.
 import os
 import platform
 import time
-import uuid
 from typing import Any
 
 import ray
@@ -35,8 +34,6 @@ class Wrapped(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Two convolutions and a linear head."""
-
     def __init__(self, num_classes: int, image_size: tuple[int, int], width: int = 8) -> None:
         super().__init__()
         self.first = nn.Conv2d(3, width, 3, stride=2, padding=1)
@@ -48,16 +45,12 @@ class ConvNet(nn.Module):
 
 
 class Normed(ConvNet):
-    """With running statistics."""
-
     def __init__(self, num_classes: int, image_size: tuple[int, int]) -> None:
         super().__init__(num_classes, image_size)
         self.norm = nn.BatchNorm2d(8)
 
 
 class Headless(ConvNet):
-    """Its last layer has another name."""
-
     def __init__(self, num_classes: int, image_size: tuple[int, int]) -> None:
         super().__init__(num_classes, image_size)
         self.classifier = self.head
@@ -73,15 +66,11 @@ class Objective(ConvNet):
 
 
 class Peeking(ConvNet):
-    """Its products depend on the values of images."""
-
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return super().forward(images * float(images.mean()))
 
 
 class Features(ConvNet):
-    """Returns what is no logits."""
-
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.first(images)
 
@@ -132,12 +121,6 @@ def brighter(crop: Any, random: Any) -> Any:
 
 def as_floats(crop: Any, random: Any) -> Any:
     return crop / 255.0
-
-
-def counted(crop: Any, random: Any) -> Any:
-    """Leaves a key in the cluster for every crop that is made."""
-    _internal_kv_put(f"counted/{uuid.uuid4().hex}".encode(), b"")
-    return crop
 
 
 class Lion(torch.optim.Optimizer):
@@ -213,7 +196,6 @@ def note(step: int, metrics: dict[str, float]) -> None:
 
 
 def meddle(step: int, metrics: dict[str, float]) -> None:
-    """Tries to change what it can reach."""
     torch.manual_seed(step)
     torch.rand(3)
     metrics.clear()

@@ -10,7 +10,6 @@ _CANDIDATES = range(20000, 32000)
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports that nobody listens on."""
     ports: list[int] = []
     with ExitStack() as held:  # all are held while they are chosen, so they differ
         while len(ports) < count:

@@ -20,7 +20,6 @@ SMALL = (
 
 
 def recipe_with(name: str = "run", **sections: Any) -> Recipe:
-    """Defaults apart from these sections and keys."""
     return recipe_from_dict({"name": name, **sections}, "test")
 
 

@@ -4,8 +4,6 @@
 without it nothing is run twice. The same test twice in ten runs fails.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The Python interface: its names, what importing it costs, and its page."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import subprocess
@@ -24,6 +22,8 @@ def test_every_name_is_the_rooms_own():
         room = importlib.import_module(f"vit_ray.{vit_ray._ROOMS[name]}")
         assert getattr(vit_ray, name) is getattr(room, name)
     assert set(vit_ray.__all__) == {*vit_ray._ROOMS}
+    with pytest.raises(AttributeError, match="has no attribute 'trian'"):
+        _ = vit_ray.trian  # type: ignore[attr-defined]
 
 
 def test_what_is_offered_is_in_the_api_with_a_docstring_and_on_the_reference_page():
@@ -36,11 +36,6 @@ def test_what_is_offered_is_in_the_api_with_a_docstring_and_on_the_reference_pag
         assert offered is getattr(importlib.import_module(module), name)
         assert len(offered.__doc__) > 15, name
         assert f"\n::: {module}.{name}\n" in page, name
-
-
-def test_a_name_that_does_not_exist_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="has no attribute 'trian'"):
-        _ = vit_ray.trian  # type: ignore[attr-defined]
 
 
 def test_importing_the_package_imports_nothing_heavy():

@@ -1,7 +1,5 @@
 """A branch's origin as a text: what writes it and what reads it agree."""
 
-from __future__ import annotations
-
 import pytest
 
 from vit_ray.branch_origin import origin_of, own_share, step_of
@@ -18,18 +16,14 @@ def test_the_step_is_the_last_of_the_text():
     assert [step_of(text) for text in ("", "a", "a at step 7 or so")] == [None, None, None]
 
 
-def test_a_training_from_its_own_start_counts_whole():
-    assert own_share("", 32, 3200) == 1.0
-    assert own_share("", None, None) == 1.0
-
-
 @pytest.mark.parametrize(
-    ("origin", "batch", "images"),
-    [("long at step 80", None, 3200), ("long at step 80", 32, None), ("long", 32, 3200)],
-)
-def test_of_a_branch_that_is_not_known_well_nothing_is_counted_twice(origin, batch, images):
-    assert own_share(origin, batch, images) == 0.0
-
-
-def test_a_branch_that_was_cut_short_before_its_own_first_step_has_no_part():
-    assert own_share("long at step 80", 32, 1600) == 0.0
+    ("origin", "batch", "images", "share"),
+    [
+        ("", 32, 3200, 1.0), ("", None, None, 1.0),  # from its own start
+        # Not known well, or cut short before its own first step: nothing is counted twice.
+        ("long at step 80", None, 3200, 0.0), ("long at step 80", 32, None, 0.0),
+        ("long", 32, 3200, 0.0), ("long at step 80", 32, 1600, 0.0),
+    ],
+)  # fmt: skip
+def test_what_is_a_trainings_own(origin, batch, images, share):
+    assert own_share(origin, batch, images) == share

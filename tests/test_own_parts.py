@@ -163,17 +163,18 @@ def test_modules_of_the_users_recipe_are_trusted_here_and_where_it_is_sent(monke
         monkeypatch.setattr(own_parts, "_TRUSTED", set())
 
 
-def test_a_step_of_an_own_model_is_counted_as_of_the_same_model_of_ours():
+def test_an_own_model_or_loss_is_counted_and_computed_as_ours():
     ours = {"name": "ViT", **SIZE, **SIDES, "depth": 2}
-    recipes = (recipe_with(model={**ours, "name": n}) for n in ("ViT", WRAPPED))
-    expected, found = (step_macs(recipe, 5) for recipe in recipes)
-    assert found == expected
-
-
-def test_a_step_is_counted_without_the_values_that_an_own_loss_needs():
-    model = {"name": "ViT", **SIZE, **SIDES, "depth": 2}
-    own = recipe_with(model=model, train={"loss": "tests.parts.hardest_half"})
-    assert step_macs(own, 5) == step_macs(recipe_with(model=model), 5)
+    expected = step_macs(recipe_with(model=ours), 5)
+    assert step_macs(recipe_with(model={**ours, "name": WRAPPED}), 5) == expected
+    # The loss needs values, which there are not.
+    own = recipe_with(model=ours, train={"loss": "tests.parts.hardest_half"})
+    assert step_macs(own, 5) == expected
+    own = recipe_with(model=ours, train={"loss": "tests.parts.cross_entropy"}).train
+    logits, labels = torch.arange(24.0).view(6, 4).sin(), torch.tensor([0, 1, 3, -1, 2, 2])[:, None]
+    assert torch.equal(
+        classification_loss(logits, labels, own), classification_loss(logits, labels, TrainConfig())
+    )
 
 
 def test_its_weights_go_to_our_layout_and_come_back_with_another_head(tmp_path):
@@ -183,21 +184,11 @@ def test_its_weights_go_to_our_layout_and_come_back_with_another_head(tmp_path):
         report = load_weights(other, place)
         assert sorted(report.new) == ["head.bias", "head.weight"]
         torch.testing.assert_close(other.get_parameter("first.weight"), model.first.weight)
+    config = recipe_with(model=own_model("ConvNet")).model  # a plan needs no values
+    planned = planned_load(config, 5, str(tmp_path / "weights.safetensors"), "auto")
+    assert planned.new == []
     with pytest.raises(ValueError, match=r"layout='timm' has no names for a ConvNet"):
         save_weights(model, tmp_path / "timm.safetensors", "timm")
-
-
-def test_an_own_loss_gives_the_numbers_of_ours():
-    generator = torch.Generator().manual_seed(0)
-    logits, labels = (
-        torch.randn(6, 4, generator=generator),
-        torch.tensor([[0], [1], [3], [-1], [2], [2]]),
-    )
-    own = TrainConfig(loss="tests.parts.cross_entropy")
-    ours = TrainConfig()
-    assert torch.equal(
-        classification_loss(logits, labels, own), classification_loss(logits, labels, ours)
-    )
 
 
 def test_an_own_augmentation_draws_by_sample_alone():
@@ -234,10 +225,3 @@ def test_a_refused_step_of_an_own_optimizer_changes_nothing():
         same = [torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
         assert all(same) is bool(refused)
     assert all(bool(p.isfinite().all()) for p in model.parameters())
-
-
-def test_a_load_is_planned_without_values_of_an_own_model(tmp_path):
-    save_weights(build_model("tests.parts.ConvNet", 5, 8), tmp_path / "w.safetensors", "vit_ray")
-    config = recipe_with(model=own_model("ConvNet")).model
-    report = planned_load(config, 5, str(tmp_path / "w.safetensors"), "auto")
-    assert report.new == []

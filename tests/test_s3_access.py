@@ -232,6 +232,9 @@ def test_who_pays_for_requests_is_told_with_each_of_them(configure, store):
     [
         ("403 AccessDenied", "allow s3:PutObject to the role"),
         ("400 ExpiredToken", "renew AWS_SESSION_TOKEN"),
+        ("403 InvalidAccessKeyId", "check AWS_ACCESS_KEY_ID and"),
+        ("403 SignatureDoesNotMatch", "check AWS_ACCESS_KEY_ID and"),
+        ("404 NoSuchBucket", "create the bucket"),
         ("400 AuthorizationHeaderMalformed", "set AWS_REGION"),
     ],
 )

@@ -8,19 +8,12 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import botocore.exceptions
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import s3fs
 from botocore.exceptions import ClientError
 from s3fs.errors import translate_boto_error
 
-from tests.data.s3_server import (
-    FaultProxy,
-    create_bucket,
-    serve_conditional_s3,
-    this_process_uses,
-)
+from tests.data.s3_server import FaultProxy, create_bucket, serve_conditional_s3, this_process_uses
 from vit_ray import storage
 from vit_ray.storage import (
     Location,
@@ -170,13 +163,10 @@ def test_a_store_that_does_not_answer_says_nothing_of_what_is_stored():
         with naming("s3://bucket/key"):
             raise error
     assert is_of_the_store(caught.value)
-
-
-def test_errors_of_the_block_itself_and_of_a_disk_are_left_as_they_are():
-    for uri, error in (("s3://b/k", RuntimeError("own")), ("/disk", OSError(28, "full"))):
-        with pytest.raises(type(error)) as caught, naming(uri):
-            raise error
-        assert caught.value is error
+    for uri, own in (("s3://b/k", RuntimeError("own")), ("/disk", OSError(28, "full"))):
+        with pytest.raises(type(own)) as caught, naming(uri):
+            raise own
+        assert caught.value is own  # errors of the block itself and of a disk stay as they are
 
 
 class Away:
@@ -205,11 +195,9 @@ def test_a_network_disk_that_is_away_is_waited_for_longer_each_time(number, wait
     assert with_retries(away, "reading") == "done"
     assert away.calls == 6
     assert waits == [0.2, 0.4, 0.8, 1.6, 3.2]
-
-
-def test_a_disk_that_stays_away_is_an_error_after_three_minutes_of_waits(waits):
-    with pytest.raises(OSError, match="not responding"):
-        with_retries(Away(*[OSError(errno.EIO, "not responding")] * 99), "reading")
+    waits.clear()
+    with pytest.raises(OSError, match="not responding"):  # after three minutes
+        with_retries(Away(*[OSError(number, "not responding")] * 99), "reading")
     assert 170 < sum(waits) < 200
 
 
@@ -295,15 +283,6 @@ def test_a_range_is_one_request(bucket, proxy):
     assert len(proxy.faults.requests) == 1
     for offset, count, expected in ((450, 100, 50), (500, 10, 0), (0, 0, 0)):
         assert len(bucket.child("ranged").read_range(offset, count)) == expected
-
-
-def test_pyarrow_reads_by_ranges(bucket, proxy):
-    with bucket.child("t.parquet").output() as stream:
-        pq.write_table(pa.table({"x": list(range(1000))}), stream, row_group_size=100)
-    proxy.faults.set("none", 0, path="/runs/a/t.parquet")
-    with bucket.child("t.parquet").open() as file:
-        assert pq.ParquetFile(file).read_row_group(3)["x"].to_pylist() == list(range(300, 400))
-    assert len(proxy.faults.requests) <= 3
 
 
 def test_a_listing_of_a_folder_is_that_of_the_disk(bucket, tmp_path):

@@ -1,7 +1,5 @@
 """Two processes that ask for the lock of one folder in the same moment, again and again."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 from collections.abc import Callable, Iterator
@@ -60,7 +58,6 @@ def holders(place: Callable[[int], str], rounds: int) -> list[list[int]]:
 
 
 def in_folder(root: str, index: int) -> str:
-    """A folder of its own for each round."""
     return f"{root}/{index:03d}"
 
 

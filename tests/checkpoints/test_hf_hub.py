@@ -1,7 +1,5 @@
 """Weights of the Hugging Face hub: fetched once, read from the cache, refused in clear words."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -92,7 +92,6 @@ def test_a_bad_one_is_passed_over_with_one_warning_and_given_up_only_on_request(
     lose(write_checkpoint(run, 2), lost)
     before, told = all_contents(run), list[str]()
     found = checkpoint_to_resume(run, told.append)
-    assert found is not None
     assert found.position.step == 1
     (text,) = told
     (bad,) = (folder for step, folder in list_checkpoints(run) if step > 1)
@@ -113,23 +112,20 @@ def test_a_bad_one_is_passed_over_with_one_warning_and_given_up_only_on_request(
     assert lost == "everything" or Path(bad.path).name in names(run)
 
 
-def test_one_that_is_damaged_inside_is_given_up_with_its_marker_kept(run):
+def test_no_run_starts_over_beside_a_good_checkpoint_and_one_damaged_inside_is_given_up(run):
     """Only reading it shows that; else workers would try it at each start."""
-    flip(write_checkpoint(run, 1))
-    told: list[str] = []
-    give_up_checkpoints(run, told.append)
-    begin_training(run)
-    assert "its bytes do not match its checksum; given up" in told[0]
-    assert checkpoint_to_resume(run) is None
-    assert Path(run.path, folder_name(1), f"{COMMIT}.damaged").exists()
-
-
-def test_no_run_starts_over_beside_a_good_checkpoint(run):
     write_checkpoint(run, 1)
     flip(write_checkpoint(run, 2))
     with pytest.raises(ValueError, match=r"can be used \(step 1\)"):
         give_up_checkpoints(run, print)
     assert [open_checkpoint(folder) is None for _, folder in list_checkpoints(run)] == [False] * 2
+    flip(run.child(folder_name(1)))
+    told: list[str] = []
+    give_up_checkpoints(run, told.append)
+    begin_training(run)
+    assert all("its bytes do not match its checksum; given up" in text for text in told)
+    assert checkpoint_to_resume(run) is None
+    assert Path(run.path, folder_name(1), f"{COMMIT}.damaged").exists()  # its marker is kept
 
 
 def test_a_run_whose_checkpoints_have_all_gone_does_not_start_at_step_0(run):
@@ -176,7 +172,6 @@ def test_the_newest_whose_marker_is_shown_late_is_taken(run, monkeypatch):
     monkeypatch.setattr(Location, "list_files", shows_late)
     told: list[str] = []
     found = checkpoint_to_resume(run, told.append)
-    assert found is not None
     assert (found.position.step, told) == (2, [])
 
 
@@ -197,7 +192,6 @@ def test_who_reads_an_active_run_takes_the_checkpoint_that_has_replaced_the_list
     monkeypatch.setattr(run_checkpoints, "read_checkpoint", read_slowly)
     told: list[str] = []
     found = newest_checkpoint(run, told.append)
-    assert found is not None
     assert (found.position.step, told) == (3, [])
 
 
@@ -290,14 +284,17 @@ def test_a_run_that_keeps_its_best_hands_that_on(run, best):
     assert find_weights(run.path).position.step == best
     assert find_weights(run.child(folder_name(6)).path).position.step == 6
     newest = checkpoint_to_resume(run)
-    assert newest is not None
     assert newest.position.step == 6  # from which it goes on
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_best_that_cannot_be_used_is_never_replaced_by_another(run, is_there):
+def test_a_best_or_chosen_one_that_cannot_be_used_is_never_replaced_by_another(run, is_there):
     write_best(run, of=4)
     folder = run.child(folder_name(4))
+    flip(folder)
+    for chosen in (run, folder):
+        with pytest.raises(DamagedCheckpointError, match="do not match its checksum"):
+            read_weights(chosen.path, None)
     if is_there:
         flip(folder, COMMIT)
     else:
@@ -328,15 +325,6 @@ def test_damaged_weights_give_way_to_those_of_the_next_older_checkpoint(run, cap
         read_weights(run.path, None)
 
 
-@pytest.mark.parametrize("is_best", [False, True])
-def test_damaged_weights_that_were_chosen_are_not_replaced(run, is_best):
-    write_best(run, of=4) if is_best else [write_checkpoint(run, step) for step in (2, 4)]
-    folder = run.child(folder_name(4))
-    flip(folder)
-    with pytest.raises(DamagedCheckpointError, match="do not match its checksum"):
-        read_weights(run.path if is_best else folder.path, None)
-
-
 def test_a_fine_tuning_from_averages_reads_them_alone(run, monkeypatch):
     tensors = {"weight|a|0": torch.zeros(12), "weight|b|0": torch.zeros(5)}
     tensors |= {key.replace("weight", "average"): tensors[key] + 3 for key in tensors}
@@ -350,7 +338,6 @@ def test_a_fine_tuning_from_averages_reads_them_alone(run, monkeypatch):
 
 
 def break_something(folder: Path, rng: random.Random) -> None:
-    """One accident to a checkpoint's folder."""
     paths = sorted(path for path in folder.iterdir() if path.is_file())
     path = rng.choice(paths)
     content = path.read_bytes()
@@ -385,7 +372,6 @@ def resumed(run: Location) -> Checkpoint:
     below = None
     while True:
         found = checkpoint_to_resume(run, print, below)
-        assert found is not None
         try:
             found.verify()
             return found

@@ -18,7 +18,6 @@ def state(scale: float = 1.0) -> dict[str, Tensor]:
 
 
 def content(taken: Snapshot) -> bytes:
-    """Of the file of weights."""
     return taken.memory["weights"].numpy().tobytes()
 
 

@@ -21,7 +21,6 @@ _PARTS: dict[str, dict[int, list[SavedFile]]] = defaultdict(dict)
 def snapshot_of(
     rank: int, world_size: int, tensors: dict[str, torch.Tensor], position: Position
 ) -> Snapshot:
-    """Of tensors by their keys."""
     parts = [(*key.split("|"), values) for key, values in tensors.items()]
     entries = [(kind, name, int(start), values) for kind, name, start, values in parts]
     return take_snapshot(entries, position, rank, world_size)
@@ -48,7 +47,6 @@ WEIGHTS_1 = "weights-00001-of-00002-save.safetensors"
 
 
 def position(step: int) -> Position:
-    """After that step."""
     return Position(
         Progress(step=step), applied_steps=step, samples_seen=8 * step, global_batch_size=8,
         shapes=SHAPES, recipe={"name": "x"}, data_fingerprint="f",
@@ -56,17 +54,13 @@ def position(step: int) -> Position:
 
 
 def values(step: int) -> dict[str, torch.Tensor]:
-    """All weights, flat."""
     return {"a": torch.arange(12.0) + step, "b": torch.arange(5.0) - step}
 
 
 def snapshots(step: int) -> list[Snapshot]:
     """Two ranks that own uneven parts of two parameters; the first has a moment of one, too."""
     a, b = values(step)["a"], values(step)["b"]
-    parts = [
-        {"weight|a|0": a[:7], "exp_avg|a|0": -a},
-        {"weight|a|7": a[7:], "weight|b|0": b},
-    ]
+    parts = [{"weight|a|0": a[:7], "exp_avg|a|0": -a}, {"weight|a|7": a[7:], "weight|b|0": b}]
     return [snapshot_of(rank, 2, part, position(step)) for rank, part in enumerate(parts)]
 
 
@@ -80,7 +74,6 @@ def write_checkpoint(run: Location, step: int, ranks: int = 2) -> Location:
 
 
 def flip(folder: Location, name: str = WEIGHTS_0) -> None:
-    """Change the last bit of a file of a checkpoint."""
     path = Path(folder.path) / name
     content = bytearray(path.read_bytes())
     content[-1] ^= 1

@@ -23,7 +23,6 @@ def serial(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """300 JPEG files in 3 class folders."""
     folder = tmp_path_factory.mktemp("pictures")
     write_class_folders(folder, num_classes=3, per_class=100)
     return folder

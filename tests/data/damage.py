@@ -8,7 +8,6 @@ from vit_ray.data.shards import RowGroupReader
 
 
 def broken_copy(dataset: Manifest, folder: Path) -> tuple[Manifest, Path]:
-    """The data set with its files copied, and its first shard."""
     for file in [*dataset.files, ShardFile("manifest.parquet", 0, 0, 0)]:
         (folder / file.path).write_bytes((Path(dataset.root) / file.path).read_bytes())
     return open_dataset(str(folder)), folder / dataset.files[0].path

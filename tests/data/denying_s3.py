@@ -23,7 +23,6 @@ Rights = Mapping[str, Sequence[str]]
 
 
 def policy_of(rights: Rights) -> Policy:
-    """That gives these rights."""
     statements = [
         {
             "Effect": "Allow",

@@ -17,14 +17,12 @@ def picture(seed: int, height: int = 60, width: int = 80) -> NDArray[np.uint8]:
 
 
 def encoded(pixels: NDArray[Any], format: str = "JPEG", **options: Any) -> bytes:
-    """The picture as file bytes, written by Pillow."""
     sink = io.BytesIO()
     Image.fromarray(pixels).save(sink, format, **options)
     return sink.getvalue()
 
 
 def jpeg(seed: int, height: int = 60, width: int = 80) -> bytes:
-    """A JPEG file."""
     return encoded(picture(seed, height, width), quality=90)
 
 

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import shutil
 import socket
 import subprocess
@@ -92,7 +91,6 @@ def s3_environment(port: int) -> dict[str, str]:
 
 
 def timeout(timeout_s: float) -> dict[str, str]:
-    """The variable that limits each request."""
     config = {"read_timeout": timeout_s, "retries": {"mode": "legacy", "total_max_attempts": 1}}
     return {"FSSPEC_S3": json.dumps({"config_kwargs": config})}
 
@@ -124,7 +122,6 @@ def s3fs_waits(factor: float) -> Iterator[None]:
 
 
 def create_bucket(name: str) -> None:
-    """In the store of this process."""
     locate(f"s3://{name}").filesystem.call_s3("create_bucket", Bucket=name)
 
 
@@ -149,16 +146,12 @@ class Faults:
     remaining: int = 0
     path: str = ""
     every: int = 1
-    share: float = 1.0
     seen: int = 0
     injected: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
 
-    def set(
-        self, kind: str, remaining: int, path: str = "", every: int = 1, share: float = 1.0
-    ) -> None:
+    def set(self, kind: str, remaining: int, path: str = "", every: int = 1) -> None:
         self.kind, self.remaining, self.path, self.every = kind, remaining, path, every
-        self.share = share
         self.seen, self.injected, self.requests = 0, [], []
 
     def take(self, request_line: str) -> str:
@@ -169,7 +162,7 @@ class Faults:
         if self.remaining <= 0:
             return ""
         self.seen += 1
-        if self.seen % self.every or random.Random(self.seen).random() >= self.share:
+        if self.seen % self.every:
             return ""
         self.remaining -= 1
         self.injected.append(request_line)

@@ -20,7 +20,6 @@ Row = tuple[bytes, list[int], str]
 def write_encoded(
     folder: Path | str, shard: str, images: list[EncodedImage], classes: Sequence[str], rows: int
 ) -> Manifest:
-    """A set of one shard, in row groups of so many rows."""
     location = locate(str(folder))
     with ShardWriter(location.child(shard), rows) as writer:
         for image in images:
@@ -57,7 +56,6 @@ def write_set(
 def write_rows(
     folder: Path | str, labels: list[tuple[int, ...]], image_bytes: int = 40
 ) -> Manifest:
-    """One shard of row groups of 3, with random bytes for images."""
     random = np.random.default_rng(5)
     images = [
         EncodedImage(random.bytes(image_bytes), one, f"key {i}", 10, 20)

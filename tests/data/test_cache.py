@@ -48,7 +48,6 @@ def entries(cache: Cache) -> list[Path]:
 
 
 def test_what_was_read_once_needs_the_store_no_more(small, cache, tmp_path):
-    """Nor do parts of the set."""
     assert keys(small, cache) == KEYS
     part = subset(small.path, str(tmp_path / "part"), count=3)
     (Path(small.root) / SHARD).unlink()
@@ -93,14 +92,11 @@ def test_a_folder_that_a_cleaner_removed_is_made_again(small, cache):
     assert [file.name for file in entries(cache)] == before
 
 
-def test_a_disk_keeps_the_space_that_it_shall_leave_free(small, tmp_path):
+def test_a_disk_keeps_the_space_that_it_shall_leave_free_and_a_bad_folder_is_named(small, tmp_path):
     free = shutil.disk_usage(tmp_path).free
     cache = Cache(str(tmp_path / "cache"), 2 * free)
     assert keys(small, cache) == KEYS
     assert entries(cache) == []
-
-
-def test_a_folder_that_cannot_be_made_is_named(small, tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ValueError, match=r"data.cache_dir=.* cannot be used on this node"):
         keys(small, Cache(str(tmp_path / "file" / "cache"), 0))

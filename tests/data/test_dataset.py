@@ -16,8 +16,7 @@ from vit_ray.storage import locate
 
 def write_small(folder: Path, rows: list[int], **origin: int) -> str:
     columns = RowGroupColumns(
-        *(np.zeros(len(rows)), np.arange(len(rows)), np.array(rows), np.array(rows)),
-        {},
+        *(np.zeros(len(rows)), np.arange(len(rows)), np.array(rows), np.array(rows)), {}
     )
     return write_manifest(
         locate(str(folder)),
@@ -82,13 +81,10 @@ def test_what_is_no_data_set_is_refused(tmp_path, name):
         open_dataset(str(tmp_path))
 
 
-def test_an_empty_data_set_is_refused(tmp_path):
-    write_small(tmp_path, [])
+def test_an_empty_set_and_another_format_are_refused_with_who_reads_it(tmp_path):
+    write_small(tmp_path / "empty", [])
     with pytest.raises(ValueError, match="is empty"):
-        open_dataset(str(tmp_path))
-
-
-def test_another_format_is_refused_with_who_reads_it(tmp_path):
+        open_dataset(str(tmp_path / "empty"))
     write_small(tmp_path, [4])
     file = tmp_path / "manifest.parquet"
     table = pq.read_table(file)
@@ -102,7 +98,6 @@ def test_another_format_is_refused_with_who_reads_it(tmp_path):
 
 
 def in_other_row_groups(whole: bytes) -> bytes:
-    """The same rows in row groups of another length."""
     sink = io.BytesIO()
     pq.write_table(pq.read_table(io.BytesIO(whole)), sink, row_group_size=15)
     return sink.getvalue()

@@ -17,7 +17,6 @@ from vit_ray.data.subset import subset
 
 @pytest.fixture
 def small(tmp_path: Path) -> Manifest:
-    """Two row groups of three rows."""
     return write_rows(tmp_path / "small", [(0,), (1, 2), (2,), (1,), (0,), (2, 0)])
 
 

@@ -62,7 +62,6 @@ def proxy(buckets: Path) -> Iterator[FaultProxy]:
 
 @pytest.fixture
 def s3(proxy: FaultProxy) -> Iterator[FaultProxy]:
-    """The proxy as this process's object store."""
     proxy.faults.set("", 0)
     with this_process_uses(proxy.port):
         yield proxy

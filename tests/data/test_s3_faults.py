@@ -163,7 +163,6 @@ def test_a_checkpoint_is_read_whole_and_not_taken_for_a_damaged_one(store, kind)
 def check_newest(run: str) -> None:
     told: list[str] = []
     checkpoint = checkpoint_to_resume(locate(run), told.append)
-    assert checkpoint is not None
     assert told == []
     weights = checkpoint.weights()
     for name, expected in values(7).items():

@@ -18,24 +18,22 @@ def _batch(num_images=200, num_classes=12, seed=0):
     return logits, labels, losses
 
 
-def test_single_labels_agree_with_scikit_learn():
+def test_single_labels_agree_with_scikit_learn_however_they_are_batched():
     logits, labels, losses = _batch()
-    found = AccuracySums.of_batch(logits, labels, losses).means()
+    whole = AccuracySums.of_batch(logits, labels, losses)
+    found = whole.means()
     assert found["top1"] == pytest.approx(accuracy_score(labels, logits.argmax(1)))
     expected = top_k_accuracy_score(labels, logits, k=5, labels=np.arange(12))
     assert found["top5"] == pytest.approx(expected)
     expected_loss = float(torch.nn.functional.cross_entropy(logits, labels))
     assert found["loss"] == pytest.approx(expected_loss, rel=1e-6)
-
-
-def test_sums_of_parts_are_the_sum_of_the_whole():
-    logits, labels, losses = _batch()
     parts = [slice(0, 7), slice(7, 130), slice(130, 200)]
     total = sum(
         (AccuracySums.of_batch(logits[p], labels[p], losses[p]) for p in parts), AccuracySums()
     )
-    whole = AccuracySums.of_batch(logits, labels, losses)
     assert astuple(total) == pytest.approx(astuple(whole), rel=1e-12)
+    with pytest.raises(ValueError, match="no evaluation image has a label"):
+        AccuracySums().means()
 
 
 def test_padding_of_weight_zero_counts_for_nothing_even_if_its_loss_is_nan():
@@ -63,8 +61,3 @@ def test_bf16_logits_and_fractional_weights():
         logits, torch.tensor([0, 1]), torch.tensor([1.0, 1.0]), torch.tensor([0.5, 1.5])
     )
     assert sums.means() == {"top1": 0.25, "top5": 1.0, "loss": 1.0}
-
-
-def test_nothing_counted_is_an_error_not_a_nan():
-    with pytest.raises(ValueError, match="no evaluation image has a label"):
-        AccuracySums().means()

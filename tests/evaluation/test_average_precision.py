@@ -65,10 +65,6 @@ def test_it_is_scikit_learns_however_the_images_are_dealt(num_steps, num_ranks):
 def test_without_any_label_there_is_none():
     scores, labels, weights = made(0)
     assert measured(scores, np.full_like(labels, -1), weights, 2) is None
-
-
-def test_scores_that_are_no_numbers_raise_nothing():
-    scores, labels, weights = made(0)
     assert measured(scores * np.nan, labels, weights, 1) is not None
 
 

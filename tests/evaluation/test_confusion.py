@@ -48,11 +48,7 @@ def test_padding_and_images_without_an_answer_are_not_counted():
     labels = torch.tensor([[0], [1], [-1]])
     confusion.add_batch(torch.eye(3), labels, torch.tensor([1.0, 0.0, 1.0]))
     assert confusion.pairs().tolist() == [[0, 0, 1]]
-
-
-def test_an_image_with_several_answers_counts_for_the_predicted_one():
-    confusion = Confusion()
-    logits = torch.eye(4)[[2, 3]]
+    confusion, logits = Confusion(), torch.eye(4)[[2, 3]]  # several count for the predicted one
     confusion.add_batch(logits, torch.tensor([[1, 2], [-1, 1]]), torch.ones(2))
     assert confusion.pairs().tolist() == [[1, 3, 1], [2, 2, 1]]
 

@@ -76,14 +76,6 @@ def test_a_feature_that_never_varies_changes_no_score(constant):
     np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_classifiers_are_kept_in_the_features_precision():
-    measured = FewShot(np.arange(4), 4, shots=(1,), seeds=1)
-    measured.add_examples(np.eye(4, dtype=np.float32), np.arange(4))
-    measured.solve()
-    (classifier,) = measured._classifiers.values()
-    assert classifier.weights.dtype == classifier.mean.dtype == np.float32
-
-
 @pytest.mark.parametrize(("shot", "seed"), [(1, 0), (5, 1), (25, 0)])
 def test_accuracy_is_that_of_scikit_learns_ridge_on_the_same_draws(shot, seed):
     pool, labels, test, test_labels = _digits()
@@ -135,6 +127,19 @@ def test_images_without_a_label_are_never_drawn():
     assert (ranks[labels < 0] >= len(labels)).all()
 
 
+def test_half_precision_is_solved_in_double_and_classifiers_are_kept_in_the_features_precision():
+    pool, labels, test, test_labels = _digits()  # digits hold 0..16: exact in float16
+    half = few_shot_accuracy(
+        pool.astype(np.float16), labels, test.astype(np.float16), test_labels, num_classes=10
+    )
+    assert half == few_shot_accuracy(pool, labels, test, test_labels, num_classes=10)
+    measured = FewShot(np.arange(4), 4, shots=(1,), seeds=1)
+    measured.add_examples(np.eye(4, dtype=np.float32), np.arange(4))
+    measured.solve()
+    (classifier,) = measured._classifiers.values()
+    assert classifier.weights.dtype == classifier.mean.dtype == np.float32
+
+
 def test_the_mean_over_seeds_is_the_mean_of_different_draws():
     one, two, three = (
         few_shot_accuracy(*_digits(), num_classes=10, shots=(1,), seeds=n)[1] for n in (1, 2, 3)
@@ -142,14 +147,6 @@ def test_the_mean_over_seeds_is_the_mean_of_different_draws():
     second, third = 2 * two - one, 3 * three - 2 * two
     assert len({round(value, 9) for value in (one, second, third)}) == 3
     assert all(0.0 < value < 1.0 for value in (second, third))
-
-
-def test_half_precision_features_are_solved_in_double_precision():
-    pool, labels, test, test_labels = _digits()  # digits hold 0..16: exact in float16
-    half = few_shot_accuracy(
-        pool.astype(np.float16), labels, test.astype(np.float16), test_labels, num_classes=10
-    )
-    assert half == few_shot_accuracy(pool, labels, test, test_labels, num_classes=10)
 
 
 def test_a_class_with_too_few_examples_is_named():

@@ -30,7 +30,6 @@ class Attempts:
         self.lost_since_s: list[float | None] = []
 
     def found(self, lost_since_s: float | None = None) -> Place:
-        """As `PlaceFinder.found`."""
         self.lost_since_s.append(lost_since_s)
         return PLACE
 

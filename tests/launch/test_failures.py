@@ -63,9 +63,6 @@ def hidden(error: Exception) -> Exception:
 def test_the_node_of_a_failure_is_that_of_the_only_worker_that_did_not_lose_another(errors, node):
     found = failing_node(failed(*errors), PLACES)
     assert (found.node if found else None) == node
-
-
-def test_an_error_of_the_controller_has_no_node():
     assert failing_node(ControllerError(RuntimeError("x")), PLACES) is None
 
 

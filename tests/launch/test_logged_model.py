@@ -1,7 +1,5 @@
 """A training's result as MLflow loads it: against the model itself, and MLflow's own format."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess
@@ -139,13 +137,15 @@ def test_a_fresh_process_gets_the_models_logits_from_uint8_images(trained, tmp_p
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def test_a_model_has_its_card_and_no_copy_of_the_weights_and_no_point_stands_twice(
+def test_a_model_has_its_card_and_no_copy_of_the_weights_and_is_sent_again_as_one(
     trained, tmp_path
 ):
+    """Also where an earlier attempt was cut off before the model's files were there."""
     recipe, _, checkpoint = trained
-    run_id = record(recipe, checkpoint)
+    run_id = record(recipe, checkpoint, register_as="tiny")
     client = MlflowClient(recipe.tracking.uri)
-    (output,) = client.get_run(run_id).outputs.model_outputs
+    run = client.get_run(run_id)
+    (output,) = run.outputs.model_outputs
     model = client.get_logged_model(output.model_id)
     for key in METRICS:
         assert len(client.get_metric_history(run_id, key)) == 1
@@ -153,6 +153,15 @@ def test_a_model_has_its_card_and_no_copy_of_the_weights_and_no_point_stands_twi
     kept = [path for path in (tmp_path / "mlruns").rglob("*") if path.is_file()]
     assert {"MLmodel", "README.md", "requirements.txt"} <= {path.name for path in kept}
     assert sum(path.stat().st_size for path in kept) < 20_000
+    log = Path(recipe.run_folder) / "metrics.jsonl"
+    assert replay(log, recipe.tracking.uri).refused == []
+    (same,) = client.search_logged_models([run.info.experiment_id])
+    (version,) = client.search_model_versions("name = 'tiny'")
+    assert (version.run_id, version.source) == (run_id, f"models:/{same.model_id}")
+    client.finalize_logged_model(same.model_id, "FAILED")
+    replay(log, recipe.tracking.uri)
+    (again,) = client.search_logged_models([run.info.experiment_id])
+    assert (again.status, again.model_id == same.model_id) == ("READY", False)
 
 
 def test_a_checkpoint_that_is_gone_is_named_and_a_moved_one_can_be_given(trained, tmp_path):
@@ -177,8 +186,7 @@ def prepared(kind: str, **sections: Any) -> Any:
     )
 
 
-def logged(run: Any, steps: int = 7) -> list[Any]:
-    """What the recorder is asked for a run of seven steps that has come so far."""
+def logged(run: Any, steps: int) -> list[Any]:
     asked: list[Any] = []
     result = RunResult("id", "run", steps, 7, {}, "/runs/run/step-00000007")
     record = SimpleNamespace(model=lambda *words, **named: asked.append((*words, named)))
@@ -186,48 +194,27 @@ def logged(run: Any, steps: int = 7) -> list[Any]:
     return asked
 
 
-def test_what_is_trained_to_its_end_is_logged_and_registered():
-    ((name, step, model),) = logged(prepared("pretrain"))
-    assert (name, step, model["register_as"]) == ("run", 7, "tiny")
-    assert model["params"]["checkpoint"] == "/runs/run/step-00000007"
-    assert model["reference"]["classes"] == CLASSES
-
-
-def test_trials_are_logged_and_never_registered():
-    ((_, _, model),) = logged(prepared("sweep_trial"))
-    assert model["register_as"] is None
-
-
 @pytest.mark.parametrize(
-    ("run", "steps"),
+    ("run", "steps", "registered"),
     [
-        (prepared("pretrain"), 6),
-        (prepared("evaluate"), 7),
-        (prepared("pretrain", train={"loss": "masked_patch"}), 7),
+        (prepared("pretrain"), 7, ["tiny"]),
+        (prepared("sweep_trial"), 7, [None]),
+        (prepared("pretrain"), 6, []),
+        (prepared("evaluate"), 7, []),
+        (prepared("pretrain", train={"loss": "masked_patch"}), 7, []),
     ],
-    ids=["stopped", "evaluation", "no head"],
+    ids=["trained", "trial", "stopped", "evaluation", "no head"],
 )
-def test_nothing_else_is_logged(run, steps):
-    assert logged(run, steps) == []
+def test_what_is_trained_to_its_end_is_logged_and_what_is_no_trial_registered(
+    run, steps, registered
+):
+    found = logged(run, steps)
+    assert [model["register_as"] for _, _, model in found] == registered
+    for name, step, model in found:
+        assert (name, step, model["reference"]["classes"]) == ("run", 7, CLASSES)
+        assert model["params"]["checkpoint"] == "/runs/run/step-00000007"
 
 
 def test_a_name_that_the_registry_would_refuse_is_refused_with_the_recipe():
     with pytest.raises(ValueError, match=r"tracking\.register_as"):
         prepared("pretrain", tracking={"register_as": "a/b"})
-
-
-def test_a_model_that_is_sent_again_is_logged_and_registered_once(trained, tmp_path):
-    """Also where an earlier attempt was cut off before the model's files were there."""
-    recipe, _, checkpoint = trained
-    run_id = record(recipe, checkpoint, register_as="tiny")
-    client = MlflowClient(recipe.tracking.uri)
-    done = replay(Path(recipe.run_folder) / "metrics.jsonl", recipe.tracking.uri)
-    assert done.refused == []
-    run = client.get_run(run_id)
-    (model,) = client.search_logged_models([run.info.experiment_id])
-    (version,) = client.search_model_versions("name = 'tiny'")
-    assert (version.run_id, version.source) == (run_id, f"models:/{model.model_id}")
-    client.finalize_logged_model(model.model_id, "FAILED")
-    replay(Path(recipe.run_folder) / "metrics.jsonl", recipe.tracking.uri)
-    (again,) = client.search_logged_models([run.info.experiment_id])
-    assert (again.status, again.model_id == model.model_id) == ("READY", False)

@@ -35,8 +35,6 @@ def driver_error(worker: Worker) -> RunFailedError:
 
 
 def outcome_of(error: Exception, monkeypatch: pytest.MonkeyPatch) -> Outcome:
-    """Of a trial whose training raises this."""
-
     def train(*_: Any, **__: Any) -> Any:
         raise error
 
@@ -71,7 +69,6 @@ def test_what_a_worker_refuses_ends_the_run(tmp_path, monkeypatch, is_agreed):
 
 
 def result_of(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What the driver makes of the worker's events."""
     events = [Event(kind, text) for kind, text, _ in worker.actor.events]
     record = SimpleNamespace(status=lambda **_: RunStatus(events=events))
     resolved = SimpleNamespace(total_steps=worker.job.total_steps, streams={})
@@ -139,9 +136,6 @@ def test_a_step_that_hangs_is_noted_and_ends_the_process(tmp_path):
 def test_errors_of_workers_arrive_at_the_driver_as_they_are(error):
     arrived = pickle.loads(pickle.dumps(error))
     assert (type(arrived), arrived.args, vars(arrived)) == (type(error), error.args, vars(error))
-
-
-def test_a_kind_of_another_version_is_unknown():
+    assert pickle.loads(pickle.dumps(Failure("x", has_diverged=True))).has_diverged
     assert EventKind("stopped") is EventKind.STOPPED
     assert EventKind("of another version") is EventKind.UNKNOWN
-    assert pickle.loads(pickle.dumps(Failure("x", has_diverged=True))).has_diverged

@@ -80,15 +80,13 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return Cluster(monkeypatch, a=4.0)
 
 
-def test_a_place_that_is_there_is_given_up_for_the_workers(cluster):
+def test_what_is_missing_is_told_every_ten_seconds_until_the_limit_or_a_stop(cluster):
     run = FakeRun()
-    place = finder(cluster, run, num_workers=4).found()
-    assert (place.size, place.labels, place.waited_s) == (4, {}, placement.LOOK_S)
-    assert (cluster.asked, cluster.num_open, run.events) == ([(4, None)], 0, [])
-
-
-def test_what_is_missing_is_told_every_ten_seconds_until_the_limit(cluster):
-    run = FakeRun()
+    run.stop = "Ctrl-C"
+    with pytest.raises(StoppedWaitingError, match=r"^Ctrl-C$"):
+        finder(cluster, run, num_workers=8).found()
+    assert (cluster.num_open, run.events, run.stop) == (0, [], "Ctrl-C")
+    run.stop = None
     wants = finder(cluster, run, num_workers=8, place_timeout_minutes=1.0)
     with pytest.raises(NoPlaceError, match=r"8 CPU \(the cluster has 4, .*minutes=1\)$"):
         wants.found()
@@ -102,6 +100,7 @@ def test_a_place_that_is_lost_again_and_again_is_not_asked_for_without_limit(clu
     run = FakeRun()
     wants = finder(cluster, run, num_workers=4, place_timeout_minutes=1.0)
     place = wants.found()
+    assert (place.waited_s, cluster.asked) == (placement.LOOK_S, [(4, None)])
     for _ in range(2):
         cluster.now_s += 20.0  # which Ray Train has waited
         place = wants.found(place.since_s)
@@ -109,15 +108,6 @@ def test_a_place_that_is_lost_again_and_again_is_not_asked_for_without_limit(clu
     with pytest.raises(NoPlaceError, match=r"no workers for 6\d s: .* lost .*minutes=1\)$"):
         wants.found(place.since_s)
     assert len(run.events) == 2
-
-
-def test_a_stop_ends_the_wait_at_the_next_look(cluster):
-    run = FakeRun()
-    run.stop = "Ctrl-C"
-    with pytest.raises(StoppedWaitingError, match=r"^Ctrl-C$"):
-        finder(cluster, run, num_workers=8).found()
-    assert cluster.num_open == 0
-    assert run.events == []
 
 
 @pytest.mark.parametrize(
@@ -133,8 +123,9 @@ def test_an_elastic_group_has_the_largest_size_that_fits_and_leaves_a_cpu_for_re
     cpus, held, size, cluster
 ):
     cluster.cpus, cluster.held = {"a": cpus}, held
-    assert finder(cluster, FakeRun(), num_workers=[1, 8]).found().size == size
-    assert cluster.num_open == 0
+    run = FakeRun()
+    place = finder(cluster, run, num_workers=[1, 8]).found()
+    assert (place.size, place.labels, cluster.num_open, run.events) == (size, {}, 0, [])
 
 
 def test_an_elastic_group_without_room_asks_for_the_largest_then_for_smaller_ones(
@@ -182,10 +173,7 @@ def test_a_run_whose_reading_nodes_are_lost_lacks_them(cpus, is_private, lacks, 
     text = lacking_now(recipe_with(workers={"num_workers": 2}), use_gpu=False)
     assert ("leave 0 of 2 CPUs for reading data" in text and "start nodes" in text) == lacks
     assert bool(text) == lacks
-
-
-def test_gpus_that_join_later_are_not_lacking_to_a_run_on_cpus(monkeypatch):
-    """Its workers were placed by `auto` when there were none."""
+    # GPUs that join later are not lacking to workers that `auto` placed when there were none.
     monkeypatch.setattr(placement, "shape", lambda _: ClusterShape(3, 8, 1, 0.0))
     recipe = recipe_with(workers={"num_workers": 2, "use_gpu": "auto"})
     assert lacking_now(recipe, use_gpu=False) == ""

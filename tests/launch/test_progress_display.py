@@ -16,8 +16,6 @@ def test_a_log_has_each_event_once_and_the_time_left_by_the_steps_of_this_attemp
     looks = []
 
     class Repeated:
-        """The looks of the display, made by the test."""
-
         def __init__(self, update: object) -> None:
             looks.append(update)
 

@@ -11,22 +11,38 @@ from vit_ray.launch import run
 from vit_ray.launch.cluster.connection import ClusterShape
 
 
+def not_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "foo")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+
+
+def no_cpu_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = ClusterShape(1, 2, 0, 0.0, is_private=True)
+    monkeypatch.setattr(run, "connect", lambda _: cluster)
+
+
+def unseen_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = ClusterShape(2, 8, 0, 0.0)
+
+    def refuse(shape: ClusterShape, read: Any) -> None:
+        assert (shape, read) == (cluster, [("data.train", str(converted_set()))])
+        raise ValueError("not on this node")
+
+    monkeypatch.setattr(run, "connect", lambda _: cluster)
+    monkeypatch.setattr(run, "check_shared", refuse)
+
+
 @pytest.mark.parametrize(
-    ("address", "cluster", "message"),
+    ("spoil", "message"),
     [
-        ("foo", None, "RAY_ADDRESS=foo is not an address"),
-        (None, ClusterShape(1, 2, 0, 0.0, is_private=True), "leave 0 of 2 CPUs for reading data"),
+        (not_an_address, "RAY_ADDRESS=foo is not an address"),
+        (no_cpu_to_read, "leave 0 of 2 CPUs for reading data"),
+        (unseen_files, "not on this node"),
     ],
 )
-def test_a_new_run_that_its_cluster_refuses_leaves_no_folder(
-    address, cluster, message, tmp_path, monkeypatch
-):
+def test_a_new_run_that_its_cluster_refuses_leaves_no_folder(spoil, message, tmp_path, monkeypatch):
     """A refused run would otherwise be listed as one that has begun."""
-    if address is not None:
-        monkeypatch.setenv("RAY_ADDRESS", address)
-        monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    else:
-        monkeypatch.setattr(run, "connect", lambda _: cluster)
+    spoil(monkeypatch)
     recipe = recipe_with(
         "refused", output=str(tmp_path / "runs"),
         data={"train": str(converted_set()), "eval": None},
@@ -35,27 +51,4 @@ def test_a_new_run_that_its_cluster_refuses_leaves_no_folder(
     )  # fmt: skip
     with pytest.raises(ValueError, match=message):
         run.train(recipe)
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_run_whose_nodes_do_not_see_its_files_is_refused_before_its_folder_is_made(
-    tmp_path, monkeypatch
-):
-    asked: list[Any] = []
-
-    def refuse(cluster: ClusterShape, read: Any) -> None:
-        asked.extend((cluster, read))
-        raise ValueError("not on this node")
-
-    cluster = ClusterShape(2, 8, 0, 0.0)
-    monkeypatch.setattr(run, "connect", lambda _: cluster)
-    monkeypatch.setattr(run, "check_shared", refuse)
-    recipe = recipe_with(
-        "refused", output=str(tmp_path / "runs"),
-        data={"train": str(converted_set()), "eval": None},
-        optim={"steps": 4}, train={"global_batch_size": 4, "micro_batch_size": 2},
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="not on this node"):
-        run.train(recipe)
-    assert asked == [cluster, [("data.train", str(converted_set()))]]
     assert not (tmp_path / "runs").exists()

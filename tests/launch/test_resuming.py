@@ -79,6 +79,7 @@ def test_the_same_recipe_goes_on_without_a_word():
         ({"data": {"eval": "/data/other"}}, "data.eval", "/data/test", "/data/other"),
         ({"optim": {"betas": [0.9, 0.95]}}, "optim.betas", r"\[0.9, 0.999\]", r"\[0.9, 0.95\]"),
         ({"init_from": "/weights"}, "init_from", "None", "/weights"),
+        ({"checkpoint": {"keep_best": True}}, "checkpoint.keep_best", "False", "True"),
     ],
 )
 def test_a_change_is_refused_by_name_with_both_values_or_accepted_on_purpose(
@@ -100,7 +101,10 @@ def test_a_change_is_refused_by_name_with_both_values_or_accepted_on_purpose(
         ({"model": {"name": "ViT-S/16"}}, "model.name was ViT-B/16 and is ViT-S/16"),
         ({"train": {"global_batch_size": 128}}, "train.global_batch_size was 64 and is 128"),
         ({"optim": {"name": "sgd"}}, "optim.name was adamw and is sgd"),
+        ({"optim": {"frozen": ["norm"]}}, r'optim.frozen was \[\] and is \["norm"\]'),
+        ({"train": {"loss": "sigmoid"}}, "train.loss was softmax and is sigmoid"),
         ({"data": {"fraction": 0.5}}, "data.fraction was 1.0 and is 0.5"),
+        ({"data": {"held_out_fraction": 0.5}}, "data.held_out_fraction was 0.0 and is 0.5"),
         ({"data": {"shuffle_window": 128}}, "data.shuffle_window was 0 and is 128"),
     ],
 )
@@ -132,6 +136,8 @@ def test_a_run_that_is_over_is_not_given_out_as_measured_on_other_data(other):
     with pytest.raises(ValueError, match=told):
         accepted(elsewhere, position(20))
     assert accepted(elsewhere, position(7))
+    few_shot = ("evaluate.few_shot_train", "evaluate.few_shot_test")
+    assert {on_resume(key) for key in ("data.eval", *few_shot)} == {OnResume.EVALUATED}
     longer = elsewhere.with_changes(optim={"epochs": 4.0})
     assert f"data.eval was /data/test and is {other}" in accepted(longer, position(20))[0]
 
@@ -169,6 +175,14 @@ def test_what_is_not_used_decides_nothing_until_it_is():
         accepted(begun.with_changes(evaluate={"shots": [1, 5]}), position(7, begun))
     with pytest.raises(ValueError, match=r"optim.decay_at was .* and is \[0.5\]"):
         accepted(linear_recipe(optim={"schedule": "steps", "decay_at": [0.5]}), position(7))
+    for begun, changed in (
+        (linear_recipe(optim={"name": "sgd"}), []),
+        (linear_recipe(optim={"name": "parts.lion"}), ["optim.betas"]),
+        (linear_recipe(train={"averaging": 0.9}), ["optim.betas", "train.averaging_warmup"]),
+    ):
+        now = begun.with_changes(optim={"betas": (0.9, 0.9)}, train={"averaging_warmup": False})
+        found = [change.key for change in incompatible_changes(begun.flat(), now.flat())]
+        assert found == changed
 
 
 def test_a_longer_run_is_accepted_and_says_what_becomes_of_the_schedule():
@@ -193,13 +207,19 @@ def test_a_run_does_not_end_before_where_it_is():
     "changes",
     [
         {"train": {"micro_batch_size": 8, "zero_stage": 3, "activation_checkpointing": 1}},
-        {"train": {"nonfinite": "skip", "log_every_steps": 7}},
+        {"train": {"offload": True, "step_timeout_s": 7.0, "profile_steps": [3, 4]}},
+        {"train": {"nonfinite": "skip", "log_every_steps": 7, "callbacks": ["a.note"]}},
         {"data": {"train": "/moved", "cpus_per_task": 1.0, "max_bad_fraction": 0.5}},
+        {"train": {"compile": False}, "tracking": {"experiment": "other"}},
+        {"data": {"object_store_mib": 64, "label_selector": {"a": "b"}}},
+        {"data": {"cache_dir": "/c", "cache_free_gib": 1.0}},
+        {"evaluate": {"batch_size": 8, "metrics": ["a.top9"]}},
         {"workers": {"num_workers": [1, 8]}, "checkpoint": {"keep_last": 9}},
         {"data": {"shuffle_window": "auto"}},
         {"evaluate": {"every_steps": 5}},
         {"evaluate": {"shots": [1, 5], "few_shot_seeds": 9}},
         {"optim": {"decay_at": [0.5], "momentum": 0.5}},
+        {"train": {"averaging_warmup": False}},  # nothing is averaged
         {"train": {"masked_target": "full_patch"}},
     ],
 )
@@ -237,62 +257,3 @@ def test_what_switches_a_key_off_is_a_key_with_such_values():
         # Without values the switch is off where it is unset, or 0.
         can_be_off = allowed[used_if.key].endswith(" | null") or used_if.key == "train.averaging"
         assert used_if.values or can_be_off, used_if
-
-
-@pytest.mark.parametrize(
-    ("mark", "keys"),
-    [
-        (
-            OnResume.FIXED,
-            "seed data.fraction "
-            "data.held_out_fraction data.shuffle_window "
-            "optim.name optim.frozen "
-            "train.loss train.masked_target train.global_batch_size",
-        ),
-        (
-            OnResume.FREE,
-            "output resume data.train data.max_bad_fraction "
-            "data.cpus_per_task data.object_store_mib "
-            "data.label_selector data.cache_dir data.cache_free_gib "
-            "train.micro_batch_size train.zero_stage train.offload "
-            "train.activation_checkpointing train.compile train.nonfinite "
-            "train.log_every_steps train.profile_steps "
-            "train.callbacks train.step_timeout_s evaluate.batch_size evaluate.metrics",
-        ),
-        (OnResume.LENGTH, "optim.steps optim.epochs"),
-        (OnResume.EVALUATED, "data.eval evaluate.few_shot_train evaluate.few_shot_test"),
-    ],
-    ids=["fixed", "free", "length", "evaluated"],
-)
-def test_other_keys_of_the_training_than_these_need_the_flag(mark, keys):
-    """Written out, since runs are resumed by it: a checkpoint means nothing with a fixed one."""
-    sections = ("data.", "optim.", "train.", "evaluate.")
-    names = [key.name for key in all_keys()]
-    mine = [key for key in names if key.startswith(sections) or "." not in key]
-    assert [key for key in mine if on_resume(key) is mark] == sorted(keys.split(), key=mine.index)
-    held = {on_resume(key) for key in names if key.startswith("model.")}
-    assert held == {OnResume.FIXED}
-    free = ("workers.", "checkpoint.", "tracking.")
-    others = {on_resume(key): key for key in names if key.startswith(free)}
-    # It decides which weights are the result.
-    assert others.pop(OnResume.CONFIRM) == "checkpoint.keep_best"
-    assert others.keys() == {OnResume.FREE}
-
-
-@pytest.mark.parametrize(("name", "is_used"), [("sgd", False), ("parts.lion", True)])
-def test_betas_decide_with_an_optimizer_of_the_users(name, is_used):
-    before, now = (
-        Recipe(name="r", optim={"name": name, "betas": (0.9, beta)}).flat() for beta in (0.9, 0.99)
-    )
-    changed = [change.key for change in incompatible_changes(before, now)]
-    assert changed == (["optim.betas"] if is_used else [])
-
-
-@pytest.mark.parametrize(("averaging", "is_used"), [(0.0, False), (0.999, True)])
-def test_the_warm_up_of_an_average_decides_nothing_where_nothing_is_averaged(averaging, is_used):
-    before, now = (
-        Recipe(name="r", train={"averaging": averaging, "averaging_warmup": warms_up}).flat()
-        for warms_up in (True, False)
-    )
-    changed = [change.key for change in incompatible_changes(before, now)]
-    assert changed == (["train.averaging_warmup"] if is_used else [])

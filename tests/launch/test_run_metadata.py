@@ -96,28 +96,22 @@ def test_a_users_description_comes_first_and_his_tags_replace_none_of_ours():
         recipe.with_changes(tracking={"tags": {"vit_ray.kind": "mine"}})
 
 
-def test_what_is_of_the_machine_is_a_file_and_its_cores_are_those_there_are():
+def test_inputs_cost_and_machine_of_a_run():
     mine = ClusterShape(1, 4, 0, 0.0, is_private=True)
     assert str(mine) == f"1 node, {cpu_count()} cores, 0 GPUs"
     assert str(ClusterShape(2, 8, 1, 0.0)) == "2 nodes, 8 CPUs, 1 GPUs"
     facts = json.loads(machine_facts(mine))
     assert (facts["driver"], facts["ray_cpus"]) == (platform.node(), 4)
-
-
-def test_inputs_are_the_data_sets_with_counts_and_use():
-    train, test = data_inputs(resolved_run())
-    assert (train["name"], train["context"], test["context"]) == ("train", "training", "evaluation")
-    assert train["profile"]["num_images"] == 90
-    assert train["source"] == "/data/digits/train"
-    assert len(train["digest"]) <= 36  # MLflow's limit
-
-
-def test_the_compute_of_a_training_is_that_of_its_steps():
     plan = resolved_run()
     plan.manifest.num_classes = 10
     ten, twenty = (training_cost(plan, steps) for steps in (10, 20))
     assert ten["study/images_seen"] == 1280
     assert twenty["study/exaflops"] == pytest.approx(2 * ten["study/exaflops"])
+    train, test = data_inputs(plan)
+    assert (train["name"], train["context"], test["context"]) == ("train", "training", "evaluation")
+    assert train["profile"]["num_images"] == 90
+    assert train["source"] == "/data/digits/train"
+    assert len(train["digest"]) <= 36  # MLflow's limit
 
 
 def test_a_group_is_of_runs_that_differ_by_the_seed_alone(monkeypatch):

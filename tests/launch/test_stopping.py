@@ -38,18 +38,16 @@ def start(before: str = "") -> subprocess.Popen[str]:
 
 
 def line(driver: subprocess.Popen[str]) -> str:
-    assert driver.stdout is not None
     return driver.stdout.readline().strip()
 
 
 @pytest.mark.parametrize(
     ("number", "reason"),
-    [
-        (signal.SIGINT, "Ctrl-C"),
-        (signal.SIGHUP, "the terminal was closed (SIGHUP)"),
-    ],
+    [(signal.SIGINT, "Ctrl-C"), (signal.SIGHUP, "the terminal was closed (SIGHUP)")],
 )
-def test_the_first_signal_asks_for_a_checkpoint_and_is_told(number, reason):
+def test_the_first_signal_asks_for_a_checkpoint_and_is_told_and_the_second_ends_at_once(
+    number, reason
+):
     driver = start()
     assert line(driver) == "training"
     driver.send_signal(number)
@@ -59,27 +57,21 @@ def test_the_first_signal_asks_for_a_checkpoint_and_is_told(number, reason):
     told = "ending, a training after one more checkpoint; repeat to end at once"
     assert errors == f"{reason}: {told}\n"
     assert driver.returncode == 3
-
-
-def test_the_second_signal_ends_at_once():
     driver = start()
     assert line(driver) == "training"
-    driver.send_signal(signal.SIGINT)
-    assert line(driver) == "asked to stop: Ctrl-C"
-    driver.send_signal(signal.SIGTERM)
-    output, _ = driver.communicate(timeout=60)
-    assert output == ""
+    driver.send_signal(number)
+    assert line(driver) == f"asked to stop: {reason}"
+    driver.send_signal(signal.SIGTERM)  # the second ends at once
+    assert driver.communicate(timeout=60)[0] == ""
     assert driver.returncode == -signal.SIGTERM
 
 
 def test_a_message_that_nobody_can_read_does_not_end_the_run():
     driver = start()
     assert line(driver) == "training"
-    assert driver.stderr is not None
     driver.stderr.close()  # as `2>&1 | tee log`, which gets the same Ctrl-C
     driver.send_signal(signal.SIGINT)
     assert line(driver) == "asked to stop: Ctrl-C"
-    assert driver.stdin is not None
     driver.stdin.write("land\n")
     driver.stdin.flush()
     assert line(driver) == "checkpoint"

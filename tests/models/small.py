@@ -44,7 +44,6 @@ def small_model(
 
 
 def shake(model: nn.Module) -> None:
-    """Add seeded noise to every parameter, in place."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -53,19 +52,16 @@ def shake(model: nn.Module) -> None:
 
 
 def some_images(batch: int = 2, size: tuple[int, int] = (32, 32)) -> Tensor:
-    """Seeded float images in [-1, 1]."""
     generator = torch.Generator().manual_seed(2)
     return torch.rand(batch, 3, *size, generator=generator) * 2 - 1
 
 
 def relative_difference(ours: Tensor, theirs: Tensor) -> float:
-    """Largest difference over the largest magnitude."""
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
 @torch.no_grad()
 def attention_weights(model: nn.Module, images: Tensor) -> list[Tensor]:
-    """Of the blocks of a ViT, in turn."""
     weights: list[Tensor] = []
     hooks = [
         module.register_forward_pre_hook(lambda m, args: weights.append(m.weights(args[0])))

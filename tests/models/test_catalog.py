@@ -36,7 +36,6 @@ OTHER_COUNTS_MILLIONS = {
 
 
 def count(model: nn.Module) -> int:
-    """Number of parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -105,13 +104,7 @@ def test_every_position_variant_has_its_tables(positions, positions_at):
     assert count(model) - count(plain) == copies * table[positions]
 
 
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [
-        ("ViT-B16", "ViT-B/16"),
-        ("R50+ViT-B/16", "R50x1+"),
-    ],
-)
+@pytest.mark.parametrize(("name", "near"), [("ViT-B16", "ViT-B/16"), ("R50+ViT-B/16", "R50x1+")])
 def test_an_unknown_name_is_answered_with_near_names(name, near):
     with pytest.raises(
         ValueError, match=f"model name .* is unknown; similar names:.*{near}"

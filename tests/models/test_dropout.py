@@ -85,11 +85,7 @@ def test_without_keys_it_is_torchs_dropout():
     ours = Dropout(0.3).train()(x)
     torch.manual_seed(1)
     assert torch.equal(ours, torch.nn.Dropout(0.3).train()(x))
-
-
-def test_evaluation_drops_nothing():
-    x = torch.randn(4, 50)
-    assert torch.equal(Dropout(0.3).eval()(x, SAMPLES), x)
+    assert torch.equal(Dropout(0.3).eval()(x, SAMPLES[:3]), x)
 
 
 def test_gradients_pass_where_elements_were_kept():

@@ -20,7 +20,6 @@ LABELS = torch.tensor([1, 3])
 
 
 def step(model: nn.Module, forward: Any = None) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients by name of one batch."""
     model.zero_grad()
     loss = F.cross_entropy((model if forward is None else forward)(some_images()), LABELS)
     loss.backward()

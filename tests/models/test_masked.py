@@ -9,11 +9,7 @@ from scipy import stats
 from torch.nn import functional as F
 
 from tests.models.small import small_model, some_images
-from vit_ray.models.masked import (
-    MaskedPatchObjective,
-    color_class,
-    draw_corruption,
-)
+from vit_ray.models.masked import MaskedPatchObjective, color_class, draw_corruption
 
 SAMPLES = torch.arange(4000)
 
@@ -26,6 +22,13 @@ def test_half_of_the_patches_are_corrupted_in_every_image():
     inside = torch.zeros_like(touched).scatter(1, corruption.corrupted, True)
     assert not (touched & ~inside).any()
     assert not (corruption.is_masked & corruption.is_swapped).any()
+    # Each patch equally often. Without replacement within an image the counts vary less than a
+    # multinomial's: by (1 - 8/16).
+    corruption = draw_corruption(torch.arange(20_000), num_patches=16, seed=5)
+    counts = np.bincount(corruption.corrupted.flatten().numpy(), minlength=16)
+    statistic = ((counts - counts.mean()) ** 2 / counts.mean()).sum() / (1 - 8 / 16) * (15 / 16)
+    assert stats.chi2.sf(statistic, df=15) > 1e-3
+    assert stats.chi2.cdf(statistic, df=15) > 1e-3
 
 
 def test_corrupted_patches_are_split_80_10_10_by_a_chi_square_test():
@@ -34,15 +37,6 @@ def test_corrupted_patches_are_split_80_10_10_by_a_chi_square_test():
     total = corruption.corrupted.numel()
     observed = [masked, swapped, total - masked - swapped]
     assert stats.chisquare(observed, np.array([0.8, 0.1, 0.1]) * total).pvalue > 1e-3
-
-
-def test_every_patch_is_corrupted_equally_often_by_a_chi_square_test():
-    corruption = draw_corruption(torch.arange(20_000), num_patches=16, seed=5)
-    counts = np.bincount(corruption.corrupted.flatten().numpy(), minlength=16)
-    # Without replacement within an image the counts vary less than a multinomial's: by (1 - 8/16).
-    statistic = ((counts - counts.mean()) ** 2 / counts.mean()).sum() / (1 - 8 / 16) * (15 / 16)
-    assert stats.chi2.sf(statistic, df=15) > 1e-3
-    assert stats.chi2.cdf(statistic, df=15) > 1e-3
 
 
 def test_a_swapped_patch_takes_any_other_patch_of_its_image_and_never_itself():

@@ -41,7 +41,6 @@ def test_fixed_positions_are_added_to_patches_and_no_parameter(pool):
         expected = plain.encode(plain.embed(IMAGES) + table)
         assert torch.allclose(fixed.encode(fixed.embed(IMAGES)), expected, atol=1e-6)
     vectors = position_vectors(fixed)
-    assert vectors is not None
     assert np.allclose(vectors.reshape(16, -1), table.numpy())
 
 

@@ -8,12 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import ViTConfig, ViTForImageClassification, ViTModel
 
-from tests.models.small import (
-    attention_weights,
-    relative_difference,
-    small_model,
-    some_images,
-)
+from tests.models.small import attention_weights, relative_difference, small_model, some_images
+from vit_ray.checkpoints.init_weights import open_weights
 from vit_ray.models import build_model
 from vit_ray.models.weights import load_weights, save_weights
 
@@ -39,8 +35,9 @@ def shaken_peer(kind: Any, folder: Any) -> nn.Module:
 
 def test_logits_and_attention_equal_those_of_transformers(tmp_path):
     peer = shaken_peer(ViTForImageClassification, tmp_path)
+    assert open_weights(str(tmp_path)).num_classes == 5
     model = small_model("ViT").eval()
-    load_weights(model, tmp_path)
+    load_weights(model, tmp_path, new_head=False)
     with torch.no_grad():
         theirs = peer(some_images(4), output_attentions=True)
         ours = attention_weights(model, some_images(4))
@@ -67,6 +64,9 @@ def test_features_behind_the_tanh_layer_equal_transformers_pooler(tmp_path):
     model = small_model("ViT", representation=True).eval()
     report = load_weights(model, tmp_path)
     # A bare model has no head.
+    assert open_weights(str(tmp_path)).num_classes is None
+    with pytest.raises(ValueError, match="head"):
+        load_weights(model, tmp_path, new_head=False)
     assert report.new == ["head.bias", "head.weight"]
     with torch.no_grad():
         theirs = peer(some_images(4)).pooler_output
@@ -144,26 +144,6 @@ def test_positions_are_added_before_the_layers_that_are_named(positions_at):
     assert len(tables) == (2 if positions_at == "every_layer" else 1)
 
 
-def test_two_dimensional_positions_join_a_column_and_a_row():
-    model = small_model("ViT", image_size=(24, 40), positions="learned_2d")
-    module = model.positions[0]
-    table = module(torch.zeros(1, 16, 32))[0]
-    # Patch (row 2, column 3) of a 3 x 5 grid, after the class token: X first, then Y.
-    expected = torch.cat([module.columns[3], module.rows[2]])
-    assert torch.equal(table[1 + 2 * 5 + 3], expected)
-    assert torch.equal(table[0], module.class_position[0])
-
-
-def test_without_positions_a_vit_does_not_see_the_order_of_patches():
-    model = small_model("ViT", positions="none").eval()
-    images = some_images()
-    # Swap the left and right halves, which moves whole patches.
-    moved = torch.cat([images[..., 16:], images[..., :16]], dim=-1)
-    torch.testing.assert_close(model(images), model(moved), rtol=1e-5, atol=1e-5)
-    ordered = small_model("ViT").eval()
-    assert not torch.allclose(ordered(images), ordered(moved), rtol=1e-3)
-
-
 def test_gap_averages_the_patches_and_has_no_class_token():
     model = small_model("ViT", pool="gap").eval()
     encoded = model.encode(model.embed(some_images()))
@@ -194,6 +174,8 @@ def test_dropout_is_where_the_paper_has_it_and_nowhere_else():
     # the last is only for the class token. None on attention weights, none in the head.
     blocks[1] = [(name, torch.Size((2, 1, shape[2]))) for name, shape in blocks[1]]
     assert calls == [("dropout", (2, 17, 32)), *blocks[0], *blocks[1]]
+    attention, x = model.blocks[0].attention, torch.randn(2, 17, 32)
+    assert torch.equal(attention(x), attention(x))
 
 
 def test_the_first_dropout_is_after_the_positions_are_added():
@@ -204,13 +186,6 @@ def test_the_first_dropout_is_after_the_positions_are_added():
     stem = model.class_token(model.embed(some_images()))
     table = model.positions[0].table.expand_as(stem)
     torch.testing.assert_close(inputs[0] - stem, table, atol=1e-6, rtol=1e-5)
-
-
-def test_attention_weights_have_no_dropout():
-    model = small_model("ViT", dropout=0.5).train()
-    attention = model.blocks[0].attention
-    x = torch.randn(2, 17, 32)
-    assert torch.equal(attention(x), attention(x))
 
 
 def test_the_last_pixels_of_a_size_that_does_not_divide_are_unused():

@@ -1,7 +1,5 @@
 """Stores with known answers, each written once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs in MLflow with known results, as a driver and its workers record them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Figures: what is drawn where, and that names stay inside."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -13,13 +11,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from tests.report.made_store import EPOCHS, GMACS, Store, accuracy, exaflops_of
-from vit_ray.report.figures import (
-    COLORS,
-    fig_compute,
-    fig_curves,
-    fig_data,
-    fig_speed,
-)
+from vit_ray.report.figures import COLORS, fig_compute, fig_curves, fig_data, fig_speed
 from vit_ray.report.runs import load_runs, trainings
 from vit_ray.report.tables import cells_of, comparable
 
@@ -65,6 +57,10 @@ def test_a_line_is_a_model_and_a_point_a_mean_over_seeds(cells):
     assert axes.get_xscale() == "log"
     colors = {text.get_text(): to_hex(text.get_color()) for text in axes.texts}
     assert colors["ViT-B/16"] == COLORS["ViT"] != colors["R50x1"] == COLORS["ResNet"]
+    # A training that has not finished is a cross with its state.
+    assert "running" in [text.get_text() for text in axes.get_legend().get_texts()]
+    crosses = [one for one in axes.collections if isinstance(one, PathCollection)]
+    assert 30.0 in [point[1] for one in crosses for point in one.get_offsets().tolist()]
 
 
 def test_a_key_of_the_recipe_gives_the_colours_of_figures_8_9_and_13(cells):
@@ -75,15 +71,6 @@ def test_a_key_of_the_recipe_gives_the_colours_of_figures_8_9_and_13(cells):
     names = {text.get_text(): to_hex(text.get_color()) for text in figure.axes[0].texts}
     assert {name.partition(", ")[2] for name in names} == {"cls", "gap"}
     assert len({*names.values()}) == 2
-
-
-def test_a_training_that_has_not_finished_is_a_cross_with_its_state(cells):
-    (axes,) = fig_compute(cells).axes
-    legend = axes.get_legend()
-    assert legend is not None
-    assert "running" in [text.get_text() for text in legend.get_texts()]
-    crosses = [one for one in axes.collections if isinstance(one, PathCollection)]
-    assert 30.0 in [point[1] for one in crosses for point in one.get_offsets().tolist()]
 
 
 def test_accuracy_against_data_has_a_part_for_each_length():
@@ -109,7 +96,6 @@ def test_curves_have_their_names_and_the_chosen_one_is_bold():
     figure = fig_curves(many, dict.fromkeys(many, "ResNet"), "loss")
     assert not figure.axes[0].texts
     legend = figure.axes[0].get_legend()
-    assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == ["ResNet"]
 
 

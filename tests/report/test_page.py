@@ -1,7 +1,5 @@
 """The page: its first sentences, what is missing, and that no text of a run becomes code."""
 
-from __future__ import annotations
-
 import math
 import re
 from html.parser import HTMLParser
@@ -16,8 +14,6 @@ from vit_ray.report.page import Written, write_report
 
 
 class Tags(HTMLParser):
-    """The tags of a page, and its text."""
-
     def __init__(self, page: Path) -> None:
         super().__init__()
         self.found: set[str] = set()
@@ -78,9 +74,7 @@ def test_a_sweep_begins_with_its_choice_and_its_test_result(sweep_page):
     )
     assert cost == "Total cost of 7 trainings: 3.8 exaFLOPs."
     assert "a proxy" in proxy  # Table 2 stands beside the paper's
-
-
-def test_a_trial_that_asha_stopped_is_neither_missing_nor_apart(sweep_page):
+    # A trial that ASHA stopped is neither missing nor apart.
     assert sweep_page.missing == []
     text = Tags(sweep_page.page).text
     assert "stopped early" in text

@@ -1,7 +1,5 @@
 """Which runs a report takes, and what it knows of them."""
 
-from __future__ import annotations
-
 import math
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """Runs of the engine on small random batches, as the ranks of a test execute them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -163,7 +161,6 @@ class StraightRuns:
         self._runs: dict[tuple[int, str], Run] = {}
 
     def of(self, world: int, configs: Iterable[dict[str, Any]]) -> dict[str, Run]:
-        """By the names of the configs."""
         names = {config["name"]: config for config in configs}
         new = [config for name, config in names.items() if (world, name) not in self._runs]
         if new:

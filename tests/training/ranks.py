@@ -4,8 +4,6 @@ The ranks are forked off a server that has imported what takes seconds: each is 
 process, and is there at once.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

@@ -100,7 +100,6 @@ def measure(rank: int, stage: int, offload: bool, precision: Any, passes: int) -
 
 @functools.cache
 def measured(kind: Any, precision: str, passes: int) -> list[dict[str, Any]]:
-    """Of each rank."""
     return run_ranks(WORLD, measure, *kind, precision, passes)
 
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from tests.training.ranks import run_ranks
@@ -42,34 +41,20 @@ def gathered(rank: int) -> tuple[list[int], Any]:
     return calls, results
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[tuple[list[int], Any]]:
-    return run_ranks(3, gathered)
-
-
-@pytest.mark.parametrize("bound", ["small", "row", "whole"])
-def test_all_ranks_get_all_rows_in_rank_order_however_many_each_has(ranks, bound):
-    for _, results in ranks:
-        assert results[bound].dtype == np.float32
-        assert np.array_equal(results[bound], ALL)
-
-
-def test_plain_numbers_and_no_rows_at_all_are_rows_too(ranks):
-    for _, results in ranks:
-        assert results["numbers"].tolist() == ALL[:, 0].tolist()
-        assert results["nothing"].shape == (0, 3)
-
-
-def test_no_more_than_the_bound_is_on_a_device_at_a_time(ranks):
+def test_all_ranks_get_all_rows_in_rank_order_within_the_bound_of_their_device():
     counting = 3 * 8  # one number of each rank
     two_rows, one_row = 3 * 2 * ROW_BYTES, 3 * ROW_BYTES
     small = [counting, *[two_rows] * 5, one_row]  # the 11 rows of the longest, 2 at a time
     row = [counting, *[one_row] * 11]
     whole = [counting, 11 * one_row]
     numbers = [counting, *[3 * 2 * 8] * 5, 3 * 8]
-    expected = [*small, *row, *whole, *numbers, counting]
-    for calls, _ in ranks:
-        assert calls == expected
+    for calls, results in run_ranks(3, gathered):
+        for bound in ("small", "row", "whole"):
+            assert results[bound].dtype == np.float32
+            assert np.array_equal(results[bound], ALL)
+        assert results["numbers"].tolist() == ALL[:, 0].tolist()
+        assert results["nothing"].shape == (0, 3)
+        assert calls == [*small, *row, *whole, *numbers, counting]
         assert max(calls[: len(small)]) <= 100
 
 

@@ -42,7 +42,6 @@ def trained(backend: str, **train: Any) -> tuple[list[float], list[torch.Tensor]
 
 
 def compiled_and_eager(rank: int) -> dict[Any, Any]:
-    """By kind: (compiled, eager)."""
     found = {}
     for backend, stage, precision, every in KINDS:
         train = {"zero_stage": stage, "precision": precision, "activation_checkpointing": every}

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 from tests.models.small import FAMILIES, small_model, some_images
@@ -19,20 +18,12 @@ from tests.training.ranks import run_ranks
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.models.counter_random import line_keys, random_words, sample_keys
 from vit_ray.models.dropout import StochasticDepth, keyed_dropout
-from vit_ray.models.encoder import Block
 from vit_ray.models.masked import draw_corruption
 from vit_ray.models.recompute import recompute
-from vit_ray.models.sizes import EncoderSize, VitOptions
 from vit_ray.training.engine.compiling import compile_model
-from vit_ray.training.mixing import draw_mixing, mix_images
+from vit_ray.training.mixing import draw_mixing
 
-NUM_CALLS = 2000
-WIDTH = 48
-# Dropout, stochastic depth, recomputed in the backward pass, input mixed by MixUp and CutMix.
-BLOCKS = {
-    "together": (0.1, 0.3, True, True),
-    "dropout": (0.1, 0.0, False, False),
-}
+NUM_CALLS = 200
 # The product of a constant of 10 digits or more and a loop's variable, in either order.
 FOLDED_PRODUCT = re.compile(r"\d{10,}L*\)*\s*\*\s*\(*[a-z]*x\d|x\d+\)*\s*\*\s*\(*-?\d{10,}")
 
@@ -40,50 +31,6 @@ FOLDED_PRODUCT = re.compile(r"\d{10,}L*\)*\s*\*\s*\(*[a-z]*x\d|x\d+\)*\s*\*\s*\(
 def compiled_alone(function: Callable[..., Any]) -> Callable[..., Any]:
     torch._dynamo.reset()
     return torch.compile(function, backend="inductor")
-
-
-def block_differences(rank: int, dropout: float, depth: float, again: bool, mixed: bool) -> float:
-    """The largest difference between compiled and eager over all calls, outputs and gradients."""
-    torch.manual_seed(0)
-    size, options = EncoderSize(1, WIDTH, 80, 3), VitOptions(dropout=dropout)
-    block = Block(size, options, stochastic_depth=depth).train()
-    recompute(nn.ModuleDict({"blocks": nn.ModuleList([block])}), int(again))
-    mixes = TrainConfig(mixup=0.8, cutmix=1.0)
-
-    def forward(x: Tensor, samples: Tensor, step: Tensor) -> Tensor:
-        keys = sample_keys(samples + (step << 20), 0)
-        if mixed:
-            mixing = draw_mixing(samples + (step << 20), (5, WIDTH), mixes, 0, 0)
-            x = mix_images(x[:, None], mixing.weight)[:, 0]
-        return block(x, keys)
-
-    compiled = compiled_alone(forward)
-    x = torch.randn(4, 5, WIDTH)
-    samples = torch.tensor([7, 1, 300_000_000, 2**40])
-    largest = 0.0
-    for call in range(NUM_CALLS):
-        step = torch.tensor(call)
-        found = []
-        for function in (forward, compiled):
-            leaf = x.clone().requires_grad_()
-            block.zero_grad()
-            output = function(leaf, samples, step)
-            output.square().sum().backward()
-            gradients = [p.grad for p in block.parameters() if p.grad is not None]
-            found.append([output, leaf.grad, *gradients])
-        for ours, theirs in zip(*found, strict=True):
-            assert ours.isfinite().all()
-            scale = theirs.abs().max().clamp_min(1e-6)  # gradients are 0 where all branches drop
-            largest = max(largest, float((ours - theirs).abs().max() / scale))
-    assert counters["stats"]["unique_graphs"] > 0
-    return largest
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", BLOCKS)
-def test_a_compiled_block_drops_and_trains_as_an_eager_one(kind):
-    (largest,) = run_ranks(1, block_differences, *BLOCKS[kind])
-    assert largest < 1e-4  # rounding of float32; one element dropped elsewhere is above 1e-1
 
 
 def draws() -> dict[str, Callable[[Tensor], Any]]:
@@ -111,7 +58,7 @@ def compiled_draws(rank: int, names: list[str]) -> dict[str, tuple[bool, list[st
         _, code = run_and_get_code(compiled, samples)
         assert "cpp_fused" in "".join(code)
         equal = True
-        for _ in range(NUM_CALLS // 10):
+        for _ in range(NUM_CALLS):
             samples = torch.randint(2**40, (6,), generator=generator)
             pairs = zip(compiled(samples), draw(samples), strict=True)
             if name == "mixing":  # powers and cosines, which compiled code rounds elsewhere
@@ -146,6 +93,7 @@ def family_difference(rank: int, family: str) -> tuple[float, list[str]]:
     for compiles in (False, True):
         torch._dynamo.reset()
         model = small_model(family, **options).train()
+        recompute(model, int("ViT" in family))
         if compiles:
             compile_model(model, "inductor", may_fail=False)
         model.zero_grad()

@@ -228,7 +228,6 @@ def _poisoned_step(engine: Any) -> tuple[bool, bool]:
 
 
 def _averaged_logits(engine: Any) -> list[torch.Tensor]:
-    """Logits before, with and after the averaged weights."""
     before = engine.predict(IMAGES)[1]
     with engine.averaged():
         inside = engine.predict(IMAGES)[1]
@@ -249,11 +248,6 @@ def behaviour() -> dict[str, Any]:
     return run_ranks(2, averages_and_guard)[0]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_loss_that_is_not_finite_on_one_rank_is_applied_on_none(behaviour, stage):
-    assert behaviour[f"poison-{stage}"] == (False, False)
-
-
 def reference_average() -> torch.nn.Module:
     """Plain torch: the same three steps, whose factors of 0.5 are still less by the warm-up."""
     average = small_model()
@@ -265,16 +259,13 @@ def reference_average() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_averaged_weights_are_polyaks_and_leave_no_trace(behaviour, stage):
+def test_averages_are_polyaks_and_a_loss_that_is_not_finite_is_applied_on_no_rank(behaviour, stage):
+    assert behaviour[f"poison-{stage}"] == (False, False)
     before, inside, after = behaviour[f"average-{stage}"]
     expected = reference_average().eval()(IMAGES).detach()
     torch.testing.assert_close(inside, expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(before, after)
     assert not torch.allclose(before, inside)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_activation_sizes_name_the_layers_and_where_a_value_is_lost(behaviour, stage):
     sizes, lost, logits = behaviour[f"sizes-{stage}"]
     names = list(sizes)
     assert names.index("blocks.0") < names.index("blocks.1") < names.index("head")

@@ -63,25 +63,33 @@ def test_no_step_is_taken_with_a_share_of_another_size(count):
     with pytest.raises(RuntimeError, match=f"{count} images .* share of {BATCH};"):
         run(engine, FakeHooks(), short_recipe(), stream=stream)
     assert engine.seen == engine.rates == []
-
-
-def test_a_run_that_is_evaluated_at_further_steps_trains_the_same():
-    whole, chosen = FakeEngine(), short_recipe(checkpoint={"every_steps": None})
-    run(whole, FakeHooks(), chosen)
-    followed, hooks = FakeEngine(), FakeHooks()
-    assert run(followed, hooks, chosen, evaluate_at=(3, 7)) is Ending.FINISHED
-    assert (followed.seen, followed.steps, followed.rates) == (whole.seen, whole.steps, whole.rates)
-    assert [one for one in hooks.order if "evaluate" in one] == [
-        "evaluate 3", "evaluate 7", "evaluate 10",
-    ]  # fmt: skip
-    assert sorted(set(hooks.saved)) == [10]
+    with pytest.raises(RuntimeError, match="ended before step 10"):
+        run(FakeEngine(), FakeHooks(), short_recipe(), total_steps=TOTAL + 1)
 
 
 class LossesByStep(FakeHooks):
     """Better at the further steps than anywhere else."""
 
     def evaluate(self, step: int) -> dict[str, float]:
+        self.order.append(f"evaluate {step}")
         return {"eval/loss": {3: 0.1, 4: 2.0, 7: 0.2, 8: 1.5, 10: 1.8}[step]}
+
+
+def test_a_run_that_is_evaluated_at_further_steps_trains_the_same_and_ends_as_early():
+    chosen = short_recipe(evaluate={"every_steps": 4}, train={"early_stopping": 1})
+    whole, followed = FakeEngine(), FakeEngine()
+    end, same, hooks = Progress(), Progress(), LossesByStep()
+    assert run(whole, LossesByStep(), chosen, end) is Ending.EARLY
+    assert (end.step, end.best_eval_loss) == (10, 1.5)
+    assert run(followed, hooks, chosen, same, evaluate_at=(3, 7)) is Ending.EARLY
+    assert (followed.seen, followed.steps, followed.rates) == (whole.seen, whole.steps, whole.rates)
+    assert [one for one in hooks.order if "evaluate" in one] == [
+        f"evaluate {step}" for step in (3, 4, 7, 8, 10)
+    ]
+    assert not {3, 7} & {*hooks.saved}
+    same.train_seconds, same.metrics = end.train_seconds, end.metrics
+    same.worker_seconds = end.worker_seconds
+    assert same == end
 
 
 class LossesOfBoth(FakeHooks):
@@ -116,17 +124,6 @@ def test_losses_of_averages_that_are_made_no_longer_decide_nothing():
     assert (progress.best_eval_loss, progress.best_loss_key) == (0.5, "eval/loss")
     assert "eval/averaged_loss" not in progress.metrics
     assert "train/loss" in progress.metrics
-
-
-def test_an_evaluation_at_a_further_step_does_not_count_for_early_stopping():
-    chosen = short_recipe(evaluate={"every_steps": 4}, train={"early_stopping": 1})
-    whole, followed = Progress(), Progress()
-    assert run(FakeEngine(), LossesByStep(), chosen, whole) is Ending.EARLY
-    assert (whole.step, whole.best_eval_loss) == (10, 1.5)
-    assert run(FakeEngine(), LossesByStep(), chosen, followed, evaluate_at=(3, 7)) is Ending.EARLY
-    followed.train_seconds, followed.metrics = whole.train_seconds, whole.metrics
-    followed.worker_seconds = whole.worker_seconds
-    assert followed == whole
 
 
 def test_loss_and_norm_are_the_means_over_the_ranks():
@@ -168,18 +165,6 @@ def test_it_saves_by_the_clock():
     run(FakeEngine(), hooks, chosen, clock=lambda: float(next(now)))
     assert 2 <= len(hooks.saved) < TOTAL
     assert hooks.saved[-1] == TOTAL
-
-
-def test_the_last_checkpoint_is_there_if_the_last_evaluation_dies():
-    class Dying(FakeHooks):
-        def evaluate(self, step: int) -> dict[str, float]:
-            raise MemoryError
-
-    hooks = Dying()
-    with pytest.raises(MemoryError):
-        run(FakeEngine(), hooks, short_recipe())
-    assert hooks.saved == [TOTAL]
-    assert hooks.due == [True]
 
 
 def test_a_refused_step_is_reported_with_its_samples_and_counted_in_a_row():
@@ -283,11 +268,6 @@ def test_the_best_is_chosen_on_held_out_images_where_there_are_any_beside_a_test
     assert found["eval/last_top1"] == pytest.approx((abs(TOTAL - 8) + 1) / 10)
 
 
-def test_a_stream_that_ends_too_soon_is_an_error():
-    with pytest.raises(RuntimeError, match="ended before step 10"):
-        run(FakeEngine(), FakeHooks(), short_recipe(), total_steps=TOTAL + 1)
-
-
 def test_a_last_step_whose_save_is_not_whole_is_saved_again_after_its_evaluation():
     hooks = FakeHooks(losses=[0.5], is_whole=False)
     progress = Progress(TOTAL, evaluation_due=True)
@@ -300,6 +280,7 @@ def test_a_run_that_is_lengthened_after_a_stop_in_its_last_evaluation_ends_once(
     run(FakeEngine(), hooks, short_recipe(), Progress(step=TOTAL // 2, evaluation_due=True))
     last = [f"save {TOTAL}", f"evaluate {TOTAL}", f"add {TOTAL}"]
     assert hooks.order == last
+    assert hooks.due == [True]  # the last checkpoint is there if the evaluation dies
 
 
 def test_the_best_that_was_saved_before_its_evaluation_is_not_written_again():
@@ -387,11 +368,7 @@ LAST = f"evaluate {TOTAL}"
             {},
             [f"save {TOTAL}", LAST, LAST, LAST, f"add {TOTAL}"],
         ),
-        (
-            {"losses": [0.5], "save_at": TOTAL},
-            {},
-            [f"save {TOTAL}", LAST, f"add {TOTAL}"],
-        ),
+        ({"losses": [0.5], "save_at": TOTAL}, {}, [f"save {TOTAL}", LAST, f"add {TOTAL}"]),
     ],
 )
 def test_checkpoints_by_cadence_and_at_notice_come_before_evaluations(hooks, sections, order):

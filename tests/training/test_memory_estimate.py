@@ -1,7 +1,5 @@
 """Weight of a training against published formulas, real forward passes and DeepSpeed's tensors."""
 
-from __future__ import annotations
-
 import gc
 import math
 from typing import Any
@@ -39,7 +37,6 @@ def vit(depth: int, image_size: int = 32, dropout: float = 0.0, **train: Any) ->
 
 
 def block_bytes(batch: int, **options: Any) -> int:
-    """What one block adds to the activations."""
     one, two = (activation_bytes(vit(depth, **options), 10, batch) for depth in (2, 3))
     return two - one
 
@@ -63,20 +60,15 @@ def test_a_block_keeps_what_the_published_formula_says(precision, dropout):
 def test_a_recomputed_block_keeps_its_input_only():
     options = {"precision": "bf16", "activation_checkpointing": 1}
     assert block_bytes(3, **options) == pytest.approx(3 * 65 * 128 * 2, rel=0.01)
-
-
-def test_the_peak_holds_the_block_that_is_being_recomputed():
     every = activation_bytes(vit(6, precision="bf16", activation_checkpointing=1), 10, 8)
     none = activation_bytes(vit(6, precision="bf16"), 10, 8)
+    # The peak holds the block that is being recomputed.
     assert block_bytes(8, precision="bf16") < every < 0.5 * none
 
 
-def test_parameters_are_those_that_the_reference_counts():
-    recipe = recipe_of({"name": "ViT-L/16"})
-    assert count_parameters(recipe, 1000) == 304_326_632  # google-research/vision_transformer
-
-
-def test_masked_patch_prediction_does_not_train_the_class_head():
+def test_parameters_are_the_references_and_masked_patches_do_not_train_the_class_head():
+    large = recipe_of({"name": "ViT-L/16"})
+    assert count_parameters(large, 1000) == 304_326_632  # google-research/vision_transformer
     supervised = recipe_of({"name": "ViT-Ti/16"})
     masked = recipe_of({"name": "ViT-Ti/16"}, loss="masked_patch")
     head, prediction, mask = 192 * 1000 + 1000, 192 * 512 + 512, 192
@@ -94,15 +86,10 @@ def test_the_largest_micro_batch_fits_and_the_next_divisor_does_not():
     assert 1 <= size < 480
     assert estimate_memory(recipe, 1000, size, 2).total <= 0.95 * memory_gib
     assert estimate_memory(recipe, 1000, larger, 2).total > 0.95 * memory_gib
-
-
-def test_the_images_of_three_batches_are_on_the_device():
-    recipe = recipe_of({"name": "ViT-Ti/16", "image_size": (224, 448)}, global_batch_size=4096)
-    assert estimate_memory(recipe, 10, 2, 2).batches * GIB == 3 * 2048 * 224 * 448 * 3
-
-
-def test_a_device_too_small_for_one_image_has_no_micro_batch():
     assert largest_micro_batch(recipe_of({"name": "ViT-Ti/16"}), 1000, 2, 0.01) is None
+    recipe = recipe_of({"name": "ViT-Ti/16", "image_size": (224, 448)}, global_batch_size=4096)
+    # The images of three batches are on the device.
+    assert estimate_memory(recipe, 10, 2, 2).batches * GIB == 3 * 2048 * 224 * 448 * 3
 
 
 PASSES = 2

@@ -30,10 +30,7 @@ def test_shares_are_beta_distributed(alpha):
     uniform = torch.from_numpy(rng.uniform(size=(3, 50_000)))
     found = symmetric_beta(torch.tensor(alpha).double(), *uniform).numpy()
     assert stats.kstest(found, stats.beta(alpha, alpha).cdf).pvalue > 1e-3
-
-
-def test_mixup_draws_a_share_for_each_pair():
-    own = drawn(MANY, mixup=0.4).own_share
+    own = drawn(MANY, mixup=0.4).own_share  # one for each pair
     assert torch.equal(own[::2], own[1::2])
     assert stats.kstest(own[::2].double().numpy(), stats.beta(0.4, 0.4).cdf).pvalue > 1e-3
 
@@ -93,8 +90,7 @@ def test_images_and_labels_are_mixed_alike():
 
 
 @pytest.mark.parametrize(
-    ("loss", "smoothing", "labels"),
-    [("softmax", 0.0, 1), ("softmax", 0.1, 2), ("sigmoid", 0.0, 2)],
+    ("loss", "smoothing", "labels"), [("softmax", 0.0, 1), ("softmax", 0.1, 2), ("sigmoid", 0.0, 2)]
 )
 def test_the_loss_is_that_of_mixed_targets(loss, smoothing, labels):
     """Against cross-entropy with the mixed probabilities themselves."""

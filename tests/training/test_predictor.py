@@ -1,7 +1,5 @@
 """Evaluation by the weights alone: the numbers of the engine that trains, without its memory."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from typing import Any
@@ -41,7 +39,6 @@ def test_features_and_logits_are_those_of_the_engine_bit_by_bit(precision, stage
 
 
 def held_bytes() -> int:
-    """Bytes of all tensors' memory in this process."""
     gc.collect()
     tensors = (one for one in gc.get_objects() if isinstance(one, torch.Tensor))
     return sum(

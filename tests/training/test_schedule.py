@@ -69,10 +69,14 @@ def test_until_its_cool_down_a_shorter_run_has_the_rates_of_a_longer_one():
     assert cooldown_start(config, 1) == 0
 
 
-def test_steps_fall_to_a_tenth_at_30_60_and_90_percent():
+def test_steps_fall_to_a_tenth_at_30_60_and_90_percent_and_constant_stays_at_the_peak():
     config = OptimConfig(learning_rate=1.0, schedule="steps")
     ours = [lr_at(step, config, 100) for step in (0, 29, 30, 59, 60, 89, 90, 99)]
     assert ours == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01, 0.001, 0.001])
+    config = OptimConfig(learning_rate=2.0, schedule="constant", warmup_steps=4)
+    assert [lr_at(step, config, 10) for step in (0, 2, 4, 9)] == [0.0, 1.0, 2.0, 2.0]
+    with pytest.raises(ValueError, match=r"decay_at=\[0.6, 0.3\] is not in ascending order"):
+        OptimConfig(decay_at=(0.6, 0.3))
 
 
 def test_steps_fall_where_decay_at_says():
@@ -87,13 +91,3 @@ def test_steps_fall_where_decay_at_says():
         assert lr_at(step, config, 400) == pytest.approx(scheduler.get_last_lr()[0], rel=1e-9)
         optimizer.step()
         scheduler.step()
-
-
-def test_decay_at_must_ascend():
-    with pytest.raises(ValueError, match=r"decay_at=\[0.6, 0.3\] is not in ascending order"):
-        OptimConfig(decay_at=(0.6, 0.3))
-
-
-def test_constant_stays_at_the_peak_after_the_warm_up():
-    config = OptimConfig(learning_rate=2.0, schedule="constant", warmup_steps=4)
-    assert [lr_at(step, config, 10) for step in (0, 2, 4, 9)] == [0.0, 1.0, 2.0, 2.0]

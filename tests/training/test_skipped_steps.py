@@ -65,16 +65,12 @@ def train_on(
     ending = TrainingLoop(engine, batches(), chosen, context, Hooks(), progress, Compute(1)).run()
     assert ending is Ending.FINISHED
     weights = {name: p.detach().clone() for p, name in engine._names.items()}
-    assert engine.average is not None
     for name, parts in engine.average.by_name().items():
         weights |= {f"average of {name} from {start}": values for start, values in parts}
     return weights, actor.events, progress
 
 
-@pytest.mark.parametrize(
-    ("kind", "stage"),
-    [("not finite", 0), ("step skipped", 2)],
-)
+@pytest.mark.parametrize(("kind", "stage"), [("not finite", 0), ("step skipped", 2)])
 def test_a_bad_step_is_skipped_by_all_ranks_as_if_its_batch_had_not_been_there(kind, stage):
     bad_factor, skip_above = (float("nan"), None) if kind == "not finite" else (1e3, 20.0)
     train = TrainConfig(

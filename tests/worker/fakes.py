@@ -82,7 +82,6 @@ class FakeRun:
 
 
 def sum_of_one(values: Any) -> list[float]:
-    """Sums of a group of one."""
     return [float(v) for v in values]
 
 
@@ -170,8 +169,6 @@ class FakeEngine:
 
 @dataclass
 class FakeHooks:
-    """What the loop asks of a worker, in its order."""
-
     losses: list[float] = field(default_factory=list)
     logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
@@ -236,7 +233,6 @@ def short_recipe(**sections: Any) -> Recipe:
 
 
 def make_job(folder: Path, kind: Any = "train", **sections: Any) -> TrainJob:
-    """A run of a few steps below `folder`."""
     recipe = short_recipe(**{"output": str(folder), **sections})
     return TrainJob(
         recipe, kind, 10, TOTAL, "print", "auto", 0, 0.0, FakeRun(), None,
@@ -245,7 +241,6 @@ def make_job(folder: Path, kind: Any = "train", **sections: Any) -> TrainJob:
 
 
 def batches(first: int = 0) -> Iterator[dict[str, np.ndarray]]:
-    """One of 8 images for each step from `first` on."""
     for step in range(first, TOTAL):
         yield {
             "image": np.zeros((BATCH, 2, 2, 3), np.uint8),
@@ -255,7 +250,6 @@ def batches(first: int = 0) -> Iterator[dict[str, np.ndarray]]:
 
 
 def write_now(write: Callable[[], None]) -> None:
-    """Without a thread."""
     write()
 
 
@@ -301,10 +295,8 @@ class Worker:
         return self.hooks
 
     def run(self, start_step: int = 0) -> None:
-        """As `worker.work` does, to the end."""
         with reported_failures(self.link):
             self.attempt(start_step).run()
 
     def kinds(self) -> list[str]:
-        """Of the events, in their order."""
         return [kind for kind, _, _ in self.actor.events]

@@ -5,7 +5,6 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -29,19 +28,6 @@ from vit_ray.worker.job import UnrecoverableError
 def newest_step(worker: Worker) -> int:
     checkpoint = newest_checkpoint(locate(worker.job.recipe.run_folder))
     return -1 if checkpoint is None else checkpoint.position.step
-
-
-def test_a_run_that_ends_has_its_last_checkpoint_and_no_other_event(tmp_path):
-    worker = Worker(make_job(tmp_path))
-    worker.run()
-    assert worker.kinds() == ["first step"]
-    assert newest_step(worker) == TOTAL
-    assert [step for step, _ in worker.actor.logged] == [1, 1, 4, 8, *[TOTAL] * 3]
-    assert ["startup/first_step_s" in values for _, values in worker.actor.logged] == [
-        True, *[False] * 6
-    ]  # fmt: skip
-    assert worker.engine.is_closed
-    assert worker.actor.failed is None
 
 
 @pytest.mark.parametrize(
@@ -93,20 +79,14 @@ def test_ranks_do_not_meet_for_a_save(tmp_path):
     assert met[None] == met[1] >= TOTAL
 
 
-def stop_in_third_step(worker: Worker) -> None:
-    """The heartbeat of the third step learns that the run was asked to stop."""
-
-    def beat(step: int) -> None:
-        if step == 2:
-            worker.actor.stop = "SIGTERM"
-            worker.link.beat(step)
-
-    worker.engine.on_backward = beat
-
-
-def test_an_evaluation_that_does_not_fit_ends_the_run_with_what_to_lower(tmp_path):
+def test_an_evaluation_that_does_not_fit_ends_the_run_and_another_error_is_left_to_the_driver(
+    tmp_path,
+):
     def too_large(name: str) -> Any:
         raise torch.OutOfMemoryError("no memory")
+
+    def crash(step: int) -> None:
+        raise OSError("cable")
 
     job = make_job(tmp_path, data={"eval": "somewhere"})
     worker = Worker(job, evaluation_batches=too_large)
@@ -115,13 +95,7 @@ def test_an_evaluation_that_does_not_fit_ends_the_run_with_what_to_lower(tmp_pat
     ):
         worker.run()
     assert worker.actor.failed is not None
-
-
-def test_another_error_is_left_to_the_failure_policy(tmp_path):
-    def crash(step: int) -> None:
-        raise OSError("cable")
-
-    worker = Worker(make_job(tmp_path), FakeEngine(on_backward=crash))
+    worker = Worker(make_job(tmp_path / "other"), FakeEngine(on_backward=crash))
     with pytest.raises(OSError, match="cable"):
         worker.run()
     assert worker.actor.failed is None
@@ -129,7 +103,8 @@ def test_another_error_is_left_to_the_failure_policy(tmp_path):
 
 
 def test_a_notice_saves_once_and_a_request_for_another_size_saves_and_ends(tmp_path):
-    notices = iter([None] * 2 + [PreemptionInfo(None, {"node": [1]})] * TOTAL)
+    deadline_ms = int((time.time() + 270) * 1000)
+    notices = iter([None] * 2 + [PreemptionInfo(deadline_ms, {"node": [1]})] * TOTAL)
     worker = Worker(make_job(tmp_path), notice=lambda: next(notices))
 
     def request(step: int) -> None:
@@ -140,10 +115,21 @@ def test_a_notice_saves_once_and_a_request_for_another_size_saves_and_ends(tmp_p
     worker.run()
     saves = [(kind, step) for kind, _, step in worker.actor.events if kind != "first step"]
     assert saves == [("preemption", 2), ("resizing", 5)]
+    (text,) = [text for kind, text, _ in worker.actor.events if kind == "preemption"]
+    assert re.fullmatch(r"a node leaves in (2[3-6]\d|270) s: checkpoint at once", text)
     assert newest_step(worker) == 5
 
 
-def test_a_stop_that_comes_with_a_request_for_another_size_ends_the_run(tmp_path):
+@pytest.mark.parametrize(
+    ("lands", "told"),
+    [
+        (True, "SIGTERM; checkpoint at step 1"),
+        (False, "SIGTERM; the checkpoint of step 1 could not be written"),
+    ],
+)
+def test_a_stop_that_comes_with_a_request_for_another_size_ends_the_run(
+    lands, told, tmp_path, monkeypatch
+):
     worker = Worker(make_job(tmp_path))
 
     def request(step: int) -> None:
@@ -151,17 +137,14 @@ def test_a_stop_that_comes_with_a_request_for_another_size_ends_the_run(tmp_path
         worker.link.beat(step)
 
     worker.engine.on_backward = request
+    worker.saver._run_beside = lambda write: threading.Timer(0.3, write).start()  # waited for
+    if not lands:
+        monkeypatch.setattr(worker.saver.writer, "write", lambda *_: None)
     worker.run()
-    assert worker.actor.events[-1] == ("stopped", "SIGTERM; checkpoint at step 1", 1)
-
-
-def test_it_is_told_how_long_a_node_stays(tmp_path):
-    deadline_ms = int((time.time() + 270) * 1000)
-    notices = iter([None] + [PreemptionInfo(deadline_ms, {"node": [1]})] * TOTAL)
-    worker = Worker(make_job(tmp_path), notice=lambda: next(notices))
-    worker.run()
-    (text,) = [text for kind, text, _ in worker.actor.events if kind == "preemption"]
-    assert re.fullmatch(r"a node leaves in (2[3-6]\d|270) s: checkpoint at once", text)
+    assert worker.actor.events[-1] == ("stopped", told, 1)
+    assert newest_step(worker) == (1 if lands else -1)
+    assert worker.engine.is_closed
+    assert worker.actor.failed is None
 
 
 def test_an_evaluation_alone_that_is_stopped_says_so_and_has_no_figures(tmp_path):
@@ -187,7 +170,6 @@ def test_a_stop_in_the_last_evaluation_is_told_and_the_next_start_makes_up_for_i
     worker.run()
     assert worker.kinds() == ["first step", "evaluation cut", "stopped"]
     saved = newest_checkpoint(locate(worker.job.recipe.run_folder))
-    assert saved is not None
     assert not saved.position.progress.is_over(TOTAL)
     again = Worker(make_job(tmp_path))
     again.hooks.evaluator.evaluate = lambda *_: {"eval/loss": 0.5}  # type: ignore[method-assign]
@@ -196,40 +178,9 @@ def test_a_stop_in_the_last_evaluation_is_told_and_the_next_start_makes_up_for_i
     attempt.run()
     assert again.kinds() == ["first step"]
     evaluated = newest_checkpoint(locate(worker.job.recipe.run_folder))
-    assert evaluated is not None
     assert evaluated.position.progress.is_over(TOTAL)
     assert evaluated.position.progress.metrics["eval/loss"] == 0.5
     assert evaluated.sha256 == saved.sha256  # it was not written again
-
-
-def test_a_stop_whose_save_does_not_land_says_so(tmp_path, monkeypatch):
-    worker = Worker(make_job(tmp_path))
-    stop_in_third_step(worker)
-    monkeypatch.setattr(worker.saver.writer, "write", lambda *_: None)
-    worker.run()
-    text = "SIGTERM; the checkpoint of step 3 could not be written"
-    assert worker.actor.events[-1] == ("stopped", text, 3)
-
-
-def test_a_stop_is_recorded_after_its_save_has_landed(tmp_path):
-    worker = Worker(make_job(tmp_path))
-    told_before_landing: list[int] = []
-
-    def write_late(write: Callable[[], None]) -> None:
-        def late() -> None:
-            told_before_landing.append(len([e for e in worker.actor.events if e[0] == "stopped"]))
-            write()
-
-        threading.Timer(0.3, late).start()
-
-    stop_in_third_step(worker)
-    worker.saver._run_beside = write_late
-    worker.run()
-    assert told_before_landing == [0]
-    assert worker.actor.events[-1] == ("stopped", "SIGTERM; checkpoint at step 3", 3)
-    assert newest_step(worker) == 3
-    assert worker.actor.failed is None
-    assert worker.engine.is_closed
 
 
 def test_a_callback_sees_what_is_logged_on_rank_0_and_changes_nothing(tmp_path):
@@ -264,7 +215,6 @@ def test_a_checkpoint_has_the_digest_of_all_samples_also_of_a_resumed_run(tmp_pa
         if step > 6:
             shutil.rmtree(one.path)
     checkpoint = newest_checkpoint(folder)
-    assert checkpoint is not None
     resumed = Worker(job)
 
     resumed.attempt(6).progress = checkpoint.position.progress
@@ -272,7 +222,6 @@ def test_a_checkpoint_has_the_digest_of_all_samples_also_of_a_resumed_run(tmp_pa
     digests = {}
     for step, one in list_checkpoints(folder):
         saved = open_checkpoint(one)
-        assert saved is not None
         progress = saved.position.progress
         digests[progress.digest_from, step] = int(progress.samples_digest, 16)
     assert digests == {  # what `batches` gives: sample and place are the same number
@@ -288,6 +237,5 @@ def test_an_attempt_without_a_step_keeps_the_digest_of_those_before(tmp_path):
     attempt.progress.evaluation_due = True
     attempt.run()
     saved = newest_checkpoint(locate(worker.job.recipe.run_folder))
-    assert saved is not None
     progress = saved.position.progress
     assert (progress.samples_digest, progress.digest_from) == ("00000000000000ab", 0)

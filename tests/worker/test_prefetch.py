@@ -20,9 +20,10 @@ def doubled(one: Batch) -> Batch:
     return {**one, "sample": one["sample"] * 2}
 
 
-def test_all_batches_come_prepared_and_in_order():
-    found = [int(one["sample"][0]) for one in Prefetched((batch(n) for n in range(9)), doubled)]
-    assert found == [0, 2, 4, 6, 8, 10, 12, 14, 16]
+def test_all_batches_come_prepared_and_in_order_and_the_end_stays_the_end():
+    prefetched = Prefetched((batch(n) for n in range(9)), doubled)
+    assert [int(one["sample"][0]) for one in prefetched] == [0, 2, 4, 6, 8, 10, 12, 14, 16]
+    assert [next(prefetched, "the end") for _ in range(2)] == ["the end"] * 2
 
 
 def test_the_next_is_read_while_one_is_used():
@@ -49,12 +50,6 @@ def test_an_error_comes_where_its_batch_was_due():
     with pytest.raises(ValueError, match="too many bad images"):
         next(prefetched)
     assert next(prefetched, "the end") == "the end"
-
-
-def test_the_end_stays_the_end():
-    prefetched = Prefetched(iter([batch(0)]), doubled)
-    next(prefetched)
-    assert [next(prefetched, "the end") for _ in range(2)] == ["the end"] * 2
 
 
 def test_without_a_gpu_nothing_is_copied():

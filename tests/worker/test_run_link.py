@@ -26,6 +26,11 @@ def test_a_heartbeat_brings_back_why_to_stop(actor):
     link.beat(8)
     assert link.stop_reason == "SIGTERM"
     assert actor.beats == [(3, 7), (3, 8)]
+    actor.request_resize()  # of which rank 0 alone hears
+    first = link_of(actor)
+    for one in (first, link):
+        one.beat(9)
+    assert (first.is_resizing, link.is_resizing) == (True, False)
 
 
 def test_1024_ranks_send_at_most_129_heartbeats_a_second(actor):
@@ -36,14 +41,6 @@ def test_1024_ranks_send_at_most_129_heartbeats_a_second(actor):
             link.beat(step)
         assert 128 <= len(actor.beats) <= 129, len(actor.beats)
         assert actor.beats.count((0, step)) == 1
-
-
-def test_only_rank_0_hears_that_the_group_is_resizing(actor):
-    links = [link_of(actor), link_of(actor, rank=1)]
-    actor.request_resize()
-    for link in links:
-        link.beat(1)
-    assert [link.is_resizing for link in links] == [True, False]
 
 
 @pytest.mark.parametrize(

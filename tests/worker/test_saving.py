@@ -24,11 +24,7 @@ from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.storage import locate
 from vit_ray.worker import saving
 from vit_ray.worker.job import UnrecoverableError
-from vit_ray.worker.saving import (
-    check_folder_is_shared,
-    gather_by_own_group,
-    make_position,
-)
+from vit_ray.worker.saving import check_folder_is_shared, gather_by_own_group, make_position
 
 
 def test_a_position_is_of_the_moment_it_was_made(tmp_path):
@@ -93,48 +89,52 @@ def test_a_snapshot_takes_the_memory_of_the_last_one_once_that_is_written(
     assert given == [None, taken[0].memory]
     assert given[1]["weights"] is taken[1].memory["weights"]
     checkpoint = newest_checkpoint(locate(worker.job.recipe.run_folder))
-    assert checkpoint is not None
     assert (checkpoint.position.step, float(checkpoint.weights()["w"])) == (2, 2.0)
 
 
 def test_training_does_not_wait_for_the_record_when_it_saves(tmp_path):
-    """Its process may be busy, or wait for MLflow."""
+    """Its process may be busy, or wait for MLflow; nor is a save cut by the limit of a step."""
     worker = Worker(make_job(tmp_path))
+    worker.watchdog.note_step(1)
+    limits_s: list[float] = []
     writes: list[Callable[[], None]] = []
-    worker.saver._run_beside = writes.append
+
+    def note(write: Callable[[], None]) -> None:
+        writes.append(write)
+        limits_s.append(worker.watchdog._limit_s)
+
+    worker.saver._run_beside = note
     asked: list[float] = []
     worker.actor.run_id = lambda wait_s: asked.append(wait_s)  # type: ignore[method-assign]
     worker.saver.save(Progress(step=1))
     assert asked == []
+    assert limits_s == [math.inf]
+    assert worker.watchdog._limit_s == worker.job.recipe.train.step_timeout_s
     writes[0]()
     assert len(asked) == 1
 
 
-def test_storage_that_refuses_too_often_fails_the_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (OSError("disk full"), UnrecoverableError),
+        # A rank that is late ends the attempt, after which the driver starts another group.
+        (RuntimeError("some worker has not ended its part"), RuntimeError),
+    ],
+)
+def test_storage_that_refuses_too_often_fails_the_run(error, raised, tmp_path, monkeypatch):
     worker = Worker(make_job(tmp_path))
 
     def refuse(*_: object) -> None:
-        raise OSError("disk full")
+        raise error
 
     monkeypatch.setattr(worker.saver.writer, "write", refuse)
     worker.saver.save(Progress(step=1))
     for meets_it in (worker.saver.wait_until_written, lambda: worker.hooks.note_step(2)):
-        with pytest.raises(UnrecoverableError, match="disk full") as met:
+        with pytest.raises(raised, match=str(error)) as met:
             meets_it()
-        assert not met.value.is_agreed
-
-
-def test_a_rank_that_is_late_ends_the_attempt_and_not_the_run(tmp_path, monkeypatch):
-    worker = Worker(make_job(tmp_path))
-
-    def late(*_: object) -> None:
-        raise RuntimeError("some worker has not ended its part")
-
-    monkeypatch.setattr(worker.saver.writer, "write", late)
-    worker.saver.save(Progress(step=1))
-    with pytest.raises(RuntimeError, match="has not ended its part") as met:
-        worker.saver.wait_until_written()
-    assert type(met.value) is RuntimeError  # after which the driver starts another group
+        assert type(met.value) is raised
+        assert not getattr(met.value, "is_agreed", False)
 
 
 def test_storage_that_does_not_answer_is_reported_and_not_waited_for_without_limit(
@@ -222,21 +222,9 @@ def test_a_rank_that_is_late_is_an_error_of_the_group(tmp_path):
 
 
 def test_ranks_that_write_wait_for_each_other_in_a_group_of_their_own(tmp_path):
-    """Whatever their main threads sum meanwhile."""
     found = run_ranks(3, save_on_ranks, str(tmp_path), 5)
     assert [len(told) for told, _ in found] == [1, 0, 0]
     assert "1 of 3 workers failed: rank 1: " in found[0][0][0]
     assert {value for _, sums in found for value in sums} == {3.0}
     newest = newest_checkpoint(locate(str(tmp_path)))
-    assert newest is not None
     assert newest.weights()["w"].tolist() == [5.0] * 3
-
-
-def test_saving_pauses_the_watchdog(tmp_path):
-    worker = Worker(make_job(tmp_path))
-    limits_s: list[float] = []
-    worker.saver._run_beside = lambda _: limits_s.append(worker.watchdog._limit_s)
-    worker.watchdog.note_step(1)
-    worker.saver.save(Progress(step=1))
-    assert limits_s == [math.inf]
-    assert worker.watchdog._limit_s == worker.job.recipe.train.step_timeout_s

@@ -86,7 +86,6 @@ def test_mfu_is_of_the_work_that_torch_counts_without_what_is_recomputed(
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank without a group."""
     monkeypatch.setattr(setup, "check_same_on_all_ranks", lambda report, device: None)
 
 
@@ -95,19 +94,20 @@ def model_of(job: Any, *, loads_weights: bool = True) -> torch.nn.Module:
     return initial_model(job, link, torch.device("cpu"), loads_weights=loads_weights)
 
 
-def test_a_host_that_lacks_the_users_module_ends_the_run_at_once(tmp_path):
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ({"name": "absent.Model"}, "there is no module absent in"),
+        (TINY, r"init_from: .*none' is not there"),
+    ],
+)
+def test_a_host_that_lacks_the_users_module_or_weights_ends_the_run_at_once(tmp_path, model, told):
     trust_modules("absent")
-    job = make_job(tmp_path, model={"name": "absent.Model", "image_size": 16})
-    with pytest.raises(UnrecoverableError, match="there is no module absent in") as caught:
-        model_of(job, loads_weights=False)
+    weights = str(tmp_path / "none")
+    job = make_job(tmp_path, model={**model, "image_size": 16}, init_from=weights)
+    with pytest.raises(UnrecoverableError, match=told) as caught:
+        model_of(job, loads_weights=model is TINY)
     assert not caught.value.is_agreed  # others may have it
-
-
-def test_weights_that_are_not_there_end_a_rank_that_others_may_wait_for(tmp_path):
-    job = make_job(tmp_path, model={**TINY, "image_size": 16}, init_from=str(tmp_path / "none"))
-    with pytest.raises(UnrecoverableError, match=r"init_from: .*none' is not there") as caught:
-        model_of(job)
-    assert not caught.value.is_agreed  # others may have them
 
 
 @pytest.mark.usefixtures("alone")

@@ -20,8 +20,6 @@ CONFIG = ConvertConfig(source="a", destination="b")
 def with_lost_sector(image: bytes) -> bytes:
     """512 zeros in its coded data, at the first place where libjpeg sees nothing of them."""
     libjpeg, frame = restart_writer(), read_frame(image)
-    assert libjpeg is not None
-    assert frame is not None
     for at in range(frame.scan_at + 1000, len(image) - 1000, 97):
         damaged = image[:at] + bytes(512) + image[at + 512 :]
         if libjpeg.ask(WARNINGS, damaged) == b"":

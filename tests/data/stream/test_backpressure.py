@@ -86,19 +86,19 @@ def test_ray_datas_loop_pauses_while_nobody_takes_blocks(
     monkeypatch.setattr(ray_datasets, "time", SimpleNamespace(sleep=pause))
     spec = slow_stream(dataset, 24, tmp_path)
     readers = HostRanks("one", range(1), 1)
-    (one,) = segments_of(spec, readers, batch_size=20, start=0, stop=600)
+    (one,) = segments_of(spec, readers, batch_size=20, start=0, stop=400)
     bundles = one.dataset.iter_internal_ref_bundles()
     taken = [next(bundles)]  # and then none: 24 MiB are full before the end
     did_pause = has_paused.wait(60)
     taken += bundles  # or the execution would hold up the end of this process
     assert did_pause
-    assert sum(len(bundle.blocks) for bundle in taken) == 30
+    assert sum(len(bundle.blocks) for bundle in taken) == 20
 
 
 def test_a_share_below_one_block_slows_the_stream_and_does_not_stop_it(
     ray_cluster, dataset, tmp_path
 ):
     spec = slow_stream(dataset, 1, tmp_path)
-    ranks = read_training(spec, 4, 5, start=0, stop=300)
+    ranks = read_training(spec, 4, 5, start=0, stop=100)
     samples = [int(s) for batches in ranks for batch in batches for s in batch["sample"]]
-    assert sorted(samples) == list(range(300))
+    assert len(samples) == len({*samples}) == 100

@@ -16,11 +16,7 @@ from vit_ray.data.boxes import Augmentation
 from vit_ray.data.convert import checks
 from vit_ray.data.convert.verify import check_file
 from vit_ray.data.dataset import Manifest
-from vit_ray.data.jpeg_index.rewriting import (
-    Libjpeg,
-    RewrittenJpeg,
-    with_restart_markers,
-)
+from vit_ray.data.jpeg_index.rewriting import Libjpeg, RewrittenJpeg, with_restart_markers
 from vit_ray.data.partition import Partition
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
 
@@ -38,7 +34,6 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory: pytest.TempPathFactory) -> tuple[Manifest, Manifest]:
-    """With indices and without."""
     folder = tmp_path_factory.mktemp("indexed")
     return tuple(converted(folder / str(on), index_jpeg=on) for on in (True, False))  # type: ignore[return-value]
 
@@ -70,22 +65,17 @@ def batch_of(
         Augmentation(size=224, max_area=0.3),
         Augmentation(size=64),  # decoded at 1/2, 1/4 and 1/8 too
         Augmentation("center_crop", size=50, resize=60),
+        Augmentation("center_crop", size=224, resize=256, is_exact=True),
         Augmentation("resize_crop", size=(100, 120), resize=130),
         Augmentation("resize", size=100),
     ],
 )
 def test_batches_are_those_of_a_set_without(sets, augmentation):
-    indexed, plain = (batch_of(manifest, augmentation) for manifest in sets)
-    assert indexed.keys() == plain.keys()
-    for name, column in plain.items():
-        np.testing.assert_array_equal(indexed[name], column)
-
-
-@pytest.mark.parametrize(("size", "resize", "is_exact"), [(50, 60, False), (224, 256, True)])
-def test_evaluation_batches_are_those_of_a_set_without(sets, size, resize, is_exact):
-    augmentation = Augmentation("center_crop", size=size, resize=resize, is_exact=is_exact)
-    indexed, plain = (batch_of(manifest, augmentation, is_training=False) for manifest in sets)
-    np.testing.assert_array_equal(indexed["image"], plain["image"])
+    for is_training in (True, False):
+        indexed, plain = (batch_of(one, augmentation, is_training=is_training) for one in sets)
+        assert indexed.keys() == plain.keys()
+        for name, column in plain.items():
+            np.testing.assert_array_equal(indexed[name], column)
     assert indexed["weight"].tolist() == [1.0] * 7 + [0.0] * 28
 
 
@@ -133,14 +123,11 @@ def test_a_check_finds_a_wrong_index(monkeypatch, tmp_path):
     assert all("its restart index" in problem.what for problem in found)
 
 
-def test_a_check_finds_nothing_wrong_with_an_index(sets):
-    for manifest in sets:
-        assert check_file(0, manifest, decode_fraction=1.0).problems == []
-
-
 def test_the_report_says_how_many_files_got_markers(sets, monkeypatch, tmp_path):
     indexed, plain = (json.loads((Path(s.path) / "report.json").read_text()) for s in sets)
     assert (indexed["num_indexed"], plain["num_indexed"]) == (6, 0)
+    for manifest in sets:
+        assert check_file(0, manifest, decode_fraction=1.0).problems == []
     monkeypatch.setattr("vit_ray.data.convert.shards.restart_writer", lambda: None)
     found = converted(tmp_path, index_jpeg=True)
     report = json.loads((Path(found.path) / "report.json").read_text())

@@ -60,10 +60,7 @@ def test_a_reading_that_fits_is_kept_and_one_that_does_not_is_read_again():
         assert list(kept.blocks(b"small", small)) == small.blocks
         assert list(kept.blocks(b"large", large)) == large.blocks
     assert (small.times, large.times) == (1, 3)
-
-
-def test_what_was_used_last_is_kept():
-    kept = KeptBlocks(10)
+    kept = KeptBlocks(10)  # what was used last
     readers = {key: Source([block(key, 4)]) for key in (b"a", b"b", b"c")}
     for key in (b"a", b"b", b"a", b"c", b"a", b"b"):
         assert list(kept.blocks(key, readers[key])) == [block(key, 4)]
@@ -109,9 +106,6 @@ def test_each_rank_takes_its_own_blocks_in_their_order():
     assert [dealt.next_block(0, index) for index in range(4)] == ["a0", "a1", "a2", None]
     with pytest.raises(StreamLostError, match="rank 2 has had 1 blocks, but was given 0"):
         dealt.next_block(2, 1)
-
-
-def test_a_rank_of_another_host_is_refused():
     dealt = Reading(Source([block(name, rank=4) for name in "ab"]), range(4, 6))
     assert dealt.next_block(4, 0) == "a"
     with pytest.raises(StreamLostError, match="rank 6 asked the server of ranks 4 to 5"):

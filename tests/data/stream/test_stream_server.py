@@ -41,7 +41,9 @@ def test_tasks_of_a_server_of_several_run_on_its_own_host_first(
     assert is_near or strategy == "SPREAD"
 
 
-def test_a_run_of_many_segments_is_one_run(dataset, monkeypatch):
+def test_a_run_of_many_segments_is_one_run_by_one_order_that_is_drawn_once(dataset, monkeypatch):
+    """Of two epochs, as for a data set of many row groups."""
+    monkeypatch.setattr(ray_datasets, "LEAST_SHARED", 0)
     monkeypatch.setattr(ray_datasets, "_SEGMENT_TASKS", 3)
     window = ShuffleWindow(24, 3)
     tiny = Augmentation("resize", size=8, flip=False)

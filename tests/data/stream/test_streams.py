@@ -18,10 +18,8 @@ from tests.data.stream.reading import (
 )
 from vit_ray.data.crops import Augmentation
 from vit_ray.data.dataset import Manifest
-from vit_ray.data.order import Order, Plan, ShuffleWindow
-from vit_ray.data.stream import ray_datasets
+from vit_ray.data.order import Order, ShuffleWindow
 from vit_ray.data.stream.batches import StreamSpec
-from vit_ray.data.stream.blocks import cut
 from vit_ray.data.stream.rank_blocks import StreamLostError
 from vit_ray.data.stream.ray_datasets import HostRanks, segments_of
 from vit_ray.data.stream.stream_server import Pass, RankStreams
@@ -81,38 +79,20 @@ def test_any_number_of_servers_gives_the_same_global_batches(spec, alone):
     assert {len(rank) for rank in evaluated} == {4}
 
 
-def test_global_batches_are_those_of_the_order(spec):
-    order = Order(spec.manifest.rows, spec.seed, window=spec.window)
-    for step, batch in enumerate(global_batches(spec, 2, 0, 15 * BATCH)):
-        expected = np.sort(order.samples_at(step * BATCH, (step + 1) * BATCH))
-        np.testing.assert_array_equal(batch["sample"], expected)
-
-
 def test_a_resumed_run_gets_the_rest_of_the_uninterrupted_one(spec, alone):
     assert_equal(global_batches(spec, 4, 7 * BATCH, 15 * BATCH), alone[7:])
 
 
-def test_delayed_tasks_change_nothing(spec, alone):
-    slow = StreamSpec(**{**vars(spec), "augmentation": SlowAugmentation("inception_crop", 16)})
-    assert_equal(global_batches(slow, 4, 0, 8 * BATCH), alone[:8])
-
-
-class SlowAugmentation(Augmentation):
-    """Delays some images by an amount that differs from run to run."""
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        time.sleep(float(np.random.default_rng().choice([0, 0, 0, 0.3])))
-        return super().shape
-
-
 class DeadlyAugmentation(Augmentation):
-    """Kills the first process that asks for it in the middle of a task, as a lost node would."""
+    """Delays some images by an amount that differs from run to run, and kills the first process
+    that asks for it in the middle of a task, as a lost node would.
+    """
 
     marker: Path
 
     @property
     def shape(self) -> tuple[int, int, int]:
+        time.sleep(float(np.random.default_rng().choice([0, 0, 0, 0.3])))
         context = ray.get_runtime_context()
         if context.get_task_id() is not None and context.get_actor_id() is None:
             with contextlib.suppress(FileExistsError):
@@ -121,7 +101,7 @@ class DeadlyAugmentation(Augmentation):
         return super().shape
 
 
-def test_a_killed_reading_task_changes_nothing(spec, alone, tmp_path):
+def test_delayed_tasks_and_a_killed_one_change_nothing(spec, alone, tmp_path):
     deadly = DeadlyAugmentation("inception_crop", 16)
     object.__setattr__(deadly, "marker", tmp_path / "killed")
     killing = StreamSpec(**{**vars(spec), "augmentation": deadly})
@@ -129,39 +109,31 @@ def test_a_killed_reading_task_changes_nothing(spec, alone, tmp_path):
     assert (tmp_path / "killed").exists()
 
 
-def test_a_training_batch_keeps_the_contract(spec):
-    batch = global_batches(spec, 1, 0, BATCH)[0]
-    assert {name: (c.dtype, c.shape) for name, c in batch.items()} == {
+def test_global_batches_are_those_of_the_order_and_keep_the_contract(spec, alone):
+    assert [sorted(batch["sample"]) for batch in alone] == global_samples(spec, 0, 15)
+    assert {name: (c.dtype, c.shape) for name, c in alone[0].items()} == {
         "image": (np.dtype(np.uint8), (BATCH, 16, 16, 3)),
         "labels": (np.dtype(np.int32), (BATCH, 1)),
         "sample": (np.dtype(np.int64), (BATCH,)),
     }
 
 
-def test_evaluation_gives_every_image_once_and_pads_with_weight_zero(spec):
+def test_evaluation_gives_every_image_once_with_its_label_and_pads_with_weight_zero(spec, alone):
+    """Three classes of pictures; the label of a sample is the same in both streams."""
     whole = StreamSpec(spec.manifest, Augmentation("center_crop", 16, resize=20, flip=False))
     ranks = read_evaluation(whole, 4, 32)
     assert [len(batches) for batches in ranks] == [3, 3, 3, 3]
     batches = [batch for rank in ranks for batch in rank]
-    samples = np.concatenate([batch["sample"] for batch in batches])
-    weights = np.concatenate([batch["weight"] for batch in batches])
+    columns = ("sample", "weight", "labels")
+    samples, weights, labels = (np.concatenate([b[name] for b in batches]) for name in columns)
     assert sorted(samples[weights == 1].tolist()) == list(range(300))
     assert len(samples) == 4 * 3 * 32
     assert set(samples[weights == 0].tolist()) == {-1}
     assert weights.dtype == np.float32
-
-
-def test_labels_belong_to_their_images(spec, dataset):
-    """Three classes of pictures; the label of a sample is the same in both streams."""
-    evaluated = read_evaluation(spec, 1, 60)[0]
-    label_of = {
-        int(s): int(v)
-        for b in evaluated
-        for s, v in zip(b["sample"], b["labels"][:, 0], strict=True)
-    }
-    assert sorted(np.bincount(list(label_of.values())).tolist()) == [100, 100, 100]
-    for batch in global_batches(spec, 2, 0, 4 * BATCH):
-        assert [label_of[int(s)] for s in batch["sample"]] == batch["labels"][:, 0].tolist()
+    label_of = dict(zip(samples.tolist(), labels[:, 0].tolist(), strict=True))
+    assert np.bincount([label_of[sample] for sample in range(300)]).tolist() == [100] * 3
+    for batch in alone:
+        assert [label_of[s] for s in batch["sample"].tolist()] == batch["labels"][:, 0].tolist()
 
 
 def global_samples(spec: StreamSpec, first: int, last: int) -> list[list[int]]:
@@ -184,15 +156,6 @@ def test_a_stream_is_read_anew_and_the_reading_before_it_ends(spec):
         assert [len(batch["sample"]) for batch in evaluated] == [100, 100, 100]
 
 
-def test_a_pass_that_its_rank_leaves_is_read_no_further(spec):
-    server = start_stream_server({"eval": spec}, range(1), 1)
-    left = RankStreams(server, 0).evaluation_batches("eval", 12)
-    next(left)
-    left.close()  # type: ignore[attr-defined]
-    with pytest.raises(StreamLostError):
-        ray.get(server.next_block.remote(Pass("eval", 0, 12), 0, 2))
-
-
 def test_an_evaluation_in_mid_training_disturbs_neither(spec):
     (streams,) = streams_of(spec, 1)
     training = streams.training_batches(BATCH, 0, 6 * BATCH)
@@ -202,25 +165,18 @@ def test_an_evaluation_in_mid_training_disturbs_neither(spec):
     assert samples == global_samples(spec, 0, 6)
 
 
-def test_a_stream_whose_process_died_ends_in_an_error(spec):
-    server = start_stream_server({"train": spec}, range(1), 1)
+def test_a_pass_that_its_rank_leaves_is_read_no_further_and_a_dead_server_is_an_error(spec):
+    server = start_stream_server({"train": spec, "eval": spec}, range(1), 1)
+    left = RankStreams(server, 0).evaluation_batches("eval", 12)
+    next(left)
+    left.close()  # type: ignore[attr-defined]
+    with pytest.raises(StreamLostError):
+        ray.get(server.next_block.remote(Pass("eval", 0, 12), 0, 2))
     training = RankStreams(server, 0).training_batches(BATCH, 0, 1000 * BATCH)
     next(training)
     ray.kill(server)
     with pytest.raises(ray.exceptions.RayActorError):
         list(training)
-
-
-def test_an_order_that_is_drawn_once_for_all_tasks_is_the_same(spec, monkeypatch):
-    """Of two epochs, as for a data set of many row groups."""
-    monkeypatch.setattr(ray_datasets, "LEAST_SHARED", 0)
-    samples: list[int] = []
-    for segment in segments_of(spec, HostRanks("shared", range(1), 1), BATCH, 0, 600):
-        for bundle in segment.dataset.iter_internal_ref_bundles():
-            for batch in cut([ray.get(entry.ref) for entry in bundle.blocks], BATCH):
-                samples += batch["sample"].tolist()
-    plan = Plan(spec.manifest, spec.seed, window=spec.window)
-    assert samples == plan.rows_at(np.arange(600)).samples.tolist()
 
 
 def test_a_range_that_is_no_whole_number_of_passes_is_refused(spec):

@@ -1,7 +1,5 @@
 """A data set in Python: its rows are those that were written, its batches those of a run."""
 
-from __future__ import annotations
-
 import io
 import re
 from dataclasses import replace
@@ -91,25 +89,6 @@ def test_a_loader_of_torch_gives_the_batches_in_order_and_resumes(many, num_work
     assert not list(DataLoader(stream, batch_size=None, num_workers=num_workers))
 
 
-def test_any_world_size_has_the_same_batches_and_each_image_once_an_epoch(many):
-    world_size = 8
-    opened = dataset.open_dataset(str(many))
-    alone = opened.iter_batches(BATCH, 8, epochs=2, seed=3)
-    ranks = [
-        opened.iter_batches(BATCH, 8, epochs=2, seed=3, rank=rank, world_size=world_size)
-        for rank in range(world_size)
-    ]
-    joined = [
-        {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        for parts in zip(*ranks, strict=True)
-    ]
-    assert_equal(joined, list(alone))
-    seen = np.concatenate([batch["sample"] for batch in alone])
-    for epoch in (seen[:MANY], seen[MANY : 2 * MANY]):
-        assert sorted(epoch.tolist()) == list(range(MANY))
-    assert seen[:MANY].tolist() != seen[MANY : 2 * MANY].tolist()
-
-
 def test_an_evaluation_of_a_held_out_part_has_the_images_that_no_training_batch_has(many):
     opened = dataset.open_dataset(str(many))
     options: dict[str, Any] = {"held_out_fraction": 0.25, "seed": 5}
@@ -157,13 +136,10 @@ def test_too_many_bad_images_stop_a_loader_as_they_stop_a_run(tmp_path):
     ],
 )
 def test_what_cannot_work_is_refused(many, options, told):
+    opened = dataset.open_dataset(str(many))
     with pytest.raises(ValueError, match=told):
-        dataset.open_dataset(str(many)).torch_dataset(BATCH, 8, **options)
-
-
-def test_a_set_for_evaluation_only_is_not_trained_on(many):
-    manifest = replace(dataset.open_dataset(str(many)).manifest, origin={"evaluation_only": True})
-    marked = dataset.Dataset(manifest)
+        opened.torch_dataset(BATCH, 8, **options)
+    marked = dataset.Dataset(replace(opened.manifest, origin={"evaluation_only": True}))
     with pytest.raises(ValueError, match="is for evaluation only"):
         marked.iter_batches(BATCH, 8)
     assert len(marked.iter_batches(BATCH, 8, training=False)) == 7

@@ -1,7 +1,5 @@
 """The list of a recipe's batches is what its training reads, for any world size, without Ray."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a step is said to see is what its training gets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,7 @@ from torch import nn
 from tests.data.damage import damage
 from tests.data.pictures import jpeg
 from tests.data.small_sets import write_encoded
-from tests.data.stream.reading import read_training
-from tests.recipes import recipe_with, small_recipe
+from tests.recipes import recipe_with
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.crops import crop_of
@@ -28,14 +25,12 @@ from vit_ray.models.layers import cut_patches
 from vit_ray.models.masked import draw_corruption
 from vit_ray.training.objective import build_objective, make_loss
 
-NUM_IMAGES = {"large": 70, "small": 37}
-
 
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two sets of photographs of several sizes, in row groups of 8."""
     folder = tmp_path_factory.mktemp("sets")
-    for name, count in NUM_IMAGES.items():
+    for name, count in (("large", 70), ("small", 37)):
         (folder / name).mkdir()
         sizes = [(40 + i % 7, 50 + i % 5) for i in range(count)]
         images = [
@@ -135,23 +130,6 @@ def test_a_bad_row_is_named_where_its_neighbour_stands(sets, tmp_path):
     assert [row["place"] for row in rows if row["instead_of"] is not None] == [place]
     assert rows[place]["instead_of"] == bad
     assert rows[place]["sample"] == training_batches(recipe)[step]["sample"][place] != bad
-
-
-@pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize("world_size", [4, 1])
-def test_it_is_what_the_ranks_of_a_run_are_given(digits, tmp_path, world_size):
-    recipe = small_recipe("seen", digits, tmp_path, data={"shuffle_window": "auto"}, seed=3)
-    resolved = resolve_run(recipe)
-    size, step = recipe.train.global_batch_size, 9
-    start = step * size
-    spec = resolved.streams["train"]
-    ranks = read_training(spec, world_size, size // world_size, start, start + size)
-    pixels, rows = SeenBatches(resolved).read(step)
-    given = [batch for (batch,) in ranks]
-    np.testing.assert_array_equal(pixels, np.concatenate([one["image"] for one in given]))
-    samples = np.concatenate([one["sample"] for one in given]).tolist()
-    assert [row["sample"] for row in rows] == samples
 
 
 def by_pillow(crop: Image.Image, text: str) -> Image.Image:

@@ -51,11 +51,7 @@ def recipe(tmp_path: Path) -> Recipe:
     )
 
 
-def save_checkpoint(
-    recipe: Recipe,
-    window: int = 0,
-    fingerprint: str | None = None,
-) -> None:
+def save_checkpoint(recipe: Recipe, window: int = 0, fingerprint: str | None = None) -> None:
     """A checkpoint of a run that has read its data with a window."""
     tree = recipe.with_changes(data={"shuffle_window": window}).model_dump(mode="json")
     if fingerprint is None:
@@ -75,28 +71,29 @@ def test_a_new_run_mixes_what_its_tasks_can_hold_and_records_it(recipe):
     found, resolved = prepared(recipe)
     assert found.data.shuffle_window == 1024
     spec = resolved.streams["train"]
-    assert spec.window is not None
     assert (spec.window.batch_size, spec.window.num_batches) == (64, 16)
     assert spec.manifest.whole is None
 
 
 @pytest.mark.parametrize(
-    ("memory_mib", "batch", "window"),
+    ("memory_mib", "batch", "store_mib", "window"),
     [
-        (64, 64, 256),
-        (1, 64, 0),
-        (512, 48, 1536),
+        (64, 64, None, 256), (1, 64, None, 0), (512, 48, None, 1536),
+        (256, 64, 24, 0), (256, 64, 64, 128),  # pixels of an image take 147 KiB
     ],
-)
-def test_the_window_follows_memory_and_batch(recipe, memory_mib, batch, window, monkeypatch):
+)  # fmt: skip
+def test_the_window_follows_memory_batch_and_the_share_of_the_object_store(
+    recipe, memory_mib, batch, store_mib, window, monkeypatch
+):
     monkeypatch.setattr(shuffle_window, "TASK_MEMORY_MIB", memory_mib)
     changed = recipe.with_changes(
         train={"global_batch_size": batch, "micro_batch_size": batch},
+        data={"object_store_mib": store_mib},
     )
     resolved = resolve_run(changed)
     assert resolved.recipe.data.shuffle_window == window
     assert (resolved.streams["train"].window is None) == (window == 0)
-    assert resolved.streams["train"].task_rows == max(1024, window)
+    assert store_mib or resolved.streams["train"].task_rows == max(1024, window)
 
 
 @pytest.mark.parametrize("window", [0, 512])
@@ -137,10 +134,3 @@ def test_a_run_that_continues_is_checked_on_its_cluster_without_its_first_weight
 def test_a_window_that_cannot_be_is_refused(recipe, window, message):
     with pytest.raises(ValueError, match=message):
         resolve_run(recipe.with_changes(data={"shuffle_window": window}))
-
-
-@pytest.mark.parametrize(("store_mib", "window"), [(24, 0), (64, 128)])
-def test_the_window_follows_the_share_of_the_object_store(recipe, store_mib, window):
-    """Pixels of an image take 147 KiB."""
-    resolved = resolve_run(recipe.with_changes(data={"object_store_mib": store_mib}))
-    assert resolved.recipe.data.shuffle_window == window

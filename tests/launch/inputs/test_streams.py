@@ -19,16 +19,14 @@ def recipe(digits: Digits, tmp_path: Path) -> Recipe:
     return small_recipe("checked", digits, tmp_path)
 
 
-def test_a_plan_counts_images_and_steps(recipe):
+def test_a_plan_counts_images_and_steps_and_resume_true_needs_a_run(recipe):
+    with pytest.raises(ValueError, match="resume=true, but"):
+        find_resume_point(recipe.with_changes(resume=True))
+    assert find_resume_point(recipe) is None
     resolved = resolve_run(recipe.with_changes(optim={"steps": None, "epochs": 2.0}))
     assert resolved.num_images == 1497
     assert resolved.total_steps == round(1497 * 2 / 64)
     assert resolved.streams["eval"].num_images == 300
-
-
-def test_a_held_out_part_is_taken_from_the_training_set(recipe):
-    resolved = resolve_run(recipe.with_changes(data={"eval": None, "held_out_fraction": 0.1}))
-    assert (resolved.num_images, resolved.streams["eval"].num_images) == (1347, 150)
 
 
 def test_a_held_out_part_beside_a_test_set_is_where_the_best_evaluation_is_chosen(recipe):
@@ -62,7 +60,7 @@ def few_shot(recipe: Recipe, digits: Digits, *shots: int) -> Recipe:
     return recipe.with_changes(evaluate={**sets, "shots": list(shots)})
 
 
-def test_more_shots_than_a_class_has_images_are_refused(recipe, digits):
+def test_more_shots_than_a_class_has_images_are_refused(recipe, digits, monkeypatch, caplog):
     folders = [folder for folder in (digits.images / "train").iterdir() if folder.is_dir()]
     scarce = min(folders, key=lambda folder: (len(list(folder.iterdir())), folder.name))
     count = len(list(scarce.iterdir()))
@@ -73,6 +71,13 @@ def test_more_shots_than_a_class_has_images_are_refused(recipe, digits):
     with pytest.raises(ValueError, match=wanted):
         resolve_run(few_shot(recipe, digits, 1, count + 1))
     resolve_run(few_shot(recipe, digits, 1, count))
+    assert not caplog.text
+    monkeypatch.setattr(streams, "MOST_LABELS_READ", 100)  # of a huge pool no more are read
+    resolve_run(few_shot(recipe, digits, 1000))
+    assert "10 of 10 classes have fewer than 1000" in caplog.text
+    caplog.clear()
+    resolve_run(few_shot(recipe, digits, 2))
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(
@@ -86,18 +91,3 @@ def test_averaged_weights_that_are_still_the_first_ones_are_told(
     )
     with prepared_training(recipe, "pretrain"):
         assert ("averaged weights is still the initial weights" in caplog.text) is is_told
-
-
-def test_resume_true_needs_a_run(recipe):
-    with pytest.raises(ValueError, match="resume=true, but"):
-        find_resume_point(recipe.with_changes(resume=True))
-    assert find_resume_point(recipe) is None
-
-
-def test_of_a_huge_pool_only_so_many_labels_are_read(recipe, digits, monkeypatch, caplog):
-    monkeypatch.setattr(streams, "MOST_LABELS_READ", 100)
-    resolve_run(few_shot(recipe, digits, 1000))
-    assert "10 of 10 classes have fewer than 1000" in caplog.text
-    caplog.clear()
-    resolve_run(few_shot(recipe, digits, 2))
-    assert not caplog.text

@@ -25,7 +25,6 @@ def oblong(image_size: tuple[int, int]) -> torch.nn.Module:
 
 
 def transformers_folder(folder: Path, **settings: Any) -> ViTForImageClassification:
-    """A model by transformers itself, saved as it saves."""
     config = ViTConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         image_size=32, patch_size=8, num_labels=5, hidden_act="gelu_pytorch_tanh",
@@ -142,11 +141,7 @@ def test_numbers_that_are_not_finite_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("layout", "dtype"),
-    [
-        ("huggingface", torch.int8),
-        ("vit_ray", torch.float8_e5m2),
-    ],
+    ("layout", "dtype"), [("huggingface", torch.int8), ("vit_ray", torch.float8_e5m2)]
 )
 def test_quantized_tensors_are_named(tmp_path, layout, dtype):
     """Without their scales they are other numbers; also where only shapes are read."""

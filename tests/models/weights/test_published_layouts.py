@@ -1,28 +1,18 @@
 """Files as they are published: every name, shape and type, in as many blocks as a test can afford.
 
 Listings: `gs://vit_models/imagenet21k/ViT-B_16.npz`, `ViT-L_16.npz`, `ViT-H_14.npz`
-(google-research/vision_transformer), `BiT-M-R50x1-ILSVRC2012.npz` (big_transfer), timm's
-`vit_base_patch16_224`, and `google/vit-base-patch16-224` and `-in21k` of the Hugging Face hub.
+(google-research/vision_transformer).
 """
 
-import json
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from tests.models.small import relative_difference, some_images
-from tests.models.weights.published import (
-    SIZES,
-    drawn,
-    huggingface_tensors,
-    jax_shapes,
-    jax_vit_logits,
-    timm_tensors,
-)
+from tests.models.weights.published import SIZES, drawn, jax_shapes, jax_vit_logits
 from vit_ray.checkpoints.init_weights import initialize_weights, open_weights
 from vit_ray.models import build_model
 
@@ -64,42 +54,16 @@ def test_the_npz_of_imagenet_21k_fits_its_model_and_one_to_be_fine_tuned(name, t
         initialize_weights(vit("ViT-B_16" if heads == 12 else "ViT-L_16", 10), path, new_head=True)
 
 
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize("layout", ["jax", "timm", "huggingface"])
-def test_one_model_in_each_published_layout_has_the_logits_of_its_names(layout, tmp_path):
+def test_a_model_in_the_jax_layout_has_the_logits_of_its_names(tmp_path):
+    """timm's and transformers' layouts: `test_timm_logits.py`, `tests/models/test_vit.py`."""
     arrays = drawn(jax_shapes("ViT-B_16", 1000, has_representation=False))
     images = some_images(1, (224, 224))
     expected = jax_vit_logits(arrays, images, patch=16, depth=1)
-    if layout == "jax":
-        path = tmp_path / "ViT-B_16-224.npz"
-        np.savez(path, **arrays)  # type: ignore[arg-type]
-    else:
-        path = tmp_path
-        tensors = timm_tensors(arrays)
-        if layout == "huggingface":
-            tensors = huggingface_tensors(tensors, "vit.")
-            told = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-            (path / "preprocessor_config.json").write_text(json.dumps(told))
-            config = {"architectures": ["ViTForImageClassification"], "num_attention_heads": 12}
-            (path / "config.json").write_text(json.dumps(config))
-        save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    path = tmp_path / "ViT-B_16-224.npz"
+    np.savez(path, **arrays)  # type: ignore[arg-type]
     assert open_weights(str(path)).num_classes == 1000
     model = vit("ViT-B_16", 1000)
     report = initialize_weights(model, str(path), new_head=False)
     assert (report.new, report.ignored, report.resized) == ([], [], [])
     with torch.no_grad():
-        # transformers' files were converted with GELU in another form, which is a fact of its
-        # config: the weights are the same.
         assert relative_difference(model(images).double(), expected) < 1e-4
-
-
-def test_a_bare_model_of_the_hub_has_no_head_and_a_pooler(tmp_path):
-    arrays = drawn(jax_shapes("ViT-B_16", 2, has_representation=False))
-    tensors = huggingface_tensors(timm_tensors(arrays), "")
-    tensors |= {"pooler.dense.weight": torch.eye(768), "pooler.dense.bias": torch.zeros(768)}
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    assert open_weights(str(tmp_path)).num_classes is None
-    report = initialize_weights(vit("ViT-B_16", 10), str(tmp_path), new_head=True)
-    assert sorted(report.new) == ["head.bias", "head.weight"]
-    with pytest.raises(ValueError, match="head"):
-        initialize_weights(vit("ViT-B_16", 10), str(tmp_path), new_head=False)

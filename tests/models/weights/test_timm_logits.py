@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.models.weights.timm_logits import CLASSES, FILE, MODELS, SIDE, drawn, images
+from vit_ray.checkpoints.init_weights import open_weights
 from vit_ray.models import build_model
 from vit_ray.models.layers import StandardizedConv2d
 from vit_ray.models.weights import load_weights, save_weights
@@ -36,6 +37,7 @@ def test_logits_are_those_of_timms_code_with_the_same_weights(name, tmp_path, mo
     assert len(shapes) == kept["tensors"]
     assert zlib.crc32(json.dumps(sorted(shapes.items())).encode()) == kept["crc32_of_shapes"]
     save_file({key: drawn(key, shape) for key, shape in shapes.items()}, path)
+    assert open_weights(str(path)).num_classes == CLASSES
     load_weights(model, path)
     expected = torch.tensor(kept["logits"], dtype=torch.float64)
     # Measured: 5e-16 for the ViT, and by the constants alone 1.1e-5 (hybrids) and 2e-6 (BiT).
@@ -45,7 +47,6 @@ def test_logits_are_those_of_timms_code_with_the_same_weights(name, tmp_path, mo
 
 
 def apart(model: nn.Module, expected: Tensor) -> float:
-    """The largest difference of a logit, relative to the largest logit."""
     with torch.no_grad():
         logits: Tensor = model.double().eval()(images())
     assert logits.dtype == expected.dtype

@@ -1,12 +1,13 @@
 """A test begins with nothing of the machine, of its user or of earlier tests."""
 
 import importlib
+import inspect
 import os
 from pathlib import Path
 
 import pytest
 
-from tests import foreign_settings
+from tests import conftest, foreign_settings
 
 FOREIGN = [
     "AWS_PROFILE",
@@ -29,3 +30,8 @@ def test_a_test_finds_nothing_of_the_machine_and_of_earlier_tests(number):
     assert [name for name in (*FOREIGN, "LEFT") if name in os.environ] == ["LEFT"]
     Path("runs").mkdir()
     (Path.home() / ".cache").mkdir()
+
+
+def test_settings_of_the_machine_go_before_ray_reads_them():
+    text = inspect.getsource(conftest)
+    assert text.index("\nfrom tests import foreign_settings") < text.index("\nimport ray\n")

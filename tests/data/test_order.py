@@ -78,6 +78,21 @@ def test_images_meet_others_in_the_next_epoch(num_batches):
     assert share_that_meets_again(order, 64) < 1.2 * (chance + 1 / num_batches**2)
 
 
+@pytest.mark.parametrize(("rows", "times"), [(16, 2.1), (32, 3.4), (64, 5.8)])
+def test_small_row_groups_let_images_of_large_batches_meet_others(rows, times):
+    """Pairs of a batch of 4,096 of ImageNet that meet again in the next epoch, against chance."""
+    order = Order(np.full(1_281_167 // rows, rows), seed=0)
+    batch_of = np.empty((2, order.num_images // rows), np.int64)
+    for epoch in range(2):
+        groups, starts = order.draw(epoch)
+        batch_of[epoch, groups] = starts // 4096  # whole row groups, but for one of each batch
+    _, groups_of_pair = np.unique(batch_of, axis=1, return_counts=True)
+    images = groups_of_pair * rows
+    pairs = (images * (images - 1)).sum() / (order.num_images * 4095)
+    chance = 4095 / (order.num_images - 1)
+    assert pairs / chance == pytest.approx(times, abs=0.05)
+
+
 def test_epochs_and_seeds_differ():
     order = Order(np.full(50, 8), seed=1)
     first, second = order.samples_at(0, 400), order.samples_at(400, 800)

@@ -12,7 +12,7 @@ from PIL import Image
 from scipy.special import expit, softmax
 
 from vit_ray.evaluation.examples import KINDS, ExampleImages, training_files
-from vit_ray.evaluation.image_grid import SIDE, square
+from vit_ray.evaluation.image_grid import SIDE, sheet, square, strip
 
 NUM_IMAGES, NUM_CLASSES = 60, 5
 NO_PREDICTION = {"predicted": None, "probability": None, "loss": None}
@@ -130,3 +130,25 @@ def test_a_model_of_sigmoids_gives_each_class_its_own_probability(whole):
     for one in json.loads(files["examples.json"]):
         best = whole["logits"][one["sample"]].max()
         assert one["probability"] == pytest.approx(expit(best), rel=1e-6)
+
+
+def test_captions_are_below_their_own_image_and_no_wider():
+    """The same letters as the text alone gives; a long text ends before the next square."""
+    squares = [np.zeros((SIDE, SIDE, 3), np.uint8)] * 3
+
+    def inked(*captions):
+        pixels = np.asarray(Image.open(io.BytesIO(strip(squares[: len(captions)], captions))))
+        return pixels[SIDE + 2 :, :, 0] < 128  # JPEG mixes rows at the edge
+
+    alone, in_row = inked(["great\nauk"]), inked([], ["great auk"], [])
+    assert alone.any()
+    assert (in_row[:, SIDE : 2 * SIDE] == alone).all()
+    assert not in_row[:, :SIDE].any()
+    assert not inked(["W" * 50], [], [])[:, SIDE:].any()
+
+
+def test_a_title_that_is_wider_than_its_images_is_whole():
+    image, title = np.full((8, 8, 3), 128, np.uint8), "a-long-name-of-a-run, step 361: images " * 2
+    pages = (np.asarray(sheet([image] * count, [""] * count, title)) for count in (1, 8))
+    inked = [int((page[:28] < 128).sum()) for page in pages]
+    assert inked[0] == inked[1] > 0

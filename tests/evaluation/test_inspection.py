@@ -12,7 +12,7 @@ from transformers import ViTForImageClassification
 
 from tests.models.small import small_model
 from tests.parts import ConvNet
-from vit_ray.evaluation.figures import inspect_model
+from vit_ray.evaluation.figures import inspect_model, overlay
 from vit_ray.evaluation.inspection import (
     attention_figures,
     filter_components,
@@ -117,6 +117,17 @@ def test_inspection_leaves_the_mode_of_a_model_as_it_was():
     again, _ = attention_figures(model, pictures())
     assert model.training
     np.testing.assert_array_equal(first, again)
+
+
+def test_an_overlay_is_bright_where_the_rollout_is_and_dark_elsewhere():
+    image = np.full((32, 32, 3), 200, dtype=np.uint8)
+    rollout = np.zeros((4, 4), dtype=np.float32)
+    rollout[0, 0] = 1
+    lit = overlay(image, rollout, patch_size=4)
+    assert lit.shape == image.shape
+    assert lit[:8, :8].mean() > 100
+    assert lit[20:, 20:].max() < 20
+    assert lit.max() == 200
 
 
 @pytest.mark.parametrize(

@@ -247,6 +247,22 @@ def test_every_key_that_a_training_reads_says_whether_it_may_change():
     assert {key.name for key in keys if not key.on_resume} == {"name"}
 
 
+def test_other_keys_of_the_training_than_these_need_the_flag():
+    """Written out: with another one marked free, a run becomes another training in silence."""
+    sections = ("data.", "optim.", "train.", "evaluate.")
+    names = [key.name for key in all_keys()]
+    mine = [key for key in names if key.startswith(sections) or "." not in key]
+    free = (
+        "output resume data.train data.max_bad_fraction data.cpus_per_task data.object_store_mib "
+        "data.label_selector data.cache_dir data.cache_free_gib train.micro_batch_size "
+        "train.zero_stage train.offload train.activation_checkpointing train.compile "
+        "train.nonfinite train.log_every_steps train.profile_steps train.callbacks "
+        "train.step_timeout_s evaluate.batch_size evaluate.metrics"
+    )
+    assert {key for key in mine if on_resume(key) is OnResume.FREE} == {*free.split()}
+    assert on_resume("train.masked_target") is OnResume.FIXED  # where it is used
+
+
 def test_what_switches_a_key_off_is_a_key_with_such_values():
     """A misspelt one would leave the key without effect on any comparison."""
     allowed = {key.name: key.allowed for key in all_keys()}

@@ -102,8 +102,15 @@ def test_an_evaluation_that_does_not_fit_ends_the_run_and_another_error_is_left_
     assert worker.engine.is_closed
 
 
-def test_a_notice_saves_once_and_a_request_for_another_size_saves_and_ends(tmp_path):
-    deadline_ms = int((time.time() + 270) * 1000)
+@pytest.mark.parametrize(
+    ("left_s", "told"),
+    [
+        (None, "a node is about to leave: checkpoint at once"),
+        (270, r"a node leaves in (2[3-6]\d|270) s: checkpoint at once"),
+    ],
+)
+def test_a_notice_saves_once_and_a_request_for_another_size_saves_and_ends(left_s, told, tmp_path):
+    deadline_ms = left_s and int((time.time() + left_s) * 1000)
     notices = iter([None] * 2 + [PreemptionInfo(deadline_ms, {"node": [1]})] * TOTAL)
     worker = Worker(make_job(tmp_path), notice=lambda: next(notices))
 
@@ -116,7 +123,7 @@ def test_a_notice_saves_once_and_a_request_for_another_size_saves_and_ends(tmp_p
     saves = [(kind, step) for kind, _, step in worker.actor.events if kind != "first step"]
     assert saves == [("preemption", 2), ("resizing", 5)]
     (text,) = [text for kind, text, _ in worker.actor.events if kind == "preemption"]
-    assert re.fullmatch(r"a node leaves in (2[3-6]\d|270) s: checkpoint at once", text)
+    assert re.fullmatch(told, text)
     assert newest_step(worker) == 5
 
 

@@ -76,12 +76,15 @@ def test_a_ray_for_one_command_leaves_no_files_and_no_processes(short_folder):
         time.sleep(0.1)
 
 
-def test_rays_logs_are_kept_where_a_failure_names_them(short_folder):
-    end = "raise RuntimeError('a worker failed; log /tmp/...')"
+@pytest.mark.parametrize(("end", "code", "is_kept"), [
+    ("return 0", 0, False),
+    ("raise RuntimeError('a worker failed; log /tmp/...')", 1, True),
+])  # fmt: skip
+def test_rays_logs_are_kept_where_a_failure_names_them(end, code, is_kept, short_folder):
     run = f"import ray, sys; ray.init = lambda **_: 0\ndef run():\n    {START}\n    {end}\n"
     script = f"{run}from vit_ray.commands.cli import _ended\n"
-    assert start(short_folder, f"{script}sys.exit(_ended(run))").returncode == 1
-    assert list(short_folder.iterdir())
+    assert start(short_folder, f"{script}sys.exit(_ended(run))").returncode == code
+    assert bool(list(short_folder.iterdir())) == is_kept
 
 
 def test_a_start_of_ray_that_takes_too_long_ends_in_one_line(short_folder):

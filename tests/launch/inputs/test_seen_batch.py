@@ -68,6 +68,7 @@ CASES = {
 def test_a_row_tells_the_stored_image_and_its_crop(sets, case):
     recipe = recipe_on(sets, data=CASES[case])
     pixels, rows = batches_of(recipe).read(7)
+    np.testing.assert_array_equal(pixels, training_batches(recipe)[7]["image"])
     spec = resolve_run(recipe).streams["train"]
     stored = pq.ParquetFile(sets / "large" / "part-0.parquet")
     for crop, row in zip(pixels, rows, strict=True):

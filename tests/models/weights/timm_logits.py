@@ -1,6 +1,6 @@
 """Weights and images for the logits that timm's own code computes, kept as `timm_logits.json`.
 
-Made by `git show 9e38c062:tests/models/weights/timm_logits.py` with timm 1.0.31, in fp64.
+Made by the script that commit a48c6e22 has at this path, with timm 1.0.31, in fp64.
 """
 
 import math

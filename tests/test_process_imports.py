@@ -1,4 +1,7 @@
-"""What each kind of process imports, which is most of the time that a small job takes to start."""
+"""What each kind of process imports, which is most of the time that a small job takes to start.
+
+By what their modules import. Of a run, only the recorder's process is shown (test_recorder.py).
+"""
 
 import os
 import subprocess

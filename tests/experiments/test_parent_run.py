@@ -10,8 +10,8 @@ from mlflow import MlflowClient
 from tests.launch.resolved import resolved_run
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.recorded_recipe import RUN_FOLDER, tags_of
-from vit_ray.experiments import parent_run
 from vit_ray.experiments.parent_run import open_parent
+from vit_ray.launch.cluster import connection
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.run_metadata import run_facts
 from vit_ray.tracking.metrics_log import RunOpening, metrics_log_path
@@ -34,17 +34,18 @@ def record(recipe: Recipe, kind: str = "sweep", *, continues: bool = True) -> st
     return tracker.run_id
 
 
-def test_a_training_for_which_a_ray_of_its_own_is_too_small_is_refused_before_anything_starts(
-    tmp_path, monkeypatch
+def test_a_training_for_which_the_ray_of_this_process_is_too_small_is_refused_before_it_starts(
+    ray_cluster, tmp_path, monkeypatch
 ):
-    shape = ClusterShape(1, 2.0, 0.0, 0.0, is_private=True)
+    """As one that an earlier command in the process has started; a new one has room for all."""
+    monkeypatch.setattr(connection, "_STARTED", [])
+    connection.mark_private()
     recipe = sweep_in(tmp_path, "runs").with_changes(workers={"num_workers": 1})
     wide = recipe.with_changes(name="wide", workers={"num_workers": 64})
-    monkeypatch.setattr(parent_run, "connect", lambda *_: shape)
     refusal = pytest.raises(ValueError, match=r"wide: .*64 workers .* use at most \d workers")
     with refusal, open_parent(recipe, "sweep", resolved_run(), 1, trainings=[recipe, wide]):
         pass
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []  # neither a folder of the sweep nor a store
 
 
 @pytest.mark.parametrize("has_logs", [True, False])

@@ -4,7 +4,6 @@ Ray, Tune and the parent's record are real; a trial's training is a loop that wr
 file and continues from it.
 """
 
-import importlib.util
 import math
 import os
 import signal
@@ -233,7 +232,6 @@ def test_another_driver_takes_up_what_an_interrupted_one_has_left(
     assert len(finished) == (0 if has_memory else 2)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("optuna") is None, reason="Optuna is an extra")
 def test_a_search_of_optuna_continues_with_what_it_has_measured(ray_cluster, digits, tmp_path):
     recipe = small_recipe("parent", digits, tmp_path)
     config = SweepConfig(search="optuna", num_trials=6, space={"rate": {"uniform": [0.1, 0.4]}})

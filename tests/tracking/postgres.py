@@ -28,11 +28,11 @@ class Postgres:
     """A cluster of databases, run by a user that is not root; inside the block it is up.
 
     Args:
-        password: of the user `mlflow`; without one every connection is trusted.
+        password: of the user `mlflow`.
         settings: of the server, as its command line takes them.
     """
 
-    def __init__(self, password: str = "", settings: tuple[str, ...] = ()) -> None:
+    def __init__(self, password: str, settings: tuple[str, ...] = ()) -> None:
         (self.port,) = free_ports(1)
         self._user = "postgres" if os.geteuid() == 0 else None
         # Not pytest's own: those are for their owner alone.
@@ -45,8 +45,7 @@ class Postgres:
         if self._user:
             shutil.chown(self._folder, self._user)
             shutil.chown(given, self._user)
-        asks = ["-A", "scram-sha-256", f"--pwfile={given}"] if password else ["-A", "trust"]
-        self._run("initdb", *asks, "-U", "mlflow", "-N")
+        self._run("initdb", "-A", "scram-sha-256", f"--pwfile={given}", "-U", "mlflow", "-N")
 
     def __enter__(self) -> "Postgres":
         self.start()
@@ -56,11 +55,6 @@ class Postgres:
         if Path(self._data, "postmaster.pid").exists():
             self.stop()
         shutil.rmtree(self._folder)
-
-    @property
-    def uri(self) -> str:
-        """Of the database that every cluster has."""
-        return f"postgresql+psycopg2://mlflow@127.0.0.1:{self.port}/postgres"
 
     def start(self) -> None:
         self._run("pg_ctl", "-w", "-o", self._options, "-l", f"{self._data}/log", "start")

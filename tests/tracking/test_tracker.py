@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import urllib.request
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -331,10 +332,19 @@ def test_an_event_of_a_run_that_lives_is_in_mlflow_and_each_is_there_once(config
     assert "vit_ray.failure" not in tags  # of a run that has gone on since
 
 
+def wait_for_tries(tracker, num, is_true=lambda: True):
+    """Until points have been sent, or have failed to be, so many times."""
+    last, deadline_s = tracker._points.num + num, time.monotonic() + 60
+    while tracker._points.num < last or not is_true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
 def test_points_wait_while_the_database_is_damaged(config, log_path, monkeypatch):
     """MLflow answers BAD_REQUEST, as for a wrong value."""
     monkeypatch.setattr(sender, "FIRST_BACKOFF_S", 0.01)
     monkeypatch.setattr(sender, "LAST_BACKOFF_S", 0.05)
+    monkeypatch.setattr(sender, "BATCH_INTERVAL_S", 0.01)
     tracker = started(config, "failover", log_path)
     for step in range(10):
         tracker.log.metrics(step, {"train/loss": 1.0})
@@ -345,10 +355,10 @@ def test_points_wait_while_the_database_is_damaged(config, log_path, monkeypatch
         file.write(b"damaged " * 512)
     for step in range(10, 20):
         tracker.log.metrics(step, {"train/loss": 2.0})
-    deadline = time.monotonic() + 60
-    tries = tracker._points.num
-    while tracker._points.num < tries + 8 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for_tries(tracker, 1, lambda: tracker._points.error)
+    tries_of_files = tracker._files.num
+    wait_for_tries(tracker, 8)
+    assert tracker._files.num == tries_of_files
     with open(database, "r+b") as file:
         file.write(whole[:4096])
     assert tracker.finish(timeout_s=60)
@@ -400,45 +410,65 @@ def test_a_file_that_cannot_be_stored_holds_up_neither_points_nor_the_end(config
     assert (store / "note.txt").read_text() == "kept"
 
 
-def test_a_store_of_files_that_hangs_at_the_end_costs_nothing(config, log_path, monkeypatch):
-    """What it holds up is on disk for the next opening."""
-    store = Hanging(monkeypatch, RunWriter, "_send_artifact")
+def test_between_two_slow_files_points_and_the_end_are_sent(config, log_path, monkeypatch):
+    """What one that hangs holds up is on disk for the next opening."""
+    log_path.parent.mkdir()
+    files = [log_path.with_name(name) for name in ("first.txt", "second.txt")]
+    stores = []
+    for file in files:
+        file.write_text("text")
+        is_it = partial(lambda path, _, record: record["path"] == path, str(file))
+        stores.append(Hanging(monkeypatch, RunWriter, "_send_artifact", is_it))
     tracker = started(config, "hangs", log_path)
-    file = log_path.with_name("file.txt")
-    file.write_text("text")
+    for file in files:
+        tracker.log.artifact(file)
+    assert stores[0].has_begun.wait(30)
     tracker.log.metrics(1, {"train/loss": 1.0})
-    assert tracker.flush(30)
-    tracker.log.artifact(file)
-    assert store.has_begun.wait(30)
+    tracker.log.append("finish", status="FINISHED")
+    stores[0].may_answer.set()
+    assert stores[1].has_begun.wait(30)
+    assert _only_run(config.uri).info.status == "FINISHED"
+    assert _history(config.uri, tracker.run_id) == [(1, 1.0)]
     tracker.log.metrics(2, {"train/loss": 2.0})
     assert not tracker.finish(timeout_s=0.1)
-    assert str(file) in tracker.problem
-    store.may_answer.set()
+    assert f"does not have the last points, {files[1]} of run" in tracker.problem
+    stores[1].may_answer.set()
     tracker.stop(30)
     again = started(config, "hangs", log_path)
     assert again.finish()
-    assert _only_run(config.uri).info.status == "FINISHED"
     assert _history(config.uri, tracker.run_id) == [(1, 1.0), (2, 2.0)]
-    assert [f.path for f in MlflowClient(config.uri).list_artifacts(again.run_id)] == ["file.txt"]
+    stored = [file.path for file in MlflowClient(config.uri).list_artifacts(again.run_id)]
+    assert stored == ["first.txt", "second.txt"]
 
 
-def test_a_store_of_files_that_fails_is_tried_again_at_the_end(config, log_path, monkeypatch):
-    """Tries before the end do not count, nor does one of points."""
-    send, failures = RunWriter.send, ["away"] * 2
+def test_a_store_of_files_that_fails_is_tried_after_a_pause_and_at_the_end(
+    config, log_path, monkeypatch
+):
+    """Tries before the end do not count, nor do those of points, which have no pause."""
+    send, failures, tries = RunWriter.send, ["away"] * 3, []
 
     def failing(self, records):
-        if records[0]["kind"] == "text" and failures:
-            raise OSError(failures.pop())
+        if records[0]["kind"] == "text":
+            tries.append(records)
+            if failures:
+                raise OSError(failures.pop())
         return send(self, records)
 
     monkeypatch.setattr(RunWriter, "send", failing)
     monkeypatch.setattr(sender, "FIRST_BACKOFF_S", 60.0)
+    monkeypatch.setattr(sender, "BATCH_INTERVAL_S", 0.01)
     tracker = started(config, "away", log_path)
-    tracker.log.metrics(1, {"train/loss": 1.0})
+    wait_for_tries(tracker, 3)
     tracker.log.text("note.txt", "kept")
+    wait_for_tries(tracker, 8, lambda: tries)
+    assert len(tries) == 1
+    tracker.wait_for_try(10)  # for what there is already
+    wait_for_tries(tracker, 8)
+    assert len(tries) == 1
+    monkeypatch.setattr(sender, "BATCH_INTERVAL_S", 1.0)  # above the pause of those who wait
     assert tracker.flush(60)
     assert failures == []
-    failures += ["away"] * (sender.FILE_TRIES_AT_END + 1)
+    failures += ["away"] * 10  # some may come before the last tries begin
     tracker.log.text("more.txt", "kept")
     assert not tracker.finish(timeout_s=60)
     assert "does not have more.txt of run" in tracker.problem

@@ -102,6 +102,7 @@ Result = TypeVar("Result")
 
 _COLUMNS: Final = ["image", "labels", "key", "height", "width", "crc32"]
 _INDEX: Final = "restart_index"
+_ADVICE: Final = "; run `vit-ray verify`"
 _OPEN_FILES: Final = 16
 _PART_BYTES: Final = 1 << 24
 _THREADS: Final = 16
@@ -200,7 +201,7 @@ def open_shard(location: Location, entry: ShardFile) -> tuple[Any, pq.FileMetaDa
     if source.size() != entry.bytes:
         raise ValueError(
             f"shard {location.path!r} has {source.size()} bytes and the manifest says "
-            f"{entry.bytes}: it was changed or cut short after conversion; run `vit-ray verify`"
+            f"{entry.bytes}: it was changed or cut short after conversion{_ADVICE}"
         )
     file = pq.ParquetFile(source)
     if not is_shard_schema(file.schema_arrow):
@@ -255,7 +256,9 @@ def problem_of_shard(location: Location, entry: ShardFile, *, is_read: bool = Fa
     except (pa.ArrowException, OSError, ValueError) as error:
         if is_of_the_store(error):  # other OSErrors are of what pyarrow cannot parse
             raise
-        return "the file is missing" if isinstance(error, FileNotFoundError) else str(error)
+        is_missing = isinstance(error, FileNotFoundError)
+        # Without the advice: it is what that command says.
+        return "the file is missing" if is_missing else str(error).removesuffix(_ADVICE)
     return None
 
 
@@ -386,7 +389,7 @@ class RowGroupReader:
             raise ValueError(
                 f"shard {self._manifest.shard_location(group).path!r} has {found} rows in row "
                 f"group {int(self._manifest.row_group[group])} and the manifest says {expected}: "
-                "it was changed after conversion; run `vit-ray verify`"
+                f"it was changed after conversion{_ADVICE}"
             )
 
     def _retried(self, group: int, read: Callable[[], Result]) -> Result:

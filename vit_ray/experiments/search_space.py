@@ -77,13 +77,13 @@ def trial_config(point: Point) -> dict[str, Any]:
     return {key: _plain(value) for key, value in point.items()}
 
 
-def point_of(trial_config: Mapping[str, Any], config: SweepConfig) -> Point:
-    """The point that a trial's configuration stands for."""
+def point_of(given: Mapping[str, Any], config: SweepConfig) -> Point:
+    """The point that the configuration of a trial, or a retraining, stands for."""
     point: dict[str, Any] = {}
     for key, values in space_of(config).items():
         listed = values if isinstance(values, list) else ()
         known = {_plain(value): value for value in listed}
-        point[key] = known.get(trial_config[key], trial_config[key])
+        point[key] = known.get(given[key], given[key])
     return point
 
 

@@ -128,11 +128,10 @@ class Trainings:
     tags: Mapping[str, str]
 
     def __call__(self, config: dict[str, Any], context: Context) -> dict[str, Any]:
-        """Try the point of a trial's configuration, or retrain at it with its seed."""
+        """Try the point of a configuration; with a seed, which only retrainings have, retrain."""
         point, seed = point_of(config, sweep_of(self.recipe)), config.get("seed")
-        if seed is None:
-            return asdict(self.trial(point, context))
-        return asdict(self.final(point, seed, context))
+        is_trial = seed is None
+        return asdict(self.trial(point, context) if is_trial else self.final(point, seed, context))
 
     def trial(self, point: Point, context: Context) -> Outcome:
         """Train at a point without the dev split."""

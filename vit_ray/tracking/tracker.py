@@ -1,7 +1,9 @@
 """Sends a run's log to MLflow: training never waits for MLflow, nor fails with it.
 
-One thread sends points and tags in order, with the original times, and then the files: one that
-cannot be stored holds up no point. It keeps trying while MLflow is away. Nothing here uses Ray.
+One thread sends points and tags in order, with the original times, and then the files, between
+which it looks at points again: a file that fails holds up no point. A store of files that hangs
+holds up all, until it answers or the run is opened or replayed again. The thread keeps trying
+while MLflow is away. Nothing here uses Ray.
 """
 
 import logging
@@ -119,19 +121,20 @@ class Tracker:
         self._thread.start()
 
     def _run(self) -> None:
-        """Send points, then files, until the end; without longer pauses while somebody waits."""
+        """Send points, then files, when they are due or somebody waits, until the end."""
         is_awaited = False
         while not self._ends:
-            self._try(self._points, self.send_points)
+            if is_awaited or time.monotonic() >= self._points.due_s:
+                self._try(self._points, self.send_points)
             if not self._points.error and (is_awaited or time.monotonic() >= self._files.due_s):
                 self._try(self._files, self.send_files)
             with self._tried:
                 self._tried.notify_all()
-            is_awaited = self._wake.wait(self._points.pause_s or BATCH_INTERVAL_S)
+            is_awaited = self._wake.wait(BATCH_INTERVAL_S)
             self._wake.clear()
 
     def _try(self, tries: _Tries, send: Callable[[], None]) -> None:
-        """Warns once of each outage: after any error MLflow counts as away."""
+        """Warns once of each outage; after any error of points MLflow counts as away."""
         try:
             with limited_requests():
                 send()
@@ -147,7 +150,8 @@ class Tracker:
             tries.note(self._note(text, error, is_new=not tries.pause_s))
 
     def _wait_until(self, is_done: Callable[[], bool], until_s: float) -> bool:
-        self._wake.set()
+        if not is_done():
+            self._wake.set()
         with self._tried:
             while not is_done() and (left_s := until_s - time.monotonic()) > 0:
                 if not self._tried.wait(min(left_s, 0.5)):
@@ -166,26 +170,21 @@ class Tracker:
 
     def wait_for_try(self, wait_s: float) -> None:
         """Wait until MLflow has given the run an id, or has failed to."""
-
-        def is_answered() -> bool:
-            return self._writer is not None or self._points.num > 0
-
-        self._wait_until(is_answered, time.monotonic() + wait_s)
+        self._wait_until(
+            lambda: self._writer is not None or self._points.num > 0, time.monotonic() + wait_s
+        )
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until MLflow has everything recorded so far but models; False if not in time.
 
-        Files that cannot be stored are waited for only during a few more attempts.
+        Files that fail are waited for only during a few more attempts; a store that hangs, for all
+        of the time.
         """
         size, until_s = self.log.size, time.monotonic() + timeout_s
         if not self._wait_until(lambda: self._sent.offset >= size, until_s):
             return False
         last_try = self._files.num + FILE_TRIES_AT_END
-
-        def is_done() -> bool:
-            return self._sent.files >= size or self._files.num >= last_try
-
-        self._wait_until(is_done, until_s)
+        self._wait_until(lambda: self._sent.files >= size or self._files.num >= last_try, until_s)
         return self._sent.files >= size
 
     def finish(self, status: Status = "FINISHED", timeout_s: float = 30.0) -> bool:
@@ -198,14 +197,17 @@ class Tracker:
         Returns:
             Whether MLflow has everything but models.
         """
-        until_s = time.monotonic() + IMPORT_S
-        self._wait_until(lambda: self._is_imported or self._points.num > 0, until_s)
+        self._wait_until(
+            lambda: self._is_imported or self._points.num > 0, time.monotonic() + IMPORT_S
+        )
         is_new_file = sqlite_file(self._uri) and not self._points.error
         if self.run_id is None and not is_new_file:  # MLflow was away from the beginning
             timeout_s = min(timeout_s, NEVER_REACHED_S)
         is_sent = self.flush(timeout_s)
         self.stop(timeout_s if is_sent else 0.0)
         missing = self.missing_files()
+        if self._sent.offset < self.log.size:
+            missing = ["the last points" if self.run_id else "any points", *missing]
         if num := len(self.refused):
             missing = [f"{num} refused record{'s' * (num > 1)}", *missing]
         problems = []
@@ -236,11 +238,8 @@ class Tracker:
 
     def missing_files(self) -> list[str]:
         """Names of files that MLflow does not have."""
-        offset, found = self._sent.files, list[str]()
-        while records := self.log.read(offset):
-            offset = records[-1][1]
-            found += [file_name(one) for one, _ in records if one["kind"] in FILES]
-        return list(dict.fromkeys(found))
+        records = self.log.records(*FILES, offset=self._sent.files)
+        return list(dict.fromkeys(map(file_name, records)))
 
     def send_points(self) -> None:
         """Find or create the run, and send all points and tags.
@@ -258,10 +257,10 @@ class Tracker:
             self._mark(offset=end)
 
     def send_files(self) -> None:
-        """Send files until one that cannot be stored; it waits, and those after it.
+        """Send files until one fails, or the points before one: it waits, and those after it.
 
         Raises:
-            Exception: any error of MLflow's, or of the store of its files.
+            Exception: any error of the store of files.
         """
         while (writer := self._writer) and not self._ends:
             if not (found := self.log.read(self._sent.files)):
@@ -270,11 +269,12 @@ class Tracker:
             for record, end in found:
                 # The history is written as a whole.
                 if record["kind"] in FILES and (record["kind"] != "event" or record is events[-1]):
+                    self._try(self._points, self.send_points)
+                    if self._points.error or self._ends:  # the next opening sends the others
+                        return
                     self._file = file_name(record)
                     self._send_each(writer, [record])
                     self._mark(files=end)
-                if self._ends:  # the next opening's tracker sends the others
-                    return
             self._mark(files=found[-1][1])
 
     def _connect(self) -> "RunWriter":

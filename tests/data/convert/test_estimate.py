@@ -1,8 +1,10 @@
 """What a dry run says of a conversion, against what the conversion then makes."""
 
+import itertools
 import platform
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -50,8 +52,9 @@ def test_a_file_that_is_not_counted_to_its_end_is_extrapolated_by_bytes(
     files = samples([jpeg(i) for i in range(100)], [b"%d" % (i // 50) for i in range(100)])
     for number in range(num_tars):
         (tmp_path / f"{number}.tar").write_bytes(tar_of(files))
-    monkeypatch.setattr(estimate, "COUNTED_S", -1.0)
-    monkeypatch.setattr(rows, "ROWS_AT_A_TIME", 10)
+    clock = SimpleNamespace(monotonic=itertools.count().__next__)  # a second for each row
+    monkeypatch.setattr(estimate, "time", clock)
+    monkeypatch.setattr(rows, "time", clock)
     said = estimate_conversion(config_of(tmp_path, "set"))
     assert (said.num_counted, said.num_parts, said.num_classes) == (0, num_tars, 1)
     assert said.num_images == pytest.approx(100 * num_tars, rel=0.5)

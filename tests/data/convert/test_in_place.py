@@ -253,12 +253,14 @@ def test_equal_images_that_a_file_has_once_count_as_often_as_they_are_read(
 
 def test_a_row_group_without_a_usable_image_is_left_out(serial, tmp_path):
     file = tmp_path / "hub" / "train.parquet"
-    write_hub_file(file, [*IMAGES[:5], *[b"junk"] * 5, None, *IMAGES[5:9]], ["a"] * 15)
+    images, labels = [*IMAGES[:5], *[b"junk"] * 5, IMAGES[5], None, *IMAGES[6:9]], "abcabaaaaabcbac"
+    write_hub_file(file, images, list(labels))
     convert(file, tmp_path / "set", in_place=True, max_rejected_fraction=0.5)
     manifest = open_dataset(str(tmp_path / "set"))
     assert manifest.rows.tolist() == [5, 4]
     assert manifest.row_group.tolist() == [0, 2]
     assert [image for image, *_ in stored(manifest).values()] == IMAGES[:9]
+    assert "".join(label for _, label, _ in stored(manifest).values()) == "abcabbbac"
 
 
 def test_an_interrupted_one_makes_no_shard_twice(serial, source, tmp_path, monkeypatch):

@@ -25,6 +25,8 @@ from vit_ray.data.convert.sources import units_of
 from vit_ray.data.keyed_random import KeyedPermutation
 from vit_ray.storage import Location, locate
 
+CONFIG = config_of("source", "set")
+
 
 def parts_of(keys: list[str], staging: Location) -> list[Location]:
     """An index in parts of unequal lengths."""
@@ -48,7 +50,7 @@ def plan_of(num_images: int, num_shards: int) -> Plan:
 def test_each_shard_lists_what_a_plain_shuffle_gives_it(tmp_path):
     keys = [f"image {i}" for i in range(331)]
     staging, plan = locate(str(tmp_path / "staging")), plan_of(331, 17)
-    write_lists(plan, RowStore(parts_of(keys, staging), str(tmp_path)), staging)
+    write_lists(plan, RowStore(parts_of(keys, staging), str(tmp_path), CONFIG), staging)
     order = KeyedPermutation(331, shards.SHUFFLE, 9).ranks(np.arange(331, dtype=np.int64))
     listed = [list(rows_of_shard(staging, shard)) for shard in range(17)]
     assert [row.key for shard in listed for row in shard] == [keys[row] for row in order]
@@ -56,9 +58,15 @@ def test_each_shard_lists_what_a_plain_shuffle_gives_it(tmp_path):
     assert [len(shard) % 4 for shard in listed[:-1]] == [0] * 16
 
 
+def test_rows_that_are_read_in_place_are_counted_and_not_kept(tmp_path):
+    parts = parts_of([f"image {i}" for i in range(60)], locate(str(tmp_path / "staging")))
+    store = RowStore(parts, str(tmp_path), CONFIG.model_copy(update={"in_place": True}))
+    assert (store.facts.rows, len(store.is_repeated)) == (60, 0)
+
+
 def test_only_the_first_of_equal_keys_is_usable(tmp_path):
     keys = [f"image {i % 40}" for i in range(60)]
-    store = RowStore(parts_of(keys, locate(str(tmp_path / "staging"))), str(tmp_path))
+    store = RowStore(parts_of(keys, locate(str(tmp_path / "staging"))), str(tmp_path), CONFIG)
     store.find_repeated()
     problems = store.take(np.arange(60))["problem"].to_pylist()
     assert [row for row, problem in enumerate(problems) if problem] == list(range(40, 60))
@@ -90,7 +98,9 @@ def test_tens_of_thousands_of_class_folders_are_indexed_by_few_tasks():
 
 def test_two_forms_of_one_name_are_one_key(tmp_path):
     keys = [unicodedata.normalize(form, "caf\xe9.jpg") for form in ("NFC", "NFD")]
-    store = RowStore(parts_of([*keys, "tea.jpg"], locate(str(tmp_path / "staging"))), str(tmp_path))
+    store = RowStore(
+        parts_of([*keys, "tea.jpg"], locate(str(tmp_path / "staging"))), str(tmp_path), CONFIG
+    )
     store.find_repeated()
     assert store.is_repeated.tolist() == [False, True, False]
 

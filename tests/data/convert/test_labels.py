@@ -15,6 +15,16 @@ def test_a_column_that_is_no_label_is_refused():
         labels_module.classes_of(facts, config, of_folders=False)
 
 
+def test_more_labels_than_a_set_has_classes_are_refused_while_rows_are_counted(monkeypatch):
+    monkeypatch.setattr(labels_module, "MOST_CLASSES", 3)
+    facts = labels_module.SourceFacts({})
+    facts.add(row_table([Row(str(i), (f"{i % 3}",)) for i in range(6)]))
+    with pytest.raises(
+        ValueError, match=r"more than 3 different labels; check convert\.label_field"
+    ):
+        facts.add(row_table([Row("6", ("other",))]))
+
+
 @pytest.mark.parametrize(
     ("labels", "told"),
     [

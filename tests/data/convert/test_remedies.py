@@ -81,6 +81,19 @@ def test_bare_ids_become_paths_by_a_pattern(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("columns", ("caption",)), ("label_field", "breed"), ("image_field", "picture"),
+        ("image_pattern", "{}.jpg"),
+    ],
+)  # fmt: skip
+def test_class_folders_have_no_fields(tmp_path, image_folder, key, value):
+    told = rf"convert.{key}=.* is not for the format .* is 'folder'; leave it out, or give a list"
+    with pytest.raises(ValueError, match=told):
+        convert(image_folder, tmp_path / "set", **{key: value})
+
+
+@pytest.mark.parametrize(
     ("files", "told"),
     [
         ({"cat/1.jpg": IMAGES[0], "dog/2.jpg": IMAGES[1]}, "If its folders are classes, unpack"),

@@ -23,6 +23,7 @@ def test_a_flipped_byte_is_found_by_its_checksum(dataset, tmp_path):
     shard.write_bytes(content)
     report = verify(str(tmp_path), decode_fraction=0.0)
     assert [(p.file, "checksum" in p.what) for p in report.problems] == [(shard.name, True)]
+    assert report.num_decoded == 0
     assert report.problems[0].key.startswith("class_")
 
 
@@ -36,6 +37,7 @@ def test_missing_and_truncated_files_are_named(dataset, tmp_path):
     assert set(found) == {shard.name, other.name}
     assert found[shard.name] == "it cannot be opened: the file is missing"
     assert "has 1000 bytes and the manifest says" in found[other.name]
+    assert found[other.name].endswith("it was changed or cut short after conversion")
 
 
 def test_a_torn_footer_is_named(dataset, tmp_path):

@@ -1,5 +1,6 @@
 """Which Ray a driver joins."""
 
+import math
 import os
 import platform
 import shutil
@@ -188,7 +189,9 @@ def test_sigterm_does_what_it_did_once_ray_is_joined(monkeypatch):
             signal.signal(signal.SIGTERM, earlier)
 
 
-def test_a_ray_for_one_command_has_the_cores_that_it_may_use(monkeypatch):
+def test_a_ray_for_one_command_has_the_cores_that_it_may_use_or_as_many_cpus_as_it_needs(
+    monkeypatch,
+):
     """Of a host's 64 a container may use those of its affinity; the caller's warnings stay."""
     started: list[int] = []
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -205,7 +208,9 @@ def test_a_ray_for_one_command_has_the_cores_that_it_may_use(monkeypatch):
         warnings.resetwarnings()
         assert "7 cores" in str(connect(load_recipe("digits")))
         assert not warnings.filters
-    assert started == [7]
+    wide = load_recipe("digits").with_changes(workers={"num_workers": 64, "cpus_per_worker": 1.0})
+    connect(load_recipe("digits"), wide)
+    assert started == [7, 64 + math.ceil(2 * wide.data.cpus_per_task)]
 
 
 def test_what_takes_connections_and_is_no_ray_is_told(monkeypatch):

@@ -228,7 +228,7 @@ def _new_plan(
     """
     parts, digest, declared = build_index(units, versions, staging, config)
     with tempfile.TemporaryDirectory() as scratch:
-        store = with_retries(lambda: RowStore(parts, scratch, config.columns), "reading the index")
+        store = with_retries(lambda: RowStore(parts, scratch, config), "reading the index")
         facts = replace(store.facts, declared=declared)
         check_not_empty(facts, config)
         if absent := [name for name, count in facts.columns.items() if not count]:

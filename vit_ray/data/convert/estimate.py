@@ -152,7 +152,7 @@ def _counted(
     sample, num_units, end_s = list[Row](), 0.0, time.monotonic() + COUNTED_S
     for unit in units:
         facts.declared.update({tuple(declared_classes(unit) or ())} - {()})
-        for piece in pieces(_rows_before_damage(unit)):
+        for piece in pieces(_rows_before_damage(unit), end_s):
             facts.add(row_table(piece))
             some = [*sample, *piece]
             sample = nsmallest(SAMPLED, some, lambda row: checksum(f"{seed} {row.key}".encode()))

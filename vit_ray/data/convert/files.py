@@ -163,12 +163,18 @@ def matching(source: str) -> dict[str, bool]:
     return dict(sorted(chain.from_iterable(map(dict.items, found))))
 
 
+def named(path: str) -> dict[str, bool]:
+    """What has exactly this path, and whether it is a folder; empty if there is nothing."""
+    place = locate(path)
+    kind = place.info().kind
+    return {} if kind == "nothing" else {place.uri: kind == "directory"}
+
+
 def _matches_of(path: str) -> dict[str, bool]:
     """What a path matches; itself, if it is no glob."""
-    place = locate(path)
     if not is_glob(path):
-        kind = place.info().kind
-        return {} if kind == "nothing" else {place.uri: kind == "directory"}
+        return named(path)
+    place = locate(path)
     folder = _MAGIC.split(place.path)[0].rpartition("/")[0]
     with naming(place.uri):
         found = place.filesystem.glob(place.path, detail=True)

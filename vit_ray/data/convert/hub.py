@@ -27,7 +27,8 @@ from vit_ray.storage import is_of_the_store, locate
 
 _IMAGE_COLUMNS: Final = ("image", "img", "jpg", "picture")
 _LABEL_COLUMNS: Final = ("label", "labels", "fine_label", "cls")
-_ROWS_AT_A_TIME: Final = 64
+# With their images, and labels alone.
+_ROWS_AT_A_TIME: Final = {True: 64, False: 4096}
 # Most rows of a row group; a footer that says more is damaged.
 MOST_ROWS: Final = 10_000_000
 
@@ -70,7 +71,7 @@ def parquet_rows(unit: Unit, *, with_images: bool = True) -> Iterator[Row]:
                 check_in_place(unit.path, group, metadata.num_rows, size)
             number, end, problem = first, first + metadata.num_rows, "it ends early"
             try:
-                for batch in source.iter_batches(_ROWS_AT_A_TIME, [group], wanted):
+                for batch in source.iter_batches(_ROWS_AT_A_TIME[with_images], [group], wanted):
                     images = _images_of(batch, columns) if with_images else None
                     for i in range(min(len(batch), end - number)):
                         image = None if images is None else images[i].as_py() or b""
@@ -135,9 +136,8 @@ def opened(unit: Unit) -> Iterator[tuple[pq.ParquetFile, Columns]]:
     with locate(unit.path).open() as file:
         try:
             source = pq.ParquetFile(file)
-            metadata = source.metadata
-            rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-            if any(not 0 <= count <= MOST_ROWS for count in rows):
+            groups = map(source.metadata.row_group, range(source.metadata.num_row_groups))
+            if any(not 0 <= group.num_rows <= MOST_ROWS for group in groups):
                 raise ValueError(f"a row group has more than {MOST_ROWS:,} rows")
         except (pa.ArrowException, OSError, ValueError) as error:
             if is_of_the_store(error):
@@ -155,9 +155,10 @@ def _columns_of(schema: pa.Schema, unit: Unit) -> Columns:
     """
     whose, config = repr(unit.path), unit.config
     declared = _declared(schema, whose)
-    usual = (*_LABEL_COLUMNS, *declared)
     image = chosen_field("image", config.image_field, _IMAGE_COLUMNS, schema.names, whose)
-    label = chosen_field("label", config.label_field, usual, schema.names, whose)
+    label = chosen_field(
+        "label", config.label_field, (*_LABEL_COLUMNS, *declared), schema.names, whose
+    )
     check_columns((image, label, *config.columns), schema.names, whose)
     element = schema.field(label).type
     if not pa.types.is_dictionary(element):

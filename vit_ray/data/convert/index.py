@@ -102,8 +102,8 @@ def _read_group(location: Location, number: int) -> pa.Table | None:
 
 def versions_of(units: list[Unit]) -> dict[str, str]:
     """The present version of each unit, by its path."""
-    found = run_tasks(_versions, _parts(units), shown=Shown("looking at the source"))
-    return dict(itertools.chain(*found))
+    shown = Shown("looking at the source")
+    return dict(itertools.chain(*run_tasks(_versions, _parts(units), shown=shown)))
 
 
 def _parts(units: list[Any]) -> list[list[Any]]:
@@ -113,8 +113,10 @@ def _parts(units: list[Any]) -> list[list[Any]]:
 
 
 def _versions(units: list[Unit]) -> list[tuple[str, str]]:
-    looks = ((unit.path, functools.partial(_version, unit)) for unit in units)
-    return [(path, with_retries(look, f"looking at {path}")) for path, look in looks]
+    return [
+        (unit.path, with_retries(functools.partial(_version, unit), f"looking at {unit.path}"))
+        for unit in units
+    ]
 
 
 def _version(unit: Unit) -> str:
@@ -188,7 +190,7 @@ def _index(item: tuple[str, list[tuple[Unit, str]]], staging_uri: str) -> dict[s
 
 
 def _write_rows(part: list[tuple[Unit, str]], staging: Location, name: str) -> dict[str, Any]:
-    facts: dict[str, Any] = {"damages": [], "declared": [], "counted": ""}
+    facts: dict[str, Any] = {"damages": [], "declared": set(), "counted": ""}
     digest, num_rows = hashlib.sha256(), 0
     rows = _packed(_rows_of_units(part, facts), staging.child(f"{name}.bin"))
     with parquet_output(staging.child(f"{name}.parquet"), ROW_SCHEMA) as writer:
@@ -200,7 +202,10 @@ def _write_rows(part: list[tuple[Unit, str]], staging: Location, name: str) -> d
             report_done(num_rows)
     # Images that are read in place are not read for it: only how many there are.
     is_in_place = part[0][0].config.in_place
-    return facts | {"digest": facts["counted"] if is_in_place else digest.hexdigest()}
+    return facts | {
+        "declared": sorted(facts["declared"] - {()}),
+        "digest": facts["counted"] if is_in_place else digest.hexdigest(),
+    }
 
 
 def _rows_of_units(units: list[tuple[Unit, str]], facts: dict[str, Any]) -> Iterator[Row]:
@@ -217,7 +222,7 @@ def _rows_of_units(units: list[tuple[Unit, str]], facts: dict[str, Any]) -> Iter
             facts["damages"].append(str(error))
         else:
             facts["counted"] += f"{unit.name} {num_rows}\n"
-            facts["declared"] += filter(None, [declared_classes(unit)])
+            facts["declared"].add(tuple(declared_classes(unit) or ()))
 
 
 def _packed(rows: Iterable[Row], pack: Location) -> Iterator[Row]:
@@ -238,19 +243,20 @@ class RowStore:
     Args:
         scratch: a folder on a local disk, with room for the index: some 100 bytes and the path for
             each image.
-        columns: of `convert.columns`.
+        config: rows that are read in place are only counted.
 
     Attributes:
         facts: what is known of the rows.
     """
 
-    def __init__(self, parts: list[Location], scratch: str, columns: tuple[str, ...] = ()) -> None:
-        path, self.facts = f"{scratch}/rows.arrow", SourceFacts(dict.fromkeys(columns, 0))
+    def __init__(self, parts: list[Location], scratch: str, config: ConvertConfig) -> None:
+        path, self.facts = f"{scratch}/rows.arrow", SourceFacts(dict.fromkeys(config.columns, 0))
         try:
             with pa.OSFile(path, "wb") as sink, pa.ipc.new_file(sink, ROW_SCHEMA) as writer:
                 for table in itertools.chain.from_iterable(map(read_groups, parts)):
-                    writer.write_table(table.combine_chunks())
                     self.facts.add(table)
+                    if not config.in_place:
+                        writer.write_table(table.combine_chunks())
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise

@@ -84,8 +84,9 @@ def check_columns(wanted: Iterable[str], names: list[str], whose: str) -> None:
     """Raises ValueError for a column that is missing, or there twice."""
     for name in wanted:
         if names.count(name) != 1:
-            how_many = names.count(name) or "no"
-            raise ValueError(f"{whose} has {how_many} columns {name!r}; it has {names[:20]}")
+            raise ValueError(
+                f"{whose} has {names.count(name) or 'no'} columns {name!r}; it has {names[:20]}"
+            )
 
 
 def labels_of_value(value: Any) -> Labels:

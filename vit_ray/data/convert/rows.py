@@ -11,6 +11,7 @@ import io
 import os
 import re
 import stat
+import time
 import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -260,14 +261,19 @@ def table_rows(table: pa.Table) -> Iterator[Row]:
         yield Row(**row | {"labels": tuple(row["labels"]), "extra": tuple(row["extra"])})
 
 
-def pieces(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """The rows in lists that fit into a process, each with at least one."""
+def pieces(rows: Iterable[Row], end_s: float = float("inf")) -> Iterator[list[Row]]:
+    """The rows in lists that fit into a process, each with at least one.
+
+    Args:
+        end_s: after this time each row of an archive, which may be a request, ends its list.
+    """
     piece, characters = list[Row](), 0
     for row in rows:
         piece.append(row)
         texts = row.path, row.key, *row.labels, row.problem, *row.extra
         characters += sum(len(text) for text in texts if text is not None)
-        if len(piece) == ROWS_AT_A_TIME or characters >= CHARACTERS_AT_A_TIME:
+        is_full = len(piece) == ROWS_AT_A_TIME or characters >= CHARACTERS_AT_A_TIME
+        if is_full or (row.offset >= 0 and time.monotonic() > end_s):
             yield piece
             piece, characters = [], 0
     if piece:

@@ -14,6 +14,7 @@ from vit_ray.data.convert.files import (
     is_glob,
     is_pattern,
     matching,
+    named,
     named_split,
     split_of,
 )
@@ -115,11 +116,9 @@ def units_of(config: ConvertConfig) -> list[Unit]:
 def _units(config: ConvertConfig) -> list[Unit]:
     """Units of the files that a source names, or of its folders."""
     source, is_named = config.source, not is_pattern(config.source)
-    location = locate(source)
-    kind = location.info().kind
-    if is_named and kind == "nothing":
+    matches = named(source) if is_named else matching(source)
+    if not matches:
         raise ValueError(f"convert.source={source!r}: no such folder or file; check the path")
-    matches = {location.uri: kind == "directory"} if is_named else matching(source)
     if not any(matches.values()):
         return _units_of_files(config, list(matches))
     if not all(matches.values()):

@@ -75,9 +75,9 @@ def check_file(file_index: int, manifest: Manifest, decode_fraction: float) -> V
         for row in manifest.stored_rows(group).tolist():
             is_decoded = KeyedUniform(_SAMPLE, group, row).draw() < decode_fraction
             found.num_images += 1
-            found.num_decoded += is_decoded
             try:
                 image = encoded.stored(row)
+                found.num_decoded += is_decoded
                 if is_decoded:
                     _check_image(image)
             except ValueError as error:

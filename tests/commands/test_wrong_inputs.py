@@ -130,6 +130,11 @@ MISTAKES = [
     ("finetune mine.yaml", "init_from is not set; give weights"),
     ("sweep mine.yaml", "sweep.learning_rates is not set"),
     ("scaling_study mine.yaml", "study.models is not set"),
+    (
+        "scaling_study study_digits init_from=nosuch.npz data.train=nosuch",
+        "init_from='nosuch.npz': .* does not exist",
+    ),
+    ("keys convert --of verify", "verify reads no key of convert; leave out one"),
     ("plan mine.yaml plan.device=TPU", "plan.device='TPU' is not known; use one of .*H100"),
     ("plan mine.yaml model.name=nope", "model name 'nope' is unknown; similar names: "),
     ("export mine.yaml export.path=x.npz", "init_from is not set"),
@@ -395,3 +400,28 @@ def test_a_submitted_job_does_not_write_into_its_copy_of_the_folder(
     monkeypatch.chdir(copy)
     with pytest.raises(ValueError, match=message) if message else nullcontext():
         check_places(name, recipe)
+
+
+@pytest.mark.parametrize("folder", ["recipe", "working_dir_files/_ray_pkg_1/configs"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("output: runs", "output=.*runs would be in this job's copy .* all nodes share"),
+        ("tracking: {uri: 'sqlite:///m.db'}", "tracking.uri=.*m.db would be .* a server"),
+        ("data: {train: here}", "data.train=.*here.*; this job runs in a copy .* full path"),
+    ],
+)
+def test_a_relative_path_in_a_submitted_jobs_recipe_is_refused(
+    folder: str, text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recipe may be a file of its node, as in cluster/rayjob.yaml."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    copy, recipe = tmp_path / "working_dir_files" / "_ray_pkg_1", tmp_path / folder / "recipe.yaml"
+    for place in (copy, recipe.parent):
+        place.mkdir(parents=True, exist_ok=True)
+    recipe.write_text(f"base: digits\n{text}\n")
+    monkeypatch.chdir(copy)
+    given = {"output": "/shared/runs", "tracking.uri": "http://mlflow:5000", "data.train": "s3://a"}
+    given = {key: value for key, value in given.items() if key.partition(".")[0] not in text}
+    with pytest.raises(ValueError, match=message):
+        check_places("pretrain", load_recipe(recipe, given | {"data.eval": "s3://mine/set"}))

@@ -92,7 +92,10 @@ def test_the_printed_conversions_work_where_the_images_lie_around_the_results(
         assert done.exit_code == 0, done.stderr
     recipe = load_recipe("mine.yaml")
     # The test split may have no labels.
-    assert (recipe.data.train, recipe.data.eval) == (f"{folder}/train", f"{folder}/validation")
+    assert (recipe.data.train, recipe.data.eval) == (
+        f"{here / cwd / folder}/train",
+        f"{here / cwd / folder}/validation",
+    )
     assert open_dataset(recipe.data.train or "").num_images == 12
     assert open_dataset(recipe.data.eval or "").num_images == 6
 
@@ -110,7 +113,7 @@ def test_a_folder_of_any_name_gets_a_recipe(folder, name, here):
     assert done.exit_code == 0, done.stderr
     (file,) = here.glob("*.yaml")
     recipe = load_recipe(file.name)
-    assert (recipe.name, recipe.convert and recipe.convert.source) == (name, folder)
+    assert (recipe.name, recipe.convert and recipe.convert.source) == (name, f"{here}/{folder}")
 
 
 def test_a_recipe_that_cannot_be_read_is_not_written(here):

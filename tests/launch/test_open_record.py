@@ -81,9 +81,10 @@ def opened(kind: str = "pretrain", changes: tuple[str, ...] = (), **options: Any
     ],
 )
 def test_the_recipe_of_a_run_has_the_sections_that_the_run_needs(kind, sections, record):
-    others = ("convert={source: a, destination: b}", "sweep={seeds: 2}", "verify.path=x")
-    others += ("study={models: [{label: a}]}", "benchmark.kind=imagenet_real")
-    with opened(kind, (*others, "vtab={data: a, tasks: [{name: b, group: natural}]}")):
+    experiments = ("study={models: [{label: a}]}", "sweep={seeds: 2}", "verify.path=x")
+    others = ("convert={source: a, destination: b}", "benchmark.kind=imagenet_real")
+    vtab = "vtab={data: a, tasks: [{name: b, group: natural}]}"
+    with opened(kind, (*experiments, *others, vtab)):
         pass
     (text,) = [args[1] for name, *args in record.calls if name == "text" and args[0] == RECIPE]
     assert set(parse_yaml(text, "here")) - set(Training.model_fields) == sections

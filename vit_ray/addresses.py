@@ -1,6 +1,7 @@
 """Which addresses of storage and MLflow can be used, as far as no library is needed to check."""
 
 import contextlib
+import os
 import re
 import sqlite3
 from pathlib import Path
@@ -24,6 +25,8 @@ _SQLITE: Final = re.compile(r"(sqlite(?:\+\w+)?:///)(.*)", re.DOTALL)
 """Address of a SQLite file, with or without SQLAlchemy's driver, and the file."""
 LOCAL_SERVER: Final = "http://127.0.0.1:5000"
 """What `mlflow ui` serves without options."""
+# Ray's folder for the copies of what `ray job submit --working-dir` uploads.
+UPLOADED: Final = "working_dir_files"
 _MAGIC: Final = b"SQLite format 3\0"
 """First bytes of its files (sqlite.org/fileformat.html); a database without tables is empty."""
 _FIRST_TABLE: Final = "experiments"
@@ -47,6 +50,21 @@ def with_home(path: str) -> Path:
             f"{path!r}: there is no user {user[1:]!r} here; give a full path, or ./{user} for a "
             "folder of this name"
         ) from None
+
+
+def absolute_path(path: str, folder: str = "") -> str:
+    """A local path from the root on, with `..` as the operating system reads it: after a link it
+    is the folder above the link's target. Other links stay.
+
+    Args:
+        folder: what a relative path is relative to; by default the current folder.
+
+    Raises:
+        ValueError: as `with_home`.
+    """
+    place = Path(folder or os.getcwd(), with_home(path))
+    above, dots, below = f"{place}/".rpartition("/../")
+    return str(Path(os.path.realpath(above + dots), below) if dots else place)
 
 
 def is_placeholder(path: str) -> bool:
@@ -147,7 +165,7 @@ def sqlite_file(uri: str) -> Path | None:
     return Path(unquote(found[2].partition("?")[0])) if found else None
 
 
-def absolute_uri(uri: str, folder: Path | None = None) -> str:
+def absolute_uri(uri: str, folder: str | Path = "") -> str:
     """The address with a relative SQLite file made absolute, so that it is valid in any process.
 
     Args:
@@ -158,7 +176,7 @@ def absolute_uri(uri: str, folder: Path | None = None) -> str:
     if found is None or found[2].startswith("/"):
         return uri
     # In an address `%` begins an escape, and `?` ends the path.
-    above = str(folder or Path.cwd()).replace("%", "%25").replace("?", "%3F")
+    above = str(folder or os.getcwd()).replace("%", "%25").replace("?", "%3F")
     return f"{found[1]}{above}/{found[2]}"
 
 

@@ -28,7 +28,7 @@ import pyarrow as pa
 from botocore.exceptions import ClientError, HTTPClientError
 from botocore.exceptions import ConnectionError as NoConnection
 
-from vit_ray.addresses import check_address, with_home
+from vit_ray.addresses import absolute_path, check_address
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -623,7 +623,7 @@ def locate(path: str) -> Location:
 def absolute(path: str) -> str:
     """A local path from the root on; an address, such as `s3://bucket`, as it is."""
     local = path.removeprefix("file://")
-    return local if "://" in local else os.path.abspath(with_home(local))
+    return local if "://" in local else absolute_path(local)
 
 
 def check_reachable(place: Location) -> None:

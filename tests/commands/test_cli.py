@@ -201,6 +201,11 @@ def test_the_commands_are_those_of_the_design_and_submitted_ones_have_a_job():
         assert len(text.splitlines()) == 6
 
 
+@pytest.mark.parametrize("name", ["pretrain", "finetune", "sweep"])
+def test_plan_takes_the_line_of_a_training(name):
+    assert {*COMMANDS[name].reads} <= {*COMMANDS["plan"].reads}
+
+
 def test_keys_are_shown_by_section_and_counted():
     shown = run_cli("keys", "optim").stdout
     assert "\noptim: Optimizer" in shown
@@ -209,6 +214,8 @@ def test_keys_are_shown_by_section_and_counted():
     assert all(f"  {name}=" in run_cli("keys").stdout for name in [key.name for key in all_keys()])
     assert int(run_cli("keys", "--count").stdout) <= 195
     assert "Usage: vit-ray scaling-study" in run_cli("scaling-study", "--help").stdout
+    spelt = [run_cli("keys", f"--of={name}").stdout for name in ("scaling_study", "scaling-study")]
+    assert "study.models" in spelt[0] == spelt[1]
     assert int(run_cli("keys", "optim", "--count").stdout) == shown.count("\n  optim.")
 
 

@@ -46,8 +46,9 @@ def test_a_folder_with_splits_gets_a_recipe_that_passes_the_dry_run(here):
     assert done.stdout.endswith("my-set.yaml is written; next: vit-ray convert my-set.yaml\n")
     recipe = load_recipe("my-set.yaml")
     assert recipe.convert is not None
-    assert (recipe.convert.source, recipe.convert.split) == ("my set", "train")
-    assert (recipe.data.train, recipe.data.eval) == ("data/my-set/train", "data/my-set/test")
+    assert (recipe.convert.source, recipe.convert.split) == (f"{here}/my set", "train")
+    sets = here / "data" / "my-set"
+    assert (recipe.data.train, recipe.data.eval) == (f"{sets}/train", f"{sets}/test")
     assert recipe.data.held_out_fraction == 0
     # Sides of 40 pixels are ten patches of four.
     assert (recipe.model.image_size, recipe.model.patch_size) == (40, 4)
@@ -91,7 +92,10 @@ def test_the_printed_conversions_work_where_the_images_lie_around_the_results(
         assert done.exit_code == 0, done.stderr
     recipe = load_recipe("mine.yaml")
     # The test split may have no labels.
-    assert (recipe.data.train, recipe.data.eval) == (f"{folder}/train", f"{folder}/validation")
+    assert (recipe.data.train, recipe.data.eval) == (
+        f"{here / cwd / folder}/train",
+        f"{here / cwd / folder}/validation",
+    )
     assert open_dataset(recipe.data.train or "").num_images == 12
     assert open_dataset(recipe.data.eval or "").num_images == 6
 
@@ -109,7 +113,7 @@ def test_a_folder_of_any_name_gets_a_recipe(folder, name, here):
     assert done.exit_code == 0, done.stderr
     (file,) = here.glob("*.yaml")
     recipe = load_recipe(file.name)
-    assert (recipe.name, recipe.convert and recipe.convert.source) == (name, folder)
+    assert (recipe.name, recipe.convert and recipe.convert.source) == (name, f"{here}/{folder}")
 
 
 def test_a_recipe_that_cannot_be_read_is_not_written(here):
@@ -148,10 +152,12 @@ def test_of_weights_a_recipe_to_fine_tune_them_is_written_beside_another_folders
     assert done.exit_code == 0, done.stderr
     assert done.stdout.startswith("images: 40 images of 2 classes, 4 of them are held out")
     recipe = load_recipe("configs/mine.yaml")
-    assert (recipe.name, recipe.init_from, recipe.output) == ("images-tuned", "b.npz", "runs")
-    assert (recipe.data.train, recipe.data.held_out_fraction) == ("data/images/train", 0.1)
+    train = f"{here}/data/images/train"
+    assert (recipe.name, recipe.init_from) == ("images-tuned", f"{here}/b.npz")
+    assert recipe.output == f"{here}/runs"
+    assert (recipe.data.train, recipe.data.held_out_fraction) == (train, 0.1)
     assert recipe.convert is not None
-    assert (recipe.convert.source, recipe.convert.destination) == ("images", "data/images/train")
+    assert (recipe.convert.source, recipe.convert.destination) == (f"{here}/images", train)
     assert (recipe.model.name, recipe.optim.name, recipe.model.image_size) == (
         "ViT-B/16", "sgd", 224,
     )  # fmt: skip

@@ -130,6 +130,11 @@ MISTAKES = [
     ("finetune mine.yaml", "init_from is not set; give weights"),
     ("sweep mine.yaml", "sweep.learning_rates is not set"),
     ("scaling_study mine.yaml", "study.models is not set"),
+    (
+        "scaling_study study_digits init_from=nosuch.npz data.train=nosuch",
+        "init_from='nosuch.npz': .* does not exist",
+    ),
+    ("keys convert --of verify", "verify reads no key of convert; leave out one"),
     ("plan mine.yaml plan.device=TPU", "plan.device='TPU' is not known; use one of .*H100"),
     ("plan mine.yaml model.name=nope", "model name 'nope' is unknown; similar names: "),
     ("export mine.yaml export.path=x.npz", "init_from is not set"),
@@ -145,7 +150,7 @@ MISTAKES = [
     ("replay recipes sqlite:///m.db", "log 'recipes' is a folder"),
     ("replay note.txt mlflow.db", "URI 'mlflow.db' is not an address"),
     ("plan digits model.depth=1000000000", "model.depth=1000000000"),
-    ("report mine.yaml", "tracking.uri=sqlite:///mlflow.db: no such file"),
+    ("report mine.yaml", "tracking.uri=sqlite:///.*mlflow.db: no such file"),
     ("report mine.yaml tracking.uri=sqlite:///text.db", "text.db: the file is not a data"),
     ("report mine.yaml tracking.uri=http://127.0.0.1:9", "cannot be used: .*refused.*give"),
 ]
@@ -335,6 +340,7 @@ def test_shards_named_by_a_split_and_others_manifests_may_be_converted(tmp_path)
     [
         ("finetune", "runs", True),
         ("finetune", "runs", False),
+        ("scaling_study", "runs", True),
         ("evaluate", "runs", True),
         ("finetune", "s3://a/runs", True),
         ("finetune", "s3://a/runs", False),
@@ -344,13 +350,12 @@ def test_weights_that_a_continued_run_does_not_read_may_be_gone(
     name, output, has_begun, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    if has_begun and output == "runs":
-        (tmp_path / "runs" / "mine").mkdir(parents=True)
-    monkeypatch.setattr(Location, "exists", lambda place: has_begun and place.path == "a/runs/mine")
+    path = str(tmp_path / "runs" / "mine") if output == "runs" else "a/runs/mine"
+    monkeypatch.setattr(Location, "exists", lambda place: has_begun and place.path == path)
     changes = ["init_from=gone", f"output={output}", "name=mine", "data.train=null"]
     recipe = load_recipe("digits", [*changes, "data.eval=null"])
     refusal = pytest.raises(ValueError, match=r"init_from='gone': .*does not exist, or is not a")
-    with nullcontext() if has_begun and name == "finetune" else refusal:
+    with nullcontext() if has_begun and name != "evaluate" else refusal:
         check_places(name, recipe)
 
 
@@ -395,3 +400,28 @@ def test_a_submitted_job_does_not_write_into_its_copy_of_the_folder(
     monkeypatch.chdir(copy)
     with pytest.raises(ValueError, match=message) if message else nullcontext():
         check_places(name, recipe)
+
+
+@pytest.mark.parametrize("folder", ["recipe", "working_dir_files/_ray_pkg_1/configs"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("output: runs", "output=.*runs would be in this job's copy .* all nodes share"),
+        ("tracking: {uri: 'sqlite:///m.db'}", "tracking.uri=.*m.db would be .* a server"),
+        ("data: {train: here}", "data.train=.*here.*; this job runs in a copy .* full path"),
+    ],
+)
+def test_a_relative_path_in_a_submitted_jobs_recipe_is_refused(
+    folder: str, text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recipe may be a file of its node, as in cluster/rayjob.yaml."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    copy, recipe = tmp_path / "working_dir_files" / "_ray_pkg_1", tmp_path / folder / "recipe.yaml"
+    for place in (copy, recipe.parent):
+        place.mkdir(parents=True, exist_ok=True)
+    recipe.write_text(f"base: digits\n{text}\n")
+    monkeypatch.chdir(copy)
+    given = {"output": "/shared/runs", "tracking.uri": "http://mlflow:5000", "data.train": "s3://a"}
+    given = {key: value for key, value in given.items() if key.partition(".")[0] not in text}
+    with pytest.raises(ValueError, match=message):
+        check_places("pretrain", load_recipe(recipe, given | {"data.eval": "s3://mine/set"}))

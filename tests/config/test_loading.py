@@ -13,6 +13,8 @@ from pydantic import ValidationError
 from ray._private.label_utils import validate_label_selector
 
 from tests.models.small import FAMILIES, small_model
+from vit_ray.commands.early_checks import check_inputs
+from vit_ray.commands.job_list import COMMANDS
 from vit_ray.config import Recipe, load_recipe, require
 from vit_ray.config.help import all_keys
 from vit_ray.config.loading import parse_yaml, write_yaml
@@ -21,6 +23,7 @@ from vit_ray.config.training_sections import OptimConfig
 from vit_ray.config.validation import _ALIASES, fields_below, is_list
 from vit_ray.launch.cluster.cluster_checks import check_batch
 from vit_ray.models import build_model
+from vit_ray.storage import locate
 
 ROOT = Path(__file__).parents[2]
 
@@ -121,40 +124,123 @@ def test_paths_in_a_recipe_are_of_its_folder_and_those_of_the_command_of_the_cur
     monkeypatch.chdir(cwd)
     recipe = load_recipe("mine.yaml", ["evaluate={few_shot_train: few, few_shot_test: few}"])
     assert recipe.optim.epochs == 3
-    assert (recipe.data.train, recipe.data.eval) == ("../studies/set", "s3://b/set")
-    assert (recipe.output, recipe.init_from) == ("../runs", str(Path.home() / "a.npz"))
-    assert recipe.tracking.uri == "sqlite:///../studies/m.db"
+    assert (recipe.data.train, recipe.data.eval) == (f"{folder}/set", "s3://b/set")
+    assert (recipe.output, recipe.init_from) == (
+        f"{path.parent}/runs",
+        str(Path.home() / "a.npz"),
+    )
+    assert recipe.tracking.uri == f"sqlite:///{folder}/m.db"
     assert recipe.evaluate.few_shot_train == "few"
     assert recipe.convert is not None
-    assert (recipe.convert.source, recipe.convert.destination) == ("images", "here")
+    assert (recipe.convert.source, recipe.convert.destination) == (
+        f"{cwd}/images",
+        f"{cwd}/here",
+    )
     assert recipe.sweep is not None
-    assert recipe.sweep.space == {"init_from": ["../studies/a.npz", "hf://a/b"]}
+    assert recipe.sweep.space == {"init_from": [f"{folder}/a.npz", "hf://a/b"]}
     assert recipe.study is not None
-    changes = {"data.train": "../studies/part", "model": {"pool": "gap"}}
+    changes = {"data.train": f"{folder}/part", "model": {"pool": "gap"}}
     assert recipe.study.models[0].changes == changes
     own, shipped = recipe.study.transfer
     assert (own.recipe, shipped.recipe) == (str(path), "finetune/pets")
-    assert own.changes == {"data": {"eval": "../studies/test"}}
-    absolute = recipe.with_absolute_paths()
-    assert absolute.recorded()["data"]["train"] == str(folder / "set")
-    assert absolute.output == str(path.parent / "runs")
+    assert own.changes == {"data": {"eval": f"{folder}/test"}}
     changed = load_recipe(folder / "study.yaml", ["data.train=mine", "output=runs"])
     assert (changed.data.train, changed.output) == ("mine", "runs")
     assert changed.data.eval == "s3://b/set"
 
 
-def test_paths_in_a_shipped_recipe_are_of_the_current_folder(path):
-    shipped = load_recipe(ROOT / "jobs/recipes/digits.yaml")
+def test_a_recipe_is_the_same_by_any_name_and_from_any_folder(path, monkeypatch):
+    """A repeated conversion compares its source as text."""
+    path.write_text("name: run\ndata: {train: ./set, eval: ../test}\n" + CONVERT)
+    folder = path.parent
+    (folder / "below").mkdir()
+    (folder / "link").symlink_to(folder)
+    first = load_recipe(path)
+    assert first.convert is not None
+    assert (first.convert.source, first.data.train) == (f"{folder}/images", f"{folder}/set")
+    for cwd, names in (
+        (folder, ("run.yaml", "./run.yaml", "below/../run.yaml", "link/run.yaml")),
+        (folder / "below", ("../run.yaml",)),
+        (folder.parent, (f"{folder.name}/run.yaml",)),
+    ):
+        monkeypatch.chdir(cwd)
+        assert [load_recipe(name) for name in names] == [first] * len(names)
+
+
+def test_two_dots_after_a_link_are_the_folder_above_its_target(path, monkeypatch):
+    shared = path.parent / "shared"
+    (shared / "conf").mkdir(parents=True)
+    (path.parent / "link").symlink_to(shared / "conf")
+    (shared / "common.yaml").write_text("name: run\noutput: runs\n")
+    recipe = "base: ../common.yaml\ndata: {train: ../data}\ntracking: {uri: 'sqlite:///../m.db'}\n"
+    (shared / "conf" / "x.yaml").write_text(recipe)
+    (path.parent / "mine.yaml").write_text("name: run\ndata: {train: link/../data}\n")
+    monkeypatch.chdir(path.parent)
+    read = load_recipe("link/x.yaml", ["data.eval=link/../test"]).with_absolute_paths()
+    assert (read.output, read.data.eval) == (f"{shared}/runs", f"{shared}/test")
+    assert read.data.train == load_recipe("mine.yaml").data.train == f"{shared}/data"
+    assert locate("link/../data").path == f"{shared}/data"
+    assert Path(read.tracking.uri.removeprefix("sqlite:///")).resolve() == shared / "m.db"
+
+
+def test_paths_in_a_shipped_recipe_are_of_the_current_folder_and_those_in_a_copy_are_not(
+    path, monkeypatch
+):
+    file = ROOT / "jobs/recipes/digits.yaml"
     path.write_text("base: digits\ndata: {train: set}\n")
     own = load_recipe(path)
-    assert shipped.output == own.output == "quickstart/runs"
     assert own.data.train == str(path.parent / "set")
-    assert own.data.eval == shipped.data.eval == "quickstart/data/test"
+    assert own.data.eval == load_recipe(file).data.eval == "quickstart/data/test"
+    # A checkout, or an image for clusters, beside another installed package.
+    installed = path.parent / "vit_ray" / "recipes"
+    installed.mkdir(parents=True)
+    monkeypatch.setattr("vit_ray.config.shipped_recipes._PLACES", (installed,))
+    (path.parent / "link.yaml").symlink_to(file)
+    for shipped in (file, path.parent / "link.yaml"):
+        assert load_recipe(shipped).output == "quickstart/runs"
+    for name in ("jobs/recipes/digits.yaml", "copy.yaml"):  # no checkout
+        copy = path.parent / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(file.read_text())
+        assert load_recipe(copy).output == f"{copy.parent}/quickstart/runs"
 
 
-def test_every_key_with_a_path_is_in_the_list_of_them():
+def test_every_key_with_a_path_is_of_the_recipes_folder(path):
     keys = [key.name for key in all_keys() if "a folder, a file or an s3://" in key.allowed]
     assert sorted(keys) == sorted(PLACES)
+    path.write_text(
+        "name: run\ndeduplicate: {source: a, evaluation_sets: [b, s3://b/c], destination: d}\n"
+    )
+    sets = load_recipe(path).deduplicate
+    assert sets is not None
+    assert sets.evaluation_sets == (f"{path.parent}/b", "s3://b/c")
+
+
+@pytest.mark.parametrize("key", ["output", "data.train", "convert.source"])
+@pytest.mark.parametrize("blank", ["", " "])
+def test_a_blank_path_in_a_file_is_refused(path, key, blank):
+    section, _, last = key.rpartition(".")
+    others = "destination: d, " if section == "convert" else ""
+    text = f"{last}: '{blank}'"
+    path.write_text(f"name: run\n{section}: {{{others}{text}}}\n" if section else text)
+    told = f"{key}={blank!r}: give a folder, a file or an s3:// address"
+    with pytest.raises(ValueError, match=re.escape(told)):
+        load_recipe(path)
+
+
+def test_a_home_is_that_of_a_user_and_without_one_the_reader_says_so(path, monkeypatch):
+    monkeypatch.setenv("HOME", str(path.parent))
+    other = path.parent / "other.yaml"
+    other.write_text(
+        "base: ~/run.yaml\nverify: {path: ~/set}\nbenchmark: {label_file: ~no-one/a}\n"
+    )
+    recipe = load_recipe(other, ["data.train=~no-one/b", "data.eval=~/c"])
+    assert recipe.verify is not None
+    assert (recipe.verify.path, recipe.optim.epochs) == (f"{path.parent}/set", 3)
+    assert recipe.with_absolute_paths().data.eval == f"{path.parent}/c"
+    told = r"^data\.train: '~no-one/b': there is no user 'no-one'"
+    with pytest.raises(ValueError, match=told):
+        check_inputs(COMMANDS["pretrain"], recipe)
 
 
 @pytest.mark.parametrize(
@@ -423,12 +509,14 @@ def test_paths_become_absolute_and_addresses_stay(path):
     assert absolute.data.eval == "s3://bucket/set"
     assert absolute.tracking.uri == f"sqlite:///{Path.cwd()}/mlflow.db"
     assert absolute.with_absolute_paths() == absolute
-    tasks = [{"name": "one", "group": "natural"}]
-    vtab = (
-        recipe.with_changes(vtab={"data": "some/vtab", "tasks": tasks}).with_absolute_paths().vtab
-    )
-    assert vtab is not None
-    assert vtab.data == str(Path("some/vtab").absolute())
+    tree = {
+        "vtab": {"data": "a", "tasks": [{"name": "one", "group": "natural"}]},
+        "benchmark": {"label_file": "a"},
+        "sweep": {"space": {"init_from": ["a", "b"]}},
+        "study": {"models": [{"label": "b", "changes": {"data.train": "a"}}]},
+    }
+    written = recipe.with_changes(**tree).with_absolute_paths().written(*tree)
+    assert json.dumps(written).count(json.dumps(str(Path("a").absolute()))) == len(tree)
 
 
 @pytest.mark.parametrize(("length", "steps"), [({"steps": 7}, 7), ({"epochs": 2.0}, 20)])
@@ -485,7 +573,7 @@ def test_a_key_that_a_job_needs_is_named_where_it_is_not_set():
         ("htp://localhost:5000", "htp:// is not the address"),
         ("file:///srv/mlruns", "MLflow 3 does not open a folder of files, such as mlruns"),
         ("postgres://u:hunter22@db/mlflow", "postgresql://"),
-        ("sqlite://mlflow.db", "such as sqlite:///mlflow.db in the current folder"),
+        ("sqlite://mlflow.db", "such as sqlite:///mlflow.db, http"),
         ("mongodb+srv://db", "mongodb:// is not the address"),
         ("sqlite:///mlflow.db", None),
         ("sqlite:////srv/mlflow.db", None),

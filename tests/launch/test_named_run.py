@@ -24,10 +24,16 @@ def test_a_copy_reads_what_was_copied_with_it_and_else_what_the_run_read(tmp_pat
         "init_from": f"{first}/runs/other",
         "data": {"train": f"{first}/data/train", "eval": f"{tmp_path}/elsewhere"},
         "evaluate": {"few_shot_train": "s3://bucket/set"},
+        # As checkpoints of older versions record it.
+        "deduplicate": {"evaluation_sets": [f"{first}/data/train", "s3://bucket/set"]},
     }
 
     def places(folder: Path) -> list[str]:
         found = where_it_lies(recipe, locate(str(folder)))
+        assert found["deduplicate"]["evaluation_sets"] == [
+            found["data"]["train"],
+            "s3://bucket/set",
+        ]
         data = found["data"]["train"], found["data"]["eval"], found["evaluate"]["few_shot_train"]
         return [found["output"], found["init_from"], *data]
 

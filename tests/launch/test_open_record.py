@@ -71,14 +71,23 @@ def opened(kind: str = "pretrain", changes: tuple[str, ...] = (), **options: Any
 
 
 @pytest.mark.parametrize(
-    ("kind", "section"), [("pretrain", None), ("sweep", "sweep"), ("evaluate", "benchmark")]
+    ("kind", "sections"),
+    [
+        ("pretrain", set()),
+        ("sweep", {"sweep"}),
+        ("evaluate", {"benchmark"}),
+        ("study", {"study"}),
+        ("vtab", {"vtab", "sweep"}),
+    ],
 )
-def test_the_recipe_of_a_run_has_the_sections_that_the_run_needs(kind, section, record):
-    others = ("convert={source: a, destination: b}", "sweep={seeds: 2}", "verify.path=x")
-    with opened(kind, (*others, "benchmark.kind=imagenet_real")):
+def test_the_recipe_of_a_run_has_the_sections_that_the_run_needs(kind, sections, record):
+    experiments = ("study={models: [{label: a}]}", "sweep={seeds: 2}", "verify.path=x")
+    others = ("convert={source: a, destination: b}", "benchmark.kind=imagenet_real")
+    vtab = "vtab={data: a, tasks: [{name: b, group: natural}]}"
+    with opened(kind, (*experiments, *others, vtab)):
         pass
     (text,) = [args[1] for name, *args in record.calls if name == "text" and args[0] == RECIPE]
-    assert set(parse_yaml(text, "here")) - set(Training.model_fields) == {section} - {None}
+    assert set(parse_yaml(text, "here")) - set(Training.model_fields) == sections
 
 
 def test_work_that_is_done_is_finished_and_work_that_is_not_was_stopped(record):

@@ -85,8 +85,8 @@ def run_recipe(command: Command, words: tuple[str, ...], is_dry: bool) -> int | 
     if command.starts_workers:
         address = os.environ.get("RAY_ADDRESS")
         ray = f"joining the Ray at {address}" if address else "starting Ray here"
-        start = f"{recipe.name}: {command.name}: opening data and {ray}"
-        print(start, file=sys.stderr, flush=True)  # the next line takes seconds
+        # The next line takes seconds.
+        print(f"{recipe.name}: {command.name}: opening data and {ray}", file=sys.stderr, flush=True)
     return pkgutil.resolve_name(command.main)(recipe)
 
 
@@ -227,6 +227,7 @@ def _add(command: Command) -> None:
     vit_ray.command(command.name, help=command.what, epilog=epilog)(run)
 
 
+_SPELT = [*COMMANDS, *(name.replace("_", "-") for name in COMMANDS if "_" in name)]
 for _one in COMMANDS.values():
     _add(_one)
 
@@ -245,7 +246,7 @@ def recipes() -> None:
 
 @vit_ray.command()
 @click.argument("prefixes", nargs=-1, metavar="[PREFIX ...]")
-@click.option("--of", type=click.Choice(list(COMMANDS)), help="Only keys that this command reads.")
+@click.option("--of", type=click.Choice(_SPELT), help="Only keys that this command reads.")
 @click.option("--count", is_flag=True, help="Print only how many there are.")
 def keys(prefixes: tuple[str, ...], of: str | None, count: bool) -> None:
     """The keys of recipes below PREFIX, such as `optim`: default, values, meaning, on resume."""
@@ -255,7 +256,13 @@ def keys(prefixes: tuple[str, ...], of: str | None, count: bool) -> None:
             hint = "" if meant == prefix else f"; did you mean {meant}?"
             raise ValueError(f"{prefix!r} is no key or section of a recipe{hint}")
     below = keys_below(*prefixes) if prefixes else all_keys()
-    chosen = [key for key in below if of is None or key in keys_below(*COMMANDS[of].reads)]
+    chosen = [
+        key
+        for key in below
+        if of is None or key in keys_below(*COMMANDS[of.replace("-", "_")].reads)
+    ]
+    if not chosen:
+        raise ValueError(f"{of} reads no key of {', '.join(prefixes)}; leave out one of the two")
     shown = set[str]()
     if count:
         print(count_keys(chosen))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vit_ray.addresses import (
+    UPLOADED,
     check_address,
     is_placeholder,
     local_folder,
@@ -21,18 +22,17 @@ from vit_ray.addresses import (
 from vit_ray.commands.job_list import Command
 from vit_ray.config import Recipe
 from vit_ray.config.help import keys_below
+from vit_ray.config.validation import errors_of
 from vit_ray.launch.cluster.ray_address import host_and_port
 from vit_ray.measure.devices import require_device
 from vit_ray.models.catalog import find_spec
 from vit_ray.own_parts import is_own
 from vit_ray.training.micro_batch import micro_batch_size
 
-_RESUMED = frozenset({"pretrain", "finetune", "sweep", "vtab"})
+_RESUMED = frozenset({"pretrain", "finetune", "sweep", "vtab", "scaling_study"})
 _MANIFEST = "manifest.parquet"
 _MANIFEST_MARK = b'"fingerprint": "'
 _IN_PATTERNS = frozenset("*?[{")
-_UPLOADED = "working_dir_files"
-"""Ray's folder for the copies of what `ray job submit --working-dir` uploads."""
 _WRITTEN = (
     "output", "convert.destination", "subset.destination", "deduplicate.destination",
     "export.path", "inspect.path",
@@ -99,7 +99,8 @@ def check_inputs(command: Command, recipe: Recipe) -> None:
 
 
 def _check_local(command: Command, recipe: Recipe, key: str, path: str) -> None:
-    place = with_home(path)
+    with errors_of(key):
+        place = with_home(path)
     is_there, kind = _KINDS.get(
         key, (Path.exists, "a converted data set (`vit-ray convert` makes one)")
     )
@@ -109,7 +110,7 @@ def _check_local(command: Command, recipe: Recipe, key: str, path: str) -> None:
         if key == "init_from" and command.name in _RESUMED and _has_begun(recipe):
             return  # a continued run does not read it
         copied = ""
-        if _UPLOADED in Path.cwd().parts and not place.is_absolute():
+        if UPLOADED in place.absolute().parts:
             copied = (
                 "; this job runs in a copy of the submitted folder, without ignored files: give a "
                 "full path that all nodes share, or s3://"
@@ -132,11 +133,8 @@ def _check_local(command: Command, recipe: Recipe, key: str, path: str) -> None:
 
 
 def _has_begun(recipe: Recipe) -> bool:
-    folder = recipe.run_folder
-    if "://" not in folder:
-        return with_home(folder).exists()
-    storage = importlib.import_module("vit_ray.storage")  # pyarrow, which help does not wait for
-    return bool(storage.locate(folder).exists())
+    # pyarrow, which help does not wait for
+    return bool(importlib.import_module("vit_ray.storage").locate(recipe.run_folder).exists())
 
 
 def check_outputs(command: Command, recipe: Recipe) -> None:
@@ -154,12 +152,12 @@ def check_outputs(command: Command, recipe: Recipe) -> None:
         raise ValueError(
             f"tracking.uri={uri} is a folder; give a file, such as sqlite:///{store}/mlflow.db"
         )
-    if _UPLOADED not in Path.cwd().parts or command.name == "plan":
+    if UPLOADED not in Path.cwd().parts or command.name == "plan":
         return
     folders = {key: local_folder(given) for key in _WRITTEN if (given := _value(recipe, key))}
     written = {key: with_home(str(folder)) for key, folder in folders.items() if folder}
     for key, place in {**written, **({"tracking.uri": store} if store else {})}.items():
-        if key.split(".")[0] in command.reads and _UPLOADED in place.absolute().parts:
+        if key.split(".")[0] in command.reads and UPLOADED in place.absolute().parts:
             raise ValueError(
                 f"{key}={_value(recipe, key)} would be in this job's copy of the submitted folder, "
                 "which Ray deletes; give a full path that all nodes share, s3://BUCKET/FOLDER, or "

@@ -144,7 +144,7 @@ _ALL = (
         "study_digits --dry-run",
         "vit_ray.commands.plans.study_plan:describe_study",
         needs=("study.models",),
-        opens=_SETS,
+        opens=("init_from", *_SETS),
     ),
     Command(
         "report",
@@ -158,10 +158,7 @@ _ALL = (
         "Memory per GPU for each ZeRO stage, step and run time on plan.num_gpus "
         "of plan.device; starts nothing.",
         "vit_ray.commands.plans.plan:print_plan",
-        (
-            "plan", "model", "optim", "train", "checkpoint", "evaluate", "workers",
-            "data", "seed", "convert", "name", "output", "tracking", "storage",
-        ),
+        (*_COUNTS, *_TRAINING, *_WEIGHTS, "convert", "sweep"),
         "paper/vit_h14_jft plan.device=H100 plan.num_gpus=64",
         "vit_ray.commands.plans.plan:describe_plan",
     ),

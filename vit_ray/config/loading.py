@@ -12,9 +12,10 @@ from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
+from vit_ray.addresses import UPLOADED
 from vit_ray.config.recipe import Recipe, in_folder, recipe_from_dict
 from vit_ray.config.secrets import redact
-from vit_ray.config.shipped_recipes import recipe_names, recipes_folder, shipped_recipe
+from vit_ray.config.shipped_recipes import is_shipped, recipe_names, shipped_recipe
 from vit_ray.config.validation import errors_of
 from vit_ray.own_parts import trust_named
 
@@ -29,7 +30,8 @@ def load_recipe(
     Args:
         path: YAML file, or the name of a shipped recipe, such as `digits`; a key `base` names
             another recipe, relative to it or shipped, that it changes. Paths in a file are relative
-            to its folder; those in a shipped recipe, to the current folder.
+            to its folder; those in a shipped recipe, to the current folder, and so, in a submitted
+            job, those in a file outside of what was uploaded.
         overrides: `dotted.key=value`, the value in YAML; or dotted keys with their values, such as
             `{"optim.steps": 5}`; paths are relative to the current folder.
 
@@ -148,15 +150,17 @@ def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
             "or another recipe that `vit-ray recipes` lists, and below it the keys that differ"
         )
     base = tree.pop("base", None)
-    if not path.resolve().is_relative_to(recipes_folder().resolve()):
-        tree = in_folder(tree, os.path.dirname(path))
+    folder = path.parent.resolve()  # as `os.getcwd` has it, however the recipe is named
+    # What a submitted job would write beside a recipe that was not uploaded is on one node alone.
+    if not is_shipped(path) and (UPLOADED not in Path.cwd().parts or UPLOADED in folder.parts):
+        tree = in_folder(tree, str(folder))
     if base is None:
         return tree
     if not isinstance(base, str):
         raise ValueError(f"{whose}: base={base!r}: expected the name of one recipe")
-    local = path.parent / base
-    is_shipped = not local.is_file() and shipped_recipe(base) is not None
-    below = _read_tree(Path(base) if is_shipped else local, (*seen, path.resolve()))
+    local = path.parent / os.path.expanduser(base)
+    is_name = not local.is_file() and shipped_recipe(base) is not None
+    below = _read_tree(Path(base) if is_name else local, (*seen, path.resolve()))
     return _merge(below, tree)
 
 

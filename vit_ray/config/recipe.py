@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import Field
 
-from vit_ray.addresses import absolute_uri, with_home
+from vit_ray.addresses import absolute_path, absolute_uri
 from vit_ray.config.command_sections import (
     BenchmarkConfig,
     ConvertConfig,
@@ -27,8 +26,8 @@ from vit_ray.config.command_sections import (
     VerifyConfig,
     VtabConfig,
 )
-from vit_ray.config.secrets import redacted
-from vit_ray.config.section import NotNegative, OnResume, Place, Section
+from vit_ray.config.secrets import redacted, with_texts
+from vit_ray.config.section import NO_CREDENTIALS, NotNegative, OnResume, Place, Section
 from vit_ray.config.training_sections import (
     CheckpointConfig,
     DataConfig,
@@ -40,7 +39,7 @@ from vit_ray.config.training_sections import (
     TrainConfig,
     WorkersConfig,
 )
-from vit_ray.config.validation import NAME, validated, value_text
+from vit_ray.config.validation import NAME, fields_below, validated, value_text
 from vit_ray.own_parts import trust_named
 
 
@@ -131,8 +130,7 @@ class Recipe(Training):
     @property
     def chooses_on_dev(self) -> bool:
         """Whether held-out images select the best evaluation, next to those of `data.eval`."""
-        has_both = self.data.eval is not None and self.data.held_out_fraction > 0
-        return self.keeps_best and has_both
+        return self.keeps_best and self.data.eval is not None and self.data.held_out_fraction > 0
 
     def recorded(self) -> dict[str, Any]:
         """Plain data of the training's keys, to keep or to show: without secrets in addresses."""
@@ -142,8 +140,9 @@ class Recipe(Training):
         """As `recorded`, with those of these sections that are set: as a file has it."""
         others = set(sections) & (Recipe.model_fields.keys() - Training.model_fields.keys())
         is_set = {key for key in others if getattr(self, key) != Recipe.model_fields[key].default}
-        extra = self.model_dump(mode="json", include=is_set, exclude_unset=True)
-        return self.recorded() | redacted(extra)
+        return self.recorded() | redacted(
+            self.model_dump(mode="json", include=is_set, exclude_unset=True)
+        )
 
     def flat(self) -> dict[str, str]:
         """Dotted keys to values as text, for MLflow's parameters."""
@@ -151,10 +150,9 @@ class Recipe(Training):
 
     def with_absolute_paths(self) -> Recipe:
         """The same with local paths made absolute: workers run in folders of their own."""
-        tree = self.model_dump(mode="json")
-        trained = {key: tree[key] for key in (*Training.model_fields, "vtab")}
-        tree |= in_folder(trained, os.getcwd())
-        return recipe_from_dict(tree, where=f"recipe {self.name!r}")
+        return recipe_from_dict(
+            in_folder(self.model_dump(mode="json"), os.getcwd()), where=f"recipe {self.name!r}"
+        )
 
     def with_changes(self, **sections: Any) -> Recipe:
         """A checked copy; a dict changes only the given keys of a section, any other value replaces
@@ -179,38 +177,35 @@ def recipe_from_dict(tree: dict[str, Any], where: str) -> Recipe:
     return validated(Recipe, tree, where)
 
 
-PLACES: Final = (
-    "output", "init_from", "data.train", "data.eval", "data.cache_dir",
-    "evaluate.few_shot_train", "evaluate.few_shot_test", "vtab.data", "convert.source",
-    "convert.destination", "verify.path", "subset.source", "subset.destination", "subset.keys",
-    "deduplicate.source", "deduplicate.evaluation_sets", "deduplicate.destination",
-    "study.transfer.recipe", "export.path", "inspect.images", "inspect.path",
-    "benchmark.label_file", "benchmark.model_classes",
-)  # fmt: skip
-"""Keys whose values are paths; `tracking.uri` is an address, which may have a path in it."""
+# Keys whose values are paths; `tracking.uri` is an address, which may have a path in it.
+PLACES: Final = frozenset(
+    key
+    for key, field in fields_below(Recipe)
+    if Place in get_args(field.annotation) or NO_CREDENTIALS in field.metadata
+)
 # What precedes keys of a recipe in a free mapping.
 _OTHERS_KEYS: Final = re.compile(r"^(study\.(models|transfer)\.changes|sweep\.space)\.")
 
 
-def in_folder(value: Any, folder: str, key: str = "") -> Any:
-    """Plain data of a recipe with its relative paths in this folder; addresses stay.
+def in_folder(tree: dict[str, Any], folder: str) -> Any:
+    """Plain data of a recipe with its relative paths in this folder, which is absolute.
 
-    Args:
-        value: the recipe, or what it has below `key`.
+    Addresses stay, and so does what cannot be a path: a blank text is refused by the validation,
+    the home of an unknown user by the command that reads it.
     """
-    if isinstance(value, dict):
-        return {name: in_folder(value[name], folder, f"{key}.{name}".strip(".")) for name in value}
-    if isinstance(value, list):
-        return [in_folder(one, folder, key) for one in value]
-    key = _OTHERS_KEYS.sub("", key)
-    if key == "tracking.uri" and isinstance(value, str):
-        return absolute_uri(value, Path(folder)) if folder else value
-    if key not in PLACES or not isinstance(value, str) or "://" in value:
-        return value
-    place = os.path.normpath(Path(folder, with_home(value)))
-    if key == "study.transfer.recipe":  # or a shipped one
-        return os.path.abspath(place) if os.path.isfile(place) else value
-    return place
+
+    def placed(key: str, text: str) -> str:
+        key = _OTHERS_KEYS.sub("", key)
+        if key == "tracking.uri":
+            return absolute_uri(text, folder)
+        is_nowhere = not text.strip() or os.path.expanduser(text).startswith("~")
+        if key not in PLACES or "://" in text or is_nowhere:
+            return text
+        place = absolute_path(text, folder)
+        # A recipe that is no file is a shipped one.
+        return text if key == "study.transfer.recipe" and not os.path.isfile(place) else place
+
+    return with_texts(tree, placed)
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -6,6 +6,7 @@ error.
 """
 
 import re
+from collections.abc import Callable
 from typing import Any, Final
 
 # The host of a web address ends at a slash; `host:5000/path@1` is a port and a path. A password may
@@ -53,10 +54,21 @@ def userinfo(uri: str) -> str:
 
 def redacted(tree: Any) -> Any:
     """Plain data with every text redacted, keys too."""
-    if isinstance(tree, str):
-        return redact(tree)
+    return with_texts(tree, lambda _, text: redact(text))
+
+
+def with_texts(tree: Any, change: Callable[[str, str], str], key: str = "") -> Any:
+    """Plain data with every text, and every key, replaced by what `change` returns.
+
+    Args:
+        tree: what is below the dotted `key`; a list has the key of its values.
+        change: takes the dotted key of a text, which is empty for a key itself, and the text.
+    """
     if isinstance(tree, dict):
-        return {redacted(key): redacted(value) for key, value in tree.items()}
+        return {
+            with_texts(name, change): with_texts(value, change, f"{key}.{name}".lstrip("."))
+            for name, value in tree.items()
+        }
     if isinstance(tree, (list, tuple)):
-        return [redacted(value) for value in tree]
-    return tree
+        return [with_texts(value, change, key) for value in tree]
+    return change(key, tree) if isinstance(tree, str) else tree

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Final, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -35,7 +35,8 @@ Distinct = AfterValidator(_distinct)
 """For a list in which nothing may stand twice; sections in it are compared by their names."""
 
 
-Place = Annotated[str, Field(pattern=PLACE), AfterValidator(without_credentials)]
+NO_CREDENTIALS: Final = AfterValidator(without_credentials)
+Place = Annotated[str, Field(pattern=PLACE), NO_CREDENTIALS]
 OwnPart = Annotated[str, Field(pattern=DOTTED)]
 """Dotted name of a part of the user's own, such as `mymodule.focal_loss` (`own_parts.py`)."""
 

@@ -30,6 +30,13 @@ def shipped_recipe(name: str) -> Path | None:
     return recipes_folder() / f"{chosen}.yaml" if chosen else None
 
 
+def is_shipped(path: Path) -> bool:
+    """Whether the file is one of the package or of a checkout, also one that is not installed."""
+    above = path.resolve().parents
+    folders = [one for one in above if one.match("jobs/recipes") or one.match("vit_ray/recipes")]
+    return any((folder.parents[1] / "vit_ray" / "config").is_dir() for folder in folders)
+
+
 def header_of(path: Path) -> dict[str, str]:
     """The statements of a recipe's header, such as `Cost`, each on one line; the title is `""`."""
     lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())

@@ -533,9 +533,9 @@ def _is_a_store(uri: str) -> str:
         return uri
     raise ValueError(
         f"{scheme + '://' if '://' in uri else 'a path'} is not the address of a store of "
-        "MLflow's; give sqlite:///FILE, such as sqlite:///mlflow.db in the current folder, "
-        "http://HOST:PORT of a server, or postgresql://, mysql://, mssql://HOST/DATABASE (here, or "
-        "in MLFLOW_TRACKING_URI). MLflow 3 does not open a folder of files, such as mlruns"
+        "MLflow's; give sqlite:///FILE, such as sqlite:///mlflow.db, http://HOST:PORT of a "
+        "server, or postgresql://, mysql://, mssql://HOST/DATABASE (here, or in "
+        "MLFLOW_TRACKING_URI). MLflow 3 does not open a folder of files, such as mlruns"
     )
 
 

@@ -4,7 +4,6 @@ What it was trained on follows from the recipe in its newest checkpoint, whateve
 the same name says now. Nothing in the run is written.
 """
 
-import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +16,10 @@ from vit_ray.checkpoints.checkpoint import Checkpoint
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpoint
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.loading import changed, mlflow_variables
-from vit_ray.config.recipe import PLACES, recipe_from_dict
+from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.recorded_recipe import RUN_FOLDER
 from vit_ray.config.resume_compatibility import EVALUATED_SETS, incompatible_changes
+from vit_ray.config.secrets import with_texts
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.config.validation import NAME, validated
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
@@ -104,8 +104,7 @@ def find_run(source: str, overrides: Sequence[str] = ()) -> NamedRun:
         recorded["output"], _, name = folder.uri.rpartition("/")
         if re.match(NAME, name):
             recorded["name"] = name
-        tree = changed(recorded, overrides)
-        recipe = recipe_from_dict(tree, where=f"the recipe of {source}")
+        recipe = recipe_from_dict(changed(recorded, overrides), f"the recipe of {source}")
     else:
         try:
             recipe = load_recipe(Path(source), overrides).with_absolute_paths()
@@ -117,9 +116,13 @@ def find_run(source: str, overrides: Sequence[str] = ()) -> NamedRun:
             way = "" if is_file else "; to name a run by its folder, give a path such as runs/NAME"
             raise ValueError(f"{error}{way}") from None
         newest = newest_checkpoint(locate(recipe.run_folder))
-    evaluations = {"few_shot_train": None, "few_shot_test": None}
     # Other sets are not needed here to show what is trained on.
-    given, recipe = recipe, recipe.with_changes(data={"eval": None}, evaluate=evaluations)
+    given, recipe = (
+        recipe,
+        recipe.with_changes(
+            data={"eval": None}, evaluate={"few_shot_train": None, "few_shot_test": None}
+        ),
+    )
     if newest is None:
         return NamedRun(resolve_run(recipe), None)
     position = newest.position
@@ -145,18 +148,17 @@ def where_it_lies(recipe: dict[str, Any], folder: Location) -> dict[str, Any]:
 
     Files that lay beside the run, and lie so beside the copy, are those of the copy.
     """
-    tree = copy.deepcopy(recipe)
-    old, new = Path(tree.get("output", ""), tree.get("name", "")), Path(folder.path)
+    old, new = Path(recipe.get("output", ""), recipe.get("name", "")), Path(folder.path)
     while old.name == new.name and old != new:
         old, new = old.parent, new.parent
-    for key in PLACES if folder.is_local else ():
-        *above, last = key.split(".")
-        section = (tree.get(above[0]) or {}) if above else tree
-        place = section.get(last)
-        if place and Path(place).is_relative_to(old):
-            moved = new / Path(place).relative_to(old)
-            section[last] = str(moved) if moved.exists() else place
-    return tree
+
+    def moved(_: str, place: str) -> str:
+        if not (folder.is_local and Path(place).is_relative_to(old)):
+            return place
+        beside = new / Path(place).relative_to(old)
+        return str(beside) if beside.exists() else place
+
+    return dict(with_texts(recipe, moved))
 
 
 def named_folder(source: str, overrides: Sequence[str]) -> tuple[str, Location]:

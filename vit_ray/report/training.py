@@ -90,8 +90,7 @@ def data_section(files: Files, run: pd.Series) -> Section:
     seen = gallery(files, run, "images/training", "What do the training images look like?")
     again = f"Command: {run['command']}. " if run["command"] else ""
     again += (
-        f"Git commit {run['commit']}; the whole recipe is recipe.yaml of run {run['run_id']} in "
-        "MLflow."
+        f"Git commit {run['commit']}; the recipe is recipe.yaml of run {run['run_id']} in MLflow."
     )
     sets = pd.DataFrame(run["sets"])
     return Section(

@@ -22,8 +22,6 @@ _OTHERS: Final = {
 }
 _SQLITE: Final = re.compile(r"(sqlite(?:\+\w+)?:///)(.*)", re.DOTALL)
 """Address of a SQLite file, with or without SQLAlchemy's driver, and the file."""
-LOCAL_SERVER: Final = "http://127.0.0.1:5000"
-"""What `mlflow ui` serves without options."""
 _MAGIC: Final = b"SQLite format 3\0"
 """First bytes of its files (sqlite.org/fileformat.html); a database without tables is empty."""
 _FIRST_TABLE: Final = "experiments"

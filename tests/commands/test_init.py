@@ -180,7 +180,7 @@ def test_five_images_can_be_converted_and_trained_on(here, monkeypatch):
     assert "5 images of 2 classes, 1 of them are held out" in done.stdout, done.stderr
     assert run_cli("convert", "images.yaml").exit_code == 0
     resolved = resolve_run(load_recipe("images.yaml"))
-    assert (resolved.num_images, resolved.streams["dev"].num_images) == (4, 1)
+    assert (resolved.num_images, resolved.streams["eval"].num_images) == (4, 1)
 
 
 @pytest.mark.parametrize("place", ["~/images", "{0}/images"])

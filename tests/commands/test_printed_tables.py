@@ -60,7 +60,8 @@ def test_each_number_of_an_evaluation_is_shown_once_and_whole_in_a_pipe(capsys):
 def test_only_a_table_with_a_row_of_the_paper_is_shown(monkeypatch, capsys):
     monkeypatch.setattr(run, "evaluated", lambda recipe: RunResult(None, "a", 1, 1, {}, ""))
     rows = [{"row": "ours", "note": "proxy"}, {"row": "paper", "note": ""}]
-    sweep = SweepResult([Row({}, Outcome(TrialState.FINISHED))], {}, [], "parent", "")
+    done = Outcome(TrialState.FINISHED, top1=0.9)
+    sweep = SweepResult([Row({RATE: 0.1}, done)], {RATE: 0.1}, [done], "parent", "")
     for table, is_shown in ((None, False), (rows[:1], False), (rows, True)):
         monkeypatch.setattr(train, "evaluation_table", lambda *_, table=table: table)
         train.evaluate(Recipe(name="a"))

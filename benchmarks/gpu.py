@@ -1,4 +1,4 @@
-"""Everything that is claimed for one GPU, in one report: tests, speed, MFU, overhead and memory.
+"""Everything that is claimed for one GPU, in one report: tests, speed, MFU and overhead.
 
     python benchmarks/gpu.py --parts test peers [--out FILE.md]
     python benchmarks/gpu.py --parts job cores [--photographs FOLDER] [--out FILE.md]
@@ -15,11 +15,11 @@ px:
   noise (`data_stream.py`)
 - `sizes`: inference by input size, Figure 12 of the paper (`input_sizes.py`)
 
-A library that is missing is a row that names it, and what fails is one that says why. The bars
-beside the figures are for one H200. All parts together have `--total-s`, and each leaves later ones
-what they need. Of a part that is cut off or fails the last table that it printed counts. The report
-is written after every part. The exit code is 1 if a part failed, was cut off or had no time.
-Without a GPU, `--tiny` shows that the scripts run.
+A library that is missing is a row that names it, and what fails is one that says why. All parts
+together have `--total-s`, and each leaves later ones what they need. Of a part that is cut off or
+fails the last table that it printed counts. The report is written after every part. The exit code
+is 1 if a part failed, was cut off or had no time. Without a GPU, `--tiny` shows that the scripts
+run.
 """
 
 import argparse
@@ -55,9 +55,8 @@ CACHES = {
 INTERRUPTED_S, KILLED_S = 8.0, 15.0
 ERROR_LINES = 40
 NO_GPU = (
-    "**No GPU here.** The figures below are a CPU's and show only that the scripts run: MFU, "
-    "measured memory and the bars of an H200 are left out, and ratios between implementations "
-    "mean nothing for a GPU."
+    "**No GPU here.** The figures below are a CPU's and show only that the scripts run: MFU "
+    "is left out, and ratios between implementations mean nothing for a GPU."
 )
 
 

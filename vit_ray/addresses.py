@@ -23,8 +23,6 @@ _OTHERS: Final = {
 }
 _SQLITE: Final = re.compile(r"(sqlite(?:\+\w+)?:///)(.*)", re.DOTALL)
 """Address of a SQLite file, with or without SQLAlchemy's driver, and the file."""
-LOCAL_SERVER: Final = "http://127.0.0.1:5000"
-"""What `mlflow ui` serves without options."""
 # Ray's folder for the copies of what `ray job submit --working-dir` uploads.
 UPLOADED: Final = "working_dir_files"
 _MAGIC: Final = b"SQLite format 3\0"

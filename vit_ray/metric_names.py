@@ -72,9 +72,6 @@ TRANSFER_MEAN_TOP1: Final = "transfer/mean_top1"
 VTAB_GROUP: Final = "vtab/"
 VTAB_NUM_TASKS: Final = "vtab/tasks"
 
-SYSTEM_GROUP: Final = "system/"
-"""From MLflow's own sampler of the machines."""
-
 
 def few_shot_top1(shots: int) -> str:
     """Accuracy with this many images per class, by least squares."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shlex
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from PIL import Image
 
 from tests.commands.command_line import run_cli
@@ -19,6 +21,7 @@ from vit_ray.commands import convert, train
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.data import open_dataset
 from vit_ray.launch.cluster.connection import ClusterShape
+from vit_ray.launch.inputs.streams import resolve_run
 
 
 @pytest.fixture
@@ -132,7 +135,7 @@ def test_large_images_without_a_test_split_hold_some_out(here):
     assert told in done.stdout
     recipe = load_recipe(here / "mine.yaml")
     assert (recipe.model.name, recipe.model.image_size) == ("ViT-Ti/16", 224)
-    assert recipe.data.held_out_fraction == 0.1
+    assert recipe.data.held_out_fraction == 0.166667  # one of six
     assert recipe.train.global_batch_size == batch
     lines = (here / "mine.yaml").read_text().splitlines()
     (first,) = (line for line in lines if "name=images-first" in line)
@@ -167,7 +170,37 @@ def test_of_weights_a_recipe_to_fine_tune_them_is_written_beside_another_folders
     )
     planned = run_cli("finetune", "configs/mine.yaml", "--dry-run")
     assert planned.exit_code == 0, planned.stderr
-    assert "model is too large for CPUs" in planned.stdout
+    assert re.search(r"not tried: a step takes \d\d GMAC an image\n", planned.stdout)
+    text = (here / "configs" / "mine.yaml").read_text()
+    assert "the paper's for fine-tuning" not in text  # whose crops are of 384 pixels from 448
+    assert load_recipe("configs/mine.yaml").data.augment.kind == "resize_crop"
+
+
+def test_five_images_can_be_converted_and_trained_on(here, monkeypatch):
+    monkeypatch.setattr(convert, "connect", lambda recipe: ClusterShape(1, 1, 0, 0.0))
+    run_in_this_process(monkeypatch)
+    write_images(here / "images", 2, 2, 40, 40)
+    content = encoded(picture(9, 40, 40), quality=90)
+    (here / "images" / "class_0" / "9.jpg").write_bytes(content)
+    done = run_cli("init", "images")
+    assert "5 images of 2 classes, 1 of them are held out" in done.stdout, done.stderr
+    assert run_cli("convert", "images.yaml").exit_code == 0
+    resolved = resolve_run(load_recipe("images.yaml"))
+    assert (resolved.num_images, resolved.streams["eval"].num_images) == (4, 1)
+
+
+@pytest.mark.parametrize("place", ["~/images", "{0}/images"])
+def test_places_that_are_not_of_the_current_folder_stay_in_a_recipe_elsewhere(
+    place, here, monkeypatch
+):
+    monkeypatch.setenv("HOME", str(here))
+    write_images(here / "images", 2, 2, 40, 40)
+    (here / "configs").mkdir()
+    images, weights = place.format(here), "hf://google/vit-base-patch16-224-in21k"
+    done = run_cli("init", images, f"--weights={weights}", "--out=configs/mine.yaml")
+    assert done.exit_code == 0, done.stderr
+    tree = yaml.safe_load((here / "configs" / "mine.yaml").read_text())
+    assert (tree["convert"]["source"], tree["init_from"]) == (images, weights)
 
 
 def test_parquet_of_the_hub_is_looked_at_without_being_packed(here):

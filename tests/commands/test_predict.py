@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -137,6 +138,23 @@ def test_a_file_alone_is_used_with_a_recipe_or_keys(run, tmp_path):
     assert done.exit_code == 0, done.stderr
     (line,) = done.stdout.splitlines()
     assert line.split(": ")[1].split()[0] in {"0", "1", "2", "3", "4"}
+    (tmp_path / "images").rename(tmp_path / "1")  # no name of a class: names are not known
+    done = run_cli("predict", str(tmp_path / "a.npz"), *given, str(tmp_path / "1"))
+    assert (done.exit_code, "in folders of classes" in done.stderr) == (0, False), done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_names_are_shown_in_a_locale_without_their_letters(encoding, run, tmp_path):
+    folder = tmp_path / "\u732b"
+    (tmp_path / "images").rename(folder)
+    done = subprocess.run(
+        [sys.executable, "-m", "vit_ray", "predict", run, str(folder), f"--out={folder}/a.parquet"],
+        capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding},
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(b"\\u732b") == COUNT
+    assert (folder / "a.parquet").exists()
 
 
 REFUSED = [

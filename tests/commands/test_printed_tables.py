@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from scipy.stats import binomtest
 
+from vit_ray.commands import train
 from vit_ray.commands.experiments import print_sweep
 from vit_ray.commands.printed_tables import print_metrics, print_result
+from vit_ray.config import Recipe
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import Row, SweepResult
 from vit_ray.experiments.trials import Outcome
+from vit_ray.launch import run
 from vit_ray.launch.run import RunResult
 from vit_ray.outcomes import TrialState
 
@@ -51,6 +55,19 @@ def test_each_number_of_an_evaluation_is_shown_once_and_whole_in_a_pipe(capsys):
     low, high = binomtest(38, 90).proportion_ci(method="wilson")
     assert text.count(f"42.22% ({low:.1%} to {high:.1%} at 95 %, 90 images)") == 1
     assert [text.count(one) for one in ("42.22%", "1.5000", "x" * 300)] == [1, 1, 1]
+
+
+def test_only_a_table_with_a_row_of_the_paper_is_shown(monkeypatch, capsys):
+    monkeypatch.setattr(run, "evaluated", lambda recipe: RunResult(None, "a", 1, 1, {}, ""))
+    rows = [{"row": "ours", "note": "proxy"}, {"row": "paper", "note": ""}]
+    done = Outcome(TrialState.FINISHED, top1=0.9)
+    sweep = SweepResult([Row({RATE: 0.1}, done)], {RATE: 0.1}, [done], "parent", "")
+    for table, is_shown in ((None, False), (rows[:1], False), (rows, True)):
+        monkeypatch.setattr(train, "evaluation_table", lambda *_, table=table: table)
+        train.evaluate(Recipe(name="a"))
+        assert ("the paper's" in capsys.readouterr().out) == is_shown
+        print_sweep(replace(sweep, beside_paper=table))
+        assert ("the paper's" in capsys.readouterr().out) == is_shown
 
 
 def test_a_run_that_was_stopped_before_its_first_step_has_no_table(capsys):

@@ -283,9 +283,7 @@ def ui(store: str | None, port: int) -> int:
 
     STORE is an address such as sqlite:///mlflow.db, or a recipe for its tracking.uri.
     """
-    from vit_ray.commands.ui import open_pages
-
-    return open_pages(store, port)
+    return pkgutil.resolve_name("vit_ray.commands.ui:open_pages")(store, port)
 
 
 @vit_ray.command()
@@ -297,9 +295,7 @@ def replay(log: Path, uri: str) -> int:
     URI is the tracking server, or sqlite:///mlflow.db. Points that MLflow already has are not sent
     again.
     """
-    from vit_ray.commands.replay import run_replay
-
-    return run_replay(log, uri)
+    return pkgutil.resolve_name("vit_ray.commands.replay:run_replay")(log, uri)
 
 
 @vit_ray.command()
@@ -325,9 +321,9 @@ def predict(
     PATHS are images, folders, converted data sets; SOURCE is a run, a checkpoint, or a weight file,
     as in `init_from` of recipes.
     """
-    from vit_ray.commands.trained.predict import print_predictions
-
-    return print_predictions(source, paths, recipe, outputs)
+    return pkgutil.resolve_name("vit_ray.commands.trained.predict:print_predictions")(
+        source, paths, recipe, outputs
+    )
 
 
 @vit_ray.command()
@@ -341,9 +337,7 @@ def batch(source: str, words: tuple[str, ...], out: str | None) -> int:
     `vit-ray batch SOURCE step=100`: steps are counted from 0. SOURCE is a recipe, the folder of a
     run's checkpoints, or its id in MLflow. Further `key=value` arguments change the recipe.
     """
-    from vit_ray.commands.trained.batch import show_batch
-
-    return show_batch(source, words, out)
+    return pkgutil.resolve_name("vit_ray.commands.trained.batch:show_batch")(source, words, out)
 
 
 @vit_ray.command()
@@ -360,9 +354,7 @@ def fork(source: str, words: tuple[str, ...], is_dry: bool) -> int:
     parent's checkpoints or its id in MLflow; the checkpoint is copied. Writes NEW.yaml, which
     `vit-ray pretrain` trains from there.
     """
-    from vit_ray.commands.trained.fork import fork_run
-
-    return fork_run(source, words, is_dry)
+    return pkgutil.resolve_name("vit_ray.commands.trained.fork:fork_run")(source, words, is_dry)
 
 
 @vit_ray.command()
@@ -376,9 +368,7 @@ def init(images: str, out: str | None, weights: str | None) -> None:
 
     IMAGES is a folder, bucket or archive with classes, as `convert.source`.
     """
-    from vit_ray.commands.init import write_recipe
-
-    write_recipe(images, out, weights)
+    pkgutil.resolve_name("vit_ray.commands.init:write_recipe")(images, out, weights)
 
 
 @vit_ray.command()

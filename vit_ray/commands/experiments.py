@@ -3,7 +3,7 @@
 import math
 import re
 
-from vit_ray.commands.printed_tables import BESIDE_PAPER, print_link, print_table
+from vit_ray.commands.printed_tables import print_beside_paper, print_link, print_table
 from vit_ray.config import Recipe
 from vit_ray.config.secrets import redact
 from vit_ray.experiments.search_space import point_text
@@ -73,8 +73,7 @@ def print_sweep(result: SweepResult | None) -> int:
     runs = len(result.test_top1)
     spread = f" +- {result.deviation:.2%} ({runs} runs)" if runs > 1 else " (1 run of sweep.seeds)"
     print(f"test top-1, trained on all data: {result.mean:.2%}{spread}")
-    if result.beside_paper and len(result.beside_paper) > 1:  # with a row of the paper
-        print_table(BESIDE_PAPER, result.beside_paper)
+    print_beside_paper(result.beside_paper)
     if result.page is not None:
         print(f"report: {result.page}")
     print_link(result.hint, result.parent_run_id)

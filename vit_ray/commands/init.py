@@ -44,8 +44,9 @@ class _Look:
 
     @property
     def held_out(self) -> float:
-        """Share of the training images to test on."""
-        return 0.0 if self.test else min(0.1, round(10_000 / self.train.num_images, 6))
+        """Share of the training images to test on: a tenth, at least one and at most 10,000."""
+        count = self.train.num_images
+        return 0.0 if self.test else round(min(max(0.1, 1 / count), 10_000 / count), 6)
 
     @property
     def num_trained(self) -> int:
@@ -55,8 +56,7 @@ class _Look:
     def splits(self) -> str:
         """Images of each split as text."""
         if self.test:
-            tested = f"{self.test_split} {self.test.counts}"
-            return f"{self.split} {self.train.counts}, {tested}"
+            return f"{self.split} {self.train.counts}, {self.test_split} {self.test.counts}"
         count = self.train.num_images - self.num_trained
         return f"{self.train.counts}, {count:,} of them are held out for testing"
 
@@ -167,64 +167,78 @@ def _beside(file: Path, place: str) -> str:
 
 
 def _recipe_text(images: str, file: Path, name: str, look: _Look, weights: str | None) -> str:
-    found, test = look.train, look.test_split
-    count, side, trained = found.num_images, found.shorter_side, look.num_trained
-    batch = 512 if weights else 4096
-    while batch > 1 and (trained < 250 * batch > 16 * 250 or trained < batch):
-        batch //= 2
-    as_imagenet = round(_IMAGES_SEEN / trained)
-    epochs = 20 if weights else min(_MOST_EPOCHS, max(_LEAST_EPOCHS, as_imagenet))
-    steps = max(1, round(epochs * trained / batch))  # as optim.total_steps
-    every = max(1, steps // 20)
+    """The recipe: the commands to type, then the sections, some with a reason above."""
     folder = _destination(images, _name_of(images))
-    train, evaluated = str(folder / (look.split or "train")), str(folder / (test or ""))
-    convert: dict[str, Any] = {"source": _beside(file, images), "destination": _beside(file, train)}
-    convert |= {"split": look.split} if look.split else {}
+    train, test = str(folder / (look.split or "train")), str(folder / (look.test_split or ""))
+    convert = {"source": _beside(file, images), "destination": _beside(file, train)}
     data: dict[str, Any] = {"train": _beside(file, train)}
-    data |= {"eval": _beside(file, evaluated)} if test else {"held_out_fraction": look.held_out}
-    model, why = _model(side, count)
-    optim = {
-        "name": "adamw", "learning_rate": 0.001, "weight_decay": 0.1, "schedule": "cosine",
-        "epochs": epochs, "warmup_steps": min(10_000, every),
-    }  # fmt: skip
-    engine = {"global_batch_size": batch, "precision": "fp32" if side <= 64 else "bf16"}
-    reason = f"the images of 90 epochs of ImageNet-1k would be {as_imagenet:,}."
-    if weights:
-        model = {"name": "ViT-B/16", "image_size": 224}
-        why = "That of the weights. Optimizer and crops are the paper's for fine-tuning."
-        data["augment"] = {"kind": "resize_crop", "resize": 256}
-        optim |= {"name": "sgd", "learning_rate": 0.003, "weight_decay": 0.0}
-        reason = "on Oxford Pets the paper takes 70."
-    words = "convert", "finetune" if weights else "pretrain"
-    convert_it, train_it = (f"vit-ray {word} {shlex.quote(str(file))}" for word in words)
-    split_and_place = f"convert.split={test} {shlex.quote(f'convert.destination={evaluated}')}"
+    data |= {"eval": _beside(file, test)} if look.test else {"held_out_fraction": look.held_out}
+    trained, reasons = _training(look, bool(weights))
+    sections = {
+        "name": name,
+        "output": _beside(file, "runs"),
+        **({"init_from": _beside(file, weights)} if weights else {}),
+        "convert": {**convert, "split": look.split} if look.split else convert,
+        "data": {**data, "augment": {"kind": "resize_crop"}} if weights else data,
+        **trained,
+        "tracking": {"experiment": name},
+        "plan": {"num_images": look.train.num_images, "num_classes": look.train.num_classes},
+    }
+    recipe = shlex.quote(str(file))
+    train_it = f"vit-ray {'finetune' if weights else 'pretrain'} {recipe}"
+    place = f"convert.split={look.test_split} {shlex.quote(f'convert.destination={test}')}"
     lines = [
         f"# {images!r}: {look.splits}",
         "# Commands:",
-        f"#   {convert_it}",
-        *([f"#   {convert_it} {split_and_place}"] if test else []),
+        f"#   vit-ray convert {recipe}",
+        *([f"#   vit-ray convert {recipe} {place}"] if look.test else []),
         f"#   {train_it} --dry-run   # steps, memory, time",
-        f"#   {train_it} {' '.join(first_look(name, epochs))}   # a first look",
+        f"#   {train_it} {' '.join(first_look(name, trained['optim']['epochs']))}   # a first look",
         f"#   {train_it}",
         f"#   vit-ray predict runs/{name} PICTURES",
-        f"name: {json.dumps(name)}",
-        f"output: {json.dumps(_beside(file, 'runs'))}",
-        *([f"init_from: {json.dumps(_beside(file, weights))}"] if weights else []),
-        f"convert: {json.dumps(convert, ensure_ascii=False)}",
-        f"# {why}",
-        f"model: {json.dumps(model)}",
-        f"data: {json.dumps(data, ensure_ascii=False)}",
-        f"# {epochs} epochs: {reason} Warm-up: 5 % of {steps:,} steps.",
-        f"optim: {json.dumps(optim)}",
-        f"# {max(1, trained // batch):,} steps per epoch. bf16 is for GPUs.",
-        f"train: {json.dumps(engine)}",
-        f"evaluate: {{every_steps: {every}}}",
-        f"checkpoint: {{every_steps: {min(1000, every)}}}",
-        f"tracking: {{experiment: {json.dumps(name)}}}",
-        "# For --dry-run before the images are converted.",
-        f"plan: {{num_images: {count}, num_classes: {found.num_classes}}}",
     ]
+    for section, value in sections.items():
+        lines += [f"# {reasons[section]}"] if section in reasons else []
+        lines.append(f"{section}: {json.dumps(value, ensure_ascii=False)}")
     return "\n".join([*lines, ""])
+
+
+def _training(look: _Look, is_tuned: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    """The sections of a model and its training, and reasons by section.
+
+    Args:
+        is_tuned: from weights of a ViT-B/16.
+    """
+    trained, side = look.num_trained, look.train.shorter_side
+    batch = 512 if is_tuned else 4096
+    while batch > 1 and (trained < 250 * batch > 16 * 250 or trained < batch):
+        batch //= 2
+    as_imagenet = round(_IMAGES_SEEN / trained)
+    epochs = 20 if is_tuned else min(_MOST_EPOCHS, max(_LEAST_EPOCHS, as_imagenet))
+    steps = max(1, round(epochs * trained / batch))  # as optim.total_steps
+    every = max(1, steps // 20)
+    model, why = _model(side, look.train.num_images)
+    optim = {"name": "adamw", "learning_rate": 0.001, "weight_decay": 0.1}
+    reason = f"the images of 90 epochs of ImageNet-1k would be {as_imagenet:,}."
+    if is_tuned:
+        model, why = {"name": "ViT-B/16", "image_size": 224}, "That of the weights."
+        optim = {"name": "sgd", "learning_rate": 0.003, "weight_decay": 0.0}
+        reason = "on Oxford Pets the paper takes 70, with this optimizer."
+    optim |= {"schedule": "cosine", "epochs": epochs, "warmup_steps": min(10_000, every)}
+    precision = "fp32" if side <= 64 else "bf16"
+    sections = {
+        "model": model,
+        "optim": optim,
+        "train": {"global_batch_size": batch, "precision": precision},
+        "evaluate": {"every_steps": every},
+        "checkpoint": {"every_steps": min(1000, every)},
+    }
+    return sections, {
+        "model": why,
+        "optim": f"{epochs} epochs: {reason} Warm-up: 5 % of {steps:,} steps.",
+        "train": f"{max(1, trained // batch):,} steps per epoch. bf16 is for GPUs.",
+        "plan": "For --dry-run before the images are converted.",
+    }
 
 
 def _model(side: int, count: int) -> tuple[dict[str, Any], str]:
@@ -242,8 +256,6 @@ def _model(side: int, count: int) -> tuple[dict[str, Any], str]:
             "tokens. The model is small because a large ViT overfits a set of this size."
         )
     size = 224 if side >= 224 else side // 16 * 16
-    most, name, parameters = next(one for one in _MODELS if count < one[0])
-    bound = f"; from {most:,} images on take a larger one" if most < sys.maxsize else ""
-    return {"name": name, "image_size": size}, (
-        f"Shorter sides are {side} pixels (median), {parameters} parameters{bound}."
-    )
+    _, name, parameters = next(one for one in _MODELS if count < one[0])
+    why = f"Shorter sides are {side} pixels (median), {parameters} parameters."
+    return {"name": name, "image_size": size}, why

@@ -36,7 +36,6 @@ _SHOWN = (
     (PERF_MFU, "MFU", "{:.1%}"),
     (STARTUP_FIRST_STEP_S, "Ray up to first step, s", "{:.1f}"),
 )
-BESIDE_PAPER = f"This result and the paper's: {SOURCE}"
 _TOP1S = (EVAL_TOP1, EVAL_LAST_TOP1, EVAL_AVERAGED_TOP1)
 _SHARES = ("top1", "top3", "top5", "mean_average_precision")
 """Ends of the names of accuracies."""
@@ -49,9 +48,7 @@ def print_result(result: RunResult) -> int:
     found, figures = result.metrics, dict[str, str]()
     for key, title, form in _SHOWN:
         if key in found:
-            figures[title] = form.format(found[key])
-            if key in _TOP1S and result.num_eval_images:
-                figures[title] += interval_note(found[key], result.num_eval_images)
+            figures[title] = _figure(key, form, found[key], result.num_eval_images)
     for key, value in sorted(found.items()):
         if key.startswith(FEW_SHOT_GROUP):
             figures[key.removeprefix(FEW_SHOT_GROUP).replace("_", " ")] = f"{value:.2%}"
@@ -65,17 +62,18 @@ def print_result(result: RunResult) -> int:
     return 0 if result.is_complete else 3
 
 
-def _interval_text(share: float, num_images: int) -> str:
-    """Wilson's 95 % interval of an accuracy on this many images."""
-    from vit_ray.report.statistics import wilson  # scipy and pandas: seconds
-
-    found = wilson(share, num_images)
-    return f"{found.low:.1%} to {found.high:.1%}"
+def _figure(key: str, form: str, value: float, num_images: int) -> str:
+    """A figure in this form; top-1 with its interval, if it is of an evaluation."""
+    with_note = key in _TOP1S and num_images
+    return form.format(value) + (interval_note(value, num_images) if with_note else "")
 
 
 def interval_note(share: float, num_images: int) -> str:
-    """Of an accuracy on this many images, to be shown behind it."""
-    return f" ({_interval_text(share, num_images)} at 95 %, {num_images:,} images)"
+    """Wilson's 95 % interval of an accuracy on this many images, to be shown behind it."""
+    from vit_ray.report.statistics import wilson  # scipy and pandas: seconds
+
+    interval = wilson(share, num_images)
+    return f" ({interval.low:.1%} to {interval.high:.1%} at 95 %, {num_images:,} images)"
 
 
 def print_link(hint: str, run_id: str | None) -> None:
@@ -84,22 +82,17 @@ def print_link(hint: str, run_id: str | None) -> None:
         print(f"MLflow page: {hint}")
 
 
-def print_shares(title: str, shares: Mapping[str, float], num_images: int) -> None:
-    """Accuracies on one test set with Wilson's 95 % intervals."""
-    rows = [
-        {"weights": name, "top-1": f"{one:.2%}", "95 % interval": _interval_text(one, num_images)}
-        for name, one in shares.items()
-    ]
-    print_table(f"{title}, {num_images:,} images", rows)
-
-
 def print_metrics(metrics: Mapping[str, float], num_images: int) -> None:
     """Figures of an evaluation; accuracies in percent, top-1 with its interval."""
     forms = {key: "{:.2%}" if key.endswith(_SHARES) else "{:.4f}" for key in metrics}
-    figures = {key: forms[key].format(metrics[key]) for key in sorted(metrics)}
-    for key in figures.keys() & _TOP1S if num_images else ():
-        figures[key] += interval_note(metrics[key], num_images)
-    print_figures("Evaluation", figures)
+    texts = {key: _figure(key, forms[key], metrics[key], num_images) for key in sorted(metrics)}
+    print_figures("Evaluation", texts)
+
+
+def print_beside_paper(rows: Sequence[Mapping[str, object]] | None) -> None:
+    """Our row above those of the paper; nothing if the paper has none."""
+    if rows and len(rows) > 1:
+        print_table(f"This result and the paper's: {SOURCE}", rows)
 
 
 def print_figures(title: str, figures: Mapping[str, str]) -> None:

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from vit_ray.commands.experiments import print_sweep
-from vit_ray.commands.printed_tables import print_result, print_shares
+from vit_ray.commands.printed_tables import interval_note, print_figures, print_result
 from vit_ray.commands.report import report
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.command_sections import ConvertConfig
@@ -72,14 +72,12 @@ def _train_and_compare(recipe: Recipe, sweep: Recipe, scratch: Recipe) -> int:
         f"fine-tuned, {_length(scratch, alone)}": swept.mean,
         f"from scratch, {_length(scratch, alone)}": _top1(alone),
     }
-    print_shares(
-        "Top-1 accuracy on the test set", places, open_dataset(str(recipe.data.eval)).num_images
-    )
+    count = open_dataset(str(recipe.data.eval)).num_images
+    figures = {name: f"{top1:.2%}{interval_note(top1, count)}" for name, top1 in places.items()}
+    print_figures("Top-1 accuracy on the test set", figures)
     if swept.parent_run_id is not None:
         written = report(recipe, keep_with=swept.parent_run_id)
         print(f"report of all runs: {written.page}")
-        if swept.hint:
-            print(f"all runs in MLflow: {swept.hint}")
     return 0
 
 

@@ -1,11 +1,10 @@
 """A single training or evaluation, and what is printed for it."""
 
 from vit_ray.commands.printed_tables import (
-    BESIDE_PAPER,
+    print_beside_paper,
     print_link,
     print_metrics,
     print_result,
-    print_table,
 )
 from vit_ray.config import Recipe
 from vit_ray.launch import run
@@ -28,8 +27,7 @@ def evaluate(recipe: Recipe) -> int:
     try:
         result = run.evaluated(recipe)
         print_metrics(result.metrics, result.num_eval_images)
-        if recipe.paper.task and (table := evaluation_table(recipe, result.metrics)):
-            print_table(BESIDE_PAPER, table)
+        print_beside_paper(evaluation_table(recipe, result.metrics))
         print_link(result.hint, result.run_id)
         return 0
     except RunStoppedError as stopped:

@@ -15,7 +15,7 @@ from vit_ray.checkpoints.run_checkpoints import begin_training
 from vit_ray.config import Recipe
 from vit_ray.config.validation import errors_of
 from vit_ray.evaluation.ground_truth import Answers
-from vit_ray.launch.inputs.evaluation_labels import answers_of
+from vit_ray.launch.inputs.evaluation_labels import answers_of, num_answered
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.model_checks import (
     NEW_HEADS,
@@ -65,6 +65,16 @@ class PreparedRun:
     def num_classes(self) -> int:
         """Outputs of the model."""
         return self.answers.num_outputs if self.answers else self.resolved.manifest.num_classes
+
+    @property
+    def num_eval_images(self) -> int:
+        """Images of the test set that have an answer and so count; 0 without a test set."""
+        if "eval" not in self.resolved.streams:
+            return 0
+        test = self.resolved.streams["eval"]
+        if self.answers and self.recipe.benchmark.kind in ("imagenet_real", "objectnet"):
+            return num_answered(self.answers, test.manifest)
+        return test.num_images
 
     @property
     def new_head(self) -> bool | Literal["auto"]:

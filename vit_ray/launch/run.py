@@ -371,7 +371,7 @@ def _recorded(
         resolved.total_steps,
         with_best(metrics),
         checkpoint="",
-        num_eval_images=resolved.streams["eval"].num_images if "eval" in resolved.streams else 0,
+        num_eval_images=prepared.num_eval_images,
     )
     if checkpoint is None:
         return result

@@ -71,6 +71,7 @@ class TrainedModel:
             weights from the checkpoint (`open_weights`, `vit-ray export`), not from here.
         recipe: its model, evaluation crop, loss, precision and batch size are those of the
             training.
+        has_names: whether the names of the classes are known.
         classes: names in the order of the logits, as a data set has them; numbers as text if names
             are not known.
         source: which weights these are.
@@ -102,6 +103,7 @@ class TrainedModel:
         self.model = model.to(device, self._dtype)
         self.recipe = recipe
         self._is_turned = is_turned
+        self.has_names = bool(classes)
         self.classes = list(classes or map(str, range(weights.num_classes)))
         self._augmentation = augmentation_of(config, recipe.data.eval_augment)
 

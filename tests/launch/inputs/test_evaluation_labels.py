@@ -1,6 +1,7 @@
 """The benchmark section and its files: what an evaluation takes for right, and what it refuses."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from vit_ray.config import Recipe
 from vit_ray.data.dataset import Manifest
 from vit_ray.evaluation.ground_truth import Answers
 from vit_ray.launch.inputs.evaluation_labels import answers_of
-from vit_ray.launch.prepared_run import prepare_evaluation
+from vit_ray.launch.inputs.streams import resolve_run
+from vit_ray.launch.prepared_run import PreparedRun, prepare_evaluation
 from vit_ray.models.weights import save_weights
 
 CLASSES = [f"n{number:08d}" for number in range(6)]
@@ -44,6 +46,12 @@ def test_real_labels_reach_each_image_of_a_set_in_another_order(validation, tmp_
     answers = answers_of(recipe, validation, validation)
     found = right(answers, [5, 0, 4, 1, 3, 2])
     assert found == [[5, -1], [0, -1], [4, -1], [1, 5], [-1, -1], [2, -1]]
+    evaluated = recipe.with_changes(data={"eval": validation.path})
+    prepared = PreparedRun("evaluate", resolve_run(evaluated, needs_train=False), answers=answers)
+    assert prepared.num_eval_images == 5  # one has no label
+    assert replace(prepared, answers=None).num_eval_images == 6
+    some = Answers(tuple(CLASSES), 6, by_class=np.array([[0], [-1], [2], [-1], [-1], [5]]))
+    assert replace(prepared, answers=some).num_eval_images == 3  # as ObjectNet's
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from vit_ray.training.memory_estimate import (
 from vit_ray.training.micro_batch import accumulation_steps, micro_batch_size
 
 _MOST_MACS: Final = 40e9
-"""Multiply-adds of a pass that is tried here: seconds on two cores."""
+"""Multiply-adds of a pass that is tried here."""
 
 
 def describe_training(recipe: Recipe) -> str:
@@ -53,11 +53,11 @@ def describe_training(recipe: Recipe) -> str:
 
 def _time_here(recipe: Recipe, facts: TrainingFacts) -> str:
     """The time of the training on the CPUs of this machine, by the second of two passes."""
-    most = int(_MOST_MACS // step_macs(recipe, facts.num_classes))
-    size = min(most, recipe.train.global_batch_size)
+    macs = step_macs(recipe, facts.num_classes)
+    size = min(int(_MOST_MACS // macs), recipe.train.global_batch_size)
     size -= size % recipe.train.least_pass
     if not size:
-        return "not tried: the model is too large for CPUs"
+        return f"not tried: a step takes {macs / 1e9:,.0f} GMAC an image"
     device = torch.device("cpu")
     model = prepared_model(recipe, facts.num_classes, device)
     forward = forward_pass(model, recipe, size, device)
@@ -68,8 +68,8 @@ def _time_here(recipe: Recipe, facts: TrainingFacts) -> str:
         pass_s = time.perf_counter() - start_s
     total_s = facts.total_steps * recipe.train.global_batch_size * pass_s / size
     return (
-        f"about {clock(total_s)} on {cpu_count()} CPU cores, {size / pass_s:,.0f} images/s "
-        f"(two passes of {size} images tried), without reading images"
+        f"about {clock(total_s)} on {cpu_count()} CPU cores, {size / pass_s:,.1f} images/s in "
+        f"{recipe.train.precision} (tried: two passes; images in each: {size:,}), without reading"
     )
 
 

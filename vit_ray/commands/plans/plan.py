@@ -24,8 +24,6 @@ from vit_ray.training.memory_estimate import (
 )
 from vit_ray.training.micro_batch import accumulation_steps
 
-STAGES = (0, 1, 2, 3)
-
 
 @dataclass(frozen=True)
 class TrainingFacts:
@@ -73,9 +71,14 @@ def _told_facts(recipe: Recipe) -> TrainingFacts:
 def _facts(recipe: Recipe, num_images: int, num_classes: int, source: str) -> TrainingFacts:
     model, batch = recipe.model, recipe.train.global_batch_size
     steps = recipe.optim.total_steps(num_images, batch)
-    macs = forward_macs(model.name, num_classes, model.image_size, **model.options())
-    exaflops = run_exaflops(recipe, num_classes, steps * batch)
-    return TrainingFacts(num_images, num_classes, source, steps, macs, exaflops)
+    return TrainingFacts(
+        num_images,
+        num_classes,
+        source,
+        total_steps=steps,
+        forward_macs=forward_macs(model.name, num_classes, model.image_size, **model.options()),
+        exaflops=run_exaflops(recipe, num_classes, steps * batch),
+    )
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ def describe_plan(recipe: Recipe) -> str:
     is_told = recipe.plan.num_images or recipe.plan.num_classes
     facts = _told_facts(recipe) if is_told else data_facts(recipe)
     cluster = planned_cluster(recipe)
-    columns = [_column(recipe, facts, cluster, stage) for stage in STAGES]
+    columns = [_column(recipe, facts, cluster, stage) for stage in range(4)]
     lines = [*describe_work(recipe, facts, cluster), ""]
     for cells in zip(*columns, strict=True):
         if {value for _, value in cells} != {"0.00"}:

@@ -101,8 +101,9 @@ def describe_study(recipe: Recipe) -> str:
     ]
     figures = ("exaflops", "training_hours", "transfer_exaflops", "transfer_hours")
     # Shared steps of branches count once.
-    sums = [sum(getattr(cell, figure) for cell in cells) for figure in figures]
-    exaflops, hours, transfer_exaflops, transfer_hours = sums
+    exaflops, hours, transfer_exaflops, transfer_hours = (
+        sum(getattr(cell, figure) for cell in cells) for figure in figures
+    )
     sources = ", ".join(dict.fromkeys(cell.facts.source for cell in cells))
     unit = f"{config.device}-hours"
     return "\n".join([

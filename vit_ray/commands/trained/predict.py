@@ -53,7 +53,8 @@ def print_predictions(
 ) -> int:
     """Predict, and print the five most probable classes; returns 1 if an image cannot be read.
 
-    Images in a folder with the name of a class are counted as right or wrong.
+    Images in a folder with the name of a class are counted as right or wrong, if the names of the
+    classes are known.
 
     Args:
         source: weights, as `vit_ray.load` takes them.
@@ -115,7 +116,7 @@ def _predicted(model: "TrainedModel", images: Iterator[Named]) -> Iterator[list[
                 best = (-shares).argsort(kind="stable")[:_NUM_CLASSES].tolist()
                 row |= {"label": best[0], "class": model.classes[best[0]]}
                 folder = PurePosixPath(row["image"]).parent.name
-                row["expected"] = folder if folder in model.classes else None
+                row["expected"] = folder if model.has_names and folder in model.classes else None
                 row["probability"] = float(shares[best[0]])
                 row["text"] = ", ".join(f"{model.classes[i]} {shares[i]:.1%}" for i in best)
         yield rows

@@ -9,10 +9,6 @@ from vit_ray.config.validation import errors_of
 from vit_ray.models import build_model
 from vit_ray.models.fitting import LoadReport
 
-# A model that was pre-trained without labels, or published without a head, has no classes; its new
-# head has one class and is zero.
-_NO_CLASSES = 1
-
 
 def load_trained_model(
     recipe: Recipe, averaged: bool | None = None
@@ -33,7 +29,8 @@ def load_trained_model(
     config = recipe.model
     with errors_of("init_from"):
         weights = open_weights(source, averaged)
-    classes = weights.num_classes or _NO_CLASSES
+    # Pre-trained without labels, or published without a head: the new head has one class, and is 0.
+    classes = weights.num_classes or 1
     model = build_model(config.name, classes, config.image_size, **config.options()).eval()
     with errors_of("init_from"):
         return model, weights.load_into(model, "auto"), weights.position

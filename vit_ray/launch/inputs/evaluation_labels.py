@@ -5,6 +5,8 @@ import logging
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
+import numpy as np
+
 from vit_ray.config import Recipe, require
 from vit_ray.data import open_dataset
 from vit_ray.data.dataset import Manifest
@@ -69,6 +71,13 @@ def answers_of(recipe: Recipe, eval_set: Manifest, model_set: Manifest) -> Answe
             "benchmark.kind=class_names"
         )
     return named_answers(eval_set.classes, classes)
+
+
+def num_answered(answers: Answers, eval_set: Manifest) -> int:
+    """Images of a test set with a right answer; those of ReaL and ObjectNet have some without."""
+    labels_n1 = all_first_labels(eval_set.path)[:, None]
+    answers_nl = answers.of_batch(labels_n1, np.arange(len(labels_n1)))
+    return int((answers_nl >= 0).any(axis=1).sum())
 
 
 def _model_classes(

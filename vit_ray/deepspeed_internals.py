@@ -218,16 +218,19 @@ def sum_no_gradients(engine: Any) -> None:
 
 
 class Place(NamedTuple):
-    """Where ZeRO keeps the master weights of consecutive elements of a parameter."""
+    """Where ZeRO keeps the master weights of consecutive elements of a parameter.
+
+    Attributes:
+        start: start in the flattened parameter.
+        owner: the flat tensor that the optimizer steps; its state is kept under this key.
+        offset: start in the flattened owner.
+        size: number of elements, without padding.
+    """
 
     start: int
-    """Start in the flattened parameter."""
     owner: Tensor
-    """The flat tensor that the optimizer steps; its state is kept under this key."""
     offset: int
-    """Start in the flattened owner."""
     size: int
-    """Number of elements, without padding."""
 
 
 def place_of(optimizer: Any, parameter: nn.Parameter, stage: int, rank: int) -> Place | None:

@@ -15,20 +15,24 @@ from typing import Final
 
 @dataclass(frozen=True)
 class Internal:
-    """One private name of a library, why it is used, and what is expected of it."""
+    """One private name of a library, why it is used, and what is expected of it.
+
+    Attributes:
+        name: attribute of the module; empty = the module itself.
+        upstream: issue or pull request of the library that discusses it; empty = none is known.
+        parameters: method, or "" for the name itself, to the parameters that it must have, in
+            order.
+        attributes: attributes of an instance or of the class.
+        source: expressions that its source must contain, because the code replaces them.
+    """
 
     module: str
     name: str
-    """Attribute of the module; empty = the module itself."""
     why: str
     upstream: str
-    """Issue or pull request of the library that discusses it; empty = none is known."""
     parameters: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Method, or "" for the name itself, to the parameters that it must have, in order."""
     attributes: tuple[str, ...] = ()
-    """Attributes of an instance or of the class."""
     source: tuple[str, ...] = ()
-    """Expressions that its source must contain, because the code replaces them."""
 
 
 _LOCK: Final = threading.RLock()

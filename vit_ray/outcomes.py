@@ -51,25 +51,31 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run ends when a restart would not help."""
+    """Why a run ends when a restart would not help.
+
+    Attributes:
+        has_diverged: its loss or gradient is not finite: the same recipe would diverge again.
+    """
 
     reason: str
     has_diverged: bool = False
-    """Its loss or gradient is not finite: the same recipe would diverge again."""
 
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """Place of a worker, as it introduced itself, and its step."""
+    """Place of a worker, as it introduced itself, and its step.
+
+    Attributes:
+        node: Ray's id of its node.
+        detail: GPU, process and log file, for errors.
+        group: id of its placement group.
+    """
 
     host: str
     node: str
-    """Ray's id of its node."""
     detail: str
-    """GPU, process and log file, for errors."""
     step: int
     group: str = ""
-    """Id of its placement group."""
 
     def __str__(self) -> str:
         return f"on {self.host} ({self.detail}, step {self.step})"

@@ -34,15 +34,17 @@ class SavedWeights:
     """Weights that are not in a model yet: their number of classes (None: no head), and a loader.
 
     `load_into` takes the model and what becomes of its head, as `initialize_weights`.
+
+    Attributes:
+        sides: height and width in pixels of the images that they were trained on, as a run records
+            them; None for a file.
+        position: where the run stood that trained them, with its recipe; None for a file.
     """
 
     num_classes: int | None
     load_into: Callable[[nn.Module, NewHead], LoadReport]
     sides: Grid | None = None
-    """Height and width in pixels of the images that they were trained on, as a run records them;
-    None for a file."""
     position: Position | None = None
-    """Where the run stood that trained them, with its recipe; None for a file."""
 
     @property
     def run_id(self) -> str | None:

@@ -235,12 +235,16 @@ class EndOnRequest(tune.Callback):
 
 
 class Ended(NamedTuple):
-    """What the trials of an experiment have reported."""
+    """What the trials of an experiment have reported.
+
+    Attributes:
+        results: the last result of each trial that has not ended with an error, with its
+            configuration.
+        lost: stands for each of the others.
+    """
 
     results: Sequence[Mapping[str, Any]]
-    """The last result of each trial that has not ended with an error, with its configuration."""
     lost: Outcome
-    """Stands for each of the others."""
     num_lost: int
 
     def by(self, key: str) -> dict[Any, Outcome]:

@@ -27,12 +27,15 @@ def beats_between(world_size: int) -> int:
 
 
 class Orders(NamedTuple):
-    """The answer to a heartbeat."""
+    """The answer to a heartbeat.
+
+    Attributes:
+        stop: why to checkpoint and end; None = continue.
+        resizes: whether to checkpoint and end for a group of another size.
+    """
 
     stop: str | None
-    """Why to checkpoint and end; None = continue."""
     resizes: bool
-    """Whether to checkpoint and end for a group of another size."""
 
 
 class Event(NamedTuple):

@@ -54,13 +54,16 @@ Batch = Mapping[str, Any]
 
 
 class StepResult(NamedTuple):
-    """The result of one optimizer step: numbers, or scalars on the device; equal on all ranks."""
+    """The result of one optimizer step: numbers, or scalars on the device; equal on all ranks.
+
+    Attributes:
+        refused: 1 if the weights are unchanged, else 0: the loss or the gradient was not finite, or
+            the norm was above its limit.
+        grad_norm: global norm before clipping.
+    """
 
     refused: float | Tensor
-    """1 if the weights are unchanged, else 0: the loss or the gradient was not finite, or the norm
-    was above its limit."""
     grad_norm: float | Tensor
-    """Global norm before clipping."""
 
 
 class Engine(Protocol):
@@ -132,23 +135,30 @@ class LoopWorker(Protocol):
 
 @dataclass(frozen=True)
 class RankContext:
-    """This rank's position in the worker group, and its part of a step."""
+    """This rank's position in the worker group, and its part of a step.
+
+    Attributes:
+        all_sum: element-wise sum over ranks, called by all together; numbers, or scalars on the
+            device.
+        evaluate_at: steps at which it is evaluated in addition to those of the recipe.
+    """
 
     total_steps: int
     rank: int
     world_size: int
     micro_batch_size: int
     all_sum: Callable[[Sequence[float | Tensor]], list[float]]
-    """Element-wise sum over ranks, called by all together; numbers, or scalars on the device."""
     evaluate_at: tuple[int, ...] = ()
-    """Steps at which it is evaluated in addition to those of the recipe."""
 
 
 class SkippedStep(NamedTuple):
-    """A step whose gradient norm was above `train.skip_above` x its running median."""
+    """A step whose gradient norm was above `train.skip_above` x its running median.
+
+    Attributes:
+        step: 0-based.
+    """
 
     step: int
-    """0-based."""
     grad_norm: float
     norm_limit: float
     batch: Batch

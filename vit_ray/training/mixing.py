@@ -20,12 +20,15 @@ _MIXING = 5
 
 
 class Mixing(NamedTuple):
-    """How the pairs of a pass are mixed."""
+    """How the pairs of a pass are mixed.
+
+    Attributes:
+        weight: float32 (P, H, W): share of an image's own pixels; the rest is its partner's.
+        own_share: float32 (2 P,): share of an image's own label.
+    """
 
     weight: Tensor
-    """float32 (P, H, W): share of an image's own pixels; the rest is its partner's."""
     own_share: Tensor
-    """float32 (2 P,): share of an image's own label."""
 
 
 def draw_mixing(

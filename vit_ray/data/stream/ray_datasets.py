@@ -50,13 +50,17 @@ fewer in 30 ms, and has less to fetch."""
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive blocks of a stream as one Ray Data set."""
+    """Consecutive blocks of a stream as one Ray Data set.
+
+    Attributes:
+        ranks: the rank of each block.
+        next_at: with this many blocks left, all tasks have started: the next segment may start,
+            too.
+    """
 
     dataset: ray.data.Dataset
     ranks: list[int]
-    """The rank of each block."""
     next_at: int
-    """With this many blocks left, all tasks have started: the next segment may start, too."""
 
 
 @dataclass(frozen=True)

@@ -24,16 +24,19 @@ State = dict[Any, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements [start, start + len(weight)) of the flattened parameter `name`."""
+    """Elements [start, start + len(weight)) of the flattened parameter `name`.
+
+    Attributes:
+        weight: fp32 master weights (n,), a view: writing to it changes the run.
+        owner: the tensor that the optimizer steps; its state is kept under this key.
+        offset: where the fragment starts in the flattened `owner`.
+    """
 
     name: str
     start: int
     weight: Tensor
-    """fp32 master weights (n,), a view: writing to it changes the run."""
     owner: Tensor
-    """The tensor that the optimizer steps; its state is kept under this key."""
     offset: int
-    """Where the fragment starts in the flattened `owner`."""
 
     def state(self, optimizer_state: State, key: str) -> Tensor:
         """View (n,) of one kind of optimizer state."""

@@ -36,6 +36,7 @@ def inspect(recipe: Recipe) -> int:
         raise ValueError(
             f"inspect.path={config.path!r} is remote; give a local folder: MLflow keeps the figures"
         )
+    place.refuse_file_in_its_place("inspect.path")
     model, report, _ = load_trained_model(recipe)
     print(report)
     folder = Path(place.path)

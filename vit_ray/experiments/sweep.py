@@ -130,8 +130,9 @@ class Trainings:
     def __call__(self, config: dict[str, Any], context: Context) -> dict[str, Any]:
         """Try the point of a configuration; with a seed, which only retrainings have, retrain."""
         point, seed = point_of(config, sweep_of(self.recipe)), config.get("seed")
-        is_trial = seed is None
-        return asdict(self.trial(point, context) if is_trial else self.final(point, seed, context))
+        if seed is None:
+            return asdict(self.trial(point, context))
+        return asdict(self.final(point, seed, context))
 
     def trial(self, point: Point, context: Context) -> Outcome:
         """Train at a point without the dev split."""

@@ -40,14 +40,14 @@ def with_home(path: str) -> Path:
     Raises:
         ValueError: there is no such user.
     """
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:
+    place = os.path.expanduser(path)
+    if place.startswith("~"):
         user = Path(path).parts[0]
         raise ValueError(
             f"{path!r}: there is no user {user[1:]!r} here; give a full path, or ./{user} for a "
             "folder of this name"
-        ) from None
+        )
+    return Path(place)
 
 
 def absolute_path(path: str, folder: str = "") -> str:

@@ -95,9 +95,10 @@ def test_the_printed_conversions_work_where_the_images_lie_around_the_results(
         assert done.exit_code == 0, done.stderr
     recipe = load_recipe("mine.yaml")
     # The test split may have no labels.
+    converted = (here / cwd / folder).resolve()
     assert (recipe.data.train, recipe.data.eval) == (
-        f"{here / cwd / folder}/train",
-        f"{here / cwd / folder}/validation",
+        f"{converted}/train",
+        f"{converted}/validation",
     )
     assert open_dataset(recipe.data.train or "").num_images == 12
     assert open_dataset(recipe.data.eval or "").num_images == 6
@@ -124,6 +125,18 @@ def test_a_recipe_that_cannot_be_read_is_not_written(here):
     done = run_cli("init", "images", "--out=two\nlines.yaml")
     assert (done.exit_code, "not valid YAML" in done.stderr) == (2, True)
     assert [path.name for path in here.iterdir()] == ["images"]
+
+
+def test_paths_of_a_recipe_behind_a_link_are_those_of_its_own_folder(here):
+    write_images(here / "proj" / "images", 2, 4, 8, 8)
+    (here / "shared" / "conf").mkdir(parents=True)
+    (here / "proj" / "link").symlink_to(here / "shared" / "conf")
+    done = run_cli("init", "proj/images", "--out=proj/link/mine.yaml")
+    assert done.exit_code == 0, done.stderr
+    recipe = load_recipe("proj/link/mine.yaml")
+    assert recipe.convert is not None
+    assert recipe.convert.source == str(here / "proj" / "images")
+    assert recipe.output == str(here / "runs")
 
 
 def test_large_images_without_a_test_split_hold_some_out(here):
@@ -247,11 +260,12 @@ def test_start_converts_every_split_and_trains_for_a_first_look(here, monkeypatc
     sizes = [open_dataset(f"data/images/{split}").num_images for split in ("train", "test")]
     assert sizes == [120, 15]
     again = run_cli("start", "images")
-    assert (again.exit_code, "already done: data/images/test" in again.stdout) == (3, True)
+    assert (again.exit_code, f"already done: {here}/data/images/test" in again.stdout) == (3, True)
     recipe, continued = trained
     assert recipe == continued
     assert recipe.name == "images-first"
-    assert (recipe.data.train, recipe.data.eval) == ("data/images/train", "data/images/test")
+    converted = (f"{here}/data/images/train", f"{here}/data/images/test")
+    assert (recipe.data.train, recipe.data.eval) == converted
     assert (recipe.optim.epochs, recipe.optim.warmup_steps) == (5, 0)
 
 

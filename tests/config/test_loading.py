@@ -234,6 +234,8 @@ def test_a_home_is_that_of_a_user_and_without_one_the_reader_says_so(path, monke
     other.write_text(
         "base: ~/run.yaml\nverify: {path: ~/set}\nbenchmark: {label_file: ~no-one/a}\n"
     )
+    like_a_home = load_recipe(path, ["data.train=./~no-one/b"]).with_absolute_paths()
+    assert like_a_home.data.train == str(Path.cwd() / "~no-one" / "b")
     recipe = load_recipe(other, ["data.train=~no-one/b", "data.eval=~/c"])
     assert recipe.verify is not None
     assert (recipe.verify.path, recipe.optim.epochs) == (f"{path.parent}/set", 3)

@@ -47,6 +47,8 @@ def test_a_copy_reads_what_was_copied_with_it_and_else_what_the_run_read(tmp_pat
     assert places(second / "runs" / "digits") == copied
     shutil.rmtree(second / "data")
     assert places(second / "runs" / "digits") == [*copied[:2], f"{first}/data/train", *others]
+    relative = {"name": "digits", "output": "runs", "data": {"train": "data"}}
+    assert where_it_lies(relative, locate(str(first / "runs" / "digits"))) == relative
 
 
 @pytest.mark.parametrize(("folder", "name"), [("renamed", "renamed"), ("digits (old)", None)])

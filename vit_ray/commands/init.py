@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
-from vit_ray.addresses import with_home
+from vit_ray.addresses import absolute_path, with_home
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.config.loading import completed, load_recipe, parse_yaml
 from vit_ray.data.convert.estimate import Estimate, estimate_conversion
@@ -162,8 +162,9 @@ def _destination(images: str, name: str) -> PurePosixPath:
 
 def _beside(file: Path, place: str) -> str:
     """A path of the current folder as a recipe in this file has it; addresses stay."""
-    is_relative = "://" not in place and not with_home(place).is_absolute()
-    return os.path.relpath(place, file.parent) if is_relative else place
+    if "://" in place or with_home(place).is_absolute():
+        return place
+    return os.path.relpath(absolute_path(place), os.path.realpath(file.parent))
 
 
 def _recipe_text(images: str, file: Path, name: str, look: _Look, weights: str | None) -> str:

@@ -152,8 +152,9 @@ def where_it_lies(recipe: dict[str, Any], folder: Location) -> dict[str, Any]:
     while old.name == new.name and old != new:
         old, new = old.parent, new.parent
 
-    def moved(_: str, place: str) -> str:
-        if not (folder.is_local and Path(place).is_relative_to(old)):
+    def moved(key: str, place: str) -> str:
+        is_place = bool(key) and folder.is_local and old.is_absolute()
+        if not (is_place and Path(place).is_relative_to(old)):
             return place
         beside = new / Path(place).relative_to(old)
         return str(beside) if beside.exists() else place

@@ -72,9 +72,8 @@ def result_of(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Any:
     events = [Event(kind, text) for kind, text, _ in worker.actor.events]
     record = SimpleNamespace(status=lambda **_: RunStatus(events=events))
     resolved = SimpleNamespace(total_steps=worker.job.total_steps, streams={})
-    prepared = SimpleNamespace(
-        recipe=worker.job.recipe, trains=worker.job.kind == "train", resolved=resolved
-    )
+    recipe, trains = worker.job.recipe, worker.job.kind == "train"
+    prepared = SimpleNamespace(recipe=recipe, trains=trains, resolved=resolved, num_eval_images=0)
     monkeypatch.setattr(run, "_record_cost", lambda *_: {})
     return run._result(prepared, SimpleNamespace(record=record))  # type: ignore[arg-type]
 

@@ -133,8 +133,11 @@ def _check_local(command: Command, recipe: Recipe, key: str, path: str) -> None:
 
 
 def _has_begun(recipe: Recipe) -> bool:
-    # pyarrow, which help does not wait for
-    return bool(importlib.import_module("vit_ray.storage").locate(recipe.run_folder).exists())
+    folder = recipe.run_folder
+    if "://" not in folder:
+        return with_home(folder).exists()
+    storage = importlib.import_module("vit_ray.storage")  # pyarrow, which help does not wait for
+    return bool(storage.locate(folder).exists())
 
 
 def check_outputs(command: Command, recipe: Recipe) -> None:

@@ -111,10 +111,10 @@ def report(pretrained: RunResult, sweeps: dict[str, SweepResult]) -> str:
         mean = f"{_percent(result.mean)} +- {_percent(result.deviation)}"
         lines.append(f"| {start} | {tried} | {point_text(result.best)} | {seeds} | {mean} |")
     tuned, scratch = sweeps.values()
-    told = "every fine-tuned seed is above every seed from scratch"
+    verdict = "every fine-tuned seed is above every seed from scratch"
     if min(tuned.test_top1) <= max(scratch.test_top1):
-        told = "the seeds of the two overlap"
-    lines += ["", f"Gain: {100 * (tuned.mean - scratch.mean):+.2f} points; {told}."]
+        verdict = "the seeds of the two overlap"
+    lines += ["", f"Gain: {100 * (tuned.mean - scratch.mean):+.2f} points; {verdict}."]
     return "\n".join(lines) + "\n"
 
 

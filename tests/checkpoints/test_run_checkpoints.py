@@ -90,10 +90,10 @@ LOSSES = [COMMIT, WEIGHTS_0, "everything", "a flip of the marker", "the name", "
 def test_a_bad_one_is_passed_over_with_one_warning_and_given_up_only_on_request(run, lost):
     write_checkpoint(run, 1)
     lose(write_checkpoint(run, 2), lost)
-    before, told = all_contents(run), list[str]()
-    found = checkpoint_to_resume(run, told.append)
+    before, warnings = all_contents(run), list[str]()
+    found = checkpoint_to_resume(run, warnings.append)
     assert found.position.step == 1
-    (text,) = told
+    (text,) = warnings
     (bad,) = (folder for step, folder in list_checkpoints(run) if step > 1)
     assert bad.path in text
     found.folder.delete()
@@ -120,11 +120,11 @@ def test_no_run_starts_over_beside_a_good_checkpoint_and_one_damaged_inside_is_g
         give_up_checkpoints(run, print)
     assert [open_checkpoint(folder) is None for _, folder in list_checkpoints(run)] == [False] * 2
     flip(run.child(folder_name(1)))
-    told: list[str] = []
-    give_up_checkpoints(run, told.append)
+    warnings: list[str] = []
+    give_up_checkpoints(run, warnings.append)
     begin_training(run)
     given_up = "its bytes do not match its checksum; given up"
-    assert [given_up in text for text in told] == [True] * 2
+    assert [given_up in text for text in warnings] == [True] * 2
     assert checkpoint_to_resume(run) is None
     assert Path(run.path, folder_name(1), f"{COMMIT}.damaged").exists()  # its marker is kept
 
@@ -144,9 +144,9 @@ def test_a_run_whose_checkpoints_have_all_gone_does_not_start_at_step_0(run):
 def test_a_run_killed_in_its_first_save_starts_again_as_the_same_training(run):
     training = begin_training(run)
     write_checkpoint(run, 1, ranks=1)
-    told: list[str] = []
-    assert checkpoint_to_resume(run, told.append) is None
-    assert "has no commit.json; passed over" in told[0]
+    warnings: list[str] = []
+    assert checkpoint_to_resume(run, warnings.append) is None
+    assert "has no commit.json; passed over" in warnings[0]
     assert begin_training(run) == training
 
 
@@ -171,9 +171,9 @@ def test_the_newest_whose_marker_is_shown_late_is_taken(run, monkeypatch):
         return found
 
     monkeypatch.setattr(Location, "list_files", shows_late)
-    told: list[str] = []
-    found = checkpoint_to_resume(run, told.append)
-    assert (found.position.step, told) == (2, [])
+    warnings: list[str] = []
+    found = checkpoint_to_resume(run, warnings.append)
+    assert (found.position.step, warnings) == (2, [])
 
 
 def test_who_reads_an_active_run_takes_the_checkpoint_that_has_replaced_the_listed_ones(
@@ -191,9 +191,9 @@ def test_who_reads_an_active_run_takes_the_checkpoint_that_has_replaced_the_list
         return read(folder)
 
     monkeypatch.setattr(run_checkpoints, "read_checkpoint", read_slowly)
-    told: list[str] = []
-    found = newest_checkpoint(run, told.append)
-    assert (found.position.step, told) == (3, [])
+    warnings: list[str] = []
+    found = newest_checkpoint(run, warnings.append)
+    assert (found.position.step, warnings) == (3, [])
 
 
 def test_storage_that_stays_away_decides_nothing(run, monkeypatch):
@@ -316,8 +316,8 @@ def test_damaged_weights_give_way_to_those_of_the_next_older_checkpoint(run, cap
     found, weights = read_weights(run.path, None)
     assert found.position.step == 1
     assert all(torch.equal(weights[k], values(1)[k].view(SHAPES[k])) for k in SHAPES)
-    told = [record.getMessage() for record in caplog.records]
-    assert [text.partition(": ")[0].partition(run.path)[2] for text in told] == [
+    warnings = [record.getMessage() for record in caplog.records]
+    assert [text.partition(": ")[0].partition(run.path)[2] for text in warnings] == [
         f"/{folder_name(3)}/{WEIGHTS_0}",
         f"/{folder_name(2)}/{WEIGHTS_1}",
     ]

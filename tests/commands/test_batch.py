@@ -65,16 +65,16 @@ def test_table_and_pictures_of_a_recipe_before_its_run(file, recipe, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["step=20"], "the run has 20 steps; give one from 0 to 19"),
         (["step=-1"], "give one step"),
         (["step=1", "sed=4"], "unknown key sed; did you mean seed?"),
     ],
 )
-def test_what_cannot_be_is_refused(file, words, told):
+def test_what_cannot_be_is_refused(file, words, message):
     code, text = said(file, *words)
-    assert (code, told in text) == (2, True), text
+    assert (code, message in text) == (2, True), text
     assert len(text.strip().splitlines()[-1]) < 500
 
 

@@ -67,9 +67,9 @@ def test_what_a_person_can_mend_is_told_in_one_line(error, code, recipe, monkeyp
     assert capsys.readouterr().err == f"error: {error}\n"
     monkeypatch.setenv("VIT_RAY_LOGS", "1")
     assert cli._ended(lambda: cli.run_recipe(command_with("failing"), (recipe,), False)) == code
-    told = capsys.readouterr().err
-    assert told.startswith("Traceback")
-    assert told.endswith(f"{type(error).__name__}: {error}\n\n")
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("Traceback")
+    assert stderr.endswith(f"{type(error).__name__}: {error}\n\n")
 
 
 def test_a_dry_run_without_a_plan_shows_the_recipe_without_secrets():
@@ -83,11 +83,11 @@ def test_a_dry_run_without_a_plan_shows_the_recipe_without_secrets():
 def test_overrides_stand_anywhere():
     done = run_cli("export", "--dry-run", "model.depth=3", "name=a", "digits")
     assert done.exit_code == 0, done.output
-    told = yaml.safe_load(done.stdout)
-    assert (told["model"]["depth"], told["name"]) == (3, "a")
+    recipe = yaml.safe_load(done.stdout)
+    assert (recipe["model"]["depth"], recipe["name"]) == (3, "a")
     words = ("evaluate", "tracking.tags.my-tag=x", "digits", "data={eval: s3://b/set}")
-    told = yaml.safe_load(run_cli(*words, "--dry-run").stdout)
-    assert (told["tracking"]["tags"], told["data"]["eval"]) == ({"my-tag": "x"}, "s3://b/set")
+    recipe = yaml.safe_load(run_cli(*words, "--dry-run").stdout)
+    assert (recipe["tracking"]["tags"], recipe["data"]["eval"]) == ({"my-tag": "x"}, "s3://b/set")
 
 
 LIGHT = [
@@ -145,8 +145,8 @@ def test_help_and_refusals_import_nothing_heavy(tmp_path):
         cwd=tmp_path, capture_output=True, text=True, timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    told = [line for line in done.stdout.splitlines() if line.startswith("imported:")]
-    found = [json.loads(line.removeprefix("imported:")) for line in told]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("imported:")]
+    found = [json.loads(line.removeprefix("imported:")) for line in lines]
     assert [tuple(words) for words, _ in found] == LIGHT, done.stderr
     for words, packages in found:
         assert "pydantic" in packages
@@ -246,18 +246,18 @@ def test_text_is_shown_in_a_locale_without_its_letters(tmp_path):
 
 
 def test_defaults_are_those_that_a_recipe_gets():
-    told = {key.name: key.default for key in all_keys()}
+    defaults = {key.name: key.default for key in all_keys()}
     values = Recipe(name="x").model_dump(mode="json")
-    for name in told:
+    for name in defaults:
         node = values
         for part in name.split("."):
             node = node.get(part) if isinstance(node, dict) else None
             if node is None:
                 break
         if node is not None and name != "name":
-            assert told[name] == (node if isinstance(node, str) else json.dumps(node)), name
-    assert told["data.eval_augment.kind"] == "center_crop"
-    assert told["data.augment.kind"] == "inception_crop"
+            assert defaults[name] == (node if isinstance(node, str) else json.dumps(node)), name
+    assert defaults["data.eval_augment.kind"] == "center_crop"
+    assert defaults["data.augment.kind"] == "inception_crop"
 
 
 def test_every_key_and_section_has_a_meaning():

@@ -227,6 +227,7 @@ def _add(command: Command) -> None:
     vit_ray.command(command.name, help=command.what, epilog=epilog)(run)
 
 
+# Of each command, with underscores and with dashes, as a command is found.
 _SPELT = [*COMMANDS, *(name.replace("_", "-") for name in COMMANDS if "_" in name)]
 for _one in COMMANDS.values():
     _add(_one)
@@ -255,12 +256,8 @@ def keys(prefixes: tuple[str, ...], of: str | None, count: bool) -> None:
             meant = known_key(prefix)
             hint = "" if meant == prefix else f"; did you mean {meant}?"
             raise ValueError(f"{prefix!r} is no key or section of a recipe{hint}")
-    below = keys_below(*prefixes) if prefixes else all_keys()
-    chosen = [
-        key
-        for key in below
-        if of is None or key in keys_below(*COMMANDS[of.replace("-", "_")].reads)
-    ]
+    read = keys_below(*COMMANDS[of.replace("-", "_")].reads) if of else all_keys()
+    chosen = [key for key in keys_below(*prefixes) if key in read] if prefixes else read
     if not chosen:
         raise ValueError(f"{of} reads no key of {', '.join(prefixes)}; leave out one of the two")
     shown = set[str]()

@@ -32,11 +32,12 @@ def hours(name: str) -> float:
     return training_exaflops(name, 303_000_000, 7) * 1e18 / (0.4 * device.bf16_flops) / 3600
 
 
-def test_every_cell_has_its_compute_steps_and_hours():
+def test_every_cell_has_its_compute_steps_and_hours_and_no_transfer_where_none_is_asked():
     text = describe_study(paper_study())
     (line,) = [line for line in text.splitlines() if line.startswith("grid-H-data1-epochs7")]
-    _, images, steps, exaflops, gpus, gpu_hours, transfer, wall = line.split()
-    assert (images, steps, gpus, transfer) == ("303,000,000", "517,822", "4", "0")
+    _, images, steps, exaflops, gpus, gpu_hours, wall = line.split()
+    assert (images, steps, gpus) == ("303,000,000", "517,822", "4")
+    assert "transfer" not in text
     numbers = [float(one.replace(",", "")) for one in (exaflops, gpu_hours, wall)]
     expected = hours("ViT-H/14")
     assert numbers[0] == pytest.approx(training_exaflops("ViT-H/14", 303_000_000, 7), rel=1e-3)
@@ -76,6 +77,9 @@ def test_transfers_are_part_of_what_a_cell_costs():
     tree["plan"] = {"num_images": 303_000_000, "num_classes": 18_291}
     tree["study"]["transfer"] = [pets]
     (swept,) = plan_study(recipe_from_dict(tree, "test"))
+    text = describe_study(recipe_from_dict(tree, "test"))
+    assert re.search(r"^transfer +\S+ exaFLOPs, 1.44\d H200-hours$", text, re.M)
+    assert "of transfer" in text
     tree["study"]["transfer"] = [fixed]
     (single,) = plan_study(recipe_from_dict(tree, "test"))
     # What the header of finetune/pets says of one run with ViT-L/16.

@@ -85,15 +85,18 @@ def describe_study(recipe: Recipe) -> str:
         ValueError: as `plan_study`.
     """
     cells, config = plan_study(recipe), recipe.plan
+    transfers = bool(study_of(recipe).transfer)
     table: list[tuple[str, ...]] = [(
-        "cell", "images", "steps", "exaFLOPs", "GPUs", "GPU-hours", "of transfer", "hours",
+        "cell", "images", "steps", "exaFLOPs", "GPUs", "GPU-hours",
+        *(["of transfer"] if transfers else []), "hours",
     )]  # fmt: skip
     for one in cells:
         facts = one.facts
         table.append((
             one.cell.name, f"{facts.num_images:,}", f"{facts.total_steps:,}",
             f"{facts.exaflops:,.4g}", str(one.num_gpus), f"{one.gpu_hours:,.4g}",
-            f"{one.transfer_hours:,.4g}", f"{one.gpu_hours / one.num_gpus:,.4g}",
+            *([f"{one.transfer_hours:,.4g}"] if transfers else []),
+            f"{one.gpu_hours / one.num_gpus:,.4g}",
         ))  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
@@ -106,6 +109,7 @@ def describe_study(recipe: Recipe) -> str:
     )
     sources = ", ".join(dict.fromkeys(cell.facts.source for cell in cells))
     unit = f"{config.device}-hours"
+    of_transfer = f"transfer       {transfer_exaflops:,.4g} exaFLOPs, {transfer_hours:,.4g} {unit}"
     return "\n".join([
         *lines,
         "",
@@ -113,6 +117,6 @@ def describe_study(recipe: Recipe) -> str:
         f"{hours + transfer_hours:,.4g} {unit} at {config.mfu * 100:g} % MFU, without starting, "
         "evaluation and communication",
         f"pre-training   {exaflops:,.4g} exaFLOPs, {hours:,.4g} {unit}",
-        f"transfer       {transfer_exaflops:,.4g} exaFLOPs, {transfer_hours:,.4g} {unit}",
+        *([of_transfer] if transfers else []),
         f"images         {sources}",
     ])  # fmt: skip

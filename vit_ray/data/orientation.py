@@ -1,6 +1,7 @@
 """The orientation of an image by its EXIF, which decoders leave alone unless it is asked for."""
 
 import contextlib
+import struct
 from collections.abc import Callable
 from typing import Final
 
@@ -8,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit_ray.data.crops import decode, open_image
-from vit_ray.data.jpeg import START
+from vit_ray.data.jpeg import START, header_segments
 
 _EXIF_ORIENTATION: Final = 0x0112
 _EXIF_MARKS: Final = (b"Exif", b"eXIf", b"EXIF", b"exif", b"II*\0", b"MM\0*")
@@ -28,7 +29,12 @@ TURNS: Final[dict[int, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]]] = {
 
 def orientation_of(image: bytes) -> int:
     """What EXIF says of how the pixels are to be turned: 1 to 8, where 1 is not at all."""
-    if any(mark in image for mark in (_EXIF_MARKS[:1] if image[:2] == START else _EXIF_MARKS)):
+    marks, head = (_EXIF_MARKS[:1] if image[:2] == START else _EXIF_MARKS), image
+    if image[:2] == START:
+        with contextlib.suppress(IndexError, struct.error):  # a damaged header is searched whole
+            *_, (_, scan_at, _) = header_segments(image)
+            head = image[:scan_at]
+    if any(mark in head for mark in marks):
         with contextlib.suppress(Exception), open_image(image) as opened:  # Pillow raises anything
             return found if (found := opened.getexif().get(_EXIF_ORIENTATION, 1)) in TURNS else 1
     return 1

@@ -10,8 +10,9 @@ import pytest
 from PIL import Image, ImageOps
 
 from tests.data.converting import convert
-from tests.data.pictures import picture
+from tests.data.pictures import jpeg, picture
 from vit_ray.data import open_dataset
+from vit_ray.data import orientation as exif
 from vit_ray.data.convert.verify import verify
 from vit_ray.data.crops import decode
 
@@ -68,3 +69,15 @@ def test_a_turned_image_is_shrunk_too_and_others_stay_as_they_are(tmp_path):
     convert(tmp_path / "source", tmp_path / "set", apply_orientation=True, shrink_to=48)
     (row,) = rows_of(tmp_path / "set").values()
     assert (row["height"], row["width"]) == (80, 48)
+
+
+def test_orientation_is_looked_for_in_the_header_of_a_jpeg_alone(monkeypatch):
+    image = turned("JPEG", 6)
+    assert exif.orientation_of(image) == 6
+    scan_at = image.index(b"\xff\xda")
+    odd = image[:scan_at] + b"\0" + image[scan_at:]  # Pillow skips what is between segments
+    assert exif.orientation_of(odd) == 6
+    plain = jpeg(1) + b"Exif"
+    assert exif.orientation_of(plain) == 1
+    monkeypatch.setattr(exif, "open_image", lambda _: pytest.fail("opened"))
+    assert exif.orientation_of(plain) == 1

@@ -8,7 +8,8 @@ import pytest
 import ray
 from rich.console import Console
 
-from vit_ray.data.progress import Display, Shown, report_done, shown_progress
+from vit_ray.data import progress
+from vit_ray.data.progress import Display, Shown, Tally, report_done, shown_progress
 from vit_ray.data.run_tasks import run_tasks
 
 
@@ -102,6 +103,22 @@ def test_tasks_report_what_they_have_done_while_others_work(ray_cluster, monkeyp
     seen.clear()
     assert run_tasks(half_done, [1, 2], shown=Shown("working", 3)) == [1, 2]
     assert seen[-1] == (2, 3, 2)
+
+
+class SlowTally(Tally):
+    """One whose process takes long to start."""
+
+    def __init__(self) -> None:
+        time.sleep(20)
+        super().__init__()
+
+
+def test_a_short_round_does_not_wait_for_what_counts_it(ray_cluster, monkeypatch):
+    monkeypatch.setattr(progress, "Tally", SlowTally)
+    start_s = time.monotonic()
+    with shown_progress(Shown("working", 60), 1, lambda: 1):
+        time.sleep(1)
+    assert time.monotonic() - start_s < 5
 
 
 def test_a_log_has_a_line_every_30_s_with_rate_and_time_left(monkeypatch):

@@ -103,11 +103,12 @@ def shown_progress(
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     tally: Any = ray.remote(Tally).options(num_cpus=0, scheduling_strategy=here).remote()
     console = Console(file=sys.stderr)
-    display = Display(shown, num_parts, console)
+    display, first = Display(shown, num_parts, console), tally.sums.remote()
 
     def update(is_last: bool) -> None:
-        images, noted = ray.get(tally.sums.remote(), timeout=ANSWER_S)
-        display.update(num_ended(), images, noted)
+        if ray.wait([first], timeout=0)[0]:  # short rounds do not wait for the actor's start
+            images, noted = ray.get(tally.sums.remote(), timeout=ANSWER_S)
+            display.update(num_ended(), images, noted)
 
     with display.bar if console.is_terminal else contextlib.nullcontext(), repeated(update):
         yield tally

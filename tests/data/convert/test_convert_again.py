@@ -4,9 +4,11 @@ import contextlib
 import csv
 import io
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow.parquet as pq
 import pytest
@@ -17,7 +19,7 @@ from tests.data.converting import convert
 from tests.data.pictures import jpeg
 from tests.data.s3_server import create_bucket, serve_conditional_s3, this_process_uses
 from vit_ray.data import open_dataset
-from vit_ray.data.convert import conversion
+from vit_ray.data.convert import conversion, index
 from vit_ray.data.convert.verify import verify
 from vit_ray.storage import locate
 
@@ -132,6 +134,32 @@ def test_a_source_that_changed_meanwhile_is_converted_as_it_is_now(
     assert len(list(target.glob("part-*"))) == report.num_shards
     convert(str(source), str(tmp_path / "undisturbed"), **SMALL)
     assert pictures_of(target) == pictures_of(tmp_path / "undisturbed")
+
+
+def test_a_source_that_changed_twice_has_the_rows_that_it_has_now(serial, tmp_path, monkeypatch):
+    """The second change takes the first back, whose rows were indexed, and killed before facts."""
+    source, target = tmp_path / "list.csv", tmp_path / "set"
+    rows = write_files(tmp_path, range(20))
+    wrong = rows | {"cat/004.jpg": "dog"}
+    for listed, at in ((rows, (conversion, "RowStore")), (wrong, (index, "write_facts"))):
+        write_list(source, listed)
+        with monkeypatch.context() as patch:
+            patch.setattr(*at, Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                convert(source, target, **SMALL)
+    write_list(source, rows)
+    convert(source, target, **SMALL)
+    assert labels_of(target) == rows
+
+
+def test_files_are_listed_once(serial, tmp_path, monkeypatch):
+    listed, plain = Counter[str](), index.rows_of
+    monkeypatch.setattr(
+        index, "rows_of", lambda unit, **keys: listed.update([unit.name]) or plain(unit, **keys)
+    )
+    begin_files(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "set", **SMALL)
+    assert listed == {"cat": 1, "dog": 1}
 
 
 @pytest.mark.parametrize("name", ["source", "a.tar"])

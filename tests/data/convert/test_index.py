@@ -82,7 +82,7 @@ def test_a_row_is_kept_as_it_is():
 
 
 def test_a_part_of_rows_with_other_fields_is_another_part(monkeypatch):
-    part = [(Unit("folder", "/a/cat", "/a", config_of("/a", "/set")), "version")]
+    part = [Unit("folder", "/a/cat", "/a", config_of("/a", "/set"))]
     before = index._digest_of(part)
     monkeypatch.setattr(index, "ROW_SCHEMA", ROW_SCHEMA.remove(0))
     assert index._digest_of(part) != before
@@ -110,7 +110,7 @@ def test_long_texts_are_held_in_pieces_of_some_bytes(serial, tmp_path, monkeypat
     lines = [json.dumps({"path": f"{i}.jpg", "label": "a", "caption": "c" * 900}) for i in range(9)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     config = config_of(tmp_path / "a.jsonl", tmp_path / "set", columns=["caption"])
-    (part,), *_ = index.build_index(units_of(config), {}, locate(str(tmp_path / "staging")), config)
+    (part,), *_ = index.build_index(units_of(config), locate(str(tmp_path / "staging")), config)
     tables = list(read_groups(part))
     assert all(1 <= len(table) <= 4 for table in tables)
     assert pa.concat_tables(tables)["key"].to_pylist() == [f"{i}.jpg" for i in range(9)]

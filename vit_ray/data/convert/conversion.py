@@ -192,9 +192,8 @@ def _plan(config: ConvertConfig, seed: int, folder: Location) -> Plan:
         what = f"convert.destination={folder.uri!r} holds an interrupted conversion"
         begun = _record_of(file, settings, what)
     units = units_of(config)
-    versions = versions_of(units)
     if begun is not None:
-        changes = _changes(begun["versions"], versions)
+        changes = _changes(begun["versions"], versions_of(units))
         if not changes:
             return Plan(**begun)
         _LOG.warning("the source has changed, so it is planned again: %s", changes)
@@ -202,7 +201,7 @@ def _plan(config: ConvertConfig, seed: int, folder: Location) -> Plan:
         _delete(folder, OUTPUT)
         file.delete()
     _delete(staging, "(list|shard)-.*")
-    plan = _new_plan(units, versions, settings, staging, config)
+    plan = _new_plan(units, settings, staging, config)
     write_facts(file, asdict(plan))
     return plan
 
@@ -215,18 +214,14 @@ def _delete(folder: Location, pattern: str) -> None:
 
 
 def _new_plan(
-    units: list[Unit],
-    versions: dict[str, str],
-    settings: dict[str, Any],
-    staging: Location,
-    config: ConvertConfig,
+    units: list[Unit], settings: dict[str, Any], staging: Location, config: ConvertConfig
 ) -> Plan:
     """Index the source, and decide which rows each shard holds.
 
     Raises:
         ValueError: the source cannot be indexed, or its labels are not clear.
     """
-    parts, digest, declared = build_index(units, versions, staging, config)
+    parts, versions, digest, declared = build_index(units, staging, config)
     with tempfile.TemporaryDirectory() as scratch:
         store = with_retries(lambda: RowStore(parts, scratch, config), "reading the index")
         facts = replace(store.facts, declared=declared)

@@ -114,18 +114,22 @@ def _parts(units: list[Any]) -> list[list[Any]]:
 
 def _versions(units: list[Unit]) -> list[tuple[str, str]]:
     return [
-        (unit.path, with_retries(functools.partial(_version, unit), f"looking at {unit.path}"))
+        (unit.path, with_retries(functools.partial(_listed, unit), f"looking at {unit.path}")[1])
         for unit in units
     ]
 
 
-def _version(unit: Unit) -> str:
-    """Of an archive, and of the file next to it with its class names; of a folder or a list its
-    content, so that touching a list is no change.
+def _listed(unit: Unit) -> tuple[Iterable[Row], str]:
+    """The rows of a unit, and its version.
+
+    That of an archive is its own and of the file next to it with its class names; of a folder or a
+    list it is the content, so that touching a list is no change.
     """
+    rows: Iterable[Row] = rows_of(unit, with_images=not unit.config.in_place)
     digest = hashlib.sha256()
     if unit.format in FOLDERS:
-        for row in rows_of(unit):
+        rows = list(rows)
+        for row in rows:
             digest.update(repr((row.key, row.length, row.version, row.problem)).encode())
     elif unit.format in LISTS:
         with unit.opened() as (file, _):
@@ -133,24 +137,23 @@ def _version(unit: Unit) -> str:
     else:
         names = [names_beside(unit)] if unit.format == "tfrecord" else []
         infos = [place.info() for place in (locate(unit.path), *names)]
-        return " ".join(info.version for info in infos if info.kind != "nothing")
-    return digest.hexdigest()[:32]
+        return rows, " ".join(info.version for info in infos if info.kind != "nothing")
+    return rows, digest.hexdigest()[:32]
 
 
 def build_index(
-    units: list[Unit], versions: dict[str, str], staging: Location, config: ConvertConfig
-) -> tuple[list[Location], str, set[tuple[str, ...]]]:
-    """Index every unit; parts that an earlier start has indexed are reused.
+    units: list[Unit], staging: Location, config: ConvertConfig
+) -> tuple[list[Location], dict[str, str], str, set[tuple[str, ...]]]:
+    """Index every unit; parts that an earlier start has indexed, and that are the same, are reused.
 
     Returns:
-        Parquet files of `ROW_SCHEMA`, in the order of the source, a digest of its images, and the
-        class names of the units that declare them.
+        Parquet files of `ROW_SCHEMA`, in the order of the source; the version of each unit, by its
+        path; a digest of all images; and the class names of the units that declare them.
 
     Raises:
         ValueError: an archive is damaged.
     """
-    parts = _parts([(unit, versions.get(unit.path, "")) for unit in units])
-    named = [(f"index-{_digest_of(part)}", part) for part in parts]
+    named = [(f"index-{_digest_of(part)}", part) for part in _parts(units)]
     names = {name for name, _ in named}
     for info in staging.list_files(recursive=False):
         if info.base_name.startswith("index-") and info.base_name.partition(".")[0] not in names:
@@ -161,35 +164,46 @@ def build_index(
             f"convert: {len(damages)} files of the source are damaged: {'; '.join(damages[:5])}; "
             "replace them"
         )
+    versions = dict(itertools.chain(*(result["versions"].items() for result in results)))
     digest = hashlib.sha256("".join(result["digest"] for result in results).encode())
     declared = {tuple(classes) for result in results for classes in result["declared"]}
     files = [staging.child(f"{name}.parquet") for name, _ in named]
-    return files, digest.hexdigest()[:16], declared
+    return files, versions, digest.hexdigest()[:16], declared
 
 
-def _digest_of(part: list[tuple[Unit, str]]) -> str:
-    """Of all that the rows of some units, in their present versions, depend on."""
+def _digest_of(part: list[Unit]) -> str:
+    """Of all that the rows of some units depend on, except their versions."""
     # Keys are relative to the folder, which another match of a pattern may change.
-    places = [(unit.format, unit.path, unit.folder, version) for unit, version in part]
-    settings = part[0][0].config.model_dump(exclude=_NOT_OF_ROWS)
+    places = [(unit.format, unit.path, unit.folder) for unit in part]
+    settings = part[0].config.model_dump(exclude=_NOT_OF_ROWS)
     identity = repr((places, settings, ROW_SCHEMA.names))
     return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
-def _index(item: tuple[str, list[tuple[Unit, str]]], staging_uri: str) -> dict[str, Any]:
-    """Write the rows of some units, and what they declare when the rows are complete."""
+def _index(item: tuple[str, list[Unit]], staging_uri: str) -> dict[str, Any]:
     name, part = item
     staging = locate(staging_uri)
+    return with_retries(lambda: _indexed(part, staging, name), f"indexing {part[0].path}")
+
+
+def _indexed(part: list[Unit], staging: Location, name: str) -> dict[str, Any]:
+    """Write the rows of some units, and what they declare when the rows are complete."""
     file = staging.child(f"{name}.json")
+    found = [(unit, *_listed(unit)) for unit in part]
+    versions = {unit.path: version for unit, _, version in found}
     if file.exists():
-        return read_facts(file)
-    facts = with_retries(lambda: _write_rows(part, staging, name), f"indexing {part[0][0].path}")
+        if (facts := read_facts(file))["versions"] == versions:
+            return facts
+        file.delete()  # before the rows that it is of
+    facts = _write_rows(found, staging, name) | {"versions": versions}
     if not facts["damages"]:  # a repaired file may have the same size and time
         write_facts(file, facts)
     return facts
 
 
-def _write_rows(part: list[tuple[Unit, str]], staging: Location, name: str) -> dict[str, Any]:
+def _write_rows(
+    part: list[tuple[Unit, Iterable[Row], str]], staging: Location, name: str
+) -> dict[str, Any]:
     facts: dict[str, Any] = {"damages": [], "declared": set(), "counted": ""}
     digest, num_rows = hashlib.sha256(), 0
     rows = _packed(_rows_of_units(part, facts), staging.child(f"{name}.bin"))
@@ -208,12 +222,14 @@ def _write_rows(part: list[tuple[Unit, str]], staging: Location, name: str) -> d
     }
 
 
-def _rows_of_units(units: list[tuple[Unit, str]], facts: dict[str, Any]) -> Iterator[Row]:
+def _rows_of_units(
+    part: list[tuple[Unit, Iterable[Row], str]], facts: dict[str, Any]
+) -> Iterator[Row]:
     """Rows that can be stored, with the version of the archive that they lie in."""
-    for unit, version in units:
+    for unit, rows, version in part:
         of_archive, num_rows = version.partition(" ")[0], 0
         try:
-            for found in rows_of(unit, with_images=not unit.config.in_place):
+            for found in rows:
                 row = found.storable()
                 in_archive = row.path == unit.path and row.offset >= 0
                 yield replace(row, version=of_archive) if in_archive else row
@@ -227,11 +243,13 @@ def _rows_of_units(units: list[tuple[Unit, str]], facts: dict[str, Any]) -> Iter
 
 def _packed(rows: Iterable[Row], pack: Location) -> Iterator[Row]:
     """Rows whose images all lie somewhere: those in hand are written to a plain file."""
-    with pack.output() as output:
+    with contextlib.ExitStack() as opened:
+        output: Any = None
         for row in rows:
             if row.image is None or row.problem is not None:
                 yield replace(row, image=None)
                 continue
+            output = output or opened.enter_context(pack.output())
             at, length = output.tell(), len(row.image)
             output.write(row.image)
             yield replace(row, image=None, path=pack.uri, offset=at, length=length)

@@ -140,6 +140,7 @@ def test_a_missing_tfrecord_is_an_error(tmp_path):
         (("train/1.jpg", "val/2.jpg"), r"train, val, which are splits"),
         (("train2017/1.jpg", "val2017/2.jpg", "annotations/a.json"), r"train2017, val2017, which"),
         (("Aves/123/1.jpg", "Fungi/cover.jpg"), r"they lie deeper, such as in '.*/Aves/123'"),
+        (("a/cover.jpg", "a/airfield/1.jpg", "a/bar/2.jpg"), r"they lie deeper, .*'.*/a/airfield'"),
         (("train/cat/1.jpg", "images/3.jpg"), r"they lie deeper, such as in '.*/train/cat'"),
         (("ILSVRC/Data/CLS-LOC/train/n01/1.JPEG",), r"such as in '.*/CLS-LOC/train/n01'"),
         (

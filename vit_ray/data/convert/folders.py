@@ -45,10 +45,11 @@ def _check_depth(unit: Unit, rows: list[Row]) -> None:
     """Raises ValueError for a folder that holds class folders, and is probably no class."""
     names = [relative(row.path, unit.path) for row in rows if is_image_name(row.path)]
     deeper = [name for name in names if "/" in name and not is_hidden(name)]
-    if deeper and (len(deeper) == len(names) or named_split(unit.name)):
+    # A cover, or a sample of each class, may lie next to the class folders.
+    if len(deeper) > len(names) / 2 or (deeper and named_split(unit.name)):
         above, name = deeper[0].rpartition("/")[0], unit.path.rpartition("/")[2]
         raise ValueError(
-            f"convert.source: {unit.path!r} holds no images itself, or is a split by its name; "
+            f"convert.source: {unit.path!r} holds few images itself, or is a split by its name; "
             f"they lie deeper, such as in '{unit.path}/{above}'. If that is a class, give a glob "
             f"of the class folders, such as {f'{unit.path}/{above}'.rpartition('/')[0]}/*; if "
             f"{name!r} is one, set convert.format=folder"

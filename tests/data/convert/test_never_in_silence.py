@@ -249,6 +249,16 @@ def test_classes_of_one_image_and_sets_of_one_class_are_said(tmp_path):
     assert convert(one, tmp_path / "one").notes == ["there is one class only: 'cat'"]
 
 
+def test_folders_without_images_are_said(tmp_path):
+    root = write_files(tmp_path / "s", *(f"{name}/{i}.jpg" for name in "ac" for i in range(2)))
+    for name in (f"b{DECOMPOSED}", "d"):
+        (root / name).mkdir()
+    told = f"2 folders have no images and are no classes: b{COMPOSED}, d"
+    assert convert(root, tmp_path / "set").notes == [told]
+    report = convert(root, tmp_path / "given", classes=["a", f"b{COMPOSED}", "c", "d"])
+    assert report.notes == [f"2 classes have no images: b{COMPOSED}, d"]
+
+
 def test_truths_and_empty_labels_are_rejected(tmp_path):
     source = write_jsonl(tmp_path, [True, "", ["x", ""], "x", "x"])
     found = converted(source, tmp_path / "set", max_rejected_fraction=0.9)

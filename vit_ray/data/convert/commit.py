@@ -168,6 +168,8 @@ def _notes(plan: Plan, histogram: dict[str, int], num_turned: int) -> list[str]:
     for count, have in ((0, "have no images"), (1, "have one image")):
         if names := [name for name, found in histogram.items() if found == count]:
             notes.append(f"{len(names)} classes {have}: {listed(names)}")
+    if names := plan.no_classes:
+        notes.append(f"{len(names)} folders have no images and are no classes: {listed(names)}")
     if len(histogram) == 1:
         notes.append(f"there is one class only: {next(iter(histogram))!r}")
     return notes

@@ -24,7 +24,13 @@ from vit_ray.data.convert.commit import ConvertReport, commit, listed, report_of
 from vit_ray.data.convert.destination import OUTPUT, PLAN, check_destination
 from vit_ray.data.convert.estimate import SAMPLED, sampled, shards_for
 from vit_ray.data.convert.index import RowStore, build_index, read_facts, versions_of, write_facts
-from vit_ray.data.convert.labels import SourceFacts, check_not_empty, checked_names, classes_of
+from vit_ray.data.convert.labels import (
+    SourceFacts,
+    check_not_empty,
+    checked_label,
+    checked_names,
+    classes_of,
+)
 from vit_ray.data.convert.rows import FOLDERS, LISTS, Unit, table_rows
 from vit_ray.data.convert.shards import SHUFFLE, Plan, make_shards, write_lists
 from vit_ray.data.convert.sources import units_of
@@ -42,7 +48,7 @@ _DO_NOT_DECIDE: Final = {"destination", "max_rejected_fraction"}
 # What to do where a file cannot say which conversion made the folder.
 _ELSEWHERE: Final = "choose another convert.destination"
 # Of what the staging folder and the record of a source hold.
-_VERSION: Final = 8
+_VERSION: Final = 9
 
 
 def convert(config: ConvertConfig, seed: int = 0) -> ConvertReport:
@@ -245,10 +251,17 @@ def _new_plan(
             if config.in_place
             else _num_shards(facts, store, settings, config),
             folder=units[0].folder,
+            no_classes=_folders_without_images(units, {*facts.labels, *classes}),
         )
         if not config.in_place:
             with_retries(lambda: write_lists(plan, store, staging), "writing the shard lists")
     return plan
+
+
+def _folders_without_images(units: list[Unit], classes: set[str]) -> list[str]:
+    """Names of class folders that give no class: later classes have other numbers than with it."""
+    names = (unit.path.rpartition("/")[2] for unit in units if unit.format == "folder")
+    return sorted(set(map(checked_label, names)) - classes)
 
 
 def _num_shards(

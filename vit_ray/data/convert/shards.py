@@ -47,6 +47,7 @@ class Plan:
         versions: of each part of the source, by its path.
         are_indices: whether labels are indices into the classes, and not names of them.
         folder: of the source, which keys are relative to.
+        no_classes: names of class folders without images.
     """
 
     settings: dict[str, Any]
@@ -57,6 +58,7 @@ class Plan:
     num_images: int
     num_shards: int
     folder: str
+    no_classes: list[str] = field(default_factory=list)
 
     def name_of(self, shard: int) -> str:
         return shard_name(shard, self.num_shards)

@@ -24,6 +24,8 @@ MOST_TEXT_BYTES: Final = 1 << 20
 LABEL_FIELDS: Final = ("labels", "label", "cls", "class")
 _INTEGER: Final = re.compile(r"-?[0-9]{1,100}")
 _NUMBER: Final = re.compile(r"[+-]?([0-9]+([.,][0-9]*)?|[.,][0-9]+)([eE][+-]?[0-9]+)?")
+# A list as text, or zeros and ones with a place for each class.
+_LIST: Final = re.compile(r"\[.*\]|[01]([ ,|]+[01])+")
 # Unicode's category Cc: what spans lines, or makes a text look like another one.
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 # Images of which half would not have labels of their own.
@@ -321,10 +323,13 @@ def _check_spelling(labels: list[str], *, is_lenient: bool) -> None:
     is_truth = not is_lenient and bool(labels) and spellings.keys() <= {"true", "false"}
     others = [label for label in labels if not _INTEGER.fullmatch(label)]
     are_decimals = not is_lenient and bool(others) and all(map(_NUMBER.fullmatch, labels))
+    are_lists = not is_lenient and bool(labels) and all(map(_LIST.fullmatch, labels))
     problems: dict[str, object] = {
         f"the label {missing[:1]} usually means that there is none": missing and not is_lenient,
         f"the labels {labels[:2]} are truth values, and not class names": is_truth,
         f"labels such as {others[:3]} are numbers with decimals, and not integers": are_decimals,
+        f"labels such as {labels[:2]} are lists, or zeros and ones with a place for each class "
+        "(one-hot or multi-hot), and not class names": are_lists,
     }
     for problem, is_so in problems.items():
         if is_so:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.data.convert.archives import samples, tar_of, write_hub_file
 from tests.data.converting import convert
+from tests.data.denying_s3 import policy_of, serve_s3_with_policy
 from tests.data.pictures import jpeg
 from tests.data.s3_server import FaultProxy, serve_s3, this_process_uses
 from vit_ray import lock
@@ -94,3 +95,16 @@ def test_a_path_that_no_object_has_is_the_error_of_one_image(store, path, reason
     """A store answers some of them as it answers a request that is wrong as a whole."""
     with pytest.raises(ValueError, match=reason):
         Row("key", path=f"s3://{path}").read()
+
+
+def test_an_object_that_is_denied_is_one_rejected_row(tmp_path):
+    images = {f"all/cat/{i}.jpg": jpeg(i) for i in range(4)}
+    one = {"Effect": "Deny", "Action": "s3:GetObject", "Resource": "arn:aws:s3:::source/all/cat/2*"}
+    with serve_s3_with_policy({"source": images}) as allow:
+        policy = policy_of({"source": ("list", "read")})
+        allow(policy | {"Statement": [*policy["Statement"], one]})
+        report = convert("s3://source/all", tmp_path / "set", max_rejected_fraction=0.5)
+    assert report.num_images == 3
+    ((key, reason),) = report.rejected.items()
+    assert key == "cat/2.jpg"
+    assert reason.startswith("it cannot be read: ")

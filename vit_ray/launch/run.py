@@ -123,7 +123,7 @@ def train(
 
     with prepared_training(recipe, kind, check) as prepared:
         if prepared.is_over:
-            return _finished_before(prepared)
+            return _finished_before(prepared, parent)
         return run_prepared(prepared, tags or {}, parent, following)
 
 
@@ -411,15 +411,11 @@ def _log_model(result: RunResult, prepared: PreparedRun, run: OpenRun) -> None:
         )
 
 
-def _finished_before(prepared: PreparedRun) -> RunResult:
+def _finished_before(prepared: PreparedRun, parent: OpenRun | None) -> RunResult:
     """Record the end by its last checkpoint, if its driver died before recording it."""
     assert prepared.resume_from is not None
     position = prepared.resume_from.position
     cost = training_cost(prepared.resolved, position.step)
     result = _recorded(prepared, prepared.resume_from, position.progress.metrics)
-    return replace(
-        result,
-        run_id=end_record(prepared.recipe, position.tracking_run_id, position.step, cost),
-        metrics=result.metrics | cost,
-        already_complete=True,
-    )
+    run_id = end_record(prepared.recipe, position.tracking_run_id, position.step, cost, parent)
+    return replace(result, run_id=run_id, metrics=result.metrics | cost, already_complete=True)

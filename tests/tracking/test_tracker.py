@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
+import pandas as pd
 import pytest
 import sqlalchemy
 from alembic.runtime.migration import HeadMaintainer
@@ -33,7 +34,9 @@ from vit_ray.addresses import absolute_uri, sqlite_file
 from vit_ray.commands.replay import run_replay
 from vit_ray.config.recorded_recipe import RUN_FOLDER, tags_of
 from vit_ray.config.training_sections import TrackingConfig
+from vit_ray.experiments.write_page import keep_page
 from vit_ray.outcomes import EventKind
+from vit_ray.report.page import Written
 from vit_ray.tracking import mlflow_client, request_limits
 from vit_ray.tracking import tracker as sender
 from vit_ray.tracking.metrics_log import MetricsLog, RunOpening, Sent
@@ -1137,6 +1140,21 @@ def test_a_server_that_stops_and_returns_has_the_whole_curve_once(server, log_pa
     client = MlflowClient(server.uri)
     assert client.get_run(run_id).info.status == "FINISHED"
     assert [f.path for f in client.list_artifacts(run_id)] == ["note.txt"]
+
+
+@pytest.mark.slow
+def test_a_page_that_is_written_again_replaces_its_tables_on_a_server(server, tmp_path):
+    server.start()
+    client = MlflowClient(server.uri)
+    run_id = client.create_run(client.create_experiment("pages")).info.run_id
+    page = tmp_path / "report.html"
+    page.write_text("<p>result</p>")
+    table = pd.DataFrame({"rate": [0.1, 0.2], "top-1 %": [90.0, 91.0]})
+    written = Written(page, [], False, tables={"Trainings, the best first": table})
+    for _ in range(2):
+        keep_page(client, run_id, written)
+    kept = client.download_artifacts(run_id, "tables/trainings.json", str(tmp_path))
+    assert len(json.loads(Path(kept).read_text())["data"]) == 2
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ from vit_ray.launch.cluster.cluster_checks import check_batch
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.model_checks import Kind, check_head_is_trained, check_model
 from vit_ray.launch.open_record import OpenRun
-from vit_ray.launch.paper_comparison import PAPER_FILE, Rows, csv_text, training_table
+from vit_ray.launch.paper_comparison import Rows, training_table
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
 from vit_ray.launch.run_metadata import NOTE, description
 from vit_ray.launch.stopping import RunStoppedError
@@ -303,7 +303,6 @@ def sweep(
     swept = SweepResult(rows, chosen.point, found, parent.run_id, record.hint(), table)
     sentence = sweep_sentence(swept) + (f". {RESTARTED}" if is_restarted else "")
     record.tag(NOTE, description(recipe, plan.resolved, record.command, sentence))
-    record.text(PAPER_FILE, csv_text(table))
     record.results(0, sweep_metrics(swept, deciding_metric(recipe)))
     return swept
 

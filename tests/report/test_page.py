@@ -144,6 +144,14 @@ def test_trainings_of_which_none_has_finished_are_drawn_as_far_as_they_are(store
     assert any("compute" in caption for caption in page_of(store).figures)
 
 
+def test_the_total_cost_counts_of_a_branch_what_it_computed(store):
+    known = {"eval/top1": 0.5, "study/exaflops": 2.0, "study/images_seen": 320.0}
+    for name, tags in (("long", {}), ("short", {"vit_ray.branched_from": "long at step 8"})):
+        params = {"train.global_batch_size": 32}
+        store.put(name, known, params, group=name, tags=tags)
+    assert "Total cost of 2 trainings: 2.4 exaFLOPs." in page_of(store).lead
+
+
 def test_a_family_without_a_law_cannot_be_compared(study):
     cells = comparable(cells_of(trainings(load_runs(study[0].uri, study[1]))))
     few = cells[(cells["family"] == "ViT") | (cells["epochs"] == EPOCHS[0])]

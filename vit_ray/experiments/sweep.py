@@ -62,7 +62,7 @@ from vit_ray.launch.prepared_run import PreparedRun, check_weights
 from vit_ray.launch.run_metadata import NOTE, description
 from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.launch.workers import RunFailedError
-from vit_ray.metric_names import SWEEP_GROUP
+from vit_ray.metric_names import EVAL_TOP1, SWEEP_GROUP
 from vit_ray.outcomes import EventKind, TrialState
 from vit_ray.storage import locate
 
@@ -479,5 +479,7 @@ def sweep_metrics(outcome: SweepResult, metric: str) -> dict[str, float]:
         for key, value in outcome.best.items()
         if isinstance(value, (int, float)) and not isinstance(value, bool)
     }
-    metrics = {metric: outcome.mean, f"{metric}_std": outcome.deviation}
-    return {**metrics, **chosen}  # MLflow's pages show them in this order
+    # MLflow's pages show them in this order; with averaging, `metric` is another one.
+    last = [one.metrics[EVAL_TOP1] for one in outcome.finals if EVAL_TOP1 in one.metrics]
+    first = {EVAL_TOP1: statistics.fmean(last)} if last else {}
+    return {**first, metric: outcome.mean, f"{metric}_std": outcome.deviation, **chosen}

@@ -39,14 +39,8 @@ class EventKind(StrEnum):
     STORAGE_SLOW = "storage slow"
     TASK_FAILED = "failed task"
     TRIAL_DIVERGED = "trial diverged"
-    UNKNOWN = "unknown"
-    """Reads a value that another version may have written."""
     WEIGHTS = "weights"
     WORKER_FAILED = "worker failed"
-
-    @classmethod
-    def _missing_(cls, value: object) -> EventKind:
-        return cls.UNKNOWN
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ray._private.label_utils import validate_label_selector
 from tests.models.small import FAMILIES, small_model
 from vit_ray.commands.early_checks import check_inputs
 from vit_ray.commands.job_list import COMMANDS
-from vit_ray.config import Recipe, load_recipe, require
+from vit_ray.config import Recipe, load_recipe, loading, require
 from vit_ray.config.help import all_keys
 from vit_ray.config.loading import parse_yaml, write_yaml
 from vit_ray.config.recipe import PLACES, recipe_from_dict
@@ -35,12 +35,17 @@ def path(tmp_path: Path) -> Path:
     return file
 
 
-def test_mlflows_variables_give_what_the_recipe_does_not_say(path, monkeypatch):
+def test_mlflows_variables_give_what_the_recipe_does_not_say(path, monkeypatch, caplog):
+    loading._say_taken.cache_clear()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2@mlflow:5000")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "team")
     found = load_recipe(path, ["tracking.experiment=mine"]).tracking
     assert (found.uri, found.experiment) == ("http://me:hunter2@mlflow:5000", "mine")
+    assert [text.partition(" is ")[0] for text in caplog.messages] == ["tracking.uri"]
     assert load_recipe(path).tracking.experiment == "team"
+    assert "MLFLOW_EXPERIMENT_NAME" in caplog.messages[-1]
+    assert len(caplog.messages) == 2  # once each, without the address
+    assert "hunter2" not in caplog.text
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "mlruns")
     with pytest.raises(ValueError, match=r"tracking\.uri: a path .* MLFLOW_TRACKING_URI"):
         load_recipe(path)

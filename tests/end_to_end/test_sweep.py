@@ -73,10 +73,11 @@ def test_a_sweep_chooses_on_the_dev_split_and_tests_what_it_retrains(straight, d
     ]  # fmt: skip
     parent = client.get_run(result.parent_run_id or "")
     assert all(next(iter(run.data.metrics)) in ("eval/top1", "dev/top1") for run in children)
+    assert next(iter(parent.data.metrics)) == "eval/top1"
     drawn = client.list_artifacts(result.parent_run_id or "", "figures")
     assert any("learning_rate" in file.path for file in drawn)
-    beside = client.download_artifacts(result.parent_run_id or "", "paper/row.csv", str(tmp_path))
-    assert ",proxy,paper.task is not set" in Path(beside).read_text()
+    (mine,) = result.beside_paper or []
+    assert (mine["label"], mine["note"]) == ("proxy", "paper.task is not set")
     assert (
         open_checkpoint(locate(tags_of(parent.data.tags)["vit_ray.best_trial_checkpoint"]))
         is not None

@@ -113,6 +113,9 @@ def test_the_page_of_a_study_is_written_and_kept_with_its_run(finished):
     client = MlflowClient(recipe.tracking.uri)
     kept = {item.path for item in client.list_artifacts(result.parent_run_id)}
     assert "report.html" in kept
+    parent = client.get_run(result.parent_run_id).data
+    assert next(iter(parent.metrics)) == "eval/top1"
+    assert "2 of 2 cells have finished" in parent.tags["mlflow.note.content"]
     result.page.unlink()
     assert report(recipe).page == result.page
     assert result.page.exists()

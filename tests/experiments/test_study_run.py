@@ -70,6 +70,15 @@ def test_transfers_are_metrics_of_their_cell_and_a_failed_one_ends_no_other(monk
     assert found[0].metrics == {**metrics, "transfer/cars_top1": 0.7}
     assert found[0].error == "transfer to pets: no such data set"
     assert stored == [(None, {"transfer/cars_top1": 0.7})]
+    tops = {"pets": 0.9, "cars": 0.7}
+    both = lambda cell, task, _: {f"transfer/{task.name}_top1": tops[task.name]}  # noqa: E731
+    monkeypatch.setattr(study, "_transfer", both)
+    found, _ = run_cells(
+        monkeypatch, cells[:1], lambda recipe, **_: trained(**metrics), transfer=tasks
+    )
+    mean = {"transfer/mean_top1": pytest.approx(0.8)}
+    assert stored[-1] == (None, {"transfer/cars_top1": 0.7, **mean})
+    assert found[0].metrics["transfer/mean_top1"] == mean["transfer/mean_top1"]
 
 
 def test_branches_follow_the_longest_cell_of_their_row_in_its_trial(monkeypatch, tmp_path):
@@ -147,11 +156,7 @@ def test_fine_tunings_of_all_cells_are_checked_before_the_first_is_trained(
         study._check_tasks(cells, (StudyTask(name="tune", recipe=str(path), changes=changes),))
 
 
-def test_the_total_counts_of_a_branch_what_it_computed(cells):
-    batch = cells[0].recipe.train.global_batch_size
-    alone = {"study/exaflops": 2.0, "study/images_seen": 10.0 * batch}
-    whole = CellResult(cells[0], alone, "id")
-    branched = CellResult(cells[1], alone, "id", branched_from="long at step 8")
-    unrecorded = CellResult(cells[2], {}, "id", branched_from="long at step 8")
-    total = study._totals([whole, branched, unrecorded])["study/exaflops_total"]
-    assert total == pytest.approx(2.0 + 2.0 * 2 / 10)
+def test_the_record_of_a_study_begins_with_the_best_accuracy_of_its_cells(cells):
+    tops = [{"eval/top1": 0.4}, {"eval/top1": 0.6}, {}]
+    found = study._totals([CellResult(c, m, "id") for c, m in zip(cells, tops, strict=True)])
+    assert next(iter(found.items())) == ("eval/top1", 0.6)

@@ -246,6 +246,10 @@ def test_the_record_has_the_selection_and_first_its_accuracy():
     found = sweep_metrics(alone, "eval/top1")
     assert found == {"sweep/learning_rate": 0.1, "eval/top1": 0.85, "eval/top1_std": 0.0}
     assert next(iter(found)) == "eval/top1"  # what MLflow's pages show first
+    measured = {"eval/top1": 0.8, "eval/averaged_top1": 0.85}
+    averaged = replace(alone, finals=[replace(finished(0.85), metrics=measured)])
+    found = sweep_metrics(averaged, "eval/averaged_top1")
+    assert [*found.items()][:2] == [*measured.items()]
 
 
 def test_paths_of_a_point_are_whole_since_a_trial_runs_in_a_folder_of_its_own(

@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -14,9 +15,10 @@ from tests.launch.resolved import resolved_run
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.loading import parse_yaml
 from vit_ray.config.recipe import Training
+from vit_ray.config.recorded_recipe import PARENT_TAG, RUN_FOLDER
 from vit_ray.launch import open_record as module
 from vit_ray.launch.cluster.connection import ClusterShape
-from vit_ray.launch.open_record import OpenRun, end_record, open_record
+from vit_ray.launch.open_record import OpenRun, add_to_ended, end_record, open_record
 from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.tracking.metrics_log import RunOpening, Status, lock_log, metrics_log_path
 from vit_ray.tracking.recorder import Recorder
@@ -159,7 +161,8 @@ def trained(tmp_path: Path) -> Recipe:
 
 def driven(recipe: Recipe, status: Status | None) -> str:
     log = metrics_log_path(recipe.run_folder)
-    tracker = Tracker.begin(RunOpening(recipe.tracking, recipe.name, log))
+    tags = {RUN_FOLDER: recipe.run_folder}
+    tracker = Tracker.begin(RunOpening(recipe.tracking, recipe.name, log, tags=tags))
     tracker.log.metrics(9, {"train/loss": 1.5})
     if status is None:
         tracker.close()
@@ -208,6 +211,36 @@ def test_an_end_that_mlflow_was_away_for_is_brought_there(trained):
     tracker.finish("FINISHED", timeout_s=0.0)
     run_id = end_record(trained, None, 10, COST)
     assert mlflow_run(trained, run_id).info.status == "FINISHED"
+
+
+def test_a_cell_that_trained_while_mlflow_was_away_is_below_its_study(trained, tmp_path):
+    study = Recorder(MagicMock(), tmp_path / "study.jsonl", "study")
+    for recipe in (trained.with_changes(tracking={"uri": "http://127.0.0.1:9"}), trained):
+        path, log = study.log_path, metrics_log_path(recipe.run_folder)
+        parent = Tracker.begin(RunOpening(recipe.tracking, "study", path))
+        if recipe is not trained:
+            child = RunOpening(recipe.tracking, recipe.name, log, parent_log=path)
+            Tracker.begin(child, wait_s=0.0).finish("FINISHED", timeout_s=0.0)
+            parent.close(0.0)
+    run_id = end_record(trained, None, 10, COST, OpenRun(study))
+    assert mlflow_run(trained, run_id).data.tags[PARENT_TAG] == parent.run_id
+    parent.close()
+
+
+def test_a_transfer_of_a_copied_cell_is_not_recorded_in_the_originals_run(
+    trained, tmp_path, monkeypatch
+):
+    run_id, copy = driven(trained, "FINISHED"), trained.with_changes(output=str(tmp_path / "copy"))
+    shutil.copytree(trained.run_folder, copy.run_folder)
+    found: list[RunOpening] = []
+    monkeypatch.setattr(Recorder, "open", lambda _, opening: found.append(opening))
+    monkeypatch.setattr(Recorder, "append", lambda *_, **__: None)
+    monkeypatch.setattr(Recorder, "finish", lambda *_: "")
+    add_to_ended(copy, run_id, COST, OpenRun(Recorder(MagicMock(), tmp_path / "log", "study")))
+    (opening,) = found
+    tracker = Tracker.begin(replace(opening, parent_log=None))
+    assert tracker.run_id not in (None, run_id)
+    tracker.close()
 
 
 def test_the_record_of_a_driver_that_still_writes_it_is_left_to_it(trained, monkeypatch, caplog):

@@ -136,5 +136,3 @@ def test_errors_of_workers_arrive_at_the_driver_as_they_are(error):
     arrived = pickle.loads(pickle.dumps(error))
     assert (type(arrived), arrived.args, vars(arrived)) == (type(error), error.args, vars(error))
     assert pickle.loads(pickle.dumps(Failure("x", has_diverged=True))).has_diverged
-    assert EventKind("stopped") is EventKind.STOPPED
-    assert EventKind("of another version") is EventKind.UNKNOWN

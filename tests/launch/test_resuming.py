@@ -17,6 +17,7 @@ from vit_ray.config.help import all_keys, keys_below
 from vit_ray.config.resume_compatibility import incompatible_changes, on_resume
 from vit_ray.config.section import OnResume
 from vit_ray.launch.resuming import accepted_changes, find_resume_point
+from vit_ray.launch.run import _init_run
 from vit_ray.storage import locate
 
 IMAGES, BATCH = 640, 64
@@ -43,6 +44,12 @@ def accepted(now: Recipe, at: Position) -> list[str]:
         total_steps=now.optim.total_steps(IMAGES, BATCH),
     )
     return accepted_changes(resolved, at)
+
+
+def test_a_resumed_run_keeps_the_run_whose_weights_it_began_with():
+    began = replace(position(9), init_run_id="a" * 32)
+    resumed: Any = SimpleNamespace(resume_from=SimpleNamespace(position=began))
+    assert _init_run(resumed) == began.init_run_id
 
 
 @pytest.mark.parametrize("is_whole", [True, False])

@@ -105,7 +105,7 @@ def test_inputs_cost_and_machine_of_a_run():
     plan = resolved_run()
     plan.manifest.num_classes = 10
     ten, twenty = (training_cost(plan, steps) for steps in (10, 20))
-    assert ten["study/images_seen"] == 1280
+    assert (ten["study/steps"], ten["study/images_seen"]) == (10, 1280)
     assert twenty["study/exaflops"] == pytest.approx(2 * ten["study/exaflops"])
     train, test = data_inputs(plan)
     assert (train["name"], train["context"], test["context"]) == ("train", "training", "evaluation")

@@ -10,8 +10,9 @@ from matplotlib.collections import PathCollection
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from tests.report.made_store import EPOCHS, GMACS, Store, accuracy, exaflops_of
-from vit_ray.report.figures import COLORS, fig_compute, fig_curves, fig_data, fig_speed
+from tests.report.made_store import EPOCHS, GMACS, Store, accuracy, exaflops_of, write_sweep
+from vit_ray.report.figures import COLORS, fig_compute, fig_curves, fig_data, fig_rates, fig_speed
+from vit_ray.report.headline import sweeps_of
 from vit_ray.report.runs import load_runs, trainings
 from vit_ray.report.tables import cells_of, comparable
 
@@ -61,6 +62,28 @@ def test_a_line_is_a_model_and_a_point_a_mean_over_seeds(cells):
     assert "running" in [text.get_text() for text in axes.get_legend().get_texts()]
     crosses = [one for one in axes.collections if isinstance(one, PathCollection)]
     assert 30.0 in [point[1] for one in crosses for point in one.get_offsets().tolist()]
+
+
+def test_cells_on_another_set_in_a_folder_of_the_same_name_are_not_comparable(store):
+    for group, test in (("a", (100, 10)), ("b", (100, 10)), ("c", (99, 10))):
+        store.put(group, {"eval/top1": 0.5}, {"model.name": group}, group=group, test=test)
+    kept = comparable(cells_of(trainings(load_runs(store.uri, "made"))))
+    assert kept["name"].tolist() == ["a", "b"]
+
+
+def test_rates_are_hollow_on_the_dev_split_and_filled_on_the_test_set(store):
+    write_sweep(store)
+    ((_, tried, finals),) = sweeps_of(trainings(load_runs(store.uri, "made")))
+    (axes,) = fig_rates(tried, finals).axes
+    drawn = {one.get_label(): one[0] for one in axes.containers}
+    faces = {name: to_hex(line.get_markerfacecolor()) for name, line in drawn.items()}
+    assert faces == {
+        "dev split": "#ffffff", "dev split, stopped early": "#ffffff", "test": COLORS["ViT"]
+    }  # fmt: skip
+    points = {name: line.get_xydata().tolist() for name, line in drawn.items()}
+    assert points["dev split"] == [[0.01, 88.0], [0.03, 90.0], [0.1, 89.0]]
+    assert points["test"] == [[0.03, pytest.approx(90.0)]]
+    assert axes.get_xscale() == "log"
 
 
 def test_a_key_of_the_recipe_gives_the_colours_of_figures_8_9_and_13(cells):

@@ -6,11 +6,16 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy import stats
 
-from tests.report.made_store import Store, scale_of
+from tests.report.made_store import EPOCHS, Store, scale_of
+from vit_ray.evaluation.examples import picture
+from vit_ray.report.headline import equal_sentences, gain_sentences
 from vit_ray.report.page import Written, write_report
+from vit_ray.report.runs import load_runs, trainings
+from vit_ray.report.tables import cells_of, comparable
 
 
 class Tags(HTMLParser):
@@ -92,7 +97,89 @@ def test_a_best_rate_at_the_end_of_the_grid_names_the_next(store):
     assert "0.01 is the smallest rate tried: try 0.003." in page_of(store).lead[0]
 
 
+def put_rates(store: Store, name: str, top1: float = 0.9) -> None:
+    """A sweep of two rates."""
+    sweep = store.put(name, kind="sweep")
+    for rate in (0.1, 0.2):
+        store.put(
+            f"{name}-lr{rate}", {"dev/top1": top1 - rate / 10}, {"optim.learning_rate": rate},
+            kind="sweep_trial", group=f"{name} {rate}", parent=sweep,
+            tags={"vit_ray.sweep_stage": "sweep_trial"},
+        )  # fmt: skip
+
+
+def test_two_sweeps_of_an_experiment_have_a_figure_and_a_sentence_each(store):
+    for name in ("first", "second"):
+        put_rates(store, name)
+    written = page_of(store)
+    names = [caption.partition(":")[0] for caption in written.figures if "rate" in caption]
+    assert names == ["first", "second"]
+    assert [text.partition(":")[0] for text in written.lead[:2]] == names
+
+
+def test_a_page_shows_first_the_figure_and_then_the_images_of_its_claim(store):
+    first = store.put(
+        "first", {"eval/top1": 0.6, "study/exaflops": 1.0}, kind="pretrain", group="a"
+    )
+    tags = {"vit_ray.init_run": first, "init_from": "/runs/first"}
+    tuned = store.put(
+        "tuned", {"eval/top1": 0.9, "study/exaflops": 1.0}, kind="finetune", group="b", tags=tags
+    )
+    put_rates(store, "sweep", top1=0.95)  # on the dev split
+    folder = Path(store.client.get_run(tuned).info.artifact_uri.removeprefix("file://"))
+    about = {"sample": 0, "classes": ["a"], "predicted": "a", "loss": 0.1, "probability": 0.9}
+    (folder / "evaluation").mkdir(parents=True)
+    for name, content in picture("examples", [np.zeros((96, 96, 3), np.uint8)], [about]).items():
+        (folder / "evaluation" / name).write_bytes(content)
+    titles = re.findall("<h2>(.*?)</h2>", page_of(store).page.read_text())
+    assert titles[:3] == [
+        "Accuracy against compute", "Images and errors", "Accuracy against the learning rate"
+    ]  # fmt: skip
+
+
+def test_trainings_of_which_none_has_finished_are_drawn_as_far_as_they_are(store):
+    for name, exaflops in (("a", 1.0), ("b", 2.0)):
+        metrics = {"eval/top1": 0.5, "study/exaflops": exaflops}
+        store.put(name, metrics, kind="pretrain", group=name, status=None)
+    assert any("compute" in caption for caption in page_of(store).figures)
+
+
+def test_the_total_cost_counts_of_a_branch_what_it_computed(store):
+    known = {"eval/top1": 0.5, "study/exaflops": 2.0, "study/images_seen": 320.0}
+    for name, tags in (("long", {}), ("short", {"vit_ray.branched_from": "long at step 8"})):
+        params = {"train.global_batch_size": 32}
+        store.put(name, known, params, group=name, tags=tags)
+    assert "Total cost of 2 trainings: 2.4 exaFLOPs." in page_of(store).lead
+
+
+def test_a_family_without_a_law_cannot_be_compared(study):
+    cells = comparable(cells_of(trainings(load_runs(study[0].uri, study[1]))))
+    few = cells[(cells["family"] == "ViT") | (cells["epochs"] == EPOCHS[0])]
+    (sentence,) = equal_sentences(few)
+    assert "compute ResNets need at the accuracy of ViTs cannot be said: no power" in sentence
+
+
+@pytest.mark.parametrize(
+    ("num_test", "verdict"), [(300, "binomial error of the test images"), (10**6, "95 %: ")]
+)
+def test_a_gain_below_the_binomial_error_cannot_be_said(num_test, verdict):
+    rows = [
+        {"status": "finished", "family": family, "label": family, "steps": 10.0, "seed": str(seed),
+         "images": images, "num_test": num_test,
+         "test": 0.5 + gain * (images == 2000) + seed * noise}
+        for family, gain, noise in (("ViT", 0.02, 1e-4), ("ResNet", 0.01, 2e-4))
+        for images in (1000, 2000)
+        for seed in range(4)
+    ]  # fmt: skip
+    cells = pd.DataFrame(rows)
+    cells["test"] += 1e-5 * cells["seed"].astype(float) * (cells["images"] == 2000)
+    (sentence,) = gain_sentences(cells)
+    assert "a difference of 1.00" in sentence
+    assert verdict in sentence
+
+
 def test_an_experiment_begins_with_fine_tuned_against_from_scratch(store):
+    store.put("other set", {"eval/top1": 0.99}, kind="pretrain", group="d", test=(301, 10))
     first = store.put("first", {"eval/top1": 0.9}, kind="pretrain", group="a", test=(300, 10))
     store.put("scratch", {"eval/top1": 188 / 300}, kind="pretrain", group="b", test=(300, 10))
     tags = {"vit_ray.init_run": first, "init_from": "/runs/first"}
@@ -135,6 +222,6 @@ def test_a_page_is_one_small_file_without_a_script(study_page, sweep_page):
         text = written.page.read_text()
         assert "script" not in Tags(written.page).found
         assert not re.search(r'(?:src|href)="(?!data:)', text)
-        assert "default-src &#39;none&#39;" in text
+        assert "default-src 'none'" in text
         assert len(text) < 600_000
         assert [*written.page.parent.glob("report*")] == [written.page]

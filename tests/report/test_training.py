@@ -83,7 +83,6 @@ def test_the_confusion_matrix_has_the_shares_of_each_class():
     ]  # fmt: skip
     assert table.loc["daisy", "daisy"] == "100.00"
     assert confusion(lines([("a", "a", 3), ("a", "b", 1)])) == {}
-    assert confusion(b"") == confusion(b"class\n1") == {}
     alike = [f"{'n' * 45}{number}" for number in range(5)]  # as their first letters are
     rows = [(name, name, number + 1) for number, name in enumerate(alike)]
     (table,) = confusion(lines([*rows, (alike[0], alike[1], 3)])).values()

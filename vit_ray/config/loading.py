@@ -3,10 +3,12 @@
 import difflib
 import io
 import json
+import logging
 import os
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
@@ -18,6 +20,10 @@ from vit_ray.config.secrets import redact
 from vit_ray.config.shipped_recipes import is_shipped, recipe_names, shipped_recipe
 from vit_ray.config.validation import errors_of
 from vit_ray.own_parts import trust_named
+
+_VARIABLES: Final = {"uri": "MLFLOW_TRACKING_URI", "experiment": "MLFLOW_EXPERIMENT_NAME"}
+
+logger = logging.getLogger(__name__)
 
 
 def load_recipe(
@@ -48,7 +54,10 @@ def completed(
     """The recipe of a plain tree, as `load_recipe` does it for that of a file."""
     tree = {"tracking": {}} | changed(tree, overrides)
     if isinstance(tree["tracking"], dict):
-        tree["tracking"] = mlflow_variables() | tree["tracking"]
+        taken = {k: v for k, v in mlflow_variables().items() if k not in tree["tracking"]}
+        for key in taken:
+            _say_taken(key)
+        tree["tracking"] = taken | tree["tracking"]
     recipe = recipe_from_dict(tree, where)
     trust_named(tree)
     recipe.storage.use()
@@ -57,8 +66,12 @@ def completed(
 
 def mlflow_variables() -> dict[str, str]:
     """Keys of `tracking` from MLflow's own variables, for a recipe that does not set them."""
-    names = {"uri": "MLFLOW_TRACKING_URI", "experiment": "MLFLOW_EXPERIMENT_NAME"}
-    return {key: os.environ[name] for key, name in names.items() if os.environ.get(name)}
+    return {key: os.environ[name] for key, name in _VARIABLES.items() if os.environ.get(name)}
+
+
+@cache  # a command loads several recipes
+def _say_taken(key: str) -> None:
+    logger.warning("tracking.%s is not set: %s of the environment is used", key, _VARIABLES[key])
 
 
 def changed(tree: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:

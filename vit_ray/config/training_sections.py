@@ -547,8 +547,8 @@ class TrackingConfig(Section):
     set."""
     experiment: str = "vit_ray"
     """MLflow experiment; unset = MLFLOW_EXPERIMENT_NAME, if it is set."""
-    system_metrics: bool = True
-    """Record CPU, memory, GPU and network of every node."""
+    system_metrics: bool = False
+    """Record CPU, memory, GPU and network of every node; MLflow's pages show these first."""
     log_model: bool = True
     """Log the trained model for `mlflow.pyfunc.load_model`, as the address of its checkpoint,
     without a copy."""

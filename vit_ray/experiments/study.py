@@ -6,6 +6,7 @@ stable names, so a restarted study skips finished cells and continues interrupte
 cell is a row like the others.
 """
 
+import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,6 @@ from typing import Any
 
 from ray import tune
 
-from vit_ray.branch_origin import own_share
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import StudyConfig, StudyTask
 from vit_ray.config.validation import errors_of
@@ -37,12 +37,11 @@ from vit_ray.launch.open_record import add_to_ended
 from vit_ray.launch.run_metadata import NOTE, description
 from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.metric_names import (
+    EVAL_TOP1,
     STUDY_CELLS,
-    STUDY_EXAFLOPS,
-    STUDY_EXAFLOPS_TOTAL,
     STUDY_FAILED_CELLS,
-    STUDY_IMAGES_SEEN,
     TRANSFER_GROUP,
+    TRANSFER_MEAN_TOP1,
 )
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate
@@ -198,12 +197,15 @@ def _with_transfers(
     A failed task does not end the others.
     """
     cell, steps = planned
+    keys = {f"{TRANSFER_GROUP}{task.name}_top1" for task in study.transfer}
     metrics, errors = dict(outcome.metrics), [outcome.first_line] if outcome.error else []
     for task in () if errors else study.transfer:
         try:
-            found = _transfer(cell, task, context)
+            metrics |= (found := _transfer(cell, task, context))
+            if keys <= metrics.keys():
+                mean = {TRANSFER_MEAN_TOP1: statistics.fmean(metrics[key] for key in keys)}
+                metrics, found = metrics | mean, found | mean
             add_to_ended(cell.recipe, outcome.run_id, found, context.parent)
-            metrics |= found
         except RunStoppedError:
             raise
         except Exception as error:
@@ -237,18 +239,9 @@ def _transfer(cell: Cell, task: StudyTask, context: Context) -> dict[str, float]
 
 def _totals(results: list[CellResult]) -> dict[str, float]:
     failed = sum(bool(result.error) for result in results)
-    # Of a branch only those of its cool-down: its trunk has computed the rest.
-    exaflops = [
-        one.metrics.get(STUDY_EXAFLOPS, 0.0)
-        * own_share(
-            one.branched_from,
-            one.cell.recipe.train.global_batch_size,
-            one.metrics.get(STUDY_IMAGES_SEEN),
-        )
-        for one in results
-    ]
+    top1 = [one.metrics[EVAL_TOP1] for one in results if EVAL_TOP1 in one.metrics]
     return {
+        **({EVAL_TOP1: max(top1)} if top1 else {}),  # the first that MLflow's pages show
         STUDY_CELLS: float(len(results) - failed),
         STUDY_FAILED_CELLS: float(failed),
-        STUDY_EXAFLOPS_TOTAL: sum(exaflops, 0.0),
     }

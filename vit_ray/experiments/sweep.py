@@ -57,12 +57,12 @@ from vit_ray.launch.cluster.cluster_checks import check_batch
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.model_checks import Kind, check_head_is_trained, check_model
 from vit_ray.launch.open_record import OpenRun
-from vit_ray.launch.paper_comparison import PAPER_FILE, Rows, csv_text, training_table
+from vit_ray.launch.paper_comparison import Rows, training_table
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
 from vit_ray.launch.run_metadata import NOTE, description
 from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.launch.workers import RunFailedError
-from vit_ray.metric_names import SWEEP_GROUP
+from vit_ray.metric_names import EVAL_TOP1, SWEEP_GROUP
 from vit_ray.outcomes import EventKind, TrialState
 from vit_ray.storage import locate
 
@@ -303,7 +303,6 @@ def sweep(
     swept = SweepResult(rows, chosen.point, found, parent.run_id, record.hint(), table)
     sentence = sweep_sentence(swept) + (f". {RESTARTED}" if is_restarted else "")
     record.tag(NOTE, description(recipe, plan.resolved, record.command, sentence))
-    record.text(PAPER_FILE, csv_text(table))
     record.results(0, sweep_metrics(swept, deciding_metric(recipe)))
     return swept
 
@@ -480,5 +479,7 @@ def sweep_metrics(outcome: SweepResult, metric: str) -> dict[str, float]:
         for key, value in outcome.best.items()
         if isinstance(value, (int, float)) and not isinstance(value, bool)
     }
-    metrics = {metric: outcome.mean, f"{metric}_std": outcome.deviation}
-    return {**metrics, **chosen}  # MLflow's pages show them in this order
+    # MLflow's pages show them in this order; with averaging, `metric` is another one.
+    last = [one.metrics[EVAL_TOP1] for one in outcome.finals if EVAL_TOP1 in one.metrics]
+    first = {EVAL_TOP1: statistics.fmean(last)} if last else {}
+    return {**first, metric: outcome.mean, f"{metric}_std": outcome.deviation, **chosen}

@@ -18,15 +18,16 @@ from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import VtabConfig, VtabTask
 from vit_ray.data.dataset import MANIFEST_FILE
-from vit_ray.experiments.parent_run import open_parent
+from vit_ray.experiments.parent_run import open_parent, page_of
 from vit_ray.experiments.search_space import point_text
 from vit_ray.experiments.sweep import check_in_turn, fine_tune, plan_sweep
 from vit_ray.experiments.trials import METRIC, STEP, Context, OpenParent, run_trials
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
-from vit_ray.launch.paper_comparison import Rows, csv_text, in_percent
+from vit_ray.launch.paper_comparison import Rows, in_percent
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
+from vit_ray.launch.run_metadata import NOTE, description
 from vit_ray.launch.stopping import RunStoppedError
-from vit_ray.metric_names import VTAB_GROUP, VTAB_NUM_TASKS
+from vit_ray.metric_names import EVAL_TOP1, VTAB_GROUP, VTAB_NUM_TASKS
 from vit_ray.outcomes import EventKind
 from vit_ray.paper import TABLE_9, VTAB_TASKS
 from vit_ray.storage import locate
@@ -149,13 +150,14 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
         with open_parent(
             recipe, "vtab", shown, steps, continues=has_begun, trainings=trainings
         ) as parent:
-            rows = _run_tasks(recipe, resolved, parent)
-            parent.run.record.results(0, vtab_metrics(rows))
+            rows, record = _run_tasks(recipe, resolved, parent), parent.run.record
+            record.results(0, vtab_metrics(rows))
+            record.tag(NOTE, description(recipe, shown, record.command, vtab_sentence(rows)))
             is_papers = (recipe.model.name, recipe.paper.pretraining) in PAPER_MODELS
             table = vtab_table(rows, is_papers)
-            parent.run.record.text("vtab/tasks.csv", csv_text(table))
-            outcome = VtabResult(rows, table, parent.run_id, parent.run.record.hint())
+            outcome = VtabResult(rows, table, parent.run_id, record.hint())
             parent.run.is_complete = outcome.is_complete
+            page_of(parent)
             return outcome
     except RunStoppedError:
         return None
@@ -219,14 +221,24 @@ def rows_of_means(rows: Sequence[TaskResult]) -> dict[str, list[TaskResult]]:
 
 
 def vtab_metrics(rows: Sequence[TaskResult]) -> dict[str, float]:
-    """What the parent run records: accuracy of each task, and the complete means."""
+    """What the parent run records: the mean first, if every task has an accuracy; accuracy of
+    each task, and the complete means of the paper.
+    """
     tops = {row.task.name: row.top1 for row in rows if row.top1 is not None}
     means = {
         mean: statistics.fmean(tops[row.task.name] for row in its)
         for mean, its in rows_of_means(rows).items()
     }
     found = {f"{VTAB_GROUP}{name}_top1": top1 for name, top1 in {**tops, **means}.items()}
-    return {**found, VTAB_NUM_TASKS: float(len(tops))}
+    first = {EVAL_TOP1: statistics.fmean(tops.values())} if len(tops) == len(rows) else {}
+    return {**first, **found, VTAB_NUM_TASKS: float(len(tops))}
+
+
+def vtab_sentence(rows: Sequence[TaskResult]) -> str:
+    """How many tasks have an accuracy, and its mean."""
+    tops = [row.top1 for row in rows if row.top1 is not None]
+    mean = f"; their mean is {statistics.fmean(tops):.2%}" if tops else ""
+    return f"Of {len(rows)} tasks, {len(tops)} have an accuracy{mean}"
 
 
 def vtab_table(rows: Sequence[TaskResult], is_papers_model: bool) -> Rows:

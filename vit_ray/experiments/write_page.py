@@ -33,7 +33,8 @@ def write_page(recipe: Recipe, run_id: str | None) -> Written:
 def keep_page(client: MlflowClient, run_id: str, written: Written, folder: str = "") -> None:
     """Keep a page with a run: the file, its figures as pictures, its tables for MLflow's pages."""
     client.log_artifact(run_id, str(written.page), folder or None)
-    files = get_artifact_repository(str(client.get_run(run_id).info.artifact_uri))
+    place = str(client.get_run(run_id).info.artifact_uri)
+    files = get_artifact_repository(place, client.tracking_uri)  # which the server's files need
     for caption, figure in written.figures.items():
         place = os.path.join(folder, "figures", f"{_file_name(caption)}.png")
         client.log_figure(run_id, figure, place, save_kwargs={"dpi": DOTS_PER_INCH})

@@ -12,6 +12,7 @@ import ray
 from vit_ray.addresses import absolute_uri
 from vit_ray.config import Recipe
 from vit_ray.config.loading import write_yaml
+from vit_ray.config.recorded_recipe import RUN_FOLDER
 from vit_ray.config.secrets import redact
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.inputs.streams import ResolvedRun
@@ -83,6 +84,7 @@ class OpenRun:
 
 def _opening(recipe: Recipe, run_id: str | None, **fields: Any) -> RunOpening:
     log_path = metrics_log_path(recipe.run_folder).absolute()
+    fields["tags"] = {RUN_FOLDER: recipe.run_folder, **fields.get("tags", {})}
     return RunOpening(recipe.tracking, recipe.name, log_path, run_id, **fields)
 
 
@@ -161,7 +163,11 @@ def add_to_ended(
 
 
 def end_record(
-    recipe: Recipe, run_id: str | None, step: int, metrics: Mapping[str, float]
+    recipe: Recipe,
+    run_id: str | None,
+    step: int,
+    metrics: Mapping[str, float],
+    parent: OpenRun | None = None,
 ) -> str | None:
     """End the record of a run that trained to its end, but whose own driver died before recording
     it.
@@ -170,11 +176,12 @@ def end_record(
         run_id: the MLflow run, as the last checkpoint has it.
         step: the run's last.
         metrics: those that its driver would have recorded at its end.
+        parent: the sweep or study that it is part of.
 
     Returns:
         The MLflow run; None if the checkpoint has none and MLflow is away.
     """
-    opening = _opening(recipe, run_id)
+    opening = _opening(recipe, run_id, parent_log=parent.record.log_path if parent else None)
     if MetricsLog(opening.log_path).end_is_sent("FINISHED"):
         return run_id
     # Here because it is rare: it imports MLflow, which takes seconds.

@@ -7,7 +7,6 @@ paper's numbers are shown next to a proxy only if they are for its test set.
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
-from typing import Final
 
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import PaperConfig
@@ -18,8 +17,6 @@ from vit_ray.paper import PRETRAINING, TEST_SETS, table_2, table_5
 
 Rows = list[dict[str, float | str | None]]
 """Of a table, by column; accuracies in percent."""
-PAPER_FILE: Final = "paper/row.csv"
-"""Of a run in MLflow."""
 
 
 def evaluation_table(recipe: Recipe, metrics: Mapping[str, float]) -> Rows | None:
@@ -110,10 +107,3 @@ def _row(
 def in_percent(share: float | None) -> float | None:
     """Of 0.29, not 28.999999999999996."""
     return None if share is None else float(f"{100 * share:.14g}")
-
-
-def csv_text(rows: Rows) -> str:
-    """Comma-separated values with a heading line."""
-    import pandas as pd  # half a second, at the end of a run
-
-    return str(pd.DataFrame(rows, dtype=object).to_csv(index=False, lineterminator="\n"))

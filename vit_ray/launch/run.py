@@ -23,7 +23,6 @@ from vit_ray.launch.cluster.connection import ClusterShape, connect
 from vit_ray.launch.inputs.shared_files import check_shared, paths_of
 from vit_ray.launch.model_checks import Kind
 from vit_ray.launch.open_record import OpenRun, end_record, open_record
-from vit_ray.launch.paper_comparison import PAPER_FILE, csv_text, evaluation_table
 from vit_ray.launch.prepared_run import PreparedRun, prepare_evaluation, prepared_training
 from vit_ray.launch.progress_display import shown_progress
 from vit_ray.launch.run_metadata import training_cost
@@ -123,7 +122,7 @@ def train(
 
     with prepared_training(recipe, kind, check) as prepared:
         if prepared.is_over:
-            return _finished_before(prepared)
+            return _finished_before(prepared, parent)
         return run_prepared(prepared, tags or {}, parent, following)
 
 
@@ -221,8 +220,6 @@ def run_prepared(
         is_told = parent is not None and parent.record.stop_reason()  # it will be continued
         if following and following.stop.is_set() and not (result.is_complete or is_told):
             run.record.tag(STOPPED_EARLY, f"step {result.steps} of {result.total_steps}")
-        if not prepared.trains and (table := evaluation_table(recipe, result.metrics)):
-            run.record.text(PAPER_FILE, csv_text(table))
         try:
             _log_model(result, prepared, run)
         except (ray.exceptions.RayError, RuntimeError) as error:  # the result is valid without it
@@ -411,15 +408,11 @@ def _log_model(result: RunResult, prepared: PreparedRun, run: OpenRun) -> None:
         )
 
 
-def _finished_before(prepared: PreparedRun) -> RunResult:
+def _finished_before(prepared: PreparedRun, parent: OpenRun | None) -> RunResult:
     """Record the end by its last checkpoint, if its driver died before recording it."""
     assert prepared.resume_from is not None
     position = prepared.resume_from.position
     cost = training_cost(prepared.resolved, position.step)
     result = _recorded(prepared, prepared.resume_from, position.progress.metrics)
-    return replace(
-        result,
-        run_id=end_record(prepared.recipe, position.tracking_run_id, position.step, cost),
-        metrics=result.metrics | cost,
-        already_complete=True,
-    )
+    run_id = end_record(prepared.recipe, position.tracking_run_id, position.step, cost, parent)
+    return replace(result, run_id=run_id, metrics=result.metrics | cost, already_complete=True)

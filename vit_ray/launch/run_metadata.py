@@ -28,6 +28,7 @@ from vit_ray.metric_names import (
     STUDY_EXAFLOPS,
     STUDY_FORWARD_GMACS,
     STUDY_IMAGES_SEEN,
+    STUDY_STEPS,
     STUDY_TRAIN_IMAGES,
 )
 
@@ -163,6 +164,7 @@ def training_cost(resolved: ResolvedRun, steps: int) -> dict[str, float]:
     return {
         STUDY_EXAFLOPS: run_exaflops(resolved.recipe, resolved.manifest.num_classes, images_seen),
         STUDY_FORWARD_GMACS: macs / 1e9,
+        STUDY_STEPS: float(steps),
         STUDY_IMAGES_SEEN: float(images_seen),
         STUDY_TRAIN_IMAGES: float(resolved.num_images),
     }

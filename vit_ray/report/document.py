@@ -4,11 +4,8 @@ The policy (a Content-Security-Policy) lets the browser run nothing: the page lo
 network, and no text becomes code.
 """
 
-import base64
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 import pandas as pd
@@ -16,12 +13,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from vit_ray.report import figures as drawing
 from vit_ray.report.tables import number
-from vit_ray.storage import locate
 
 # Names, labels and values come from recipes and folders of any origin: all are escaped.
-_TEMPLATES: Final = Environment(
+TEMPLATES: Final = Environment(
     loader=PackageLoader("vit_ray.report"), autoescape=True, undefined=StrictUndefined
 )
 
@@ -36,7 +31,6 @@ class Gallery:
     strip: bytes
     texts: Sequence[str]
     wrong: Sequence[bool]
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,46 +44,7 @@ class Section:
     galleries: Sequence[Gallery] = ()
 
 
-def write_page(
-    path: Path,
-    title: str,
-    sections: Sequence[Section],
-    *,
-    lead: Sequence[str] = (),
-    missing: Sequence[str] = (),
-    origin: str = "Made from MLflow",
-    opening: str = "",
-) -> None:
-    """Write a page; its folder is created.
-
-    Args:
-        path: the `.html` file.
-        sections: those with content are shown.
-        lead: sentences with the result.
-        missing: what it lacks, a sentence for each.
-        origin: the source of the page.
-        opening: where a reader finds more.
-    """
-    text = _TEMPLATES.get_template("page.html").render(
-        title=title,
-        sections=sections,
-        base64=lambda content: base64.b64encode(content).decode(),
-        lead=lead,
-        missing=missing,
-        origin=origin,
-        opening=opening,
-        svg=drawing.svg,
-        html=_html,
-        style=Markup(_TEMPLATES.get_template("style.css").render()),
-        policy="default-src 'none'; style-src 'unsafe-inline'; img-src data:; form-action 'none'; "
-        "base-uri 'none'",
-        now=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    locate(str(path)).write(text.encode())  # in one step: a reader sees the old file or the new
-
-
-def _html(table: pd.DataFrame) -> Markup:
+def html(table: pd.DataFrame) -> Markup:
     """Escaped by pandas; numbers in short, missing values as a dash."""
     table = table.rename_axis(columns=None)  # pandas would write it as one more column
     if not isinstance(table.index, pd.RangeIndex):

@@ -72,7 +72,7 @@ def means_of(runs: pd.DataFrame, accuracy: str, images: str = "num_test") -> pd.
         highs = [mean, *(one.high for one in found if one)]
         cost = members["exaflops"].mean()
         rows.append(first | {"mean": mean, "low": min(lows), "high": max(highs), "exaflops": cost})
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=list(dict.fromkeys([*runs, "mean", "low", "high"])))
 
 
 def fig_compute(

@@ -72,7 +72,7 @@ def _against_scratch(runs: pd.DataFrame) -> Iterator[str]:
     tuned = done[done["is_tuned"]]
     scratch = done[~done["is_tuned"] & ~done["run_id"].isin(runs["origin"])]
     best = _best_group(tuned, "test") if len(tuned) else tuned
-    rivals = scratch[scratch["tested_on"].isin(best["tested_on"])]
+    rivals = scratch[scratch["test_set"].isin(best["test_set"])]
     if len(rivals):
         other = 100 * _best_group(rivals, "test")["test"].mean()
         yield f"Fine-tuned {_result(best, 'test', 'num_test')} against {other:.1f} % from scratch."
@@ -103,14 +103,14 @@ def sweep_sentences(runs: pd.DataFrame) -> Iterator[str]:
     """Which point of each sweep won on the dev split, whether by more than noise, its test result,
     and which rate to try if the best is the smallest or largest tried.
     """
-    for task, tried, finals in sweeps_of(runs):
+    for name, tried, finals in sweeps_of(runs):
         done = tried[(tried["status"] == "finished") & tried["dev"].notna()]
         if len(done):
             best = _best_group(done, "dev")
             rest = done[~done["run_id"].isin(best["run_id"])]
             verb = "leads so far" if (tried["status"] == "running").any() else "wins"
             text = f"{_point(best.iloc[0], tried)} {verb} on the dev split"
-            text = f"{task}{text} ({percent(best['dev'].mean())} %)"
+            text = f"{name}{text} ({percent(best['dev'].mean())} %)"
             if len(rest):
                 second = _best_group(rest, "dev")
                 a, b = (one.set_index("seed")["dev"].to_dict() for one in (second, best))
@@ -121,19 +121,19 @@ def sweep_sentences(runs: pd.DataFrame) -> Iterator[str]:
         tested = finals[(finals["status"] == "finished") & finals["test"].notna()]
         for _, seeds in tested.groupby("group", sort=False):
             result = _result(seeds, "test", "num_test")
-            yield f"{task}{_point(seeds.iloc[0], tried)} reaches {result} on the test set."
+            yield f"{name}{_point(seeds.iloc[0], tried)} reaches {result} on the test set."
 
 
 def sweeps_of(runs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame, pd.DataFrame]]:
-    """Of each sweep its task with a colon, if it has one, its trials and its retrainings.
+    """Of each sweep its name with a colon, if there are several, its trials and its retrainings.
 
     A sweep is what its parent run began: also if its trials differ in keys that nobody varied.
     """
-    for (_, task), its in runs.dropna(subset=["stage"]).groupby(
-        ["parent", "task"], dropna=False, sort=False
-    ):
+    sweeps = runs.dropna(subset=["stage"]).groupby(["parent", "task"], dropna=False, sort=False)
+    for _, its in sweeps:
+        name = its["parent_name"].iloc[0] if len(sweeps) > 1 else None
         is_trial = its["stage"] == "sweep_trial"
-        yield (f"{task}: " if isinstance(task, str) else ""), its[is_trial], its[~is_trial]
+        yield (f"{name}: " if name else ""), its[is_trial], its[~is_trial]
 
 
 def _point(run: pd.Series, tried: pd.DataFrame) -> str:
@@ -192,7 +192,15 @@ def compared(laws: dict[str, FamilyLaw]) -> dict[str, EqualAccuracy]:
 
 def equal_sentences(cells: pd.DataFrame) -> Iterator[str]:
     """Compute at equal accuracy where the points determine it, else that they do not."""
-    for family, one in compared(laws_of(cells)).items():
+    laws = laws_of(cells)
+    found = compared(laws)
+    for family in laws if BASELINE in laws else ():
+        if family not in (BASELINE, *found):
+            yield (
+                f"How much compute {family}s need at the accuracy of {BASELINE}s {CANNOT_SAY}: no "
+                "power law of each fits these points at a common accuracy."
+            )
+    for family, one in found.items():
         over = f"from {percent(one.low)} to {percent(one.high)} % top-1"
         if one.interval is not None:
             yield (
@@ -219,7 +227,10 @@ def gain_sentences(cells: pd.DataFrame) -> Iterator[str]:
         seeds = {name: one.droplevel([0, 1, 2]).to_dict() for name, one in models if len(one) > 1}
         for (family, one), (rival, other) in itertools.permutations(seeds, 2):
             if family == BASELINE != rival:
-                gain = difference(seeds[rival, other], seeds[family, one], is_paired=False)
+                gain = difference(
+                    seeds[rival, other], seeds[family, one], done["num_test"].iloc[0],
+                    level=done.loc[done["steps"] == steps, "test"].mean(), is_paired=False,
+                )  # fmt: skip
                 values = [
                     percent(models.get_group(name).mean())
                     for name in ((family, one), (rival, other))

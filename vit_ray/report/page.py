@@ -4,6 +4,8 @@ Everything comes from MLflow; the page is one file that loads nothing from the n
 mailed, kept with the run, and opened years later.
 """
 
+import base64
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +24,7 @@ from vit_ray.metric_names import (
     TRANSFER_MEAN_TOP1,
 )
 from vit_ray.report import figures, tables
-from vit_ray.report.document import Section, write_page
+from vit_ray.report.document import TEMPLATES, Section, html
 from vit_ray.report.headline import (
     BASELINE,
     compared,
@@ -34,6 +36,7 @@ from vit_ray.report.headline import (
 from vit_ray.report.runs import Files, load_runs, trainings
 from vit_ray.report.statistics import CANNOT_SAY, FamilyLaw, Interval, student
 from vit_ray.report.training import data_section, events, images_section
+from vit_ray.storage import locate
 
 # With more runs a figure of curves shows nothing.
 MOST_CURVES = 40
@@ -78,21 +81,25 @@ def write_report(
     lead = headline(runs) if len(runs) else []
     titles = [name for one in sections for table in one.tables.values() for name in table.columns]
     if any(str(title).startswith("the paper's") for title in titles):
-        names = ", ".join(sorted(set(runs["data"])))
         lead.append(
-            f"These results are a proxy: trained on {names}, and not on the paper's JFT-300M, "
-            "which is private."
+            f"These results are a proxy: trained on {', '.join(sorted({*runs['data']}))}, and not "
+            "on the paper's JFT-300M, which is private."
         )
     whose = f", run {parent} and the runs below it" if parent else ""
-    write_page(
-        page,
-        everything.loc[parent, "name"] if parent else experiment,
-        sections,
+    text = TEMPLATES.get_template("page.html").render(
+        title=everything.loc[parent, "name"] if parent else experiment,
+        sections=sections,
         lead=lead,
         missing=missing,
         origin=f"Made from MLflow experiment {experiment}{whose} at {redact(uri)}",
         opening=opening,
+        base64=lambda content: base64.b64encode(content).decode(),
+        svg=figures.svg,
+        html=html,
+        now=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
+    page.parent.mkdir(parents=True, exist_ok=True)
+    locate(str(page)).write(text.encode())  # in one step: a reader sees the old file or the new
     drawn = {name: figure for one in sections for name, figure in one.figures.items()}
     held = {name: table for one in sections for name, table in one.tables.items() if len(table)}
     return Written(page, missing, not len(everything), lead, drawn, held)
@@ -108,11 +115,22 @@ def _sections(runs: pd.DataFrame, everything: pd.DataFrame, files: Files) -> lis
     if len(runs) == 1:
         happened = {"Events": events(files, runs.iloc[0])}
         last = [data_section(files, runs.iloc[0])]
-    return [
-        Section("Accuracy against the learning rate", figures=_rates(runs)),
-        _compute(cells, runs),
+    rates = {
+        f"{name}Which learning rate is best? Rates are selected on the dev split (hollow); bars "
+        "are 95 % intervals.": figures.fig_rates(trials, finals)
+        for name, trials, finals in sweeps_of(runs)
+        if trials["dev"].notna().any() and trials["rate"].nunique() > 1
+    }
+    swept = Section("Accuracy against the learning rate", figures=rates)
+    compute = _compute(cells, runs)
+    first = [
+        compute,
         Section("Accuracy against data", figures=_data(cells)),
         *([] if shown is None else [images_section(files, shown)]),
+    ]
+    return [
+        # The figure of the first sentence is the first one.
+        *([*first, swept] if compute.figures else [swept, *first]),
         Section("Learning curves", figures=_curves(cells if is_study else runs, files)),
         Section("Tables of the paper", tables=tables.paper_tables(runs, everything)),
         Section("Trainings", tables=listed),
@@ -125,17 +143,8 @@ def _sections(runs: pd.DataFrame, everything: pd.DataFrame, files: Files) -> lis
 def _shown_run(runs: pd.DataFrame) -> pd.Series | None:
     """The most accurate training outside a study, whose images are shown."""
     known = runs[(runs["kind"] != "study_cell") & (runs["status"] == "finished")]
-    top1 = known["test"].fillna(known["dev"]).dropna()
-    return None if top1.empty else known.loc[top1.idxmax()]
-
-
-def _rates(runs: pd.DataFrame) -> dict[str, Figure]:
-    return {
-        f"{task}Which learning rate is best? Rates are selected on the dev split (hollow); bars "
-        "are 95 % intervals.": figures.fig_rates(trials, finals)
-        for task, trials, finals in sweeps_of(runs)
-        if trials["dev"].notna().any() and trials["rate"].nunique() > 1
-    }
+    top1 = known["test" if known["test"].notna().any() else "dev"].dropna()
+    return None if top1.empty else known.loc[top1.astype(float).idxmax()]
 
 
 def _compute(cells: pd.DataFrame, runs: pd.DataFrame) -> Section:

@@ -95,16 +95,17 @@ def _facts(run: Run) -> dict[str, Any]:
     name, status = str(run.info.run_name), _STATUS[run.info.status]
     sets = _data_sets(run)
     sizes = {one["use"]: (one["images"], one["classes"]) for one in sets}
+    prints = {one["use"]: one["fingerprint"] for one in sets}
+    train_set = set_name(recipe.get("data.train", ""))
+    test_set = set_name(recipe.get("data.eval", ""))
     test, dev = (_decided(metrics, key) for key in (EVAL_TOP1, DEV_TOP1))
     few_shot = next((k for n in SHOTS if (k := few_shot_top1(n)) in metrics), None)
     tested_on = sizes.get("evaluation", (None, None))
-    start_ms, end_ms = run.info.start_time, run.info.end_time
     return {
         **recipe, **metrics,
         "run_id": run.info.run_id, "name": name, "kind": tags.get("vit_ray.kind", ""),
-        "parent": tags.get(PARENT_TAG), "start": start_ms or 0,
+        "parent": tags.get(PARENT_TAG), "start": run.info.start_time or 0,
         "status": "stopped early" if "vit_ray.stopped_early" in tags else status,
-        "seconds": (end_ms - start_ms) / 1000 if start_ms and end_ms else None,
         "own_group": tags.get(GROUP, run.info.run_id), "own_seed": recipe.get("seed", ""),
         "origin": tags.get(INIT_RUN), "first_weights": recipe.get("init_from", ""),
         "model": model, "family": model_family(model),
@@ -123,13 +124,12 @@ def _facts(run: Run) -> dict[str, Any]:
             tags.get(branch_origin.TAG, ""), _number(params.get("train.global_batch_size")),
             metrics.get(STUDY_IMAGES_SEEN),
         ),
-        "data": set_name(recipe.get("data.train", "")), "sets": sets,
-        "tested_on": set_name(recipe.get("data.eval", "")),
+        "data": train_set, "train_set": f"{train_set} {prints.get('training')}", "sets": sets,
+        "tested_on": test_set, "test_set": f"{test_set} {prints.get('evaluation')}",
         "task": tags.get("vit_ray.transfer_task") or tags.get("vit_ray.vtab_task"),
         "stage": tags.get("vit_ray.sweep_stage"), "cells": _number(tags.get("vit_ray.num_cells")),
         "commit": tags.get("vit_ray.git_commit", "unknown"),
-        "command": tags.get("mlflow.source.name", ""), "files": str(run.info.artifact_uri),
-        "cluster": tags.get("vit_ray.cluster", ""), "keys": [*recipe],
+        "command": tags.get("mlflow.source.name", ""), "keys": [*recipe],
     }  # fmt: skip
 
 
@@ -184,7 +184,8 @@ def set_name(path: str) -> str:
 
 
 def _with_origin(one: Mapping[str, Any], facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Group, seed and compute of a training together with those whose weights it started from.
+    """Its parent's name; group, seed and compute of a training together with those whose weights it
+    started from.
 
     Compute is unknown if one of these is not in the experiment.
     """
@@ -193,6 +194,7 @@ def _with_origin(one: Mapping[str, Any], facts: Mapping[str, Mapping[str, Any]])
         chain.append(facts[before])
     costs, last = [run["own_exaflops"] for run in chain], chain[-1]
     return {
+        "parent_name": facts.get(one["parent"], {}).get("name"),
         "group": "/".join([
             *(run["own_group"] for run in chain), last["origin"] or last["first_weights"],
         ]),

@@ -67,12 +67,14 @@ def difference(
     b: Mapping[str, float],
     num_images: float | None = None,
     *,
+    level: float | None = None,
     is_paired: bool = True,
 ) -> Difference:
     """Of values by seed: Student's test of the pairs if the seeds are the same, else Welch's.
 
     Args:
-        num_images: of the test set; None if it is not known, or if the values are no accuracies.
+        num_images: of the test set; None if it is not known.
+        level: the accuracy that has the binomial error; None = the mean of the values.
         is_paired: one seed has drawn the same on both sides, as with one model.
     """
     is_paired = is_paired and a.keys() == b.keys()
@@ -80,7 +82,8 @@ def difference(
     after = np.array([b[seed] for seed in (a if is_paired else b)])
     value = float(after.mean() - before.mean())
     if num_images and num_images > 0:
-        tested = wilson(float(np.mean([*before, *after])), num_images)
+        mean = float(np.mean([*before, *after])) if level is None else level
+        tested = wilson(mean, num_images)
         if abs(value) < (tested.high - tested.low) / 2:
             return Difference(value, "less than the binomial error of the test images")
     if min(len(before), len(after)) < 2:

@@ -290,7 +290,7 @@ def comparable(cells: pd.DataFrame) -> pd.DataFrame:
     """The cells that may share a figure or a law: on the data that most of them have, and of
     several groups of one model, size and length the one with the most seeds.
     """
-    sets = cells["data"] + " " + cells["tested_on"]
+    sets = cells["train_set"] + " " + cells["test_set"]  # folders of one name may differ
     alike = cells[sets == sets.mode().iloc[0]]
     counted = alike.assign(count=alike.groupby("group")["group"].transform("size"))
     last = counted.sort_values(["count", "start"]).drop_duplicates(_CELL, keep="last")

@@ -260,10 +260,15 @@ class MetricsLog(Records):
         return Sent()
 
     def mark_sent(self, sent: Sent) -> None:
-        """Note it on disk; never raises, since sending twice does no harm."""
+        """Note it on disk; never raises, since sending twice does no harm.
+
+        What a full disk keeps in memory is not noted: its place may become that of other records.
+        """
         half = self._sent_path.with_name(self._sent_path.name + ".half")
         try:
-            half.write_text(json.dumps(sent._asdict()))
+            size = self.path.stat().st_size
+            noted = Sent(sent.run_id, min(sent.offset, size), min(sent.files, size))
+            half.write_text(json.dumps(noted._asdict()))
             os.replace(half, self._sent_path)
         except OSError as error:
             logger.debug("%s cannot be written: %s", self._sent_path, error)
@@ -313,8 +318,7 @@ def lock_log(log_path: Path) -> contextlib.ExitStack:
 
 def _parsed(line: bytes) -> Record:
     """The record of a line; of a line that a killed process left half, `{"kind": "torn"}`."""
-    with contextlib.suppress(ValueError, RecursionError):
-        record = json.loads(line)
-        if isinstance(record, dict) and isinstance(record.get("kind"), str):
-            return record
-    return {"kind": "torn"}
+    try:
+        return json.loads(line)
+    except ValueError:
+        return {"kind": "torn"}

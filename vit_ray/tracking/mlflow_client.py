@@ -23,8 +23,10 @@ from vit_ray.metric_names import (
     EVAL_TOP1,
     RUN_GOODPUT,
     STUDY_EXAFLOPS,
+    STUDY_STEPS,
     TRAIN_IMAGES_PER_S,
     TRAIN_LOSS,
+    TRANSFER_MEAN_TOP1,
     few_shot_top1,
 )
 from vit_ray.mlflow_internals import (
@@ -49,9 +51,9 @@ _TAGS = {
 }
 _COLUMNS: Final = (
     f"metrics.{EVAL_TOP1}", f"metrics.{few_shot_top1(5)}", f"metrics.{DEV_TOP1}",
-    "params.model.name", "params.data.fraction", "params.optim.steps", "params.seed",
-    "params.optim.learning_rate", f"metrics.{STUDY_EXAFLOPS}", f"metrics.{TRAIN_IMAGES_PER_S}",
-    f"metrics.{RUN_GOODPUT}",
+    "params.model.name", "params.data.fraction", f"metrics.{STUDY_STEPS}", "params.seed",
+    "params.optim.learning_rate", f"metrics.{STUDY_EXAFLOPS}", f"metrics.{TRANSFER_MEAN_TOP1}",
+    f"metrics.{TRAIN_IMAGES_PER_S}", f"metrics.{RUN_GOODPUT}",
 )  # fmt: skip
 _LOSS: Final = line_chart(TRAIN_LOSS)
 _OVER_COMPUTE: Final = scatter_chart(f"metrics.{STUDY_EXAFLOPS}", f"metrics.{EVAL_TOP1}")
@@ -59,7 +61,7 @@ _OVER_RATES: Final = scatter_chart("params.optim.learning_rate", f"metrics.{DEV_
 _VIEWS: Final = {
     "sweep": view_state((_OVER_RATES, _LOSS), _COLUMNS, f"metrics.{DEV_TOP1}"),
     "study": view_state((_OVER_COMPUTE, _LOSS), _COLUMNS, f"metrics.{EVAL_TOP1}"),
-    "runs": view_state((_LOSS, _OVER_COMPUTE), _COLUMNS, f"metrics.{EVAL_TOP1}"),
+    "runs": view_state((_LOSS,), _COLUMNS, f"metrics.{EVAL_TOP1}"),
 }
 """What links open, by what began the run; none has a chart with one dot a run and step."""
 LOCK_S = 60.0

@@ -125,13 +125,10 @@ class RunWriter:
             found += found_runs(self.client, experiment, f"tags.`{ORIGIN}` = '{origin}'")
         if newest["continues"]:
             query = f"attributes.run_name = '{newest['run_name']}'"
+            its = {key: newest["tags"].get(key) for key in (RUN_FOLDER, KIND)}
             named = found_runs(self.client, experiment, query)
-            found += [run for run in named if self._is_of_its_folder(run)]
+            found += [run for run in named if its == {key: run.data.tags.get(key) for key in its}]
         return next((run for run in found if not self._is_originals(run)), None)
-
-    def _is_of_its_folder(self, run: Run) -> bool:
-        its = self._newest["tags"]
-        return all(run.data.tags.get(key) == its.get(key) for key in (RUN_FOLDER, KIND))
 
     def _active(self, run_id: str) -> Run | None:
         try:
@@ -228,7 +225,8 @@ class RunWriter:
         last, points = dict(self._last), list[Metric]()
         for record in records:
             for key, value in record["values"].items():
-                key = measured_key(self.opening, key)
+                if key.startswith(EVAL_GROUP):  # a split for selection is not called `eval/`
+                    key = f"{self.opening['measured_on']}/{key.removeprefix(EVAL_GROUP)}"
                 # MLflow would store inf as 1.8e308, which ruins every chart; a count is correct.
                 if not math.isfinite(value):
                     key += NONFINITE
@@ -285,13 +283,6 @@ class RunWriter:
                     found += json.loads(Path(path).read_text())
         counts = Counter(str(one["kind"]).replace(" ", "_") for one in found)
         self._tag({f"vit_ray.events.{kind}": count for kind, count in counts.items()})
-
-
-def measured_key(start: Record, key: str) -> str:
-    """The name of a metric in MLflow: a split for selection is not called `eval/`."""
-    if key.startswith(EVAL_GROUP):
-        return f"{start['measured_on']}/{key.removeprefix(EVAL_GROUP)}"
-    return key
 
 
 def _dataset(one: dict[str, Any]) -> DatasetInput:

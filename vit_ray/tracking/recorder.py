@@ -100,10 +100,6 @@ class _Run:
                 return
             self.log.append(kind, id=record_id, **values)
 
-    def end(self, status: Status) -> None:
-        """Note the end, unless the run has ended."""
-        self.record("finish", {"status": status}, uuid.uuid4().hex)
-
     def content(self, name: str, content: bytes, folder: str) -> None:
         """Keep a file with the run."""
         path = self.log.path.parent / name
@@ -150,7 +146,7 @@ class RunRecords:
             if earlier is not None and earlier.key == opening.key:
                 return
             if earlier is not None:  # its opener died, unless it has ended
-                earlier.end("KILLED")
+                earlier.record("finish", {"status": "KILLED"}, uuid.uuid4().hex)
                 earlier.close()
             self._open(opening.log_path, opening)
 

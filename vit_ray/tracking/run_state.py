@@ -62,7 +62,6 @@ class RunStatus:
     step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
-    has_children: bool = False
     evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     stop: str | None = None
     failure: Failure | None = None
@@ -192,7 +191,6 @@ class RunState:
             now,
             metrics=dict(now.metrics),
             events=list(now.events),
-            has_children=bool(self.children),
             evaluations=list(now.evaluations),
             stop=self.stop_reason(),
         )

@@ -144,6 +144,13 @@ MISTAKES = [
         "inspect.images='note.txt': .*is not a folder",
     ),
     ("quickstart digits data.eval=null", "data.eval is not set"),
+    ("quickstart digits workers.num_workers=3", "among 3 workers"),
+    ("quickstart digits train.global_batch_size=7", "=7 .* among 2 workers"),
+    ("quickstart digits init_from=nosuch", "init_from='nosuch': .* does not exist"),
+    (
+        "quickstart digits evaluate.few_shot_train=nosuch evaluate.few_shot_test=nosuch",
+        "few_shot_train='nosuch': .*exist",
+    ),
     ("vtab vtab_1k init_from=x.npz", "'s3://BUCKET/runs' is a placeholder"),
     ("predict nosuch note.txt", "'nosuch' is not there; give a run, a checkpoint or"),
     ("predict vit.npz note.txt --out=recipes/a.txt", "--out recipes/a.txt: expected a file that"),
@@ -176,6 +183,7 @@ TRANSFERS = [
     *((f"{words} init_from=sets/junk.npz", "junk.npz cannot be read") for words in STARTS),
     *((f"{words} {WIDE}", "contract.weight is 32x96, the model has 32x64") for words in STARTS),
     (VAL.replace("data.eval=sets/val", "data.eval=sets/train"), "of other classes: 4, .* has 3"),
+    ("quickstart digits optim.epochs=0.01", "optim"),
     ("sweep tiny.yaml sweep.learning_rates=[0.1,0.1]", "has 0.1 twice"),
     (
         f'{SPACE}{{"optim.learning_rate":[0.1,0.1]}}',

@@ -74,7 +74,7 @@ def check_values(command: Command, recipe: Recipe) -> None:
         require_device(recipe.plan.device, "plan.device")
     if command.name == "report":
         require_store(recipe.tracking.uri)
-    if command.name in ("pretrain", "finetune"):
+    if command.name in ("pretrain", "finetune", "quickstart"):
         for world_size in recipe.group_sizes:
             micro_batch_size(recipe, world_size)
     if command.opens and (address := os.environ.get("RAY_ADDRESS")):

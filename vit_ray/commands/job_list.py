@@ -8,9 +8,8 @@ _TRAINING = (
 )  # fmt: skip
 _WEIGHTS = ("init_from",)
 _COUNTS = ("plan",)
-_SETS = (
-    "data.train", "data.eval", "evaluate.few_shot_train", "evaluate.few_shot_test",
-)  # fmt: skip
+_FEW_SHOT = ("evaluate.few_shot_train", "evaluate.few_shot_test")
+_SETS = ("data.train", "data.eval", *_FEW_SHOT)
 
 
 @dataclass(frozen=True)
@@ -190,6 +189,7 @@ _ALL = (
         "digits",
         "vit_ray.commands.plans.dry_run:describe_training",
         needs=("data.train", "data.eval"),
+        opens=("init_from", *_FEW_SHOT),
     ),
 )  # fmt: skip
 COMMANDS = {command.name: command for command in _ALL}

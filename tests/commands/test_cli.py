@@ -235,6 +235,7 @@ def test_text_is_shown_in_a_locale_without_its_letters(tmp_path):
     environment = {key: environment[key] for key in environment if not key.startswith("LC_")}
     for locale in (
         {"LC_ALL": "C"}, {"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "latin-1"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0"},
     ):  # fmt: skip
         out = f"{'-'.join(locale)}-{'-'.join(locale.values())}.yaml"
         for words in (export, ["recipes"], ["init", "images", f"--out={out}"]):

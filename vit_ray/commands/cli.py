@@ -361,7 +361,7 @@ def fork(source: str, words: tuple[str, ...], is_dry: bool) -> int:
 @click.argument("images")
 @_out
 @click.option(
-    "--weights", help="ViT-B/16 to fine-tune: a file, a folder, s3:// or hf://OWNER/NAME."
+    "--weights", help="ViT-B/16 to fine-tune: a file, a folder, s3://, hf://OWNER/NAME; or none."
 )
 def init(images: str, out: str | None, weights: str | None) -> None:
     """Look at IMAGES and write a recipe with a suitable model, batch and epochs.
@@ -387,7 +387,8 @@ def start(images: str) -> int:
         )
         run_recipe(COMMANDS["convert"], (str(file), *changes), False)
     few = first_look(recipe.name, recipe.optim.epochs or 1)
-    return run_recipe(COMMANDS["pretrain"], (str(file), *few), False) or 0
+    training = COMMANDS["finetune" if recipe.init_from else "pretrain"]
+    return run_recipe(training, (str(file), *few), False) or 0
 
 
 @vit_ray.command()

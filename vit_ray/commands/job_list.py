@@ -112,7 +112,9 @@ _ALL = (
         ),
         "cifar10 init_from=runs/cifar10-vit",
         needs=("init_from",),
-        opens=("init_from", "data.eval"),
+        opens=(
+            "init_from", "data.eval", *_FEW_SHOT, "benchmark.label_file", "benchmark.model_classes",
+        ),
     ),
     Command(
         "sweep",

@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -183,6 +184,15 @@ def test_the_example_of_every_command_loads_and_its_keys_exist(command):
         f"`vit-ray keys --of {command.name}`"
         in run_cli(command.name, "digits", "--help", "nosuch").stdout
     )
+
+
+@pytest.mark.parametrize("name", cli.vit_ray.commands)
+def test_every_command_has_a_usage_in_one_dialect(name):
+    usage = " ".join(run_cli(name, "--help").stdout.partition("\n\n")[0].split())
+    assert usage.startswith(f"Usage: vit-ray {name} [OPTIONS]")
+    words = set(re.findall(r"[^\s\[\].]+", usage.partition("[OPTIONS]")[2]))
+    places = {"RECIPE", "PREFIX", "STORE", "LOG", "URI", "SOURCE", "PATH", "IMAGES"}
+    assert words <= {*places, "KEY=VALUE", "step=K", "name=NEW"}
 
 
 def test_the_commands_are_those_of_the_design_and_submitted_ones_have_a_job():

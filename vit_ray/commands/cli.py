@@ -300,7 +300,7 @@ def replay(log: Path, uri: str) -> int:
 
 @vit_ray.command()
 @click.argument("source")
-@click.argument("paths", nargs=-1, required=True)
+@click.argument("paths", nargs=-1, required=True, metavar="PATH ... [KEY=VALUE ...]")
 @click.option(
     "--out",
     "outputs",
@@ -316,9 +316,9 @@ def replay(log: Path, uri: str) -> int:
 def predict(
     source: str, paths: tuple[str, ...], outputs: tuple[str, ...], recipe: str | None
 ) -> int:
-    """Class and probability of the images at PATHS by the weights in SOURCE.
+    """Class and probability of the images at each PATH by the weights in SOURCE.
 
-    PATHS are images, folders, converted data sets; SOURCE is a run, a checkpoint, or a weight file,
+    PATH is an image, folder or converted data set; SOURCE is a run, a checkpoint, or a weight file,
     as in `init_from` of recipes.
     """
     return pkgutil.resolve_name("vit_ray.commands.trained.predict:print_predictions")(
@@ -328,7 +328,7 @@ def predict(
 
 @vit_ray.command()
 @click.argument("source")
-@click.argument("words", nargs=-1, required=True)
+@click.argument("words", nargs=-1, required=True, metavar="step=K [KEY=VALUE ...]")
 @_out
 @_modules
 def batch(source: str, words: tuple[str, ...], out: str | None) -> int:
@@ -342,7 +342,7 @@ def batch(source: str, words: tuple[str, ...], out: str | None) -> int:
 
 @vit_ray.command()
 @click.argument("source")
-@click.argument("words", nargs=-1, required=True)
+@click.argument("words", nargs=-1, required=True, metavar="step=K name=NEW [KEY=VALUE ...]")
 @click.option(
     "--dry-run", "is_dry", is_flag=True, help="Print what would be done, and write nothing."
 )

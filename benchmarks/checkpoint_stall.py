@@ -292,6 +292,7 @@ def measure_ranks(args: argparse.Namespace, folder: Path) -> dict[str, list[dict
         for rank in range(WORKERS)
     ]
     outputs = [process.communicate()[0] for process in processes]
+    assert not any(process.returncode for process in processes), "a process failed"
     (line,) = [one for one in outputs[0].splitlines() if one.startswith('{"found"')]
     found: dict[str, list[dict[str, float]]] = json.loads(line)["found"]
     return found

@@ -15,6 +15,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,10 +128,9 @@ def main() -> None:
     begin_s, cpu_s = time.perf_counter(), tree_cpu_s()
     files = sorted(source.glob("*/*"))
     random.Random(0).shuffle(files)  # noqa: S311  # an order of files
-    with multiprocessing.get_context("fork").Pool(CORES) as pool:
-        pool.starmap(write, [(files[part::CORES], part, target) for part in range(CORES)])
-        pool.close()
-        pool.join()
+    parts = [files[part::CORES] for part in range(CORES)]
+    with ProcessPoolExecutor(CORES, multiprocessing.get_context("fork")) as pool:
+        list(pool.map(write, parts, range(CORES), [target] * CORES))  # fails if a process ends
     end(target)
     facts = {"seconds": time.perf_counter() - begin_s, "cpu_s": tree_cpu_s() - cpu_s}
     written = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())

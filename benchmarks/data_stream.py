@@ -21,7 +21,6 @@ headers.
 
 import argparse
 import contextlib
-import ctypes
 import importlib.machinery
 import io
 import json
@@ -48,7 +47,6 @@ from benchmarks.result import finish, header, machine
 SIZE = 224
 BATCH = 64
 WARM_UP_S = 5.0
-TIMES_CACHE = 4
 CORES = len(os.sched_getaffinity(0))
 CORE_BAR = 0.85  # images/s of a core, by those of a core where there are fewest
 MIB = 1 << 20
@@ -87,14 +85,7 @@ def inception_box(height: int, width: int, rng: np.random.Generator) -> tuple[in
     return (height - side) // 2, (width - side) // 2, side, side
 
 
-def our_crop(image: bytes, rng: np.random.Generator) -> np.ndarray:
-    """Decode and crop with this project's function, from a file without an index."""
-    from vit_ray.data.crops import Augmentation, crop_of
-
-    return crop_of(image, Augmentation(size=SIZE), (0, 0, int(rng.integers(1 << 62))))
-
-
-CROPS = {"pillow": pillow_crop, "opencv": opencv_crop, "vit_ray": our_crop}
+CROPS = {"pillow": pillow_crop, "opencv": opencv_crop}
 
 
 def image_files(data: Path) -> list[Path]:
@@ -233,8 +224,8 @@ def start_ray() -> None:
     print(json.dumps({"up": time.perf_counter()}), flush=True)
 
 
-def rank_streams(data: Path, folder: str) -> tuple[Any, int]:
-    """The streams of one trainer, and after how many images they end: more than are read."""
+def vit_ray_stream(data: Path, folder: str) -> Iterator[Any]:
+    """This project's training stream for one trainer; batches come from all shards at once."""
     import ray
 
     from vit_ray.data import open_dataset
@@ -246,19 +237,14 @@ def rank_streams(data: Path, folder: str) -> tuple[Any, int]:
     start_ray()
     augmentation = Augmentation("inception_crop", SIZE)
     spec = StreamSpec(open_dataset(str(data / folder)), augmentation)
-    stop = spec.num_images * 1000 // BATCH * BATCH
+    stop = spec.num_images * 1000 // BATCH * BATCH  # more than are read
     server = ray.remote(StreamServer).options(num_cpus=0, max_concurrency=4)
     server = server.remote(
         "benchmark", {"train": spec}, range(1), 1, keeps_statistics=False, warms_up=False
     )
     start_beside_server(int(CORES / spec.num_cpus), CORES)
-    return RankStreams(server, 0), stop
-
-
-def vit_ray_stream(data: Path, folder: str) -> Iterator[Any]:
-    """This project's training stream for one trainer; batches come from all shards at once."""
-    streams, stop = rank_streams(data, folder)
-    yield from (batch["image"] for batch in streams.training_batches(BATCH, 0, stop))
+    batches = RankStreams(server, 0).training_batches(BATCH, 0, stop)
+    yield from (batch["image"] for batch in batches)
 
 
 def spdl_loader(data: Path, decoder: str) -> Iterator[Any]:
@@ -282,53 +268,11 @@ def spdl_loader(data: Path, decoder: str) -> Iterator[Any]:
         yield from pipeline
 
 
-def grain_loader(data: Path, decoder: str) -> Iterator[Any]:
-    """grain: a worker process per core, batches through shared memory."""
-    import grain
-    from absl import flags
-
-    flags.FLAGS(["data_stream"])
-
-    class Crop(grain.transforms.Map):
-        def map(self, element: Path) -> np.ndarray:
-            cv2.setNumThreads(0)
-            return CROPS[decoder](element.read_bytes(), np.random.default_rng())
-
-    dataset = grain.MapDataset.source(image_files(data)).shuffle(seed=0).repeat().map(Crop())
-    options = grain.multiprocessing.MultiprocessingOptions(CORES, per_worker_buffer_size=4)
-    yield from dataset.batch(BATCH).to_iter_dataset().mp_prefetch(options)
-
-
-def dali_loader(data: Path, decoder: str) -> Iterator[Any]:
-    """DALI's CPU pipeline: a thread per core, decoding no more than the crop."""
-    from nvidia import nvimgcodec
-    from nvidia.dali import fn, pipeline_def, types
-
-    # DALI looks for it by its name alone.
-    folder = Path(nvimgcodec.__file__).parent
-    ctypes.CDLL(str(next(folder.glob("libnvimgcodec.so*"))), mode=ctypes.RTLD_GLOBAL)
-
-    @pipeline_def(batch_size=BATCH, num_threads=CORES, device_id=None, prefetch_queue_depth=4)
-    def crops() -> Any:
-        files, _ = fn.readers.file(file_root=str(data / "folder"), random_shuffle=True)
-        region = {"random_area": [0.05, 1.0], "random_aspect_ratio": [3 / 4, 4 / 3]}
-        images = fn.decoders.image_random_crop(files, device="cpu", **region)
-        interpolation = types.INTERP_LINEAR
-        resized = fn.resize(images, size=[SIZE, SIZE], interp_type=interpolation, antialias=False)
-        return fn.flip(resized, horizontal=fn.random.coin_flip())
-
-    pipeline = crops()
-    pipeline.build()
-    while True:
-        yield pipeline.run()[0].as_array()
-
-
-def bare_loop(data: Path, decoder: str) -> Iterator[Any]:
+def bare_loop(data: Path, folder: str) -> Iterator[Any]:
     """The limit: a process per core crops images that lie in memory, and nothing else."""
     counts = multiprocessing.Array("q", CORES)
-    crop_forever = crop_rows_forever if decoder == "vit_ray" else crop_files_forever
     workers = [
-        multiprocessing.Process(target=crop_forever, args=(data, decoder, counts, i), daemon=True)
+        multiprocessing.Process(target=crop_forever, args=(data / folder, counts, i), daemon=True)
         for i in range(CORES)
     ]
     for worker in workers:
@@ -336,23 +280,13 @@ def bare_loop(data: Path, decoder: str) -> Iterator[Any]:
     seen = 0
     while True:
         while sum(counts) - seen < BATCH:
+            assert all(worker.is_alive() for worker in workers), "a worker has ended"
             time.sleep(0.001)
         seen += BATCH
         yield np.empty((BATCH, SIZE, SIZE, 3), np.uint8)
 
 
-def crop_files_forever(data: Path, decoder: str, counts: Any, worker: int) -> None:
-    cv2.setNumThreads(0)
-    files = [path.read_bytes() for path in image_files(data)]
-    rng = np.random.default_rng(worker)
-    parent = os.getppid()
-    while os.getppid() == parent:
-        for i in rng.permutation(len(files))[:BATCH]:
-            CROPS[decoder](files[i], rng)
-            counts[worker] += 1
-
-
-def crop_rows_forever(data: Path, _: str, counts: Any, worker: int) -> None:
+def crop_forever(folder: Path, counts: Any, worker: int) -> None:
     """Rows of a data set with restart indices, whose crops are drawn a batch at a time."""
     from vit_ray.data import open_dataset
     from vit_ray.data.boxes import Augmentation, draw_boxes
@@ -360,7 +294,7 @@ def crop_rows_forever(data: Path, _: str, counts: Any, worker: int) -> None:
     from vit_ray.data.shards import RowGroupReader
 
     cv2.setNumThreads(0)
-    manifest = open_dataset(str(data / "set"))
+    manifest = open_dataset(str(folder))
     reader = RowGroupReader(manifest)
     groups = [reader.read(group) for group in range(manifest.num_row_groups)]
     images = [group.stored(row) for group in groups for row in range(len(group.keys))]
@@ -380,17 +314,13 @@ def crop_rows_forever(data: Path, _: str, counts: Any, worker: int) -> None:
 
 CONTENDERS: dict[str, tuple[Callable[[Path, str], Iterator[Any]], str]] = {
     "vit_ray stream": (vit_ray_stream, "set"),
-    "vit_ray stream, no restart index": (vit_ray_stream, "set_plain"),
-    "limit: bare loop, this decoder": (bare_loop, "vit_ray"),
+    "limit: bare loop, this decoder": (bare_loop, "set"),
     "torch DataLoader + Pillow": (torch_loader, "pillow"),
     "torch DataLoader + OpenCV": (torch_loader, "opencv"),
-    "torch DataLoader + this decoder, no index": (torch_loader, "vit_ray"),
     "WebDataset + OpenCV": (webdataset_loader, "opencv"),
     "MosaicML Streaming + OpenCV": (mosaic_loader, "opencv"),
     "plain Ray Data + OpenCV": (plain_ray, "opencv"),
     "SPDL + OpenCV": (spdl_loader, "opencv"),
-    "grain + OpenCV": (grain_loader, "opencv"),
-    "DALI, CPU": (dali_loader, "dali"),
 }
 """Data sets have 16 shards, all in flight at once."""
 OURS = "vit_ray stream"
@@ -439,8 +369,8 @@ def run_apart(name: str, data: Path, seconds: float, cores: int = CORES) -> dict
     watcher.start()
     out, err = process.communicate()
     lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    if not lines or "rate" not in lines[-1]:
-        return {"error": (err.strip().splitlines() or ["no output"])[-1][:160]}
+    if process.returncode or not lines or "rate" not in lines[-1]:
+        return {"error": f"{process.returncode}: {err.strip()[-160:]}".replace("\n", " ")}
     result = {key: value for line in lines for key, value in line.items()} | peaks
     if "up" in result:
         result["first_s"] -= result["up"] - result["started"]
@@ -460,7 +390,7 @@ def watch_memory(process: "subprocess.Popen[str]", peaks: dict[str, int]) -> Non
 
 
 def prepare(source: Path, data: Path, num_bytes: int) -> None:
-    """Distinct images as files, tar shards, MDS and two data sets."""
+    """Distinct images as files, tar shards, MDS and a data set."""
     files = sorted(p for p in source.rglob("*") if p.suffix.lower() in (".jpg", ".jpeg"))
     if not files:
         raise SystemExit(f"{source}: no JPEG files")
@@ -540,9 +470,8 @@ def convert_set(data: Path) -> None:
 
     start_ray()
     shard_mib = sum(file.stat().st_size for file in image_files(data)) / MIB / 16
-    for name, index_jpeg in (("set", True), ("set_plain", False)):
-        places = {"source": f"{data}/folder", "destination": f"{data}/{name}"}
-        convert(ConvertConfig(**places, shard_mib=shard_mib, index_jpeg=index_jpeg))
+    places = {"source": f"{data}/folder", "destination": f"{data}/set"}
+    convert(ConvertConfig(**places, shard_mib=shard_mib))
 
 
 def median(rows: list[dict[str, Any]], name: str) -> float:
@@ -609,8 +538,8 @@ def main() -> None:
     if not args.folder:
         args.folder = data / "noise"
         write_photographs(args.folder, 16)
-    if not (data / "set_plain" / "manifest.parquet").exists():
-        whole = TIMES_CACHE * last_level_cache_bytes()
+    if not (data / "set" / "manifest.parquet").exists():
+        whole = 4 * last_level_cache_bytes()
         prepare(args.folder, data, int(args.mib * MIB) if args.mib else whole)
     if args.prepare_only:
         return None
@@ -621,8 +550,7 @@ def main() -> None:
         for name in args.contenders:
             results[name].append(run_apart(name, data, args.seconds))
             print(name, results[name][-1], flush=True)
-    report = report_of(args, data, results)
-    finish(report, args.out)
+    finish(report_of(args, data, results), args.out)
     return None
 
 

@@ -238,11 +238,6 @@ def longest_pause(name: str, run: Run) -> str:
     return f"{max(pauses):.2f} (median {statistics.median(pauses):.3f})"
 
 
-def add_node() -> None:
-    """A worker and data tasks fit on each."""
-    CLUSTER.add_node(num_cpus=1)
-
-
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, list[str]]:
     write_digits(folder / "images")
     convert(ConvertConfig(source=f"{folder}/images/train", destination=f"{folder}/train"))
@@ -259,7 +254,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, list[str]]:
             finally:
                 run.end()
                 if not CLUSTER.worker_nodes:
-                    add_node()
+                    CLUSTER.add_node(num_cpus=1)
             found.setdefault(name, []).append(value)
             print(name, value, flush=True)
     return found
@@ -276,8 +271,8 @@ def main() -> None:
         ray.init(runtime_env={"worker_process_setup_hook": poison_one_batch}, log_to_driver=False)
         train(load_recipe(args.poisoned))
         return
-    add_node()
-    add_node()
+    for _ in range(2):  # a worker and data tasks fit on each
+        CLUSTER.add_node(num_cpus=1)
     started = ray.init(CLUSTER.address, log_to_driver=False, logging_level="ERROR")
     DASHBOARD.append(f"http://{started.dashboard_url}")
     with tempfile.TemporaryDirectory() as temporary:

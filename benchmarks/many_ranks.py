@@ -32,7 +32,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.result import header, machine
+from benchmarks.result import finish, header, machine
 
 SAVES, PROCESSES, ELEMENTS = 4, 4, 1 << 14
 MOST_REQUESTS, MOST_CORES = 6.0, 0.5
@@ -290,8 +290,7 @@ def main() -> None:
     for ranks in sizes:
         add(*measure_heartbeats(ranks, args.seconds))
     ray.shutdown()
-    if args.out:
-        args.out.write_text("\n".join(lines) + "\n")
+    finish("\n".join(lines), args.out)
     sys.exit(0 if all_hold else 1)
 
 

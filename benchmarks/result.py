@@ -6,15 +6,12 @@ Of the standard library alone, since some run where torch is and nothing else is
 import json
 import os
 import platform
-import re
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-# The first line of an error: torch's have several, and warnings of its libraries may follow.
-_ERROR = re.compile(r"^(?:\[rank\d+\]: )?(error: .*|[\w.]*(?:Error|Exception)\b.*)", re.MULTILINE)
 Way = TypeVar("Way")
 Found = TypeVar("Found")
 
@@ -49,15 +46,6 @@ def measure_apart(command: list[str], **environment: str) -> dict[str, Any]:
     return figures
 
 
-def last_error(errors: str) -> str:
-    """The last error that a process has printed, or else its last line; empty if it printed none.
-
-    That a process failed which it had started says less than that process's own error.
-    """
-    found = [text for text in _ERROR.findall(errors) if "CalledProcessError" not in text]
-    return str((found or errors.strip().splitlines() or [""])[-1])
-
-
 def reason(error: BaseException) -> str:
     """Why a row was not measured, in one cell."""
     return " ".join(f"{type(error).__name__}: {error}".replace("|", "/").split())[:160]
@@ -89,4 +77,5 @@ def finish(text: str, out: Path | None) -> None:
     """Print a result, and keep it in a file if one is given."""
     print(text)
     if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text.rstrip("\n") + "\n")

@@ -1,11 +1,10 @@
 """What a small job takes to start and to end, beside a bare Ray job and torchrun.
 
-    python benchmarks/start_up.py [--rounds 3] [--parts run,sweep]
+    python benchmarks/start_up.py [--rounds 3] [--out FILE.md]
 
-`run`: twenty tiny steps on two workers from command to prompt, three ways in alternating rounds:
+Twenty tiny steps on two workers from command to prompt, three ways in alternating rounds:
 this project's `jobs/pretrain.py`; Ray Train with Ray Data and a linear layer, no tracking, no
 checkpoint, no evaluation; and DeepSpeed under torchrun, which has no data stream either.
-`sweep`: four trials of 80 steps by `jobs/sweep.py`, against the step time that the four report.
 
 CPU seconds are of every process that the command starts, also of those that leave its process
 group: they are found by a mark in their environment, and looked at ten times a second. Run it on a
@@ -28,11 +27,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.result import header, machine, measure_rounds
+from benchmarks.result import finish, header, machine, measure_rounds
 
 ROOT = Path(__file__).parents[1]
 STEPS, BATCH, SIDE = 20, 128, 16
-MARKS = ("first step: ", f"step {STEPS}/{STEPS}")
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 LIMIT_S = 300
@@ -94,8 +92,6 @@ class Measured:
     wall_s: float
     processes: list[Process] = field(default_factory=list)
     output: str = ""
-    said_s: dict[str, float] = field(default_factory=dict)
-    """When each of `MARKS` was first in the output, from the start of the command."""
 
     @property
     def cpu_s(self) -> float:
@@ -116,7 +112,6 @@ def measure(command: list[str], folder: Path) -> Measured:
     log = folder / f"{mark}.log"
     start_s = time.perf_counter()
     found: dict[int, Process] = {}
-    said_s: dict[str, float] = {}
     with open(log, "w") as output:
         process = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT
@@ -125,15 +120,11 @@ def measure(command: list[str], folder: Path) -> Measured:
             if time.perf_counter() - start_s > LIMIT_S:
                 process.terminate()
             look(mark.encode(), found)
-            text = log.read_text()
-            for words in MARKS:
-                if words in text:
-                    said_s.setdefault(words, time.perf_counter() - start_s)
             time.sleep(0.1)
     wall_s = time.perf_counter() - start_s
     if process.returncode:
         raise SystemExit(f"{command} failed:\n{log.read_text()[-3000:]}")
-    return Measured(wall_s, list(found.values()), log.read_text(), said_s)
+    return Measured(wall_s, list(found.values()), log.read_text())
 
 
 def look(mark: bytes, found: dict[int, Process]) -> None:
@@ -150,12 +141,11 @@ def look(mark: bytes, found: dict[int, Process]) -> None:
         process.peak_mib = max(process.peak_mib, int(stat[21]) * PAGE / 2**20)
 
 
-def run_ours(folder: Path, steps: int = STEPS) -> Measured:
-    prepare(folder)
+def run_ours(folder: Path) -> Measured:
     return measure(
         [
             sys.executable, str(ROOT / "jobs" / "pretrain.py"), str(folder / "tiny.yaml"),
-            f"name=run-{uuid.uuid4().hex[:6]}", f"optim.steps={steps}",
+            f"name=run-{uuid.uuid4().hex[:6]}",
         ],
         folder,
     )  # fmt: skip
@@ -173,9 +163,7 @@ def run_torchrun(folder: Path) -> Measured:
 
 
 def prepare(folder: Path) -> None:
-    """Digits, converted, and the recipes, once."""
-    if (folder / "tiny.yaml").exists():
-        return
+    """Digits, converted, and the recipe."""
     import ray
     import ray.data
 
@@ -186,9 +174,8 @@ def prepare(folder: Path) -> None:
     write_digits(folder / "images")
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
-    for split in ("train", "test"):
-        places = {"source": f"{folder}/images/{split}", "destination": f"{folder}/{split}"}
-        convert(ConvertConfig(**places, rows_per_row_group=32))
+    places = {"source": f"{folder}/images/train", "destination": f"{folder}/train"}
+    convert(ConvertConfig(**places, rows_per_row_group=32))
     ray.shutdown()
     tree = {
         "name": "tiny", "output": str(folder / "runs"),
@@ -206,17 +193,6 @@ def prepare(folder: Path) -> None:
         "tracking": {"uri": f"sqlite:///{folder / 'mlflow.db'}"},
     }  # fmt: skip
     (folder / "tiny.yaml").write_text(json.dumps(tree))
-    # As large as the model of the digits recipe, so that the trials are trainings of seconds.
-    model = {"depth": 4, "width": 96, "mlp_dim": 192, "num_heads": 4}
-    base = {**tree, "name": "base", "model": {**tree["model"], **model}}  # type: ignore[dict-item]
-    rates = {"learning_rates": [1e-3, 2e-3, 3e-3], "dev_fraction": 0.1, "seeds": 1}
-    sweep = {
-        **base, "name": "sweep", "init_from": str(folder / "runs" / "base"), "sweep": rates,
-        "data": {**tree["data"], "eval": str(folder / "test")},  # type: ignore[dict-item]
-        "optim": {"steps": 80, "learning_rate": 1e-3},
-    }  # fmt: skip
-    (folder / "base.yaml").write_text(json.dumps(base))
-    (folder / "sweep.yaml").write_text(json.dumps(sweep))
 
 
 def report_run(folder: Path, rounds: int) -> Iterator[str]:
@@ -228,7 +204,6 @@ def report_run(folder: Path, rounds: int) -> Iterator[str]:
     }
     prepare(folder)
     found = measure_rounds(ways, rounds, lambda name: ways[name](folder))
-    steps_s = [training_s(one.output) for one in found["this project"]]
     yield from header("command | wall s | CPU s | processes | memory at peaks, MiB")
     for name, rows in found.items():
         walls, cpus = [r.wall_s for r in rows], [r.cpu_s for r in rows]
@@ -244,18 +219,8 @@ def report_run(folder: Path, rounds: int) -> Iterator[str]:
         ]
         for rows in (found["this project"], found["bare Ray job"])
     )
-    steps = statistics.median(steps_s)
+    steps = statistics.median(training_s(one.output) for one in found["this project"])
     yield ""
-    first_s, last_s, end_s = (
-        statistics.median(values)
-        for values in zip(
-            *((*(r.said_s[m] for m in MARKS), r.wall_s) for r in found["this project"]), strict=True
-        )
-    )
-    yield (
-        f"Ours says that its first step is done {first_s:.1f} s after the command, that its last "
-        f"is {last_s:.1f} s after it, and ends {end_s - last_s:.1f} s later."
-    )
     yield (
         f"Ours takes {ours[0] / bare[0]:.2f} of the bare job's wall time and "
         f"{ours[1] / bare[1]:.2f} of its CPU time; less {steps:.1f} s of training "
@@ -272,35 +237,6 @@ def training_s(output: str) -> float:
     return STEPS * float(paces[-1]) / 1e3 if paces else 0.0
 
 
-def report_sweep(folder: Path) -> Iterator[str]:
-    """Four trials (three rates, one retrained) against their own step time and one start."""
-    prepare(folder)
-    one, whole = (
-        measure([sys.executable, str(ROOT / "jobs" / job), str(folder / recipe)], folder)
-        for job, recipe in (("pretrain.py", "base.yaml"), ("sweep.py", "sweep.yaml"))
-    )
-    runs = sorted((folder / "runs").glob("sweep-*lr*"))
-    trained = sum(train_seconds(run) for run in runs)
-    start = one.wall_s - train_seconds(folder / "runs" / "base")
-    yield (
-        f"A sweep of {len(runs)} trials of 80 steps took {whole.wall_s:.1f} s wall and "
-        f"{whole.cpu_s:.1f} CPU s in {len(whole.processes)} processes; its trials' own steps took "
-        f"{trained:.1f} s, and one run's start and end {start:.1f} s: "
-        f"{whole.wall_s / (trained + start):.2f} of their sum."
-    )
-
-
-def train_seconds(run: Path) -> float:
-    """Seconds in steps, as the run's newest checkpoint has them."""
-    newest = max(run.glob("step-*"))
-    for file in newest.glob("*.json"):
-        content = json.loads(file.read_text())
-        position = content.get("position", content)
-        if "train_seconds" in position:
-            return float(position["train_seconds"])
-    return 0.0
-
-
 def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
@@ -308,19 +244,11 @@ def spread(values: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--parts", default="run,sweep")
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    print(f"{machine()}\n")
     with tempfile.TemporaryDirectory(prefix="start-up-") as folder:
-        for part in arguments.parts.split(","):
-            lines = (
-                report_run(Path(folder), arguments.rounds)
-                if part == "run"
-                else report_sweep(Path(folder))
-            )
-            for line in lines:
-                print(line, flush=True)
-            print()
+        lines = report_run(Path(folder), arguments.rounds)
+        finish("\n".join([f"# start_up: {machine()}\n", *lines]), arguments.out)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.result import header, machine
+from benchmarks.result import finish, header, machine
 from vit_ray.commands.convert import convert_of
 from vit_ray.commands.experiments import print_sweep
 from vit_ray.commands.printed_tables import print_result
@@ -147,8 +147,7 @@ def main() -> int:
     except StoppedError:
         print("stopped on request; the same command goes on")
         return 3
-    print(text)
-    options.result.write_text(_heading() + text)
+    finish(_heading() + text, options.result)
     return 0
 
 

@@ -23,6 +23,7 @@ from ray._private import ray_constants
 from ray.autoscaler._private.util import fillout_defaults, validate_config
 
 from tests.recipes import SMALL
+from vit_ray.commands.plans.plan import describe_plan
 from vit_ray.config import load_recipe
 from vit_ray.launch.cluster.cluster_checks import check_room
 from vit_ray.launch.cluster.connection import ClusterShape
@@ -209,6 +210,23 @@ def test_the_object_store_fits_into_shared_memory_and_that_into_the_pod(rayjob):
         shared = _bytes(volume["emptyDir"]["sizeLimit"])
         assert int(group["rayStartParams"]["object-store-memory"]) <= shared
         assert shared <= _bytes(_container(group)["resources"]["limits"]["memory"]) / 2
+
+
+def test_the_marked_sizes_are_those_of_the_plan():
+    config, job = job_with()
+    head, gpu, cpu = _pods(job)
+    num_workers = yaml.safe_load(config["data"]["recipe.yaml"])["workers"]["num_workers"]
+    text = describe_plan(load_recipe(RECIPE, [f"plan.num_gpus={num_workers}"]))
+    sizes = dict(re.findall(r"^  (\S.*\S)  +(\d+)", text.partition("\nsizes,")[2], re.M))
+    assert int(sizes["workers.num_workers"]) == num_workers
+    assert int(sizes["maxReplicas"]) == gpu["maxReplicas"]
+    cpus = cpu["maxReplicas"] * int(_container(cpu)["resources"]["limits"]["cpu"])
+    assert 0 < int(sizes["CPUs that read"]) <= cpus
+    for pod in (head, gpu, cpu):
+        (volume,) = [v for v in pod["template"]["spec"]["volumes"] if "emptyDir" in v]
+        store = int(pod["rayStartParams"]["object-store-memory"])
+        assert store <= 0.3 * _bytes(_container(pod)["resources"]["limits"]["memory"])
+        assert 11 * store <= 10 * _bytes(volume["emptyDir"]["sizeLimit"])
 
 
 def test_pods_that_train_get_time_for_a_last_checkpoint(shipped_rayjob):

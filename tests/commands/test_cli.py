@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -185,6 +186,15 @@ def test_the_example_of_every_command_loads_and_its_keys_exist(command):
     )
 
 
+@pytest.mark.parametrize("name", cli.vit_ray.commands)
+def test_every_command_has_a_usage_in_one_dialect(name):
+    usage = " ".join(run_cli(name, "--help").stdout.partition("\n\n")[0].split())
+    assert usage.startswith(f"Usage: vit-ray {name} [OPTIONS]")
+    words = set(re.findall(r"[^\s\[\].]+", usage.partition("[OPTIONS]")[2]))
+    places = {"RECIPE", "PREFIX", "STORE", "LOG", "URI", "SOURCE", "PATH", "IMAGES"}
+    assert words <= {*places, "KEY=VALUE", "step=K", "name=NEW"}
+
+
 def test_the_commands_are_those_of_the_design_and_submitted_ones_have_a_job():
     names = (
         "init recipes keys convert verify subset deduplicate pretrain finetune evaluate sweep "
@@ -235,6 +245,7 @@ def test_text_is_shown_in_a_locale_without_its_letters(tmp_path):
     environment = {key: environment[key] for key in environment if not key.startswith("LC_")}
     for locale in (
         {"LC_ALL": "C"}, {"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "latin-1"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0"},
     ):  # fmt: skip
         out = f"{'-'.join(locale)}-{'-'.join(locale.values())}.yaml"
         for words in (export, ["recipes"], ["init", "images", f"--out={out}"]):

@@ -75,7 +75,16 @@ def test_a_model_too_large_for_the_device_is_said_to_be():
     recipe = load_recipe(RECIPES / "paper" / "vit_b32_jft.yaml", large)
     text = describe_training(recipe)
     assert "does not fit a T4" in text
-    assert re.search(r"not tried: a step takes [0-9,]{3,} GMAC an image$", text)
+    assert "tried: two passes of a ViT-Ti/16; images in each: 1)" in text.splitlines()[-1]
+
+
+def test_the_time_of_a_large_model_is_by_its_multiply_adds(monkeypatch):
+    times = iter([0.0, 10.0, 20.0, 20.01])
+    monkeypatch.setattr(dry_run, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    text = describe_training(load_recipe("paper/vit_b16_jft")).splitlines()[-1]
+    rate = re.search(r"(\d\.\d) images/s in bf16 .*ViT-Ti/16; images in each: 1\)", text)
+    assert rate is not None, text
+    assert float(rate[1]) == pytest.approx(100 * 1.26 / 17.58, abs=0.1)  # GMAC, as timm's table
 
 
 @pytest.mark.slow

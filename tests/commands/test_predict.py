@@ -71,15 +71,17 @@ def test_images_in_folders_of_classes_are_right_or_wrong_and_other_files_are_nam
         folder = tmp_path / "sorted" / (other if number < 3 else found)
         folder.mkdir(parents=True, exist_ok=True)
         path.rename(folder / path.name)
-    (tmp_path / "sorted" / "notes.txt").write_text("a text")
-    (tmp_path / "sorted" / "a.heic").write_bytes(b"x")
+    others = [f"{number:02}.heic" for number in range(60)]
+    for other in others:
+        (tmp_path / "sorted" / other).write_bytes(b"x")
     done = run_cli("predict", run, str(tmp_path / "sorted"), f"--out={tmp_path}/a.parquet")
     assert done.exit_code == 0, done.stderr
     right = COUNT - 3
     low, high = binomtest(right, COUNT).proportion_ci(method="wilson")
     told = f"in folders of classes: {right} right, 3 wrong: {right / COUNT:.2%} "
     assert f"{told}({low:.1%} to {high:.1%} at 95 %, {COUNT} images)\n" in done.stderr
-    assert "2 files without the name of an image are skipped: a.heic, notes.txt\n" in done.stderr
+    skipped = f"60 files without the name of an image are skipped: {', '.join(others)}\n"
+    assert skipped in done.stderr
     assert all(line.count("%") == min(5, len(classes)) for line in done.stdout.splitlines())
     rows = pq.read_table(tmp_path / "a.parquet").to_pylist()
     assert sum(row["class"] == row["expected"] for row in rows) == right

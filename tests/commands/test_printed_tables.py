@@ -10,7 +10,7 @@ from scipy.stats import binomtest
 
 from vit_ray.commands import train
 from vit_ray.commands.experiments import print_sweep
-from vit_ray.commands.printed_tables import print_metrics, print_result
+from vit_ray.commands.printed_tables import print_metrics, print_result, print_table
 from vit_ray.config import Recipe
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import Row, SweepResult
@@ -50,11 +50,23 @@ def test_the_accuracy_of_a_run_has_its_images_and_their_interval(capsys):
 
 
 def test_each_number_of_an_evaluation_is_shown_once_and_whole_in_a_pipe(capsys):
-    print_metrics({"eval/top1": 38 / 90, "eval/loss": 1.5, "eval/" + "x" * 300: 0.25}, 90)
+    print_metrics({"eval/top1": 38 / 90, "eval/loss": 1.5, "eval/" + "x" * 3000: 0.25}, 90)
     text = capsys.readouterr().out
     low, high = binomtest(38, 90).proportion_ci(method="wilson")
     assert text.count(f"42.22% ({low:.1%} to {high:.1%} at 95 %, 90 images)") == 1
-    assert [text.count(one) for one in ("42.22%", "1.5000", "x" * 300)] == [1, 1, 1]
+    assert [text.count(one) for one in ("42.22%", "1.5000", "x" * 3000)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_no_number_is_broken_where_a_terminal_is_narrower_than_a_table(width, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    row = {f"column {k}": f"{k}.1234567" for k in range(9)}
+    print_table("Cells", [row, row])
+    lines = re.sub(r"\x1b\[\d+m", "", capsys.readouterr().out).splitlines()
+    assert max(map(len, lines)) <= width
+    counts = [sum(line.count(cell) for line in lines) for cell in row.values()]
+    assert counts == [2] * 9
 
 
 def test_only_a_table_with_a_row_of_the_paper_is_shown(monkeypatch, capsys):

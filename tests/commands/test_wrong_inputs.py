@@ -144,6 +144,13 @@ MISTAKES = [
         "inspect.images='note.txt': .*is not a folder",
     ),
     ("quickstart digits data.eval=null", "data.eval is not set"),
+    ("quickstart digits workers.num_workers=3", "among 3 workers"),
+    ("quickstart digits train.global_batch_size=7", "=7 .* among 2 workers"),
+    ("quickstart digits init_from=nosuch", "init_from='nosuch': .* does not exist"),
+    (
+        "quickstart digits evaluate.few_shot_train=nosuch evaluate.few_shot_test=nosuch",
+        "few_shot_train='nosuch': .*exist",
+    ),
     ("vtab vtab_1k init_from=x.npz", "'s3://BUCKET/runs' is a placeholder"),
     ("predict nosuch note.txt", "'nosuch' is not there; give a run, a checkpoint or"),
     ("predict vit.npz note.txt --out=recipes/a.txt", "--out recipes/a.txt: expected a file that"),
@@ -176,6 +183,7 @@ TRANSFERS = [
     *((f"{words} init_from=sets/junk.npz", "junk.npz cannot be read") for words in STARTS),
     *((f"{words} {WIDE}", "contract.weight is 32x96, the model has 32x64") for words in STARTS),
     (VAL.replace("data.eval=sets/val", "data.eval=sets/train"), "of other classes: 4, .* has 3"),
+    ("quickstart digits optim.epochs=0.01", "optim"),
     ("sweep tiny.yaml sweep.learning_rates=[0.1,0.1]", "has 0.1 twice"),
     (
         f'{SPACE}{{"optim.learning_rate":[0.1,0.1]}}',
@@ -189,12 +197,12 @@ TRANSFERS = [
     (f"sweep tiny.yaml sweep.dev_fraction=0.1 {FITS}", "class 'ant'.* use at least 0.25"),
     (f"vtab tiny.yaml vtab.data=nosuch {FITS}", "vtab.data='nosuch': .*a folder with TASK"),
     (f"vtab tiny.yaml sweep=null vtab.sweep_each=true {FITS}", "sweep is not set"),
-    (f"{SHOTS} evaluate.few_shot_test=nosuch", "no data set at .*nosuch'"),
+    (f"{SHOTS} evaluate.few_shot_test=nosuch", "few_shot_test='nosuch': .*does not exist"),
     (SHOTS, "evaluate: few_shot_train and few_shot_test go together"),
     (f"{SHOT}=[1,5]", r"evaluate\.shots=\[1, 5\]: class 0 \('ant'\) has 4 .*use shots up to 4"),
     (f"{SHOTS} evaluate.few_shot_test=sets/val", "few_shot_test: .*val has 4 classes"),
     (REAL.rpartition(" ")[0], "benchmark.label_file is not set; give real.json"),
-    (f"{REAL}=nosuch.json", "benchmark.label_file: there is no file .*nosuch.json"),
+    (f"{REAL}=nosuch.json", "benchmark.label_file='nosuch.json': .*does not exist"),
     (f"{REAL}=sets/short.json", "short.json has labels of 3 images and data.eval has 4"),
     (f"{REAL}=sets/turned.json", "turned.json agrees with data.eval for 0.0%"),
     (f"evaluate tiny.yaml data.eval=sets/val {FITS}", "data.eval: .*4 classes .* the model has 3"),
@@ -297,8 +305,10 @@ for line in sys.stdin.read().splitlines():
 """
 
 
-def test_a_mistake_is_told_without_torch_ray_and_mlflow(newcomers_folder):
+def test_a_mistake_is_told_without_torch_ray_and_mlflow(newcomers_folder, sets):
+    (newcomers_folder / "sets").symlink_to(sets)
     lines = [words for words, _ in MISTAKES if words not in NEEDS_LIBRARIES]
+    lines += [words for words, _ in TRANSFERS if "=nosuch" in words]
     command = [sys.executable, "-c", TOLD_ALONE]
     subprocess.run(command, input="\n".join(lines), text=True, check=True, cwd=newcomers_folder)
 

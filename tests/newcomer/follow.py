@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-IN_CLONE = ("README.md", "docs/clusters.md")
+IN_CLONE = ("README.md", "docs/index.md", "docs/clusters.md")
 """Pages whose lines run in the clone; the others' run in a folder of one's own."""
 HOW_TO = ("data", "training", "experiments", "python")
 PAGES = (*IN_CLONE, "docs/tutorial.md", *(f"docs/{name}.md" for name in HOW_TO))

@@ -7,9 +7,12 @@ import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from mkdocs.exceptions import PluginError
 
+from docs.reference_hook import on_page_content
 from tests.newcomer.follow import PAGES as FOLLOWED_NAMES
 from tests.newcomer.follow import blocks, script_of
 from vit_ray.commands.cli import refuse_unread, split_words
@@ -106,6 +109,15 @@ touch plain
     assert bad.returncode != 0
     assert "the page lies: exit code 1: cat missing" in bad.stderr
     assert not (tmp_path / "after").exists()
+
+
+def test_the_site_is_not_built_with_a_page_that_shows_its_markdown():
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="a.md"))
+    good = "<p>a | b</p><pre>`x` \\| y</pre>"
+    assert on_page_content(good, page) == good
+    for bad in ("<td>a \\| b</td>", "<p>`code</p>"):
+        with pytest.raises(PluginError, match=r"a\.md shows Markdown: "):
+            on_page_content(bad, page)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

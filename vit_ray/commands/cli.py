@@ -49,6 +49,9 @@ def _prepare() -> None:
     """Quiet logs, text in any locale, and a process that ends at once: Python would search all
     objects of all libraries for unreachable ones, several times, in 0.8 s (AMD EPYC, 2026-11-27).
     """
+    if sys.getfilesystemencoding() != "utf-8":  # as under LC_ALL=C: names of files are UTF-8
+        words = [sys.executable, "-X", "utf8", *sys.orig_argv[1:]]
+        os.execve(sys.executable, words, {**os.environ, "PYTHONUTF8": "1"})  # noqa: S606
     atexit.register(gc.freeze)
     for stream in (sys.stdout, sys.stderr):  # names of classes in a locale without their letters
         if isinstance(stream, io.TextIOWrapper):
@@ -297,7 +300,7 @@ def replay(log: Path, uri: str) -> int:
 
 @vit_ray.command()
 @click.argument("source")
-@click.argument("paths", nargs=-1, required=True)
+@click.argument("paths", nargs=-1, required=True, metavar="PATH ... [KEY=VALUE ...]")
 @click.option(
     "--out",
     "outputs",
@@ -313,9 +316,9 @@ def replay(log: Path, uri: str) -> int:
 def predict(
     source: str, paths: tuple[str, ...], outputs: tuple[str, ...], recipe: str | None
 ) -> int:
-    """Class and probability of the images at PATHS by the weights in SOURCE.
+    """Class and probability of the images at each PATH by the weights in SOURCE.
 
-    PATHS are images, folders, converted data sets; SOURCE is a run, a checkpoint, or a weight file,
+    PATH is an image, folder or converted data set; SOURCE is a run, a checkpoint, or a weight file,
     as in `init_from` of recipes.
     """
     return pkgutil.resolve_name("vit_ray.commands.trained.predict:print_predictions")(
@@ -325,7 +328,7 @@ def predict(
 
 @vit_ray.command()
 @click.argument("source")
-@click.argument("words", nargs=-1, required=True)
+@click.argument("words", nargs=-1, required=True, metavar="step=K [KEY=VALUE ...]")
 @_out
 @_modules
 def batch(source: str, words: tuple[str, ...], out: str | None) -> int:
@@ -339,7 +342,7 @@ def batch(source: str, words: tuple[str, ...], out: str | None) -> int:
 
 @vit_ray.command()
 @click.argument("source")
-@click.argument("words", nargs=-1, required=True)
+@click.argument("words", nargs=-1, required=True, metavar="step=K name=NEW [KEY=VALUE ...]")
 @click.option(
     "--dry-run", "is_dry", is_flag=True, help="Print what would be done, and write nothing."
 )
@@ -358,7 +361,7 @@ def fork(source: str, words: tuple[str, ...], is_dry: bool) -> int:
 @click.argument("images")
 @_out
 @click.option(
-    "--weights", help="ViT-B/16 to fine-tune: a file, a folder, s3:// or hf://OWNER/NAME."
+    "--weights", help="ViT-B/16 to fine-tune: a file, a folder, s3://, hf://OWNER/NAME; or none."
 )
 def init(images: str, out: str | None, weights: str | None) -> None:
     """Look at IMAGES and write a recipe with a suitable model, batch and epochs.
@@ -384,7 +387,8 @@ def start(images: str) -> int:
         )
         run_recipe(COMMANDS["convert"], (str(file), *changes), False)
     few = first_look(recipe.name, recipe.optim.epochs or 1)
-    return run_recipe(COMMANDS["pretrain"], (str(file), *few), False) or 0
+    training = COMMANDS["finetune" if recipe.init_from else "pretrain"]
+    return run_recipe(training, (str(file), *few), False) or 0
 
 
 @vit_ray.command()

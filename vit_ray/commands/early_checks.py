@@ -47,6 +47,8 @@ def _are_weights(place: Path) -> bool:
 _KINDS: dict[str, tuple[Callable[[Path], bool], str]] = {
     "init_from": (_are_weights, "a run folder, a step-* folder, or a .npz or .safetensors file"),
     "convert.source": (Path.exists, "a folder or file with images"),
+    "benchmark.label_file": (Path.exists, "the published file or folder of labels"),
+    "benchmark.model_classes": (Path.exists, "a converted set, or a .txt or .json with classes"),
     "inspect.images": (Path.is_dir, "a folder of images"),
     "vtab.data": (Path.is_dir, "a folder with TASK/train and TASK/test"),
     "subset.keys": (Path.is_file, "a text file with a key per line"),
@@ -74,7 +76,7 @@ def check_values(command: Command, recipe: Recipe) -> None:
         require_device(recipe.plan.device, "plan.device")
     if command.name == "report":
         require_store(recipe.tracking.uri)
-    if command.name in ("pretrain", "finetune"):
+    if command.name in ("pretrain", "finetune", "quickstart"):
         for world_size in recipe.group_sizes:
             micro_batch_size(recipe, world_size)
     if command.opens and (address := os.environ.get("RAY_ADDRESS")):

@@ -8,9 +8,8 @@ _TRAINING = (
 )  # fmt: skip
 _WEIGHTS = ("init_from",)
 _COUNTS = ("plan",)
-_SETS = (
-    "data.train", "data.eval", "evaluate.few_shot_train", "evaluate.few_shot_test",
-)  # fmt: skip
+_FEW_SHOT = ("evaluate.few_shot_train", "evaluate.few_shot_test")
+_SETS = ("data.train", "data.eval", *_FEW_SHOT)
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,9 @@ _ALL = (
         ),
         "cifar10 init_from=runs/cifar10-vit",
         needs=("init_from",),
-        opens=("init_from", "data.eval"),
+        opens=(
+            "init_from", "data.eval", *_FEW_SHOT, "benchmark.label_file", "benchmark.model_classes",
+        ),
     ),
     Command(
         "sweep",
@@ -190,6 +191,7 @@ _ALL = (
         "digits",
         "vit_ray.commands.plans.dry_run:describe_training",
         needs=("data.train", "data.eval"),
+        opens=("init_from", *_FEW_SHOT),
     ),
 )  # fmt: skip
 COMMANDS = {command.name: command for command in _ALL}

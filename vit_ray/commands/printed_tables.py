@@ -6,7 +6,7 @@ from typing import Final
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from vit_ray.config.secrets import redact
 from vit_ray.launch.run import RunResult
@@ -39,8 +39,8 @@ _SHOWN = (
 _TOP1S = (EVAL_TOP1, EVAL_LAST_TOP1, EVAL_AVERAGED_TOP1)
 _SHARES = ("top1", "top3", "top5", "mean_average_precision")
 """Ends of the names of accuracies."""
-_WIDEST: Final = 1000
-"""Characters of a line in a pipe."""
+_WIDEST: Final = 10**6
+"""Characters of a line in a pipe: of any cell, whole."""
 
 
 def print_result(result: RunResult) -> int:
@@ -103,17 +103,28 @@ def print_figures(title: str, figures: Mapping[str, str]) -> None:
 def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
     """A table; columns without a value are left out, and of no rows it is the title alone.
 
-    Lines are folded to the width of a terminal alone: what reads a pipe takes whole ones.
+    What reads a pipe takes whole lines. A terminal that is too narrow for the longest words of all
+    columns gets a block of lines for each row.
     """
+    print(redact(title))
     if not rows:
-        print(redact(title))
         return
-    names = [name for name in rows[0] if any(row[name] not in (None, "") for row in rows)]
-    table = Table(title=escape(redact(title)), title_justify="left")
-    for name in names:
-        table.add_column(escape(name), overflow="fold")
-    for row in rows:
-        cells = ("-" if row[name] is None else row[name] for name in names)
-        texts = (f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells)
-        table.add_row(*map(escape, map(redact, texts)))
-    Console(width=None if sys.stdout.isatty() else _WIDEST).print(table)
+    kept = [name for name in rows[0] if any(row[name] not in (None, "") for row in rows)]
+    texts = [{name: _text(row[name]) for name in kept} for row in rows]
+    table = Table(*(Column(escape(name), overflow="fold") for name in kept))
+    for row in texts:
+        table.add_row(*map(escape, row.values()))
+    console = Console(width=None if sys.stdout.isatty() else _WIDEST)
+    widest = console.options.update(max_width=_WIDEST)
+    if console.measure(table, options=widest).minimum <= console.width:
+        console.print(table)
+        return
+    for row in texts:
+        print(*(f"{name}: {text}" for name, text in row.items()), "", sep="\n")
+
+
+def _text(cell: object) -> str:
+    """A cell; a number that is not known is a dash."""
+    if cell is None:
+        return "-"
+    return redact(f"{cell:.2f}" if isinstance(cell, float) else str(cell))

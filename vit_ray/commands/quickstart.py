@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from vit_ray.commands.experiments import print_sweep
+from vit_ray.commands.plans.plan import data_facts
 from vit_ray.commands.printed_tables import interval_note, print_figures, print_result
 from vit_ray.commands.report import report
 from vit_ray.config import Recipe, load_recipe
@@ -35,6 +36,7 @@ def run_quickstart(recipe: Recipe) -> int:
         for name in (SWEEP_RECIPE, SCRATCH_RECIPE)
     )
     sweep = sweep.with_changes(init_from=f"{recipe.output}/{recipe.name}")
+    data_facts(recipe)  # what is wrong with a key is said before the digits are written
     connect(recipe)
     is_local = "://" not in recipe.output
     with tempfile.TemporaryDirectory() as temporary:

@@ -15,6 +15,7 @@ from vit_ray.commands.plans.plan import (
     planned_cluster,
 )
 from vit_ray.config import Recipe
+from vit_ray.config.training_sections import ModelConfig
 from vit_ray.data.progress import clock
 from vit_ray.experiments.search_space import point_text, points_of, sweep_of, trial_recipe
 from vit_ray.launch.cluster.cluster_checks import check_batch
@@ -52,24 +53,31 @@ def describe_training(recipe: Recipe) -> str:
 
 
 def _time_here(recipe: Recipe, facts: TrainingFacts) -> str:
-    """The time of the training on the CPUs of this machine, by the second of two passes."""
+    """The time of the training on the CPUs of this machine, by the second of two passes.
+
+    Of a model too large to try, by its multiply-adds at the rate of a ViT-Ti/16.
+    """
     macs = step_macs(recipe, facts.num_classes)
-    size = min(int(_MOST_MACS // macs), recipe.train.global_batch_size)
-    size -= size % recipe.train.least_pass
-    if not size:
-        return f"not tried: a step takes {macs / 1e9:,.0f} GMAC an image"
+    tried, note = recipe, "two passes"
+    if macs > _MOST_MACS:
+        small = ModelConfig(name="ViT-Ti/16", image_size=224)
+        tried, note = recipe.model_copy(update={"model": small}), "two passes of a ViT-Ti/16"
+    tried_macs = step_macs(tried, facts.num_classes)
+    size = min(int(_MOST_MACS // tried_macs), recipe.train.global_batch_size)
+    size = max(size - size % recipe.train.least_pass, recipe.train.least_pass)
     device = torch.device("cpu")
-    model = prepared_model(recipe, facts.num_classes, device)
-    forward = forward_pass(model, recipe, size, device)
+    model = prepared_model(tried, facts.num_classes, device)
+    forward = forward_pass(model, tried, size, device)
     pass_s = 0.0
     for _ in range(2):
         start_s = time.perf_counter()
         forward().backward()  # type: ignore[no-untyped-call]
         pass_s = time.perf_counter() - start_s
-    total_s = facts.total_steps * recipe.train.global_batch_size * pass_s / size
+    rate = size / pass_s * tried_macs / macs
+    total_s = facts.total_steps * recipe.train.global_batch_size / rate
     return (
-        f"about {clock(total_s)} on {cpu_count()} CPU cores, {size / pass_s:,.1f} images/s in "
-        f"{recipe.train.precision} (tried: two passes; images in each: {size:,}), without reading"
+        f"about {clock(total_s)} on {cpu_count()} CPU cores, {rate:,.1f} images/s in "
+        f"{recipe.train.precision} (tried: {note}; images in each: {size:,}), without reading"
     )
 
 

@@ -4,7 +4,9 @@ Memory is counted on models of the meta device, time by data sheets; no GPU and 
 and no data if the recipe sets `plan.num_images` and `plan.num_classes`.
 """
 
+import math
 from dataclasses import dataclass
+from typing import Final
 
 from vit_ray.addresses import PLACEHOLDER, is_placeholder
 from vit_ray.config import Recipe
@@ -23,6 +25,9 @@ from vit_ray.training.memory_estimate import (
     step_macs,
 )
 from vit_ray.training.micro_batch import accumulation_steps
+
+_READING_S: Final = 0.92e-3
+"""CPU seconds of an image, benchmarks/results/data_stream_pair_cpu_2026-11-28.md."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +132,21 @@ def describe_plan(recipe: Recipe) -> str:
     for cells in zip(*columns, strict=True):
         if {value for _, value in cells} != {"0.00"}:
             lines.append(f"{cells[0][0]:<30}" + "".join(f"{value:>10}" for _, value in cells))
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_sizes(recipe, facts, cluster)])
+
+
+def _sizes(recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster) -> list[str]:
+    """What `cluster/rayjob.yaml` marks as a size."""
+    image_s = cluster.pace.step_s(step_macs(recipe, facts.num_classes), 1)  # on one GPU
+    cpus = math.ceil(cluster.num_gpus / image_s * _READING_S)
+    return [
+        "sizes, as marked in cluster/rayjob.yaml",
+        f"  workers.num_workers   {cluster.num_gpus}",
+        f"  maxReplicas           {math.ceil(cluster.num_gpus / 8)} nodes of 8 GPUs",
+        f"  CPUs that read        {cpus}, which workers leave free or in the group cpu "
+        f"({_READING_S * 1e3:g} ms for a crop of 224 px)",
+        "  object-store-memory   at most 30 % of a node's memory; sizeLimit a tenth above it",
+    ]
 
 
 def print_plan(recipe: Recipe) -> int:

@@ -156,10 +156,9 @@ def _images_at(path: str) -> Iterator[Named]:
             f"names that end in {', '.join(sorted(IMAGE_SUFFIXES))}; convert parquet first"
         )
     if others := [file.path for file in files if not is_image_name(file.path)]:
-        names = ", ".join(map(os.path.basename, others[:_NUM_DRAWN]))
-        more = ", ..." if len(others) > _NUM_DRAWN else ""
-        text = f"{path}: {len(others):,} files without the name of an image are skipped: "
-        print(_line(text + names + more), file=sys.stderr)
+        names = ", ".join(map(os.path.basename, others))
+        text = f"{path}: {len(others):,} files without the name of an image are skipped: {names}"
+        print(_line(text), file=sys.stderr)
     return ((file.uri, file) for file in images)
 
 

@@ -292,8 +292,12 @@ def test_the_best_that_was_saved_before_its_evaluation_is_not_written_again():
 
 
 def test_the_wait_for_data_is_one_figure_in_metrics_and_in_the_phases_of_a_run():
-    now, hooks = Ticking(0.0), FakeHooks()
+    now = Ticking(0.0)
     phases = PhaseClock(now)
+
+    class Hooks(FakeHooks):
+        def note_step(self, step: int, wait_s: float) -> None:
+            phases.note_step(wait_s)
 
     def read() -> Any:
         for batch in batches():
@@ -302,11 +306,10 @@ def test_the_wait_for_data_is_one_figure_in_metrics_and_in_the_phases_of_a_run()
 
     def compute(step: int) -> None:
         now.now_s += 1.0
-        phases.note_step()
 
-    engine = FakeEngine(on_backward=compute)
+    hooks, engine = Hooks(), FakeEngine(on_backward=compute)
     chosen = short_recipe(train={"log_every_steps": 1})
-    run(engine, hooks, chosen, clock=now, stream=phases.waits_for(read()))
+    run(engine, hooks, chosen, clock=now, stream=read())
     found = [metrics for _, metrics in hooks.logged if "data/wait_fraction" in metrics]
     waited_s = [one["data/wait_fraction"] * one["perf/step_ms_median"] / 1e3 for one in found]
     assert waited_s == pytest.approx([0.5] * TOTAL)

@@ -186,7 +186,7 @@ class FakeHooks:
     is_whole: bool = True
     """What was saved before."""
 
-    def note_step(self, step: int) -> None:
+    def note_step(self, step: int, wait_s: float) -> None:
         self.noted.append(step)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:

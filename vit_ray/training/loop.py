@@ -101,8 +101,8 @@ class EvaluationCutError(Exception):
 class LoopWorker(Protocol):
     """The worker around the loop, which calls it on all ranks together."""
 
-    def note_step(self, step: int) -> None:
-        """`step` steps are completed."""
+    def note_step(self, step: int, wait_s: float) -> None:
+        """`step` steps are completed; the last one waited `wait_s` for its batch."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Take metrics of a step; must not block."""
@@ -279,7 +279,7 @@ class TrainingLoop:
         progress.step += 1
         progress.train_seconds += step_s
         progress.worker_seconds += step_s * context.world_size
-        self.worker.note_step(progress.step)
+        self.worker.note_step(progress.step, wait_s)
         self._times.append((step_s, wait_s, engine.take_forward_s()))
         if refused and norm_limit < grad_norm < math.inf:
             progress.skipped_steps += 1

@@ -122,8 +122,7 @@ class Attempt:
             self.engine.close()
 
     def _train(self) -> None:
-        progress, clock = self.progress, self.link.clock
-        batches = clock.waits_for(self.batches)
+        progress, batches = self.progress, self.batches
         steps = self.job.recipe.train.profile_steps
         if steps is not None and self.context.rank == 0:
             batches = profiled(batches, steps, progress.step + 1, self.link.keep_file)
@@ -182,14 +181,14 @@ class Attempt:
                 text = f"{name} is not called again: {type(error).__name__}: {error}"
                 self.link.note(EventKind.CALLBACK_FAILED, text, step)
 
-    def note_step(self, step: int) -> None:
+    def note_step(self, step: int, wait_s: float) -> None:
         """Progress for the watchdog, and through its heartbeat for the display.
 
         Raises:
             UnrecoverableError: checkpoints can no longer be written.
         """
         self.watchdog.note_step(step)
-        self.link.clock.note_step()
+        self.link.clock.note_step(wait_s)
         self.saver.check()
         self._note_start(step)
 

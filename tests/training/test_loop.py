@@ -337,7 +337,7 @@ def test_steps_of_large_norms_are_skipped_counted_and_named_at_the_next_log(monk
     whole, hooks, end = Progress(), FakeHooks(), FakeHooks()
     engine = run_from(whole, hooks)
     assert engine.weight == TOTAL - 3
-    assert hooks.skipped == [(6, 4, 4.5), (9, 8, 60.0)]
+    assert hooks.skipped == [(6, [4], 4.5), (9, [7, 8], 60.0)]
     assert hooks.refused == []
     counts = [metrics.get("train/skipped_steps") for _, metrics in hooks.logged]
     assert counts == [0.0, 0.0, 1.0, 3.0, 3.0]
@@ -346,8 +346,10 @@ def test_steps_of_large_norms_are_skipped_counted_and_named_at_the_next_log(monk
     assert engine.norm_limits == pytest.approx(limits)
     half = Progress()
     first = FakeEngine(norms=norms)
-    run(first, FakeHooks(stop_at=6), chosen, half)
-    assert half.step == 6
+    stopped = FakeHooks(stop_at=5)
+    run(first, stopped, chosen, half)
+    assert half.step == 5
+    assert stopped.skipped == [(5, [4], 4.5)]  # between two logs
     resumed = run_from(half, end)
     assert first.norm_limits + resumed.norm_limits == engine.norm_limits
 

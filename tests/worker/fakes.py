@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -173,7 +173,7 @@ class FakeHooks:
     logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
     refused: list[tuple[int, list[int]]] = field(default_factory=list)
-    skipped: list[tuple[int, int, float]] = field(default_factory=list)
+    skipped: list[tuple[int, list[int], float]] = field(default_factory=list)
     noted: list[int] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
     save_at: int | None = None
@@ -216,8 +216,11 @@ class FakeHooks:
     def on_bad_step(self, progress: Progress, batch: Batch) -> None:
         self.refused.append((progress.step, batch["sample"].tolist()))
 
-    def on_skipped_step(self, progress: Progress, skipped: SkippedStep) -> None:
-        self.skipped.append((progress.step, skipped.step, skipped.grad_norm))
+    def on_skipped_steps(
+        self, progress: Progress, largest: SkippedStep, steps: Sequence[int]
+    ) -> None:
+        assert largest.step in steps
+        self.skipped.append((progress.step, list(steps), largest.grad_norm))
 
 
 CLASSES = tuple(f"class {index}" for index in range(10))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -266,9 +266,11 @@ class Attempt:
         train, text = self.job.recipe.train, self._described(batch)
         report_refused(train, self.link, progress, text)
 
-    def on_skipped_step(self, progress: Progress, skipped: SkippedStep) -> None:
-        train, text = self.job.recipe.train, self._described(skipped.batch)
-        report_skipped(train, self.link, progress, skipped, text)
+    def on_skipped_steps(
+        self, progress: Progress, largest: SkippedStep, steps: Sequence[int]
+    ) -> None:
+        train, text = self.job.recipe.train, self._described(largest.batch)
+        report_skipped(train, self.link, progress, largest, steps, text)
 
     def _described(self, batch: Batch) -> str:
         return describe_batch(self.engine, batch, self.context.micro_batch_size)

@@ -97,8 +97,6 @@ class FakeEngine:
     average: Any = None
     is_averaged: bool = False
     is_closed: bool = False
-    compiled_s: float = 0.0
-    failure: str | None = None
     restored: list[int] = field(default_factory=list)
     shapes: dict[str, list[int]] = field(default_factory=lambda: {"w": [1]})
     seen: list[list[int]] = field(default_factory=list)
@@ -139,12 +137,6 @@ class FakeEngine:
 
     def take_forward_s(self) -> float:
         return 0.001
-
-    def compile_s(self) -> float:
-        return self.compiled_s
-
-    def compile_failure(self) -> str | None:
-        return self.failure
 
     def snapshot(self, position: Position, memory: Any = None) -> Snapshot:
         weight = torch.tensor([self.weight])

@@ -25,6 +25,7 @@ from vit_ray.metric_names import (
 )
 from vit_ray.outcomes import EventKind, Failure
 from vit_ray.own_parts import own_part
+from vit_ray.training.engine.compiling import compile_failures, compile_s
 from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.training.loop import (
     Batch,
@@ -198,17 +199,18 @@ class Attempt:
             return
         self._has_started = True
         since_ray_s = time.time() - self.job.ray_ready_s
-        compiled_s, failure = self.engine.compile_s(), self.engine.compile_failure()
+        compiled_s, failures = compile_s(), compile_failures()
         metrics = {
             STARTUP_FIRST_STEP_S: since_ray_s,
-            PERF_COMPILED: float(compiled_s > 0 and failure is None),
+            PERF_COMPILED: float(compiled_s > 0 and not failures),
         }
         text = f"{since_ray_s:.1f} s after Ray was up"
         if compiled_s:
             metrics[STARTUP_COMPILE_S] = compiled_s
             text += f", {compiled_s:.1f} s of them torch.compile's"
-        if failure is not None:
-            self.link.note(EventKind.NOT_COMPILED, f"the model runs eagerly: {failure}", step)
+        if failures:
+            why = f"the model runs eagerly: {failures[0]}"
+            self.link.note(EventKind.NOT_COMPILED, why, step)
         self.link.note(EventKind.FIRST_STEP, text, step)
         self.link.log(step, metrics)
 

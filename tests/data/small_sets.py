@@ -7,6 +7,7 @@ import numpy as np
 
 from vit_ray.data import open_dataset
 from vit_ray.data.dataset import Manifest, RowGroupColumns, ShardFile, write_manifest
+from vit_ray.data.order import Order
 from vit_ray.data.shard_writer import EncodedImage, ShardWriter
 from vit_ray.data.shards import ChangedImageError, RowGroupReader
 from vit_ray.storage import locate
@@ -39,6 +40,12 @@ def write_encoded(
         location, columns, files=[file], classes=list(classes), max_labels=most, origin={}
     )
     return open_dataset(str(folder))
+
+
+def samples_at(order: Order, start: int, stop: int) -> np.ndarray:
+    """Samples at positions [start, stop) of a run."""
+    places = order.places(np.arange(start, stop, dtype=np.int64))
+    return np.cumsum([0, *order.rows])[places.groups] + places.rows
 
 
 def write_set(

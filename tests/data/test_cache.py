@@ -15,10 +15,12 @@ import pytest
 from tests.data.small_sets import SHARD, write_rows
 from vit_ray.config import Recipe
 from vit_ray.data import cache as caches
+from vit_ray.data.boxes import Augmentation
 from vit_ray.data.cache import Cache
 from vit_ray.data.dataset import Manifest
 from vit_ray.data.shards import RowGroupReader
 from vit_ray.data.subset import subset
+from vit_ray.launch.inputs.streams import stream_of
 
 LABELS = [(0,), (1, 2), (2,), (1,), (0,), (2, 0)]
 KEYS = [f"key {i}" for i in range(6)]
@@ -148,9 +150,12 @@ def test_a_writer_that_is_killed_leaves_no_wrong_entry(cache):
         assert cache.read(name) == _table(name)
 
 
-def test_a_recipe_gives_the_cache_of_each_node(tmp_path):
-    recipe = Recipe(name="a", data={"cache_dir": "here"}).with_absolute_paths()
+def test_a_recipe_gives_the_cache_of_each_node(small):
+    data = {"cache_dir": "here", "cache_free_gib": 2.0}
+    recipe = Recipe(name="a", data=data).with_absolute_paths()
     assert recipe.data.cache_dir == str(Path("here").absolute())
+    cache = stream_of(recipe.data, 0, Augmentation(), small).cache
+    assert cache == Cache(recipe.data.cache_dir, 2 * 2**30)
     with pytest.raises(ValueError, match=r"cache_dir='s3://b/c' is not a local folder"):
         recipe.with_changes(data={"cache_dir": "s3://b/c"})
     assert recipe.with_changes(data={"cache_dir": "/run:1/c"}).data.cache_dir == "/run:1/c"

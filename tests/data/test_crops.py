@@ -357,8 +357,6 @@ def test_of_all_formats_that_pillow_knows_only_those_of_photographs_are_opened(m
 def test_a_recipe_decides_how_crops_are_resized_and_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match=r"augmentation\.resize=256 is below"):
         Augmentation(kind="resize_crop", size=300)
-    with pytest.raises(ValueError, match="keep 0 < min_area"):
-        Augmentation(min_area=0.6, max_area=0.5)
     for key, other in (("augment", "eval_augment"), ("eval_augment", "augment")):
         recipe = recipe_with(data={key: {"interpolation": "bicubic"}})
         for name, expected in ((key, "bicubic"), (other, "bilinear")):

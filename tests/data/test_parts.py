@@ -16,11 +16,10 @@ GOLDEN = [0, 1, 2, 3, 16, 17, 18, 19, 28, 29]
 
 
 @given(st.integers(1, 3000), st.integers(0, 10))
-def test_a_keyed_permutation_gives_each_number_a_rank_and_is_walked_backwards(size, key):
+def test_a_keyed_permutation_gives_each_number_a_rank(size, key):
     permutation, everything = KeyedPermutation(size, key), np.arange(size, dtype=np.int64)
     ranks = permutation.ranks(everything)
     assert sorted(ranks.tolist()) == everything.tolist()
-    np.testing.assert_array_equal(permutation.values(ranks), everything)
 
 
 def test_a_keyed_permutation_leaves_no_trend():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from sklearn.metrics import confusion_matrix
 
-from vit_ray.evaluation.confusion import CONFUSION_FILE, PER_CLASS_FILE, Confusion
+from vit_ray.evaluation.confusion import CONFUSION_FILE, Confusion
 
 NUM_CLASSES = 7
 
@@ -53,16 +53,12 @@ def test_padding_and_images_without_an_answer_are_not_counted():
     assert confusion.pairs().tolist() == [[1, 3, 1], [2, 2, 1]]
 
 
-def test_tables_name_classes_and_what_they_are_most_often_taken_for():
+def test_the_table_names_classes_and_what_they_are_taken_for():
     confusion = Confusion()
     predicted, truth = [0, 1, 1, 2, 1], [0, 0, 0, 0, 1]
     weights = torch.ones(5)
     confusion.add_batch(torch.eye(4)[predicted], torch.tensor(truth)[:, None], weights)
     files = confusion.files(["ant", "=bee", "cat", "dog"])
-    rows = list(csv.reader(io.StringIO(files[PER_CLASS_FILE].decode())))
-    assert rows[1] == ["0", "ant", "4", "1", "0.250000", "'=bee", "2"]
-    assert rows[2] == ["1", "'=bee", "1", "1", "1.000000", "", ""]
-    assert rows[4] == ["3", "dog", "0", "0", "", "", ""]
     pairs = list(csv.reader(io.StringIO(files[CONFUSION_FILE].decode())))
     of_ants = [["ant", "ant", "1"], ["ant", "'=bee", "2"], ["ant", "cat", "1"]]
     assert pairs[1:] == [*of_ants, ["'=bee", "'=bee", "1"]]

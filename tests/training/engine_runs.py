@@ -145,7 +145,7 @@ def resumed(rank: int, configs: list[dict[str, Any]], folder: str) -> dict[Any, 
         checkpoint = newest_checkpoint(locate(folder).child(config["from"]))
         assert checkpoint is not None
         engine = build_engine(train, world_size, config["micro"], optim_of(config))
-        engine.restore(checkpoint)
+        engine.state.restore(checkpoint)
         losses = run_steps(engine, 2, 5, config["micro"])
         results[config["name"], config["from"]] = finished(engine, losses)
     return results

@@ -93,9 +93,9 @@ def family_difference(rank: int, family: str) -> tuple[float, list[str]]:
     for compiles in (False, True):
         torch._dynamo.reset()
         model = small_model(family, **options).train()
-        recompute(model, int(family == "ViT"))
         if compiles:
             compile_model(model, "inductor", may_fail=False)
+        recompute(model, int(family == "ViT"))
         model.zero_grad()
 
         def step(model: nn.Module = model) -> Tensor:

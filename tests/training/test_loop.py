@@ -292,8 +292,12 @@ def test_the_best_that_was_saved_before_its_evaluation_is_not_written_again():
 
 
 def test_the_wait_for_data_is_one_figure_in_metrics_and_in_the_phases_of_a_run():
-    now, hooks = Ticking(0.0), FakeHooks()
+    now = Ticking(0.0)
     phases = PhaseClock(now)
+
+    class Hooks(FakeHooks):
+        def note_step(self, step: int, wait_s: float) -> None:
+            phases.note_step(wait_s)
 
     def read() -> Any:
         for batch in batches():
@@ -302,11 +306,10 @@ def test_the_wait_for_data_is_one_figure_in_metrics_and_in_the_phases_of_a_run()
 
     def compute(step: int) -> None:
         now.now_s += 1.0
-        phases.note_step()
 
-    engine = FakeEngine(on_backward=compute)
+    hooks, engine = Hooks(), FakeEngine(on_backward=compute)
     chosen = short_recipe(train={"log_every_steps": 1})
-    run(engine, hooks, chosen, clock=now, stream=phases.waits_for(read()))
+    run(engine, hooks, chosen, clock=now, stream=read())
     found = [metrics for _, metrics in hooks.logged if "data/wait_fraction" in metrics]
     waited_s = [one["data/wait_fraction"] * one["perf/step_ms_median"] / 1e3 for one in found]
     assert waited_s == pytest.approx([0.5] * TOTAL)
@@ -334,7 +337,7 @@ def test_steps_of_large_norms_are_skipped_counted_and_named_at_the_next_log(monk
     whole, hooks, end = Progress(), FakeHooks(), FakeHooks()
     engine = run_from(whole, hooks)
     assert engine.weight == TOTAL - 3
-    assert hooks.skipped == [(6, 4, 4.5), (9, 8, 60.0)]
+    assert hooks.skipped == [(6, [4], 4.5), (9, [7, 8], 60.0)]
     assert hooks.refused == []
     counts = [metrics.get("train/skipped_steps") for _, metrics in hooks.logged]
     assert counts == [0.0, 0.0, 1.0, 3.0, 3.0]
@@ -343,8 +346,10 @@ def test_steps_of_large_norms_are_skipped_counted_and_named_at_the_next_log(monk
     assert engine.norm_limits == pytest.approx(limits)
     half = Progress()
     first = FakeEngine(norms=norms)
-    run(first, FakeHooks(stop_at=6), chosen, half)
-    assert half.step == 6
+    stopped = FakeHooks(stop_at=5)
+    run(first, stopped, chosen, half)
+    assert half.step == 5
+    assert stopped.skipped == [(5, [4], 4.5)]  # between two logs
     resumed = run_from(half, end)
     assert first.norm_limits + resumed.norm_limits == engine.norm_limits
 

@@ -1,5 +1,6 @@
-"""Learning rates against torch's own schedulers."""
+"""Learning rates against torch's own schedulers, and big_vision's formulas."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -57,6 +58,27 @@ def test_a_cool_down_equals_torchs_constant_and_then_linear_rate():
     config = OptimConfig(schedule="cooldown", cooldown_fraction=0.3, **rates)
     ours = [lr_at(step, config, TOTAL) for step in range(TOTAL)]
     assert ours == pytest.approx(flat + falling, rel=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "steps", "cooldown"])
+def test_every_rate_is_by_big_visions_formula(schedule):
+    """`create_learning_rate_schedule` of its utils.py: a decay, times warm-up, times cool-down."""
+    step, ones, decay_at = np.arange(TOTAL), np.ones(TOTAL), (0.3, 0.62, 0.9)
+    decayed = np.clip((step - WARMUP) / (TOTAL - WARMUP), 0, 1)
+    end = 0.01 if schedule == "linear" else 0.0
+    decays = {
+        "linear": end / PEAK + (1 - end / PEAK) * (1 - decayed),
+        "cosine": (1 + np.cos(np.pi * decayed)) / 2,
+        "steps": 0.1 ** np.searchsorted(np.array(decay_at) * TOTAL, step, side="right"),
+        "cooldown": np.minimum(1, (TOTAL - step) / (0.2 * TOTAL)),
+    }
+    expected = PEAK * decays.get(schedule, ones) * np.minimum(1, step / WARMUP)
+    config = OptimConfig(
+        learning_rate=PEAK, schedule=schedule, warmup_steps=WARMUP, end_learning_rate=end,
+        decay_at=decay_at, cooldown_fraction=0.2,
+    )  # fmt: skip
+    ours = [lr_at(int(number), config, TOTAL) for number in step]
+    assert ours == pytest.approx(expected.tolist(), rel=1e-9)
 
 
 def test_until_its_cool_down_a_shorter_run_has_the_rates_of_a_longer_one():

@@ -1,6 +1,6 @@
 """Steps that two ranks skip together: one meets a loss that is not finite, or is very large."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,9 +42,11 @@ def train_on(
         def on_bad_step(self, progress: Progress, batch: Batch) -> None:
             report_refused(train, link, progress, describe_batch(engine, batch, MICRO))
 
-        def on_skipped_step(self, progress: Progress, skipped: SkippedStep) -> None:
-            text = describe_batch(engine, skipped.batch, MICRO)
-            report_skipped(train, link, progress, skipped, text)
+        def on_skipped_steps(
+            self, progress: Progress, largest: SkippedStep, steps: Sequence[int]
+        ) -> None:
+            text = describe_batch(engine, largest.batch, MICRO)
+            report_skipped(train, link, progress, largest, steps, text)
 
     share = GLOBAL_BATCH // RANKS
     mine = slice(rank * share, (rank + 1) * share)

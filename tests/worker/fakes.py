@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,8 +97,6 @@ class FakeEngine:
     average: Any = None
     is_averaged: bool = False
     is_closed: bool = False
-    compiled_s: float = 0.0
-    failure: str | None = None
     restored: list[int] = field(default_factory=list)
     shapes: dict[str, list[int]] = field(default_factory=lambda: {"w": [1]})
     seen: list[list[int]] = field(default_factory=list)
@@ -140,12 +138,6 @@ class FakeEngine:
     def take_forward_s(self) -> float:
         return 0.001
 
-    def compile_s(self) -> float:
-        return self.compiled_s
-
-    def compile_failure(self) -> str | None:
-        return self.failure
-
     def snapshot(self, position: Position, memory: Any = None) -> Snapshot:
         weight = torch.tensor([self.weight])
         return take_snapshot([("weight", "w", 0, weight)], position, 0, 1, memory)
@@ -173,7 +165,7 @@ class FakeHooks:
     logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
     refused: list[tuple[int, list[int]]] = field(default_factory=list)
-    skipped: list[tuple[int, int, float]] = field(default_factory=list)
+    skipped: list[tuple[int, list[int], float]] = field(default_factory=list)
     noted: list[int] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
     save_at: int | None = None
@@ -186,7 +178,7 @@ class FakeHooks:
     is_whole: bool = True
     """What was saved before."""
 
-    def note_step(self, step: int) -> None:
+    def note_step(self, step: int, wait_s: float) -> None:
         self.noted.append(step)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -216,8 +208,11 @@ class FakeHooks:
     def on_bad_step(self, progress: Progress, batch: Batch) -> None:
         self.refused.append((progress.step, batch["sample"].tolist()))
 
-    def on_skipped_step(self, progress: Progress, skipped: SkippedStep) -> None:
-        self.skipped.append((progress.step, skipped.step, skipped.grad_norm))
+    def on_skipped_steps(
+        self, progress: Progress, largest: SkippedStep, steps: Sequence[int]
+    ) -> None:
+        assert largest.step in steps
+        self.skipped.append((progress.step, list(steps), largest.grad_norm))
 
 
 CLASSES = tuple(f"class {index}" for index in range(10))

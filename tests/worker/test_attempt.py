@@ -21,6 +21,7 @@ from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpo
 from vit_ray.checkpoints.sample_digest import samples_digest
 from vit_ray.storage import locate
 from vit_ray.training.loop import EvaluationCutError
+from vit_ray.worker import attempt
 from vit_ray.worker.attempt import evaluate_alone
 from vit_ray.worker.job import UnrecoverableError
 
@@ -31,24 +32,25 @@ def newest_step(worker: Worker) -> int:
 
 
 @pytest.mark.parametrize(
-    ("compiled_s", "failure", "is_compiled", "kinds"),
+    ("compiled_s", "failures", "is_compiled", "kinds"),
     [
-        (0.0, None, 0.0, ["first step"]),
-        (3.0, None, 1.0, ["first step"]),
-        (3.0, "RuntimeError: no C compiler", 0.0, ["not compiled", "first step"]),
+        (0.0, [], 0.0, ["first step"]),
+        (3.0, [], 1.0, ["first step"]),
+        (3.0, ["RuntimeError: no C compiler"], 0.0, ["not compiled", "first step"]),
     ],
 )
 def test_a_model_that_runs_eagerly_does_not_look_compiled(
-    compiled_s, failure, is_compiled, kinds, tmp_path
+    compiled_s, failures, is_compiled, kinds, tmp_path, monkeypatch
 ):
     worker = Worker(make_job(tmp_path))
-    worker.engine.compiled_s, worker.engine.failure = compiled_s, failure
+    monkeypatch.setattr(attempt, "compile_s", lambda: compiled_s)
+    monkeypatch.setattr(attempt, "compile_failures", lambda: failures)
     worker.run()
     assert worker.kinds() == kinds
     logged = {key: value for _, values in worker.actor.logged for key, value in values.items()}
     assert logged["perf/compiled"] == is_compiled
     texts = [text for _, text, _ in worker.actor.events]
-    assert any(failure in text for text in texts) if failure else len(texts) == 1
+    assert any(failures[0] in text for text in texts) if failures else len(texts) == 1
 
 
 @pytest.mark.parametrize(("start", "is_kept"), [(0, True), (4, False)])

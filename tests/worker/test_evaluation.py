@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.special import softmax
-from sklearn.metrics import average_precision_score, log_loss, top_k_accuracy_score
+from sklearn.metrics import log_loss, top_k_accuracy_score
 
 from tests.recipes import recipe_with
 from tests.training.engine_runs import build_engine
@@ -55,13 +55,6 @@ def share(rank: int, world_size: int) -> list[dict[str, Any]]:
     return batches
 
 
-def with_several_labels(batch: dict[str, Any]) -> dict[str, Any]:
-    """The class, for two of three images the next class, and a place that no image uses."""
-    first = batch["labels"]
-    second = np.where((first < 0) | (batch["sample"][:, None] % 3 == 0), -1, (first + 1) % 5)
-    return {**batch, "labels": np.concatenate([first, second, np.full_like(first, -1)], axis=1)}
-
-
 def features_of(engine: Any, batches: list[dict[str, Any]]) -> np.ndarray:
     """Features of this rank's images, with their sample numbers in front."""
     rows = [
@@ -72,7 +65,7 @@ def features_of(engine: Any, batches: list[dict[str, Any]]) -> np.ndarray:
 
 
 def evaluated(rank: int) -> dict[int, Any]:
-    """By ZeRO stage: features, accuracy, few-shot accuracy, logits, accuracy by several labels."""
+    """By ZeRO stage: features, accuracy, few-shot accuracy, logits."""
     trust_modules("tests.parts")
     world_size = torch.distributed.get_world_size()
     batches = share(rank, world_size)
@@ -90,7 +83,6 @@ def evaluated(rank: int) -> dict[int, Any]:
             measure_accuracy(engine, batches, recipe),
             measure_few_shot(engine, batches, batches, config, few_shot),
             np.concatenate([one[b["weight"] > 0] for b, _, one in _predictions(engine, batches)]),
-            measure_accuracy(engine, map(with_several_labels, batches), recipe),
         )
         engine.close()
     return found
@@ -112,10 +104,6 @@ def test_figures_of_two_ranks_are_those_of_all_images_at_once(alone, shared, sta
     labels = np.arange(NUM_IMAGES) % 5
     top3 = top_k_accuracy_score(labels, alone[3], k=3)
     assert 0 < top3 < 1
-    truth = np.eye(5, dtype=bool)[labels]
-    also = np.arange(NUM_IMAGES) % 3 > 0
-    truth[also] |= np.roll(truth[also], 1, axis=1)
-    precision = average_precision_score(truth, alone[3], average="macro")
     rows = np.concatenate([rank[stage][0] for rank in shared])
     rows = rows[np.argsort(rows[:, 0])]
     assert rows[:, 0].tolist() == list(range(NUM_IMAGES))
@@ -124,7 +112,7 @@ def test_figures_of_two_ranks_are_those_of_all_images_at_once(alone, shared, sta
         features, labels, features, labels, num_classes=5, shots=(1, 3), seeds=2
     )
     for rank in shared:
-        _, accuracy, of_few, _, of_several = rank[stage]
+        _, accuracy, of_few, _ = rank[stage]
         assert accuracy == pytest.approx(alone[1], rel=1e-5)
         assert of_few == pytest.approx(alone[2])
         assert of_few == {
@@ -133,8 +121,6 @@ def test_figures_of_two_ranks_are_those_of_all_images_at_once(alone, shared, sta
         assert accuracy["top3"] == pytest.approx(top3)
         # Of a row that pads the last batch it is not 0.
         assert accuracy["largest"] == pytest.approx(alone[3].max(1).mean(), rel=1e-5)
-        assert of_several["mean_average_precision"] == pytest.approx(precision, rel=1e-6)
-        assert "mean_average_precision" not in accuracy
 
 
 def without_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +197,7 @@ def test_the_best_evaluation_is_chosen_on_images_held_out_beside_the_test_set(
         assert {k: v for k, v in metrics.items() if k.endswith("top1")} == pytest.approx(found)
 
 
-KEPT = {"per_class.csv", "confusion.csv", *(f"examples.{end}" for end in ("jpg", "json"))}
+KEPT = {"confusion.csv", *(f"examples.{end}" for end in ("jpg", "json"))}
 KEPT |= {f"errors.{end}" for end in ("jpg", "json")}
 
 
@@ -334,7 +320,6 @@ def test_an_evaluation_counts_each_class_over_all_ranks(tmp_path):
     right = {1: (1, 2), 2: (2,), 3: (3,)}
     of_image = [p in right[k] for p, k in zip(predicted, labels, strict=True) if k in right]
     assert metrics["eval/top1"] == pytest.approx(np.mean(of_image))
-    rows = files["per_class.csv"].decode().splitlines()
-    assert len(rows) == 5
-    assert sum(int(row.split(",")[2]) for row in rows[1:]) == len(of_image)
-    assert sum(int(row.split(",")[3]) for row in rows[1:]) == sum(of_image)
+    rows = [row.split(",") for row in files["confusion.csv"].decode().splitlines()[1:]]
+    assert sum(int(row[2]) for row in rows) == len(of_image)
+    assert sum(int(row[2]) for row in rows if row[0] == row[1]) == sum(of_image)

@@ -21,7 +21,7 @@ class Engine:
     """Each of two ranks needs a parameter that lies in files of its own."""
 
     def __init__(self, rank: int) -> None:
-        self.device, self._engine = CPU, self
+        self.device, self._engine, self.state = CPU, self, self
         self.weight = torch.zeros(5)
         start = ("a", 0) if rank == 0 else ("b", 0)
         self._entries = [("weight", *start, self.weight)]

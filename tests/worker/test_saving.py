@@ -130,7 +130,7 @@ def test_storage_that_refuses_too_often_fails_the_run(error, raised, tmp_path, m
 
     monkeypatch.setattr(worker.saver.writer, "write", refuse)
     worker.saver.save(Progress(step=1))
-    for meets_it in (worker.saver.wait_until_written, lambda: worker.hooks.note_step(2)):
+    for meets_it in (worker.saver.wait_until_written, lambda: worker.hooks.note_step(2, 0.0)):
         with pytest.raises(raised, match=str(error)) as met:
             meets_it()
         assert type(met.value) is raised

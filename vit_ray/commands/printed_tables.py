@@ -15,7 +15,6 @@ from vit_ray.metric_names import (
     EVAL_AVERAGED_TOP1,
     EVAL_LAST_TOP1,
     EVAL_LOSS,
-    EVAL_MEAN_AVERAGE_PRECISION,
     EVAL_TOP1,
     FEW_SHOT_GROUP,
     PERF_MFU,
@@ -29,7 +28,6 @@ _SHOWN = (
     (EVAL_TOP1, "top-1 accuracy", "{:.2%}"),
     (EVAL_LAST_TOP1, "top-1 accuracy of the last evaluation", "{:.2%}"),
     (EVAL_AVERAGED_TOP1, "top-1 accuracy, averaged weights", "{:.2%}"),
-    (EVAL_MEAN_AVERAGE_PRECISION, "mean average precision", "{:.2%}"),
     (EVAL_LOSS, "evaluation loss", "{:.4f}"),
     (TRAIN_LOSS, "last training loss", "{:.4f}"),
     (TRAIN_IMAGES_PER_S, "images/s", "{:.0f}"),
@@ -37,7 +35,7 @@ _SHOWN = (
     (STARTUP_FIRST_STEP_S, "Ray up to first step, s", "{:.1f}"),
 )
 _TOP1S = (EVAL_TOP1, EVAL_LAST_TOP1, EVAL_AVERAGED_TOP1)
-_SHARES = ("top1", "top3", "top5", "mean_average_precision")
+_SHARES = ("top1", "top3", "top5")
 """Ends of the names of accuracies."""
 _WIDEST: Final = 10**6
 """Characters of a line in a pipe: of any cell, whole."""

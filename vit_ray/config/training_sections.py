@@ -38,9 +38,7 @@ _STORE: Final = re.compile(
 _TAG_NAME: Final = re.compile(r"[\w\- :][/\w.\- :]{0,249}")
 MOST_BLOCKS: Final = 1000
 """Limit for a model's sizes; more is a typing error that would take hours to build."""
-OWN_ACCURACIES: Final = (
-    "top1", "top5", "loss", "images", "mean_class_top1", "mean_average_precision",
-)  # fmt: skip
+OWN_ACCURACIES: Final = ("top1", "top5", "loss", "images", "mean_class_top1")
 """Metrics that every evaluation has."""
 
 

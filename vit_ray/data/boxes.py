@@ -69,11 +69,6 @@ class Augmentation:
                 f"augmentation.resize={self.resize} is below augmentation.size={self.size}, so the "
                 f"crop would not fit; use at least {max(self.shape[:2])}"
             )
-        if not 0 < self.min_area <= self.max_area <= 1:
-            raise ValueError(
-                f"augmentation.min_area={self.min_area}, max_area={self.max_area}; keep 0 < "
-                "min_area <= max_area <= 1"
-            )
 
     @property
     def height(self) -> int:

@@ -160,22 +160,13 @@ class RowGroupColumns:
     bytes: NDArray[np.integer]
     dropped: dict[int, NDArray[np.int32]]
 
-    def chosen(
-        self,
-        groups: NDArray[np.integer] | slice,
-        rows: NDArray[np.integer],
-        dropped: dict[int, NDArray[np.int32]],
-    ) -> "RowGroupColumns":
-        """Some of the row groups, with other numbers of rows that count."""
-        files, numbers, sizes = self.file_index[groups], self.row_group[groups], self.bytes[groups]
-        return RowGroupColumns(files, numbers, rows, sizes, dropped)
-
     def without_empty(self) -> "RowGroupColumns":
         """The row groups that have rows that count."""
         kept = np.flatnonzero(self.rows)
         places = {old: new for new, old in enumerate(kept.tolist())}
         dropped = {places[old]: rows for old, rows in self.dropped.items() if old in places}
-        return self.chosen(kept, self.rows[kept], dropped)
+        files, numbers, rows = self.file_index[kept], self.row_group[kept], self.rows[kept]
+        return RowGroupColumns(files, numbers, rows, self.bytes[kept], dropped)
 
 
 @dataclass(frozen=True, eq=False)

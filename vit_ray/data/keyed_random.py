@@ -63,12 +63,6 @@ class KeyedUniform:
         """The next number as an integer in [0, bound)."""
         return int(self.draw() * bound)
 
-    def words(self, count: int) -> UInt64Array:
-        """The next numbers as 64 random bits each: uint64 (count,)."""
-        first = self._drawn + 1
-        self._drawn += count
-        return keys_of(self._key, np.arange(first, first + count))
-
 
 class KeyedUniforms:
     """The sequences of `KeyedUniform` of many keys, element by element the same numbers.
@@ -103,22 +97,12 @@ class KeyedPermutation:
 
     def ranks(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
         """Where the permutation sends each value: int64, same shape."""
-        return self._walked(values, is_back=False)
-
-    def values(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The value that has each rank: the inverse of `ranks`."""
-        return self._walked(ranks, is_back=True)
-
-    def _walked(self, values: NDArray[np.int64], *, is_back: bool) -> NDArray[np.int64]:
-        """Backwards is the same network with its halves and its keys in turned order."""
         bits, mask = np.uint64(self._half_bits), np.uint64((1 << self._half_bits) - 1)
-        turn = -1 if is_back else 1
         found, outside = values.astype(np.uint64), np.ones(values.shape, bool)
         while outside.any():
-            left, right = (found[outside] >> bits, found[outside] & mask)[::turn]
-            for key in self._keys[::turn]:
+            left, right = found[outside] >> bits, found[outside] & mask
+            for key in self._keys:
                 left, right = right, left ^ (keys_of(key, right) & mask)
-            left, right = (left, right)[::turn]
             found[outside] = (left << bits) | right
             outside = found >= self._size
         return found.astype(np.int64)

@@ -10,7 +10,7 @@ length, which a stream server draws once for all reading tasks (`Order.drawn`).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,16 +104,6 @@ class Order:
         """What `draw` gives, by a process that has drawn it already."""
         self._groups_of = lru_cache(maxsize=2)(lambda epoch: self.drawn(epoch))
         self._rows_of = lru_cache(maxsize=4096)(self._permute_rows)
-
-    @cached_property
-    def first_samples(self) -> Int64Array:
-        """Number of the first row of each row group, and the total at the end."""
-        return np.concatenate([[0], np.cumsum(self.rows, dtype=np.int64)])
-
-    def samples_at(self, start: int, stop: int) -> Int64Array:
-        """Global row numbers at positions [start, stop), in order: int64 (stop - start,)."""
-        places = self.places(np.arange(start, stop, dtype=np.int64))
-        return self.first_samples[places.groups] + places.rows
 
     def places(self, positions: Int64Array) -> Places:
         """What stands at some positions."""

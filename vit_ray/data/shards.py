@@ -326,9 +326,8 @@ class RowGroupReader:
         Raises:
             ValueError: as `read`.
         """
-        dropped = set(self._manifest.dropped.get(group, np.empty(0)).tolist())
-        keys = self.column(group, "key").to_pylist()
-        return [key for row, key in enumerate(keys) if row not in dropped]
+        keys = self.column(group, "key").to_numpy(zero_copy_only=False)
+        return np.delete(keys, self._manifest.dropped.get(group, [])).tolist()
 
     def column(self, group: int, name: str) -> pa.Array:
         """A column of all stored rows of a row group; reads no other."""

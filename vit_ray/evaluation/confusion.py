@@ -5,13 +5,14 @@ Only pairs that occur are kept: for 21,843 classes a table would have 477 millio
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import NDArray
 
-PER_CLASS_FILE, CONFUSION_FILE = "per_class.csv", "confusion.csv"
+CONFUSION_FILE: Final = "confusion.csv"
 
 Int64Array = NDArray[np.int64]
 
@@ -60,25 +61,11 @@ class Confusion:
         return np.divide(right, images, out=np.full(num_classes, np.nan), where=images > 0)
 
     def files(self, classes: Sequence[str]) -> dict[str, bytes]:
-        """The table of classes and the table of pairs, as CSV by file name."""
+        """The table of pairs as CSV, by file name."""
         # A name that a spreadsheet would run as a formula gets a quote before it.
         formula = ("=", "+", "-", "@", "\t", "\r")
-        names = pd.Series([f"'{name}" if name.startswith(formula) else name for name in classes])
+        names = np.array([f"'{name}" if name.startswith(formula) else name for name in classes])
         pairs = pd.DataFrame(self.pairs(), columns=["class", "predicted", "images"])
-        is_right = pairs["class"] == pairs["predicted"]
-        # The most frequent of each class's errors, of equal ones the first.
-        errors = pairs[~is_right].sort_values("images", ascending=False, kind="stable")
-        errors = errors.drop_duplicates("class").set_index("class")
-        per_class = pd.DataFrame({"name": names})
-        per_class["images"] = pairs.groupby("class")["images"].sum()
-        per_class["right"] = pairs[is_right].set_index("class")["images"]
-        per_class = per_class.fillna(0).astype({"images": int, "right": int})
-        per_class["top1"] = per_class["right"] / per_class["images"]
-        per_class["most_taken_for"] = errors["predicted"].map(names)
-        per_class["times"] = errors["images"].astype("Int64")
         for column in ("class", "predicted"):
-            pairs[column] = names.to_numpy()[pairs[column]]  # IndexError for one without a name
-        return {
-            PER_CLASS_FILE: per_class.to_csv(index_label="class", float_format="%.6f").encode(),
-            CONFUSION_FILE: pairs.to_csv(index=False).encode(),
-        }
+            pairs[column] = names[pairs[column]]  # IndexError for one without a name
+        return {CONFUSION_FILE: pairs.to_csv(index=False).encode()}

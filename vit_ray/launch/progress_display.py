@@ -12,7 +12,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextCol
 from vit_ray.config.secrets import redact
 from vit_ray.data.progress import ANSWER_S, clock, print_line, repeated
 from vit_ray.metric_names import (
-    DATA_WAIT_FRACTION,
     EVAL_AVERAGED_TOP1,
     EVAL_TOP1,
     PERF_MFU,
@@ -30,7 +29,6 @@ _SPEED_OVER_S: Final = 1800.0
 _FIGURES: Final = (
     (TRAIN_LOSS, "loss {:.3f}"),
     (TRAIN_IMAGES_PER_S, "{:.0f} images/s"),
-    (DATA_WAIT_FRACTION, "data wait {:.0%}"),
     (PERF_MFU, "MFU {:.1%}"),
     (EVAL_TOP1, "top-1 {:.2%}"),
     (EVAL_AVERAGED_TOP1, "of averaged weights {:.2%}"),

@@ -6,14 +6,11 @@ without a driver does not count, and nor does what a driver that died did after 
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import TypeVar
 
 from vit_ray.metric_names import RUN_GOODPUT, RUN_GROUP, RUN_WALL_S
-
-Item = TypeVar("Item")
 
 
 class Phase(StrEnum):
@@ -57,10 +54,11 @@ class PhaseClock:
         self._seconds[Phase.PLACE] += waited_s
         self._seconds[Phase.LOST if until_s > driver_s else Phase.STARTING] += gap_s - waited_s
 
-    def note_step(self) -> None:
-        """A step is done; the first one is a part of the start."""
-        if self._phase is Phase.STARTING:
-            self._enter(Phase.TRAINING)
+    def note_step(self, wait_s: float) -> None:
+        """A step is done, with its wait for data; the first one is a part of the start."""
+        if self._enter(Phase.TRAINING) is Phase.TRAINING:
+            self._seconds[Phase.TRAINING] -= wait_s
+            self._seconds[Phase.DATA] += wait_s
 
     @contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
@@ -70,17 +68,6 @@ class PhaseClock:
             yield
         finally:
             self._enter(before)
-
-    def waits_for(self, batches: Iterable[Item]) -> Iterator[Item]:
-        """The same batches; the wait for each counts, except for the first step's."""
-        source = iter(batches)
-        while True:
-            starts = self._phase is Phase.STARTING
-            with self.within(Phase.STARTING if starts else Phase.DATA):
-                batch = next(source, None)
-            if batch is None:
-                return
-            yield batch
 
     def spent(self) -> tuple[dict[str, float], float]:
         """Seconds of the run by phase, and the Unix time until which they count."""

@@ -101,8 +101,8 @@ class EvaluationCutError(Exception):
 class LoopWorker(Protocol):
     """The worker around the loop, which calls it on all ranks together."""
 
-    def note_step(self, step: int) -> None:
-        """`step` steps are completed."""
+    def note_step(self, step: int, wait_s: float) -> None:
+        """`step` steps are completed; the last one waited `wait_s` for its batch."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Take metrics of a step; must not block."""
@@ -129,8 +129,10 @@ class LoopWorker(Protocol):
     def on_bad_step(self, progress: Progress, batch: Batch) -> None:
         """The step of this batch was refused: report it; raise or return, as the recipe says."""
 
-    def on_skipped_step(self, progress: Progress, skipped: "SkippedStep") -> None:
-        """Report the step with the largest norm of those skipped since the last log."""
+    def on_skipped_steps(
+        self, progress: Progress, largest: "SkippedStep", steps: Sequence[int]
+    ) -> None:
+        """Report the steps skipped since the last log, and the one with the largest norm."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,8 @@ class TrainingLoop:
         self._first_step = self.progress.step + 1
         # A committed step, such as the start of this attempt, is not written again.
         self._saved_step, self._saved_s = self.progress.step, self.clock()
-        self._skipped: SkippedStep | None = None
+        self._skipped: list[int] = []
+        self._largest: SkippedStep | None = None
         if not self.progress.samples_digest:
             self.progress.digest_from = self.progress.step
         self._digest_before = int(self.progress.samples_digest or "0", 16)
@@ -279,14 +282,15 @@ class TrainingLoop:
         progress.step += 1
         progress.train_seconds += step_s
         progress.worker_seconds += step_s * context.world_size
-        self.worker.note_step(progress.step)
+        self.worker.note_step(progress.step, wait_s)
         self._times.append((step_s, wait_s, engine.take_forward_s()))
         if refused and norm_limit < grad_norm < math.inf:
             progress.skipped_steps += 1
-            if self._skipped is None or grad_norm > self._skipped.grad_norm:
+            self._skipped.append(progress.step - 1)
+            if self._largest is None or grad_norm > self._largest.grad_norm:
                 # On the host: the device has no memory for a second batch until the next log.
                 kept = {**batch, "image": as_tensor(batch["image"]).cpu()}
-                self._skipped = SkippedStep(progress.step - 1, grad_norm, norm_limit, kept)
+                self._largest = SkippedStep(progress.step - 1, grad_norm, norm_limit, kept)
         elif math.isfinite(mean_loss) and not refused:
             progress.nonfinite_steps = 0
         else:
@@ -309,7 +313,7 @@ class TrainingLoop:
         return factor * statistics.median(norms)
 
     def _log_if_due(self, step: _Step) -> None:
-        """Log at the cadence, and at the first step (for early errors) and the last.
+        """Log at the cadence, at the first step (for early errors), the last, and before a stop.
 
         Also at some steps before the first of the cadence: a short run has figures.
         """
@@ -317,7 +321,7 @@ class TrainingLoop:
         every = self.recipe.train.log_every_steps
         is_early = progress.step in EARLY_STEPS and progress.step < every
         is_end = progress.step in (self._first_step, context.total_steps)
-        if not (is_early or is_end or is_due(progress.step, every)):
+        if not (is_early or is_end or step.is_stopping or is_due(progress.step, every)):
             return
         steps, waits, forwards = np.array(self._times).T
         self._times = []
@@ -349,9 +353,9 @@ class TrainingLoop:
             metrics[TRAIN_SKIPPED_STEPS] = float(progress.skipped_steps)
         progress.metrics |= metrics
         self.worker.log(progress.step, metrics)
-        if self._skipped is not None:
-            self.worker.on_skipped_step(progress, self._skipped)
-            self._skipped = None
+        if self._largest is not None:
+            self.worker.on_skipped_steps(progress, self._largest, self._skipped)
+            self._skipped, self._largest = [], None
 
     def _evaluate_if_due(self) -> bool:
         """Evaluate at the cadence and the end; whether the validation loss is the best so far."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +25,7 @@ from vit_ray.metric_names import (
 )
 from vit_ray.outcomes import EventKind, Failure
 from vit_ray.own_parts import own_part
+from vit_ray.training.engine.compiling import compile_failures, compile_s
 from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.training.loop import (
     Batch,
@@ -122,8 +123,7 @@ class Attempt:
             self.engine.close()
 
     def _train(self) -> None:
-        progress, clock = self.progress, self.link.clock
-        batches = clock.waits_for(self.batches)
+        progress, batches = self.progress, self.batches
         steps = self.job.recipe.train.profile_steps
         if steps is not None and self.context.rank == 0:
             batches = profiled(batches, steps, progress.step + 1, self.link.keep_file)
@@ -182,14 +182,14 @@ class Attempt:
                 text = f"{name} is not called again: {type(error).__name__}: {error}"
                 self.link.note(EventKind.CALLBACK_FAILED, text, step)
 
-    def note_step(self, step: int) -> None:
+    def note_step(self, step: int, wait_s: float) -> None:
         """Progress for the watchdog, and through its heartbeat for the display.
 
         Raises:
             UnrecoverableError: checkpoints can no longer be written.
         """
         self.watchdog.note_step(step)
-        self.link.clock.note_step()
+        self.link.clock.note_step(wait_s)
         self.saver.check()
         self._note_start(step)
 
@@ -199,17 +199,18 @@ class Attempt:
             return
         self._has_started = True
         since_ray_s = time.time() - self.job.ray_ready_s
-        compiled_s, failure = self.engine.compile_s(), self.engine.compile_failure()
+        compiled_s, failures = compile_s(), compile_failures()
         metrics = {
             STARTUP_FIRST_STEP_S: since_ray_s,
-            PERF_COMPILED: float(compiled_s > 0 and failure is None),
+            PERF_COMPILED: float(compiled_s > 0 and not failures),
         }
         text = f"{since_ray_s:.1f} s after Ray was up"
         if compiled_s:
             metrics[STARTUP_COMPILE_S] = compiled_s
             text += f", {compiled_s:.1f} s of them torch.compile's"
-        if failure is not None:
-            self.link.note(EventKind.NOT_COMPILED, f"the model runs eagerly: {failure}", step)
+        if failures:
+            why = f"the model runs eagerly: {failures[0]}"
+            self.link.note(EventKind.NOT_COMPILED, why, step)
         self.link.note(EventKind.FIRST_STEP, text, step)
         self.link.log(step, metrics)
 
@@ -267,9 +268,11 @@ class Attempt:
         train, text = self.job.recipe.train, self._described(batch)
         report_refused(train, self.link, progress, text)
 
-    def on_skipped_step(self, progress: Progress, skipped: SkippedStep) -> None:
-        train, text = self.job.recipe.train, self._described(skipped.batch)
-        report_skipped(train, self.link, progress, skipped, text)
+    def on_skipped_steps(
+        self, progress: Progress, largest: SkippedStep, steps: Sequence[int]
+    ) -> None:
+        train, text = self.job.recipe.train, self._described(largest.batch)
+        report_skipped(train, self.link, progress, largest, steps, text)
 
     def _described(self, batch: Batch) -> str:
         return describe_batch(self.engine, batch, self.context.micro_batch_size)

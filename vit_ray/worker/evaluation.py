@@ -15,7 +15,6 @@ from torch import Tensor
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import EvalConfig
 from vit_ray.evaluation.accuracy import AccuracySums
-from vit_ray.evaluation.average_precision import MAX_BYTES, ClassScores
 from vit_ray.evaluation.confusion import Confusion
 from vit_ray.evaluation.examples import ExampleImages
 from vit_ray.evaluation.few_shot import FewShot
@@ -187,8 +186,6 @@ def measure_accuracy(
 ) -> dict[str, float]:
     """`top1`, `top5`, `loss` and `evaluate.metrics` over all images of an evaluation stream.
 
-    Also `mean_average_precision`, if images have several labels and the scores fit `MAX_BYTES`.
-
     Args:
         answers: the ground truth; None for the labels of the stream.
         confusion: collects the counts over all ranks' images.
@@ -199,7 +196,6 @@ def measure_accuracy(
     own_sums = torch.zeros(len(own), dtype=torch.float64)
     loss = "softmax" if train.loss == "masked_patch" else train.loss
     unsmoothed = train.model_copy(update={"label_smoothing": 0.0, "loss": loss})
-    scores = ClassScores()
     for batch, _, logits in _predictions(engine, batches):
         truth = batch["labels"]
         if answers is not None:
@@ -214,9 +210,6 @@ def measure_accuracy(
         for i, (key, metric) in enumerate(zip(keys, own, strict=True)):
             values = per_image(metric(logits, labels), labels, f"evaluate.metrics: {key}")
             own_sums[i] += float((torch.where(counted, values.double(), 0.0) * weights).sum())
-        # ReaL's and ObjectNet's answers are alternatives, not all classes of an image.
-        if batch["labels"].shape[1] > 1 and (answers is None or answers.by_sample is None):
-            scores.add_batch(logits, labels, weights)
         if confusion is not None:
             confusion.add_batch(logits, labels, weights)
         if images is not None:
@@ -228,12 +221,7 @@ def measure_accuracy(
     all_images = AccuracySums(*summed[: -len(own)] if own else summed)
     means = [value / all_images.images for value in summed[len(astuple(sums)) :]]
     names = [key.rpartition(".")[2] for key in keys]
-    found = all_images.means() | dict(zip(names, means, strict=True))
-    if 0 < all_sum([scores.num_bytes], engine.device)[0] <= MAX_BYTES:
-        precision = scores.mean_average_precision(partial(all_rows, device=engine.device))
-        if precision is not None:
-            found["mean_average_precision"] = precision
-    return found
+    return all_images.means() | dict(zip(names, means, strict=True))
 
 
 def measure_few_shot(

@@ -4,6 +4,7 @@ The engine has refused such a step, so weights and optimizer are as before it.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -21,8 +22,8 @@ from vit_ray.worker.run_link import RunLink
 
 MOST_IN_A_ROW: Final = 3
 """Refused steps in a row at which a run stops with any setting: the weights no longer train."""
-MOST_SAMPLES: Final = 64
-"""Samples named in a report."""
+MOST_LISTED: Final = 64
+"""Samples, or steps, named in a report."""
 
 
 def report_refused(train: TrainConfig, link: RunLink, progress: Progress, batch: str) -> None:
@@ -46,13 +47,23 @@ def report_refused(train: TrainConfig, link: RunLink, progress: Progress, batch:
 
 
 def report_skipped(
-    train: TrainConfig, link: RunLink, progress: Progress, skipped: SkippedStep, batch: str
+    train: TrainConfig,
+    link: RunLink,
+    progress: Progress,
+    largest: SkippedStep,
+    steps: Sequence[int],
+    batch: str,
 ) -> None:
-    """Name a step that `train.skip_above` has skipped; `batch`: as `describe_batch` returns."""
+    """Name the steps that `train.skip_above` has skipped since the last log.
+
+    Args:
+        largest: the one of them with the largest norm.
+        batch: its own, as `describe_batch` returns.
+    """
     text = (
-        f"the gradient norm of step {skipped.step} is {skipped.grad_norm:.3g}, above the limit "
-        f"of {skipped.norm_limit:.3g} (train.skip_above={train.skip_above:g} x the "
-        f"median); the step was not applied, {progress.skipped_steps} are skipped so far. {batch}"
+        f"steps not applied since the last log: {_listed(steps)}; {progress.skipped_steps} in all. "
+        f"The gradient norm of step {largest.step} is {largest.grad_norm:.3g}, above the limit of "
+        f"{largest.norm_limit:.3g} (train.skip_above={train.skip_above:g} x the median). {batch}"
     )
     link.note(EventKind.SKIPPED, text, progress.step)
 
@@ -63,9 +74,6 @@ def describe_batch(engine: DeepSpeedEngine, batch: Batch, micro_batch_size: int)
     """
     numbers = np.asarray(batch["sample"], np.int64)
     samples = np.unique(all_rows(numbers, engine.device)).tolist()
-    shown = ", ".join(map(str, samples[:MOST_SAMPLES]))
-    if len(samples) > MOST_SAMPLES:
-        shown += f", ... ({len(samples)} in total)"
     pieces = [
         engine.activation_sizes(normalize(piece.to(engine.device), engine.dtype))
         for piece in torch.split(as_tensor(batch["image"]), micro_batch_size)
@@ -78,4 +86,9 @@ def describe_batch(engine: DeepSpeedEngine, batch: Batch, micro_batch_size: int)
     finite = f"finite when the model is evaluated, largest in {largest_layer}"
     where = f"first not finite in {bad}" if bad else finite
     by_layer = ", ".join(f"{name} {size:.3g}" for name, size in activations.items())
-    return f"Samples {shown}. Activations are {where}; their size by layer: {by_layer}"
+    return f"Samples {_listed(samples)}. Activations are {where}; their size by layer: {by_layer}"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:MOST_LISTED]))
+    return shown if len(numbers) <= MOST_LISTED else f"{shown}, ... ({len(numbers)} in total)"

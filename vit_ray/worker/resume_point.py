@@ -53,7 +53,7 @@ def restore_newest(
     """
     while True:
         try:
-            engine.restore(newest)
+            engine.state.restore(newest)
             return newest
         except DamagedCheckpointError as error:
             warn(f"{error}; passed over")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import ray
 
+from tests.data.small_sets import samples_at
 from vit_ray.data.crops import Augmentation
 from vit_ray.data.order import Order, ShuffleWindow
 from vit_ray.data.stream import ray_datasets, stream_server
@@ -56,7 +57,7 @@ def test_a_run_of_many_segments_is_one_run_by_one_order_that_is_drawn_once(datas
         found[one.rank] += np.ravel(ray.get(one.block).to_pydict()["sample"]).tolist()
     got = np.array(found).reshape(2, 20, 12).transpose(1, 0, 2).reshape(20, 24)
     order = Order(dataset.rows, 11, window=window)
-    expected = order.samples_at(0, 20 * 24).reshape(20, 24)
+    expected = samples_at(order, 0, 20 * 24).reshape(20, 24)
     np.testing.assert_array_equal(got, expected)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import ray
 
+from tests.data.small_sets import samples_at
 from tests.data.stream.reading import (
     Batches,
     read_evaluation,
@@ -139,7 +140,7 @@ def test_evaluation_gives_every_image_once_with_its_label_and_pads_with_weight_z
 def global_samples(spec: StreamSpec, first: int, last: int) -> list[list[int]]:
     """Samples of global batches [first, last), each in ascending order."""
     order = Order(spec.manifest.rows, spec.seed, window=spec.window)
-    return [sorted(order.samples_at(k * BATCH, (k + 1) * BATCH)) for k in range(first, last)]
+    return [sorted(samples_at(order, k * BATCH, (k + 1) * BATCH)) for k in range(first, last)]
 
 
 def test_a_stream_is_read_anew_and_the_reading_before_it_ends(spec):

@@ -111,6 +111,21 @@ def test_an_evaluation_of_a_held_out_part_has_the_images_that_no_training_batch_
     ]
 
 
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_of_a_loader_count_bad_images_together(tmp_path, context):
+    images = [EncodedImage(jpeg(0, 8, 8), (0,), f"{i}", 8, 8) for i in range(6)]
+    for place in (3, 5):  # one for each of two workers
+        images.insert(place, EncodedImage(b"no image", (0,), "bad", 8, 8))
+    write_encoded(tmp_path, "part.parquet", images, ["a"], 4)
+    data = dataset.open_dataset(str(tmp_path))
+    workers: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": context}
+    stream = data.torch_dataset(4, 8, max_bad_fraction=0.25, training=False)
+    assert len(list(DataLoader(stream, batch_size=None, **workers))) == 2
+    stream = data.torch_dataset(4, 8, max_bad_fraction=0.125, training=False)
+    with pytest.raises(ValueError, match=r"2 of 8 images cannot be decoded, above data"):
+        list(DataLoader(stream, batch_size=None, **workers))
+
+
 def test_too_many_bad_images_stop_a_loader_as_they_stop_a_run(tmp_path):
     good = jpeg(0, 8, 8)
     images = [EncodedImage(good, (0,), f"{i}", 8, 8) for i in range(7)]

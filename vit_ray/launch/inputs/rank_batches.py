@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final, overload
 
 import cv2
@@ -74,6 +75,8 @@ class RankBatches(Sequence[Batch]):
         self._reader: tuple[int, BatchReader] | None = None
         self._bad: dict[int, str] = {}
         """What this process found, by sample."""
+        self.bad_folder: Path | None = None
+        """Has a file for each bad image, where processes count them together."""
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -94,12 +97,15 @@ class RankBatches(Sequence[Batch]):
                 cv2.setNumThreads(0)  # a worker has one core, and no threads of a forked parent
             self._reader = os.getpid(), BatchReader(self._job)
         batch, bad = self._reader[1].batch(self._rank, step * self._share, (step + 1) * self._share)
-        for problem in bad.values():
-            _LOG.warning("step %d: %s", step, problem)
         self._bad |= bad
+        for sample, problem in bad.items():
+            _LOG.warning("step %d: %s", step, problem)
+            if self.bad_folder is not None:
+                (self.bad_folder / str(sample)).touch()
         if bad:
+            num_bad = len(os.listdir(self.bad_folder) if self.bad_folder else self._bad)
             spec = self._job.spec
-            refuse_too_many(len(self._bad), spec.num_images, spec.max_bad_fraction, problem)
+            refuse_too_many(num_bad, spec.num_images, spec.max_bad_fraction, problem)
         return batch
 
     def __getstate__(self) -> dict[str, Any]:

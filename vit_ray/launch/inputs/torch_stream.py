@@ -1,6 +1,8 @@
 """Batches as a data set of torch."""
 
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,12 +17,14 @@ class TorchStream(IterableDataset[dict[str, Tensor]]):
         DataLoader(stream, batch_size=None, num_workers=8)
 
     Worker w of n makes batches w, w + n, ...; a DataLoader takes one from each in turn. Each worker
-    keeps row groups of its own, so that n workers read a shuffle window n times. It has no length:
-    a loop that resumes would take what is left for the whole.
+    keeps row groups of its own, so that n workers read a shuffle window n times; all together count
+    bad images. It has no length: a loop that resumes would take what is left for the whole.
     """
 
     def __init__(self, batches: RankBatches) -> None:
         self._batches = batches
+        self._bad = tempfile.TemporaryDirectory(prefix="vit_ray-bad-")
+        batches.bad_folder = Path(self._bad.name)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         worker = get_worker_info()

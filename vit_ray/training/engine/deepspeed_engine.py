@@ -1,7 +1,7 @@
 """The engine that the loop drives: DeepSpeed under any ZeRO stage, on GPU or CPU.
 
-The loop needs three methods of an engine: `backward` for each micro-batch, `step` once per global
-batch, and `predict`. Code that depends on the stage is in `elastic_state.py`, `deepspeed_setup.py`,
+The loop calls `backward` for each micro-batch and `step` once per global batch; evaluations call
+`predict`. Code that depends on the stage is in `elastic_state.py`, `deepspeed_setup.py`,
 `training/engine/fragments.py` and `deepspeed_internals.py`.
 """
 
@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from vit_ray.checkpoints.checkpoint import Checkpoint
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
 from vit_ray.deepspeed_internals import compile_backend
 from vit_ray.measure.meters import DeviceTimes
 from vit_ray.models.recompute import recompute
-from vit_ray.training.engine.compiling import compile_failures, compile_model, compile_s
+from vit_ray.training.engine.compiling import compile_model
 from vit_ray.training.engine.deepspeed_setup import initialize
 from vit_ray.training.engine.elastic_state import TrainingState
 from vit_ray.training.engine.predictor import predicted
@@ -46,8 +45,6 @@ class DeepSpeedEngine:
         The process group must exist; all ranks build their engines together.
         """
         self._loss_function = loss_function
-        self._compile_s_before = compile_s()
-        self._num_failures_before = len(compile_failures())
         # Modules that an objective does not train are left out of a checkpoint, unlike frozen
         # parts.
         named = [(p, name) for name, p in model.named_parameters()]
@@ -96,14 +93,6 @@ class DeepSpeedEngine:
             self._engine.step()  # only counts the micro-batch
         return loss.detach()
 
-    def compile_s(self) -> float:
-        return compile_s() - self._compile_s_before
-
-    def compile_failure(self) -> str | None:
-        """Why a part of the model that should be compiled runs eagerly; None if none does."""
-        failures = compile_failures()[self._num_failures_before :]
-        return failures[0] if failures else None
-
     def take_forward_s(self) -> float:
         """Time of this rank's forward passes since the last call; the device must have finished
         them.
@@ -138,10 +127,6 @@ class DeepSpeedEngine:
         assert self.average is not None
         with self.average.applied(self._engine, self._names):
             yield
-
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue exactly from a checkpoint, whatever the module holds; all ranks call it."""
-        self.state.restore(checkpoint)
 
     @torch.no_grad()
     def activation_sizes(self, images: Tensor) -> dict[str, float]:

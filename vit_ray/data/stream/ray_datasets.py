@@ -21,7 +21,6 @@ import ray.data
 from ray.data import DataContext, ExecutionOptions, ExecutionResources
 from ray.data.block import Block, BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vit_ray import ray_internals
 from vit_ray.data.order import Plan
@@ -188,9 +187,7 @@ def run_tasks_near_by() -> None:
 
     A block that is made on its ranks' host crosses no network. Ray Data itself spreads the tasks.
     """
-    DataContext.get_current().scheduling_strategy = NodeAffinitySchedulingStrategy(
-        ray.get_runtime_context().get_node_id(), soft=True, _spill_on_unavailable=True
-    )
+    DataContext.get_current().scheduling_strategy = ray_internals.near_by()
 
 
 def epochs_of(job: StreamJob, tasks: list[BlockTask]) -> range:
@@ -227,7 +224,7 @@ class PauseWhileFull(ExecutionCallback):
 
     def on_execution_step(self, executor: Any) -> None:
         """Wait if the next iteration would not, and there is one."""
-        operators = executor._topology
+        operators = ray_internals.operators_of(executor)
         has_tasks = any(op.num_active_tasks() for op in operators)
         if not has_tasks and not all(op.has_completed() for op in operators):
             time.sleep(PAUSE_S)

@@ -239,18 +239,6 @@ def _import_what_tasks_need() -> None:
     importlib.import_module("vit_ray.data.stream.ray_datasets")
 
 
-def start_beside_server(num_tasks: int, cores: int) -> None:
-    """Start what a stream needs while the process that will serve it starts.
-
-    These are Ray Data's own actor, and the imports of some tasks' processes; they reserve no CPUs,
-    so that no actor waits behind them. For a Ray on one machine, where half of the cores are left
-    for other processes: the first batch needs one task, which more imports would delay.
-    """
-    ray_internals.get_or_create_autoscaling_coordinator()
-    for _ in range(min(num_tasks, max(1, cores // 2), _WARM_WORKERS)):
-        _import_what_tasks_need.options(num_cpus=0, scheduling_strategy="DEFAULT").remote()
-
-
 def warm_up(spec: StreamSpec, share: float) -> None:
     """Let idle workers of a cluster import in the background while a stream is planned."""
     for _ in range(reading_tasks(spec, share)):

@@ -25,7 +25,6 @@ from tests import foreign_settings  # noqa: F401
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ["RAY_DEDUP_LOGS"] = "0"
 # More threads cost more than they bring for tensors as small as those of tests, and wait for each
 # other where a machine is busy.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

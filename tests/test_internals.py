@@ -4,6 +4,7 @@ import ast
 import functools
 import importlib
 import inspect
+import re
 from importlib.metadata import version
 
 import pytest
@@ -81,6 +82,21 @@ def test_private_names_of_deepspeed_and_mlflow_are_used_by_their_doors_alone():
                 if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self"
             }
             assert not used & private_attributes(), path
+
+
+def test_private_names_of_ray_are_used_by_its_door_alone():
+    """By all attributes and arguments: it does not show which objects are Ray's."""
+    for path in MODULES:
+        source = path.read_text()
+        if path.name == "ray_internals.py" or not re.search(
+            r"^\s*(import|from) ray\b", source, re.M
+        ):
+            continue
+        nodes = [*ast.walk(tree_of(path))]
+        named = {n.arg or "" for n in nodes if isinstance(n, ast.keyword)}
+        read = [n for n in nodes if isinstance(n, ast.Attribute)]
+        named |= {n.attr for n in read if ast.unparse(n.value) not in ("self", "cls", "os", "sys")}
+        assert not {n for n in named if n.startswith("_") and not n.startswith("__")}, path
 
 
 def test_ray_reads_what_its_autoscaler_is_given():

@@ -47,8 +47,8 @@ KINDS = {
     "a reading task": ("import vit_ray.data.stream.ray_datasets", RAY_DATA | {"cv2"}),
     "a host's stream server": ("import vit_ray.data.stream.stream_server", RAY_DATA | {"cv2"}),
     "Ray Train's controller": (
-        "import vit_ray.worker.entry, vit_ray.worker.job, vit_ray.worker.process_group",
-        RAY_DATA | {"ray.train", "ray.train.torch", "torch"},
+        "import vit_ray.worker.entry, vit_ray.worker.process_group",
+        {"ray", "ray.train", "pyarrow", "pandas", "ray.data"},
     ),
     "a trial's process": (
         "import vit_ray.experiments.sweep, vit_ray.experiments.study, vit_ray.experiments.vtab",
@@ -116,6 +116,21 @@ def test_a_driver_that_has_planned_its_run_has_not_imported_torch(tmp_path):
     job = Path(__file__).parents[1] / "jobs" / "pretrain.py"
     imported = imported_by(_UP_TO_THE_PLAN, str(job), str(recipe))
     assert imported <= RAY_DATA | {"cv2", "ray.train", "rich"}
+
+
+def test_rays_warning_of_many_actors_is_not_printed_and_others_are():
+    code = (
+        "import vit_ray.launch.cluster.connection; "
+        "from ray._private.ray_logging import stdout_deduplicator as found; "
+        "lines = ['8 PYTHON worker processes have been started', 'a worker died']; "
+        "print(found.deduplicate({'ip': 'a', 'pid': 'raylet', 'lines': lines})[0]['lines'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={key: value for key, value in os.environ.items() if "DEDUP" not in key},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == "['a worker died']"
 
 
 @pytest.mark.parametrize(("given", "is_on"), [({}, "False"), ({VARIABLE: "1"}, "True")])

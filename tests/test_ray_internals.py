@@ -10,17 +10,6 @@ from vit_ray import ray_internals
 from vit_ray.launch.failures import cause
 
 
-def test_hidden_messages_are_not_printed_and_others_are(monkeypatch):
-    printed: list[object] = []
-    worker = importlib.import_module("ray._private.worker")
-    monkeypatch.setattr(worker, "print_to_stdstream", lambda data, _: printed.append(data["lines"]))
-    for _ in range(2):
-        ray_internals.hide_printed_messages(lambda line: "have been started" in line)
-    for line in ("8 workers have been started", "a worker died"):
-        worker.print_to_stdstream({"lines": [line]}, False)
-    assert printed == [["a worker died"]]
-
-
 def test_a_server_may_take_its_share_of_the_cluster_that_no_rank_has(monkeypatch):
     """Ray's own share of 64 servers on nodes of 16 CPUs would be none."""
     autoscaler = ray_internals.RateBasedClusterAutoscaler

@@ -98,9 +98,9 @@ INTERNALS: Final = (
         {"": ("prefix", "namespace")},
     ),
     Internal(
-        "ray._private.worker", "print_to_stdstream",
-        "The scheduler's messages are printed whatever `log_to_driver` is.", "#63800",
-        {"": ("data", "ignore_prefix")},
+        "ray.util.scheduling_strategies", "NodeAffinitySchedulingStrategy",
+        "Without `_spill_on_unavailable` a task waits for its node while others are free.", "",
+        {"": ("node_id", "soft", "_spill_on_unavailable", "_fail_on_unavailable")},
     ),
     Internal(
         "ray._raylet", "AuthenticationTokenLoader",
@@ -136,25 +136,21 @@ def preemption_notice() -> Any:
     return context.preemption_context.preemption_info
 
 
-def hide_printed_messages(is_hidden: Callable[[str], bool]) -> None:
-    """Keep lines of the cluster's messages off this process's terminal, permanently."""
-    worker: Any = importlib.import_module(_MODULES["print_to_stdstream"])
-    plain = worker.print_to_stdstream
-    if getattr(plain, "hides_messages", False):
-        return
+def near_by() -> Any:
+    """A strategy that runs tasks on this process's node first, and on others while it is full."""
+    strategy = importlib.import_module("ray.util.scheduling_strategies")
+    here = ray.get_runtime_context().get_node_id()
+    return strategy.NodeAffinitySchedulingStrategy(here, soft=True, _spill_on_unavailable=True)
 
-    def print_the_others(data: dict[str, Any], ignore_prefix: bool) -> None:
-        if not any(is_hidden(str(line)) for line in data["lines"]):
-            plain(data, ignore_prefix)
 
-    print_the_others.hides_messages = True  # type: ignore[attr-defined]
-    worker.print_to_stdstream = print_the_others
+def operators_of(executor: Any) -> Any:
+    """The operators of a Ray Data set that executes."""
+    return executor._topology
 
 
 # Texts of Ray 2.60 for errors without a type.
 STARTUP_TIMEOUT: Final = "The current node timed out during startup"
 _VERSION_MISMATCH: Final = "Version mismatch: "
-_MANY_ACTORS: Final = "worker processes have been started"
 _RETRY_NOTE: Final = re.compile(
     r"\nFailed to [^\n]* attempts \(total backoff .*believe this to be transient\.", re.DOTALL
 )
@@ -171,11 +167,6 @@ def version_mismatch(error: Exception) -> str | None:
     """What differs, if `ray.init` raised it for another Ray or Python; None for other errors."""
     text = " ".join(str(error).split())
     return text.removeprefix(_VERSION_MISMATCH) if text.startswith(_VERSION_MISMATCH) else None
-
-
-def is_warning_of_many_actors(line: str) -> bool:
-    """Whether a printed line is the warning about many small actors."""
-    return _MANY_ACTORS in line
 
 
 def memory_kill(error: BaseException) -> tuple[str, str] | None:

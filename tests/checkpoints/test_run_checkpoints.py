@@ -1,5 +1,6 @@
 """Which of a run's checkpoints counts, and that nothing else is ever deleted."""
 
+import os
 import random
 import shutil
 from dataclasses import replace
@@ -22,7 +23,8 @@ from tests.checkpoints.written import (
     write_checkpoint,
     write_snapshot,
 )
-from vit_ray.checkpoints import run_checkpoints
+from vit_ray import storage
+from vit_ray.checkpoints import checkpoint_format, run_checkpoints
 from vit_ray.checkpoints.checkpoint import (
     PROGRESS,
     Checkpoint,
@@ -174,6 +176,25 @@ def test_the_newest_whose_marker_is_shown_late_is_taken(run, monkeypatch):
     warnings: list[str] = []
     found = checkpoint_to_resume(run, warnings.append)
     assert (found.position.step, warnings) == (2, [])
+
+
+@pytest.mark.parametrize(("age_s", "waited_s"), [(0, 10), (7, 3), (60, 0), (-60, 10)])
+def test_a_late_marker_is_waited_for_from_the_last_change_in_the_folder_on(
+    run, monkeypatch, age_s, waited_s
+):
+    """Also of a file in it; a disk's clock may be another."""
+    lose(newest := write_checkpoint(run, 2), COMMIT)
+    write_checkpoint(run, 1)
+    monkeypatch.setattr(checkpoint_format, "READ_AGAIN_S", 10.0)
+    now_s = 1_000_000_000.0
+    monkeypatch.setattr(run_checkpoints.time, "time", lambda: now_s)
+    for path in [*Path(newest.path).iterdir(), Path(newest.path)]:
+        os.utime(path, (now_s - 90, now_s - 90))
+    os.utime(Path(newest.path) / WEIGHTS_0, (now_s - age_s, now_s - age_s))
+    pauses: list[float] = []
+    monkeypatch.setattr(storage.time, "sleep", pauses.append)
+    assert checkpoint_to_resume(run).position.step == 1
+    assert pauses == [waited_s]
 
 
 def test_who_reads_an_active_run_takes_the_checkpoint_that_has_replaced_the_listed_ones(

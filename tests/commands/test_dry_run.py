@@ -92,3 +92,9 @@ def test_a_sweep_is_described_by_its_rates_and_one_trial():
     text = describe_sweep(load_recipe(RECIPES / "finetune" / "pets.yaml"))
     assert "4 trials (learning rates 0.001, 0.003, 0.01, 0.03), then 3 runs" in text
     assert "500 of 512 images" in text
+    # Of the paper's Table 4: 500 steps each; 4 trials and 3 retrainings.
+    table = [line.split() for line in text.splitlines()[2:8]]
+    assert [row[0] for row in table] == ["lr0.001", "lr0.003", "lr0.01", "lr0.03", "each", "in"]
+    of_a_run = float(table[0][2])
+    assert [row[-3] for row in table] == ["500"] * 5 + ["3,500"]
+    assert float(table[-1][-2]) == pytest.approx(7 * of_a_run, rel=1e-3)

@@ -81,12 +81,10 @@ class Driver:
         """`job`: a name in jobs/, or a module with its packages."""
         target = ["-m", job] if "." in job else [str(ROOT / "jobs" / f"{job}.py")]
         command = [sys.executable, *target, *arguments]
-        # Not what a training of this process has set for Ray Train: it would count as the user's.
-        own = {key: v for key, v in os.environ.items() if not key.startswith("RAY_TRAIN_")}
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**own, "RAY_ADDRESS": head.address, **environment},
+            env={**os.environ, "RAY_ADDRESS": head.address, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

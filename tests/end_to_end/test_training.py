@@ -42,6 +42,7 @@ def test_it_learns_and_says_where_its_checkpoint_is(straight):
     assert result.is_complete
     assert result.metrics["train/loss"] < 2.25  # ln 10 = 2.303 is chance
     assert result.metrics["eval/top1"] > 0.15  # 0.1 is chance
+    assert result.top1 == result.metrics["eval/averaged_top1"]
     assert Path(result.checkpoint).name == f"step-{STEPS:08d}"
     assert checkpoint_steps(recipe) == [8, 16, 24]
 
@@ -57,7 +58,9 @@ def test_the_best_evaluation_is_the_result(digits, folder):
         evaluate={"every_steps": 4},
         workers={"num_workers": 1},
     )  # fmt: skip
+    variables = dict(os.environ)
     result = train(recipe)
+    assert dict(os.environ) == variables
     assert result.run_id is not None
     losses = dict(curve(recipe, result.run_id, "dev/loss"))
     best = min(losses, key=lambda step: losses[step])

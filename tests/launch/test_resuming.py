@@ -10,7 +10,10 @@ import torch
 
 from tests.checkpoints.written import snapshot_of, write_snapshot
 from tests.recipes import recipe_with
+from vit_ray import storage
+from vit_ray.checkpoints import checkpoint_format
 from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
+from vit_ray.checkpoints.checkpoint_format import COMMIT
 from vit_ray.commands.job_list import COMMANDS
 from vit_ray.config import Recipe, resume_compatibility
 from vit_ray.config.help import all_keys, keys_below
@@ -65,6 +68,21 @@ def test_a_run_is_begun_again_on_purpose_only_where_no_checkpoint_can_be_used(is
     for file in Path(folder.path).glob("*.safetensors"):
         file.write_bytes(b"")
     assert find_resume_point(recipe) is None
+
+
+def test_a_driver_does_not_wait_for_a_marker_that_may_be_shown_late(tmp_path, monkeypatch):
+    recipe = linear_recipe(output=str(tmp_path))
+    for step in (1, 2):
+        folder = locate(recipe.run_folder).child(folder_name(step))
+        at = replace(position(step), shapes={"w": [2]})
+        write_snapshot(snapshot_of(0, 1, {"weight|w|0": torch.ones(2)}, at), folder)
+    folder.child(COMMIT).delete()
+    monkeypatch.setattr(checkpoint_format, "READ_AGAIN_S", 10.0)
+    pauses: list[float] = []
+    monkeypatch.setattr(storage.time, "sleep", pauses.append)
+    found = find_resume_point(recipe)
+    assert found is not None
+    assert (found.position.step, sum(pauses)) == (1, 0)
 
 
 def test_the_same_recipe_goes_on_without_a_word():

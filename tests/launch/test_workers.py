@@ -1,6 +1,5 @@
 """What the driver decides after each worker group, on groups that are fake: no Ray."""
 
-import os
 import pickle
 import tempfile
 from collections.abc import Callable
@@ -305,6 +304,7 @@ def test_ray_train_tries_once_under_a_name_of_its_own_and_leaves_no_files(tmp_pa
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ray, "put", lambda value: value)
     place = Place(4, {"pool": "a"})
     groups = groups_of(Path("/x"), train={"step_timeout_s": 7.5})
     trainer, names = groups._trainer(place), set()
@@ -326,26 +326,9 @@ def test_ray_train_tries_once_under_a_name_of_its_own_and_leaves_no_files(tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_large_group_is_polled_less_often_and_what_the_user_has_set_stays(tmp_path, monkeypatch):
+def test_a_large_group_is_polled_less_often_and_what_the_user_has_set_stays(monkeypatch):
     key = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
     polled = [settings(size, is_private=False)[key] for size in (1, 64, 512)]
     assert polled == ["0.5", "0.5", "4"]
-    monkeypatch.setattr(workers, "_OWN_SETTINGS", set())
-    monkeypatch.delenv(key, raising=False)
-    for size, interval in ((1, "0.5"), (512, "4")):
-        groups_of(tmp_path)._trainer(Place(size, {}))
-        assert os.environ[key] == interval
-    monkeypatch.setattr(workers, "_OWN_SETTINGS", set())
     monkeypatch.setenv(key, "3")
-    groups_of(tmp_path)._trainer(PLACE)
-    assert os.environ[key] == "3"
-
-
-def test_a_store_that_does_not_answer_is_named_without_its_secret(capsys):
-    recipe = make_job(Path("/x")).recipe
-    workers._say_that_the_record_waits(
-        recipe.with_changes(tracking={"uri": "http://user:secret@mlflow:5000"})
-    )
-    told = capsys.readouterr().err
-    assert "mlflow:5000 has not answered yet; " in told
-    assert "secret" not in told
+    assert key not in settings(1, is_private=False)

@@ -42,7 +42,11 @@ def test_every_worker_chooses_its_network_before_ray_joins_the_group(monkeypatch
     rays = TorchConfig().backend_cls
     monkeypatch.setattr(rays, "on_start", lambda _, group, config: joined.append(os.environ[NAME]))
     config: Any = GroupConfig(backend="gloo", timeout_s=120, record="its record")  # type: ignore[arg-type]
-    group = SimpleNamespace(execute=lambda call, *given: call(*given))
+    group = SimpleNamespace(
+        execute=lambda call, *given: call(*given),
+        execute_async=lambda call, *given: call(*given),
+    )
+    monkeypatch.setattr(ray, "get", lambda answers: answers)
     config.backend_cls().on_start(group, config)
     assert joined == ["its record", "lo"]
     assert process_group.GroupBackend.share_cuda_visible_devices

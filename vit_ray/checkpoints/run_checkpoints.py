@@ -7,7 +7,9 @@ it; what was given up (`resume=from_zero`) stays for good.
 from __future__ import annotations
 
 import logging
+import os
 import re
+import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -66,7 +68,7 @@ def newest_checkpoint(
     Args:
         warn: called with the reason for each newer one that is passed over.
         below: take one before this step.
-        late_s: how much later a disk may show the newest marker.
+        late_s: how much later a disk may show the newest marker, after the folder's last change.
     """
     while True:
         listed, reasons = list_checkpoints(run_folder), list[str]()
@@ -78,7 +80,10 @@ def newest_checkpoint(
                 is_newest = folder.is_local and folder == listed[0][1]
                 may_be_late = is_newest and not folder.child(_GIVEN_UP).exists()
                 late = (PartialCheckpointError,) if may_be_late else ()
-                found = read_again(partial(checkpoint_of_step, folder, step), *late, pause_s=late_s)
+                pause_s = _left_s(folder, late_s) if may_be_late else 0.0
+                found = read_again(
+                    partial(checkpoint_of_step, folder, step), *late, pause_s=pause_s
+                )
             except _NO_GOOD as error:
                 reasons.append(f"{error}; passed over")
                 continue
@@ -90,6 +95,15 @@ def newest_checkpoint(
             for reason in reasons:
                 warn(reason)
             return None
+
+
+def _left_s(folder: Location, late_s: float) -> float:
+    """What is left of `late_s` since the last change in a local folder; 0 if that is gone."""
+    with suppress(FileNotFoundError):
+        names = [folder.path, *(entry.path for entry in os.scandir(folder.path))]
+        changed_s = max(os.stat(name).st_mtime for name in names)
+        return min(late_s, max(0.0, changed_s + late_s - time.time()))
+    return 0.0
 
 
 def checkpoint_of_step(folder: Location, step: int) -> Checkpoint:

@@ -59,7 +59,8 @@ def find_resume_point(
                 "it, or choose another name"
             ) from None
         return None
-    checkpoint = checkpoint_to_resume(folder, lambda _: None)  # workers report what they pass over
+    # Workers choose again: they wait for a late marker, and report what they pass over.
+    checkpoint = newest_checkpoint(folder) or checkpoint_to_resume(folder, lambda _: None)
     if checkpoint is None and recipe.resume is True:
         raise ValueError(
             f"resume=true, but {recipe.output}/{recipe.name} holds no checkpoint; check name "

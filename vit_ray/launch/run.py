@@ -1,7 +1,9 @@
 """One training (or evaluation) from recipe to result: checks, recorder, workers, outcome."""
 
 import contextlib
+import importlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,7 +31,7 @@ from vit_ray.launch.run_metadata import training_cost
 from vit_ray.launch.stopping import RunStoppedError, stopping_on_signals
 from vit_ray.launch.workers import RunFailedError, run_workers
 from vit_ray.measure.best_evaluation import with_best
-from vit_ray.metric_names import DEV_TOP1, EVAL_TOP1, few_shot_top1
+from vit_ray.metric_names import DEV_TOP1, EVAL_AVERAGED_TOP1, EVAL_TOP1, few_shot_top1
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import ARRIVAL_S
@@ -80,6 +82,11 @@ class RunResult:
         """Whether it reached its end (and was not stopped on request)."""
         is_done = self.steps >= self.total_steps and not self.evaluation_due
         return is_done or bool(self.ended)
+
+    @property
+    def top1(self) -> float:
+        """Accuracy of the weights that `load` gives: the averaged ones, if any; NaN without one."""
+        return self.metrics.get(EVAL_AVERAGED_TOP1, self.metrics.get(EVAL_TOP1, math.nan))
 
 
 @dataclass(frozen=True)
@@ -182,6 +189,7 @@ def run_prepared(
         RunFailedError: as `train`.
         RunStoppedError: an evaluation was stopped on request.
     """
+    Thread(target=_import_ahead, daemon=True).start()
     recipe, resolved = prepared.recipe, prepared.resolved
     cluster = connect(recipe)
     use_gpu = check_cluster(recipe, cluster)
@@ -212,8 +220,6 @@ def run_prepared(
         evaluate_at = following.evaluate_at if following else ()
         with _watched(run, prepared, parent, following):
             job = _job(prepared, cluster, run, init_run, evaluate_at)
-            if prepared.trains:
-                Thread(target=_import_ahead, daemon=True).start()
             run_workers(job, resolved.streams, cluster, use_gpu=use_gpu)
         result = _result(prepared, run)
         run.is_complete = result.is_complete
@@ -322,9 +328,10 @@ def _job(
 
 
 def _import_ahead() -> None:
-    """Import what the cost and the card need at the end, while the workers start: a second."""
-    import vit_ray.launch.model_card
-    import vit_ray.models.flops  # noqa: F401
+    """Import what the workers' start needs, then cost and card, while the recorder starts."""
+    importlib.import_module("ray.train.torch")
+    importlib.import_module("vit_ray.launch.model_card")
+    importlib.import_module("vit_ray.models.flops")
 
 
 def _result(prepared: PreparedRun, run: OpenRun) -> RunResult:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import sys
 import threading
 import time
 import uuid
@@ -21,7 +20,6 @@ from typing import Any, Final
 import fsspec
 import ray
 import ray.train
-from joblib import cpu_count
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
 # The classes that `ray.train` has at run time; type checkers see those of its version 1 there.
@@ -31,11 +29,9 @@ from ray.util.placement_group import PlacementGroup
 
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config import Recipe
-from vit_ray.config.secrets import redact
 from vit_ray.data.stream.batches import StreamSpec
-from vit_ray.data.stream.ray_datasets import start_beside_server
 from vit_ray.data.stream.stream_server import StreamSource
-from vit_ray.launch.cluster.connection import ClusterShape, has_dashboard
+from vit_ray.launch.cluster.connection import ClusterShape, has_dashboard, variables
 from vit_ray.launch.failures import (
     FailingNodes,
     cause,
@@ -53,12 +49,13 @@ from vit_ray.launch.placement import (
     lacking_now,
 )
 from vit_ray.outcomes import EventKind, Failure
-from vit_ray.ray_internals import start_data_actors
+from vit_ray.ray_internals import get_or_create_autoscaling_coordinator, start_data_actors
 from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import ARRIVAL_S
 from vit_ray.tracking.run_state import RunStatus
 from vit_ray.worker.entry import work
 from vit_ray.worker.job import TrainJob
+from vit_ray.worker.process_group import GroupConfig
 
 PLACE_S: Final = 20.0
 """How long a group waits for the place that was just there; then it is asked for again."""
@@ -77,9 +74,6 @@ LEAST_TIMEOUT_S: Final = 120.0
 """Of a collective operation: it is also the time in which the ranks must meet."""
 RANKS_PER_POLL_S: Final = 128
 """Ray Train's controller polls every rank: 1.4 ms of its CPU each."""
-
-_OWN_SETTINGS: set[str] = set()
-"""Variables of Ray Train that an earlier group of this process has set."""
 
 
 class RunFailedError(RuntimeError):
@@ -117,9 +111,7 @@ def run_workers(
         give_back(noted.read().decode())
     shape = GroupShape.of(job.recipe, use_gpu=use_gpu, trains=trains)
     if cluster.is_private:
-        cpus = ray.cluster_resources()["CPU"]  # type: ignore[no-untyped-call]
-        left = cpus - shape.sizes[-1] * shape.resources["CPU"]
-        start_beside_server(max(0, int(left / shape.reading_cpus)), cpu_count())
+        get_or_create_autoscaling_coordinator()
     else:
         start_data_actors()
     failing = FailingNodes(folder)
@@ -129,10 +121,11 @@ def run_workers(
         "warms_up": not cluster.is_private,
         "cpus_per_rank": shape.resources["CPU"],
     }
-    source = StreamSource(ray.put(streams), options)
+    source = ray.put(StreamSource(ray.put(streams), options))
     groups = WorkerGroups(job, source, finder, shape, cluster)
     try:
-        Run(job, finder, failing, groups.run).train()
+        with variables(settings(shape.sizes[-1], is_private=cluster.is_private)):
+            Run(job, finder, failing, groups.run).train()
     finally:
         with contextlib.suppress(OSError):  # the next driver finds nothing to give back
             if noted:
@@ -235,7 +228,7 @@ class WorkerGroups:
     def __init__(
         self,
         job: TrainJob,
-        streams: StreamSource,
+        streams: ray.ObjectRef[StreamSource],
         finder: PlaceFinder,
         shape: GroupShape,
         cluster: ClusterShape,
@@ -251,9 +244,6 @@ class WorkerGroups:
         watch = GroupWatch(self._job, self._finder, place, self._shape.use_gpu)
         fit = _in_thread(lambda: self._trainer(place).fit())
         try:
-            with contextlib.suppress(*AWAY):  # it trains without
-                if self._number == 1 and self._job.record.run_id(ARRIVAL_S) is None:
-                    _say_that_the_record_waits(self._job.recipe)
             while not (fit.done() or watch.is_over()):
                 wait([fit], LOOK_S)
         finally:
@@ -271,24 +261,18 @@ class WorkerGroups:
         # Here, in a thread: it imports torch, which takes seconds.
         from ray.train.torch import TorchTrainer
 
-        from vit_ray.worker.process_group import GroupConfig
-
-        for key, value in settings(place.size, is_private=self._cluster.is_private).items():
-            if key in _OWN_SETTINGS or key not in os.environ:  # the user's own settings stay
-                _OWN_SETTINGS.add(key)
-                os.environ[key] = value
         use_gpu, group = self._shape.use_gpu, f"{self._name}-{self._number}"
         # Ray leaves a machine's GPUs visible to workers that did not ask for one.
         hides_gpus = self._cluster.num_gpus > 0 and not use_gpu
         return TorchTrainer(
             work,
             train_loop_config={
-                "job": self._job,
+                "job": ray.put(self._job),
                 "group": group,
                 "use_gpu": use_gpu,
                 "streams": self._streams,
             },
-            torch_config=GroupConfig(
+            torch_config=GroupConfig(  # type: ignore[arg-type]
                 backend="nccl" if use_gpu else "gloo",
                 timeout_s=math.ceil(max(LEAST_TIMEOUT_S, self._job.recipe.train.step_timeout_s)),
                 record=self._job.record,
@@ -439,9 +423,9 @@ def give_back(group: str) -> None:
 
 
 def settings(num_workers: int, *, is_private: bool) -> dict[str, str]:
-    """Ray Train's settings."""
+    """Ray Train's settings, but for those that the user has made."""
     watches = "0" if is_private else "1"
-    return {
+    own = {
         # How soon Ray Train notices that a worker has ended or died.
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": f"{max(0.5, num_workers / RANKS_PER_POLL_S):g}",
         # A private Ray has a single node, which is not preempted, and its metrics are not read.
@@ -450,7 +434,10 @@ def settings(num_workers: int, *, is_private: bool) -> dict[str, str]:
         # The place is there when a group starts.
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{PLACE_S:g}",
         "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths are those of the driver
+        # Ray Train's own value, which is also to be that of the trials that start trainings.
+        "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
     }
+    return {key: value for key, value in own.items() if key not in os.environ}
 
 
 def newest_step(recipe: Recipe) -> int:
@@ -464,10 +451,3 @@ def newest_step(recipe: Recipe) -> int:
 def _error_of(failure: Failure) -> RunFailedError:
     kind = RunDivergedError if failure.has_diverged else RunFailedError
     return kind(failure.reason)
-
-
-def _say_that_the_record_waits(recipe: Recipe) -> None:
-    """A SQLite file, for whose schema MLflow takes seconds, is no failure."""
-    uri = redact(recipe.tracking.uri)
-    what = f"{recipe.name} trains meanwhile, and its record waits in {recipe.run_folder}"
-    print(f"MLflow at {uri} has not answered yet; {what}", file=sys.stderr, flush=True)

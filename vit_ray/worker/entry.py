@@ -1,6 +1,7 @@
-"""What Ray Train runs on every worker; a driver can name it without importing torch."""
+"""What Ray Train runs on every worker; driver and controller name it without importing torch."""
 
 import contextlib
+import importlib
 import os
 from typing import Any
 
@@ -12,14 +13,27 @@ from vit_ray.tracking.recorder import Recorder
 
 
 def work(config: dict[str, Any]) -> None:
-    """See `worker.work`."""
+    """Train, or evaluate, to the end of the run or of this worker's group.
+
+    Args:
+        config: `group` (its name) and `use_gpu`; references of `job` and `streams`, whose modules
+            Ray Train's controller need not import.
+    """
+    # no limit: the driver has put both there before
+    job, streams = ray.get([config["job"], config["streams"]])
+    context = ray.train.get_context()
+    rank, world_size = context.get_world_rank(), context.get_world_size()
+    first = rank - context.get_local_rank()
+    host_ranks = range(first, first + context.get_local_world_size())
+    # Before torch and DeepSpeed: the server's process starts while this one imports them.
+    mine = streams.for_rank(config["group"], rank, world_size, host_ranks)
     from vit_ray.worker import worker
 
-    worker.work(**config)
+    worker.work(job, rank, world_size, mine, use_gpu=config["use_gpu"])
 
 
 def introduce(record: Recorder) -> None:
-    """Give this worker's place to the run's record, as in `WorkerPlace`, before it imports torch.
+    """Give this worker's place to the run's record, as in `WorkerPlace`, and then import torch.
 
     Errors name host, GPU, process and log file, since Ray sends standard error to a separate file.
     The driver gives its placement group back if the controller dies.
@@ -39,3 +53,4 @@ def introduce(record: Recorder) -> None:
             ", ".join(filter(None, parts)),
             group.id.hex() if group else "",
         )
+    importlib.import_module("torch")  # takes seconds, also in the controller: at the same time

@@ -13,7 +13,7 @@ from vit_ray.config import Recipe
 from vit_ray.evaluation.ground_truth import Answers
 from vit_ray.tracking.recorder import Recorder
 
-if TYPE_CHECKING:  # the controller, which carries a job, needs no torch
+if TYPE_CHECKING:  # the driver, which makes a job, needs no torch
     from vit_ray.models.fitting import NewHead
 
 
@@ -70,13 +70,6 @@ class Streams(Protocol):
 
     def evaluation_batches(self, name: str, batch_size: int) -> Iterator[Any]:
         """An evaluation stream: each image once, in order."""
-
-
-class OpensStreams(Protocol):
-    """Opens the streams of a run for a worker."""
-
-    def for_rank(self, group: str, rank: int, world_size: int, ranks: range) -> Streams:
-        """`group`: name of the worker group, new at each start; `ranks`: of this rank's host."""
 
 
 class UnrecoverableError(RuntimeError):

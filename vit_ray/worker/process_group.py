@@ -13,8 +13,7 @@ import psutil
 import ray
 import ray.util
 from ray.train import WorkerGroupError
-from ray.train.backend import Backend
-from ray.train.torch import TorchConfig
+from ray.train.backend import Backend, BackendConfig
 
 from vit_ray.tracking.recorder import Recorder
 from vit_ray.worker.entry import introduce
@@ -24,14 +23,17 @@ DEATH_S: Final = 5.0
 
 
 @dataclass
-class GroupConfig(TorchConfig):
-    """Ray's configuration of torch, with the network interface chosen on each node.
+class GroupConfig(BackendConfig):
+    """What Ray's `TorchConfig` has, without torch; each node chooses its network interface.
 
     Attributes:
         record: to which the workers introduce themselves.
     """
 
+    backend: str
+    timeout_s: int
     record: Recorder | None = None
+    init_method: str = "env"
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -51,7 +53,10 @@ class GroupBackend(Backend):
             WorkerGroupError: some have died meanwhile; Ray's own error does not name them.
         """
         try:
-            worker_group.execute(introduce, backend_config.record)
+            introduced = worker_group.execute_async(introduce, backend_config.record)
+            from ray.train.torch import TorchConfig  # with torch: while the workers import it
+
+            ray.get(introduced)  # no limit: the driver looks after a group that is silent
             worker_group.execute(use_own_interface)
             TorchConfig().backend_cls().on_start(worker_group, backend_config)
         except BaseException as error:

@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import ray
 import ray.exceptions
-import ray.train
 import torch
 
 from vit_ray.checkpoints.checkpoint import Progress
@@ -26,7 +25,7 @@ from vit_ray.training.micro_batch import accumulation_steps
 from vit_ray.training.objective import make_loss
 from vit_ray.worker.attempt import Attempt, evaluate_alone, reported_failures
 from vit_ray.worker.evaluation import Evaluator, Predicts
-from vit_ray.worker.job import OpensStreams, Streams, TrainJob, UnrecoverableError
+from vit_ray.worker.job import Streams, TrainJob, UnrecoverableError
 from vit_ray.worker.prefetch import device_batches
 from vit_ray.worker.resume_point import agreed_checkpoint, restore_newest
 from vit_ray.worker.run_link import RunLink
@@ -42,18 +41,12 @@ BATCHES_AHEAD: Final = 2
 """Batches that a worker has fetched beyond the one in use."""
 
 
-def work(job: TrainJob, group: str, use_gpu: bool, streams: OpensStreams) -> None:
+def work(job: TrainJob, rank: int, world_size: int, streams: Streams, *, use_gpu: bool) -> None:
     """Train, or evaluate, to the end of the run or of this worker's group."""
     for module in ("deepspeed", "torch", "ray"):  # a user cannot act on their warnings
         warnings.filterwarnings("ignore", module=module)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning)
-    context = ray.train.get_context()
-    rank, world_size = context.get_world_rank(), context.get_world_size()
-    first = rank - context.get_local_rank()
-    host_ranks = range(first, first + context.get_local_world_size())
-    # The server's process starts while this one imports.
-    mine = streams.for_rank(group, rank, world_size, host_ranks)
     warm_up_process()
     device = training_device(use_gpu)
     link = RunLink(job.record, rank, world_size)
@@ -63,8 +56,8 @@ def work(job: TrainJob, group: str, use_gpu: bool, streams: OpensStreams) -> Non
     try:
         with reported_failures(link):
             if job.kind == "evaluate":
-                evaluate_alone(link, set_up_evaluation(job, link, mine, device, watchdog))
-            elif attempt := set_up_attempt(job, link, mine, device, watchdog):
+                evaluate_alone(link, set_up_evaluation(job, link, streams, device, watchdog))
+            elif attempt := set_up_attempt(job, link, streams, device, watchdog):
                 attempt.run()
     finally:
         watchdog.stop()

@@ -12,12 +12,20 @@ from vit_ray.commands.plans.plan import (
     TrainingFacts,
     data_facts,
     describe_work,
+    pace_of,
     planned_cluster,
 )
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import ModelConfig
 from vit_ray.data.progress import clock
-from vit_ray.experiments.search_space import point_text, points_of, sweep_of, trial_recipe
+from vit_ray.experiments.search_space import (
+    final_recipe,
+    point_name,
+    point_text,
+    points_of,
+    sweep_of,
+    trial_recipe,
+)
 from vit_ray.launch.cluster.cluster_checks import check_batch
 from vit_ray.training.largest_batch import largest_micro_batch
 from vit_ray.training.memory_estimate import (
@@ -117,8 +125,21 @@ def describe_sweep(recipe: Recipe) -> str:
     tried = "; ".join(map(point_text, points))
     if config.space is None:
         tried = f"learning rates {', '.join(f'{rate:g}' for rate in config.learning_rates)}"
-    first = trial_recipe(recipe, points[0])
-    return (
-        f"{len(points)} trials ({tried}), then {config.seeds} runs on the full training set\n\n"
-        f"one trial:\n{describe_training(first)}"
-    )
+    planned = [(point_name(point), 1, trial_recipe(recipe, point)) for point in points]
+    retraining = final_recipe(recipe, points[0], recipe.seed)
+    planned.append(("each retraining", config.seeds, retraining))
+    width = max(len(name) for name, _, _ in planned)
+    lines = [f"{'':{width}}{'steps':>12}{'exaFLOPs':>12}{'GPU-hours':>12}"]
+    row, sums = "{:{}}{:12,.0f}{:12,.4g}{:12,.4g}", [0.0, 0.0, 0.0]
+    for name, runs, one in planned:
+        facts = data_facts(one)
+        hours = pace_of(one).device_hours(facts.exaflops)
+        figures = facts.total_steps, facts.exaflops, hours
+        lines.append(row.format(name, width, *figures))
+        sums = [known + runs * figure for known, figure in zip(sums, figures, strict=True)]
+    lines.append(row.format("in all", width, *sums))
+    return "\n".join([
+        f"{len(points)} trials ({tried}), then {config.seeds} runs on the full training set",
+        *lines,
+        f"\none trial:\n{describe_training(planned[0][2])}",
+    ])  # fmt: skip

@@ -21,7 +21,6 @@ import ray.data
 from ray.data import DataContext, ExecutionOptions, ExecutionResources
 from ray.data.block import Block, BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vit_ray import ray_internals
 from vit_ray.data.order import Plan
@@ -188,9 +187,7 @@ def run_tasks_near_by() -> None:
 
     A block that is made on its ranks' host crosses no network. Ray Data itself spreads the tasks.
     """
-    DataContext.get_current().scheduling_strategy = NodeAffinitySchedulingStrategy(
-        ray.get_runtime_context().get_node_id(), soft=True, _spill_on_unavailable=True
-    )
+    DataContext.get_current().scheduling_strategy = ray_internals.near_by()
 
 
 def epochs_of(job: StreamJob, tasks: list[BlockTask]) -> range:
@@ -227,7 +224,7 @@ class PauseWhileFull(ExecutionCallback):
 
     def on_execution_step(self, executor: Any) -> None:
         """Wait if the next iteration would not, and there is one."""
-        operators = executor._topology
+        operators = ray_internals.operators_of(executor)
         has_tasks = any(op.num_active_tasks() for op in operators)
         if not has_tasks and not all(op.has_completed() for op in operators):
             time.sleep(PAUSE_S)
@@ -240,18 +237,6 @@ def _import_what_tasks_need() -> None:
     By its name: Ray would send the function itself, and unpickling that imports nothing.
     """
     importlib.import_module("vit_ray.data.stream.ray_datasets")
-
-
-def start_beside_server(num_tasks: int, cores: int) -> None:
-    """Start what a stream needs while the process that will serve it starts.
-
-    These are Ray Data's own actor, and the imports of some tasks' processes; they reserve no CPUs,
-    so that no actor waits behind them. For a Ray on one machine, where half of the cores are left
-    for other processes: the first batch needs one task, which more imports would delay.
-    """
-    ray_internals.get_or_create_autoscaling_coordinator()
-    for _ in range(min(num_tasks, max(1, cores // 2), _WARM_WORKERS)):
-        _import_what_tasks_need.options(num_cpus=0, scheduling_strategy="DEFAULT").remote()
 
 
 def warm_up(spec: StreamSpec, share: float) -> None:

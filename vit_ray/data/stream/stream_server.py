@@ -80,8 +80,7 @@ class StreamServer:
             specs: what each stream reads, by its name.
             ranks: of this host, in a group of `world_size`.
             keeps_statistics: Ray Data's, for a dashboard, in an additional process.
-            warms_up: the processes of reading tasks import in advance; not needed after
-                `start_beside_server`.
+            warms_up: the processes of reading tasks import in advance.
             cpus_per_rank: CPUs that are not for reading.
         """
         self._group, self._specs, self._warms_up = group, specs, warms_up

@@ -32,9 +32,7 @@ from vit_ray.launch.cluster.ray_address import HOST_PORT, host_and_port
 from vit_ray.ray_internals import (
     VERSION,
     has_auth_token,
-    hide_printed_messages,
     is_startup_timeout,
-    is_warning_of_many_actors,
     keep_no_dataset_statistics,
     node_labels_match_selector,
     reload_ray_config,
@@ -43,6 +41,7 @@ from vit_ray.ray_internals import (
 )
 
 AUTH_MODE = "RAY_AUTH_MODE"
+TMPDIR: Final = "RAY_TMPDIR"
 DASHBOARD = "VIT_RAY_DASHBOARD"
 """If set to 1, a Ray that is started for one command has its dashboard, which takes ten
 processes."""
@@ -126,8 +125,6 @@ def connect(recipe: Recipe, *others: Recipe) -> ClusterShape:
         RuntimeError: the machine is too busy to start a Ray.
     """
     if not _shows_logs():
-        # Ray's warning about many small actors, which a sweep has by design.
-        hide_printed_messages(is_warning_of_many_actors)
         for name in ("ray.train", "ray.data", "ray.tune"):
             logging.getLogger(name).setLevel(logging.ERROR)
         os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
@@ -203,11 +200,11 @@ def _start(num_cpus: int) -> str:
         RuntimeError: the machine is too busy for it.
     """
     try:
-        folder = tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR"))
+        folder = tempfile.mkdtemp(prefix="ray-", dir=os.environ.get(TMPDIR))
         if not _shows_logs():
             atexit.register(shutil.rmtree, folder, ignore_errors=True)
             atexit.register(ray.shutdown)  # Ray's own at exit first waits 0.5 s for messages
-        with _children_in_a_group_of_their_own(folder):
+        with variables({TMPDIR: folder}), _children_in_a_group_of_their_own(folder):
             # no limit: the group's first process ends this one
             ray.init(
                 address="local",  # not another Ray that happens to run here
@@ -215,7 +212,6 @@ def _start(num_cpus: int) -> str:
                 include_dashboard=has_dashboard(),
                 log_to_driver=_shows_logs(),
                 logging_level=logging.ERROR,
-                _temp_dir=folder,
             )
         return folder
     except OSError as error:
@@ -230,6 +226,21 @@ def _start(num_cpus: int) -> str:
             "Ray could not be started on this machine within its limit of 30 s: the machine is too "
             "busy, or has too little memory; run the same command again when less is running"
         ) from error
+
+
+@contextlib.contextmanager
+def variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Inside the block, this process's environment has these values."""
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
 
 
 def _end_with_ray(folder: str) -> None:

@@ -160,3 +160,10 @@ def test_the_record_of_a_study_begins_with_the_best_accuracy_of_its_cells(cells)
     tops = [{"eval/top1": 0.4}, {"eval/top1": 0.6}, {}]
     found = study._totals([CellResult(c, m, "id") for c, m in zip(cells, tops, strict=True)])
     assert next(iter(found.items())) == ("eval/top1", 0.6)
+
+
+def test_an_accuracy_on_held_out_images_is_no_test_accuracy_of_a_study(cells):
+    """A cell without a test set is evaluated on images of its training set."""
+    held_out = cells[0].recipe.with_changes(data={"eval": None, "held_out_fraction": 0.1})
+    cell = replace(cells[0], recipe=held_out)
+    assert "eval/top1" not in study._totals([CellResult(cell, {"eval/top1": 0.9}, "id")])

@@ -239,7 +239,8 @@ def _transfer(cell: Cell, task: StudyTask, context: Context) -> dict[str, float]
 
 def _totals(results: list[CellResult]) -> dict[str, float]:
     failed = sum(bool(result.error) for result in results)
-    top1 = [one.metrics[EVAL_TOP1] for one in results if EVAL_TOP1 in one.metrics]
+    tested = [one.metrics for one in results if one.cell.recipe.data.eval]  # others: held out
+    top1 = [metrics[EVAL_TOP1] for metrics in tested if EVAL_TOP1 in metrics]
     return {
         **({EVAL_TOP1: max(top1)} if top1 else {}),  # the first that MLflow's pages show
         STUDY_CELLS: float(len(results) - failed),

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tests.experiments.studies import study_recipe, study_row, study_tree
+from vit_ray.config import loading
 from vit_ray.config.command_sections import StudyTask
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments.study_cells import Cell, study_cells, task_recipe
@@ -100,6 +101,15 @@ def test_a_task_that_trains_something_else_has_another_run(base):
 def test_a_task_that_cannot_be_is_refused_with_its_name(base, changes, key):
     with pytest.raises(ValueError, match=rf"study.transfer 'tune': .*{key}"):
         task_recipe(cell(), StudyTask(name="tune", recipe=base, changes=changes))
+
+
+def test_a_fine_tuning_is_recorded_where_its_study_is(base, monkeypatch, caplog):
+    """MLflow's own variables decide nothing there, so nothing is said of them."""
+    loading._say_taken.cache_clear()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://elsewhere:5000")
+    found = task_recipe(cell(), StudyTask(name="tune", recipe=base))
+    assert found.tracking == cell().recipe.tracking
+    assert "MLFLOW_TRACKING_URI" not in caplog.text
 
 
 def test_a_recipe_that_is_not_there_is_named():

@@ -27,11 +27,10 @@ def run_quickstart(recipe: Recipe) -> int:
     """Convert, pre-train, sweep, train from scratch, compare; finished parts are not repeated."""
     start_s = time.monotonic()
     recipe = recipe.with_absolute_paths()
+    tracking = {"tracking": recipe.tracking.model_dump(mode="json")}
     sweep, scratch = (
-        load_recipe(name).with_changes(
-            output=recipe.output,
-            data={"train": recipe.data.train, "eval": recipe.data.eval},
-            tracking=recipe.tracking.model_dump(mode="json"),
+        load_recipe(name, tracking).with_changes(
+            output=recipe.output, data={"train": recipe.data.train, "eval": recipe.data.eval}
         )
         for name in (SWEEP_RECIPE, SCRATCH_RECIPE)
     )

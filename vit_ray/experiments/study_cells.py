@@ -222,7 +222,8 @@ def task_recipe(cell: Cell, task: StudyTask) -> Recipe:
     point = dict(leaves(task.changes))
     if taken := key_of_the_cell(point):
         raise ValueError(f"{where}: changes.{taken} comes from the cell; leave it out")
-    base, own = load_recipe(task.recipe), cell.recipe
+    own = cell.recipe
+    base = load_recipe(task.recipe, {"tracking": own.tracking.model_dump(mode="json")})
     # Off and unset are equal: a model without the option can be fine-tuned with the recipe, too.
     of_task = {key: getattr(base.model, key) or None for key in _OF_PRETRAINING}
     model = own.model.model_dump(mode="json") | of_task
@@ -231,7 +232,6 @@ def task_recipe(cell: Cell, task: StudyTask) -> Recipe:
         "output": own.output,
         "init_from": own.run_folder,
         "seed": own.seed,
-        "tracking": own.tracking.model_dump(mode="json"),
         "storage": own.storage.model_dump(mode="json"),
         "workers": own.workers.model_dump(mode="json"),
         "model": model | {"image_size": _whole_patches(own.model, base.model.image_size)},

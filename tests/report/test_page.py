@@ -117,6 +117,19 @@ def test_two_sweeps_of_an_experiment_have_a_figure_and_a_sentence_each(store):
     assert [text.partition(":")[0] for text in written.lead[:2]] == names
 
 
+def test_a_sweep_whose_parent_is_not_in_mlflow_has_no_name(store):
+    put_rates(store, "known")
+    tags = {"vit_ray.sweep_stage": "sweep_trial"}
+    store.put(
+        "trial", {"dev/top1": 0.5}, {"optim.learning_rate": 0.1}, kind="sweep_trial", group="t",
+        parent="0" * 32, tags=tags,
+    )  # fmt: skip
+    lead = page_of(store).lead
+    assert [text.partition(" wins")[0] for text in lead[:2]] == [
+        "known: Learning rate 0.1", "Learning rate 0.1"
+    ]  # fmt: skip
+
+
 def test_a_page_shows_first_the_figure_and_then_the_images_of_its_claim(store):
     first = store.put(
         "first", {"eval/top1": 0.6, "study/exaflops": 1.0}, kind="pretrain", group="a"

@@ -131,9 +131,10 @@ def sweeps_of(runs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame, pd.DataFr
     """
     sweeps = runs.dropna(subset=["stage"]).groupby(["parent", "task"], dropna=False, sort=False)
     for _, its in sweeps:
-        name = its["parent_name"].iloc[0] if len(sweeps) > 1 else None
+        name = its["parent_name"].iloc[0]  # no text where MLflow lacks the parent
+        prefix = f"{name}: " if len(sweeps) > 1 and isinstance(name, str) else ""
         is_trial = its["stage"] == "sweep_trial"
-        yield (f"{name}: " if name else ""), its[is_trial], its[~is_trial]
+        yield prefix, its[is_trial], its[~is_trial]
 
 
 def _point(run: pd.Series, tried: pd.DataFrame) -> str:

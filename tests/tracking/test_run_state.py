@@ -14,6 +14,12 @@ def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
+def test_an_event_of_an_unknown_kind_is_read():
+    state = RunState()
+    state.note({"kind": "event", "event": "of a later version", "text": "why"})
+    assert state.status().events == [("of a later version", "why")]
+
+
 def test_of_512_workers_the_one_that_is_silent_is_named_and_the_others_are_a_number(now_s):
     state = RunState()
     for rank in range(512):

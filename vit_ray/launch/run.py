@@ -343,7 +343,7 @@ def _result(prepared: PreparedRun, run: OpenRun) -> RunResult:
     """
     status = run.record.status(mlflow_s=FIRST_ANSWER_S)
     folder = locate(prepared.recipe.run_folder)
-    was_stopped = any(event.kind is EventKind.STOPPED for event in status.events)
+    was_stopped = any(event.kind == EventKind.STOPPED for event in status.events)
     if was_stopped and not prepared.trains:
         raise RunStoppedError("the evaluation was stopped; it has no results")
     result = replace(

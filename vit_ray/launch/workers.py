@@ -405,7 +405,7 @@ def lost_place(error: BaseException | None) -> bool:
 
 def has_ended(job: TrainJob, status: RunStatus) -> bool:
     """Whether the workers have ended the run, by what they have recorded."""
-    if status.failure or any(event.kind is EventKind.STOPPED for event in status.events):
+    if status.failure or any(event.kind == EventKind.STOPPED for event in status.events):
         return True
     if job.kind != "train":
         return bool(status.metrics)

@@ -39,9 +39,13 @@ class Orders(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Something that happened to the run."""
+    """Something that happened to the run.
 
-    kind: EventKind
+    Attributes:
+        kind: value of an `EventKind`, or what another program has written.
+    """
+
+    kind: str
     text: str
 
 
@@ -110,7 +114,7 @@ class RunState:
                 if EVAL_TOP1 in values:
                     now.evaluations.append((step, values))
             case "event":
-                kind = EventKind(record["event"])
+                kind = record["event"]
                 now.events.append(Event(kind, record["text"]))
                 if kind in (EventKind.WORKER_FAILED, EventKind.RESIZING):
                     # Other workers follow, perhaps on other nodes.

@@ -17,7 +17,6 @@ from vit_ray.launch.open_record import OpenRun, open_record
 from vit_ray.launch.progress_display import shown_progress
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.launch.stopping import stopping_on_signals
-from vit_ray.metric_names import EVAL_TOP1
 from vit_ray.ray_internals import start_data_actors
 from vit_ray.storage import locate
 from vit_ray.tracking.safe_address import redact_uri
@@ -61,7 +60,6 @@ def open_parent(
             or another process holds the folder; nothing was started.
     """
     cluster = connect(recipe, *trainings)
-    has_tests = any(one.data.eval for one in (recipe, *trainings))
     if under is None:
         _check_trainings(recipe, trainings, cluster)
         read = {path: None for one in trainings or (recipe,) for path in paths_of(one)}
@@ -80,7 +78,6 @@ def open_parent(
             continues=continues,
             tags=tags,
             varied=varied,
-            awaited_metric=EVAL_TOP1 if has_tests else None,
         ) as run,
         contextlib.nullcontext() if under else shown_progress(run.record, recipe.name, total_steps),
         contextlib.nullcontext() if under else stopping_on_signals(_stop_of(run)),

@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from vit_ray.config.loading import parse_yaml
 from vit_ray.config.recipe import Training
 from vit_ray.config.recorded_recipe import PARENT_TAG, RUN_FOLDER
 from vit_ray.launch import open_record as module
+from vit_ray.launch import run
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.open_record import OpenRun, add_to_ended, end_record, open_record
+from vit_ray.launch.run import RunResult
 from vit_ray.launch.stopping import RunStoppedError
 from vit_ray.tracking.metrics_log import RunOpening, Status, lock_log, metrics_log_path
 from vit_ray.tracking.recorder import Recorder
@@ -225,6 +228,17 @@ def test_a_cell_that_trained_while_mlflow_was_away_is_below_its_study(trained, t
     run_id = end_record(trained, None, 10, COST, OpenRun(study))
     assert mlflow_run(trained, run_id).data.tags[PARENT_TAG] == parent.run_id
     parent.close()
+
+
+def test_a_training_that_is_over_is_recorded_below_its_parent(trained, monkeypatch):
+    prepared, ended = MagicMock(is_over=True, recipe=trained), MagicMock()
+    monkeypatch.setattr(run, "prepared_training", lambda *_: nullcontext(prepared))
+    monkeypatch.setattr(run, "end_record", ended)
+    monkeypatch.setattr(run, "training_cost", lambda *_: COST)
+    monkeypatch.setattr(run, "_recorded", lambda *_: RunResult(None, "run", 10, 10, {}, "folder"))
+    parent = OpenRun(MagicMock())
+    assert run.train(trained, parent=parent).already_complete
+    assert ended.call_args.args[-1] is parent
 
 
 def test_a_transfer_of_a_copied_cell_is_not_recorded_in_the_originals_run(

@@ -365,8 +365,10 @@ def full(database):
         connection.exec_driver_sql(f"PRAGMA max_page_count = {pages[-1]}")
 
     sqlalchemy.event.listen(sqlalchemy.Engine, "begin", limit)
-    yield partial(pages.append, 2**30)
-    sqlalchemy.event.remove(sqlalchemy.Engine, "begin", limit)
+    try:
+        yield partial(pages.append, 2**30)
+    finally:
+        sqlalchemy.event.remove(sqlalchemy.Engine, "begin", limit)
 
 
 @pytest.mark.parametrize("broken", [damaged, full])

@@ -251,7 +251,7 @@ class MetricsLog(Records):
         return is_sent and [one.get("status") for one in last] == [status]
 
     def read_sent(self) -> Sent:
-        """How far MLflow has the file, as noted by `mark_sent`; for a missing file, nothing."""
+        """How far MLflow has the file, as noted by `mark_sent`: none of one shorter than noted."""
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             noted = json.loads(self._sent_path.read_text())
             sent = Sent(noted["run_id"], int(noted["offset"]), int(noted["files"]))

@@ -46,4 +46,4 @@ def keep_page(client: MlflowClient, run_id: str, written: Written, folder: str =
 
 
 def _file_name(caption: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "_", re.split("[?:;,]", caption.lower())[0]).strip("_")
+    return re.sub(r"[^a-z0-9]+", "_", re.split("[?:;,]( |$)", caption.lower())[0]).strip("_")

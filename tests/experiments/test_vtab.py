@@ -12,7 +12,7 @@ from tests.data.small_sets import write_set
 from tests.experiments.trials_here import Calls, in_process, parent_of, result_of
 from tests.models.small import TINY_VIT, small_model
 from tests.recipes import recipe_with
-from vit_ray.commands.printed_tables import print_table
+from vit_ray.commands import experiments
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.shards import keys
@@ -30,6 +30,7 @@ from vit_ray.launch.run import RunResult
 from vit_ray.launch.workers import RunFailedError
 from vit_ray.models.weights import save_weights
 from vit_ray.paper import VTAB_TASKS
+from vit_ray.report.page import Written
 
 # Appendix F of BiT, arXiv:1912.11370.
 NO_FLIPS = {"dspr-ori", "dspr-loc", "snorb-azim"}
@@ -120,8 +121,8 @@ def test_tasks_that_are_absent_or_fail_are_rows_and_leave_their_means_open(
     tmp_path, record, capsys, monkeypatch
 ):
     monkeypatch.setenv("COLUMNS", "200")
-    kept: list[bool] = []
-    monkeypatch.setattr(vtab, "page_of", lambda _: kept.append(True))
+    written = Written(tmp_path / "report.html", [], is_empty=False)
+    monkeypatch.setattr(vtab, "page_of", lambda _: written)
     result = run_vtab(small_vtab(tmp_path, ("pets", "eurosat", "dmlab")))
     assert result is not None
     errors = [row.error for row in result.rows]
@@ -134,13 +135,15 @@ def test_tasks_that_are_absent_or_fail_are_rows_and_leave_their_means_open(
     note, text = record.calls.last("tag")
     assert note == "mlflow.note.content"
     assert text.startswith("Of 4 tasks, 2 have an accuracy; their mean is 50.00%\n\nViT on 8 ")
-    assert kept == [True]
+    assert result.page == written.page
     pets, absent = result.table[:2]
     assert (pets["ours, top-1 %"], pets["paper: ViT-H/14 (JFT) %"]) == (50.0, 97.2)
     assert pets["label"] == "proxy"  # of 8 images, not of 1,000
     assert (absent["label"], absent["note"]) == ("", "absent: no converted data")
-    print_table("VTAB-1k", result.table)
+    monkeypatch.setattr(experiments, "run_vtab", lambda _: result)
+    assert experiments.vtab(recipe_with("v")) == 1
     shown = capsys.readouterr().out
+    assert f"report: {written.page}" in shown.splitlines()
     assert "svhn" in shown
     assert "absent" in shown
 

@@ -117,6 +117,17 @@ def test_two_sweeps_of_an_experiment_have_a_figure_and_a_sentence_each(store):
     assert [text.partition(":")[0] for text in written.lead[:2]] == names
 
 
+def test_a_page_of_vtab_has_the_papers_rows_and_says_that_ours_are_a_proxy(store):
+    whole = store.put("whole", {"vtab/pets_top1": 0.9}, kind="vtab")
+    store.put(
+        "whole-pets", {"eval/top1": 0.9}, kind="finetune", group="p", parent=whole, data="pets",
+        tags={"vit_ray.vtab_task": "pets"},
+    )  # fmt: skip
+    written = page_of(store, whole)
+    assert any(caption.startswith("Table 9") for caption in written.tables)
+    assert "a proxy: trained on pets, and not on" in written.lead[-1]
+
+
 def test_a_sweep_whose_parent_is_not_in_mlflow_has_no_name(store):
     put_rates(store, "known")
     tags = {"vit_ray.sweep_stage": "sweep_trial"}

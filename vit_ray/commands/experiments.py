@@ -45,6 +45,8 @@ def vtab(recipe: Recipe) -> int:
         return 3
     title = f"VTAB-1k; the paper's columns are {SOURCE}, Table 9"
     print_table(title, result.table)
+    if result.page is not None:
+        print(f"report: {result.page}")
     print_link(result.hint, result.parent_run_id)
     return 0 if result.is_complete else 1
 

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from ray import tune
@@ -70,11 +71,16 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class VtabResult:
-    """Every task of the recipe, in its order, and the table of them."""
+    """Every task of the recipe, in its order, the table of them, and the page that shows them.
+
+    Attributes:
+        page: None while MLflow is away: `vit-ray report` can write it later.
+    """
 
     rows: list[TaskResult]
     table: Rows
     parent_run_id: str | None
+    page: Path | None
     hint: str
 
     @property
@@ -155,9 +161,10 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
             record.tag(NOTE, description(recipe, shown, record.command, vtab_sentence(rows)))
             is_papers = (recipe.model.name, recipe.paper.pretraining) in PAPER_MODELS
             table = vtab_table(rows, is_papers)
-            outcome = VtabResult(rows, table, parent.run_id, record.hint())
+            written = page_of(parent)
+            page = written.page if written else None
+            outcome = VtabResult(rows, table, parent.run_id, page, record.hint())
             parent.run.is_complete = outcome.is_complete
-            page_of(parent)
             return outcome
     except RunStoppedError:
         return None

@@ -103,7 +103,7 @@ def put_rates(store: Store, name: str, top1: float = 0.9) -> None:
     for rate in (0.1, 0.2):
         store.put(
             f"{name}-lr{rate}", {"dev/top1": top1 - rate / 10}, {"optim.learning_rate": rate},
-            kind="sweep_trial", group=f"{name} {rate}", parent=sweep,
+            kind="sweep_trial", group=f"{sweep} {rate}", parent=sweep,
             tags={"vit_ray.sweep_stage": "sweep_trial"},
         )  # fmt: skip
 
@@ -126,6 +126,16 @@ def test_a_page_of_vtab_has_the_papers_rows_and_says_that_ours_are_a_proxy(store
     written = page_of(store, whole)
     assert any(caption.startswith("Table 9") for caption in written.tables)
     assert "a proxy: trained on pets, and not on" in written.lead[-1]
+
+
+def test_sweeps_of_one_name_are_told_apart_by_their_runs(store):
+    for _ in range(2):
+        put_rates(store, "same")
+    written = page_of(store)
+    names = [text.partition(":")[0] for text in written.lead[:2]]
+    assert all(re.fullmatch("same [0-9a-f]{6}", name) for name in names)
+    assert [one.partition(":")[0] for one in written.figures if "rate" in one] == names
+    assert len({*names}) == 2
 
 
 def test_a_sweep_whose_parent_is_not_in_mlflow_has_no_name(store):

@@ -127,12 +127,16 @@ def sweep_sentences(runs: pd.DataFrame) -> Iterator[str]:
 def sweeps_of(runs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame, pd.DataFrame]]:
     """Of each sweep its name with a colon, if there are several, its trials and its retrainings.
 
-    A sweep is what its parent run began: also if its trials differ in keys that nobody varied.
+    A sweep is what its parent run began: also if its trials differ in keys that nobody varied. Its
+    name has the first letters of the parent's id where another sweep has the same name.
     """
-    sweeps = runs.dropna(subset=["stage"]).groupby(["parent", "task"], dropna=False, sort=False)
-    for _, its in sweeps:
-        name = its["parent_name"].iloc[0]  # no text where MLflow lacks the parent
-        prefix = f"{name}: " if len(sweeps) > 1 and isinstance(name, str) else ""
+    staged = runs.dropna(subset=["stage"])
+    staged = staged.assign(parent=staged["parent"].fillna(""))
+    sweeps = staged.groupby(["parent", "task"], dropna=False, sort=False)
+    names = sweeps["parent_name"].first().fillna("").tolist()  # empty where MLflow lacks the parent
+    for name, ((parent, _), its) in zip(names, sweeps, strict=True):
+        short = parent[:6] if names.count(name) > 1 else ""
+        prefix = f"{name} {short}".strip() + ": " if len(sweeps) > 1 and name + short else ""
         is_trial = its["stage"] == "sweep_trial"
         yield prefix, its[is_trial], its[~is_trial]
 

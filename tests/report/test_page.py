@@ -138,6 +138,14 @@ def test_sweeps_of_one_name_are_told_apart_by_their_runs(store):
     assert len({*names}) == 2
 
 
+def test_trainings_on_sets_of_one_name_are_not_compared(store):
+    for name, size in (("a", 300), ("b", 301)):
+        store.put(name, {"eval/top1": 0.5}, kind="pretrain", group=name, test=(size, 10))
+    first, second, _ = page_of(store).lead
+    assert "300 test images" in first
+    assert "301 test images" in second
+
+
 def test_a_sweep_whose_parent_is_not_in_mlflow_has_no_name(store):
     put_rates(store, "known")
     tags = {"vit_ray.sweep_stage": "sweep_trial"}

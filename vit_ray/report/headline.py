@@ -83,15 +83,13 @@ def _best(runs: pd.DataFrame) -> Iterator[str]:
     done = runs[runs["status"] == "finished"]
     key, images = ("test", "num_test") if done["test"].notna().any() else ("dev", "num_dev")
     measured = done.dropna(subset=[key])
-    for (data, _), some in measured.groupby(["data", "tested_on"], sort=False):
+    for _, some in measured.groupby(["train_set", "test_set"], sort=False):
         best, count = _best_group(some, key), some["group"].nunique()
         run, more = best.iloc[0], f", the best of {count}" if count > 1 else ""
         length = f" after {run['epochs']:g} epochs" if pd.notna(run["epochs"]) else ""
         held = " on images held out of the training set" if key == "dev" else ""
-        yield (
-            f"{run['label']} on {data} reaches {_result(best, key, images)} top-1{held}{more}"
-            f"{length}."
-        )
+        result = f"{_result(best, key, images)} top-1{held}{more}{length}"
+        yield f"{run['label']} on {run['data']} reaches {result}."
     if not len(measured):
         run = runs.iloc[-1]
         top1 = run["test"] if pd.notna(run["test"]) else run["dev"]

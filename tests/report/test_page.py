@@ -12,6 +12,7 @@ from scipy import stats
 
 from tests.report.made_store import EPOCHS, Store, scale_of
 from vit_ray.evaluation.examples import picture
+from vit_ray.report import headline
 from vit_ray.report.headline import equal_sentences, gain_sentences
 from vit_ray.report.page import Written, write_report
 from vit_ray.report.runs import load_runs, trainings
@@ -115,6 +116,13 @@ def test_two_sweeps_of_an_experiment_have_a_figure_and_a_sentence_each(store):
     names = [caption.partition(":")[0] for caption in written.figures if "rate" in caption]
     assert names == ["first", "second"]
     assert [text.partition(":")[0] for text in written.lead[:2]] == names
+
+
+def test_what_cannot_be_said_comes_after_what_is_known(study_page, study, monkeypatch):
+    monkeypatch.setattr(headline, "equal_sentences", lambda _: ["Of a family cannot be said."])
+    monkeypatch.setattr(headline, "gain_sentences", lambda _: ["A gain is known."])
+    lead = headline.headline(trainings(load_runs(study[0].uri, study[1])))
+    assert lead[:3] == [study_page.lead[0], "A gain is known.", "Of a family cannot be said."]
 
 
 def test_a_page_of_vtab_has_the_papers_rows_and_says_that_ours_are_a_proxy(store):

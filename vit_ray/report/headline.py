@@ -34,12 +34,9 @@ def headline(runs: pd.DataFrame) -> list[str]:
         cells = comparable(every)
         count = f"{(every['status'] == 'finished').sum()} of {len(every)} cells have finished"
         left = f"; {len(every) - len(cells)} of other data or recipes are in tables alone"
-        found = [
-            *_leads(cells),
-            *equal_sentences(cells),
-            *gain_sentences(cells),
-            count + left * (len(cells) < len(every)) + ".",
-        ]
+        said = [*equal_sentences(cells), *gain_sentences(cells)]
+        said.sort(key=lambda text: CANNOT_SAY in text)  # what is not known last
+        found = [*_leads(cells), *said, count + left * (len(cells) < len(every)) + "."]
     else:
         found = [*_against_scratch(runs), *sweep_sentences(runs)] or [*_best(runs)]
     return [*found, _cost(runs)]

@@ -12,6 +12,7 @@ from scipy import stats
 
 from tests.report.made_store import EPOCHS, Store, scale_of
 from vit_ray.evaluation.examples import picture
+from vit_ray.experiments.write_page import keep_page
 from vit_ray.report import headline
 from vit_ray.report.headline import equal_sentences, gain_sentences
 from vit_ray.report.page import Written, write_report
@@ -144,6 +145,14 @@ def test_sweeps_of_one_name_are_told_apart_by_their_runs(store):
     assert all(re.fullmatch("same [0-9a-f]{6}", name) for name in names)
     assert [one.partition(":")[0] for one in written.figures if "rate" in one] == names
     assert len({*names}) == 2
+
+
+def test_figures_of_two_sweeps_are_two_files_also_if_their_names_have_a_comma(store):
+    for name in ("rates,1", "rates,2"):
+        put_rates(store, name)
+    run_id, written = store.put("keeps", kind="sweep"), page_of(store)
+    keep_page(store.client, run_id, written)
+    assert len(store.client.list_artifacts(run_id, "figures")) == len(written.figures) >= 2
 
 
 def test_trainings_on_sets_of_one_name_are_not_compared(store):

@@ -35,8 +35,11 @@ def headline(runs: pd.DataFrame) -> list[str]:
         count = f"{(every['status'] == 'finished').sum()} of {len(every)} cells have finished"
         left = f"; {len(every) - len(cells)} of other data or recipes are in tables alone"
         said = [*equal_sentences(cells), *gain_sentences(cells)]
-        said.sort(key=lambda text: CANNOT_SAY in text)  # what is not known last
-        found = [*_leads(cells), *said, count + left * (len(cells) < len(every)) + "."]
+        found = [
+            *_leads(cells),
+            *sorted(said, key=lambda text: CANNOT_SAY in text),  # what is not known last
+            count + left * (len(cells) < len(every)) + ".",
+        ]
     else:
         found = [*_against_scratch(runs), *sweep_sentences(runs)] or [*_best(runs)]
     return [*found, _cost(runs)]
@@ -85,8 +88,10 @@ def _best(runs: pd.DataFrame) -> Iterator[str]:
         run, more = best.iloc[0], f", the best of {count}" if count > 1 else ""
         length = f" after {run['epochs']:g} epochs" if pd.notna(run["epochs"]) else ""
         held = " on images held out of the training set" if key == "dev" else ""
-        result = f"{_result(best, key, images)} top-1{held}{more}{length}"
-        yield f"{run['label']} on {run['data']} reaches {result}."
+        yield (
+            f"{run['label']} on {run['data']} reaches {_result(best, key, images)} top-1"
+            f"{held}{more}{length}."
+        )
     if not len(measured):
         run = runs.iloc[-1]
         top1 = run["test"] if pd.notna(run["test"]) else run["dev"]
@@ -104,8 +109,10 @@ def sweep_sentences(runs: pd.DataFrame) -> Iterator[str]:
             best = _best_group(done, "dev")
             rest = done[~done["run_id"].isin(best["run_id"])]
             verb = "leads so far" if (tried["status"] == "running").any() else "wins"
-            text = f"{_point(best.iloc[0], tried)} {verb} on the dev split"
-            text = f"{name}{text} ({percent(best['dev'].mean())} %)"
+            text = (
+                f"{name}{_point(best.iloc[0], tried)} {verb} on the dev split "
+                f"({percent(best['dev'].mean())} %)"
+            )
             if len(rest):
                 second = _best_group(rest, "dev")
                 a, b = (one.set_index("seed")["dev"].to_dict() for one in (second, best))
@@ -125,8 +132,7 @@ def sweeps_of(runs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame, pd.DataFr
     A sweep is what its parent run began: also if its trials differ in keys that nobody varied. Its
     name has the first letters of the parent's id where another sweep has the same name.
     """
-    staged = runs.dropna(subset=["stage"])
-    staged = staged.assign(parent=staged["parent"].fillna(""))
+    staged = runs.dropna(subset=["stage"]).fillna({"parent": ""})
     sweeps = staged.groupby(["parent", "task"], dropna=False, sort=False)
     names = sweeps["parent_name"].first().fillna("").tolist()  # empty where MLflow lacks the parent
     for name, ((parent, _), its) in zip(names, sweeps, strict=True):
@@ -278,8 +284,9 @@ def what_is_missing(everything: pd.DataFrame, shown: pd.DataFrame) -> list[str]:
         begun = everything[(everything["parent"] == study["run_id"])]
         lack = study["cells"] - begun.loc[begun["kind"] == "study_cell", "name"].nunique()
         if lack > 0:
-            whole = f"{study['cells']:.0f} cells of {study['name']}"
-            found.append(f"{lack:.0f} of {whole} have not begun")
+            found.append(
+                f"{lack:.0f} of {study['cells']:.0f} cells of {study['name']} have not begun"
+            )
     return found
 
 

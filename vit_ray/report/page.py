@@ -79,9 +79,8 @@ def write_report(
     missing = what_is_missing(everything, runs)
     sections = _sections(runs, everything, files) if len(runs) else []
     lead = headline(runs) if len(runs) else []
-    shown = [table for one in sections for table in one.tables.values()]
-    titles = [str(title) for table in shown for axis in table.axes for title in axis]
-    if any(title.startswith(tables.THEIRS) for title in titles):
+    axes = [axis for one in sections for table in one.tables.values() for axis in table.axes]
+    if any(str(title).startswith(tables.THEIRS) for axis in axes for title in axis):
         lead.append(
             f"These results are a proxy: trained on {', '.join(sorted({*runs['data']}))}, and not "
             "on the paper's JFT-300M, which is private."

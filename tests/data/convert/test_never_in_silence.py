@@ -155,6 +155,10 @@ def test_a_missing_tfrecord_is_an_error(tmp_path):
         (("train2017/1.jpg", "val2017/2.jpg", "annotations/a.json"), r"train2017, val2017, which"),
         (("Aves/123/1.jpg", "Fungi/cover.jpg"), r"they lie deeper, such as in '.*/Aves/123'"),
         (("a/cover.jpg", "a/airfield/1.jpg", "a/bar/2.jpg"), r"they lie deeper, .*'.*/a/airfield'"),
+        (
+            ("a/airfield/1.jpg", *(f"a/airfield/@eaDir/1.jpg/SYNO_{size}.jpg" for size in "SM")),
+            r"they lie deeper, .*'.*/a/airfield'",
+        ),
         (("train/cat/1.jpg", "images/3.jpg"), r"they lie deeper, such as in '.*/train/cat'"),
         (("ILSVRC/Data/CLS-LOC/train/n01/1.JPEG",), r"such as in '.*/CLS-LOC/train/n01'"),
         (

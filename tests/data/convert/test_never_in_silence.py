@@ -79,18 +79,18 @@ def test_places_of_classes_as_text_are_refused_too(tmp_path, header):
     for name, labels in (("many", ["0;0;1", "0;1;0", "1;0;0"]), ("two", ["0;1", "1;0", "1;0"])):
         rows = "".join(f"{i}.jpg,{label}\n" for i, label in enumerate(labels))
         (tmp_path / f"{name}.csv").write_text(f"path,{header}\n{rows}")
-        if name == "many" or header == "labels":
-            with pytest.raises(ValueError, match=r"with a place for each class"):
-                convert(tmp_path / f"{name}.csv", tmp_path / name)
-    for number, form in enumerate(('"[{}, {}, {}]"', '"{},{},{}"', "{} {} {}")):
+        with pytest.raises(ValueError, match=r"with a place for each class"):
+            convert(tmp_path / f"{name}.csv", tmp_path / name)
+    forms = ('"[{}, {}, {}]"', '"({}, {}, {})"', '"{},{},{}"', '"{}.0,{}.,{}.0"', "{} {} {}")
+    for number, form in enumerate((*forms, "{};{};{}")):
         texts = [form.format(*places) for places in ("001", "010", "110")]
         rows = "".join(f"{i}.jpg,{text}\n" for i, text in enumerate(texts))
         (tmp_path / f"{number}.csv").write_text(f"path,{header}\n{rows}")
         with pytest.raises(ValueError, match=r"with a place for each class"):
-            convert(tmp_path / f"{number}.csv", tmp_path / str(number))
+            convert(tmp_path / f"{number}.csv", tmp_path / f"of csv {number}")
         texts = [text.strip('"') for text in texts]
         with pytest.raises(ValueError, match=r"with a place for each class"):
-            convert(write_jsonl(tmp_path / f"j{number}", texts), tmp_path / str(number))
+            convert(write_jsonl(tmp_path / f"j{number}", texts), tmp_path / f"of j{number}")
         files = [(f"{i}.jpg", IMAGES[i]) for i in range(3)]
         labels = [(f"{i}.cls", text.encode()) for i, text in enumerate(texts)]
         (tmp_path / f"{number}.tar").write_bytes(tar_of([*files, *labels]))

@@ -275,6 +275,11 @@ def test_folders_without_images_are_said(tmp_path):
     assert convert(root, tmp_path / "set").notes == [told]
     report = convert(root, tmp_path / "given", classes=["a", f"b{COMPOSED}", "c", "d"])
     assert report.notes == [f"2 classes have no images: b{COMPOSED}, d"]
+    root = write_files(tmp_path / "n", "0/1.jpg", "0/2.jpg", "2/3.jpg", "2/4.jpg")
+    (root / "1").mkdir()
+    settings = {"labels_are": "indices", "classes": ["cat", "dog", "owl"]}
+    report = convert(root, tmp_path / "numbered", **settings)
+    assert report.notes == ["1 classes have no images: dog"]
 
 
 def test_truths_and_empty_labels_are_rejected(tmp_path):

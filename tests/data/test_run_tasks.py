@@ -81,16 +81,24 @@ def test_a_task_whose_process_dies_again_and_again_is_an_error(ray_cluster, monk
         run_tasks(die, [1])
 
 
-def half_done(item: int) -> int:
+def half_done(item: int, seen_file: str) -> int:
     report_done(item, noted=1)
-    time.sleep(3)  # until the count has come, which no task waits for
+    deadline_s = time.monotonic() + 30
+    while not os.path.exists(seen_file) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
     return item
 
 
-def test_tasks_report_what_they_have_done_while_others_work(ray_cluster, monkeypatch):
+def test_tasks_report_what_they_have_done_while_others_work(ray_cluster, tmp_path, monkeypatch):
     """What the last look of the display saw: all images of all tasks, and each one noted."""
-    seen: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(Display, "update", lambda _, *counts: seen.append(counts))
+    seen: list[tuple[int, ...]] = []
+
+    def look(_: Display, *counts: int) -> None:
+        seen.append(counts)
+        if counts == (0, 3, 2):
+            (tmp_path / "seen").touch()
+
+    monkeypatch.setattr(Display, "update", look)
     ended: list[int] = []
     with shown_progress(Shown("working", 60), 3, lambda: len(ended)) as tally:
         for number, images in enumerate((10, 20, 30)):
@@ -101,7 +109,9 @@ def test_tasks_report_what_they_have_done_while_others_work(ray_cluster, monkeyp
             time.sleep(0.05)
     assert (0, 60, 3) in seen
     seen.clear()
-    assert run_tasks(half_done, [1, 2], shown=Shown("working", 3)) == [1, 2]
+    file, shown = str(tmp_path / "seen"), Shown("working", 3)
+    assert run_tasks(half_done, [1, 2], file, shown=shown) == [1, 2]
+    assert (0, 3, 2) in seen
     assert seen[-1] == (2, 3, 2)
 
 

@@ -12,7 +12,7 @@ from vit_ray.data.crops import decode, open_image
 from vit_ray.data.jpeg import START, header_segments
 
 _EXIF_ORIENTATION: Final = 0x0112
-_EXIF_MARKS: Final = (b"Exif", b"eXIf", b"EXIF", b"exif", b"II*\0", b"MM\0*")
+_EXIF_MARKS: Final[tuple[bytes, ...]] = (b"Exif", b"eXIf", b"EXIF", b"exif", b"II*\0", b"MM\0*")
 """What a file with an orientation contains: names of segments in JPEG, PNG and WebP; or TIFF's."""
 TURNS: Final[dict[int, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]]] = {
     1: lambda pixels: pixels,
@@ -29,14 +29,18 @@ TURNS: Final[dict[int, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]]] = {
 
 def orientation_of(image: bytes) -> int:
     """What EXIF says of how the pixels are to be turned: 1 to 8, where 1 is not at all."""
-    marks, head = (_EXIF_MARKS[:1] if image[:2] == START else _EXIF_MARKS), image
+    marks, searched = _EXIF_MARKS, image
     if image[:2] == START:
+        marks = _EXIF_MARKS[:1]
         with contextlib.suppress(IndexError, struct.error):  # a damaged header is searched whole
             *_, (_, scan_at, _) = header_segments(image)
-            head = image[:scan_at]
-    if any(mark in head for mark in marks):
-        with contextlib.suppress(Exception), open_image(image) as opened:  # Pillow raises anything
-            return found if (found := opened.getexif().get(_EXIF_ORIENTATION, 1)) in TURNS else 1
+            searched = image[:scan_at]
+    if not any(mark in searched for mark in marks):
+        return 1
+    with contextlib.suppress(Exception), open_image(image) as opened:  # Pillow raises anything
+        orientation = opened.getexif().get(_EXIF_ORIENTATION)
+        if orientation in TURNS:
+            return orientation
     return 1
 
 

@@ -83,9 +83,30 @@ def test_a_row_is_kept_as_it_is():
 
 def test_a_part_of_rows_with_other_fields_is_another_part(monkeypatch):
     part = [Unit("folder", "/a/cat", "/a", config_of("/a", "/set"))]
-    before = index._digest_of(part)
+    before = index._digest_of(part, {})
     monkeypatch.setattr(index, "ROW_SCHEMA", ROW_SCHEMA.remove(0))
-    assert index._digest_of(part) != before
+    assert index._digest_of(part, {}) != before
+
+
+def test_a_late_task_of_an_earlier_listing_replaces_no_rows(serial, tmp_path, monkeypatch):
+    config = config_of(tmp_path / "a.jsonl", tmp_path / "set")
+    staging, listed = locate(str(tmp_path / "staging")), []
+    for label in ("old", "new"):
+        (tmp_path / "a.jsonl").write_text(json.dumps({"path": "1.jpg", "label": label}))
+        units = units_of(config)
+        rows, version = index._listed(units[0])
+        listed.append((list(rows), version))
+    (part,), *_ = index.build_index(units, staging, config)
+    monkeypatch.setattr(index, "_listed", lambda _: listed[0])
+    index._index(units, staging.uri)
+    (table,) = read_groups(part)
+    assert table["labels"].to_pylist() == [["new"]]
+    assert len(list((tmp_path / "staging").glob("*.parquet"))) == 2
+    monkeypatch.setattr(index, "_listed", lambda _: listed[1])
+    index.build_index(units, staging, config)
+    assert [file.stem for file in (tmp_path / "staging").glob("*.parquet")] == [
+        Path(part.path).stem
+    ]
 
 
 def test_tens_of_thousands_of_class_folders_are_indexed_by_few_tasks():

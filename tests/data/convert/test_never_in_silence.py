@@ -79,18 +79,18 @@ def test_places_of_classes_as_text_are_refused_too(tmp_path, header):
     for name, labels in (("many", ["0;0;1", "0;1;0", "1;0;0"]), ("two", ["0;1", "1;0", "1;0"])):
         rows = "".join(f"{i}.jpg,{label}\n" for i, label in enumerate(labels))
         (tmp_path / f"{name}.csv").write_text(f"path,{header}\n{rows}")
-        if name == "many" or header == "labels":
-            with pytest.raises(ValueError, match=r"with a place for each class"):
-                convert(tmp_path / f"{name}.csv", tmp_path / name)
-    for number, form in enumerate(('"[{}, {}, {}]"', '"{},{},{}"', "{} {} {}")):
+        with pytest.raises(ValueError, match=r"with a place for each class"):
+            convert(tmp_path / f"{name}.csv", tmp_path / name)
+    forms = ('"[{}, {}, {}]"', '"({}, {}, {})"', '"{},{},{}"', '"{}.0,{}.,{}.0"', "{} {} {}")
+    for number, form in enumerate((*forms, "{};{};{}")):
         texts = [form.format(*places) for places in ("001", "010", "110")]
         rows = "".join(f"{i}.jpg,{text}\n" for i, text in enumerate(texts))
         (tmp_path / f"{number}.csv").write_text(f"path,{header}\n{rows}")
         with pytest.raises(ValueError, match=r"with a place for each class"):
-            convert(tmp_path / f"{number}.csv", tmp_path / str(number))
+            convert(tmp_path / f"{number}.csv", tmp_path / f"of csv {number}")
         texts = [text.strip('"') for text in texts]
         with pytest.raises(ValueError, match=r"with a place for each class"):
-            convert(write_jsonl(tmp_path / f"j{number}", texts), tmp_path / str(number))
+            convert(write_jsonl(tmp_path / f"j{number}", texts), tmp_path / f"of j{number}")
         files = [(f"{i}.jpg", IMAGES[i]) for i in range(3)]
         labels = [(f"{i}.cls", text.encode()) for i, text in enumerate(texts)]
         (tmp_path / f"{number}.tar").write_bytes(tar_of([*files, *labels]))
@@ -155,6 +155,10 @@ def test_a_missing_tfrecord_is_an_error(tmp_path):
         (("train2017/1.jpg", "val2017/2.jpg", "annotations/a.json"), r"train2017, val2017, which"),
         (("Aves/123/1.jpg", "Fungi/cover.jpg"), r"they lie deeper, such as in '.*/Aves/123'"),
         (("a/cover.jpg", "a/airfield/1.jpg", "a/bar/2.jpg"), r"they lie deeper, .*'.*/a/airfield'"),
+        (
+            ("a/airfield/1.jpg", *(f"a/airfield/@eaDir/1.jpg/SYNO_{size}.jpg" for size in "SM")),
+            r"they lie deeper, .*'.*/a/airfield'",
+        ),
         (("train/cat/1.jpg", "images/3.jpg"), r"they lie deeper, such as in '.*/train/cat'"),
         (("ILSVRC/Data/CLS-LOC/train/n01/1.JPEG",), r"such as in '.*/CLS-LOC/train/n01'"),
         (
@@ -271,6 +275,11 @@ def test_folders_without_images_are_said(tmp_path):
     assert convert(root, tmp_path / "set").notes == [told]
     report = convert(root, tmp_path / "given", classes=["a", f"b{COMPOSED}", "c", "d"])
     assert report.notes == [f"2 classes have no images: b{COMPOSED}, d"]
+    root = write_files(tmp_path / "n", "0/1.jpg", "0/2.jpg", "2/3.jpg", "2/4.jpg")
+    (root / "1").mkdir()
+    settings = {"labels_are": "indices", "classes": ["cat", "dog", "owl"]}
+    report = convert(root, tmp_path / "numbered", **settings)
+    assert report.notes == ["1 classes have no images: dog"]
 
 
 def test_truths_and_empty_labels_are_rejected(tmp_path):

@@ -59,6 +59,28 @@ def test_images_that_are_not_embedded_are_said_so(tmp_path):
         convert(tmp_path / "train.parquet", tmp_path / "set")
 
 
+def test_kaggles_imagenet_is_read_by_its_lists(tmp_path):
+    root = tmp_path / "kaggle"
+    images = root / "ILSVRC" / "Data" / "CLS-LOC" / "val"
+    images.mkdir(parents=True)
+    box = "{} 85 1 499 272 "
+    names = ["n03995372", "n03481172", "n02120505"]
+    boxes = [box.format(names[0]), box.format(names[1]) * 3, f"{names[2]} -1 0 3 4"]
+    for i in range(3):
+        (images / f"ILSVRC2012_val_{i:08d}.JPEG").write_bytes(IMAGES[i])
+    for name in ("train_solution", "val_solution", "sample_submission"):
+        rows = "".join(f"ILSVRC2012_val_{i:08d},{text}\n" for i, text in enumerate(boxes))
+        (root / f"LOC_{name}.csv").write_text(f"ImageId,PredictionString\n{rows}")
+    with pytest.raises(ValueError, match=r"several splits: \(files .*\), train, validation; give"):
+        convert(root, tmp_path / "set")
+    options = {"image_field": "ImageId", "label_field": "PredictionString", "split": "val"}
+    pattern = "ILSVRC/Data/CLS-LOC/val/{}.JPEG"
+    found = labels_of(converted(root, tmp_path / "set", image_pattern=pattern, **options))
+    assert found == {
+        pattern.format(f"ILSVRC2012_val_{i:08d}"): name for i, name in enumerate(names)
+    }
+
+
 def test_bare_ids_become_paths_by_a_pattern(tmp_path):
     (tmp_path / "val").mkdir()
     for i in range(3):

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any, Final
@@ -48,7 +48,7 @@ _DO_NOT_DECIDE: Final = {"destination", "max_rejected_fraction"}
 # What to do where a file cannot say which conversion made the folder.
 _ELSEWHERE: Final = "choose another convert.destination"
 # Of what the staging folder and the record of a source hold.
-_VERSION: Final = 9
+_VERSION: Final = 8
 
 
 def convert(config: ConvertConfig, seed: int = 0) -> ConvertReport:
@@ -251,17 +251,17 @@ def _new_plan(
             if config.in_place
             else _num_shards(facts, store, settings, config),
             folder=units[0].folder,
-            no_classes=_folders_without_images(units, {*facts.labels, *classes}),
         )
+        plan = replace(plan, no_classes=_folders_without_images(units, plan.label_of()))
         if not config.in_place:
             with_retries(lambda: write_lists(plan, store, staging), "writing the shard lists")
     return plan
 
 
-def _folders_without_images(units: list[Unit], classes: set[str]) -> list[str]:
-    """Names of class folders that give no class: later classes have other numbers than with it."""
+def _folders_without_images(units: list[Unit], labels: Mapping[str, int]) -> list[str]:
+    """Names of class folders that are no label: they have no images, and later classes move up."""
     names = (unit.path.rpartition("/")[2] for unit in units if unit.format == "folder")
-    return sorted(set(map(checked_label, names)) - classes)
+    return sorted(set(map(checked_label, names)) - labels.keys())
 
 
 def _num_shards(

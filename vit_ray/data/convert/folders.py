@@ -43,8 +43,9 @@ def folder_rows(unit: Unit) -> Iterator[Row]:
 
 def _check_depth(unit: Unit, rows: list[Row]) -> None:
     """Raises ValueError for a folder that holds class folders, and is probably no class."""
-    names = [relative(row.path, unit.path) for row in rows if is_image_name(row.path)]
-    deeper = [name for name in names if "/" in name and not is_hidden(name)]
+    paths = (relative(row.path, unit.path) for row in rows)
+    names = [path for path in paths if is_image_name(path) and not is_hidden(path)]
+    deeper = [name for name in names if "/" in name]
     # A cover, or a sample of each class, may lie next to the class folders.
     if len(deeper) > len(names) / 2 or (deeper and named_split(unit.name)):
         above, name = deeper[0].rpartition("/")[0], unit.path.rpartition("/")[2]

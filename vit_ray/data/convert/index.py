@@ -153,49 +153,48 @@ def build_index(
     Raises:
         ValueError: an archive is damaged.
     """
-    named = [(f"index-{_digest_of(part)}", part) for part in _parts(units)]
-    names = {name for name, _ in named}
-    for info in staging.list_files(recursive=False):
-        if info.base_name.startswith("index-") and info.base_name.partition(".")[0] not in names:
-            staging.child(info.base_name).delete()  # of other settings, or an earlier source
-    results = run_tasks(_index, named, staging.uri, shown=Shown(f"indexing {config.source}"))
+    shown = Shown(f"indexing {config.source}")
+    results = run_tasks(_index, _parts(units), staging.uri, shown=shown)
     if damages := [damage for result in results for damage in result["damages"]]:
         raise ValueError(
             f"convert: {len(damages)} files of the source are damaged: {'; '.join(damages[:5])}; "
             "replace them"
         )
+    names = [result["name"] for result in results]
+    for info in staging.list_files(recursive=False):
+        if info.base_name.startswith("index-") and info.base_name.partition(".")[0] not in names:
+            staging.child(info.base_name).delete()  # of other settings, or an earlier source
     versions = dict(itertools.chain(*(result["versions"].items() for result in results)))
     digest = hashlib.sha256("".join(result["digest"] for result in results).encode())
     declared = {tuple(classes) for result in results for classes in result["declared"]}
-    files = [staging.child(f"{name}.parquet") for name, _ in named]
+    files = [staging.child(f"{name}.parquet") for name in names]
     return files, versions, digest.hexdigest()[:16], declared
 
 
-def _digest_of(part: list[Unit]) -> str:
-    """Of all that the rows of some units depend on, except their versions."""
+def _digest_of(part: list[Unit], versions: dict[str, str]) -> str:
+    """Of all that the rows of some units, in these versions, depend on."""
     # Keys are relative to the folder, which another match of a pattern may change.
     places = [(unit.format, unit.path, unit.folder) for unit in part]
     settings = part[0].config.model_dump(exclude=_NOT_OF_ROWS)
-    identity = repr((places, settings, ROW_SCHEMA.names))
+    identity = repr((places, versions, settings, ROW_SCHEMA.names))
     return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
-def _index(item: tuple[str, list[Unit]], staging_uri: str) -> dict[str, Any]:
-    name, part = item
+def _index(part: list[Unit], staging_uri: str) -> dict[str, Any]:
     staging = locate(staging_uri)
-    return with_retries(lambda: _indexed(part, staging, name), f"indexing {part[0].path}")
+    return with_retries(lambda: _indexed(part, staging), f"indexing {part[0].path}")
 
 
-def _indexed(part: list[Unit], staging: Location, name: str) -> dict[str, Any]:
+def _indexed(part: list[Unit], staging: Location) -> dict[str, Any]:
     """Write the rows of some units, and what they declare when the rows are complete."""
-    file = staging.child(f"{name}.json")
     found = [(unit, *_listed(unit)) for unit in part]
     versions = {unit.path: version for unit, _, version in found}
+    # A late task, which listed the source before it changed, writes files of other names.
+    name = f"index-{_digest_of(part, versions)}"
+    file = staging.child(f"{name}.json")
     if file.exists():
-        if (facts := read_facts(file))["versions"] == versions:
-            return facts
-        file.delete()  # before the rows that it is of
-    facts = _write_rows(found, staging, name) | {"versions": versions}
+        return read_facts(file)
+    facts = _write_rows(found, staging, name) | {"name": name, "versions": versions}
     if not facts["damages"]:  # a repaired file may have the same size and time
         write_facts(file, facts)
     return facts

@@ -25,7 +25,7 @@ LABEL_FIELDS: Final = ("labels", "label", "cls", "class")
 _INTEGER: Final = re.compile(r"-?[0-9]{1,100}")
 _NUMBER: Final = re.compile(r"[+-]?([0-9]+([.,][0-9]*)?|[.,][0-9]+)([eE][+-]?[0-9]+)?")
 # A list as text, or zeros and ones with a place for each class.
-_LIST: Final = re.compile(r"\[.*\]|[01]([ ,|]+[01])+")
+_LIST: Final = re.compile(r"[\[(].*[\])]|[01](\.0*)?([ ,;|]+[01](\.0*)?)+")
 # Unicode's category Cc: what spans lines, or makes a text look like another one.
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 # Images of which half would not have labels of their own.

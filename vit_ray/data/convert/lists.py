@@ -23,6 +23,9 @@ from vit_ray.data.convert.rows import Row, Unit
 
 PATH_FIELDS: Final = ("path", "file", "file_name", "image", "image_path", "filepath")
 _DELIMITERS: Final = ",;\t"
+# Of Kaggle's ImageNet: a class, and the corners of a box in it, for each box of an image.
+_CLASS: Final = r"n[0-9]{8}"
+_BOXES: Final = re.compile(rf"(?:{_CLASS}(?: -?[0-9]+){{4}} *)+")
 # As in RFC 4180: quotes enclose a whole field, and are doubled inside one.
 _STRICT_ROW: Final = r'(?:"(?:[^"]|"")*+"|[^"{0}]*+)(?:{0}(?:"(?:[^"]|"")*+"|[^"{0}]*+))*+\r?\n?'
 
@@ -172,6 +175,8 @@ def _labels_of_row(header: _Header, fields: dict[str, str]) -> tuple[Labels, dic
     text = fields[header.label]
     check_no_places([part.strip() for part in text.split(";")])
     texts = [text]
+    if _BOXES.fullmatch(text):
+        texts = re.findall(_CLASS, text)
     if header.label == "labels":
         texts = list(filter(str.strip, text.split(";")))
     if not texts:

@@ -240,7 +240,6 @@ def rank_streams(data: Path, folder: str) -> tuple[Any, int]:
     from vit_ray.data import open_dataset
     from vit_ray.data.crops import Augmentation
     from vit_ray.data.stream.batches import StreamSpec
-    from vit_ray.data.stream.ray_datasets import start_beside_server
     from vit_ray.data.stream.stream_server import RankStreams, StreamServer
 
     start_ray()
@@ -249,9 +248,8 @@ def rank_streams(data: Path, folder: str) -> tuple[Any, int]:
     stop = spec.num_images * 1000 // BATCH * BATCH
     server = ray.remote(StreamServer).options(num_cpus=0, max_concurrency=4)
     server = server.remote(
-        "benchmark", {"train": spec}, range(1), 1, keeps_statistics=False, warms_up=False
+        "benchmark", {"train": spec}, range(1), 1, keeps_statistics=False, warms_up=True
     )
-    start_beside_server(int(CORES / spec.num_cpus), CORES)
     return RankStreams(server, 0), stop
 
 

@@ -231,7 +231,6 @@ def vit_ray_stream(data: Path, folder: str) -> Iterator[Any]:
     from vit_ray.data import open_dataset
     from vit_ray.data.crops import Augmentation
     from vit_ray.data.stream.batches import StreamSpec
-    from vit_ray.data.stream.ray_datasets import start_beside_server
     from vit_ray.data.stream.stream_server import RankStreams, StreamServer
 
     start_ray()
@@ -240,9 +239,8 @@ def vit_ray_stream(data: Path, folder: str) -> Iterator[Any]:
     stop = spec.num_images * 1000 // BATCH * BATCH  # more than are read
     server = ray.remote(StreamServer).options(num_cpus=0, max_concurrency=4)
     server = server.remote(
-        "benchmark", {"train": spec}, range(1), 1, keeps_statistics=False, warms_up=False
+        "benchmark", {"train": spec}, range(1), 1, keeps_statistics=False, warms_up=True
     )
-    start_beside_server(int(CORES / spec.num_cpus), CORES)
     batches = RankStreams(server, 0).training_batches(BATCH, 0, stop)
     yield from (batch["image"] for batch in batches)
 

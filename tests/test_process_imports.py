@@ -118,19 +118,22 @@ def test_a_driver_that_has_planned_its_run_has_not_imported_torch(tmp_path):
     assert imported <= RAY_DATA | {"cv2", "ray.train", "rich"}
 
 
-def test_rays_warning_of_many_actors_is_not_printed_and_others_are():
+LINES = ["8 PYTHON worker processes have been started", "a worker died"]
+
+
+@pytest.mark.parametrize(("logs", "printed"), [("0", ["a worker died"]), ("1", LINES)])
+def test_rays_warning_of_many_actors_is_printed_only_where_logs_are(logs, printed):
     code = (
         "import vit_ray.launch.cluster.connection; "
         "from ray._private.ray_logging import stdout_deduplicator as found; "
-        "lines = ['8 PYTHON worker processes have been started', 'a worker died']; "
-        "print(found.deduplicate({'ip': 'a', 'pid': 'raylet', 'lines': lines})[0]['lines'])"
+        f"print(found.deduplicate({{'ip': 'a', 'pid': 'raylet', 'lines': {LINES}}})[0]['lines'])"
     )
+    own = {key: value for key, value in os.environ.items() if "DEDUP" not in key}
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={key: value for key, value in os.environ.items() if "DEDUP" not in key},
+        [sys.executable, "-c", code], env={**own, "VIT_RAY_LOGS": logs},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert done.stdout.strip() == "['a worker died']"
+    assert done.stdout.strip() == str(printed)
 
 
 @pytest.mark.parametrize(("given", "is_on"), [({}, "False"), ({VARIABLE: "1"}, "True")])

@@ -41,9 +41,10 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 # Before Ray is imported: under `uv run` it would start every worker with another `uv run`, in an
 # environment without Ray, repeatedly. The workers have the driver's environment.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-# Also before that: many small actors are no fault, and Ray warns of them whatever `log_to_driver`
-# is (#63800).
-os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "worker processes have been started")
+# Also before that (a notebook that has imported Ray shows it): many small actors are no fault, and
+# Ray warns of them whatever `log_to_driver` is (#63800).
+if os.environ.get("VIT_RAY_LOGS") != "1":
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "worker processes have been started")
 
 __version__ = "0.1.0"
 

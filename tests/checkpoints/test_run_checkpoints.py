@@ -182,7 +182,7 @@ def test_the_newest_whose_marker_is_shown_late_is_taken(run, monkeypatch):
 def test_a_late_marker_is_waited_for_from_the_last_change_in_the_folder_on(
     run, monkeypatch, age_s, waited_s
 ):
-    """Also of a file in it; a disk's clock may be another."""
+    """Also of a file in it, while others are renamed; a disk's clock may be another."""
     lose(newest := write_checkpoint(run, 2), COMMIT)
     write_checkpoint(run, 1)
     monkeypatch.setattr(checkpoint_format, "READ_AGAIN_S", 10.0)
@@ -190,6 +190,8 @@ def test_a_late_marker_is_waited_for_from_the_last_change_in_the_folder_on(
     monkeypatch.setattr(run_checkpoints.time, "time", lambda: now_s)
     for path in [*Path(newest.path).iterdir(), Path(newest.path)]:
         os.utime(path, (now_s - 90, now_s - 90))
+    plain = os.listdir
+    monkeypatch.setattr(run_checkpoints.os, "listdir", lambda path: ["renamed", *plain(path)])
     os.utime(Path(newest.path) / WEIGHTS_0, (now_s - age_s, now_s - age_s))
     pauses: list[float] = []
     monkeypatch.setattr(storage.time, "sleep", pauses.append)

@@ -98,3 +98,12 @@ def test_a_sweep_is_described_by_its_rates_and_one_trial():
     of_a_run = float(table[0][2])
     assert [row[-3] for row in table] == ["500"] * 5 + ["3,500"]
     assert float(table[-1][-2]) == pytest.approx(7 * of_a_run, rel=1e-3)
+
+
+def test_the_retrainings_of_a_sweep_are_counted_at_the_point_that_costs_most():
+    data = {"train": "/data/train", "eval": "/data/test"}
+    sweep = {"space": {"optim.epochs": [2, 10, 4]}, "seeds": 2}
+    text = describe_sweep(small(data=data, sweep=sweep))
+    steps = [line.split()[-3] for line in text.splitlines()[2:7]]
+    assert steps[3:] == ["100", str(sum(map(int, steps[:3])) + 200)]
+    assert text.splitlines()[5].startswith("each retraining, at most ")

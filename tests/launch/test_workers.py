@@ -1,5 +1,6 @@
 """What the driver decides after each worker group, on groups that are fake: no Ray."""
 
+import os
 import pickle
 import tempfile
 from collections.abc import Callable
@@ -332,3 +333,33 @@ def test_a_large_group_is_polled_less_often_and_what_the_user_has_set_stays(monk
     assert polled == ["0.5", "0.5", "4"]
     monkeypatch.setenv(key, "3")
     assert key not in settings(1, is_private=False)
+
+
+def test_ray_trains_settings_are_in_the_environment_while_its_groups_run(tmp_path, monkeypatch):
+    key, found = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", list[str | None]()
+    monkeypatch.delenv(key, raising=False)
+
+    def run(groups: WorkerGroups, place: Place) -> Ended:
+        found.append(os.environ.get(key))
+        return Ended()
+
+    monkeypatch.setattr(WorkerGroups, "run", run)
+    monkeypatch.setattr(workers.PlaceFinder, "found", lambda finder, lost_since_s: PLACE)
+    monkeypatch.setattr(workers, "start_data_actors", lambda: None)
+    monkeypatch.setattr(ray, "put", lambda value: value)
+    job = make_job(tmp_path, workers={"num_workers": 512}, train={"global_batch_size": 512})
+    job = replace(job, record=FakeRun())
+    workers.run_workers(job, {}, ClusterShape(1, 4, 0, 0.0), use_gpu=False)
+    assert found == ["4"]
+    assert key not in os.environ
+
+
+def test_a_store_that_does_not_answer_is_named_without_its_secret(tmp_path, monkeypatch, capsys):
+    groups = groups_of(tmp_path, tracking={"uri": "http://user:secret@mlflow:5000"})
+    monkeypatch.setattr(groups, "_trainer", lambda place: SimpleNamespace(fit=lambda: None))
+    monkeypatch.setattr(groups._job.record, "run_id", lambda wait_s: None, raising=False)
+    for _ in range(2):
+        groups.run(PLACE)
+    (told,) = capsys.readouterr().err.splitlines()
+    assert "mlflow:5000 has not answered yet; " in told
+    assert "secret" not in told

@@ -32,7 +32,7 @@ from vit_ray.checkpoints.checkpoint_format import (
     sealed,
 )
 from vit_ray.metric_names import RESULT_STEP
-from vit_ray.storage import Location, locate, read_again
+from vit_ray.storage import Location, locate
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from torch import Tensor
@@ -79,11 +79,10 @@ def newest_checkpoint(
                 # A network disk may show the newest marker late, a store does not.
                 is_newest = folder.is_local and folder == listed[0][1]
                 may_be_late = is_newest and not folder.child(_GIVEN_UP).exists()
-                late = (PartialCheckpointError,) if may_be_late else ()
-                pause_s = _left_s(folder, late_s) if may_be_late else 0.0
-                found = read_again(
-                    partial(checkpoint_of_step, folder, step), *late, pause_s=pause_s
+                read = (
+                    partial(_late_checkpoint, late_s=late_s) if may_be_late else checkpoint_of_step
                 )
+                found = read(folder, step)
             except _NO_GOOD as error:
                 reasons.append(f"{error}; passed over")
                 continue
@@ -97,13 +96,23 @@ def newest_checkpoint(
             return None
 
 
-def _left_s(folder: Location, late_s: float) -> float:
-    """What is left of `late_s` since the last change in a local folder; 0 if that is gone."""
+def _late_checkpoint(folder: Location, step: int, late_s: float) -> Checkpoint:
+    """As `checkpoint_of_step`, of a local folder whose marker a disk may show `late_s` later."""
+    try:
+        return checkpoint_of_step(folder, step)
+    except PartialCheckpointError:
+        time.sleep(min(late_s, max(0.0, _changed_s(folder.path) + late_s - time.time())))
+        return checkpoint_of_step(folder, step)
+
+
+def _changed_s(folder: str) -> float:
+    """The moment of the last change in a folder; 0 if that is gone."""
+    changed_s = 0.0
     with suppress(FileNotFoundError):
-        names = [folder.path, *(entry.path for entry in os.scandir(folder.path))]
-        changed_s = max(os.stat(name).st_mtime for name in names)
-        return min(late_s, max(0.0, changed_s + late_s - time.time()))
-    return 0.0
+        for name in (*os.listdir(folder), "."):  # itself last: a rename since then has changed it
+            with suppress(FileNotFoundError):
+                changed_s = max(changed_s, os.stat(os.path.join(folder, name)).st_mtime)
+    return changed_s
 
 
 def checkpoint_of_step(folder: Location, step: int) -> Checkpoint:

@@ -189,7 +189,8 @@ def run_prepared(
         RunFailedError: as `train`.
         RunStoppedError: an evaluation was stopped on request.
     """
-    Thread(target=_import_ahead, daemon=True).start()
+    # The workers' start needs it; it takes seconds, in which the recorder starts.
+    Thread(target=importlib.import_module, args=("ray.train.torch",), daemon=True).start()
     recipe, resolved = prepared.recipe, prepared.resolved
     cluster = connect(recipe)
     use_gpu = check_cluster(recipe, cluster)
@@ -220,6 +221,8 @@ def run_prepared(
         evaluate_at = following.evaluate_at if following else ()
         with _watched(run, prepared, parent, following):
             job = _job(prepared, cluster, run, init_run, evaluate_at)
+            if prepared.trains:
+                Thread(target=_import_ahead, daemon=True).start()
             run_workers(job, resolved.streams, cluster, use_gpu=use_gpu)
         result = _result(prepared, run)
         run.is_complete = result.is_complete
@@ -328,8 +331,7 @@ def _job(
 
 
 def _import_ahead() -> None:
-    """Import what the workers' start needs, then cost and card, while the recorder starts."""
-    importlib.import_module("ray.train.torch")
+    """Import what the cost and the card need at the end, while the workers start: a second."""
     importlib.import_module("vit_ray.launch.model_card")
     importlib.import_module("vit_ray.models.flops")
 

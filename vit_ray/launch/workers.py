@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
 import threading
 import time
 import uuid
@@ -29,6 +30,7 @@ from ray.util.placement_group import PlacementGroup
 
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config import Recipe
+from vit_ray.config.secrets import redact
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.stream_server import StreamSource
 from vit_ray.launch.cluster.connection import ClusterShape, has_dashboard, variables
@@ -244,6 +246,9 @@ class WorkerGroups:
         watch = GroupWatch(self._job, self._finder, place, self._shape.use_gpu)
         fit = _in_thread(lambda: self._trainer(place).fit())
         try:
+            with contextlib.suppress(*AWAY):  # it trains without
+                if self._number == 1 and self._job.record.run_id(ARRIVAL_S) is None:
+                    _say_that_the_record_waits(self._job.recipe)
             while not (fit.done() or watch.is_over()):
                 wait([fit], LOOK_S)
         finally:
@@ -434,8 +439,6 @@ def settings(num_workers: int, *, is_private: bool) -> dict[str, str]:
         # The place is there when a group starts.
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{PLACE_S:g}",
         "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths are those of the driver
-        # Ray Train's own value, which is also to be that of the trials that start trainings.
-        "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
     }
     return {key: value for key, value in own.items() if key not in os.environ}
 
@@ -451,3 +454,10 @@ def newest_step(recipe: Recipe) -> int:
 def _error_of(failure: Failure) -> RunFailedError:
     kind = RunDivergedError if failure.has_diverged else RunFailedError
     return kind(failure.reason)
+
+
+def _say_that_the_record_waits(recipe: Recipe) -> None:
+    """A SQLite file, for whose schema MLflow takes seconds, is no failure."""
+    uri = redact(recipe.tracking.uri)
+    what = f"{recipe.name} trains meanwhile, and its record waits in {recipe.run_folder}"
+    print(f"MLflow at {uri} has not answered yet; {what}", file=sys.stderr, flush=True)

@@ -25,7 +25,7 @@ def work(config: dict[str, Any]) -> None:
     rank, world_size = context.get_world_rank(), context.get_world_size()
     first = rank - context.get_local_rank()
     host_ranks = range(first, first + context.get_local_world_size())
-    # Before torch and DeepSpeed: the server's process starts while this one imports them.
+    # Before DeepSpeed is imported: meanwhile the server's process starts.
     mine = streams.for_rank(config["group"], rank, world_size, host_ranks)
     from vit_ray.worker import worker
 

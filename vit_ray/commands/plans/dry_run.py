@@ -126,8 +126,9 @@ def describe_sweep(recipe: Recipe) -> str:
     if config.space is None:
         tried = f"learning rates {', '.join(f'{rate:g}' for rate in config.learning_rates)}"
     planned = [(point_name(point), 1, trial_recipe(recipe, point)) for point in points]
-    retraining = final_recipe(recipe, points[0], recipe.seed)
-    planned.append(("each retraining", config.seeds, retraining))
+    retrained = [final_recipe(recipe, point, recipe.seed) for point in points]
+    dearest = max(retrained, key=lambda one: data_facts(one).exaflops)
+    planned.append(("each retraining, at most", config.seeds, dearest))
     width = max(len(name) for name, _, _ in planned)
     lines = [f"{'':{width}}{'steps':>12}{'exaFLOPs':>12}{'GPU-hours':>12}"]
     row, sums = "{:{}}{:12,.0f}{:12,.4g}{:12,.4g}", [0.0, 0.0, 0.0]
@@ -137,7 +138,7 @@ def describe_sweep(recipe: Recipe) -> str:
         figures = facts.total_steps, facts.exaflops, hours
         lines.append(row.format(name, width, *figures))
         sums = [known + runs * figure for known, figure in zip(sums, figures, strict=True)]
-    lines.append(row.format("in all", width, *sums))
+    lines.append(row.format("in all, at most", width, *sums))
     return "\n".join([
         f"{len(points)} trials ({tried}), then {config.seeds} runs on the full training set",
         *lines,

@@ -200,7 +200,8 @@ def _start(num_cpus: int) -> str:
         RuntimeError: the machine is too busy for it.
     """
     try:
-        folder = tempfile.mkdtemp(prefix="ray-", dir=os.environ.get(TMPDIR))
+        # Ray adds `/ray`, and a socket's path is short.
+        folder = tempfile.mkdtemp(prefix="", dir=os.environ.get(TMPDIR))
         if not _shows_logs():
             atexit.register(shutil.rmtree, folder, ignore_errors=True)
             atexit.register(ray.shutdown)  # Ray's own at exit first waits 0.5 s for messages

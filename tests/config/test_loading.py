@@ -335,6 +335,7 @@ def test_all_wrong_keys_are_named(path):
         ("train.compile=yes please", "train.compile='yes please'"),
         ("optim.steps=5", "the length of the run is given twice"),
         ("workers.num_workers=[4, 1]", "minimum above its maximum"),
+        ("data.augment={max_area: 0}", "data.augment.max_area=0"),
         ("data.augment={min_area: 0.9, max_area: 0.1}", "min_area=0.9 is larger than max_area=0.1"),
         ("train={label_smoothing: 0.1, loss: sigmoid}", "label_smoothing=0.1 with loss=sigmoid"),
         ("train={compile: true, zero_stage: 3}", "compile=true does not work with zero_stage=3"),

@@ -354,6 +354,28 @@ def test_steps_of_large_norms_are_skipped_counted_and_named_at_the_next_log(monk
     assert first.norm_limits + resumed.norm_limits == engine.norm_limits
 
 
+@pytest.mark.parametrize(
+    ("hooks", "sections"),
+    [
+        ({"stop_at": 6}, {}),
+        ({"save_at": 6}, {}),
+        ({"cuts": [True]}, {"evaluate": {"every_steps": 6}}),
+        (
+            {"losses": [1.0, 2.0]},
+            {"evaluate": {"every_steps": 3}, "train": {"early_stopping": 1, "skip_above": 4.0}},
+        ),
+    ],
+    ids=["stopped", "saved", "cut", "early"],
+)
+def test_a_skipped_step_is_named_before_a_checkpoint_counts_it(hooks, sections, monkeypatch):
+    monkeypatch.setattr(loop, "NORMS_IN_MEDIAN", 8)
+    found, engine = FakeHooks(**hooks), FakeEngine(norms={4: 9.0})
+    run(engine, found, short_recipe(**{"train": {"skip_above": 4.0}, **sections}))
+    assert 6 in found.saved
+    assert found.skipped == [(6, [4], 9.0)]
+    assert 6 not in [step for step, metrics in found.logged if "train/loss" in metrics]
+
+
 EVERY_4 = {"evaluate": {"every_steps": 4}}
 LAST = f"evaluate {TOTAL}"
 

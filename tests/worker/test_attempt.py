@@ -5,6 +5,7 @@ import re
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from ray.train import PreemptionInfo
 
 from tests import parts
-from tests.worker.fakes import BATCH, TOTAL, FakeEngine, Worker, make_job, sum_of_one
+from tests.worker.fakes import BATCH, TOTAL, FakeEngine, Worker, batches, make_job, sum_of_one
 from vit_ray import trust_modules
 from vit_ray.checkpoints.checkpoint import open_checkpoint
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpoint
@@ -66,6 +67,20 @@ def test_crops_of_the_first_batch_are_kept_once_and_trained_on_all_the_same(
         assert [(one["sample"], one["classes"]) for one in shown] == [
             (sample, ["class 0"]) for sample in range(8)
         ]
+
+
+def test_the_wait_for_data_of_an_attempt_is_a_phase_of_its_run(tmp_path):
+    def late() -> Iterator[Any]:
+        for batch in batches():
+            time.sleep(0.01)
+            yield batch
+
+    worker = Worker(make_job(tmp_path))
+    attempt = worker.attempt()
+    attempt.batches = late()
+    attempt.run()
+    seconds, _ = worker.link.clock.spent()
+    assert seconds["data_wait"] >= 0.01 * (TOTAL - 1)  # the first wait is a part of the start
 
 
 def test_ranks_do_not_meet_for_a_save(tmp_path):

@@ -139,9 +139,9 @@ class AugmentConfig(_CropConfig):
 
     kind: Literal["inception_crop", "resize_crop", "resize", "center_crop"] = "inception_crop"
     """Inception crop, BiT's resize and random crop, plain resize, or resize and centre crop."""
-    min_area: Fraction = 0.05
+    min_area: Share = 0.05
     """Smallest share of the image's area that an inception crop takes."""
-    max_area: Fraction = 1.0
+    max_area: Share = 1.0
     """Largest share of the image's area that an inception crop takes."""
     flip: bool = True
     """Mirror half of the images."""

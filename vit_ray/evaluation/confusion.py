@@ -64,7 +64,8 @@ class Confusion:
         """The table of pairs as CSV, by file name."""
         # A name that a spreadsheet would run as a formula gets a quote before it.
         formula = ("=", "+", "-", "@", "\t", "\r")
-        names = np.array([f"'{name}" if name.startswith(formula) else name for name in classes])
+        escaped = [f"'{name}" if name.startswith(formula) else name for name in classes]
+        names = np.array(escaped, object)  # references: a column of str is as wide as the longest
         pairs = pd.DataFrame(self.pairs(), columns=["class", "predicted", "images"])
         for column in ("class", "predicted"):
             pairs[column] = names[pairs[column]]  # IndexError for one without a name

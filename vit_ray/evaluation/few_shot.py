@@ -22,7 +22,7 @@ IntArray = NDArray[np.int64]
 BIAS_CONSTANT: Final = 100.0  # appended feature; so large that its weight is hardly regularised
 STD_FLOOR: Final = 1e-5  # added to the deviation: features that never vary become 0, not inf
 L2: Final = 2.0**10  # big_vision `configs/common_fewshot.py`
-_TESTS_AT_A_TIME: Final = 4096  # whose scores of all classes are in memory
+_ROWS_AT_A_TIME: Final = 4096
 _FLAT: Final = 1e-12  # variance / mean^2 that sums in float64 cannot distinguish from 0
 _OVERFLOW: Final = "the model's weights or activations overflowed"
 
@@ -243,10 +243,10 @@ def few_shot_accuracy(
             f"{x_test.shape} and labels {y_test.shape} must be (N, D), (N,), (M, D) and (M,)"
         )
     measured = FewShot(y_train, num_classes, shots=shots, seeds=seeds, l2=l2)
-    measured.add_examples(x_train, np.arange(num_train))
+    for rows in _chunks(num_train):
+        measured.add_examples(x_train[rows], rows)
     measured.solve()
-    for first in range(0, num_test, _TESTS_AT_A_TIME):
-        rows = slice(first, first + _TESTS_AT_A_TIME)
+    for rows in _chunks(num_test):
         measured.add_tests(x_test[rows], y_test[rows])
     found = measured.accuracies()
     return {shot: float(np.mean(found[shot])) for shot in shots}
@@ -288,3 +288,8 @@ def ranks_in_class(labels: NDArray[np.integer], num_classes: int, seed: int) -> 
     ranks[by_class] = np.arange(len(labels)) - first
     ranks[labels < 0] = len(labels)
     return ranks
+
+
+def _chunks(count: int) -> Iterator[IntArray]:
+    for first in range(0, count, _ROWS_AT_A_TIME):
+        yield np.arange(first, min(first + _ROWS_AT_A_TIME, count))

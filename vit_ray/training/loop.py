@@ -132,7 +132,7 @@ class LoopWorker(Protocol):
     def on_skipped_steps(
         self, progress: Progress, largest: "SkippedStep", steps: Sequence[int]
     ) -> None:
-        """Report the steps skipped since the last log, and the one with the largest norm."""
+        """Report the steps skipped since the last report, and the one with the largest norm."""
 
 
 @dataclass(frozen=True)
@@ -313,7 +313,7 @@ class TrainingLoop:
         return factor * statistics.median(norms)
 
     def _log_if_due(self, step: _Step) -> None:
-        """Log at the cadence, at the first step (for early errors), the last, and before a stop.
+        """Log at the cadence, at the first step (for early errors), and the last.
 
         Also at some steps before the first of the cadence: a short run has figures.
         """
@@ -321,7 +321,7 @@ class TrainingLoop:
         every = self.recipe.train.log_every_steps
         is_early = progress.step in EARLY_STEPS and progress.step < every
         is_end = progress.step in (self._first_step, context.total_steps)
-        if not (is_early or is_end or step.is_stopping or is_due(progress.step, every)):
+        if not (is_early or is_end or is_due(progress.step, every)):
             return
         steps, waits, forwards = np.array(self._times).T
         self._times = []
@@ -353,8 +353,12 @@ class TrainingLoop:
             metrics[TRAIN_SKIPPED_STEPS] = float(progress.skipped_steps)
         progress.metrics |= metrics
         self.worker.log(progress.step, metrics)
+        self._name_skipped()
+
+    def _name_skipped(self) -> None:
+        """Also before a save: what a checkpoint counts is named, however the run ends after it."""
         if self._largest is not None:
-            self.worker.on_skipped_steps(progress, self._largest, self._skipped)
+            self.worker.on_skipped_steps(self.progress, self._largest, self._skipped)
             self._skipped, self._largest = [], None
 
     def _evaluate_if_due(self) -> bool:
@@ -394,6 +398,7 @@ class TrainingLoop:
             is_evaluated: record what an evaluation has changed since then with the checkpoint of
                 this step. All ranks wait until that is written; if it has failed, write it again.
         """
+        self._name_skipped()
         worker, progress = self.worker, self.progress
         has_one = progress.step == self._saved_step
         if has_one and (not is_evaluated or worker.add_evaluation(progress)):

@@ -54,14 +54,14 @@ def report_skipped(
     steps: Sequence[int],
     batch: str,
 ) -> None:
-    """Name the steps that `train.skip_above` has skipped since the last log.
+    """Name the steps that `train.skip_above` has skipped since the last report.
 
     Args:
         largest: the one of them with the largest norm.
         batch: its own, as `describe_batch` returns.
     """
     text = (
-        f"steps not applied since the last log: {_listed(steps)}; {progress.skipped_steps} in all. "
+        f"steps not applied: {_listed(steps)}; {progress.skipped_steps} since the run began. "
         f"The gradient norm of step {largest.step} is {largest.grad_norm:.3g}, above the limit of "
         f"{largest.norm_limit:.3g} (train.skip_above={train.skip_above:g} x the median). {batch}"
     )

@@ -1,7 +1,11 @@
 """A data set in Python: its rows are those that were written, its batches those of a run."""
 
+import gc
 import io
 import re
+import shutil
+import tempfile
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,6 +128,26 @@ def test_workers_of_a_loader_count_bad_images_together(tmp_path, context):
     stream = data.torch_dataset(4, 8, max_bad_fraction=0.125, training=False)
     with pytest.raises(ValueError, match=r"2 of 8 images cannot be decoded, above data"):
         list(DataLoader(stream, batch_size=None, **workers))
+
+
+def test_the_folder_that_counts_bad_images_goes_with_its_stream(tmp_path, monkeypatch):
+    images = [
+        EncodedImage(b"no image", (0,), "bad", 8, 8),
+        EncodedImage(jpeg(0, 8, 8), (0,), "a", 8, 8),
+    ]
+    write_encoded(tmp_path / "set", "part.parquet", images, ["a"], 4)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    data = dataset.open_dataset(str(tmp_path / "set"))
+    stream = data.torch_dataset(2, 8, max_bad_fraction=0.5, training=False)
+    shutil.rmtree(next(scratch.iterdir()))  # as a host that tidies it up
+    assert len(list(stream)) == len(list(scratch.iterdir())) == 1
+    with warnings.catch_warnings(record=True) as told:
+        del stream
+        gc.collect()
+    assert not told
+    assert not any(scratch.iterdir())
 
 
 def test_too_many_bad_images_stop_a_loader_as_they_stop_a_run(tmp_path):

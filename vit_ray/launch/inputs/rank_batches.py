@@ -101,6 +101,7 @@ class RankBatches(Sequence[Batch]):
         for sample, problem in bad.items():
             _LOG.warning("step %d: %s", step, problem)
             if self.bad_folder is not None:
+                self.bad_folder.mkdir(parents=True, exist_ok=True)  # if a tidy /tmp removed it
                 (self.bad_folder / str(sample)).touch()
         if bad:
             num_bad = len(os.listdir(self.bad_folder) if self.bad_folder else self._bad)

@@ -1,6 +1,8 @@
 """Batches as a data set of torch."""
 
+import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,8 +25,8 @@ class TorchStream(IterableDataset[dict[str, Tensor]]):
 
     def __init__(self, batches: RankBatches) -> None:
         self._batches = batches
-        self._bad = tempfile.TemporaryDirectory(prefix="vit_ray-bad-")
-        batches.bad_folder = Path(self._bad.name)
+        batches.bad_folder = Path(tempfile.mkdtemp(prefix="vit_ray-bad-"))
+        weakref.finalize(self, shutil.rmtree, batches.bad_folder, ignore_errors=True)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         worker = get_worker_info()

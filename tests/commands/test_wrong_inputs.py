@@ -351,6 +351,7 @@ def test_shards_named_by_a_split_and_others_manifests_may_be_converted(tmp_path)
         ("finetune", "runs", True),
         ("finetune", "runs", False),
         ("scaling_study", "runs", True),
+        ("quickstart", "runs", True),
         ("evaluate", "runs", True),
         ("finetune", "s3://a/runs", True),
         ("finetune", "s3://a/runs", False),

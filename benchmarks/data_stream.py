@@ -368,7 +368,8 @@ def run_apart(name: str, data: Path, seconds: float, cores: int = CORES) -> dict
     out, err = process.communicate()
     lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     if process.returncode or not lines or "rate" not in lines[-1]:
-        return {"error": f"{process.returncode}: {err.strip()[-160:]}".replace("\n", " ")}
+        last = (err.strip().splitlines() or ["no message"])[-1]
+        return {"error": f"{process.returncode}: {last[:160]}"}
     result = {key: value for line in lines for key, value in line.items()} | peaks
     if "up" in result:
         result["first_s"] -= result["up"] - result["started"]

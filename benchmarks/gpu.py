@@ -1,8 +1,8 @@
 """What is claimed for one GPU, in one report: tests, speed beside peers, reading, input sizes.
 
-    PYTHONPATH=. python benchmarks/gpu.py [--parts test peers cores sizes] [--total-s 335]
+    python -m benchmarks.gpu [--parts test peers cores sizes] [--total-s 335]
         [--photographs FOLDER] [--out FILE.md]
-    PYTHONPATH=. python benchmarks/gpu.py --tiny ...      # sizes that a CPU runs in minutes
+    python -m benchmarks.gpu --tiny ...      # sizes that a CPU runs in minutes
 
 `peers` and `sizes` need torch and this checkout alone; the others this project's packages, too. No
 part needs the internet. The parts, in this order, in bf16 at 224 px:
@@ -19,6 +19,7 @@ is written after every script. The exit code is 1 if one failed or was cut off.
 """
 
 import argparse
+import importlib.metadata
 import os
 import shlex
 import signal
@@ -29,6 +30,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -37,10 +39,14 @@ from vit_ray.measure.devices import peak_flops
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("test", "peers", "cores", "sizes")
-INTERRUPTED_S = 8.0
+INTERRUPTED_S, KILLED_S = 8.0, 15.0
 LAST_LINES = 40
 MODELS = {"ViT-B/16": 1024, "ViT-L/16": 512, "ViT-H/14": 128}
 """And the batch of each."""
+LIBRARIES = (
+    "timm", "transformers", "deepspeed", "numpy", "pyarrow", "ray", "mlflow", "triton",
+    "opencv-python-headless", "nvidia-ml-py",
+)  # fmt: skip
 
 
 def sections(args: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
@@ -56,7 +62,8 @@ def sections(args: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
         yield f"{model}: the model's step, compiled, against its peers", command
     if "cores" in args.parts:
         here = len(os.sched_getaffinity(0))
-        cores = [str(count) for count in (1, 2, 4, 8, 16)[not args.tiny :] if count <= here]
+        counts = (1, 2) if args.tiny else (2, 4, 8, 16)
+        cores = [str(count) for count in counts if count <= here]
         command = ["benchmarks/data_stream.py", *([args.photographs] if args.photographs else [])]
         command += ["--rounds", "1", "--seconds", seconds, "--mib", mib]
         command += ["--contenders", "vit_ray stream", "--cores", *cores]
@@ -73,40 +80,56 @@ def run_section(command: list[str], limit_s: float) -> tuple[str, bool]:
     Args:
         limit_s: after so long it is ended, with the processes that it started.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    environment = {"DS_ACCELERATOR": device, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-    environment |= {**os.environ, "PYTHONPATH": str(ROOT)}
     start_s = time.monotonic()
     with tempfile.TemporaryFile("w+") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-u", *command], cwd=ROOT, env=environment, stdout=out,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        try:
-            process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)  # pytest then shows the failures that it has
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(INTERRUPTED_S)
-        with suppress(ProcessLookupError):  # there is nothing left
-            os.killpg(process.pid, signal.SIGKILL)
+        failure = _failure(command, limit_s, out)
         out.seek(0)
         printed = out.read()
     tables = [block for block in printed.split("\n\n") if "|---|" in block]
     found = tables[-1].strip() if tables else f"```\n{printed.strip()}\n```"
-    if process.returncode:
+    if failure:
         last = "\n".join(printed.splitlines()[-LAST_LINES:]) if tables else "see above"
-        found += f"\n\nEnded with exit code {process.returncode}:\n\n```\n{last}\n```"
+        found += f"\n\n{failure}:\n\n```\n{last}\n```"
     elapsed_s = time.monotonic() - start_s
-    return (
-        f"`python {shlex.join(command)}` ({elapsed_s:.0f} s)\n\n{found}\n",
-        not process.returncode,
-    )
+    return f"`python {shlex.join(command)}` ({elapsed_s:.0f} s)\n\n{found}\n", not failure
+
+
+def _failure(command: list[str], limit_s: float, out: IO[str]) -> str:
+    """Run a script of Python to its end; what went wrong, or nothing."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        "DS_ACCELERATOR": "cuda" if torch.cuda.is_available() else "cpu",
+        "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore",
+        **os.environ, "PYTHONPATH": os.pathsep.join(paths),
+    }  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-u", *command], cwd=ROOT, env=environment, stdout=out,
+        stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    is_cut = False
+    try:
+        process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        is_cut = True
+        process.send_signal(signal.SIGINT)  # pytest then shows the failures that it has
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(INTERRUPTED_S)
+    finally:  # after Ctrl-C and SIGTERM too, nothing of it stays on the GPU
+        with suppress(ProcessLookupError):  # there is nothing left
+            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(KILLED_S)
+    if is_cut:
+        return f"Cut off after {limit_s:.0f} s"
+    return f"Ended with exit code {process.returncode}" if process.returncode else ""
 
 
 def heading() -> str:
-    """The machine, and what MFU is a share of."""
+    """The machine, the versions, and what MFU is a share of."""
     text = f"# One GPU: {machine()}\n\ntorch {torch.__version__}, CUDA {torch.version.cuda}\n"
+    installed = {one.name.lower(): one.version for one in importlib.metadata.distributions()}
+    rows = [f"| {name} | {installed.get(name, 'missing')} |\n" for name in LIBRARIES]
+    text += "\n| library | version |\n|---|---|\n" + "".join(rows)
     if not torch.cuda.is_available():
         return f"{text}\n**No GPU here.** The figures show only that the scripts run.\n"
     name = torch.cuda.get_device_name()
@@ -123,10 +146,11 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="sizes that a CPU runs in minutes")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu.md"))
     args = parser.parse_args()
-    end_s = time.monotonic() + args.total_s
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # as Ctrl-C: ends the script
+    end_s = time.monotonic() + args.total_s - INTERRUPTED_S - KILLED_S
     report, has_failed, chosen = heading(), False, list(sections(args))
     for number, (title, command) in enumerate(chosen):
-        share_s = (end_s - time.monotonic()) / (len(chosen) - number) - INTERRUPTED_S
+        share_s = (end_s - time.monotonic()) / (len(chosen) - number)
         text, is_whole = run_section(command, max(1.0, share_s))
         has_failed |= not is_whole
         report += f"\n## {title}\n\n{text}"

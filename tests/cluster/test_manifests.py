@@ -4,6 +4,7 @@ import copy
 import functools
 import gzip
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -221,11 +222,15 @@ def test_the_marked_sizes_are_those_of_the_plan():
     assert int(sizes["workers.num_workers"]) == num_workers
     assert int(sizes["maxReplicas"]) == gpu["maxReplicas"]
     cpus = cpu["maxReplicas"] * int(_container(cpu)["resources"]["limits"]["cpu"])
-    assert 0 < int(sizes["CPUs that read"]) <= cpus
+    rate = int(re.search(r"images per s and GPU +(\d+)", text)[1])
+    reading = math.ceil(num_workers * rate * 0.92e-3)  # seconds of a core, docs/training.md
+    assert int(sizes["CPUs that read"]) == reading
+    assert reading <= cpus
+    share = int(re.search(r"at most (\d+) % of a node's memory; sizeLimit a tenth above", text)[1])
     for pod in (head, gpu, cpu):
         (volume,) = [v for v in pod["template"]["spec"]["volumes"] if "emptyDir" in v]
         store = int(pod["rayStartParams"]["object-store-memory"])
-        assert store <= 0.3 * _bytes(_container(pod)["resources"]["limits"]["memory"])
+        assert store <= share / 100 * _bytes(_container(pod)["resources"]["limits"]["memory"])
         assert 11 * store <= 10 * _bytes(volume["emptyDir"]["sizeLimit"])
 
 

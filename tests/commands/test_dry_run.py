@@ -87,6 +87,13 @@ def test_the_time_of_a_large_model_is_by_its_multiply_adds(monkeypatch):
     assert float(rate[1]) == pytest.approx(100 * 1.26 / 17.58, abs=0.1)  # GMAC, as timm's table
 
 
+def test_frozen_parts_of_a_large_model_are_not_looked_for_in_the_small_one():
+    model = {"name": "ViT-L/16", "image_size": 224}
+    frozen = {"epochs": 10, "frozen": ["blocks.0-17"]}
+    text = describe_training(small(model=model, optim=frozen)).splitlines()[-1]
+    assert "two passes of a ViT-Ti/16" in text
+
+
 @pytest.mark.slow
 def test_a_sweep_is_described_by_its_rates_and_one_trial():
     text = describe_sweep(load_recipe(RECIPES / "finetune" / "pets.yaml"))

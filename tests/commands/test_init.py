@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shlex
 from pathlib import Path
 
@@ -54,7 +55,8 @@ def test_a_folder_with_splits_gets_a_recipe_that_passes_the_dry_run(here):
     assert done.exit_code == 0, done.stderr
     advice, splits, _ = done.stdout.splitlines()
     assert "CIFAR-10 a small ViT reaches 57.5 %" in advice
-    assert advice.endswith(f"vit-ray init 'my set' --weights {WEIGHTS}")
+    assert advice.endswith(f"vit-ray init 'my set' --out OTHER.yaml --weights {WEIGHTS}")
+    assert "the hub" not in advice  # of small pictures it is not asked
     assert splits == "my set: train 120 images of 3 classes, test 15 images of 3 classes"
     assert done.stdout.endswith("my-set.yaml is written; next: vit-ray convert my-set.yaml\n")
     recipe = load_recipe("my-set.yaml")
@@ -157,11 +159,12 @@ def test_few_large_images_fine_tune_published_weights_where_the_hub_answers(here
     assert (done.exit_code, asked) == (0, [3.0]), done.stderr
     assert done.stdout.startswith("fewer than 100,000 images: from random weights expect little")
     assert f"so the recipe fine-tunes {WEIGHTS} (not: vit-ray init images" in done.stdout
+    (other,) = re.findall(r"\(not: vit-ray (.+?)\)", done.stdout)
+    assert run_cli(*shlex.split(other)).exit_code == 0
+    assert load_recipe("OTHER.yaml").init_from is None
     recipe = load_recipe("images.yaml")
     assert (recipe.init_from, recipe.model.name) == (WEIGHTS, "ViT-B/16")
     assert "vit-ray finetune images.yaml --dry-run" in (here / "images.yaml").read_text()
-    assert run_cli("init", "images", "--weights=none", "--out=none.yaml").exit_code == 0
-    assert load_recipe("none.yaml").init_from is None
     write_images(here / "small", 2, 2, 40, 60)
     assert run_cli("init", "small").exit_code == 0
     assert load_recipe("small.yaml").init_from is None
@@ -177,7 +180,8 @@ def test_large_images_without_a_test_split_hold_some_out(here):
     write_images(here / "images", 2, count, 230, 300)
     done = run_cli("init", "images", "--out", "mine.yaml")
     assert done.exit_code == 0, done.stderr
-    assert f"vit-ray init images --weights {WEIGHTS}\n" in done.stdout
+    assert "the hub did not answer; to fine-tune" in done.stdout
+    assert f"vit-ray init images --out OTHER.yaml --weights {WEIGHTS}\n" in done.stdout
     recipe = load_recipe(here / "mine.yaml")
     assert (recipe.model.name, recipe.model.image_size) == ("ViT-Ti/16", 224)
     assert recipe.data.held_out_fraction == 0.166667  # one of six

@@ -67,6 +67,7 @@ def test_no_number_is_broken_where_a_terminal_is_narrower_than_a_table(width, mo
     assert max(map(len, lines)) <= width
     counts = [sum(line.count(cell) for line in lines) for cell in row.values()]
     assert counts == [2] * 9
+    assert any(all(cell in line for cell in row.values()) for line in lines) == (width == 200)
 
 
 def test_only_a_table_with_a_row_of_the_paper_is_shown(monkeypatch, capsys):

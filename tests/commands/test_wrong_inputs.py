@@ -183,7 +183,7 @@ TRANSFERS = [
     *((f"{words} init_from=sets/junk.npz", "junk.npz cannot be read") for words in STARTS),
     *((f"{words} {WIDE}", "contract.weight is 32x96, the model has 32x64") for words in STARTS),
     (VAL.replace("data.eval=sets/val", "data.eval=sets/train"), "of other classes: 4, .* has 3"),
-    ("quickstart digits optim.epochs=0.01", "optim"),
+    ("quickstart digits optim.epochs=0.01", r"optim\.warmup_steps=40 .* \(1 steps\)"),
     ("sweep tiny.yaml sweep.learning_rates=[0.1,0.1]", "has 0.1 twice"),
     (
         f'{SPACE}{{"optim.learning_rate":[0.1,0.1]}}',
@@ -351,6 +351,7 @@ def test_shards_named_by_a_split_and_others_manifests_may_be_converted(tmp_path)
         ("finetune", "runs", True),
         ("finetune", "runs", False),
         ("scaling_study", "runs", True),
+        ("quickstart", "runs", True),
         ("evaluate", "runs", True),
         ("finetune", "s3://a/runs", True),
         ("finetune", "s3://a/runs", False),

@@ -29,7 +29,7 @@ from vit_ray.models.catalog import find_spec
 from vit_ray.own_parts import is_own
 from vit_ray.training.micro_batch import micro_batch_size
 
-_RESUMED = frozenset({"pretrain", "finetune", "sweep", "vtab", "scaling_study"})
+_RESUMED = frozenset({"pretrain", "finetune", "sweep", "vtab", "scaling_study", "quickstart"})
 _MANIFEST = "manifest.parquet"
 _MANIFEST_MARK = b'"fingerprint": "'
 _IN_PATTERNS = frozenset("*?[{")

@@ -34,7 +34,7 @@ _FEW: Final = 100_000
 _WEIGHTS: Final = "hf://google/vit-base-patch16-224-in21k"
 """ViT-B/16 of ImageNet-21k."""
 _HUB_S: Final = 3.0
-"""How long the hub may take to answer."""
+"""How long the hub may take to connect, and to send each part of its answer."""
 _FROM_SCRATCH: Final = (
     "from random weights expect little: on the 50,000 images of CIFAR-10 a small ViT reaches "
     "57.5 %, a ResNet 74.5 %"
@@ -108,10 +108,12 @@ def write_recipe(images: str, out: str | None, weights: str | None = None) -> No
     look = _look_at(images)
     if weights is None and look.train.num_images < _FEW:
         chosen = _published() if look.train.shorter_side > 64 else None
-        typed = f"vit-ray init {shlex.quote(images)} --weights"
+        typed = f"vit-ray init {shlex.quote(images)} --out OTHER.yaml --weights"
         other = f"to fine-tune published weights: {typed} {_WEIGHTS}"
         if chosen:
             other = f"so the recipe fine-tunes {chosen} (not: {typed} none)"
+        elif look.train.shorter_side > 64:
+            other = f"the hub did not answer; {other}"
         print(f"fewer than {_FEW:,} images: {_FROM_SCRATCH}; {other}")
     text = _recipe_text(images, file, name, look, chosen)
     completed(parse_yaml(text, str(file)), (), str(file))

@@ -69,7 +69,9 @@ def _time_here(recipe: Recipe, facts: TrainingFacts) -> str:
     tried, note = recipe, "two passes"
     if macs > _MOST_MACS:
         small = ModelConfig(name="ViT-Ti/16", image_size=224)
-        tried, note = recipe.model_copy(update={"model": small}), "two passes of a ViT-Ti/16"
+        optim = recipe.optim.model_copy(update={"frozen": ()})  # names of the recipe's own model
+        tried = recipe.model_copy(update={"model": small, "optim": optim})
+        note = "two passes of a ViT-Ti/16"
     tried_macs = step_macs(tried, facts.num_classes)
     size = min(int(_MOST_MACS // tried_macs), recipe.train.global_batch_size)
     size = max(size - size % recipe.train.least_pass, recipe.train.least_pass)

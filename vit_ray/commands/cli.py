@@ -332,7 +332,7 @@ def predict(
 @_out
 @_modules
 def batch(source: str, words: tuple[str, ...], out: str | None) -> int:
-    """The images of a step as the model sees them, as a picture and a table.
+    """The crops of a step, before mixing and masking, as a picture and a table.
 
     `vit-ray batch SOURCE step=100`: steps are counted from 0. SOURCE is a recipe, the folder of a
     run's checkpoints, or its id in MLflow. Further `key=value` arguments change the recipe.

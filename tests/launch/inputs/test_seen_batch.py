@@ -6,9 +6,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import torch
 from PIL import Image, ImageEnhance, ImageOps
-from torch import nn
 
 from tests.data.damage import damage
 from tests.data.pictures import jpeg
@@ -21,9 +19,6 @@ from vit_ray.data.shard_writer import EncodedImage
 from vit_ray.launch.inputs.rank_batches import training_batches
 from vit_ray.launch.inputs.seen_batch import SeenBatches
 from vit_ray.launch.inputs.streams import resolve_run
-from vit_ray.models.layers import cut_patches
-from vit_ray.models.masked import draw_corruption
-from vit_ray.training.objective import build_objective, make_loss
 
 
 @pytest.fixture(scope="module")
@@ -79,44 +74,6 @@ def test_a_row_tells_the_stored_image_and_its_crop(sets, case):
         assert row["key"] == f"large/{row['sample']}.jpg"
         assert row["labels"] == [row["sample"] % 3]
         assert 0 <= row["top"] <= row["top"] + row["crop_height"] <= row["height"]
-
-
-@pytest.mark.parametrize("mixing", [{"mixup": 0.8}, {"cutmix": 1.0}])
-def test_mixed_images_are_what_the_model_is_given(sets, mixing):
-    recipe, given = recipe_on(sets, train=mixing), []
-
-    class Spy(nn.Module):
-        def forward(self, images: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-            given.append(images)
-            return torch.zeros(len(images), 3)
-
-    step = 3
-    batch = {
-        name: torch.from_numpy(column) for name, column in training_batches(recipe)[step].items()
-    }
-    make_loss(recipe)(Spy(), batch["image"], batch["labels"].long(), batch["sample"], step)
-    pixels, images = batches_of(recipe).read(step)
-    shown = torch.from_numpy(pixels).float().permute(0, 3, 1, 2) / 127.5 - 1
-    assert (shown - given[0]).abs().max() <= 0.5 / 127.5 + 1e-6
-    samples = batch["sample"].tolist()
-    assert [row["partner"] for row in images] == [samples[i ^ 1] for i in range(len(samples))]
-
-
-def test_masked_patches_are_those_that_the_objective_corrupts(sets):
-    recipe = recipe_on(sets, train={"loss": "masked_patch"}, model={"width": 48})
-    step = 2
-    batch = training_batches(recipe)[step]
-    pixels = torch.from_numpy(batch["image"])
-    objective: Any = build_objective(recipe, 3)
-    patches = cut_patches(pixels.permute(0, 3, 1, 2).float(), 4).flatten(1, 2)
-    with torch.no_grad():
-        objective.mask.token.fill_(128.0)
-        corruption = draw_corruption(torch.from_numpy(batch["sample"]), 16, recipe.seed, step)
-        expected = objective.corrupt(patches, corruption)
-    seen, _ = batches_of(recipe).read(step)
-    shown = cut_patches(torch.from_numpy(seen).permute(0, 3, 1, 2).float(), 4).flatten(1, 2)
-    assert torch.equal(shown, expected)
-    assert 0.3 < (shown == 128).all(2).float().mean() < 0.5
 
 
 def test_a_bad_row_is_named_where_its_neighbour_stands(sets, tmp_path):

@@ -1,4 +1,4 @@
-"""`vit-ray batch RUN|RECIPE step=k`: the images of a step as the model sees them.
+"""`vit-ray batch RUN|RECIPE step=k`: the crops of a step, before mixing and masking.
 
 It reads only what the step reads: no Ray, no cluster, no weights.
 """

@@ -11,9 +11,7 @@ import numpy as np
 
 from vit_ray.data.dataset import MANIFEST_FILE, STAGING_FOLDER, Manifest, open_dataset, write_part
 from vit_ray.data.keyed_random import key_of
-from vit_ray.data.progress import Shown, report_done
-from vit_ray.data.run_tasks import run_tasks
-from vit_ray.data.shards import RowGroupReader
+from vit_ray.data.shards import keys as all_keys
 from vit_ray.storage import locate
 
 _SUBSET: Final = 7
@@ -32,7 +30,7 @@ def subset(
 
     Args:
         count, fraction: images to take at random; give one of the three.
-        keys: a file with the keys of the images to take. Needs Ray.
+        keys: a file with the keys of the images to take.
 
     Raises:
         ValueError: not exactly one of them is given, the subset would be empty or larger than the
@@ -59,34 +57,20 @@ def _listed(whole: Manifest, destination: str, keys: str) -> Manifest:
     refuse_existing(destination, MANIFEST_FILE, STAGING_FOLDER)
     content = locate(keys).read()
     listed = set(filter(None, content.decode("utf-8-sig").splitlines()))
-    files = [int(index) for index in np.unique(whole.file_index)]
-    shown = Shown(f"reading {whole.path}", whole.num_images)
-    results = run_tasks(_unlisted, files, whole, listed, shown=shown)
-    left_out = [sample for samples, _ in results for sample in samples]
-    taken = {key for _, found in results for key in found}
-    if missing := sorted(listed - taken):
-        raise ValueError(
-            f"subset.keys={keys!r}: {len(missing)} of {len(listed)} keys are not in "
-            f"{whole.path!r}, such as {missing[:3]}; remove them from the list"
-        )
     if not listed:
         raise ValueError(f"subset.keys={keys!r} lists no key; give one key per line")
+    missing, is_listed = set(listed), []
+    for of_file in all_keys(whole):
+        missing.difference_update(of_file)
+        is_listed.append(np.array([key in listed for key in of_file]))
+    if missing:
+        raise ValueError(
+            f"subset.keys={keys!r}: {len(missing)} of {len(listed)} keys are not in "
+            f"{whole.path!r}, such as {sorted(missing)[:3]}; remove them from the list"
+        )
     digest = hashlib.sha256(content).hexdigest()
     origin: dict[str, object] = {"subset_of": whole.fingerprint, "keys": digest}
-    return derive(whole.without(np.array(left_out, np.int64)), destination, origin)
-
-
-def _unlisted(file_index: int, whole: Manifest, listed: set[str]) -> tuple[list[int], list[str]]:
-    """The samples of a file that are not listed, and which of the keys were found."""
-    reader, left_out, taken, num_images = RowGroupReader(whole), list[int](), list[str](), 0
-    for group in np.flatnonzero(whole.file_index == file_index).tolist():
-        keys = reader.keys(group)
-        pairs = zip(whole.samples_of(group).tolist(), keys, strict=True)
-        left_out += [sample for sample, key in pairs if key not in listed]
-        taken += [key for key in keys if key in listed]
-        num_images += len(keys)
-        report_done(num_images)
-    return left_out, taken
+    return derive(whole.without(np.flatnonzero(~np.concatenate(is_listed))), destination, origin)
 
 
 def derive(part: Manifest, destination: str, origin: dict[str, object]) -> Manifest:

@@ -91,7 +91,7 @@ def test_an_empty_set_and_another_format_are_refused_with_who_reads_it(tmp_path)
     header = json.loads(table.schema.metadata[b"vit_ray"]) | {"format_version": 99}
     pq.write_table(table.replace_schema_metadata({"vit_ray": json.dumps(header)}), file)
     message = (
-        f"data set '{tmp_path}' has format 99; this code reads format 5 only; convert the images"
+        f"data set '{tmp_path}' has format 99; this code reads format 6 only; convert the images"
     )
     with pytest.raises(ValueError, match=message):
         open_dataset(str(tmp_path))
@@ -105,7 +105,7 @@ def in_other_row_groups(whole: bytes) -> bytes:
 
 def under_other_names(whole: bytes) -> bytes:
     sink = io.BytesIO()
-    pq.write_table(pq.read_table(io.BytesIO(whole)).rename_columns(list("abcdefgh")), sink)
+    pq.write_table(pq.read_table(io.BytesIO(whole)).rename_columns(list("abcdefg")), sink)
     return sink.getvalue()
 
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from vit_ray.data.keyed_random import key_of, keys_of
 from vit_ray.storage import Location, check_reachable, locate, read_again
 
-FORMAT_VERSION: Final = 5
+FORMAT_VERSION: Final = 6
 """A reader refuses a manifest with any other."""
 
 MANIFEST_FILE: Final = "manifest.parquet"

@@ -25,11 +25,9 @@ class EncodedImage:
 
     Attributes:
         extra: the values of its text columns.
-        original_crc32: checksum of the file as it came, if it is another.
         index: of the restart markers that it was given.
         damage: what is wrong with its file, which decodes all the same; not stored.
-        crc32: checksum of the image, if it is known; also where `image` is empty as it lies
-            elsewhere.
+        crc32: checksum of the image, where `image` is empty as it lies elsewhere.
     """
 
     image: bytes
@@ -38,7 +36,6 @@ class EncodedImage:
     width: int
     height: int
     extra: tuple[str | None, ...] = ()
-    original_crc32: int | None = None
     index: RestartIndex | None = None
     damage: str = ""
     crc32: int | None = None
@@ -173,8 +170,6 @@ class ShardWriter:
             crc32,
         ]
         if self._is_indexed:
-            came_as = [row.original_crc32 for row in rows]
-            columns.append([c if o is None else o for o, c in zip(came_as, crc32, strict=True)])
             columns.append([None if row.index is None else asdict(row.index) for row in rows])
         columns += map(list, zip(*(row.extra for row in rows), strict=True))
         arrays = [pa.array(c, type=f.type) for c, f in zip(columns, self._schema, strict=True)]

@@ -2,9 +2,9 @@
 
 A shard is a parquet file with a row per image: its encoded bytes, the labels, a key that names the
 image in its source, its size in pixels, and a checksum. Where JPEG files were given restart markers
-(`convert.index_jpeg`), two columns follow: the checksum of the file as it came, and where the parts
-lie that a crop is made of (`restart_index`), null for what was left as it came. Columns of text
-that a source has with its images (`convert.columns`) follow; training does not decode them.
+(`convert.index_jpeg`), a column follows: where the parts lie that a crop is made of
+(`restart_index`), null for what was left as it came. Columns of text that a source has with its
+images (`convert.columns`) follow; training does not decode them.
 
 A row group is read in one piece, and each page is compared with its checksum. Where one differs,
 each image is compared with its own, so that one damaged image costs no other.
@@ -54,7 +54,6 @@ SHARD_SCHEMA: Final = pa.schema(
 
 INDEX_SCHEMA: Final = pa.schema(
     [
-        pa.field("original_crc32", pa.uint32(), nullable=False),
         pa.field(
             "restart_index",
             pa.struct(
@@ -474,4 +473,5 @@ def _by_file(manifest: Manifest, read: Callable[[RowGroupReader, int], Any]) -> 
         return [read(reader, int(group)) for group in groups]
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        yield from pool.map(of_file, runs)
+        for first in range(0, len(runs), _THREADS):  # no more in memory
+            yield from pool.map(of_file, runs[first : first + _THREADS])

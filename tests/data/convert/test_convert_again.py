@@ -60,13 +60,13 @@ def write_tar(file: Path, numbers: list[int]) -> dict[str, str]:
 
 
 def pictures_of(target: Path) -> dict[str, tuple[str, int]]:
-    """Key to class and checksum of the image as it came, in the order of samples."""
+    """Key to class and checksum of the image, in the order of samples."""
     manifest = open_dataset(str(target))
     root = Path(manifest.root)
     tables = [pq.read_table(root / file.path) for file in manifest.files]
     rows = [row for table in tables for row in table.to_pylist()]
     assert len(rows) == manifest.num_images
-    return {r["key"]: (manifest.classes[r["labels"][0]], r["original_crc32"]) for r in rows}
+    return {r["key"]: (manifest.classes[r["labels"][0]], r["crc32"]) for r in rows}
 
 
 def labels_of(target: Path) -> dict[str, str]:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.convert.rows import Row
 from vit_ray.data.crops import decode, open_image
-from vit_ray.data.dataset import checksum
 from vit_ray.data.jpeg import START, encode_jpeg, size_of_jpeg
 from vit_ray.data.jpeg_index.headers import has_zeroed_data, num_scans
 from vit_ray.data.jpeg_index.libjpeg_process import WARNINGS
@@ -80,7 +79,7 @@ def checked(
         raise ValueError("the file is empty")
     if (scans := num_scans(image)) > _MOST_SCANS:
         raise ValueError(f"it is a JPEG of {scans:,} scans; the most are {_MOST_SCANS}")
-    original, original_crc32, damage = image, checksum(image), ""
+    damage = ""
     writer = libjpeg if config.index_jpeg else None
     of_jpeg = size_of_jpeg(image)
     size: tuple[int, ...] | None = of_jpeg or _declared_size(image)
@@ -119,8 +118,7 @@ def checked(
     assert size is not None  # found, decoded or of a JPEG
     return EncodedImage(
         image, labels, key, size[1], size[0],
-        original_crc32=original_crc32, index=None if found is None else found.index, damage=damage,
-        crc32=original_crc32 if image is original else None,
+        index=None if found is None else found.index, damage=damage,
     )  # fmt: skip
 
 

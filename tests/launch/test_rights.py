@@ -9,7 +9,7 @@ from tests.data.denying_s3 import ACTIONS, Rights, policy_of, serve_s3_with_poli
 from tests.data.s3_server import forget_clients
 from tests.recipes import recipe_with
 from vit_ray.commands import doctor
-from vit_ray.commands.trained.fork import _is_free
+from vit_ray.commands.trained.fork import _refuse_taken
 from vit_ray.commands.trained.predict import print_predictions
 from vit_ray.data import open_dataset
 from vit_ray.launch.prepared_run import check_rights, prepared_training
@@ -53,7 +53,7 @@ def test_a_probe_that_could_not_be_deleted_does_not_stand_in_the_way(allow):
     folder = locate("s3://runs/all/once")
     assert [info.base_name for info in folder.list_files()] == [RIGHTS_PROBE]
     allow({"sets": ("read", "list"), "runs": ALL})
-    assert _is_free(folder, "", 1)
+    _refuse_taken(folder)
     folder.child(RIGHTS_PROBE).write(b"left behind by a start that was killed")
     assert find_resume_point(recipe_with("once", output="s3://runs/all", resume=False)) is None
 

@@ -21,7 +21,7 @@ from vit_ray.checkpoints.checkpoint import (
 from vit_ray.checkpoints.checkpoint_format import is_committed
 from vit_ray.checkpoints.run_checkpoints import begin_training, list_checkpoints
 from vit_ray.config.loading import changed, write_yaml
-from vit_ray.config.recipe import Recipe, recipe_from_dict
+from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.resume_compatibility import DATA_SET, Change, incompatible_changes, on_resume
 from vit_ray.config.section import OnResume
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
@@ -33,8 +33,6 @@ from vit_ray.storage import Location, locate
 
 def fork_run(source: str, words: Sequence[str], is_dry: bool) -> int:
     """Make the fork, and print how to train it.
-
-    Repeating an interrupted command completes the fork.
 
     Args:
         source: folder of the parent's checkpoints, or its id in MLflow.
@@ -62,7 +60,7 @@ def fork_run(source: str, words: Sequence[str], is_dry: bool) -> int:
     origin = origin_of(position.recipe["name"], step)
     if file.exists() and file.read_bytes() != content:
         raise ValueError(f"name={recipe.name}: {file} exists already; give another name")
-    _refuse_taken(recipe, origin, step)
+    _refuse_taken(folder)
     size = sum(one.size for one in parent.list_files())
     print(
         f"{recipe.name}: from {origin} to step {resolved.total_steps}; "
@@ -72,39 +70,27 @@ def fork_run(source: str, words: Sequence[str], is_dry: bool) -> int:
     if is_dry:
         return 0
     with lock_run(folder):
-        _refuse_taken(recipe, origin, step)  # again: another fork may have ended just now
+        _refuse_taken(folder)  # again: another fork may have ended just now
+        folder.child(NOTE).write(origin.encode())
+        begin_training(folder)
         target = folder.child(folder_name(step))
-        if not is_committed(target):
-            folder.child(NOTE).write(origin.encode())  # first: it says whose the other files are
-            begin_training(folder)
-            copy_checkpoint(parent, target, lambda position: _of_fork(position, resolved))
+        copy_checkpoint(parent, target, lambda position: _of_fork(position, resolved))
     locate(str(file)).write(content)
     print(f"wrote {file}; train it with: vit-ray pretrain {file} (or finetune, as its parent)")
     return 0
 
 
-def _refuse_taken(recipe: Recipe, origin: str, step: int) -> None:
+def _refuse_taken(folder: Location) -> None:
     """
     Raises:
-        ValueError: the run folder has something else than a beginning of this same fork.
+        ValueError: the run folder holds anything but what a lock leaves.
     """
-    folder = locate(recipe.run_folder)
-    copy = folder.child(folder_name(step))
-    is_free = _is_free(folder, origin, step)
-    if is_free and is_committed(copy):  # of the same changes too
-        is_free = read_checkpoint(copy).position.recipe == recipe.recorded()
-    if not is_free:
-        raise ValueError(f"name={recipe.name}: {folder.uri} exists already; give another name")
-
-
-def _is_free(folder: Location, origin: str, step: int) -> bool:
-    """Whether the folder is empty, or holds the beginning of a fork of this checkpoint."""
-    files = [one.base_name for one in folder.list_files(recursive=False)]
-    steps = {number for number, _ in list_checkpoints(folder)}
-    if not steps and all(is_lock_file(name) or name.startswith(NOTE) for name in files):
-        return True
-    note = folder.child(NOTE)
-    return note.exists() and note.read().decode() == origin and steps <= {step}
+    names = [one.base_name for one in folder.list_files(recursive=False)]
+    if list_checkpoints(folder) or not all(map(is_lock_file, names)):
+        raise ValueError(
+            f"{folder.uri} exists already; give another name, or delete the folder if a fork was "
+            "interrupted there"
+        )
 
 
 def _parent(source: str, step: int, changes: Sequence[str]) -> tuple[Location, Position]:

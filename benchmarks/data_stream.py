@@ -31,7 +31,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -356,36 +355,21 @@ def cpu_s() -> float:
 
 
 def run_apart(name: str, data: Path, seconds: float, cores: int = CORES) -> dict[str, Any]:
-    """One contender in a fresh process; its peak memory is that of the whole process tree."""
+    """One contender in a fresh process."""
     command = [sys.executable, __file__, str(data), "--seconds", str(seconds), "--only", name]
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(allowed)[:cores])  # the process inherits it
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     os.sched_setaffinity(0, allowed)
-    peaks = {"rss": 0}
-    watcher = threading.Thread(target=watch_memory, args=(process, peaks), daemon=True)
-    watcher.start()
     out, err = process.communicate()
     lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     if process.returncode or not lines or "rate" not in lines[-1]:
         last = (err.strip().splitlines() or ["no message"])[-1]
         return {"error": f"{process.returncode}: {last[:160]}"}
-    result = {key: value for line in lines for key, value in line.items()} | peaks
+    result = {key: value for line in lines for key, value in line.items()}
     if "up" in result:
         result["first_s"] -= result["up"] - result["started"]
     return result
-
-
-def watch_memory(process: "subprocess.Popen[str]", peaks: dict[str, int]) -> None:
-    """Peak memory that belongs to a process or its descendants alone, in bytes."""
-    while process.poll() is None:
-        try:
-            root = psutil.Process(process.pid)
-            infos = [p.memory_info() for p in [root, *root.children(recursive=True)]]
-        except psutil.Error:
-            continue
-        peaks["rss"] = max(peaks["rss"], sum(info.rss - info.shared for info in infos))
-        time.sleep(0.5)
 
 
 def prepare(source: Path, data: Path, num_bytes: int) -> None:
@@ -483,18 +467,18 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
     our_cpu_ms = median(results[OURS], "cpu_ms")
     lines = header(
         "contender | images/s | least to greatest | ours / it | CPU ms an image | its / ours | "
-        "first batch, s | private RSS, MiB"
+        "first batch, s"
     )
     for name, rows in results.items():
         done = [row for row in rows if "error" not in row]
         if not done:
-            lines.append(f"| {name} | not run: `{rows[0]['error']}` | | | | | | |")
+            lines.append(f"| {name} | not run: `{rows[0]['error']}` | | | | | |")
             continue
         rates, cpu_ms = [row["rate"] for row in done], median(done, "cpu_ms")
         lines.append(
             f"| {name} | {median(done, 'rate'):.0f} | {min(rates):.0f} to {max(rates):.0f} | "
             f"{ours / median(done, 'rate'):.2f} | {cpu_ms:.3f} | {cpu_ms / our_cpu_ms:.2f} | "
-            f"{median(done, 'first_s'):.1f} | {int(median(done, 'rss')) >> 20} |"
+            f"{median(done, 'first_s'):.1f} |"
         )
     return "\n".join(lines)
 

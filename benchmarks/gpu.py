@@ -90,8 +90,8 @@ def run_section(command: list[str], limit_s: float) -> tuple[str, bool]:
     if failure:
         last = "\n".join(printed.splitlines()[-LAST_LINES:]) if tables else "see above"
         found += f"\n\n{failure}:\n\n```\n{last}\n```"
-    elapsed_s = time.monotonic() - start_s
-    return f"`python {shlex.join(command)}` ({elapsed_s:.0f} s)\n\n{found}\n", not failure
+    took = f"{time.monotonic() - start_s:.0f} s"
+    return f"`python {shlex.join(command)}` ({took})\n\n{found}\n", not failure
 
 
 def _failure(command: list[str], limit_s: float, out: IO[str]) -> str:
@@ -132,8 +132,7 @@ def heading() -> str:
     text += "\n| library | version |\n|---|---|\n" + "".join(rows)
     if not torch.cuda.is_available():
         return f"{text}\n**No GPU here.** The figures show only that the scripts run.\n"
-    name = torch.cuda.get_device_name()
-    peak = peak_flops(name, "bf16")
+    peak = peak_flops(name := torch.cuda.get_device_name(), "bf16")
     share = f"MFU is of {peak / 1e12:.0f} TFLOP/s" if peak else "its peak is not known: no MFU"
     return f"{text}\n{name}; {share}, dense bf16 by the maker's data sheet.\n"
 

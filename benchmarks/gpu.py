@@ -127,7 +127,7 @@ def _failure(command: list[str], limit_s: float, out: IO[str]) -> str:
 def heading() -> str:
     """The machine, the versions, and what MFU is a share of."""
     text = f"# One GPU: {machine()}\n\ntorch {torch.__version__}, CUDA {torch.version.cuda}\n"
-    installed = {one.name.lower(): one.version for one in importlib.metadata.distributions()}
+    installed = {str(one.name).lower(): one.version for one in importlib.metadata.distributions()}
     rows = [f"| {name} | {installed.get(name, 'missing')} |\n" for name in LIBRARIES]
     text += "\n| library | version |\n|---|---|\n" + "".join(rows)
     if not torch.cuda.is_available():

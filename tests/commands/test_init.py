@@ -161,8 +161,8 @@ def test_few_large_images_fine_tune_published_weights_where_the_hub_answers(here
     assert f"so the recipe fine-tunes {WEIGHTS} (not: vit-ray init images" in done.stdout
     (other,) = re.findall(r"\(not: vit-ray (.+?)\)", done.stdout)
     assert run_cli(*shlex.split(other)).exit_code == 0
-    assert load_recipe("OTHER.yaml").init_from is None
-    recipe = load_recipe("images.yaml")
+    plain, recipe = load_recipe("OTHER.yaml"), load_recipe("images.yaml")
+    assert (plain.init_from, plain.name, recipe.name) == (None, "images", "images-tuned")
     assert (recipe.init_from, recipe.model.name) == (WEIGHTS, "ViT-B/16")
     assert "vit-ray finetune images.yaml --dry-run" in (here / "images.yaml").read_text()
     write_images(here / "small", 2, 2, 40, 60)

@@ -373,6 +373,7 @@ def test_a_skipped_step_is_named_before_a_checkpoint_counts_it(hooks, sections, 
     run(engine, found, short_recipe(**{"train": {"skip_above": 4.0}, **sections}))
     assert 6 in found.saved
     assert found.skipped == [(6, [4], 9.0)]
+    assert found.order.index("name 6") < found.order.index("save 6")
     assert 6 not in [step for step, metrics in found.logged if "train/loss" in metrics]
 
 

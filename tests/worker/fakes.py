@@ -212,6 +212,7 @@ class FakeHooks:
         self, progress: Progress, largest: SkippedStep, steps: Sequence[int]
     ) -> None:
         assert largest.step in steps
+        self.order.append(f"name {progress.step}")
         self.skipped.append((progress.step, list(steps), largest.grad_norm))
 
 

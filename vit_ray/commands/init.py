@@ -108,6 +108,7 @@ def write_recipe(images: str, out: str | None, weights: str | None = None) -> No
     look = _look_at(images)
     if weights is None and look.train.num_images < _FEW:
         chosen = _published() if look.train.shorter_side > 64 else None
+        name = f"{name}-tuned" if chosen else name
         typed = f"vit-ray init {shlex.quote(images)} --out OTHER.yaml --weights"
         other = f"to fine-tune published weights: {typed} {_WEIGHTS}"
         if chosen:

@@ -337,7 +337,7 @@ class TrainConfig(Section):
     the step. Three such steps in a row stop the run."""
     skip_above: Annotated[float, Field(gt=1.0)] | None = None
     """Skip a step whose gradient norm is above this many times the median of the last 128 steps (32
-    must be known); skipped steps are counted, and one is named at the next log. Unset = off."""
+    must be known); such steps are counted, and named at the next log or checkpoint. Unset = off."""
     log_every_steps: Annotated[Positive, OnResume.FREE] = 50
     """Steps between log lines and metrics. The first step is logged too, and steps 4, 8, 16 and 32
     before the first of these."""

@@ -86,10 +86,10 @@ def _refuse_taken(folder: Location) -> None:
         ValueError: the run folder holds anything but what a lock leaves.
     """
     names = [one.base_name for one in folder.list_files(recursive=False)]
-    if list_checkpoints(folder) or not all(map(is_lock_file, names)):
+    if folder.list_folders() or not all(map(is_lock_file, names)):
         raise ValueError(
             f"{folder.uri} exists already; give another name, or delete the folder if a fork was "
-            "interrupted there"
+            "interrupted there, before it wrote its recipe"
         )
 
 

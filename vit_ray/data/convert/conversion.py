@@ -48,7 +48,7 @@ _DO_NOT_DECIDE: Final = {"destination", "max_rejected_fraction"}
 # What to do where a file cannot say which conversion made the folder.
 _ELSEWHERE: Final = "choose another convert.destination"
 # Of what the staging folder and the record of a source hold.
-_VERSION: Final = 8
+_VERSION: Final = 9
 
 
 def convert(config: ConvertConfig, seed: int = 0) -> ConvertReport:

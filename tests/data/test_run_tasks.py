@@ -124,11 +124,12 @@ class SlowTally(Tally):
 
 
 def test_a_short_round_does_not_wait_for_what_counts_it(ray_cluster, monkeypatch):
+    asked: list[object] = []
     monkeypatch.setattr(progress, "Tally", SlowTally)
-    start_s = time.monotonic()
+    monkeypatch.setattr(ray, "get", lambda refs, **_: asked.append(refs))
     with shown_progress(Shown("working", 60), 1, lambda: 1):
-        time.sleep(1)
-    assert time.monotonic() - start_s < 5
+        pass
+    assert not asked
 
 
 def test_a_log_has_a_line_every_30_s_with_rate_and_time_left(monkeypatch):

@@ -360,6 +360,6 @@ def test_a_store_that_does_not_answer_is_named_without_its_secret(tmp_path, monk
     monkeypatch.setattr(groups._job.record, "run_id", lambda wait_s: None, raising=False)
     for _ in range(2):
         groups.run(PLACE)
-    (told,) = capsys.readouterr().err.splitlines()
-    assert "mlflow:5000 has not answered yet; " in told
-    assert "secret" not in told
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "mlflow:5000 has not answered yet; " in line
+    assert "secret" not in line

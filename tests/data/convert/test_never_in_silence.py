@@ -271,8 +271,8 @@ def test_folders_without_images_are_said(tmp_path):
     root = write_files(tmp_path / "s", *(f"{name}/{i}.jpg" for name in "ac" for i in range(2)))
     for name in (f"b{DECOMPOSED}", "d"):
         (root / name).mkdir()
-    told = f"2 folders have no images and are no classes: b{COMPOSED}, d"
-    assert convert(root, tmp_path / "set").notes == [told]
+    note = f"2 folders have no images and are no classes: b{COMPOSED}, d"
+    assert convert(root, tmp_path / "set").notes == [note]
     report = convert(root, tmp_path / "given", classes=["a", f"b{COMPOSED}", "c", "d"])
     assert report.notes == [f"2 classes have no images: b{COMPOSED}, d"]
     root = write_files(tmp_path / "n", "0/1.jpg", "0/2.jpg", "2/3.jpg", "2/4.jpg")

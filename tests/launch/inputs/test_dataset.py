@@ -143,10 +143,10 @@ def test_the_folder_that_counts_bad_images_goes_with_its_stream(tmp_path, monkey
     stream = data.torch_dataset(2, 8, max_bad_fraction=0.5, training=False)
     shutil.rmtree(next(scratch.iterdir()))  # as a host that tidies it up
     assert len(list(stream)) == len(list(scratch.iterdir())) == 1
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         del stream
         gc.collect()
-    assert not told
+    assert not warned
     assert not any(scratch.iterdir())
 
 

@@ -20,5 +20,5 @@ def show(browser: webdriver.Chrome, page: Path, width: int, media: str = "") -> 
     browser.get(page.as_uri())
 
 
-def find(browser: webdriver.Chrome, selector: str) -> list[Any]:
+def find(browser: Any, selector: str) -> list[Any]:
     return browser.find_elements(By.CSS_SELECTOR, selector)

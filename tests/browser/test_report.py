@@ -1,4 +1,4 @@
-"""The page of a study and of a sweep in a real browser: all is shown, and cut off nowhere."""
+"""Pages of a study, a sweep and a training in a real browser: all is shown, nothing cut off."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ return cut;
 """
 
 
-@pytest.fixture(params=["study_page", "sweep_page"])
+@pytest.fixture(params=["study_page", "sweep_page", "training_page"])
 def page(request: pytest.FixtureRequest) -> Path:
     written: Written = request.getfixturevalue(request.param)
     return written.page
@@ -31,13 +31,19 @@ def page(request: pytest.FixtureRequest) -> Path:
 
 def test_it_shows_every_figure_and_the_console_is_empty(page, browser):
     show(browser, page, 1280)
-    drawn = find(browser, "figure img")
-    assert drawn
-    wide = "return [...document.querySelectorAll('figure img')].map(one => one.naturalWidth)"
-    assert min(browser.execute_script(wide)) > 300
-    assert all(one.get_attribute("alt") for one in drawn)
+    widths = "return [...document.querySelectorAll('figure img')].map(one => one.naturalWidth)"
+    assert all(width > 300 for width in browser.execute_script(widths))
+    assert all(figure.get_attribute("alt") for figure in find(browser, "figure img"))
     log: Any = browser.get_log("browser")
     assert log == []
+
+
+def test_each_page_has_its_figures_or_images(study_page, sweep_page, training_page, browser):
+    for written in (study_page, sweep_page):
+        show(browser, written.page, 1280)
+        assert find(browser, "figure img")
+    show(browser, training_page.page, 1280)
+    assert [len(find(one, "li")) for one in find(browser, ".gallery")] == [12, 6]
 
 
 @pytest.mark.parametrize("width", [1280, 390, A4_WIDTH])

@@ -113,11 +113,12 @@ def test_a_killed_driver_loses_nothing_when_the_job_is_started_again(
     assert points_are_counted_once(recipe)
 
 
-def test_ctrl_c_makes_a_checkpoint_and_ends_clean(ray_cluster, digits, folder, undisturbed):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_stop_makes_a_checkpoint_and_ends_clean(ray_cluster, digits, folder, undisturbed, number):
     """As SIGTERM does; see test_stops.py."""
-    recipe = long_recipe("told-to-stop", digits, folder)
+    recipe = long_recipe(f"stopped-by-{number.name}", digits, folder)
     driver = start(recipe, ray_cluster, folder)
-    driver.process.send_signal(signal.SIGINT)
+    driver.process.send_signal(number)
     code, output = driver.wait()
     assert code == 3, output
     stopped_at = checkpoint_steps(recipe)[-1]
@@ -153,10 +154,11 @@ def test_a_stop_of_a_sweep_reaches_its_trials_and_the_same_command_goes_on(
     assert any(ends), stopped_at
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_stop_of_a_study_reaches_its_cell_and_the_same_command_goes_on(
-    ray_cluster, digits, folder
+    ray_cluster, digits, folder, number
 ):
-    recipe = long_recipe("stopped-study", digits, folder)
+    recipe = long_recipe(f"study-{number.name}", digits, folder)
     shape = recipe.model.model_dump(mode="json")
     recipe = recipe.with_changes(
         workers={"num_workers": 1},
@@ -171,7 +173,7 @@ def test_a_stop_of_a_study_reaches_its_cell_and_the_same_command_goes_on(
     arguments = str(write_recipe(recipe, folder))
     driver = Driver(ray_cluster, "scaling_study", arguments)
     wait_until(lambda: bool(checkpoint_steps(second)), driver)
-    driver.process.send_signal(signal.SIGTERM)
+    driver.process.send_signal(number)
     code, output = driver.wait()
     assert code == 3, output
     stopped_at = checkpoint_steps(second)[-1]
@@ -238,6 +240,43 @@ def test_a_worker_that_dies_under_a_frozen_controller_is_missed_by_the_driver(
         _continue(frozen)
     assert code == 0, output
     assert {EventKind.WORKER_FAILED, EventKind.RESUMED} <= set(kinds_of(recipe))
+    assert same_weights(weights_of(recipe), weights_of(undisturbed))
+    assert points_are_counted_once(recipe)
+
+
+def test_a_stream_server_that_is_frozen_is_replaced_with_its_group(
+    ray_cluster, digits, folder, undisturbed
+):
+    recipe = long_recipe("frozen-server", digits, folder)
+    recipe = recipe.with_changes(train={"step_timeout_s": 8.0})
+    driver = start(recipe, ray_cluster, folder)
+    (frozen,) = worker_pids(ray_cluster, "StreamServer")
+    os.kill(frozen, signal.SIGSTOP)
+    try:
+        code, output = driver.wait(240)
+    finally:
+        _continue(frozen)
+    assert code == 0, output
+    assert {EventKind.HUNG, EventKind.RESUMED} <= set(kinds_of(recipe))
+    assert same_weights(weights_of(recipe), weights_of(undisturbed))
+    assert points_are_counted_once(recipe)
+
+
+def test_a_recorder_that_is_frozen_for_a_while_costs_nothing(
+    ray_cluster, digits, folder, undisturbed
+):
+    recipe = long_recipe("frozen-recorder", digits, folder)
+    before = set(worker_pids(ray_cluster, "RunRecords"))
+    driver = start(recipe, ray_cluster, folder)
+    (frozen,) = set(worker_pids(ray_cluster, "RunRecords")) - before
+    os.kill(frozen, signal.SIGSTOP)
+    try:
+        wait_until(lambda: checkpoint_steps(recipe)[-1] == STEPS, driver)
+    finally:
+        _continue(frozen)
+    code, output = driver.wait()
+    assert code == 0, output
+    assert EventKind.WORKER_FAILED not in kinds_of(recipe)
     assert same_weights(weights_of(recipe), weights_of(undisturbed))
     assert points_are_counted_once(recipe)
 

@@ -27,6 +27,7 @@ from tests.faults.runs import (
     is_lost_until_noticed,
     kinds_of,
     long_recipe,
+    pid_of_the_only,
     seconds_of,
     start,
     worker_pids,
@@ -71,8 +72,7 @@ def test_a_process_between_driver_and_workers_that_is_killed_is_replaced(
 ):
     recipe = long_recipe(f"killed-{kind}", digits, folder)
     driver = start(recipe, ray_cluster, folder)
-    (pid,) = worker_pids(ray_cluster, kind)
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid_of_the_only(ray_cluster, kind), signal.SIGKILL)
     killed_s = time.time()
     wait_until(lambda: EventKind.RESUMED in kinds_of(recipe), driver)
     kept = [("state", "=", "CREATED")]  # Ray keeps the group of a controller that has died
@@ -230,7 +230,7 @@ def test_a_worker_that_dies_under_a_frozen_controller_is_missed_by_the_driver(
     path = str(write_recipe(recipe, folder))
     driver = Driver(ray_cluster, "tests.faults.quick_looks", path)
     wait_until(lambda: bool(checkpoint_steps(recipe)), driver)
-    (frozen,) = worker_pids(ray_cluster, "TrainController")
+    frozen = pid_of_the_only(ray_cluster, "TrainController")
     os.kill(frozen, signal.SIGSTOP)
     try:
         *_, killed = worker_pids(ray_cluster)
@@ -250,7 +250,7 @@ def test_a_stream_server_that_is_frozen_is_replaced_with_its_group(
     recipe = long_recipe("frozen-server", digits, folder)
     recipe = recipe.with_changes(train={"step_timeout_s": 8.0})
     driver = start(recipe, ray_cluster, folder)
-    (frozen,) = worker_pids(ray_cluster, "StreamServer")
+    frozen = pid_of_the_only(ray_cluster, "StreamServer")
     os.kill(frozen, signal.SIGSTOP)
     try:
         code, output = driver.wait(240)

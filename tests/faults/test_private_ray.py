@@ -1,17 +1,25 @@
-"""A Ray that a command has started for itself, and that is killed."""
+"""A Ray that a command has started for itself: it is killed, or a process of it is."""
 
 import os
 import signal
+import subprocess
+import sys
 
 import psutil
 import pytest
 
 from tests.conftest import Head
 from tests.end_to_end.runs import Driver, checkpoint_steps, wait_until, write_recipe
-from tests.faults.runs import kinds_of, long_recipe
+from tests.faults.runs import STEPS, kinds_of, long_recipe
 from vit_ray.outcomes import EventKind
 
 NO_RAY = Head("", "")
+PLACES = """
+import sys, ray
+ray.init(sys.argv[1], log_to_driver=False, logging_level="ERROR")
+groups = ray.util.placement_group_table().values()
+print(*(group["placement_group_id"] for group in groups if group["state"] != "REMOVED"))
+"""
 
 
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])
@@ -35,3 +43,24 @@ def test_a_killed_ray_ends_its_command_in_one_line_and_the_same_command_continue
     code, output = Driver(NO_RAY, "pretrain", path).wait()
     assert code == 0, output
     assert EventKind.RESUMED in kinds_of(recipe)
+
+
+def test_a_killed_controller_leaves_no_place_on_a_ray_beside_another_one(
+    ray_cluster, digits, tmp_path
+):
+    recipe = long_recipe("killed-beside", digits, tmp_path, optim={"steps": 2 * STEPS})
+    driver = Driver(NO_RAY, "pretrain", str(write_recipe(recipe, tmp_path)))
+    wait_until(lambda: bool(checkpoint_steps(recipe)), driver)
+    processes = psutil.Process(driver.process.pid).children(recursive=True)
+    (raylet,) = (one for one in processes if one.name() == "raylet")
+    (controller,) = (one for one in processes if "TrainController" in " ".join(one.cmdline()))
+    (address,) = (word for word in raylet.cmdline() if word.startswith("--gcs-address="))
+    places = [sys.executable, "-c", PLACES, address.partition("=")[2]]
+    (before,) = subprocess.check_output(places, text=True).split()
+    controller.kill()
+    wait_until(lambda: kinds_of(recipe).count(EventKind.FIRST_STEP) == 2, driver)
+    after = subprocess.check_output(places, text=True).split()
+    assert len(after) == 1
+    assert before not in after
+    code, output = driver.wait()
+    assert code == 0, output

@@ -1,14 +1,15 @@
-"""`vit-ray fork RUN step=k name=NEW key=value ...`: a new run from a checkpoint, with changes.
-
-The checkpoint is copied, so that parent and fork can be trained, pruned and deleted independently.
-The fork's recipe is written as a file; train it with `vit-ray pretrain`, like any run.
-"""
+"""Commands for a recorded run: fork it, show a batch of it, verify it."""
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from vit_ray.branch_origin import NOTE, origin_of
 from vit_ray.checkpoints.checkpoint import (
@@ -18,14 +19,17 @@ from vit_ray.checkpoints.checkpoint import (
     folder_name,
     read_checkpoint,
 )
-from vit_ray.checkpoints.checkpoint_format import is_committed
-from vit_ray.checkpoints.run_checkpoints import begin_training, list_checkpoints
+from vit_ray.checkpoints.checkpoint_format import PartialCheckpointError, is_committed
+from vit_ray.checkpoints.run_checkpoints import begin_training, checkpoint_of_step, list_checkpoints
+from vit_ray.checkpoints.sample_digest import add_digests, samples_digest
 from vit_ray.config.loading import changed, write_yaml
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.resume_compatibility import DATA_SET, Change, incompatible_changes, on_resume
 from vit_ray.config.section import OnResume
+from vit_ray.evaluation.image_grid import sheet
+from vit_ray.launch.inputs.seen_batch import SeenBatches
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
-from vit_ray.launch.named_run import named_folder
+from vit_ray.launch.named_run import find_run, named_folder
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.lock import is_lock_file
 from vit_ray.storage import Location, locate
@@ -146,3 +150,91 @@ def _of_fork(position: Position, resolved: ResolvedRun) -> Position:
         data_terms=resolved.manifest.about,
         tracking_run_id=None,
     )
+
+
+MOST_SHOWN: Final = 64
+"""Images in the picture; the table has all of them."""
+
+
+def show_batch(source: str, words: Sequence[str], out: str | None) -> int:
+    """Write a picture and a table, and print their paths.
+
+    Args:
+        source: a run or recipe, as `find_run` takes it.
+        words: `step=k`, and changes of the recipe.
+        out: folder to write; None for one named after the run and the step.
+
+    Raises:
+        ValueError: there is no such step, the folder is not empty, or as `find_run`.
+    """
+    changes = [word for word in words if not word.startswith("step=")]
+    asked = [word.removeprefix("step=") for word in words if word.startswith("step=")]
+    if len(asked) != 1 or not asked[0].isdecimal():
+        raise ValueError("give one step, counted from 0, such as step=0")
+    run = find_run(source, changes)
+    step = run.checked_step(int(asked[0]))
+    folder = Path(out or f"{run.recipe.name}-step-{step}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists already; give another folder with --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    pixels, rows = SeenBatches(run.resolved).read(step)
+    table, picture = folder / "batch.parquet", folder / "batch.png"
+    pq.write_table(pa.Table.from_pylist(rows), table)
+    title = f"{run.recipe.name}, step {step}"
+    title += f", the first {MOST_SHOWN} of {len(rows):,}" if len(rows) > MOST_SHOWN else ""
+    shown = rows[:MOST_SHOWN]
+    names = [f"{row['sample']} {', '.join(row['classes']) or 'no label'}" for row in shown]
+    sheet(list(pixels[:MOST_SHOWN]), names, title).save(picture)
+    print(f"wrote {picture}\nwrote {table}")
+    return 0
+
+
+def verify_run(source: str) -> int:
+    """Check all checkpoints of a run and print the findings; returns 1 if anything is wrong.
+
+    Raises:
+        ValueError: as `find_run`.
+    """
+    run, num_problems = find_run(source), 0
+    batches, size = SeenBatches(run.resolved), run.recipe.train.global_batch_size
+    planned = cache(lambda k: samples_digest(k * size, batches.planned(k)))
+    decoded = cache(lambda k: samples_digest(k * size, batches.batch(k)["sample"]))
+    for step, folder in reversed(list_checkpoints(locate(run.recipe.run_folder))):
+        try:
+            checkpoint = checkpoint_of_step(folder, step)
+            checkpoint.verify()
+            found, problem = _checked(checkpoint.position.progress, planned, decoded), ""
+        except PartialCheckpointError:
+            print(f"step {step:,}: incomplete: still being written, or interrupted and never used")
+            continue
+        except (ValueError, OSError) as error:  # of the checkpoint, or of the shards
+            found, problem = "", str(error)
+        num_problems += bool(problem)
+        print(f"step {step:,}: {problem or f'files whole; {found}'}")
+    return 1 if num_problems else 0
+
+
+def _checked(
+    progress: Progress, planned: Callable[[int], int], decoded: Callable[[int], int]
+) -> str:
+    """What was found right about the samples of a checkpoint.
+
+    Args:
+        planned: the digest of a step's samples by the order alone.
+        decoded: the same after images that cannot be decoded are replaced.
+
+    Raises:
+        ValueError: they do not follow the order, or that cannot be decided; or, as OSError,
+            images cannot be read.
+    """
+    if not progress.samples_digest:
+        return "no digest of samples"
+    steps = range(progress.digest_from, progress.step)
+    text = f"steps {progress.digest_from:,} to {progress.step - 1:,}"
+    received = int(progress.samples_digest, 16)
+    if add_digests(*map(planned, steps)) == received:
+        return f"samples of {text} in the planned order"
+    print(f"decodes the images of {text}: undecodable ones may be replaced", file=sys.stderr)
+    if add_digests(*map(decoded, steps)) == received:
+        return f"samples of {text} in the planned order, with neighbours for undecodable images"
+    raise ValueError(f"the samples of {text} differ from the planned order; this is a defect")

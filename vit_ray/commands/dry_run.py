@@ -40,8 +40,8 @@ from vit_ray.training.memory_estimate import (
 )
 from vit_ray.training.micro_batch import accumulation_steps, micro_batch_size
 
+# Multiply-adds of a pass that is tried here: some seconds, in bf16 on CPUs that emulate it.
 _MOST_MACS: Final = 5e9
-"""Multiply-adds of a pass that is tried here: some seconds, in bf16 on CPUs that emulate it."""
 
 
 def describe_training(recipe: Recipe) -> str:
@@ -98,8 +98,15 @@ def _time_here(recipe: Recipe, facts: TrainingFacts) -> str:
 def _describe_group(
     recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster, world_size: int
 ) -> list[str]:
-    batch = recipe.train.global_batch_size
-    micro, note = _micro_batch(recipe, facts, cluster, world_size)
+    batch, note = recipe.train.global_batch_size, ""
+    if recipe.train.micro_batch_size != "auto" or recipe.workers.use_gpu is False:
+        micro = micro_batch_size(recipe, world_size)
+    else:  # decided only by trying
+        memory_gib = cluster.device.memory_gib
+        largest = largest_micro_batch(recipe, facts.num_classes, world_size, memory_gib)
+        micro, note = largest or 1, f" (does not fit a {recipe.plan.device})"
+        if largest:
+            note = f" (the most that fits a {recipe.plan.device}, by estimate)"
     passes = accumulation_steps(batch, micro, world_size)
     memory = estimate_memory(recipe, facts.num_classes, micro, world_size)
     workers = f"{world_size} worker{'s' if world_size > 1 else ''}"
@@ -109,19 +116,6 @@ def _describe_group(
         f"  memory per worker     {memory.total:.2f} GiB under ZeRO {recipe.train.zero_stage}",
         *(f"    {part:<20}{gib:8.2f} GiB" for part, gib in vars(memory).items() if gib >= 0.005),
     ]
-
-
-def _micro_batch(
-    recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster, world_size: int
-) -> tuple[int, str]:
-    """Images per pass, and a note if `auto` is decided only by trying."""
-    is_auto = recipe.train.micro_batch_size == "auto"
-    if not is_auto or recipe.workers.use_gpu is False:
-        return micro_batch_size(recipe, world_size), ""
-    largest = largest_micro_batch(recipe, facts.num_classes, world_size, cluster.device.memory_gib)
-    if largest is None:
-        return 1, f" (does not fit a {recipe.plan.device})"
-    return largest, f" (the most that fits a {recipe.plan.device}, by estimate)"
 
 
 def describe_sweep(recipe: Recipe) -> str:
@@ -186,37 +180,39 @@ def plan_study(recipe: Recipe) -> list[PlannedCell]:
         ValueError: as `study_cells` and `data_facts`; the device is not known, or a cell has more
             workers than `plan.num_gpus`.
     """
+    study, most, planned = study_of(recipe), recipe.plan.num_gpus, list[PlannedCell]()
     cells = [(cell, data_facts(cell.recipe)) for cell in study_cells(recipe)]
     pairs = [(cell, facts.total_steps) for cell, facts in cells]
-    trained = {
+    trained_shares = {
         cell.name: 1 - branch_step(cell, steps) / steps
-        for _, *branches in in_groups(study_of(recipe), pairs)
+        for _, *branches in in_groups(study, pairs)
         for cell, steps in branches
     }
-    return [_planned(recipe, *one, trained.get(one[0].name, 1.0)) for one in cells]
-
-
-def _planned(recipe: Recipe, cell: Cell, facts: TrainingFacts, trained: float) -> PlannedCell:
-    """A cell that trains this share of its steps itself."""
-    sizes, most = cell.recipe.group_sizes, recipe.plan.num_gpus
-    fitting = [size for size in sizes if most is None or size <= most]
-    if not fitting:
-        raise ValueError(
-            f"plan.num_gpus={most}: cell {cell.name!r} needs {sizes[0]} GPUs, one per worker "
-            f"(workers.num_workers={cell.recipe.workers.num_workers}); raise plan.num_gpus, or "
-            "lower workers.num_workers"
+    for cell, facts in cells:
+        sizes = cell.recipe.group_sizes
+        fitting = [size for size in sizes if most is None or size <= most]
+        if not fitting:
+            raise ValueError(
+                f"plan.num_gpus={most}: cell {cell.name!r} needs {sizes[0]} GPUs, one per worker "
+                f"(workers.num_workers={cell.recipe.workers.num_workers}); raise plan.num_gpus, or "
+                "lower workers.num_workers"
+            )
+        check_batch(cell.recipe, facts.num_images)
+        exaflops = facts.exaflops * trained_shares.get(cell.name, 1.0)
+        hours = pace_of(cell.recipe).device_hours(exaflops)
+        transfer_exaflops = transfer_hours = 0.0
+        for task in study.transfer:
+            tuned = task_recipe(cell, task)
+            num_runs = len(points_of(tuned, tuned.sweep)) + tuned.sweep.seeds if tuned.sweep else 1
+            of_task = num_runs * data_facts(tuned).exaflops
+            transfer_exaflops += of_task
+            transfer_hours += pace_of(tuned).device_hours(of_task)
+        planned.append(
+            PlannedCell(
+                cell, facts, fitting[-1], exaflops, hours, transfer_exaflops, transfer_hours
+            )
         )
-    check_batch(cell.recipe, facts.num_images)
-    exaflops = facts.exaflops * trained
-    transfer_exaflops = transfer_hours = 0.0
-    for task in study_of(recipe).transfer:
-        one = task_recipe(cell, task)
-        num_runs = len(points_of(one, one.sweep)) + one.sweep.seeds if one.sweep else 1
-        of_task = num_runs * data_facts(one).exaflops
-        transfer_exaflops += of_task
-        transfer_hours += pace_of(one).device_hours(of_task)
-    hours = pace_of(cell.recipe).device_hours(exaflops)
-    return PlannedCell(cell, facts, fitting[-1], exaflops, hours, transfer_exaflops, transfer_hours)
+    return planned
 
 
 def describe_study(recipe: Recipe) -> str:

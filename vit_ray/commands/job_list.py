@@ -229,17 +229,18 @@ _RESUMED = frozenset({"pretrain", "finetune", "sweep", "vtab", "scaling_study", 
 _MANIFEST = "manifest.parquet"
 _MANIFEST_MARK = b'"fingerprint": "'
 _IN_PATTERNS = frozenset("*?[{")
+# Keys of the places that commands write to, next to `tracking.uri`.
 _WRITTEN = (
     "output", "convert.destination", "subset.destination", "deduplicate.destination",
     "export.path", "inspect.path",
 )  # fmt: skip
-"""Keys of the places that commands write to, next to `tracking.uri`."""
 
 
 def _are_weights(place: Path) -> bool:
     return place.is_dir() or (place.is_file() and place.suffix in (".npz", ".safetensors"))
 
 
+# What is at the place of a key, and how that is called; of all others a converted data set.
 _KINDS: dict[str, tuple[Callable[[Path], bool], str]] = {
     "init_from": (_are_weights, "a run folder, a step-* folder, or a .npz or .safetensors file"),
     "convert.source": (Path.exists, "a folder or file with images"),
@@ -249,7 +250,6 @@ _KINDS: dict[str, tuple[Callable[[Path], bool], str]] = {
     "vtab.data": (Path.is_dir, "a folder with TASK/train and TASK/test"),
     "subset.keys": (Path.is_file, "a text file with a key per line"),
 }
-"""What is at the place of a key, and how that is called; of all others a converted data set."""
 
 
 def check_values(command: Command, recipe: Recipe) -> None:

@@ -30,8 +30,7 @@ from vit_ray.storage import RIGHTS_PROBE, Location, check_reachable, locate
 if TYPE_CHECKING:
     from vit_ray.launch.trained_model import TrainedModel
 
-Named = tuple[str, bytes | Location]
-"""An image's name, and its encoded bytes or its file."""
+Named = tuple[str, bytes | Location]  # an image's name, and its encoded bytes or its file
 
 _OUTPUTS: Final = (".parquet", ".png")
 _NUM_CLASSES: Final = 5

@@ -39,32 +39,25 @@ def run_quickstart(recipe: Recipe) -> int:
     # What is wrong with a key is said before the digits are written.
     sets = [locate(str(place)) for place in (recipe.data.train, recipe.data.eval)]
     is_converted = all(one.child(MANIFEST_FILE).exists() for one in sets)
-    data_facts(recipe if is_converted else _unconverted(recipe))
+    checked = recipe
+    if not is_converted:  # one of the sets may be there in part: the counts of the digits
+        counts = {"num_images": 1497, "num_classes": 10}
+        checked = recipe.with_changes(data={"train": PLACEHOLDER, "eval": None}, plan=counts)
+    data_facts(checked)
     connect(recipe)
     is_local = "://" not in recipe.output
     with tempfile.TemporaryDirectory() as temporary:
-        _convert_digits(recipe, Path(recipe.output if is_local else temporary) / "digits_images")
+        images = Path(recipe.output if is_local else temporary) / "digits_images"
+        for split, place in zip(("train", "test"), sets, strict=True):
+            if place.child(MANIFEST_FILE).exists():
+                continue
+            write_digits(images)  # again, if it was interrupted: the files are the same
+            config = ConvertConfig(source=str(images / split), destination=place.uri)
+            made = convert(config, recipe.seed)
+            print(f"{place.uri}: {made.num_images} digits in {made.num_shards} shard(s)")
     code = _train_and_compare(recipe, sweep, scratch)
     print(f"Total time: {time.monotonic() - start_s:.0f} s")
     return code
-
-
-def _unconverted(recipe: Recipe) -> Recipe:
-    """The recipe with the counts of the digits, which opens no set: one may be there in part."""
-    data = {"train": PLACEHOLDER, "eval": None}
-    return recipe.with_changes(data=data, plan={"num_images": 1497, "num_classes": 10})
-
-
-def _convert_digits(recipe: Recipe, images: Path) -> None:
-    """Write the pictures, and of each split the data set, unless it is there."""
-    for split, destination in (("train", recipe.data.train), ("test", recipe.data.eval)):
-        assert destination is not None, "checked before"
-        if locate(destination).child(MANIFEST_FILE).exists():
-            continue
-        write_digits(images)  # again, if it was interrupted: the files are the same
-        config = ConvertConfig(source=str(images / split), destination=destination)
-        converted = convert(config, recipe.seed)
-        print(f"{destination}: {converted.num_images} digits in {converted.num_shards} shard(s)")
 
 
 def _train_and_compare(recipe: Recipe, sweep: Recipe, scratch: Recipe) -> int:

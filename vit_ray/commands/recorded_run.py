@@ -152,8 +152,7 @@ def _of_fork(position: Position, resolved: ResolvedRun) -> Position:
     )
 
 
-MOST_SHOWN: Final = 64
-"""Images in the picture; the table has all of them."""
+MOST_SHOWN: Final = 64  # images in the picture; the table has all of them
 
 
 def show_batch(source: str, words: Sequence[str], out: str | None) -> int:

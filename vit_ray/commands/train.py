@@ -63,10 +63,8 @@ _SHOWN = (
     (STARTUP_FIRST_STEP_S, "Ray up to first step, s", "{:.1f}"),
 )
 _TOP1S = (EVAL_TOP1, EVAL_LAST_TOP1, EVAL_AVERAGED_TOP1)
-_SHARES = ("top1", "top3", "top5")
-"""Ends of the names of accuracies."""
-_WIDEST: Final = 10**6
-"""Characters of a line in a pipe: of any cell, whole."""
+_SHARES = ("top1", "top3", "top5")  # ends of the names of accuracies
+_WIDEST: Final = 10**6  # characters of a line in a pipe: of any cell, whole
 
 
 def print_result(result: RunResult) -> int:

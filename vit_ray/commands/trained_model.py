@@ -19,7 +19,6 @@ from vit_ray.config.validation import errors_of
 from vit_ray.data.augment import augmentation_of
 from vit_ray.data.crops import Augmentation, BadImageError, UInt8Array, crop_of
 from vit_ray.data.file_names import IMAGE_SUFFIXES, is_image_name
-from vit_ray.launch.run_metadata import trained_params
 from vit_ray.launch.trained_model import class_names, training_set
 from vit_ray.models import build_model
 from vit_ray.models.fitting import LoadReport
@@ -110,7 +109,6 @@ def export(recipe: Recipe) -> int:
         save_weights(model, copy, config.layout, classes)
         files = [copy]
         if is_folder:
-            weights = weights_file(config.layout)
             crop = augmentation_of(recipe.model, recipe.data.eval_augment)
             content = json.dumps(image_processor(crop), indent=2) + "\n"
             (copy / FOLDER_PREPROCESSOR).write_text(content)
@@ -123,12 +121,11 @@ def export(recipe: Recipe) -> int:
             else:
                 made = model_card(recipe, config, (count, num_classes), classes, position, "")
                 card.write_text(str(made))
-            names = (weights, FOLDER_CONFIG, FOLDER_PREPROCESSOR, _CARD)
+            names = (weights_file(config.layout), FOLDER_CONFIG, FOLDER_PREPROCESSOR, _CARD)
             files = [copy / name for name in names if (copy / name).exists()]
         if not target.is_local:
             for file in files:
-                place = target.child(file.name) if is_folder else target
-                place.write(file.read_bytes())
+                (target.child(file.name) if is_folder else target).write(file.read_bytes())
         print(f"wrote {config.path}: {count:,} parameters, layout {config.layout}")
         if not classes:
             print("class names are not known; set data.train to the run's data set")
@@ -149,12 +146,6 @@ def _complete_config(file: Path, crop: Augmentation, use: dict[str, Any]) -> Non
 
 
 def _push(config: ExportConfig, folder: Path, names: list[str]) -> str:
-    """Upload the files to the repository, which is created if it does not exist; returns its
-    address.
-
-    Raises:
-        ValueError: the hub refuses the upload, or cannot be reached.
-    """
     from huggingface_hub import HfApi
 
     assert config.push is not None
@@ -185,6 +176,7 @@ def inspect(recipe: Recipe) -> int:
     """
     from vit_ray.commands.train import print_link
     from vit_ray.evaluation.figures import inspect_model
+    from vit_ray.launch.run_metadata import trained_params
 
     config = require(recipe.inspect, "inspect", "inspect.images")
     images = read_images(recipe, config)

@@ -214,7 +214,7 @@ _ALL = (
     Command(
         "quickstart",
         "Convert, pre-train, sweep and report on handwritten digits.",
-        "vit_ray.commands.quickstart:run_quickstart",
+        "vit_ray.commands.experiments:run_quickstart",
         (*_TRAINING, *_WEIGHTS, *_COUNTS),
         "digits",
         "vit_ray.commands.dry_run:describe_training",

@@ -2,7 +2,7 @@
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -89,7 +89,7 @@ def _refuse_taken(folder: Location) -> None:
     Raises:
         ValueError: the run folder holds anything but what a lock leaves.
     """
-    names = [one.base_name for one in folder.list_files(recursive=False)]
+    names = [file.base_name for file in folder.list_files(recursive=False)]
     if folder.list_folders() or not all(map(is_lock_file, names)):
         raise ValueError(
             f"{folder.uri} exists already; give another name, or delete the folder if a fork was "
@@ -100,15 +100,15 @@ def _refuse_taken(folder: Location) -> None:
 def _parent(source: str, step: int, changes: Sequence[str]) -> tuple[Location, Position]:
     """The checkpoint's folder and position."""
     source, run_folder = named_folder(source, changes)
-    whole = {number: one for number, one in list_checkpoints(run_folder) if is_committed(one)}
-    if step not in whole:
-        steps = ", ".join(map(str, sorted(whole))) or "none"
+    complete = {number: one for number, one in list_checkpoints(run_folder) if is_committed(one)}
+    if step not in complete:
+        steps = ", ".join(map(str, sorted(complete))) or "none"
         raise ValueError(
             f"step={step}: the steps of the complete checkpoints in {source} are: {steps}; give "
             "one of them (checkpoint.keep_steps keeps more), of the folder of a run's checkpoints "
             "or its id in MLflow"
         )
-    return whole[step], read_checkpoint(whole[step]).position
+    return complete[step], read_checkpoint(complete[step]).position
 
 
 def _checked_changes(resolved: ResolvedRun, position: Position) -> list[Change]:
@@ -189,51 +189,48 @@ def show_batch(source: str, words: Sequence[str], out: str | None) -> int:
 
 
 def verify_run(source: str) -> int:
-    """Check all checkpoints of a run and print the findings; returns 1 if anything is wrong.
+    """Check the bytes of all checkpoints of a run, and whether its samples followed the planned
+    order; print the findings, and return 1 if anything is wrong.
 
     Raises:
         ValueError: as `find_run`.
     """
     run, num_problems = find_run(source), 0
     batches, size = SeenBatches(run.resolved), run.recipe.train.global_batch_size
+    # Of a step's samples: by the order alone, and with those for images that cannot be decoded.
     planned = cache(lambda k: samples_digest(k * size, batches.planned(k)))
     decoded = cache(lambda k: samples_digest(k * size, batches.batch(k)["sample"]))
     for step, folder in reversed(list_checkpoints(locate(run.recipe.run_folder))):
+        finding = problem = ""
         try:
             checkpoint = checkpoint_of_step(folder, step)
             checkpoint.verify()
-            found, problem = _checked(checkpoint.position.progress, planned, decoded), ""
+            progress = checkpoint.position.progress
+            steps = range(progress.digest_from, progress.step)
+            text = f"steps {progress.digest_from:,} to {progress.step - 1:,}"
+            received = int(progress.samples_digest, 16) if progress.samples_digest else None
+            if received is None:
+                finding = "no digest of samples"
+            elif add_digests(*map(planned, steps)) == received:
+                finding = f"samples of {text} in the planned order"
+            else:
+                print(
+                    f"decodes the images of {text}: undecodable ones may be replaced",
+                    file=sys.stderr,
+                )
+                finding = (
+                    f"samples of {text} in the planned order, with neighbours for undecodable "
+                    "images"
+                )
+                if add_digests(*map(decoded, steps)) != received:
+                    problem = (
+                        f"the samples of {text} differ from the planned order; this is a defect"
+                    )
         except PartialCheckpointError:
             print(f"step {step:,}: incomplete: still being written, or interrupted and never used")
             continue
         except (ValueError, OSError) as error:  # of the checkpoint, or of the shards
-            found, problem = "", str(error)
+            problem = str(error)
         num_problems += bool(problem)
-        print(f"step {step:,}: {problem or f'files whole; {found}'}")
+        print(f"step {step:,}: {problem or f'files whole; {finding}'}")
     return 1 if num_problems else 0
-
-
-def _checked(
-    progress: Progress, planned: Callable[[int], int], decoded: Callable[[int], int]
-) -> str:
-    """What was found right about the samples of a checkpoint.
-
-    Args:
-        planned: the digest of a step's samples by the order alone.
-        decoded: the same after images that cannot be decoded are replaced.
-
-    Raises:
-        ValueError: they do not follow the order, or that cannot be decided; or, as OSError,
-            images cannot be read.
-    """
-    if not progress.samples_digest:
-        return "no digest of samples"
-    steps = range(progress.digest_from, progress.step)
-    text = f"steps {progress.digest_from:,} to {progress.step - 1:,}"
-    received = int(progress.samples_digest, 16)
-    if add_digests(*map(planned, steps)) == received:
-        return f"samples of {text} in the planned order"
-    print(f"decodes the images of {text}: undecodable ones may be replaced", file=sys.stderr)
-    if add_digests(*map(decoded, steps)) == received:
-        return f"samples of {text} in the planned order, with neighbours for undecodable images"
-    raise ValueError(f"the samples of {text} differ from the planned order; this is a defect")

@@ -25,7 +25,7 @@ from vit_ray.data.dataset import MANIFEST_FILE
 from vit_ray.experiments.search_space import point_text
 from vit_ray.experiments.study import StudyResult, run_study
 from vit_ray.experiments.sweep import SweepResult, run_sweep
-from vit_ray.experiments.vtab import run_vtab
+from vit_ray.experiments.vtab import VtabResult, run_vtab
 from vit_ray.launch.cluster.connection import connect
 from vit_ray.launch.run import RunResult, train
 from vit_ray.metric_names import (
@@ -64,15 +64,19 @@ def vtab(recipe: Recipe) -> int:
         return 3
     title = f"VTAB-1k; the paper's columns are {SOURCE}, Table 9"
     print_table(title, result.table)
-    if result.page is not None:
-        print(f"report: {result.page}")
-    print_link(result.hint, result.parent_run_id)
+    _print_places(result)
     return 0 if result.is_complete else 1
 
 
 def study(recipe: Recipe) -> int:
     """Train and evaluate every cell, and print the table."""
     return print_study(run_study(recipe))
+
+
+def _print_places(result: SweepResult | VtabResult | StudyResult) -> None:
+    if result.page is not None:
+        print(f"report: {result.page}")
+    print_link(result.hint, result.parent_run_id)
 
 
 def print_sweep(result: SweepResult | None) -> int:
@@ -95,9 +99,7 @@ def print_sweep(result: SweepResult | None) -> int:
     spread = f" +- {result.deviation:.2%} ({runs} runs)" if runs > 1 else " (1 run of sweep.seeds)"
     print(f"test top-1, trained on all data: {result.mean:.2%}{spread}")
     print_beside_paper(result.beside_paper)
-    if result.page is not None:
-        print(f"report: {result.page}")
-    print_link(result.hint, result.parent_run_id)
+    _print_places(result)
     return 0
 
 
@@ -127,9 +129,7 @@ def print_study(result: StudyResult | None) -> int:
             print(redact(f"failed: {one.cell.name}: {one.error}"))
     if num_before := sum(cell.was_finished for cell in result.cells):
         print(f"{num_before} of {len(result.cells)} cells had finished before")
-    if result.page is not None:
-        print(f"report: {result.page}")
-    print_link(result.hint, result.parent_run_id)
+    _print_places(result)
     return 0 if result.is_complete else 1
 
 

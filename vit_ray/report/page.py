@@ -39,7 +39,6 @@ from vit_ray.report.headline import (
 )
 from vit_ray.report.runs import Files, load_runs, trainings
 from vit_ray.report.statistics import CANNOT_SAY, FamilyLaw, Interval, student
-from vit_ray.report.tables import number, percent
 from vit_ray.storage import locate
 
 # Names, labels and values come from recipes and folders of any origin: all are escaped.
@@ -79,7 +78,9 @@ def html(table: pd.DataFrame) -> Markup:
         table = table.rename_axis(names).reset_index(allow_duplicates=True)
     texts = table.iloc[:, 1:].map(lambda value: len(str(value)) > 16).any(axis=None)
     shown = table.astype(object).where(table.notna(), "-")
-    shown = shown.map(lambda value: number(value) if isinstance(value, (int, float)) else value)
+    shown = shown.map(
+        lambda value: tables.number(value) if isinstance(value, (int, float)) else value
+    )
     return Markup(shown.to_html(border=0, classes=["texts"] if texts else None, index=False))
 
 
@@ -334,7 +335,7 @@ def confusion(content: bytes) -> dict[str, pd.DataFrame]:
         return {}
     totals = counts.groupby("class").sum()
     shares = counts.div(totals, level="class").unstack(fill_value=0.0)
-    wide = shares.map(lambda share: percent(share) if share else "")
+    wide = shares.map(lambda share: tables.percent(share) if share else "")
     wide.insert(0, "images", totals, allow_duplicates=True)  # a class may have this name
     return {"Confusion matrix: % of each true class (rows)": wide}
 

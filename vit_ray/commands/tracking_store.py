@@ -40,7 +40,8 @@ def report(recipe: Recipe, keep_with: str | None = None) -> "Written":
     from vit_ray.experiments.write_page import keep_page, write_page
     from vit_ray.tracking.mlflow_client import asking, found_runs
 
-    uri, run_id = recipe.tracking.uri, None
+    uri = recipe.tracking.uri
+    run_id: str | None = None
     with asking(uri) as client:
         if keep_with is None:
             by_name = f"attributes.run_name = '{recipe.name}'"

@@ -61,9 +61,11 @@ def load_runs(uri: str, selection: str) -> pd.DataFrame:
     require_store(uri)
     client = MlflowClient(uri)
     parent = selection if RUN_ID.fullmatch(selection) else None
-    if parent:
+    if parent is None:
+        experiment = client.get_experiment_by_name(selection)
+    else:
         experiment = client.get_experiment(client.get_run(parent).info.experiment_id)
-    elif (experiment := client.get_experiment_by_name(selection)) is None:
+    if experiment is None:
         known = ", ".join(sorted(one.name for one in client.search_experiments()))
         raise ValueError(
             f"MLflow has no experiment {selection!r}; give one of {known}, or a run's id"

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -283,7 +284,7 @@ class Hub:
 
 def test_a_folder_is_pushed_with_its_weights_and_its_card(tmp_path, monkeypatch, capsys):
     pushed: dict[str, bytes] = {}
-    monkeypatch.setattr(export_command, "HfApi", lambda: Hub(pushed))
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: Hub(pushed))
     _, run = trained_run(tmp_path)
     (tmp_path / "given" / "huggingface").mkdir(parents=True)
     (tmp_path / "given" / "huggingface" / "private.txt").write_text("not of the model")
@@ -295,7 +296,7 @@ def test_a_folder_is_pushed_with_its_weights_and_its_card(tmp_path, monkeypatch,
 
 
 def test_a_hub_that_does_not_take_it_leaves_the_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(export_command, "HfApi", lambda: Hub({}, is_refused=True))
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: Hub({}, is_refused=True))
     _, run = trained_run(tmp_path)
     with pytest.raises(ValueError, match=r"(?s)did not accept the files .*set HF_TOKEN to a"):
         export_to(tmp_path, run, layout="huggingface", push="hf://someone/vit")

@@ -24,9 +24,8 @@ def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
     run_in_this_process(monkeypatch)
     monkeypatch.setattr("tests.net.commands.run_commands", run_commands)
-    for module in ("convert", "datasets"):
-        monkeypatch.setattr(f"vit_ray.commands.{module}.connect", lambda _: None)
-        monkeypatch.setattr(f"vit_ray.commands.{module}.check_shared", lambda *_: None)
+    monkeypatch.setattr("vit_ray.commands.datasets.connect", lambda _: None)
+    monkeypatch.setattr("vit_ray.commands.datasets.check_shared", lambda *_: None)
 
 
 @pytest.mark.usefixtures("without_ray")

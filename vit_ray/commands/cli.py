@@ -98,9 +98,13 @@ def refuse_unread(command: Command, overrides: list[str]) -> None:
         ValueError: a key is given that the command does not read.
     """
     given = [word.partition("=")[0] for word in overrides]
-    pairs = {key: [(f"{key}.", f"{read}.") for read in command.reads] for key in given}
     unread = [
-        key for key in given if not any(a.startswith(b) or b.startswith(a) for a, b in pairs[key])
+        key
+        for key in given
+        if not any(
+            f"{key}.".startswith(f"{read}.") or f"{read}.".startswith(f"{key}.")
+            for read in command.reads
+        )
     ]
     if unread:
         raise ValueError(

@@ -1,15 +1,80 @@
-"""The commands for data sets: verify, subset and deduplicate."""
+"""The commands for data sets: convert, verify, subset and deduplicate."""
+
+import platform
+
+from joblib import cpu_count
 
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints
 from vit_ray.commands.recorded_run import verify_run
 from vit_ray.config import Recipe, require
 from vit_ray.data import open_dataset
+from vit_ray.data.convert.commit import listed
+from vit_ray.data.convert.conversion import convert
 from vit_ray.data.convert.deduplicate import deduplicate, refuse_taken
+from vit_ray.data.convert.destination import check_conversion, convert_of
+from vit_ray.data.convert.estimate import estimate_conversion
 from vit_ray.data.convert.verify import verify
+from vit_ray.data.dataset import DAMAGED_FILE, REJECTED_FILE
+from vit_ray.data.progress import clock
 from vit_ray.data.subset import subset
 from vit_ray.launch.cluster.connection import connect
 from vit_ray.launch.inputs.shared_files import check_shared
 from vit_ray.storage import locate
+
+
+def run_convert(recipe: Recipe) -> int:
+    """Convert, and print the result.
+
+    Raises:
+        ValueError: the recipe has no `convert` section, or the source is wrong.
+    """
+    config = convert_of(recipe)
+    check_shared(connect(recipe), [("convert.source", config.source)])
+    report = convert(config, recipe.seed)
+    for note in report.notes:
+        print(f"{config.destination}: {note}")
+    total = report.num_images + report.num_rejected
+    rejected = f"{report.num_rejected} files rejected"
+    if report.num_rejected:
+        rejected += f" ({report.num_rejected / total:.1%} of {total}; {REJECTED_FILE} says why)"
+    if report.num_damaged:
+        rejected += f"; {report.num_damaged} damaged files kept ({DAMAGED_FILE})"
+    print(f"{config.destination}: the classes are {listed(list(report.label_histogram))}")
+    print(
+        f"{'already done: ' if report.was_done else ''}{config.destination}: {report.num_images} "
+        f"images of {report.num_classes} classes in {report.num_shards} shards, "
+        f"{report.bytes / 2**20:.1f} MiB; {rejected}"
+    )
+    return 0
+
+
+def describe_conversion(recipe: Recipe) -> str:
+    """Images, classes, bytes, shards and time of a conversion, estimated from a few images.
+
+    Raises:
+        ValueError: as `run_convert`, except for errors that only reading all images finds.
+    """
+    check_conversion(recipe)
+    config = convert_of(recipe)
+    plan = estimate_conversion(config, recipe.seed)
+    parts = f"{plan.num_counted:,} of {plan.num_parts:,} parts counted"
+    made = f"{plan.written_bytes / 2**20:,.1f} MiB"
+    source = f"{plan.source_bytes / 2**20:,.1f} MiB" if plan.source_bytes else "unknown size"
+    shards = f"{plan.num_shards:,} shard{'s' if plan.num_shards > 1 else ''}"
+    reason = f"; the first: {plan.reason}" if plan.reason else ""
+    cores, rate = cpu_count(), plan.num_images / plan.seconds
+    return "\n".join(
+        [
+            f"images      {plan.counts} ({parts})",
+            f"source      {config.source}: {source}",
+            f"data set    {config.destination}: "
+            f"{'images read in place' if config.in_place else made}, {shards}",
+            f"rejected    {plan.num_rejected} of {plan.num_sampled} sampled images{reason}",
+            f"time        about {clock(plan.seconds / cores)} on the {cores} cores of this machine "
+            f"({platform.node()}), {rate:,.0f} images/s per core",
+        ]
+    )
+
 
 _SHOWN = 20
 

@@ -17,10 +17,10 @@ from vit_ray.config import Recipe
 from vit_ray.config.secrets import redact
 from vit_ray.storage import locate
 
+# GiB of /dev/shm, where Ray keeps waiting batches; what does not fit goes to a disk.
 LEAST_SHARED_GIB: Final = 1.0
-"""GiB of /dev/shm, where Ray keeps waiting batches; what does not fit goes to a disk."""
+# Open files per process; Ray on a busy node has thousands of sockets.
 LEAST_FILES: Final = 4096
-"""Open files per process; Ray on a busy node has thousands of sockets."""
 
 
 def run_doctor(recipe: Recipe) -> int:

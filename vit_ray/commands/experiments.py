@@ -1,15 +1,33 @@
-"""Sweeps and studies, and the tables printed for them."""
+"""Sweeps, VTAB, studies and the quickstart, and what is printed for them."""
 
 import math
 import re
+import tempfile
+import time
+from pathlib import Path
 
-from vit_ray.commands.train import print_beside_paper, print_link, print_table
-from vit_ray.config import Recipe
+from vit_ray.addresses import PLACEHOLDER
+from vit_ray.commands.tracking_store import report
+from vit_ray.commands.train import (
+    interval_note,
+    print_beside_paper,
+    print_figures,
+    print_link,
+    print_result,
+    print_table,
+)
+from vit_ray.config import Recipe, load_recipe
+from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.config.secrets import redact
+from vit_ray.data import open_dataset
+from vit_ray.data.convert.conversion import convert
+from vit_ray.data.dataset import MANIFEST_FILE
 from vit_ray.experiments.search_space import point_text
 from vit_ray.experiments.study import StudyResult, run_study
 from vit_ray.experiments.sweep import SweepResult, run_sweep
-from vit_ray.experiments.vtab import run_vtab
+from vit_ray.experiments.vtab import VtabResult, run_vtab
+from vit_ray.launch.cluster.connection import connect
+from vit_ray.launch.run import RunResult, train
 from vit_ray.metric_names import (
     EVAL_AVERAGED_TOP1,
     EVAL_TOP1,
@@ -20,6 +38,7 @@ from vit_ray.metric_names import (
 )
 from vit_ray.outcomes import TrialState
 from vit_ray.paper import SOURCE
+from vit_ray.storage import locate
 
 _OF_CELLS = (
     ("exaFLOPs", STUDY_EXAFLOPS, "{:.3g}"),
@@ -45,15 +64,19 @@ def vtab(recipe: Recipe) -> int:
         return 3
     title = f"VTAB-1k; the paper's columns are {SOURCE}, Table 9"
     print_table(title, result.table)
-    if result.page is not None:
-        print(f"report: {result.page}")
-    print_link(result.hint, result.parent_run_id)
+    _print_places(result)
     return 0 if result.is_complete else 1
 
 
 def study(recipe: Recipe) -> int:
     """Train and evaluate every cell, and print the table."""
     return print_study(run_study(recipe))
+
+
+def _print_places(result: SweepResult | VtabResult | StudyResult) -> None:
+    if result.page is not None:
+        print(f"report: {result.page}")
+    print_link(result.hint, result.parent_run_id)
 
 
 def print_sweep(result: SweepResult | None) -> int:
@@ -76,9 +99,7 @@ def print_sweep(result: SweepResult | None) -> int:
     spread = f" +- {result.deviation:.2%} ({runs} runs)" if runs > 1 else " (1 run of sweep.seeds)"
     print(f"test top-1, trained on all data: {result.mean:.2%}{spread}")
     print_beside_paper(result.beside_paper)
-    if result.page is not None:
-        print(f"report: {result.page}")
-    print_link(result.hint, result.parent_run_id)
+    _print_places(result)
     return 0
 
 
@@ -108,7 +129,87 @@ def print_study(result: StudyResult | None) -> int:
             print(redact(f"failed: {one.cell.name}: {one.error}"))
     if num_before := sum(cell.was_finished for cell in result.cells):
         print(f"{num_before} of {len(result.cells)} cells had finished before")
-    if result.page is not None:
-        print(f"report: {result.page}")
-    print_link(result.hint, result.parent_run_id)
+    _print_places(result)
     return 0 if result.is_complete else 1
+
+
+SWEEP_RECIPE, SCRATCH_RECIPE = "digits_sweep", "digits_scratch"
+
+
+def run_quickstart(recipe: Recipe) -> int:
+    """The main command in small, on digits: convert, pre-train, sweep, train from scratch, and
+    compare; finished parts are not repeated.
+    """
+    from vit_ray.commands.plan import data_facts
+    from vit_ray.data.convert.digits import write_digits
+
+    start_s = time.monotonic()
+    recipe = recipe.with_absolute_paths()
+    tracking = {"tracking": recipe.tracking.model_dump(mode="json")}
+    sweep, scratch = (
+        load_recipe(name, tracking).with_changes(
+            output=recipe.output, data={"train": recipe.data.train, "eval": recipe.data.eval}
+        )
+        for name in (SWEEP_RECIPE, SCRATCH_RECIPE)
+    )
+    sweep = sweep.with_changes(init_from=f"{recipe.output}/{recipe.name}")
+    # What is wrong with a key is said before the digits are written.
+    sets = [locate(str(place)) for place in (recipe.data.train, recipe.data.eval)]
+    is_converted = all(one.child(MANIFEST_FILE).exists() for one in sets)
+    checked = recipe
+    if not is_converted:  # one of the sets may be there in part: the counts of the digits
+        counts = {"num_images": 1497, "num_classes": 10}
+        checked = recipe.with_changes(data={"train": PLACEHOLDER, "eval": None}, plan=counts)
+    data_facts(checked)
+    connect(recipe)
+    is_local = "://" not in recipe.output
+    with tempfile.TemporaryDirectory() as temporary:
+        images = Path(recipe.output if is_local else temporary) / "digits_images"
+        for split, place in zip(("train", "test"), sets, strict=True):
+            if place.child(MANIFEST_FILE).exists():
+                continue
+            write_digits(images)  # again, if it was interrupted: the files are the same
+            config = ConvertConfig(source=str(images / split), destination=place.uri)
+            made = convert(config, recipe.seed)
+            print(f"{place.uri}: {made.num_images} digits in {made.num_shards} shard(s)")
+    code = _train_and_compare(recipe, sweep, scratch)
+    print(f"Total time: {time.monotonic() - start_s:.0f} s")
+    return code
+
+
+def _train_and_compare(recipe: Recipe, sweep: Recipe, scratch: Recipe) -> int:
+    """Train everything and write one page of all runs; returns the first non-zero exit code."""
+    pretrained = train(recipe)
+    if code := print_result(pretrained):
+        return code
+    swept = run_sweep(sweep)
+    if (code := print_sweep(swept)) or swept is None:
+        return code
+    alone = train(scratch)
+    if code := print_result(alone):
+        return code
+    places = {
+        f"pre-trained, {_length(recipe, pretrained)}": _top1(pretrained),
+        f"fine-tuned, {_length(scratch, alone)}": swept.mean,
+        f"from scratch, {_length(scratch, alone)}": _top1(alone),
+    }
+    count = open_dataset(str(recipe.data.eval)).num_images
+    figures = {name: f"{top1:.2%}{interval_note(top1, count)}" for name, top1 in places.items()}
+    print_figures("Top-1 accuracy on the test set", figures)
+    if swept.parent_run_id is not None:
+        written = report(recipe, keep_with=swept.parent_run_id)
+        print(f"report of all runs: {written.page}")
+    return 0
+
+
+def _length(recipe: Recipe, result: RunResult) -> str:
+    return f"{result.total_steps} steps at {recipe.model.image_size} px"
+
+
+def _top1(result: RunResult) -> float:
+    top1 = result.metrics.get(EVAL_AVERAGED_TOP1, result.metrics.get(EVAL_TOP1))
+    if top1 is None:
+        raise ValueError(
+            f"run {result.name} has no accuracy; its events say why; run the command again"
+        )
+    return top1

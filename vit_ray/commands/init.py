@@ -19,27 +19,27 @@ from vit_ray.data.convert.estimate import Estimate, estimate_conversion
 from vit_ray.data.convert.files import SeveralSplitsError
 from vit_ray.storage import absolute, locate
 
+# 90 epochs of ImageNet-1k, which train a ViT-S/16 to 76.5 % (Beyer et al., arXiv:2205.01580).
 _IMAGES_SEEN: Final = 90 * 1_281_167
-"""90 epochs of ImageNet-1k, which train a ViT-S/16 to 76.5 % (Beyer et al., arXiv:2205.01580)."""
 _MOST_EPOCHS, _LEAST_EPOCHS = 300, 7
+# Up to this many images: the model, and its parameters.
 _MODELS: Final = (
     (100_000, "ViT-Ti/16", "5.7 M"),
     (1_000_000, "ViT-S/16", "22 M"),
     (10_000_000, "ViT-B/16", "86 M"),
     (sys.maxsize, "ViT-L/16", "304 M"),
 )
-"""Up to this many images: the model, and its parameters."""
+# Below so many images the way is fine-tuning.
 _FEW: Final = 100_000
-"""Below so many images the way is fine-tuning."""
+# ViT-B/16 of ImageNet-21k.
 _WEIGHTS: Final = "hf://google/vit-base-patch16-224-in21k"
-"""ViT-B/16 of ImageNet-21k."""
+# How long the hub may take to connect, and to send each part of its answer.
 _HUB_S: Final = 3.0
-"""How long the hub may take to connect, and to send each part of its answer."""
+# benchmarks/results/study_cifar10_cpu_2026-11-25.md.
 _FROM_SCRATCH: Final = (
     "from random weights expect little: on the 50,000 images of CIFAR-10 a small ViT reaches "
     "57.5 %, a ResNet 74.5 %"
 )
-"""benchmarks/results/study_cifar10_cpu_2026-11-25.md."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def write_recipe(images: str, out: str | None, weights: str | None = None) -> No
         )
     look = _look_at(images)
     if weights is None and look.train.num_images < _FEW:
-        chosen = _published() if look.train.shorter_side > 64 else None
+        chosen = _WEIGHTS if look.train.shorter_side > 64 and _has_published() else None
         name = f"{name}-tuned" if chosen else name
         typed = f"vit-ray init {shlex.quote(images)} --out OTHER.yaml --weights"
         other = f"to fine-tune published weights: {typed} {_WEIGHTS}"
@@ -124,16 +124,15 @@ def write_recipe(images: str, out: str | None, weights: str | None = None) -> No
     print(f"{file} is written; next: vit-ray convert {shlex.quote(str(file))}")
 
 
-def _published() -> str | None:
-    """The weights of ImageNet-21k, if they are in the hub's cache or the hub answers."""
+def _has_published() -> bool:
+    """Whether the weights of ImageNet-21k are in the hub's cache, or the hub answers."""
     name = _WEIGHTS.removeprefix("hf://")
     if isinstance(try_to_load_from_cache(name, "model.safetensors"), str):
-        return _WEIGHTS
-    try:
+        return True
+    with contextlib.suppress(Exception):  # of an HTTP library that changes with the hub's versions
         HfApi().model_info(name, timeout=_HUB_S)
-    except Exception:  # of an HTTP library that changes with the hub's versions
-        return None
-    return _WEIGHTS
+        return True
+    return False
 
 
 def first_look(name: str, epochs: float) -> list[str]:
@@ -143,7 +142,6 @@ def first_look(name: str, epochs: float) -> list[str]:
 
 
 def _name_of(images: str) -> str:
-    """A name for the run, from that of the folder of the images."""
     folder = locate(images).path.rstrip("/").rpartition("/")[2]
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", folder).lstrip("-._")
     return name.split(".")[0].rstrip("-") or "images"
@@ -180,14 +178,6 @@ def _look_at(images: str) -> _Look:
     return _Look(found, "train")
 
 
-def _destination(images: str, name: str) -> PurePosixPath:
-    """A folder for the converted splits, outside of the source."""
-    usual, source = PurePosixPath("data", name), locate(images)
-    if not f"{locate(str(usual)).uri}/".startswith(f"{source.uri.rstrip('/')}/"):
-        return usual
-    return PurePosixPath(os.path.relpath(Path(source.path).with_name(f"{name}-converted")))
-
-
 def _beside(file: Path, place: str) -> str:
     """A path of the current folder as a recipe in this file has it; addresses stay."""
     if "://" in place or with_home(place).is_absolute():
@@ -197,7 +187,10 @@ def _beside(file: Path, place: str) -> str:
 
 def _recipe_text(images: str, file: Path, name: str, look: _Look, weights: str | None) -> str:
     """The recipe: the commands to type, then the sections, some with a reason above."""
-    folder = _destination(images, _name_of(images))
+    source, folder = locate(images), PurePosixPath("data", _name_of(images))
+    if f"{locate(str(folder)).uri}/".startswith(f"{source.uri.rstrip('/')}/"):  # in the source
+        outside = Path(source.path).with_name(f"{_name_of(images)}-converted")
+        folder = PurePosixPath(os.path.relpath(outside))
     train, test = str(folder / (look.split or "train")), str(folder / (look.test_split or ""))
     convert = {"source": _beside(file, images), "destination": _beside(file, train)}
     data: dict[str, Any] = {"train": _beside(file, train)}

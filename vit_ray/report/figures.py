@@ -27,6 +27,8 @@ MARKS: Final = {"ViT": "o", "ResNet": "s", "Hybrid": "D", "Axial": "^", "Other":
 SIZE: Final = (6.4, 4.2)
 # With more lines, a legend has the colours.
 MOST_NAMES: Final = 12
+# Between neighbouring names, as a share of the height.
+LEAST_GAP: Final = 0.05
 TOP1: Final = "top-1 accuracy, %"
 # The salt makes the same figure the same bytes; text as outlines needs no font of the reader.
 _STYLE: Final[Any] = {
@@ -222,18 +224,13 @@ def _name(axes: Axes, ends: Sequence[_End], colors: Mapping[Any, str]) -> None:
     axes.autoscale_view()  # else its limits are set when it is drawn
     to_share = axes.transAxes.inverted()
     heights = [to_share.transform(axes.transData.transform((x, y)))[1] for x, y, *_ in ends]
-    for (x, y, name, color), height in zip(ends, _apart(heights), strict=True):
+    apart, order = np.array(heights, float), np.argsort(heights)
+    for below, above in [*itertools.pairwise(order)] * len(order):
+        lack = max(0.0, LEAST_GAP - (apart[above] - apart[below]))
+        apart[[below, above]] += (-lack / 2, lack / 2)
+    for (x, y, name, color), height in zip(ends, map(float, apart), strict=True):
         axes.annotate(
             name, (x, y), (1.02, height), textcoords="axes fraction", color=color, fontsize=9,
             va="center", annotation_clip=False,
             arrowprops={"arrowstyle": "-", "color": color, "alpha": 0.4, "linewidth": 0.6},
         )  # fmt: skip
-
-
-def _apart(heights: Sequence[float], gap: float = 0.05) -> list[float]:
-    """The heights, moved until neighbours are at least a gap apart."""
-    found, order = np.array(heights, float), np.argsort(heights)
-    for below, above in [*itertools.pairwise(order)] * len(order):
-        lack = max(0.0, gap - (found[above] - found[below]))
-        found[[below, above]] += (-lack / 2, lack / 2)
-    return [float(height) for height in found]

@@ -119,7 +119,13 @@ def sweep_sentences(runs: pd.DataFrame) -> Iterator[str]:
                 lead = difference(a, b, best["num_dev"].iloc[0])
                 text += f", by {percent(lead.value)} points over {_point(second.iloc[0], tried)}: "
                 text += lead.verdict
-            yield f"{text}.{_edge(best['rate'].iloc[0], tried['rate'])}"
+            rate, known = best["rate"].iloc[0], sorted({*tried["rate"].dropna()})
+            advice = ""
+            if len(known) > 1 and rate in (known[0], known[-1]):
+                is_least = rate == known[0]
+                word, other = ("smallest", known[1]) if is_least else ("largest", known[-2])
+                advice = f" {rate:g} is the {word} rate tried: try {rate * rate / other:.1g}."
+            yield f"{text}.{advice}"
         tested = finals[(finals["status"] == "finished") & finals["test"].notna()]
         for _, seeds in tested.groupby("group", sort=False):
             result = _result(seeds, "test", "num_test")
@@ -147,15 +153,6 @@ def _point(run: pd.Series, tried: pd.DataFrame) -> str:
     varied = [k for k in run["keys"] if is_trained(k) and tried[k].nunique() > 1]
     others = [f"{key} {run[key]}" for key in varied if key != "optim.learning_rate"]
     return ", ".join([f"Learning rate {run['rate']:g}", *others])
-
-
-def _edge(best: float, tried: "pd.Series[float]") -> str:
-    """Which rate to try if the best is the lowest or highest of those tried."""
-    known = sorted({*tried.dropna()})
-    if len(known) < 2 or best not in (known[0], known[-1]):
-        return ""
-    word, other = ("smallest", known[1]) if best == known[0] else ("largest", known[-2])
-    return f" {best:g} is the {word} rate tried: try {best * best / other:.1g}."
 
 
 def _leads(cells: pd.DataFrame) -> Iterator[str]:

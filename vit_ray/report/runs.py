@@ -60,7 +60,16 @@ def load_runs(uri: str, selection: str) -> pd.DataFrame:
     """
     require_store(uri)
     client = MlflowClient(uri)
-    experiment, parent = _place(client, selection)
+    parent = selection if RUN_ID.fullmatch(selection) else None
+    if parent is None:
+        experiment = client.get_experiment_by_name(selection)
+    else:
+        experiment = client.get_experiment(client.get_run(parent).info.experiment_id)
+    if experiment is None:
+        known = ", ".join(sorted(one.name for one in client.search_experiments()))
+        raise ValueError(
+            f"MLflow has no experiment {selection!r}; give one of {known}, or a run's id"
+        )
     found = client.search_runs(  # as many as MLflow gives in one answer
         [experiment.experiment_id], order_by=["attributes.start_time ASC"], max_results=50_000
     )
@@ -76,16 +85,6 @@ def load_runs(uri: str, selection: str) -> pd.DataFrame:
     return frame
 
 
-def _place(client: MlflowClient, selection: str) -> tuple[Any, str | None]:
-    """The experiment, and the id of the selected run."""
-    if RUN_ID.fullmatch(selection):
-        return client.get_experiment(client.get_run(selection).info.experiment_id), selection
-    if found := client.get_experiment_by_name(selection):
-        return found, None
-    known = ", ".join(sorted(one.name for one in client.search_experiments()))
-    raise ValueError(f"MLflow has no experiment {selection!r}; give one of {known}, or a run's id")
-
-
 def _facts(run: Run) -> dict[str, Any]:
     tags, params = tags_of(run.data.tags), run.data.params
     metrics = with_best({k: v for k, v in run.data.metrics.items() if is_finite(v)})
@@ -98,7 +97,8 @@ def _facts(run: Run) -> dict[str, Any]:
     prints = {one["use"]: one["fingerprint"] for one in sets}
     train_set = set_name(recipe.get("data.train", ""))
     test_set = set_name(recipe.get("data.eval", ""))
-    test, dev = (_decided(metrics, key) for key in (EVAL_TOP1, DEV_TOP1))
+    # With averaged weights if the run has averaged any, else with the last weights.
+    test, dev = (metrics.get(averaged_key(key), metrics.get(key)) for key in (EVAL_TOP1, DEV_TOP1))
     few_shot = next((k for n in SHOTS if (k := few_shot_top1(n)) in metrics), None)
     tested_on = sizes.get("evaluation", (None, None))
     return {
@@ -131,11 +131,6 @@ def _facts(run: Run) -> dict[str, Any]:
         "commit": tags.get("vit_ray.git_commit", "unknown"),
         "command": tags.get("mlflow.source.name", ""), "keys": [*recipe],
     }  # fmt: skip
-
-
-def _decided(metrics: Mapping[str, float], key: str) -> float | None:
-    """With averaged weights if the run has averaged any, else with the last weights."""
-    return metrics.get(averaged_key(key), metrics.get(key))
 
 
 def _number(text: str | None) -> float | None:

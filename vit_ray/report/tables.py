@@ -202,28 +202,22 @@ def table_6(runs: pd.DataFrame, found: pd.DataFrame) -> dict[str, pd.DataFrame]:
         for group, mine in alike.groupby("group", sort=False):
             first = mine.iloc[0]
             row = theirs.get((first["model"], first["epochs"] or 0.0))
+            tasks = found[found["origin_group"] == group].groupby("task", sort=False)
+            transferred = {
+                f"{task} %": "; ".join(mean_text(one["top1"]) for _, one in some.groupby("group"))
+                for task, some in tasks
+            }
             is_papers = (first["num_test"], first["num_classes"]) == _PUBLISHED["imagenet"]
             rows.append({
                 "model": first["label"], "images": first["images"], "epochs": first["epochs"],
                 "steps": first["steps"], "differs in": names[str(group)], "runs": len(mine),
                 "few-shot %": _mean(mine, "few_shot"), "test top-1 %": _mean(mine, "test"),
-                **_of_tasks(found, str(group)), "exaFLOPs": mine["exaflops"].mean(),
+                **transferred, "exaFLOPs": mine["exaflops"].mean(),
                 "the paper's ImageNet %": percent(row.imagenet) if row and is_papers else None,
                 "the paper's exaFLOPs": row.exaflops if row else None,
             })  # fmt: skip
     table = pd.DataFrame(rows)
     return {f"Table 6: scaling; {SOURCE}, on JFT-300M": _used(table.set_index("model"))}
-
-
-def _of_tasks(found: pd.DataFrame, group: str) -> dict[str, str]:
-    """Means of the transfers of a pre-training's group, by task."""
-    if not len(found):
-        return {}
-    mine = found[found["origin_group"] == group]
-    return {
-        f"{task} %": "; ".join(mean_text(one["top1"]) for _, one in some.groupby("group"))
-        for task, some in mine.groupby("task", sort=False)
-    }
 
 
 def _mean(runs: pd.DataFrame, key: str) -> str | None:

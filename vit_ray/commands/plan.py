@@ -26,8 +26,8 @@ from vit_ray.training.memory_estimate import (
 )
 from vit_ray.training.micro_batch import accumulation_steps
 
+# CPU seconds of an image, benchmarks/results/data_stream_pair_cpu_2026-11-28.md.
 _READING_S: Final = 0.92e-3
-"""CPU seconds of an image, benchmarks/results/data_stream_pair_cpu_2026-11-28.md."""
 
 
 @dataclass(frozen=True)
@@ -46,34 +46,30 @@ class TrainingFacts:
     exaflops: float
 
 
-def data_facts(recipe: Recipe) -> TrainingFacts:
+def data_facts(recipe: Recipe, prefers_plan: bool = False) -> TrainingFacts:
     """From the data set in `data.train`; if it does not exist yet, from `plan`.
+
+    Args:
+        prefers_plan: take the counts in `plan`, and open no data set.
 
     Raises:
         ValueError: there is no such model; the data set is broken, or nothing gives the counts.
     """
-    path = recipe.data.train or PLACEHOLDER
-    if is_placeholder(path) or not locate(path).exists():
-        return _told_facts(recipe)
-    resolved = resolve_run(recipe)
-    return _facts(recipe, resolved.num_images, resolved.manifest.num_classes, path)
-
-
-def _told_facts(recipe: Recipe) -> TrainingFacts:
-    """From the counts in `plan`; no data set is opened."""
-    num_images, num_classes = recipe.plan.num_images, recipe.plan.num_classes
-    if num_images is None or num_classes is None:
-        raise ValueError(
-            f"data.train={recipe.data.train!r} is not a data set, or one of "
-            f"plan.num_images={num_images} and plan.num_classes={num_classes} is missing; give "
-            "both counts, or neither and the folder of a converted set"
-        )
-    check_model(recipe)
-    kept = num_images - round(num_images * recipe.data.held_out_fraction)
-    return _facts(recipe, round(kept * recipe.data.fraction), num_classes, "plan.num_images")
-
-
-def _facts(recipe: Recipe, num_images: int, num_classes: int, source: str) -> TrainingFacts:
+    source = recipe.data.train or PLACEHOLDER
+    if prefers_plan or is_placeholder(source) or not locate(source).exists():
+        num_images, num_classes = recipe.plan.num_images, recipe.plan.num_classes
+        if num_images is None or num_classes is None:
+            raise ValueError(
+                f"data.train={recipe.data.train!r} is not a data set, or one of "
+                f"plan.num_images={num_images} and plan.num_classes={num_classes} is missing; give "
+                "both counts, or neither and the folder of a converted set"
+            )
+        check_model(recipe)
+        kept = num_images - round(num_images * recipe.data.held_out_fraction)
+        num_images, source = round(kept * recipe.data.fraction), "plan.num_images"
+    else:
+        resolved = resolve_run(recipe)
+        num_images, num_classes = resolved.num_images, resolved.manifest.num_classes
     model, batch = recipe.model, recipe.train.global_batch_size
     steps = recipe.optim.total_steps(num_images, batch)
     return TrainingFacts(
@@ -124,22 +120,17 @@ def pace_of(recipe: Recipe) -> Pace:
 
 def describe_plan(recipe: Recipe) -> str:
     """The text of `vit-ray plan`: the work, then a column for each ZeRO stage."""
-    is_told = recipe.plan.num_images or recipe.plan.num_classes
-    facts = _told_facts(recipe) if is_told else data_facts(recipe)
+    facts = data_facts(recipe, bool(recipe.plan.num_images or recipe.plan.num_classes))
     cluster = planned_cluster(recipe)
     columns = [_column(recipe, facts, cluster, stage) for stage in range(4)]
     lines = [*describe_work(recipe, facts, cluster), ""]
     for cells in zip(*columns, strict=True):
         if {value for _, value in cells} != {"0.00"}:
             lines.append(f"{cells[0][0]:<30}" + "".join(f"{value:>10}" for _, value in cells))
-    return "\n".join([*lines, "", *_sizes(recipe, facts, cluster)])
-
-
-def _sizes(recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster) -> list[str]:
-    """What `cluster/rayjob.yaml` marks as a size."""
     image_s = cluster.pace.step_s(step_macs(recipe, facts.num_classes), 1)  # on one GPU
     cpus = math.ceil(cluster.num_gpus / image_s * _READING_S)
-    return [
+    lines += [
+        "",
         "sizes, as marked in cluster/rayjob.yaml",
         f"  workers.num_workers   {cluster.num_gpus}",
         f"  maxReplicas           {math.ceil(cluster.num_gpus / 8)} nodes of 8 GPUs",
@@ -147,6 +138,7 @@ def _sizes(recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster) -> lis
         f"({_READING_S * 1e3:g} ms for a crop of 224 px)",
         "  object-store-memory   at most 30 % of a node's memory; sizeLimit a tenth above it",
     ]
+    return "\n".join(lines)
 
 
 def print_plan(recipe: Recipe) -> int:

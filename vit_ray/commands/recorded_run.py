@@ -1,14 +1,15 @@
-"""`vit-ray fork RUN step=k name=NEW key=value ...`: a new run from a checkpoint, with changes.
-
-The checkpoint is copied, so that parent and fork can be trained, pruned and deleted independently.
-The fork's recipe is written as a file; train it with `vit-ray pretrain`, like any run.
-"""
+"""Commands for a recorded run: fork it, show a batch of it, verify it."""
 
 import copy
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from vit_ray.branch_origin import NOTE, origin_of
 from vit_ray.checkpoints.checkpoint import (
@@ -18,14 +19,17 @@ from vit_ray.checkpoints.checkpoint import (
     folder_name,
     read_checkpoint,
 )
-from vit_ray.checkpoints.checkpoint_format import is_committed
-from vit_ray.checkpoints.run_checkpoints import begin_training, list_checkpoints
+from vit_ray.checkpoints.checkpoint_format import PartialCheckpointError, is_committed
+from vit_ray.checkpoints.run_checkpoints import begin_training, checkpoint_of_step, list_checkpoints
+from vit_ray.checkpoints.sample_digest import add_digests, samples_digest
 from vit_ray.config.loading import changed, write_yaml
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.resume_compatibility import DATA_SET, Change, incompatible_changes, on_resume
 from vit_ray.config.section import OnResume
+from vit_ray.evaluation.image_grid import sheet
+from vit_ray.launch.inputs.seen_batch import SeenBatches
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
-from vit_ray.launch.named_run import named_folder
+from vit_ray.launch.named_run import find_run, named_folder
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.lock import is_lock_file
 from vit_ray.storage import Location, locate
@@ -85,7 +89,7 @@ def _refuse_taken(folder: Location) -> None:
     Raises:
         ValueError: the run folder holds anything but what a lock leaves.
     """
-    names = [one.base_name for one in folder.list_files(recursive=False)]
+    names = [file.base_name for file in folder.list_files(recursive=False)]
     if folder.list_folders() or not all(map(is_lock_file, names)):
         raise ValueError(
             f"{folder.uri} exists already; give another name, or delete the folder if a fork was "
@@ -96,15 +100,15 @@ def _refuse_taken(folder: Location) -> None:
 def _parent(source: str, step: int, changes: Sequence[str]) -> tuple[Location, Position]:
     """The checkpoint's folder and position."""
     source, run_folder = named_folder(source, changes)
-    whole = {number: one for number, one in list_checkpoints(run_folder) if is_committed(one)}
-    if step not in whole:
-        steps = ", ".join(map(str, sorted(whole))) or "none"
+    complete = {number: one for number, one in list_checkpoints(run_folder) if is_committed(one)}
+    if step not in complete:
+        steps = ", ".join(map(str, sorted(complete))) or "none"
         raise ValueError(
             f"step={step}: the steps of the complete checkpoints in {source} are: {steps}; give "
             "one of them (checkpoint.keep_steps keeps more), of the folder of a run's checkpoints "
             "or its id in MLflow"
         )
-    return whole[step], read_checkpoint(whole[step]).position
+    return complete[step], read_checkpoint(complete[step]).position
 
 
 def _checked_changes(resolved: ResolvedRun, position: Position) -> list[Change]:
@@ -146,3 +150,87 @@ def _of_fork(position: Position, resolved: ResolvedRun) -> Position:
         data_terms=resolved.manifest.about,
         tracking_run_id=None,
     )
+
+
+MOST_SHOWN: Final = 64  # images in the picture; the table has all of them
+
+
+def show_batch(source: str, words: Sequence[str], out: str | None) -> int:
+    """Write a picture and a table, and print their paths.
+
+    Args:
+        source: a run or recipe, as `find_run` takes it.
+        words: `step=k`, and changes of the recipe.
+        out: folder to write; None for one named after the run and the step.
+
+    Raises:
+        ValueError: there is no such step, the folder is not empty, or as `find_run`.
+    """
+    changes = [word for word in words if not word.startswith("step=")]
+    asked = [word.removeprefix("step=") for word in words if word.startswith("step=")]
+    if len(asked) != 1 or not asked[0].isdecimal():
+        raise ValueError("give one step, counted from 0, such as step=0")
+    run = find_run(source, changes)
+    step = run.checked_step(int(asked[0]))
+    folder = Path(out or f"{run.recipe.name}-step-{step}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists already; give another folder with --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    pixels, rows = SeenBatches(run.resolved).read(step)
+    table, picture = folder / "batch.parquet", folder / "batch.png"
+    pq.write_table(pa.Table.from_pylist(rows), table)
+    title = f"{run.recipe.name}, step {step}"
+    title += f", the first {MOST_SHOWN} of {len(rows):,}" if len(rows) > MOST_SHOWN else ""
+    shown = rows[:MOST_SHOWN]
+    names = [f"{row['sample']} {', '.join(row['classes']) or 'no label'}" for row in shown]
+    sheet(list(pixels[:MOST_SHOWN]), names, title).save(picture)
+    print(f"wrote {picture}\nwrote {table}")
+    return 0
+
+
+def verify_run(source: str) -> int:
+    """Check the bytes of all checkpoints of a run, and whether its samples followed the planned
+    order; print the findings, and return 1 if anything is wrong.
+
+    Raises:
+        ValueError: as `find_run`.
+    """
+    run, num_problems = find_run(source), 0
+    batches, size = SeenBatches(run.resolved), run.recipe.train.global_batch_size
+    # Of a step's samples: by the order alone, and with those for images that cannot be decoded.
+    planned = cache(lambda k: samples_digest(k * size, batches.planned(k)))
+    decoded = cache(lambda k: samples_digest(k * size, batches.batch(k)["sample"]))
+    for step, folder in reversed(list_checkpoints(locate(run.recipe.run_folder))):
+        finding = problem = ""
+        try:
+            checkpoint = checkpoint_of_step(folder, step)
+            checkpoint.verify()
+            progress = checkpoint.position.progress
+            steps = range(progress.digest_from, progress.step)
+            text = f"steps {progress.digest_from:,} to {progress.step - 1:,}"
+            received = int(progress.samples_digest, 16) if progress.samples_digest else None
+            if received is None:
+                finding = "no digest of samples"
+            elif add_digests(*map(planned, steps)) == received:
+                finding = f"samples of {text} in the planned order"
+            else:
+                print(
+                    f"decodes the images of {text}: undecodable ones may be replaced",
+                    file=sys.stderr,
+                )
+                finding = (
+                    f"samples of {text} in the planned order, with neighbours for undecodable "
+                    "images"
+                )
+                if add_digests(*map(decoded, steps)) != received:
+                    problem = (
+                        f"the samples of {text} differ from the planned order; this is a defect"
+                    )
+        except PartialCheckpointError:
+            print(f"step {step:,}: incomplete: still being written, or interrupted and never used")
+            continue
+        except (ValueError, OSError) as error:  # of the checkpoint, or of the shards
+            problem = str(error)
+        num_problems += bool(problem)
+        print(f"step {step:,}: {problem or f'files whole; {finding}'}")
+    return 1 if num_problems else 0

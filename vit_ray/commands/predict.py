@@ -4,7 +4,6 @@ Paths and outputs are checked before torch is imported and the weights are read.
 """
 
 import os
-import pkgutil
 import re
 import sys
 import uuid
@@ -30,8 +29,7 @@ from vit_ray.storage import RIGHTS_PROBE, Location, check_reachable, locate
 if TYPE_CHECKING:
     from vit_ray.launch.trained_model import TrainedModel
 
-Named = tuple[str, bytes | Location]
-"""An image's name, and its encoded bytes or its file."""
+Named = tuple[str, bytes | Location]  # an image's name, and its encoded bytes or its file
 
 _OUTPUTS: Final = (".parquet", ".png")
 _NUM_CLASSES: Final = 5
@@ -66,13 +64,14 @@ def print_predictions(
         ValueError: a path holds no image, an output cannot be written, or as `vit_ray.load`.
     """
     changes = [word for word in paths if re.match(r"[\w.]+=", word) and not os.path.exists(word)]
-    if "://" not in source and not with_home(source).exists():  # torch takes seconds
+    if "://" not in source and not with_home(source).exists():
         raise ValueError(f"{source!r} is not there; give a run, a checkpoint or a weight file")
     counts, right, drawn = Counter[str](), Counter[bool](), list[dict[str, Any]]()
     with _opened(outputs) as (tables, pictures):
         images = [_images_at(path) for path in paths if path not in changes]
-        load = pkgutil.resolve_name("vit_ray.launch.trained_model:load")
-        model: TrainedModel = load(source, recipe, overrides=changes)
+        from vit_ray.launch.trained_model import load  # torch takes seconds
+
+        model = load(source, recipe, overrides=changes)
         print(_line(f"{model}"), file=sys.stderr)
         for rows in _predicted(model, chain.from_iterable(images)):
             for row in rows:
@@ -92,8 +91,9 @@ def print_predictions(
     bad = f"; {num_bad:,} cannot be read" if num_bad else ""
     print(_line(f"{total:,} images{most and f': {most}'}{bad}"), file=sys.stderr)
     if judged := right.total():
+        from vit_ray.commands.train import interval_note  # imports Ray
+
         share = right[True] / judged
-        interval_note = pkgutil.resolve_name("vit_ray.commands.train:interval_note")
         note = f"{right[True]:,} right, {right[False]:,} wrong: {share:.2%}"
         print(f"in folders of classes: {note}{interval_note(share, judged)}", file=sys.stderr)
     for output in outputs:
@@ -109,7 +109,13 @@ def _line(text: str) -> str:
 def _predicted(model: "TrainedModel", images: Iterator[Named]) -> Iterator[list[dict[str, Any]]]:
     """Batches of rows of `_SCHEMA`, with a `crop` and a `text` where there is no problem."""
     while some := list(islice(images, model.recipe.evaluate.batch_size)):
-        rows = [_cropped(model, name, content) for name, content in some]
+        rows = list[dict[str, Any]]()
+        for name, content in some:
+            try:
+                encoded = content if isinstance(content, bytes) else content.read()
+                rows.append({"image": name, "crop": model.crop(encoded)})
+            except (BadImageError, FileNotFoundError, PermissionError) as error:
+                rows.append({"image": name, "problem": str(error)})
         good = [row for row in rows if "crop" in row]
         for logits in model.logits_of_crops(row["crop"] for row in good):  # one batch, or none
             for row, shares in zip(good, model.probabilities(logits), strict=True):
@@ -120,14 +126,6 @@ def _predicted(model: "TrainedModel", images: Iterator[Named]) -> Iterator[list[
                 row["probability"] = float(shares[best[0]])
                 row["text"] = ", ".join(f"{model.classes[i]} {shares[i]:.1%}" for i in best)
         yield rows
-
-
-def _cropped(model: "TrainedModel", name: str, content: bytes | Location) -> dict[str, Any]:
-    try:
-        encoded = content if isinstance(content, bytes) else content.read()
-        return {"image": name, "crop": model.crop(encoded)}
-    except (BadImageError, FileNotFoundError, PermissionError) as error:
-        return {"image": name, "problem": str(error)}
 
 
 def _images_at(path: str) -> Iterator[Named]:
@@ -162,22 +160,6 @@ def _images_at(path: str) -> Iterator[Named]:
     return ((file.uri, file) for file in images)
 
 
-def _check_folder(output: Location) -> None:
-    """
-    Raises:
-        OSError: a local folder is not there, or a store refuses what is written only at the end.
-    """
-    folder = Location(output.protocol, output.path.rpartition("/")[0])
-    if not output.is_local:
-        check_reachable(folder)
-        probe = folder.child(f"{RIGHTS_PROBE}-{uuid.uuid4().hex[:8]}")  # others may try it, too
-        probe.write(b"vit_ray")
-        with suppress(OSError):  # that is no right which it needs
-            probe.delete()
-    elif not os.path.isdir(folder.path or "/"):
-        raise NotADirectoryError(f"there is no folder {folder.path}")
-
-
 @contextmanager
 def _opened(outputs: Sequence[str]) -> Iterator[tuple[list[Any], list[Any]]]:
     """Writers of tables of `_SCHEMA`, and streams of pictures, tried before anything is computed.
@@ -199,8 +181,16 @@ def _opened(outputs: Sequence[str]) -> Iterator[tuple[list[Any], list[Any]]]:
                 raise ValueError(
                     f"--out {output} exists already, or is given twice; name another file"
                 )
+            folder = Location(place.protocol, place.path.rpartition("/")[0])
             try:
-                _check_folder(place)
+                if not place.is_local:  # a store refuses only at the end what is written
+                    check_reachable(folder)
+                    probe = folder.child(f"{RIGHTS_PROBE}-{uuid.uuid4().hex[:8]}")
+                    probe.write(b"vit_ray")
+                    with suppress(OSError):  # to delete is no right that it needs
+                        probe.delete()
+                elif not os.path.isdir(folder.path or "/"):
+                    raise NotADirectoryError(f"there is no folder {folder.path}")
                 streams[place.uri] = files.enter_context(place.output())
             except OSError as error:
                 raise ValueError(f"--out {output}: {error}; name another file") from None

@@ -1,0 +1,239 @@
+"""Commands for a trained model on the driver's CPU, without Ray: export and inspect_model."""
+
+import json
+import logging
+import tempfile
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from vit_ray.checkpoints.checkpoint import Position
+from vit_ray.checkpoints.init_weights import open_weights
+from vit_ray.checkpoints.weight_files import SCHEME
+from vit_ray.config import Recipe, require
+from vit_ray.config.command_sections import ExportConfig, InspectConfig
+from vit_ray.config.recorded_recipe import KIND, used_sections
+from vit_ray.config.validation import errors_of
+from vit_ray.data.augment import augmentation_of
+from vit_ray.data.crops import Augmentation, BadImageError, UInt8Array, crop_of
+from vit_ray.data.file_names import IMAGE_SUFFIXES, is_image_name
+from vit_ray.launch.trained_model import class_names, training_set
+from vit_ray.models import build_model
+from vit_ray.models.fitting import LoadReport
+from vit_ray.models.weights.published import (
+    FOLDER_CONFIG,
+    FOLDER_PREPROCESSOR,
+    USE,
+    weights_file,
+)
+from vit_ray.models.weights.save import check_suffix, save_weights
+from vit_ray.storage import Location, absolute, locate
+from vit_ray.tracking.metrics_log import RunOpening
+from vit_ray.tracking.tracker import Tracker
+
+_CARD = "README.md"
+
+logger = logging.getLogger(__name__)
+
+
+def load_trained_model(
+    recipe: Recipe, averaged: bool | None = None
+) -> tuple[nn.Module, LoadReport, Position | None]:
+    """The recipe's model with the weights of `init_from` and their number of classes.
+
+    Args:
+        recipe: `model`, and `init_from`, which is anything that `open_weights` reads.
+        averaged: take the averaged weights of a checkpoint; None = if it has any.
+
+    Returns:
+        The model, what was loaded, and the position of the checkpoint; None for a file.
+
+    Raises:
+        ValueError: no weights are given, or they are incomplete, or do not fit the model.
+    """
+    source = require(recipe.init_from, "init_from", "the run, checkpoint or weight file to read")
+    config = recipe.model
+    with errors_of("init_from"):
+        weights = open_weights(source, averaged)
+    # Pre-trained without labels, or published without a head: the new head has one class, and is 0.
+    classes = weights.num_classes or 1
+    model = build_model(config.name, classes, config.image_size, **config.options()).eval()
+    with errors_of("init_from"):
+        return model, weights.load_into(model, "auto"), weights.position
+
+
+def export(recipe: Recipe) -> int:
+    """Write `export.path`, and print what was loaded and where it was written. Needs no GPU.
+
+    A path without a suffix is a folder with class names, image processor and a model card next to
+    the weights; it can be pushed to the hub.
+
+    Raises:
+        ValueError: nothing to export is given, or to its own path; it or its head does not fit the
+            model, or the layout has no names for it; or the hub refuses the upload.
+    """
+    from vit_ray.launch.model_card import image_processor, model_card
+
+    config = require(recipe.export, "export", "export.path and export.layout")
+    target, is_folder = locate(config.path), not PurePosixPath(config.path).suffix
+    check_suffix(Path(config.path), config.layout)
+    if config.push and not is_folder:
+        raise ValueError(
+            f"export.push={config.push} needs a folder: give export.path without a suffix, not "
+            f"{config.path}"
+        )
+    if recipe.init_from is not None and absolute(recipe.init_from) == absolute(config.path):
+        raise ValueError(
+            f"export.path={config.path} is init_from itself, which would be overwritten; choose "
+            "another path"
+        )
+    model, report, position = load_trained_model(recipe, config.averaged)
+    print(report)
+    if "head.weight" in report.new and "head.weight" in report.ignored:
+        # It came after other layers; exporting a zero head would be wrong.
+        has_layer = "representation.weight" in report.ignored
+        own = "pool=cls" if "class_token.token" in report.ignored else f"representation={has_layer}"
+        raise ValueError(
+            f"the head of {report.source} was trained on other layers than the recipe's model has; "
+            f"set model.{own.lower()} to export the trained head"
+        )
+    source = str(recipe.init_from)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    num_classes = int(model.get_parameter("head.bias").numel())
+    classes = class_names(source, training_set(source, position, recipe.data.train), num_classes)
+    with tempfile.TemporaryDirectory() as folder:
+        # At its final place from the start if that is local: weights may not fit elsewhere.
+        copy = Path(target.path if target.is_local else f"{folder}/{target.path.split('/')[-1]}")
+        save_weights(model, copy, config.layout, classes)
+        files = [copy]
+        if is_folder:
+            crop = augmentation_of(recipe.model, recipe.data.eval_augment)
+            content = json.dumps(image_processor(crop), indent=2) + "\n"
+            (copy / FOLDER_PREPROCESSOR).write_text(content)
+            recorded = recipe.recorded()
+            trained = position.recipe if position else {"train": {"precision": "fp32"}}
+            use = used_sections({**trained, "model": recorded["model"], "data": recorded["data"]})
+            _complete_config(copy / FOLDER_CONFIG, crop, use)
+            if (card := copy / _CARD).exists() or target.child(_CARD).exists():
+                print(f"kept {target.child(_CARD).uri}, which exists; delete it to get a new card")
+            else:
+                made = model_card(recipe, config, (count, num_classes), classes, position, "")
+                card.write_text(str(made))
+            names = (weights_file(config.layout), FOLDER_CONFIG, FOLDER_PREPROCESSOR, _CARD)
+            files = [copy / name for name in names if (copy / name).exists()]
+        if not target.is_local:
+            for file in files:
+                (target.child(file.name) if is_folder else target).write(file.read_bytes())
+        print(f"wrote {config.path}: {count:,} parameters, layout {config.layout}")
+        if not classes:
+            print("class names are not known; set data.train to the run's data set")
+        if config.push:
+            print(f"pushed {_push(config, copy, [file.name for file in files])}")
+    return 0
+
+
+def _complete_config(file: Path, crop: Augmentation, use: dict[str, Any]) -> None:
+    """Write how the model is used; timm gives the crop as a share of a side."""
+    settings = {**json.loads(file.read_text()), USE: use}
+    if "pretrained_cfg" in settings:
+        is_centre = crop.kind == "center_crop"
+        share = max(crop.shape[:2]) / crop.resize if is_centre else 1.0
+        how = {"crop_pct": share, "crop_mode": "center" if is_centre else "squash"}
+        settings["pretrained_cfg"].update(how, interpolation=crop.interpolation)
+    file.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _push(config: ExportConfig, folder: Path, names: list[str]) -> str:
+    from huggingface_hub import HfApi
+
+    assert config.push is not None
+    api, repository = HfApi(), config.push.removeprefix(SCHEME)
+    try:
+        api.create_repo(repository, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            allow_patterns=names,
+            commit_message="Export from vit_ray",
+        )
+    except Exception as error:  # of an HTTP library that changes with the hub's versions
+        raise ValueError(
+            f"export.push={config.push!r}: the hub did not accept the files "
+            f"({type(error).__name__}: {error}); they are in {config.path}: set HF_TOKEN to a "
+            f"token that may write there, and run `hf upload {repository} {config.path}`"
+        ) from error
+    return str(commit)
+
+
+def inspect(recipe: Recipe) -> int:
+    """Draw the figures, print where they are, and keep them in a separate MLflow run.
+
+    Raises:
+        ValueError: weights or images are not given, missing or unreadable; or `inspect.path` cannot
+            be a local folder.
+    """
+    from vit_ray.commands.train import print_link
+    from vit_ray.evaluation.figures import inspect_model
+    from vit_ray.launch.run_metadata import trained_params
+
+    config = require(recipe.inspect, "inspect", "inspect.images")
+    images = read_images(recipe, config)
+    place = locate(config.path)
+    if not place.is_local:
+        raise ValueError(
+            f"inspect.path={config.path!r} is remote; give a local folder: MLflow keeps the figures"
+        )
+    place.refuse_file_in_its_place("inspect.path")
+    model, report, _ = load_trained_model(recipe)
+    print(report)
+    folder = Path(place.path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"inspect.path={config.path!r} cannot be created: {error}; give another local folder"
+        ) from None
+    opening = RunOpening(
+        recipe.tracking,
+        f"{recipe.name}-inspection",
+        folder / ".mlflow.jsonl",
+        params=trained_params(recipe),
+        tags={KIND: "inspection"},
+    )
+    results = inspect_model(model, images, folder)
+    tracker = Tracker.begin(opening)
+    for name, result in results.items():
+        print(f"{name}: {result}" if isinstance(result, Path) else f"{name}: none; {result}")
+        if isinstance(result, Path):
+            tracker.log.artifact(result, "inspection")
+    tracker.finish()
+    print_link(tracker.hint, tracker.run_id)
+    return 0
+
+
+def read_images(recipe: Recipe, config: InspectConfig) -> UInt8Array:
+    """Images of the folder with the evaluation crop: uint8 (B, H, W, 3).
+
+    Taken at equal distances from the list by name, so that every class folder is covered.
+
+    Raises:
+        ValueError: the folder holds no image that can be decoded.
+    """
+    augmentation = augmentation_of(recipe.model, recipe.data.eval_augment)
+    folder, crops = locate(config.images), []
+    images = sorted(info.path for info in folder.list_files() if is_image_name(info.path))
+    count = min(config.num_images, len(images))
+    for index in range(count):
+        file = Location(folder.protocol, images[index * len(images) // count])
+        try:
+            crops.append(crop_of(file.read(), augmentation, (0, 0, 0)))
+        except BadImageError as error:
+            logger.warning("%s is left out: %s", file.uri, error)
+    if not crops:
+        raise ValueError(
+            f"inspect.images={config.images!r} holds no readable image "
+            f"({', '.join(sorted(IMAGE_SUFFIXES))}); give a folder of images"
+        )
+    return np.stack(crops)

@@ -8,12 +8,10 @@ from vit_ray.checkpoints.run_checkpoints import list_checkpoints
 from vit_ray.commands.recorded_run import verify_run
 from vit_ray.config import Recipe, require
 from vit_ray.data import open_dataset
-from vit_ray.data.convert.commit import listed
+from vit_ray.data.convert.checks import check_conversion, convert_of, estimate_conversion
 from vit_ray.data.convert.conversion import convert
-from vit_ray.data.convert.deduplicate import deduplicate, refuse_taken
-from vit_ray.data.convert.destination import check_conversion, convert_of
-from vit_ray.data.convert.estimate import estimate_conversion
-from vit_ray.data.convert.verify import verify
+from vit_ray.data.convert.finished_sets import deduplicate, refuse_taken, verify
+from vit_ray.data.convert.shards import listed
 from vit_ray.data.dataset import DAMAGED_FILE, REJECTED_FILE
 from vit_ray.data.progress import clock
 from vit_ray.data.subset import subset

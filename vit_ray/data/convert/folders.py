@@ -47,7 +47,7 @@ def _check_depth(unit: Unit, rows: list[Row]) -> None:
     names = [path for path in paths if is_image_name(path) and not is_hidden(path)]
     deeper = [name for name in names if "/" in name]
     # A cover, or a sample of each class, may lie next to the class folders.
-    if len(deeper) > len(names) / 2 or (deeper and named_split(unit.name)):
+    if deeper and (2 * len(deeper) >= len(names) or named_split(unit.name)):
         above, name = deeper[0].rpartition("/")[0], unit.path.rpartition("/")[2]
         raise ValueError(
             f"convert.source: {unit.path!r} holds few images itself, or is a split by its name; "

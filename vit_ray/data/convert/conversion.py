@@ -8,11 +8,12 @@ at, and is the commit.
 """
 
 import contextlib
+import json
 import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any, Final
@@ -20,9 +21,14 @@ from typing import Any, Final
 import numpy as np
 
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.data.convert.commit import ConvertReport, commit, listed, report_of
-from vit_ray.data.convert.destination import OUTPUT, PLAN, check_destination
-from vit_ray.data.convert.estimate import SAMPLED, sampled, shards_for
+from vit_ray.data.convert.checks import (
+    OUTPUT,
+    PLAN,
+    SAMPLED,
+    check_destination,
+    sampled,
+    shards_for,
+)
 from vit_ray.data.convert.index import RowStore, build_index, read_facts, versions_of, write_facts
 from vit_ray.data.convert.labels import (
     SourceFacts,
@@ -32,9 +38,23 @@ from vit_ray.data.convert.labels import (
     classes_of,
 )
 from vit_ray.data.convert.rows import FOLDERS, LISTS, Unit, table_rows
-from vit_ray.data.convert.shards import SHUFFLE, Plan, make_shards, write_lists
+from vit_ray.data.convert.shards import (
+    SHUFFLE,
+    ConvertReport,
+    Plan,
+    commit,
+    listed,
+    make_shards,
+    write_lists,
+)
 from vit_ray.data.convert.sources import units_of
-from vit_ray.data.dataset import MANIFEST_FILE, SOURCE_FILE, STAGING_FOLDER
+from vit_ray.data.dataset import (
+    MANIFEST_FILE,
+    REPORT_FILE,
+    SOURCE_FILE,
+    STAGING_FOLDER,
+    open_dataset,
+)
 from vit_ray.data.keyed_random import KeyedPermutation
 from vit_ray.data.shards import RESERVED_NAMES
 from vit_ray.lock import HeldError, LockLostError, check_lock, hold_lock
@@ -183,7 +203,9 @@ def _finished(config: ConvertConfig, seed: int, folder: Location) -> ConvertRepo
         raise ValueError(
             f"{what}, and its source has changed since: {changes}; choose another folder"
         )
-    return report_of(folder)
+    fields = json.loads(folder.child(REPORT_FILE).read())
+    now = {"was_done": True, "fingerprint": open_dataset(folder.uri).fingerprint}
+    return ConvertReport(**fields | now)
 
 
 def _plan(config: ConvertConfig, seed: int, folder: Location) -> Plan:
@@ -252,16 +274,13 @@ def _new_plan(
             else _num_shards(facts, store, settings, config),
             folder=units[0].folder,
         )
-        plan = replace(plan, no_classes=_folders_without_images(units, plan.label_of()))
+        # Folders without images are no labels, and later classes move up.
+        names = (unit.path.rpartition("/")[2] for unit in units if unit.format == "folder")
+        no_classes = sorted(set(map(checked_label, names)) - plan.label_of().keys())
+        plan = replace(plan, no_classes=no_classes)
         if not config.in_place:
             with_retries(lambda: write_lists(plan, store, staging), "writing the shard lists")
     return plan
-
-
-def _folders_without_images(units: list[Unit], labels: Mapping[str, int]) -> list[str]:
-    """Names of class folders that are no label: they have no images, and later classes move up."""
-    names = (unit.path.rpartition("/")[2] for unit in units if unit.format == "folder")
-    return sorted(set(map(checked_label, names)) - labels.keys())
 
 
 def _num_shards(

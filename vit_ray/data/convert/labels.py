@@ -37,7 +37,9 @@ Labels = tuple[tuple[str, ...], LabelKind]
 LabelsAre = Literal["auto", "names", "indices"]
 
 
-def labelled(row: Row, unit: Unit, read: Callable[[], tuple[Labels, Mapping[str, Any]]]) -> Row:
+def labelled(
+    row: Row, unit: Unit, read: Callable[..., tuple[Labels, Mapping[str, Any]]], *arguments: Any
+) -> Row:
     """The row with its labels and columns; an error in them is its problem.
 
     Args:
@@ -46,7 +48,7 @@ def labelled(row: Row, unit: Unit, read: Callable[[], tuple[Labels, Mapping[str,
     if row.problem is not None:
         return row
     try:
-        (labels, kind), fields = read()
+        (labels, kind), fields = read(*arguments)
         extra = tuple(stored_text(fields.get(name)) for name in unit.config.columns)
     except ValueError as error:
         return replace(row, problem=str(error))

@@ -4,8 +4,7 @@ from vit_ray.checkpoints.run_checkpoints import list_checkpoints
 from vit_ray.commands.trained.verify_run import verify_run
 from vit_ray.config import Recipe, require
 from vit_ray.data import open_dataset
-from vit_ray.data.convert.deduplicate import deduplicate, refuse_taken
-from vit_ray.data.convert.verify import verify
+from vit_ray.data.convert.finished_sets import deduplicate, refuse_taken, verify
 from vit_ray.data.subset import subset
 from vit_ray.launch.cluster.connection import connect
 from vit_ray.launch.inputs.shared_files import check_shared

@@ -16,7 +16,7 @@ from tests.data.converting import convert
 from tests.data.pictures import encoded, picture
 from vit_ray.data import open_dataset
 from vit_ray.data.boxes import Augmentation
-from vit_ray.data.convert.verify import check_file
+from vit_ray.data.convert.finished_sets import check_file
 from vit_ray.data.dataset import Manifest
 from vit_ray.data.partition import Partition
 from vit_ray.data.shards import ChangedImageError, RowGroupReader, first_labels, keys

@@ -67,8 +67,6 @@ _FEWEST_OBJECTS: Final = 3
 
 
 class _File(NamedTuple):
-    """Where a member lies."""
-
     offset: int
     size: int
     is_plain: bool
@@ -123,8 +121,8 @@ class _BoundedReads:
         return self._read(size)
 
 
-def _members(file: IO[bytes], size: int, path: str) -> Iterator[tarfile.TarInfo]:
-    """The members whose bytes are all there.
+def _members(file: IO[bytes], size: int, path: str) -> Iterator[tuple[tarfile.TarInfo, bool]]:
+    """The members whose bytes are all there, and whether they lie in the archive as they are.
 
     Raises:
         DamagedUnitError: after the last of them, if the archive does not end as it should.
@@ -137,12 +135,13 @@ def _members(file: IO[bytes], size: int, path: str) -> Iterator[tarfile.TarInfo]
                 tar.members = []  # type: ignore[attr-defined]  # or it keeps them all
                 if tar.offset <= at:
                     raise tarfile.ReadError("a header that leads backwards")
-                is_plain = _is_plain(member)
+                # The size of a sparse member includes holes.
+                is_plain = member.isreg() and not member.issparse()
                 end = member.offset_data + member.size if is_plain else tar.offset - _BLOCK + 1
                 if end > size:
                     raise tarfile.ReadError(f"the file ends inside {member.name!r}")
                 at = tar.offset
-                yield member
+                yield member, is_plain
             at = tar.offset
         file.seek(at)
         block = file.read(_BLOCK)
@@ -159,16 +158,11 @@ def _members(file: IO[bytes], size: int, path: str) -> Iterator[tarfile.TarInfo]
         raise DamagedUnitError(path, at, str(error) or type(error).__name__) from error
 
 
-def _is_plain(member: tarfile.TarInfo) -> bool:
-    """Whether its bytes lie in the archive; the size of a sparse member includes holes."""
-    return member.isreg() and not member.issparse()
-
-
-def _samples(members: Iterator[tarfile.TarInfo]) -> list[_Sample]:
+def _samples(members: Iterator[tuple[tarfile.TarInfo, bool]]) -> list[_Sample]:
     """Files with one name, wherever they stand; a second file of a suffix begins another sample."""
     samples: list[_Sample] = []
     newest: dict[str, dict[str, _File]] = {}
-    for member in members:
+    for member, is_plain in members:
         folder, _, file = member.name.rpartition("/")
         if member.isdir() or is_hidden(member.name.removeprefix("./")):
             continue
@@ -177,7 +171,7 @@ def _samples(members: Iterator[tarfile.TarInfo]) -> list[_Sample]:
         if suffix in newest.get(name, {suffix}):
             newest[name] = {}
             samples.append((name, newest[name]))
-        newest[name][suffix] = _File(member.offset_data, member.size, _is_plain(member))
+        newest[name][suffix] = _File(member.offset_data, member.size, is_plain)
     return samples
 
 
@@ -374,7 +368,6 @@ def _record_labels(
 
 
 def _plain(values: list[Value]) -> list[float | str]:
-    """Numbers, and bytes as text; raises ValueError if they are not text."""
     return [value.decode() if isinstance(value, bytes) else value for value in values]
 
 

@@ -126,7 +126,6 @@ def check_destination(config: ConvertConfig) -> None:
 
 
 def _real(place: Location) -> str:
-    """Its address without symbolic links, and with a slash at its end."""
     path = os.path.realpath(place.path) if place.is_local else place.uri
     return f"{path.rstrip('/')}/"
 

@@ -88,17 +88,20 @@ def convert(config: ConvertConfig, seed: int = 0) -> ConvertReport:
     """
     config = _resolved(config)
     check_destination(config)
+    # What a restart must have in common with the first start.
+    settings = {"version": _VERSION, "seed": seed}
+    settings |= config.model_dump(mode="json", exclude=_DO_NOT_DECIDE)
     folder = locate(config.destination)
     staging, manifest = folder.child(STAGING_FOLDER), folder.child(MANIFEST_FILE)
     if manifest.exists() and not staging.exists():
-        return _finished(config, seed, folder)
+        return _finished(config, settings, folder)
     with _alone(folder) as lock_number:
         try:
             check_destination(config)  # again: another conversion may have ended meanwhile
             if manifest.exists():
-                report = _finished(config, seed, folder)
+                report = _finished(config, settings, folder)
             else:
-                plan = _plan(config, seed, folder)
+                plan = _plan(config, settings, folder)
                 make_shards(plan, config)
                 report = commit(plan, folder, config.max_rejected_fraction, lock_number)
         except ValueError:
@@ -156,12 +159,6 @@ def _alone(folder: Location) -> Iterator[int]:
         ) from error
 
 
-def _settings_of(config: ConvertConfig, seed: int) -> dict[str, Any]:
-    """What a restart must have in common with the first start, as JSON."""
-    settings = config.model_dump(mode="json", exclude=_DO_NOT_DECIDE)
-    return {"version": _VERSION, "seed": seed, **settings}
-
-
 def _record_of(file: Location, now: dict[str, Any], what: str) -> dict[str, Any]:
     """What a conversion has recorded.
 
@@ -191,14 +188,14 @@ def _changes(then: dict[str, str], now: dict[str, str]) -> str:
     return ", ".join(f"{listed(sorted(paths))} {kind}" for kind, paths in kinds.items() if paths)
 
 
-def _finished(config: ConvertConfig, seed: int, folder: Location) -> ConvertReport:
+def _finished(config: ConvertConfig, settings: dict[str, Any], folder: Location) -> ConvertReport:
     """The report of the data set that is there.
 
     Raises:
         ValueError: it is of other settings, or its source has changed.
     """
     what = f"convert.destination={folder.uri!r} already holds a data set"
-    record = _record_of(folder.child(SOURCE_FILE), _settings_of(config, seed), what)
+    record = _record_of(folder.child(SOURCE_FILE), settings, what)
     if changes := _changes(record["versions"], versions_of(units_of(config))):
         raise ValueError(
             f"{what}, and its source has changed since: {changes}; choose another folder"
@@ -208,14 +205,14 @@ def _finished(config: ConvertConfig, seed: int, folder: Location) -> ConvertRepo
     return ConvertReport(**fields | now)
 
 
-def _plan(config: ConvertConfig, seed: int, folder: Location) -> Plan:
+def _plan(config: ConvertConfig, settings: dict[str, Any], folder: Location) -> Plan:
     """The plan of an interrupted conversion, or a new one.
 
     Raises:
         ValueError: the interrupted conversion has other settings; or the source cannot be indexed.
     """
-    staging, settings = folder.child(STAGING_FOLDER), _settings_of(config, seed)
-    file, begun = staging.child(PLAN), None
+    staging, begun = folder.child(STAGING_FOLDER), None
+    file = staging.child(PLAN)
     if file.exists():
         what = f"convert.destination={folder.uri!r} holds an interrupted conversion"
         begun = _record_of(file, settings, what)
@@ -235,7 +232,6 @@ def _plan(config: ConvertConfig, seed: int, folder: Location) -> Plan:
 
 
 def _delete(folder: Location, pattern: str) -> None:
-    """Delete the files in a folder whose names match."""
     for info in folder.list_files(recursive=False):
         if re.fullmatch(pattern, info.base_name):
             folder.child(info.base_name).delete()
@@ -286,7 +282,6 @@ def _new_plan(
 def _num_shards(
     facts: SourceFacts, store: RowStore, settings: dict[str, Any], config: ConvertConfig
 ) -> int:
-    """How many shards have the size that is asked for."""
     images = float(facts.bytes)
     if config.shrink_to is not None or facts.unknown_lengths:
         order = KeyedPermutation(facts.rows, SHUFFLE, settings["seed"])

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple, dataclass, field, replace
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -95,12 +95,6 @@ class Plan:
     def name_of(self, shard: int) -> str:
         return shard_name(shard, self.num_shards)
 
-    def first_row(self, shard: int) -> int:
-        """Position of the first row of a shard in the order; shards have whole row groups."""
-        rows = int(self.settings["rows_per_row_group"])
-        groups = -(-self.num_images // rows)
-        return min(shard * groups // self.num_shards * rows, self.num_images)
-
     def label_of(self) -> dict[str, int]:
         """The label for each label of the source."""
         names = map(str, range(len(self.classes))) if self.are_indices else self.classes
@@ -110,8 +104,12 @@ class Plan:
 def write_lists(plan: Plan, store: RowStore, staging: Location) -> None:
     """Write the rows of each shard, in their order: the one shuffle of all rows."""
     order = KeyedPermutation(plan.num_images, SHUFFLE, plan.settings["seed"])
-    for shard in range(plan.num_shards):
-        places = np.arange(plan.first_row(shard), plan.first_row(shard + 1), dtype=np.int64)
+    rows = int(plan.settings["rows_per_row_group"])
+    groups = -(-plan.num_images // rows)
+    firsts = [shard * groups // plan.num_shards * rows for shard in range(plan.num_shards)]
+    # Shards have row groups of this many rows, but for the last one.
+    for shard, (first, end) in enumerate(pairwise([*firsts, plan.num_images])):
+        places = np.arange(first, end, dtype=np.int64)
         with parquet_output(staging.child(_LIST.format(shard)), ROW_SCHEMA) as writer:
             writer.write_table(store.take(order.ranks(places)))
 
@@ -302,7 +300,17 @@ def commit(
             else:
                 folder.child(plan.name_of(result.shard)).delete()
     _check_rejected(plan, folder, totals["rejected"], max_rejected_fraction, shown)
-    _check_shards(plan, folder, written)
+    files = [
+        ShardFile(
+            plan.name_of(result.shard),
+            sum(result.rows),
+            result.bytes,
+            result.crc32,
+            ImageFile(*result.images) if result.images else None,
+        )
+        for result in written
+    ]
+    _check_shards(plan, folder, written, files)
     num_images = sum(sum(r.rows) - sum(map(len, r.dropped)) for r in written)
     if num_images != plan.num_images - totals["rejected"]:
         raise ValueError(
@@ -331,7 +339,7 @@ def commit(
     for info in folder.list_files(recursive=False) if folder.is_local else ():
         if re.fullmatch(f"({OUTPUT}){HALF_WRITTEN}", info.base_name):  # of a killed conversion
             os.remove(info.path)
-    return replace(report, fingerprint=_write_manifest(plan, folder, written))
+    return replace(report, fingerprint=_write_manifest(plan, folder, written, files))
 
 
 def _check_rejected(
@@ -353,7 +361,6 @@ def _check_rejected(
 
 
 def _notes(plan: Plan, histogram: dict[str, int], num_turned: int) -> list[str]:
-    """What may surprise in a set that is otherwise complete."""
     notes = []
     if num_turned and plan.settings["apply_orientation"]:
         notes.append(f"{num_turned} images were turned as their EXIF says")
@@ -377,19 +384,21 @@ def listed(names: list[str]) -> str:
     return ", ".join(names[:_NAMES_SHOWN]) + (" and others" if len(names) > _NAMES_SHOWN else "")
 
 
-def _check_shards(plan: Plan, folder: Location, written: list[ShardResult]) -> None:
+def _check_shards(
+    plan: Plan, folder: Location, written: list[ShardResult], files: list[ShardFile]
+) -> None:
     """Look at the size and the footer of every shard before the data set becomes visible.
 
     Raises:
         ValueError: some are not as they were written; a restart makes them again.
     """
-    files = [_shard_file(plan, result) for result in written]
     with ThreadPoolExecutor(_THREADS) as pool:
         looks = pool.map(lambda file: problem_of_shard(folder.child(file.path), file), files)
         problems = {r.shard: found for r, found in zip(written, looks, strict=True) if found}
     for shard in problems:
         folder.child(STAGING_FOLDER).child(RESULT.format(shard)).delete()
-    for shard, problem in problems.items():
+    if problems:
+        shard, problem = next(iter(problems.items()))
         raise ValueError(
             f"{len(problems)} of {len(written)} shards in {folder.uri} are not as they were "
             f"written; the first is {plan.name_of(shard)}: {problem}. Check the storage, and run "
@@ -397,13 +406,9 @@ def _check_shards(plan: Plan, folder: Location, written: list[ShardResult]) -> N
         )
 
 
-def _shard_file(plan: Plan, result: ShardResult) -> ShardFile:
-    name = plan.name_of(result.shard)
-    images = ImageFile(*result.images) if result.images else None
-    return ShardFile(name, sum(result.rows), result.bytes, result.crc32, images)
-
-
-def _write_manifest(plan: Plan, folder: Location, written: list[ShardResult]) -> str:
+def _write_manifest(
+    plan: Plan, folder: Location, written: list[ShardResult], files: list[ShardFile]
+) -> str:
     rows = np.concatenate([r.rows for r in written])
     lists = (rows_of_group for r in written for rows_of_group in r.dropped or [[]] * len(r.rows))
     dropped = {group: np.array(one, np.int32) for group, one in enumerate(lists) if one}
@@ -421,7 +426,7 @@ def _write_manifest(plan: Plan, folder: Location, written: list[ShardResult]) ->
     return write_manifest(
         folder,
         columns,
-        files=[_shard_file(plan, result) for result in written],
+        files=files,
         classes=plan.classes,
         max_labels=max(r.max_labels for r in written),
         text_columns=plan.settings["columns"],

@@ -117,7 +117,6 @@ def units_of(config: ConvertConfig) -> list[Unit]:
 
 
 def _units(config: ConvertConfig) -> list[Unit]:
-    """Units of the files that a source names, or of its folders."""
     source, is_named = config.source, not is_pattern(config.source)
     matches = named(source) if is_named else matching(source)
     if not matches:
@@ -138,7 +137,6 @@ def _units(config: ConvertConfig) -> list[Unit]:
 
 
 def _units_of_folder(config: ConvertConfig, location: Location) -> list[Unit]:
-    """Units of the files or the class folders in a folder."""
     format = _format_of(location, config) if config.format == "auto" else config.format
     if format == "folder":
         places = [location.child(name) for name in folders_in(location)]

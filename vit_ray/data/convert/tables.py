@@ -204,7 +204,6 @@ def _columns_of(schema: pa.Schema, unit: Unit) -> Columns:
 
 
 def _declared(schema: pa.Schema, whose: str) -> dict[str, list[str]]:
-    """The class names that a file declares, by column."""
     try:
         metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
         features = metadata.get("info", {}).get("features") or {}
@@ -215,7 +214,6 @@ def _declared(schema: pa.Schema, whose: str) -> dict[str, list[str]]:
 
 
 def _names(feature: Any) -> Any:
-    """The names of a `ClassLabel`, or of a list of them, unchanged."""
     if isinstance(feature, list) and len(feature) == 1:
         return _names(feature[0])
     if not isinstance(feature, dict):
@@ -273,7 +271,13 @@ def csv_rows(unit: Unit) -> Iterator[Row]:
         first = next(lines, "")
         delimiter = max(_DELIMITERS, key=first.count)
         records = _records(itertools.chain([first], lines), delimiter)
-        header = _header(unit, next(records)[2], delimiter)
+        first_row = next(records)[2]
+        names = [name.strip().lower() for name in first_row] if isinstance(first_row, list) else []
+        whose, image, label = repr(unit.path), unit.config.image_field, unit.config.label_field
+        image = chosen_field("image", image and image.lower(), PATH_FIELDS, names, whose)
+        label = chosen_field("label", label and label.lower(), LABEL_FIELDS, names, whose)
+        check_columns((image, label, *map(str.lower, unit.config.columns)), names, whose)
+        places = {"path": names.index(image), "label": names.index(label)}
         for line, text, row in records:
             if row == "unexpected end of data":
                 raise ValueError(
@@ -281,14 +285,14 @@ def csv_rows(unit: Unit) -> Iterator[Row]:
                     'lines from there to the end are one row; close it, or write "" for a quote '
                     "inside quotes"
                 )
-            if problem := _csv_problem(header, row, text):
+            if problem := _csv_problem(row, text, places, len(names), delimiter):
                 for number in range(line, line + len(text)):
                     yield Row(f"{unit.path}#{number}", problem=f"line {number}: {problem}")
             elif row:
-                fields = dict(zip(header.names, row, strict=True))
+                fields = dict(zip(names, row, strict=True))
                 fields |= {name: fields[name.lower()] for name in unit.config.columns}
-                listed = _listed_row(unit, fields[header.path])
-                yield labelled(listed, unit, _csv_labels, header, fields)
+                listed = _listed_row(unit, fields[image])
+                yield labelled(listed, unit, _csv_labels, label, fields)
 
 
 def _records(
@@ -315,43 +319,32 @@ def _records(
         first += len(text)
 
 
-class _Header(NamedTuple):
-    """Names of the columns, in lower case, and which of them have the path and the label."""
+def _csv_problem(
+    row: list[str] | str, text: list[str], places: dict[str, int], num_fields: int, delimiter: str
+) -> str | None:
+    """Why a record is none, or probably not the one that was meant; None for nothing.
 
-    names: list[str]
-    path: str
-    label: str
-    delimiter: str
-
-
-def _header(unit: Unit, row: list[str] | str, delimiter: str) -> _Header:
-    names = [name.strip().lower() for name in row] if isinstance(row, list) else []
-    whose, image, label = repr(unit.path), unit.config.image_field, unit.config.label_field
-    path = chosen_field("image", image and image.lower(), PATH_FIELDS, names, whose)
-    label = chosen_field("label", label and label.lower(), LABEL_FIELDS, names, whose)
-    check_columns((path, label, *map(str.lower, unit.config.columns)), names, whose)
-    return _Header(names, path, label, delimiter)
-
-
-def _csv_problem(header: _Header, row: list[str] | str, text: list[str]) -> str | None:
-    """Why a record is none, or probably not the one that was meant; None for nothing."""
+    Args:
+        text: the lines of the record.
+        places: of the path and the label in a row.
+    """
     if isinstance(row, str):
         return f"{row}; check for an open quote"
-    if len(row) != len(header.names):
-        return f"it has {len(row)} fields, the header {len(header.names)}" if row else None
-    place = header.names.index(header.path)
-    for what, value in (("path", row[place]), ("label", row[header.names.index(header.label)])):
-        if "\n" in value or "\r" in value:
+    if len(row) != num_fields:
+        return f"it has {len(row)} fields, the header {num_fields}" if row else None
+    for what, place in places.items():
+        if "\n" in row[place] or "\r" in row[place]:
             return f"its {what} has a line break; check for an open quote"
-        strict = _STRICT_ROW.replace("{0}", header.delimiter)
-        if '"' in value and not re.fullmatch(strict, "".join(text)):
+        strict = _STRICT_ROW.replace("{0}", delimiter)
+        if '"' in row[place] and not re.fullmatch(strict, "".join(text)):
             return (
                 f'its {what} has a quote inside but none around it; write "" for it, and put '
                 "quotes around the field"
             )
+    place = places["path"]
     # A line inside a quoted text looks like a row that an open quote has swallowed if it has as
     # many fields as the header, and another path that ends as the row's own does.
-    for parts in (line.split(header.delimiter) for line in text[1:]):
+    for parts in (line.split(delimiter) for line in text[1:]):
         path = parts[place].strip(' "') if len(parts) == len(row) else row[place]
         endings = {one.rpartition(".")[2].lower() for one in (path, row[place])}
         if path != row[place] and len(endings) == 1:
@@ -359,11 +352,11 @@ def _csv_problem(header: _Header, row: list[str] | str, text: list[str]) -> str 
     return None if row[place].strip() else "it has no path"
 
 
-def _csv_labels(header: _Header, fields: dict[str, str]) -> tuple[Labels, dict[str, str]]:
-    text = fields[header.label]
+def _csv_labels(label: str, fields: dict[str, str]) -> tuple[Labels, dict[str, str]]:
+    text = fields[label]
     check_no_places([part.strip() for part in text.split(";")])
     texts = re.findall(_CLASS, text) if _BOXES.fullmatch(text) else [text]
-    if header.label == "labels":
+    if label == "labels":
         texts = list(filter(str.strip, text.split(";")))
     if not texts:
         raise ValueError("it has no label")

@@ -18,6 +18,8 @@ from itertools import chain, islice
 from typing import Final
 
 import cv2
+import numpy as np
+from numpy.typing import NDArray
 
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import ConvertConfig
@@ -197,10 +199,7 @@ def checked(
         if of_jpeg is None or not keeps_pixels or libjpeg is None or damage:
             pixels = decoded = TURNS[turned](decode(image))
             if config.shrink_to is not None and _is_too_large(pixels.shape, config):
-                factor = config.shrink_to / min(pixels.shape[:2])
-                sides = (max(config.shrink_to, round(side * factor)) for side in pixels.shape[:2])
-                height, width = sides
-                pixels = cv2.resize(pixels, (width, height), interpolation=cv2.INTER_AREA)
+                pixels = _shrunk(pixels, config.shrink_to)
             if turned != 1 or pixels is not decoded:
                 if max(pixels.shape[:2]) > _MOST_JPEG_PIXELS:
                     raise ValueError(
@@ -249,6 +248,12 @@ def _damage_of(
 
 def _is_too_large(size: tuple[int, ...] | None, config: ConvertConfig) -> bool:
     return config.shrink_to is not None and size is not None and min(size[:2]) > config.shrink_to
+
+
+def _shrunk(pixels: NDArray[np.uint8], shorter_side: int) -> NDArray[np.uint8]:
+    factor = shorter_side / min(pixels.shape[:2])
+    height, width = (max(shorter_side, round(side * factor)) for side in pixels.shape[:2])
+    return cv2.resize(pixels, (width, height), interpolation=cv2.INTER_AREA)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)

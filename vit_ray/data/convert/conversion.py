@@ -211,14 +211,12 @@ def _plan(config: ConvertConfig, settings: dict[str, Any], folder: Location) -> 
     Raises:
         ValueError: the interrupted conversion has other settings; or the source cannot be indexed.
     """
-    staging, begun = folder.child(STAGING_FOLDER), None
+    staging = folder.child(STAGING_FOLDER)
     file = staging.child(PLAN)
     if file.exists():
         what = f"convert.destination={folder.uri!r} holds an interrupted conversion"
         begun = _record_of(file, settings, what)
-    units = units_of(config)
-    if begun is not None:
-        changes = _changes(begun["versions"], versions_of(units))
+        changes = _changes(begun["versions"], versions_of(units_of(config)))
         if not changes:
             return Plan(**begun)
         _LOG.warning("the source has changed, so it is planned again: %s", changes)
@@ -226,7 +224,7 @@ def _plan(config: ConvertConfig, settings: dict[str, Any], folder: Location) -> 
         _delete(folder, OUTPUT)
         file.delete()
     _delete(staging, "(list|shard)-.*")
-    plan = _new_plan(units, settings, staging, config)
+    plan = _new_plan(units_of(config), settings, staging, config)
     write_facts(file, asdict(plan))
     return plan
 

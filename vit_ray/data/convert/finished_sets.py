@@ -89,9 +89,8 @@ def verify(path: str, *, decode_fraction: float = 0.01) -> VerifyReport:
         ValueError: the manifest itself cannot be read.
     """
     manifest = open_dataset(path)
-    used = [int(index) for index in np.unique(manifest.file_index)]
     shown = Shown(f"verifying {path}", manifest.num_images, "problems")
-    checks = run_tasks(check_file, used, manifest, decode_fraction, shown=shown)
+    checks = run_tasks(check_file, _files_of(manifest), manifest, decode_fraction, shown=shown)
     return sum(checks, VerifyReport())
 
 

@@ -89,7 +89,7 @@ def convert(config: ConvertConfig, seed: int = 0) -> ConvertReport:
     config = _resolved(config)
     check_destination(config)
     # What a restart must have in common with the first start.
-    settings = {"version": _VERSION, "seed": seed}
+    settings: dict[str, Any] = {"version": _VERSION, "seed": seed}
     settings |= config.model_dump(mode="json", exclude=_DO_NOT_DECIDE)
     folder = locate(config.destination)
     staging, manifest = folder.child(STAGING_FOLDER), folder.child(MANIFEST_FILE)

@@ -267,7 +267,7 @@ def _files_of(manifest: Manifest) -> list[int]:
 
 def _duplicates_in(file_index: int, manifest: Manifest, known: Known) -> dict[int, Duplicate]:
     """The duplicates in a file, by the numbers of their samples."""
-    duplicates, images = {}, _described_in(file_index, manifest)
+    duplicates, images = dict[int, Duplicate](), _described_in(file_index, manifest)
     for sample, key, image in images:
         if match := known.find(image):
             duplicates[sample] = Duplicate(key, *match)

@@ -1,7 +1,7 @@
 """The commands for data sets: verify, subset and deduplicate."""
 
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints
-from vit_ray.commands.trained.verify_run import verify_run
+from vit_ray.commands.recorded_run import verify_run
 from vit_ray.config import Recipe, require
 from vit_ray.data import open_dataset
 from vit_ray.data.convert.finished_sets import deduplicate, refuse_taken, verify

@@ -160,11 +160,12 @@ def test_an_image_beside_the_classes_of_a_split_makes_no_class_of_it(serial, tmp
         ("train/cat/1.jpg", "val/cat/2.jpg", "examples/e.jpg"),
         ("part-1/cat/1.jpg", "part-1/preview.jpg", "part-2/cat/2.jpg"),
         ("train/cat/1.jpg", "train/preview.jpg", "dog/3.jpg"),
+        ("part-1/cover.jpg", "part-1/cat/1.jpg", "part-2/3.jpg"),
     ],
 )
 def test_folders_of_images_beside_folders_of_folders_are_refused(serial, tmp_path, names):
     source = write_each(tmp_path / "s", *names)
-    with pytest.raises(ValueError, match=r"they lie deeper, such as in '.*/(train|part-2)/cat'"):
+    with pytest.raises(ValueError, match=r"they lie deeper, such as in '.*/(train|part-[12])/cat'"):
         convert(source, tmp_path / "set")
 
 

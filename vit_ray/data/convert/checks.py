@@ -1,25 +1,65 @@
-"""From rows of a source to rows of a shard: read ahead, checked, turned and shrunk if asked."""
+"""What is checked before anything is written, without Ray: the destination, and each image.
+
+`estimate_conversion` says what a source holds and becomes, by a sample of its images.
+"""
 
 import contextlib
+import os
+import random
+import re
+import statistics
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from heapq import nsmallest
+from itertools import chain, islice
 from typing import Final
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.data.convert.rows import Row
+from vit_ray.data.convert.files import is_pattern
+from vit_ray.data.convert.labels import SourceFacts, check_not_empty
+from vit_ray.data.convert.rows import (
+    DamagedUnitError,
+    Row,
+    SourceChangedError,
+    Unit,
+    pieces,
+    row_table,
+)
+from vit_ray.data.convert.sources import declared_classes, rows_of, units_of
 from vit_ray.data.crops import decode, open_image
+from vit_ray.data.dataset import (
+    DAMAGED_FILE,
+    MANIFEST_FILE,
+    REJECTED_FILE,
+    REPORT_FILE,
+    SOURCE_FILE,
+    STAGING_FOLDER,
+    checksum,
+)
+from vit_ray.data.file_names import is_hidden
 from vit_ray.data.jpeg import START, encode_jpeg, size_of_jpeg
 from vit_ray.data.jpeg_index.headers import has_zeroed_data, num_scans
 from vit_ray.data.jpeg_index.libjpeg_process import WARNINGS
-from vit_ray.data.jpeg_index.rewriting import Libjpeg, with_restart_markers
+from vit_ray.data.jpeg_index.rewriting import Libjpeg, restart_writer, with_restart_markers
 from vit_ray.data.orientation import TURNS, orientation_of
 from vit_ray.data.shard_writer import EncodedImage
+from vit_ray.lock import is_lock_file
+from vit_ray.storage import Location, locate
 
+PLAN: Final = "plan.json"
+# How names begin in the staging folder, but for locks.
+_STAGED: Final = (PLAN, "index-", "list-", "shard-")
+_OURS: Final = (MANIFEST_FILE, REJECTED_FILE, DAMAGED_FILE, REPORT_FILE, SOURCE_FILE)
+# Names that a conversion gives to files.
+OUTPUT: Final = r"part-\d+-of-\d+\.parquet|" + "|".join(map(re.escape, _OURS))
 # Threads that read a shard's images ahead: object stores are slow to answer, but answer many.
 _READERS: Final = 8
 # Bytes of images that wait.
@@ -33,6 +73,63 @@ _MOST_SCANS: Final = 100
 _JPEG_QUALITY: Final = 95
 # Of a side, in libjpeg (JPEG_MAX_DIMENSION).
 _MOST_JPEG_PIXELS: Final = 65_500
+COUNTED_S: Final = 20.0
+SAMPLED_S: Final = 5.0
+# Most images that are read and checked; their mean size is correct within 10 %.
+SAMPLED: Final = 128
+_MIB: Final = 1 << 20
+
+
+def convert_of(recipe: Recipe) -> ConvertConfig:
+    """The recipe's conversion; raises ValueError if it has none."""
+    hint = (
+        "convert.source and convert.destination, such as "
+        "convert='{source: images/, destination: data/}'"
+    )
+    return require(recipe.convert, "convert", hint)
+
+
+def check_conversion(recipe: Recipe) -> None:
+    """Refuse what can be seen without opening images.
+
+    Raises:
+        ValueError: there is no conversion, nothing at the source, it is a file of no known format,
+            or the destination is taken or in the source. What is in a folder is seen by the
+            conversion.
+    """
+    config = convert_of(recipe)
+    if is_pattern(config.source) or locate(config.source).info().kind != "directory":
+        units_of(config)
+    check_destination(config)
+
+
+def check_destination(config: ConvertConfig) -> None:
+    """Refuse a folder in the source, or one that is neither empty nor of a conversion."""
+    folder = locate(config.destination)
+    source = units_of(config)[0].folder if config.in_place else config.source
+    if _real(folder).startswith(_real(locate(source))):
+        raise ValueError(
+            f"convert.destination={config.destination!r} is in convert.source={config.source!r} or "
+            f"next to its files; choose a folder outside {source!r}"
+        )
+    folder.refuse_file_in_its_place("convert.destination")
+    names = {info.base_name for info in folder.list_files(recursive=False)}
+    staged = {info.base_name for info in folder.child(STAGING_FOLDER).list_files()}
+    # Without its plan nobody knows of which conversion the shards of a folder are.
+    if PLAN in staged or {MANIFEST_FILE, SOURCE_FILE} <= names:
+        return
+    is_ours = all(name.startswith(_STAGED) or is_lock_file(name) for name in staged)
+    names |= {*folder.list_folders()} - ({STAGING_FOLDER} if is_ours else set())
+    if taken := sorted(name for name in names if not is_hidden(name)):
+        raise ValueError(
+            f"convert.destination={folder.uri!r} is not empty and holds no data set with its "
+            f"{SOURCE_FILE}: it has {taken[0]!r}; choose a new folder, or move it away"
+        )
+
+
+def _real(place: Location) -> str:
+    path = os.path.realpath(place.path) if place.is_local else place.uri
+    return f"{path.rstrip('/')}/"
 
 
 def read_ahead(rows: Iterable[Row]) -> Iterator[tuple[Row, Future[bytes]]]:
@@ -51,7 +148,6 @@ def read_ahead(rows: Iterable[Row]) -> Iterator[tuple[Row, Future[bytes]]]:
 
 
 def _size_of(row: Row, image: Future[bytes]) -> int:
-    """Bytes of an image that waits, as far as they are known."""
     if row.length >= 0:
         return row.length
     if not image.done():
@@ -155,7 +251,146 @@ def _is_too_large(size: tuple[int, ...] | None, config: ConvertConfig) -> bool:
 
 
 def _shrunk(pixels: NDArray[np.uint8], shorter_side: int) -> NDArray[np.uint8]:
-    """The image with its shorter side at a length."""
     factor = shorter_side / min(pixels.shape[:2])
     height, width = (max(shorter_side, round(side * factor)) for side in pixels.shape[:2])
     return cv2.resize(pixels, (width, height), interpolation=cv2.INTER_AREA)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a source holds, and what a conversion makes of it.
+
+    Attributes:
+        num_images: extrapolated if not all parts were counted.
+        num_classes: a lower bound if not all parts were counted.
+        num_parts, num_counted: folders, archives or files, and how many of them were counted
+            completely; the images and bytes of the others are assumed to be similar.
+        source_bytes: 0 if lists do not give the sizes of files.
+        written_bytes, seconds: for all images, extrapolated from the sample; one core.
+        num_sampled, num_rejected: images that were read, and unusable ones among them.
+        shorter_side: median of the usable ones, in pixels.
+        reason: why the first of the others is unusable; empty if there is none.
+    """
+
+    num_images: int
+    num_classes: int
+    num_parts: int
+    num_counted: int
+    source_bytes: int
+    written_bytes: int
+    num_shards: int
+    seconds: float
+    num_sampled: int
+    num_rejected: int
+    shorter_side: int
+    reason: str
+
+    @property
+    def counts(self) -> str:
+        """Images and classes as text."""
+        about, least = ("", "") if self.is_exact else ("about ", "at least ")
+        return f"{about}{self.num_images:,} images of {least}{self.num_classes:,} classes"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all images and classes were counted."""
+        return self.num_counted == self.num_parts
+
+
+def shards_for(written_bytes: float, num_images: int, config: ConvertConfig) -> int:
+    """How many shards hold this many bytes of images, each of at least one row group."""
+    groups = -(-num_images // config.rows_per_row_group)
+    return min(groups, max(1, round(written_bytes / (config.shard_mib * _MIB))))
+
+
+def estimate_conversion(config: ConvertConfig, seed: int = 0) -> Estimate:
+    """Count what a source lists for up to 20 s, and read and check a few of its images.
+
+    Raises:
+        ValueError: the source is missing or empty, has several splits and none is chosen, or none
+            of the images that were read is usable.
+    """
+    units = units_of(config)
+    random.Random(seed).shuffle(units)  # noqa: S311  # a sample
+    facts, parts, rows = _counted(units, config, seed)
+    check_not_empty(facts, config)
+    images, num_bytes = (round(n * len(units) / parts) for n in (facts.rows, facts.bytes))
+    left = {unit.path.rpartition("/")[2] for unit in units[int(parts) :] if unit.format == "folder"}
+    classes = set(config.classes or ()) or {*chain(*facts.declared)} or facts.labels | left
+    begin_s = time.monotonic()
+    sizes, sides, reasons = sampled(rows, config, SAMPLED_S)
+    tried, elapsed_s = len(sizes) + len(reasons), time.monotonic() - begin_s
+    if not sizes:
+        raise ValueError(
+            f"convert.source={config.source!r}: none of {tried} sampled images can be used; the "
+            f"first: {reasons[0]}"
+        )
+    written = 0 if config.in_place else round(images * sum(sizes) / tried)
+    return Estimate(
+        num_images=images,
+        num_classes=len(classes),
+        num_parts=len(units),
+        num_counted=int(parts),
+        source_bytes=num_bytes,
+        written_bytes=written,
+        num_shards=len(units) if config.in_place else shards_for(written, images, config),
+        seconds=images * elapsed_s / tried,
+        num_sampled=tried,
+        num_rejected=len(reasons),
+        shorter_side=round(statistics.median(sides)),
+        reason=next(iter(reasons), ""),
+    )
+
+
+def sampled(
+    rows: Iterable[Row], config: ConvertConfig, limit_s: float = float("inf")
+) -> tuple[list[int], list[int], list[str]]:
+    """Bytes and shorter sides of some images as a set holds them, and why others are rejected."""
+    sizes, sides, reasons, begin_s = list[int](), list[int](), list[str](), time.monotonic()
+    for row, image in read_ahead(rows):
+        try:
+            # no limit: the storage limits each file
+            made = checked(image.result(), row.key, (), config, restart_writer())
+            sizes.append(len(made.image))
+            sides.append(min(made.width, made.height))
+        except SourceChangedError:
+            raise
+        except ValueError as error:
+            reasons.append(str(error))
+        if time.monotonic() - begin_s > limit_s:
+            break
+    return sizes, sides, reasons
+
+
+def _counted(
+    units: list[Unit], config: ConvertConfig, seed: int
+) -> tuple[SourceFacts, float, Iterable[Row]]:
+    """Counts units one after another, until the time is over; an archive is left in its middle.
+
+    Returns:
+        The facts of this many units and a fraction of one, and some rows, each equally likely; of
+        parquet files the first ones, since their rows are read with their images.
+    """
+    facts = SourceFacts(dict.fromkeys(config.columns, 0))
+    sample, num_units, end_s = list[Row](), 0.0, time.monotonic() + COUNTED_S
+    for unit in units:
+        facts.declared.update({tuple(declared_classes(unit) or ())} - {()})
+        for piece in pieces(_rows_before_damage(unit), end_s):
+            facts.add(row_table(piece))
+            some = [*sample, *piece]
+            sample = nsmallest(SAMPLED, some, lambda row: checksum(f"{seed} {row.key}".encode()))
+            last = piece[-1]
+            if last.offset >= 0 and last.problem is None and time.monotonic() > end_s:
+                size = max(locate(unit.path).info().size, facts.bytes, 1)
+                return facts, num_units + (last.offset + last.length) / size, sample
+        num_units += 1
+        if time.monotonic() > end_s:
+            break
+    of_parquet = islice(chain.from_iterable(map(rows_of, units)), SAMPLED)
+    return facts, num_units, of_parquet if units[0].format == "huggingface" else sample
+
+
+def _rows_before_damage(unit: Unit) -> Iterator[Row]:
+    with contextlib.suppress(DamagedUnitError):
+        for row in rows_of(unit, with_images=False):
+            yield row.storable()

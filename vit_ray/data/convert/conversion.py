@@ -8,11 +8,12 @@ at, and is the commit.
 """
 
 import contextlib
+import json
 import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any, Final
@@ -44,11 +45,16 @@ from vit_ray.data.convert.shards import (
     commit,
     listed,
     make_shards,
-    report_of,
     write_lists,
 )
 from vit_ray.data.convert.sources import units_of
-from vit_ray.data.dataset import MANIFEST_FILE, SOURCE_FILE, STAGING_FOLDER
+from vit_ray.data.dataset import (
+    MANIFEST_FILE,
+    REPORT_FILE,
+    SOURCE_FILE,
+    STAGING_FOLDER,
+    open_dataset,
+)
 from vit_ray.data.keyed_random import KeyedPermutation
 from vit_ray.data.shards import RESERVED_NAMES
 from vit_ray.lock import HeldError, LockLostError, check_lock, hold_lock
@@ -82,17 +88,20 @@ def convert(config: ConvertConfig, seed: int = 0) -> ConvertReport:
     """
     config = _resolved(config)
     check_destination(config)
+    # What a restart must have in common with the first start.
+    settings: dict[str, Any] = {"version": _VERSION, "seed": seed}
+    settings |= config.model_dump(mode="json", exclude=_DO_NOT_DECIDE)
     folder = locate(config.destination)
     staging, manifest = folder.child(STAGING_FOLDER), folder.child(MANIFEST_FILE)
     if manifest.exists() and not staging.exists():
-        return _finished(config, seed, folder)
+        return _finished(config, settings, folder)
     with _alone(folder) as lock_number:
         try:
             check_destination(config)  # again: another conversion may have ended meanwhile
             if manifest.exists():
-                report = _finished(config, seed, folder)
+                report = _finished(config, settings, folder)
             else:
-                plan = _plan(config, seed, folder)
+                plan = _plan(config, settings, folder)
                 make_shards(plan, config)
                 report = commit(plan, folder, config.max_rejected_fraction, lock_number)
         except ValueError:
@@ -150,12 +159,6 @@ def _alone(folder: Location) -> Iterator[int]:
         ) from error
 
 
-def _settings_of(config: ConvertConfig, seed: int) -> dict[str, Any]:
-    """What a restart must have in common with the first start, as JSON."""
-    settings = config.model_dump(mode="json", exclude=_DO_NOT_DECIDE)
-    return {"version": _VERSION, "seed": seed, **settings}
-
-
 def _record_of(file: Location, now: dict[str, Any], what: str) -> dict[str, Any]:
     """What a conversion has recorded.
 
@@ -185,35 +188,35 @@ def _changes(then: dict[str, str], now: dict[str, str]) -> str:
     return ", ".join(f"{listed(sorted(paths))} {kind}" for kind, paths in kinds.items() if paths)
 
 
-def _finished(config: ConvertConfig, seed: int, folder: Location) -> ConvertReport:
+def _finished(config: ConvertConfig, settings: dict[str, Any], folder: Location) -> ConvertReport:
     """The report of the data set that is there.
 
     Raises:
         ValueError: it is of other settings, or its source has changed.
     """
     what = f"convert.destination={folder.uri!r} already holds a data set"
-    record = _record_of(folder.child(SOURCE_FILE), _settings_of(config, seed), what)
+    record = _record_of(folder.child(SOURCE_FILE), settings, what)
     if changes := _changes(record["versions"], versions_of(units_of(config))):
         raise ValueError(
             f"{what}, and its source has changed since: {changes}; choose another folder"
         )
-    return report_of(folder)
+    fields = json.loads(folder.child(REPORT_FILE).read())
+    now = {"was_done": True, "fingerprint": open_dataset(folder.uri).fingerprint}
+    return ConvertReport(**fields | now)
 
 
-def _plan(config: ConvertConfig, seed: int, folder: Location) -> Plan:
+def _plan(config: ConvertConfig, settings: dict[str, Any], folder: Location) -> Plan:
     """The plan of an interrupted conversion, or a new one.
 
     Raises:
         ValueError: the interrupted conversion has other settings; or the source cannot be indexed.
     """
-    staging, settings = folder.child(STAGING_FOLDER), _settings_of(config, seed)
-    file, begun = staging.child(PLAN), None
+    staging = folder.child(STAGING_FOLDER)
+    file = staging.child(PLAN)
     if file.exists():
         what = f"convert.destination={folder.uri!r} holds an interrupted conversion"
         begun = _record_of(file, settings, what)
-    units = units_of(config)
-    if begun is not None:
-        changes = _changes(begun["versions"], versions_of(units))
+        changes = _changes(begun["versions"], versions_of(units_of(config)))
         if not changes:
             return Plan(**begun)
         _LOG.warning("the source has changed, so it is planned again: %s", changes)
@@ -221,13 +224,12 @@ def _plan(config: ConvertConfig, seed: int, folder: Location) -> Plan:
         _delete(folder, OUTPUT)
         file.delete()
     _delete(staging, "(list|shard)-.*")
-    plan = _new_plan(units, settings, staging, config)
+    plan = _new_plan(units_of(config), settings, staging, config)
     write_facts(file, asdict(plan))
     return plan
 
 
 def _delete(folder: Location, pattern: str) -> None:
-    """Delete the files in a folder whose names match."""
     for info in folder.list_files(recursive=False):
         if re.fullmatch(pattern, info.base_name):
             folder.child(info.base_name).delete()
@@ -266,22 +268,18 @@ def _new_plan(
             else _num_shards(facts, store, settings, config),
             folder=units[0].folder,
         )
-        plan = replace(plan, no_classes=_folders_without_images(units, plan.label_of()))
+        # Folders without images are no labels, and later classes move up.
+        names = (unit.path.rpartition("/")[2] for unit in units if unit.format == "folder")
+        no_classes = sorted(set(map(checked_label, names)) - plan.label_of().keys())
+        plan = replace(plan, no_classes=no_classes)
         if not config.in_place:
             with_retries(lambda: write_lists(plan, store, staging), "writing the shard lists")
     return plan
 
 
-def _folders_without_images(units: list[Unit], labels: Mapping[str, int]) -> list[str]:
-    """Names of class folders that are no label: they have no images, and later classes move up."""
-    names = (unit.path.rpartition("/")[2] for unit in units if unit.format == "folder")
-    return sorted(set(map(checked_label, names)) - labels.keys())
-
-
 def _num_shards(
     facts: SourceFacts, store: RowStore, settings: dict[str, Any], config: ConvertConfig
 ) -> int:
-    """How many shards have the size that is asked for."""
     images = float(facts.bytes)
     if config.shrink_to is not None or facts.unknown_lengths:
         order = KeyedPermutation(facts.rows, SHUFFLE, settings["seed"])

@@ -107,7 +107,6 @@ def versions_of(units: list[Unit]) -> dict[str, str]:
 
 
 def _parts(units: list[Any]) -> list[list[Any]]:
-    """The units in runs of equal length, one for each task."""
     size = -(-len(units) // MOST_PARTS)
     return [units[at : at + size] for at in range(0, len(units), size)]
 
@@ -187,25 +186,17 @@ def _index(part: list[Unit], staging_uri: str) -> dict[str, Any]:
 
 def _indexed(part: list[Unit], staging: Location) -> dict[str, Any]:
     """Write the rows of some units, and what they declare when the rows are complete."""
-    found = [(unit, *_listed(unit)) for unit in part]
-    versions = {unit.path: version for unit, _, version in found}
+    listed = [(unit, *_listed(unit)) for unit in part]
+    versions = {unit.path: version for unit, _, version in listed}
     # A late task, which listed the source before it changed, writes files of other names.
     name = f"index-{_digest_of(part, versions)}"
     file = staging.child(f"{name}.json")
     if file.exists():
         return read_facts(file)
-    facts = _write_rows(found, staging, name) | {"name": name, "versions": versions}
-    if not facts["damages"]:  # a repaired file may have the same size and time
-        write_facts(file, facts)
-    return facts
-
-
-def _write_rows(
-    part: list[tuple[Unit, Iterable[Row], str]], staging: Location, name: str
-) -> dict[str, Any]:
-    facts: dict[str, Any] = {"damages": [], "declared": set(), "counted": ""}
+    facts: dict[str, Any] = {"name": name, "versions": versions, "damages": [], "counted": ""}
+    facts["declared"] = set[tuple[str, ...]]()
     digest, num_rows = hashlib.sha256(), 0
-    rows = _packed(_rows_of_units(part, facts), staging.child(f"{name}.bin"))
+    rows = _stored_rows(listed, staging.child(f"{name}.bin"), facts)
     with parquet_output(staging.child(f"{name}.parquet"), ROW_SCHEMA) as writer:
         for piece in pieces(rows):
             writer.write_table(row_table(piece))
@@ -213,45 +204,41 @@ def _write_rows(
                 digest.update(f"{row.key}|{row.length}|{row.labels}\n".encode())
             num_rows += len(piece)
             report_done(num_rows)
+    facts["declared"] = sorted(facts["declared"] - {()})
     # Images that are read in place are not read for it: only how many there are.
-    is_in_place = part[0][0].config.in_place
-    return facts | {
-        "declared": sorted(facts["declared"] - {()}),
-        "digest": facts["counted"] if is_in_place else digest.hexdigest(),
-    }
+    facts["digest"] = facts["counted"] if part[0].config.in_place else digest.hexdigest()
+    if not facts["damages"]:  # a repaired file may have the same size and time
+        write_facts(file, facts)
+    return facts
 
 
-def _rows_of_units(
-    part: list[tuple[Unit, Iterable[Row], str]], facts: dict[str, Any]
+def _stored_rows(
+    listed: list[tuple[Unit, Iterable[Row], str]], pack: Location, facts: dict[str, Any]
 ) -> Iterator[Row]:
-    """Rows that can be stored, with the version of the archive that they lie in."""
-    for unit, rows, version in part:
-        of_archive, num_rows = version.partition(" ")[0], 0
-        try:
-            for found in rows:
-                row = found.storable()
-                in_archive = row.path == unit.path and row.offset >= 0
-                yield replace(row, version=of_archive) if in_archive else row
-                num_rows += 1
-        except DamagedUnitError as error:
-            facts["damages"].append(str(error))
-        else:
-            facts["counted"] += f"{unit.name} {num_rows}\n"
-            facts["declared"].add(tuple(declared_classes(unit) or ()))
+    """Rows whose images all lie somewhere: those in hand are written to a plain file.
 
-
-def _packed(rows: Iterable[Row], pack: Location) -> Iterator[Row]:
-    """Rows whose images all lie somewhere: those in hand are written to a plain file."""
+    A row in an archive has the archive's version. What the units declare is added to `facts`.
+    """
     with contextlib.ExitStack() as opened:
         output: Any = None
-        for row in rows:
-            if row.image is None or row.problem is not None:
-                yield replace(row, image=None)
-                continue
-            output = output or opened.enter_context(pack.output())
-            at, length = output.tell(), len(row.image)
-            output.write(row.image)
-            yield replace(row, image=None, path=pack.uri, offset=at, length=length)
+        for unit, rows, version in listed:
+            of_archive, num_rows = version.partition(" ")[0], 0
+            try:
+                for row in map(Row.storable, rows):
+                    if row.image is not None and row.problem is None:
+                        output = output or opened.enter_context(pack.output())
+                        at, length = output.tell(), len(row.image)
+                        output.write(row.image)
+                        row = replace(row, path=pack.uri, offset=at, length=length)
+                    elif row.path == unit.path and row.offset >= 0:
+                        row = replace(row, version=of_archive)
+                    yield replace(row, image=None)
+                    num_rows += 1
+            except DamagedUnitError as error:
+                facts["damages"].append(str(error))
+            else:
+                facts["counted"] += f"{unit.name} {num_rows}\n"
+                facts["declared"].add(tuple(declared_classes(unit) or ()))
 
 
 class RowStore:

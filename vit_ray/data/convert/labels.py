@@ -37,7 +37,9 @@ Labels = tuple[tuple[str, ...], LabelKind]
 LabelsAre = Literal["auto", "names", "indices"]
 
 
-def labelled(row: Row, unit: Unit, read: Callable[[], tuple[Labels, Mapping[str, Any]]]) -> Row:
+def labelled(
+    row: Row, unit: Unit, read: Callable[..., tuple[Labels, Mapping[str, Any]]], *arguments: Any
+) -> Row:
     """The row with its labels and columns; an error in them is its problem.
 
     Args:
@@ -46,7 +48,7 @@ def labelled(row: Row, unit: Unit, read: Callable[[], tuple[Labels, Mapping[str,
     if row.problem is not None:
         return row
     try:
-        (labels, kind), fields = read()
+        (labels, kind), fields = read(*arguments)
         extra = tuple(stored_text(fields.get(name)) for name in unit.config.columns)
     except ValueError as error:
         return replace(row, problem=str(error))
@@ -337,7 +339,6 @@ def _check_spelling(labels: list[str], *, is_lenient: bool) -> None:
 
 
 def _check_gapless(labels: list[str]) -> None:
-    """Raises ValueError if integers are not 0 to n - 1: they may not be labels."""
     numbers = sorted(map(int, labels))
     if numbers == list(range(len(numbers))):
         return

@@ -7,12 +7,15 @@ from os.path import commonpath
 from typing import Final
 
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.data.convert import archives, files, tables
+from vit_ray.data.convert import archives, tables
 from vit_ray.data.convert.files import (
     check_complete,
     choose_split,
+    folder_rows,
     is_glob,
     is_pattern,
+    loose_images,
+    loose_rows,
     matching,
     named,
     named_split,
@@ -23,8 +26,8 @@ from vit_ray.data.file_names import is_hidden, is_image_name
 from vit_ray.storage import Location, locate
 
 _ROWS: Final[dict[str, Callable[..., Iterable[Row]]]] = {
-    "folder": files.folder_rows,
-    "loose": files.loose_rows,
+    "folder": folder_rows,
+    "loose": loose_rows,
     "webdataset": archives.tar_rows,
     "huggingface": tables.parquet_rows,
     "csv": tables.csv_rows,
@@ -114,7 +117,6 @@ def units_of(config: ConvertConfig) -> list[Unit]:
 
 
 def _units(config: ConvertConfig) -> list[Unit]:
-    """Units of the files that a source names, or of its folders."""
     source, is_named = config.source, not is_pattern(config.source)
     matches = named(source) if is_named else matching(source)
     if not matches:
@@ -126,7 +128,7 @@ def _units(config: ConvertConfig) -> list[Unit]:
             f"convert.source={source!r} matches files and folders; match one or the other"
         )
     places = list(map(locate, matches))
-    if is_named or (len(places) == 1 and not files.loose_images(places[0])):
+    if is_named or (len(places) == 1 and not loose_images(places[0])):
         return _units_of_folder(config, places[0])
     common = locate(_folder_of(list(matches)))
     return _units_of_splits(config, places, common) or [
@@ -135,7 +137,6 @@ def _units(config: ConvertConfig) -> list[Unit]:
 
 
 def _units_of_folder(config: ConvertConfig, location: Location) -> list[Unit]:
-    """Units of the files or the class folders in a folder."""
     format = _format_of(location, config) if config.format == "auto" else config.format
     if format == "folder":
         places = [location.child(name) for name in folders_in(location)]
@@ -166,8 +167,17 @@ def _units_of_folder(config: ConvertConfig, location: Location) -> list[Unit]:
 def _units_of_files(config: ConvertConfig, files: list[str], folder: str = "") -> list[Unit]:
     """Units of files of one format, of the split that is chosen."""
     source, folder = config.source, folder or _folder_of(files)
-    is_auto = config.format == "auto"
-    formats = sorted({_format_of_file(path) if is_auto else config.format for path in files})
+    formats = sorted({_FORMATS.get(_suffix(path), "") for path in files})
+    if config.format != "auto":
+        formats = [config.format]
+    elif "" in formats:
+        path = next(path for path in files if _suffix(path) not in _FORMATS)
+        is_packed = _suffix(path) in _PACKED
+        advice = "unpack it first" if is_packed else "give a folder of class folders"
+        raise ValueError(
+            f"convert.source={path!r} is a file of no known format; {advice}, or files that end in "
+            f"{', '.join(_FORMATS)}"
+        )
     if len(formats) > 1 or formats == ["folder"]:
         raise ValueError(
             f"convert.source={source!r} matches files of the formats {', '.join(formats)}; match "
@@ -184,17 +194,6 @@ def _units_of_files(config: ConvertConfig, files: list[str], folder: str = "") -
     return units
 
 
-def _format_of_file(path: str) -> str:
-    suffix = _suffix(path)
-    if suffix not in _FORMATS:
-        advice = "unpack it first" if suffix in _PACKED else "give a folder of class folders"
-        raise ValueError(
-            f"convert.source={path!r} is a file of no known format; {advice}, or files that end in "
-            f"{', '.join(_FORMATS)}"
-        )
-    return _FORMATS[suffix]
-
-
 def _format_of(folder: Location, config: ConvertConfig) -> str:
     """Name of the format of a folder, by its files, or by those below it.
 
@@ -209,7 +208,7 @@ def _format_of(folder: Location, config: ConvertConfig) -> str:
             f"one with convert.format, or give a glob such as {config.source}/*.tar"
         )
     if found and found[0] in LISTS:
-        holders = (n for n in folders_in(folder) if files.loose_images(folder.child(n)))
+        holders = (n for n in folders_in(folder) if loose_images(folder.child(n)))
         if len(classes := list(islice(holders, 2))) > 1:
             raise ValueError(
                 f"convert.source={config.source!r} has a list ({found[0]}) next to folders of "
@@ -262,7 +261,7 @@ def _units_of_splits(config: ConvertConfig, places: list[Location], common: Loca
     """
     source, names = config.source, {at: at.path.rpartition("/")[2] for at in places}
     named = [at for at in places if split_of(names[at])]
-    are_splits = not any(files.loose_images(at) for at in places if named and at not in named)
+    are_splits = not any(loose_images(at) for at in places if named and at not in named)
     splits: dict[str | None, list[Location]] = {}
     for place in named:
         if exact := named_split(names[place]):
@@ -294,6 +293,6 @@ def _classes_in(config: ConvertConfig, root: Location, common: Location) -> list
             f"{root.uri}/CLASS/IMAGE; unpack archives first"
         )
     units = [Unit("folder", root.child(name).uri, common.uri, config) for name in names]
-    if files.loose_images(root):
+    if loose_images(root):
         units.append(Unit("loose", root.uri, common.uri, config))
     return units

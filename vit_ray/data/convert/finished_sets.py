@@ -1,15 +1,17 @@
-"""Removes from a pre-training set what it shares with evaluation sets (ViT paper 4.1, after BiT).
+"""What is done with a data set that is there: it is verified, and duplicates are left out.
 
-A row is a duplicate if its bytes equal those of an evaluation image, or if its perceptual hash is
-within `MAX_DISTANCE` bits of one. A flat image has nothing to hash, and is compared by its bytes.
-The hash is 128 bits: signs of the lowest frequencies of the luminance (a cosine transform of 32 x
-32 pixels) against their median, as in pHash. Re-encoding and resizing flip few bits. The result is
-only a manifest and a list of what was left out.
+`verify` checks every byte of a data set against its manifest, and decodes a sample of the images.
+
+`deduplicate` removes from a pre-training set what it shares with evaluation sets (ViT paper 4.1,
+after BiT). A row is a duplicate if its bytes equal those of an evaluation image, or if its
+perceptual hash is within `MAX_DISTANCE` bits of one. A flat image has nothing to hash, and is
+compared by its bytes. The hash is 128 bits: signs of the lowest frequencies of the luminance (a
+cosine transform of 32 x 32 pixels) against their median, as in pHash. Re-encoding and resizing flip
+few bits. The result is only a manifest and a list of what was left out.
 """
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import cv2
@@ -18,14 +20,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from vit_ray.data.crops import Augmentation, BadImageError, crop_of
+from vit_ray.data.crops import Augmentation, BadImageError, crop_of, decode
 from vit_ray.data.dataset import MANIFEST_FILE, STAGING_FOLDER, Manifest, open_dataset
+from vit_ray.data.jpeg_index.segments import index_segments
+from vit_ray.data.keyed_random import KeyedUniform
 from vit_ray.data.progress import Shown, report_done
 from vit_ray.data.run_tasks import run_tasks
-from vit_ray.data.shards import ChangedImageError, RowGroupReader
+from vit_ray.data.shards import ChangedImageError, RowGroupReader, problem_of_shard
 from vit_ray.data.subset import derive, refuse_existing
 from vit_ray.storage import locate
 
+_SAMPLE: Final = 6
 DUPLICATES_FILE: Final = "duplicates.parquet"
 _LIST_SCHEMA: Final = pa.schema(
     [
@@ -48,6 +53,83 @@ _ORDER: Final = sorted((i + j, i, j) for i in range(_THUMBNAIL) for j in range(_
 _ROWS, _COLUMNS = np.array([(i, j) for _, i, j in _ORDER[1 : HASH_BITS + 1]]).T
 # Standard deviation in grey levels below which the signs of frequencies are noise.
 _FLAT_BELOW: Final = 4.0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A problem in one file; with `key` and `row_group` if it is one image."""
+
+    file: str
+    what: str
+    key: str = ""
+    row_group: int = -1
+
+
+@dataclass
+class VerifyReport:
+    """What was checked, of a file or a data set, and what is wrong; `problems` may be empty."""
+
+    num_files: int = 0
+    num_images: int = 0
+    num_decoded: int = 0
+    problems: list[Problem] = field(default_factory=list)
+
+    def __add__(self, other: "VerifyReport") -> "VerifyReport":
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return VerifyReport(*(one + another for one, another in pairs))
+
+
+def verify(path: str, *, decode_fraction: float = 0.01) -> VerifyReport:
+    """Check every file and every checksum of a data set, and decode a sample of the images.
+
+    Args:
+        decode_fraction: share of the images to decode, from 0 to 1.
+
+    Raises:
+        ValueError: the manifest itself cannot be read.
+    """
+    manifest = open_dataset(path)
+    shown = Shown(f"verifying {path}", manifest.num_images, "problems")
+    checks = run_tasks(check_file, _files_of(manifest), manifest, decode_fraction, shown=shown)
+    return sum(checks, VerifyReport())
+
+
+def check_file(file_index: int, manifest: Manifest, decode_fraction: float) -> VerifyReport:
+    """Check one file of a data set."""
+    entry, found = manifest.files[file_index], VerifyReport(num_files=1)
+    location, reader = manifest.file_location(file_index), RowGroupReader(manifest)
+    groups = np.flatnonzero(manifest.file_index == file_index).tolist()
+    if problem := problem_of_shard(location, entry):
+        found.problems.append(Problem(entry.path, f"it cannot be opened: {problem}"))
+        groups = []
+    for group in groups:
+        number = int(manifest.row_group[group])
+        try:
+            encoded = reader.read(group)
+        except ValueError as error:
+            found.problems.append(Problem(entry.path, str(error), row_group=number))
+            continue
+        for row in manifest.stored_rows(group).tolist():
+            is_decoded = KeyedUniform(_SAMPLE, group, row).draw() < decode_fraction
+            found.num_images += 1
+            try:
+                image = encoded.stored(row)
+                found.num_decoded += is_decoded
+                if is_decoded:
+                    decode(image.content)
+                if is_decoded and image.index is not None:
+                    known, index = vars(image.index), index_segments(bytes(image.content))
+                    if index is None or any(
+                        not np.array_equal(value, known[name])
+                        for name, value in vars(index).items()
+                    ):  # a crop would be cut from the wrong region
+                        raise ValueError("its restart index is not that of its bytes")
+            except ValueError as error:
+                found.problems.append(Problem(entry.path, str(error), encoded.key(row), number))
+        report_done(found.num_images, len(found.problems))
+    if not found.problems and (problem := problem_of_shard(location, entry, is_read=True)):
+        found.problems.append(Problem(entry.path, problem))
+    return found
 
 
 class Duplicate(NamedTuple):
@@ -185,26 +267,25 @@ def _files_of(manifest: Manifest) -> list[int]:
 
 def _duplicates_in(file_index: int, manifest: Manifest, known: Known) -> dict[int, Duplicate]:
     """The duplicates in a file, by the numbers of their samples."""
-    found = {}
-    for number, (sample, key, image) in enumerate(_images(manifest, file_index), 1):
+    duplicates, images = dict[int, Duplicate](), _described_in(file_index, manifest)
+    for sample, key, image in images:
         if match := known.find(image):
-            found[sample] = Duplicate(key, *match)
-        report_done(number, len(found))
-    return found
+            duplicates[sample] = Duplicate(key, *match)
+    report_done(len(images), len(duplicates))
+    return duplicates
 
 
 def _described_in(file_index: int, manifest: Manifest) -> list[tuple[int, str, Described]]:
-    return list(_images(manifest, file_index))
-
-
-def _images(manifest: Manifest, file_index: int) -> Iterator[tuple[int, str, Described]]:
     """(sample, key, what is compared) of every image of a file."""
-    reader = RowGroupReader(manifest)
+    reader, images = RowGroupReader(manifest), list[tuple[int, str, Described]]()
     for group in np.flatnonzero(manifest.file_index == file_index).tolist():
         encoded, samples = reader.read(group), manifest.samples_of(group).tolist()
         for sample, row in zip(samples, manifest.stored_rows(group).tolist(), strict=True):
+            key = encoded.key(row)
             try:
-                yield sample, encoded.key(row), describe(encoded.image(row))
+                images.append((sample, key, describe(encoded.image(row))))
             except ChangedImageError as error:
-                where = f"{encoded.key(row)!r} in {manifest.shard_location(group).path!r}"
+                where = f"{key!r} in {manifest.shard_location(group).path!r}"
                 raise ValueError(f"{where}: {error}; run `vit-ray verify`") from error
+            report_done(len(images))
+    return images

@@ -1,0 +1,456 @@
+"""Files in which images lie one after another: WebDataset's tar shards, and TFRecord files.
+
+*Tar.* Members that share a name are one sample. The name ends at the first dot of the file's, as in
+WebDataset, so that `img.0001.jpg` is the file `0001.jpg` of the sample `img`, not an image of it.
+Each such image is a rejected row. tarfile stops silently at the first header that it cannot read.
+Here an archive must end at its end marker, with only zeros after it, or it counts as damaged.
+
+*TFRecord*, of `tf.train.Example`, as TensorFlow Datasets (TFDS) writes them; no TensorFlow. A
+record is its length (uint64) and that number's checksum, its bytes and their checksum. An Example
+is a protocol buffer of named lists of bytes, floats or integers. TFDS stores the encoded image as
+`image`, its class as the index `label`, and the names in `label.labels.txt` next to the files; the
+label may also be another feature.
+
+*VTAB.* Labels of some tasks are computed from features of TFDS: Zhai et al., "A Large-scale Study
+of Representation Learning with the Visual Task Adaptation Benchmark" (arXiv:1910.04867); thresholds
+of google-research/task_adaptation, `data/clevr.py`, `kitti.py`, `dsprites.py` and `smallnorb.py`.
+The other tasks have their class as `label`.
+"""
+
+import io
+import struct
+import tarfile
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import IO, Any, Final, NamedTuple
+
+import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
+from google.protobuf.message import DecodeError
+from google_crc32c import value as crc32c
+from PIL import Image
+
+from vit_ray.data.convert.labels import (
+    MOST_TEXT_BYTES,
+    Labels,
+    checked_label,
+    checked_names,
+    chosen_field,
+    json_object,
+    labelled,
+    labels_of_record,
+    labels_of_value,
+)
+from vit_ray.data.convert.rows import MOST_IMAGE_BYTES, DamagedUnitError, Row, Unit
+from vit_ray.data.crops import open_image
+from vit_ray.data.file_names import IMAGE_SUFFIXES, is_hidden
+from vit_ray.storage import Location, is_of_the_store, locate
+
+_BLOCK: Final = tarfile.BLOCKSIZE
+# Most bytes of a name or other property of a member, which tarfile reads into memory at once.
+_MOST_HEADER_BYTES: Final = 1 << 20
+_AGAIN: Final = "a file of its name and suffix stands in the archive again; give each sample a name"
+_IMAGE_FIELDS: Final = ("image", "image/encoded")
+_LABEL_FIELDS: Final = ("label", "labels")
+_HEADER: Final = struct.Struct("<QI")
+_CHECKSUM: Final = struct.Struct("<I")
+_CLEVR_DISTANCES: Final = (0.0, 8.0, 8.5, 9.0, 9.5, 10.0, 100.0)
+_KITTI_DISTANCES_M: Final = (-100.0, 8.0, 20.0, 999.0)
+_NO_VEHICLE_M: Final = 1000.0
+# Car, van and truck, by TFDS's names of the types.
+_KITTI_VEHICLES: Final = (0, 1, 2)
+# Fewest objects in an image of CLEVR.
+_FEWEST_OBJECTS: Final = 3
+
+
+class _File(NamedTuple):
+    offset: int
+    size: int
+    is_plain: bool
+
+
+# Name, and the files by suffix.
+_Sample = tuple[str, dict[str, _File]]
+
+
+def tar_rows(unit: Unit) -> Iterator[Row]:
+    """Samples of a shard, in the order of their first files.
+
+    Raises:
+        DamagedUnitError: the archive is truncated or broken.
+        ValueError: it has images without any labels, or other archives.
+    """
+    shard = unit.name.removesuffix(".tar")
+    with unit.opened() as (file, size):  # tarfile reads 512 bytes at a time
+        samples = _samples(_members(file, size, unit.path))
+        endings = {suffix.rpartition(".")[2] for _, files in samples for suffix in files}
+        line = 'mkdir IMAGES && tar -xf ARCHIVE -C IMAGES", and convert IMAGES'
+        if "tar" in endings:
+            raise ValueError(
+                f'{unit.path!r} holds other archives; unpack it: "{line}, or unpack those in it, '
+                "too"
+            )
+        has_labels = unit.config.label_field is not None or endings & {"cls", "json"}
+        if endings & IMAGE_SUFFIXES and not has_labels:
+            raise ValueError(
+                f"{unit.path!r} has images, but no labels (.cls or .json). If its folders are "
+                f'classes, unpack it: "{line}; if it has the images of one class, as in '
+                "ImageNet-21k, unpack each archive into a folder of its name: "
+                '"mkdir CLASS && tar -xf CLASS.tar -C CLASS"'
+            )
+        counts = Counter(name for name, _ in samples)
+        for name, files in samples:
+            if counts[name] > 1:  # which label is whose is not known
+                yield Row(f"{shard}/{name}", problem=_AGAIN)
+            else:
+                yield from _sample_rows(unit, f"{shard}/{name}", files, file)
+
+
+class _BoundedReads:
+    """The file object for tarfile, which refuses very large headers."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.seek, self.tell, self._read = file.seek, file.tell, file.read
+
+    def read(self, size: int) -> bytes:
+        if size > _MOST_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header of more than {_MOST_HEADER_BYTES:,} bytes")
+        return self._read(size)
+
+
+def _members(file: IO[bytes], size: int, path: str) -> Iterator[tuple[tarfile.TarInfo, bool]]:
+    """The members whose bytes are all there, and whether they lie in the archive as they are.
+
+    Raises:
+        DamagedUnitError: after the last of them, if the archive does not end as it should.
+    """
+    at = 0
+    try:
+        source: Any = _BoundedReads(file)
+        with tarfile.open(fileobj=source, mode="r:") as tar:
+            while (member := tar.next()) is not None:
+                tar.members = []  # type: ignore[attr-defined]  # or it keeps them all
+                if tar.offset <= at:
+                    raise tarfile.ReadError("a header that leads backwards")
+                # The size of a sparse member includes holes.
+                is_plain = member.isreg() and not member.issparse()
+                end = member.offset_data + member.size if is_plain else tar.offset - _BLOCK + 1
+                if end > size:
+                    raise tarfile.ReadError(f"the file ends inside {member.name!r}")
+                at = tar.offset
+                yield member, is_plain
+            at = tar.offset
+        file.seek(at)
+        block = file.read(_BLOCK)
+        if len(block) < _BLOCK:
+            raise tarfile.ReadError("the file ends without an archive's end marker")
+        if any(block):
+            raise tarfile.ReadError("a header that cannot be read")
+        while piece := file.read(io.DEFAULT_BUFFER_SIZE):
+            if any(piece):
+                raise tarfile.ReadError("more data after an archive's end marker")
+    except Exception as error:  # a broken header makes tarfile raise anything
+        if is_of_the_store(error):
+            raise
+        raise DamagedUnitError(path, at, str(error) or type(error).__name__) from error
+
+
+def _samples(members: Iterator[tuple[tarfile.TarInfo, bool]]) -> list[_Sample]:
+    """Files with one name, wherever they stand; a second file of a suffix begins another sample."""
+    samples: list[_Sample] = []
+    newest: dict[str, dict[str, _File]] = {}
+    for member, is_plain in members:
+        folder, _, file = member.name.rpartition("/")
+        if member.isdir() or is_hidden(member.name.removeprefix("./")):
+            continue
+        stem, _, suffix = file.partition(".")
+        name, suffix = f"{folder}/{stem}" if folder else stem, suffix.lower()
+        if suffix in newest.get(name, {suffix}):
+            newest[name] = {}
+            samples.append((name, newest[name]))
+        newest[name][suffix] = _File(member.offset_data, member.size, is_plain)
+    return samples
+
+
+def _sample_rows(unit: Unit, key: str, files: dict[str, _File], file: IO[bytes]) -> Iterator[Row]:
+    """The row of a sample; if it has no image but possible image files, one for each."""
+    wanted, found = unit.config.image_field, sorted(files)[:20]
+    images = [suffix for suffix in files if suffix in (IMAGE_SUFFIXES if not wanted else {wanted})]
+    dotted = [s for s in files if not wanted and s.rpartition(".")[2] in IMAGE_SUFFIXES]
+    if len(images) == 1:
+        image = files[images[0]]
+        row = Row(key, path=unit.path, offset=image.offset, length=image.size)
+        yield labelled(row, unit, _sample_labels, unit, image, files, file)
+    elif images:
+        several = f"the sample has several images among {found}"
+        yield Row(key, problem=f"{several}; choose one with convert.image_field")
+    elif not dotted:
+        yield Row(key, problem=f"the sample has no image, only {found}")
+    else:
+        for suffix in dotted:
+            what = (
+                f"its name has several dots, so that WebDataset takes it for the file {suffix!r} "
+                f"of the sample {key!r}; replace all dots but the last"
+            )
+            yield Row(f"{key}.{suffix}", problem=what)
+
+
+def _sample_labels(
+    unit: Unit, image: _File, files: dict[str, _File], file: IO[bytes]
+) -> tuple[Labels, Mapping[str, Any]]:
+    """The labels of a sample, and its fields: of its JSON, and its other files, which go first."""
+    if not image.is_plain:
+        raise ValueError("it is a link, a sparse or a special file in the archive")
+    wanted, columns = unit.config.label_field or "cls", unit.config.columns
+    texts = {n: _text(files, n, file) for n in {wanted, *columns} - {"json"} if n in files}
+    fields: dict[str, Any] = {}
+    if "json" in files and not {wanted, *columns} <= texts.keys():
+        fields = json_object(_text(files, "json", file).encode(), "its .json")
+    if wanted in texts:
+        return ((checked_label(texts[wanted]),), "text"), fields | texts
+    if "json" in files:
+        return labels_of_record(fields, unit.config.label_field), fields | texts
+    raise ValueError(f"the sample has no .{wanted} or .json label, only {sorted(files)[:20]}")
+
+
+def _text(files: dict[str, _File], suffix: str, file: IO[bytes]) -> str:
+    """Content of a small regular member; a sparse one may have any size.
+
+    Raises:
+        ValueError: it is not such a member, or not text.
+    """
+    member = files[suffix]
+    if not member.is_plain:
+        raise ValueError(f"its .{suffix} is not a plain file in the archive")
+    if member.size > MOST_TEXT_BYTES:
+        raise ValueError(f"its .{suffix} has more than {MOST_TEXT_BYTES:,} bytes")
+    file.seek(member.offset)
+    return file.read(member.size).decode("utf-8-sig")
+
+
+def _example_class() -> Any:
+    """The message `tf.train.Example` (tensorflow/core/example/example.proto and feature.proto).
+
+    The map from names to features is read as the list of entries that it is on the wire, so that a
+    name may be any bytes.
+    """
+    messages = """
+        message_type { name: "Texts" field { name: "value" number: 1 type: TYPE_BYTES label: R } }
+        message_type { name: "Floats" field { name: "value" number: 1 type: TYPE_FLOAT label: R } }
+        message_type { name: "Numbers" field { name: "value" number: 1 type: TYPE_INT64 label: R } }
+        message_type { name: "Feature"
+            field { name: "texts" number: 1 type: TYPE_MESSAGE type_name: "Texts" }
+            field { name: "floats" number: 2 type: TYPE_MESSAGE type_name: "Floats" }
+            field { name: "numbers" number: 3 type: TYPE_MESSAGE type_name: "Numbers" } }
+        message_type { name: "Entry" field { name: "name" number: 1 type: TYPE_BYTES }
+            field { name: "feature" number: 2 type: TYPE_MESSAGE type_name: "Feature" } }
+        message_type { name: "Features"
+            field { name: "entry" number: 1 type: TYPE_MESSAGE type_name: "Entry" label: R } }
+        message_type { name: "Example"
+            field { name: "features" number: 1 type: TYPE_MESSAGE type_name: "Features" } }
+    """.replace("label: R", "label: LABEL_REPEATED")
+    file = descriptor_pb2.FileDescriptorProto(name="vit_ray_example.proto", package="vit_ray")
+    text_format.Merge(messages, file)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("vit_ray.Example"))
+
+
+_Example: Final = _example_class()
+Features = Mapping[str, Sequence[Any]]
+Value = int | float | bytes
+
+
+def tfrecord_rows(unit: Unit) -> Iterator[Row]:
+    """The records of a file, in its order.
+
+    Raises:
+        DamagedUnitError: the file is truncated or broken; all records before that have been
+            yielded.
+    """
+    stem = unit.name.replace(".tfrecord", "")
+    with unit.opened() as (file, size):
+        for number, (offset, record) in enumerate(_records(file, size, unit.path)):
+            key = f"{stem}/{number:08d}"
+            try:
+                yield _record_row(unit, key, offset, record)
+            except ValueError as error:
+                yield Row(key, problem=str(error))
+
+
+def names_beside(unit: Unit) -> Location:
+    """Where the names of the classes may be."""
+    name = f"{unit.config.label_field or _LABEL_FIELDS[0]}.labels.txt"
+    return locate(unit.path.rpartition("/")[0]).child(name)
+
+
+def declared_classes(unit: Unit) -> list[str] | None:
+    """The names of a task of VTAB, or those next to a file; None if there are none."""
+    if task := VTAB_LABELS.get(unit.config.label_field or ""):
+        return [str(label) for label in range(task.num_classes)]
+    location = names_beside(unit)
+    if not location.exists():
+        return None
+    return checked_names(location.read().decode().splitlines(), location.uri)
+
+
+def _records(file: IO[bytes], size: int, path: str) -> Iterator[tuple[int, bytes]]:
+    """Offset and bytes of each record; no bytes if they are damaged, or too many for an image."""
+    at = 0
+    while header := file.read(_HEADER.size):
+        length, checksum = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
+        start, end = at + _HEADER.size, at + _HEADER.size + length + _CHECKSUM.size
+        if checksum != masked_crc32c(header[:8]):
+            what = "the head of a record is cut or has another checksum"
+            raise DamagedUnitError(path, at, what)
+        if end > size:
+            raise DamagedUnitError(path, at, f"a record of {length:,} bytes, which are missing")
+        record = file.read(length) if length <= MOST_IMAGE_BYTES else b""
+        file.seek(start + length)
+        is_whole = file.read(_CHECKSUM.size) == _CHECKSUM.pack(masked_crc32c(record))
+        yield start, record if is_whole else b""
+        at = end
+
+
+def _record_row(unit: Unit, key: str, offset: int, record: bytes) -> Row:
+    if not record:
+        raise ValueError(
+            "the record is damaged, as its bytes have another checksum, or has more than "
+            f"{MOST_IMAGE_BYTES:,} bytes"
+        )
+    features = features_of(record)
+    field = chosen_field("image", unit.config.image_field, _IMAGE_FIELDS, [*features], "it")
+    image = features[field]
+    if len(image) != 1 or not isinstance(image[0], bytes):
+        raise ValueError(f"its {field!r} is not an encoded image")
+    at = offset + record.index(image[0])  # or where the same bytes appear before it
+    row = Row(key, path=unit.path, offset=at, length=len(image[0]))
+    task = VTAB_LABELS.get(unit.config.label_field or "")
+    if task is not None and task.is_binary:
+        content = _brighter(image[0])
+        row = Row(key, image=content, length=len(content))
+    return labelled(row, unit, _record_labels, unit, features)
+
+
+def _brighter(image: bytes) -> bytes:
+    """An image of ones and zeros as one of 255 and 0; raises ValueError if it cannot be read."""
+    try:
+        pixels = np.asarray(open_image(image))
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"it cannot be read as an image: {error}") from error
+    if pixels.max() > 1:
+        return image
+    brighter = io.BytesIO()
+    Image.fromarray(pixels.astype(np.uint8) * np.uint8(255)).save(brighter, "PNG")
+    return brighter.getvalue()
+
+
+def _record_labels(
+    unit: Unit, features: dict[str, list[Value]]
+) -> tuple[Labels, Mapping[str, Any]]:
+    """The labels of a record, and its fields for `convert.columns`.
+
+    Raises:
+        ValueError: the features do not include what the label is made from, or a text is not UTF-8.
+    """
+    wanted, fields = unit.config.label_field, dict[str, Any]()
+    if wanted in VTAB_LABELS:
+        label: Any = vtab_label(wanted, features)
+    else:
+        label = _plain(features[chosen_field("label", wanted, _LABEL_FIELDS, [*features], "it")])
+    for name in filter(features.__contains__, unit.config.columns):
+        values = _plain(features[name])
+        fields[name] = values[0] if len(values) == 1 else values
+    return labels_of_value(label), fields
+
+
+def _plain(values: list[Value]) -> list[float | str]:
+    return [value.decode() if isinstance(value, bytes) else value for value in values]
+
+
+def features_of(record: bytes) -> dict[str, list[Value]]:
+    """The values of each feature of a `tf.train.Example`; raises ValueError if it is not one."""
+    try:
+        entries = _Example.FromString(record).features.entry
+    except DecodeError as error:
+        raise ValueError(f"not a tf.train.Example: {error}") from None
+    return {
+        entry.name.decode("utf-8", "backslashreplace"): [
+            *entry.feature.texts.value, *entry.feature.floats.value, *entry.feature.numbers.value,
+        ]
+        for entry in entries
+    }  # fmt: skip
+
+
+def masked_crc32c(content: bytes) -> int:
+    """As in TFRecord files (tensorflow/core/lib/hash/crc32c.h)."""
+    crc = crc32c(content)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class VtabLabel:
+    """How the label of a task is computed.
+
+    Attributes:
+        num_classes: of the task, named by their numbers.
+        of: label of an image; raises KeyError if a feature is missing, ValueError if it has no
+            label.
+        is_binary: pixels are 0 and 1, not 0 to 255.
+    """
+
+    num_classes: int
+    of: Callable[[Features], int]
+    is_binary: bool = False
+
+
+def _closest_object(features: Features) -> int:
+    depths = features["objects/pixel_coords"][2::3]
+    return bisect_left(_CLEVR_DISTANCES, min(depths, default=-1.0)) - 1
+
+
+def _closest_vehicle(features: Features) -> int:
+    depths_m = features["objects/location"][2::3]
+    kinds = features["objects/type"]
+    its = [depth for depth, kind in zip(depths_m, kinds, strict=True) if kind in _KITTI_VEHICLES]
+    return bisect_left(_KITTI_DISTANCES_M, min([*its, _NO_VEHICLE_M])) - 1
+
+
+def _grouped(name: str, count: int, num_classes: int, features: Features) -> int:
+    """Every `count` consecutive values are one class."""
+    (value,) = features[name]
+    return int(value * num_classes // count)
+
+
+# By the names of Table 9.
+VTAB_LABELS: Final[dict[str, VtabLabel]] = {
+    "clevr-count": VtabLabel(8, lambda its: len(its["objects/size"]) - _FEWEST_OBJECTS),
+    "clevr-dist": VtabLabel(6, _closest_object),
+    "dspr-loc": VtabLabel(16, partial(_grouped, "label_x_position", 32, 16), is_binary=True),
+    "dspr-ori": VtabLabel(16, partial(_grouped, "label_orientation", 40, 16), is_binary=True),
+    "kitti-dist": VtabLabel(4, _closest_vehicle),
+    "snorb-azim": VtabLabel(18, partial(_grouped, "label_azimuth", 18, 18)),
+    "snorb-elev": VtabLabel(9, partial(_grouped, "label_elevation", 9, 9)),
+}
+
+
+def vtab_label(task: str, features: Features) -> int:
+    """The label of an image.
+
+    Raises:
+        ValueError: it has none.
+    """
+    rule = VTAB_LABELS[task]
+    try:
+        label = rule.of(features)
+    except KeyError as error:
+        found = ", ".join(sorted(features)[:20])
+        raise ValueError(f"{task} needs the feature {error}, but it only has {found}") from None
+    except TypeError:
+        raise ValueError(f"a feature for {task} is not a list of numbers") from None
+    if not 0 <= label < rule.num_classes:
+        raise ValueError(f"its label of {task} is {label}, not one of 0 to {rule.num_classes - 1}")
+    return label

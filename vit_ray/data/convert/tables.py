@@ -1,0 +1,371 @@
+"""Tables of images and labels: parquet files as on the Hugging Face hub, CSV and JSONL lists.
+
+A parquet file has `image` = {bytes, path}, and `label` or `labels`. The type that it declares for
+its labels decides their meaning: a `ClassLabel` is an index into its names, text is a name, a plain
+integer is an index into names that must be given.
+"""
+
+import contextlib
+import csv
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import IO, Any, Final, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from vit_ray.data.convert.labels import (
+    LABEL_FIELDS,
+    MOST_TEXT_BYTES,
+    Labels,
+    check_columns,
+    check_no_places,
+    checked_label,
+    checked_names,
+    chosen_field,
+    json_object,
+    labelled,
+    labels_of_record,
+    labels_of_value,
+)
+from vit_ray.data.convert.rows import DamagedUnitError, Row, Unit
+from vit_ray.data.shard_writer import MOST_ROW_GROUP_BYTES
+from vit_ray.storage import is_of_the_store, locate
+
+_IMAGE_COLUMNS: Final = ("image", "img", "jpg", "picture")
+_LABEL_COLUMNS: Final = ("label", "labels", "fine_label", "cls")
+# With their images, and labels alone.
+_ROWS_AT_A_TIME: Final = {True: 64, False: 4096}
+# Most rows of a row group; a footer that says more is damaged.
+MOST_ROWS: Final = 10_000_000
+PATH_FIELDS: Final = ("path", "file", "file_name", "image", "image_path", "filepath")
+_DELIMITERS: Final = ",;\t"
+# Of Kaggle's ImageNet: a class, and the corners of a box in it, for each box of an image.
+_CLASS: Final = r"n[0-9]{8}"
+_BOXES: Final = re.compile(rf"(?:{_CLASS}(?: -?[0-9]+){{4}} *)+")
+# As in RFC 4180: quotes enclose a whole field, and are doubled inside one.
+_STRICT_ROW: Final = r'(?:"(?:[^"]|"")*+"|[^"{0}]*+)(?:{0}(?:"(?:[^"]|"")*+"|[^"{0}]*+))*+\r?\n?'
+
+
+class Columns(NamedTuple):
+    """Which columns hold images and labels, and the kind of the labels.
+
+    Attributes:
+        image_path: the column of encoded bytes, without the file names next to them.
+        class_names: of a `ClassLabel`.
+    """
+
+    image: str
+    image_path: str
+    label: str
+    class_names: list[str] | None
+
+
+def parquet_rows(unit: Unit, *, with_images: bool = True) -> Iterator[Row]:
+    """Every row that the footer of a file declares.
+
+    Args:
+        with_images: False leaves them out; their lengths are the mean of their row group.
+
+    Raises:
+        DamagedUnitError: the file cannot be opened.
+        ValueError: it has no columns of images and labels, or a row group cannot be read in place.
+    """
+    stem, first = unit.name.removesuffix(".parquet"), 0
+    with opened(unit) as (source, columns):
+        # With the names of files that are not embedded.
+        image_columns = [columns.image] if with_images else []
+        wanted = [*image_columns, columns.label, *unit.config.columns]
+        for group in range(source.num_row_groups):
+            metadata = source.metadata.row_group(group)
+            chunks = map(metadata.column, range(metadata.num_columns))
+            image_chunks = (c for c in chunks if c.path_in_schema == columns.image_path)
+            size = sum(chunk.total_uncompressed_size for chunk in image_chunks)
+            if unit.config.in_place:
+                check_in_place(unit.path, group, metadata.num_rows, size)
+            number, end, problem = first, first + metadata.num_rows, "it ends early"
+            try:
+                for batch in source.iter_batches(_ROWS_AT_A_TIME[with_images], [group], wanted):
+                    if with_images:
+                        images = batch.column(columns.image)
+                        if pa.types.is_struct(images.type):
+                            images = pa.compute.struct_field(images, "bytes")
+                        images = images.cast(pa.large_binary())
+                    for i in range(min(len(batch), end - number)):
+                        image = images[i].as_py() or b"" if with_images else None
+                        length = size // metadata.num_rows if image is None else len(image)
+                        row = Row(f"{stem}/{number:08d}", length=length, image=image)
+                        yield labelled(row, unit, _parquet_labels, row, batch, i, columns, unit)
+                        number += 1
+            except (pa.ArrowException, OSError) as error:
+                if is_of_the_store(error):
+                    raise
+                problem = str(error)
+            for lost in range(number, end):
+                yield Row(f"{stem}/{lost:08d}", problem=f"row group {group} is damaged: {problem}")
+            first = end
+
+
+def _parquet_labels(
+    row: Row, batch: pa.RecordBatch, at: int, columns: Columns, unit: Unit
+) -> tuple[Labels, Mapping[str, Any]]:
+    """The labels of a row of a batch, an index of a `ClassLabel` as its name, and its fields."""
+    if row.image == b"":
+        value = batch.column(columns.image)[at].as_py()
+        if isinstance(value, dict) and value.get("path"):
+            raise ValueError(
+                f"its image has no bytes, only the path {value['path']!r}: it is not embedded; "
+                "save the set with datasets' push_to_hub or save_to_disk after "
+                "embed_table_storage, or convert the image files"
+            )
+        raise ValueError("its image has no bytes")
+    labels, kind = labels_of_value(batch.column(columns.label)[at].as_py())
+    if (names := columns.class_names) is not None and kind == "index":
+        indices = [int(text) for text in labels]
+        if unknown := [index for index in indices if not 0 <= index < len(names)]:
+            none = " (by convention: not labelled)" if unknown == [-1] else ""
+            raise ValueError(f"its label is {unknown[0]}{none}, of {len(names)} classes")
+        labels, kind = tuple(names[index] for index in indices), "name"
+    return (labels, kind), {name: batch.column(name)[at].as_py() for name in unit.config.columns}
+
+
+def check_in_place(path: str, group: int, rows: int, image_bytes: int) -> None:
+    """Raises ValueError for a row group that has no rows, or too many bytes to be read at once."""
+    if rows and image_bytes <= MOST_ROW_GROUP_BYTES:
+        return
+    found = f"{image_bytes >> 20:,} MiB of images" if rows else "no rows"
+    raise ValueError(
+        f"{path!r}: row group {group} has {found}; in place it needs rows, of at most "
+        f"{MOST_ROW_GROUP_BYTES >> 20:,} MiB; convert to another folder with convert.in_place=false"
+    )
+
+
+def declared_classes(unit: Unit) -> list[str] | None:
+    """The names of its `ClassLabel`; None if its labels are something else."""
+    with opened(unit) as (_, columns):
+        return columns.class_names
+
+
+@contextlib.contextmanager
+def opened(unit: Unit) -> Iterator[tuple[pq.ParquetFile, Columns]]:
+    """A file, and the columns that it is read by; errors as `parquet_rows`."""
+    with locate(unit.path).open() as file:
+        try:
+            source = pq.ParquetFile(file)
+            groups = map(source.metadata.row_group, range(source.metadata.num_row_groups))
+            if any(not 0 <= group.num_rows <= MOST_ROWS for group in groups):
+                raise ValueError(f"a row group has more than {MOST_ROWS:,} rows")
+        except (pa.ArrowException, OSError, ValueError) as error:
+            if is_of_the_store(error):
+                raise
+            what = f"its footer cannot be read ({error})"
+            raise DamagedUnitError(unit.path, file.size(), what) from error
+        yield source, _columns_of(source.schema_arrow, unit)
+
+
+def _columns_of(schema: pa.Schema, unit: Unit) -> Columns:
+    """The columns that a file is read by.
+
+    Raises:
+        ValueError: they are missing, duplicated, ambiguous, or of types that cannot be read.
+    """
+    whose, config = repr(unit.path), unit.config
+    declared = _declared(schema, whose)
+    image = chosen_field("image", config.image_field, _IMAGE_COLUMNS, schema.names, whose)
+    label = chosen_field(
+        "label", config.label_field, (*_LABEL_COLUMNS, *declared), schema.names, whose
+    )
+    check_columns((image, label, *config.columns), schema.names, whose)
+    element = schema.field(label).type
+    if not pa.types.is_dictionary(element):
+        element = getattr(element, "value_type", element)  # of a list
+    if pa.types.is_dictionary(element):
+        element = element.value_type
+    is_text = str(element) in ("string", "large_string", "string_view")
+    if not (is_text or pa.types.is_integer(element)):
+        raise ValueError(
+            f"{whose}: its label column {label!r} is {schema.field(label).type}; expected "
+            "integers, text, or lists of one of them"
+        )
+    kind, image_path = schema.field(image).type, image
+    if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+        kind, image_path = kind.field("bytes").type, f"{image}.bytes"
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    # Null where no image is embedded.
+    if not str(kind).startswith(("binary", "large_binary", "fixed_size_binary", "null")):
+        raise ValueError(
+            f"{whose}: its column {image!r} is {schema.field(image).type}; expected encoded "
+            "images, as binary or as a struct with `bytes`"
+        )
+    names = declared.get(label)
+    return Columns(image, image_path, label, names and checked_names(names, whose))
+
+
+def _declared(schema: pa.Schema, whose: str) -> dict[str, list[str]]:
+    try:
+        metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+        features = metadata.get("info", {}).get("features") or {}
+        found = {name: _names(features.get(name)) for name in schema.names}
+        return {name: names for name, names in found.items() if names}
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{whose}: its huggingface metadata is damaged") from error
+
+
+def _names(feature: Any) -> Any:
+    if isinstance(feature, list) and len(feature) == 1:
+        return _names(feature[0])
+    if not isinstance(feature, dict):
+        return None
+    return feature.get("names") or _names(feature.get("feature"))
+
+
+def _lines(file: IO[bytes], path: str) -> Iterator[bytes]:
+    """The lines of a list, over-long ones cut short; raises ValueError if it is UTF-16."""
+    if file.read(2) in (b"\xff\xfe", b"\xfe\xff"):
+        raise ValueError(f"{path!r} is UTF-16; save it as UTF-8")
+    file.seek(0)
+    mark = b"\xef\xbb\xbf"
+    while line := file.readline(MOST_TEXT_BYTES):
+        piece = line
+        while piece and not piece.endswith(b"\n"):
+            piece = file.readline(MOST_TEXT_BYTES)
+        yield line.removeprefix(mark)
+        mark = b""
+
+
+def jsonl_rows(unit: Unit) -> Iterator[Row]:
+    """Lines of JSON objects with `path` and `label` or `labels`."""
+    with unit.opened() as (file, _):
+        for number, line in enumerate(_lines(file, unit.path), 1):
+            if not line.strip():
+                continue
+            try:
+                yield _jsonl_row(unit, line)
+            except ValueError as error:
+                yield Row(f"{unit.path}#{number}", problem=f"line {number}: {error}")
+
+
+def _jsonl_row(unit: Unit, line: bytes) -> Row:
+    if len(line) >= MOST_TEXT_BYTES:
+        raise ValueError(f"it has {MOST_TEXT_BYTES:,} bytes or more")
+    fields = json_object(line)
+    given = [name for name, value in fields.items() if value not in (None, "")]
+    path = fields[chosen_field("image", unit.config.image_field, PATH_FIELDS, given, "it")]
+    if type(path) not in (str, int):
+        raise ValueError(f"its path is of type {type(path).__name__}, not text or an id")
+    row, label = _listed_row(unit, str(path)), unit.config.label_field
+    return labelled(row, unit, lambda: (labels_of_record(fields, label), fields))
+
+
+def csv_rows(unit: Unit) -> Iterator[Row]:
+    """Rows of a CSV file with a header: `path` and `label`, or `labels` with `;` between them.
+
+    Raises:
+        ValueError: the header lacks a path or a label, or a quote is never closed.
+    """
+    with unit.opened() as (file, _):
+        # Bytes that are not UTF-8 are kept as surrogates, so that a row is rejected, not the file.
+        lines = (line.decode("utf-8", "surrogateescape") for line in _lines(file, unit.path))
+        first = next(lines, "")
+        delimiter = max(_DELIMITERS, key=first.count)
+        records = _records(itertools.chain([first], lines), delimiter)
+        first_row = next(records)[2]
+        names = [name.strip().lower() for name in first_row] if isinstance(first_row, list) else []
+        whose, image, label = repr(unit.path), unit.config.image_field, unit.config.label_field
+        image = chosen_field("image", image and image.lower(), PATH_FIELDS, names, whose)
+        label = chosen_field("label", label and label.lower(), LABEL_FIELDS, names, whose)
+        check_columns((image, label, *map(str.lower, unit.config.columns)), names, whose)
+        places = {"path": names.index(image), "label": names.index(label)}
+        for line, text, row in records:
+            if row == "unexpected end of data":
+                raise ValueError(
+                    f"{unit.path!r}: a quote in line {line} is never closed, so the {len(text)} "
+                    'lines from there to the end are one row; close it, or write "" for a quote '
+                    "inside quotes"
+                )
+            if problem := _csv_problem(row, text, places, len(names), delimiter):
+                for number in range(line, line + len(text)):
+                    yield Row(f"{unit.path}#{number}", problem=f"line {number}: {problem}")
+            elif row:
+                fields = dict(zip(names, row, strict=True))
+                fields |= {name: fields[name.lower()] for name in unit.config.columns}
+                listed = _listed_row(unit, fields[image])
+                yield labelled(listed, unit, _csv_labels, label, fields)
+
+
+def _records(
+    lines: Iterator[str], delimiter: str
+) -> Iterator[tuple[int, list[str], list[str] | str]]:
+    """Number of the first line, all lines, and the row or the error in it, which ends there."""
+    text: list[str] = []
+
+    def noted() -> Iterator[str]:
+        for line in lines:
+            text.append(line)
+            yield line
+
+    rows, first = csv.reader(noted(), strict=True, delimiter=delimiter), 1
+    row: list[str] | str | None = []
+    while row is not None:
+        text.clear()
+        try:
+            row = next(rows, None)
+        except csv.Error as error:
+            row = str(error)
+        if row is not None:
+            yield first, [*text], row
+        first += len(text)
+
+
+def _csv_problem(
+    row: list[str] | str, text: list[str], places: dict[str, int], num_fields: int, delimiter: str
+) -> str | None:
+    """Why a record is none, or probably not the one that was meant; None for nothing.
+
+    Args:
+        text: the lines of the record.
+        places: of the path and the label in a row.
+    """
+    if isinstance(row, str):
+        return f"{row}; check for an open quote"
+    if len(row) != num_fields:
+        return f"it has {len(row)} fields, the header {num_fields}" if row else None
+    for what, place in places.items():
+        if "\n" in row[place] or "\r" in row[place]:
+            return f"its {what} has a line break; check for an open quote"
+        strict = _STRICT_ROW.replace("{0}", delimiter)
+        if '"' in row[place] and not re.fullmatch(strict, "".join(text)):
+            return (
+                f'its {what} has a quote inside but none around it; write "" for it, and put '
+                "quotes around the field"
+            )
+    place = places["path"]
+    # A line inside a quoted text looks like a row that an open quote has swallowed if it has as
+    # many fields as the header, and another path that ends as the row's own does.
+    for parts in (line.split(delimiter) for line in text[1:]):
+        path = parts[place].strip(' "') if len(parts) == len(row) else row[place]
+        endings = {one.rpartition(".")[2].lower() for one in (path, row[place])}
+        if path != row[place] and len(endings) == 1:
+            return "one of its lines is itself a row; check for an open quote"
+    return None if row[place].strip() else "it has no path"
+
+
+def _csv_labels(label: str, fields: dict[str, str]) -> tuple[Labels, dict[str, str]]:
+    text = fields[label]
+    check_no_places([part.strip() for part in text.split(";")])
+    texts = re.findall(_CLASS, text) if _BOXES.fullmatch(text) else [text]
+    if label == "labels":
+        texts = list(filter(str.strip, text.split(";")))
+    if not texts:
+        raise ValueError("it has no label")
+    return (tuple(dict.fromkeys(map(checked_label, texts))), "text"), fields
+
+
+def _listed_row(unit: Unit, text: str) -> Row:
+    """An image of a list, without its labels; a relative path is relative to the list's folder."""
+    name = (unit.config.image_pattern or "{}").replace("{}", text)
+    if name.startswith(("http://", "https://")):
+        return Row(name, problem="it is a URL; download the images first, and list their paths")
+    return Row(name, path=name if name.startswith(("/", "s3://")) else f"{unit.folder}/{name}")

@@ -15,8 +15,8 @@ from vit_ray.data.convert.shards import listed
 from vit_ray.data.dataset import DAMAGED_FILE, REJECTED_FILE
 from vit_ray.data.progress import clock
 from vit_ray.data.subset import subset
-from vit_ray.launch.cluster.connection import connect
-from vit_ray.launch.inputs.shared_files import check_shared
+from vit_ray.launch.cluster_checks import check_shared
+from vit_ray.launch.connection import connect
 from vit_ray.storage import locate
 
 

@@ -26,7 +26,7 @@ from vit_ray.experiments.search_space import point_text
 from vit_ray.experiments.study import StudyResult, run_study
 from vit_ray.experiments.sweep import SweepResult, run_sweep
 from vit_ray.experiments.vtab import VtabResult, run_vtab
-from vit_ray.launch.cluster.connection import connect
+from vit_ray.launch.connection import connect
 from vit_ray.launch.run import RunResult, train
 from vit_ray.metric_names import (
     EVAL_AVERAGED_TOP1,

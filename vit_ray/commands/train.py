@@ -13,7 +13,7 @@ from vit_ray.config.secrets import redact
 from vit_ray.launch import run
 from vit_ray.launch.paper_comparison import evaluation_table
 from vit_ray.launch.run import RunResult
-from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.measure.phases import describe_phases
 from vit_ray.metric_names import (
     EVAL_AVERAGED_TOP1,

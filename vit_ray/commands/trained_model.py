@@ -176,7 +176,7 @@ def inspect(recipe: Recipe) -> int:
     """
     from vit_ray.commands.train import print_link
     from vit_ray.evaluation.figures import inspect_model
-    from vit_ray.launch.run_metadata import trained_params
+    from vit_ray.launch.run_record import trained_params
 
     config = require(recipe.inspect, "inspect", "inspect.images")
     images = read_images(recipe, config)

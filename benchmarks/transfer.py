@@ -31,7 +31,7 @@ from vit_ray.data.convert.digits import write_digits
 from vit_ray.data.dataset import MANIFEST_FILE
 from vit_ray.experiments.search_space import point_text
 from vit_ray.experiments.sweep import SweepResult, run_sweep
-from vit_ray.launch.cluster.connection import connect
+from vit_ray.launch.connection import connect
 from vit_ray.launch.run import RunResult, train
 from vit_ray.storage import locate
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from tests.checkpoints.written import WEIGHTS_1
 from tests.end_to_end.runs import same_weights
-from tests.launch.inputs.test_seen_batch import recipe_on, sets
+from tests.launch.test_seen_batch import recipe_on, sets
 from tests.models.small import small_model
 from tests.trained_runs import write_run
 from vit_ray.branch_origin import NOTE
@@ -25,10 +25,9 @@ from vit_ray.checkpoints.run_checkpoints import (
 from vit_ray.commands.cli import vit_ray
 from vit_ray.commands.trained import fork
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.launch.inputs.streams import resolve_run
-from vit_ray.launch.named_run import find_run
-from vit_ray.launch.resuming import accepted_changes, find_resume_point
-from vit_ray.launch.run_lock import lock_run
+from vit_ray.launch.named_run import accepted_changes, find_resume_point, find_run
+from vit_ray.launch.prepared_run import lock_run
+from vit_ray.launch.resolved_run import resolve_run
 from vit_ray.metric_names import RESULT_STEP
 from vit_ray.storage import Location, locate
 

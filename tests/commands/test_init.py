@@ -21,8 +21,8 @@ from tests.data.pictures import encoded, picture
 from vit_ray.commands import convert, train
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.data import open_dataset
-from vit_ray.launch.cluster.connection import ClusterShape
-from vit_ray.launch.inputs.streams import resolve_run
+from vit_ray.launch.connection import ClusterShape
+from vit_ray.launch.resolved_run import resolve_run
 
 WEIGHTS = "hf://google/vit-base-patch16-224-in21k"
 

@@ -21,7 +21,7 @@ from vit_ray.config.loading import parse_yaml, write_yaml
 from vit_ray.config.recipe import PLACES, recipe_from_dict
 from vit_ray.config.training_sections import OptimConfig
 from vit_ray.config.validation import _ALIASES, fields_below, is_list
-from vit_ray.launch.cluster.cluster_checks import check_batch
+from vit_ray.launch.resolved_run import check_batch
 from vit_ray.models import build_model
 from vit_ray.storage import locate
 

@@ -16,7 +16,7 @@ from vit_ray.data.convert.conversion import convert
 from vit_ray.data.convert.digits import write_digits
 from vit_ray.data.dataset import MANIFEST_FILE
 from vit_ray.experiments.sweep import run_sweep
-from vit_ray.launch.cluster.connection import connect
+from vit_ray.launch.connection import connect
 from vit_ray.launch.run import RunResult, train
 from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1
 from vit_ray.storage import locate

@@ -9,7 +9,7 @@ from vit_ray.commands.printed_tables import (
 from vit_ray.config import Recipe
 from vit_ray.launch import run
 from vit_ray.launch.paper_comparison import evaluation_table
-from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.launch.terminal import RunStoppedError
 
 
 def pretrain(recipe: Recipe) -> int:

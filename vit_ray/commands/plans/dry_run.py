@@ -26,7 +26,7 @@ from vit_ray.experiments.search_space import (
     sweep_of,
     trial_recipe,
 )
-from vit_ray.launch.cluster.cluster_checks import check_batch
+from vit_ray.launch.resolved_run import check_batch
 from vit_ray.training.largest_batch import largest_micro_batch
 from vit_ray.training.memory_estimate import (
     estimate_memory,

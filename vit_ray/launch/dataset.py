@@ -163,9 +163,7 @@ class Dataset(Sequence[Sample]):
         else:
             require_trainable(manifest)
             window = window_rows(config, batch, model.sides, manifest)
-            config = config.model_copy(update={"shuffle_window": window})
-            cut = augmentation_of(model, config.augment)
-            spec = training_stream(config, seed, cut, batch, part)
+            spec = training_stream(config, seed, model, batch, window, part)
             total_steps = max(1, round(spec.num_images * epochs / batch))
             images = total_steps * batch
         steps = max(0, ceil((images - start) / batch))
@@ -186,7 +184,6 @@ class Dataset(Sequence[Sample]):
         return TorchStream(self.iter_batches(global_batch_size, image_size, **options))
 
     def _row(self, number: int) -> tuple[EncodedRows, int]:
-        """The row group of a sample, and its row there."""
         group, row = self.manifest.place(number)
         return self._read(group), row
 
@@ -338,34 +335,26 @@ class SeenBatches:
         """
         batch, rows = self.batch(step), self._reader.plan.rows_at(self._positions(step))
         columns = batch["sample"].tolist(), rows.samples.tolist(), rows.epochs.tolist()
-        facts = [
-            {
-                "step": step,
-                "place": place,
-                **self._located(sample, epoch),
+        manifest, augmentation, facts = self._spec.manifest, self._spec.augmentation, []
+        for place, (sample, planned, epoch) in enumerate(zip(*columns, strict=True)):
+            group, row = manifest.place(sample)
+            rng_key, encoded = (self._spec.seed, epoch, sample), self._reader.read_group(group)
+            size, labels = encoded.size(row), encoded.labels_of(row).tolist()
+            box = draw_box(size, augmentation, rng_key)
+            facts.append({
+                "step": step, "place": place,
+                "sample": sample, "epoch": epoch, "key": encoded.key(row), "labels": labels,
+                "classes": [self._classes[label] for label in labels],
+                "height": size[0], "width": size[1],
+                "top": float(box.top), "left": float(box.left),
+                "crop_height": float(box.height), "crop_width": float(box.width),
+                "is_mirrored": box.is_flipped,
+                "operations": [*map(str, augmentation.operations(rng_key))],  # in this order
+                "shard": manifest.files[int(manifest.file_index[group])].path,
+                "row_group": int(manifest.row_group[group]), "row": row,
                 "instead_of": planned if sample != planned else None,  # it cannot be decoded
-            }
-            for place, (sample, planned, epoch) in enumerate(zip(*columns, strict=True))
-        ]
+            })  # fmt: skip
         return batch["image"], facts
 
     def _positions(self, step: int) -> NDArray[np.int64]:
         return np.arange(step * self._size, (step + 1) * self._size, dtype=np.int64)
-
-    def _located(self, sample: int, epoch: int) -> dict[str, Any]:
-        """A sample of the data set, and the box that is cut out of it in an epoch."""
-        manifest, rng_key = self._spec.manifest, (self._spec.seed, epoch, sample)
-        group, row = manifest.place(sample)
-        rows, augmentation = self._reader.read_group(group), self._spec.augmentation
-        box, labels = draw_box(rows.size(row), augmentation, rng_key), rows.labels_of(row).tolist()
-        return {
-            "sample": sample, "epoch": epoch, "key": rows.key(row), "labels": labels,
-            "classes": [self._classes[label] for label in labels],
-            "height": rows.size(row)[0], "width": rows.size(row)[1],
-            "top": float(box.top), "left": float(box.left),
-            "crop_height": float(box.height), "crop_width": float(box.width),
-            "is_mirrored": box.is_flipped,
-            "operations": [*map(str, augmentation.operations(rng_key))],  # in this order
-            "shard": manifest.files[int(manifest.file_index[group])].path,
-            "row_group": int(manifest.row_group[group]), "row": row,
-        }  # fmt: skip

@@ -132,12 +132,9 @@ def find_run(source: str, overrides: Sequence[str] = ()) -> NamedRun:
             way = "" if is_file else "; to name a run by its folder, give a path such as runs/NAME"
             raise ValueError(f"{error}{way}") from None
         newest = newest_checkpoint(locate(recipe.run_folder))
-    # Other sets are not needed here to show what is trained on.
-    given, recipe = (
-        recipe,
-        recipe.with_changes(
-            data={"eval": None}, evaluate={"few_shot_train": None, "few_shot_test": None}
-        ),
+    given = recipe  # other sets are not needed here to show what is trained on
+    recipe = given.with_changes(
+        data={"eval": None}, evaluate={"few_shot_train": None, "few_shot_test": None}
     )
     if newest is None:
         return NamedRun(resolve_run(recipe), None)
@@ -306,7 +303,6 @@ def accepted_changes(resolved: ResolvedRun, position: Position) -> list[str]:
 def _refuse_too_late(
     name: str, position: Position, changes: list[Change], steps_before: int, total_steps: int
 ) -> None:
-    """Refuse a resume that would train nothing."""
     step, run, ended = position.step, f"run {name!r}", position.progress.ended
     if total_steps < step:
         raise ValueError(

@@ -92,9 +92,11 @@ class PreparedRun:
         if "eval" not in self.resolved.streams:
             return 0
         test = self.resolved.streams["eval"]
-        if self.answers and self.recipe.benchmark.kind in ("imagenet_real", "objectnet"):
-            return num_answered(self.answers, test.manifest)
-        return test.num_images
+        if not self.answers or self.recipe.benchmark.kind not in ("imagenet_real", "objectnet"):
+            return test.num_images
+        labels_n1 = all_first_labels(test.manifest.path)[:, None]
+        answers_nl = self.answers.of_batch(labels_n1, np.arange(len(labels_n1)))
+        return int((answers_nl >= 0).any(axis=1).sum())
 
     @property
     def new_head(self) -> bool | Literal["auto"]:
@@ -202,10 +204,10 @@ def prepare_evaluation(recipe: Recipe) -> PreparedRun:
             f"{given}: nothing would be measured; give {first}"
             "evaluate.few_shot_train and evaluate.few_shot_test for few-shot accuracy"
         )
-    prepared = PreparedRun("evaluate", resolved)
+    answers = None
     if "eval" in resolved.streams:
         answers = answers_of(recipe, resolved.streams["eval"].manifest, resolved.manifest)
-        prepared = replace(prepared, answers=answers)
+    prepared = PreparedRun("evaluate", resolved, answers=answers)
     check_weights(prepared)
     return prepared
 
@@ -250,8 +252,6 @@ def check_weights(prepared: PreparedRun) -> None:
 
 logger = logging.getLogger(__name__)
 
-_LABEL_FILE = "benchmark.label_file"
-
 
 def answers_of(recipe: Recipe, eval_set: Manifest, model_set: Manifest) -> Answers:
     """What is right for the images of a test set.
@@ -266,9 +266,9 @@ def answers_of(recipe: Recipe, eval_set: Manifest, model_set: Manifest) -> Answe
     classes = _model_classes(config.model_classes, model_set.classes, recipe.init_from)
     match config.kind:
         case "imagenet_real":
-            file = locate(require(config.label_file, _LABEL_FILE, REAL_FILE))
+            file = locate(require(config.label_file, "benchmark.label_file", REAL_FILE))
             try:
-                published = json.loads(_text(file, REAL_FILE, _LABEL_FILE))
+                published = json.loads(_text(file, REAL_FILE, "benchmark.label_file"))
             except json.JSONDecodeError as error:
                 raise ValueError(f"{file.uri} is not JSON ({error}); give {REAL_FILE}") from None
             lists = real_lists(published, eval_set.num_images, eval_set.num_classes, file.uri)
@@ -278,9 +278,9 @@ def answers_of(recipe: Recipe, eval_set: Manifest, model_set: Manifest) -> Answe
         case "imagenet_v2":
             return numbered_answers(eval_set.classes, classes)
         case "objectnet":
-            folder = locate(require(config.label_file, _LABEL_FILE, OBJECTNET_FOLDER))
+            folder = locate(require(config.label_file, "benchmark.label_file", OBJECTNET_FOLDER))
             files = {
-                name: _text(folder.child(name), OBJECTNET_FOLDER, _LABEL_FILE)
+                name: _text(folder.child(name), OBJECTNET_FOLDER, "benchmark.label_file")
                 for name in OBJECTNET_FILES
             }
             return objectnet_answers(files, eval_set.classes, classes)
@@ -294,13 +294,6 @@ def answers_of(recipe: Recipe, eval_set: Manifest, model_set: Manifest) -> Answe
             "benchmark.kind=class_names"
         )
     return named_answers(eval_set.classes, classes)
-
-
-def num_answered(answers: Answers, eval_set: Manifest) -> int:
-    """Images of a test set with a right answer; those of ReaL and ObjectNet have some without."""
-    labels_n1 = all_first_labels(eval_set.path)[:, None]
-    answers_nl = answers.of_batch(labels_n1, np.arange(len(labels_n1)))
-    return int((answers_nl >= 0).any(axis=1).sum())
 
 
 def _model_classes(

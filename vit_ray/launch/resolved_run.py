@@ -13,7 +13,7 @@ from typing import Final, Literal
 import numpy as np
 
 from vit_ray.config import Recipe, require
-from vit_ray.config.training_sections import DataConfig, TrainConfig
+from vit_ray.config.training_sections import DataConfig, ModelConfig, TrainConfig
 from vit_ray.config.validation import errors_of
 from vit_ray.data import open_dataset
 from vit_ray.data.augment import augmentation_of
@@ -67,9 +67,8 @@ def resolve_run(
 
     Raises:
         ValueError: there is no such model or part of the user's own, a data set is missing or
-            broken, the batch does not
-            divide, the run has no length, the classes of two sets differ, or a class has fewer
-            images than shots.
+            broken, the batch does not divide, the run has no length, the classes of two sets
+            differ, or a class has fewer images than shots.
     """
     check_model(recipe)
     data, evaluate = recipe.data, recipe.evaluate
@@ -82,7 +81,6 @@ def resolve_run(
     batch = recipe.train.global_batch_size
     window_size = window_rows(data, batch, recipe.model.sides, manifest, begun)
     recipe = recipe.with_changes(data={"shuffle_window": window_size})
-    data = recipe.data
     part, held_out = select(
         manifest,
         seed=recipe.seed,
@@ -94,8 +92,8 @@ def resolve_run(
         cut = augmentation_of(recipe.model, data.eval_augment)
         return stream_of(data, recipe.seed, cut, manifest)
 
-    cut = augmentation_of(recipe.model, data.augment)
-    streams = {"train": training_stream(data, recipe.seed, cut, batch, part)}
+    training = training_stream(data, recipe.seed, recipe.model, batch, window_size, part)
+    streams = {"train": training}
     if data.eval is not None:
         streams["eval"] = evaluated(open_dataset(data.eval))
         if held_out is not None and recipe.chooses_on_dev and needs_train:
@@ -137,16 +135,16 @@ def check_batch(recipe: Recipe, num_images: int) -> None:
 def training_stream(
     data: DataConfig,
     seed: int,
-    augmentation: Augmentation,
+    model: ModelConfig,
     batch: int,
+    window_size: int,
     manifest: Manifest,
 ) -> StreamSpec:
-    """The stream that trains on a data set in global batches; `data.shuffle_window` is a number."""
-    spec = stream_of(data, seed, augmentation, manifest)
-    assert data.shuffle_window != "auto"
-    if data.shuffle_window <= batch:
+    """The stream that trains on a data set in global batches; the window is as `window_rows`."""
+    spec = stream_of(data, seed, augmentation_of(model, data.augment), manifest)
+    if window_size <= batch:
         return spec
-    window = ShuffleWindow(batch, data.shuffle_window // batch)
+    window = ShuffleWindow(batch, window_size // batch)
     return replace(spec, window=window, task_rows=max(spec.task_rows, window.num_rows))
 
 
@@ -339,10 +337,13 @@ def window_rows(
     Raises:
         ValueError: the window is no whole number of batches, or too large for a task's memory.
     """
-    rows = data.shuffle_window
-    if rows == "auto":
-        held = _rows_that_fit(_MEMORY_SHARE * TASK_MEMORY_MIB, manifest)
-        rows = _best(data, batch, sides, held) if begun is None else begun
+    rows = begun if data.shuffle_window == "auto" else data.shuffle_window
+    if rows is None:  # 2, 4, 8, ... batches that one task makes; 0 for fewer than two
+        most = min(_MOST_ROWS, _rows_that_fit(_MEMORY_SHARE * TASK_MEMORY_MIB, manifest))
+        if data.object_store_mib is not None:
+            # Half of it: blocks of the next task wait at the same time as those of the one in turn.
+            most = min(most, (data.object_store_mib << 19) // (3 * sides[0] * sides[1]))
+        rows = batch << (most // batch).bit_length() - 1 if most >= 2 * batch else 0
     if rows % batch:
         nearest = max(1, round(rows / batch)) * batch
         raise ValueError(
@@ -360,15 +361,6 @@ def window_rows(
     return rows
 
 
-def _best(data: DataConfig, batch: int, sides: tuple[int, int], held: int) -> int:
-    """Images of 2, 4, 8, ... batches that one task makes; 0 for fewer than two."""
-    most = min(_MOST_ROWS, held)
-    if data.object_store_mib is not None:
-        # Half of it: blocks of the next task wait at the same time as those of the one in turn.
-        most = min(most, (data.object_store_mib << 19) // (3 * sides[0] * sides[1]))
-    return batch << (most // batch).bit_length() - 1 if most >= 2 * batch else 0
-
-
 def _rows_that_fit(memory_mib: float, manifest: Manifest) -> int:
     """Rows of a window for which a task can keep all row groups."""
     fits = int(memory_mib * 2**20 / max(_image_bytes(manifest), 1.0))
@@ -376,5 +368,4 @@ def _rows_that_fit(memory_mib: float, manifest: Manifest) -> int:
 
 
 def _image_bytes(manifest: Manifest) -> float:
-    """Of an image, on average."""
     return float(manifest.bytes.sum()) / manifest.num_images

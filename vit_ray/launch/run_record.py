@@ -130,11 +130,8 @@ def open_record(
     """
 
     def own(facts: Mapping[str, str]) -> dict[str, str]:
-        return {
-            key: value
-            for key, value in facts.items()
-            if not any(f"{key}.".startswith(f"{one}.") for one in varied)
-        }
+        sections = tuple(f"{key}." for key in varied)
+        return {key: value for key, value in facts.items() if not f"{key}.".startswith(sections)}
 
     command = parent.record.command if parent else command_line()
     facts = own(run_facts(recipe, kind, resolved, cluster, command))
@@ -306,39 +303,37 @@ def description(recipe: Recipe, resolved: ResolvedRun, command: str, result: str
 
 def machine_facts(cluster: ClusterShape) -> str:
     """The driver's machine, and what Ray knows about the machines, as JSON."""
-    facts = {
-        "driver": platform.node(),
-        "cores_of_the_driver": cpu_count(),
-        "ray_nodes": cluster.num_nodes,
-        "ray_cpus": cluster.num_cpus,
-        "ray_gpus": cluster.num_gpus,
-        "ray": ray.__version__,
-        "python": platform.python_version(),
-    }
-    return json.dumps(facts, indent=1)
+    return json.dumps(
+        {
+            "driver": platform.node(),
+            "cores_of_the_driver": cpu_count(),
+            "ray_nodes": cluster.num_nodes,
+            "ray_cpus": cluster.num_cpus,
+            "ray_gpus": cluster.num_gpus,
+            "ray": ray.__version__,
+            "python": platform.python_version(),
+        },
+        indent=1,
+    )
 
 
 def data_inputs(resolved: ResolvedRun) -> list[dict[str, Any]]:
     """The data sets of a run as MLflow shows them: name, fingerprint, path, counts, terms, use."""
-    found = []
-    for name, spec in resolved.streams.items():
-        path = redact(spec.manifest.path)
-        profile = {
-            "num_images": spec.num_images,
-            "num_images_of_the_whole": spec.manifest.num_images,
-            "num_classes": spec.manifest.num_classes,
-            **redacted(spec.manifest.about),
+    return [
+        {
+            "name": PurePosixPath(redact(spec.manifest.path)).name,
+            "digest": spec.manifest.fingerprint[:32],
+            "source": redact(spec.manifest.path),
+            "context": _CONTEXTS[name],
+            "profile": {
+                "num_images": spec.num_images,
+                "num_images_of_the_whole": spec.manifest.num_images,
+                "num_classes": spec.manifest.num_classes,
+                **redacted(spec.manifest.about),
+            },
         }
-        found.append(
-            {
-                "name": PurePosixPath(path).name,
-                "digest": spec.manifest.fingerprint[:32],
-                "source": path,
-                "context": _CONTEXTS[name],
-                "profile": profile,
-            }
-        )
-    return found
+        for name, spec in resolved.streams.items()
+    ]
 
 
 def training_cost(resolved: ResolvedRun, steps: int) -> dict[str, float]:

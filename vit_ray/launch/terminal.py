@@ -64,8 +64,12 @@ def stopping_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the shell and the kernel each send one
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, signal.SIG_DFL)
-        if number == signal.SIGHUP:
-            _leave_terminal()
+        if number == signal.SIGHUP:  # print to nowhere: writing to a closed terminal is an error
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for output in (1, 2):
+                if stat.S_ISCHR(os.fstat(output).st_mode):
+                    os.dup2(nowhere, output)
+            os.close(nowhere)
         reason = REASONS[signal.Signals(number)]
         request_stop(reason)
         text = f"{reason}: ending, a training after one more checkpoint; repeat to end at once\n"
@@ -81,15 +85,6 @@ def stopping_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _leave_terminal() -> None:
-    """Print to nowhere what went to a terminal: writing to a closed one is an error."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for output in (1, 2):
-        if stat.S_ISCHR(os.fstat(output).st_mode):
-            os.dup2(nowhere, output)
-    os.close(nowhere)
 
 
 LINE_EVERY_S: Final = 10.0
@@ -117,9 +112,10 @@ def shown_progress(record: Recorder, name: str, total: int) -> Iterator[None]:
     """
     console, seen, line_s = Console(file=sys.stderr), 0, 0.0
     step_s = time.monotonic()  # when the newest step was seen
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     bar = Progress(
-        *columns,
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
         TextColumn("{task.fields[text]}"),
         console=console,
         get_time=time.monotonic,

@@ -14,6 +14,12 @@ from vit_ray.config import Recipe
 from vit_ray.launch.connection import ClusterShape
 from vit_ray.storage import locate
 
+ANSWER_LIMIT_S: Final = 20.0
+"""A node that has not answered by then, such as one that is still unpacking the job's environment,
+is taken for one that sees everything: its workers look again when they start."""
+_NAMED: Final = 8
+"""Most nodes that an error names."""
+
 
 def check_cluster(recipe: Recipe, cluster: ClusterShape) -> bool:
     """Check that a run may start on the cluster; returns whether its workers get GPUs.
@@ -100,13 +106,6 @@ def _matching(section: str, selector: Mapping[str, str], cluster: ClusterShape) 
         f"labels; the labels there are: {', '.join(there) or 'no labels'} ({cluster}); change "
         f"{section}.label_selector, or start nodes with these labels by `ray start --labels`"
     )
-
-
-ANSWER_LIMIT_S: Final = 20.0
-"""A node that has not answered by then, such as one that is still unpacking the job's environment,
-is taken for one that sees everything: its workers look again when they start."""
-_NAMED: Final = 8
-"""Most nodes that an error names."""
 
 
 def paths_of(recipe: Recipe, *, trains: bool = True) -> list[tuple[str, str]]:

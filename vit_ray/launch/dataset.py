@@ -47,6 +47,8 @@ from vit_ray.own_parts import trust_named
 if TYPE_CHECKING:
     from vit_ray.launch.torch_stream import TorchStream
 
+logger = logging.getLogger(__name__)
+
 _KEPT_GROUPS: Final = 8
 """Row groups in memory: neighbours are read once."""
 
@@ -206,9 +208,6 @@ def open_dataset(path: str) -> Dataset:
     return Dataset(open_manifest(path))
 
 
-_LOG: Final = logging.getLogger(__name__)
-
-
 class RankBatches(Sequence[Batch]):
     """Item k is what one rank gets at step k, bit for bit as in a run.
 
@@ -283,7 +282,7 @@ class RankBatches(Sequence[Batch]):
         batch, bad = self._reader[1].batch(self._rank, step * self._share, (step + 1) * self._share)
         self._bad |= bad
         for sample, problem in bad.items():
-            _LOG.warning("step %d: %s", step, problem)
+            logger.warning("step %d: %s", step, problem)
             if self.bad_folder is not None:
                 self.bad_folder.mkdir(parents=True, exist_ok=True)  # if a tidy /tmp removed it
                 (self.bad_folder / str(sample)).touch()

@@ -43,6 +43,8 @@ from vit_ray.tracking.request_limits import limited_requests
 from vit_ray.tracking.safe_address import redact_uri, safe_uri
 from vit_ray.training.schedule import lr_at
 
+logger = logging.getLogger(__name__)
+
 _RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
 _DECIDES_BATCHES: Final = (
     "seed", "data.", "model.", "train.global_batch_size", "train.loss", "train.mixup",
@@ -200,9 +202,6 @@ def named_folder(source: str, overrides: Sequence[str]) -> tuple[str, Location]:
     if found is None:
         raise ValueError(f"run {source} of MLflow at {safe_uri(uri)} is not a training of vit_ray")
     return str(found), locate(str(found))
-
-
-logger = logging.getLogger(__name__)
 
 
 def find_resume_point(

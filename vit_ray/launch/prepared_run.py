@@ -9,7 +9,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Literal
@@ -112,7 +111,7 @@ class PreparedRun:
         return bool(self.resume_from and self.resume_from.position.progress.is_over(last_step))
 
 
-@contextmanager
+@contextlib.contextmanager
 def prepared_training(
     recipe: Recipe,
     kind: Kind,
@@ -250,9 +249,6 @@ def check_weights(prepared: PreparedRun) -> None:
     )
 
 
-logger = logging.getLogger(__name__)
-
-
 def answers_of(recipe: Recipe, eval_set: Manifest, model_set: Manifest) -> Answers:
     """What is right for the images of a test set.
 
@@ -337,7 +333,7 @@ def _text(file: Location, what: str, key: str) -> str:
         raise ValueError(f"{key}: {file.uri} is no text ({error}); give {what}") from None
 
 
-@contextmanager
+@contextlib.contextmanager
 def lock_run(folder: Location) -> Iterator[int]:
     """Hold the run in `folder` inside this block; yields the token for `check_lock`.
 

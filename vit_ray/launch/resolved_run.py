@@ -31,8 +31,17 @@ from vit_ray.training.micro_batch import micro_batch_size
 
 logger = logging.getLogger(__name__)
 
+Kind = Literal["pretrain", "finetune", "sweep_trial", "study_cell", "evaluate"]
+NEW_HEADS: Final = ("finetune", "sweep_trial")
+"""Kinds of run that give their initial weights a new head."""
+MOST_OF_FIRST_WEIGHTS: Final = 0.2
+"""Share of the initial weights in the averaged ones up to which there is no warning."""
 MOST_LABELS_READ: Final = 2_000_000
 """Images of a few-shot pool that are looked at before a run: 8 MB, seconds from an object store."""
+_MOST_ROWS: Final = 2048
+"""Of a window by default: tasks of twice the usual length, a few seconds of one CPU."""
+_MEMORY_SHARE: Final = 0.75
+"""Of a task's memory that a window takes on average by default; images differ in size."""
 
 
 @dataclass(frozen=True)
@@ -216,13 +225,6 @@ def _check_shots(path: str, fingerprint: str, shots: tuple[int, ...]) -> None:
     require_shots(examples, shots=shots, classes=manifest.classes)
 
 
-Kind = Literal["pretrain", "finetune", "sweep_trial", "study_cell", "evaluate"]
-NEW_HEADS: Final = ("finetune", "sweep_trial")
-"""Kinds of run that give their initial weights a new head."""
-MOST_OF_FIRST_WEIGHTS: Final = 0.2
-"""Share of the initial weights in the averaged ones up to which there is no warning."""
-
-
 def check_model(recipe: Recipe) -> None:
     """Check that the model exists, and that its frozen parts are its own.
 
@@ -314,12 +316,6 @@ def averaging_warning(train: TrainConfig, total_steps: int) -> str | None:
     )
 
 
-_MOST_ROWS: Final = 2048
-"""Of a window by default: tasks of twice the usual length, a few seconds of one CPU."""
-_MEMORY_SHARE: Final = 0.75
-"""Of a task's memory that a window takes on average by default; images differ in size."""
-
-
 def window_rows(
     data: DataConfig,
     batch: int,
@@ -337,9 +333,12 @@ def window_rows(
     Raises:
         ValueError: the window is no whole number of batches, or too large for a task's memory.
     """
+    image_bytes = float(manifest.bytes.sum()) / manifest.num_images
+    task_bytes, least_bytes = TASK_MEMORY_MIB * 2**20, max(image_bytes, 1.0)
+    longest = int(manifest.rows.max())  # a task keeps it, too: a window's ends cut two row groups
     rows = begun if data.shuffle_window == "auto" else data.shuffle_window
     if rows is None:  # 2, 4, 8, ... batches that one task makes; 0 for fewer than two
-        most = min(_MOST_ROWS, _rows_that_fit(_MEMORY_SHARE * TASK_MEMORY_MIB, manifest))
+        most = min(_MOST_ROWS, int(_MEMORY_SHARE * task_bytes / least_bytes) - longest)
         if data.object_store_mib is not None:
             # Half of it: blocks of the next task wait at the same time as those of the one in turn.
             most = min(most, (data.object_store_mib << 19) // (3 * sides[0] * sides[1]))
@@ -350,22 +349,12 @@ def window_rows(
             f"data.shuffle_window={rows} is no whole number of train.global_batch_size={batch}; "
             f"the nearest is {nearest}, and 0 is none"
         )
-    fits = _rows_that_fit(TASK_MEMORY_MIB, manifest)
+    fits = int(task_bytes / least_bytes) - longest
     if rows > max(batch, fits):
-        mib = math.ceil((rows + int(manifest.rows.max())) * _image_bytes(manifest) / 2**20)
+        mib = math.ceil((rows + longest) * image_bytes / 2**20)
         lower = fits // batch * batch
         raise ValueError(
             f"data.shuffle_window={rows} images take about {mib} MiB of each reading task, which "
             f"holds {TASK_MEMORY_MIB}; lower it to {lower if lower > batch else 0}"
         )
     return rows
-
-
-def _rows_that_fit(memory_mib: float, manifest: Manifest) -> int:
-    """Rows of a window for which a task can keep all row groups."""
-    fits = int(memory_mib * 2**20 / max(_image_bytes(manifest), 1.0))
-    return fits - int(manifest.rows.max())  # the ends of a window cut two row groups
-
-
-def _image_bytes(manifest: Manifest) -> float:
-    return float(manifest.bytes.sum()) / manifest.num_images

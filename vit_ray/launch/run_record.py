@@ -15,7 +15,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any, Final
@@ -53,6 +52,18 @@ from vit_ray.tracking.tracker import Tracker
 
 logger = logging.getLogger(__name__)
 
+SIZES: Final = ("train.micro_batch_size", "train.zero_stage", "workers.num_workers")
+SOURCE_NAME: Final = "mlflow.source.name"
+NOTE: Final = "mlflow.note.content"
+GIT_S: Final = 10.0
+"""Time limit of a git command, for a slow folder."""
+_CONTEXTS: Final = {
+    "train": "training",
+    "eval": "evaluation",
+    "dev": "held-out evaluation",
+    "few_shot_train": "few-shot training",
+    "few_shot_test": "few-shot evaluation",
+}
 # What a run of this kind needs in its recipe, next to the keys of trainings.
 _SECTIONS = {
     "sweep": ("sweep",), "study": ("study",), "vtab": ("vtab", "sweep"), "evaluate": ("benchmark",),
@@ -103,7 +114,7 @@ def _opening(recipe: Recipe, run_id: str | None, **fields: Any) -> RunOpening:
     return RunOpening(recipe.tracking, recipe.name, log_path, run_id, **fields)
 
 
-@contextmanager
+@contextlib.contextmanager
 def open_record(
     recipe: Recipe,
     kind: str,
@@ -217,20 +228,6 @@ def end_record(
         tracker.log.metrics(step, metrics)
         tracker.finish("FINISHED", timeout_s=10.0)
         return tracker.run_id or run_id
-
-
-SIZES: Final = ("train.micro_batch_size", "train.zero_stage", "workers.num_workers")
-SOURCE_NAME: Final = "mlflow.source.name"
-NOTE: Final = "mlflow.note.content"
-GIT_S: Final = 10.0
-"""Time limit of a git command, for a slow folder."""
-_CONTEXTS: Final = {
-    "train": "training",
-    "eval": "evaluation",
-    "dev": "held-out evaluation",
-    "few_shot_train": "few-shot training",
-    "few_shot_test": "few-shot evaluation",
-}
 
 
 def trained_params(recipe: Recipe) -> dict[str, str]:

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from rich.console import Console
@@ -36,13 +35,28 @@ REASONS: Final = {
     signal.SIGINT: "Ctrl-C",
     signal.SIGHUP: "the terminal was closed (SIGHUP)",
 }
+LINE_EVERY_S: Final = 10.0
+NO_STEP_S: Final = 15.0
+NO_STEP_TIMES: Final = 5.0
+"""A step counts as slow if it takes longer than this, and this many times as long as the others."""
+_SPEED_OVER_S: Final = 1800.0
+_FIGURES: Final = (
+    (TRAIN_LOSS, "loss {:.3f}"),
+    (TRAIN_IMAGES_PER_S, "{:.0f} images/s"),
+    (PERF_MFU, "MFU {:.1%}"),
+    (EVAL_TOP1, "top-1 {:.2%}"),
+    (EVAL_AVERAGED_TOP1, "of averaged weights {:.2%}"),
+    (TRAIN_LR, "lr {:.2e}"),
+)
+MOST_FIGURES: Final = 5
+"""Of these, shown after the step and the remaining time; MLflow has all others."""
 
 
 class RunStoppedError(RuntimeError):
     """A run without checkpoints (an evaluation) was stopped on request."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def stopping_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
     """Inside the block the first of these signals stops the run and its child runs.
 
@@ -76,7 +90,7 @@ def stopping_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
         # Without `print`, which the signal may have interrupted. The reader of standard error may
         # have got the same Ctrl-C (`2>&1 | tee log`), and a notebook's is not a file: neither must
         # end the run before its checkpoint.
-        with suppress(OSError, ValueError, AttributeError):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             os.write(sys.stderr.fileno(), text.encode())
 
     before = {number: signal.signal(number, on_signal) for number in numbers}
@@ -85,23 +99,6 @@ def stopping_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-LINE_EVERY_S: Final = 10.0
-NO_STEP_S: Final = 15.0
-NO_STEP_TIMES: Final = 5.0
-"""A step counts as slow if it takes longer than this, and this many times as long as the others."""
-_SPEED_OVER_S: Final = 1800.0
-_FIGURES: Final = (
-    (TRAIN_LOSS, "loss {:.3f}"),
-    (TRAIN_IMAGES_PER_S, "{:.0f} images/s"),
-    (PERF_MFU, "MFU {:.1%}"),
-    (EVAL_TOP1, "top-1 {:.2%}"),
-    (EVAL_AVERAGED_TOP1, "of averaged weights {:.2%}"),
-    (TRAIN_LR, "lr {:.2e}"),
-)
-MOST_FIGURES: Final = 5
-"""Of these, shown after the step and the remaining time; MLflow has all others."""
 
 
 @contextlib.contextmanager

@@ -6,6 +6,9 @@ import io
 import logging
 import multiprocessing
 import os
+import shutil
+import tempfile
+import weakref
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import ceil
@@ -183,7 +186,11 @@ class Dataset(Sequence[Sample]):
         """
         from vit_ray.launch.torch_stream import TorchStream  # torch takes a second
 
-        return TorchStream(self.iter_batches(global_batch_size, image_size, **options))
+        batches = self.iter_batches(global_batch_size, image_size, **options)
+        batches.bad_folder = Path(tempfile.mkdtemp(prefix="vit_ray-bad-"))
+        stream = TorchStream(batches)
+        weakref.finalize(stream, shutil.rmtree, batches.bad_folder, ignore_errors=True)
+        return stream
 
     def _row(self, number: int) -> tuple[EncodedRows, int]:
         group, row = self.manifest.place(number)

@@ -341,7 +341,8 @@ class SeenBatches:
         """
         batch, rows = self.batch(step), self._reader.plan.rows_at(self._positions(step))
         columns = batch["sample"].tolist(), rows.samples.tolist(), rows.epochs.tolist()
-        manifest, augmentation, facts = self._spec.manifest, self._spec.augmentation, []
+        manifest, augmentation = self._spec.manifest, self._spec.augmentation
+        facts: list[dict[str, Any]] = []
         for place, (sample, planned, epoch) in enumerate(zip(*columns, strict=True)):
             group, row = manifest.place(sample)
             rng_key, encoded = (self._spec.seed, epoch, sample), self._reader.read_group(group)

@@ -363,16 +363,9 @@ def _recorded(
     prepared: PreparedRun, checkpoint: Checkpoint | None, metrics: dict[str, float]
 ) -> RunResult:
     """What a checkpoint records about a run; None for a run without one."""
-    recipe, resolved = prepared.recipe, prepared.resolved
-    result = RunResult(
-        None,
-        recipe.name,
-        0,
-        resolved.total_steps,
-        with_best(metrics),
-        checkpoint="",
-        num_eval_images=prepared.num_eval_images,
-    )
+    recipe, total_steps = prepared.recipe, prepared.resolved.total_steps
+    best, counted = with_best(metrics), prepared.num_eval_images
+    result = RunResult(None, recipe.name, 0, total_steps, best, "", num_eval_images=counted)
     if checkpoint is None:
         return result
     progress = checkpoint.position.progress

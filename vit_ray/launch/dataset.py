@@ -320,7 +320,7 @@ class SeenBatches:
     """The global batches of a run by step, 0-based; nothing is read before it is asked for."""
 
     def __init__(self, resolved: ResolvedRun) -> None:
-        self._recipe, self._classes = resolved.recipe, resolved.manifest.classes
+        self._classes = resolved.manifest.classes
         self._spec, self._size = resolved.streams["train"], resolved.recipe.train.global_batch_size
         self._reader = BatchReader(StreamJob(self._spec, Partition(1, self._size), 0, True))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from vit_ray.commands.report import report
+from vit_ray.commands.tracking_store import report
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.loading import write_yaml
 from vit_ray.config.recorded_recipe import used_sections

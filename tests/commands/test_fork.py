@@ -22,8 +22,8 @@ from vit_ray.checkpoints.run_checkpoints import (
     begin_training,
     newest_checkpoint,
 )
+from vit_ray.commands import recorded_run
 from vit_ray.commands.cli import vit_ray
-from vit_ray.commands.trained import fork
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.launch.named_run import accepted_changes, find_resume_point, find_run
 from vit_ray.launch.prepared_run import lock_run
@@ -178,12 +178,12 @@ def test_a_fork_that_ended_in_between_stays(parent, recipe, tmp_path, monkeypatc
 
     def late(folder: Location) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(fork, "lock_run", lock_run)
+            patch.setattr(recorded_run, "lock_run", lock_run)
             patch.chdir(tmp_path / "elsewhere")
             assert said(*words, "optim.learning_rate=3e-5")[0] == 0
         return lock_run(folder)
 
-    monkeypatch.setattr(fork, "lock_run", late)
+    monkeypatch.setattr(recorded_run, "lock_run", late)
     code, text = said(*words)
     assert (code, "runs/again exists already" in text) == (2, True)
     assert not Path("again.yaml").exists()

@@ -13,8 +13,7 @@ from pydantic import ValidationError
 from ray._private.label_utils import validate_label_selector
 
 from tests.models.small import FAMILIES, small_model
-from vit_ray.commands.early_checks import check_inputs
-from vit_ray.commands.job_list import COMMANDS
+from vit_ray.commands.job_list import COMMANDS, check_inputs
 from vit_ray.config import Recipe, load_recipe, loading, require
 from vit_ray.config.help import all_keys
 from vit_ray.config.loading import parse_yaml, write_yaml

@@ -97,7 +97,7 @@ def check_inputs(command: Command, recipe: Recipe) -> None:
             elif key != "init_from":
                 check_address(path)
     if command.name == "convert":  # imports pyarrow, but not Ray
-        importlib.import_module("vit_ray.data.convert.destination").check_conversion(recipe)
+        importlib.import_module("vit_ray.data.convert.checks").check_conversion(recipe)
 
 
 def _check_local(command: Command, recipe: Recipe, key: str, path: str) -> None:

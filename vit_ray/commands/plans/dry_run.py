@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from joblib import cpu_count
 
-from vit_ray.commands.plans.plan import (
+from vit_ray.commands.plan import (
     PlannedCluster,
     TrainingFacts,
     data_facts,

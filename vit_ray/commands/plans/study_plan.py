@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from vit_ray.commands.plans.plan import TrainingFacts, data_facts, pace_of
+from vit_ray.commands.plan import TrainingFacts, data_facts, pace_of
 from vit_ray.config import Recipe
 from vit_ray.experiments.branching import branch_step
 from vit_ray.experiments.search_space import points_of

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from vit_ray.commands.printed_tables import print_link
-from vit_ray.commands.trained.trained_model import load_trained_model
+from vit_ray.commands.train import print_link
+from vit_ray.commands.trained_model import load_trained_model
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import InspectConfig
 from vit_ray.config.recorded_recipe import KIND

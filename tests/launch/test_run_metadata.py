@@ -132,7 +132,7 @@ def test_a_group_is_of_runs_that_differ_by_the_seed_alone(monkeypatch):
 
 def test_the_commit_is_of_this_package_and_not_of_the_repository_around_it(tmp_path, monkeypatch):
     monkeypatch.delenv("VIT_RAY_GIT_COMMIT", raising=False)
-    installed = tmp_path / "venv" / "run_metadata.py"
+    installed = tmp_path / "venv" / "run_record.py"
     installed.parent.mkdir()
     installed.write_text("")
     (tmp_path / "own.py").write_text("")

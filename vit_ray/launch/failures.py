@@ -50,7 +50,6 @@ def cause(error: BaseException, places: Mapping[int, WorkerPlace] | None = None)
 
 
 def _text(error: BaseException) -> str:
-    """One line on one error."""
     if found := memory_kill(error):
         return (
             f"host {found[0]} ran out of memory ({found[1]}), so Ray ended the process; use "

@@ -20,7 +20,7 @@ from vit_ray.checkpoints.checkpoint import Position, open_checkpoint
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import ExportConfig
 from vit_ray.config.loading import write_yaml
-from vit_ray.config.secrets import redact
+from vit_ray.config.secrets import redact, with_texts
 from vit_ray.data import open_dataset
 from vit_ray.data.crops import Augmentation
 from vit_ray.launch.paper_comparison import training_table
@@ -76,8 +76,7 @@ def model_card(
         position: of the run whose checkpoint is exported; None for a published file.
         use: Python code that uses it; empty = by the library of the layout.
     """
-    count, num_classes = sizes
-    shape = recipe.model
+    (count, num_classes), shape = sizes, recipe.model
     name = (config.push or "").removeprefix("hf://") or PurePosixPath(config.path).name
     if position is not None and "model" in position.recipe:
         recipe = Recipe.model_validate_json(json.dumps(position.recipe))
@@ -130,7 +129,11 @@ def model_card(
     ]
     if position is not None:
         recorded = {k: v for k, v in recipe.recorded().items() if k in _SECTIONS and v is not None}
-        recipe_text = redact(write_yaml(_public(recorded)))
+
+        def public(_: str, value: str) -> str:
+            return _place(value) if re.match(r"/|\w+://", value) else value
+
+        recipe_text = redact(write_yaml(with_texts(recorded, public)))
         text.append(f"## Recipe\n\n```yaml\n{recipe_text}```")
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(text) + "\n")
 
@@ -152,15 +155,6 @@ def card_of(recipe: Recipe, classes: Sequence[str], checkpoint: str) -> str:
 def _place(address: str) -> str:
     """The last two parts of an address: the others name private machines and buckets."""
     return "/".join(PurePosixPath(redact(address)).parts[-2:])
-
-
-def _public(value: Any) -> Any:
-    """A section of a recipe; absolute paths and addresses are shortened to their last two parts."""
-    if isinstance(value, dict):
-        return {key: _public(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_public(one) for one in value]
-    return _place(value) if isinstance(value, str) and re.match(r"/|\w+://", value) else value
 
 
 def _training_facts(recipe: Recipe, num_classes: int, position: Position | None) -> dict[str, str]:
@@ -203,7 +197,6 @@ def _top1(recipe: Recipe, position: Position) -> tuple[str, float, int | None] |
 
 
 def _evaluation(recipe: Recipe, found: tuple[str, float, int | None] | None) -> str:
-    """As `_top1` has found it."""
     if found is None:
         return "No accuracy was measured in training."
     name, top1, images = found
@@ -238,7 +231,7 @@ def image_processor(augmentation: Augmentation) -> dict[str, Any]:
         )
     size = {"height": augmentation.height, "width": augmentation.width}
     crops = augmentation.kind == "center_crop"
-    processor: dict[str, Any] = {
+    return {
         # Of the image processors in transformers, BiT's resizes the shorter side and crops, ViT's
         # resizes both.
         "image_processor_type": "BitImageProcessor" if crops else "ViTImageProcessor",
@@ -251,5 +244,5 @@ def image_processor(augmentation: Augmentation) -> dict[str, Any]:
         "do_normalize": True,
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
+        **({"do_center_crop": True, "crop_size": size} if crops else {}),
     }
-    return processor | ({"do_center_crop": True, "crop_size": size} if crops else {})

@@ -176,8 +176,18 @@ class PlaceFinder:
 
     def _fitting(self, labels: dict[str, str]) -> list[int]:
         """The sizes that the cluster holds, largest first, whether or not it is free."""
-        sizes = sorted(self._shape.sizes, reverse=True)
-        return sizes if len(sizes) == 1 else [n for n in sizes if n <= self._most(labels)]
+        shape, sizes = self._shape, sorted(self._shape.sizes, reverse=True)
+        if len(sizes) == 1:
+            return sizes
+        workers_of, each = self._by_node(labels), shape.resources["CPU"]
+        spare = (
+            node["Resources"].get("CPU", 0.0) - workers_of.get(node["NodeID"], 0) * each
+            for node in live_nodes()
+        )
+        most = sum(workers_of.values())
+        if max(spare, default=0.0) < shape.reading_cpus:  # a CPU to read with on some node
+            most -= math.ceil(shape.reading_cpus / each)
+        return [size for size in sizes if size <= most]
 
     def _is_free(self, size: int, labels: dict[str, str]) -> bool:
         with asked_for(size, self._shape.resources, labels) as group:
@@ -210,20 +220,7 @@ class PlaceFinder:
             for node in live_nodes(labels)
         }
 
-    def _most(self, labels: Mapping[str, str]) -> int:
-        """Workers that the cluster holds, with a CPU to read with on some node."""
-        shape, counts = self._shape, self._by_node(labels)
-        most, each = sum(counts.values()), shape.resources["CPU"]
-        spare = (
-            node["Resources"].get("CPU", 0.0) - counts.get(node["NodeID"], 0) * each
-            for node in live_nodes()
-        )
-        if max(spare, default=0.0) < shape.reading_cpus:
-            most -= math.ceil(shape.reading_cpus / each)
-        return most
-
     def _missing(self) -> str:
-        """What the smallest group needs, what the cluster has, and what to do."""
         shape, least = self._shape, self._shape.sizes[0]
         total, free = ray.cluster_resources(), ray.available_resources()  # type: ignore[no-untyped-call]
         needed = ", ".join(

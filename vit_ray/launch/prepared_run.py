@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import os
+import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
 from typing import Literal
+
+import numpy as np
 
 from vit_ray.checkpoints.checkpoint import Checkpoint
 from vit_ray.checkpoints.run_checkpoints import begin_training
-from vit_ray.config import Recipe
+from vit_ray.config import Recipe, require
 from vit_ray.config.validation import errors_of
-from vit_ray.evaluation.ground_truth import Answers
+from vit_ray.data import open_dataset
+from vit_ray.data.dataset import Manifest
+from vit_ray.data.shards import all_first_labels, keys
+from vit_ray.evaluation.ground_truth import (
+    OBJECTNET_FILES,
+    OBJECTNET_FOLDER,
+    REAL_FILE,
+    Answers,
+    named_answers,
+    numbered_answers,
+    objectnet_answers,
+    parse_classes,
+    real_answers,
+    real_lists,
+)
 from vit_ray.launch.named_run import accepted_changes, find_resume_point
 from vit_ray.launch.resolved_run import (
     NEW_HEADS,
@@ -24,8 +43,9 @@ from vit_ray.launch.resolved_run import (
     check_head_is_trained,
     resolve_run,
 )
+from vit_ray.lock import HeldError, hold_lock
 from vit_ray.outcomes import EventKind
-from vit_ray.storage import RIGHTS_PROBE, Location, check_reachable, locate
+from vit_ray.storage import RIGHTS_PROBE, Location, UnavailableError, check_reachable, locate
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +91,11 @@ class PreparedRun:
         if "eval" not in self.resolved.streams:
             return 0
         test = self.resolved.streams["eval"]
-        if self.answers and self.recipe.benchmark.kind in ("imagenet_real", "objectnet"):
-            return num_answered(self.answers, test.manifest)
-        return test.num_images
+        if not self.answers or self.recipe.benchmark.kind not in ("imagenet_real", "objectnet"):
+            return test.num_images
+        labels_n1 = all_first_labels(test.manifest.path)[:, None]
+        answers_nl = self.answers.of_batch(labels_n1, np.arange(len(labels_n1)))
+        return int((answers_nl >= 0).any(axis=1).sum())
 
     @property
     def new_head(self) -> bool | Literal["auto"]:
@@ -89,7 +111,7 @@ class PreparedRun:
         return bool(self.resume_from and self.resume_from.position.progress.is_over(last_step))
 
 
-@contextmanager
+@contextlib.contextmanager
 def prepared_training(
     recipe: Recipe,
     kind: Kind,
@@ -181,10 +203,10 @@ def prepare_evaluation(recipe: Recipe) -> PreparedRun:
             f"{given}: nothing would be measured; give {first}"
             "evaluate.few_shot_train and evaluate.few_shot_test for few-shot accuracy"
         )
-    prepared = PreparedRun("evaluate", resolved)
+    answers = None
     if "eval" in resolved.streams:
         answers = answers_of(recipe, resolved.streams["eval"].manifest, resolved.manifest)
-        prepared = replace(prepared, answers=answers)
+    prepared = PreparedRun("evaluate", resolved, answers=answers)
     check_weights(prepared)
     return prepared
 
@@ -225,3 +247,122 @@ def check_weights(prepared: PreparedRun) -> None:
         list(model.sides),
         list(trained),
     )
+
+
+def answers_of(recipe: Recipe, eval_set: Manifest, model_set: Manifest) -> Answers:
+    """What is right for the images of a test set.
+
+    Args:
+        model_set: whose classes the model has where the recipe does not name them.
+
+    Raises:
+        ValueError: a file is missing, not as published, or not of this test set.
+    """
+    config = recipe.benchmark
+    classes = _model_classes(config.model_classes, model_set.classes, recipe.init_from)
+    match config.kind:
+        case "imagenet_real":
+            file = locate(require(config.label_file, "benchmark.label_file", REAL_FILE))
+            try:
+                published = json.loads(_text(file, REAL_FILE, "benchmark.label_file"))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{file.uri} is not JSON ({error}); give {REAL_FILE}") from None
+            lists = real_lists(published, eval_set.num_images, eval_set.num_classes, file.uri)
+            own = all_first_labels(eval_set.path)
+            names = [key for some in keys(eval_set) for key in some]
+            return real_answers(lists, names, own, eval_set.classes, classes, file.uri)
+        case "imagenet_v2":
+            return numbered_answers(eval_set.classes, classes)
+        case "objectnet":
+            folder = locate(require(config.label_file, "benchmark.label_file", OBJECTNET_FOLDER))
+            files = {
+                name: _text(folder.child(name), OBJECTNET_FOLDER, "benchmark.label_file")
+                for name in OBJECTNET_FILES
+            }
+            return objectnet_answers(files, eval_set.classes, classes)
+    if tuple(eval_set.classes) == classes:
+        return Answers(classes, len(classes))
+    if config.kind != "class_names" and sorted(eval_set.classes) != sorted(classes):
+        raise ValueError(
+            f"data.eval: {eval_set.path} has {eval_set.num_classes} classes and the model has "
+            f"{len(classes)}, and they are not the same; name the model's in "
+            "benchmark.model_classes, and where the set has only some of them, give "
+            "benchmark.kind=class_names"
+        )
+    return named_answers(eval_set.classes, classes)
+
+
+def _model_classes(
+    path: str | None, classes: Sequence[str], weights: str | None
+) -> tuple[str, ...]:
+    """The model's classes in the order of its outputs.
+
+    Without `path`, the order of a published head where that names exactly these classes.
+    """
+    if path is not None:
+        suffix = PurePosixPath(path).suffix
+        if suffix not in (".txt", ".json"):
+            return tuple(open_dataset(path).classes)
+        what = "a list of the model's classes, such as LOC_synset_mapping.txt of ImageNet"
+        text = _text(locate(path), what, "benchmark.model_classes")
+        return parse_classes(text, suffix, f"benchmark.model_classes={path!r}")
+    if weights is None:
+        return tuple(classes)
+    from vit_ray.checkpoints.weight_files import published_classes  # with torch: seconds
+
+    published = published_classes(weights)
+    if published is None or sorted(published) == sorted(classes):
+        return published or tuple(classes)
+    logger.warning(
+        "init_from: its folder names its %d classes otherwise than the data set (%r, not %r): its "
+        "outputs are taken to be in the order of the data set; else name them in "
+        "benchmark.model_classes",
+        len(published),
+        published[0],
+        classes[0],
+    )
+    return tuple(classes)
+
+
+def _text(file: Location, what: str, key: str) -> str:
+    if not file.exists():
+        raise ValueError(f"{key}: there is no file {file.uri}; give {what}")
+    try:
+        return file.read().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{key}: {file.uri} is no text ({error}); give {what}") from None
+
+
+@contextlib.contextmanager
+def lock_run(folder: Location) -> Iterator[int]:
+    """Hold the run in `folder` inside this block; yields the token for `check_lock`.
+
+    The process ends if another driver has nevertheless taken the run.
+
+    Raises:
+        ValueError: another driver holds it.
+        OSError: the folder cannot be written.
+    """
+    runs, _, name = folder.uri.rpartition("/")
+    with contextlib.ExitStack() as held:
+        try:
+            number = held.enter_context(hold_lock(folder, _end_process))
+        except HeldError as error:
+            raise ValueError(
+                f"run {name!r} in {runs} is in use by another driver: {error}; "
+                "wait for it or stop it, or choose another name"
+            ) from None
+        except UnavailableError:
+            raise
+        except OSError as error:
+            raise OSError(
+                f"{folder.uri} cannot be written: {error}; choose another output, or check its "
+                "access rights and free space"
+            ) from error
+        yield number
+
+
+def _end_process(reason: str) -> None:
+    """Two drivers of one run would mix their checkpoints; Ray ends this driver's workers."""
+    print(f"error: {reason}; this driver ends", file=sys.stderr, flush=True)
+    os._exit(1)

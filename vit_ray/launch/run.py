@@ -125,9 +125,14 @@ def train(
         check_start(new, is_child=parent is not None)
 
     with prepared_training(recipe, kind, check) as prepared:
-        if prepared.is_over:
-            return _finished_before(prepared, parent)
-        return run_prepared(prepared, tags or {}, parent, following)
+        if prepared.resume_from is None or not prepared.is_over:
+            return run_prepared(prepared, tags or {}, parent, following)
+        # Its driver may have died before it recorded the end.
+        position = prepared.resume_from.position
+        cost = training_cost(prepared.resolved, position.step)
+        result = _recorded(prepared, prepared.resume_from, position.progress.metrics)
+        run_id = end_record(prepared.recipe, position.tracking_run_id, position.step, cost, parent)
+    return replace(result, run_id=run_id, metrics=result.metrics | cost, already_complete=True)
 
 
 def finetune(recipe: Recipe, *, tags: dict[str, str] | None = None) -> RunResult:
@@ -198,9 +203,17 @@ def run_prepared(
     branched = locate(recipe.run_folder).child(NOTE)
     if position is not None and branched.exists():
         origin[TAG] = branched.read().decode()
+    shots = recipe.evaluate.shots
     is_on_dev_split = prepared.kind == "sweep_trial" or (
         recipe.data.eval is None and recipe.data.held_out_fraction > 0
     )
+    result_metric = None
+    if is_on_dev_split:
+        result_metric = DEV_TOP1
+    elif recipe.data.eval is not None:
+        result_metric = EVAL_TOP1
+    elif recipe.evaluate.few_shot_train and shots:
+        result_metric = few_shot_top1(shots[0])
     with open_record(
         recipe,
         prepared.kind,
@@ -211,15 +224,16 @@ def run_prepared(
         tags={**(tags or {}), **origin},
         training_id=prepared.training_id,
         measured_on="dev" if is_on_dev_split else "eval",
-        awaited_metric=_result_metric(recipe, is_on_dev_split=is_on_dev_split),
+        awaited_metric=result_metric,
     ) as run:
         for note, text in prepared.notes:
             run.record.event(note, text, step)
         evaluate_at = following.evaluate_at if following else ()
         with _watched(run, prepared, parent, following):
             job = _job(prepared, cluster, run, init_run, evaluate_at)
-            if prepared.trains:
-                Thread(target=_import_ahead, daemon=True).start()
+            if prepared.trains:  # while workers start: the cost and the card need it at the end
+                ahead = ("vit_ray.launch.model_card",)
+                Thread(target=importlib.import_module, args=ahead, daemon=True).start()
             run_workers(job, resolved.streams, cluster, use_gpu=use_gpu)
         result = _result(prepared, run)
         run.is_complete = result.is_complete
@@ -234,7 +248,6 @@ def run_prepared(
 
 
 def _init_run(prepared: PreparedRun) -> str | None:
-    """The MLflow run whose weights it began with."""
     if prepared.resume_from is not None:
         return prepared.resume_from.position.init_run_id
     if prepared.recipe.init_from is None:
@@ -243,16 +256,6 @@ def _init_run(prepared: PreparedRun) -> str | None:
 
     # The folder's name is not enough: another run may use it later.
     return meta_state_of(prepared.recipe.init_from).run_id
-
-
-def _result_metric(recipe: Recipe, *, is_on_dev_split: bool) -> str | None:
-    """What MLflow's pages show first of a run: its result; None if it will have none."""
-    if is_on_dev_split:
-        return DEV_TOP1
-    if recipe.data.eval is not None:
-        return EVAL_TOP1
-    shots = recipe.evaluate.shots
-    return few_shot_top1(shots[0]) if recipe.evaluate.few_shot_train and shots else None
 
 
 @contextlib.contextmanager
@@ -327,12 +330,6 @@ def _job(
     )
 
 
-def _import_ahead() -> None:
-    """Import what the cost and the card need at the end, while the workers start: a second."""
-    importlib.import_module("vit_ray.launch.model_card")
-    importlib.import_module("vit_ray.models.flops")
-
-
 def _result(prepared: PreparedRun, run: OpenRun) -> RunResult:
     """What the run has come to, with its cost, which is recorded.
 
@@ -366,16 +363,9 @@ def _recorded(
     prepared: PreparedRun, checkpoint: Checkpoint | None, metrics: dict[str, float]
 ) -> RunResult:
     """What a checkpoint records about a run; None for a run without one."""
-    recipe, resolved = prepared.recipe, prepared.resolved
-    result = RunResult(
-        None,
-        recipe.name,
-        0,
-        resolved.total_steps,
-        with_best(metrics),
-        checkpoint="",
-        num_eval_images=prepared.num_eval_images,
-    )
+    recipe, total_steps = prepared.recipe, prepared.resolved.total_steps
+    best, counted = with_best(metrics), prepared.num_eval_images
+    result = RunResult(None, recipe.name, 0, total_steps, best, "", num_eval_images=counted)
     if checkpoint is None:
         return result
     progress = checkpoint.position.progress
@@ -389,7 +379,6 @@ def _recorded(
 
 
 def _record_cost(prepared: PreparedRun, run: OpenRun, step: int) -> dict[str, float]:
-    """Record the cost of a training up to a step, and return it."""
     cost = training_cost(prepared.resolved, step)
     # Before the end, which comes next; the cost of an earlier record is replaced.
     run.record.metrics(step, cost, ARRIVAL_S, again=True)
@@ -397,7 +386,6 @@ def _record_cost(prepared: PreparedRun, run: OpenRun, step: int) -> dict[str, fl
 
 
 def _log_model(result: RunResult, prepared: PreparedRun, run: OpenRun) -> None:
-    """Log a finished training with a head as a model of MLflow."""
     recipe, config = prepared.recipe, prepared.recipe.tracking
     has_head = prepared.trains and recipe.train.loss != "masked_patch"
     if config.log_model and result.is_complete and has_head:
@@ -412,13 +400,3 @@ def _log_model(result: RunResult, prepared: PreparedRun, run: OpenRun) -> None:
             params={"model": recipe.model.name, "checkpoint": result.checkpoint},
             register_as=None if prepared.kind == "sweep_trial" else config.register_as,
         )
-
-
-def _finished_before(prepared: PreparedRun, parent: OpenRun | None) -> RunResult:
-    """Record the end by its last checkpoint, if its driver died before recording it."""
-    assert prepared.resume_from is not None
-    position = prepared.resume_from.position
-    cost = training_cost(prepared.resolved, position.step)
-    result = _recorded(prepared, prepared.resume_from, position.progress.metrics)
-    run_id = end_record(prepared.recipe, position.tracking_run_id, position.step, cost, parent)
-    return replace(result, run_id=run_id, metrics=result.metrics | cost, already_complete=True)

@@ -156,7 +156,6 @@ class Run:
         failing: FailingNodes,
         attempt: Callable[[Place], Ended],
     ) -> None:
-        """`attempt`: runs a worker group to its end."""
         self._job = job
         self._finder, self._failing, self._attempt = finder, failing, attempt
         self._num_failures, self._failed_at = 0, -1
@@ -177,11 +176,10 @@ class Run:
         except StoppedWaitingError as stop:
             if failure := self._job.record.failure():
                 raise _error_of(failure) from stop
-            newest = newest_step(self._job.recipe)
-            saved = f"the newest checkpoint is of step {newest}"
-            text = f"{stop}; no workers were running, " + (
-                "so no checkpoint was written" if newest == -1 else saved
-            )
+            newest, saved = newest_step(self._job.recipe), "so no checkpoint was written"
+            if newest != -1:
+                saved = f"the newest checkpoint is of step {newest}"
+            text = f"{stop}; no workers were running, {saved}"
             self._job.record.event(EventKind.STOPPED, text, 0, ARRIVAL_S)
         except NoPlaceError as error:
             raise RunFailedError(str(error)) from error
@@ -190,7 +188,7 @@ class Run:
         """Whether the run has ended with this attempt.
 
         Raises:
-            RunFailedError: with an error.
+            RunFailedError: with an error, or after too many failures without a new checkpoint.
         """
         # A worker's own error says more than the time-outs of those that waited for it.
         if failure := self._job.record.failure():
@@ -202,17 +200,10 @@ class Run:
             places = self._job.record.places()
         text = cause(ended.error, places)
         self._job.record.event(EventKind.WORKER_FAILED, text, 0)
-        if counts(ended.error):
-            self._failing.note(failing_node(ended.error, places))
-            self._count(text, ended.error)
-        return False
-
-    def _count(self, text: str, error: BaseException) -> None:
-        """Count a failure; those before a checkpoint are forgotten: a run may take weeks.
-
-        Raises:
-            RunFailedError: there were too many without a new checkpoint between them.
-        """
+        if not counts(ended.error):
+            return False
+        self._failing.note(failing_node(ended.error, places))
+        # Failures before a checkpoint are forgotten: a run may take weeks.
         newest = newest_step(self._job.recipe)
         if newest not in (-1, self._failed_at):
             self._num_failures, self._failed_at = 0, newest
@@ -221,7 +212,8 @@ class Run:
             raise RunFailedError(
                 f"{text} (failure {self._num_failures} without a new checkpoint between; "
                 f"workers.max_failures={most})"
-            ) from error
+            ) from ended.error
+        return False
 
 
 class WorkerGroups:
@@ -247,8 +239,16 @@ class WorkerGroups:
         fit = _in_thread(lambda: self._trainer(place).fit())
         try:
             with contextlib.suppress(*AWAY):  # it trains without
+                recipe = self._job.recipe
                 if self._number == 1 and self._job.record.run_id(ARRIVAL_S) is None:
-                    _say_that_the_record_waits(self._job.recipe)
+                    # No failure: a SQLite file, for whose schema MLflow takes seconds.
+                    print(
+                        f"MLflow at {redact(recipe.tracking.uri)} has not answered yet; "
+                        f"{recipe.name} trains meanwhile, and its record waits in "
+                        f"{recipe.run_folder}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
             while not (fit.done() or watch.is_over()):
                 wait([fit], LOOK_S)
         finally:
@@ -347,7 +347,22 @@ class GroupWatch:
         """
         with contextlib.suppress(*AWAY):
             self._note_group()
-            return self._has_ended()
+            now_s = self._clock()
+            if now_s - self._looked_s < LOOK_EVERY_S:
+                return False
+            self._looked_s, status = now_s, self._job.record.status()
+            silent_s = now_s - max(self._began_s, status.heard_s)
+            has_ended_well = has_ended(self._job, status)
+            if has_ended_well or silent_s > SILENT_S:
+                self._ended_s = self._ended_s or now_s
+                if now_s - self._ended_s <= RETURN_S:
+                    return False
+                if not has_ended_well:
+                    self.error = TimeoutError(f"no worker has been heard from for {silent_s:.0f} s")
+                return True
+            self._ended_s = None
+            if status.heard_s > self._began_s:
+                self._look_at_cluster()
         return False
 
     def known_group(self) -> str:
@@ -371,31 +386,12 @@ class GroupWatch:
             folder = locate(self._job.recipe.run_folder)
             folder.child(GROUP_FILE).write(self._group.encode())
 
-    def _has_ended(self) -> bool:
-        now_s = self._clock()
-        if now_s - self._looked_s < LOOK_EVERY_S:
-            return False
-        self._looked_s, status = now_s, self._job.record.status()
-        silent_s = now_s - max(self._began_s, status.heard_s)
-        has_ended_well = has_ended(self._job, status)
-        if not (has_ended_well or silent_s > SILENT_S):
-            self._ended_s = None
-            if status.heard_s > self._began_s:
-                self._look_at_cluster()
-            return False
-        self._ended_s = self._ended_s or now_s
-        if now_s - self._ended_s <= RETURN_S:
-            return False
-        if not has_ended_well:
-            self.error = TimeoutError(f"no worker has been heard from for {silent_s:.0f} s")
-        return True
-
     def _look_at_cluster(self) -> None:
         before, self._lacked = self._lacked, lacking_now(self._job.recipe, use_gpu=self._use_gpu)
         if self._lacked and self._lacked != before:
             self._job.record.event(EventKind.NO_PLACE, self._lacked, 0)
-        trains = self._job.kind == "train"
-        if trains and not self.is_resizing and self._finder.has_larger(self._place):
+        may_grow = self._job.kind == "train" and not self.is_resizing
+        if may_grow and self._finder.has_larger(self._place):
             self.is_resizing = True
             self._job.record.request_resize()
 
@@ -454,10 +450,3 @@ def newest_step(recipe: Recipe) -> int:
 def _error_of(failure: Failure) -> RunFailedError:
     kind = RunDivergedError if failure.has_diverged else RunFailedError
     return kind(failure.reason)
-
-
-def _say_that_the_record_waits(recipe: Recipe) -> None:
-    """A SQLite file, for whose schema MLflow takes seconds, is no failure."""
-    uri = redact(recipe.tracking.uri)
-    what = f"{recipe.name} trains meanwhile, and its record waits in {recipe.run_folder}"
-    print(f"MLflow at {uri} has not answered yet; {what}", file=sys.stderr, flush=True)

@@ -232,16 +232,14 @@ def _start(num_cpus: int) -> str:
 @contextlib.contextmanager
 def variables(values: Mapping[str, str]) -> Iterator[None]:
     """Inside the block, this process's environment has these values."""
-    before = {key: os.environ.get(key) for key in values}
+    before = {key: os.environ[key] for key in values if key in os.environ}
     os.environ.update(values)
     try:
         yield
     finally:
-        for key, value in before.items():
-            if value is None:
-                os.environ.pop(key, None)
-            else:
-                os.environ[key] = value
+        for key in values.keys() - before.keys():
+            os.environ.pop(key, None)
+        os.environ.update(before)
 
 
 def _end_with_ray(folder: str) -> None:

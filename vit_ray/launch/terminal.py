@@ -1,10 +1,19 @@
-"""The display of a running run: a bar with ETA and images/s, or plain lines in a log file."""
+"""A run at its terminal: a bar with ETA and images/s, or plain lines in a log file; and the signals
+that stop it.
+
+SIGTERM, Ctrl-C, a closed terminal: the first requests a checkpoint and a clean end, the second ends
+at once.
+"""
 
 import contextlib
+import os
+import signal
+import stat
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn
@@ -21,6 +30,11 @@ from vit_ray.metric_names import (
 )
 from vit_ray.tracking.recorder import Recorder
 
+REASONS: Final = {
+    signal.SIGTERM: "SIGTERM",
+    signal.SIGINT: "Ctrl-C",
+    signal.SIGHUP: "the terminal was closed (SIGHUP)",
+}
 LINE_EVERY_S: Final = 10.0
 NO_STEP_S: Final = 15.0
 NO_STEP_TIMES: Final = 5.0
@@ -38,6 +52,55 @@ MOST_FIGURES: Final = 5
 """Of these, shown after the step and the remaining time; MLflow has all others."""
 
 
+class RunStoppedError(RuntimeError):
+    """A run without checkpoints (an evaluation) was stopped on request."""
+
+
+@contextlib.contextmanager
+def stopping_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
+    """Inside the block the first of these signals stops the run and its child runs.
+
+    Ray's own processes block SIGINT, which a terminal sends to all of them. Under `nohup`, which
+    ignores SIGHUP, a closed terminal does not stop the run.
+
+    Args:
+        request_stop: called with the reason, in a signal handler; returns at once.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python handles signals only in the main thread
+        return
+
+    numbers = [*REASONS]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        numbers.remove(signal.SIGHUP)
+
+    def on_signal(number: int, _: Any) -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the shell and the kernel each send one
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_DFL)
+        if number == signal.SIGHUP:  # print to nowhere: writing to a closed terminal is an error
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for output in (1, 2):
+                if stat.S_ISCHR(os.fstat(output).st_mode):
+                    os.dup2(nowhere, output)
+            os.close(nowhere)
+        reason = REASONS[signal.Signals(number)]
+        request_stop(reason)
+        text = f"{reason}: ending, a training after one more checkpoint; repeat to end at once\n"
+        # Without `print`, which the signal may have interrupted. The reader of standard error may
+        # have got the same Ctrl-C (`2>&1 | tee log`), and a notebook's is not a file: neither must
+        # end the run before its checkpoint.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            os.write(sys.stderr.fileno(), text.encode())
+
+    before = {number: signal.signal(number, on_signal) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 @contextlib.contextmanager
 def shown_progress(record: Recorder, name: str, total: int) -> Iterator[None]:
     """Show new events and the progress of the run while the block runs.
@@ -46,9 +109,10 @@ def shown_progress(record: Recorder, name: str, total: int) -> Iterator[None]:
     """
     console, seen, line_s = Console(file=sys.stderr), 0, 0.0
     step_s = time.monotonic()  # when the newest step was seen
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     bar = Progress(
-        *columns,
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
         TextColumn("{task.fields[text]}"),
         console=console,
         get_time=time.monotonic,

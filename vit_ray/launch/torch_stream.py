@@ -1,16 +1,12 @@
 """Batches as a data set of torch."""
 
-import shutil
-import tempfile
-import weakref
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from vit_ray.launch.dataset import RankBatches
+from vit_ray.data.stream.batches import Batch
 
 
 class TorchStream(IterableDataset[dict[str, Tensor]]):
@@ -23,10 +19,8 @@ class TorchStream(IterableDataset[dict[str, Tensor]]):
     bad images. It has no length: a loop that resumes would take what is left for the whole.
     """
 
-    def __init__(self, batches: RankBatches) -> None:
+    def __init__(self, batches: Sequence[Batch]) -> None:
         self._batches = batches
-        batches.bad_folder = Path(tempfile.mkdtemp(prefix="vit_ray-bad-"))
-        weakref.finalize(self, shutil.rmtree, batches.bad_folder, ignore_errors=True)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         worker = get_worker_info()

@@ -1,0 +1,367 @@
+"""A data set in Python: samples by number, and a run's batches without Ray."""
+
+from __future__ import annotations
+
+import io
+import logging
+import multiprocessing
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vit_ray.config import Recipe
+from vit_ray.config.training_sections import DataConfig, ModelConfig
+from vit_ray.config.validation import validated
+from vit_ray.data.augment import augmentation_of
+from vit_ray.data.boxes import draw_box
+from vit_ray.data.crops import UInt8Array
+from vit_ray.data.dataset import Manifest, select
+from vit_ray.data.dataset import open_dataset as open_manifest
+from vit_ray.data.partition import Partition
+from vit_ray.data.shards import EncodedRows, RowGroupReader
+from vit_ray.data.stream.batches import (
+    Batch,
+    BatchReader,
+    StreamJob,
+    StreamSpec,
+    refuse_too_many,
+)
+from vit_ray.launch.resolved_run import (
+    ResolvedRun,
+    require_trainable,
+    resolve_run,
+    stream_of,
+    training_stream,
+    window_rows,
+)
+from vit_ray.own_parts import trust_named
+
+if TYPE_CHECKING:
+    from vit_ray.launch.torch_stream import TorchStream
+
+logger = logging.getLogger(__name__)
+
+_KEPT_GROUPS: Final = 8
+"""Row groups in memory: neighbours are read once."""
+
+
+class Sample(NamedTuple):
+    """One image of a data set.
+
+    Attributes:
+        image: as it is stored, whatever its mode and size.
+        labels: indices into the classes; several or none where the set has such images.
+    """
+
+    image: Image.Image
+    labels: tuple[int, ...]
+    key: str
+
+
+class Dataset(Sequence[Sample]):
+    """Samples of a converted data set by number, in the order in which they are stored.
+
+    Attributes:
+        manifest: counts, classes, shards and fingerprint.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._read = lru_cache(_KEPT_GROUPS)(RowGroupReader(manifest).read)
+
+    @property
+    def classes(self) -> list[str]:
+        """Class names in label order."""
+        return self.manifest.classes
+
+    def __len__(self) -> int:
+        return self.manifest.num_images
+
+    @overload
+    def __getitem__(self, at: int) -> Sample: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Sample]: ...
+    def __getitem__(self, at: int | slice) -> Sample | list[Sample]:
+        if isinstance(at, slice):
+            return [self[number] for number in range(len(self))[at]]
+        number = range(len(self))[at]  # from the end where it is negative, and IndexError beyond
+        rows, row = self._row(number)
+        image = Image.open(io.BytesIO(rows.image(row)))
+        return Sample(image, tuple(map(int, rows.labels_of(row))), rows.key(row))
+
+    def encoded(self) -> Iterator[tuple[str, bytes]]:
+        """Key and encoded image of each sample, in order."""
+        for number in range(len(self)):
+            rows, row = self._row(number)
+            yield rows.key(row), rows.image(row)
+
+    def iter_batches(
+        self,
+        global_batch_size: int,
+        image_size: int | tuple[int, int],
+        *,
+        epochs: float = 1.0,
+        start: int = 0,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        training: bool = True,
+        **data: Any,
+    ) -> RankBatches:
+        """The batches that one rank of a training gets, bit for bit, without Ray.
+
+        They are a list, read as it is iterated, indexed or sliced. A batch is {"image": uint8
+        (b, H, W, 3), "labels": int32 (b, L) padded with -1, "sample": int64 (b,)} with
+        b = `global_batch_size / world_size`. Any world size has the same global batches, and so
+        has a run with equal `train.global_batch_size`, `model.image_size`, `seed` and `data`.
+
+        Args:
+            image_size: side of a crop in pixels, or (height, width).
+            epochs: length, as `optim.epochs`, from position 0 to the nearest whole batch.
+            start: samples seen before, in whole batches; what is left of the epochs follows.
+            training: False for an evaluation: each image once (not `epochs`), in stored order, cut
+                as `eval_augment` says; the last batch is padded, with "weight" 0.0. With
+                `held_out_fraction` only the images that a training with it and `seed` leaves out.
+            data: further keys of a recipe's section `data`, such as `augment={"min_area": 0.3}`.
+
+        Raises:
+            ValueError: a key is unknown, or a value cannot work.
+        """
+        if not (global_batch_size > 0 and epochs > 0 and start >= 0):
+            raise ValueError(
+                f"global_batch_size={global_batch_size}, epochs={epochs}, start={start}; the first "
+                "two must be above 0, and start not below"
+            )
+        if start % global_batch_size:
+            raise ValueError(
+                f"start={start} is no multiple of global_batch_size={global_batch_size}; the "
+                f"nearest is {round(start / global_batch_size) * global_batch_size}"
+            )
+        if "train" in data:
+            raise ValueError("train is this data set itself; open another one to read that")
+        manifest, batch = self.manifest, global_batch_size
+        trust_named(data)
+        config = validated(DataConfig, {**data, "train": manifest.path}, "data")
+        # Of patches that are not given, so that any size is a whole number of them.
+        model = validated(ModelConfig, {"name": "ViT", "image_size": image_size}, "model")
+        part, held_out = select(
+            manifest,
+            seed=seed,
+            held_out_fraction=config.held_out_fraction,
+            fraction=config.fraction,
+        )
+        if not training:
+            cut = augmentation_of(model, config.eval_augment)
+            spec = stream_of(config, seed, cut, held_out or manifest)
+            images = spec.num_images
+        else:
+            require_trainable(manifest)
+            window = window_rows(config, batch, model.sides, manifest)
+            spec = training_stream(config, seed, model, batch, window, part)
+            total_steps = max(1, round(spec.num_images * epochs / batch))
+            images = total_steps * batch
+        steps = max(0, ceil((images - start) / batch))
+        return RankBatches(spec, batch, steps, rank, world_size, start=start, is_training=training)
+
+    def torch_dataset(
+        self, global_batch_size: int, image_size: int | tuple[int, int], **options: Any
+    ) -> TorchStream:
+        """The same batches as an `IterableDataset` of tensors, for a DataLoader of any workers.
+
+            DataLoader(train.torch_dataset(256, 224, epochs=90), batch_size=None, num_workers=8)
+
+        Args:
+            options: as of `iter_batches`.
+        """
+        from vit_ray.launch.torch_stream import TorchStream  # torch takes a second
+
+        batches = self.iter_batches(global_batch_size, image_size, **options)
+        batches.bad_folder = Path(tempfile.mkdtemp(prefix="vit_ray-bad-"))
+        stream = TorchStream(batches)
+        weakref.finalize(stream, shutil.rmtree, batches.bad_folder, ignore_errors=True)
+        return stream
+
+    def _row(self, number: int) -> tuple[EncodedRows, int]:
+        group, row = self.manifest.place(number)
+        return self._read(group), row
+
+    def __repr__(self) -> str:
+        return (
+            f"Dataset({self.manifest.path!r}: {len(self):,} images of {len(self.classes):,} "
+            f"classes, fingerprint {self.manifest.fingerprint[:12]})"
+        )
+
+
+def open_dataset(path: str) -> Dataset:
+    """Open a converted data set to look at its samples.
+
+    Args:
+        path: folder or `s3://` prefix.
+
+    Raises:
+        ValueError: there is no whole data set.
+    """
+    return Dataset(open_manifest(path))
+
+
+class RankBatches(Sequence[Batch]):
+    """Item k is what one rank gets at step k, bit for bit as in a run.
+
+    A batch is {"image": uint8 (b, H, W, 3), "labels": int32 (b, L) padded with -1, "sample": int64
+    (b,)} with b = global batch size / world size. An image that cannot be decoded is replaced by
+    its neighbour, as in a run, with a warning, up to `data.max_bad_fraction` of the data set, which
+    each process counts. Evaluation batches have "weight": float32 (b,), too,
+    0.0 for padding.
+
+    It is a map-style data set for torch, which makes tensors of the arrays and keeps the order:
+
+        DataLoader(training_batches(recipe)[step:], batch_size=None, num_workers=8)
+
+    A slice is a list from and to other steps, so `[step:]` resumes. Consecutive steps share row
+    groups, which each process keeps (`StreamSpec.cache_mib`): random access reads more.
+    """
+
+    def __init__(
+        self,
+        spec: StreamSpec,
+        global_batch_size: int,
+        steps: int,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        start: int = 0,
+        is_training: bool = True,
+    ) -> None:
+        """No image is read yet.
+
+        Args:
+            start: position of the first step's first sample, over all epochs joined.
+
+        Raises:
+            ValueError: the rank is not below `world_size`, or the global batch does not divide by
+                it.
+        """
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank={rank}, world_size={world_size}; give 0 <= rank < world_size")
+        if global_batch_size % world_size:
+            raise ValueError(
+                f"train.global_batch_size={global_batch_size} is not divisible by "
+                f"world_size={world_size}; use a divisor of {global_batch_size}"
+            )
+        self._rank, self._share = rank, global_batch_size // world_size
+        self._job = StreamJob(spec, Partition(world_size, self._share), start, is_training)
+        self._steps = range(steps)
+        self._reader: tuple[int, BatchReader] | None = None
+        self._bad: dict[int, str] = {}
+        """What this process found, by sample."""
+        self.bad_folder: Path | None = None
+        """Has a file for each bad image, where processes count them together."""
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @overload
+    def __getitem__(self, at: int) -> Batch: ...
+    @overload
+    def __getitem__(self, at: slice) -> RankBatches: ...
+    def __getitem__(self, at: int | slice) -> Batch | RankBatches:
+        if isinstance(at, slice):
+            part = object.__new__(RankBatches)
+            part.__dict__ = {**self.__getstate__(), "_steps": self._steps[at]}
+            return part
+        step = self._steps[at]
+        # Of this process: open files of a parent are not shared with the workers of a DataLoader.
+        if self._reader is None or self._reader[0] != os.getpid():
+            if multiprocessing.parent_process() is not None:
+                cv2.setNumThreads(0)  # a worker has one core, and no threads of a forked parent
+            self._reader = os.getpid(), BatchReader(self._job)
+        batch, bad = self._reader[1].batch(self._rank, step * self._share, (step + 1) * self._share)
+        self._bad |= bad
+        for sample, problem in bad.items():
+            logger.warning("step %d: %s", step, problem)
+            if self.bad_folder is not None:
+                self.bad_folder.mkdir(parents=True, exist_ok=True)  # if a tidy /tmp removed it
+                (self.bad_folder / str(sample)).touch()
+        if bad:
+            num_bad = len(os.listdir(self.bad_folder) if self.bad_folder else self._bad)
+            spec = self._job.spec
+            refuse_too_many(num_bad, spec.num_images, spec.max_bad_fraction, problem)
+        return batch
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_reader": None}
+
+
+def training_batches(recipe: Recipe, rank: int = 0, world_size: int = 1) -> RankBatches:
+    """The batches of a recipe's training on one rank, as a list and a data set for torch.
+
+    Any world size that divides the global batch gives the same global batches.
+
+    Raises:
+        ValueError: the recipe or its data cannot work, or as `RankBatches`.
+    """
+    run = resolve_run(recipe)
+    size = recipe.train.global_batch_size
+    return RankBatches(run.streams["train"], size, run.total_steps, rank, world_size)
+
+
+class SeenBatches:
+    """The global batches of a run by step, 0-based; nothing is read before it is asked for."""
+
+    def __init__(self, resolved: ResolvedRun) -> None:
+        self._classes = resolved.manifest.classes
+        self._spec, self._size = resolved.streams["train"], resolved.recipe.train.global_batch_size
+        self._reader = BatchReader(StreamJob(self._spec, Partition(1, self._size), 0, True))
+
+    def planned(self, step: int) -> NDArray[np.int64]:
+        """Samples of a step by the order alone, as in `Rows`, whether or not they are decoded."""
+        return self._reader.plan.rows_at(self._positions(step)).samples
+
+    def batch(self, step: int) -> Batch:
+        """The global batch as ranks get it, before anything is mixed or masked."""
+        start = step * self._size
+        return self._reader.batch(0, start, start + self._size)[0]
+
+    def read(self, step: int) -> tuple[UInt8Array, list[dict[str, Any]]]:
+        """Images of a step, and their facts, in the order of the batch.
+
+        Returns:
+            uint8 (n, H, W, 3): crops, before anything is mixed or masked; and n rows of a table.
+        """
+        batch, rows = self.batch(step), self._reader.plan.rows_at(self._positions(step))
+        columns = batch["sample"].tolist(), rows.samples.tolist(), rows.epochs.tolist()
+        manifest, augmentation = self._spec.manifest, self._spec.augmentation
+        facts: list[dict[str, Any]] = []
+        for place, (sample, planned, epoch) in enumerate(zip(*columns, strict=True)):
+            group, row = manifest.place(sample)
+            rng_key, encoded = (self._spec.seed, epoch, sample), self._reader.read_group(group)
+            size, labels = encoded.size(row), encoded.labels_of(row).tolist()
+            box = draw_box(size, augmentation, rng_key)
+            facts.append({
+                "step": step, "place": place,
+                "sample": sample, "epoch": epoch, "key": encoded.key(row), "labels": labels,
+                "classes": [self._classes[label] for label in labels],
+                "height": size[0], "width": size[1],
+                "top": float(box.top), "left": float(box.left),
+                "crop_height": float(box.height), "crop_width": float(box.width),
+                "is_mirrored": box.is_flipped,
+                "operations": [*map(str, augmentation.operations(rng_key))],  # in this order
+                "shard": manifest.files[int(manifest.file_index[group])].path,
+                "row_group": int(manifest.row_group[group]), "row": row,
+                "instead_of": planned if sample != planned else None,  # it cannot be decoded
+            })  # fmt: skip
+        return batch["image"], facts
+
+    def _positions(self, step: int) -> NDArray[np.int64]:
+        return np.arange(step * self._size, (step + 1) * self._size, dtype=np.int64)

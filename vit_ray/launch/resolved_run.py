@@ -1,0 +1,360 @@
+"""A recipe resolved on its data: the model checked, the data sets opened, checked against each
+other, and cut into streams.
+
+Nothing is started; errors say what to change.
+"""
+
+import logging
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Final, Literal
+
+import numpy as np
+
+from vit_ray.config import Recipe, require
+from vit_ray.config.training_sections import DataConfig, ModelConfig, TrainConfig
+from vit_ray.config.validation import errors_of
+from vit_ray.data import open_dataset
+from vit_ray.data.augment import augmentation_of
+from vit_ray.data.boxes import Augmentation
+from vit_ray.data.cache import Cache
+from vit_ray.data.dataset import Manifest, select
+from vit_ray.data.keyed_random import KeyedUniform
+from vit_ray.data.order import ShuffleWindow
+from vit_ray.data.shards import first_labels
+from vit_ray.data.stream.batches import TASK_MEMORY_MIB, StreamSpec
+from vit_ray.evaluation.few_shot import require_shots
+from vit_ray.models.catalog import as_grid, find_spec
+from vit_ray.own_parts import is_own, own_part
+from vit_ray.training.micro_batch import micro_batch_size
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["pretrain", "finetune", "sweep_trial", "study_cell", "evaluate"]
+NEW_HEADS: Final = ("finetune", "sweep_trial")
+"""Kinds of run that give their initial weights a new head."""
+MOST_OF_FIRST_WEIGHTS: Final = 0.2
+"""Share of the initial weights in the averaged ones up to which there is no warning."""
+MOST_LABELS_READ: Final = 2_000_000
+"""Images of a few-shot pool that are looked at before a run: 8 MB, seconds from an object store."""
+_MOST_ROWS: Final = 2048
+"""Of a window by default: tasks of twice the usual length, a few seconds of one CPU."""
+_MEMORY_SHARE: Final = 0.75
+"""Of a task's memory that a window takes on average by default; images differ in size."""
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A recipe resolved on its data: streams, classes and steps.
+
+    Attributes:
+        recipe: with the order of the data made definite.
+        streams: `train`, and of `eval`, `dev`, `few_shot_train` and `few_shot_test` what the recipe
+            has.
+    """
+
+    recipe: Recipe
+    manifest: Manifest
+    streams: dict[str, StreamSpec]
+    total_steps: int
+
+    @property
+    def num_images(self) -> int:
+        """Training images of one epoch."""
+        return self.streams["train"].num_images
+
+
+def resolve_run(
+    recipe: Recipe, *, needs_train: bool = True, begun: int | None = None
+) -> ResolvedRun:
+    """Open the data sets and check the recipe's arithmetic.
+
+    Args:
+        needs_train: without, the recipe may have a test set alone.
+        begun: the shuffle window of a run that is continued.
+
+    Raises:
+        ValueError: there is no such model or part of the user's own, a data set is missing or
+            broken, the batch does not divide, the run has no length, the classes of two sets
+            differ, or a class has fewer images than shots.
+    """
+    check_model(recipe)
+    data, evaluate = recipe.data, recipe.evaluate
+    path = data.train if needs_train or data.train else data.eval
+    key = "data.train" if needs_train else "data.eval"
+    manifest = open_dataset(require(path, key, "the folder of a converted data set"))
+    if needs_train:
+        require_trainable(manifest)
+    check_own_parts(recipe, manifest.num_classes)
+    batch = recipe.train.global_batch_size
+    window_size = window_rows(data, batch, recipe.model.sides, manifest, begun)
+    recipe = recipe.with_changes(data={"shuffle_window": window_size})
+    part, held_out = select(
+        manifest,
+        seed=recipe.seed,
+        held_out_fraction=data.held_out_fraction,
+        fraction=data.fraction,
+    )
+
+    def evaluated(manifest: Manifest) -> StreamSpec:
+        cut = augmentation_of(recipe.model, data.eval_augment)
+        return stream_of(data, recipe.seed, cut, manifest)
+
+    training = training_stream(data, recipe.seed, recipe.model, batch, window_size, part)
+    streams = {"train": training}
+    if data.eval is not None:
+        streams["eval"] = evaluated(open_dataset(data.eval))
+        if held_out is not None and recipe.chooses_on_dev and needs_train:
+            streams["dev"] = evaluated(held_out)
+    elif held_out is not None:
+        streams["eval"] = evaluated(held_out)
+    if evaluate.few_shot_train is not None and evaluate.few_shot_test is not None:
+        pool, test = open_dataset(evaluate.few_shot_train), open_dataset(evaluate.few_shot_test)
+        streams |= {"few_shot_train": evaluated(pool), "few_shot_test": evaluated(test)}
+        _check_classes("evaluate.few_shot_test", test, pool)
+        _check_shots(pool.path, pool.fingerprint, evaluate.shots)
+    total_steps = 0
+    if needs_train:
+        if "eval" in streams:
+            _check_classes("data.eval", streams["eval"].manifest, manifest)
+        num_images = streams["train"].num_images
+        check_batch(recipe, num_images)
+        total_steps = recipe.optim.total_steps(num_images, batch)
+    return ResolvedRun(recipe, manifest, streams, total_steps)
+
+
+def check_batch(recipe: Recipe, num_images: int) -> None:
+    """Check that the global batch divides among the workers for every allowed count, and that the
+    data fill it.
+
+    Raises:
+        ValueError: it does not; with the arithmetic and the nearest valid value.
+    """
+    batch = recipe.train.global_batch_size
+    for world_size in recipe.group_sizes:
+        micro_batch_size(recipe, world_size)
+    if num_images < batch:
+        raise ValueError(
+            f"train.global_batch_size={batch} is more than the {num_images} training images; "
+            f"use at most {num_images}"
+        )
+
+
+def training_stream(
+    data: DataConfig,
+    seed: int,
+    model: ModelConfig,
+    batch: int,
+    window_size: int,
+    manifest: Manifest,
+) -> StreamSpec:
+    """The stream that trains on a data set in global batches; the window is as `window_rows`."""
+    spec = stream_of(data, seed, augmentation_of(model, data.augment), manifest)
+    if window_size <= batch:
+        return spec
+    window = ShuffleWindow(batch, window_size // batch)
+    return replace(spec, window=window, task_rows=max(spec.task_rows, window.num_rows))
+
+
+def stream_of(
+    data: DataConfig,
+    seed: int,
+    augmentation: Augmentation,
+    manifest: Manifest,
+) -> StreamSpec:
+    """A stream without a shuffle window: as evaluations read it."""
+    cache = data.cache_dir and Cache(data.cache_dir, int(data.cache_free_gib * 2**30))
+    return StreamSpec(
+        manifest,
+        augmentation,
+        seed=seed,
+        max_bad_fraction=data.max_bad_fraction,
+        num_cpus=data.cpus_per_task,
+        label_selector=data.label_selector,
+        object_store_mib=data.object_store_mib,
+        cache=cache or None,
+    )
+
+
+def _check_classes(key: str, one: Manifest, other: Manifest) -> None:
+    if one.classes != other.classes:
+        raise ValueError(
+            f"{key}: {one.path} has {one.num_classes} classes and {other.path} has "
+            f"{other.num_classes}, and they are not the same; convert both with one list of classes"
+        )
+
+
+def require_trainable(manifest: Manifest) -> None:
+    """
+    Raises:
+        ValueError: its maker has marked the set as one for evaluation only.
+    """
+    if manifest.origin.get("evaluation_only"):
+        raise ValueError(
+            f"data.train={manifest.path!r} is for evaluation only "
+            "(convert.evaluation_only), so it may be data.eval; train on another set"
+        )
+
+
+@lru_cache(maxsize=4)
+def _check_shots(path: str, fingerprint: str, shots: tuple[int, ...]) -> None:
+    """Read labels until every class has its examples; once for all trials of a sweep.
+
+    Raises:
+        ValueError: a class has fewer.
+    """
+    manifest = open_dataset(path)
+    examples = np.zeros(manifest.num_classes, np.int64)
+    for labels in first_labels(manifest):
+        examples += np.bincount(labels[labels >= 0], minlength=len(examples))
+        if examples.min() >= max(shots):
+            return
+        if examples.sum() > MOST_LABELS_READ:
+            logger.warning(
+                "evaluate.few_shot_train: of %d images the first %d were looked at, and %d of %d "
+                "classes have fewer than %d there; the first evaluation shows whether they have "
+                "them at all",
+                manifest.num_images,
+                examples.sum(),
+                (examples < max(shots)).sum(),
+                len(examples),
+                max(shots),
+            )
+            return
+    require_shots(examples, shots=shots, classes=manifest.classes)
+
+
+def check_model(recipe: Recipe) -> None:
+    """Check that the model exists, and that its frozen parts are its own.
+
+    Raises:
+        ValueError: as `build_model`; or all parts are frozen, or a frozen part does not exist.
+    """
+    model, optim = recipe.model, recipe.optim
+    as_grid(model.image_size)
+    if not is_own(model.name):
+        find_spec(model.name, model.options())
+    if is_own(model.name) or optim.frozen:  # it is built without values
+        import torch  # for these models only: seconds
+
+        from vit_ray.models.flops import forward_macs
+        from vit_ray.training.objective import build_objective, freeze
+
+        forward_macs(model.name, 2, model.image_size, **model.options())
+        with torch.device("meta"):
+            whole = build_objective(recipe.with_changes(optim={"frozen": []}), 2)
+        with errors_of("optim.frozen"):
+            freeze(whole, optim.frozen)
+        if not any(parameter.requires_grad for parameter in whole.parameters()):
+            raise ValueError(
+                "optim.frozen names every part, so that nothing would be trained; remove one"
+            )
+
+
+def check_own_parts(recipe: Recipe, num_classes: int) -> None:
+    """Look up the user's own parts other than the model, and call those that work without a run.
+
+    Raises:
+        ValueError: a part does not exist, or returns the wrong thing.
+    """
+    train, metrics = recipe.train, recipe.evaluate.metrics
+    for name in train.callbacks:
+        own_part(name, "train.callbacks")
+    if recipe.data.augment.own is not None:
+        augment = own_part(name := recipe.data.augment.own, "data.augment.own")
+        crop = np.zeros((*recipe.model.sides, 3), np.uint8)
+        found = augment(crop, KeyedUniform(0))
+        if (shape := np.shape(found)) != crop.shape or found.dtype != np.uint8:
+            raise ValueError(
+                f"data.augment.own={name} returns {list(shape)} {getattr(found, 'dtype', '')} for "
+                f"{list(crop.shape)} uint8; return a crop of the same shape and type"
+            )
+    if not (metrics or is_own(train.loss) or is_own(recipe.optim.name)):
+        return
+    import torch  # for these parts only: seconds
+
+    from vit_ray.training.objective import classification_loss, per_image
+    from vit_ray.training.optimizers import state_types
+
+    state_types(recipe.optim)
+    logits, labels = torch.zeros(2, num_classes), torch.zeros(2, 1, dtype=torch.int64)
+    if is_own(train.loss):
+        classification_loss(logits, labels, train)
+    for name in metrics:
+        values = own_part(name, "evaluate.metrics")(logits, labels)
+        per_image(values, labels, f"evaluate.metrics: {name}")
+
+
+def check_head_is_trained(recipe: Recipe, kind: Kind) -> None:
+    """Check that a new head, whose kernel is zero, is not frozen.
+
+    Raises:
+        ValueError: it would give every image the same logits.
+    """
+    is_new = recipe.init_from is None or kind in NEW_HEADS
+    has_head = recipe.train.loss != "masked_patch"
+    if has_head and is_new and "head" in recipe.optim.frozen:
+        raise ValueError(
+            "optim.frozen has head, but this run starts with a new head of zeros, which would "
+            "never learn; remove head from optim.frozen"
+        )
+
+
+def averaging_warning(train: TrainConfig, total_steps: int) -> str | None:
+    """A warning if the averaged weights are still close to the initial ones; else None.
+
+    Averaged weights decide a sweep's selection, early stopping, and the figures in tables.
+    """
+    left = train.averaging**total_steps
+    if not train.averaging or train.averaging_warmup or left <= MOST_OF_FIRST_WEIGHTS:
+        return None
+    return (
+        f"train.averaging={train.averaging:g}: after {total_steps} steps {left:.1%} of the "
+        "averaged weights is still the initial weights; set train.averaging_warmup=true, or a "
+        "smaller train.averaging"
+    )
+
+
+def window_rows(
+    data: DataConfig,
+    batch: int,
+    sides: tuple[int, int],
+    manifest: Manifest,
+    begun: int | None = None,
+) -> int:
+    """Images of the shuffle window, with `auto` made definite: as the run began, or as is best.
+
+    Args:
+        batch: images of a global batch.
+        sides: pixels of a crop.
+        begun: the window of the run that is continued; None for a new one.
+
+    Raises:
+        ValueError: the window is no whole number of batches, or too large for a task's memory.
+    """
+    image_bytes = float(manifest.bytes.sum()) / manifest.num_images
+    task_bytes, least_bytes = TASK_MEMORY_MIB * 2**20, max(image_bytes, 1.0)
+    longest = int(manifest.rows.max())  # a task keeps it, too: a window's ends cut two row groups
+    rows = begun if data.shuffle_window == "auto" else data.shuffle_window
+    if rows is None:  # 2, 4, 8, ... batches that one task makes; 0 for fewer than two
+        most = min(_MOST_ROWS, int(_MEMORY_SHARE * task_bytes / least_bytes) - longest)
+        if data.object_store_mib is not None:
+            # Half of it: blocks of the next task wait at the same time as those of the one in turn.
+            most = min(most, (data.object_store_mib << 19) // (3 * sides[0] * sides[1]))
+        rows = batch << (most // batch).bit_length() - 1 if most >= 2 * batch else 0
+    if rows % batch:
+        nearest = max(1, round(rows / batch)) * batch
+        raise ValueError(
+            f"data.shuffle_window={rows} is no whole number of train.global_batch_size={batch}; "
+            f"the nearest is {nearest}, and 0 is none"
+        )
+    fits = int(task_bytes / least_bytes) - longest
+    if rows > max(batch, fits):
+        mib = math.ceil((rows + longest) * image_bytes / 2**20)
+        lower = fits // batch * batch
+        raise ValueError(
+            f"data.shuffle_window={rows} images take about {mib} MiB of each reading task, which "
+            f"holds {TASK_MEMORY_MIB}; lower it to {lower if lower > batch else 0}"
+        )
+    return rows

@@ -1,0 +1,380 @@
+"""The record of a run: what it says of the run, and how a command opens and ends it.
+
+Parameters are only those that train, so that MLflow's compare view, which draws the parameters that
+differ, draws what a sweep or a study varies.
+"""
+
+import contextlib
+import getpass
+import hashlib
+import json
+import logging
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+from typing import Any, Final
+
+import ray
+from joblib import cpu_count
+
+from vit_ray.addresses import absolute_uri
+from vit_ray.config import Recipe
+from vit_ray.config.loading import write_yaml
+from vit_ray.config.recorded_recipe import GROUP, KIND, RUN_FOLDER
+from vit_ray.config.resume_compatibility import EVALUATED_SETS, TAGGED, is_trained, unused_keys
+from vit_ray.config.secrets import redact, redacted
+from vit_ray.launch.connection import ClusterShape
+from vit_ray.launch.resolved_run import ResolvedRun
+from vit_ray.launch.terminal import RunStoppedError
+from vit_ray.metric_names import (
+    STUDY_EXAFLOPS,
+    STUDY_FORWARD_GMACS,
+    STUDY_IMAGES_SEEN,
+    STUDY_STEPS,
+    STUDY_TRAIN_IMAGES,
+)
+from vit_ray.tracking.metrics_log import (
+    FAILURE,
+    MetricsLog,
+    RunOpening,
+    Status,
+    lock_log,
+    metrics_log_path,
+)
+from vit_ray.tracking.models import log_models_later
+from vit_ray.tracking.recorder import Recorder, start_recorder
+from vit_ray.tracking.tracker import Tracker
+
+logger = logging.getLogger(__name__)
+
+SIZES: Final = ("train.micro_batch_size", "train.zero_stage", "workers.num_workers")
+SOURCE_NAME: Final = "mlflow.source.name"
+NOTE: Final = "mlflow.note.content"
+GIT_S: Final = 10.0
+"""Time limit of a git command, for a slow folder."""
+_CONTEXTS: Final = {
+    "train": "training",
+    "eval": "evaluation",
+    "dev": "held-out evaluation",
+    "few_shot_train": "few-shot training",
+    "few_shot_test": "few-shot evaluation",
+}
+# What a run of this kind needs in its recipe, next to the keys of trainings.
+_SECTIONS = {
+    "sweep": ("sweep",), "study": ("study",), "vtab": ("vtab", "sweep"), "evaluate": ("benchmark",),
+}  # fmt: skip
+
+
+@dataclass
+class OpenRun:
+    """A run that is recorded and controlled.
+
+    Attributes:
+        is_complete: set when the work is complete; a block that ends without it was stopped.
+    """
+
+    record: Recorder
+    is_complete: bool = False
+
+    @classmethod
+    def begin(cls, opening: RunOpening, parent: "OpenRun | None") -> "OpenRun":
+        """Open a run; a child run in the recorder of its parent."""
+        path, name = opening.log_path, opening.run_name
+        if parent is None:
+            record = start_recorder(opening.config.uri, path, name, command_line())
+        else:
+            record = replace(parent.record, log_path=path, run_name=name)
+            opening = replace(opening, parent_log=parent.record.log_path)
+        record.open(opening)
+        return cls(record)
+
+    def finish(self, status: Status) -> None:
+        """End the record; if that fails the result is still valid, and a message says so."""
+        try:
+            problem = self.record.finish(status)
+        except (ray.exceptions.RayError, RuntimeError) as error:
+            problem = f"MLflow may not have all of it ({redact(str(error))})"
+        if problem:
+            logger.warning(
+                "run %s: %s; then run: vit-ray replay %s URI",
+                self.record.run_name,
+                problem,
+                self.record.log_path,
+            )
+
+
+def _opening(recipe: Recipe, run_id: str | None, **fields: Any) -> RunOpening:
+    log_path = metrics_log_path(recipe.run_folder).absolute()
+    fields["tags"] = {RUN_FOLDER: recipe.run_folder, **fields.get("tags", {})}
+    return RunOpening(recipe.tracking, recipe.name, log_path, run_id, **fields)
+
+
+@contextlib.contextmanager
+def open_record(
+    recipe: Recipe,
+    kind: str,
+    resolved: ResolvedRun,
+    cluster: ClusterShape,
+    parent: OpenRun | None = None,
+    *,
+    run_id: str | None = None,
+    tags: Mapping[str, str] | None = None,
+    varied: Collection[str] = (),
+    **opening: Any,
+) -> Iterator[OpenRun]:
+    """Record inside this block.
+
+    The run ends as FINISHED, as KILLED if it was stopped, and as FAILED after any other error.
+
+    Args:
+        resolved: described in the run's metadata.
+        parent: the sweep or study that it is part of.
+        run_id: the MLflow run to continue; None for a new one.
+        tags: in addition to those that every run has.
+        varied: keys, or sections, that only its child runs have as parameters or tags.
+        opening: other fields of `RunOpening`.
+    """
+
+    def own(facts: Mapping[str, str]) -> dict[str, str]:
+        sections = tuple(f"{key}." for key in varied)
+        return {key: value for key, value in facts.items() if not f"{key}.".startswith(sections)}
+
+    command = parent.record.command if parent else command_line()
+    facts = own(run_facts(recipe, kind, resolved, cluster, command))
+    run = OpenRun.begin(
+        _opening(
+            recipe,
+            run_id,
+            params=own(trained_params(recipe)),
+            tags={**facts, **(tags or {})},
+            datasets=data_inputs(resolved),
+            **opening,
+        ),
+        parent,
+    )
+    run.record.text("recipe.yaml", write_yaml(recipe.written(*_SECTIONS.get(kind, ()))), wait_s=0.0)
+    run.record.text("machine.json", machine_facts(cluster), wait_s=0.0)
+    status: Status = "FAILED"
+    try:
+        yield run
+        status = "FINISHED" if run.is_complete else "KILLED"
+    except (RunStoppedError, KeyboardInterrupt):
+        status = "KILLED"
+        raise
+    except Exception as error:
+        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
+            run.record.tag(FAILURE, str(error))
+        raise
+    finally:
+        run.finish(status)
+        if parent is None:
+            log_models_later(absolute_uri(recipe.tracking.uri), run.record.log_path)
+
+
+def add_to_ended(
+    recipe: Recipe, run_id: str | None, metrics: Mapping[str, float], parent: OpenRun
+) -> None:
+    """Add later measurements to the record of a run that has finished."""
+    run = OpenRun.begin(_opening(recipe, run_id, params=trained_params(recipe)), parent)
+    run.record.results(0, metrics)
+    run.finish("FINISHED")
+
+
+def end_record(
+    recipe: Recipe,
+    run_id: str | None,
+    step: int,
+    metrics: Mapping[str, float],
+    parent: OpenRun | None = None,
+) -> str | None:
+    """End the record of a run that trained to its end, but whose own driver died before recording
+    it.
+
+    Args:
+        run_id: the MLflow run, as the last checkpoint has it.
+        step: the run's last.
+        metrics: those that its driver would have recorded at its end.
+        parent: the sweep or study that it is part of.
+
+    Returns:
+        The MLflow run; None if the checkpoint has none and MLflow is away.
+    """
+    opening = _opening(recipe, run_id, parent_log=parent.record.log_path if parent else None)
+    if MetricsLog(opening.log_path).end_is_sent("FINISHED"):
+        return run_id
+    # Here because it is rare: it imports MLflow, which takes seconds.
+    from vit_ray.tracking.mlflow_client import asking
+
+    try:
+        # The log may be on another machine, so a run that has ended is not opened again.
+        if run_id is not None:
+            with asking(recipe.tracking.uri) as client:
+                if client.get_run(run_id).info.status == "FINISHED":
+                    return run_id
+    except (RuntimeError, TimeoutError, ValueError) as error:
+        logger.warning("%s", error)
+    try:
+        lock = lock_log(opening.log_path)
+    except RuntimeError as error:
+        logger.warning("%s", error)
+        return run_id
+    with lock:
+        tracker = Tracker.begin(opening)
+        tracker.log.metrics(step, metrics)
+        tracker.finish("FINISHED", timeout_s=10.0)
+        return tracker.run_id or run_id
+
+
+def trained_params(recipe: Recipe) -> dict[str, str]:
+    """The keys that decide the training's result, and its sizes; only those that are set."""
+    flat = recipe.flat()
+    left_out = {*TAGGED, *unused_keys(flat)}
+    return {
+        key: value
+        for key, value in flat.items()
+        if (is_trained(key) and key not in left_out) or key in SIZES
+        if value != "None"
+    }
+
+
+def run_facts(
+    recipe: Recipe,
+    kind: str,
+    resolved: ResolvedRun,
+    cluster: ClusterShape,
+    command: str,
+) -> dict[str, str]:
+    """Tags that record what ran, by whom, on which code, data and cluster.
+
+    Args:
+        command: the line that was typed.
+    """
+    flat = recipe.flat()
+    try:
+        # In a container, and on a shared account, the MLflow log-in says more.
+        user = os.environ.get("MLFLOW_TRACKING_USERNAME") or getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        user = str(os.getuid())
+    return {
+        **{key: flat[key] for key in TAGGED if flat[key] not in ("None", "0.0")},
+        KIND: kind,
+        GROUP: group_of(recipe, resolved),
+        "vit_ray.git_commit": git_commit(),
+        "vit_ray.data_fingerprint": resolved.manifest.fingerprint,
+        "vit_ray.cluster": str(cluster),
+        RUN_FOLDER: recipe.run_folder,
+        "mlflow.user": user,
+        SOURCE_NAME: command,
+        "mlflow.source.type": "JOB",
+        NOTE: description(recipe, resolved, command),
+    }
+
+
+def group_of(recipe: Recipe, resolved: ResolvedRun) -> str:
+    """Digest of what two runs share that differ by the seed alone: recipe, data sets, commit."""
+    flat = recipe.flat()
+    left_out = {"seed", "data.train", *EVALUATED_SETS, *unused_keys(flat)}
+    decides = {k: v for k, v in flat.items() if is_trained(k) and k not in left_out}
+    data = {name: spec.manifest.fingerprint for name, spec in resolved.streams.items()}
+    text = json.dumps([decides, data, git_commit()], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def description(recipe: Recipe, resolved: ResolvedRun, command: str, result: str = "") -> str:
+    """The run's description in MLflow, Markdown: the user's own, the result, model, data, length
+    and command.
+    """
+    first = [recipe.tracking.description or "", result]
+    what = (
+        f"{recipe.model.name} on {resolved.num_images:,} images of "
+        f"{resolved.manifest.num_classes:,} classes, {resolved.total_steps:,} steps of "
+        f"{recipe.train.global_batch_size}"
+    )
+    return "\n\n".join([*filter(None, first), what, f"    {command}\n"])
+
+
+def machine_facts(cluster: ClusterShape) -> str:
+    """The driver's machine, and what Ray knows about the machines, as JSON."""
+    return json.dumps(
+        {
+            "driver": platform.node(),
+            "cores_of_the_driver": cpu_count(),
+            "ray_nodes": cluster.num_nodes,
+            "ray_cpus": cluster.num_cpus,
+            "ray_gpus": cluster.num_gpus,
+            "ray": ray.__version__,
+            "python": platform.python_version(),
+        },
+        indent=1,
+    )
+
+
+def data_inputs(resolved: ResolvedRun) -> list[dict[str, Any]]:
+    """The data sets of a run as MLflow shows them: name, fingerprint, path, counts, terms, use."""
+    return [
+        {
+            "name": PurePosixPath(redact(spec.manifest.path)).name,
+            "digest": spec.manifest.fingerprint[:32],
+            "source": redact(spec.manifest.path),
+            "context": _CONTEXTS[name],
+            "profile": {
+                "num_images": spec.num_images,
+                "num_images_of_the_whole": spec.manifest.num_images,
+                "num_classes": spec.manifest.num_classes,
+                **redacted(spec.manifest.about),
+            },
+        }
+        for name, spec in resolved.streams.items()
+    ]
+
+
+def training_cost(resolved: ResolvedRun, steps: int) -> dict[str, float]:
+    """Compute and data of this many steps: `study/...`."""
+    from vit_ray.models.flops import forward_macs  # with torch: seconds
+    from vit_ray.training.memory_estimate import run_exaflops
+
+    model, batch = resolved.recipe.model, resolved.recipe.train.global_batch_size
+    macs = forward_macs(
+        model.name, resolved.manifest.num_classes, model.image_size, **model.options()
+    )
+    images_seen = steps * batch
+    return {
+        STUDY_EXAFLOPS: run_exaflops(resolved.recipe, resolved.manifest.num_classes, images_seen),
+        STUDY_FORWARD_GMACS: macs / 1e9,
+        STUDY_STEPS: float(steps),
+        STUDY_IMAGES_SEEN: float(images_seen),
+        STUDY_TRAIN_IMAGES: float(resolved.num_images),
+    }
+
+
+def command_line() -> str:
+    """The command line, without secrets."""
+    return redact(shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]))
+
+
+def git_commit() -> str:
+    """Commit of the running code, with "+" if it was changed since; "unknown" outside a checkout.
+
+    The folder of a submitted job has no .git: `VIT_RAY_GIT_COMMIT` gives the commit there.
+    """
+    if commit := os.environ.get("VIT_RAY_GIT_COMMIT"):
+        return commit
+    git = ["git", "-C", os.path.dirname(os.path.abspath(__file__))]
+    # An installed package may be in an ignored folder of a repository that is the user's own.
+    is_tracked = ["ls-files", "--error-unmatch", os.path.basename(__file__)]
+    asked = is_tracked, ["rev-parse", "HEAD"], ["status", "--porcelain"]
+    try:
+        _, commit, changes = (
+            subprocess.run(
+                [*git, *words], capture_output=True, text=True, check=True, timeout=GIT_S
+            ).stdout.strip()
+            for words in asked
+        )
+        return commit + ("+" if changes else "")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"

@@ -30,14 +30,14 @@ from vit_ray.experiments.search_space import (
 from vit_ray.experiments.study import in_groups
 from vit_ray.experiments.study_cells import Cell, study_cells, study_of, task_recipe
 from vit_ray.launch.resolved_run import check_batch
-from vit_ray.training.largest_batch import largest_micro_batch
 from vit_ray.training.memory_estimate import (
     estimate_memory,
     forward_pass,
+    largest_micro_batch,
     prepared_model,
     step_macs,
 )
-from vit_ray.training.micro_batch import accumulation_steps, micro_batch_size
+from vit_ray.training.steps import accumulation_steps, micro_batch_size
 
 # Multiply-adds of a pass that is tried here: some seconds, in bf16 on CPUs that emulate it.
 _MOST_MACS: Final = 5e9

@@ -15,13 +15,14 @@ from vit_ray.branch_origin import NOTE, origin_of
 from vit_ray.checkpoints.checkpoint import (
     Position,
     Progress,
+    add_digests,
     copy_checkpoint,
     folder_name,
     read_checkpoint,
+    samples_digest,
 )
 from vit_ray.checkpoints.checkpoint_format import PartialCheckpointError, is_committed
 from vit_ray.checkpoints.run_checkpoints import begin_training, checkpoint_of_step, list_checkpoints
-from vit_ray.checkpoints.sample_digest import add_digests, samples_digest
 from vit_ray.config.loading import changed, write_yaml
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.resume_compatibility import DATA_SET, Change, incompatible_changes, on_resume

@@ -10,8 +10,7 @@ import numpy as np
 from torch import nn
 
 from vit_ray.checkpoints.checkpoint import Position
-from vit_ray.checkpoints.init_weights import open_weights
-from vit_ray.checkpoints.weight_files import SCHEME
+from vit_ray.checkpoints.init_weights import SCHEME, open_weights
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import ExportConfig, InspectConfig
 from vit_ray.config.recorded_recipe import KIND, used_sections

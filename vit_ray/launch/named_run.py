@@ -41,7 +41,7 @@ from vit_ray.lock import is_lock_file
 from vit_ray.storage import Location, locate
 from vit_ray.tracking.request_limits import limited_requests
 from vit_ray.tracking.safe_address import redact_uri, safe_uri
-from vit_ray.training.schedule import lr_at
+from vit_ray.training.steps import lr_at
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from vit_ray.data.stream.batches import TASK_MEMORY_MIB, StreamSpec
 from vit_ray.evaluation.few_shot import require_shots
 from vit_ray.models.catalog import as_grid, find_spec
 from vit_ray.own_parts import is_own, own_part
-from vit_ray.training.micro_batch import micro_batch_size
+from vit_ray.training.steps import micro_batch_size
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ KINDS = {
         RAY_DATA | {"cv2", "ray.train", "rich"},
     ),
     "a training worker": (
-        "from vit_ray.training.engine.deepspeed_setup import warm_up_process\n"
+        "from vit_ray.training.engine import warm_up_process\n"
         "import vit_ray.worker.worker; warm_up_process()",
         RAY_DATA | {"ray.train", "torch", "deepspeed"},
     ),

@@ -28,7 +28,7 @@ from tests.data.small_sets import write_set
 from tests.models.small import TINY_VIT, small_model, some_images
 from tests.trained_runs import tiny_recipe, write_run
 from vit_ray.checkpoints.checkpoint import Progress
-from vit_ray.checkpoints.weight_files import published_classes
+from vit_ray.checkpoints.init_weights import published_classes
 from vit_ray.commands.job_list import COMMANDS
 from vit_ray.commands.trained import export as export_command
 from vit_ray.commands.trained.export import export

@@ -14,8 +14,7 @@ from tests.data.damage import damage
 from tests.launch.inputs.test_seen_batch import sets
 from tests.models.small import small_model
 from tests.trained_runs import write_run
-from vit_ray.checkpoints.checkpoint import Progress, folder_name
-from vit_ray.checkpoints.sample_digest import add_digests, samples_digest
+from vit_ray.checkpoints.checkpoint import Progress, add_digests, folder_name, samples_digest
 from vit_ray.commands.cli import vit_ray
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset

@@ -13,7 +13,6 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from vit_ray.checkpoints import checkpoint_format
@@ -79,10 +78,11 @@ def newest_checkpoint(
                 # A network disk may show the newest marker late, a store does not.
                 is_newest = folder.is_local and folder == listed[0][1]
                 may_be_late = is_newest and not folder.child(_GIVEN_UP).exists()
-                read = (
-                    partial(_late_checkpoint, late_s=late_s) if may_be_late else checkpoint_of_step
+                found = (
+                    _late_checkpoint(folder, step, late_s)
+                    if may_be_late
+                    else checkpoint_of_step(folder, step)
                 )
-                found = read(folder, step)
             except _NO_GOOD as error:
                 reasons.append(f"{error}; passed over")
                 continue
@@ -101,18 +101,14 @@ def _late_checkpoint(folder: Location, step: int, late_s: float) -> Checkpoint:
     try:
         return checkpoint_of_step(folder, step)
     except PartialCheckpointError:
-        time.sleep(min(late_s, max(0.0, _changed_s(folder.path) + late_s - time.time())))
+        changed_s = 0.0  # where the folder is gone
+        with suppress(FileNotFoundError):
+            # The folder itself last: a rename since then has changed it.
+            for name in (*os.listdir(folder.path), "."):
+                with suppress(FileNotFoundError):
+                    changed_s = max(changed_s, os.stat(os.path.join(folder.path, name)).st_mtime)
+        time.sleep(min(late_s, max(0.0, changed_s + late_s - time.time())))
         return checkpoint_of_step(folder, step)
-
-
-def _changed_s(folder: str) -> float:
-    """The moment of the last change in a folder; 0 if that is gone."""
-    changed_s = 0.0
-    with suppress(FileNotFoundError):
-        for name in (*os.listdir(folder), "."):  # itself last: a rename since then has changed it
-            with suppress(FileNotFoundError):
-                changed_s = max(changed_s, os.stat(os.path.join(folder, name)).st_mtime)
-    return changed_s
 
 
 def checkpoint_of_step(folder: Location, step: int) -> Checkpoint:

@@ -27,7 +27,7 @@ from vit_ray.launch.cluster.ray_address import host_and_port
 from vit_ray.measure.devices import require_device
 from vit_ray.models.catalog import find_spec
 from vit_ray.own_parts import is_own
-from vit_ray.training.micro_batch import micro_batch_size
+from vit_ray.training.steps import micro_batch_size
 
 _RESUMED = frozenset({"pretrain", "finetune", "sweep", "vtab", "scaling_study", "quickstart"})
 _MANIFEST = "manifest.parquet"

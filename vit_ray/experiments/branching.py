@@ -19,7 +19,7 @@ from vit_ray.checkpoints.run_checkpoints import Warn, begin_training, newest_che
 from vit_ray.experiments.study_cells import Cell
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.storage import locate
-from vit_ray.training.schedule import cooldown_start
+from vit_ray.training.steps import cooldown_start
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,12 @@ from PIL import Image
 from torch import Tensor
 
 from vit_ray.checkpoints.checkpoint import Position
-from vit_ray.checkpoints.init_weights import SavedWeights, open_weights
-from vit_ray.checkpoints.weight_files import published_classes, published_use
+from vit_ray.checkpoints.init_weights import (
+    SavedWeights,
+    open_weights,
+    published_classes,
+    published_use,
+)
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.loading import changed
 from vit_ray.config.recipe import recipe_from_dict

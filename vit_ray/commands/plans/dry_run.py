@@ -27,14 +27,14 @@ from vit_ray.experiments.search_space import (
     trial_recipe,
 )
 from vit_ray.launch.cluster.cluster_checks import check_batch
-from vit_ray.training.largest_batch import largest_micro_batch
 from vit_ray.training.memory_estimate import (
     estimate_memory,
     forward_pass,
+    largest_micro_batch,
     prepared_model,
     step_macs,
 )
-from vit_ray.training.micro_batch import accumulation_steps, micro_batch_size
+from vit_ray.training.steps import accumulation_steps, micro_batch_size
 
 _MOST_MACS: Final = 5e9
 """Multiply-adds of a pass that is tried here: some seconds, in bf16 on CPUs that emulate it."""

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+# Large enough for the links' full speed, and small compared with the memory that training leaves
+# free.
 GATHERED_BYTES: Final = 64 << 20
-"""Large enough for the links' full speed, and small compared with the memory that training leaves
-free."""
 
 
 def all_sum(

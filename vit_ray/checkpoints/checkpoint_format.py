@@ -15,15 +15,12 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from vit_ray.storage import Location, read_again, with_retries
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     # Torch takes seconds to import: where tensors are read, and not where a driver asks which
     # checkpoint its run continues from.
     from torch import Tensor
@@ -139,7 +136,7 @@ def read_marker(folder: Location) -> Marker:
                 f"checkpoint {folder.path} has format {body.get('format_version')}; this code "
                 f"reads format {FORMAT_VERSION} only; use the version of vit_ray that wrote it"
             )
-        with _parsed(f"checkpoint file {folder.path}/{COMMIT} is not what was written"):
+        try:
             files = [SavedFile(name, **facts) for name, facts in body["files"].items()]
             for file in files:
                 where = f"checkpoint file {folder.path}/{file.name}"
@@ -154,6 +151,12 @@ def read_marker(folder: Location) -> Marker:
                         f"{where} of {size} bytes cannot hold {count} elements"
                     )
             return Marker(files, dict(body["position"]), body["sha256"])
+        except DamagedCheckpointError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise DamagedCheckpointError(
+                f"checkpoint file {folder.path}/{COMMIT} is not what was written"
+            ) from None
 
     try:
         return read_again(read, DamagedCheckpointError, pause_s=READ_AGAIN_S)
@@ -243,18 +246,6 @@ def unsealed(file: Location) -> dict[str, Any]:
         DamagedCheckpointError: it has changed.
     """
     content = file.read()
-    with _parsed(f"checkpoint file {file.path} was changed"):
-        if content != _with_seal(content[: -len(_with_seal(b""))]):  # byte for byte
-            raise ValueError
-        return dict(json.loads(content))
-
-
-@contextmanager
-def _parsed(damage: str) -> Iterator[None]:
-    """What cannot be parsed in the block has this damage."""
-    try:
-        yield
-    except DamagedCheckpointError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise DamagedCheckpointError(damage) from None
+    if content != _with_seal(content[: -len(_with_seal(b""))]):  # byte for byte
+        raise DamagedCheckpointError(f"checkpoint file {file.path} was changed")
+    return dict(json.loads(content))

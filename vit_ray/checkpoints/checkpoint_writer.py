@@ -142,7 +142,14 @@ Gather = Callable[[Part], list[Part]]
 
 
 class CheckpointWriter:
-    """Writes one rank's part of each checkpoint; rank 0 commits it, and removes old ones."""
+    """Writes one rank's part of each checkpoint; rank 0 commits it, and removes old ones.
+
+    Args:
+        notify: called with kind, text and step of an event for the run's history.
+        lock_number: the driver's lock of the run; None = there is none.
+        gather: of all ranks that write; one writes alone.
+        resumed: the checkpoint that the run goes on from.
+    """
 
     def __init__(
         self,
@@ -153,13 +160,6 @@ class CheckpointWriter:
         gather: Gather = lambda part: [part],
         resumed: Checkpoint | None = None,
     ) -> None:
-        """
-        Args:
-            notify: called with kind, text and step of an event for the run's history.
-            lock_number: the driver's lock of the run; None = there is none.
-            gather: of all ranks that write; one writes alone.
-            resumed: the checkpoint that the run goes on from.
-        """
         self._run_folder, self._keep, self._notify = run_folder, keep, notify
         self._lock_number, self._gather = lock_number, gather
         self._num_failed = 0

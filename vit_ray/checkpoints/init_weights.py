@@ -59,7 +59,7 @@ _WEIGHT_FILES = (".npz", ".safetensors")
 # A remote file is fetched in pieces, so that a fault costs one of them.
 _PIECE_BYTES = 64 * 2**20
 # Of a remote file whose names and shapes are looked at: those of small tensors lie side by side.
-LOOK_BYTES: Final = 8 * 2**10
+_LOOK_BYTES: Final = 8 * 2**10
 SCHEME: Final = "hf://"
 # Nothing that could run code, and only the weights of the model itself.
 _WANTED: Final = [
@@ -368,7 +368,7 @@ def read_weight_file(location: Location, has_values: bool) -> WeightFile:
 
     def open_there(path: Path) -> IO[bytes]:
         """The remote file, in the same folder, that a local file of this name stands for."""
-        return io.BufferedReader(_beside(location, path.name).open(), LOOK_BYTES)
+        return io.BufferedReader(_beside(location, path.name).open(), _LOOK_BYTES)
 
     with tempfile.TemporaryDirectory() as folder:
         here, name = Path(folder), PurePosixPath(location.path).name

@@ -116,11 +116,6 @@ class StateShape:
         """Bytes of one weight as the model computes with it."""
         return 2 if self.precision == "bf16" else 4
 
-    @property
-    def reduce_bucket(self) -> int:
-        """Gradients that are summed at a time, as the engine sets it."""
-        return reduce_bucket(self.num_parameters, self.largest_parameter)
-
 
 def state_memory(shape: StateShape, activation_bytes: int = 0) -> MemoryEstimate:
     """Memory of the state, and of one micro-batch on top of it.
@@ -133,6 +128,7 @@ def state_memory(shape: StateShape, activation_bytes: int = 0) -> MemoryEstimate
     """
     trained, stage, size = shape.num_parameters, shape.stage, shape.world_size
     everything, sent = trained + shape.num_frozen, shape.weight_bytes
+    bucket = reduce_bucket(trained, shape.largest_parameter)
     # fp32 without ZeRO steps the weights themselves; everything else keeps masters apart.
     masters = 4 if shape.precision == "bf16" or stage > 0 else 0
     share = [1.0 if stage < sharded_from else 1 / size for sharded_from in range(4)]
@@ -142,10 +138,10 @@ def state_memory(shape: StateShape, activation_bytes: int = 0) -> MemoryEstimate
     elif stage < 3:  # buckets that gradients are summed in; of two, one is filled meanwhile
         held = 4 if stage == 1 else sent  # stage 1 fills its buckets from fp32 sums
         copied = held + (sent if held != sent else 0)
-        backward = shape.reduce_bucket * (held * min(size, 2) + copied)
+        backward = bucket * (held * min(size, 2) + copied)
     else:  # and the gathered weights; a single worker computes with its shard directly
         gathered = min(everything, GATHERED_ELEMENTS + shape.largest_parameter) if size > 1 else 0
-        backward = (2 * shape.reduce_bucket + gathered) * sent
+        backward = (2 * bucket + gathered) * sent
     # Copies of a worker's share of the gradients, in fp32 to apply.
     in_step = 0.0 if stage == 0 or shape.offload else 4 * trained / size
     # Averages are sharded under every stage (`training/training_state.py`).

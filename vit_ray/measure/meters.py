@@ -22,12 +22,15 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceTimes:
-    """Adds up the time that a device takes for what it is given in the blocks."""
+    """Adds up the time that a device takes for what it is given in the blocks.
+
+    Args:
+        clock: of a device that works while the host waits, a CPU.
+    """
 
     def __init__(
         self, device: torch.device, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """`clock`: of a device that works while the host waits, a CPU."""
         self._is_cuda, self._clock = device.type == "cuda", clock
         self._spans: list[tuple[Any, Any]] = []
 

@@ -38,7 +38,11 @@ from vit_ray.training.training_state import TrainingState
 
 
 class DeepSpeedEngine:
-    """One worker's part of a DeepSpeed run."""
+    """One worker's part of a DeepSpeed run.
+
+    It wraps a model whose weights must already be those to start from. The process group must
+    exist; all ranks build their engines together.
+    """
 
     def __init__(
         self,
@@ -50,10 +54,6 @@ class DeepSpeedEngine:
         accumulation_steps: int,
         loss_function: LossFunction,
     ) -> None:
-        """Wrap `model`, whose weights must already be those to start from.
-
-        The process group must exist; all ranks build their engines together.
-        """
         self._loss_function = loss_function
         # Modules that an objective does not train are left out of a checkpoint, unlike frozen
         # parts.

@@ -95,10 +95,13 @@ class Ending(Enum):
 
 
 class EvaluationCutError(Exception):
-    """An evaluation was stopped between two batches, on all ranks, so that the run can be saved."""
+    """An evaluation was stopped between two batches, on all ranks, so that the run can be saved.
+
+    Attributes:
+        is_stopping: a rank was asked to stop; otherwise one wants a checkpoint at once.
+    """
 
     def __init__(self, *, is_stopping: bool) -> None:
-        """`is_stopping`: a rank was asked to stop; otherwise one wants a checkpoint at once."""
         super().__init__("the evaluation was interrupted")
         self.is_stopping = is_stopping
 

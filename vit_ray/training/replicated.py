@@ -18,6 +18,12 @@ class ReplicatedOptimizer:
     """Steps fp32 masters of all weights by torch's optimizer; DeepSpeed uses it as its optimizer.
 
     fp32 weights are their own masters. Masters collect the gradients of the passes.
+
+    Args:
+        weights: those of the groups of `optimizer`, in the order of the forward pass.
+        optimizer: has made no step yet; its groups become those of the masters.
+        bucket_elements: most in one sum, unless a single weight has more.
+        is_last_pass: whether the current pass is the last one before a step.
     """
 
     def __init__(
@@ -30,13 +36,6 @@ class ReplicatedOptimizer:
         bucket_elements: int,
         is_last_pass: Callable[[], bool],
     ) -> None:
-        """Take over the groups of `optimizer`, which has made no step yet.
-
-        Args:
-            weights: those of the groups, in the order of the forward pass.
-            bucket_elements: most in one sum, unless a single weight has more.
-            is_last_pass: whether the current pass is the last one before a step.
-        """
         self.optimizer = optimizer
         self.masters: dict[nn.Parameter, Tensor] = {
             w: w if w.dtype == torch.float32 else w.detach().float() for w in weights

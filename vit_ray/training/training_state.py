@@ -203,6 +203,11 @@ class WeightAverage:
 class TrainingState:
     """Master weights, optimizer state and averages that one rank of a DeepSpeed engine holds.
 
+    Args:
+        names: of the trained parameters.
+        frozen: names of those that the recipe keeps fixed.
+        exact: the weights of all of them to start from, in fp32.
+
     Attributes:
         owned: fragments that only this rank saves and averages.
     """
@@ -218,12 +223,6 @@ class TrainingState:
         optim: OptimConfig,
         guard: StepGuard,
     ) -> None:
-        """Start from `exact`: the weights of all parameters, trained and frozen, in fp32.
-
-        Args:
-            names: of the trained parameters.
-            frozen: names of those that the recipe keeps fixed.
-        """
         self.shapes = {name: list(values.shape) for name, values in exact.items()}
         self._engine, self._guard = engine, guard
         self._names, self._frozen_names = names, frozen

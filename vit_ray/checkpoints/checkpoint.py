@@ -229,10 +229,10 @@ class Checkpoint:
         import torch
 
         shapes = self.position.shapes  # which files that are there fill: memory is asked for once
-        found = {name: torch.empty(shape).view(-1) for name, shape in shapes.items()}
+        weights = {name: torch.empty(shape).view(-1) for name, shape in shapes.items()}
         kind = AVERAGE if averaged else WEIGHT
-        self.fill((kind, name, 0, values) for name, values in found.items())
-        return {name: values.view(shapes[name]) for name, values in found.items()}
+        self.fill((kind, name, 0, values) for name, values in weights.items())
+        return {name: values.view(shapes[name]) for name, values in weights.items()}
 
     def fill(self, entries: Iterable[Entry]) -> None:
         """Copy saved values into the tensors of `entries`, however they were cut when saved.

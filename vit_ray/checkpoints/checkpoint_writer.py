@@ -249,8 +249,8 @@ class CheckpointWriter:
                 _delete(folder, [file.name for part in parts for file in part.files])
                 if folder.is_local:  # in a store a folder is gone with its last file
                     os.rmdir(folder.path)  # but not with what lay there before
-            told = "; ".join(f"rank {rank}: {error}" for rank, error in failed[:_MOST_TOLD])
-            raise OSError(f"not whole: {len(failed)} of {len(parts)} workers failed: {told}")
+            reasons = "; ".join(f"rank {rank}: {error}" for rank, error in failed[:_MOST_TOLD])
+            raise OSError(f"not whole: {len(failed)} of {len(parts)} workers failed: {reasons}")
         files = [file for part in parts for file in part.files]
         marker = commit(folder, files, snapshot.position.to_json())
         self._committed = snapshot.position.step, marker.sha256

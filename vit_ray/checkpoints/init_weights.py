@@ -274,13 +274,13 @@ def find_weight_file(path: str) -> Location | None:
         return location
     names = (FOLDER_WEIGHTS, FOLDER_INDEX, weights_file("jax"))
     inside = (location.child(name) for name in names)
-    found = next((file for file in inside if file.exists()), None)
-    if found is None and path.startswith(SCHEME):
+    weight_file = next((file for file in inside if file.exists()), None)
+    if weight_file is None and path.startswith(SCHEME):
         raise ValueError(
             f"{path!r}: the repository has no {FOLDER_WEIGHTS}; other formats can run "
             "code and are not read"
         )
-    return found
+    return weight_file
 
 
 def published_use(path: str) -> dict[str, Any] | None:
@@ -321,10 +321,10 @@ def _model_section(config: dict[str, Any]) -> dict[str, Any] | None:
     if config.get("model_type") == "bit":
         factor = config.get("embedding_size", 64) // 64
         return {"name": "ResNet", "stages": config.get("depths"), "width_factor": factor}
-    found = {"name": "ViT", "image_size": 224, "pool": "cls", **model_options(config)}
-    if config.get("model_type", "vit") == "vit" and set(found) >= _SIZES:
+    options = {"name": "ViT", "image_size": 224, "pool": "cls", **model_options(config)}
+    if config.get("model_type", "vit") == "vit" and set(options) >= _SIZES:
         no_keys = ("grid", "norm_layer", "pooler_act")
-        return {key: value for key, value in found.items() if key not in no_keys}
+        return {key: value for key, value in options.items() if key not in no_keys}
     name = str(config.get("architecture"))
     return {"name": name} if canonical_model(name)[0] != name else None
 

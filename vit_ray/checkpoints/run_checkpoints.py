@@ -52,8 +52,8 @@ class NoUsableCheckpointError(ValueError):
 def list_checkpoints(run_folder: Location) -> list[tuple[int, Location]]:
     """(step, folder) of everything that looks like a checkpoint, newest first."""
     matches = [(_STEP.fullmatch(name), name) for name in run_folder.list_folders()]
-    found = [(int(match[1]), run_folder.child(name)) for match, name in matches if match]
-    return sorted(found, key=lambda item: item[0], reverse=True)
+    folders = [(int(match[1]), run_folder.child(name)) for match, name in matches if match]
+    return sorted(folders, key=lambda item: item[0], reverse=True)
 
 
 def newest_checkpoint(
@@ -78,7 +78,7 @@ def newest_checkpoint(
                 # A network disk may show the newest marker late, a store does not.
                 is_newest = folder.is_local and folder == listed[0][1]
                 may_be_late = is_newest and not folder.child(_GIVEN_UP).exists()
-                found = (
+                checkpoint = (
                     _late_checkpoint(folder, step, late_s)
                     if may_be_late
                     else checkpoint_of_step(folder, step)
@@ -88,7 +88,7 @@ def newest_checkpoint(
                 continue
             for reason in reasons:
                 warn(reason)
-            return found
+            return checkpoint
         # The run may be active: what it has removed since was followed by a newer one.
         if list_checkpoints(run_folder) == listed:
             for reason in reasons:
@@ -117,12 +117,12 @@ def checkpoint_of_step(folder: Location, step: int) -> Checkpoint:
     Raises:
         ValueError: as `read_checkpoint`; DamagedCheckpointError: it is of another step.
     """
-    found = read_checkpoint(folder)
-    if found.position.step != step:
+    checkpoint = read_checkpoint(folder)
+    if checkpoint.position.step != step:
         raise DamagedCheckpointError(
-            f"checkpoint {folder.path} is of step {found.position.step}, unlike its name"
+            f"checkpoint {folder.path} is of step {checkpoint.position.step}, unlike its name"
         )
-    return found
+    return checkpoint
 
 
 def checkpoint_to_resume(
@@ -139,8 +139,8 @@ def checkpoint_to_resume(
     """
     reasons: list[str] = []
     late_s = checkpoint_format.READ_AGAIN_S
-    found = newest_checkpoint(run_folder, reasons.append, below, late_s)
-    if found is None and (below is not None or has_had_checkpoints(run_folder)):
+    checkpoint = newest_checkpoint(run_folder, reasons.append, below, late_s)
+    if checkpoint is None and (below is not None or has_had_checkpoints(run_folder)):
         gone = "their folders are gone" if below is None else f"none is older than step {below}"
         raise NoUsableCheckpointError(
             f"run {run_folder.path} has had checkpoints, and none of them can be used: "
@@ -149,7 +149,7 @@ def checkpoint_to_resume(
         )
     for reason in reasons:
         warn(reason)
-    return found
+    return checkpoint
 
 
 def has_had_checkpoints(run_folder: Location) -> bool:
@@ -186,10 +186,10 @@ def give_up_checkpoints(run_folder: Location, warn: Warn) -> None:
         ValueError: one of them can be used.
     """
     below: int | None = None
-    while (found := newest_checkpoint(run_folder, warn, below)) is not None:
-        below = found.position.step
+    while (checkpoint := newest_checkpoint(run_folder, warn, below)) is not None:
+        below = checkpoint.position.step
         try:
-            found.verify()
+            checkpoint.verify()
         except DamagedCheckpointError as error:
             warn(f"{error}; given up, its {COMMIT} is renamed to {_GIVEN_UP}")
         else:
@@ -242,18 +242,18 @@ def read_weights(path: str, averaged: bool | None) -> tuple[Checkpoint, dict[str
         ValueError: as `find_weights`, or the weights are damaged of a checkpoint that `path` names
             itself, or of the best one.
     """
-    found = find_weights(path)
+    checkpoint = find_weights(path)
     while True:
         try:
-            return found, found.weights(averaged=found.takes_average(averaged))
+            return checkpoint, checkpoint.weights(averaged=checkpoint.takes_average(averaged))
         except DamagedCheckpointError as error:
-            is_chosen = RESULT_STEP in found.position.progress.metrics
-            if is_chosen or found.folder == locate(path):
+            is_chosen = RESULT_STEP in checkpoint.position.progress.metrics
+            if is_chosen or checkpoint.folder == locate(path):
                 raise
             logger.warning("%s; passed over", error)
-        older = checkpoint_to_resume(locate(path), below=found.position.step)
+        older = checkpoint_to_resume(locate(path), below=checkpoint.position.step)
         assert older is not None, "an error says that there is none"
-        found = older
+        checkpoint = older
 
 
 def find_weights(path: str) -> Checkpoint:

@@ -127,27 +127,27 @@ def state_memory(shape: StateShape, activation_bytes: int = 0) -> MemoryEstimate
         activation_bytes: most that are alive in forward and backward pass.
     """
     trained, stage, size = shape.num_parameters, shape.stage, shape.world_size
-    everything, sent = trained + shape.num_frozen, shape.weight_bytes
+    all_weights, weight_bytes = trained + shape.num_frozen, shape.weight_bytes
     bucket = reduce_bucket(trained, shape.largest_parameter)
     # fp32 without ZeRO steps the weights themselves; everything else keeps masters apart.
     masters = 4 if shape.precision == "bf16" or stage > 0 else 0
     share = [1.0 if stage < sharded_from else 1 / size for sharded_from in range(4)]
     optimizer = trained * (shape.moment_bytes + masters) * share[1]
     if stage == 0:
-        backward = trained * sent if size > 1 else 0.0
+        backward = trained * weight_bytes if size > 1 else 0.0
     elif stage < 3:  # buckets that gradients are summed in; of two, one is filled meanwhile
-        held = 4 if stage == 1 else sent  # stage 1 fills its buckets from fp32 sums
-        copied = held + (sent if held != sent else 0)
-        backward = bucket * (held * min(size, 2) + copied)
+        summed_bytes = 4 if stage == 1 else weight_bytes  # stage 1 fills its buckets from fp32 sums
+        copied_bytes = summed_bytes + (weight_bytes if summed_bytes != weight_bytes else 0)
+        backward = bucket * (summed_bytes * min(size, 2) + copied_bytes)
     else:  # and the gathered weights; a single worker computes with its shard directly
-        gathered = min(everything, GATHERED_ELEMENTS + shape.largest_parameter) if size > 1 else 0
-        backward = (2 * bucket + gathered) * sent
+        gathered = min(all_weights, GATHERED_ELEMENTS + shape.largest_parameter) if size > 1 else 0
+        backward = (2 * bucket + gathered) * weight_bytes
     # Copies of a worker's share of the gradients, in fp32 to apply.
     in_step = 0.0 if stage == 0 or shape.offload else 4 * trained / size
     # Averages are sharded under every stage (`training/training_state.py`).
     averages = 4 * trained / size if shape.has_average and not shape.offload else 0.0
     return MemoryEstimate(
-        weights=everything * sent * share[3] / GIB,
+        weights=all_weights * weight_bytes * share[3] / GIB,
         gradients=trained * 4 * share[2] / GIB,
         optimizer=0.0 if shape.offload else optimizer / GIB,
         averages=averages / GIB,

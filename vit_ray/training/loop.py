@@ -291,8 +291,8 @@ class TrainingLoop:
             self._skipped.append(progress.step - 1)
             if self._largest is None or grad_norm > self._largest.grad_norm:
                 # On the host: the device has no memory for a second batch until the next log.
-                kept = {**batch, "image": as_tensor(batch["image"]).cpu()}
-                self._largest = SkippedStep(progress.step - 1, grad_norm, norm_limit, kept)
+                batch_on_host = {**batch, "image": as_tensor(batch["image"]).cpu()}
+                self._largest = SkippedStep(progress.step - 1, grad_norm, norm_limit, batch_on_host)
         elif math.isfinite(mean_loss) and not refused:
             progress.nonfinite_steps = 0
         else:

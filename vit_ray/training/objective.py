@@ -230,13 +230,13 @@ def draw_mixing(
     cut = is_cut < cut_fraction
     alpha = torch.where(cut, config.cutmix, config.mixup).double()
     share = symmetric_beta(alpha, *shape)
-    kept = []
+    outer = []
     for length, centre in zip(size, (row, column), strict=True):
         half = (length * torch.sqrt(1.0 - share)).floor() // 2
         middle = (centre * length).floor()
         place = torch.arange(length, device=share.device)
-        kept.append((place < (middle - half)[:, None]) | (place >= (middle + half)[:, None]))
-    outside = kept[0][:, :, None] | kept[1][:, None, :]  # (P, H, W), false in the box
+        outer.append((place < (middle - half)[:, None]) | (place >= (middle + half)[:, None]))
+    outside = outer[0][:, :, None] | outer[1][:, None, :]  # (P, H, W), false in the box
     weight = torch.where(cut[:, None, None], outside.double(), share[:, None, None])
     own_share = torch.where(cut, outside.double().mean((1, 2)), share)
     return Mixing(weight.float(), own_share.float().repeat_interleave(2))

@@ -44,8 +44,8 @@ class Fragment:
 
     def state(self, optimizer_state: dict[Any, dict[str, Any]], key: str) -> Tensor:
         """View (n,) of one kind of optimizer state."""
-        whole = optimizer_state[self.owner][key].view(-1)
-        return whole.narrow(0, self.offset, self.weight.numel())
+        flat = optimizer_state[self.owner][key].view(-1)
+        return flat.narrow(0, self.offset, self.weight.numel())
 
 
 def local_fragments(engine: Any, names: dict[nn.Parameter, str]) -> list[Fragment]:
@@ -55,7 +55,7 @@ def local_fragments(engine: Any, names: dict[nn.Parameter, str]) -> list[Fragmen
         engine: an initialized DeepSpeed engine.
         names: each trained parameter of the module and its name.
     """
-    stage, optimizer, found = engine.zero_optimization_stage(), engine.optimizer, []
+    stage, optimizer, fragments = engine.zero_optimization_stage(), engine.optimizer, []
     for parameter, name in names.items():
         if stage == 0:
             place: Place | None = Place(0, optimizer.masters[parameter], 0, parameter.numel())
@@ -63,8 +63,8 @@ def local_fragments(engine: Any, names: dict[nn.Parameter, str]) -> list[Fragmen
             place = place_of(optimizer, parameter, stage, engine.global_rank)
         if place is not None:
             weight = place.owner.data.view(-1).narrow(0, place.offset, place.size)
-            found.append(Fragment(name, place.start, weight, place.owner, place.offset))
-    return found
+            fragments.append(Fragment(name, place.start, weight, place.owner, place.offset))
+    return fragments
 
 
 def owned_fragments(
@@ -102,15 +102,15 @@ def frozen_fragments(
         names: parameters of the module, and their names.
         exact: their first values, unsharded, by name.
     """
-    found = []
+    fragments = []
     for name in names.values():
         values = exact[name].reshape(-1)
         per_rank = -(-len(values) // engine.world_size)
         start = engine.global_rank * per_rank
         share = values[start : start + per_rank].to("cpu", torch.float32, copy=True)
         if len(share):
-            found.append(Fragment(name, start, share, share, 0))
-    return found
+            fragments.append(Fragment(name, start, share, share, 0))
+    return fragments
 
 
 def weights_by_name(fragments: list[Fragment], values: list[Tensor]) -> Parts:
@@ -299,9 +299,9 @@ class TrainingState:
             damage = str(error)
         (last,) = all_max([rank if damage else -1.0], device)
         if last >= 0:  # a rank that has found damage tells the others
-            told = [damage]
-            dist.broadcast_object_list(told, src=int(last), device=device)
-            raise DamagedCheckpointError(told[0])
+            damages = [damage]
+            dist.broadcast_object_list(damages, src=int(last), device=device)
+            raise DamagedCheckpointError(damages[0])
 
     def owned_entries(self) -> Iterator[Entry]:
         """What only this rank saves, as views of the state."""

@@ -71,6 +71,7 @@ def newest_checkpoint(
     """
     while True:
         listed, reasons = list_checkpoints(run_folder), list[str]()
+        checkpoint: Checkpoint | None = None
         for step, folder in listed:
             if below is not None and step >= below:
                 continue
@@ -83,17 +84,14 @@ def newest_checkpoint(
                     if may_be_late
                     else checkpoint_of_step(folder, step)
                 )
+                break
             except _NO_GOOD as error:
                 reasons.append(f"{error}; passed over")
-                continue
+        # The run may be active: what it has removed since was followed by a newer one.
+        if checkpoint is not None or list_checkpoints(run_folder) == listed:
             for reason in reasons:
                 warn(reason)
             return checkpoint
-        # The run may be active: what it has removed since was followed by a newer one.
-        if list_checkpoints(run_folder) == listed:
-            for reason in reasons:
-                warn(reason)
-            return None
 
 
 def _late_checkpoint(folder: Location, step: int, late_s: float) -> Checkpoint:

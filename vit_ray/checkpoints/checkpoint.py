@@ -9,6 +9,7 @@ position. These no longer change: an evaluation after it is noted in a file of i
 from __future__ import annotations
 
 import logging
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -211,8 +212,7 @@ class Checkpoint:
             read_file(self.folder, file)
 
     def has_average(self) -> bool:
-        kinds = {kind for file in self.files for _, kind, *_ in file.fragments()}
-        return AVERAGE in kinds
+        return any(kind == AVERAGE for file in self.files for _, kind, *_ in file.fragments())
 
     def takes_average(self, averaged: bool | None) -> bool:
         """Whether averaged weights are meant; None = if it has any.
@@ -243,12 +243,11 @@ class Checkpoint:
             DamagedCheckpointError: some element of a tensor was not in the checkpoint, or a file
                 is not what was written.
         """
-        wanted: dict[tuple[str, str], list[tuple[int, Tensor]]] = {}
+        wanted: dict[tuple[str, str], list[tuple[int, Tensor]]] = defaultdict(list)
+        missing: Counter[str] = Counter()
         for kind, name, start, target in entries:
-            wanted.setdefault((kind, name), []).append((start, target))
-        missing = dict.fromkeys((kind for kind, _ in wanted), 0)
-        for (kind, _), targets in wanted.items():
-            missing[kind] += sum(target.numel() for _, target in targets)
+            wanted[kind, name].append((start, target))
+            missing[kind] += target.numel()
         for file in self.files:
             copies = []
             for key, kind, name, start, count in file.fragments():

@@ -342,8 +342,9 @@ def published_classes(path: str) -> tuple[str, ...] | None:
     labels = settings.get("id2label") or settings.get("label_names")
     if isinstance(labels, dict):
         labels = [labels.get(str(index)) for index in range(len(labels))]
-    is_list = isinstance(labels, list) and bool(labels)
-    if not is_list or not all(isinstance(label, str) for label in labels):
+    if not isinstance(labels, list) or not labels:
+        return None
+    if not all(isinstance(label, str) for label in labels):
         return None
     is_placeholder = all(label == f"LABEL_{index}" for index, label in enumerate(labels))
     return None if is_placeholder else tuple(labels)

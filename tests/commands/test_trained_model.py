@@ -18,9 +18,7 @@ from tests.models.small import FAMILIES, TINY_VIT, small_model, some_images
 from tests.trained_runs import tiny_recipe, write_run
 from vit_ray.checkpoints import init_weights
 from vit_ray.checkpoints.init_weights import initialize_weights, planned_load
-from vit_ray.commands.trained.export import export
-from vit_ray.commands.trained.inspect import inspect, read_images
-from vit_ray.commands.trained.trained_model import load_trained_model
+from vit_ray.commands.trained_model import export, inspect, load_trained_model, read_images
 from vit_ray.config.training_sections import ModelConfig
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.positions import resize_table

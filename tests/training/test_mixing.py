@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from tests.recipes import recipe_with
 from vit_ray.config.training_sections import TrainConfig
-from vit_ray.launch.cluster.cluster_checks import check_batch
+from vit_ray.launch.resolved_run import check_batch
 from vit_ray.training.memory_estimate import largest_micro_batch
 from vit_ray.training.objective import (
     Mixing,

@@ -36,7 +36,7 @@ from vit_ray.data.augment import augmentation_of
 from vit_ray.data.crops import BadImageError, UInt8Array, crop_of, pixels_of
 from vit_ray.data.dataset import Manifest
 from vit_ray.data.orientation import orientation_of, turned_pixels
-from vit_ray.launch.inputs.dataset import Sample
+from vit_ray.launch.dataset import Sample
 from vit_ray.launch.named_run import where_it_lies
 from vit_ray.models import build_model
 from vit_ray.own_parts import trust_named

@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from joblib import cpu_count
 
-from vit_ray.commands.plans.plan import (
+from vit_ray.commands.plan import (
     PlannedCluster,
     TrainingFacts,
     data_facts,
@@ -26,7 +26,7 @@ from vit_ray.experiments.search_space import (
     sweep_of,
     trial_recipe,
 )
-from vit_ray.launch.cluster.cluster_checks import check_batch
+from vit_ray.launch.resolved_run import check_batch
 from vit_ray.training.memory_estimate import (
     estimate_memory,
     forward_pass,

@@ -105,13 +105,14 @@ def test_the_state_is_that_of_deepspeed_on_two_ranks(precision, stage, monkeypat
     monkeypatch.setattr(memory, "START_S", START_S)
     recipe = vit(2, 16, precision=precision, zero_stage=stage, global_batch_size=8)
     shape = state_shape(recipe, 5, 2)
-    memory = state_memory(shape)
-    state = (memory.weights + memory.gradients + memory.optimizer) * GIB
+    bucket = memory.reduce_bucket(shape.num_parameters, shape.largest_parameter)
+    planned = state_memory(shape)
+    state = (planned.weights + planned.gradients + planned.optimizer) * GIB
     # What is in the buffers when a pass ends: sums on their way, and the last bucket.
     if stage == 0:
         state += shape.num_parameters * shape.weight_bytes
     if stage in (1, 3):
-        state += shape.reduce_bucket * (4 if stage == 1 else shape.weight_bytes)
+        state += bucket * (4 if stage == 1 else shape.weight_bytes)
     assert run_ranks(2, held_bytes, recipe)[0] == pytest.approx(state, rel=0.01)
 
 
@@ -139,26 +140,27 @@ def held_bytes(rank: int, recipe: Recipe) -> int:
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize(("prefetch", "held"), [(70_000, 200_000), (200_000, 600_000), (0, 10**9)])
 def test_stage_3_gathers_and_holds_what_the_plan_says(prefetch, held, monkeypatch):
-    monkeypatch.setattr(memory, "HELD", held)
+    monkeypatch.setattr(memory, "GATHERED_ELEMENTS", held)
     recipe = vit(4, 16, precision="bf16", zero_stage=3, global_batch_size=8)
     shape = state_shape(recipe, 5, 2)
+    bucket = memory.reduce_bucket(shape.num_parameters, shape.largest_parameter)
     most_held, config = run_ranks(2, measure_gathering, recipe, prefetch, held)[0]
     assert config == {
         "prefetch_bucket_size": prefetch,
         "max_live_parameters": held,
         "max_reuse_distance": 2 * held,
         "param_persistence_threshold": 0,
-        "reduce_bucket_size": shape.reduce_bucket,
+        "reduce_bucket_size": bucket,
     }
     buffers = state_memory(shape).buffers * GIB / shape.weight_bytes
-    assert most_held == pytest.approx(buffers - 2 * shape.reduce_bucket, rel=0.01)
+    assert most_held == pytest.approx(buffers - 2 * bucket, rel=0.01)
 
 
 def measure_gathering(
     rank: int, recipe: Recipe, prefetch: int, held: int
 ) -> tuple[int, dict[str, int]]:
     """Most gathered elements in a usual step of stage 3, and what DeepSpeed takes for its sizes."""
-    memory.PREFETCH, memory.HELD = prefetch, held  # type: ignore[misc]
+    memory.PREFETCH_ELEMENTS, memory.GATHERED_ELEMENTS = prefetch, held  # type: ignore[misc]
     engine = _engine(recipe)
     for _ in range(2):  # its first step records the order of the layers
         for _ in range(PASSES):

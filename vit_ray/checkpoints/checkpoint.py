@@ -9,9 +9,13 @@ position. These no longer change: an evaluation after it is noted in a file of i
 from __future__ import annotations
 
 import logging
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from vit_ray.checkpoints.checkpoint_format import (
     AVERAGE,
@@ -30,15 +34,17 @@ from vit_ray.checkpoints.checkpoint_format import (
 from vit_ray.metric_names import DEV_LOSS, EVAL_LOSS, averaged_key
 from vit_ray.storage import Location, read_again
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # torch takes seconds to import
     from torch import Tensor
 
-    Entry = tuple[str, str, int, Tensor]
-    """Kind, parameter, start in it, and values (n,) to be filled."""
+# Kind, parameter, start in it, and values (n,) to be filled.
+Entry = tuple[str, str, int, "Tensor"]
 
 # In a checkpoint's folder: the run's progress after an evaluation. In a run's folder: that it has
 # had a checkpoint, or before the first the id of its training.
 PROGRESS: Final = "progress.json"
+# Bits of a digest of samples, by parts.
+_PARTS: Final = (0, 16, 32, 48)
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +68,7 @@ class Progress:
         skipped_steps: steps that were refused by `train.skip_above`.
         recent_norms: gradient norms of the last steps, which `train.skip_above` compares with.
         samples_digest: of the samples that the ranks received since `digest_from`
-            (`checkpoints/sample_digest.py`), 16 hexadecimal digits; empty before the first
+            (`samples_digest`), 16 hexadecimal digits; empty before the first
             checkpoint.
         digest_from: first 0-based step of the digest, which ends before `step`: 0, or where the run
             was resumed with another recipe or data set, or from a checkpoint without a digest.
@@ -206,8 +212,7 @@ class Checkpoint:
             read_file(self.folder, file)
 
     def has_average(self) -> bool:
-        kinds = {kind for file in self.files for _, kind, *_ in file.fragments()}
-        return AVERAGE in kinds
+        return any(kind == AVERAGE for file in self.files for _, kind, *_ in file.fragments())
 
     def takes_average(self, averaged: bool | None) -> bool:
         """Whether averaged weights are meant; None = if it has any.
@@ -224,10 +229,10 @@ class Checkpoint:
         import torch
 
         shapes = self.position.shapes  # which files that are there fill: memory is asked for once
-        found = {name: torch.empty(shape).view(-1) for name, shape in shapes.items()}
+        weights = {name: torch.empty(shape).view(-1) for name, shape in shapes.items()}
         kind = AVERAGE if averaged else WEIGHT
-        self.fill((kind, name, 0, values) for name, values in found.items())
-        return {name: values.view(shapes[name]) for name, values in found.items()}
+        self.fill((kind, name, 0, values) for name, values in weights.items())
+        return {name: values.view(shapes[name]) for name, values in weights.items()}
 
     def fill(self, entries: Iterable[Entry]) -> None:
         """Copy saved values into the tensors of `entries`, however they were cut when saved.
@@ -238,12 +243,11 @@ class Checkpoint:
             DamagedCheckpointError: some element of a tensor was not in the checkpoint, or a file
                 is not what was written.
         """
-        wanted: dict[tuple[str, str], list[tuple[int, Tensor]]] = {}
+        wanted: dict[tuple[str, str], list[tuple[int, Tensor]]] = defaultdict(list)
+        missing: Counter[str] = Counter()
         for kind, name, start, target in entries:
-            wanted.setdefault((kind, name), []).append((start, target))
-        missing = dict.fromkeys((kind for kind, _ in wanted), 0)
-        for (kind, _), targets in wanted.items():
-            missing[kind] += sum(target.numel() for _, target in targets)
+            wanted[kind, name].append((start, target))
+            missing[kind] += target.numel()
         for file in self.files:
             copies = []
             for key, kind, name, start, count in file.fragments():
@@ -308,3 +312,38 @@ def copy_checkpoint(
     for file in marker.files:
         target.child(file.name).write(read_file(source, file))
     note_commit(target, commit(target, marker.files, position.to_json()).sha256)
+
+
+def samples_digest(first_place: int, samples: NDArray[np.int64]) -> int:
+    """64 bits of which sample stood at which place of which step, for consecutive samples.
+
+    It is a sum of hashes, so that the digests of ranks, and of steps, add up in any order.
+
+    Args:
+        first_place: step x global batch size + place in the batch, of the first.
+    """
+    places = np.arange(first_place, first_place + len(samples), dtype=np.uint64)
+    return int(_mix(_mix(places) ^ samples.astype(np.uint64)).sum(dtype=np.uint64))
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's output function (Steele et al. 2014): any two inputs have unlike outputs."""
+    mixed = values + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def add_digests(*digests: int) -> int:
+    """The digest of the samples of all of them."""
+    return sum(digests) % (1 << 64)
+
+
+def to_floats(digest: int) -> list[float]:
+    """Parts of 16 bits, whose sums over up to 2^37 ranks are exact in float64."""
+    return [float(digest >> shift & 0xFFFF) for shift in _PARTS]
+
+
+def of_floats(sums: list[float]) -> int:
+    """The digest from its parts, or from sums of the parts of several ranks."""
+    return add_digests(*(int(part) << shift for part, shift in zip(sums, _PARTS, strict=True)))

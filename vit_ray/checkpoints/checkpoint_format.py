@@ -15,15 +15,12 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from vit_ray.storage import Location, read_again, with_retries
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     # Torch takes seconds to import: where tensors are read, and not where a driver asks which
     # checkpoint its run continues from.
     from torch import Tensor
@@ -128,40 +125,43 @@ def read_marker(folder: Location) -> Marker:
         DamagedCheckpointError: it was committed, and its files are not what was written.
         ValueError: it has another format.
     """
+
+    def read() -> Marker:
+        sizes = {info.base_name: info.size for info in folder.list_files(recursive=False)}
+        if COMMIT not in sizes:
+            raise PartialCheckpointError(f"checkpoint {folder.path} has no {COMMIT}")
+        body = unsealed(folder.child(COMMIT))
+        if body.get("format_version") != FORMAT_VERSION:
+            raise ValueError(
+                f"checkpoint {folder.path} has format {body.get('format_version')}; this code "
+                f"reads format {FORMAT_VERSION} only; use the version of vit_ray that wrote it"
+            )
+        try:
+            files = [SavedFile(name, **facts) for name, facts in body["files"].items()]
+            for file in files:
+                where = f"checkpoint file {folder.path}/{file.name}"
+                size = sizes.get(file.name, "none")
+                if size != file.bytes:
+                    raise DamagedCheckpointError(
+                        f"{where}: {size} of the {file.bytes} bytes are there"
+                    )
+                count = sum(elements for *_, elements in file.fragments())
+                if FP32_BYTES * count > file.bytes:
+                    raise DamagedCheckpointError(
+                        f"{where} of {size} bytes cannot hold {count} elements"
+                    )
+            return Marker(files, dict(body["position"]), body["sha256"])
+        except DamagedCheckpointError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise DamagedCheckpointError(
+                f"checkpoint file {folder.path}/{COMMIT} is not what was written"
+            ) from None
+
     try:
-        return read_again(
-            lambda: _read_marker(folder), DamagedCheckpointError, pause_s=READ_AGAIN_S
-        )
+        return read_again(read, DamagedCheckpointError, pause_s=READ_AGAIN_S)
     except FileNotFoundError:
         raise PartialCheckpointError(f"checkpoint {folder.path} is being removed") from None
-
-
-def _read_marker(folder: Location) -> Marker:
-    sizes = {info.base_name: info.size for info in folder.list_files(recursive=False)}
-    if COMMIT not in sizes:
-        raise PartialCheckpointError(f"checkpoint {folder.path} has no {COMMIT}")
-    body = unsealed(folder.child(COMMIT))
-    if body.get("format_version") != FORMAT_VERSION:
-        raise ValueError(
-            f"checkpoint {folder.path} has format {body.get('format_version')}; this code reads "
-            f"format {FORMAT_VERSION} only; use the version of vit_ray that wrote it"
-        )
-    with _parsed(f"checkpoint file {folder.path}/{COMMIT} is not what was written"):
-        files = [SavedFile(name, **facts) for name, facts in body["files"].items()]
-        for file in files:
-            _check_size(folder, file, sizes.get(file.name))
-        return Marker(files, dict(body["position"]), body["sha256"])
-
-
-def _check_size(folder: Location, file: SavedFile, size: int | None) -> None:
-    """The file has its size, and its tensors are no more than it can hold."""
-    where = f"checkpoint file {folder.path}/{file.name}"
-    count = sum(elements for *_, elements in file.fragments())
-    if size != file.bytes:
-        found = "none" if size is None else size
-        raise DamagedCheckpointError(f"{where}: {found} of the {file.bytes} bytes are there")
-    if FP32_BYTES * count > file.bytes:
-        raise DamagedCheckpointError(f"{where} of {size} bytes cannot hold {count} elements")
 
 
 def read_file(folder: Location, file: SavedFile) -> bytes:
@@ -246,18 +246,6 @@ def unsealed(file: Location) -> dict[str, Any]:
         DamagedCheckpointError: it has changed.
     """
     content = file.read()
-    with _parsed(f"checkpoint file {file.path} was changed"):
-        if content != _with_seal(content[: -len(_with_seal(b""))]):  # byte for byte
-            raise ValueError
-        return dict(json.loads(content))
-
-
-@contextmanager
-def _parsed(damage: str) -> Iterator[None]:
-    """What cannot be parsed in the block has this damage."""
-    try:
-        yield
-    except DamagedCheckpointError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise DamagedCheckpointError(damage) from None
+    if content != _with_seal(content[: -len(_with_seal(b""))]):  # byte for byte
+        raise DamagedCheckpointError(f"checkpoint file {file.path} was changed")
+    return dict(json.loads(content))

@@ -1,21 +1,40 @@
-"""Writes checkpoints while training continues: reports failures, and removes old ones."""
+"""Snapshots of a run in host memory, and their writing to storage while training continues.
+
+A snapshot's copies have the layout of the files, so writing needs no other memory. The next
+snapshot reuses the memory: fresh pages cost four times as much as the copy itself. The writer
+reports failures, and removes old checkpoints.
+"""
 
 import contextlib
+import json
 import os
 import uuid
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+import torch
+from torch import Tensor
+
 from vit_ray.checkpoints.checkpoint import (
     Checkpoint,
+    Entry,
+    Position,
     Progress,
     folder_name,
     note_commit,
     write_progress,
 )
-from vit_ray.checkpoints.checkpoint_format import DamagedCheckpointError, SavedFile, commit
+from vit_ray.checkpoints.checkpoint_format import (
+    FP32_BYTES,
+    DamagedCheckpointError,
+    SavedFile,
+    commit,
+    part_of,
+    write_file,
+)
 from vit_ray.checkpoints.run_checkpoints import prune
 from vit_ray.config.cadence import is_due
 from vit_ray.config.training_sections import CheckpointConfig
@@ -26,6 +45,87 @@ from vit_ray.storage import Location
 
 MAX_FAILED_SAVES: Final = 3
 _MOST_TOLD: Final = 8  # ranks that are named when a save has failed
+# Of the values in a safetensors file: its header is padded with spaces.
+_ALIGNMENT: Final = 8
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One rank's part of a checkpoint in host memory.
+
+    Attributes:
+        tensors: number of elements by key, for each file that the rank has (`part_of`).
+        memory: the bytes of each file, uint8 (bytes,) on the CPU; its tensors are sorted by key.
+    """
+
+    rank: int
+    world_size: int
+    tensors: dict[str, dict[str, int]]
+    memory: dict[str, Tensor]
+    position: Position
+
+
+def take_snapshot(
+    entries: Iterable[Entry],
+    position: Position,
+    rank: int,
+    world_size: int,
+    memory: Mapping[str, Tensor] | None = None,
+) -> Snapshot:
+    """Copy this rank's state to host memory; training may continue as soon as this returns.
+
+    Args:
+        memory: of an earlier snapshot that is no longer read; it is overwritten where its size
+            fits, else new memory is taken.
+    """
+    values: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for kind, name, start, tensor in entries:
+        values[part_of(kind)][f"{kind}|{name}|{start}"] = tensor
+    copies = {part: _copy(of_part, (memory or {}).get(part)) for part, of_part in values.items()}
+    tensors = {
+        part: {key: tensor.numel() for key, tensor in of_part.items()}
+        for part, of_part in values.items()
+    }
+    return Snapshot(rank, world_size, tensors, copies, position)
+
+
+def write_snapshot(snapshot: Snapshot, folder: Location, token: str) -> list[SavedFile]:
+    """Write one rank's files.
+
+    Args:
+        token: of the save, in the names of its files.
+
+    Raises:
+        OSError: the storage does not take them.
+    """
+    owner = f"{snapshot.rank:05d}-of-{snapshot.world_size:05d}-{token}"
+    return [
+        write_file(folder, f"{part}-{owner}.safetensors", content.numpy().data, tensors)
+        for (part, content), tensors in zip(
+            snapshot.memory.items(), snapshot.tensors.values(), strict=True
+        )
+    ]
+
+
+def _copy(values: Mapping[str, Tensor], memory: Tensor | None) -> Tensor:
+    """The bytes of a safetensors file of these tensors, in fp32."""
+    counts = {key: values[key].numel() for key in sorted(values)}  # as safetensors sorts one dtype
+    described, first = {}, 0
+    for key, count in counts.items():
+        last = first + FP32_BYTES * count
+        described[key] = {"dtype": "F32", "shape": [count], "data_offsets": [first, last]}
+        first = last
+    text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    size = len(header) + first
+    if memory is None or memory.numel() != size:
+        memory = torch.empty(size, dtype=torch.uint8)
+    memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    places = torch.split(memory[len(header) :].view(torch.float32), list(counts.values()))
+    for key, place in zip(counts, places, strict=True):
+        place.copy_(values[key].detach())
+    return memory
 
 
 @dataclass(frozen=True)
@@ -42,7 +142,14 @@ Gather = Callable[[Part], list[Part]]
 
 
 class CheckpointWriter:
-    """Writes one rank's part of each checkpoint; rank 0 commits it, and removes old ones."""
+    """Writes one rank's part of each checkpoint; rank 0 commits it, and removes old ones.
+
+    Args:
+        notify: called with kind, text and step of an event for the run's history.
+        lock_number: the driver's lock of the run; None = there is none.
+        gather: of all ranks that write; one writes alone.
+        resumed: the checkpoint that the run goes on from.
+    """
 
     def __init__(
         self,
@@ -53,13 +160,6 @@ class CheckpointWriter:
         gather: Gather = lambda part: [part],
         resumed: Checkpoint | None = None,
     ) -> None:
-        """
-        Args:
-            notify: called with kind, text and step of an event for the run's history.
-            lock_number: the driver's lock of the run; None = there is none.
-            gather: of all ranks that write; one writes alone.
-            resumed: the checkpoint that the run goes on from.
-        """
         self._run_folder, self._keep, self._notify = run_folder, keep, notify
         self._lock_number, self._gather = lock_number, gather
         self._num_failed = 0
@@ -87,8 +187,14 @@ class CheckpointWriter:
             self._commit(snapshot, folder, parts)
         except (OSError, DamagedCheckpointError) as error:
             self._notify(EventKind.CHECKPOINT_FAILED, f"{folder.path}: {error}", step)
-            self._count_failure(folder, error)
-            return
+            self._num_failed += 1
+            if self._num_failed < MAX_FAILED_SAVES:
+                return
+            raise OSError(
+                f"{self._num_failed} checkpoints in a row could not be written to "
+                f"{folder.path}: {error}; free space there, or set output to another place "
+                "that all workers share"
+            ) from error
         self._num_failed = 0
         note = partial(note_commit, folder, self._committed[1])
         for tidy_up in (note, partial(self._prune, snapshot.position.progress)):
@@ -143,21 +249,12 @@ class CheckpointWriter:
                 _delete(folder, [file.name for part in parts for file in part.files])
                 if folder.is_local:  # in a store a folder is gone with its last file
                     os.rmdir(folder.path)  # but not with what lay there before
-            told = "; ".join(f"rank {rank}: {error}" for rank, error in failed[:_MOST_TOLD])
-            raise OSError(f"not whole: {len(failed)} of {len(parts)} workers failed: {told}")
+            reasons = "; ".join(f"rank {rank}: {error}" for rank, error in failed[:_MOST_TOLD])
+            raise OSError(f"not whole: {len(failed)} of {len(parts)} workers failed: {reasons}")
         files = [file for part in parts for file in part.files]
         marker = commit(folder, files, snapshot.position.to_json())
         self._committed = snapshot.position.step, marker.sha256
         self._written.add(snapshot.position.step)
-
-    def _count_failure(self, folder: Location, error: Exception) -> None:
-        self._num_failed += 1
-        if self._num_failed >= MAX_FAILED_SAVES:
-            raise OSError(
-                f"{self._num_failed} checkpoints in a row could not be written to "
-                f"{folder.path}: {error}; free space there, or set output to another place "
-                "that all workers share"
-            ) from error
 
     def _prune(self, progress: Progress) -> None:
         keep, best = self._keep, progress.metrics.get(RESULT_STEP)

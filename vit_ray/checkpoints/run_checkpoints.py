@@ -13,7 +13,6 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from vit_ray.checkpoints import checkpoint_format
@@ -53,8 +52,8 @@ class NoUsableCheckpointError(ValueError):
 def list_checkpoints(run_folder: Location) -> list[tuple[int, Location]]:
     """(step, folder) of everything that looks like a checkpoint, newest first."""
     matches = [(_STEP.fullmatch(name), name) for name in run_folder.list_folders()]
-    found = [(int(match[1]), run_folder.child(name)) for match, name in matches if match]
-    return sorted(found, key=lambda item: item[0], reverse=True)
+    folders = [(int(match[1]), run_folder.child(name)) for match, name in matches if match]
+    return sorted(folders, key=lambda item: item[0], reverse=True)
 
 
 def newest_checkpoint(
@@ -72,6 +71,7 @@ def newest_checkpoint(
     """
     while True:
         listed, reasons = list_checkpoints(run_folder), list[str]()
+        checkpoint: Checkpoint | None = None
         for step, folder in listed:
             if below is not None and step >= below:
                 continue
@@ -79,21 +79,19 @@ def newest_checkpoint(
                 # A network disk may show the newest marker late, a store does not.
                 is_newest = folder.is_local and folder == listed[0][1]
                 may_be_late = is_newest and not folder.child(_GIVEN_UP).exists()
-                read = (
-                    partial(_late_checkpoint, late_s=late_s) if may_be_late else checkpoint_of_step
+                checkpoint = (
+                    _late_checkpoint(folder, step, late_s)
+                    if may_be_late
+                    else checkpoint_of_step(folder, step)
                 )
-                found = read(folder, step)
+                break
             except _NO_GOOD as error:
                 reasons.append(f"{error}; passed over")
-                continue
-            for reason in reasons:
-                warn(reason)
-            return found
         # The run may be active: what it has removed since was followed by a newer one.
-        if list_checkpoints(run_folder) == listed:
+        if checkpoint is not None or list_checkpoints(run_folder) == listed:
             for reason in reasons:
                 warn(reason)
-            return None
+            return checkpoint
 
 
 def _late_checkpoint(folder: Location, step: int, late_s: float) -> Checkpoint:
@@ -101,18 +99,14 @@ def _late_checkpoint(folder: Location, step: int, late_s: float) -> Checkpoint:
     try:
         return checkpoint_of_step(folder, step)
     except PartialCheckpointError:
-        time.sleep(min(late_s, max(0.0, _changed_s(folder.path) + late_s - time.time())))
+        changed_s = 0.0  # where the folder is gone
+        with suppress(FileNotFoundError):
+            # The folder itself last: a rename since then has changed it.
+            for name in (*os.listdir(folder.path), "."):
+                with suppress(FileNotFoundError):
+                    changed_s = max(changed_s, os.stat(os.path.join(folder.path, name)).st_mtime)
+        time.sleep(min(late_s, max(0.0, changed_s + late_s - time.time())))
         return checkpoint_of_step(folder, step)
-
-
-def _changed_s(folder: str) -> float:
-    """The moment of the last change in a folder; 0 if that is gone."""
-    changed_s = 0.0
-    with suppress(FileNotFoundError):
-        for name in (*os.listdir(folder), "."):  # itself last: a rename since then has changed it
-            with suppress(FileNotFoundError):
-                changed_s = max(changed_s, os.stat(os.path.join(folder, name)).st_mtime)
-    return changed_s
 
 
 def checkpoint_of_step(folder: Location, step: int) -> Checkpoint:
@@ -121,12 +115,12 @@ def checkpoint_of_step(folder: Location, step: int) -> Checkpoint:
     Raises:
         ValueError: as `read_checkpoint`; DamagedCheckpointError: it is of another step.
     """
-    found = read_checkpoint(folder)
-    if found.position.step != step:
+    checkpoint = read_checkpoint(folder)
+    if checkpoint.position.step != step:
         raise DamagedCheckpointError(
-            f"checkpoint {folder.path} is of step {found.position.step}, unlike its name"
+            f"checkpoint {folder.path} is of step {checkpoint.position.step}, unlike its name"
         )
-    return found
+    return checkpoint
 
 
 def checkpoint_to_resume(
@@ -143,8 +137,8 @@ def checkpoint_to_resume(
     """
     reasons: list[str] = []
     late_s = checkpoint_format.READ_AGAIN_S
-    found = newest_checkpoint(run_folder, reasons.append, below, late_s)
-    if found is None and (below is not None or has_had_checkpoints(run_folder)):
+    checkpoint = newest_checkpoint(run_folder, reasons.append, below, late_s)
+    if checkpoint is None and (below is not None or has_had_checkpoints(run_folder)):
         gone = "their folders are gone" if below is None else f"none is older than step {below}"
         raise NoUsableCheckpointError(
             f"run {run_folder.path} has had checkpoints, and none of them can be used: "
@@ -153,7 +147,7 @@ def checkpoint_to_resume(
         )
     for reason in reasons:
         warn(reason)
-    return found
+    return checkpoint
 
 
 def has_had_checkpoints(run_folder: Location) -> bool:
@@ -190,10 +184,10 @@ def give_up_checkpoints(run_folder: Location, warn: Warn) -> None:
         ValueError: one of them can be used.
     """
     below: int | None = None
-    while (found := newest_checkpoint(run_folder, warn, below)) is not None:
-        below = found.position.step
+    while (checkpoint := newest_checkpoint(run_folder, warn, below)) is not None:
+        below = checkpoint.position.step
         try:
-            found.verify()
+            checkpoint.verify()
         except DamagedCheckpointError as error:
             warn(f"{error}; given up, its {COMMIT} is renamed to {_GIVEN_UP}")
         else:
@@ -246,18 +240,18 @@ def read_weights(path: str, averaged: bool | None) -> tuple[Checkpoint, dict[str
         ValueError: as `find_weights`, or the weights are damaged of a checkpoint that `path` names
             itself, or of the best one.
     """
-    found = find_weights(path)
+    checkpoint = find_weights(path)
     while True:
         try:
-            return found, found.weights(averaged=found.takes_average(averaged))
+            return checkpoint, checkpoint.weights(averaged=checkpoint.takes_average(averaged))
         except DamagedCheckpointError as error:
-            is_chosen = RESULT_STEP in found.position.progress.metrics
-            if is_chosen or found.folder == locate(path):
+            is_chosen = RESULT_STEP in checkpoint.position.progress.metrics
+            if is_chosen or checkpoint.folder == locate(path):
                 raise
             logger.warning("%s; passed over", error)
-        older = checkpoint_to_resume(locate(path), below=found.position.step)
+        older = checkpoint_to_resume(locate(path), below=checkpoint.position.step)
         assert older is not None, "an error says that there is none"
-        found = older
+        checkpoint = older
 
 
 def find_weights(path: str) -> Checkpoint:

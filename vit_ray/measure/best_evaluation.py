@@ -20,11 +20,11 @@ def with_best(metrics: Mapping[str, float]) -> dict[str, float]:
 
     Those of the last evaluation stand beside them as `eval/last_top1` and so on.
     """
-    found = dict(metrics)
+    results = dict(metrics)
     for key, value in metrics.items():
         if BEST in key:
             plain = key.replace(BEST, "/", 1)
             if plain in metrics:
-                found["/last_".join(plain.rsplit("/", 1))] = metrics[plain]
-            found[plain] = value
-    return found
+                results["/last_".join(plain.rsplit("/", 1))] = metrics[plain]
+            results[plain] = value
+    return results

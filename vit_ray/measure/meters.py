@@ -1,24 +1,36 @@
-"""Rates of a training run, and what its device does."""
+"""Rates of a training run, what its device does, and a trace of chosen steps."""
 
+import itertools
+import logging
 import resource
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from vit_ray.metric_names import PERF_MFU, PERF_MODEL_TFLOPS_PER_GPU
 
-Clock = Callable[[], float]
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class DeviceTimes:
-    """Adds up the time that a device takes for what it is given in the blocks."""
+    """Adds up the time that a device takes for what it is given in the blocks.
 
-    def __init__(self, device: torch.device, clock: Clock = time.perf_counter) -> None:
-        """`clock`: of a device that works while the host waits, a CPU."""
+    Args:
+        clock: of a device that works while the host waits, a CPU.
+    """
+
+    def __init__(
+        self, device: torch.device, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._is_cuda, self._clock = device.type == "cuda", clock
         self._spans: list[tuple[Any, Any]] = []
 
@@ -70,3 +82,41 @@ def peak_memory_gib() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def profiled(
+    batches: Iterator[T],
+    steps: tuple[int, int],
+    next_step: int,
+    keep: Callable[[str, bytes], Any],
+) -> Iterator[T]:
+    """The same batches, with steps `steps[0]` to `steps[1]` (both counted from 1) traced.
+
+    The trace is for chrome://tracing or https://ui.perfetto.dev. A step lasts from the moment that
+    its batch is asked for until the next is asked for, so that waiting for data, passes,
+    communication and the update are all in the trace.
+
+    Args:
+        next_step: number of the step that the first batch is for.
+        keep: takes the trace's file name and its gzipped JSON.
+    """
+    first, last = max(steps[0], next_step), steps[1]
+    yield from itertools.islice(batches, first - next_step)
+    if first <= last:
+        on_gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        tracer = profile(activities=[ProfilerActivity.CPU, *on_gpu], record_shapes=True)
+        try:
+            with tracer:
+                yield from itertools.islice(batches, last - first + 1)
+        finally:
+            name = f"trace-steps-{steps[0]}-{steps[1]}.json.gz"
+            try:
+                with tempfile.TemporaryDirectory() as folder:
+                    path = Path(folder) / name
+                    tracer.export_chrome_trace(str(path))
+                    content = path.read_bytes()
+            except OSError as error:  # which costs the trace, not the training
+                logger.warning("the trace of steps %d to %d is lost: %s", *steps, error)
+            else:
+                keep(name, content)
+    yield from batches

@@ -18,12 +18,12 @@ class Phase(StrEnum):
 
     TRAINING = "training"
     DATA = "data_wait"
+    # Processes, imports, data sets, the engine, a restore, and the first step, which compiles.
     STARTING = "starting"
-    """Processes, imports, data sets, the engine, a restore, and the first step, which compiles."""
+    # The worker group had no place; no workers were held.
     PLACE = "place_wait"
-    """The worker group had no place; no workers were held."""
+    # Training stood still for a checkpoint; writing it at the same time costs nothing.
     CHECKPOINT = "checkpoint"
-    """Training stood still for a checkpoint; writing it at the same time costs nothing."""
     EVALUATION = "evaluation"
     LOST = "lost"
 

@@ -27,6 +27,7 @@ from vit_ray.checkpoints.checkpoint import (
 )
 from vit_ray.config import Recipe
 from vit_ray.config.cadence import is_due
+from vit_ray.measure.best_evaluation import without_best
 from vit_ray.measure.meters import Compute, peak_memory_gib
 from vit_ray.metric_names import (
     AVERAGED,
@@ -39,22 +40,24 @@ from vit_ray.metric_names import (
     PERF_OWN_MS_MEDIAN,
     PERF_SLOWEST_RANK,
     PERF_STEP_MS_MEDIAN,
+    RESULT_EVALUATIONS,
+    RESULT_STEP,
     TRAIN_GRAD_NORM,
     TRAIN_IMAGES_PER_S,
     TRAIN_LOSS,
     TRAIN_LR,
     TRAIN_SKIPPED_STEPS,
+    best_key,
 )
 from vit_ray.training.steps import lr_at
 
+# Steps whose gradient norms `train.skip_above` compares with; a quarter must be known.
 NORMS_IN_MEDIAN: Final = 128
-"""Steps whose gradient norms `train.skip_above` compares with; a quarter must be known."""
-
+# Steps that are logged although `train.log_every_steps` is larger.
 EARLY_STEPS: Final = (4, 8, 16, 32)
-"""Steps that are logged although `train.log_every_steps` is larger."""
 
+# `image` uint8 (b, H, W, 3), `labels` int32 (b, L), `sample` int64 (b,); b = this rank's share.
 Batch = Mapping[str, Any]
-"""`image` uint8 (b, H, W, 3), `labels` int32 (b, L), `sample` int64 (b,); b = this rank's share."""
 
 
 class StepResult(NamedTuple):
@@ -87,17 +90,18 @@ class Ending(Enum):
     """Why `TrainingLoop.run` returns."""
 
     FINISHED = auto()
-    EARLY = auto()
-    """The validation loss no longer improves; `Progress.ended` has the text."""
-    STOPPED = auto()
-    """Some rank was asked to stop."""
+    EARLY = auto()  # the validation loss no longer improves; `Progress.ended` has the text
+    STOPPED = auto()  # some rank was asked to stop
 
 
 class EvaluationCutError(Exception):
-    """An evaluation was stopped between two batches, on all ranks, so that the run can be saved."""
+    """An evaluation was stopped between two batches, on all ranks, so that the run can be saved.
+
+    Attributes:
+        is_stopping: a rank was asked to stop; otherwise one wants a checkpoint at once.
+    """
 
     def __init__(self, *, is_stopping: bool) -> None:
-        """`is_stopping`: a rank was asked to stop; otherwise one wants a checkpoint at once."""
         super().__init__("the evaluation was interrupted")
         self.is_stopping = is_stopping
 
@@ -170,17 +174,6 @@ class SkippedStep(NamedTuple):
     batch: Batch
 
 
-class _Step(NamedTuple):
-    """One optimizer step; the same on all ranks."""
-
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    is_save_time: bool
-    is_save_wanted: bool
-    is_stopping: bool
-
-
 @dataclass
 class TrainingLoop:
     """Trains from `progress.step` to `context.total_steps`.
@@ -198,8 +191,8 @@ class TrainingLoop:
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
+        # Seconds of each step since the last log: all, waiting for data, forward passes.
         self._times: list[tuple[float, float, float]] = []
-        """Seconds of each step since the last log: all, waiting for data, forward passes."""
         self._first_step = self.progress.step + 1
         # A committed step, such as the start of this attempt, is not written again.
         self._saved_step, self._saved_s = self.progress.step, self.clock()
@@ -208,24 +201,23 @@ class TrainingLoop:
         if not self.progress.samples_digest:
             self.progress.digest_from = self.progress.step
         self._digest_before = int(self.progress.samples_digest or "0", 16)
+        # Of this attempt's samples: this rank's, and all ranks'.
         self._digest = self._digest_of_all = 0
-        """Digests of this attempt's samples: this rank's, and all ranks'."""
 
     def run(self) -> Ending:
         progress, total_steps, is_save_time = self.progress, self.context.total_steps, False
         config = self.recipe.checkpoint
         while progress.step < total_steps or progress.evaluation_due:
             if progress.step < total_steps:
-                step = self._step()
-                is_save_time = step.is_save_time
+                figures, (is_save_time, is_save_wanted, is_stopping) = self._step()
                 progress.evaluation_due = progress.step == total_steps
-                self._log_if_due(step)
-                if progress.evaluation_due or step.is_save_wanted or step.is_stopping:
+                self._log_if_due(figures)
+                if progress.evaluation_due or is_save_wanted or is_stopping:
                     # Before an evaluation, in which the run may die, or for which there may be no
                     # time left. At a stop an evaluation is skipped, except the last one: there may
                     # be nothing to evaluate.
                     self._save()
-                    if step.is_stopping and not progress.evaluation_due:
+                    if is_stopping and not progress.evaluation_due:
                         return Ending.STOPPED
             try:
                 is_best = self._evaluate_if_due()
@@ -247,7 +239,13 @@ class TrainingLoop:
                 return Ending.EARLY
         return Ending.EARLY if progress.ended else Ending.FINISHED
 
-    def _step(self) -> _Step:
+    def _step(self) -> tuple[dict[str, float], list[bool]]:
+        """One optimizer step.
+
+        Returns:
+            What it logs of the step itself, and whether it is time to save, some rank wants a
+            checkpoint, and some rank was asked to stop; the same on all ranks.
+        """
         engine, context, progress = self.engine, self.context, self.progress
         start_s = self.clock()
         batch = next(self.batches, None)
@@ -293,8 +291,8 @@ class TrainingLoop:
             self._skipped.append(progress.step - 1)
             if self._largest is None or grad_norm > self._largest.grad_norm:
                 # On the host: the device has no memory for a second batch until the next log.
-                kept = {**batch, "image": as_tensor(batch["image"]).cpu()}
-                self._largest = SkippedStep(progress.step - 1, grad_norm, norm_limit, kept)
+                batch_on_host = {**batch, "image": as_tensor(batch["image"]).cpu()}
+                self._largest = SkippedStep(progress.step - 1, grad_norm, norm_limit, batch_on_host)
         elif math.isfinite(mean_loss) and not refused:
             progress.nonfinite_steps = 0
         else:
@@ -302,8 +300,8 @@ class TrainingLoop:
             self.worker.on_bad_step(progress, batch)
         if self.recipe.train.skip_above and math.isfinite(grad_norm):
             progress.recent_norms = [*progress.recent_norms, grad_norm][-NORMS_IN_MEDIAN:]
-        agreed = (count > 0 for count in sums[3 : 3 + len(flags)])
-        return _Step(mean_loss, grad_norm, rate, *agreed)
+        figures = {TRAIN_LOSS: mean_loss, TRAIN_LR: rate, TRAIN_GRAD_NORM: grad_norm}
+        return figures, [count > 0 for count in sums[3 : 3 + len(flags)]]
 
     def _norm_limit(self) -> float:
         """The gradient norm above which the next step is skipped.
@@ -316,7 +314,7 @@ class TrainingLoop:
             return math.inf
         return factor * statistics.median(norms)
 
-    def _log_if_due(self, step: _Step) -> None:
+    def _log_if_due(self, figures: dict[str, float]) -> None:
         """Log at the cadence, at the first step (for early errors), and the last.
 
         Also at some steps before the first of the cadence: a short run has figures.
@@ -340,9 +338,7 @@ class TrainingLoop:
         # Whole steps take equally long on all ranks, because all wait for the slowest in each.
         images_per_s = self.recipe.train.global_batch_size / float(step_s.mean())
         metrics = {
-            TRAIN_LOSS: step.loss,
-            TRAIN_LR: step.learning_rate,
-            TRAIN_GRAD_NORM: step.grad_norm,
+            **figures,
             COST_CORE_DAYS: progress.worker_seconds / 86_400,
             TRAIN_IMAGES_PER_S: images_per_s,
             DATA_WAIT_FRACTION: float(wait_fractions.mean()),
@@ -385,14 +381,40 @@ class TrainingLoop:
         self.worker.log(progress.step, metrics)
         # Early stopping and the best checkpoint are those of a run that was not followed.
         counts = recurs or progress.step == context.total_steps
-        if not counts or progress.loss_key not in metrics:
-            return False
-        recipe = self.recipe
-        is_best, of_best = judge_evaluation(
-            progress, metrics, keeps_best=recipe.keeps_best, patience=recipe.train.early_stopping
-        )
-        if of_best:
+        return counts and progress.loss_key in metrics and self._judge(metrics)
+
+    def _judge(self, metrics: Mapping[str, float]) -> bool:
+        """Compare an evaluation with the best so far; ends the run when patience is used up.
+
+        Returns:
+            Whether its validation loss is the best so far.
+        """
+        progress, patience = self.progress, self.recipe.train.early_stopping
+        loss = metrics[progress.loss_key]
+        if progress.best_loss_key != progress.loss_key:  # losses of other weights are not compared
+            progress.best_loss_key = progress.loss_key
+            progress.best_eval_loss, progress.evals_without_best, progress.num_evals = None, 0, 0
+        progress.eval_step = progress.step
+        progress.num_evals += 1
+        best = progress.best_eval_loss
+        is_best = math.isfinite(loss) and (best is None or not math.isfinite(best) or loss < best)
+        if not self.recipe.keeps_best:
+            progress.metrics = without_best(progress.metrics)
+        elif is_best or RESULT_STEP in progress.metrics:
+            of_best: dict[str, float] = {RESULT_EVALUATIONS: progress.num_evals}
+            if is_best:
+                progress.metrics = without_best(progress.metrics)
+                of_best |= {best_key(key): value for key, value in metrics.items()}
+                of_best[RESULT_STEP] = progress.step
+            progress.metrics |= of_best
             self.worker.log(progress.step, of_best)
+        if is_best:
+            progress.best_eval_loss, progress.evals_without_best = loss, 0
+        else:
+            progress.evals_without_best += 1
+            if patience is not None and progress.evals_without_best >= patience:
+                count = progress.evals_without_best
+                progress.ended = f"no better validation loss in {count} evaluations"
         return is_best
 
     def _save(self, *, is_evaluated: bool = False) -> None:

@@ -1,5 +1,12 @@
-"""Parameters, activations and memory of a recipe's training, without allocating them."""
+"""Parameters, operations and memory of a recipe's training, and the largest batch that fits.
 
+The plan allocates nothing. The one trial on the device runs before the training starts, on each
+rank by itself, with only the model and no collective operation, so that a rank that runs out of
+memory does not make others wait. The memory of ZeRO's state and of the batches is added by the
+plan's arithmetic.
+"""
+
+import bisect
 import functools
 from collections.abc import Callable
 from typing import Final
@@ -8,20 +15,31 @@ import torch
 from torch import Tensor, nn
 
 from vit_ray.config import Recipe
-from vit_ray.measure.memory import MemoryEstimate, StateShape, gpu_kernels, peak_bytes, state_memory
+from vit_ray.measure.memory import (
+    GIB,
+    MemoryEstimate,
+    StateShape,
+    drop_gradients,
+    gpu_kernels,
+    peak_bytes,
+    state_memory,
+    unless_out_of_memory,
+)
 from vit_ray.models.flops import count_exaflops, count_macs, forward_macs
 from vit_ray.models.recompute import recompute
 from vit_ray.own_parts import is_own
 from vit_ray.training.objective import build_objective, make_loss
-from vit_ray.training.optimizers import bytes_per_element
+from vit_ray.training.optimizers import STEP_COUNT, state_types
+from vit_ray.training.steps import pass_sizes
 
 META: Final = torch.device("meta")
+# Kept free for the CUDA context, NCCL's buffers and fragmentation: an assumption, not measured.
+RESERVED_FRACTION: Final = 0.05
 
 
 def count_parameters(recipe: Recipe, num_classes: int) -> int:
     """Trained parameters of the recipe's model."""
-    trained, _ = _parameter_sizes(recipe, num_classes)
-    return sum(trained)
+    return sum(_parameter_sizes(recipe, num_classes)[0])
 
 
 @functools.lru_cache(maxsize=256)
@@ -75,6 +93,7 @@ def state_shape(
     stage = recipe.train.zero_stage if stage is None else stage
     trained, frozen = _parameter_sizes(recipe, num_classes)
     height, width = recipe.model.sides
+    by_element = [kind for key, kind in state_types(recipe.optim).items() if key != STEP_COUNT]
     return StateShape(
         num_parameters=sum(trained),
         num_frozen=sum(frozen),
@@ -82,7 +101,7 @@ def state_shape(
         stage=stage,
         world_size=world_size,
         precision=recipe.train.precision,
-        moment_bytes=bytes_per_element(recipe.optim),
+        moment_bytes=sum(kind.itemsize for kind in by_element),
         has_average=recipe.train.averaging > 0,
         offload=recipe.train.offload and stage > 0,
         batch_bytes=recipe.train.global_batch_size // world_size * height * width * 3,
@@ -130,3 +149,76 @@ def prepared_model(recipe: Recipe, num_classes: int, device: torch.device = META
         model = model.to(torch.bfloat16)
     recompute(model, recipe.train.activation_checkpointing)
     return model
+
+
+def largest_micro_batch(
+    recipe: Recipe, num_classes: int, world_size: int, memory_gib: float, stage: int | None = None
+) -> int | None:
+    """The largest divisor of a worker's share of the global batch whose estimate fits.
+
+    Args:
+        memory_gib: of the device; 5 % of it are kept free.
+        stage: ZeRO stage; None = the recipe's.
+
+    Returns:
+        Images per pass, or None if not even one fits.
+
+    Raises:
+        ValueError: as `pass_sizes`.
+    """
+    sizes = pass_sizes(recipe, world_size)
+    fitting = bisect.bisect_right(
+        sizes,
+        memory_gib * (1 - RESERVED_FRACTION),
+        key=lambda size: estimate_memory(recipe, num_classes, size, world_size, stage).total,
+    )
+    return sizes[fitting - 1] if fitting else None
+
+
+def tried_micro_batch(
+    recipe: Recipe, num_classes: int, world_size: int, device: torch.device
+) -> int:
+    """Images per pass: the estimate for this GPU, halved until a trial of it fits.
+
+    The fewest are not tried: if they do not fit, the first pass of the training reports it.
+
+    Raises:
+        ValueError: as `pass_sizes`.
+    """
+    free_gib, total_gib = (count / GIB for count in torch.cuda.mem_get_info(device))
+    sizes = pass_sizes(recipe, world_size)
+    size = largest_micro_batch(recipe, num_classes, world_size, total_gib) or sizes[0]
+    shape = state_shape(recipe, num_classes, world_size)
+    while size > sizes[0]:
+        peak = pass_bytes(recipe, num_classes, size, device)
+        most_gib = free_gib * (1 - RESERVED_FRACTION)
+        if peak is not None and state_memory(shape, peak).total <= most_gib:
+            break
+        size = max(half for half in sizes if half <= max(size // 2, sizes[0]))
+    return size
+
+
+def pass_bytes(
+    recipe: Recipe, num_classes: int, batch_size: int, device: torch.device
+) -> int | None:
+    """Most bytes that a forward and backward pass takes, without weights and gradients.
+
+    The pass is eager; that a compiled one takes no more is assumed, not measured. On a CPU, which
+    does not count, 0.
+
+    Returns:
+        None if it ran out of memory.
+    """
+
+    def measured() -> int:
+        model = prepared_model(recipe, num_classes, device)
+        drop_gradients(model.parameters())  # the plan counts them where they are kept
+        is_gpu = device.type == "cuda"
+        if is_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device) if is_gpu else 0
+        forward = forward_pass(model, recipe, batch_size, device)
+        forward().backward()  # type: ignore[no-untyped-call]
+        return torch.cuda.max_memory_allocated(device) - before if is_gpu else 0
+
+    return unless_out_of_memory(measured, device)

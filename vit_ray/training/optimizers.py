@@ -14,9 +14,8 @@ from vit_ray.own_parts import is_own, own_part
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 
-
+# Key of the number of steps in an optimizer's state; everything else in it is by element.
 STEP_COUNT: Final = "step"
-"""Key of the number of steps in an optimizer's state; everything else in it is by element."""
 
 
 class UncompiledOptimizer(torch.optim.Optimizer):
@@ -147,13 +146,12 @@ def _own_steps(
 
 def zero_state(weight: Tensor, types: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
     """An optimizer's state of one tensor before its first step; `types` from `state_types`."""
-    state: dict[str, Tensor] = {}
-    for key, dtype in types.items():
-        if key == STEP_COUNT:
-            state[key] = torch.zeros((), device=weight.device)
-        else:
-            state[key] = torch.zeros_like(weight.data, dtype=dtype)
-    return state
+    return {
+        key: torch.zeros((), device=weight.device)
+        if key == STEP_COUNT
+        else torch.zeros_like(weight.data, dtype=dtype)
+        for key, dtype in types.items()
+    }
 
 
 class StepGuard:
@@ -162,17 +160,20 @@ class StepGuard:
     DeepSpeed 0.19.8 makes the host read the gradient's norm in the middle of every step, while the
     device idles. torch's fused optimizers take the answer on the device, as a number (`found_inf`,
     made for gradient scaling): 1 leaves weights, moments and step counts unchanged.
+
+    Attributes:
+        norm: of the gradient, before clipping.
+        refused: 1 if the gradient was not finite or too large, else 0.
+        refused_steps: number of refusals in all steps so far.
+        norm_limit: norm above which the next step is refused.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._optimizer: Any = optimizer
         self.norm = torch.zeros((), device=device)
         self.refused = torch.zeros((), device=device)
-        """1 if the gradient was not finite or too large, else 0."""
         self.refused_steps = torch.zeros((), device=device)
-        """Number of refusals in all steps so far."""
         self.norm_limit = math.inf
-        """Norm above which the next step is refused."""
 
     def note_norm(self, norm: Tensor) -> None:
         """Called before the optimizer steps: the norm before clipping, the same on all ranks."""
@@ -196,8 +197,3 @@ def state_types(config: OptimConfig) -> dict[str, torch.dtype]:
         return _own_state(config)
     kinds = ("momentum_buffer",) if config.name == "sgd" else ("exp_avg", "exp_avg_sq", STEP_COUNT)
     return dict.fromkeys(kinds, torch.float32)
-
-
-def bytes_per_element(config: OptimConfig) -> int:
-    """Bytes of the optimizer's state."""
-    return sum(dtype.itemsize for key, dtype in state_types(config).items() if key != STEP_COUNT)

@@ -4,8 +4,8 @@ DeepSpeed 0.19.8 would all-reduce after the backward pass; in bf16 it would also
 and step each tensor by itself, with several host-device syncs each.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,13 +13,17 @@ from torch import Tensor, nn
 
 from vit_ray.training.optimizers import StepGuard
 
-Item = TypeVar("Item")
-
 
 class ReplicatedOptimizer:
     """Steps fp32 masters of all weights by torch's optimizer; DeepSpeed uses it as its optimizer.
 
     fp32 weights are their own masters. Masters collect the gradients of the passes.
+
+    Args:
+        weights: those of the groups of `optimizer`, in the order of the forward pass.
+        optimizer: has made no step yet; its groups become those of the masters.
+        bucket_elements: most in one sum, unless a single weight has more.
+        is_last_pass: whether the current pass is the last one before a step.
     """
 
     def __init__(
@@ -32,12 +36,6 @@ class ReplicatedOptimizer:
         bucket_elements: int,
         is_last_pass: Callable[[], bool],
     ) -> None:
-        """Take over the groups of `optimizer`, which has made no step yet.
-
-        Args:
-            weights: those of the groups, in the order of the forward pass.
-            is_last_pass: whether the current pass is the last one before a step.
-        """
         self.optimizer = optimizer
         self.masters: dict[nn.Parameter, Tensor] = {
             w: w if w.dtype == torch.float32 else w.detach().float() for w in weights
@@ -47,8 +45,14 @@ class ReplicatedOptimizer:
             group["params"] = [self.masters[weight] for weight in group["params"]]
         self._hooks = [w.register_post_accumulate_grad_hook(self._collect) for w in weights]  # type: ignore[no-untyped-call]
         # The backward pass reaches the last weights first. All ranks must send in the same order.
-        sizes = [weight.numel() for weight in weights]
-        self._buckets = list(cut_by_size(weights[::-1], sizes[::-1], bucket_elements))
+        self._buckets: list[list[nn.Parameter]] = []
+        size = 0
+        for weight in reversed(weights):
+            if not self._buckets or size + weight.numel() > bucket_elements:
+                self._buckets.append([])
+                size = 0
+            self._buckets[-1].append(weight)
+            size += weight.numel()
         self._ready: set[nn.Parameter] = set()
         self._sent: list[tuple[list[nn.Parameter], Tensor, Any]] = []
 
@@ -122,17 +126,3 @@ class ReplicatedOptimizer:
         if master.grad is None:
             master.grad = torch.zeros_like(master)
         return master.grad
-
-
-def cut_by_size(items: Sequence[Item], sizes: Sequence[int], most: int) -> Iterator[list[Item]]:
-    """Consecutive items of at most this size together, or a single larger one."""
-    group: list[Item] = []
-    held = 0
-    for item, size in zip(items, sizes, strict=True):
-        if group and held + size > most:
-            yield group
-            group, held = [], 0
-        group.append(item)
-        held += size
-    if group:
-        yield group

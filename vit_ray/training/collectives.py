@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+# Large enough for the links' full speed, and small compared with the memory that training leaves
+# free.
 GATHERED_BYTES: Final = 64 << 20
-"""Large enough for the links' full speed, and small compared with the memory that training leaves
-free."""
 
 
 def all_sum(
@@ -48,8 +48,8 @@ def all_rows(
     """
     mine = torch.tensor([len(rows)], dtype=torch.int64, device=device)
     counts = [int(count) for count in _gathered(mine)]
-    whole = np.empty((sum(counts), *rows.shape[1:]), rows.dtype)
-    whole_by_rank = np.split(whole, np.cumsum(counts)[:-1])  # views
+    all_ranks = np.empty((sum(counts), *rows.shape[1:]), rows.dtype)
+    rows_by_rank = np.split(all_ranks, np.cumsum(counts)[:-1])  # views
     row_bytes = rows.dtype.itemsize * math.prod(rows.shape[1:])
     step = max(1, most_bytes // (row_bytes * len(counts)))
     for first in range(0, max(counts), step):
@@ -58,10 +58,10 @@ def all_rows(
         own = rows[first : first + step]
         piece[: len(own)] = own
         parts = _gathered(torch.from_numpy(piece).to(device))
-        for target, part in zip(whole_by_rank, parts, strict=True):
+        for target, part in zip(rows_by_rank, parts, strict=True):
             now = target[first : first + step]
             now[:] = part[: len(now)].cpu().numpy()
-    return whole
+    return all_ranks
 
 
 def all_sum_array(array: NDArray[np.float64], device: torch.device) -> None:

@@ -1,15 +1,47 @@
-"""How many images a worker takes per pass: by the recipe, and by what fits into memory.
+"""Arithmetic of a run's steps, without torch: the learning rate of a step, and its passes.
 
-A training pass that runs out of memory ends the worker group; the next one takes half the images,
-with the same global batches and more accumulation. Torch is not needed.
+Both are pure functions, so that resuming needs no state of them. A training pass that runs out of
+memory ends the worker group; the next one takes half the images, with the same global batches and
+more accumulation.
 """
 
+import math
 from typing import Final
 
 from vit_ray.config import Recipe
+from vit_ray.config.training_sections import OptimConfig
 
+# Images per pass on a CPU; larger passes are no faster there and only take memory.
 CPU_LIMIT: Final = 64
-"""Images per pass on a CPU; larger passes are no faster there and only take memory."""
+
+
+def lr_at(step: int, config: OptimConfig, total_steps: int) -> float:
+    """Learning rate of the 0-based `step`: linear warm-up from zero, then the decay.
+
+    Linear and cosine decay run from `learning_rate` after the warm-up to `end_learning_rate`
+    at `total_steps`; `steps` multiplies by 0.1 at each share of `total_steps` in `decay_at`;
+    `cooldown` is constant, and then falls linearly to `end_learning_rate` over its last share.
+    """
+    peak, end = config.learning_rate, config.end_learning_rate
+    if step < config.warmup_steps:
+        return peak * step / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+    progress = min(1.0, progress)
+    if config.schedule == "linear":
+        return end + (peak - end) * (1.0 - progress)
+    if config.schedule == "cosine":
+        return end + (peak - end) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    if config.schedule == "cooldown":
+        left = total_steps - cooldown_start(config, total_steps)
+        return end + (peak - end) * min(1.0, max(0.0, (total_steps - step) / left))
+    if config.schedule == "steps":
+        return peak * 0.1 ** sum(step / total_steps >= share for share in config.decay_at)
+    return peak
+
+
+def cooldown_start(config: OptimConfig, total_steps: int) -> int:
+    """Steps before the cool-down of `schedule=cooldown`, warm-up included."""
+    return total_steps - max(1, round(config.cooldown_fraction * total_steps))
 
 
 def micro_batch_size(recipe: Recipe, world_size: int, limit: int | None = None) -> int:

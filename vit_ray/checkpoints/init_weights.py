@@ -31,16 +31,14 @@ from vit_ray.config.training_sections import ModelConfig
 from vit_ray.config.validation import value_text
 from vit_ray.model_aliases import canonical_model
 from vit_ray.models import build_model
+from vit_ray.models.catalog import Grid
 from vit_ray.models.fitting import (
     LoadReport,
     NewHead,
     fit_state_dict,
     origin_of,
 )
-from vit_ray.models.sizes import Grid
-from vit_ray.models.weights.load import WeightFile, parts_of
-from vit_ray.models.weights.load import read_weights as weights_in_file
-from vit_ray.models.weights.published import (
+from vit_ray.models.published import (
     FOLDER_CONFIG,
     FOLDER_INDEX,
     FOLDER_PREPROCESSOR,
@@ -50,6 +48,8 @@ from vit_ray.models.weights.published import (
     parse_settings,
     weights_file,
 )
+from vit_ray.models.weights import WeightFile, parts_of
+from vit_ray.models.weights import read_weights as weights_in_file
 from vit_ray.own_parts import is_own
 from vit_ray.storage import Location, locate
 

@@ -27,7 +27,7 @@ from vit_ray.config.loading import changed, write_yaml
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.resume_compatibility import DATA_SET, Change, incompatible_changes, on_resume
 from vit_ray.config.section import OnResume
-from vit_ray.evaluation.image_grid import sheet
+from vit_ray.evaluation.examples import sheet
 from vit_ray.launch.dataset import SeenBatches
 from vit_ray.launch.named_run import find_run, named_folder
 from vit_ray.launch.prepared_run import lock_run

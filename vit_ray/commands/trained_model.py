@@ -21,13 +21,8 @@ from vit_ray.data.file_names import IMAGE_SUFFIXES, is_image_name
 from vit_ray.launch.trained_model import class_names, training_set
 from vit_ray.models import build_model
 from vit_ray.models.fitting import LoadReport
-from vit_ray.models.weights.published import (
-    FOLDER_CONFIG,
-    FOLDER_PREPROCESSOR,
-    USE,
-    weights_file,
-)
-from vit_ray.models.weights.save import check_suffix, save_weights
+from vit_ray.models.published import FOLDER_CONFIG, FOLDER_PREPROCESSOR, USE, weights_file
+from vit_ray.models.weights import check_suffix, save_weights
 from vit_ray.storage import Location, absolute, locate
 from vit_ray.tracking.metrics_log import RunOpening
 from vit_ray.tracking.tracker import Tracker
@@ -174,7 +169,7 @@ def inspect(recipe: Recipe) -> int:
             be a local folder.
     """
     from vit_ray.commands.train import print_link
-    from vit_ray.evaluation.figures import inspect_model
+    from vit_ray.evaluation.inspection import inspect_model
     from vit_ray.launch.run_record import trained_params
 
     config = require(recipe.inspect, "inspect", "inspect.images")

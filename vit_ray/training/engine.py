@@ -28,7 +28,7 @@ from vit_ray.deepspeed_internals import (
 )
 from vit_ray.measure import memory
 from vit_ray.measure.meters import DeviceTimes
-from vit_ray.models.recompute import recompute
+from vit_ray.models.build import recompute
 from vit_ray.training.compiling import compile_model
 from vit_ray.training.loop import StepResult
 from vit_ray.training.objective import LossFunction

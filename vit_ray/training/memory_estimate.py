@@ -25,8 +25,8 @@ from vit_ray.measure.memory import (
     state_memory,
     unless_out_of_memory,
 )
+from vit_ray.models.build import recompute
 from vit_ray.models.flops import count_exaflops, count_macs, forward_macs
-from vit_ray.models.recompute import recompute
 from vit_ray.own_parts import is_own
 from vit_ray.training.objective import build_objective, make_loss
 from vit_ray.training.optimizers import STEP_COUNT, state_types

@@ -1,25 +1,118 @@
 """What a trained model looks at: the four figures of the paper's 4.5, D.7 and D.8.
 
-Pure functions turn weights and attention into arrays; `figures.py` draws them.
+`inspect_model` draws them; pure functions turn weights and attention into their arrays.
 """
 
 # B images, H heads, N tokens, L layers, D width, P patch side, h w grid
 
 import contextlib
+from pathlib import Path
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
+from PIL import Image, ImageFilter
 from sklearn.decomposition import PCA
 from sklearn.metrics.pairwise import cosine_similarity
 from torch import Tensor, nn
 
-from vit_ray.models.encoder import Attention
-from vit_ray.models.sizes import Grid
-from vit_ray.models.vit import VisionTransformer
+from vit_ray.evaluation.examples import UInt8Array, sheet
+from vit_ray.models.axial import AxialViT
+from vit_ray.models.catalog import Grid
+from vit_ray.models.vit import Attention, VisionTransformer
 
 FloatArray = NDArray[np.float32]
-UInt8Array = NDArray[np.uint8]
+NUM_ROLLOUTS = 16
+
+
+def inspect_model(model: nn.Module, images: UInt8Array, folder: Path) -> dict[str, Path | str]:
+    """Draw every figure that the model has into a folder.
+
+    Args:
+        model: of any family, in any precision.
+        images: uint8 (B, H, W, 3) of the model's size; the paper averages over 128.
+        folder: created if it does not exist.
+
+    Returns:
+        For `filters`, `position_similarity`, `attention_distance` and `attention_rollout`: the
+        file, or the reason why the model has none.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    reason = f"a {type(model).__name__} has no attention over the whole image"
+    results: dict[str, Path | str] = {
+        "filters": "the model has no convolution of the pixels",
+        "position_similarity": "the model has no table of positions",
+        "attention_distance": reason,
+        "attention_rollout": reason,
+    }
+    files = {name: folder / f"{name}.png" for name in results}
+    kernel = first_kernel(model)
+    if kernel is not None:
+        components, variance = filter_components(kernel)
+        tiles = list((255 * components).round().astype(np.uint8))
+        title = f"Patch filters: {len(tiles)} principal components, {variance.sum():.0%}"
+        shares = [f"{share:.1%}" for share in variance]
+        sheet(tiles, shares, f"{title} of the variance").save(files["filters"])
+        results["filters"] = files["filters"]
+    if not isinstance(model, VisionTransformer):
+        return results
+    vectors = position_vectors(model)
+    if vectors is not None:
+        positions(vectors).savefig(files["position_similarity"], dpi=150)
+        results["position_similarity"] = files["position_similarity"]
+    if not isinstance(model, AxialViT):
+        distances, rollouts = attention_figures(model, images)
+        attention_distance(distances, len(images)).savefig(files["attention_distance"], dpi=150)
+        results["attention_distance"] = files["attention_distance"]
+        pairs: list[UInt8Array] = []
+        for i in np.linspace(0, len(images) - 1, min(NUM_ROLLOUTS, len(images))).astype(int):
+            pairs += [images[i], overlay(images[i], rollouts[i], model.embedding.patch_size)]
+        title = "Attention from the output to the input"
+        sheet(pairs, [""] * len(pairs), title).save(files["attention_rollout"])
+        results["attention_rollout"] = files["attention_rollout"]
+    return results
+
+
+def positions(vectors: FloatArray) -> Figure:
+    """The similarity of each position embedding (h, w, D) to all others, a tile each."""
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    axis = figure.subplots()
+    tiles = tiled(position_similarity(vectors))
+    drawn = axis.imshow(tiles, vmin=-1, vmax=1, interpolation="nearest")
+    axis.set_axis_off()
+    axis.set_title(f"Similarity of {vectors.shape[0]} x {vectors.shape[1]} position embeddings")
+    figure.colorbar(drawn, label="cosine similarity")
+    return figure
+
+
+def attention_distance(distances: FloatArray, num_images: int) -> Figure:
+    """A dot for each head of (L, H) over the depth of its layer."""
+    num_layers, num_heads = distances.shape
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axis = figure.subplots()
+    axis.scatter(np.repeat(np.arange(1, num_layers + 1), num_heads), distances.flatten(), s=14)
+    axis.set_xlabel("depth (layer)")
+    axis.set_ylabel("mean attention distance (pixels)")
+    axis.set_ylim(0, 1.08 * float(distances.max()))
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.set_title(f"{num_heads} heads a layer, mean over {num_images} images")
+    return figure
+
+
+def overlay(image: UInt8Array, rollout: FloatArray, patch_size: int) -> UInt8Array:
+    """The picture (H, W, 3) dimmed where the rollout (h, w) is low.
+
+    As the paper's authors draw it: divided by its largest value, resized with Lanczos, blurred by
+    a Gaussian of one patch, stretched to [0, 1], multiplied into the picture.
+    """
+    height, width = image.shape[:2]
+    scaled = (255 * rollout / max(float(rollout.max()), 1e-12)).astype(np.uint8)
+    mask = Image.fromarray(scaled).resize((width, height), Image.Resampling.LANCZOS)
+    blurred = np.asarray(mask.filter(ImageFilter.GaussianBlur(patch_size)), dtype=np.float32)
+    span = max(float(blurred.max() - blurred.min()), 1e-12)
+    return (image * ((blurred - blurred.min()) / span)[..., None]).astype(np.uint8)
 
 
 def first_kernel(model: nn.Module) -> FloatArray | None:

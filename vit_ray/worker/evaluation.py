@@ -14,9 +14,7 @@ from torch import Tensor
 
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import EvalConfig
-from vit_ray.evaluation.accuracy import AccuracySums
-from vit_ray.evaluation.confusion import Confusion
-from vit_ray.evaluation.examples import ExampleImages
+from vit_ray.evaluation.accuracy import AccuracySums, Confusion, ExampleImages
 from vit_ray.evaluation.few_shot import FewShot
 from vit_ray.evaluation.ground_truth import Answers
 from vit_ray.metric_names import (

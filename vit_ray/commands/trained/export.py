@@ -17,13 +17,8 @@ from vit_ray.data.crops import Augmentation
 from vit_ray.launch.model_card import image_processor, model_card
 from vit_ray.launch.trained_model import class_names, training_set
 from vit_ray.models.fitting import LoadReport
-from vit_ray.models.weights.published import (
-    FOLDER_CONFIG,
-    FOLDER_PREPROCESSOR,
-    USE,
-    weights_file,
-)
-from vit_ray.models.weights.save import check_suffix, save_weights
+from vit_ray.models.published import FOLDER_CONFIG, FOLDER_PREPROCESSOR, USE, weights_file
+from vit_ray.models.weights import check_suffix, save_weights
 from vit_ray.storage import absolute, locate
 
 _CARD = "README.md"

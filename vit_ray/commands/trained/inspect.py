@@ -13,7 +13,7 @@ from vit_ray.config.recorded_recipe import KIND
 from vit_ray.data.augment import augmentation_of
 from vit_ray.data.crops import BadImageError, UInt8Array, crop_of
 from vit_ray.data.file_names import IMAGE_SUFFIXES, is_image_name
-from vit_ray.evaluation.figures import inspect_model
+from vit_ray.evaluation.inspection import inspect_model
 from vit_ray.launch.run_metadata import trained_params
 from vit_ray.storage import Location, locate
 from vit_ray.tracking.metrics_log import RunOpening

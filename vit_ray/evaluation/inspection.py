@@ -246,32 +246,29 @@ def attention_figures(
         model: with attention over the whole sequence, not along lines.
         images: uint8 (B, H, W, 3), of the model's size.
     """
-    was_training = model.training
-    model.eval()
-    distances, rollouts = zip(*(_look(model, image[None]) for image in images), strict=True)
-    model.train(was_training)
-    return np.mean(distances, axis=0), np.concatenate(rollouts)
-
-
-def _look(model: VisionTransformer, images: UInt8Array) -> tuple[FloatArray, FloatArray]:
-    """Distance (L, H) and rollouts (B, h, w) of images; holds one layer's attention."""
+    has_class_token = model.class_token is not None
     distances: list[FloatArray] = []
-    rollout: Tensor | None = None
+    rollouts: list[FloatArray] = []
+    by_layer: list[FloatArray] = []
+    last: list[Tensor] = []  # the rollout up to this layer
 
     def look(attention: nn.Module, args: tuple[Tensor, ...]) -> None:
-        nonlocal rollout
         assert isinstance(attention, Attention)
         weights = attention.weights(args[0])
-        distances.append(mean_attention_distance(weights, model.grid, model.embedding.patch_size))
-        rollout = roll(rollout, weights)
+        by_layer.append(mean_attention_distance(weights, model.grid, model.embedding.patch_size))
+        last.append(roll(last.pop() if last else None, weights))
 
-    device = next(model.parameters()).device
+    was_training, device = model.training, next(model.parameters()).device
+    model.eval()
     with torch.no_grad(), contextlib.ExitStack() as hooks:
         for block in model.blocks:
             attention = block.get_submodule("attention")
             hooks.callback(attention.register_forward_pre_hook(look).remove)
-        pixels = torch.from_numpy(images).to(device).permute(0, 3, 1, 2).float() / 127.5 - 1
-        model.encode(model.embed(pixels))
-    assert rollout is not None
-    has_class_token = model.class_token is not None
-    return np.stack(distances), output_row(rollout, model.grid, has_class_token)
+        for image in images:
+            pixels = torch.from_numpy(image[None]).to(device).permute(0, 3, 1, 2).float()
+            model.encode(model.embed(pixels / 127.5 - 1))
+            distances.append(np.stack(by_layer))
+            by_layer.clear()
+            rollouts.append(output_row(last.pop(), model.grid, has_class_token))
+    model.train(was_training)
+    return np.mean(distances, axis=0), np.concatenate(rollouts)

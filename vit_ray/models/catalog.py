@@ -70,20 +70,18 @@ class VitOptions:
     norm_eps: float = LAYER_NORM_EPS
 
     def __post_init__(self) -> None:
-        choices = {
-            "positions": Positions,
-            "positions_at": PositionsAt,
-            "pool": Pool,
-            "activation": Activation,
-        }
-        for name, choice in choices.items():
+        for name, choice in (
+            ("positions", Positions),
+            ("positions_at", PositionsAt),
+            ("pool", Pool),
+            ("activation", Activation),
+        ):
             if getattr(self, name) not in get_args(choice):
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is unknown; "
                     f"use one of {', '.join(get_args(choice))}"
                 )
-        fixed = ("none", "relative", "sincos_2d")
-        if self.positions in fixed and self.positions_at != "stem":
+        if self.positions_at != "stem" and not self.positions.startswith("learned"):
             raise ValueError(
                 f"positions_at={self.positions_at!r} has no effect with "
                 f"positions={self.positions!r}; leave positions_at at 'stem', or use a learned "
@@ -94,14 +92,6 @@ class VitOptions:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
         if not 0.0 < self.norm_eps < 1.0:
             raise ValueError(f"norm_eps={self.norm_eps} must be above 0 and below 1")
-
-    def num_tokens(self, grid: Grid) -> int:
-        """Tokens of a block: class token, patches."""
-        return grid[0] * grid[1] + (self.pool == "cls")
-
-    def depth_rate(self, index: int, depth: int) -> float:
-        """Stochastic depth of a block: from 0 at the first, linearly up to the last."""
-        return self.stochastic_depth * index / max(1, depth - 1)
 
 
 @dataclass(frozen=True)
@@ -276,8 +266,8 @@ def find_spec(name: str, options: dict[str, Any]) -> ModelSpec:
             does not have.
     """
     name, _ = canonical_model(name)
-    needed = _FAMILIES.get(name, ())
-    if name not in _SPECS and not needed:
+    spec, needed = _SPECS.get(name), _FAMILIES.get(name, ())
+    if spec is None and not needed:
         near = difflib.get_close_matches(name, model_names(), n=5, cutoff=0.4) or model_names()
         raise ValueError(
             f"model name {name!r} is unknown; similar names: {', '.join(near)}; "
@@ -287,21 +277,19 @@ def find_spec(name: str, options: dict[str, Any]) -> ModelSpec:
         raise ValueError(
             f"model {name!r} needs its size in full: {', '.join(needed)}; add {', '.join(missing)}"
         )
-    if needed:
-        encoder, resnet = None, None
-        if "depth" in needed:
-            encoder = EncoderSize(*(options[key] for key in needed[:4]))
+    if spec is None:
+        encoder = EncoderSize(*(options[key] for key in needed[:4])) if "depth" in needed else None
+        resnet = None
         if "stages" in needed:
             resnet = ResNetSize(tuple(options["stages"]), options["width_factor"])
         patch_size = options["patch_size"] if "patch_size" in needed else 0
         spec = ModelSpec(encoder, patch_size, resnet, name.startswith("Axial"))
-    else:
-        spec = _SPECS[name]
     given = {key: value for key, value in options.items() if key not in needed}
     if not math.isfinite(given.get("head_bias", 0.0)):
         raise ValueError(f"head_bias={given['head_bias']} must be a finite number")
-    of_vit = AxialVitOptions if spec.is_axial else VitOptions
-    kind: type[Any] = of_vit if spec.encoder else ResNetOptions
+    kind: type[Any] = ResNetOptions
+    if spec.encoder:
+        kind = AxialVitOptions if spec.is_axial else VitOptions
     allowed = [field.name for field in dataclasses.fields(kind)]
     unknown = [key for key in given if key not in allowed]
     if not unknown:

@@ -50,14 +50,21 @@ def _forward_macs(
     if isinstance(model, VisionTransformer):
         model.keep_all_tokens()
     on_padding: list[int] = []
+    logits: list[Tensor] = []
 
     def look(conv: StandardizedConv2d, args: tuple[Tensor, ...], output: Tensor) -> None:
-        on_padding.append(_macs_on_padding(conv, args[0], output))
+        """Count what torch counts beyond where the kernel overlaps the image."""
+        kernel, stride, valid = conv.kernel_size[0], conv.stride[0], 1
+        for side, count in zip(args[0].shape[-2:], output.shape[-2:], strict=True):
+            before = same_padding(side, kernel, stride)[0] if conv.pads_same else kernel // 2
+            starts = (index * stride - before for index in range(count))
+            valid *= sum(min(start + kernel, side) - max(start, 0) for start in starts)
+        dense = math.prod(output.shape[-2:]) * kernel**2
+        on_padding.append((dense - valid) * conv.in_channels * conv.out_channels)
 
     for module in model.modules():
         if isinstance(module, StandardizedConv2d):
             module.register_forward_hook(look)
-    logits: list[Tensor] = []
     try:
         with torch.no_grad():
             macs = count_macs(lambda: logits.append(model(images)))
@@ -73,17 +80,6 @@ def _forward_macs(
             f"of the shape (images, classes), here [1, {num_classes}]"
         )
     return macs - sum(on_padding)
-
-
-def _macs_on_padding(conv: StandardizedConv2d, images: Tensor, output: Tensor) -> int:
-    """What torch counts of a convolution beyond where its kernel overlaps the image."""
-    size, stride, valid = conv.kernel_size[0], conv.stride[0], 1
-    for side, count in zip(images.shape[-2:], output.shape[-2:], strict=True):
-        before = same_padding(side, size, stride)[0] if conv.pads_same else size // 2
-        starts = (index * stride - before for index in range(count))
-        valid *= sum(min(start + size, side) - max(start, 0) for start in starts)
-    dense = math.prod(output.shape[-2:]) * size**2
-    return (dense - valid) * conv.in_channels * conv.out_channels
 
 
 def count_macs(run: Callable[[], object]) -> int:

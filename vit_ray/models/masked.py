@@ -130,7 +130,12 @@ class MaskedPatchObjective(nn.Module):
         self.target = target
         self.seed = seed
         self.mask = MaskToken(model.size.width)
-        self.prediction = Head(model.size.width, num_predictions(target, side))
+        outputs_of_a_patch = {
+            "mean_color": NUM_COLORS,
+            "downsized": DOWNSIZED_SIDE**2 * NUM_COLORS,
+            "full_patch": 3 * side**2,
+        }
+        self.prediction = Head(model.size.width, outputs_of_a_patch[target])
         for unused in (model.head, model.representation):
             if unused is not None:
                 unused.requires_grad_(False)
@@ -159,19 +164,12 @@ class MaskedPatchObjective(nn.Module):
             return self.model(images)
         patches_BND = self.model.embed(images)
         corruption = draw_corruption(samples, patches_BND.shape[1], self.seed, step)
-        encoded_BND = self.model.encode(
-            self.corrupt(patches_BND, corruption),
-            keys=sample_keys(samples, self.seed, step, DROPOUT_STREAM),
-        )
+        keys = sample_keys(samples, self.seed, step, DROPOUT_STREAM)
+        encoded_BND = self.model.encode(self.corrupt(patches_BND, corruption), keys)
         num_prefix = encoded_BND.shape[1] - patches_BND.shape[1]
         predictions = self.prediction(_pick(encoded_BND[:, num_prefix:], corruption.corrupted))
         pixels = _pick(self._pixels(images), corruption.corrupted)
         return _loss(self.target, predictions, pixels)
-
-    def corrupt(self, patches_BND: Tensor, corruption: Corruption) -> Tensor:
-        others = _pick(patches_BND, corruption.source)
-        swapped = torch.where(corruption.is_swapped[..., None], others, patches_BND)
-        return self.mask(swapped, corruption.is_masked)
 
     def _pixels(self, images: Tensor) -> Tensor:
         """(B, N, 3, P, P) in float32."""
@@ -184,20 +182,17 @@ class MaskedPatchObjective(nn.Module):
             )
         return patches.reshape(*patches.shape[:2], 3, side, side)
 
+    def corrupt(self, patches_BND: Tensor, corruption: Corruption) -> Tensor:
+        """(B, N, D) with mask tokens, swapped and unchanged patches."""
+        others_BND = _pick(patches_BND, corruption.source)
+        swapped_BND = torch.where(corruption.is_swapped[..., None], others_BND, patches_BND)
+        return self.mask(swapped_BND, corruption.is_masked)
+
 
 def _pick(items: Tensor, places: Tensor) -> Tensor:
     """(B, N, ...) indexed by (B, M) to (B, M, ...)."""
     rows = torch.arange(len(items), device=items.device)[:, None]
     return items[rows, places]
-
-
-def num_predictions(target: Target, side: int) -> int:
-    """Outputs for a patch of `side` x `side` pixels."""
-    return {
-        "mean_color": NUM_COLORS,
-        "downsized": DOWNSIZED_SIDE**2 * NUM_COLORS,
-        "full_patch": 3 * side**2,
-    }[target]
 
 
 def color_class(colors: Tensor) -> Tensor:

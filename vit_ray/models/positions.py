@@ -48,7 +48,6 @@ class SincosPositions2d(nn.Module):
                 f"positions='sincos_2d' with width={width}: two sines and two cosines take a "
                 "quarter of the width each; change width to a multiple of 4 from 8 on"
             )
-        self.grid = grid
         table = sincos_table(grid, width)
         if has_class_token:
             table = F.pad(table, (0, 0, 1, 0))
@@ -73,7 +72,6 @@ class LearnedPositions1d(nn.Module):
 
     def __init__(self, grid: Grid, width: int, has_class_token: bool) -> None:
         super().__init__()
-        self.grid = grid
         num_tokens = grid[0] * grid[1] + has_class_token
         self.table = nn.Parameter(torch.empty(1, num_tokens, width))
         nn.init.normal_(self.table, std=POSITION_STD)

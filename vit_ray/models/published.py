@@ -16,9 +16,37 @@ import torch
 from torch import Tensor, nn
 
 from vit_ray.models.axial import AxialViT
-from vit_ray.models.fitting import SPARE_PREFIXES, Tensors
+from vit_ray.models.fitting import SPARE_PREFIXES, Statistics, Tensors
 from vit_ray.models.resnet import BitResNet, ResNetEmbedding
 from vit_ray.models.vit import PatchEmbedding, VisionTransformer
+
+# Files in a folder of Hugging Face transformers.
+FOLDER_WEIGHTS, FOLDER_CONFIG = "model.safetensors", "config.json"
+FOLDER_PREPROCESSOR: Final = "preprocessor_config.json"
+# Replaces the weights if these are split over files: says which file holds which tensor.
+FOLDER_INDEX = "model.safetensors.index.json"
+
+# Key for the recipe sections that say how an exported model is used.
+USE = "vit_ray"
+
+# transformers' defaults of a ViT, which its files may leave out.
+_VIT_DEFAULTS: Final = {
+    "image_size": 224, "num_hidden_layers": 12, "hidden_size": 768, "intermediate_size": 3072,
+    "num_attention_heads": 12, "patch_size": 16,
+}  # fmt: skip
+# Keys of a recipe's model, and what transformers and timm call them; the last two are none.
+_KEYS: Final = {
+    "image_size": ("image_size", "img_size"),
+    "depth": ("num_hidden_layers", "depth"),
+    "width": ("hidden_size", "embed_dim"),
+    "mlp_dim": ("intermediate_size",),
+    "num_heads": ("num_attention_heads", "num_heads"),
+    "patch_size": ("patch_size",),
+    "activation": ("hidden_act", "act_layer"),
+    "norm_eps": ("layer_norm_eps",),
+    "norm_layer": ("norm_layer",),
+    "pooler_act": ("pooler_act",),
+}
 
 LAYOUTS = ("jax", "timm", "huggingface", "vit_ray")
 
@@ -100,12 +128,11 @@ _TORCH = {
     "tensor": [("", "", "same")],
     "kernel": [(".weight", ".weight", "same")],
 }
-_TIMM_HEAD = [(".weight", ".weight", "head_conv"), (".bias", ".bias", "same")]
-_SPLIT_QKV = [(".weight", ".weight", "parts"), (".bias", ".bias", "parts")]
 _LEAVES = {
     "jax": _JAX,
-    "timm": {**_TORCH, "head_conv": _TIMM_HEAD},
-    "huggingface": {**_TORCH, "qkv": _SPLIT_QKV},
+    "timm": _TORCH
+    | {"head_conv": [(".weight", ".weight", "head_conv"), (".bias", ".bias", "same")]},
+    "huggingface": _TORCH | {"qkv": [(".weight", ".weight", "parts"), (".bias", ".bias", "parts")]},
 }
 
 # From published tensors to ours, and back. `linear` is (in, out) for our (out, in); `conv` is (h,
@@ -171,9 +198,8 @@ def rules_for(model: nn.Module, layout: str) -> list[Rule]:
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} is unknown; use one of {', '.join(LAYOUTS)}")
-    own = model.state_dict()
     if layout == "vit_ray":
-        return [Rule(name, [[name]]) for name in own]
+        return [Rule(name, [[name]]) for name in model.state_dict()]
     if isinstance(model, BitResNet):
         return _rules(_BIT, layout, _units(model.size.stages))
     backbone = getattr(model, "embedding", None)
@@ -181,6 +207,7 @@ def rules_for(model: nn.Module, layout: str) -> list[Rule]:
     if not isinstance(model, VisionTransformer) or isinstance(model, AxialViT) or is_hybrid:
         kind = f"{'hybrid ' if is_hybrid else ''}{type(model).__name__}"
         raise ValueError(f"layout={layout!r} has no names for a {kind}; use layout='vit_ray'")
+    own = model.state_dict()
     rules = _rules(_VIT, layout, [{"block": index} for index in range(model.size.depth)])
     rules = [rule for rule in rules if rule.own in own or rule.own.startswith(SPARE_PREFIXES)]
     if isinstance(backbone, ResNetEmbedding):
@@ -234,39 +261,6 @@ def detect_layout(names: Iterable[str]) -> str:
     )
 
 
-# Files in a folder of Hugging Face transformers.
-FOLDER_WEIGHTS, FOLDER_CONFIG = "model.safetensors", "config.json"
-FOLDER_PREPROCESSOR: Final = "preprocessor_config.json"
-# Replaces the weights if these are split over files: says which file holds which tensor.
-FOLDER_INDEX = "model.safetensors.index.json"
-
-# Key for the recipe sections that say how an exported model is used.
-USE = "vit_ray"
-
-_ACTIVATIONS: Final = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
-# transformers' defaults of a ViT, which its files may leave out.
-_VIT_DEFAULTS: Final = {
-    "image_size": 224, "num_hidden_layers": 12, "hidden_size": 768, "intermediate_size": 3072,
-    "num_attention_heads": 12, "patch_size": 16,
-}  # fmt: skip
-# Keys of a recipe's model, and what transformers and timm call them; the last two are none.
-_KEYS: Final = {
-    "image_size": ("image_size", "img_size"),
-    "depth": ("num_hidden_layers", "depth"),
-    "width": ("hidden_size", "embed_dim"),
-    "mlp_dim": ("intermediate_size",),
-    "num_heads": ("num_attention_heads", "num_heads"),
-    "patch_size": ("patch_size",),
-    "activation": ("hidden_act", "act_layer"),
-    "norm_eps": ("layer_norm_eps",),
-    "norm_layer": ("norm_layer",),
-    "pooler_act": ("pooler_act",),
-}
-
-# Mean and deviation of each channel, with pixels in [0, 1]: inputs are (pixel - mean) / std.
-Statistics = tuple[list[float], list[float]]
-
-
 def weights_file(layout: str) -> str:
     """Name of the weights in the folder of a model."""
     return "model.npz" if layout == "jax" else FOLDER_WEIGHTS
@@ -305,24 +299,26 @@ def model_options(config: dict[str, Any]) -> dict[str, Any]:
     An activation that we do not have keeps its name; so do other settings of the function.
     """
     defaults = _VIT_DEFAULTS if config.get("model_type") == "vit" else {}
-    said = {**defaults, **config, **(config.get("model_args") or {})}
-    found = {
-        own: said[key] for own, keys in _KEYS.items() for key in keys if said.get(key) is not None
+    settings = {**defaults, **config, **(config.get("model_args") or {})}
+    options = {
+        own: settings[key]
+        for own, keys in _KEYS.items()
+        for key in keys
+        if settings.get(key) is not None
     }
-    if {"embed_dim", "depth"} <= set(said):
-        found["mlp_dim"] = int(said["embed_dim"] * said.get("mlp_ratio", 4))
-    sides, patch = found.get("image_size"), found.get("patch_size")
+    if {"embed_dim", "depth"} <= set(settings):
+        options["mlp_dim"] = int(settings["embed_dim"] * settings.get("mlp_ratio", 4))
+    sides, patch = options.get("image_size"), options.get("patch_size")
     if isinstance(patch, int) and sides:
-        found["grid"] = [
-            side // patch for side in (sides if isinstance(sides, list) else [sides] * 2)
-        ]
-    if said.get("pos_embed") == "none":
-        found["positions"] = "none"
-    if "activation" in found:
-        found["activation"] = _ACTIVATIONS.get(found["activation"], found["activation"])
-    if said.get("global_pool") == "avg":
-        found["pool"] = "gap"
-    return found
+        height_width = sides if isinstance(sides, list) else [sides, sides]
+        options["grid"] = [side // patch for side in height_width]
+    if settings.get("pos_embed") == "none":
+        options["positions"] = "none"
+    if options.get("activation") in ("gelu_pytorch_tanh", "gelu_new"):
+        options["activation"] = "gelu_tanh"
+    if settings.get("global_pool") == "avg":
+        options["pool"] = "gap"
+    return options
 
 
 def statistics_beside(path: Path) -> Statistics | None:
@@ -351,34 +347,6 @@ def statistics_beside(path: Path) -> Statistics | None:
             "three numbers each, and deviations above zero: fetch the folder again"
         )
     return None if bool(((both - 0.5).abs() < 1e-6).all()) else (mean, std)
-
-
-def with_our_inputs(
-    state: Tensors, model: nn.Module, statistics: Statistics, source: str
-) -> Tensors:
-    """Weights of the same function for inputs in [-1, 1]: another first kernel and bias.
-
-    Args:
-        state: with our own names.
-
-    Raises:
-        ValueError: the first layer pads its inputs, so there is no such kernel.
-    """
-    if not isinstance(getattr(model, "embedding", None), PatchEmbedding):
-        raise ValueError(
-            f"{source} takes inputs normalised by mean {statistics[0]} and deviation "
-            f"{statistics[1]}; models here take pixels in [-1, 1] (0.5 and 0.5), and only a ViT on "
-            "patches of the image can be converted to that"
-        )
-    names = ("embedding.projection.weight", "embedding.projection.bias")
-    old_kernel, old_bias = (state[name] for name in names)
-    if old_kernel.is_meta:  # only values would change
-        return state
-    mean, std = (torch.tensor(values).double().view(1, 3, 1, 1) for values in statistics)
-    # An input of ours, x, is the pixel 0.5 x + 0.5.
-    shift = (old_kernel.double() * (0.5 - mean) / std).sum(dim=(1, 2, 3))
-    kernel, bias = old_kernel.double() * (0.5 / std), old_bias.double() + shift
-    return {**state, names[0]: kernel.to(old_kernel.dtype), names[1]: bias.to(old_bias.dtype)}
 
 
 def folder_config(model: nn.Module, layout: str, classes: Sequence[str]) -> dict[str, Any]:

@@ -211,8 +211,8 @@ class VisionTransformer(nn.Module):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a block, as `encode` has them."""
-        return self.options.num_tokens(self.grid)
+        """Tokens of a block, as `encode` has them: class token, patches."""
+        return self.grid[0] * self.grid[1] + (self.options.pool == "cls")
 
     def _block(self, index: int) -> nn.Module:
         size = self.size
@@ -221,7 +221,8 @@ class VisionTransformer(nn.Module):
             relative = RelativePositions(self.num_tokens, size.width // size.num_heads)
         # 7 % of the products of a 12-layer encoder, on which no output depends, are left out.
         sees_one = self.options.pool == "cls" and index == size.depth - 1
-        rate = self.options.depth_rate(index, size.depth)
+        # From 0 at the first block, linearly up to the last.
+        rate = self.options.stochastic_depth * index / max(1, size.depth - 1)
         return Block(size, self.options, relative, rate, num_outputs=1 if sees_one else None)
 
     def keep_all_tokens(self) -> None:

@@ -20,29 +20,35 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from vit_ray.models import published
 from vit_ray.models.catalog import LAYER_NORM_EPS, Grid
 from vit_ray.models.fitting import (
     SPARE_PREFIXES,
     LoadReport,
     NewHead,
     Origin,
+    Statistics,
     Tensors,
     check_fit,
     check_types,
     constant_bias,
     fit_state_dict,
     origin_of,
+    with_our_inputs,
 )
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.positions import ResizeMode, square_grid
 from vit_ray.models.published import (
     ENCODER,
     FOLDER_CONFIG,
+    FOLDER_INDEX,
+    FOLDER_WEIGHTS,
     HEAD_BIASES,
     detect_layout,
     folder_config,
+    model_options,
     rules_for,
+    settings_beside,
+    statistics_beside,
     weights_file,
 )
 from vit_ray.models.vit import VisionTransformer
@@ -51,9 +57,6 @@ from vit_ray.storage import is_of_the_store, locate
 Opener = Callable[[Path], IO[bytes]]
 # Key of a safetensors file's metadata, for the layout and origin that we write.
 METADATA: Final = "vit_ray"
-
-# What DDP, `torch.compile` and trainers put before all names.
-_WRAPPERS: Final = r"((module|_orig_mod|model|state_dict|model_state_dict)\.)*"
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class WeightFile:
     origin: Origin
     num_classes: int | None
     beside: list[str]
-    inputs: published.Statistics | None
+    inputs: Statistics | None
 
     def load_into(
         self,
@@ -88,7 +91,7 @@ class WeightFile:
         if self.layout != "vit_ray":
             own = _own_names(inner, self.layout, own, source)
         if self.inputs is not None:
-            own = published.with_our_inputs(own, inner, self.inputs, source)
+            own = with_our_inputs(own, inner, self.inputs, source)
             mean, std = self.inputs
             source += f"; its inputs' mean {mean} and std {std} are folded into the first layer"
         origin = self.origin if source_grid is None else {**self.origin, "grid": source_grid}
@@ -120,8 +123,8 @@ def load_weights(
         ValueError: if the file is incomplete, has tensors of another model, or is of a format that
             could run code; the tensors are listed.
     """
-    file = read_weights(path, layout)
-    return file.load_into(model, new_head, resize=resize, source_grid=source_grid)
+    weights = read_weights(path, layout)
+    return weights.load_into(model, new_head, resize=resize, source_grid=source_grid)
 
 
 def read_weights(
@@ -145,8 +148,8 @@ def read_weights(
         ValueError: if the file is broken, of no known layout, or of a format that could run code.
     """
     path, source = Path(path), source or str(path)
-    config = published.model_options(published.settings_beside(path, published.FOLDER_CONFIG))
-    inputs = published.statistics_beside(path)
+    config = model_options(settings_beside(path, FOLDER_CONFIG))
+    inputs = statistics_beside(path)
     tensors, recorded = read_tensors(path, source, opener)
     tensors, beside = _parameters(tensors)
     layout = recorded.get("layout", "auto") if layout == "auto" else layout
@@ -166,11 +169,11 @@ def read_tensors(
 ) -> tuple[Tensors, dict[str, Any]]:
     """Tensors of a file or folder, and what `save_weights` recorded; see `read_weights`."""
     if path.is_dir():
-        whole, index = path / published.FOLDER_WEIGHTS, path / published.FOLDER_INDEX
+        whole, index = path / FOLDER_WEIGHTS, path / FOLDER_INDEX
         path = index if index.exists() and not whole.exists() else whole
     if not path.is_file():
         raise ValueError(f"weights {source} do not exist; give a .npz or .safetensors file")
-    if path.name == published.FOLDER_INDEX:
+    if path.name == FOLDER_INDEX:
         tensors: Tensors = {}
         for name in parts_of(path, source):
             tensors |= read_tensors(path.with_name(name), f"{source}, part {name},", opener)[0]
@@ -241,7 +244,9 @@ def _parameters(tensors: Tensors) -> tuple[Tensors, list[str]]:
     Checkpoints of big_vision and of flax are whole trainings, and may have all blocks in one
     tensor.
     """
-    wrappers = {re.match(_WRAPPERS, name)[0] for name in tensors}  # type: ignore[index]
+    # What DDP, `torch.compile` and trainers put before all names.
+    wrapper = re.compile(r"((module|_orig_mod|model|state_dict|model_state_dict)\.)*")
+    wrappers = [wrapper.match(name)[0] for name in tensors]  # type: ignore[index]
     prefix = min(wrappers, key=len, default="")
     for folder in ("params/", "opt/target/"):
         prefix = folder if any(name.startswith(folder) for name in tensors) else prefix
@@ -317,13 +322,22 @@ def save_weights(
             for name, tensor in published.items()
         }
     check_suffix(path, layout)
-    files = {path: _encoded(published, layout, {"layout": layout, **origin_of(model)})}
+    if layout == "jax":
+        # numpy has no bfloat16; float32 represents every such number.
+        exact = {n: t.float() if t.dtype == torch.bfloat16 else t for n, t in published.items()}
+        file = io.BytesIO()
+        np.savez(file, allow_pickle=False, **{name: t.numpy() for name, t in exact.items()})
+        content = file.getvalue()
+    else:
+        facts = json.dumps({"layout": layout, **origin_of(model)})
+        content = save(published, {"format": "pt", METADATA: facts})
+    files = {path: content}
     if not path.suffix:
         config = json.dumps(folder_config(model, layout, classes), indent=2) + "\n"
-        files = {path / weights_file(layout): files[path], path / FOLDER_CONFIG: config.encode()}
+        files = {path / weights_file(layout): content, path / FOLDER_CONFIG: config.encode()}
     try:
-        for file, content in files.items():
-            locate(str(file)).write(content)
+        for target, data in files.items():
+            locate(str(target)).write(data)
     except OSError as error:
         raise ValueError(f"weights cannot be written to {path}: {error}") from error
 
@@ -353,7 +367,7 @@ def _check_expressible(model: nn.Module, layout: str) -> None:
     options, (rows, columns) = model.options, model.grid
     read_as = square_grid(rows * columns) or square_grid(model.num_tokens)
     is_hub, is_jax = layout == "huggingface", layout == "jax"
-    lost = {
+    lost_by_option = {
         f"positions={options.positions!r}": options.positions == "sincos_2d",
         "positions_at='every_layer_shared'": options.positions_at == "every_layer_shared",
         # Other files record it.
@@ -368,16 +382,5 @@ def _check_expressible(model: nn.Module, layout: str) -> None:
         "'jax' and 'timm' keep it)": is_hub and options.representation,
         "positions='none'": is_hub and options.positions == "none",
     }
-    for what, is_lost in lost.items():
-        if is_lost:
-            raise ValueError(f"layout={layout!r} cannot express {what}; use layout='vit_ray'")
-
-
-def _encoded(tensors: Tensors, layout: str, facts: dict[str, Any]) -> bytes:
-    if layout != "jax":
-        return save(tensors, {"format": "pt", METADATA: json.dumps(facts)})
-    # numpy has no bfloat16; float32 represents every such number.
-    arrays = {n: t.float() if t.dtype == torch.bfloat16 else t for n, t in tensors.items()}
-    file = io.BytesIO()
-    np.savez(file, allow_pickle=False, **{name: t.numpy() for name, t in arrays.items()})
-    return file.getvalue()
+    if lost := [option for option, is_lost in lost_by_option.items() if is_lost]:
+        raise ValueError(f"layout={layout!r} cannot express {lost[0]}; use layout='vit_ray'")

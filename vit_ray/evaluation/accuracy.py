@@ -20,11 +20,11 @@ from vit_ray.evaluation.examples import MAX_LABELS, SIDE, picture, square
 Int64Array = NDArray[np.int64]
 Float64Array = NDArray[np.float64]
 
+# File names and most images: the first of the set by number, and the wrong predictions with the
+# highest loss.
 KINDS: Final = {"examples": 12, "errors": 6}
-"""File names and most images: the first of the set by number, and the wrong predictions with the
-highest loss."""
+# Numbers for one image: its key, sample, predicted class, probability, loss, labels, pixels.
 _ROW: Final = 5 + MAX_LABELS + SIDE * SIDE * 3
-"""Numbers for one image: its key, sample, predicted class, probability, loss, labels, pixels."""
 
 
 @dataclass(frozen=True)

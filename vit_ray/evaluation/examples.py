@@ -17,12 +17,9 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 UInt8Array = NDArray[np.uint8]
 
-SIDE: Final = 96
-"""Pixels of a square's side in a strip."""
-NUM_TRAINING: Final = 24
-"""Crops that are kept as training gets them."""
-MAX_LABELS: Final = 8
-"""Labels shown for an image."""
+SIDE: Final = 96  # pixels of a square's side in a strip
+NUM_TRAINING: Final = 24  # crops that are kept as training gets them
+MAX_LABELS: Final = 8  # labels shown for an image
 _LINE: Final = 14  # pixels of a line of text
 
 

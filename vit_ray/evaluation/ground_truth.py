@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 
 Int32Array = NDArray[np.int32]
 
-NO_ANSWER: Final = -1
-"""Pads the answers of an image or a class."""
+NO_ANSWER: Final = -1  # pads the answers of an image or a class
+# Agreement of ReaL with ImageNet's own labels; in the right order it is about 0.9 of the images
+# that ReaL labels (Beyer et al. 2020, arXiv:2006.07159), in a wrong order about 0.001.
 LEAST_AGREEMENT: Final = 0.5
-"""Agreement of ReaL with ImageNet's own labels; in the right order it is about 0.9 of the images
-that ReaL labels (Beyer et al. 2020, arXiv:2006.07159), in a wrong order about 0.001."""
 
 REAL_FILE: Final = (
     "real.json, which is published at https://github.com/google-research/reassessed-imagenet"

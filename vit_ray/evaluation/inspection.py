@@ -47,31 +47,31 @@ def inspect_model(model: nn.Module, images: UInt8Array, folder: Path) -> dict[st
         "attention_distance": reason,
         "attention_rollout": reason,
     }
-    files = {name: folder / f"{name}.png" for name in results}
+
+    def file(name: str) -> Path:
+        results[name] = path = folder / f"{name}.png"
+        return path
+
     kernel = first_kernel(model)
     if kernel is not None:
         components, variance = filter_components(kernel)
         tiles = list((255 * components).round().astype(np.uint8))
         title = f"Patch filters: {len(tiles)} principal components, {variance.sum():.0%}"
         shares = [f"{share:.1%}" for share in variance]
-        sheet(tiles, shares, f"{title} of the variance").save(files["filters"])
-        results["filters"] = files["filters"]
+        sheet(tiles, shares, f"{title} of the variance").save(file("filters"))
     if not isinstance(model, VisionTransformer):
         return results
     vectors = position_vectors(model)
     if vectors is not None:
-        positions(vectors).savefig(files["position_similarity"], dpi=150)
-        results["position_similarity"] = files["position_similarity"]
+        positions(vectors).savefig(file("position_similarity"), dpi=150)
     if not isinstance(model, AxialViT):
         distances, rollouts = attention_figures(model, images)
-        attention_distance(distances, len(images)).savefig(files["attention_distance"], dpi=150)
-        results["attention_distance"] = files["attention_distance"]
+        attention_distance(distances, len(images)).savefig(file("attention_distance"), dpi=150)
         pairs: list[UInt8Array] = []
         for i in np.linspace(0, len(images) - 1, min(NUM_ROLLOUTS, len(images))).astype(int):
             pairs += [images[i], overlay(images[i], rollouts[i], model.embedding.patch_size)]
         title = "Attention from the output to the input"
-        sheet(pairs, [""] * len(pairs), title).save(files["attention_rollout"])
-        results["attention_rollout"] = files["attention_rollout"]
+        sheet(pairs, [""] * len(pairs), title).save(file("attention_rollout"))
     return results
 
 
@@ -93,11 +93,13 @@ def attention_distance(distances: FloatArray, num_images: int) -> Figure:
     figure = Figure(figsize=(6, 4), layout="constrained")
     axis = figure.subplots()
     axis.scatter(np.repeat(np.arange(1, num_layers + 1), num_heads), distances.flatten(), s=14)
-    axis.set_xlabel("depth (layer)")
-    axis.set_ylabel("mean attention distance (pixels)")
-    axis.set_ylim(0, 1.08 * float(distances.max()))
+    axis.set(
+        xlabel="depth (layer)",
+        ylabel="mean attention distance (pixels)",
+        ylim=(0, 1.08 * float(distances.max())),
+        title=f"{num_heads} heads a layer, mean over {num_images} images",
+    )
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.set_title(f"{num_heads} heads a layer, mean over {num_images} images")
     return figure
 
 
@@ -153,9 +155,9 @@ def position_vectors(model: VisionTransformer) -> FloatArray | None:
     """What the first position embedding adds to each patch, (h, w, D); None without a table."""
     if not len(model.positions):
         return None
-    weight = model.norm.weight
+    zeros = model.norm.weight.new_zeros(1, model.num_tokens, model.size.width)
     with torch.no_grad():
-        added = model.positions[0](weight.new_zeros(1, model.num_tokens, model.size.width))
+        added = model.positions[0](zeros)
     num_patches = model.grid[0] * model.grid[1]
     return added[0, -num_patches:].reshape(*model.grid, -1).float().cpu().numpy()
 

@@ -26,9 +26,6 @@ from vit_ray.models.catalog import ImageSize, as_grid, find_spec
 from vit_ray.models.layers import StandardizedConv2d, same_padding
 from vit_ray.models.vit import VisionTransformer
 
-# Classes of JFT-300M: "18k" in the paper, 18,291 in its predecessor (BiT, arXiv 1912.11370).
-JFT_CLASSES = 18_291
-
 
 def forward_macs(name: str, num_classes: int, image_size: ImageSize = 224, **options: Any) -> int:
     """Multiply-adds of one image through a model, with the arguments of `build_model`.
@@ -94,14 +91,15 @@ def training_exaflops(
     name: str,
     num_images: int,
     epochs: float,
-    num_classes: int = JFT_CLASSES,
+    num_classes: int = 18_291,
     image_size: ImageSize = 224,
     **options: Any,
 ) -> float:
     """10^18 operations of pre-training, as `count_exaflops`.
 
-    The tanh representation layer of pre-training is counted if the model can have one, unless
-    `representation` is given.
+    By default the classes are those of JFT-300M: "18k" in the paper, 18,291 in its predecessor
+    (BiT, arXiv 1912.11370). The tanh representation layer of pre-training is counted if the model
+    can have one, unless `representation` is given.
     """
     if find_spec(name, options).encoder is not None:
         options = {"representation": True, **options}

@@ -22,13 +22,12 @@ from torch.nn import functional as F
 
 from vit_ray.models.counter_random import random_words, sample_keys
 from vit_ray.models.layers import Head, cut_patches
-from vit_ray.models.positions import POSITION_STD
+from vit_ray.models.positions import normal_table
 from vit_ray.models.vit import VisionTransformer
 
 Target = Literal["mean_color", "downsized", "full_patch"]
 
-CORRUPTED_FRACTION = 0.5
-MASKED_FRACTION, SWAPPED_FRACTION = 0.8, 0.1
+CORRUPTED_FRACTION, MASKED_FRACTION, SWAPPED_FRACTION = 0.5, 0.8, 0.1
 BITS_PER_CHANNEL = 3
 NUM_COLORS = 2 ** (3 * BITS_PER_CHANNEL)
 DOWNSIZED_SIDE = 4
@@ -89,8 +88,7 @@ class MaskToken(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.token = nn.Parameter(torch.empty(width))
-        nn.init.normal_(self.token, std=POSITION_STD)
+        self.token = normal_table(width)
 
     def forward(self, patches_BND: Tensor, is_masked_BN: Tensor) -> Tensor:
         return torch.where(is_masked_BN[..., None], self.token.to(patches_BND.dtype), patches_BND)

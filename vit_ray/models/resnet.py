@@ -54,7 +54,6 @@ class BitResNet(nn.Module):
     def __init__(self, size: ResNetSize, num_classes: int, options: ResNetOptions) -> None:
         super().__init__()
         self.size = size
-        self.options = options
         self.root = StandardizedConv2d(3, size.widths[0], 7, stride=2)
         self.units = nn.Sequential(*(PreActivationUnit(*unit) for unit in size.units()))
         self.norm = group_norm(size.channels_out)

@@ -5,7 +5,6 @@ Its blocks are pre-norm attention and MLP, as in the paper's equations 2 and 3.
 
 # B images, N tokens, D width, H heads; K head width in BHNK, classes elsewhere
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -31,11 +30,6 @@ from vit_ray.models.positions import (
     SincosPositions2d,
 )
 from vit_ray.models.resnet import ResNetEmbedding
-
-_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "gelu": F.gelu,
-}
 
 
 class Attention(nn.Module):
@@ -89,7 +83,8 @@ class Mlp(nn.Module):
         self, width: int, mlp_dim: int, dropout: float, activation: Activation = "gelu_tanh"
     ) -> None:
         super().__init__()
-        self.activation = _ACTIVATIONS[activation]
+        approximation = "tanh" if activation == "gelu_tanh" else "none"
+        self.activation = partial(F.gelu, approximate=approximation)
         self.expand = Linear(width, mlp_dim, bias_std=1e-6)
         self.contract = Linear(mlp_dim, width, bias_std=1e-6)
         self.dropout = Dropout(dropout)

@@ -79,8 +79,7 @@ def positions(vectors: FloatArray) -> Figure:
     """The similarity of each position embedding (h, w, D) to all others, a tile each."""
     figure = Figure(figsize=(7, 6), layout="constrained")
     axis = figure.subplots()
-    tiles = tiled(position_similarity(vectors))
-    drawn = axis.imshow(tiles, vmin=-1, vmax=1, interpolation="nearest")
+    drawn = axis.imshow(position_similarity(vectors), vmin=-1, vmax=1, interpolation="nearest")
     axis.set_axis_off()
     axis.set_title(f"Similarity of {vectors.shape[0]} x {vectors.shape[1]} position embeddings")
     figure.colorbar(drawn, label="cosine similarity")
@@ -169,17 +168,14 @@ def position_similarity(vectors: FloatArray) -> FloatArray:
         vectors: (h, w, D).
 
     Returns:
-        (h, w, h, w): the tile of a patch, then the patch it is compared with.
+        (h * (h + 1) - 1, w * (w + 1) - 1): a tile (h, w) for each patch, at its place, with nan
+        between them; as one picture, because a thousand axes are slow.
     """
-    similarity = cosine_similarity(vectors.reshape(-1, vectors.shape[-1]).astype(np.float64))
-    return similarity.reshape(*vectors.shape[:2], *vectors.shape[:2]).astype(np.float32)
-
-
-def tiled(similarity: FloatArray) -> FloatArray:
-    """All tiles of (h, w, h, w) in one picture, with nan between them: a thousand axes are slow."""
-    rows, columns = similarity.shape[:2]
+    rows, columns, width = vectors.shape
+    similarity = cosine_similarity(vectors.reshape(-1, width).astype(np.float64))
+    tiles = similarity.reshape(rows, columns, rows, columns).astype(np.float32)
     spaced = np.full((rows, rows + 1, columns, columns + 1), np.nan, dtype=np.float32)
-    spaced[:, :-1, :, :-1] = similarity.transpose(0, 2, 1, 3)
+    spaced[:, :-1, :, :-1] = tiles.transpose(0, 2, 1, 3)
     return spaced.reshape(rows * (rows + 1), columns * (columns + 1))[:-1, :-1]
 
 

@@ -19,8 +19,6 @@ from vit_ray.model_aliases import canonical_model
 # (rows, columns), or the height and width of an image.
 Grid = tuple[int, int]
 ImageSize = int | Grid
-Positions = Literal["none", "learned_1d", "learned_2d", "relative", "sincos_2d"]
-PositionsAt = Literal["stem", "every_layer", "every_layer_shared"]
 Pool = Literal["cls", "gap"]
 Activation = Literal["gelu_tanh", "gelu"]
 
@@ -59,8 +57,8 @@ class VitOptions:
     the epsilon of the layer norms. The positions `sincos_2d` are fixed.
     """
 
-    positions: Positions = "learned_1d"
-    positions_at: PositionsAt = "stem"
+    positions: Literal["none", "learned_1d", "learned_2d", "relative", "sincos_2d"] = "learned_1d"
+    positions_at: Literal["stem", "every_layer", "every_layer_shared"] = "stem"
     pool: Pool = "cls"
     representation: bool = False
     head_bias: float = 0.0
@@ -70,16 +68,11 @@ class VitOptions:
     norm_eps: float = LAYER_NORM_EPS
 
     def __post_init__(self) -> None:
-        for name, choice in (
-            ("positions", Positions),
-            ("positions_at", PositionsAt),
-            ("pool", Pool),
-            ("activation", Activation),
-        ):
-            if getattr(self, name) not in get_args(choice):
+        for field in dataclasses.fields(self):
+            value, choices = getattr(self, field.name), get_args(field.type)
+            if choices and value not in choices:
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} is unknown; "
-                    f"use one of {', '.join(get_args(choice))}"
+                    f"{field.name}={value!r} is unknown; use one of {', '.join(choices)}"
                 )
         if self.positions_at != "stem" and not self.positions.startswith("learned"):
             raise ValueError(

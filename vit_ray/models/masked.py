@@ -97,8 +97,8 @@ class MaskToken(nn.Module):
 class MaskedPatchObjective(nn.Module):
     """A ViT with a mask token and a linear prediction of what its corrupted patches show.
 
-    The model's own head, with the representation layer and pooling by attention before it, is not
-    used and is frozen; fine-tuning replaces it.
+    The model's own head, with the representation layer before it, is not used and is frozen;
+    fine-tuning replaces it.
 
     Args:
         model: any ViT, hybrid or axial ViT.
@@ -166,11 +166,6 @@ class MaskedPatchObjective(nn.Module):
         encoded_BND = self.model.encode(self.corrupt(patches_BND, corruption), keys)
         num_prefix = encoded_BND.shape[1] - patches_BND.shape[1]
         predictions = self.prediction(_pick(encoded_BND[:, num_prefix:], corruption.corrupted))
-        pixels = _pick(self._pixels(images), corruption.corrupted)
-        return _loss(self.target, predictions, pixels)
-
-    def _pixels(self, images: Tensor) -> Tensor:
-        """(B, N, 3, P, P) in float32."""
         side = self.model.embedding.patch_size
         patches = cut_patches(images.float(), side).flatten(1, 2)
         if patches.shape[1] != self.model.grid[0] * self.model.grid[1]:
@@ -178,7 +173,8 @@ class MaskedPatchObjective(nn.Module):
                 f"images of {images.shape[-2]}x{images.shape[-1]} are not whole patches of "
                 f"{side}x{side}, which this model rounds up; use an image_size that {side} divides"
             )
-        return patches.reshape(*patches.shape[:2], 3, side, side)
+        pixels = patches.reshape(*patches.shape[:2], 3, side, side)
+        return _loss(self.target, predictions, _pick(pixels, corruption.corrupted))
 
     def corrupt(self, patches_BND: Tensor, corruption: Corruption) -> Tensor:
         """(B, N, D) with mask tokens, swapped and unchanged patches."""

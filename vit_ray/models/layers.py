@@ -134,8 +134,8 @@ def cut_patches(images: Tensor, size: int) -> Tensor:
     """
     batch, channels, height, width = images.shape
     rows, columns = height // size, width // size
-    whole = images[:, :, : rows * size, : columns * size]
-    cut = whole.reshape(batch, channels, rows, size, columns, size)
+    cropped = images[:, :, : rows * size, : columns * size]
+    cut = cropped.reshape(batch, channels, rows, size, columns, size)
     return cut.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows, columns, channels * size * size)
 
 

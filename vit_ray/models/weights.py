@@ -169,8 +169,8 @@ def read_tensors(
 ) -> tuple[Tensors, dict[str, Any]]:
     """Tensors of a file or folder, and what `save_weights` recorded; see `read_weights`."""
     if path.is_dir():
-        whole, index = path / FOLDER_WEIGHTS, path / FOLDER_INDEX
-        path = index if index.exists() and not whole.exists() else whole
+        file, index = path / FOLDER_WEIGHTS, path / FOLDER_INDEX
+        path = index if index.exists() and not file.exists() else file
     if not path.is_file():
         raise ValueError(f"weights {source} do not exist; give a .npz or .safetensors file")
     if path.name == FOLDER_INDEX:
@@ -251,12 +251,12 @@ def _parameters(tensors: Tensors) -> tuple[Tensors, list[str]]:
     for folder in ("params/", "opt/target/"):
         prefix = folder if any(name.startswith(folder) for name in tensors) else prefix
     beside = Counter(name.partition("/")[0] for name in tensors if not name.startswith(prefix))
-    stacked, found = "Transformer/encoderblock/", dict[str, Tensor]()
+    stacked, parameters = "Transformer/encoderblock/", dict[str, Tensor]()
     for name in (name for name in tensors if name.startswith(prefix)):
         own = name.removeprefix(prefix)
         for index, tensor in enumerate(tensors[name] if stacked in own else [tensors[name]]):
-            found[own.replace(stacked, f"Transformer/encoderblock_{index}/")] = tensor
-    return found, [f"{name} ({count} of training)" for name, count in beside.items()]
+            parameters[own.replace(stacked, f"Transformer/encoderblock_{index}/")] = tensor
+    return parameters, [f"{name} ({count} of training)" for name, count in beside.items()]
 
 
 def _own_names(model: nn.Module, layout: str, tensors: Tensors, source: str) -> Tensors:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vit_ray.evaluation.examples import sheet
-from vit_ray.launch.inputs.seen_batch import SeenBatches
+from vit_ray.launch.dataset import SeenBatches
 from vit_ray.launch.named_run import find_run
 
 MOST_SHOWN: Final = 64

@@ -7,8 +7,8 @@ from typing import Any
 
 from huggingface_hub import HfApi
 
-from vit_ray.checkpoints.weight_files import SCHEME
-from vit_ray.commands.trained.trained_model import load_trained_model
+from vit_ray.checkpoints.init_weights import SCHEME
+from vit_ray.commands.trained_model import load_trained_model
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import ExportConfig
 from vit_ray.config.recorded_recipe import used_sections

@@ -8,7 +8,7 @@ import pytest
 import torch
 from sklearn.metrics import confusion_matrix
 
-from vit_ray.evaluation.accuracy import CONFUSION_FILE, Confusion
+from vit_ray.evaluation.accuracy import Confusion
 
 NUM_CLASSES = 7
 
@@ -59,7 +59,7 @@ def test_the_table_names_classes_and_what_they_are_taken_for():
     weights = torch.ones(5)
     confusion.add_batch(torch.eye(4)[predicted], torch.tensor(truth)[:, None], weights)
     files = confusion.files(["ant", "=bee", "cat", "dog"])
-    pairs = list(csv.reader(io.StringIO(files[CONFUSION_FILE].decode())))
+    pairs = list(csv.reader(io.StringIO(files["confusion.csv"].decode())))
     of_ants = [["ant", "ant", "1"], ["ant", "'=bee", "2"], ["ant", "cat", "1"]]
     assert pairs[1:] == [*of_ants, ["'=bee", "'=bee", "1"]]
 

@@ -22,7 +22,6 @@ from vit_ray.evaluation.inspection import (
     position_similarity,
     position_vectors,
     roll,
-    tiled,
 )
 from vit_ray.models.weights import save_weights
 
@@ -168,7 +167,7 @@ def test_components_of_many_filters_are_the_same_each_time():
 
 def test_tiles_of_cosines_stand_where_their_patches_do():
     vectors = np.random.default_rng(0).normal(size=(2, 3, 8)).astype(np.float32)
-    tiles = tiled(position_similarity(vectors))
+    tiles = position_similarity(vectors)
     units = vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
     assert tiles.shape == (2 + 1 + 2, 3 + 1 + 3 + 1 + 3)
     for row, column in np.ndindex(2, 3):

@@ -1,13 +1,30 @@
-"""Top-1, top-5 and loss as sums that add up over batches and ranks.
+"""What an evaluation collects from its batches: accuracy, confusions of classes, example images.
 
 An image may have several correct answers (ReaL, and images with many labels): a prediction is
 correct if it is one of them. An image without any is skipped, as in ReaL; an image of weight 0
-(padding of a short last batch) does not count.
+(padding of a short last batch) does not count. Everything adds up over batches and ranks.
 """
 
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
+from typing import Final
 
+import numpy as np
+import pandas as pd
 import torch
+from numpy.typing import NDArray
+
+from vit_ray.evaluation.examples import MAX_LABELS, SIDE, picture, square
+
+Int64Array = NDArray[np.int64]
+Float64Array = NDArray[np.float64]
+
+# File names and most images: the first of the set by number, and the wrong predictions with the
+# highest loss.
+KINDS: Final = {"examples": 12, "errors": 6}
+# Numbers for one image: its key, sample, predicted class, probability, loss, labels, pixels.
+_ROW: Final = 5 + MAX_LABELS + SIDE * SIDE * 3
 
 
 @dataclass(frozen=True)
@@ -72,3 +89,151 @@ class AccuracySums:
                 "no evaluation image has a label; set data.eval to a set with labelled images"
             )
         return {name: getattr(self, name) / self.images for name in ("top1", "top5", "loss")}
+
+
+class Confusion:
+    """How often each class was taken for each other one: counts of (class, predicted class).
+
+    Only pairs that occur are counted: for 21,843 classes a table would have 477 million cells.
+    """
+
+    def __init__(self) -> None:
+        self._counts = Counter[tuple[int, int]]()
+
+    def add_batch(self, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> None:
+        """Count the best-scored class of each image.
+
+        An image with several correct answers counts for the predicted one, if it is one of them,
+        and else for the first.
+
+        Args:
+            logits: (B, K).
+            labels: int (B, L), padded with -1; an image without any is skipped.
+            weights: (B,), 0 for padding.
+        """
+        predicted = logits.argmax(dim=1)
+        is_right = (labels == predicted[:, None]).any(dim=1)
+        # The first label that is not padding.
+        first = labels.gather(1, (labels >= 0).int().argmax(dim=1, keepdim=True))[:, 0]
+        truth = torch.where(is_right, predicted, first)
+        counted = (weights > 0) & (truth >= 0)
+        self._counts.update(zip(truth[counted].tolist(), predicted[counted].tolist(), strict=True))
+
+    def merge(self, pairs: Int64Array) -> None:
+        """Replace one rank's counts by those of all ranks, in the form of `pairs`."""
+        self._counts.clear()
+        for truth, predicted, count in pairs.tolist():
+            self._counts[truth, predicted] += count
+
+    def pairs(self) -> Int64Array:
+        """(n, 3): class, predicted class and number of images, each pair once, sorted."""
+        rows = [(*pair, count) for pair, count in sorted(self._counts.items())]
+        return np.array(rows, np.int64).reshape(-1, 3)
+
+    def accuracies(self, num_classes: int) -> Float64Array:
+        """Top-1 accuracy of each class; nan for one without images."""
+        truth, predicted, counts = self.pairs().T
+        images = np.bincount(truth, counts, num_classes)
+        right = np.bincount(truth, counts * (truth == predicted), num_classes)
+        return np.divide(right, images, out=np.full(num_classes, np.nan), where=images > 0)
+
+    def files(self, classes: Sequence[str]) -> dict[str, bytes]:
+        """The table of pairs as CSV, by file name."""
+        # A name that a spreadsheet would run as a formula gets a quote before it.
+        formula = ("=", "+", "-", "@", "\t", "\r")
+        escaped = [f"'{name}" if name.startswith(formula) else name for name in classes]
+        names = np.array(escaped, object)  # references: a column of str is as wide as the longest
+        pairs = pd.DataFrame(self.pairs(), columns=["class", "predicted", "images"])
+        for column in ("class", "predicted"):
+            pairs[column] = names[pairs[column]]  # IndexError for one without a name
+        return {"confusion.csv": pairs.to_csv(index=False).encode()}
+
+
+class ExampleImages:
+    """The best candidates among one rank's images: for each of `KINDS` those with the lowest keys.
+
+    Args:
+        is_sigmoid: probabilities are by sigmoid, not by softmax.
+    """
+
+    def __init__(self, *, is_sigmoid: bool = False) -> None:
+        self._is_sigmoid = is_sigmoid
+        self._rows: dict[str, Float64Array] = dict.fromkeys(KINDS, np.empty((0, _ROW)))
+
+    def add_batch(
+        self,
+        images: torch.Tensor,
+        samples: Int64Array,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        losses: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> None:
+        """Look through a batch.
+
+        Args:
+            images: uint8 (B, H, W, 3).
+            samples: (B,).
+            logits: (B, K).
+            labels: int (B, L), padded with -1; an image without any is skipped.
+            losses: (B,).
+            weights: (B,), 0 for padding.
+        """
+        scores = logits.double().sigmoid() if self._is_sigmoid else logits.double().softmax(dim=1)
+        predicted = logits.argmax(dim=1)
+        probability = scores.gather(1, predicted[:, None])[:, 0]
+        is_wrong = (labels != predicted[:, None]).all(dim=1)
+        counted = (weights > 0) & (labels >= 0).any(dim=1)
+        columns = torch.stack([predicted, probability, losses, is_wrong, counted], dim=1)
+        facts = np.nan_to_num(np.column_stack([samples, columns.cpu().numpy()]))
+        _, _, _, loss, wrong, counts = facts.T
+        keys_by_kind = {
+            "examples": np.where(counts > 0, samples, np.inf),
+            "errors": np.where((counts > 0) & (wrong > 0), -loss, np.inf),
+        }
+        for kind, keys in keys_by_kind.items():
+            rows, limit = self._rows[kind], KINDS[kind]
+            highest = rows[-1, 0] if len(rows) == limit else np.inf
+            candidates = [rows]
+            for i in np.argsort(keys, kind="stable")[:limit]:
+                if keys[i] < highest:
+                    known = [label for label in labels[i].tolist() if label >= 0][:MAX_LABELS]
+                    padded = known + [-1] * (MAX_LABELS - len(known))
+                    pixels = square(images[i].cpu().numpy()).ravel()
+                    row = np.concatenate([[keys[i]], facts[i, :4], padded, pixels])
+                    candidates.append(row[None])
+            self._rows[kind] = _lowest(np.concatenate(candidates), limit)
+
+    def files(
+        self, classes: Sequence[str], gather: Callable[[Float64Array], Float64Array]
+    ) -> dict[str, bytes]:
+        """Pictures of the best of all ranks' images and facts about them, by file name.
+
+        Args:
+            classes: names of the model's classes.
+            gather: returns the rows of all ranks, on every rank.
+        """
+        files: dict[str, bytes] = {}
+        for kind, limit in KINDS.items():
+            mine = self._rows[kind]
+            keys = np.sort(gather(mine[:, 0]))[:limit]
+            best = _lowest(gather(mine[mine[:, 0] <= keys.max(initial=-np.inf)]), limit)
+            facts, pixels = np.split(best, [5 + MAX_LABELS], axis=1)
+            about = [
+                {
+                    "sample": int(sample),
+                    "classes": [classes[int(label)] for label in labels if label >= 0],
+                    "predicted": classes[int(predicted)],
+                    "probability": probability,
+                    "loss": loss,
+                }
+                for _, sample, predicted, probability, loss, *labels in facts.tolist()
+            ]
+            squares = pixels.astype(np.uint8).reshape(-1, SIDE, SIDE, 3)
+            files |= picture(kind, list(squares), about)
+        return files
+
+
+def _lowest(rows: Float64Array, limit: int) -> Float64Array:
+    """Rows with the lowest keys, which are in the first column, in their order."""
+    return rows[np.argsort(rows[:, 0], kind="stable")][:limit]

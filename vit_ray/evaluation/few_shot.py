@@ -86,6 +86,12 @@ class FewShot:
     """Few-shot accuracy from features that come in batches: first of examples, then of tests.
 
     Of the pool only the examples that some seed draws are used; they follow from the labels.
+
+    Args:
+        pool_labels: (N,), of the images that examples are drawn from; -1 is never drawn.
+
+    Raises:
+        ValueError: a class has fewer examples than shots, or a label is out of range.
     """
 
     def __init__(
@@ -97,13 +103,6 @@ class FewShot:
         seeds: int,
         l2: float = L2,
     ) -> None:
-        """
-        Args:
-            pool_labels: (N,), of the images that examples are drawn from; -1 is never drawn.
-
-        Raises:
-            ValueError: a class has fewer examples than shots, or a label is out of range.
-        """
         self._labels = np.asarray(pool_labels, dtype=np.int64)
         if self._labels.max(initial=-1) >= num_classes or self._labels.min(initial=0) < -1:
             raise ValueError(
@@ -137,13 +136,14 @@ class FewShot:
             ]
         for stages, sums in zip(self._stages, self._sums, strict=True):
             stage = stages[samples]
-            for index, one in enumerate(sums):
-                if (chosen := stage == index).any():
-                    one.add(features[chosen], self._labels[samples[chosen]])
+            for index, draw in enumerate(sums):
+                chosen = stage == index
+                if chosen.any():
+                    draw.add(features[chosen], self._labels[samples[chosen]])
 
     def sum_arrays(self) -> Iterator[FloatArray]:
         """All sums over examples, which ranks add up in place before solving."""
-        return (array for sums in self._sums for one in sums for array in one.arrays)
+        return (array for sums in self._sums for draw in sums for array in draw.arrays)
 
     def solve(self) -> None:
         """Train a classifier for every draw; no examples come after this.
@@ -154,11 +154,11 @@ class FewShot:
         if not all(np.isfinite(array).all() for array in self.sum_arrays()):
             raise ValueError(f"few-shot: a train feature is not finite; {_OVERFLOW}")
         for seed, sums in enumerate(self._sums):
-            for index, one in enumerate(sums):
+            for index, draw in enumerate(sums):
                 if index:  # draws of one seed are nested
-                    for array, part in zip(one.arrays, sums[index - 1].arrays, strict=True):
+                    for array, part in zip(draw.arrays, sums[index - 1].arrays, strict=True):
                         array += part
-                self._classifiers[seed, index] = one.classifier(self._l2, self._dtype)
+                self._classifiers[seed, index] = draw.classifier(self._l2, self._dtype)
         self._sums = []
 
     def add_tests(self, features: NDArray[np.floating], labels: NDArray[np.integer]) -> None:
@@ -243,13 +243,14 @@ def few_shot_accuracy(
             f"{x_test.shape} and labels {y_test.shape} must be (N, D), (N,), (M, D) and (M,)"
         )
     measured = FewShot(y_train, num_classes, shots=shots, seeds=seeds, l2=l2)
-    for rows in _chunks(num_train):
+    step = _ROWS_AT_A_TIME
+    for rows in np.split(np.arange(num_train), range(step, num_train, step)):
         measured.add_examples(x_train[rows], rows)
     measured.solve()
-    for rows in _chunks(num_test):
+    for rows in np.split(np.arange(num_test), range(step, num_test, step)):
         measured.add_tests(x_test[rows], y_test[rows])
-    found = measured.accuracies()
-    return {shot: float(np.mean(found[shot])) for shot in shots}
+    accuracies = measured.accuracies()
+    return {shot: float(np.mean(accuracies[shot])) for shot in shots}
 
 
 def require_shots(
@@ -288,8 +289,3 @@ def ranks_in_class(labels: NDArray[np.integer], num_classes: int, seed: int) -> 
     ranks[by_class] = np.arange(len(labels)) - first
     ranks[labels < 0] = len(labels)
     return ranks
-
-
-def _chunks(count: int) -> Iterator[IntArray]:
-    for first in range(0, count, _ROWS_AT_A_TIME):
-        yield np.arange(first, min(first + _ROWS_AT_A_TIME, count))

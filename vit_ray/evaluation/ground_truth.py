@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 
 Int32Array = NDArray[np.int32]
 
-NO_ANSWER: Final = -1
-"""Pads the answers of an image or a class."""
+NO_ANSWER: Final = -1  # pads the answers of an image or a class
+# Agreement of ReaL with ImageNet's own labels; in the right order it is about 0.9 of the images
+# that ReaL labels (Beyer et al. 2020, arXiv:2006.07159), in a wrong order about 0.001.
 LEAST_AGREEMENT: Final = 0.5
-"""Agreement of ReaL with ImageNet's own labels; in the right order it is about 0.9 of the images
-that ReaL labels (Beyer et al. 2020, arXiv:2006.07159), in a wrong order about 0.001."""
 
 REAL_FILE: Final = (
     "real.json, which is published at https://github.com/google-research/reassessed-imagenet"
@@ -87,8 +86,8 @@ def real_lists(content: Any, num_images: int, num_classes: int, where: str) -> l
         ValueError: it is not such a file, or has another size than the set.
     """
     if not isinstance(content, list) or not all(
-        isinstance(one, list) and all(type(k) is int and 0 <= k < num_classes for k in one)
-        for one in content
+        isinstance(labels, list) and all(type(k) is int and 0 <= k < num_classes for k in labels)
+        for labels in content
     ):
         raise ValueError(
             f"{where} is not a list of lists of labels from 0 to {num_classes - 1}; "
@@ -127,14 +126,14 @@ def real_answers(
     assert named.by_class is not None
     places = np.empty(len(keys), np.int64)
     for sample, key in enumerate(keys):
-        found = _VALIDATION_KEY.search(key)
-        if found is None or not 1 <= int(found[1]) <= len(lists):
+        number = _VALIDATION_KEY.search(key)
+        if number is None or not 1 <= int(number[1]) <= len(lists):
             raise ValueError(
                 f"data.eval: the key {key!r} does not identify one of ImageNet's {len(lists)} "
                 "validation images; convert the files under their published names, such as "
                 "ILSVRC2012_val_00000001.JPEG"
             )
-        places[sample] = int(found[1]) - 1
+        places[sample] = int(number[1]) - 1
     twice = len(places) - len(np.unique(places))
     if twice:
         raise ValueError(
@@ -285,7 +284,7 @@ def parse_classes(text: str, suffix: str, where: str) -> tuple[str, ...]:
             content = json.loads(text)
             if isinstance(content, dict):
                 content = [content[str(index)] for index in range(len(content))]
-            names = [str(one[0]) if isinstance(one, list) else str(one) for one in content]
+            names = [str(name[0] if isinstance(name, list) else name) for name in content]
         elif suffix == ".txt":
             lines = [line.strip() for line in text.splitlines() if line.strip()]
             names = [ids[0] if (ids := _WORDNET_ID.match(line)) else line for line in lines]

@@ -1,24 +1,119 @@
 """What a trained model looks at: the four figures of the paper's 4.5, D.7 and D.8.
 
-Pure functions turn weights and attention into arrays; `figures.py` draws them.
+`inspect_model` draws them; pure functions turn weights and attention into their arrays.
 """
 
 # B images, H heads, N tokens, L layers, D width, P patch side, h w grid
 
 import contextlib
+from pathlib import Path
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
+from PIL import Image, ImageFilter
 from sklearn.decomposition import PCA
 from sklearn.metrics.pairwise import cosine_similarity
 from torch import Tensor, nn
 
+from vit_ray.evaluation.examples import UInt8Array, sheet
+from vit_ray.models.axial import AxialViT
 from vit_ray.models.catalog import Grid
 from vit_ray.models.vit import Attention, VisionTransformer
 
 FloatArray = NDArray[np.float32]
-UInt8Array = NDArray[np.uint8]
+NUM_ROLLOUTS = 16
+
+
+def inspect_model(model: nn.Module, images: UInt8Array, folder: Path) -> dict[str, Path | str]:
+    """Draw every figure that the model has into a folder.
+
+    Args:
+        model: of any family, in any precision.
+        images: uint8 (B, H, W, 3) of the model's size; the paper averages over 128.
+        folder: created if it does not exist.
+
+    Returns:
+        For `filters`, `position_similarity`, `attention_distance` and `attention_rollout`: the
+        file, or the reason why the model has none.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    reason = f"a {type(model).__name__} has no attention over the whole image"
+    results: dict[str, Path | str] = {
+        "filters": "the model has no convolution of the pixels",
+        "position_similarity": "the model has no table of positions",
+        "attention_distance": reason,
+        "attention_rollout": reason,
+    }
+
+    def file(name: str) -> Path:
+        results[name] = path = folder / f"{name}.png"
+        return path
+
+    kernel = first_kernel(model)
+    if kernel is not None:
+        components, variance = filter_components(kernel)
+        tiles = list((255 * components).round().astype(np.uint8))
+        title = f"Patch filters: {len(tiles)} principal components, {variance.sum():.0%}"
+        shares = [f"{share:.1%}" for share in variance]
+        sheet(tiles, shares, f"{title} of the variance").save(file("filters"))
+    if not isinstance(model, VisionTransformer):
+        return results
+    vectors = position_vectors(model)
+    if vectors is not None:
+        positions(vectors).savefig(file("position_similarity"), dpi=150)
+    if not isinstance(model, AxialViT):
+        distances, rollouts = attention_figures(model, images)
+        attention_distance(distances, len(images)).savefig(file("attention_distance"), dpi=150)
+        pairs: list[UInt8Array] = []
+        for i in np.linspace(0, len(images) - 1, min(NUM_ROLLOUTS, len(images))).astype(int):
+            pairs += [images[i], overlay(images[i], rollouts[i], model.embedding.patch_size)]
+        title = "Attention from the output to the input"
+        sheet(pairs, [""] * len(pairs), title).save(file("attention_rollout"))
+    return results
+
+
+def positions(vectors: FloatArray) -> Figure:
+    """The similarity of each position embedding (h, w, D) to all others, a tile each."""
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    axis = figure.subplots()
+    drawn = axis.imshow(position_similarity(vectors), vmin=-1, vmax=1, interpolation="nearest")
+    axis.set_axis_off()
+    axis.set_title(f"Similarity of {vectors.shape[0]} x {vectors.shape[1]} position embeddings")
+    figure.colorbar(drawn, label="cosine similarity")
+    return figure
+
+
+def attention_distance(distances: FloatArray, num_images: int) -> Figure:
+    """A dot for each head of (L, H) over the depth of its layer."""
+    num_layers, num_heads = distances.shape
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axis = figure.subplots()
+    axis.scatter(np.repeat(np.arange(1, num_layers + 1), num_heads), distances.flatten(), s=14)
+    axis.set(
+        xlabel="depth (layer)",
+        ylabel="mean attention distance (pixels)",
+        ylim=(0, 1.08 * float(distances.max())),
+        title=f"{num_heads} heads a layer, mean over {num_images} images",
+    )
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure
+
+
+def overlay(image: UInt8Array, rollout: FloatArray, patch_size: int) -> UInt8Array:
+    """The picture (H, W, 3) dimmed where the rollout (h, w) is low.
+
+    As the paper's authors draw it: divided by its largest value, resized with Lanczos, blurred by
+    a Gaussian of one patch, stretched to [0, 1], multiplied into the picture.
+    """
+    height, width = image.shape[:2]
+    scaled = (255 * rollout / max(float(rollout.max()), 1e-12)).astype(np.uint8)
+    mask = Image.fromarray(scaled).resize((width, height), Image.Resampling.LANCZOS)
+    blurred = np.asarray(mask.filter(ImageFilter.GaussianBlur(patch_size)), dtype=np.float32)
+    span = max(float(blurred.max() - blurred.min()), 1e-12)
+    return (image * ((blurred - blurred.min()) / span)[..., None]).astype(np.uint8)
 
 
 def first_kernel(model: nn.Module) -> FloatArray | None:
@@ -59,9 +154,9 @@ def position_vectors(model: VisionTransformer) -> FloatArray | None:
     """What the first position embedding adds to each patch, (h, w, D); None without a table."""
     if not len(model.positions):
         return None
-    weight = model.norm.weight
+    zeros = model.norm.weight.new_zeros(1, model.num_tokens, model.size.width)
     with torch.no_grad():
-        added = model.positions[0](weight.new_zeros(1, model.num_tokens, model.size.width))
+        added = model.positions[0](zeros)
     num_patches = model.grid[0] * model.grid[1]
     return added[0, -num_patches:].reshape(*model.grid, -1).float().cpu().numpy()
 
@@ -73,17 +168,14 @@ def position_similarity(vectors: FloatArray) -> FloatArray:
         vectors: (h, w, D).
 
     Returns:
-        (h, w, h, w): the tile of a patch, then the patch it is compared with.
+        (h * (h + 1) - 1, w * (w + 1) - 1): a tile (h, w) for each patch, at its place, with nan
+        between them; as one picture, because a thousand axes are slow.
     """
-    similarity = cosine_similarity(vectors.reshape(-1, vectors.shape[-1]).astype(np.float64))
-    return similarity.reshape(*vectors.shape[:2], *vectors.shape[:2]).astype(np.float32)
-
-
-def tiled(similarity: FloatArray) -> FloatArray:
-    """All tiles of (h, w, h, w) in one picture, with nan between them: a thousand axes are slow."""
-    rows, columns = similarity.shape[:2]
+    rows, columns, width = vectors.shape
+    similarity = cosine_similarity(vectors.reshape(-1, width).astype(np.float64))
+    tiles = similarity.reshape(rows, columns, rows, columns).astype(np.float32)
     spaced = np.full((rows, rows + 1, columns, columns + 1), np.nan, dtype=np.float32)
-    spaced[:, :-1, :, :-1] = similarity.transpose(0, 2, 1, 3)
+    spaced[:, :-1, :, :-1] = tiles.transpose(0, 2, 1, 3)
     return spaced.reshape(rows * (rows + 1), columns * (columns + 1))[:-1, :-1]
 
 
@@ -152,32 +244,29 @@ def attention_figures(
         model: with attention over the whole sequence, not along lines.
         images: uint8 (B, H, W, 3), of the model's size.
     """
-    was_training = model.training
-    model.eval()
-    distances, rollouts = zip(*(_look(model, image[None]) for image in images), strict=True)
-    model.train(was_training)
-    return np.mean(distances, axis=0), np.concatenate(rollouts)
-
-
-def _look(model: VisionTransformer, images: UInt8Array) -> tuple[FloatArray, FloatArray]:
-    """Distance (L, H) and rollouts (B, h, w) of images; holds one layer's attention."""
+    has_class_token = model.class_token is not None
     distances: list[FloatArray] = []
-    rollout: Tensor | None = None
+    rollouts: list[FloatArray] = []
+    by_layer: list[FloatArray] = []
+    last: list[Tensor] = []  # the rollout up to this layer
 
     def look(attention: nn.Module, args: tuple[Tensor, ...]) -> None:
-        nonlocal rollout
         assert isinstance(attention, Attention)
         weights = attention.weights(args[0])
-        distances.append(mean_attention_distance(weights, model.grid, model.embedding.patch_size))
-        rollout = roll(rollout, weights)
+        by_layer.append(mean_attention_distance(weights, model.grid, model.embedding.patch_size))
+        last.append(roll(last.pop() if last else None, weights))
 
-    device = next(model.parameters()).device
+    was_training, device = model.training, next(model.parameters()).device
+    model.eval()
     with torch.no_grad(), contextlib.ExitStack() as hooks:
         for block in model.blocks:
             attention = block.get_submodule("attention")
             hooks.callback(attention.register_forward_pre_hook(look).remove)
-        pixels = torch.from_numpy(images).to(device).permute(0, 3, 1, 2).float() / 127.5 - 1
-        model.encode(model.embed(pixels))
-    assert rollout is not None
-    has_class_token = model.class_token is not None
-    return np.stack(distances), output_row(rollout, model.grid, has_class_token)
+        for image in images:
+            pixels = torch.from_numpy(image[None]).to(device).permute(0, 3, 1, 2).float()
+            model.encode(model.embed(pixels / 127.5 - 1))
+            distances.append(np.stack(by_layer))
+            by_layer.clear()
+            rollouts.append(output_row(last.pop(), model.grid, has_class_token))
+    model.train(was_training)
+    return np.mean(distances, axis=0), np.concatenate(rollouts)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from vit_ray.models.catalog import Grid, ResNetOptions, ResNetSize
 from vit_ray.models.counter_random import line_keys, numbered_keys
 from vit_ray.models.layers import Head, Linear
-from vit_ray.models.positions import POSITION_STD
+from vit_ray.models.positions import normal_table
 from vit_ray.models.resnet import ResNetTrunk
 from vit_ray.models.vit import Block, VisionTransformer
 
@@ -62,8 +62,7 @@ class AxialViT(VisionTransformer):
     """A ViT of axial blocks with the mean of its tokens as feature."""
 
     def _block(self, index: int) -> nn.Module:
-        row, column = (Block(self.size, self.options) for _ in range(2))
-        return AxialBlock(self.grid, row, column)
+        return AxialBlock(self.grid, *(Block(self.size, self.options) for _ in range(2)))
 
 
 class LineAttention(nn.Module):
@@ -81,9 +80,9 @@ class LineAttention(nn.Module):
         self.value_width = width // NUM_AXIAL_HEADS
         self.qk = Linear(width, width)
         self.v = Linear(width, width)
-        self.query_table = _relative_table(length, self.key_width)
-        self.key_table = _relative_table(length, self.key_width)
-        self.value_table = _relative_table(length, self.value_width)
+        self.query_table = normal_table(2 * length - 1, self.key_width)
+        self.key_table = normal_table(2 * length - 1, self.key_width)
+        self.value_table = normal_table(2 * length - 1, self.value_width)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """(B, L, D) to (B, L, D)."""
@@ -101,12 +100,6 @@ class LineAttention(nn.Module):
         mixed = weights @ v_BLHV.transpose(1, 2)
         mixed = mixed + torch.einsum("bhql,qlv->bhqv", weights, self.value_table[offsets])
         return mixed.transpose(1, 2).flatten(2)
-
-
-def _relative_table(length: int, width: int) -> nn.Parameter:
-    table = nn.Parameter(torch.empty(2 * length - 1, width))
-    nn.init.normal_(table, std=POSITION_STD)
-    return table
 
 
 class AxialAttention2d(nn.Module):
@@ -138,7 +131,6 @@ class AxialResNet(ResNetTrunk):
     ) -> None:
         super().__init__(size, image_size, AxialAttention2d)
         self.image_size = image_size
-        self.options = options
         self.head = Head(size.channels_out, num_classes, options.head_bias)
 
     def forward(self, images: Tensor) -> Tensor:

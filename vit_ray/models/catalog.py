@@ -1,18 +1,173 @@
-"""Names of the paper's models, and the sizes behind each; `build` makes them.
+"""Names of the paper's models, and the sizes and options behind each; `build` makes them.
 
 Sizes: paper Table 1; Ti, S and b from google-research/vision_transformer `configs/models.py` and
 the caption of Figure 4. The paper gives ViT-b's hidden sizes as half of ViT-B's and does not give
 its heads; here it has 6, so that a head is 64 wide as in every other model.
+
+Nothing here needs torch, which takes seconds to import.
 """
 
 import dataclasses
 import difflib
 import math
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 from vit_ray.model_aliases import canonical_model
 
-ImageSize = int | tuple[int, int]
+# (rows, columns), or the height and width of an image.
+Grid = tuple[int, int]
+ImageSize = int | Grid
+Pool = Literal["cls", "gap"]
+Activation = Literal["gelu_tanh", "gelu"]
+
+# The reference code's; PyTorch's default is 1e-5.
+LAYER_NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class EncoderSize:
+    """Depth, width D, MLP width and heads of a Transformer encoder."""
+
+    depth: int
+    width: int
+    mlp_dim: int
+    num_heads: int
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "width", "mlp_dim", "num_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1; raise {name}")
+        if self.width % self.num_heads:
+            raise ValueError(
+                f"width={self.width} is not divisible by num_heads={self.num_heads}; "
+                f"change num_heads to a divisor of {self.width}, or change width"
+            )
+
+
+@dataclass(frozen=True)
+class VitOptions:
+    """Options in which two ViTs of one size may differ.
+
+    `representation` adds the tanh layer of pre-training; `head_bias` is a constant added to the
+    head's bias (-10 for ImageNet-21k); `positions` and `positions_at` choose a cell of Table 8;
+    `stochastic_depth` is the share of images for which the last block's branches are dropped;
+    the `activation` is that of the MLPs, where `gelu_tanh` is the reference code's; `norm_eps` is
+    the epsilon of the layer norms. The positions `sincos_2d` are fixed.
+    """
+
+    positions: Literal["none", "learned_1d", "learned_2d", "relative", "sincos_2d"] = "learned_1d"
+    positions_at: Literal["stem", "every_layer", "every_layer_shared"] = "stem"
+    pool: Pool = "cls"
+    representation: bool = False
+    head_bias: float = 0.0
+    dropout: float = 0.0
+    stochastic_depth: float = 0.0
+    activation: Activation = "gelu_tanh"
+    norm_eps: float = LAYER_NORM_EPS
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, choices = getattr(self, field.name), get_args(field.type)
+            if choices and value not in choices:
+                raise ValueError(
+                    f"{field.name}={value!r} is unknown; use one of {', '.join(choices)}"
+                )
+        if self.positions_at != "stem" and not self.positions.startswith("learned"):
+            raise ValueError(
+                f"positions_at={self.positions_at!r} has no effect with "
+                f"positions={self.positions!r}; leave positions_at at 'stem', or use a learned "
+                "position"
+            )
+        for name in ("dropout", "stochastic_depth"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
+        if not 0.0 < self.norm_eps < 1.0:
+            raise ValueError(f"norm_eps={self.norm_eps} must be above 0 and below 1")
+
+
+@dataclass(frozen=True)
+class AxialVitOptions(VitOptions):
+    """Options of a ViT whose attention runs along lines: no class token; positions are added."""
+
+    pool: Pool = "gap"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refused = {
+            "pool": (self.pool != "gap", "has no class token; use pool='gap'"),
+            "stochastic_depth": (
+                self.stochastic_depth,
+                "has blocks whose batch is lines, not images; leave it at 0",
+            ),
+            "positions": (
+                self.positions == "relative",
+                "never attends to the whole sequence; use 'learned_1d', 'learned_2d' or 'none'",
+            ),
+        }
+        for name, (is_given, reason) in refused.items():
+            if is_given:
+                raise ValueError(f"{name}={getattr(self, name)!r}: an axial ViT {reason}")
+
+
+@dataclass(frozen=True)
+class ResNetSize:
+    """Units per stage, and the factor on every width (64 in the first stage)."""
+
+    stages: tuple[int, ...]
+    width_factor: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.stages or min(self.stages) < 1:
+            raise ValueError(f"stages={self.stages} must name at least one unit in each stage")
+        if self.width_factor < 1:
+            raise ValueError(f"width_factor={self.width_factor} must be at least 1")
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Inner channels of each stage; a unit gives four times as many."""
+        return tuple(64 * self.width_factor * 2**index for index in range(len(self.stages)))
+
+    @property
+    def channels_out(self) -> int:
+        """Channels of the last feature map."""
+        return 4 * self.widths[-1]
+
+    def units(self) -> Iterator[tuple[int, int, int]]:
+        """Input channels, inner width and stride of each unit; all stages but the first halve."""
+        channels = self.widths[0]
+        for stage, (count, width) in enumerate(zip(self.stages, self.widths, strict=True)):
+            for index in range(count):
+                yield channels, width, 2 if stage > 0 and index == 0 else 1
+                channels = 4 * width
+
+    def grid(self, image_size: Grid) -> Grid:
+        """(rows, columns) of the last feature map, rounded up as padding does.
+
+        Raises:
+            ValueError: if the image is smaller than the area of one pixel of the map.
+        """
+        if min(image_size) < self.reduction:
+            raise ValueError(
+                f"image_size={image_size[0]}x{image_size[1]} is smaller than the {self.reduction} "
+                f"pixels that {len(self.stages)} stages reduce to one; raise image_size to at "
+                f"least {self.reduction}"
+            )
+        return -(-image_size[0] // self.reduction), -(-image_size[1] // self.reduction)
+
+    @property
+    def reduction(self) -> int:
+        """Image pixels along a side for one pixel of the last feature map."""
+        return int(2 ** (len(self.stages) + 1))
+
+
+@dataclass(frozen=True)
+class ResNetOptions:
+    """`head_bias` is a constant added to the head's bias (-10 for ImageNet-21k)."""
+
+    head_bias: float = 0.0
+
 
 ENCODERS: dict[str, EncoderSize] = {
     "Ti": EncoderSize(depth=12, width=192, mlp_dim=768, num_heads=3),
@@ -34,7 +189,7 @@ RESNETS: dict[str, ResNetSize] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class ModelSpec:
     """What a name stands for: a ViT, a ResNet, or a hybrid, which has both an encoder and a ResNet.
 
@@ -104,8 +259,8 @@ def find_spec(name: str, options: dict[str, Any]) -> ModelSpec:
             does not have.
     """
     name, _ = canonical_model(name)
-    needed = _FAMILIES.get(name, ())
-    if name not in _SPECS and not needed:
+    spec, needed = _SPECS.get(name), _FAMILIES.get(name, ())
+    if spec is None and not needed:
         near = difflib.get_close_matches(name, model_names(), n=5, cutoff=0.4) or model_names()
         raise ValueError(
             f"model name {name!r} is unknown; similar names: {', '.join(near)}; "
@@ -115,21 +270,19 @@ def find_spec(name: str, options: dict[str, Any]) -> ModelSpec:
         raise ValueError(
             f"model {name!r} needs its size in full: {', '.join(needed)}; add {', '.join(missing)}"
         )
-    if needed:
-        encoder, resnet = None, None
-        if "depth" in needed:
-            encoder = EncoderSize(*(options[key] for key in needed[:4]))
+    if spec is None:
+        encoder = EncoderSize(*(options[key] for key in needed[:4])) if "depth" in needed else None
+        resnet = None
         if "stages" in needed:
             resnet = ResNetSize(tuple(options["stages"]), options["width_factor"])
         patch_size = options["patch_size"] if "patch_size" in needed else 0
         spec = ModelSpec(encoder, patch_size, resnet, name.startswith("Axial"))
-    else:
-        spec = _SPECS[name]
     given = {key: value for key, value in options.items() if key not in needed}
     if not math.isfinite(given.get("head_bias", 0.0)):
         raise ValueError(f"head_bias={given['head_bias']} must be a finite number")
-    of_vit = AxialVitOptions if spec.is_axial else VitOptions
-    kind: type[Any] = of_vit if spec.encoder else ResNetOptions
+    kind: type[Any] = ResNetOptions
+    if spec.encoder:
+        kind = AxialVitOptions if spec.is_axial else VitOptions
     allowed = [field.name for field in dataclasses.fields(kind)]
     unknown = [key for key in given if key not in allowed]
     if not unknown:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vit_ray.models.catalog import Grid
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.positions import ResizeMode, resize_line, resize_table, square_grid
-from vit_ray.models.vit import VisionTransformer
+from vit_ray.models.vit import PatchEmbedding, VisionTransformer
 
 Tensors = dict[str, Tensor]
 NewHead = bool | Literal["auto"]
@@ -21,11 +21,12 @@ NewHead = bool | Literal["auto"]
 # fill.
 Origin = Mapping[str, Any]
 
+# Mean and deviation of each channel, with pixels in [0, 1]: inputs are (pixel - mean) / std.
+Statistics = tuple[list[float], list[float]]
+
 # What a file may hold beyond the model: its head (fine-tuning drops both linear layers, paper
 # 3.2), the class token, and timm's norm of the mean over tokens, where ours is of the tokens.
 SPARE_PREFIXES = ("head.", "representation.", "class_token.", "fc_norm.")
-# Parts of the objective around the model that it trains.
-_OBJECTIVE_PREFIXES = ("mask.", "prediction.")
 FUNCTION: Final = ("num_heads", "positions_at", "positions", "activation", "norm_eps")
 FIXED: Final = {"norm_layer": "layernorm", "pooler_act": "tanh"}
 # torch's default epsilon of a layer norm; up to here values count as equal.
@@ -94,7 +95,8 @@ def fit_state_dict(
     wanted = {name.removeprefix("model."): t for name, t in model.state_dict().items()}
     state = {name.removeprefix("model."): t for name, t in state_dict.items()}
     is_objective = inner is not model or any(name.startswith("model.") for name in state_dict)
-    outer = _OBJECTIVE_PREFIXES if is_objective else ()
+    # Parts of the objective around the model that it trains.
+    outer = ("mask.", "prediction.") if is_objective else ()
     fresh = _fresh_names(wanted, state, new_head, outer)
     # A required head means nothing without the layers that it was trained after.
     prefixes = outer if new_head is False else (*outer, *SPARE_PREFIXES)
@@ -106,9 +108,13 @@ def fit_state_dict(
     }
     report = LoadReport(source, new=sorted(fresh), ignored=sorted(spare | (fresh & set(state))))
     fitted = {name: state[name] for name in wanted if name in state and name not in fresh}
-    _check_values(fitted, source)
-    bias = constant_bias(inner)
-    shift = origin.get("head_bias", bias) - bias
+    check_types(fitted, source)
+    if broken := [n for n, t in fitted.items() if not t.is_meta and not bool(t.isfinite().all())]:
+        raise ValueError(
+            f"{source} has values that are not finite: {', '.join(broken)}; its training diverged "
+            "or the file is damaged: use an earlier checkpoint, or fetch the file again"
+        )
+    shift = origin.get("head_bias", constant_bias(inner)) - constant_bias(inner)
     if shift and "head.bias" in fitted and not fitted["head.bias"].is_meta:
         fitted["head.bias"] = fitted["head.bias"].float() + shift
     trained_at, grid = origin.get("grid"), getattr(inner, "grid", None)
@@ -130,8 +136,8 @@ def fit_state_dict(
         elif name.endswith(("rows", "columns", "table")) and tensor.dim() == 2:
             fitted[name] = tensor if len(tensor) == shape[0] else resize_line(tensor, shape[0])
         if fitted[name].shape != shape:
-            sides = _sides(tensor.shape), _sides(shape)
-            problems["of another shape"].append("{} is {}, the model has {}".format(name, *sides))
+            sizes = f"{name} is {_sides(tensor.shape)}, the model has {_sides(shape)}"
+            problems["of another shape"].append(sizes)
             if name == "head.weight" and tensor.dim() == len(shape) and len(tensor) != shape[0]:
                 problems["of other classes"] = [f"{len(tensor)}, the model has {shape[0]}"]
         elif fitted[name] is tensor:
@@ -155,15 +161,16 @@ def _fresh_names(
     wanted: Tensors, state: Tensors, new_head: NewHead, outer: tuple[str, ...]
 ) -> set[str]:
     """Names of the head, the layers before it and those of an objective that keep new values."""
-    layers = {n: t for n, t in wanted.items() if n.startswith(outer)}
-    fits = all(n in state and state[n].shape == t.shape for n, t in layers.items())
-    fresh = set() if fits else set(layers)
+    fresh = {name for name in wanted if name.startswith(outer)}
+    if all(name in state and state[name].shape == wanted[name].shape for name in fresh):
+        fresh = set()
     if new_head is False:
         return fresh
     before = ("representation.weight", "class_token.token", "fc_norm.weight")
     has_same_layers = all((name in wanted) == (name in state) for name in before)
-    is_timms = "fc_norm.weight" in state and "norm.weight" not in state
-    may_lack = ("representation.", "norm.") if is_timms else ("representation.",)
+    may_lack: tuple[str, ...] = ("representation.",)
+    if "fc_norm.weight" in state and "norm.weight" not in state:
+        may_lack += ("norm.",)
     fresh |= {n for n in wanted if n.startswith(may_lack) and n not in state}
     head = {name for name in wanted if name.startswith("head.")}
     given = head & state.keys()
@@ -240,29 +247,42 @@ def check_types(tensors: Tensors, source: str) -> None:
         )
 
 
-def _check_values(tensors: Tensors, source: str) -> None:
-    """Refuse what are not the values of weights.
-
-    Raises:
-        ValueError: as `check_types`, or naming tensors with NaN.
-    """
-    check_types(tensors, source)
-    if broken := [n for n, t in tensors.items() if not t.is_meta and not bool(t.isfinite().all())]:
-        raise ValueError(
-            f"{source} has values that are not finite: {', '.join(broken)}; its training diverged "
-            "or the file is damaged: use an earlier checkpoint, or fetch the file again"
-        )
-
-
 def check_fit(source: str, model: nn.Module, problems: dict[str, list[str]]) -> None:
     """List all that does not fit in one error.
 
     Raises:
         ValueError: there are names under some title.
     """
-    lines = [f"  {title}: {', '.join(names)}" for title, names in problems.items() if names]
-    if lines:
+    if lines := [f"  {title}: {', '.join(names)}" for title, names in problems.items() if names]:
         raise ValueError(
             f"{source} does not fit this {type(model).__name__}:\n" + "\n".join(lines) + "\n"
             "Build the model with the name and options that the weights were trained with"
         )
+
+
+def with_our_inputs(
+    state: Tensors, model: nn.Module, statistics: Statistics, source: str
+) -> Tensors:
+    """Weights of the same function for inputs in [-1, 1]: another first kernel and bias.
+
+    Args:
+        state: with our own names.
+
+    Raises:
+        ValueError: the first layer pads its inputs, so there is no such kernel.
+    """
+    if not isinstance(getattr(model, "embedding", None), PatchEmbedding):
+        raise ValueError(
+            f"{source} takes inputs normalised by mean {statistics[0]} and deviation "
+            f"{statistics[1]}; models here take pixels in [-1, 1] (0.5 and 0.5), and only a ViT on "
+            "patches of the image can be converted to that"
+        )
+    names = ("embedding.projection.weight", "embedding.projection.bias")
+    old_kernel, old_bias = (state[name] for name in names)
+    if old_kernel.is_meta:  # only values would change
+        return state
+    mean, std = (torch.tensor(values).double().view(1, 3, 1, 1) for values in statistics)
+    # An input of ours, x, is the pixel 0.5 x + 0.5.
+    shift = (old_kernel.double() * (0.5 - mean) / std).sum(dim=(1, 2, 3))
+    kernel, bias = old_kernel.double() * (0.5 / std), old_bias.double() + shift
+    return {**state, names[0]: kernel.to(old_kernel.dtype), names[1]: bias.to(old_bias.dtype)}

@@ -26,9 +26,6 @@ from vit_ray.models.catalog import ImageSize, as_grid, find_spec
 from vit_ray.models.layers import StandardizedConv2d, same_padding
 from vit_ray.models.vit import VisionTransformer
 
-# Classes of JFT-300M: "18k" in the paper, 18,291 in its predecessor (BiT, arXiv 1912.11370).
-JFT_CLASSES = 18_291
-
 
 def forward_macs(name: str, num_classes: int, image_size: ImageSize = 224, **options: Any) -> int:
     """Multiply-adds of one image through a model, with the arguments of `build_model`.
@@ -50,14 +47,21 @@ def _forward_macs(
     if isinstance(model, VisionTransformer):
         model.keep_all_tokens()
     on_padding: list[int] = []
+    logits: list[Tensor] = []
 
     def look(conv: StandardizedConv2d, args: tuple[Tensor, ...], output: Tensor) -> None:
-        on_padding.append(_macs_on_padding(conv, args[0], output))
+        """Count what torch counts beyond where the kernel overlaps the image."""
+        kernel, stride, valid = conv.kernel_size[0], conv.stride[0], 1
+        for side, count in zip(args[0].shape[-2:], output.shape[-2:], strict=True):
+            before = same_padding(side, kernel, stride)[0] if conv.pads_same else kernel // 2
+            starts = (index * stride - before for index in range(count))
+            valid *= sum(min(start + kernel, side) - max(start, 0) for start in starts)
+        dense = math.prod(output.shape[-2:]) * kernel**2
+        on_padding.append((dense - valid) * conv.in_channels * conv.out_channels)
 
     for module in model.modules():
         if isinstance(module, StandardizedConv2d):
             module.register_forward_hook(look)
-    logits: list[Tensor] = []
     try:
         with torch.no_grad():
             macs = count_macs(lambda: logits.append(model(images)))
@@ -75,17 +79,6 @@ def _forward_macs(
     return macs - sum(on_padding)
 
 
-def _macs_on_padding(conv: StandardizedConv2d, images: Tensor, output: Tensor) -> int:
-    """What torch counts of a convolution beyond where its kernel overlaps the image."""
-    size, stride, valid = conv.kernel_size[0], conv.stride[0], 1
-    for side, count in zip(images.shape[-2:], output.shape[-2:], strict=True):
-        before = same_padding(side, size, stride)[0] if conv.pads_same else size // 2
-        starts = (index * stride - before for index in range(count))
-        valid *= sum(min(start + size, side) - max(start, 0) for start in starts)
-    dense = math.prod(output.shape[-2:]) * size**2
-    return (dense - valid) * conv.in_channels * conv.out_channels
-
-
 def count_macs(run: Callable[[], object]) -> int:
     """Multiply-adds of matrix products, convolutions and attention that are run."""
     # The count of the fused kernel includes the attention weights twice.
@@ -98,14 +91,15 @@ def training_exaflops(
     name: str,
     num_images: int,
     epochs: float,
-    num_classes: int = JFT_CLASSES,
+    num_classes: int = 18_291,
     image_size: ImageSize = 224,
     **options: Any,
 ) -> float:
     """10^18 operations of pre-training, as `count_exaflops`.
 
-    The tanh representation layer of pre-training is counted if the model can have one, unless
-    `representation` is given.
+    By default the classes are those of JFT-300M: "18k" in the paper, 18,291 in its predecessor
+    (BiT, arXiv 1912.11370). The tanh representation layer of pre-training is counted if the model
+    can have one, unless `representation` is given.
     """
     if find_spec(name, options).encoder is not None:
         options = {"representation": True, **options}

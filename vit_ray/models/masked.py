@@ -22,13 +22,12 @@ from torch.nn import functional as F
 
 from vit_ray.models.counter_random import random_words, sample_keys
 from vit_ray.models.layers import Head, cut_patches
-from vit_ray.models.positions import POSITION_STD
+from vit_ray.models.positions import normal_table
 from vit_ray.models.vit import VisionTransformer
 
 Target = Literal["mean_color", "downsized", "full_patch"]
 
-CORRUPTED_FRACTION = 0.5
-MASKED_FRACTION, SWAPPED_FRACTION = 0.8, 0.1
+CORRUPTED_FRACTION, MASKED_FRACTION, SWAPPED_FRACTION = 0.5, 0.8, 0.1
 BITS_PER_CHANNEL = 3
 NUM_COLORS = 2 ** (3 * BITS_PER_CHANNEL)
 DOWNSIZED_SIDE = 4
@@ -89,8 +88,7 @@ class MaskToken(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.token = nn.Parameter(torch.empty(width))
-        nn.init.normal_(self.token, std=POSITION_STD)
+        self.token = normal_table(width)
 
     def forward(self, patches_BND: Tensor, is_masked_BN: Tensor) -> Tensor:
         return torch.where(is_masked_BN[..., None], self.token.to(patches_BND.dtype), patches_BND)
@@ -99,8 +97,8 @@ class MaskToken(nn.Module):
 class MaskedPatchObjective(nn.Module):
     """A ViT with a mask token and a linear prediction of what its corrupted patches show.
 
-    The model's own head, with the representation layer and pooling by attention before it, is not
-    used and is frozen; fine-tuning replaces it.
+    The model's own head, with the representation layer before it, is not used and is frozen;
+    fine-tuning replaces it.
 
     Args:
         model: any ViT, hybrid or axial ViT.
@@ -130,7 +128,12 @@ class MaskedPatchObjective(nn.Module):
         self.target = target
         self.seed = seed
         self.mask = MaskToken(model.size.width)
-        self.prediction = Head(model.size.width, num_predictions(target, side))
+        outputs_of_a_patch = {
+            "mean_color": NUM_COLORS,
+            "downsized": DOWNSIZED_SIDE**2 * NUM_COLORS,
+            "full_patch": 3 * side**2,
+        }
+        self.prediction = Head(model.size.width, outputs_of_a_patch[target])
         for unused in (model.head, model.representation):
             if unused is not None:
                 unused.requires_grad_(False)
@@ -159,22 +162,10 @@ class MaskedPatchObjective(nn.Module):
             return self.model(images)
         patches_BND = self.model.embed(images)
         corruption = draw_corruption(samples, patches_BND.shape[1], self.seed, step)
-        encoded_BND = self.model.encode(
-            self.corrupt(patches_BND, corruption),
-            keys=sample_keys(samples, self.seed, step, DROPOUT_STREAM),
-        )
+        keys = sample_keys(samples, self.seed, step, DROPOUT_STREAM)
+        encoded_BND = self.model.encode(self.corrupt(patches_BND, corruption), keys)
         num_prefix = encoded_BND.shape[1] - patches_BND.shape[1]
         predictions = self.prediction(_pick(encoded_BND[:, num_prefix:], corruption.corrupted))
-        pixels = _pick(self._pixels(images), corruption.corrupted)
-        return _loss(self.target, predictions, pixels)
-
-    def corrupt(self, patches_BND: Tensor, corruption: Corruption) -> Tensor:
-        others = _pick(patches_BND, corruption.source)
-        swapped = torch.where(corruption.is_swapped[..., None], others, patches_BND)
-        return self.mask(swapped, corruption.is_masked)
-
-    def _pixels(self, images: Tensor) -> Tensor:
-        """(B, N, 3, P, P) in float32."""
         side = self.model.embedding.patch_size
         patches = cut_patches(images.float(), side).flatten(1, 2)
         if patches.shape[1] != self.model.grid[0] * self.model.grid[1]:
@@ -182,22 +173,20 @@ class MaskedPatchObjective(nn.Module):
                 f"images of {images.shape[-2]}x{images.shape[-1]} are not whole patches of "
                 f"{side}x{side}, which this model rounds up; use an image_size that {side} divides"
             )
-        return patches.reshape(*patches.shape[:2], 3, side, side)
+        pixels = patches.reshape(*patches.shape[:2], 3, side, side)
+        return _loss(self.target, predictions, _pick(pixels, corruption.corrupted))
+
+    def corrupt(self, patches_BND: Tensor, corruption: Corruption) -> Tensor:
+        """(B, N, D) with mask tokens, swapped and unchanged patches."""
+        others_BND = _pick(patches_BND, corruption.source)
+        swapped_BND = torch.where(corruption.is_swapped[..., None], others_BND, patches_BND)
+        return self.mask(swapped_BND, corruption.is_masked)
 
 
 def _pick(items: Tensor, places: Tensor) -> Tensor:
     """(B, N, ...) indexed by (B, M) to (B, M, ...)."""
     rows = torch.arange(len(items), device=items.device)[:, None]
     return items[rows, places]
-
-
-def num_predictions(target: Target, side: int) -> int:
-    """Outputs for a patch of `side` x `side` pixels."""
-    return {
-        "mean_color": NUM_COLORS,
-        "downsized": DOWNSIZED_SIDE**2 * NUM_COLORS,
-        "full_patch": 3 * side**2,
-    }[target]
 
 
 def color_class(colors: Tensor) -> Tensor:

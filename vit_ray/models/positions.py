@@ -16,8 +16,12 @@ from vit_ray.models.catalog import Grid
 
 ResizeMode = Literal["bilinear", "bicubic"]
 
-# "from BERT", as the paper's reference code says at this number.
-POSITION_STD = 0.02
+
+def normal_table(*shape: int) -> nn.Parameter:
+    """Vectors of positions with the initial deviation of BERT, as in the paper's reference code."""
+    table = nn.Parameter(torch.empty(shape))
+    nn.init.normal_(table, std=0.02)
+    return table
 
 
 class ClassToken(nn.Module):
@@ -48,7 +52,6 @@ class SincosPositions2d(nn.Module):
                 f"positions='sincos_2d' with width={width}: two sines and two cosines take a "
                 "quarter of the width each; change width to a multiple of 4 from 8 on"
             )
-        self.grid = grid
         table = sincos_table(grid, width)
         if has_class_token:
             table = F.pad(table, (0, 0, 1, 0))
@@ -73,10 +76,8 @@ class LearnedPositions1d(nn.Module):
 
     def __init__(self, grid: Grid, width: int, has_class_token: bool) -> None:
         super().__init__()
-        self.grid = grid
         num_tokens = grid[0] * grid[1] + has_class_token
-        self.table = nn.Parameter(torch.empty(1, num_tokens, width))
-        nn.init.normal_(self.table, std=POSITION_STD)
+        self.table = normal_table(1, num_tokens, width)
 
     def forward(self, tokens_BND: Tensor) -> Tensor:
         """Tokens plus their positions, same shape."""
@@ -96,11 +97,9 @@ class LearnedPositions2d(nn.Module):
                 f"positions='learned_2d' splits the width into halves, but width={width} is odd; "
                 "change width to an even number"
             )
-        self.columns = nn.Parameter(torch.empty(grid[1], width // 2))
-        self.rows = nn.Parameter(torch.empty(grid[0], width // 2))
-        self.class_position = nn.Parameter(torch.empty(1, width)) if has_class_token else None
-        for table in self.parameters():
-            nn.init.normal_(table, std=POSITION_STD)
+        self.columns = normal_table(grid[1], width // 2)
+        self.rows = normal_table(grid[0], width // 2)
+        self.class_position = normal_table(1, width) if has_class_token else None
 
     def forward(self, tokens_BND: Tensor) -> Tensor:
         """Tokens plus their positions, same shape."""
@@ -124,8 +123,7 @@ class RelativePositions(nn.Module):
 
     def __init__(self, num_tokens: int, head_width: int) -> None:
         super().__init__()
-        self.table = nn.Parameter(torch.empty(2 * num_tokens - 1, head_width))
-        nn.init.normal_(self.table, std=POSITION_STD)
+        self.table = normal_table(2 * num_tokens - 1, head_width)
 
     def forward(self, q_BHNK: Tensor) -> Tensor:
         """Attention bias (B, H, N, N), scaled as the content logits are.

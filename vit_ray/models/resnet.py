@@ -43,9 +43,9 @@ class PreActivationUnit(nn.Module):
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """(B, C, H, W) to (B, 4 width, H / stride, W / stride)."""
         active = F.relu(self.norm1(x_BCHW))
-        kept = x_BCHW if self.shortcut is None else self.shortcut(active)
+        shortcut = x_BCHW if self.shortcut is None else self.shortcut(active)
         y_BCHW = self.conv2(F.relu(self.norm2(self.conv1(active))))
-        return self.conv3(F.relu(self.norm3(y_BCHW))) + kept
+        return self.conv3(F.relu(self.norm3(y_BCHW))) + shortcut
 
 
 class BitResNet(nn.Module):
@@ -54,7 +54,6 @@ class BitResNet(nn.Module):
     def __init__(self, size: ResNetSize, num_classes: int, options: ResNetOptions) -> None:
         super().__init__()
         self.size = size
-        self.options = options
         self.root = StandardizedConv2d(3, size.widths[0], 7, stride=2)
         self.units = nn.Sequential(*(PreActivationUnit(*unit) for unit in size.units()))
         self.norm = group_norm(size.channels_out)
@@ -112,10 +111,10 @@ class PostActivationUnit(nn.Module):
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """(B, C, H, W) to (B, 4 width, ceil(H / stride), ceil(W / stride))."""
-        kept = x_BCHW if self.shortcut is None else self.shortcut(x_BCHW)
+        shortcut = x_BCHW if self.shortcut is None else self.shortcut(x_BCHW)
         y_BCHW = F.relu(self.norm1(self.conv1(x_BCHW)))
         y_BCHW = F.relu(self.norm2(self.conv2(y_BCHW)))
-        return F.relu(kept + self.norm3(self.conv3(y_BCHW)))
+        return F.relu(shortcut + self.norm3(self.conv3(y_BCHW)))
 
 
 class ResNetTrunk(nn.Module):

@@ -1,14 +1,15 @@
-"""Loading weights: published files and our own.
+"""Loading and saving weights, in our own names and in every published layout.
 
 Only formats that cannot run code are read: `.npz` without pickled objects, and safetensors. A file
 may be opened without its values, for its names, types and shapes: tensors are then on `meta`.
 """
 
+import io
 import json
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
@@ -16,31 +17,46 @@ from typing import IO, Any, Final
 import numpy as np
 import torch
 from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 
-from vit_ray.models import published
-from vit_ray.models.catalog import Grid
+from vit_ray.models.catalog import LAYER_NORM_EPS, Grid
 from vit_ray.models.fitting import (
     SPARE_PREFIXES,
     LoadReport,
     NewHead,
     Origin,
+    Statistics,
     Tensors,
     check_fit,
     check_types,
+    constant_bias,
     fit_state_dict,
+    origin_of,
+    with_our_inputs,
 )
 from vit_ray.models.masked import MaskedPatchObjective
-from vit_ray.models.positions import ResizeMode
-from vit_ray.models.published import ENCODER, HEAD_BIASES, detect_layout, rules_for
-from vit_ray.storage import is_of_the_store
+from vit_ray.models.positions import ResizeMode, square_grid
+from vit_ray.models.published import (
+    ENCODER,
+    FOLDER_CONFIG,
+    FOLDER_INDEX,
+    FOLDER_WEIGHTS,
+    HEAD_BIASES,
+    detect_layout,
+    folder_config,
+    model_options,
+    rules_for,
+    settings_beside,
+    statistics_beside,
+    weights_file,
+)
+from vit_ray.models.vit import VisionTransformer
+from vit_ray.storage import is_of_the_store, locate
 
 Opener = Callable[[Path], IO[bytes]]
 # Key of a safetensors file's metadata, for the layout and origin that we write.
 METADATA: Final = "vit_ray"
-
-# What DDP, `torch.compile` and trainers put before all names.
-_WRAPPERS: Final = r"((module|_orig_mod|model|state_dict|model_state_dict)\.)*"
 
 
 @dataclass(frozen=True)
@@ -59,7 +75,7 @@ class WeightFile:
     origin: Origin
     num_classes: int | None
     beside: list[str]
-    inputs: published.Statistics | None
+    inputs: Statistics | None
 
     def load_into(
         self,
@@ -75,7 +91,7 @@ class WeightFile:
         if self.layout != "vit_ray":
             own = _own_names(inner, self.layout, own, source)
         if self.inputs is not None:
-            own = published.with_our_inputs(own, inner, self.inputs, source)
+            own = with_our_inputs(own, inner, self.inputs, source)
             mean, std = self.inputs
             source += f"; its inputs' mean {mean} and std {std} are folded into the first layer"
         origin = self.origin if source_grid is None else {**self.origin, "grid": source_grid}
@@ -107,8 +123,8 @@ def load_weights(
         ValueError: if the file is incomplete, has tensors of another model, or is of a format that
             could run code; the tensors are listed.
     """
-    file = read_weights(path, layout)
-    return file.load_into(model, new_head, resize=resize, source_grid=source_grid)
+    weights = read_weights(path, layout)
+    return weights.load_into(model, new_head, resize=resize, source_grid=source_grid)
 
 
 def read_weights(
@@ -132,8 +148,8 @@ def read_weights(
         ValueError: if the file is broken, of no known layout, or of a format that could run code.
     """
     path, source = Path(path), source or str(path)
-    config = published.model_options(published.settings_beside(path, published.FOLDER_CONFIG))
-    inputs = published.statistics_beside(path)
+    config = model_options(settings_beside(path, FOLDER_CONFIG))
+    inputs = statistics_beside(path)
     tensors, recorded = read_tensors(path, source, opener)
     tensors, beside = _parameters(tensors)
     layout = recorded.get("layout", "auto") if layout == "auto" else layout
@@ -153,11 +169,11 @@ def read_tensors(
 ) -> tuple[Tensors, dict[str, Any]]:
     """Tensors of a file or folder, and what `save_weights` recorded; see `read_weights`."""
     if path.is_dir():
-        whole, index = path / published.FOLDER_WEIGHTS, path / published.FOLDER_INDEX
-        path = index if index.exists() and not whole.exists() else whole
+        file, index = path / FOLDER_WEIGHTS, path / FOLDER_INDEX
+        path = index if index.exists() and not file.exists() else file
     if not path.is_file():
         raise ValueError(f"weights {source} do not exist; give a .npz or .safetensors file")
-    if path.name == published.FOLDER_INDEX:
+    if path.name == FOLDER_INDEX:
         tensors: Tensors = {}
         for name in parts_of(path, source):
             tensors |= read_tensors(path.with_name(name), f"{source}, part {name},", opener)[0]
@@ -228,17 +244,19 @@ def _parameters(tensors: Tensors) -> tuple[Tensors, list[str]]:
     Checkpoints of big_vision and of flax are whole trainings, and may have all blocks in one
     tensor.
     """
-    wrappers = {re.match(_WRAPPERS, name)[0] for name in tensors}  # type: ignore[index]
+    # What DDP, `torch.compile` and trainers put before all names.
+    wrapper = re.compile(r"((module|_orig_mod|model|state_dict|model_state_dict)\.)*")
+    wrappers = [wrapper.match(name)[0] for name in tensors]  # type: ignore[index]
     prefix = min(wrappers, key=len, default="")
     for folder in ("params/", "opt/target/"):
         prefix = folder if any(name.startswith(folder) for name in tensors) else prefix
     beside = Counter(name.partition("/")[0] for name in tensors if not name.startswith(prefix))
-    stacked, found = "Transformer/encoderblock/", dict[str, Tensor]()
+    stacked, parameters = "Transformer/encoderblock/", dict[str, Tensor]()
     for name in (name for name in tensors if name.startswith(prefix)):
         own = name.removeprefix(prefix)
         for index, tensor in enumerate(tensors[name] if stacked in own else [tensors[name]]):
-            found[own.replace(stacked, f"Transformer/encoderblock_{index}/")] = tensor
-    return found, [f"{name} ({count} of training)" for name, count in beside.items()]
+            parameters[own.replace(stacked, f"Transformer/encoderblock_{index}/")] = tensor
+    return parameters, [f"{name} ({count} of training)" for name, count in beside.items()]
 
 
 def _own_names(model: nn.Module, layout: str, tensors: Tensors, source: str) -> Tensors:
@@ -264,3 +282,105 @@ def _own_names(model: nn.Module, layout: str, tensors: Tensors, source: str) -> 
             missing += absent
     check_fit(source, model, {"unexpected": sorted(unused), "missing": missing})
     return own
+
+
+def save_weights(
+    model: nn.Module, path: str | Path, layout: str = "jax", classes: Sequence[str] = ()
+) -> None:
+    """Write a model's weights in a published layout; the file appears complete or not at all.
+
+    Args:
+        model: from `build_model`, on any device.
+        path: a file: `.npz` for "jax", else `.safetensors`. A path without a suffix is a folder of
+            `model.npz` or `model.safetensors`, and `config.json`; with "huggingface"
+            `from_pretrained` reads it.
+        layout: "jax", "timm", "huggingface", or "vit_ray" for our own names.
+        classes: names in the order of the logits, for the folder's `config.json`.
+
+    Raises:
+        ValueError: if the layout cannot express the model, or the suffix does not fit it.
+    """
+    path = Path(path)
+    rules = rules_for(model, layout)
+    _check_expressible(model, layout)
+    state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    if nameless := sorted(set(state) - {rule.own for rule in rules}):
+        raise ValueError(
+            f"layout={layout!r} has no names for {', '.join(nameless)}; use layout='vit_ray'"
+        )
+    if bias := constant_bias(model):
+        state["head.bias"] = state["head.bias"].float() + bias
+    num_heads = model.size.num_heads if isinstance(model, VisionTransformer) else 1
+    published: Tensors = {}
+    for rule in rules:
+        if rule.own in state:
+            published |= rule.to_published(state[rule.own], num_heads)
+    if layout == "huggingface":
+        prefix = "vit" if isinstance(model, VisionTransformer) else "bit"
+        published = {
+            name if name.startswith("classifier.") else f"{prefix}.{name}": tensor
+            for name, tensor in published.items()
+        }
+    check_suffix(path, layout)
+    if layout == "jax":
+        # numpy has no bfloat16; float32 represents every such number.
+        exact = {n: t.float() if t.dtype == torch.bfloat16 else t for n, t in published.items()}
+        file = io.BytesIO()
+        np.savez(file, allow_pickle=False, **{name: t.numpy() for name, t in exact.items()})
+        content = file.getvalue()
+    else:
+        facts = json.dumps({"layout": layout, **origin_of(model)})
+        content = save(published, {"format": "pt", METADATA: facts})
+    files = {path: content}
+    if not path.suffix:
+        config = json.dumps(folder_config(model, layout, classes), indent=2) + "\n"
+        files = {path / weights_file(layout): content, path / FOLDER_CONFIG: config.encode()}
+    try:
+        for target, data in files.items():
+            locate(str(target)).write(data)
+    except OSError as error:
+        raise ValueError(f"weights cannot be written to {path}: {error}") from error
+
+
+def check_suffix(path: Path, layout: str) -> None:
+    """Refuse a file whose suffix is for another format than its layout's.
+
+    Raises:
+        ValueError: with the layout's suffix.
+    """
+    suffix = ".npz" if layout == "jax" else ".safetensors"
+    if path.suffix not in (suffix, ""):
+        raise ValueError(
+            f"layout={layout!r} is written to {suffix} files, not to {path}; change the suffix or "
+            "the layout"
+        )
+
+
+def _check_expressible(model: nn.Module, layout: str) -> None:
+    """Options that do not show in the tensors: a reader of the layout would run another model.
+
+    Raises:
+        ValueError: if the model has an option that the layout cannot express.
+    """
+    if layout == "vit_ray" or not isinstance(model, VisionTransformer):
+        return
+    options, (rows, columns) = model.options, model.grid
+    read_as = square_grid(rows * columns) or square_grid(model.num_tokens)
+    is_hub, is_jax = layout == "huggingface", layout == "jax"
+    lost_by_option = {
+        f"positions={options.positions!r}": options.positions == "sincos_2d",
+        "positions_at='every_layer_shared'": options.positions_at == "every_layer_shared",
+        # Other files record it.
+        f"positions of {rows} x {columns} patches, which would be read as a square": is_jax
+        and read_as not in (None, model.grid)
+        and len(model.positions) > 0,
+        "pool='gap'": is_hub and options.pool == "gap",
+        f"activation={options.activation!r}": is_jax and options.activation != "gelu_tanh",
+        f"norm_eps={options.norm_eps:g}": not is_hub and options.norm_eps != LAYER_NORM_EPS,
+        # Its tanh layer, the pooler, is left out by transformers' classifier.
+        "representation=true (ViTForImageClassification would give other logits without an error; "
+        "'jax' and 'timm' keep it)": is_hub and options.representation,
+        "positions='none'": is_hub and options.positions == "none",
+    }
+    if lost := [option for option, is_lost in lost_by_option.items() if is_lost]:
+        raise ValueError(f"layout={layout!r} cannot express {lost[0]}; use layout='vit_ray'")

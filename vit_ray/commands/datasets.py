@@ -13,8 +13,8 @@ from vit_ray.data.convert.conversion import convert
 from vit_ray.data.convert.finished_sets import deduplicate, refuse_taken, verify
 from vit_ray.data.convert.shards import listed
 from vit_ray.data.dataset import DAMAGED_FILE, REJECTED_FILE
-from vit_ray.data.progress import clock
-from vit_ray.data.subset import subset
+from vit_ray.data.parts import subset
+from vit_ray.data.tasks import clock
 from vit_ray.launch.cluster_checks import check_shared
 from vit_ray.launch.connection import connect
 from vit_ray.storage import locate

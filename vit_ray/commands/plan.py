@@ -10,7 +10,7 @@ from typing import Final
 
 from vit_ray.addresses import PLACEHOLDER, is_placeholder
 from vit_ray.config import Recipe
-from vit_ray.data.partition import divisors
+from vit_ray.data.order import divisors
 from vit_ray.launch.resolved_run import averaging_warning, check_model, resolve_run
 from vit_ray.measure.devices import DAY_S, Device, Pace, require_device
 from vit_ray.models.flops import forward_macs

@@ -16,8 +16,9 @@ from vit_ray.config.command_sections import ExportConfig, InspectConfig
 from vit_ray.config.recorded_recipe import KIND, used_sections
 from vit_ray.config.validation import errors_of
 from vit_ray.data.augment import augmentation_of
-from vit_ray.data.crops import Augmentation, BadImageError, UInt8Array, crop_of
-from vit_ray.data.file_names import IMAGE_SUFFIXES, is_image_name
+from vit_ray.data.boxes import Augmentation
+from vit_ray.data.crops import crop_of
+from vit_ray.data.images import IMAGE_SUFFIXES, BadImageError, UInt8Array, is_image_name
 from vit_ray.launch.trained_model import class_names, training_set
 from vit_ray.models import build_model
 from vit_ray.models.fitting import LoadReport

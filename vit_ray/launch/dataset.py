@@ -25,10 +25,11 @@ from vit_ray.config.training_sections import DataConfig, ModelConfig
 from vit_ray.config.validation import validated
 from vit_ray.data.augment import augmentation_of
 from vit_ray.data.boxes import draw_box
-from vit_ray.data.crops import UInt8Array
-from vit_ray.data.dataset import Manifest, select
+from vit_ray.data.dataset import Manifest
 from vit_ray.data.dataset import open_dataset as open_manifest
-from vit_ray.data.partition import Partition
+from vit_ray.data.images import UInt8Array
+from vit_ray.data.order import Partition
+from vit_ray.data.parts import select
 from vit_ray.data.shards import EncodedRows, RowGroupReader
 from vit_ray.data.stream.batches import (
     Batch,

@@ -18,11 +18,11 @@ from vit_ray.config.validation import errors_of
 from vit_ray.data import open_dataset
 from vit_ray.data.augment import augmentation_of
 from vit_ray.data.boxes import Augmentation
-from vit_ray.data.cache import Cache
-from vit_ray.data.dataset import Manifest, select
+from vit_ray.data.dataset import Manifest
 from vit_ray.data.keyed_random import KeyedUniform
 from vit_ray.data.order import ShuffleWindow
-from vit_ray.data.shards import first_labels
+from vit_ray.data.parts import select
+from vit_ray.data.shards import Cache, first_labels
 from vit_ray.data.stream.batches import TASK_MEMORY_MIB, StreamSpec
 from vit_ray.evaluation.few_shot import require_shots
 from vit_ray.models.catalog import as_grid, find_spec

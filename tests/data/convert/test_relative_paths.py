@@ -12,8 +12,8 @@ from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data import open_dataset
 from vit_ray.data.convert.conversion import convert
 from vit_ray.data.convert.finished_sets import deduplicate, verify
+from vit_ray.data.parts import subset
 from vit_ray.data.shards import RowGroupReader
-from vit_ray.data.subset import subset
 from vit_ray.storage import absolute
 
 

@@ -45,8 +45,7 @@ from vit_ray.data.convert.labels import (
     labels_of_value,
 )
 from vit_ray.data.convert.rows import MOST_IMAGE_BYTES, DamagedUnitError, Row, Unit
-from vit_ray.data.crops import open_image
-from vit_ray.data.file_names import IMAGE_SUFFIXES, is_hidden
+from vit_ray.data.images import IMAGE_SUFFIXES, is_hidden, open_image
 from vit_ray.storage import Location, is_of_the_store, locate
 
 _BLOCK: Final = tarfile.BLOCKSIZE

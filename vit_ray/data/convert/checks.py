@@ -34,7 +34,6 @@ from vit_ray.data.convert.rows import (
     row_table,
 )
 from vit_ray.data.convert.sources import declared_classes, rows_of, units_of
-from vit_ray.data.crops import decode, open_image
 from vit_ray.data.dataset import (
     DAMAGED_FILE,
     MANIFEST_FILE,
@@ -44,12 +43,10 @@ from vit_ray.data.dataset import (
     STAGING_FOLDER,
     checksum,
 )
-from vit_ray.data.file_names import is_hidden
-from vit_ray.data.jpeg import START, encode_jpeg, size_of_jpeg
-from vit_ray.data.jpeg_index.headers import has_zeroed_data, num_scans
-from vit_ray.data.jpeg_index.libjpeg_process import WARNINGS
-from vit_ray.data.jpeg_index.rewriting import Libjpeg, restart_writer, with_restart_markers
-from vit_ray.data.orientation import TURNS, orientation_of
+from vit_ray.data.images import TURNS, decode, is_hidden, open_image, orientation_of
+from vit_ray.data.jpeg import START, encode_jpeg, has_zeroed_data, num_scans, size_of_jpeg
+from vit_ray.data.libjpeg_process import WARNINGS
+from vit_ray.data.restart_markers import Libjpeg, restart_writer, with_restart_markers
 from vit_ray.data.shard_writer import EncodedImage
 from vit_ray.lock import is_lock_file
 from vit_ray.storage import Location, locate

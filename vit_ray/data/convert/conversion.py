@@ -56,7 +56,7 @@ from vit_ray.data.dataset import (
     open_dataset,
 )
 from vit_ray.data.keyed_random import KeyedPermutation
-from vit_ray.data.shards import RESERVED_NAMES
+from vit_ray.data.shard_writer import RESERVED_NAMES
 from vit_ray.lock import HeldError, LockLostError, check_lock, hold_lock
 from vit_ray.storage import Location, absolute, locate, with_retries
 

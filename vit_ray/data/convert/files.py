@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 from vit_ray.data.convert.labels import checked_label
 from vit_ray.data.convert.rows import Row, Unit, relative
 from vit_ray.data.dataset import MANIFEST_FILE, STAGING_FOLDER
-from vit_ray.data.file_names import is_hidden, is_image_name
+from vit_ray.data.images import is_hidden, is_image_name
 from vit_ray.storage import Info, Location, local_info, locate, naming
 
 # The value of `convert.split` that takes every split as one data set.

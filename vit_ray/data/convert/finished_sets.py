@@ -20,14 +20,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from vit_ray.data.crops import Augmentation, BadImageError, crop_of, decode
+from vit_ray.data.boxes import Augmentation
+from vit_ray.data.crops import crop_of
 from vit_ray.data.dataset import MANIFEST_FILE, STAGING_FOLDER, Manifest, open_dataset
-from vit_ray.data.jpeg_index.segments import index_segments
+from vit_ray.data.images import BadImageError, decode
 from vit_ray.data.keyed_random import KeyedUniform
-from vit_ray.data.progress import Shown, report_done
-from vit_ray.data.run_tasks import run_tasks
+from vit_ray.data.parts import derive, refuse_existing
+from vit_ray.data.restart_index import index_segments
 from vit_ray.data.shards import ChangedImageError, RowGroupReader, problem_of_shard
-from vit_ray.data.subset import derive, refuse_existing
+from vit_ray.data.tasks import Shown, report_done, run_tasks
 from vit_ray.storage import locate
 
 _SAMPLE: Final = 6

@@ -51,13 +51,12 @@ from vit_ray.data.dataset import (
     shard_name,
     write_manifest,
 )
-from vit_ray.data.jpeg_index.rewriting import restart_writer
+from vit_ray.data.images import orientation_of
 from vit_ray.data.keyed_random import KeyedPermutation
-from vit_ray.data.orientation import orientation_of
-from vit_ray.data.progress import Shown, report_done
-from vit_ray.data.run_tasks import run_tasks
+from vit_ray.data.restart_markers import restart_writer
 from vit_ray.data.shard_writer import EncodedImage, ShardFacts, ShardWriter
 from vit_ray.data.shards import problem_of_shard
+from vit_ray.data.tasks import Shown, report_done, run_tasks
 from vit_ray.lock import check_lock
 from vit_ray.storage import HALF_WRITTEN, Location, locate, with_retries
 

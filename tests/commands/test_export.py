@@ -35,7 +35,8 @@ from vit_ray.commands.trained.export import export
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.section import Section
 from vit_ray.data import open_dataset
-from vit_ray.data.crops import Augmentation, crop_of
+from vit_ray.data.boxes import Augmentation
+from vit_ray.data.crops import crop_of
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.model_card import image_processor
 from vit_ray.launch.prepared_run import PreparedRun, check_weights

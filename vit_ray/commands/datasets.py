@@ -6,7 +6,7 @@ from vit_ray.config import Recipe, require
 from vit_ray.data import open_dataset
 from vit_ray.data.convert.deduplicate import deduplicate, refuse_taken
 from vit_ray.data.convert.verify import verify
-from vit_ray.data.subset import subset
+from vit_ray.data.parts import subset
 from vit_ray.launch.cluster.connection import connect
 from vit_ray.launch.inputs.shared_files import check_shared
 from vit_ray.storage import locate

@@ -8,29 +8,20 @@ decoded by Pillow. EXIF orientation is not applied, as in Pillow's `convert("RGB
 TensorFlow pipeline of the ViT paper.
 """
 
-import io
 import math
-import re
 from dataclasses import replace
+from functools import lru_cache
 from typing import Final
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from vit_ray.data.boxes import Augmentation, CropBox, draw_box
-from vit_ray.data.exact_resize import MOST_SKIPPED, filter_reach, resize_exactly
-from vit_ray.data.file_names import FORMAT_SUFFIXES
+from vit_ray.data.images import BadImageError, UInt8Array, decode, decode_by_pillow
 from vit_ray.data.jpeg import decode_jpeg, size_of_jpeg
 from vit_ray.data.restart_index import Box, StoredImage, crop_file
-
-__all__ = ["Augmentation", "UInt8Array"]
-
-UInt8Array = NDArray[np.uint8]
-
-IMAGE_FORMATS: Final = tuple(FORMAT_SUFFIXES)
-_ADDRESS: Final = re.compile(r" <_io.BytesIO object at 0x\w+>")
 
 _COARSEST: Final = {8: 8.0, 4: 4.0, 2: 2.0, 1: 0.0}
 _FINER: Final = {8: 8 * 1.4, 4: 4 * 1.3, 2: 2 * 1.2, 1: 0.0}
@@ -49,23 +40,6 @@ training crops of 200 photographs: mean 47.2 dB and worst 30.7 at 224 pixels, 35
 the lowest values are for crops that a coarse decode rounds to its whole pixels. Evaluation crops
 are exact (`Augmentation.is_exact`): mean 45.3 dB and worst 32.3 for 224 of 256 pixels, where a cut
 at whole pixels has 34.3 and 22.0; 44.8 and 28.9 for 128 of 146; 47.7 and 34.1 for 64 of 73."""
-
-
-class BadImageError(ValueError):
-    """The bytes are not an image that can be decoded; the message says why."""
-
-
-def decode(image: bytes | memoryview) -> UInt8Array:
-    """All pixels of an encoded image as RGB: uint8 (height, width, 3).
-
-    Equals Pillow's `convert("RGB")`, but 16-bit grey is scaled to 8 bits where Pillow clips,
-    if any value is above 255.
-
-    Raises:
-        BadImageError: the bytes cannot be decoded completely.
-    """
-    pixels = None if size_of_jpeg(image) is None else decode_jpeg(image)
-    return _decode_other(image) if pixels is None else pixels
 
 
 def crop(
@@ -106,7 +80,7 @@ def crop_of(
         out = np.empty(augmentation.shape, np.uint8)
     if isinstance(image, bytes):
         size = size_of_jpeg(image)
-        source = _decode_other(image) if size is None else StoredImage(image, size)
+        source = decode_by_pillow(image) if size is None else StoredImage(image, size)
     else:
         source = image
     size = source.size if isinstance(source, StoredImage) else source.shape[:2]
@@ -136,7 +110,7 @@ def _decoded(
                 size = box.height / scale, box.width / scale
                 scaled = replace(box, top=sides[0], left=sides[1], height=size[0], width=size[1])
                 return part[top:bottom, left:right], scaled
-        pixels = _decode_other(image.content)
+        pixels = decode_by_pillow(image.content)
     _check_size(image, pixels.shape[:2])
     return _looked_at(pixels, box, augmentation), box
 
@@ -200,42 +174,6 @@ def _check_size(image: StoredImage, size: tuple[int, ...]) -> None:
         )
 
 
-def open_image(image: bytes | memoryview) -> Image.Image:
-    """Pillow's image of a file of `IMAGE_FORMATS`; raises what Pillow raises."""
-    return Image.open(io.BytesIO(image), formats=IMAGE_FORMATS)
-
-
-def pixels_of(image: Image.Image) -> UInt8Array:
-    """The pixels of Pillow's image as `decode` gives them; raises what Pillow raises, too.
-
-    Raises:
-        BadImageError: they are floats.
-    """
-    if image.mode.startswith("I;16") or image.mode == "I":
-        grey = np.asarray(image)
-        # Values that all fit into 8 bits are taken as 8-bit values, as in Pillow.
-        eight = (grey.astype(np.int64) >> (8 if grey.max() > 255 else 0)).clip(0, 255)
-        return np.repeat(eight.astype(np.uint8)[:, :, None], 3, axis=2)
-    if image.mode == "F":
-        raise BadImageError("its pixels are floats of unknown range")
-    return np.asarray(image.convert("RGB"))
-
-
-def _decode_other(image: bytes | memoryview) -> UInt8Array:
-    if not len(image):
-        raise BadImageError("it has no bytes")
-    try:
-        with open_image(image) as opened:
-            return pixels_of(opened)
-    except BadImageError:
-        raise
-    except UnidentifiedImageError:
-        raise BadImageError(f"not decodable: it is not one of {', '.join(IMAGE_FORMATS)}") from None
-    except Exception as error:  # Pillow's plugins raise anything from SyntaxError to struct.error
-        reason = _ADDRESS.sub("", str(error))
-        raise BadImageError(f"not decodable: {type(error).__name__}: {reason}") from error
-
-
 def _looked_at(pixels: UInt8Array, box: CropBox, augmentation: Augmentation) -> UInt8Array:
     """From a whole image within its border the part for a crop; for an exact crop, all of it."""
     height, width, border = *pixels.shape[:2], augmentation.border
@@ -275,4 +213,95 @@ def _resized(
     cv2.resize(crop, (width, height), dst=target, interpolation=method)
     if box.is_flipped:
         cv2.flip(target, 1, dst=out)
+    return out
+
+
+MOST_SKIPPED: Final = 4
+"""Pixels before the rectangle from which it may be resized, so that it starts at a whole one."""
+_NEAR: Final = 1 / 12
+"""Share of a pixel by which the resized rectangle may be off."""
+_STEPS: Final = 64
+"""Points per pixel at which the filter is compared with the triangle; shrink factors are rounded to
+it."""
+
+
+def filter_reach(shrink: float, widths: int = 1) -> int:
+    """Pixels on each side of one that the filter needs, for an image that shrinks by this factor.
+
+    Args:
+        widths: 1 for bilinear, 2 for bicubic, whose filter is twice as wide, also without
+            antialiasing.
+    """
+    if widths > 1:
+        return math.ceil(widths * max(shrink, 1.0))
+    return max(1, round(shrink)) if shrink > 1 else 0
+
+
+def resize_exactly(pixels: UInt8Array, box: CropBox, out: UInt8Array) -> UInt8Array:
+    """Write a rectangle of some pixels (fractions allowed) resized to `out`, uint8 (h, w, 3)."""
+    height, width = out.shape[:2]
+    down, across = box.height / height, box.width / width
+    rows, columns = _aligned(box.top, down), _aligned(box.left, across)
+    if rows is None or columns is None:
+        return _warped(_filtered(pixels, down, across), box, out)
+    # A plain resize takes a third of the time of a warp.
+    (top, above), (left, before) = rows, columns
+    bottom = math.ceil(top + (above + height) * down) + filter_reach(down) + 1
+    right = math.ceil(left + (before + width) * across) + filter_reach(across) + 1
+    region = _filtered(pixels[top:bottom, left:right], down, across)
+    made = cv2.resize(region, None, fx=1 / across, fy=1 / down, interpolation=cv2.INTER_LINEAR)
+    crop = made[above : above + height, before : before + width]
+    if crop.shape != out.shape:  # the last pixel begins beyond the image's middle of it
+        return _warped(_filtered(pixels, down, across), box, out)
+    out[:] = crop[:, ::-1] if box.is_flipped else crop
+    return out
+
+
+def _aligned(first: float, step: float) -> tuple[int, int] | None:
+    """A whole source pixel, and how many output pixels from it the rectangle begins, if close."""
+    for skipped in range(int(min(MOST_SKIPPED, first) / step) + 1):
+        start = first - skipped * step
+        if abs(start - round(start)) <= _NEAR:
+            return max(0, round(start)), skipped
+    return None
+
+
+def _filtered(pixels: UInt8Array, down: float, across: float) -> UInt8Array:
+    if max(down, across) <= 1:
+        return pixels
+    kernels = _kernel(round(across * _STEPS)), _kernel(round(down * _STEPS))
+    return cv2.sepFilter2D(pixels, -1, *kernels, borderType=cv2.BORDER_REPLICATE)  # type: ignore[return-value]
+
+
+@lru_cache(maxsize=1024)
+def _kernel(shrink_steps: int) -> NDArray[np.float64]:
+    """The filter that makes bilinear interpolation the triangle of a shrink factor, by least
+    squares; its sum is 1.
+
+    Bilinear interpolation is a triangle of width 1 around each pixel.
+    """
+    shrink = shrink_steps / _STEPS
+    reach = filter_reach(shrink)
+    if not reach:
+        return np.ones(1)
+    places = np.arange(-(reach + 1) * _STEPS, (reach + 1) * _STEPS + 1) / _STEPS
+
+    def triangle(centre: int, width: float) -> NDArray[np.float64]:
+        return np.maximum(0, 1 - np.abs(places - centre) / width) / width
+
+    middle = triangle(0, 1)
+    pairs = [triangle(i, 1) + triangle(-i, 1) - 2 * middle for i in range(1, reach + 1)]
+    outer = np.linalg.lstsq(np.stack(pairs, axis=1), triangle(0, shrink) - middle, rcond=None)[0]
+    return np.concatenate([outer[::-1], [1 - 2 * outer.sum()], outer])
+
+
+def _warped(pixels: UInt8Array, box: CropBox, out: UInt8Array) -> UInt8Array:
+    height, width = out.shape[:2]
+    down, across = box.height / height, box.width / width
+    left, step = (box.left + box.width, -across) if box.is_flipped else (box.left, across)
+    matrix = np.array([[step, 0, left + (step - 1) / 2], [0, down, box.top + (down - 1) / 2]])
+    flags = cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP
+    cv2.warpAffine(
+        pixels, matrix, (width, height), dst=out, flags=flags, borderMode=cv2.BORDER_REPLICATE
+    )
     return out

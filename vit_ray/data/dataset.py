@@ -22,25 +22,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from vit_ray.data.keyed_random import key_of, keys_of
+from vit_ray.data.keyed_random import keys_of
 from vit_ray.storage import Location, check_reachable, locate, read_again
 
 FORMAT_VERSION: Final = 6
 """A reader refuses a manifest with any other."""
-
 MANIFEST_FILE: Final = "manifest.parquet"
 """Its presence is the commit mark of a data set."""
-
 STAGING_FOLDER: Final = "_staging"
 """Holds the plan and progress of a conversion until the manifest is written."""
-
 REJECTED_FILE: Final = "rejected.parquet"
 DAMAGED_FILE: Final = "damaged.parquet"
 """Images of the set in whose files libjpeg sees damage; columns as in `REJECTED_FILE`."""
 REPORT_FILE: Final = "report.json"
 SOURCE_FILE: Final = "source.json"
 """Settings of the conversion, and the versions of the parts of its source."""
-
 ROW_GROUP_SCHEMA: Final = pa.schema(
     [
         pa.field("file_index", pa.int32(), nullable=False),
@@ -50,7 +46,6 @@ ROW_GROUP_SCHEMA: Final = pa.schema(
         pa.field("dropped", pa.list_(pa.int32())),
     ]
 )
-
 REJECTED_SCHEMA: Final = pa.schema(
     [pa.field("key", pa.string(), nullable=False), pa.field("reason", pa.string(), nullable=False)]
 )
@@ -134,8 +129,6 @@ def _shard_file(path: str, rows: int, size: int, crc32: int, *images: Any) -> Sh
 ABOUT: Final = ("license", "source_url", "evaluation_only", "apply_orientation")
 """What the maker of a data set may say about it; in its `origin`, and in that of its parts."""
 _METADATA_KEY: Final = b"vit_ray"
-_SPLIT: Final = 8
-"""Separates the ranks of a run's parts from other random numbers of its seed."""
 _NOT_CONTENT: Final = ("root", "root_from_here", "format_version", "fingerprint")
 """Of the header: what the fingerprint does not depend on."""
 _FILE_FIELDS: Final = 4
@@ -298,38 +291,6 @@ class Manifest(RowGroupColumns):
         return replace(self, rows=rows, dropped=dropped, num_images=total, whole=whole)
 
 
-def select(
-    manifest: Manifest, *, seed: int, held_out_fraction: float, fraction: float
-) -> tuple[Manifest, Manifest | None]:
-    """The part to train on, and the one that is held out, if any.
-
-    Args:
-        held_out_fraction: share of the images, rounded to whole images; 0 for none.
-        fraction: share of the others.
-
-    Raises:
-        ValueError: a part would have no image.
-    """
-    key, total, held_out = key_of(_SPLIT, seed), manifest.num_images, 0
-    if held_out_fraction > 0:
-        held_out = round(total * held_out_fraction)
-        if not 0 < held_out < total:
-            raise ValueError(
-                f"data.held_out_fraction={held_out_fraction} of {total} images is {held_out}; both "
-                "parts need some: change it, or give a larger data set"
-            )
-    kept = round((total - held_out) * fraction)
-    if not 0 < kept <= total - held_out:
-        raise ValueError(
-            f"data.fraction={fraction} of {total - held_out} images is {kept}; use a fraction from "
-            f"{1 / (total - held_out):.3g} to 1"
-        )
-    rest = manifest.ranked(0, held_out, key) if held_out else None
-    if kept == total:
-        return manifest, rest
-    return manifest.ranked(held_out, held_out + kept, key), rest
-
-
 def open_dataset(path: str) -> Manifest:
     """Open a data set: a folder with a manifest, local or `s3://`.
 
@@ -462,24 +423,6 @@ def write_manifest(
     header["fingerprint"] = _fingerprint(header, columns)
     folder.child(MANIFEST_FILE).write(_encoded(header, columns))
     return str(header["fingerprint"])
-
-
-def write_part(folder: Location, part: Manifest, origin: dict[str, Any]) -> None:
-    """Write the manifest of a part of a data set, over the shards of the whole.
-
-    Args:
-        origin: how the part was chosen, in addition to what the whole says about itself.
-    """
-    write_manifest(
-        folder,
-        part.without_empty(),
-        files=part.files,
-        classes=part.classes,
-        max_labels=part.max_labels,
-        root=locate(part.root).uri,
-        text_columns=part.text_columns,
-        origin=part.about | origin,
-    )
 
 
 def _encoded(header: dict[str, Any], columns: RowGroupColumns) -> bytes:

@@ -11,8 +11,62 @@ import pyarrow.parquet as pq
 
 from vit_ray.data.dataset import checksum
 from vit_ray.data.restart_index import RestartIndex
-from vit_ray.data.shards import shard_schema
-from vit_ray.storage import Location
+from vit_ray.storage import (
+    Location,
+)
+
+SHARD_SCHEMA: Final = pa.schema(
+    [
+        pa.field("image", pa.binary(), nullable=False),
+        pa.field("labels", pa.list_(pa.int32()), nullable=False),
+        pa.field("key", pa.string(), nullable=False),
+        pa.field("width", pa.int32(), nullable=False),
+        pa.field("height", pa.int32(), nullable=False),
+        pa.field("crc32", pa.uint32(), nullable=False),
+    ]
+)
+INDEX_SCHEMA: Final = pa.schema(
+    [
+        pa.field(
+            "restart_index",
+            pa.struct(
+                [
+                    pa.field("front", pa.uint32(), nullable=False),
+                    pa.field("tables_at", pa.uint32(), nullable=False),
+                    pa.field("size_at", pa.uint32(), nullable=False),
+                    pa.field("unit_height", pa.uint32(), nullable=False),
+                    pa.field("unit_width", pa.uint32(), nullable=False),
+                    pa.field("columns", pa.uint32(), nullable=False),
+                    pa.field("offsets", pa.list_(pa.uint32()), nullable=False),
+                ]
+            ),
+        ),
+    ]
+)
+RESERVED_NAMES: Final = (*SHARD_SCHEMA.names, *INDEX_SCHEMA.names)
+"""What no column of text may be called."""
+
+
+def shard_schema(text_columns: Sequence[str], *, is_indexed: bool = False) -> pa.Schema:
+    """The schema of shards with text columns after the common ones."""
+    index = INDEX_SCHEMA if is_indexed else ()
+    return pa.schema([*SHARD_SCHEMA, *index, *((name, pa.string()) for name in text_columns)])
+
+
+def is_shard_schema(schema: pa.Schema) -> bool:
+    """Whether it is a valid schema of a shard, with any text columns."""
+    names, fixed = schema.names, len(SHARD_SCHEMA)
+    is_indexed = has_index(schema)
+    text_columns = names[fixed + is_indexed * len(INDEX_SCHEMA) :]
+    return bool(schema.equals(shard_schema(text_columns, is_indexed=is_indexed)))
+
+
+def has_index(schema: pa.Schema) -> bool:
+    """Whether its images may have a restart index."""
+    fixed = len(SHARD_SCHEMA)
+    names = schema.names[fixed : fixed + len(INDEX_SCHEMA)]
+    return bool(names == INDEX_SCHEMA.names)
+
 
 MOST_ROW_GROUP_BYTES: Final = 1 << 30
 """Of the images of a row group, which ends earlier than after its number of rows where they have

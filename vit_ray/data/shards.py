@@ -10,12 +10,18 @@ A row group is read in one piece, and each page is compared with its checksum. W
 each image is compared with its own, so that one damaged image costs no other.
 """
 
+import contextlib
 import errno
+import logging
 import platform
-from collections.abc import Callable, Iterator, Sequence
+import shutil
+import uuid
+import zlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -24,9 +30,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from vit_ray.data.cache import Cache
 from vit_ray.data.dataset import ImageFile, Manifest, ShardFile, checksum, open_dataset
 from vit_ray.data.restart_index import IndexColumn, StoredImage
+from vit_ray.data.shard_writer import SHARD_SCHEMA, has_index, is_shard_schema
 from vit_ray.storage import (
     Location,
     UnavailableError,
@@ -39,66 +45,7 @@ from vit_ray.storage import (
 
 NO_LABEL: Final = -1
 """Pads the `labels` of a batch to the width of the data set's longest label list."""
-
-SHARD_SCHEMA: Final = pa.schema(
-    [
-        pa.field("image", pa.binary(), nullable=False),
-        pa.field("labels", pa.list_(pa.int32()), nullable=False),
-        pa.field("key", pa.string(), nullable=False),
-        pa.field("width", pa.int32(), nullable=False),
-        pa.field("height", pa.int32(), nullable=False),
-        pa.field("crc32", pa.uint32(), nullable=False),
-    ]
-)
-
-
-INDEX_SCHEMA: Final = pa.schema(
-    [
-        pa.field(
-            "restart_index",
-            pa.struct(
-                [
-                    pa.field("front", pa.uint32(), nullable=False),
-                    pa.field("tables_at", pa.uint32(), nullable=False),
-                    pa.field("size_at", pa.uint32(), nullable=False),
-                    pa.field("unit_height", pa.uint32(), nullable=False),
-                    pa.field("unit_width", pa.uint32(), nullable=False),
-                    pa.field("columns", pa.uint32(), nullable=False),
-                    pa.field("offsets", pa.list_(pa.uint32()), nullable=False),
-                ]
-            ),
-        ),
-    ]
-)
-
-
-RESERVED_NAMES: Final = (*SHARD_SCHEMA.names, *INDEX_SCHEMA.names)
-"""What no column of text may be called."""
-
-
-def shard_schema(text_columns: Sequence[str], *, is_indexed: bool = False) -> pa.Schema:
-    """The schema of shards with text columns after the common ones."""
-    index = INDEX_SCHEMA if is_indexed else ()
-    return pa.schema([*SHARD_SCHEMA, *index, *((name, pa.string()) for name in text_columns)])
-
-
-def is_shard_schema(schema: pa.Schema) -> bool:
-    """Whether it is a valid schema of a shard, with any text columns."""
-    names, fixed = schema.names, len(SHARD_SCHEMA)
-    is_indexed = has_index(schema)
-    text_columns = names[fixed + is_indexed * len(INDEX_SCHEMA) :]
-    return bool(schema.equals(shard_schema(text_columns, is_indexed=is_indexed)))
-
-
-def has_index(schema: pa.Schema) -> bool:
-    """Whether its images may have a restart index."""
-    fixed = len(SHARD_SCHEMA)
-    names = schema.names[fixed : fixed + len(INDEX_SCHEMA)]
-    return bool(names == INDEX_SCHEMA.names)
-
-
 Result = TypeVar("Result")
-
 _COLUMNS: Final = ["image", "labels", "key", "height", "width", "crc32"]
 _INDEX: Final = "restart_index"
 _ADVICE: Final = "; run `vit-ray verify`"
@@ -266,6 +213,68 @@ def _crc32_of(location: Location) -> int:
     while part := source.read(_PART_BYTES):
         found = checksum(part, found)
     return found
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A folder of this node for tables of row groups; a disk keeps `free_bytes` for others."""
+
+    folder: str
+    free_bytes: int
+
+    def read(self, name: str) -> pa.Table | None:
+        """A table, if its file is there and whole."""
+        path = Path(self.folder) / name
+        try:
+            with pa.OSFile(str(path)) as file:
+                content = file.read_buffer()
+            known = content[-_CHECKSUM_BYTES:].to_pybytes()
+            content = content[:-_CHECKSUM_BYTES]
+            if zlib.crc32(content).to_bytes(_CHECKSUM_BYTES) == known:
+                return pa.ipc.open_file(content).read_all()
+        except FileNotFoundError:
+            return None
+        except (OSError, pa.ArrowException) as error:
+            _LOG.debug("%s: %s", path, error)
+        _LOG.warning("%s is damaged; it is deleted, and read again from the data set", path)
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return None
+
+    def write(self, name: str, table: pa.Table) -> None:
+        """Keep a table if there is room; a full disk is a warning, not an error.
+
+        Raises:
+            ValueError: the folder cannot be made or written to.
+        """
+        folder = Path(self.folder)
+        half = folder / f"{name}.{uuid.uuid4().hex[:8]}.tmp"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)  # a cleaner may have removed it
+            if shutil.disk_usage(folder).free - table.nbytes < self.free_bytes:
+                return
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_file(sink, table.schema) as writer:
+                writer.write_table(table)
+            content = sink.getvalue()
+            with half.open("wb") as file:
+                file.write(content)
+                file.write(zlib.crc32(content).to_bytes(_CHECKSUM_BYTES))
+            half.replace(folder / name)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                half.unlink()
+            if error.errno not in _NO_ROOM and not isinstance(error, FileNotFoundError):
+                raise ValueError(
+                    f"data.cache_dir={self.folder!r} cannot be used on this node ({error}); give "
+                    "a folder on a local disk, or unset it"
+                ) from error
+            _warn_once(self.folder, error.strerror or str(error))
+
+
+@lru_cache(maxsize=64)
+def _warn_once(folder: str, reason: str) -> None:
+    _LOG.warning("data.cache_dir=%s: %s; reading continues without it", folder, reason)
 
 
 class RowGroupReader:
@@ -475,3 +484,9 @@ def _by_file(manifest: Manifest, read: Callable[[RowGroupReader, int], Any]) -> 
     with ThreadPoolExecutor(_THREADS) as pool:
         for first in range(0, len(runs), _THREADS):  # no more in memory
             yield from pool.map(of_file, runs[first : first + _THREADS])
+
+
+_LOG: Final = logging.getLogger(__name__)
+_CHECKSUM_BYTES: Final = 4
+# Errors of a disk that worked before, and may work again.
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO)

@@ -26,7 +26,7 @@ from ray.tune.search.basic_variant import BasicVariantGenerator
 
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import SweepConfig
-from vit_ray.data.dev_split import dev_split
+from vit_ray.data.parts import dev_split
 from vit_ray.experiments.parent_run import open_parent, page_of
 from vit_ray.experiments.search_space import (
     REDUCTION,

@@ -22,7 +22,7 @@ from vit_ray.config.command_sections import ExportConfig
 from vit_ray.config.loading import write_yaml
 from vit_ray.config.secrets import redact
 from vit_ray.data import open_dataset
-from vit_ray.data.crops import Augmentation
+from vit_ray.data.boxes import Augmentation
 from vit_ray.launch.paper_comparison import training_table
 from vit_ray.measure.best_evaluation import with_best
 from vit_ray.metric_names import DEV_TOP1, EVAL_TOP1

@@ -18,8 +18,8 @@ from vit_ray.checkpoints.run_checkpoints import newest_checkpoint, result_checkp
 from vit_ray.config import Recipe, require
 from vit_ray.config.recorded_recipe import INIT_RUN, used_sections
 from vit_ray.config.secrets import redacted
-from vit_ray.data.progress import ANSWER_S, repeated
 from vit_ray.data.shards import all_first_labels
+from vit_ray.data.tasks import ANSWER_S, repeated
 from vit_ray.launch.cluster.cluster_checks import check_cluster
 from vit_ray.launch.cluster.connection import ClusterShape, connect
 from vit_ray.launch.inputs.shared_files import check_shared, paths_of

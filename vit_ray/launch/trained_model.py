@@ -29,9 +29,9 @@ from vit_ray.config.recorded_recipe import used_sections
 from vit_ray.config.validation import errors_of
 from vit_ray.data import open_dataset
 from vit_ray.data.augment import augmentation_of
-from vit_ray.data.crops import BadImageError, UInt8Array, crop_of, pixels_of
+from vit_ray.data.crops import crop_of
 from vit_ray.data.dataset import Manifest
-from vit_ray.data.orientation import orientation_of, turned_pixels
+from vit_ray.data.images import BadImageError, UInt8Array, orientation_of, pixels_of, turned_pixels
 from vit_ray.launch.inputs.dataset import Sample
 from vit_ray.launch.named_run import where_it_lies
 from vit_ray.models import build_model

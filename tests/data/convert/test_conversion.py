@@ -18,9 +18,9 @@ from vit_ray.data import open_dataset
 from vit_ray.data import shards as data_shards
 from vit_ray.data.convert import checks, commit, conversion, shards
 from vit_ray.data.convert.verify import verify
-from vit_ray.data.crops import decode
 from vit_ray.data.dataset import Manifest, ShardFile, checksum
-from vit_ray.data.subset import subset
+from vit_ray.data.images import decode
+from vit_ray.data.parts import subset
 from vit_ray.storage import Location
 
 

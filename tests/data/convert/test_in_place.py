@@ -18,10 +18,10 @@ from vit_ray.data import open_dataset
 from vit_ray.data.boxes import Augmentation
 from vit_ray.data.convert.verify import check_file
 from vit_ray.data.dataset import Manifest
-from vit_ray.data.partition import Partition
+from vit_ray.data.order import Partition
+from vit_ray.data.parts import subset
 from vit_ray.data.shards import ChangedImageError, RowGroupReader, first_labels, keys
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
-from vit_ray.data.subset import subset
 
 NAMES = ["cat", "dog", "owl"]
 FEATURES = {"label": {"names": NAMES, "_type": "ClassLabel"}}

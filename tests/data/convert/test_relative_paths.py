@@ -13,8 +13,8 @@ from vit_ray.data import open_dataset
 from vit_ray.data.convert.conversion import convert
 from vit_ray.data.convert.deduplicate import deduplicate
 from vit_ray.data.convert.verify import verify
+from vit_ray.data.parts import subset
 from vit_ray.data.shards import RowGroupReader
-from vit_ray.data.subset import subset
 from vit_ray.storage import absolute
 
 

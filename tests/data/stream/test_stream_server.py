@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from tests.data.small_sets import samples_at
-from vit_ray.data.crops import Augmentation
+from vit_ray.data.boxes import Augmentation
 from vit_ray.data.order import Order, ShuffleWindow
 from vit_ray.data.stream import ray_datasets, stream_server
 from vit_ray.data.stream.batches import StreamSpec

@@ -17,7 +17,7 @@ from tests.data.stream.reading import (
     start_stream_server,
     streams_of,
 )
-from vit_ray.data.crops import Augmentation
+from vit_ray.data.boxes import Augmentation
 from vit_ray.data.dataset import Manifest
 from vit_ray.data.order import Order, ShuffleWindow
 from vit_ray.data.stream.batches import StreamSpec

@@ -17,7 +17,7 @@ from vit_ray.commands.plans.plan import (
 )
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import ModelConfig
-from vit_ray.data.progress import clock
+from vit_ray.data.tasks import clock
 from vit_ray.experiments.search_space import (
     final_recipe,
     point_name,

@@ -10,7 +10,7 @@ from typing import Final
 
 from vit_ray.addresses import PLACEHOLDER, is_placeholder
 from vit_ray.config import Recipe
-from vit_ray.data.partition import divisors
+from vit_ray.data.order import divisors
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.model_checks import averaging_warning, check_model
 from vit_ray.measure.devices import Device, require_device

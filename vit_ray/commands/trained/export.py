@@ -13,7 +13,7 @@ from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import ExportConfig
 from vit_ray.config.recorded_recipe import used_sections
 from vit_ray.data.augment import augmentation_of
-from vit_ray.data.crops import Augmentation
+from vit_ray.data.boxes import Augmentation
 from vit_ray.launch.model_card import image_processor, model_card
 from vit_ray.launch.trained_model import class_names, training_set
 from vit_ray.models.fitting import LoadReport

@@ -11,8 +11,8 @@ from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import InspectConfig
 from vit_ray.config.recorded_recipe import KIND
 from vit_ray.data.augment import augmentation_of
-from vit_ray.data.crops import BadImageError, UInt8Array, crop_of
-from vit_ray.data.file_names import IMAGE_SUFFIXES, is_image_name
+from vit_ray.data.crops import crop_of
+from vit_ray.data.images import IMAGE_SUFFIXES, BadImageError, UInt8Array, is_image_name
 from vit_ray.evaluation.figures import inspect_model
 from vit_ray.launch.run_metadata import trained_params
 from vit_ray.storage import Location, locate

@@ -20,9 +20,8 @@ import pyarrow.parquet as pq
 
 from vit_ray.addresses import with_home
 from vit_ray.config.secrets import redact
-from vit_ray.data.crops import BadImageError
 from vit_ray.data.dataset import MANIFEST_FILE
-from vit_ray.data.file_names import IMAGE_SUFFIXES, is_image_name
+from vit_ray.data.images import IMAGE_SUFFIXES, BadImageError, is_image_name
 from vit_ray.evaluation.image_grid import sheet
 from vit_ray.launch.inputs.dataset import open_dataset
 from vit_ray.storage import RIGHTS_PROBE, Location, check_reachable, locate

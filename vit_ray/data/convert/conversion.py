@@ -36,7 +36,7 @@ from vit_ray.data.convert.shards import SHUFFLE, Plan, make_shards, write_lists
 from vit_ray.data.convert.sources import units_of
 from vit_ray.data.dataset import MANIFEST_FILE, SOURCE_FILE, STAGING_FOLDER
 from vit_ray.data.keyed_random import KeyedPermutation
-from vit_ray.data.shards import RESERVED_NAMES
+from vit_ray.data.shard_writer import RESERVED_NAMES
 from vit_ray.lock import HeldError, LockLostError, check_lock, hold_lock
 from vit_ray.storage import Location, absolute, locate, with_retries
 

@@ -24,12 +24,11 @@ from vit_ray.data.convert.rows import (
     table_rows,
 )
 from vit_ray.data.dataset import STAGING_FOLDER, ImageFile, checksum, shard_name
-from vit_ray.data.jpeg_index.rewriting import restart_writer
+from vit_ray.data.images import orientation_of
 from vit_ray.data.keyed_random import KeyedPermutation
-from vit_ray.data.orientation import orientation_of
-from vit_ray.data.progress import Shown, report_done
-from vit_ray.data.run_tasks import run_tasks
+from vit_ray.data.restart_markers import restart_writer
 from vit_ray.data.shard_writer import EncodedImage, ShardFacts, ShardWriter
+from vit_ray.data.tasks import Shown, report_done, run_tasks
 from vit_ray.storage import Location, locate, with_retries
 
 SHUFFLE: Final = 5

@@ -19,7 +19,7 @@ from vit_ray.data.convert.files import (
     split_of,
 )
 from vit_ray.data.convert.rows import FOLDERS, LISTS, DamagedUnitError, Row, Unit, relative
-from vit_ray.data.file_names import is_hidden, is_image_name
+from vit_ray.data.images import is_hidden, is_image_name
 from vit_ray.storage import Location, locate
 
 _ROWS: Final[dict[str, Callable[..., Iterable[Row]]]] = {

@@ -27,7 +27,7 @@ from vit_ray.data.convert.labels import (
 )
 from vit_ray.data.convert.rows import MOST_IMAGE_BYTES, DamagedUnitError, Row, Unit
 from vit_ray.data.convert.vtab_labels import VTAB_LABELS, vtab_label
-from vit_ray.data.crops import open_image
+from vit_ray.data.images import open_image
 from vit_ray.storage import Location, locate
 
 _IMAGE_FIELDS: Final = ("image", "image/encoded")

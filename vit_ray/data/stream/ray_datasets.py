@@ -8,10 +8,11 @@ batches; `stream_server` executes the sets and deals their blocks to the ranks.
 
 import importlib
 import itertools
+import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import cv2
@@ -19,17 +20,19 @@ import numpy as np
 import ray
 import ray.data
 from ray.data import DataContext, ExecutionOptions, ExecutionResources
-from ray.data.block import Block, BlockMetadata
+from ray.data.block import Block, BlockAccessor, BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 
 from vit_ray import ray_internals
-from vit_ray.data.order import Plan
-from vit_ray.data.partition import BlockTask, Partition, read_tasks
-from vit_ray.data.stream.bad_rows import BadRowLimit
-from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
-from vit_ray.data.stream.blocks import as_one_row
-from vit_ray.ray_internals import ExecutionCallback
+from vit_ray.data.order import BlockTask, Partition, Plan, read_tasks
+from vit_ray.data.stream.batches import Batch, BatchReader, StreamJob, StreamSpec, refuse_too_many
+from vit_ray.ray_internals import ExecutionCallback, _internal_kv_list, _internal_kv_put
 
+_LOG: Final = logging.getLogger(__name__)
+
+_BAD_ROWS: Final = "vit_ray/bad_rows"
+_PROCESSES: Final = 1024
+"""The remaining allowance is divided among this many processes between two counts."""
 _WARM_WORKERS: Final = 64
 _BLOCKS_READY: Final = 2
 """Blocks that a task makes in advance (Ray Data's own setting)."""
@@ -40,8 +43,6 @@ _SEGMENT_TASKS: Final = 1024
 """Tasks planned at a time: about 0.2 ms each, before the first batch of a segment. Planned tasks
 stay in memory, where Python's garbage collector visits them again and again: with 8,192 tasks it
 took a quarter of the server's time."""
-
-
 LEAST_SHARED: Final = 1 << 18
 """Row groups from which on a stream server draws the order for all tasks: a process draws that of
 fewer in 30 ms, and has less to fetch."""
@@ -268,9 +269,73 @@ class _BlockSource(Datasource):
         return self._tasks
 
 
+@dataclass
+class BadRowLimit:
+    """How many distinct rows of a data set the tasks of one stream may find undecodable.
+
+    `stream` names the stream in the cluster. Every process has one of these per stream. Counts are
+    in the cluster's key-value store, so that a stream without bad rows costs nothing.
+    """
+
+    stream: str
+    num_images: int
+    max_fraction: float
+    _known: set[int] = field(default_factory=set, init=False)
+    _uncounted: int = field(default=0, init=False)
+    _until_count: float = field(default=0.0, init=False)
+
+    def note(self, bad: dict[int, str]) -> None:
+        """Count bad rows: sample number to description.
+
+        Raises:
+            ValueError: more than the allowed fraction of the data set is bad.
+        """
+        folder = f"{_BAD_ROWS}/{self.stream}"
+        new = {sample: text for sample, text in bad.items() if sample not in self._known}
+        for sample, description in new.items():
+            _LOG.warning("not decodable, replaced by another row: %s", description)
+            _internal_kv_put(f"{folder}/{sample}".encode(), description.encode())
+        self._known.update(new)
+        self._uncounted += len(new)
+        # Counting over all processes reads every key. As long as no process has used up its share
+        # of the remaining allowance, all together have not exceeded it either.
+        if not new or self._uncounted < self._until_count:
+            return
+        total = len(_internal_kv_list(f"{folder}/".encode()))
+        allowed = self.max_fraction * self.num_images
+        refuse_too_many(total, self.num_images, self.max_fraction, next(iter(new.values())))
+        self._uncounted, self._until_count = 0, (allowed - total) / _PROCESSES
+
+
+def as_one_row(batch: Batch) -> Block:
+    """Columns (b, ...) as a block with columns (1, b, ...).
+
+    Ray Data joins small blocks and splits large ones, by whole rows, with limits that depend on
+    estimates. A block of one row is passed on unchanged.
+    """
+    return BlockAccessor.batch_to_block({k: column[np.newaxis] for k, column in batch.items()})
+
+
+def cut(blocks: Iterable[Block], batch_size: int) -> Iterator[Batch]:
+    """Batches of `batch_size` from blocks of one row, as views; do not write to them.
+
+    Raises:
+        RuntimeError: a block is not a whole number of batches: the data are not in the planned
+            order.
+    """
+    for block in blocks:
+        columns = BlockAccessor.for_block(block).to_batch_format("numpy")
+        sizes = [column.shape[:2] for column in columns.values()]
+        rows, count = sizes[0]
+        if rows != 1 or set(sizes) != {(1, count)} or count % batch_size:
+            raise RuntimeError(
+                f"a block has {sizes}, not one row of a multiple of {batch_size} images"
+            )
+        for first in range(0, count, batch_size):
+            yield {k: column[0, first : first + batch_size] for k, column in columns.items()}
+
+
 _UNKNOWN: Final = BlockMetadata(num_rows=None, size_bytes=None, exec_stats=None, input_files=None)
-
-
 _STREAMS_HELD: Final = 2
 _READERS: Final[dict[str, tuple[BatchReader, BadRowLimit]]] = {}
 """For the streams that this process last worked for: training, and an evaluation during it.

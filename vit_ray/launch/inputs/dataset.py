@@ -13,8 +13,9 @@ from PIL import Image
 from vit_ray.config.training_sections import DataConfig, ModelConfig
 from vit_ray.config.validation import validated
 from vit_ray.data.augment import augmentation_of
-from vit_ray.data.dataset import Manifest, select
+from vit_ray.data.dataset import Manifest
 from vit_ray.data.dataset import open_dataset as open_manifest
+from vit_ray.data.parts import select
 from vit_ray.data.shards import EncodedRows, RowGroupReader
 from vit_ray.launch.inputs.rank_batches import RankBatches
 from vit_ray.launch.inputs.shuffle_window import window_rows

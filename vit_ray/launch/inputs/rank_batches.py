@@ -12,7 +12,7 @@ from typing import Any, Final, overload
 import cv2
 
 from vit_ray.config import Recipe
-from vit_ray.data.partition import Partition
+from vit_ray.data.order import Partition
 from vit_ray.data.stream.batches import (
     Batch,
     BatchReader,

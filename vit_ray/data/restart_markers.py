@@ -26,13 +26,11 @@ import cv2
 import numpy as np
 import PIL
 
-from vit_ray.data.jpeg_index.headers import is_front, metadata_of, read_frame
-from vit_ray.data.jpeg_index.libjpeg_process import ANSWER, KEEP_TABLES, OPTIMIZE, REQUEST
-from vit_ray.data.jpeg_index.segments import index_segments, interval_for
-from vit_ray.data.restart_index import RestartIndex
+from vit_ray.data.jpeg import is_front, metadata_of, read_frame
+from vit_ray.data.libjpeg_process import ANSWER, KEEP_TABLES, OPTIMIZE, REQUEST
+from vit_ray.data.restart_index import RestartIndex, index_segments, interval_for
 
 _LOG: Final = logging.getLogger(__name__)
-
 _SEGMENT_PIXELS: Final = 64 * 16
 """Approximate pixels of a segment: 4 MCUs of a usual photograph (4:2:0); markers then add 1 % to
 its bytes. With twice as many, crops take 10 % longer, because more is decoded around them."""
@@ -51,7 +49,6 @@ _GREY_PIXEL: Final = bytes.fromhex(
     "ffd8ffdb004300" + "01" * 64 + "ffc0000b080001000101011100ffc4001400010000000000000000000000"
     "0000000000ffc40014100100000000000000000000000000000000ffda0008010100003f0037ffd9"
 )
-
 _NOT_FOUND: Final = (
     "no libjpeg 6.2 is found here, so JPEG files get no restart markers (convert.index_jpeg) and "
     "are read more slowly, and damage in them is not detected (convert.damaged); install Pillow "

@@ -23,6 +23,13 @@ from vit_ray.data.images import BadImageError, UInt8Array, decode, decode_by_pil
 from vit_ray.data.jpeg import decode_jpeg, size_of_jpeg
 from vit_ray.data.restart_index import Box, StoredImage, crop_file
 
+_MOST_SKIPPED: Final = 4
+"""Pixels before an exact crop from which it may be resized, so that it starts at a whole one."""
+_NEAR: Final = 1 / 12
+"""Share of a pixel by which an exact crop may be off."""
+_STEPS: Final = 64
+"""Points per pixel at which the filter of exact crops is compared with the triangle; shrink factors
+are rounded to it."""
 _COARSEST: Final = {8: 8.0, 4: 4.0, 2: 2.0, 1: 0.0}
 _FINER: Final = {8: 8 * 1.4, 4: 4 * 1.3, 2: 2 * 1.2, 1: 0.0}
 """Least factor by which a crop, or an exact one, shrinks that is decoded at 1/8, 1/4 or 1/2: the
@@ -54,8 +61,33 @@ def crop(
         BadImageError: the bytes cannot be decoded, or are of an image of another size.
     """
     if isinstance(image, StoredImage):
-        return _resized(*_decoded(image, box, augmentation), augmentation, out)
-    return _resized(_looked_at(image, box, augmentation), box, augmentation, out)
+        pixels, box = _decoded(image, box, augmentation)
+    else:
+        pixels = _within_border(image, box, augmentation)
+    height, width = out.shape[:2]
+    if augmentation.interpolation == "bicubic":
+        edges = None
+        if augmentation.is_exact:
+            bottom, right = box.top + box.height, box.left + box.width
+            edges = box.left, box.top, min(right, pixels.shape[1]), min(bottom, pixels.shape[0])
+        made = Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC, edges)
+        out[:] = np.asarray(made)[:, :: -1 if box.is_flipped else 1]
+        return out
+    if augmentation.is_exact:
+        return _resize_exactly(pixels, box, out)
+    shrinks = pixels.shape[0] / height, pixels.shape[1] / width
+    method = cv2.INTER_LINEAR
+    if max(shrinks) >= _AVERAGED_FROM:
+        method = cv2.INTER_AREA
+    elif max(shrinks) >= _BLURRED_FROM:
+        # Standard deviations in source pixels: best PSNR against Pillow over factors of 1 to 4.
+        down, across = (max(0.1, 0.45 * math.sqrt(max(0.0, s * s - 1))) for s in shrinks)
+        pixels = cv2.GaussianBlur(pixels, (3, 3), across, sigmaY=down)  # type: ignore[assignment]
+    target = np.empty_like(out) if box.is_flipped else out
+    cv2.resize(pixels, (width, height), dst=target, interpolation=method)
+    if box.is_flipped:
+        cv2.flip(target, 1, dst=out)
+    return out
 
 
 def crop_of(
@@ -99,41 +131,38 @@ def _decoded(
         shrink = min(box.height / augmentation.height, box.width / augmentation.width)
         least = _FINER if augmentation.is_exact else _COARSEST
         scale = next(scale for scale in (8, 4, 2, 1) if least[scale] <= shrink or scale == 1)
-        wanted = _with_surroundings(image, box, augmentation, scale)
+        wanted = box
+        if augmentation.is_exact:
+            shrinks = (
+                box.height / augmentation.height / scale,
+                box.width / augmentation.width / scale,
+            )
+            widths = 2 if augmentation.interpolation == "bicubic" else 1
+            below, beyond = ((_filter_reach(shrink, widths) + 1) * scale for shrink in shrinks)
+            # A small output is warped in less time than these pixels are decoded.
+            skipped = _MOST_SKIPPED * scale if max(shrinks) < 2 else 0
+            first_row = max(0.0, box.top - skipped - below)
+            first = max(0.0, box.left - skipped - beyond)
+            last_row = min(image.size[0], box.top + box.height + below)
+            last = min(image.size[1], box.left + box.width + beyond)
+            wanted = CropBox(first_row, first, last_row - first_row, last - first, False)
         if (region := _jpeg_region(image, wanted, scale)) is not None:
             content, (top, left, bottom, right) = region
             if (part := decode_jpeg(content, scale)) is not None:
-                first_row, first, *_ = wanted.bounds(image.size, scale)
-                if (first_row, first, scale) == (0, 0, 1):
+                above, before, *_ = wanted.bounds(image.size, scale)
+                if (above, before, scale) == (0, 0, 1):
                     return part[top:bottom, left:right], box
-                sides = box.top / scale - first_row, box.left / scale - first
+                sides = box.top / scale - above, box.left / scale - before
                 size = box.height / scale, box.width / scale
                 scaled = replace(box, top=sides[0], left=sides[1], height=size[0], width=size[1])
                 return part[top:bottom, left:right], scaled
         pixels = decode_by_pillow(image.content)
     _check_size(image, pixels.shape[:2])
-    return _looked_at(pixels, box, augmentation), box
-
-
-def _with_surroundings(
-    image: StoredImage, box: CropBox, augmentation: Augmentation, scale: int
-) -> CropBox:
-    """The region of an image that is read for a crop; for an exact crop, more than the crop."""
-    if not augmentation.is_exact:
-        return box
-    height, width = image.size
-    shrinks = box.height / augmentation.height / scale, box.width / augmentation.width / scale
-    widths = 2 if augmentation.interpolation == "bicubic" else 1
-    below, right = ((filter_reach(shrink, widths) + 1) * scale for shrink in shrinks)
-    # A small output is warped in less time than these pixels are decoded.
-    skipped = MOST_SKIPPED * scale if max(shrinks) < 2 else 0
-    top, left = max(0.0, box.top - skipped - below), max(0.0, box.left - skipped - right)
-    bottom = min(height, box.top + box.height + below)
-    return CropBox(top, left, bottom - top, min(width, box.left + box.width + right) - left, False)
+    return _within_border(pixels, box, augmentation), box
 
 
 def _jpeg_region(
-    image: StoredImage, box: CropBox, scale: int = 1
+    image: StoredImage, box: CropBox, scale: int
 ) -> tuple[bytes | memoryview | UInt8Array, Box] | None:
     """The JPEG file to decode at 1/`scale` for a crop, and the pixels needed from it.
 
@@ -155,12 +184,8 @@ def _jpeg_region(
         at = image.index.size_at
         if image.content[at : at + 4] == height.to_bytes(2) + width.to_bytes(2):
             return image.content, bounds  # as a crop's file says its size
-    part = crop_file(
-        image.content,
-        image.index,
-        image.size,
-        (top, left, min(bottom, height), min(right, width)),
-    )
+    needed = top, left, min(bottom, height), min(right, width)
+    part = crop_file(image.content, image.index, image.size, needed)
     above, to_left = part.top // scale, part.left // scale
     top, left, bottom, right = bounds
     return part.image, (top - above, left - to_left, bottom - above, right - to_left)
@@ -174,7 +199,7 @@ def _check_size(image: StoredImage, size: tuple[int, ...]) -> None:
         )
 
 
-def _looked_at(pixels: UInt8Array, box: CropBox, augmentation: Augmentation) -> UInt8Array:
+def _within_border(pixels: UInt8Array, box: CropBox, augmentation: Augmentation) -> UInt8Array:
     """From a whole image within its border the part for a crop; for an exact crop, all of it."""
     height, width, border = *pixels.shape[:2], augmentation.border
     if min(height, width) <= 2 * border:
@@ -186,46 +211,7 @@ def _looked_at(pixels: UInt8Array, box: CropBox, augmentation: Augmentation) -> 
     return pixels[top:bottom, left:right]
 
 
-def _resized(
-    crop: UInt8Array, box: CropBox, augmentation: Augmentation, out: UInt8Array
-) -> UInt8Array:
-    """All of some pixels; for an exact crop, the rectangle `box` of them."""
-    height, width = out.shape[:2]
-    if augmentation.interpolation == "bicubic":
-        edges = None
-        if augmentation.is_exact:
-            bottom, right = box.top + box.height, box.left + box.width
-            edges = box.left, box.top, min(right, crop.shape[1]), min(bottom, crop.shape[0])
-        made = Image.fromarray(crop).resize((width, height), Image.Resampling.BICUBIC, edges)
-        out[:] = np.asarray(made)[:, :: -1 if box.is_flipped else 1]
-        return out
-    if augmentation.is_exact:
-        return resize_exactly(crop, box, out)
-    shrinks = crop.shape[0] / height, crop.shape[1] / width
-    method = cv2.INTER_LINEAR
-    if max(shrinks) >= _AVERAGED_FROM:
-        method = cv2.INTER_AREA
-    elif max(shrinks) >= _BLURRED_FROM:
-        # Standard deviations in source pixels: best PSNR against Pillow over factors of 1 to 4.
-        down, across = (max(0.1, 0.45 * math.sqrt(max(0.0, s * s - 1))) for s in shrinks)
-        crop = cv2.GaussianBlur(crop, (3, 3), across, sigmaY=down)  # type: ignore[assignment]
-    target = np.empty_like(out) if box.is_flipped else out
-    cv2.resize(crop, (width, height), dst=target, interpolation=method)
-    if box.is_flipped:
-        cv2.flip(target, 1, dst=out)
-    return out
-
-
-MOST_SKIPPED: Final = 4
-"""Pixels before the rectangle from which it may be resized, so that it starts at a whole one."""
-_NEAR: Final = 1 / 12
-"""Share of a pixel by which the resized rectangle may be off."""
-_STEPS: Final = 64
-"""Points per pixel at which the filter is compared with the triangle; shrink factors are rounded to
-it."""
-
-
-def filter_reach(shrink: float, widths: int = 1) -> int:
+def _filter_reach(shrink: float, widths: int = 1) -> int:
     """Pixels on each side of one that the filter needs, for an image that shrinks by this factor.
 
     Args:
@@ -237,29 +223,43 @@ def filter_reach(shrink: float, widths: int = 1) -> int:
     return max(1, round(shrink)) if shrink > 1 else 0
 
 
-def resize_exactly(pixels: UInt8Array, box: CropBox, out: UInt8Array) -> UInt8Array:
-    """Write a rectangle of some pixels (fractions allowed) resized to `out`, uint8 (h, w, 3)."""
+def _resize_exactly(pixels: UInt8Array, box: CropBox, out: UInt8Array) -> UInt8Array:
+    """Write a rectangle of some pixels resized to `out`, close to Pillow's bilinear filter.
+
+    That filter weighs the pixels around each output pixel by a triangle as wide as the image
+    shrinks. Here a short filter is followed by bilinear interpolation; together they are close to
+    that triangle. As the rectangle is not rounded to whole pixels, nothing is stretched or moved.
+    """
     height, width = out.shape[:2]
     down, across = box.height / height, box.width / width
     rows, columns = _aligned(box.top, down), _aligned(box.left, across)
-    if rows is None or columns is None:
-        return _warped(_filtered(pixels, down, across), box, out)
-    # A plain resize takes a third of the time of a warp.
-    (top, above), (left, before) = rows, columns
-    bottom = math.ceil(top + (above + height) * down) + filter_reach(down) + 1
-    right = math.ceil(left + (before + width) * across) + filter_reach(across) + 1
-    region = _filtered(pixels[top:bottom, left:right], down, across)
-    made = cv2.resize(region, None, fx=1 / across, fy=1 / down, interpolation=cv2.INTER_LINEAR)
-    crop = made[above : above + height, before : before + width]
-    if crop.shape != out.shape:  # the last pixel begins beyond the image's middle of it
-        return _warped(_filtered(pixels, down, across), box, out)
-    out[:] = crop[:, ::-1] if box.is_flipped else crop
+    if rows is not None and columns is not None:
+        # A plain resize takes a third of the time of a warp.
+        (top, above), (left, before) = rows, columns
+        bottom = math.ceil(top + (above + height) * down) + _filter_reach(down) + 1
+        right = math.ceil(left + (before + width) * across) + _filter_reach(across) + 1
+        region = _filtered(pixels[top:bottom, left:right], down, across)
+        made = cv2.resize(region, None, fx=1 / across, fy=1 / down, interpolation=cv2.INTER_LINEAR)
+        crop = made[above : above + height, before : before + width]
+        if crop.shape == out.shape:  # else the last pixel begins beyond the image's middle of it
+            out[:] = crop[:, ::-1] if box.is_flipped else crop
+            return out
+    start, step = (box.left + box.width, -across) if box.is_flipped else (box.left, across)
+    matrix = np.array([[step, 0, start + (step - 1) / 2], [0, down, box.top + (down - 1) / 2]])
+    cv2.warpAffine(
+        _filtered(pixels, down, across),
+        matrix,
+        (width, height),
+        dst=out,
+        flags=cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP,
+        borderMode=cv2.BORDER_REPLICATE,
+    )
     return out
 
 
 def _aligned(first: float, step: float) -> tuple[int, int] | None:
     """A whole source pixel, and how many output pixels from it the rectangle begins, if close."""
-    for skipped in range(int(min(MOST_SKIPPED, first) / step) + 1):
+    for skipped in range(int(min(_MOST_SKIPPED, first) / step) + 1):
         start = first - skipped * step
         if abs(start - round(start)) <= _NEAR:
             return max(0, round(start)), skipped
@@ -281,7 +281,7 @@ def _kernel(shrink_steps: int) -> NDArray[np.float64]:
     Bilinear interpolation is a triangle of width 1 around each pixel.
     """
     shrink = shrink_steps / _STEPS
-    reach = filter_reach(shrink)
+    reach = _filter_reach(shrink)
     if not reach:
         return np.ones(1)
     places = np.arange(-(reach + 1) * _STEPS, (reach + 1) * _STEPS + 1) / _STEPS
@@ -293,15 +293,3 @@ def _kernel(shrink_steps: int) -> NDArray[np.float64]:
     pairs = [triangle(i, 1) + triangle(-i, 1) - 2 * middle for i in range(1, reach + 1)]
     outer = np.linalg.lstsq(np.stack(pairs, axis=1), triangle(0, shrink) - middle, rcond=None)[0]
     return np.concatenate([outer[::-1], [1 - 2 * outer.sum()], outer])
-
-
-def _warped(pixels: UInt8Array, box: CropBox, out: UInt8Array) -> UInt8Array:
-    height, width = out.shape[:2]
-    down, across = box.height / height, box.width / width
-    left, step = (box.left + box.width, -across) if box.is_flipped else (box.left, across)
-    matrix = np.array([[step, 0, left + (step - 1) / 2], [0, down, box.top + (down - 1) / 2]])
-    flags = cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP
-    cv2.warpAffine(
-        pixels, matrix, (width, height), dst=out, flags=flags, borderMode=cv2.BORDER_REPLICATE
-    )
-    return out

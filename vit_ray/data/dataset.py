@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import starmap
@@ -51,14 +51,13 @@ REJECTED_SCHEMA: Final = pa.schema(
 )
 
 
+checksum: Final[Callable[..., int]] = zlib.crc32
+"""(bytes, checksum of those before them) to the checksum of all."""
+
+
 def shard_name(index: int, num_shards: int) -> str:
     """File name of shard `index`, sortable and telling how many there are."""
     return f"part-{index:05d}-of-{num_shards:05d}.parquet"
-
-
-def checksum(content: bytes | pa.Buffer, before: int = 0) -> int:
-    """CRC-32 of some bytes, or of all of them where `before` is that of those before."""
-    return zlib.crc32(content, before)
 
 
 @dataclass(frozen=True)
@@ -274,14 +273,10 @@ class Manifest(RowGroupColumns):
             left_out[group] = np.delete(self.stored_rows(group), kept)
         return self._part(rows, left_out)
 
+    # `rows` of each row group are left; `left_out` are the stored rows that are left out now.
     def _part(
         self, rows: NDArray[np.integer], left_out: Mapping[int, NDArray[np.integer]]
     ) -> "Manifest":
-        """
-        Args:
-            rows: of each row group that are left.
-            left_out: of a row group that has some, the stored rows that are left out now.
-        """
         dropped = dict(self.dropped)
         for group, stored in left_out.items():
             dropped[group] = np.union1d(dropped.get(group, []), stored).astype(np.int32)
@@ -333,7 +328,19 @@ def _parse(path: str, content: bytes) -> Manifest:
         header: dict[str, Any] = json.loads(file.metadata.metadata[_METADATA_KEY])
         version = int(header["format_version"])
         if version == FORMAT_VERSION:
-            columns = _columns(file.read())
+            table = file.read()
+            arrays = {name: table[name] for name in ROW_GROUP_SCHEMA.names}
+            lists = arrays.pop("dropped")
+            is_present = np.zeros(0, bool)
+            if lists.null_count < len(lists):
+                is_present = lists.is_valid().to_numpy()
+            dropped = {
+                group: np.asarray(lists[group].as_py(), np.int32)
+                for group in np.flatnonzero(is_present).tolist()
+            }
+            columns = RowGroupColumns(
+                **{name: array.to_numpy() for name, array in arrays.items()}, dropped=dropped
+            )
             if header["fingerprint"] != _fingerprint(header, columns):
                 raise ValueError("its fingerprint differs from its content")
             return Manifest(
@@ -374,18 +381,6 @@ def _root_of(header: dict[str, Any], path: str) -> str:
     return header["root"] or path
 
 
-def _columns(table: pa.Table) -> RowGroupColumns:
-    columns = {name: table[name] for name in ROW_GROUP_SCHEMA.names}
-    lists = columns.pop("dropped")
-    is_present = np.zeros(0, bool)
-    if lists.null_count < len(lists):
-        is_present = lists.is_valid().to_numpy()
-    dropped = {
-        int(i): np.asarray(lists[int(i)].as_py(), np.int32) for i in np.flatnonzero(is_present)
-    }
-    return RowGroupColumns(**{n: c.to_numpy() for n, c in columns.items()}, dropped=dropped)
-
-
 def write_manifest(
     folder: Location,
     columns: RowGroupColumns,
@@ -421,19 +416,15 @@ def write_manifest(
         ],
     }
     header["fingerprint"] = _fingerprint(header, columns)
-    folder.child(MANIFEST_FILE).write(_encoded(header, columns))
-    return str(header["fingerprint"])
-
-
-def _encoded(header: dict[str, Any], columns: RowGroupColumns) -> bytes:
-    dropped = [columns.dropped.get(i) for i in range(len(columns.rows))]
+    dropped = [columns.dropped.get(group) for group in range(len(columns.rows))]
     arrays = vars(columns) | {"dropped": dropped}
     table = pa.table([pa.array(arrays[f.name], f.type) for f in ROW_GROUP_SCHEMA], ROW_GROUP_SCHEMA)
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(sink, ROW_GROUP_SCHEMA, compression="zstd", store_schema=False) as writer:
         writer.write_table(table)
         writer.add_key_value_metadata({_METADATA_KEY: json.dumps(header).encode()})
-    return bytes(sink.getvalue())
+    folder.child(MANIFEST_FILE).write(bytes(sink.getvalue()))
+    return str(header["fingerprint"])
 
 
 def _fingerprint(header: dict[str, Any], columns: RowGroupColumns) -> str:

@@ -226,7 +226,7 @@ class Libjpeg:
         """Code with the tables of the file itself, each component with its own.
 
         AC coefficients need no others; DC coefficients at the start of an interval may need codes
-        that are missing, and get long ones.
+        that are missing: a number of bits that has none gets one of the greatest length.
         """
         for ours, theirs in (
             (compress.dc_tables, source.dc_tables),
@@ -239,9 +239,13 @@ class Libjpeg:
                     ctypes.memmove(ours[place], original, _Table.sent_table.offset)
         for number in range(source.num_components):
             compress.components[number].tables = source.components[number].tables
-        for table in compress.dc_tables:
-            if table:
-                _complete(table.contents)
+        for place in compress.dc_tables:
+            if place:
+                table = place.contents
+                count = sum(table.counts)
+                missing = sorted({*range(_DC_SYMBOLS)} - {*table.symbols[:count]})
+                table.symbols[count : count + len(missing)] = missing
+                table.counts[_LONGEST_CODE] += len(missing)
 
     def _is_equal(self, content: bytes, source: Any, coefficients: Any) -> bool:
         """Whether a file has the coefficients of the original and decodes to the same pixels."""
@@ -282,14 +286,6 @@ def _frame(file: Any) -> tuple[Any, ...]:
         file.color_space,
         [(c.id, c.across, c.down, bytes(c.quantization.contents)) for c in components],
     )
-
-
-def _complete(table: _Table) -> None:
-    """Give a code of the greatest length to each number of bits that has none."""
-    count = sum(table.counts)
-    missing = sorted({*range(_DC_SYMBOLS)} - {*table.symbols[:count]})
-    table.symbols[count : count + len(missing)] = missing
-    table.counts[_LONGEST_CODE] += len(missing)
 
 
 def serve(library: Libjpeg, requests: BinaryIO, answers: BinaryIO) -> None:

@@ -1,13 +1,14 @@
-"""Nested subsets of a data set, written as manifests only: no image is copied.
+"""Parts of a data set: of a run, nested subsets, dev splits; no image is copied.
 
 Rows were shuffled at conversion, so any row groups are a random sample. They are taken in an order
 that the seed fixes, so that a smaller subset is part of every larger one (9M / 30M / 90M / 303M).
+A dev split by class takes the rows of each class from as few row groups as hold enough of them:
+reading a small dev split reads a small part of the bytes. What is written is a manifest.
 """
 
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,10 +23,12 @@ from vit_ray.data.dataset import (
 from vit_ray.data.keyed_random import key_of, keys_of
 from vit_ray.data.shards import first_labels
 from vit_ray.data.shards import keys as all_keys
-from vit_ray.storage import Location, locate
+from vit_ray.storage import locate
 
-_SPLIT: Final = 8
-"""Separates the ranks of a run's parts from other random numbers of its seed."""
+_SPLIT, _SUBSET, _DEV_SPLIT = 8, 7, 11
+"""Separate the ranks of a run's parts, of subsets and of dev splits with the same seed."""
+
+Int64Array = NDArray[np.int64]
 
 
 def select(
@@ -58,27 +61,6 @@ def select(
     if kept == total:
         return manifest, rest
     return manifest.ranked(held_out, held_out + kept, key), rest
-
-
-def write_part(folder: Location, part: Manifest, origin: dict[str, Any]) -> None:
-    """Write the manifest of a part of a data set, over the shards of the whole.
-
-    Args:
-        origin: how the part was chosen, in addition to what the whole says about itself.
-    """
-    write_manifest(
-        folder,
-        part.without_empty(),
-        files=part.files,
-        classes=part.classes,
-        max_labels=part.max_labels,
-        root=locate(part.root).uri,
-        text_columns=part.text_columns,
-        origin=part.about | origin,
-    )
-
-
-_SUBSET: Final = 7
 
 
 def subset(
@@ -117,7 +99,6 @@ def subset(
 
 
 def _listed(whole: Manifest, destination: str, keys: str) -> Manifest:
-    """The images whose keys are listed."""
     refuse_existing(destination, MANIFEST_FILE, STAGING_FOLDER)
     content = locate(keys).read()
     listed = set(filter(None, content.decode("utf-8-sig").splitlines()))
@@ -133,18 +114,30 @@ def _listed(whole: Manifest, destination: str, keys: str) -> Manifest:
             f"{whole.path!r}, such as {sorted(missing)[:3]}; remove them from the list"
         )
     digest = hashlib.sha256(content).hexdigest()
-    origin: dict[str, object] = {"subset_of": whole.fingerprint, "keys": digest}
-    return derive(whole.without(np.flatnonzero(~np.concatenate(is_listed))), destination, origin)
+    part = whole.without(np.flatnonzero(~np.concatenate(is_listed)))
+    return derive(part, destination, {"subset_of": whole.fingerprint, "keys": digest})
 
 
 def derive(part: Manifest, destination: str, origin: dict[str, object]) -> Manifest:
     """Write a part of a data set as a manifest over the shards of the whole, and open it.
 
+    Args:
+        origin: how the part was chosen, in addition to what the whole says about itself.
+
     Raises:
         ValueError: the destination holds a data set already.
     """
     refuse_existing(destination, MANIFEST_FILE, STAGING_FOLDER)
-    write_part(locate(destination), part, origin)
+    write_manifest(
+        locate(destination),
+        part.without_empty(),
+        files=part.files,
+        classes=part.classes,
+        max_labels=part.max_labels,
+        root=locate(part.root).uri,
+        text_columns=part.text_columns,
+        origin=part.about | origin,
+    )
     return open_dataset(destination)
 
 
@@ -157,10 +150,6 @@ def refuse_existing(destination: str, *names: str) -> None:
                 f"destination={destination!r} already holds a data set, or a part of one "
                 f"({name}); choose another folder, or move the file away"
             )
-
-
-_DEV_SPLIT = 11
-Int64Array = NDArray[np.int64]
 
 
 def dev_split(
@@ -197,7 +186,6 @@ def dev_split(
 
 
 def _dev_rows(whole: Manifest, fraction: float, seed: int, *, by_class: bool) -> NDArray[np.bool_]:
-    """Which rows are held out, in the order of the data set."""
     labels = np.concatenate(list(first_labels(whole))).astype(np.int64)
     counts = np.bincount(labels[labels >= 0], minlength=whole.num_classes)
     quotas = class_quotas(counts, fraction, whole.classes) if by_class else None

@@ -22,11 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import cv2
 import numpy as np
 import PIL
 
-from vit_ray.data.jpeg import is_front, metadata_of, read_frame
+from vit_ray.data.jpeg import decode_jpeg, is_front, metadata_of, read_frame
 from vit_ray.data.libjpeg_process import ANSWER, KEEP_TABLES, OPTIMIZE, REQUEST
 from vit_ray.data.restart_index import RestartIndex, index_segments, interval_for
 
@@ -189,15 +188,10 @@ def with_restart_markers(image: bytes, writer: Libjpeg) -> RewrittenJpeg | None:
             break
     else:
         return None
-    if not frame.is_baseline and not _have_equal_pixels(rewritten, image):
-        return None
+    if not frame.is_baseline:  # decoders smooth what a file has that lacks its last scans
+        ours, theirs = decode_jpeg(rewritten), decode_jpeg(image)
+        if ours is None or theirs is None or not np.array_equal(ours, theirs):
+            return None
     index = index_segments(rewritten)
     size = frame.height, frame.width
     return None if index is None else RewrittenJpeg(rewritten, size, index)
-
-
-def _have_equal_pixels(one: bytes, other: bytes) -> bool:
-    """Not if a progressive file lacks its last scans: decoders smooth what it has."""
-    flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
-    ours, theirs = (cv2.imdecode(np.frombuffer(file, np.uint8), flags) for file in (one, other))
-    return ours is not None and theirs is not None and np.array_equal(ours, theirs)

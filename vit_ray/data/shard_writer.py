@@ -1,4 +1,4 @@
-"""One parquet shard: rows in, fixed-size row groups out, and the facts that the manifest needs."""
+"""One parquet shard: its columns, and its writer, with the facts that the manifest needs."""
 
 import contextlib
 import io
@@ -11,9 +11,7 @@ import pyarrow.parquet as pq
 
 from vit_ray.data.dataset import checksum
 from vit_ray.data.restart_index import RestartIndex
-from vit_ray.storage import (
-    Location,
-)
+from vit_ray.storage import Location
 
 SHARD_SCHEMA: Final = pa.schema(
     [
@@ -43,6 +41,9 @@ INDEX_SCHEMA: Final = pa.schema(
         ),
     ]
 )
+MOST_ROW_GROUP_BYTES: Final = 1 << 30
+"""Of the images of a row group, which ends earlier than after its number of rows where they have
+more: a column of bytes of 2 GiB or more cannot be read."""
 RESERVED_NAMES: Final = (*SHARD_SCHEMA.names, *INDEX_SCHEMA.names)
 """What no column of text may be called."""
 
@@ -53,24 +54,10 @@ def shard_schema(text_columns: Sequence[str], *, is_indexed: bool = False) -> pa
     return pa.schema([*SHARD_SCHEMA, *index, *((name, pa.string()) for name in text_columns)])
 
 
-def is_shard_schema(schema: pa.Schema) -> bool:
-    """Whether it is a valid schema of a shard, with any text columns."""
-    names, fixed = schema.names, len(SHARD_SCHEMA)
-    is_indexed = has_index(schema)
-    text_columns = names[fixed + is_indexed * len(INDEX_SCHEMA) :]
-    return bool(schema.equals(shard_schema(text_columns, is_indexed=is_indexed)))
-
-
 def has_index(schema: pa.Schema) -> bool:
     """Whether its images may have a restart index."""
     fixed = len(SHARD_SCHEMA)
-    names = schema.names[fixed : fixed + len(INDEX_SCHEMA)]
-    return bool(names == INDEX_SCHEMA.names)
-
-
-MOST_ROW_GROUP_BYTES: Final = 1 << 30
-"""Of the images of a row group, which ends earlier than after its number of rows where they have
-more: a column of bytes of 2 GiB or more cannot be read."""
+    return bool(schema.names[fixed : fixed + len(INDEX_SCHEMA)] == INDEX_SCHEMA.names)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from vit_ray.data.dataset import ImageFile, Manifest, ShardFile, checksum, open_dataset
 from vit_ray.data.restart_index import IndexColumn, StoredImage
-from vit_ray.data.shard_writer import SHARD_SCHEMA, has_index, is_shard_schema
+from vit_ray.data.shard_writer import INDEX_SCHEMA, SHARD_SCHEMA, has_index, shard_schema
 from vit_ray.storage import (
     Location,
     UnavailableError,
@@ -45,7 +45,6 @@ from vit_ray.storage import (
 
 NO_LABEL: Final = -1
 """Pads the `labels` of a batch to the width of the data set's longest label list."""
-Result = TypeVar("Result")
 _COLUMNS: Final = ["image", "labels", "key", "height", "width", "crc32"]
 _INDEX: Final = "restart_index"
 _ADVICE: Final = "; run `vit-ray verify`"
@@ -59,29 +58,28 @@ class ChangedImageError(ValueError):
     """The bytes of an image are not those that were converted."""
 
 
-@dataclass(frozen=True)
 class EncodedRows:
     """The rows of one stored row group.
 
-    Attributes:
-        sizes: int32 (rows, 2), height and width of each image.
+    Args:
+        table: columns of a shard, of one chunk each, at least those of `_COLUMNS`.
         is_whole: all of the row group's bytes were compared.
-        index: of the restart markers of each image, null where it has none; None where no image
-            of the data set has.
     """
 
-    images: pa.Array
-    labels: pa.Array
-    keys: pa.Array
-    crc32: NDArray[np.uint32]
-    sizes: NDArray[np.int32]
-    is_whole: bool = False
-    index: pa.StructArray | None = None
-
-    @property
-    def nbytes(self) -> int:
-        columns = (self.images, self.labels, self.keys, self.crc32, self.sizes, self.index)
-        return sum(int(column.nbytes) for column in columns if column is not None)
+    def __init__(self, table: pa.Table, is_whole: bool) -> None:
+        columns = {name: table[name].chunk(0) for name in table.column_names}
+        self.images, self.labels, self.keys = columns["image"], columns["labels"], columns["key"]
+        self.crc32, self.is_whole = columns["crc32"].to_numpy(), is_whole
+        self.nbytes = int(table.nbytes)
+        # Lists, and one look at all rows: numpy takes microseconds for a number.
+        heights, widths = (columns[name].to_pylist() for name in ("height", "width"))
+        self._sizes = list(zip(heights, widths, strict=True))
+        self._label_values = self.labels.values.to_numpy()
+        self._label_offsets = self.labels.offsets.to_pylist()
+        _, offsets, content = self.images.buffers()
+        starts = np.frombuffer(offsets, np.int32)[self.images.offset :][: len(self.images) + 1]
+        self._content, self._offsets = memoryview(content or b"").cast("B"), starts.tolist()
+        self._index = columns.get(_INDEX)
 
     def image(self, row: int) -> bytes:
         """Encoded bytes of one row, checked against its checksum.
@@ -89,52 +87,34 @@ class EncodedRows:
         Raises:
             ChangedImageError: if they are not the bytes that were converted.
         """
-        return bytes(self._content(row))
+        return bytes(self._image(row))
 
     def stored(self, row: int) -> StoredImage:
         """The image of one row as a view, with what is known of it; checked as in `image`."""
         index = None if self._indices is None else self._indices.of(row)
-        return StoredImage(self._content(row), self.size(row), index)
+        return StoredImage(self._image(row), self.size(row), index)
 
     def size(self, row: int) -> tuple[int, int]:
         """Height and width of one row."""
         return self._sizes[row]
 
     def labels_of(self, row: int) -> NDArray[np.int32]:
-        values, offsets = self._labels
-        return values[offsets[row] : offsets[row + 1]]
+        return self._label_values[self._label_offsets[row] : self._label_offsets[row + 1]]
 
     def key(self, row: int) -> str:
         return str(self.keys[row].as_py())
 
-    def _content(self, row: int) -> memoryview:
-        content, offsets = self._contents
-        image = content[offsets[row] : offsets[row + 1]]
+    def _image(self, row: int) -> memoryview:
+        image = self._content[self._offsets[row] : self._offsets[row + 1]]
         if not self.is_whole and checksum(image) != self.crc32[row]:
             raise ChangedImageError("the bytes changed since conversion (checksum differs)")
         return image
 
-    # Lists, and one look at all rows: numpy takes microseconds for a number.
-
-    @cached_property
-    def _contents(self) -> tuple[memoryview, list[int]]:
-        """Bytes of all images, and where each begins and the last ends."""
-        _, offsets, content = self.images.buffers()
-        found = np.frombuffer(offsets, np.int32)[self.images.offset :][: len(self.images) + 1]
-        return memoryview(content or b"").cast("B"), found.tolist()
-
-    @cached_property
-    def _labels(self) -> tuple[NDArray[np.int32], list[int]]:
-        return self.labels.values.to_numpy(), self.labels.offsets.to_pylist()
-
-    @cached_property
-    def _sizes(self) -> list[tuple[int, int]]:
-        return list(map(tuple, self.sizes.tolist()))
-
     @cached_property
     def _indices(self) -> IndexColumn | None:
-        lengths = np.diff(self._contents[1])
-        return None if self.index is None else IndexColumn(self.index, self.sizes, lengths)
+        if self._index is None:  # no image of the data set has restart markers of ours
+            return None
+        return IndexColumn(self._index, np.array(self._sizes), np.diff(self._offsets))
 
 
 def open_shard(location: Location, entry: ShardFile) -> tuple[Any, pq.FileMetaData]:
@@ -150,42 +130,30 @@ def open_shard(location: Location, entry: ShardFile) -> tuple[Any, pq.FileMetaDa
             f"{entry.bytes}: it was changed or cut short after conversion{_ADVICE}"
         )
     file = pq.ParquetFile(source)
-    if not is_shard_schema(file.schema_arrow):
+    schema = file.schema_arrow
+    is_indexed = has_index(schema)
+    text_columns = schema.names[len(SHARD_SCHEMA) + is_indexed * len(INDEX_SCHEMA) :]
+    if not schema.equals(shard_schema(text_columns, is_indexed=is_indexed)):
         raise ValueError(
-            f"shard {location.path!r} has a foreign schema ({file.schema_arrow.names}); expected "
+            f"shard {location.path!r} has a foreign schema ({schema.names}); expected "
             f"the columns {SHARD_SCHEMA.names} as `vit-ray convert` writes them"
         )
     return source, file.metadata
 
 
-class _ImagesInPlace:
-    """The images of a shard in a file of others, which is only ever read.
-
-    Raises:
-        FileNotFoundError: it is missing; with its path.
-        ValueError: it is another one than when the data set was made.
-    """
-
-    def __init__(self, file: ImageFile) -> None:
-        location, self._column = locate(file.path), file.column
-        found = location.info()
-        if found.kind == "nothing":
-            raise FileNotFoundError(errno.ENOENT, "no such file", file.path)
-        if (found.size, found.version) != (file.bytes, file.version):
-            raise ValueError(
-                f"{file.path} has changed since the data set was made: its size and version are "
-                f"{(found.size, found.version)}, not {(file.bytes, file.version)}; make the data "
-                "set again (convert.in_place), in another folder"
-            )
-        self._file = pq.ParquetFile(location.open())
-
-    def images(self, row_group: int) -> pa.Array:
-        """Encoded images of a row group: binary, empty where there is none."""
-        table = self._file.read_row_group(row_group, columns=[self._column], use_threads=False)
-        column = table.column(0).combine_chunks()
-        if pa.types.is_struct(column.type):
-            column = pc.struct_field(column, "bytes")
-        return column.cast(pa.binary()).fill_null(b"")
+def _open_images(file: ImageFile) -> pq.ParquetFile:
+    """A file of others with the images of a shard, unchanged since the data set was made."""
+    location = locate(file.path)
+    found = location.info()
+    if found.kind == "nothing":
+        raise FileNotFoundError(errno.ENOENT, "no such file", file.path)
+    if (found.size, found.version) != (file.bytes, file.version):
+        raise ValueError(
+            f"{file.path} has changed since the data set was made: its size and version are "
+            f"{(found.size, found.version)}, not {(file.bytes, file.version)}; make the data "
+            "set again (convert.in_place), in another folder"
+        )
+    return pq.ParquetFile(location.open())
 
 
 def problem_of_shard(location: Location, entry: ShardFile, *, is_read: bool = False) -> str | None:
@@ -197,8 +165,12 @@ def problem_of_shard(location: Location, entry: ShardFile, *, is_read: bool = Fa
     try:
         with naming(location.uri):
             with_retries(lambda: open_shard(location, entry), f"reading {location.path}")
-            if is_read and _crc32_of(location) != entry.crc32:
-                return "its bytes differ from the manifest's checksum"
+            if is_read:
+                crc32, source = 0, location.open()
+                while part := source.read(_PART_BYTES):
+                    crc32 = checksum(part, crc32)
+                if crc32 != entry.crc32:
+                    return "its bytes differ from the manifest's checksum"
     except (pa.ArrowException, OSError, ValueError) as error:
         if is_of_the_store(error):  # other OSErrors are of what pyarrow cannot parse
             raise
@@ -206,13 +178,6 @@ def problem_of_shard(location: Location, entry: ShardFile, *, is_read: bool = Fa
         # Without the advice: it is what that command says.
         return "the file is missing" if is_missing else str(error).removesuffix(_ADVICE)
     return None
-
-
-def _crc32_of(location: Location) -> int:
-    found, source = 0, location.open()
-    while part := source.read(_PART_BYTES):
-        found = checksum(part, found)
-    return found
 
 
 @dataclass(frozen=True)
@@ -290,7 +255,7 @@ class RowGroupReader:
         self._file = lru_cache(_OPEN_FILES)(
             lambda index: open_shard(manifest.file_location(index), manifest.files[index])
         )
-        self._images = lru_cache(_OPEN_FILES)(_ImagesInPlace)
+        self._images = lru_cache(_OPEN_FILES)(_open_images)
 
     def read(self, group: int) -> EncodedRows:
         """The rows of a row group as they are stored.
@@ -299,8 +264,15 @@ class RowGroupReader:
             ValueError: if the shard is missing, truncated, or not what the manifest says; if more
                 than the bytes of some images differ; or if a label is not one of the classes.
         """
-        manifest = self._manifest
-        rows = self._read_whole(group)
+        manifest, index = self._manifest, int(self._manifest.file_index[group])
+        name = f"{manifest.shards_digest}-{index}-{int(manifest.row_group[group])}"
+        table = None if self._cache is None else self._cache.read(name)
+        is_whole = table is not None
+        if table is None:
+            table, is_whole = self._retried(group, lambda: self._fetched(group))
+            if is_whole and self._cache is not None:
+                self._cache.write(name, table)
+        rows = EncodedRows(table, is_whole)
         if len(foreign := _foreign_labels(rows.labels, manifest.num_classes)):
             row = int(np.searchsorted(rows.labels.offsets.to_numpy(), foreign[0], side="right")) - 1
             raise ValueError(
@@ -339,29 +311,27 @@ class RowGroupReader:
 
     def column(self, group: int, name: str) -> pa.Array:
         """A column of all stored rows of a row group; reads no other."""
-        column = self._retried(group, lambda: self._table(group, [name]))[name].chunk(0)
-        self._check_count(group, len(column))
-        return column
-
-    def _read_whole(self, group: int) -> EncodedRows:
-        """From this node's cache, or from the data set."""
-        manifest, index = self._manifest, int(self._manifest.file_index[group])
-        name = f"{manifest.shards_digest}-{index}-{int(manifest.row_group[group])}"
-        table = self._cache.read(name) if self._cache is not None else None
-        if table is not None:
-            return _encoded_rows(table, is_whole=True)
-        table, is_whole = self._retried(group, lambda: self._fetched(group))
-        self._check_count(group, len(table))
-        if is_whole and self._cache is not None:
-            self._cache.write(name, table)
-        return _encoded_rows(table, is_whole)
+        table, _ = self._retried(group, lambda: (self._table(group, [name]), True))
+        return table[name].chunk(0)
 
     def _fetched(self, group: int) -> tuple[pa.Table, bool]:
         """A row group, and whether its images were compared with checksums, too."""
         file = self._manifest.files[int(self._manifest.file_index[group])]
         if file.images is not None:
             table = self._table(group, _COLUMNS[1:])
-            images = self._images(file.images).images(int(self._manifest.row_group[group]))
+            images = (
+                self._images(file.images)
+                .read_row_group(
+                    int(self._manifest.row_group[group]),
+                    columns=[file.images.column],
+                    use_threads=False,
+                )
+                .column(0)
+                .combine_chunks()
+            )
+            if pa.types.is_struct(images.type):
+                images = pc.struct_field(images, "bytes")
+            images = images.cast(pa.binary()).fill_null(b"")
             crc32 = np.array([checksum(image.as_buffer()) for image in images], np.uint32)
             is_whole = np.array_equal(crc32, table["crc32"].to_numpy())
             return table.append_column("image", images), is_whole
@@ -390,20 +360,13 @@ class RowGroupReader:
         table = file.read_row_group(number, columns=names, use_threads=False)
         return table.combine_chunks()
 
-    def _check_count(self, group: int, found: int) -> None:
-        expected = int(self._manifest.rows[group]) + len(self._manifest.dropped.get(group, ()))
-        if found != expected:
-            raise ValueError(
-                f"shard {self._manifest.shard_location(group).path!r} has {found} rows in row "
-                f"group {int(self._manifest.row_group[group])} and the manifest says {expected}: "
-                f"it was changed after conversion{_ADVICE}"
-            )
-
-    def _retried(self, group: int, read: Callable[[], Result]) -> Result:
-        location = self._manifest.shard_location(group)
+    def _retried(
+        self, group: int, read: Callable[[], tuple[pa.Table, bool]]
+    ) -> tuple[pa.Table, bool]:
+        manifest, location = self._manifest, self._manifest.shard_location(group)
         path = location.path
 
-        def read_once() -> Result:
+        def read_once() -> tuple[pa.Table, bool]:
             try:
                 with naming(location.uri):
                     return read()
@@ -412,11 +375,10 @@ class RowGroupReader:
                 self._images.cache_clear()
                 raise
 
-        def read_twice() -> Result:
-            return read_again(read_once, pa.ArrowException, OSError)
-
         try:
-            return with_retries(read_twice, f"reading {path}")
+            table, is_whole = with_retries(
+                lambda: read_again(read_once, pa.ArrowException, OSError), f"reading {path}"
+            )
         except FileNotFoundError as error:
             there = f" on {platform.node()}" if location.is_local else ""
             raise ValueError(
@@ -434,14 +396,14 @@ class RowGroupReader:
             if isinstance(error, PermissionError):
                 advice = "check the credentials in the environment, and the rights that they give"
             raise ValueError(f"shard {path!r} cannot be read ({error}); {advice}") from error
-
-
-def _encoded_rows(table: pa.Table, is_whole: bool) -> EncodedRows:
-    columns = {name: table[name].chunk(0) for name in table.column_names}
-    sizes = np.stack([columns["height"].to_numpy(), columns["width"].to_numpy()], axis=1)
-    images, labels, keys = columns["image"], columns["labels"], columns["key"]
-    crc32 = columns["crc32"].to_numpy()
-    return EncodedRows(images, labels, keys, crc32, sizes, is_whole, columns.get(_INDEX))
+        expected = int(manifest.rows[group]) + len(manifest.dropped.get(group, ()))
+        if len(table) != expected:
+            raise ValueError(
+                f"shard {path!r} has {len(table)} rows in row group "
+                f"{int(manifest.row_group[group])} and the manifest says {expected}: "
+                f"it was changed after conversion{_ADVICE}"
+            )
+        return table, is_whole
 
 
 def _foreign_labels(labels: pa.Array, num_classes: int) -> NDArray[np.intp]:

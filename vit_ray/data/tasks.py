@@ -5,7 +5,7 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,8 +20,6 @@ _MOST: Final = 4096
 """Most tasks that run or wait for a CPU: an autoscaler starts nodes for those that wait."""
 _RETRIES: Final = 10
 """Of a task whose process or node dies; nodes of a long conversion may be taken back often."""
-
-
 LINE_EVERY_S: Final = 30.0
 """Seconds between lines in a log."""
 _POLL_S: Final = 0.5
@@ -185,8 +183,7 @@ class Display:
         self.bar.update(task.id, text=", ".join(text))
         if not self._console.is_terminal and now_s - self._line_s >= LINE_EVERY_S:
             self._line_s = now_s
-            line = f"{shown.title}: {', '.join(text)}"
-            print_line(self._console, line)
+            print_line(self._console, f"{shown.title}: {', '.join(text)}")
 
 
 def print_line(console: Console, line: str) -> None:
@@ -212,12 +209,12 @@ def _run(
     count = TaskCount(None if tally is None else lambda *done: tally.put.remote(number, *done))
     TASK.set(count)
     try:
-        found, kind = work(item, *ray.get(shared)), ""  # no limit: the driver put it there before
+        result, kind = work(item, *ray.get(shared)), ""  # no limit: the driver put it there before
     except (ValueError, OSError) as error:
-        text = "; ".join([str(error), *getattr(error, "__notes__", ())])
-        found, kind = text, "storage" if isinstance(error, OSError) else "value"
+        result = "; ".join([str(error), *getattr(error, "__notes__", ())])
+        kind = "storage" if isinstance(error, OSError) else "value"
     count.send()
-    return number, found, kind
+    return number, result, kind
 
 
 def run_tasks(
@@ -241,36 +238,26 @@ def run_tasks(
     if not items:
         return []
     results: dict[int, Any] = {}
+    pending: list[Any] = []
     references = [ray.put(one) for one in shared]
     task: Any = ray.remote(num_cpus=1, scheduling_strategy="SPREAD", max_retries=_RETRIES)(_run)
     with shown_progress(shown, len(items), results.__len__) as tally:
         started = (task.remote(work, references, tally, *one) for one in enumerate(items))
-        with contextlib.closing(_ended(started)) as ended:
-            for number, found, error in ended:
+        try:
+            while len(results) < len(items):
+                pending += itertools.islice(started, _MOST - len(pending))
+                # no limit: a task takes as long as its item needs
+                ready, pending = ray.wait(pending, num_returns=1)
+                number, result, error = ray.get(ready[0])  # no limit: it is ready
                 if error:
-                    raise (OSError if error == "storage" else ValueError)(found)
-                results[number] = found
+                    raise (OSError if error == "storage" else ValueError)(result)
+                results[number] = result
+        except (NodeDiedError, OutOfMemoryError, WorkerCrashedError) as error:
+            raise OSError(
+                f"a task died {_RETRIES + 1} times: {str(error).splitlines()[0]}; run the same "
+                "command again, which keeps what is done"
+            ) from error
+        finally:
+            for reference in pending:
+                ray.cancel(reference)
     return [results[number] for number in range(len(items))]
-
-
-def _ended(started: Iterator[Any]) -> Generator[tuple[int, Any, str], None, None]:
-    """What tasks return, in the order in which they end; those that are left are cancelled."""
-    pending: list[Any] = []
-    try:
-        while True:
-            pending += itertools.islice(started, _MOST - len(pending))
-            if not pending:
-                return
-            # no limit: a task takes as long as its item needs
-            ready, pending = ray.wait(pending, num_returns=1)
-            try:
-                found = ray.get(ready[0])  # no limit: it is ready
-            except (NodeDiedError, OutOfMemoryError, WorkerCrashedError) as error:
-                raise OSError(
-                    f"a task died {_RETRIES + 1} times: {str(error).splitlines()[0]}; run the same "
-                    "command again, which keeps what is done"
-                ) from error
-            yield found
-    finally:
-        for reference in pending:
-            ray.cancel(reference)

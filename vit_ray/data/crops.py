@@ -23,30 +23,30 @@ from vit_ray.data.images import BadImageError, UInt8Array, decode, decode_by_pil
 from vit_ray.data.jpeg import decode_jpeg, size_of_jpeg
 from vit_ray.data.restart_index import Box, StoredImage, crop_file
 
+# Pixels before an exact crop from which it may be resized, so that it starts at a whole one.
 _MOST_SKIPPED: Final = 4
-"""Pixels before an exact crop from which it may be resized, so that it starts at a whole one."""
+# Share of a pixel by which an exact crop may be off.
 _NEAR: Final = 1 / 12
-"""Share of a pixel by which an exact crop may be off."""
+# Points per pixel at which the filter of exact crops is compared with the triangle; shrink
+# factors are rounded to it.
 _STEPS: Final = 64
-"""Points per pixel at which the filter of exact crops is compared with the triangle; shrink factors
-are rounded to it."""
+# Least factor by which a crop, or an exact one, shrinks that is decoded at 1/8, 1/4 or 1/2: the
+# decoder's own averages over 8, 4 or 2 pixels differ from Pillow's filter, most if little
+# shrinking is left. PSNR of exact crops of 64 pixels: 47.9 dB, and 39 with the coarsest decode.
 _COARSEST: Final = {8: 8.0, 4: 4.0, 2: 2.0, 1: 0.0}
 _FINER: Final = {8: 8 * 1.4, 4: 4 * 1.3, 2: 2 * 1.2, 1: 0.0}
-"""Least factor by which a crop, or an exact one, shrinks that is decoded at 1/8, 1/4 or 1/2: the
-decoder's own averages over 8, 4 or 2 pixels differ from Pillow's filter, most if little shrinking
-is left. PSNR of exact crops of 64 pixels: 47.9 dB, and 39 with the coarsest decode."""
+# How shrinking avoids aliasing: only bilinear below the first factor, a 3 x 3 Gaussian before it
+# up to the second, averaged areas above; the Gaussian takes a third of the time of areas.
+#
+# PSNR against Pillow's antialiased bilinear resize, mean over training crops of ImageNet
+# photographs: 47.9 dB for sides that shrink by 1 to 1.25, 42.7 to 1.6, 46.0 to 2, 41.5 to 4 and
+# 36.9 above (bilinear without any of this: 47.9, 39.0, 36.3, 32.5 and 29.4). Over all training
+# crops of 200 photographs: mean 47.2 dB and worst 30.7 at 224 pixels, 35.6 and 21.0 at 64; the
+# lowest values are for crops that a coarse decode rounds to its whole pixels. Evaluation crops
+# are exact (`Augmentation.is_exact`): mean 45.3 dB and worst 32.3 for 224 of 256 pixels, where a
+# cut at whole pixels has 34.3 and 22.0; 44.8 and 28.9 for 128 of 146; 47.7 and 34.1 for 64 of 73.
 _BLURRED_FROM: Final = 1.25
 _AVERAGED_FROM: Final = 2.5
-"""How shrinking avoids aliasing: only bilinear below the first factor, a 3 x 3 Gaussian before it
-up to the second, averaged areas above; the Gaussian takes a third of the time of areas.
-
-PSNR against Pillow's antialiased bilinear resize, mean over training crops of ImageNet photographs:
-47.9 dB for sides that shrink by 1 to 1.25, 42.7 to 1.6, 46.0 to 2, 41.5 to 4 and 36.9 above
-(bilinear without any of this: 47.9, 39.0, 36.3, 32.5 and 29.4). Over all
-training crops of 200 photographs: mean 47.2 dB and worst 30.7 at 224 pixels, 35.6 and 21.0 at 64;
-the lowest values are for crops that a coarse decode rounds to its whole pixels. Evaluation crops
-are exact (`Augmentation.is_exact`): mean 45.3 dB and worst 32.3 for 224 of 256 pixels, where a cut
-at whole pixels has 34.3 and 22.0; 44.8 and 28.9 for 128 of 146; 47.7 and 34.1 for 64 of 73."""
 
 
 def crop(

@@ -128,10 +128,10 @@ def _shard_file(path: str, rows: int, size: int, crc32: int, *images: Any) -> Sh
 ABOUT: Final = ("license", "source_url", "evaluation_only", "apply_orientation")
 """What the maker of a data set may say about it; in its `origin`, and in that of its parts."""
 _METADATA_KEY: Final = b"vit_ray"
+# Of the header: what the fingerprint does not depend on.
 _NOT_CONTENT: Final = ("root", "root_from_here", "format_version", "fingerprint")
-"""Of the header: what the fingerprint does not depend on."""
+# Of a file in the header, without where its images are.
 _FILE_FIELDS: Final = 4
-"""Of a file in the header, without where its images are."""
 
 
 @dataclass(frozen=True, eq=False)

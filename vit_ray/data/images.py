@@ -13,6 +13,8 @@ from PIL import Image, UnidentifiedImageError
 
 from vit_ray.data.jpeg import START, decode_jpeg, header_segments, size_of_jpeg
 
+UInt8Array = NDArray[np.uint8]
+
 FORMAT_SUFFIXES: Final = {
     "JPEG": ("jpg", "jpeg", "jpe", "jfif"),
     "PNG": ("png", "apng"),
@@ -26,16 +28,32 @@ FORMAT_SUFFIXES: Final = {
 }
 """Formats that Pillow opens for us, and their suffixes. Its others include PostScript, which it
 passes to another program, and formats that are not for photographs."""
+IMAGE_FORMATS: Final = tuple(FORMAT_SUFFIXES)
 IMAGE_SUFFIXES: Final = frozenset(sum(FORMAT_SUFFIXES.values(), ("img", "image")))
+# What Windows, macOS, ext4 and network disks add to folders, in lower case.
 _OF_SYSTEMS: Final = frozenset(
     {
         "thumbs.db", "desktop.ini", "__macosx", "lost+found", "@eadir", "#recycle",
         "$recycle.bin", "system volume information",
     }
 )  # fmt: skip
-"""What Windows, macOS, ext4 and network disks add to folders, in lower case."""
+# Ends of the names of downloads and copies that are not finished.
 _UNFINISHED: Final = (".part", ".partial", ".crdownload", "~")
-"""Ends of the names of downloads and copies that are not finished."""
+_ADDRESS: Final = re.compile(r" <_io.BytesIO object at 0x\w+>")
+_EXIF_ORIENTATION: Final = 0x0112
+# What a file with an orientation contains: names of segments in JPEG, PNG and WebP; or TIFF's.
+_EXIF_MARKS: Final[tuple[bytes, ...]] = (b"Exif", b"eXIf", b"EXIF", b"exif", b"II*\0", b"MM\0*")
+TURNS: Final[dict[int, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]]] = {
+    1: lambda pixels: pixels,
+    2: np.fliplr,
+    3: lambda pixels: np.rot90(pixels, 2),
+    4: np.flipud,
+    5: lambda pixels: np.swapaxes(pixels, 0, 1),
+    6: lambda pixels: np.rot90(pixels, -1),
+    7: lambda pixels: np.rot90(np.swapaxes(pixels, 0, 1), 2),
+    8: np.rot90,
+}
+"""By EXIF's orientation (CIPA DC-008, 4.6.4): from the pixels that are stored to those shown."""
 
 
 def is_hidden(path: str) -> bool:
@@ -50,11 +68,6 @@ def is_image_name(path: str) -> bool:
     """Whether a file is named as an image is, and not hidden."""
     name = path.rsplit("/", 1)[-1]
     return not is_hidden(name) and name.rpartition(".")[2].lower() in IMAGE_SUFFIXES
-
-
-UInt8Array = NDArray[np.uint8]
-IMAGE_FORMATS: Final = tuple(FORMAT_SUFFIXES)
-_ADDRESS: Final = re.compile(r" <_io.BytesIO object at 0x\w+>")
 
 
 class BadImageError(ValueError):
@@ -109,22 +122,6 @@ def decode_by_pillow(image: bytes | memoryview) -> UInt8Array:
     except Exception as error:  # Pillow's plugins raise anything from SyntaxError to struct.error
         reason = _ADDRESS.sub("", str(error))
         raise BadImageError(f"not decodable: {type(error).__name__}: {reason}") from error
-
-
-_EXIF_ORIENTATION: Final = 0x0112
-_EXIF_MARKS: Final[tuple[bytes, ...]] = (b"Exif", b"eXIf", b"EXIF", b"exif", b"II*\0", b"MM\0*")
-"""What a file with an orientation contains: names of segments in JPEG, PNG and WebP; or TIFF's."""
-TURNS: Final[dict[int, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]]] = {
-    1: lambda pixels: pixels,
-    2: np.fliplr,
-    3: lambda pixels: np.rot90(pixels, 2),
-    4: np.flipud,
-    5: lambda pixels: np.swapaxes(pixels, 0, 1),
-    6: lambda pixels: np.rot90(pixels, -1),
-    7: lambda pixels: np.rot90(np.swapaxes(pixels, 0, 1), 2),
-    8: np.rot90,
-}
-"""By EXIF's orientation (CIPA DC-008, 4.6.4): from the pixels that are stored to those shown."""
 
 
 def orientation_of(image: bytes) -> int:

@@ -19,11 +19,21 @@ _PROGRESSIVE: Final = 0xC2
 FRAMES: Final = BASELINE | {_PROGRESSIVE}
 """Start of frame: baseline, extended sequential, progressive (ITU T.81, table B.1)."""
 SCAN: Final = 0xDA
+# Lossless, hierarchical, arithmetic.
+_OTHER_FRAMES: Final = frozenset(range(0xC3, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_RESTART_INTERVAL: Final = 0xDD
+_CODES: Final = 0xC4
+# Bit in the number of a code table: tables for AC coefficients.
+_AC: Final = 0x10
+_ZEROS: Final = bytes(64)
+# A marker after coded data that is not part of it: inside coded data 0xff is followed by 0 or a
+# restart marker.
+_NEXT_SEGMENT: Final = re.compile(rb"\xff[\x02-\xcf\xd8-\xfe]")
+# Markers that no length follows.
 _ALONE: Final = frozenset({0x01, *range(0xD0, 0xD8)})
-"""Markers that no length follows."""
+# Pixels at which Pillow suspects a decompression bomb (twice `Image.MAX_IMAGE_PIXELS`), and
+# refuses.
 _MOST_PIXELS: Final = 178_956_970
-"""Pixels at which Pillow suspects a decompression bomb (twice `Image.MAX_IMAGE_PIXELS`), and
-refuses."""
 _READ_FLAGS: Final = {
     1: cv2.IMREAD_COLOR_RGB,
     2: cv2.IMREAD_COLOR_RGB | cv2.IMREAD_REDUCED_GRAYSCALE_2,
@@ -87,21 +97,6 @@ def decode_jpeg(
     """Pixels at 1/`scale`: uint8 (height, width, 3), RGB; None if OpenCV cannot."""
     flags = _READ_FLAGS[scale] | cv2.IMREAD_IGNORE_ORIENTATION
     return cv2.imdecode(np.frombuffer(image, np.uint8), flags)  # type: ignore[return-value]
-
-
-_OTHER_FRAMES: Final = frozenset(range(0xC3, 0xD0)) - {0xC4, 0xC8, 0xCC}
-"""Lossless, hierarchical, arithmetic."""
-_RESTART_INTERVAL: Final = 0xDD
-_CODES: Final = 0xC4
-_AC: Final = 0x10
-"""Bit in the number of a code table: tables for AC coefficients."""
-_ZEROS: Final = bytes(64)
-_JFIF: Final = (0xE0, b"JFIF\0")
-_ADOBE: Final = (0xEE, b"Adobe")
-_COMMENT: Final = 0xFE
-_NEXT_SEGMENT: Final = re.compile(rb"\xff[\x02-\xcf\xd8-\xfe]")
-"""A marker after coded data that is not part of it: inside coded data 0xff is followed by 0 or a
-restart marker."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +181,8 @@ def metadata_of(image: bytes) -> list[bytes]:
 
 def is_front(segment: bytes) -> bool:
     """Whether it is JFIF's or Adobe's segment, which give the colour space."""
-    return any(segment[1] == m and segment[4:].startswith(name) for m, name in (_JFIF, _ADOBE))
+    fronts = (0xE0, b"JFIF\0"), (0xEE, b"Adobe")
+    return any(segment[1] == marker and segment[4:].startswith(name) for marker, name in fronts)
 
 
 def num_scans(image: bytes) -> int:
@@ -234,4 +230,4 @@ def has_zeroed_data(image: bytes) -> bool:
 
 
 def _is_metadata(marker: int) -> bool:
-    return 0xE0 <= marker <= 0xEF or marker == _COMMENT
+    return 0xE0 <= marker <= 0xEF or marker == 0xFE  # an application's, or a comment

@@ -30,20 +30,20 @@ REQUEST: Final = struct.Struct("<IIII")
 ANSWER: Final = struct.Struct("<I")
 
 _ABI: Final = 62
+# Numbers of bits of a difference of DC coefficients, in baseline files (ITU T.81, table F.1).
 _DC_SYMBOLS: Final = 12
-"""Numbers of bits of a difference of DC coefficients, in baseline files (ITU T.81, table F.1)."""
 _LONGEST_CODE: Final = 16
 _BLOCK_BYTES: Final = 128
+# JMSG_LENGTH_MAX.
 _MESSAGE_BYTES: Final = 200
-"""JMSG_LENGTH_MAX."""
 _MOST_WARNINGS: Final = 10
+# CPU seconds for a file; then the system ends this process.
 _MOST_CPU_S: Final = 60
-"""CPU seconds for a file; then the system ends this process."""
+# Most pixels of a decoded file; Pillow refuses more.
 _MOST_PIXELS: Final = 178_956_970
-"""Most pixels of a decoded file; Pillow refuses more."""
+# A file is checked at 1/8, where a block is one pixel, and needs little memory. libjpeg decodes
+# the codes of all coefficients at every scale (jdhuff.c), and no later step has a warning.
 _SCALE: Final = 8
-"""A file is checked at 1/8, where a block is one pixel, and needs little memory. libjpeg decodes
-the codes of all coefficients at every scale (jdhuff.c), and no later step has a warning."""
 
 
 def _layout(size: int, /, **fields: tuple[int, Any]) -> tuple[tuple[str, Any], ...]:
@@ -80,8 +80,8 @@ class _Table(ctypes.Structure):
     )
 
 
+# Of Huffman codes: how many have each length, and their symbols, the shortest first.
 _Tables: Final = ctypes.POINTER(_Table) * 4
-"""Of Huffman codes: how many have each length, and their symbols, the shortest first."""
 
 
 class _Component(ctypes.Structure):
@@ -248,7 +248,6 @@ class Libjpeg:
                 table.counts[_LONGEST_CODE] += len(missing)
 
     def _is_equal(self, content: bytes, source: Any, coefficients: Any) -> bool:
-        """Whether a file has the coefficients of the original and decodes to the same pixels."""
         written = self._opened(content)
         at = ctypes.byref(written)
         found = self._lib.jpeg_read_coefficients(at)
@@ -279,7 +278,7 @@ class Libjpeg:
 
 
 def _frame(file: Any) -> tuple[Any, ...]:
-    """Everything except the coefficients that decides the pixels."""
+    # Everything except the coefficients that decides the pixels.
     components = [file.components[number] for number in range(file.num_components)]
     return (
         tuple(file.size),

@@ -100,8 +100,8 @@ class Order:
         self.window = window
         if self.num_images == 0:
             raise ValueError("order: the selection holds 0 rows; choose a data set with images")
+        # What `draw` gives, by a process that has drawn it already.
         self.drawn: Callable[[int], Int64Array] = self.draw
-        """What `draw` gives, by a process that has drawn it already."""
         self._groups_of = lru_cache(maxsize=2)(lambda epoch: self.drawn(epoch))
         self._rows_of = lru_cache(maxsize=4096)(self._permute_rows)
 

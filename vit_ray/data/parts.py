@@ -25,8 +25,8 @@ from vit_ray.data.shards import first_labels
 from vit_ray.data.shards import keys as all_keys
 from vit_ray.storage import locate
 
+# Separate the ranks of a run's parts, of subsets and of dev splits with the same seed.
 _SPLIT, _SUBSET, _DEV_SPLIT = 8, 7, 11
-"""Separate the ranks of a run's parts, of subsets and of dev splits with the same seed."""
 
 Int64Array = NDArray[np.int64]
 
@@ -251,5 +251,4 @@ def class_quotas(counts: Int64Array, fraction: float, classes: Sequence[str]) ->
 
 
 def _rarest(counts: Int64Array, classes: Sequence[str]) -> str:
-    """The class with the fewest images among those that have any."""
     return classes[int(np.argmin(np.where(counts > 0, counts, counts.max() + 1)))]

@@ -27,8 +27,8 @@ Box = tuple[int, int, int, int]
 """Top, left, bottom, right in pixels, the last two exclusive."""
 FIRST_RESTART: Final = 0xD0
 MOST_SEGMENTS: Final = 1 << 16
+# The markers of segments, in sequence.
 _RESTARTS: Final = (FIRST_RESTART + np.arange(MOST_SEGMENTS) % 8).astype(np.uint8)
-"""The markers of segments, in sequence."""
 
 
 @dataclass(frozen=True, eq=False)

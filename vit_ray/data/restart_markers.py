@@ -30,18 +30,18 @@ from vit_ray.data.libjpeg_process import ANSWER, KEEP_TABLES, OPTIMIZE, REQUEST
 from vit_ray.data.restart_index import RestartIndex, index_segments, interval_for
 
 _LOG: Final = logging.getLogger(__name__)
+# Approximate pixels of a segment: 4 MCUs of a usual photograph (4:2:0); markers then add 1 % to
+# its bytes. With twice as many, crops take 10 % longer, because more is decoded around them.
 _SEGMENT_PIXELS: Final = 64 * 16
-"""Approximate pixels of a segment: 4 MCUs of a usual photograph (4:2:0); markers then add 1 % to
-its bytes. With twice as many, crops take 10 % longer, because more is decoded around them."""
+# Most pixels of an image that is rewritten; its coefficients take 2 to 6 bytes a pixel.
 _MOST_PIXELS: Final = 1 << 26
-"""Most pixels of an image that is rewritten; its coefficients take 2 to 6 bytes a pixel."""
+# The end, or comments and applications' segments after the first scan's header, which libjpeg
+# drops.
 _END_OR_METADATA: Final = re.compile(rb"\xff[\xd9\xe0-\xef\xfe]")
-"""The end, or comments and applications' segments after the first scan's header, which libjpeg
-drops."""
+# Length of a JFIF segment without a thumbnail, and of an Adobe segment, with the marker.
 _FRONT_BYTES: Final = {0xE0: 18, 0xEE: 16}
-"""Length of a JFIF segment without a thumbnail, and of an Adobe segment, with the marker."""
+# The limit for a file is in processor time, which other work does not use up.
 _ANSWER_WITHIN_S: Final = 300.0
-"""The limit for a file is in processor time, which other work does not use up."""
 _ENDS_WITHIN_S: Final = 0.5
 _HELPER: Final = Path(__file__).with_name("libjpeg_process.py")
 _GREY_PIXEL: Final = bytes.fromhex(
@@ -54,10 +54,10 @@ _NOT_FOUND: Final = (
     "from PyPI"
 )
 _ATTEMPTS: Final = 3
+# Signals that a file may cause; others come from outside, and do not depend on the file.
 _BY_THE_FILE: Final = (
     signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGXCPU,
 )  # fmt: skip
-"""Signals that a file may cause; others come from outside, and do not depend on the file."""
 
 
 class Libjpeg:

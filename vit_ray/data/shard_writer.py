@@ -111,8 +111,6 @@ def closed_after(resource: Resource) -> Iterator[Resource]:
 
 
 class _ChecksummedOutput(io.RawIOBase):
-    """Forwards what is written, and computes its checksum."""
-
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self.crc32 = 0

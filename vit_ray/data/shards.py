@@ -43,6 +43,8 @@ from vit_ray.storage import (
     with_retries,
 )
 
+_LOG: Final = logging.getLogger(__name__)
+
 NO_LABEL: Final = -1
 """Pads the `labels` of a batch to the width of the data set's longest label list."""
 _COLUMNS: Final = ["image", "labels", "key", "height", "width", "crc32"]
@@ -50,8 +52,11 @@ _INDEX: Final = "restart_index"
 _ADVICE: Final = "; run `vit-ray verify`"
 _OPEN_FILES: Final = 16
 _PART_BYTES: Final = 1 << 24
+# Files whose labels or keys are read at a time: mostly they wait for an object store.
 _THREADS: Final = 16
-"""Files whose labels or keys are read at a time: mostly they wait for an object store."""
+_CHECKSUM_BYTES: Final = 4
+# Errors of a disk that worked before, and may work again.
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 class ChangedImageError(ValueError):
@@ -142,7 +147,6 @@ def open_shard(location: Location, entry: ShardFile) -> tuple[Any, pq.FileMetaDa
 
 
 def _open_images(file: ImageFile) -> pq.ParquetFile:
-    """A file of others with the images of a shard, unchanged since the data set was made."""
     location = locate(file.path)
     found = location.info()
     if found.kind == "nothing":
@@ -346,7 +350,6 @@ class RowGroupReader:
             return table.append_column("image", unchecked["image"]), False
 
     def _table(self, group: int, names: list[str], *, is_checked: bool = True) -> pa.Table:
-        """Columns of a row group, whose pages are compared with their checksums."""
         source, metadata = self._file(int(self._manifest.file_index[group]))
         # A new one for each read: it keeps what it has read in one piece until the next.
         file = pq.ParquetFile(
@@ -407,7 +410,6 @@ class RowGroupReader:
 
 
 def _foreign_labels(labels: pa.Array, num_classes: int) -> NDArray[np.intp]:
-    """Indices, in the labels of all rows, of those that are not a class."""
     values = labels.values.to_numpy()
     return np.flatnonzero((values < 0) | (values >= num_classes))
 
@@ -435,7 +437,6 @@ def keys(manifest: Manifest) -> Iterator[list[str]]:
 
 
 def _by_file(manifest: Manifest, read: Callable[[RowGroupReader, int], Any]) -> Iterator[list[Any]]:
-    """What `read` finds in each row group, a list for each file."""
     groups = np.flatnonzero(manifest.rows)
     runs = np.split(groups, np.flatnonzero(np.diff(manifest.file_index[groups])) + 1)
 
@@ -446,9 +447,3 @@ def _by_file(manifest: Manifest, read: Callable[[RowGroupReader, int], Any]) -> 
     with ThreadPoolExecutor(_THREADS) as pool:
         for first in range(0, len(runs), _THREADS):  # no more in memory
             yield from pool.map(of_file, runs[first : first + _THREADS])
-
-
-_LOG: Final = logging.getLogger(__name__)
-_CHECKSUM_BYTES: Final = 4
-# Errors of a disk that worked before, and may work again.
-_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO)

@@ -16,15 +16,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+# Most tasks that run or wait for a CPU: an autoscaler starts nodes for those that wait.
 _MOST: Final = 4096
-"""Most tasks that run or wait for a CPU: an autoscaler starts nodes for those that wait."""
+# Of a task whose process or node dies; nodes of a long conversion may be taken back often.
 _RETRIES: Final = 10
-"""Of a task whose process or node dies; nodes of a long conversion may be taken back often."""
 LINE_EVERY_S: Final = 30.0
 """Seconds between lines in a log."""
 _POLL_S: Final = 0.5
+# Seconds between reports of a task.
 _SENT_EVERY_S: Final = 1.0
-"""Seconds between reports of a task."""
 ANSWER_S: Final = 10.0
 """Longest wait for the actor that counts, and for the last update."""
 _SPEED_OVER_S: Final = 120.0

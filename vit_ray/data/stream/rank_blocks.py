@@ -30,8 +30,6 @@ Blocks = Generator[RankBlock, None, None]
 
 
 class _Queue:
-    """The blocks of one rank that it has not taken yet."""
-
     def __init__(self, lock: threading.Lock) -> None:
         self.blocks: deque[ray.ObjectRef[Block]] = deque()
         self.num_taken = 0
@@ -42,26 +40,25 @@ class Reading:
     """One reading of a stream: a thread makes its blocks in their order and queues them.
 
     It makes more only while a rank waits, so that Ray Data sees how fast they are taken.
+
+    Args:
+        read: gives the blocks of the stream; called by the thread.
+        ranks: that blocks are dealt to.
     """
 
     def __init__(self, read: Callable[[], Blocks], ranks: range) -> None:
-        """
-        Args:
-            read: gives the blocks of the stream; called by the thread.
-            ranks: that blocks are dealt to.
-        """
         self._read, self._ranks = read, ranks
         lock = threading.Lock()
         self._queues = {rank: _Queue(lock) for rank in ranks}
+        # Ranks that have asked for a block that is not there.
         self._waiting: set[int] = set()
-        """Ranks that have asked for a block that is not there."""
+        # Its lock guards all fields; notified when a rank waits, and at the end.
         self._asked = threading.Condition(lock)
-        """Its lock guards all fields; notified when a rank waits, and at the end."""
         self._has_ended = False
+        # Why it ended before the stream did; and the traceback as it was, because each rank that
+        # the error is raised to adds its own lines.
         self._error: BaseException | None = None
-        """Why it ended before the stream did."""
         self._traceback: TracebackType | None = None
-        """As it was, because each rank that the error is raised to adds its own lines."""
         threading.Thread(target=self._make_blocks, name="blocks", daemon=True).start()
 
     def next_block(self, rank: int, index: int) -> ray.ObjectRef[Block] | None:
@@ -75,7 +72,17 @@ class Reading:
             Exception: any error of a reading task.
         """
         with self._asked:
-            queue = self._queue_of(rank, index)
+            if rank not in self._ranks:
+                raise StreamLostError(
+                    f"rank {rank} asked the server of ranks {self._ranks.start} to "
+                    f"{self._ranks.stop - 1}: several Ray nodes have the same address, and their "
+                    "ranks are not consecutive; give each node its own address"
+                )
+            queue = self._queues[rank]
+            if index != queue.num_taken:
+                raise StreamLostError(
+                    f"rank {rank} has had {index} blocks, but was given {queue.num_taken}"
+                )
             if not queue.blocks:
                 self._waiting.add(rank)
                 self._asked.notify()
@@ -93,43 +100,27 @@ class Reading:
         """Stop reading, after the block that is being made; those that wait can be taken."""
         self._end(StreamLostError("the stream was closed before its end"))
 
-    def _queue_of(self, rank: int, index: int) -> _Queue:
-        if rank not in self._ranks:
-            raise StreamLostError(
-                f"rank {rank} asked the server of ranks {self._ranks.start} to "
-                f"{self._ranks.stop - 1}: several Ray nodes have the same address, and their ranks "
-                "are not consecutive; give each node its own address"
-            )
-        queue = self._queues[rank]
-        if index != queue.num_taken:
-            raise StreamLostError(
-                f"rank {rank} has had {index} blocks, but was given {queue.num_taken}"
-            )
-        return queue
-
     def _make_blocks(self) -> None:
         error: BaseException | None = None
         try:
             with contextlib.closing(self._read()) as blocks:
-                while self._is_wanted() and (block := next(blocks, None)) is not None:
-                    self._deal(block)
+                while True:
+                    with self._asked:
+                        # no limit: a rank asks or leaves, or the next pass of its stream closes
+                        # this one
+                        self._asked.wait_for(lambda: self._waiting or self._has_ended)
+                        if self._has_ended:
+                            break
+                    if (block := next(blocks, None)) is None:
+                        break
+                    with self._asked:
+                        queue = self._queues[block.rank]
+                        queue.blocks.append(block.block)
+                        self._waiting.discard(block.rank)
+                        queue.changed.notify()
         except BaseException as raised:
             error = raised
         self._end(error)
-
-    def _is_wanted(self) -> bool:
-        """Wait until a rank asks for a block that is not there; False at the end."""
-        with self._asked:
-            # no limit: a rank asks or leaves, or the next pass of its stream closes this one
-            self._asked.wait_for(lambda: self._waiting or self._has_ended)
-            return not self._has_ended
-
-    def _deal(self, block: RankBlock) -> None:
-        with self._asked:
-            queue = self._queues[block.rank]
-            queue.blocks.append(block.block)
-            self._waiting.discard(block.rank)
-            queue.changed.notify()
 
     def _end(self, error: BaseException | None) -> None:
         with self._asked:
@@ -148,8 +139,8 @@ def blocks_of(segments: Iterator[Segment]) -> Blocks:
     Closing it drops the executions in progress, which ends their tasks.
     """
 
+    # The execution of a set ends when its iterator is dropped.
     def start_next() -> tuple[Segment, Iterator[Any]] | None:
-        """Plan and execute a set; its execution ends when the iterator is dropped."""
         if (segment := next(segments, None)) is None:
             return None
         bundles = segment.dataset.iter_internal_ref_bundles()

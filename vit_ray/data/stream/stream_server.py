@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 
 import ray
 import ray.util
+from ray.data import DataContext
 from ray.data.block import Block
 
 from vit_ray.data.stream.batches import Batch, StreamSpec
@@ -32,11 +33,10 @@ from vit_ray.data.stream.rank_blocks import (
 from vit_ray.data.stream.ray_datasets import (
     HostRanks,
     cut,
-    run_tasks_near_by,
     segments_of,
     warm_up,
 )
-from vit_ray.ray_internals import give_datasets, keep_no_dataset_statistics
+from vit_ray.ray_internals import give_datasets, keep_no_dataset_statistics, near_by
 
 KEPT_SHARE: Final = 0.02
 """Largest share of its node's object store for decoded evaluation images that a server keeps."""
@@ -45,22 +45,34 @@ NAMESPACE: Final = "vit_ray"
 
 
 class Pass(NamedTuple):
-    """One reading of a stream from start to end by the ranks of a group."""
+    """One reading of a stream from start to end by the ranks of a group.
+
+    Attributes:
+        stream: `train`, or the name of an evaluation stream.
+        number: how often the group has read the stream before.
+        batch_size: rows of a rank that belong together.
+        start: training: samples seen before; positions over all epochs joined.
+        stop: training: samples seen after; None for an evaluation.
+    """
 
     stream: str
-    """`train`, or the name of an evaluation stream."""
     number: int
-    """How often the group has read the stream before."""
     batch_size: int
-    """Rows of a rank that belong together."""
     start: int = 0
-    """Training: samples seen before; positions over all epochs joined."""
     stop: int | None = None
-    """Training: samples seen after; None for an evaluation."""
 
 
 class StreamServer:
-    """A thread of its actor runs each call."""
+    """Reads the streams of a host's ranks; a thread of its actor runs each call.
+
+    Args:
+        group: the same on all hosts, and new at each start of a worker group.
+        specs: what each stream reads, by its name.
+        ranks: of this host, in a group of `world_size`.
+        keeps_statistics: Ray Data's, for a dashboard, in an additional process.
+        warms_up: the processes of reading tasks import in advance.
+        cpus_per_rank: CPUs that are not for reading.
+    """
 
     def __init__(
         self,
@@ -73,16 +85,6 @@ class StreamServer:
         warms_up: bool = True,
         cpus_per_rank: float = 0.0,
     ) -> None:
-        """Start without reading anything.
-
-        Args:
-            group: the same on all hosts, and new at each start of a worker group.
-            specs: what each stream reads, by its name.
-            ranks: of this host, in a group of `world_size`.
-            keeps_statistics: Ray Data's, for a dashboard, in an additional process.
-            warms_up: the processes of reading tasks import in advance.
-            cpus_per_rank: CPUs that are not for reading.
-        """
         self._group, self._specs, self._warms_up = group, specs, warms_up
         self._ranks, self._world_size = ranks, world_size
         # Its actor would stay for good on the node of the first server, which is then never idle.
@@ -91,10 +93,11 @@ class StreamServer:
             keep_no_dataset_statistics()
         give_datasets(len(ranks) / world_size, world_size * cpus_per_rank)
         if len(ranks) < world_size:
-            run_tasks_near_by()
+            # Reading tasks run on this node first, unless labels decide: a block that is made on
+            # its ranks' host crosses no network. Ray Data itself spreads the tasks.
+            DataContext.get_current().scheduling_strategy = near_by()
         self._lock = threading.Lock()
-        self._open: dict[str, tuple[Pass, Reading]] = {}
-        """The last pass of each stream."""
+        self._open: dict[str, tuple[Pass, Reading]] = {}  # the last pass of each stream
         self._kept = KeptBlocks(KEPT_SHARE * float(_own_resources().get("object_store_memory", 0)))
 
     def next_block(self, one: Pass, rank: int, index: int) -> list[ray.ObjectRef[Block]]:
@@ -102,35 +105,32 @@ class StreamServer:
 
         The first call for a pass starts reading it, and ends the one before of its stream.
         """
-        block = self._reading(one).next_block(rank, index)
+        with self._lock:
+            last, reading = self._open.get(one.stream, (None, None))
+            if reading is None or last != one:
+                if last is not None and last.number >= one.number:
+                    raise StreamLostError(f"{one} is not read here, or no longer")
+                if reading is not None:
+                    reading.close()
+                reading = Reading(lambda: self._blocks(one), self._ranks)
+                self._open[one.stream] = one, reading
+        block = reading.next_block(rank, index)
         return [] if block is None else [block]
 
     def leave(self, one: Pass) -> None:
         """Stop reading for ranks that have left a pass before its end."""
-        with self._lock:
-            last, reading = self._open.get(one.stream, (None, None))
+        last, reading = self._open.get(one.stream, (None, None))
         if reading is not None and last == one:
             reading.close()
-
-    def _reading(self, one: Pass) -> Reading:
-        with self._lock:
-            last, reading = self._open.get(one.stream, (None, None))
-            if reading is not None and last == one:
-                return reading
-            if last is not None and last.number >= one.number:
-                raise StreamLostError(f"{one} is not read here, or no longer")
-            if reading is not None:
-                reading.close()
-            reading = Reading(lambda: self._blocks(one), self._ranks)
-            self._open[one.stream] = one, reading
-            return reading
 
     def _blocks(self, one: Pass) -> Blocks:
         """The blocks of a pass, read now or kept from an evaluation on the same nodes."""
         spec = self._specs[one.stream]
         if one.stop is not None or spec.object_store_mib is not None:
             return self._read(one, spec)
-        key = one.stream, one.batch_size, _nodes_alive()
+        nodes = ray.nodes()  # type: ignore[no-untyped-call]
+        alive = tuple(sorted(node["NodeID"] for node in nodes if node["Alive"]))
+        key = one.stream, one.batch_size, alive
         return self._kept.blocks(key, lambda: self._read(one, spec))
 
     def _read(self, one: Pass, spec: StreamSpec) -> Blocks:
@@ -147,20 +147,14 @@ def _own_resources() -> dict[str, float]:
     return dict(found)
 
 
-def _nodes_alive() -> tuple[str, ...]:
-    nodes = ray.nodes()  # type: ignore[no-untyped-call]
-    return tuple(sorted(node["NodeID"] for node in nodes if node["Alive"]))
-
-
 class RankStreams:
-    """The streams of one rank, read through the `StreamServer` of its host."""
+    """The streams of one rank, read through the `StreamServer` of its host.
+
+    Args:
+        server: handle of an actor that has `StreamServer.next_block`.
+    """
 
     def __init__(self, server: Any, rank: int) -> None:
-        """Reads nothing yet.
-
-        Args:
-            server: handle of an actor that has `StreamServer.next_block`.
-        """
         self._server, self._rank = server, rank
         self._num_passes: Counter[str] = Counter()
 
@@ -199,11 +193,14 @@ class RankStreams:
 
 @dataclass(frozen=True)
 class StreamSource:
-    """What the worker groups of a run read, and how they serve it on their hosts."""
+    """What the worker groups of a run read, and how they serve it on their hosts.
+
+    Attributes:
+        options: of each `StreamServer`.
+    """
 
     specs: ray.ObjectRef[dict[str, StreamSpec]]
     options: Mapping[str, Any]
-    """Of each `StreamServer`."""
 
     def for_rank(self, group: str, rank: int, world_size: int, ranks: range) -> RankStreams:
         """The streams of a rank of this host, read through the server of its ranks.

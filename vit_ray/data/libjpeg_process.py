@@ -251,30 +251,21 @@ class Libjpeg:
         written = self._opened(content)
         at = ctypes.byref(written)
         found = self._lib.jpeg_read_coefficients(at)
-        is_equal = (
-            not self._warnings
-            and _frame(written) == _frame(source)
-            and all(
-                self._has_equal_blocks(number, (written, found), (source, coefficients))
-                for number in range(source.num_components)
+        is_equal = not self._warnings and _frame(written) == _frame(source)
+        for number in range(source.num_components if is_equal else 0):
+            # Without the blocks that only fill up a component's last MCUs.
+            component = written.components[number]
+            row_bytes = component.width_in_blocks * _BLOCK_BYTES
+            (ours, *in_ours), (theirs, *in_theirs) = (
+                (of.memory.contents.access_virt_barray, ctypes.addressof(of), array[number])
+                for of, array in ((written, found), (source, coefficients))
             )
-        )
+            for row in range(component.height_in_blocks):
+                one, other = ours(*in_ours, row, 1, 0), theirs(*in_theirs, row, 1, 0)
+                if self._compare(one[0], other[0], row_bytes):
+                    is_equal = False
         self._lib.jpeg_destroy(at)
         return is_equal
-
-    def _has_equal_blocks(self, number: int, *both: tuple[Any, Any]) -> bool:
-        """Blocks of a component, without those that only fill up its last MCUs."""
-        component = both[0][0].components[number]
-        row_bytes = component.width_in_blocks * _BLOCK_BYTES
-        (ours, *in_ours), (theirs, *in_theirs) = (
-            (of.memory.contents.access_virt_barray, ctypes.addressof(of), array[number])
-            for of, array in both
-        )
-        for row in range(component.height_in_blocks):
-            one, other = ours(*in_ours, row, 1, 0), theirs(*in_theirs, row, 1, 0)
-            if self._compare(one[0], other[0], row_bytes):
-                return False
-        return True
 
 
 def _frame(file: Any) -> tuple[Any, ...]:

@@ -52,11 +52,6 @@ class RestartIndex:
     columns: int
     offsets: NDArray[np.uint32]
 
-    def segments(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-        """(rows, columns) each: where each segment begins, and where it ends."""
-        shape = (self.rows, self.columns)
-        return self.offsets[:-1].reshape(shape), self.offsets[1:].reshape(shape)
-
     @property
     def rows(self) -> int:
         """Rows of MCUs, and so of segments."""
@@ -92,7 +87,7 @@ class IndexColumn:
         self._offsets = lists.values.to_numpy()[ends[0] : ends[-1]]
         ends -= ends[0]
         self._is_indexed = column.is_valid().to_pylist()
-        self._are_possible = are_possible(numbers, ends, self._offsets, sizes, num_bytes).tolist()
+        self._are_possible = _are_possible(numbers, ends, self._offsets, sizes, num_bytes).tolist()
         self._numbers, self._ends = numbers.tolist(), ends.tolist()
 
     def of(self, row: int) -> RestartIndex | None:
@@ -106,11 +101,10 @@ class IndexColumn:
         if not self._are_possible[row]:
             raise ValueError("its restart index is not that of its bytes")
         offsets = self._offsets[self._ends[row] : self._ends[row + 1]]
-        front, tables_at, size_at, unit_height, unit_width, columns = self._numbers[row]
-        return RestartIndex(front, tables_at, size_at, unit_height, unit_width, columns, offsets)
+        return RestartIndex(*self._numbers[row], offsets)
 
 
-def are_possible(
+def _are_possible(
     numbers: NDArray[np.int64],
     ends: NDArray[np.int64],
     offsets: NDArray[np.uint32],
@@ -165,7 +159,11 @@ def crop_file(
     first, last = _touched(left - margin, right + margin, segment_width, index.columns)
     height = min(size[0], last_row * index.unit_height) - first_row * index.unit_height
     width = min(size[1], last * segment_width) - first * segment_width
-    starts, ends = (e[first_row:last_row, first:last] for e in index.segments())
+    # Where the segments of each row begin, and where they end.
+    starts, ends = (
+        offsets.reshape(index.rows, index.columns)[first_row:last_row, first:last]
+        for offsets in (index.offsets[:-1], index.offsets[1:])
+    )
     image, scan_at = memoryview(content), int(index.offsets[0])
     # The segments of a row are contiguous, and so are whole rows.
     if starts.shape[1] == index.columns:

@@ -21,9 +21,8 @@ from vit_ray.data.boxes import Augmentation
 from vit_ray.data.dataset import Manifest
 from vit_ray.data.order import Order, ShuffleWindow
 from vit_ray.data.stream.batches import StreamSpec
-from vit_ray.data.stream.rank_blocks import StreamLostError
 from vit_ray.data.stream.ray_datasets import HostRanks, segments_of
-from vit_ray.data.stream.stream_server import Pass, RankStreams
+from vit_ray.data.stream.stream_server import Pass, RankStreams, StreamLostError
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 BATCH = 24

@@ -1,4 +1,7 @@
-"""Image files: their names, their pixels, and their orientation."""
+"""Image files: their names, their pixels, and how EXIF turns them.
+
+Decoders leave EXIF's orientation alone unless it is asked for.
+"""
 
 import contextlib
 import io

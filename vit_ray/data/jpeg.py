@@ -131,7 +131,11 @@ class JpegFrame:
 
 
 def read_frame(image: bytes) -> JpegFrame | None:
-    """The frame of a file; None for another kind, or a file that ends inside its header."""
+    """The frame of a file; None for an unusual kind, or a file that ends inside its header.
+
+    The usual kind is grey or of three components, of 8 bits, Huffman coded, baseline in one scan
+    or progressive.
+    """
     if image[:2] != START or image[-2:] != END:
         return None
     frame_at, is_baseline, interval, front, tables_at = 0, False, 0, len(START), 0

@@ -1,11 +1,17 @@
-"""The order of a run's samples: a pure function of row counts, seed, epoch and position.
+"""The order of a run's samples, and who reads which of them, in which blocks: arithmetic only.
 
+The order is a pure function of row counts, seed, epoch and position.
 Positions count from 0 over all epochs joined end to end, so position `p` lies in epoch
 `p // num_images`. In each epoch the row groups are permuted, and the rows inside each row group.
 The rows of a window of some global batches are then dealt out to these in turn, so that a row
 group meets another batch with each of its rows, and a reader of a whole window still reads each row
 group once. Nothing is stored per row: an epoch of 1.2 million row groups is two arrays of that
 length, which a stream server draws once for all reading tasks (`Order.drawn`).
+
+Micro-batch `q` of rank `r` among `n` ranks holds the `m` positions from `start + (q * n + r) * m`.
+So the global batch of `accumulation_steps` micro-batches per rank is one run of consecutive
+positions, the same for every world size. A block holds consecutive rows of one rank, and each
+rank's blocks come in the order of its rows.
 """
 
 import math

@@ -186,7 +186,12 @@ def problem_of_shard(location: Location, entry: ShardFile, *, is_read: bool = Fa
 
 @dataclass(frozen=True)
 class Cache:
-    """A folder of this node for tables of row groups; a disk keeps `free_bytes` for others."""
+    """A folder on a node's own disk for row groups, so that later epochs do not fetch them again.
+
+    Reading tasks of a node share it. A file is written once, under another name until it is whole,
+    as long as the disk keeps `free_bytes` for others; nothing is ever evicted. Its last bytes are
+    a checksum, and a file that differs from it is as if it were not there.
+    """
 
     folder: str
     free_bytes: int

@@ -101,7 +101,8 @@ class IndexColumn:
         if not self._are_possible[row]:
             raise ValueError("its restart index is not that of its bytes")
         offsets = self._offsets[self._ends[row] : self._ends[row + 1]]
-        return RestartIndex(*self._numbers[row], offsets)
+        front, tables_at, size_at, unit_height, unit_width, columns = self._numbers[row]
+        return RestartIndex(front, tables_at, size_at, unit_height, unit_width, columns, offsets)
 
 
 def _are_possible(

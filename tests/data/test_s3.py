@@ -34,7 +34,7 @@ from vit_ray.data.dataset import Manifest
 from vit_ray.data.order import Partition
 from vit_ray.data.shards import Cache, RowGroupReader
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
-from vit_ray.launch.inputs.dataset import open_dataset as dataset_in_python
+from vit_ray.launch.dataset import open_dataset as dataset_in_python
 from vit_ray.storage import locate
 
 

@@ -25,7 +25,7 @@ from vit_ray.data import open_dataset
 from vit_ray.data.order import Partition
 from vit_ray.data.shard_writer import EncodedImage
 from vit_ray.data.stream.batches import BatchReader, StreamJob
-from vit_ray.launch.inputs.streams import resolve_run
+from vit_ray.launch.resolved_run import resolve_run
 from vit_ray.launch.trained_model import class_names, training_set
 from vit_ray.models.weights import save_weights
 from vit_ray.training.objective import build_objective

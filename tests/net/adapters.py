@@ -6,7 +6,7 @@ except ImportError:
     from vit_ray.data.prepare.dev_split import dev_split
 
 try:
-    from vit_ray.training.schedule import lr_at
+    from vit_ray.training.steps import lr_at
 except ImportError:
     from vit_ray.train.optim.schedule import lr_at
 

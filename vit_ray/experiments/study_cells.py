@@ -20,8 +20,8 @@ from vit_ray.config.training_sections import ModelConfig
 from vit_ray.config.validation import errors_of
 from vit_ray.experiments.search_space import short_name, with_point
 from vit_ray.experiments.sweep import check_in_turn
-from vit_ray.launch.model_checks import check_model
-from vit_ray.launch.run_metadata import SIZES, trained_params
+from vit_ray.launch.resolved_run import check_model
+from vit_ray.launch.run_record import SIZES, trained_params
 
 PAPER_EPOCHS: Final = 7.0
 """Epochs of most rows of the paper's Table 3, on JFT-300M."""

@@ -53,14 +53,18 @@ from vit_ray.experiments.trials import (
     deciding_metric,
     run_trials,
 )
-from vit_ray.launch.cluster.cluster_checks import check_batch
-from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
-from vit_ray.launch.model_checks import Kind, check_head_is_trained, check_model
-from vit_ray.launch.open_record import OpenRun
 from vit_ray.launch.paper_comparison import Rows, training_table
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
-from vit_ray.launch.run_metadata import NOTE, description
-from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.launch.resolved_run import (
+    Kind,
+    ResolvedRun,
+    check_batch,
+    check_head_is_trained,
+    check_model,
+    resolve_run,
+)
+from vit_ray.launch.run_record import NOTE, OpenRun, description
+from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.launch.workers import RunFailedError
 from vit_ray.metric_names import EVAL_TOP1, SWEEP_GROUP
 from vit_ray.outcomes import EventKind, TrialState

@@ -14,9 +14,9 @@ from tests.data.convert.archives import tar_of
 from tests.data.converting import convert, units
 from tests.data.pictures import jpeg
 from vit_ray.data import open_dataset
+from vit_ray.data.convert.finished_sets import check_file
 from vit_ray.data.convert.labels import stored_text
 from vit_ray.data.convert.sources import rows_of
-from vit_ray.data.convert.verify import check_file
 from vit_ray.data.dataset import Manifest
 from vit_ray.data.parts import subset
 from vit_ray.data.shards import RowGroupReader

@@ -13,7 +13,7 @@ from tests.data.converting import convert
 from tests.data.pictures import jpeg, picture
 from vit_ray.data import images as exif
 from vit_ray.data import open_dataset
-from vit_ray.data.convert.verify import verify
+from vit_ray.data.convert.finished_sets import verify
 from vit_ray.data.images import decode
 
 pytestmark = pytest.mark.usefixtures("serial")

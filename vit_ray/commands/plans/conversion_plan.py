@@ -5,8 +5,7 @@ import platform
 from joblib import cpu_count
 
 from vit_ray.config import Recipe
-from vit_ray.data.convert.destination import check_conversion, convert_of
-from vit_ray.data.convert.estimate import estimate_conversion
+from vit_ray.data.convert.checks import check_conversion, convert_of, estimate_conversion
 from vit_ray.data.tasks import clock
 
 

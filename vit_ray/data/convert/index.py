@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from vit_ray.config.command_sections import ConvertConfig
+from vit_ray.data.convert.archives import names_beside
 from vit_ray.data.convert.labels import SourceFacts
 from vit_ray.data.convert.rows import (
     FOLDERS,
@@ -36,7 +37,6 @@ from vit_ray.data.convert.rows import (
     row_table,
 )
 from vit_ray.data.convert.sources import declared_classes, rows_of
-from vit_ray.data.convert.tfrecords import names_beside
 from vit_ray.data.dataset import checksum
 from vit_ray.data.shard_writer import closed_after
 from vit_ray.data.tasks import Shown, report_done, run_tasks

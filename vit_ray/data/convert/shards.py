@@ -13,7 +13,6 @@ import numpy as np
 
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.convert.checks import checked, read_ahead
-from vit_ray.data.convert.hub import MOST_ROWS, check_in_place, opened, parquet_rows
 from vit_ray.data.convert.index import RowStore, parquet_output, read_groups, write_facts
 from vit_ray.data.convert.rows import (
     ROW_SCHEMA,
@@ -23,6 +22,7 @@ from vit_ray.data.convert.rows import (
     printable,
     table_rows,
 )
+from vit_ray.data.convert.tables import MOST_ROWS, check_in_place, opened, parquet_rows
 from vit_ray.data.dataset import STAGING_FOLDER, ImageFile, checksum, shard_name
 from vit_ray.data.images import orientation_of
 from vit_ray.data.keyed_random import KeyedPermutation

@@ -20,7 +20,7 @@ from vit_ray.data.stream.batches import (
     StreamSpec,
     refuse_too_many,
 )
-from vit_ray.launch.inputs.streams import resolve_run
+from vit_ray.launch.resolved_run import resolve_run
 
 _LOG: Final = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
 # Tests of figures that no processor may change, and those of them that were kept or published.
-NUMERIC := tests/models tests/evaluation tests/data/jpeg_index $(addprefix tests/data/test_, boxes.py crops.py jpeg.py order.py partition.py \
+NUMERIC := tests/models tests/evaluation $(addprefix tests/data/test_, boxes.py crops.py jpeg.py jpeg_headers.py restart_markers.py order.py partition.py \
   randaugment.py restart_index.py parts.py) $(addprefix tests/training/test_, \
   engine.py collectives.py objective.py optim.py schedule.py) tests/worker/test_evaluation.py
 PUBLISHED := tests/models/weights tests/data/test_crops.py

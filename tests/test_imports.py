@@ -43,7 +43,7 @@ FOREIGN = {
     "training": {"ray", "mlflow"},
 }
 # Rooms inside the data room, likewise.
-DATA_ROOMS: dict[str, set[str]] = {"convert": {"jpeg_index"}, "stream": set(), "jpeg_index": set()}
+DATA_ROOMS: dict[str, set[str]] = {"convert": set(), "stream": set()}
 
 
 def room_of(path: Path) -> str:

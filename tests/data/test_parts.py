@@ -6,11 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vit_ray.data import open_dataset
-from vit_ray.data.dataset import Manifest, RowGroupColumns, write_part
+from vit_ray.data.dataset import Manifest, RowGroupColumns
 from vit_ray.data.keyed_random import KeyedPermutation
-from vit_ray.data.parts import select
+from vit_ray.data.parts import derive, select
 from vit_ray.data.shards import keys
-from vit_ray.storage import locate
 
 HEADER: dict[str, Any] = {"path": "set", "root": "set", "classes": ["a"], "files": []}
 GOLDEN = [0, 1, 2, 3, 16, 17, 18, 19, 28, 29]
@@ -76,8 +75,7 @@ def test_a_part_that_is_written_reads_the_rows_of_the_one_in_memory(dataset, tmp
     """By their keys, and again of a part of the written one."""
     for number, whole in enumerate((dataset, open_dataset(dataset.path).ranked(11, 260, 4))):
         part = whole.without(np.array(samples_of(whole)[5::3]))
-        write_part(locate(str(tmp_path / str(number))), part, {})
-        written = open_dataset(str(tmp_path / str(number)))
+        written = derive(part, str(tmp_path / str(number)), {})
         expected = [key for some in keys(part) for key in some]
         assert [key for some in keys(written) for key in some] == expected
         assert written.num_images == len(expected) == part.num_images

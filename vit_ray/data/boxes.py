@@ -21,11 +21,11 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 _ATTEMPTS: Final = 10
+# Changes of a finished crop, in this order, with what separates their random numbers from those
+# of the crop.
 _CHANGES: Final = {"randaugment": 4, "own": 6}
-"""Changes of a finished crop, in this order, with what separates their random numbers from those of
-the crop."""
+# Separates the random numbers of the crop from others of the same (seed, epoch, sample).
 _CROP: Final = 3
-"""Separates the random numbers of the crop from others of the same (seed, epoch, sample)."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,8 @@ def draw_box(
     return box
 
 
+# The attributes of `CropBox`, with one entry per image.
 _Boxes = tuple[NDArray[Any], ...]
-"""The attributes of `CropBox`, with one entry per image."""
 
 
 def _inception_crop(
@@ -224,13 +224,11 @@ def _flips(
 
 
 def _below(bound: IntArray | int, drawn: FloatArray) -> IntArray:
-    """Numbers in [0, 1) as integers in [0, bound)."""
     return (drawn * bound).astype(np.int64)
 
 
 def _rounded(values: NDArray[Any]) -> IntArray:
-    """Halves to even, as Python's `round`."""
-    return np.rint(values).astype(np.int64)
+    return np.rint(values).astype(np.int64)  # halves to even, as Python's `round`
 
 
 _BOXES: Final[dict[str, Callable[[IntArray, IntArray, Augmentation, KeyedUniforms], _Boxes]]] = {

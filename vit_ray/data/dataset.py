@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import starmap
@@ -22,25 +22,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from vit_ray.data.keyed_random import key_of, keys_of
+from vit_ray.data.keyed_random import keys_of
 from vit_ray.storage import Location, check_reachable, locate, read_again
 
 FORMAT_VERSION: Final = 6
 """A reader refuses a manifest with any other."""
-
 MANIFEST_FILE: Final = "manifest.parquet"
 """Its presence is the commit mark of a data set."""
-
 STAGING_FOLDER: Final = "_staging"
 """Holds the plan and progress of a conversion until the manifest is written."""
-
 REJECTED_FILE: Final = "rejected.parquet"
 DAMAGED_FILE: Final = "damaged.parquet"
 """Images of the set in whose files libjpeg sees damage; columns as in `REJECTED_FILE`."""
 REPORT_FILE: Final = "report.json"
 SOURCE_FILE: Final = "source.json"
 """Settings of the conversion, and the versions of the parts of its source."""
-
 ROW_GROUP_SCHEMA: Final = pa.schema(
     [
         pa.field("file_index", pa.int32(), nullable=False),
@@ -50,20 +46,18 @@ ROW_GROUP_SCHEMA: Final = pa.schema(
         pa.field("dropped", pa.list_(pa.int32())),
     ]
 )
-
 REJECTED_SCHEMA: Final = pa.schema(
     [pa.field("key", pa.string(), nullable=False), pa.field("reason", pa.string(), nullable=False)]
 )
 
 
+checksum: Final[Callable[..., int]] = zlib.crc32
+"""(bytes, checksum of those before them) to the checksum of all."""
+
+
 def shard_name(index: int, num_shards: int) -> str:
     """File name of shard `index`, sortable and telling how many there are."""
     return f"part-{index:05d}-of-{num_shards:05d}.parquet"
-
-
-def checksum(content: bytes | pa.Buffer, before: int = 0) -> int:
-    """CRC-32 of some bytes, or of all of them where `before` is that of those before."""
-    return zlib.crc32(content, before)
 
 
 @dataclass(frozen=True)
@@ -134,12 +128,10 @@ def _shard_file(path: str, rows: int, size: int, crc32: int, *images: Any) -> Sh
 ABOUT: Final = ("license", "source_url", "evaluation_only", "apply_orientation")
 """What the maker of a data set may say about it; in its `origin`, and in that of its parts."""
 _METADATA_KEY: Final = b"vit_ray"
-_SPLIT: Final = 8
-"""Separates the ranks of a run's parts from other random numbers of its seed."""
+# Of the header: what the fingerprint does not depend on.
 _NOT_CONTENT: Final = ("root", "root_from_here", "format_version", "fingerprint")
-"""Of the header: what the fingerprint does not depend on."""
+# Of a file in the header, without where its images are.
 _FILE_FIELDS: Final = 4
-"""Of a file in the header, without where its images are."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,14 +273,10 @@ class Manifest(RowGroupColumns):
             left_out[group] = np.delete(self.stored_rows(group), kept)
         return self._part(rows, left_out)
 
+    # `rows` of each row group are left; `left_out` are the stored rows that are left out now.
     def _part(
         self, rows: NDArray[np.integer], left_out: Mapping[int, NDArray[np.integer]]
     ) -> "Manifest":
-        """
-        Args:
-            rows: of each row group that are left.
-            left_out: of a row group that has some, the stored rows that are left out now.
-        """
         dropped = dict(self.dropped)
         for group, stored in left_out.items():
             dropped[group] = np.union1d(dropped.get(group, []), stored).astype(np.int32)
@@ -296,38 +284,6 @@ class Manifest(RowGroupColumns):
         rows, whole = rows.astype(np.int32), self.whole or self
         total = int(rows.sum(dtype=np.int64))
         return replace(self, rows=rows, dropped=dropped, num_images=total, whole=whole)
-
-
-def select(
-    manifest: Manifest, *, seed: int, held_out_fraction: float, fraction: float
-) -> tuple[Manifest, Manifest | None]:
-    """The part to train on, and the one that is held out, if any.
-
-    Args:
-        held_out_fraction: share of the images, rounded to whole images; 0 for none.
-        fraction: share of the others.
-
-    Raises:
-        ValueError: a part would have no image.
-    """
-    key, total, held_out = key_of(_SPLIT, seed), manifest.num_images, 0
-    if held_out_fraction > 0:
-        held_out = round(total * held_out_fraction)
-        if not 0 < held_out < total:
-            raise ValueError(
-                f"data.held_out_fraction={held_out_fraction} of {total} images is {held_out}; both "
-                "parts need some: change it, or give a larger data set"
-            )
-    kept = round((total - held_out) * fraction)
-    if not 0 < kept <= total - held_out:
-        raise ValueError(
-            f"data.fraction={fraction} of {total - held_out} images is {kept}; use a fraction from "
-            f"{1 / (total - held_out):.3g} to 1"
-        )
-    rest = manifest.ranked(0, held_out, key) if held_out else None
-    if kept == total:
-        return manifest, rest
-    return manifest.ranked(held_out, held_out + kept, key), rest
 
 
 def open_dataset(path: str) -> Manifest:
@@ -372,7 +328,19 @@ def _parse(path: str, content: bytes) -> Manifest:
         header: dict[str, Any] = json.loads(file.metadata.metadata[_METADATA_KEY])
         version = int(header["format_version"])
         if version == FORMAT_VERSION:
-            columns = _columns(file.read())
+            table = file.read()
+            arrays = {name: table[name] for name in ROW_GROUP_SCHEMA.names}
+            lists = arrays.pop("dropped")
+            is_present = np.zeros(0, bool)
+            if lists.null_count < len(lists):
+                is_present = lists.is_valid().to_numpy()
+            dropped = {
+                group: np.asarray(lists[group].as_py(), np.int32)
+                for group in np.flatnonzero(is_present).tolist()
+            }
+            columns = RowGroupColumns(
+                **{name: array.to_numpy() for name, array in arrays.items()}, dropped=dropped
+            )
             if header["fingerprint"] != _fingerprint(header, columns):
                 raise ValueError("its fingerprint differs from its content")
             return Manifest(
@@ -413,18 +381,6 @@ def _root_of(header: dict[str, Any], path: str) -> str:
     return header["root"] or path
 
 
-def _columns(table: pa.Table) -> RowGroupColumns:
-    columns = {name: table[name] for name in ROW_GROUP_SCHEMA.names}
-    lists = columns.pop("dropped")
-    is_present = np.zeros(0, bool)
-    if lists.null_count < len(lists):
-        is_present = lists.is_valid().to_numpy()
-    dropped = {
-        int(i): np.asarray(lists[int(i)].as_py(), np.int32) for i in np.flatnonzero(is_present)
-    }
-    return RowGroupColumns(**{n: c.to_numpy() for n, c in columns.items()}, dropped=dropped)
-
-
 def write_manifest(
     folder: Location,
     columns: RowGroupColumns,
@@ -460,37 +416,15 @@ def write_manifest(
         ],
     }
     header["fingerprint"] = _fingerprint(header, columns)
-    folder.child(MANIFEST_FILE).write(_encoded(header, columns))
-    return str(header["fingerprint"])
-
-
-def write_part(folder: Location, part: Manifest, origin: dict[str, Any]) -> None:
-    """Write the manifest of a part of a data set, over the shards of the whole.
-
-    Args:
-        origin: how the part was chosen, in addition to what the whole says about itself.
-    """
-    write_manifest(
-        folder,
-        part.without_empty(),
-        files=part.files,
-        classes=part.classes,
-        max_labels=part.max_labels,
-        root=locate(part.root).uri,
-        text_columns=part.text_columns,
-        origin=part.about | origin,
-    )
-
-
-def _encoded(header: dict[str, Any], columns: RowGroupColumns) -> bytes:
-    dropped = [columns.dropped.get(i) for i in range(len(columns.rows))]
+    dropped = [columns.dropped.get(group) for group in range(len(columns.rows))]
     arrays = vars(columns) | {"dropped": dropped}
     table = pa.table([pa.array(arrays[f.name], f.type) for f in ROW_GROUP_SCHEMA], ROW_GROUP_SCHEMA)
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(sink, ROW_GROUP_SCHEMA, compression="zstd", store_schema=False) as writer:
         writer.write_table(table)
         writer.add_key_value_metadata({_METADATA_KEY: json.dumps(header).encode()})
-    return bytes(sink.getvalue())
+    folder.child(MANIFEST_FILE).write(bytes(sink.getvalue()))
+    return str(header["fingerprint"])
 
 
 def _fingerprint(header: dict[str, Any], columns: RowGroupColumns) -> str:

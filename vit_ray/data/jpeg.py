@@ -1,7 +1,9 @@
-"""Plain JPEG files: their size from the header, and decoding no finer than needed."""
+"""JPEG files: what their headers say, and decoding no finer than needed."""
 
+import re
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 
 import cv2
@@ -12,18 +14,26 @@ START: Final = b"\xff\xd8"
 END: Final = b"\xff\xd9"
 BLOCK: Final = 8
 """Side of a block of coefficients in pixels."""
-
 BASELINE: Final = frozenset({0xC0, 0xC1})
 _PROGRESSIVE: Final = 0xC2
 FRAMES: Final = BASELINE | {_PROGRESSIVE}
 """Start of frame: baseline, extended sequential, progressive (ITU T.81, table B.1)."""
 SCAN: Final = 0xDA
+# Lossless, hierarchical, arithmetic.
+_OTHER_FRAMES: Final = frozenset(range(0xC3, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_RESTART_INTERVAL: Final = 0xDD
+_CODES: Final = 0xC4
+# Bit in the number of a code table: tables for AC coefficients.
+_AC: Final = 0x10
+_ZEROS: Final = bytes(64)
+# A marker after coded data that is not part of it: inside coded data 0xff is followed by 0 or a
+# restart marker.
+_NEXT_SEGMENT: Final = re.compile(rb"\xff[\x02-\xcf\xd8-\xfe]")
+# Markers that no length follows.
 _ALONE: Final = frozenset({0x01, *range(0xD0, 0xD8)})
-"""Markers that no length follows."""
+# Pixels at which Pillow suspects a decompression bomb (twice `Image.MAX_IMAGE_PIXELS`), and
+# refuses.
 _MOST_PIXELS: Final = 178_956_970
-"""Pixels at which Pillow suspects a decompression bomb (twice `Image.MAX_IMAGE_PIXELS`), and
-refuses."""
-
 _READ_FLAGS: Final = {
     1: cv2.IMREAD_COLOR_RGB,
     2: cv2.IMREAD_COLOR_RGB | cv2.IMREAD_REDUCED_GRAYSCALE_2,
@@ -87,3 +97,141 @@ def decode_jpeg(
     """Pixels at 1/`scale`: uint8 (height, width, 3), RGB; None if OpenCV cannot."""
     flags = _READ_FLAGS[scale] | cv2.IMREAD_IGNORE_ORIENTATION
     return cv2.imdecode(np.frombuffer(image, np.uint8), flags)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class JpegFrame:
+    """How a JPEG is divided, and the offsets of that information in the file.
+
+    Attributes:
+        unit_height, unit_width: pixels of an MCU.
+        interval: MCUs in a restart interval; 0 if there are none.
+        front: bytes at the start with the first marker, if that is JFIF's or Adobe's.
+        tables_at: offset of the first segment that is neither a comment nor an application's.
+        size_at: offset of height and width, two bytes each.
+        scan_at: offset of the coded data of the first scan.
+    """
+
+    height: int
+    width: int
+    components: int
+    unit_height: int
+    unit_width: int
+    is_baseline: bool
+    interval: int
+    front: int
+    tables_at: int
+    size_at: int
+    scan_at: int
+
+    @property
+    def units_across(self) -> int:
+        """MCUs in a row."""
+        return -(-self.width // self.unit_width)
+
+
+def read_frame(image: bytes) -> JpegFrame | None:
+    """The frame of a file; None for an unusual kind, or a file that ends inside its header.
+
+    The usual kind is grey or of three components, of 8 bits, Huffman coded, baseline in one scan
+    or progressive.
+    """
+    if image[:2] != START or image[-2:] != END:
+        return None
+    frame_at, is_baseline, interval, front, tables_at = 0, False, 0, len(START), 0
+    try:
+        for marker, at, length in header_segments(image):
+            if marker in _OTHER_FRAMES:
+                return None
+            if at == 4 and is_front(image[2 : 4 + length]):
+                front = 4 + length
+            if not tables_at and not _is_metadata(marker):
+                tables_at = at - 2
+            if marker in FRAMES:
+                frame_at, is_baseline = at, marker in BASELINE
+            elif marker == _RESTART_INTERVAL:
+                (interval,) = struct.unpack_from(">H", image, at + 2)
+        if not frame_at:
+            return None
+        # The last segment is that of the scan.
+        precision, height, width, components = struct.unpack_from(">BHHB", image, frame_at + 2)
+        if components not in (1, 3) or precision != 8 or not height * width:
+            return None
+        if is_baseline and image[at + 2] != components:
+            return None
+        samplings = [divmod(image[frame_at + 9 + 3 * i], 16) for i in range(components)]
+    except (struct.error, IndexError):
+        return None
+    across, down = (max(factors) for factors in zip(*samplings, strict=True))
+    # No decoder accepts others.
+    if not all(h and v and across % h == 0 and down % v == 0 for h, v in samplings):
+        return None
+    if components == 1:  # a scan of one component has one block per MCU, whatever it says
+        across = down = 1
+    return JpegFrame(
+        height, width, components, BLOCK * down, BLOCK * across, is_baseline, interval,
+        front, tables_at, frame_at + 3, at + length,
+    )  # fmt: skip
+
+
+def metadata_of(image: bytes) -> list[bytes]:
+    """Comments and applications' segments before the first scan, including JFIF's and Adobe's."""
+    return [
+        image[at - 2 : at + length]
+        for marker, at, length in header_segments(image)
+        if _is_metadata(marker)
+    ]
+
+
+def is_front(segment: bytes) -> bool:
+    """Whether it is JFIF's or Adobe's segment, which give the colour space."""
+    fronts = (0xE0, b"JFIF\0"), (0xEE, b"Adobe")
+    return any(segment[1] == marker and segment[4:].startswith(name) for marker, name in fronts)
+
+
+def num_scans(image: bytes) -> int:
+    """How often a decoder passes over the pixels; 0 if it is not a JPEG file.
+
+    Anything may follow the end, such as the film of a motion photo.
+    """
+    try:
+        scans = [at + length for marker, at, length in header_segments(image) if marker == SCAN]
+        if image[:2] != START or not scans:
+            return 0
+    except (struct.error, IndexError):
+        return 0
+    count, at = 1, scans[0]
+    while (found := _NEXT_SEGMENT.search(image, at)) and found[0] not in (START, END):
+        count += found[0][1] == SCAN
+        # Bytes of a segment are skipped by its length, so that its content is not taken for a
+        # marker.
+        at = found.end() + int.from_bytes(image[found.end() : found.end() + 2])
+    return count
+
+
+def has_zeroed_data(image: bytes) -> bool:
+    """Whether a part of a baseline file's coded data was overwritten with zeros, as by a lost
+    sector.
+
+    A decoder may not notice. If the code of zeros starts a coefficient of the first component, 64
+    bytes of them would be some blocks in which all coefficients are -1, which no picture has; if it
+    ends a block, they may be an area of one colour, and are not counted.
+    """
+    frame = read_frame(image)
+    if frame is None or not frame.is_baseline or image.find(_ZEROS, frame.scan_at) < 0:
+        return False
+    first_symbols = dict[int, int]()
+    try:
+        for marker, at, length in header_segments(image):
+            table = at + 2
+            while marker == _CODES and table < at + length:
+                first_symbols[image[table]] = image[table + 17]
+                table += 17 + sum(image[table + 1 : table + 17])
+        # The last segment is that of the scan: number of components, component, its tables.
+        return first_symbols.get(_AC | image[at + 4] & 15, 0) & 15 != 0
+    except IndexError:
+        return False
+
+
+def _is_metadata(marker: int) -> bool:
+    return 0xE0 <= marker <= 0xEF or marker == 0xFE  # an application's, or a comment

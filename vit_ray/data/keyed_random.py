@@ -15,8 +15,8 @@ _MIX_1: Final = 0xBF58476D1CE4E5B9
 _MIX_2: Final = 0x94D049BB133111EB
 
 _ALL: Final = slice(None)
+# Luby and Rackoff 1988: four rounds make a pseudo-random permutation of random functions.
 _FEISTEL_ROUNDS: Final = 4
-"""Luby and Rackoff 1988: four rounds make a pseudo-random permutation of random functions."""
 
 UInt64Array = NDArray[np.uint64]
 Bits = TypeVar("Bits", int, UInt64Array)
@@ -54,10 +54,6 @@ class KeyedUniform:
         """The next number of the sequence."""
         self._drawn += 1
         return (mix(self._key ^ self._drawn) >> 11) * 2.0**-53
-
-    def between(self, low: float, high: float) -> float:
-        """The next number, scaled to [low, high)."""
-        return low + (high - low) * self.draw()
 
     def below(self, bound: int) -> int:
         """The next number as an integer in [0, bound)."""

@@ -24,11 +24,14 @@ _GREY: Final = (128, 128, 128)
 
 
 class Operation(NamedTuple):
-    """One operation, applied to an image."""
+    """One operation, applied to an image.
+
+    Attributes:
+        numbers: its arguments: degrees, bits, a factor, pixels; some have none.
+    """
 
     name: str
     numbers: tuple[float, ...]
-    """Its arguments: degrees, bits, a factor, pixels; some have none."""
 
     def __str__(self) -> str:
         return " ".join([self.name, *map(str, self.numbers)])
@@ -72,7 +75,7 @@ def _signed(value: float, random: KeyedUniform) -> float:
 
 
 def _posterize(image: Image.Image, bits: int) -> Image.Image:
-    """Without any bits it is black, as in Pillow before 13; later versions refuse that."""
+    # Without any bits it is black, as in Pillow before 13; later versions refuse that.
     return ImageOps.posterize(image, bits) if bits else image.point([0] * 256 * 3)
 
 
@@ -82,7 +85,6 @@ def _solarize_add(image: Image.Image, addition: int) -> Image.Image:
 
 
 def _cutout(image: Image.Image, half: int, row: int, column: int) -> Image.Image:
-    """Grey out a square around a pixel, as far as it is inside the image."""
     cut = image.copy()
     cut.paste(_GREY, (max(0, column - half), max(0, row - half), column + half, row + half))
     return cut
@@ -107,6 +109,7 @@ def applied(pixels: UInt8Array, operations: list[Operation]) -> UInt8Array:
     return np.asarray(image)
 
 
+# (image, *numbers) to an image of the same size.
 _APPLY: Final[dict[str, Callable[..., Image.Image]]] = {
     "autocontrast": ImageOps.autocontrast,
     "equalize": ImageOps.equalize,
@@ -121,7 +124,6 @@ _APPLY: Final[dict[str, Callable[..., Image.Image]]] = {
     "brightness": lambda image, factor: ImageEnhance.Brightness(image).enhance(factor),
     "sharpness": lambda image, factor: ImageEnhance.Sharpness(image).enhance(factor),
 }
-"""(image, *numbers) to an image of the same size."""
 _BLENDED: Final = ("color", "contrast", "brightness", "sharpness")
 
 Numbers = Callable[[float, tuple[int, ...], KeyedUniform], tuple[float, ...]]

@@ -8,10 +8,11 @@ pixels as for the whole file, except those at inner edges for which smooth chrom
 that is missing; `crop_file` takes one more sample of chroma on each side for them. Parts that
 decode to a width of 4 pixels or fewer are upsampled differently, and may differ in chroma.
 
-`jpeg_index.segments` checks a file once, when a data set is made; a crop reads only the bytes that
+`index_segments` checks a file once, when a data set is made; a crop reads only the bytes that
 it needs.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,16 +20,15 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from vit_ray.data.jpeg import BLOCK, END
+from vit_ray.data.jpeg import BLOCK, END, START, JpegFrame, is_front, metadata_of, read_frame
 
 UInt8Array = NDArray[np.uint8]
 Box = tuple[int, int, int, int]
 """Top, left, bottom, right in pixels, the last two exclusive."""
-
 FIRST_RESTART: Final = 0xD0
 MOST_SEGMENTS: Final = 1 << 16
+# The markers of segments, in sequence.
 _RESTARTS: Final = (FIRST_RESTART + np.arange(MOST_SEGMENTS) % 8).astype(np.uint8)
-"""The markers of segments, in sequence."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,11 +51,6 @@ class RestartIndex:
     unit_width: int
     columns: int
     offsets: NDArray[np.uint32]
-
-    def segments(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-        """(rows, columns) each: where each segment begins, and where it ends."""
-        shape = (self.rows, self.columns)
-        return self.offsets[:-1].reshape(shape), self.offsets[1:].reshape(shape)
 
     @property
     def rows(self) -> int:
@@ -92,7 +87,7 @@ class IndexColumn:
         self._offsets = lists.values.to_numpy()[ends[0] : ends[-1]]
         ends -= ends[0]
         self._is_indexed = column.is_valid().to_pylist()
-        self._are_possible = are_possible(numbers, ends, self._offsets, sizes, num_bytes).tolist()
+        self._are_possible = _are_possible(numbers, ends, self._offsets, sizes, num_bytes).tolist()
         self._numbers, self._ends = numbers.tolist(), ends.tolist()
 
     def of(self, row: int) -> RestartIndex | None:
@@ -110,7 +105,7 @@ class IndexColumn:
         return RestartIndex(front, tables_at, size_at, unit_height, unit_width, columns, offsets)
 
 
-def are_possible(
+def _are_possible(
     numbers: NDArray[np.int64],
     ends: NDArray[np.int64],
     offsets: NDArray[np.uint32],
@@ -165,7 +160,11 @@ def crop_file(
     first, last = _touched(left - margin, right + margin, segment_width, index.columns)
     height = min(size[0], last_row * index.unit_height) - first_row * index.unit_height
     width = min(size[1], last * segment_width) - first * segment_width
-    starts, ends = (e[first_row:last_row, first:last] for e in index.segments())
+    # Where the segments of each row begin, and where they end.
+    starts, ends = (
+        offsets.reshape(index.rows, index.columns)[first_row:last_row, first:last]
+        for offsets in (index.offsets[:-1], index.offsets[1:])
+    )
     image, scan_at = memoryview(content), int(index.offsets[0])
     # The segments of a row are contiguous, and so are whole rows.
     if starts.shape[1] == index.columns:
@@ -187,3 +186,43 @@ def crop_file(
 def _touched(first: int, last: int, size: int, count: int) -> tuple[int, int]:
     """Which of `count` pieces of `size` pixels hold [first, last)."""
     return max(0, first // size), min(count, -(-last // size))
+
+
+_MARKER: Final = re.compile(rb"\xff[^\x00\xff]")
+
+
+def index_segments(image: bytes) -> RestartIndex | None:
+    """The index of a file; None if its segments cannot be used separately.
+
+    It must be baseline, of one scan, with a restart interval that divides its rows, its markers in
+    place and numbered in sequence, and nothing after the image.
+    """
+    frame = read_frame(image)
+    if frame is None or not frame.is_baseline or not frame.interval:
+        return None
+    if frame.units_across % frame.interval:
+        return None
+    if frame.front == len(START) and any(map(is_front, metadata_of(image))):
+        return None  # a later segment gives its colour space
+    columns = frame.units_across // frame.interval
+    found = [match.start() for match in _MARKER.finditer(image, frame.scan_at)]
+    codes = [image[at + 1] for at in found]
+    rows = -(-frame.height // frame.unit_height)
+    inner = [FIRST_RESTART + i % 8 for i in range(rows * columns - 1)]
+    if codes != [*inner, END[1]] or found[-1] != len(image) - 2 or len(codes) > MOST_SEGMENTS:
+        return None
+    return RestartIndex(
+        frame.front, frame.tables_at, frame.size_at, frame.unit_height, frame.unit_width, columns,
+        np.array([frame.scan_at, *(at + 2 for at in found)], np.uint32),
+    )  # fmt: skip
+
+
+def interval_for(frame: JpegFrame, pixels: int) -> int:
+    """MCUs in a segment, such that it divides a row and has about this many pixels.
+
+    At least half as many, if a row has them: short segments cost bytes.
+    """
+    count, of_unit = frame.units_across, frame.unit_height * frame.unit_width
+    whole = [k for k in range(1, count + 1) if count % k == 0]
+    long = [k for k in whole if 2 * k * of_unit >= pixels] or [count]
+    return min(long, key=lambda k: abs(np.log(k * of_unit / pixels)))

@@ -1,4 +1,4 @@
-"""One parquet shard: rows in, fixed-size row groups out, and the facts that the manifest needs."""
+"""One parquet shard: its columns, and its writer, with the facts that the manifest needs."""
 
 import contextlib
 import io
@@ -13,9 +13,51 @@ from vit_ray.data.dataset import checksum
 from vit_ray.data.restart_index import RestartIndex
 from vit_ray.storage import Location
 
+SHARD_SCHEMA: Final = pa.schema(
+    [
+        pa.field("image", pa.binary(), nullable=False),
+        pa.field("labels", pa.list_(pa.int32()), nullable=False),
+        pa.field("key", pa.string(), nullable=False),
+        pa.field("width", pa.int32(), nullable=False),
+        pa.field("height", pa.int32(), nullable=False),
+        pa.field("crc32", pa.uint32(), nullable=False),
+    ]
+)
+INDEX_SCHEMA: Final = pa.schema(
+    [
+        pa.field(
+            "restart_index",
+            pa.struct(
+                [
+                    pa.field("front", pa.uint32(), nullable=False),
+                    pa.field("tables_at", pa.uint32(), nullable=False),
+                    pa.field("size_at", pa.uint32(), nullable=False),
+                    pa.field("unit_height", pa.uint32(), nullable=False),
+                    pa.field("unit_width", pa.uint32(), nullable=False),
+                    pa.field("columns", pa.uint32(), nullable=False),
+                    pa.field("offsets", pa.list_(pa.uint32()), nullable=False),
+                ]
+            ),
+        ),
+    ]
+)
 MOST_ROW_GROUP_BYTES: Final = 1 << 30
 """Of the images of a row group, which ends earlier than after its number of rows where they have
 more: a column of bytes of 2 GiB or more cannot be read."""
+RESERVED_NAMES: Final = (*SHARD_SCHEMA.names, *INDEX_SCHEMA.names)
+"""What no column of text may be called."""
+
+
+def shard_schema(text_columns: Sequence[str], *, is_indexed: bool = False) -> pa.Schema:
+    """The schema of shards with text columns after the common ones."""
+    index = INDEX_SCHEMA if is_indexed else ()
+    return pa.schema([*SHARD_SCHEMA, *index, *((name, pa.string()) for name in text_columns)])
+
+
+def has_index(schema: pa.Schema) -> bool:
+    """Whether its images may have a restart index."""
+    fixed = len(SHARD_SCHEMA)
+    return bool(schema.names[fixed : fixed + len(INDEX_SCHEMA)] == INDEX_SCHEMA.names)
 
 
 @dataclass(frozen=True)
@@ -69,8 +111,6 @@ def closed_after(resource: Resource) -> Iterator[Resource]:
 
 
 class _ChecksummedOutput(io.RawIOBase):
-    """Forwards what is written, and computes its checksum."""
-
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self.crc32 = 0

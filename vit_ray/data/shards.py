@@ -10,13 +10,19 @@ A row group is read in one piece, and each page is compared with its checksum. W
 each image is compared with its own, so that one damaged image costs no other.
 """
 
+import contextlib
 import errno
+import logging
 import platform
-from collections.abc import Callable, Iterator, Sequence
+import shutil
+import uuid
+import zlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Final, TypeVar
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +32,7 @@ from numpy.typing import NDArray
 
 from vit_ray.data.dataset import ImageFile, Manifest, ShardFile, checksum, open_dataset
 from vit_ray.data.restart_index import IndexColumn, StoredImage
+from vit_ray.data.shard_writer import INDEX_SCHEMA, SHARD_SCHEMA, has_index, shard_schema
 from vit_ray.storage import (
     Location,
     UnavailableError,
@@ -36,104 +43,48 @@ from vit_ray.storage import (
     with_retries,
 )
 
+_LOG: Final = logging.getLogger(__name__)
+
 NO_LABEL: Final = -1
 """Pads the `labels` of a batch to the width of the data set's longest label list."""
-
-SHARD_SCHEMA: Final = pa.schema(
-    [
-        pa.field("image", pa.binary(), nullable=False),
-        pa.field("labels", pa.list_(pa.int32()), nullable=False),
-        pa.field("key", pa.string(), nullable=False),
-        pa.field("width", pa.int32(), nullable=False),
-        pa.field("height", pa.int32(), nullable=False),
-        pa.field("crc32", pa.uint32(), nullable=False),
-    ]
-)
-
-
-INDEX_SCHEMA: Final = pa.schema(
-    [
-        pa.field(
-            "restart_index",
-            pa.struct(
-                [
-                    pa.field("front", pa.uint32(), nullable=False),
-                    pa.field("tables_at", pa.uint32(), nullable=False),
-                    pa.field("size_at", pa.uint32(), nullable=False),
-                    pa.field("unit_height", pa.uint32(), nullable=False),
-                    pa.field("unit_width", pa.uint32(), nullable=False),
-                    pa.field("columns", pa.uint32(), nullable=False),
-                    pa.field("offsets", pa.list_(pa.uint32()), nullable=False),
-                ]
-            ),
-        ),
-    ]
-)
-
-
-RESERVED_NAMES: Final = (*SHARD_SCHEMA.names, *INDEX_SCHEMA.names)
-"""What no column of text may be called."""
-
-
-def shard_schema(text_columns: Sequence[str], *, is_indexed: bool = False) -> pa.Schema:
-    """The schema of shards with text columns after the common ones."""
-    index = INDEX_SCHEMA if is_indexed else ()
-    return pa.schema([*SHARD_SCHEMA, *index, *((name, pa.string()) for name in text_columns)])
-
-
-def is_shard_schema(schema: pa.Schema) -> bool:
-    """Whether it is a valid schema of a shard, with any text columns."""
-    names, fixed = schema.names, len(SHARD_SCHEMA)
-    is_indexed = has_index(schema)
-    text_columns = names[fixed + is_indexed * len(INDEX_SCHEMA) :]
-    return bool(schema.equals(shard_schema(text_columns, is_indexed=is_indexed)))
-
-
-def has_index(schema: pa.Schema) -> bool:
-    """Whether its images may have a restart index."""
-    fixed = len(SHARD_SCHEMA)
-    names = schema.names[fixed : fixed + len(INDEX_SCHEMA)]
-    return bool(names == INDEX_SCHEMA.names)
-
-
-Result = TypeVar("Result")
-
 _COLUMNS: Final = ["image", "labels", "key", "height", "width", "crc32"]
 _INDEX: Final = "restart_index"
 _ADVICE: Final = "; run `vit-ray verify`"
 _OPEN_FILES: Final = 16
 _PART_BYTES: Final = 1 << 24
+# Files whose labels or keys are read at a time: mostly they wait for an object store.
 _THREADS: Final = 16
-"""Files whose labels or keys are read at a time: mostly they wait for an object store."""
+_CHECKSUM_BYTES: Final = 4
+# Errors of a disk that worked before, and may work again.
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 class ChangedImageError(ValueError):
     """The bytes of an image are not those that were converted."""
 
 
-@dataclass(frozen=True)
 class EncodedRows:
     """The rows of one stored row group.
 
-    Attributes:
-        sizes: int32 (rows, 2), height and width of each image.
+    Args:
+        table: columns of a shard, of one chunk each, at least those of `_COLUMNS`.
         is_whole: all of the row group's bytes were compared.
-        index: of the restart markers of each image, null where it has none; None where no image
-            of the data set has.
     """
 
-    images: pa.Array
-    labels: pa.Array
-    keys: pa.Array
-    crc32: NDArray[np.uint32]
-    sizes: NDArray[np.int32]
-    is_whole: bool = False
-    index: pa.StructArray | None = None
-
-    @property
-    def nbytes(self) -> int:
-        columns = (self.images, self.labels, self.keys, self.crc32, self.sizes, self.index)
-        return sum(int(column.nbytes) for column in columns if column is not None)
+    def __init__(self, table: pa.Table, is_whole: bool) -> None:
+        columns = {name: table[name].chunk(0) for name in table.column_names}
+        self.images, self.labels, self.keys = columns["image"], columns["labels"], columns["key"]
+        self.crc32, self.is_whole = columns["crc32"].to_numpy(), is_whole
+        self.nbytes = int(table.nbytes)
+        # Lists, and one look at all rows: numpy takes microseconds for a number.
+        heights, widths = (columns[name].to_pylist() for name in ("height", "width"))
+        self._sizes = list(zip(heights, widths, strict=True))
+        self._label_values = self.labels.values.to_numpy()
+        self._label_offsets = self.labels.offsets.to_pylist()
+        _, offsets, content = self.images.buffers()
+        starts = np.frombuffer(offsets, np.int32)[self.images.offset :][: len(self.images) + 1]
+        self._content, self._offsets = memoryview(content or b"").cast("B"), starts.tolist()
+        self._index = columns.get(_INDEX)
 
     def image(self, row: int) -> bytes:
         """Encoded bytes of one row, checked against its checksum.
@@ -141,52 +92,34 @@ class EncodedRows:
         Raises:
             ChangedImageError: if they are not the bytes that were converted.
         """
-        return bytes(self._content(row))
+        return bytes(self._image(row))
 
     def stored(self, row: int) -> StoredImage:
         """The image of one row as a view, with what is known of it; checked as in `image`."""
         index = None if self._indices is None else self._indices.of(row)
-        return StoredImage(self._content(row), self.size(row), index)
+        return StoredImage(self._image(row), self.size(row), index)
 
     def size(self, row: int) -> tuple[int, int]:
         """Height and width of one row."""
         return self._sizes[row]
 
     def labels_of(self, row: int) -> NDArray[np.int32]:
-        values, offsets = self._labels
-        return values[offsets[row] : offsets[row + 1]]
+        return self._label_values[self._label_offsets[row] : self._label_offsets[row + 1]]
 
     def key(self, row: int) -> str:
         return str(self.keys[row].as_py())
 
-    def _content(self, row: int) -> memoryview:
-        content, offsets = self._contents
-        image = content[offsets[row] : offsets[row + 1]]
+    def _image(self, row: int) -> memoryview:
+        image = self._content[self._offsets[row] : self._offsets[row + 1]]
         if not self.is_whole and checksum(image) != self.crc32[row]:
             raise ChangedImageError("the bytes changed since conversion (checksum differs)")
         return image
 
-    # Lists, and one look at all rows: numpy takes microseconds for a number.
-
-    @cached_property
-    def _contents(self) -> tuple[memoryview, list[int]]:
-        """Bytes of all images, and where each begins and the last ends."""
-        _, offsets, content = self.images.buffers()
-        found = np.frombuffer(offsets, np.int32)[self.images.offset :][: len(self.images) + 1]
-        return memoryview(content or b"").cast("B"), found.tolist()
-
-    @cached_property
-    def _labels(self) -> tuple[NDArray[np.int32], list[int]]:
-        return self.labels.values.to_numpy(), self.labels.offsets.to_pylist()
-
-    @cached_property
-    def _sizes(self) -> list[tuple[int, int]]:
-        return list(map(tuple, self.sizes.tolist()))
-
     @cached_property
     def _indices(self) -> IndexColumn | None:
-        lengths = np.diff(self._contents[1])
-        return None if self.index is None else IndexColumn(self.index, self.sizes, lengths)
+        if self._index is None:  # no image of the data set has restart markers of ours
+            return None
+        return IndexColumn(self._index, np.array(self._sizes), np.diff(self._offsets))
 
 
 def open_shard(location: Location, entry: ShardFile) -> tuple[Any, pq.FileMetaData]:
@@ -202,42 +135,29 @@ def open_shard(location: Location, entry: ShardFile) -> tuple[Any, pq.FileMetaDa
             f"{entry.bytes}: it was changed or cut short after conversion{_ADVICE}"
         )
     file = pq.ParquetFile(source)
-    if not is_shard_schema(file.schema_arrow):
+    schema = file.schema_arrow
+    is_indexed = has_index(schema)
+    text_columns = schema.names[len(SHARD_SCHEMA) + is_indexed * len(INDEX_SCHEMA) :]
+    if not schema.equals(shard_schema(text_columns, is_indexed=is_indexed)):
         raise ValueError(
-            f"shard {location.path!r} has a foreign schema ({file.schema_arrow.names}); expected "
+            f"shard {location.path!r} has a foreign schema ({schema.names}); expected "
             f"the columns {SHARD_SCHEMA.names} as `vit-ray convert` writes them"
         )
     return source, file.metadata
 
 
-class _ImagesInPlace:
-    """The images of a shard in a file of others, which is only ever read.
-
-    Raises:
-        FileNotFoundError: it is missing; with its path.
-        ValueError: it is another one than when the data set was made.
-    """
-
-    def __init__(self, file: ImageFile) -> None:
-        location, self._column = locate(file.path), file.column
-        found = location.info()
-        if found.kind == "nothing":
-            raise FileNotFoundError(errno.ENOENT, "no such file", file.path)
-        if (found.size, found.version) != (file.bytes, file.version):
-            raise ValueError(
-                f"{file.path} has changed since the data set was made: its size and version are "
-                f"{(found.size, found.version)}, not {(file.bytes, file.version)}; make the data "
-                "set again (convert.in_place), in another folder"
-            )
-        self._file = pq.ParquetFile(location.open())
-
-    def images(self, row_group: int) -> pa.Array:
-        """Encoded images of a row group: binary, empty where there is none."""
-        table = self._file.read_row_group(row_group, columns=[self._column], use_threads=False)
-        column = table.column(0).combine_chunks()
-        if pa.types.is_struct(column.type):
-            column = pc.struct_field(column, "bytes")
-        return column.cast(pa.binary()).fill_null(b"")
+def _open_images(file: ImageFile) -> pq.ParquetFile:
+    location = locate(file.path)
+    found = location.info()
+    if found.kind == "nothing":
+        raise FileNotFoundError(errno.ENOENT, "no such file", file.path)
+    if (found.size, found.version) != (file.bytes, file.version):
+        raise ValueError(
+            f"{file.path} has changed since the data set was made: its size and version are "
+            f"{(found.size, found.version)}, not {(file.bytes, file.version)}; make the data "
+            "set again (convert.in_place), in another folder"
+        )
+    return pq.ParquetFile(location.open())
 
 
 def problem_of_shard(location: Location, entry: ShardFile, *, is_read: bool = False) -> str | None:
@@ -249,8 +169,12 @@ def problem_of_shard(location: Location, entry: ShardFile, *, is_read: bool = Fa
     try:
         with naming(location.uri):
             with_retries(lambda: open_shard(location, entry), f"reading {location.path}")
-            if is_read and _crc32_of(location) != entry.crc32:
-                return "its bytes differ from the manifest's checksum"
+            if is_read:
+                crc32, source = 0, location.open()
+                while part := source.read(_PART_BYTES):
+                    crc32 = checksum(part, crc32)
+                if crc32 != entry.crc32:
+                    return "its bytes differ from the manifest's checksum"
     except (pa.ArrowException, OSError, ValueError) as error:
         if is_of_the_store(error):  # other OSErrors are of what pyarrow cannot parse
             raise
@@ -260,11 +184,71 @@ def problem_of_shard(location: Location, entry: ShardFile, *, is_read: bool = Fa
     return None
 
 
-def _crc32_of(location: Location) -> int:
-    found, source = 0, location.open()
-    while part := source.read(_PART_BYTES):
-        found = checksum(part, found)
-    return found
+@dataclass(frozen=True)
+class Cache:
+    """A folder on a node's own disk for row groups, so that later epochs do not fetch them again.
+
+    Reading tasks of a node share it. A file is written once, under another name until it is whole,
+    as long as the disk keeps `free_bytes` for others; nothing is ever evicted. Its last bytes are
+    a checksum, and a file that differs from it is as if it were not there.
+    """
+
+    folder: str
+    free_bytes: int
+
+    def read(self, name: str) -> pa.Table | None:
+        """A table, if its file is there and whole."""
+        path = Path(self.folder) / name
+        try:
+            with pa.OSFile(str(path)) as file:
+                content = file.read_buffer()
+            known = content[-_CHECKSUM_BYTES:].to_pybytes()
+            content = content[:-_CHECKSUM_BYTES]
+            if zlib.crc32(content).to_bytes(_CHECKSUM_BYTES) == known:
+                return pa.ipc.open_file(content).read_all()
+        except FileNotFoundError:
+            return None
+        except (OSError, pa.ArrowException) as error:
+            _LOG.debug("%s: %s", path, error)
+        _LOG.warning("%s is damaged; it is deleted, and read again from the data set", path)
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return None
+
+    def write(self, name: str, table: pa.Table) -> None:
+        """Keep a table if there is room; a full disk is a warning, not an error.
+
+        Raises:
+            ValueError: the folder cannot be made or written to.
+        """
+        folder = Path(self.folder)
+        half = folder / f"{name}.{uuid.uuid4().hex[:8]}.tmp"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)  # a cleaner may have removed it
+            if shutil.disk_usage(folder).free - table.nbytes < self.free_bytes:
+                return
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_file(sink, table.schema) as writer:
+                writer.write_table(table)
+            content = sink.getvalue()
+            with half.open("wb") as file:
+                file.write(content)
+                file.write(zlib.crc32(content).to_bytes(_CHECKSUM_BYTES))
+            half.replace(folder / name)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                half.unlink()
+            if error.errno not in _NO_ROOM and not isinstance(error, FileNotFoundError):
+                raise ValueError(
+                    f"data.cache_dir={self.folder!r} cannot be used on this node ({error}); give "
+                    "a folder on a local disk, or unset it"
+                ) from error
+            _warn_once(self.folder, error.strerror or str(error))
+
+
+@lru_cache(maxsize=64)
+def _warn_once(folder: str, reason: str) -> None:
+    _LOG.warning("data.cache_dir=%s: %s; reading continues without it", folder, reason)
 
 
 class RowGroupReader:
@@ -280,7 +264,7 @@ class RowGroupReader:
         self._file = lru_cache(_OPEN_FILES)(
             lambda index: open_shard(manifest.file_location(index), manifest.files[index])
         )
-        self._images = lru_cache(_OPEN_FILES)(_ImagesInPlace)
+        self._images = lru_cache(_OPEN_FILES)(_open_images)
 
     def read(self, group: int) -> EncodedRows:
         """The rows of a row group as they are stored.
@@ -289,8 +273,15 @@ class RowGroupReader:
             ValueError: if the shard is missing, truncated, or not what the manifest says; if more
                 than the bytes of some images differ; or if a label is not one of the classes.
         """
-        manifest = self._manifest
-        rows = self._read_whole(group)
+        manifest, index = self._manifest, int(self._manifest.file_index[group])
+        name = f"{manifest.shards_digest}-{index}-{int(manifest.row_group[group])}"
+        table = None if self._cache is None else self._cache.read(name)
+        is_whole = table is not None
+        if table is None:
+            table, is_whole = self._retried(group, lambda: self._fetched(group))
+            if is_whole and self._cache is not None:
+                self._cache.write(name, table)
+        rows = EncodedRows(table, is_whole)
         if len(foreign := _foreign_labels(rows.labels, manifest.num_classes)):
             row = int(np.searchsorted(rows.labels.offsets.to_numpy(), foreign[0], side="right")) - 1
             raise ValueError(
@@ -329,29 +320,27 @@ class RowGroupReader:
 
     def column(self, group: int, name: str) -> pa.Array:
         """A column of all stored rows of a row group; reads no other."""
-        column = self._retried(group, lambda: self._table(group, [name]))[name].chunk(0)
-        self._check_count(group, len(column))
-        return column
-
-    def _read_whole(self, group: int) -> EncodedRows:
-        """From this node's cache, or from the data set."""
-        manifest, index = self._manifest, int(self._manifest.file_index[group])
-        name = f"{manifest.shards_digest}-{index}-{int(manifest.row_group[group])}"
-        table = self._cache.read(name) if self._cache is not None else None
-        if table is not None:
-            return _encoded_rows(table, is_whole=True)
-        table, is_whole = self._retried(group, lambda: self._fetched(group))
-        self._check_count(group, len(table))
-        if is_whole and self._cache is not None:
-            self._cache.write(name, table)
-        return _encoded_rows(table, is_whole)
+        table, _ = self._retried(group, lambda: (self._table(group, [name]), True))
+        return table[name].chunk(0)
 
     def _fetched(self, group: int) -> tuple[pa.Table, bool]:
         """A row group, and whether its images were compared with checksums, too."""
         file = self._manifest.files[int(self._manifest.file_index[group])]
         if file.images is not None:
             table = self._table(group, _COLUMNS[1:])
-            images = self._images(file.images).images(int(self._manifest.row_group[group]))
+            images = (
+                self._images(file.images)
+                .read_row_group(
+                    int(self._manifest.row_group[group]),
+                    columns=[file.images.column],
+                    use_threads=False,
+                )
+                .column(0)
+                .combine_chunks()
+            )
+            if pa.types.is_struct(images.type):
+                images = pc.struct_field(images, "bytes")
+            images = images.cast(pa.binary()).fill_null(b"")
             crc32 = np.array([checksum(image.as_buffer()) for image in images], np.uint32)
             is_whole = np.array_equal(crc32, table["crc32"].to_numpy())
             return table.append_column("image", images), is_whole
@@ -366,7 +355,6 @@ class RowGroupReader:
             return table.append_column("image", unchecked["image"]), False
 
     def _table(self, group: int, names: list[str], *, is_checked: bool = True) -> pa.Table:
-        """Columns of a row group, whose pages are compared with their checksums."""
         source, metadata = self._file(int(self._manifest.file_index[group]))
         # A new one for each read: it keeps what it has read in one piece until the next.
         file = pq.ParquetFile(
@@ -380,20 +368,13 @@ class RowGroupReader:
         table = file.read_row_group(number, columns=names, use_threads=False)
         return table.combine_chunks()
 
-    def _check_count(self, group: int, found: int) -> None:
-        expected = int(self._manifest.rows[group]) + len(self._manifest.dropped.get(group, ()))
-        if found != expected:
-            raise ValueError(
-                f"shard {self._manifest.shard_location(group).path!r} has {found} rows in row "
-                f"group {int(self._manifest.row_group[group])} and the manifest says {expected}: "
-                f"it was changed after conversion{_ADVICE}"
-            )
-
-    def _retried(self, group: int, read: Callable[[], Result]) -> Result:
-        location = self._manifest.shard_location(group)
+    def _retried(
+        self, group: int, read: Callable[[], tuple[pa.Table, bool]]
+    ) -> tuple[pa.Table, bool]:
+        manifest, location = self._manifest, self._manifest.shard_location(group)
         path = location.path
 
-        def read_once() -> Result:
+        def read_once() -> tuple[pa.Table, bool]:
             try:
                 with naming(location.uri):
                     return read()
@@ -402,11 +383,10 @@ class RowGroupReader:
                 self._images.cache_clear()
                 raise
 
-        def read_twice() -> Result:
-            return read_again(read_once, pa.ArrowException, OSError)
-
         try:
-            return with_retries(read_twice, f"reading {path}")
+            table, is_whole = with_retries(
+                lambda: read_again(read_once, pa.ArrowException, OSError), f"reading {path}"
+            )
         except FileNotFoundError as error:
             there = f" on {platform.node()}" if location.is_local else ""
             raise ValueError(
@@ -424,18 +404,17 @@ class RowGroupReader:
             if isinstance(error, PermissionError):
                 advice = "check the credentials in the environment, and the rights that they give"
             raise ValueError(f"shard {path!r} cannot be read ({error}); {advice}") from error
-
-
-def _encoded_rows(table: pa.Table, is_whole: bool) -> EncodedRows:
-    columns = {name: table[name].chunk(0) for name in table.column_names}
-    sizes = np.stack([columns["height"].to_numpy(), columns["width"].to_numpy()], axis=1)
-    images, labels, keys = columns["image"], columns["labels"], columns["key"]
-    crc32 = columns["crc32"].to_numpy()
-    return EncodedRows(images, labels, keys, crc32, sizes, is_whole, columns.get(_INDEX))
+        expected = int(manifest.rows[group]) + len(manifest.dropped.get(group, ()))
+        if len(table) != expected:
+            raise ValueError(
+                f"shard {path!r} has {len(table)} rows in row group "
+                f"{int(manifest.row_group[group])} and the manifest says {expected}: "
+                f"it was changed after conversion{_ADVICE}"
+            )
+        return table, is_whole
 
 
 def _foreign_labels(labels: pa.Array, num_classes: int) -> NDArray[np.intp]:
-    """Indices, in the labels of all rows, of those that are not a class."""
     values = labels.values.to_numpy()
     return np.flatnonzero((values < 0) | (values >= num_classes))
 
@@ -463,7 +442,6 @@ def keys(manifest: Manifest) -> Iterator[list[str]]:
 
 
 def _by_file(manifest: Manifest, read: Callable[[RowGroupReader, int], Any]) -> Iterator[list[Any]]:
-    """What `read` finds in each row group, a list for each file."""
     groups = np.flatnonzero(manifest.rows)
     runs = np.split(groups, np.flatnonzero(np.diff(manifest.file_index[groups])) + 1)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.data.convert.test_damage import DAMAGES
 from tests.data.converting import config_of
-from tests.data.jpeg_index.made_up import crafted_jpeg
+from tests.data.made_up import crafted_jpeg
 from tests.data.pictures import encoded, picture
 from vit_ray.data.convert import checks
 from vit_ray.data.images import BadImageError, decode

@@ -25,8 +25,8 @@ TASK_MEMORY_MIB: Final = 256
 """Encoded images that one reading task holds; at least one row group."""
 
 _PADDING_SAMPLE: Final = -1
+# Row groups in which a substitute for a bad image is looked for.
 _GROUPS_TRIED: Final = 8
-"""Row groups in which a substitute for a bad image is looked for."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,17 @@ class StreamSpec:
 
 @dataclass(frozen=True)
 class StreamJob:
-    """A stream for a known number of ranks."""
+    """A stream for a known number of ranks.
+
+    Attributes:
+        block_factor: how much larger than usual blocks are.
+    """
 
     spec: StreamSpec
     partition: Partition
     start: int
     is_training: bool
     block_factor: int = 1
-    """How much larger than usual blocks are."""
 
     @property
     def window(self) -> ShuffleWindow | None:

@@ -2,34 +2,38 @@
 
 One actor on each host serves training and every evaluation of a worker group, and ends with the
 group: it executes the Ray Data sets of the host's ranks and deals their blocks to them. Which
-images a block holds is arithmetic (`partition`), so servers need not communicate with each other. A
+images a block holds is arithmetic (`order`), so servers need not communicate with each other. A
 rank asks for one block after another. The decoded blocks of evaluations are kept if they are small:
 a run evaluates on the same images repeatedly.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Final, NamedTuple
 
 import ray
 import ray.util
+from ray.data import DataContext
 from ray.data.block import Block
 
 from vit_ray.data.stream.batches import Batch, StreamSpec
 from vit_ray.data.stream.ray_datasets import (
     HostRanks,
+    Segment,
     cut,
-    run_tasks_near_by,
     segments_of,
     warm_up,
 )
-from vit_ray.ray_internals import give_datasets, keep_no_dataset_statistics
+from vit_ray.ray_internals import give_datasets, keep_no_dataset_statistics, near_by
 
 KEPT_SHARE: Final = 0.02
 """Largest share of its node's object store for decoded evaluation images that a server keeps."""
@@ -37,23 +41,212 @@ NAMESPACE: Final = "vit_ray"
 """Ray namespace of the servers' names."""
 
 
+class StreamLostError(RuntimeError):
+    """A stream and its ranks no longer agree; a new attempt starts at a checkpoint."""
+
+
+class RankBlock(NamedTuple):
+    """A block of a stream, its rank (`Segment.ranks`), and its bytes."""
+
+    rank: int
+    block: ray.ObjectRef[Block]
+    size: int
+
+
+Blocks = Generator[RankBlock, None, None]
+
+
+class _Queue:
+    def __init__(self, lock: threading.Lock) -> None:
+        self.blocks: deque[ray.ObjectRef[Block]] = deque()
+        self.num_taken = 0
+        self.changed = threading.Condition(lock)
+
+
+class Reading:
+    """One reading of a stream: a thread makes its blocks in their order and queues them.
+
+    It makes more only while a rank waits, so that Ray Data sees how fast they are taken.
+
+    Args:
+        read: gives the blocks of the stream; called by the thread.
+        ranks: that blocks are dealt to.
+    """
+
+    def __init__(self, read: Callable[[], Blocks], ranks: range) -> None:
+        self._read, self._ranks = read, ranks
+        lock = threading.Lock()
+        self._queues = {rank: _Queue(lock) for rank in ranks}
+        # Ranks that have asked for a block that is not there.
+        self._waiting: set[int] = set()
+        # Its lock guards all fields; notified when a rank waits, and at the end.
+        self._asked = threading.Condition(lock)
+        self._has_ended = False
+        # Why it ended before the stream did; and the traceback as it was, because each rank that
+        # the error is raised to adds its own lines.
+        self._error: BaseException | None = None
+        self._traceback: TracebackType | None = None
+        threading.Thread(target=self._make_blocks, name="blocks", daemon=True).start()
+
+    def next_block(self, rank: int, index: int) -> ray.ObjectRef[Block] | None:
+        """The rank's next block, or None after its last; called by one thread for each rank.
+
+        Args:
+            index: how many blocks the rank has had.
+
+        Raises:
+            StreamLostError: it was given another number of blocks, or the reading was closed.
+            Exception: any error of a reading task.
+        """
+        with self._asked:
+            if rank not in self._ranks:
+                raise StreamLostError(
+                    f"rank {rank} asked the server of ranks {self._ranks.start} to "
+                    f"{self._ranks.stop - 1}: several Ray nodes have the same address, and their "
+                    "ranks are not consecutive; give each node its own address"
+                )
+            queue = self._queues[rank]
+            if index != queue.num_taken:
+                raise StreamLostError(
+                    f"rank {rank} has had {index} blocks, but was given {queue.num_taken}"
+                )
+            if not queue.blocks:
+                self._waiting.add(rank)
+                self._asked.notify()
+            # no limit: the thread deals a block or ends, and train.step_timeout_s ends the step
+            queue.changed.wait_for(lambda: queue.blocks or self._has_ended)
+            if queue.blocks:
+                queue.num_taken += 1
+                return queue.blocks.popleft()
+            if self._error is not None:
+                # To every rank: a stream that failed has not ended.
+                raise self._error.with_traceback(self._traceback)
+            return None
+
+    def close(self) -> None:
+        """Stop reading, after the block that is being made; those that wait can be taken."""
+        self._end(StreamLostError("the stream was closed before its end"))
+
+    def _make_blocks(self) -> None:
+        error: BaseException | None = None
+        try:
+            with contextlib.closing(self._read()) as blocks:
+                while True:
+                    with self._asked:
+                        # no limit: a rank asks or leaves, or the next pass of its stream closes
+                        # this one
+                        self._asked.wait_for(lambda: self._waiting or self._has_ended)
+                        if self._has_ended:
+                            break
+                    if (block := next(blocks, None)) is None:
+                        break
+                    with self._asked:
+                        queue = self._queues[block.rank]
+                        queue.blocks.append(block.block)
+                        self._waiting.discard(block.rank)
+                        queue.changed.notify()
+        except BaseException as raised:
+            error = raised
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        with self._asked:
+            if self._has_ended:
+                return
+            self._has_ended, self._error = True, error
+            self._traceback = None if error is None else error.__traceback__
+            self._asked.notify()
+            for queue in self._queues.values():
+                queue.changed.notify_all()
+
+
+def blocks_of(segments: Iterator[Segment]) -> Blocks:
+    """The blocks of consecutive sets; each set starts while the last tasks of the previous one run.
+
+    Closing it drops the executions in progress, which ends their tasks.
+    """
+
+    # The execution of a set ends when its iterator is dropped.
+    def start_next() -> tuple[Segment, Iterator[Any]] | None:
+        if (segment := next(segments, None)) is None:
+            return None
+        bundles = segment.dataset.iter_internal_ref_bundles()
+        return segment, (entry for bundle in bundles for entry in bundle.blocks)
+
+    with ThreadPoolExecutor(1, "segments") as planner:
+        started = planner.submit(start_next)
+        while (found := started.result()) is not None:  # no limit: planning reads nothing
+            segment, entries = found
+            left = range(len(segment.ranks) - 1, -1, -1)
+            for rank, entry, num_left in zip(segment.ranks, entries, left, strict=True):
+                if num_left == segment.next_at:
+                    started = planner.submit(start_next)
+                yield RankBlock(rank, entry.ref, entry.metadata.size_bytes or 0)
+
+
+class KeptBlocks:
+    """Blocks of whole readings, up to a number of bytes; the last used stay longest."""
+
+    def __init__(self, most_bytes: float) -> None:
+        self._most_bytes = most_bytes
+        self._readings: OrderedDict[Hashable, list[RankBlock]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def blocks(self, key: Hashable, read: Callable[[], Blocks]) -> Blocks:
+        """The kept blocks of the reading `key`, or else those from `read`."""
+        with self._lock:
+            kept = self._readings.get(key)
+            if kept is not None:
+                self._readings.move_to_end(key)
+        if kept is not None:
+            yield from kept
+            return
+        reading: list[RankBlock] = []
+        size = 0
+        with contextlib.closing(read()) as blocks:
+            for block in blocks:
+                size += block.size
+                if size <= self._most_bytes:
+                    reading.append(block)
+                else:
+                    reading.clear()
+                yield block
+        with self._lock:
+            if size <= self._most_bytes:
+                self._readings[key] = reading
+            while sum(b.size for r in self._readings.values() for b in r) > self._most_bytes:
+                self._readings.popitem(last=False)
+
+
 class Pass(NamedTuple):
-    """One reading of a stream from start to end by the ranks of a group."""
+    """One reading of a stream from start to end by the ranks of a group.
+
+    Attributes:
+        stream: `train`, or the name of an evaluation stream.
+        number: how often the group has read the stream before.
+        batch_size: rows of a rank that belong together.
+        start: training: samples seen before; positions over all epochs joined.
+        stop: training: samples seen after; None for an evaluation.
+    """
 
     stream: str
-    """`train`, or the name of an evaluation stream."""
     number: int
-    """How often the group has read the stream before."""
     batch_size: int
-    """Rows of a rank that belong together."""
     start: int = 0
-    """Training: samples seen before; positions over all epochs joined."""
     stop: int | None = None
-    """Training: samples seen after; None for an evaluation."""
 
 
 class StreamServer:
-    """A thread of its actor runs each call."""
+    """Reads the streams of a host's ranks; a thread of its actor runs each call.
+
+    Args:
+        group: the same on all hosts, and new at each start of a worker group.
+        specs: what each stream reads, by its name.
+        ranks: of this host, in a group of `world_size`.
+        keeps_statistics: Ray Data's, for a dashboard, in an additional process.
+        warms_up: the processes of reading tasks import in advance.
+        cpus_per_rank: CPUs that are not for reading.
+    """
 
     def __init__(
         self,
@@ -66,16 +259,6 @@ class StreamServer:
         warms_up: bool = True,
         cpus_per_rank: float = 0.0,
     ) -> None:
-        """Start without reading anything.
-
-        Args:
-            group: the same on all hosts, and new at each start of a worker group.
-            specs: what each stream reads, by its name.
-            ranks: of this host, in a group of `world_size`.
-            keeps_statistics: Ray Data's, for a dashboard, in an additional process.
-            warms_up: the processes of reading tasks import in advance.
-            cpus_per_rank: CPUs that are not for reading.
-        """
         self._group, self._specs, self._warms_up = group, specs, warms_up
         self._ranks, self._world_size = ranks, world_size
         # Its actor would stay for good on the node of the first server, which is then never idle.
@@ -84,10 +267,11 @@ class StreamServer:
             keep_no_dataset_statistics()
         give_datasets(len(ranks) / world_size, world_size * cpus_per_rank)
         if len(ranks) < world_size:
-            run_tasks_near_by()
+            # Reading tasks run on this node first, unless labels decide: a block that is made on
+            # its ranks' host crosses no network. Ray Data itself spreads the tasks.
+            DataContext.get_current().scheduling_strategy = near_by()
         self._lock = threading.Lock()
-        self._open: dict[str, tuple[Pass, Reading]] = {}
-        """The last pass of each stream."""
+        self._open: dict[str, tuple[Pass, Reading]] = {}  # the last pass of each stream
         self._kept = KeptBlocks(KEPT_SHARE * float(_own_resources().get("object_store_memory", 0)))
 
     def next_block(self, one: Pass, rank: int, index: int) -> list[ray.ObjectRef[Block]]:
@@ -95,35 +279,32 @@ class StreamServer:
 
         The first call for a pass starts reading it, and ends the one before of its stream.
         """
-        block = self._reading(one).next_block(rank, index)
+        with self._lock:
+            last, reading = self._open.get(one.stream, (None, None))
+            if reading is None or last != one:
+                if last is not None and last.number >= one.number:
+                    raise StreamLostError(f"{one} is not read here, or no longer")
+                if reading is not None:
+                    reading.close()
+                reading = Reading(lambda: self._blocks(one), self._ranks)
+                self._open[one.stream] = one, reading
+        block = reading.next_block(rank, index)
         return [] if block is None else [block]
 
     def leave(self, one: Pass) -> None:
         """Stop reading for ranks that have left a pass before its end."""
-        with self._lock:
-            last, reading = self._open.get(one.stream, (None, None))
+        last, reading = self._open.get(one.stream, (None, None))
         if reading is not None and last == one:
             reading.close()
-
-    def _reading(self, one: Pass) -> Reading:
-        with self._lock:
-            last, reading = self._open.get(one.stream, (None, None))
-            if reading is not None and last == one:
-                return reading
-            if last is not None and last.number >= one.number:
-                raise StreamLostError(f"{one} is not read here, or no longer")
-            if reading is not None:
-                reading.close()
-            reading = Reading(lambda: self._blocks(one), self._ranks)
-            self._open[one.stream] = one, reading
-            return reading
 
     def _blocks(self, one: Pass) -> Blocks:
         """The blocks of a pass, read now or kept from an evaluation on the same nodes."""
         spec = self._specs[one.stream]
         if one.stop is not None or spec.object_store_mib is not None:
             return self._read(one, spec)
-        key = one.stream, one.batch_size, _nodes_alive()
+        nodes = ray.nodes()  # type: ignore[no-untyped-call]
+        alive = tuple(sorted(node["NodeID"] for node in nodes if node["Alive"]))
+        key = one.stream, one.batch_size, alive
         return self._kept.blocks(key, lambda: self._read(one, spec))
 
     def _read(self, one: Pass, spec: StreamSpec) -> Blocks:
@@ -140,20 +321,14 @@ def _own_resources() -> dict[str, float]:
     return dict(found)
 
 
-def _nodes_alive() -> tuple[str, ...]:
-    nodes = ray.nodes()  # type: ignore[no-untyped-call]
-    return tuple(sorted(node["NodeID"] for node in nodes if node["Alive"]))
-
-
 class RankStreams:
-    """The streams of one rank, read through the `StreamServer` of its host."""
+    """The streams of one rank, read through the `StreamServer` of its host.
+
+    Args:
+        server: handle of an actor that has `StreamServer.next_block`.
+    """
 
     def __init__(self, server: Any, rank: int) -> None:
-        """Reads nothing yet.
-
-        Args:
-            server: handle of an actor that has `StreamServer.next_block`.
-        """
         self._server, self._rank = server, rank
         self._num_passes: Counter[str] = Counter()
 
@@ -192,11 +367,14 @@ class RankStreams:
 
 @dataclass(frozen=True)
 class StreamSource:
-    """What the worker groups of a run read, and how they serve it on their hosts."""
+    """What the worker groups of a run read, and how they serve it on their hosts.
+
+    Attributes:
+        options: of each `StreamServer`.
+    """
 
     specs: ray.ObjectRef[dict[str, StreamSpec]]
     options: Mapping[str, Any]
-    """Of each `StreamServer`."""
 
     def for_rank(self, group: str, rank: int, world_size: int, ranks: range) -> RankStreams:
         """The streams of a rank of this host, read through the server of its ranks.

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
-from tests.data.jpeg_index.made_up import crafted_jpeg, difference
+from tests.data.made_up import crafted_jpeg, difference
 from tests.data.pictures import encoded, picture
 from tests.data.test_restart_index import by_opencv
 from vit_ray.data import libjpeg_process, restart_markers

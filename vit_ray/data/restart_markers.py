@@ -22,45 +22,42 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import cv2
 import numpy as np
 import PIL
 
-from vit_ray.data.jpeg import is_front, metadata_of, read_frame
+from vit_ray.data.jpeg import decode_jpeg, is_front, metadata_of, read_frame
 from vit_ray.data.libjpeg_process import ANSWER, KEEP_TABLES, OPTIMIZE, REQUEST
 from vit_ray.data.restart_index import RestartIndex, index_segments, interval_for
 
 _LOG: Final = logging.getLogger(__name__)
-
+# Approximate pixels of a segment: 4 MCUs of a usual photograph (4:2:0); markers then add 1 % to
+# its bytes. With twice as many, crops take 10 % longer, because more is decoded around them.
 _SEGMENT_PIXELS: Final = 64 * 16
-"""Approximate pixels of a segment: 4 MCUs of a usual photograph (4:2:0); markers then add 1 % to
-its bytes. With twice as many, crops take 10 % longer, because more is decoded around them."""
+# Most pixels of an image that is rewritten; its coefficients take 2 to 6 bytes a pixel.
 _MOST_PIXELS: Final = 1 << 26
-"""Most pixels of an image that is rewritten; its coefficients take 2 to 6 bytes a pixel."""
+# The end, or comments and applications' segments after the first scan's header, which libjpeg
+# drops.
 _END_OR_METADATA: Final = re.compile(rb"\xff[\xd9\xe0-\xef\xfe]")
-"""The end, or comments and applications' segments after the first scan's header, which libjpeg
-drops."""
+# Length of a JFIF segment without a thumbnail, and of an Adobe segment, with the marker.
 _FRONT_BYTES: Final = {0xE0: 18, 0xEE: 16}
-"""Length of a JFIF segment without a thumbnail, and of an Adobe segment, with the marker."""
+# The limit for a file is in processor time, which other work does not use up.
 _ANSWER_WITHIN_S: Final = 300.0
-"""The limit for a file is in processor time, which other work does not use up."""
 _ENDS_WITHIN_S: Final = 0.5
 _HELPER: Final = Path(__file__).with_name("libjpeg_process.py")
 _GREY_PIXEL: Final = bytes.fromhex(
     "ffd8ffdb004300" + "01" * 64 + "ffc0000b080001000101011100ffc4001400010000000000000000000000"
     "0000000000ffc40014100100000000000000000000000000000000ffda0008010100003f0037ffd9"
 )
-
 _NOT_FOUND: Final = (
     "no libjpeg 6.2 is found here, so JPEG files get no restart markers (convert.index_jpeg) and "
     "are read more slowly, and damage in them is not detected (convert.damaged); install Pillow "
     "from PyPI"
 )
 _ATTEMPTS: Final = 3
+# Signals that a file may cause; others come from outside, and do not depend on the file.
 _BY_THE_FILE: Final = (
     signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGXCPU,
 )  # fmt: skip
-"""Signals that a file may cause; others come from outside, and do not depend on the file."""
 
 
 class Libjpeg:
@@ -191,15 +188,10 @@ def with_restart_markers(image: bytes, writer: Libjpeg) -> RewrittenJpeg | None:
             break
     else:
         return None
-    if not frame.is_baseline and not _have_equal_pixels(rewritten, image):
-        return None
+    if not frame.is_baseline:  # decoders smooth what a file has that lacks its last scans
+        ours, theirs = decode_jpeg(rewritten), decode_jpeg(image)
+        if ours is None or theirs is None or not np.array_equal(ours, theirs):
+            return None
     index = index_segments(rewritten)
     size = frame.height, frame.width
     return None if index is None else RewrittenJpeg(rewritten, size, index)
-
-
-def _have_equal_pixels(one: bytes, other: bytes) -> bool:
-    """Not if a progressive file lacks its last scans: decoders smooth what it has."""
-    flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
-    ours, theirs = (cv2.imdecode(np.frombuffer(file, np.uint8), flags) for file in (one, other))
-    return ours is not None and theirs is not None and np.array_equal(ours, theirs)

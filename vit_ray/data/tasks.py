@@ -1,24 +1,30 @@
-"""The progress of tasks on images: a bar on a terminal, a line every 30 s in a log."""
+"""Work items as Ray tasks with small results, and the display of their progress."""
 
 import contextlib
+import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
 
 import ray
+from ray.exceptions import NodeDiedError, OutOfMemoryError, WorkerCrashedError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+# Most tasks that run or wait for a CPU: an autoscaler starts nodes for those that wait.
+_MOST: Final = 4096
+# Of a task whose process or node dies; nodes of a long conversion may be taken back often.
+_RETRIES: Final = 10
 LINE_EVERY_S: Final = 30.0
 """Seconds between lines in a log."""
 _POLL_S: Final = 0.5
+# Seconds between reports of a task.
 _SENT_EVERY_S: Final = 1.0
-"""Seconds between reports of a task."""
 ANSWER_S: Final = 10.0
 """Longest wait for the actor that counts, and for the last update."""
 _SPEED_OVER_S: Final = 120.0
@@ -177,8 +183,7 @@ class Display:
         self.bar.update(task.id, text=", ".join(text))
         if not self._console.is_terminal and now_s - self._line_s >= LINE_EVERY_S:
             self._line_s = now_s
-            line = f"{shown.title}: {', '.join(text)}"
-            print_line(self._console, line)
+            print_line(self._console, f"{shown.title}: {', '.join(text)}")
 
 
 def print_line(console: Console, line: str) -> None:
@@ -190,3 +195,69 @@ def clock(seconds: float) -> str:
     """Hours, minutes and seconds."""
     whole = round(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+def _run(
+    work: Callable[..., Any], shared: list[Any], tally: Any, number: int, item: Any
+) -> tuple[int, Any, str]:
+    """What one task returns: its number, and its result, or a text and the kind of its error.
+
+    Args:
+        shared: references to what all tasks have in common.
+        tally: actor that the task reports to; None if nothing is shown.
+    """
+    count = TaskCount(None if tally is None else lambda *done: tally.put.remote(number, *done))
+    TASK.set(count)
+    try:
+        result, kind = work(item, *ray.get(shared)), ""  # no limit: the driver put it there before
+    except (ValueError, OSError) as error:
+        result = "; ".join([str(error), *getattr(error, "__notes__", ())])
+        kind = "storage" if isinstance(error, OSError) else "value"
+    count.send()
+    return number, result, kind
+
+
+def run_tasks(
+    work: Callable[..., Any],
+    items: Sequence[Any],
+    *shared: Any,
+    shown: Shown | None = None,
+) -> list[Any]:
+    """Do `work(item, *shared)` for every item, as many in parallel as the cluster has CPUs.
+
+    Args:
+        shown: what to show meanwhile; `work` calls `report_done`.
+
+    Returns:
+        The results, in the order of the items.
+
+    Raises:
+        ValueError, OSError: as soon as `work` raises one, or the process of a task has died
+            `_RETRIES` times and once more; the other items are not processed.
+    """
+    if not items:
+        return []
+    results: dict[int, Any] = {}
+    pending: list[Any] = []
+    references = [ray.put(one) for one in shared]
+    task: Any = ray.remote(num_cpus=1, scheduling_strategy="SPREAD", max_retries=_RETRIES)(_run)
+    with shown_progress(shown, len(items), results.__len__) as tally:
+        started = (task.remote(work, references, tally, *one) for one in enumerate(items))
+        try:
+            while len(results) < len(items):
+                pending += itertools.islice(started, _MOST - len(pending))
+                # no limit: a task takes as long as its item needs
+                ready, pending = ray.wait(pending, num_returns=1)
+                number, result, error = ray.get(ready[0])  # no limit: it is ready
+                if error:
+                    raise (OSError if error == "storage" else ValueError)(result)
+                results[number] = result
+        except (NodeDiedError, OutOfMemoryError, WorkerCrashedError) as error:
+            raise OSError(
+                f"a task died {_RETRIES + 1} times: {str(error).splitlines()[0]}; run the same "
+                "command again, which keeps what is done"
+            ) from error
+        finally:
+            for reference in pending:
+                ray.cancel(reference)
+    return [results[number] for number in range(len(items))]

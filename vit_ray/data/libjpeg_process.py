@@ -30,20 +30,20 @@ REQUEST: Final = struct.Struct("<IIII")
 ANSWER: Final = struct.Struct("<I")
 
 _ABI: Final = 62
+# Numbers of bits of a difference of DC coefficients, in baseline files (ITU T.81, table F.1).
 _DC_SYMBOLS: Final = 12
-"""Numbers of bits of a difference of DC coefficients, in baseline files (ITU T.81, table F.1)."""
 _LONGEST_CODE: Final = 16
 _BLOCK_BYTES: Final = 128
+# JMSG_LENGTH_MAX.
 _MESSAGE_BYTES: Final = 200
-"""JMSG_LENGTH_MAX."""
 _MOST_WARNINGS: Final = 10
+# CPU seconds for a file; then the system ends this process.
 _MOST_CPU_S: Final = 60
-"""CPU seconds for a file; then the system ends this process."""
+# Most pixels of a decoded file; Pillow refuses more.
 _MOST_PIXELS: Final = 178_956_970
-"""Most pixels of a decoded file; Pillow refuses more."""
+# A file is checked at 1/8, where a block is one pixel, and needs little memory. libjpeg decodes
+# the codes of all coefficients at every scale (jdhuff.c), and no later step has a warning.
 _SCALE: Final = 8
-"""A file is checked at 1/8, where a block is one pixel, and needs little memory. libjpeg decodes
-the codes of all coefficients at every scale (jdhuff.c), and no later step has a warning."""
 
 
 def _layout(size: int, /, **fields: tuple[int, Any]) -> tuple[tuple[str, Any], ...]:
@@ -80,8 +80,8 @@ class _Table(ctypes.Structure):
     )
 
 
+# Of Huffman codes: how many have each length, and their symbols, the shortest first.
 _Tables: Final = ctypes.POINTER(_Table) * 4
-"""Of Huffman codes: how many have each length, and their symbols, the shortest first."""
 
 
 class _Component(ctypes.Structure):
@@ -226,7 +226,7 @@ class Libjpeg:
         """Code with the tables of the file itself, each component with its own.
 
         AC coefficients need no others; DC coefficients at the start of an interval may need codes
-        that are missing, and get long ones.
+        that are missing: a number of bits that has none gets one of the greatest length.
         """
         for ours, theirs in (
             (compress.dc_tables, source.dc_tables),
@@ -239,57 +239,43 @@ class Libjpeg:
                     ctypes.memmove(ours[place], original, _Table.sent_table.offset)
         for number in range(source.num_components):
             compress.components[number].tables = source.components[number].tables
-        for table in compress.dc_tables:
-            if table:
-                _complete(table.contents)
+        for place in compress.dc_tables:
+            if place:
+                table = place.contents
+                count = sum(table.counts)
+                missing = sorted({*range(_DC_SYMBOLS)} - {*table.symbols[:count]})
+                table.symbols[count : count + len(missing)] = missing
+                table.counts[_LONGEST_CODE] += len(missing)
 
     def _is_equal(self, content: bytes, source: Any, coefficients: Any) -> bool:
-        """Whether a file has the coefficients of the original and decodes to the same pixels."""
         written = self._opened(content)
         at = ctypes.byref(written)
         found = self._lib.jpeg_read_coefficients(at)
-        is_equal = (
-            not self._warnings
-            and _frame(written) == _frame(source)
-            and all(
-                self._has_equal_blocks(number, (written, found), (source, coefficients))
-                for number in range(source.num_components)
+        is_equal = not self._warnings and _frame(written) == _frame(source)
+        for number in range(source.num_components if is_equal else 0):
+            # Without the blocks that only fill up a component's last MCUs.
+            component = written.components[number]
+            row_bytes = component.width_in_blocks * _BLOCK_BYTES
+            (ours, *in_ours), (theirs, *in_theirs) = (
+                (of.memory.contents.access_virt_barray, ctypes.addressof(of), array[number])
+                for of, array in ((written, found), (source, coefficients))
             )
-        )
+            for row in range(component.height_in_blocks):
+                one, other = ours(*in_ours, row, 1, 0), theirs(*in_theirs, row, 1, 0)
+                if self._compare(one[0], other[0], row_bytes):
+                    is_equal = False
         self._lib.jpeg_destroy(at)
         return is_equal
 
-    def _has_equal_blocks(self, number: int, *both: tuple[Any, Any]) -> bool:
-        """Blocks of a component, without those that only fill up its last MCUs."""
-        component = both[0][0].components[number]
-        row_bytes = component.width_in_blocks * _BLOCK_BYTES
-        (ours, *in_ours), (theirs, *in_theirs) = (
-            (of.memory.contents.access_virt_barray, ctypes.addressof(of), array[number])
-            for of, array in both
-        )
-        for row in range(component.height_in_blocks):
-            one, other = ours(*in_ours, row, 1, 0), theirs(*in_theirs, row, 1, 0)
-            if self._compare(one[0], other[0], row_bytes):
-                return False
-        return True
-
 
 def _frame(file: Any) -> tuple[Any, ...]:
-    """Everything except the coefficients that decides the pixels."""
+    # Everything except the coefficients that decides the pixels.
     components = [file.components[number] for number in range(file.num_components)]
     return (
         tuple(file.size),
         file.color_space,
         [(c.id, c.across, c.down, bytes(c.quantization.contents)) for c in components],
     )
-
-
-def _complete(table: _Table) -> None:
-    """Give a code of the greatest length to each number of bits that has none."""
-    count = sum(table.counts)
-    missing = sorted({*range(_DC_SYMBOLS)} - {*table.symbols[:count]})
-    table.symbols[count : count + len(missing)] = missing
-    table.counts[_LONGEST_CODE] += len(missing)
 
 
 def serve(library: Libjpeg, requests: BinaryIO, answers: BinaryIO) -> None:

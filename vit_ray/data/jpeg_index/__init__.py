@@ -1,1 +1,0 @@
-"""Restart markers in JPEG files, and the index by which single crops of them are read."""

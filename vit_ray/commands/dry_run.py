@@ -18,7 +18,6 @@ from vit_ray.commands.plan import (
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import ModelConfig
 from vit_ray.data.tasks import clock
-from vit_ray.experiments.branching import branch_step
 from vit_ray.experiments.search_space import (
     final_recipe,
     point_name,
@@ -28,7 +27,7 @@ from vit_ray.experiments.search_space import (
     trial_recipe,
 )
 from vit_ray.experiments.study import in_groups
-from vit_ray.experiments.study_cells import Cell, study_cells, study_of, task_recipe
+from vit_ray.experiments.study_cells import Cell, branch_step, study_cells, study_of, task_recipe
 from vit_ray.launch.resolved_run import check_batch
 from vit_ray.training.memory_estimate import (
     estimate_memory,

@@ -16,7 +16,7 @@ from vit_ray.config.recorded_recipe import KIND, PARENT_TAG, RUN_FOLDER
 from vit_ray.config.secrets import redact
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.config.validation import validated
-from vit_ray.tracking.safe_address import redact_uri, safe_uri
+from vit_ray.tracking.store_requests import redact_uri, safe_uri
 from vit_ray.tracking.tracker import replay
 
 if TYPE_CHECKING:

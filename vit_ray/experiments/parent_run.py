@@ -17,7 +17,7 @@ from vit_ray.launch.run_record import OpenRun, open_record
 from vit_ray.launch.terminal import shown_progress, stopping_on_signals
 from vit_ray.ray_internals import start_data_actors
 from vit_ray.storage import locate
-from vit_ray.tracking.safe_address import redact_uri
+from vit_ray.tracking.store_requests import redact_uri
 
 if TYPE_CHECKING:
     from vit_ray.report.page import Written

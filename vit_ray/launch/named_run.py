@@ -39,8 +39,7 @@ from vit_ray.config.validation import NAME, validated
 from vit_ray.launch.resolved_run import ResolvedRun, resolve_run
 from vit_ray.lock import is_lock_file
 from vit_ray.storage import Location, locate
-from vit_ray.tracking.request_limits import limited_requests
-from vit_ray.tracking.safe_address import redact_uri, safe_uri
+from vit_ray.tracking.store_requests import limited_requests, redact_uri, safe_uri
 from vit_ray.training.steps import lr_at
 
 logger = logging.getLogger(__name__)

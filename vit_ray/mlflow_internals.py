@@ -1,8 +1,8 @@
 """Every private name of MLflow that this project uses, in one file.
 
 Each is here because no public name of MLflow 3.17 works instead; a test finds every one. MLflow is
-imported by the functions, not with this file: `tracking/mlflow_api.py` imports it without what it
-does not need.
+imported by the functions, not with this file: `tracking/mlflow_client.py` imports it without what
+it does not need.
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ from vit_ray.launch.run_metadata import (
     training_cost,
 )
 from vit_ray.tracking.metrics_log import RunOpening
-from vit_ray.tracking.models import log_models, recorded_models
-from vit_ray.tracking.tracker import Tracker
+from vit_ray.tracking.tracker import Tracker, log_models, recorded_models
 
 ACCURACIES = {0.003: 0.913, 0.01: 0.953, 0.03: 0.967, 0.1: 0.96}
 """Top-1 on the dev split by learning rate."""

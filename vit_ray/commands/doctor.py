@@ -101,7 +101,7 @@ def _ray(_: Recipe) -> str:
 
 def _mlflow(recipe: Recipe) -> str:
     from vit_ray.tracking.mlflow_client import asking, refuse_deleted
-    from vit_ray.tracking.safe_address import safe_uri
+    from vit_ray.tracking.store_requests import safe_uri
 
     uri = recipe.tracking.uri
     file = sqlite_file(uri)

@@ -19,19 +19,29 @@ from ray import tune
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import StudyConfig, StudyTask
 from vit_ray.config.validation import errors_of
-from vit_ray.experiments.branching import begin_branch, branch_step, with_kept_steps
-from vit_ray.experiments.parent_run import open_parent, page_of
 from vit_ray.experiments.search_space import points_of
 from vit_ray.experiments.study_cells import (
     Cell,
     CellResult,
+    begin_branch,
+    branch_step,
     key_of_the_cell,
     study_cells,
     study_of,
     task_recipe,
+    with_kept_steps,
 )
 from vit_ray.experiments.sweep import checked_steps, fine_tune
-from vit_ray.experiments.trials import METRIC, STEP, Context, OpenParent, Outcome, run_trials
+from vit_ray.experiments.trials import (
+    METRIC,
+    STEP,
+    Context,
+    OpenParent,
+    Outcome,
+    open_parent,
+    page_of,
+    run_trials,
+)
 from vit_ray.launch.inputs.streams import resolve_run
 from vit_ray.launch.open_record import add_to_ended
 from vit_ray.launch.run_metadata import NOTE, description

@@ -27,7 +27,6 @@ from ray.tune.search.basic_variant import BasicVariantGenerator
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.data.dev_split import dev_split
-from vit_ray.experiments.parent_run import open_parent, page_of
 from vit_ray.experiments.search_space import (
     REDUCTION,
     Point,
@@ -51,6 +50,8 @@ from vit_ray.experiments.trials import (
     OpenParent,
     Outcome,
     deciding_metric,
+    open_parent,
+    page_of,
     run_trials,
 )
 from vit_ray.launch.cluster.cluster_checks import check_batch

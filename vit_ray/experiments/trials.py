@@ -1,9 +1,11 @@
-"""Trainings as trials of Ray Tune: a trial is a training in a thread of its own process.
+"""Trainings as trials of Ray Tune, and the run of a sweep or study whose child runs they are.
 
-The training continues from its own checkpoints and returns at once if it has finished, so Tune
-keeps no checkpoints: a trial that starts again repeats nothing.
+A trial is a training in a thread of its own process. The training continues from its own
+checkpoints and returns at once if it has finished, so Tune keeps no checkpoints: a trial that
+starts again repeats nothing.
 """
 
+import contextlib
 import logging
 import math
 import os
@@ -11,9 +13,9 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import ray
 import ray.util
@@ -21,15 +23,26 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray import tune
 
 from vit_ray.config import Recipe
-from vit_ray.launch.cluster.connection import ClusterShape, mark_private
+from vit_ray.config.validation import errors_of
+from vit_ray.launch.cluster.cluster_checks import check_cluster
+from vit_ray.launch.cluster.connection import ClusterShape, connect, mark_private
+from vit_ray.launch.inputs.shared_files import check_shared, paths_of
+from vit_ray.launch.inputs.streams import ResolvedRun
 from vit_ray.launch.model_checks import Kind
-from vit_ray.launch.open_record import OpenRun
+from vit_ray.launch.open_record import OpenRun, open_record
+from vit_ray.launch.progress_display import shown_progress
 from vit_ray.launch.run import Following, train
-from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.launch.run_lock import lock_run
+from vit_ray.launch.stopping import RunStoppedError, stopping_on_signals
 from vit_ray.launch.workers import RunDivergedError
 from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1
 from vit_ray.outcomes import TrialState
+from vit_ray.ray_internals import start_data_actors
 from vit_ray.storage import locate
+from vit_ray.tracking.store_requests import redact_uri
+
+if TYPE_CHECKING:
+    from vit_ray.report.page import Written
 
 METRIC: Final = "top1"
 """Decides: the accuracy with averaged weights if the recipe averages."""
@@ -39,6 +52,10 @@ MOST_RESTARTS: Final = 3
 STOPPED_S: Final = 1.0
 """Time between two steps of a trial whose training was stopped, until Tune ends the trial."""
 STOPPED_EARLY: Final = "stopped early: other trials are better on the dev split"
+FLUSH_S: Final = 20.0
+"""Longest wait until MLflow has the metrics that the page shows."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -156,8 +173,6 @@ def deciding_metric(recipe: Recipe) -> str:
     """The accuracy that selects a point and is the result."""
     return EVAL_AVERAGED_TOP1 if recipe.train.averaging else EVAL_TOP1
 
-
-logger = logging.getLogger(__name__)
 
 Work = Callable[[dict[str, Any], Context], dict[str, Any]]
 """Trains what a trial's configuration names, and returns the trial's last result."""
@@ -350,3 +365,89 @@ def num_fitting(recipes: Iterable[Recipe], cluster: ClusterShape) -> int:
         return most_gpus <= cluster.num_gpus and most_cpus <= cluster.num_cpus
 
     return max(filter(fits, range(1, len(gpus) + 1)), default=1)
+
+
+@contextlib.contextmanager
+def open_parent(
+    recipe: Recipe,
+    kind: str,
+    resolved: ResolvedRun,
+    total_steps: int,
+    *,
+    continues: bool = False,
+    trainings: Sequence[Recipe] = (),
+    under: OpenRun | None = None,
+    tags: dict[str, str] | None = None,
+    varied: Collection[str] = (),
+) -> Iterator[OpenParent]:
+    """Inside this block hold a parent run's folder, record it, and show its children's progress.
+
+    Args:
+        resolved: describes the run: the recipe's own training, or the first of a grid.
+        total_steps: of all its children.
+        continues: some of its children have begun at an earlier start, whose run it continues.
+        trainings: all that may run under it; unset = like the recipe's own.
+        under: the study that this run is part of, which has checked its files; it shows this run's
+            progress, and forwards signals.
+        tags: of the run, in addition to those that every run has.
+        varied: as for `open_record`.
+
+    Raises:
+        ValueError: the cluster cannot hold the workers of a training, nodes do not see its files,
+            or another process holds the folder; nothing was started.
+    """
+    cluster = connect(recipe, *trainings)
+    if under is None:
+        for training in trainings or (recipe,):
+            is_own = training.workers == recipe.workers
+            with contextlib.nullcontext() if is_own else errors_of(training.name):
+                check_cluster(training, cluster)
+        read = {path: None for one in trainings or (recipe,) for path in paths_of(one)}
+        check_shared(cluster, read)
+        if not cluster.is_private:  # or they would end with the trial that needs them first
+            start_data_actors()
+    EndOnRequest.is_requested.clear()
+
+    def stop(reason: str) -> None:
+        run.record.request_stop(reason)
+        EndOnRequest.is_requested.set()
+
+    with (
+        lock_run(locate(recipe.run_folder)),
+        open_record(
+            recipe,
+            kind,
+            resolved,
+            cluster,
+            under,
+            continues=continues,
+            tags=tags,
+            varied=varied,
+        ) as run,
+        contextlib.nullcontext() if under else shown_progress(run.record, recipe.name, total_steps),
+        contextlib.nullcontext() if under else stopping_on_signals(stop),
+    ):
+        yield OpenParent(recipe, run, cluster)
+
+
+def page_of(parent: OpenParent) -> "Written | None":
+    """Write the page at the end of a long job, and keep it with the parent run; None while MLflow
+    is away: the job must not fail because of it, nor because of what draws the page.
+    """
+    recipe = parent.recipe
+    try:
+        if (run_id := parent.run_id) is None:
+            return None
+        # Here: the processes of trials import this module, and need neither MLflow nor charts.
+        from vit_ray.experiments.write_page import keep_page, write_page
+        from vit_ray.tracking.mlflow_client import asking
+
+        parent.run.record.flush(FLUSH_S)
+        with asking(recipe.tracking.uri) as client:
+            written = write_page(recipe, run_id)
+            keep_page(client, run_id, written)
+        return written
+    except Exception as error:
+        reason = redact_uri(str(error), recipe.tracking.uri).partition("\n")[0]
+        logger.warning("no report of %s: %s; `vit-ray report` can write it", recipe.name, reason)
+        return None

@@ -19,10 +19,17 @@ from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import VtabConfig, VtabTask
 from vit_ray.data.dataset import MANIFEST_FILE
-from vit_ray.experiments.parent_run import open_parent, page_of
 from vit_ray.experiments.search_space import point_text
 from vit_ray.experiments.sweep import check_in_turn, fine_tune, plan_sweep
-from vit_ray.experiments.trials import METRIC, STEP, Context, OpenParent, run_trials
+from vit_ray.experiments.trials import (
+    METRIC,
+    STEP,
+    Context,
+    OpenParent,
+    open_parent,
+    page_of,
+    run_trials,
+)
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.paper_comparison import Rows, in_percent
 from vit_ray.launch.prepared_run import PreparedRun, check_weights

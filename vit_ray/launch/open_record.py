@@ -32,9 +32,8 @@ from vit_ray.tracking.metrics_log import (
     lock_log,
     metrics_log_path,
 )
-from vit_ray.tracking.models import log_models_later
 from vit_ray.tracking.recorder import Recorder, start_recorder
-from vit_ray.tracking.tracker import Tracker
+from vit_ray.tracking.tracker import Tracker, log_models_later
 
 logger = logging.getLogger(__name__)
 

@@ -1,11 +1,14 @@
-"""MLflow's client: the schema created once, little logging; experiments and links to them."""
+"""MLflow's client: the schema created once, little logging; experiments and links to them.
+
+MLflow is imported here without what it does not need: as in mlflow-skinny, without pandas and
+SciPy, which take longer to import than everything else.
+"""
 
 import logging
 import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Final
 from urllib.parse import quote
 
@@ -18,6 +21,7 @@ from vit_ray.addresses import (
     require_store,
     sqlite_file,
 )
+from vit_ray.internals import hide_modules
 from vit_ray.metric_names import (
     DEV_TOP1,
     EVAL_TOP1,
@@ -36,9 +40,28 @@ from vit_ray.mlflow_internals import (
     scatter_chart,
     view_state,
 )
-from vit_ray.tracking.mlflow_api import Experiment, MlflowClient, MlflowException, Run
-from vit_ray.tracking.request_limits import limited_requests
-from vit_ray.tracking.safe_address import safe_uri, unusable
+from vit_ray.tracking.store_requests import limited_requests, safe_uri, unusable
+
+with hide_modules("pandas", "scipy"):
+    from mlflow.entities import (
+        Dataset,
+        DatasetInput,
+        Experiment,
+        InputTag,
+        Metric,
+        Param,
+        Run,
+        RunTag,
+    )
+    from mlflow.exceptions import MlflowException
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+    from mlflow.tracking import MlflowClient
+
+__all__ = [
+    "Dataset", "DatasetInput", "InputTag", "Metric", "MlflowClient", "MlflowException", "Param",
+    "Run", "RunTag", "SystemMetricsMonitor", "asking", "experiment_id", "found_runs", "open_client",
+    "page_hint", "refuse_deleted", "share_view",
+]  # fmt: skip
 
 _TAGS = {
     "mlflow.experimentKind": "custom_model_development",  # opens with its runs
@@ -73,7 +96,7 @@ def open_client(uri: str) -> MlflowClient:
     """A client that logs nothing; creates or upgrades a SQLite file.
 
     Under a lock: processes that create the schema of the same database at the same time make each
-    other fail. How long a request takes is up to `request_limits`.
+    other fail. How long a request takes is up to `store_requests`.
 
     Raises:
         TimeoutError: another process keeps the lock of the SQLite file for longer than `LOCK_S`.
@@ -92,7 +115,16 @@ def open_client(uri: str) -> MlflowClient:
         with FileLock(lock, LOCK_S):
             refuse_other_file(uri)
             if not path.is_file():
-                _make_store(path)
+                # Made beside, whole: nothing can open a file whose process died between two of
+                # MLflow's migrations.
+                beside = path.with_name(f"{path.name}.new")
+                shutil.rmtree(beside, ignore_errors=True)  # of a process that died
+                beside.mkdir()
+                new = beside / path.name
+                first = MlflowClient(f"sqlite:///{quote(str(new.absolute()))}")
+                first.search_experiments(max_results=1)  # the first query creates the schema
+                new.replace(path)
+                beside.rmdir()
             client = MlflowClient(absolute_uri(uri))
             client.search_experiments(max_results=1)  # upgrades an empty file
     except Timeout:
@@ -101,19 +133,6 @@ def open_client(uri: str) -> MlflowClient:
             f"`fuser {lock}` shows, or choose another tracking.uri"
         ) from None
     return client
-
-
-def _make_store(path: Path) -> None:
-    """Make the file beside, whole: nothing can open one whose process died between two of MLflow's
-    migrations.
-    """
-    beside = path.with_name(f"{path.name}.new")
-    shutil.rmtree(beside, ignore_errors=True)  # of a process that died
-    beside.mkdir()
-    made = f"sqlite:///{quote(str(beside.absolute() / path.name))}"
-    MlflowClient(made).search_experiments(max_results=1)  # the first query creates the schema
-    (beside / path.name).replace(path)
-    beside.rmdir()
 
 
 @contextmanager

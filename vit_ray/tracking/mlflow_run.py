@@ -30,9 +30,8 @@ from vit_ray.tracking.metrics_log import (
     MetricsLog,
     Record,
     metrics_log_path,
-    parent_run_of,
 )
-from vit_ray.tracking.mlflow_api import (
+from vit_ray.tracking.mlflow_client import (
     Dataset,
     DatasetInput,
     InputTag,
@@ -41,8 +40,6 @@ from vit_ray.tracking.mlflow_api import (
     Param,
     Run,
     RunTag,
-)
-from vit_ray.tracking.mlflow_client import (
     experiment_id,
     found_runs,
     open_client,
@@ -81,12 +78,11 @@ class RunWriter:
         """
         self._log, self._folder = log, log.path.parent.resolve()
         starts = list(log.records("start"))
+        # The start record of what is sent next: which group `eval/` is, and since when.
         self.opening = starts[0]
-        """The start record of what is sent next: which group `eval/` is, and since when."""
         self._newest = starts[-1]
         self._run_folder = str(self._newest["tags"].get(RUN_FOLDER, ""))
-        self._last: dict[str, Metric] | None = None
-        """The latest point of each key."""
+        self._last: dict[str, Metric] | None = None  # the latest point of each key
         self.client = open_client(uri)
         self._parent = self._find_parent(needs_parent=needs_parent)
         run = self._find(run_id) or self._create(uri, run_id)
@@ -95,8 +91,18 @@ class RunWriter:
         self.run_id: str = run.info.run_id
 
     def _find_parent(self, *, needs_parent: bool) -> str | None:
-        parent, is_child = parent_run_of(self._newest), self._newest["parent_log"]
-        if not is_child or (parent and self._active(parent)):
+        """MLflow's id of the sweep or study that the run is part of, if MLflow has it.
+
+        By the log of that run, which notes the id as soon as MLflow has it: so a child that starts
+        while MLflow is away is still attached to it. Until MLflow has the log's last start, the
+        noted run may be that of the folder's original.
+        """
+        if not self._newest["parent_log"]:
+            return None
+        log = MetricsLog(Path(self._newest["parent_log"]))
+        sent = log.read_sent()
+        parent = None if any(log.records("start", offset=sent.offset)) else sent.run_id
+        if parent and self._active(parent):
             return parent
         if needs_parent:
             raise RuntimeError("the run that it is part of is not there yet")

@@ -42,16 +42,17 @@ from vit_ray.training.schedule import cooldown_start
 
 PAPER_EPOCHS: Final = 7.0
 """Epochs of most rows of the paper's Table 3, on JFT-300M."""
+# Keys that a row sets through its other fields.
 _GIVEN_ELSEWHERE: Final = {
     "name": "label",
     "seed": "study.seeds",
     "data.fraction": "data_fractions",
     **{f"optim.{key}": key for key in ("epochs", "steps")},
 }
-"""Keys that a row sets through its other fields."""
+# Keys and sections that are the same for all cells, except for descriptions of their data.
 _COMMON: Final = ("output", "resume", "tracking", "storage", "study", "sweep", "vtab", "plan")
-"""Keys and sections that are the same for all cells, except for descriptions of their data."""
 _TOLD: Final = ("plan.num_images", "plan.num_classes")
+# Sections and keys of a task's recipe that come from the cell.
 _OF_THE_CELL: Final = (
     "name",
     "output",
@@ -62,13 +63,12 @@ _OF_THE_CELL: Final = (
     "workers",
     "resume",
 )
-"""Sections and keys of a task's recipe that come from the cell."""
+# Keys of the model that its weights need.
 _SIZES: Final = (
     "name", "depth", "width", "mlp_dim", "num_heads", "patch_size", "stages", "width_factor",
 )  # fmt: skip
-"""Keys of the model that its weights need."""
+# Options of the model that come from the task's recipe.
 _OF_PRETRAINING: Final = ("representation", "head_bias", "dropout", "stochastic_depth")
-"""Options of the model that come from the task's recipe."""
 
 
 logger = logging.getLogger(__name__)
@@ -116,12 +116,32 @@ def study_cells(recipe: Recipe) -> list[Cell]:
             unknown key, an impossible value or a model that does not exist, or two cells have the
             same name.
     """
-    study = study_of(recipe)
-    cells = [
-        cell
-        for place, row in enumerate(study.models)
-        for cell in _row_cells(recipe, study, row, f"study.models.{place} ({row.label!r})")
-    ]
+    study, cells = study_of(recipe), list[Cell]()
+    for place, row in enumerate(study.models):
+        where = f"study.models.{place} ({row.label!r})"
+        point = _row_point(row, where)
+        batch = with_point(recipe, point, where).train.global_batch_size
+        fractions = row.data_fractions or study.data_fractions or (1.0,)
+        seeds = row.seeds or study.seeds or (recipe.seed,)
+        lengths = row.lengths or study.lengths or [("epochs", PAPER_EPOCHS)]
+        label = re.sub(r"[^A-Za-z0-9._+]+", "-", row.label).strip("-")
+        for fraction, (unit, length), seed in itertools.product(fractions, lengths, seeds):
+            value = f"{length:g}" if isinstance(length, float) else str(length)
+            name = f"{recipe.name}-{label}-data{fraction:g}-{unit}{value}"
+            own = {unit: length}
+            if unit == "images":
+                own = {"steps": max(1, round(length / batch))}
+            changes: dict[str, Any] = {
+                "name": short_name(name + (f"-seed{seed}" if seed != recipe.seed else "")),
+                "seed": seed,
+                "data": {"fraction": fraction},
+                "optim": {"epochs": None, "steps": None, **own},
+                "study": None,
+            }
+            trained = with_point(recipe, point, where, **changes)
+            with errors_of(where):
+                check_model(trained)
+            cells.append(Cell(row.label, fraction, f"{value} {unit}", trained))
     _check_together(study, cells)
     return cells
 
@@ -134,36 +154,6 @@ def study_of(recipe: Recipe) -> StudyConfig:
     """
     hint = "study.models, a list of {label: ..., model: {name: ...}}"
     return require(recipe.study, "study", hint)
-
-
-def _row_cells(recipe: Recipe, study: StudyConfig, row: StudyModel, where: str) -> Iterator[Cell]:
-    point = _row_point(row, where)
-    batch = with_point(recipe, point, where).train.global_batch_size
-    fractions = row.data_fractions or study.data_fractions or (1.0,)
-    seeds = row.seeds or study.seeds or (recipe.seed,)
-    lengths = row.lengths or study.lengths or [("epochs", PAPER_EPOCHS)]
-    label = re.sub(r"[^A-Za-z0-9._+]+", "-", row.label).strip("-")
-    for fraction, (unit, length), seed in itertools.product(fractions, lengths, seeds):
-        value = f"{length:g}" if isinstance(length, float) else str(length)
-        name = f"{recipe.name}-{label}-data{fraction:g}-{unit}{value}"
-        changes: dict[str, Any] = {
-            "name": short_name(name + (f"-seed{seed}" if seed != recipe.seed else "")),
-            "seed": seed,
-            "data": {"fraction": fraction},
-            "optim": {"epochs": None, "steps": None, **_optim_length(unit, length, batch)},
-            "study": None,
-        }
-        cell = Cell(
-            row.label, fraction, f"{value} {unit}", with_point(recipe, point, where, **changes)
-        )
-        with errors_of(where):
-            check_model(cell.recipe)
-        yield cell
-
-
-def _optim_length(unit: str, length: float, batch: int) -> dict[str, float]:
-    """Keys of `optim` for a cell's length; images become whole steps."""
-    return {"steps": max(1, round(length / batch))} if unit == "images" else {unit: length}
 
 
 def _row_point(row: StudyModel, where: str) -> dict[str, Any]:
@@ -259,7 +249,10 @@ def task_recipe(cell: Cell, task: StudyTask) -> Recipe:
     }
     recipe = with_point(base, point, where, **changes)
     check_in_turn(recipe, where)
-    return recipe.with_changes(name=short_name(f"{recipe.name}-{_digest(recipe)}"))
+    # What is trained and evaluated, on any number of workers.
+    decides = {key: value for key, value in _decides(recipe).items() if key not in SIZES}
+    digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
+    return recipe.with_changes(name=short_name(f"{recipe.name}-{digest}"))
 
 
 def _decides(recipe: Recipe) -> dict[str, Any]:
@@ -267,13 +260,6 @@ def _decides(recipe: Recipe) -> dict[str, Any]:
     flat = recipe.flat()
     measured = {key: flat[key] for key in TAGGED if key not in unused_keys(flat)}
     return {**trained_params(recipe), **measured}
-
-
-def _digest(recipe: Recipe) -> str:
-    """Of what is trained and evaluated, on any number of workers."""
-    decides = {key: value for key, value in _decides(recipe).items() if key not in SIZES}
-    text = json.dumps(decides, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def key_of_the_cell(point: Mapping[str, Any]) -> str | None:

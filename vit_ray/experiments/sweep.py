@@ -131,9 +131,8 @@ class Trainings:
     def __call__(self, config: dict[str, Any], context: Context) -> dict[str, Any]:
         """Try the point of a configuration; with a seed, which only retrainings have, retrain."""
         point, seed = point_of(config, sweep_of(self.recipe)), config.get("seed")
-        if seed is None:
-            return asdict(self.trial(point, context))
-        return asdict(self.final(point, seed, context))
+        is_trial = seed is None
+        return asdict(self.trial(point, context) if is_trial else self.final(point, seed, context))
 
     def trial(self, point: Point, context: Context) -> Outcome:
         """Train at a point without the dev split."""
@@ -302,7 +301,13 @@ def sweep(
         raise RunFailedError(f"retraining with {point_text(chosen.point)} failed: {why}")
     table = training_table(recipe, [one.top1 for one in found])
     swept = SweepResult(rows, chosen.point, found, parent.run_id, record.hint(), table)
-    sentence = sweep_sentence(swept) + (f". {RESTARTED}" if is_restarted else "")
+    seeds = f" (mean of {len(found)} seeds)" if len(found) > 1 else ""
+    sentence = (
+        f"Of {len(rows)} trials, {point_text(chosen.point)} won (dev {chosen.outcome.top1:.2%}); "
+        f"test {swept.mean:.2%}{seeds}"
+    )
+    if is_restarted:
+        sentence += f". {RESTARTED}"
     record.tag(NOTE, description(recipe, plan.resolved, record.command, sentence))
     record.results(0, sweep_metrics(swept, deciding_metric(recipe)))
     return swept
@@ -383,11 +388,14 @@ def checked_steps(recipe: Recipe, num_images: int) -> int:
 def tune_trials(plan: SweepPlan, parent: OpenParent) -> list[Row]:
     """The points' trials by Ray Tune, in their order; of a search as it has proposed them."""
     config, points = plan.config, plan.points
-    has_memory = config.search == "optuna"  # of this space alone
+    stage, has_memory = "trials", config.search == "optuna"
+    if has_memory:  # of this space alone
+        text = json.dumps(config.model_dump(mode="json"), sort_keys=True)
+        stage += f"-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     ended = run_trials(
         plan.trainings({}),
         parent,
-        f"trials-{_digest(config)}" if has_memory else "trials",
+        stage,
         plan.trials,
         space=tune_space(config),
         max_concurrent=config.max_concurrent,
@@ -446,11 +454,6 @@ def _scheduler(config: SweepConfig, max_steps: int) -> ASHAScheduler | None:
     )
 
 
-def _digest(config: SweepConfig) -> str:
-    text = json.dumps(config.model_dump(mode="json"), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
 def best_row(rows: list[Row]) -> Row:
     """The trial with the highest accuracy of those that reached their end; of equal ones the first.
 
@@ -463,14 +466,6 @@ def best_row(rows: list[Row]) -> Row:
         why = errors[0] if errors else "its accuracy is not a number"
         raise RunFailedError(f"every trial failed; the first: {why}")
     return max(measured, key=lambda row: row.outcome.top1)
-
-
-def sweep_sentence(outcome: SweepResult) -> str:
-    """What was tried, what was selected, and what it reached."""
-    won, dev = point_text(outcome.best), best_row(outcome.rows).outcome.top1
-    seeds = f" (mean of {len(outcome.finals)} seeds)" if len(outcome.finals) > 1 else ""
-    tried = f"Of {len(outcome.rows)} trials, {won} won (dev {dev:.2%})"
-    return f"{tried}; test {outcome.mean:.2%}{seeds}"
 
 
 def sweep_metrics(outcome: SweepResult, metric: str) -> dict[str, float]:

@@ -181,31 +181,38 @@ Work = Callable[[dict[str, Any], Context], dict[str, Any]]
 class Trial(tune.Trainable):
     """A small driver: its thread trains, its steps are evaluations, its end is a checkpoint.
 
-    A function that Tune runs would be killed in the middle, with its workers' places kept.
+    A function that Tune runs would be killed in the middle, with its workers' places kept. Its
+    process may be used again for another trial, which saves the start of a process.
     """
 
     def setup(  # type: ignore[override]
         self, config: dict[str, Any], work: Work, parent: OpenRun, is_private: bool
     ) -> None:
-        """Start to train; `is_private`: only this driver uses the cluster."""
+        """`is_private`: only this driver uses the cluster."""
         if is_private:
             mark_private()
+        self._work, self._parent = work, parent
+        self._thread: threading.Thread | None = None
         self._warnings: list[str] = []
-        kept = logging.Handler(logging.WARNING)  # the output of a trial's process is not shown
-        kept.emit = lambda record: self._warnings.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("vit_ray").addHandler(kept)
-        self._reports: queue.Queue[dict[str, Any] | Exception | None] = queue.Queue()
-        self._last: dict[str, Any] = {STEP: 0, METRIC: math.nan}
-        self._stop = threading.Event()
-        context = Context(parent, self._stop, self._report)
-        self._thread = threading.Thread(target=self._train, args=(work, config, context))
-        self._thread.start()
+        handler = logging.Handler(logging.WARNING)  # the output of a trial's process is not shown
+        handler.emit = lambda record: self._warnings.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("vit_ray").addHandler(handler)
 
     def step(self) -> dict[str, Any]:
         """Step and deciding metric of the next evaluation, or the last result.
 
-        A trial that was stopped on request repeats its last one: Tune must not take it for ended.
+        The first starts to train: Tune does not start a trial again whose process dies while it is
+        set up or reset. A trial that was stopped on request repeats its last result: Tune must not
+        take it for ended.
         """
+        if self._thread is None:
+            self._warnings.clear()
+            self._reports: queue.Queue[dict[str, Any] | Exception | None] = queue.Queue()
+            self._last: dict[str, Any] = {STEP: 0, METRIC: math.nan}
+            self._stop = threading.Event()
+            context = Context(self._parent, self._stop, self._report)
+            self._thread = threading.Thread(target=self._train, args=(context,))
+            self._thread.start()
         report = self._reports.get()  # no limit: train.step_timeout_s ends a training that hangs
         if report is None:
             self._reports.put(None)
@@ -218,12 +225,19 @@ class Trial(tune.Trainable):
 
     def cleanup(self) -> None:
         """Ask the training for a checkpoint, and wait for its end."""
-        self._stop.set()
-        self._thread.join()  # no limit: Tune's own 600 s
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join()  # no limit: Tune's own 600 s
+            self._thread = None
 
-    def _train(self, work: Work, config: dict[str, Any], context: Context) -> None:
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """Get ready for another trial in this process."""
+        self.cleanup()
+        return True
+
+    def _train(self, context: Context) -> None:
         try:
-            result = work(config, context)
+            result = self._work(self.config, context)
             self._reports.put({**result, "warnings": "\n".join(self._warnings), "done": True})
         except RunStoppedError:
             self._reports.put(None)
@@ -320,6 +334,7 @@ def run_trials(
                 search_alg=search_alg,
                 scheduler=scheduler,
                 max_concurrent_trials=max_concurrent or num_fitting(recipes, parent.cluster),
+                reuse_actors=scheduler is None,  # ASHA stops trials while they train
             ),
             run_config=tune.RunConfig(
                 name=name,

@@ -155,7 +155,6 @@ def in_groups(study: StudyConfig, planned: Sequence[Planned]) -> list[list[Plann
 
 
 def _run_cells(planned: list[Planned], parent: OpenParent) -> list[CellResult]:
-    """All cells, in the order of the grid."""
     study = study_of(parent.recipe)
     groups = {group[0][0].name: group for group in in_groups(study, planned)}
     ended = run_trials(
@@ -183,20 +182,16 @@ def _train_group(
     """
     trunk, *branches = groups[config["cell"]]
     kept = with_kept_steps(trunk[0], [branch_step(cell, steps) for cell, steps in branches])
-    outcome = context.train(kept.recipe, "study_cell", _tags(trunk[0]))
+    tags = {"vit_ray.study_label": trunk[0].label}
+    outcome = context.train(kept.recipe, "study_cell", tags)
     cells = {trunk[0].name: _with_transfers(study, trunk, outcome, "", context)}
     for cell, steps in branches:
         branched_from = begin_branch(cell, trunk[0], branch_step(cell, steps))
         if branched_from:
             context.parent.record.event(EventKind.BRANCH, f"{cell.name}: {branched_from}", 0)
-        of_branch = context.alone.train(cell.recipe, "study_cell", _tags(cell))
-        found = _with_transfers(study, (cell, steps), of_branch, branched_from, context)
-        cells[cell.name] = found
+        of_branch = context.alone.train(cell.recipe, "study_cell", tags)
+        cells[cell.name] = _with_transfers(study, (cell, steps), of_branch, branched_from, context)
     return {STEP: outcome.step, METRIC: outcome.top1, "cells": cells}
-
-
-def _tags(cell: Cell) -> dict[str, str]:
-    return {"vit_ray.study_label": cell.label}
 
 
 def _with_transfers(

@@ -204,15 +204,15 @@ def _check_together(study: StudyConfig, cells: list[Cell]) -> None:
                 f"{other.name!r} and {cell.name!r} would train the same; remove one of them, or "
                 "change it"
             )
-    for cell in cells:
+    for cell in cells if study.branch else ():
         schedule = cell.recipe.optim.schedule
-        if study.branch and schedule != "cooldown":
+        if schedule != "cooldown":
             raise ValueError(
                 f"study.branch=true: cell {cell.name!r} has optim.schedule={schedule}, with which "
                 "a shorter run does not equal the start of a longer one; set "
                 "optim.schedule=cooldown"
             )
-        if study.branch and cell.recipe.keeps_best:
+        if cell.recipe.keeps_best:
             raise ValueError(
                 f"study.branch=true: cell {cell.name!r} keeps its best evaluation, which may be "
                 "before the branch; turn off checkpoint.keep_best and train.early_stopping"

@@ -210,7 +210,10 @@ class Trial(tune.Trainable):
             self._reports: queue.Queue[dict[str, Any] | Exception | None] = queue.Queue()
             self._last: dict[str, Any] = {STEP: 0, METRIC: math.nan}
             self._stop = threading.Event()
-            context = Context(self._parent, self._stop, self._report)
+            put = self._reports.put
+            context = Context(
+                self._parent, self._stop, lambda step, top1: put({STEP: step, METRIC: top1})
+            )
             self._thread = threading.Thread(target=self._train, args=(context,))
             self._thread.start()
         report = self._reports.get()  # no limit: train.step_timeout_s ends a training that hangs
@@ -243,9 +246,6 @@ class Trial(tune.Trainable):
             self._reports.put(None)
         except Exception as error:
             self._reports.put(error)
-
-    def _report(self, step: int, top1: float) -> None:
-        self._reports.put({STEP: step, METRIC: top1})
 
 
 class EndOnRequest(tune.Callback):

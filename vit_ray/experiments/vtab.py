@@ -165,7 +165,10 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
         ) as parent:
             rows, record = _run_tasks(recipe, resolved, parent), parent.run.record
             record.results(0, vtab_metrics(rows))
-            record.tag(NOTE, description(recipe, shown, record.command, vtab_sentence(rows)))
+            tops = [row.top1 for row in rows if row.top1 is not None]
+            mean = f"; their mean is {statistics.fmean(tops):.2%}" if tops else ""
+            sentence = f"Of {len(rows)} tasks, {len(tops)} have an accuracy{mean}"
+            record.tag(NOTE, description(recipe, shown, record.command, sentence))
             is_papers = (recipe.model.name, recipe.paper.pretraining) in PAPER_MODELS
             table = vtab_table(rows, is_papers)
             written = page_of(parent)
@@ -248,50 +251,37 @@ def vtab_metrics(rows: Sequence[TaskResult]) -> dict[str, float]:
     return {**first, **found, VTAB_NUM_TASKS: float(len(tops))}
 
 
-def vtab_sentence(rows: Sequence[TaskResult]) -> str:
-    """How many tasks have an accuracy, and its mean."""
-    tops = [row.top1 for row in rows if row.top1 is not None]
-    mean = f"; their mean is {statistics.fmean(tops):.2%}" if tops else ""
-    return f"Of {len(rows)} tasks, {len(tops)} have an accuracy{mean}"
-
-
 def vtab_table(rows: Sequence[TaskResult], is_papers_model: bool) -> Rows:
     """Tasks and means, ours and those of the paper's Table 9.
 
     A row is labelled `data` if every accuracy is of a task of VTAB-1k, by its name and its 1,000
     images, and of a model and a pre-training that the paper has; all others are `proxy`.
     """
-    lines: Rows = [
-        {
-            "task": row.task.name, "group": row.task.group, "images": row.num_images,
-            **_accuracies([row]), "deviation %": in_percent(row.deviation), "chosen": row.chosen,
-            "label": _label([row], is_papers_model), "note": row.error,
-        }
-        for row in rows
-    ]  # fmt: skip
-    means: Rows = [
-        {
-            **dict.fromkeys(lines[0], ""), "task": mean if mean == "mean" else f"mean of {mean}",
-            **_accuracies(its), "label": _label(its, is_papers_model),
-        }
-        for mean, its in rows_of_means(rows).items()
-    ]  # fmt: skip
-    return [*lines, *means]
-
-
-def _accuracies(rows: Sequence[TaskResult]) -> dict[str, float | None]:
-    """Means of ours and of the paper's models over some tasks, by column, in percent."""
-    tops = [row.top1 for row in rows if row.top1 is not None]
-    places = [VTAB_TASKS.index(row.task.name) for row in rows if row.task.name in VTAB_TASKS]
-    papers = {
-        f"paper: {name} %": statistics.fmean(values[place] for place in places) if places else None
-        for name, values in TABLE_9.items()
-    }
-    return {"ours, top-1 %": in_percent(statistics.fmean(tops) if tops else None), **papers}
-
-
-def _label(rows: Sequence[TaskResult], is_papers_model: bool) -> str:
-    if any(row.top1 is None for row in rows):
-        return ""
-    is_data = all(row.task.name in VTAB_TASKS and row.num_images == NUM_IMAGES for row in rows)
-    return "data" if is_data and is_papers_model else "proxy"
+    groups = [(row.task.name, [row]) for row in rows]
+    for mean, of_mean in rows_of_means(rows).items():
+        groups.append((mean if mean == "mean" else f"mean of {mean}", of_mean))
+    table: Rows = []
+    for name, group in groups:
+        tops = [row.top1 for row in group if row.top1 is not None]
+        known = [row for row in group if row.task.name in VTAB_TASKS]
+        label = "proxy"
+        if len(tops) < len(group):
+            label = ""
+        elif is_papers_model and [row.num_images for row in known] == [NUM_IMAGES] * len(group):
+            label = "data"
+        line: dict[str, Any] = {
+            "task": name, "group": "", "images": "",
+            "ours, top-1 %": in_percent(statistics.fmean(tops) if tops else None),
+        }  # fmt: skip
+        for model, values in TABLE_9.items():
+            papers = [values[VTAB_TASKS.index(row.task.name)] for row in known]
+            line[f"paper: {model} %"] = statistics.fmean(papers) if papers else None
+        line |= {"deviation %": "", "chosen": "", "label": label, "note": ""}
+        if len(table) < len(rows):  # a task, not a mean
+            (row,) = group
+            line |= {
+                "group": row.task.group, "images": row.num_images,
+                "deviation %": in_percent(row.deviation), "chosen": row.chosen, "note": row.error,
+            }  # fmt: skip
+        table.append(line)
+    return table

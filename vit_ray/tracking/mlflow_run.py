@@ -84,8 +84,16 @@ class RunWriter:
         self._run_folder = str(self._newest["tags"].get(RUN_FOLDER, ""))
         self._last: dict[str, Metric] | None = None  # the latest point of each key
         self.client = open_client(uri)
-        self._parent = self._find_parent(needs_parent=needs_parent)
-        run = self._find(run_id) or self._create(uri, run_id)
+        places = {
+            RUN_FOLDER: self._run_folder, PARENT_TAG: self._find_parent(needs_parent=needs_parent)
+        }  # fmt: skip
+        self._places = {key: place for key, place in places.items() if place}
+        run = self._find(run_id) or self.client.create_run(
+            experiment_id(self.client, uri, self.opening["experiment"]),
+            start_time=self.opening["time_ms"],
+            tags={ORIGIN: run_id or self.opening["opening"], **self._places},
+            run_name=self.opening["run_name"],
+        )
         experiment, kind = str(run.info.experiment_id), str(self._newest["tags"].get(KIND, ""))
         self.hint = page_hint(uri, experiment, share_view(self.client, experiment, kind))
         self.run_id: str = run.info.run_id
@@ -107,20 +115,6 @@ class RunWriter:
         if needs_parent:
             raise RuntimeError("the run that it is part of is not there yet")
         return None
-
-    def _create(self, uri: str, run_id: str | None) -> Run:
-        first = self.opening
-        tags = {ORIGIN: run_id or first["opening"]}
-        if self._run_folder:
-            tags[RUN_FOLDER] = self._run_folder
-        if self._parent:
-            tags[PARENT_TAG] = self._parent
-        return self.client.create_run(
-            experiment_id(self.client, uri, first["experiment"]),
-            start_time=first["time_ms"],
-            tags=tags,
-            run_name=first["run_name"],
-        )
 
     def _find(self, run_id: str | None) -> Run | None:
         run = self._active(run_id) if run_id else None
@@ -208,10 +202,7 @@ class RunWriter:
         awaited = record["awaited_metric"]
         if awaited and awaited not in run.data.metrics:
             self.client.log_metric(self.run_id, awaited, math.nan, record["time_ms"], 0)
-        if self._parent:
-            tags[PARENT_TAG] = self._parent
-        if self._run_folder:  # the folder may have been moved, or be a copy
-            tags[RUN_FOLDER] = self._run_folder
+        tags |= self._places  # the folder may have been moved, or be a copy
         if "vit_ray.git_commit" in tags:
             tags["mlflow.source.git.commit"] = tags["vit_ray.git_commit"]
         self._tag(tags)

@@ -149,16 +149,16 @@ def errors_of_point(recipe: Recipe, point: Point) -> AbstractContextManager[None
 def _drawn(config: SweepConfig) -> list[Point]:
     """Different points, drawn by Tune; a smaller number of trials takes the first of them."""
     assert config.num_trials is not None
-    random, found = np.random.RandomState(config.seed), dict[str, Point]()
+    random, points = np.random.RandomState(config.seed), dict[str, Point]()
     domains = tune_space(config)
     for _ in range(_DRAWS * config.num_trials):
         drawn = {key: domain.sample(random_state=random) for key, domain in domains.items()}
         point = point_of(drawn, config)
-        found.setdefault(point_name(point), point)
-        if len(found) == config.num_trials:
-            return list(found.values())
+        points.setdefault(point_name(point), point)
+        if len(points) == config.num_trials:
+            return list(points.values())
     raise ValueError(
-        f"sweep.space has {len(found)} different points and sweep.num_trials is "
+        f"sweep.space has {len(points)} different points and sweep.num_trials is "
         f"{config.num_trials}; list more values, widen the ranges, or lower sweep.num_trials"
     )
 

@@ -166,8 +166,8 @@ def _run_cells(planned: list[Planned], parent: OpenParent) -> list[CellResult]:
         max_concurrent=study.max_concurrent,
     )
     lost: dict[str, Any] = {"metrics": {}, "run_id": None, "error": ended.lost.error}
-    found = {name: one for result in ended.results for name, one in result["cells"].items()}
-    return [CellResult(cell, **found.get(cell.name, lost)) for cell, _ in planned]
+    trained = {name: fields for result in ended.results for name, fields in result["cells"].items()}
+    return [CellResult(cell, **trained.get(cell.name, lost)) for cell, _ in planned]
 
 
 def _train_group(
@@ -206,11 +206,11 @@ def _with_transfers(
     metrics, errors = dict(outcome.metrics), [outcome.first_line] if outcome.error else []
     for task in () if errors else study.transfer:
         try:
-            metrics |= (found := _transfer(cell, task, context))
+            metrics |= (measured := _transfer(cell, task, context))
             if keys <= metrics.keys():
                 mean = {TRANSFER_MEAN_TOP1: statistics.fmean(metrics[key] for key in keys)}
-                metrics, found = metrics | mean, found | mean
-            add_to_ended(cell.recipe, outcome.run_id, found, context.parent)
+                metrics, measured = metrics | mean, measured | mean
+            add_to_ended(cell.recipe, outcome.run_id, measured, context.parent)
         except RunStoppedError:
             raise
         except Exception as error:

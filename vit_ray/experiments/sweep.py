@@ -295,13 +295,13 @@ def sweep(
     rows = trials()
     chosen = best_row(rows)
     record.tag("vit_ray.best_trial_checkpoint", chosen.outcome.checkpoint)
-    found = finals(chosen.point)
-    if failed := [one for one in found if not one.is_measured]:
+    retrained = finals(chosen.point)
+    if failed := [outcome for outcome in retrained if not outcome.is_measured]:
         why = failed[0].error or "it has no accuracy"
         raise RunFailedError(f"retraining with {point_text(chosen.point)} failed: {why}")
-    table = training_table(recipe, [one.top1 for one in found])
-    swept = SweepResult(rows, chosen.point, found, parent.run_id, record.hint(), table)
-    seeds = f" (mean of {len(found)} seeds)" if len(found) > 1 else ""
+    table = training_table(recipe, [outcome.top1 for outcome in retrained])
+    swept = SweepResult(rows, chosen.point, retrained, parent.run_id, record.hint(), table)
+    seeds = f" (mean of {len(retrained)} seeds)" if len(retrained) > 1 else ""
     sentence = (
         f"Of {len(rows)} trials, {point_text(chosen.point)} won (dev {chosen.outcome.top1:.2%}); "
         f"test {swept.mean:.2%}{seeds}"
@@ -375,13 +375,13 @@ def checked_steps(recipe: Recipe, num_images: int) -> int:
     steps = recipe.optim.total_steps(num_images, recipe.train.global_batch_size)
     if recipe.sweep is None:
         return steps
-    tried, kept = 0, round(num_images * (1 - recipe.sweep.dev_fraction))
+    tried, num_left = 0, round(num_images * (1 - recipe.sweep.dev_fraction))
     for point in points_of(recipe, recipe.sweep):
         trial = with_point(recipe, point)
         with errors_of_point(recipe, point):
             check_head_is_trained(trial, "sweep_trial")
-            check_batch(trial, kept)
-        tried += trial.optim.total_steps(kept, trial.train.global_batch_size)
+            check_batch(trial, num_left)
+        tried += trial.optim.total_steps(num_left, trial.train.global_batch_size)
     return tried + recipe.sweep.seeds * steps
 
 
@@ -425,8 +425,8 @@ def tune_finals(plan: SweepPlan, parent: OpenParent, point: Point) -> list[Outco
         space={**trial_config(point), "seed": tune.grid_search(plan.seeds)},
         max_concurrent=plan.config.max_concurrent,
     )
-    found = ended.by("seed")
-    return [found.get(seed, ended.lost) for seed in plan.seeds]
+    by_seed = ended.by("seed")
+    return [by_seed.get(seed, ended.lost) for seed in plan.seeds]
 
 
 def searcher(config: SweepConfig, points: Sequence[Point]) -> Any:

@@ -315,15 +315,15 @@ def run_trials(
     given = tune.with_parameters(Trial, work=work, parent=parent.run, is_private=is_private)
     trainable = tune.with_resources(given, {"CPU": 0, place: 0.001})
     recipe, files = parent.recipe, None
-    kept = locate(recipe.output).child("tune").child(f"{recipe.name}-{stage}")
-    if not kept.is_local:
-        files = PyFileSystem(FSSpecHandler(kept.filesystem))
-    if has_memory and tune.Tuner.can_restore(kept.path, storage_filesystem=files):
+    folder = locate(recipe.output).child("tune").child(f"{recipe.name}-{stage}")
+    if not folder.is_local:
+        files = PyFileSystem(FSSpecHandler(folder.filesystem))
+    if has_memory and tune.Tuner.can_restore(folder.path, storage_filesystem=files):
         tuner = tune.Tuner.restore(
-            kept.path, trainable, restart_errored=True, storage_filesystem=files
+            folder.path, trainable, restart_errored=True, storage_filesystem=files
         )
     else:
-        storage_path, _, name = kept.path.rpartition("/")
+        storage_path, _, name = folder.path.rpartition("/")
         tuner = tune.Tuner(
             trainable,
             param_space=space,
@@ -350,8 +350,8 @@ def run_trials(
     if EndOnRequest.is_requested.is_set():
         raise RunStoppedError("stopped on request")
     ended = [grid[place] for place in range(len(grid))]
-    reported = [one.metrics or {} for one in ended if one.error is None]
-    results = [metrics for metrics in reported if "config" in metrics]
+    reported = [result.metrics for result in ended if result.error is None]
+    results = [metrics for metrics in reported if metrics and "config" in metrics]
     for result in results:
         for text in filter(None, result.get("warnings", "").split("\n")):
             logger.warning("%s", text)

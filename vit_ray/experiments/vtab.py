@@ -192,10 +192,10 @@ def _run_tasks(
         [one.recipe for one in resolved.values()],
         space={"task": tune.grid_search(list(resolved))},
     )
-    found = {one["config"]["task"]: one["row"] for one in ended.results}
+    fields = {one["config"]["task"]: one["row"] for one in ended.results}
     lost = {"error": f"failed: {ended.lost.first_line}"}
     return [
-        TaskResult(task, num_images=resolved[name].num_images, **found.get(name, lost))
+        TaskResult(task, num_images=resolved[name].num_images, **fields.get(name, lost))
         if name in resolved
         else TaskResult(task, error="absent: no converted data")
         for name, task in tasks.items()
@@ -211,7 +211,7 @@ def _fine_tune(
     task = tasks[config["task"]]
     tags = {"vit_ray.vtab_task": task.name, "vit_ray.vtab_group": task.group}
     try:
-        found = fine_tune(task_recipe(recipe, task), context, tags, by_class=False)
+        swept = fine_tune(task_recipe(recipe, task), context, tags, by_class=False)
     except RunStoppedError:
         raise
     except Exception as error:
@@ -219,12 +219,12 @@ def _fine_tune(
         context.parent.record.event(EventKind.TASK_FAILED, f"{task.name}: {reason}", 0)
         return {STEP: 0, METRIC: math.nan, "row": {"error": f"failed: {reason}"}}
     row = {
-        "top1": found.mean,
-        "run_id": found.finals[0].run_id,
-        "deviation": found.deviation if len(found.finals) > 1 else None,
-        "chosen": point_text(found.best),
+        "top1": swept.mean,
+        "run_id": swept.finals[0].run_id,
+        "deviation": swept.deviation if len(swept.finals) > 1 else None,
+        "chosen": point_text(swept.best),
     }
-    return {STEP: found.finals[0].step, METRIC: found.mean, "row": row}
+    return {STEP: swept.finals[0].step, METRIC: swept.mean, "row": row}
 
 
 def rows_of_means(rows: Sequence[TaskResult]) -> dict[str, list[TaskResult]]:
@@ -243,12 +243,12 @@ def vtab_metrics(rows: Sequence[TaskResult]) -> dict[str, float]:
     """
     tops = {row.task.name: row.top1 for row in rows if row.top1 is not None}
     means = {
-        mean: statistics.fmean(tops[row.task.name] for row in its)
-        for mean, its in rows_of_means(rows).items()
+        mean: statistics.fmean(tops[row.task.name] for row in of_mean)
+        for mean, of_mean in rows_of_means(rows).items()
     }
-    found = {f"{VTAB_GROUP}{name}_top1": top1 for name, top1 in {**tops, **means}.items()}
+    metrics = {f"{VTAB_GROUP}{name}_top1": top1 for name, top1 in {**tops, **means}.items()}
     first = {EVAL_TOP1: statistics.fmean(tops.values())} if len(tops) == len(rows) else {}
-    return {**first, **found, VTAB_NUM_TASKS: float(len(tops))}
+    return {**first, **metrics, VTAB_NUM_TASKS: float(len(tops))}
 
 
 def vtab_table(rows: Sequence[TaskResult], is_papers_model: bool) -> Rows:

@@ -179,8 +179,8 @@ def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
     Raises:
         ValueError: the experiment has been deleted.
     """
-    found = client.get_experiment_by_name(name)
-    if found is None:
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
         path = sqlite_file(absolute_uri(uri))
         place = None if path is None else (path.parent / "mlruns" / quote(name, safe="")).as_uri()
         try:
@@ -188,10 +188,10 @@ def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another process was faster
                 raise
-        found = client.get_experiment_by_name(name)
-    assert found is not None
-    refuse_deleted(found)
-    return str(found.experiment_id)
+        experiment = client.get_experiment_by_name(name)
+    assert experiment is not None
+    refuse_deleted(experiment)
+    return str(experiment.experiment_id)
 
 
 def refuse_deleted(experiment: Experiment) -> None:

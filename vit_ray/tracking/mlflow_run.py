@@ -120,15 +120,17 @@ class RunWriter:
         run = self._active(run_id) if run_id else None
         if run is not None and not self._is_originals(run):
             return run
-        found, newest, experiment = list[Run](), self._newest, self.opening["experiment"]
+        candidates, newest, experiment = list[Run](), self._newest, self.opening["experiment"]
         for origin in filter(None, (run_id, self.opening["opening"])):
-            found += found_runs(self.client, experiment, f"tags.`{ORIGIN}` = '{origin}'")
+            candidates += found_runs(self.client, experiment, f"tags.`{ORIGIN}` = '{origin}'")
         if newest["continues"]:
             query = f"attributes.run_name = '{newest['run_name']}'"
-            its = {key: newest["tags"].get(key) for key in (RUN_FOLDER, KIND)}
+            wanted = {key: newest["tags"].get(key) for key in (RUN_FOLDER, KIND)}
             named = found_runs(self.client, experiment, query)
-            found += [run for run in named if its == {key: run.data.tags.get(key) for key in its}]
-        return next((run for run in found if not self._is_originals(run)), None)
+            candidates += [
+                run for run in named if wanted == {key: run.data.tags.get(key) for key in wanted}
+            ]
+        return next((run for run in candidates if not self._is_originals(run)), None)
 
     def _active(self, run_id: str) -> Run | None:
         try:
@@ -263,33 +265,35 @@ class RunWriter:
 
     def _send_history(self) -> None:
         """Write the log's events as a file, and count those of all logs of the run in tags."""
-        found = [
+        events = [
             {
-                **{"kind": one["event"], "text": one["text"], "step": one["step"]},
-                "time_s": one["time_ms"] / 1000,
+                "kind": event["event"],
+                "text": event["text"],
+                "step": event["step"],
+                "time_s": event["time_ms"] / 1000,
             }
-            for one in self._log.records("event")
+            for event in self._log.records("event")
         ]
         own = f"history/{next(self._log.records('start'))['opening']}.json"
-        self.client.log_text(self.run_id, json.dumps(found, indent=1), own)
+        self.client.log_text(self.run_id, json.dumps(events, indent=1), own)
         # A run that was continued on another machine has a log there.
         for file in self.client.list_artifacts(self.run_id, "history"):
             if file.path != own:
                 with TemporaryDirectory() as folder:
                     path = self.client.download_artifacts(self.run_id, file.path, folder)
-                    found += json.loads(Path(path).read_text())
-        counts = Counter(str(one["kind"]).replace(" ", "_") for one in found)
+                    events += json.loads(Path(path).read_text())
+        counts = Counter(str(event["kind"]).replace(" ", "_") for event in events)
         self._tag({f"vit_ray.events.{kind}": count for kind, count in counts.items()})
 
 
-def _dataset(one: dict[str, Any]) -> DatasetInput:
+def _dataset(dataset: dict[str, Any]) -> DatasetInput:
     return DatasetInput(
         Dataset(
-            name=one["name"],
-            digest=one["digest"],
+            name=dataset["name"],
+            digest=dataset["digest"],
             source_type="vit_ray",
-            source=json.dumps({"uri": one["source"]}),
-            profile=json.dumps(one["profile"]),
+            source=json.dumps({"uri": dataset["source"]}),
+            profile=json.dumps(dataset["profile"]),
         ),
-        [InputTag("mlflow.data.context", one["context"])],
+        [InputTag("mlflow.data.context", dataset["context"])],
     )

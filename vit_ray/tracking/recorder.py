@@ -111,7 +111,7 @@ class NodeSampler(threading.Thread):
 
     def _add_nodes(self, run_id: str) -> None:
         here = ray.get_runtime_context().get_node_id()
-        alive = {one["NodeID"] for one in ray.nodes() if one["Alive"]}  # type: ignore[no-untyped-call]
+        alive = {entry["NodeID"] for entry in ray.nodes() if entry["Alive"]}  # type: ignore[no-untyped-call]
         for node in sorted(alive - {here, *self._others}):
             place = NodeAffinitySchedulingStrategy(node, soft=False)
             actor: Any = ray.remote(NodeSampler).options(num_cpus=0, scheduling_strategy=place)
@@ -141,7 +141,7 @@ class _Run:
         self._known_ids = deque[str](maxlen=MOST_REPEATED)
         self.problem: str | None = None  # set at its end: what MLflow does not have, and why
         self.log = MetricsLog(path, self._note)
-        self._held = lock_log(path)  # and the samplers, until the end
+        self._exit = lock_log(path)  # and the samplers, until the end
         for record in self.log.records():
             self._note(record)
         if opening:
@@ -158,7 +158,7 @@ class _Run:
         if start["system_metrics"] and not self.parent_log and not self.state.has_finished:
             sampler = NodeSampler(uri, lambda: self.tracker.run_id)
             sampler.start()
-            self._held.callback(sampler.stop)
+            self._exit.callback(sampler.stop)
 
     def _note(self, record: Record) -> None:
         if record["kind"] == "start":  # the state is that since the last one
@@ -192,7 +192,7 @@ class _Run:
     def close(self) -> str:
         """Send what is recorded, as the run has ended; says what MLflow does not have, and why."""
         if self.problem is None:
-            with self._held:
+            with self._exit:
                 self.tracker.close()
                 self.problem = self.tracker.problem
         return self.problem

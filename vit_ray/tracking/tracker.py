@@ -419,9 +419,9 @@ def log_models_later(uri: str, log_path: Path) -> threading.Thread:
     """
 
     def log_all() -> None:
-        found = recorded_models(log_path)
-        problems = log_models(uri, [model for _, model in found])
-        for (path, _), problem in zip(found, problems, strict=True):
+        models = recorded_models(log_path)
+        problems = log_models(uri, [model for _, model in models])
+        for (path, _), problem in zip(models, problems, strict=True):
             if problem:
                 text = "a model is not logged (%s); run: vit-ray replay %s URI"
                 logger.warning(text, problem, path)
@@ -463,6 +463,6 @@ def log_models(uri: str, models: Sequence[Model]) -> list[str]:
             check=True,
             timeout=MODELS_S,
         )
-        return [redact_uri(one, uri) for one in json.loads(done.stdout.splitlines()[-1])]
+        return [redact_uri(problem, uri) for problem in json.loads(done.stdout.splitlines()[-1])]
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         return [redact_uri(repr(error), uri)] * len(models)

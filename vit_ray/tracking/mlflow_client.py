@@ -33,13 +33,7 @@ from vit_ray.metric_names import (
     TRANSFER_MEAN_TOP1,
     few_shot_top1,
 )
-from vit_ray.mlflow_internals import (
-    VIEW_TAG,
-    line_chart,
-    runs_page,
-    scatter_chart,
-    view_state,
-)
+from vit_ray.mlflow_internals import VIEW_TAG, runs_page, view_state
 from vit_ray.tracking.store_requests import limited_requests, safe_uri, unusable
 
 with hide_modules("pandas", "scipy"):
@@ -78,15 +72,18 @@ _COLUMNS: Final = (
     "params.optim.learning_rate", f"metrics.{STUDY_EXAFLOPS}", f"metrics.{TRANSFER_MEAN_TOP1}",
     f"metrics.{TRAIN_IMAGES_PER_S}", f"metrics.{RUN_GOODPUT}",
 )  # fmt: skip
-_LOSS: Final = line_chart(TRAIN_LOSS)
-_OVER_COMPUTE: Final = scatter_chart(f"metrics.{STUDY_EXAFLOPS}", f"metrics.{EVAL_TOP1}")
-_OVER_RATES: Final = scatter_chart("params.optim.learning_rate", f"metrics.{DEV_TOP1}")
+# What links open, by what began the run; none has a chart with one dot a run and step.
 _VIEWS: Final = {
-    "sweep": view_state((_OVER_RATES, _LOSS), _COLUMNS, f"metrics.{DEV_TOP1}"),
-    "study": view_state((_OVER_COMPUTE, _LOSS), _COLUMNS, f"metrics.{EVAL_TOP1}"),
-    "runs": view_state((_LOSS,), _COLUMNS, f"metrics.{EVAL_TOP1}"),
-}
-"""What links open, by what began the run; none has a chart with one dot a run and step."""
+    "sweep": view_state(
+        _COLUMNS, f"metrics.{DEV_TOP1}", TRAIN_LOSS,
+        ("params.optim.learning_rate", f"metrics.{DEV_TOP1}"),
+    ),
+    "study": view_state(
+        _COLUMNS, f"metrics.{EVAL_TOP1}", TRAIN_LOSS,
+        (f"metrics.{STUDY_EXAFLOPS}", f"metrics.{EVAL_TOP1}"),
+    ),
+    "runs": view_state(_COLUMNS, f"metrics.{EVAL_TOP1}", TRAIN_LOSS),
+}  # fmt: skip
 LOCK_S = 60.0
 """Longest wait for other processes that open the same SQLite file; creating its schema takes 10
 s."""

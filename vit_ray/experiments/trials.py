@@ -276,6 +276,22 @@ class Ended(NamedTuple):
     lost: Outcome
     num_lost: int
 
+    @classmethod
+    def of_grid(cls, grid: tune.ResultGrid) -> "Ended":
+        """Of Tune's results; logs the warnings and errors of the trials."""
+        ended = [grid[place] for place in range(len(grid))]
+        reported = [result.metrics for result in ended if result.error is None]
+        results = [metrics for metrics in reported if metrics and "config" in metrics]
+        for metrics in results:
+            for text in filter(None, metrics.get("warnings", "").split("\n")):
+                logger.warning("%s", text)
+        died = f"the process of the trial died {MOST_RESTARTS + 1} times"
+        errors = [str(error).strip().splitlines()[-1] for error in grid.errors]
+        for text in errors:
+            logger.warning("%s: %s", died, text)
+        lost = Outcome(TrialState.FAILED, error="; ".join([died, *dict.fromkeys(errors)]))
+        return cls(results, lost, len(ended) - len(results))
+
     def by(self, key: str) -> dict[Any, Outcome]:
         """Outcomes by a key of the configurations."""
         return {one["config"][key]: Outcome.of_result(one) for one in self.results}
@@ -349,18 +365,7 @@ def run_trials(
     grid = tuner.fit()  # no limit: train.step_timeout_s ends a training that hangs
     if EndOnRequest.is_requested.is_set():
         raise RunStoppedError("stopped on request")
-    ended = [grid[place] for place in range(len(grid))]
-    reported = [result.metrics for result in ended if result.error is None]
-    results = [metrics for metrics in reported if metrics and "config" in metrics]
-    for result in results:
-        for text in filter(None, result.get("warnings", "").split("\n")):
-            logger.warning("%s", text)
-    died = f"the process of the trial died {MOST_RESTARTS + 1} times"
-    errors = [str(error).strip().splitlines()[-1] for error in grid.errors]
-    for text in errors:
-        logger.warning("%s: %s", died, text)
-    lost = Outcome(TrialState.FAILED, error="; ".join([died, *dict.fromkeys(errors)]))
-    return Ended(results, lost, len(ended) - len(results))
+    return Ended.of_grid(grid)
 
 
 def num_fitting(recipes: Iterable[Recipe], cluster: ClusterShape) -> int:

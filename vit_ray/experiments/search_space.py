@@ -24,13 +24,13 @@ Point = Mapping[str, Any]
 """Dotted keys of a recipe to values."""
 
 RATE: Final = "optim.learning_rate"
+# Set by the sweep itself, for each trial and retraining.
 _FIXED: Final = (
     "name", "output", "resume", "seed", "sweep", "tracking", "storage",
     "data.eval", "data.held_out_fraction", "data.train",
 )  # fmt: skip
-"""Set by the sweep itself, for each trial and retraining."""
+# Draws for each trial, before a space has too few different points.
 _DRAWS: Final = 100
-"""Draws for each trial, before a space has too few different points."""
 MOST_NAME_CHARS: Final = 200
 """Of the name of a trial, which is that of a folder: file systems take 255 bytes."""
 REDUCTION: Final = 4
@@ -67,8 +67,8 @@ def tune_space(config: SweepConfig) -> dict[str, Any]:
     return domains
 
 
+# In a trial's configuration, where Tune would take the items of other values for dimensions.
 def _plain(value: Any) -> Any:
-    """A value in a trial's configuration: Tune would take the items of others for dimensions."""
     return value if value is None or isinstance(value, (int, float, str)) else value_text(value)
 
 
@@ -236,7 +236,8 @@ def point_text(point: Point) -> str:
 
 def point_name(point: Point) -> str:
     """As part of a run's name: `lr0.01-steps500`."""
-    parts = (f"{_SHORT.get(key, key.rpartition('.')[2])}{_shown(v)}" for key, v in point.items())
+    short = {RATE: "lr"}
+    parts = (f"{short.get(key, key.rpartition('.')[2])}{_shown(v)}" for key, v in point.items())
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", "-".join(parts)).strip("-")
 
 
@@ -246,9 +247,6 @@ def short_name(name: str) -> str:
         return name
     digest = hashlib.sha256(name.encode()).hexdigest()[:12]
     return f"{name[: MOST_NAME_CHARS - 13]}-{digest}"
-
-
-_SHORT: Final = {RATE: "lr"}
 
 
 def _shown(value: Any) -> str:

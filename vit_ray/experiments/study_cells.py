@@ -157,7 +157,6 @@ def study_of(recipe: Recipe) -> StudyConfig:
 
 
 def _row_point(row: StudyModel, where: str) -> dict[str, Any]:
-    """Dotted keys of the recipe to the row's own values."""
     point: dict[str, Any] = {}
     if row.model is not None:
         point |= {f"model.{key}": value for key, value in row.model.model_dump(mode="json").items()}
@@ -323,8 +322,8 @@ def begin_branch(cell: Cell, trunk: Cell, step: int, warn: Warn = logger.warning
         begin_training(folder)
         note.write(origin.encode())  # before the copy: a complete copy has its note
 
+        # The cell is recorded in a separate run.
         def of_cell(position: Position) -> Position:
-            """The trunk's position as the cell's own, which is recorded in a separate run."""
             optim = cell.recipe.optim
             lengths = {key: getattr(optim, key) for key in ("epochs", "steps")}
             own = {"name": cell.name, "optim": {**position.recipe["optim"], **lengths}}

@@ -234,7 +234,6 @@ class Trial(tune.Trainable):
             self._thread = None
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Get ready for another trial in this process."""
         self.cleanup()
         return True
 
@@ -255,8 +254,8 @@ class EndOnRequest(tune.Callback):
     signal of which Tune knows: its own handler for Ctrl-C would not hear SIGTERM and SIGHUP.
     """
 
+    # Of this process: Tune keeps copies of its callbacks on disk.
     is_requested: ClassVar[threading.Event] = threading.Event()
-    """Of this process: Tune keeps copies of its callbacks on disk."""
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
         if self.is_requested.is_set() and callable(signal.getsignal(signal.SIGUSR1)):

@@ -183,7 +183,6 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
 def _run_tasks(
     recipe: Recipe, resolved: Mapping[str, ResolvedRun], parent: OpenParent
 ) -> list[TaskResult]:
-    """A row for each task; a failed one does not end the others."""
     tasks = {task.name: task for task in vtab_of(recipe).tasks}
     ended = run_trials(
         partial(_fine_tune, recipe, tasks),

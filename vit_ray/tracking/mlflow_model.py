@@ -26,8 +26,8 @@ from vit_ray.tracking.store_requests import limit_requests
 
 STEP_TAG: Final = "vit_ray.step"
 """Tag that finds a run's model at a step."""
+# What MLflow refuses in the name of a model; a trial is called after its learning rate.
 _NOT_IN_NAMES: Final = re.compile(r"[/:.%\"']")
-"""What MLflow refuses in the name of a model; a trial is called after its learning rate."""
 _CODE: Final = """import mlflow
 from vit_ray.launch.logged_model import LoggedModel
 

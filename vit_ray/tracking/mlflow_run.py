@@ -155,7 +155,6 @@ class RunWriter:
         return not is_here and MetricsLog(log).read_sent().run_id == run.info.run_id
 
     def is_deleted(self) -> bool:
-        """Whether MLflow no longer has the run."""
         return self._active(self.run_id) is None
 
     def send(self, records: Sequence[Record]) -> int:

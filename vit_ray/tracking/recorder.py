@@ -128,8 +128,6 @@ class NodeSampler(threading.Thread):
 
 
 class _Run:
-    """A run in the actor: its log, its state, and what sends it to MLflow."""
-
     def __init__(self, path: Path, uri: str, opening: RunOpening | None) -> None:
         """Open the run, or continue with what its log holds, in a process that was restarted.
 
@@ -175,14 +173,12 @@ class _Run:
             self.log.append(kind, id=record_id, **values)
 
     def content(self, name: str, content: bytes, folder: str) -> None:
-        """Keep a file with the run."""
         path = self.log.path.parent / name
         path.write_bytes(content)
         if not self.state.has_finished:
             self.log.artifact(path, folder)
 
     def status(self, wait_s: float) -> RunStatus:
-        """The run's state; waits up to `wait_s` until MLflow has given it an id, or has failed."""
         status = self.state.status()
         if wait_s:
             self.tracker.wait_for_try(wait_s)
@@ -190,7 +186,6 @@ class _Run:
         return status
 
     def close(self) -> str:
-        """Send what is recorded, as the run has ended; says what MLflow does not have, and why."""
         if self.problem is None:
             with self._exit:
                 self.tracker.close()
@@ -265,15 +260,18 @@ class RunRecords:
 class Recorder(Records):
     """The record and control of a run, from any process.
 
-    Calls that wait raise RuntimeError if the actor has not answered in time, or has died.
+    Calls that wait raise RuntimeError if the actor has not answered in time, or has died. What they
+    return is described in `RunState` and `RunStatus`.
+
+    Attributes:
+        actor: handle of the command's `RunRecords`.
+        command: the line that was typed; its child runs record it, too.
     """
 
     actor: Any
-    """Handle of the command's `RunRecords`."""
     log_path: Path
     run_name: str
     command: str = ""
-    """The line that was typed; its child runs record it, too."""
 
     def append(self, kind: str, wait_s: float = 0.0, **values: Any) -> None:
         with _order:
@@ -328,15 +326,12 @@ class Recorder(Records):
         return self._asked(limit_s, "status", mlflow_s)
 
     def places(self) -> dict[int, WorkerPlace]:
-        """Places of the workers that have introduced themselves since the last failure, by rank."""
         return self._asked(HEARTBEAT_S, "state.places")
 
     def stop_reason(self) -> str | None:
-        """Why the run, or its sweep or study, was asked to stop."""
         return self.status().stop
 
     def failure(self) -> Failure | None:
-        """Why the run cannot be trained any further, if a restart would not help."""
         return self.status().failure
 
     def run_id(self, limit_s: float = ANSWER_S) -> str | None:
@@ -344,7 +339,6 @@ class Recorder(Records):
         return self.status(limit_s, min(limit_s / 2, FIRST_ANSWER_S)).run_id
 
     def hint(self) -> str:
-        """The command or link that opens MLflow's page; empty while MLflow has no run."""
         return self.status(mlflow_s=FIRST_ANSWER_S).hint
 
     def flush(self, timeout_s: float) -> bool:

@@ -95,7 +95,6 @@ class RunState:
         self._hung_at: set[str] = set()  # calls in which workers of this attempt hang
 
     def note(self, record: Record) -> None:
-        """Take a record of the log."""
         now = self._now
         match record["kind"]:
             case "start":

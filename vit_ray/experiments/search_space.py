@@ -18,7 +18,8 @@ from vit_ray.config import Recipe
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.validation import errors_of, require, value_text
-from vit_ray.launch.model_checks import check_model
+from vit_ray.launch.cluster.cluster_checks import check_batch
+from vit_ray.launch.model_checks import check_head_is_trained, check_model
 
 Point = Mapping[str, Any]
 """Dotted keys of a recipe to values."""
@@ -227,6 +228,46 @@ def rung_steps(config: SweepConfig, max_steps: int) -> tuple[int, ...]:
     while rungs[-1] * REDUCTION < max_steps:
         rungs.append(rungs[-1] * REDUCTION)
     return tuple(rungs)
+
+
+def check_in_turn(recipe: Recipe, where: str) -> None:
+    """Check the sweep of a recipe whose points are tried in turn, in the trial of a cell or a task.
+
+    Raises:
+        ValueError: its trainings cannot run one after another.
+    """
+    if recipe.sweep and (recipe.sweep.search == "optuna" or recipe.sweep.scheduler == "asha"):
+        raise ValueError(
+            f"{where}: its fine-tunings run one after another; use sweep.search=grid or random, "
+            "and sweep.scheduler=none"
+        )
+
+
+def checked_steps(recipe: Recipe, num_images: int) -> int:
+    """Check a fine-tuning, or a sweep in turn, without its dev split and its weights.
+
+    Args:
+        num_images: of the training set.
+
+    Returns:
+        Its steps, those of trials and retrainings included.
+
+    Raises:
+        ValueError: it cannot work.
+    """
+    check_model(recipe)
+    check_batch(recipe, num_images)
+    steps = recipe.optim.total_steps(num_images, recipe.train.global_batch_size)
+    if recipe.sweep is None:
+        return steps
+    tried, num_left = 0, round(num_images * (1 - recipe.sweep.dev_fraction))
+    for point in points_of(recipe, recipe.sweep):
+        trial = with_point(recipe, point)
+        with errors_of_point(recipe, point):
+            check_head_is_trained(trial, "sweep_trial")
+            check_batch(trial, num_left)
+        tried += trial.optim.total_steps(num_left, trial.train.global_batch_size)
+    return tried + recipe.sweep.seeds * steps
 
 
 def point_text(point: Point) -> str:

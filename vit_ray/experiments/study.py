@@ -19,7 +19,7 @@ from ray import tune
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import StudyConfig, StudyTask
 from vit_ray.config.validation import errors_of
-from vit_ray.experiments.search_space import points_of
+from vit_ray.experiments.search_space import checked_steps, points_of
 from vit_ray.experiments.study_cells import (
     Cell,
     CellResult,
@@ -31,7 +31,7 @@ from vit_ray.experiments.study_cells import (
     task_recipe,
     with_kept_steps,
 )
-from vit_ray.experiments.sweep import checked_steps, fine_tune
+from vit_ray.experiments.sweep import fine_tune
 from vit_ray.experiments.trials import (
     METRIC,
     STEP,

@@ -32,8 +32,7 @@ from vit_ray.config.resume_compatibility import TAGGED, unused_keys
 from vit_ray.config.section import ImageSize
 from vit_ray.config.training_sections import ModelConfig
 from vit_ray.config.validation import errors_of
-from vit_ray.experiments.search_space import short_name, with_point
-from vit_ray.experiments.sweep import check_in_turn
+from vit_ray.experiments.search_space import check_in_turn, short_name, with_point
 from vit_ray.launch.model_checks import check_model
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.launch.run_metadata import SIZES, trained_params

@@ -41,7 +41,6 @@ from vit_ray.experiments.search_space import (
     trial_config,
     trial_recipe,
     tune_space,
-    with_point,
 )
 from vit_ray.experiments.trials import (
     METRIC,
@@ -54,9 +53,8 @@ from vit_ray.experiments.trials import (
     page_of,
     run_trials,
 )
-from vit_ray.launch.cluster.cluster_checks import check_batch
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
-from vit_ray.launch.model_checks import Kind, check_head_is_trained, check_model
+from vit_ray.launch.model_checks import Kind, check_head_is_trained
 from vit_ray.launch.open_record import OpenRun
 from vit_ray.launch.paper_comparison import Rows, training_table
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
@@ -343,46 +341,6 @@ def fine_tune(
         )
         parent.run.is_complete = True
     return swept
-
-
-def check_in_turn(recipe: Recipe, where: str) -> None:
-    """Check the sweep of a recipe for `fine_tune`.
-
-    Raises:
-        ValueError: its trainings cannot run one after another.
-    """
-    if recipe.sweep and (recipe.sweep.search == "optuna" or recipe.sweep.scheduler == "asha"):
-        raise ValueError(
-            f"{where}: its fine-tunings run one after another; use sweep.search=grid or random, "
-            "and sweep.scheduler=none"
-        )
-
-
-def checked_steps(recipe: Recipe, num_images: int) -> int:
-    """Check what `fine_tune` will run, without its dev split and its weights.
-
-    Args:
-        num_images: of the training set.
-
-    Returns:
-        Its steps, those of trials and retrainings included.
-
-    Raises:
-        ValueError: it cannot work.
-    """
-    check_model(recipe)
-    check_batch(recipe, num_images)
-    steps = recipe.optim.total_steps(num_images, recipe.train.global_batch_size)
-    if recipe.sweep is None:
-        return steps
-    tried, num_left = 0, round(num_images * (1 - recipe.sweep.dev_fraction))
-    for point in points_of(recipe, recipe.sweep):
-        trial = with_point(recipe, point)
-        with errors_of_point(recipe, point):
-            check_head_is_trained(trial, "sweep_trial")
-            check_batch(trial, num_left)
-        tried += trial.optim.total_steps(num_left, trial.train.global_batch_size)
-    return tried + recipe.sweep.seeds * steps
 
 
 def tune_trials(plan: SweepPlan, parent: OpenParent) -> list[Row]:

@@ -19,8 +19,8 @@ from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import VtabConfig, VtabTask
 from vit_ray.data.dataset import MANIFEST_FILE
-from vit_ray.experiments.search_space import point_text
-from vit_ray.experiments.sweep import check_in_turn, fine_tune, plan_sweep
+from vit_ray.experiments.search_space import check_in_turn, point_text
+from vit_ray.experiments.sweep import fine_tune, plan_sweep
 from vit_ray.experiments.trials import (
     METRIC,
     STEP,

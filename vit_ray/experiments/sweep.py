@@ -261,16 +261,9 @@ def open_sweep(
         tags: of the sweep's run.
     """
     return open_parent(
-        plan.recipe,
-        "sweep",
-        plan.resolved,
-        plan.total_steps,
-        continues=plan.has_begun,
-        trainings=plan.trials,
-        under=under,
-        tags=tags,
-        varied=[*plan.points[0]],
-    )
+        plan.recipe, "sweep", plan.resolved, plan.total_steps, continues=plan.has_begun,
+        trainings=plan.trials, under=under, tags=tags, varied=[*plan.points[0]],
+    )  # fmt: skip
 
 
 def sweep(

@@ -434,14 +434,7 @@ def open_parent(
     with (
         lock_run(locate(recipe.run_folder)),
         open_record(
-            recipe,
-            kind,
-            resolved,
-            cluster,
-            under,
-            continues=continues,
-            tags=tags,
-            varied=varied,
+            recipe, kind, resolved, cluster, under, continues=continues, tags=tags, varied=varied
         ) as run,
         contextlib.nullcontext() if under else shown_progress(run.record, recipe.name, total_steps),
         contextlib.nullcontext() if under else stopping_on_signals(stop),

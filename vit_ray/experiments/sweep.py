@@ -48,6 +48,7 @@ from vit_ray.experiments.trials import (
     Context,
     OpenParent,
     Outcome,
+    Work,
     deciding_metric,
     open_parent,
     page_of,
@@ -112,45 +113,6 @@ class SweepResult:
 
 
 @dataclass(frozen=True)
-class Trainings:
-    """What the trials of a sweep in Ray Tune train; sent to their processes.
-
-    Attributes:
-        split: as for `trial_recipe`.
-        evaluate_at: the rungs.
-        tags: of each training.
-    """
-
-    recipe: Recipe
-    split: tuple[str, str] | None
-    evaluate_at: tuple[int, ...]
-    tags: Mapping[str, str]
-
-    def __call__(self, config: dict[str, Any], context: Context) -> dict[str, Any]:
-        """Try the point of a configuration; with a seed, which only retrainings have, retrain."""
-        point, seed = point_of(config, sweep_of(self.recipe)), config.get("seed")
-        is_trial = seed is None
-        return asdict(self.trial(point, context) if is_trial else self.final(point, seed, context))
-
-    def trial(self, point: Point, context: Context) -> Outcome:
-        """Train at a point without the dev split."""
-        recipe = trial_recipe(self.recipe, point, self.split)
-        tags = {"vit_ray.sweep_stage": "sweep_trial", **self.tags}
-        outcome = context.train(recipe, "sweep_trial", tags, self.evaluate_at)
-        if outcome.state is TrialState.DIVERGED:
-            text = f"{point_name(point)}: {outcome.error}"
-            context.parent.record.event(EventKind.TRIAL_DIVERGED, text, 0)
-        return outcome
-
-    def final(self, point: Point, seed: int, context: Context) -> Outcome:
-        """Train at the selected point on all images."""
-        recipe = final_recipe(self.recipe, point, seed)
-        tags = {"vit_ray.sweep_stage": "finetune", **self.tags}
-        kind: Kind = "finetune" if recipe.init_from else "pretrain"
-        return context.train(recipe, kind, tags)
-
-
-@dataclass(frozen=True)
 class SweepPlan:
     """What a sweep is going to train.
 
@@ -186,10 +148,35 @@ class SweepPlan:
         """Whether a trial has a checkpoint, or had one."""
         return any(locate(trial.run_folder).list_folders() for trial in self.trials)
 
-    def trainings(self, tags: Mapping[str, str]) -> Trainings:
-        """What is sent to the processes of its trials; `tags`: of each training."""
+    def work(self, tags: Mapping[str, str]) -> Work:
+        """What trains a trial or a retraining; `tags`: of each training."""
         rungs = rung_steps(self.config, max(self.steps))
-        return Trainings(self.recipe, self.split, rungs, tags)
+        return partial(_train_point, self.recipe, self.split, rungs, tags)
+
+
+def _train_point(
+    recipe: Recipe,
+    split: tuple[str, str] | None,
+    rungs: tuple[int, ...],
+    tags: Mapping[str, str],
+    config: dict[str, Any],
+    context: Context,
+) -> dict[str, Any]:
+    """Train at the point of a configuration: without the dev split, or if it has a seed, as
+    retrainings alone do, on all images.
+    """
+    point, seed = point_of(config, sweep_of(recipe)), config.get("seed")
+    if seed is not None:
+        final = final_recipe(recipe, point, seed)
+        kind: Kind = "finetune" if final.init_from else "pretrain"
+        stage = {"vit_ray.sweep_stage": "finetune"}
+        return asdict(context.train(final, kind, {**stage, **tags}))
+    trial, stage = trial_recipe(recipe, point, split), {"vit_ray.sweep_stage": "sweep_trial"}
+    outcome = context.train(trial, "sweep_trial", {**stage, **tags}, rungs)
+    if outcome.state is TrialState.DIVERGED:
+        text = f"{point_name(point)}: {outcome.error}"
+        context.parent.record.event(EventKind.TRIAL_DIVERGED, text, 0)
+    return asdict(outcome)
 
 
 def plan_sweep(recipe: Recipe, *, by_class: bool = True) -> SweepPlan:
@@ -325,12 +312,16 @@ def fine_tune(
         return SweepResult([], {}, [outcome])
     plan = plan_sweep(recipe, by_class=by_class)
     with open_sweep(plan, context.parent, dict(tags)) as parent:
-        inner, trainings = Context(parent.run, context.stop), plan.trainings(tags)
+        inner, work = Context(parent.run, context.stop), plan.work(tags)
+
+        def train(point: Point, **seed: int) -> Outcome:
+            return Outcome.of_result(work({**trial_config(point), **seed}, inner))
+
         swept = sweep(
             plan,
             parent,
-            lambda: [Row(point, trainings.trial(point, inner)) for point in plan.points],
-            lambda point: [trainings.final(point, seed, inner) for seed in plan.seeds],
+            lambda: [Row(point, train(point)) for point in plan.points],
+            lambda point: [train(point, seed=seed) for seed in plan.seeds],
         )
         parent.run.is_complete = True
     return swept
@@ -344,7 +335,7 @@ def tune_trials(plan: SweepPlan, parent: OpenParent) -> list[Row]:
         text = json.dumps(config.model_dump(mode="json"), sort_keys=True)
         stage += f"-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     ended = run_trials(
-        plan.trainings({}),
+        plan.work({}),
         parent,
         stage,
         plan.trials,
@@ -369,7 +360,7 @@ def tune_finals(plan: SweepPlan, parent: OpenParent, point: Point) -> list[Outco
     """The retrainings at a point by Ray Tune, one for each seed."""
     recipes = [final_recipe(plan.recipe, point, seed) for seed in plan.seeds]
     ended = run_trials(
-        plan.trainings({}),
+        plan.work({}),
         parent,
         "retrainings",
         recipes,

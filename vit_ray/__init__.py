@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vit_ray.config import Recipe, load_recipe
     from vit_ray.evaluation.few_shot import few_shot_accuracy
-    from vit_ray.launch.inputs.dataset import open_dataset
-    from vit_ray.launch.inputs.rank_batches import training_batches
+    from vit_ray.launch.dataset import open_dataset, training_batches
     from vit_ray.launch.run import evaluate, finetune, train
     from vit_ray.launch.trained_model import load
     from vit_ray.models import build_model, model_names
@@ -60,10 +59,10 @@ _ROOMS = {
     "load_recipe": "config",
     "load_weights": "models.weights",
     "model_names": "models",
-    "open_dataset": "launch.inputs.dataset",
+    "open_dataset": "launch.dataset",
     "save_weights": "models.weights",
     "train": "launch.run",
-    "training_batches": "launch.inputs.rank_batches",
+    "training_batches": "launch.dataset",
     "training_exaflops": "models.flops",
     "trust_modules": "own_parts",
 }

@@ -12,9 +12,9 @@ from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.recorded_recipe import RUN_FOLDER, tags_of
 from vit_ray.experiments import trials
 from vit_ray.experiments.trials import open_parent
-from vit_ray.launch.cluster import connection
-from vit_ray.launch.cluster.connection import ClusterShape
-from vit_ray.launch.run_metadata import run_facts
+from vit_ray.launch import connection
+from vit_ray.launch.connection import ClusterShape
+from vit_ray.launch.run_record import run_facts
 from vit_ray.tracking.metrics_log import RunOpening, metrics_log_path
 from vit_ray.tracking.tracker import Tracker
 

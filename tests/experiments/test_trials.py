@@ -39,8 +39,8 @@ from vit_ray.experiments.trials import (
     open_parent,
     run_trials,
 )
-from vit_ray.launch.inputs.streams import resolve_run
-from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.launch.resolved_run import resolve_run
+from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.outcomes import TrialState
 
 RATES = [0.4, 0.1, 0.2]

@@ -19,7 +19,7 @@ from vit_ray.config import Recipe, resume_compatibility
 from vit_ray.config.help import all_keys, keys_below
 from vit_ray.config.resume_compatibility import incompatible_changes, on_resume
 from vit_ray.config.section import OnResume
-from vit_ray.launch.resuming import accepted_changes, find_resume_point
+from vit_ray.launch.named_run import accepted_changes, find_resume_point
 from vit_ray.launch.run import _init_run
 from vit_ray.storage import locate
 

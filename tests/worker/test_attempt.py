@@ -17,9 +17,8 @@ from ray.train import PreemptionInfo
 from tests import parts
 from tests.worker.fakes import BATCH, TOTAL, FakeEngine, Worker, batches, make_job, sum_of_one
 from vit_ray import trust_modules
-from vit_ray.checkpoints.checkpoint import open_checkpoint
+from vit_ray.checkpoints.checkpoint import open_checkpoint, samples_digest
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpoint
-from vit_ray.checkpoints.sample_digest import samples_digest
 from vit_ray.storage import locate
 from vit_ray.training.loop import EvaluationCutError
 from vit_ray.worker import attempt

@@ -10,7 +10,7 @@ from tests.training.ranks import run_ranks
 from vit_ray.checkpoints.checkpoint import Checkpoint, Progress, folder_name
 from vit_ray.checkpoints.checkpoint_format import COMMIT
 from vit_ray.storage import locate
-from vit_ray.training.engine.elastic_state import TrainingState
+from vit_ray.training.training_state import TrainingState
 from vit_ray.worker.job import UnrecoverableError
 from vit_ray.worker.resume_point import agreed_checkpoint, restore_newest
 

@@ -17,9 +17,8 @@ from tests.training.ranks import run_ranks
 from tests.worker.fakes import BATCH, FakeEngine, Worker, make_job
 from vit_ray import lock
 from vit_ray.checkpoints.checkpoint import Position, Progress
-from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter, Part
+from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter, Part, Snapshot
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
-from vit_ray.checkpoints.snapshot import Snapshot
 from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.storage import locate
 from vit_ray.worker import saving

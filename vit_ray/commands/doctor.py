@@ -90,7 +90,7 @@ def _open_files(_: Recipe) -> str:
 
 
 def _ray(_: Recipe) -> str:
-    from vit_ray.launch.cluster.connection import check_address
+    from vit_ray.launch.connection import check_address
 
     address = os.environ.get("RAY_ADDRESS")
     if not address:

@@ -42,10 +42,9 @@ from vit_ray.experiments.trials import (
     page_of,
     run_trials,
 )
-from vit_ray.launch.inputs.streams import resolve_run
-from vit_ray.launch.open_record import add_to_ended
-from vit_ray.launch.run_metadata import NOTE, description
-from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.launch.resolved_run import resolve_run
+from vit_ray.launch.run_record import NOTE, add_to_ended, description
+from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.metric_names import (
     EVAL_TOP1,
     STUDY_CELLS,

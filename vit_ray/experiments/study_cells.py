@@ -33,11 +33,11 @@ from vit_ray.config.section import ImageSize
 from vit_ray.config.training_sections import ModelConfig
 from vit_ray.config.validation import errors_of
 from vit_ray.experiments.search_space import check_in_turn, short_name, with_point
-from vit_ray.launch.model_checks import check_model
-from vit_ray.launch.run_lock import lock_run
-from vit_ray.launch.run_metadata import SIZES, trained_params
+from vit_ray.launch.prepared_run import lock_run
+from vit_ray.launch.resolved_run import check_model
+from vit_ray.launch.run_record import SIZES, trained_params
 from vit_ray.storage import locate
-from vit_ray.training.schedule import cooldown_start
+from vit_ray.training.steps import cooldown_start
 
 PAPER_EPOCHS: Final = 7.0
 """Epochs of most rows of the paper's Table 3, on JFT-300M."""

@@ -24,16 +24,13 @@ from ray import tune
 
 from vit_ray.config import Recipe
 from vit_ray.config.validation import errors_of
-from vit_ray.launch.cluster.cluster_checks import check_cluster
-from vit_ray.launch.cluster.connection import ClusterShape, connect, mark_private
-from vit_ray.launch.inputs.shared_files import check_shared, paths_of
-from vit_ray.launch.inputs.streams import ResolvedRun
-from vit_ray.launch.model_checks import Kind
-from vit_ray.launch.open_record import OpenRun, open_record
-from vit_ray.launch.progress_display import shown_progress
+from vit_ray.launch.cluster_checks import check_cluster, check_shared, paths_of
+from vit_ray.launch.connection import ClusterShape, connect, mark_private
+from vit_ray.launch.prepared_run import lock_run
+from vit_ray.launch.resolved_run import Kind, ResolvedRun
 from vit_ray.launch.run import Following, train
-from vit_ray.launch.run_lock import lock_run
-from vit_ray.launch.stopping import RunStoppedError, stopping_on_signals
+from vit_ray.launch.run_record import OpenRun, open_record
+from vit_ray.launch.terminal import RunStoppedError, shown_progress, stopping_on_signals
 from vit_ray.launch.workers import RunDivergedError
 from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1
 from vit_ray.outcomes import TrialState

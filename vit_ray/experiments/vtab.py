@@ -30,11 +30,11 @@ from vit_ray.experiments.trials import (
     page_of,
     run_trials,
 )
-from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.paper_comparison import Rows, in_percent
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
-from vit_ray.launch.run_metadata import NOTE, description
-from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.launch.resolved_run import ResolvedRun, resolve_run
+from vit_ray.launch.run_record import NOTE, description
+from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.metric_names import EVAL_TOP1, VTAB_GROUP, VTAB_NUM_TASKS
 from vit_ray.outcomes import EventKind
 from vit_ray.paper import TABLE_9, VTAB_TASKS

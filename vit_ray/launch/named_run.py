@@ -22,7 +22,7 @@ from vit_ray.config.resume_compatibility import EVALUATED_SETS, incompatible_cha
 from vit_ray.config.secrets import with_texts
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.config.validation import NAME, validated
-from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
+from vit_ray.launch.resolved_run import ResolvedRun, resolve_run
 from vit_ray.storage import Location, locate
 from vit_ray.tracking.store_requests import limited_requests, redact_uri, safe_uri
 

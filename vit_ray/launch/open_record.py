@@ -14,16 +14,16 @@ from vit_ray.config import Recipe
 from vit_ray.config.loading import write_yaml
 from vit_ray.config.recorded_recipe import RUN_FOLDER
 from vit_ray.config.secrets import redact
-from vit_ray.launch.cluster.connection import ClusterShape
-from vit_ray.launch.inputs.streams import ResolvedRun
-from vit_ray.launch.run_metadata import (
+from vit_ray.launch.connection import ClusterShape
+from vit_ray.launch.resolved_run import ResolvedRun
+from vit_ray.launch.run_record import (
     command_line,
     data_inputs,
     machine_facts,
     run_facts,
     trained_params,
 )
-from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.tracking.metrics_log import (
     FAILURE,
     MetricsLog,

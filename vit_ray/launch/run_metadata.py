@@ -22,8 +22,8 @@ from vit_ray.config import Recipe
 from vit_ray.config.recorded_recipe import GROUP, KIND, RUN_FOLDER
 from vit_ray.config.resume_compatibility import EVALUATED_SETS, TAGGED, is_trained, unused_keys
 from vit_ray.config.secrets import redact, redacted
-from vit_ray.launch.cluster.connection import ClusterShape
-from vit_ray.launch.inputs.streams import ResolvedRun
+from vit_ray.launch.connection import ClusterShape
+from vit_ray.launch.resolved_run import ResolvedRun
 from vit_ray.metric_names import (
     STUDY_EXAFLOPS,
     STUDY_FORWARD_GMACS,

@@ -11,14 +11,6 @@ import math
 from typing import Any
 
 from vit_ray.model_aliases import canonical_model
-from vit_ray.models.sizes import (
-    AxialVitOptions,
-    EncoderSize,
-    Grid,
-    ResNetOptions,
-    ResNetSize,
-    VitOptions,
-)
 
 ImageSize = int | tuple[int, int]
 

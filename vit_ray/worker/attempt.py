@@ -12,8 +12,9 @@ from typing import Any
 
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.evaluation.examples import NUM_TRAINING, training_files
+from vit_ray.measure.memory import is_out_of_memory
+from vit_ray.measure.meters import profiled
 from vit_ray.measure.phases import Phase, phase_metrics
-from vit_ray.measure.profile import profiled
 from vit_ray.metric_names import (
     CHECKPOINT_STALL_S,
     COST_GPU_HOURS,
@@ -25,8 +26,8 @@ from vit_ray.metric_names import (
 )
 from vit_ray.outcomes import EventKind, Failure
 from vit_ray.own_parts import own_part
-from vit_ray.training.engine.compiling import compile_failures, compile_s
-from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
+from vit_ray.training.compiling import compile_failures, compile_s
+from vit_ray.training.engine import DeepSpeedEngine
 from vit_ray.training.loop import (
     Batch,
     Ending,
@@ -36,7 +37,6 @@ from vit_ray.training.loop import (
     TrainingLoop,
     as_tensor,
 )
-from vit_ray.training.out_of_memory import is_out_of_memory
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import DivergedError, TrainJob, UnrecoverableError
 from vit_ray.worker.nonfinite import describe_batch, report_refused, report_skipped

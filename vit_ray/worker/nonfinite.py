@@ -13,8 +13,8 @@ import torch
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.outcomes import EventKind
-from vit_ray.training.engine.collectives import all_max, all_rows
-from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
+from vit_ray.training.collectives import all_max, all_rows
+from vit_ray.training.engine import DeepSpeedEngine
 from vit_ray.training.loop import Batch, SkippedStep, as_tensor
 from vit_ray.training.objective import normalize
 from vit_ray.worker.job import DivergedError

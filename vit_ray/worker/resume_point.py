@@ -8,8 +8,8 @@ from vit_ray.checkpoints.checkpoint import Checkpoint
 from vit_ray.checkpoints.checkpoint_format import DamagedCheckpointError
 from vit_ray.checkpoints.run_checkpoints import checkpoint_to_resume
 from vit_ray.storage import Location
-from vit_ray.training.engine.collectives import read_by_first
-from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
+from vit_ray.training.collectives import read_by_first
+from vit_ray.training.engine import DeepSpeedEngine
 from vit_ray.worker.job import UnrecoverableError
 
 

@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 
 from vit_ray.checkpoints.checkpoint import Position, Progress
-from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter, Gather, Part
-from vit_ray.checkpoints.snapshot import Snapshot
+from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter, Gather, Part, Snapshot
 from vit_ray.lock import LockLostError, sees_lock
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate
-from vit_ray.training.engine.elastic_state import TrainingState
+from vit_ray.training.training_state import TrainingState
 from vit_ray.worker.job import TrainJob, UnrecoverableError
 from vit_ray.worker.run_link import RunLink
 from vit_ray.worker.watchdog import Watchdog

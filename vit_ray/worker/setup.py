@@ -10,11 +10,10 @@ from vit_ray.checkpoints.init_weights import initialize_weights
 from vit_ray.measure.devices import peak_flops
 from vit_ray.measure.meters import Compute
 from vit_ray.outcomes import EventKind
-from vit_ray.training.engine.collectives import all_max
-from vit_ray.training.largest_batch import tried_micro_batch
-from vit_ray.training.memory_estimate import step_macs
-from vit_ray.training.micro_batch import CPU_LIMIT, micro_batch_size
+from vit_ray.training.collectives import all_max
+from vit_ray.training.memory_estimate import step_macs, tried_micro_batch
 from vit_ray.training.objective import build_objective, part_of
+from vit_ray.training.steps import CPU_LIMIT, micro_batch_size
 from vit_ray.worker.job import (
     SmallerMicroBatchError,
     TrainJob,

@@ -24,9 +24,9 @@ from vit_ray.config.loading import changed, write_yaml
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.resume_compatibility import DATA_SET, Change, incompatible_changes, on_resume
 from vit_ray.config.section import OnResume
-from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.named_run import named_folder
-from vit_ray.launch.run_lock import lock_run
+from vit_ray.launch.prepared_run import lock_run
+from vit_ray.launch.resolved_run import ResolvedRun, resolve_run
 from vit_ray.lock import is_lock_file
 from vit_ray.storage import Location, locate
 

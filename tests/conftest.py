@@ -28,7 +28,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 # More threads cost more than they bring for tensors as small as those of tests, and wait for each
 # other where a machine is busy.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# A thread that outlives its test, and with it the limits of `request_limits`, would try for
+# A thread that outlives its test, and with it the limits of `store_requests`, would try for
 # minutes, and keep others from finding their runs.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")

@@ -1,8 +1,8 @@
 """Every private name of MLflow that this project uses, in one file.
 
 Each is here because no public name of MLflow 3.17 works instead; a test finds every one. MLflow is
-imported by the functions, not with this file: `tracking/mlflow_api.py` imports it without what it
-does not need.
+imported by the functions, not with this file: `tracking/mlflow_client.py` imports it without what
+it does not need.
 """
 
 from __future__ import annotations
@@ -24,13 +24,8 @@ VIEW_TAG: Final = "mlflow.sharedViewState."
 the fields that `view_state` writes; other versions ignore fields that they do not have."""
 VIEW_PARAMETER: Final = "viewStateShareKey"
 """Parameter of the page's address: the key."""
-VIEW_FIELDS: Final = (
-    "compareRunCharts", "compareRunSections", "isAccordionReordered", "selectedColumns",
-    "orderByKey", "orderByAsc", "runsHiddenMode",
-)  # fmt: skip
-
+# Title of the first charts.
 _SECTION: Final = "results"
-"""Title of the first charts."""
 
 INTERNALS: Final = (
     Internal(
@@ -41,50 +36,45 @@ INTERNALS: Final = (
 )  # fmt: skip
 
 
-def view_state(charts: Sequence[dict[str, Any]], columns: Sequence[str], order_by: str) -> str:
+def view_state(
+    columns: Sequence[str], order_by: str, line: str, scatter: Sequence[str] = ()
+) -> str:
     """A view of an experiment, in the form of its tag.
 
     Runs are in one list, with child runs expanded, and all are drawn; by default child runs are
     collapsed, and charts have ten runs. Other metrics are below in sections of MLflow's own.
 
     Args:
-        charts: as `scatter_chart` and `line_chart` make them, in order.
         columns: of the list of runs: `metrics.`, `params.` or `attributes.` and a name.
         order_by: the column that sorts the list, the greatest first.
+        line: metric of a chart over steps, with a line for each run.
+        scatter: columns of the axes of a chart before it, with a point for each run.
     """
-
-    def quoted(column: str) -> str:
-        kind, _, name = column.partition(".")
-        return f"{kind}.`{name}`"
-
-    first = {"uuid": _SECTION, "name": _SECTION, "display": True, "isReordered": True}
-    values = (charts, [first], True, [*map(quoted, columns)], quoted(order_by), False, "SHOWALL")
-    return json.dumps(dict(zip(VIEW_FIELDS, values, strict=True)))
-
-
-def scatter_chart(x: str, y: str) -> dict[str, Any]:
-    """A point for each run; the axes are named as columns are."""
-
-    def axis(column: str) -> dict[str, str]:
-        kind, _, name = column.partition(".")
-        return {"key": name, "type": "METRIC" if kind == "metrics" else "PARAM"}
-
-    return {**_chart("SCATTER", f"{x} {y}"), "xaxis": axis(x), "yaxis": axis(y)}
-
-
-def line_chart(metric: str) -> dict[str, Any]:
-    """A line for each run, over its steps."""
-    return {
-        **_chart("LINE", metric), "metricKey": metric, "selectedMetricKeys": [metric],
-        "xAxisKey": "step", "displayName": metric,
+    shared = {
+        "runsCountToCompare": 100, "metricSectionId": _SECTION, "isGenerated": False,
+        "deleted": False,
     }  # fmt: skip
-
-
-def _chart(kind: str, uuid: str) -> dict[str, Any]:
-    return {
-        "type": kind, "uuid": uuid, "runsCountToCompare": 100, "metricSectionId": _SECTION,
-        "isGenerated": False, "deleted": False,
+    charts: list[dict[str, Any]] = []
+    if scatter:
+        x, y = (
+            {"key": name, "type": "METRIC" if kind == "metrics" else "PARAM"}
+            for kind, _, name in (column.partition(".") for column in scatter)
+        )
+        chart = {"type": "SCATTER", "uuid": " ".join(scatter), **shared}
+        charts.append({**chart, "xaxis": x, "yaxis": y})
+    chart = {"type": "LINE", "uuid": line, **shared, "metricKey": line}
+    charts.append({
+        **chart, "selectedMetricKeys": [line], "xAxisKey": "step", "displayName": line,
+    })  # fmt: skip
+    section = {"uuid": _SECTION, "name": _SECTION, "display": True, "isReordered": True}
+    # MLflow's page reads column names in backticks.
+    *quoted, order = (column.replace(".", ".`", 1) + "`" for column in (*columns, order_by))
+    view = {
+        "compareRunCharts": charts, "compareRunSections": [section], "isAccordionReordered": True,
+        "selectedColumns": quoted, "orderByKey": order, "orderByAsc": False,
+        "runsHiddenMode": "SHOWALL",
     }  # fmt: skip
+    return json.dumps(view)
 
 
 def runs_page(address: str, experiment: str, view: str = "") -> str:

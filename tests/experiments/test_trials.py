@@ -4,6 +4,7 @@ Ray, Tune and the parent's record are real; a trial's training is a loop that wr
 file and continues from it.
 """
 
+import logging
 import math
 import os
 import signal
@@ -171,6 +172,38 @@ def test_a_diverged_a_failed_and_a_killed_trial_end_no_other(parent, tmp_path, m
     assert math.isnan(found[0.1].top1)
     assert ended.num_lost == 1
     assert "died 2 times" in caplog.text
+
+
+def alone(folder: Path, config: dict[str, Any], context: Context) -> Any:
+    """Notes its process, and warns; that of one dies once."""
+    with open(folder / "processes", "a") as processes:
+        processes.write(f"{os.getpid()}\n")
+    if config["rate"] == 0.3 and not (folder / "died").exists():
+        (folder / "died").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    logging.getLogger("vit_ray.test").warning("rate %s", config["rate"])
+    return asdict(Outcome(TrialState.FINISHED, config["rate"], STEPS))
+
+
+@pytest.mark.parametrize("has_scheduler", [False, True])
+def test_trials_that_nothing_stops_share_a_process_and_one_that_dies_there_is_not_lost(
+    has_scheduler, parent, tmp_path
+):
+    space = {"rate": tune.grid_search([0.1, 0.2, 0.3, 0.4])}
+    scheduler = ASHAScheduler(time_attr=STEP, max_t=STEPS) if has_scheduler else None
+    work = partial(alone, tmp_path)
+    ended = run(parent, work, space=space, max_concurrent=1, scheduler=scheduler)
+    assert {rate: one.top1 for rate, one in ended.by("rate").items()} == {
+        rate: rate for rate in (0.1, 0.2, 0.3, 0.4)
+    }
+    assert ended.num_lost == 0
+    assert [one["warnings"] for one in ended.results] == [
+        f"rate {one['config']['rate']}" for one in ended.results
+    ]
+    processes = (tmp_path / "processes").read_text().split()
+    assert len(processes) == 5
+    # The second one takes the place of the one that died.
+    assert len(set(processes)) == (5 if has_scheduler else 2)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ class Here:
         """As when Ray starts the process again: nothing that was in memory is left."""
         for run in self.actor._runs.values():
             run.tracker.stop(30)
-            run._held.close()
+            run._exit.close()
         self.actor = RunRecords(self.uri)
 
 

@@ -375,7 +375,7 @@ def test_a_model_whose_run_mlflow_never_had_is_named(tmp_path, caplog):
     record = recorded_here(replace(opening, config=away))
     record.model("net", 7, reference={}, card="", params={}, register_as=None)
     assert record.finish("FINISHED")
-    tracker._log_models_of("http://127.0.0.1:9", record.log_path)
+    tracker.log_models_later("http://127.0.0.1:9", record.log_path).join()
     assert "a model is not logged (MLflow does not have all of its run)" in caplog.text
 
 

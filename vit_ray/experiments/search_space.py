@@ -18,19 +18,19 @@ from vit_ray.config import Recipe
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.validation import errors_of, require, value_text
-from vit_ray.launch.resolved_run import check_model
+from vit_ray.launch.resolved_run import check_batch, check_head_is_trained, check_model
 
 Point = Mapping[str, Any]
 """Dotted keys of a recipe to values."""
 
 RATE: Final = "optim.learning_rate"
+# Set by the sweep itself, for each trial and retraining.
 _FIXED: Final = (
     "name", "output", "resume", "seed", "sweep", "tracking", "storage",
     "data.eval", "data.held_out_fraction", "data.train",
 )  # fmt: skip
-"""Set by the sweep itself, for each trial and retraining."""
+# Draws for each trial, before a space has too few different points.
 _DRAWS: Final = 100
-"""Draws for each trial, before a space has too few different points."""
 MOST_NAME_CHARS: Final = 200
 """Of the name of a trial, which is that of a folder: file systems take 255 bytes."""
 REDUCTION: Final = 4
@@ -67,8 +67,8 @@ def tune_space(config: SweepConfig) -> dict[str, Any]:
     return domains
 
 
+# In a trial's configuration, where Tune would take the items of other values for dimensions.
 def _plain(value: Any) -> Any:
-    """A value in a trial's configuration: Tune would take the items of others for dimensions."""
     return value if value is None or isinstance(value, (int, float, str)) else value_text(value)
 
 
@@ -149,16 +149,16 @@ def errors_of_point(recipe: Recipe, point: Point) -> AbstractContextManager[None
 def _drawn(config: SweepConfig) -> list[Point]:
     """Different points, drawn by Tune; a smaller number of trials takes the first of them."""
     assert config.num_trials is not None
-    random, found = np.random.RandomState(config.seed), dict[str, Point]()
+    random, points = np.random.RandomState(config.seed), dict[str, Point]()
     domains = tune_space(config)
     for _ in range(_DRAWS * config.num_trials):
         drawn = {key: domain.sample(random_state=random) for key, domain in domains.items()}
         point = point_of(drawn, config)
-        found.setdefault(point_name(point), point)
-        if len(found) == config.num_trials:
-            return list(found.values())
+        points.setdefault(point_name(point), point)
+        if len(points) == config.num_trials:
+            return list(points.values())
     raise ValueError(
-        f"sweep.space has {len(found)} different points and sweep.num_trials is "
+        f"sweep.space has {len(points)} different points and sweep.num_trials is "
         f"{config.num_trials}; list more values, widen the ranges, or lower sweep.num_trials"
     )
 
@@ -229,6 +229,46 @@ def rung_steps(config: SweepConfig, max_steps: int) -> tuple[int, ...]:
     return tuple(rungs)
 
 
+def check_in_turn(recipe: Recipe, where: str) -> None:
+    """Check the sweep of a recipe whose points are tried in turn, in the trial of a cell or a task.
+
+    Raises:
+        ValueError: its trainings cannot run one after another.
+    """
+    if recipe.sweep and (recipe.sweep.search == "optuna" or recipe.sweep.scheduler == "asha"):
+        raise ValueError(
+            f"{where}: its fine-tunings run one after another; use sweep.search=grid or random, "
+            "and sweep.scheduler=none"
+        )
+
+
+def checked_steps(recipe: Recipe, num_images: int) -> int:
+    """Check a fine-tuning, or a sweep in turn, without its dev split and its weights.
+
+    Args:
+        num_images: of the training set.
+
+    Returns:
+        Its steps, those of trials and retrainings included.
+
+    Raises:
+        ValueError: it cannot work.
+    """
+    check_model(recipe)
+    check_batch(recipe, num_images)
+    steps = recipe.optim.total_steps(num_images, recipe.train.global_batch_size)
+    if recipe.sweep is None:
+        return steps
+    tried, num_left = 0, round(num_images * (1 - recipe.sweep.dev_fraction))
+    for point in points_of(recipe, recipe.sweep):
+        trial = with_point(recipe, point)
+        with errors_of_point(recipe, point):
+            check_head_is_trained(trial, "sweep_trial")
+            check_batch(trial, num_left)
+        tried += trial.optim.total_steps(num_left, trial.train.global_batch_size)
+    return tried + recipe.sweep.seeds * steps
+
+
 def point_text(point: Point) -> str:
     """As text: `learning_rate=0.01, steps=500`."""
     return ", ".join(f"{key.rpartition('.')[2]}={_shown(value)}" for key, value in point.items())
@@ -236,7 +276,8 @@ def point_text(point: Point) -> str:
 
 def point_name(point: Point) -> str:
     """As part of a run's name: `lr0.01-steps500`."""
-    parts = (f"{_SHORT.get(key, key.rpartition('.')[2])}{_shown(v)}" for key, v in point.items())
+    short = {RATE: "lr"}
+    parts = (f"{short.get(key, key.rpartition('.')[2])}{_shown(v)}" for key, v in point.items())
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", "-".join(parts)).strip("-")
 
 
@@ -246,9 +287,6 @@ def short_name(name: str) -> str:
         return name
     digest = hashlib.sha256(name.encode()).hexdigest()[:12]
     return f"{name[: MOST_NAME_CHARS - 13]}-{digest}"
-
-
-_SHORT: Final = {RATE: "lr"}
 
 
 def _shown(value: Any) -> str:

@@ -154,7 +154,6 @@ def in_groups(study: StudyConfig, planned: Sequence[Planned]) -> list[list[Plann
 
 
 def _run_cells(planned: list[Planned], parent: OpenParent) -> list[CellResult]:
-    """All cells, in the order of the grid."""
     study = study_of(parent.recipe)
     groups = {group[0][0].name: group for group in in_groups(study, planned)}
     ended = run_trials(
@@ -166,8 +165,8 @@ def _run_cells(planned: list[Planned], parent: OpenParent) -> list[CellResult]:
         max_concurrent=study.max_concurrent,
     )
     lost: dict[str, Any] = {"metrics": {}, "run_id": None, "error": ended.lost.error}
-    found = {name: one for result in ended.results for name, one in result["cells"].items()}
-    return [CellResult(cell, **found.get(cell.name, lost)) for cell, _ in planned]
+    trained = {name: fields for result in ended.results for name, fields in result["cells"].items()}
+    return [CellResult(cell, **trained.get(cell.name, lost)) for cell, _ in planned]
 
 
 def _train_group(
@@ -182,20 +181,16 @@ def _train_group(
     """
     trunk, *branches = groups[config["cell"]]
     kept = with_kept_steps(trunk[0], [branch_step(cell, steps) for cell, steps in branches])
-    outcome = context.train(kept.recipe, "study_cell", _tags(trunk[0]))
+    tags = {"vit_ray.study_label": trunk[0].label}
+    outcome = context.train(kept.recipe, "study_cell", tags)
     cells = {trunk[0].name: _with_transfers(study, trunk, outcome, "", context)}
     for cell, steps in branches:
         branched_from = begin_branch(cell, trunk[0], branch_step(cell, steps))
         if branched_from:
             context.parent.record.event(EventKind.BRANCH, f"{cell.name}: {branched_from}", 0)
-        of_branch = context.alone.train(cell.recipe, "study_cell", _tags(cell))
-        found = _with_transfers(study, (cell, steps), of_branch, branched_from, context)
-        cells[cell.name] = found
+        of_branch = context.alone.train(cell.recipe, "study_cell", tags)
+        cells[cell.name] = _with_transfers(study, (cell, steps), of_branch, branched_from, context)
     return {STEP: outcome.step, METRIC: outcome.top1, "cells": cells}
-
-
-def _tags(cell: Cell) -> dict[str, str]:
-    return {"vit_ray.study_label": cell.label}
 
 
 def _with_transfers(
@@ -210,11 +205,11 @@ def _with_transfers(
     metrics, errors = dict(outcome.metrics), [outcome.first_line] if outcome.error else []
     for task in () if errors else study.transfer:
         try:
-            metrics |= (found := _transfer(cell, task, context))
+            metrics |= (measured := _transfer(cell, task, context))
             if keys <= metrics.keys():
                 mean = {TRANSFER_MEAN_TOP1: statistics.fmean(metrics[key] for key in keys)}
-                metrics, found = metrics | mean, found | mean
-            add_to_ended(cell.recipe, outcome.run_id, found, context.parent)
+                metrics, measured = metrics | mean, measured | mean
+            add_to_ended(cell.recipe, outcome.run_id, measured, context.parent)
         except RunStoppedError:
             raise
         except Exception as error:

@@ -2,16 +2,30 @@
 
 Each has its own recipe. Depends only on recipes: no data set is opened. A name is derived from the
 settings, so that a restarted study finds what it has trained.
+
+Several lengths can come from one run: the longest is trained, and the others branch off its
+checkpoints. With a learning rate that is constant until a cool-down at the end (Hagele et al.,
+arXiv:2405.18392), a shorter run equals the longer one, step for step, up to the shorter one's
+cool-down. So only that cool-down has to be trained, and its weights are those of a separate run.
 """
 
 import hashlib
 import itertools
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from vit_ray.branch_origin import NOTE, origin_of
+from vit_ray.checkpoints.checkpoint import Position, copy_checkpoint, folder_name
+from vit_ray.checkpoints.checkpoint_format import (
+    DamagedCheckpointError,
+    PartialCheckpointError,
+    is_committed,
+)
+from vit_ray.checkpoints.run_checkpoints import Warn, begin_training, newest_checkpoint
 from vit_ray.config import Recipe, load_recipe, require
 from vit_ray.config.command_sections import StudyConfig, StudyModel, StudyTask
 from vit_ray.config.resume_compatibility import TAGGED, unused_keys
@@ -19,21 +33,25 @@ from vit_ray.config.section import ImageSize
 from vit_ray.config.training_sections import ModelConfig
 from vit_ray.config.validation import errors_of
 from vit_ray.experiments.search_space import check_in_turn, short_name, with_point
+from vit_ray.launch.prepared_run import lock_run
 from vit_ray.launch.resolved_run import check_model
 from vit_ray.launch.run_record import SIZES, trained_params
+from vit_ray.storage import locate
+from vit_ray.training.steps import cooldown_start
 
 PAPER_EPOCHS: Final = 7.0
 """Epochs of most rows of the paper's Table 3, on JFT-300M."""
+# Keys that a row sets through its other fields.
 _GIVEN_ELSEWHERE: Final = {
     "name": "label",
     "seed": "study.seeds",
     "data.fraction": "data_fractions",
     **{f"optim.{key}": key for key in ("epochs", "steps")},
 }
-"""Keys that a row sets through its other fields."""
+# Keys and sections that are the same for all cells, except for descriptions of their data.
 _COMMON: Final = ("output", "resume", "tracking", "storage", "study", "sweep", "vtab", "plan")
-"""Keys and sections that are the same for all cells, except for descriptions of their data."""
 _TOLD: Final = ("plan.num_images", "plan.num_classes")
+# Sections and keys of a task's recipe that come from the cell.
 _OF_THE_CELL: Final = (
     "name",
     "output",
@@ -44,13 +62,15 @@ _OF_THE_CELL: Final = (
     "workers",
     "resume",
 )
-"""Sections and keys of a task's recipe that come from the cell."""
+# Keys of the model that its weights need.
 _SIZES: Final = (
     "name", "depth", "width", "mlp_dim", "num_heads", "patch_size", "stages", "width_factor",
 )  # fmt: skip
-"""Keys of the model that its weights need."""
+# Options of the model that come from the task's recipe.
 _OF_PRETRAINING: Final = ("representation", "head_bias", "dropout", "stochastic_depth")
-"""Options of the model that come from the task's recipe."""
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -95,12 +115,32 @@ def study_cells(recipe: Recipe) -> list[Cell]:
             unknown key, an impossible value or a model that does not exist, or two cells have the
             same name.
     """
-    study = study_of(recipe)
-    cells = [
-        cell
-        for place, row in enumerate(study.models)
-        for cell in _row_cells(recipe, study, row, f"study.models.{place} ({row.label!r})")
-    ]
+    study, cells = study_of(recipe), list[Cell]()
+    for place, row in enumerate(study.models):
+        where = f"study.models.{place} ({row.label!r})"
+        point = _row_point(row, where)
+        batch = with_point(recipe, point, where).train.global_batch_size
+        fractions = row.data_fractions or study.data_fractions or (1.0,)
+        seeds = row.seeds or study.seeds or (recipe.seed,)
+        lengths = row.lengths or study.lengths or [("epochs", PAPER_EPOCHS)]
+        label = re.sub(r"[^A-Za-z0-9._+]+", "-", row.label).strip("-")
+        for fraction, (unit, length), seed in itertools.product(fractions, lengths, seeds):
+            value = f"{length:g}" if isinstance(length, float) else str(length)
+            name = f"{recipe.name}-{label}-data{fraction:g}-{unit}{value}"
+            own = {unit: length}
+            if unit == "images":
+                own = {"steps": max(1, round(length / batch))}
+            changes: dict[str, Any] = {
+                "name": short_name(name + (f"-seed{seed}" if seed != recipe.seed else "")),
+                "seed": seed,
+                "data": {"fraction": fraction},
+                "optim": {"epochs": None, "steps": None, **own},
+                "study": None,
+            }
+            trained = with_point(recipe, point, where, **changes)
+            with errors_of(where):
+                check_model(trained)
+            cells.append(Cell(row.label, fraction, f"{value} {unit}", trained))
     _check_together(study, cells)
     return cells
 
@@ -115,38 +155,7 @@ def study_of(recipe: Recipe) -> StudyConfig:
     return require(recipe.study, "study", hint)
 
 
-def _row_cells(recipe: Recipe, study: StudyConfig, row: StudyModel, where: str) -> Iterator[Cell]:
-    point = _row_point(row, where)
-    batch = with_point(recipe, point, where).train.global_batch_size
-    fractions = row.data_fractions or study.data_fractions or (1.0,)
-    seeds = row.seeds or study.seeds or (recipe.seed,)
-    lengths = row.lengths or study.lengths or [("epochs", PAPER_EPOCHS)]
-    label = re.sub(r"[^A-Za-z0-9._+]+", "-", row.label).strip("-")
-    for fraction, (unit, length), seed in itertools.product(fractions, lengths, seeds):
-        value = f"{length:g}" if isinstance(length, float) else str(length)
-        name = f"{recipe.name}-{label}-data{fraction:g}-{unit}{value}"
-        changes: dict[str, Any] = {
-            "name": short_name(name + (f"-seed{seed}" if seed != recipe.seed else "")),
-            "seed": seed,
-            "data": {"fraction": fraction},
-            "optim": {"epochs": None, "steps": None, **_optim_length(unit, length, batch)},
-            "study": None,
-        }
-        cell = Cell(
-            row.label, fraction, f"{value} {unit}", with_point(recipe, point, where, **changes)
-        )
-        with errors_of(where):
-            check_model(cell.recipe)
-        yield cell
-
-
-def _optim_length(unit: str, length: float, batch: int) -> dict[str, float]:
-    """Keys of `optim` for a cell's length; images become whole steps."""
-    return {"steps": max(1, round(length / batch))} if unit == "images" else {unit: length}
-
-
 def _row_point(row: StudyModel, where: str) -> dict[str, Any]:
-    """Dotted keys of the recipe to the row's own values."""
     point: dict[str, Any] = {}
     if row.model is not None:
         point |= {f"model.{key}": value for key, value in row.model.model_dump(mode="json").items()}
@@ -193,15 +202,15 @@ def _check_together(study: StudyConfig, cells: list[Cell]) -> None:
                 f"{other.name!r} and {cell.name!r} would train the same; remove one of them, or "
                 "change it"
             )
-    for cell in cells:
+    for cell in cells if study.branch else ():
         schedule = cell.recipe.optim.schedule
-        if study.branch and schedule != "cooldown":
+        if schedule != "cooldown":
             raise ValueError(
                 f"study.branch=true: cell {cell.name!r} has optim.schedule={schedule}, with which "
                 "a shorter run does not equal the start of a longer one; set "
                 "optim.schedule=cooldown"
             )
-        if study.branch and cell.recipe.keeps_best:
+        if cell.recipe.keeps_best:
             raise ValueError(
                 f"study.branch=true: cell {cell.name!r} keeps its best evaluation, which may be "
                 "before the branch; turn off checkpoint.keep_best and train.early_stopping"
@@ -238,7 +247,10 @@ def task_recipe(cell: Cell, task: StudyTask) -> Recipe:
     }
     recipe = with_point(base, point, where, **changes)
     check_in_turn(recipe, where)
-    return recipe.with_changes(name=short_name(f"{recipe.name}-{_digest(recipe)}"))
+    # What is trained and evaluated, on any number of workers.
+    decides = {key: value for key, value in _decides(recipe).items() if key not in SIZES}
+    digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
+    return recipe.with_changes(name=short_name(f"{recipe.name}-{digest}"))
 
 
 def _decides(recipe: Recipe) -> dict[str, Any]:
@@ -246,13 +258,6 @@ def _decides(recipe: Recipe) -> dict[str, Any]:
     flat = recipe.flat()
     measured = {key: flat[key] for key in TAGGED if key not in unused_keys(flat)}
     return {**trained_params(recipe), **measured}
-
-
-def _digest(recipe: Recipe) -> str:
-    """Of what is trained and evaluated, on any number of workers."""
-    decides = {key: value for key, value in _decides(recipe).items() if key not in SIZES}
-    text = json.dumps(decides, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def key_of_the_cell(point: Mapping[str, Any]) -> str | None:
@@ -272,3 +277,64 @@ def _whole_patches(model: ModelConfig, size: ImageSize) -> ImageSize:
     if isinstance(size, int):
         return size - size % patch
     return size[0] - size[0] % patch, size[1] - size[1] % patch
+
+
+def branch_step(cell: Cell, total_steps: int) -> int:
+    """Step of its row's longest cell after which a cell is trained separately."""
+    return cooldown_start(cell.recipe.optim, total_steps)
+
+
+def with_kept_steps(trunk: Cell, steps: list[int]) -> Cell:
+    """The longest cell, with checkpoints for the others."""
+    kept = sorted({*trunk.recipe.checkpoint.keep_steps, *(step for step in steps if step > 0)})
+    return replace(trunk, recipe=trunk.recipe.with_changes(checkpoint={"keep_steps": kept}))
+
+
+def begin_branch(cell: Cell, trunk: Cell, step: int, warn: Warn = logger.warning) -> str:
+    """Give a cell that has not begun the trunk's checkpoint of a step.
+
+    If no checkpoint can be used, the cell is trained from its own start, with the same result.
+
+    Args:
+        warn: called with why the checkpoint cannot be used.
+
+    Returns:
+        Its origin, now or at an earlier start, see `origin_of`; empty if it has not branched off.
+
+    Raises:
+        ValueError: another process trains the cell.
+    """
+    folder = locate(cell.recipe.run_folder)
+    note = folder.child(NOTE)
+    if newest_checkpoint(folder) is not None:
+        return note.read().decode() if note.exists() else ""
+    source = locate(trunk.recipe.run_folder).child(folder_name(step))
+    origin = origin_of(trunk.name, step)
+    with lock_run(folder):
+        note.delete()  # of an interrupted copy, which does not count
+        if step == 0:
+            return ""
+        alone = f"{cell.name} does not branch off {origin}, and is trained from its start"
+        if not is_committed(source):
+            warn(f"{alone}: {trunk.name} has no complete checkpoint of that step")
+            return ""
+        begin_training(folder)
+        note.write(origin.encode())  # before the copy: a complete copy has its note
+
+        # The cell is recorded in a separate run.
+        def of_cell(position: Position) -> Position:
+            optim = cell.recipe.optim
+            lengths = {key: getattr(optim, key) for key in ("epochs", "steps")}
+            own = {"name": cell.name, "optim": {**position.recipe["optim"], **lengths}}
+            progress = replace(position.progress, seconds={})  # which are the trunk's
+            return replace(
+                position, progress=progress, recipe=position.recipe | own, tracking_run_id=None
+            )
+
+        try:
+            copy_checkpoint(source, folder.child(folder_name(step)), of_cell)
+        except (DamagedCheckpointError, PartialCheckpointError) as error:
+            note.delete()
+            warn(f"{alone}: {error}")
+            return ""
+    return origin

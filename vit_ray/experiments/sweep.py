@@ -41,7 +41,6 @@ from vit_ray.experiments.search_space import (
     trial_config,
     trial_recipe,
     tune_space,
-    with_point,
 )
 from vit_ray.experiments.trials import (
     METRIC,
@@ -49,6 +48,7 @@ from vit_ray.experiments.trials import (
     Context,
     OpenParent,
     Outcome,
+    Work,
     deciding_metric,
     open_parent,
     page_of,
@@ -56,14 +56,7 @@ from vit_ray.experiments.trials import (
 )
 from vit_ray.launch.paper_comparison import Rows, training_table
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
-from vit_ray.launch.resolved_run import (
-    Kind,
-    ResolvedRun,
-    check_batch,
-    check_head_is_trained,
-    check_model,
-    resolve_run,
-)
+from vit_ray.launch.resolved_run import Kind, ResolvedRun, check_head_is_trained, resolve_run
 from vit_ray.launch.run_record import NOTE, OpenRun, description
 from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.launch.workers import RunFailedError
@@ -118,46 +111,6 @@ class SweepResult:
 
 
 @dataclass(frozen=True)
-class Trainings:
-    """What the trials of a sweep in Ray Tune train; sent to their processes.
-
-    Attributes:
-        split: as for `trial_recipe`.
-        evaluate_at: the rungs.
-        tags: of each training.
-    """
-
-    recipe: Recipe
-    split: tuple[str, str] | None
-    evaluate_at: tuple[int, ...]
-    tags: Mapping[str, str]
-
-    def __call__(self, config: dict[str, Any], context: Context) -> dict[str, Any]:
-        """Try the point of a configuration; with a seed, which only retrainings have, retrain."""
-        point, seed = point_of(config, sweep_of(self.recipe)), config.get("seed")
-        if seed is None:
-            return asdict(self.trial(point, context))
-        return asdict(self.final(point, seed, context))
-
-    def trial(self, point: Point, context: Context) -> Outcome:
-        """Train at a point without the dev split."""
-        recipe = trial_recipe(self.recipe, point, self.split)
-        tags = {"vit_ray.sweep_stage": "sweep_trial", **self.tags}
-        outcome = context.train(recipe, "sweep_trial", tags, self.evaluate_at)
-        if outcome.state is TrialState.DIVERGED:
-            text = f"{point_name(point)}: {outcome.error}"
-            context.parent.record.event(EventKind.TRIAL_DIVERGED, text, 0)
-        return outcome
-
-    def final(self, point: Point, seed: int, context: Context) -> Outcome:
-        """Train at the selected point on all images."""
-        recipe = final_recipe(self.recipe, point, seed)
-        tags = {"vit_ray.sweep_stage": "finetune", **self.tags}
-        kind: Kind = "finetune" if recipe.init_from else "pretrain"
-        return context.train(recipe, kind, tags)
-
-
-@dataclass(frozen=True)
 class SweepPlan:
     """What a sweep is going to train.
 
@@ -193,10 +146,35 @@ class SweepPlan:
         """Whether a trial has a checkpoint, or had one."""
         return any(locate(trial.run_folder).list_folders() for trial in self.trials)
 
-    def trainings(self, tags: Mapping[str, str]) -> Trainings:
-        """What is sent to the processes of its trials; `tags`: of each training."""
+    def work(self, tags: Mapping[str, str]) -> Work:
+        """What trains a trial or a retraining; `tags`: of each training."""
         rungs = rung_steps(self.config, max(self.steps))
-        return Trainings(self.recipe, self.split, rungs, tags)
+        return partial(_train_point, self.recipe, self.split, rungs, tags)
+
+
+def _train_point(
+    recipe: Recipe,
+    split: tuple[str, str] | None,
+    rungs: tuple[int, ...],
+    tags: Mapping[str, str],
+    config: dict[str, Any],
+    context: Context,
+) -> dict[str, Any]:
+    """Train at the point of a configuration: without the dev split, or if it has a seed, as
+    retrainings alone do, on all images.
+    """
+    point, seed = point_of(config, sweep_of(recipe)), config.get("seed")
+    if seed is not None:
+        final = final_recipe(recipe, point, seed)
+        kind: Kind = "finetune" if final.init_from else "pretrain"
+        stage = {"vit_ray.sweep_stage": "finetune"}
+        return asdict(context.train(final, kind, {**stage, **tags}))
+    trial, stage = trial_recipe(recipe, point, split), {"vit_ray.sweep_stage": "sweep_trial"}
+    outcome = context.train(trial, "sweep_trial", {**stage, **tags}, rungs)
+    if outcome.state is TrialState.DIVERGED:
+        text = f"{point_name(point)}: {outcome.error}"
+        context.parent.record.event(EventKind.TRIAL_DIVERGED, text, 0)
+    return asdict(outcome)
 
 
 def plan_sweep(recipe: Recipe, *, by_class: bool = True) -> SweepPlan:
@@ -268,16 +246,9 @@ def open_sweep(
         tags: of the sweep's run.
     """
     return open_parent(
-        plan.recipe,
-        "sweep",
-        plan.resolved,
-        plan.total_steps,
-        continues=plan.has_begun,
-        trainings=plan.trials,
-        under=under,
-        tags=tags,
-        varied=[*plan.points[0]],
-    )
+        plan.recipe, "sweep", plan.resolved, plan.total_steps, continues=plan.has_begun,
+        trainings=plan.trials, under=under, tags=tags, varied=[*plan.points[0]],
+    )  # fmt: skip
 
 
 def sweep(
@@ -300,13 +271,19 @@ def sweep(
     rows = trials()
     chosen = best_row(rows)
     record.tag("vit_ray.best_trial_checkpoint", chosen.outcome.checkpoint)
-    found = finals(chosen.point)
-    if failed := [one for one in found if not one.is_measured]:
+    retrained = finals(chosen.point)
+    if failed := [outcome for outcome in retrained if not outcome.is_measured]:
         why = failed[0].error or "it has no accuracy"
         raise RunFailedError(f"retraining with {point_text(chosen.point)} failed: {why}")
-    table = training_table(recipe, [one.top1 for one in found])
-    swept = SweepResult(rows, chosen.point, found, parent.run_id, record.hint(), table)
-    sentence = sweep_sentence(swept) + (f". {RESTARTED}" if is_restarted else "")
+    table = training_table(recipe, [outcome.top1 for outcome in retrained])
+    swept = SweepResult(rows, chosen.point, retrained, parent.run_id, record.hint(), table)
+    seeds = f" (mean of {len(retrained)} seeds)" if len(retrained) > 1 else ""
+    sentence = (
+        f"Of {len(rows)} trials, {point_text(chosen.point)} won (dev {chosen.outcome.top1:.2%}); "
+        f"test {swept.mean:.2%}{seeds}"
+    )
+    if is_restarted:
+        sentence += f". {RESTARTED}"
     record.tag(NOTE, description(recipe, plan.resolved, record.command, sentence))
     record.results(0, sweep_metrics(swept, deciding_metric(recipe)))
     return swept
@@ -333,65 +310,32 @@ def fine_tune(
         return SweepResult([], {}, [outcome])
     plan = plan_sweep(recipe, by_class=by_class)
     with open_sweep(plan, context.parent, dict(tags)) as parent:
-        inner, trainings = Context(parent.run, context.stop), plan.trainings(tags)
+        inner, work = Context(parent.run, context.stop), plan.work(tags)
+
+        def train(point: Point, **seed: int) -> Outcome:
+            return Outcome.of_result(work({**trial_config(point), **seed}, inner))
+
         swept = sweep(
             plan,
             parent,
-            lambda: [Row(point, trainings.trial(point, inner)) for point in plan.points],
-            lambda point: [trainings.final(point, seed, inner) for seed in plan.seeds],
+            lambda: [Row(point, train(point)) for point in plan.points],
+            lambda point: [train(point, seed=seed) for seed in plan.seeds],
         )
         parent.run.is_complete = True
     return swept
 
 
-def check_in_turn(recipe: Recipe, where: str) -> None:
-    """Check the sweep of a recipe for `fine_tune`.
-
-    Raises:
-        ValueError: its trainings cannot run one after another.
-    """
-    if recipe.sweep and (recipe.sweep.search == "optuna" or recipe.sweep.scheduler == "asha"):
-        raise ValueError(
-            f"{where}: its fine-tunings run one after another; use sweep.search=grid or random, "
-            "and sweep.scheduler=none"
-        )
-
-
-def checked_steps(recipe: Recipe, num_images: int) -> int:
-    """Check what `fine_tune` will run, without its dev split and its weights.
-
-    Args:
-        num_images: of the training set.
-
-    Returns:
-        Its steps, those of trials and retrainings included.
-
-    Raises:
-        ValueError: it cannot work.
-    """
-    check_model(recipe)
-    check_batch(recipe, num_images)
-    steps = recipe.optim.total_steps(num_images, recipe.train.global_batch_size)
-    if recipe.sweep is None:
-        return steps
-    tried, kept = 0, round(num_images * (1 - recipe.sweep.dev_fraction))
-    for point in points_of(recipe, recipe.sweep):
-        trial = with_point(recipe, point)
-        with errors_of_point(recipe, point):
-            check_head_is_trained(trial, "sweep_trial")
-            check_batch(trial, kept)
-        tried += trial.optim.total_steps(kept, trial.train.global_batch_size)
-    return tried + recipe.sweep.seeds * steps
-
-
 def tune_trials(plan: SweepPlan, parent: OpenParent) -> list[Row]:
     """The points' trials by Ray Tune, in their order; of a search as it has proposed them."""
     config, points = plan.config, plan.points
-    has_memory = config.search == "optuna"  # of this space alone
+    stage, has_memory = "trials", config.search == "optuna"
+    if has_memory:  # of this space alone
+        text = json.dumps(config.model_dump(mode="json"), sort_keys=True)
+        stage += f"-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     ended = run_trials(
-        plan.trainings({}),
+        plan.work({}),
         parent,
-        f"trials-{_digest(config)}" if has_memory else "trials",
+        stage,
         plan.trials,
         space=tune_space(config),
         max_concurrent=config.max_concurrent,
@@ -414,15 +358,15 @@ def tune_finals(plan: SweepPlan, parent: OpenParent, point: Point) -> list[Outco
     """The retrainings at a point by Ray Tune, one for each seed."""
     recipes = [final_recipe(plan.recipe, point, seed) for seed in plan.seeds]
     ended = run_trials(
-        plan.trainings({}),
+        plan.work({}),
         parent,
         "retrainings",
         recipes,
         space={**trial_config(point), "seed": tune.grid_search(plan.seeds)},
         max_concurrent=plan.config.max_concurrent,
     )
-    found = ended.by("seed")
-    return [found.get(seed, ended.lost) for seed in plan.seeds]
+    by_seed = ended.by("seed")
+    return [by_seed.get(seed, ended.lost) for seed in plan.seeds]
 
 
 def searcher(config: SweepConfig, points: Sequence[Point]) -> Any:
@@ -450,11 +394,6 @@ def _scheduler(config: SweepConfig, max_steps: int) -> ASHAScheduler | None:
     )
 
 
-def _digest(config: SweepConfig) -> str:
-    text = json.dumps(config.model_dump(mode="json"), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
 def best_row(rows: list[Row]) -> Row:
     """The trial with the highest accuracy of those that reached their end; of equal ones the first.
 
@@ -467,14 +406,6 @@ def best_row(rows: list[Row]) -> Row:
         why = errors[0] if errors else "its accuracy is not a number"
         raise RunFailedError(f"every trial failed; the first: {why}")
     return max(measured, key=lambda row: row.outcome.top1)
-
-
-def sweep_sentence(outcome: SweepResult) -> str:
-    """What was tried, what was selected, and what it reached."""
-    won, dev = point_text(outcome.best), best_row(outcome.rows).outcome.top1
-    seeds = f" (mean of {len(outcome.finals)} seeds)" if len(outcome.finals) > 1 else ""
-    tried = f"Of {len(outcome.rows)} trials, {won} won (dev {dev:.2%})"
-    return f"{tried}; test {outcome.mean:.2%}{seeds}"
 
 
 def sweep_metrics(outcome: SweepResult, metric: str) -> dict[str, float]:

@@ -1,9 +1,11 @@
-"""Trainings as trials of Ray Tune: a trial is a training in a thread of its own process.
+"""Trainings as trials of Ray Tune, and the run of a sweep or study whose child runs they are.
 
-The training continues from its own checkpoints and returns at once if it has finished, so Tune
-keeps no checkpoints: a trial that starts again repeats nothing.
+A trial is a training in a thread of its own process. The training continues from its own
+checkpoints and returns at once if it has finished, so Tune keeps no checkpoints: a trial that
+starts again repeats nothing.
 """
 
+import contextlib
 import logging
 import math
 import os
@@ -11,9 +13,9 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import ray
 import ray.util
@@ -21,15 +23,23 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray import tune
 
 from vit_ray.config import Recipe
-from vit_ray.launch.connection import ClusterShape, mark_private
-from vit_ray.launch.resolved_run import Kind
+from vit_ray.config.validation import errors_of
+from vit_ray.launch.cluster_checks import check_cluster, check_shared, paths_of
+from vit_ray.launch.connection import ClusterShape, connect, mark_private
+from vit_ray.launch.prepared_run import lock_run
+from vit_ray.launch.resolved_run import Kind, ResolvedRun
 from vit_ray.launch.run import Following, train
-from vit_ray.launch.run_record import OpenRun
-from vit_ray.launch.terminal import RunStoppedError
+from vit_ray.launch.run_record import OpenRun, open_record
+from vit_ray.launch.terminal import RunStoppedError, shown_progress, stopping_on_signals
 from vit_ray.launch.workers import RunDivergedError
 from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1
 from vit_ray.outcomes import TrialState
+from vit_ray.ray_internals import start_data_actors
 from vit_ray.storage import locate
+from vit_ray.tracking.store_requests import redact_uri
+
+if TYPE_CHECKING:
+    from vit_ray.report.page import Written
 
 METRIC: Final = "top1"
 """Decides: the accuracy with averaged weights if the recipe averages."""
@@ -39,6 +49,10 @@ MOST_RESTARTS: Final = 3
 STOPPED_S: Final = 1.0
 """Time between two steps of a trial whose training was stopped, until Tune ends the trial."""
 STOPPED_EARLY: Final = "stopped early: other trials are better on the dev split"
+FLUSH_S: Final = 20.0
+"""Longest wait until MLflow has the metrics that the page shows."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -157,8 +171,6 @@ def deciding_metric(recipe: Recipe) -> str:
     return EVAL_AVERAGED_TOP1 if recipe.train.averaging else EVAL_TOP1
 
 
-logger = logging.getLogger(__name__)
-
 Work = Callable[[dict[str, Any], Context], dict[str, Any]]
 """Trains what a trial's configuration names, and returns the trial's last result."""
 
@@ -166,31 +178,41 @@ Work = Callable[[dict[str, Any], Context], dict[str, Any]]
 class Trial(tune.Trainable):
     """A small driver: its thread trains, its steps are evaluations, its end is a checkpoint.
 
-    A function that Tune runs would be killed in the middle, with its workers' places kept.
+    A function that Tune runs would be killed in the middle, with its workers' places kept. Its
+    process may be used again for another trial, which saves the start of a process.
     """
 
     def setup(  # type: ignore[override]
         self, config: dict[str, Any], work: Work, parent: OpenRun, is_private: bool
     ) -> None:
-        """Start to train; `is_private`: only this driver uses the cluster."""
+        """`is_private`: only this driver uses the cluster."""
         if is_private:
             mark_private()
+        self._work, self._parent = work, parent
+        self._thread: threading.Thread | None = None
         self._warnings: list[str] = []
-        kept = logging.Handler(logging.WARNING)  # the output of a trial's process is not shown
-        kept.emit = lambda record: self._warnings.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("vit_ray").addHandler(kept)
-        self._reports: queue.Queue[dict[str, Any] | Exception | None] = queue.Queue()
-        self._last: dict[str, Any] = {STEP: 0, METRIC: math.nan}
-        self._stop = threading.Event()
-        context = Context(parent, self._stop, self._report)
-        self._thread = threading.Thread(target=self._train, args=(work, config, context))
-        self._thread.start()
+        handler = logging.Handler(logging.WARNING)  # the output of a trial's process is not shown
+        handler.emit = lambda record: self._warnings.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("vit_ray").addHandler(handler)
 
     def step(self) -> dict[str, Any]:
         """Step and deciding metric of the next evaluation, or the last result.
 
-        A trial that was stopped on request repeats its last one: Tune must not take it for ended.
+        The first starts to train: Tune does not start a trial again whose process dies while it is
+        set up or reset. A trial that was stopped on request repeats its last result: Tune must not
+        take it for ended.
         """
+        if self._thread is None:
+            self._warnings.clear()
+            self._reports: queue.Queue[dict[str, Any] | Exception | None] = queue.Queue()
+            self._last: dict[str, Any] = {STEP: 0, METRIC: math.nan}
+            self._stop = threading.Event()
+            put = self._reports.put
+            context = Context(
+                self._parent, self._stop, lambda step, top1: put({STEP: step, METRIC: top1})
+            )
+            self._thread = threading.Thread(target=self._train, args=(context,))
+            self._thread.start()
         report = self._reports.get()  # no limit: train.step_timeout_s ends a training that hangs
         if report is None:
             self._reports.put(None)
@@ -203,20 +225,23 @@ class Trial(tune.Trainable):
 
     def cleanup(self) -> None:
         """Ask the training for a checkpoint, and wait for its end."""
-        self._stop.set()
-        self._thread.join()  # no limit: Tune's own 600 s
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join()  # no limit: Tune's own 600 s
+            self._thread = None
 
-    def _train(self, work: Work, config: dict[str, Any], context: Context) -> None:
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        self.cleanup()
+        return True
+
+    def _train(self, context: Context) -> None:
         try:
-            result = work(config, context)
+            result = self._work(self.config, context)
             self._reports.put({**result, "warnings": "\n".join(self._warnings), "done": True})
         except RunStoppedError:
             self._reports.put(None)
         except Exception as error:
             self._reports.put(error)
-
-    def _report(self, step: int, top1: float) -> None:
-        self._reports.put({STEP: step, METRIC: top1})
 
 
 class EndOnRequest(tune.Callback):
@@ -226,8 +251,8 @@ class EndOnRequest(tune.Callback):
     signal of which Tune knows: its own handler for Ctrl-C would not hear SIGTERM and SIGHUP.
     """
 
+    # Of this process: Tune keeps copies of its callbacks on disk.
     is_requested: ClassVar[threading.Event] = threading.Event()
-    """Of this process: Tune keeps copies of its callbacks on disk."""
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
         if self.is_requested.is_set() and callable(signal.getsignal(signal.SIGUSR1)):
@@ -246,6 +271,22 @@ class Ended(NamedTuple):
     results: Sequence[Mapping[str, Any]]
     lost: Outcome
     num_lost: int
+
+    @classmethod
+    def of_grid(cls, grid: tune.ResultGrid) -> "Ended":
+        """Of Tune's results; logs the warnings and errors of the trials."""
+        ended = [grid[place] for place in range(len(grid))]
+        reported = [result.metrics for result in ended if result.error is None]
+        results = [metrics for metrics in reported if metrics and "config" in metrics]
+        for metrics in results:
+            for text in filter(None, metrics.get("warnings", "").split("\n")):
+                logger.warning("%s", text)
+        died = f"the process of the trial died {MOST_RESTARTS + 1} times"
+        errors = [str(error).strip().splitlines()[-1] for error in grid.errors]
+        for text in errors:
+            logger.warning("%s: %s", died, text)
+        lost = Outcome(TrialState.FAILED, error="; ".join([died, *dict.fromkeys(errors)]))
+        return cls(results, lost, len(ended) - len(results))
 
     def by(self, key: str) -> dict[Any, Outcome]:
         """Outcomes by a key of the configurations."""
@@ -286,15 +327,15 @@ def run_trials(
     given = tune.with_parameters(Trial, work=work, parent=parent.run, is_private=is_private)
     trainable = tune.with_resources(given, {"CPU": 0, place: 0.001})
     recipe, files = parent.recipe, None
-    kept = locate(recipe.output).child("tune").child(f"{recipe.name}-{stage}")
-    if not kept.is_local:
-        files = PyFileSystem(FSSpecHandler(kept.filesystem))
-    if has_memory and tune.Tuner.can_restore(kept.path, storage_filesystem=files):
+    folder = locate(recipe.output).child("tune").child(f"{recipe.name}-{stage}")
+    if not folder.is_local:
+        files = PyFileSystem(FSSpecHandler(folder.filesystem))
+    if has_memory and tune.Tuner.can_restore(folder.path, storage_filesystem=files):
         tuner = tune.Tuner.restore(
-            kept.path, trainable, restart_errored=True, storage_filesystem=files
+            folder.path, trainable, restart_errored=True, storage_filesystem=files
         )
     else:
-        storage_path, _, name = kept.path.rpartition("/")
+        storage_path, _, name = folder.path.rpartition("/")
         tuner = tune.Tuner(
             trainable,
             param_space=space,
@@ -305,6 +346,7 @@ def run_trials(
                 search_alg=search_alg,
                 scheduler=scheduler,
                 max_concurrent_trials=max_concurrent or num_fitting(recipes, parent.cluster),
+                reuse_actors=scheduler is None,  # ASHA stops trials while they train
             ),
             run_config=tune.RunConfig(
                 name=name,
@@ -319,18 +361,7 @@ def run_trials(
     grid = tuner.fit()  # no limit: train.step_timeout_s ends a training that hangs
     if EndOnRequest.is_requested.is_set():
         raise RunStoppedError("stopped on request")
-    ended = [grid[place] for place in range(len(grid))]
-    reported = [one.metrics or {} for one in ended if one.error is None]
-    results = [metrics for metrics in reported if "config" in metrics]
-    for result in results:
-        for text in filter(None, result.get("warnings", "").split("\n")):
-            logger.warning("%s", text)
-    died = f"the process of the trial died {MOST_RESTARTS + 1} times"
-    errors = [str(error).strip().splitlines()[-1] for error in grid.errors]
-    for text in errors:
-        logger.warning("%s: %s", died, text)
-    lost = Outcome(TrialState.FAILED, error="; ".join([died, *dict.fromkeys(errors)]))
-    return Ended(results, lost, len(ended) - len(results))
+    return Ended.of_grid(grid)
 
 
 def num_fitting(recipes: Iterable[Recipe], cluster: ClusterShape) -> int:
@@ -350,3 +381,82 @@ def num_fitting(recipes: Iterable[Recipe], cluster: ClusterShape) -> int:
         return most_gpus <= cluster.num_gpus and most_cpus <= cluster.num_cpus
 
     return max(filter(fits, range(1, len(gpus) + 1)), default=1)
+
+
+@contextlib.contextmanager
+def open_parent(
+    recipe: Recipe,
+    kind: str,
+    resolved: ResolvedRun,
+    total_steps: int,
+    *,
+    continues: bool = False,
+    trainings: Sequence[Recipe] = (),
+    under: OpenRun | None = None,
+    tags: dict[str, str] | None = None,
+    varied: Collection[str] = (),
+) -> Iterator[OpenParent]:
+    """Inside this block hold a parent run's folder, record it, and show its children's progress.
+
+    Args:
+        resolved: describes the run: the recipe's own training, or the first of a grid.
+        total_steps: of all its children.
+        continues: some of its children have begun at an earlier start, whose run it continues.
+        trainings: all that may run under it; unset = like the recipe's own.
+        under: the study that this run is part of, which has checked its files; it shows this run's
+            progress, and forwards signals.
+        tags: of the run, in addition to those that every run has.
+        varied: as for `open_record`.
+
+    Raises:
+        ValueError: the cluster cannot hold the workers of a training, nodes do not see its files,
+            or another process holds the folder; nothing was started.
+    """
+    cluster = connect(recipe, *trainings)
+    if under is None:
+        for training in trainings or (recipe,):
+            is_own = training.workers == recipe.workers
+            with contextlib.nullcontext() if is_own else errors_of(training.name):
+                check_cluster(training, cluster)
+        read = {path: None for one in trainings or (recipe,) for path in paths_of(one)}
+        check_shared(cluster, read)
+        if not cluster.is_private:  # or they would end with the trial that needs them first
+            start_data_actors()
+    EndOnRequest.is_requested.clear()
+
+    def stop(reason: str) -> None:
+        run.record.request_stop(reason)
+        EndOnRequest.is_requested.set()
+
+    with (
+        lock_run(locate(recipe.run_folder)),
+        open_record(
+            recipe, kind, resolved, cluster, under, continues=continues, tags=tags, varied=varied
+        ) as run,
+        contextlib.nullcontext() if under else shown_progress(run.record, recipe.name, total_steps),
+        contextlib.nullcontext() if under else stopping_on_signals(stop),
+    ):
+        yield OpenParent(recipe, run, cluster)
+
+
+def page_of(parent: OpenParent) -> "Written | None":
+    """Write the page at the end of a long job, and keep it with the parent run; None while MLflow
+    is away: the job must not fail because of it, nor because of what draws the page.
+    """
+    recipe = parent.recipe
+    try:
+        if (run_id := parent.run_id) is None:
+            return None
+        # Here: the processes of trials import this module, and need neither MLflow nor charts.
+        from vit_ray.experiments.write_page import keep_page, write_page
+        from vit_ray.tracking.mlflow_client import asking
+
+        parent.run.record.flush(FLUSH_S)
+        with asking(recipe.tracking.uri) as client:
+            written = write_page(recipe, run_id)
+            keep_page(client, run_id, written)
+        return written
+    except Exception as error:
+        reason = redact_uri(str(error), recipe.tracking.uri).partition("\n")[0]
+        logger.warning("no report of %s: %s; `vit-ray report` can write it", recipe.name, reason)
+        return None

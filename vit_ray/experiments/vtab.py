@@ -165,7 +165,10 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
         ) as parent:
             rows, record = _run_tasks(recipe, resolved, parent), parent.run.record
             record.results(0, vtab_metrics(rows))
-            record.tag(NOTE, description(recipe, shown, record.command, vtab_sentence(rows)))
+            tops = [row.top1 for row in rows if row.top1 is not None]
+            mean = f"; their mean is {statistics.fmean(tops):.2%}" if tops else ""
+            sentence = f"Of {len(rows)} tasks, {len(tops)} have an accuracy{mean}"
+            record.tag(NOTE, description(recipe, shown, record.command, sentence))
             is_papers = (recipe.model.name, recipe.paper.pretraining) in PAPER_MODELS
             table = vtab_table(rows, is_papers)
             written = page_of(parent)
@@ -180,7 +183,6 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
 def _run_tasks(
     recipe: Recipe, resolved: Mapping[str, ResolvedRun], parent: OpenParent
 ) -> list[TaskResult]:
-    """A row for each task; a failed one does not end the others."""
     tasks = {task.name: task for task in vtab_of(recipe).tasks}
     ended = run_trials(
         partial(_fine_tune, recipe, tasks),
@@ -189,10 +191,10 @@ def _run_tasks(
         [one.recipe for one in resolved.values()],
         space={"task": tune.grid_search(list(resolved))},
     )
-    found = {one["config"]["task"]: one["row"] for one in ended.results}
+    fields = {one["config"]["task"]: one["row"] for one in ended.results}
     lost = {"error": f"failed: {ended.lost.first_line}"}
     return [
-        TaskResult(task, num_images=resolved[name].num_images, **found.get(name, lost))
+        TaskResult(task, num_images=resolved[name].num_images, **fields.get(name, lost))
         if name in resolved
         else TaskResult(task, error="absent: no converted data")
         for name, task in tasks.items()
@@ -208,7 +210,7 @@ def _fine_tune(
     task = tasks[config["task"]]
     tags = {"vit_ray.vtab_task": task.name, "vit_ray.vtab_group": task.group}
     try:
-        found = fine_tune(task_recipe(recipe, task), context, tags, by_class=False)
+        swept = fine_tune(task_recipe(recipe, task), context, tags, by_class=False)
     except RunStoppedError:
         raise
     except Exception as error:
@@ -216,12 +218,12 @@ def _fine_tune(
         context.parent.record.event(EventKind.TASK_FAILED, f"{task.name}: {reason}", 0)
         return {STEP: 0, METRIC: math.nan, "row": {"error": f"failed: {reason}"}}
     row = {
-        "top1": found.mean,
-        "run_id": found.finals[0].run_id,
-        "deviation": found.deviation if len(found.finals) > 1 else None,
-        "chosen": point_text(found.best),
+        "top1": swept.mean,
+        "run_id": swept.finals[0].run_id,
+        "deviation": swept.deviation if len(swept.finals) > 1 else None,
+        "chosen": point_text(swept.best),
     }
-    return {STEP: found.finals[0].step, METRIC: found.mean, "row": row}
+    return {STEP: swept.finals[0].step, METRIC: swept.mean, "row": row}
 
 
 def rows_of_means(rows: Sequence[TaskResult]) -> dict[str, list[TaskResult]]:
@@ -240,19 +242,12 @@ def vtab_metrics(rows: Sequence[TaskResult]) -> dict[str, float]:
     """
     tops = {row.task.name: row.top1 for row in rows if row.top1 is not None}
     means = {
-        mean: statistics.fmean(tops[row.task.name] for row in its)
-        for mean, its in rows_of_means(rows).items()
+        mean: statistics.fmean(tops[row.task.name] for row in of_mean)
+        for mean, of_mean in rows_of_means(rows).items()
     }
-    found = {f"{VTAB_GROUP}{name}_top1": top1 for name, top1 in {**tops, **means}.items()}
+    metrics = {f"{VTAB_GROUP}{name}_top1": top1 for name, top1 in {**tops, **means}.items()}
     first = {EVAL_TOP1: statistics.fmean(tops.values())} if len(tops) == len(rows) else {}
-    return {**first, **found, VTAB_NUM_TASKS: float(len(tops))}
-
-
-def vtab_sentence(rows: Sequence[TaskResult]) -> str:
-    """How many tasks have an accuracy, and its mean."""
-    tops = [row.top1 for row in rows if row.top1 is not None]
-    mean = f"; their mean is {statistics.fmean(tops):.2%}" if tops else ""
-    return f"Of {len(rows)} tasks, {len(tops)} have an accuracy{mean}"
+    return {**first, **metrics, VTAB_NUM_TASKS: float(len(tops))}
 
 
 def vtab_table(rows: Sequence[TaskResult], is_papers_model: bool) -> Rows:
@@ -261,37 +256,31 @@ def vtab_table(rows: Sequence[TaskResult], is_papers_model: bool) -> Rows:
     A row is labelled `data` if every accuracy is of a task of VTAB-1k, by its name and its 1,000
     images, and of a model and a pre-training that the paper has; all others are `proxy`.
     """
-    lines: Rows = [
-        {
-            "task": row.task.name, "group": row.task.group, "images": row.num_images,
-            **_accuracies([row]), "deviation %": in_percent(row.deviation), "chosen": row.chosen,
-            "label": _label([row], is_papers_model), "note": row.error,
-        }
-        for row in rows
-    ]  # fmt: skip
-    means: Rows = [
-        {
-            **dict.fromkeys(lines[0], ""), "task": mean if mean == "mean" else f"mean of {mean}",
-            **_accuracies(its), "label": _label(its, is_papers_model),
-        }
-        for mean, its in rows_of_means(rows).items()
-    ]  # fmt: skip
-    return [*lines, *means]
-
-
-def _accuracies(rows: Sequence[TaskResult]) -> dict[str, float | None]:
-    """Means of ours and of the paper's models over some tasks, by column, in percent."""
-    tops = [row.top1 for row in rows if row.top1 is not None]
-    places = [VTAB_TASKS.index(row.task.name) for row in rows if row.task.name in VTAB_TASKS]
-    papers = {
-        f"paper: {name} %": statistics.fmean(values[place] for place in places) if places else None
-        for name, values in TABLE_9.items()
-    }
-    return {"ours, top-1 %": in_percent(statistics.fmean(tops) if tops else None), **papers}
-
-
-def _label(rows: Sequence[TaskResult], is_papers_model: bool) -> str:
-    if any(row.top1 is None for row in rows):
-        return ""
-    is_data = all(row.task.name in VTAB_TASKS and row.num_images == NUM_IMAGES for row in rows)
-    return "data" if is_data and is_papers_model else "proxy"
+    groups = [(row.task.name, [row]) for row in rows]
+    for mean, of_mean in rows_of_means(rows).items():
+        groups.append((mean if mean == "mean" else f"mean of {mean}", of_mean))
+    table: Rows = []
+    for name, group in groups:
+        tops = [row.top1 for row in group if row.top1 is not None]
+        known = [row for row in group if row.task.name in VTAB_TASKS]
+        label = "proxy"
+        if len(tops) < len(group):
+            label = ""
+        elif is_papers_model and [row.num_images for row in known] == [NUM_IMAGES] * len(group):
+            label = "data"
+        line: dict[str, Any] = {
+            "task": name, "group": "", "images": "",
+            "ours, top-1 %": in_percent(statistics.fmean(tops) if tops else None),
+        }  # fmt: skip
+        for model, values in TABLE_9.items():
+            papers = [values[VTAB_TASKS.index(row.task.name)] for row in known]
+            line[f"paper: {model} %"] = statistics.fmean(papers) if papers else None
+        line |= {"deviation %": "", "chosen": "", "label": label, "note": ""}
+        if len(table) < len(rows):  # a task, not a mean
+            (row,) = group
+            line |= {
+                "group": row.task.group, "images": row.num_images,
+                "deviation %": in_percent(row.deviation), "chosen": row.chosen, "note": row.error,
+            }  # fmt: skip
+        table.append(line)
+    return table

@@ -142,10 +142,8 @@ class MetricsLog(Records):
     def __init__(self, path: Path, on_record: Callable[[Record], None] | None = None) -> None:
         """`on_record`: called with each written record, even if the disk is full."""
         self.path, self._on_record = path, on_record
-        self.error = ""
-        """Why the last record is not on disk."""
-        self._unwritten = b""
-        """The end of the log, while the disk is full."""
+        self.error = ""  # why the last record is not on disk
+        self._unwritten = b""  # the end of the log, while the disk is full
         self._lock = threading.Lock()
         self._is_checked = False
         self._sent_path = path.with_name(path.name + ".sent")
@@ -159,13 +157,17 @@ class MetricsLog(Records):
         starts = list(self.records("start"))
         if opening.key in [start["opening"] for start in starts]:
             return
-        known = {self.read_sent().run_id, *(start["run_id"] for start in starts)}
         run_id, tags, training_id = self.read_sent().run_id, dict(opening.tags), opening.training_id
+        aside = None
         if starts and training_id and starts[0]["training_id"] != training_id:
-            self._set_aside(run_id or time.strftime("%Y%m%dT%H%M%S"))
+            aside = run_id or time.strftime("%Y%m%dT%H%M%S")
             tags |= {STARTED_OVER: run_id} if run_id else {}
-        elif opening.run_id and run_id and opening.run_id not in known:
-            self._set_aside(run_id)
+        elif opening.run_id and run_id:
+            known = {run_id, *(start["run_id"] for start in starts)}
+            aside = run_id if opening.run_id not in known else None
+        for path in (self.path, self._sent_path) if aside else ():
+            with self._lock, contextlib.suppress(FileNotFoundError):
+                path.rename(path.with_name(f"{aside}.{path.name}"))
         same = ["run_name", "run_id", "continues", "datasets", "awaited_metric", "measured_on"]
         self.append(
             "start",
@@ -179,12 +181,6 @@ class MetricsLog(Records):
             opening=opening.key,
             training_id=training_id,
         )
-
-    def _set_aside(self, name: str) -> None:
-        with self._lock:
-            for path in (self.path, self._sent_path):
-                if path.exists():
-                    path.rename(path.with_name(f"{name}.{path.name}"))
 
     def append(self, kind: str, wait_s: float = 0.0, **values: Any) -> None:
         """Write one record without secrets; a full disk keeps it in memory, with one warning."""
@@ -231,24 +227,28 @@ class MetricsLog(Records):
                     text += file.readline()
             if offset + len(text) >= on_disk:
                 text += self._unwritten[max(0, offset - on_disk) :]
-        found = []
+        records = list[tuple[Record, int]]()
         for line in io.BytesIO(text):  # `splitlines` would also end one at a carriage return
-            if line.endswith(b"\n"):
-                offset += len(line)
-                found.append((_parsed(line), offset))
-        return found
+            if not line.endswith(b"\n"):
+                break
+            offset += len(line)
+            try:
+                records.append((json.loads(line), offset))
+            except ValueError:  # a killed process left half of it
+                records.append(({"kind": "torn"}, offset))
+        return records
 
     def records(self, *kinds: str, offset: int = 0) -> Iterator[Record]:
         """The records of all openings; only of these kinds, if given, and after an offset."""
-        while found := self.read(offset):
-            yield from (record for record, _ in found if not kinds or record["kind"] in kinds)
-            offset = found[-1][1]
+        while records := self.read(offset):
+            yield from (record for record, _ in records if not kinds or record["kind"] in kinds)
+            offset = records[-1][1]
 
     def end_is_sent(self, status: Status) -> bool:
         """Whether the last opening has ended with this status, and MLflow has all of the log."""
         sent, last = self.read_sent(), list(self.records("start", "finish"))[-1:]
         is_sent = min(sent.offset, sent.files) >= self.size
-        return is_sent and [one.get("status") for one in last] == [status]
+        return is_sent and [record.get("status") for record in last] == [status]
 
     def read_sent(self) -> Sent:
         """How far MLflow has the file, as noted by `mark_sent`: none of one shorter than noted."""
@@ -274,20 +274,6 @@ class MetricsLog(Records):
             logger.debug("%s cannot be written: %s", self._sent_path, error)
 
 
-def parent_run_of(start: Record) -> str | None:
-    """MLflow's id of the sweep or study that a run is part of, if MLflow has it.
-
-    By the log of that run, which notes the id as soon as MLflow has it: so a child that starts
-    while MLflow is away is still attached to it. Until MLflow has the log's last start, the noted
-    run may be that of the folder's original.
-    """
-    if not start["parent_log"]:
-        return None
-    log = MetricsLog(Path(start["parent_log"]))
-    sent = log.read_sent()
-    return None if any(log.records("start", offset=sent.offset)) else sent.run_id
-
-
 def metrics_log_path(run_folder: str) -> Path:
     """Local file that keeps what is recorded of a run until MLflow has it."""
     folder = locate(run_folder)
@@ -301,10 +287,10 @@ def lock_log(log_path: Path) -> contextlib.ExitStack:
     Raises:
         RuntimeError: the process of an earlier driver still writes it.
     """
-    path, held = log_path.with_suffix(".lock"), contextlib.ExitStack()
+    path, lock = log_path.with_suffix(".lock"), contextlib.ExitStack()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        held.enter_context(FileLock(path, RELEASE_S, thread_local=False))
+        lock.enter_context(FileLock(path, RELEASE_S, thread_local=False))
     except Timeout:
         raise RuntimeError(
             f"the recorder of the run's last driver on this machine has not ended in "
@@ -313,12 +299,4 @@ def lock_log(log_path: Path) -> contextlib.ExitStack:
         ) from None
     except OSError:  # nothing can be written there: the log itself will warn
         pass
-    return held
-
-
-def _parsed(line: bytes) -> Record:
-    """The record of a line; of a line that a killed process left half, `{"kind": "torn"}`."""
-    try:
-        return json.loads(line)
-    except ValueError:
-        return {"kind": "torn"}
+    return lock

@@ -1,11 +1,14 @@
-"""MLflow's client: the schema created once, little logging; experiments and links to them."""
+"""MLflow's client: the schema created once, little logging; experiments and links to them.
+
+MLflow is imported here without what it does not need: as in mlflow-skinny, without pandas and
+SciPy, which take longer to import than everything else.
+"""
 
 import logging
 import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Final
 from urllib.parse import quote
 
@@ -18,6 +21,7 @@ from vit_ray.addresses import (
     require_store,
     sqlite_file,
 )
+from vit_ray.internals import hide_modules
 from vit_ray.metric_names import (
     DEV_TOP1,
     EVAL_TOP1,
@@ -29,14 +33,29 @@ from vit_ray.metric_names import (
     TRANSFER_MEAN_TOP1,
     few_shot_top1,
 )
-from vit_ray.mlflow_internals import (
-    VIEW_TAG,
-    line_chart,
-    runs_page,
-    scatter_chart,
-    view_state,
-)
+from vit_ray.mlflow_internals import VIEW_TAG, runs_page, view_state
 from vit_ray.tracking.store_requests import limited_requests, safe_uri, unusable
+
+with hide_modules("pandas", "scipy"):
+    from mlflow.entities import (
+        Dataset,
+        DatasetInput,
+        Experiment,
+        InputTag,
+        Metric,
+        Param,
+        Run,
+        RunTag,
+    )
+    from mlflow.exceptions import MlflowException
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+    from mlflow.tracking import MlflowClient
+
+__all__ = [
+    "Dataset", "DatasetInput", "InputTag", "Metric", "MlflowClient", "MlflowException", "Param",
+    "Run", "RunTag", "SystemMetricsMonitor", "asking", "experiment_id", "found_runs", "open_client",
+    "page_hint", "refuse_deleted", "share_view",
+]  # fmt: skip
 
 _TAGS = {
     "mlflow.experimentKind": "custom_model_development",  # opens with its runs
@@ -53,15 +72,18 @@ _COLUMNS: Final = (
     "params.optim.learning_rate", f"metrics.{STUDY_EXAFLOPS}", f"metrics.{TRANSFER_MEAN_TOP1}",
     f"metrics.{TRAIN_IMAGES_PER_S}", f"metrics.{RUN_GOODPUT}",
 )  # fmt: skip
-_LOSS: Final = line_chart(TRAIN_LOSS)
-_OVER_COMPUTE: Final = scatter_chart(f"metrics.{STUDY_EXAFLOPS}", f"metrics.{EVAL_TOP1}")
-_OVER_RATES: Final = scatter_chart("params.optim.learning_rate", f"metrics.{DEV_TOP1}")
+# What links open, by what began the run; none has a chart with one dot a run and step.
 _VIEWS: Final = {
-    "sweep": view_state((_OVER_RATES, _LOSS), _COLUMNS, f"metrics.{DEV_TOP1}"),
-    "study": view_state((_OVER_COMPUTE, _LOSS), _COLUMNS, f"metrics.{EVAL_TOP1}"),
-    "runs": view_state((_LOSS,), _COLUMNS, f"metrics.{EVAL_TOP1}"),
-}
-"""What links open, by what began the run; none has a chart with one dot a run and step."""
+    "sweep": view_state(
+        _COLUMNS, f"metrics.{DEV_TOP1}", TRAIN_LOSS,
+        ("params.optim.learning_rate", f"metrics.{DEV_TOP1}"),
+    ),
+    "study": view_state(
+        _COLUMNS, f"metrics.{EVAL_TOP1}", TRAIN_LOSS,
+        (f"metrics.{STUDY_EXAFLOPS}", f"metrics.{EVAL_TOP1}"),
+    ),
+    "runs": view_state(_COLUMNS, f"metrics.{EVAL_TOP1}", TRAIN_LOSS),
+}  # fmt: skip
 LOCK_S = 60.0
 """Longest wait for other processes that open the same SQLite file; creating its schema takes 10
 s."""
@@ -71,7 +93,7 @@ def open_client(uri: str) -> MlflowClient:
     """A client that logs nothing; creates or upgrades a SQLite file.
 
     Under a lock: processes that create the schema of the same database at the same time make each
-    other fail. How long a request takes is up to `request_limits`.
+    other fail. How long a request takes is up to `store_requests`.
 
     Raises:
         TimeoutError: another process keeps the lock of the SQLite file for longer than `LOCK_S`.
@@ -90,7 +112,16 @@ def open_client(uri: str) -> MlflowClient:
         with FileLock(lock, LOCK_S):
             refuse_other_file(uri)
             if not path.is_file():
-                _make_store(path)
+                # Made beside, whole: nothing can open a file whose process died between two of
+                # MLflow's migrations.
+                beside = path.with_name(f"{path.name}.new")
+                shutil.rmtree(beside, ignore_errors=True)  # of a process that died
+                beside.mkdir()
+                new = beside / path.name
+                first = MlflowClient(f"sqlite:///{quote(str(new.absolute()))}")
+                first.search_experiments(max_results=1)  # the first query creates the schema
+                new.replace(path)
+                beside.rmdir()
             client = MlflowClient(absolute_uri(uri))
             client.search_experiments(max_results=1)  # upgrades an empty file
     except Timeout:
@@ -99,19 +130,6 @@ def open_client(uri: str) -> MlflowClient:
             f"`fuser {lock}` shows, or choose another tracking.uri"
         ) from None
     return client
-
-
-def _make_store(path: Path) -> None:
-    """Make the file beside, whole: nothing can open one whose process died between two of MLflow's
-    migrations.
-    """
-    beside = path.with_name(f"{path.name}.new")
-    shutil.rmtree(beside, ignore_errors=True)  # of a process that died
-    beside.mkdir()
-    made = f"sqlite:///{quote(str(beside.absolute() / path.name))}"
-    MlflowClient(made).search_experiments(max_results=1)  # the first query creates the schema
-    (beside / path.name).replace(path)
-    beside.rmdir()
 
 
 @contextmanager
@@ -158,8 +176,8 @@ def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
     Raises:
         ValueError: the experiment has been deleted.
     """
-    found = client.get_experiment_by_name(name)
-    if found is None:
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
         path = sqlite_file(absolute_uri(uri))
         place = None if path is None else (path.parent / "mlruns" / quote(name, safe="")).as_uri()
         try:
@@ -167,10 +185,10 @@ def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another process was faster
                 raise
-        found = client.get_experiment_by_name(name)
-    assert found is not None
-    refuse_deleted(found)
-    return str(found.experiment_id)
+        experiment = client.get_experiment_by_name(name)
+    assert experiment is not None
+    refuse_deleted(experiment)
+    return str(experiment.experiment_id)
 
 
 def refuse_deleted(experiment: Experiment) -> None:

@@ -26,8 +26,8 @@ from vit_ray.tracking.store_requests import limit_requests
 
 STEP_TAG: Final = "vit_ray.step"
 """Tag that finds a run's model at a step."""
+# What MLflow refuses in the name of a model; a trial is called after its learning rate.
 _NOT_IN_NAMES: Final = re.compile(r"[/:.%\"']")
-"""What MLflow refuses in the name of a model; a trial is called after its learning rate."""
 _CODE: Final = """import mlflow
 from vit_ray.launch.logged_model import LoggedModel
 
@@ -49,11 +49,11 @@ def log_model(uri: str, run_id: str | None, record: Record) -> None:
     query = f"source_run_id = '{run_id}' AND tags.`{STEP_TAG}` = '{step}'"
     mlflow.set_experiment(experiment_id=experiment)
     model_id = None
-    for found in client.search_logged_models([experiment], query):
-        if found.status == "READY":
-            model_id = found.model_id
+    for logged in client.search_logged_models([experiment], query):
+        if logged.status == "READY":
+            model_id = logged.model_id
         else:  # it was cut off before its files were there
-            client.delete_logged_model(found.model_id)
+            client.delete_logged_model(logged.model_id)
     if model_id is None:
         model_id = _logged(run_id, record)
     if name := record["register_as"]:

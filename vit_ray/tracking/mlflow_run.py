@@ -30,7 +30,6 @@ from vit_ray.tracking.metrics_log import (
     MetricsLog,
     Record,
     metrics_log_path,
-    parent_run_of,
 )
 from vit_ray.tracking.mlflow_client import (
     Dataset,
@@ -79,54 +78,59 @@ class RunWriter:
         """
         self._log, self._folder = log, log.path.parent.resolve()
         starts = list(log.records("start"))
+        # The start record of what is sent next: which group `eval/` is, and since when.
         self.opening = starts[0]
-        """The start record of what is sent next: which group `eval/` is, and since when."""
         self._newest = starts[-1]
         self._run_folder = str(self._newest["tags"].get(RUN_FOLDER, ""))
-        self._last: dict[str, Metric] | None = None
-        """The latest point of each key."""
+        self._last: dict[str, Metric] | None = None  # the latest point of each key
         self.client = open_client(uri)
-        self._parent = self._find_parent(needs_parent=needs_parent)
-        run = self._find(run_id) or self._create(uri, run_id)
+        places = {
+            RUN_FOLDER: self._run_folder, PARENT_TAG: self._find_parent(needs_parent=needs_parent)
+        }  # fmt: skip
+        self._places = {key: place for key, place in places.items() if place}
+        run = self._find(run_id) or self.client.create_run(
+            experiment_id(self.client, uri, self.opening["experiment"]),
+            start_time=self.opening["time_ms"],
+            tags={ORIGIN: run_id or self.opening["opening"], **self._places},
+            run_name=self.opening["run_name"],
+        )
         experiment, kind = str(run.info.experiment_id), str(self._newest["tags"].get(KIND, ""))
         self.hint = page_hint(uri, experiment, share_view(self.client, experiment, kind))
         self.run_id: str = run.info.run_id
 
     def _find_parent(self, *, needs_parent: bool) -> str | None:
-        parent, is_child = parent_run_of(self._newest), self._newest["parent_log"]
-        if not is_child or (parent and self._active(parent)):
+        """MLflow's id of the sweep or study that the run is part of, if MLflow has it.
+
+        By the log of that run, which notes the id as soon as MLflow has it: so a child that starts
+        while MLflow is away is still attached to it. Until MLflow has the log's last start, the
+        noted run may be that of the folder's original.
+        """
+        if not self._newest["parent_log"]:
+            return None
+        log = MetricsLog(Path(self._newest["parent_log"]))
+        sent = log.read_sent()
+        parent = None if any(log.records("start", offset=sent.offset)) else sent.run_id
+        if parent and self._active(parent):
             return parent
         if needs_parent:
             raise RuntimeError("the run that it is part of is not there yet")
         return None
 
-    def _create(self, uri: str, run_id: str | None) -> Run:
-        first = self.opening
-        tags = {ORIGIN: run_id or first["opening"]}
-        if self._run_folder:
-            tags[RUN_FOLDER] = self._run_folder
-        if self._parent:
-            tags[PARENT_TAG] = self._parent
-        return self.client.create_run(
-            experiment_id(self.client, uri, first["experiment"]),
-            start_time=first["time_ms"],
-            tags=tags,
-            run_name=first["run_name"],
-        )
-
     def _find(self, run_id: str | None) -> Run | None:
         run = self._active(run_id) if run_id else None
         if run is not None and not self._is_originals(run):
             return run
-        found, newest, experiment = list[Run](), self._newest, self.opening["experiment"]
+        candidates, newest, experiment = list[Run](), self._newest, self.opening["experiment"]
         for origin in filter(None, (run_id, self.opening["opening"])):
-            found += found_runs(self.client, experiment, f"tags.`{ORIGIN}` = '{origin}'")
+            candidates += found_runs(self.client, experiment, f"tags.`{ORIGIN}` = '{origin}'")
         if newest["continues"]:
             query = f"attributes.run_name = '{newest['run_name']}'"
-            its = {key: newest["tags"].get(key) for key in (RUN_FOLDER, KIND)}
+            wanted = {key: newest["tags"].get(key) for key in (RUN_FOLDER, KIND)}
             named = found_runs(self.client, experiment, query)
-            found += [run for run in named if its == {key: run.data.tags.get(key) for key in its}]
-        return next((run for run in found if not self._is_originals(run)), None)
+            candidates += [
+                run for run in named if wanted == {key: run.data.tags.get(key) for key in wanted}
+            ]
+        return next((run for run in candidates if not self._is_originals(run)), None)
 
     def _active(self, run_id: str) -> Run | None:
         try:
@@ -151,7 +155,6 @@ class RunWriter:
         return not is_here and MetricsLog(log).read_sent().run_id == run.info.run_id
 
     def is_deleted(self) -> bool:
-        """Whether MLflow no longer has the run."""
         return self._active(self.run_id) is None
 
     def send(self, records: Sequence[Record]) -> int:
@@ -200,10 +203,7 @@ class RunWriter:
         awaited = record["awaited_metric"]
         if awaited and awaited not in run.data.metrics:
             self.client.log_metric(self.run_id, awaited, math.nan, record["time_ms"], 0)
-        if self._parent:
-            tags[PARENT_TAG] = self._parent
-        if self._run_folder:  # the folder may have been moved, or be a copy
-            tags[RUN_FOLDER] = self._run_folder
+        tags |= self._places  # the folder may have been moved, or be a copy
         if "vit_ray.git_commit" in tags:
             tags["mlflow.source.git.commit"] = tags["vit_ray.git_commit"]
         self._tag(tags)
@@ -264,33 +264,35 @@ class RunWriter:
 
     def _send_history(self) -> None:
         """Write the log's events as a file, and count those of all logs of the run in tags."""
-        found = [
+        events = [
             {
-                **{"kind": one["event"], "text": one["text"], "step": one["step"]},
-                "time_s": one["time_ms"] / 1000,
+                "kind": event["event"],
+                "text": event["text"],
+                "step": event["step"],
+                "time_s": event["time_ms"] / 1000,
             }
-            for one in self._log.records("event")
+            for event in self._log.records("event")
         ]
         own = f"history/{next(self._log.records('start'))['opening']}.json"
-        self.client.log_text(self.run_id, json.dumps(found, indent=1), own)
+        self.client.log_text(self.run_id, json.dumps(events, indent=1), own)
         # A run that was continued on another machine has a log there.
         for file in self.client.list_artifacts(self.run_id, "history"):
             if file.path != own:
                 with TemporaryDirectory() as folder:
                     path = self.client.download_artifacts(self.run_id, file.path, folder)
-                    found += json.loads(Path(path).read_text())
-        counts = Counter(str(one["kind"]).replace(" ", "_") for one in found)
+                    events += json.loads(Path(path).read_text())
+        counts = Counter(str(event["kind"]).replace(" ", "_") for event in events)
         self._tag({f"vit_ray.events.{kind}": count for kind, count in counts.items()})
 
 
-def _dataset(one: dict[str, Any]) -> DatasetInput:
+def _dataset(dataset: dict[str, Any]) -> DatasetInput:
     return DatasetInput(
         Dataset(
-            name=one["name"],
-            digest=one["digest"],
+            name=dataset["name"],
+            digest=dataset["digest"],
             source_type="vit_ray",
-            source=json.dumps({"uri": one["source"]}),
-            profile=json.dumps(one["profile"]),
+            source=json.dumps({"uri": dataset["source"]}),
+            profile=json.dumps(dataset["profile"]),
         ),
-        [InputTag("mlflow.data.context", one["context"])],
+        [InputTag("mlflow.data.context", dataset["context"])],
     )

@@ -6,9 +6,11 @@ the process, it reads the log again at the next call. Each call that records wai
 before it, so that a process's records are written in their order, even where Ray repeats calls.
 """
 
+import logging
 import threading
 import uuid
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -29,7 +31,7 @@ from vit_ray.tracking.metrics_log import (
     lock_log,
 )
 from vit_ray.tracking.run_state import Orders, RunState, RunStatus
-from vit_ray.tracking.store_requests import limit_requests
+from vit_ray.tracking.store_requests import limit_requests, redact_uri
 from vit_ray.tracking.tracker import Tracker
 
 CONCURRENT_CALLS: Final = 64
@@ -40,16 +42,92 @@ FIRST_ANSWER_S: Final = 20.0
 """Longest wait for MLflow to be imported, and to give a run its id."""
 MOST_REPEATED: Final = 4096
 """Records that Ray may repeat after the death of the actor's process: one of each sender."""
+INTERVAL_S: Final = 10.0
+"""Between samples of a node's load, and between looks for nodes that have joined."""
 
+# This process's last call that recorded something, by log.
 _last_calls: Final[dict[Path, Any]] = {}
-"""This process's last call that recorded something, by log."""
+# Held while a call is made; a signal's handler, which records too, may interrupt its holder.
 _order: Final = threading.RLock()
-"""Held while a call is made; a signal's handler, which records too, may interrupt its holder."""
+
+logger = logging.getLogger(__name__)
+
+
+class NodeSampler(threading.Thread):
+    """Samples this node into a run until stopped, and starts a sampler on every other node.
+
+    CPU, memory, GPU, disk and network, by MLflow's own monitor, as `system/<node>/...`, which
+    MLflow's page shows on a separate tab. The monitor would end at the first request that fails, so
+    this calls its parts. A sample that MLflow does not accept is dropped: the next one comes soon.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        run_id: Callable[[], str | None],
+        node: str | None = None,
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        """
+        Args:
+            uri: tracking server; a SQLite file only on the machine that holds it, where only this
+                node is sampled.
+            run_id: the MLflow run, None while it is unknown.
+            node: name in the keys; None for the first node, which starts the other samplers.
+        """
+        super().__init__(name="node-sampler", daemon=True)
+        self._uri, self._run_id, self._node = absolute_uri(uri), run_id, node or "node-0"
+        self._starts_others = node is None and uri.startswith(("http://", "https://"))
+        self._interval_s, self._ends = interval_s, threading.Event()
+        self._others: dict[str, Any] = {}
+
+    def run(self) -> None:
+        monitor: Any = None
+        while not self._ends.wait(self._interval_s):
+            try:
+                if (run_id := self._run_id()) is None:
+                    continue
+                if self._starts_others:
+                    self._add_nodes(run_id)
+                monitor = monitor or self._monitor(run_id)
+                monitor.collect_metrics()
+                monitor.publish_metrics(monitor.aggregate_metrics())
+            except Exception as error:
+                reason = redact_uri(str(error), self._uri)
+                logger.debug("a sample of %s is lost: %s", self._node, reason)
+
+    def _monitor(self, run_id: str) -> Any:
+        # Here, in a thread: it imports MLflow, which takes seconds.
+        from vit_ray.tracking.mlflow_client import SystemMetricsMonitor
+
+        limit_requests()  # the process is an actor, whose output Ray passes on to the driver's
+        logging.getLogger("mlflow").setLevel(logging.ERROR)
+        return SystemMetricsMonitor(  # type: ignore[no-untyped-call]
+            run_id,
+            resume_logging=True,  # steps continue from the last one
+            node_id=self._node,
+            tracking_uri=self._uri,
+        )
+
+    def _add_nodes(self, run_id: str) -> None:
+        here = ray.get_runtime_context().get_node_id()
+        alive = {entry["NodeID"] for entry in ray.nodes() if entry["Alive"]}  # type: ignore[no-untyped-call]
+        for node in sorted(alive - {here, *self._others}):
+            place = NodeAffinitySchedulingStrategy(node, soft=False)
+            actor: Any = ray.remote(NodeSampler).options(num_cpus=0, scheduling_strategy=place)
+            name = f"node-{len(self._others) + 1}"
+            self._others[node] = actor.remote(self._uri, lambda: run_id, name)
+            self._others[node].start.remote()
+
+    def stop(self) -> None:
+        """Stop sampling; waits at most 5 s for a request to MLflow in progress."""
+        self._ends.set()
+        self.join(5.0)
+        for other in self._others.values():
+            ray.kill(other)
 
 
 class _Run:
-    """A run in the actor: its log, its state, and what sends it to MLflow."""
-
     def __init__(self, path: Path, uri: str, opening: RunOpening | None) -> None:
         """Open the run, or continue with what its log holds, in a process that was restarted.
 
@@ -58,13 +136,10 @@ class _Run:
                 neither an opening nor such a log.
         """
         self.state, self._lock = RunState(), threading.Lock()
-        self._known = deque[str](maxlen=MOST_REPEATED)
-        """Ids of the last records."""
-        self.problem: str | None = None
-        """Set at its end: what MLflow does not have, and why."""
+        self._known_ids = deque[str](maxlen=MOST_REPEATED)
+        self.problem: str | None = None  # set at its end: what MLflow does not have, and why
         self.log = MetricsLog(path, self._note)
-        self._held = lock_log(path)
-        """The lock of the log and the samplers, until the end."""
+        self._exit = lock_log(path)  # and the samplers, until the end
         for record in self.log.records():
             self._note(record)
         if opening:
@@ -77,37 +152,33 @@ class _Run:
         self.key: str = start["opening"]
         self.parent_log: str | None = start["parent_log"]
         self.tracker = Tracker(self.log, uri)
-        self.tracker.start()
         # The children of a sweep or study share nodes; the parent samples these itself.
         if start["system_metrics"] and not self.parent_log and not self.state.has_finished:
             sampler = NodeSampler(uri, lambda: self.tracker.run_id)
             sampler.start()
-            self._held.callback(sampler.stop)
+            self._exit.callback(sampler.stop)
 
     def _note(self, record: Record) -> None:
-        """Take a record of the log."""
         if record["kind"] == "start":  # the state is that since the last one
             self.state = RunState()
         if "id" in record:
-            self._known.append(record["id"])
+            self._known_ids.append(record["id"])
         self.state.note(record)
 
     def record(self, kind: str, values: Record, record_id: str) -> None:
         """Write a record, unless it is known; nothing after the run's end."""
         with self._lock:
-            if self.state.has_finished or record_id in self._known:
+            if self.state.has_finished or record_id in self._known_ids:
                 return
             self.log.append(kind, id=record_id, **values)
 
     def content(self, name: str, content: bytes, folder: str) -> None:
-        """Keep a file with the run."""
         path = self.log.path.parent / name
         path.write_bytes(content)
         if not self.state.has_finished:
             self.log.artifact(path, folder)
 
     def status(self, wait_s: float) -> RunStatus:
-        """The run's state; waits up to `wait_s` until MLflow has given it an id, or has failed."""
         status = self.state.status()
         if wait_s:
             self.tracker.wait_for_try(wait_s)
@@ -115,9 +186,8 @@ class _Run:
         return status
 
     def close(self) -> str:
-        """Send what is recorded, as the run has ended; says what MLflow does not have, and why."""
         if self.problem is None:
-            with self._held:
+            with self._exit:
                 self.tracker.close()
                 self.problem = self.tracker.problem
         return self.problem
@@ -131,8 +201,7 @@ class RunRecords:
         limit_requests()
         self._uri = uri
         self._runs: dict[Path, _Run] = {}
-        self._locks: dict[Path, threading.RLock] = {}
-        """Held while a run is opened."""
+        self._locks: dict[Path, threading.RLock] = {}  # held while a run is opened
 
     def open(self, opening: RunOpening) -> None:
         """Open a run; returns when the start record is on disk.
@@ -191,15 +260,18 @@ class RunRecords:
 class Recorder(Records):
     """The record and control of a run, from any process.
 
-    Calls that wait raise RuntimeError if the actor has not answered in time, or has died.
+    Calls that wait raise RuntimeError if the actor has not answered in time, or has died. What they
+    return is described in `RunState` and `RunStatus`.
+
+    Attributes:
+        actor: handle of the command's `RunRecords`.
+        command: the line that was typed; its child runs record it, too.
     """
 
     actor: Any
-    """Handle of the command's `RunRecords`."""
     log_path: Path
     run_name: str
     command: str = ""
-    """The line that was typed; its child runs record it, too."""
 
     def append(self, kind: str, wait_s: float = 0.0, **values: Any) -> None:
         with _order:
@@ -254,15 +326,12 @@ class Recorder(Records):
         return self._asked(limit_s, "status", mlflow_s)
 
     def places(self) -> dict[int, WorkerPlace]:
-        """Places of the workers that have introduced themselves since the last failure, by rank."""
         return self._asked(HEARTBEAT_S, "state.places")
 
     def stop_reason(self) -> str | None:
-        """Why the run, or its sweep or study, was asked to stop."""
         return self.status().stop
 
     def failure(self) -> Failure | None:
-        """Why the run cannot be trained any further, if a restart would not help."""
         return self.status().failure
 
     def run_id(self, limit_s: float = ANSWER_S) -> str | None:
@@ -270,7 +339,6 @@ class Recorder(Records):
         return self.status(limit_s, min(limit_s / 2, FIRST_ANSWER_S)).run_id
 
     def hint(self) -> str:
-        """The command or link that opens MLflow's page; empty while MLflow has no run."""
         return self.status(mlflow_s=FIRST_ANSWER_S).hint
 
     def flush(self, timeout_s: float) -> bool:

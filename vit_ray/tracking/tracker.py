@@ -3,13 +3,18 @@
 One thread sends points and tags in order, with the original times, and then the files, between
 which it looks at points again: a file that fails holds up no point. A store of files that hangs
 holds up all, until it answers or the run is opened or replayed again. The thread keeps trying
-while MLflow is away. Nothing here uses Ray.
+while MLflow is away. Models are logged after a command's last line, by another process, which
+imports pandas and SciPy. Nothing here uses Ray.
 """
 
+import atexit
+import json
 import logging
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -40,11 +45,16 @@ NEVER_REACHED_S: Final = 5.0
 """Longest wait at a run's end for an MLflow that has never answered."""
 NOTED_S: Final = 5.0
 """Longest wait at a run's end for a disk that hangs."""
+MODELS_S: Final = 300.0
+"""Limit for logging the models of a command."""
+# The request itself is wrong, so trying again does not help.
 _REJECTIONS: Final = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
-"""The request itself is wrong, so trying again does not help."""
 
+# Held while a run is found or created: a log never gets a second run.
 _finding: Final = threading.Lock()
-"""Held while a run is found or created: a log never gets a second run."""
+
+Model = tuple[str | None, Record]
+"""A model to log: its MLflow run, and its record."""
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +81,8 @@ class _Tries:
 
 
 class Tracker:
-    """Records one run through `log`. Once it is started no method raises; `flush`, `finish` and
-    `close` wait.
+    """Records one run through `log`, and sends what is recorded. No method raises but `send_points`
+    and `send_files`; `flush`, `finish` and `close` wait.
 
     Attributes:
         problem: set at the end: what MLflow does not have, and why; empty if it has everything.
@@ -85,21 +95,21 @@ class Tracker:
         Args:
             log: has a start record.
             uri: of the store.
-            is_replay: send all of the log, also to another store than that of its run, and
-                without the run that it is part of.
+            is_replay: the caller sends all of the log, also to another store than that of its run,
+                and without the run that it is part of.
         """
         self.log, self._uri, self._is_replay = log, absolute_uri(uri), is_replay
         self.problem, self.num_points = "", 0
         self.refused: list[str] = []
         self._writer: RunWriter | None = None
         self._sent, self._notes_sent, self._ends = Sent(), True, False
-        self._lock = threading.Lock()
-        """Of the note of what is sent."""
-        self._file, self._is_imported = "", False
-        """The file that is sent; whether MLflow is imported."""
+        self._note_lock = threading.Lock()
+        self._file_on_its_way, self._is_imported = "", False
         self._points, self._files = _Tries(), _Tries()
         self._wake, self._tried = threading.Event(), threading.Condition()
         self._thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
+        if not is_replay:
+            self._thread.start()
 
     @classmethod
     def begin(cls, opening: RunOpening, wait_s: float = 10.0) -> "Tracker":
@@ -111,12 +121,8 @@ class Tracker:
         log = MetricsLog(opening.log_path)
         log.open(opening)
         tracker = cls(log, opening.config.uri)
-        tracker.start()
         tracker.wait_for_try(wait_s)
         return tracker
-
-    def start(self) -> None:
-        self._thread.start()
 
     def _run(self) -> None:
         """Send points, then files, when they are due or somebody waits, until the end."""
@@ -138,14 +144,20 @@ class Tracker:
                 send()
             tries.note()
         except Exception as error:
-            text = f"run {self.run_id}: {self._file} cannot be stored with it"
+            text = f"run {self.run_id}: {self._file_on_its_way} cannot be stored with it"
             if tries is self._points:
                 text = (
                     f"MLflow at {safe_uri(self._uri)} cannot be used: run "
                     f"{self.run_id or self.log.path.stem} continues, its metrics wait in "
                     f"{self.log.path}"
                 )
-            tries.note(self._note(text, error, is_new=not tries.pause_s))
+            tries.note(self._reason(text, error, is_new=not tries.pause_s))
+
+    def _reason(self, text: str, error: Exception, *, is_new: bool) -> str:
+        reason = redact_uri(str(error) or repr(error), self._uri).partition("\n")[0]
+        if is_new:
+            logger.warning("%s (%s)", text, reason)
+        return reason
 
     def _wait_until(self, is_done: Callable[[], bool], until_s: float) -> bool:
         if not is_done():
@@ -229,8 +241,8 @@ class Tracker:
     def stop(self, wait_s: float) -> None:
         """Send no more; what is still on its way is noted nowhere."""
         self._ends = True
-        if self._lock.acquire(timeout=NOTED_S):  # for a note that is being written
-            self._lock.release()
+        if self._note_lock.acquire(timeout=NOTED_S):  # for a note that is being written
+            self._note_lock.release()
         self._wake.set()
         self._thread.join(wait_s)
 
@@ -261,19 +273,19 @@ class Tracker:
             Exception: any error of the store of files.
         """
         while (writer := self._writer) and not self._ends:
-            if not (found := self.log.read(self._sent.files)):
+            if not (records := self.log.read(self._sent.files)):
                 break
-            events = [one for one, _ in found if one["kind"] == "event"]
-            for record, end in found:
+            events = [record for record, _ in records if record["kind"] == "event"]
+            for record, end in records:
                 # The history is written as a whole.
                 if record["kind"] in FILES and (record["kind"] != "event" or record is events[-1]):
                     self._try(self._points, self.send_points)
                     if self._points.error or self._ends:  # the next opening sends the others
                         return
-                    self._file = file_name(record)
+                    self._file_on_its_way = file_name(record)
                     self._send_each(writer, [record])
                     self._mark(files=end)
-            self._mark(files=found[-1][1])
+            self._mark(files=records[-1][1])
 
     def _connect(self) -> "RunWriter":
         """The run, found or created; another one than before gets all of the log.
@@ -306,7 +318,7 @@ class Tracker:
 
     def _mark(self, **changes: Any) -> None:
         """Note what is sent, unless the next opening's tracker sends it."""
-        with self._lock:
+        with self._note_lock:
             if self._ends:
                 return
             self._sent = self._sent._replace(**changes)
@@ -333,14 +345,8 @@ class Tracker:
             if len(records) == 1:
                 what = file_name(records[0]) if records[0]["kind"] in FILES else records[0]["kind"]
                 text = f"run {self.run_id}: MLflow refuses {what}"
-                reason = self._note(text, error, is_new=not self.refused)
+                reason = self._reason(text, error, is_new=not self.refused)
                 self.refused.append(f"{what}: {reason}")
-
-    def _note(self, text: str, error: Exception, *, is_new: bool) -> str:
-        reason = redact_uri(str(error) or repr(error), self._uri).partition("\n")[0]
-        if is_new:
-            logger.warning("%s (%s)", text, reason)
-        return reason
 
 
 def next_batch(log: MetricsLog, offset: int) -> tuple[list[Record], int]:
@@ -401,6 +407,62 @@ def replay(log_path: Path, uri: str) -> Replayed:
     except Exception as error:
         logger.warning("%s", unusable(uri, error))
     models = [(tracker.run_id, record) for record in log.records("model")]
-    found = zip(models, log_models(absolute_uri(uri), models), strict=True)
-    lost = [f"{file_name(record)}: {problem}" for (_, record), problem in found if problem]
+    problems = zip(models, log_models(absolute_uri(uri), models), strict=True)
+    lost = [f"{file_name(record)}: {problem}" for (_, record), problem in problems if problem]
     return Replayed(tracker.num_points, [*tracker.refused, *tracker.missing_files(), *lost])
+
+
+def log_models_later(uri: str, log_path: Path) -> threading.Thread:
+    """Log the models of a run and its child runs, for which the command's last line does not wait.
+
+    The process waits for this thread before it ends, but not forever.
+    """
+
+    def log_all() -> None:
+        models = recorded_models(log_path)
+        problems = log_models(uri, [model for _, model in models])
+        for (path, _), problem in zip(models, problems, strict=True):
+            if problem:
+                text = "a model is not logged (%s); run: vit-ray replay %s URI"
+                logger.warning(text, problem, path)
+
+    thread = threading.Thread(target=log_all, daemon=True)
+    thread.start()
+    atexit.register(thread.join, MODELS_S + 30)
+    return thread
+
+
+def recorded_models(log_path: Path) -> list[tuple[Path, Model]]:
+    """Models of a run and its child runs, each with the log that it is in.
+
+    Until MLflow has all of a log, the noted run may be that of the folder's original.
+    """
+    models, paths = list[tuple[Path, Model]](), [log_path]
+    for path in paths:
+        log = MetricsLog(path)
+        sent = log.read_sent()
+        run_id = sent.run_id if sent.offset >= log.size else None
+        for record in log.records("child", "model"):
+            if record["kind"] == "model":
+                models.append((path, (run_id, record)))
+            elif (child := Path(record["path"])) not in paths:
+                paths.append(child)
+    return models
+
+
+def log_models(uri: str, models: Sequence[Model]) -> list[str]:
+    """Log models; says why each of them is not logged, empty if it is."""
+    if not models:
+        return []
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "vit_ray.tracking.mlflow_model"],
+            input=json.dumps([uri, list(models)]),
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=MODELS_S,
+        )
+        return [redact_uri(problem, uri) for problem in json.loads(done.stdout.splitlines()[-1])]
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        return [redact_uri(repr(error), uri)] * len(models)

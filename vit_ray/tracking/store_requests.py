@@ -1,14 +1,58 @@
-"""Addresses of MLflow's stores, and errors about them, without secrets; needs no MLflow."""
+"""Requests to MLflow's stores: how long they may take, and addresses and errors without secrets.
 
+Needs no MLflow.
+"""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 
 from vit_ray.config.secrets import redact, userinfo
 
+# Environment variables of MLflow; those that a user has set count.
+_SETTINGS: Final = {
+    # MLflow's own defaults let one call block for minutes: 120 s timeout, 7 retries.
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    # At the end of a run it prints the server's address with its password.
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+}
+# Shortest secret that is also removed from errors where it appears by itself.
 _SHORTEST_PASSWORD: Final = 8
-"""Shortest secret that is also removed from errors where it appears by itself."""
+# How MLflow reports 401 and 403.
 _REFUSALS: Final = ("UNAUTHENTICATED", "PERMISSION_DENIED", "CUSTOMER_UNAUTHORIZED")
-"""How MLflow reports 401 and 403."""
+
+# Blocks in several threads share the variables: those that are open, and what they have set.
+_lock: Final = threading.Lock()
+_open: Final[set[object]] = set()
+_ours: Final[set[str]] = set()
+
+
+def limit_requests() -> list[str]:
+    """Set the limits in a process of our own; returns the variables that were not set before."""
+    new = [name for name in _SETTINGS if name not in os.environ]
+    os.environ.update({name: _SETTINGS[name] for name in new})
+    return new
+
+
+@contextmanager
+def limited_requests() -> Iterator[None]:
+    """Set the limits inside this block alone: the process may be a notebook."""
+    block = object()
+    with _lock:
+        _open.add(block)
+        _ours.update(limit_requests())
+    try:
+        yield
+    finally:
+        with _lock:
+            _open.remove(block)
+            while _ours and not _open:
+                os.environ.pop(_ours.pop(), None)
 
 
 def safe_uri(uri: str) -> str:

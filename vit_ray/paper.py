@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Final
 
-from vit_ray.model_aliases import model_family
-
 SOURCE: Final = "Dosovitskiy et al., ICLR 2021, arXiv:2010.11929v2"
 
 

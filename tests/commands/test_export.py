@@ -33,7 +33,7 @@ from vit_ray.checkpoints.init_weights import published_classes
 from vit_ray.commands.job_list import COMMANDS
 from vit_ray.commands.trained_model import export
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.config.section import Section
+from vit_ray.config.schema import Section
 from vit_ray.data import open_dataset
 from vit_ray.data.boxes import Augmentation
 from vit_ray.data.crops import crop_of

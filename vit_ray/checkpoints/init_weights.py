@@ -27,9 +27,8 @@ from torch.overrides import TorchFunctionMode
 
 from vit_ray.checkpoints.checkpoint import Position
 from vit_ray.checkpoints.run_checkpoints import find_weights, read_weights
+from vit_ray.config.schema import value_text
 from vit_ray.config.training_sections import ModelConfig
-from vit_ray.config.validation import value_text
-from vit_ray.model_aliases import canonical_model
 from vit_ray.models import build_model
 from vit_ray.models.catalog import Grid
 from vit_ray.models.fitting import (
@@ -51,6 +50,7 @@ from vit_ray.models.published import (
 from vit_ray.models.weights import WeightFile, parts_of
 from vit_ray.models.weights import read_weights as weights_in_file
 from vit_ray.own_parts import is_own
+from vit_ray.paper import canonical_model
 from vit_ray.storage import Location, locate
 
 # Keys of the model that no tensor's shape depends on, or only that of positions, which resize.

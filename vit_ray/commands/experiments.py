@@ -6,7 +6,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from vit_ray.addresses import PLACEHOLDER
+from vit_ray.addresses import PLACEHOLDER, redact
 from vit_ray.commands.tracking_store import report
 from vit_ray.commands.train import (
     interval_note,
@@ -18,7 +18,6 @@ from vit_ray.commands.train import (
 )
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.config.secrets import redact
 from vit_ray.data import open_dataset
 from vit_ray.data.convert.conversion import convert
 from vit_ray.data.dataset import MANIFEST_FILE

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vit_ray.addresses import with_home
-from vit_ray.config.secrets import redact
+from vit_ray.addresses import redact, with_home
 from vit_ray.data.dataset import MANIFEST_FILE
 from vit_ray.data.images import IMAGE_SUFFIXES, BadImageError, is_image_name
 from vit_ray.evaluation.examples import sheet

@@ -11,7 +11,6 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vit_ray.branch_origin import NOTE, origin_of
 from vit_ray.checkpoints.checkpoint import (
     Position,
     Progress,
@@ -23,16 +22,17 @@ from vit_ray.checkpoints.checkpoint import (
 )
 from vit_ray.checkpoints.checkpoint_format import PartialCheckpointError, is_committed
 from vit_ray.checkpoints.run_checkpoints import begin_training, checkpoint_of_step, list_checkpoints
+from vit_ray.config.keys import DATA_SET, Change, incompatible_changes, on_resume
 from vit_ray.config.loading import changed, write_yaml
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.config.resume_compatibility import DATA_SET, Change, incompatible_changes, on_resume
-from vit_ray.config.section import OnResume
+from vit_ray.config.schema import OnResume
 from vit_ray.evaluation.examples import sheet
 from vit_ray.launch.dataset import SeenBatches
 from vit_ray.launch.named_run import find_run, named_folder
 from vit_ray.launch.prepared_run import lock_run
 from vit_ray.launch.resolved_run import ResolvedRun, resolve_run
 from vit_ray.lock import is_lock_file
+from vit_ray.outcomes import NOTE, origin_of
 from vit_ray.storage import Location, locate
 
 

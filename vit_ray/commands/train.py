@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from vit_ray.addresses import redact
 from vit_ray.config import Recipe
-from vit_ray.config.secrets import redact
 from vit_ray.launch import run
 from vit_ray.launch.paper_comparison import evaluation_table
 from vit_ray.launch.run import RunResult

@@ -13,8 +13,8 @@ from vit_ray.checkpoints.checkpoint import Position
 from vit_ray.checkpoints.init_weights import SCHEME, open_weights
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import ExportConfig, InspectConfig
-from vit_ray.config.recorded_recipe import KIND, used_sections
-from vit_ray.config.validation import errors_of
+from vit_ray.config.keys import KIND, used_sections
+from vit_ray.config.schema import errors_of
 from vit_ray.data.augment import augmentation_of
 from vit_ray.data.boxes import Augmentation
 from vit_ray.data.crops import crop_of

@@ -6,9 +6,9 @@ from functools import cache
 
 from pydantic import BaseModel
 
+from vit_ray.config.keys import on_resume
 from vit_ray.config.recipe import Recipe
-from vit_ray.config.resume_compatibility import on_resume
-from vit_ray.config.validation import allowed_text, is_list, nearest_key, section_type, yaml_text
+from vit_ray.config.schema import allowed_text, is_list, nearest_key, section_type, yaml_text
 
 # Keys of a row of a study that are those of `model` and of `study`.
 _COUNTED_ELSEWHERE = ("study.models.model.", *(

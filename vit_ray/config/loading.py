@@ -14,11 +14,9 @@ from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from vit_ray.addresses import UPLOADED
+from vit_ray.addresses import UPLOADED, redact
 from vit_ray.config.recipe import Recipe, in_folder, recipe_from_dict
-from vit_ray.config.secrets import redact
-from vit_ray.config.shipped_recipes import is_shipped, recipe_names, shipped_recipe
-from vit_ray.config.validation import errors_of
+from vit_ray.config.schema import errors_of
 from vit_ray.own_parts import trust_named
 
 _VARIABLES: Final = {"uri": "MLFLOW_TRACKING_URI", "experiment": "MLFLOW_EXPERIMENT_NAME"}

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, Final
 
+from vit_ray.config.keys import TAGGED, is_trained
 from vit_ray.config.recipe import Recipe
-from vit_ray.config.resume_compatibility import TAGGED, is_trained
 
 CHANGED_PARAMS: Final = "vit_ray.changed_params"
 """Tag with the parameters, as JSON, that have changed since the run was created."""

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from vit_ray.config.recipe import Recipe
-from vit_ray.config.section import OnResume, UsedIf
-from vit_ray.config.validation import fields_below
+from vit_ray.config.schema import OnResume, UsedIf, fields_below
 from vit_ray.own_parts import is_own
 
 _OFF: Final = ("None", "0", "0.0")

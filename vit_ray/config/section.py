@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from vit_ray.addresses import without_credentials
-from vit_ray.config.validation import PLACE, value_text
+from vit_ray.config.schema import PLACE, value_text
 from vit_ray.own_parts import DOTTED
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Field
 
-from vit_ray.config.section import (
+from vit_ray.config.schema import (
+    MODEL_NAME,
     Below1,
     Distinct,
     Fraction,
@@ -25,9 +26,9 @@ from vit_ray.config.section import (
     Section,
     Share,
     UsedIf,
+    value_text,
 )
-from vit_ray.config.validation import MODEL_NAME, value_text
-from vit_ray.model_aliases import resolved_model
+from vit_ray.paper import resolved_model
 
 # Addresses that MLflow opens.
 _STORE: Final = re.compile(

@@ -11,7 +11,7 @@ import pydantic
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from vit_ray.config.secrets import redact
+from vit_ray.addresses import redact
 from vit_ray.own_parts import DOTTED
 
 NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._+-]*$"

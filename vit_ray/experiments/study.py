@@ -18,7 +18,7 @@ from ray import tune
 
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import StudyConfig, StudyTask
-from vit_ray.config.validation import errors_of
+from vit_ray.config.schema import errors_of
 from vit_ray.experiments.search_space import checked_steps, points_of
 from vit_ray.experiments.study_cells import (
     Cell,

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from vit_ray.branch_origin import NOTE, origin_of
 from vit_ray.checkpoints.checkpoint import Position, copy_checkpoint, folder_name
 from vit_ray.checkpoints.checkpoint_format import (
     DamagedCheckpointError,
@@ -28,14 +27,14 @@ from vit_ray.checkpoints.checkpoint_format import (
 from vit_ray.checkpoints.run_checkpoints import Warn, begin_training, newest_checkpoint
 from vit_ray.config import Recipe, load_recipe, require
 from vit_ray.config.command_sections import StudyConfig, StudyModel, StudyTask
-from vit_ray.config.resume_compatibility import TAGGED, unused_keys
-from vit_ray.config.section import ImageSize
+from vit_ray.config.keys import TAGGED, unused_keys
+from vit_ray.config.schema import ImageSize, errors_of
 from vit_ray.config.training_sections import ModelConfig
-from vit_ray.config.validation import errors_of
 from vit_ray.experiments.search_space import check_in_turn, short_name, with_point
 from vit_ray.launch.prepared_run import lock_run
 from vit_ray.launch.resolved_run import check_model
 from vit_ray.launch.run_record import SIZES, trained_params
+from vit_ray.outcomes import NOTE, origin_of
 from vit_ray.storage import locate
 from vit_ray.training.steps import cooldown_start
 

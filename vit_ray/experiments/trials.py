@@ -23,7 +23,7 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray import tune
 
 from vit_ray.config import Recipe
-from vit_ray.config.validation import errors_of
+from vit_ray.config.schema import errors_of
 from vit_ray.launch.cluster_checks import check_cluster, check_shared, paths_of
 from vit_ray.launch.connection import ClusterShape, connect, mark_private
 from vit_ray.launch.prepared_run import lock_run

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vit_ray.config import Recipe
+from vit_ray.config.schema import validated
 from vit_ray.config.training_sections import DataConfig, ModelConfig
-from vit_ray.config.validation import validated
 from vit_ray.data.augment import augmentation_of
 from vit_ray.data.boxes import draw_box
 from vit_ray.data.dataset import Manifest

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from vit_ray.addresses import require_store
-from vit_ray.branch_origin import NOTE, step_of
+from vit_ray.addresses import require_store, with_texts
 from vit_ray.checkpoints.checkpoint import Checkpoint, Position
 from vit_ray.checkpoints.run_checkpoints import (
     checkpoint_to_resume,
@@ -21,23 +20,22 @@ from vit_ray.checkpoints.run_checkpoints import (
     newest_checkpoint,
 )
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.config.loading import changed, mlflow_variables
-from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.config.recorded_recipe import RUN_FOLDER
-from vit_ray.config.resume_compatibility import (
+from vit_ray.config.keys import (
     DATA_SET,
     EVALUATED_SETS,
     LENGTH,
+    RUN_FOLDER,
     Change,
     incompatible_changes,
     on_resume,
 )
-from vit_ray.config.secrets import with_texts
-from vit_ray.config.section import OnResume
+from vit_ray.config.loading import changed, mlflow_variables
+from vit_ray.config.recipe import recipe_from_dict
+from vit_ray.config.schema import NAME, OnResume, validated
 from vit_ray.config.training_sections import TrackingConfig
-from vit_ray.config.validation import NAME, validated
 from vit_ray.launch.resolved_run import ResolvedRun, resolve_run
 from vit_ray.lock import is_lock_file
+from vit_ray.outcomes import NOTE, step_of
 from vit_ray.storage import Location, locate
 from vit_ray.tracking.store_requests import limited_requests, redact_uri, safe_uri
 from vit_ray.training.steps import lr_at

@@ -18,7 +18,7 @@ import numpy as np
 from vit_ray.checkpoints.checkpoint import Checkpoint
 from vit_ray.checkpoints.run_checkpoints import begin_training
 from vit_ray.config import Recipe, require
-from vit_ray.config.validation import errors_of
+from vit_ray.config.schema import errors_of
 from vit_ray.data import open_dataset
 from vit_ray.data.dataset import Manifest
 from vit_ray.data.shards import all_first_labels, keys

@@ -13,8 +13,8 @@ from typing import Final, Literal
 import numpy as np
 
 from vit_ray.config import Recipe, require
+from vit_ray.config.schema import errors_of
 from vit_ray.config.training_sections import DataConfig, ModelConfig, TrainConfig
-from vit_ray.config.validation import errors_of
 from vit_ray.data import open_dataset
 from vit_ray.data.augment import augmentation_of
 from vit_ray.data.boxes import Augmentation

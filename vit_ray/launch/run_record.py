@@ -22,12 +22,18 @@ from typing import Any, Final
 import ray
 from joblib import cpu_count
 
-from vit_ray.addresses import absolute_uri
+from vit_ray.addresses import absolute_uri, redact, redacted
 from vit_ray.config import Recipe
+from vit_ray.config.keys import (
+    EVALUATED_SETS,
+    GROUP,
+    KIND,
+    RUN_FOLDER,
+    TAGGED,
+    is_trained,
+    unused_keys,
+)
 from vit_ray.config.loading import write_yaml
-from vit_ray.config.recorded_recipe import GROUP, KIND, RUN_FOLDER
-from vit_ray.config.resume_compatibility import EVALUATED_SETS, TAGGED, is_trained, unused_keys
-from vit_ray.config.secrets import redact, redacted
 from vit_ray.launch.connection import ClusterShape
 from vit_ray.launch.resolved_run import ResolvedRun
 from vit_ray.launch.terminal import RunStoppedError

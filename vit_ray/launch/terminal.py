@@ -18,7 +18,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn
 
-from vit_ray.config.secrets import redact
+from vit_ray.addresses import redact
 from vit_ray.data.tasks import ANSWER_S, clock, print_line, repeated
 from vit_ray.metric_names import (
     EVAL_AVERAGED_TOP1,

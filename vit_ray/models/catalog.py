@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from vit_ray.model_aliases import canonical_model
+from vit_ray.paper import canonical_model
 
 # (rows, columns), or the height and width of an image.
 Grid = tuple[int, int]

@@ -18,7 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from vit_ray.config.secrets import redact
+from vit_ray.addresses import redact
 from vit_ray.measure.phases import describe_phases
 from vit_ray.metric_names import (
     DEV_TOP1,

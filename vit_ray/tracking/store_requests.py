@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Final
 from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 
-from vit_ray.config.secrets import redact, userinfo
+from vit_ray.addresses import redact, userinfo
 
 # Environment variables of MLflow; those that a user has set count.
 _SETTINGS: Final = {

@@ -26,7 +26,7 @@ from vit_ray.checkpoints.checkpoint import (
     to_floats,
 )
 from vit_ray.config import Recipe
-from vit_ray.config.cadence import is_due
+from vit_ray.config.training_sections import is_due
 from vit_ray.measure.best_evaluation import without_best
 from vit_ray.measure.meters import Compute, peak_memory_gib
 from vit_ray.metric_names import (

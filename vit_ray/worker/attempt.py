@@ -39,11 +39,8 @@ from vit_ray.training.loop import (
 )
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import DivergedError, TrainJob, UnrecoverableError
-from vit_ray.worker.nonfinite import describe_batch, report_refused, report_skipped
-from vit_ray.worker.run_link import DELIVERY_S, RunLink
+from vit_ray.worker.run_link import DELIVERY_S, RunLink, Watchdog
 from vit_ray.worker.saving import CheckpointSaver
-from vit_ray.worker.setup import smaller_micro_batch, work_per_image
-from vit_ray.worker.watchdog import Watchdog
 
 
 @contextmanager

@@ -19,8 +19,7 @@ from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate
 from vit_ray.training.training_state import TrainingState
 from vit_ray.worker.job import TrainJob, UnrecoverableError
-from vit_ray.worker.run_link import RunLink
-from vit_ray.worker.watchdog import Watchdog
+from vit_ray.worker.run_link import RunLink, Watchdog
 
 WRITE_TIMEOUT_S: Final = 1800.0
 """Longest wait for the previous checkpoint, with all retries for a storage that is away."""

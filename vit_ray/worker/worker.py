@@ -25,15 +25,14 @@ from vit_ray.worker.attempt import Attempt, evaluate_alone, reported_failures
 from vit_ray.worker.evaluation import Evaluator, Predicts
 from vit_ray.worker.job import Streams, TrainJob, UnrecoverableError
 from vit_ray.worker.prefetch import device_batches
-from vit_ray.worker.resume_point import agreed_checkpoint, restore_newest
-from vit_ray.worker.run_link import RunLink
+from vit_ray.worker.run_link import RunLink, Watchdog
 from vit_ray.worker.saving import (
     CheckpointSaver,
+    agreed_checkpoint,
     check_folder_is_shared,
     gather_by_own_group,
+    restore_newest,
 )
-from vit_ray.worker.setup import choose_micro_batch, initial_model
-from vit_ray.worker.watchdog import Watchdog
 
 BATCHES_AHEAD: Final = 2
 """Batches that a worker has fetched beyond the one in use."""

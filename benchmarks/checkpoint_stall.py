@@ -62,9 +62,8 @@ from vit_ray.storage import locate
 from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
 from vit_ray.training.objective import make_loss
 from vit_ray.worker.job import TrainJob
-from vit_ray.worker.run_link import RunLink
+from vit_ray.worker.run_link import RunLink, Watchdog
 from vit_ray.worker.saving import CheckpointSaver, gather_by_own_group
-from vit_ray.worker.watchdog import Watchdog
 
 WORKERS, IMAGE_SIZE, CLASSES = 2, 32, 10
 KINDS = ["weight", "exp_avg", "exp_avg_sq", "average"]

@@ -18,8 +18,8 @@ from mkdocs.structure.files import File, Files
 
 from vit_ray.commands.cli import vit_ray
 from vit_ray.commands.job_list import COMMANDS
-from vit_ray.config.help import all_keys, sections
-from vit_ray.config.shipped_recipes import header_of, recipe_names, recipes_folder
+from vit_ray.config.keys import all_keys, sections
+from vit_ray.config.loading import header_of, recipe_names, recipes_folder
 
 ROOT = Path(__file__).parents[1]
 _ON_RESUME = (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vit_ray.branch_origin import origin_of, own_share, step_of
+from vit_ray.outcomes import origin_of, own_share, step_of
 
 
 @pytest.mark.parametrize("name", ["study-a-data1-steps400", "a at step 7", "b at step 9 at step 1"])

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from vit_ray.config import load_recipe
-from vit_ray.model_aliases import canonical_model
 from vit_ray.models import build_model
+from vit_ray.paper import canonical_model
 
 RECIPES = Path(__file__).parents[1] / "jobs" / "recipes"
 

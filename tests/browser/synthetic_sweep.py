@@ -12,8 +12,8 @@ from typing import Any
 
 from vit_ray.commands.report import report
 from vit_ray.config import Recipe, load_recipe
+from vit_ray.config.keys import used_sections
 from vit_ray.config.loading import write_yaml
-from vit_ray.config.recorded_recipe import used_sections
 from vit_ray.experiments.search_space import RATE, trial_recipe
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.run_metadata import (

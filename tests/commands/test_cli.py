@@ -20,8 +20,8 @@ from vit_ray import own_parts
 from vit_ray.commands import cli
 from vit_ray.commands.job_list import COMMANDS, Command
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.config.help import all_keys, keys_below, sections
-from vit_ray.config.shipped_recipes import header_of, recipe_names, recipes_folder
+from vit_ray.config.keys import all_keys, keys_below, sections
+from vit_ray.config.loading import header_of, recipe_names, recipes_folder
 
 ROOT = Path(__file__).parents[2]
 # Everything that takes a second or a hundred megabytes to import.

@@ -33,7 +33,7 @@ from vit_ray.commands.job_list import COMMANDS
 from vit_ray.commands.trained import export as export_command
 from vit_ray.commands.trained.export import export
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.config.section import Section
+from vit_ray.config.schema import Section
 from vit_ray.data import open_dataset
 from vit_ray.data.crops import Augmentation, crop_of
 from vit_ray.launch.inputs.streams import resolve_run

@@ -15,7 +15,6 @@ from tests.end_to_end.runs import same_weights
 from tests.launch.inputs.test_seen_batch import recipe_on, sets
 from tests.models.small import small_model
 from tests.trained_runs import write_run
-from vit_ray.branch_origin import NOTE
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.checkpoints.run_checkpoints import (
     NoUsableCheckpointError,
@@ -30,6 +29,7 @@ from vit_ray.launch.named_run import find_run
 from vit_ray.launch.resuming import accepted_changes, find_resume_point
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.metric_names import RESULT_STEP
+from vit_ray.outcomes import NOTE
 from vit_ray.storage import Location, locate
 
 __all__ = ["sets"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vit_ray.config.cadence import is_due
+from vit_ray.config.training_sections import is_due
 
 
 @pytest.mark.parametrize(

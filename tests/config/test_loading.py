@@ -16,11 +16,11 @@ from tests.models.small import FAMILIES, small_model
 from vit_ray.commands.early_checks import check_inputs
 from vit_ray.commands.job_list import COMMANDS
 from vit_ray.config import Recipe, load_recipe, loading, require
-from vit_ray.config.help import all_keys
+from vit_ray.config.keys import all_keys
 from vit_ray.config.loading import parse_yaml, write_yaml
 from vit_ray.config.recipe import PLACES, recipe_from_dict
+from vit_ray.config.schema import _ALIASES, fields_below, is_list
 from vit_ray.config.training_sections import OptimConfig
-from vit_ray.config.validation import _ALIASES, fields_below, is_list
 from vit_ray.launch.cluster.cluster_checks import check_batch
 from vit_ray.models import build_model
 from vit_ray.storage import locate
@@ -199,7 +199,7 @@ def test_paths_in_a_shipped_recipe_are_of_the_current_folder_and_those_in_a_copy
     # A checkout, or an image for clusters, beside another installed package.
     installed = path.parent / "vit_ray" / "recipes"
     installed.mkdir(parents=True)
-    monkeypatch.setattr("vit_ray.config.shipped_recipes._PLACES", (installed,))
+    monkeypatch.setattr("vit_ray.config.loading._PLACES", (installed,))
     (path.parent / "link.yaml").symlink_to(file)
     for shipped in (file, path.parent / "link.yaml"):
         assert load_recipe(shipped).output == "quickstart/runs"

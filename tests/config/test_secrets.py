@@ -8,10 +8,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from sqlalchemy import make_url
 
+from vit_ray.addresses import redact, redacted, userinfo
 from vit_ray.commands.cli import RedactingFormatter
 from vit_ray.config import load_recipe
 from vit_ray.config.loading import write_yaml
-from vit_ray.config.secrets import redact, redacted, userinfo
 
 SECRET = "hunter2"
 

@@ -10,7 +10,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 from tests.conftest import ROOT
 from tests.end_to_end.runs import curve, runs_of, submit, write_recipe
 from tests.recipes import small_recipe
-from vit_ray.config.recorded_recipe import tags_of
+from vit_ray.config.keys import tags_of
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from ray import tune
 from tests.end_to_end.runs import runs_of
 from tests.recipes import small_recipe
 from vit_ray.checkpoints.checkpoint import open_checkpoint
-from vit_ray.config.recorded_recipe import tags_of
+from vit_ray.config.keys import tags_of
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import run_sweep
 from vit_ray.experiments.trials import METRIC, STEP, Trial

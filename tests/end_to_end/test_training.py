@@ -23,7 +23,7 @@ from tests.end_to_end.runs import (
 )
 from tests.recipes import STEPS, small_recipe
 from vit_ray import trust_modules
-from vit_ray.config.recorded_recipe import tags_of
+from vit_ray.config.keys import tags_of
 from vit_ray.launch.run import evaluate, finetune, train
 from vit_ray.launch.workers import RunFailedError
 from vit_ray.measure.phases import Phase

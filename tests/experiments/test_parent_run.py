@@ -9,7 +9,7 @@ from mlflow import MlflowClient
 
 from tests.launch.resolved import resolved_run
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.config.recorded_recipe import RUN_FOLDER, tags_of
+from vit_ray.config.keys import RUN_FOLDER, tags_of
 from vit_ray.experiments import parent_run
 from vit_ray.experiments.parent_run import open_parent
 from vit_ray.launch.cluster import connection

@@ -11,7 +11,7 @@ from tests.end_to_end.runs import Driver, checkpoint_steps, runs_of, wait_until,
 from tests.faults.runs import actors_of, long_recipe, wait_until_nothing_is_left, worker_pids
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
-from vit_ray.config.recorded_recipe import tags_of
+from vit_ray.config.keys import tags_of
 from vit_ray.experiments.vtab import task_recipe
 from vit_ray.launch.run import train
 

@@ -34,7 +34,7 @@ from tests.faults.runs import (
 from tests.recipes import small_recipe
 from vit_ray.checkpoints.checkpoint import folder_name
 from vit_ray.config import Recipe
-from vit_ray.config.recorded_recipe import tags_of
+from vit_ray.config.keys import tags_of
 from vit_ray.experiments.search_space import RATE, trial_recipe
 from vit_ray.experiments.study_cells import study_cells
 from vit_ray.launch.run import train

@@ -12,7 +12,7 @@ from vit_ray.commands.job_list import COMMANDS
 from vit_ray.commands.plans.dry_run import describe_sweep, describe_training
 from vit_ray.commands.plans.plan import data_facts
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.config.shipped_recipes import recipe_names
+from vit_ray.config.loading import recipe_names
 from vit_ray.models.catalog import model_names
 from vit_ray.training.schedule import lr_at
 

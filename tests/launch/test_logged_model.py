@@ -17,8 +17,8 @@ from PIL import Image
 from tests.models.small import TINY_VIT, small_model
 from tests.newcomer.follow import blocks
 from tests.trained_runs import tiny_recipe, write_run
+from vit_ray.config.keys import used_sections
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.config.recorded_recipe import used_sections
 from vit_ray.data.augment import augmentation_of
 from vit_ray.data.crops import crop_of
 from vit_ray.launch.run import RunResult, _log_model

@@ -14,9 +14,9 @@ from mlflow import MlflowClient
 
 from tests.launch.resolved import resolved_run
 from vit_ray.config import Recipe, load_recipe
+from vit_ray.config.keys import PARENT_TAG, RUN_FOLDER
 from vit_ray.config.loading import parse_yaml
 from vit_ray.config.recipe import Training
-from vit_ray.config.recorded_recipe import PARENT_TAG, RUN_FOLDER
 from vit_ray.launch import open_record as module
 from vit_ray.launch import run
 from vit_ray.launch.cluster.connection import ClusterShape

@@ -23,7 +23,7 @@ from vit_ray.launch.workers import Ended, RunDivergedError, RunFailedError
 from vit_ray.outcomes import EventKind, Failure, TrialState
 from vit_ray.tracking.run_state import Event, RunStatus
 from vit_ray.worker.job import DivergedError, SmallerMicroBatchError, UnrecoverableError
-from vit_ray.worker.watchdog import Watchdog
+from vit_ray.worker.run_link import Watchdog
 
 
 def driver_error(worker: Worker) -> RunFailedError:

@@ -15,10 +15,9 @@ from vit_ray.checkpoints import checkpoint_format
 from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
 from vit_ray.checkpoints.checkpoint_format import COMMIT
 from vit_ray.commands.job_list import COMMANDS
-from vit_ray.config import Recipe, resume_compatibility
-from vit_ray.config.help import all_keys, keys_below
-from vit_ray.config.resume_compatibility import incompatible_changes, on_resume
-from vit_ray.config.section import OnResume
+from vit_ray.config import Recipe, keys
+from vit_ray.config.keys import all_keys, incompatible_changes, keys_below, on_resume
+from vit_ray.config.schema import OnResume
 from vit_ray.launch.resuming import accepted_changes, find_resume_point
 from vit_ray.launch.run import _init_run
 from vit_ray.storage import locate
@@ -291,7 +290,7 @@ def test_other_keys_of_the_training_than_these_need_the_flag():
 def test_what_switches_a_key_off_is_a_key_with_such_values():
     """A misspelt one would leave the key without effect on any comparison."""
     allowed = {key.name: key.allowed for key in all_keys()}
-    switches = [used_if for _, used_if in resume_compatibility._MARKS.values() if used_if]
+    switches = [used_if for _, used_if in keys._MARKS.values() if used_if]
     assert len(switches) > 10
     for used_if in switches:
         assert set(used_if.values) <= set(allowed[used_if.key].split(" | ")), used_if

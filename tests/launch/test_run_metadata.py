@@ -12,8 +12,7 @@ from joblib import cpu_count
 
 from tests.launch.resolved import resolved_run
 from vit_ray.config import load_recipe
-from vit_ray.config.recorded_recipe import recorded_before, stored_tag
-from vit_ray.config.resume_compatibility import incompatible_changes
+from vit_ray.config.keys import incompatible_changes, recorded_before, stored_tag
 from vit_ray.experiments.search_space import RATE, final_recipe, trial_recipe
 from vit_ray.launch import run_metadata
 from vit_ray.launch.cluster.connection import ClusterShape

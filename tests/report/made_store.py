@@ -8,7 +8,7 @@ from typing import Any
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param
 from mlflow.tracking import MlflowClient
 
-from vit_ray.config.recorded_recipe import stored_tag
+from vit_ray.config.keys import stored_tag
 
 _numbers = itertools.count(1)
 

@@ -32,7 +32,7 @@ from tests.commands.command_line import run_cli
 from tests.ports import free_ports
 from vit_ray.addresses import absolute_uri, sqlite_file
 from vit_ray.commands.replay import run_replay
-from vit_ray.config.recorded_recipe import RUN_FOLDER, tags_of
+from vit_ray.config.keys import RUN_FOLDER, tags_of
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.experiments.write_page import keep_page
 from vit_ray.outcomes import EventKind

@@ -16,7 +16,7 @@ from vit_ray.measure.meters import Compute
 from vit_ray.training import loop
 from vit_ray.training.engine.collectives import all_sum
 from vit_ray.training.loop import Batch, Ending, RankContext, SkippedStep, TrainingLoop
-from vit_ray.worker.nonfinite import describe_batch, report_refused, report_skipped
+from vit_ray.worker.attempt import describe_batch, report_refused, report_skipped
 from vit_ray.worker.run_link import RunLink
 
 RANKS, MICRO, BAD = 2, 2, 2

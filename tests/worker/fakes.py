@@ -24,9 +24,8 @@ from vit_ray.training.loop import Batch, EvaluationCutError, RankContext, Skippe
 from vit_ray.worker.attempt import Attempt, reported_failures
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import TrainJob
-from vit_ray.worker.run_link import RunLink
+from vit_ray.worker.run_link import RunLink, Watchdog
 from vit_ray.worker.saving import CheckpointSaver
-from vit_ray.worker.watchdog import Watchdog
 
 BATCH, MICRO, TOTAL = 8, 4, 10
 

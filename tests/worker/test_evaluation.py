@@ -26,8 +26,7 @@ from vit_ray.training.loop import EvaluationCutError
 from vit_ray.training.objective import normalize
 from vit_ray.worker import attempt, evaluation
 from vit_ray.worker.evaluation import _predictions, measure_accuracy, measure_few_shot
-from vit_ray.worker.run_link import RunLink
-from vit_ray.worker.watchdog import Watchdog
+from vit_ray.worker.run_link import RunLink, Watchdog
 from vit_ray.worker.worker import set_up_evaluation
 
 NUM_IMAGES, BATCH = 19, 4

@@ -7,8 +7,8 @@ import pytest
 from tests.training.ranks import run_ranks
 from tests.worker.fakes import FakeEngine, Worker, batches, make_job
 from vit_ray.checkpoints.checkpoint import Progress
+from vit_ray.worker.attempt import describe_batch
 from vit_ray.worker.job import UnrecoverableError
-from vit_ray.worker.nonfinite import describe_batch
 
 
 def described(rank: int) -> str:

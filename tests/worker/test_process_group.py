@@ -18,8 +18,8 @@ from ray.train.torch import TorchConfig
 from tests import hosts
 from vit_ray.launch.failures import cause, failing_node
 from vit_ray.outcomes import WorkerPlace
-from vit_ray.worker import process_group
-from vit_ray.worker.process_group import GroupConfig, dead_workers, interface_of
+from vit_ray.worker import entry
+from vit_ray.worker.entry import GroupConfig, dead_workers, interface_of
 from vit_ray.worker.worker import training_device
 
 
@@ -38,7 +38,7 @@ def test_every_worker_chooses_its_network_before_ray_joins_the_group(monkeypatch
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     joined: list[Any] = []
-    monkeypatch.setattr(process_group, "introduce", joined.append)
+    monkeypatch.setattr(entry, "introduce", joined.append)
     rays = TorchConfig().backend_cls
     monkeypatch.setattr(rays, "on_start", lambda _, group, config: joined.append(os.environ[NAME]))
     config: Any = GroupConfig(backend="gloo", timeout_s=120, record="its record")  # type: ignore[arg-type]
@@ -49,7 +49,7 @@ def test_every_worker_chooses_its_network_before_ray_joins_the_group(monkeypatch
     monkeypatch.setattr(ray, "get", lambda answers: answers)
     config.backend_cls().on_start(group, config)
     assert joined == ["its record", "lo"]
-    assert process_group.GroupBackend.share_cuda_visible_devices
+    assert entry.GroupBackend.share_cuda_visible_devices
     assert interface_of("192.0.2.1") is None
 
 
@@ -112,7 +112,7 @@ def test_a_worker_that_ray_ends_for_lack_of_memory_is_among_the_dead(monkeypatch
 NAME = "GLOO_SOCKET_IFNAME"
 JOIN = """
 import datetime, os, sys, torch
-from vit_ray.worker.process_group import interface_of
+from vit_ray.worker.entry import interface_of
 rank, own, first = int(sys.argv[1]), *sys.argv[2:4]
 os.environ["GLOO_SOCKET_IFNAME"] = interface_of(own)
 torch.distributed.init_process_group(

@@ -12,7 +12,7 @@ from vit_ray.checkpoints.checkpoint_format import COMMIT
 from vit_ray.storage import locate
 from vit_ray.training.engine.elastic_state import TrainingState
 from vit_ray.worker.job import UnrecoverableError
-from vit_ray.worker.resume_point import agreed_checkpoint, restore_newest
+from vit_ray.worker.saving import agreed_checkpoint, restore_newest
 
 CPU = torch.device("cpu")
 

@@ -14,16 +14,11 @@ from tests.worker.fakes import make_job
 from vit_ray import trust_modules
 from vit_ray.models import build_model
 from vit_ray.models.weights import save_weights
-from vit_ray.worker import setup
+from vit_ray.worker import worker
+from vit_ray.worker.attempt import smaller_micro_batch, work_per_image
 from vit_ray.worker.job import UnrecoverableError
 from vit_ray.worker.run_link import RunLink
-from vit_ray.worker.setup import (
-    check_same_on_all_ranks,
-    choose_micro_batch,
-    initial_model,
-    smaller_micro_batch,
-    work_per_image,
-)
+from vit_ray.worker.worker import check_same_on_all_ranks, choose_micro_batch, initial_model
 
 TINY = {"name": "ViT", "depth": 1, "width": 8, "mlp_dim": 8, "num_heads": 1, "patch_size": 8}
 
@@ -46,7 +41,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         tried.append(world_size)
         return 4
 
-    monkeypatch.setattr(setup, "tried_micro_batch", find)
+    monkeypatch.setattr(worker, "tried_micro_batch", find)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return tried
@@ -86,7 +81,7 @@ def test_mfu_is_of_the_work_that_torch_counts_without_what_is_recomputed(
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "check_same_on_all_ranks", lambda report, device: None)
+    monkeypatch.setattr(worker, "check_same_on_all_ranks", lambda report, device: None)
 
 
 def model_of(job: Any, *, loads_weights: bool = True) -> torch.nn.Module:

@@ -2,8 +2,8 @@
 
 import threading
 
-from vit_ray.worker import watchdog
-from vit_ray.worker.watchdog import FIRST_STEP_S, SETUP_S, Watchdog, describe_threads
+from vit_ray.worker import run_link
+from vit_ray.worker.run_link import FIRST_STEP_S, SETUP_S, Watchdog, describe_threads
 
 
 class Watched:
@@ -41,8 +41,8 @@ def test_a_step_that_hangs_ends_the_process_after_its_reason_is_reported():
 
 def test_a_record_that_hangs_does_not_keep_a_hanging_process(monkeypatch):
     """Neither the report of the hang nor a heartbeat is waited for."""
-    monkeypatch.setattr(watchdog, "REPORT_S", 0.01)
-    monkeypatch.setattr(watchdog, "BEAT_S", 0.01)
+    monkeypatch.setattr(run_link, "REPORT_S", 0.01)
+    monkeypatch.setattr(run_link, "BEAT_S", 0.01)
     ended, hangs = threading.Event(), threading.Event()
     dog = Watchdog(0.0, lambda step: _wait(hangs), lambda *_: _wait(hangs), end=ended.set)
     dog.note_step(6)

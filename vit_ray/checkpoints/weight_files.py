@@ -17,7 +17,6 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from vit_ray.model_aliases import canonical_model
 from vit_ray.models.weights.load import WeightFile, parts_of, read_weights
 from vit_ray.models.weights.published import (
     FOLDER_CONFIG,
@@ -29,6 +28,7 @@ from vit_ray.models.weights.published import (
     parse_settings,
     weights_file,
 )
+from vit_ray.paper import canonical_model
 from vit_ray.storage import Location, locate
 
 _WEIGHT_FILES = (".npz", ".safetensors")

@@ -23,13 +23,12 @@ from typing import Any, NoReturn
 
 import click
 
+from vit_ray.addresses import redact
 from vit_ray.commands.early_checks import check_inputs, check_outputs, check_values
 from vit_ray.commands.job_list import COMMANDS, Command
 from vit_ray.config import load_recipe
-from vit_ray.config.help import all_keys, count_keys, keys_below, known_key, sections
-from vit_ray.config.loading import completed, write_yaml
-from vit_ray.config.secrets import redact
-from vit_ray.config.shipped_recipes import header_of, recipe_names, recipes_folder
+from vit_ray.config.keys import all_keys, count_keys, keys_below, known_key, sections
+from vit_ray.config.loading import completed, header_of, recipe_names, recipes_folder, write_yaml
 from vit_ray.own_parts import trust_modules
 
 

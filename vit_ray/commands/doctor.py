@@ -12,9 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from vit_ray.addresses import sqlite_file
+from vit_ray.addresses import redact, sqlite_file
 from vit_ray.config import Recipe
-from vit_ray.config.secrets import redact
 from vit_ray.storage import locate
 
 LEAST_SHARED_GIB: Final = 1.0

@@ -21,8 +21,8 @@ from vit_ray.addresses import (
 )
 from vit_ray.commands.job_list import Command
 from vit_ray.config import Recipe
-from vit_ray.config.help import keys_below
-from vit_ray.config.validation import errors_of
+from vit_ray.config.keys import keys_below
+from vit_ray.config.schema import errors_of
 from vit_ray.launch.cluster.ray_address import host_and_port
 from vit_ray.measure.devices import require_device
 from vit_ray.models.catalog import find_spec

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from vit_ray.config.secrets import redact
+from vit_ray.addresses import redact
 from vit_ray.launch.run import RunResult
 from vit_ray.measure.phases import describe_phases
 from vit_ray.metric_names import (

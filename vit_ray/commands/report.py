@@ -4,10 +4,9 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from vit_ray.addresses import local_folder, sqlite_file
+from vit_ray.addresses import local_folder, redact, sqlite_file
 from vit_ray.config import Recipe
-from vit_ray.config.recorded_recipe import PARENT_TAG, RUN_FOLDER
-from vit_ray.config.secrets import redact
+from vit_ray.config.keys import PARENT_TAG, RUN_FOLDER
 from vit_ray.experiments.write_page import keep_page, write_page
 from vit_ray.report.page import Written
 from vit_ray.tracking.mlflow_api import MlflowClient

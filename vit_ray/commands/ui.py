@@ -8,8 +8,8 @@ from contextlib import suppress
 from vit_ray.addresses import absolute_uri, sqlite_file
 from vit_ray.config import load_recipe
 from vit_ray.config.loading import mlflow_variables
+from vit_ray.config.schema import validated
 from vit_ray.config.training_sections import TrackingConfig
-from vit_ray.config.validation import validated
 from vit_ray.mlflow_internals import runs_page
 from vit_ray.tracking.mlflow_api import MlflowClient
 from vit_ray.tracking.mlflow_client import asking, share_view

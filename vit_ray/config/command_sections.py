@@ -4,7 +4,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue
 
-from vit_ray.config.section import (
+from vit_ray.config.schema import (
+    NAME,
+    PATH_PATTERN,
+    REPOSITORY,
     Distinct,
     Fraction,
     NotNegative,
@@ -13,9 +16,9 @@ from vit_ray.config.section import (
     PositiveFloat,
     Section,
     Share,
+    value_text,
 )
 from vit_ray.config.training_sections import ModelConfig
-from vit_ray.config.validation import NAME, PATH_PATTERN, REPOSITORY, value_text
 
 
 class ConvertConfig(Section):

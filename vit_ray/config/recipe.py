@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import Field
 
-from vit_ray.addresses import absolute_path, absolute_uri
+from vit_ray.addresses import absolute_path, absolute_uri, redacted, with_texts
 from vit_ray.config.command_sections import (
     BenchmarkConfig,
     ConvertConfig,
@@ -26,8 +26,17 @@ from vit_ray.config.command_sections import (
     VerifyConfig,
     VtabConfig,
 )
-from vit_ray.config.secrets import redacted, with_texts
-from vit_ray.config.section import NO_CREDENTIALS, NotNegative, OnResume, Place, Section
+from vit_ray.config.schema import (
+    NAME,
+    NO_CREDENTIALS,
+    NotNegative,
+    OnResume,
+    Place,
+    Section,
+    fields_below,
+    validated,
+    value_text,
+)
 from vit_ray.config.training_sections import (
     CheckpointConfig,
     DataConfig,
@@ -39,7 +48,6 @@ from vit_ray.config.training_sections import (
     TrainConfig,
     WorkersConfig,
 )
-from vit_ray.config.validation import NAME, fields_below, validated, value_text
 from vit_ray.own_parts import trust_named
 
 

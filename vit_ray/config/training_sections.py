@@ -9,7 +9,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Field
 
-from vit_ray.config.section import (
+from vit_ray.config.schema import (
+    MODEL_NAME,
     Below1,
     Distinct,
     Fraction,
@@ -25,9 +26,9 @@ from vit_ray.config.section import (
     Section,
     Share,
     UsedIf,
+    value_text,
 )
-from vit_ray.config.validation import MODEL_NAME, value_text
-from vit_ray.model_aliases import resolved_model
+from vit_ray.paper import resolved_model
 
 # Addresses that MLflow opens.
 _STORE: Final = re.compile(
@@ -556,3 +557,8 @@ class TrackingConfig(Section):
     """Markdown at the top of the run's description in MLflow."""
     tags: Annotated[dict[str, str], AfterValidator(_are_tags)] = {}
     """Tags of the run in MLflow, such as {team: vision}."""
+
+
+def is_due(step: int, every_steps: int | None, at_steps: tuple[int, ...] = ()) -> bool:
+    """Whether it is due when `step` steps are completed; `every_steps` None = not by steps."""
+    return (every_steps is not None and step % every_steps == 0) or step in at_steps

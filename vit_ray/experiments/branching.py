@@ -8,7 +8,6 @@ cool-down. So only that cool-down has to be trained, and its weights are those o
 import logging
 from dataclasses import replace
 
-from vit_ray.branch_origin import NOTE, origin_of
 from vit_ray.checkpoints.checkpoint import Position, copy_checkpoint, folder_name
 from vit_ray.checkpoints.checkpoint_format import (
     DamagedCheckpointError,
@@ -18,6 +17,7 @@ from vit_ray.checkpoints.checkpoint_format import (
 from vit_ray.checkpoints.run_checkpoints import Warn, begin_training, newest_checkpoint
 from vit_ray.experiments.study_cells import Cell
 from vit_ray.launch.run_lock import lock_run
+from vit_ray.outcomes import NOTE, origin_of
 from vit_ray.storage import locate
 from vit_ray.training.schedule import cooldown_start
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from vit_ray.config import Recipe
-from vit_ray.config.validation import errors_of
+from vit_ray.config.schema import errors_of
 from vit_ray.experiments.trials import EndOnRequest, OpenParent
 from vit_ray.launch.cluster.cluster_checks import check_cluster
 from vit_ray.launch.cluster.connection import ClusterShape, connect

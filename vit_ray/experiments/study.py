@@ -18,7 +18,7 @@ from ray import tune
 
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import StudyConfig, StudyTask
-from vit_ray.config.validation import errors_of
+from vit_ray.config.schema import errors_of
 from vit_ray.experiments.branching import begin_branch, branch_step, with_kept_steps
 from vit_ray.experiments.parent_run import open_parent, page_of
 from vit_ray.experiments.search_space import points_of

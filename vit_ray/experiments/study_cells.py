@@ -14,10 +14,9 @@ from typing import Any, Final
 
 from vit_ray.config import Recipe, load_recipe, require
 from vit_ray.config.command_sections import StudyConfig, StudyModel, StudyTask
-from vit_ray.config.resume_compatibility import TAGGED, unused_keys
-from vit_ray.config.section import ImageSize
+from vit_ray.config.keys import TAGGED, unused_keys
+from vit_ray.config.schema import ImageSize, errors_of
 from vit_ray.config.training_sections import ModelConfig
-from vit_ray.config.validation import errors_of
 from vit_ray.experiments.search_space import short_name, with_point
 from vit_ray.experiments.sweep import check_in_turn
 from vit_ray.launch.model_checks import check_model

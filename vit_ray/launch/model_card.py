@@ -16,11 +16,11 @@ from typing import Any, Final
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from PIL import Image
 
+from vit_ray.addresses import redact
 from vit_ray.checkpoints.checkpoint import Position, open_checkpoint
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import ExportConfig
 from vit_ray.config.loading import write_yaml
-from vit_ray.config.secrets import redact
 from vit_ray.data import open_dataset
 from vit_ray.data.crops import Augmentation
 from vit_ray.launch.paper_comparison import training_table

@@ -5,8 +5,8 @@ from typing import Final, Literal
 import numpy as np
 
 from vit_ray.config import Recipe
+from vit_ray.config.schema import errors_of
 from vit_ray.config.training_sections import TrainConfig
-from vit_ray.config.validation import errors_of
 from vit_ray.data.keyed_random import KeyedUniform
 from vit_ray.models.catalog import as_grid, find_spec
 from vit_ray.own_parts import is_own, own_part

@@ -10,19 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from vit_ray.addresses import require_store
-from vit_ray.branch_origin import NOTE, step_of
+from vit_ray.addresses import require_store, with_texts
 from vit_ray.checkpoints.checkpoint import Checkpoint
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpoint
 from vit_ray.config import Recipe, load_recipe
+from vit_ray.config.keys import EVALUATED_SETS, RUN_FOLDER, incompatible_changes
 from vit_ray.config.loading import changed, mlflow_variables
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.config.recorded_recipe import RUN_FOLDER
-from vit_ray.config.resume_compatibility import EVALUATED_SETS, incompatible_changes
-from vit_ray.config.secrets import with_texts
+from vit_ray.config.schema import NAME, validated
 from vit_ray.config.training_sections import TrackingConfig
-from vit_ray.config.validation import NAME, validated
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
+from vit_ray.outcomes import NOTE, step_of
 from vit_ray.storage import Location, locate
 from vit_ray.tracking.request_limits import limited_requests
 from vit_ray.tracking.safe_address import redact_uri, safe_uri

@@ -9,11 +9,10 @@ from typing import Any
 
 import ray
 
-from vit_ray.addresses import absolute_uri
+from vit_ray.addresses import absolute_uri, redact
 from vit_ray.config import Recipe
+from vit_ray.config.keys import RUN_FOLDER
 from vit_ray.config.loading import write_yaml
-from vit_ray.config.recorded_recipe import RUN_FOLDER
-from vit_ray.config.secrets import redact
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.inputs.streams import ResolvedRun
 from vit_ray.launch.run_metadata import (

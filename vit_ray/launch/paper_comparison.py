@@ -8,9 +8,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
+from vit_ray.addresses import redact
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import PaperConfig
-from vit_ray.config.secrets import redact
 from vit_ray.data import open_dataset
 from vit_ray.metric_names import EVAL_TOP1
 from vit_ray.paper import PRETRAINING, TEST_SETS, table_2, table_5

@@ -13,7 +13,7 @@ from typing import Literal
 from vit_ray.checkpoints.checkpoint import Checkpoint
 from vit_ray.checkpoints.run_checkpoints import begin_training
 from vit_ray.config import Recipe
-from vit_ray.config.validation import errors_of
+from vit_ray.config.schema import errors_of
 from vit_ray.evaluation.ground_truth import Answers
 from vit_ray.launch.inputs.evaluation_labels import answers_of, num_answered
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run

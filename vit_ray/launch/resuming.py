@@ -10,7 +10,7 @@ from vit_ray.checkpoints.run_checkpoints import (
     newest_checkpoint,
 )
 from vit_ray.config import Recipe
-from vit_ray.config.resume_compatibility import (
+from vit_ray.config.keys import (
     DATA_SET,
     EVALUATED_SETS,
     LENGTH,
@@ -18,8 +18,7 @@ from vit_ray.config.resume_compatibility import (
     incompatible_changes,
     on_resume,
 )
-from vit_ray.config.section import OnResume
-from vit_ray.config.validation import validated
+from vit_ray.config.schema import OnResume, validated
 from vit_ray.launch.inputs.streams import ResolvedRun
 from vit_ray.lock import is_lock_file
 from vit_ray.storage import locate

@@ -12,12 +12,11 @@ from typing import Final
 
 import ray
 
-from vit_ray.branch_origin import NOTE, TAG
+from vit_ray.addresses import redacted
 from vit_ray.checkpoints.checkpoint import Checkpoint
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint, result_checkpoint
 from vit_ray.config import Recipe, require
-from vit_ray.config.recorded_recipe import INIT_RUN, used_sections
-from vit_ray.config.secrets import redacted
+from vit_ray.config.keys import INIT_RUN, used_sections
 from vit_ray.data.progress import ANSWER_S, repeated
 from vit_ray.data.shards import all_first_labels
 from vit_ray.launch.cluster.cluster_checks import check_cluster
@@ -32,7 +31,7 @@ from vit_ray.launch.stopping import RunStoppedError, stopping_on_signals
 from vit_ray.launch.workers import RunFailedError, run_workers
 from vit_ray.measure.best_evaluation import with_best
 from vit_ray.metric_names import DEV_TOP1, EVAL_AVERAGED_TOP1, EVAL_TOP1, few_shot_top1
-from vit_ray.outcomes import EventKind
+from vit_ray.outcomes import NOTE, TAG, EventKind
 from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import ARRIVAL_S
 from vit_ray.tracking.recorder import FIRST_ANSWER_S

@@ -18,10 +18,17 @@ from typing import Any, Final
 import ray
 from joblib import cpu_count
 
+from vit_ray.addresses import redact, redacted
 from vit_ray.config import Recipe
-from vit_ray.config.recorded_recipe import GROUP, KIND, RUN_FOLDER
-from vit_ray.config.resume_compatibility import EVALUATED_SETS, TAGGED, is_trained, unused_keys
-from vit_ray.config.secrets import redact, redacted
+from vit_ray.config.keys import (
+    EVALUATED_SETS,
+    GROUP,
+    KIND,
+    RUN_FOLDER,
+    TAGGED,
+    is_trained,
+    unused_keys,
+)
 from vit_ray.launch.cluster.connection import ClusterShape
 from vit_ray.launch.inputs.streams import ResolvedRun
 from vit_ray.metric_names import (

@@ -23,10 +23,10 @@ from vit_ray.checkpoints.checkpoint import Position
 from vit_ray.checkpoints.init_weights import SavedWeights, open_weights
 from vit_ray.checkpoints.weight_files import published_classes, published_use
 from vit_ray.config import Recipe, load_recipe
+from vit_ray.config.keys import used_sections
 from vit_ray.config.loading import changed
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.config.recorded_recipe import used_sections
-from vit_ray.config.validation import errors_of
+from vit_ray.config.schema import errors_of
 from vit_ray.data import open_dataset
 from vit_ray.data.augment import augmentation_of
 from vit_ray.data.crops import BadImageError, UInt8Array, crop_of, pixels_of

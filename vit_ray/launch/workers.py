@@ -28,9 +28,9 @@ from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
 from ray.util import remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
+from vit_ray.addresses import redact
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config import Recipe
-from vit_ray.config.secrets import redact
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.stream_server import StreamSource
 from vit_ray.launch.cluster.connection import ClusterShape, has_dashboard, variables
@@ -55,9 +55,8 @@ from vit_ray.ray_internals import get_or_create_autoscaling_coordinator, start_d
 from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import ARRIVAL_S
 from vit_ray.tracking.run_state import RunStatus
-from vit_ray.worker.entry import work
+from vit_ray.worker.entry import GroupConfig, work
 from vit_ray.worker.job import TrainJob
-from vit_ray.worker.process_group import GroupConfig
 
 PLACE_S: Final = 20.0
 """How long a group waits for the place that was just there; then it is asked for again."""

@@ -4,12 +4,12 @@ from typing import Any
 
 from torch import nn
 
-from vit_ray.model_aliases import resolved_model
 from vit_ray.models.axial import AxialResNet, AxialViT
 from vit_ray.models.catalog import ImageSize, as_grid, find_spec
 from vit_ray.models.resnet import BitResNet, ResNetEmbedding
 from vit_ray.models.vit import PatchEmbedding, VisionTransformer
 from vit_ray.own_parts import is_own, own_part
+from vit_ray.paper import resolved_model
 
 
 def build_model(

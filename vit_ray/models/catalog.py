@@ -10,7 +10,6 @@ import difflib
 import math
 from typing import Any
 
-from vit_ray.model_aliases import canonical_model
 from vit_ray.models.sizes import (
     AxialVitOptions,
     EncoderSize,
@@ -19,6 +18,7 @@ from vit_ray.models.sizes import (
     ResNetSize,
     VitOptions,
 )
+from vit_ray.paper import canonical_model
 
 ImageSize = int | tuple[int, int]
 

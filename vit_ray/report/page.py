@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from vit_ray.config.secrets import redact
+from vit_ray.addresses import redact
 from vit_ray.measure.phases import describe_phases
 from vit_ray.metric_names import (
     DEV_TOP1,

@@ -13,9 +13,9 @@ import pandas as pd
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 
-from vit_ray import branch_origin
+from vit_ray import outcomes
 from vit_ray.addresses import require_store
-from vit_ray.config.recorded_recipe import GROUP, INIT_RUN, PARENT_TAG, recorded_before, tags_of
+from vit_ray.config.keys import GROUP, INIT_RUN, PARENT_TAG, recorded_before, tags_of
 from vit_ray.measure.best_evaluation import with_best
 from vit_ray.metric_names import (
     COST_CORE_DAYS,
@@ -29,7 +29,7 @@ from vit_ray.metric_names import (
     averaged_key,
     few_shot_top1,
 )
-from vit_ray.model_aliases import model_family
+from vit_ray.paper import model_family
 
 # Kinds of runs that train; other programs' runs have no kind.
 TRAININGS: Final = ("", "pretrain", "finetune", "sweep_trial", "study_cell")
@@ -120,8 +120,8 @@ def _facts(run: Run) -> dict[str, Any]:
         "num_dev": sizes.get("held-out evaluation", tested_on if test is None else (None,))[0],
         "best_of": metrics.get(RESULT_EVALUATIONS) if dev is None else None,
         "images_per_s": metrics.get(TRAIN_IMAGES_PER_S), "core_days": metrics.get(COST_CORE_DAYS),
-        "own_share": branch_origin.own_share(
-            tags.get(branch_origin.TAG, ""), _number(params.get("train.global_batch_size")),
+        "own_share": outcomes.own_share(
+            tags.get(outcomes.TAG, ""), _number(params.get("train.global_batch_size")),
             metrics.get(STUDY_IMAGES_SEEN),
         ),
         "data": train_set, "train_set": f"{train_set} {prints.get('training')}", "sets": sets,

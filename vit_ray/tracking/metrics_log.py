@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from filelock import FileLock, Timeout
 
-from vit_ray.config.secrets import redacted
+from vit_ray.addresses import redacted
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate

@@ -14,14 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from vit_ray.config.recorded_recipe import (
-    CHANGED_PARAMS,
-    KIND,
-    PARENT_TAG,
-    RUN_FOLDER,
-    stored_tag,
-    tags_of,
-)
+from vit_ray.config.keys import CHANGED_PARAMS, KIND, PARENT_TAG, RUN_FOLDER, stored_tag, tags_of
 from vit_ray.metric_names import EVAL_GROUP, STARTUP_FIRST_STEP_S
 from vit_ray.mlflow_internals import latest_points
 from vit_ray.tracking.metrics_log import (

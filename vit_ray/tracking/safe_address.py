@@ -3,7 +3,7 @@
 from typing import Final
 from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 
-from vit_ray.config.secrets import redact, userinfo
+from vit_ray.addresses import redact, userinfo
 
 _SHORTEST_PASSWORD: Final = 8
 """Shortest secret that is also removed from errors where it appears by itself."""

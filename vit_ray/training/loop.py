@@ -21,7 +21,7 @@ from torch import Tensor
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.checkpoints.sample_digest import add_digests, of_floats, samples_digest, to_floats
 from vit_ray.config import Recipe
-from vit_ray.config.cadence import is_due
+from vit_ray.config.training_sections import is_due
 from vit_ray.measure.meters import Compute, peak_memory_gib
 from vit_ray.metric_names import (
     AVERAGED,

@@ -34,8 +34,7 @@ from vit_ray.training.objective import classification_loss, normalize, per_image
 from vit_ray.training.out_of_memory import is_out_of_memory
 from vit_ray.worker.job import TrainJob, UnrecoverableError
 from vit_ray.worker.prefetch import device_batches
-from vit_ray.worker.run_link import RunLink
-from vit_ray.worker.watchdog import Watchdog
+from vit_ray.worker.run_link import RunLink, Watchdog
 
 Predicts = DeepSpeedEngine | Predictor
 

@@ -11,7 +11,7 @@ from vit_ray.checkpoints.weight_files import SCHEME
 from vit_ray.commands.trained.trained_model import load_trained_model
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import ExportConfig
-from vit_ray.config.recorded_recipe import used_sections
+from vit_ray.config.keys import used_sections
 from vit_ray.data.augment import augmentation_of
 from vit_ray.data.crops import Augmentation
 from vit_ray.launch.model_card import image_processor, model_card

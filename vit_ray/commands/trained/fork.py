@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from vit_ray.branch_origin import NOTE, origin_of
 from vit_ray.checkpoints.checkpoint import (
     Position,
     Progress,
@@ -20,14 +19,15 @@ from vit_ray.checkpoints.checkpoint import (
 )
 from vit_ray.checkpoints.checkpoint_format import is_committed
 from vit_ray.checkpoints.run_checkpoints import begin_training, list_checkpoints
+from vit_ray.config.keys import DATA_SET, Change, incompatible_changes, on_resume
 from vit_ray.config.loading import changed, write_yaml
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.config.resume_compatibility import DATA_SET, Change, incompatible_changes, on_resume
-from vit_ray.config.section import OnResume
+from vit_ray.config.schema import OnResume
 from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.named_run import named_folder
 from vit_ray.launch.run_lock import lock_run
 from vit_ray.lock import is_lock_file
+from vit_ray.outcomes import NOTE, origin_of
 from vit_ray.storage import Location, locate
 
 

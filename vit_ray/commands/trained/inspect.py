@@ -9,7 +9,7 @@ from vit_ray.commands.printed_tables import print_link
 from vit_ray.commands.trained.trained_model import load_trained_model
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import InspectConfig
-from vit_ray.config.recorded_recipe import KIND
+from vit_ray.config.keys import KIND
 from vit_ray.data.augment import augmentation_of
 from vit_ray.data.crops import BadImageError, UInt8Array, crop_of
 from vit_ray.data.file_names import IMAGE_SUFFIXES, is_image_name

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vit_ray.addresses import with_home
-from vit_ray.config.secrets import redact
+from vit_ray.addresses import redact, with_home
 from vit_ray.data.crops import BadImageError
 from vit_ray.data.dataset import MANIFEST_FILE
 from vit_ray.data.file_names import IMAGE_SUFFIXES, is_image_name

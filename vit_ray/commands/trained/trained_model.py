@@ -5,7 +5,7 @@ from torch import nn
 from vit_ray.checkpoints.checkpoint import Position
 from vit_ray.checkpoints.init_weights import open_weights
 from vit_ray.config import Recipe, require
-from vit_ray.config.validation import errors_of
+from vit_ray.config.schema import errors_of
 from vit_ray.models import build_model
 from vit_ray.models.fitting import LoadReport
 

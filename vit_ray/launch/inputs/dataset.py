@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
 
 from PIL import Image
 
+from vit_ray.config.schema import validated
 from vit_ray.config.training_sections import DataConfig, ModelConfig
-from vit_ray.config.validation import validated
 from vit_ray.data.augment import augmentation_of
 from vit_ray.data.dataset import Manifest, select
 from vit_ray.data.dataset import open_dataset as open_manifest

@@ -38,6 +38,30 @@ _FIRST_TABLE: Final = "experiments"
 _GIVE_STORE: Final = (
     "give the MLflow database of the runs, such as sqlite:///mlflow.db, or the address of a server"
 )
+# The host of a web address ends at a slash; `host:5000/path@1` is a port and a path. A password may
+# contain a quote, an @ or a slash: it ends at the last @ before the path, or else at the last @
+# behind a slash.
+_WEB: Final = re.compile(
+    r"""(?<=://)(?!\[)(?:[^\s/:'"<>?#]*:(?!\d+(?:[/?#]|$))"""
+    r"""(?:[^\s/]*|[^\s@'"<>]*(?:@[^\s/@'"<>]*)*)|[^\s/:'"<>?#]+)@"""
+)
+# SQLAlchemy takes everything up to the @ for a password, whatever it holds (`_parse_url`, 2.0): a
+# slash, a question mark, a blank. Blanks belong to a password only if the whole text is an address.
+_SCHEME: Final = r"(?<![\w+])(?!(?:https?|s3|gs|hf|file|ray)://)(?P<scheme>[\w+]+://)"
+_DATABASE: Final = re.compile(_SCHEME + r"[^:/\s@]*:[^@\s]*@(?:[^\s/@'\"<>]*@)*")
+_DATABASE_ALONE: Final = re.compile("^" + _SCHEME + r"[^:/@]*:[^@]*@")
+# The value of any other key may be a password: drivers have many names for one.
+_QUERY: Final = re.compile(
+    r"""(?<=[?&;])(?!(?:driver|charset|sslmode|mode|cache|uri|timeout|connect_timeout|versionId"""
+    r"""|application_name|schema|page|region|endpoint_override)=)([\w.-]+)=[^\s&;'"<>]*"""
+)
+_WEB_ADDRESS: Final = re.compile(r"""(https?://[^\s'"<>]*)""")
+# Of a link only these are secrets: a page's address needs its other values.
+_SECRET_NAME: Final = re.compile(
+    r"""(?<=[?&;])([\w.-]*(?:pass|pwd|token|secret|key|sig|cred|auth)[\w.-]*)=[^\s&;'"<>]*""", re.I
+)
+# Characters that a terminal interprets or shows in another order, in file names and errors.
+_CONTROL: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def with_home(path: str) -> Path:
@@ -190,32 +214,6 @@ def local_folder(address: str) -> Path | None:
     if parts.scheme not in ("", "file"):
         return None
     return Path(unquote(parts.path) if parts.scheme else address)
-
-
-# The host of a web address ends at a slash; `host:5000/path@1` is a port and a path. A password may
-# contain a quote, an @ or a slash: it ends at the last @ before the path, or else at the last @
-# behind a slash.
-_WEB: Final = re.compile(
-    r"""(?<=://)(?!\[)(?:[^\s/:'"<>?#]*:(?!\d+(?:[/?#]|$))"""
-    r"""(?:[^\s/]*|[^\s@'"<>]*(?:@[^\s/@'"<>]*)*)|[^\s/:'"<>?#]+)@"""
-)
-# SQLAlchemy takes everything up to the @ for a password, whatever it holds (`_parse_url`, 2.0): a
-# slash, a question mark, a blank. Blanks belong to a password only if the whole text is an address.
-_SCHEME: Final = r"(?<![\w+])(?!(?:https?|s3|gs|hf|file|ray)://)(?P<scheme>[\w+]+://)"
-_DATABASE: Final = re.compile(_SCHEME + r"[^:/\s@]*:[^@\s]*@(?:[^\s/@'\"<>]*@)*")
-_DATABASE_ALONE: Final = re.compile("^" + _SCHEME + r"[^:/@]*:[^@]*@")
-# The value of any other key may be a password: drivers have many names for one.
-_QUERY: Final = re.compile(
-    r"""(?<=[?&;])(?!(?:driver|charset|sslmode|mode|cache|uri|timeout|connect_timeout|versionId"""
-    r"""|application_name|schema|page|region|endpoint_override)=)([\w.-]+)=[^\s&;'"<>]*"""
-)
-_WEB_ADDRESS: Final = re.compile(r"""(https?://[^\s'"<>]*)""")
-# Of a link only these are secrets: a page's address needs its other values.
-_SECRET_NAME: Final = re.compile(
-    r"""(?<=[?&;])([\w.-]*(?:pass|pwd|token|secret|key|sig|cred|auth)[\w.-]*)=[^\s&;'"<>]*""", re.I
-)
-# Characters that a terminal interprets or shows in another order, in file names and errors.
-_CONTROL: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def redact(text: str) -> str:

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+NOTE: Final = "branched_from.txt"
+"""File next to the checkpoints of a branch or fork that names the run of its first checkpoint."""
+TAG: Final = "vit_ray.branched_from"
+
 
 class EventKind(StrEnum):
     """Kind of an event in a run's history."""
@@ -85,11 +89,6 @@ class TrialState(StrEnum):
     """A rung of ASHA stopped it."""
     DIVERGED = "diverged"
     FAILED = "failed"
-
-
-NOTE: Final = "branched_from.txt"
-"""File next to the checkpoints of a branch or fork that names the run of its first checkpoint."""
-TAG: Final = "vit_ray.branched_from"
 
 
 def origin_of(cell_name: str, step: int) -> str:

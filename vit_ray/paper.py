@@ -4,6 +4,13 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+SOURCE: Final = "Dosovitskiy et al., ICLR 2021, arXiv:2010.11929v2"
+
+PRETRAINING: Final = {
+    "imagenet": "ImageNet", "imagenet21k": "ImageNet-21k", "jft300m": "JFT-300M",
+}  # fmt: skip
+_MODELS: Final = ("ViT-B/16", "ViT-B/32", "ViT-L/16", "ViT-L/32", "ViT-H/14")
+
 _SIZES: Final = {"tiny": "Ti", "small": "S", "base": "B", "large": "L", "huge": "H"}
 # The part after a full stop in timm, and an owner or data set in the hub, name weights.
 _OWNER, _TAG = r"(?:[\w.-]+/)?", r"(?:\.\w+|-in21k)?"
@@ -55,15 +62,6 @@ def resolved_model(name: str, image_size: object) -> tuple[str, object]:
             f"image_size={side}, or name={known}"
         )
     return known, side
-
-
-SOURCE: Final = "Dosovitskiy et al., ICLR 2021, arXiv:2010.11929v2"
-
-
-PRETRAINING: Final = {
-    "imagenet": "ImageNet", "imagenet21k": "ImageNet-21k", "jft300m": "JFT-300M",
-}  # fmt: skip
-_MODELS: Final = ("ViT-B/16", "ViT-B/32", "ViT-L/16", "ViT-L/32", "ViT-H/14")
 
 
 @dataclass(frozen=True)
@@ -181,7 +179,6 @@ TABLE_6 = tuple(
         ("R50x1+ViT-L/16", 14, 87.12, 1668),
     )
 )
-
 
 VTAB_TASKS = (
     "caltech101", "cifar100", "dtd", "flowers102", "pets", "sun397", "svhn",

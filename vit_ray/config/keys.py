@@ -26,6 +26,31 @@ from vit_ray.config.schema import (
 )
 from vit_ray.own_parts import is_own
 
+CHANGED_PARAMS: Final = "vit_ray.changed_params"
+"""Tag with the parameters, as JSON, that have changed since the run was created."""
+PARENT_TAG: Final = "mlflow.parentRunId"
+KIND: Final = "vit_ray.kind"
+"""Tag with what the run is, such as `sweep` or `finetune`."""
+RUN_FOLDER: Final = "vit_ray.run_folder"
+"""Tag with the folder of the run's checkpoints: two outputs may have runs of one name."""
+INIT_RUN: Final = "vit_ray.init_run"
+"""Tag with the run whose weights it began with."""
+GROUP: Final = "vit_ray.group"
+"""Tag that is equal for runs that differ by the seed alone."""
+SHOWN_TAGS: Final = (
+    "init_from", KIND, "vit_ray.cluster", RUN_FOLDER, "vit_ray.device",
+    "vit_ray.study_label", "vit_ray.study_cell", "vit_ray.vtab_task", "vit_ray.transfer_task",
+    "vit_ray.branched_from", "vit_ray.started_over_from", "vit_ray.stopped_early",
+    "vit_ray.failure", "vit_ray.error", GROUP, INIT_RUN,
+)  # fmt: skip
+"""Tags that users read on a run's page; a training has three or four of them."""
+_HIDDEN: Final = "mlflow."
+"""MLflow's pages hide tags with this prefix."""
+# Keys of a row of a study that are those of `model` and of `study`.
+_COUNTED_ELSEWHERE = ("study.models.model.", *(
+    f"study.models.{key}" for key in ("data_fractions", "epochs", "steps", "images", "seeds")
+))  # fmt: skip
+
 _OFF: Final = ("None", "0", "0.0")
 DATA_SET: Final = "the data set's fingerprint"
 """Compared as if it were a key; it is as fixed as the seed."""
@@ -119,12 +144,6 @@ def _moved_along(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]
     return [key for key, ways in places.items() if len(ways) == 1]
 
 
-# Keys of a row of a study that are those of `model` and of `study`.
-_COUNTED_ELSEWHERE = ("study.models.model.", *(
-    f"study.models.{key}" for key in ("data_fractions", "epochs", "steps", "images", "seeds")
-))  # fmt: skip
-
-
 @dataclass(frozen=True)
 class KeyHelp:
     """One key of a recipe.
@@ -155,7 +174,8 @@ def all_keys() -> tuple[KeyHelp, ...]:
 @cache
 def sections() -> dict[str, str]:
     """Every section and its meaning; the first, without a name, is the recipe itself."""
-    return dict(_sections(Recipe, ""))
+    below = ((key, section_type(field.annotation)) for key, field in fields_below(Recipe))
+    return {key: _one_line(section.__doc__) for key, section in [("", Recipe), *below] if section}
 
 
 def keys_below(*prefixes: str) -> list[KeyHelp]:
@@ -193,37 +213,8 @@ def _keys(schema: type[BaseModel], prefix: str) -> Iterator[KeyHelp]:
             yield from _keys(section, f"{key}.")
 
 
-def _sections(schema: type[BaseModel], name: str) -> Iterator[tuple[str, str]]:
-    yield name, _one_line(schema.__doc__)
-    for key, field in schema.model_fields.items():
-        if section := section_type(field.annotation):
-            yield from _sections(section, f"{name}.{key}".removeprefix("."))
-
-
 def _one_line(text: str | None) -> str:
     return " ".join((text or "").split())
-
-
-CHANGED_PARAMS: Final = "vit_ray.changed_params"
-"""Tag with the parameters, as JSON, that have changed since the run was created."""
-PARENT_TAG: Final = "mlflow.parentRunId"
-KIND: Final = "vit_ray.kind"
-"""Tag with what the run is, such as `sweep` or `finetune`."""
-RUN_FOLDER: Final = "vit_ray.run_folder"
-"""Tag with the folder of the run's checkpoints: two outputs may have runs of one name."""
-INIT_RUN: Final = "vit_ray.init_run"
-"""Tag with the run whose weights it began with."""
-GROUP: Final = "vit_ray.group"
-"""Tag that is equal for runs that differ by the seed alone."""
-SHOWN_TAGS: Final = (
-    "init_from", KIND, "vit_ray.cluster", RUN_FOLDER, "vit_ray.device",
-    "vit_ray.study_label", "vit_ray.study_cell", "vit_ray.vtab_task", "vit_ray.transfer_task",
-    "vit_ray.branched_from", "vit_ray.started_over_from", "vit_ray.stopped_early",
-    "vit_ray.failure", "vit_ray.error", GROUP, INIT_RUN,
-)  # fmt: skip
-"""Tags that users read on a run's page; a training has three or four of them."""
-_HIDDEN: Final = "mlflow."
-"""MLflow's pages hide tags with this prefix."""
 
 
 def stored_tag(name: str) -> str:

@@ -22,6 +22,10 @@ from vit_ray.config.schema import errors_of
 from vit_ray.own_parts import trust_named
 
 _VARIABLES: Final = {"uri": "MLFLOW_TRACKING_URI", "experiment": "MLFLOW_EXPERIMENT_NAME"}
+_PACKAGE = Path(__file__).parents[1]
+# In an installed package, and in a checkout.
+_PLACES = (_PACKAGE / "recipes", _PACKAGE.parent / "jobs" / "recipes")
+_TITLES = ("Paper", "Left open", "Expected", "Cost", "Commands?")
 
 logger = logging.getLogger(__name__)
 
@@ -202,12 +206,6 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
         if isinstance(below[key], dict) and isinstance(above[key], dict):
             merged[key] = _merge(below[key], above[key])
     return merged
-
-
-_PACKAGE = Path(__file__).parents[1]
-# In an installed package, and in a checkout.
-_PLACES = (_PACKAGE / "recipes", _PACKAGE.parent / "jobs" / "recipes")
-_TITLES = ("Paper", "Left open", "Expected", "Cost", "Commands?")
 
 
 def recipes_folder() -> Path:

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from vit_ray.checkpoints.checkpoint import Progress
-from vit_ray.config.training_sections import TrainConfig
 from vit_ray.evaluation.examples import NUM_TRAINING, training_files
+from vit_ray.lock import LockLostError
 from vit_ray.measure.devices import peak_flops
 from vit_ray.measure.meters import Compute
 from vit_ray.measure.phases import Phase, phase_metrics
@@ -60,69 +60,6 @@ MOST_IN_A_ROW: Final = 3
 """Refused steps in a row at which a run stops with any setting: the weights no longer train."""
 MOST_LISTED: Final = 64
 """Samples, or steps, named in a report."""
-
-
-def report_refused(train: TrainConfig, link: RunLink, progress: Progress, batch: str) -> None:
-    """Report the refused step before `progress.step`.
-
-    Args:
-        batch: as `describe_batch` returns.
-
-    Raises:
-        DivergedError: the recipe says to stop, or there were too many in a row.
-    """
-    step = progress.step
-    text = f"loss or gradient of step {step - 1} is not finite; the step was not applied. {batch}"
-    link.note(EventKind.NOT_FINITE, text, step)
-    if train.nonfinite == "stop" or progress.nonfinite_steps >= MOST_IN_A_ROW:
-        raise DivergedError(
-            f"{text}. train.nonfinite={train.nonfinite} with {progress.nonfinite_steps} such "
-            "steps in a row; lower optim.learning_rate (with resume=changed), or set "
-            "train.nonfinite to skip"
-        )
-
-
-def report_skipped(
-    train: TrainConfig,
-    link: RunLink,
-    progress: Progress,
-    largest: SkippedStep,
-    steps: Sequence[int],
-    batch: str,
-) -> None:
-    """Name the steps that `train.skip_above` has skipped since the last report.
-
-    Args:
-        largest: the one of them with the largest norm.
-        batch: its own, as `describe_batch` returns.
-    """
-    text = (
-        f"steps not applied: {_listed(steps)}; {progress.skipped_steps} since the run began. "
-        f"The gradient norm of step {largest.step} is {largest.grad_norm:.3g}, above the limit of "
-        f"{largest.norm_limit:.3g} (train.skip_above={train.skip_above:g} x the median). {batch}"
-    )
-    link.note(EventKind.SKIPPED, text, progress.step)
-
-
-def describe_batch(engine: DeepSpeedEngine, batch: Batch, micro_batch_size: int) -> str:
-    """Samples of the global batch, sizes of activations by layer, and the first layer that is not
-    finite; all ranks call it.
-    """
-    numbers = np.asarray(batch["sample"], np.int64)
-    samples = np.unique(all_rows(numbers, engine.device)).tolist()
-    pieces = [
-        engine.activation_sizes(normalize(piece.to(engine.device), engine.dtype))
-        for piece in torch.split(as_tensor(batch["image"]), micro_batch_size)
-    ]
-    names = list(pieces[0])
-    sizes = all_max([max(piece[n] for piece in pieces) for n in names], engine.device)
-    activations = dict(zip(names, sizes, strict=True))
-    bad = next((name for name, size in activations.items() if not math.isfinite(size)), None)
-    largest_layer = max(activations, key=lambda name: activations[name])
-    finite = f"finite when the model is evaluated, largest in {largest_layer}"
-    where = f"first not finite in {bad}" if bad else finite
-    by_layer = ", ".join(f"{name} {size:.3g}" for name, size in activations.items())
-    return f"Samples {_listed(samples)}. Activations are {where}; their size by layer: {by_layer}"
 
 
 def _listed(numbers: Sequence[int]) -> str:
@@ -334,32 +271,76 @@ class Attempt:
         return metrics
 
     def add_evaluation(self, progress: Progress) -> bool:
-        """Add an evaluation to the checkpoint of its step, when all ranks have written that."""
+        """Add an evaluation to the checkpoint of its step, when all ranks have written that.
+
+        Raises:
+            UnrecoverableError: another driver has taken over the run.
+        """
         with self.watchdog.paused(), self.link.clock.within(Phase.CHECKPOINT):
             self.saver.wait_until_written()
         metrics = self._note_time(progress)
         if self.context.rank == 0:  # instead of those of the checkpoint before the evaluation
             self.link.record.metrics(progress.step, metrics, again=True)
-        is_added = self.context.rank == 0 and self.saver.note_evaluation(progress)
+        is_added = False
+        if self.context.rank == 0:
+            try:
+                is_added = self.saver.writer.note_evaluation(progress)
+            except LockLostError as error:  # another driver has taken over the run
+                raise UnrecoverableError(str(error), is_agreed=False) from error
         return self.context.all_sum([float(is_added)])[0] > 0
 
     def on_bad_step(self, progress: Progress, batch: Batch) -> None:
-        """Report a refused step.
+        """Report the refused step before `progress.step`.
 
         Raises:
             DivergedError: the recipe says to stop, or there were too many in a row.
         """
-        train, text = self.job.recipe.train, self._described(batch)
-        report_refused(train, self.link, progress, text)
+        step, nonfinite = progress.step, self.job.recipe.train.nonfinite
+        text = (
+            f"loss or gradient of step {step - 1} is not finite; the step was not applied. "
+            f"{self._described(batch)}"
+        )
+        self.link.note(EventKind.NOT_FINITE, text, step)
+        if nonfinite == "stop" or progress.nonfinite_steps >= MOST_IN_A_ROW:
+            raise DivergedError(
+                f"{text}. train.nonfinite={nonfinite} with {progress.nonfinite_steps} such "
+                "steps in a row; lower optim.learning_rate (with resume=changed), or set "
+                "train.nonfinite to skip"
+            )
 
     def on_skipped_steps(
         self, progress: Progress, largest: SkippedStep, steps: Sequence[int]
     ) -> None:
-        train, text = self.job.recipe.train, self._described(largest.batch)
-        report_skipped(train, self.link, progress, largest, steps, text)
+        text = (
+            f"steps not applied: {_listed(steps)}; {progress.skipped_steps} since the run began. "
+            f"The gradient norm of step {largest.step} is {largest.grad_norm:.3g}, above the limit "
+            f"of {largest.norm_limit:.3g} (train.skip_above={self.job.recipe.train.skip_above:g} x "
+            f"the median). {self._described(largest.batch)}"
+        )
+        self.link.note(EventKind.SKIPPED, text, progress.step)
 
     def _described(self, batch: Batch) -> str:
-        return describe_batch(self.engine, batch, self.context.micro_batch_size)
+        """Samples of the global batch, sizes of activations by layer, and the first layer that is
+        not finite; all ranks call it.
+        """
+        engine = self.engine
+        numbers = np.asarray(batch["sample"], np.int64)
+        samples = np.unique(all_rows(numbers, engine.device)).tolist()
+        pieces = [
+            engine.activation_sizes(normalize(piece.to(engine.device), engine.dtype))
+            for piece in torch.split(as_tensor(batch["image"]), self.context.micro_batch_size)
+        ]
+        names = list(pieces[0])
+        sizes = all_max([max(piece[n] for piece in pieces) for n in names], engine.device)
+        activations = dict(zip(names, sizes, strict=True))
+        bad = next((name for name, size in activations.items() if not math.isfinite(size)), None)
+        largest_layer = max(activations, key=lambda name: activations[name])
+        finite = f"finite when the model is evaluated, largest in {largest_layer}"
+        where = f"first not finite in {bad}" if bad else finite
+        by_layer = ", ".join(f"{name} {size:.3g}" for name, size in activations.items())
+        return (
+            f"Samples {_listed(samples)}. Activations are {where}; their size by layer: {by_layer}"
+        )
 
     def wishes(self, step: int) -> tuple[bool, bool]:
         """For a checkpoint at once, and to stop."""

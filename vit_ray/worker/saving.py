@@ -137,20 +137,6 @@ class CheckpointSaver:
         if self._error is not None:
             raise self._error  # the next group of workers can save again
 
-    def note_evaluation(self, progress: Progress) -> bool:
-        """On rank 0, record an evaluation after the checkpoint of its step, when that is written.
-
-        Returns:
-            Whether there is a complete checkpoint.
-
-        Raises:
-            UnrecoverableError: another driver has taken over the run.
-        """
-        try:
-            return self.writer.note_evaluation(progress)
-        except LockLostError as error:
-            raise UnrecoverableError(str(error), is_agreed=False) from error
-
     def _write(self, snapshot: Snapshot) -> None:
         try:
             run_id = self._link.tracking_run_id()  # the answer may take seconds

@@ -174,8 +174,11 @@ def all_keys() -> tuple[KeyHelp, ...]:
 @cache
 def sections() -> dict[str, str]:
     """Every section and its meaning; the first, without a name, is the recipe itself."""
-    below = ((key, section_type(field.annotation)) for key, field in fields_below(Recipe))
-    return {key: _one_line(section.__doc__) for key, section in [("", Recipe), *below] if section}
+    found = {"": _one_line(Recipe.__doc__)}
+    for key, field in fields_below(Recipe):
+        if section := section_type(field.annotation):
+            found[key] = _one_line(section.__doc__)
+    return found
 
 
 def keys_below(*prefixes: str) -> list[KeyHelp]:

@@ -59,7 +59,7 @@ from vit_ray.data.convert.digits import write_digits
 from vit_ray.launch.run import train
 from vit_ray.models import build_model
 from vit_ray.storage import locate
-from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
+from vit_ray.training.engine import DeepSpeedEngine
 from vit_ray.training.objective import make_loss
 from vit_ray.worker.job import TrainJob
 from vit_ray.worker.run_link import RunLink, Watchdog

@@ -36,7 +36,7 @@ from vit_ray.data.shard_writer import EncodedImage
 from vit_ray.data.jpeg import size_of_jpeg
 from vit_ray.data.convert import shards
 from vit_ray.data.convert.conversion import convert
-from vit_ray.launch.cluster.connection import connect
+from vit_ray.launch.connection import connect
 
 source, target, shard_mib, kind = sys.argv[1:]
 

@@ -228,7 +228,7 @@ def vit_ray_stream(data: Path, folder: str) -> Iterator[Any]:
     import ray
 
     from vit_ray.data import open_dataset
-    from vit_ray.data.crops import Augmentation
+    from vit_ray.data.boxes import Augmentation
     from vit_ray.data.stream.batches import StreamSpec
     from vit_ray.data.stream.stream_server import RankStreams, StreamServer
 

@@ -18,8 +18,8 @@ import time
 import torch
 
 from benchmarks.result import header, machine
+from vit_ray.measure.memory import unless_out_of_memory
 from vit_ray.models import build_model
-from vit_ray.training.out_of_memory import unless_out_of_memory
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MOST_PASS_S, TIMED_S, LEAST_PASSES = 10.0, 0.5, 3

@@ -110,7 +110,7 @@ def save(
 
     from vit_ray.checkpoints import checkpoint_writer
     from vit_ray.checkpoints.checkpoint import Position, Progress
-    from vit_ray.checkpoints.snapshot import take_snapshot
+    from vit_ray.checkpoints.checkpoint_writer import take_snapshot
     from vit_ray.config.training_sections import CheckpointConfig
     from vit_ray.storage import locate
 

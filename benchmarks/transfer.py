@@ -22,16 +22,16 @@ from pathlib import Path
 import torch
 
 from benchmarks.result import finish, header, machine
-from vit_ray.commands.convert import convert_of
+from vit_ray.commands.datasets import convert_of
 from vit_ray.commands.experiments import print_sweep
-from vit_ray.commands.printed_tables import print_result
+from vit_ray.commands.train import print_result
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.data.convert.conversion import convert
 from vit_ray.data.convert.digits import write_digits
 from vit_ray.data.dataset import MANIFEST_FILE
 from vit_ray.experiments.search_space import point_text
 from vit_ray.experiments.sweep import SweepResult, run_sweep
-from vit_ray.launch.cluster.connection import connect
+from vit_ray.launch.connection import connect
 from vit_ray.launch.run import RunResult, train
 from vit_ray.storage import locate
 

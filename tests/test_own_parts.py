@@ -15,9 +15,10 @@ from vit_ray import own_parts
 from vit_ray.checkpoints.init_weights import planned_load
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
-from vit_ray.data.crops import Augmentation, crop_of
+from vit_ray.data.boxes import Augmentation
+from vit_ray.data.crops import crop_of
 from vit_ray.data.keyed_random import KeyedUniform
-from vit_ray.launch.model_checks import check_model, check_own_parts
+from vit_ray.launch.resolved_run import check_model, check_own_parts
 from vit_ray.models import build_model
 from vit_ray.models.weights import load_weights, save_weights
 from vit_ray.own_parts import is_own, own_part, trust_modules

@@ -32,7 +32,7 @@ KINDS = {
         RAY_DATA | {"cv2", "ray.train", "rich"},
     ),
     "a training worker": (
-        "from vit_ray.training.engine.deepspeed_setup import warm_up_process\n"
+        "from vit_ray.training.engine import warm_up_process\n"
         "import vit_ray.worker.worker; warm_up_process()",
         RAY_DATA | {"ray.train", "torch", "deepspeed"},
     ),
@@ -124,7 +124,7 @@ LINES = ["8 PYTHON worker processes have been started", "a worker died"]
 @pytest.mark.parametrize(("logs", "printed"), [("0", ["a worker died"]), ("1", LINES)])
 def test_rays_warning_of_many_actors_is_printed_only_where_logs_are(logs, printed):
     code = (
-        "import vit_ray.launch.cluster.connection; "
+        "import vit_ray.launch.connection; "
         "from ray._private.ray_logging import stdout_deduplicator as found; "
         f"print(found.deduplicate({{'ip': 'a', 'pid': 'raylet', 'lines': {LINES}}})[0]['lines'])"
     )
@@ -141,10 +141,7 @@ def test_workers_have_the_drivers_environment_under_uv_run_unless_the_user_asks_
     given, is_on
 ):
     """Ray reads its setting once, when it is imported (`ray_constants`, Ray 2.60)."""
-    code = (
-        "import vit_ray.launch.cluster.connection; "
-        "from ray._private import ray_constants as found; "
-    )
+    code = "import vit_ray.launch.connection; from ray._private import ray_constants as found; "
     environment = {key: value for key, value in os.environ.items() if key != VARIABLE}
     done = subprocess.run(
         [sys.executable, "-c", f"{code} print(found.{VARIABLE})"],

@@ -68,10 +68,10 @@ _ROOMS = {
     "load_recipe": "config",
     "load_weights": "models.weights",
     "model_names": "models",
-    "open_dataset": "launch.inputs.dataset",
+    "open_dataset": "launch.dataset",
     "save_weights": "models.weights",
     "train": "launch.run",
-    "training_batches": "launch.inputs.rank_batches",
+    "training_batches": "launch.dataset",
     "training_exaflops": "models.flops",
     "trust_modules": "own_parts",
 }

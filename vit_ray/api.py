@@ -7,8 +7,7 @@ first use.
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.evaluation.few_shot import few_shot_accuracy
 from vit_ray.experiments.sweep import SweepResult, run_sweep
-from vit_ray.launch.inputs.dataset import open_dataset
-from vit_ray.launch.inputs.rank_batches import training_batches
+from vit_ray.launch.dataset import open_dataset, training_batches
 from vit_ray.launch.run import RunResult, evaluate, finetune, train
 from vit_ray.launch.trained_model import TrainedModel, load
 from vit_ray.models import build_model, model_names

@@ -10,21 +10,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from vit_ray.commands.report import report
+from vit_ray.commands.tracking_store import report
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.keys import used_sections
 from vit_ray.config.loading import write_yaml
 from vit_ray.experiments.search_space import RATE, trial_recipe
-from vit_ray.launch.cluster.connection import ClusterShape
-from vit_ray.launch.run_metadata import (
-    data_inputs,
-    run_facts,
-    trained_params,
-    training_cost,
-)
+from vit_ray.launch.connection import ClusterShape
+from vit_ray.launch.run_record import data_inputs, run_facts, trained_params, training_cost
 from vit_ray.tracking.metrics_log import RunOpening
-from vit_ray.tracking.models import log_models, recorded_models
-from vit_ray.tracking.tracker import Tracker
+from vit_ray.tracking.tracker import Tracker, log_models, recorded_models
 
 ACCURACIES = {0.003: 0.913, 0.01: 0.953, 0.03: 0.967, 0.1: 0.96}
 """Top-1 on the dev split by learning rate."""

@@ -16,7 +16,7 @@ from tests.checkpoints.written import snapshot_of
 from vit_ray.checkpoints import checkpoint_writer
 from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name, read_progress
 from vit_ray.checkpoints.checkpoint_format import COMMIT, SavedFile
-from vit_ray.checkpoints.checkpoint_writer import MAX_FAILED_SAVES, CheckpointWriter, Part
+from vit_ray.checkpoints.checkpoint_writer import MAX_FAILED_SAVES, CheckpointWriter, Part, Snapshot
 from vit_ray.checkpoints.run_checkpoints import (
     NoUsableCheckpointError,
     begin_training,
@@ -24,7 +24,6 @@ from vit_ray.checkpoints.run_checkpoints import (
     list_checkpoints,
     newest_checkpoint,
 )
-from vit_ray.checkpoints.snapshot import Snapshot
 from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.lock import LockLostError, hold_lock, this_process
 from vit_ray.storage import Location, locate

@@ -12,8 +12,7 @@ import torch
 from huggingface_hub import constants
 from transformers import ViTForImageClassification
 
-from vit_ray.checkpoints.init_weights import open_weights
-from vit_ray.checkpoints.weight_files import download
+from vit_ray.checkpoints.init_weights import download, open_weights
 from vit_ray.models import build_model
 from vit_ray.models.weights import load_weights, save_weights
 

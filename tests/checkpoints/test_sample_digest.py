@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vit_ray.checkpoints.sample_digest import add_digests, of_floats, samples_digest, to_floats
+from vit_ray.checkpoints.checkpoint import add_digests, of_floats, samples_digest, to_floats
 
 BATCH, STEPS = 24, 7
 SAMPLES = np.random.default_rng(0).permutation(BATCH * STEPS).astype(np.int64)

@@ -6,7 +6,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from tests.checkpoints.written import position, snapshot_of
-from vit_ray.checkpoints.snapshot import Snapshot, take_snapshot
+from vit_ray.checkpoints.checkpoint_writer import Snapshot, take_snapshot
 
 NAMES = ["blocks.10.w", "blocks.2.w", "a", "a.b", "\u00e4", 'quoted "name"', "last"]
 

@@ -10,8 +10,8 @@ import torch
 
 from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
 from vit_ray.checkpoints.checkpoint_format import SavedFile, commit
-from vit_ray.checkpoints.snapshot import Snapshot, take_snapshot
-from vit_ray.checkpoints.snapshot import write_snapshot as write_part
+from vit_ray.checkpoints.checkpoint_writer import Snapshot, take_snapshot
+from vit_ray.checkpoints.checkpoint_writer import write_snapshot as write_part
 from vit_ray.storage import Location
 
 _PARTS: dict[str, dict[int, list[SavedFile]]] = defaultdict(dict)

@@ -24,10 +24,10 @@ from ray._private import ray_constants
 from ray.autoscaler._private.util import fillout_defaults, validate_config
 
 from tests.recipes import SMALL
-from vit_ray.commands.plans.plan import describe_plan
+from vit_ray.commands.plan import describe_plan
 from vit_ray.config import load_recipe
-from vit_ray.launch.cluster.cluster_checks import check_room
-from vit_ray.launch.cluster.connection import ClusterShape
+from vit_ray.launch.cluster_checks import check_room
+from vit_ray.launch.connection import ClusterShape
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "cluster"

@@ -11,14 +11,14 @@ import yaml
 from click.testing import CliRunner
 from PIL import Image
 
-from tests.launch.inputs.test_seen_batch import recipe_on, sets
+from tests.launch.test_seen_batch import recipe_on, sets
 from tests.models.small import small_model
 from tests.trained_runs import write_run
 from vit_ray.commands.cli import vit_ray
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
-from vit_ray.launch.inputs.seen_batch import SeenBatches
-from vit_ray.launch.inputs.streams import resolve_run
+from vit_ray.launch.dataset import SeenBatches
+from vit_ray.launch.resolved_run import resolve_run
 
 __all__ = ["sets"]
 

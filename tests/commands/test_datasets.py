@@ -9,7 +9,7 @@ from tests.data.small_sets import keys_of
 from vit_ray.commands.datasets import run_deduplicate, run_subset, run_verify
 from vit_ray.config import load_recipe
 from vit_ray.data import open_dataset
-from vit_ray.data.subset import subset
+from vit_ray.data.parts import subset
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,7 @@ from tests.recipes import recipe_with
 from vit_ray.commands import doctor
 from vit_ray.commands.cli import vit_ray
 from vit_ray.config import Recipe
-from vit_ray.launch.cluster import connection
+from vit_ray.launch import connection
 from vit_ray.tracking.mlflow_client import open_client
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.commands.test_plan import BILLION
-from vit_ray.commands.plans import dry_run
-from vit_ray.commands.plans.dry_run import describe_sweep, describe_training
+from vit_ray.commands import dry_run
+from vit_ray.commands.dry_run import describe_sweep, describe_training
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.training.memory_estimate import estimate_memory

@@ -28,17 +28,18 @@ from tests.data.small_sets import write_set
 from tests.models.small import TINY_VIT, small_model, some_images
 from tests.trained_runs import tiny_recipe, write_run
 from vit_ray.checkpoints.checkpoint import Progress
-from vit_ray.checkpoints.weight_files import published_classes
+from vit_ray.checkpoints.init_weights import published_classes
+from vit_ray.commands import trained_model as export_command
 from vit_ray.commands.job_list import COMMANDS
-from vit_ray.commands.trained import export as export_command
-from vit_ray.commands.trained.export import export
+from vit_ray.commands.trained_model import export
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.schema import Section
 from vit_ray.data import open_dataset
-from vit_ray.data.crops import Augmentation, crop_of
-from vit_ray.launch.inputs.streams import resolve_run
+from vit_ray.data.boxes import Augmentation
+from vit_ray.data.crops import crop_of
 from vit_ray.launch.model_card import image_processor
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
+from vit_ray.launch.resolved_run import resolve_run
 from vit_ray.models.weights import load_weights, save_weights
 
 CLASSES = ("ant", "bee", "cat", "dog", "elk")

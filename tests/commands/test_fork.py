@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from tests.checkpoints.written import WEIGHTS_1
 from tests.end_to_end.runs import same_weights
-from tests.launch.inputs.test_seen_batch import recipe_on, sets
+from tests.launch.test_seen_batch import recipe_on, sets
 from tests.models.small import small_model
 from tests.trained_runs import write_run
 from vit_ray.checkpoints.checkpoint import Progress
@@ -21,13 +21,12 @@ from vit_ray.checkpoints.run_checkpoints import (
     begin_training,
     newest_checkpoint,
 )
+from vit_ray.commands import recorded_run
 from vit_ray.commands.cli import vit_ray
-from vit_ray.commands.trained import fork
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.launch.inputs.streams import resolve_run
-from vit_ray.launch.named_run import find_run
-from vit_ray.launch.resuming import accepted_changes, find_resume_point
-from vit_ray.launch.run_lock import lock_run
+from vit_ray.launch.named_run import accepted_changes, find_resume_point, find_run
+from vit_ray.launch.prepared_run import lock_run
+from vit_ray.launch.resolved_run import resolve_run
 from vit_ray.metric_names import RESULT_STEP
 from vit_ray.outcomes import NOTE
 from vit_ray.storage import Location, locate
@@ -179,12 +178,12 @@ def test_a_fork_that_ended_in_between_stays(parent, recipe, tmp_path, monkeypatc
 
     def late(folder: Location) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(fork, "lock_run", lock_run)
+            patch.setattr(recorded_run, "lock_run", lock_run)
             patch.chdir(tmp_path / "elsewhere")
             assert said(*words, "optim.learning_rate=3e-5")[0] == 0
         return lock_run(folder)
 
-    monkeypatch.setattr(fork, "lock_run", late)
+    monkeypatch.setattr(recorded_run, "lock_run", late)
     code, text = said(*words)
     assert (code, "runs/again exists already" in text) == (2, True)
     assert not Path("again.yaml").exists()

@@ -18,11 +18,11 @@ from PIL import Image
 from tests.commands.command_line import run_cli
 from tests.data.converting import run_in_this_process
 from tests.data.pictures import encoded, picture
-from vit_ray.commands import convert, train
+from vit_ray.commands import datasets, train
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.data import open_dataset
-from vit_ray.launch.cluster.connection import ClusterShape
-from vit_ray.launch.inputs.streams import resolve_run
+from vit_ray.launch.connection import ClusterShape
+from vit_ray.launch.resolved_run import resolve_run
 
 WEIGHTS = "hf://google/vit-base-patch16-224-in21k"
 
@@ -93,7 +93,7 @@ def test_the_printed_conversions_work_where_the_images_lie_around_the_results(
 ):
     (here / cwd).mkdir(parents=True, exist_ok=True)
     monkeypatch.chdir(here / cwd)
-    monkeypatch.setattr(convert, "connect", lambda recipe: ClusterShape(1, 1, 0, 0.0))
+    monkeypatch.setattr(datasets, "connect", lambda recipe: ClusterShape(1, 1, 0, 0.0))
     run_in_this_process(monkeypatch)
     for split, count in (("train", 6), ("test", 2), ("val", 3)):
         write_images(Path(images, split), 2, count, 40, 40)
@@ -169,7 +169,7 @@ def test_few_large_images_fine_tune_published_weights_where_the_hub_answers(here
     assert run_cli("init", "small").exit_code == 0
     assert load_recipe("small.yaml").init_from is None
     assert len(asked) == 1
-    monkeypatch.setattr(convert, "connect", lambda recipe: ClusterShape(1, 1, 0, 0.0))
+    monkeypatch.setattr(datasets, "connect", lambda recipe: ClusterShape(1, 1, 0, 0.0))
     run_in_this_process(monkeypatch)
     monkeypatch.setattr(train, "finetune", lambda recipe: 3)
     assert run_cli("start", "images").exit_code == 3
@@ -226,7 +226,7 @@ def test_of_weights_a_recipe_to_fine_tune_them_is_written_beside_another_folders
 
 
 def test_five_images_can_be_converted_and_trained_on(here, monkeypatch):
-    monkeypatch.setattr(convert, "connect", lambda recipe: ClusterShape(1, 1, 0, 0.0))
+    monkeypatch.setattr(datasets, "connect", lambda recipe: ClusterShape(1, 1, 0, 0.0))
     run_in_this_process(monkeypatch)
     write_images(here / "images", 2, 2, 40, 40)
     content = encoded(picture(9, 40, 40), quality=90)
@@ -269,7 +269,7 @@ def test_parquet_of_the_hub_is_looked_at_without_being_packed(here):
 
 
 def test_classes_without_images_are_named(here, monkeypatch):
-    monkeypatch.setattr(convert, "connect", lambda recipe: ClusterShape(1, 1, 0, 0.0))
+    monkeypatch.setattr(datasets, "connect", lambda recipe: ClusterShape(1, 1, 0, 0.0))
     run_in_this_process(monkeypatch)
     write_images(here / "images", 2, 20, 40, 40)
     (here / "images" / "notes").mkdir()
@@ -285,7 +285,7 @@ def test_classes_without_images_are_named(here, monkeypatch):
 
 
 def test_start_converts_every_split_and_trains_for_a_first_look(here, monkeypatch):
-    monkeypatch.setattr(convert, "connect", lambda recipe: ClusterShape(1, 1, 0, 0.0))
+    monkeypatch.setattr(datasets, "connect", lambda recipe: ClusterShape(1, 1, 0, 0.0))
     run_in_this_process(monkeypatch)
     trained: list[Recipe] = []
     monkeypatch.setattr(train, "pretrain", lambda recipe: trained.append(recipe) or 3)

@@ -9,11 +9,7 @@ import pytest
 
 from tests.data.converted_set import converted_set
 from tests.recipes import SMALL
-from vit_ray.commands.plans.plan import (
-    data_facts,
-    describe_plan,
-    planned_cluster,
-)
+from vit_ray.commands.plan import data_facts, describe_plan, planned_cluster
 from vit_ray.config import Recipe, load_recipe
 
 # 12 x 9,216^2 parameters at 16 bytes, and 4 for an average: 19 GiB.

@@ -10,7 +10,7 @@ from scipy.stats import binomtest
 
 from vit_ray.commands import train
 from vit_ray.commands.experiments import print_sweep
-from vit_ray.commands.printed_tables import print_metrics, print_result, print_table
+from vit_ray.commands.train import print_metrics, print_result, print_table
 from vit_ray.config import Recipe
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import Row, SweepResult

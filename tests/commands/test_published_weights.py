@@ -24,9 +24,8 @@ from tests.models.weights.published import (
     timm_tensors,
 )
 from tests.recipes import recipe_with
-from vit_ray.checkpoints.init_weights import initialize_weights
-from vit_ray.checkpoints.weight_files import published_use
-from vit_ray.commands.trained.trained_model import load_trained_model
+from vit_ray.checkpoints.init_weights import initialize_weights, published_use
+from vit_ray.commands.trained_model import load_trained_model
 from vit_ray.config import Recipe
 from vit_ray.launch.prepared_run import PreparedRun, prepare_evaluation, prepared_training
 from vit_ray.training.objective import build_objective, normalize

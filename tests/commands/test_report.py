@@ -14,11 +14,11 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from tests.tracking.stored_runs import store_run
-from vit_ray.commands import report as command
-from vit_ray.commands.report import are_own_files, report, report_page
+from vit_ray.commands import tracking_store as command
+from vit_ray.commands.tracking_store import are_own_files, report, report_page
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments import write_page
-from vit_ray.experiments.parent_run import page_of
+from vit_ray.experiments.trials import page_of
 from vit_ray.tracking.mlflow_client import experiment_id, open_client
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.experiments.studies import study_row, study_tree
-from vit_ray.commands.plans.study_plan import describe_study, plan_study
+from vit_ray.commands.dry_run import describe_study, plan_study
 from vit_ray.config import Recipe
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.measure.devices import find_device

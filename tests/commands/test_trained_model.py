@@ -16,11 +16,9 @@ from tests.commands.command_line import run_cli
 from tests.data.s3_server import serve_s3, this_process_uses
 from tests.models.small import FAMILIES, TINY_VIT, small_model, some_images
 from tests.trained_runs import tiny_recipe, write_run
-from vit_ray.checkpoints import weight_files
+from vit_ray.checkpoints import init_weights
 from vit_ray.checkpoints.init_weights import initialize_weights, planned_load
-from vit_ray.commands.trained.export import export
-from vit_ray.commands.trained.inspect import inspect, read_images
-from vit_ray.commands.trained.trained_model import load_trained_model
+from vit_ray.commands.trained_model import export, inspect, load_trained_model, read_images
 from vit_ray.config.training_sections import ModelConfig
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.positions import resize_table
@@ -149,7 +147,7 @@ def test_every_job_reads_weights_of_every_form_here_and_in_a_bucket(
     else:
         save_weights(source, bucket / name, layout)
     # Files larger than a piece are put together again.
-    monkeypatch.setattr(weight_files, "_PIECE_BYTES", 10_000)
+    monkeypatch.setattr(init_weights, "_PIECE_BYTES", 10_000)
     path = str(bucket / name) if place == "here" else f"s3://models/{name}"
     exported, report, _ = load_trained_model(tiny_recipe(bucket, init_from=path), None)
     planned = planned_load(size_of_model(), 9, path, False)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.tracking.stored_runs import store_run
-from vit_ray.commands import ui
+from vit_ray.commands import tracking_store
 from vit_ray.tracking.mlflow_client import experiment_id, open_client
 
 
@@ -66,11 +66,11 @@ def test_the_link_that_is_printed_is_served(tmp_path):
 
 def test_a_store_that_is_not_there_or_is_empty_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="no such file"):
-        ui.open_pages(f"sqlite:///{tmp_path}/nowhere.db", 5000)
+        tracking_store.open_pages(f"sqlite:///{tmp_path}/nowhere.db", 5000)
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     open_client(uri)
     with pytest.raises(ValueError, match="has no run yet"):
-        ui.open_pages(uri, 5000)
+        tracking_store.open_pages(uri, 5000)
 
 
 def test_a_variable_that_names_no_store_is_named_in_one_line(monkeypatch):
@@ -78,8 +78,8 @@ def test_a_variable_that_names_no_store_is_named_in_one_line(monkeypatch):
     with pytest.raises(
         ValueError, match=r"^vit-ray ui: uri: a path .*MLFLOW_TRACKING_URI.*mlruns$"
     ):
-        ui.open_pages(None, 5000)
+        tracking_store.open_pages(None, 5000)
 
 
 def test_port_0_is_one_that_the_system_chooses():
-    assert ui._free(0) > 0
+    assert tracking_store._free(0) > 0

@@ -11,17 +11,15 @@ from click.testing import CliRunner
 from tests.checkpoints.written import WEIGHTS_0, flip
 from tests.commands.test_batch import recipe
 from tests.data.damage import damage
-from tests.launch.inputs.test_seen_batch import sets
+from tests.launch.test_seen_batch import sets
 from tests.models.small import small_model
 from tests.trained_runs import write_run
-from vit_ray.checkpoints.checkpoint import Progress, folder_name
-from vit_ray.checkpoints.sample_digest import add_digests, samples_digest
+from vit_ray.checkpoints.checkpoint import Progress, add_digests, folder_name, samples_digest
 from vit_ray.commands.cli import vit_ray
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
-from vit_ray.launch.inputs.rank_batches import training_batches
-from vit_ray.launch.inputs.seen_batch import SeenBatches
-from vit_ray.launch.inputs.streams import resolve_run
+from vit_ray.launch.dataset import SeenBatches, training_batches
+from vit_ray.launch.resolved_run import resolve_run
 from vit_ray.storage import locate
 
 __all__ = ["recipe", "sets"]

@@ -20,8 +20,7 @@ from tests.data.pictures import jpeg
 from tests.data.small_sets import write_set
 from tests.models.small import TINY_VIT, small_model
 from vit_ray.commands import cli
-from vit_ray.commands.early_checks import check_inputs, check_outputs
-from vit_ray.commands.job_list import COMMANDS
+from vit_ray.commands.job_list import COMMANDS, check_inputs, check_outputs
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.data.convert.sources import units_of
 from vit_ray.lock import is_lock_file

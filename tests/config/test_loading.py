@@ -13,15 +13,14 @@ from pydantic import ValidationError
 from ray._private.label_utils import validate_label_selector
 
 from tests.models.small import FAMILIES, small_model
-from vit_ray.commands.early_checks import check_inputs
-from vit_ray.commands.job_list import COMMANDS
+from vit_ray.commands.job_list import COMMANDS, check_inputs
 from vit_ray.config import Recipe, load_recipe, loading, require
 from vit_ray.config.keys import all_keys
 from vit_ray.config.loading import parse_yaml, write_yaml
 from vit_ray.config.recipe import PLACES, recipe_from_dict
 from vit_ray.config.schema import _ALIASES, fields_below, is_list
 from vit_ray.config.training_sections import OptimConfig
-from vit_ray.launch.cluster.cluster_checks import check_batch
+from vit_ray.launch.resolved_run import check_batch
 from vit_ray.models import build_model
 from vit_ray.storage import locate
 

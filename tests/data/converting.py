@@ -11,10 +11,10 @@ import pytest
 import vit_ray.data
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.convert import conversion
-from vit_ray.data.convert.commit import ConvertReport
 from vit_ray.data.convert.rows import Unit
+from vit_ray.data.convert.shards import ConvertReport
 from vit_ray.data.convert.sources import units_of
-from vit_ray.data.progress import Shown
+from vit_ray.data.tasks import Shown
 
 
 def config_of(source: Any, destination: Any, **options: Any) -> ConvertConfig:

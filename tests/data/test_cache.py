@@ -14,13 +14,12 @@ import pytest
 
 from tests.data.small_sets import SHARD, write_rows
 from vit_ray.config import Recipe
-from vit_ray.data import cache as caches
+from vit_ray.data import shards as caches
 from vit_ray.data.boxes import Augmentation
-from vit_ray.data.cache import Cache
 from vit_ray.data.dataset import Manifest
-from vit_ray.data.shards import RowGroupReader
-from vit_ray.data.subset import subset
-from vit_ray.launch.inputs.streams import stream_of
+from vit_ray.data.parts import subset
+from vit_ray.data.shards import Cache, RowGroupReader
+from vit_ray.launch.resolved_run import stream_of
 
 LABELS = [(0,), (1, 2), (2,), (1,), (0,), (2, 0)]
 KEYS = [f"key {i}" for i in range(6)]

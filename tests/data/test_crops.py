@@ -15,8 +15,9 @@ from sklearn.datasets import load_sample_images
 from tests.data.pictures import encoded, jpeg, picture
 from tests.recipes import recipe_with
 from vit_ray.data.augment import augmentation_of
-from vit_ray.data.boxes import draw_box
-from vit_ray.data.crops import IMAGE_FORMATS, Augmentation, BadImageError, crop_of, decode
+from vit_ray.data.boxes import Augmentation, draw_box
+from vit_ray.data.crops import crop_of
+from vit_ray.data.images import IMAGE_FORMATS, BadImageError, decode
 
 
 def by_pillow(image: bytes) -> NDArray[np.uint8]:

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from tests.data.small_sets import write_set
 from vit_ray.data import open_dataset
-from vit_ray.data.dev_split import class_quotas, dev_split
+from vit_ray.data.parts import class_quotas, dev_split, subset
 from vit_ray.data.shards import first_labels, keys
-from vit_ray.data.subset import subset
 
 
 def images_of(path: str) -> list[tuple[str, int]]:

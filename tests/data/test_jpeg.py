@@ -4,7 +4,9 @@ import pytest
 from PIL import Image
 
 from tests.data.pictures import encoded, picture
-from vit_ray.data.crops import Augmentation, crop_of, decode
+from vit_ray.data.boxes import Augmentation
+from vit_ray.data.crops import crop_of
+from vit_ray.data.images import decode
 from vit_ray.data.jpeg import size_of_jpeg
 
 PIXELS = picture(1, 203, 161)

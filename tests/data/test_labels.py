@@ -6,8 +6,8 @@ import pyarrow.parquet as pq
 from tests.data.small_sets import write_rows
 from vit_ray.data import open_dataset
 from vit_ray.data.dataset import Manifest
+from vit_ray.data.parts import subset
 from vit_ray.data.shards import RowGroupReader, first_labels
-from vit_ray.data.subset import subset
 
 
 def stored(manifest: Manifest) -> list[int]:

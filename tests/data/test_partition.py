@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vit_ray.data.order import ShuffleWindow
-from vit_ray.data.partition import BlockShape, Partition, read_tasks
+from vit_ray.data.order import BlockShape, Partition, ShuffleWindow, read_tasks
 
 worlds = st.builds(Partition, st.integers(1, 12), st.integers(1, 10))
 shapes = st.builds(

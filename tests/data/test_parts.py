@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vit_ray.data import open_dataset
-from vit_ray.data.dataset import Manifest, RowGroupColumns, select, write_part
+from vit_ray.data.dataset import Manifest, RowGroupColumns, write_part
 from vit_ray.data.keyed_random import KeyedPermutation
+from vit_ray.data.parts import select
 from vit_ray.data.shards import keys
 from vit_ray.storage import locate
 

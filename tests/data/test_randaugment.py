@@ -11,7 +11,8 @@ from tests.data.pictures import encoded, picture
 from tests.recipes import recipe_with
 from vit_ray.data import randaugment
 from vit_ray.data.augment import augmentation_of
-from vit_ray.data.crops import Augmentation, crop_of
+from vit_ray.data.boxes import Augmentation
+from vit_ray.data.crops import crop_of
 from vit_ray.data.keyed_random import KeyedUniform
 from vit_ray.data.randaugment import RandAugment
 

@@ -12,9 +12,8 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 
 from tests.data.pictures import encoded, picture
-from vit_ray.data.jpeg_index.headers import read_frame
-from vit_ray.data.jpeg_index.segments import index_segments, interval_for
-from vit_ray.data.restart_index import Box, CropFile, crop_file
+from vit_ray.data.jpeg import read_frame
+from vit_ray.data.restart_index import Box, CropFile, crop_file, index_segments, interval_for
 
 CHINA, FLOWER = load_sample_images().images
 # Pixels, MCUs in a segment, options of the encoder.

@@ -9,10 +9,10 @@ import pytest
 
 from tests.data.small_sets import CLASSES, SHARD, flips, used_rows, write_rows
 from vit_ray.data import open_dataset
-from vit_ray.data.convert.verify import check_file
+from vit_ray.data.convert.finished_sets import check_file
 from vit_ray.data.dataset import MANIFEST_FILE, Manifest
+from vit_ray.data.parts import subset
 from vit_ray.data.shards import RowGroupReader
-from vit_ray.data.subset import subset
 
 
 @pytest.fixture

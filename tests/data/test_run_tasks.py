@@ -8,9 +8,8 @@ import pytest
 import ray
 from rich.console import Console
 
-from vit_ray.data import progress
-from vit_ray.data.progress import Display, Shown, Tally, report_done, shown_progress
-from vit_ray.data.run_tasks import run_tasks
+from vit_ray.data import tasks
+from vit_ray.data.tasks import Display, Shown, Tally, report_done, run_tasks, shown_progress
 
 
 def square(item: int) -> int:
@@ -62,7 +61,7 @@ def test_after_an_error_the_other_items_are_not_processed(ray_cluster, monkeypat
 
 
 def test_tasks_are_started_as_others_end(ray_cluster, monkeypatch):
-    monkeypatch.setattr("vit_ray.data.run_tasks._MOST", 3)
+    monkeypatch.setattr("vit_ray.data.tasks._MOST", 3)
     most, plain = [0], ray.wait
     monkeypatch.setattr(
         ray, "wait", lambda some, **keys: most.append(len(some)) or plain(some, **keys)
@@ -76,7 +75,7 @@ def die(item: int) -> None:
 
 
 def test_a_task_whose_process_dies_again_and_again_is_an_error(ray_cluster, monkeypatch):
-    monkeypatch.setattr("vit_ray.data.run_tasks._RETRIES", 1)
+    monkeypatch.setattr("vit_ray.data.tasks._RETRIES", 1)
     with pytest.raises(OSError, match=r"^a task died 2 times: .*; run the same command again, wh"):
         run_tasks(die, [1])
 
@@ -125,7 +124,7 @@ class SlowTally(Tally):
 
 def test_a_short_round_does_not_wait_for_what_counts_it(ray_cluster, monkeypatch):
     asked: list[object] = []
-    monkeypatch.setattr(progress, "Tally", SlowTally)
+    monkeypatch.setattr(tasks, "Tally", SlowTally)
     monkeypatch.setattr(ray, "get", lambda refs, **_: asked.append(refs))
     with shown_progress(Shown("working", 60), 1, lambda: 1):
         pass

@@ -28,14 +28,13 @@ from tests.data.s3_server import (
     timeout,
 )
 from vit_ray.data import open_dataset
-from vit_ray.data.cache import Cache
+from vit_ray.data.boxes import Augmentation
 from vit_ray.data.convert.sources import rows_of
-from vit_ray.data.crops import Augmentation
 from vit_ray.data.dataset import Manifest
-from vit_ray.data.partition import Partition
-from vit_ray.data.shards import RowGroupReader
+from vit_ray.data.order import Partition
+from vit_ray.data.shards import Cache, RowGroupReader
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
-from vit_ray.launch.inputs.dataset import open_dataset as dataset_in_python
+from vit_ray.launch.dataset import open_dataset as dataset_in_python
 from vit_ray.storage import locate
 
 

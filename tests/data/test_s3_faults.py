@@ -16,7 +16,7 @@ from tests.data.small_sets import used_rows, write_rows
 from vit_ray import lock
 from vit_ray.checkpoints.run_checkpoints import checkpoint_to_resume
 from vit_ray.data import open_dataset
-from vit_ray.data.convert.commit import ConvertReport
+from vit_ray.data.convert.shards import ConvertReport
 from vit_ray.data.convert.sources import rows_of
 from vit_ray.storage import locate
 

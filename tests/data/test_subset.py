@@ -10,9 +10,9 @@ from tests.data.converting import convert
 from tests.data.pictures import write_class_folders
 from tests.data.small_sets import keys_of
 from vit_ray.data import open_dataset
-from vit_ray.data.convert.verify import check_file
+from vit_ray.data.convert.finished_sets import check_file
+from vit_ray.data.parts import subset
 from vit_ray.data.shards import RowGroupReader
-from vit_ray.data.subset import subset
 
 
 def test_parts_are_exact_nested_and_copy_nothing(dataset, tmp_path):

@@ -12,10 +12,10 @@ from typing import Any
 import ray
 import torch
 
-from vit_ray.commands.printed_tables import print_result
+from vit_ray.commands.train import print_result
 from vit_ray.config import load_recipe
 from vit_ray.launch.run import train
-from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
+from vit_ray.training.engine import DeepSpeedEngine
 
 IMAGE_BYTES = 32 << 20
 # More than 16 images, less than the 32 that are tried first; a pass that is refused leaves it all.

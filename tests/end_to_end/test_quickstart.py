@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from tests.data.converting import run_in_this_process
-from vit_ray.commands import quickstart
-from vit_ray.commands.quickstart import run_quickstart
+from vit_ray.commands import experiments
+from vit_ray.commands.experiments import run_quickstart
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data import open_dataset
@@ -28,7 +28,7 @@ def _shorter(recipe: str) -> Recipe:
 def test_the_quickstart_learns_and_its_second_start_trains_nothing(
     ray_cluster, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(quickstart, "load_recipe", _shorter)
+    monkeypatch.setattr(experiments, "load_recipe", _shorter)
     recipe = load_recipe("digits").with_changes(
         output=str(tmp_path / "runs"),
         data={"train": str(tmp_path / "train"), "eval": str(tmp_path / "test")},
@@ -59,8 +59,8 @@ def test_the_quickstart_learns_and_its_second_start_trains_nothing(
 
 
 def test_a_conversion_that_was_interrupted_is_completed(tmp_path, monkeypatch):
-    monkeypatch.setattr(quickstart, "connect", lambda recipe: None)
-    monkeypatch.setattr(quickstart, "_train_and_compare", lambda *_: 3)
+    monkeypatch.setattr(experiments, "connect", lambda recipe: None)
+    monkeypatch.setattr(experiments, "_train_and_compare", lambda *_: 3)
     run_in_this_process(monkeypatch)
     sets = {"train": str(tmp_path / "train"), "eval": str(tmp_path / "test")}
     (tmp_path / "train" / "_staging").mkdir(parents=True)
@@ -102,7 +102,7 @@ def _tables(output: str) -> list[str]:
 
 def test_a_run_without_an_accuracy_is_named():
     with pytest.raises(ValueError, match=r"^run digits-vit has no accuracy; its events say why"):
-        quickstart._top1(RunResult(None, "digits-vit", 5, 5, {"train/loss": 1.0}, ""))
+        experiments._top1(RunResult(None, "digits-vit", 5, 5, {"train/loss": 1.0}, ""))
 
 
 @pytest.mark.parametrize(("output", "place"), [("~/runs", "home/runs"), ("s3://bucket/runs", "")])
@@ -119,9 +119,9 @@ def test_the_digits_are_written_in_a_home_and_for_a_store_in_a_temporary_folder(
         counts.append(len(list(sources[-1].rglob("*.png"))))
         return SimpleNamespace(num_images=counts[-1], num_shards=1)
 
-    monkeypatch.setattr(quickstart, "convert", convert)
-    monkeypatch.setattr(quickstart, "connect", lambda _: None)
-    monkeypatch.setattr(quickstart, "_train_and_compare", lambda *_: 0)
+    monkeypatch.setattr(experiments, "convert", convert)
+    monkeypatch.setattr(experiments, "connect", lambda _: None)
+    monkeypatch.setattr(experiments, "_train_and_compare", lambda *_: 0)
     changes = {"output": output, "data.train": "~/train", "data.eval": "~/test"}
     assert run_quickstart(load_recipe("digits", changes)) == 0
     assert counts == [1497, 300]

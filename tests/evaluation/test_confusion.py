@@ -8,7 +8,7 @@ import pytest
 import torch
 from sklearn.metrics import confusion_matrix
 
-from vit_ray.evaluation.confusion import CONFUSION_FILE, Confusion
+from vit_ray.evaluation.accuracy import CONFUSION_FILE, Confusion
 
 NUM_CLASSES = 7
 

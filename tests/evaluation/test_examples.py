@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 from scipy.special import expit, softmax
 
-from vit_ray.evaluation.examples import KINDS, ExampleImages, training_files
-from vit_ray.evaluation.image_grid import SIDE, sheet, square, strip
+from vit_ray.evaluation.accuracy import KINDS, ExampleImages
+from vit_ray.evaluation.examples import SIDE, sheet, square, strip, training_files
 
 NUM_IMAGES, NUM_CLASSES = 60, 5
 NO_PREDICTION = {"predicted": None, "probability": None, "loss": None}

@@ -12,12 +12,13 @@ from transformers import ViTForImageClassification
 
 from tests.models.small import small_model
 from tests.parts import ConvNet
-from vit_ray.evaluation.figures import inspect_model, overlay
 from vit_ray.evaluation.inspection import (
     attention_figures,
     filter_components,
     first_kernel,
+    inspect_model,
     output_row,
+    overlay,
     position_similarity,
     position_vectors,
     roll,

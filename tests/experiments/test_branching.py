@@ -18,10 +18,16 @@ from tests.checkpoints.written import (
 from tests.experiments.studies import study_row, study_tree
 from vit_ray.checkpoints.checkpoint import Position, folder_name
 from vit_ray.checkpoints.run_checkpoints import checkpoint_to_resume, newest_checkpoint
-from vit_ray.commands.plans.study_plan import plan_study
+from vit_ray.commands.dry_run import plan_study
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.experiments.branching import NOTE, begin_branch, branch_step, with_kept_steps
-from vit_ray.experiments.study_cells import Cell, study_cells
+from vit_ray.experiments.study_cells import (
+    NOTE,
+    Cell,
+    begin_branch,
+    branch_step,
+    study_cells,
+    with_kept_steps,
+)
 from vit_ray.storage import locate
 
 

@@ -10,11 +10,11 @@ from mlflow import MlflowClient
 from tests.launch.resolved import resolved_run
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.keys import RUN_FOLDER, tags_of
-from vit_ray.experiments import parent_run
-from vit_ray.experiments.parent_run import open_parent
-from vit_ray.launch.cluster import connection
-from vit_ray.launch.cluster.connection import ClusterShape
-from vit_ray.launch.run_metadata import run_facts
+from vit_ray.experiments import trials
+from vit_ray.experiments.trials import open_parent
+from vit_ray.launch import connection
+from vit_ray.launch.connection import ClusterShape
+from vit_ray.launch.run_record import run_facts
 from vit_ray.tracking.metrics_log import RunOpening, metrics_log_path
 from vit_ray.tracking.tracker import Tracker
 
@@ -51,7 +51,7 @@ def test_a_training_for_which_the_ray_of_this_process_is_too_small_is_refused_be
 
 def test_a_parent_has_no_metric_that_its_result_may_lack(ray_cluster, tmp_path, monkeypatch):
     """As a study does whose cells have no test set: MLflow would show "NaN" for good."""
-    monkeypatch.setattr(parent_run, "check_shared", lambda *_: None)  # there are no files
+    monkeypatch.setattr(trials, "check_shared", lambda *_: None)  # there are no files
     recipe = sweep_in(tmp_path, "runs").with_changes(workers={"num_workers": 1})
     with open_parent(recipe, "study", resolved_run(), 1) as parent:
         parent.run.is_complete = True

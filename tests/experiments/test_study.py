@@ -15,7 +15,7 @@ from mlflow.tracking import MlflowClient
 
 from tests.experiments.studies import study_recipe, study_row, study_tree
 from vit_ray.commands.experiments import print_study
-from vit_ray.commands.report import report
+from vit_ray.commands.tracking_store import report
 from vit_ray.config.keys import tags_of
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments.study import run_study

@@ -14,7 +14,7 @@ from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments import study
 from vit_ray.experiments.study_cells import Cell, CellResult, study_cells
 from vit_ray.experiments.trials import Context
-from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.launch.workers import RunDivergedError, RunFailedError
 
 

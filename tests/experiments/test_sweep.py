@@ -36,7 +36,7 @@ from vit_ray.experiments.sweep import (
     tune_trials,
 )
 from vit_ray.experiments.trials import Ended, OpenParent, Outcome, num_fitting
-from vit_ray.launch.cluster.connection import ClusterShape
+from vit_ray.launch.connection import ClusterShape
 from vit_ray.launch.run import RunResult
 from vit_ray.launch.workers import RunDivergedError, RunFailedError
 from vit_ray.outcomes import TrialState

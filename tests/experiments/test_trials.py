@@ -25,7 +25,6 @@ from tests.conftest import Digits, Head
 from tests.recipes import small_recipe
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.experiments import trials
-from vit_ray.experiments.parent_run import open_parent
 from vit_ray.experiments.search_space import tune_space
 from vit_ray.experiments.sweep import searcher
 from vit_ray.experiments.trials import (
@@ -36,10 +35,11 @@ from vit_ray.experiments.trials import (
     OpenParent,
     Outcome,
     Trial,
+    open_parent,
     run_trials,
 )
-from vit_ray.launch.inputs.streams import resolve_run
-from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.launch.resolved_run import resolve_run
+from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.outcomes import TrialState
 
 RATES = [0.4, 0.1, 0.2]

@@ -13,7 +13,7 @@ from tests.recipes import recipe_with
 from vit_ray.config import Recipe
 from vit_ray.experiments import study, sweep, trials, vtab
 from vit_ray.experiments.trials import Context, Ended, OpenParent, Outcome, Work
-from vit_ray.launch.cluster.connection import ClusterShape
+from vit_ray.launch.connection import ClusterShape
 from vit_ray.launch.run import RunResult
 from vit_ray.outcomes import TrialState
 

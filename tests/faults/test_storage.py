@@ -15,9 +15,8 @@ from vit_ray.checkpoints.checkpoint import (
     folder_name,
     open_checkpoint,
 )
-from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
+from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter, Snapshot, take_snapshot
 from vit_ray.checkpoints.run_checkpoints import checkpoint_to_resume, list_checkpoints
-from vit_ray.checkpoints.snapshot import Snapshot, take_snapshot
 from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.storage import locate
 

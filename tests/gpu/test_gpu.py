@@ -19,12 +19,12 @@ from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.measure.devices import find_device
 from vit_ray.models.counter_random import sample_keys
-from vit_ray.models.dropout import keyed_dropout
+from vit_ray.models.layers import keyed_dropout
 from vit_ray.storage import locate
-from vit_ray.training.engine.compiling import compile_failures, compile_s
-from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
-from vit_ray.training.largest_batch import tried_micro_batch
+from vit_ray.training.compiling import compile_failures, compile_s
+from vit_ray.training.engine import DeepSpeedEngine
 from vit_ray.training.loop import Batch
+from vit_ray.training.memory_estimate import tried_micro_batch
 from vit_ray.training.objective import build_objective, make_loss
 from vit_ray.training.optimizers import build_optimizer
 from vit_ray.worker.prefetch import device_batches

@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.jobs.headers import commands, header, stated_cost
-from vit_ray.commands.plans.plan import data_facts
+from vit_ray.commands.plan import data_facts
 from vit_ray.config import load_recipe
 from vit_ray.data.augment import augmentation_of
 from vit_ray.data.randaugment import RandAugment

@@ -8,13 +8,13 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.jobs.headers import PAPER, RECIPES, TABLE_6, commands, header, stated_cost
+from vit_ray.commands.dry_run import describe_sweep, describe_training
 from vit_ray.commands.job_list import COMMANDS
-from vit_ray.commands.plans.dry_run import describe_sweep, describe_training
-from vit_ray.commands.plans.plan import data_facts
+from vit_ray.commands.plan import data_facts
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.loading import recipe_names
 from vit_ray.models.catalog import model_names
-from vit_ray.training.schedule import lr_at
+from vit_ray.training.steps import lr_at
 
 FINETUNE = ROOT / "jobs" / "recipes" / "finetune"
 IDS = [str(path.relative_to(ROOT / "jobs" / "recipes")) for path in RECIPES]

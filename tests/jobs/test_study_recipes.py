@@ -10,11 +10,11 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.jobs.headers import PAPER, RECIPES, TABLE_6, stated_cost
-from vit_ray.commands.plans.study_plan import describe_study, plan_study
+from vit_ray.commands.dry_run import describe_study, plan_study
 from vit_ray.config import load_recipe
 from vit_ray.config.keys import is_trained
 from vit_ray.experiments.study_cells import Cell, study_cells, task_recipe
-from vit_ray.launch.cluster.cluster_checks import check_batch
+from vit_ray.launch.resolved_run import check_batch
 from vit_ray.models.catalog import model_names
 from vit_ray.paper import table_5
 

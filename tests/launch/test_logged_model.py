@@ -23,8 +23,7 @@ from vit_ray.data.augment import augmentation_of
 from vit_ray.data.crops import crop_of
 from vit_ray.launch.run import RunResult, _log_model
 from vit_ray.tracking.metrics_log import RunOpening
-from vit_ray.tracking.models import log_models, recorded_models
-from vit_ray.tracking.tracker import Tracker, replay
+from vit_ray.tracking.tracker import Tracker, log_models, recorded_models, replay
 
 ROOT = Path(__file__).parents[2]
 METRICS = {"eval/top1": 0.75, "few_shot/5_shot_top1": 0.5}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands.test_fork import write_parent
-from tests.launch.inputs.test_seen_batch import recipe_on, sets
+from tests.launch.test_seen_batch import recipe_on, sets
 from vit_ray.launch.named_run import find_run, named_folder, where_it_lies
 from vit_ray.storage import locate
 

@@ -17,12 +17,12 @@ from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.keys import PARENT_TAG, RUN_FOLDER
 from vit_ray.config.loading import parse_yaml
 from vit_ray.config.recipe import Training
-from vit_ray.launch import open_record as module
 from vit_ray.launch import run
-from vit_ray.launch.cluster.connection import ClusterShape
-from vit_ray.launch.open_record import OpenRun, add_to_ended, end_record, open_record
+from vit_ray.launch import run_record as module
+from vit_ray.launch.connection import ClusterShape
 from vit_ray.launch.run import RunResult
-from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.launch.run_record import OpenRun, add_to_ended, end_record, open_record
+from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.tracking.metrics_log import RunOpening, Status, lock_log, metrics_log_path
 from vit_ray.tracking.recorder import Recorder
 from vit_ray.tracking.tracker import Tracker

@@ -18,7 +18,7 @@ from tests.launch.attempts import Attempts
 from tests.worker.fakes import FakeEngine, Worker, make_job
 from vit_ray.experiments.trials import Outcome
 from vit_ray.launch import run
-from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.launch.workers import Ended, RunDivergedError, RunFailedError
 from vit_ray.outcomes import EventKind, Failure, TrialState
 from vit_ray.tracking.run_state import Event, RunStatus

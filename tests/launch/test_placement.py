@@ -11,7 +11,7 @@ import ray
 from tests.recipes import recipe_with
 from tests.worker.fakes import FakeRun, make_job
 from vit_ray.launch import placement
-from vit_ray.launch.cluster.connection import ClusterShape
+from vit_ray.launch.connection import ClusterShape
 from vit_ray.launch.failures import FailingNodes
 from vit_ray.launch.placement import (
     GroupShape,

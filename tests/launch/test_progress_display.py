@@ -2,7 +2,7 @@
 
 import time
 
-from vit_ray.launch import progress_display as progress
+from vit_ray.launch import terminal as progress
 from vit_ray.outcomes import EventKind
 from vit_ray.tracking.run_state import Event, RunStatus
 

@@ -8,7 +8,7 @@ import ray
 from tests.data.converted_set import converted_set
 from tests.recipes import recipe_with
 from vit_ray.launch import run
-from vit_ray.launch.cluster.connection import ClusterShape
+from vit_ray.launch.connection import ClusterShape
 
 
 def not_an_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from vit_ray.commands.job_list import COMMANDS
 from vit_ray.config import Recipe, keys
 from vit_ray.config.keys import all_keys, incompatible_changes, keys_below, on_resume
 from vit_ray.config.schema import OnResume
-from vit_ray.launch.resuming import accepted_changes, find_resume_point
+from vit_ray.launch.named_run import accepted_changes, find_resume_point
 from vit_ray.launch.run import _init_run
 from vit_ray.storage import locate
 

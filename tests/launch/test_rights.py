@@ -9,11 +9,11 @@ from tests.data.denying_s3 import ACTIONS, Rights, policy_of, serve_s3_with_poli
 from tests.data.s3_server import forget_clients
 from tests.recipes import recipe_with
 from vit_ray.commands import doctor
-from vit_ray.commands.trained.fork import _refuse_taken
-from vit_ray.commands.trained.predict import print_predictions
+from vit_ray.commands.predict import print_predictions
+from vit_ray.commands.recorded_run import _refuse_taken
 from vit_ray.data import open_dataset
+from vit_ray.launch.named_run import find_resume_point
 from vit_ray.launch.prepared_run import check_rights, prepared_training
-from vit_ray.launch.resuming import find_resume_point
 from vit_ray.storage import RIGHTS_PROBE, locate
 
 ALL = tuple(ACTIONS)

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from vit_ray import lock
-from vit_ray.launch.run_lock import lock_run
+from vit_ray.launch.prepared_run import lock_run
 from vit_ray.lock import check_lock, this_process
 from vit_ray.storage import Location, locate
 
 HOLD = """
 import sys
 from vit_ray import lock
-from vit_ray.launch.run_lock import lock_run
+from vit_ray.launch.prepared_run import lock_run
 from vit_ray.storage import locate
 lock.HEARTBEAT_S = 0.05
 with lock_run(locate(sys.argv[1])):

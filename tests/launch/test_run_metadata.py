@@ -14,9 +14,9 @@ from tests.launch.resolved import resolved_run
 from vit_ray.config import load_recipe
 from vit_ray.config.keys import incompatible_changes, recorded_before, stored_tag
 from vit_ray.experiments.search_space import RATE, final_recipe, trial_recipe
-from vit_ray.launch import run_metadata
-from vit_ray.launch.cluster.connection import ClusterShape
-from vit_ray.launch.run_metadata import (
+from vit_ray.launch import run_record
+from vit_ray.launch.connection import ClusterShape
+from vit_ray.launch.run_record import (
     command_line,
     data_inputs,
     git_commit,
@@ -140,7 +140,7 @@ def test_the_commit_is_of_this_package_and_not_of_the_repository_around_it(tmp_p
         ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "own"],
     ):  # fmt: skip
         subprocess.run(["git", "-C", str(tmp_path), *words], check=True, capture_output=True)
-    monkeypatch.setattr(run_metadata, "__file__", str(installed))
+    monkeypatch.setattr(run_record, "__file__", str(installed))
     assert git_commit() == "unknown"
     subprocess.run(["git", "-C", str(tmp_path), "add", "venv"], check=True)
     assert git_commit().endswith("+")

@@ -10,7 +10,7 @@ import pytest
 
 DRIVER = """
 import signal, time
-from vit_ray.launch.stopping import stopping_on_signals
+from vit_ray.launch.terminal import stopping_on_signals
 
 class Control:
     stop = None

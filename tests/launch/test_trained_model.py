@@ -22,10 +22,10 @@ from tests.training.ranks import run_ranks
 from vit_ray.checkpoints.init_weights import initialize_weights, open_weights
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.data import open_dataset
-from vit_ray.data.partition import Partition
+from vit_ray.data.order import Partition
 from vit_ray.data.shard_writer import EncodedImage
 from vit_ray.data.stream.batches import BatchReader, StreamJob
-from vit_ray.launch.inputs.streams import resolve_run
+from vit_ray.launch.resolved_run import resolve_run
 from vit_ray.launch.trained_model import class_names, training_set
 from vit_ray.models.weights import save_weights
 from vit_ray.training.objective import build_objective

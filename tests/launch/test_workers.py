@@ -24,7 +24,7 @@ from tests.launch.attempts import PLACE, Attempts
 from tests.worker.fakes import TOTAL, FakeRun, make_job
 from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
 from vit_ray.launch import workers
-from vit_ray.launch.cluster.connection import ClusterShape
+from vit_ray.launch.connection import ClusterShape
 from vit_ray.launch.failures import FailingNodes
 from vit_ray.launch.placement import GroupShape, NoPlaceError, Place, StoppedWaitingError
 from vit_ray.launch.workers import (

@@ -6,9 +6,9 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional as F
 
-from vit_ray.measure.activation_memory import ActivationMemory, gpu_kernels, peak_bytes
+from vit_ray.measure.memory import ActivationMemory, gpu_kernels, peak_bytes
 from vit_ray.models import build_model
-from vit_ray.models.recompute import recompute
+from vit_ray.models.build import recompute
 
 
 def small_vit(recompute_every: int) -> nn.Module:

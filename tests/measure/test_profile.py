@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from vit_ray.measure.profile import profiled
+from vit_ray.measure.meters import profiled
 
 
 def traced(num_batches: int, steps: tuple[int, int], next_step: int = 1) -> dict[str, bytes]:

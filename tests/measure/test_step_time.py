@@ -2,7 +2,7 @@
 
 import pytest
 
-from vit_ray.measure.step_time import Pace
+from vit_ray.measure.devices import Pace
 from vit_ray.models.flops import forward_macs
 
 H200 = Pace(peak_flops=989e12, mfu=0.4)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from vit_ray.measure.zero_settings import reduce_bucket
+from vit_ray.measure.memory import reduce_bucket
 
 
 @pytest.mark.parametrize(

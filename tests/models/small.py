@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from vit_ray.models import build_model
-from vit_ray.models.encoder import Attention
+from vit_ray.models.vit import Attention
 
 TINY_ENCODER = {"depth": 2, "width": 32, "mlp_dim": 64, "num_heads": 4}
 TINY_VIT = {**TINY_ENCODER, "patch_size": 8}

@@ -7,8 +7,8 @@ from transformers import BitConfig, BitForImageClassification
 
 from tests.models.small import FAMILIES, POSITION_VARIANTS, TINY_VIT, small_model
 from vit_ray.models import build_model, model_names
+from vit_ray.models.build import chains
 from vit_ray.models.catalog import RESNETS
-from vit_ray.models.recompute import chains
 from vit_ray.training.optimizers import decayed_parameters
 
 # (with a head of 1000 classes, without head); counted from google-research/vision_transformer.

@@ -11,9 +11,9 @@ from scipy import stats
 from torch import Tensor
 
 from tests.models.small import small_model, some_images
+from vit_ray.models.build import recompute
 from vit_ray.models.counter_random import numbered_keys, random_uint16, sample_keys
-from vit_ray.models.dropout import Dropout, StochasticDepth, keyed_dropout
-from vit_ray.models.recompute import recompute
+from vit_ray.models.layers import Dropout, StochasticDepth, keyed_dropout
 
 SAMPLES = torch.tensor([7, 1, 300_000_000, 2**40])
 VITS = ["ViT", "Axial-ViT", "R+ViT"]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.models.small import FAMILIES, small_model, some_images
-from vit_ray.models.recompute import chains, recompute
+from vit_ray.models.build import chains, recompute
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in FAMILIES),

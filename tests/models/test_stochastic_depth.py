@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 from tests.models.small import TINY_VIT, some_images
 from vit_ray.models import build_model
 from vit_ray.models.counter_random import sample_keys
-from vit_ray.models.dropout import StochasticDepth
+from vit_ray.models.layers import StochasticDepth
 
 
 def vit(depth: int, rate: float, **options: Any) -> Any:

@@ -5,8 +5,8 @@ import torch
 from torch.nn import functional as F
 
 from tests.models.small import FAMILIES, small_model, some_images
+from vit_ray.models.build import recompute
 from vit_ray.models.masked import MaskedPatchObjective
-from vit_ray.models.recompute import recompute
 
 CASES = [
     *((family, {}) for family in FAMILIES),

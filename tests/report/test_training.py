@@ -11,9 +11,8 @@ from PIL import Image
 
 from tests.report.made_store import Store
 from vit_ray.evaluation.examples import picture
-from vit_ray.report.page import write_report
+from vit_ray.report.page import confusion, events, gallery, write_report
 from vit_ray.report.runs import Files, load_runs
-from vit_ray.report.training import confusion, events, gallery
 
 CLASSES = ["rose", "=1+1", "x" * 300, "daisy", "tulip"]
 

@@ -13,13 +13,8 @@ from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config import load_recipe
 from vit_ray.config.loading import write_yaml
 from vit_ray.config.training_sections import TrackingConfig
-from vit_ray.launch.cluster.connection import ClusterShape
-from vit_ray.launch.run_metadata import (
-    command_line,
-    data_inputs,
-    run_facts,
-    trained_params,
-)
+from vit_ray.launch.connection import ClusterShape
+from vit_ray.launch.run_record import command_line, data_inputs, run_facts, trained_params
 from vit_ray.report.page import write_report
 from vit_ray.tracking.metrics_log import RunOpening
 from vit_ray.worker.saving import make_position

@@ -20,7 +20,7 @@ from mlflow import MlflowClient
 from tests.tracking.recorders import Here, recorded_here
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
-from vit_ray.tracking import metrics_log, models, recorder
+from vit_ray.tracking import metrics_log, recorder, tracker
 from vit_ray.tracking.metrics_log import RunOpening
 from vit_ray.tracking.recorder import Recorder, start_recorder
 from vit_ray.tracking.run_state import Orders
@@ -365,7 +365,7 @@ def test_models_are_logged_once_after_the_end(store, here, tmp_path):
     here.die()
     assert not sweep.finish("FINISHED")
     for _ in range(2):
-        models.log_models_later(here.uri, sweep.log_path).join()
+        tracker.log_models_later(here.uri, sweep.log_path).join()
     assert len(store.get_run(run_id).outputs.model_outputs) == 1
 
 
@@ -375,7 +375,7 @@ def test_a_model_whose_run_mlflow_never_had_is_named(tmp_path, caplog):
     record = recorded_here(replace(opening, config=away))
     record.model("net", 7, reference={}, card="", params={}, register_as=None)
     assert record.finish("FINISHED")
-    models._log_models_of("http://127.0.0.1:9", record.log_path)
+    tracker._log_models_of("http://127.0.0.1:9", record.log_path)
     assert "a model is not logged (MLflow does not have all of its run)" in caplog.text
 
 
@@ -388,15 +388,15 @@ def test_a_model_is_not_logged_in_the_run_of_a_folders_original(store, here, tmp
     record = recorded_here(replace(opening, config=away, log_path=copied, key="copy"))
     record.model("net", 7, reference={}, card="", params={}, register_as=None)
     record.finish("FINISHED")
-    ((_, (run_id, _)),) = models.recorded_models(copied)
+    ((_, (run_id, _)),) = tracker.recorded_models(copied)
     assert run_id is None
 
 
 @pytest.mark.parametrize("output", ["", "not JSON"])
 def test_an_answer_about_models_that_cannot_be_read_is_told(output, monkeypatch):
     answer = Mock(return_value=Mock(stdout=output))
-    monkeypatch.setattr(models.subprocess, "run", answer)
-    (problem,) = models.log_models("sqlite:///x.db", [("id", {})])
+    monkeypatch.setattr(tracker.subprocess, "run", answer)
+    (problem,) = tracker.log_models("sqlite:///x.db", [("id", {})])
     assert problem
 
 

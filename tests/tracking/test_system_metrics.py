@@ -6,10 +6,9 @@ from unittest.mock import Mock
 
 import psutil
 
-from vit_ray.tracking import system_metrics
-from vit_ray.tracking.mlflow_api import SystemMetricsMonitor
-from vit_ray.tracking.mlflow_client import experiment_id, open_client
-from vit_ray.tracking.system_metrics import NodeSampler
+from vit_ray.tracking import recorder
+from vit_ray.tracking.mlflow_client import SystemMetricsMonitor, experiment_id, open_client
+from vit_ray.tracking.recorder import NodeSampler
 
 MEMORY = "system/node-0/system_memory_usage_megabytes"
 
@@ -63,9 +62,9 @@ def test_nobody_waits_for_a_server_that_is_away():
 def test_a_node_that_joins_later_is_sampled(monkeypatch):
     alive, started = ["a" * 56], []
     node = {"get_node_id.return_value": "a" * 56}
-    monkeypatch.setattr(system_metrics.ray, "get_runtime_context", lambda: Mock(**node))
+    monkeypatch.setattr(recorder.ray, "get_runtime_context", lambda: Mock(**node))
     monkeypatch.setattr(
-        system_metrics.ray, "nodes", lambda: [{"NodeID": one, "Alive": True} for one in alive]
+        recorder.ray, "nodes", lambda: [{"NodeID": one, "Alive": True} for one in alive]
     )
     actors = Mock()
 
@@ -74,8 +73,8 @@ def test_a_node_that_joins_later_is_sampled(monkeypatch):
         return Mock()
 
     actors.options.return_value.remote.side_effect = start
-    monkeypatch.setattr(system_metrics.ray, "remote", lambda _: actors)
-    monkeypatch.setattr(system_metrics.ray, "kill", lambda _: None)
+    monkeypatch.setattr(recorder.ray, "remote", lambda _: actors)
+    monkeypatch.setattr(recorder.ray, "kill", lambda _: None)
     sampler = NodeSampler("http://127.0.0.1:9", lambda: "run", interval_s=0.01)
     sampler.start()
     time.sleep(0.1)

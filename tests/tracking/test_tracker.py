@@ -31,13 +31,13 @@ from mlflow.tracking import MlflowClient
 from tests.commands.command_line import run_cli
 from tests.ports import free_ports
 from vit_ray.addresses import absolute_uri, sqlite_file
-from vit_ray.commands.replay import run_replay
+from vit_ray.commands.tracking_store import run_replay
 from vit_ray.config.keys import RUN_FOLDER, tags_of
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.experiments.write_page import keep_page
 from vit_ray.outcomes import EventKind
 from vit_ray.report.page import Written
-from vit_ray.tracking import mlflow_client, request_limits
+from vit_ray.tracking import mlflow_client, store_requests
 from vit_ray.tracking import tracker as sender
 from vit_ray.tracking.metrics_log import MetricsLog, RunOpening, Sent
 from vit_ray.tracking.mlflow_client import (
@@ -47,7 +47,7 @@ from vit_ray.tracking.mlflow_client import (
     share_view,
 )
 from vit_ray.tracking.mlflow_run import RunWriter
-from vit_ray.tracking.safe_address import redact_uri, safe_uri
+from vit_ray.tracking.store_requests import redact_uri, safe_uri
 from vit_ray.tracking.tracker import Tracker, replay
 
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens
@@ -752,7 +752,7 @@ def test_the_limits_of_requests_end_with_the_asking(config, monkeypatch):
 def wait_for_no_block():
     """A tracker of another test may still ask."""
     deadline_s = time.monotonic() + 30
-    while request_limits._open and time.monotonic() < deadline_s:
+    while store_requests._open and time.monotonic() < deadline_s:
         time.sleep(0.01)
 
 

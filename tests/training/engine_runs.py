@@ -12,7 +12,7 @@ from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config.training_sections import CheckpointConfig, OptimConfig, TrainConfig
 from vit_ray.models import build_model
 from vit_ray.storage import locate
-from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
+from vit_ray.training.engine import DeepSpeedEngine
 from vit_ray.training.objective import classification_loss, freeze, normalize
 from vit_ray.worker.saving import gather_by_own_group
 

@@ -5,6 +5,6 @@ import scipy.stats  # noqa: F401
 
 import tests.training.engine_runs
 import tests.worker.fakes  # noqa: F401
-from vit_ray.training.engine.deepspeed_setup import warm_up_process
+from vit_ray.training.engine import warm_up_process
 
 warm_up_process()

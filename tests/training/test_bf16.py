@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.training.engine_runs import IMAGES, PLAIN_LINEAR, loss_of, small_model
 from tests.training.ranks import run_ranks
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
-from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
+from vit_ray.training.engine import DeepSpeedEngine
 
 WORLD, PASSES, MICRO = 2, 64, 2
 CONSTANT = -10.02

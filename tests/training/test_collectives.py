@@ -6,13 +6,7 @@ import numpy as np
 import torch
 
 from tests.training.ranks import run_ranks
-from vit_ray.training.engine.collectives import (
-    all_max,
-    all_rows,
-    all_sum,
-    all_sum_array,
-    read_by_first,
-)
+from vit_ray.training.collectives import all_max, all_rows, all_sum, all_sum_array, read_by_first
 
 COUNTS = (5, 0, 11)
 ROW_BYTES = 3 * 4

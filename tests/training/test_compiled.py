@@ -11,10 +11,10 @@ from tests.training.engine_runs import IMAGES, build_engine, run_steps
 from tests.training.ranks import run_ranks
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.models import build_model
+from vit_ray.models.build import recompute
 from vit_ray.models.counter_random import sample_keys
-from vit_ray.models.recompute import recompute
-from vit_ray.training.engine import compiling
-from vit_ray.training.engine.compiling import compile_failures, compile_model, compile_s
+from vit_ray.training import compiling
+from vit_ray.training.compiling import compile_failures, compile_model, compile_s
 
 # Backend, ZeRO stage (the recipe refuses 3), precision, activation checkpointing. Only inductor
 # makes machine code, which takes long; the other captures the same graphs, and runs them as torch.

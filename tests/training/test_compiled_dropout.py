@@ -16,12 +16,12 @@ from torch._inductor.utils import run_and_get_code
 from tests.models.small import FAMILIES, small_model, some_images
 from tests.training.ranks import run_ranks
 from vit_ray.config.training_sections import TrainConfig
+from vit_ray.models.build import recompute
 from vit_ray.models.counter_random import line_keys, random_words, sample_keys
-from vit_ray.models.dropout import StochasticDepth, keyed_dropout
+from vit_ray.models.layers import StochasticDepth, keyed_dropout
 from vit_ray.models.masked import draw_corruption
-from vit_ray.models.recompute import recompute
-from vit_ray.training.engine.compiling import compile_model
-from vit_ray.training.mixing import draw_mixing
+from vit_ray.training.compiling import compile_model
+from vit_ray.training.objective import draw_mixing
 
 NUM_CALLS = 200
 # The product of a constant of 10 digits or more and a loop's variable, in either order.

@@ -18,7 +18,7 @@ from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.measure.meters import Compute
 from vit_ray.training import loop
-from vit_ray.training.engine.collectives import all_sum
+from vit_ray.training.collectives import all_sum
 from vit_ray.training.loop import RankContext, TrainingLoop
 from vit_ray.training.memory_estimate import prepared_model
 from vit_ray.training.objective import make_loss

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from vit_ray.training.ema import WeightAverage
-from vit_ray.training.engine.fragments import Fragment
+from vit_ray.training.training_state import Fragment, WeightAverage
 
 
 def average_of(

@@ -20,7 +20,7 @@ from tests.training.ranks import run_ranks
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.launch import prepared_run
-from vit_ray.launch.model_checks import check_head_is_trained, check_model
+from vit_ray.launch.resolved_run import check_head_is_trained, check_model
 from vit_ray.storage import locate
 from vit_ray.training.memory_estimate import count_parameters, state_shape, step_macs
 

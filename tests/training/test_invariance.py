@@ -10,7 +10,7 @@ from tests.training.engine_runs import GLOBAL_BATCH, PLAIN_LINEAR, batch
 from tests.training.ranks import run_ranks
 from vit_ray.config import Recipe
 from vit_ray.models import build_model
-from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
+from vit_ray.training.engine import DeepSpeedEngine
 from vit_ray.training.objective import make_loss
 
 STEPS = 3

@@ -20,8 +20,7 @@ from tests.worker.fakes import (
     short_recipe,
     sum_of_one,
 )
-from vit_ray.checkpoints.checkpoint import Progress
-from vit_ray.checkpoints.sample_digest import add_digests, samples_digest
+from vit_ray.checkpoints.checkpoint import Progress, add_digests, samples_digest
 from vit_ray.config import Recipe
 from vit_ray.measure.best_evaluation import with_best
 from vit_ray.measure.meters import Compute

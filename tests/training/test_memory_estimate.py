@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from tests.recipes import recipe_with
 from tests.training.ranks import run_ranks
 from vit_ray.config import Recipe
-from vit_ray.measure import zero_settings
+from vit_ray.measure import memory
 from vit_ray.measure.memory import GIB, state_memory
 from vit_ray.models import build_model
-from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
-from vit_ray.training.largest_batch import largest_micro_batch
+from vit_ray.training.engine import DeepSpeedEngine
 from vit_ray.training.memory_estimate import (
     activation_bytes,
     count_parameters,
     estimate_memory,
+    largest_micro_batch,
     state_shape,
 )
 from vit_ray.training.objective import make_loss
@@ -102,7 +102,7 @@ START_S = 50e-9
     ("precision", "stage"), [("bf16", 0), ("bf16", 2), ("bf16", 3), ("fp32", 1)]
 )
 def test_the_state_is_that_of_deepspeed_on_two_ranks(precision, stage, monkeypatch):
-    monkeypatch.setattr(zero_settings, "START_S", START_S)
+    monkeypatch.setattr(memory, "START_S", START_S)
     recipe = vit(2, 16, precision=precision, zero_stage=stage, global_batch_size=8)
     shape = state_shape(recipe, 5, 2)
     memory = state_memory(shape)
@@ -117,7 +117,7 @@ def test_the_state_is_that_of_deepspeed_on_two_ranks(precision, stage, monkeypat
 
 def held_bytes(rank: int, recipe: Recipe) -> int:
     """Most bytes that a rank holds after a pass of a usual step."""
-    zero_settings.START_S = START_S  # type: ignore[misc]
+    memory.START_S = START_S  # type: ignore[misc]
     before, peaks = _storages(), []
     engine = _engine(recipe)
     for _ in range(4):
@@ -139,7 +139,7 @@ def held_bytes(rank: int, recipe: Recipe) -> int:
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize(("prefetch", "held"), [(70_000, 200_000), (200_000, 600_000), (0, 10**9)])
 def test_stage_3_gathers_and_holds_what_the_plan_says(prefetch, held, monkeypatch):
-    monkeypatch.setattr(zero_settings, "HELD", held)
+    monkeypatch.setattr(memory, "HELD", held)
     recipe = vit(4, 16, precision="bf16", zero_stage=3, global_batch_size=8)
     shape = state_shape(recipe, 5, 2)
     most_held, config = run_ranks(2, measure_gathering, recipe, prefetch, held)[0]
@@ -158,7 +158,7 @@ def measure_gathering(
     rank: int, recipe: Recipe, prefetch: int, held: int
 ) -> tuple[int, dict[str, int]]:
     """Most gathered elements in a usual step of stage 3, and what DeepSpeed takes for its sizes."""
-    zero_settings.PREFETCH, zero_settings.HELD = prefetch, held  # type: ignore[misc]
+    memory.PREFETCH, memory.HELD = prefetch, held  # type: ignore[misc]
     engine = _engine(recipe)
     for _ in range(2):  # its first step records the order of the layers
         for _ in range(PASSES):

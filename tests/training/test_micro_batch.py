@@ -9,10 +9,10 @@ import torch
 from tests.recipes import recipe_with
 from tests.training.ranks import run_ranks
 from vit_ray.config import Recipe
-from vit_ray.training import largest_batch
-from vit_ray.training.largest_batch import GIB, RESERVED_FRACTION, pass_bytes, tried_micro_batch
-from vit_ray.training.micro_batch import micro_batch_size
-from vit_ray.training.out_of_memory import is_out_of_memory
+from vit_ray.measure.memory import is_out_of_memory
+from vit_ray.training import memory_estimate
+from vit_ray.training.memory_estimate import GIB, RESERVED_FRACTION, pass_bytes, tried_micro_batch
+from vit_ray.training.steps import micro_batch_size
 
 
 def batch_recipe(micro: int | str, workers: int | list[int] = 4) -> Recipe:
@@ -68,8 +68,8 @@ def test_the_estimate_is_tried_and_halved_until_it_fits(
 
     # The half is more than the state of so small a model.
     free_bytes = int((most + 0.5) * GIB / (1 - RESERVED_FRACTION))
-    monkeypatch.setattr(largest_batch, "pass_bytes", passed)
-    monkeypatch.setattr(largest_batch, "largest_micro_batch", lambda *_: estimate)
+    monkeypatch.setattr(memory_estimate, "pass_bytes", passed)
+    monkeypatch.setattr(memory_estimate, "largest_micro_batch", lambda *_: estimate)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_bytes, free_bytes))
     recipe = RECIPE.with_changes(train={"mixup": mixup, "global_batch_size": 2 * share})
     assert tried_micro_batch(recipe, 10, 2, torch.device("cpu")) == found
@@ -77,8 +77,8 @@ def test_the_estimate_is_tried_and_halved_until_it_fits(
 
 
 def test_what_the_batches_take_is_not_left_to_the_passes(monkeypatch):
-    monkeypatch.setattr(largest_batch, "pass_bytes", lambda recipe, _, size, device: size * GIB)
-    monkeypatch.setattr(largest_batch, "largest_micro_batch", lambda *_: 8)
+    monkeypatch.setattr(memory_estimate, "pass_bytes", lambda recipe, _, size, device: size * GIB)
+    monkeypatch.setattr(memory_estimate, "largest_micro_batch", lambda *_: 8)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (9 * GIB, 9 * GIB))
     found = []
     for images in (64, 1 << 16):  # 3 x 12 KiB each: 2 MiB, and 2.25 GiB

@@ -10,11 +10,19 @@ from torch.nn import functional as F
 
 from tests.recipes import recipe_with
 from vit_ray.config.training_sections import TrainConfig
-from vit_ray.launch.cluster.cluster_checks import check_batch
-from vit_ray.training.largest_batch import largest_micro_batch
-from vit_ray.training.micro_batch import micro_batch_size
-from vit_ray.training.mixing import Mixing, draw_mixing, mix_images, partners, symmetric_beta
-from vit_ray.training.objective import make_loss, multi_hot, normalize
+from vit_ray.launch.resolved_run import check_batch
+from vit_ray.training.memory_estimate import largest_micro_batch
+from vit_ray.training.objective import (
+    Mixing,
+    draw_mixing,
+    make_loss,
+    mix_images,
+    multi_hot,
+    normalize,
+    partners,
+    symmetric_beta,
+)
+from vit_ray.training.steps import micro_batch_size
 
 SIZE = (12, 16)
 MANY = torch.arange(40_000)

@@ -11,7 +11,7 @@ from tests.training.engine_runs import IMAGES, build_engine, small_model
 from tests.training.ranks import run_ranks
 from tests.worker.fakes import FakeRun, make_job
 from vit_ray.config.training_sections import TrainConfig
-from vit_ray.training.engine.predictor import Predictor
+from vit_ray.training.engine import Predictor
 from vit_ray.worker.run_link import RunLink, Watchdog
 from vit_ray.worker.worker import set_up_evaluation
 

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from vit_ray.training.engine import replicated
-from vit_ray.training.engine.replicated import ReplicatedOptimizer
+from vit_ray.training import replicated
 from vit_ray.training.optimizers import StepGuard
+from vit_ray.training.replicated import ReplicatedOptimizer
 
 
 def test_a_weight_that_no_pass_reaches_decays_as_it_does_on_many_ranks(monkeypatch):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vit_ray.config.training_sections import OptimConfig
-from vit_ray.training.schedule import cooldown_start, lr_at
+from vit_ray.training.steps import cooldown_start, lr_at
 
 TOTAL, WARMUP, PEAK = 50, 10, 0.3
 

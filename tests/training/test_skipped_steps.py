@@ -15,7 +15,7 @@ from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.measure.meters import Compute
 from vit_ray.training import loop
-from vit_ray.training.engine.collectives import all_sum
+from vit_ray.training.collectives import all_sum
 from vit_ray.training.loop import Ending, RankContext, TrainingLoop
 from vit_ray.worker.attempt import Attempt
 from vit_ray.worker.run_link import RunLink

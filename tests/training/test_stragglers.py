@@ -17,7 +17,7 @@ from tests.worker.fakes import FakeHooks, short_recipe
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.measure.meters import Compute, DeviceTimes
-from vit_ray.training.engine.collectives import all_sum
+from vit_ray.training.collectives import all_sum
 from vit_ray.training.loop import RankContext, TrainingLoop
 
 STEPS, RANKS, MICRO, SLOW = 4, 2, 2, 1

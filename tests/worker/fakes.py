@@ -13,9 +13,8 @@ import torch
 
 from tests.recipes import recipe_with
 from vit_ray.checkpoints.checkpoint import Checkpoint, Position, Progress
-from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
+from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter, Snapshot, take_snapshot
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
-from vit_ray.checkpoints.snapshot import Snapshot, take_snapshot
 from vit_ray.config import Recipe
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.storage import locate

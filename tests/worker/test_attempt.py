@@ -19,9 +19,8 @@ from tests import parts
 from tests.training.ranks import run_ranks
 from tests.worker.fakes import BATCH, TOTAL, FakeEngine, Worker, batches, make_job, sum_of_one
 from vit_ray import trust_modules
-from vit_ray.checkpoints.checkpoint import Progress, open_checkpoint
+from vit_ray.checkpoints.checkpoint import Progress, open_checkpoint, samples_digest
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpoint
-from vit_ray.checkpoints.sample_digest import samples_digest
 from vit_ray.storage import locate
 from vit_ray.training.loop import EvaluationCutError
 from vit_ray.worker import attempt

@@ -26,12 +26,11 @@ from tests.worker.fakes import BATCH, FakeEngine, Worker, make_job
 from vit_ray import lock
 from vit_ray.checkpoints.checkpoint import Checkpoint, Position, Progress, folder_name
 from vit_ray.checkpoints.checkpoint_format import COMMIT
-from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter, Part
+from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter, Part, Snapshot
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
-from vit_ray.checkpoints.snapshot import Snapshot
 from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.storage import locate
-from vit_ray.training.engine.elastic_state import TrainingState
+from vit_ray.training.training_state import TrainingState
 from vit_ray.worker import saving
 from vit_ray.worker.job import UnrecoverableError
 from vit_ray.worker.saving import (

@@ -17,7 +17,6 @@ from vit_ray.checkpoints.checkpoint import (
 )
 from vit_ray.checkpoints.checkpoint_format import DamagedCheckpointError, SavedFile, commit
 from vit_ray.checkpoints.run_checkpoints import prune
-from vit_ray.checkpoints.snapshot import Snapshot, write_snapshot
 from vit_ray.config.training_sections import CheckpointConfig, is_due
 from vit_ray.lock import check_lock
 from vit_ray.metric_names import RESULT_STEP

@@ -12,17 +12,16 @@ from torch.overrides import TorchFunctionMode
 
 from vit_ray.checkpoints.checkpoint import Position
 from vit_ray.checkpoints.run_checkpoints import find_weights, read_weights
-from vit_ray.checkpoints.weight_files import find_weight_file, read_weight_file
 from vit_ray.config.schema import value_text
 from vit_ray.config.training_sections import ModelConfig
 from vit_ray.models import build_model
+from vit_ray.models.catalog import Grid
 from vit_ray.models.fitting import (
     LoadReport,
     NewHead,
     fit_state_dict,
     origin_of,
 )
-from vit_ray.models.sizes import Grid
 from vit_ray.own_parts import is_own
 
 _WITHOUT_TENSORS: Final = {"image_size", "dropout", "stochastic_depth"}

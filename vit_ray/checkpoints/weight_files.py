@@ -17,8 +17,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from vit_ray.models.weights.load import WeightFile, parts_of, read_weights
-from vit_ray.models.weights.published import (
+from vit_ray.models.published import (
     FOLDER_CONFIG,
     FOLDER_INDEX,
     FOLDER_PREPROCESSOR,
@@ -28,6 +27,7 @@ from vit_ray.models.weights.published import (
     parse_settings,
     weights_file,
 )
+from vit_ray.models.weights import WeightFile, parts_of, read_weights
 from vit_ray.paper import canonical_model
 from vit_ray.storage import Location, locate
 

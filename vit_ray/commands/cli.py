@@ -24,8 +24,7 @@ from typing import Any, NoReturn
 import click
 
 from vit_ray.addresses import redact
-from vit_ray.commands.early_checks import check_inputs, check_outputs, check_values
-from vit_ray.commands.job_list import COMMANDS, Command
+from vit_ray.commands.job_list import COMMANDS, Command, check_inputs, check_outputs, check_values
 from vit_ray.config import load_recipe
 from vit_ray.config.keys import all_keys, count_keys, keys_below, known_key, sections
 from vit_ray.config.loading import completed, header_of, recipe_names, recipes_folder, write_yaml
@@ -282,7 +281,7 @@ def ui(store: str | None, port: int) -> int:
 
     STORE is an address such as sqlite:///mlflow.db, or a recipe for its tracking.uri.
     """
-    return pkgutil.resolve_name("vit_ray.commands.ui:open_pages")(store, port)
+    return pkgutil.resolve_name("vit_ray.commands.tracking_store:open_pages")(store, port)
 
 
 @vit_ray.command()
@@ -294,7 +293,7 @@ def replay(log: Path, uri: str) -> int:
     URI is the tracking server, or sqlite:///mlflow.db. Points that MLflow already has are not sent
     again.
     """
-    return pkgutil.resolve_name("vit_ray.commands.replay:run_replay")(log, uri)
+    return pkgutil.resolve_name("vit_ray.commands.tracking_store:run_replay")(log, uri)
 
 
 @vit_ray.command()
@@ -320,7 +319,7 @@ def predict(
     PATH is an image, folder or converted data set; SOURCE is a run, a checkpoint, or a weight file,
     as in `init_from` of recipes.
     """
-    return pkgutil.resolve_name("vit_ray.commands.trained.predict:print_predictions")(
+    return pkgutil.resolve_name("vit_ray.commands.predict:print_predictions")(
         source, paths, recipe, outputs
     )
 
@@ -336,7 +335,7 @@ def batch(source: str, words: tuple[str, ...], out: str | None) -> int:
     `vit-ray batch SOURCE step=100`: steps are counted from 0. SOURCE is a recipe, the folder of a
     run's checkpoints, or its id in MLflow. Further `key=value` arguments change the recipe.
     """
-    return pkgutil.resolve_name("vit_ray.commands.trained.batch:show_batch")(source, words, out)
+    return pkgutil.resolve_name("vit_ray.commands.recorded_run:show_batch")(source, words, out)
 
 
 @vit_ray.command()
@@ -353,7 +352,7 @@ def fork(source: str, words: tuple[str, ...], is_dry: bool) -> int:
     parent's checkpoints or its id in MLflow; the checkpoint is copied. Writes NEW.yaml, which
     `vit-ray pretrain` trains from there.
     """
-    return pkgutil.resolve_name("vit_ray.commands.trained.fork:fork_run")(source, words, is_dry)
+    return pkgutil.resolve_name("vit_ray.commands.recorded_run:fork_run")(source, words, is_dry)
 
 
 @vit_ray.command()

@@ -1,12 +1,12 @@
 """The conversion command: from a recipe's `convert` section to a data set and a report."""
 
 from vit_ray.config import Recipe
-from vit_ray.data.convert.commit import listed
+from vit_ray.data.convert.checks import convert_of
 from vit_ray.data.convert.conversion import convert
-from vit_ray.data.convert.destination import convert_of
+from vit_ray.data.convert.shards import listed
 from vit_ray.data.dataset import DAMAGED_FILE, REJECTED_FILE
-from vit_ray.launch.cluster.connection import connect
-from vit_ray.launch.inputs.shared_files import check_shared
+from vit_ray.launch.cluster_checks import check_shared
+from vit_ray.launch.connection import connect
 
 
 def run_convert(recipe: Recipe) -> int:

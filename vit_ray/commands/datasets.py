@@ -1,14 +1,13 @@
 """The commands for data sets: verify, subset and deduplicate."""
 
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints
-from vit_ray.commands.trained.verify_run import verify_run
+from vit_ray.commands.recorded_run import verify_run
 from vit_ray.config import Recipe, require
 from vit_ray.data import open_dataset
-from vit_ray.data.convert.deduplicate import deduplicate, refuse_taken
-from vit_ray.data.convert.verify import verify
-from vit_ray.data.subset import subset
-from vit_ray.launch.cluster.connection import connect
-from vit_ray.launch.inputs.shared_files import check_shared
+from vit_ray.data.convert.finished_sets import deduplicate, refuse_taken, verify
+from vit_ray.data.parts import subset
+from vit_ray.launch.cluster_checks import check_shared
+from vit_ray.launch.connection import connect
 from vit_ray.storage import locate
 
 _SHOWN = 20

@@ -89,7 +89,7 @@ def _open_files(_: Recipe) -> str:
 
 
 def _ray(_: Recipe) -> str:
-    from vit_ray.launch.cluster.connection import check_address
+    from vit_ray.launch.connection import check_address
 
     address = os.environ.get("RAY_ADDRESS")
     if not address:
@@ -100,7 +100,7 @@ def _ray(_: Recipe) -> str:
 
 def _mlflow(recipe: Recipe) -> str:
     from vit_ray.tracking.mlflow_client import asking, refuse_deleted
-    from vit_ray.tracking.safe_address import safe_uri
+    from vit_ray.tracking.store_requests import safe_uri
 
     uri = recipe.tracking.uri
     file = sqlite_file(uri)

@@ -23,11 +23,11 @@ from vit_ray.commands.job_list import Command
 from vit_ray.config import Recipe
 from vit_ray.config.keys import keys_below
 from vit_ray.config.schema import errors_of
-from vit_ray.launch.cluster.ray_address import host_and_port
+from vit_ray.launch.ray_address import host_and_port
 from vit_ray.measure.devices import require_device
 from vit_ray.models.catalog import find_spec
 from vit_ray.own_parts import is_own
-from vit_ray.training.micro_batch import micro_batch_size
+from vit_ray.training.steps import micro_batch_size
 
 _RESUMED = frozenset({"pretrain", "finetune", "sweep", "vtab", "scaling_study", "quickstart"})
 _MANIFEST = "manifest.parquet"
@@ -97,7 +97,7 @@ def check_inputs(command: Command, recipe: Recipe) -> None:
             elif key != "init_from":
                 check_address(path)
     if command.name == "convert":  # imports pyarrow, but not Ray
-        importlib.import_module("vit_ray.data.convert.destination").check_conversion(recipe)
+        importlib.import_module("vit_ray.data.convert.checks").check_conversion(recipe)
 
 
 def _check_local(command: Command, recipe: Recipe, key: str, path: str) -> None:

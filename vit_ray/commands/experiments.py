@@ -4,7 +4,7 @@ import math
 import re
 
 from vit_ray.addresses import redact
-from vit_ray.commands.printed_tables import print_beside_paper, print_link, print_table
+from vit_ray.commands.train import print_beside_paper, print_link, print_table
 from vit_ray.config import Recipe
 from vit_ray.experiments.search_space import point_text
 from vit_ray.experiments.study import StudyResult, run_study

@@ -15,7 +15,7 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from vit_ray.addresses import absolute_path, with_home
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.config.loading import completed, load_recipe, parse_yaml
-from vit_ray.data.convert.estimate import Estimate, estimate_conversion
+from vit_ray.data.convert.checks import Estimate, estimate_conversion
 from vit_ray.data.convert.files import SeveralSplitsError
 from vit_ray.storage import absolute, locate
 

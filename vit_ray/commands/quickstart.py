@@ -6,9 +6,9 @@ from pathlib import Path
 
 from vit_ray.addresses import PLACEHOLDER
 from vit_ray.commands.experiments import print_sweep
-from vit_ray.commands.plans.plan import data_facts
-from vit_ray.commands.printed_tables import interval_note, print_figures, print_result
-from vit_ray.commands.report import report
+from vit_ray.commands.plan import data_facts
+from vit_ray.commands.tracking_store import report
+from vit_ray.commands.train import interval_note, print_figures, print_result
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data import open_dataset
@@ -16,7 +16,7 @@ from vit_ray.data.convert.conversion import convert
 from vit_ray.data.convert.digits import write_digits
 from vit_ray.data.dataset import MANIFEST_FILE
 from vit_ray.experiments.sweep import run_sweep
-from vit_ray.launch.cluster.connection import connect
+from vit_ray.launch.connection import connect
 from vit_ray.launch.run import RunResult, train
 from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1
 from vit_ray.storage import locate

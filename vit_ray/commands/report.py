@@ -9,9 +9,8 @@ from vit_ray.config import Recipe
 from vit_ray.config.keys import PARENT_TAG, RUN_FOLDER
 from vit_ray.experiments.write_page import keep_page, write_page
 from vit_ray.report.page import Written
-from vit_ray.tracking.mlflow_api import MlflowClient
-from vit_ray.tracking.mlflow_client import asking, found_runs
-from vit_ray.tracking.safe_address import redact_uri
+from vit_ray.tracking.mlflow_client import MlflowClient, asking, found_runs
+from vit_ray.tracking.store_requests import redact_uri
 
 
 def report(recipe: Recipe, keep_with: str | None = None) -> Written:

@@ -1,15 +1,9 @@
 """A single training or evaluation, and what is printed for it."""
 
-from vit_ray.commands.printed_tables import (
-    print_beside_paper,
-    print_link,
-    print_metrics,
-    print_result,
-)
 from vit_ray.config import Recipe
 from vit_ray.launch import run
 from vit_ray.launch.paper_comparison import evaluation_table
-from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.launch.terminal import RunStoppedError
 
 
 def pretrain(recipe: Recipe) -> int:

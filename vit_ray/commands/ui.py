@@ -11,9 +11,8 @@ from vit_ray.config.loading import mlflow_variables
 from vit_ray.config.schema import validated
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.mlflow_internals import runs_page
-from vit_ray.tracking.mlflow_api import MlflowClient
-from vit_ray.tracking.mlflow_client import asking, share_view
-from vit_ray.tracking.safe_address import safe_uri
+from vit_ray.tracking.mlflow_client import MlflowClient, asking, share_view
+from vit_ray.tracking.store_requests import safe_uri
 
 
 def open_pages(store: str | None, port: int) -> int:

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from vit_ray.data.boxes import Augmentation, CropBox, draw_box
-from vit_ray.data.exact_resize import MOST_SKIPPED, filter_reach, resize_exactly
-from vit_ray.data.file_names import FORMAT_SUFFIXES
+from vit_ray.data.images import FORMAT_SUFFIXES
 from vit_ray.data.jpeg import decode_jpeg, size_of_jpeg
 from vit_ray.data.restart_index import Box, StoredImage, crop_file
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from vit_ray.data.dataset import MANIFEST_FILE, Manifest, open_dataset
 from vit_ray.data.keyed_random import key_of, keys_of
+from vit_ray.data.parts import derive
 from vit_ray.data.shards import first_labels
-from vit_ray.data.subset import derive
 from vit_ray.storage import locate
 
 _DEV_SPLIT = 11

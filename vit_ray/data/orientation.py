@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from vit_ray.data.crops import decode, open_image
+from vit_ray.data.images import decode, open_image
 from vit_ray.data.jpeg import START, header_segments
 
 _EXIF_ORIENTATION: Final = 0x0112

@@ -8,7 +8,7 @@ from typing import Any, Final
 import ray
 from ray.exceptions import NodeDiedError, OutOfMemoryError, WorkerCrashedError
 
-from vit_ray.data.progress import TASK, Shown, TaskCount, shown_progress
+from vit_ray.data.tasks import TASK, Shown, TaskCount, shown_progress
 
 _MOST: Final = 4096
 """Most tasks that run or wait for a CPU: an autoscaler starts nodes for those that wait."""

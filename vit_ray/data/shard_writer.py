@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 
 from vit_ray.data.dataset import checksum
 from vit_ray.data.restart_index import RestartIndex
-from vit_ray.data.shards import shard_schema
 from vit_ray.storage import Location
 
 MOST_ROW_GROUP_BYTES: Final = 1 << 30

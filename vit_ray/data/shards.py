@@ -24,7 +24,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from vit_ray.data.cache import Cache
 from vit_ray.data.dataset import ImageFile, Manifest, ShardFile, checksum, open_dataset
 from vit_ray.data.restart_index import IndexColumn, StoredImage
 from vit_ray.storage import (

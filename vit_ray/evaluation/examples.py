@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vit_ray.evaluation.image_grid import SIDE, UInt8Array, square, strip
-
 Float64Array = NDArray[np.float64]
 
 KINDS: Final = {"examples": 12, "errors": 6}

@@ -8,7 +8,7 @@ from matplotlib.ticker import MaxNLocator
 from PIL import Image, ImageFilter
 from torch import nn
 
-from vit_ray.evaluation.image_grid import sheet
+from vit_ray.evaluation.examples import sheet
 from vit_ray.evaluation.inspection import (
     FloatArray,
     UInt8Array,

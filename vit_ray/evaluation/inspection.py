@@ -14,9 +14,8 @@ from sklearn.decomposition import PCA
 from sklearn.metrics.pairwise import cosine_similarity
 from torch import Tensor, nn
 
-from vit_ray.models.encoder import Attention
-from vit_ray.models.sizes import Grid
-from vit_ray.models.vit import VisionTransformer
+from vit_ray.models.catalog import Grid
+from vit_ray.models.vit import Attention, VisionTransformer
 
 FloatArray = NDArray[np.float32]
 UInt8Array = NDArray[np.uint8]

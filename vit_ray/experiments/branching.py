@@ -16,10 +16,10 @@ from vit_ray.checkpoints.checkpoint_format import (
 )
 from vit_ray.checkpoints.run_checkpoints import Warn, begin_training, newest_checkpoint
 from vit_ray.experiments.study_cells import Cell
-from vit_ray.launch.run_lock import lock_run
+from vit_ray.launch.prepared_run import lock_run
 from vit_ray.outcomes import NOTE, origin_of
 from vit_ray.storage import locate
-from vit_ray.training.schedule import cooldown_start
+from vit_ray.training.steps import cooldown_start
 
 logger = logging.getLogger(__name__)
 

@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Final
 from vit_ray.config import Recipe
 from vit_ray.config.schema import errors_of
 from vit_ray.experiments.trials import EndOnRequest, OpenParent
-from vit_ray.launch.cluster.cluster_checks import check_cluster
-from vit_ray.launch.cluster.connection import ClusterShape, connect
-from vit_ray.launch.inputs.shared_files import check_shared, paths_of
-from vit_ray.launch.inputs.streams import ResolvedRun
-from vit_ray.launch.open_record import OpenRun, open_record
-from vit_ray.launch.progress_display import shown_progress
-from vit_ray.launch.run_lock import lock_run
-from vit_ray.launch.stopping import stopping_on_signals
+from vit_ray.launch.cluster_checks import check_cluster, check_shared, paths_of
+from vit_ray.launch.connection import ClusterShape, connect
+from vit_ray.launch.prepared_run import lock_run
+from vit_ray.launch.resolved_run import ResolvedRun
+from vit_ray.launch.run_record import OpenRun, open_record
+from vit_ray.launch.terminal import shown_progress, stopping_on_signals
 from vit_ray.ray_internals import start_data_actors
 from vit_ray.storage import locate
-from vit_ray.tracking.safe_address import redact_uri
+from vit_ray.tracking.store_requests import redact_uri
 
 if TYPE_CHECKING:
     from vit_ray.report.page import Written

@@ -18,7 +18,7 @@ from vit_ray.config import Recipe
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.schema import errors_of, require, value_text
-from vit_ray.launch.model_checks import check_model
+from vit_ray.launch.resolved_run import check_model
 
 Point = Mapping[str, Any]
 """Dotted keys of a recipe to values."""

@@ -19,23 +19,32 @@ from ray import tune
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import StudyConfig, StudyTask
 from vit_ray.config.schema import errors_of
-from vit_ray.experiments.branching import begin_branch, branch_step, with_kept_steps
-from vit_ray.experiments.parent_run import open_parent, page_of
-from vit_ray.experiments.search_space import points_of
+from vit_ray.experiments.search_space import checked_steps, points_of
 from vit_ray.experiments.study_cells import (
     Cell,
     CellResult,
+    begin_branch,
+    branch_step,
     key_of_the_cell,
     study_cells,
     study_of,
     task_recipe,
+    with_kept_steps,
 )
-from vit_ray.experiments.sweep import checked_steps, fine_tune
-from vit_ray.experiments.trials import METRIC, STEP, Context, OpenParent, Outcome, run_trials
-from vit_ray.launch.inputs.streams import resolve_run
-from vit_ray.launch.open_record import add_to_ended
-from vit_ray.launch.run_metadata import NOTE, description
-from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.experiments.sweep import fine_tune
+from vit_ray.experiments.trials import (
+    METRIC,
+    STEP,
+    Context,
+    OpenParent,
+    Outcome,
+    open_parent,
+    page_of,
+    run_trials,
+)
+from vit_ray.launch.resolved_run import resolve_run
+from vit_ray.launch.run_record import NOTE, add_to_ended, description
+from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.metric_names import (
     EVAL_TOP1,
     STUDY_CELLS,

@@ -17,10 +17,9 @@ from vit_ray.config.command_sections import StudyConfig, StudyModel, StudyTask
 from vit_ray.config.keys import TAGGED, unused_keys
 from vit_ray.config.schema import ImageSize, errors_of
 from vit_ray.config.training_sections import ModelConfig
-from vit_ray.experiments.search_space import short_name, with_point
-from vit_ray.experiments.sweep import check_in_turn
-from vit_ray.launch.model_checks import check_model
-from vit_ray.launch.run_metadata import SIZES, trained_params
+from vit_ray.experiments.search_space import check_in_turn, short_name, with_point
+from vit_ray.launch.resolved_run import check_model
+from vit_ray.launch.run_record import SIZES, trained_params
 
 PAPER_EPOCHS: Final = 7.0
 """Epochs of most rows of the paper's Table 3, on JFT-300M."""

@@ -26,8 +26,7 @@ from ray.tune.search.basic_variant import BasicVariantGenerator
 
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import SweepConfig
-from vit_ray.data.dev_split import dev_split
-from vit_ray.experiments.parent_run import open_parent, page_of
+from vit_ray.data.parts import dev_split
 from vit_ray.experiments.search_space import (
     REDUCTION,
     Point,
@@ -51,16 +50,22 @@ from vit_ray.experiments.trials import (
     OpenParent,
     Outcome,
     deciding_metric,
+    open_parent,
+    page_of,
     run_trials,
 )
-from vit_ray.launch.cluster.cluster_checks import check_batch
-from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
-from vit_ray.launch.model_checks import Kind, check_head_is_trained, check_model
-from vit_ray.launch.open_record import OpenRun
 from vit_ray.launch.paper_comparison import Rows, training_table
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
-from vit_ray.launch.run_metadata import NOTE, description
-from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.launch.resolved_run import (
+    Kind,
+    ResolvedRun,
+    check_batch,
+    check_head_is_trained,
+    check_model,
+    resolve_run,
+)
+from vit_ray.launch.run_record import NOTE, OpenRun, description
+from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.launch.workers import RunFailedError
 from vit_ray.metric_names import EVAL_TOP1, SWEEP_GROUP
 from vit_ray.outcomes import EventKind, TrialState

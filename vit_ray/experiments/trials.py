@@ -21,11 +21,11 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray import tune
 
 from vit_ray.config import Recipe
-from vit_ray.launch.cluster.connection import ClusterShape, mark_private
-from vit_ray.launch.model_checks import Kind
-from vit_ray.launch.open_record import OpenRun
+from vit_ray.launch.connection import ClusterShape, mark_private
+from vit_ray.launch.resolved_run import Kind
 from vit_ray.launch.run import Following, train
-from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.launch.run_record import OpenRun
+from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.launch.workers import RunDivergedError
 from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1
 from vit_ray.outcomes import TrialState

@@ -19,15 +19,22 @@ from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import VtabConfig, VtabTask
 from vit_ray.data.dataset import MANIFEST_FILE
-from vit_ray.experiments.parent_run import open_parent, page_of
-from vit_ray.experiments.search_space import point_text
-from vit_ray.experiments.sweep import check_in_turn, fine_tune, plan_sweep
-from vit_ray.experiments.trials import METRIC, STEP, Context, OpenParent, run_trials
-from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
+from vit_ray.experiments.search_space import check_in_turn, point_text
+from vit_ray.experiments.sweep import fine_tune, plan_sweep
+from vit_ray.experiments.trials import (
+    METRIC,
+    STEP,
+    Context,
+    OpenParent,
+    open_parent,
+    page_of,
+    run_trials,
+)
 from vit_ray.launch.paper_comparison import Rows, in_percent
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
-from vit_ray.launch.run_metadata import NOTE, description
-from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.launch.resolved_run import ResolvedRun, resolve_run
+from vit_ray.launch.run_record import NOTE, description
+from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.metric_names import EVAL_TOP1, VTAB_GROUP, VTAB_NUM_TASKS
 from vit_ray.outcomes import EventKind
 from vit_ray.paper import TABLE_9, VTAB_TASKS

@@ -11,8 +11,7 @@ from vit_ray.addresses import absolute_uri
 from vit_ray.config import Recipe
 from vit_ray.report.page import Written, write_report
 from vit_ray.tracking.metrics_log import metrics_log_path
-from vit_ray.tracking.mlflow_api import MlflowClient
-from vit_ray.tracking.mlflow_client import page_hint
+from vit_ray.tracking.mlflow_client import MlflowClient, page_hint
 
 DOTS_PER_INCH: Final = 150
 

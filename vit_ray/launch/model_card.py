@@ -22,11 +22,11 @@ from vit_ray.config import Recipe
 from vit_ray.config.command_sections import ExportConfig
 from vit_ray.config.loading import write_yaml
 from vit_ray.data import open_dataset
-from vit_ray.data.crops import Augmentation
+from vit_ray.data.boxes import Augmentation
 from vit_ray.launch.paper_comparison import training_table
 from vit_ray.measure.best_evaluation import with_best
 from vit_ray.metric_names import DEV_TOP1, EVAL_TOP1
-from vit_ray.models.weights.published import weights_file
+from vit_ray.models.published import weights_file
 from vit_ray.own_parts import is_own
 from vit_ray.storage import locate
 from vit_ray.training.memory_estimate import run_exaflops

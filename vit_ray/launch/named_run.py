@@ -19,11 +19,10 @@ from vit_ray.config.loading import changed, mlflow_variables
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.schema import NAME, validated
 from vit_ray.config.training_sections import TrackingConfig
-from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
+from vit_ray.launch.resolved_run import ResolvedRun, resolve_run
 from vit_ray.outcomes import NOTE, step_of
 from vit_ray.storage import Location, locate
-from vit_ray.tracking.request_limits import limited_requests
-from vit_ray.tracking.safe_address import redact_uri, safe_uri
+from vit_ray.tracking.store_requests import limited_requests, redact_uri, safe_uri
 
 _RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
 _DECIDES_BATCHES: Final = (

@@ -13,16 +13,16 @@ from vit_ray.addresses import absolute_uri, redact
 from vit_ray.config import Recipe
 from vit_ray.config.keys import RUN_FOLDER
 from vit_ray.config.loading import write_yaml
-from vit_ray.launch.cluster.connection import ClusterShape
-from vit_ray.launch.inputs.streams import ResolvedRun
-from vit_ray.launch.run_metadata import (
+from vit_ray.launch.connection import ClusterShape
+from vit_ray.launch.resolved_run import ResolvedRun
+from vit_ray.launch.run_record import (
     command_line,
     data_inputs,
     machine_facts,
     run_facts,
     trained_params,
 )
-from vit_ray.launch.stopping import RunStoppedError
+from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.tracking.metrics_log import (
     FAILURE,
     MetricsLog,
@@ -31,9 +31,8 @@ from vit_ray.tracking.metrics_log import (
     lock_log,
     metrics_log_path,
 )
-from vit_ray.tracking.models import log_models_later
 from vit_ray.tracking.recorder import Recorder, start_recorder
-from vit_ray.tracking.tracker import Tracker
+from vit_ray.tracking.tracker import Tracker, log_models_later
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from ray.util import placement_group, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
 from vit_ray.config import Recipe
-from vit_ray.launch.cluster.cluster_checks import check_room
-from vit_ray.launch.cluster.connection import live_nodes, shape
+from vit_ray.launch.cluster_checks import check_room
+from vit_ray.launch.connection import live_nodes, shape
 from vit_ray.launch.failures import FailingNodes
 from vit_ray.outcomes import EventKind
 from vit_ray.worker.job import TrainJob

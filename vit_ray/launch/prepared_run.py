@@ -15,16 +15,15 @@ from vit_ray.checkpoints.run_checkpoints import begin_training
 from vit_ray.config import Recipe
 from vit_ray.config.schema import errors_of
 from vit_ray.evaluation.ground_truth import Answers
-from vit_ray.launch.inputs.evaluation_labels import answers_of, num_answered
-from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
-from vit_ray.launch.model_checks import (
+from vit_ray.launch.named_run import accepted_changes, find_resume_point
+from vit_ray.launch.resolved_run import (
     NEW_HEADS,
     Kind,
+    ResolvedRun,
     averaging_warning,
     check_head_is_trained,
+    resolve_run,
 )
-from vit_ray.launch.resuming import accepted_changes, find_resume_point
-from vit_ray.launch.run_lock import lock_run
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import RIGHTS_PROBE, Location, check_reachable, locate
 

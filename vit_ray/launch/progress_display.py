@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn
 
 from vit_ray.addresses import redact
-from vit_ray.data.progress import ANSWER_S, clock, print_line, repeated
+from vit_ray.data.tasks import ANSWER_S, clock, print_line, repeated
 from vit_ray.metric_names import (
     EVAL_AVERAGED_TOP1,
     EVAL_TOP1,

@@ -19,10 +19,10 @@ from vit_ray.config.keys import (
     on_resume,
 )
 from vit_ray.config.schema import OnResume, validated
-from vit_ray.launch.inputs.streams import ResolvedRun
+from vit_ray.launch.resolved_run import ResolvedRun
 from vit_ray.lock import is_lock_file
 from vit_ray.storage import locate
-from vit_ray.training.schedule import lr_at
+from vit_ray.training.steps import lr_at
 
 logger = logging.getLogger(__name__)
 

@@ -17,17 +17,14 @@ from vit_ray.checkpoints.checkpoint import Checkpoint
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint, result_checkpoint
 from vit_ray.config import Recipe, require
 from vit_ray.config.keys import INIT_RUN, used_sections
-from vit_ray.data.progress import ANSWER_S, repeated
 from vit_ray.data.shards import all_first_labels
-from vit_ray.launch.cluster.cluster_checks import check_cluster
-from vit_ray.launch.cluster.connection import ClusterShape, connect
-from vit_ray.launch.inputs.shared_files import check_shared, paths_of
-from vit_ray.launch.model_checks import Kind
-from vit_ray.launch.open_record import OpenRun, end_record, open_record
+from vit_ray.data.tasks import ANSWER_S, repeated
+from vit_ray.launch.cluster_checks import check_cluster, check_shared, paths_of
+from vit_ray.launch.connection import ClusterShape, connect
 from vit_ray.launch.prepared_run import PreparedRun, prepare_evaluation, prepared_training
-from vit_ray.launch.progress_display import shown_progress
-from vit_ray.launch.run_metadata import training_cost
-from vit_ray.launch.stopping import RunStoppedError, stopping_on_signals
+from vit_ray.launch.resolved_run import Kind
+from vit_ray.launch.run_record import OpenRun, end_record, open_record, training_cost
+from vit_ray.launch.terminal import RunStoppedError, shown_progress, stopping_on_signals
 from vit_ray.launch.workers import RunFailedError, run_workers
 from vit_ray.measure.best_evaluation import with_best
 from vit_ray.metric_names import DEV_TOP1, EVAL_AVERAGED_TOP1, EVAL_TOP1, few_shot_top1

@@ -29,8 +29,8 @@ from vit_ray.config.keys import (
     is_trained,
     unused_keys,
 )
-from vit_ray.launch.cluster.connection import ClusterShape
-from vit_ray.launch.inputs.streams import ResolvedRun
+from vit_ray.launch.connection import ClusterShape
+from vit_ray.launch.resolved_run import ResolvedRun
 from vit_ray.metric_names import (
     STUDY_EXAFLOPS,
     STUDY_FORWARD_GMACS,

@@ -20,8 +20,12 @@ from PIL import Image
 from torch import Tensor
 
 from vit_ray.checkpoints.checkpoint import Position
-from vit_ray.checkpoints.init_weights import SavedWeights, open_weights
-from vit_ray.checkpoints.weight_files import published_classes, published_use
+from vit_ray.checkpoints.init_weights import (
+    SavedWeights,
+    open_weights,
+    published_classes,
+    published_use,
+)
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.keys import used_sections
 from vit_ray.config.loading import changed
@@ -29,10 +33,10 @@ from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.schema import errors_of
 from vit_ray.data import open_dataset
 from vit_ray.data.augment import augmentation_of
-from vit_ray.data.crops import BadImageError, UInt8Array, crop_of, pixels_of
+from vit_ray.data.crops import crop_of
 from vit_ray.data.dataset import Manifest
-from vit_ray.data.orientation import orientation_of, turned_pixels
-from vit_ray.launch.inputs.dataset import Sample
+from vit_ray.data.images import BadImageError, UInt8Array, orientation_of, pixels_of, turned_pixels
+from vit_ray.launch.dataset import Sample
 from vit_ray.launch.named_run import where_it_lies
 from vit_ray.models import build_model
 from vit_ray.own_parts import trust_named

@@ -33,7 +33,7 @@ from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config import Recipe
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.stream_server import StreamSource
-from vit_ray.launch.cluster.connection import ClusterShape, has_dashboard, variables
+from vit_ray.launch.connection import ClusterShape, has_dashboard, variables
 from vit_ray.launch.failures import (
     FailingNodes,
     cause,

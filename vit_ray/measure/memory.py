@@ -10,7 +10,7 @@ DeepSpeed 0.19.8 needs buffers in the backward pass and in the step, too.
 from dataclasses import dataclass
 from typing import Final
 
-from vit_ray.measure import zero_settings
+from vit_ray.measure import memory
 
 GIB = 1024**3
 # One in use, one whose turn is next, and one that waits for a place (`worker/prefetch.py`).
@@ -72,7 +72,7 @@ class StateShape:
     @property
     def reduce_bucket(self) -> int:
         """Gradients that are summed at a time, as the engine sets it."""
-        return zero_settings.reduce_bucket(self.num_parameters, self.largest_parameter)
+        return memory.reduce_bucket(self.num_parameters, self.largest_parameter)
 
 
 def state_memory(shape: StateShape, activation_bytes: int = 0) -> MemoryEstimate:
@@ -97,7 +97,7 @@ def state_memory(shape: StateShape, activation_bytes: int = 0) -> MemoryEstimate
         copied = held + (sent if held != sent else 0)
         backward = shape.reduce_bucket * (held * min(size, 2) + copied)
     else:  # and the gathered weights; a single worker computes with its shard directly
-        gathered = min(everything, zero_settings.HELD + shape.largest_parameter) if size > 1 else 0
+        gathered = min(everything, memory.HELD + shape.largest_parameter) if size > 1 else 0
         backward = (2 * shape.reduce_bucket + gathered) * sent
     # Copies of a worker's share of the gradients, in fp32 to apply.
     in_step = 0.0 if stage == 0 or shape.offload else 4 * trained / size

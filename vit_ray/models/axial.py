@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vit_ray.models.catalog import Grid, ResNetOptions, ResNetSize
 from vit_ray.models.counter_random import line_keys, numbered_keys
-from vit_ray.models.encoder import Block
 from vit_ray.models.layers import Head, Linear
 from vit_ray.models.positions import POSITION_STD
 from vit_ray.models.resnet import ResNetTrunk
-from vit_ray.models.sizes import Grid, ResNetOptions, ResNetSize
-from vit_ray.models.vit import VisionTransformer
+from vit_ray.models.vit import Block, VisionTransformer
 
 NUM_AXIAL_HEADS = 8
 

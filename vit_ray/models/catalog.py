@@ -10,14 +10,6 @@ import difflib
 import math
 from typing import Any
 
-from vit_ray.models.sizes import (
-    AxialVitOptions,
-    EncoderSize,
-    Grid,
-    ResNetOptions,
-    ResNetSize,
-    VitOptions,
-)
 from vit_ray.paper import canonical_model
 
 ImageSize = int | tuple[int, int]

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vit_ray.models.catalog import Activation, EncoderSize, VitOptions
 from vit_ray.models.counter_random import numbered_keys
-from vit_ray.models.dropout import Dropout, StochasticDepth
-from vit_ray.models.layers import Linear, QkvLinear
+from vit_ray.models.layers import Dropout, Linear, QkvLinear, StochasticDepth
 from vit_ray.models.positions import RelativePositions
-from vit_ray.models.sizes import Activation, EncoderSize, VitOptions
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),

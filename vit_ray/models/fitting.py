@@ -8,9 +8,9 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
+from vit_ray.models.catalog import Grid
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.positions import ResizeMode, resize_line, resize_table, square_grid
-from vit_ray.models.sizes import Grid
 from vit_ray.models.vit import VisionTransformer
 
 Tensors = dict[str, Tensor]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit_ray.models.sizes import Grid
+from vit_ray.models.catalog import Grid
 
 ResizeMode = Literal["bilinear", "bicubic"]
 

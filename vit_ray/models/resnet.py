@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vit_ray.models.catalog import Grid, ResNetOptions, ResNetSize
 from vit_ray.models.layers import Head, PatchProjection, StandardizedConv2d, pad_same
-from vit_ray.models.sizes import Grid, ResNetOptions, ResNetSize
 
 NUM_GROUPS = 32
 # big_transfer's `bit_pytorch/models.py` has PyTorch's group norm.

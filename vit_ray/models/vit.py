@@ -5,10 +5,9 @@
 import torch
 from torch import Tensor, nn
 
+from vit_ray.models.catalog import AxialVitOptions, EncoderSize, Grid, VitOptions
 from vit_ray.models.counter_random import numbered_keys
-from vit_ray.models.dropout import Dropout
-from vit_ray.models.encoder import Block
-from vit_ray.models.layers import Head, Linear, PatchProjection, lecun_normal_
+from vit_ray.models.layers import Dropout, Head, Linear, PatchProjection, lecun_normal_
 from vit_ray.models.positions import (
     ClassToken,
     LearnedPositions1d,
@@ -17,7 +16,6 @@ from vit_ray.models.positions import (
     SincosPositions2d,
 )
 from vit_ray.models.resnet import ResNetEmbedding
-from vit_ray.models.sizes import AxialVitOptions, EncoderSize, Grid, VitOptions
 
 _POSITIONS: dict[str, type[nn.Module]] = {
     "learned_1d": LearnedPositions1d,

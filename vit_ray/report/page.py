@@ -24,7 +24,6 @@ from vit_ray.metric_names import (
     TRANSFER_MEAN_TOP1,
 )
 from vit_ray.report import figures, tables
-from vit_ray.report.document import TEMPLATES, Section, html
 from vit_ray.report.headline import (
     BASELINE,
     compared,
@@ -35,7 +34,6 @@ from vit_ray.report.headline import (
 )
 from vit_ray.report.runs import Files, load_runs, trainings
 from vit_ray.report.statistics import CANNOT_SAY, FamilyLaw, Interval, student
-from vit_ray.report.training import data_section, events, images_section
 from vit_ray.storage import locate
 
 # With more runs a figure of curves shows nothing.

@@ -5,7 +5,7 @@ import json
 
 import pandas as pd
 
-from vit_ray.report.document import Gallery, Section
+from vit_ray.report.page import Gallery, Section
 from vit_ray.report.runs import Files
 from vit_ray.report.tables import percent
 

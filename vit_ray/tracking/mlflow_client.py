@@ -36,9 +36,7 @@ from vit_ray.mlflow_internals import (
     scatter_chart,
     view_state,
 )
-from vit_ray.tracking.mlflow_api import Experiment, MlflowClient, MlflowException, Run
-from vit_ray.tracking.request_limits import limited_requests
-from vit_ray.tracking.safe_address import safe_uri, unusable
+from vit_ray.tracking.store_requests import limited_requests, safe_uri, unusable
 
 _TAGS = {
     "mlflow.experimentKind": "custom_model_development",  # opens with its runs

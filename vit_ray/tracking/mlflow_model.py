@@ -22,7 +22,7 @@ from mlflow.types.schema import ParamSchema, ParamSpec, Schema, TensorSpec
 from vit_ray.tracking.metrics_log import Record
 from vit_ray.tracking.mlflow_client import open_client
 from vit_ray.tracking.mlflow_run import MAX_TAG_CHARS
-from vit_ray.tracking.request_limits import limit_requests
+from vit_ray.tracking.store_requests import limit_requests
 
 STEP_TAG: Final = "vit_ray.step"
 """Tag that finds a run's model at a step."""

@@ -25,7 +25,7 @@ from vit_ray.tracking.metrics_log import (
     metrics_log_path,
     parent_run_of,
 )
-from vit_ray.tracking.mlflow_api import (
+from vit_ray.tracking.mlflow_client import (
     Dataset,
     DatasetInput,
     InputTag,
@@ -34,8 +34,6 @@ from vit_ray.tracking.mlflow_api import (
     Param,
     Run,
     RunTag,
-)
-from vit_ray.tracking.mlflow_client import (
     experiment_id,
     found_runs,
     open_client,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from vit_ray.tracking.metrics_log import MetricsLog, Record
-from vit_ray.tracking.safe_address import redact_uri
+from vit_ray.tracking.store_requests import redact_uri
 
 MODELS_S: Final = 300.0
 """Limit for logging the models of a command."""

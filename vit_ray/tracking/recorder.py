@@ -28,9 +28,8 @@ from vit_ray.tracking.metrics_log import (
     Status,
     lock_log,
 )
-from vit_ray.tracking.request_limits import limit_requests
 from vit_ray.tracking.run_state import Orders, RunState, RunStatus
-from vit_ray.tracking.system_metrics import NodeSampler
+from vit_ray.tracking.store_requests import limit_requests
 from vit_ray.tracking.tracker import Tracker
 
 CONCURRENT_CALLS: Final = 64

@@ -12,8 +12,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vit_ray.addresses import absolute_uri
-from vit_ray.tracking.request_limits import limit_requests
-from vit_ray.tracking.safe_address import redact_uri
+from vit_ray.tracking.store_requests import limit_requests, redact_uri
 
 INTERVAL_S: Final = 10.0
 
@@ -65,7 +64,7 @@ class NodeSampler(threading.Thread):
 
     def _monitor(self, run_id: str) -> Any:
         # Here, in a thread: it imports MLflow, which takes seconds.
-        from vit_ray.tracking.mlflow_api import SystemMetricsMonitor
+        from vit_ray.tracking.mlflow_client import SystemMetricsMonitor
 
         limit_requests()  # the process is an actor, whose output Ray passes on to the driver's
         logging.getLogger("mlflow").setLevel(logging.ERROR)

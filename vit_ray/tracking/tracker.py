@@ -24,9 +24,7 @@ from vit_ray.tracking.metrics_log import (
     Sent,
     Status,
 )
-from vit_ray.tracking.models import log_models
-from vit_ray.tracking.request_limits import limited_requests
-from vit_ray.tracking.safe_address import redact_uri, safe_uri, unusable
+from vit_ray.tracking.store_requests import limited_requests, redact_uri, safe_uri, unusable
 
 if TYPE_CHECKING:
     from vit_ray.tracking.mlflow_run import RunWriter

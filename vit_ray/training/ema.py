@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vit_ray.training.engine.fragments import Fragment, exchange_weights, weights_by_name
+from vit_ray.training.training_state import Fragment, exchange_weights, weights_by_name
 
 
 class WeightAverage:

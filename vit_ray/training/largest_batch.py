@@ -11,16 +11,14 @@ from typing import Final
 import torch
 
 from vit_ray.config import Recipe
-from vit_ray.measure.activation_memory import drop_gradients
-from vit_ray.measure.memory import GIB, state_memory
+from vit_ray.measure.memory import GIB, drop_gradients, state_memory, unless_out_of_memory
 from vit_ray.training.memory_estimate import (
     estimate_memory,
     forward_pass,
     prepared_model,
     state_shape,
 )
-from vit_ray.training.micro_batch import pass_sizes
-from vit_ray.training.out_of_memory import unless_out_of_memory
+from vit_ray.training.steps import pass_sizes
 
 # Kept free for the CUDA context, NCCL's buffers and fragmentation: an assumption, not measured.
 RESERVED_FRACTION: Final = 0.05

@@ -18,8 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vit_ray.checkpoints.checkpoint import Progress
-from vit_ray.checkpoints.sample_digest import add_digests, of_floats, samples_digest, to_floats
+from vit_ray.checkpoints.checkpoint import (
+    Progress,
+    add_digests,
+    of_floats,
+    samples_digest,
+    to_floats,
+)
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import is_due
 from vit_ray.measure.meters import Compute, peak_memory_gib
@@ -40,8 +45,7 @@ from vit_ray.metric_names import (
     TRAIN_LR,
     TRAIN_SKIPPED_STEPS,
 )
-from vit_ray.training.early_stopping import judge_evaluation
-from vit_ray.training.schedule import lr_at
+from vit_ray.training.steps import lr_at
 
 NORMS_IN_MEDIAN: Final = 128
 """Steps whose gradient norms `train.skip_above` compares with; a quarter must be known."""

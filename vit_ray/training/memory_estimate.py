@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from vit_ray.config import Recipe
-from vit_ray.measure.activation_memory import gpu_kernels, peak_bytes
-from vit_ray.measure.memory import MemoryEstimate, StateShape, state_memory
+from vit_ray.measure.memory import MemoryEstimate, StateShape, gpu_kernels, peak_bytes, state_memory
+from vit_ray.models.build import recompute
 from vit_ray.models.flops import count_exaflops, count_macs, forward_macs
-from vit_ray.models.recompute import recompute
 from vit_ray.own_parts import is_own
 from vit_ray.training.objective import build_objective, make_loss
 from vit_ray.training.optimizers import bytes_per_element

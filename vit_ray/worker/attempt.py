@@ -22,9 +22,9 @@ from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.evaluation.examples import NUM_TRAINING, training_files
 from vit_ray.lock import LockLostError
 from vit_ray.measure.devices import peak_flops
-from vit_ray.measure.meters import Compute
+from vit_ray.measure.memory import is_out_of_memory
+from vit_ray.measure.meters import Compute, profiled
 from vit_ray.measure.phases import Phase, phase_metrics
-from vit_ray.measure.profile import profiled
 from vit_ray.metric_names import (
     CHECKPOINT_STALL_S,
     COST_GPU_HOURS,
@@ -36,9 +36,9 @@ from vit_ray.metric_names import (
 )
 from vit_ray.outcomes import EventKind, Failure
 from vit_ray.own_parts import own_part
-from vit_ray.training.engine.collectives import all_max, all_rows
-from vit_ray.training.engine.compiling import compile_failures, compile_s
-from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
+from vit_ray.training.collectives import all_max, all_rows
+from vit_ray.training.compiling import compile_failures, compile_s
+from vit_ray.training.engine import DeepSpeedEngine
 from vit_ray.training.loop import (
     Batch,
     Ending,
@@ -50,7 +50,6 @@ from vit_ray.training.loop import (
 )
 from vit_ray.training.memory_estimate import step_macs
 from vit_ray.training.objective import normalize
-from vit_ray.training.out_of_memory import is_out_of_memory
 from vit_ray.worker.evaluation import Evaluator
 from vit_ray.worker.job import DivergedError, SmallerMicroBatchError, TrainJob, UnrecoverableError
 from vit_ray.worker.run_link import DELIVERY_S, RunLink, Watchdog

@@ -14,15 +14,14 @@ import torch.distributed as dist
 
 from vit_ray.checkpoints.checkpoint import Checkpoint, Position, Progress
 from vit_ray.checkpoints.checkpoint_format import DamagedCheckpointError
-from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter, Gather, Part
+from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter, Gather, Part, Snapshot
 from vit_ray.checkpoints.run_checkpoints import checkpoint_to_resume
-from vit_ray.checkpoints.snapshot import Snapshot
 from vit_ray.lock import LockLostError, sees_lock
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import Location, locate
-from vit_ray.training.engine.collectives import read_by_first
-from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
-from vit_ray.training.engine.elastic_state import TrainingState
+from vit_ray.training.collectives import read_by_first
+from vit_ray.training.engine import DeepSpeedEngine
+from vit_ray.training.training_state import TrainingState
 from vit_ray.worker.job import TrainJob, UnrecoverableError
 from vit_ray.worker.run_link import RunLink, Watchdog
 

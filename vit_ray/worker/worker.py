@@ -19,14 +19,12 @@ from vit_ray.checkpoints.init_weights import initialize_weights
 from vit_ray.outcomes import EventKind
 from vit_ray.ray_internals import preemption_notice, without_retry_note
 from vit_ray.storage import locate
-from vit_ray.training.engine.collectives import all_max, all_sum
-from vit_ray.training.engine.deepspeed_engine import DeepSpeedEngine
-from vit_ray.training.engine.deepspeed_setup import warm_up_process
-from vit_ray.training.engine.predictor import Predictor
-from vit_ray.training.largest_batch import tried_micro_batch
+from vit_ray.training.collectives import all_max, all_sum
+from vit_ray.training.engine import DeepSpeedEngine, Predictor, warm_up_process
 from vit_ray.training.loop import Batch, RankContext
-from vit_ray.training.micro_batch import CPU_LIMIT, accumulation_steps, micro_batch_size
+from vit_ray.training.memory_estimate import tried_micro_batch
 from vit_ray.training.objective import build_objective, make_loss, part_of
+from vit_ray.training.steps import CPU_LIMIT, accumulation_steps, micro_batch_size
 from vit_ray.worker.attempt import Attempt, evaluate_alone, reported_failures
 from vit_ray.worker.evaluation import Evaluator, Predicts
 from vit_ray.worker.job import (

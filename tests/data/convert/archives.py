@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from tests.data.converting import convert
 from vit_ray.data import open_dataset
-from vit_ray.data.convert.tfrecords import masked_crc32c
+from vit_ray.data.convert.archives import masked_crc32c
 
 
 def tar_of(files: list[tuple[str, bytes]], format: int = tarfile.GNU_FORMAT) -> bytes:

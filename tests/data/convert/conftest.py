@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from vit_ray.data.convert import commit, conversion
+from vit_ray.data.convert import conversion, shards
 
 
 @contextlib.contextmanager
 def stopped_at(monkeypatch: pytest.MonkeyPatch, function: str, *, is_done: bool) -> Iterator[None]:
     """A conversion that is stopped at the call of one of its functions, or right after it."""
-    module: Any = conversion if hasattr(conversion, function) else commit
+    module: Any = conversion if hasattr(conversion, function) else shards
     original = getattr(module, function)
 
     def interrupted(*arguments: Any) -> None:

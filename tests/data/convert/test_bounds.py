@@ -13,9 +13,9 @@ from tests.data.pictures import encoded, jpeg, picture, write_class_folders
 from tests.data.s3_server import serve_s3, this_process_uses
 from vit_ray.data import open_dataset, shard_writer
 from vit_ray.data.convert import checks, rows
+from vit_ray.data.convert.finished_sets import check_file
 from vit_ray.data.convert.rows import Row
-from vit_ray.data.convert.verify import check_file
-from vit_ray.data.jpeg_index.headers import num_scans
+from vit_ray.data.jpeg import num_scans
 from vit_ray.storage import Location
 
 pytestmark = pytest.mark.usefixtures("serial")

@@ -9,8 +9,8 @@ from tests.data.converting import config_of
 from tests.data.jpeg_index.made_up import crafted_jpeg
 from tests.data.pictures import encoded, picture
 from vit_ray.data.convert import checks
-from vit_ray.data.crops import BadImageError, decode
-from vit_ray.data.jpeg_index.rewriting import restart_writer
+from vit_ray.data.images import BadImageError, decode
+from vit_ray.data.restart_markers import restart_writer
 
 NUM_FILES = int(os.environ.get("FUZZ_ROUNDS", "250"))
 

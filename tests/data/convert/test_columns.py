@@ -14,12 +14,12 @@ from tests.data.convert.archives import tar_of
 from tests.data.converting import convert, units
 from tests.data.pictures import jpeg
 from vit_ray.data import open_dataset
+from vit_ray.data.convert.finished_sets import check_file
 from vit_ray.data.convert.labels import stored_text
 from vit_ray.data.convert.sources import rows_of
-from vit_ray.data.convert.verify import check_file
 from vit_ray.data.dataset import Manifest
+from vit_ray.data.parts import subset
 from vit_ray.data.shards import RowGroupReader
-from vit_ray.data.subset import subset
 
 IMAGES = [jpeg(i, 20, 24) for i in range(6)]
 CAPTIONS = ["a cat, sitting", "", "caf\xe9\nof two lines", 'said "so"', None, "\u732b"]

@@ -16,11 +16,11 @@ from tests.data.converting import convert
 from tests.data.pictures import encoded, jpeg, picture, write_class_folders
 from vit_ray.data import open_dataset
 from vit_ray.data import shards as data_shards
-from vit_ray.data.convert import checks, commit, conversion, shards
-from vit_ray.data.convert.verify import verify
-from vit_ray.data.crops import decode
+from vit_ray.data.convert import checks, conversion, shards
+from vit_ray.data.convert.finished_sets import verify
 from vit_ray.data.dataset import Manifest, ShardFile, checksum
-from vit_ray.data.subset import subset
+from vit_ray.data.images import decode
+from vit_ray.data.parts import subset
 from vit_ray.storage import Location
 
 
@@ -342,13 +342,13 @@ def test_of_two_conversions_the_second_is_refused(serial, image_folder, tmp_path
 
 
 def test_who_has_lost_the_destination_does_not_commit(serial, image_folder, tmp_path, monkeypatch):
-    check = commit._check_shards
+    check = shards._check_shards
 
     def and_another_takes_over(*arguments: Any) -> None:
         check(*arguments)
         (tmp_path / "set" / "_staging" / "lock-00000009.json").write_text("{}")
 
-    monkeypatch.setattr(commit, "_check_shards", and_another_takes_over)
+    monkeypatch.setattr(shards, "_check_shards", and_another_takes_over)
     with pytest.raises(ValueError, match=r"convert.destination=.* has been taken over by"):
         convert(str(image_folder), str(tmp_path / "set"))
     assert not (tmp_path / "set" / "manifest.parquet").exists()
@@ -396,7 +396,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_all_rejected_files_are_listed_and_some_are_shown(serial, tmp_path, monkeypatch):
-    monkeypatch.setattr(commit, "_REJECTED_SHOWN", 2)
+    monkeypatch.setattr(shards, "_REJECTED_SHOWN", 2)
     write_class_folders(tmp_path / "source", num_classes=1, per_class=4)
     for name in "abc":
         (tmp_path / "source" / "class_0" / f"{name}.jpg").write_bytes(b"broken")

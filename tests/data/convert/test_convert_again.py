@@ -20,7 +20,7 @@ from tests.data.pictures import jpeg
 from tests.data.s3_server import create_bucket, serve_conditional_s3, this_process_uses
 from vit_ray.data import open_dataset
 from vit_ray.data.convert import conversion, index
-from vit_ray.data.convert.verify import verify
+from vit_ray.data.convert.finished_sets import verify
 from vit_ray.storage import locate
 
 SMALL = {"rows_per_row_group": 4, "shard_mib": 0.01, "seed": 3}

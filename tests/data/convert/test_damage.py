@@ -14,7 +14,7 @@ from tests.data.convert.archives import samples, tar_of, write_hub_file
 from tests.data.converting import convert, units
 from tests.data.pictures import jpeg
 from vit_ray.data import open_dataset
-from vit_ray.data.convert.commit import ConvertReport
+from vit_ray.data.convert.shards import ConvertReport
 from vit_ray.data.convert.sources import rows_of
 
 COUNT = 8

@@ -11,15 +11,15 @@ from tests.data.converting import convert, in_this_process
 from tests.data.damage import damage
 from tests.data.pictures import encoded, picture
 from vit_ray.data import open_dataset
-from vit_ray.data.convert import deduplicate as module
-from vit_ray.data.convert.deduplicate import (
+from vit_ray.data.convert import finished_sets as module
+from vit_ray.data.convert.finished_sets import (
     Known,
     deduplicate,
     describe,
     nearest,
     perceptual_hash,
+    verify,
 )
-from vit_ray.data.convert.verify import verify
 
 pytestmark = pytest.mark.usefixtures("serial")
 EVALUATION = [picture(seed, 120, 160) for seed in range(20)]

@@ -14,8 +14,8 @@ from tests.data.convert.archives import example, record, samples, tar_of, write_
 from tests.data.convert.test_tfrecords import binary_picture
 from tests.data.converting import config_of, convert
 from tests.data.pictures import jpeg, write_class_folders
-from vit_ray.data.convert import estimate, rows
-from vit_ray.data.convert.estimate import estimate_conversion
+from vit_ray.data.convert import checks, rows
+from vit_ray.data.convert.checks import estimate_conversion
 from vit_ray.data.convert.rows import Row, Unit
 from vit_ray.data.convert.sources import rows_of
 
@@ -36,7 +36,7 @@ def test_what_is_said_before_is_what_comes(serial, image_folder, tmp_path):
 
 def test_a_source_that_takes_long_is_counted_in_part(image_folder, monkeypatch):
     """The time is over within the first of three folders of 100 images each."""
-    monkeypatch.setattr(estimate, "COUNTED_S", -1.0)
+    monkeypatch.setattr(checks, "COUNTED_S", -1.0)
     said = estimate_conversion(config_of(str(image_folder), "set"))
     assert (said.num_counted, said.num_parts, said.num_images) == (1, 3, 300)
     text = run_plan(image_folder)
@@ -53,7 +53,7 @@ def test_a_file_that_is_not_counted_to_its_end_is_extrapolated_by_bytes(
     for number in range(num_tars):
         (tmp_path / f"{number}.tar").write_bytes(tar_of(files))
     clock = SimpleNamespace(monotonic=itertools.count().__next__)  # a second for each row
-    monkeypatch.setattr(estimate, "time", clock)
+    monkeypatch.setattr(checks, "time", clock)
     monkeypatch.setattr(rows, "time", clock)
     said = estimate_conversion(config_of(tmp_path, "set"))
     assert (said.num_counted, said.num_parts, said.num_classes) == (0, num_tars, 1)
@@ -84,13 +84,13 @@ def test_of_parquet_files_no_more_images_are_read_than_are_sampled(tmp_path, mon
             read.extend([row.key] if row.image else [])
             yield row
 
-    monkeypatch.setattr(estimate, "rows_of", counted)
-    monkeypatch.setattr(estimate, "SAMPLED", 4)
+    monkeypatch.setattr(checks, "rows_of", counted)
+    monkeypatch.setattr(checks, "SAMPLED", 4)
     said = estimate_conversion(config_of(tmp_path, "set"))
     assert (said.num_images, said.num_classes, said.num_counted) == (60, 2, 3)
     assert said.source_bytes == pytest.approx(3 * sum(map(len, images)), rel=0.1)
     assert len(read) == said.num_sampled == 4
-    monkeypatch.setattr(estimate, "COUNTED_S", -1.0)
+    monkeypatch.setattr(checks, "COUNTED_S", -1.0)
     said = estimate_conversion(config_of(tmp_path, "set"))
     assert (said.num_images, said.num_counted) == (60, 1)
 

@@ -16,12 +16,12 @@ from tests.data.converting import convert
 from tests.data.pictures import encoded, picture
 from vit_ray.data import open_dataset
 from vit_ray.data.boxes import Augmentation
-from vit_ray.data.convert.verify import check_file
+from vit_ray.data.convert.finished_sets import check_file
 from vit_ray.data.dataset import Manifest
-from vit_ray.data.partition import Partition
+from vit_ray.data.order import Partition
+from vit_ray.data.parts import subset
 from vit_ray.data.shards import ChangedImageError, RowGroupReader, first_labels, keys
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
-from vit_ray.data.subset import subset
 
 NAMES = ["cat", "dog", "owl"]
 FEATURES = {"label": {"names": NAMES, "_type": "ClassLabel"}}
@@ -209,7 +209,7 @@ def test_row_groups_that_cannot_be_read_are_refused_before_any_image_is(
     serial, source, tmp_path, monkeypatch
 ):
     with monkeypatch.context() as patch:
-        patch.setattr("vit_ray.data.convert.hub.MOST_ROW_GROUP_BYTES", 100)
+        patch.setattr("vit_ray.data.convert.tables.MOST_ROW_GROUP_BYTES", 100)
         with pytest.raises(ValueError, match=r"row group 0 has 0 MiB of images; in place it needs"):
             in_place(source, tmp_path / "set")
     assert not (tmp_path / "set").exists()  # and so can be converted by copying
@@ -245,7 +245,7 @@ def test_equal_images_that_a_file_has_once_count_as_often_as_they_are_read(
     assert chunk.total_uncompressed_size < 3.1 * len(IMAGES[0])
     convert(file, tmp_path / "set", in_place=True)
     assert 5 * len(IMAGES[0]) < open_dataset(str(tmp_path / "set")).bytes[0]
-    monkeypatch.setattr("vit_ray.data.convert.hub.MOST_ROW_GROUP_BYTES", 5 * len(IMAGES[0]) - 1)
+    monkeypatch.setattr("vit_ray.data.convert.tables.MOST_ROW_GROUP_BYTES", 5 * len(IMAGES[0]) - 1)
     with pytest.raises(ValueError, match=r"group 0 has 0 MiB of images; .* to another folder"):
         convert(file, tmp_path / "other", in_place=True)
     assert not (tmp_path / "other" / "manifest.parquet").exists()

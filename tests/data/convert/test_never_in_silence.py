@@ -20,10 +20,10 @@ from tests.data.convert.archives import (
 from tests.data.convert.test_orientation import turned
 from tests.data.converting import config_of, convert, units
 from tests.data.pictures import encoded, jpeg, picture
-from vit_ray.commands.trained import predict
+from vit_ray.commands import predict
 from vit_ray.data import open_dataset
-from vit_ray.data.convert.estimate import estimate_conversion
-from vit_ray.data.file_names import FORMAT_SUFFIXES, is_image_name
+from vit_ray.data.convert.checks import estimate_conversion
+from vit_ray.data.images import FORMAT_SUFFIXES, is_image_name
 
 pytestmark = pytest.mark.usefixtures("serial")
 IMAGES = [jpeg(i, 20, 24) for i in range(12)]

@@ -11,10 +11,10 @@ from PIL import Image, ImageOps
 
 from tests.data.converting import convert
 from tests.data.pictures import jpeg, picture
+from vit_ray.data import images as exif
 from vit_ray.data import open_dataset
-from vit_ray.data import orientation as exif
-from vit_ray.data.convert.verify import verify
-from vit_ray.data.crops import decode
+from vit_ray.data.convert.finished_sets import verify
+from vit_ray.data.images import decode
 
 pytestmark = pytest.mark.usefixtures("serial")
 

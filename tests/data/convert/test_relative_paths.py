@@ -11,10 +11,9 @@ from tests.data import converting
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data import open_dataset
 from vit_ray.data.convert.conversion import convert
-from vit_ray.data.convert.deduplicate import deduplicate
-from vit_ray.data.convert.verify import verify
+from vit_ray.data.convert.finished_sets import deduplicate, verify
+from vit_ray.data.parts import subset
 from vit_ray.data.shards import RowGroupReader
-from vit_ray.data.subset import subset
 from vit_ray.storage import absolute
 
 

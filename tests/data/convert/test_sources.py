@@ -9,7 +9,7 @@ from tests.data.convert.archives import add, converted
 from tests.data.converting import convert
 from tests.data.pictures import jpeg
 from vit_ray.data import open_dataset
-from vit_ray.data.crops import decode
+from vit_ray.data.images import decode
 from vit_ray.data.shards import RowGroupReader
 
 IMAGES = {f"{i:03d}": jpeg(i) for i in range(12)}

@@ -12,10 +12,10 @@ from tests.data.convert.archives import converted, example, record
 from tests.data.converting import config_of, units
 from tests.data.pictures import jpeg
 from vit_ray.data import open_dataset
-from vit_ray.data.convert import tfrecords
+from vit_ray.data.convert import archives
+from vit_ray.data.convert.archives import features_of, masked_crc32c
 from vit_ray.data.convert.rows import DamagedUnitError, Row, Unit
 from vit_ray.data.convert.sources import rows_of
-from vit_ray.data.convert.tfrecords import features_of, masked_crc32c
 
 # TensorFlow's tutorial "TFRecord and tf.train.Example": `serialize_example(False, 4, b'goat',
 # 0.9876)` as it prints it.
@@ -119,7 +119,7 @@ def test_a_record_with_a_flipped_bit_is_rejected_alone(place, tmp_path):
 
 def test_a_record_that_is_too_large_is_rejected_alone(tmp_path, monkeypatch):
     good = record(example(image=jpeg(1), label=[2]))
-    monkeypatch.setattr(tfrecords, "MOST_IMAGE_BYTES", len(good))
+    monkeypatch.setattr(archives, "MOST_IMAGE_BYTES", len(good))
     large = record(example(image=bytes(3 << 20), label=[2]))
     _, wrong, after = indexed(tmp_path / "a.tfrecord", good + large + good)
     assert after.read() == jpeg(1)

@@ -1,7 +1,7 @@
 import pytest
 
 from tests.data.damage import broken_copy
-from vit_ray.data.convert.verify import verify
+from vit_ray.data.convert.finished_sets import verify
 
 pytestmark = pytest.mark.usefixtures("serial")
 

@@ -13,8 +13,8 @@ import numpy as np
 from PIL import Image
 
 from vit_ray.data.jpeg import decode_jpeg
-from vit_ray.data.jpeg_index.rewriting import Libjpeg, with_restart_markers
 from vit_ray.data.restart_index import crop_file
+from vit_ray.data.restart_markers import Libjpeg, with_restart_markers
 
 KEPT = ("icc_profile", "exif", "comment")
 """What Pillow finds beside the pixels; JFIF's own fields may be new."""

@@ -10,9 +10,9 @@ from sklearn.datasets import load_sample_images
 from tests.data.pictures import encoded
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.convert.checks import checked
-from vit_ray.data.jpeg_index.headers import has_zeroed_data, read_frame
-from vit_ray.data.jpeg_index.libjpeg_process import WARNINGS
-from vit_ray.data.jpeg_index.rewriting import restart_writer
+from vit_ray.data.jpeg import has_zeroed_data, read_frame
+from vit_ray.data.libjpeg_process import WARNINGS
+from vit_ray.data.restart_markers import restart_writer
 
 CONFIG = ConvertConfig(source="a", destination="b")
 

@@ -14,10 +14,9 @@ from sklearn.datasets import load_sample_images
 from tests.data.jpeg_index.made_up import crafted_jpeg, difference
 from tests.data.pictures import encoded, picture
 from tests.data.test_restart_index import by_opencv
-from vit_ray.data.jpeg import header_segments
-from vit_ray.data.jpeg_index import libjpeg_process, rewriting
-from vit_ray.data.jpeg_index.headers import metadata_of
-from vit_ray.data.jpeg_index.rewriting import Libjpeg, restart_writer, with_restart_markers
+from vit_ray.data import libjpeg_process, restart_markers
+from vit_ray.data.jpeg import header_segments, metadata_of
+from vit_ray.data.restart_markers import Libjpeg, restart_writer, with_restart_markers
 
 NUM_CRAFTED = int(os.environ.get("FUZZ_ROUNDS", "200"))
 CHINA, FLOWER = load_sample_images().images
@@ -45,7 +44,7 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def writer() -> Iterator[Libjpeg]:
-    library = next(rewriting._writers())
+    library = next(restart_markers._writers())
     yield library
     library.close()
 
@@ -210,7 +209,7 @@ def test_a_file_is_not_given_the_tables_of_the_file_before(writer):
 def test_a_library_with_other_structures_is_passed_over(monkeypatch, caplog, tmp_path):
     (tmp_path / "libjpeg.so").write_bytes(b"no library")
     foreign = Libjpeg(str(tmp_path / "libjpeg.so"))
-    monkeypatch.setattr(rewriting, "_writers", lambda: iter([foreign]))
+    monkeypatch.setattr(restart_markers, "_writers", lambda: iter([foreign]))
     restart_writer.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert restart_writer() is None
@@ -269,7 +268,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", [*OTHERS, ""])
 def test_only_what_has_the_coefficients_of_the_original_is_an_answer(name, monkeypatch):
-    library = libjpeg_process.Libjpeg(next(rewriting._writers())._command[-1])
+    library = libjpeg_process.Libjpeg(next(restart_markers._writers())._command[-1])
     other = OTHERS.get(name, PLAIN)
     monkeypatch.setattr(library, "_written", lambda *_: other)
     assert library.rewritten(PLAIN, 1, True, b"") == (b"" if name else PLAIN)
@@ -289,7 +288,7 @@ def test_a_helper_that_is_killed_is_no_fault_of_the_file(writer, monkeypatch, tm
     again = with_restart_markers(image, writer)
     assert again.image == undisturbed.image
     helper = tmp_path / "killed.py"
-    monkeypatch.setattr(rewriting, "_HELPER", helper)
+    monkeypatch.setattr(restart_markers, "_HELPER", helper)
     helper.write_text("import os\nos.kill(os.getpid(), 11)\n")  # as libjpeg, by a bad pointer
     assert with_restart_markers(image, Libjpeg("")) is None
     helper.write_text("import os\nos.kill(os.getpid(), 9)\n")
@@ -303,8 +302,8 @@ def test_a_helper_that_is_killed_is_no_fault_of_the_file(writer, monkeypatch, tm
 def test_a_process_that_does_not_answer_is_not_waited_for(monkeypatch, tmp_path, deaf, length):
     """Nor one that does not listen, and it is no fault of the file: a machine may be busy."""
     (tmp_path / "deaf.py").write_text(f"import sys, time\n{deaf}\n")
-    monkeypatch.setattr(rewriting, "_HELPER", tmp_path / "deaf.py")
-    monkeypatch.setattr(rewriting, "_ANSWER_WITHIN_S", 0.1)
-    monkeypatch.setattr(rewriting, "_ENDS_WITHIN_S", 0.01)
+    monkeypatch.setattr(restart_markers, "_HELPER", tmp_path / "deaf.py")
+    monkeypatch.setattr(restart_markers, "_ANSWER_WITHIN_S", 0.1)
+    monkeypatch.setattr(restart_markers, "_ENDS_WITHIN_S", 0.01)
     with pytest.raises(OSError, match=r"3 times, or did not answer in 0.1 s"):
         Libjpeg("").ask(libjpeg_process.WARNINGS, bytes(length))

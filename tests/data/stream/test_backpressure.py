@@ -18,7 +18,7 @@ from vit_ray.data.stream import ray_datasets
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.ray_datasets import HostRanks, segments_of
 from vit_ray.data.stream.stream_server import RankStreams
-from vit_ray.launch.inputs.streams import resolve_run
+from vit_ray.launch.resolved_run import resolve_run
 
 SLOW_BATCHES = 24
 PAUSE_S = 0.25

@@ -8,13 +8,14 @@ import pytest
 from tests.data.damage import broken_copy, damage
 from tests.data.stream.reading import read_training
 from vit_ray.data import open_dataset
-from vit_ray.data.crops import Augmentation
-from vit_ray.data.dataset import Manifest, select
-from vit_ray.data.partition import Partition
+from vit_ray.data.boxes import Augmentation
+from vit_ray.data.dataset import Manifest
+from vit_ray.data.order import Partition
+from vit_ray.data.parts import select
 from vit_ray.data.shards import EncodedRows, RowGroupReader
-from vit_ray.data.stream import bad_rows
-from vit_ray.data.stream.bad_rows import BadRowLimit
+from vit_ray.data.stream import ray_datasets
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec, _RowGroupCache
+from vit_ray.data.stream.ray_datasets import BadRowLimit
 
 
 def read_epoch(
@@ -93,8 +94,8 @@ class Store:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.keys: set[bytes] = set()
         self.lists = 0
-        monkeypatch.setattr(bad_rows, "_internal_kv_put", lambda key, _: self.keys.add(key))
-        monkeypatch.setattr(bad_rows, "_internal_kv_list", self.list)
+        monkeypatch.setattr(ray_datasets, "_internal_kv_put", lambda key, _: self.keys.add(key))
+        monkeypatch.setattr(ray_datasets, "_internal_kv_list", self.list)
 
     def list(self, prefix: bytes) -> list[bytes]:
         self.lists += 1

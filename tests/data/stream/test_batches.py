@@ -7,9 +7,8 @@ import numpy as np
 
 from tests.data.small_sets import samples_at
 from vit_ray.data import open_dataset
-from vit_ray.data.crops import Augmentation
-from vit_ray.data.order import Order, ShuffleWindow
-from vit_ray.data.partition import Partition, read_tasks
+from vit_ray.data.boxes import Augmentation
+from vit_ray.data.order import Order, Partition, ShuffleWindow, read_tasks
 from vit_ray.data.randaugment import RandAugment
 from vit_ray.data.shards import EncodedRows, RowGroupReader
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec

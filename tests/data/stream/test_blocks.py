@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from ray.data._internal.output_buffer import BlockOutputBuffer, OutputBlockSizeOption
 
-from vit_ray.data.stream.blocks import as_one_row, cut
+from vit_ray.data.stream.ray_datasets import as_one_row, cut
 
 Batch = dict[str, Any]
 

@@ -14,10 +14,10 @@ from tests.data.pictures import encoded
 from vit_ray.data import open_dataset
 from vit_ray.data.boxes import Augmentation
 from vit_ray.data.convert import checks
-from vit_ray.data.convert.verify import check_file
+from vit_ray.data.convert.finished_sets import check_file
 from vit_ray.data.dataset import Manifest
-from vit_ray.data.jpeg_index.rewriting import Libjpeg, RewrittenJpeg, with_restart_markers
-from vit_ray.data.partition import Partition
+from vit_ray.data.order import Partition
+from vit_ray.data.restart_markers import Libjpeg, RewrittenJpeg, with_restart_markers
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
 
 CHINA, FLOWER = load_sample_images().images

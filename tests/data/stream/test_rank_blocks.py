@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from vit_ray.data.stream.rank_blocks import (
+from vit_ray.data.stream.ray_datasets import Segment
+from vit_ray.data.stream.stream_server import (
     KeptBlocks,
     RankBlock,
     Reading,
     StreamLostError,
     blocks_of,
 )
-from vit_ray.data.stream.ray_datasets import Segment
 
 Blocks = list[RankBlock]
 

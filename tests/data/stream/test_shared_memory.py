@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vit_ray.data.dataset import Manifest, ShardFile, ShardFiles, select
-from vit_ray.data.partition import Partition
+from vit_ray.data.dataset import Manifest, ShardFile, ShardFiles
+from vit_ray.data.order import Partition
+from vit_ray.data.parts import select
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
 
 GROUPS = 600_000

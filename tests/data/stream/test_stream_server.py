@@ -9,13 +9,12 @@ import pytest
 import ray
 
 from tests.data.small_sets import samples_at
-from vit_ray.data.crops import Augmentation
+from vit_ray.data.boxes import Augmentation
 from vit_ray.data.order import Order, ShuffleWindow
 from vit_ray.data.stream import ray_datasets, stream_server
 from vit_ray.data.stream.batches import StreamSpec
-from vit_ray.data.stream.rank_blocks import blocks_of
 from vit_ray.data.stream.ray_datasets import HostRanks, segments_of
-from vit_ray.data.stream.stream_server import Pass, StreamServer, _own_resources
+from vit_ray.data.stream.stream_server import Pass, StreamServer, _own_resources, blocks_of
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

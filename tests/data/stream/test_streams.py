@@ -17,13 +17,12 @@ from tests.data.stream.reading import (
     start_stream_server,
     streams_of,
 )
-from vit_ray.data.crops import Augmentation
+from vit_ray.data.boxes import Augmentation
 from vit_ray.data.dataset import Manifest
 from vit_ray.data.order import Order, ShuffleWindow
 from vit_ray.data.stream.batches import StreamSpec
-from vit_ray.data.stream.rank_blocks import StreamLostError
 from vit_ray.data.stream.ray_datasets import HostRanks, segments_of
-from vit_ray.data.stream.stream_server import Pass, RankStreams
+from vit_ray.data.stream.stream_server import Pass, RankStreams, StreamLostError
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 BATCH = 24

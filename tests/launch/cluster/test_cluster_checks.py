@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from tests.recipes import recipe_with
-from vit_ray.launch.cluster.cluster_checks import check_cluster, check_room
-from vit_ray.launch.cluster.connection import ClusterShape
+from vit_ray.launch.cluster_checks import check_cluster, check_room
+from vit_ray.launch.connection import ClusterShape
 
 
 def recipe_of(num_workers: int, **workers: Any) -> Any:

@@ -22,8 +22,8 @@ from ray._private.utils import check_version_info
 
 from tests.ports import free_ports
 from vit_ray.config import load_recipe
-from vit_ray.launch.cluster import connection
-from vit_ray.launch.cluster.connection import ClusterShape, check_address, check_reachable, connect
+from vit_ray.launch import connection
+from vit_ray.launch.connection import ClusterShape, check_address, check_reachable, connect
 
 TOKEN = "0123456789abcdef" * 2
 
@@ -46,7 +46,7 @@ def short_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-START = "from vit_ray.launch.cluster.connection import _start; _start(1)"
+START = "from vit_ray.launch.connection import _start; _start(1)"
 
 
 def start(folder: Path, code: str = START, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -154,7 +154,7 @@ def test_a_cluster_that_refuses_the_token_is_told_at_once(environment, message, 
     """Ray itself tries for 20 s, and says that it failed to connect."""
     code = (
         "from tests.recipes import recipe_with; "
-        "from vit_ray.launch.cluster.connection import connect; print(connect(recipe_with()))"
+        "from vit_ray.launch.connection import connect; print(connect(recipe_with()))"
     )
     whole = {**os.environ, "RAY_ADDRESS": guarded, "HOME": str(tmp_path), **environment}
     done = subprocess.run(

@@ -20,8 +20,8 @@ from tests.data.pictures import encoded, jpeg, picture
 from tests.data.small_sets import CLASSES, SHARD, write_encoded
 from tests.recipes import recipe_with
 from vit_ray.data.shard_writer import EncodedImage
-from vit_ray.launch.inputs import dataset
-from vit_ray.launch.inputs.streams import resolve_run
+from vit_ray.launch import dataset
+from vit_ray.launch.resolved_run import resolve_run
 
 COUNT = 10
 MANY, BATCH = 52, 8

@@ -14,9 +14,8 @@ from tests.recipes import recipe_with
 from vit_ray.config import Recipe
 from vit_ray.data.dataset import Manifest
 from vit_ray.evaluation.ground_truth import Answers
-from vit_ray.launch.inputs.evaluation_labels import answers_of
-from vit_ray.launch.inputs.streams import resolve_run
-from vit_ray.launch.prepared_run import PreparedRun, prepare_evaluation
+from vit_ray.launch.prepared_run import PreparedRun, answers_of, prepare_evaluation
+from vit_ray.launch.resolved_run import resolve_run
 from vit_ray.models.weights import save_weights
 
 CLASSES = [f"n{number:08d}" for number in range(6)]

@@ -10,9 +10,8 @@ from tests.conftest import Digits
 from tests.data.stream.reading import read_training
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
-from vit_ray.launch.inputs.dataset import open_dataset
-from vit_ray.launch.inputs.rank_batches import training_batches
-from vit_ray.launch.inputs.streams import resolve_run
+from vit_ray.launch.dataset import open_dataset, training_batches
+from vit_ray.launch.resolved_run import resolve_run
 
 
 @pytest.fixture

@@ -16,9 +16,8 @@ from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.crops import crop_of
 from vit_ray.data.shard_writer import EncodedImage
-from vit_ray.launch.inputs.rank_batches import training_batches
-from vit_ray.launch.inputs.seen_batch import SeenBatches
-from vit_ray.launch.inputs.streams import resolve_run
+from vit_ray.launch.dataset import SeenBatches, training_batches
+from vit_ray.launch.resolved_run import resolve_run
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ import pytest
 import ray
 
 from tests.recipes import recipe_with
-from vit_ray.launch.cluster.connection import ClusterShape
-from vit_ray.launch.inputs import shared_files
-from vit_ray.launch.inputs.shared_files import check_shared, paths_of
+from vit_ray.launch import cluster_checks
+from vit_ray.launch.cluster_checks import check_shared, paths_of
+from vit_ray.launch.connection import ClusterShape
 
 
 def node(name: str, number: int, **held: float) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 
     here = type("Here", (), {"get_node_id": lambda _: "head"})
     monkeypatch.setattr(ray, "get_runtime_context", here)
-    monkeypatch.setattr(shared_files, "unseen_by", unseen_by)
+    monkeypatch.setattr(cluster_checks, "unseen_by", unseen_by)
     return found
 
 
@@ -70,5 +70,5 @@ def test_nodes_that_see_neither_are_named_with_what_to_change(tmp_path, asked):
 def test_a_real_node_says_what_it_does_not_see(ray_cluster, tmp_path):
     (own,) = {one["NodeID"] for one in ray.nodes() if one["Alive"]}
     gone = f"{tmp_path}/gone"
-    assert shared_files.unseen_by([own], [str(tmp_path)]) == {}
-    assert shared_files.unseen_by([own], [str(tmp_path), gone]) == {own: [gone]}
+    assert cluster_checks.unseen_by([own], [str(tmp_path)]) == {}
+    assert cluster_checks.unseen_by([own], [str(tmp_path), gone]) == {own: [gone]}

@@ -11,10 +11,9 @@ from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.dataset import RowGroupColumns, ShardFile, write_manifest
-from vit_ray.launch import prepared_run
-from vit_ray.launch.inputs import shuffle_window
-from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
+from vit_ray.launch import prepared_run, resolved_run
 from vit_ray.launch.prepared_run import prepared_training
+from vit_ray.launch.resolved_run import ResolvedRun, resolve_run
 from vit_ray.storage import locate
 
 NUM_GROUPS = 100
@@ -85,7 +84,7 @@ def test_a_new_run_mixes_what_its_tasks_can_hold_and_records_it(recipe):
 def test_the_window_follows_memory_batch_and_the_share_of_the_object_store(
     recipe, memory_mib, batch, store_mib, window, monkeypatch
 ):
-    monkeypatch.setattr(shuffle_window, "TASK_MEMORY_MIB", memory_mib)
+    monkeypatch.setattr(resolved_run, "TASK_MEMORY_MIB", memory_mib)
     changed = recipe.with_changes(
         train={"global_batch_size": batch, "micro_batch_size": batch},
         data={"object_store_mib": store_mib},
@@ -99,7 +98,7 @@ def test_the_window_follows_memory_batch_and_the_share_of_the_object_store(
 @pytest.mark.parametrize("window", [0, 512])
 def test_a_run_goes_on_in_its_order_with_other_memory(recipe, window, monkeypatch):
     save_checkpoint(recipe, window)
-    monkeypatch.setattr(shuffle_window, "TASK_MEMORY_MIB", 1000)
+    monkeypatch.setattr(resolved_run, "TASK_MEMORY_MIB", 1000)
     found, resolved = prepared(recipe)
     assert found.data.shuffle_window == window
     assert (resolved.streams["train"].window is None) == (window == 0)

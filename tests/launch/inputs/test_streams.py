@@ -8,10 +8,10 @@ import pytest
 from tests.conftest import Digits
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
-from vit_ray.launch.inputs import streams
-from vit_ray.launch.inputs.streams import resolve_run
+from vit_ray.launch import resolved_run
+from vit_ray.launch.named_run import find_resume_point
 from vit_ray.launch.prepared_run import prepared_training
-from vit_ray.launch.resuming import find_resume_point
+from vit_ray.launch.resolved_run import resolve_run
 
 
 @pytest.fixture
@@ -33,8 +33,8 @@ def test_a_held_out_part_beside_a_test_set_is_where_the_best_evaluation_is_chose
     held_out = recipe.with_changes(data={"held_out_fraction": 0.1})
     assert "dev" not in resolve_run(held_out).streams
     for keeps in ({"checkpoint": {"keep_best": True}}, {"train": {"early_stopping": 2}}):
-        streams = resolve_run(held_out.with_changes(**keeps)).streams
-        counts = {name: streams[name].num_images for name in ("train", "eval", "dev")}
+        resolved_run = resolve_run(held_out.with_changes(**keeps)).streams
+        counts = {name: resolved_run[name].num_images for name in ("train", "eval", "dev")}
         assert counts == {"train": 1347, "eval": 300, "dev": 150}
         assert "dev" not in resolve_run(recipe.with_changes(**keeps)).streams
         alone = resolve_run(held_out.with_changes(**keeps), needs_train=False)
@@ -72,7 +72,7 @@ def test_more_shots_than_a_class_has_images_are_refused(recipe, digits, monkeypa
         resolve_run(few_shot(recipe, digits, 1, count + 1))
     resolve_run(few_shot(recipe, digits, 1, count))
     assert not caplog.text
-    monkeypatch.setattr(streams, "MOST_LABELS_READ", 100)  # of a huge pool no more are read
+    monkeypatch.setattr(resolved_run, "MOST_LABELS_READ", 100)  # of a huge pool no more are read
     resolve_run(few_shot(recipe, digits, 1000))
     assert "10 of 10 classes have fewer than 1000" in caplog.text
     caplog.clear()

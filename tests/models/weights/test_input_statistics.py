@@ -10,8 +10,8 @@ from torch import nn
 from transformers import ViTImageProcessor
 
 from tests.models.small import small_model
+from vit_ray.models.published import FOLDER_PREPROCESSOR, statistics_beside
 from vit_ray.models.weights import load_weights, save_weights
-from vit_ray.models.weights.published import FOLDER_PREPROCESSOR, statistics_beside
 from vit_ray.training.objective import normalize
 
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}

@@ -9,8 +9,7 @@ import pytest
 from tests.models.small import FAMILIES, small_model
 from vit_ray.checkpoints.init_weights import initialize_weights, planned_load
 from vit_ray.config.training_sections import ModelConfig
-from vit_ray.models.weights import save_weights
-from vit_ray.models.weights.load import read_tensors
+from vit_ray.models.weights import read_tensors, save_weights
 
 PLACES = {"jax": "model.npz", "timm": "model.safetensors", "huggingface": "hub", "vit_ray": "own"}
 

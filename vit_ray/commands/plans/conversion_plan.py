@@ -5,9 +5,8 @@ import platform
 from joblib import cpu_count
 
 from vit_ray.config import Recipe
-from vit_ray.data.convert.destination import check_conversion, convert_of
-from vit_ray.data.convert.estimate import estimate_conversion
-from vit_ray.data.progress import clock
+from vit_ray.data.convert.checks import check_conversion, convert_of, estimate_conversion
+from vit_ray.data.tasks import clock
 
 
 def describe_conversion(recipe: Recipe) -> str:

@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from joblib import cpu_count
 
-from vit_ray.commands.plans.plan import (
+from vit_ray.commands.plan import (
     PlannedCluster,
     TrainingFacts,
     data_facts,
@@ -17,7 +17,7 @@ from vit_ray.commands.plans.plan import (
 )
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import ModelConfig
-from vit_ray.data.progress import clock
+from vit_ray.data.tasks import clock
 from vit_ray.experiments.search_space import (
     final_recipe,
     point_name,
@@ -26,15 +26,15 @@ from vit_ray.experiments.search_space import (
     sweep_of,
     trial_recipe,
 )
-from vit_ray.launch.cluster.cluster_checks import check_batch
-from vit_ray.training.largest_batch import largest_micro_batch
+from vit_ray.launch.resolved_run import check_batch
 from vit_ray.training.memory_estimate import (
     estimate_memory,
     forward_pass,
+    largest_micro_batch,
     prepared_model,
     step_macs,
 )
-from vit_ray.training.micro_batch import accumulation_steps, micro_batch_size
+from vit_ray.training.steps import accumulation_steps, micro_batch_size
 
 _MOST_MACS: Final = 5e9
 """Multiply-adds of a pass that is tried here: some seconds, in bf16 on CPUs that emulate it."""

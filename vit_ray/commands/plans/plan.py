@@ -10,21 +10,19 @@ from typing import Final
 
 from vit_ray.addresses import PLACEHOLDER, is_placeholder
 from vit_ray.config import Recipe
-from vit_ray.data.partition import divisors
-from vit_ray.launch.inputs.streams import resolve_run
-from vit_ray.launch.model_checks import averaging_warning, check_model
-from vit_ray.measure.devices import Device, require_device
-from vit_ray.measure.step_time import DAY_S, Pace
+from vit_ray.data.order import divisors
+from vit_ray.launch.resolved_run import averaging_warning, check_model, resolve_run
+from vit_ray.measure.devices import DAY_S, Device, Pace, require_device
 from vit_ray.models.flops import forward_macs
 from vit_ray.storage import locate
-from vit_ray.training.largest_batch import largest_micro_batch
 from vit_ray.training.memory_estimate import (
     count_parameters,
     estimate_memory,
+    largest_micro_batch,
     run_exaflops,
     step_macs,
 )
-from vit_ray.training.micro_batch import accumulation_steps
+from vit_ray.training.steps import accumulation_steps
 
 _READING_S: Final = 0.92e-3
 """CPU seconds of an image, benchmarks/results/data_stream_pair_cpu_2026-11-28.md."""

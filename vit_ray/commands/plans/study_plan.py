@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 
-from vit_ray.commands.plans.plan import TrainingFacts, data_facts, pace_of
+from vit_ray.commands.plan import TrainingFacts, data_facts, pace_of
 from vit_ray.config import Recipe
-from vit_ray.experiments.branching import branch_step
 from vit_ray.experiments.search_space import points_of
 from vit_ray.experiments.study import in_groups
-from vit_ray.experiments.study_cells import Cell, study_cells, study_of, task_recipe
-from vit_ray.launch.cluster.cluster_checks import check_batch
+from vit_ray.experiments.study_cells import Cell, branch_step, study_cells, study_of, task_recipe
+from vit_ray.launch.resolved_run import check_batch
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vit_ray.evaluation.image_grid import sheet
-from vit_ray.launch.inputs.seen_batch import SeenBatches
+from vit_ray.evaluation.examples import sheet
+from vit_ray.launch.dataset import SeenBatches
 from vit_ray.launch.named_run import find_run
 
 MOST_SHOWN: Final = 64

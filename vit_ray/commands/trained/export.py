@@ -7,23 +7,18 @@ from typing import Any
 
 from huggingface_hub import HfApi
 
-from vit_ray.checkpoints.weight_files import SCHEME
-from vit_ray.commands.trained.trained_model import load_trained_model
+from vit_ray.checkpoints.init_weights import SCHEME
+from vit_ray.commands.trained_model import load_trained_model
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import ExportConfig
 from vit_ray.config.keys import used_sections
 from vit_ray.data.augment import augmentation_of
-from vit_ray.data.crops import Augmentation
+from vit_ray.data.boxes import Augmentation
 from vit_ray.launch.model_card import image_processor, model_card
 from vit_ray.launch.trained_model import class_names, training_set
 from vit_ray.models.fitting import LoadReport
-from vit_ray.models.weights.published import (
-    FOLDER_CONFIG,
-    FOLDER_PREPROCESSOR,
-    USE,
-    weights_file,
-)
-from vit_ray.models.weights.save import check_suffix, save_weights
+from vit_ray.models.published import FOLDER_CONFIG, FOLDER_PREPROCESSOR, USE, weights_file
+from vit_ray.models.weights import check_suffix, save_weights
 from vit_ray.storage import absolute, locate
 
 _CARD = "README.md"

@@ -23,9 +23,9 @@ from vit_ray.config.keys import DATA_SET, Change, incompatible_changes, on_resum
 from vit_ray.config.loading import changed, write_yaml
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.schema import OnResume
-from vit_ray.launch.inputs.streams import ResolvedRun, resolve_run
 from vit_ray.launch.named_run import named_folder
-from vit_ray.launch.run_lock import lock_run
+from vit_ray.launch.prepared_run import lock_run
+from vit_ray.launch.resolved_run import ResolvedRun, resolve_run
 from vit_ray.lock import is_lock_file
 from vit_ray.outcomes import NOTE, origin_of
 from vit_ray.storage import Location, locate

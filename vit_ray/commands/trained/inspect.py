@@ -5,16 +5,16 @@ from pathlib import Path
 
 import numpy as np
 
-from vit_ray.commands.printed_tables import print_link
-from vit_ray.commands.trained.trained_model import load_trained_model
+from vit_ray.commands.train import print_link
+from vit_ray.commands.trained_model import load_trained_model
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import InspectConfig
 from vit_ray.config.keys import KIND
 from vit_ray.data.augment import augmentation_of
-from vit_ray.data.crops import BadImageError, UInt8Array, crop_of
-from vit_ray.data.file_names import IMAGE_SUFFIXES, is_image_name
-from vit_ray.evaluation.figures import inspect_model
-from vit_ray.launch.run_metadata import trained_params
+from vit_ray.data.crops import crop_of
+from vit_ray.data.images import IMAGE_SUFFIXES, BadImageError, UInt8Array, is_image_name
+from vit_ray.evaluation.inspection import inspect_model
+from vit_ray.launch.run_record import trained_params
 from vit_ray.storage import Location, locate
 from vit_ray.tracking.metrics_log import RunOpening
 from vit_ray.tracking.tracker import Tracker

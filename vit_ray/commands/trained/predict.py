@@ -19,11 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vit_ray.addresses import redact, with_home
-from vit_ray.data.crops import BadImageError
 from vit_ray.data.dataset import MANIFEST_FILE
-from vit_ray.data.file_names import IMAGE_SUFFIXES, is_image_name
-from vit_ray.evaluation.image_grid import sheet
-from vit_ray.launch.inputs.dataset import open_dataset
+from vit_ray.data.images import IMAGE_SUFFIXES, BadImageError, is_image_name
+from vit_ray.evaluation.examples import sheet
+from vit_ray.launch.dataset import open_dataset
 from vit_ray.storage import RIGHTS_PROBE, Location, check_reachable, locate
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ def print_predictions(
     print(_line(f"{total:,} images{most and f': {most}'}{bad}"), file=sys.stderr)
     if judged := right.total():
         share = right[True] / judged
-        interval_note = pkgutil.resolve_name("vit_ray.commands.printed_tables:interval_note")
+        interval_note = pkgutil.resolve_name("vit_ray.commands.train:interval_note")
         note = f"{right[True]:,} right, {right[False]:,} wrong: {share:.2%}"
         print(f"in folders of classes: {note}{interval_note(share, judged)}", file=sys.stderr)
     for output in outputs:

@@ -4,11 +4,10 @@ import sys
 from collections.abc import Callable
 from functools import cache
 
-from vit_ray.checkpoints.checkpoint import Progress
+from vit_ray.checkpoints.checkpoint import Progress, add_digests, samples_digest
 from vit_ray.checkpoints.checkpoint_format import PartialCheckpointError
 from vit_ray.checkpoints.run_checkpoints import checkpoint_of_step, list_checkpoints
-from vit_ray.checkpoints.sample_digest import add_digests, samples_digest
-from vit_ray.launch.inputs.seen_batch import SeenBatches
+from vit_ray.launch.dataset import SeenBatches
 from vit_ray.launch.named_run import find_run
 from vit_ray.storage import locate
 

@@ -12,12 +12,10 @@ from numpy.typing import NDArray
 
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.convert.rows import Row
-from vit_ray.data.crops import decode, open_image
-from vit_ray.data.jpeg import START, encode_jpeg, size_of_jpeg
-from vit_ray.data.jpeg_index.headers import has_zeroed_data, num_scans
-from vit_ray.data.jpeg_index.libjpeg_process import WARNINGS
-from vit_ray.data.jpeg_index.rewriting import Libjpeg, with_restart_markers
-from vit_ray.data.orientation import TURNS, orientation_of
+from vit_ray.data.images import TURNS, decode, open_image, orientation_of
+from vit_ray.data.jpeg import START, encode_jpeg, has_zeroed_data, num_scans, size_of_jpeg
+from vit_ray.data.libjpeg_process import WARNINGS
+from vit_ray.data.restart_markers import Libjpeg, with_restart_markers
 from vit_ray.data.shard_writer import EncodedImage
 
 # Threads that read a shard's images ahead: object stores are slow to answer, but answer many.

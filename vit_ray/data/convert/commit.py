@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
-from vit_ray.data.convert.destination import OUTPUT
+from vit_ray.data.convert.checks import OUTPUT
 from vit_ray.data.convert.index import parquet_output, read_facts, write_facts
 from vit_ray.data.convert.shards import RESULT, Plan, ShardResult
 from vit_ray.data.dataset import (

@@ -20,9 +20,14 @@ from typing import Any, Final
 import numpy as np
 
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.data.convert.commit import ConvertReport, commit, listed, report_of
-from vit_ray.data.convert.destination import OUTPUT, PLAN, check_destination
-from vit_ray.data.convert.estimate import SAMPLED, sampled, shards_for
+from vit_ray.data.convert.checks import (
+    OUTPUT,
+    PLAN,
+    SAMPLED,
+    check_destination,
+    sampled,
+    shards_for,
+)
 from vit_ray.data.convert.index import RowStore, build_index, read_facts, versions_of, write_facts
 from vit_ray.data.convert.labels import (
     SourceFacts,
@@ -32,11 +37,20 @@ from vit_ray.data.convert.labels import (
     classes_of,
 )
 from vit_ray.data.convert.rows import FOLDERS, LISTS, Unit, table_rows
-from vit_ray.data.convert.shards import SHUFFLE, Plan, make_shards, write_lists
+from vit_ray.data.convert.shards import (
+    SHUFFLE,
+    ConvertReport,
+    Plan,
+    commit,
+    listed,
+    make_shards,
+    report_of,
+    write_lists,
+)
 from vit_ray.data.convert.sources import units_of
 from vit_ray.data.dataset import MANIFEST_FILE, SOURCE_FILE, STAGING_FOLDER
 from vit_ray.data.keyed_random import KeyedPermutation
-from vit_ray.data.shards import RESERVED_NAMES
+from vit_ray.data.shard_writer import RESERVED_NAMES
 from vit_ray.lock import HeldError, LockLostError, check_lock, hold_lock
 from vit_ray.storage import Location, absolute, locate, with_retries
 

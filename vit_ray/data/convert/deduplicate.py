@@ -18,12 +18,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from vit_ray.data.crops import Augmentation, BadImageError, crop_of
+from vit_ray.data.boxes import Augmentation
+from vit_ray.data.crops import crop_of
 from vit_ray.data.dataset import MANIFEST_FILE, STAGING_FOLDER, Manifest, open_dataset
-from vit_ray.data.progress import Shown, report_done
-from vit_ray.data.run_tasks import run_tasks
+from vit_ray.data.images import BadImageError
+from vit_ray.data.parts import derive, refuse_existing
 from vit_ray.data.shards import ChangedImageError, RowGroupReader
-from vit_ray.data.subset import derive, refuse_existing
+from vit_ray.data.tasks import Shown, report_done, run_tasks
 from vit_ray.storage import locate
 
 DUPLICATES_FILE: Final = "duplicates.parquet"

@@ -16,7 +16,7 @@ from vit_ray.data.dataset import (
     SOURCE_FILE,
     STAGING_FOLDER,
 )
-from vit_ray.data.file_names import is_hidden
+from vit_ray.data.images import is_hidden
 from vit_ray.lock import is_lock_file
 from vit_ray.storage import Location, locate
 

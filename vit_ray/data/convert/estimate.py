@@ -23,7 +23,7 @@ from vit_ray.data.convert.rows import (
 )
 from vit_ray.data.convert.sources import declared_classes, rows_of, units_of
 from vit_ray.data.dataset import checksum
-from vit_ray.data.jpeg_index.rewriting import restart_writer
+from vit_ray.data.restart_markers import restart_writer
 from vit_ray.storage import locate
 
 COUNTED_S: Final = 20.0

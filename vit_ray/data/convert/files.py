@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain, islice
 from typing import Final, TypeVar
 
-from vit_ray.data.file_names import is_hidden
+from vit_ray.data.images import is_hidden
 from vit_ray.storage import locate, naming
 
 # The value of `convert.split` that takes every split as one data set.

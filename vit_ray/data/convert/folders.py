@@ -9,7 +9,7 @@ from vit_ray.data.convert.files import named_split
 from vit_ray.data.convert.labels import checked_label
 from vit_ray.data.convert.rows import Row, Unit, relative
 from vit_ray.data.dataset import MANIFEST_FILE, STAGING_FOLDER
-from vit_ray.data.file_names import is_hidden, is_image_name
+from vit_ray.data.images import is_hidden, is_image_name
 from vit_ray.storage import Info, Location, local_info, locate
 
 _OURS: Final = {MANIFEST_FILE, STAGING_FOLDER}

@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from vit_ray.config.command_sections import ConvertConfig
+from vit_ray.data.convert.archives import names_beside
 from vit_ray.data.convert.labels import SourceFacts
 from vit_ray.data.convert.rows import (
     FOLDERS,
@@ -36,11 +37,9 @@ from vit_ray.data.convert.rows import (
     row_table,
 )
 from vit_ray.data.convert.sources import declared_classes, rows_of
-from vit_ray.data.convert.tfrecords import names_beside
 from vit_ray.data.dataset import checksum
-from vit_ray.data.progress import Shown, report_done
-from vit_ray.data.run_tasks import run_tasks
 from vit_ray.data.shard_writer import closed_after
+from vit_ray.data.tasks import Shown, report_done, run_tasks
 from vit_ray.storage import Location, locate, naming, read_again, with_retries
 
 # Most tasks that index a source; of tens of thousands of class folders, each takes several.

@@ -13,7 +13,6 @@ import numpy as np
 
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.convert.checks import checked, read_ahead
-from vit_ray.data.convert.hub import MOST_ROWS, check_in_place, opened, parquet_rows
 from vit_ray.data.convert.index import RowStore, parquet_output, read_groups, write_facts
 from vit_ray.data.convert.rows import (
     ROW_SCHEMA,
@@ -23,13 +22,13 @@ from vit_ray.data.convert.rows import (
     printable,
     table_rows,
 )
+from vit_ray.data.convert.tables import MOST_ROWS, check_in_place, opened, parquet_rows
 from vit_ray.data.dataset import STAGING_FOLDER, ImageFile, checksum, shard_name
-from vit_ray.data.jpeg_index.rewriting import restart_writer
+from vit_ray.data.images import orientation_of
 from vit_ray.data.keyed_random import KeyedPermutation
-from vit_ray.data.orientation import orientation_of
-from vit_ray.data.progress import Shown, report_done
-from vit_ray.data.run_tasks import run_tasks
+from vit_ray.data.restart_markers import restart_writer
 from vit_ray.data.shard_writer import EncodedImage, ShardFacts, ShardWriter
+from vit_ray.data.tasks import Shown, report_done, run_tasks
 from vit_ray.storage import Location, locate, with_retries
 
 SHUFFLE: Final = 5

@@ -7,7 +7,7 @@ from os.path import commonpath
 from typing import Final
 
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.data.convert import folders, hub, lists, tars, tfrecords
+from vit_ray.data.convert import archives, files, tables
 from vit_ray.data.convert.files import (
     check_complete,
     choose_split,
@@ -19,17 +19,17 @@ from vit_ray.data.convert.files import (
     split_of,
 )
 from vit_ray.data.convert.rows import FOLDERS, LISTS, DamagedUnitError, Row, Unit, relative
-from vit_ray.data.file_names import is_hidden, is_image_name
+from vit_ray.data.images import is_hidden, is_image_name
 from vit_ray.storage import Location, locate
 
 _ROWS: Final[dict[str, Callable[..., Iterable[Row]]]] = {
-    "folder": folders.folder_rows,
-    "loose": folders.loose_rows,
-    "webdataset": tars.tar_rows,
-    "huggingface": hub.parquet_rows,
-    "csv": lists.csv_rows,
-    "jsonl": lists.jsonl_rows,
-    "tfrecord": tfrecords.tfrecord_rows,
+    "folder": files.folder_rows,
+    "loose": files.loose_rows,
+    "webdataset": archives.tar_rows,
+    "huggingface": tables.parquet_rows,
+    "csv": tables.csv_rows,
+    "jsonl": tables.jsonl_rows,
+    "tfrecord": archives.tfrecord_rows,
 }
 # Those of formats that are files, by their suffix.
 _FORMATS: Final = {
@@ -85,8 +85,8 @@ def rows_of(unit: Unit, *, with_images: bool = True) -> Iterator[Row]:
 def declared_classes(unit: Unit) -> list[str] | None:
     """Class names declared in a file, or next to it; None if there are none."""
     if unit.format == "huggingface":
-        return hub.declared_classes(unit)
-    return tfrecords.declared_classes(unit) if unit.format == "tfrecord" else None
+        return tables.declared_classes(unit)
+    return archives.declared_classes(unit) if unit.format == "tfrecord" else None
 
 
 def units_of(config: ConvertConfig) -> list[Unit]:
@@ -126,7 +126,7 @@ def _units(config: ConvertConfig) -> list[Unit]:
             f"convert.source={source!r} matches files and folders; match one or the other"
         )
     places = list(map(locate, matches))
-    if is_named or (len(places) == 1 and not folders.loose_images(places[0])):
+    if is_named or (len(places) == 1 and not files.loose_images(places[0])):
         return _units_of_folder(config, places[0])
     common = locate(_folder_of(list(matches)))
     return _units_of_splits(config, places, common) or [
@@ -209,7 +209,7 @@ def _format_of(folder: Location, config: ConvertConfig) -> str:
             f"one with convert.format, or give a glob such as {config.source}/*.tar"
         )
     if found and found[0] in LISTS:
-        holders = (n for n in folders_in(folder) if folders.loose_images(folder.child(n)))
+        holders = (n for n in folders_in(folder) if files.loose_images(folder.child(n)))
         if len(classes := list(islice(holders, 2))) > 1:
             raise ValueError(
                 f"convert.source={config.source!r} has a list ({found[0]}) next to folders of "
@@ -262,7 +262,7 @@ def _units_of_splits(config: ConvertConfig, places: list[Location], common: Loca
     """
     source, names = config.source, {at: at.path.rpartition("/")[2] for at in places}
     named = [at for at in places if split_of(names[at])]
-    are_splits = not any(folders.loose_images(at) for at in places if named and at not in named)
+    are_splits = not any(files.loose_images(at) for at in places if named and at not in named)
     splits: dict[str | None, list[Location]] = {}
     for place in named:
         if exact := named_split(names[place]):
@@ -294,6 +294,6 @@ def _classes_in(config: ConvertConfig, root: Location, common: Location) -> list
             f"{root.uri}/CLASS/IMAGE; unpack archives first"
         )
     units = [Unit("folder", root.child(name).uri, common.uri, config) for name in names]
-    if folders.loose_images(root):
+    if files.loose_images(root):
         units.append(Unit("loose", root.uri, common.uri, config))
     return units

@@ -23,7 +23,7 @@ from vit_ray.data.convert.labels import (
     labels_of_record,
 )
 from vit_ray.data.convert.rows import DamagedUnitError, Row, Unit
-from vit_ray.data.file_names import IMAGE_SUFFIXES, is_hidden
+from vit_ray.data.images import IMAGE_SUFFIXES, is_hidden
 from vit_ray.storage import is_of_the_store
 
 _BLOCK: Final = tarfile.BLOCKSIZE

@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from google_crc32c import value as crc32c
 from PIL import Image
 
+from vit_ray.data.convert.archives import VTAB_LABELS, vtab_label
 from vit_ray.data.convert.labels import (
     Labels,
     checked_names,
@@ -26,8 +27,7 @@ from vit_ray.data.convert.labels import (
     labels_of_value,
 )
 from vit_ray.data.convert.rows import MOST_IMAGE_BYTES, DamagedUnitError, Row, Unit
-from vit_ray.data.convert.vtab_labels import VTAB_LABELS, vtab_label
-from vit_ray.data.crops import open_image
+from vit_ray.data.images import open_image
 from vit_ray.storage import Location, locate
 
 _IMAGE_FIELDS: Final = ("image", "image/encoded")

@@ -5,14 +5,12 @@ from typing import Final
 
 import numpy as np
 
-from vit_ray.data.crops import decode
 from vit_ray.data.dataset import Manifest, open_dataset
-from vit_ray.data.jpeg_index.segments import index_segments
+from vit_ray.data.images import decode
 from vit_ray.data.keyed_random import KeyedUniform
-from vit_ray.data.progress import Shown, report_done
-from vit_ray.data.restart_index import StoredImage
-from vit_ray.data.run_tasks import run_tasks
+from vit_ray.data.restart_index import StoredImage, index_segments
 from vit_ray.data.shards import RowGroupReader, problem_of_shard
+from vit_ray.data.tasks import Shown, report_done, run_tasks
 
 _SAMPLE: Final = 6
 

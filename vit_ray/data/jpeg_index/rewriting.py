@@ -26,10 +26,9 @@ import cv2
 import numpy as np
 import PIL
 
-from vit_ray.data.jpeg_index.headers import is_front, metadata_of, read_frame
-from vit_ray.data.jpeg_index.libjpeg_process import ANSWER, KEEP_TABLES, OPTIMIZE, REQUEST
-from vit_ray.data.jpeg_index.segments import index_segments, interval_for
-from vit_ray.data.restart_index import RestartIndex
+from vit_ray.data.jpeg import is_front, metadata_of, read_frame
+from vit_ray.data.libjpeg_process import ANSWER, KEEP_TABLES, OPTIMIZE, REQUEST
+from vit_ray.data.restart_index import RestartIndex, index_segments, interval_for
 
 _LOG: Final = logging.getLogger(__name__)
 

@@ -5,8 +5,7 @@ from typing import Final
 
 import numpy as np
 
-from vit_ray.data.jpeg import END, START
-from vit_ray.data.jpeg_index.headers import JpegFrame, is_front, metadata_of, read_frame
+from vit_ray.data.jpeg import END, START, JpegFrame, is_front, metadata_of, read_frame
 from vit_ray.data.restart_index import FIRST_RESTART, MOST_SEGMENTS, RestartIndex
 
 _MARKER: Final = re.compile(rb"\xff[^\x00\xff]")

@@ -14,12 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit_ray.data.boxes import Augmentation, CropBox, draw_box, draw_boxes
-from vit_ray.data.cache import Cache
 from vit_ray.data.crops import crop
 from vit_ray.data.dataset import Manifest
-from vit_ray.data.order import Plan, Rows, ShuffleWindow
-from vit_ray.data.partition import BlockShape, Partition
-from vit_ray.data.shards import NO_LABEL, EncodedRows, RowGroupReader
+from vit_ray.data.order import BlockShape, Partition, Plan, Rows, ShuffleWindow
+from vit_ray.data.shards import NO_LABEL, Cache, EncodedRows, RowGroupReader
 
 Batch = dict[str, NDArray[Any]]
 

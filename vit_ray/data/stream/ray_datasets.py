@@ -23,11 +23,8 @@ from ray.data.block import Block, BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 
 from vit_ray import ray_internals
-from vit_ray.data.order import Plan
-from vit_ray.data.partition import BlockTask, Partition, read_tasks
-from vit_ray.data.stream.bad_rows import BadRowLimit
+from vit_ray.data.order import BlockTask, Partition, Plan, read_tasks
 from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
-from vit_ray.data.stream.blocks import as_one_row
 from vit_ray.ray_internals import ExecutionCallback
 
 _WARM_WORKERS: Final = 64

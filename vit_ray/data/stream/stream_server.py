@@ -22,16 +22,9 @@ import ray.util
 from ray.data.block import Block
 
 from vit_ray.data.stream.batches import Batch, StreamSpec
-from vit_ray.data.stream.blocks import cut
-from vit_ray.data.stream.rank_blocks import (
-    Blocks,
-    KeptBlocks,
-    Reading,
-    StreamLostError,
-    blocks_of,
-)
 from vit_ray.data.stream.ray_datasets import (
     HostRanks,
+    cut,
     run_tasks_near_by,
     segments_of,
     warm_up,

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vit_ray.config import Recipe
-from vit_ray.training.micro_batch import micro_batch_size
+from vit_ray.training.steps import micro_batch_size
 
 if TYPE_CHECKING:  # importing Ray takes seconds, and opening data sets does not need it
-    from vit_ray.launch.cluster.connection import ClusterShape
+    from vit_ray.launch.connection import ClusterShape
 
 
 def check_batch(recipe: Recipe, num_images: int) -> None:

@@ -28,7 +28,7 @@ import ray
 from joblib import cpu_count
 
 from vit_ray.config import Recipe
-from vit_ray.launch.cluster.ray_address import HOST_PORT, host_and_port
+from vit_ray.launch.ray_address import HOST_PORT, host_and_port
 from vit_ray.ray_internals import (
     VERSION,
     has_auth_token,

@@ -13,16 +13,16 @@ from PIL import Image
 from vit_ray.config.schema import validated
 from vit_ray.config.training_sections import DataConfig, ModelConfig
 from vit_ray.data.augment import augmentation_of
-from vit_ray.data.dataset import Manifest, select
+from vit_ray.data.dataset import Manifest
 from vit_ray.data.dataset import open_dataset as open_manifest
+from vit_ray.data.parts import select
 from vit_ray.data.shards import EncodedRows, RowGroupReader
-from vit_ray.launch.inputs.rank_batches import RankBatches
-from vit_ray.launch.inputs.shuffle_window import window_rows
-from vit_ray.launch.inputs.streams import require_trainable, stream_of, training_stream
+from vit_ray.launch.dataset import RankBatches
+from vit_ray.launch.resolved_run import require_trainable, stream_of, training_stream, window_rows
 from vit_ray.own_parts import trust_named
 
 if TYPE_CHECKING:
-    from vit_ray.launch.inputs.torch_stream import TorchStream
+    from vit_ray.launch.torch_stream import TorchStream
 
 _KEPT_GROUPS: Final = 8
 """Row groups in memory: neighbours are read once."""
@@ -158,7 +158,7 @@ class Dataset(Sequence[Sample]):
         Args:
             options: as of `iter_batches`.
         """
-        from vit_ray.launch.inputs.torch_stream import TorchStream  # torch takes a second
+        from vit_ray.launch.torch_stream import TorchStream
 
         return TorchStream(self.iter_batches(global_batch_size, image_size, **options))
 

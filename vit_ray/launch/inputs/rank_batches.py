@@ -12,7 +12,7 @@ from typing import Any, Final, overload
 import cv2
 
 from vit_ray.config import Recipe
-from vit_ray.data.partition import Partition
+from vit_ray.data.order import Partition
 from vit_ray.data.stream.batches import (
     Batch,
     BatchReader,
@@ -20,7 +20,7 @@ from vit_ray.data.stream.batches import (
     StreamSpec,
     refuse_too_many,
 )
-from vit_ray.launch.inputs.streams import resolve_run
+from vit_ray.launch.resolved_run import resolve_run
 
 _LOG: Final = logging.getLogger(__name__)
 

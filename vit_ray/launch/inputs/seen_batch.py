@@ -6,10 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit_ray.data.boxes import draw_box
-from vit_ray.data.crops import UInt8Array
-from vit_ray.data.partition import Partition
+from vit_ray.data.images import UInt8Array
+from vit_ray.data.order import Partition
 from vit_ray.data.stream.batches import Batch, BatchReader, StreamJob
-from vit_ray.launch.inputs.streams import ResolvedRun
+from vit_ray.launch.resolved_run import ResolvedRun
 
 
 class SeenBatches:

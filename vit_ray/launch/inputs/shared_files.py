@@ -10,7 +10,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vit_ray.config import Recipe
-from vit_ray.launch.cluster.connection import ClusterShape
+from vit_ray.launch.connection import ClusterShape
 from vit_ray.storage import locate
 
 ANSWER_LIMIT_S: Final = 20.0

@@ -15,15 +15,13 @@ from vit_ray.config.training_sections import DataConfig
 from vit_ray.data import open_dataset
 from vit_ray.data.augment import augmentation_of
 from vit_ray.data.boxes import Augmentation
-from vit_ray.data.cache import Cache
-from vit_ray.data.dataset import Manifest, select
+from vit_ray.data.dataset import Manifest
 from vit_ray.data.order import ShuffleWindow
-from vit_ray.data.shards import first_labels
+from vit_ray.data.parts import select
+from vit_ray.data.shards import Cache, first_labels
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.evaluation.few_shot import require_shots
-from vit_ray.launch.cluster.cluster_checks import check_batch
-from vit_ray.launch.inputs.shuffle_window import window_rows
-from vit_ray.launch.model_checks import check_model, check_own_parts
+from vit_ray.launch.resolved_run import check_batch, check_model, check_own_parts, window_rows
 
 logger = logging.getLogger(__name__)
 

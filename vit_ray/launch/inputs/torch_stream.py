@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from vit_ray.launch.inputs.rank_batches import RankBatches
+from vit_ray.launch.dataset import RankBatches
 
 
 class TorchStream(IterableDataset[dict[str, Tensor]]):

@@ -1,6 +1,5 @@
 """Loading and saving weights, in our own names and in every published layout."""
 
-from vit_ray.models.weights.load import load_weights
-from vit_ray.models.weights.save import save_weights
+from vit_ray.models.weights import load_weights, save_weights
 
 __all__ = ["load_weights", "save_weights"]

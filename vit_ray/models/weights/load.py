@@ -18,6 +18,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from vit_ray.models import published
+from vit_ray.models.catalog import Grid
 from vit_ray.models.fitting import (
     SPARE_PREFIXES,
     LoadReport,
@@ -30,9 +32,7 @@ from vit_ray.models.fitting import (
 )
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.positions import ResizeMode
-from vit_ray.models.sizes import Grid
-from vit_ray.models.weights import published
-from vit_ray.models.weights.names import ENCODER, HEAD_BIASES, detect_layout, rules_for
+from vit_ray.models.published import ENCODER, HEAD_BIASES, detect_layout, rules_for
 from vit_ray.storage import is_of_the_store
 
 Opener = Callable[[Path], IO[bytes]]

@@ -11,13 +11,12 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
+from vit_ray.models.catalog import LAYER_NORM_EPS
 from vit_ray.models.fitting import Tensors, constant_bias, origin_of
 from vit_ray.models.positions import square_grid
-from vit_ray.models.sizes import LAYER_NORM_EPS
+from vit_ray.models.published import FOLDER_CONFIG, folder_config, rules_for, weights_file
 from vit_ray.models.vit import VisionTransformer
-from vit_ray.models.weights.load import METADATA
-from vit_ray.models.weights.names import rules_for
-from vit_ray.models.weights.published import FOLDER_CONFIG, folder_config, weights_file
+from vit_ray.models.weights import METADATA
 from vit_ray.storage import locate
 
 

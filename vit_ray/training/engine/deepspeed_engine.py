@@ -17,14 +17,13 @@ from torch.nn.modules.module import register_module_forward_hook
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
 from vit_ray.deepspeed_internals import compile_backend
 from vit_ray.measure.meters import DeviceTimes
-from vit_ray.models.recompute import recompute
-from vit_ray.training.engine.compiling import compile_model
-from vit_ray.training.engine.deepspeed_setup import initialize
-from vit_ray.training.engine.elastic_state import TrainingState
-from vit_ray.training.engine.predictor import predicted
+from vit_ray.models.build import recompute
+from vit_ray.training.compiling import compile_model
+from vit_ray.training.engine import initialize, predicted
 from vit_ray.training.loop import StepResult
 from vit_ray.training.objective import LossFunction
 from vit_ray.training.optimizers import StepGuard, build_optimizer, set_rate
+from vit_ray.training.training_state import TrainingState
 
 
 class DeepSpeedEngine:

@@ -18,9 +18,9 @@ from vit_ray.deepspeed_internals import (
     sum_no_gradients,
     watch_norm,
 )
-from vit_ray.measure import zero_settings
-from vit_ray.training.engine.replicated import ReplicatedOptimizer
+from vit_ray.measure import memory
 from vit_ray.training.optimizers import StepGuard
+from vit_ray.training.replicated import ReplicatedOptimizer
 
 
 def initialize(
@@ -40,7 +40,7 @@ def initialize(
     """
     deepspeed = import_deepspeed()
     sizes = [weight.numel() for weight in weights]
-    bucket = zero_settings.reduce_bucket(sum(sizes), max(sizes))
+    bucket = memory.reduce_bucket(sum(sizes), max(sizes))
 
     def replicated(_: Any) -> ReplicatedOptimizer:
         return ReplicatedOptimizer(
@@ -97,12 +97,12 @@ def deepspeed_config(
             # with the matrices that are prefetched beside it, so that whole copies would save no
             # operation, and would have to be gathered again after every step.
             "stage3_param_persistence_threshold": 0,
-            "stage3_prefetch_bucket_size": zero_settings.PREFETCH,
-            "stage3_max_live_parameters": zero_settings.HELD,
+            "stage3_prefetch_bucket_size": memory.PREFETCH,
+            "stage3_max_live_parameters": memory.HELD,
             # To the end of the forward pass and back, for all that is held. DeepSpeed 0.19.8 holds
             # more: gathering ahead in every module, it soon has all that `held` allows, and keeps
             # what it has found gathered.
-            "stage3_max_reuse_distance": 2 * zero_settings.HELD,
+            "stage3_max_reuse_distance": 2 * memory.HELD,
         }
     if train.offload:
         zero |= {"offload_optimizer": {"device": "cpu", "pin_memory": torch.cuda.is_available()}}

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from vit_ray.checkpoints.checkpoint import Checkpoint, Position
 from vit_ray.checkpoints.checkpoint_format import AVERAGE, WEIGHT, DamagedCheckpointError
-from vit_ray.checkpoints.snapshot import Snapshot, take_snapshot
+from vit_ray.checkpoints.checkpoint_writer import Snapshot, take_snapshot
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
-from vit_ray.training.ema import WeightAverage
-from vit_ray.training.engine.collectives import all_max
-from vit_ray.training.engine.fragments import (
+from vit_ray.training.collectives import all_max
+from vit_ray.training.optimizers import STEP_COUNT, StepGuard, state_types, zero_state
+from vit_ray.training.training_state import (
+    WeightAverage,
     exchange_weights,
     frozen_fragments,
     local_fragments,
@@ -26,7 +27,6 @@ from vit_ray.training.engine.fragments import (
     stepped_tensors,
     weights_by_name,
 )
-from vit_ray.training.optimizers import STEP_COUNT, StepGuard, state_types, zero_state
 
 if TYPE_CHECKING:
     from vit_ray.checkpoints.checkpoint import Entry

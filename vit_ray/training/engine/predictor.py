@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.deepspeed_internals import compile_backend
-from vit_ray.training.engine.compiling import compile_model
+from vit_ray.training.compiling import compile_model
 
 
 class Predictor:

@@ -9,7 +9,7 @@ from tests.modules import MODULES, PACKAGE, ROOT, imported
 # A room may import itself, what stands in its row, and what everyone may.
 EVERYONE = {
     "config", "storage", "lock", "outcomes", "addresses", "own_parts", "metric_names",
-    "branch_origin", "model_aliases", "paper", "internals", "ray_internals", "mlflow_internals",
+    "paper", "internals", "ray_internals", "mlflow_internals",
 }  # fmt: skip
 BELOW = {
     "worker", "training", "checkpoints", "evaluation", "data", "report", "tracking", "models",
@@ -93,7 +93,7 @@ def test_only_the_worker_and_its_links_know_ray_in_the_worker_room():
     """And of these only the worker knows Ray Train."""
     for path in (PACKAGE / "worker").glob("*.py"):
         names = {name for name in imported(path) if name.split(".")[0] == "ray"}
-        knows = {"entry.py", "worker.py", "process_group.py"}
+        knows = {"entry.py", "worker.py"}
         assert not names or path.name in {*knows, "run_link.py"}, path.name
         knows_ray_train = any(name.startswith("ray.train") for name in names)
         assert knows_ray_train == (path.name in knows), path.name

@@ -47,7 +47,7 @@ KINDS = {
     "a reading task": ("import vit_ray.data.stream.ray_datasets", RAY_DATA | {"cv2"}),
     "a host's stream server": ("import vit_ray.data.stream.stream_server", RAY_DATA | {"cv2"}),
     "Ray Train's controller": (
-        "import vit_ray.worker.entry, vit_ray.worker.entry",
+        "import vit_ray.worker.entry",
         {"ray", "ray.train", "pyarrow", "pandas", "ray.data"},
     ),
     "a trial's process": (

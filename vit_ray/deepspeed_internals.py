@@ -105,7 +105,10 @@ INTERNALS: Final = (
 
 
 def import_deepspeed() -> Any:
-    """DeepSpeed, without its messages and without optional imports; takes a second or more."""
+    """DeepSpeed, without its messages and without optional imports; takes a second or more.
+
+    ZeRO skips its check of a norm, and bf16 accepts the optimizers that fp32 accepts.
+    """
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -116,39 +119,25 @@ def import_deepspeed() -> Any:
     # None of its own kernels are called. If the list were read, it would try compilers and devices
     # for each of them, and then compile one for 25 s that only inference calls.
     deepspeed.ops.__compatible_ops__ = {}
-    _leave_optimizers_uncompiled()
-    _leave_steps_to_the_device()
-    return deepspeed
-
-
-def _leave_optimizers_uncompiled() -> None:
-    """Make DeepSpeed's decorator for compiled functions return them as they are.
-
-    Only an optimizer uses it, against whose class ZeRO checks every other one. It would load
-    torch's compiler for its own kernels, in 3 CPU seconds and 150 MiB.
-    """
     from deepspeed.runtime import compiler
 
+    # Only an optimizer has this decorator, against whose class ZeRO checks every other one. It
+    # would load torch's compiler for its own kernels, in 3 CPU seconds and 150 MiB.
     compiler.compile = lambda: lambda function: function
-
-
-def _leave_steps_to_the_device() -> None:
-    """Make ZeRO skip its check of a norm, and bf16 accept the optimizers that fp32 accepts.
-
-    `StepGuard` refuses what is not finite. For bf16 at stage 1 DeepSpeed would choose an optimizer
-    that all-reduces after the backward pass, and at stage 0 one that steps tensor by tensor.
-    """
     from deepspeed.runtime import engine
     from deepspeed.runtime.zero import stage3, stage_1_and_2
 
-    def choose(self: Any, _: Any) -> str | None:
-        return engine.ZERO_OPTIMIZATION if self.zero_optimization() else None
-
-    engine.DeepSpeedEngine._do_optimizer_sanity_check = choose
+    # For bf16 at stage 1 DeepSpeed would choose an optimizer that all-reduces after the backward
+    # pass, and at stage 0 one that steps tensor by tensor.
+    engine.DeepSpeedEngine._do_optimizer_sanity_check = lambda self, _: (
+        engine.ZERO_OPTIMIZATION if self.zero_optimization() else None
+    )
+    # `StepGuard` refuses what is not finite.
     stage_1_and_2.is_invalid_grad_norm = stage3.is_invalid_grad_norm = lambda norm: False
     # It would copy a number to the device for each group of weights; the code that combines their
     # norms accepts values that are not finite.
     stage_1_and_2.mask_nan_or_inf_with_val_inplace = lambda norm, device: None
+    return deepspeed
 
 
 def round_norms_alike(zero: Any, stage: int, device: torch.device) -> None:

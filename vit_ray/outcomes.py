@@ -1,13 +1,19 @@
-"""How a run or a trial ends, and its events before: values that cross processes.
+"""How a run begins and ends, and its events between: values that cross processes.
 
 Decisions follow these values; their texts are for users. MLflow's tags, and the histories and logs
-on disk, hold the values of the enums, so these must not change.
+on disk, hold the values of the enums and the origin of a branch, so these must not change.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
+
+NOTE: Final = "branched_from.txt"
+"""File next to the checkpoints of a branch or fork that names the run of its first checkpoint."""
+TAG: Final = "vit_ray.branched_from"
 
 
 class EventKind(StrEnum):
@@ -83,3 +89,33 @@ class TrialState(StrEnum):
     """A rung of ASHA stopped it."""
     DIVERGED = "diverged"
     FAILED = "failed"
+
+
+def origin_of(cell_name: str, step: int) -> str:
+    """The text for a branch that starts from `cell_name`'s checkpoint at `step`."""
+    return f"{cell_name} at step {step}"
+
+
+def step_of(origin: str) -> int | None:
+    """The step in such a text; None if it has none."""
+    found = re.search(r" at step (\d+)$", origin)
+    return int(found[1]) if found else None
+
+
+def own_share(origin: str, global_batch_size: float | None, images_seen: float | None) -> float:
+    """The share of a training's compute that is its own: for a branch, the steps after its start.
+
+    Args:
+        origin: as `origin_of` made it; empty for a training that began at step 0.
+        global_batch_size: of the training, in images.
+        images_seen: by the training, those before the branch included.
+
+    Returns:
+        In [0, 1]. 0 for a branch whose start is unknown: its parent run has counted most of it.
+    """
+    if not origin:
+        return 1.0
+    step = step_of(origin)
+    if step is None or global_batch_size is None or not images_seen:
+        return 0.0
+    return max(0.0, 1 - step * global_batch_size / images_seen)

@@ -1,7 +1,8 @@
 """Steps that two ranks skip together: one meets a loss that is not finite, or is very large."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ from vit_ray.config.training_sections import TrainConfig
 from vit_ray.measure.meters import Compute
 from vit_ray.training import loop
 from vit_ray.training.collectives import all_sum
-from vit_ray.training.loop import Batch, Ending, RankContext, SkippedStep, TrainingLoop
-from vit_ray.worker.attempt import describe_batch, report_refused, report_skipped
+from vit_ray.training.loop import Ending, RankContext, TrainingLoop
+from vit_ray.worker.attempt import Attempt
 from vit_ray.worker.run_link import RunLink
 
 RANKS, MICRO, BAD = 2, 2, 2
@@ -36,18 +37,16 @@ def train_on(
         value: torch.Tensor = plain(module, images, labels, samples, step)
         return value * factor if (rank, step) == (1, BAD) else value
 
-    link: Any = RunLink(actor, rank)  # type: ignore[arg-type]
-
     class Hooks(FakeHooks):
-        def on_bad_step(self, progress: Progress, batch: Batch) -> None:
-            report_refused(train, link, progress, describe_batch(engine, batch, MICRO))
+        link = RunLink(actor, rank)  # type: ignore[arg-type]
+        context = RankContext(len(numbers), rank, RANKS, MICRO, partial(all_sum, device=CPU))
+        job: Any = SimpleNamespace(recipe=SimpleNamespace(train=train))
+        on_bad_step: Any = Attempt.on_bad_step
+        on_skipped_steps: Any = Attempt.on_skipped_steps
+        _described: Any = Attempt._described
 
-        def on_skipped_steps(
-            self, progress: Progress, largest: SkippedStep, steps: Sequence[int]
-        ) -> None:
-            text = describe_batch(engine, largest.batch, MICRO)
-            report_skipped(train, link, progress, largest, steps, text)
-
+    hooks: Any = Hooks()
+    hooks.engine = engine
     share = GLOBAL_BATCH // RANKS
     mine = slice(rank * share, (rank + 1) * share)
 
@@ -63,8 +62,10 @@ def train_on(
         train={"global_batch_size": GLOBAL_BATCH, "skip_above": train.skip_above},
     )
     progress = Progress()
-    context = RankContext(len(numbers), rank, RANKS, MICRO, partial(all_sum, device=CPU))
-    ending = TrainingLoop(engine, batches(), chosen, context, Hooks(), progress, Compute(1)).run()
+    loop_of_rank = TrainingLoop(
+        engine, batches(), chosen, hooks.context, hooks, progress, Compute(1)
+    )
+    ending = loop_of_rank.run()
     assert ending is Ending.FINISHED
     weights = {name: p.detach().clone() for p, name in engine._names.items()}
     for name, parts in engine.average.by_name().items():

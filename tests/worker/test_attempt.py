@@ -1,4 +1,4 @@
-"""How an attempt of a run ends, on a fake actor and a fake engine: no Ray, no DeepSpeed."""
+"""How an attempt of a run ends, and what it reports, on a fake actor and a fake engine."""
 
 import json
 import re
@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,15 @@ import torch
 from ray.train import PreemptionInfo
 
 from tests import parts
+from tests.training.ranks import run_ranks
 from tests.worker.fakes import BATCH, TOTAL, FakeEngine, Worker, batches, make_job, sum_of_one
 from vit_ray import trust_modules
-from vit_ray.checkpoints.checkpoint import open_checkpoint, samples_digest
+from vit_ray.checkpoints.checkpoint import Progress, open_checkpoint, samples_digest
 from vit_ray.checkpoints.run_checkpoints import list_checkpoints, newest_checkpoint
 from vit_ray.storage import locate
 from vit_ray.training.loop import EvaluationCutError
 from vit_ray.worker import attempt
-from vit_ray.worker.attempt import evaluate_alone
+from vit_ray.worker.attempt import Attempt, evaluate_alone
 from vit_ray.worker.job import UnrecoverableError
 
 
@@ -262,3 +264,38 @@ def test_an_attempt_without_a_step_keeps_the_digest_of_those_before(tmp_path):
     saved = newest_checkpoint(locate(worker.job.recipe.run_folder))
     progress = saved.position.progress
     assert (progress.samples_digest, progress.digest_from) == ("00000000000000ab", 0)
+
+
+def described(rank: int) -> str:
+    context = SimpleNamespace(micro_batch_size=4)
+    attempt: Any = SimpleNamespace(engine=FakeEngine(), context=context)
+    return Attempt._described(attempt, next(batches(3 - rank)))
+
+
+def test_the_report_names_the_samples_of_all_ranks_and_the_first_bad_layer():
+    one, other = run_ranks(2, described)
+    assert one == other
+    assert one.startswith(f"Samples {', '.join(str(n) for n in range(16, 32))}. ")
+    assert "first not finite in blocks.0" in one
+    assert one.endswith("embedding 1, blocks.0 inf")
+
+
+@pytest.mark.parametrize(
+    ("policy", "in_a_row", "kinds", "error"),
+    [
+        ("stop", 1, ["not finite"], "train.nonfinite=stop with 1"),
+        ("skip", 1, ["not finite"], ""),
+        ("skip", 3, ["not finite"], "train.nonfinite=skip with 3"),
+    ],
+)
+def test_what_the_recipe_says_is_done(tmp_path, policy, in_a_row, kinds, error):
+    worker = Worker(make_job(tmp_path, train={"nonfinite": policy}))
+    batch: Any = next(batches(0))
+    progress = Progress(step=9, nonfinite_steps=in_a_row)
+    if error:
+        with pytest.raises(UnrecoverableError, match=error):
+            worker.hooks.on_bad_step(progress, batch)
+    else:
+        worker.hooks.on_bad_step(progress, batch)
+    assert worker.kinds() == kinds
+    assert worker.actor.events[0][1].startswith("loss or gradient of step 8 is not finite;")

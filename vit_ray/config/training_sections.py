@@ -557,3 +557,8 @@ class TrackingConfig(Section):
     """Markdown at the top of the run's description in MLflow."""
     tags: Annotated[dict[str, str], AfterValidator(_are_tags)] = {}
     """Tags of the run in MLflow, such as {team: vision}."""
+
+
+def is_due(step: int, every_steps: int | None, at_steps: tuple[int, ...] = ()) -> bool:
+    """Whether it is due when `step` steps are completed; `every_steps` None = not by steps."""
+    return (every_steps is not None and step % every_steps == 0) or step in at_steps

@@ -1,19 +1,29 @@
-"""One attempt of a run on one worker: it trains or evaluates, and reports how it ended."""
+"""One attempt of a run on one worker: it trains or evaluates, and reports how it ended.
+
+The engine has refused a step whose loss or gradient is not finite, or whose norm is an outlier, so
+weights and optimizer are as before it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
+import torch
 
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.evaluation.examples import NUM_TRAINING, training_files
+from vit_ray.lock import LockLostError
+from vit_ray.measure.devices import peak_flops
 from vit_ray.measure.memory import is_out_of_memory
-from vit_ray.measure.meters import profiled
+from vit_ray.measure.meters import Compute, profiled
 from vit_ray.measure.phases import Phase, phase_metrics
 from vit_ray.metric_names import (
     CHECKPOINT_STALL_S,
@@ -26,6 +36,7 @@ from vit_ray.metric_names import (
 )
 from vit_ray.outcomes import EventKind, Failure
 from vit_ray.own_parts import own_part
+from vit_ray.training.collectives import all_max, all_rows
 from vit_ray.training.compiling import compile_failures, compile_s
 from vit_ray.training.engine import DeepSpeedEngine
 from vit_ray.training.loop import (
@@ -37,10 +48,22 @@ from vit_ray.training.loop import (
     TrainingLoop,
     as_tensor,
 )
+from vit_ray.training.memory_estimate import step_macs
+from vit_ray.training.objective import normalize
 from vit_ray.worker.evaluation import Evaluator
-from vit_ray.worker.job import DivergedError, TrainJob, UnrecoverableError
+from vit_ray.worker.job import DivergedError, SmallerMicroBatchError, TrainJob, UnrecoverableError
 from vit_ray.worker.run_link import DELIVERY_S, RunLink, Watchdog
 from vit_ray.worker.saving import CheckpointSaver
+
+MOST_IN_A_ROW: Final = 3
+"""Refused steps in a row at which a run stops with any setting: the weights no longer train."""
+MOST_LISTED: Final = 64
+"""Samples, or steps, named in a report."""
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:MOST_LISTED]))
+    return shown if len(numbers) <= MOST_LISTED else f"{shown}, ... ({len(numbers)} in total)"
 
 
 @contextmanager
@@ -247,32 +270,76 @@ class Attempt:
         return metrics
 
     def add_evaluation(self, progress: Progress) -> bool:
-        """Add an evaluation to the checkpoint of its step, when all ranks have written that."""
+        """Add an evaluation to the checkpoint of its step, when all ranks have written that.
+
+        Raises:
+            UnrecoverableError: another driver has taken over the run.
+        """
         with self.watchdog.paused(), self.link.clock.within(Phase.CHECKPOINT):
             self.saver.wait_until_written()
         metrics = self._note_time(progress)
         if self.context.rank == 0:  # instead of those of the checkpoint before the evaluation
             self.link.record.metrics(progress.step, metrics, again=True)
-        is_added = self.context.rank == 0 and self.saver.note_evaluation(progress)
+        is_added = False
+        if self.context.rank == 0:
+            try:
+                is_added = self.saver.writer.note_evaluation(progress)
+            except LockLostError as error:  # another driver has taken over the run
+                raise UnrecoverableError(str(error), is_agreed=False) from error
         return self.context.all_sum([float(is_added)])[0] > 0
 
     def on_bad_step(self, progress: Progress, batch: Batch) -> None:
-        """Report a refused step.
+        """Report the refused step before `progress.step`.
 
         Raises:
             DivergedError: the recipe says to stop, or there were too many in a row.
         """
-        train, text = self.job.recipe.train, self._described(batch)
-        report_refused(train, self.link, progress, text)
+        step, nonfinite = progress.step, self.job.recipe.train.nonfinite
+        text = (
+            f"loss or gradient of step {step - 1} is not finite; the step was not applied. "
+            f"{self._described(batch)}"
+        )
+        self.link.note(EventKind.NOT_FINITE, text, step)
+        if nonfinite == "stop" or progress.nonfinite_steps >= MOST_IN_A_ROW:
+            raise DivergedError(
+                f"{text}. train.nonfinite={nonfinite} with {progress.nonfinite_steps} such "
+                "steps in a row; lower optim.learning_rate (with resume=changed), or set "
+                "train.nonfinite to skip"
+            )
 
     def on_skipped_steps(
         self, progress: Progress, largest: SkippedStep, steps: Sequence[int]
     ) -> None:
-        train, text = self.job.recipe.train, self._described(largest.batch)
-        report_skipped(train, self.link, progress, largest, steps, text)
+        text = (
+            f"steps not applied: {_listed(steps)}; {progress.skipped_steps} since the run began. "
+            f"The gradient norm of step {largest.step} is {largest.grad_norm:.3g}, above the limit "
+            f"of {largest.norm_limit:.3g} (train.skip_above={self.job.recipe.train.skip_above:g} x "
+            f"the median). {self._described(largest.batch)}"
+        )
+        self.link.note(EventKind.SKIPPED, text, progress.step)
 
     def _described(self, batch: Batch) -> str:
-        return describe_batch(self.engine, batch, self.context.micro_batch_size)
+        """Samples of the global batch, sizes of activations by layer, and the first layer that is
+        not finite; all ranks call it.
+        """
+        engine = self.engine
+        numbers = np.asarray(batch["sample"], np.int64)
+        samples = np.unique(all_rows(numbers, engine.device)).tolist()
+        pieces = [
+            engine.activation_sizes(normalize(piece.to(engine.device), engine.dtype))
+            for piece in torch.split(as_tensor(batch["image"]), self.context.micro_batch_size)
+        ]
+        names = list(pieces[0])
+        sizes = all_max([max(piece[n] for piece in pieces) for n in names], engine.device)
+        activations = dict(zip(names, sizes, strict=True))
+        bad = next((name for name, size in activations.items() if not math.isfinite(size)), None)
+        largest_layer = max(activations, key=lambda name: activations[name])
+        finite = f"finite when the model is evaluated, largest in {largest_layer}"
+        where = f"first not finite in {bad}" if bad else finite
+        by_layer = ", ".join(f"{name} {size:.3g}" for name, size in activations.items())
+        return (
+            f"Samples {_listed(samples)}. Activations are {where}; their size by layer: {by_layer}"
+        )
 
     def wishes(self, step: int) -> tuple[bool, bool]:
         """For a checkpoint at once, and to stop."""
@@ -290,3 +357,31 @@ class Attempt:
             text = f"a node leaves in {left_s:.0f} s: checkpoint at once"
         self.link.record.event(EventKind.PREEMPTION, text, step)
         return True
+
+
+def smaller_micro_batch(job: TrainJob, failed: int) -> SmallerMicroBatchError:
+    """The error that ends this attempt, after which the next one takes half the images.
+
+    Raises:
+        UnrecoverableError: the fewest images did not fit.
+    """
+    least = job.recipe.train.least_pass
+    if failed <= least:
+        few = "one image per pass does" if least == 1 else "a pair of images per pass does"
+        raise UnrecoverableError(
+            f"{few} not fit into device memory; use train.zero_stage=3, "
+            "train.activation_checkpointing=1 or train.offload=true, or a smaller model",
+            is_agreed=False,
+        )
+    limit = max(least, failed // 2)
+    return SmallerMicroBatchError(
+        f"{failed} images per pass do not fit; trying at most {limit}", limit
+    )
+
+
+def work_per_image(job: TrainJob) -> Compute:
+    """Multiply-adds of the model, and the peak of this worker's GPU, for rates."""
+    recipe, peak = job.recipe, None
+    if torch.cuda.is_available():
+        peak = peak_flops(torch.cuda.get_device_name(), recipe.train.precision)
+    return Compute(step_macs(recipe, job.num_classes), peak)

@@ -1,13 +1,21 @@
-"""What Ray Train runs on every worker; driver and controller name it without importing torch."""
+"""What Ray Train runs on every worker and in its controller; both name it without importing torch.
+
+The workers join a process group on the network that the nodes use. Ray's own torch backend would
+also wait, at the end, for each process to leave the group; processes end anyway.
+"""
 
 import contextlib
 import importlib
 import os
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
+import psutil
 import ray
 import ray.train
 import ray.util
+from ray.train import WorkerGroupError
+from ray.train.backend import Backend, BackendConfig
 
 from vit_ray.tracking.recorder import Recorder
 
@@ -54,3 +62,88 @@ def introduce(record: Recorder) -> None:
             group.id.hex() if group else "",
         )
     importlib.import_module("torch")  # takes seconds, also in the controller: at the same time
+
+
+DEATH_S: Final = 5.0
+"""Longest wait for Ray to report a dead worker."""
+
+
+@dataclass
+class GroupConfig(BackendConfig):
+    """What Ray's `TorchConfig` has, without torch; each node chooses its network interface.
+
+    Attributes:
+        record: to which the workers introduce themselves.
+    """
+
+    backend: str
+    timeout_s: int
+    record: Recorder | None = None
+    init_method: str = "env"
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return GroupBackend
+
+
+class GroupBackend(Backend):
+    """Runs in Ray Train's controller."""
+
+    share_cuda_visible_devices = True
+    """GPUs of a node are visible to all of its workers, because NCCL links them."""
+
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        """Join the workers.
+
+        Raises:
+            WorkerGroupError: some have died meanwhile; Ray's own error does not name them.
+        """
+        try:
+            introduced = worker_group.execute_async(introduce, backend_config.record)
+            from ray.train.torch import TorchConfig  # with torch: while the workers import it
+
+            ray.get(introduced)  # no limit: the driver looks after a group that is silent
+            worker_group.execute(use_own_interface)
+            TorchConfig().backend_cls().on_start(worker_group, backend_config)
+        except BaseException as error:
+            dead: dict[int, Exception] = {}
+            with contextlib.suppress(Exception):
+                dead = dead_workers(worker_group)
+            # Ray Train 2.60 keeps the place of a group of which a worker dies here.
+            with contextlib.suppress(Exception):
+                worker_group.get_worker_group_state().placement_group_handle.shutdown()
+            if dead:
+                raise WorkerGroupError("workers died while the group met", dead) from error
+            raise
+
+
+def dead_workers(worker_group: Any) -> dict[int, Exception]:
+    """Ray's errors of the workers that have died, by rank; those that wait do not answer."""
+    answers = worker_group.execute_async(os.getpid)
+    answered, _ = ray.wait(answers, num_returns=len(answers), timeout=DEATH_S)
+    dead: dict[int, Exception] = {}
+    for rank, answer in enumerate(answers):
+        try:
+            if answer in answered:
+                ray.get(answer, timeout=DEATH_S)
+        except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
+            dead[rank] = error
+    return dead
+
+
+def use_own_interface() -> None:
+    """Have Gloo use the interface by which other nodes reach this one.
+
+    By itself it takes the address of the host's name: on Debian 127.0.1.1, which no other node
+    reaches, and of several networks any.
+    """
+    if interface := interface_of(ray.util.get_node_ip_address()):  # type: ignore[no-untyped-call]
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface of this node that has the address, IPv4 or IPv6."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in (one.address for one in addresses):
+            return name
+    return None

@@ -1,4 +1,4 @@
-"""A worker's checkpoints: when training may continue, what they hold, and how one is restored."""
+"""A worker's checkpoints: which one it resumes from, what they hold, when training waits."""
 
 import threading
 import time
@@ -12,11 +12,15 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from vit_ray.checkpoints.checkpoint import Position, Progress
+from vit_ray.checkpoints.checkpoint import Checkpoint, Position, Progress
+from vit_ray.checkpoints.checkpoint_format import DamagedCheckpointError
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter, Gather, Part, Snapshot
+from vit_ray.checkpoints.run_checkpoints import checkpoint_to_resume
 from vit_ray.lock import LockLostError, sees_lock
 from vit_ray.outcomes import EventKind
-from vit_ray.storage import locate
+from vit_ray.storage import Location, locate
+from vit_ray.training.collectives import read_by_first
+from vit_ray.training.engine import DeepSpeedEngine
 from vit_ray.training.training_state import TrainingState
 from vit_ray.worker.job import TrainJob, UnrecoverableError
 from vit_ray.worker.run_link import RunLink, Watchdog
@@ -132,20 +136,6 @@ class CheckpointSaver:
         if self._error is not None:
             raise self._error  # the next group of workers can save again
 
-    def note_evaluation(self, progress: Progress) -> bool:
-        """On rank 0, record an evaluation after the checkpoint of its step, when that is written.
-
-        Returns:
-            Whether there is a complete checkpoint.
-
-        Raises:
-            UnrecoverableError: another driver has taken over the run.
-        """
-        try:
-            return self.writer.note_evaluation(progress)
-        except LockLostError as error:
-            raise UnrecoverableError(str(error), is_agreed=False) from error
-
     def _write(self, snapshot: Snapshot) -> None:
         try:
             run_id = self._link.tracking_run_id()  # the answer may take seconds
@@ -191,3 +181,52 @@ def make_position(job: TrainJob, state: TrainingState, progress: Progress) -> Po
         init_run_id=job.init_run_id,
         versions={"ray": version("ray"), "torch": torch.__version__},
     )
+
+
+def agreed_checkpoint(
+    run_folder: Location,
+    warn: Callable[[str], object],
+    device: torch.device,
+    below: int | None = None,
+) -> Checkpoint | None:
+    """The newest whole checkpoint, as rank 0 finds it; all ranks call it.
+
+    Args:
+        warn: on rank 0, called with the reason for each newer one that is passed over.
+        below: take one before this step.
+
+    Raises:
+        UnrecoverableError: there are checkpoints, but none is whole, or storage does not answer.
+    """
+    try:
+        found: Checkpoint | None = read_by_first(
+            lambda: checkpoint_to_resume(run_folder, warn, below), device
+        )
+    except ValueError as error:
+        raise UnrecoverableError(str(error)) from None
+    return found
+
+
+def restore_newest(
+    engine: DeepSpeedEngine,
+    newest: Checkpoint,
+    run_folder: Location,
+    warn: Callable[[str], object],
+) -> Checkpoint:
+    """Restore the checkpoint, or the next older one if a rank finds it damaged; all ranks call it.
+
+    Returns:
+        The one that was restored.
+
+    Raises:
+        UnrecoverableError: as `agreed_checkpoint`.
+    """
+    while True:
+        try:
+            engine.state.restore(newest)
+            return newest
+        except DamagedCheckpointError as error:
+            warn(f"{error}; passed over")
+        older = agreed_checkpoint(run_folder, warn, engine.device, below=newest.position.step)
+        assert older is not None, "an error says that there is none"
+        newest = older

@@ -329,8 +329,9 @@ def tune_trials(plan: SweepPlan, parent: OpenParent) -> list[Row]:
     """The points' trials by Ray Tune, in their order; of a search as it has proposed them."""
     config, points = plan.config, plan.points
     stage, has_memory = "trials", config.search == "optuna"
-    if has_memory:  # of this space alone
-        text = json.dumps(config.model_dump(mode="json"), sort_keys=True)
+    if has_memory:  # of this search alone
+        known = config.model_dump(mode="json", exclude={"seeds", "max_concurrent"})
+        text = json.dumps(known, sort_keys=True)
         stage += f"-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     ended = run_trials(
         plan.work({}),

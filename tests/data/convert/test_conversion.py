@@ -312,7 +312,7 @@ def test_a_conversion_killed_in_the_middle_goes_on_where_it_was(
 WAITS_IN_THE_MIDDLE = """
 import sys
 from tests.data.converting import convert, one_by_one
-from vit_ray.data.convert import conversion, index, shards
+from vit_ray.data.convert import index, shards
 
 def and_wait(work, items, *others, **shown):
     if work.__name__ == "_index":
@@ -320,7 +320,7 @@ def and_wait(work, items, *others, **shown):
         sys.stdin.read()
     return one_by_one(work, items, *others)
 
-index.run_tasks, shards.run_tasks, conversion.run_tasks = and_wait, one_by_one, one_by_one
+index.run_tasks, shards.run_tasks = and_wait, one_by_one
 print(convert(sys.argv[1], sys.argv[2]).num_images, flush=True)
 """
 

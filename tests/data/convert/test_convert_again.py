@@ -152,6 +152,17 @@ def test_a_source_that_changed_twice_has_the_rows_that_it_has_now(serial, tmp_pa
     assert labels_of(target) == rows
 
 
+def test_a_source_that_changed_is_listed_once(serial, tmp_path, monkeypatch):
+    begin_files(tmp_path / "source")
+    with stopped_at(monkeypatch, "commit", is_done=False):
+        convert(tmp_path / "source", tmp_path / "set", **SMALL)
+    grow_files(tmp_path / "source")
+    units_of = Mock(wraps=conversion.units_of)
+    monkeypatch.setattr(conversion, "units_of", units_of)
+    convert(tmp_path / "source", tmp_path / "set", **SMALL)
+    units_of.assert_called_once()
+
+
 def test_files_are_listed_once(serial, tmp_path, monkeypatch):
     listed, plain = Counter[str](), index.rows_of
     monkeypatch.setattr(

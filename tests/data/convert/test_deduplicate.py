@@ -82,6 +82,16 @@ def test_a_second_pass_finds_nothing_more(sets, tmp_path):
     assert open_dataset(str(tmp_path / "twice")).num_images == 120
 
 
+def test_each_image_is_reported_when_it_is_read_or_compared(sets, tmp_path, monkeypatch):
+    reports = list[tuple[int, ...]]()
+    monkeypatch.setattr(module, "report_done", lambda *counts: reports.append(counts))
+    train, test = sets
+    deduplicate(train, [test], str(tmp_path / "clean"))
+    assert reports[:20] == [(number,) for number in range(1, 21)]
+    assert [number for number, _ in reports[20:]] == list(range(1, 181))
+    assert {found for _, found in reports[20:]} >= set(range(1, 61))
+
+
 def test_what_cannot_be_done_is_refused(sets, tmp_path):
     _, test = sets
     with pytest.raises(ValueError, match="nothing is left"):

@@ -154,6 +154,7 @@ def test_a_missing_tfrecord_is_an_error(tmp_path):
         (("train/1.jpg", "val/2.jpg"), r"train, val, which are splits"),
         (("train2017/1.jpg", "val2017/2.jpg", "annotations/a.json"), r"train2017, val2017, which"),
         (("Aves/123/1.jpg", "Fungi/cover.jpg"), r"they lie deeper, such as in '.*/Aves/123'"),
+        (("a/1.jpg", "a/airfield/2.jpg"), r"at most half of its images itself, .*they lie deeper"),
         (("a/cover.jpg", "a/airfield/1.jpg", "a/bar/2.jpg"), r"they lie deeper, .*'.*/a/airfield'"),
         (
             ("a/airfield/1.jpg", *(f"a/airfield/@eaDir/1.jpg/SYNO_{size}.jpg" for size in "SM")),

@@ -1,6 +1,7 @@
-"""What is checked before anything is written, without Ray: the destination, and each image.
+"""Without Ray: the destination, images as a shard has them, and the estimate of a conversion.
 
-`estimate_conversion` says what a source holds and becomes, by a sample of its images.
+The destination is refused early. Images are read ahead, checked, turned and shrunk. The estimate
+comes within seconds, of a sample of the images, and writes nothing.
 """
 
 import contextlib
@@ -125,6 +126,7 @@ def check_destination(config: ConvertConfig) -> None:
 
 
 def _real(place: Location) -> str:
+    """Its address without symbolic links, and with a slash at its end."""
     path = os.path.realpath(place.path) if place.is_local else place.uri
     return f"{path.rstrip('/')}/"
 

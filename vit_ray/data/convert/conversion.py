@@ -212,11 +212,13 @@ def _plan(config: ConvertConfig, settings: dict[str, Any], folder: Location) -> 
         ValueError: the interrupted conversion has other settings; or the source cannot be indexed.
     """
     staging = folder.child(STAGING_FOLDER)
-    file = staging.child(PLAN)
+    file, begun = staging.child(PLAN), None
     if file.exists():
         what = f"convert.destination={folder.uri!r} holds an interrupted conversion"
         begun = _record_of(file, settings, what)
-        changes = _changes(begun["versions"], versions_of(units_of(config)))
+    units = units_of(config)
+    if begun is not None:
+        changes = _changes(begun["versions"], versions_of(units))
         if not changes:
             return Plan(**begun)
         _LOG.warning("the source has changed, so it is planned again: %s", changes)
@@ -224,7 +226,7 @@ def _plan(config: ConvertConfig, settings: dict[str, Any], folder: Location) -> 
         _delete(folder, OUTPUT)
         file.delete()
     _delete(staging, "(list|shard)-.*")
-    plan = _new_plan(units_of(config), settings, staging, config)
+    plan = _new_plan(units, settings, staging, config)
     write_facts(file, asdict(plan))
     return plan
 

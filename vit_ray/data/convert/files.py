@@ -203,20 +203,11 @@ def folder_rows(unit: Unit) -> Iterator[Row]:
         rows = sorted(_walk(location.path, unit.folder), key=lambda row: row.path)
     else:
         rows = [_row(location, info) for info in location.list_files()]
-    paths = (relative(row.path, unit.path) for row in rows)
-    names = [path for path in paths if is_image_name(path) and not is_hidden(path)]
-    deeper = [name for name in names if "/" in name]
-    # A cover, or a sample of each class, may lie next to the class folders.
-    are_classes = 2 * len(deeper) >= len(names) or named_split(unit.name) is not None
-    if unit.config.format != "folder" and deeper and are_classes:
-        above = f"{unit.path}/{deeper[0].rpartition('/')[0]}"
-        raise ValueError(
-            f"convert.source: {unit.path!r} holds few images itself, or is a split by its name; "
-            f"they lie deeper, such as in '{above}'. If that is a class, give a glob of the class "
-            f"folders, such as {above.rpartition('/')[0]}/*; if {unit.path.rpartition('/')[2]!r} "
-            "is one, set convert.format=folder"
-        )
-    for row in rows:
+    if unit.config.format != "folder":
+        _check_depth(unit, rows)
+    rows.reverse()
+    while rows:  # not kept when they have been looked at: a class may have a million
+        row = rows.pop()
         if _OURS & set(relative(row.path, unit.path).split("/")):
             raise ValueError(
                 f"convert.source: {unit.path!r} holds {row.path!r}, of a conversion; move that "
@@ -226,6 +217,22 @@ def folder_rows(unit: Unit) -> Iterator[Row]:
         if not is_hidden(key):
             labels = (label,) if row.problem is None else ()
             yield replace(row, key=key, labels=labels, kind="name")
+
+
+def _check_depth(unit: Unit, rows: list[Row]) -> None:
+    """Raises ValueError for a folder that holds class folders, and is probably no class."""
+    paths = (relative(row.path, unit.path) for row in rows)
+    names = [path for path in paths if is_image_name(path) and not is_hidden(path)]
+    deeper = [name for name in names if "/" in name]
+    # A cover, or a sample of each class, may lie next to the class folders.
+    if deeper and (2 * len(deeper) >= len(names) or named_split(unit.name)):
+        above = f"{unit.path}/{deeper[0].rpartition('/')[0]}"
+        raise ValueError(
+            f"convert.source: {unit.path!r} holds at most half of its images itself, or is a split "
+            f"by its name; they lie deeper, such as in '{above}'. If that is a class, give a glob "
+            f"of the class folders, such as {above.rpartition('/')[0]}/*; if "
+            f"{unit.path.rpartition('/')[2]!r} is one, set convert.format=folder"
+        )
 
 
 def loose_rows(unit: Unit) -> Iterator[Row]:
@@ -264,6 +271,7 @@ def _walk(folder: str, root: str) -> Iterator[Row]:
 
 
 def _refuse(error: OSError) -> None:
+    """How many images it holds is unknown."""
     raise ValueError(
         f"convert.source: the folder {error.filename!r} cannot be read ({error.strerror}); grant "
         "read access, or move it away"

@@ -11,6 +11,7 @@ few bits. The result is only a manifest and a list of what was left out.
 """
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -26,7 +27,7 @@ from vit_ray.data.dataset import MANIFEST_FILE, STAGING_FOLDER, Manifest, open_d
 from vit_ray.data.images import BadImageError, decode
 from vit_ray.data.keyed_random import KeyedUniform
 from vit_ray.data.parts import derive, refuse_existing
-from vit_ray.data.restart_index import index_segments
+from vit_ray.data.restart_index import StoredImage, index_segments
 from vit_ray.data.shards import ChangedImageError, RowGroupReader, problem_of_shard
 from vit_ray.data.tasks import Shown, report_done, run_tasks
 from vit_ray.storage import locate
@@ -117,20 +118,24 @@ def check_file(file_index: int, manifest: Manifest, decode_fraction: float) -> V
                 image = encoded.stored(row)
                 found.num_decoded += is_decoded
                 if is_decoded:
-                    decode(image.content)
-                if is_decoded and image.index is not None:
-                    known, index = vars(image.index), index_segments(bytes(image.content))
-                    if index is None or any(
-                        not np.array_equal(value, known[name])
-                        for name, value in vars(index).items()
-                    ):  # a crop would be cut from the wrong region
-                        raise ValueError("its restart index is not that of its bytes")
+                    _check_image(image)
             except ValueError as error:
                 found.problems.append(Problem(entry.path, str(error), encoded.key(row), number))
         report_done(found.num_images, len(found.problems))
     if not found.problems and (problem := problem_of_shard(location, entry, is_read=True)):
         found.problems.append(Problem(entry.path, problem))
     return found
+
+
+def _check_image(image: StoredImage) -> None:
+    """Raises ValueError if it cannot be decoded, or its index is another file's."""
+    decode(image.content)
+    if image.index is not None:
+        known, index = vars(image.index), index_segments(bytes(image.content))
+        if index is None or any(
+            not np.array_equal(value, known[name]) for name, value in vars(index).items()
+        ):  # a crop would be cut from the wrong region
+            raise ValueError("its restart index is not that of its bytes")
 
 
 class Duplicate(NamedTuple):
@@ -183,7 +188,7 @@ def deduplicate(source: str, evaluation_sets: list[str], destination: str) -> De
         manifest = open_dataset(path)
         shown = Shown(f"reading {path}", manifest.num_images)
         for found in run_tasks(_described_in, _files_of(manifest), manifest, shown=shown):
-            images += [(path, key, image) for _, key, image in found]
+            images += [(path, key, image) for key, image in found]
     shown = Shown(f"comparing {source}", whole.num_images, "duplicates")
     results = run_tasks(_duplicates_in, _files_of(whole), whole, Known(images), shown=shown)
     duplicates = {sample: row for result in results for sample, row in result.items()}
@@ -268,25 +273,32 @@ def _files_of(manifest: Manifest) -> list[int]:
 
 def _duplicates_in(file_index: int, manifest: Manifest, known: Known) -> dict[int, Duplicate]:
     """The duplicates in a file, by the numbers of their samples."""
-    duplicates, images = dict[int, Duplicate](), _described_in(file_index, manifest)
-    for sample, key, image in images:
+    duplicates = dict[int, Duplicate]()
+    for number, (sample, key, image) in enumerate(_images(file_index, manifest), 1):
         if match := known.find(image):
             duplicates[sample] = Duplicate(key, *match)
-    report_done(len(images), len(duplicates))
+        report_done(number, len(duplicates))
     return duplicates
 
 
-def _described_in(file_index: int, manifest: Manifest) -> list[tuple[int, str, Described]]:
+def _described_in(file_index: int, manifest: Manifest) -> list[tuple[str, Described]]:
+    """(key, what is compared) of every image of a file."""
+    images = list[tuple[str, Described]]()
+    for _, key, image in _images(file_index, manifest):
+        images.append((key, image))
+        report_done(len(images))
+    return images
+
+
+def _images(file_index: int, manifest: Manifest) -> Iterator[tuple[int, str, Described]]:
     """(sample, key, what is compared) of every image of a file."""
-    reader, images = RowGroupReader(manifest), list[tuple[int, str, Described]]()
+    reader = RowGroupReader(manifest)
     for group in np.flatnonzero(manifest.file_index == file_index).tolist():
         encoded, samples = reader.read(group), manifest.samples_of(group).tolist()
         for sample, row in zip(samples, manifest.stored_rows(group).tolist(), strict=True):
             key = encoded.key(row)
             try:
-                images.append((sample, key, describe(encoded.image(row))))
+                yield sample, key, describe(encoded.image(row))
             except ChangedImageError as error:
                 where = f"{key!r} in {manifest.shard_location(group).path!r}"
                 raise ValueError(f"{where}: {error}; run `vit-ray verify`") from error
-            report_done(len(images))
-    return images

@@ -339,6 +339,7 @@ def _check_spelling(labels: list[str], *, is_lenient: bool) -> None:
 
 
 def _check_gapless(labels: list[str]) -> None:
+    """Raises ValueError if integers are not 0 to n - 1: they may not be labels."""
     numbers = sorted(map(int, labels))
     if numbers == list(range(len(numbers))):
         return

@@ -104,7 +104,7 @@ class Unit:
             yield io.BufferedReader(file, _BUFFER), file.size()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """One image of a source.
 

@@ -104,9 +104,9 @@ def write_lists(plan: Plan, store: RowStore, staging: Location) -> None:
     """Write the rows of each shard, in their order: the one shuffle of all rows."""
     order = KeyedPermutation(plan.num_images, SHUFFLE, plan.settings["seed"])
     rows = int(plan.settings["rows_per_row_group"])
+    # Shards have whole row groups.
     groups = -(-plan.num_images // rows)
     firsts = [shard * groups // plan.num_shards * rows for shard in range(plan.num_shards)]
-    # Shards have row groups of this many rows, but for the last one.
     for shard, (first, end) in enumerate(pairwise([*firsts, plan.num_images])):
         places = np.arange(first, end, dtype=np.int64)
         with parquet_output(staging.child(_LIST.format(shard)), ROW_SCHEMA) as writer:
@@ -161,6 +161,11 @@ class ShardResult(ShardFacts):
             self.label_counts[label] = self.label_counts.get(label, 0) + 1
         return replace(made, extra=row.extra)
 
+    def file(self, name: str) -> ShardFile:
+        """The shard's entry in the manifest, by its name in the data set's folder."""
+        images = ImageFile(*self.images) if self.images else None
+        return ShardFile(name, sum(self.rows), self.bytes, self.crc32, images)
+
 
 def make_shards(plan: Plan, config: ConvertConfig) -> None:
     """Make the shards that have no result, a task each."""
@@ -188,8 +193,9 @@ def write_shard(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
     found = ShardResult(shard=shard)
     target, rows = folder.child(plan.name_of(shard)), config.rows_per_row_group
     with ShardWriter(target, rows, config.columns, is_indexed=config.index_jpeg) as writer:
-        listed = rows_of_shard(folder.child(STAGING_FOLDER), shard)
-        for number, (row, image) in enumerate(read_ahead(listed), 1):
+        for number, (row, image) in enumerate(
+            read_ahead(rows_of_shard(folder.child(STAGING_FOLDER), shard)), 1
+        ):
             report_done(number, len(found.rejected))
             # no limit: the storage limits each file
             if (made := found.checked(row, image.result, label_of, config)) is not None:
@@ -299,16 +305,7 @@ def commit(
             else:
                 folder.child(plan.name_of(result.shard)).delete()
     _check_rejected(plan, folder, totals["rejected"], max_rejected_fraction, shown)
-    files = [
-        ShardFile(
-            plan.name_of(result.shard),
-            sum(result.rows),
-            result.bytes,
-            result.crc32,
-            ImageFile(*result.images) if result.images else None,
-        )
-        for result in written
-    ]
+    files = [result.file(plan.name_of(result.shard)) for result in written]
     _check_shards(plan, folder, written, files)
     num_images = sum(sum(r.rows) - sum(map(len, r.dropped)) for r in written)
     if num_images != plan.num_images - totals["rejected"]:

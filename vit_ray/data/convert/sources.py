@@ -167,17 +167,8 @@ def _units_of_folder(config: ConvertConfig, location: Location) -> list[Unit]:
 def _units_of_files(config: ConvertConfig, files: list[str], folder: str = "") -> list[Unit]:
     """Units of files of one format, of the split that is chosen."""
     source, folder = config.source, folder or _folder_of(files)
-    formats = sorted({_FORMATS.get(_suffix(path), "") for path in files})
-    if config.format != "auto":
-        formats = [config.format]
-    elif "" in formats:
-        path = next(path for path in files if _suffix(path) not in _FORMATS)
-        is_packed = _suffix(path) in _PACKED
-        advice = "unpack it first" if is_packed else "give a folder of class folders"
-        raise ValueError(
-            f"convert.source={path!r} is a file of no known format; {advice}, or files that end in "
-            f"{', '.join(_FORMATS)}"
-        )
+    is_auto = config.format == "auto"
+    formats = sorted({_format_of_file(path) if is_auto else config.format for path in files})
     if len(formats) > 1 or formats == ["folder"]:
         raise ValueError(
             f"convert.source={source!r} matches files of the formats {', '.join(formats)}; match "
@@ -192,6 +183,18 @@ def _units_of_files(config: ConvertConfig, files: list[str], folder: str = "") -
     if is_glob(source) or not (is_pattern(source) or files == [locate(source).uri]):
         check_complete([unit.path for unit in units], source)
     return units
+
+
+def _format_of_file(path: str) -> str:
+    """Raises ValueError for a file of no known format."""
+    suffix = _suffix(path)
+    if suffix not in _FORMATS:
+        advice = "unpack it first" if suffix in _PACKED else "give a folder of class folders"
+        raise ValueError(
+            f"convert.source={path!r} is a file of no known format; {advice}, or files that end in "
+            f"{', '.join(_FORMATS)}"
+        )
+    return _FORMATS[suffix]
 
 
 def _format_of(folder: Location, config: ConvertConfig) -> str:

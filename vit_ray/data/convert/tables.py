@@ -111,7 +111,11 @@ def parquet_rows(unit: Unit, *, with_images: bool = True) -> Iterator[Row]:
 def _parquet_labels(
     row: Row, batch: pa.RecordBatch, at: int, columns: Columns, unit: Unit
 ) -> tuple[Labels, Mapping[str, Any]]:
-    """The labels of a row of a batch, an index of a `ClassLabel` as its name, and its fields."""
+    """The labels of a row of a batch, an index of a `ClassLabel` as its name, and its fields.
+
+    Raises:
+        ValueError: its image is not embedded, or its labels are none, or not among the names.
+    """
     if row.image == b"":
         value = batch.column(columns.image)[at].as_py()
         if isinstance(value, dict) and value.get("path"):
@@ -214,6 +218,7 @@ def _declared(schema: pa.Schema, whose: str) -> dict[str, list[str]]:
 
 
 def _names(feature: Any) -> Any:
+    """The names of a `ClassLabel`, or of a list of them, unchanged."""
     if isinstance(feature, list) and len(feature) == 1:
         return _names(feature[0])
     if not isinstance(feature, dict):

@@ -42,6 +42,8 @@ def test_gradients_of_weights_are_not_left_in_the_peak():
     one_gradient = 512 * 512 * 4
     assert one_gradient < peak < 2.5 * one_gradient
     assert all(p.grad is None for p in wide.parameters())
+    wide(images).sum().backward()
+    assert all(p.grad is not None for p in wide.parameters())
 
 
 @pytest.mark.parametrize("recompute_every", [0, 2])

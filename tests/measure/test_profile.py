@@ -1,11 +1,14 @@
 """The trace of chosen steps."""
 
+import gc
 import gzip
 import json
+import weakref
 
 import pytest
 import torch
 
+from vit_ray.measure import meters
 from vit_ray.measure.meters import profiled
 
 
@@ -39,6 +42,23 @@ def test_a_run_that_ends_first_keeps_what_there_is():
 def test_a_run_that_resumes_inside_or_after_them_traces_the_rest(next_step, expected):
     kept = traced(3, (3, 4), next_step)
     assert [widths(trace) for trace in kept.values()] == ([expected] if expected else [])
+
+
+def test_the_profiler_is_let_go_while_the_run_goes_on(monkeypatch):
+    made = []
+
+    class Profiler(torch.profiler.profile):
+        def __init__(self, **options) -> None:
+            super().__init__(**options)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(meters, "profile", Profiler)
+    batches = profiled(iter(range(4)), (1, 1), 1, lambda name, trace: None)
+    next(batches)
+    assert made[0]() is not None
+    assert [next(batches), next(batches)] == [1, 2]
+    gc.collect()
+    assert made[0]() is None
 
 
 def test_a_trace_that_cannot_be_kept_is_an_error():

@@ -249,21 +249,25 @@ def peak_bytes(forward: Callable[[], Tensor], weights: list[Tensor]) -> int:
     Weights are not counted, and a weight's gradient only until it is whole: who keeps it, and
     how, is not the model's affair.
     """
-    drop_gradients(weights)
+    hooks = drop_gradients(weights)
     with ActivationMemory(weights) as memory:
         forward().backward()  # type: ignore[no-untyped-call]
+    for hook in hooks:
+        hook.remove()
     return memory.peak
 
 
-def drop_gradients(weights: Iterable[Tensor]) -> None:
-    """Have each gradient go as soon as it is whole, from now on."""
+def drop_gradients(weights: Iterable[Tensor]) -> list[Any]:
+    """Have each gradient go as soon as it is whole, until the hooks that it returns are removed."""
 
     def drop(weight: Tensor) -> None:
         weight.grad = None
 
-    for weight in weights:
-        if weight.requires_grad:
-            weight.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
+    return [
+        weight.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
+        for weight in weights
+        if weight.requires_grad
+    ]
 
 
 def _storage_key(tensor: Tensor) -> int:

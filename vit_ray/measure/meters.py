@@ -103,20 +103,27 @@ def profiled(
     first, last = max(steps[0], next_step), steps[1]
     yield from itertools.islice(batches, first - next_step)
     if first <= last:
-        on_gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-        tracer = profile(activities=[ProfilerActivity.CPU, *on_gpu], record_shapes=True)
-        try:
-            with tracer:
-                yield from itertools.islice(batches, last - first + 1)
-        finally:
-            name = f"trace-steps-{steps[0]}-{steps[1]}.json.gz"
-            try:
-                with tempfile.TemporaryDirectory() as folder:
-                    path = Path(folder) / name
-                    tracer.export_chrome_trace(str(path))
-                    content = path.read_bytes()
-            except OSError as error:  # which costs the trace, not the training
-                logger.warning("the trace of steps %d to %d is lost: %s", *steps, error)
-            else:
-                keep(name, content)
+        yield from _traced(itertools.islice(batches, last - first + 1), steps, keep)
     yield from batches
+
+
+def _traced(
+    batches: Iterator[T], steps: tuple[int, int], keep: Callable[[str, bytes], Any]
+) -> Iterator[T]:
+    """These batches, traced; a function of its own, so that the trace is let go after them."""
+    on_gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    tracer = profile(activities=[ProfilerActivity.CPU, *on_gpu], record_shapes=True)
+    try:
+        with tracer:
+            yield from batches
+    finally:
+        name = f"trace-steps-{steps[0]}-{steps[1]}.json.gz"
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / name
+                tracer.export_chrome_trace(str(path))
+                content = path.read_bytes()
+        except OSError as error:  # which costs the trace, not the training
+            logger.warning("the trace of steps %d to %d is lost: %s", *steps, error)
+        else:
+            keep(name, content)

@@ -239,6 +239,19 @@ def test_the_best_evaluation_is_the_result_and_the_last_is_told_beside_it(kept):
     assert logged["eval/loss"] == 2.5  # the curve is as it was measured
 
 
+def test_a_best_evaluation_is_logged_when_the_progress_knows_it():
+    progress, known = Progress(), []
+
+    class Looking(FakeHooks):
+        def log(self, step: int, metrics: dict[str, float]) -> None:
+            if "eval/best_loss" in metrics:
+                known.append((metrics["eval/best_loss"], progress.best_eval_loss))
+
+    chosen = short_recipe(evaluate={"every_steps": 5}, **KEPT[0])
+    run(FakeEngine(), Looking(losses=[3.0, 2.0]), chosen, progress)
+    assert known == [(3.0, 3.0), (2.0, 2.0)]
+
+
 def test_a_run_that_goes_on_without_its_best_forgets_that():
     progress = Progress(
         metrics={"eval/best_loss": 0.1, RESULT_STEP: 1.0, RESULT_EVALUATIONS: 2.0, "a/b": 1.0}

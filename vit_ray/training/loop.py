@@ -174,6 +174,15 @@ class SkippedStep(NamedTuple):
     batch: Batch
 
 
+class _Step(NamedTuple):
+    """What a step logs of itself, and what the ranks agree on after it; the same on all ranks."""
+
+    figures: dict[str, float]
+    is_save_time: bool
+    is_save_wanted: bool
+    is_stopping: bool
+
+
 @dataclass
 class TrainingLoop:
     """Trains from `progress.step` to `context.total_steps`.
@@ -209,15 +218,16 @@ class TrainingLoop:
         config = self.recipe.checkpoint
         while progress.step < total_steps or progress.evaluation_due:
             if progress.step < total_steps:
-                figures, (is_save_time, is_save_wanted, is_stopping) = self._step()
+                step = self._step()
+                is_save_time = step.is_save_time
                 progress.evaluation_due = progress.step == total_steps
-                self._log_if_due(figures)
-                if progress.evaluation_due or is_save_wanted or is_stopping:
+                self._log_if_due(step.figures)
+                if progress.evaluation_due or step.is_save_wanted or step.is_stopping:
                     # Before an evaluation, in which the run may die, or for which there may be no
                     # time left. At a stop an evaluation is skipped, except the last one: there may
                     # be nothing to evaluate.
                     self._save()
-                    if is_stopping and not progress.evaluation_due:
+                    if step.is_stopping and not progress.evaluation_due:
                         return Ending.STOPPED
             try:
                 is_best = self._evaluate_if_due()
@@ -239,13 +249,7 @@ class TrainingLoop:
                 return Ending.EARLY
         return Ending.EARLY if progress.ended else Ending.FINISHED
 
-    def _step(self) -> tuple[dict[str, float], list[bool]]:
-        """One optimizer step.
-
-        Returns:
-            What it logs of the step itself, and whether it is time to save, some rank wants a
-            checkpoint, and some rank was asked to stop; the same on all ranks.
-        """
+    def _step(self) -> _Step:
         engine, context, progress = self.engine, self.context, self.progress
         start_s = self.clock()
         batch = next(self.batches, None)
@@ -286,6 +290,15 @@ class TrainingLoop:
         progress.worker_seconds += step_s * context.world_size
         self.worker.note_step(progress.step, wait_s)
         self._times.append((step_s, wait_s, engine.take_forward_s()))
+        self._note_outcome(batch, norm_limit, mean_loss, refused, grad_norm)
+        figures = {TRAIN_LOSS: mean_loss, TRAIN_LR: rate, TRAIN_GRAD_NORM: grad_norm}
+        return _Step(figures, *(count > 0 for count in sums[3 : 3 + len(flags)]))
+
+    def _note_outcome(
+        self, batch: Batch, norm_limit: float, mean_loss: float, refused: float, grad_norm: float
+    ) -> None:
+        """Count the step of this batch, just completed, as taken, skipped, or not finite."""
+        progress = self.progress
         if refused and norm_limit < grad_norm < math.inf:
             progress.skipped_steps += 1
             self._skipped.append(progress.step - 1)
@@ -300,8 +313,6 @@ class TrainingLoop:
             self.worker.on_bad_step(progress, batch)
         if self.recipe.train.skip_above and math.isfinite(grad_norm):
             progress.recent_norms = [*progress.recent_norms, grad_norm][-NORMS_IN_MEDIAN:]
-        figures = {TRAIN_LOSS: mean_loss, TRAIN_LR: rate, TRAIN_GRAD_NORM: grad_norm}
-        return figures, [count > 0 for count in sums[3 : 3 + len(flags)]]
 
     def _norm_limit(self) -> float:
         """The gradient norm above which the next step is skipped.
@@ -381,7 +392,9 @@ class TrainingLoop:
         self.worker.log(progress.step, metrics)
         # Early stopping and the best checkpoint are those of a run that was not followed.
         counts = recurs or progress.step == context.total_steps
-        return counts and progress.loss_key in metrics and self._judge(metrics)
+        if not counts or progress.loss_key not in metrics:
+            return False
+        return self._judge(metrics)
 
     def _judge(self, metrics: Mapping[str, float]) -> bool:
         """Compare an evaluation with the best so far; ends the run when patience is used up.
@@ -398,16 +411,16 @@ class TrainingLoop:
         progress.num_evals += 1
         best = progress.best_eval_loss
         is_best = math.isfinite(loss) and (best is None or not math.isfinite(best) or loss < best)
+        of_best: dict[str, float] = {}
         if not self.recipe.keeps_best:
             progress.metrics = without_best(progress.metrics)
         elif is_best or RESULT_STEP in progress.metrics:
-            of_best: dict[str, float] = {RESULT_EVALUATIONS: progress.num_evals}
+            of_best = {RESULT_EVALUATIONS: progress.num_evals}
             if is_best:
                 progress.metrics = without_best(progress.metrics)
                 of_best |= {best_key(key): value for key, value in metrics.items()}
                 of_best[RESULT_STEP] = progress.step
             progress.metrics |= of_best
-            self.worker.log(progress.step, of_best)
         if is_best:
             progress.best_eval_loss, progress.evals_without_best = loss, 0
         else:
@@ -415,6 +428,8 @@ class TrainingLoop:
             if patience is not None and progress.evals_without_best >= patience:
                 count = progress.evals_without_best
                 progress.ended = f"no better validation loss in {count} evaluations"
+        if of_best:
+            self.worker.log(progress.step, of_best)
         return is_best
 
     def _save(self, *, is_evaluated: bool = False) -> None:

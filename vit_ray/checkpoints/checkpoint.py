@@ -67,9 +67,8 @@ class Progress:
         nonfinite_steps: steps in a row that were refused because they were not finite.
         skipped_steps: steps that were refused by `train.skip_above`.
         recent_norms: gradient norms of the last steps, which `train.skip_above` compares with.
-        samples_digest: of the samples that the ranks received since `digest_from`
-            (`samples_digest`), 16 hexadecimal digits; empty before the first
-            checkpoint.
+        samples_digest: of the samples that the ranks received since `digest_from` (the function
+            `samples_digest`), 16 hexadecimal digits; empty before the first checkpoint.
         digest_from: first 0-based step of the digest, which ends before `step`: 0, or where the run
             was resumed with another recipe or data set, or from a checkpoint without a digest.
         metrics: last value of every metric.
@@ -315,9 +314,10 @@ def copy_checkpoint(
 
 
 def samples_digest(first_place: int, samples: NDArray[np.int64]) -> int:
-    """64 bits of which sample stood at which place of which step, for consecutive samples.
+    """64 bits of which sample stood at which place of which step, the same on any number of ranks.
 
-    It is a sum of hashes, so that the digests of ranks, and of steps, add up in any order.
+    Of consecutive samples; a sum of hashes, so that the digests of ranks, and of steps, add up in
+    any order.
 
     Args:
         first_place: step x global batch size + place in the batch, of the first.

@@ -139,17 +139,7 @@ def read_marker(folder: Location) -> Marker:
         try:
             files = [SavedFile(name, **facts) for name, facts in body["files"].items()]
             for file in files:
-                where = f"checkpoint file {folder.path}/{file.name}"
-                size = sizes.get(file.name, "none")
-                if size != file.bytes:
-                    raise DamagedCheckpointError(
-                        f"{where}: {size} of the {file.bytes} bytes are there"
-                    )
-                count = sum(elements for *_, elements in file.fragments())
-                if FP32_BYTES * count > file.bytes:
-                    raise DamagedCheckpointError(
-                        f"{where} of {size} bytes cannot hold {count} elements"
-                    )
+                _check_size(folder, file, sizes.get(file.name))
             return Marker(files, dict(body["position"]), body["sha256"])
         except DamagedCheckpointError:
             raise
@@ -162,6 +152,16 @@ def read_marker(folder: Location) -> Marker:
         return read_again(read, DamagedCheckpointError, pause_s=READ_AGAIN_S)
     except FileNotFoundError:
         raise PartialCheckpointError(f"checkpoint {folder.path} is being removed") from None
+
+
+def _check_size(folder: Location, file: SavedFile, size: int | None) -> None:
+    where = f"checkpoint file {folder.path}/{file.name}"
+    if size != file.bytes:
+        there = "none" if size is None else size
+        raise DamagedCheckpointError(f"{where}: {there} of the {file.bytes} bytes are there")
+    count = sum(elements for *_, elements in file.fragments())
+    if FP32_BYTES * count > file.bytes:
+        raise DamagedCheckpointError(f"{where} of {size} bytes cannot hold {count} elements")
 
 
 def read_file(folder: Location, file: SavedFile) -> bytes:
@@ -246,6 +246,9 @@ def unsealed(file: Location) -> dict[str, Any]:
         DamagedCheckpointError: it has changed.
     """
     content = file.read()
-    if content != _with_seal(content[: -len(_with_seal(b""))]):  # byte for byte
-        raise DamagedCheckpointError(f"checkpoint file {file.path} was changed")
-    return dict(json.loads(content))
+    try:
+        if content != _with_seal(content[: -len(_with_seal(b""))]):  # byte for byte
+            raise ValueError
+        return dict(json.loads(content))
+    except ValueError:
+        raise DamagedCheckpointError(f"checkpoint file {file.path} was changed") from None

@@ -199,9 +199,9 @@ def open_weights(
     Raises:
         ValueError: there are no weights at `path`, or they are not whole.
     """
-    location = find_weight_file(path)
+    location = _find_weight_file(path)
     if location is not None:
-        file = read_weight_file(location, has_values)
+        file = _read_weight_file(location, has_values)
         return SavedWeights(file.num_classes, file.load_into)
     if has_values:
         checkpoint, values = read_weights(path, averaged)
@@ -260,7 +260,7 @@ def download(address: str) -> str:
         ) from error
 
 
-def find_weight_file(path: str) -> Location | None:
+def _find_weight_file(path: str) -> Location | None:
     """The file that `path` names, itself or in a folder of Hugging Face; None for a run's folder.
 
     A path that ends like a weight file is one, whether or not it is there. A repository of the hub
@@ -352,12 +352,12 @@ def published_classes(path: str) -> tuple[str, ...] | None:
 
 def _settings_beside(path: str, name: str) -> dict[str, Any]:
     """A JSON file in the folder of published weights; empty where there is none."""
-    file = find_weight_file(path)
+    file = _find_weight_file(path)
     beside = file and _beside(file, name)
     return parse_settings(beside.read(), beside.uri) if beside and beside.exists() else {}
 
 
-def read_weight_file(location: Location, has_values: bool) -> WeightFile:
+def _read_weight_file(location: Location, has_values: bool) -> WeightFile:
     """The weights of a file, with its folder's configuration where there is one.
 
     Args:

@@ -275,8 +275,8 @@ def deepspeed_config(
             "stage3_prefetch_bucket_size": memory.PREFETCH_ELEMENTS,
             "stage3_max_live_parameters": memory.GATHERED_ELEMENTS,
             # To the end of the forward pass and back, for all that is held. DeepSpeed 0.19.8 holds
-            # more: gathering ahead in every module, it soon has all that `live` allows, and keeps
-            # what it has found gathered.
+            # more: gathering ahead in every module, it soon has all that
+            # `stage3_max_live_parameters` allows, and keeps what it has found gathered.
             "stage3_max_reuse_distance": 2 * memory.GATHERED_ELEMENTS,
         }
     if train.offload:

@@ -142,7 +142,7 @@ def exchange_weights(engine: Any, names: dict[nn.Parameter, str], new: Parts) ->
         full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
         for start, values in new.get(name, []):
             full.narrow(0, start, values.numel()).copy_(values)
-        torch.distributed.all_reduce(full)
+        dist.all_reduce(full)
         parameter.data.copy_(full.view_as(parameter))
 
 

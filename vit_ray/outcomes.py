@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-NOTE: Final = "branched_from.txt"
+BRANCH_NOTE: Final = "branched_from.txt"
 """File next to the checkpoints of a branch or fork that names the run of its first checkpoint."""
-TAG: Final = "vit_ray.branched_from"
+BRANCH_TAG: Final = "vit_ray.branched_from"
+TAG: Final = BRANCH_TAG
 
 
 class EventKind(StrEnum):

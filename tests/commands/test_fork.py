@@ -28,7 +28,7 @@ from vit_ray.launch.named_run import accepted_changes, find_resume_point, find_r
 from vit_ray.launch.prepared_run import lock_run
 from vit_ray.launch.resolved_run import resolve_run
 from vit_ray.metric_names import RESULT_STEP
-from vit_ray.outcomes import NOTE
+from vit_ray.outcomes import BRANCH_NOTE
 from vit_ray.storage import Location, locate
 
 __all__ = ["sets"]
@@ -83,7 +83,7 @@ def test_a_fork_resumes_from_the_parents_weights_with_its_own_recipe(parent, rec
     assert not accepted_changes(resolved, resumed.position)
     assert same_weights(resumed.weights(), original.weights())
     assert (resumed.position.step, resumed.position.tracking_run_id) == (STEP, None)
-    assert locate(forked.run_folder).child(NOTE).read() == b"seen at step 7"
+    assert locate(forked.run_folder).child(BRANCH_NOTE).read() == b"seen at step 7"
     assert RESULT_STEP not in resumed.position.progress.metrics
     with pytest.raises(ValueError, match="branches off seen at step 7"):
         find_run(forked.run_folder).checked_step(STEP - 1)
@@ -128,7 +128,7 @@ def test_a_fork_that_was_cut_short_is_made_again_when_its_folder_is_deleted(pare
     words = (parent, f"step={STEP}", "name=again")
     assert said(*words)[0] == 0
     folder = Path(recipe.output) / "again"
-    step, note = folder / "step-00000007", (folder / NOTE).read_bytes()
+    step, note = folder / "step-00000007", (folder / BRANCH_NOTE).read_bytes()
     whole = {path.name for path in step.iterdir()}
     Path("again.yaml").unlink()  # the last that is written
     if cut == "part":
@@ -139,9 +139,9 @@ def test_a_fork_that_was_cut_short_is_made_again_when_its_folder_is_deleted(pare
         shutil.rmtree(folder)
         folder.mkdir()
         if cut != "lock":
-            (folder / f"{NOTE}.1f2e3d4c.tmp").write_bytes(note[:3])
+            (folder / f"{BRANCH_NOTE}.1f2e3d4c.tmp").write_bytes(note[:3])
     if cut in ("note", "begun"):
-        (folder / NOTE).write_bytes(note)
+        (folder / BRANCH_NOTE).write_bytes(note)
     if cut in ("begun", "part", "commit"):
         (folder / "progress.json").unlink(missing_ok=True)
         begin_training(locate(str(folder)))

@@ -21,7 +21,7 @@ from vit_ray.checkpoints.run_checkpoints import checkpoint_to_resume, newest_che
 from vit_ray.commands.dry_run import plan_study
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments.study_cells import (
-    NOTE,
+    BRANCH_NOTE,
     Cell,
     begin_branch,
     branch_step,
@@ -106,12 +106,12 @@ def test_a_damaged_checkpoint_is_told_and_the_cell_trained_from_its_start(tmp_pa
     assert "is trained from its start" in told[0]
     folder = locate(short.recipe.run_folder)
     assert checkpoint_to_resume(folder) is None  # no loss: it may begin
-    assert not folder.child(NOTE).exists()
+    assert not folder.child(BRANCH_NOTE).exists()
 
 
 def test_a_note_of_a_copy_that_was_cut_short_says_nothing_of_a_later_start(tmp_path):
     short, trunk, *_ = cells(tmp_path)
-    locate(short.recipe.run_folder).child(NOTE).write(b"a copy that was cut short")
+    locate(short.recipe.run_folder).child(BRANCH_NOTE).write(b"a copy that was cut short")
     assert begin_branch(short, trunk, 80) == ""
     write_checkpoint(locate(short.recipe.run_folder), 5)
     assert begin_branch(short, trunk, 80) == ""

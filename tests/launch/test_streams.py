@@ -33,8 +33,8 @@ def test_a_held_out_part_beside_a_test_set_is_where_the_best_evaluation_is_chose
     held_out = recipe.with_changes(data={"held_out_fraction": 0.1})
     assert "dev" not in resolve_run(held_out).streams
     for keeps in ({"checkpoint": {"keep_best": True}}, {"train": {"early_stopping": 2}}):
-        resolved_run = resolve_run(held_out.with_changes(**keeps)).streams
-        counts = {name: resolved_run[name].num_images for name in ("train", "eval", "dev")}
+        streams = resolve_run(held_out.with_changes(**keeps)).streams
+        counts = {name: streams[name].num_images for name in ("train", "eval", "dev")}
         assert counts == {"train": 1347, "eval": 300, "dev": 150}
         assert "dev" not in resolve_run(recipe.with_changes(**keeps)).streams
         alone = resolve_run(held_out.with_changes(**keeps), needs_train=False)

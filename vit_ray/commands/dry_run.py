@@ -26,8 +26,14 @@ from vit_ray.experiments.search_space import (
     sweep_of,
     trial_recipe,
 )
-from vit_ray.experiments.study import in_groups
-from vit_ray.experiments.study_cells import Cell, branch_step, study_cells, study_of, task_recipe
+from vit_ray.experiments.study_cells import (
+    Cell,
+    branch_step,
+    in_groups,
+    study_cells,
+    study_of,
+    task_recipe,
+)
 from vit_ray.launch.resolved_run import check_batch
 from vit_ray.training.memory_estimate import (
     estimate_memory,

@@ -32,7 +32,7 @@ from vit_ray.launch.named_run import find_run, named_folder
 from vit_ray.launch.prepared_run import lock_run
 from vit_ray.launch.resolved_run import ResolvedRun, resolve_run
 from vit_ray.lock import is_lock_file
-from vit_ray.outcomes import NOTE, origin_of
+from vit_ray.outcomes import BRANCH_NOTE, origin_of
 from vit_ray.storage import Location, locate
 
 
@@ -76,7 +76,7 @@ def fork_run(source: str, words: Sequence[str], is_dry: bool) -> int:
         return 0
     with lock_run(folder):
         _refuse_taken(folder)  # again: another fork may have ended just now
-        folder.child(NOTE).write(origin.encode())
+        folder.child(BRANCH_NOTE).write(origin.encode())
         begin_training(folder)
         target = folder.child(folder_name(step))
         copy_checkpoint(parent, target, lambda position: _of_fork(position, resolved))

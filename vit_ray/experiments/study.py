@@ -7,7 +7,6 @@ cell is a row like the others.
 """
 
 import statistics
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,8 +22,10 @@ from vit_ray.experiments.search_space import checked_steps, points_of
 from vit_ray.experiments.study_cells import (
     Cell,
     CellResult,
+    Planned,
     begin_branch,
     branch_step,
+    in_groups,
     key_of_the_cell,
     study_cells,
     study_of,
@@ -54,9 +55,6 @@ from vit_ray.metric_names import (
 )
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate
-
-Planned = tuple[Cell, int]
-"""A cell, and the steps of its training."""
 
 
 @dataclass(frozen=True)
@@ -141,16 +139,6 @@ def _check_tasks(cells: list[Cell], tasks: tuple[StudyTask, ...]) -> tuple[list[
                         raise ValueError(f"sweep.space: {taken} comes from the cell; leave it out")
                 total_steps += checked_steps(recipe, num_images)
     return fine_tunings, total_steps
-
-
-def in_groups(study: StudyConfig, planned: Sequence[Planned]) -> list[list[Planned]]:
-    """Cells that are trained one after another, the longest of a branching row first."""
-    if not study.branch:
-        return [[one] for one in planned]
-    groups: dict[Any, list[Planned]] = defaultdict(list)
-    for cell, steps in planned:
-        groups[cell.label, cell.fraction, cell.recipe.seed].append((cell, steps))
-    return [sorted(group, key=lambda one: -one[1]) for group in groups.values()]
 
 
 def _run_cells(planned: list[Planned], parent: OpenParent) -> list[CellResult]:

@@ -14,7 +14,8 @@ import itertools
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -34,7 +35,7 @@ from vit_ray.experiments.search_space import check_in_turn, short_name, with_poi
 from vit_ray.launch.prepared_run import lock_run
 from vit_ray.launch.resolved_run import check_model
 from vit_ray.launch.run_record import SIZES, trained_params
-from vit_ray.outcomes import NOTE, origin_of
+from vit_ray.outcomes import BRANCH_NOTE, origin_of
 from vit_ray.storage import locate
 from vit_ray.training.steps import cooldown_start
 
@@ -85,6 +86,10 @@ class Cell:
     def name(self) -> str:
         """Run name: the study's, the row's label, the share of data, the length, later seeds."""
         return self.recipe.name
+
+
+Planned = tuple[Cell, int]
+"""A cell, and the steps of its training."""
 
 
 @dataclass(frozen=True)
@@ -278,6 +283,16 @@ def _whole_patches(model: ModelConfig, size: ImageSize) -> ImageSize:
     return size[0] - size[0] % patch, size[1] - size[1] % patch
 
 
+def in_groups(study: StudyConfig, planned: Sequence[Planned]) -> list[list[Planned]]:
+    """Cells that are trained one after another, the longest of a branching row first."""
+    if not study.branch:
+        return [[one] for one in planned]
+    groups: dict[Any, list[Planned]] = defaultdict(list)
+    for cell, steps in planned:
+        groups[cell.label, cell.fraction, cell.recipe.seed].append((cell, steps))
+    return [sorted(group, key=lambda one: -one[1]) for group in groups.values()]
+
+
 def branch_step(cell: Cell, total_steps: int) -> int:
     """Step of its row's longest cell after which a cell is trained separately."""
     return cooldown_start(cell.recipe.optim, total_steps)
@@ -304,7 +319,7 @@ def begin_branch(cell: Cell, trunk: Cell, step: int, warn: Warn = logger.warning
         ValueError: another process trains the cell.
     """
     folder = locate(cell.recipe.run_folder)
-    note = folder.child(NOTE)
+    note = folder.child(BRANCH_NOTE)
     if newest_checkpoint(folder) is not None:
         return note.read().decode() if note.exists() else ""
     source = locate(trunk.recipe.run_folder).child(folder_name(step))

@@ -188,12 +188,14 @@ class Dataset(Sequence[Sample]):
         from vit_ray.launch.torch_stream import TorchStream  # torch takes a second
 
         batches = self.iter_batches(global_batch_size, image_size, **options)
+        # where a loader's workers count bad images together
         batches.bad_folder = Path(tempfile.mkdtemp(prefix="vit_ray-bad-"))
         stream = TorchStream(batches)
         weakref.finalize(stream, shutil.rmtree, batches.bad_folder, ignore_errors=True)
         return stream
 
     def _row(self, number: int) -> tuple[EncodedRows, int]:
+        """The row group of a sample, and its row there."""
         group, row = self.manifest.place(number)
         return self._read(group), row
 

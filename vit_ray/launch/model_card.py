@@ -76,7 +76,8 @@ def model_card(
         position: of the run whose checkpoint is exported; None for a published file.
         use: Python code that uses it; empty = by the library of the layout.
     """
-    (count, num_classes), shape = sizes, recipe.model
+    count, num_classes = sizes
+    shape = recipe.model
     name = (config.push or "").removeprefix("hf://") or PurePosixPath(config.path).name
     if position is not None and "model" in position.recipe:
         recipe = Recipe.model_validate_json(json.dumps(position.recipe))
@@ -129,11 +130,7 @@ def model_card(
     ]
     if position is not None:
         recorded = {k: v for k, v in recipe.recorded().items() if k in _SECTIONS and v is not None}
-
-        def public(_: str, value: str) -> str:
-            return _place(value) if re.match(r"/|\w+://", value) else value
-
-        recipe_text = redact(write_yaml(with_texts(recorded, public)))
+        recipe_text = redact(write_yaml(with_texts(recorded, _public)))
         text.append(f"## Recipe\n\n```yaml\n{recipe_text}```")
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(text) + "\n")
 
@@ -155,6 +152,11 @@ def card_of(recipe: Recipe, classes: Sequence[str], checkpoint: str) -> str:
 def _place(address: str) -> str:
     """The last two parts of an address: the others name private machines and buckets."""
     return "/".join(PurePosixPath(redact(address)).parts[-2:])
+
+
+def _public(_: str, text: str) -> str:
+    """A text of a recipe: absolute paths and addresses are shortened to their last two parts."""
+    return _place(text) if re.match(r"/|\w+://", text) else text
 
 
 def _training_facts(recipe: Recipe, num_classes: int, position: Position | None) -> dict[str, str]:

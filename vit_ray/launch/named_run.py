@@ -35,7 +35,7 @@ from vit_ray.config.schema import NAME, OnResume, validated
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.launch.resolved_run import ResolvedRun, resolve_run
 from vit_ray.lock import is_lock_file
-from vit_ray.outcomes import NOTE, step_of
+from vit_ray.outcomes import BRANCH_NOTE, step_of
 from vit_ray.storage import Location, locate
 from vit_ray.tracking.store_requests import limited_requests, redact_uri, safe_uri
 from vit_ray.training.steps import lr_at
@@ -79,7 +79,7 @@ class NamedRun:
         Raises:
             ValueError: the run does not have it.
         """
-        note = locate(self.recipe.run_folder).child(NOTE)
+        note = locate(self.recipe.run_folder).child(BRANCH_NOTE)
         origin = note.read().decode() if self.newest and note.exists() else ""
         if (forked := step_of(origin)) and step < forked:
             raise ValueError(

@@ -308,7 +308,7 @@ def _model_classes(
         return parse_classes(text, suffix, f"benchmark.model_classes={path!r}")
     if weights is None:
         return tuple(classes)
-    from vit_ray.checkpoints.init_weights import published_classes
+    from vit_ray.checkpoints.init_weights import published_classes  # with torch: seconds
 
     published = published_classes(weights)
     if published is None or sorted(published) == sorted(classes):

@@ -149,7 +149,10 @@ def training_stream(
     window_size: int,
     manifest: Manifest,
 ) -> StreamSpec:
-    """The stream that trains on a data set in global batches; the window is as `window_rows`."""
+    """The stream that trains on a data set in global batches.
+
+    `window_size` is what `window_rows` gives; `data.shuffle_window` is not read.
+    """
     spec = stream_of(data, seed, augmentation_of(model, data.augment), manifest)
     if window_size <= batch:
         return spec
@@ -325,6 +328,8 @@ def window_rows(
 ) -> int:
     """Images of the shuffle window, with `auto` made definite: as the run began, or as is best.
 
+    It is chosen once and recorded in checkpoints.
+
     Args:
         batch: images of a global batch.
         sides: pixels of a crop.
@@ -334,11 +339,12 @@ def window_rows(
         ValueError: the window is no whole number of batches, or too large for a task's memory.
     """
     image_bytes = float(manifest.bytes.sum()) / manifest.num_images
-    task_bytes, least_bytes = TASK_MEMORY_MIB * 2**20, max(image_bytes, 1.0)
+    bytes_per_image = max(image_bytes, 1.0)
+    task_bytes = TASK_MEMORY_MIB * 2**20
     longest = int(manifest.rows.max())  # a task keeps it, too: a window's ends cut two row groups
     rows = begun if data.shuffle_window == "auto" else data.shuffle_window
     if rows is None:  # 2, 4, 8, ... batches that one task makes; 0 for fewer than two
-        most = min(_MOST_ROWS, int(_MEMORY_SHARE * task_bytes / least_bytes) - longest)
+        most = min(_MOST_ROWS, int(_MEMORY_SHARE * task_bytes / bytes_per_image) - longest)
         if data.object_store_mib is not None:
             # Half of it: blocks of the next task wait at the same time as those of the one in turn.
             most = min(most, (data.object_store_mib << 19) // (3 * sides[0] * sides[1]))
@@ -349,7 +355,7 @@ def window_rows(
             f"data.shuffle_window={rows} is no whole number of train.global_batch_size={batch}; "
             f"the nearest is {nearest}, and 0 is none"
         )
-    fits = int(task_bytes / least_bytes) - longest
+    fits = int(task_bytes / bytes_per_image) - longest
     if rows > max(batch, fits):
         mib = math.ceil((rows + longest) * image_bytes / 2**20)
         lower = fits // batch * batch

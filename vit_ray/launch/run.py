@@ -28,7 +28,7 @@ from vit_ray.launch.terminal import RunStoppedError, shown_progress, stopping_on
 from vit_ray.launch.workers import RunFailedError, run_workers
 from vit_ray.measure.best_evaluation import with_best
 from vit_ray.metric_names import DEV_TOP1, EVAL_AVERAGED_TOP1, EVAL_TOP1, few_shot_top1
-from vit_ray.outcomes import NOTE, TAG, EventKind
+from vit_ray.outcomes import BRANCH_NOTE, BRANCH_TAG, EventKind
 from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import ARRIVAL_S
 from vit_ray.tracking.recorder import FIRST_ANSWER_S
@@ -199,20 +199,12 @@ def run_prepared(
     step = position.step if position else 0
     init_run = _init_run(prepared)
     origin = {INIT_RUN: init_run} if init_run else {}
-    branched = locate(recipe.run_folder).child(NOTE)
+    branched = locate(recipe.run_folder).child(BRANCH_NOTE)
     if position is not None and branched.exists():
-        origin[TAG] = branched.read().decode()
-    shots = recipe.evaluate.shots
+        origin[BRANCH_TAG] = branched.read().decode()
     is_on_dev_split = prepared.kind == "sweep_trial" or (
         recipe.data.eval is None and recipe.data.held_out_fraction > 0
     )
-    result_metric = None
-    if is_on_dev_split:
-        result_metric = DEV_TOP1
-    elif recipe.data.eval is not None:
-        result_metric = EVAL_TOP1
-    elif recipe.evaluate.few_shot_train and shots:
-        result_metric = few_shot_top1(shots[0])
     with open_record(
         recipe,
         prepared.kind,
@@ -223,7 +215,7 @@ def run_prepared(
         tags={**(tags or {}), **origin},
         training_id=prepared.training_id,
         measured_on="dev" if is_on_dev_split else "eval",
-        awaited_metric=result_metric,
+        awaited_metric=_result_metric(recipe, is_on_dev_split=is_on_dev_split),
     ) as run:
         for note, text in prepared.notes:
             run.record.event(note, text, step)
@@ -247,6 +239,7 @@ def run_prepared(
 
 
 def _init_run(prepared: PreparedRun) -> str | None:
+    """The MLflow run whose weights it began with."""
     if prepared.resume_from is not None:
         return prepared.resume_from.position.init_run_id
     if prepared.recipe.init_from is None:
@@ -255,6 +248,16 @@ def _init_run(prepared: PreparedRun) -> str | None:
 
     # The folder's name is not enough: another run may use it later.
     return meta_state_of(prepared.recipe.init_from).run_id
+
+
+def _result_metric(recipe: Recipe, *, is_on_dev_split: bool) -> str | None:
+    """What MLflow's pages show first of a run: its result; None if it will have none."""
+    if is_on_dev_split:
+        return DEV_TOP1
+    if recipe.data.eval is not None:
+        return EVAL_TOP1
+    shots = recipe.evaluate.shots
+    return few_shot_top1(shots[0]) if recipe.evaluate.few_shot_train and shots else None
 
 
 @contextlib.contextmanager
@@ -363,8 +366,15 @@ def _recorded(
 ) -> RunResult:
     """What a checkpoint records about a run; None for a run without one."""
     recipe, total_steps = prepared.recipe, prepared.resolved.total_steps
-    best, counted = with_best(metrics), prepared.num_eval_images
-    result = RunResult(None, recipe.name, 0, total_steps, best, "", num_eval_images=counted)
+    result = RunResult(
+        None,
+        recipe.name,
+        0,
+        total_steps,
+        with_best(metrics),
+        checkpoint="",
+        num_eval_images=prepared.num_eval_images,
+    )
     if checkpoint is None:
         return result
     progress = checkpoint.position.progress

@@ -15,8 +15,8 @@ class TorchStream(IterableDataset[dict[str, Tensor]]):
         DataLoader(stream, batch_size=None, num_workers=8)
 
     Worker w of n makes batches w, w + n, ...; a DataLoader takes one from each in turn. Each worker
-    keeps row groups of its own, so that n workers read a shuffle window n times; all together count
-    bad images. It has no length: a loop that resumes would take what is left for the whole.
+    keeps row groups of its own, so that n workers read a shuffle window n times. It has no length:
+    a loop that resumes would take what is left for the whole.
     """
 
     def __init__(self, batches: Sequence[Batch]) -> None:

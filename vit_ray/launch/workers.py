@@ -155,6 +155,7 @@ class Run:
         failing: FailingNodes,
         attempt: Callable[[Place], Ended],
     ) -> None:
+        """`attempt`: runs a worker group to its end."""
         self._job = job
         self._finder, self._failing, self._attempt = finder, failing, attempt
         self._num_failures, self._failed_at = 0, -1
@@ -175,7 +176,8 @@ class Run:
         except StoppedWaitingError as stop:
             if failure := self._job.record.failure():
                 raise _error_of(failure) from stop
-            newest, saved = newest_step(self._job.recipe), "so no checkpoint was written"
+            newest = newest_step(self._job.recipe)
+            saved = "so no checkpoint was written"
             if newest != -1:
                 saved = f"the newest checkpoint is of step {newest}"
             text = f"{stop}; no workers were running, {saved}"

@@ -204,6 +204,14 @@ def test_an_own_augmentation_draws_by_sample_alone():
     assert crops[0] == KeyedUniform(3, 0, 0, 6).below(128)
 
 
+def test_an_own_augmentation_may_call_all_that_the_documentation_names():
+    one, other = KeyedUniform(3, 0, 0, 6), KeyedUniform(3, 0, 0, 6)
+    drawn = [one.draw() for _ in range(3)]
+    assert drawn[0] == other.draw()
+    assert other.between(-2, 6) == -2 + 8 * drawn[1]
+    assert other.below(128) == int(drawn[2] * 128)
+
+
 def test_what_an_own_optimizer_keeps_is_known_before_a_run():
     lion = OptimConfig(name="tests.parts.lion", betas=(0.9, 0.99))
     assert state_types(lion) == {"momentum": torch.float32}

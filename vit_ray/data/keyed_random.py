@@ -55,6 +55,10 @@ class KeyedUniform:
         self._drawn += 1
         return (mix(self._key ^ self._drawn) >> 11) * 2.0**-53
 
+    def between(self, low: float, high: float) -> float:
+        """The next number, scaled to [low, high)."""
+        return low + (high - low) * self.draw()
+
     def below(self, bound: int) -> int:
         """The next number as an integer in [0, bound)."""
         return int(self.draw() * bound)

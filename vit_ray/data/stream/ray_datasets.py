@@ -101,28 +101,14 @@ def segments_of(
     Raises:
         ValueError: a training's range is empty or not a whole number of passes of all ranks.
     """
-    share, partition = readers.share, Partition(readers.world_size, batch_size)
-    rows_per_pass = partition.rows_per_pass
-    if stop is None:
-        passes = -(-spec.num_images // rows_per_pass)
-    elif stop <= start or (stop - start) % rows_per_pass:
-        raise ValueError(
-            f"stream: positions {start} to {stop} are {stop - start} samples, not a positive "
-            f"multiple of workers x batch size per rank ({readers.world_size} x {batch_size} = "
-            f"{rows_per_pass}); use a multiple of {rows_per_pass}"
-        )
-    else:
-        passes = (stop - start) // rows_per_pass
-    # Ranks of a large group take many blocks, and each block costs its server time.
-    factor = 1 if share == 1 or stop is None else _LARGE_BLOCKS
-    job = StreamJob(spec, partition, start, stop is not None, factor)
-    tasks = read_tasks(partition, 0, passes * batch_size, job.shape, readers.ranks)
+    job, tasks = _planned(spec, readers, batch_size, start, stop)
+    share = readers.share
     most_bytes, most_tasks = None, None
     if spec.object_store_mib is not None:
         # Finished blocks of tasks take at most half of it. Ray Data counts them only once it knows
         # the size of the blocks, and starts with as many tasks as there are CPUs.
         most_bytes = int(share * (spec.object_store_mib << 20))
-        rows = job.shape.full_passes(partition) * batch_size
+        rows = job.shape.full_passes(job.partition) * batch_size
         block_bytes = rows * math.prod(spec.augmentation.shape)
         most_tasks = max(1, most_bytes // 2 // (_BLOCKS_READY * block_bytes))
     order = Plan(spec.manifest, spec.seed, job.is_training, job.window).order
@@ -139,6 +125,27 @@ def segments_of(
             last = sum(len(task.ranks) for task in some[-reading_tasks(spec, share) :])
             next_at = min(last, len(ranks) - 1)
         yield Segment(_dataset_of(source, spec, most_bytes, most_tasks), ranks, next_at)
+
+
+def _planned(
+    spec: StreamSpec, readers: HostRanks, batch_size: int, start: int, stop: int | None
+) -> tuple[StreamJob, Iterator[BlockTask]]:
+    partition = Partition(readers.world_size, batch_size)
+    rows_per_pass = partition.rows_per_pass
+    if stop is None:
+        passes = -(-spec.num_images // rows_per_pass)
+    elif stop <= start or (stop - start) % rows_per_pass:
+        raise ValueError(
+            f"stream: positions {start} to {stop} are {stop - start} samples, not a positive "
+            f"multiple of workers x batch size per rank ({readers.world_size} x {batch_size} = "
+            f"{rows_per_pass}); use a multiple of {rows_per_pass}"
+        )
+    else:
+        passes = (stop - start) // rows_per_pass
+    # Ranks of a large group take many blocks, and each block costs its server time.
+    factor = 1 if readers.share == 1 or stop is None else _LARGE_BLOCKS
+    job = StreamJob(spec, partition, start, stop is not None, factor)
+    return job, read_tasks(partition, 0, passes * batch_size, job.shape, readers.ranks)
 
 
 def _dataset_of(

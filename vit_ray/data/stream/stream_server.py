@@ -131,15 +131,7 @@ class Reading:
         error: BaseException | None = None
         try:
             with contextlib.closing(self._read()) as blocks:
-                while True:
-                    with self._asked:
-                        # no limit: a rank asks or leaves, or the next pass of its stream closes
-                        # this one
-                        self._asked.wait_for(lambda: self._waiting or self._has_ended)
-                        if self._has_ended:
-                            break
-                    if (block := next(blocks, None)) is None:
-                        break
+                while self._is_wanted() and (block := next(blocks, None)) is not None:
                     with self._asked:
                         queue = self._queues[block.rank]
                         queue.blocks.append(block.block)
@@ -148,6 +140,13 @@ class Reading:
         except BaseException as raised:
             error = raised
         self._end(error)
+
+    def _is_wanted(self) -> bool:
+        """Wait until a rank asks for a block that is not there; False at the end."""
+        with self._asked:
+            # no limit: a rank asks or leaves, or the next pass of its stream closes this one
+            self._asked.wait_for(lambda: self._waiting or self._has_ended)
+            return not self._has_ended
 
     def _end(self, error: BaseException | None) -> None:
         with self._asked:
@@ -293,7 +292,8 @@ class StreamServer:
 
     def leave(self, one: Pass) -> None:
         """Stop reading for ranks that have left a pass before its end."""
-        last, reading = self._open.get(one.stream, (None, None))
+        with self._lock:
+            last, reading = self._open.get(one.stream, (None, None))
         if reading is not None and last == one:
             reading.close()
 

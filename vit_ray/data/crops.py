@@ -240,9 +240,9 @@ def _resize_exactly(pixels: UInt8Array, box: CropBox, out: UInt8Array) -> UInt8A
         right = math.ceil(left + (before + width) * across) + _filter_reach(across) + 1
         region = _filtered(pixels[top:bottom, left:right], down, across)
         made = cv2.resize(region, None, fx=1 / across, fy=1 / down, interpolation=cv2.INTER_LINEAR)
-        crop = made[above : above + height, before : before + width]
-        if crop.shape == out.shape:  # else the last pixel begins beyond the image's middle of it
-            out[:] = crop[:, ::-1] if box.is_flipped else crop
+        part = made[above : above + height, before : before + width]
+        if part.shape == out.shape:  # else the last pixel begins beyond the image's middle of it
+            out[:] = part[:, ::-1] if box.is_flipped else part
             return out
     start, step = (box.left + box.width, -across) if box.is_flipped else (box.left, across)
     matrix = np.array([[step, 0, start + (step - 1) / 2], [0, down, box.top + (down - 1) / 2]])

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import starmap
@@ -51,13 +51,14 @@ REJECTED_SCHEMA: Final = pa.schema(
 )
 
 
-checksum: Final[Callable[..., int]] = zlib.crc32
-"""(bytes, checksum of those before them) to the checksum of all."""
-
-
 def shard_name(index: int, num_shards: int) -> str:
     """File name of shard `index`, sortable and telling how many there are."""
     return f"part-{index:05d}-of-{num_shards:05d}.parquet"
+
+
+def checksum(content: bytes | memoryview | pa.Buffer, before: int = 0) -> int:
+    """CRC-32 of some bytes, or of all of them where `before` is that of those before."""
+    return zlib.crc32(content, before)
 
 
 @dataclass(frozen=True)
@@ -328,19 +329,7 @@ def _parse(path: str, content: bytes) -> Manifest:
         header: dict[str, Any] = json.loads(file.metadata.metadata[_METADATA_KEY])
         version = int(header["format_version"])
         if version == FORMAT_VERSION:
-            table = file.read()
-            arrays = {name: table[name] for name in ROW_GROUP_SCHEMA.names}
-            lists = arrays.pop("dropped")
-            is_present = np.zeros(0, bool)
-            if lists.null_count < len(lists):
-                is_present = lists.is_valid().to_numpy()
-            dropped = {
-                group: np.asarray(lists[group].as_py(), np.int32)
-                for group in np.flatnonzero(is_present).tolist()
-            }
-            columns = RowGroupColumns(
-                **{name: array.to_numpy() for name, array in arrays.items()}, dropped=dropped
-            )
+            columns = _columns(file.read())
             if header["fingerprint"] != _fingerprint(header, columns):
                 raise ValueError("its fingerprint differs from its content")
             return Manifest(
@@ -379,6 +368,19 @@ def _root_of(header: dict[str, Any], path: str) -> str:
             if json.loads(found)["files"] == header["files"]:
                 return near
     return header["root"] or path
+
+
+def _columns(table: pa.Table) -> RowGroupColumns:
+    arrays = {name: table[name] for name in ROW_GROUP_SCHEMA.names}
+    lists = arrays.pop("dropped")
+    is_present = np.zeros(0, bool)
+    if lists.null_count < len(lists):
+        is_present = lists.is_valid().to_numpy()
+    dropped = {
+        group: np.asarray(lists[group].as_py(), np.int32)
+        for group in np.flatnonzero(is_present).tolist()
+    }
+    return RowGroupColumns(**{n: array.to_numpy() for n, array in arrays.items()}, dropped=dropped)
 
 
 def write_manifest(

@@ -239,33 +239,43 @@ class Libjpeg:
                     ctypes.memmove(ours[place], original, _Table.sent_table.offset)
         for number in range(source.num_components):
             compress.components[number].tables = source.components[number].tables
-        for place in compress.dc_tables:
-            if place:
-                table = place.contents
+        for pointer in compress.dc_tables:
+            if pointer:
+                table = pointer.contents
                 count = sum(table.counts)
                 missing = sorted({*range(_DC_SYMBOLS)} - {*table.symbols[:count]})
                 table.symbols[count : count + len(missing)] = missing
                 table.counts[_LONGEST_CODE] += len(missing)
 
     def _is_equal(self, content: bytes, source: Any, coefficients: Any) -> bool:
+        """Whether a file has the coefficients of the original and decodes to the same pixels."""
         written = self._opened(content)
         at = ctypes.byref(written)
         found = self._lib.jpeg_read_coefficients(at)
-        is_equal = not self._warnings and _frame(written) == _frame(source)
-        for number in range(source.num_components if is_equal else 0):
-            # Without the blocks that only fill up a component's last MCUs.
-            component = written.components[number]
-            row_bytes = component.width_in_blocks * _BLOCK_BYTES
-            (ours, *in_ours), (theirs, *in_theirs) = (
-                (of.memory.contents.access_virt_barray, ctypes.addressof(of), array[number])
-                for of, array in ((written, found), (source, coefficients))
+        is_equal = (
+            not self._warnings
+            and _frame(written) == _frame(source)
+            and all(
+                self._has_equal_blocks(number, (written, found), (source, coefficients))
+                for number in range(source.num_components)
             )
-            for row in range(component.height_in_blocks):
-                one, other = ours(*in_ours, row, 1, 0), theirs(*in_theirs, row, 1, 0)
-                if self._compare(one[0], other[0], row_bytes):
-                    is_equal = False
+        )
         self._lib.jpeg_destroy(at)
         return is_equal
+
+    def _has_equal_blocks(self, number: int, *both: tuple[Any, Any]) -> bool:
+        """Blocks of a component, without those that only fill up its last MCUs."""
+        component = both[0][0].components[number]
+        row_bytes = component.width_in_blocks * _BLOCK_BYTES
+        (ours, *in_ours), (theirs, *in_theirs) = (
+            (of.memory.contents.access_virt_barray, ctypes.addressof(of), array[number])
+            for of, array in both
+        )
+        for row in range(component.height_in_blocks):
+            one, other = ours(*in_ours, row, 1, 0), theirs(*in_theirs, row, 1, 0)
+            if self._compare(one[0], other[0], row_bytes):
+                return False
+        return True
 
 
 def _frame(file: Any) -> tuple[Any, ...]:

@@ -27,6 +27,7 @@ Box = tuple[int, int, int, int]
 """Top, left, bottom, right in pixels, the last two exclusive."""
 FIRST_RESTART: Final = 0xD0
 MOST_SEGMENTS: Final = 1 << 16
+_MARKER: Final = re.compile(rb"\xff[^\x00\xff]")
 # The markers of segments, in sequence.
 _RESTARTS: Final = (FIRST_RESTART + np.arange(MOST_SEGMENTS) % 8).astype(np.uint8)
 
@@ -186,9 +187,6 @@ def crop_file(
 def _touched(first: int, last: int, size: int, count: int) -> tuple[int, int]:
     """Which of `count` pieces of `size` pixels hold [first, last)."""
     return max(0, first // size), min(count, -(-last // size))
-
-
-_MARKER: Final = re.compile(rb"\xff[^\x00\xff]")
 
 
 def index_segments(image: bytes) -> RestartIndex | None:

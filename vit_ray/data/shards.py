@@ -147,6 +147,12 @@ def open_shard(location: Location, entry: ShardFile) -> tuple[Any, pq.FileMetaDa
 
 
 def _open_images(file: ImageFile) -> pq.ParquetFile:
+    """A file of others, only ever read.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        ValueError: its size or version is not the manifest's.
+    """
     location = locate(file.path)
     found = location.info()
     if found.kind == "nothing":
@@ -371,6 +377,10 @@ class RowGroupReader:
     def _retried(
         self, group: int, read: Callable[[], tuple[pa.Table, bool]]
     ) -> tuple[pa.Table, bool]:
+        """What `read` gives, tried again where that may help.
+
+        A ValueError if its rows are not as many as the manifest's.
+        """
         manifest, location = self._manifest, self._manifest.shard_location(group)
         path = location.path
 
@@ -415,6 +425,7 @@ class RowGroupReader:
 
 
 def _foreign_labels(labels: pa.Array, num_classes: int) -> NDArray[np.intp]:
+    """Indices, in the labels of all rows, of those that are not a class."""
     values = labels.values.to_numpy()
     return np.flatnonzero((values < 0) | (values >= num_classes))
 

@@ -1,4 +1,4 @@
-"""How a run begins and ends, and its events between: values that cross processes.
+"""How a run or a trial begins and ends, and its events between: values that cross processes.
 
 Decisions follow these values; their texts are for users. MLflow's tags, and the histories and logs
 on disk, hold the values of the enums and the origin of a branch, so these must not change.
@@ -14,7 +14,7 @@ from typing import Final
 BRANCH_NOTE: Final = "branched_from.txt"
 """File next to the checkpoints of a branch or fork that names the run of its first checkpoint."""
 BRANCH_TAG: Final = "vit_ray.branched_from"
-TAG: Final = BRANCH_TAG
+"""MLflow's tag of that text; later reports read it from there."""
 
 
 class EventKind(StrEnum):

@@ -121,7 +121,7 @@ def _facts(run: Run) -> dict[str, Any]:
         "best_of": metrics.get(RESULT_EVALUATIONS) if dev is None else None,
         "images_per_s": metrics.get(TRAIN_IMAGES_PER_S), "core_days": metrics.get(COST_CORE_DAYS),
         "own_share": outcomes.own_share(
-            tags.get(outcomes.TAG, ""), _number(params.get("train.global_batch_size")),
+            tags.get(outcomes.BRANCH_TAG, ""), _number(params.get("train.global_batch_size")),
             metrics.get(STUDY_IMAGES_SEEN),
         ),
         "data": train_set, "train_set": f"{train_set} {prints.get('training')}", "sets": sets,

@@ -277,14 +277,13 @@ class Attempt:
         """
         with self.watchdog.paused(), self.link.clock.within(Phase.CHECKPOINT):
             self.saver.wait_until_written()
-        metrics = self._note_time(progress)
-        if self.context.rank == 0:  # instead of those of the checkpoint before the evaluation
-            self.link.record.metrics(progress.step, metrics, again=True)
-        is_added = False
+        metrics, is_added = self._note_time(progress), False
         if self.context.rank == 0:
+            # Instead of those of the checkpoint before the evaluation.
+            self.link.record.metrics(progress.step, metrics, again=True)
             try:
                 is_added = self.saver.writer.note_evaluation(progress)
-            except LockLostError as error:  # another driver has taken over the run
+            except LockLostError as error:
                 raise UnrecoverableError(str(error), is_agreed=False) from error
         return self.context.all_sum([float(is_added)])[0] > 0
 

@@ -1,4 +1,4 @@
-"""What Ray Train runs on every worker and in its controller; both name it without importing torch.
+"""What Ray Train runs on every worker and in its controller; to name it imports no torch.
 
 The workers join a process group on the network that the nodes use. Ray's own torch backend would
 also wait, at the end, for each process to leave the group; processes end anyway.

@@ -27,12 +27,23 @@ from vit_ray.tracking.recorder import Recorder
 from vit_ray.tracking.run_state import beats_between
 
 HANG_REPORT_S: Final = 10.0
+"""Longest wait for the record's answer to each call of the report of a hang."""
 RUN_ID_S: Final = 20.0
 DELIVERY_S: Final = 120.0
 """Limit for what must arrive, such as a last event: a worker without an answer ends, and its group
 restarts."""
 SHOW_S: Final = 10.0
 """Limit for a file that training does not depend on."""
+BEAT_S: Final = 1.0
+FIRST_STEP_S: Final = 600.0
+"""Minimum limit for the first step of an attempt, which compiles and waits for the first batch, and
+for a part of an evaluation."""
+SETUP_S: Final = 3600.0
+"""Minimum limit for what comes before: the model is built, and a checkpoint read and restored."""
+REPORT_S: Final = 10.0
+"""How long a process that is about to end waits for its report to arrive."""
+OTHERS_S: Final = 5.0
+"""Time for the other ranks, which hang too, to report their calls, before the group ends."""
 
 
 class RunLink:
@@ -119,18 +130,6 @@ class RunLink:
             with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
                 self._tracking_run_id = self.record.run_id(RUN_ID_S)
         return self._tracking_run_id
-
-
-BEAT_S = 1.0
-FIRST_STEP_S = 600.0
-"""Minimum limit for the first step of an attempt, which compiles and waits for the first batch, and
-for a part of an evaluation."""
-SETUP_S = 3600.0
-"""Minimum limit for what comes before: the model is built, and a checkpoint read and restored."""
-REPORT_S = 10.0
-"""How long a process that is about to end waits for its report to arrive."""
-OTHERS_S = 5.0
-"""Time for the other ranks, which hang too, to report their calls, before the group ends."""
 
 
 def end_process() -> None:

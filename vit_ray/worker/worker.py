@@ -27,11 +27,7 @@ from vit_ray.training.objective import build_objective, make_loss, part_of
 from vit_ray.training.steps import CPU_LIMIT, accumulation_steps, micro_batch_size
 from vit_ray.worker.attempt import Attempt, evaluate_alone, reported_failures
 from vit_ray.worker.evaluation import Evaluator, Predicts
-from vit_ray.worker.job import (
-    Streams,
-    TrainJob,
-    UnrecoverableError,
-)
+from vit_ray.worker.job import Streams, TrainJob, UnrecoverableError
 from vit_ray.worker.prefetch import device_batches
 from vit_ray.worker.run_link import RunLink, Watchdog
 from vit_ray.worker.saving import (

@@ -54,6 +54,10 @@ KINDS = {
         "import vit_ray.experiments.sweep, vit_ray.experiments.study, vit_ray.experiments.vtab",
         RAY_DATA | {"cv2", "ray.train", "ray.tune", "rich"},
     ),
+    "a dry run": (
+        "import vit_ray.commands.dry_run",
+        RAY_DATA | {"cv2", "ray.train", "ray.tune", "rich", "torch"},
+    ),
     "a data set in Python": (
         "import vit_ray; vit_ray.open_dataset, vit_ray.training_batches",
         {"cv2", "pyarrow"},

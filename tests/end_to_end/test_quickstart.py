@@ -1,8 +1,10 @@
 """`make quickstart` in a part of its steps: convert, pre-train, sweep, scratch; and all again."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import mlflow
 import numpy as np
@@ -18,8 +20,8 @@ from vit_ray.data import open_dataset
 from vit_ray.launch.run import RunResult
 
 
-def _shorter(recipe: str) -> Recipe:
-    found = load_recipe(recipe).with_changes(optim={"steps": 20})
+def _shorter(recipe: str, changes: Mapping[str, Any]) -> Recipe:
+    found = load_recipe(recipe, changes).with_changes(optim={"steps": 20})
     rates = {"sweep": {"learning_rates": [0.03, 1e-6]}}
     return found.with_changes(**rates) if found.sweep else found
 

@@ -22,10 +22,10 @@ from pathlib import Path
 import torch
 
 from benchmarks.result import finish, header, machine
-from vit_ray.commands.datasets import convert_of
 from vit_ray.commands.experiments import print_sweep
 from vit_ray.commands.train import print_result
 from vit_ray.config import Recipe, load_recipe
+from vit_ray.data.convert.checks import convert_of
 from vit_ray.data.convert.conversion import convert
 from vit_ray.data.convert.digits import write_digits
 from vit_ray.data.dataset import MANIFEST_FILE

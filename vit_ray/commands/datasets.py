@@ -49,6 +49,8 @@ def run_convert(recipe: Recipe) -> int:
 def describe_conversion(recipe: Recipe) -> str:
     """Images, classes, bytes, shards and time of a conversion, estimated from a few images.
 
+    Without Ray, and nothing is written.
+
     Raises:
         ValueError: as `run_convert`, except for errors that only reading all images finds.
     """

@@ -9,6 +9,7 @@ import torch
 from joblib import cpu_count
 
 from vit_ray.commands.plan import (
+    PlannedCluster,
     TrainingFacts,
     data_facts,
     describe_work,
@@ -60,33 +61,35 @@ def describe_training(recipe: Recipe) -> str:
     lines = describe_work(recipe, facts, cluster)
     sizes = recipe.group_sizes
     for world_size in sizes if len(sizes) <= 4 else (sizes[0], sizes[-1]):
-        batch, note = recipe.train.global_batch_size, ""
-        if recipe.train.micro_batch_size != "auto" or recipe.workers.use_gpu is False:
-            micro = micro_batch_size(recipe, world_size)
-        else:  # decided only by trying
-            memory_gib = cluster.device.memory_gib
-            largest = largest_micro_batch(recipe, facts.num_classes, world_size, memory_gib)
-            micro, note = largest or 1, f" (does not fit a {recipe.plan.device})"
-            if largest:
-                note = f" (the most that fits a {recipe.plan.device}, by estimate)"
-        passes = accumulation_steps(batch, micro, world_size)
-        memory = estimate_memory(recipe, facts.num_classes, micro, world_size)
-        workers = f"{world_size} worker{'s' if world_size > 1 else ''}"
-        lines += [
-            f"with {workers:<19}global batch {batch:,} = {world_size} x micro-batch {micro}{note} "
-            f"x {passes} pass{'es' if passes > 1 else ''}",
-            f"  memory per worker     {memory.total:.2f} GiB under ZeRO {recipe.train.zero_stage}",
-            *(
-                f"    {part:<20}{gib:8.2f} GiB"
-                for part, gib in vars(memory).items()
-                if gib >= 0.005
-            ),
-        ]
+        lines += _describe_group(recipe, facts, cluster, world_size)
     lines.append(f"planned for             {recipe.plan.device} (plan.device)")
     has_gpu = torch.cuda.is_available() or recipe.workers.use_gpu is True
     if not has_gpu and "RAY_ADDRESS" not in os.environ:
         lines.append(f"this machine, no GPU    {_time_here(recipe, facts)}")
     return "\n".join(lines)
+
+
+def _describe_group(
+    recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster, world_size: int
+) -> list[str]:
+    """Lines on the batch and the memory of a number of workers."""
+    batch, note = recipe.train.global_batch_size, ""
+    if recipe.train.micro_batch_size != "auto" or recipe.workers.use_gpu is False:
+        micro = micro_batch_size(recipe, world_size)
+    else:  # decided only by trying
+        memory_gib = cluster.device.memory_gib
+        largest = largest_micro_batch(recipe, facts.num_classes, world_size, memory_gib)
+        fits = "the most that fits a {}, by estimate" if largest else "does not fit a {}"
+        micro, note = largest or 1, f" ({fits.format(recipe.plan.device)})"
+    passes = accumulation_steps(batch, micro, world_size)
+    memory = estimate_memory(recipe, facts.num_classes, micro, world_size)
+    workers = f"{world_size} worker{'s' if world_size > 1 else ''}"
+    return [
+        f"with {workers:<19}global batch {batch:,} = {world_size} x micro-batch {micro}{note} x "
+        f"{passes} pass{'es' if passes > 1 else ''}",
+        f"  memory per worker     {memory.total:.2f} GiB under ZeRO {recipe.train.zero_stage}",
+        *(f"    {part:<20}{gib:8.2f} GiB" for part, gib in vars(memory).items() if gib >= 0.005),
+    ]
 
 
 def _time_here(recipe: Recipe, facts: TrainingFacts) -> str:

@@ -118,7 +118,7 @@ def pace_of(recipe: Recipe) -> Pace:
 
 def describe_plan(recipe: Recipe) -> str:
     """The text of `vit-ray plan`: the work, then a column for each ZeRO stage."""
-    facts = data_facts(recipe, bool(recipe.plan.num_images or recipe.plan.num_classes))
+    facts = data_facts(recipe, prefers_plan=bool(recipe.plan.num_images or recipe.plan.num_classes))
     cluster = planned_cluster(recipe)
     columns = [_column(recipe, facts, cluster, stage) for stage in range(4)]
     lines = [*describe_work(recipe, facts, cluster), ""]

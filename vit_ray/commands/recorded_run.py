@@ -2,7 +2,7 @@
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -38,6 +38,9 @@ from vit_ray.storage import Location, locate
 
 def fork_run(source: str, words: Sequence[str], is_dry: bool) -> int:
     """Make the fork, and print how to train it.
+
+    The checkpoint is copied, so that parent and fork can be trained, pruned and deleted
+    independently.
 
     Args:
         source: folder of the parent's checkpoints, or its id in MLflow.
@@ -159,6 +162,8 @@ MOST_SHOWN: Final = 64  # images in the picture; the table has all of them
 def show_batch(source: str, words: Sequence[str], out: str | None) -> int:
     """Write a picture and a table, and print their paths.
 
+    Reads only what the step reads: no Ray, no cluster, no weights.
+
     Args:
         source: a run or recipe, as `find_run` takes it.
         words: `step=k`, and changes of the recipe.
@@ -198,7 +203,6 @@ def verify_run(source: str) -> int:
     """
     run, num_problems = find_run(source), 0
     batches, size = SeenBatches(run.resolved), run.recipe.train.global_batch_size
-    # Of a step's samples: by the order alone, and with those for images that cannot be decoded.
     planned = cache(lambda k: samples_digest(k * size, batches.planned(k)))
     decoded = cache(lambda k: samples_digest(k * size, batches.batch(k)["sample"]))
     for step, folder in reversed(list_checkpoints(locate(run.recipe.run_folder))):
@@ -206,27 +210,7 @@ def verify_run(source: str) -> int:
         try:
             checkpoint = checkpoint_of_step(folder, step)
             checkpoint.verify()
-            progress = checkpoint.position.progress
-            steps = range(progress.digest_from, progress.step)
-            text = f"steps {progress.digest_from:,} to {progress.step - 1:,}"
-            received = int(progress.samples_digest, 16) if progress.samples_digest else None
-            if received is None:
-                finding = "no digest of samples"
-            elif add_digests(*map(planned, steps)) == received:
-                finding = f"samples of {text} in the planned order"
-            else:
-                print(
-                    f"decodes the images of {text}: undecodable ones may be replaced",
-                    file=sys.stderr,
-                )
-                finding = (
-                    f"samples of {text} in the planned order, with neighbours for undecodable "
-                    "images"
-                )
-                if add_digests(*map(decoded, steps)) != received:
-                    problem = (
-                        f"the samples of {text} differ from the planned order; this is a defect"
-                    )
+            finding = _samples_finding(checkpoint.position.progress, planned, decoded)
         except PartialCheckpointError:
             print(f"step {step:,}: incomplete: still being written, or interrupted and never used")
             continue
@@ -235,3 +219,28 @@ def verify_run(source: str) -> int:
         num_problems += bool(problem)
         print(f"step {step:,}: {problem or f'files whole; {finding}'}")
     return 1 if num_problems else 0
+
+
+def _samples_finding(
+    progress: Progress, planned: Callable[[int], int], decoded: Callable[[int], int]
+) -> str:
+    """What was found right about the samples of a checkpoint.
+
+    Args:
+        planned: the digest of a step's samples by the order alone.
+        decoded: the same after images that cannot be decoded are replaced.
+
+    Raises:
+        ValueError: they do not follow the order; or, as OSError, images cannot be read.
+    """
+    if not progress.samples_digest:
+        return "no digest of samples"
+    steps = range(progress.digest_from, progress.step)
+    text = f"steps {progress.digest_from:,} to {progress.step - 1:,}"
+    received = int(progress.samples_digest, 16)
+    if add_digests(*map(planned, steps)) == received:
+        return f"samples of {text} in the planned order"
+    print(f"decodes the images of {text}: undecodable ones may be replaced", file=sys.stderr)
+    if add_digests(*map(decoded, steps)) == received:
+        return f"samples of {text} in the planned order, with neighbours for undecodable images"
+    raise ValueError(f"the samples of {text} differ from the planned order; this is a defect")

@@ -20,14 +20,14 @@ from vit_ray.tracking.tracker import replay
 
 if TYPE_CHECKING:
     from vit_ray.report.page import Written
+    from vit_ray.tracking.mlflow_client import MlflowClient
 
 
 def report(recipe: Recipe, keep_with: str | None = None) -> "Written":
     """Report on the newest run with the recipe's name, or on its experiment if there is none.
 
-    A run in the recipe's output comes before those in other outputs, and a run without a parent
-    before child runs. The page and its figures are kept as artifacts of that run, unless the store
-    is a copy, see `are_own_files`.
+    The page and its figures are kept as artifacts of that run, unless the store is a copy, see
+    `are_own_files`.
 
     Args:
         keep_with: id of a run: report on the whole experiment, and keep the page with this run.
@@ -37,19 +37,11 @@ def report(recipe: Recipe, keep_with: str | None = None) -> "Written":
         RuntimeError: MLflow does not answer, or cannot be used.
     """
     from vit_ray.experiments.write_page import keep_page, write_page
-    from vit_ray.tracking.mlflow_client import asking, found_runs
+    from vit_ray.tracking.mlflow_client import asking
 
     uri = recipe.tracking.uri
-    run_id: str | None = None
     with asking(uri) as client:
-        if keep_with is None:
-            by_name = f"attributes.run_name = '{recipe.name}'"
-            named = found_runs(client, recipe.tracking.experiment, by_name)
-            folder = recipe.with_absolute_paths().run_folder
-            here = [run for run in named if run.data.tags.get(RUN_FOLDER) == folder]
-            roots = [run for run in named if PARENT_TAG not in run.data.tags]
-            # The folder may have another path here, or have moved since.
-            run_id = next((str(run.info.run_id) for run in here or roots or named), None)
+        run_id = None if keep_with else _newest_run(client, recipe)
         written, keeper = write_page(recipe, run_id), keep_with or run_id
         if keeper is None:
             line = f"no run {recipe.name!r}; this page is of the whole experiment"
@@ -69,6 +61,22 @@ def report(recipe: Recipe, keep_with: str | None = None) -> "Written":
     if problem:
         print(f"page written to {written.page}; not kept with the run: {problem}")
     return written
+
+
+def _newest_run(client: "MlflowClient", recipe: Recipe) -> str | None:
+    """The id of the newest run of this name, if there is one.
+
+    A run in the recipe's output comes before those in other outputs, and a run without a parent
+    before child runs.
+    """
+    from vit_ray.tracking.mlflow_client import found_runs
+
+    named = found_runs(client, recipe.tracking.experiment, f"attributes.run_name = '{recipe.name}'")
+    folder = recipe.with_absolute_paths().run_folder
+    here = [run for run in named if run.data.tags.get(RUN_FOLDER) == folder]
+    roots = [run for run in named if PARENT_TAG not in run.data.tags]
+    # The folder may have another path here, or have moved since.
+    return next((str(run.info.run_id) for run in here or roots or named), None)
 
 
 def are_own_files(uri: str, artifact_uri: str) -> bool:
@@ -97,7 +105,8 @@ def report_page(recipe: Recipe) -> int:
 
 
 def open_pages(store: str | None, port: int) -> int:
-    """Print the link to the newest run without a parent, and serve a SQLite file until Ctrl-C.
+    """Print the link to the experiment of the newest run without a parent, and serve a SQLite file
+    until Ctrl-C.
 
     Args:
         store: address of a store, or a recipe with its `tracking.uri`; None for the default.

@@ -86,14 +86,7 @@ def export(recipe: Recipe) -> int:
         )
     model, report, position = load_trained_model(recipe, config.averaged)
     print(report)
-    if "head.weight" in report.new and "head.weight" in report.ignored:
-        # It came after other layers; exporting a zero head would be wrong.
-        has_layer = "representation.weight" in report.ignored
-        own = "pool=cls" if "class_token.token" in report.ignored else f"representation={has_layer}"
-        raise ValueError(
-            f"the head of {report.source} was trained on other layers than the recipe's model has; "
-            f"set model.{own.lower()} to export the trained head"
-        )
+    _check_head(report)
     source = str(recipe.init_from)
     count = sum(parameter.numel() for parameter in model.parameters())
     num_classes = int(model.get_parameter("head.bias").numel())
@@ -129,6 +122,21 @@ def export(recipe: Recipe) -> int:
     return 0
 
 
+def _check_head(report: LoadReport) -> None:
+    """
+    Raises:
+        ValueError: the source has a head that the model did not load.
+    """
+    if "head.weight" in report.new and "head.weight" in report.ignored:
+        # The trained head, left out, came after other layers; exporting a zero head would be wrong.
+        has_layer = "representation.weight" in report.ignored
+        own = "pool=cls" if "class_token.token" in report.ignored else f"representation={has_layer}"
+        raise ValueError(
+            f"the head of {report.source} was trained on other layers than the recipe's model has; "
+            f"set model.{own.lower()} to export the trained head"
+        )
+
+
 def _complete_config(file: Path, crop: Augmentation, use: dict[str, Any]) -> None:
     """Write how the model is used; timm gives the crop as a share of a side."""
     settings = {**json.loads(file.read_text()), USE: use}
@@ -141,6 +149,11 @@ def _complete_config(file: Path, crop: Augmentation, use: dict[str, Any]) -> Non
 
 
 def _push(config: ExportConfig, folder: Path, names: list[str]) -> str:
+    """Upload the files to the repository, made if it is missing; returns its address.
+
+    Raises:
+        ValueError: the hub refuses the upload, or cannot be reached.
+    """
     from huggingface_hub import HfApi
 
     assert config.push is not None
@@ -170,6 +183,8 @@ def inspect(recipe: Recipe) -> int:
             be a local folder.
     """
     from vit_ray.commands.train import print_link
+
+    # matplotlib and scikit-learn take a second; export needs neither
     from vit_ray.evaluation.inspection import inspect_model
     from vit_ray.launch.run_record import trained_params
 

@@ -1,7 +1,8 @@
 """One HTML page with the results of a study, a sweep, a training or an experiment.
 
 Everything comes from MLflow; the page is one file that loads nothing from the network, so it can be
-mailed, kept with the run, and opened years later.
+mailed, kept with the run, and opened years later. Its security policy lets the browser run nothing,
+so no text becomes code.
 """
 
 import base64
@@ -42,7 +43,7 @@ from vit_ray.report.statistics import CANNOT_SAY, FamilyLaw, Interval, student
 from vit_ray.storage import locate
 
 # Names, labels and values come from recipes and folders of any origin: all are escaped.
-TEMPLATES: Final = Environment(
+_TEMPLATES: Final = Environment(
     loader=PackageLoader("vit_ray.report"), autoescape=True, undefined=StrictUndefined
 )
 
@@ -132,7 +133,7 @@ def write_report(
             "on the paper's JFT-300M, which is private."
         )
     whose = f", run {parent} and the runs below it" if parent else ""
-    text = TEMPLATES.get_template("page.html").render(
+    text = _TEMPLATES.get_template("page.html").render(
         title=everything.loc[parent, "name"] if parent else experiment,
         sections=sections,
         lead=lead,
@@ -290,10 +291,10 @@ def _speed(cells: pd.DataFrame) -> dict[str, Figure]:
     return {"How fast does each model train, on this hardware?": figures.fig_speed(known)}
 
 
+# With fewer classes, accuracy is enough.
 LEAST_CLASSES = 5
-"""With fewer classes, accuracy is enough."""
+# Largest confusion matrix in classes.
 MOST_CLASSES = 20
-"""Largest confusion matrix in classes."""
 
 
 def images_section(files: Files, run: pd.Series) -> Section:
@@ -306,8 +307,8 @@ def images_section(files: Files, run: pd.Series) -> Section:
     }
     found = [gallery(files, run, name, title) for name, title in named.items()]
     counts = files.read(run, "evaluation/confusion.csv")
-    tables = {} if counts is None else confusion(counts)
-    return Section("Images and errors", tables=tables, galleries=[one for one in found if one])
+    shown = {} if counts is None else confusion(counts)
+    return Section("Images and errors", tables=shown, galleries=[one for one in found if one])
 
 
 def gallery(files: Files, run: pd.Series, name: str, title: str) -> Gallery | None:

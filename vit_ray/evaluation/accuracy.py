@@ -23,8 +23,9 @@ Float64Array = NDArray[np.float64]
 # File names and most images: the first of the set by number, and the wrong predictions with the
 # highest loss.
 KINDS: Final = {"examples": 12, "errors": 6}
-# Numbers for one image: its key, sample, predicted class, probability, loss, labels, pixels.
-_ROW: Final = 5 + MAX_LABELS + SIDE * SIDE * 3
+# Numbers for one image: its key, sample, predicted class, probability, loss, labels; then pixels.
+_NUMBERS: Final = 5 + MAX_LABELS
+_ROW: Final = _NUMBERS + SIDE * SIDE * 3
 
 
 @dataclass(frozen=True)
@@ -218,8 +219,8 @@ class ExampleImages:
             mine = self._rows[kind]
             keys = np.sort(gather(mine[:, 0]))[:limit]
             best = _lowest(gather(mine[mine[:, 0] <= keys.max(initial=-np.inf)]), limit)
-            facts, pixels = np.split(best, [5 + MAX_LABELS], axis=1)
-            about = [
+            numbers, pixels = np.split(best, [_NUMBERS], axis=1)
+            facts = [
                 {
                     "sample": int(sample),
                     "classes": [classes[int(label)] for label in labels if label >= 0],
@@ -227,10 +228,10 @@ class ExampleImages:
                     "probability": probability,
                     "loss": loss,
                 }
-                for _, sample, predicted, probability, loss, *labels in facts.tolist()
+                for _, sample, predicted, probability, loss, *labels in numbers.tolist()
             ]
             squares = pixels.astype(np.uint8).reshape(-1, SIDE, SIDE, 3)
-            files |= picture(kind, list(squares), about)
+            files |= picture(kind, list(squares), facts)
         return files
 
 

@@ -244,29 +244,31 @@ def attention_figures(
         model: with attention over the whole sequence, not along lines.
         images: uint8 (B, H, W, 3), of the model's size.
     """
-    has_class_token = model.class_token is not None
+    was_training = model.training
+    model.eval()
+    distances, rollouts = zip(*(_look(model, image) for image in images), strict=True)
+    model.train(was_training)
+    return np.mean(distances, axis=0), np.concatenate(rollouts)
+
+
+def _look(model: VisionTransformer, image: UInt8Array) -> tuple[FloatArray, FloatArray]:
+    """Distance (L, H) and rollout (1, h, w) of an image (H, W, 3); holds one layer's attention."""
     distances: list[FloatArray] = []
-    rollouts: list[FloatArray] = []
-    by_layer: list[FloatArray] = []
-    last: list[Tensor] = []  # the rollout up to this layer
+    rollout: Tensor | None = None
 
     def look(attention: nn.Module, args: tuple[Tensor, ...]) -> None:
+        nonlocal rollout
         assert isinstance(attention, Attention)
         weights = attention.weights(args[0])
-        by_layer.append(mean_attention_distance(weights, model.grid, model.embedding.patch_size))
-        last.append(roll(last.pop() if last else None, weights))
+        distances.append(mean_attention_distance(weights, model.grid, model.embedding.patch_size))
+        rollout = roll(rollout, weights)
 
-    was_training, device = model.training, next(model.parameters()).device
-    model.eval()
+    device = next(model.parameters()).device
     with torch.no_grad(), contextlib.ExitStack() as hooks:
         for block in model.blocks:
             attention = block.get_submodule("attention")
             hooks.callback(attention.register_forward_pre_hook(look).remove)
-        for image in images:
-            pixels = torch.from_numpy(image[None]).to(device).permute(0, 3, 1, 2).float()
-            model.encode(model.embed(pixels / 127.5 - 1))
-            distances.append(np.stack(by_layer))
-            by_layer.clear()
-            rollouts.append(output_row(last.pop(), model.grid, has_class_token))
-    model.train(was_training)
-    return np.mean(distances, axis=0), np.concatenate(rollouts)
+        pixels = torch.from_numpy(image[None]).to(device).permute(0, 3, 1, 2).float()
+        model.encode(model.embed(pixels / 127.5 - 1))
+    assert rollout is not None
+    return np.stack(distances), output_row(rollout, model.grid, model.class_token is not None)

@@ -62,7 +62,8 @@ class AxialViT(VisionTransformer):
     """A ViT of axial blocks with the mean of its tokens as feature."""
 
     def _block(self, index: int) -> nn.Module:
-        return AxialBlock(self.grid, *(Block(self.size, self.options) for _ in range(2)))
+        row, column = (Block(self.size, self.options) for _ in range(2))
+        return AxialBlock(self.grid, row, column)
 
 
 class LineAttention(nn.Module):

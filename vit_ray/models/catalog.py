@@ -12,7 +12,7 @@ import difflib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from vit_ray.paper import canonical_model
 
@@ -70,7 +70,7 @@ class VitOptions:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value, choices = getattr(self, field.name), get_args(field.type)
-            if choices and value not in choices:
+            if get_origin(field.type) is Literal and value not in choices:
                 raise ValueError(
                     f"{field.name}={value!r} is unknown; use one of {', '.join(choices)}"
                 )

@@ -108,12 +108,7 @@ def fit_state_dict(
     }
     report = LoadReport(source, new=sorted(fresh), ignored=sorted(spare | (fresh & set(state))))
     fitted = {name: state[name] for name in wanted if name in state and name not in fresh}
-    check_types(fitted, source)
-    if broken := [n for n, t in fitted.items() if not t.is_meta and not bool(t.isfinite().all())]:
-        raise ValueError(
-            f"{source} has values that are not finite: {', '.join(broken)}; its training diverged "
-            "or the file is damaged: use an earlier checkpoint, or fetch the file again"
-        )
+    _check_values(fitted, source)
     shift = origin.get("head_bias", constant_bias(inner)) - constant_bias(inner)
     if shift and "head.bias" in fitted and not fitted["head.bias"].is_meta:
         fitted["head.bias"] = fitted["head.bias"].float() + shift
@@ -244,6 +239,20 @@ def check_types(tensors: Tensors, source: str) -> None:
         raise ValueError(
             f"{source} has quantized tensors: {', '.join(quantized)}; give the weights in fp32, "
             "fp16 or bf16"
+        )
+
+
+def _check_values(tensors: Tensors, source: str) -> None:
+    """Refuse what are not the values of weights.
+
+    Raises:
+        ValueError: as `check_types`, or naming tensors with NaN or infinite values.
+    """
+    check_types(tensors, source)
+    if broken := [n for n, t in tensors.items() if not t.is_meta and not bool(t.isfinite().all())]:
+        raise ValueError(
+            f"{source} has values that are not finite: {', '.join(broken)}; its training diverged "
+            "or the file is damaged: use an earlier checkpoint, or fetch the file again"
         )
 
 

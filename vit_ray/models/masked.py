@@ -166,6 +166,17 @@ class MaskedPatchObjective(nn.Module):
         encoded_BND = self.model.encode(self.corrupt(patches_BND, corruption), keys)
         num_prefix = encoded_BND.shape[1] - patches_BND.shape[1]
         predictions = self.prediction(_pick(encoded_BND[:, num_prefix:], corruption.corrupted))
+        pixels = _pick(self._pixels(images), corruption.corrupted)
+        return _loss(self.target, predictions, pixels)
+
+    def corrupt(self, patches_BND: Tensor, corruption: Corruption) -> Tensor:
+        """(B, N, D) with mask tokens, swapped and unchanged patches."""
+        others_BND = _pick(patches_BND, corruption.source)
+        swapped_BND = torch.where(corruption.is_swapped[..., None], others_BND, patches_BND)
+        return self.mask(swapped_BND, corruption.is_masked)
+
+    def _pixels(self, images: Tensor) -> Tensor:
+        """(B, N, 3, P, P) in float32."""
         side = self.model.embedding.patch_size
         patches = cut_patches(images.float(), side).flatten(1, 2)
         if patches.shape[1] != self.model.grid[0] * self.model.grid[1]:
@@ -173,14 +184,7 @@ class MaskedPatchObjective(nn.Module):
                 f"images of {images.shape[-2]}x{images.shape[-1]} are not whole patches of "
                 f"{side}x{side}, which this model rounds up; use an image_size that {side} divides"
             )
-        pixels = patches.reshape(*patches.shape[:2], 3, side, side)
-        return _loss(self.target, predictions, _pick(pixels, corruption.corrupted))
-
-    def corrupt(self, patches_BND: Tensor, corruption: Corruption) -> Tensor:
-        """(B, N, D) with mask tokens, swapped and unchanged patches."""
-        others_BND = _pick(patches_BND, corruption.source)
-        swapped_BND = torch.where(corruption.is_swapped[..., None], others_BND, patches_BND)
-        return self.mask(swapped_BND, corruption.is_masked)
+        return patches.reshape(*patches.shape[:2], 3, side, side)
 
 
 def _pick(items: Tensor, places: Tensor) -> Tensor:

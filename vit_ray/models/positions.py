@@ -18,7 +18,7 @@ ResizeMode = Literal["bilinear", "bicubic"]
 
 
 def normal_table(*shape: int) -> nn.Parameter:
-    """Vectors of positions with the initial deviation of BERT, as in the paper's reference code."""
+    """New vectors of positions, or of a mask, with BERT's deviation, as in the reference code."""
     table = nn.Parameter(torch.empty(shape))
     nn.init.normal_(table, std=0.02)
     return table

@@ -322,22 +322,13 @@ def save_weights(
             for name, tensor in published.items()
         }
     check_suffix(path, layout)
-    if layout == "jax":
-        # numpy has no bfloat16; float32 represents every such number.
-        exact = {n: t.float() if t.dtype == torch.bfloat16 else t for n, t in published.items()}
-        file = io.BytesIO()
-        np.savez(file, allow_pickle=False, **{name: t.numpy() for name, t in exact.items()})
-        content = file.getvalue()
-    else:
-        facts = json.dumps({"layout": layout, **origin_of(model)})
-        content = save(published, {"format": "pt", METADATA: facts})
-    files = {path: content}
+    files = {path: _encoded(published, layout, {"layout": layout, **origin_of(model)})}
     if not path.suffix:
         config = json.dumps(folder_config(model, layout, classes), indent=2) + "\n"
-        files = {path / weights_file(layout): content, path / FOLDER_CONFIG: config.encode()}
+        files = {path / weights_file(layout): files[path], path / FOLDER_CONFIG: config.encode()}
     try:
-        for target, data in files.items():
-            locate(str(target)).write(data)
+        for file, content in files.items():
+            locate(str(file)).write(content)
     except OSError as error:
         raise ValueError(f"weights cannot be written to {path}: {error}") from error
 
@@ -367,7 +358,7 @@ def _check_expressible(model: nn.Module, layout: str) -> None:
     options, (rows, columns) = model.options, model.grid
     read_as = square_grid(rows * columns) or square_grid(model.num_tokens)
     is_hub, is_jax = layout == "huggingface", layout == "jax"
-    lost_by_option = {
+    lost = {
         f"positions={options.positions!r}": options.positions == "sincos_2d",
         "positions_at='every_layer_shared'": options.positions_at == "every_layer_shared",
         # Other files record it.
@@ -382,5 +373,16 @@ def _check_expressible(model: nn.Module, layout: str) -> None:
         "'jax' and 'timm' keep it)": is_hub and options.representation,
         "positions='none'": is_hub and options.positions == "none",
     }
-    if lost := [option for option, is_lost in lost_by_option.items() if is_lost]:
-        raise ValueError(f"layout={layout!r} cannot express {lost[0]}; use layout='vit_ray'")
+    for option, is_lost in lost.items():
+        if is_lost:
+            raise ValueError(f"layout={layout!r} cannot express {option}; use layout='vit_ray'")
+
+
+def _encoded(tensors: Tensors, layout: str, facts: dict[str, Any]) -> bytes:
+    if layout != "jax":
+        return save(tensors, {"format": "pt", METADATA: json.dumps(facts)})
+    # numpy has no bfloat16; float32 represents every such number.
+    arrays = {n: t.float() if t.dtype == torch.bfloat16 else t for n, t in tensors.items()}
+    file = io.BytesIO()
+    np.savez(file, allow_pickle=False, **{name: t.numpy() for name, t in arrays.items()})
+    return file.getvalue()

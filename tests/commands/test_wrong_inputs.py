@@ -142,6 +142,14 @@ MISTAKES = [
         "inspect_model mine.yaml inspect.images=note.txt init_from=x.npz",
         "inspect.images='note.txt': .*is not a folder",
     ),
+    (
+        'sweep mine.yaml sweep.space={"data.train":["a","b"]}',
+        "sweep: space: data.train cannot be varied in one sweep",
+    ),
+    (
+        'sweep mine.yaml sweep.space={"optim.weight_decay":{"uniform":[0.0,0.2]}}',
+        "sweep: space: optim.weight_decay is a range, but a grid needs lists",
+    ),
     ("quickstart digits data.eval=null", "data.eval is not set"),
     ("quickstart digits workers.num_workers=3", "among 3 workers"),
     ("quickstart digits train.global_batch_size=7", "=7 .* among 2 workers"),

@@ -1,6 +1,6 @@
 """The recipe sections of single commands: data preparation, sweeps, studies, plans."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, JsonValue
 
@@ -136,6 +136,13 @@ class DeduplicateConfig(Section):
     """Folder of the new manifest and of `duplicates.parquet`, the list of images left out."""
 
 
+# Set by a sweep itself, for each trial and retraining.
+_FIXED: Final = (
+    "name", "output", "resume", "seed", "sweep", "tracking", "storage",
+    "data.eval", "data.held_out_fraction", "data.train",
+)  # fmt: skip
+
+
 class SweepConfig(Section):
     """A grid of fine-tuning learning rates (Table 4), selected on a dev split, then retrained."""
 
@@ -171,11 +178,19 @@ class SweepConfig(Section):
 
     def _check(self) -> None:
         for key, values in (self.space or {}).items():
+            for fixed in _FIXED:
+                if f"{fixed}.".startswith(f"{key}.") or key.startswith(f"{fixed}."):
+                    raise ValueError(f"space: {key} cannot be varied in one sweep")
             if not _can_vary(values):
                 raise ValueError(
                     f"space: {key}={value_text(values)} is not a list of different values, nor a "
                     "range {log_uniform: [low, high]} or {uniform: [low, high]} from a smaller to "
                     "a larger number, for log_uniform above zero"
+                )
+            if self.search == "grid" and isinstance(values, dict):
+                raise ValueError(
+                    f"space: {key} is a range, but a grid needs lists of values; set "
+                    "sweep.search=random and sweep.num_trials, or list values"
                 )
         if (self.search == "grid") != (self.num_trials is None):
             raise ValueError(

@@ -24,11 +24,6 @@ Point = Mapping[str, Any]
 """Dotted keys of a recipe to values."""
 
 RATE: Final = "optim.learning_rate"
-# Set by the sweep itself, for each trial and retraining.
-_FIXED: Final = (
-    "name", "output", "resume", "seed", "sweep", "tracking", "storage",
-    "data.eval", "data.held_out_fraction", "data.train",
-)  # fmt: skip
 # Draws for each trial, before a space has too few different points.
 _DRAWS: Final = 100
 MOST_NAME_CHARS: Final = 200
@@ -67,7 +62,6 @@ def tune_space(config: SweepConfig) -> dict[str, Any]:
     return domains
 
 
-# In a trial's configuration, where Tune would take the items of other values for dimensions.
 def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (int, float, str)) else value_text(value)
 
@@ -93,26 +87,16 @@ def points_of(recipe: Recipe, config: SweepConfig) -> list[Point]:
     For `search=optuna` they stand for the points that it will propose.
 
     Raises:
-        ValueError: a key cannot be varied, a value is not allowed, the model does not exist, or two
-            points are equal.
+        ValueError: a value is not allowed, the model does not exist, or two points are equal.
     """
     space = space_of(config)
-    for key, fixed in itertools.product(space, _FIXED):
-        if f"{fixed}.".startswith(f"{key}.") or key.startswith(f"{fixed}."):
-            raise ValueError(f"sweep.space: {key} cannot be varied in one sweep")
     if config.search == "optuna" and importlib.util.find_spec("optuna") is None:
         raise ValueError(
             "sweep.search=optuna: Optuna is not installed; run pip install 'vit_ray[search]', or "
             "set sweep.search=random"
         )
-    ranges = [key for key, values in space.items() if isinstance(values, dict)]
     if config.search != "grid":
         points = _drawn(config)
-    elif ranges:
-        raise ValueError(
-            f"sweep.space: {ranges[0]} is a range, but a grid needs lists of values; set "
-            "sweep.search=random and sweep.num_trials, or list values"
-        )
     else:
         grid = itertools.product(*space.values())
         points = [dict(zip(space, values, strict=True)) for values in grid]

@@ -150,6 +150,17 @@ MISTAKES = [
         'sweep mine.yaml sweep.space={"optim.weight_decay":{"uniform":[0.0,0.2]}}',
         "sweep: space: optim.weight_decay is a range, but a grid needs lists",
     ),
+    ("evaluate digits init_from=x.npz data.eval=null", "data.eval is not set: nothing would be"),
+    ("evaluate digits init_from=x.npz train.loss=masked_patch", "=masked_patch has no accuracy"),
+    (
+        "evaluate digits init_from=x.npz benchmark.kind=objectnet",
+        "benchmark.label_file is not set; give the folder `mappings`",
+    ),
+    ("export digits init_from=vit.npz export.path=./vit.npz", "export.path=.* is init_from itself"),
+    (
+        "inspect_model digits init_from=x.npz inspect.images=recipes",
+        "inspect.images='recipes': .* is not a folder of images",
+    ),
     ("quickstart digits data.eval=null", "data.eval is not set"),
     ("quickstart digits workers.num_workers=3", "among 3 workers"),
     ("quickstart digits train.global_batch_size=7", "=7 .* among 2 workers"),
@@ -214,9 +225,6 @@ TRANSFERS = [
     (f"{REAL}=sets/turned.json", "turned.json agrees with data.eval for 0.0%"),
     (f"evaluate tiny.yaml data.eval=sets/val {FITS}", "data.eval: .*4 classes .* the model has 3"),
     (f"evaluate tiny.yaml {FITS} benchmark.model_classes=nosuch.txt", "benchmark.model_classes"),
-    (f"evaluate tiny.yaml data.eval=null {FITS}", "data.eval is not set: nothing would be"),
-    (f"evaluate tiny.yaml train.loss=masked_patch {FITS}", "train.loss=masked_patch has no acc"),
-    (f"export tiny.yaml {FITS} export.path=./sets/fits.npz", "export.path=.* is init_from itself"),
     ("init none.csv", "none.csv' needs one field for the image"),
     ("init sets/latin1", r"not UTF-8 \(.*caf.*\); rename it"),
     (

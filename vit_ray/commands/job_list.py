@@ -21,7 +21,7 @@ from vit_ray.addresses import (
     sqlite_file,
     with_home,
 )
-from vit_ray.config import Recipe
+from vit_ray.config import Recipe, require
 from vit_ray.config.keys import keys_below
 from vit_ray.config.schema import errors_of
 from vit_ray.launch.ray_address import host_and_port
@@ -240,13 +240,19 @@ def _are_weights(place: Path) -> bool:
     return place.is_dir() or (place.is_file() and place.suffix in (".npz", ".safetensors"))
 
 
+def _holds_images(place: Path) -> bool:
+    is_image_name = importlib.import_module("vit_ray.data.images").is_image_name  # with cv2
+    walked = os.walk(place, followlinks=True)
+    return any(is_image_name(name) for _, _, names in walked for name in names)
+
+
 # What is at the place of a key, and how that is called; of all others a converted data set.
 _KINDS: dict[str, tuple[Callable[[Path], bool], str]] = {
     "init_from": (_are_weights, "a run folder, a step-* folder, or a .npz or .safetensors file"),
     "convert.source": (Path.exists, "a folder or file with images"),
     "benchmark.label_file": (Path.exists, "the published file or folder of labels"),
     "benchmark.model_classes": (Path.exists, "a converted set, or a .txt or .json with classes"),
-    "inspect.images": (Path.is_dir, "a folder of images"),
+    "inspect.images": (_holds_images, "a folder of images"),
     "vtab.data": (Path.is_dir, "a folder with TASK/train and TASK/test"),
     "subset.keys": (Path.is_file, "a text file with a key per line"),
 }
@@ -256,8 +262,9 @@ def check_values(command: Command, recipe: Recipe) -> None:
     """Check that the keys which the command needs are set, and that their values can be used here.
 
     Raises:
-        ValueError: a key is not set; the model or the plan's device is not known; the batch does
-            not divide among the workers; or `RAY_ADDRESS` is not an address.
+        ValueError: a key is not set; the model or the plan's device is not known; an evaluation
+            would measure nothing; the batch does not divide among the workers; or `RAY_ADDRESS` is
+            not an address.
     """
     for name in command.needs:
         if _value(recipe, name) is None:
@@ -268,6 +275,13 @@ def check_values(command: Command, recipe: Recipe) -> None:
             )
     if "model" in command.reads and not is_own(recipe.model.name):
         find_spec(recipe.model.name, recipe.model.options())
+    if command.name == "evaluate":
+        from vit_ray.evaluation.ground_truth import OBJECTNET_FOLDER, REAL_FILE
+
+        recipe.check_measures()
+        files = {"imagenet_real": REAL_FILE, "objectnet": OBJECTNET_FOLDER}
+        if hint := files.get(recipe.benchmark.kind):
+            require(recipe.benchmark.label_file, "benchmark.label_file", hint)
     if command.name == "plan":
         require_device(recipe.plan.device, "plan.device")
     if command.name == "report":
@@ -342,8 +356,9 @@ def check_outputs(command: Command, recipe: Recipe) -> None:
     """Check the places that a command writes to.
 
     Raises:
-        ValueError: `tracking.uri` is a folder, or results would be in a submitted job's copy of its
-            folder: Ray deletes it, and each node has its own.
+        ValueError: `tracking.uri` is a folder, an export would overwrite what it reads, or results
+            would be in a submitted job's copy of its folder: Ray deletes it, and each node has its
+            own.
     """
     uri = recipe.tracking.uri
     store = sqlite_file(uri)
@@ -353,6 +368,14 @@ def check_outputs(command: Command, recipe: Recipe) -> None:
         raise ValueError(
             f"tracking.uri={uri} is a folder; give a file, such as sqlite:///{store}/mlflow.db"
         )
+    if command.name == "export":
+        absolute = importlib.import_module("vit_ray.storage").absolute
+        path = _value(recipe, "export.path")
+        if absolute(path) == absolute(recipe.init_from):
+            raise ValueError(
+                f"export.path={path} is init_from itself, which would be overwritten; choose "
+                "another path"
+            )
     if UPLOADED not in Path.cwd().parts or command.name == "plan":
         return
     folders = {key: local_folder(given) for key in _WRITTEN if (given := _value(recipe, key))}

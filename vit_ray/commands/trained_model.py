@@ -24,7 +24,7 @@ from vit_ray.models import build_model
 from vit_ray.models.fitting import LoadReport
 from vit_ray.models.published import FOLDER_CONFIG, FOLDER_PREPROCESSOR, USE, weights_file
 from vit_ray.models.weights import check_suffix, save_weights
-from vit_ray.storage import Location, absolute, locate
+from vit_ray.storage import Location, locate
 from vit_ray.tracking.metrics_log import RunOpening
 from vit_ray.tracking.tracker import Tracker
 
@@ -66,8 +66,8 @@ def export(recipe: Recipe) -> int:
     the weights; it can be pushed to the hub.
 
     Raises:
-        ValueError: nothing to export is given, or to its own path; it or its head does not fit the
-            model, or the layout has no names for it; or the hub refuses the upload.
+        ValueError: nothing to export is given; it or its head does not fit the model, or the layout
+            has no names for it; or the hub refuses the upload.
     """
     from vit_ray.launch.model_card import image_processor, model_card
 
@@ -78,11 +78,6 @@ def export(recipe: Recipe) -> int:
         raise ValueError(
             f"export.push={config.push} needs a folder: give export.path without a suffix, not "
             f"{config.path}"
-        )
-    if recipe.init_from is not None and absolute(recipe.init_from) == absolute(config.path):
-        raise ValueError(
-            f"export.path={config.path} is init_from itself, which would be overwritten; choose "
-            "another path"
         )
     model, report, position = load_trained_model(recipe, config.averaged)
     print(report)
@@ -182,12 +177,6 @@ def inspect(recipe: Recipe) -> int:
         ValueError: weights or images are not given, missing or unreadable; or `inspect.path` cannot
             be a local folder.
     """
-    from vit_ray.commands.train import print_link
-
-    # matplotlib and scikit-learn take a second; export needs neither
-    from vit_ray.evaluation.inspection import inspect_model
-    from vit_ray.launch.run_record import trained_params
-
     config = require(recipe.inspect, "inspect", "inspect.images")
     images = read_images(recipe, config)
     place = locate(config.path)
@@ -196,6 +185,11 @@ def inspect(recipe: Recipe) -> int:
             f"inspect.path={config.path!r} is remote; give a local folder: MLflow keeps the figures"
         )
     place.refuse_file_in_its_place("inspect.path")
+    # Ray, matplotlib and scikit-learn take seconds; a wrong folder is told before.
+    from vit_ray.commands.train import print_link
+    from vit_ray.evaluation.inspection import inspect_model
+    from vit_ray.launch.run_record import trained_params
+
     model, report, _ = load_trained_model(recipe)
     print(report)
     folder = Path(place.path)

@@ -130,6 +130,22 @@ class Recipe(Training):
     def run_folder(self) -> str:
         return f"{self.output.rstrip('/')}/{self.name}"
 
+    def check_measures(self) -> None:
+        """
+        Raises:
+            ValueError: an evaluation of the recipe would measure nothing.
+        """
+        is_masked = self.train.loss == "masked_patch"  # such a model has no classes
+        has_test = self.data.eval is not None or self.data.held_out_fraction > 0
+        if self.evaluate.few_shot_train is None and (is_masked or not has_test):
+            given, first = "data.eval is not set", "data.eval, a converted test set, or "
+            if is_masked:
+                given, first = "train.loss=masked_patch has no accuracy", ""
+            raise ValueError(
+                f"{given}: nothing would be measured; give {first}"
+                "evaluate.few_shot_train and evaluate.few_shot_test for few-shot accuracy"
+            )
+
     @property
     def keeps_best(self) -> bool:
         """Whether the result is the best evaluation instead of the last."""

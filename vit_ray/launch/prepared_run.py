@@ -191,18 +191,10 @@ def prepare_evaluation(recipe: Recipe) -> PreparedRun:
     Raises:
         ValueError: no data set to measure on is given, or the weights are not there.
     """
+    recipe.check_measures()
     recipe = recipe.with_absolute_paths()
     recipe = recipe.with_changes(name=f"{recipe.name}-evaluation-{time.strftime('%Y%m%d-%H%M%S')}")
     resolved = resolve_run(recipe, needs_train=False)
-    is_masked = recipe.train.loss == "masked_patch"  # such a model has no classes
-    if "few_shot_train" not in resolved.streams and ("eval" not in resolved.streams or is_masked):
-        given, first = "data.eval is not set", "data.eval, a converted test set, or "
-        if is_masked:
-            given, first = "train.loss=masked_patch has no accuracy", ""
-        raise ValueError(
-            f"{given}: nothing would be measured; give {first}"
-            "evaluate.few_shot_train and evaluate.few_shot_test for few-shot accuracy"
-        )
     answers = None
     if "eval" in resolved.streams:
         answers = answers_of(recipe, resolved.streams["eval"].manifest, resolved.manifest)

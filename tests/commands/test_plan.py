@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands.command_line import run_cli
 from tests.data.converted_set import converted_set
 from tests.recipes import SMALL
 from vit_ray.commands.plan import data_facts, describe_plan, planned_cluster
@@ -41,6 +42,15 @@ def test_the_plan_of_vit_h_states_work_memory_and_time():
     days = [float(value) for value in table["core-days (GPU-days)"]]
     # 2,990 hours by the paper's count are 124.6 days, 2.7 % less as computed.
     assert days == pytest.approx([0.973 * 124.6] * 4, rel=1e-3)
+
+
+def test_gpus_on_the_command_line_are_those_of_the_cluster():
+    key, option = (
+        run_cli("plan", "paper/vit_b16_jft", *words)
+        for words in (["plan.num_gpus=4"], ["--gpus", "4"])
+    )
+    assert "cluster                 4 x H200" in option.stdout
+    assert option.stdout == key.stdout
 
 
 def test_rows_of_the_table_agree_with_each_other():

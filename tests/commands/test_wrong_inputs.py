@@ -161,6 +161,7 @@ MISTAKES = [
         "inspect_model digits init_from=x.npz inspect.images=recipes",
         "inspect.images='recipes': .* is not a folder of images",
     ),
+    ("plan digits --gpus 0", "Invalid value for '--gpus'"),
     ("quickstart digits data.eval=null", "data.eval is not set"),
     ("quickstart digits workers.num_workers=3", "among 3 workers"),
     ("quickstart digits train.global_batch_size=7", "=7 .* among 2 workers"),

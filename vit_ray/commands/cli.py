@@ -222,9 +222,11 @@ def _add(command: Command) -> None:
     @click.argument("words", nargs=-1, required=True, metavar="RECIPE [KEY=VALUE ...]")
     @click.option("--dry-run", "is_dry", is_flag=True, help=f"Print the {shown}; start nothing.")
     @_modules
-    def run(words: tuple[str, ...], is_dry: bool) -> int | None:
-        return run_recipe(command, words, is_dry)
+    def run(words: tuple[str, ...], is_dry: bool, gpus: int | None = None) -> int | None:
+        return run_recipe(command, (*words, f"plan.num_gpus={gpus}") if gpus else words, is_dry)
 
+    if command.name == "plan":
+        click.option("--gpus", type=click.IntRange(1), help="Short for plan.num_gpus.")(run)
     epilog = (
         f"\b\nExample: vit-ray {command.name} {command.example}\n"
         f"Keys (`vit-ray keys --of {command.name}`): {' '.join(command.reads)}"

@@ -171,7 +171,7 @@ def test_a_diverged_a_failed_and_a_killed_trial_end_no_other(parent, tmp_path, m
     }  # fmt: skip
     assert math.isnan(found[0.1].top1)
     assert ended.num_lost == 1
-    assert "died 2 times" in caplog.text
+    assert "died, or could not be started again (at most 1 restarts)" in caplog.text
 
 
 def alone(folder: Path, config: dict[str, Any], context: Context) -> Any:
@@ -233,6 +233,33 @@ def test_a_signal_saves_every_running_trial_and_the_same_command_continues(
     with signalled(number, lambda: len(starts(tmp_path)) >= 2):
         run(parent, partial(training, tmp_path, 0.5))
     assert set(saved(tmp_path)) == set(RATES[:2])
+
+
+def slow_to_save(folder: Path, config: dict[str, Any], context: Context) -> Any:
+    """Saves the number of starts 15 s after it is stopped."""
+    with open(folder / "starts", "a") as file:
+        file.write(f"{config['rate']} 0\n")
+    while not (context.stop.is_set() or context.parent.record.stop_reason()):
+        time.sleep(0.2)
+    time.sleep(15.0)
+    (folder / f"{config['rate']}").write_text(str(len(starts(folder))))
+    raise RunStoppedError("stopped")
+
+
+def test_a_stop_waits_for_a_checkpoint_that_takes_longer_than_tune_would(
+    ray_cluster, digits, tmp_path
+):
+    """Also if Tune knows the trials as stopped, from an earlier driver."""
+    recipe = small_recipe("parent", digits, tmp_path)
+    space, work = {"rate": tune.grid_search(RATES[:2])}, partial(slow_to_save, tmp_path)
+    for num in (2, 4):
+        due = partial(lambda num: len(starts(tmp_path)) >= num, num)
+        with (
+            signalled(signal.SIGTERM, due),
+            open_parent(recipe, "sweep", resolve_run(recipe), 1) as opened,
+        ):
+            run(opened, work, space=space, has_memory=True)
+        assert saved(tmp_path) == dict.fromkeys(RATES[:2], num)
 
 
 def continued(parent: OpenParent, folder: Path, has_memory: bool) -> list[tuple[float, int]]:

@@ -46,6 +46,8 @@ METRIC: Final = "top1"
 STEP: Final = "step"
 MOST_RESTARTS: Final = 3
 """Restarts of a trial whose process dies; each continues from the newest checkpoint."""
+STOPPED: Final = "stopped"
+"""In a trial's last result: its training was stopped on request, and has ended."""
 STOPPED_S: Final = 1.0
 """Time between two steps of a trial whose training was stopped, until Tune ends the trial."""
 STOPPED_EARLY: Final = "stopped early: other trials are better on the dev split"
@@ -199,8 +201,8 @@ class Trial(tune.Trainable):
         """Step and deciding metric of the next evaluation, or the last result.
 
         The first starts to train: Tune does not start a trial again whose process dies while it is
-        set up or reset. A trial that was stopped on request repeats its last result: Tune must not
-        take it for ended.
+        reset. A trial that was stopped on request repeats its last result, as `STOPPED`: Tune must
+        not take it for ended.
         """
         if self._thread is None:
             self._warnings.clear()
@@ -217,6 +219,7 @@ class Trial(tune.Trainable):
         if report is None:
             self._reports.put(None)
             time.sleep(STOPPED_S)
+            self._last[STOPPED] = True
         elif isinstance(report, Exception):
             raise report
         else:
@@ -227,7 +230,8 @@ class Trial(tune.Trainable):
         """Ask the training for a checkpoint, and wait for its end."""
         if self._thread is not None:
             self._stop.set()
-            self._thread.join()  # no limit: Tune's own 600 s
+            # no limit: Tune kills the process after 600 s, or 10 s at the end of its loop.
+            self._thread.join()
             self._thread = None
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
@@ -248,15 +252,22 @@ class EndOnRequest(tune.Callback):
     """Ends Tune's loop in order when the driver was asked to stop.
 
     Tune then writes its state before it ends its trials, so that they are unfinished in it. By the
-    signal of which Tune knows: its own handler for Ctrl-C would not hear SIGTERM and SIGHUP.
+    signal of which Tune knows: its own handler for Ctrl-C would not hear SIGTERM and SIGHUP. It
+    then leaves a trial 10 s, too few for a checkpoint: every training hears of the request itself,
+    and has ended before. One that hangs ends by `train.step_timeout_s`.
     """
 
     # Of this process: Tune keeps copies of its callbacks on disk.
     is_requested: ClassVar[threading.Event] = threading.Event()
 
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        trial.last_result.pop(STOPPED, None)  # of an earlier driver, or of a process that died
+
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
         if self.is_requested.is_set() and callable(signal.getsignal(signal.SIGUSR1)):
-            signal.raise_signal(signal.SIGUSR1)
+            running = [trial for trial in trials if trial.status == "RUNNING"]
+            if all(STOPPED in trial.last_result for trial in running):
+                signal.raise_signal(signal.SIGUSR1)
 
 
 class Ended(NamedTuple):
@@ -281,7 +292,10 @@ class Ended(NamedTuple):
         for metrics in results:
             for text in filter(None, metrics.get("warnings", "").split("\n")):
                 logger.warning("%s", text)
-        died = f"the process of the trial died {MOST_RESTARTS + 1} times"
+        died = (
+            f"the process of the trial died, or could not be started again (at most "
+            f"{MOST_RESTARTS} restarts)"
+        )
         errors = [str(error).strip().splitlines()[-1] for error in grid.errors]
         for text in errors:
             logger.warning("%s: %s", died, text)

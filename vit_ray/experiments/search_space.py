@@ -63,6 +63,7 @@ def tune_space(config: SweepConfig) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    """A value in a trial's configuration: Tune would take the items of others for dimensions."""
     return value if value is None or isinstance(value, (int, float, str)) else value_text(value)
 
 

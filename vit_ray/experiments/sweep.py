@@ -330,8 +330,8 @@ def tune_trials(plan: SweepPlan, parent: OpenParent) -> list[Row]:
     config, points = plan.config, plan.points
     stage, has_memory = "trials", config.search == "optuna"
     if has_memory:  # of this search alone
-        known = config.model_dump(mode="json", exclude={"seeds", "max_concurrent"})
-        text = json.dumps(known, sort_keys=True)
+        decides = config.model_dump(mode="json", exclude={"seeds"})
+        text = json.dumps(decides, sort_keys=True)
         stage += f"-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     ended = run_trials(
         plan.work({}),

@@ -256,11 +256,11 @@ def vtab_table(rows: Sequence[TaskResult], is_papers_model: bool) -> Rows:
     A row is labelled `data` if every accuracy is of a task of VTAB-1k, by its name and its 1,000
     images, and of a model and a pre-training that the paper has; all others are `proxy`.
     """
-    groups = [(row.task.name, [row]) for row in rows]
+    groups = [(row.task.name, [row], False) for row in rows]
     for mean, of_mean in rows_of_means(rows).items():
-        groups.append((mean if mean == "mean" else f"mean of {mean}", of_mean))
+        groups.append((mean if mean == "mean" else f"mean of {mean}", of_mean, True))
     table: Rows = []
-    for name, group in groups:
+    for name, group, is_mean in groups:
         tops = [row.top1 for row in group if row.top1 is not None]
         known = [row for row in group if row.task.name in VTAB_TASKS]
         label = "proxy"
@@ -276,7 +276,7 @@ def vtab_table(rows: Sequence[TaskResult], is_papers_model: bool) -> Rows:
             papers = [values[VTAB_TASKS.index(row.task.name)] for row in known]
             line[f"paper: {model} %"] = statistics.fmean(papers) if papers else None
         line |= {"deviation %": "", "chosen": "", "label": label, "note": ""}
-        if len(table) < len(rows):  # a task, not a mean
+        if not is_mean:
             (row,) = group
             line |= {
                 "group": row.task.group, "images": row.num_images,

@@ -67,12 +67,15 @@ def view_state(
         **chart, "selectedMetricKeys": [line], "xAxisKey": "step", "displayName": line,
     })  # fmt: skip
     section = {"uuid": _SECTION, "name": _SECTION, "display": True, "isReordered": True}
-    # MLflow's page reads column names in backticks.
-    *quoted, order = (column.replace(".", ".`", 1) + "`" for column in (*columns, order_by))
+
+    def quoted(column: str) -> str:  # as MLflow's page reads column names
+        kind, _, name = column.partition(".")
+        return f"{kind}.`{name}`"
+
     view = {
         "compareRunCharts": charts, "compareRunSections": [section], "isAccordionReordered": True,
-        "selectedColumns": quoted, "orderByKey": order, "orderByAsc": False,
-        "runsHiddenMode": "SHOWALL",
+        "selectedColumns": [*map(quoted, columns)], "orderByKey": quoted(order_by),
+        "orderByAsc": False, "runsHiddenMode": "SHOWALL",
     }  # fmt: skip
     return json.dumps(view)
 

@@ -165,9 +165,11 @@ class MetricsLog(Records):
         elif opening.run_id and run_id:
             known = {run_id, *(start["run_id"] for start in starts)}
             aside = run_id if opening.run_id not in known else None
-        for path in (self.path, self._sent_path) if aside else ():
-            with self._lock, contextlib.suppress(FileNotFoundError):
-                path.rename(path.with_name(f"{aside}.{path.name}"))
+        if aside:
+            with self._lock:
+                for path in (self.path, self._sent_path):
+                    with contextlib.suppress(FileNotFoundError):
+                        path.rename(path.with_name(f"{aside}.{path.name}"))
         same = ["run_name", "run_id", "continues", "datasets", "awaited_metric", "measured_on"]
         self.append(
             "start",

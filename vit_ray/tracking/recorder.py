@@ -42,7 +42,7 @@ FIRST_ANSWER_S: Final = 20.0
 """Longest wait for MLflow to be imported, and to give a run its id."""
 MOST_REPEATED: Final = 4096
 """Records that Ray may repeat after the death of the actor's process: one of each sender."""
-INTERVAL_S: Final = 10.0
+SAMPLE_EVERY_S: Final = 10.0
 """Between samples of a node's load, and between looks for nodes that have joined."""
 
 # This process's last call that recorded something, by log.
@@ -66,7 +66,7 @@ class NodeSampler(threading.Thread):
         uri: str,
         run_id: Callable[[], str | None],
         node: str | None = None,
-        interval_s: float = INTERVAL_S,
+        interval_s: float = SAMPLE_EVERY_S,
     ) -> None:
         """
         Args:
@@ -139,7 +139,7 @@ class _Run:
         self._known_ids = deque[str](maxlen=MOST_REPEATED)
         self.problem: str | None = None  # set at its end: what MLflow does not have, and why
         self.log = MetricsLog(path, self._note)
-        self._exit = lock_log(path)  # and the samplers, until the end
+        self._exit = lock_log(path)  # the log's lock and the samplers, until the end
         for record in self.log.records():
             self._note(record)
         if opening:

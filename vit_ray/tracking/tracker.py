@@ -82,7 +82,7 @@ class _Tries:
 
 class Tracker:
     """Records one run through `log`, and sends what is recorded. No method raises but `send_points`
-    and `send_files`; `flush`, `finish` and `close` wait.
+    and `send_files`; of a replay only these two are called. `flush`, `finish` and `close` wait.
 
     Attributes:
         problem: set at the end: what MLflow does not have, and why; empty if it has everything.
@@ -151,9 +151,9 @@ class Tracker:
                     f"{self.run_id or self.log.path.stem} continues, its metrics wait in "
                     f"{self.log.path}"
                 )
-            tries.note(self._reason(text, error, is_new=not tries.pause_s))
+            tries.note(self._warned_reason(text, error, is_new=not tries.pause_s))
 
-    def _reason(self, text: str, error: Exception, *, is_new: bool) -> str:
+    def _warned_reason(self, text: str, error: Exception, *, is_new: bool) -> str:
         reason = redact_uri(str(error) or repr(error), self._uri).partition("\n")[0]
         if is_new:
             logger.warning("%s (%s)", text, reason)
@@ -345,7 +345,7 @@ class Tracker:
             if len(records) == 1:
                 what = file_name(records[0]) if records[0]["kind"] in FILES else records[0]["kind"]
                 text = f"run {self.run_id}: MLflow refuses {what}"
-                reason = self._reason(text, error, is_new=not self.refused)
+                reason = self._warned_reason(text, error, is_new=not self.refused)
                 self.refused.append(f"{what}: {reason}")
 
 

@@ -335,7 +335,7 @@ def begin_branch(cell: Cell, trunk: Cell, step: int, warn: Warn = logger.warning
         begin_training(folder)
         note.write(origin.encode())  # before the copy: a complete copy has its note
 
-        # The cell is recorded in a separate run.
+        # The trunk's position as the cell's own: it is recorded in a separate run.
         def of_cell(position: Position) -> Position:
             optim = cell.recipe.optim
             lengths = {key: getattr(optim, key) for key in ("epochs", "steps")}

@@ -1,4 +1,4 @@
-"""Addresses of storage and MLflow: which can be used, and what may be shown of them.
+"""Addresses of storage, MLflow and Ray: which can be used, and what may be shown of them.
 
 No library is needed here. An address such as `postgresql://user:password@host/mlflow` is needed to
 reach a tracking server. Nothing that outlives the process may contain it: no recipe in a
@@ -27,14 +27,16 @@ _OTHERS: Final = {
     "http": "download the files, and give their folder",
     "https": "download the files, and give their folder; a store's own address is AWS_ENDPOINT_URL",
 }
+# Pattern of the address of a Ray cluster.
+HOST_PORT: Final = r"\[?([^/\]]+)\]?:(\d+)"
+# Address of a SQLite file, with or without SQLAlchemy's driver, and the file.
 _SQLITE: Final = re.compile(r"(sqlite(?:\+\w+)?:///)(.*)", re.DOTALL)
-"""Address of a SQLite file, with or without SQLAlchemy's driver, and the file."""
 # Ray's folder for the copies of what `ray job submit --working-dir` uploads.
 UPLOADED: Final = "working_dir_files"
+# First bytes of its files (sqlite.org/fileformat.html); a database without tables is empty.
 _MAGIC: Final = b"SQLite format 3\0"
-"""First bytes of its files (sqlite.org/fileformat.html); a database without tables is empty."""
+# The one of MLflow's tables that it creates first (3.17).
 _FIRST_TABLE: Final = "experiments"
-"""The one of MLflow's tables that it creates first (3.17)."""
 _GIVE_STORE: Final = (
     "give the MLflow database of the runs, such as sqlite:///mlflow.db, or the address of a server"
 )
@@ -253,3 +255,20 @@ def with_texts(tree: Any, change: Callable[[str, str], str], key: str = "") -> A
     if isinstance(tree, (list, tuple)):
         return [with_texts(value, change, key) for value in tree]
     return change(key, tree) if isinstance(tree, str) else tree
+
+
+def host_and_port(address: str) -> tuple[str, int] | None:
+    """Host and port of `HOST:PORT`; None for `auto` and `local`, which Ray finds itself.
+
+    Raises:
+        ValueError: it is neither; such as `ray://` of Ray Client, whose driver is outside.
+    """
+    if match := re.fullmatch(HOST_PORT, address):
+        return match[1], int(match[2])
+    if address not in ("auto", "local"):
+        raise ValueError(
+            f"RAY_ADDRESS={address} is not an address; give HOST:PORT as `ray start --head` "
+            "printed it, or auto for the Ray of this machine; from outside of a cluster use `ray "
+            "job submit`; or unset RAY_ADDRESS"
+        )
+    return None

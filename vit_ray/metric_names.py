@@ -3,6 +3,7 @@
 Names with a number of shots, a data set or a task are built from a group below.
 """
 
+from collections.abc import Mapping
 from typing import Final
 
 # Of training, at each logged step.
@@ -83,3 +84,24 @@ def best_key(key: str) -> str:
 def averaged_key(key: str) -> str:
     """The same metric, with averaged weights."""
     return key.replace("/", AVERAGED, 1)
+
+
+def without_best(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Metrics without those of a best evaluation."""
+    of_result = (RESULT_STEP, RESULT_EVALUATIONS)
+    return {k: v for k, v in metrics.items() if BEST not in k and k not in of_result}
+
+
+def with_best(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Results of a run by their plain names: of its best evaluation, where it keeps that.
+
+    Those of the last evaluation stand beside them as `eval/last_top1` and so on.
+    """
+    results = dict(metrics)
+    for key, value in metrics.items():
+        if BEST in key:
+            plain = key.replace(BEST, "/", 1)
+            if plain in metrics:
+                results["/last_".join(plain.rsplit("/", 1))] = metrics[plain]
+            results[plain] = value
+    return results

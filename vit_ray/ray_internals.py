@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 VERSION: Final = "2.60"
 """Version of Ray for which all of this was read and tested."""
+# How old a count of the cluster's resources may be; each asks the head.
 _COUNTED_FOR_S: Final = 10.0
-"""How old a count of the cluster's resources may be; each asks the head."""
 _TRAIN: Final = "ray.train.v2._internal"
 _DATA: Final = "ray.data._internal.execution"
 
@@ -118,8 +118,8 @@ INTERNALS: Final = (
         {"": ("address", "options", "asynchronous", "credentials")},
     ),
 )  # fmt: skip
+# A request of clients that are about to join a cluster; its message is empty.
 _A_QUESTION: Final = "/ray.rpc.NodeInfoGcsService/GetClusterId"
-"""A request of clients that are about to join a cluster; its message is empty."""
 _MODULES: Final = {internal.name: internal.module for internal in INTERNALS}
 
 
@@ -154,8 +154,8 @@ _VERSION_MISMATCH: Final = "Version mismatch: "
 _RETRY_NOTE: Final = re.compile(
     r"\nFailed to [^\n]* attempts \(total backoff .*believe this to be transient\.", re.DOTALL
 )
+# In a text of several lines; the last is about Ray's settings.
 _MEMORY_KILL: Final = re.compile(r"Memory on the node \(IP: ([^,]+),.*?\) was (.+? limit)")
-"""In a text of several lines; the last is about Ray's settings."""
 
 
 def is_startup_timeout(error: Exception) -> bool:

@@ -124,8 +124,8 @@ _RIGHTS: Final = {
 }
 
 _CLIENT_ERRORS: Final = (ClientError, HTTPClientError, NoConnection)
+# Libraries below s3fs, whose own errors are of connections and of answers to requests.
 _CLIENTS = "botocore", "aiobotocore", "aiohttp"
-"""Libraries below s3fs, whose own errors are of connections and of answers to requests."""
 
 Result = TypeVar("Result")
 Method = TypeVar("Method", bound=Callable[..., Any])

@@ -21,8 +21,7 @@ from vit_ray.measure.devices import find_device
 from vit_ray.models.counter_random import sample_keys
 from vit_ray.models.layers import keyed_dropout
 from vit_ray.storage import locate
-from vit_ray.training.compiling import compile_failures, compile_s
-from vit_ray.training.engine import DeepSpeedEngine
+from vit_ray.training.engine import DeepSpeedEngine, compile_failures, compile_s
 from vit_ray.training.loop import Batch
 from vit_ray.training.memory_estimate import tried_micro_batch
 from vit_ray.training.objective import build_objective, make_loss

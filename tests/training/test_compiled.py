@@ -13,8 +13,7 @@ from vit_ray.config.training_sections import TrainConfig
 from vit_ray.models import build_model
 from vit_ray.models.build import recompute
 from vit_ray.models.counter_random import sample_keys
-from vit_ray.training import compiling
-from vit_ray.training.compiling import compile_failures, compile_model, compile_s
+from vit_ray.training.engine import compile_failures, compile_model, compile_s
 
 # Backend, ZeRO stage (the recipe refuses 3), precision, activation checkpointing. Only inductor
 # makes machine code, which takes long; the other captures the same graphs, and runs them as torch.
@@ -84,7 +83,7 @@ def test_what_cannot_be_compiled_stays_eager_where_nobody_asked_for_it(monkeypat
     def broken(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no C compiler")
 
-    monkeypatch.setattr(compiling, "_FAILURES", [])
+    monkeypatch.setattr("vit_ray.training.engine._FAILURES", [])
     torch._dynamo.reset()
     model, images = small_model("ViT").eval(), some_images()
     expected = model(images)

@@ -20,7 +20,7 @@ from vit_ray.models.build import recompute
 from vit_ray.models.counter_random import line_keys, random_words, sample_keys
 from vit_ray.models.layers import StochasticDepth, keyed_dropout
 from vit_ray.models.masked import draw_corruption
-from vit_ray.training.compiling import compile_model
+from vit_ray.training.engine import compile_model
 from vit_ray.training.objective import draw_mixing
 
 NUM_CALLS = 200

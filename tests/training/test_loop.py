@@ -22,10 +22,9 @@ from tests.worker.fakes import (
 )
 from vit_ray.checkpoints.checkpoint import Progress, add_digests, samples_digest
 from vit_ray.config import Recipe
-from vit_ray.measure.best_evaluation import with_best
 from vit_ray.measure.meters import Compute
 from vit_ray.measure.phases import PhaseClock
-from vit_ray.metric_names import RESULT_EVALUATIONS, RESULT_STEP
+from vit_ray.metric_names import RESULT_EVALUATIONS, RESULT_STEP, with_best
 from vit_ray.training import loop
 from vit_ray.training.loop import Ending, RankContext, TrainingLoop
 

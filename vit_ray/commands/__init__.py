@@ -1,1 +1,0 @@
-"""The commands: one module each, called by the files of `jobs/`."""

@@ -15,6 +15,7 @@ from typing import Any
 from vit_ray.addresses import (
     UPLOADED,
     check_address,
+    host_and_port,
     is_placeholder,
     local_folder,
     require_store,
@@ -24,7 +25,6 @@ from vit_ray.addresses import (
 from vit_ray.config import Recipe, require
 from vit_ray.config.keys import keys_below
 from vit_ray.config.schema import errors_of
-from vit_ray.launch.ray_address import host_and_port
 from vit_ray.measure.devices import require_device
 from vit_ray.models.catalog import find_spec
 from vit_ray.own_parts import is_own

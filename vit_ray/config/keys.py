@@ -44,8 +44,8 @@ SHOWN_TAGS: Final = (
     "vit_ray.failure", "vit_ray.error", GROUP, INIT_RUN,
 )  # fmt: skip
 """Tags that users read on a run's page; a training has three or four of them."""
+# MLflow's pages hide tags with this prefix.
 _HIDDEN: Final = "mlflow."
-"""MLflow's pages hide tags with this prefix."""
 # Keys of a row of a study that are those of `model` and of `study`.
 _COUNTED_ELSEWHERE = ("study.models.model.", *(
     f"study.models.{key}" for key in ("data_fractions", "epochs", "steps", "images", "seeds")

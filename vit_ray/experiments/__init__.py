@@ -1,1 +1,0 @@
-"""Many runs under one parent: sweeps and scaling studies."""

@@ -17,8 +17,8 @@ from vit_ray.storage import locate
 ANSWER_LIMIT_S: Final = 20.0
 """A node that has not answered by then, such as one that is still unpacking the job's environment,
 is taken for one that sees everything: its workers look again when they start."""
+# Most nodes that an error names.
 _NAMED: Final = 8
-"""Most nodes that an error names."""
 
 
 def check_cluster(recipe: Recipe, cluster: ClusterShape) -> bool:

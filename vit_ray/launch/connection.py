@@ -27,8 +27,8 @@ import psutil
 import ray
 from joblib import cpu_count
 
+from vit_ray.addresses import HOST_PORT, host_and_port
 from vit_ray.config import Recipe
-from vit_ray.launch.ray_address import HOST_PORT, host_and_port
 from vit_ray.ray_internals import (
     VERSION,
     has_auth_token,
@@ -49,12 +49,12 @@ processes."""
 KEPT_PROCESSES: Final = "RAY_num_workers_soft_limit"
 """Ray ends idle worker processes above this number (by default its CPUs) after a second; the next
 training's tasks would have to start theirs again."""
+# Ray's own processes and ours, in addition to those of tasks.
 _NUM_ACTORS: Final = 12
-"""Ray's own processes and ours, in addition to those of tasks."""
 
+# How long Ray waits for each of its new processes, 60 s by default; then it starts another one,
+# without end where a machine is too busy. This process waits three times as long for all of them.
 _REGISTER_TIMEOUT_S: Final = "RAY_worker_register_timeout_seconds"
-"""How long Ray waits for each of its new processes, 60 s by default; then it starts another one,
-without end where a machine is too busy. This process waits three times as long for all of them."""
 # Not a thread: `ray.init` waits for its processes with Python's global lock held.
 _GUARD: Final = """
 import os, signal, sys, time
@@ -68,11 +68,11 @@ REACH_S: Final = 10.0
 """How long an address is tried, since a cluster takes time to start."""
 
 LOOK_S: Final = 0.5
+# Processes of a Ray without which it does not work.
 _NEEDED: Final = ("raylet", "gcs_server")
-"""Processes of a Ray without which it does not work."""
 
+# Addresses of the clusters that this process has started.
 _STARTED: Final[list[str]] = []
-"""Addresses of the clusters that this process has started."""
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Row groups in memory: neighbours are read once.
 _KEPT_GROUPS: Final = 8
-"""Row groups in memory: neighbours are read once."""
 
 
 class Sample(NamedTuple):

@@ -19,8 +19,8 @@ from vit_ray.config.recipe import recipe_from_dict
 if TYPE_CHECKING:
     from vit_ray.launch.trained_model import TrainedModel
 
+# What `predict` returns for its parameter `output`; the first is the default.
 _OUTPUTS: Final = ("logits", "classes")
-"""What `predict` returns for its parameter `output`; the first is the default."""
 
 
 class LoggedModel(PythonModel):

@@ -24,15 +24,14 @@ from vit_ray.config.loading import write_yaml
 from vit_ray.data import open_dataset
 from vit_ray.data.boxes import Augmentation
 from vit_ray.launch.paper_comparison import training_table
-from vit_ray.measure.best_evaluation import with_best
-from vit_ray.metric_names import DEV_TOP1, EVAL_TOP1
+from vit_ray.metric_names import DEV_TOP1, EVAL_TOP1, with_best
 from vit_ray.models.published import weights_file
 from vit_ray.own_parts import is_own
 from vit_ray.storage import locate
 from vit_ray.training.memory_estimate import run_exaflops
 
+# The recipe's keys that decide the result, without folders and servers.
 _SECTIONS: Final = ("model", "data", "optim", "train", "evaluate", "paper", "init_from", "seed")
-"""The recipe's keys that decide the result, without folders and servers."""
 _UNKNOWN: Final = "unknown"
 _LIBRARIES: Final = {"huggingface": "transformers", "timm": "timm"}
 _USE: Final = {

@@ -43,11 +43,11 @@ from vit_ray.training.steps import lr_at
 logger = logging.getLogger(__name__)
 
 _RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
+# Prefixes of the keys that decide what a step sees.
 _DECIDES_BATCHES: Final = (
     "seed", "data.", "model.", "train.global_batch_size", "train.loss", "train.mixup",
     "train.cutmix",
 )  # fmt: skip
-"""Prefixes of the keys that decide what a step sees."""
 
 
 @dataclass(frozen=True)

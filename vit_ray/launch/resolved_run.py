@@ -38,10 +38,10 @@ MOST_OF_FIRST_WEIGHTS: Final = 0.2
 """Share of the initial weights in the averaged ones up to which there is no warning."""
 MOST_LABELS_READ: Final = 2_000_000
 """Images of a few-shot pool that are looked at before a run: 8 MB, seconds from an object store."""
+# Of a window by default: tasks of twice the usual length, a few seconds of one CPU.
 _MOST_ROWS: Final = 2048
-"""Of a window by default: tasks of twice the usual length, a few seconds of one CPU."""
+# Of a task's memory that a window takes on average by default; images differ in size.
 _MEMORY_SHARE: Final = 0.75
-"""Of a task's memory that a window takes on average by default; images differ in size."""
 
 
 @dataclass(frozen=True)

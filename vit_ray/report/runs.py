@@ -16,7 +16,6 @@ from mlflow.tracking import MlflowClient
 from vit_ray import outcomes
 from vit_ray.addresses import require_store
 from vit_ray.config.keys import GROUP, INIT_RUN, PARENT_TAG, recorded_before, tags_of
-from vit_ray.measure.best_evaluation import with_best
 from vit_ray.metric_names import (
     COST_CORE_DAYS,
     DEV_TOP1,
@@ -28,6 +27,7 @@ from vit_ray.metric_names import (
     TRAIN_IMAGES_PER_S,
     averaged_key,
     few_shot_top1,
+    with_best,
 )
 from vit_ray.paper import model_family
 

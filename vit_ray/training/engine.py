@@ -9,8 +9,10 @@ import contextlib
 import gc
 import importlib
 import io
+import logging
 import math
-from typing import Any
+import sys
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -29,12 +31,16 @@ from vit_ray.deepspeed_internals import (
 from vit_ray.measure import memory
 from vit_ray.measure.meters import DeviceTimes
 from vit_ray.models.build import recompute
-from vit_ray.training.compiling import compile_model
+from vit_ray.models.resnet import ResNetEmbedding
+from vit_ray.models.vit import VisionTransformer
 from vit_ray.training.loop import StepResult
 from vit_ray.training.objective import LossFunction
 from vit_ray.training.optimizers import StepGuard, build_optimizer, set_rate
 from vit_ray.training.replicated import ReplicatedOptimizer
 from vit_ray.training.training_state import TrainingState
+
+# Kinds of call of one block: train and evaluate, all tokens and only the first, two batch sizes.
+_MOST_VARIANTS: Final = 32
 
 
 class DeepSpeedEngine:
@@ -308,3 +314,56 @@ def warm_up_process() -> None:
     if torch.cuda.is_available():  # where blocks are compiled, unless a recipe says otherwise
         importlib.import_module("torch._dynamo")
     gc.freeze()
+
+
+def compile_model(model: nn.Module, backend: str, *, may_fail: bool) -> None:
+    """Have a model's calls compiled, each kind at its first call.
+
+    A ViT's blocks share their code; the ResNet of a hybrid, and a plain ResNet, are compiled whole,
+    because hardly two of their units have the same shapes.
+
+    Args:
+        model: or an objective around it.
+        backend: as for `torch.compile`.
+        may_fail: fall back to eager, with a warning, if a part cannot be compiled.
+    """
+    import torch._dynamo
+
+    # Once, however often it is called.
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(_note_failure)
+    torch._dynamo.config.suppress_errors = may_fail
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
+    inner = getattr(model, "model", model)
+    if not isinstance(inner, VisionTransformer):
+        model.compile(backend=backend)
+        return
+    if isinstance(inner.embedding, ResNetEmbedding):
+        inner.embedding.compile(backend=backend)
+    for block in inner.blocks:
+        # Its forward alone, around which others may wrap, such as `recompute`.
+        block.forward = torch.compile(block.forward, backend=backend)
+
+
+_FAILURES: Final[list[str]] = []
+
+
+def _note_failure(record: logging.LogRecord) -> bool:
+    """Keep why a part runs eagerly; torch 2.13 reports it only in its log."""
+    error = record.exc_info[1] if record.exc_info else None
+    if error is not None:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        # The backend is in the first line, and its error in the second.
+        _FAILURES.append(f"{type(error).__name__}: {' '.join(lines[:2])}"[:300])
+    return True
+
+
+def compile_failures() -> list[str]:
+    """Reasons of the parts of this process that could not be compiled so far, and run eagerly."""
+    return list(_FAILURES)
+
+
+def compile_s() -> float:
+    """Seconds that this process has spent compiling, forward and backward code together."""
+    if "torch._dynamo" not in sys.modules:
+        return 0.0
+    return float(torch._dynamo.utils.calculate_time_spent()["total_wall_time"])

@@ -27,7 +27,6 @@ from vit_ray.checkpoints.checkpoint import (
 )
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import is_due
-from vit_ray.measure.best_evaluation import without_best
 from vit_ray.measure.meters import Compute, peak_memory_gib
 from vit_ray.metric_names import (
     AVERAGED,
@@ -48,6 +47,7 @@ from vit_ray.metric_names import (
     TRAIN_LR,
     TRAIN_SKIPPED_STEPS,
     best_key,
+    without_best,
 )
 from vit_ray.training.steps import lr_at
 

@@ -37,8 +37,7 @@ from vit_ray.metric_names import (
 from vit_ray.outcomes import EventKind, Failure
 from vit_ray.own_parts import own_part
 from vit_ray.training.collectives import all_max, all_rows
-from vit_ray.training.compiling import compile_failures, compile_s
-from vit_ray.training.engine import DeepSpeedEngine
+from vit_ray.training.engine import DeepSpeedEngine, compile_failures, compile_s
 from vit_ray.training.loop import (
     Batch,
     Ending,

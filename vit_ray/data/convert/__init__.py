@@ -1,1 +1,0 @@
-"""Makes data sets of images: the formats of sources, conversion, verification, de-duplication."""

@@ -1,1 +1,0 @@
-"""The training and evaluation streams through Ray Data."""

@@ -43,7 +43,7 @@ AVERAGED: Final = "/averaged_"
 
 # For a run that keeps its best evaluation.
 BEST: Final = "/best_"
-"""Part of the name of each of its metrics."""
+"""Part of the name of each of its metrics, such as `eval/best_top1`; recorded with the next two."""
 RESULT_STEP: Final = "result/step"
 RESULT_EVALUATIONS: Final = "result/evaluations"
 """Number of evaluations from which the best was selected."""

@@ -170,7 +170,7 @@ def of_huge_tensors(body: dict) -> None:
     (of_key("weight|a|6"), "weight of a has an overlap at element 7"),
     (of_key("weight|a|8"), "weight of a has a gap at element 7"),
     (of_key("weight|a|x"), "is not what was written"),
-    (dict.clear, "was changed"),
+    (dict.clear, "was changed"),  # the seal is right, and what it seals is no JSON
     (of_other_tensors, "holds other tensors"),
     (of_huge_tensors, f"bytes cannot hold {10**12} elements"),
     (lambda body: body.pop("position"), ""),

@@ -314,10 +314,10 @@ def copy_checkpoint(
 
 
 def samples_digest(first_place: int, samples: NDArray[np.int64]) -> int:
-    """64 bits of which sample stood at which place of which step, the same on any number of ranks.
+    """64 bits of which sample stood at which place of which step, for consecutive samples.
 
-    Of consecutive samples; a sum of hashes, so that the digests of ranks, and of steps, add up in
-    any order.
+    It is a sum of hashes: the digests of ranks and of steps add up in any order, to the same on any
+    number of ranks.
 
     Args:
         first_place: step x global batch size + place in the batch, of the first.

@@ -245,10 +245,13 @@ def unsealed(file: Location) -> dict[str, Any]:
     Raises:
         DamagedCheckpointError: it has changed.
     """
-    content = file.read()
+    content, changed = (
+        file.read(),
+        DamagedCheckpointError(f"checkpoint file {file.path} was changed"),
+    )
+    if content != _with_seal(content[: -len(_with_seal(b""))]):  # byte for byte
+        raise changed
     try:
-        if content != _with_seal(content[: -len(_with_seal(b""))]):  # byte for byte
-            raise ValueError
         return dict(json.loads(content))
     except ValueError:
-        raise DamagedCheckpointError(f"checkpoint file {file.path} was changed") from None
+        raise changed from None

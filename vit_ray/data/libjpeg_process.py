@@ -264,7 +264,7 @@ class Libjpeg:
         return is_equal
 
     def _has_equal_blocks(self, number: int, *both: tuple[Any, Any]) -> bool:
-        """Blocks of a component, without those that only fill up its last MCUs."""
+        """Whether two files have the same blocks of a component, but for what fills up its MCUs."""
         component = both[0][0].components[number]
         row_bytes = component.width_in_blocks * _BLOCK_BYTES
         (ours, *in_ours), (theirs, *in_theirs) = (

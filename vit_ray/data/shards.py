@@ -379,7 +379,10 @@ class RowGroupReader:
     ) -> tuple[pa.Table, bool]:
         """What `read` gives, tried again where that may help.
 
-        A ValueError if its rows are not as many as the manifest's.
+        Raises:
+            UnavailableError: the storage does not answer.
+            ValueError: the shard is missing, cannot be read, or has other rows than the manifest
+                says.
         """
         manifest, location = self._manifest, self._manifest.shard_location(group)
         path = location.path

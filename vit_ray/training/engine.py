@@ -1,4 +1,5 @@
-"""The engines: DeepSpeed under any ZeRO stage, on GPU or CPU, and the weights alone for evaluation.
+"""The engines: DeepSpeed under any ZeRO stage, on GPU or CPU, and the weights alone for evaluation;
+and compiled models.
 
 The loop calls `backward` for each micro-batch and `step` once per global batch; evaluations call
 `predict`. Code that depends on the stage is in `initialize`, `deepspeed_config`,
@@ -41,6 +42,7 @@ from vit_ray.training.training_state import TrainingState
 
 # Kinds of call of one block: train and evaluate, all tokens and only the first, two batch sizes.
 _MOST_VARIANTS: Final = 32
+_FAILURES: Final[list[str]] = []
 
 
 class DeepSpeedEngine:
@@ -319,8 +321,9 @@ def warm_up_process() -> None:
 def compile_model(model: nn.Module, backend: str, *, may_fail: bool) -> None:
     """Have a model's calls compiled, each kind at its first call.
 
-    A ViT's blocks share their code; the ResNet of a hybrid, and a plain ResNet, are compiled whole,
-    because hardly two of their units have the same shapes.
+    A ViT's blocks share their code: compiling one graph takes time that grows with its depth, for
+    code that repeats, and the few operations between blocks stay eager. The ResNet of a hybrid, and
+    a plain ResNet, are compiled whole, because hardly two of their units have the same shapes.
 
     Args:
         model: or an objective around it.
@@ -342,9 +345,6 @@ def compile_model(model: nn.Module, backend: str, *, may_fail: bool) -> None:
     for block in inner.blocks:
         # Its forward alone, around which others may wrap, such as `recompute`.
         block.forward = torch.compile(block.forward, backend=backend)
-
-
-_FAILURES: Final[list[str]] = []
 
 
 def _note_failure(record: logging.LogRecord) -> bool:

@@ -175,7 +175,13 @@ class SkippedStep(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What a step logs of itself, and what the ranks agree on after it; the same on all ranks."""
+    """What a step logs of itself, and what the ranks agree on after it; the same on all ranks.
+
+    Attributes:
+        is_save_time: for a checkpoint, by rank 0's clock.
+        is_save_wanted: some rank asks for a checkpoint.
+        is_stopping: some rank was asked to stop.
+    """
 
     figures: dict[str, float]
     is_save_time: bool
@@ -290,12 +296,14 @@ class TrainingLoop:
         progress.worker_seconds += step_s * context.world_size
         self.worker.note_step(progress.step, wait_s)
         self._times.append((step_s, wait_s, engine.take_forward_s()))
-        self._note_outcome(batch, norm_limit, mean_loss, refused, grad_norm)
+        self._note_outcome(
+            batch, norm_limit, mean_loss=mean_loss, refused=refused, grad_norm=grad_norm
+        )
         figures = {TRAIN_LOSS: mean_loss, TRAIN_LR: rate, TRAIN_GRAD_NORM: grad_norm}
         return _Step(figures, *(count > 0 for count in sums[3 : 3 + len(flags)]))
 
     def _note_outcome(
-        self, batch: Batch, norm_limit: float, mean_loss: float, refused: float, grad_norm: float
+        self, batch: Batch, norm_limit: float, *, mean_loss: float, refused: float, grad_norm: float
     ) -> None:
         """Count the step of this batch, just completed, as taken, skipped, or not finite."""
         progress = self.progress

@@ -1,7 +1,7 @@
 """Without Ray: the destination, images as a shard has them, and the estimate of a conversion.
 
-The destination is refused early. Images are read ahead, checked, turned and shrunk. The estimate
-comes within seconds, of a sample of the images, and writes nothing.
+A destination that cannot be used is refused early. Images are read ahead, checked, turned and
+shrunk. The estimate comes within seconds, of a sample of the images, and writes nothing.
 """
 
 import contextlib

@@ -114,7 +114,8 @@ def _parquet_labels(
     """The labels of a row of a batch, an index of a `ClassLabel` as its name, and its fields.
 
     Raises:
-        ValueError: its image is not embedded, or its labels are none, or not among the names.
+        ValueError: its image is not embedded, or its labels are refused by `labels_of_value`, or
+            not among the names.
     """
     if row.image == b"":
         value = batch.column(columns.image)[at].as_py()

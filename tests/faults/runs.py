@@ -75,15 +75,6 @@ def worker_pids(head: Head, kind: str = "RayTrainWorker") -> list[int]:
     return [actor.pid for actor in list_actors(head.dashboard, filters=filters, detail=True)]
 
 
-def pid_of_the_only(head: Head, kind: str) -> int:
-    """Of the actor of a kind; those of runs that have just ended may live for some seconds more."""
-    for _ in range(2 * END_S):
-        if len(pids := worker_pids(head, kind)) == 1:
-            return pids[0]
-        time.sleep(0.5)
-    raise AssertionError(f"{kind}: {pids}")
-
-
 def wait_until_nothing_is_left(head: Head, but_for: set[str]) -> None:
     """Of a driver that was killed: no process, and no place that is kept or waited for."""
     alive, present = [("state", "=", "ALIVE")], [("state", "!=", "REMOVED")]

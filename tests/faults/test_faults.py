@@ -27,7 +27,6 @@ from tests.faults.runs import (
     is_lost_until_noticed,
     kinds_of,
     long_recipe,
-    pid_of_the_only,
     seconds_of,
     start,
     worker_pids,
@@ -71,8 +70,10 @@ def test_a_process_between_driver_and_workers_that_is_killed_is_replaced(
     kind, ray_cluster, digits, folder, undisturbed
 ):
     recipe = long_recipe(f"killed-{kind}", digits, folder)
+    before = set(worker_pids(ray_cluster, kind))  # of runs that have just ended
     driver = start(recipe, ray_cluster, folder)
-    os.kill(pid_of_the_only(ray_cluster, kind), signal.SIGKILL)
+    (pid,) = set(worker_pids(ray_cluster, kind)) - before
+    os.kill(pid, signal.SIGKILL)
     killed_s = time.time()
     wait_until(lambda: EventKind.RESUMED in kinds_of(recipe), driver)
     kept = [("state", "=", "CREATED")]  # Ray keeps the group of a controller that has died
@@ -227,10 +228,11 @@ def test_a_worker_that_dies_under_a_frozen_controller_is_missed_by_the_driver(
 ):
     recipe = long_recipe("frozen-controller", digits, folder)
     recipe = recipe.with_changes(train={"step_timeout_s": 8.0})
-    path = str(write_recipe(recipe, folder))
+    path, kind = str(write_recipe(recipe, folder)), "TrainController"
+    before = set(worker_pids(ray_cluster, kind))
     driver = Driver(ray_cluster, "tests.faults.quick_looks", path)
     wait_until(lambda: bool(checkpoint_steps(recipe)), driver)
-    frozen = pid_of_the_only(ray_cluster, "TrainController")
+    (frozen,) = set(worker_pids(ray_cluster, kind)) - before
     os.kill(frozen, signal.SIGSTOP)
     try:
         *_, killed = worker_pids(ray_cluster)
@@ -249,8 +251,9 @@ def test_a_stream_server_that_is_frozen_is_replaced_with_its_group(
 ):
     recipe = long_recipe("frozen-server", digits, folder)
     recipe = recipe.with_changes(train={"step_timeout_s": 8.0})
+    before = set(worker_pids(ray_cluster, "StreamServer"))
     driver = start(recipe, ray_cluster, folder)
-    frozen = pid_of_the_only(ray_cluster, "StreamServer")
+    (frozen,) = set(worker_pids(ray_cluster, "StreamServer")) - before
     os.kill(frozen, signal.SIGSTOP)
     try:
         code, output = driver.wait(240)

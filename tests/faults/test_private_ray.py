@@ -1,6 +1,8 @@
 """A Ray that a command has started for itself: it is killed, or a process of it is."""
 
+import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from tests.faults.runs import STEPS, kinds_of, long_recipe
 from vit_ray.outcomes import EventKind
 
 NO_RAY = Head("", "")
+GCS_ADDRESS = re.compile(r"--gcs-address=(\S+)")
 PLACES = """
 import sys, ray
 ray.init(sys.argv[1], log_to_driver=False, logging_level="ERROR")
@@ -51,13 +54,15 @@ def test_a_killed_controller_leaves_no_place_on_a_ray_beside_another_one(
     recipe = long_recipe("killed-beside", digits, tmp_path, optim={"steps": 2 * STEPS})
     driver = Driver(NO_RAY, "pretrain", str(write_recipe(recipe, tmp_path)))
     wait_until(lambda: bool(checkpoint_steps(recipe)), driver)
-    processes = psutil.Process(driver.process.pid).children(recursive=True)
-    (raylet,) = (one for one in processes if one.name() == "raylet")
-    (controller,) = (one for one in processes if "TrainController" in " ".join(one.cmdline()))
-    (address,) = (word for word in raylet.cmdline() if word.startswith("--gcs-address="))
-    places = [sys.executable, "-c", PLACES, address.partition("=")[2]]
+    commands = {}
+    for process in psutil.Process(driver.process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # an idle worker of Ray's
+            commands[process.pid] = " ".join(process.cmdline())
+    (controller,) = (pid for pid, command in commands.items() if "TrainController" in command)
+    (address,) = {found[1] for one in commands.values() if (found := GCS_ADDRESS.search(one))}
+    places = [sys.executable, "-c", PLACES, address]
     (before,) = subprocess.check_output(places, text=True).split()
-    controller.kill()
+    os.kill(controller, signal.SIGKILL)
     wait_until(lambda: kinds_of(recipe).count(EventKind.FIRST_STEP) == 2, driver)
     after = subprocess.check_output(places, text=True).split()
     assert len(after) == 1

@@ -280,7 +280,7 @@ def check_values(command: Command, recipe: Recipe) -> None:
 
         recipe.check_measures()
         files = {"imagenet_real": REAL_FILE, "objectnet": OBJECTNET_FOLDER}
-        if hint := files.get(recipe.benchmark.kind):
+        if recipe.data.eval is not None and (hint := files.get(recipe.benchmark.kind)):
             require(recipe.benchmark.label_file, "benchmark.label_file", hint)
     if command.name == "plan":
         require_device(recipe.plan.device, "plan.device")

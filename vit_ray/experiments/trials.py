@@ -253,8 +253,9 @@ class EndOnRequest(tune.Callback):
 
     Tune then writes its state before it ends its trials, so that they are unfinished in it. By the
     signal of which Tune knows: its own handler for Ctrl-C would not hear SIGTERM and SIGHUP. It
-    then leaves a trial 10 s, too few for a checkpoint: every training hears of the request itself,
-    and has ended before. One that hangs ends by `train.step_timeout_s`.
+    then leaves a trial 10 s, too few for a checkpoint: every running training hears of the request
+    itself, and has ended before. One that hangs ends by `train.step_timeout_s`; one that ASHA has
+    just stopped has the 10 s.
     """
 
     # Of this process: Tune keeps copies of its callbacks on disk.
@@ -331,7 +332,8 @@ def run_trials(
             the folder.
 
     Raises:
-        RunStoppedError: the driver was asked to stop; each trial has written a checkpoint.
+        RunStoppedError: the driver was asked to stop; each training that had begun has written a
+            checkpoint.
     """
     os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"

@@ -276,12 +276,13 @@ def check_values(command: Command, recipe: Recipe) -> None:
     if "model" in command.reads and not is_own(recipe.model.name):
         find_spec(recipe.model.name, recipe.model.options())
     if command.name == "evaluate":
-        from vit_ray.evaluation.ground_truth import OBJECTNET_FOLDER, REAL_FILE
-
         recipe.check_measures()
-        files = {"imagenet_real": REAL_FILE, "objectnet": OBJECTNET_FOLDER}
-        if recipe.data.eval is not None and (hint := files.get(recipe.benchmark.kind)):
-            require(recipe.benchmark.label_file, "benchmark.label_file", hint)
+        given = recipe.benchmark
+        if given.kind in ("imagenet_real", "objectnet") and recipe.data.eval:
+            from vit_ray.evaluation.ground_truth import OBJECTNET_FOLDER, REAL_FILE  # with numpy
+
+            published = REAL_FILE if given.kind == "imagenet_real" else OBJECTNET_FOLDER
+            require(given.label_file, "benchmark.label_file", published)
     if command.name == "plan":
         require_device(recipe.plan.device, "plan.device")
     if command.name == "report":

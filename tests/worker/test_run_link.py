@@ -209,9 +209,9 @@ def test_where_each_thread_is_is_told_with_the_innermost_call_first():
     thread = threading.Thread(target=wait_for_a_collective, name="training")
     thread.start()
     assert is_there.wait(60)
-    told = describe_threads()
+    calls = describe_threads()
     goes_on.set()
     thread.join(60)
-    (line,) = [line for line in told.splitlines() if line.startswith("  training: ")]
+    (line,) = [line for line in calls.splitlines() if line.startswith("  training: ")]
     assert "wait (threading.py:" in line.partition("wait_for_a_collective")[0]
     assert "wait_for_a_collective (test_run_link.py:" in line

@@ -169,8 +169,10 @@ def test_a_worker_that_does_not_see_the_drivers_folder_ends_the_run(tmp_path, mo
     monkeypatch.setattr(lock, "POLL_S", 0.01)
     monkeypatch.setattr(lock, "SHOWN_S", 0.05)
     job = replace(make_job(tmp_path), lock_number=3)
-    told = r"the worker on node-7 does not see the driver's files in .*a path that all nodes share"
-    with pytest.raises(UnrecoverableError, match=told):
+    message = (
+        r"the worker on node-7 does not see the driver's files in .*a path that all nodes share"
+    )
+    with pytest.raises(UnrecoverableError, match=message):
         check_folder_is_shared(job, "node-7")
     locate(job.recipe.run_folder).child("lock-00000003.json").write(b"{}")
     check_folder_is_shared(job, "node-7")
@@ -189,10 +191,14 @@ def test_a_run_that_was_taken_over_fails(tmp_path):
 
 def save_on_ranks(rank: int, folder: str, rounds: int) -> tuple[list[str], list[float]]:
     """Saves of which rank 1 fails every third, while this thread's sums go on."""
-    told: list[str] = []
+    warnings: list[str] = []
     run, world_size = locate(folder), dist.get_world_size()
     writer = CheckpointWriter(
-        run, CheckpointConfig(), lambda *event: told.append(event[1]), None, gather_by_own_group()
+        run,
+        CheckpointConfig(),
+        lambda *event: warnings.append(event[1]),
+        None,
+        gather_by_own_group(),
     )
     sums = []
     for step in range(1, rounds + 1):
@@ -208,7 +214,7 @@ def save_on_ranks(rank: int, folder: str, rounds: int) -> tuple[list[str], list[
             dist.all_reduce(total)
             sums.append(float(total))
         writing.join()
-    return told, sums
+    return warnings, sums
 
 
 def late_on_ranks(rank: int, given_up: Path) -> tuple[str, float]:
@@ -219,15 +225,15 @@ def late_on_ranks(rank: int, given_up: Path) -> tuple[str, float]:
     while rank == 1 and not given_up.exists():
         assert time.monotonic() < deadline_s, "rank 0 still waits"
         time.sleep(0.1)
-    told = ""
+    warnings = ""
     try:
         gather(Part([]))
     except RuntimeError as error:
-        told = str(error)
+        warnings = str(error)
     given_up.touch()
     total = torch.ones(1)
     dist.all_reduce(total)
-    return told, float(total)
+    return warnings, float(total)
 
 
 def test_a_rank_that_is_late_is_an_error_of_the_group(tmp_path):
@@ -238,7 +244,7 @@ def test_a_rank_that_is_late_is_an_error_of_the_group(tmp_path):
 
 def test_ranks_that_write_wait_for_each_other_in_a_group_of_their_own(tmp_path):
     found = run_ranks(3, save_on_ranks, str(tmp_path), 5)
-    assert [len(told) for told, _ in found] == [1, 0, 0]
+    assert [len(warnings) for warnings, _ in found] == [1, 0, 0]
     assert "1 of 3 workers failed: rank 1: " in found[0][0][0]
     assert {value for _, sums in found for value in sums} == {3.0}
     newest = newest_checkpoint(locate(str(tmp_path)))
@@ -265,16 +271,16 @@ def resume(rank: int, *folders: Path) -> list[tuple[Any, list[float], list[str]]
     """Of each folder the step, this rank's values and warnings; or why there is none."""
     found = []
     for folder in folders:
-        told: list[str] = []
+        warnings: list[str] = []
         engine: Any = Engine(rank)
         try:
-            newest = agreed_checkpoint(locate(str(folder)), told.append, CPU)
+            newest = agreed_checkpoint(locate(str(folder)), warnings.append, CPU)
             if newest is not None:
-                newest = restore_newest(engine, newest, locate(str(folder)), told.append)
+                newest = restore_newest(engine, newest, locate(str(folder)), warnings.append)
             step = newest and newest.position.step
         except UnrecoverableError as error:
             step = str(error)
-        found.append((step, engine.weight.tolist(), told))
+        found.append((step, engine.weight.tolist(), warnings))
     return found
 
 
@@ -300,8 +306,8 @@ def test_all_ranks_fall_back_together_to_the_newest_that_each_can_read(tmp_path)
     assert [step for step, *_ in of_new] == [None, None]
     assert [step for step, *_ in found] == [2, 2]
     assert [weight for _, weight, _ in found] == expected(2)
-    told = [text.removeprefix(f"checkpoint file {damaged}/") for text in found[0][2]]
-    assert told == [
+    warnings = [text.removeprefix(f"checkpoint file {damaged}/") for text in found[0][2]]
+    assert warnings == [
         f"{folder_name(5)}/{WEIGHTS_0}: its bytes do not match its checksum; passed over",
         f"{folder_name(4)}/{WEIGHTS_1}: its bytes do not match its checksum; passed over",
         f"checkpoint {damaged}/{folder_name(3)} has no commit.json; passed over",

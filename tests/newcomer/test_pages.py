@@ -15,7 +15,7 @@ from mkdocs.exceptions import PluginError
 from docs.reference_hook import on_page_content
 from tests.newcomer.follow import PAGES as FOLLOWED_NAMES
 from tests.newcomer.follow import blocks, script_of
-from vit_ray.commands.cli import refuse_unread, split_words
+from vit_ray.commands import cli
 from vit_ray.commands.job_list import COMMANDS
 from vit_ray.config import load_recipe
 
@@ -23,7 +23,6 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLLOWED = [ROOT / name for name in FOLLOWED_NAMES]
 PROGRAMS = {"vit-ray", "python", "make", "ray", "pip", "mlflow", "export", "."}
-OPTIONS = ("--dry-run", "--help")
 
 
 def command_lines() -> Iterator[tuple[str, str, list[str]]]:
@@ -54,10 +53,12 @@ def test_every_command_line_is_understood(page, name, words, tmp_path, monkeypat
     for file, text in FILES.items():
         (tmp_path / file).write_text(text)
     monkeypatch.chdir(tmp_path)
-    words = [word for word in words if word not in OPTIONS]
-    recipe, overrides = split_words(tuple(words))
+    monkeypatch.setattr(cli, "run_recipe", lambda command, words, is_dry: words)
+    command = cli.vit_ray.commands[name]
+    with command.make_context(name, [word for word in words if word != "--help"]) as context:
+        recipe, overrides = cli.split_words(command.invoke(context))
     load_recipe(recipe, overrides)
-    refuse_unread(COMMANDS[name], overrides)
+    cli.refuse_unread(COMMANDS[name], overrides)
 
 
 @pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: page.name)

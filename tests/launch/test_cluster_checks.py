@@ -1,12 +1,19 @@
-"""What a cluster has room for, by its nodes' labels, and which group is waited for."""
+"""What a cluster has room for and which of its nodes see a run's files, before anything starts."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import ray
 
+from tests.data.converted_set import converted_set
 from tests.recipes import recipe_with
-from vit_ray.launch.cluster_checks import check_cluster, check_room
+from vit_ray.launch import cluster_checks, run
+from vit_ray.launch.cluster_checks import check_cluster, check_room, check_shared, paths_of
 from vit_ray.launch.connection import ClusterShape
+
+HEAD = ClusterShape(1, 0.0, 0.0, 0.0)
+"""Of a cluster whose other nodes are still to come."""
 
 
 def recipe_of(num_workers: int, **workers: Any) -> Any:
@@ -14,27 +21,6 @@ def recipe_of(num_workers: int, **workers: Any) -> Any:
         "r", workers={"num_workers": num_workers, "use_gpu": "auto", **workers},
         train={"global_batch_size": 256}, data={"cpus_per_task": 1.0},
     )  # fmt: skip
-
-
-HEAD = ClusterShape(1, 0.0, 0.0, 0.0)
-"""Of a cluster whose other nodes are still to come."""
-
-
-def test_a_group_is_waited_for_on_a_cluster_of_others_and_not_on_one_of_the_command_alone():
-    asks = recipe_of(16, use_gpu=True)
-    assert check_cluster(asks, HEAD) is True
-    assert check_cluster(recipe_of(16, use_gpu=False), HEAD) is False
-    with pytest.raises(ValueError, match="needs 16 GPUs; the cluster has 0"):
-        check_cluster(asks, ClusterShape(1, 64.0, 0.0, 0.0, is_private=True))
-
-
-def test_where_no_node_is_up_the_recipe_says_whether_gpus_are_meant():
-    with pytest.raises(ValueError, match=r"set workers\.use_gpu=true, or false to train on CPUs"):
-        check_cluster(recipe_of(4), HEAD)
-    with pytest.raises(ValueError, match=r"set workers\.use_gpu=true, or false to train on CPUs"):
-        check_cluster(recipe_of(4, label_selector={"gpu": "B200"}), mixed())
-    assert check_cluster(recipe_of(64), mixed()) is True
-    assert check_cluster(recipe_of(64, label_selector={"pool": "read"}), mixed()) is False
 
 
 def mixed() -> ClusterShape:
@@ -49,15 +35,33 @@ def mixed() -> ClusterShape:
     return ClusterShape(4, 36.0, 16.0, 0.0, nodes=nodes)
 
 
+def test_a_group_is_waited_for_on_a_cluster_of_others_and_not_on_one_of_the_command_alone():
+    asks = recipe_of(16, use_gpu=True)
+    assert check_cluster(asks, HEAD) is True
+    assert check_cluster(recipe_of(16, use_gpu=False), HEAD) is False
+    with pytest.raises(ValueError, match="needs 16 GPUs; the cluster has 0"):
+        check_cluster(asks, ClusterShape(1, 64.0, 0.0, 0.0, is_private=True))
+
+
+def test_where_no_node_is_up_the_recipe_says_whether_gpus_are_meant():
+    no_such_node = recipe_of(4, label_selector={"gpu": "B200"})
+    for recipe, cluster in ((recipe_of(4), HEAD), (no_such_node, mixed())):
+        with pytest.raises(ValueError, match=r"workers\.use_gpu"):
+            check_cluster(recipe, cluster)
+    assert check_cluster(recipe_of(64), mixed()) is True
+    assert check_cluster(recipe_of(64, label_selector={"pool": "read"}), mixed()) is False
+
+
 @pytest.mark.parametrize(
     ("num_workers", "trains", "reads", "told"),
     [
         (8, {"gpu": "H100"}, {"pool": "read"}, None),
         (16, {"pool": "!read", "gpu": "!A100"}, {}, "needs 16 GPUs; the cluster has 8 "),
-        (8, {"gpu": "B200"}, {}, r'workers.label_selector=\{"gpu": "B200"\}: no node .*gpu=H100'),
-        (8, {}, {"pool": "reed"}, r'data.label_selector=\{"pool": "reed"\}: .*pool=read'),
+        (8, {"gpu": "B200"}, {}, "workers.label_selector=.*: no node .*gpu=H100"),
+        (8, {}, {"pool": "reed"}, "data.label_selector=.*pool=read"),
         # They train on all CPUs that may read.
         (8, {"gpu": "H100"}, {"gpu": "H100"}, "leave 0 of 16 CPUs for reading"),
+        (8, {"pool": "read"}, {}, "the nodes that are up hold at most 2"),
     ],
 )
 def test_only_nodes_with_the_labels_are_counted(num_workers, trains, reads, told):
@@ -68,6 +72,88 @@ def test_only_nodes_with_the_labels_are_counted(num_workers, trains, reads, told
         return
     with pytest.raises(ValueError, match=told):
         check_room(recipe, mixed())
-    alone = recipe_of(8, label_selector={"pool": "read"}, use_gpu=False)
-    with pytest.raises(ValueError, match="each: the nodes that are up hold at most 4"):
-        check_room(alone, mixed())
+
+
+def test_a_run_reads_its_sets_and_its_weights():
+    one = recipe_with(
+        "run", data={"train": "a", "eval": "b"}, init_from="c",
+        evaluate={"few_shot_train": "d", "few_shot_test": "e"},
+    )  # fmt: skip
+    sets = [("evaluate.few_shot_train", "d"), ("evaluate.few_shot_test", "e"), ("init_from", "c")]
+    assert paths_of(one) == [("data.train", "a"), ("data.eval", "b"), *sets]
+    assert paths_of(one, trains=False) == [("data.eval", "b"), *sets]
+    held_out = one.with_changes(data={"eval": None, "held_out_fraction": 0.1})
+    assert paths_of(held_out, trains=False) == [("data.train", "a"), *sets]
+
+
+def node(name: str, number: int, **held: float) -> dict[str, Any]:
+    return {
+        "NodeID": name, "Labels": {}, "Resources": held,
+        "NodeManagerHostname": name, "NodeManagerAddress": f"10.0.0.{number}",
+    }  # fmt: skip
+
+
+def test_nodes_that_see_neither_are_named_with_what_they_miss(tmp_path, monkeypatch):
+    nodes = (node("head", 1, CPU=0.0), node("gpu", 2, CPU=8.0, GPU=2.0), node("cpu", 3, CPU=8.0))
+    asked: dict[str, list[str]] = {}
+
+    def unseen_by(nodes: Mapping[str, Any], paths: list[str]) -> dict[str, list[str]]:
+        asked.update(dict.fromkeys(nodes, paths))
+        return {name: paths for name in nodes if name == "cpu"}
+
+    here = type("Here", (), {"get_node_id": lambda _: "head"})
+    monkeypatch.setattr(ray, "get_runtime_context", here)
+    monkeypatch.setattr(cluster_checks, "unseen_by", unseen_by)
+    (tmp_path / "set").mkdir()
+    read = [("data.train", f"{tmp_path}/set"), ("init_from", "s3://weights/vit.npz"),
+            ("convert.source", f"{tmp_path}/*.tar")]  # fmt: skip
+    with pytest.raises(ValueError, match=rf"data.train={tmp_path}/set: not on cpu \(10.0.0.3\)"):
+        check_shared(ClusterShape(3, 16.0, 2.0, 0.0, nodes=nodes), read)
+    assert asked == dict.fromkeys(("gpu", "cpu"), [f"{tmp_path}/set"])  # no task runs on the head
+    asked.clear()
+    check_shared(ClusterShape(1, 8, 0, 0.0, nodes=nodes[1:2]), read)
+    check_shared(ClusterShape(3, 8, 0, 0.0, is_private=True), read)
+    assert asked == {}  # nothing is asked on one node
+
+
+def test_a_real_node_says_what_it_does_not_see(ray_cluster, tmp_path):
+    (own,) = {one["NodeID"] for one in ray.nodes() if one["Alive"]}
+    gone = f"{tmp_path}/gone"
+    assert cluster_checks.unseen_by([own], [str(tmp_path)]) == {}
+    assert cluster_checks.unseen_by([own], [str(tmp_path), gone]) == {own: [gone]}
+
+
+def not_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "foo")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+
+
+def no_cpu_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = ClusterShape(1, 2, 0, 0.0, is_private=True)
+    monkeypatch.setattr(run, "connect", lambda _: cluster)
+
+
+def unseen_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = ClusterShape(2, 8, 0, 0.0)
+
+    def refuse(shape: ClusterShape, read: Any) -> None:
+        assert (shape, read) == (cluster, [("data.train", str(converted_set()))])
+        raise ValueError("not on this node")
+
+    monkeypatch.setattr(run, "connect", lambda _: cluster)
+    monkeypatch.setattr(run, "check_shared", refuse)
+
+
+@pytest.mark.parametrize("spoil", [not_an_address, no_cpu_to_read, unseen_files])
+def test_a_new_run_that_its_cluster_refuses_leaves_no_folder(spoil, tmp_path, monkeypatch):
+    """A refused run would otherwise be listed as one that has begun."""
+    spoil(monkeypatch)
+    recipe = recipe_with(
+        "refused", output=str(tmp_path / "runs"),
+        data={"train": str(converted_set()), "eval": None},
+        optim={"steps": 4}, train={"global_batch_size": 4, "micro_batch_size": 2},
+        workers={"num_workers": 2},
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="RAY_ADDRESS=foo|leave 0 of 2 CPUs|not on this node"):
+        run.train(recipe)
+    assert not (tmp_path / "runs").exists()

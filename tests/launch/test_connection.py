@@ -1,8 +1,7 @@
-"""Which Ray a driver joins."""
+"""Which Ray a driver joins, or starts for itself alone."""
 
 import math
 import os
-import platform
 import shutil
 import signal
 import socket
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +16,6 @@ from typing import Any
 
 import pytest
 import ray
-from ray._private.utils import check_version_info
 
 from tests.ports import free_ports
 from vit_ray.config import load_recipe
@@ -26,27 +23,29 @@ from vit_ray.launch import connection
 from vit_ray.launch.connection import ClusterShape, check_address, check_reachable, connect
 
 TOKEN = "0123456789abcdef" * 2
+START = "from vit_ray.launch.connection import _start; _start(1)"
 
 
-def test_an_address_of_another_form_or_at_which_nobody_listens_is_an_error_that_names_it():
+def test_an_address_at_which_no_ray_answers_is_an_error_that_names_it(monkeypatch):
     for address in ("foo", "ray://head:10001"):
-        told = f"RAY_ADDRESS={address} is not an address; give HOST:PORT"
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=f"RAY_ADDRESS={address} is not an address"):
             check_reachable(address)
     with socket.socket() as held:  # nobody will ever listen here
         held.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{held.getsockname()[1]}"
         with pytest.raises(ValueError, match=f"RAY_ADDRESS={address}: no Ray answers there"):
             check_reachable(address, timeout_s=0.1)
+    monkeypatch.setattr(connection, "REACH_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(ValueError, match="something listens there, but no Ray answers"):
+            check_address(address)
 
 
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="vr", dir="/tmp") as folder:
         yield Path(folder)
-
-
-START = "from vit_ray.launch.connection import _start; _start(1)"
 
 
 def start(folder: Path, code: str = START, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -77,15 +76,12 @@ def test_a_ray_for_one_command_leaves_no_files_and_no_processes(short_folder):
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(("end", "code", "is_kept"), [
-    ("return 0", 0, False),
-    ("raise RuntimeError('a worker failed; log /tmp/...')", 1, True),
-])  # fmt: skip
-def test_rays_logs_are_kept_where_a_failure_names_them(end, code, is_kept, short_folder):
+def test_rays_logs_are_kept_where_a_failure_names_them(short_folder):
+    end = "raise RuntimeError('a worker failed; log /tmp/...')"
     run = f"import ray, sys; ray.init = lambda **_: 0\ndef run():\n    {START}\n    {end}\n"
     script = f"{run}from vit_ray.commands.cli import _ended\n"
-    assert start(short_folder, f"{script}sys.exit(_ended(run))").returncode == code
-    assert bool(list(short_folder.iterdir())) == is_kept
+    assert start(short_folder, f"{script}sys.exit(_ended(run))").returncode == 1
+    assert list(short_folder.iterdir())
 
 
 def test_a_start_of_ray_that_takes_too_long_ends_in_one_line(short_folder):
@@ -96,25 +92,6 @@ def test_a_start_of_ray_that_takes_too_long_ends_in_one_line(short_folder):
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: waited 3 s for Ray's processes on this machine")
     assert "RAY_worker_register_timeout_seconds above 1" in line
-
-
-def joining(monkeypatch: pytest.MonkeyPatch, init: Any) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    monkeypatch.setenv(connection.AUTH_MODE, "disabled")
-    monkeypatch.setattr(connection, "check_reachable", lambda address: None)
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", init)
-
-
-def test_a_cluster_of_another_version_is_an_error_that_names_both(monkeypatch):
-    theirs = {"ray_version": "2.59.1", "python_version": platform.python_version()}
-    # Ray's own check, which `ray.init` makes with what the cluster says of itself.
-    joining(monkeypatch, lambda **_: check_version_info(theirs, "10.0.0.2"))
-    with pytest.raises(ValueError, match=r"^RAY_ADDRESS=10\.0\.0\.1:6379: The cluster") as raised:
-        connect(load_recipe("digits"))
-    (line,) = str(raised.value).splitlines()
-    assert "Ray: 2.59.1 Python: " in line
-    assert f"Ray: {ray.__version__} Python: {platform.python_version()}; both need" in line
 
 
 @pytest.fixture(scope="module")
@@ -189,10 +166,8 @@ def test_sigterm_does_what_it_did_once_ray_is_joined(monkeypatch):
             signal.signal(signal.SIGTERM, earlier)
 
 
-def test_a_ray_for_one_command_has_the_cores_that_it_may_use_or_as_many_cpus_as_it_needs(
-    monkeypatch,
-):
-    """Of a host's 64 a container may use those of its affinity; the caller's warnings stay."""
+def test_a_ray_for_one_command_has_the_cores_of_its_affinity_or_the_cpus_that_it_needs(monkeypatch):
+    """As a container that may use seven of a host's 64."""
     started: list[int] = []
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(os, "environ", os.environ.copy())
@@ -204,28 +179,7 @@ def test_a_ray_for_one_command_has_the_cores_that_it_may_use_or_as_many_cpus_as_
     monkeypatch.setattr(connection, "_end_with_ray", lambda folder: None)
     monkeypatch.setattr(connection, "keep_no_dataset_statistics", lambda: None)
     monkeypatch.setattr(connection, "shape", lambda at: ClusterShape(1, 9, 0, at, is_private=True))
-    with warnings.catch_warnings():
-        warnings.resetwarnings()
-        assert "7 cores" in str(connect(load_recipe("digits")))
-        assert not warnings.filters
+    assert "7 cores" in str(connect(load_recipe("digits")))
     wide = load_recipe("digits").with_changes(workers={"num_workers": 64, "cpus_per_worker": 1.0})
     connect(load_recipe("digits"), wide)
     assert started == [7, 64 + math.ceil(2 * wide.data.cpus_per_task)]
-
-
-def test_what_takes_connections_and_is_no_ray_is_told(monkeypatch):
-    monkeypatch.setattr(connection, "REACH_S", 1.0)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(ValueError, match="something listens there, but no Ray answers"):
-            check_address(address)
-
-
-def test_a_folder_whose_path_is_too_long_for_rays_sockets_is_told(tmp_path):
-    """By Ray itself, before it starts anything."""
-    folder = tmp_path / ("x" * 60)
-    folder.mkdir()
-    error = start(folder).stderr
-    assert "ValueError: Ray could not be started in a folder in RAY_TMPDIR" in error
-    assert "set RAY_TMPDIR to a folder of your own" in error
-    assert list(folder.iterdir()) == []

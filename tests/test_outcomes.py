@@ -5,14 +5,11 @@ import pytest
 from vit_ray.outcomes import origin_of, own_share, step_of
 
 
-@pytest.mark.parametrize("name", ["study-a-data1-steps400", "a at step 7", "b at step 9 at step 1"])
-def test_a_branch_counts_what_follows_the_step_at_which_it_began(name):
+def test_a_branch_counts_what_follows_the_step_at_which_it_began():
     # 100 steps of 32 images, of which the last 20 are the branch's.
-    assert own_share(origin_of(name, 80), 32, 3200) == pytest.approx(0.2)
-
-
-def test_the_step_is_the_last_of_the_text():
-    assert step_of(origin_of("b at step 9", 80)) == 80
+    for name in ("study-a-data1-steps400", "a at step 7", "b at step 9 at step 1"):
+        assert step_of(origin_of(name, 80)) == 80
+        assert own_share(origin_of(name, 80), 32, 3200) == pytest.approx(0.2)
     assert [step_of(text) for text in ("", "a", "a at step 7 or so")] == [None, None, None]
 
 

@@ -1,4 +1,4 @@
-"""Stops at bad moments: before there are workers, twice, during a save, by `ray job stop`."""
+"""Stops: at bad moments, by every signal, by `ray job stop`, and of the driver's whole group."""
 
 import os
 import signal
@@ -11,18 +11,21 @@ from typing import Any
 
 import pytest
 import ray
-from ray.util.state import list_placement_groups
 
 from tests.conftest import ROOT, Head
-from tests.end_to_end.runs import (
-    Driver,
-    checkpoint_steps,
-    same_weights,
-    wait_until,
-    weights_of,
-    write_recipe,
+from tests.end_to_end.runs import checkpoint_steps, same_weights, weights_of, write_recipe
+from tests.faults.runs import (
+    STEPS,
+    STOPPED,
+    end,
+    events_of,
+    groups,
+    kinds_of,
+    long_recipe,
+    start,
+    start_of_workers,
+    worker_pids,
 )
-from tests.faults.runs import STEPS, events_of, kinds_of, long_recipe, start
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
 from vit_ray.launch.run import train
@@ -45,33 +48,50 @@ def full_cluster(ray_cluster: Head) -> Iterator[Head]:
     ray.kill(holder)
 
 
-def waiting_groups(head: Head) -> set[str]:
-    """Worker groups that have no place; one that nobody waits for any more may still be there."""
-    filters = [("state", "=", "PENDING")]
-    return {one.placement_group_id for one in list_placement_groups(head.dashboard, filters)}
-
-
-def start_without_place(recipe: Recipe, head: Head, folder: Path) -> Driver:
-    """A driver whose worker group waits for its place."""
-    before = waiting_groups(head)
-    driver = Driver(head, "pretrain", str(write_recipe(recipe, folder)))
-    wait_until(lambda: bool(waiting_groups(head) - before), driver)
-    return driver
+def goes_on_to_the_same_weights(recipe: Recipe, undisturbed: Recipe) -> None:
+    stopped_at = checkpoint_steps(recipe)[-1]
+    assert (EventKind.STOPPED, stopped_at) in events_of(recipe)
+    assert stopped_at < STEPS
+    assert train(recipe.with_changes(checkpoint={"every_steps": STEPS})).is_complete
+    assert same_weights(weights_of(recipe), weights_of(undisturbed))
 
 
 def test_a_run_that_waits_for_a_place_is_stopped_while_it_waits(full_cluster, digits, tmp_path):
     recipe = small_recipe("waits", digits, tmp_path)
-    driver = start_without_place(recipe, full_cluster, tmp_path)
+    # One that nobody waits for any more may still be there.
+    before = groups(full_cluster, "=", "PENDING")
+
+    def waits() -> bool:
+        return bool(groups(full_cluster, "=", "PENDING") - before)
+
+    driver = start(recipe, full_cluster, tmp_path, has_begun=waits)
     driver.process.send_signal(signal.SIGTERM)
     code, output = driver.wait(STOP_S)
-    assert code == 3, output
+    assert code == STOPPED, output
     assert EventKind.STOPPED in kinds_of(recipe)
 
 
-def goes_on_to_the_same_weights(recipe: Recipe, undisturbed: Recipe) -> None:
-    assert checkpoint_steps(recipe)[-1] < STEPS
-    assert train(recipe).is_complete
-    assert same_weights(weights_of(recipe), weights_of(undisturbed))
+def test_a_stop_while_a_group_starts_ends_before_its_first_step(ray_cluster, digits, folder):
+    recipe = long_recipe("stopped-at-start", digits, folder)
+    driver = start_of_workers(recipe, ray_cluster, folder, set(worker_pids(ray_cluster)))
+    end(driver, STOPPED, by=signal.SIGTERM)
+    assert EventKind.STOPPED in kinds_of(recipe)
+    assert EventKind.FIRST_STEP not in kinds_of(recipe)
+
+
+@pytest.mark.parametrize(
+    ("number", "every_steps"),
+    [(signal.SIGINT, 40), (signal.SIGHUP, 40), (signal.SIGTERM, 1)],
+    ids=["SIGINT", "SIGHUP", "SIGTERM while a checkpoint is written at any time"],
+)
+def test_a_stop_makes_a_checkpoint_and_ends_clean(
+    number, every_steps, ray_cluster, digits, folder, undisturbed
+):
+    recipe = long_recipe(
+        f"stopped-by-{number.name}", digits, folder, checkpoint={"every_steps": every_steps}
+    )
+    end(start(recipe, ray_cluster, folder), STOPPED, by=number)
+    goes_on_to_the_same_weights(recipe, undisturbed)
 
 
 def test_two_sigterms_end_a_training_at_once_and_lose_no_checkpoint(
@@ -85,22 +105,10 @@ def test_two_sigterms_end_a_training_at_once_and_lose_no_checkpoint(
         assert driver.process.poll() is None
     driver.process.send_signal(signal.SIGTERM)
     code, output = driver.wait(STOP_S)
-    assert code in (-signal.SIGTERM, 3), output  # 3: the first has been as quick as that
-    goes_on_to_the_same_weights(recipe, undisturbed)
-
-
-def test_a_sigterm_while_checkpoints_are_written_ends_with_one_more(
-    ray_cluster, digits, folder, undisturbed
-):
-    # One is being written at any time.
-    recipe = long_recipe("stopped-in-a-save", digits, folder, checkpoint={"every_steps": 1})
-    driver = start(recipe, ray_cluster, folder)
-    driver.process.send_signal(signal.SIGTERM)
-    code, output = driver.wait()
-    assert code == 3, output
-    stopped_at = checkpoint_steps(recipe)[-1]
-    assert (EventKind.STOPPED, stopped_at) in events_of(recipe)
-    goes_on_to_the_same_weights(recipe.with_changes(checkpoint={"every_steps": STEPS}), undisturbed)
+    assert code in (-signal.SIGTERM, STOPPED), output  # the first has been as quick as that
+    assert checkpoint_steps(recipe)[-1] < STEPS
+    assert train(recipe).is_complete
+    assert same_weights(weights_of(recipe), weights_of(undisturbed))
 
 
 def test_ray_job_stop_makes_a_checkpoint(ray_cluster, digits, folder, working_dir, undisturbed):
@@ -131,7 +139,6 @@ def test_ray_job_stop_makes_a_checkpoint(ray_cluster, digits, folder, working_di
         logs.kill()
         logs.wait()
     ray_job("stop", *at, recipe.name)
-    assert (EventKind.STOPPED, checkpoint_steps(recipe)[-1]) in events_of(recipe)
     goes_on_to_the_same_weights(recipe, undisturbed)
 
 
@@ -151,7 +158,7 @@ def test_a_signal_to_all_of_the_drivers_group_leaves_its_own_ray_to_write_the_ch
         time.sleep(0.1)
     os.killpg(driver.pid, signal.SIGTERM)
     output, _ = driver.communicate(timeout=180)
-    assert driver.returncode == 3, output
+    assert driver.returncode == STOPPED, output
     assert EventKind.STOPPED in kinds_of(recipe)
     assert train(recipe).is_complete
     assert same_weights(weights_of(recipe), weights_of(undisturbed))

@@ -1,4 +1,3 @@
-import contextlib
 import io
 import struct
 import subprocess
@@ -12,12 +11,13 @@ from numpy.typing import NDArray
 from PIL import EpsImagePlugin, Image
 from sklearn.datasets import load_sample_images
 
-from tests.data.pictures import encoded, jpeg, picture
+from tests.data.pictures import encoded, picture
 from tests.recipes import recipe_with
 from vit_ray.data.augment import augmentation_of
 from vit_ray.data.boxes import Augmentation, draw_box
 from vit_ray.data.crops import crop_of
-from vit_ray.data.images import IMAGE_FORMATS, BadImageError, decode
+from vit_ray.data.images import BadImageError, decode
+from vit_ray.data.randaugment import RandAugment
 
 
 def by_pillow(image: bytes) -> NDArray[np.uint8]:
@@ -77,10 +77,15 @@ def test_odd_images_decode_to_what_pillow_gives(name):
     assert difference.max() <= 2
 
 
-def test_16_bit_grey_is_scaled_where_pillow_would_clip():
+def test_deep_grey_is_scaled_where_pillow_would_clip_and_kept_where_it_fits_8_bits():
     deep = (GREY.astype(np.uint16) << 8) + 77
-    decoded = decode(encoded(deep, "PNG"))
-    np.testing.assert_array_equal(decoded, np.repeat(GREY[:, :, None], 3, axis=2))
+    np.testing.assert_array_equal(
+        decode(encoded(deep, "PNG")), np.repeat(GREY[:, :, None], 3, axis=2)
+    )
+    for format, dtype in (("PNG", np.uint16), ("TIFF", np.uint16), ("TIFF", np.int32)):
+        image = encoded(GREY.astype(dtype), format)
+        np.testing.assert_array_equal(decode(image), by_pillow(image))
+        np.testing.assert_array_equal(decode(image)[:, :, 1], GREY)
 
 
 def claiming(height: int, width: int) -> bytes:
@@ -89,16 +94,6 @@ def claiming(height: int, width: int) -> bytes:
     at = image.index(b"\xff\xc0") + 5
     image[at : at + 4] = struct.pack(">HH", height, width)
     return bytes(image)
-
-
-@pytest.mark.parametrize(
-    ("format", "dtype"), [("PNG", np.uint16), ("TIFF", np.uint16), ("TIFF", np.int32)]
-)
-def test_small_values_in_deep_files_are_not_black(format, dtype):
-    image = encoded(GREY.astype(dtype), format)
-    assert Image.open(io.BytesIO(image)).mode in ("I", "I;16")
-    np.testing.assert_array_equal(decode(image), by_pillow(image))
-    np.testing.assert_array_equal(decode(image)[:, :, 1], GREY)
 
 
 BROKEN = {
@@ -117,10 +112,9 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", list(BROKEN))
 def test_broken_images_are_refused(name):
-    told = {"empty": "has no bytes", "floats": "pixels are floats"}.get(name, "not decodable")
-    with pytest.raises(BadImageError, match=told):
+    with pytest.raises(BadImageError):
         decode(BROKEN[name])
-    with pytest.raises(BadImageError, match=told):
+    with pytest.raises(BadImageError):
         crop_of(BROKEN[name], Augmentation(size=16), (0, 0, 0))
 
 
@@ -129,16 +123,20 @@ def test_a_jpeg_cut_anywhere_in_its_headers_is_refused():
     start_of_scan = image.index(b"\xff\xda")
     for cut in range(2, start_of_scan + 14):
         for end in (b"", b"\xff\xd9"):
-            with pytest.raises(BadImageError, match="not decodable"):
+            with pytest.raises(BadImageError):
                 decode(image[:cut] + end)
 
 
 @pytest.mark.parametrize("kind", ["inception_crop", "resize_crop", "center_crop", "resize"])
-def test_every_crop_of_every_odd_image_has_the_asked_shape(kind):
+def test_every_crop_of_every_odd_image_has_the_asked_shape_and_goes_where_it_is_asked_to(kind):
     augmentation = Augmentation(kind, size=(24, 16), resize=32)
-    for name, image in ODD_IMAGES.items():
-        crop = crop_of(image, augmentation, (1, 2, 3))
+    batch = np.zeros((2, 24, 16, 3), np.uint8)
+    for number, (name, image) in enumerate(ODD_IMAGES.items()):
+        crop = crop_of(image, augmentation, (1, 2, number))
         assert (crop.shape, crop.dtype) == ((24, 16, 3), np.uint8), name
+        crop_of(image, augmentation, (1, 2, number), out=batch[1])
+        np.testing.assert_array_equal(batch[1], crop)
+    assert not batch[0].any()
 
 
 def psnr(a: NDArray[Any], b: NDArray[Any]) -> float:
@@ -181,69 +179,47 @@ def test_each_scale_stays_close_to_pillows_antialiased_resize(photographs, facto
 EXACT_CROPS = [(224, 256), (224, 299), (384, 438), (96, 110), (64, 73), (160, 161), (427, 490)]
 
 
-def boxes_by_pillow(
-    image: bytes,
-    augmentation: Augmentation,
-    is_flipped: bool,
-    resample: Image.Resampling = Image.Resampling.BILINEAR,
+def box_by_pillow(
+    image: bytes, augmentation: Augmentation, resample: Image.Resampling
 ) -> NDArray[np.uint8]:
     opened = Image.open(io.BytesIO(image))
     scale = min(opened.size) / augmentation.resize
     width, height = augmentation.width * scale, augmentation.height * scale
     left, top = (opened.width - width) / 2, (opened.height - height) / 2
-    crop = opened.resize(
-        (augmentation.width, augmentation.height),
-        resample,
-        box=(left, top, left + width, top + height),
-    )
-    return np.asarray(crop)[:, ::-1] if is_flipped else np.asarray(crop)
+    box = (left, top, left + width, top + height)
+    return np.asarray(opened.resize((augmentation.width, augmentation.height), resample, box=box))
 
 
-def test_exact_crops_are_pillows_of_the_same_box(photographs):
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_exact_crops_are_pillows_of_the_same_box_mirrored_or_not(photographs, interpolation):
     """Those at whole pixels reach 33 dB on average here, and 26 at least."""
     found = []
-    for size, resize in EXACT_CROPS:
-        for flip in (False, True):
-            augmentation = Augmentation(
-                "center_crop", size=size, resize=resize, flip=flip, is_exact=True
-            )
-            for image in photographs.values():
-                for key in range(2 if flip else 1):
-                    crop = crop_of(image, augmentation, (0, 0, key))
-                    ours = [
-                        psnr(crop, boxes_by_pillow(image, augmentation, is_flipped))
-                        for is_flipped in ((False, True) if flip else (False,))
-                    ]
-                    found.append(max(ours))
-    assert np.mean(found) > 44
-    assert min(found) > 36
+    for key, (size, resize) in enumerate(EXACT_CROPS):
+        augmentation = Augmentation(
+            "center_crop", size=size, resize=resize, is_exact=True, interpolation=interpolation
+        )
+        for image in photographs.values():
+            crop = crop_of(image, augmentation, (0, 0, key))
+            expected = box_by_pillow(image, augmentation, Image.Resampling[interpolation.upper()])
+            found.append(max(psnr(crop, expected), psnr(crop[:, ::-1], expected)))
+            is_full_scale = resize > 178  # of the JPEG's decoder, whose averages are near only
+            assert found[-1] >= (55 if interpolation == "bicubic" and is_full_scale else 36)
+    assert np.mean(found) > 43
 
 
-def test_bicubic_crops_are_pillows(photographs):
-    """To the last bit where the JPEG is decoded at full scale; the decoder's averages are near."""
-    bicubic = Image.Resampling.BICUBIC
+@pytest.mark.parametrize(
+    ("height", "width", "bound"), [(610, 914, np.inf), (225, 337, np.inf), (97, 145, 33)]
+)
+def test_bicubic_resizing_is_pillows(photographs, height, width, bound):
+    """To the last bit where the JPEG is decoded at full scale."""
+    plain = Augmentation("resize", size=(height, width), interpolation="bicubic")
     for image in photographs.values():
         opened = Image.open(io.BytesIO(image))
-        for (height, width), bound in {
-            (610, 914): np.inf,
-            (225, 337): np.inf,
-            (97, 145): 33,
-        }.items():
-            plain = Augmentation("resize", size=(height, width), interpolation="bicubic")
-            reference = np.asarray(opened.resize((width, height), bicubic))
-            for key in range(4):
-                made = crop_of(image, plain, (0, 0, key))
-                box = draw_box((opened.height, opened.width), plain, (0, 0, key))
-                assert psnr(made[:, :: -1 if box.is_flipped else 1], reference) >= bound
-        for size, resize in EXACT_CROPS:
-            exact = Augmentation(
-                "center_crop", size=size, resize=resize, flip=False, is_exact=True,
-                interpolation="bicubic",
-            )  # fmt: skip
-            made = crop_of(image, exact, (0, 0, 0))
-            expected = boxes_by_pillow(image, exact, False, bicubic)
-            is_full_scale = min(opened.size) / resize < 2.4
-            assert psnr(made, expected) >= (55 if is_full_scale else 36), (size, resize)
+        reference = np.asarray(opened.resize((width, height), Image.Resampling.BICUBIC))
+        for key in range(4):
+            made = crop_of(image, plain, (0, 0, key))
+            box = draw_box((opened.height, opened.width), plain, (0, 0, key))
+            assert psnr(made[:, :: -1 if box.is_flipped else 1], reference) >= bound
 
 
 def test_a_bicubic_training_crop_is_cut_before_it_is_resized():
@@ -273,17 +249,10 @@ def test_an_exact_crop_of_any_shape_is_whole(height, width, kind, interpolation)
         assert abs(crop - pixels[0, 0]).max() <= 3
 
 
-def ramp(height: int, width: int) -> bytes:
-    """A picture whose red is its row and whose green is its column, scaled to 0..250."""
-    rows, columns = np.mgrid[0:height, 0:width]
-    red, green = rows * 250 / (height - 1), columns * 250 / (width - 1)
-    return encoded(np.dstack([red, green, red * 0]).astype(np.uint8), "PNG")
-
-
-def test_inception_crops_cover_the_areas_and_aspects_asked_for():
+def test_inception_crops_cover_the_areas_and_aspects_asked_for_and_half_are_mirrored():
     """Ten attempts fit almost always, so areas stay uniform."""
-    augmentation = Augmentation(size=64, flip=False, min_area=0.1)
-    boxes = [draw_box((400, 400), augmentation, (0, 0, i)) for i in range(400)]
+    augmentation = Augmentation(size=64, min_area=0.1)
+    boxes = [draw_box((400, 400), augmentation, (0, 0, i)) for i in range(1000)]
     areas = np.array([box.height * box.width / 400**2 for box in boxes])
     aspects = np.array([box.width / box.height for box in boxes])
     assert 0.09 < areas.min() < 0.2
@@ -291,22 +260,7 @@ def test_inception_crops_cover_the_areas_and_aspects_asked_for():
     assert 0.4 < areas.mean() < 0.56
     assert 0.7 < aspects.min() < 0.8
     assert 1.25 < aspects.max() < 1.4
-
-
-def test_half_of_the_images_are_mirrored():
-    image, augmentation = ramp(40, 40), Augmentation("resize", 40)
-    crops = [crop_of(image, augmentation, (0, 0, i)) for i in range(1000)]
-    mirrored = sum(int(crop[0, 0, 1]) > int(crop[0, -1, 1]) for crop in crops)
-    assert 430 < mirrored < 570  # 4.4 standard deviations
-
-
-def test_a_crop_is_written_where_it_is_asked_to_be():
-    batch = np.zeros((2, 32, 32, 3), np.uint8)
-    image, augmentation = jpeg(6, 200, 200), Augmentation(size=32)
-    for key in range(8):  # flipped ones too
-        crop_of(image, augmentation, (0, 0, key), out=batch[1])
-        np.testing.assert_array_equal(batch[1], crop_of(image, augmentation, (0, 0, key)))
-    assert not batch[0].any()
+    assert 430 < sum(box.is_flipped for box in boxes) < 570  # 4.4 standard deviations
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG"])
@@ -321,45 +275,36 @@ def test_a_border_is_cut_off_before_anything_else(format):
     expected = crop_of(encoded(within, "PNG"), replace(augmentation, border=0), (0, 0, 0))
     assert np.array_equal(crop_of(image, augmentation, (0, 0, 0)), expected)
     assert np.array_equal(crop_of(decode(image), augmentation, (0, 0, 0)), expected)
-    with pytest.raises(BadImageError, match="4x4 pixels are nothing but the border of 2"):
+    with pytest.raises(BadImageError, match="border"):
         crop_of(encoded(framed[:4, :4], format), augmentation, (0, 0, 0))
 
 
-def files_of_every_format() -> dict[str, bytes]:
-    """A small picture in each format that Pillow can write here."""
-    Image.init()
-    found: dict[str, bytes] = {}
-    for name in sorted(Image.SAVE):
-        for mode in ("RGB", "L", "1", "P"):
-            file = io.BytesIO()
-            with contextlib.suppress(Exception):
-                Image.new(mode, (16, 16)).save(file, name)
-                with Image.open(io.BytesIO(file.getvalue())):
-                    found[name] = file.getvalue()
-                break
-    return found
-
-
-def test_of_all_formats_that_pillow_knows_only_those_of_photographs_are_opened(monkeypatch):
-    started: list[Any] = []  # as PostScript would start a program
+def test_formats_that_are_not_of_photographs_are_refused_and_start_no_program(monkeypatch):
+    started: list[Any] = []  # as PostScript would start one
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **_: started.append(a))
     monkeypatch.setattr(EpsImagePlugin, "gs_binary", "gs")
-    files = files_of_every_format()
-    assert {"EPS", "ICO", "PCX", "TGA", *IMAGE_FORMATS} - {"AVIF", "JPEG2000"} <= files.keys()
-    for name in files.keys() & set(IMAGE_FORMATS):
-        assert decode(files[name]).shape == (16, 16, 3), name
-    # A file of several JPEGs is a JPEG to whoever reads its first one.
-    for name in files.keys() - {*IMAGE_FORMATS, "MPO"}:
+    for format in ("EPS", "ICO", "PCX", "PPM", "SGI", "TGA"):
+        image = encoded(picture(4, 16, 16), format)
+        assert Image.open(io.BytesIO(image)).format == format
         with pytest.raises(BadImageError, match="it is not one of JPEG, PNG, WEBP"):
-            decode(files[name])
+            decode(image)
     assert started == []
 
 
-def test_a_recipe_decides_how_crops_are_resized_and_what_cannot_be_is_refused():
+CHANGES = {"randaugment": "tensorflow", "randaugment_layers": 3, "randaugment_magnitude": 9.0}
+
+
+def test_a_recipe_decides_how_crops_are_resized_and_changed():
     with pytest.raises(ValueError, match=r"augmentation\.resize=256 is below"):
         Augmentation(kind="resize_crop", size=300)
-    for key, other in (("augment", "eval_augment"), ("eval_augment", "augment")):
-        recipe = recipe_with(data={key: {"interpolation": "bicubic"}})
-        for name, expected in ((key, "bicubic"), (other, "bilinear")):
-            section = getattr(recipe.data, name)
-            assert augmentation_of(recipe.model, section).interpolation == expected
+    recipe = recipe_with(data={"augment": CHANGES, "eval_augment": {"interpolation": "bicubic"}})
+    training, evaluation = (
+        augmentation_of(recipe.model, section)
+        for section in (recipe.data.augment, recipe.data.eval_augment)
+    )
+    assert (training.interpolation, evaluation.interpolation) == ("bilinear", "bicubic")
+    assert (training.randaugment, evaluation.randaugment) == (RandAugment(3, 9.0), None)
+    for wrong in ({"randaugment": "torch"}, {"randaugment_magnitude": 31.0}):
+        (key,) = wrong
+        with pytest.raises(ValueError, match=rf"data\.augment\.{key}="):
+            recipe_with(data={"augment": wrong})

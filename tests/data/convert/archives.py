@@ -4,6 +4,7 @@ import io
 import json
 import struct
 import tarfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,25 @@ def samples(
     ]
 
 
+def write_files(root: Path, files: Mapping[str, bytes | str]) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    return root
+
+
+def parquet(columns: Any, features: dict[str, Any] | None = None, rows: int | None = None) -> bytes:
+    """A file of these columns, and of what the datasets library says of them."""
+    table = columns if isinstance(columns, pa.Table) else pa.table(columns)
+    if features is not None:
+        metadata = {"info": {"features": features}}
+        table = table.replace_schema_metadata({"huggingface": json.dumps(metadata)})
+    sink = io.BytesIO()
+    pq.write_table(table, sink, row_group_size=rows)
+    return sink.getvalue()
+
+
 def write_hub_file(
     path: Path,
     images: list[bytes | None],
@@ -43,13 +63,9 @@ def write_hub_file(
     rows: int = 5,
 ) -> None:
     """A parquet file as the datasets library writes it, in row groups of so many rows."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     structs = [{"bytes": image, "path": f"{i}.jpg"} for i, image in enumerate(images)]
-    table = pa.table({"image": structs, "label": labels})
-    if features is not None:
-        metadata = {"info": {"features": features}}
-        table = table.replace_schema_metadata({"huggingface": json.dumps(metadata)})
-    pq.write_table(table, path, row_group_size=rows)
+    content = parquet({"image": structs, "label": labels}, features, rows)
+    write_files(path.parent, {path.name: content})
 
 
 def converted(source: Path | str, target: Path, **options: Any) -> dict[str, tuple[bytes, Any]]:

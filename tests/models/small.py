@@ -72,3 +72,10 @@ def attention_weights(model: nn.Module, images: Tensor) -> list[Tensor]:
     for hook in hooks:
         hook.remove()
     return weights
+
+
+def other_model(family: str, **options: Any) -> Any:
+    """A fresh model of the same size as `small_model`, with other values."""
+    torch.manual_seed(11)
+    arguments = {"num_classes": 5, "image_size": 32, **FAMILIES[family], **options}
+    return build_model(family, **arguments)

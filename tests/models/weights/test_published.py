@@ -1,0 +1,201 @@
+"""Published files: their names and shapes, and what stands beside them of the model's function.
+
+Listings: `gs://vit_models/imagenet21k/ViT-B_16.npz`, `ViT-L_16.npz`, `ViT-H_14.npz`
+(google-research/vision_transformer).
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
+
+from tests.models.small import other_model, relative_difference, small_model, some_images
+from tests.models.weights.published import SIZES, drawn, jax_shapes, jax_vit_logits
+from vit_ray.checkpoints.init_weights import initialize_weights, open_weights
+from vit_ray.models import build_model
+from vit_ray.models.published import FOLDER_PREPROCESSOR
+from vit_ray.models.weights import load_weights, save_weights
+from vit_ray.training.objective import normalize
+
+I21K = 21843
+
+
+def vit(name: str, num_classes: int, image_size: int = 224, **options: Any) -> nn.Module:
+    return build_model(
+        "ViT", num_classes, image_size, **{"depth": 1, **SIZES[name], **options}
+    ).eval()
+
+
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("name", SIZES)
+def test_the_npz_of_imagenet_21k_fits_its_model_and_one_to_be_fine_tuned(name, tmp_path):
+    # Zeros are written fast; the head of the published ViT-H_14 is of zeros, too.
+    arrays = {
+        key: np.zeros(shape, np.float32) for key, shape in jax_shapes(name, I21K, True).items()
+    }
+    arrays["Transformer/posembed_input/pos_embedding"] += 1.0
+    path = str(tmp_path / f"{name}.npz")
+    np.savez(path, **arrays)  # type: ignore[arg-type]
+    assert open_weights(path).num_classes == I21K
+    whole = vit(name, I21K, representation=True)
+    report = initialize_weights(whole, path, new_head=False)
+    assert (report.new, report.ignored, report.resized) == ([], [], [])
+    tuned = vit(name, 10, image_size=2 * 224)
+    report = initialize_weights(tuned, path, new_head=True)
+    assert sorted(report.new) == ["head.bias", "head.weight"]
+    assert sorted(report.ignored) == [
+        "head.bias", "head.weight", "representation.bias", "representation.weight",
+    ]  # fmt: skip
+    assert len(report.resized) == 1
+    deeper = vit(name, 10, depth=2)
+    with pytest.raises(ValueError, match=r"Transformer/encoderblock_1/LayerNorm_0/bias"):
+        initialize_weights(deeper, path, new_head=True)
+    heads = 16 if name == "ViT-B_16" else 12
+    with pytest.raises(ValueError, match=f"this one has num_heads={heads}"):
+        initialize_weights(vit("ViT-B_16" if heads == 12 else "ViT-L_16", 10), path, new_head=True)
+
+
+def test_a_model_in_the_jax_layout_has_the_logits_of_its_names(tmp_path):
+    """timm's and transformers' layouts: `test_timm_logits.py`, `tests/models/test_vit.py`."""
+    arrays = drawn(jax_shapes("ViT-B_16", 1000, has_representation=False))
+    images = some_images(1, (224, 224))
+    expected = jax_vit_logits(arrays, images, patch=16, depth=1)
+    path = tmp_path / "ViT-B_16-224.npz"
+    np.savez(path, **arrays)  # type: ignore[arg-type]
+    assert open_weights(str(path)).num_classes == 1000
+    model = vit("ViT-B_16", 1000)
+    report = initialize_weights(model, str(path), new_head=False)
+    assert (report.new, report.ignored, report.resized) == ([], [], [])
+    with torch.no_grad():
+        assert relative_difference(model(images).double(), expected) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("layout", "prefix", "spelled"),
+    [
+        ("huggingface", "", "module._orig_mod."),
+        ("vit_ray", "", "state_dict.model."),
+        ("huggingface", "vit.", "deit."),
+    ],
+)
+def test_prefixes_of_trainers_and_of_deit_are_taken_off(layout, prefix, spelled, tmp_path):
+    path = tmp_path / "a.safetensors"
+    save_weights(small_model("ViT"), path, layout)
+    tensors = {name.replace(prefix, spelled, 1): t for name, t in load_file(path).items()}
+    save_file(tensors, path)
+    loaded = other_model("ViT").eval()
+    report = load_weights(loaded, path)
+    assert report.new == report.ignored == []
+    assert torch.equal(loaded(some_images()), small_model("ViT").eval()(some_images()))
+
+
+def transformers_folder(folder: Path, **settings: Any) -> ViTForImageClassification:
+    config = ViTConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        image_size=32, patch_size=8, num_labels=5, hidden_act="gelu_pytorch_tanh",
+        initializer_range=0.2,
+    )  # fmt: skip
+    config.update(settings)
+    torch.manual_seed(3)
+    model = ViTForImageClassification(config).eval()
+    with torch.no_grad():
+        model.classifier.weight.normal_()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"layer_norm_eps": 1e-6}, ""),
+        ({"hidden_act": "gelu", "layer_norm_eps": 1e-6}, "trained with activation=gelu"),
+        ({}, "trained with norm_eps=1e-12"),
+    ],
+)
+def test_settings_that_differ_little_are_read_and_reported(tmp_path, settings, told):
+    peer, model = transformers_folder(tmp_path, **settings), other_model("ViT").eval()
+    report = str(load_weights(model, tmp_path))
+    assert told in report if told else "trained with" not in report
+    with torch.no_grad():
+        assert relative_difference(model(some_images()), peer(some_images()).logits) < 5e-3
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"hidden_act": "quick_gelu"}, "activation=quick_gelu"),
+        ({"layer_norm_eps": 0.1}, "norm_eps=0.1"),
+    ],
+)
+def test_settings_of_another_function_are_refused(tmp_path, settings, named):
+    peer, model = transformers_folder(tmp_path, **settings), other_model("ViT").eval()
+    with pytest.raises(ValueError, match=named):
+        load_weights(model, tmp_path)
+    (tmp_path / "config.json").unlink()  # the same tensors, of which nothing is known
+    load_weights(model, tmp_path)
+    with torch.no_grad():
+        assert relative_difference(model(some_images()), peer(some_images()).logits) > 5e-3
+
+
+IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+
+
+def folder_with(folder: Path, files: dict[str, Any]) -> nn.Module:
+    """A ViT in a folder as Hugging Face has it, with what is said of its inputs beside."""
+    torch.manual_seed(5)
+    model = small_model("ViT").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2)
+    save_weights(model, folder / "model.safetensors", "timm")
+    for name, told in files.items():
+        (folder / name).write_text(json.dumps(told))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("files", "inputs"),
+    [
+        ({"config.json": {"architecture": "vit", "pretrained_cfg": IMAGENET}}, IMAGENET),
+        ({"config.json": IMAGENET}, IMAGENET),
+        ({FOLDER_PREPROCESSOR: {f"image_{key}": v for key, v in IMAGENET.items()}}, IMAGENET),
+        # Pixels that are only scaled are normalised, too.
+        ({FOLDER_PREPROCESSOR: {"do_normalize": False}}, {"mean": [0.0] * 3, "std": [1.0] * 3}),
+    ],
+)
+def test_logits_are_those_of_the_models_own_normalisation(tmp_path, files, inputs):
+    original = folder_with(tmp_path, files)
+    images = torch.randint(0, 256, (3, 32, 32, 3), dtype=torch.uint8)
+    processor = ViTImageProcessor(
+        do_resize=False, image_mean=inputs["mean"], image_std=inputs["std"]
+    )
+    values = processor(list(images.numpy()), return_tensors="pt")["pixel_values"]
+    loaded = small_model("ViT").eval()
+    assert "folded into the first layer" in str(load_weights(loaded, tmp_path))
+    with torch.no_grad():
+        torch.testing.assert_close(
+            loaded(normalize(images, torch.float32)), original(values), rtol=1e-4, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"config.json": {"num_attention_heads": 4}},
+        {"config.json": {"pretrained_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3}}},
+        {FOLDER_PREPROCESSOR: {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}},
+    ],
+)
+def test_weights_of_inputs_as_ours_are_left_to_the_bit(tmp_path, files):
+    original = folder_with(tmp_path, files)
+    loaded = small_model("ViT")
+    load_weights(loaded, tmp_path)
+    for name, tensor in original.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name

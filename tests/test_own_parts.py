@@ -5,6 +5,7 @@ import pickle
 import sys
 from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -28,7 +29,6 @@ from vit_ray.training.optimizers import build_optimizer, state_types
 
 SIZE = {"depth": 1, "width": 16, "mlp_dim": 32, "num_heads": 2, "patch_size": 4}
 SIDES = {"image_size": 8}
-WRAPPED = "tests.parts.Wrapped"
 
 
 @pytest.fixture(autouse=True)
@@ -54,61 +54,42 @@ def test_names_of_the_catalog_and_of_other_libraries_are_not_of_parts():
 
 
 @pytest.mark.parametrize(
-    ("sections", "message"),
+    ("sections", "named"),
     [
-        ({"model": own_model("Convnet")}, "Convnet in .*parts.py is not callable; "
-         "did you mean ConvNet?"),
-        ({"model": {"name": "tests.parts2.ConvNet"}}, "there is no module tests.parts2 in .*"
-         "`ray job submit --working-dir`"),
-        ({"model": own_model("NOT_A_FUNCTION")}, "is a int; give a function or class"),
-        ({"model": own_model("without_size")}, r"it does not take without_size\(num_classes, "
-         r"image_size\), as docs/python.md requires: too many"),
-        ({"model": own_model("ConvNet", depth=3)}, "got an unexpected keyword argument 'depth'"),
-        ({"model": own_model("no_module")}, "returned a function; return a torch.nn.Module"),
-        ({"model": own_model("Headless")}, r"its layer `head` has \[\] outputs .* give it a "
-         "linear layer `head` of 2 outputs with a bias"),
-        ({"model": own_model("Normed")}, r"untrained state \(norm.num_batches_tracked, "
-         r"norm.running_mean, norm.running_var\), which checkpoints do not hold"),
-        ({"model": own_model("Objective")}, "a submodule `model`, .*; rename it"),
-        ({"model": own_model("Peeking")}, "its multiply-adds cannot be counted: .* meta"),
-        ({"model": own_model("Features")}, r"it returns \[1, 8, 4, 4\]; return logits of the"),
-        ({"model": own_model("ConvNet"), "optim": {"frozen": ["blocks"]}}, "'blocks' is not a part "
-         "of this model; it has first, second, head"),
-        ({"model": own_model("ConvNet"), "train": {"activation_checkpointing": 1}}, "ConvNet has "
-         r"no list of blocks \(nn.ModuleList or"),
+        ({"model": own_model("Convnet")}, r"Convnet in .*parts.py .*ConvNet\?"),
+        ({"model": {"name": "tests.parts2.ConvNet"}}, "no module tests.parts2"),
+        ({"model": own_model("NOT_A_FUNCTION")}, "is a int"),
+        ({"model": own_model("without_size")}, r"without_size\(num_classes, image_size\)"),
+        ({"model": own_model("ConvNet", depth=3)}, "argument 'depth'"),
+        ({"model": own_model("no_module")}, "torch.nn.Module"),
+        ({"model": own_model("Headless")}, r"layer `head` of 2 outputs"),
+        ({"model": own_model("Normed")}, "norm.running_mean"),
+        ({"model": own_model("Objective")}, "submodule `model`"),
+        ({"model": own_model("Peeking")}, "multiply-adds"),
+        ({"model": own_model("Features")}, r"\[1, 8, 4, 4\]"),
+        ({"model": own_model("ConvNet"), "optim": {"frozen": ["blocks"]}}, "first, second, head"),
+        (
+            {"model": own_model("ConvNet"), "train": {"activation_checkpointing": 1}},
+            "nn.ModuleList",
+        ),
         ({"model": own_model("ConvNet"), "train": {"loss": "masked_patch"}}, "ConvNet"),
-        ({"train": {"loss": "tests.parts.mean_loss"}}, r"train.loss=tests.parts.mean_loss returns "
-         r"\[\] for 2 images; return a tensor with a value for each"),
-        ({"train": {"loss": "tests.parts.loss_of_logits"}}, r"it does not take "
-         r"loss_of_logits\(logits, labels\), as docs"),
-        ({"evaluate": {"metrics": ["tests.parts.mean_loss"]}}, r"evaluate.metrics: .* returns "
-         r"\[\]"),
-        ({"data": {"augment": {"own": "tests.parts.as_floats"}}}, r"returns \[8, 8, 3\] float64 "
-         r"for \[8, 8, 3\] uint8"),
-        ({"optim": {"name": "tests.parts.no_optimizer"}}, "returned a NoneType; return a torch"),
+        ({"train": {"loss": "tests.parts.mean_loss"}}, r"mean_loss returns \[\] for 2 images"),
+        ({"train": {"loss": "tests.parts.loss_of_logits"}}, r"loss_of_logits\(logits, labels\)"),
+        ({"evaluate": {"metrics": ["tests.parts.mean_loss"]}}, "evaluate.metrics"),
+        ({"data": {"augment": {"own": "tests.parts.as_floats"}}}, "float64"),
+        ({"optim": {"name": "tests.parts.no_optimizer"}}, "a NoneType"),
         ({"optim": {"name": "tests.parts.RowNorm"}}, "treats each element alike"),
         ({"optim": {"name": "tests.parts.Anchored"}}, "starts with zeros"),
         ({"optim": {"name": "tests.parts.Noted"}}, "keeps rows in its state"),
         ({"train": {"callbacks": ["tests.parts.missing"]}}, "train.callbacks=tests.parts.missing"),
+        ({"evaluate": {"metrics": ["a.top1"]}}, "eval/top1"),
+        ({"evaluate": {"metrics": ["a.f1", "b.f1"]}}, "eval/f1"),
+        ({"train": {"loss": "a.focal", "label_smoothing": 0.1}}, "label_smoothing"),
     ],
-)  # fmt: skip
-def test_what_is_not_as_its_contract_says_is_refused_by_name(sections, message):
-    with pytest.raises(ValueError, match=message):
+)
+def test_what_is_not_as_its_contract_says_is_refused_by_name(sections, named):
+    with pytest.raises(ValueError, match=named):
         checked(**sections)
-
-
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"evaluate": {"metrics": ["a.top1"]}}, "the name eval/top1 is taken; rename"),
-        ({"evaluate": {"metrics": ["a.f1", "b.f1"]}}, "the name eval/f1 is taken; rename"),
-        ({"train": {"loss": "a.focal", "label_smoothing": 0.1}}, "label_smoothing to 0"),
-        ({"train": {"loss": "focal"}}, "train.loss='focal': give .* | MODULE.NAME of your own"),
-    ],
-)  # fmt: skip
-def test_what_does_not_go_with_parts_of_ones_own_is_refused_without_them(sections, message):
-    with pytest.raises(ValueError, match=message):
-        recipe_with(**sections)
 
 
 def test_parts_that_are_as_their_contracts_say_pass():
@@ -132,19 +113,18 @@ NAMES = {
 
 
 def test_a_recipe_of_a_checkpoint_does_not_have_its_code_imported(monkeypatch):
-    """Reading it, and all that is built of it, leaves the module alone until the user names it."""
     monkeypatch.setattr(own_parts, "_TRUSTED", set())
     monkeypatch.delitem(sys.modules, "tests.parts")
     recorded = json.dumps(recipe_with(**NAMES).model_dump(mode="json"))
     recipe = Recipe.model_validate_json(recorded)
-    with pytest.raises(ValueError, match=r"add --module tests.parts to the command if you trust"):
+    with pytest.raises(ValueError, match=r"--module tests\.parts"):
         check_model(recipe)
-    with pytest.raises(ValueError, match=r"model.name=tests.parts.ConvNet: module tests.parts is"):
+    with pytest.raises(ValueError, match=r"model\.name=tests\.parts\.ConvNet"):
         build_model(recipe.model.name, 2, 8)
-    with pytest.raises(ValueError, match=r"call vit_ray.trust_modules\('tests.parts'\)"):
+    with pytest.raises(ValueError, match=r"vit_ray\.trust_modules\('tests\.parts'\)"):
         classification_loss(torch.zeros(1, 2), torch.zeros(1, 1).long(), recipe.train)
     trust_modules("tests.part", "tests.parts.ConvNet", "test")  # others
-    with pytest.raises(ValueError, match=r"vit_ray\.trust_modules"):
+    with pytest.raises(ValueError, match="trust_modules"):
         check_model(recipe)
     assert "tests.parts" not in sys.modules
     trust_modules("tests")
@@ -167,7 +147,7 @@ def test_modules_of_the_users_recipe_are_trusted_here_and_where_it_is_sent(monke
 def test_an_own_model_or_loss_is_counted_and_computed_as_ours():
     ours = {"name": "ViT", **SIZE, **SIDES, "depth": 2}
     expected = step_macs(recipe_with(model=ours), 5)
-    assert step_macs(recipe_with(model={**ours, "name": WRAPPED}), 5) == expected
+    assert step_macs(recipe_with(model={**ours, "name": "tests.parts.Wrapped"}), 5) == expected
     # The loss needs values, which there are not.
     own = recipe_with(model=ours, train={"loss": "tests.parts.hardest_half"})
     assert step_macs(own, 5) == expected
@@ -188,23 +168,18 @@ def test_its_weights_go_to_our_layout_and_come_back_with_another_head(tmp_path):
     config = recipe_with(model=own_model("ConvNet")).model  # a plan needs no values
     planned = planned_load(config, 5, str(tmp_path / "weights.safetensors"), "auto")
     assert planned.new == []
-    with pytest.raises(ValueError, match=r"layout='timm' has no names for a ConvNet"):
+    with pytest.raises(ValueError, match="timm"):
         save_weights(model, tmp_path / "timm.safetensors", "timm")
 
 
 def test_an_own_augmentation_draws_by_sample_alone():
-    image = np.zeros((20, 20, 3), np.uint8)
-    import cv2
-
-    encoded = cv2.imencode(".png", image)[1].tobytes()
+    encoded = cv2.imencode(".png", np.zeros((20, 20, 3), np.uint8))[1].tobytes()
     how = Augmentation(size=8, own=parts.brighter)
     crops = [int(crop_of(encoded, how, (3, 0, sample)).max()) for sample in (0, 1, 2, 0)]
     assert crops[0] == crops[3]
     assert len(set(crops)) == 3
     assert crops[0] == KeyedUniform(3, 0, 0, 6).below(128)
-
-
-def test_an_own_augmentation_may_call_all_that_the_documentation_names():
+    # All that the documentation names.
     one, other = KeyedUniform(3, 0, 0, 6), KeyedUniform(3, 0, 0, 6)
     drawn = [one.draw() for _ in range(3)]
     assert drawn[0] == other.draw()

@@ -1,15 +1,11 @@
 """Names of timm and of Hugging Face for the paper's models."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from vit_ray.config import load_recipe
 from vit_ray.models import build_model
 from vit_ray.paper import canonical_model
-
-RECIPES = Path(__file__).parents[1] / "jobs" / "recipes"
 
 
 # Parameters in millions from timm's table of results (results-imagenet.csv), to two places.
@@ -42,21 +38,16 @@ def test_a_recipe_has_the_catalogs_name_and_the_size_that_the_other_name_says():
     others = ("vit_base_patch16_rope_224", "facebook/vit-mae-base", "deit3_base_patch16_224")
     for name in ("ViT-B/16", *others):
         assert canonical_model(name) == (name, None)
-    recipe = load_recipe(
-        RECIPES / "finetune" / "imagenet.yaml",
-        ["model.name=vit_large_patch32_384", "model.image_size=384"],
-    )
-    assert (recipe.model.name, recipe.model.image_size) == ("ViT-L/32", 384)
-    assert recipe.model == recipe.model.model_validate({**recipe.model.model_dump()})
-    assert type(recipe.model)(name="vit_base_patch16_384").image_size == 384
+    changes = ["model.name=vit_large_patch32_384", "model.image_size=384"]
+    model = load_recipe("finetune/imagenet", changes).model
+    assert (model.name, model.image_size) == ("ViT-L/32", 384)
+    assert model == model.model_validate(model.model_dump())
+    assert type(model)(name="vit_base_patch16_384").image_size == 384
 
 
 def test_a_name_of_another_size_than_the_one_given_is_refused():
-    message = "vit_base_patch16_384 is for 384 pixels, but image_size=224; give image_size=384"
+    name, message = "vit_base_patch16_384", "for 384 pixels, but image_size=224"
     with pytest.raises(ValueError, match=message):
-        load_recipe(
-            RECIPES / "finetune" / "imagenet.yaml",
-            ["model.name=vit_base_patch16_384", "model.image_size=224"],
-        )
+        load_recipe("finetune/imagenet", [f"model.name={name}", "model.image_size=224"])
     with pytest.raises(ValueError, match=message):
-        build_model("vit_base_patch16_384", 10)
+        build_model(name, 10)

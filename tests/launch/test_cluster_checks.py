@@ -109,7 +109,8 @@ def test_nodes_that_see_neither_are_named_with_what_they_miss(tmp_path, monkeypa
             ("convert.source", f"{tmp_path}/*.tar")]  # fmt: skip
     with pytest.raises(ValueError, match=rf"data.train={tmp_path}/set: not on cpu \(10.0.0.3\)"):
         check_shared(ClusterShape(3, 16.0, 2.0, 0.0, nodes=nodes), read)
-    assert asked == dict.fromkeys(("gpu", "cpu"), [f"{tmp_path}/set"])  # no task runs on the head
+    paths = [f"{tmp_path}/set"]
+    assert asked == {"gpu": paths, "cpu": paths}  # no task runs on the head
     asked.clear()
     check_shared(ClusterShape(1, 8, 0, 0.0, nodes=nodes[1:2]), read)
     check_shared(ClusterShape(3, 8, 0, 0.0, is_private=True), read)
@@ -154,6 +155,6 @@ def test_a_new_run_that_its_cluster_refuses_leaves_no_folder(spoil, tmp_path, mo
         optim={"steps": 4}, train={"global_batch_size": 4, "micro_batch_size": 2},
         workers={"num_workers": 2},
     )  # fmt: skip
-    with pytest.raises(ValueError, match="RAY_ADDRESS=foo|leave 0 of 2 CPUs|not on this node"):
+    with pytest.raises(ValueError, match=r"RAY_ADDRESS=foo|leave 0 of 2 CPUs|not on this node"):
         run.train(recipe)
     assert not (tmp_path / "runs").exists()

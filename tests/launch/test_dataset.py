@@ -2,7 +2,6 @@
 
 import gc
 import io
-import re
 import shutil
 import tempfile
 import warnings
@@ -18,7 +17,8 @@ from torch.utils.data import DataLoader
 
 from tests.data.pictures import encoded, jpeg, picture
 from tests.data.small_sets import CLASSES, SHARD, write_encoded
-from tests.recipes import recipe_with
+from tests.data.stream.reading import read_training
+from tests.recipes import recipe_with, small_recipe
 from vit_ray.data.shard_writer import EncodedImage
 from vit_ray.launch import dataset
 from vit_ray.launch.resolved_run import resolve_run
@@ -29,7 +29,6 @@ Rows = list[tuple[bytes, list[int], str]]
 
 
 def write(folder: Path, rows: Rows) -> None:
-    folder.mkdir(exist_ok=True)
     images = [EncodedImage(image, tuple(labels), key, 8, 8) for image, labels, key in rows]
     write_encoded(folder, SHARD, images, CLASSES, rows=4)
 
@@ -52,7 +51,6 @@ def test_numbers_and_slices_give_the_rows_as_they_were_written(rows, tmp_path):
     assert [one.key for one in found[-2:1:-3]] == [row[2] for row in rows[-2:1:-3]]
     with pytest.raises(IndexError):
         found[COUNT]
-    assert re.fullmatch(r"Dataset\('.*': 10 images of 3 classes, fingerprint \w{12}\)", repr(found))
 
 
 def test_rows_that_a_set_leaves_out_have_no_number(rows, tmp_path):
@@ -115,13 +113,19 @@ def test_an_evaluation_of_a_held_out_part_has_the_images_that_no_training_batch_
     ]
 
 
+def write_spoilt(folder: Path, places: tuple[int, ...]) -> dataset.Dataset:
+    """Eight images, of which those at the places cannot be decoded."""
+    good, bad = jpeg(0, 8, 8), b"no image"
+    images = [
+        EncodedImage(bad if place in places else good, (0,), f"{place}", 8, 8) for place in range(8)
+    ]
+    write_encoded(folder, "part.parquet", images, ["a"], 4)
+    return dataset.open_dataset(str(folder))
+
+
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_workers_of_a_loader_count_bad_images_together(tmp_path, context):
-    images = [EncodedImage(jpeg(0, 8, 8), (0,), f"{i}", 8, 8) for i in range(6)]
-    for place in (3, 5):  # one for each of two workers
-        images.insert(place, EncodedImage(b"no image", (0,), "bad", 8, 8))
-    write_encoded(tmp_path, "part.parquet", images, ["a"], 4)
-    data = dataset.open_dataset(str(tmp_path))
+    data = write_spoilt(tmp_path, (3, 5))  # one for each of two workers
     workers: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": context}
     stream = data.torch_dataset(4, 8, max_bad_fraction=0.25, training=False)
     assert len(list(DataLoader(stream, batch_size=None, **workers))) == 2
@@ -130,32 +134,8 @@ def test_workers_of_a_loader_count_bad_images_together(tmp_path, context):
         list(DataLoader(stream, batch_size=None, **workers))
 
 
-def test_the_folder_that_counts_bad_images_goes_with_its_stream(tmp_path, monkeypatch):
-    images = [
-        EncodedImage(b"no image", (0,), "bad", 8, 8),
-        EncodedImage(jpeg(0, 8, 8), (0,), "a", 8, 8),
-    ]
-    write_encoded(tmp_path / "set", "part.parquet", images, ["a"], 4)
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    data = dataset.open_dataset(str(tmp_path / "set"))
-    stream = data.torch_dataset(2, 8, max_bad_fraction=0.5, training=False)
-    shutil.rmtree(next(scratch.iterdir()))  # as a host that tidies it up
-    assert len(list(stream)) == len(list(scratch.iterdir())) == 1
-    with warnings.catch_warnings(record=True) as warned:
-        del stream
-        gc.collect()
-    assert not warned
-    assert not any(scratch.iterdir())
-
-
 def test_too_many_bad_images_stop_a_loader_as_they_stop_a_run(tmp_path):
-    good = jpeg(0, 8, 8)
-    images = [EncodedImage(good, (0,), f"{i}", 8, 8) for i in range(7)]
-    images.insert(3, EncodedImage(b"no image", (0,), "bad", 8, 8))
-    write_encoded(tmp_path, "part.parquet", images, ["a"], 4)
-    data = dataset.open_dataset(str(tmp_path))
+    data = write_spoilt(tmp_path, (3,))
     options: dict[str, Any] = {"epochs": 2, "shuffle_window": 0}
     stream = data.torch_dataset(4, 8, max_bad_fraction=0.125, **options)
     assert len(list(DataLoader(stream, batch_size=None, num_workers=0))) == 4
@@ -163,6 +143,20 @@ def test_too_many_bad_images_stop_a_loader_as_they_stop_a_run(tmp_path):
         stream = data.torch_dataset(4, 8, max_bad_fraction=0.12, training=training, **options)
         with pytest.raises(ValueError, match=r"1 of 8 images cannot be decoded, above data"):
             list(DataLoader(stream, batch_size=None, num_workers=0))
+
+
+def test_the_folder_that_counts_bad_images_goes_with_its_stream(tmp_path, monkeypatch):
+    data, scratch = write_spoilt(tmp_path / "set", (0,)), tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    stream = data.torch_dataset(8, 8, max_bad_fraction=0.5, training=False)
+    shutil.rmtree(next(scratch.iterdir()))  # as a host that tidies it up
+    assert len(list(stream)) == len(list(scratch.iterdir())) == 1
+    with warnings.catch_warnings(record=True) as warned:
+        del stream
+        gc.collect()
+    assert not warned
+    assert not any(scratch.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -182,3 +176,26 @@ def test_what_cannot_work_is_refused(many, options, told):
     with pytest.raises(ValueError, match="is for evaluation only"):
         marked.iter_batches(BATCH, 8)
     assert len(marked.iter_batches(BATCH, 8, training=False)) == 7
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_the_list_of_a_recipes_batches_is_what_the_stream_of_its_run_gives(digits, tmp_path):
+    recipe = small_recipe("batches", digits, tmp_path, data={"shuffle_window": "auto"}, seed=5)
+    size, (start, stop) = recipe.train.global_batch_size, (5, 9)
+    spec = resolve_run(recipe).streams["train"]
+    crops: dict[str, Any] = {"flip": False, "min_area": 0.5}
+    ranks = read_training(spec, 2, size // 2, start * size, stop * size)
+    for rank, streamed in enumerate(ranks):
+        listed = dataset.training_batches(recipe, rank, 2)[start:stop]
+        opened = dataset.open_dataset(digits.train).iter_batches(
+            size, 16, seed=5, rank=rank, world_size=2, start=start * size, epochs=3, augment=crops
+        )
+        for batch, opened_batch, expected in zip(
+            listed, opened[: stop - start], streamed, strict=True
+        ):
+            for name in expected:
+                np.testing.assert_array_equal(batch[name], expected[name], err_msg=name)
+                np.testing.assert_array_equal(opened_batch[name], expected[name], err_msg=name)
+    for rank, world_size, told in ((2, 2, "0 <= rank < world_size"), (0, 5, "a divisor of 64")):
+        with pytest.raises(ValueError, match=told):
+            dataset.training_batches(recipe, rank, world_size)

@@ -66,12 +66,9 @@ def test_the_node_of_a_failure_is_that_of_the_only_worker_that_did_not_lose_anot
     assert failing_node(ControllerError(RuntimeError("x")), PLACES) is None
 
 
-def test_a_host_without_memory_is_named_with_its_figures_and_what_to_do():
+def test_a_host_without_memory_is_named_with_its_figures():
     text = cause(failed(BY_PEER, hidden(ray.exceptions.OutOfMemoryError(MEMORY))))
-    assert text.startswith(
-        "worker 1: host 10.0.0.7 ran out of memory (60.80GB used / 64.00GB limit), so Ray ended"
-    )
-    assert "workers.cpus_per_worker" in text
+    assert text.startswith("worker 1: host 10.0.0.7 ran out of memory (60.80GB used / 64.00GB")
     assert text.endswith("worker 0: Connection reset by peer")
     starting = ControllerError(ray.exceptions.OutOfMemoryError(MEMORY))
     assert "host 10.0.0.7 ran out of memory" in cause(starting)
@@ -85,7 +82,7 @@ def node(name: str, host: str) -> dict[str, Any]:
 NODES = (node("1", "10.0.0.1"), node("2", "10.0.0.2"))
 
 
-def test_failures_of_a_node_that_lie_far_apart_are_no_defect_of_it():
+def test_failures_that_lie_far_apart_or_on_nodes_in_turn_are_no_defect_of_a_node():
     now_s = [1e9]
     nodes = FailingNodes(None, lambda: now_s[0])
     for _ in range(3):
@@ -99,13 +96,10 @@ def test_failures_of_a_node_that_lie_far_apart_are_no_defect_of_it():
     assert nodes.among(NODES) == {}  # it may have been repaired
     nodes.note(PLACES[0])
     assert nodes.among(NODES) == {"1": "10.0.0.1"}
-
-
-def test_failures_on_nodes_in_turn_are_no_defect_of_either():
-    nodes = FailingNodes(None)
+    in_turn = FailingNodes(None)
     for place in (PLACES[0], PLACES[1], PLACES[0], None, PLACES[0]):
-        nodes.note(place)
-    assert nodes.among(NODES) == {}
+        in_turn.note(place)
+    assert in_turn.among(NODES) == {}
 
 
 def test_the_next_driver_knows_a_failing_node_also_by_its_host(tmp_path):

@@ -23,7 +23,6 @@ from vit_ray.launch.workers import Ended, RunDivergedError, RunFailedError
 from vit_ray.outcomes import EventKind, Failure, TrialState
 from vit_ray.tracking.run_state import Event, RunStatus
 from vit_ray.worker.job import DivergedError, SmallerMicroBatchError, UnrecoverableError
-from vit_ray.worker.run_link import Watchdog
 
 
 def driver_error(worker: Worker) -> RunFailedError:
@@ -78,7 +77,9 @@ def result_of(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Any:
     return run._result(prepared, SimpleNamespace(record=record))  # type: ignore[arg-type]
 
 
-def test_a_training_that_was_stopped_has_not_failed(tmp_path, monkeypatch):
+def test_a_training_that_was_stopped_has_not_failed_and_an_evaluation_has_no_result(
+    tmp_path, monkeypatch
+):
     worker = Worker(make_job(tmp_path))
 
     def stop(step: int) -> None:
@@ -92,9 +93,6 @@ def test_a_training_that_was_stopped_has_not_failed(tmp_path, monkeypatch):
     worker.actor.events.pop()
     with pytest.raises(RunFailedError):
         result_of(worker, monkeypatch)
-
-
-def test_an_evaluation_that_was_stopped_has_no_result(tmp_path, monkeypatch):
     worker = Worker(make_job(tmp_path, kind="evaluate"))
     worker.actor.events.append((EventKind.STOPPED, "request", 0))
     with pytest.raises(RunStoppedError):
@@ -114,18 +112,6 @@ def test_a_pass_without_memory_is_tried_with_fewer_images_as_often_as_it_takes(t
     Attempts(tmp_path, *[smaller] * 9, Ended(), max_failures=1).train()
     with pytest.raises(RunFailedError):
         Attempts(tmp_path, other, other, max_failures=1).train()
-
-
-def test_a_step_that_hangs_is_noted_and_ends_the_process(tmp_path):
-    worker, ends, now_s = Worker(make_job(tmp_path)), [], [0.0]
-    dog = Watchdog(
-        60.0, worker.link.beat, worker.link.note_hang,
-        end=lambda: ends.append(1), clock=lambda: now_s[0],
-    )  # fmt: skip
-    dog.note_step(1)
-    now_s[0] = 61.0
-    dog.check()
-    assert (worker.kinds(), ends) == ([EventKind.HUNG], [1])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """What the driver decides after each worker group, on groups that are fake: no Ray."""
 
-import os
 import pickle
 import tempfile
 from collections.abc import Callable
@@ -105,10 +104,9 @@ def test_nodes_that_are_taken_back_and_passes_that_do_not_fit_are_not_counted(
     assert len(attempts.run.events) == 9
 
 
-@pytest.mark.parametrize("error", [None, failed(BY_PEER)])
-def test_what_a_worker_says_would_happen_again_ends_the_run_with_its_line(error, tmp_path):
+def test_what_a_worker_says_would_happen_again_ends_the_run_with_its_line(tmp_path):
     failure = Failure("the data are bad")
-    attempts = Attempts(tmp_path, Ended(error), failure=failure, max_failures=-1)
+    attempts = Attempts(tmp_path, Ended(failed(BY_PEER)), failure=failure, max_failures=-1)
     with pytest.raises(RunFailedError, match=r"^the data are bad$"):
         attempts.train()
     assert attempts.run.events == []
@@ -122,14 +120,14 @@ def without_place(attempts: Attempts, error: Exception) -> None:
     attempts.train()
 
 
-def test_a_stop_before_there_are_workers_is_no_failure_and_is_told(tmp_path):
+def test_a_stop_before_there_are_workers_is_no_failure_and_hides_none(tmp_path):
     attempts = Attempts(tmp_path)
     without_place(attempts, StoppedWaitingError("SIGTERM"))
     text = "SIGTERM; no workers were running, so no checkpoint was written"
     assert attempts.run.events == [("stopped", text, 0)]
     with pytest.raises(RunFailedError, match="no GPU"):
         without_place(Attempts(tmp_path), NoPlaceError("no GPU"))
-    attempts = Attempts(tmp_path, failure=Failure("disk full"))  # which it does not hide
+    attempts = Attempts(tmp_path, failure=Failure("disk full"))
     with pytest.raises(RunFailedError, match="disk full"):
         without_place(attempts, StoppedWaitingError("SIGTERM"))
     assert attempts.run.events == []
@@ -152,8 +150,8 @@ class Watched:
         self.now_s, self.run = 0.0, FakeRun()
         self.status = RunStatus()
         self.run.status = lambda: self.status  # type: ignore[attr-defined]
-        self.has_room, self.lacking, self.is_heard = False, "", False
-        monkeypatch.setattr(workers, "lacking_now", lambda *_, **__: self.lacking)
+        self.has_room, self.is_heard = False, False
+        monkeypatch.setattr(workers, "lacking_now", lambda *_, **__: "")
         self.job = replace(make_job(folder, kind), record=self.run)
         finder: Any = SimpleNamespace(has_larger=lambda _: self.has_room)
         self.watch = GroupWatch(self.job, finder, PLACE, False, clock=lambda: self.now_s)
@@ -185,19 +183,14 @@ def test_workers_that_are_silent_are_not_waited_for_without_end(has_started, tmp
         assert watched.watch.known_group() == "00"  # though a recorder has forgotten it
     watched.is_heard = False
     assert not watched.is_over_within(SILENT_S)
+    if has_started:
+        assert not watched.is_over_within(30)
+        watched.is_heard = True  # as after a recorder that was killed has started again
+        assert not watched.is_over_within(10 * RETURN_S)
+        watched.is_heard = False
+        assert not watched.is_over_within(SILENT_S)
     assert watched.is_over_within(RETURN_S + 60)
     assert "no worker has been heard from for 7" in str(watched.watch.error)
-
-
-def test_a_worker_that_is_heard_again_is_waited_for(tmp_path, monkeypatch):
-    """As after a recorder that was killed has started again."""
-    watched = Watched(tmp_path, monkeypatch)
-    watched.start()
-    watched.is_over_within(SILENT_S + 60)
-    watched.status.heard_s, watched.is_heard = 0.0, False
-    assert not watched.is_over_within(30)
-    watched.is_heard = True
-    assert not watched.is_over_within(10 * RETURN_S)
 
 
 LOST = ControllerError(WorkerGroupStartupTimeoutError(num_workers=2))
@@ -233,6 +226,7 @@ def test_a_record_that_does_not_answer_and_storage_that_is_full_end_no_group(tmp
 def end_of(watched: Watched, how: str) -> None:
     if how == "finished":
         watched.status.step = TOTAL
+        assert not watched.is_over_within(10 * RETURN_S)  # before its last checkpoint
         checkpoint(Path(watched.job.recipe.run_folder), TOTAL)
     elif how == "stopped":
         watched.status.events.append(Event(EventKind.STOPPED, "SIGTERM"))
@@ -255,13 +249,6 @@ def test_a_controller_that_is_frozen_does_not_keep_the_driver_after_the_runs_end
     assert watched.watch.error is None
 
 
-def test_the_last_step_is_not_the_end_before_its_checkpoint(tmp_path, monkeypatch):
-    watched = Watched(tmp_path, monkeypatch)
-    watched.start()
-    watched.status.step = TOTAL
-    assert not watched.is_over_within(10 * RETURN_S)
-
-
 @pytest.mark.parametrize("kind", ["train", "evaluate"])
 def test_a_training_grows_by_one_request_for_a_checkpoint(kind, tmp_path, monkeypatch):
     watched = Watched(tmp_path, monkeypatch, kind)
@@ -273,16 +260,6 @@ def test_a_training_grows_by_one_request_for_a_checkpoint(kind, tmp_path, monkey
     assert watched.run.resizes == watched.watch.is_resizing == (kind == "train")
 
 
-def test_what_a_placed_group_lacks_is_told_when_it_changes(tmp_path, monkeypatch):
-    """Without a limit to the wait, a line at each look would be all of the run's history."""
-    watched = Watched(tmp_path, monkeypatch)
-    watched.start()
-    for lacking in ("2 CPUs", "1 CPU", "", "1 CPU"):
-        watched.lacking = lacking
-        watched.is_over_within(3600)
-    assert [text for _, text, _ in watched.run.events] == ["2 CPUs", "1 CPU", "1 CPU"]
-
-
 def groups_of(folder: Path, **sections: Any) -> WorkerGroups:
     job = make_job(folder, **sections)
     shape = GroupShape.of(job.recipe, use_gpu=False, trains=True)
@@ -290,35 +267,20 @@ def groups_of(folder: Path, **sections: Any) -> WorkerGroups:
     return WorkerGroups(job, finder, finder, shape, ClusterShape(1, 4, 2, 0.0))
 
 
-def test_a_pass_that_did_not_fit_limits_the_next_group(tmp_path, monkeypatch):
-    groups, error = groups_of(tmp_path), failed(SmallerMicroBatchError("8 images", 4))
-
-    def fit() -> None:
-        raise error
-
-    monkeypatch.setattr(groups, "_trainer", lambda place: SimpleNamespace(fit=fit))
-    assert groups.run(Place(1, {})).error is error
-    assert groups._job.micro_batch_limit == 4
-
-
 def test_ray_train_tries_once_under_a_name_of_its_own_and_leaves_no_files(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ray, "put", lambda value: value)
-    place = Place(4, {"pool": "a"})
-    groups = groups_of(Path("/x"), train={"step_timeout_s": 7.5})
-    trainer, names = groups._trainer(place), set()
+    groups, names = groups_of(Path("/x")), set()
     for number, one in ((1, groups), (2, groups), (1, groups_of(Path("/x")))):
         one._number = number
-        names.add(one._trainer(place).run_config.name)
+        config = one._trainer(Place(4, {"pool": "a"})).run_config
+        names.add(config.name)
     assert len(names) == 3  # of each group of a run, and of each run
-    config, scaling = trainer.run_config, trainer.scaling_config
     failures = config.failure_config
     assert failures.max_failures == failures.max_preemption_failures == 0
     assert failures.controller_failure_limit == 0
-    assert (scaling.num_workers, scaling.label_selector) == (4, {"pool": "a"})
-    assert trainer.backend_config.timeout_s == 120
     # There are GPUs, which these workers must not use.
     assert config.worker_runtime_env == {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}}
     carried = pickle.loads(pickle.dumps(config.storage_filesystem))  # to the controller
@@ -333,25 +295,6 @@ def test_a_large_group_is_polled_less_often_and_what_the_user_has_set_stays(monk
     assert polled == ["0.5", "0.5", "4"]
     monkeypatch.setenv(key, "3")
     assert key not in settings(1, is_private=False)
-
-
-def test_ray_trains_settings_are_in_the_environment_while_its_groups_run(tmp_path, monkeypatch):
-    key, found = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", list[str | None]()
-    monkeypatch.delenv(key, raising=False)
-
-    def run(groups: WorkerGroups, place: Place) -> Ended:
-        found.append(os.environ.get(key))
-        return Ended()
-
-    monkeypatch.setattr(WorkerGroups, "run", run)
-    monkeypatch.setattr(workers.PlaceFinder, "found", lambda finder, lost_since_s: PLACE)
-    monkeypatch.setattr(workers, "start_data_actors", lambda: None)
-    monkeypatch.setattr(ray, "put", lambda value: value)
-    job = make_job(tmp_path, workers={"num_workers": 512}, train={"global_batch_size": 512})
-    job = replace(job, record=FakeRun())
-    workers.run_workers(job, {}, ClusterShape(1, 4, 0, 0.0), use_gpu=False)
-    assert found == ["4"]
-    assert key not in os.environ
 
 
 def test_a_store_that_does_not_answer_is_named_without_its_secret(tmp_path, monkeypatch, capsys):

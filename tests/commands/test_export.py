@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import io
 import json
-import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,15 +24,14 @@ from transformers import ViTForImageClassification
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
+from tests.commands.command_line import run_cli
 from tests.data.small_sets import write_set
 from tests.models.small import TINY_VIT, small_model, some_images
 from tests.trained_runs import tiny_recipe, write_run
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.checkpoints.init_weights import published_classes
-from vit_ray.commands.job_list import COMMANDS
 from vit_ray.commands.trained_model import export
-from vit_ray.config import Recipe, load_recipe
-from vit_ray.config.schema import Section
+from vit_ray.config import load_recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.boxes import Augmentation
 from vit_ray.data.crops import crop_of
@@ -126,56 +124,19 @@ def trained_run(folder: Path) -> tuple[Any, Path]:
     return model, Path(run)
 
 
-def export_to(folder: Path, run: Path, **settings: Any) -> Path:
-    path = folder / "given" / settings.get("layout", "jax")
-    assert (
-        export(tiny_recipe(folder, init_from=str(run), export={"path": str(path), **settings})) == 0
-    )
-    return path
-
-
-@pytest.mark.parametrize("name", ["export", "plan"])
-def test_what_a_command_uses_of_a_recipe_is_what_it_says_it_reads(name, tmp_path, monkeypatch):
-    _, run = trained_run(tmp_path)
-    data = {"train": f"{tmp_path}/data/train"}
-    path = {"path": str(tmp_path / "given")}
-    optim = {"steps": 2, "warmup_steps": 0}
-    train = {"global_batch_size": 2, "micro_batch_size": 2}
-    recipe = tiny_recipe(
-        tmp_path, init_from=str(run), export=path, data=data, train=train, optim=optim
-    )
-    sections = {"": recipe} | {
-        f"{key}.": part for key, part in vars(recipe).items() if isinstance(part, Section)
-    }
-    places = {id(part): key for key, part in sections.items()}
-    used: set[str] = set()
-    read = Section.__getattribute__
-
-    def noted(self: Section, key: str) -> Any:
-        value = read(self, key)
-        place = places.get(id(self))
-        if place is not None and key in type(self).model_fields and not isinstance(value, Section):
-            used.add(f"{place}{key}")
-        return value
-
-    monkeypatch.setattr(Section, "__getattribute__", noted)
-    command = COMMANDS[name]
-    pkgutil.resolve_name(command.plan or command.main)(recipe)
-    monkeypatch.undo()
-    assert "data.train" in used
-    assert {
-        key for key in used if not any(f"{key}.".startswith(f"{one}.") for one in command.reads)
-    } == set()
+def export_to(folder: Path, run: Path, layout: str, **settings: Any) -> Path:
+    exports = {"path": str(folder / "given" / layout), "layout": layout, **settings}
+    assert export(tiny_recipe(folder, init_from=str(run), export=exports)) == 0
+    return Path(exports["path"])
 
 
 @pytest.mark.parametrize("layout", ["jax", "timm", "huggingface", "vit_ray"])
 def test_a_folder_has_weights_class_names_processor_and_card(layout, tmp_path):
     model, run = trained_run(tmp_path)
-    path = export_to(tmp_path, run, layout=layout)
+    path = export_to(tmp_path, run, layout)
     weights = path / ("model.npz" if layout == "jax" else "model.safetensors")
-    assert {file.name for file in path.iterdir()} == {
-        weights.name, "config.json", "preprocessor_config.json", "README.md",
-    }  # fmt: skip
+    names = {weights.name, "config.json", "preprocessor_config.json", "README.md"}
+    assert {file.name for file in path.iterdir()} == names
     assert published_classes(str(weights)) == CLASSES
     assert all(file.stat().st_mode & 0o044 for file in path.iterdir())
     again = small_model("ViT")
@@ -185,11 +146,14 @@ def test_a_folder_has_weights_class_names_processor_and_card(layout, tmp_path):
     assert torch.equal(again(some_images()), model(some_images()))
 
 
-def test_transformers_reads_the_class_names_and_gives_the_logits(tmp_path):
+def test_transformers_reads_class_names_and_logits_of_a_folder_by_the_command_line(tmp_path):
     model, run = trained_run(tmp_path)
-    peer = ViTForImageClassification.from_pretrained(
-        export_to(tmp_path, run, layout="huggingface")
-    ).eval()
+    (tmp_path / "recipe.yaml").write_text(tiny_recipe(tmp_path).model_dump_json())
+    exports = f"export={{path: {tmp_path}/hub, layout: huggingface}}"
+    done = run_cli("export", str(tmp_path / "recipe.yaml"), f"init_from={run}", exports)
+    assert done.exit_code == 0, done.stderr
+    assert f"loaded   {len(model.state_dict())} tensors" in done.stdout
+    peer = ViTForImageClassification.from_pretrained(tmp_path / "hub").eval()
     assert peer.config.id2label == dict(enumerate(CLASSES))
     assert peer.config.label2id == {name: index for index, name in enumerate(CLASSES)}
     with torch.no_grad():
@@ -199,31 +163,26 @@ def test_transformers_reads_the_class_names_and_gives_the_logits(tmp_path):
 
 def test_timms_configuration_says_all_that_differs_from_its_defaults(tmp_path):
     _, run = trained_run(tmp_path)
-    config = json.loads((export_to(tmp_path, run, layout="timm") / "config.json").read_text())
-    arguments = config["model_args"]
+    config = json.loads((export_to(tmp_path, run, "timm") / "config.json").read_text())
+    arguments, use = config["model_args"], config["pretrained_cfg"]
     assert (config["architecture"], config["num_classes"]) == ("vit_base_patch16_224", 5)
     assert config["label_names"] == list(CLASSES)
     assert (arguments["act_layer"], arguments["fc_norm"]) == ("gelu_tanh", False)
     assert int(arguments["embed_dim"] * arguments["mlp_ratio"]) == TINY_VIT["mlp_dim"]
     assert arguments["global_pool"] == "token"
     assert (arguments["depth"], arguments["num_heads"], arguments["patch_size"]) == (2, 4, 8)
-    assert config["pretrained_cfg"]["input_size"] == [3, 32, 32]
-    assert config["pretrained_cfg"]["crop_pct"] == pytest.approx(32 / 37)
-    assert config["pretrained_cfg"]["interpolation"] == "bilinear"
-
-
-@pytest.mark.parametrize(("family", "options"), [("ViT", {"positions": "none"}), ("R+ViT", {})])
-def test_timm_is_given_no_architecture_for_what_it_would_compute_otherwise(
-    family, options, tmp_path
-):
-    save_weights(small_model(family, **options), tmp_path / "folder", "timm", CLASSES)
-    config = json.loads((tmp_path / "folder" / "config.json").read_text())
-    assert config == {"num_classes": 5, "label_names": list(CLASSES)}
+    assert (use["input_size"], use["interpolation"]) == ([3, 32, 32], "bilinear")
+    assert use["crop_pct"] == pytest.approx(32 / 37)
+    # No architecture for what it would compute otherwise.
+    for family, options in (("ViT", {"positions": "none"}), ("R+ViT", {})):
+        save_weights(small_model(family, **options), tmp_path / family, "timm", CLASSES)
+        config = json.loads((tmp_path / family / "config.json").read_text())
+        assert config == {"num_classes": 5, "label_names": list(CLASSES)}
 
 
 def test_the_card_says_what_was_trained_on_what_and_how_good_it_is(tmp_path):
     _, run = trained_run(tmp_path)
-    path = export_to(tmp_path, run, layout="huggingface", license="apache-2.0")
+    path = export_to(tmp_path, run, "huggingface", license="apache-2.0")
     card = ModelCard.load(path / "README.md")
     assert (card.data.license, card.data.library_name) == ("apache-2.0", "transformers")
     (result,) = card.data.eval_results
@@ -239,38 +198,24 @@ def test_the_card_says_what_was_trained_on_what_and_how_good_it_is(tmp_path):
     assert float(compute) == pytest.approx(exaflops, rel=0.1)
     print_of_data = open_dataset(str(tmp_path / "data/train")).fingerprint
     assert f"| fingerprint of the data | {print_of_data} |" in card.text
-    for fact in ("data/train", "2 worker-hours", "0123abc", "name: ViT"):
+    facts = ("train: data/train\n", "2 worker-hours", "0123abc", "name: ViT")
+    for fact in (*facts, "| licence of the data | CC0 |", "x.org/a |"):
         assert fact in card.text
-    assert "| licence of the data | CC0 |" in card.text
-    assert "x.org/a |" in card.text
-    assert "secret" not in card.content
-    assert "pw" not in card.content
-    assert str(tmp_path) not in card.content
-    assert "train: data/train\n" in card.content
-    assert "MLflow run" in card.text
-
-
-def test_a_card_that_is_there_is_kept(tmp_path, capsys):
-    _, run = trained_run(tmp_path)
-    path = tmp_path / "given" / "vit_ray"
-    path.mkdir(parents=True)
-    (path / "README.md").write_text("mine")
-    export_to(tmp_path, run, layout="vit_ray")
-    assert (path / "README.md").read_text() == "mine"
-    assert "kept" in capsys.readouterr().out
+    assert not [one for one in ("secret", "pw", str(tmp_path)) if one in card.content]
 
 
 class Hub:
     """The methods of `HfApi` that an export calls."""
 
-    def __init__(self, pushed: dict[str, bytes], is_refused: bool = False) -> None:
-        self._pushed, self._is_refused = pushed, is_refused
+    def __init__(self, refusal: Exception | None = None) -> None:
+        self.pushed: dict[str, bytes] = {}
+        self._refusal = refusal
 
     def create_repo(self, repository: str, *, exist_ok: bool) -> None:
         inspect.signature(HfApi.create_repo).bind(self, repository, exist_ok=exist_ok)
         assert (repository, exist_ok) == ("someone/vit", True)
-        if self._is_refused:
-            raise OSError("401: Invalid username or password.")
+        if self._refusal:
+            raise self._refusal
 
     def upload_folder(
         self, *, repo_id: str, folder_path: Path, allow_patterns: list[str], **others: Any
@@ -278,37 +223,35 @@ class Hub:
         inspect.signature(HfApi.upload_folder).bind(
             self, repo_id=repo_id, folder_path=folder_path, allow_patterns=allow_patterns, **others
         )
-        self._pushed |= {name: (folder_path / name).read_bytes() for name in allow_patterns}
+        self.pushed |= {name: (folder_path / name).read_bytes() for name in allow_patterns}
         return f"https://hub/{repo_id}/commit/1"
 
 
-def test_a_folder_is_pushed_with_its_weights_and_its_card(tmp_path, monkeypatch, capsys):
-    pushed: dict[str, bytes] = {}
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: Hub(pushed))
+def test_weights_and_card_are_pushed_and_other_files_and_a_card_that_is_there_stay(
+    tmp_path, monkeypatch, capsys
+):
+    hub = Hub()
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
     _, run = trained_run(tmp_path)
     (tmp_path / "given" / "huggingface").mkdir(parents=True)
     (tmp_path / "given" / "huggingface" / "private.txt").write_text("not of the model")
-    path = export_to(tmp_path, run, layout="huggingface", push="hf://someone/vit")
+    path = export_to(tmp_path, run, "huggingface", push="hf://someone/vit")
     names = {"model.safetensors", "config.json", "preprocessor_config.json", "README.md"}
-    assert {name: (path / name).read_bytes() for name in names} == pushed
+    assert {name: (path / name).read_bytes() for name in names} == hub.pushed
     assert "/someone/vit/commit/1" in capsys.readouterr().out
-    assert 'from_pretrained("someone/vit")' in pushed["README.md"].decode()
+    assert 'from_pretrained("someone/vit")' in hub.pushed["README.md"].decode()
+    (path / "README.md").write_text("mine")
+    export_to(tmp_path, run, "huggingface")
+    assert (path / "README.md").read_text() == "mine"
 
 
 def test_a_hub_that_does_not_take_it_leaves_the_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: Hub({}, is_refused=True))
+    hub = Hub(OSError("401: Invalid username or password."))
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
     _, run = trained_run(tmp_path)
     with pytest.raises(ValueError, match=r"(?s)did not accept the files .*set HF_TOKEN to a"):
-        export_to(tmp_path, run, layout="huggingface", push="hf://someone/vit")
+        export_to(tmp_path, run, "huggingface", push="hf://someone/vit")
     assert (tmp_path / "given" / "huggingface" / "model.safetensors").exists()
-
-
-def evaluation_of(recipe: Recipe) -> PreparedRun:
-    """As prepared, on a set of five classes."""
-    folder = Path(recipe.output).with_name("test")
-    manifest = write_set(folder, [(f"t{index}", [index % 5]) for index in range(5)], CLASSES)
-    recipe = recipe.with_changes(data={"eval": manifest.path})
-    return PreparedRun("evaluate", resolve_run(recipe, needs_train=False))
 
 
 def test_code_that_only_a_checkpoint_names_is_not_run_by_export_and_evaluation(
@@ -327,21 +270,18 @@ def test_code_that_only_a_checkpoint_names_is_not_run_by_export_and_evaluation(
         evaluate={"metrics": ["mischief.metric"]},
     ).recorded()
     run = Path(write_run(tmp_path / "run", model, facts={"recipe": recorded}))
-    path = export_to(tmp_path, run, layout="vit_ray")
-    check_weights(evaluation_of(tiny_recipe(tmp_path, init_from=str(run))))
+    path = export_to(tmp_path, run, "vit_ray")
+    test = write_set(tmp_path / "test", [(f"t{index}", [index]) for index in range(5)], CLASSES)
+    evaluated = tiny_recipe(tmp_path, init_from=str(run), data={"eval": test.path})
+    check_weights(PreparedRun("evaluate", resolve_run(evaluated, needs_train=False)))
     again = small_model("ViT")
     load_weights(again, path)
     assert torch.equal(again(some_images()), model(some_images()))
     assert "| compute | unknown |" in (path / "README.md").read_text()
+    named = {"name": "mischief.Model", "image_size": 32}
+    exports = {"path": str(tmp_path / "x")}
     with pytest.raises(ValueError, match=r"add --module mischief to the command"):
-        export(
-            tiny_recipe(
-                tmp_path,
-                model={"name": "mischief.Model", "image_size": 32},
-                init_from=str(run),
-                export={"path": str(tmp_path / "x")},
-            )
-        )
+        export(tiny_recipe(tmp_path, model=named, init_from=str(run), export=exports))
     words = ["model.name=mischief.Model", f"init_from={run}", "export.path=x", "output=runs"]
     with pytest.raises(SystemExit, match="its code was run"):
         export(load_recipe("digits", words))

@@ -1,31 +1,36 @@
+"""Parts of data sets: held-out rows, shares, subsets and dev splits, in memory and written."""
+
+import itertools
+import json
+import shutil
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.data.converting import convert
+from tests.data.small_sets import keys_of, write_rows, write_set
 from vit_ray.data import open_dataset
+from vit_ray.data.convert.finished_sets import check_file
 from vit_ray.data.dataset import Manifest, RowGroupColumns
-from vit_ray.data.keyed_random import KeyedPermutation
-from vit_ray.data.parts import derive, select
-from vit_ray.data.shards import keys
+from vit_ray.data.parts import class_quotas, derive, dev_split, select, subset
+from vit_ray.data.shards import RowGroupReader, first_labels, keys
 
 HEADER: dict[str, Any] = {"path": "set", "root": "set", "classes": ["a"], "files": []}
 GOLDEN = [0, 1, 2, 3, 16, 17, 18, 19, 28, 29]
 
 
-@given(st.integers(1, 3000), st.integers(0, 10))
-def test_a_keyed_permutation_gives_each_number_a_rank(size, key):
-    permutation, everything = KeyedPermutation(size, key), np.arange(size, dtype=np.int64)
-    ranks = permutation.ranks(everything)
-    assert sorted(ranks.tolist()) == everything.tolist()
-
-
-def test_a_keyed_permutation_leaves_no_trend():
-    ranks = KeyedPermutation(100_000, 1).ranks(np.arange(100_000))
-    assert abs(np.corrcoef(ranks, np.arange(100_000))[0, 1]) < 0.02
-    assert abs(np.corrcoef(ranks[1:], ranks[:-1])[0, 1]) < 0.02
+def manifest_of(total: int, group: int = 8) -> Manifest:
+    rows = np.full(-(-total // group), group, np.int32)
+    rows[-1] = total - group * (len(rows) - 1)
+    index = np.arange(len(rows), dtype=np.int32)
+    columns = RowGroupColumns(index * 0, index, rows, index * 0, {})
+    return Manifest(**vars(columns), **HEADER, num_images=total, max_labels=1, fingerprint="0")
 
 
 def parts_of(
@@ -49,7 +54,7 @@ def samples_of(part: Manifest | None) -> list[int]:
         (100, 0.77, 77),
     ],
 )
-def test_dev_splits_have_the_published_sizes(total, fraction, held):
+def test_held_out_parts_have_the_published_sizes(total, fraction, held):
     kept, held_out = parts_of(manifest_of(total), fraction)
     assert (kept.num_images, held_out.num_images) == (total - held, held)
     if total < 50_000:
@@ -97,7 +102,7 @@ def test_an_empty_part_is_refused(total, held_out, fraction, named):
         parts_of(manifest_of(total), held_out, fraction)
 
 
-@pytest.mark.parametrize("fraction", [0.03, 0.1, 0.5])
+@pytest.mark.parametrize("fraction", [0.03, 0.5])
 def test_a_share_of_the_images_is_in_a_share_of_the_row_groups(fraction):
     part, _ = parts_of(manifest_of(80_000), 0.0, fraction, seed=4)
     assert part.rows.sum() == round(80_000 * fraction)
@@ -110,9 +115,162 @@ def test_a_selection_never_changes_between_versions():
     assert samples_of(parts_of(manifest_of(40, group=4), 0.0, 0.25, seed=2)[0]) == GOLDEN
 
 
-def manifest_of(total: int, group: int = 8) -> Manifest:
-    rows = np.full(-(-total // group), group, np.int32)
-    rows[-1] = total - group * (len(rows) - 1)
-    index = np.arange(len(rows), dtype=np.int32)
-    columns = RowGroupColumns(index * 0, index, rows, index * 0, {})
-    return Manifest(**vars(columns), **HEADER, num_images=total, max_labels=1, fingerprint="0")
+def test_subsets_are_exact_nested_and_copy_nothing(dataset, tmp_path):
+    counts = [7, 16, 100, 299, 300]
+    parts = [subset(dataset.path, str(tmp_path / str(n)), count=n, seed=2) for n in counts]
+    found = [set(keys_of(part)) for part in parts]
+    assert [len(part) for part in found] == counts
+    for smaller, larger in itertools.pairwise(found):
+        assert smaller < larger
+    assert [file.name for file in (tmp_path / "7").iterdir()] == ["manifest.parquet"]
+    again, other = (
+        subset(dataset.path, str(tmp_path / f"seed {seed}"), count=100, seed=seed)
+        for seed in (2, 1)
+    )
+    assert again.fingerprint == parts[2].fingerprint != other.fingerprint
+    assert keys_of(again) == keys_of(parts[2])
+    checks = [check_file(int(file), parts[0], 1.0) for file in np.unique(parts[0].file_index)]
+    assert sum(check.num_decoded for check in checks) == 7
+
+
+def test_a_subset_that_was_copied_with_its_set_reads_the_copy(dataset, tmp_path):
+    """And alone, or where the set is elsewhere, the files that it was made of."""
+    shutil.copytree(dataset.path, tmp_path / "one" / "set")
+    part = subset(str(tmp_path / "one" / "set"), str(tmp_path / "one" / "run" / "part"), count=50)
+    expected = keys_of(part)
+    shutil.copytree(tmp_path / "one" / "run" / "part", tmp_path / "alone")
+    assert keys_of(open_dataset(str(tmp_path / "alone"))) == expected
+    shutil.copytree(tmp_path / "one", tmp_path / "beside_another")
+    manifest = tmp_path / "beside_another" / "set" / "manifest.parquet"
+    header = json.loads(pq.read_metadata(manifest).metadata[b"vit_ray"])
+    header["files"].append(header["files"][0])
+    table = pq.read_table(manifest).replace_schema_metadata({"vit_ray": json.dumps(header)})
+    pq.write_table(table, manifest)
+    beside_another = open_dataset(str(tmp_path / "beside_another" / "run" / "part"))
+    assert beside_another.root == str(tmp_path / "one" / "set")
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    shutil.rmtree(tmp_path / "one")
+    copy = open_dataset(str(tmp_path / "two" / "run" / "part"))
+    assert (keys_of(copy), copy.fingerprint) == (expected, part.fingerprint)
+
+
+def test_a_subset_is_chosen_by_a_list_of_keys(serial, image_folder, tmp_path):
+    options = {"rows_per_row_group": 16, "license": "CC-BY-4.0", "shard_mib": 0.1}
+    convert(image_folder, tmp_path / "all", **options)
+    source = subset(str(tmp_path / "all"), str(tmp_path / "set"), count=180)  # leaves rows out
+    assert len(source.files) > 1
+    wanted = keys_of(source)[1::2]
+    listed = tmp_path / "keys.txt"
+    listed.write_text("\n".join(wanted) + "\n\n")
+    part = subset(source.path, str(tmp_path / "part"), keys=str(listed))
+    assert set(keys_of(part)) == set(wanted)
+    assert part.num_images == len(wanted) == 90
+    assert part.origin["license"] == "CC-BY-4.0"
+    for content, told in (("\n".join([*wanted, "no image"]), "no image"), ("\n", "no key")):
+        listed.write_text(content)
+        with pytest.raises(ValueError, match=told):
+            subset(source.path, str(tmp_path / "other"), keys=str(listed))
+
+
+def test_an_impossible_subset_is_refused(dataset, tmp_path):
+    target = str(tmp_path / "part")
+    with pytest.raises(ValueError, match="give one of the three"):
+        subset(dataset.path, target)
+    with pytest.raises(ValueError, match="use from 1 to 300"):
+        subset(dataset.path, target, count=301)
+    subset(dataset.path, target, count=3)
+    (tmp_path / "converting" / "_staging").mkdir(parents=True)  # a conversion under way
+    for taken in (target, str(tmp_path / "converting")):
+        with pytest.raises(ValueError, match="choose another folder"):
+            subset(dataset.path, taken, count=4)
+
+
+def images_of(path: str) -> list[tuple[str, int]]:
+    manifest = open_dataset(path)
+    names = [key for some in keys(manifest) for key in some]
+    labels = np.concatenate(list(first_labels(manifest)))
+    return list(zip(names, labels.tolist(), strict=True))
+
+
+def shuffled(counts: Sequence[int]) -> list[tuple[str, list[int]]]:
+    labels = np.repeat(np.arange(len(counts)), counts)
+    order = np.random.default_rng(0).permutation(len(labels))
+    return [(str(place), [int(labels[place])]) for place in order]
+
+
+def test_in_a_dev_split_every_class_has_its_share_and_every_image_is_in_one_part(tmp_path):
+    whole = write_set(tmp_path / "set", shuffled([50, 30, 20]), ["a", "b", "c"])
+    rest, dev = dev_split(whole.path, str(tmp_path / "split"), 0.2, seed=1)
+    assert Counter(label for _, label in images_of(dev)) == {0: 10, 1: 6, 2: 4}
+    assert sorted(images_of(rest) + images_of(dev)) == sorted(images_of(whole.path))
+    # Four images a row group: 20 images of the dev split lie in fewer than all 25.
+    assert open_dataset(dev).num_row_groups < 15
+    again, other = (
+        dev_split(whole.path, str(tmp_path / f"of {seed}"), 0.2, seed)[1] for seed in (1, 2)
+    )
+    assert images_of(again) == images_of(dev) != images_of(other)
+    part = subset(whole.path, str(tmp_path / "part"), count=83)  # leaves rows out
+    rest, dev = dev_split(part.path, str(tmp_path / "split of part"), 0.2, seed=0)
+    assert sorted(images_of(rest) + images_of(dev)) == sorted(images_of(part.path))
+
+
+@given(counts=st.lists(st.integers(2, 60), min_size=1, max_size=12), fraction=st.floats(0.01, 0.99))
+def test_quotas_are_as_near_to_the_share_as_one_and_all_but_one_allow(counts, fraction):
+    array = np.array(counts)
+    total = round(array.sum() * fraction)
+    if total < len(counts) or total > (array - 1).sum():
+        return
+    quotas = class_quotas(array, fraction, [str(k) for k in range(len(counts))])
+    assert quotas.sum() == total
+    assert (quotas >= 1).all()
+    assert (quotas < array).all()
+    exact = array * (total / array.sum())
+    inside = (exact >= 1) & (exact <= array - 1)
+    if inside.all():
+        assert (np.abs(quotas - exact) < 1 + 1e-9).all()
+
+
+@pytest.mark.parametrize(
+    ("counts", "fraction", "told"),
+    [
+        ([5, 1, 5], 0.3, "class 'b' has a single image"),
+        ([10, 12, 8], 0.06, r"class 'c'.*at least 0\.1"),
+        ([5, 4], 0.9, r"class 'b'.*at most 0\.777"),
+    ],
+)
+def test_a_class_that_would_be_empty_is_named(tmp_path, counts, fraction, told):
+    whole = write_set(tmp_path / "set", shuffled(counts), ["a", "b", "c"])
+    with pytest.raises(ValueError, match=told):
+        dev_split(whole.path, str(tmp_path / "split"), fraction, seed=0)
+    assert not (tmp_path / "split").exists()
+
+
+def test_without_regard_to_classes_the_share_of_a_dev_split_is_exact(tmp_path):
+    rows = [*shuffled([1, 2, 1, 3, 30]), ("unlabelled", [])]
+    whole = write_set(tmp_path / "set", rows, ["a", "b", "c", "d", "e"])
+    folder = str(tmp_path / "split")
+    rest, dev = dev_split(whole.path, folder, 0.2, 0, by_class=False)
+    assert len(images_of(dev)) == 7  # of the 37 that have a class
+    assert ("unlabelled", -1) in images_of(rest)
+    assert sorted(images_of(rest) + images_of(dev)) == sorted(images_of(whole.path))
+    for fraction in (0.01, 0.99):
+        with pytest.raises(ValueError, match=r"of 37 images is (0|37), but both the dev split"):
+            dev_split(whole.path, folder, fraction, 0, by_class=False)
+
+
+def test_every_image_has_its_first_label_in_the_order_of_the_rows(digits, tmp_path):
+    """As pyarrow reads them, of a whole set and of a part; without images."""
+    manifest = open_dataset(digits.train)
+    files = [f"{manifest.root}/{file.path}" for file in manifest.files]
+    whole = [labels[0] for file in files for labels in pq.read_table(file)["labels"].to_pylist()]
+    assert np.concatenate(list(first_labels(manifest))).tolist() == whole
+    part = subset(digits.train, str(tmp_path / "part"), count=77)  # leaves rows out
+    kept = [
+        whole[32 * int(part.row_group[group]) + row]
+        for group in range(part.num_row_groups)
+        for row in part.stored_rows(group).tolist()
+    ]
+    assert len(kept) == 77
+    assert np.concatenate(list(first_labels(part))).tolist() == kept
+    reader = RowGroupReader(write_rows(tmp_path / "rows", [(2, 1), (), (1,)]))
+    assert reader.first_labels(0).tolist() == [2, -1, 1]

@@ -199,7 +199,7 @@ def shuffled(counts: Sequence[int]) -> list[tuple[str, list[int]]]:
 
 
 def test_in_a_dev_split_every_class_has_its_share_and_every_image_is_in_one_part(tmp_path):
-    whole = write_set(tmp_path / "set", shuffled([50, 30, 20]), ["a", "b", "c"])
+    whole = write_set(tmp_path / "set", shuffled([50, 30, 20]), ["a", "b", "c", "without images"])
     rest, dev = dev_split(whole.path, str(tmp_path / "split"), 0.2, seed=1)
     assert Counter(label for _, label in images_of(dev)) == {0: 10, 1: 6, 2: 4}
     assert sorted(images_of(rest) + images_of(dev)) == sorted(images_of(whole.path))

@@ -4,8 +4,7 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
 
 import botocore.exceptions
 import pytest
@@ -68,7 +67,19 @@ def test_a_large_upload_of_which_every_fourth_part_fails_is_whole(bucket, proxy)
     assert unfinished() == []
 
 
-def test_an_upload_that_cannot_be_finished_leaves_nothing(bucket, proxy, monkeypatch):
+@pytest.mark.parametrize("size", [100, 12 * MIB])
+def test_a_block_that_raises_publishes_nothing(bucket, size, tmp_path):
+    place = bucket.child("half")
+    place.write(b"before")
+    for target in (place, locate(str(tmp_path / "note"))):
+        with pytest.raises(RuntimeError, match="in the middle"):
+            write_and_raise(target, content(size))
+    assert place.read() == b"before"
+    assert unfinished() == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_upload_or_a_move_that_is_refused_leaves_all_as_it_was(bucket, proxy, monkeypatch):
     monkeypatch.setattr(bucket.filesystem, "retries", 3)
     proxy.faults.set("403", remaining=10**6, path="partNumber=3")
     with pytest.raises(OSError, match="s3://runs/a/refused: "):
@@ -76,65 +87,30 @@ def test_an_upload_that_cannot_be_finished_leaves_nothing(bucket, proxy, monkeyp
     proxy.faults.set("", 0)
     assert not bucket.child("refused").exists()
     assert unfinished() == []
-
-
-@pytest.mark.parametrize("size", [100, 12 * MIB])
-def test_a_block_that_raises_publishes_nothing(bucket, size):
-    place = bucket.child("half")
-    place.write(b"before")
-    with pytest.raises(RuntimeError, match="in the middle"):
-        write_and_raise(place, content(size))
-    assert place.read() == b"before"
-    assert unfinished() == []
-
-
-def test_a_folder_that_is_moved_is_whole_in_its_new_place(bucket):
-    files = {"one": content(11 * MIB), "two": b"", "below/three": b"3"}
-    old, new = bucket.child("step-1"), bucket.child("step-1.damaged")
-    for name, data in files.items():
-        old.child(name).write(data)
-    bucket.child("step-10").write(b"another")
-    old.move_to(new)
-    assert {name: new.child(name).read() for name in files} == files
-    assert not old.exists()
-    assert bucket.child("step-10").read() == b"another"
-    new.delete()
-    assert not new.exists()
-
-
-@pytest.mark.parametrize("how", ["delete", "move"])
-def test_wildcards_in_a_name_touch_no_other_folder(how, bucket):
-    named, other = bucket.child(f"exp[1]-{how}"), bucket.child(f"exp1-{how}")
-    named.child("step-1/a?").write(b"1")
-    other.child("step-1/ab").write(b"other")
-    named.child("step-1/*").write(b"2")
-    if how == "delete":
-        named.delete()
-    else:
-        named.move_to(bucket.child("moved"))
-        assert bucket.child("moved/step-1/*").read() == b"2"
-    assert named.list_files() == []
-    assert other.child("step-1/ab").read() == b"other"
-
-
-def test_a_folder_that_cannot_be_copied_stays(bucket, proxy, monkeypatch):
-    monkeypatch.setattr(bucket.filesystem, "retries", 3)
-    old, new = bucket.child("step-2"), bucket.child("step-2.damaged")
+    old = bucket.child("step-2")
     old.child("one").write(b"1")
     old.child("two").write(b"2")
     proxy.faults.set("403", remaining=10**6, path="PUT /runs/a/step-2.damaged/two")
     with pytest.raises(OSError, match="s3://runs/a/step-2: "):
-        old.move_to(new)
+        old.move_to(bucket.child("step-2.damaged"))
     proxy.faults.set("", 0)
-    assert old.child("one").read() == b"1"
-    assert old.child("two").read() == b"2"
+    assert [old.child(name).read() for name in ("one", "two")] == [b"1", b"2"]
 
 
-def test_on_a_disk_a_block_that_raises_leaves_neither_file_nor_half(tmp_path):
-    place = locate(str(tmp_path / "note"))
-    with pytest.raises(RuntimeError, match="in the middle"):
-        write_and_raise(place, b"half")
-    assert list(tmp_path.iterdir()) == []
+def test_a_folder_that_is_moved_is_whole_in_its_new_place_and_no_other_is_touched(bucket):
+    files = {"one": content(11 * MIB), "two": b"", "below/a?": b"3", "*": b"4"}
+    old, new = bucket.child("exp[1]/step-1"), bucket.child("exp[1]/step-1.damaged")
+    others = ("exp[1]/step-10", "exp1/step-1", "exp1/step-1.damaged")  # `[1]` is no pattern
+    for name, data in files.items():
+        old.child(name).write(data)
+    for folder in others:
+        bucket.child(folder).child("ab").write(b"other")
+    old.move_to(new)
+    assert {name: new.child(name).read() for name in files} == files
+    assert not old.exists()
+    new.delete()
+    assert new.list_files() == []
+    assert [bucket.child(folder).child("ab").read() for folder in others] == [b"other"] * 3
 
 
 @pytest.mark.parametrize(
@@ -169,17 +145,16 @@ def test_a_store_that_does_not_answer_says_nothing_of_what_is_stored():
         assert caught.value is own  # errors of the block itself and of a disk stay as they are
 
 
-class Away:
+def away(*errors: OSError) -> Callable[[], str]:
     """Fails so many times, as a network disk whose server restarts."""
+    left = list(errors)
 
-    def __init__(self, *errors: OSError) -> None:
-        self.errors, self.calls = list(errors), 0
-
-    def __call__(self) -> str:
-        self.calls += 1
-        if self.errors:
-            raise self.errors.pop(0)
+    def operation() -> str:
+        if left:
+            raise left.pop(0)
         return "done"
+
+    return operation
 
 
 @pytest.fixture
@@ -191,13 +166,11 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
 def test_a_network_disk_that_is_away_is_waited_for_longer_each_time(number, waits):
-    away = Away(*[OSError(number, "server not responding")] * 5)
-    assert with_retries(away, "reading") == "done"
-    assert away.calls == 6
+    assert with_retries(away(*[OSError(number, "not responding")] * 5), "reading") == "done"
     assert waits == [0.2, 0.4, 0.8, 1.6, 3.2]
     waits.clear()
     with pytest.raises(OSError, match="not responding"):  # after three minutes
-        with_retries(Away(*[OSError(number, "not responding")] * 99), "reading")
+        with_retries(away(*[OSError(number, "not responding")] * 99), "reading")
     assert 170 < sum(waits) < 200
 
 
@@ -209,63 +182,49 @@ def test_a_network_disk_that_is_away_is_waited_for_longer_each_time(number, wait
     ],
 )
 def test_words_in_a_message_or_a_path_decide_nothing(error, waits):
-    away = Away(error)
     with pytest.raises(type(error)):
-        with_retries(away, "writing")
-    assert (away.calls, waits) == (1, [])
-
-
-def test_an_operation_that_takes_long_is_repeated_as_often_as_a_quick_one(monkeypatch, waits):
-    """Work does not count as waiting."""
-    slow = iter(range(0, 10**6, 200)).__next__
-    clock = SimpleNamespace(sleep=waits.append, monotonic=slow, time=slow)
-    monkeypatch.setattr(storage, "time", clock)
-    assert with_retries(Away(OSError(errno.EIO, "")), "reading") == "done"
+        with_retries(away(error), "writing")
+    assert waits == []
 
 
 def test_on_a_disk_file_and_folder_are_synced_before_and_after_the_name_is_given(
     tmp_path, monkeypatch
 ):
     done: list[str] = []
-    plain_sync, plain_replace = storage.os.fsync, storage.os.replace
+    sync, replace = os.fsync, os.replace
 
-    def sync(file: int) -> None:
-        done.append("file" if storage.os.path.isfile(f"/proc/self/fd/{file}") else "folder")
-        plain_sync(file)
+    def noted_sync(file: int) -> None:
+        done.append("file" if os.path.isfile(f"/proc/self/fd/{file}") else "folder")
+        sync(file)
 
-    def replace(source: str, target: str) -> None:
+    def noted_replace(source: str, target: str) -> None:
         if str(target).startswith(str(tmp_path)):  # and not of a thread that an earlier test left
             done.append("name")
-        plain_replace(source, target)
+        replace(source, target)
 
-    monkeypatch.setattr(storage.os, "fsync", sync)
-    monkeypatch.setattr(storage.os, "replace", replace)
+    monkeypatch.setattr(os, "fsync", noted_sync)
+    monkeypatch.setattr(os, "replace", noted_replace)
     locate(str(tmp_path / "note")).write(b"x")
     assert done == ["file", "name", "folder"]
 
 
-def test_an_exclusive_file_is_made_once_and_a_full_disk_leaves_no_empty_one(tmp_path, monkeypatch):
+def test_an_exclusive_file_is_made_once_and_a_full_disk_leaves_no_empty_one(
+    bucket, tmp_path, monkeypatch
+):
     place = locate(str(tmp_path / "folder" / "lock"))
     full = OSError(errno.ENOSPC, "No space left on device")
     with monkeypatch.context() as patch:
-        patch.setattr(storage.os, "fsync", lambda _: Away(full)())
+        patch.setattr(storage.os, "fsync", lambda _: away(full)())
         with pytest.raises(OSError, match="No space"):
             place.create(b"first")
     assert not place.exists()
-    assert place.create(b"second")
-    assert not place.create(b"third")
-    assert place.read() == b"second"
-
-
-def test_an_exclusive_object_is_made_once(bucket):
-    place = bucket.child("exclusive")
-    assert place.create(b"first")
-    assert not place.create(b"second")
-    assert place.read() == b"first"
+    for file in (place, bucket.child("exclusive")):
+        assert file.create(b"second")
+        assert not file.create(b"third")
+        assert file.read() == b"second"
 
 
 def test_what_another_process_writes_is_seen(bucket):
-    """A listing is not kept."""
     assert bucket.child("x").list_files() == []
     assert not bucket.child("x/new").exists()
     script = (
@@ -273,7 +232,6 @@ def test_what_another_process_writes_is_seen(bucket):
     )
     subprocess.run([sys.executable, "-c", script], check=True)
     assert [info.base_name for info in bucket.child("x").list_files()] == ["new"]
-    assert bucket.child("x/new").exists()
 
 
 def test_a_range_is_one_request(bucket, proxy):
@@ -281,8 +239,8 @@ def test_a_range_is_one_request(bucket, proxy):
     proxy.faults.set("none", 0, path="/runs/a/ranged")
     assert bucket.child("ranged").read_range(100, 50) == content(500)[100:150]
     assert len(proxy.faults.requests) == 1
-    for offset, count, expected in ((450, 100, 50), (500, 10, 0), (0, 0, 0)):
-        assert len(bucket.child("ranged").read_range(offset, count)) == expected
+    assert len(bucket.child("ranged").read_range(450, 100)) == 50
+    assert bucket.child("ranged").read_range(500, 10) == b""
 
 
 def test_a_listing_of_a_folder_is_that_of_the_disk(bucket, tmp_path):

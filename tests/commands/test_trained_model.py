@@ -10,52 +10,18 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
-from transformers import ViTForImageClassification
 
-from tests.commands.command_line import run_cli
 from tests.data.s3_server import serve_s3, this_process_uses
 from tests.models.small import FAMILIES, TINY_VIT, small_model, some_images
 from tests.trained_runs import tiny_recipe, write_run
 from vit_ray.checkpoints import init_weights
 from vit_ray.checkpoints.init_weights import initialize_weights, planned_load
 from vit_ray.commands.trained_model import export, inspect, load_trained_model, read_images
+from vit_ray.config import Recipe
 from vit_ray.config.training_sections import ModelConfig
 from vit_ray.models.masked import MaskedPatchObjective
 from vit_ray.models.positions import resize_table
 from vit_ray.models.weights import load_weights, save_weights
-
-ROOT = Path(__file__).parents[2]
-
-
-def pictures(folder: Path) -> Path:
-    """A folder of classes of pictures, one of them broken."""
-    random = np.random.default_rng(0)
-    for index in range(6):
-        path = folder / f"class{index % 2}" / f"{index}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(random.integers(0, 256, (40, 48, 3), dtype=np.uint8)).save(path)
-    (folder / "class0" / "broken.jpg").write_bytes(b"not a picture")
-    return folder
-
-
-def test_a_sharded_checkpoint_is_exported_by_the_command_line(tmp_path):
-    model = small_model("ViT").eval()
-    run = write_run(tmp_path / "run", model)
-    (tmp_path / "recipe.yaml").write_text(tiny_recipe(tmp_path).model_dump_json())
-    done = run_cli(
-        "export",
-        str(tmp_path / "recipe.yaml"),
-        f"init_from={run}",
-        f"export={{path: {tmp_path}/hub, layout: huggingface}}",
-    )
-    assert done.exit_code == 0, done.stderr
-    assert f"loaded   {len(model.state_dict())} tensors" in done.stdout
-    assert "(weights of step 7)" in done.stdout
-    peer = ViTForImageClassification.from_pretrained(tmp_path / "hub").eval()
-    with torch.no_grad():
-        torch.testing.assert_close(
-            model(some_images()), peer(some_images()).logits, rtol=1e-5, atol=1e-5
-        )
 
 
 @pytest.mark.parametrize(("averaged", "expected"), [(None, "average"), (False, "weight")])
@@ -68,18 +34,6 @@ def test_the_averaged_weights_of_a_checkpoint_are_taken_where_it_has_them(
     run = write_run(tmp_path / "run", models["weight"], models["average"])
     model, *_ = load_trained_model(tiny_recipe(tmp_path, init_from=run), averaged)
     assert torch.equal(model.head.bias, models[expected].head.bias)
-
-
-def test_published_files_are_converted_with_their_own_number_of_classes(tmp_path):
-    source = small_model("ViT", num_classes=9)
-    save_weights(source, tmp_path / "model.npz", "jax")
-    exports = {"path": str(tmp_path / "model.safetensors"), "layout": "timm"}
-    assert export(tiny_recipe(tmp_path, init_from=f"{tmp_path}/model.npz", export=exports)) == 0
-    again = tiny_recipe(tmp_path, init_from=exports["path"])
-    model, report, _ = load_trained_model(again, None)
-    assert len(report.loaded) == len(source.state_dict())
-    for name, tensor in source.state_dict().items():
-        assert torch.equal(model.state_dict()[name], tensor)
 
 
 def test_a_model_pre_trained_without_labels_has_a_fresh_head(tmp_path):
@@ -111,16 +65,6 @@ def test_positions_of_a_checkpoint_are_taken_for_the_grid_of_its_recipe(
     assert torch.equal(tuned.positions[0].table, expected)
 
 
-@pytest.mark.parametrize(("family", "is_told"), [("ViT", False), ("Axial-ViT", True)])
-def test_a_checkpoint_of_another_resolution_starts_as_it_did(family, is_told, tmp_path):
-    source = small_model(family, image_size=32)
-    told = {"name": family, "image_size": 32, **FAMILIES[family]} if is_told else {}
-    run = write_run(tmp_path / "run", source, **told)
-    model = small_model(family, image_size=64)
-    report = initialize_weights(model, run, new_head=False)
-    assert [line.split()[0] for line in report.resized] == ["positions.0.table"]
-
-
 @pytest.fixture
 def bucket(tmp_path: Path) -> Iterator[Path]:
     """The folder that is `s3://models` to this process, by a real S3 server."""
@@ -130,59 +74,10 @@ def bucket(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-@pytest.mark.parametrize(
-    ("name", "layout", "place"),
-    [
-        ("model.npz", "jax", "here"),
-        ("hub", "huggingface", "there"),
-        ("run", None, "there"),
-    ],
-)
-def test_every_job_reads_weights_of_every_form_here_and_in_a_bucket(
-    name, layout, place, bucket, monkeypatch
-):
-    source = small_model("ViT", num_classes=9)
-    if layout is None:
-        write_run(bucket / name, source)
-    else:
-        save_weights(source, bucket / name, layout)
-    # Files larger than a piece are put together again.
-    monkeypatch.setattr(init_weights, "_PIECE_BYTES", 10_000)
-    path = str(bucket / name) if place == "here" else f"s3://models/{name}"
-    exported, report, _ = load_trained_model(tiny_recipe(bucket, init_from=path), None)
-    planned = planned_load(size_of_model(), 9, path, False)
-    assert (planned.loaded, planned.ignored) == (report.loaded, report.ignored)
-    trained = small_model("ViT", num_classes=9).apply(_clear)
-    initialize_weights(trained, path, new_head=False)
-    assert report.source.startswith(path)
-    for key, tensor in source.state_dict().items():
-        assert torch.equal(exported.state_dict()[key], tensor)
-        assert torch.equal(trained.state_dict()[key], tensor)
-
-
-def size_of_model() -> ModelConfig:
-    """What `small_model("ViT")` is built by."""
-    return ModelConfig(name="ViT", image_size=32, **TINY_VIT)
-
-
 def _clear(module: nn.Module) -> None:
     """Zero what `small_model` draws from its seed."""
     for parameter in module.parameters(recurse=False):
         nn.init.zeros_(parameter)
-
-
-def test_weights_of_a_run_with_another_model_are_refused_with_all_keys_that_differ(tmp_path):
-    run = write_run(
-        tmp_path / "run", small_model("ViT"),
-        name="ViT", image_size=32, **TINY_VIT,
-    )  # fmt: skip
-    other = {**TINY_VIT, "depth": TINY_VIT["depth"] + 1, "mlp_dim": 96}
-    config = ModelConfig(name="ViT", image_size=48, dropout=0.5, **other)
-    told = (
-        f"the weights are of model.depth={TINY_VIT['depth']}, model.mlp_dim={TINY_VIT['mlp_dim']}$"
-    )
-    with pytest.raises(ValueError, match=told):
-        planned_load(config, 9, run, True)
 
 
 @pytest.mark.parametrize(
@@ -205,36 +100,78 @@ def test_a_trained_head_is_not_exported_behind_other_layers_or_as_a_zero_one(
     assert export(tiny_recipe(tmp_path, init_from=run, export=exports, model={**size, **own})) == 0
 
 
-def test_a_checkpoint_is_not_taken_for_another_function_of_its_tensors(tmp_path):
-    trained: dict[str, Any] = {"num_heads": 2}
-    run = write_run(
-        tmp_path / "run",
-        small_model("ViT", **trained),
-        **{"name": "ViT", "image_size": 32, **TINY_VIT, **trained},
-    )
+@pytest.mark.parametrize(
+    ("name", "layout", "place"),
+    [("model.npz", "jax", "here"), ("hub", "huggingface", "there"), ("run", None, "there")],
+)
+def test_every_job_reads_weights_of_every_form_here_and_in_a_bucket(
+    name, layout, place, bucket, monkeypatch
+):
+    source = small_model("ViT", num_classes=9)
+    if layout is None:
+        write_run(bucket / name, source)
+    else:
+        save_weights(source, bucket / name, layout)
+    # Files larger than a piece are put together again.
+    monkeypatch.setattr(init_weights, "_PIECE_BYTES", 10_000)
+    path = str(bucket / name) if place == "here" else f"s3://models/{name}"
+    exported, report, _ = load_trained_model(tiny_recipe(bucket, init_from=path), None)
+    size = ModelConfig(name="ViT", image_size=32, **TINY_VIT)
+    planned = planned_load(size, 9, path, False)
+    assert (planned.loaded, planned.ignored) == (report.loaded, report.ignored)
+    assert report.source.startswith(path)
+    trained = small_model("ViT", num_classes=9).apply(_clear)
+    initialize_weights(trained, path, new_head=False)
+    for model in (exported, trained):
+        assert_equal(model, source)
+    exports = {"path": "s3://models/exported", "layout": "huggingface"}
+    assert export(tiny_recipe(bucket, init_from=path, export=exports)) == 0
+    given = small_model("ViT", num_classes=9).apply(_clear)
+    load_weights(given, bucket / "exported")
+    assert_equal(given, source)
+
+
+def assert_equal(model: nn.Module, other: nn.Module) -> None:
+    tensors = model.state_dict()
+    for key, tensor in other.state_dict().items():
+        assert torch.equal(tensors[key], tensor), key
+
+
+def test_weights_of_a_run_with_another_model_are_refused_with_all_keys_that_differ(tmp_path):
+    known = {"name": "ViT", "image_size": 32, **TINY_VIT}
+    run = write_run(tmp_path / "run", small_model("ViT"), **known)
+    changes = {"depth": TINY_VIT["depth"] + 1, "mlp_dim": 96, "image_size": 48, "dropout": 0.5}
+    told = "the weights are of model.depth=2, model.mlp_dim=64$"
+    with pytest.raises(ValueError, match=told):
+        planned_load(ModelConfig(**{**known, **changes}), 9, run, True)
+    # Another function of the same tensors.
+    heads = small_model("ViT", num_heads=2)
+    run = write_run(tmp_path / "heads", heads, **{**known, "num_heads": 2})
     with pytest.raises(ValueError, match=r"step-00000007.*; build it with num_heads=2"):
         load_trained_model(tiny_recipe(tmp_path, init_from=run), None)
 
 
-def test_weights_are_exported_into_a_bucket(bucket):
-    source = small_model("ViT")
-    run = write_run(bucket / "run", source)
-    exports = {"path": "s3://models/hub", "layout": "huggingface"}
-    assert export(tiny_recipe(bucket, init_from=run, export=exports)) == 0
-    loaded = small_model("ViT").apply(_clear)
-    load_weights(loaded, bucket / "hub")
-    for key, tensor in source.state_dict().items():
-        assert torch.equal(loaded.state_dict()[key], tensor)
+def test_figures_of_spread_images_are_written_and_kept_in_mlflow(tmp_path):
+    random, folder = np.random.default_rng(0), tmp_path / "pictures"
+    for index in range(6):
+        path = folder / f"class{index % 2}" / f"{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(0, 256, (40, 48, 3), dtype=np.uint8)).save(path)
+    (folder / "class0" / "broken.jpg").write_bytes(b"not a picture")
 
+    def inspecting(images: Path, count: int, **more: Any) -> Recipe:
+        section = {"images": str(images), "num_images": count, "path": f"{tmp_path}/figures"}
+        return tiny_recipe(tmp_path, inspect=section, **more)
 
-def test_figures_are_written_and_kept_in_mlflow(tmp_path):
+    # Of seven files by name, numbers 0, 2 and 4: class0/0, class0/4 and class1/1.
+    read, alone = (
+        read_images(recipe, recipe.inspect)
+        for recipe in (inspecting(folder, 3), inspecting(folder / "class1", 1))
+    )
+    assert read.shape == (3, 32, 32, 3)
+    np.testing.assert_array_equal(read[2], alone[0])
     run = write_run(tmp_path / "run", small_model("ViT"))
-    inspection = {
-        "images": str(pictures(tmp_path / "pictures")),
-        "path": str(tmp_path / "figures"),
-        "num_images": 5,
-    }
-    assert inspect(tiny_recipe(tmp_path, init_from=run, inspect=inspection)) == 0
+    assert inspect(inspecting(folder, 5, init_from=run)) == 0
     names = {"filters", "position_similarity", "attention_distance", "attention_rollout"}
     assert {path.stem for path in (tmp_path / "figures").glob("*.png")} == names
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
@@ -242,20 +179,5 @@ def test_figures_are_written_and_kept_in_mlflow(tmp_path):
     assert experiment is not None
     (kept,) = client.search_runs([experiment.experiment_id])
     assert kept.info.status == "FINISHED"
-    artifacts = {
-        Path(file.path).stem for file in client.list_artifacts(kept.info.run_id, "inspection")
-    }
-    assert artifacts == names
-
-
-def test_images_are_spread_over_the_folder_and_broken_ones_left_out(tmp_path):
-    folder = pictures(tmp_path / "pictures")
-    inspection = {"images": str(folder), "num_images": 3}
-    config = tiny_recipe(tmp_path, inspect=inspection)
-    assert config.inspect is not None
-    # Of seven files by name, numbers 0, 2 and 4: class0/0, class0/4 and class1/1.
-    images = read_images(config, config.inspect)
-    assert images.shape == (3, 32, 32, 3)
-    alone = tiny_recipe(tmp_path, inspect={"images": str(folder / "class1"), "num_images": 1})
-    assert alone.inspect is not None
-    np.testing.assert_array_equal(images[2], read_images(alone, alone.inspect)[0])
+    files = client.list_artifacts(kept.info.run_id, "inspection")
+    assert {Path(file.path).stem for file in files} == names

@@ -1,3 +1,5 @@
+"""Manifests, and shards that are not as they were written."""
+
 import io
 import json
 from collections.abc import Callable
@@ -8,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.damage import broken_copy
+from tests.data.small_sets import write_rows
 from vit_ray.data import open_dataset
 from vit_ray.data.dataset import RowGroupColumns, ShardFile, write_manifest
 from vit_ray.data.shards import RowGroupReader
@@ -28,25 +31,29 @@ def write_small(folder: Path, rows: list[int], **origin: int) -> str:
     )
 
 
-def test_a_manifest_says_what_was_converted(dataset):
+def rewritten(folder: Path, **header: object) -> None:
+    """Write the manifest again with pyarrow alone, some of its header changed."""
+    file = folder / "manifest.parquet"
+    table = pq.read_table(file)
+    before = json.loads(table.schema.metadata[b"vit_ray"])
+    metadata = {"vit_ray": json.dumps(before | header)}
+    pq.write_table(table.replace_schema_metadata(metadata), file)
+
+
+def test_a_manifest_says_what_was_converted_as_the_footers_of_the_shards_do(dataset):
     assert (dataset.num_images, dataset.num_classes, dataset.max_labels) == (300, 3, 1)
     assert dataset.classes == ["class_0", "class_1", "class_2"]
     assert dataset.rows.tolist() == [16] * 18 + [12]
-    assert len(dataset.files) > 3
-    assert sum(file.rows for file in dataset.files) == 300
-    sizes = [file.bytes for file in dataset.files]
-    assert max(sizes) < 0.15 * 2**20  # asked for 0.1 MiB, in whole row groups
-    assert np.mean(sizes) > 0.07 * 2**20
-
-
-def test_row_groups_and_bytes_equal_the_footers_of_the_shards(dataset):
     rows: list[int] = []
     for file in dataset.files:
         path = Path(dataset.root) / file.path
         metadata = pq.ParquetFile(path).metadata
-        assert path.stat().st_size == file.bytes
+        assert (file.rows, file.bytes) == (metadata.num_rows, path.stat().st_size)
         rows += [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
     assert rows == dataset.rows.tolist()
+    sizes = [file.bytes for file in dataset.files]
+    assert max(sizes) < 0.15 * 2**20  # asked for 0.1 MiB, in whole row groups
+    assert np.mean(sizes) > 0.07 * 2**20
 
 
 def test_the_fingerprint_tells_content_apart_and_not_place(tmp_path):
@@ -81,19 +88,16 @@ def test_what_is_no_data_set_is_refused(tmp_path, name):
         open_dataset(str(tmp_path))
 
 
-def test_an_empty_set_and_another_format_are_refused_with_who_reads_it(tmp_path):
+def test_an_empty_set_another_format_and_other_classes_are_refused(tmp_path):
     write_small(tmp_path / "empty", [])
     with pytest.raises(ValueError, match="is empty"):
         open_dataset(str(tmp_path / "empty"))
     write_small(tmp_path, [4])
-    file = tmp_path / "manifest.parquet"
-    table = pq.read_table(file)
-    header = json.loads(table.schema.metadata[b"vit_ray"]) | {"format_version": 99}
-    pq.write_table(table.replace_schema_metadata({"vit_ray": json.dumps(header)}), file)
-    message = (
-        f"data set '{tmp_path}' has format 99; this code reads format 6 only; convert the images"
-    )
-    with pytest.raises(ValueError, match=message):
+    rewritten(tmp_path, format_version=99)
+    with pytest.raises(ValueError, match="has format 99; this code reads format 6 only; convert"):
+        open_dataset(str(tmp_path))
+    rewritten(tmp_path, format_version=6, classes=["dog", "cat"])
+    with pytest.raises(ValueError, match="is damaged"):  # under the same fingerprint
         open_dataset(str(tmp_path))
 
 
@@ -130,3 +134,9 @@ def test_a_shard_that_is_not_as_it_was_written_is_named(dataset, tmp_path, name)
         object.__setattr__(manifest, "files", [entry, *manifest.files[1:]])
     with pytest.raises(ValueError, match=rf"{shard.name}' {message}"):
         RowGroupReader(manifest).read(0)
+
+
+def test_a_full_disk_is_named_and_leaves_no_part_of_a_shard(small_disk):
+    with pytest.raises(OSError, match="No space left on device"):
+        write_rows(small_disk / "set", [(0,)] * 6, image_bytes=1 << 20)
+    assert not [file for file in small_disk.rglob("*") if file.is_file()]

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -26,9 +22,8 @@ def run(tmp_path: Path) -> str:
     files = write_images(tmp_path / "data")
     (tmp_path / "images" / "deep").mkdir(parents=True)
     for number, file in enumerate(files):
-        (tmp_path / "images" / ("deep" if number % 2 else "") / f"{number:02}.jpg").write_bytes(
-            file
-        )
+        folder = tmp_path / "images" / ("deep" if number % 2 else "")
+        (folder / f"{number:02}.jpg").write_bytes(file)
     return run_of(tmp_path)
 
 
@@ -44,10 +39,8 @@ def test_the_classes_of_a_folder_are_printed_and_written_as_tables_and_a_picture
     assert done.exit_code == 0, done.stderr
     best = expected(run, tmp_path)
     lines = dict(line.split(": ") for line in done.stdout.splitlines())
-    assert len(lines) == COUNT
-    for path, text in lines.items():
-        found = best[Path(path).name]
-        assert text.startswith(f"{found.name} {found.probability:.1%}, ")
+    told = {Path(path).name: text.partition(", ")[0] for path, text in lines.items()}
+    assert told == {name: f"{one.name} {one.probability:.1%}" for name, one in best.items()}
     table = pq.read_table(tmp_path / "found.parquet")
     assert table.column_names == ["image", "label", "class", "probability", "expected", "problem"]
     rows = {Path(row["image"]).name: row for row in table.to_pylist()}
@@ -59,7 +52,6 @@ def test_the_classes_of_a_folder_are_printed_and_written_as_tables_and_a_picture
         assert row["probability"] == pytest.approx(best[name].probability, rel=1e-5)
     with Image.open(tmp_path / "found.png") as picture:
         assert len(picture.convert("RGB").getcolors(1 << 24) or ()) > 1000
-    assert f"{COUNT} images: " in done.stderr
 
 
 def test_images_in_folders_of_classes_are_right_or_wrong_and_other_files_are_named(run, tmp_path):
@@ -71,18 +63,14 @@ def test_images_in_folders_of_classes_are_right_or_wrong_and_other_files_are_nam
         folder = tmp_path / "sorted" / (other if number < 3 else found)
         folder.mkdir(parents=True, exist_ok=True)
         path.rename(folder / path.name)
-    others = [f"{number:02}.heic" for number in range(60)]
-    for other in others:
-        (tmp_path / "sorted" / other).write_bytes(b"x")
+    (tmp_path / "sorted" / "a.heic").write_bytes(b"x")
     done = run_cli("predict", run, str(tmp_path / "sorted"), f"--out={tmp_path}/a.parquet")
     assert done.exit_code == 0, done.stderr
     right = COUNT - 3
     low, high = binomtest(right, COUNT).proportion_ci(method="wilson")
     told = f"in folders of classes: {right} right, 3 wrong: {right / COUNT:.2%} "
     assert f"{told}({low:.1%} to {high:.1%} at 95 %, {COUNT} images)\n" in done.stderr
-    skipped = f"60 files without the name of an image are skipped: {', '.join(others)}\n"
-    assert skipped in done.stderr
-    assert all(line.count("%") == min(5, len(classes)) for line in done.stdout.splitlines())
+    assert "are skipped: a.heic\n" in done.stderr
     rows = pq.read_table(tmp_path / "a.parquet").to_pylist()
     assert sum(row["class"] == row["expected"] for row in rows) == right
 
@@ -99,33 +87,6 @@ def test_a_converted_set_is_read(run, tmp_path):
     assert texts == [found.name for found in trained.predict(images)]
     assert trained.predict(data) == trained.predict([sample.image for sample in data])
     assert trained.predict(data[0]) == trained.predict(data[0].image)
-
-
-def test_what_cannot_be_read_is_listed_with_the_reason_and_the_rest_is_predicted(run, tmp_path):
-    (tmp_path / "images" / "-empty.jpg").write_bytes(b"")
-    (tmp_path / "images" / "z_text.jpg").write_text("a text")
-    done = run_cli("predict", run, str(tmp_path / "images"), f"--out={tmp_path}/found.parquet")
-    assert done.exit_code == 1
-    assert len(done.stdout.splitlines()) == COUNT
-    assert "-empty.jpg: it has no bytes" in done.stderr
-    assert "z_text.jpg: not decodable: it is not one of JPEG, PNG" in done.stderr
-    assert done.stderr.splitlines()[-2].endswith("; 2 cannot be read")
-    rows = pq.read_table(tmp_path / "found.parquet").to_pylist()
-    bad = [row for row in rows if row["problem"]]
-    assert [row["class"] for row in bad] == [None, None]
-    assert [Path(rows[at]["image"]).name for at in (0, -1)] == ["-empty.jpg", "z_text.jpg"]
-    assert len(rows) == COUNT + 2
-
-
-def test_of_no_readable_image_there_are_the_reasons_and_a_title(run, tmp_path):
-    (tmp_path / "bad.jpg").write_bytes(b"")
-    outputs = [f"--out={tmp_path}/found{suffix}" for suffix in (".parquet", ".png")]
-    done = run_cli("predict", run, str(tmp_path / "bad.jpg"), *outputs)
-    assert (done.exit_code, done.stdout) == (1, "")
-    (row,) = pq.read_table(tmp_path / "found.parquet").to_pylist()
-    assert row["problem"].startswith("it has no bytes")
-    with Image.open(tmp_path / "found.png") as picture:
-        assert picture.height < 50
 
 
 def test_a_file_alone_is_used_with_a_recipe_or_keys(run, tmp_path):
@@ -145,63 +106,47 @@ def test_a_file_alone_is_used_with_a_recipe_or_keys(run, tmp_path):
     assert (done.exit_code, "in folders of classes" in done.stderr) == (0, False), done.stderr
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_names_are_shown_in_a_locale_without_their_letters(encoding, run, tmp_path):
-    folder = tmp_path / "\u732b"
-    (tmp_path / "images").rename(folder)
-    done = subprocess.run(
-        [sys.executable, "-m", "vit_ray", "predict", run, str(folder), f"--out={folder}/a.parquet"],
-        capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding},
-        cwd=Path(__file__).parents[2],
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(b"\\u732b") == COUNT
-    assert (folder / "a.parquet").exists()
+def test_what_cannot_be_read_is_listed_with_the_reason_and_the_rest_is_predicted(run, tmp_path):
+    (tmp_path / "images" / "-empty.jpg").write_bytes(b"")
+    (tmp_path / "images" / "z_text.jpg").write_text("a text")
+    table = tmp_path / "found.parquet"
+    done = run_cli("predict", run, str(tmp_path / "images"), f"--out={table}")
+    assert done.exit_code == 1
+    assert len(done.stdout.splitlines()) == COUNT
+    assert "-empty.jpg: it has no bytes" in done.stderr
+    assert "z_text.jpg: not decodable: it is not one of JPEG, PNG" in done.stderr
+    rows = pq.read_table(table).to_pylist()
+    bad = {Path(row["image"]).name: row["class"] for row in rows if row["problem"]}
+    assert (bad, len(rows)) == ({"-empty.jpg": None, "z_text.jpg": None}, COUNT + 2)
+    # Of no readable image there are the reasons, and a picture of a title.
+    outputs = [f"--out={tmp_path}/none{suffix}" for suffix in (".parquet", ".png")]
+    done = run_cli("predict", run, str(tmp_path / "images" / "-empty.jpg"), *outputs)
+    assert (done.exit_code, done.stdout) == (1, "")
+    (row,) = pq.read_table(tmp_path / "none.parquet").to_pylist()
+    assert row["problem"].startswith("it has no bytes")
+    with Image.open(tmp_path / "none.png") as picture:
+        assert picture.height < 50
 
 
-REFUSED = [
-    (["{0}/nothing", "{0}/images"], "nothing' is not there; give a run, a checkpoint or a weight"),
-    (["{0}", "{0}/nothing"], "no such file or folder; check the path"),
-    (["{0}", "{0}/empty"], "holds no images among its 0 files; images are found by file names"),
-    (["{0}", "{0}/images", "--out={0}/a.txt"], "expected a file that ends in .parquet, .png"),
-    (["{0}", "{0}/images", "--out={0}/labels.parquet"], "exists already"),
-    (["{0}", "{0}/labels.parquet"], "is parquet; give pictures, or convert it"),
-    (["{0}", "{0}/images", "--out={0}/a.png", "--out=file://{0}/a.png"], "or is given twice"),
-    (
-        ["{0}", "{0}/images", "--out={0}/labels.parquet/a.png"],
-        "a.png: there is no folder {0}/labels",
-    ),
-    (["{0}", "{0}/images", "--out={0}/tpyo/a.png"], "a.png: there is no folder {0}/tpyo"),
-    (["{0}", "{0}/nothing", "--out={0}/a.jpg"], "expected a file that ends in .parquet, .png"),
-]
-REFUSE_EACH = """
-import contextlib, io, json, sys
-from vit_ray.commands.cli import vit_ray as command
-for words in json.loads(sys.argv[1]):
-    out, error = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
-        try:
-            command.main(["predict", *words])
-        except SystemExit as end:
-            code = end.code
-    loaded = sorted({"torch", "ray", "mlflow", "deepspeed"} & set(sys.modules))
-    print(json.dumps([code, out.getvalue(), error.getvalue(), loaded]))
-"""
-
-
-def test_what_cannot_work_is_refused_before_torch_is_there(tmp_path):
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("{0} {0}/nothing", "no such file or folder; check the path"),
+        ("{0} {0}/empty", "holds no images among its 0 files"),
+        ("{0} {0}/images --out={0}/labels.parquet", "exists already"),
+        ("{0} {0}/labels.parquet", "is parquet; give pictures, or convert it"),
+        ("{0} {0}/images --out={0}/a.png --out=file://{0}/a.png", "or is given twice"),
+        ("{0} {0}/images --out={0}/labels.parquet/a.png", "there is no folder {0}/labels"),
+        ("{0} {0}/images --out={0}/tpyo/a.png", "a.png: there is no folder {0}/tpyo"),
+        ("{0} {0}/nothing --out={0}/a.jpg", "expected a file that ends in .parquet, .png"),
+    ],
+)
+def test_what_cannot_work_is_refused_and_writes_nothing(words, told, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "images").mkdir()
     Image.new("RGB", (9, 9)).save(tmp_path / "images" / "a.png")
     pq.write_table(pa.table({"label": [1]}), tmp_path / "labels.parquet")
-    given = [[word.format(tmp_path) for word in words] for words, _ in REFUSED]
-    done = subprocess.run(
-        [sys.executable, "-c", REFUSE_EACH, json.dumps(given)], capture_output=True, text=True
-    )
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == len(REFUSED), done.stderr
-    for (words, told), (code, out, error, loaded) in zip(REFUSED, found, strict=True):
-        assert (code, out, loaded) == (2, "", []), (words, error)
-        assert told.format(tmp_path) in error, words
-        assert error.count("\n") == 1, words
+    done = run_cli("predict", *words.format(tmp_path).split())
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert told.format(tmp_path) in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "images", "labels.parquet"]

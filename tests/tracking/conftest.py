@@ -1,11 +1,23 @@
-"""Calls of an actor that is in this process."""
+"""Where a test's runs are recorded, and calls of an actor that is in this process."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.tracking.recorders import Answer
+from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.tracking import recorder
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrackingConfig:
+    return TrackingConfig(uri=f"sqlite:///{tmp_path}/mlflow.db", experiment="trials")
+
+
+@pytest.fixture
+def log_path(tmp_path: Path) -> Path:
+    return tmp_path / "tracking" / "metrics.jsonl"
 
 
 @pytest.fixture

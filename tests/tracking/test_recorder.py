@@ -5,8 +5,6 @@ import os
 import pickle
 import shutil
 import signal
-import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +16,11 @@ import ray
 from mlflow import MlflowClient
 
 from tests.tracking.recorders import Here, recorded_here
+from tests.tracking.tracked import NOWHERE, history
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
-from vit_ray.tracking import metrics_log, recorder, tracker
-from vit_ray.tracking.metrics_log import RunOpening
+from vit_ray.tracking import metrics_log, tracker
+from vit_ray.tracking.metrics_log import MetricsLog, RunOpening
 from vit_ray.tracking.recorder import Recorder, start_recorder
 from vit_ray.tracking.run_state import Orders
 from vit_ray.tracking.tracker import Tracker
@@ -36,6 +35,54 @@ def opening_of(folder: Path, parent: Recorder | None = None, name: str = "run") 
     return RunOpening(config, name, folder / name / "metrics.jsonl", parent_log=parent_log)
 
 
+@pytest.fixture
+def here(tmp_path: Path) -> Here:
+    return Here(f"sqlite:///{tmp_path}/mlflow.db")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> MlflowClient:
+    return MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+
+
+def test_a_log_has_one_writer_and_the_next_waits_until_it_has_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics_log, "RELEASE_S", 0.2)
+    first = recorded_here(opening_of(tmp_path))
+    with pytest.raises(RuntimeError, match="the recorder of the run's last driver"):
+        recorded_here(opening_of(tmp_path))
+    first.finish("FINISHED")
+    recorded_here(opening_of(tmp_path)).finish("FINISHED")
+
+
+def test_what_ray_repeats_in_a_new_process_is_recorded_once(here, tmp_path):
+    opening = opening_of(tmp_path)
+    run = recorded_here(opening, here)
+    run.request_resize()
+    given = (run.log_path, "metrics", {"step": 1, "values": {"a/b": 1.0}}, "id", "")
+    for _ in range(2):
+        assert here.actor.write(*given) == ""
+    here.die()
+    run.open(opening)
+    assert run.heartbeat(0, 1) == Orders(None, True)
+    assert here.actor.write(*given) == ""
+    log = MetricsLog(run.log_path)
+    assert len(list(log.records("start"))) == 1
+    assert [one["step"] for one in log.records("metrics")] == [1]
+    run.finish("FINISHED")
+
+
+def test_a_run_whose_opener_died_is_continued_by_the_next_in_the_same_actor(here, tmp_path):
+    first = recorded_here(opening_of(tmp_path), here)
+    first.metrics(1, {"train/loss": 1.0})
+    run_id = first.run_id()
+    # Of a trial that was started again.
+    second = recorded_here(replace(opening_of(tmp_path), run_id=run_id), here)
+    assert second.run_id() == run_id
+    second.metrics(3, {"train/loss": 1.0})
+    assert not second.finish("FINISHED")
+    assert history(here.uri, run_id) == [(1, 1.0), (3, 1.0)]
+
+
 def started(opening: RunOpening, parent: Recorder | None = None) -> Recorder:
     """A recorder in a process of Ray's."""
     path, name = opening.log_path, opening.run_name
@@ -47,71 +94,13 @@ def started(opening: RunOpening, parent: Recorder | None = None) -> Recorder:
     return run
 
 
-@pytest.fixture
-def here(tmp_path: Path) -> Here:
-    return Here(f"sqlite:///{tmp_path}/mlflow.db")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> MlflowClient:
-    return MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-
-
-def points_of(store: MlflowClient, run_id: str | None, key: str) -> list[tuple[int, float]]:
-    points = store.get_metric_history(str(run_id), key)
-    return sorted((point.step, point.value) for point in points)
-
-
-def test_a_log_has_one_writer_and_the_next_waits_until_it_has_ended(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics_log, "RELEASE_S", 0.2)
-    first = recorded_here(opening_of(tmp_path))
-    with pytest.raises(RuntimeError, match="the recorder of the run's last driver"):
-        recorded_here(opening_of(tmp_path))
-    first.finish("FINISHED")
-    second = recorded_here(opening_of(tmp_path))
-    assert second.status().step == 0
-    second.finish("FINISHED")
-
-
-def test_an_opening_that_ray_repeats_in_a_new_process_is_the_same(here, tmp_path):
-    opening = opening_of(tmp_path)
-    run = recorded_here(opening, here)
-    run.request_resize()
-    here.die()
-    run.open(opening)
-    assert run.heartbeat(0, 1) == Orders(None, True)
-    assert len(list(metrics_log.MetricsLog(run.log_path).records("start"))) == 1
-    run.finish("FINISHED")
-
-
-def test_a_run_whose_opener_died_is_continued_by_the_next_in_the_same_actor(store, here, tmp_path):
-    first = recorded_here(opening_of(tmp_path), here)
-    first.metrics(1, {"train/loss": 1.0})
-    run_id = first.run_id()
-    # Of a trial that was started again.
-    second = recorded_here(replace(opening_of(tmp_path), run_id=run_id), here)
-    assert second.run_id() == run_id
-    second.metrics(3, {"train/loss": 1.0})
-    assert not second.finish("FINISHED")
-    assert store.get_run(str(run_id)).info.status == "FINISHED"
-    assert points_of(store, run_id, "train/loss") == [(1, 1.0), (3, 1.0)]
-
-
-def heavy_imports(_: object) -> set[str]:
-    """What its process has imported although it takes longer than all that the recorder needs."""
-    return {"matplotlib", "pandas", "scipy"} & sys.modules.keys()
-
-
-def test_a_file_from_a_worker_is_kept_with_the_run(ray_cluster, store, tmp_path):
-    record = started(opening_of(tmp_path))
-    link = RunLink(record, 0)
-    link.keep_file("trace.json.gz", gzip.compress(b"a trace"))
-    assert record.flush(60)
-    run_id = record.run_id()
-    assert ray.get(record.actor.__ray_call__.remote(heavy_imports)) == set()
-    assert not record.finish("FINISHED")
-    path = store.download_artifacts(str(run_id), "profile/trace.json.gz", str(tmp_path))
-    assert gzip.decompress(Path(path).read_bytes()) == b"a trace"
+def kill(record: Recorder) -> None:
+    """End the actor's process: `ray.kill` returns before the process has ended."""
+    pid = ray.get(record.actor.__ray_call__.remote(lambda _: os.getpid()))
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def test_an_actor_that_dies_comes_back_with_all_that_was_recorded(ray_cluster, tmp_path, store):
@@ -119,6 +108,7 @@ def test_an_actor_that_dies_comes_back_with_all_that_was_recorded(ray_cluster, t
     record = started(opening_of(tmp_path, parent), parent)
     record.metrics(1, {"train/loss": 1.0, "eval/top1": 0.5})
     record.event(EventKind.RESUMED, "a worker has died", 1)
+    RunLink(record, 0).keep_file("trace.json.gz", gzip.compress(b"a trace"))
     record.request_resize()
     record.fail(Failure("the disk is full", has_diverged=True))
     assert record.flush(60)
@@ -140,8 +130,11 @@ def test_an_actor_that_dies_comes_back_with_all_that_was_recorded(ray_cluster, t
     assert record.stop_reason() == "SIGTERM"
     assert record.run_id() == run_id
     assert not record.finish("FINISHED")
-    assert points_of(store, run_id, "train/loss") == [(step, float(step)) for step in range(1, 41)]
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    assert history(uri, run_id) == [(step, float(step)) for step in range(1, 41)]
     assert store.get_run(run_id).info.status == "FINISHED"
+    path = store.download_artifacts(run_id, "profile/trace.json.gz", str(tmp_path))
+    assert gzip.decompress(Path(path).read_bytes()) == b"a trace"
     assert not parent.finish("KILLED")
 
 
@@ -153,7 +146,7 @@ def send_losses(record: Recorder, key: str, num_steps: int) -> None:
 
 
 def test_no_record_is_lost_doubled_or_out_of_order_when_the_actor_dies_under_load(
-    ray_cluster, tmp_path, store
+    ray_cluster, tmp_path
 ):
     """Ray repeats the calls that were not answered, in any order."""
     record, num_steps, keys = started(opening_of(tmp_path)), 600, ["train/loss", "train/accuracy"]
@@ -165,26 +158,14 @@ def test_no_record_is_lost_doubled_or_out_of_order_when_the_actor_dies_under_loa
     ray.get(calls)
     run_id = record.run_id()
     assert not record.finish("FINISHED")
-    log = metrics_log.MetricsLog(record.log_path)
+    log, uri = MetricsLog(record.log_path), f"sqlite:///{tmp_path}/mlflow.db"
     for key in keys:
         sent = [int(one["step"]) for one in log.records("metrics") if key in one["values"]]
         assert sent == list(range(num_steps))
-        assert points_of(store, run_id, key) == [(step, float(step)) for step in range(num_steps)]
+        assert history(uri, run_id, key) == [(step, float(step)) for step in range(num_steps)]
 
 
-def test_a_record_that_ray_repeats_is_written_once(here, tmp_path):
-    record = recorded_here(opening_of(tmp_path), here)
-    given = (record.log_path, "metrics", {"step": 1, "values": {"a/b": 1.0}}, "id", "")
-    for _ in range(2):
-        assert here.actor.write(*given) == ""
-    here.die()
-    assert here.actor.write(*given) == ""
-    log = metrics_log.MetricsLog(record.log_path)
-    assert [one["step"] for one in log.records("metrics")] == [1]
-    record.finish("FINISHED")
-
-
-def test_a_record_that_cannot_be_written_costs_only_itself(store, here, tmp_path):
+def test_a_record_that_cannot_be_written_costs_only_itself(here, tmp_path):
     record = recorded_here(opening_of(tmp_path), here)
     record.append("metrics", step=1, values={"train/loss": {1}})  # no JSON
     with pytest.raises(pickle.PicklingError):
@@ -194,8 +175,7 @@ def test_a_record_that_cannot_be_written_costs_only_itself(store, here, tmp_path
     record.metrics(3, {"train/loss": 3.0})
     run_id = record.run_id()
     assert not record.finish("FINISHED")
-    assert points_of(store, run_id, "train/loss") == [(2, 2.0), (3, 3.0)]
-    assert store.get_run(str(run_id)).info.status == "FINISHED"
+    assert history(here.uri, run_id) == [(2, 2.0), (3, 3.0)]
 
 
 def test_a_signal_within_a_call_may_record(here, tmp_path):
@@ -211,35 +191,9 @@ def test_a_signal_within_a_call_may_record(here, tmp_path):
 
     slow = replace(record, actor=SimpleNamespace(write=Interrupted(), ask=here.ask))
     slow.metrics(1, {"train/loss": 1.0})
-    log = metrics_log.MetricsLog(record.log_path)
+    log = MetricsLog(record.log_path)
     assert [one["kind"] for one in log.records("metrics", "stop")] == ["stop", "metrics"]
     record.finish("KILLED")
-
-
-def test_a_restarted_actor_continues_the_run_of_the_checkpoint(here, tmp_path, monkeypatch):
-    """MLflow was away, so that the log names no run yet."""
-    first = recorded_here(opening_of(tmp_path, name="first"), here)
-    assert first.flush(60)
-    run_id = first.run_id()
-    first.finish("KILLED")
-    opening = replace(opening_of(tmp_path, name="second"), run_id=run_id)
-    with monkeypatch.context() as away:
-        away.setattr("vit_ray.tracking.mlflow_run.RunWriter", Mock(side_effect=OSError("away")))
-        record = recorded_here(opening, here)
-        assert record.run_id() is None
-        here.die()
-    assert record.flush(60)
-    assert record.run_id() == run_id
-    record.finish("FINISHED")
-
-
-def kill(record: Recorder) -> None:
-    """End the actor's process: `ray.kill` returns before the process has ended."""
-    pid = ray.get(record.actor.__ray_call__.remote(lambda _: os.getpid()))
-    os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
 
 
 def test_an_end_that_was_noted_before_the_actor_died_reaches_mlflow(store, here, tmp_path):
@@ -247,7 +201,7 @@ def test_an_end_that_was_noted_before_the_actor_died_reaches_mlflow(store, here,
     assert record.flush(60)
     run_id = str(record.run_id())
     here.die()
-    metrics_log.MetricsLog(record.log_path).append("finish", status="FINISHED")
+    MetricsLog(record.log_path).append("finish", status="FINISHED")
     assert store.get_run(run_id).info.status == "RUNNING"
     assert not record.finish("FINISHED")
     assert store.get_run(run_id).info.status == "FINISHED"
@@ -262,9 +216,8 @@ def test_a_stop_of_a_sweep_reaches_its_runs_whenever_they_start(here, tmp_path):
     parent.request_stop("SIGTERM")
     here.die()
     late = recorded_here(opening_of(tmp_path, nested, "late"), here)
-    assert early.heartbeat(0, 1) == Orders("SIGTERM", False)
-    assert late.heartbeat(0, 1) == Orders("SIGTERM", False)
-    assert parent.stop_reason() == "SIGTERM"
+    for run in (early, late):
+        assert run.heartbeat(0, 1) == Orders("SIGTERM", False)
     for run in (early, late, nested, parent):
         run.finish("KILLED")
 
@@ -276,40 +229,10 @@ def test_nothing_is_written_for_a_run_that_was_never_opened(here, tmp_path):
     assert not path.exists()
 
 
-def test_a_run_whose_mlflow_run_was_deleted_keeps_its_log_when_the_actor_dies(
-    store, here, tmp_path
-):
-    opening = replace(opening_of(tmp_path), run_id="0" * 32)
-    record = recorded_here(opening, here)
-    record.metrics(1, {"train/loss": 1.0})
-    run_id = record.run_id()
-    assert run_id not in (None, opening.run_id)
-    here.die()
-    assert record.status().step == 1
-    assert record.run_id() == run_id
-    assert not record.finish("FINISHED")
-    assert [p.name for p in opening.log_path.parent.glob("*.jsonl")] == ["metrics.jsonl"]
-
-
-def test_no_system_metrics_are_taken_of_a_run_whose_end_is_in_the_log(here, tmp_path, monkeypatch):
-    samples = Mock()
-    monkeypatch.setattr(recorder, "NodeSampler", samples)
-    opening = opening_of(tmp_path)
-    opening = replace(opening, config=opening.config.model_copy(update={"system_metrics": True}))
-    record = recorded_here(opening, here)
-    run_id = record.run_id()
-    assert [call.args[1]() for call in samples.call_args_list] == [run_id]
-    here.die()
-    metrics_log.MetricsLog(record.log_path).append("finish", status="FINISHED")
-    assert not record.finish("FINISHED")
-    assert samples.call_count == 1
-
-
 def test_a_trial_has_its_dev_accuracy_under_its_own_name_and_first(store, here, tmp_path):
     data = {"name": "train", "digest": "f" * 32, "source": "/d", "context": "training"}
     opening = replace(
         opening_of(tmp_path),
-        tags={"mlflow.note.content": "text"},
         datasets=[{**data, "profile": {"num_images": 7}}],
         measured_on="dev",
         awaited_metric="dev/top1",
@@ -327,14 +250,14 @@ def test_a_trial_has_its_dev_accuracy_under_its_own_name_and_first(store, here, 
     assert (given.dataset.name, given.dataset.profile) == ("train", '{"num_images": 7}')
 
 
-def test_a_restarted_job_records_its_own_start_and_its_attempts_do_not(store, here, tmp_path):
+def test_a_restarted_job_records_its_own_start_and_its_attempts_do_not(here, tmp_path):
     for step in (1, 5):
         record = recorded_here(opening_of(tmp_path), here)
         record.metrics(step, {"startup/first_step_s": float(step)})
         record.metrics(step + 1, {"startup/first_step_s": 100.0})
         run_id = record.run_id()
         assert not record.finish("FINISHED")
-    assert points_of(store, run_id, "startup/first_step_s") == [(1, 1.0), (5, 5.0)]
+    assert history(here.uri, run_id, "startup/first_step_s") == [(1, 1.0), (5, 5.0)]
 
 
 def test_what_is_recorded_after_the_end_changes_nothing(store, here, tmp_path):
@@ -348,16 +271,18 @@ def test_what_is_recorded_after_the_end_changes_nothing(store, here, tmp_path):
     assert record.places() == {1: WorkerPlace("host", "node", "GPU 0", 9, "g")}
     assert opening.log_path.stat().st_size == size
     assert store.get_run(run_id).info.status == "FINISHED"
-    assert not record.finish("FINISHED")
     Tracker.begin(opening_of(tmp_path)).close()
+
+
+def record_model(record: Recorder) -> None:
+    record.model("net", 7, reference={"classes": []}, card="", params={}, register_as=None)
 
 
 def test_models_are_logged_once_after_the_end(store, here, tmp_path):
     """Also those of trials that ended before the actor died."""
     sweep = recorded_here(opening_of(tmp_path, name="sweep"), here)
     record = recorded_here(opening_of(tmp_path, sweep), here)
-    described = {"card": "", "register_as": None}
-    record.model("net", 7, reference={"classes": []}, params={"checkpoint": "x"}, **described)
+    record_model(record)
     assert record.flush(60)
     run_id = str(record.run_id())
     assert not record.finish("FINISHED")
@@ -369,60 +294,17 @@ def test_models_are_logged_once_after_the_end(store, here, tmp_path):
     assert len(store.get_run(run_id).outputs.model_outputs) == 1
 
 
-def test_a_model_whose_run_mlflow_never_had_is_named(tmp_path, caplog):
-    opening = opening_of(tmp_path)
-    away = TrackingConfig(uri="http://127.0.0.1:9", system_metrics=False)
-    record = recorded_here(replace(opening, config=away))
-    record.model("net", 7, reference={}, card="", params={}, register_as=None)
-    assert record.finish("FINISHED")
-    tracker.log_models_later("http://127.0.0.1:9", record.log_path).join()
-    assert "a model is not logged (MLflow does not have all of its run)" in caplog.text
-
-
-def test_a_model_is_not_logged_in_the_run_of_a_folders_original(store, here, tmp_path):
+def test_a_model_is_not_logged_in_the_run_of_a_folders_original(here, tmp_path, caplog):
+    """MLflow never has a run of the copy: the model's log is named."""
     opening = opening_of(tmp_path)
     recorded_here(opening, here).finish("FINISHED")
     shutil.copytree(opening.log_path.parent, tmp_path / "copy")
-    away = TrackingConfig(uri="http://127.0.0.1:9", system_metrics=False)
     copied = tmp_path / "copy" / "metrics.jsonl"
+    away = TrackingConfig(uri=NOWHERE, system_metrics=False)
     record = recorded_here(replace(opening, config=away, log_path=copied, key="copy"))
-    record.model("net", 7, reference={}, card="", params={}, register_as=None)
-    record.finish("FINISHED")
+    record_model(record)
+    assert record.finish("FINISHED")
     ((_, (run_id, _)),) = tracker.recorded_models(copied)
     assert run_id is None
-
-
-@pytest.mark.parametrize("output", ["", "not JSON"])
-def test_an_answer_about_models_that_cannot_be_read_is_told(output, monkeypatch):
-    answer = Mock(return_value=Mock(stdout=output))
-    monkeypatch.setattr(tracker.subprocess, "run", answer)
-    (problem,) = tracker.log_models("sqlite:///x.db", [("id", {})])
-    assert problem
-
-
-def test_a_log_that_is_locked_holds_up_no_other_run(here, tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics_log, "RELEASE_S", 60.0)
-    run, locked = opening_of(tmp_path), opening_of(tmp_path, name="locked")
-    record = recorded_here(run, here)
-    with metrics_log.lock_log(locked.log_path):
-        waiting = threading.Thread(target=recorded_here, args=(locked, here))
-        waiting.start()
-        record.metrics(1, {"train/loss": 1.0})
-        assert record.status().step == 1
-        assert waiting.is_alive()
-    waiting.join(30)
-    for opening in (run, locked):
-        assert not Recorder(here, opening.log_path, "run").finish("FINISHED")
-
-
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (ray.exceptions.GetTimeoutError(), "has not answered in 30 s"),
-        (ray.exceptions.RayActorError(), "the process of the run's record has died"),
-    ],
-)
-def test_an_actor_that_gives_no_answer_is_named(error, text, monkeypatch):
-    monkeypatch.setattr(recorder.ray, "get", Mock(side_effect=error))
-    with pytest.raises(RuntimeError, match=text):
-        Recorder(Mock(), Path("metrics.jsonl"), "run").heartbeat(0, 1)
+    tracker.log_models_later(NOWHERE, copied).join()
+    assert "a model is not logged (MLflow does not have all of its run)" in caplog.text

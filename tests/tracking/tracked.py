@@ -1,0 +1,68 @@
+"""Trackers of runs, and what MLflow has of them."""
+
+import json
+import threading
+from pathlib import Path
+
+from mlflow.tracking import MlflowClient
+
+from vit_ray.tracking.metrics_log import RunOpening
+from vit_ray.tracking.tracker import Tracker
+
+NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens
+
+
+def started(config, name, log_path, wait_s=10.0, **fields):
+    return Tracker.begin(RunOpening(config, name, log_path, **fields), wait_s=wait_s)
+
+
+def losses(tracker, steps):
+    """Each step's number is its loss."""
+    for step in steps:
+        tracker.log.metrics(step, {"train/loss": float(step)})
+
+
+def recorded(config, name, log_path, steps=(), **fields):
+    """A tracker that has recorded these steps, and has ended."""
+    tracker = started(config, name, log_path, **fields)
+    losses(tracker, steps)
+    assert tracker.finish()
+    return tracker
+
+
+def history(uri, run_id, key="train/loss"):
+    points = MlflowClient(uri).get_metric_history(str(run_id), key)
+    return sorted((point.step, point.value) for point in points)
+
+
+def run_of(uri, run_id):
+    return MlflowClient(uri).get_run(str(run_id))
+
+
+def only_run(uri, experiment="trials"):
+    client = MlflowClient(uri)
+    (found,) = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
+    return found
+
+
+def event_texts(uri, run_id):
+    client = MlflowClient(uri)
+    files = sorted(file.path for file in client.list_artifacts(run_id, "history"))
+    found = [json.loads(Path(client.download_artifacts(run_id, f)).read_text()) for f in files]
+    return [event["text"] for events in found for event in events]
+
+
+class Hanging:
+    """Calls of a method wait until `may_answer` is set; the first one sets `has_begun`."""
+
+    def __init__(self, monkeypatch, owner, name, hangs=lambda *_: True):
+        self.has_begun, self.may_answer = threading.Event(), threading.Event()
+        method = getattr(owner, name)
+
+        def hanging(*args, **fields):
+            if hangs(*args):
+                self.has_begun.set()
+                assert self.may_answer.wait(60)
+            return method(*args, **fields)
+
+        monkeypatch.setattr(owner, name, hanging)

@@ -72,11 +72,3 @@ def test_group_norms_have_32_groups_and_the_epsilon_of_their_family(family, eps)
     model = build_model(family, 1, 32, **FAMILIES[family])
     norms = [module for module in model.modules() if isinstance(module, nn.GroupNorm)]
     assert {(norm.num_groups, norm.eps) for norm in norms} == {(32, eps)}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_constant_bias_is_no_tensor(family):
-    """Nothing to sum over workers, to keep copies of, or to be rounded to bf16."""
-    head = build_model(family, 10, 32, head_bias=-10.0, **FAMILIES[family]).head
-    tensors = dict([*head.named_parameters(), *head.named_buffers()])
-    assert list(tensors) == list(nn.Linear(1, 1).state_dict())

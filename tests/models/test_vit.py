@@ -1,7 +1,9 @@
 """The ViT's forward pass against independent implementations and plain formulas."""
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,9 @@ from transformers import ViTConfig, ViTForImageClassification, ViTModel
 
 from tests.models.small import attention_weights, relative_difference, small_model, some_images
 from vit_ray.checkpoints.init_weights import open_weights
+from vit_ray.evaluation.inspection import position_vectors
 from vit_ray.models import build_model
+from vit_ray.models.positions import sincos_table
 from vit_ray.models.weights import load_weights, save_weights
 
 THREE_VARIANTS = [("none", "stem"), ("learned_2d", "every_layer"), ("relative", "stem")]
@@ -73,13 +77,11 @@ def test_features_behind_the_tanh_layer_equal_transformers_pooler(tmp_path):
         assert relative_difference(model.features(some_images(4)), theirs) < 1e-5
 
 
-@pytest.mark.parametrize("size", [(48, 48), (40, 64)])
-def test_logits_at_another_resolution_equal_transformers_interpolation(size, tmp_path):
+def test_logits_at_another_resolution_equal_transformers_interpolation(tmp_path):
     peer = shaken_peer(ViTForImageClassification, tmp_path)
-    model = small_model("ViT", image_size=size).eval()
-    report = load_weights(model, tmp_path, resize="bicubic")
-    assert [line.split()[0] for line in report.resized] == ["positions.0.table"]
-    images = some_images(2, size)
+    model = small_model("ViT", image_size=(40, 64)).eval()
+    load_weights(model, tmp_path, resize="bicubic")
+    images = some_images(2, (40, 64))
     with torch.no_grad():
         theirs = peer(images, interpolate_pos_encoding=True).logits
         assert relative_difference(model(images), theirs) < 1e-5
@@ -155,37 +157,29 @@ def test_gap_averages_the_patches_and_has_no_class_token():
 
 def test_dropout_is_where_the_paper_has_it_and_nowhere_else():
     model = small_model("ViT", dropout=0.5, representation=True).train()
-    calls: list[tuple[str, torch.Size]] = []
+    calls: list[tuple[str, Tensor]] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout):
-            module.register_forward_hook(
-                lambda m, i, o, name=name: calls.append((name, i[0].shape))
+            module.register_forward_pre_hook(
+                lambda m, args, name=name: calls.append((name, args[0]))
             )
     model(some_images())
-    blocks = [
-        [
-            (f"blocks.{index}.dropout", torch.Size((2, 17, 32))),
-            (f"blocks.{index}.mlp.dropout", torch.Size((2, 17, 64))),
-            (f"blocks.{index}.mlp.dropout", torch.Size((2, 17, 32))),
-        ]
-        for index in (0, 1)
-    ]
     # After positions; then after the attention's output and after both layers of each MLP, of which
     # the last is only for the class token. None on attention weights, none in the head.
-    blocks[1] = [(name, torch.Size((2, 1, shape[2]))) for name, shape in blocks[1]]
-    assert calls == [("dropout", (2, 17, 32)), *blocks[0], *blocks[1]]
+    assert [(name, tuple(x.shape)) for name, x in calls] == [
+        ("dropout", (2, 17, 32)),
+        ("blocks.0.dropout", (2, 17, 32)),
+        ("blocks.0.mlp.dropout", (2, 17, 64)),
+        ("blocks.0.mlp.dropout", (2, 17, 32)),
+        ("blocks.1.dropout", (2, 1, 32)),
+        ("blocks.1.mlp.dropout", (2, 1, 64)),
+        ("blocks.1.mlp.dropout", (2, 1, 32)),
+    ]
     attention, x = model.blocks[0].attention, torch.randn(2, 17, 32)
     assert torch.equal(attention(x), attention(x))
-
-
-def test_the_first_dropout_is_after_the_positions_are_added():
-    model = small_model("ViT", dropout=0.5).train()
-    inputs: list[Tensor] = []
-    model.dropout.register_forward_pre_hook(lambda m, args: inputs.append(args[0]))
-    model(some_images())
     stem = model.class_token(model.embed(some_images()))
     table = model.positions[0].table.expand_as(stem)
-    torch.testing.assert_close(inputs[0] - stem, table, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(calls[0][1] - stem, table, atol=1e-6, rtol=1e-5)
 
 
 def test_the_last_pixels_of_a_size_that_does_not_divide_are_unused():
@@ -196,10 +190,51 @@ def test_the_last_pixels_of_a_size_that_does_not_divide_are_unused():
     assert torch.equal(model(images), model(changed))
 
 
-def test_images_of_another_size_are_refused_with_the_size_to_build():
-    model = small_model("ViT")
-    with pytest.raises(ValueError, match=r"built for 4x4; build it with image_size=\(40, 48\)"):
-        model(some_images(1, (40, 48)))
-    axial = small_model("AxialResNet")
-    with pytest.raises(ValueError, match="axial ResNet built for 32x32"):
-        axial(some_images(1, (40, 48)))
+@pytest.mark.parametrize(
+    ("family", "options", "size", "named"),
+    [
+        ("ViT", {}, (40, 48), r"built for 4x4; build it with image_size=\(40, 48\)"),
+        ("AxialResNet", {}, (40, 48), "axial ResNet built for 32x32"),
+        # As many tokens, of other lines.
+        ("Axial-ViT", {"positions": "none"}, (16, 64), "grid of 2x8, .* built for 4x4"),
+    ],
+)
+def test_images_of_another_size_are_refused(family, options, size, named):
+    with pytest.raises(ValueError, match=named):
+        small_model(family, **options)(some_images(2, size))
+
+
+def test_fixed_positions_are_big_visions():
+    """`posemb_sincos_2d` of big_vision/models/vit.py, number by number."""
+    height, width, dim = 3, 5, 24
+    expected = np.zeros((height * width, dim))
+    for y in range(height):
+        for x in range(width):
+            for i in range(dim // 4):
+                angle = 1 / 10_000 ** (i / (dim // 4 - 1))
+                row = expected[y * width + x]
+                row[i], row[6 + i] = math.sin(x * angle), math.cos(x * angle)
+                row[12 + i], row[18 + i] = math.sin(y * angle), math.cos(y * angle)
+    assert np.abs(sincos_table((height, width), dim).numpy() - expected).max() < 1e-6
+
+
+@pytest.mark.parametrize("pool", ["cls", "gap"])
+def test_fixed_positions_are_added_to_patches_and_no_parameter(pool):
+    fixed: Any = small_model("ViT", positions="sincos_2d", pool=pool).eval()
+    plain: Any = small_model("ViT", positions="none", pool=pool).eval()
+    assert fixed.state_dict().keys() == plain.state_dict().keys()
+    plain.load_state_dict(fixed.state_dict())
+    table = sincos_table((4, 4), 32)
+    with torch.no_grad():
+        expected = plain.encode(plain.embed(some_images()) + table)
+        assert torch.allclose(fixed.encode(fixed.embed(some_images())), expected, atol=1e-6)
+    vectors = position_vectors(fixed)
+    assert np.allclose(vectors.reshape(16, -1), table.numpy())
+
+
+@pytest.mark.parametrize("family", ["ViT", "Axial-ViT"])
+def test_every_layer_norm_has_the_models_epsilon(family):
+    model = small_model(family, norm_eps=3e-5)
+    norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
+    assert {norm.eps for norm in norms} == {3e-5}
+    assert len(norms) == (2 * 2 + 1 if family == "ViT" else 2 * 4 + 1)

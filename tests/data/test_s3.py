@@ -1,80 +1,202 @@
-"""Everything that touches an object store, against a real server with injected faults."""
+"""On a real S3 server with injected faults all is whole in the end, or what is wrong is told."""
 
-import json
-import os
-import subprocess
-import sys
-import tarfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
-from tests.data.convert.archives import add
+from tests.checkpoints.written import values, write_checkpoint
 from tests.data.converting import convert, run_in_this_process, units
-from tests.data.pictures import jpeg
+from tests.data.pictures import jpeg, write_class_folders
 from tests.data.s3_server import (
     SECRET_KEY,
     FaultProxy,
     forget_clients,
-    s3_environment,
     serve_s3,
     this_process_uses,
-    timeout,
 )
+from tests.data.small_sets import used_rows, write_rows
+from vit_ray import lock
+from vit_ray.checkpoints.run_checkpoints import checkpoint_to_resume
 from vit_ray.data import open_dataset
-from vit_ray.data.boxes import Augmentation
+from vit_ray.data.convert.shards import ConvertReport
 from vit_ray.data.convert.sources import rows_of
 from vit_ray.data.dataset import Manifest
-from vit_ray.data.order import Partition
-from vit_ray.data.shards import Cache, RowGroupReader
-from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
+from vit_ray.data.shards import RowGroupReader
 from vit_ray.launch.dataset import open_dataset as dataset_in_python
 from vit_ray.storage import locate
 
+QUICK = ["flip", "cut", "503", "500", "reset"]
+STALLS = ["hang", "slow"]
+"""Each costs the time-out of a request."""
+LABELS = [(0,), (1, 2), (2,), (1,), (0,), (2, 0)]
+of_each_kind = pytest.mark.parametrize("kind", QUICK + STALLS)
+
 
 @pytest.fixture(scope="module")
-def buckets(tmp_path_factory: pytest.TempPathFactory, dataset: Manifest) -> Path:
-    """Buckets as folders: `sets/small` holds the data set, `sets/holed` lacks a shard of it,
-    `sources` holds images in every layout."""
-    folder = tmp_path_factory.mktemp("buckets")
-    for name in ("empty", "converted", "sets/small", "sets/holed"):
-        (folder / name).mkdir(parents=True)
-    write_sources(folder / "sources")
-    for file in Path(dataset.root).iterdir():
-        (folder / "sets" / "small" / file.name).write_bytes(file.read_bytes())
-        if file.name != dataset.files[0].path:
-            (folder / "sets" / "holed" / file.name).write_bytes(file.read_bytes())
+def bucket(tmp_path_factory: pytest.TempPathFactory, dataset: Manifest) -> Path:
+    """The folder of the bucket `b`: a small set, one that lacks a shard, and images."""
+    folder = tmp_path_factory.mktemp("buckets") / "b"
+    write_rows(folder / "set", LABELS)
+    for name in ("photographs", "holed"):
+        (folder / name).mkdir()
+        for file in Path(dataset.root).iterdir():
+            if (name, file.name) != ("holed", dataset.files[0].path):
+                (folder / name / file.name).write_bytes(file.read_bytes())
+    write_class_folders(folder / "images", num_classes=2, per_class=6)
+    files = [file.relative_to(folder) for file in sorted((folder / "images").glob("*/*"))]
+    rows = [f"{file},{file.parent.name}\n" for file in files]
+    (folder / "list.csv").write_text("path,label\n" + "".join(rows))
+    structs = [{"bytes": jpeg(i), "path": f"{i}.jpg"} for i in range(4)]
+    table = pa.table({"image": structs, "label": [0, 1, 0, 1]})
+    (folder / "hub").mkdir()
+    pq.write_table(table, folder / "hub" / "train.parquet", row_group_size=3)
     return folder
 
 
 @pytest.fixture(scope="module")
-def proxy(buckets: Path) -> Iterator[FaultProxy]:
-    with serve_s3(buckets) as port, FaultProxy(port) as proxy:
+def proxy(bucket: Path) -> Iterator[FaultProxy]:
+    with serve_s3(bucket.parent) as port, FaultProxy(port) as proxy:
         yield proxy
 
 
 @pytest.fixture
-def s3(proxy: FaultProxy) -> Iterator[FaultProxy]:
+def store(proxy: FaultProxy) -> Iterator[FaultProxy]:
+    """The store of this process, which tries again without a pause."""
     proxy.faults.set("", 0)
-    with this_process_uses(proxy.port):
+    with this_process_uses(proxy.port, timeout_s=0.5):
         yield proxy
 
 
-def batch_of(manifest: Manifest, cache: Cache | None = None) -> dict[str, Any]:
-    """The first 100 rows of an epoch, read without Ray."""
-    spec = StreamSpec(manifest, Augmentation(size=16), cache=cache)
-    job = StreamJob(spec, Partition(1, 50), 0, is_training=True)
-    return BatchReader(job).batch(0, 0, 100)[0]
+def at_each_request(store: FaultProxy, path: str, kind: str, act: Callable[[], None]) -> None:
+    """Act without a fault, and then with one at a request whose first line holds `path`.
+
+    A flip is at each that has a body, what is no answer at every seventh, and what stalls, which
+    takes a time-out, at the last. A slow machine may ask again where nothing is wrong, so that the
+    requests are counted twice and the fewer count.
+    """
+    for wanted in (f"GET {path}", f"PUT {path}") if kind == "flip" else (path,):
+        counts = []
+        for _ in range(2):
+            store.faults.set("", 0, path=wanted)
+            act()
+            counts.append(len(store.faults.requests))
+        last = min(counts)
+        step = {"flip": 1, "hang": last, "slow": last}.get(kind, 7)
+        for number in range(last, 0, -step):
+            store.faults.set(kind, 1, path=wanted, every=number)
+            act()
+            assert store.faults.remaining == 0
 
 
-def test_forked_workers_of_a_loader_have_connections_of_their_own(s3, dataset):
-    remote = dataset_in_python("s3://sets/small")
+@pytest.mark.slow(after=2)
+@of_each_kind
+def test_rows_are_those_of_the_disk(store, bucket, kind):
+    expected = used_rows(open_dataset(str(bucket / "set")))
+
+    def read() -> None:
+        assert used_rows(open_dataset("s3://b/set")) == expected
+
+    at_each_request(store, "/b/set/", kind, read)
+
+
+@pytest.mark.slow(after=2)
+@of_each_kind
+def test_shards_and_manifest_arrive_as_they_are(store, bucket, kind):
+    def write_all() -> None:
+        write_rows("s3://b/new", LABELS)
+        for file in (bucket / "set").iterdir():
+            assert (bucket / "new" / file.name).read_bytes() == file.read_bytes()
+            (bucket / "new" / file.name).unlink()
+
+    at_each_request(store, "/b/new/", kind, write_all)
+
+
+@pytest.mark.parametrize("pattern", ["*", "class_{0..1}", "class_[01]"])
+def test_patterns_stand_for_keys_as_for_files(store, bucket, tmp_path, pattern):
+    def entries(source: str) -> dict[str, tuple[tuple[str, ...], bytes]]:
+        found = units(f"{source}/{pattern}")
+        return {e.key: (e.labels, e.read()) for unit in found for e in rows_of(unit)}
+
+    there = entries("s3://b/images")
+    assert len(there) == 12
+    assert there == entries(str(bucket / "images"))
+
+
+FLIPPED = (".parquet", "/shard-", "/index-")
+
+
+@pytest.mark.slow(after=2)
+@of_each_kind
+@pytest.mark.parametrize("source", ["list.csv", "images"])
+def test_a_conversion_makes_the_same_data_set(store, bucket, tmp_path, source, kind, monkeypatch):
+    run_in_this_process(monkeypatch)
+    unslept = {**vars(time), "sleep": lambda _: None}  # for a store without exclusive writes
+    monkeypatch.setattr(lock, "time", SimpleNamespace(**unslept))
+    here = converted(str(bucket / source), str(tmp_path / "set"))
+    # Sources have no checksums but those of the connection; and what the server refuses of a lock
+    # it has written all the same.
+    for path in FLIPPED if kind == "flip" else ("/b/",):
+        # Of the few requests by which a list is indexed, all again where one fails, some must pass.
+        every = 4 if kind == "flip" else 7
+        store.faults.set(kind, 2 if kind in STALLS else 1000, path=path, every=every)
+        there = converted(f"s3://b/{source}", f"s3://b/{kind}-set")
+        assert store.faults.injected
+        assert (there.fingerprint, there.rejected) == (here.fingerprint, {})
+        store.faults.set("", 0)
+        for file in open_dataset(f"s3://b/{kind}-set").files:
+            stored = (bucket / f"{kind}-set" / file.path).read_bytes()
+            assert stored == (tmp_path / "set" / file.path).read_bytes()
+        for told in (bucket / f"{kind}-set").glob("*.*"):
+            assert SECRET_KEY.encode() not in told.read_bytes()
+        locate(f"s3://b/{kind}-set").delete()
+
+
+def converted(source: str, target: str) -> ConvertReport:
+    return convert(source, target, rows_per_row_group=2, shard_mib=0.01, seed=3)
+
+
+@pytest.mark.slow(after=2)
+@of_each_kind
+def test_a_checkpoint_is_written_whole(store, kind):
+    run = locate(f"s3://b/{kind}-run")
+
+    def write_and_open() -> None:
+        write_checkpoint(run, 7)
+        requests, store.faults.path = store.faults.path, "none"
+        check_newest(run.uri)
+        run.delete()
+        store.faults.path = requests
+
+    at_each_request(store, f"/b/{kind}-run/step", kind, write_and_open)
+
+
+@pytest.mark.slow(after=2)
+@of_each_kind
+def test_a_checkpoint_is_read_whole_and_not_taken_for_a_damaged_one(store, kind):
+    run = f"s3://b/{kind}-kept"
+    write_checkpoint(locate(run), 7)
+    at_each_request(store, f"/b/{kind}-kept/step", kind, lambda: check_newest(run))
+
+
+def check_newest(run: str) -> None:
+    told: list[str] = []
+    checkpoint = checkpoint_to_resume(locate(run), told.append)
+    assert told == []
+    weights = checkpoint.weights()
+    for name, expected in values(7).items():
+        assert torch.equal(weights[name].flatten(), expected)
+
+
+def test_forked_workers_of_a_loader_have_connections_of_their_own(store):
+    remote = dataset_in_python("s3://b/photographs")
     expected = list(remote.iter_batches(10, 16))  # the parent has connections when it forks
     loader = DataLoader(
         remote.torch_dataset(10, 16), batch_size=None, num_workers=3,
@@ -84,140 +206,55 @@ def test_forked_workers_of_a_loader_have_connections_of_their_own(s3, dataset):
         np.testing.assert_array_equal(batch["image"].numpy(), other["image"])
 
 
-def test_a_later_epoch_asks_the_store_for_nothing_that_the_node_keeps(s3, dataset, tmp_path):
-    remote = open_dataset("s3://sets/small")
-    cache = Cache(str(tmp_path / "cache"), 0)
-    first = batch_of(remote, cache)
-    s3.faults.set("403", remaining=1000, path="part-")
-    np.testing.assert_array_equal(batch_of(remote, cache)["image"], first["image"])
-    assert s3.faults.injected == []
-
-
-def test_a_row_group_takes_three_requests_and_the_next_ones_of_its_shard_one(s3, dataset):
-    remote = open_dataset("s3://sets/small")
-    assert (remote.file_index[:2] == 0).all()
-    reader = RowGroupReader(remote)
+def test_a_row_group_takes_three_requests_and_the_next_ones_of_its_shard_one(store):
+    reader = RowGroupReader(open_dataset("s3://b/photographs"))
     counts = []
     for group in (0, 1):
-        s3.faults.set("none", 0, path="part-")
+        store.faults.set("none", 0, path="part-")
         reader.read(group)
-        counts.append(len(s3.faults.requests))
+        counts.append(len(store.faults.requests))
     assert counts == [3, 1]
 
 
-def test_what_is_truly_gone_is_named(s3):
-    with pytest.raises(ValueError, match="no data set at 's3://empty/nothing'"):
-        open_dataset("s3://empty/nothing")
-    remote = open_dataset("s3://sets/holed")
-    with pytest.raises(ValueError, match=rf"{remote.files[0].path}' is missing"):
-        RowGroupReader(remote).read(0)
-
-
-def test_a_store_that_stays_away_is_not_called_damaged_data(s3, monkeypatch):
-    """So that a run is tried again, and does not end as it does for data that are no good."""
-    remote = open_dataset("s3://sets/small")
-    monkeypatch.setattr(locate("s3://sets").filesystem, "retries", 3)
-    s3.faults.set("503", remaining=1000)
-    with pytest.raises(OSError, match=rf"{remote.files[0].path}' .* storage does not answer"):
-        RowGroupReader(remote).read(0)
-
-
-def test_a_wrong_key_fails_soon_and_clearly(s3, monkeypatch):
-    remote = open_dataset("s3://sets/small")
+def test_what_is_gone_what_is_away_and_a_wrong_key_are_told_apart(store, monkeypatch):
+    """A run is tried again where the store is away, and ends where data are no good."""
+    with pytest.raises(ValueError, match="no data set at 's3://b/nothing'"):
+        open_dataset("s3://b/nothing")
+    holed = open_dataset("s3://b/holed")
+    shard = holed.files[0].path
+    with pytest.raises(ValueError, match=rf"{shard}' is missing"):
+        RowGroupReader(holed).read(0)
+    whole = open_dataset("s3://b/photographs")
+    monkeypatch.setattr(locate("s3://b").filesystem, "retries", 3)
+    store.faults.set("503", remaining=1000)
+    with pytest.raises(OSError, match=rf"{shard}' .* storage does not answer"):
+        RowGroupReader(whole).read(0)
+    store.faults.set("", 0)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "aX9-not-the-secret")
     forget_clients()
-    with pytest.raises(PermissionError, match=r"s3://sets: .*check AWS_ACCESS_KEY_ID") as caught:
-        open_dataset("s3://sets/small")
+    with pytest.raises(PermissionError, match=r"s3://b: .*check AWS_ACCESS_KEY_ID") as caught:
+        open_dataset("s3://b/photographs")
     assert "aX9" not in str(caught.value)
-    with pytest.raises(ValueError, match=r"part-.* cannot be read .*; check the credentials"):
-        RowGroupReader(remote).read(0)
-
-
-def write_sources(folder: Path) -> None:
-    """Four images in a parquet file, and a tar shard of many small files."""
-    structs = [{"bytes": jpeg(i), "path": f"{i}.jpg"} for i in range(4)]
-    (folder / "hub").mkdir(parents=True)
-    table = pa.table({"image": structs, "label": [0, 1, 0, 1]})
-    pq.write_table(table, folder / "hub" / "train.parquet", row_group_size=3)
-    with tarfile.open(folder / "many.tar", "w") as tar:
-        for i in range(300):
-            add(tar, f"{i}.jpg", b"image")
-            add(tar, f"{i}.cls", b"1")
+    with pytest.raises(ValueError, match=rf"{shard}' cannot be read .*; check the credentials"):
+        RowGroupReader(whole).read(0)
 
 
 def test_parquet_is_read_in_place_on_s3_and_a_new_object_of_equal_length_is_seen(
-    s3, buckets, tmp_path, monkeypatch
+    store, bucket, tmp_path, monkeypatch
 ):
     run_in_this_process(monkeypatch)
-    convert("s3://sources/hub", tmp_path / "set", in_place=True)
+    convert("s3://b/hub", tmp_path / "set", in_place=True)
     manifest = open_dataset(str(tmp_path / "set"))
-    s3.faults.set("503", remaining=3, path="train.parquet", every=2)
+    store.faults.set("503", remaining=3, path="train.parquet", every=2)
     reader = RowGroupReader(manifest)
     images = [reader.read(g).image(row) for g in (0, 1) for row in range(int(manifest.rows[g]))]
     assert images == [jpeg(i) for i in range(4)]
-    assert s3.faults.injected
-    file = buckets / "sources" / "hub" / "train.parquet"
+    assert store.faults.injected
+    file = bucket / "hub" / "train.parquet"
     content = file.read_bytes()
     try:
         file.write_bytes(content.replace(jpeg(1)[:-20], jpeg(1)[:-21] + b"x"))
-        with pytest.raises(
-            ValueError, match=r"train.parquet has changed since the data set was made"
-        ):
+        with pytest.raises(ValueError, match=r"train\.parquet has changed since"):
             RowGroupReader(manifest).read(0)
     finally:
         file.write_bytes(content)
-
-
-def test_a_tar_shard_is_indexed_in_few_requests(s3, tmp_path):
-    """600 files of a few bytes: 300 KiB of headers, which tarfile reads one by one."""
-    s3.faults.set("none", remaining=1, path="many.tar", every=10**6)
-    (unit,) = units("s3://sources/many.tar")
-    assert len(list(rows_of(unit))) == 300
-    assert s3.faults.seen < 15
-
-
-SCRIPT = """
-import json, sys
-import ray
-from vit_ray.data import open_dataset
-from tests.data.converting import convert, run_in_this_process, units
-from vit_ray.data.crops import Augmentation
-from vit_ray.data.stream.batches import StreamSpec
-from vit_ray.data.stream.stream_server import RankStreams, StreamServer
-
-environment = {"env_vars": json.loads(sys.argv[2])}
-ray.init(address=sys.argv[1], runtime_env=environment, log_to_driver=False)
-report = convert(sys.argv[3], "s3://converted/set", rows_per_row_group=16, shard_mib=0.1, seed=3)
-spec = StreamSpec(open_dataset("s3://converted/set"), Augmentation(size=16), seed=1, num_cpus=0.5)
-server = ray.remote(StreamServer).options(num_cpus=0, max_concurrency=4)
-server = server.remote("group", {"train": spec}, range(1), 1)
-batches = RankStreams(server, 0).training_batches(50, 0, 300)
-samples = [int(s) for batch in batches for s in batch["sample"]]
-print(json.dumps({"fingerprint": report.fingerprint, "samples": sorted(samples)}))
-"""
-
-
-@pytest.mark.slow
-def test_convert_to_s3_and_stream_from_it_under_faults(
-    ray_cluster, proxy, buckets, image_folder, dataset
-):
-    """A driver of its own, whose workers get the credentials from their environment."""
-    proxy.faults.set("503", remaining=12, every=7)
-    variables = {**s3_environment(proxy.port), **timeout(20)}
-    command = [sys.executable, "-c", SCRIPT, ray_cluster.address, json.dumps(variables)]
-    done = subprocess.run(
-        [*command, str(image_folder)],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert result["samples"] == list(range(300))
-    assert result["fingerprint"] == dataset.fingerprint
-    assert proxy.faults.remaining == 0
-    for file in (buckets / "converted").rglob("*"):
-        assert not file.is_file() or SECRET_KEY.encode() not in file.read_bytes()
-    assert not [file for file in (buckets / "converted").rglob("_staging/*") if file.is_file()]

@@ -1,10 +1,19 @@
-"""The report job's choice of what to report on."""
+"""`vit-ray report` and `ui`: which runs of which store, and that no other store is written to."""
+
+from __future__ import annotations
 
 import contextlib
+import os
+import re
 import shutil
+import signal
+import socket
 import sqlite3
+import subprocess
 import sys
 import threading
+import time
+import urllib.request
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +23,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from tests.tracking.stored_runs import store_run
-from vit_ray.commands import tracking_store as command
+from vit_ray.commands import tracking_store
 from vit_ray.commands.tracking_store import are_own_files, report, report_page
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments import write_page
@@ -37,54 +46,59 @@ def _run(recipe, name, folder=None, parent=None):
 
 
 def test_the_newest_run_of_the_recipes_name_is_reported_and_keeps_the_page(recipe, capsys):
-    run_id = _run(recipe, "mine")
+    client = open_client(recipe.tracking.uri)
+    experiment_id(client, recipe.tracking.uri, "trials")
+    assert report_page(recipe) == 1
+    assert "missing: 'trials' holds no runs yet" in capsys.readouterr().out
     _run(recipe, "another")
+    assert "another" in report(recipe).page.read_text()
+    assert report_page(recipe) == 0
+    assert "no run 'mine'; this page is of the whole experiment" in capsys.readouterr().out
+    run_id = _run(recipe, "mine")
     page = report(recipe).page
     assert "another" not in page.read_text()
-    kept = {item.path for item in MlflowClient(recipe.tracking.uri).list_artifacts(run_id)}
-    assert kept == {"report.html", "tables"}
+    assert {item.path for item in client.list_artifacts(run_id)} == {"report.html", "tables"}
     assert report_page(recipe) == 0
     assert str(page) in capsys.readouterr().out
 
 
-def test_of_one_name_in_two_outputs_the_recipes_own_is_reported(recipe, tmp_path):
-    mine = _run(recipe, "mine", f"{tmp_path}/runs/mine")
-    other = _run(recipe, "mine", "/elsewhere/mine")
-    assert mine in (page := report(recipe).page.read_text())
-    assert other not in page
-    moved = report(recipe.with_changes(output=f"{tmp_path}/moved")).page.read_text()
-    assert other in moved
-    assert mine not in moved
-
-
-def test_a_page_is_made_where_the_library_of_a_bucket_refuses_to_read_or_write(
-    recipe, tmp_path, monkeypatch, capsys
+def test_of_runs_of_one_name_that_of_the_recipes_output_and_then_one_without_a_parent_is_reported(
+    recipe, tmp_path
 ):
-    for name in ("AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    client = open_client(recipe.tracking.uri)
-    experiment = client.create_experiment("buckets", artifact_location="s3://bucket/mlflow")
-    run_id = client.create_run(experiment, run_name="mine").info.run_id
-    client.log_metric(run_id, "eval/top1", 0.5)
-    client.set_terminated(run_id)
-    recipe = recipe.with_changes(tracking={"experiment": "buckets"})
-    monkeypatch.setattr(command, "are_own_files", lambda *_: True)  # as of a server
-    assert report_page(recipe) == 0
-    shown = capsys.readouterr().out
-    assert "not kept with the run: s3://bucket/mlflow/" in shown
-    assert "Unable to locate credentials" in shown
-    assert next(Path(recipe.output).rglob("report.html")).exists()
+    def text(output: str = "runs") -> str:
+        return report(recipe.with_changes(output=f"{tmp_path}/{output}")).page.read_text()
 
-
-def test_a_child_run_is_reported_by_its_name_and_after_one_without_a_parent(recipe):
     sweep = _run(recipe, "sweep")
     trial = _run(recipe, "mine", parent=sweep)
-    assert f"run {trial} and the runs below" in report(recipe).page.read_text()
+    assert f"run {trial} and the runs below" in text()
     alone = _run(recipe, "mine")
     _run(recipe, "mine", parent=sweep)
-    assert f"run {alone} and the runs below" in report(recipe).page.read_text()
+    assert f"run {alone} and the runs below" in text()
+    mine = _run(recipe, "mine", f"{tmp_path}/runs/mine")
+    other = _run(recipe, "mine", "/elsewhere/mine")
+    assert f"run {mine} and the runs below" in text()
+    assert f"run {other} and the runs below" in text("moved")
+
+
+def test_files_in_a_bucket_may_be_of_another_store_or_out_of_reach_and_a_page_is_made(
+    recipe, tmp_path, monkeypatch, capsys
+):
+    for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(key, raising=False)
+    for key in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(key, str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    client = open_client(recipe.tracking.uri)
+    client.create_experiment("trials", artifact_location="s3://bucket/runs")
+    run_id = _run(recipe, "mine")
+    assert report_page(recipe) == 0
+    place = f"s3://bucket/runs/{run_id}/artifacts"
+    told = capsys.readouterr().out
+    assert f"not kept with the run: MLflow has its files at {place}, which" in told
+    monkeypatch.setattr(tracking_store, "are_own_files", lambda *_: True)  # as of a server
+    assert report_page(recipe) == 0
+    assert "Unable to locate credentials" in capsys.readouterr().out
+    assert next(Path(recipe.output).rglob("report.html")).exists()
 
 
 def test_a_report_on_a_copied_store_changes_no_file_of_the_original(recipe, tmp_path, capsys):
@@ -133,53 +147,20 @@ def test_files_of_another_store_are_not_a_stores_own(tmp_path):
     for name in ("own", "copy"):
         (folder / name / "mlflow.db").touch()
     (folder / "moved" / "mlflow.db").symlink_to(folder / "own" / "mlflow.db")
-
-    def is_own(store, files):
-        uri = f"sqlite:///{folder}/{store}/mlflow.db"
-        return are_own_files(uri, files if "://" in files else f"file://{folder}/{files}/e/r")
-
-    pairs = (("own", "own"), ("way", "own"), ("own", "way"), ("linked", "linked"))
-    pairs += (("moved", "own"), ("moved", "moved"))
-    assert all(is_own(store, f"{files}/mlruns") for store, files in pairs)
-    assert not is_own("copy", "own/mlruns")
-    assert not is_own("above", "above/below/mlruns")
-    assert not is_own("own", "s3://bucket/mlruns/e/r")
+    for store, files, is_own in [
+        ("own", "own", True),
+        ("way", "own", True),
+        ("own", "way", True),
+        ("linked", "linked", True),
+        ("moved", "own", True),
+        ("moved", "moved", True),
+        ("copy", "own", False),
+        ("above", "above/below", False),
+    ]:
+        place = f"file://{folder}/{files}/mlruns/e/r"
+        assert are_own_files(f"sqlite:///{folder}/{store}/mlflow.db", place) is is_own, store
+    assert not are_own_files(f"sqlite:///{folder}/own/mlflow.db", "s3://bucket/mlruns/e/r")
     assert are_own_files("http://127.0.0.1:5000", "s3://bucket/mlruns/e/r")
-
-
-def test_a_store_whose_files_are_on_s3_may_be_a_copy_and_is_reported_without_them(
-    recipe, tmp_path, monkeypatch, capsys
-):
-    for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
-        monkeypatch.delenv(key, raising=False)
-    for key in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
-        monkeypatch.setenv(key, str(tmp_path / "none"))
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    client = open_client(recipe.tracking.uri)
-    client.create_experiment("trials", artifact_location="s3://bucket/runs")
-    experiment = experiment_id(client, recipe.tracking.uri, "trials")
-    run_id = store_run(client, experiment, "mine", {"eval/top1": 0.5})
-    place = f"s3://bucket/runs/{run_id}/artifacts"
-    client.set_tag(run_id, "vit_ray.kind", "pretrain")
-    assert report_page(recipe) == 0
-    told = capsys.readouterr().out
-    assert f"not kept with the run: MLflow has its files at {place}, which" in told
-
-
-def test_without_such_a_run_the_whole_experiment_is_reported_and_that_is_said(recipe, capsys):
-    _run(recipe, "another")
-    assert "another" in report(recipe).page.read_text()
-    assert report_page(recipe) == 0
-    assert "no run 'mine'; this page is of the whole experiment" in capsys.readouterr().out
-
-
-def test_a_mistyped_store_is_refused_and_not_created(recipe, tmp_path):
-    with pytest.raises(ValueError, match=r"tracking.uri=.*no such file"):
-        report(recipe)
-    assert not (tmp_path / "mlflow.db").exists()
-    (tmp_path / "mlflow.db").mkdir()
-    with pytest.raises(ValueError, match=r"tracking.uri=.*it is a folder"):
-        report(recipe)
 
 
 def test_the_database_of_another_program_gets_no_table(recipe, tmp_path):
@@ -211,15 +192,6 @@ def test_a_long_job_does_not_fail_because_its_page_cannot_be_made(recipe, caplog
     assert "import of vit_ray.experiments.write_page halted" in caplog.text
 
 
-def test_an_experiment_without_runs_is_a_page_that_says_so_and_an_exit_code(recipe, capsys):
-    client = open_client(recipe.tracking.uri)
-    experiment_id(client, recipe.tracking.uri, "trials")
-    assert report_page(recipe) == 1
-    told = capsys.readouterr().out
-    assert "missing: 'trials' holds no runs yet" in told
-    assert "holds no runs yet" in report(recipe).page.read_text()
-
-
 def test_an_mlflow_that_is_away_for_a_moment_makes_no_page_of_other_runs(recipe, monkeypatch):
     """The page of a run must not become that of the whole experiment."""
     _run(recipe, "mine")
@@ -235,30 +207,82 @@ def test_an_mlflow_that_is_away_for_a_moment_makes_no_page_of_other_runs(recipe,
     assert page.read_text() == before
 
 
-class _AsksForLogIn(BaseHTTPRequestHandler):
-    status = 401
-
-    def do_POST(self):
-        self.send_response(self.status)
-        self.end_headers()
-        self.wfile.write(b"You are not authenticated.")
-
-    do_GET = do_POST  # noqa: N815
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_server_that_asks_for_a_log_in_is_told_with_what_to_set(recipe, monkeypatch, status):
-    monkeypatch.setattr(_AsksForLogIn, "status", status)
-    server = HTTPServer(("127.0.0.1", 0), _AsksForLogIn)
+def test_a_server_that_asks_for_a_log_in_is_told_with_what_to_set(recipe, status):
+    class AsksForLogIn(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(b"You are not authenticated.")
+
+        do_GET = do_POST  # noqa: N815
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), AsksForLogIn)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         uri = f"http://127.0.0.1:{server.server_port}"
-        asking = recipe.with_changes(tracking={"uri": uri})
         with pytest.raises(RuntimeError, match=r"requires a log-in.*MLFLOW_TRACKING_USERNAME"):
-            report_page(asking)
+            report_page(recipe.with_changes(tracking={"uri": uri}))
     finally:
         server.shutdown()
         server.server_close()
+
+
+def store_with_a_sweep(folder: Path) -> str:
+    uri = f"sqlite:///{folder}/mlflow.db"
+    client = open_client(uri)
+    old, new = (experiment_id(client, uri, name) for name in ("old", "new"))
+    store_run(client, old, "first", tags={"vit_ray.kind": "pretrain"}, start_ms=1)
+    parent = store_run(client, new, "sweep", tags={"vit_ray.kind": "sweep"}, start_ms=2)
+    tags = {"vit_ray.kind": "sweep_trial", "mlflow.parentRunId": parent}
+    store_run(client, new, "trial", tags=tags, start_ms=3)
+    assert new == "2"
+    return uri
+
+
+def test_the_link_that_is_printed_is_served(tmp_path):
+    uri = store_with_a_sweep(tmp_path)
+    with socket.socket() as taken:  # another server on the port: the next free one is used
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        words = ["-m", "vit_ray", "ui", uri, "--port", str(taken.getsockname()[1])]
+        server = subprocess.Popen(
+            [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            text=True, start_new_session=True,
+        )  # fmt: skip
+        try:
+            assert server.stdout is not None
+            link = server.stdout.readline().strip()
+            found = re.fullmatch(
+                r"(http://127\.0\.0\.1:\d+)/#/experiments/2/runs\?workflowType=machine_learning"
+                r"&viewStateShareKey=sweep&compareRunsMode=CHART",
+                link,
+            )
+            assert found, link
+            for _ in range(600):
+                try:
+                    with urllib.request.urlopen(f"{found[1]}/health") as answer:
+                        assert answer.read() == b"OK"
+                    break
+                except OSError:
+                    time.sleep(0.2)
+            else:
+                pytest.fail("it does not answer")
+        finally:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+
+
+def test_no_store_is_served_that_is_not_there_or_is_empty_or_has_no_address(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="no such file"):
+        tracking_store.open_pages(f"sqlite:///{tmp_path}/nowhere.db", 5000)
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    open_client(uri)
+    with pytest.raises(ValueError, match="has no run yet"):
+        tracking_store.open_pages(uri, 5000)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "mlruns")
+    with pytest.raises(ValueError, match=r"uri: a path .*MLFLOW_TRACKING_URI.*mlruns$"):
+        tracking_store.open_pages(None, 5000)

@@ -1,11 +1,12 @@
 """Runs of the engine on small random batches, as the ranks of a test execute them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from tests.training.ranks import run_ranks
+from vit_ray import trust_modules
 from vit_ray.checkpoints.checkpoint import Position, Progress
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
@@ -20,8 +21,6 @@ GLOBAL_BATCH = 8
 # ZeRO 3 puts its own in place for the rest of the process, whose sums are taken in another order.
 PLAIN_LINEAR = torch.nn.functional.linear
 OPTIM = OptimConfig(name="adamw", learning_rate=1e-2, weight_decay=0.1, clip_norm=1.0)
-
-
 IMAGES = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8)
 
 
@@ -54,6 +53,28 @@ def small_model(name: str = "ViT") -> torch.nn.Module:
     return build_model(name, 5, image_size=8, head_bias=-1.0, **sizes)
 
 
+def plain_torch(
+    model: torch.nn.Module, steps: int, frozen: Sequence[str] = ()
+) -> Iterator[tuple[torch.nn.Module, float]]:
+    """As `OPTIM` says, without this package: the model after each step, and the step's loss."""
+    groups = []
+    for name, parameter in model.named_parameters():
+        if name.startswith(tuple(frozen)):
+            parameter.requires_grad_(False)
+            continue
+        decays = parameter.ndim > 1 and not name.startswith(("class_token", "positions"))
+        groups.append({"params": [parameter], "weight_decay": 0.1 * decays})
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
+    for step in range(steps):
+        images, labels = batch(step)
+        loss = loss_of(TrainConfig(precision="fp32"))(model, images, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([group["params"][0] for group in groups], 1.0)
+        optimizer.step()
+        yield model, loss.item()
+
+
 def build_engine(
     train: TrainConfig, world_size: int, micro: int, optim: Any = OPTIM, model: Any = None
 ) -> DeepSpeedEngine:
@@ -71,6 +92,7 @@ def build_engine(
 
 
 def optim_of(config: dict[str, Any]) -> OptimConfig:
+    trust_modules("tests.parts")
     return OptimConfig.model_validate(config["optim"]) if "optim" in config else OPTIM
 
 
@@ -137,14 +159,18 @@ def straight_and_saved(rank: int, configs: list[dict[str, Any]], folder: str) ->
 
 
 def resumed(rank: int, configs: list[dict[str, Any]], folder: str) -> dict[Any, Run]:
-    """For each config: steps 2 to 4 after resuming from folder/FROM."""
+    """For each config: steps 2 to 4 after resuming from folder/FROM, over other first weights."""
     world_size = torch.distributed.get_world_size()
     results = {}
     for config in configs:
         train = TrainConfig.model_validate(config["train"])
         checkpoint = newest_checkpoint(locate(folder).child(config["from"]))
         assert checkpoint is not None
-        engine = build_engine(train, world_size, config["micro"], optim_of(config))
+        model = small_model()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1)
+        engine = build_engine(train, world_size, config["micro"], optim_of(config), model)
         engine.state.restore(checkpoint)
         losses = run_steps(engine, 2, 5, config["micro"])
         results[config["name"], config["from"]] = finished(engine, losses)
@@ -156,14 +182,14 @@ class StraightRuns:
     folder/WORLD/NAME.
     """
 
-    def __init__(self, folder: str, train: Callable[..., dict[str, Run]] = straight_and_saved):
-        self._folder, self._train = folder, train
+    def __init__(self, folder: str):
+        self._folder = folder
         self._runs: dict[tuple[int, str], Run] = {}
 
     def of(self, world: int, configs: Iterable[dict[str, Any]]) -> dict[str, Run]:
         names = {config["name"]: config for config in configs}
         new = [config for name, config in names.items() if (world, name) not in self._runs]
         if new:
-            found = run_ranks(world, self._train, new, f"{self._folder}/{world}")[0]
+            found = run_ranks(world, straight_and_saved, new, f"{self._folder}/{world}")[0]
             self._runs |= {(world, name): run for name, run in found.items()}
         return {name: self._runs[world, name] for name in names}

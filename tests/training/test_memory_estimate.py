@@ -1,7 +1,9 @@
-"""Weight of a training against published formulas, real forward passes and DeepSpeed's tensors."""
+"""Memory against published formulas, real passes and DeepSpeed's tensors; images per pass."""
 
 import gc
 import math
+import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,19 +12,30 @@ from torch import Tensor, nn
 
 from tests.recipes import recipe_with
 from tests.training.ranks import run_ranks
+from tests.worker.fakes import FakeRun, make_job
 from vit_ray.config import Recipe
 from vit_ray.measure import memory
-from vit_ray.measure.memory import GIB, state_memory
+from vit_ray.measure.memory import GIB, is_out_of_memory, state_memory
 from vit_ray.models import build_model
+from vit_ray.training import memory_estimate
 from vit_ray.training.engine import DeepSpeedEngine
 from vit_ray.training.memory_estimate import (
+    RESERVED_FRACTION,
     activation_bytes,
     count_parameters,
     estimate_memory,
     largest_micro_batch,
+    pass_bytes,
     state_shape,
+    step_macs,
+    tried_micro_batch,
 )
 from vit_ray.training.objective import make_loss
+from vit_ray.training.steps import micro_batch_size
+from vit_ray.worker.run_link import RunLink, Watchdog
+from vit_ray.worker.worker import set_up_evaluation
+
+CPU = torch.device("cpu")
 
 SIZES = {"width": 128, "mlp_dim": 512, "num_heads": 4, "patch_size": 4}
 
@@ -77,15 +90,35 @@ def test_parameters_are_the_references_and_masked_patches_do_not_train_the_class
     assert state_shape(masked, 1000, 1).num_frozen == head
 
 
+def tuning_recipe(frozen: list[str]) -> Recipe:
+    return recipe_with(model={"name": "ViT-Ti/16"}, optim={"steps": 3, "frozen": frozen})
+
+
+def test_the_plan_counts_what_is_trained_and_what_is_computed():
+    fixed = ["embedding", "class_token", "positions", "blocks", "norm"]
+    probe = tuning_recipe(fixed)
+    assert count_parameters(probe, 1000) == 193_000
+    shape = state_shape(probe, 1000, 2)
+    assert (shape.num_parameters, shape.num_frozen) == (193_000, 5_717_416 - 193_000)
+    tokens, width, pixels = 197, 192, 196 * 3 * 16**2 * 192
+    # Each product of the forward pass has two in the backward pass, but that of the pixels.
+    forward = (step_macs(tuning_recipe([]), 1000) + pixels) // 3
+    # Of a linear probe the backward pass is the head's own gradient.
+    assert step_macs(probe, 1000) == forward + 192_000
+    # Frozen to the middle: six blocks and the head have two products for each of the forward pass.
+    half = step_macs(tuning_recipe([*fixed[:3], "blocks.0-5"]), 1000)
+    block = tokens * 12 * width**2 + 2 * tokens**2 * width
+    last = tokens * 2 * width**2 + 10 * width**2 + 2 * tokens * width
+    assert half == forward + 2 * (5 * block + last + 192_000)
+
+
 def test_the_largest_micro_batch_fits_and_the_next_divisor_does_not():
     recipe = recipe_of({"name": "ViT-Ti/16"}, global_batch_size=960, precision="bf16")
-    memory_gib = 1.0
-    size = largest_micro_batch(recipe, 1000, 2, memory_gib)
+    size = largest_micro_batch(recipe, 1000, 2, 1.0)
     assert size is not None
     larger = next(n for n in range(size + 1, 481) if 480 % n == 0)
-    assert 1 <= size < 480
-    assert estimate_memory(recipe, 1000, size, 2).total <= 0.95 * memory_gib
-    assert estimate_memory(recipe, 1000, larger, 2).total > 0.95 * memory_gib
+    assert estimate_memory(recipe, 1000, size, 2).total <= 0.95
+    assert estimate_memory(recipe, 1000, larger, 2).total > 0.95
     assert largest_micro_batch(recipe_of({"name": "ViT-Ti/16"}), 1000, 2, 0.01) is None
     recipe = recipe_of({"name": "ViT-Ti/16", "image_size": (224, 448)}, global_batch_size=4096)
     # The images of three batches are on the device.
@@ -126,9 +159,8 @@ def held_bytes(rank: int, recipe: Recipe) -> int:
         for _ in range(PASSES):
             _pass_of(engine)
             seen = [weight.grad for weight in engine._names]  # those of C++ alone are not found
-            now = _storages()
+            after_passes.append(_bytes_since(before))
             del seen
-            after_passes.append(sum(size for key, size in now.items() if key not in before))
         engine.step(1e-3)
         peaks.append(max(after_passes))
     engine.close()
@@ -144,22 +176,13 @@ def test_stage_3_gathers_and_holds_what_the_plan_says(prefetch, held, monkeypatc
     recipe = vit(4, 16, precision="bf16", zero_stage=3, global_batch_size=8)
     shape = state_shape(recipe, 5, 2)
     bucket = memory.reduce_bucket(shape.num_parameters, shape.largest_parameter)
-    most_held, config = run_ranks(2, measure_gathering, recipe, prefetch, held)[0]
-    assert config == {
-        "prefetch_bucket_size": prefetch,
-        "max_live_parameters": held,
-        "max_reuse_distance": 2 * held,
-        "param_persistence_threshold": 0,
-        "reduce_bucket_size": bucket,
-    }
+    most_held = run_ranks(2, measure_gathering, recipe, prefetch, held)[0]
     buffers = state_memory(shape).buffers * GIB / shape.weight_bytes
     assert most_held == pytest.approx(buffers - 2 * bucket, rel=0.01)
 
 
-def measure_gathering(
-    rank: int, recipe: Recipe, prefetch: int, held: int
-) -> tuple[int, dict[str, int]]:
-    """Most gathered elements in a usual step of stage 3, and what DeepSpeed takes for its sizes."""
+def measure_gathering(rank: int, recipe: Recipe, prefetch: int, held: int) -> int:
+    """Most gathered elements in a usual step of stage 3."""
     memory.PREFETCH_ELEMENTS, memory.GATHERED_ELEMENTS = prefetch, held  # type: ignore[misc]
     engine = _engine(recipe)
     for _ in range(2):  # its first step records the order of the layers
@@ -177,13 +200,8 @@ def measure_gathering(
             module.register_forward_hook(note)
             module.register_full_backward_hook(note)
     _pass_of(engine)
-    config = engine._engine._config.zero_config
-    names = (
-        "prefetch_bucket_size", "max_live_parameters", "max_reuse_distance",
-        "param_persistence_threshold", "reduce_bucket_size",
-    )  # fmt: skip
     engine.close()
-    return max(gathered), {name: getattr(config, name) for name in names}
+    return max(gathered)
 
 
 def _pass_of(engine: DeepSpeedEngine) -> None:
@@ -209,3 +227,134 @@ def _storages() -> dict[int, int]:
     tensors = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]
     real = [t.untyped_storage() for t in tensors if t.device.type != "meta"]
     return {storage._cdata: math.ceil(storage.nbytes()) for storage in real}
+
+
+def _bytes_since(before: dict[int, int]) -> int:
+    return sum(size for key, size in _storages().items() if key not in before)
+
+
+def evaluation_bytes(rank: int, folder: str) -> tuple[int, int]:
+    """That an evaluation's own run holds, and of its weights."""
+    sizes = {"depth": 2, "width": 256, "mlp_dim": 512, "num_heads": 4, "patch_size": 8}
+    sections = {"model": {"name": "ViT", "image_size": 16, **sizes}, "optim": {"name": "adamw"}}
+    train = {"averaging": 0.9, "precision": "bf16", "zero_stage": 1}
+    job = make_job(Path(folder), "evaluate", data={"eval": "somewhere"}, train=train, **sections)
+    before, link, streams = _storages(), RunLink(FakeRun(), 0), Any  # type: ignore[arg-type]
+    dog = Watchdog(60.0, link.beat, link.note_hang)
+    evaluator = set_up_evaluation(job, link, streams, CPU, dog)  # type: ignore[arg-type]
+    held = _bytes_since(before)
+    return held, sum(p.numel() * 2 for p in evaluator._engine._model.parameters())
+
+
+def test_an_evaluations_own_run_holds_the_weights_once_in_bf16(tmp_path):
+    ((held, weights),) = run_ranks(1, evaluation_bytes, str(tmp_path))
+    assert weights > 2**21
+    assert weights <= held < 1.05 * weights
+
+
+def batch_recipe(micro: int | str, workers: int | list[int] = 4) -> Recipe:
+    train = {"global_batch_size": 96, "micro_batch_size": micro}
+    return recipe_with("a", train=train, workers={"num_workers": workers})
+
+
+@pytest.mark.parametrize(
+    ("micro", "world", "limit", "images"),
+    [
+        ("auto", 4, None, 24),
+        ("auto", 4, 10, 8),
+        ("auto", 3, 31, 16),
+        (12, 4, None, 12),
+        (12, 4, 5, 4),
+    ],
+)
+def test_it_is_the_largest_divisor_of_the_share_within_the_limit(micro, world, limit, images):
+    assert micro_batch_size(batch_recipe(micro), world, limit) == images
+
+
+def test_a_number_is_the_most_for_an_elastic_group():
+    sizes = [micro_batch_size(batch_recipe(20, [1, 4]), world) for world in (1, 2, 3, 4)]
+    assert sizes == [16, 16, 16, 12]
+    with pytest.raises(ValueError, match="nearest valid"):  # for a fixed one
+        micro_batch_size(batch_recipe(5), 4)
+
+
+RECIPE = vit(2, 64, precision="fp32")
+
+
+@pytest.mark.parametrize(
+    ("mixup", "share", "estimate", "most", "tried", "found"),
+    [
+        (0.0, 24, 24, 30, [24], 24),  # a good estimate costs one trial
+        (0.0, 24, 24, 7, [24, 12, 6], 6),
+        (0.0, 24, 12, 30, [12], 12),
+        (0.0, 24, 24, 1, [24, 12, 6, 3], 1),
+        (0.0, 24, None, 0, [], 1),  # the first pass of the training reports it
+        (0.8, 30, 30, 14, [30, 10], 10),  # pairs: no 15
+        (0.8, 24, 24, 1, [24, 12, 6], 2),
+    ],
+)
+def test_the_estimate_is_tried_and_halved_until_it_fits(
+    mixup, share, estimate, most, tried, found, monkeypatch
+):
+    sizes: list[int] = []
+
+    def passed(recipe: Any, num_classes: int, size: int, device: torch.device) -> int:
+        sizes.append(size)
+        return size * GIB
+
+    # The half is more than the state of so small a model.
+    free_bytes = int((most + 0.5) * GIB / (1 - RESERVED_FRACTION))
+    monkeypatch.setattr(memory_estimate, "pass_bytes", passed)
+    monkeypatch.setattr(memory_estimate, "largest_micro_batch", lambda *_: estimate)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_bytes, free_bytes))
+    recipe = RECIPE.with_changes(train={"mixup": mixup, "global_batch_size": 2 * share})
+    assert tried_micro_batch(recipe, 10, 2, CPU) == found
+    assert sizes == tried
+
+
+def test_what_the_batches_take_is_not_left_to_the_passes(monkeypatch):
+    monkeypatch.setattr(memory_estimate, "pass_bytes", lambda recipe, _, size, device: size * GIB)
+    monkeypatch.setattr(memory_estimate, "largest_micro_batch", lambda *_: 8)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (9 * GIB, 9 * GIB))
+    found = []
+    for images in (64, 1 << 16):  # 3 x 12 KiB each: 2 MiB, and 2.25 GiB
+        recipe = RECIPE.with_changes(train={"global_batch_size": images})
+        found.append(tried_micro_batch(recipe, 10, 1, CPU))
+    assert found == [8, 4]
+
+
+def capped(rank: int) -> list[int | None]:
+    """In a process that may take 128 MiB more: a large pass, then a small one."""
+    pass_bytes(RECIPE, 10, 1, CPU)  # what is loaded and started once
+    with open("/proc/self/statm") as file:
+        taken = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 27),) * 2)
+    return [pass_bytes(RECIPE, 10, size, CPU) for size in (1024, 2, 1024, 2)]
+
+
+def test_a_pass_that_really_runs_out_of_memory_is_known_and_leaves_the_next_its_place():
+    assert run_ranks(1, capped) == [[None, 0, None, 0]]
+
+
+class RayTaskError(RuntimeError):
+    """As Ray raises a data task's error on a worker."""
+
+    __module__ = "ray.exceptions"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_it"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (torch.AcceleratorError("CUDA error: out of memory", 2), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (torch.distributed.DistBackendError("NCCL error: Failed to CUDA calloc async"), True),
+        (torch.AcceleratorError("CUDA error: device-side assert triggered", 710), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("out of memory"), False),
+        (RayTaskError("a task of the stream ran out of memory"), False),
+    ],
+)
+def test_memory_that_ran_out_is_known_by_every_librarys_word(error, is_it):
+    assert is_out_of_memory(error) is is_it

@@ -1,6 +1,5 @@
 """Which Ray a driver joins, or starts for itself alone."""
 
-import math
 import os
 import shutil
 import signal
@@ -12,15 +11,12 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
-import ray
 
 from tests.ports import free_ports
-from vit_ray.config import load_recipe
 from vit_ray.launch import connection
-from vit_ray.launch.connection import ClusterShape, check_address, check_reachable, connect
+from vit_ray.launch.connection import check_address, check_reachable
 
 TOKEN = "0123456789abcdef" * 2
 START = "from vit_ray.launch.connection import _start; _start(1)"
@@ -141,45 +137,3 @@ def test_a_cluster_that_refuses_the_token_is_told_at_once(environment, message, 
     assert message in output
     assert "Failed to get cluster ID" not in output  # Ray's own attempts have not begun
     assert ("copy ~/.ray/auth_token of its head" in output) == (done.returncode != 0)
-
-
-def test_sigterm_does_what_it_did_once_ray_is_joined(monkeypatch):
-    """Ray's own handler prints a stack, and ends the process with exit code 15."""
-    earlier = signal.getsignal(signal.SIGTERM)
-
-    def init(**_: Any) -> None:
-        signal.signal(signal.SIGTERM, lambda *_: None)
-
-    with socket.create_server(("127.0.0.1", 0)) as head:
-        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{head.getsockname()[1]}")
-        monkeypatch.setattr(ray, "is_initialized", lambda: False)
-        monkeypatch.setattr(ray, "init", init)
-        monkeypatch.setattr(connection, "token_problem", lambda *_: None)
-        monkeypatch.setattr(connection, "shape", lambda _: "shape")
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        try:
-            assert connect(load_recipe("digits")) == "shape"
-            with pytest.raises(SystemExit, match="143"):  # what is open is closed
-                signal.raise_signal(signal.SIGTERM)
-            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        finally:
-            signal.signal(signal.SIGTERM, earlier)
-
-
-def test_a_ray_for_one_command_has_the_cores_of_its_affinity_or_the_cpus_that_it_needs(monkeypatch):
-    """As a container that may use seven of a host's 64."""
-    started: list[int] = []
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(os, "environ", os.environ.copy())
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(7)))
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", lambda **how: started.append(how["num_cpus"]))
-    monkeypatch.setattr(connection, "mark_private", lambda: None)
-    monkeypatch.setattr(connection, "_end_with_ray", lambda folder: None)
-    monkeypatch.setattr(connection, "keep_no_dataset_statistics", lambda: None)
-    monkeypatch.setattr(connection, "shape", lambda at: ClusterShape(1, 9, 0, at, is_private=True))
-    assert "7 cores" in str(connect(load_recipe("digits")))
-    wide = load_recipe("digits").with_changes(workers={"num_workers": 64, "cpus_per_worker": 1.0})
-    connect(load_recipe("digits"), wide)
-    assert started == [7, 64 + math.ceil(2 * wide.data.cpus_per_task)]

@@ -1,5 +1,10 @@
-"""What of a recipe may change in the middle of a run: on checkpoints' positions, without a run."""
+"""Which run a recipe goes on with, and what of it may change: on checkpoints, without a run."""
 
+import json
+import re
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,18 +14,22 @@ import pytest
 import torch
 
 from tests.checkpoints.written import snapshot_of, write_snapshot
+from tests.commands.test_fork import write_parent
+from tests.launch.test_seen_batch import recipe_on, sets
 from tests.recipes import recipe_with
-from vit_ray import storage
-from vit_ray.checkpoints import checkpoint_format
+from vit_ray import lock
 from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
-from vit_ray.checkpoints.checkpoint_format import COMMIT
 from vit_ray.commands.job_list import COMMANDS
-from vit_ray.config import Recipe, keys
+from vit_ray.config import Recipe
 from vit_ray.config.keys import all_keys, incompatible_changes, keys_below, on_resume
 from vit_ray.config.schema import OnResume
-from vit_ray.launch.named_run import accepted_changes, find_resume_point
+from vit_ray.launch.named_run import accepted_changes, find_resume_point, find_run, where_it_lies
+from vit_ray.launch.prepared_run import lock_run
 from vit_ray.launch.run import _init_run
+from vit_ray.lock import check_lock, this_process
 from vit_ray.storage import locate
+
+__all__ = ["sets"]
 
 IMAGES, BATCH = 640, 64
 
@@ -69,52 +78,28 @@ def test_a_run_is_begun_again_on_purpose_only_where_no_checkpoint_can_be_used(is
     assert find_resume_point(recipe) is None
 
 
-def test_a_driver_does_not_wait_for_a_marker_that_may_be_shown_late(tmp_path, monkeypatch):
-    recipe = linear_recipe(output=str(tmp_path))
-    for step in (1, 2):
-        folder = locate(recipe.run_folder).child(folder_name(step))
-        at = replace(position(step), shapes={"w": [2]})
-        write_snapshot(snapshot_of(0, 1, {"weight|w|0": torch.ones(2)}, at), folder)
-    folder.child(COMMIT).delete()
-    monkeypatch.setattr(checkpoint_format, "READ_AGAIN_S", 10.0)
-    pauses: list[float] = []
-    monkeypatch.setattr(storage.time, "sleep", pauses.append)
-    found = find_resume_point(recipe)
-    assert found is not None
-    assert (found.position.step, sum(pauses)) == (1, 0)
-
-
-def test_the_same_recipe_goes_on_without_a_word():
-    assert accepted(linear_recipe(), position(20)) == []
-    assert accepted(linear_recipe(), position(7)) == []
-
-
 @pytest.mark.parametrize(
-    ("changes", "key", "before", "now"),
+    ("changes", "change"),
     [
-        ({"optim": {"learning_rate": 0.3}}, "optim.learning_rate", "0.1", "0.3"),
-        ({"optim": {"weight_decay": 0.3}}, "optim.weight_decay", "0.0", "0.3"),
-        ({"optim": {"schedule": "cosine"}}, "optim.schedule", "linear", "cosine"),
-        ({"optim": {"warmup_steps": 3}}, "optim.warmup_steps", "0", "3"),
-        ({"optim": {"epochs": 1.5}}, "optim.epochs", "2.0", "1.5"),
-        ({"train": {"label_smoothing": 0.1}}, "train.label_smoothing", "0.0", "0.1"),
-        ({"train": {"precision": "fp32"}}, "train.precision", "bf16", "fp32"),
-        ({"data": {"augment": {"min_area": 0.5}}}, "data.augment.min_area", "0.05", "0.5"),
-        ({"data": {"eval": "/data/other"}}, "data.eval", "/data/test", "/data/other"),
-        ({"optim": {"betas": [0.9, 0.95]}}, "optim.betas", r"\[0.9, 0.999\]", r"\[0.9, 0.95\]"),
-        ({"init_from": "/weights"}, "init_from", "None", "/weights"),
-        ({"checkpoint": {"keep_best": True}}, "checkpoint.keep_best", "False", "True"),
+        ({"optim": {"learning_rate": 0.3}}, "optim.learning_rate was 0.1 and is 0.3"),
+        ({"optim": {"schedule": "cosine"}}, "optim.schedule was linear and is cosine"),
+        ({"optim": {"warmup_steps": 3}}, "optim.warmup_steps was 0 and is 3"),
+        ({"optim": {"epochs": 1.5}}, "optim.epochs was 2.0 and is 1.5"),
+        ({"train": {"precision": "fp32"}}, "train.precision was bf16 and is fp32"),
+        ({"data": {"augment": {"min_area": 0.5}}}, "data.augment.min_area was 0.05 and is 0.5"),
+        ({"data": {"eval": "/data/other"}}, "data.eval was /data/test and is /data/other"),
+        ({"optim": {"betas": [0.9, 0.95]}}, "optim.betas was [0.9, 0.999] and is [0.9, 0.95]"),
+        ({"init_from": "/weights"}, "init_from was None and is /weights"),
+        ({"checkpoint": {"keep_best": True}}, "checkpoint.keep_best was False and is True"),
     ],
 )
-def test_a_change_is_refused_by_name_with_both_values_or_accepted_on_purpose(
-    changes, key, before, now
-):
-    told = f"{key} was {before} and is {now}"
-    with pytest.raises(ValueError, match=f"{told}.*set resume=changed to continue it from step 7"):
+def test_a_change_is_refused_by_name_with_both_values_or_accepted_on_purpose(changes, change):
+    with pytest.raises(ValueError, match=re.escape(change)) as refused:
         accepted(linear_recipe(**changes), position(7))
+    assert "set resume=changed to continue it from step 7" in str(refused.value)
     (event,) = accepted(linear_recipe(**changes, resume="changed"), position(7))
     assert event.startswith("continues with another recipe: ")
-    assert key in event
+    assert change in event
 
 
 @pytest.mark.parametrize("step", [7, 20])
@@ -216,10 +201,6 @@ def test_a_longer_run_is_accepted_and_says_what_becomes_of_the_schedule():
     assert "the learning rate after step 20 is 0.05, and would have been 0" in event
 
 
-def test_a_length_may_be_said_in_another_way():
-    assert accepted(linear_recipe(optim={"epochs": None, "steps": 20}), position(7)) == []
-
-
 def test_a_run_does_not_end_before_where_it_is():
     shorter = linear_recipe(optim={"epochs": 1.0}, resume="changed")
     with pytest.raises(ValueError, match="trained for 12 steps, and this recipe ends after 10"):
@@ -245,10 +226,12 @@ def test_a_run_does_not_end_before_where_it_is():
         {"optim": {"decay_at": [0.5], "momentum": 0.5}},
         {"train": {"averaging_warmup": False}},  # nothing is averaged
         {"train": {"masked_target": "full_patch"}},
+        {"optim": {"epochs": None, "steps": 20}},  # the same length
     ],
 )
 def test_speed_and_place_may_change(changes):
     assert accepted(linear_recipe(**changes), position(7)) == []
+    assert accepted(linear_recipe(), position(20)) == []
 
 
 def test_a_run_of_a_recipe_with_other_keys_is_refused_with_who_reads_it():
@@ -265,14 +248,10 @@ def test_when_evaluations_may_end_a_run_their_cadence_decides():
         accepted(begun.with_changes(evaluate={"every_steps": 5}), position(7, begun))
 
 
-def test_every_key_that_a_training_reads_says_whether_it_may_change():
-    keys = keys_below(*(key for key in COMMANDS["pretrain"].reads if key != "plan"))
-    assert len(keys) > 90
-    assert {key.name for key in keys if not key.on_resume} == {"name"}
-
-
 def test_other_keys_of_the_training_than_these_need_the_flag():
     """Written out: with another one marked free, a run becomes another training in silence."""
+    read = keys_below(*(key for key in COMMANDS["pretrain"].reads if key != "plan"))
+    assert {key.name for key in read if not key.on_resume} == {"name"}
     sections = ("data.", "optim.", "train.", "evaluate.")
     names = [key.name for key in all_keys()]
     mine = [key for key in names if key.startswith(sections) or "." not in key]
@@ -287,13 +266,76 @@ def test_other_keys_of_the_training_than_these_need_the_flag():
     assert on_resume("train.masked_target") is OnResume.FIXED  # where it is used
 
 
-def test_what_switches_a_key_off_is_a_key_with_such_values():
-    """A misspelt one would leave the key without effect on any comparison."""
-    allowed = {key.name: key.allowed for key in all_keys()}
-    switches = [used_if for _, used_if in keys._MARKS.values() if used_if]
-    assert len(switches) > 10
-    for used_if in switches:
-        assert set(used_if.values) <= set(allowed[used_if.key].split(" | ")), used_if
-        # Without values the switch is off where it is unset, or 0.
-        can_be_off = allowed[used_if.key].endswith(" | null") or used_if.key == "train.averaging"
-        assert used_if.values or can_be_off, used_if
+def test_a_copy_reads_what_was_copied_with_it_and_else_what_the_run_read(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "a" / "second"
+    for name in ("runs/digits", "runs/other", "data/train"):
+        (first / name).mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    recipe = {
+        "name": "digits",
+        "output": f"{first}/runs",
+        "init_from": f"{first}/runs/other",
+        "data": {"train": f"{first}/data/train", "eval": f"{tmp_path}/elsewhere"},
+        "evaluate": {"few_shot_train": "s3://bucket/set"},
+        # As checkpoints of older versions record it.
+        "deduplicate": {"evaluation_sets": [f"{first}/data/train", "s3://bucket/set"]},
+    }
+
+    def places(folder: Path) -> list[str]:
+        found = where_it_lies(recipe, locate(str(folder)))
+        train, test = found["data"]["train"], found["data"]["eval"]
+        assert found["deduplicate"]["evaluation_sets"] == [train, "s3://bucket/set"]
+        few_shot = found["evaluate"]["few_shot_train"]
+        return [found["output"], found["init_from"], train, test, few_shot]
+
+    here = places(first / "runs" / "digits")
+    others = [f"{tmp_path}/elsewhere", "s3://bucket/set"]
+    assert here == [f"{first}/runs", f"{first}/runs/other", f"{first}/data/train", *others]
+    shutil.copytree(first / "runs" / "digits", tmp_path / "alone")
+    assert places(tmp_path / "alone") == here
+    shutil.copytree(first, second)
+    copied = [f"{second}/runs", f"{second}/runs/other", f"{second}/data/train", *others]
+    assert places(second / "runs" / "digits") == copied
+    shutil.rmtree(second / "data")
+    assert places(second / "runs" / "digits") == [*copied[:2], f"{first}/data/train", *others]
+    relative = {"name": "digits", "output": "runs", "data": {"train": "data"}}
+    assert where_it_lies(relative, locate(str(first / "runs" / "digits"))) == relative
+
+
+@pytest.mark.parametrize(("folder", "name"), [("renamed", "renamed"), ("digits (old)", None)])
+def test_a_renamed_run_is_found_where_it_lies(folder, name, sets, tmp_path):
+    recipe = recipe_on(sets, output=str(tmp_path / "runs"))
+    moved = Path(write_parent(recipe)).rename(tmp_path / "runs" / folder)
+    found = find_run(str(moved)).recipe
+    # A folder whose name is no run's has the run's recorded name.
+    assert (found.output, found.name) == (str(tmp_path / "runs"), name or recipe.name)
+
+
+HOLD = """
+import sys
+from vit_ray import lock
+from vit_ray.launch.prepared_run import lock_run
+from vit_ray.storage import locate
+lock.HEARTBEAT_S = 0.05
+with lock_run(locate(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_driver_is_refused_and_one_whose_run_was_taken_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "RELEASE_S", 0.1)
+    run = locate(str(tmp_path / "runs" / "a"))
+    with lock_run(run) as number:
+        refusal = pytest.raises(ValueError, match=r"run 'a' in .*/runs is in use by another driver")
+        with refusal, lock_run(run):
+            pass
+        check_lock(run, number)
+    run, pipe = locate(str(tmp_path / "runs" / "b")), subprocess.PIPE
+    command = [sys.executable, "-c", HOLD, run.path]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        owner = {**this_process(run), "host": "node-7"}
+        run.child("lock-00000002.json").write(json.dumps(owner).encode())
+        assert other.wait(30) == 1
+        assert "; this process no longer writes there; this driver ends" in other.stderr.read()

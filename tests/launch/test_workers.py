@@ -35,7 +35,6 @@ from vit_ray.launch.workers import (
     RunFailedError,
     WorkerGroups,
     lost_place,
-    settings,
 )
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.storage import locate
@@ -208,21 +207,6 @@ def test_a_group_that_loses_its_place_is_no_failure_and_its_wait_goes_on(tmp_pat
     assert [kind for kind, *_ in attempts.run.events] == [EventKind.WORKER_FAILED]
 
 
-def test_a_record_that_does_not_answer_and_storage_that_is_full_end_no_group(tmp_path, monkeypatch):
-    watched = Watched(tmp_path, monkeypatch)
-
-    def away() -> Any:
-        raise RuntimeError("has not answered")
-
-    watched.run.places = away  # type: ignore[method-assign]
-    assert not watched.is_over_within(2 * SILENT_S)
-    watched = Watched(tmp_path, monkeypatch)
-    Path(watched.job.recipe.run_folder).parent.mkdir(parents=True, exist_ok=True)
-    Path(watched.job.recipe.run_folder).write_text("in the way of the folder")
-    watched.start()
-    assert not watched.is_over_within(2 * SILENT_S)
-
-
 def end_of(watched: Watched, how: str) -> None:
     if how == "finished":
         watched.status.step = TOTAL
@@ -287,14 +271,6 @@ def test_ray_train_tries_once_under_a_name_of_its_own_and_leaves_no_files(tmp_pa
     context = replace(config, storage_filesystem=carried).storage_context  # which tries it
     assert context.experiment_fs_path == f"groups/{config.name}"
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_large_group_is_polled_less_often_and_what_the_user_has_set_stays(monkeypatch):
-    key = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
-    polled = [settings(size, is_private=False)[key] for size in (1, 64, 512)]
-    assert polled == ["0.5", "0.5", "4"]
-    monkeypatch.setenv(key, "3")
-    assert key not in settings(1, is_private=False)
 
 
 def test_a_store_that_does_not_answer_is_named_without_its_secret(tmp_path, monkeypatch, capsys):

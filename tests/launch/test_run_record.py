@@ -1,9 +1,10 @@
-"""How the record of a run ends, whatever ends the run; it is a fake one."""
+"""The record of a run: what it says of the run, and how it ends, whatever ends the run."""
 
+import getpass
 import os
 import shutil
+import subprocess
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,23 +15,116 @@ from mlflow import MlflowClient
 
 from tests.launch.resolved import resolved_run
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.config.keys import PARENT_TAG, RUN_FOLDER
+from vit_ray.config.keys import (
+    PARENT_TAG,
+    RUN_FOLDER,
+    incompatible_changes,
+    recorded_before,
+    stored_tag,
+)
 from vit_ray.config.loading import parse_yaml
 from vit_ray.config.recipe import Training
-from vit_ray.launch import run
 from vit_ray.launch import run_record as module
 from vit_ray.launch.connection import ClusterShape
-from vit_ray.launch.run import RunResult
-from vit_ray.launch.run_record import OpenRun, add_to_ended, end_record, open_record
+from vit_ray.launch.run_record import (
+    OpenRun,
+    add_to_ended,
+    command_line,
+    end_record,
+    git_commit,
+    group_of,
+    open_record,
+    run_facts,
+    trained_params,
+)
 from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.tracking.metrics_log import RunOpening, Status, lock_log, metrics_log_path
 from vit_ray.tracking.recorder import Recorder
 from vit_ray.tracking.tracker import Tracker
 
-RECIPE = "recipe.yaml"
+CLUSTER = ClusterShape(1, 2, 0, 0.0)
+TRIALS = ["init_from=x", "data.train=a/train", "data.eval=a/test"]
+COST = {"study/exaflops": 0.5}
+
+
+def test_parameters_are_what_is_set_and_what_trains():
+    params = trained_params(load_recipe("digits"))
+    assert params["model.depth"] == "4"
+    assert "None" not in params.values()
+    assert not {"name", "output", "data.train", "data.eval", "data.cpus_per_task"} & set(params)
+    others = ("tracking.", "plan.", "checkpoint.")
+    # It decides which weights are the result.
+    assert [key for key in params if key.startswith(others)] == ["checkpoint.keep_best"]
+    assert len(params) < 55
+
+
+@pytest.mark.parametrize("name", ["digits", "digits_sweep", "finetune/cifar10"])
+def test_a_recorded_run_is_found_to_be_of_its_recipe_and_of_no_other(name):
+    recipe = load_recipe(name)
+    tags = run_facts(recipe, "study_cell", resolved_run(), CLUSTER, "typed")
+    before = recorded_before(trained_params(recipe), tags)
+    assert incompatible_changes(before, recipe.flat()) == []
+    other = recipe.with_changes(data={"eval": "another"}, optim={"weight_decay": 0.77})
+    changed = {change.key for change in incompatible_changes(before, other.flat())}
+    assert changed == {"data.eval", "optim.weight_decay"}
+
+
+def test_tags_say_data_stage_user_and_command_and_the_users_own_replace_none(monkeypatch):
+    words = ["/x/vit-ray", "sweep", "digits_sweep", "tracking.uri=http://u:hunter2@h"]
+    monkeypatch.setattr(sys, "argv", words)
+    about = {"description": "Baseline of *May*", "tags": {"team": "vision", "data.eval": "x"}}
+    recipe = load_recipe("digits_sweep", TRIALS).with_changes(tracking=about)
+    tags = run_facts(recipe, "sweep_trial", resolved_run(), CLUSTER, command_line())
+    shown = {key for key in tags if not stored_tag(key).startswith("mlflow.")}  # what pages show
+    assert shown == {
+        "init_from", "vit_ray.kind", "vit_ray.cluster", "vit_ray.run_folder", "vit_ray.group",
+    }  # fmt: skip
+    assert (tags["vit_ray.kind"], tags["data.eval"]) == ("sweep_trial", "a/test")
+    assert tags["vit_ray.run_folder"] == f"{recipe.output}/digits-sweep"
+    assert tags["mlflow.source.name"] == "vit-ray sweep digits_sweep tracking.uri=http://h"
+    assert tags["mlflow.note.content"].startswith("Baseline of *May*\n\nViT on ")
+    assert "vit-ray sweep digits_sweep" in tags["mlflow.note.content"]
+    assert "hunter2" not in str(tags)
+    assert tags["mlflow.user"] == getpass.getuser()
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "ana")  # who shares an account or a container
+    again = run_facts(recipe, "sweep_trial", resolved_run(), CLUSTER, "typed")
+    assert again["mlflow.user"] == "ana"
+
+
+def test_a_group_is_of_runs_that_differ_by_the_seed_alone(monkeypatch):
+    def group(commit: str = "abc", fingerprint: str = "f", **changes: Any) -> str:
+        monkeypatch.setenv("VIT_RAY_GIT_COMMIT", commit)
+        resolved = resolved_run()
+        resolved.streams["train"].manifest.fingerprint = fingerprint
+        return group_of(load_recipe("digits", changes), resolved)
+
+    one = group()
+    assert group(seed=1, name="other", output="elsewhere", **{"data.train": "moved/train"}) == one
+    assert group(**{"optim.learning_rate": 0.5}) != one
+    assert group(fingerprint="e") != one
+    assert group(commit="abd") != one
+
+
+def test_the_commit_is_of_this_package_and_not_of_the_repository_around_it(tmp_path, monkeypatch):
+    monkeypatch.delenv("VIT_RAY_GIT_COMMIT", raising=False)
+    installed = tmp_path / "venv" / "run_record.py"
+    installed.parent.mkdir()
+    installed.write_text("")
+    (tmp_path / "own.py").write_text("")
+    for words in (
+        ["init"], ["add", "own.py"],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "own"],
+    ):  # fmt: skip
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True, capture_output=True)
+    monkeypatch.setattr(module, "__file__", str(installed))
+    assert git_commit() == "unknown"
+    subprocess.run(["git", "-C", str(tmp_path), "add", "venv"], check=True)
+    assert git_commit().endswith("+")
 
 
 class Record:
+    """Stands for the recorder."""
+
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.openings: list[RunOpening] = []
@@ -48,23 +142,17 @@ class Record:
 
     def tag(self, *args: Any) -> None:
         self.calls.append(("tag", *args))
-        if self.error:
-            raise self.error
 
-    def finish(self, status: Status) -> bool:
+    def finish(self, status: Status) -> str:
         self.calls.append(("finish", status))
         if self.error:
             raise self.error
         return self.problem
 
-    def ended(self) -> list[Any]:
-        return [args[0] for name, *args in self.calls if name == "finish"]
-
 
 @pytest.fixture
 def record(monkeypatch: pytest.MonkeyPatch) -> Record:
     made = Record()
-
     monkeypatch.setattr(module, "start_recorder", lambda *_: made)
     monkeypatch.setattr(module, "log_models_later", lambda *_: made.calls.append(("models",)))
     return made
@@ -72,7 +160,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Record:
 
 def opened(kind: str = "pretrain", changes: tuple[str, ...] = (), **options: Any) -> Any:
     recipe = load_recipe("digits", ["tracking.uri=sqlite:///x.db", *changes])
-    return open_record(recipe, kind, resolved_run(), ClusterShape(1, 2, 0, 0.0), **options)
+    return open_record(recipe, kind, resolved_run(), CLUSTER, **options)
 
 
 @pytest.mark.parametrize(
@@ -91,52 +179,50 @@ def test_the_recipe_of_a_run_has_the_sections_that_the_run_needs(kind, sections,
     vtab = "vtab={data: a, tasks: [{name: b, group: natural}]}"
     with opened(kind, (*experiments, *others, vtab)):
         pass
-    (text,) = [args[1] for name, *args in record.calls if name == "text" and args[0] == RECIPE]
-    assert set(parse_yaml(text, "here")) - set(Training.model_fields) == sections
-
-
-def test_work_that_is_done_is_finished_and_work_that_is_not_was_stopped(record):
-    with opened() as run:
-        run.is_complete = True
-    with opened():
-        pass
-    assert record.ended() == ["FINISHED", "KILLED"]
-    assert record.calls[-1] == ("models",)
+    texts = {args[0]: args[1] for name, *args in record.calls if name == "text"}
+    assert set(parse_yaml(texts["recipe.yaml"], "here")) - set(Training.model_fields) == sections
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
+    ("is_complete", "error", "status"),
     [
-        (ValueError("no rate came to its end"), "FAILED"),
-        (RunStoppedError("stopped"), "KILLED"),
-        (KeyboardInterrupt(), "KILLED"),
+        (True, None, "FINISHED"),
+        (False, None, "KILLED"),
+        (False, ValueError("no rate came to its end"), "FAILED"),
+        (True, ValueError("no rate came to its end"), "FAILED"),
+        (True, RunStoppedError("stopped"), "KILLED"),
+        (False, KeyboardInterrupt(), "KILLED"),
     ],
 )
-@pytest.mark.parametrize("is_complete", [False, True])
-def test_an_error_ends_the_record_and_passes(record, error, status, is_complete):
-    def work(run: OpenRun) -> None:
-        run.is_complete = is_complete
-        raise error
+def test_a_record_says_how_its_run_has_ended_and_an_error_passes(
+    is_complete, error, status, record
+):
+    def work() -> None:
+        with opened() as run:
+            run.is_complete = is_complete
+            if error:
+                raise error
 
-    with pytest.raises(type(error)), opened() as run:
-        work(run)
-    assert record.ended() == [status]
-    reasons = [args for name, *args in record.calls if name == "tag"]
-    assert reasons == ([["vit_ray.failure", str(error)]] if status == "FAILED" else [])
+    if error:
+        with pytest.raises(type(error)):
+            work()
+    else:
+        work()
+    reason = [("tag", "vit_ray.failure", str(error))] if status == "FAILED" else []
+    ended = [call for call in record.calls if call[0] != "text"]
+    assert ended == [*reason, ("finish", status), ("models",)]
 
 
-def test_a_trial_shows_the_command_of_its_sweep_and_not_that_of_rays_process(monkeypatch):
-    found: list[RunOpening] = []
-    monkeypatch.setattr(Recorder, "open", lambda _, opening: found.append(opening))
-    sweep = Recorder(MagicMock(), Path("sweep.jsonl"), "sweep", "vit-ray sweep digits_sweep")
-    monkeypatch.setattr(sys, "argv", ["default_worker.py", "--node-ip-address=192.0.2.2"])
-    monkeypatch.setattr(Recorder, "finish", lambda *_: "")
-    with opened(parent=OpenRun(sweep)) as run:
-        assert run.record.actor is sweep.actor
-    (opening,) = found
-    assert opening.parent_log == Path("sweep.jsonl")
-    assert opening.tags["mlflow.source.name"] == "vit-ray sweep digits_sweep"
-    assert "    vit-ray sweep digits_sweep\n" in opening.tags["mlflow.note.content"]
+@pytest.mark.parametrize("fault", [None, "away", "died"])
+def test_what_mlflow_does_not_have_at_the_end_is_told_with_the_command_that_brings_it(
+    fault, record, caplog
+):
+    record.problem = "MLflow has nothing of it (no answer)" if fault == "away" else ""
+    record.error = RuntimeError("the recorder has died") if fault == "died" else None
+    with opened() as run:
+        run.is_complete = True
+    assert (f"run: vit-ray replay {run.record.log_path} URI" in caplog.text) is bool(fault)
+    assert ({"away": "no answer", "died": "has died", None: ""}[fault]) in caplog.text
 
 
 def test_what_children_vary_is_no_parameter_of_their_parent(record):
@@ -150,9 +236,6 @@ def test_what_children_vary_is_no_parameter_of_their_parent(record):
     assert left_out
     with_place, without = (set(opening.tags) for opening in record.openings)
     assert with_place - without == {"data.train"}
-
-
-COST = {"study/exaflops": 0.5}
 
 
 @pytest.fixture
@@ -206,17 +289,9 @@ def test_a_run_whose_driver_died_after_its_last_checkpoint_is_ended_by_the_next(
     assert run.data.metrics == {"train/loss": 1.5, **cost}
 
 
-def test_an_end_that_mlflow_was_away_for_is_brought_there(trained):
-    away = trained.with_changes(tracking={"uri": "http://127.0.0.1:9"})
-    tracker = Tracker.begin(
-        RunOpening(away.tracking, away.name, metrics_log_path(away.run_folder)), wait_s=0.0
-    )
-    tracker.finish("FINISHED", timeout_s=0.0)
-    run_id = end_record(trained, None, 10, COST)
-    assert mlflow_run(trained, run_id).info.status == "FINISHED"
-
-
-def test_a_cell_that_trained_while_mlflow_was_away_is_below_its_study(trained, tmp_path):
+def test_a_cell_that_trained_while_mlflow_was_away_is_brought_there_below_its_study(
+    trained, tmp_path
+):
     study = Recorder(MagicMock(), tmp_path / "study.jsonl", "study")
     for recipe in (trained.with_changes(tracking={"uri": "http://127.0.0.1:9"}), trained):
         path, log = study.log_path, metrics_log_path(recipe.run_folder)
@@ -225,20 +300,10 @@ def test_a_cell_that_trained_while_mlflow_was_away_is_below_its_study(trained, t
             child = RunOpening(recipe.tracking, recipe.name, log, parent_log=path)
             Tracker.begin(child, wait_s=0.0).finish("FINISHED", timeout_s=0.0)
             parent.close(0.0)
-    run_id = end_record(trained, None, 10, COST, OpenRun(study))
-    assert mlflow_run(trained, run_id).data.tags[PARENT_TAG] == parent.run_id
+    run = mlflow_run(trained, end_record(trained, None, 10, COST, OpenRun(study)))
+    assert run.data.tags[PARENT_TAG] == parent.run_id
+    assert run.info.status == "FINISHED"
     parent.close()
-
-
-def test_a_training_that_is_over_is_recorded_below_its_parent(trained, monkeypatch):
-    prepared, ended = MagicMock(is_over=True, recipe=trained), MagicMock()
-    monkeypatch.setattr(run, "prepared_training", lambda *_: nullcontext(prepared))
-    monkeypatch.setattr(run, "end_record", ended)
-    monkeypatch.setattr(run, "training_cost", lambda *_: COST)
-    monkeypatch.setattr(run, "_recorded", lambda *_: RunResult(None, "run", 10, 10, {}, "folder"))
-    parent = OpenRun(MagicMock())
-    assert run.train(trained, parent=parent).already_complete
-    assert ended.call_args.args[-1] is parent
 
 
 def test_a_transfer_of_a_copied_cell_is_not_recorded_in_the_originals_run(
@@ -264,15 +329,3 @@ def test_the_record_of_a_driver_that_still_writes_it_is_left_to_it(trained, monk
         assert end_record(trained, run_id, 10, COST) == run_id
     assert "end that driver's job" in caplog.text.replace("\n", " ")
     assert mlflow_run(trained, run_id).info.status == "RUNNING"
-
-
-@pytest.mark.parametrize("fault", [None, "away", "died"])
-def test_what_mlflow_does_not_have_at_the_end_is_told_with_the_command_that_brings_it(
-    fault, record, caplog
-):
-    record.problem = "MLflow has nothing of it (no answer)" if fault == "away" else ""
-    record.error = RuntimeError("the recorder has died") if fault == "died" else None
-    with opened() as run:
-        run.is_complete = True
-    assert (f"run: vit-ray replay {run.record.log_path} URI" in caplog.text) is bool(fault)
-    assert ({"away": "no answer", "died": "has died", None: ""}[fault]) in caplog.text

@@ -1,4 +1,7 @@
-"""What real signals do to a driver, as a process whose run is a fake one."""
+"""What a person sees of a run that works, and what real signals do to a driver.
+
+The driver is a process whose run is a fake one; real runs are stopped in `tests/faults/`.
+"""
 
 import os
 import signal
@@ -6,7 +9,9 @@ import subprocess
 import sys
 import time
 
-import pytest
+from vit_ray.launch import terminal
+from vit_ray.outcomes import EventKind
+from vit_ray.tracking.run_state import Event, RunStatus
 
 DRIVER = """
 import signal, time
@@ -41,29 +46,38 @@ def line(driver: subprocess.Popen[str]) -> str:
     return driver.stdout.readline().strip()
 
 
-@pytest.mark.parametrize(
-    ("number", "reason"),
-    [(signal.SIGINT, "Ctrl-C"), (signal.SIGHUP, "the terminal was closed (SIGHUP)")],
-)
-def test_the_first_signal_asks_for_a_checkpoint_and_is_told_and_the_second_ends_at_once(
-    number, reason
+def test_a_log_has_each_event_once_and_the_time_left_by_the_steps_of_this_attempt(
+    monkeypatch, capsys
 ):
-    driver = start()
-    assert line(driver) == "training"
-    driver.send_signal(number)
-    assert line(driver) == f"asked to stop: {reason}"
-    output, errors = driver.communicate("land\n", timeout=60)
-    assert output == "checkpoint\n"
-    told = "ending, a training after one more checkpoint; repeat to end at once"
-    assert errors == f"{reason}: {told}\n"
-    assert driver.returncode == 3
-    driver = start()
-    assert line(driver) == "training"
-    driver.send_signal(number)
-    assert line(driver) == f"asked to stop: {reason}"
-    driver.send_signal(signal.SIGTERM)  # the second ends at once
-    assert driver.communicate(timeout=60)[0] == ""
-    assert driver.returncode == -signal.SIGTERM
+    monkeypatch.setattr(terminal, "LINE_EVERY_S", 0.0)
+    now_s, status = [100.0], RunStatus(step=100, events=[Event(EventKind.RESUMED, "from step 100")])
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now_s[0])
+    looks = []
+
+    class Repeated:
+        def __init__(self, update: object) -> None:
+            looks.append(update)
+
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(terminal, "repeated", Repeated)
+    record = type("Record", (), {"status": lambda self, limit_s: status})()
+    with terminal.shown_progress(record, "run", 1000):
+        (look,) = looks
+        look(False)
+        for step, seconds in ((120, 10.0), (150, 15.0), (150, 65.0)):
+            status.step, now_s[0] = step, now_s[0] + seconds
+            status.metrics |= {"train/loss": 2.5, "train/lr": 1e-3}
+            look(False)
+    assert capsys.readouterr().err.splitlines() == [
+        "run: starting workers",
+        "run: resumed: from step 100",
+        "run: step 100/1000, ETA --:--",
+        "run: step 120/1000, ETA 0:07:20, loss 2.500, lr 1.00e-03",  # 0.5 s a step
+        "run: step 150/1000, ETA 0:07:05, loss 2.500, lr 1.00e-03",
+        "run: step 150/1000, no step for 0:01:05, loss 2.500, lr 1.00e-03",
+    ]
 
 
 def test_a_message_that_nobody_can_read_does_not_end_the_run():

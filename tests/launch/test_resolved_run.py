@@ -1,0 +1,185 @@
+"""What a recipe comes to on its data before anything starts: streams, steps, order; no Ray."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.checkpoints.written import snapshot_of, write_snapshot
+from tests.conftest import Digits
+from tests.recipes import small_recipe
+from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
+from vit_ray.config import Recipe
+from vit_ray.data import open_dataset
+from vit_ray.data.dataset import RowGroupColumns, ShardFile, write_manifest
+from vit_ray.launch import prepared_run, resolved_run
+from vit_ray.launch.named_run import find_resume_point
+from vit_ray.launch.prepared_run import prepared_training
+from vit_ray.launch.resolved_run import ResolvedRun, resolve_run
+from vit_ray.storage import locate
+
+NUM_GROUPS, GROUP_BYTES = 100, 6_400_000
+
+
+@pytest.fixture
+def recipe(digits: Digits, tmp_path: Path) -> Recipe:
+    return small_recipe("checked", digits, tmp_path)
+
+
+def test_a_plan_counts_images_and_steps_and_resume_true_needs_a_run(recipe):
+    with pytest.raises(ValueError, match="resume=true, but"):
+        find_resume_point(recipe.with_changes(resume=True))
+    assert find_resume_point(recipe) is None
+    resolved = resolve_run(recipe.with_changes(optim={"steps": None, "epochs": 2.0}))
+    assert resolved.num_images == 1497
+    assert resolved.total_steps == round(1497 * 2 / 64)
+    assert resolved.streams["eval"].num_images == 300
+
+
+def test_a_held_out_part_beside_a_test_set_is_where_the_best_evaluation_is_chosen(recipe):
+    held_out = recipe.with_changes(data={"held_out_fraction": 0.1})
+    assert "dev" not in resolve_run(held_out).streams
+    for keeps in ({"checkpoint": {"keep_best": True}}, {"train": {"early_stopping": 2}}):
+        streams = resolve_run(held_out.with_changes(**keeps)).streams
+        counts = {name: streams[name].num_images for name in ("train", "eval", "dev")}
+        assert counts == {"train": 1347, "eval": 300, "dev": 150}
+        assert "dev" not in resolve_run(recipe.with_changes(**keeps)).streams
+        alone = resolve_run(held_out.with_changes(**keeps), needs_train=False)
+        assert "dev" not in alone.streams
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {"train": "/no/such/set"}}, "no data set at '/no/such/set'"),
+        ({"train": {"global_batch_size": 100}}, "the nearest valid train.global_batch_size is 96"),
+        ({"train": {"global_batch_size": 2048}}, "more than the 1497 training images"),
+        ({"optim": {"steps": None}}, "optim gives no length of the run"),
+        ({"data": {"shuffle_window": 100}}, "train.global_batch_size=64; the nearest is 128"),
+    ],
+)
+def test_a_recipe_that_cannot_work_is_refused(recipe, changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        resolve_run(recipe.with_changes(**changes))
+
+
+def test_more_shots_than_a_class_has_images_are_refused(recipe, digits, monkeypatch, caplog):
+    def resolve(*shots: int) -> None:
+        sets = {"few_shot_train": digits.train, "few_shot_test": digits.test}
+        resolve_run(recipe.with_changes(evaluate={**sets, "shots": list(shots)}))
+
+    folders = [folder for folder in (digits.images / "train").iterdir() if folder.is_dir()]
+    count = min(len(list(folder.iterdir())) for folder in folders)
+    with pytest.raises(ValueError, match=rf"evaluate.shots=\[1, {count + 1}\]: .* up to {count} "):
+        resolve(1, count + 1)
+    resolve(1, count)
+    monkeypatch.setattr(resolved_run, "MOST_LABELS_READ", 100)  # of a huge pool no more are read
+    resolve(2)
+    assert not caplog.text
+    resolve(1000)
+    assert "10 of 10 classes have fewer than 1000" in caplog.text
+
+
+@pytest.mark.parametrize("warms_up", [False, True])
+def test_averaged_weights_that_are_still_the_first_ones_are_told(recipe, caplog, warms_up):
+    recipe = recipe.with_changes(
+        train={"averaging": 0.9999, "averaging_warmup": warms_up}, optim={"warmup_steps": 0}
+    )
+    with prepared_training(recipe, "pretrain"):
+        assert ("averaged weights is still the initial weights" in caplog.text) is not warms_up
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Recipe:
+    """A run over 6,400 images of 100 kB in row groups of 64, which are not there."""
+    columns = RowGroupColumns(
+        np.zeros(NUM_GROUPS), np.arange(NUM_GROUPS), np.full(NUM_GROUPS, 64),
+        np.full(NUM_GROUPS, GROUP_BYTES), {},
+    )  # fmt: skip
+    write_manifest(
+        locate(str(tmp_path / "data")), columns,
+        files=[ShardFile("part", NUM_GROUPS * 64, NUM_GROUPS * GROUP_BYTES, 0)],
+        classes=["cat", "dog"], max_labels=1, origin={"license": "CC0"},
+    )  # fmt: skip
+    return Recipe(
+        name="run",
+        output=str(tmp_path / "runs"),
+        data={"train": str(tmp_path / "data")},
+        train={"global_batch_size": 64, "micro_batch_size": 64},
+        optim={"steps": 1000},
+        model={"name": "ViT-Ti/16"},
+    )
+
+
+def save_checkpoint(recipe: Recipe, window: int) -> None:
+    """A checkpoint of a run that has read its data with a window."""
+    tree = recipe.with_changes(data={"shuffle_window": window}).model_dump(mode="json")
+    fingerprint = open_dataset(str(recipe.data.train)).fingerprint
+    where = Position(Progress(10), 10, 640, 64, {"w": [2]}, tree, fingerprint)
+    folder = locate(recipe.run_folder).child(folder_name(10))
+    write_snapshot(snapshot_of(0, 1, {"weight|w|0": torch.ones(2)}, where), folder)
+
+
+def prepared(recipe: Recipe) -> tuple[Recipe, ResolvedRun]:
+    with prepared_training(recipe, "pretrain") as run:
+        return run.recipe, run.resolved
+
+
+def test_a_new_run_mixes_what_its_tasks_can_hold_and_records_it(large):
+    found, resolved = prepared(large)
+    assert found.data.shuffle_window == 1024
+    spec = resolved.streams["train"]
+    assert (spec.window.batch_size, spec.window.num_batches) == (64, 16)
+    with pytest.raises(ValueError, match="which holds 256; lower it to 2560"):
+        resolve_run(large.with_changes(data={"shuffle_window": 64 * 64}))
+
+
+@pytest.mark.parametrize(
+    ("memory_mib", "batch", "store_mib", "window"),
+    [
+        (64, 64, None, 256), (1, 64, None, 0), (512, 48, None, 1536),
+        (256, 64, 24, 0), (256, 64, 64, 128),  # pixels of an image take 147 KiB
+    ],
+)  # fmt: skip
+def test_the_window_follows_memory_batch_and_the_share_of_the_object_store(
+    large, memory_mib, batch, store_mib, window, monkeypatch
+):
+    monkeypatch.setattr(resolved_run, "TASK_MEMORY_MIB", memory_mib)
+    changed = large.with_changes(
+        train={"global_batch_size": batch, "micro_batch_size": batch},
+        data={"object_store_mib": store_mib},
+    )
+    resolved = resolve_run(changed)
+    assert resolved.recipe.data.shuffle_window == window
+    assert (resolved.streams["train"].window is None) == (window == 0)
+    assert store_mib or resolved.streams["train"].task_rows == max(1024, window)
+
+
+@pytest.mark.parametrize("window", [0, 512])
+def test_a_run_goes_on_in_its_order_with_other_memory(large, window, monkeypatch):
+    save_checkpoint(large, window)
+    monkeypatch.setattr(resolved_run, "TASK_MEMORY_MIB", 1000)
+    found, resolved = prepared(large)
+    assert found.data.shuffle_window == window
+    assert (resolved.streams["train"].window is None) == (window == 0)
+
+
+def test_a_run_that_continues_is_checked_on_its_cluster_without_its_first_weights(
+    large, monkeypatch
+):
+    """They are in its checkpoint, and the file need not be on the nodes any more."""
+    monkeypatch.setattr(prepared_run, "check_weights", lambda _: None)
+    checked: list[str | None] = []
+
+    def check(new: Recipe) -> None:
+        checked.append(new.init_from)
+
+    longer = large.with_changes(init_from="/first.npz", optim={"steps": 20})
+    with prepared_training(longer, "pretrain", check):
+        assert checked == ["/first.npz"]
+    save_checkpoint(longer, 1024)
+    with prepared_training(longer, "pretrain", check) as run:
+        assert checked == ["/first.npz", None]
+        assert run.recipe.init_from == "/first.npz"

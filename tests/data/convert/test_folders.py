@@ -1,48 +1,50 @@
+"""Class folders: which images they have, and where they are not what they seem."""
+
 import errno
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.data.convert.archives import converted, labels_of, rejections
+from tests.data.convert.archives import converted, labels_of, rejections, write_files
 from tests.data.converting import convert, units
 from tests.data.pictures import jpeg
 
+pytestmark = pytest.mark.usefixtures("serial")
 IMAGES = {
     f"{label}/{i}.jpg": jpeg(i + 10 * len(label)) for label in ("cat", "dog") for i in range(9)
 }
+PICTURES = list(IMAGES.values())
 
 
-def write_images(root: Path, below: str = "") -> Path:
-    for name, image in IMAGES.items():
-        file = root / below / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(image)
-    return root
+def numbered(*names: str) -> dict[str, bytes]:
+    return {name: PICTURES[i % len(PICTURES)] for i, name in enumerate(names)}
 
 
-def test_a_loop_of_links_gives_each_image_once(serial, tmp_path):
-    root = write_images(tmp_path / "source")
+def images_of(rows: dict[str, tuple[bytes, Any]]) -> dict[str, bytes]:
+    return {key: image for key, (image, _) in rows.items()}
+
+
+def test_a_loop_of_links_gives_each_image_once(tmp_path):
+    root = write_files(tmp_path / "source", IMAGES)
     (root / "cat" / "deep").mkdir()
     os.symlink(root / "cat", root / "cat" / "deep" / "again")
     os.symlink(root, root / "whole")
-    found = converted(root, tmp_path / "set")
-    assert {key: image for key, (image, _) in found.items()} == IMAGES
+    assert images_of(converted(root, tmp_path / "set")) == IMAGES
     again = "it is a link to a folder that is read already"
     assert rejections(tmp_path / "set") == {"cat/deep/again": again, "whole": again}
 
 
-def test_a_linked_folder_is_read(serial, tmp_path):
-    write_images(tmp_path / "stored")
+def test_a_linked_folder_is_read(tmp_path):
+    write_files(tmp_path / "stored", IMAGES)
     (tmp_path / "source").mkdir()
     os.symlink(tmp_path / "stored" / "cat", tmp_path / "source" / "tiger")
     found = labels_of(converted(tmp_path / "source", tmp_path / "set"))
     assert found == {f"tiger/{i}.jpg": "tiger" for i in range(9)}
 
 
-def test_what_cannot_be_read_is_rejected(serial, tmp_path):
-    root = write_images(tmp_path / "source")
+def test_what_cannot_be_read_is_rejected(tmp_path):
+    root = write_files(tmp_path / "source", IMAGES)
     os.mkfifo(root / "cat" / "pipe.jpg")
     os.symlink(tmp_path / "nowhere", root / "cat" / "gone.jpg")
     os.symlink("itself", root / "cat" / "itself")
@@ -58,60 +60,20 @@ def test_what_cannot_be_read_is_rejected(serial, tmp_path):
     }
 
 
-def test_numbers_as_folder_names_are_names(serial, tmp_path):
-    for i, name in enumerate(("10", "9", "09")):
-        (tmp_path / "source" / name).mkdir(parents=True)
-        (tmp_path / "source" / name / "a.jpg").write_bytes(jpeg(i))
-    found = labels_of(converted(tmp_path / "source", tmp_path / "set", classes=["9", "10", "09"]))
-    assert found == {f"{name}/a.jpg": name for name in ("10", "9", "09")}
+def test_what_systems_and_downloads_leave_is_no_image_and_no_class(tmp_path):
+    left = (
+        "@eaDir/cat/3.jpg", "cat/@eaDir/4.jpg", "$RECYCLE.BIN/5.jpg",
+        "System Volume Information/6.jpg", "dog/7.jpg.part", "cat/Thumbs.db", "cat/desktop.ini",
+        "dog/.DS_Store", "dog/._0.jpg", "__MACOSX/cat/._0.jpg",
+    )  # fmt: skip
+    root = write_files(tmp_path / "s", IMAGES | numbered(*left))
+    assert images_of(converted(root, tmp_path / "set")) == IMAGES
+    assert rejections(tmp_path / "set") == {}
 
 
-def test_splits_of_class_folders_must_be_chosen(serial, tmp_path):
-    for split in ("train", "val"):
-        write_images(tmp_path / "source", split)
-    with pytest.raises(ValueError, match=r"has several splits: train, validation; give one as"):
-        converted(tmp_path / "source", tmp_path / "set")
-    for split in ("val", "validation"):
-        found = converted(tmp_path / "source", tmp_path / split, split=split)
-        assert {key: image for key, (image, _) in found.items()} == IMAGES
-    everything = converted(tmp_path / "source", tmp_path / "all", split="all")
-    assert set(everything) == {f"{s}/{n}" for s in ("train", "val") for n in IMAGES}
-    assert set(labels_of(everything).values()) == {"cat", "dog"}
-    with pytest.raises(ValueError, match=r"split='test' is not in .*it has train, validation"):
-        converted(tmp_path / "source", tmp_path / "test", split="test")
-
-
-def test_a_test_split_without_classes_is_no_class(serial, tmp_path):
-    root = write_images(tmp_path / "source", "train")
-    (root / "test").mkdir()
-    (root / "test" / "1.jpg").write_bytes(jpeg(1))
-    with pytest.raises(ValueError, match=r"several splits: test, train"):
-        converted(root, tmp_path / "set")
-    assert len(converted(root, tmp_path / "set", split="train")) == 18
-
-
-def test_the_only_split_needs_no_choice(serial, tmp_path):
-    root = write_images(tmp_path / "source", "train")
-    (root / "annotations").mkdir()
-    assert set(labels_of(converted(root, tmp_path / "set")).values()) == {"cat", "dog"}
-
-
-def test_a_class_may_be_called_as_a_split_is(serial, tmp_path):
-    """Vehicles: a train stands beside a cat."""
-    root = write_images(tmp_path / "source")
-    (root / "train" / "steam").mkdir(parents=True)
-    (root / "train" / "steam" / "1.jpg").write_bytes(jpeg(1))
-    with pytest.raises(ValueError, match=r"they lie deeper, such as in '.*/train/steam'"):
-        converted(root, tmp_path / "set")
-    found = converted(root, tmp_path / "set", format="folder")
-    assert set(labels_of(found).values()) == {"cat", "dog", "train"}
-    with pytest.raises(ValueError, match=r"has no folders such as train and val"):
-        converted(root, tmp_path / "other", split="train")
-
-
-def test_a_folder_that_cannot_be_looked_into_is_an_error(serial, tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_looked_into_is_an_error(tmp_path, monkeypatch):
     """Nobody knows how many images it has; the superuser, who runs some tests, may look anyway."""
-    root = write_images(tmp_path / "source")
+    root = write_files(tmp_path / "source", IMAGES)
     look = os.scandir
 
     def refused(path: Any) -> Any:
@@ -121,56 +83,107 @@ def test_a_folder_that_cannot_be_looked_into_is_an_error(serial, tmp_path, monke
 
     monkeypatch.setattr(os, "scandir", refused)
     with pytest.raises(ValueError, match=r"folder '.*/dog' cannot be read \(Permission denied\)"):
+        convert(root, tmp_path / "set")
+
+
+def test_splits_of_class_folders_must_be_chosen(tmp_path):
+    for split in ("train", "val"):
+        write_files(tmp_path / "source" / split, IMAGES)
+    with pytest.raises(ValueError, match=r"has several splits: train, validation; give one as"):
+        converted(tmp_path / "source", tmp_path / "set")
+    for split in ("val", "validation"):
+        assert images_of(converted(tmp_path / "source", tmp_path / split, split=split)) == IMAGES
+    everything = converted(tmp_path / "source", tmp_path / "all", split="all")
+    assert set(everything) == {f"{s}/{n}" for s in ("train", "val") for n in IMAGES}
+    assert set(labels_of(everything).values()) == {"cat", "dog"}
+
+
+def test_the_only_split_needs_no_choice(tmp_path):
+    write_files(tmp_path / "source" / "train", IMAGES)
+    (tmp_path / "source" / "annotations").mkdir()
+    assert images_of(converted(tmp_path / "source", tmp_path / "set")) == IMAGES
+
+
+def test_a_test_split_without_classes_is_no_class(tmp_path):
+    root = write_files(tmp_path / "source", numbered("train/cat/1.jpg", "test/1.jpg"))
+    with pytest.raises(ValueError, match=r"several splits: test, train"):
         converted(root, tmp_path / "set")
+    assert list(converted(root, tmp_path / "set", split="train")) == ["cat/1.jpg"]
 
 
-def test_a_pattern_may_stand_for_the_one_root(serial, tmp_path):
-    found = converted(f"{write_images(tmp_path / 'source')}*", tmp_path / "set")
-    assert {key: image for key, (image, _) in found.items()} == IMAGES
+def test_a_class_may_be_called_as_a_split_is(tmp_path):
+    """Vehicles: a train stands beside a cat."""
+    root = write_files(tmp_path / "source", IMAGES | numbered("train/steam/1.jpg"))
+    with pytest.raises(ValueError, match=r"they lie deeper, such as in '.*/train/steam'"):
+        converted(root, tmp_path / "set")
+    found = converted(root, tmp_path / "set", format="folder")
+    assert set(labels_of(found).values()) == {"cat", "dog", "train"}
+    with pytest.raises(ValueError, match=r"has no folders such as train and val"):
+        converted(root, tmp_path / "other", split="train")
 
 
-def test_folders_of_folders_are_not_taken_for_classes(serial, tmp_path):
-    for part in ("part-1", "part-2"):
-        write_images(tmp_path / "source", part)
-    source = f"{tmp_path}/source/part-*"
-    with pytest.raises(ValueError, match=r"they lie deeper, such as in '.*/part-1/cat'"):
-        converted(source, tmp_path / "set")
-    both = f"{tmp_path}/source/part-{{1,2}}/*"
-    assert set(labels_of(converted(both, tmp_path / "all")).values()) == {"cat", "dog"}
+def test_patterns_may_stand_for_the_root_the_classes_or_the_second_level(tmp_path):
+    root = write_files(tmp_path / "source", IMAGES)
+    for number, pattern in enumerate((f"{root}*", f"{root}/*")):
+        assert images_of(converted(pattern, tmp_path / f"{number}")) == IMAGES
+    with pytest.raises(ValueError, match=r"split='nonsense'.* leave convert.split out"):
+        units(f"{root}/*", split="nonsense")
+    deep = write_files(tmp_path / "deep", numbered("a/airfield/1.jpg", "b/bar/2.jpg"))
+    assert labels_of(converted(f"{deep}/*/*", tmp_path / "set")) == {
+        "a/airfield/1.jpg": "airfield",
+        "b/bar/2.jpg": "bar",
+    }
 
 
-def write_each(root: Path, *names: str) -> str:
-    for number, name in enumerate(names):
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(jpeg(number))
-    return f"{root}/*"
-
-
-def test_an_image_beside_the_classes_of_a_split_makes_no_class_of_it(serial, tmp_path):
-    source = write_each(tmp_path / "s", "train/cat/1.jpg", "train/preview.jpg", "val/cat/2.jpg")
+def test_an_image_beside_the_classes_of_a_split_makes_no_class_of_it(tmp_path):
+    names = ("train/cat/1.jpg", "train/preview.jpg", "val/cat/2.jpg")
+    source = f"{write_files(tmp_path / 's', numbered(*names))}/*"
     with pytest.raises(ValueError, match=r"has several splits: train, validation"):
         converted(source, tmp_path / "set")
     found = converted(source, tmp_path / "set", split="train", max_rejected_fraction=0.5)
     assert labels_of(found) == {"cat/1.jpg": "cat"}
 
 
+WRONG_DEPTH: list[tuple[str, tuple[str, ...], str]] = [
+    ("", ("a/airfield/1.jpg", "b/bar/2.jpg"), "a/airfield"),
+    ("", ("Aves/123/x.jpg", "Fungi/9/y.jpg"), "Aves/123"),
+    ("", ("Aves/123/1.jpg", "Fungi/cover.jpg"), "Aves/123"),
+    ("", ("a/1.jpg", "a/airfield/2.jpg"), "a/airfield"),
+    ("", ("a/cover.jpg", "a/airfield/1.jpg", "a/bar/2.jpg"), "a/airfield"),
+    (
+        "",
+        ("a/airfield/1.jpg", *(f"a/airfield/@eaDir/1.jpg/SYNO_{size}.jpg" for size in "SM")),
+        "a/airfield",
+    ),
+    ("", ("train/cat/1.jpg", "images/3.jpg"), "train/cat"),
+    ("", ("ILSVRC/Data/CLS-LOC/train/n01/1.JPEG",), "CLS-LOC/train/n01"),
+    (
+        "",
+        ("Data/CLS-LOC/train/n01/1.JPEG", "Data/CLS-LOC/val/2.JPEG", "Annotations/x.xml"),
+        "CLS-LOC/train/n01",
+    ),
+    ("/*", ("train/cat/1.jpg", "val/cat/2.jpg", "examples/e.jpg"), "train/cat"),
+    ("/*", ("part-1/cat/1.jpg", "part-1/preview.jpg", "part-2/cat/2.jpg"), "part-1/cat"),
+    ("/*", ("train/cat/1.jpg", "train/preview.jpg", "dog/3.jpg"), "train/cat"),
+    ("/*", ("part-1/cover.jpg", "part-1/cat/1.jpg", "part-2/3.jpg"), "part-1/cat"),
+]
+
+
+@pytest.mark.parametrize(("pattern", "names", "deeper"), WRONG_DEPTH)
+def test_class_folders_are_not_looked_for_at_the_wrong_depth(tmp_path, pattern, names, deeper):
+    root = write_files(tmp_path / "s", numbered(*names))
+    with pytest.raises(ValueError, match=rf"they lie deeper, such as in '.*/{deeper}'"):
+        convert(f"{root}{pattern}", tmp_path / "set")
+    if not pattern:  # unless the user says so
+        assert {u.name for u in units(root, format="folder")} >= {names[0].partition("/")[0]}
+
+
 @pytest.mark.parametrize(
-    "names",
-    [
-        ("train/cat/1.jpg", "val/cat/2.jpg", "examples/e.jpg"),
-        ("part-1/cat/1.jpg", "part-1/preview.jpg", "part-2/cat/2.jpg"),
-        ("train/cat/1.jpg", "train/preview.jpg", "dog/3.jpg"),
-        ("part-1/cover.jpg", "part-1/cat/1.jpg", "part-2/3.jpg"),
-    ],
+    "folders", [("train_images", "val_images"), ("train", "val"), ("train2017", "val2017")]
 )
-def test_folders_of_images_beside_folders_of_folders_are_refused(serial, tmp_path, names):
-    source = write_each(tmp_path / "s", *names)
-    with pytest.raises(ValueError, match=r"they lie deeper, such as in '.*/(train|part-[12])/cat'"):
-        convert(source, tmp_path / "set")
-
-
-def test_class_folders_that_a_pattern_names_have_no_split(tmp_path):
-    source = write_each(tmp_path / "s", "cat/1.jpg", "cat/more/2.jpg", "dog/3.jpg")
-    assert [unit.name for unit in units(source)] == ["cat", "dog"]
-    with pytest.raises(ValueError, match=r"split='nonsense'.* leave convert.split out"):
-        units(source, split="nonsense")
+def test_folders_of_images_that_are_splits_by_their_names_are_no_classes(tmp_path, folders):
+    root = write_files(tmp_path / "s", numbered(*(f"{name}/1.jpg" for name in folders)))
+    write_files(root, {"annotations/a.json": "{}"})
+    with pytest.raises(ValueError, match=rf"{', '.join(folders)}, which are splits"):
+        convert(root, tmp_path / "set")
+    assert {unit.name for unit in units(root, format="folder")} >= {*folders}

@@ -1,10 +1,50 @@
 """The classes of a source, from its labels and what it says of them."""
 
+import json
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
 import pytest
 
-from tests.data.converting import config_of
+from tests.data.convert.archives import (
+    converted,
+    labels_of,
+    parquet,
+    rejections,
+    samples,
+    tar_of,
+    write_files,
+    write_hub_file,
+)
+from tests.data.converting import config_of, convert
+from tests.data.pictures import jpeg
+from vit_ray.data import open_dataset
 from vit_ray.data.convert import labels as labels_module
 from vit_ray.data.convert.rows import Row, row_table
+
+pytestmark = pytest.mark.usefixtures("serial")
+IMAGES = [jpeg(i, 20, 24) for i in range(12)]
+COMPOSED, DECOMPOSED = (unicodedata.normalize(form, "caf\xe9") for form in ("NFC", "NFD"))
+
+
+def write_csv(folder: Path, labels: list[str]) -> Path:
+    write_files(folder, {f"{i}.jpg": IMAGES[i] for i in range(len(labels))})
+    rows = [f'{i}.jpg,"{label}"' for i, label in enumerate(labels)]
+    (folder / "list.csv").write_text("\n".join(["path,label", *rows]) + "\n", encoding="utf-8")
+    return folder / "list.csv"
+
+
+def write_jsonl(folder: Path, labels: list[Any]) -> Path:
+    write_files(folder, {f"{i}.jpg": IMAGES[i] for i in range(len(labels))})
+    rows = [json.dumps({"path": f"{i}.jpg", "labels": one}) for i, one in enumerate(labels)]
+    (folder / "list.jsonl").write_text("\n".join(rows))
+    return folder / "list.jsonl"
+
+
+def class_label(names: list[str]) -> dict[str, Any]:
+    return {"label": {"names": names, "_type": "ClassLabel"}}
 
 
 def test_a_column_that_is_no_label_is_refused():
@@ -19,9 +59,7 @@ def test_more_labels_than_a_set_has_classes_are_refused_while_rows_are_counted(m
     monkeypatch.setattr(labels_module, "MOST_CLASSES", 3)
     facts = labels_module.SourceFacts({})
     facts.add(row_table([Row(str(i), (f"{i % 3}",)) for i in range(6)]))
-    with pytest.raises(
-        ValueError, match=r"more than 3 different labels; check convert\.label_field"
-    ):
+    with pytest.raises(ValueError, match=r"more than 3 different .* check convert\.label_field"):
         facts.add(row_table([Row("6", ("other",))]))
 
 
@@ -58,6 +96,171 @@ def test_indices_without_names_keep_their_places():
         labels_module.class_names({"0", "999999999999"}, {"index"}, None, "indices")
 
 
-def test_a_source_without_any_label_has_no_classes():
-    for labels_are in ("auto", "names", "indices"):
-        assert labels_module.class_names(set(), set(), None, labels_are)[0] == []
+PLACES = r"with a place for each class"
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        [[0, 0, 1], [0, 1, 0], [1, 0, 0]],
+        [[0, 1, 1], [1, 1, 0], [0, 0, 1]],
+        [[0, 1], [1, 0], [1, 0]],
+        [[0, 0, 0], [0, 0, 1], [0, 0, 1]],
+        [["0", "0", "1"], ["0", "1", "0"], ["1", "0", "0"]],
+    ],
+)
+def test_places_of_classes_are_not_taken_for_their_numbers(tmp_path, labels):
+    with pytest.raises(ValueError, match=PLACES):
+        convert(write_jsonl(tmp_path, labels), tmp_path / "set")
+    columns = {"image": [{"bytes": image} for image in IMAGES[:3]], "label": labels}
+    write_files(tmp_path / "hub", {"a.parquet": parquet(columns)})
+    for in_place in (False, True):
+        with pytest.raises(ValueError, match=PLACES):
+            convert(tmp_path / "hub", tmp_path / f"{in_place}", in_place=in_place)
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["{};{};{}", "{};{}", "[{}, {}, {}]", "({}, {}, {})", "{},{},{}", "{}.0,{}.,{}.0", "{} {} {}"],
+)
+def test_places_of_classes_as_text_are_not_taken_for_names(tmp_path, form):
+    rows = ("01", "10", "10") if form == "{};{}" else ("001", "010", "110")
+    texts = [form.format(*places) for places in rows]
+    listed = "".join(f'{i}.jpg,"{text}"\n' for i, text in enumerate(texts))
+    write_files(tmp_path, {f"{h}.csv": f"path,{h}\n{listed}" for h in ("label", "labels")})
+    archive = tar_of(samples(IMAGES[:3], [text.encode() for text in texts]))
+    write_files(tmp_path, {"a.tar": archive})
+    for source in ("label.csv", "labels.csv", write_jsonl(tmp_path, texts).name, "a.tar"):
+        with pytest.raises(ValueError, match=PLACES):
+            convert(tmp_path / source, tmp_path / f"set of {source}")
+
+
+def test_lists_of_class_numbers_stay_what_they_are(tmp_path):
+    labels = [[0, 2], [1], [0], [2, 1]]
+    found = converted(write_jsonl(tmp_path, labels), tmp_path / "set")
+    assert [names for _, (_, names) in sorted(found.items())] == [[*map(str, n)] for n in labels]
+
+
+def test_two_forms_of_one_letter_are_one_class(tmp_path):
+    names = (f"{COMPOSED}/1.jpg", f"{DECOMPOSED}/2.jpg", "tea/3.jpg")
+    root = write_files(tmp_path / "s", {name: IMAGES[i] for i, name in enumerate(names)})
+    found = converted(root, tmp_path / "set", classes=["tea", DECOMPOSED])
+    assert set(labels_of(found).values()) == {COMPOSED, "tea"}
+    assert open_dataset(str(tmp_path / "set")).classes == ["tea", COMPOSED]
+    listed = write_csv(tmp_path / "l", [COMPOSED, DECOMPOSED, "tea"])
+    assert set(labels_of(converted(listed, tmp_path / "other")).values()) == {COMPOSED, "tea"}
+
+
+@pytest.mark.parametrize(
+    ("labels", "told"),
+    [
+        (["0.0", "1.0", "1"], "numbers with decimals"),
+        (["0.5", "0.25", "1.75"], "numbers with decimals"),
+        (["+1", "1e0", "2"], "numbers with decimals"),
+        (["0,0", "1,0", "0,0"], "numbers with decimals"),
+        (["cat", "nan", "dog"], r"\['nan'\] usually means that there is none"),
+        (["cat", "None", "dog"], r"\['None'\] usually means that there is none"),
+        (["True", "False", "True"], r"\['False', 'True'\] are truth values"),
+        (["cat", "Cat", "dog"], r"labels \['Cat', 'cat'\] .* in convert.classes$"),
+    ],
+)
+def test_labels_that_are_probably_none_are_refused_unless_they_are_given(tmp_path, labels, told):
+    source = write_csv(tmp_path, labels)
+    with pytest.raises(ValueError, match=told):
+        convert(source, tmp_path / "set")
+    given = sorted(set(labels))
+    found = converted(source, tmp_path / "given", classes=given)
+    assert labels_of(found) == {f"{i}.jpg": label for i, label in enumerate(labels)}
+
+
+def test_text_beside_given_classes_is_what_the_user_says(tmp_path):
+    file, classes = tmp_path / "a.tar", ["2", "0", "1"]
+    file.write_bytes(tar_of(samples(IMAGES, [b"%d" % (i % 3) for i in range(12)])))
+    for labels_are, names in (("names", ["0", "1", "2"]), ("indices", classes)):
+        rows = converted(file, tmp_path / labels_are, classes=classes, labels_are=labels_are)
+        assert labels_of(rows) == {f"a/{i}": names[i % 3] for i in range(12)}
+    rows = converted(file, tmp_path / "words", classes=["cat", "dog", "eel"])
+    assert labels_of(rows)["a/1"] == "dog"
+
+
+NUMBERS_AS_NAMES = sorted(str(i) for i in range(1, 13))  # 1, 10, 11, 12, 2, ...
+OF_PARQUET: dict[str, tuple[Any, Any, Any, list[str]]] = {
+    "indices of declared names": (
+        list(range(12)), class_label(NUMBERS_AS_NAMES), None, NUMBERS_AS_NAMES,
+    ),
+    "text beside given classes": (
+        [str(i % 3) for i in range(12)], None, ["2", "1", "0"], ["0", "1", "2"] * 4,
+    ),
+    "integers beside given classes": (
+        [i % 3 for i in range(12)], None, ["2", "1", "0"], ["2", "1", "0"] * 4,
+    ),
+    "names given though others are declared": (
+        [0, 1] * 6, class_label(["cat", "dog"]), ["dog", "cat"], ["cat", "dog"] * 6,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_PARQUET)
+def test_a_column_of_parquet_says_what_its_labels_are(tmp_path, name):
+    labels, features, classes, expected = OF_PARQUET[name]
+    write_hub_file(tmp_path / "train.parquet", IMAGES, labels, features)
+    rows = converted(tmp_path / "train.parquet", tmp_path / "set", classes=classes)
+    assert rows == {f"train/{i:08d}": (IMAGES[i], [expected[i]]) for i in range(12)}
+    expected_classes = classes or features["label"]["names"]
+    assert open_dataset(str(tmp_path / "set")).classes == expected_classes
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        (pa.array([0, 1] * 6).dictionary_encode(), ["cat", "dog"] * 6),
+        (pa.array([0, 1] * 6, pa.uint64()), ["cat", "dog"] * 6),
+        (pa.array([[0], [1]] * 6, pa.large_list(pa.int8())), ["cat", "dog"] * 6),
+        (pa.array([[0, 1]] * 12, pa.list_(pa.int32(), 2)), [["cat", "dog"]] * 12),
+    ],
+)
+def test_an_index_is_one_in_whatever_integers(tmp_path, labels, expected):
+    feature = {"label": {"feature": class_label(["cat", "dog"])["label"], "_type": "List"}}
+    write_hub_file(tmp_path / "train.parquet", IMAGES, labels, feature)
+    found = labels_of(converted(tmp_path / "train.parquet", tmp_path / "set"))
+    assert [found[f"train/{i:08d}"] for i in range(12)] == expected
+
+
+def test_labels_outside_the_classes_are_rejected(tmp_path):
+    file = tmp_path / "train.parquet"
+    write_hub_file(file, IMAGES, [-1, 2, None, *[1] * 9], class_label(["cat", "dog"]))
+    assert len(converted(file, tmp_path / "set", max_rejected_fraction=0.5)) == 9
+    assert rejections(tmp_path / "set") == {
+        "train/00000000": "its label is -1 (by convention: not labelled), of 2 classes",
+        "train/00000001": "its label is 2, of 2 classes",
+        "train/00000002": "it has no label",
+    }
+
+
+def test_the_classes_are_those_with_images_and_what_is_odd_in_them_is_said(tmp_path):
+    names = [f"{name}/{i}.jpg" for name in "ac" for i in range(2)]
+    root = write_files(tmp_path / "s", {name: IMAGES[i] for i, name in enumerate(names)})
+    for name in (f"b{DECOMPOSED}", "d"):
+        (root / name).mkdir()
+    note = f"2 folders have no images and are no classes: b{COMPOSED}, d"
+    assert convert(root, tmp_path / "set").notes == [note]
+    assert open_dataset(str(tmp_path / "set")).classes == ["a", "c"]
+    report = convert(root, tmp_path / "given", classes=["a", f"b{COMPOSED}", "c", "d"])
+    assert report.notes == [f"2 classes have no images: b{COMPOSED}, d"]
+    few = write_files(tmp_path / "f", dict.fromkeys(("a/1.jpg", "a/2.jpg", "b/3.jpg"), IMAGES[0]))
+    assert convert(few, tmp_path / "few").notes == ["1 classes have one image: b"]
+    one = write_files(tmp_path / "o", dict.fromkeys(("a/1.jpg", "a/2.jpg"), IMAGES[0]))
+    assert convert(one, tmp_path / "one").notes == ["there is one class only: 'a'"]
+
+
+def test_numbered_folders_are_names_or_indices_as_the_user_says(tmp_path):
+    names = ("10/a.jpg", "9/a.jpg", "09/a.jpg")
+    root = write_files(tmp_path / "s", {name: IMAGES[i] for i, name in enumerate(names)})
+    found = labels_of(converted(root, tmp_path / "set", classes=["9", "10", "09"]))
+    assert found == {name: name.partition("/")[0] for name in names}
+    names = ("0/1.jpg", "0/2.jpg", "2/3.jpg", "2/4.jpg")
+    root = write_files(tmp_path / "n", {name: IMAGES[i] for i, name in enumerate(names)})
+    (root / "1").mkdir()
+    options = {"labels_are": "indices", "classes": ["cat", "dog", "owl"]}
+    found = labels_of(converted(root, tmp_path / "numbered", **options))
+    assert found == dict(zip(names, ["cat", "cat", "owl", "owl"], strict=True))

@@ -60,7 +60,9 @@ FORMATS: dict[str, Case] = {
     "an empty folder": case("has no files of the format", {}),
     "class folders without images": case("holds no images", {"cat/.hidden": b""}),
     "a parquet file without rows": case("holds no images", {"a.parquet": NO_ROWS}),
-    "the same in place": case("holds no images", {"a.parquet": NO_ROWS}, in_place=True),
+    "a row group without rows, in place": case(
+        "row group 0 has no rows", {"a.parquet": NO_ROWS}, in_place=True
+    ),
     "a packed archive": case("unpack it first", {"a.tar.gz": b""}, "/a.tar.gz"),
     "a folder of packed archives": case("unpack archives first", {"a.tar.gz": b""}),
     "an image": case("no known format", FILES, "/0.jpg"),

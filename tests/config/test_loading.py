@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.utils.validation import _validate_tag
-from pydantic import ValidationError
 from ray._private.label_utils import validate_label_selector
 
 from tests.models.small import FAMILIES, small_model
 from vit_ray.commands.job_list import COMMANDS, check_inputs
-from vit_ray.config import Recipe, load_recipe, loading, require
+from vit_ray.config import Recipe, load_recipe, loading
 from vit_ray.config.keys import all_keys
 from vit_ray.config.loading import parse_yaml, write_yaml
 from vit_ray.config.recipe import PLACES, recipe_from_dict
 from vit_ray.config.schema import _ALIASES, fields_below, is_list
-from vit_ray.config.training_sections import OptimConfig
+from vit_ray.config.training_sections import OptimConfig, is_due
 from vit_ray.launch.resolved_run import check_batch
 from vit_ray.models import build_model
 from vit_ray.storage import locate
@@ -42,11 +41,9 @@ def test_mlflows_variables_give_what_the_recipe_does_not_say(path, monkeypatch, 
     assert (found.uri, found.experiment) == ("http://me:hunter2@mlflow:5000", "mine")
     assert [text.partition(" is ")[0] for text in caplog.messages] == ["tracking.uri"]
     assert load_recipe(path).tracking.experiment == "team"
-    assert "MLFLOW_EXPERIMENT_NAME" in caplog.messages[-1]
-    assert len(caplog.messages) == 2  # once each, without the address
     assert "hunter2" not in caplog.text
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "mlruns")
-    with pytest.raises(ValueError, match=r"tracking\.uri: a path .* MLFLOW_TRACKING_URI"):
+    with pytest.raises(ValueError, match=r"tracking\.uri: .* MLFLOW_TRACKING_URI"):
         load_recipe(path)
     assert Recipe(name="other").tracking.uri == "sqlite:///mlflow.db"
 
@@ -59,24 +56,14 @@ def test_a_tag_that_mlflow_refuses_is_refused_with_the_recipe(path, name):
         load_recipe(path, {"tracking.tags": {name: "x"}})
 
 
-def test_numbers_may_be_written_with_an_exponent_and_no_point(path):
-    assert load_recipe(path).optim.learning_rate == 0.001
-    assert load_recipe(path, ["optim.learning_rate=3e-4"]).optim.learning_rate == 0.0003
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("010", 10),
-        ("0x10", 16),
-        ("1e3", 1000.0),
-        ("1:30", "1:30"),
-        ("on", "on"),
-        ("2026-01-01", "2026-01-01"),
-        ("{1: a, on: b}", {"1": "a", "on": "b"}),
+        ("010", 10), ("0x10", 16), ("1e3", 1000.0), ("3e-4", 0.0003), ("1:30", "1:30"),
+        ("on", "on"), ("2026-01-01", "2026-01-01"), ("{1: a, on: b}", {"1": "a", "on": "b"}),
         ("{<<: {a: 1}, b: 2}", {"a": 1, "b": 2}),
     ],
-)
+)  # fmt: skip
 def test_values_are_read_as_yaml_1_2_and_of_jsons_kinds(text, value):
     """YAML 1.1 reads 8, 90, true and a date."""
     assert parse_yaml(text, "here") == value
@@ -85,18 +72,13 @@ def test_values_are_read_as_yaml_1_2_and_of_jsons_kinds(text, value):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_of_any_family_and_size_is_built_from_a_recipe(family, path):
-    size = ", ".join(f"{key}: {list_of(value)}" for key, value in FAMILIES[family].items())
-    model = load_recipe(path, [f"model={{name: {family}, image_size: [32, 64], {size}}}"]).model
+    section = {"name": family, "image_size": [32, 64], **FAMILIES[family]}
+    model = load_recipe(path, [f"model={json.dumps(section)}"]).model
     built = build_model(model.name, 5, model.image_size, **model.options())
     expected = small_model(family, image_size=(32, 64))
     assert {n: p.shape for n, p in built.named_parameters()} == {
         n: p.shape for n, p in expected.named_parameters()
     }
-
-
-def list_of(value: int | tuple[int, ...]) -> int | list[int]:
-    """As YAML writes it."""
-    return list(value) if isinstance(value, tuple) else value
 
 
 def test_a_recipe_takes_over_its_base_and_changes_it(path):
@@ -129,20 +111,12 @@ def test_paths_in_a_recipe_are_of_its_folder_and_those_of_the_command_of_the_cur
     recipe = load_recipe("mine.yaml", ["evaluate={few_shot_train: few, few_shot_test: few}"])
     assert recipe.optim.epochs == 3
     assert (recipe.data.train, recipe.data.eval) == (f"{folder}/set", "s3://b/set")
-    assert (recipe.output, recipe.init_from) == (
-        f"{path.parent}/runs",
-        str(Path.home() / "a.npz"),
-    )
+    assert recipe.output == f"{path.parent}/runs"
+    assert recipe.init_from == str(Path.home() / "a.npz")
     assert recipe.tracking.uri == f"sqlite:///{folder}/m.db"
     assert recipe.evaluate.few_shot_train == "few"
-    assert recipe.convert is not None
-    assert (recipe.convert.source, recipe.convert.destination) == (
-        f"{cwd}/images",
-        f"{cwd}/here",
-    )
-    assert recipe.sweep is not None
+    assert recipe.convert.source == f"{cwd}/images"
     assert recipe.sweep.space == {"init_from": [f"{folder}/a.npz", "hf://a/b"]}
-    assert recipe.study is not None
     changes = {"data.train": f"{folder}/part", "model": {"pool": "gap"}}
     assert recipe.study.models[0].changes == changes
     own, shipped = recipe.study.transfer
@@ -160,12 +134,10 @@ def test_a_recipe_is_the_same_by_any_name_and_from_any_folder(path, monkeypatch)
     (folder / "below").mkdir()
     (folder / "link").symlink_to(folder)
     first = load_recipe(path)
-    assert first.convert is not None
     assert (first.convert.source, first.data.train) == (f"{folder}/images", f"{folder}/set")
     for cwd, names in (
         (folder, ("run.yaml", "./run.yaml", "below/../run.yaml", "link/run.yaml")),
         (folder / "below", ("../run.yaml",)),
-        (folder.parent, (f"{folder.name}/run.yaml",)),
     ):
         monkeypatch.chdir(cwd)
         assert [load_recipe(name) for name in names] == [first] * len(names)
@@ -176,15 +148,13 @@ def test_two_dots_after_a_link_are_the_folder_above_its_target(path, monkeypatch
     (shared / "conf").mkdir(parents=True)
     (path.parent / "link").symlink_to(shared / "conf")
     (shared / "common.yaml").write_text("name: run\noutput: runs\n")
-    recipe = "base: ../common.yaml\ndata: {train: ../data}\ntracking: {uri: 'sqlite:///../m.db'}\n"
-    (shared / "conf" / "x.yaml").write_text(recipe)
+    (shared / "conf" / "x.yaml").write_text("base: ../common.yaml\ndata: {train: ../data}\n")
     (path.parent / "mine.yaml").write_text("name: run\ndata: {train: link/../data}\n")
     monkeypatch.chdir(path.parent)
     read = load_recipe("link/x.yaml", ["data.eval=link/../test"]).with_absolute_paths()
     assert (read.output, read.data.eval) == (f"{shared}/runs", f"{shared}/test")
     assert read.data.train == load_recipe("mine.yaml").data.train == f"{shared}/data"
     assert locate("link/../data").path == f"{shared}/data"
-    assert Path(read.tracking.uri.removeprefix("sqlite:///")).resolve() == shared / "m.db"
 
 
 def test_paths_in_a_shipped_recipe_are_of_the_current_folder_and_those_in_a_copy_are_not(
@@ -220,76 +190,95 @@ def test_every_key_with_a_path_is_of_the_recipes_folder(path):
     assert sets.evaluation_sets == (f"{path.parent}/b", "s3://b/c")
 
 
-@pytest.mark.parametrize("key", ["output", "data.train", "convert.source"])
-@pytest.mark.parametrize("blank", ["", " "])
-def test_a_blank_path_in_a_file_is_refused(path, key, blank):
-    section, _, last = key.rpartition(".")
-    others = "destination: d, " if section == "convert" else ""
-    text = f"{last}: '{blank}'"
-    path.write_text(f"name: run\n{section}: {{{others}{text}}}\n" if section else text)
-    told = f"{key}={blank!r}: give a folder, a file or an s3:// address"
-    with pytest.raises(ValueError, match=re.escape(told)):
-        load_recipe(path)
-
-
 def test_a_home_is_that_of_a_user_and_without_one_the_reader_says_so(path, monkeypatch):
     monkeypatch.setenv("HOME", str(path.parent))
     other = path.parent / "other.yaml"
-    other.write_text(
-        "base: ~/run.yaml\nverify: {path: ~/set}\nbenchmark: {label_file: ~no-one/a}\n"
-    )
+    other.write_text("base: ~/run.yaml\nverify: {path: ~/set}\n")
     like_a_home = load_recipe(path, ["data.train=./~no-one/b"]).with_absolute_paths()
     assert like_a_home.data.train == str(Path.cwd() / "~no-one" / "b")
     recipe = load_recipe(other, ["data.train=~no-one/b", "data.eval=~/c"])
-    assert recipe.verify is not None
     assert (recipe.verify.path, recipe.optim.epochs) == (f"{path.parent}/set", 3)
     assert recipe.with_absolute_paths().data.eval == f"{path.parent}/c"
-    told = r"^data\.train: '~no-one/b': there is no user 'no-one'"
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=r"^data\.train: '~no-one/b': there is no user 'no-one'"):
         check_inputs(COMMANDS["pretrain"], recipe)
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "named"),
     [
+        # A wrong value, and what is allowed.
         ("model.image_size=0", "model.image_size=0: give integer > 0 | [integer > 0, integer > 0]"),
-        (
-            "model.image_size=[224, big]",
-            'model.image_size=[224, "big"]: give integer > 0 | [integer > 0, integer > 0]',
-        ),
-        (
-            "workers.num_workers=[1]",
-            "workers.num_workers=[1]: give integer > 0 | [integer > 0, integer > 0]",
-        ),
+        ("model.image_size=[224, big]", 'model.image_size=[224, "big"]: give integer > 0 | ['),
         ("data.train=5", "data.train=5: give a folder, a file or an s3:// address"),
-        (
-            "optim.betas=[0.9]",
-            "optim.betas=[0.9]: give [number >= 0 and <= 1, number >= 0 and <= 1]",
-        ),
+        ("optim.betas=[0.9]", "optim.betas=[0.9]: give [number >= 0 and <= 1, number"),
         ("workers.label_selector=H100", "workers.label_selector='H100': give {NAME: VALUE}"),
-        ("study.models=[a]", "study.models.0=a is a section of keys; give keys below it, such as"),
-        (
-            "train.loss=focal",
-            "train.loss='focal': give softmax | sigmoid | masked_patch | MODULE.NAME of your own",
-        ),
+        ("train.loss=focal", "train.loss='focal': give softmax | sigmoid | masked_patch | MODULE"),
         ("train.zero_stage=7", "train.zero_stage=7: give 0 | 1 | 2 | 3"),
         ("optim.learning_rate=fast", "optim.learning_rate='fast': give number > 0"),
         ("train.averaging=1.0", "train.averaging=1.0: give number >= 0 and < 1"),
         ("sweep={learning_rates: []}", "sweep.learning_rates=[]: give [number > 0, ...]"),
-        (
-            "convert={source: a, destination: b, image_pattern: val}",
-            "convert.image_pattern='val': give a path with {} once",
-        ),
-        ("tracking.register_as=a/b", "tracking.register_as='a/b': give text without slashes"),
+        ("convert={source: a, destination: b, image_pattern: val}", "convert.image_pattern='val'"),
+        ("tracking.register_as=a/b", "tracking.register_as='a/b'"),
         ('output=""', "output='': give a folder, a file or an s3:// address"),
-        ("output=s3://me:hunter2@b/c", "output: the s3:// address has an @ or a : in its bucket"),
+        ("output=s3://me:hunter2@b/c", "output: the s3:// address has an @ or a :"),
+        ("train.global_batch_size=12.5", "train.global_batch_size=12.5"),
+        ("train.compile=yes please", "train.compile='yes please'"),
+        ("data.augment={max_area: 0}", "data.augment.max_area=0"),
+        ("name=a/b", "name='a/b'"),
+        # A wrong key, and the one that was meant.
+        ("study.models=[a]", "study.models.0=a is a section of keys"),
+        ("study.models=[{name: ViT-B/16, lable: x}]", "did you mean study.models.0.label?"),
+        ("study={models: [{label: a, model: {name: ViT, dpth: 3}}]}", "study.models.0.model.dpth"),
+        ("optim.lerning_rate=1", "did you mean optim.learning_rate"),
+        ("zero_stage=2", "did you mean train.zero_stage"),
+        ("lr=1", "did you mean optim.learning_rate?"),
+        ("optim.lr=1", "did you mean optim.learning_rate?"),
+        ("train.batch_size=1", "did you mean train.global_batch_size?"),
+        ("gpus=8", "did you mean workers.num_workers?"),
+        ("model=ViT-H/14", "model=ViT-H/14 is a section of keys"),
+        ("name.first=x", "name is a value, not a section"),
+        ("xyz=1", "unknown key xyz (valid in this section: name, "),
+        # Values that do not go together.
+        ("model={name: ViT, image_size: 16, patch_size: 5}", "image_size=16 is not a multiple"),
+        ("model.image_size=225", "image_size=225 is not a multiple of the patches of ViT"),
+        ("model.image_size=[224, 230]", "the nearest is [224, 224]"),
+        ("model={name: ViT, width: 10, num_heads: 3}", "num_heads=3 does not divide width=10"),
+        (
+            "study.models=[{label: a, model: {image_size: 30}}]",
+            "study.models.0.model: image_size=30",
+        ),
+        ("optim.steps=5", "the length of the run is given twice"),
+        ("workers.num_workers=[4, 1]", "minimum above its maximum"),
+        ("data.augment={min_area: 0.9, max_area: 0.1}", "min_area=0.9 is larger than max_area=0.1"),
+        ("train={label_smoothing: 0.1, loss: sigmoid}", "label_smoothing=0.1 with loss=sigmoid"),
+        ("train={compile: true, zero_stage: 3}", "compile=true does not work with zero_stage=3"),
+        ("train={offload: true, zero_stage: 0}", "offload=true with zero_stage=0"),
+        ("train.profile_steps=[9, 3]", "profile_steps=[9, 3] ends before it begins"),
+        ("evaluate.few_shot_train=x", "few_shot_train and few_shot_test go together"),
+        # No override.
+        ("train.zero_stage", "expected key=value"),
+        ("x" * 300, "expected key=value"),  # longer than a file's name can be
+        ("optim=[", "not valid YAML"),
+        ("base=x", "give x as the recipe"),
+        (r'output="\ud800"', "not valid YAML: 'utf-8' codec can't encode character"),
+        # From Python, of kinds that JSON does not have.
+        ({"name": b"x"}, "name=b'x'"),
+        ({"seed": np.float32(1)}, "seed="),
+        ({"optim": {"steps": {1}}}, "not set; give texts"),
+        ({5: 1}, "unknown key 5"),
     ],
 )
-def test_a_wrong_value_is_told_once_with_what_is_allowed(path, override, message):
-    with pytest.raises(ValueError, match=re.escape(f"{path}: {message}")) as caught:
-        load_recipe(path, [override])
-    assert str(caught.value).count(": give ") <= 1
+def test_a_wrong_override_says_which_key_and_what_to_change(path, override, named):
+    overrides = [override] if isinstance(override, str) else override
+    with pytest.raises(ValueError, match=re.escape(named)) as caught:
+        load_recipe(path, overrides)
     assert "hunter2" not in str(caught.value)
+
+
+def test_a_blank_path_in_a_file_is_refused(path):
+    path.write_text("name: run\ndata: {train: ' '}\n")
+    with pytest.raises(ValueError, match=r"data\.train=' ': give a folder"):
+        load_recipe(path)
 
 
 def test_all_wrong_keys_are_named(path):
@@ -297,76 +286,10 @@ def test_all_wrong_keys_are_named(path):
         load_recipe(path, {"seed": -1, "lr": 1, "model.dpth": 2})
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("study.models=[{name: ViT-B/16, lable: x}]", "did you mean study.models.0.label?"),
-        (
-            "study={models: [{label: a, model: {name: ViT, dpth: 3}}]}",
-            "unknown key study.models.0.model.dpth",
-        ),
-        ("optim.lerning_rate=1", "unknown key optim.lerning_rate; did you mean optim.learning_rat"),
-        ("zero_stage=2", "unknown key zero_stage; did you mean train.zero_stage"),
-        ("lr=1", "unknown key lr; did you mean optim.learning_rate?"),
-        ("optim.lr=1", "unknown key optim.lr; did you mean optim.learning_rate?"),
-        ("batch_size=1", "unknown key batch_size; did you mean train.global_batch_size?"),
-        ("train.batch_size=1", "did you mean train.global_batch_size?"),
-        ("epochs=1", "did you mean optim.epochs?"),
-        ("wd=0.1", "did you mean optim.weight_decay?"),
-        ("gpus=8", "did you mean workers.num_workers?"),
-        ("model=ViT-H/14", "model=ViT-H/14 is a section of keys; give keys below it, such as m"),
-        ("xyz=1", "unknown key xyz (valid in this section: name, "),
-        (
-            "model={name: ViT, image_size: 16, patch_size: 5}",
-            "image_size=16 is not a multiple of the pat",
-        ),
-        ("model.image_size=225", "model: image_size=225 is not a multiple of the patches of ViT"),
-        ("model.image_size=[224, 230]", "the nearest is [224, 224]"),
-        (
-            "model={name: ViT, width: 10, num_heads: 3}",
-            "num_heads=3 does not divide width=10",
-        ),
-        (
-            "study.models=[{label: tiny, model: {image_size: 30}}]",
-            "study.models.0.model: image_size=30 is not a multiple",
-        ),
-        ("train.global_batch_size=12.5", "train.global_batch_size=12.5"),
-        ("train.compile=yes please", "train.compile='yes please'"),
-        ("optim.steps=5", "the length of the run is given twice"),
-        ("workers.num_workers=[4, 1]", "minimum above its maximum"),
-        ("data.augment={max_area: 0}", "data.augment.max_area=0"),
-        ("data.augment={min_area: 0.9, max_area: 0.1}", "min_area=0.9 is larger than max_area=0.1"),
-        ("train={label_smoothing: 0.1, loss: sigmoid}", "label_smoothing=0.1 with loss=sigmoid"),
-        ("train={compile: true, zero_stage: 3}", "compile=true does not work with zero_stage=3"),
-        ("train={offload: true, zero_stage: 0}", "offload=true with zero_stage=0"),
-        ("train.profile_steps=[9, 3]", "profile_steps=[9, 3] ends before it begins"),
-        ("evaluate.few_shot_train=x", "few_shot_train and few_shot_test go together"),
-        ("name=a/b", "name='a/b'"),
-        ("train.zero_stage", "expected key=value"),
-        ("x" * 300, "expected key=value"),  # longer than a file's name can be
-        ("name.first=x", "name is a value, not a section"),
-        ("optim=[", "not valid YAML"),
-        ("base=x", "base=x is a key of recipe files; give x as the recipe"),
-        (r'output="\ud800"', "not valid YAML: 'utf-8' codec can't encode character"),
-    ],
-)
-def test_a_wrong_override_says_which_key_and_what_to_change(path, override, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        load_recipe(path, [override])
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"name": b"x"}, r"^name=b'x': .*; give texts, numbers, true, false, lists"),
-        ({"seed": np.float32(1)}, r"^seed=.*float32.*; give texts, numbers, true, false, lists"),
-        ({"optim": {"steps": {1}}}, r"^optim=\{'steps': \{1\}\}: .*not set; give texts"),
-        ({5: 1}, "unknown key 5"),
-    ],
-)
-def test_overrides_of_python_have_the_kinds_of_json(path, overrides, message):
-    with pytest.raises(ValueError, match=message):
-        load_recipe(path, overrides)
+def test_overrides_of_python_are_a_list_or_a_mapping(path):
+    assert load_recipe(path, {"output": Path("x")}).output == "x"
+    with pytest.raises(ValueError, match=r"overrides='optim.steps=5'"):
+        load_recipe(path, "optim.steps=5")
 
 
 def test_a_key_that_is_given_twice_is_told_without_its_values(path):
@@ -381,12 +304,6 @@ def test_a_study_row_of_timms_name_is_written_with_the_size_of_that_name(path):
     assert recipe.study is not None
     again = recipe_from_dict(recipe.written("study"), "again")
     assert again.study == recipe.study
-
-
-def test_overrides_of_python_are_a_list_or_a_mapping(path):
-    assert load_recipe(path, {"output": Path("x")}).output == "x"
-    with pytest.raises(ValueError, match=r"overrides='optim.steps=5' is a text; give a list"):
-        load_recipe(path, "optim.steps=5")
 
 
 LISTS = {
@@ -412,19 +329,14 @@ OWN_NAMES = ("vtab.tasks", "study.models", "study.transfer")
 @pytest.mark.parametrize("key", LISTS)
 def test_a_list_that_has_a_value_twice_is_refused(key):
     section, _, name = key.partition(".")
-    tree: dict[str, Any] = {
+    needed: dict[str, dict[str, Any]] = {
         "convert": {"source": "a", "destination": "b"},
-        "deduplicate": {
-            "source": "a",
-            "destination": "b",
-            "evaluation_sets": ["c", "d"],
-        },
+        "deduplicate": {"source": "a", "destination": "b"},
         "study": {"models": [{"label": "a"}]},
-        "name": "run",
     }
-    tree = {"name": "run", section: {**tree.get(section, {}), name: LISTS[key]}}
-    told = "=.*ascending order" if key == "optim.decay_at" else r": \[.* twice; list each once"
-    with pytest.raises(ValueError, match=f"^here: {section}.*{name}{told}"):
+    tree = {"name": "run", section: {**needed.get(section, {}), name: LISTS[key]}}
+    told = "ascending order" if key == "optim.decay_at" else "twice"
+    with pytest.raises(ValueError, match=f"^here: {section}.*{name}.*{told}"):
         recipe_from_dict(tree, "here")
 
 
@@ -442,18 +354,15 @@ def test_a_row_of_a_study_has_no_value_twice_and_a_pair_or_a_networks_stages_may
 def test_a_row_of_a_study_has_no_other_size_of_images_unasked():
     rows: list[dict[str, Any]] = [{"label": "a", "model": {"name": "R50x1"}}, {"label": "b"}]
     tree = {"name": "run", "model": {"image_size": 32}, "study": {"models": rows}}
-    told = r"study 'a': model has no image_size, and would get the default 224 where"
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=r"study 'a': model has no image_size"):
         recipe_from_dict(tree, "here")
-    rows[0]["model"]["image_size"] = 224
-    recipe = recipe_from_dict(tree, "here").with_changes(seed=1)
-    assert recipe.study is not None
-    assert [row.model and row.model.image_size for row in recipe.study.models] == [224, None]
-    del rows[0]["model"]["image_size"]
     recipe_from_dict({**tree, "model": {"image_size": 224}}, "here").with_changes(seed=1)
     for changes in ({"model": {"image_size": 64}}, {"model.image_size": 64}):
         rows[0]["changes"] = changes  # asked for
         recipe_from_dict(tree, "here")
+    rows[0] = {"label": "a", "model": {"name": "R50x1", "image_size": 224}}
+    models = recipe_from_dict(tree, "here").with_changes(seed=1).study.models
+    assert [row.model and row.model.image_size for row in models] == [224, None]
 
 
 def test_every_list_of_the_schema_is_told_above():
@@ -487,11 +396,6 @@ def test_a_missing_file_names_its_neighbours(path):
         load_recipe(path.parent / "rn.yaml")
 
 
-def test_a_recipe_cannot_be_changed_after_loading(path):
-    with pytest.raises(ValidationError, match="frozen"):
-        load_recipe(path).name = "other"  # type: ignore[misc]
-
-
 def test_a_training_records_its_own_keys_and_a_file_those_of_its_commands_too(path):
     recipe = load_recipe(path, ["verify.path=x", "sweep.seeds=2"]).with_absolute_paths()
     trained = {"name", "seed", "output", "resume", "init_from", "model", "data", "optim", "train"}
@@ -512,13 +416,12 @@ def test_changes_are_checked_too(path):
 def test_paths_become_absolute_and_addresses_stay(path):
     recipe = load_recipe(path, ["data.train=some/set", "data.eval=s3://bucket/set"])
     absolute = recipe.with_absolute_paths()
-    assert Path(absolute.data.train or "").is_absolute()
+    assert absolute.data.train == f"{Path.cwd()}/some/set"
     assert absolute.data.eval == "s3://bucket/set"
     assert absolute.tracking.uri == f"sqlite:///{Path.cwd()}/mlflow.db"
     assert absolute.with_absolute_paths() == absolute
     tree = {
         "vtab": {"data": "a", "tasks": [{"name": "one", "group": "natural"}]},
-        "benchmark": {"label_file": "a"},
         "sweep": {"space": {"init_from": ["a", "b"]}},
         "study": {"models": [{"label": "b", "changes": {"data.train": "a"}}]},
     }
@@ -526,22 +429,23 @@ def test_paths_become_absolute_and_addresses_stay(path):
     assert json.dumps(written).count(json.dumps(str(Path("a").absolute()))) == len(tree)
 
 
-@pytest.mark.parametrize(("length", "steps"), [({"steps": 7}, 7), ({"epochs": 2.0}, 20)])
-def test_a_length_in_steps_or_epochs_comes_to_steps(length, steps):
-    assert OptimConfig(**length).total_steps(1000, 100) == steps
-
-
-def test_a_run_without_a_length_is_refused():
+def test_a_length_in_steps_or_epochs_comes_to_steps_and_is_longer_than_the_warm_up():
+    assert OptimConfig(steps=7).total_steps(1000, 100) == 7
+    assert OptimConfig(epochs=2.0).total_steps(1000, 100) == 20
     with pytest.raises(ValueError, match=r"set optim\.steps or optim\.epochs"):
         OptimConfig().total_steps(1000, 100)
-
-
-def test_a_warm_up_longer_than_the_run_is_refused():
     for steps, proposed in ((1, 0), (5, 1), (9, 1), (500, 50)):
-        message = rf"is not shorter than the run \({steps} .*set optim.warmup_steps={proposed}$"
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=rf"set optim.warmup_steps={proposed}$"):
             OptimConfig(steps=steps, warmup_steps=500).total_steps(1000, 100)
         OptimConfig(steps=steps, warmup_steps=proposed).total_steps(1000, 100)
+
+
+@pytest.mark.parametrize(
+    ("every", "also", "due"),
+    [(None, (), []), (3, (), [3, 6, 9]), (1, (), list(range(1, 10))), (4, (5,), [4, 5, 8])],
+)
+def test_steps_at_which_something_is_due(every, also, due):
+    assert [step for step in range(1, 10) if is_due(step, every, also)] == due
 
 
 @pytest.mark.parametrize(
@@ -566,39 +470,32 @@ def test_a_batch_that_does_not_divide_names_what_asks_for_it(path, workers, trai
             check_batch(recipe, 1000)
 
 
-def test_a_key_that_a_job_needs_is_named_where_it_is_not_set():
-    for value in (0, "", False):
-        assert require(value, "plan.num_gpus", "a number") is value
-    with pytest.raises(ValueError, match=r"^sweep is not set; give sweep\.learning_rates$"):
-        require(None, "sweep", "sweep.learning_rates")
+@pytest.mark.parametrize(
+    ("uri", "named"),
+    [
+        ("mlflow.db", "give sqlite:///FILE"),
+        ("htp://localhost:5000", "htp://"),
+        ("file:///srv/mlruns", "a folder of files"),
+        ("postgres://u:hunter2@db/mlflow", "postgresql://"),
+        ("sqlite://mlflow.db", "such as sqlite:///mlflow.db"),
+        ("mongodb+srv://db", "mongodb://"),
+    ],
+)
+def test_an_address_of_a_kind_that_mlflow_does_not_open_is_refused(path, uri, named):
+    with pytest.raises(ValueError, match=re.escape(named)) as caught:
+        load_recipe(path, [f"tracking.uri={uri}"])
+    assert "hunter2" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("uri", "told"),
+    "uri",
     [
-        ("mlflow.db", "a path is not the address of a store of MLflow's; give sqlite:///FILE"),
-        ("htp://localhost:5000", "htp:// is not the address"),
-        ("file:///srv/mlruns", "MLflow 3 does not open a folder of files, such as mlruns"),
-        ("postgres://u:hunter22@db/mlflow", "postgresql://"),
-        ("sqlite://mlflow.db", "such as sqlite:///mlflow.db, http"),
-        ("mongodb+srv://db", "mongodb:// is not the address"),
-        ("sqlite:///mlflow.db", None),
-        ("sqlite:////srv/mlflow.db", None),
-        ("sqlite+pysqlite:///mlflow.db", None),
-        ("postgresql+psycopg2://u:p@db/mlflow", None),
-        ("http://localhost:5000", None),
-        ("https://u:p@mlflow.example/x", None),
-        ("databricks", None),
-        ("databricks://profile", None),
+        "sqlite:////srv/mlflow.db", "sqlite+pysqlite:///mlflow.db", "databricks://profile",
+        "postgresql+psycopg2://u:p@db/mlflow", "https://u:p@mlflow.example/x", "databricks",
     ],
-)
-def test_an_address_is_of_a_kind_that_mlflow_opens(path, uri, told):
-    if told is None:
-        assert load_recipe(path, [f"tracking.uri={uri}"]).tracking.uri == uri
-        return
-    with pytest.raises(ValueError, match=re.escape(told)) as caught:
-        load_recipe(path, [f"tracking.uri={uri}"])
-    assert "hunter22" not in str(caught.value)
+)  # fmt: skip
+def test_an_address_of_a_kind_that_mlflow_opens_is_taken(path, uri):
+    assert load_recipe(path, [f"tracking.uri={uri}"]).tracking.uri == uri
 
 
 @pytest.mark.parametrize("key", ["pool", "ray.io/accelerator-type", "-a", "a b", "a/b/c", ""])

@@ -2,12 +2,10 @@
 
 import json
 import subprocess
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier, Thread
+from threading import Barrier
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,9 +16,7 @@ from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name, read
 from vit_ray.checkpoints.checkpoint_format import COMMIT, SavedFile
 from vit_ray.checkpoints.checkpoint_writer import MAX_FAILED_SAVES, CheckpointWriter, Part, Snapshot
 from vit_ray.checkpoints.run_checkpoints import (
-    NoUsableCheckpointError,
     begin_training,
-    checkpoint_to_resume,
     list_checkpoints,
     newest_checkpoint,
 )
@@ -118,23 +114,6 @@ def test_a_save_that_fails_leaves_what_lay_there_and_nothing_of_its_own(run, mon
     assert contents(folder) == before
 
 
-def test_a_rank_that_does_not_come_is_no_failure_of_the_storage(run):
-    """Its group of processes is broken: no later save could work, and three would end the run."""
-
-    def gather(part: Part) -> list[Part]:
-        raise RuntimeError("some worker has not ended its part")
-
-    told: list[str] = []
-    for rank in (0, 1):
-        writer = CheckpointWriter(
-            run, CheckpointConfig(), lambda *event: told.append(event[1]), None, gather
-        )
-        with pytest.raises(RuntimeError, match="has not ended its part"):
-            writer.write(snapshot(1, rank, 2))
-    assert newest_checkpoint(run) is None
-    assert told == []
-
-
 def test_a_rank_that_was_given_up_replaces_no_file_of_a_later_save(run, monkeypatch):
     """It was cut off from the others and not from the storage; on a GPU its bytes differ."""
     Disk(run, monkeypatch, ranks=2).save(1)
@@ -205,58 +184,6 @@ def test_a_disk_that_stays_full_ends_the_run_with_what_to_do(run, monkeypatch):
         disk.save(9)
 
 
-def test_ranks_that_see_folders_of_their_own_are_found_when_it_is_read(run, monkeypatch):
-    """Output on a path that nodes do not share, which the start of a worker checks."""
-    disk, other = Disk(run, monkeypatch, ranks=2), locate(run.path + "-elsewhere")
-    monkeypatch.setattr(disk.writers[1], "_run_folder", other)
-    disk.save(1)
-    with pytest.raises(NoUsableCheckpointError, match=r"none of the .* bytes are there"):
-        checkpoint_to_resume(run)
-
-
-def test_the_first_rank_waits_for_the_part_of_one_that_still_writes(run, monkeypatch):
-    disk = Disk(run, monkeypatch, ranks=2, keep_last=2)
-    first, second = disk.writers
-    for step in (1, 2, 3):
-        waits = Thread(target=first.write, args=(snapshot(step, 0, 2),))
-        waits.start()
-        waits.join(0.2)
-        assert waits.is_alive()
-        assert newest_checkpoint(run) is None or newest_checkpoint(run).position.step < step
-        second.write(snapshot(step, 1, 2))
-        waits.join(60)
-        assert newest_checkpoint(run).position.step == step
-    assert steps(run) == [3, 2]
-    assert disk.events == []
-
-
-@pytest.mark.parametrize("ranks", [2, 16])
-def test_nothing_is_read_back_and_one_rank_commits_and_lists(run, monkeypatch, ranks):
-    """However many write at the same time, and however many old ones there are."""
-    calls = Counter[str]()
-
-    def counted(owner: Any, name: str) -> None:
-        plain = getattr(owner, name)
-
-        def call(*args: Any) -> Any:
-            calls[name] += 1
-            if name == "list_folders":
-                assert args[0].path == run.path
-            return plain(*args)
-
-        monkeypatch.setattr(owner, name, call)
-
-    counted(checkpoint_writer, "commit")
-    counted(Location, "read_range")
-    counted(Location, "list_folders")
-    disk = Disk(run, monkeypatch, ranks=ranks, keep_every_steps=2)
-    for step in range(1, 9):
-        disk.save(step, metrics={"eval/loss": 9.0 - step}, eval_step=step)
-    assert disk.events == []
-    assert calls == {"commit": 8, "list_folders": 8}
-    assert steps(run) == [8, 6, 4, 2]
-
-
 @pytest.mark.parametrize(
     ("keep", "results", "left"),
     [
@@ -306,23 +233,21 @@ def test_a_save_is_noted_and_old_ones_are_deleted_each_for_itself(run, monkeypat
 
 
 def test_a_writer_whose_run_was_taken_over_commits_and_deletes_nothing(run):
+    keep = CheckpointConfig(keep_last=1)
     with hold_lock(run, lambda _: None) as number:
-        writer = CheckpointWriter(run, CheckpointConfig(keep_last=1), lambda *_: None, number)
-        writer.write(snapshot(1))
-        theirs = {**this_process(run), "host": "node-7"}
-        run.child(f"lock-{number + 1:08d}.json").write(json.dumps(theirs).encode())
-        with pytest.raises(LockLostError, match=r"taken over by process .* on node-7"):
-            writer.write(snapshot(2))
-    assert steps(run) == [1]
 
+        def taken_over_meanwhile(part: Part) -> list[Part]:
+            theirs = {**this_process(run), "host": "node-7"}
+            run.child(f"lock-{number + 1:08d}.json").write(json.dumps(theirs).encode())
+            return [part]
 
-def test_a_run_taken_over_while_it_writes_is_not_committed(run, monkeypatch):
-    checks = Mock(side_effect=[None, LockLostError("gone")])  # at the start, before the commit
-    monkeypatch.setattr(checkpoint_writer, "check_lock", checks)
-    writer = CheckpointWriter(run, CheckpointConfig(), lambda *_: None, 1)
-    with pytest.raises(LockLostError):
-        writer.write(snapshot(1))
-    assert newest_checkpoint(run) is None
+        CheckpointWriter(run, keep, pytest.fail, number).write(snapshot(1))
+        writer = CheckpointWriter(run, keep, pytest.fail, number, taken_over_meanwhile)
+        for step in (2, 3):
+            with pytest.raises(LockLostError, match=r"taken over by process .* on node-7"):
+                writer.write(snapshot(step))
+    assert newest_checkpoint(run).position.step == 1
+    assert not run.child(folder_name(3)).exists()
 
 
 def test_an_output_that_is_unmounted_takes_no_checkpoint_until_it_is_back(tmp_path):

@@ -14,7 +14,7 @@ from transformers import ViTForImageClassification
 
 from vit_ray.checkpoints.init_weights import download, open_weights
 from vit_ray.models import build_model
-from vit_ray.models.weights import load_weights, save_weights
+from vit_ray.models.weights import save_weights
 
 SIZE = {"depth": 2, "width": 32, "mlp_dim": 64, "num_heads": 2, "patch_size": 4}
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -32,45 +32,32 @@ class FakeHub(BaseHTTPRequestHandler):
     served: list[str]
 
     def do_HEAD(self) -> None:
-        self._answer(has_body=False)
-
-    def do_GET(self) -> None:
-        self._answer(has_body=True)
-
-    def _answer(self, has_body: bool) -> None:
         path = self.path.partition("?")[0]
-        if path.startswith("/api/models/someone/vit"):
-            return self._send(self._listing(path), {}, has_body)
-        name = path.rpartition("/")[2]
-        file = self.folder / name
-        if not path.startswith("/someone/vit/resolve/") or not file.is_file():
-            return self._send(b"{}", {"X-Error-Code": "RepoNotFound"}, has_body, status=404)
-        content = file.read_bytes()
-        if has_body:
-            self.served.append(name)
-        etag = hashlib.sha256(content).hexdigest()
-        self._send(content, {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT}, has_body)
-
-    def _listing(self, path: str) -> bytes:
-        files = sorted(self.folder.iterdir())
+        headers, status, files = {}, 200, sorted(self.folder.iterdir())
+        file = self.folder / path.rpartition("/")[2]
         if "/tree/" in path:
-            rows = [
-                {"type": "file", "path": f.name, "size": f.stat().st_size, "oid": "0" * 40}
-                for f in files
-            ]
-            return json.dumps(rows).encode()
-        names = [{"rfilename": file.name} for file in files]
-        return json.dumps({"id": "someone/vit", "sha": COMMIT, "siblings": names}).encode()
-
-    def _send(
-        self, content: bytes, headers: dict[str, str], has_body: bool, status: int = 200
-    ) -> None:
+            facts = {"type": "file", "oid": "0" * 40}
+            rows = [{**facts, "path": f.name, "size": f.stat().st_size} for f in files]
+            content = json.dumps(rows).encode()
+        elif path.startswith("/api/models/someone/vit"):
+            names = [{"rfilename": f.name} for f in files]
+            listing = {"id": "someone/vit", "sha": COMMIT, "siblings": names}
+            content = json.dumps(listing).encode()
+        elif path.startswith("/someone/vit/resolve/") and file.is_file():
+            content = file.read_bytes()
+            etag = hashlib.sha256(content).hexdigest()
+            headers = {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT}
+            self.served += [file.name] if self.command == "GET" else []
+        else:
+            content, headers, status = b"{}", {"X-Error-Code": "RepoNotFound"}, 404
         self.send_response(status)
         for key, value in {**headers, "Content-Length": str(len(content))}.items():
             self.send_header(key, value)
         self.end_headers()
-        if has_body:
+        if self.command == "GET":
             self.wfile.write(content)
+
+    do_GET = do_HEAD
 
     def log_message(self, *_: object) -> None:
         """Quiet."""
@@ -113,13 +100,13 @@ def test_a_repository_is_fetched_once_and_read_without_the_hub_after(hub, monkey
 
 def test_without_a_network_and_a_cache_the_way_out_is_told(hub, monkeypatch):
     point_at("http://127.0.0.1:9", monkeypatch)
-    with pytest.raises(ValueError, match=r"cannot be reached.*hf download someone/vit"):
+    with pytest.raises(ValueError, match="hf download someone/vit"):
         download("hf://someone/vit")
 
 
 def test_a_repository_without_safetensors_is_refused(hub):
     (hub.folder / "pytorch_model.bin").write_bytes(b"a pickle that could run code")
-    with pytest.raises(ValueError, match=r"no model\.safetensors; other formats can run code"):
+    with pytest.raises(ValueError, match=r"no model\.safetensors"):
         open_weights("hf://someone/vit")
     assert hub.served == []
 
@@ -135,41 +122,27 @@ def split(tmp_path: Path) -> tuple[torch.nn.Module, Path]:
     return model, tmp_path / "split"
 
 
-def test_a_split_folder_of_transformers_is_read(split):
+def test_a_split_folder_of_transformers_is_read_and_a_wrong_part_named(split):
     model, folder = split
     images = torch.rand(2, 3, 16, 16)
-    for load in (
-        lambda other: load_weights(other, folder),
-        lambda other: open_weights(str(folder)).load_into(other, False),
-    ):
-        other = small_vit(1)
-        load(other)
-        torch.testing.assert_close(other(images), model(images))
-
-
-def test_a_part_that_is_missing_or_short_is_named(split):
-    _, folder = split
+    other = small_vit(1)
+    open_weights(str(folder)).load_into(other, False)
+    torch.testing.assert_close(other(images), model(images))
     first, *_, last = sorted(folder.glob("model-*.safetensors"))
     last.write_bytes(first.read_bytes())
     with pytest.raises(ValueError, match=r"\n  missing: \w+\."):
-        load_weights(small_vit(1), folder)
+        open_weights(str(folder)).load_into(small_vit(1), False)
     first.unlink()
-    with pytest.raises(ValueError, match=rf"part {first.name}, do not exist"):
+    with pytest.raises(ValueError, match=f"part {first.name}, do not exist"):
         open_weights(str(folder))
 
 
 @pytest.mark.parametrize(
-    ("index", "message"),
-    [
-        ('{"weight_map": {"a": 1}}', "is damaged"),
-        (
-            '{"weight_map": {"a": "../elsewhere.safetensors"}}',
-            "part elsewhere.safetensors, do not exist",
-        ),
-    ],
+    ("file", "named"), [(1, "is damaged"), ("../elsewhere.safetensors", "elsewhere.safetensors")]
 )
-def test_an_index_that_is_none_is_refused(split, index, message):
+def test_an_index_that_is_none_is_refused(split, file, named):
     _, folder = split
-    (folder / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(ValueError, match=message):
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": file}}))
+    with pytest.raises(ValueError, match=named):
         open_weights(str(folder))

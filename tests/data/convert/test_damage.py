@@ -1,4 +1,7 @@
-"""Damaged sources of every kind: each item is an image or a rejected row, or the error is clear."""
+"""Seeded damage: each item is an image or a rejected row, or the error is clear.
+
+`FUZZ_ROUNDS` in the environment makes it more.
+"""
 
 import json
 import os
@@ -6,36 +9,39 @@ import random
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
-from tests.data.convert.archives import samples, tar_of, write_hub_file
-from tests.data.converting import convert, units
-from tests.data.pictures import jpeg
+from tests.data.convert.archives import samples, tar_of, write_files, write_hub_file
+from tests.data.converting import config_of, convert, units
+from tests.data.made_up import crafted_jpeg
+from tests.data.pictures import encoded, jpeg, picture
 from vit_ray.data import open_dataset
+from vit_ray.data.convert import checks
 from vit_ray.data.convert.shards import ConvertReport
 from vit_ray.data.convert.sources import rows_of
+from vit_ray.data.images import BadImageError, decode
+from vit_ray.data.restart_markers import restart_writer
 
 COUNT = 8
 IMAGES = [jpeg(i, 20, 24) for i in range(COUNT)]
+FILES: dict[str, bytes | str] = {f"{i}.jpg": image for i, image in enumerate(IMAGES)}
 LABELS = ["tench, Tinca", "caf\xe9", "cat", "cat", "dog", "1", "01", "x"]
 
 
 def write_tar(folder: Path) -> Path:
-    (folder / "a.tar").write_bytes(tar_of(samples(IMAGES, list(map(str.encode, LABELS)))))
-    return folder / "a.tar"
-
-
-DEEP = "\u00fc" * 60 + "/" + "n" * 90
+    content = tar_of(samples(IMAGES, list(map(str.encode, LABELS))))
+    return write_files(folder, {"a.tar": content}) / "a.tar"
 
 
 def write_pax_tar(folder: Path) -> Path:
     """Names of many letters and alphabets, in headers of their own that have no checksum."""
+    deep = "\u00fc" * 60 + "/" + "n" * 90
     fields = [json.dumps({"label": label}).encode() for label in LABELS]
-    pairs = [(f"{DEEP}/{name}", file) for name, file in samples(IMAGES, fields, "json")]
-    (folder / "a.tar").write_bytes(tar_of(pairs, tarfile.PAX_FORMAT))
-    return folder / "a.tar"
+    pairs = [(f"{deep}/{name}", file) for name, file in samples(IMAGES, fields, "json")]
+    return write_files(folder, {"a.tar": tar_of(pairs, tarfile.PAX_FORMAT)}) / "a.tar"
 
 
 def write_parquet(folder: Path) -> Path:
@@ -44,28 +50,19 @@ def write_parquet(folder: Path) -> Path:
 
 
 def write_csv(folder: Path) -> Path:
-    rows = [f'{_image(folder, i)},"{LABELS[i]}"' for i in range(COUNT)]
-    (folder / "a.csv").write_text("\n".join(["path,label", *rows]) + "\n", encoding="utf-8")
-    return folder / "a.csv"
+    rows = [f'{i}.jpg,"{label}"' for i, label in enumerate(LABELS)]
+    return write_files(folder, FILES | {"a.csv": "\n".join(["path,label", *rows, ""])}) / "a.csv"
 
 
 def write_jsonl(folder: Path) -> Path:
-    rows = [json.dumps({"path": _image(folder, i), "label": LABELS[i]}) for i in range(COUNT)]
-    (folder / "a.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
-    return folder / "a.jsonl"
+    rows = [json.dumps({"path": f"{i}.jpg", "label": label}) for i, label in enumerate(LABELS)]
+    return write_files(folder, FILES | {"a.jsonl": "\n".join([*rows, ""])}) / "a.jsonl"
 
 
 def write_classes(folder: Path) -> Path:
     """The file to damage is the middle one of three images."""
-    (folder / "classes" / "cat").mkdir(parents=True)
-    for i in range(3):
-        (folder / "classes" / "cat" / f"{i}.jpg").write_bytes(IMAGES[i])
-    return folder / "classes" / "cat" / "1.jpg"
-
-
-def _image(folder: Path, number: int) -> str:
-    (folder / f"{number}.jpg").write_bytes(IMAGES[number])
-    return f"{number}.jpg"
+    files = {f"classes/cat/{i}.jpg": IMAGES[i] for i in range(3)}
+    return write_files(folder, files) / "classes" / "cat" / "1.jpg"
 
 
 WRITERS: dict[str, Callable[[Path], Path]] = {
@@ -106,7 +103,6 @@ DAMAGES = {"flip": flip, "cut": cut, "erase": erase, "splice": splice}
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("kind", WRITERS)
 def test_nothing_is_lost_without_a_word(serial, tmp_path, kind, damage):
-    """Seeded damage; `FUZZ_ROUNDS` in the environment makes it more."""
     rounds = int(os.environ.get("FUZZ_ROUNDS", "6"))
     for seed in range(rounds):
         folder = tmp_path / str(seed)
@@ -117,33 +113,30 @@ def test_nothing_is_lost_without_a_word(serial, tmp_path, kind, damage):
         check_conversion(source, folder, kind)
 
 
-def check_conversion(source: Path, folder: Path, kind: str) -> None:
-    target = folder / "set"
-    outcome = outcome_of(source, target)
-    if isinstance(outcome, ValueError):
-        assert type(outcome) is ValueError, repr(outcome)
-        assert "convert" in str(outcome) or source.name in str(outcome), outcome
-        return
-    rejected = pq.read_table(target / "rejected.parquet").to_pylist()
-    assert outcome.num_images + len(rejected) == len(indexed(source, folder))
-    assert open_dataset(str(target)).num_images == outcome.num_images
-    assert all(row["reason"] for row in rejected)
-    is_told = any("damaged" in row["reason"] for row in rejected)
-    expected = 3 if kind == "classes" else COUNT
-    assert is_told or outcome.num_images + len(rejected) >= expected - lines_joined(source)
-
-
 def outcome_of(source: Path, target: Path) -> ConvertReport | ValueError:
     try:
-        return convert(
-            str(source), str(target), rows_per_row_group=4,
-            max_rejected_fraction=1.0,
-        )  # fmt: skip
+        return convert(source, target, rows_per_row_group=4, max_rejected_fraction=1.0)
     except ValueError as error:
         return error
 
 
-def indexed(source: Path, folder: Path) -> list[str]:
+def check_conversion(source: Path, folder: Path, kind: str) -> None:
+    target = folder / "set"
+    report = outcome_of(source, target)
+    if isinstance(report, ValueError):
+        assert type(report) is ValueError, repr(report)
+        assert "convert" in str(report) or source.name in str(report), report
+        return
+    rejected = pq.read_table(target / "rejected.parquet").to_pylist()
+    assert report.num_images + len(rejected) == len(indexed(source))
+    assert open_dataset(str(target)).num_images == report.num_images
+    assert all(row["reason"] for row in rejected)
+    is_told = any("damaged" in row["reason"] for row in rejected)
+    expected = 3 if kind == "classes" else COUNT
+    assert is_told or report.num_images + len(rejected) >= expected - lines_joined(source)
+
+
+def indexed(source: Path) -> list[str]:
     """Every item of the source, and one for damage that hides how many there are."""
     keys = []
     for unit in units(str(source)):
@@ -161,3 +154,56 @@ def lines_joined(source: Path) -> int:
         return 0
     lines = [line for line in source.read_bytes().split(b"\n") if line.strip(b"\r \t")]
     return COUNT + (source.suffix == ".csv") - len(lines)
+
+
+NUM_JPEGS = int(os.environ.get("FUZZ_ROUNDS", "250"))
+
+
+def mutated_jpeg(seed: int) -> bytes:
+    """A made-up file, or Pillow's, as it is or with damage; half of the damage leaves its end."""
+    choice = random.Random(seed)
+    pixels = picture(seed, choice.randint(1, 70), choice.randint(1, 90))
+    image = choice.choice([
+        lambda: crafted_jpeg(seed),
+        lambda: encoded(pixels, quality=choice.randint(5, 100), progressive=choice.random() < 0.5),
+        lambda: encoded(pixels[..., 0], restart_marker_blocks=choice.choice([0, 2])),
+    ])()  # fmt: skip
+    for _ in range(choice.choice([0, 1, 1, 2])):
+        if len(image) < 4:
+            break
+        kept = choice.choice([0, 2])
+        damaged = DAMAGES[choice.choice(list(DAMAGES))](image[: len(image) - kept], choice)
+        image = damaged + image[len(image) - kept :]
+    return image
+
+
+def test_what_is_accepted_without_being_decoded_decodes_to_its_size(monkeypatch):
+    """JPEG files that libjpeg alone has checked are those that the decoder of training takes."""
+    libjpeg, config = restart_writer(), config_of("a", "b", index_jpeg=False, damaged="keep")
+    decoded: list[bytes] = []
+
+    def noted(image: bytes) -> Any:
+        decoded.append(image)
+        return decode(image)
+
+    monkeypatch.setattr(checks, "decode", noted)
+    undecoded = rejected = 0
+    for seed in range(NUM_JPEGS):
+        image = mutated_jpeg(seed)
+        decoded.clear()
+        try:
+            row = checks.checked(image, "key", (0,), config, libjpeg)
+            found = row.height, row.width
+        except ValueError as error:
+            if not isinstance(error, BadImageError):
+                continue  # for its number of pixels or of scans
+            found = None
+        try:
+            expected = decode(image).shape[:2]
+        except BadImageError:
+            expected = None
+        assert found == expected, seed
+        undecoded += found is not None and not decoded
+        rejected += found is None
+    assert undecoded > NUM_JPEGS / 4
+    assert rejected > NUM_JPEGS / 10

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image, ImageOps
 
+from tests.data.convert.archives import write_files
 from tests.data.converting import convert
 from tests.data.pictures import jpeg, picture
 from vit_ray.data import images as exif
@@ -35,14 +36,13 @@ def rows_of(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("options", [{}, {"index_jpeg": False}])
 def test_images_are_turned_as_exif_says(tmp_path, options):
-    (tmp_path / "source" / "cat").mkdir(parents=True)
-    files = {}
-    for kind in ("JPEG", "PNG", "WEBP"):
-        for orientation in range(10):  # 0 and 9 mean nothing
-            name = f"{orientation}.{kind.lower()}"
-            files[f"cat/{name}"] = turned(kind, orientation)
-            (tmp_path / "source" / "cat" / name).write_bytes(files[f"cat/{name}"])
-    convert(tmp_path / "source", tmp_path / "set", apply_orientation=True, **options)
+    files = {
+        f"cat/{orientation}.{kind.lower()}": turned(kind, orientation)
+        for kind in ("JPEG", "PNG", "WEBP")
+        for orientation in range(10)  # 0 and 9 mean nothing
+    }
+    source = write_files(tmp_path / "source", files)
+    convert(source, tmp_path / "set", apply_orientation=True, **options)
     rows = rows_of(tmp_path / "set")
     for key, content in files.items():
         expected = np.asarray(
@@ -60,14 +60,18 @@ def test_images_are_turned_as_exif_says(tmp_path, options):
     assert report.problems == []
 
 
-def test_a_turned_image_is_shrunk_too_and_others_stay_as_they_are(tmp_path):
-    (tmp_path / "source" / "cat").mkdir(parents=True)
-    (tmp_path / "source" / "cat" / "6.jpg").write_bytes(turned("JPEG", 6))
-    convert(tmp_path / "source", tmp_path / "plain")
-    (row,) = rows_of(tmp_path / "plain").values()
-    np.testing.assert_array_equal(decode(row["image"]), decode(turned("JPEG", 6)))
-    convert(tmp_path / "source", tmp_path / "set", apply_orientation=True, shrink_to=48)
-    (row,) = rows_of(tmp_path / "set").values()
+def test_a_turned_image_is_shrunk_too_and_what_is_done_is_said(tmp_path):
+    files = {f"cat/{number}.jpg": turned("JPEG", 6 if number < 3 else 1) for number in range(10)}
+    source = write_files(tmp_path / "source", files)
+    report = convert(source, tmp_path / "plain")
+    assert report.notes[0].startswith("3 images have an orientation in EXIF and are kept as they")
+    assert "convert.apply_orientation=true turns them" in report.notes[0]
+    row = rows_of(tmp_path / "plain")["cat/0.jpg"]
+    np.testing.assert_array_equal(decode(row["image"]), decode(files["cat/0.jpg"]))
+    report = convert(source, tmp_path / "set", apply_orientation=True, shrink_to=48)
+    assert report.notes[0] == "3 images were turned as their EXIF says"
+    assert open_dataset(str(tmp_path / "set")).origin["apply_orientation"] is True
+    row = rows_of(tmp_path / "set")["cat/0.jpg"]
     assert (row["height"], row["width"]) == (80, 48)
 
 

@@ -1,0 +1,256 @@
+"""What one image may be: damaged, too large, of any format; and what is stored of it."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from sklearn.datasets import load_sample_images
+
+from tests.data.convert.archives import converted, tar_of, write_files
+from tests.data.converting import config_of, convert
+from tests.data.pictures import encoded, jpeg, picture, write_class_folders
+from tests.data.s3_server import serve_s3, this_process_uses
+from vit_ray.commands import predict
+from vit_ray.data import open_dataset, shard_writer
+from vit_ray.data.convert import checks, rows
+from vit_ray.data.convert.checks import estimate_conversion
+from vit_ray.data.convert.finished_sets import check_file, verify
+from vit_ray.data.convert.rows import Row
+from vit_ray.data.images import FORMAT_SUFFIXES, decode, is_image_name
+from vit_ray.data.jpeg import num_scans
+from vit_ray.data.shards import RowGroupReader
+from vit_ray.storage import Location
+
+pytestmark = pytest.mark.usefixtures("serial")
+
+
+def source_with(folder: Path, files: dict[str, bytes]) -> Path:
+    """Nine good images, and these."""
+    write_class_folders(folder, num_classes=1, per_class=9)
+    return write_files(folder, {f"class_0/{name}": content for name, content in files.items()})
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> set[bytes]:
+    """Images that the decoder of training was asked for."""
+    found = set[bytes]()
+
+    def noted(image: bytes) -> Any:
+        found.add(image)
+        return decode(image)
+
+    monkeypatch.setattr(checks, "decode", noted)
+    return found
+
+
+def photograph(name: str) -> bytes:
+    """One of scikit-learn's two, damaged in one of the usual ways."""
+    whole = encoded(load_sample_images().images[0], quality=90)
+    half = len(whole) // 2
+    return {
+        "whole": whole,
+        "half of zeros": whole[:half] + bytes(len(whole) - half),
+        "half of zeros and an end": whole[:half] + bytes(len(whole) - half - 2) + b"\xff\xd9",
+        "cut, with an end": whole[:half] + b"\xff\xd9",
+        "4 KiB of zeros": whole[:half] + bytes(4096) + whole[half + 4096 :],
+        "stray bytes": whole[:-2] + bytes(40) + b"\xff\xd9",
+        "cut, with an end and more": whole[:half] + b"\xff\xd9 behind",
+        "without data": header_of_13000_x_13000(),
+    }[name]
+
+
+def header_of_13000_x_13000() -> bytes:
+    """A grey file that ends where its coded data begin."""
+    image = bytearray(encoded(np.full((8, 8), 128, np.uint8)))
+    at = image.index(b"\xff\xc0")
+    image[at + 5 : at + 9] = (13_000).to_bytes(2) * 2
+    scan = image.index(b"\xff\xda")
+    return bytes(image[: scan + 2 + int.from_bytes(image[scan + 2 : scan + 4])]) + b"\xff\xd9"
+
+
+ENDS_EARLY = (
+    "half of zeros", "cut, with an end", "cut, with an end and more", "without data",
+)  # fmt: skip
+DAMAGED = ("half of zeros and an end", "4 KiB of zeros", "stray bytes")
+
+
+def write_damaged(folder: Path, *names: str) -> Path:
+    return write_files(folder, {f"cat/{name}.jpg": photograph(name) for name in names})
+
+
+@pytest.mark.parametrize("options", [{}, {"index_jpeg": False}, {"shrink_to": 100}])
+def test_photographs_that_end_early_are_rejected_and_other_damage_is_counted(tmp_path, options):
+    source = write_damaged(tmp_path / "source", "whole", *DAMAGED, *ENDS_EARLY)
+    report = convert(source, tmp_path / "set", max_rejected_fraction=0.9, **options)
+    assert (report.num_images, report.num_damaged) == (4, 3)
+    assert set(report.rejected) == {f"cat/{name}.jpg" for name in ENDS_EARLY}
+    for key, reason in report.rejected.items():
+        assert "remature end" in reason, (key, reason)
+    damaged = pq.read_table(tmp_path / "set" / "damaged.parquet").to_pylist()
+    assert {row["key"] for row in damaged} == {f"cat/{name}.jpg" for name in DAMAGED}
+    assert all("extraneous bytes" in row["reason"] for row in damaged)
+    assert json.loads((tmp_path / "set" / "report.json").read_text())["num_damaged"] == 3
+    assert verify(str(tmp_path / "set")).problems == []
+
+
+@pytest.mark.parametrize(("damaged", "count"), [("reject", 1), ("keep", 4)])
+def test_damaged_photographs_are_all_rejected_or_all_kept(tmp_path, damaged, count):
+    names = ("whole", "stray bytes", "cut, with an end", "4 KiB of zeros")
+    source = write_damaged(tmp_path / "source", *names)
+    report = convert(source, tmp_path / "set", damaged=damaged, max_rejected_fraction=0.9)
+    assert (report.num_images, report.num_rejected) == (count, 4 - count)
+    assert report.num_damaged == count - 1
+    assert pq.read_table(tmp_path / "set" / "damaged.parquet").num_rows == count - 1
+
+
+@pytest.mark.parametrize("index_jpeg", [True, False])
+def test_a_whole_jpeg_is_not_decoded_twice_and_a_header_alone_never(tmp_path, decoded, index_jpeg):
+    """The header would take a gigabyte."""
+    source = write_damaged(tmp_path / "source", "whole", "stray bytes", "without data")
+    (source / "cat" / "other.png").write_bytes(encoded(picture(0, 30, 40), "PNG"))
+    options = {"index_jpeg": index_jpeg, "max_rejected_fraction": 0.5}
+    report = convert(source, tmp_path / "set", **options)
+    assert (report.num_images, report.num_damaged) == (3, 1)
+    names = ("stray bytes.jpg", "other.png")
+    assert decoded == {(source / "cat" / name).read_bytes() for name in names}
+
+
+@pytest.mark.parametrize("options", [{}, {"index_jpeg": False}, {"shrink_to": 10}])
+def test_an_image_of_too_many_pixels_is_rejected_before_it_is_decoded(tmp_path, decoded, options):
+    pixels = np.zeros((300, 400, 3), np.uint8)
+    large = {f"large.{kind}": encoded(pixels, kind) for kind in ("PNG", "JPEG", "GIF")}
+    source = source_with(tmp_path / "source", large)
+    limits = {"max_rejected_fraction": 0.5, **options}
+    report = convert(source, tmp_path / "set", max_pixels=119_999, **limits)
+    why = "it has 400 x 300 pixels, more than convert.max_pixels=119999"
+    assert report.rejected == {f"class_0/{name}": why for name in large}
+    assert not decoded & {*large.values()}
+    assert convert(source, tmp_path / "whole", max_pixels=120_000, **limits).num_rejected == 0
+
+
+def scans_repeated(count: int) -> bytes:
+    """A progressive file whose last scan stands there many times."""
+    image = encoded(picture(0, 40, 60), progressive=True)
+    last = image.rindex(b"\xff\xda")
+    return image[:last] + image[last:-2] * count + b"\xff\xd9"
+
+
+def test_a_jpeg_of_very_many_scans_is_rejected(tmp_path):
+    assert num_scans(jpeg(0)) == 1
+    assert num_scans(encoded(picture(0, 40, 60), progressive=True, exif=b"Exif\0\0\xff\xda")) == 10
+    assert num_scans(jpeg(0) + b"\xff\xda" * 1000) == 1  # behind its end, as in a motion photo
+    assert num_scans(encoded(picture(0, 40, 60), comment=b"\xff\xd9\xff\xda")) == 1
+    assert [num_scans(image) for image in (b"", b"\xff\xd8", b"\x89PNG", jpeg(0)[:50])] == [0] * 4
+    assert num_scans(scans_repeated(91)) == 100
+    source = source_with(tmp_path / "source", {"many.jpg": scans_repeated(92)})
+    report = convert(source, tmp_path / "set", max_rejected_fraction=0.2, damaged="keep")
+    assert report.rejected == {"class_0/many.jpg": "it is a JPEG of 101 scans; the most are 100"}
+
+
+def test_a_strip_that_no_jpeg_can_hold_is_rejected_where_it_is_shrunk(tmp_path):
+    strip = encoded(np.zeros((20, 70_000, 3), np.uint8), "PNG")
+    source = source_with(tmp_path / "source", {"strip.png": strip})
+    report = convert(source, tmp_path / "set", shrink_to=19, max_rejected_fraction=0.1)
+    assert report.num_images == 9
+    assert "66500 x 19 pixels" in report.rejected["class_0/strip.png"]
+    assert convert(source, tmp_path / "whole").num_images == 10
+
+
+@pytest.mark.parametrize("index_jpeg", [True, False])
+def test_large_images_are_shrunk_only_when_asked(tmp_path, index_jpeg):
+    files = {"cat/large.jpg": jpeg(1, 300, 400), "cat/small.jpg": jpeg(2, 50, 40)}
+    source = write_files(tmp_path / "source", files)
+    convert(source, tmp_path / "set", shrink_to=60, index_jpeg=index_jpeg)
+    group = RowGroupReader(open_dataset(str(tmp_path / "set"))).read(0)
+    stored = {group.key(i): group.stored(i) for i in range(2)}
+    large, small = stored["cat/large.jpg"], stored["cat/small.jpg"]
+    assert (large.size, small.size) == ((60, 80), (50, 40))
+    assert decode(bytes(large.content)).shape == (60, 80, 3)
+    assert (large.index is not None) == index_jpeg
+    if not index_jpeg:
+        assert bytes(small.content) == files["cat/small.jpg"]
+
+
+def test_shards_of_shrunk_images_have_the_size_that_is_asked_for(tmp_path):
+    """400 x 300 pixels shrink to a small part of their bytes; a shard holds many more."""
+    files = {f"cat/{i}.jpg": jpeg(i, 300, 400) for i in range(60)}
+    source = write_files(tmp_path / "source", files)
+    options = {"rows_per_row_group": 4, "index_jpeg": False, "shrink_to": 60, "shard_mib": 0.01}
+    convert(source, tmp_path / "set", **options)
+    sizes = [file.bytes for file in open_dataset(str(tmp_path / "set")).files]
+    assert len(sizes) > 1
+    assert sum(sizes) / len(sizes) == pytest.approx(0.01 * 2**20, rel=0.35)
+
+
+def test_a_row_group_ends_where_its_images_have_enough_bytes(tmp_path, monkeypatch):
+    write_class_folders(tmp_path / "source", num_classes=2, per_class=20)
+    sizes = [file.stat().st_size for file in (tmp_path / "source").rglob("*.*")]
+    monkeypatch.setattr(shard_writer, "MOST_ROW_GROUP_BYTES", 3 * max(sizes))
+    convert(tmp_path / "source", tmp_path / "set", rows_per_row_group=8, index_jpeg=False)
+    manifest = open_dataset(str(tmp_path / "set"))
+    assert manifest.num_images == 40
+    assert 3 <= manifest.rows.max() < 8
+    for file in manifest.files:
+        metadata = pq.ParquetFile(tmp_path / "set" / file.path).metadata
+        for group in range(metadata.num_row_groups):
+            assert metadata.row_group(group).column(0).total_uncompressed_size < 4 * max(sizes)
+    assert check_file(0, manifest, 1.0).problems == []
+
+
+@pytest.mark.parametrize(("length", "most_held"), [(100 << 20, 3), (rows.WHOLE_FILE, 10)])
+def test_few_large_files_are_read_ahead(tmp_path, monkeypatch, length, most_held):
+    """Also those of a list, whose lengths nobody has said: they are files of holes here."""
+    entries = []
+    for i in range(40):
+        path = tmp_path / f"{i}.mp4"
+        with path.open("wb") as file:
+            file.truncate(100 << 20)
+        entries.append(Row(str(i), path=str(path), length=length))
+    lock, held, most = threading.Lock(), [0], [0]
+
+    def read(location: Location) -> bytes:
+        with lock:
+            held[0] += 1
+            most[0] = max(most[0], held[0])
+        return bytes(100 << 20)  # memory that nobody has written takes none
+
+    monkeypatch.setattr(Location, "read", read)
+    for _, image in checks.read_ahead(entries):
+        assert len(image.result()) == 100 << 20
+        with lock:
+            held[0] -= 1
+    assert most[0] <= most_held  # those that wait, and the one that is looked at
+
+
+def test_a_file_that_is_too_large_for_an_image_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "MOST_IMAGE_BYTES", 10)
+    write_files(tmp_path / "b", {"0": b"0" * 10, "1": b"1" * 11, "2": b""})
+    with serve_s3(tmp_path) as port, this_process_uses(port):
+        for place in ("s3://b", str(tmp_path / "b")):
+            assert Row("0", path=f"{place}/0").read() == b"0" * 10
+            assert Row("2", path=f"{place}/2").read() == b""
+            for row in (Row("1", path=f"{place}/1"), Row("3", path="none", length=11)):
+                with pytest.raises(ValueError, match="it has 11 bytes, and an image at most 10"):
+                    row.read()
+
+
+def test_every_format_that_is_decoded_is_found(tmp_path):
+    suffixes = sorted(suffix for each in FORMAT_SUFFIXES.values() for suffix in each)
+    assert {"avif", "jp2", "jfif", "jpe", "pgm"} < set(suffixes)
+    assert all(is_image_name(f"a.{suffix}") for suffix in suffixes)
+    kinds = {"avif": "AVIF", "jp2": "JPEG2000", "jfif": "JPEG", "jpe": "JPEG", "pgm": "PPM"}
+    images = {f"{suffix}.{suffix}": encoded(picture(1, 20, 24), kinds[suffix]) for suffix in kinds}
+    write_files(tmp_path / "s" / "x", images)
+    write_files(tmp_path / "s", images)
+    report = convert(tmp_path / "s", tmp_path / "set", max_rejected_fraction=0.9)
+    assert report.num_images == 5
+    assert report.rejected == dict.fromkeys(images, "it is not in a class folder")
+    assert estimate_conversion(config_of(tmp_path / "s", "unused")).num_images == 10
+    assert len(list(predict._images_at(str(tmp_path / "s")))) == 10
+    labels = [(f"{suffix}.cls", b"x") for suffix in kinds]
+    (tmp_path / "a.tar").write_bytes(tar_of([*images.items(), *labels]))
+    assert len(converted(tmp_path / "a.tar", tmp_path / "of a tar")) == 5

@@ -1,21 +1,36 @@
-"""Losses against torch's own, and the pixels' range."""
+"""Losses, MixUp and CutMix against torch, scipy and their authors' formulas."""
+
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy import stats
 from scipy.special import log_softmax
 
 from tests.recipes import recipe_with
 from vit_ray.config.training_sections import TrainConfig
+from vit_ray.launch.resolved_run import check_batch
 from vit_ray.models import masked
+from vit_ray.training.memory_estimate import largest_micro_batch
 from vit_ray.training.objective import (
+    Mixing,
     build_objective,
     classification_loss,
+    draw_mixing,
     make_loss,
+    mix_images,
     multi_hot,
     normalize,
+    partners,
+    symmetric_beta,
 )
+from vit_ray.training.steps import micro_batch_size
+
+SIZE = (12, 16)
+MANY = torch.arange(40_000)
 
 
 def test_pixels_become_minus_one_to_one_in_channels_first():
@@ -64,26 +79,42 @@ def test_an_image_without_a_label_costs_nothing_with_softmax(labels, smoothing):
     assert loss[1] > 0
 
 
+def passed(recipe: Any, samples: list[int], step: int, images: Any = None) -> tuple[Any, ...]:
+    """What the loss gives to a model."""
+    module = Mock(return_value=torch.zeros(len(samples), 5))
+    if images is None:
+        images = torch.zeros(len(samples), 4, 4, 3, dtype=torch.uint8)
+    labels = torch.zeros(len(samples), 1, dtype=torch.int64)
+    make_loss(recipe)(module, images, labels, torch.tensor(samples), step)
+    given: tuple[Any, ...] = module.call_args.args
+    return given
+
+
 @pytest.mark.parametrize("rates", [{"dropout": 0.1}, {"stochastic_depth": 0.1, "dropout": 0.0}])
 def test_what_is_dropped_is_a_function_of_seed_step_and_sample(rates):
     def keys(seed: int, step: int, samples: list[int]) -> list[int]:
-        given: list[torch.Tensor] = []
-
-        def module(images: torch.Tensor, *its_keys: torch.Tensor) -> torch.Tensor:
-            given.extend(its_keys)
-            return torch.zeros(len(images), 5)
-
         model = {"name": "ViT-Ti/16", **rates}
-        loss = make_loss(recipe_with(seed=seed, model=model, train={"precision": "fp32"}))
-        images = torch.zeros(len(samples), 4, 4, 3, dtype=torch.uint8)
-        labels = torch.zeros(len(samples), 1, dtype=torch.int64)
-        loss(module, images, labels, torch.tensor(samples), step)  # type: ignore[arg-type]
-        return given[0].tolist()
+        recipe = recipe_with(seed=seed, model=model, train={"precision": "fp32"})
+        return passed(recipe, samples, step)[1].tolist()
 
     whole = keys(1, 2, [7, 8, 9])
     assert keys(1, 2, [9]) + keys(1, 2, [8, 7]) == whole[::-1]
     drawn = [whole, keys(1, 3, [7, 8, 9]), keys(2, 2, [7, 8, 9])]
     assert len({key for one in drawn for key in one}) == 9
+    masked_patches = recipe_with(train={"loss": "masked_patch", "precision": "fp32"})
+    _, samples, step = passed(masked_patches, [7, 8], 12)
+    assert (samples.tolist(), step) == ([7, 8], 12)
+
+
+@pytest.mark.parametrize("mixing", [{}, {"mixup": 0.8}])
+def test_pixels_are_scaled_and_mixed_before_they_are_rounded(mixing):
+    images = torch.arange(256, dtype=torch.uint8).view(2, 16, 8, 1).repeat(1, 1, 1, 3)
+    whole, rounded = (
+        passed(recipe_with(train={"precision": precision, **mixing}), [0, 1], 3, images)[0]
+        for precision in ("fp32", "bf16")
+    )
+    assert rounded.dtype == torch.bfloat16
+    assert torch.equal(rounded, whole.to(torch.bfloat16))
 
 
 @pytest.mark.parametrize(("precision", "target"), [("fp32", "mean_color"), ("bf16", "full_patch")])
@@ -111,33 +142,140 @@ def test_what_is_predicted_of_masked_patches_is_not_rounded(monkeypatch, precisi
     assert set(masked.color_class(pixels.mean(dim=(-2, -1))).flatten().tolist()) == {6 * 73}
 
 
-def test_masked_patches_differ_from_step_to_step():
-    steps: list[int] = []
-
-    def module(images: torch.Tensor, samples: torch.Tensor, step: int) -> torch.Tensor:
-        steps.append(step)
-        return torch.zeros(())
-
-    loss = make_loss(recipe_with("x", train={"loss": "masked_patch", "precision": "fp32"}))
-    images = torch.zeros(2, 4, 4, 3, dtype=torch.uint8)
-    for step in (0, 12, 13):
-        loss(module, images, torch.zeros(2, 1), torch.arange(2), step)  # type: ignore[arg-type]
-    assert steps == [0, 12, 13]
+def drawn(samples: torch.Tensor, seed: int = 0, step: int = 0, **train: Any) -> Mixing:
+    return draw_mixing(samples, SIZE, TrainConfig(**train), seed, step)
 
 
-@pytest.mark.parametrize("mixing", [{}, {"mixup": 0.8}])
-def test_pixels_are_scaled_and_mixed_before_they_are_rounded(mixing):
-    given: list[torch.Tensor] = []
+@pytest.mark.parametrize("alpha", [0.2, 0.8, 3.0])
+def test_shares_are_beta_distributed(alpha):
+    rng = np.random.default_rng(0)
+    uniform = torch.from_numpy(rng.uniform(size=(3, 50_000)))
+    found = symmetric_beta(torch.tensor(alpha).double(), *uniform).numpy()
+    assert stats.kstest(found, stats.beta(alpha, alpha).cdf).pvalue > 1e-3
+    own = drawn(MANY, mixup=0.4).own_share  # one for each pair
+    assert torch.equal(own[::2], own[1::2])
+    assert stats.kstest(own[::2].double().numpy(), stats.beta(0.4, 0.4).cdf).pvalue > 1e-3
 
-    def module(images: torch.Tensor) -> torch.Tensor:
-        given.append(images)
-        return torch.zeros(len(images), 5)
 
-    images = torch.arange(256, dtype=torch.uint8).view(2, 16, 8, 1).repeat(1, 1, 1, 3)
-    labels = torch.zeros(2, 1, dtype=torch.int64)
-    for precision in ("fp32", "bf16"):
-        loss = make_loss(recipe_with("x", train={"precision": precision, **mixing}))
-        loss(module, images, labels, torch.arange(2), 3)  # type: ignore[arg-type]
-    whole, rounded = given
-    assert rounded.dtype == torch.bfloat16
-    assert torch.equal(rounded, whole.to(torch.bfloat16))
+def test_half_of_the_pairs_have_each_where_both_are_on():
+    weight = drawn(MANY[:8000], mixup=0.8, cutmix=1.0).weight
+    is_flat = int((weight.flatten(1).std(1) == 0).sum())  # whole boxes and none are a few more
+    both = stats.binomtest(is_flat, 4000, 0.5 + 0.5 * _trivial_boxes())
+    assert both.pvalue > 1e-3
+
+
+def _trivial_boxes() -> float:
+    """Share of CutMix's pairs that exchange nothing, with alpha 1: sides below two pixels."""
+    weight = drawn(MANY, cutmix=1.0, seed=9).weight
+    return float((weight.flatten(1).std(1) == 0).double().mean())
+
+
+def test_a_box_is_that_of_the_authors_code():
+    """Each is some box of the published `rand_bbox`, and its share is what is left."""
+    weight, own = drawn(MANY[:2000], cutmix=1.0)
+    for kept, share in zip(weight.numpy(), own[::2].tolist(), strict=True):
+        rows, columns = np.nonzero(kept == 0)
+        assert share == pytest.approx(1 - len(rows) / kept.size)
+        if len(rows):
+            box = kept[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
+            assert not box.any()
+    # Sides grow as the root of the area, and centres are uniform: of many boxes the mean share is
+    # that of the published function.
+    assert float(own.double().mean()) == pytest.approx(_published_mean_share(), abs=0.01)
+
+
+def _published_mean_share() -> float:
+    """`rand_bbox` of github.com/clovaai/CutMix-PyTorch."""
+    rng = np.random.default_rng(1)
+    height, width = SIZE
+    shares = []
+    for _ in range(20_000):
+        cut = np.sqrt(1.0 - rng.uniform())
+        cut_h, cut_w = int(height * cut), int(width * cut)
+        cy, cx = rng.integers(height), rng.integers(width)
+        y1, y2 = np.clip([cy - cut_h // 2, cy + cut_h // 2], 0, height)
+        x1, x2 = np.clip([cx - cut_w // 2, cx + cut_w // 2], 0, width)
+        shares.append(1 - (y2 - y1) * (x2 - x1) / (height * width))
+    return float(np.mean(shares))
+
+
+def test_images_and_labels_are_mixed_alike():
+    images = torch.randint(0, 256, (8, *SIZE, 3), dtype=torch.uint8)
+    mixing = drawn(torch.arange(8), mixup=0.8, cutmix=1.0)
+    found = mix_images(normalize(images, torch.float32), mixing.weight).numpy()
+    pixels = images.numpy().astype(np.float64) / 127.5 - 1
+    for i in range(8):
+        weight = mixing.weight[i // 2].numpy()[..., None]
+        expected = weight * pixels[i] + (1 - weight) * pixels[i ^ 1]
+        assert np.abs(found[i] - expected.transpose(2, 0, 1)).max() < 1e-5
+        assert float(mixing.own_share[i]) == pytest.approx(weight.mean(), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "smoothing", "labels"), [("softmax", 0.0, 1), ("softmax", 0.1, 2), ("sigmoid", 0.0, 2)]
+)
+def test_the_loss_is_that_of_mixed_targets(loss, smoothing, labels):
+    """Against cross-entropy with the mixed probabilities themselves."""
+    torch.manual_seed(0)
+    train = {"loss": loss, "label_smoothing": smoothing, "mixup": 0.8, "precision": "fp32"}
+    recipe = recipe_with(seed=4, train=train)
+    images = torch.randint(0, 256, (6, 8, 8, 3), dtype=torch.uint8)
+    classes, samples = torch.randint(0, 5, (6, labels)), torch.tensor([5, 3, 8, 1, 0, 9])
+    module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 5))
+    found = make_loss(recipe)(module, images, classes, samples, 7)
+    mixing = draw_mixing(samples, (8, 8), recipe.train, 4, 7)
+    logits = module(mix_images(normalize(images, torch.float32), mixing.weight))
+    hot = multi_hot(classes, 5)
+    if loss == "softmax":
+        hot = hot / hot.sum(1, keepdim=True)
+        hot = hot * (1 - smoothing) + smoothing / 5
+    share = mixing.own_share[:, None]
+    targets = share * hot + (1 - share) * partners(hot)
+    if loss == "softmax":
+        expected = -(targets * F.log_softmax(logits, 1)).sum(1).mean()
+    else:
+        expected = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").sum(1)
+    assert found.item() == pytest.approx(expected.mean().item(), rel=1e-5)
+
+
+def test_a_pair_is_mixed_alike_in_any_pass_and_anew_in_each_step_and_seed():
+    samples = torch.tensor([11, 4, 7, 90, 3, 2])
+    whole = drawn(samples, mixup=0.8)
+    assert torch.equal(drawn(samples[2:4], mixup=0.8).own_share, whole.own_share[2:4])
+    for other in (drawn(samples, step=1, mixup=0.8), drawn(samples, seed=1, mixup=0.8)):
+        assert not torch.isclose(other.own_share, whole.own_share).any()
+
+
+def mixed_recipe(batch: int, workers: Any = 1, **train: Any) -> Any:
+    return recipe_with(
+        train={"mixup": 0.8, "global_batch_size": batch, **train}, workers={"num_workers": workers}
+    )
+
+
+def test_passes_have_whole_pairs():
+    for batch, world, limit, images in (
+        (24, 1, 9, 8),
+        (30, 1, 9, 6),
+        (28, 2, 13, 2),
+        (28, 2, 1, 2),
+    ):
+        assert micro_batch_size(mixed_recipe(batch), world, limit) == images
+    assert mixed_recipe(24, (1, 8)).group_sizes == [1, 2, 3, 4, 6]
+    small = mixed_recipe(30).with_changes(model={"name": "ViT-Ti/16"})
+    assert largest_micro_batch(small, 5, 1, 80) == 30
+
+
+@pytest.mark.parametrize(
+    ("batch", "train", "word"),
+    [
+        (7, {}, "such as 8"),
+        (12, {"micro_batch_size": 3}, "such as 4"),
+        (8, {"loss": "masked_patch"}, "masked_patch"),
+        (8, {"mixup": -0.1}, r"train\.mixup"),
+    ],
+)
+def test_an_odd_share_or_pass_is_refused(batch, train, word):
+    with pytest.raises(ValueError, match=word):
+        mixed_recipe(batch, **train)
+    with pytest.raises(ValueError, match=r"train\.mixup.* is 8$"):
+        check_batch(mixed_recipe(6, 2), 100)

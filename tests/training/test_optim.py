@@ -1,4 +1,4 @@
-"""The optimizer's groups, and its steps against torch's."""
+"""Groups and steps of optimizers against torch's, averages of weights against TensorFlow's."""
 
 from typing import Any
 
@@ -7,7 +7,10 @@ import torch
 
 from tests.training.engine_runs import small_model
 from vit_ray.config.training_sections import OptimConfig
-from vit_ray.training.optimizers import build_optimizer, state_types, zero_state
+from vit_ray.training import replicated
+from vit_ray.training.optimizers import StepGuard, build_optimizer, state_types
+from vit_ray.training.replicated import ReplicatedOptimizer
+from vit_ray.training.training_state import Fragment, WeightAverage
 
 
 def test_what_does_not_decay_has_no_weight_decay_and_the_rate_starts_at_zero():
@@ -25,19 +28,6 @@ def test_what_does_not_decay_has_no_weight_decay_and_the_rate_starts_at_zero():
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_state_types_are_what_torch_keeps():
-    for name in ("adamw", "sgd"):
-        config = OptimConfig(name=name)
-        parameter = torch.nn.Parameter(torch.zeros(2, 2))
-        model = torch.nn.Module()
-        model.weight = parameter
-        optimizer = build_optimizer(model, config)
-        parameter.grad = torch.ones(2, 2)
-        optimizer.step()
-        kept = optimizer.state[parameter]
-        assert {key: value.dtype for key, value in kept.items()} == state_types(config)
-
-
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_steps_without_the_compiler_are_torchs_bit_for_bit(name):
     model, copy = small_model(), small_model()
@@ -51,8 +41,6 @@ def test_steps_without_the_compiler_are_torchs_bit_for_bit(name):
     theirs: torch.optim.Optimizer = torch.optim.SGD(groups, momentum=config.momentum, fused=True)
     if name == "adamw":
         theirs = torch.optim.AdamW(groups, betas=config.betas, fused=True)
-    steps: list[int] = []
-    ours.register_step_post_hook(lambda *_: steps.append(len(steps)))
     for step in range(5):
         for group in (*ours.param_groups, *theirs.param_groups):
             group["lr"] = 0.01 * (step + 1)
@@ -61,22 +49,67 @@ def test_steps_without_the_compiler_are_torchs_bit_for_bit(name):
             same.grad = weight.grad.clone()
         ours.step()
         theirs.step()
-    assert steps == [*range(5)]
     assert all(torch.equal(weight, same) for weight, same in copies.items())
+    kept = theirs.state[same]
+    assert {key: value.dtype for key, value in kept.items()} == state_types(config)
 
 
-def test_only_what_is_by_element_takes_memory_at_the_start(monkeypatch):
-    made, zeros_like = list[torch.dtype](), torch.zeros_like
+def test_a_weight_that_no_pass_reaches_decays_as_it_does_on_many_ranks(monkeypatch):
+    monkeypatch.setattr(replicated.dist, "get_world_size", lambda: 1)
+    reached, unreached = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    adamw = torch.optim.AdamW([reached, unreached], lr=0.1, weight_decay=0.5, fused=True)
+    optimizer = ReplicatedOptimizer(
+        [reached, unreached],
+        adamw,
+        StepGuard(adamw, torch.device("cpu")),
+        clip_norm=0.0,
+        bucket_elements=10,
+        is_last_pass=lambda: True,
+    )
+    (2 * reached).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(unreached.detach(), torch.full((3,), 1 - 0.1 * 0.5))
+    assert adamw.state[unreached]["step"] == adamw.state[reached]["step"] == 1
 
-    def counted(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        made.append(dtype)
-        return zeros_like(weight, dtype=dtype)
 
-    monkeypatch.setattr(torch, "zeros_like", counted)
-    state = zero_state(torch.ones(2, 3), state_types(OptimConfig(name="adamw")))
-    assert {key: tuple(value.shape) for key, value in state.items()} == {
-        "exp_avg": (2, 3),
-        "exp_avg_sq": (2, 3),
-        "step": (),
-    }
-    assert made == [torch.float32] * 2
+def average_of(
+    values: list[float], factor: float, *, warms_up: bool, refused: tuple[int, ...] = ()
+) -> float:
+    """Of one weight that starts at 1 and has these values after its steps."""
+    weight = torch.ones(1)
+    fragment = Fragment("weight", 0, weight, weight, 0)
+    average = WeightAverage([fragment], factor, warms_up=warms_up)
+    applied = 0
+    for step, value in enumerate(values):
+        is_refused = step in refused
+        applied += not is_refused
+        fragment.weight.fill_(value)
+        average.update(torch.tensor(float(is_refused)), torch.tensor(float(applied)))
+    return average.values[0].item()
+
+
+def tensorflow_average(values: list[float], factor: float) -> float:
+    """`tf.train.ExponentialMovingAverage` with `num_updates`, as its documentation writes it."""
+    average = 1.0
+    for num_updates, value in enumerate(values, start=1):
+        decay = min(factor, (1 + num_updates) / (10 + num_updates))
+        average = decay * average + (1 - decay) * value
+    return average
+
+
+def test_a_warmed_up_average_is_tensorflows():
+    values = [float(step % 7) for step in range(300)]
+    for factor in (0.5, 0.9, 0.9999):
+        expected = pytest.approx(tensorflow_average(values, factor), rel=1e-5)
+        assert average_of(values, factor, warms_up=True) == expected
+
+
+def test_the_papers_average_has_one_factor():
+    # 0.9999^500 of the first weight, which is 1; all others are 0.
+    assert average_of([0.0] * 500, 0.9999, warms_up=False) == pytest.approx(0.9512, abs=1e-4)
+    assert average_of([0.0] * 500, 0.9999, warms_up=True) < 1e-9
+
+
+def test_a_refused_step_moves_neither_the_average_nor_its_warm_up():
+    with_refused = average_of([0.0, 5.0, 2.0], 0.9999, warms_up=True, refused=(1,))
+    assert with_refused == average_of([0.0, 2.0], 0.9999, warms_up=True)

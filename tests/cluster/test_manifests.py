@@ -15,7 +15,6 @@ from pathlib import Path
 import celpy
 import jsonschema
 import kubernetes_validate
-import numpy as np
 import pytest
 import ray.autoscaler
 import yaml
@@ -33,8 +32,6 @@ ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "cluster"
 GIB = 2**30
 RECIPE = "paper/vit_b16_i21k"
-
-
 OVERLAYS = ("efa", "rdma", "spot", "queue")
 
 
@@ -80,14 +77,17 @@ def _strict(schema):
     return closed
 
 
+def _schema(file, *metadata_keys):
+    """Strict; the API server checks metadata by its own schema, which a CRD does not repeat."""
+    schema = json.loads(gzip.decompress((Path(__file__).parent / file).read_bytes()))
+    schema["properties"]["metadata"]["properties"] = {key: {} for key in metadata_keys}
+    return jsonschema.Draft7Validator(_strict(schema))
+
+
 @pytest.fixture(scope="module")
 def rayjob_schema():
-    name = "rayjob_v1_kuberay_1.7.0.schema.json.gz"
-    schema = json.loads(gzip.decompress((Path(__file__).parent / name).read_bytes()))
-    # The API server fills and checks metadata by its own schema, which a CRD does not repeat.
     known = ("name", "namespace", "labels", "annotations")
-    schema["properties"]["metadata"]["properties"] = {key: {} for key in known}
-    return jsonschema.Draft7Validator(_strict(schema))
+    return _schema("rayjob_v1_kuberay_1.7.0.schema.json.gz", *known)
 
 
 def _problems(validator, document):
@@ -124,10 +124,6 @@ def _bytes(quantity):
     return int(number) * (GIB if unit else 1)
 
 
-def test_the_rayjob_is_what_kuberay_defines(rayjob_schema, rayjob):
-    assert _problems(rayjob_schema, rayjob) == []
-
-
 @pytest.mark.parametrize(
     ("path", "typo", "value"),
     [
@@ -145,9 +141,10 @@ def test_a_typo_in_the_rayjob_is_found(rayjob_schema, shipped_rayjob, path, typo
     assert typo in problem
 
 
-def test_the_pods_of_the_rayjob_are_valid_kubernetes_pods(rayjob):
+def test_the_rayjob_is_what_kuberay_and_kubernetes_define(rayjob_schema, rayjob):
+    assert _problems(rayjob_schema, rayjob) == []
     for group in _pods(rayjob):
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, **group["template"]}
+        pod = {"apiVersion": "v1", "kind": "Pod", **group["template"]}
         pod["metadata"] = {"name": "x", **group["template"].get("metadata", {})}
         kubernetes_validate.validate(pod, "1.37", strict=True)
 
@@ -156,61 +153,51 @@ def test_the_mlflow_manifests_are_valid_kubernetes():
     documents = list(yaml.safe_load_all((CLUSTER / "mlflow.yaml").read_text()))
     for document in documents:
         kubernetes_validate.validate(document, "1.37", strict=True)
-    kinds = [document["kind"] for document in documents]
-    assert "Secret" not in kinds
-    assert (kinds.count("Deployment"), kinds.count("CronJob"), kinds.count("Service")) == (2, 2, 2)
-    deployment = documents[kinds.index("Deployment")]
+    assert "Secret" not in [document["kind"] for document in documents]
+    deployment = next(one for one in documents if one["kind"] == "Deployment")
     deployment["spec"]["replica"] = 1
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(deployment, "1.37", strict=True)
 
 
-def test_every_overlay_is_rendered():
-    assert sorted(path.name for path in (CLUSTER / "overlays").iterdir()) == sorted(OVERLAYS)
-
-
 def test_one_ray_version_everywhere(shipped_rayjob):
     version = metadata.version("ray")
-    pins = dict(
-        line.split("==")
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
-        if re.match(r"[a-z]", line) and "==" in line
-    )
-    assert pins["ray"] == version
+    assert f"\nray=={version}\n" in (ROOT / "constraints.txt").read_text()
     assert shipped_rayjob["spec"]["rayClusterSpec"]["rayVersion"] == version
     dockerfile = (CLUSTER / "Dockerfile").read_text()
-    base = re.search(r"^ARG BASE=rayproject/ray:(\S+)-py311-gpu$", dockerfile, re.M)
-    assert base.group(1) == version
-    documents = [shipped_rayjob, *yaml.safe_load_all((CLUSTER / "mlflow.yaml").read_text())]
-    documents.append(yaml.safe_load((CLUSTER / "ray_up.yaml").read_text()))
-    images = set(re.findall(r"REGISTRY/vit-ray:[^\s\"',]+", json.dumps(documents)))
-    assert images == {f"REGISTRY/vit-ray:{_project_version()}-ray{version}"}
-    assert images == set(re.findall(r"REGISTRY/vit-ray:\S+", dockerfile)) - {"."}
+    assert f"\nARG BASE=rayproject/ray:{version}-py311-gpu\n" in dockerfile
+    project = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
+    texts = [json.dumps(shipped_rayjob), dockerfile]
+    texts += [(CLUSTER / name).read_text() for name in ("mlflow.yaml", "ray_up.yaml")]
+    for text in texts:
+        images = set(re.findall(r"REGISTRY/vit-ray:[^\s\"',]+", text))
+        assert images == {f"REGISTRY/vit-ray:{project}-ray{version}"}
 
 
 def test_versions_for_gpus_and_for_cpus_agree():
-    names = ("constraints.txt", "constraints-gpu.txt")
     plain, gpu = (
-        dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / name).read_text(), re.M)) for name in names
+        dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / name).read_text(), re.M))
+        for name in ("constraints.txt", "constraints-gpu.txt")
     )
     assert {"torch", "triton", "cuda-toolkit", "nvidia-nccl-cu13"} <= gpu.keys()
     assert all(plain[name] == gpu[name] for name in plain.keys() & gpu.keys())
 
 
-def _project_version():
-    text = (ROOT / "pyproject.toml").read_text()
-    return re.search(r'^version = "(.+)"', text, re.M).group(1)
+def _sizes(group):
+    """Bytes of the object store, of shared memory and of the pod."""
+    (volume,) = [v for v in group["template"]["spec"]["volumes"] if "emptyDir" in v]
+    container = _container(group)
+    assert volume["emptyDir"]["medium"] == "Memory"
+    assert {"name": volume["name"], "mountPath": "/dev/shm"} in container["volumeMounts"]
+    store = int(group["rayStartParams"]["object-store-memory"])
+    shared = _bytes(volume["emptyDir"]["sizeLimit"])
+    return store, shared, _bytes(container["resources"]["limits"]["memory"])
 
 
 def test_the_object_store_fits_into_shared_memory_and_that_into_the_pod(rayjob):
     for group in _pods(rayjob):
-        (volume,) = [v for v in group["template"]["spec"]["volumes"] if "emptyDir" in v]
-        assert volume["emptyDir"]["medium"] == "Memory"
-        mount = {"name": volume["name"], "mountPath": "/dev/shm"}
-        assert mount in _container(group)["volumeMounts"]
-        shared = _bytes(volume["emptyDir"]["sizeLimit"])
-        assert int(group["rayStartParams"]["object-store-memory"]) <= shared
-        assert shared <= _bytes(_container(group)["resources"]["limits"]["memory"]) / 2
+        store, shared, memory = _sizes(group)
+        assert store <= shared <= memory / 2
 
 
 def test_the_marked_sizes_are_those_of_the_plan():
@@ -221,62 +208,64 @@ def test_the_marked_sizes_are_those_of_the_plan():
     sizes = dict(re.findall(r"^  (\S.*\S)  +(\d+)", text.partition("\nsizes,")[2], re.M))
     assert int(sizes["workers.num_workers"]) == num_workers
     assert int(sizes["maxReplicas"]) == gpu["maxReplicas"]
-    cpus = cpu["maxReplicas"] * int(_container(cpu)["resources"]["limits"]["cpu"])
     rate = int(re.search(r"images per s and GPU +(\d+)", text)[1])
     reading = math.ceil(num_workers * rate * 0.92e-3)  # seconds of a core, docs/training.md
     assert int(sizes["CPUs that read"]) == reading
-    assert reading <= cpus
+    assert reading <= cpu["maxReplicas"] * int(_container(cpu)["resources"]["limits"]["cpu"])
     share = int(re.search(r"at most (\d+) % of a node's memory; sizeLimit a tenth above", text)[1])
     for pod in (head, gpu, cpu):
-        (volume,) = [v for v in pod["template"]["spec"]["volumes"] if "emptyDir" in v]
-        store = int(pod["rayStartParams"]["object-store-memory"])
-        assert store <= share / 100 * _bytes(_container(pod)["resources"]["limits"]["memory"])
-        assert 11 * store <= 10 * _bytes(volume["emptyDir"]["sizeLimit"])
+        store, shared, memory = _sizes(pod)
+        assert store <= share / 100 * memory
+        assert 11 * store <= 10 * shared
+
+
+def _variables(group):
+    return {item["name"]: item.get("value") for item in _container(group)["env"]}
 
 
 def test_pods_that_train_get_time_for_a_last_checkpoint(shipped_rayjob):
     _, gpu, *_ = _pods(shipped_rayjob)
-    variables = {item["name"]: item.get("value") for item in _container(gpu)["env"]}
-    assert "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" in vars(ray_constants)
+    name = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+    assert name in vars(ray_constants)
     # Ray's own default cuts a checkpoint off after 30 s; and the pod is not killed before that.
-    drain = int(variables["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+    drain = int(_variables(gpu)[name])
     assert 240 <= drain < gpu["template"]["spec"]["terminationGracePeriodSeconds"]
 
 
 def test_a_lost_node_is_heard_of_in_35_s_and_a_cut_shorter_than_20_s_ends_none(rayjob):
+    """As tests/faults measures with these settings."""
     head, *others = _pods(rayjob)
-    variables = {item["name"]: item["value"] for item in _container(head)["env"]}
-    checks = {name: value for name, value in variables.items() if "health_check" in name}
+    settings = {
+        name: value
+        for name, value in _variables(head).items()
+        if re.match("RAY_(health_check|grpc_keepalive)_", name)
+    }
     period, timeout, count = (
-        int(checks[f"RAY_health_check_{name}"])
+        int(settings[f"RAY_health_check_{name}"])
         for name in ("period_ms", "timeout_ms", "failure_threshold")
     )
-    # TCP sends what was lost again after r, 2 r, 4 r and so on; r is 0.2 s and the round trip.
-    # Ray's processes send at any time of the cut, since gRPC measures the round trip by itself.
-    lost_ms, first_ms = np.arange(0, 20_000, 5)[:, None], np.arange(201, 208.5, 0.5)
-    tries = lost_ms + first_ms * 2.0 ** np.arange(10)[:, None, None]
-    latest = np.where(tries > 20_000, tries, np.inf).min(axis=0).max()
-    assert latest == pytest.approx(33_300, abs=15)
-    assert (count - 1) * (period + timeout) + timeout > latest
+    # TCP sends what was lost again after r, 2 r, 4 r and so on (r: 0.2 s and the round trip): what
+    # was lost in a cut of 20 s arrives 33.3 s after it was sent, at the latest.
+    assert (count - 1) * (period + timeout) + timeout > 33_300
     assert count * (period + timeout) <= 34_000  # and 1 s for those who hear of it
-    keepalive = {"RAY_grpc_keepalive_timeout_ms": variables["RAY_grpc_keepalive_timeout_ms"]}
-    assert int(*keepalive.values()) > count * (period + timeout)
-    for pod in others:
-        assert keepalive.items() <= {i["name"]: i["value"] for i in _container(pod)["env"]}.items()
+    keepalive = settings["RAY_grpc_keepalive_timeout_ms"]
+    assert int(keepalive) > count * (period + timeout)
+    assert [_variables(pod)["RAY_grpc_keepalive_timeout_ms"] for pod in others] == [
+        keepalive for _ in others
+    ]
     launcher = yaml.safe_load((CLUSTER / "ray_up.yaml").read_text())
-    (start,) = [c for c in launcher["head_start_ray_commands"] if "ray start" in c]
-    (join,) = [c for c in launcher["worker_start_ray_commands"] if "ray start" in c]
     by_hand = (CLUSTER / "README.md").read_text().split("## Any machines")[1]
-    for name, value in {**checks, **keepalive}.items():
-        assert f"{name}={value}" in start
-        assert f"{name}={value}" in by_hand
-    assert "RAY_grpc_keepalive_timeout_ms=45000" in join
+    for text in (str(launcher["head_start_ray_commands"]), by_hand):
+        assert all(f"{name}={value}" in text for name, value in settings.items())
+    assert f"RAY_grpc_keepalive_timeout_ms={keepalive}" in str(
+        launcher["worker_start_ray_commands"]
+    )
 
 
 def test_the_command_of_the_rayjob_is_a_job_and_a_recipe_that_fit_the_cluster(documents, tmp_path):
     config, job = documents
     kubernetes_validate.validate(config, "1.37", strict=True)
-    entrypoint = job["spec"]["entrypoint"]
+    entrypoint, name = job["spec"]["entrypoint"], job["spec"]["jobId"]
     (script,) = re.findall(r"python (jobs/\w+\.py) /home/ray/recipe/recipe.yaml ", entrypoint)
     assert (ROOT / script).is_file()
     head, gpu, *_ = _pods(job)
@@ -284,18 +273,16 @@ def test_the_command_of_the_rayjob_is_a_job_and_a_recipe_that_fit_the_cluster(do
     assert volume in head["template"]["spec"]["volumes"]
     assert {"name": "recipe", "mountPath": "/home/ray/recipe"} in _container(head)["volumeMounts"]
     # It is stopped by its own name: where no restart helps, and before its head goes.
-    name = job["spec"]["jobId"]
     assert f"ray job stop --no-wait {name};" in entrypoint
     stop = _container(head)["lifecycle"]["preStop"]["exec"]["command"]
     assert stop == ["ray", "job", "stop", name]
-    file = tmp_path / "recipe.yaml"
-    file.write_text(config["data"]["recipe.yaml"])
-    recipe = load_recipe(file)
+    (tmp_path / "recipe.yaml").write_text(config["data"]["recipe.yaml"])
+    recipe = load_recipe(tmp_path / "recipe.yaml")
     held = _container(gpu)["resources"]["limits"]
-    assert recipe.workers.num_workers == gpu["maxReplicas"] * int(held["nvidia.com/gpu"])
-    reading = int(held["cpu"]) - recipe.workers.cpus_per_worker * int(held["nvidia.com/gpu"])
+    gpus = int(held["nvidia.com/gpu"])
+    assert recipe.workers.num_workers == gpu["maxReplicas"] * gpus
+    reading = int(held["cpu"]) - recipe.workers.cpus_per_worker * gpus
     assert reading >= recipe.data.cpus_per_task
-    assert recipe.tracking.uri == "http://mlflow:5000"
 
 
 def _rules(schema, value, path="$"):
@@ -331,17 +318,37 @@ def test_the_rayjob_keeps_the_rules_between_keys_of_kuberays_definition(rayjob_s
     assert _broken_rules(schema, rayjob) == [place, f"{place}.deletionRules[].condition"]
 
 
-def test_a_queue_of_kueue_admits_a_cluster_that_does_not_grow(rayjob_schema):
-    """As its webhook demands (Kueue 0.19, `pkg/controller/jobs/rayjob/rayjob_webhook.go`)."""
+def test_a_queue_of_kueue_admits_the_whole_cluster_at_once(rayjob_schema):
+    """As Kueue's webhook demands (Kueue 0.19, `pkg/controller/jobs/rayjob/rayjob_webhook.go`), and
+    with the Workload that it makes (0.19.2, `raycluster.BuildPodSets`; HTTPMode has no submitter).
+    """
     _, job = job_with("queue")
     assert _problems(rayjob_schema, job) == []
-    spec = job["spec"]
+    spec, cluster = job["spec"], job["spec"]["rayClusterSpec"]
     assert spec["shutdownAfterJobFinishes"] is True
     assert "deletionStrategy" not in spec  # the operator takes one of the two
-    assert not spec["rayClusterSpec"].get("enableInTreeAutoscaling")
-    assert all(
-        g["replicas"] == g["maxReplicas"] for g in spec["rayClusterSpec"]["workerGroupSpecs"]
-    )
+    assert not cluster.get("enableInTreeAutoscaling")
+    assert all(g["replicas"] == g["maxReplicas"] for g in cluster["workerGroupSpecs"])
+    groups = [("head", 1, cluster["headGroupSpec"])]
+    groups += [(g["groupName"], g["replicas"], g) for g in cluster["workerGroupSpecs"]]
+    assert [(name, count) for name, count, _ in groups] == [("head", 1), ("gpu", 2), ("cpu", 4)]
+    workload = {
+        "apiVersion": "kueue.x-k8s.io/v1beta2",
+        "kind": "Workload",
+        "metadata": {"name": f"rayjob-{job['metadata']['name']}"},
+        "spec": {
+            "queueName": job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"],
+            "podSets": [
+                {"name": name, "count": count, "template": group["template"]}
+                for name, count, group in groups
+            ],
+        },
+    }
+    validator = _schema("workload_v1beta2_kueue_0.19.2.schema.json.gz", "name")
+    assert _problems(validator, workload) == []
+    assert _broken_rules(validator.schema, workload) == []
+    workload["spec"]["podSets"] = []
+    assert _problems(validator, workload)
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")

@@ -1,54 +1,53 @@
-"""What one reading task does, without Ray."""
+"""What one reading task makes, without Ray: with restart indices or without, of rows gone bad."""
 
-from collections import Counter
+import pickle
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
+from sklearn.datasets import load_sample_images
 
-from tests.data.small_sets import samples_at
+from tests.data.converting import convert, run_in_this_process
+from tests.data.damage import broken_copy, damage
+from tests.data.pictures import encoded
 from vit_ray.data import open_dataset
 from vit_ray.data.boxes import Augmentation
-from vit_ray.data.order import Order, Partition, ShuffleWindow, read_tasks
+from vit_ray.data.convert import checks
+from vit_ray.data.convert.finished_sets import check_file
+from vit_ray.data.dataset import Manifest, ShardFile, ShardFiles
+from vit_ray.data.order import Partition, ShuffleWindow
+from vit_ray.data.parts import select
 from vit_ray.data.randaugment import RandAugment
-from vit_ray.data.shards import EncodedRows, RowGroupReader
-from vit_ray.data.stream.batches import BatchReader, StreamJob, StreamSpec
+from vit_ray.data.restart_markers import Libjpeg, RewrittenJpeg, with_restart_markers
+from vit_ray.data.shards import RowGroupReader
+from vit_ray.data.stream.batches import Batch, BatchReader, StreamJob, StreamSpec
+
+CHINA, FLOWER = load_sample_images().images
+FILES = {
+    "a.jpg": encoded(CHINA, subsampling=2),
+    "b.jpg": encoded(FLOWER, subsampling=0),
+    "c.jpg": encoded(CHINA[:401, :333], subsampling=1),
+    "d.jpg": encoded(FLOWER[:300, :300, 0]),
+    "e.jpg": encoded(CHINA[:, :500], progressive=True),
+    "f.png": encoded(FLOWER[:64, :80], "PNG"),
+    "g.jpg": encoded(CHINA[:20, :30]),
+}
 
 
-def test_a_task_reads_the_row_groups_of_its_window_once(digits, monkeypatch):
-    """Two epochs of 1,497 images in row groups of 32, in windows of eight batches of 64."""
-    reads: Counter[int] = Counter()
-    read = RowGroupReader.read
-
-    def counted(self: RowGroupReader, group: int) -> EncodedRows:
-        reads[group] += 1
-        return read(self, group)
-
-    monkeypatch.setattr(RowGroupReader, "read", counted)
-    manifest = open_dataset(digits.train)
-    spec = StreamSpec(
-        manifest, Augmentation(size=8), seed=3, window=ShuffleWindow(64, 8), task_rows=512
-    )
-    partition = Partition(4, 16)
-    job = StreamJob(spec, partition, 0, is_training=True)
-    batches: list[list[np.ndarray]] = [[] for _ in range(46)]
-    for task in read_tasks(partition, 0, 46 * partition.batch_size_per_rank, job.shape, range(4)):
-        reader = BatchReader(job)  # another process may make each task
-        for rank, first, last in task.blocks():
-            samples = reader.batch(rank, first, last)[0]["sample"]
-            step = first // partition.batch_size_per_rank
-            for part in np.split(samples, (last - first) // partition.batch_size_per_rank):
-                batches[step].append(part)
-                step += 1
-    order = Order(manifest.rows, seed=3, window=spec.window)
-    for step, parts in enumerate(batches):
-        expected = samples_at(order, step * 64, step * 64 + 64)
-        np.testing.assert_array_equal(np.concatenate(parts), expected)
-    # The first window is made in small blocks of a task each, for an early first batch.
-    first_window = set(order.places(np.arange(512)).groups.tolist())
-    others = [reads[group] for group in range(47) if group not in first_window]
-    # Twice in two epochs, and once more where a window ends in a row group.
-    assert min(others) == 2
-    assert sum(others) < 2.4 * len(others)
+def read(
+    manifest: Manifest,
+    augmentation: Augmentation,
+    *,
+    is_training: bool = True,
+    count: int | None = None,
+) -> tuple[Batch, dict[int, str]]:
+    """One batch of all images, or of more."""
+    count = count or manifest.num_images
+    spec = StreamSpec(manifest, augmentation, seed=4)
+    job = StreamJob(spec, Partition(1, count), 0, is_training=is_training)
+    return BatchReader(job).batch(0, 0, count)
 
 
 def test_each_crop_is_augmented_by_the_key_of_its_sample(digits):
@@ -67,3 +66,154 @@ def test_each_crop_is_augmented_by_the_key_of_its_sample(digits):
     ]
     np.testing.assert_array_equal(found, np.stack(expected))
     assert (found != crops).any(axis=(1, 2, 3)).sum() > 32
+
+
+def converted(folder: Path, *, index_jpeg: bool) -> Manifest:
+    (folder / "images" / "one").mkdir(parents=True)
+    for name, content in FILES.items():
+        (folder / "images" / "one" / name).write_bytes(content)
+    with pytest.MonkeyPatch.context() as patch:
+        run_in_this_process(patch)
+        options: dict[str, Any] = {"rows_per_row_group": 3, "index_jpeg": index_jpeg}
+        convert(str(folder / "images"), str(folder / "set"), **options)
+    return open_dataset(str(folder / "set"))
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> list[Manifest]:
+    """With restart indices, and without."""
+    folder = tmp_path_factory.mktemp("indexed")
+    return [converted(folder / str(is_on), index_jpeg=is_on) for is_on in (True, False)]
+
+
+@pytest.mark.parametrize(
+    "augmentation",
+    [
+        Augmentation(size=224, max_area=0.3),
+        Augmentation(size=64),  # decoded at 1/2, 1/4 and 1/8 too
+        Augmentation("center_crop", size=50, resize=60),
+        Augmentation("center_crop", size=224, resize=256, is_exact=True),
+        Augmentation("resize_crop", size=(100, 120), resize=130),
+        Augmentation("resize", size=100),
+    ],
+)
+def test_batches_of_an_indexed_set_are_those_of_one_without_indices(sets, augmentation):
+    for is_training in (True, False):
+        (indexed, bad), (plain, _) = (
+            read(one, augmentation, is_training=is_training, count=35) for one in sets
+        )
+        assert not bad
+        assert indexed.keys() == plain.keys()
+        for name, column in plain.items():
+            np.testing.assert_array_equal(indexed[name], column)
+    assert indexed["weight"].tolist() == [1.0] * 7 + [0.0] * 28
+    for manifest in sets:
+        assert check_file(0, manifest, decode_fraction=1.0).problems == []
+
+
+def with_wrong_indices(monkeypatch: pytest.MonkeyPatch, folder: Path, **changes: Any) -> Manifest:
+    """A data set in whose indices some numbers are others than those of the files."""
+
+    def wrong(image: bytes, writer: Libjpeg) -> RewrittenJpeg | None:
+        found = with_restart_markers(image, writer)
+        if found is None:
+            return None
+        values = {name: change(getattr(found.index, name)) for name, change in changes.items()}
+        return replace(found, index=replace(found.index, **values))
+
+    monkeypatch.setattr(checks, "with_restart_markers", wrong)
+    return converted(folder, index_jpeg=True)
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "no columns": {"columns": lambda _: 0},
+    "no unit": {"unit_width": lambda _: 0},
+    "front behind the tables": {"front": lambda _: 1 << 20},
+    "size behind the header": {"size_at": lambda n: n + 10_000},
+    "few offsets": {"offsets": lambda o: o[:-1]},
+    "no offsets": {"offsets": lambda o: o[:0]},
+    "offsets behind the end": {"offsets": lambda o: o + 1},
+    "offsets that fall": {"offsets": lambda o: np.array([o[0], *o[-2:0:-1], o[-1]])},
+}
+
+
+@pytest.mark.parametrize("name", list(WRONG))
+def test_an_impossible_index_costs_its_image_alone(monkeypatch, tmp_path, name):
+    manifest = with_wrong_indices(monkeypatch, tmp_path, **WRONG[name])
+    batch, bad = read(manifest, Augmentation(size=64), is_training=False)
+    assert len(bad) >= 4
+    assert all("its restart index" in why for why in bad.values())
+    assert batch["image"].any(axis=(1, 2, 3)).sum() == 7 - len(bad)
+
+
+def test_a_check_finds_a_wrong_index(monkeypatch, tmp_path):
+    manifest = with_wrong_indices(monkeypatch, tmp_path, tables_at=lambda at: at + 1)
+    found = check_file(0, manifest, decode_fraction=1.0).problems
+    assert {problem.key for problem in found} == {f"one/{n}" for n in FILES if n != "f.png"}
+    assert all("its restart index" in problem.what for problem in found)
+
+
+def test_a_bad_row_is_described_and_replaced_by_a_neighbour_in_training(dataset, tmp_path):
+    manifest, _ = broken_copy(dataset, tmp_path)
+    damage(manifest, group=2, rows=[5])
+    batch, bad = read(manifest, Augmentation(size=16))
+    again, _ = read(manifest, Augmentation(size=16))
+    for name in batch:
+        np.testing.assert_array_equal(batch[name], again[name])
+    first = manifest.first_samples[2:4]
+    sample = int(first[0]) + 5
+    assert list(bad) == [sample]
+    shard = manifest.files[int(manifest.file_index[2])].path
+    key = RowGroupReader(manifest).read(2).key(5)
+    for told in (key, shard, "row 5 of row group", "checksum differs"):
+        assert told in bad[sample]
+    counts = np.bincount(batch["sample"], minlength=300)
+    assert (counts.sum(), counts[sample], counts[slice(*first)].max()) == (300, 0, 2)
+    batch, bad = read(manifest, Augmentation(size=16), is_training=False)  # where it counts nothing
+    assert list(bad) == [sample]
+    assert batch["weight"][sample] == 0
+    assert not batch["image"][sample].any()
+    counted = batch["sample"][batch["weight"] == 1]
+    assert counted.tolist() == [s for s in range(300) if s != sample]
+
+
+def test_a_replacement_never_comes_from_the_held_out_rows(dataset, tmp_path):
+    manifest, _ = broken_copy(dataset, tmp_path)
+    kept, held_out = select(manifest, seed=0, held_out_fraction=0.5, fraction=1.0)
+    damage(manifest, group=2, rows=list(range(0, 16, 2)))
+    samples = read(kept, Augmentation(size=16))[0]["sample"]
+    others = [held_out.samples_of(group) for group in np.flatnonzero(held_out.rows).tolist()]
+    assert not np.isin(samples, np.concatenate(others)).any()
+    assert len(samples) == 150
+
+
+def test_a_row_group_without_a_good_image_has_substitutes_of_the_next(dataset, tmp_path):
+    """As a part may have a single row of a row group; where many follow, it is an error."""
+    manifest, _ = broken_copy(dataset, tmp_path)
+    damage(manifest, group=18, rows=list(range(12)))
+    batch, bad = read(manifest, Augmentation(size=16))
+    assert sorted(bad) == list(range(288, 300))
+    assert np.bincount(batch["sample"], minlength=300)[:16].sum() == 16 + 12
+    for group in range(1, 9):
+        damage(manifest, group, rows=list(range(16)))
+    with pytest.raises(ValueError, match=r"no image of its row group .* next 7 can be decoded"):
+        read(manifest, Augmentation(size=16))
+
+
+@pytest.mark.parametrize("held_out", [0.0, 0.1])
+def test_processes_of_a_host_share_manifest_and_order(held_out):
+    """Of 600,000 row groups each one unpickles some kilobytes, and no array."""
+    numbers, rows = np.arange(600_000, dtype=np.int32), np.full(600_000, 64, np.int32)
+    manifest = Manifest(
+        numbers // 100, numbers % 100, rows, rows.astype(np.int64), {},
+        path="", root="", num_images=64 * 600_000, classes=["a"], max_labels=1, fingerprint="",
+        files=ShardFiles(ShardFile(f"{i}", 6400, 6400, 0) for i in range(6000)),
+    )  # fmt: skip
+    part, _ = select(manifest, seed=0, held_out_fraction=held_out, fraction=1.0)
+    job = StreamJob(StreamSpec(part), Partition(1, 64), 0, is_training=True)
+    buffers: list[pickle.PickleBuffer] = []
+    body = pickle.dumps(job, protocol=5, buffer_callback=buffers.append)
+    assert len(body) < 10_000
+    # The manifest's four columns and first samples, and of a part its rows in the whole.
+    each = 28 + 4 * (held_out > 0)
+    assert sum(buffer.raw().nbytes for buffer in buffers) < 1.08 * each * 600_000

@@ -1,4 +1,4 @@
-"""Blocks through Ray Data's own output buffer, which joins and slices by size."""
+"""Blocks through Ray Data's own output buffer, which joins and slices by size, and bad rows."""
 
 from typing import Any
 
@@ -7,7 +7,8 @@ import pyarrow as pa
 import pytest
 from ray.data._internal.output_buffer import BlockOutputBuffer, OutputBlockSizeOption
 
-from vit_ray.data.stream.ray_datasets import as_one_row, cut
+from vit_ray.data.stream import ray_datasets
+from vit_ray.data.stream.ray_datasets import BadRowLimit, as_one_row, cut
 
 Batch = dict[str, Any]
 
@@ -31,18 +32,10 @@ def test_ray_data_neither_joins_nor_slices_a_block(size):
         blocks.extend(buffer.iter_ready_blocks())
     assert len(blocks) == 3
     for block, expected in zip(blocks, given, strict=True):
-        [got] = cut([block], len(expected["sample"]))
+        found = list(cut([block], 8))
         for name, column in expected.items():
-            np.testing.assert_array_equal(got[name], column)
-            assert got[name].dtype == column.dtype
-
-
-def test_a_block_is_cut_into_batches_that_are_views():
-    whole = batch(24, 8)
-    block = as_one_row(whole)
-    batches = list(cut([block], 8))
-    assert [b["sample"].tolist() for b in batches] == np.arange(24).reshape(3, 8).tolist()
-    assert all(np.shares_memory(b["image"], next(cut([block], 24))["image"]) for b in batches)
+            np.testing.assert_array_equal(np.concatenate([one[name] for one in found]), column)
+            assert found[0][name].dtype == column.dtype
 
 
 @pytest.mark.parametrize(
@@ -57,3 +50,19 @@ def test_a_block_is_cut_into_batches_that_are_views():
 def test_a_block_of_another_size_is_refused(block):
     with pytest.raises(RuntimeError, match="multiple of 8 images"):
         list(cut([block], 8))
+
+
+def test_the_limit_of_bad_rows_counts_distinct_ones_of_all_processes(monkeypatch):
+    stored: set[bytes] = set()  # in the cluster's key-value store
+    monkeypatch.setattr(ray_datasets, "_internal_kv_put", lambda key, _: stored.add(key))
+    monkeypatch.setattr(
+        ray_datasets,
+        "_internal_kv_list",
+        lambda prefix: [k for k in stored if k.startswith(prefix)],
+    )
+    one, other = (BadRowLimit("stream", 1000, 0.003) for _ in range(2))
+    one.note({1: "one", 2: "two"})
+    other.note({2: "two", 3: "three"})
+    one.note({1: "one"})
+    with pytest.raises(ValueError, match=r"4 of 1000 images .* one of them is four"):
+        other.note({4: "four"})

@@ -2,13 +2,17 @@ import contextlib
 import os
 import signal
 import time
+import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import ray
 
+from tests.data.damage import broken_copy, damage
 from tests.data.small_sets import samples_at
 from tests.data.stream.reading import (
     Batches,
@@ -20,12 +24,20 @@ from tests.data.stream.reading import (
 from vit_ray.data.boxes import Augmentation
 from vit_ray.data.dataset import Manifest
 from vit_ray.data.order import Order, ShuffleWindow
+from vit_ray.data.stream import ray_datasets, stream_server
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.ray_datasets import HostRanks, segments_of
-from vit_ray.data.stream.stream_server import Pass, RankStreams, StreamLostError
+from vit_ray.data.stream.stream_server import (
+    Pass,
+    RankStreams,
+    StreamLostError,
+    StreamServer,
+    blocks_of,
+)
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 BATCH = 24
+TINY = Augmentation("resize", size=8, flip=False)
 
 
 @pytest.fixture(scope="module")
@@ -142,27 +154,19 @@ def global_samples(spec: StreamSpec, first: int, last: int) -> list[list[int]]:
     return [sorted(samples_at(order, k * BATCH, (k + 1) * BATCH)) for k in range(first, last)]
 
 
-def test_a_stream_is_read_anew_and_the_reading_before_it_ends(spec):
+def test_streams_are_read_anew_and_an_evaluation_in_mid_training_disturbs_neither(spec):
     (streams,) = streams_of(spec, 1)
     broken_off = streams.training_batches(BATCH, 0, 1000 * BATCH)
     next(broken_off)
     for _ in range(2):
-        read = [sorted(b["sample"]) for b in streams.training_batches(BATCH, 0, 2 * BATCH)]
-        assert read == global_samples(spec, 0, 2)
+        training = streams.training_batches(BATCH, 0, 6 * BATCH)
+        samples = [sorted(next(training)["sample"])]
+        evaluated = streams.evaluation_batches("eval", 100)
+        assert [len(batch["sample"]) for batch in evaluated] == [100, 100, 100]
+        samples += [sorted(batch["sample"]) for batch in training]
+        assert samples == global_samples(spec, 0, 6)
     with pytest.raises(StreamLostError, match=r"closed before its end|is not read here"):
         list(broken_off)
-    for _ in range(2):
-        evaluated = list(streams.evaluation_batches("eval", 100))
-        assert [len(batch["sample"]) for batch in evaluated] == [100, 100, 100]
-
-
-def test_an_evaluation_in_mid_training_disturbs_neither(spec):
-    (streams,) = streams_of(spec, 1)
-    training = streams.training_batches(BATCH, 0, 6 * BATCH)
-    samples = [sorted(next(training)["sample"])]
-    assert len(list(streams.evaluation_batches("eval", 60))) == 5
-    samples += [sorted(batch["sample"]) for batch in training]
-    assert samples == global_samples(spec, 0, 6)
 
 
 def test_a_pass_that_its_rank_leaves_is_read_no_further_and_a_dead_server_is_an_error(spec):
@@ -185,3 +189,64 @@ def test_a_range_that_is_no_whole_number_of_passes_is_refused(spec):
         next(segments_of(spec, readers, batch_size=12, start=0, stop=100))
     with pytest.raises(ValueError, match="not a positive"):
         next(segments_of(spec, readers, batch_size=12, start=24, stop=24))
+
+
+def test_segments_of_two_epochs_are_one_run_in_the_order_of_the_seed(dataset, monkeypatch):
+    """Drawn once, as for a data set of many row groups."""
+    monkeypatch.setattr(ray_datasets, "LEAST_SHARED", 0)
+    monkeypatch.setattr(ray_datasets, "_SEGMENT_TASKS", 3)
+    window = ShuffleWindow(BATCH, 3)
+    spec = StreamSpec(dataset, TINY, seed=11, window=window, num_cpus=0.5, task_rows=96)
+    readers = HostRanks("many-segments", range(2), 2)
+    segments = list(segments_of(spec, readers, batch_size=12, start=0, stop=20 * BATCH))
+    assert len(segments) > 2
+    found: list[list[int]] = [[], []]
+    for one in blocks_of(iter(segments)):
+        found[one.rank] += np.ravel(ray.get(one.block).to_pydict()["sample"]).tolist()
+    got = np.array(found).reshape(2, 20, 12).transpose(1, 0, 2).ravel()
+    order = Order(dataset.rows, 11, window=window)
+    np.testing.assert_array_equal(got, samples_at(order, 0, 20 * BATCH))
+
+
+def test_training_goes_on_below_the_limit_of_bad_rows_and_stops_above_it(dataset, tmp_path):
+    manifest, _ = broken_copy(dataset, tmp_path)
+    damage(manifest, group=2, rows=[5, 9])
+    tolerant = StreamSpec(manifest, TINY, max_bad_fraction=0.01, num_cpus=0.5, task_rows=50)
+    (batches,) = read_training(tolerant, 1, 50, start=0, stop=600)
+    assert sum(len(batch["sample"]) for batch in batches) == 600
+    strict = replace(tolerant, max_bad_fraction=0.004)
+    with pytest.raises(Exception, match=r"2 of 300 images cannot be decoded, above"):
+        read_training(strict, 1, 50, start=0, stop=300)
+
+
+def samples_of(server: StreamServer, number: int, size: int = 50) -> list[int]:
+    """Sample numbers of an evaluation by one rank."""
+    one, blocks = Pass("eval", number, size), []
+    while found := server.next_block(one, 0, len(blocks)):
+        blocks.append(np.ravel(ray.get(found[0]).to_pydict()["sample"]))
+    return np.concatenate(blocks).tolist()
+
+
+def test_evaluations_on_the_same_nodes_decode_their_images_once(dataset, monkeypatch):
+    """Unless the object store has a limit."""
+    readings: list[int] = []
+
+    def noted(*options: Any) -> Any:
+        readings.append(1)
+        return segments_of(*options)
+
+    monkeypatch.setattr(stream_server, "segments_of", noted)
+    spec = StreamSpec(dataset, TINY, num_cpus=0.5)
+    limited = replace(spec, object_store_mib=64)
+    for one, expected in ((limited, [1, 2, 3]), (spec, [1, 1, 2])):
+        readings.clear()
+        server = StreamServer(uuid.uuid4().hex, {"eval": one}, range(1), 1)
+        for number, count in enumerate(expected):
+            # Blocks of other batches are read anew.
+            assert samples_of(server, number, size=25 if number == 2 else 50) == list(range(300))
+            assert len(readings) == count
+    # With a node that has come or left, blocks may have gone.
+    nodes = [*ray.nodes(), {**ray.nodes()[0], "NodeID": "another"}]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    samples_of(server, 3)
+    assert len(readings) == 3

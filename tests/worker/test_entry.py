@@ -10,16 +10,13 @@ import pytest
 import ray
 import ray.exceptions
 import ray.train.torch
-import ray.util
 import torch
 from ray.train import ControllerError, WorkerGroupError
-from ray.train.torch import TorchConfig
 
 from tests import hosts
 from vit_ray.launch.failures import cause, failing_node
 from vit_ray.outcomes import WorkerPlace
-from vit_ray.worker import entry
-from vit_ray.worker.entry import GroupConfig, dead_workers, interface_of
+from vit_ray.worker.entry import GroupBackend, GroupConfig
 from vit_ray.worker.worker import training_device
 
 
@@ -32,45 +29,27 @@ def test_deepspeed_is_told_the_gpu_that_ray_gave_and_not_the_place_in_the_host(m
     assert os.environ["LOCAL_RANK"] == "2"
     assert training_device(True) == torch.device("cuda", 10)
     assert os.environ["LOCAL_RANK"] == "10"
-
-
-def test_every_worker_chooses_its_network_before_ray_joins_the_group(monkeypatch):
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    joined: list[Any] = []
-    monkeypatch.setattr(entry, "introduce", joined.append)
-    rays = TorchConfig().backend_cls
-    monkeypatch.setattr(rays, "on_start", lambda _, group, config: joined.append(os.environ[NAME]))
-    config: Any = GroupConfig(backend="gloo", timeout_s=120, record="its record")  # type: ignore[arg-type]
-    group = SimpleNamespace(
-        execute=lambda call, *given: call(*given),
-        execute_async=lambda call, *given: call(*given),
-    )
-    monkeypatch.setattr(ray, "get", lambda answers: answers)
-    config.backend_cls().on_start(group, config)
-    assert joined == ["its record", "lo"]
-    assert entry.GroupBackend.share_cuda_visible_devices
-    assert interface_of("192.0.2.1") is None
+    assert GroupBackend.share_cuda_visible_devices
 
 
 class Meeting:
-    """A group of three workers: Ray's calls of it, as far as the meeting makes them."""
+    """A group of three workers, of which the second one dies: as far as Ray calls it."""
 
-    def __init__(self, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._error, self.has_given_up = error, False
+    def __init__(self, died: Exception, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._died, self._error, self.has_given_up = died, error, False
         monkeypatch.setattr(ray, "wait", lambda answers, **_: ([0, 1], [2]))
         monkeypatch.setattr(ray, "get", self._get)
 
     def execute(self, call: Any, *given: Any) -> None:
         raise self._error
 
-    def execute_async(self, call: Any) -> list[int]:
+    def execute_async(self, call: Any, *given: Any) -> list[int]:
         return [0, 1, 2]
 
-    def _get(self, rank: int, timeout: float) -> int:
-        if rank == 1:
-            raise DIED
-        assert rank == 0, "rank 2 waits for the others"
+    def _get(self, answer: Any, timeout: float | None = None) -> int:
+        assert answer != 2, "rank 2 waits for the others"
+        if answer == 1:
+            raise self._died
         return 4711
 
     def get_worker_group_state(self) -> Any:
@@ -83,33 +62,28 @@ class Meeting:
 DIED = ray.exceptions.RayActorError()
 
 
-@pytest.mark.parametrize("error", [DIED, RuntimeError("Timed out after 121 seconds")])
-def test_a_worker_that_dies_before_the_group_has_met_is_named(error, monkeypatch):
+@pytest.mark.parametrize(
+    ("died", "error"),
+    [
+        (DIED, DIED),
+        (DIED, RuntimeError("Timed out after 121 seconds")),
+        (ray.exceptions.OutOfMemoryError("the node runs out of memory"), DIED),
+    ],
+)
+def test_a_worker_that_dies_before_the_group_has_met_is_named(died, error, monkeypatch):
     """Whichever error the others have, and the place of the group is given up."""
-    group, config = Meeting(error, monkeypatch), GroupConfig(backend="gloo", timeout_s=120)
+    group = Meeting(died, error, monkeypatch)
+    config = GroupConfig(backend="gloo", timeout_s=120)
     with pytest.raises(WorkerGroupError) as raised:
         config.backend_cls().on_start(group, config)
     assert group.has_given_up
-    assert raised.value.worker_failures == {1: DIED}
+    assert raised.value.worker_failures == {1: died}
     places = {1: WorkerPlace("10.0.0.2", "b", "pid 7", 0)}
     for arrived in (raised.value, ControllerError(pickle.loads(pickle.dumps(raised.value)))):
         assert cause(arrived, places).startswith("worker 1 on 10.0.0.2 (pid 7, step 0): ")
-        assert failing_node(arrived, places) == places[1]
+        assert died is not DIED or failing_node(arrived, places) == places[1]
 
 
-def test_a_worker_that_ray_ends_for_lack_of_memory_is_among_the_dead(monkeypatch):
-    answers = [ray.exceptions.OutOfMemoryError("the node runs out of memory"), DIED]
-
-    def get(answer: Exception, timeout: float) -> None:
-        raise answer
-
-    monkeypatch.setattr(ray, "wait", lambda answers, **_: (answers, []))
-    monkeypatch.setattr(ray, "get", get)
-    group = SimpleNamespace(execute_async=lambda call: answers)
-    assert dead_workers(group) == dict(enumerate(answers))
-
-
-NAME = "GLOO_SOCKET_IFNAME"
 JOIN = """
 import datetime, os, sys, torch
 from vit_ray.worker.entry import interface_of
@@ -128,7 +102,7 @@ print("sum", total.item())
 def test_nodes_whose_names_lead_to_themselves_train_together(tmp_path, monkeypatch):
     """As on Debian, which gives a host's own name the address 127.0.1.1."""
     hosts.require()
-    monkeypatch.delenv(NAME, raising=False)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     with hosts.network() as net:
         pair, running = [net.join("one"), net.join("two")], []
         for rank, host in enumerate(pair):

@@ -40,18 +40,10 @@ def share(rank: int, world_size: int) -> list[dict[str, Any]]:
     images = rng.integers(0, 256, (rows, 8, 8, 3), np.uint8)
     samples = np.where(np.arange(rows) < NUM_IMAGES, np.arange(rows), -1)
     labels = np.where(samples[:, None] < 0, -1, np.arange(rows)[:, None] % 5).astype(np.int32)
-    batches = []
-    for number in range(rank, passes * world_size, world_size):
-        part = slice(number * BATCH, (number + 1) * BATCH)
-        batches.append(
-            {
-                "image": images[part],
-                "labels": labels[part],
-                "sample": samples[part],
-                "weight": (samples[part] >= 0).astype(np.float32),
-            }
-        )
-    return batches
+    weights = (samples >= 0).astype(np.float32)
+    columns = {"image": images, "labels": labels, "sample": samples, "weight": weights}
+    starts = range(rank * BATCH, rows, world_size * BATCH)
+    return [{key: one[start : start + BATCH] for key, one in columns.items()} for start in starts]
 
 
 def features_of(engine: Any, batches: list[dict[str, Any]]) -> np.ndarray:
@@ -122,12 +114,6 @@ def test_figures_of_two_ranks_are_those_of_all_images_at_once(alone, shared, sta
         assert accuracy["largest"] == pytest.approx(alone[3].max(1).mean(), rel=1e-5)
 
 
-def without_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "all_sum", lambda values, device: list(map(float, values)))
-    monkeypatch.setattr(evaluation, "all_sum_array", lambda array, device: None)
-    monkeypatch.setattr(evaluation, "all_rows", lambda rows, device: rows)
-
-
 def cut_short(rank: int, folder: str) -> tuple[list[int], bool | None]:
     """Rank 1 is asked to stop while the second of three batches is computed."""
     world_size, passed = torch.distributed.get_world_size(), []
@@ -171,31 +157,6 @@ def test_masters_are_put_back_after_what_all_ranks_raise_and_not_after_one_ranks
     assert worker.engine.is_averaged is not isinstance(error, EvaluationCutError)
 
 
-class SaysClass0(FakeEngine):
-    def predict(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return images.flatten(1), torch.eye(5)[:1].expand(len(images), 5)
-
-
-def test_the_best_evaluation_is_chosen_on_images_held_out_beside_the_test_set(
-    tmp_path, monkeypatch
-):
-    """Of class 0 are a fifth of the test set, and half of two images."""
-    without_others(monkeypatch)
-    test, (dev, *_) = share(0, 1), share(0, 1)
-    dev = {**dev, "weight": np.array([1, 1, 0, 0], np.float32)}
-    streams = {"eval": test, "dev": [dev]}
-    data = {"eval": "somewhere", "held_out_fraction": 0.1}
-    for kind, kept, found in (
-        ("train", {"keep_best": True}, {"eval/top1": 4 / 19, "dev/top1": 1 / 2}),
-        ("train", {"keep_best": False}, {"eval/top1": 4 / 19}),
-        ("evaluate", {"keep_best": True}, {"eval/top1": 4 / 19}),
-    ):
-        job = make_job(tmp_path, kind, data=data, checkpoint=kept)
-        worker = Worker(job, SaysClass0(), FakeRun(), lambda name: streams[name])
-        metrics = worker.hooks.evaluate(4)
-        assert {k: v for k, v in metrics.items() if k.endswith("top1")} == pytest.approx(found)
-
-
 KEPT = {"confusion.csv", *(f"examples.{end}" for end in ("jpg", "json"))}
 KEPT |= {f"errors.{end}" for end in ("jpg", "json")}
 
@@ -211,10 +172,10 @@ def test_a_training_keeps_images_and_tables_of_the_evaluation_that_is_its_result
             predicted = 3 if self.is_averaged else 0
             return images.flatten(1), torch.eye(10)[predicted].expand(len(images), 10)
 
-    without_others(monkeypatch)
+    monkeypatch.setattr(evaluation, "all_sum", lambda values, device: list(map(float, values)))
+    monkeypatch.setattr(evaluation, "all_rows", lambda rows, device: rows)
     job = make_job(tmp_path, data={"eval": "somewhere"}, checkpoint={"keep_best": keeps_best})
-    average, actor = object() if averages else None, FakeRun()
-    engine = Engine(average=average)
+    engine, actor = Engine(average=object() if averages else None), FakeRun()
     hooks = Worker(job, engine, actor, lambda name: share(0, 1)).hooks
     hooks.evaluate(1)
     hooks.log(1, {"eval/top1": 0.5})

@@ -1,15 +1,13 @@
-"""A worker's link to record and control of its run, which are here, and its watchdog on a clock of
-the test's own: no thread, no waiting.
-"""
+"""A worker's link to its run's record, and its watchdog on a clock of the test's own."""
 
 import threading
+from unittest.mock import Mock
 
 import pytest
 import ray
 
 from tests.worker.fakes import FakeRun
 from vit_ray.outcomes import EventKind
-from vit_ray.tracking.run_state import Orders
 from vit_ray.worker import run_link
 from vit_ray.worker.run_link import (
     DELIVERY_S,
@@ -26,12 +24,8 @@ def actor() -> FakeRun:
     return FakeRun()
 
 
-def link_of(actor: FakeRun, rank: int = 0) -> RunLink:
-    return RunLink(actor, rank)
-
-
 def test_a_heartbeat_brings_back_why_to_stop(actor):
-    link = link_of(actor, rank=3)
+    link = RunLink(actor, 3)
     link.beat(7)
     assert link.stop_reason is None
     actor.stop = "SIGTERM"
@@ -39,7 +33,7 @@ def test_a_heartbeat_brings_back_why_to_stop(actor):
     assert link.stop_reason == "SIGTERM"
     assert actor.beats == [(3, 7), (3, 8)]
     actor.request_resize()  # of which rank 0 alone hears
-    first = link_of(actor)
+    first = RunLink(actor, 0)
     for one in (first, link):
         one.beat(9)
     assert (first.is_resizing, link.is_resizing) == (True, False)
@@ -59,20 +53,8 @@ def test_1024_ranks_send_at_most_129_heartbeats_a_second(actor):
     "error", [ray.exceptions.ActorDiedError(), RuntimeError("has not answered in 30 s")]
 )
 def test_a_host_that_is_gone_does_not_end_training(error):
-    class Gone(FakeRun):
-        def heartbeat(self, rank: int, step: int, *introduction: str) -> Orders:
-            raise error
-
-        def hanging(self, rank: int, world_size: int, where: str, wait_s: float) -> str | None:
-            raise error
-
-        def event(self, kind: str, text: str, step: int, wait_s: float = 0.0) -> None:
-            raise error
-
-        def run_id(self, wait_s: float) -> str | None:
-            raise error
-
-    link = link_of(Gone())
+    calls = dict.fromkeys(("heartbeat", "hanging", "event", "run_id"), Mock(side_effect=error))
+    link = RunLink(Mock(**calls), 0)
     link.beat(1)
     link.note_hang("no step", "calls", "threads", 1)
     assert link.tracking_run_id() is None
@@ -81,26 +63,18 @@ def test_a_host_that_is_gone_does_not_end_training(error):
 
 def test_a_hang_names_who_is_waited_for_and_is_told_once_by_those_in_the_same_calls(actor):
     actor.waited_for = "worker 7 on host-3 is at step 4, heard 61 s ago"
-    link_of(actor, 1).note_hang("no step for 60 s", "all_reduce", "  MainThread: all_reduce", 5)
+    RunLink(actor, 1).note_hang("no step for 60 s", "all_reduce", "  MainThread: all_reduce", 5)
     actor.waited_for = ""
-    link_of(actor, 2).note_hang("no step for 60 s", "all_reduce", "  MainThread: all_reduce", 5)
+    RunLink(actor, 2).note_hang("no step for 60 s", "all_reduce", "  MainThread: all_reduce", 5)
     assert [text for _, text, _ in actor.events] == [
         "worker 1: no step for 60 s. worker 7 on host-3 is at step 4, heard 61 s ago. "
         "Threads of worker 1:\n  MainThread: all_reduce"
     ]
 
 
-def test_the_run_id_is_asked_for_until_it_is_known(actor):
-    answers: list[str | None] = [None, "run-id", "another"]
-    actor.run_id = lambda wait_s: answers.pop(0)  # type: ignore[method-assign]
-    link = link_of(actor)
-    assert [link.tracking_run_id() for _ in range(4)] == [None, *["run-id"] * 3]
-    assert answers == ["another"]
-
-
 def test_what_all_ranks_know_is_sent_by_rank_0(actor):
     for rank in (0, 1):
-        link = link_of(actor, rank)
+        link = RunLink(actor, rank)
         link.log(1, {"train/loss": 1.0})
         link.note(EventKind.RESUMED, "text", rank)
         link.note(EventKind.STOPPED, "text", rank, DELIVERY_S)
@@ -110,45 +84,16 @@ def test_what_all_ranks_know_is_sent_by_rank_0(actor):
     ]  # fmt: skip
 
 
-class Watched:
-    def __init__(self, timeout_s: float = 60.0) -> None:
-        self.now_s, self.hangs, self.ends = 0.0, [], 0
-        self.dog = Watchdog(
-            timeout_s, lambda step: None, lambda *report: self.hangs.append(report),
-            end=self._end, clock=lambda: self.now_s,
-        )  # fmt: skip
-        self.dog.note_step(5)
-        self.dog.expect_long_step()
-
-    def _end(self) -> None:
-        assert len(self.hangs) == self.ends + 1, "the reason is reported first"
-        self.ends += 1
-
-    def ends_within(self, seconds: float) -> bool:
-        before = self.ends
-        self.now_s += seconds
-        self.dog.check()
-        return self.ends > before
-
-
-def test_a_step_that_hangs_ends_the_process_after_its_reason_is_reported():
-    watched = Watched()
-    watched.dog.note_step(6)
-    assert not watched.ends_within(59)
-    assert watched.ends_within(2)
-    ((reason, where, threads, step),) = watched.hangs
-    assert reason == "no step for 60 s (train.step_timeout_s); restarting"
-    assert "test_a_step_that_hangs_ends_the_process" in where  # the thread that made it
-    assert threads == describe_threads()
-    assert step == 6
-
-
 def test_a_record_that_hangs_does_not_keep_a_hanging_process(monkeypatch):
     """Neither the report of the hang nor a heartbeat is waited for."""
     monkeypatch.setattr(run_link, "REPORT_S", 0.01)
     monkeypatch.setattr(run_link, "BEAT_S", 0.01)
     ended, hangs = threading.Event(), threading.Event()
-    dog = Watchdog(0.0, lambda step: _wait(hangs), lambda *_: _wait(hangs), end=ended.set)
+
+    def hang(*_: object) -> None:
+        hangs.wait(60)
+
+    dog = Watchdog(0.0, hang, hang, end=ended.set)
     dog.note_step(6)
     dog.start()
     try:
@@ -158,45 +103,40 @@ def test_a_record_that_hangs_does_not_keep_a_hanging_process(monkeypatch):
         hangs.set()
 
 
-def _wait(event: threading.Event) -> None:
-    event.wait(60)
-
-
 def test_time_counts_from_each_step_each_part_of_an_evaluation_and_from_resuming():
-    watched = Watched()
-    for step in range(6, 10):
-        watched.dog.note_step(step)
-        assert not watched.ends_within(50)
-    for _ in range(2):  # which may take as long as the first step
-        watched.dog.expect_long_step()
-        assert not watched.ends_within(FIRST_STEP_S - 1)
-    assert watched.ends_within(2)
-    watched.dog.note_step(10)
-    with watched.dog.paused():
-        assert not watched.ends_within(10_000)
-    assert not watched.ends_within(59)
-    assert watched.ends_within(2)
-
-
-def test_it_beats_from_a_thread_until_stopped():
-    beats: list[int] = []
-    dog = Watchdog(60.0, lambda step: (beats.append(step), dog.stop()), lambda *_: None)
-    dog.start()
-    dog.join(timeout=30)
-    for sending in [one for one in threading.enumerate() if one.name == "heartbeats"]:
-        sending.join(30)
-    assert beats == [0]
-
-
-def test_setting_up_may_take_longer_still_and_has_an_end():
-    watched = Watched()
-    watched.dog = Watchdog(
-        60.0, lambda step: None, lambda *report: watched.hangs.append(report),
-        end=watched._end, clock=lambda: watched.now_s,
+    now_s, hangs, ends = 0.0, [], []
+    dog = Watchdog(
+        60.0, lambda step: None, lambda *report: hangs.append(report),
+        end=lambda: ends.append(len(hangs)), clock=lambda: now_s,
     )  # fmt: skip
-    assert not watched.ends_within(SETUP_S - 1)
-    assert watched.ends_within(2)
-    assert watched.hangs[0][0] == "no step for 3600 s; restarting"
+
+    def ends_within(seconds: float) -> bool:
+        nonlocal now_s
+        before = len(ends)
+        now_s += seconds
+        dog.check()
+        return len(ends) > before
+
+    assert not ends_within(SETUP_S - 1)
+    assert ends_within(2)
+    for step in range(6, 10):
+        dog.note_step(step)
+        assert not ends_within(50)
+    assert ends_within(11)
+    for _ in range(2):  # which may take as long as the first step
+        dog.expect_long_step()
+        assert not ends_within(FIRST_STEP_S - 1)
+    assert ends_within(2)
+    dog.note_step(10)
+    with dog.paused():
+        assert not ends_within(10_000)
+    assert not ends_within(59)
+    assert ends_within(2)
+    assert ends == [1, 2, 3, 4]  # the reason is reported first
+    assert hangs[0][0] == "no step for 3600 s; restarting"
+    reason, where, _, step = hangs[-1]
+    assert (reason, step) == ("no step for 60 s (train.step_timeout_s); restarting", 10)
+    assert "test_time_counts_from_each_step" in where  # the thread that made it
 
 
 def test_where_each_thread_is_is_told_with_the_innermost_call_first():

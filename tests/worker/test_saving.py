@@ -23,19 +23,18 @@ from tests.checkpoints.written import (
 )
 from tests.training.ranks import run_ranks
 from tests.worker.fakes import BATCH, FakeEngine, Worker, make_job
-from vit_ray import lock
 from vit_ray.checkpoints.checkpoint import Checkpoint, Position, Progress, folder_name
 from vit_ray.checkpoints.checkpoint_format import COMMIT
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter, Part, Snapshot
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config.training_sections import CheckpointConfig
+from vit_ray.lock import LockLostError
 from vit_ray.storage import locate
 from vit_ray.training.training_state import TrainingState
 from vit_ray.worker import saving
 from vit_ray.worker.job import UnrecoverableError
 from vit_ray.worker.saving import (
     agreed_checkpoint,
-    check_folder_is_shared,
     gather_by_own_group,
     make_position,
     restore_newest,
@@ -56,31 +55,13 @@ def test_a_position_is_of_the_moment_it_was_made(tmp_path):
     assert set(position.versions) == {"ray", "torch"}
 
 
-def test_the_next_save_waits_until_the_last_is_written(tmp_path):
+def test_the_next_save_waits_until_the_last_is_written_and_takes_its_memory(tmp_path, monkeypatch):
+    """Storage that is slower than the cadence accumulates no copies."""
     worker = Worker(make_job(tmp_path))
     writes: list[Callable[[], None]] = []
     worker.saver._run_beside = writes.append
-    worker.saver.save(Progress(step=1))
-    second = threading.Thread(target=worker.saver.save, args=(Progress(step=2),))
-    second.start()
-    second.join(timeout=0.2)
-    assert second.is_alive()
-    assert len(writes) == 1
-    writes[0]()
-    second.join(timeout=30)
-    assert not second.is_alive()
-    assert len(writes) == 2
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_snapshot_takes_the_memory_of_the_last_one_once_that_is_written(
-    tmp_path, monkeypatch, fails
-):
-    worker = Worker(make_job(tmp_path))
-    writes: list[Callable[[], None]] = []
-    worker.saver._run_beside = writes.append
+    plain = FakeEngine.snapshot
     given: list[Any] = []
-    plain, write = FakeEngine.snapshot, worker.saver.writer.write
     taken: list[Snapshot] = []
 
     def snapshot(engine: FakeEngine, position: Position, memory: Any = None) -> Snapshot:
@@ -88,19 +69,19 @@ def test_a_snapshot_takes_the_memory_of_the_last_one_once_that_is_written(
         taken.append(plain(engine, position, memory))
         return taken[-1]
 
-    def write_or_fail(one: Snapshot) -> float | None:
-        assert worker.saver._memory is None  # nothing is copied into what is being written
-        if fails and one.position.step == 1:
-            raise RuntimeError("of the writer")
-        return write(one)
-
     monkeypatch.setattr(FakeEngine, "snapshot", snapshot)
-    monkeypatch.setattr(worker.saver.writer, "write", write_or_fail)
-    for step in (1, 2):
-        worker.engine.weight = float(step)
-        worker.saver._error = None
-        worker.saver.save(Progress(step=step))
-        writes.pop()()
+    worker.engine.weight = 1.0
+    worker.saver.save(Progress(step=1))
+    worker.engine.weight = 2.0
+    second = threading.Thread(target=worker.saver.save, args=(Progress(step=2),))
+    second.start()
+    second.join(timeout=0.2)
+    assert second.is_alive()
+    assert len(taken) == 1  # nothing is copied into what is being written
+    writes.pop()()
+    second.join(timeout=30)
+    assert not second.is_alive()
+    writes.pop()()
     assert given == [None, taken[0].memory]
     assert given[1]["weights"] is taken[1].memory["weights"]
     checkpoint = newest_checkpoint(locate(worker.job.recipe.run_folder))
@@ -133,6 +114,7 @@ def test_training_does_not_wait_for_the_record_when_it_saves(tmp_path):
     ("error", "raised"),
     [
         (OSError("disk full"), UnrecoverableError),
+        (LockLostError("has been taken over"), UnrecoverableError),
         # A rank that is late ends the attempt, after which the driver starts another group.
         (RuntimeError("some worker has not ended its part"), RuntimeError),
     ],
@@ -165,41 +147,14 @@ def test_storage_that_does_not_answer_is_reported_and_not_waited_for_without_lim
     assert set(worker.kinds()) == {"storage slow"}
 
 
-def test_a_worker_that_does_not_see_the_drivers_folder_ends_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "POLL_S", 0.01)
-    monkeypatch.setattr(lock, "SHOWN_S", 0.05)
-    job = replace(make_job(tmp_path), lock_number=3)
-    message = (
-        r"the worker on node-7 does not see the driver's files in .*a path that all nodes share"
-    )
-    with pytest.raises(UnrecoverableError, match=message):
-        check_folder_is_shared(job, "node-7")
-    locate(job.recipe.run_folder).child("lock-00000003.json").write(b"{}")
-    check_folder_is_shared(job, "node-7")
-
-
-def test_a_run_that_was_taken_over_fails(tmp_path):
-    worker = Worker(replace(make_job(tmp_path), lock_number=1))
-    worker.saver.writer = CheckpointWriter(
-        locate(worker.job.recipe.run_folder), CheckpointConfig(), worker.actor.event, 1
-    )
-    locate(worker.job.recipe.run_folder).child("lock-00000002.json").write(b"{}")
-    worker.saver.save(Progress(step=1))
-    with pytest.raises(UnrecoverableError, match="has been taken over"):
-        worker.saver.check()
-
-
 def save_on_ranks(rank: int, folder: str, rounds: int) -> tuple[list[str], list[float]]:
     """Saves of which rank 1 fails every third, while this thread's sums go on."""
     warnings: list[str] = []
     run, world_size = locate(folder), dist.get_world_size()
     writer = CheckpointWriter(
-        run,
-        CheckpointConfig(),
-        lambda *event: warnings.append(event[1]),
-        None,
+        run, CheckpointConfig(), lambda *event: warnings.append(event[1]), None,
         gather_by_own_group(),
-    )
+    )  # fmt: skip
     sums = []
     for step in range(1, rounds + 1):
         where = Position(Progress(step), step, step, 1, {"w": [world_size]}, {}, "print")
@@ -289,9 +244,7 @@ def expected(step: int) -> list[list[float]]:
 
 
 def test_all_ranks_fall_back_together_to_the_newest_that_each_can_read(tmp_path):
-    """Of step 5 rank 0 finds damage, of step 4 rank 1, and of step 3 the marker is gone; a new run
-    has none, and nothing but damage is an error on all and not a new start.
-    """
+    """A new run has none, and nothing but damage is an error on all and not a new start."""
     new, damaged, *spoilt = (tmp_path / name for name in ("new", "damaged", WEIGHTS_0, COMMIT))
     run = locate(str(damaged))
     for step in (1, 2, 3, 4, 5):

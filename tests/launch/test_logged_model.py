@@ -96,19 +96,6 @@ def reference_of(recipe: Any) -> dict[str, Any]:
     return {**used_sections(recipe.recorded()), "classes": CLASSES}
 
 
-def loaded(recipe: Any, checkpoint: str, folder: Path) -> Any:
-    """The model as MLflow makes it, without its enforcement of signatures."""
-    from vit_ray.launch.logged_model import LoggedModel
-
-    (folder / "reference.json").write_text(json.dumps(reference_of(recipe)))
-    model = LoggedModel()
-    artifacts = {"reference.json": str(folder / "reference.json")}
-    model.load_context(
-        SimpleNamespace(artifacts=artifacts, model_config={"checkpoint": checkpoint})
-    )
-    return model
-
-
 @pytest.mark.slow
 def test_a_fresh_process_gets_the_models_logits_from_uint8_images(trained, tmp_path):
     recipe, model, checkpoint = trained
@@ -165,55 +152,53 @@ def test_a_model_has_its_card_and_no_copy_of_the_weights_and_is_sent_again_as_on
 
 def test_a_checkpoint_that_is_gone_is_named_and_a_moved_one_can_be_given(trained, tmp_path):
     recipe, model, checkpoint = trained
-    moved = Path(checkpoint).parents[2] / "elsewhere"
+    reference = tmp_path / "reference.json"
+    reference.write_text(json.dumps(reference_of(recipe)))
+
+    def loaded(place: str) -> Any:
+        """As MLflow makes it, without its enforcement of signatures."""
+        from vit_ray.launch.logged_model import LoggedModel
+
+        made = LoggedModel()
+        config, artifacts = {"checkpoint": place}, {"reference.json": str(reference)}
+        made.load_context(SimpleNamespace(artifacts=artifacts, model_config=config))
+        return made
+
+    moved = tmp_path / "elsewhere"
     Path(checkpoint).rename(moved)
     with pytest.raises(ValueError, match=rf"refers to the checkpoint {checkpoint}, which cannot"):
-        loaded(recipe, checkpoint, tmp_path)
+        loaded(checkpoint)
     images = pictures()[:2]
-    found = loaded(recipe, str(moved), tmp_path).predict(None, images)
+    found = loaded(str(moved)).predict(None, images)
     np.testing.assert_allclose(found, logits_of(recipe, model, images), atol=1e-5)
 
 
-def prepared(kind: str, **sections: Any) -> Any:
-    tree = {"name": "run", "output": "/runs", "tracking": {"register_as": "tiny"}, **sections}
-    manifest = SimpleNamespace(classes=CLASSES)
-    return SimpleNamespace(
+@pytest.mark.parametrize(
+    ("kind", "loss", "steps", "registered"),
+    [
+        ("pretrain", "softmax", 7, ["tiny"]),
+        ("sweep_trial", "softmax", 7, [None]),
+        ("pretrain", "softmax", 6, []),  # it was stopped
+        ("evaluate", "softmax", 7, []),
+        ("pretrain", "masked_patch", 7, []),  # it has no head
+    ],
+)
+def test_what_is_trained_to_its_end_is_logged_and_what_is_no_trial_registered(
+    kind, loss, steps, registered
+):
+    tree = {"name": "run", "tracking": {"register_as": "tiny"}, "train": {"loss": loss}}
+    prepared: Any = SimpleNamespace(
         recipe=recipe_from_dict(tree, "test"),
         kind=kind,
         trains=kind != "evaluate",
-        resolved=SimpleNamespace(manifest=manifest),
+        resolved=SimpleNamespace(manifest=SimpleNamespace(classes=CLASSES)),
     )
-
-
-def logged(run: Any, steps: int) -> list[Any]:
-    asked: list[Any] = []
+    logged: list[Any] = []
+    record = SimpleNamespace(model=lambda *words, **named: logged.append((*words, named)))
     result = RunResult("id", "run", steps, 7, {}, "/runs/run/step-00000007")
-    record = SimpleNamespace(model=lambda *words, **named: asked.append((*words, named)))
-    _log_model(result, run, SimpleNamespace(record=record))
-    return asked
-
-
-@pytest.mark.parametrize(
-    ("run", "steps", "registered"),
-    [
-        (prepared("pretrain"), 7, ["tiny"]),
-        (prepared("sweep_trial"), 7, [None]),
-        (prepared("pretrain"), 6, []),
-        (prepared("evaluate"), 7, []),
-        (prepared("pretrain", train={"loss": "masked_patch"}), 7, []),
-    ],
-    ids=["trained", "trial", "stopped", "evaluation", "no head"],
-)
-def test_what_is_trained_to_its_end_is_logged_and_what_is_no_trial_registered(
-    run, steps, registered
-):
-    found = logged(run, steps)
-    assert [model["register_as"] for _, _, model in found] == registered
-    for name, step, model in found:
+    opened: Any = SimpleNamespace(record=record)
+    _log_model(result, prepared, opened)
+    assert [model["register_as"] for _, _, model in logged] == registered
+    for name, step, model in logged:
         assert (name, step, model["reference"]["classes"]) == ("run", 7, CLASSES)
         assert model["params"]["checkpoint"] == "/runs/run/step-00000007"
-
-
-def test_a_name_that_the_registry_would_refuse_is_refused_with_the_recipe():
-    with pytest.raises(ValueError, match=r"tracking\.register_as"):
-        prepared("pretrain", tracking={"register_as": "a/b"})

@@ -45,12 +45,9 @@ def write_images(folder: Path) -> list[bytes]:
         Image.open(io.BytesIO(files[number])).save(png, "PNG")
         files[number] = png.getvalue()
     images = [
-        EncodedImage(file, (number % 5,), f"{number}.jpg", 90 - number, 40 + number)
+        EncodedImage(file, (number % 5,), f"{number}.jpg", *Image.open(io.BytesIO(file)).size)
         for number, file in enumerate(files)
     ]
-    for number, image in enumerate(images):
-        sides = Image.open(io.BytesIO(files[number])).size
-        images[number] = EncodedImage(image.image, image.labels, image.key, *sides)
     write_encoded(folder, SHARD, images, CLASSES, rows=4)
     return files
 
@@ -154,22 +151,14 @@ def test_an_image_is_the_same_as_file_bytes_picture_pixels_and_floats(tmp_path):
     for form in forms:
         np.testing.assert_array_equal(model.logits(form), expected)
     assert model.predict([]) == []
-
-
-@pytest.mark.parametrize(
-    ("image", "told"),
-    [
+    for image, told in (
         (np.zeros((4, 4), np.uint8), r"uint8 \(4, 4\); give \(H, W, 3\)"),
         (np.full((4, 4, 3), 300), r"from 300 to 300; give floats in \[0, 1\] or integers"),
         (np.zeros((0, 4, 3), np.uint8), r"pixels are \(0, 4, 3\), an empty image"),
         (b"", "it has no bytes"),
-    ],
-)
-def test_what_is_no_image_is_refused(image, told, tmp_path):
-    write_images(tmp_path / "data")
-    model = vit_ray.load(run_of(tmp_path))
-    with pytest.raises(ValueError, match=told):
-        model.predict([image])
+    ):
+        with pytest.raises(ValueError, match=told):
+            model.predict([image])
 
 
 def test_classes_of_another_data_set_are_not_believed(tmp_path, caplog):
@@ -190,8 +179,6 @@ def test_weights_of_another_family_and_without_a_head_are_refused(tmp_path):
     other = tiny_recipe(tmp_path, model={"name": "R50x1", "image_size": 32})
     with pytest.raises(ValueError, match=f"{run}.*(missing|unexpected|not fit)"):
         vit_ray.load(run, other)
-    with pytest.raises(ValueError, match="nothing' is not there; give a run folder"):
-        vit_ray.load(tmp_path / "nothing")
     masked = run_of(tmp_path / "masked", loss="masked_patch")
     with pytest.raises(ValueError, match="no trained head; fine-tune them first"):
         vit_ray.load(masked)
@@ -202,10 +189,9 @@ def test_a_file_alone_needs_the_recipe_and_then_has_numbers_for_classes(tmp_path
     with pytest.raises(ValueError, match=r"a\.npz' does not record its model; give the"):
         vit_ray.load(tmp_path / "a.npz")
     recipe = tiny_recipe(tmp_path, train={"precision": "fp32"})
-    assert vit_ray.load(tmp_path / "a.npz", recipe).classes == ["0", "1", "2", "3", "4"]
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe.recorded()))
-    for path in (tmp_path / "recipe.yaml", str(tmp_path / "recipe.yaml")):
-        assert len(vit_ray.load(tmp_path / "a.npz", path).classes) == 5
+    for given in (recipe, tmp_path / "recipe.yaml"):
+        assert vit_ray.load(tmp_path / "a.npz", given).classes == ["0", "1", "2", "3", "4"]
     with pytest.raises(ValueError, match="overrides need a recipe by name, or a recorded one"):
         vit_ray.load(tmp_path / "a.npz", recipe, overrides=["seed=1"])
 

@@ -1,6 +1,8 @@
 """TFRecord files of TensorFlow Datasets: what is in them, and where they are damaged."""
 
 import io
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.data.convert.archives import converted, example, record
+from tests.data.convert.archives import converted, example, record, write_files
 from tests.data.converting import config_of, units
-from tests.data.pictures import jpeg
+from tests.data.pictures import encoded, jpeg
 from vit_ray.data import open_dataset
 from vit_ray.data.convert import archives
 from vit_ray.data.convert.archives import features_of, masked_crc32c
@@ -40,28 +42,17 @@ def test_checksums_are_castagnolis_under_tensorflows_mask(content, crc):
     assert (rotated >> 17 | rotated << 15) & 0xFFFFFFFF == crc
 
 
-def write_tfds(folder: Path, shards: int = 2, images: int = 6) -> None:
-    """A data set with two splits and the names of its classes, as TFDS prepares one."""
-    folder.mkdir(parents=True)
-    (folder / "label.labels.txt").write_text("cat\ndog\nfrog\n")
-    (folder / "dataset_info.json").write_text("{}")
-    for split in ("train", "test"):
-        for shard in range(shards):
-            name = f"pets-{split}.tfrecord-{shard:05d}-of-{shards:05d}"
-            (folder / name).write_bytes(
-                b"".join(
-                    record(example(file_name=f"{k}.jpg".encode(), image=jpeg(k), label=[k % 3]))
-                    for k in range(shard, images, shards)
-                )
-            )
-
-
 def test_a_folder_of_tfds_is_converted_with_its_names(serial, tmp_path):
-    write_tfds(tmp_path / "pets" / "4.0.0")
-    rows = converted(
-        tmp_path / "pets" / "4.0.0", tmp_path / "set", split="test", columns=("file_name",)
-    )
-    names = ("cat", "dog", "frog")
+    folder, names = tmp_path / "pets" / "4.0.0", ("cat", "dog", "frog")
+    write_files(folder, {"label.labels.txt": "cat\ndog\nfrog\n", "dataset_info.json": "{}"})
+    for split, shard in itertools.product(("train", "test"), range(2)):
+        records = [
+            record(example(file_name=b"%d.jpg" % k, image=jpeg(k), label=[k % 3]))
+            for k in range(shard, 6, 2)
+        ]
+        name = f"pets-{split}.tfrecord-{shard:05d}-of-00002"
+        write_files(folder, {name: b"".join(records)})
+    rows = converted(folder, tmp_path / "set", split="test", columns=("file_name",))
     assert rows == {
         f"pets-test-{k % 2:05d}-of-00002/{k // 2:08d}": (jpeg(k), [names[k % 3]]) for k in range(6)
     }
@@ -128,40 +119,24 @@ def test_a_record_that_is_too_large_is_rejected_alone(tmp_path, monkeypatch):
 
 
 def test_another_feature_may_be_the_label_with_its_own_names(serial, tmp_path):
-    def write(folder: Path, **others: list[int]) -> Path:
-        folder.mkdir()
-        (folder / "label.labels.txt").write_text("cat\ndog\n")
-        (folder / "label_sex.labels.txt").write_text("female\nmale\n")
-        rows = [
-            record(example(image=jpeg(k), label=[0], label_sex=[k % 2], **others)) for k in (0, 1)
-        ]
-        (folder / "pets-train.tfrecord-00000-of-00001").write_bytes(b"".join(rows))
-        return folder
-
-    rows = converted(write(tmp_path / "a"), tmp_path / "set", label_field="label_sex")
-    assert sorted(labels for _, labels in rows.values()) == [["female"], ["male"]]
-    plain = converted(tmp_path / "a", tmp_path / "plain")
-    assert [labels for _, labels in plain.values()] == [["cat"]] * 2
+    files = {"label.labels.txt": "cat\ndog\n", "label_sex.labels.txt": "female\nmale\n"}
+    source = write_files(tmp_path / "a", files)
+    rows = [record(example(image=jpeg(k), label=[0], label_sex=[k], age=[7])) for k in (0, 1)]
+    (source / "pets-train.tfrecord-00000-of-00001").write_bytes(b"".join(rows))
     # Features without names are classes by their numbers.
-    rows = converted(
-        write(tmp_path / "b", age=[7]), tmp_path / "other", label_field="age", labels_are="names"
-    )
-    assert [labels for _, labels in rows.values()] == [["7"]] * 2
-    with pytest.raises(ValueError, match=r"one field for the label \(ag\), and has age, image"):
-        converted(tmp_path / "b", tmp_path / "none", label_field="ag")
+    expected = {"label_sex": [["female"], ["male"]], None: [["cat"]] * 2, "age": [["7"]] * 2}
+    for field, labels in expected.items():
+        labels_are = "names" if field == "age" else "auto"
+        target = tmp_path / f"by {field}"
+        rows_found = converted(source, target, label_field=field, labels_are=labels_are)
+        assert sorted(found for _, found in rows_found.values()) == labels
 
 
 def binary_picture() -> bytes:
     """White on black as TFDS keeps dSprites: the pixels are 1 and 0."""
     pixels = np.zeros((8, 8), np.uint8)
     pixels[2:4] = 1
-    return encoded(pixels)
-
-
-def encoded(pixels: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
+    return encoded(pixels, "PNG")
 
 
 def by_thresholds(values: list[float], bounds: list[float]) -> int:
@@ -213,7 +188,7 @@ def test_tasks_of_vtab_have_the_labels_that_its_authors_compute(tmp_path):
 def test_pictures_of_ones_and_zeros_are_made_visible(tmp_path):
     dark = record(example(image=binary_picture(), label_x_position=[3]))
     broken = record(example(image=b"no picture", label_x_position=[3]))
-    bright = encoded(np.full((8, 8), 7, np.uint8))
+    bright = encoded(np.full((8, 8), 7, np.uint8), "PNG")
     as_it_is = record(example(image=bright, label_x_position=[3]))
     content = dark + broken + as_it_is
     found = indexed(tmp_path / "a.tfrecord", content, "dspr-loc")
@@ -251,28 +226,23 @@ def test_an_image_without_what_its_label_is_made_of_is_rejected(task, features, 
         entry.read()
 
 
-def cut(content: bytes) -> bytes:
-    return content[:-20]
+DAMAGES: dict[str, Callable[[bytes, int], bytes]] = {
+    "cut": lambda content, _: content[:-20],
+    "cut in the head of a record": lambda content, middle: content[: middle + 5],
+    "of another length": lambda content, middle: b"".join(
+        [content[:middle], bytes([content[middle] ^ 0xFF]), content[middle + 1 :]]
+    ),
+}
 
 
-def cut_in_the_head(content: bytes) -> bytes:
-    return content[: len(content) // 2 + 5]
-
-
-def with_another_length(content: bytes) -> bytes:
-    middle = len(content) // 2
-    return content[:middle] + bytes([content[middle] ^ 0xFF]) + content[middle + 1 :]
-
-
-@pytest.mark.parametrize("damage", [cut, cut_in_the_head, with_another_length])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_ends_the_file_with_what_was_before_it(damage, tmp_path):
     one = record(example(image=jpeg(1), label=[2]))
     path = tmp_path / "a.tfrecord-00000-of-00001"
-    path.write_bytes(damage(one + one))
-    unit = unit_of(path)
+    path.write_bytes(DAMAGES[damage](one + one, len(one)))
     found: list[Row] = []
     with pytest.raises(DamagedUnitError, match=f"is damaged at byte {len(one):,}:"):
-        found.extend(rows_of(unit))
+        found.extend(rows_of(unit_of(path)))
     assert [entry.read() for entry in found] == [jpeg(1)]
 
 
@@ -280,11 +250,3 @@ def test_negative_and_several_labels_are_read(tmp_path):
     (entry,) = indexed(tmp_path / "a.tfrecord", record(example(image=jpeg(1), labels=[3, 1])))
     assert entry.labels == ("3", "1")
     assert features_of(example(one=[-1, 1 << 40])) == {"one": [-1, 1 << 40]}
-
-
-def test_the_image_may_be_any_feature(tmp_path):
-    content = record(example(image=jpeg(1), mask=jpeg(2), label=[0]))
-    (tmp_path / "a.tfrecord").write_bytes(content)
-    for field, number in ((None, 1), ("mask", 2)):
-        (entry,) = rows_of(unit_of(tmp_path / "a.tfrecord", image_field=field))
-        assert entry.read() == jpeg(number)

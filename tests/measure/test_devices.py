@@ -1,10 +1,12 @@
-"""Device figures against data sheets and torch's own table."""
+"""Device figures by data sheets and torch's own table, and times by the paper's published costs."""
 
 import pytest
 import torch
 from torch._inductor.analysis.device_info import lookup_device_info
 
-from vit_ray.measure.devices import find_device, peak_flops
+from vit_ray.measure.devices import Pace, find_device, peak_flops
+from vit_ray.measure.meters import Compute
+from vit_ray.models.flops import forward_macs
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H100", "NVIDIA A100"])
@@ -24,18 +26,12 @@ def test_figures_agree_with_the_table_that_torch_keeps(name):
     # GH200 (2023), A10G (AWS, 2022; PCIe has no figure of both ways); PCIe 4.0 x16 else. RTX from
     # the white papers of Ada, Ampere and Blackwell: tensor cores that add up in fp32.
     [
-        ("H200", 1979, 141),
-        ("H100", 1979, 80),
-        ("H100 NVL", 1671, 94),
-        ("GH200 480GB", 1979, 96),
-        ("A10G", 140, 24),
-        ("GeForce RTX 5090", 419, 32),
-        ("GeForce RTX 4090", 330.3, 24),
-        ("GeForce RTX 3090", 142, 24),
-        ("RTX 6000 Ada Generation", 728.5, 48),
+        ("H200", 1979, 141), ("H100", 1979, 80), ("H100 NVL", 1671, 94), ("GH200 480GB", 1979, 96),
+        ("A10G", 140, 24), ("GeForce RTX 5090", 419, 32), ("GeForce RTX 4090", 330.3, 24),
+        ("GeForce RTX 3090", 142, 24), ("RTX 6000 Ada Generation", 728.5, 48),
         ("RTX A6000", 309.7, 48),
     ],
-)
+)  # fmt: skip
 def test_figures_are_the_data_sheets(name, sparse_bf16_tflops, memory_gb):
     device = find_device(f"NVIDIA {name}")
     assert device is not None
@@ -46,18 +42,12 @@ def test_figures_are_the_data_sheets(name, sparse_bf16_tflops, memory_gb):
 @pytest.mark.parametrize(
     ("reported", "entry"),
     [
-        ("NVIDIA H200", "H200"),
-        ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA H100 PCIe", "H100 PCIe"),
-        ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB"),
-        ("Tesla V100-SXM2-32GB", "V100"),
-        ("NVIDIA L40S", "L40S"),
-        ("NVIDIA L4", "L4"),
-        ("Tesla T4", "T4"),
-        ("h100", "H100"),  # as people type it
+        ("NVIDIA H200", "H200"), ("NVIDIA H100 80GB HBM3", "H100"), ("h100", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"), ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB"), ("Tesla V100-SXM2-32GB", "V100"),
+        ("NVIDIA L40S", "L40S"), ("NVIDIA L4", "L4"), ("Tesla T4", "T4"),
     ],
-)
+)  # fmt: skip
 def test_names_as_drivers_report_them_find_their_entry(reported, entry):
     assert find_device(reported) is not None
     assert find_device(reported) is find_device(entry)
@@ -72,3 +62,32 @@ def test_a_name_that_only_contains_a_known_one_is_unknown(name):
 def test_the_peak_is_that_of_the_precision():
     assert peak_flops("NVIDIA H200", "bf16") == 989e12
     assert peak_flops("NVIDIA H200", "fp32") == 67e12
+
+
+@pytest.mark.parametrize(
+    ("name", "images_per_s"),
+    # 0.4 x 989 TFLOP/s over 26.5, 105.5, 92.4, 369 and 1004 GFLOP of training per image.
+    [
+        ("ViT-B/32", 14_900), ("ViT-B/16", 3_750), ("ViT-L/32", 4_280), ("ViT-L/16", 1_070),
+        ("ViT-H/14", 394),
+    ],
+)  # fmt: skip
+def test_images_per_second_follow_from_the_work_per_image(name, images_per_s):
+    h200 = Pace(peak_flops=989e12, mfu=0.4)
+    macs = forward_macs(name, 18_291, representation=True)
+    assert 1000 / h200.step_s(3 * macs, 1000) == pytest.approx(images_per_s, rel=0.005)
+
+
+def test_device_hours_of_the_largest_run_cross_check_with_the_papers_tpu_time():
+    # Table 2: ViT-H/14 took 2,500 TPUv3-core-days for Table 6's 4262 exaFLOPs; a core's peak is
+    # 61.5 TFLOP/s, so the paper ran at 32 % of it.
+    tpu_core = Pace(peak_flops=61.5e12, mfu=0.32)
+    assert tpu_core.device_hours(4262) / 24 == pytest.approx(2500, rel=0.01)
+
+
+def test_mfu_by_hand():
+    # 30 million multiply-adds, of two FLOPs, for each of 1,000 images per second, on 1 TFLOP/s.
+    rates = Compute(30_000_000, 1e12).rates(1000.0)
+    assert rates["perf/model_tflops_per_gpu"] == pytest.approx(0.06)
+    assert rates["perf/mfu"] == pytest.approx(0.06)
+    assert set(Compute(30_000_000).rates(10.0)) == {"perf/model_tflops_per_gpu"}

@@ -27,45 +27,34 @@ def widths(trace: bytes) -> list[int]:
     return [e["args"]["Input Dims"][0][1] for e in sorted(products, key=lambda e: e["ts"])]
 
 
-def test_just_the_chosen_steps_are_in_the_trace():
-    kept = traced(6, (3, 4))
-    assert list(kept) == ["trace-steps-3-4.json.gz"]
-    assert widths(kept["trace-steps-3-4.json.gz"]) == [12, 13]
-
-
-def test_a_run_that_ends_first_keeps_what_there_is():
-    (trace,) = traced(4, (3, 9)).values()
-    assert widths(trace) == [12, 13]
-
-
-@pytest.mark.parametrize(("next_step", "expected"), [(4, [10]), (5, None)])
-def test_a_run_that_resumes_inside_or_after_them_traces_the_rest(next_step, expected):
-    kept = traced(3, (3, 4), next_step)
+@pytest.mark.parametrize(
+    ("num_batches", "steps", "next_step", "expected"),
+    [
+        (6, (3, 4), 1, [12, 13]),
+        (4, (3, 9), 1, [12, 13]),  # a run that ends first
+        (3, (3, 4), 4, [10]),  # one that resumes inside of them
+        (3, (3, 4), 5, None),
+    ],
+)
+def test_just_the_chosen_steps_are_in_the_trace(num_batches, steps, next_step, expected):
+    kept = traced(num_batches, steps, next_step)
     assert [widths(trace) for trace in kept.values()] == ([expected] if expected else [])
+    name = f"trace-steps-{steps[0]}-{steps[1]}.json.gz"
+    assert list(kept) == ([name] if expected else [])
 
 
 def test_the_profiler_is_let_go_while_the_run_goes_on(monkeypatch):
     made = []
 
-    class Profiler(torch.profiler.profile):
-        def __init__(self, **options) -> None:
-            super().__init__(**options)
-            made.append(weakref.ref(self))
+    def profiler(**options):
+        profile = torch.profiler.profile(**options)
+        made.append(weakref.ref(profile))
+        return profile
 
-    monkeypatch.setattr(meters, "profile", Profiler)
+    monkeypatch.setattr(meters, "profile", profiler)
     batches = profiled(iter(range(4)), (1, 1), 1, lambda name, trace: None)
     next(batches)
     assert made[0]() is not None
     assert [next(batches), next(batches)] == [1, 2]
     gc.collect()
     assert made[0]() is None
-
-
-def test_a_trace_that_cannot_be_kept_is_an_error():
-    """Unlike one that cannot be written."""
-
-    def keep(name: str, trace: bytes) -> None:
-        raise OSError("no space")
-
-    with pytest.raises(OSError, match="no space"):
-        list(profiled(iter(range(2)), (1, 1), 1, keep))

@@ -1,6 +1,5 @@
 """Steps against exact gradients: where masters of bf16 start, how passes and ranks are summed."""
 
-import functools
 from typing import Any
 
 import pytest
@@ -35,6 +34,13 @@ def micro_batch(rank: int, index: int) -> tuple[Tensor, Tensor, Tensor]:
     return images, torch.randint(0, 5, (MICRO, 1), generator=generator), torch.arange(MICRO)
 
 
+def engine_of(train: TrainConfig, optim: OptimConfig, passes: int) -> DeepSpeedEngine:
+    return DeepSpeedEngine(
+        model_with_gradients(), train, optim, micro_batch_size=MICRO, accumulation_steps=passes,
+        loss_function=loss_of(train),
+    )  # fmt: skip
+
+
 def masters(engine: DeepSpeedEngine) -> dict[tuple[str, int], Tensor]:
     return {(f.name, f.start): f.weight.clone() for f in engine.state.owned}
 
@@ -42,10 +48,7 @@ def masters(engine: DeepSpeedEngine) -> dict[tuple[str, int], Tensor]:
 def constant_biases(rank: int, stage: int) -> list[tuple[Tensor, Tensor]]:
     """What the engine predicts, and what it shall, before and after steps that move the bias."""
     train = TrainConfig(zero_stage=stage)  # type: ignore[arg-type]
-    engine = DeepSpeedEngine(
-        model_with_gradients(), train, OptimConfig(learning_rate=1e-3, clip_norm=0.0),
-        micro_batch_size=MICRO, accumulation_steps=1, loss_function=loss_of(train),
-    )  # fmt: skip
+    engine = engine_of(train, OptimConfig(learning_rate=1e-3, clip_norm=0.0), 1)
     products: list[Tensor] = []
     engine._engine.module.head.register_forward_pre_hook(
         lambda head, args: products.append(
@@ -78,14 +81,7 @@ def test_the_constant_bias_is_added_in_fp32(stage):
 def measure(rank: int, stage: int, offload: bool, precision: Any, passes: int) -> dict[str, Any]:
     """Masters at the start, after a step at rate 0 and after one at rate 1; the latter's norm."""
     train = TrainConfig(precision=precision, zero_stage=stage, offload=offload)
-    engine = DeepSpeedEngine(
-        model_with_gradients(),
-        train,
-        SGD,
-        micro_batch_size=MICRO,
-        accumulation_steps=passes,
-        loss_function=loss_of(train),
-    )
+    engine = engine_of(train, SGD, passes)
     found: dict[str, Any] = {"start": masters(engine)}
     for name, rate in (("still", 0.0), ("moved", 1.0)):
         for entry in engine._engine.optimizer.optimizer.state.values():
@@ -96,24 +92,6 @@ def measure(rank: int, stage: int, offload: bool, precision: Any, passes: int) -
         found[name] = masters(engine)
     engine.close()
     return found
-
-
-@functools.cache
-def measured(kind: Any, precision: str, passes: int) -> list[dict[str, Any]]:
-    return run_ranks(WORLD, measure, *kind, precision, passes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_masters_start_from_exact_weights_and_a_step_at_rate_0_changes_no_bit(kind):
-    whole = {name: p.detach().flatten() for name, p in model_with_gradients().named_parameters()}
-    count = 0
-    for rank in measured(kind, "bf16", PASSES):
-        for (name, start), weight in rank["start"].items():
-            assert torch.equal(weight, whole[name][start : start + len(weight)]), name
-            assert torch.equal(weight, rank["still"][name, start]), name
-            count += len(weight)
-    assert count == sum(len(weight) for weight in whole.values())
 
 
 def mean_gradient(train: TrainConfig, dtype: torch.dtype, passes: int) -> dict[str, Tensor]:
@@ -148,25 +126,30 @@ def gradient_of_bf16() -> dict[str, Tensor]:
 
 @pytest.mark.slow(after=2)
 @pytest.mark.parametrize("kind", KINDS)
-def test_passes_are_summed_in_fp32(gradient_of_bf16, kind):
+def test_masters_start_from_exact_weights_and_passes_are_summed_in_fp32(gradient_of_bf16, kind):
+    runs = run_ranks(WORLD, measure, *kind, "bf16", PASSES)
+    whole = {name: p.detach().flatten() for name, p in model_with_gradients().named_parameters()}
+    count = 0
+    for rank in runs:
+        for (name, start), weight in rank["start"].items():
+            assert torch.equal(weight, whole[name][start : start + len(weight)]), name
+            assert torch.equal(weight, rank["still"][name, start]), name  # a step at rate 0
+            count += len(weight)
+    assert count == sum(len(weight) for weight in whole.values())
     # Measured: 0.86 % where sums are rounded to bf16 after every pass. In fp32, what is left is
     # that workers send their sums in bf16, rounded once: 0.06 to 0.21 %.
-    assert error_of_steps(measured(kind, "bf16", PASSES), gradient_of_bf16) < 0.004
+    assert error_of_steps(runs, gradient_of_bf16) < 0.004
 
 
 FEW = 3  # passes
 
 
-@pytest.fixture(scope="module")
-def gradient_of_fp32() -> dict[str, Tensor]:
-    return mean_gradient(TrainConfig(precision="fp32"), torch.float32, FEW)
-
-
 @pytest.mark.slow(after=2)
 @pytest.mark.parametrize("kind", [KINDS[0], *KINDS[:0:-1]])
-def test_a_step_in_fp32_is_the_mean_gradient_of_all_passes_and_ranks(gradient_of_fp32, kind):
-    runs = measured(kind, "fp32", FEW)
+def test_a_step_in_fp32_is_the_mean_gradient_of_all_passes_and_ranks(kind):
+    gradient = mean_gradient(TrainConfig(precision="fp32"), torch.float32, FEW)
+    runs = run_ranks(WORLD, measure, *kind, "fp32", FEW)
     # Adam and clipping undo a factor of the gradient, so that only such a step shows one.
-    assert error_of_steps(runs, gradient_of_fp32) < 1e-6
-    norm = float(torch.cat(list(gradient_of_fp32.values())).norm())
+    assert error_of_steps(runs, gradient) < 1e-6
+    norm = float(torch.cat(list(gradient.values())).norm())
     assert [rank["norm"] for rank in runs] == pytest.approx([norm] * WORLD, rel=1e-6)

@@ -8,7 +8,6 @@ import torch
 from tests.recipes import recipe_with
 from tests.training.engine_runs import GLOBAL_BATCH, PLAIN_LINEAR, batch
 from tests.training.ranks import run_ranks
-from vit_ray.config import Recipe
 from vit_ray.models import build_model
 from vit_ray.training.engine import DeepSpeedEngine
 from vit_ray.training.objective import make_loss
@@ -37,17 +36,16 @@ CASES: dict[int, dict[str, tuple[int, dict[str, Any], dict[str, Any]]]] = {
 }
 
 
-def dropout_recipe(model: dict[str, Any], train: dict[str, Any]) -> Recipe:
-    return recipe_with(
+def losses(
+    rank: int, micro: int, model_section: dict[str, Any], train: dict[str, Any]
+) -> list[float]:
+    """Of each step, the last one after two updates of weights."""
+    chosen = recipe_with(
         seed=1,
-        model={"name": "ViT", "image_size": 8, **ENCODER, "dropout": 0.3, **model},
+        model={"name": "ViT", "image_size": 8, **ENCODER, "dropout": 0.3, **model_section},
         optim={"steps": STEPS, "learning_rate": 1e-2},
         train={"global_batch_size": GLOBAL_BATCH, "precision": "fp32", **train},
     )
-
-
-def losses(rank: int, micro: int, chosen: Recipe) -> list[float]:
-    """Of each step, the last one after two updates of weights."""
     torch.nn.functional.linear = PLAIN_LINEAR
     world_size = torch.distributed.get_world_size()
     share = GLOBAL_BATCH // world_size
@@ -82,9 +80,7 @@ def losses(rank: int, micro: int, chosen: Recipe) -> list[float]:
 
 def all_losses(rank: int) -> dict[str, list[float]]:
     cases = CASES[torch.distributed.get_world_size()]
-    return {
-        name: losses(rank, micro, dropout_recipe(*rest)) for name, (micro, *rest) in cases.items()
-    }
+    return {name: losses(rank, *case) for name, case in cases.items()}
 
 
 @pytest.fixture(scope="module")

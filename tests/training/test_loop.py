@@ -1,5 +1,6 @@
 """The loop on a list of batches and two fakes: no Ray, no DeepSpeed, no processes."""
 
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -141,10 +142,7 @@ def test_loss_and_norm_are_the_means_over_the_ranks():
 
 
 def test_the_digest_of_a_run_is_of_all_ranks_samples():
-    """Also of those in refused steps.
-
-    For each of two ranks, the sum over the ranks is twice its own digest.
-    """
+    """Also of those in refused steps. For each rank, the sum over both is twice its own digest."""
     mine, found = BATCH // 2, []
     twice = {"world_size": 2, "all_sum": lambda values: [2 * float(one) for one in values]}
     for rank in (0, 1):
@@ -165,41 +163,22 @@ def test_it_saves_by_the_clock():
     assert hooks.saved[-1] == TOTAL
 
 
-def test_a_refused_step_is_reported_with_its_samples_and_counted_in_a_row():
-    hooks, progress = FakeHooks(), Progress()
-    run(FakeEngine(refused=(2, 3)), hooks, short_recipe(), progress)
-    assert [step for step, _ in hooks.refused] == [3, 4]
-    assert hooks.refused[0][1] == list(range(2 * BATCH, 3 * BATCH))
-    assert progress.nonfinite_steps == 0
-
-
-def test_a_loss_that_is_not_finite_is_reported_too():
+def test_a_loss_that_is_not_finite_is_reported_where_its_gradient_is():
     class Poisoned(FakeEngine):
         def backward(self, *arguments: Any) -> torch.Tensor:
             return super().backward(*arguments) * math.nan
 
     hooks = FakeHooks()
     run(Poisoned(), hooks, short_recipe())
-    assert len(hooks.refused) == TOTAL
-
-
-class Ticking:
-    """A clock that each look moves on, by a second if not told."""
-
-    def __init__(self, by_s: float = 1.0) -> None:
-        self.now_s, self._by_s = 0.0, by_s
-
-    def __call__(self) -> float:
-        self.now_s += self._by_s
-        return self.now_s
+    assert [step for step, _ in hooks.refused] == [*range(1, TOTAL + 1)]
 
 
 def test_core_days_are_of_all_seconds_on_all_workers_whatever_the_last_speed():
-    hooks, progress = FakeHooks(), Progress()
+    hooks, progress, ticks = FakeHooks(), Progress(), itertools.count()
     for world_size, until in ((4, 5), (2, TOTAL)):
         share = BATCH // world_size
         run(
-            FakeEngine(), hooks, short_recipe(), progress, Ticking(),
+            FakeEngine(), hooks, short_recipe(), progress, lambda: float(next(ticks)),
             ({k: v[:share] for k, v in one.items()} for one in batches()),
             world_size=world_size, total_steps=until, micro_batch_size=share,
         )  # fmt: skip
@@ -226,8 +205,17 @@ KEPT = [{"train": {"early_stopping": 3}}, {"checkpoint": {"keep_best": True}}]
 
 @pytest.mark.parametrize("kept", KEPT)
 def test_the_best_evaluation_is_the_result_and_the_last_is_told_beside_it(kept):
-    hooks, progress = FakeHooks(losses=[3.0, 2.0, 2.5]), Progress()
+    progress, known = Progress(), []
+
+    class Looking(FakeHooks):
+        def log(self, step: int, metrics: dict[str, float]) -> None:
+            super().log(step, metrics)
+            if "eval/best_loss" in metrics:
+                known.append((metrics["eval/best_loss"], progress.best_eval_loss))
+
+    hooks = Looking(losses=[3.0, 2.0, 2.5])
     run(FakeEngine(), hooks, short_recipe(evaluate={"every_steps": 4}, **kept), progress)
+    assert known == [(3.0, 3.0), (2.0, 2.0)]
     assert progress.metrics[RESULT_STEP] == 8
     assert progress.metrics[RESULT_EVALUATIONS] == 3
     found = with_best(progress.metrics)
@@ -236,19 +224,6 @@ def test_the_best_evaluation_is_the_result_and_the_last_is_told_beside_it(kept):
     logged = {key: value for _, metrics in hooks.logged for key, value in metrics.items()}
     assert logged["eval/best_loss"] == 2.0
     assert logged["eval/loss"] == 2.5  # the curve is as it was measured
-
-
-def test_a_best_evaluation_is_logged_when_the_progress_knows_it():
-    progress, known = Progress(), []
-
-    class Looking(FakeHooks):
-        def log(self, step: int, metrics: dict[str, float]) -> None:
-            if "eval/best_loss" in metrics:
-                known.append((metrics["eval/best_loss"], progress.best_eval_loss))
-
-    chosen = short_recipe(evaluate={"every_steps": 5}, **KEPT[0])
-    run(FakeEngine(), Looking(losses=[3.0, 2.0]), chosen, progress)
-    assert known == [(3.0, 3.0), (2.0, 2.0)]
 
 
 def test_a_run_that_goes_on_without_its_best_forgets_that():
@@ -279,48 +254,26 @@ def test_the_best_is_chosen_on_held_out_images_where_there_are_any_beside_a_test
     assert found["eval/last_top1"] == pytest.approx((abs(TOTAL - 8) + 1) / 10)
 
 
-def test_a_last_step_whose_save_is_not_whole_is_saved_again_after_its_evaluation():
-    hooks = FakeHooks(losses=[0.5], is_whole=False)
-    progress = Progress(TOTAL, evaluation_due=True)
-    assert run(FakeEngine(), hooks, short_recipe(), progress) is Ending.FINISHED
-    assert hooks.order[-2:] == [f"add {TOTAL}", f"save {TOTAL}"]
-
-
-def test_a_run_that_is_lengthened_after_a_stop_in_its_last_evaluation_ends_once():
-    hooks = FakeHooks(losses=[0.5])
-    run(FakeEngine(), hooks, short_recipe(), Progress(step=TOTAL // 2, evaluation_due=True))
-    last = [f"save {TOTAL}", f"evaluate {TOTAL}", f"add {TOTAL}"]
-    assert hooks.order == last
-    assert hooks.due == [True]  # the last checkpoint is there if the evaluation dies
-
-
-def test_the_best_that_was_saved_before_its_evaluation_is_not_written_again():
-    hooks = FakeHooks(losses=[0.5, 0.6, 0.7], save_at=4)
-    chosen = short_recipe(evaluate={"every_steps": 4}, checkpoint={"keep_best": True})
-    run(FakeEngine(), hooks, chosen)
-    assert hooks.order[:3] == ["save 4", "evaluate 4", "add 4"]
-    assert hooks.saved == [4, TOTAL]
-
-
 def test_the_wait_for_data_is_one_figure_in_metrics_and_in_the_phases_of_a_run():
-    now = Ticking(0.0)
-    phases = PhaseClock(now)
+    now_s = 0.0
+    phases = PhaseClock(lambda: now_s)
 
     class Hooks(FakeHooks):
         def note_step(self, step: int, wait_s: float) -> None:
             phases.note_step(wait_s)
 
+    def work(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
     def read() -> Any:
         for batch in batches():
-            now.now_s += 0.5
+            work(0.5)
             yield batch
 
-    def compute(step: int) -> None:
-        now.now_s += 1.0
-
-    hooks, engine = Hooks(), FakeEngine(on_backward=compute)
+    hooks, engine = Hooks(), FakeEngine(on_backward=lambda _: work(1.0))
     chosen = short_recipe(train={"log_every_steps": 1})
-    run(engine, hooks, chosen, clock=now, stream=read())
+    run(engine, hooks, chosen, clock=lambda: now_s, stream=read())
     found = [metrics for _, metrics in hooks.logged if "data/wait_fraction" in metrics]
     waited_s = [one["data/wait_fraction"] * one["perf/step_ms_median"] / 1e3 for one in found]
     assert waited_s == pytest.approx([0.5] * TOTAL)
@@ -389,32 +342,49 @@ def test_a_skipped_step_is_named_before_a_checkpoint_counts_it(hooks, sections, 
 
 
 EVERY_4 = {"evaluate": {"every_steps": 4}}
-LAST = f"evaluate {TOTAL}"
+BEST = {"checkpoint": {"keep_best": True}}
+LAST = [f"save {TOTAL}", f"evaluate {TOTAL}", f"add {TOTAL}"]
 
 
 @pytest.mark.parametrize(
-    ("hooks", "sections", "order"),
+    ("hooks", "sections", "progress", "order"),
     [
-        ({}, {"checkpoint": {"every_steps": 5}}, ["save 5", f"save {TOTAL}"]),
-        ({"save_at": 3}, {}, ["save 3", f"save {TOTAL}"]),
+        ({}, {"checkpoint": {"every_steps": 5}}, {}, ["save 5", f"save {TOTAL}"]),
+        ({"save_at": 3}, {}, {}, ["save 3", f"save {TOTAL}"]),
         # Notice comes before an evaluation, or in the middle of it.
-        ({"save_at": 4}, EVERY_4, ["save 4", "evaluate 4", "evaluate 8"]),
-        ({"cuts": [False]}, EVERY_4, ["evaluate 4", "save 4", "evaluate 8"]),
-        ({"save_at": 4, "cuts": [False]}, EVERY_4, ["save 4", "evaluate 4", "evaluate 8"]),
+        ({"save_at": 4}, EVERY_4, {}, ["save 4", "evaluate 4", "evaluate 8"]),
+        ({"cuts": [False]}, EVERY_4, {}, ["evaluate 4", "save 4", "evaluate 8"]),
+        ({"save_at": 4, "cuts": [False]}, EVERY_4, {}, ["save 4", "evaluate 4", "evaluate 8"]),
         # At the last step the checkpoint comes first, and notice does not end the evaluation.
+        ({"losses": [0.5], "cuts": [False, False]}, {}, {}, [LAST[0], *[LAST[1]] * 3, LAST[2]]),
+        ({"losses": [0.5], "save_at": TOTAL}, {}, {}, LAST),
+        # Lengthened after a stop in what was its last evaluation.
+        ({"losses": [0.5]}, {}, {"step": TOTAL // 2, "evaluation_due": True}, LAST),
+        # The best that was saved before its evaluation is not written again.
         (
-            {"losses": [0.5], "cuts": [False, False]},
+            {"losses": [0.5, 0.6, 0.7], "save_at": 4},
+            EVERY_4 | BEST,
             {},
-            [f"save {TOTAL}", LAST, LAST, LAST, f"add {TOTAL}"],
+            ["save 4", "evaluate 4", "add 4", "evaluate 8", *LAST],
         ),
-        ({"losses": [0.5], "save_at": TOTAL}, {}, [f"save {TOTAL}", LAST, f"add {TOTAL}"]),
+        # A save of the last step that is not whole is made again after the evaluation.
+        (
+            {"losses": [0.5], "is_whole": False},
+            {},
+            {"step": TOTAL, "evaluation_due": True},
+            [*LAST[1:], LAST[0]],
+        ),
     ],
 )
-def test_checkpoints_by_cadence_and_at_notice_come_before_evaluations(hooks, sections, order):
-    found, progress = FakeHooks(**hooks), Progress()
-    assert run(FakeEngine(), found, short_recipe(**sections), progress) is Ending.FINISHED
+def test_checkpoints_by_cadence_and_at_notice_come_before_evaluations(
+    hooks, sections, progress, order
+):
+    found, at = FakeHooks(**hooks), Progress(**progress)
+    assert run(FakeEngine(), found, short_recipe(**sections), at) is Ending.FINISHED
     assert found.order[: len(order)] == order
-    assert progress.is_over(TOTAL)
+    assert at.is_over(TOTAL)
+    if order == LAST:
+        assert found.due == [True]  # it is there if the evaluation dies
 
 
 @pytest.mark.parametrize(

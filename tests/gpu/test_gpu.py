@@ -3,7 +3,10 @@
 One process and one GPU; the CPU, plain torch and Pillow are the oracles.
 """
 
+import contextlib
+import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,19 +16,21 @@ import torch
 from tests.checkpoints.written import write_snapshot
 from tests.models.small import small_model
 from tests.recipes import recipe_with
-from tests.training.engine_runs import OPTIM, batch, loss_of, position
-from vit_ray.checkpoints.checkpoint import folder_name
+from tests.training.engine_runs import OPTIM, batch, loss_of, plain_torch, position
+from tests.worker.fakes import FakeHooks, short_recipe
+from vit_ray.checkpoints.checkpoint import Progress, folder_name
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.measure.devices import find_device
+from vit_ray.measure.meters import Compute
 from vit_ray.models.counter_random import sample_keys
 from vit_ray.models.layers import keyed_dropout
 from vit_ray.storage import locate
+from vit_ray.training.collectives import all_sum
 from vit_ray.training.engine import DeepSpeedEngine, compile_failures, compile_s
-from vit_ray.training.loop import Batch
-from vit_ray.training.memory_estimate import tried_micro_batch
+from vit_ray.training.loop import Batch, RankContext, TrainingLoop
+from vit_ray.training.memory_estimate import prepared_model, tried_micro_batch
 from vit_ray.training.objective import build_objective, make_loss
-from vit_ray.training.optimizers import build_optimizer
 from vit_ray.worker.prefetch import device_batches
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -68,19 +73,7 @@ def losses_of(engine: DeepSpeedEngine, first: int, last: int) -> list[float]:
 def cpu_losses() -> list[float]:
     """Plain torch in fp32 on the CPU."""
     model = small_model("ViT", image_size=8, patch_size=4)
-    optimizer = build_optimizer(model, OPTIM)
-    losses = []
-    for step in range(STEPS):
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-2
-        images, labels = batch(step)
-        loss = loss_of(TrainConfig(precision="fp32"))(model, images, labels, None)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip_norm)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return [loss for _, loss in plain_torch(model, STEPS)]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -147,6 +140,75 @@ def test_compiled_blocks_train_as_eager_ones(precision, stage):
         engine.close()
     # Rounding grows from step to step, in bf16 to 2 % within these.
     assert found[True] == pytest.approx(found[False], rel=1e-3 if precision == "fp32" else 5e-2)
+
+
+@contextlib.contextmanager
+def host_waits() -> Iterator[list[Any]]:
+    """A warning for each time that the host waits for the GPU, by torch's own account."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.filterwarnings("ignore")
+        warnings.filterwarnings("always", message=".*synchronizing CUDA operation")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_step_waits_once_and_once_more_for_the_figures_of_a_window(stage):
+    train = {"zero_stage": stage, "precision": "bf16", "averaging": 0.9}
+    loss = loss_of(TrainConfig.model_validate(train))
+    engine = engine_of(small_model("ViT", image_size=8, patch_size=4), loss, **train)
+    parts = [
+        [*(one.to(GPU) for one in batch(step)), torch.arange(8, device=GPU)] for step in range(4)
+    ]
+    counts = []
+    chosen = short_recipe(
+        optim={"steps": 4, "schedule": "constant", "warmup_steps": 0},
+        train={"global_batch_size": 8, "log_every_steps": 3, "skip_above": 1e3},
+    )
+    with host_waits() as waits:
+
+        def batches() -> Iterator[dict[str, Any]]:
+            for part in parts:
+                waits.clear()
+                yield dict(zip(("image", "labels", "sample"), part, strict=True))
+                counts.append(len(waits))
+
+        context = RankContext(4, 0, 1, 4, partial(all_sum, device=GPU))
+        TrainingLoop(engine, batches(), chosen, context, FakeHooks(), Progress(), Compute(1)).run()
+    engine.close()
+    # Steps are logged at 1, 3 and 4; what follows the last is not counted. The first one starts
+    # what the others reuse.
+    assert counts[1:] == [1, 2]
+
+
+ENCODER = {"depth": 2, "width": 32, "mlp_dim": 64, "num_heads": 2, "patch_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("model", "train"),
+    [
+        ({"dropout": 0.1}, {}),
+        ({"dropout": 0.0, "stochastic_depth": 0.1}, {}),
+        ({}, {"mixup": 0.8, "cutmix": 1.0}),
+        ({}, {"loss": "sigmoid"}),
+        ({"dropout": 0.1}, {"loss": "masked_patch", "masked_target": "mean_color"}),
+    ],
+)
+def test_a_pass_waits_for_nothing_whatever_the_recipe_draws(model, train):
+    recipe = recipe_with(
+        model={"name": "ViT", "image_size": 8, **ENCODER, **model},
+        train={"global_batch_size": 8, "precision": "bf16", **train},
+    )
+    module, loss = prepared_model(recipe, 5, GPU), make_loss(recipe)
+    images, labels = (part.to(GPU) for part in batch(0))
+    samples = torch.arange(8, device=GPU)
+    loss(module, images, labels, samples, 0).backward()  # what is made once
+    with host_waits() as waits:
+        loss(module, images, labels, samples, 1).backward()
+    assert [str(one.message) for one in waits] == []
 
 
 def test_the_gpu_is_known():

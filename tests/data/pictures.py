@@ -16,10 +16,14 @@ def picture(seed: int, height: int = 60, width: int = 80) -> NDArray[np.uint8]:
     return cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC).astype(np.uint8)
 
 
-def encoded(pixels: NDArray[Any], format: str = "JPEG", **options: Any) -> bytes:
+def saved(image: Image.Image, format: str, **options: Any) -> bytes:
     sink = io.BytesIO()
-    Image.fromarray(pixels).save(sink, format, **options)
+    image.save(sink, format, **options)
     return sink.getvalue()
+
+
+def encoded(pixels: NDArray[Any], format: str = "JPEG", **options: Any) -> bytes:
+    return saved(Image.fromarray(pixels), format, **options)
 
 
 def jpeg(seed: int, height: int = 60, width: int = 80) -> bytes:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import EpsImagePlugin, Image
 from sklearn.datasets import load_sample_images
 
-from tests.data.pictures import encoded, picture
+from tests.data.pictures import encoded, picture, saved
 from tests.recipes import recipe_with
 from vit_ray.data.augment import augmentation_of
 from vit_ray.data.boxes import Augmentation, draw_box
@@ -52,22 +52,9 @@ ODD_IMAGES = {
     "bmp": encoded(PIXELS, "BMP"),
     "tiff": encoded(PIXELS, "TIFF"),
     "1x1 jpeg": encoded(PIXELS[:1, :1]),
+    "palette png": saved(Image.fromarray(PIXELS).quantize(64), "PNG", transparency=3),
+    "cmyk jpeg": saved(Image.fromarray(PIXELS).convert("CMYK"), "JPEG"),
 }
-
-
-def palette_png() -> bytes:
-    sink = io.BytesIO()
-    Image.fromarray(PIXELS).quantize(64).save(sink, "PNG", transparency=3)
-    return sink.getvalue()
-
-
-def cmyk_jpeg() -> bytes:
-    sink = io.BytesIO()
-    Image.fromarray(PIXELS).convert("CMYK").save(sink, "JPEG")
-    return sink.getvalue()
-
-
-ODD_IMAGES |= {"palette png": palette_png(), "cmyk jpeg": cmyk_jpeg()}
 
 
 @pytest.mark.parametrize("name", list(ODD_IMAGES))

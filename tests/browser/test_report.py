@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 from selenium import webdriver
+from selenium.webdriver.common.by import By
 
-from tests.browser.pages import A4_WIDTH, find, show
 from vit_ray.report.page import Written
+
+A4_WIDTH = 718
+"""CSS pixels between the margins of a portrait page."""
 
 AXE = Path(__file__).parents[2] / "build" / "axe.min.js"
 CUT_OFF = """
@@ -23,6 +26,18 @@ return cut;
 """
 
 
+def show(browser: webdriver.Chrome, page: Path, width: int, media: str = "") -> None:
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media})
+    browser.get("about:blank")
+    browser.get(page.as_uri())
+
+
+def find(browser: Any, selector: str) -> list[Any]:
+    return browser.find_elements(By.CSS_SELECTOR, selector)
+
+
 @pytest.fixture(params=["study_page", "sweep_page", "training_page"])
 def page(request: pytest.FixtureRequest) -> Path:
     written: Written = request.getfixturevalue(request.param)
@@ -31,6 +46,7 @@ def page(request: pytest.FixtureRequest) -> Path:
 
 def test_it_shows_every_figure_and_the_console_is_empty(page, browser):
     show(browser, page, 1280)
+    assert find(browser, "figure img, .gallery li")
     widths = "return [...document.querySelectorAll('figure img')].map(one => one.naturalWidth)"
     assert all(width > 300 for width in browser.execute_script(widths))
     assert all(figure.get_attribute("alt") for figure in find(browser, "figure img"))
@@ -38,10 +54,7 @@ def test_it_shows_every_figure_and_the_console_is_empty(page, browser):
     assert log == []
 
 
-def test_each_page_has_its_figures_or_images(study_page, sweep_page, training_page, browser):
-    for written in (study_page, sweep_page):
-        show(browser, written.page, 1280)
-        assert find(browser, "figure img")
+def test_a_trainings_page_has_its_images(training_page, browser):
     show(browser, training_page.page, 1280)
     assert [len(find(one, "li")) for one in find(browser, ".gallery")] == [12, 6]
 
@@ -54,14 +67,18 @@ def test_nothing_is_cut_off(page, browser, width):
     assert browser.execute_script(CUT_OFF) == []
 
 
+def test_print_is_one_page_wide(study_page, browser):
+    show(browser, study_page.page, A4_WIDTH, media="print")
+    widths = browser.execute_script(
+        "return [...document.querySelectorAll('table')].map(t => t.getBoundingClientRect().right)"
+    )
+    assert max(widths) <= A4_WIDTH
+
+
 @pytest.mark.parametrize("width", [1280, 390])
 def test_axe_finds_nothing_wrong(page, browser, width):
+    """Neither in parts that are folded."""
     show(browser, page, width)
-    assert axe_violations(browser) == []
-
-
-def axe_violations(browser: webdriver.Chrome) -> list[Any]:
-    """What axe finds wrong with all that the page shows, folded parts too."""
     browser.execute_script(
         "for (const one of document.querySelectorAll('details')) one.open = true"
     )
@@ -71,15 +88,7 @@ def axe_violations(browser: webdriver.Chrome) -> list[Any]:
         "axe.run(document).then(r => done(r.violations.map(v => [v.id, v.nodes.length,"
         " v.nodes[0].html, v.nodes[0].failureSummary])))"
     )
-    return found
-
-
-def test_print_is_one_page_wide(study_page, browser):
-    show(browser, study_page.page, A4_WIDTH, media="print")
-    widths = browser.execute_script(
-        "return [...document.querySelectorAll('table')].map(t => t.getBoundingClientRect().right)"
-    )
-    assert max(widths) <= A4_WIDTH
+    assert found == []
 
 
 def test_a_script_that_somebody_brought_into_the_page_does_not_run(study_page, browser):

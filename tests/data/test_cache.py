@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from tests.data.small_sets import SHARD, write_rows
-from vit_ray.config import Recipe
+from tests.recipes import recipe_with
 from vit_ray.data import shards as caches
 from vit_ray.data.boxes import Augmentation
 from vit_ray.data.dataset import Manifest
@@ -142,9 +142,8 @@ def test_a_writer_that_is_killed_leaves_no_wrong_entry(cache):
 
 
 def test_a_recipe_gives_the_cache_of_each_node(small):
-    data = {"cache_dir": "here", "cache_free_gib": 2.0}
-    recipe = Recipe(name="a", data=data).with_absolute_paths()
-    cache = stream_of(recipe.data, 0, Augmentation(), small).cache
-    assert cache == Cache(str(Path("here").absolute()), 2 * 2**30)
+    data = {"cache_dir": "/local", "cache_free_gib": 2.0}
+    recipe = recipe_with(data=data)
+    assert stream_of(recipe.data, 0, Augmentation(), small).cache == Cache("/local", 2 * 2**30)
     with pytest.raises(ValueError, match=r"cache_dir='s3://b/c' is not a local folder"):
-        recipe.with_changes(data={"cache_dir": "s3://b/c"})
+        recipe_with(data={"cache_dir": "s3://b/c"})

@@ -9,7 +9,6 @@ from tests.data.small_sets import SHARD, flips, used_rows, write_rows
 from vit_ray.data import open_dataset
 from vit_ray.data.convert.finished_sets import check_file
 from vit_ray.data.dataset import MANIFEST_FILE, Manifest
-from vit_ray.data.parts import subset
 from vit_ray.data.shards import RowGroupReader
 
 
@@ -71,13 +70,3 @@ def test_a_label_out_of_range_names_shard_row_and_key(tmp_path, labels, wrong):
         RowGroupReader(manifest).first_labels(1)
     (problem,) = check_file(0, manifest, 0.0).problems
     assert "key 4" in problem.what
-
-
-def test_a_subset_keeps_the_checksums(small, tmp_path):
-    part = subset(small.path, str(tmp_path / "part"), count=4)
-    shard = Path(small.root) / SHARD
-    content = bytearray(shard.read_bytes())
-    content[content.index(b"key 1")] ^= 1
-    content[content.index(b"key 4")] ^= 1
-    shard.write_bytes(content)
-    assert used_rows(part) == ({}, True)

@@ -10,7 +10,7 @@ import ray
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
 from tests.data.stream.reading import read_training, streams_of
-from vit_ray.config.recipe import recipe_from_dict
+from tests.recipes import recipe_with
 from vit_ray.data.dataset import Manifest
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.stream_server import RankStreams
@@ -40,21 +40,16 @@ def store_stats() -> Any:
     return get_memory_info_reply(get_state_from_address(address)).store_stats
 
 
-def slow_stream(dataset: Manifest, object_store_mib: int | None, tmp_path: Path) -> StreamSpec:
+def slow_stream(dataset: Manifest, object_store_mib: int, tmp_path: Path) -> StreamSpec:
     """1,500 rows of 147 KiB are 216 MiB, in blocks of 20."""
-    recipe = recipe_from_dict(
-        {
-            "name": "slow",
-            "output": str(tmp_path),
-            "model": {"name": "ViT-Ti/16", "image_size": 224},
-            "data": {
-                "train": dataset.path, "object_store_mib": object_store_mib, "cpus_per_task": 0.5,
-            },
-            "train": {"global_batch_size": 20},
-            "optim": {"steps": 75},
-        },
-        where="the test",
-    )  # fmt: skip
+    recipe = recipe_with(
+        "slow",
+        output=str(tmp_path),
+        model={"name": "ViT-Ti/16", "image_size": 224},
+        data={"train": dataset.path, "object_store_mib": object_store_mib, "cpus_per_task": 0.5},
+        train={"global_batch_size": 20},
+        optim={"steps": 75},
+    )
     return replace(resolve_run(recipe).streams["train"], block_rows=20, task_rows=60)
 
 

@@ -1,15 +1,17 @@
 """Data sets written without Ray, from rows that a test spells out."""
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 
 from vit_ray.data import open_dataset
-from vit_ray.data.dataset import Manifest, RowGroupColumns, ShardFile, write_manifest
+from vit_ray.data.dataset import MANIFEST_FILE, Manifest, RowGroupColumns, ShardFile, write_manifest
 from vit_ray.data.order import Order
 from vit_ray.data.shard_writer import EncodedImage, ShardWriter
-from vit_ray.data.shards import ChangedImageError, RowGroupReader
+from vit_ray.data.shards import ChangedImageError, RowGroupReader, keys
 from vit_ray.storage import locate
 
 ROWS_PER_GROUP = 4
@@ -108,9 +110,13 @@ def used_rows(manifest: Manifest) -> tuple[dict[int, Row], bool]:
 
 def keys_of(manifest: Manifest) -> list[str]:
     """Keys of all rows in the order of their sample numbers."""
-    reader = RowGroupReader(manifest)
-    keys = []
-    for group in range(manifest.num_row_groups):
-        encoded = reader.read(group)
-        keys += [encoded.key(row) for row in manifest.stored_rows(group).tolist()]
-    return keys
+    return [key for of_file in keys(manifest) for key in of_file]
+
+
+def with_header(folder: Path, **header: object) -> None:
+    """Write a manifest again with pyarrow alone, some of its header changed."""
+    file = folder / MANIFEST_FILE
+    table = pq.read_table(file)
+    before = json.loads(table.schema.metadata[b"vit_ray"])
+    metadata = {"vit_ray": json.dumps(before | header)}
+    pq.write_table(table.replace_schema_metadata(metadata), file)

@@ -1,6 +1,5 @@
 """Manifests, and shards that are not as they were written."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.damage import broken_copy
-from tests.data.small_sets import write_rows
+from tests.data.small_sets import with_header, write_rows
 from vit_ray.data import open_dataset
 from vit_ray.data.dataset import RowGroupColumns, ShardFile, write_manifest
 from vit_ray.data.shards import RowGroupReader
@@ -28,15 +27,6 @@ def write_small(folder: Path, rows: list[int], **origin: int) -> str:
         max_labels=1,
         origin=dict(origin),
     )
-
-
-def rewritten(folder: Path, **header: object) -> None:
-    """Write the manifest again with pyarrow alone, some of its header changed."""
-    file = folder / "manifest.parquet"
-    table = pq.read_table(file)
-    before = json.loads(table.schema.metadata[b"vit_ray"])
-    metadata = {"vit_ray": json.dumps(before | header)}
-    pq.write_table(table.replace_schema_metadata(metadata), file)
 
 
 def test_a_manifest_says_what_was_converted_as_the_footers_of_the_shards_do(dataset):
@@ -90,10 +80,10 @@ def test_an_empty_set_another_format_and_other_classes_are_refused(tmp_path):
     with pytest.raises(ValueError, match="is empty"):
         open_dataset(str(tmp_path / "empty"))
     write_small(tmp_path, [4])
-    rewritten(tmp_path, format_version=99)
+    with_header(tmp_path, format_version=99)
     with pytest.raises(ValueError, match="has format 99; this code reads format 6 only; convert"):
         open_dataset(str(tmp_path))
-    rewritten(tmp_path, format_version=6, classes=["dog", "cat"])
+    with_header(tmp_path, format_version=6, classes=["dog", "cat"])
     with pytest.raises(ValueError, match="is damaged"):  # under the same fingerprint
         open_dataset(str(tmp_path))
 

@@ -107,18 +107,6 @@ def test_rows_are_those_of_the_disk(store, bucket, kind):
     at_each_request(store, "/b/set/", kind, read)
 
 
-@pytest.mark.slow(after=2)
-@of_each_kind
-def test_shards_and_manifest_arrive_as_they_are(store, bucket, kind):
-    def write_all() -> None:
-        write_rows("s3://b/new", LABELS)
-        for file in (bucket / "set").iterdir():
-            assert (bucket / "new" / file.name).read_bytes() == file.read_bytes()
-            (bucket / "new" / file.name).unlink()
-
-    at_each_request(store, "/b/new/", kind, write_all)
-
-
 @pytest.mark.parametrize("pattern", ["*", "class_{0..1}", "class_[01]"])
 def test_patterns_stand_for_keys_as_for_files(store, bucket, tmp_path, pattern):
     def entries(source: str) -> dict[str, tuple[tuple[str, ...], bytes]]:
@@ -204,16 +192,6 @@ def test_forked_workers_of_a_loader_have_connections_of_their_own(store):
     )  # fmt: skip
     for batch, other in zip(loader, expected, strict=True):
         np.testing.assert_array_equal(batch["image"].numpy(), other["image"])
-
-
-def test_a_row_group_takes_three_requests_and_the_next_ones_of_its_shard_one(store):
-    reader = RowGroupReader(open_dataset("s3://b/photographs"))
-    counts = []
-    for group in (0, 1):
-        store.faults.set("none", 0, path="part-")
-        reader.read(group)
-        counts.append(len(store.faults.requests))
-    assert counts == [3, 1]
 
 
 def test_what_is_gone_what_is_away_and_a_wrong_key_are_told_apart(store, monkeypatch):

@@ -50,47 +50,31 @@ def start_stream_server(specs: dict[str, StreamSpec], ranks: range, world_size: 
     return server.remote(uuid.uuid4().hex, specs, ranks, world_size)
 
 
-class _Servers:
+class _SharedServer:
     """One server after another in one process, which takes seconds to start."""
 
-    def __init__(self) -> None:
-        self._servers: dict[str, StreamServer] = {}
+    def start(self, specs: dict[str, StreamSpec], world_size: int) -> None:
+        self._server = StreamServer(uuid.uuid4().hex, specs, range(world_size), world_size)
 
-    def start(self, group: str, specs: dict[str, StreamSpec], world_size: int) -> None:
-        self._servers = {group: StreamServer(group, specs, range(world_size), world_size)}
+    def next_block(self, *asked: Any) -> Any:
+        return self._server.next_block(*asked)
 
-    def call(self, group: str, name: str, *asked: Any) -> Any:
-        return getattr(self._servers[group], name)(*asked)
+    def leave(self, *asked: Any) -> None:
+        self._server.leave(*asked)
 
 
 @lru_cache(maxsize=1)
-def _shared_process(cluster: str) -> Any:
-    return ray.remote(_Servers).options(num_cpus=0, max_concurrency=10).remote()
-
-
-class _SharedServer:
-    """What `RankStreams` needs of a handle, for a server in the shared process."""
-
-    def __init__(self, process: Any, group: str) -> None:
-        self.next_block = _Method(process, group, "next_block")
-        self.leave = _Method(process, group, "leave")
-
-
-class _Method:
-    def __init__(self, process: Any, *of: str) -> None:
-        self._process, self._of = process, of
-
-    def remote(self, *asked: Any) -> Any:
-        return self._process.call.remote(*self._of, *asked)
+def _shared_server(cluster: str) -> Any:
+    return ray.remote(_SharedServer).options(num_cpus=0, max_concurrency=10).remote()
 
 
 def streams_of(spec: StreamSpec, world_size: int, hosts: Sequence[range] = ()) -> list[RankStreams]:
     """The streams of each rank of a group of its own; the ranks of each host have a server."""
-    specs, group = {"train": spec, "eval": spec}, uuid.uuid4().hex
+    specs = {"train": spec, "eval": spec}
     if hosts:
         servers = [(start_stream_server(specs, ranks, world_size), ranks) for ranks in hosts]
     else:
-        process = _shared_process(ray.get_runtime_context().get_job_id())
-        ray.get(process.start.remote(group, specs, world_size))
-        servers = [(_SharedServer(process, group), range(world_size))]
+        server = _shared_server(ray.get_runtime_context().get_job_id())
+        ray.get(server.start.remote(specs, world_size))
+        servers = [(server, range(world_size))]
     return [RankStreams(server, rank) for server, ranks in servers for rank in ranks]

@@ -1,23 +1,42 @@
-"""Cells of a study: rows with keys of their own, axes, seeds, and what is refused at once."""
+"""Cells of a study: rows, axes, seeds, lengths that branch off, and their fine-tunings."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from tests.checkpoints.written import (
+    position,
+    snapshot_of,
+    values,
+    write_checkpoint,
+    write_snapshot,
+)
 from tests.experiments.studies import study_recipe, study_row, study_tree
-from vit_ray.config import Recipe
+from vit_ray.checkpoints.checkpoint import folder_name
+from vit_ray.checkpoints.run_checkpoints import checkpoint_to_resume, newest_checkpoint
+from vit_ray.commands.dry_run import plan_study
+from vit_ray.config.command_sections import StudyTask
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.experiments.study_cells import Cell, study_cells
-
-
-def study(*rows: dict[str, Any], **axes: Any) -> Recipe:
-    return study_recipe("/x", list(rows), **axes)
+from vit_ray.experiments.study_cells import (
+    BRANCH_NOTE,
+    Cell,
+    begin_branch,
+    branch_step,
+    study_cells,
+    task_recipe,
+    with_kept_steps,
+)
+from vit_ray.storage import locate
 
 
 def cells(*rows: dict[str, Any], **axes: Any) -> list[Cell]:
-    return study_cells(study(*rows, **axes))
+    return study_cells(study_recipe("/x", list(rows), **axes))
 
 
 def refusal(*rows: dict[str, Any], **axes: Any) -> str:
@@ -46,9 +65,7 @@ def test_rows_change_any_key_in_either_spelling_and_nothing_else():
         before, now = plain.recipe.flat(), cell.recipe.flat()
         differing = {key for key in now if now[key] != before[key]}
         assert differing <= {"name", "optim.name", "optim.momentum", "model.pool"}
-
-
-def test_a_row_without_a_model_has_the_recipes_as_far_as_it_does_not_change_it():
+    # A row without a model has the recipe's as far as it does not change it.
     tree = study_tree("/x", [{"label": "deep", "changes": {"model": {"depth": 3}}}])
     tree["model"] = study_row("base")["model"]
     (cell,) = study_cells(recipe_from_dict(tree, "test"))
@@ -73,17 +90,11 @@ def test_a_rows_own_sizes_and_lengths_take_the_place_of_the_studys():
     assert [cell.length for cell in found][2:4] == ["14 epochs", "100 steps"]
     assert [cell.recipe.data.fraction for cell in found] == [0.1, 1.0, 0.5, 0.1, 1.0]
     assert (found[3].recipe.optim.steps, found[3].recipe.optim.epochs) == (100, None)
-
-
-def test_lengths_in_steps_and_images_are_the_lengths_of_cells():
     (cell,) = cells(row("a"), epochs=None, images=[2_121_000_000])
     assert cell.name == "grid-a-data1-images2121000000"
     assert cell.recipe.optim.steps == round(2_121_000_000 / cell.recipe.train.global_batch_size)
-    tree = study_tree("/x", [row("a")], epochs=None)
-    (paper,) = study_cells(recipe_from_dict(tree, "test"))
+    (paper,) = cells(row("a"), epochs=None)
     assert paper.recipe.optim.epochs == 7.0
-    with pytest.raises(ValueError, match="lengths are given in epochs and in steps; keep one"):
-        study(row("a"), epochs=[1.0], steps=[10])
 
 
 def test_rows_of_one_label_add_seeds_to_some_of_its_lengths():
@@ -97,26 +108,23 @@ def test_rows_of_one_label_add_seeds_to_some_of_its_lengths():
     tree = {**study_tree("/x", [row("a")], seeds=[0, 5]), "seed": 5}
     names = [cell.name for cell in study_cells(recipe_from_dict(tree, "test"))]
     assert names == ["grid-a-data1-epochs1-seed0", "grid-a-data1-epochs1"]
-    assert "study.seeds: [1, 1] has 1 twice" in refusal(row("a"), seeds=[1, 1])
-    assert "two cells have the name" in refusal(row("a"), row("a", seeds=[0, 1]))
-    assert "fractions and lengths that differ more" in refusal(row("a"), epochs=[1.0, 1.0000001])
 
 
 def test_two_rows_that_make_one_cell_are_refused():
     text = refusal(row("one"), row("two"))
-    assert "rows 'one' and 'two' give the same cell" in text
     assert "'grid-one-data1-epochs1' and 'grid-two-data1-epochs1'" in text
     same = refusal(row("one"), changed("two", **{"optim.weight_decay": 0.0}))
     assert "give the same cell" in same  # the default, given once more
     assert len(cells(row("one"), changed("two", **{"optim.weight_decay": 0.1}))) == 2
     assert len(cells(row("one"), changed("two", **{"data.train": "/other"}))) == 2
+    assert "two cells have the name" in refusal(row("a"), row("a", seeds=[0, 1]))
+    assert "fractions and lengths that differ more" in refusal(row("a"), epochs=[1.0, 1.0000001])
 
 
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
         ({"optim.nme": "sgd"}, "optim.nme"),
-        ({"model": {"positions": "3d"}}, "model.positions"),
         ({"optim.learning_rate": -1.0}, "optim.learning_rate"),
         ({"model": {"num_heads": 3}}, "num_heads"),
         ({"model": {"name": "ViT-S/16"}}, "depth"),
@@ -134,14 +142,190 @@ def test_a_row_that_cannot_be_is_refused_with_its_place(changes, key):
         cells(row("good"), row("bad", changes=changes))
 
 
-def test_what_is_told_of_a_rows_own_data_may_differ():
-    (cell,) = cells(changed("a", data={"train": "/d"}, plan={"num_images": 9, "num_classes": 3}))
-    assert (cell.recipe.plan.num_images, cell.recipe.data.train) == (9, "/d")
+@pytest.mark.parametrize(
+    ("axes", "key"),
+    [
+        *(({"epochs": None, key: []}, f"study.{key}")
+          for key in ("data_fractions", "epochs", "steps", "images", "seeds")),
+        ({"seeds": [1, 1]}, "study.seeds: [1, 1] has 1 twice"),
+        ({"epochs": [1.0], "steps": [10]}, "lengths are given in epochs and in steps"),
+        ({"models": []}, "study.models"),
+    ],
+)  # fmt: skip
+def test_axes_that_cannot_be_are_refused(axes, key):
+    tree = study_tree("/x", [row("a")])
+    tree["study"] |= axes
+    with pytest.raises(ValueError) as refused:
+        study_cells(recipe_from_dict(tree, "test"))
+    assert key in str(refused.value)
 
 
-@pytest.mark.parametrize("key", ["data_fractions", "epochs", "steps", "images", "seeds"])
-def test_an_empty_axis_is_refused(key):
-    with pytest.raises(ValueError, match=f"study.{key}"):
-        study(row("a"), **{"epochs": None, key: []})
-    with pytest.raises(ValueError, match=r"study.models"):
-        study()
+def branching(folder: Any = "/x", schedule: str = "cooldown", **study: Any) -> dict[str, Any]:
+    """A tree of two rows of three lengths, of which the second is the longest."""
+    lengths = {"epochs": None, "steps": [100, 400, 200], "branch": True}
+    found = study_tree(folder, [study_row("a"), study_row("b", rate=3e-4)], **{**lengths, **study})
+    found["optim"]["schedule"] = schedule
+    found["plan"] = {"num_images": 6400, "num_classes": 10}
+    return found
+
+
+def branches(folder: Any = "/x") -> list[Cell]:
+    return study_cells(recipe_from_dict(branching(folder), "test"))
+
+
+def test_only_the_cool_downs_of_the_others_are_paid_for():
+    with pytest.raises(ValueError, match=r"study.branch=true: cell .* has optim.schedule=cosine"):
+        study_cells(recipe_from_dict(branching(schedule="cosine"), "test"))
+    plan = plan_study(recipe_from_dict(branching(data_fractions=[1.0]), "test"))
+    whole = plan[1].training_hours
+    hours = [one.training_hours / whole for one in plan[:3]]
+    assert hours == pytest.approx([0.2 * 100 / 400, 1.0, 0.2 * 200 / 400])
+    assert plan[0].facts.exaflops == pytest.approx(plan[1].facts.exaflops / 4)
+    spent = [one.exaflops / plan[1].exaflops for one in plan[:3]]
+    assert spent == pytest.approx(hours)
+    assert sum(one.exaflops for one in plan) == pytest.approx(sum(spent) * 2 * plan[1].exaflops)
+    short, trunk, middle, *_ = branches()
+    steps = [branch_step(short, 100), branch_step(middle, 200), 0]
+    assert steps == [80, 160, 0]
+    assert with_kept_steps(trunk, steps).recipe.checkpoint.keep_steps == (80, 160)
+
+
+def long_run(trunk: Cell, step: int) -> None:
+    """A checkpoint of the longest cell, with another run of MLflow and an order of its own."""
+    folder = locate(trunk.recipe.run_folder).child(folder_name(step))
+    recipe = trunk.recipe.recorded()
+    recipe["data"] |= {"shuffle_window": 64}
+    at = replace(position(step), recipe=recipe, tracking_run_id="long")
+    tensors = {f"weight|{key}|0": tensor for key, tensor in values(step).items()}
+    assert write_snapshot(snapshot_of(0, 1, tensors, at), folder)
+
+
+def test_a_branch_begins_with_the_longest_cells_checkpoint_as_a_run_of_its_own(tmp_path):
+    short, trunk, *_ = branches(tmp_path)
+    long_run(trunk, 80)
+    for _ in range(2):  # told at every start
+        assert begin_branch(short, trunk, 80) == f"{trunk.name} at step 80"
+    found = newest_checkpoint(locate(short.recipe.run_folder))
+    assert found is not None
+    where = found.position
+    assert (where.step, where.samples_seen, where.tracking_run_id) == (80, 640, None)
+    assert (where.recipe["name"], where.recipe["optim"]["steps"]) == (short.name, 100)
+    assert where.recipe["data"]["shuffle_window"] == 64  # the order of the data goes on, too
+
+
+def test_a_damaged_checkpoint_is_told_and_the_cell_trained_from_its_start(tmp_path):
+    short, trunk, *_ = branches(tmp_path)
+    long_run(trunk, 80)
+    (tensors,) = (Path(trunk.recipe.run_folder) / folder_name(80)).glob("*.safetensors")
+    content = bytearray(tensors.read_bytes())
+    content[-1] ^= 1
+    tensors.write_bytes(content)
+    told: list[str] = []
+    assert begin_branch(short, trunk, 80, told.append) == ""
+    assert "is trained from its start" in told[0]
+    folder = locate(short.recipe.run_folder)
+    assert checkpoint_to_resume(folder) is None  # no loss: it may begin
+    assert not folder.child(BRANCH_NOTE).exists()
+
+
+def test_without_a_checkpoint_of_its_step_a_cell_is_trained_from_its_start(tmp_path):
+    short, trunk, *_ = branches(tmp_path)
+    folder, told = locate(short.recipe.run_folder), list[str]()
+    folder.child(BRANCH_NOTE).write(b"a copy that was cut short")
+    assert begin_branch(short, trunk, 80, told.append) == ""
+    (text,) = told  # it costs a whole training more
+    assert f"{trunk.name} has no complete checkpoint of that step" in text
+    assert begin_branch(short, trunk, 0, told.append) == ""  # a cool-down from the first step on
+    write_checkpoint(folder, 5)  # it has begun so
+    long_run(trunk, 80)
+    assert begin_branch(short, trunk, 80, told.append) == ""
+    assert told == [text]
+    names = [one.name for one in Path(short.recipe.run_folder).glob("step-*")]
+    assert names == [folder_name(5)]
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> str:
+    path = tmp_path / "tune.yaml"
+    model = {"name": "ViT-B/16", "image_size": 16, "representation": False, "stochastic_depth": 0.2}
+    tree = {
+        "name": "tune",
+        "output": "elsewhere",
+        "init_from": "elsewhere/run",
+        "model": model,
+        "data": {"train": "/tune/train", "eval": "/tune/test"},
+        "optim": {"name": "sgd", "learning_rate": 0.03, "steps": 5},
+        "workers": {"num_workers": 8},
+        "tracking": {"experiment": "other"},
+        "sweep": {"learning_rates": [0.01, 0.03]},
+    }
+    path.write_text(yaml.safe_dump(tree))
+    return str(path)
+
+
+def pretrained(**changes: Any) -> Cell:
+    options = {"representation": True, "head_bias": -10.0, "dropout": 0.1, "pool": "gap"}
+    return cells({**study_row("row", **options), "changes": changes}, seeds=[3])[0]
+
+
+def test_model_weights_seed_and_workers_are_the_cells_and_the_rest_the_tasks(base, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://elsewhere:5000")  # it decides nothing there
+    one = pretrained()
+    found = task_recipe(one, StudyTask(name="tune", recipe=base))
+    assert re.fullmatch("grid-row-data1-epochs1-seed3-tune-[0-9a-f]{8}", found.name)
+    assert found.init_from == "/x/runs/grid-row-data1-epochs1-seed3"
+    assert (found.output, found.seed) == ("/x/runs", 3)
+    assert (found.workers, found.tracking) == (one.recipe.workers, one.recipe.tracking)
+    model = found.model
+    assert (model.name, model.width, model.pool, model.image_size) == ("ViT", 16, "gap", 16)
+    assert (model.representation, model.head_bias, model.dropout) == (None, None, None)
+    assert model.stochastic_depth == 0.2
+    assert (found.data.train, found.data.eval) == ("/tune/train", "/tune/test")
+    assert (found.optim.name, found.optim.steps) == ("sgd", 5)
+    assert found.sweep
+    changes = {"sweep": None, "optim": {"learning_rate": 0.5}, "model.dropout": 0.1}
+    found = task_recipe(one, StudyTask(name="tune", recipe=base, changes=changes))
+    assert found.sweep is None
+    assert (found.optim.learning_rate, found.optim.steps) == (0.5, 5)
+    assert found.model.dropout == 0.1
+
+
+def test_a_task_that_trains_something_else_has_another_run(base):
+    def name(one: Cell, **changes: Any) -> str:
+        return task_recipe(one, StudyTask(name="tune", recipe=base, changes=changes)).name
+
+    known = name(pretrained())
+    assert name(pretrained(), **{"optim.steps": 6}) != known
+    assert name(pretrained(), **{"optim.learning_rate": 0.5}) != known
+    # Finished trials of the sweep are kept, and a run is gone on with on other workers.
+    assert name(pretrained(), **{"sweep.seeds": 1}) == known
+    assert name(pretrained(**{"workers.num_workers": 2})) == known
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"init_from": "/y"}, "changes.init_from"),
+        ({"workers": {"num_workers": 2}}, "changes.workers.num_workers"),
+        ({"optim.stps": 3}, "optim.stps"),
+        ({"model.patch_size": 5}, "changes.model.patch_size"),
+        ({"model": {"name": "R50x1"}}, "changes.model.name"),
+        ({"model.image_size": 15}, "image_size"),
+        ({"sweep.scheduler": "asha"}, "sweep.scheduler=none"),
+        (
+            {"sweep.search": "optuna", "sweep.num_trials": 2, "sweep.space": {"optim.steps": [1]}},
+            "sweep.search=grid",
+        ),
+    ],
+)
+def test_a_task_that_cannot_be_is_refused_with_its_name(base, changes, key):
+    with pytest.raises(ValueError, match=rf"study.transfer 'tune': .*{key}"):
+        task_recipe(pretrained(), StudyTask(name="tune", recipe=base, changes=changes))
+
+
+def test_one_task_is_listed_once_and_has_a_recipe(base):
+    task = {"name": "tune", "recipe": base}
+    assert "has tune twice" in refusal(row("a"), transfer=[task, task])
+    assert "name=mean is" in refusal(row("a"), transfer=[{**task, "name": "mean"}])
+    with pytest.raises(ValueError, match=r"finetune/petz.*similar: .*finetune/pets"):
+        task_recipe(pretrained(), StudyTask(name="tune", recipe="finetune/petz"))

@@ -1,7 +1,6 @@
 """Which Ray a driver joins, or starts for itself alone."""
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -14,11 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.ports import free_ports
 from vit_ray.launch import connection
 from vit_ray.launch.connection import check_address, check_reachable
 
-TOKEN = "0123456789abcdef" * 2
 START = "from vit_ray.launch.connection import _start; _start(1)"
 
 
@@ -90,49 +87,28 @@ def test_a_start_of_ray_that_takes_too_long_ends_in_one_line(short_folder):
     assert "RAY_worker_register_timeout_seconds above 1" in line
 
 
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A head that takes only those that have its token; its address."""
-    folder = tempfile.mkdtemp(prefix="vr", dir="/tmp")
-    port, dashboard, client, agent, agent_grpc, metrics = free_ports(6)
-    command = [
-        str(Path(sys.executable).parent / "ray"), "start", "--head", "--block",
-        f"--port={port}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}",
-        f"--dashboard-agent-listen-port={agent}", f"--dashboard-agent-grpc-port={agent_grpc}",
-        f"--metrics-export-port={metrics}", "--num-cpus=1", f"--temp-dir={folder}",
-        "--include-dashboard=false", "--disable-usage-stats",
-    ]  # fmt: skip
-    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
-    head = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL,
-                            start_new_session=True)  # fmt: skip
-    try:
-        check_reachable(f"127.0.0.1:{port}", 60)
-        yield f"127.0.0.1:{port}"
-    finally:
-        os.killpg(head.pid, signal.SIGKILL)
-        head.wait(60)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("environment", "message"),
+    ("mode", "has_token", "message"),
     [
-        ({"RAY_AUTH_MODE": "disabled"}, "RAY_AUTH_MODE is disabled now"),
-        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN[::-1]}, "RAY_AUTH_MODE is token now"),
-        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}, "1 node, 1 CPUs, 0 GPUs"),
+        ("disabled", True, "RAY_AUTH_MODE is disabled now"),
+        ("token", False, "RAY_AUTH_MODE is token now"),
+        ("token", True, "1 node, 4 CPUs, 0 GPUs"),
     ],
 )
-def test_a_cluster_that_refuses_the_token_is_told_at_once(environment, message, guarded, tmp_path):
+def test_a_cluster_that_refuses_the_token_is_told_at_once(
+    mode, has_token, message, ray_head, short_folder
+):
     """Ray itself tries for 20 s, and says that it failed to connect."""
     code = (
         "from tests.recipes import recipe_with; "
         "from vit_ray.launch.connection import connect; print(connect(recipe_with()))"
     )
-    whole = {**os.environ, "RAY_ADDRESS": guarded, "HOME": str(tmp_path), **environment}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=whole, capture_output=True, text=True, timeout=120
-    )
+    token = os.environ["RAY_AUTH_TOKEN"][:: 1 if has_token else -1]
+    done = start(
+        short_folder, code, RAY_ADDRESS=ray_head.address, HOME=str(short_folder),
+        RAY_AUTH_MODE=mode, RAY_AUTH_TOKEN=token,
+    )  # fmt: skip
     output = done.stdout + done.stderr
     assert message in output
     assert "Failed to get cluster ID" not in output  # Ray's own attempts have not begun

@@ -53,33 +53,14 @@ def test_a_held_out_part_beside_a_test_set_is_where_the_best_evaluation_is_chose
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": {"train": "/no/such/set"}}, "no data set at '/no/such/set'"),
         ({"train": {"global_batch_size": 100}}, "the nearest valid train.global_batch_size is 96"),
         ({"train": {"global_batch_size": 2048}}, "more than the 1497 training images"),
-        ({"optim": {"steps": None}}, "optim gives no length of the run"),
         ({"data": {"shuffle_window": 100}}, "train.global_batch_size=64; the nearest is 128"),
     ],
 )
 def test_a_recipe_that_cannot_work_is_refused(recipe, changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         resolve_run(recipe.with_changes(**changes))
-
-
-def test_more_shots_than_a_class_has_images_are_refused(recipe, digits, monkeypatch, caplog):
-    def resolve(*shots: int) -> None:
-        sets = {"few_shot_train": digits.train, "few_shot_test": digits.test}
-        resolve_run(recipe.with_changes(evaluate={**sets, "shots": list(shots)}))
-
-    folders = [folder for folder in (digits.images / "train").iterdir() if folder.is_dir()]
-    count = min(len(list(folder.iterdir())) for folder in folders)
-    with pytest.raises(ValueError, match=rf"evaluate.shots=\[1, {count + 1}\]: .* up to {count} "):
-        resolve(1, count + 1)
-    resolve(1, count)
-    monkeypatch.setattr(resolved_run, "MOST_LABELS_READ", 100)  # of a huge pool no more are read
-    resolve(2)
-    assert not caplog.text
-    resolve(1000)
-    assert "10 of 10 classes have fewer than 1000" in caplog.text
 
 
 @pytest.mark.parametrize("warms_up", [False, True])

@@ -1,7 +1,6 @@
 """A trained model for images: an evaluation's logits bit by bit, whatever the images come as."""
 
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from vit_ray.data.shard_writer import EncodedImage
 from vit_ray.data.stream.batches import BatchReader, StreamJob
 from vit_ray.launch.resolved_run import resolve_run
 from vit_ray.launch.trained_model import class_names, training_set
-from vit_ray.models.weights import save_weights
 from vit_ray.training.objective import build_objective
 from vit_ray.worker.evaluation import _predictions
 
@@ -171,34 +169,3 @@ def test_classes_of_another_data_set_are_not_believed(tmp_path, caplog):
         position = open_weights(run).position
         assert class_names(run, training_set(run, position, None), 5) == names
     assert [record.getMessage().count("classes are numbers") for record in caplog.records] == [1]
-
-
-def test_weights_of_another_family_and_without_a_head_are_refused(tmp_path):
-    write_images(tmp_path / "data")
-    run = run_of(tmp_path)
-    other = tiny_recipe(tmp_path, model={"name": "R50x1", "image_size": 32})
-    with pytest.raises(ValueError, match=f"{run}.*(missing|unexpected|not fit)"):
-        vit_ray.load(run, other)
-    masked = run_of(tmp_path / "masked", loss="masked_patch")
-    with pytest.raises(ValueError, match="no trained head; fine-tune them first"):
-        vit_ray.load(masked)
-
-
-def test_a_file_alone_needs_the_recipe_and_then_has_numbers_for_classes(tmp_path):
-    save_weights(small_model("ViT"), tmp_path / "a.npz", "jax")
-    with pytest.raises(ValueError, match=r"a\.npz' does not record its model; give the"):
-        vit_ray.load(tmp_path / "a.npz")
-    recipe = tiny_recipe(tmp_path, train={"precision": "fp32"})
-    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe.recorded()))
-    for given in (recipe, tmp_path / "recipe.yaml"):
-        assert vit_ray.load(tmp_path / "a.npz", given).classes == ["0", "1", "2", "3", "4"]
-    with pytest.raises(ValueError, match="overrides need a recipe by name, or a recorded one"):
-        vit_ray.load(tmp_path / "a.npz", recipe, overrides=["seed=1"])
-
-
-def test_a_copied_project_knows_the_classes_of_its_own_data(tmp_path):
-    (tmp_path / "first").mkdir()
-    write_images(tmp_path / "first" / "data")
-    run_of(tmp_path / "first")
-    moved = (tmp_path / "first").rename(tmp_path / "second")
-    assert vit_ray.load(moved / "run").classes == CLASSES

@@ -1,7 +1,6 @@
 """What the driver decides after each worker group, on groups that are fake: no Ray."""
 
 import pickle
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -149,10 +148,10 @@ class Watched:
         self.now_s, self.run = 0.0, FakeRun()
         self.status = RunStatus()
         self.run.status = lambda: self.status  # type: ignore[attr-defined]
-        self.has_room, self.is_heard = False, False
+        self.is_heard = False
         monkeypatch.setattr(workers, "lacking_now", lambda *_, **__: "")
         self.job = replace(make_job(folder, kind), record=self.run)
-        finder: Any = SimpleNamespace(has_larger=lambda _: self.has_room)
+        finder: Any = SimpleNamespace(has_larger=lambda _: False)
         self.watch = GroupWatch(self.job, finder, PLACE, False, clock=lambda: self.now_s)
 
     def start(self) -> None:
@@ -233,44 +232,11 @@ def test_a_controller_that_is_frozen_does_not_keep_the_driver_after_the_runs_end
     assert watched.watch.error is None
 
 
-@pytest.mark.parametrize("kind", ["train", "evaluate"])
-def test_a_training_grows_by_one_request_for_a_checkpoint(kind, tmp_path, monkeypatch):
-    watched = Watched(tmp_path, monkeypatch, kind)
-    watched.has_room = True
-    watched.is_over_within(300)
-    assert not watched.run.resizes  # it is starting
-    watched.start()
-    watched.is_over_within(300)
-    assert watched.run.resizes == watched.watch.is_resizing == (kind == "train")
-
-
 def groups_of(folder: Path, **sections: Any) -> WorkerGroups:
     job = make_job(folder, **sections)
     shape = GroupShape.of(job.recipe, use_gpu=False, trains=True)
     finder: Any = None
     return WorkerGroups(job, finder, finder, shape, ClusterShape(1, 4, 2, 0.0))
-
-
-def test_ray_train_tries_once_under_a_name_of_its_own_and_leaves_no_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ray, "put", lambda value: value)
-    groups, names = groups_of(Path("/x")), set()
-    for number, one in ((1, groups), (2, groups), (1, groups_of(Path("/x")))):
-        one._number = number
-        config = one._trainer(Place(4, {"pool": "a"})).run_config
-        names.add(config.name)
-    assert len(names) == 3  # of each group of a run, and of each run
-    failures = config.failure_config
-    assert failures.max_failures == failures.max_preemption_failures == 0
-    assert failures.controller_failure_limit == 0
-    # There are GPUs, which these workers must not use.
-    assert config.worker_runtime_env == {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}}
-    carried = pickle.loads(pickle.dumps(config.storage_filesystem))  # to the controller
-    context = replace(config, storage_filesystem=carried).storage_context  # which tries it
-    assert context.experiment_fs_path == f"groups/{config.name}"
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_store_that_does_not_answer_is_named_without_its_secret(tmp_path, monkeypatch, capsys):

@@ -27,10 +27,8 @@ def history_file() -> Path:
 
 def read_history(file: Path) -> dict[str, str | None]:
     """The test that was run twice, by run, oldest run first; None where none was."""
-    if not file.exists():
-        return {}
     history = {}
-    for line in file.read_text().splitlines():
+    for line in file.read_text().splitlines() if file.exists() else []:
         with contextlib.suppress(ValueError):  # a line that was cut while it was written
             run, test = json.loads(line)
             history[run] = test
@@ -51,8 +49,7 @@ def refusal(history: dict[str, str | None], run: str, failed: list[str]) -> str 
         return f"{failed[0]} does not run under Ray"
     if history.get(run) is not None:
         return f"{history[run]} was already run again in this run"
-    earlier = list(history)[-NUM_RUNS:]
-    if any(history[name] == failed[0] for name in earlier):
+    if failed[0] in list(history.values())[-NUM_RUNS:]:
         return f"{failed[0]} was already run again in one of the last {NUM_RUNS} runs"
     return None
 
@@ -80,12 +77,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             reporter.stats.pop("error", None)
             reporter.stats.setdefault("passed", []).extend(failed[:1])
         config.stash[_RERUN] = reason or f"failed, and passed when run again alone: {names[0]}"
-    kept = list(history.items())[-NUM_RUNS:]
-    new = file.with_suffix(f".{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text("".join(json.dumps(item) + "\n" for item in kept))
-        new.replace(file)
+        kept = list(history.items())[-NUM_RUNS:]
+        file.write_text("".join(json.dumps(item) + "\n" for item in kept))
     except OSError as error:
         reporter.write_line(f"rerun: no history is kept: {error}")
 

@@ -25,7 +25,7 @@ OTHERS = ("imagenet21k/new", "mlflow/1/weights", "runs/a/step-1", "elsewhere")
 def take_role() -> Iterator[Callable[[str], None]]:
     """Gives this process the rights of jobs (`training`) or of MLflow, as the page has them.
 
-    One right more than AWS asks for: moto (5.2) holds a request that deletes several objects against
+    One right more than AWS asks for: moto (5.2) holds a deletion of several objects against
     the bucket, and not against each of them.
     """
     found = re.findall(r"```json\n(.*?)```", (CLUSTER / "README.md").read_text(), re.DOTALL)

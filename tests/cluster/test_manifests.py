@@ -176,23 +176,6 @@ def test_versions_for_gpus_and_for_cpus_agree():
     assert all(plain[name] == gpu[name] for name in plain.keys() & gpu.keys())
 
 
-def _sizes(group):
-    """Bytes of the object store, of shared memory and of the pod."""
-    (volume,) = [v for v in group["template"]["spec"]["volumes"] if "emptyDir" in v]
-    container = _container(group)
-    assert volume["emptyDir"]["medium"] == "Memory"
-    assert {"name": volume["name"], "mountPath": "/dev/shm"} in container["volumeMounts"]
-    store = int(group["rayStartParams"]["object-store-memory"])
-    shared = _bytes(volume["emptyDir"]["sizeLimit"])
-    return store, shared, _bytes(container["resources"]["limits"]["memory"])
-
-
-def test_the_object_store_fits_into_shared_memory_and_that_into_the_pod(rayjob):
-    for group in _pods(rayjob):
-        store, shared, memory = _sizes(group)
-        assert store <= shared <= memory / 2
-
-
 def test_the_marked_sizes_are_those_of_the_plan():
     config, job = job_with()
     head, gpu, cpu = _pods(job)
@@ -206,53 +189,35 @@ def test_the_marked_sizes_are_those_of_the_plan():
     assert int(sizes["CPUs that read"]) == reading
     assert reading <= cpu["maxReplicas"] * int(_container(cpu)["resources"]["limits"]["cpu"])
     share = int(re.search(r"at most (\d+) % of a node's memory; sizeLimit a tenth above", text)[1])
-    for pod in (head, gpu, cpu):
-        store, shared, memory = _sizes(pod)
-        assert store <= share / 100 * memory
-        assert 11 * store <= 10 * shared
+    for group in (head, gpu, cpu):
+        (volume,) = [v for v in group["template"]["spec"]["volumes"] if "emptyDir" in v]
+        mount = {"name": volume["name"], "mountPath": "/dev/shm"}
+        assert mount in _container(group)["volumeMounts"]
+        store = int(group["rayStartParams"]["object-store-memory"])
+        assert 11 * store <= 10 * _bytes(volume["emptyDir"]["sizeLimit"])
+        assert store <= share / 100 * _bytes(_container(group)["resources"]["limits"]["memory"])
 
 
-def _variables(group):
-    return {item["name"]: item.get("value") for item in _container(group)["env"]}
-
-
-def test_pods_that_train_get_time_for_a_last_checkpoint(shipped_rayjob):
-    _, gpu, *_ = _pods(shipped_rayjob)
-    name = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
-    assert name in vars(ray_constants)
-    # Ray's own default cuts a checkpoint off after 30 s; and the pod is not killed before that.
-    drain = int(_variables(gpu)[name])
-    assert 240 <= drain < gpu["template"]["spec"]["terminationGracePeriodSeconds"]
-
-
-def test_a_lost_node_is_heard_of_in_35_s_and_a_cut_shorter_than_20_s_ends_none(rayjob):
-    """As tests/faults measures with these settings."""
-    head, *others = _pods(rayjob)
-    settings = {
-        name: value
-        for name, value in _variables(head).items()
-        if re.match("RAY_(health_check|grpc_keepalive)_", name)
-    }
-    period, timeout, count = (
-        int(settings[f"RAY_health_check_{name}"])
-        for name in ("period_ms", "timeout_ms", "failure_threshold")
+def test_settings_for_a_lost_node_and_a_last_checkpoint_are_the_same_everywhere(rayjob):
+    """What they bring is measured with real hosts in tests/faults, which reads them here."""
+    head, *others = (
+        {item["name"]: item.get("value") for item in _container(group)["env"]}
+        for group in _pods(rayjob)
     )
-    # TCP sends what was lost again after r, 2 r, 4 r and so on (r: 0.2 s and the round trip): what
-    # was lost in a cut of 20 s arrives 33.3 s after it was sent, at the latest.
-    assert (count - 1) * (period + timeout) + timeout > 33_300
-    assert count * (period + timeout) <= 34_000  # and 1 s for those who hear of it
-    keepalive = settings["RAY_grpc_keepalive_timeout_ms"]
-    assert int(keepalive) > count * (period + timeout)
-    assert [_variables(pod)["RAY_grpc_keepalive_timeout_ms"] for pod in others] == [
-        keepalive for _ in others
-    ]
+    shared = {name: head[name] for name in head if re.match("RAY_(health_check|grpc_keep)", name)}
     launcher = yaml.safe_load((CLUSTER / "ray_up.yaml").read_text())
     by_hand = (CLUSTER / "README.md").read_text().split("## Any machines")[1]
     for text in (str(launcher["head_start_ray_commands"]), by_hand):
-        assert all(f"{name}={value}" in text for name, value in settings.items())
-    assert f"RAY_grpc_keepalive_timeout_ms={keepalive}" in str(
-        launcher["worker_start_ray_commands"]
-    )
+        assert len(shared) == 4
+        assert all(f"{name}={value}" in text for name, value in shared.items())
+    name = "RAY_grpc_keepalive_timeout_ms"
+    assert {one[name] for one in (head, *others)} == {head[name]}
+    assert f"{name}={head[name]}" in str(launcher["worker_start_ray_commands"])
+    # Ray's own default cuts a checkpoint off after 30 s; and the pod is not killed before that.
+    drain = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+    assert drain in vars(ray_constants)
+    grace_s = _pods(rayjob)[1]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert int(others[0][drain]) < grace_s
 
 
 def test_the_command_of_the_rayjob_is_a_job_and_a_recipe_that_fit_the_cluster(documents, tmp_path):
@@ -262,8 +227,6 @@ def test_the_command_of_the_rayjob_is_a_job_and_a_recipe_that_fit_the_cluster(do
     (script,) = re.findall(r"python (jobs/\w+\.py) /home/ray/recipe/recipe.yaml ", entrypoint)
     assert (ROOT / script).is_file()
     head, gpu, *_ = _pods(job)
-    volume = {"name": "recipe", "configMap": {"name": config["metadata"]["name"]}}
-    assert volume in head["template"]["spec"]["volumes"]
     assert {"name": "recipe", "mountPath": "/home/ray/recipe"} in _container(head)["volumeMounts"]
     # It is stopped by its own name: where no restart helps, and before its head goes.
     assert f"ray job stop --no-wait {name};" in entrypoint

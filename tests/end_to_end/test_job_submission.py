@@ -1,33 +1,20 @@
-"""`ray job submit --working-dir . -- python jobs/pretrain.py ...` on a running cluster."""
+"""`ray job submit --working-dir . -- python jobs/NAME.py ...`, on files and on S3."""
 
+import json
+import shutil
 import time
+from pathlib import Path
 
 import pytest
 import yaml
-from mlflow import MlflowClient
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Digits
+from tests.data.s3_server import SECRET_KEY, s3_environment, serve_s3, timeout
 from tests.end_to_end.runs import curve, runs_of, submit, write_recipe
 from tests.recipes import small_recipe
 from vit_ray.config.keys import tags_of
-
-
-@pytest.mark.slow
-def test_a_submitted_job_ends_well_and_records_its_run(ray_head, digits, working_dir, tmp_path):
-    recipe = small_recipe("submitted", digits, tmp_path, optim={"steps": 8})
-    path = str(write_recipe(recipe, tmp_path))
-    commit = "VIT_RAY_GIT_COMMIT=0123abc"
-    words = ("env", commit, "python", "jobs/pretrain.py", path)
-    code, output = submit(ray_head, working_dir, *words)
-    assert code == 0, output[-5000:]
-    assert "succeeded" in output
-    assert "first step:" in output
-    (run,) = runs_of(recipe)
-    assert MlflowClient(recipe.tracking.uri).get_run(run.info.run_id).info.status == "FINISHED"
-    assert [step for step, _ in curve(recipe, run.info.run_id)] == [1, 4, 8]
-    # A job's copy of the folder has no .git, so the submitter says the commit.
-    assert tags_of(run.data.tags)["vit_ray.git_commit"] == "0123abc"
+from vit_ray.experiments.search_space import RATE
 
 
 @pytest.mark.parametrize(
@@ -57,3 +44,69 @@ def test_kuberay_tries_again_what_has_failed_and_not_what_no_restart_mends(
     assert client.get_job_status(name) == status, client.get_job_logs(name)
     if status == JobStatus.STOPPED:
         assert "unknown key train.zero; did you mean" in client.get_job_logs(name)
+
+
+@pytest.fixture
+def buckets(tmp_path: Path, digits: Digits) -> Path:
+    """Folders of the bucket `sets`, which has the digits, and the bucket `runs`."""
+    folder = tmp_path / "buckets"
+    for split in (digits.train, digits.test):
+        shutil.copytree(split, folder / "sets" / Path(split).name)
+    (folder / "runs").mkdir()
+    return folder
+
+
+@pytest.mark.slow
+def test_a_run_reads_from_s3_and_goes_on_from_its_checkpoints_there(
+    ray_head, digits, buckets, working_dir, tmp_path
+):
+    first = small_recipe(
+        "on-s3", digits, tmp_path, output="s3://runs/all",
+        data={"train": "s3://sets/train", "eval": None},
+        optim={"steps": 8, "schedule": "constant"}, checkpoint={"every_steps": 4, "keep_last": 2},
+    )  # fmt: skip
+    # A job's copy of the folder has no .git, so the submitter says the commit.
+    words = ("env", "VIT_RAY_GIT_COMMIT=0123abc", "python", "jobs/pretrain.py")
+    with serve_s3(buckets) as port:
+        variables = {**s3_environment(port), **timeout(20.0), "HOME": str(tmp_path)}
+        second = first.with_changes(optim={"steps": 12})
+        for recipe in (first, second):
+            path = str(write_recipe(recipe, tmp_path))
+            code, output = submit(ray_head, working_dir, *words, path, **variables)
+            assert code == 0, output[-6000:]
+    assert "resumed: from step 8" in output
+    # By files: the server leaves the empty folders of deleted keys behind.
+    shards = (buckets / "runs" / "all" / "on-s3").glob("step-*/*.safetensors")
+    assert sorted({shard.parent.name for shard in shards}) == ["step-00000008", "step-00000012"]
+    (run,) = runs_of(second)
+    assert run.info.status == "FINISHED"
+    assert tags_of(run.data.tags)["vit_ray.git_commit"] == "0123abc"
+    assert [step for step, _ in curve(second, run.info.run_id)] == [1, 4, 8, 9, 12]
+    for path in [*tmp_path.glob("mlflow.db"), *(buckets / "runs").rglob("*.json")]:
+        assert SECRET_KEY.encode() not in path.read_bytes(), path
+
+
+@pytest.mark.slow
+def test_a_sweep_keeps_its_runs_and_the_files_of_tune_on_s3(
+    ray_head, digits, buckets, working_dir, tmp_path
+):
+    recipe = small_recipe(
+        "swept", digits, tmp_path, output="s3://runs/all",
+        data={"train": "s3://sets/train", "eval": "s3://sets/test"}, optim={"steps": 4},
+        workers={"num_workers": 1},
+        sweep={"learning_rates": [0.01, 0.001], "dev_fraction": 0.1, "seeds": 1},
+    )  # fmt: skip
+    job = ("python", "jobs/sweep.py", str(write_recipe(recipe, tmp_path)))
+    ends = []
+    with serve_s3(buckets) as port:
+        variables = {**s3_environment(port), **timeout(20.0), "HOME": str(tmp_path)}
+        for _ in range(2):
+            code, output = submit(ray_head, working_dir, *job, **variables)
+            assert code == 0, output[-6000:]
+            ends.append({run.info.run_name: run.info.end_time for run in runs_of(recipe)})
+    assert {"swept", "swept-lr0.01", "swept-lr0.001"} < ends[0].keys()
+    del ends[0]["swept"], ends[1]["swept"]
+    assert ends[0] == ends[1]  # nothing was trained again
+    results = (buckets / "runs" / "all" / "tune" / "swept-trials").glob("*/result.json")
+    found = {json.loads(file.read_text().splitlines()[-1])["config"][RATE] for file in results}
+    assert found == {0.01, 0.001}

@@ -3,11 +3,10 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, Digits
+from tests.conftest import ROOT
 from tests.end_to_end.runs import (
     Finished,
     constant_recipe,
@@ -57,35 +56,24 @@ def test_our_model_in_a_module_of_the_users_trains_as_ours_through_a_stop(straig
     assert result.metrics["eval/top1"] == straight[1].metrics["eval/top1"]
 
 
-@pytest.fixture
-def page(tmp_path: Path, digits: Digits) -> Path:
-    """A folder with the files of the page, where its data would be."""
-    for block in blocks(ROOT / "docs" / "python.md"):
-        for name in block.told("file"):
-            (tmp_path / name).write_text(block.text)
-    return tmp_path
-
-
-SHORT = ("optim.epochs=null", "optim.schedule=constant", "optim.warmup_steps=0")
-
-
 @pytest.mark.slow
 def test_the_pages_example_trains_and_resumes_where_it_is_and_as_a_job(
-    ray_head, digits, page, working_dir
+    ray_head, digits, tmp_path, working_dir
 ):
     """A driver in the folder, then a job that continues the run with a copy of the folder."""
+    page = tmp_path
+    for block in blocks(ROOT / "docs" / "python.md"):
+        for name in block.told("file"):
+            (page / name).write_text(block.text)
     changes = (
         f"data.train={digits.train}", f"data.eval={digits.test}", f"output={page / 'runs'}",
-        f"tracking.uri=sqlite:///{page / 'mlflow.db'}", "workers.cpus_per_worker=0.5", *SHORT,
+        f"tracking.uri=sqlite:///{page / 'mlflow.db'}", "workers.cpus_per_worker=0.5",
+        "optim.epochs=null", "optim.schedule=constant", "optim.warmup_steps=0",
     )  # fmt: skip
     for file in ("myparts.py", "own.yaml"):
         (working_dir / file).write_bytes((page / file).read_bytes())
     words = ("-m", "vit_ray", "pretrain", "own.yaml", *changes)
-    environment = {
-        **os.environ,
-        "RAY_ADDRESS": ray_head.address,
-        "PYTHONPATH": str(ROOT),
-    }
+    environment = {**os.environ, "RAY_ADDRESS": ray_head.address, "PYTHONPATH": str(ROOT)}
 
     def run(*more: str) -> str:
         done = subprocess.run(

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlflow
@@ -15,9 +14,7 @@ from tests.data.converting import run_in_this_process
 from vit_ray.commands import experiments
 from vit_ray.commands.experiments import run_quickstart
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data import open_dataset
-from vit_ray.launch.run import RunResult
 
 
 def _shorter(recipe: str, changes: Mapping[str, Any]) -> Recipe:
@@ -50,9 +47,7 @@ def test_the_quickstart_learns_and_its_second_start_trains_nothing(
     assert tuned > scratch + 20  # as many steps from random weights
     _check_the_logged_model(recipe, Path(recipe.output) / "digits_images" / "test")
     made = _weight_files(tmp_path)
-    assert (
-        len(made) >= 5
-    )  # of the pre-training, two trials, the retraining and the one from scratch
+    assert len(made) >= 5  # of the pre-training, two trials, a retraining and one from scratch
     assert run_quickstart(recipe) == 0
     second = capsys.readouterr().out
     assert second.count("it was complete before") == 2
@@ -60,15 +55,22 @@ def test_the_quickstart_learns_and_its_second_start_trains_nothing(
     assert _weight_files(tmp_path) == made
 
 
-def test_a_conversion_that_was_interrupted_is_completed(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("output", "place"), [("~/runs", "home/runs"), ("s3://bucket/runs", "")])
+def test_an_interrupted_conversion_is_completed_from_files_in_a_home_or_a_temporary_folder(
+    output, place, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(experiments, "connect", lambda recipe: None)
     monkeypatch.setattr(experiments, "_train_and_compare", lambda *_: 3)
     run_in_this_process(monkeypatch)
-    sets = {"train": str(tmp_path / "train"), "eval": str(tmp_path / "test")}
-    (tmp_path / "train" / "_staging").mkdir(parents=True)
-    recipe = load_recipe("digits").with_changes(output=str(tmp_path / "runs"), data=sets)
-    assert run_quickstart(recipe) == 3
-    assert [open_dataset(one).num_images for one in sets.values()] == [1497, 300]
+    sets = [tmp_path / "home" / split for split in ("train", "test")]
+    (sets[0] / "_staging").mkdir(parents=True)
+    changes = {"output": output, "data.train": "~/train", "data.eval": "~/test"}
+    assert run_quickstart(load_recipe("digits", changes)) == 3
+    assert [open_dataset(str(one)).num_images for one in sets] == [1497, 300]
+    assert [one.name for one in tmp_path.iterdir()] == ["home"]
+    assert not place or (tmp_path / place / "digits_images" / "train").is_dir()
 
 
 def _check_the_logged_model(recipe: Recipe, images: Path) -> None:
@@ -100,33 +102,3 @@ def _tables(output: str) -> list[str]:
     """
     lines = [" ".join(line.split()) for line in output.splitlines()]
     return [line for line in lines if "%" in line and not re.search("step|goodput", line)]
-
-
-def test_a_run_without_an_accuracy_is_named():
-    with pytest.raises(ValueError, match=r"^run digits-vit has no accuracy; its events say why"):
-        experiments._top1(RunResult(None, "digits-vit", 5, 5, {"train/loss": 1.0}, ""))
-
-
-@pytest.mark.parametrize(("output", "place"), [("~/runs", "home/runs"), ("s3://bucket/runs", "")])
-def test_the_digits_are_written_in_a_home_and_for_a_store_in_a_temporary_folder(
-    output, place, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    sources: list[Path] = []
-    counts: list[int] = []
-
-    def convert(config: ConvertConfig, _: int) -> SimpleNamespace:
-        sources.append(Path(config.source))
-        counts.append(len(list(sources[-1].rglob("*.png"))))
-        return SimpleNamespace(num_images=counts[-1], num_shards=1)
-
-    monkeypatch.setattr(experiments, "convert", convert)
-    monkeypatch.setattr(experiments, "connect", lambda _: None)
-    monkeypatch.setattr(experiments, "_train_and_compare", lambda *_: 0)
-    changes = {"output": output, "data.train": "~/train", "data.eval": "~/test"}
-    assert run_quickstart(load_recipe("digits", changes)) == 0
-    assert counts == [1497, 300]
-    assert sources[0].exists() == bool(place)
-    assert not place or sources[0] == tmp_path / place / "digits_images" / "train"
-    assert {path.name for path in tmp_path.iterdir()} <= {"home"}

@@ -52,12 +52,11 @@ class Pods:
                  "--disable-usage-stats"]  # fmt: skip
         self.process = self.worker.serve("ray.log", *words, environment=variables_of(gpu))
         hosts.wait_for_nodes(self.head, 2)
-        self._grace_s = {
-            group["groupName"] if group is gpu else "head": group["template"]["spec"][
-                "terminationGracePeriodSeconds"
-            ]
-            for group in (head, gpu)
-        }
+        (container,) = head["template"]["spec"]["containers"]
+        self._pre_stop = container["lifecycle"]["preStop"]["exec"]["command"]
+        self._head_grace_s, self._worker_grace_s = (
+            pod["template"]["spec"]["terminationGracePeriodSeconds"] for pod in (head, gpu)
+        )
 
     def run_on_head(self, *words: str) -> tuple[int, str]:
         return self.head.run(*words, environment=self.environment, timeout_s=600)
@@ -87,23 +86,16 @@ class Pods:
     def end(self, name: str) -> str:
         """All pods at once, as the kubelet does: SIGTERM, and for the head `preStop` before it.
 
-        Fails if one takes longer than its grace period.
-
-        Returns:
-            What the job, `preStop` and the pod that trains have written.
+        Fails if one takes longer than its grace period; returns what all have written.
         """
-        (container,) = MANIFEST["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"][
-            "containers"
-        ]
-        command = container["lifecycle"]["preStop"]["exec"]["command"]
-        stop = [RAY if word == "ray" else word for word in command]
+        stop = [RAY if word == "ray" else word for word in self._pre_stop]
         stop[-1] = name
         stopping = self.head.start(*stop, environment=self.environment)
         self.worker.run("pkill", "-TERM", "-f", "ray start --block")
-        output, _ = stopping.communicate(timeout=self._grace_s["head"])
+        output, _ = stopping.communicate(timeout=self._head_grace_s)
         assert stopping.returncode == 0, output
         try:
-            self.process.wait(self._grace_s["gpu"])
+            self.process.wait(self._worker_grace_s)
         except subprocess.TimeoutExpired:
             pytest.fail((self.worker.folder / "ray.log").read_text()[-3000:])
         told = (self.worker.folder / "ray.log").read_text()[-3000:]

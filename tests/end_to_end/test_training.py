@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from tests.commands.command_line import run_cli
 from tests.conftest import Digits
 from tests.end_to_end.runs import (
     Driver,
@@ -23,6 +24,7 @@ from tests.end_to_end.runs import (
 )
 from tests.recipes import STEPS, small_recipe
 from vit_ray import trust_modules
+from vit_ray.config import load_recipe
 from vit_ray.config.keys import tags_of
 from vit_ray.launch.run import evaluate, finetune, train
 from vit_ray.launch.workers import RunFailedError
@@ -47,10 +49,6 @@ def test_it_learns_and_says_where_its_checkpoint_is(straight):
     assert checkpoint_steps(recipe) == [8, 16, 24]
 
 
-def rays_settings() -> dict[str, str]:
-    return {key: v for key, v in os.environ.items() if key.startswith("RAY_TRAIN_")}
-
-
 def test_the_best_evaluation_is_the_result(digits, folder):
     """At a rate that rises until training diverges, chosen on images held out of the training."""
     recipe = small_recipe(
@@ -62,9 +60,7 @@ def test_the_best_evaluation_is_the_result(digits, folder):
         evaluate={"every_steps": 4},
         workers={"num_workers": 1},
     )  # fmt: skip
-    settings = rays_settings()
     result = train(recipe)
-    assert rays_settings() == settings
     assert result.run_id is not None
     losses = dict(curve(recipe, result.run_id, "dev/loss"))
     best = min(losses, key=lambda step: losses[step])
@@ -152,12 +148,43 @@ def test_a_run_that_is_complete_is_not_trained_again_and_ends_where_it_had_not(s
     assert client.get_run(again.run_id or "").info.status == "FINISHED"
     assert again.run_id == result.run_id
     assert again.metrics["eval/top1"] == result.metrics["eval/top1"]
-
-
-def test_an_existing_run_is_refused_where_the_recipe_says_so(straight):
-    recipe, _ = straight
     with pytest.raises(ValueError, match="resume=false, but a run 'straight' exists"):
         train(recipe.with_changes(resume=False))
+
+
+@pytest.mark.slow
+def test_a_fork_ends_with_its_parents_weights(straight, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe, _ = straight
+    forked = run_cli("fork", recipe.run_folder, "step=8", "name=fork")
+    assert forked.exit_code == 0, forked.output
+    fork = load_recipe(Path("fork.yaml"))
+    result = train(fork)
+    assert result.steps == STEPS
+    assert same_weights(weights_of(fork), weights_of(recipe))
+    run = MlflowClient(recipe.tracking.uri).get_run(result.run_id or "")
+    assert run.data.tags["vit_ray.branched_from"] == "straight at step 8"
+    assert run.info.run_name == "fork"
+
+
+@pytest.mark.slow
+def test_two_jobs_train_at_once_and_each_as_if_alone(ray_cluster, straight, digits, tmp_path):
+    """Both create the SQLite file of their runs."""
+    trust_modules("tests.parts")
+    callbacks = {"callbacks": ["tests.parts.wait_for_two_jobs"]}
+    recipes = [constant_recipe(n, digits, tmp_path, train=callbacks) for n in ("one", "other")]
+    drivers = [Driver(ray_cluster, "pretrain", str(write_recipe(one, tmp_path))) for one in recipes]
+    for driver in drivers:
+        code, output = driver.wait()
+        assert code == 0, output
+    for recipe in recipes:
+        assert same_weights(weights_of(recipe), weights_of(straight[0]))
+    runs = runs_of(recipes[0])
+    assert {run.info.run_name: run.info.status for run in runs} == dict.fromkeys(
+        ("one", "other"), "FINISHED"
+    )
+    for run in runs:
+        assert curve(recipes[0], run.info.run_id) == curve(straight[0], straight[1].run_id)
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +197,6 @@ def in_parts(digits: Digits, folder: Path) -> list[Finished]:
 def test_a_longer_run_goes_on_where_the_shorter_ended(straight, in_parts):
     """Interrupted after 8 steps by its own length: weights as the straight run's, bit for bit."""
     recipe, result = in_parts[1]
-    assert result.is_complete
     assert any("resumed: from step 8" in event for event in result.events)
     assert same_weights(weights_of(recipe, 16), weights_of(straight[0], 16))
     assert result.run_id is not None
@@ -239,22 +265,15 @@ def test_lack_of_memory_is_met_by_a_smaller_pass_and_no_failure_is_counted(
 
 def test_masked_patches_pre_train_a_model_that_can_be_fine_tuned(digits, folder):
     masked = small_recipe(
-        "masked",
-        digits,
-        folder,
-        train={"loss": "masked_patch"},
-        data={"eval": None},
-        optim={"steps": 12},
+        "masked", digits, folder,
+        train={"loss": "masked_patch"}, data={"eval": None}, optim={"steps": 12},
         evaluate={
-            "few_shot_train": digits.train,
-            "few_shot_test": digits.test,
-            "shots": [5],
+            "few_shot_train": digits.train, "few_shot_test": digits.test, "shots": [5],
             "few_shot_seeds": 1,
         },
         workers={"num_workers": 1},
-    )
+    )  # fmt: skip
     result = train(masked)
-    assert result.is_complete
     assert result.run_id is not None
     losses = [loss for _, loss in curve(masked, result.run_id)]
     assert losses[-1] < losses[0]
@@ -265,7 +284,6 @@ def test_masked_patches_pre_train_a_model_that_can_be_fine_tuned(digits, folder)
         workers={"num_workers": 1},
     )  # fmt: skip
     outcome = finetune(tuned)
-    assert outcome.is_complete
     assert outcome.run_id is not None
     recorded = MlflowClient(tuned.tracking.uri).get_run(outcome.run_id)
     assert tags_of(recorded.data.tags)["vit_ray.init_run"] == result.run_id

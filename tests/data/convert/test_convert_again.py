@@ -1,11 +1,9 @@
-"""A conversion that is run again: done, interrupted, or of a source that has changed."""
+"""A conversion that is run again: done, or of a source or settings that have changed."""
 
-import contextlib
 import csv
 import io
+import json
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,18 +13,19 @@ import pytest
 
 from tests.data.convert.archives import tar_of
 from tests.data.convert.conftest import stopped_at
-from tests.data.converting import convert
+from tests.data.converting import config_of, convert
 from tests.data.pictures import jpeg
 from tests.data.s3_server import create_bucket, serve_conditional_s3, this_process_uses
 from vit_ray.data import open_dataset
 from vit_ray.data.convert import conversion, index
 from vit_ray.data.convert.finished_sets import verify
+from vit_ray.data.convert.sources import units_of
 from vit_ray.storage import locate
 
-SMALL = {"rows_per_row_group": 4, "shard_mib": 0.01, "seed": 3}
+SMALL: dict[str, Any] = {"rows_per_row_group": 4, "shard_mib": 0.01, "seed": 3}
 
 
-def write_files(folder: Path, numbers: range) -> dict[str, str]:
+def write_classes(folder: Path, numbers: range) -> dict[str, str]:
     """Files of two classes, those that are there left alone; key to class."""
     found = {}
     for i in numbers:
@@ -59,6 +58,18 @@ def write_tar(file: Path, numbers: list[int]) -> dict[str, str]:
     return {f"{file.stem}/{i:03d}": "dog" if i % 2 else "cat" for i in numbers}
 
 
+def write_source(source: Path, count: int = 20) -> dict[str, str]:
+    """Of the kind that its name says: class folders, a list, or an archive; key to class."""
+    if source.suffix == ".tar":
+        # Another has the same size, and its time is not set back.
+        return write_tar(source, list(range(20)) if count == 20 else list(range(19, -1, -1)))
+    if source.suffix == ".csv":
+        rows = write_classes(source.parent, range(count))
+        write_list(source, rows)
+        return rows
+    return write_classes(source, range(count))
+
+
 def pictures_of(target: Path) -> dict[str, tuple[str, int]]:
     """Key to class and checksum of the image, in the order of samples."""
     manifest = open_dataset(str(target))
@@ -73,73 +84,27 @@ def labels_of(target: Path) -> dict[str, str]:
     return {key: label for key, (label, _) in pictures_of(target).items()}
 
 
-def test_a_label_that_is_mended_after_an_error_is_read_again(serial, tmp_path):
-    rows = write_files(tmp_path, range(20))
-    write_list(tmp_path / "list.csv", rows | {"cat/004.jpg": "cta"})
-    options: dict[str, Any] = {"classes": ["cat", "dog"], **SMALL}
-    with pytest.raises(ValueError, match=r"labels \['cta'\] are not in the classes"):
-        convert(str(tmp_path / "list.csv"), str(tmp_path / "set"), **options)
-    write_list(tmp_path / "list.csv", rows)
-    convert(str(tmp_path / "list.csv"), str(tmp_path / "set"), **options)
-    assert labels_of(tmp_path / "set") == rows
-
-
-def grow_files(source: Path) -> dict[str, str]:
-    return write_files(source, range(30))
-
-
-def grow_list(source: Path) -> dict[str, str]:
-    rows = write_files(source.parent, range(30))
-    write_list(source, rows)
-    return rows
-
-
-def turn_tar(source: Path) -> dict[str, str]:
-    """As large as before, and its time is not set back."""
-    return write_tar(source, list(range(19, -1, -1)))
-
-
-def begin_files(source: Path) -> None:
-    write_files(source, range(20))
-
-
-def begin_list(source: Path) -> None:
-    write_list(source, write_files(source.parent, range(20)))
-
-
-def begin_tar(source: Path) -> None:
-    write_tar(source, list(range(20)))
-
-
-CHANGES: dict[str, tuple[Callable[[Path], None], Callable[[Path], dict[str, str]]]] = {
-    "source": (begin_files, grow_files),
-    "list.csv": (begin_list, grow_list),
-    "a.tar": (begin_tar, turn_tar),
-}
-
-
 @pytest.mark.parametrize("function", ["shards_for", "make_shards", "commit"])
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", ["source", "list.csv", "a.tar"])
 def test_a_source_that_changed_meanwhile_is_converted_as_it_is_now(
     serial, tmp_path, monkeypatch, name, function
 ):
     source, target = tmp_path / name, tmp_path / "set"
-    begin, change = CHANGES[name]
-    begin(source)
+    write_source(source)
     with stopped_at(monkeypatch, function, is_done=False):
-        convert(str(source), str(target), **SMALL)
-    expected = change(source)
-    report = convert(str(source), str(target), **SMALL)
+        convert(source, target, **SMALL)
+    expected = write_source(source, 30)
+    report = convert(source, target, **SMALL)
     assert labels_of(target) == expected
     assert len(list(target.glob("part-*"))) == report.num_shards
-    convert(str(source), str(tmp_path / "undisturbed"), **SMALL)
+    convert(source, tmp_path / "undisturbed", **SMALL)
     assert pictures_of(target) == pictures_of(tmp_path / "undisturbed")
 
 
 def test_a_source_that_changed_twice_has_the_rows_that_it_has_now(serial, tmp_path, monkeypatch):
     """The second change takes the first back, whose rows were indexed, and killed before facts."""
     source, target = tmp_path / "list.csv", tmp_path / "set"
-    rows = write_files(tmp_path, range(20))
+    rows = write_classes(tmp_path, range(20))
     wrong = rows | {"cat/004.jpg": "dog"}
     for listed, at in ((rows, (conversion, "RowStore")), (wrong, (index, "write_facts"))):
         write_list(source, listed)
@@ -152,25 +117,25 @@ def test_a_source_that_changed_twice_has_the_rows_that_it_has_now(serial, tmp_pa
     assert labels_of(target) == rows
 
 
-def test_a_source_that_changed_is_listed_once(serial, tmp_path, monkeypatch):
-    begin_files(tmp_path / "source")
-    with stopped_at(monkeypatch, "commit", is_done=False):
-        convert(tmp_path / "source", tmp_path / "set", **SMALL)
-    grow_files(tmp_path / "source")
-    units_of = Mock(wraps=conversion.units_of)
-    monkeypatch.setattr(conversion, "units_of", units_of)
-    convert(tmp_path / "source", tmp_path / "set", **SMALL)
-    units_of.assert_called_once()
-
-
-def test_files_are_listed_once(serial, tmp_path, monkeypatch):
-    listed, plain = Counter[str](), index.rows_of
-    monkeypatch.setattr(
-        index, "rows_of", lambda unit, **keys: listed.update([unit.name]) or plain(unit, **keys)
-    )
-    begin_files(tmp_path / "source")
-    convert(tmp_path / "source", tmp_path / "set", **SMALL)
-    assert listed == {"cat": 1, "dog": 1}
+def test_a_late_task_of_an_earlier_listing_replaces_no_rows(serial, tmp_path, monkeypatch):
+    config = config_of(tmp_path / "a.jsonl", tmp_path / "set")
+    staging, listed = locate(str(tmp_path / "staging")), []
+    for label in ("old", "new"):
+        (tmp_path / "a.jsonl").write_text(json.dumps({"path": "1.jpg", "label": label}))
+        units = units_of(config)
+        rows, version = index._listed(units[0])
+        listed.append((list(rows), version))
+    (part,), *_ = index.build_index(units, staging, config)
+    monkeypatch.setattr(index, "_listed", lambda _: listed[0])
+    index._index(units, staging.uri)
+    (table,) = index.read_groups(part)
+    assert table["labels"].to_pylist() == [["new"]]
+    assert len(list((tmp_path / "staging").glob("*.parquet"))) == 2
+    monkeypatch.setattr(index, "_listed", lambda _: listed[1])
+    index.build_index(units, staging, config)
+    assert [file.stem for file in (tmp_path / "staging").glob("*.parquet")] == [
+        Path(part.path).stem
+    ]
 
 
 @pytest.mark.parametrize("name", ["source", "a.tar"])
@@ -178,7 +143,7 @@ def test_a_source_that_changes_while_it_is_converted_is_an_error(
     serial, tmp_path, monkeypatch, name
 ):
     source, target = tmp_path / name, tmp_path / "set"
-    CHANGES[name][0](source)
+    write_source(source)
     changed = source / "cat" / "004.jpg" if source.is_dir() else source
     with monkeypatch.context() as patch:
         make = conversion.make_shards
@@ -190,20 +155,12 @@ def test_a_source_that_changes_while_it_is_converted_is_an_error(
 
         patch.setattr(conversion, "make_shards", change_first)
         with pytest.raises(ValueError, match=rf"{changed} has changed since .* same command again"):
-            convert(str(source), str(target), **SMALL)
+            convert(source, target, **SMALL)
     assert not (target / "manifest.parquet").exists()
     changed.unlink()
-    CHANGES[name][0](source)
-    assert convert(str(source), str(target), **SMALL).num_images == 20
+    write_source(source)
+    assert convert(source, target, **SMALL).num_images == 20
     assert labels_of(target)
-
-
-@contextlib.contextmanager
-def store() -> Iterator[None]:
-    """S3 with a bucket `source`, which heeds If-Match (rclone's does not)."""
-    with serve_conditional_s3() as port, this_process_uses(port, timeout_s=60):
-        create_bucket("source")
-        yield
 
 
 def test_an_object_that_changes_while_it_is_converted_is_an_error(serial, tmp_path, monkeypatch):
@@ -211,7 +168,9 @@ def test_an_object_that_changes_while_it_is_converted_is_an_error(serial, tmp_pa
         write_tar(tmp_path / "a.tar", numbers)
         locate(f"s3://source/{name}/a.tar").write((tmp_path / "a.tar").read_bytes())
 
-    with store():
+    # It heeds If-Match, unlike rclone's.
+    with serve_conditional_s3() as port, this_process_uses(port, timeout_s=60):
+        create_bucket("source")
         upload("tars", list(range(20)))
         for i in range(20):
             image = jpeg(i, 40, 50)
@@ -237,9 +196,9 @@ def test_an_object_that_changes_while_it_is_converted_is_an_error(serial, tmp_pa
 
 
 def test_what_is_done_is_not_done_again(serial, tmp_path, monkeypatch):
-    begin_list(tmp_path / "list.csv")
+    write_source(tmp_path / "list.csv")
     monkeypatch.chdir(tmp_path)
-    first = convert(str(tmp_path / "list.csv"), str(tmp_path / "set"), **SMALL)
+    first = convert(tmp_path / "list.csv", tmp_path / "set", **SMALL)
     assert not first.was_done
     made = {file: file.stat().st_mtime_ns for file in (tmp_path / "set").iterdir()}
     os.utime(tmp_path / "list.csv")  # touched, and not changed
@@ -251,13 +210,13 @@ def test_what_is_done_is_not_done_again(serial, tmp_path, monkeypatch):
 
 def test_a_conversion_that_was_killed_after_its_commit_is_done(serial, tmp_path, monkeypatch):
     source, targets = tmp_path / "source", [tmp_path / "set", tmp_path / "other"]
-    begin_files(source)
+    write_source(source)
     for target in targets:
         with stopped_at(monkeypatch, "commit", is_done=True):
             convert(source, target, **SMALL)
         assert (target / "_staging" / "plan.json").exists()
     assert convert(source, targets[0], **SMALL).was_done
-    grow_files(source)
+    write_source(source, 30)
     with pytest.raises(ValueError, match="its source has changed since"):
         convert(source, targets[1], **SMALL)
     for target in targets:
@@ -266,33 +225,33 @@ def test_a_conversion_that_was_killed_after_its_commit_is_done(serial, tmp_path,
 
 
 def test_other_settings_are_listed(serial, tmp_path, monkeypatch):
-    begin_files(tmp_path / "source")
+    write_source(tmp_path / "source")
     with stopped_at(monkeypatch, "commit", is_done=False):
-        convert(str(tmp_path / "source"), str(tmp_path / "set"), **SMALL)
+        convert(tmp_path / "source", tmp_path / "set", **SMALL)
     other: dict[str, Any] = SMALL | {"seed": 4, "shrink_to": 30}
     why = r"seed=4 \(it was 3\), convert.shrink_to=30 \(it was None\)"
     with pytest.raises(ValueError, match=rf"conversion of other settings: {why}; repeat"):
-        convert(str(tmp_path / "source"), str(tmp_path / "set"), **other)
-    convert(str(tmp_path / "source"), str(tmp_path / "set"), **SMALL)
+        convert(tmp_path / "source", tmp_path / "set", **other)
+    convert(tmp_path / "source", tmp_path / "set", **SMALL)
     with pytest.raises(ValueError, match=rf"already holds a data set of other settings: {why};"):
-        convert(str(tmp_path / "source"), str(tmp_path / "set"), **other)
+        convert(tmp_path / "source", tmp_path / "set", **other)
 
 
 def test_what_has_changed_in_a_source_is_listed(serial, tmp_path):
     for name in ("a", "b", "c"):
         write_tar(tmp_path / "tars" / f"{name}.tar", list(range(6)))
-    convert(str(tmp_path / "tars"), str(tmp_path / "set"), **SMALL)
+    convert(tmp_path / "tars", tmp_path / "set", **SMALL)
     write_tar(tmp_path / "tars" / "d.tar", [1, 2])
     write_tar(tmp_path / "tars" / "b.tar", [5, 4, 3, 2, 1, 0])
     (tmp_path / "tars" / "c.tar").unlink()
     why = r"source has changed since: \S*d.tar new, \S*b.tar changed, \S*c.tar gone; choose another"
     with pytest.raises(ValueError, match=why):
-        convert(str(tmp_path / "tars"), str(tmp_path / "set"), **SMALL)
+        convert(tmp_path / "tars", tmp_path / "set", **SMALL)
     assert verify(str(tmp_path / "set")).problems == []
 
 
 def test_a_set_without_its_record_is_refused(serial, tmp_path):
-    begin_files(tmp_path / "source")
+    write_source(tmp_path / "source")
     convert(tmp_path / "source", tmp_path / "set", **SMALL)
     (tmp_path / "set" / "source.json").unlink()
     with pytest.raises(ValueError, match=r"holds no data set with its source.json: it has 'dama"):
@@ -304,7 +263,7 @@ def test_a_refused_conversion_leaves_nothing_in_a_set_that_another_has_finished(
 ):
     """It looked before the other had ended, and got the lock after that."""
     source, target = tmp_path / "source", tmp_path / "set"
-    begin_files(source)
+    write_source(source)
     alone = conversion._alone
     found: list[Any] = []
 
@@ -323,7 +282,7 @@ def test_a_refused_conversion_leaves_nothing_in_a_set_that_another_has_finished(
 
 def test_shards_whose_plan_was_deleted_are_not_those_of_another_plan(serial, tmp_path, monkeypatch):
     source, target = tmp_path / "source", tmp_path / "set"
-    begin_files(source)
+    write_source(source)
     with stopped_at(monkeypatch, "commit", is_done=False):
         convert(source, target, **SMALL)
     (target / "_staging" / "plan.json").unlink()
@@ -340,7 +299,7 @@ def test_shards_whose_plan_was_deleted_are_not_those_of_another_plan(serial, tmp
 
 def test_a_conversion_without_a_plan_overwrites_no_file_of_the_user(serial, tmp_path, monkeypatch):
     source, target = tmp_path / "source", tmp_path / "set"
-    begin_files(source)
+    write_source(source)
     with stopped_at(monkeypatch, "shards_for", is_done=False):
         convert(source, target, **SMALL)
     (target / "_staging" / "lock-00000001.json").write_text("{}")

@@ -1,0 +1,236 @@
+"""A conversion that is refused, stopped, killed or damaged, and run again on the same source."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from tests.data.convert.conftest import stopped_at
+from tests.data.converting import convert
+from tests.data.pictures import write_class_folders
+from tests.data.small_sets import flips
+from vit_ray.data import open_dataset
+from vit_ray.data.convert import shards
+from vit_ray.data.convert.index import parquet_output, read_facts, read_groups, write_facts
+from vit_ray.data.convert.rows import Row
+from vit_ray.storage import Location, locate
+
+SETTINGS: dict[str, Any] = {"rows_per_row_group": 8, "shard_mib": 0.1, "seed": 3}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a data set."""
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_a_refusal_is_lifted_without_a_second_conversion(serial, tmp_path, monkeypatch):
+    source = tmp_path / "source"
+    write_class_folders(source, num_classes=1, per_class=98)
+    for name in "ab":
+        (source / "class_0" / f"{name}.jpg").write_bytes(b"broken")
+    options = {"rows_per_row_group": 8, "shard_mib": 0.05}
+    told = r"2 of 100 .*max_rejected_fraction=0.01; .* with convert.max_rejected_fraction=0.02"
+    with pytest.raises(ValueError, match=told):
+        convert(source, tmp_path / "set", **options)
+    monkeypatch.setattr(shards, "read_ahead", lambda _: pytest.fail("made again"))
+    report = convert(source, tmp_path / "set", max_rejected_fraction=0.02, **options)
+    assert (report.num_images, report.num_rejected) == (98, 2)
+
+
+def test_a_refusal_leaves_no_list_that_stands_in_the_way_of_a_mended_source(serial, tmp_path):
+    source, target = tmp_path / "source", tmp_path / "set"
+    write_class_folders(source, num_classes=1, per_class=8)
+    (source / "class_0" / "broken.jpg").write_bytes(b"broken")
+    listed = [f"{file.relative_to(tmp_path)},0\n" for file in sorted(source.glob("*/*"))]
+    rows = tmp_path / "list.csv"
+
+    def convert_list(text: str) -> int:
+        rows.write_text(text)
+        return convert(rows, target).num_images
+
+    with pytest.raises(ValueError, match="1 of 9 "):
+        convert_list("path,label\n" + "".join(listed))
+    kept = [line for line in listed if "broken" not in line]
+    with pytest.raises(ValueError, match="1 integers from 5 to 5, and not 0 to 0"):
+        convert_list("path,label\n" + "".join(kept).replace(",0", ",5"))
+    assert convert_list("path,label\n" + "".join(kept)) == 8
+
+
+def test_a_restart_makes_only_the_shards_that_were_not_finished(
+    serial, image_folder, tmp_path, monkeypatch
+):
+    target, staging = tmp_path / "set", tmp_path / "set" / "_staging"
+    with stopped_at(monkeypatch, "commit", is_done=False):
+        convert(image_folder, target, **SETTINGS)
+    with pytest.raises(ValueError, match="run the same convert command again"):
+        open_dataset(str(target))
+    parts = sorted(target.glob("part-*.parquet"))
+    content = parts[1].read_bytes()
+    (staging / "shard-000001.json").unlink()
+    (staging / "lock-00000001.json.0123abcd.tmp").touch()  # killed while it renewed it
+    parts[1].write_bytes(b"half written")
+    made = {file: file.stat().st_mtime_ns for file in parts}
+    assert convert(image_folder, target, **SETTINGS).num_images == 300
+    again = {file: file.stat().st_mtime_ns for file in parts}
+    assert {file for file in parts if made[file] != again[file]} == {parts[1]}
+    assert parts[1].read_bytes() == content
+    assert not staging.exists()
+
+
+def test_a_restart_keeps_the_index_of_finished_units(serial, image_folder, tmp_path, monkeypatch):
+    target = tmp_path / "set"
+    with stopped_at(monkeypatch, "shards_for", is_done=False):
+        convert(image_folder, target, seed=1)
+    index = {file: file.stat().st_mtime_ns for file in (target / "_staging").glob("index-*")}
+    assert len(index) == 6
+    next(file for file in index if file.suffix == ".json").unlink()
+    with stopped_at(monkeypatch, "commit", is_done=False):
+        convert(image_folder, target, seed=1)
+    again = [file for file, made in index.items() if file.stat().st_mtime_ns != made]
+    assert len({file.stem for file in again}) == 1
+    with stopped_at(monkeypatch, "shards_for", is_done=False):
+        convert(image_folder, tmp_path / "other", seed=1)
+    assert convert(image_folder, tmp_path / "other", seed=2).num_images == 300
+
+
+def test_a_conversion_killed_right_before_its_manifest_is_finished_by_a_restart(
+    serial, image_folder, tmp_path, monkeypatch
+):
+    target = tmp_path / "set"
+    with stopped_at(monkeypatch, "_write_manifest", is_done=False):
+        convert(image_folder, target, seed=1)
+    assert not (target / "manifest.parquet").exists()
+    monkeypatch.setattr(shards, "read_ahead", lambda _: pytest.fail("made again"))
+    report = convert(image_folder, target, seed=1)
+    assert report.fingerprint == open_dataset(str(target)).fingerprint
+    assert not (target / "_staging").exists()
+
+
+STUCK_AFTER_FIVE_SHARDS = """
+import sys, time
+import ray
+from tests.data.converting import convert
+from vit_ray.data.convert import shards as module
+
+def stuck(shard, *shared):
+    from vit_ray.data.convert import shards as module
+    check, seen = module.checked, []
+    def get_stuck(*row):
+        seen.append(row)
+        if shard >= 5 and len(seen) == 4:
+            time.sleep(600)
+        return check(*row)
+    module.checked = get_stuck
+    try:
+        return module.make_shard(shard, *shared)
+    finally:
+        module.checked = check
+
+run_tasks = module.run_tasks
+module.run_tasks = lambda work, *others, **shown: run_tasks(stuck, *others, **shown)
+ray.init(address=sys.argv[1], log_to_driver=False)
+convert(sys.argv[2], sys.argv[3], rows_per_row_group=8, shard_mib=0.02, seed=3)
+"""
+
+
+@pytest.mark.slow
+def test_a_conversion_killed_in_the_middle_goes_on_where_it_was(
+    ray_cluster, image_folder, tmp_path
+):
+    """The driver is a process of its own, and is killed while shards are half written."""
+    target, staging = tmp_path / "set", tmp_path / "set" / "_staging"
+    command = [sys.executable, "-c", STUCK_AFTER_FIVE_SHARDS, ray_cluster.address]
+    with subprocess.Popen([*command, str(image_folder), str(target)]) as driver:
+        while len(list(staging.glob("shard-*.json"))) < 5 or not list(target.glob("part-*.tmp")):
+            assert driver.poll() is None
+            time.sleep(0.05)
+        driver.kill()
+    finished = {file: file.stat() for file in target.glob("part-*.parquet")}
+    assert len(finished) == 5
+    settings = SETTINGS | {"shard_mib": 0.02}
+    convert(image_folder, target, **settings)
+    for file, before in finished.items():
+        after = file.stat()
+        assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    convert(image_folder, tmp_path / "undisturbed", **settings)
+    assert contents(target) == contents(tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "footer", "gone"])
+def test_a_shard_that_is_not_as_written_is_no_part_of_a_data_set(
+    serial, image_folder, tmp_path, monkeypatch, damage
+):
+    """Nor a reason to begin from the start: the command again makes the shard anew."""
+    target = tmp_path / "set"
+    with stopped_at(monkeypatch, "commit", is_done=False):
+        convert(image_folder, target, **SETTINGS)
+    parts = sorted(target.glob("part-*.parquet"))
+    content = parts[1].read_bytes()
+    spoilt = {"empty": b"", "cut": content[:-1], "footer": content[:-9] + bytes(9)}
+    parts[1].unlink()
+    if damage in spoilt:
+        parts[1].write_bytes(spoilt[damage])
+    with pytest.raises(ValueError, match=rf"1 of {len(parts)} shards .*part-00001.*run the same"):
+        convert(image_folder, target, **SETTINGS)
+    assert not (target / "manifest.parquet").exists()
+    made = parts[0].stat().st_mtime_ns
+    assert convert(image_folder, target, **SETTINGS).num_images == 300
+    assert parts[1].read_bytes() == content
+    assert parts[0].stat().st_mtime_ns == made
+
+
+FACTS = {"rows": [64, 64, 12], "row_group_crc32": [7, 8, 9], "reason": "of\ntwo lines \u00fc"}
+TABLE = pa.table({"key": [f"image {i}" for i in range(20)]})
+
+
+@pytest.fixture
+def facts(tmp_path: Path) -> Location:
+    """A file of the staging folder."""
+    file = locate(str(tmp_path / "shard-000000.json"))
+    write_facts(file, FACTS)
+    return file
+
+
+def test_every_flipped_bit_of_staged_facts_is_found(facts):
+    assert read_facts(facts) == FACTS
+    for flip in flips(Path(facts.path), bits_per_byte=2):
+        with pytest.raises(ValueError, match="is not what was written"):
+            pytest.fail(f"{flip}: read as {read_facts(facts)}")
+
+
+def test_staged_facts_that_flip_on_the_way_are_read_again(facts, monkeypatch):
+    whole = facts.read()
+    answers = [whole.replace(b"64", b"65", 1), whole]
+    monkeypatch.setattr(Location, "read", lambda _: answers.pop(0))
+    assert read_facts(facts) == FACTS
+    assert answers == []
+
+
+def test_a_flipped_bit_of_a_staged_table_is_no_other_value(tmp_path):
+    file = locate(str(tmp_path / "index.parquet"))
+    with parquet_output(file, TABLE.schema) as writer:
+        writer.write_table(TABLE, row_group_size=10)
+    assert pa.concat_tables(read_groups(file)).equals(TABLE)
+    for flip in flips(Path(file.path), bits_per_byte=1):
+        try:
+            found = pa.concat_tables(read_groups(file))
+            # Names and types stand in the footer, which has no checksum.
+            values = found.rename_columns(TABLE.column_names).cast(TABLE.schema)
+        except (pa.ArrowException, OSError, KeyError, ValueError):
+            continue
+        # Rows that are missing are found when all images are counted.
+        assert values.equals(TABLE) or values.num_rows != TABLE.num_rows, flip
+
+
+def test_staged_images_that_are_gone_or_short_are_no_rejected_rows(tmp_path):
+    pack = tmp_path / "index-0.bin"
+    with pytest.raises(FileNotFoundError):
+        Row("key", path=str(pack), offset=0, length=9).read()
+    pack.write_bytes(b"12345")
+    with pytest.raises(OSError, match="3 of 9 bytes at 2 are there"):
+        Row("key", path=str(pack), offset=2, length=9).read()
+    assert Row("key", path=str(pack), offset=2, length=3).read() == b"345"

@@ -4,6 +4,7 @@ import io
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,10 +13,9 @@ from PIL import Image
 from scipy.special import expit, softmax
 
 from vit_ray.evaluation.accuracy import KINDS, ExampleImages
-from vit_ray.evaluation.examples import SIDE, sheet, square, strip, training_files
+from vit_ray.evaluation.examples import SIDE, square, training_files
 
 NUM_IMAGES, NUM_CLASSES = 60, 5
-NO_PREDICTION = {"predicted": None, "probability": None, "loss": None}
 NAMES = ["a", 'b "quoted"', "<b>", "=1+1", "e"]
 
 
@@ -38,8 +38,9 @@ def whole():
     }
 
 
-def kept(whole, num_ranks, order):
-    ranks = [ExampleImages() for _ in range(num_ranks)]
+def kept(whole, num_ranks, order, is_sigmoid=False):
+    """The files of all ranks, each a thread, which get parts of the images in turn."""
+    ranks = [ExampleImages(is_sigmoid=is_sigmoid) for _ in range(num_ranks)]
     for number, part in enumerate(np.array_split(order, 9)):
         columns = {
             key: value[part] if key == "samples" else torch.from_numpy(value[part])
@@ -71,9 +72,11 @@ def shades(picture):
     return [round(int(pixels[9, first + 9, 0]) / 4) for first in range(0, pixels.shape[1], SIDE)]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_the_first_and_the_worst_of_all_ranks_are_kept(whole, num_ranks):
-    files = kept(whole, num_ranks, np.random.default_rng(num_ranks).permutation(NUM_IMAGES))
+@pytest.mark.parametrize(("num_ranks", "is_sigmoid"), [(1, True), (3, False)])
+def test_the_first_and_the_worst_of_all_ranks_are_kept(whole, num_ranks, is_sigmoid):
+    order = np.random.default_rng(num_ranks).permutation(NUM_IMAGES)
+    files = kept(whole, num_ranks, order, is_sigmoid)
+    probabilities = (expit if is_sigmoid else partial(softmax, axis=1))(whole["logits"])
     real = [i for i in range(NUM_IMAGES - 4) if whole["labels"][i, 0] >= 0 or i % 5 == 0]
     predicted = whole["logits"].argmax(axis=1)
     wrong = [i for i in real if predicted[i] not in whole["labels"][i]]
@@ -86,18 +89,15 @@ def test_the_first_and_the_worst_of_all_ranks_are_kept(whole, num_ranks):
             assert one["classes"] == [NAMES[k] for k in whole["labels"][i] if k >= 0]
             assert one["predicted"] == NAMES[predicted[i]]
             assert one["loss"] == pytest.approx(whole["losses"][i])
-            assert one["probability"] == pytest.approx(softmax(whole["logits"][i]).max(), rel=1e-6)
-
-
-def test_without_errors_there_is_no_picture_of_them(whole):
-    right = {**whole, "labels": whole["logits"].argmax(axis=1)[:, None]}
-    assert {*kept(right, 2, np.arange(NUM_IMAGES))} == {"examples.jpg", "examples.json"}
+            assert one["probability"] == pytest.approx(probabilities[i].max(), rel=1e-6)
 
 
 def test_losses_and_scores_that_are_no_numbers_do_no_harm(whole):
     bad = {**whole, "losses": np.full(NUM_IMAGES, np.nan), "logits": whole["logits"] * np.inf}
     files = kept(bad, 2, np.arange(NUM_IMAGES))
     assert len(json.loads(files["errors.json"])) == KINDS["errors"]
+    right = {**whole, "labels": whole["logits"].argmax(axis=1)[:, None]}
+    assert {*kept(right, 2, np.arange(NUM_IMAGES))} == {"examples.jpg", "examples.json"}
 
 
 @pytest.mark.parametrize(("shape", "edge"), [((32, 64), 24), ((300, 100), 32), ((96, 96), 0)])
@@ -117,38 +117,6 @@ def test_training_crops_have_their_classes():
     files = training_files(images, [7, 8, 9], labels, NAMES)
     assert shades(files["training.jpg"]) == [0, 1, 2]
     assert json.loads(files["training.json"]) == [
-        {**NO_PREDICTION, "sample": 7, "classes": ["a", "<b>"]},
-        {**NO_PREDICTION, "sample": 8, "classes": ['b "quoted"']},
-        {**NO_PREDICTION, "sample": 9, "classes": []},
+        {"sample": sample, "classes": names, "predicted": None, "probability": None, "loss": None}
+        for sample, names in ((7, ["a", "<b>"]), (8, ['b "quoted"']), (9, []))
     ]
-
-
-def test_a_model_of_sigmoids_gives_each_class_its_own_probability(whole):
-    ranks = ExampleImages(is_sigmoid=True)
-    ranks.add_batch(**{k: v if k == "samples" else torch.from_numpy(v) for k, v in whole.items()})
-    files = ranks.files(NAMES, lambda rows: rows)
-    for one in json.loads(files["examples.json"]):
-        best = whole["logits"][one["sample"]].max()
-        assert one["probability"] == pytest.approx(expit(best), rel=1e-6)
-
-
-def test_captions_are_below_their_own_image_and_no_wider():
-    """The same letters as the text alone gives; a long text ends before the next square."""
-    squares = [np.zeros((SIDE, SIDE, 3), np.uint8)] * 3
-
-    def inked(*captions):
-        pixels = np.asarray(Image.open(io.BytesIO(strip(squares[: len(captions)], captions))))
-        return pixels[SIDE + 2 :, :, 0] < 128  # JPEG mixes rows at the edge
-
-    alone, in_row = inked(["great\nauk"]), inked([], ["great auk"], [])
-    assert alone.any()
-    assert (in_row[:, SIDE : 2 * SIDE] == alone).all()
-    assert not in_row[:, :SIDE].any()
-    assert not inked(["W" * 50], [], [])[:, SIDE:].any()
-
-
-def test_a_title_that_is_wider_than_its_images_is_whole():
-    image, title = np.full((8, 8, 3), 128, np.uint8), "a-long-name-of-a-run, step 361: images " * 2
-    pages = (np.asarray(sheet([image] * count, [""] * count, title)) for count in (1, 8))
-    inked = [int((page[:28] < 128).sum()) for page in pages]
-    assert inked[0] == inked[1] > 0

@@ -92,34 +92,6 @@ def test_accuracy_is_that_of_scikit_learns_ridge_on_the_same_draws(shot, seed):
     assert measured.accuracies()[shot][seed] == pytest.approx(expected, abs=1e-12)
 
 
-def test_what_one_rank_finds_wrong_all_ranks_learn_from_the_sums():
-    pool, labels, test, test_labels = _digits()
-    broken = pool.copy()
-    broken[ranks_in_class(labels, 10, 0) == 24, 3] = np.nan
-    measured = FewShot(labels, 10, shots=(25,), seeds=1)
-    measured.add_examples(broken, np.arange(len(labels)))
-    with pytest.raises(ValueError, match="a train feature is not finite"):
-        measured.solve()
-
-    def counts_of(tests, its_labels):
-        measured = FewShot(labels, 10, shots=(1,), seeds=1)
-        measured.add_examples(pool, np.arange(len(labels)))
-        measured.solve()
-        measured.add_tests(tests, its_labels)
-        return measured, measured.counts
-
-    good, counts = counts_of(test, test_labels)
-    _, of_infinite = counts_of(
-        np.where(np.arange(len(test))[:, None] < 2, np.inf, test), test_labels
-    )
-    with pytest.raises(ValueError, match="features of 2 test images are not finite"):
-        good.accuracies(counts + of_infinite)
-    _, of_unlabelled = counts_of(test, np.full(len(test), -1))
-    with pytest.raises(ValueError, match="797 test images have no label from 0 to 9"):
-        good.accuracies(counts + of_unlabelled)
-    good.accuracies(counts)
-
-
 def test_images_without_a_label_are_never_drawn():
     labels = np.array([0, -1, 1, -1, 0, 1])
     ranks = ranks_in_class(labels, 2, 0)
@@ -149,38 +121,54 @@ def test_the_mean_over_seeds_is_the_mean_of_different_draws():
     assert all(0.0 < value < 1.0 for value in (second, third))
 
 
-def test_a_class_with_too_few_examples_is_named():
-    labels = np.array([0, 0, 0, 1, 1, 2])
-    examples = np.bincount(labels)
-    with pytest.raises(
-        ValueError, match=r"class 2 has 1 examples.*5 are needed; use shots up to 1"
-    ):
-        require_shots(examples, shots=(1, 5))
-    with pytest.raises(ValueError, match=r"class 2 \('dog'\) has 1 examples"):
-        require_shots(examples, shots=(5,), classes=["ant", "cat", "dog"])
-    with pytest.raises(ValueError, match=r"class 1 has 0 examples.*1 are needed; give a larger"):
-        require_shots(np.array([3, 0]), shots=(1,))
-    features = np.zeros((6, 4))
-    with pytest.raises(ValueError, match="class 2 has 1 examples"):
-        few_shot_accuracy(features, labels, features, labels, num_classes=3, shots=(2,))
-    require_shots(examples, shots=(1,))
+def test_what_one_rank_finds_wrong_all_ranks_learn_from_the_sums():
+    pool, labels, test, test_labels = _digits()
+
+    def counts_of(tests, its_labels):
+        measured = FewShot(labels, 10, shots=(1,), seeds=1)
+        measured.add_examples(pool, np.arange(len(labels)))
+        measured.solve()
+        measured.add_tests(tests, its_labels)
+        return measured, measured.counts
+
+    good, counts = counts_of(test, test_labels)
+    infinite = np.where(np.arange(len(test))[:, None] < 2, np.inf, test)
+    with pytest.raises(ValueError, match="2 test images are not finite"):
+        good.accuracies(counts + counts_of(infinite, test_labels)[1])
+    with pytest.raises(ValueError, match="797 test images have no label"):
+        good.accuracies(counts + counts_of(test, np.full(len(test), -1))[1])
+    good.accuracies(counts)
 
 
-def test_bad_features_and_labels_are_refused():
-    good, labels = np.eye(4), np.array([0, 1, 0, 1])
+@pytest.mark.parametrize(
+    ("counts", "shots", "classes", "word"),
+    [
+        ([3, 2, 1], (1, 5), (), "class 2 has 1 examples.*5 are needed; use shots up to 1"),
+        ([3, 2, 1], (5,), ("ant", "cat", "dog"), r"class 2 \('dog'\)"),
+        ([3, 0], (1,), (), "class 1 has 0 examples"),
+    ],
+)
+def test_a_class_with_too_few_examples_is_named(counts, shots, classes, word):
+    with pytest.raises(ValueError, match=word):
+        require_shots(np.array(counts), shots=shots, classes=classes)
+    require_shots(np.array([3, 2, 1]), shots=(1,))
 
-    def accuracy(train=good, train_labels=labels, test=good, test_labels=labels):
-        few_shot_accuracy(train, train_labels, test, test_labels, num_classes=2, shots=(1,))
 
-    with pytest.raises(ValueError, match="1 test images have no label from 0 to 1"):
-        accuracy(test_labels=np.array([0, 1, 2, 0]))
-    with pytest.raises(ValueError, match=r"test features \(4, 3\) and labels"):
-        accuracy(test=good[:, :3])
-    with pytest.raises(ValueError, match=r"train features \(4, 4\) and labels \(3,\)"):
-        accuracy(train_labels=labels[:3])
-    with pytest.raises(ValueError, match="few_shot_test is empty"):
-        accuracy(test=good[:0], test_labels=labels[:0])
-    broken = good.copy()
-    broken[2, 1] = np.inf
-    with pytest.raises(ValueError, match="a train feature is not finite"):
-        accuracy(train=broken)
+GOOD, TWO = np.eye(4), np.array([0, 1, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("train", "train_labels", "test", "test_labels", "word"),
+    [
+        (GOOD, TWO, GOOD, [0, 1, 2, 0], "1 test images have no label"),
+        (GOOD, TWO, GOOD[:, :3], TWO, "test features"),
+        (GOOD, TWO[:3], GOOD, TWO, "train features"),
+        (GOOD, TWO, GOOD[:0], TWO[:0], "few_shot_test"),
+        (np.where(GOOD == 1, np.inf, GOOD), TWO, GOOD, TWO, "a train feature is not finite"),
+        (GOOD, [0, 0, 0, 1], GOOD, TWO, "class 1 has 1 examples"),
+    ],
+)
+def test_bad_features_and_labels_are_refused(train, train_labels, test, test_labels, word):
+    labels = np.array(train_labels), np.array(test_labels)
+    with pytest.raises(ValueError, match=word):
+        few_shot_accuracy(train, labels[0], test, labels[1], num_classes=2, shots=(2,))

@@ -7,7 +7,6 @@ import pytest
 
 from tests.recipes import recipe_with
 from vit_ray.config import Recipe
-from vit_ray.experiments import search_space
 from vit_ray.experiments.search_space import (
     RATE,
     Point,
@@ -30,13 +29,10 @@ def points(**sweep: Any) -> list[Point]:
     return points_of(recipe, recipe.sweep)
 
 
-def test_without_a_space_the_learning_rates_are_the_grid():
+def test_a_grid_is_every_combination_of_any_keys():
     found = points(learning_rates=[0.003, 0.01])
     assert found == [{RATE: 0.003}, {RATE: 0.01}]
     assert [point_name(point) for point in found] == ["lr0.003", "lr0.01"]
-
-
-def test_a_grid_is_every_combination_of_any_keys():
     space = {RATE: [0.01, 0.1], "optim.steps": [500, 2000], "data.augment.kind": ["resize"]}
     found = points(space=space)
     assert len(found) == 4
@@ -49,23 +45,13 @@ def test_a_grid_is_every_combination_of_any_keys():
     assert (changed.data.augment.kind, changed.data.augment.flip) == ("resize", False)
 
 
-def test_a_model_is_checked_once_for_all_points_that_train_it(monkeypatch):
-    checked: list[tuple[str, ...]] = []
-    monkeypatch.setattr(search_space, "check_model", lambda one: checked.append(one.optim.frozen))
-    points(space={RATE: [0.1, 0.2, 0.3], "optim.frozen": [["blocks.0"], ["norm"]]})
-    assert sorted(checked) == [("blocks.0",), ("norm",)]
-
-
 def test_values_of_a_section_change_the_keys_that_they_name():
     space = {"optim": [{"steps": 9, "warmup_steps": 1}, {"steps": 90}]}
     recipe = searched_recipe(space=space).with_changes(optim={"name": "sgd", "clip_norm": 3.0})
     changed = [with_point(recipe, point).optim for point in points(space=space)]
-    assert [(one.steps, one.warmup_steps) for one in changed] == [
-        (9, 1), (90, recipe.optim.warmup_steps)
-    ]  # fmt: skip
+    kept = recipe.optim.warmup_steps
+    assert [(one.steps, one.warmup_steps) for one in changed] == [(9, 1), (90, kept)]
     assert {(one.name, one.clip_norm) for one in changed} == {("sgd", 3.0)}
-    with pytest.raises(ValueError, match=r"data cannot be varied"):
-        points(space={"data": [{"train": "a"}, {"train": "b"}]})
 
 
 def test_a_model_of_another_name_keeps_what_the_recipe_gives_or_is_refused():
@@ -75,11 +61,7 @@ def test_a_model_of_another_name_keeps_what_the_recipe_gives_or_is_refused():
         model={"name": "ViT", "image_size": 32, **sizes}
     )
     assert recipe.sweep is not None
-    told = (
-        r'sweep\.space: model={"name": "ViT-S/16"}: model \'ViT-S/16\' has no option depth, width, '
-        r".*options inherited from another model"
-    )
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=r"sweep\.space: .*'ViT-S/16' has no option depth, width"):
         points_of(recipe, recipe.sweep)
     space["model"][1] |= dict.fromkeys(sizes)
     recipe = recipe.with_changes(sweep={"space": space})
@@ -99,16 +81,15 @@ def test_random_points_are_in_their_ranges_and_the_same_for_the_same_seed():
     assert found[:20] == points(space=space, search="random", num_trials=20)
     assert found[:20] != points(space=space, search="random", num_trials=20, seed=1)
     rates = np.log10([point[RATE] for point in found])
-    assert (rates >= -4).all()
-    assert (rates <= -1).all()
     # A third of the decades each, within 4 standard deviations.
     assert np.histogram(rates, bins=[-4, -3, -2, -1])[0] == pytest.approx([67] * 3, abs=27)
+    assert (rates.min() >= -4, rates.max() <= -1) == (True, True)
     decays = [point["optim.weight_decay"] for point in found]
     assert np.mean(decays) == pytest.approx(0.1, abs=0.02)
     assert {point["optim.warmup_steps"] for point in found} == {0, 1, 2}
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_points_of_lists_are_different_up_to_the_last(seed):
     space = {RATE: [0.003, 0.01, 0.03, 0.1], "optim.steps": [500, 2000]}
     found = points(space=space, search="random", num_trials=8, seed=seed)
@@ -117,38 +98,42 @@ def test_random_points_of_lists_are_different_up_to_the_last(seed):
 
 
 @pytest.mark.parametrize(
-    ("sweep", "key"),
+    ("space", "key"),
     [
-        ({"space": {RATE: [0.1, 0.1]}}, "learning_rate"),
-        ({"space": {RATE: [0.1, -0.1]}}, "learning_rate=-0.1"),
-        ({"space": {"optim.steps": [5, 0]}}, "optim.steps=0"),
-        ({"space": {"optim.lr": [0.1]}}, "unknown key optim.lr"),
-        ({"space": {RATE: []}}, "learning_rate"),
-        ({"space": {RATE: 0.1}}, "learning_rate"),
-        ({"space": {}}, "sweep.space"),
-        ({"space": {"seed": [1, 2]}}, "seed cannot"),
-        ({"space": {"data.held_out_fraction": [0.1]}}, "data.held_out_fraction cannot"),
-        ({"space": {"data": [{"eval": "a"}]}}, "data cannot"),
-        ({"space": {"tracking.uri": ["a"]}}, "tracking.uri cannot"),
-        ({"space": {RATE: {"log_uniform": [0.1, 1.0]}}}, "sweep.search=random"),
-        ({"space": {RATE: {"log_uniform": [0, 1]}}}, "for log_uniform above zero"),
-        ({"space": {RATE: {"uniform": [1, 1]}}}, "from a smaller to a larger"),
-        ({"space": {RATE: {"normal": [0, 1]}}}, "learning_rate"),
-        ({"search": "random", "space": {RATE: [0.1]}}, "num_trials"),
-        ({"num_trials": 3}, "num_trials"),
-        ({"search": "random", "num_trials": 9, "space": {RATE: [0.1, 0.2]}}, "num_trials is 9"),
-        ({"space": {RATE: [0.1, 0.10000001]}}, "have the name lr0.1"),
-        ({"space": {RATE: {"uniform": [False, True]}}}, "learning_rate"),
-        (
-            {"search": "random", "num_trials": 2, "space": {"optim.steps": {"uniform": [1, 9]}}},
-            "optim.steps=",
-        ),
+        ({RATE: [0.1, 0.1]}, "learning_rate"),
+        ({RATE: [0.1, -0.1]}, "learning_rate=-0.1"),
+        ({RATE: [0.1, 0.10000001]}, "have the name lr0.1"),
+        ({RATE: []}, "learning_rate"),
+        ({RATE: 0.1}, "learning_rate"),
+        ({RATE: {"normal": [0, 1]}}, "learning_rate"),
+        ({RATE: {"uniform": [False, True]}}, "learning_rate"),
+        ({RATE: {"log_uniform": [0.1, 1.0]}}, "sweep.search=random"),
+        ({RATE: {"log_uniform": [0, 1]}}, "for log_uniform above zero"),
+        ({RATE: {"uniform": [1, 1]}}, "from a smaller to a larger"),
+        ({"optim.lr": [0.1]}, "unknown key optim.lr"),
+        ({}, "sweep.space"),
+        ({"seed": [1, 2]}, "seed cannot"),
+        ({"data.held_out_fraction": [0.1]}, "data.held_out_fraction cannot"),
+        ({"data": [{"eval": "a"}]}, "data cannot"),
+        ({"tracking.uri": ["a"]}, "tracking.uri cannot"),
     ],
 )
-def test_a_space_that_cannot_work_is_refused(sweep, key):
+def test_a_space_that_cannot_work_is_refused(space, key):
     with pytest.raises(ValueError) as refused:
-        points(**sweep)
+        points(space=space)
     assert key in str(refused.value)
+
+
+def test_random_points_need_a_number_of_trials_that_there_are():
+    rates, steps = {RATE: [0.1, 0.2]}, {"optim.steps": {"uniform": [1, 9]}}
+    with pytest.raises(ValueError, match="num_trials"):
+        points(search="random", space=rates)
+    with pytest.raises(ValueError, match="num_trials"):
+        points(num_trials=3)
+    with pytest.raises(ValueError, match="num_trials is 9"):
+        points(search="random", num_trials=9, space=rates)
+    with pytest.raises(ValueError, match=r"optim\.steps="):
+        points(search="random", num_trials=2, space=steps)
 
 
 def test_trials_hold_out_the_dev_split_and_the_final_run_does_not():

@@ -16,7 +16,6 @@ from tests.checkpoints.written import (
     WEIGHTS_1,
     flip,
     position,
-    read_names,
     snapshots,
     values,
     write_checkpoint,
@@ -65,18 +64,6 @@ def test_what_was_written_is_read_back_whole(run):
         checkpoint.fill(wanted)
 
 
-def test_weights_alone_are_read_for_weights_and_the_files_alone_that_have_a_fragment(
-    run, monkeypatch
-):
-    checkpoint = read_checkpoint(write_checkpoint(run, 3))
-    names = read_names(monkeypatch)
-    checkpoint.weights()
-    assert names == [WEIGHTS_0, WEIGHTS_1]
-    names.clear()
-    checkpoint.fill([("weight", "b", 0, torch.zeros(5)), ("exp_avg", "a", 3, torch.zeros(2))])
-    assert sorted(names) == [REST_0, WEIGHTS_1]
-
-
 def test_it_is_no_checkpoint_until_it_is_committed(run):
     folder = run.child(folder_name(2))
     first, second = snapshots(2)
@@ -119,17 +106,6 @@ def test_no_flip_of_a_bit_of_any_file_is_unnoticed_when_it_is_read(run, every):
         path.write_bytes(whole)
     assert is_read(folder)
     assert count > 11_640 // every
-
-
-@pytest.mark.parametrize(
-    "stray", ["weights-00002-of-00003.safetensors", "commit.json.1a2b3c4d.tmp"]
-)
-def test_files_that_the_marker_does_not_list_do_not_count(run, stray):
-    folder = write_checkpoint(run, 1)
-    (Path(folder.path) / stray).write_text("{}")
-    checkpoint = read_checkpoint(folder)
-    checkpoint.verify()
-    assert torch.equal(checkpoint.weights()["b"], values(1)["b"])
 
 
 def rewrite_marker(folder: Location, change: Callable[[dict], object]) -> None:

@@ -1,20 +1,26 @@
-"""Checkpoints that storage refuses: told, counted whole or not, and in the end an error."""
+"""A rank's part in host memory, and checkpoints that storage refuses."""
 
 import json
 import subprocess
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save
+from torch import Tensor
 
-from tests.checkpoints.written import snapshot_of
+from tests.checkpoints.written import position, snapshot_of
 from vit_ray.checkpoints import checkpoint_writer
 from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name, read_progress
 from vit_ray.checkpoints.checkpoint_format import COMMIT, SavedFile
-from vit_ray.checkpoints.checkpoint_writer import MAX_FAILED_SAVES, CheckpointWriter, Part, Snapshot
+from vit_ray.checkpoints.checkpoint_writer import (
+    MAX_FAILED_SAVES,
+    CheckpointWriter,
+    Part,
+    Snapshot,
+    take_snapshot,
+)
 from vit_ray.checkpoints.run_checkpoints import (
     begin_training,
     list_checkpoints,
@@ -23,6 +29,66 @@ from vit_ray.checkpoints.run_checkpoints import (
 from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.lock import LockLostError, hold_lock, this_process
 from vit_ray.storage import Location, locate
+
+NAMES = ["blocks.10.w", "blocks.2.w", "a", "a.b", "\u00e4", 'quoted "name"', "last"]
+
+
+def state(scale: float) -> dict[str, Tensor]:
+    """Tensors of several sizes, two of them empty, whose keys are not sorted."""
+    sizes = {f"weight|{name}|{i}": 3 * i for i, name in enumerate(NAMES)}
+    return {key: scale * torch.arange(1.0, size + 1) for key, size in sizes.items()}
+
+
+def bytes_of(taken: Snapshot) -> bytes:
+    return taken.memory["weights"].numpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_its_memory_is_the_file_that_safetensors_writes_in_fp32(dtype):
+    kept = {key: values.to(dtype) for key, values in state(0.1).items()}
+    taken = snapshot_of(0, 1, kept, position(1))
+    assert bytes_of(taken) == save({key: values.float() for key, values in kept.items()})
+    counts = {key: values.numel() for key, values in kept.items()}
+    assert taken.tensors == {"weights": counts}
+
+
+def test_what_weights_do_not_need_is_in_a_file_of_its_own():
+    tensors = {f"{kind}|w|0": torch.ones(3) for kind in ("exp_avg", "weight", "average", "u")}
+    taken = snapshot_of(0, 1, tensors, position(1))
+    files = {part: memory.numpy().tobytes() for part, memory in taken.memory.items()}
+    assert files == {
+        "weights": save({"weight|w|0": tensors["weight|w|0"]}),
+        "averages": save({"average|w|0": tensors["average|w|0"]}),
+        "rest": save({key: tensors[key] for key in ("exp_avg|w|0", "u|w|0")}),
+    }
+
+
+def test_views_are_copied_by_their_values():
+    """Views of one storage that overlap, have gaps or repeat an element."""
+    whole = torch.arange(12.0)
+    views = {"weight|a|0": whole[2:8], "weight|b|0": whole[4:10], "weight|c|0": whole[::3],
+             "weight|d|0": whole[:1].expand(5), "weight|e|0": whole[5:5]}  # fmt: skip
+    expected = save({key: values.clone() for key, values in views.items()})
+    taken = snapshot_of(0, 1, views, position(1))
+    whole.zero_()
+    assert bytes_of(taken) == expected
+
+
+def test_the_next_one_takes_the_memory_that_it_is_given_if_it_has_the_size():
+    entries = [("weight", "a", 0, torch.ones(5)), ("weight", "b", 0, torch.zeros(7))]
+    memory = take_snapshot(entries, position(1), 0, 1).memory
+    for _, _, _, values in entries:
+        values.add_(1.0)
+    entries[1] = ("weight", "c", 0, entries[1][3])  # of another name, and of the same size
+    again = take_snapshot(entries, position(2), 0, 1, memory)
+    assert again.memory["weights"].data_ptr() == memory["weights"].data_ptr()
+    assert bytes_of(again) == save(
+        {"weight|a|0": torch.full((5,), 2.0), "weight|c|0": torch.ones(7)}
+    )
+    before = bytes_of(again)
+    fewer = take_snapshot(entries[:1], position(3), 0, 1, memory)
+    assert bytes_of(fewer) == save({"weight|a|0": torch.full((5,), 2.0)})
+    assert bytes_of(again) == before
 
 
 def snapshot(step: int, rank: int = 0, world_size: int = 1, **progress: Any) -> Snapshot:
@@ -48,8 +114,7 @@ class Disk:
         self.events: list[tuple[str, str]] = []
         self._refuses, self._error, self._write = refuses, error, checkpoint_writer.write_snapshot
         monkeypatch.setattr(checkpoint_writer, "write_snapshot", self.write_snapshot)
-        self._threads = ThreadPoolExecutor(ranks)
-        self._meeting, self._parts = Barrier(ranks), [Part([])] * ranks
+        self._parts = [Part([])] * ranks
         self.writers = [
             CheckpointWriter(
                 folder,
@@ -68,18 +133,13 @@ class Disk:
 
     def _gather(self, rank: int, part: Part) -> list[Part]:
         self._parts[rank] = part
-        self._meeting.wait(60)
         return list(self._parts) if rank == 0 else []
 
     def save(self, step: int, **progress: Any) -> None:
-        """All ranks write a step, each in a thread of its own."""
+        """All ranks write a step, the first one last: it waits for the others."""
         ranks = len(self.writers)
-        ended = [
-            self._threads.submit(writer.write, snapshot(step, rank, ranks, **progress))
-            for rank, writer in enumerate(self.writers)
-        ]
-        for one in ended:
-            one.result()
+        for rank in reversed(range(ranks)):
+            self.writers[rank].write(snapshot(step, rank, ranks, **progress))
 
 
 def steps(run: Location) -> list[int]:

@@ -57,7 +57,8 @@ class FakeHub(BaseHTTPRequestHandler):
         if self.command == "GET":
             self.wfile.write(content)
 
-    do_GET = do_HEAD
+    def do_GET(self) -> None:
+        self.do_HEAD()
 
     def log_message(self, *_: object) -> None:
         """Quiet."""

@@ -1,4 +1,4 @@
-"""Small instances of every family, and images for them, for the tests of this folder."""
+"""Small instances of every family, and images for them."""
 
 from typing import Any
 
@@ -19,18 +19,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ResNet": {"stages": (1, 2), "width_factor": 1},
     "AxialResNet": {"stages": (1, 2), "width_factor": 1},
 }
-
-# The eight cells of the paper's Table 8.
-POSITION_VARIANTS = [
-    ("none", "stem"),
-    ("learned_1d", "stem"),
-    ("learned_1d", "every_layer"),
-    ("learned_1d", "every_layer_shared"),
-    ("learned_2d", "stem"),
-    ("learned_2d", "every_layer"),
-    ("learned_2d", "every_layer_shared"),
-    ("relative", "stem"),
-]
 
 
 def small_model(

@@ -12,13 +12,13 @@ from scipy import stats
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from tests.models.small import TINY_VIT, small_model, some_images
-from vit_ray.models import build_model
+from tests.models.small import small_model, some_images
 from vit_ray.models.build import recompute
 from vit_ray.models.counter_random import numbered_keys, random_uint16, sample_keys
 from vit_ray.models.layers import Dropout, StochasticDepth, keyed_dropout
 
 SAMPLES = torch.tensor([7, 1, 300_000_000, 2**40])
+KEYS = sample_keys(SAMPLES, 0, 0)
 VITS = ["ViT", "Axial-ViT", "R+ViT"]
 
 
@@ -38,12 +38,12 @@ def test_elements_are_dropped_at_the_rate_and_the_others_scaled_up(rate):
 
 
 def test_a_rate_just_below_one_keeps_a_share_and_is_scaled_by_it():
-    rate = 0.999999
-    out = keyed_dropout(torch.ones(100, 20_001), sample_keys(torch.arange(100), 0, 0), rate)
-    assert set(out.unique().tolist()) == {0.0, 2.0**16}
-    module = StochasticDepth(rate).train()
-    out = module(torch.ones(500_000, 1), sample_keys(torch.arange(500_000), 0, 0))
-    assert set(out.unique().tolist()) == {0.0, 2.0**16}
+    keys = sample_keys(torch.arange(500_000), 0, 0)
+    for out in (
+        keyed_dropout(torch.ones(100, 20_001), keys[:100], 0.999999),
+        StochasticDepth(0.999999).train()(torch.ones(500_000, 1), keys),
+    ):
+        assert set(out.unique().tolist()) == {0.0, 2.0**16}
 
 
 def test_numbers_are_uniform_in_every_place_of_a_word():
@@ -57,23 +57,17 @@ def test_masks_of_neighbouring_samples_steps_layers_and_seeds_are_independent():
     samples = torch.arange(1000)
     keys = sample_keys(samples, 0, 5)
     mine = masks(keys, 200, 0.5)
-    others = {
-        "sample": mine.roll(1, 0),
-        "element": mine.roll(1, 1),
-        "word": mine.roll(4, 1),
-        "step": masks(sample_keys(samples, 0, 6), 200, 0.5),
-        "seed": masks(sample_keys(samples, 1, 5), 200, 0.5),
-        "layer 0": masks(numbered_keys(keys, 0), 200, 0.5),
-        "layer 1": masks(numbered_keys(keys, 1), 200, 0.5),
-        "place in a layer": masks(numbered_keys(numbered_keys(keys, 0), 1), 200, 0.5),
-    }
-    for name, other in others.items():
-        correlation = np.corrcoef(mine.flatten().numpy(), other.flatten().numpy())[0, 1]
-        # 5 standard errors of the correlation of 200,000 independent pairs.
-        assert abs(correlation) < 5 / math.sqrt(200_000), name
-    layers = [masks(numbered_keys(keys, n), 200, 0.5).flatten().numpy() for n in range(12)]
-    off = np.corrcoef(layers) - np.eye(12)
-    assert np.abs(off).max() < 5 / math.sqrt(200_000)
+    other_keys = [
+        sample_keys(samples, 0, 6),
+        sample_keys(samples, 1, 5),
+        numbered_keys(numbered_keys(keys, 0), 1),
+        *(numbered_keys(keys, layer) for layer in range(12)),
+    ]
+    shifted = [mine.roll(1, 0), mine.roll(1, 1), mine.roll(4, 1)]
+    drawn = [mine, *shifted, *(masks(each, 200, 0.5) for each in other_keys)]
+    correlations = np.corrcoef([mask.flatten().numpy() for mask in drawn]) - np.eye(len(drawn))
+    # 5 standard errors of the correlation of 200,000 independent pairs.
+    assert np.abs(correlations).max() < 5 / math.sqrt(200_000)
 
 
 def test_any_other_words_and_any_other_order_of_them_give_another_key():
@@ -99,40 +93,26 @@ def training_model(family: str, **options: Any) -> torch.nn.Module:
 def test_an_image_gets_its_mask_in_any_batch(family):
     size = (32, 48)  # rows and columns are not as many
     model, images = training_model(family, image_size=size), some_images(4, size).double()
-    keys = sample_keys(SAMPLES, 0, 0)
-    whole = model(images, keys)
-    torch.testing.assert_close(model(images, keys), whole, rtol=0, atol=0)
-    one_by_one = [model(images[i : i + 1], keys[i : i + 1]) for i in (3, 1, 0, 2)]
+    whole = model(images, KEYS)
+    torch.testing.assert_close(model(images, KEYS), whole, rtol=0, atol=0)
+    one_by_one = [model(images[i : i + 1], KEYS[i : i + 1]) for i in (3, 1, 0, 2)]
     torch.testing.assert_close(torch.cat(one_by_one), whole[[3, 1, 0, 2]], rtol=1e-12, atol=1e-12)
     later = model(images, sample_keys(SAMPLES, 0, 1))
     assert (later - whole).abs().max() > 1e-3
-    same_image = model(images[:1].expand(4, -1, -1, -1), keys)
+    same_image = model(images[:1].expand(4, -1, -1, -1), KEYS)
     assert (same_image[0] - same_image[1]).abs().max() > 1e-3
+    model.keep_all_tokens()  # also those on which no output depends
+    torch.testing.assert_close(model(images, KEYS), whole, rtol=1e-12, atol=1e-12)
 
 
-def test_every_place_that_drops_has_a_mask_of_its_own(monkeypatch):
+def test_every_place_that_drops_has_a_mask_of_its_own():
     model = training_model("ViT", stochastic_depth=0.5)
-    seen: list[tuple[int, ...]] = []
-
-    def note(module: Any, args: tuple[Any, ...]) -> None:
-        seen.append(tuple(args[1].tolist()))
-
+    seen: list[int] = []
     for module in model.modules():
         if isinstance(module, Dropout | StochasticDepth):
-            module.register_forward_pre_hook(note)
-    model(some_images(4).double(), sample_keys(SAMPLES, 0, 0))
-    places = 1 + (3 + 2) * 2
-    assert len(seen) == len(set(seen)) == places
-    assert len({key for keys in seen for key in keys}) == 4 * places
-
-
-@pytest.mark.parametrize("family", VITS)
-def test_the_pruned_last_block_drops_as_the_whole_one(family):
-    model, images = training_model(family), some_images(4).double()
-    keys = sample_keys(SAMPLES, 0, 0)
-    pruned = model(images, keys)
-    model.keep_all_tokens()
-    torch.testing.assert_close(pruned, model(images, keys), rtol=1e-12, atol=1e-12)
+            module.register_forward_pre_hook(lambda m, args: seen.extend(args[1].tolist()))
+    model(some_images(4).double(), KEYS)
+    assert len(seen) == len(set(seen)) == 4 * (1 + (3 + 2) * 2)
 
 
 @pytest.mark.parametrize("family", VITS)
@@ -141,18 +121,9 @@ def test_recomputed_blocks_drop_the_same_units(family):
     for every in (0, 1):
         model = training_model(family)
         recompute(model, every)
-        model.zero_grad()
-        model(images, sample_keys(SAMPLES, 0, 0)).square().sum().backward()
-        gradients.append([p.grad.clone() for p in model.parameters()])
+        model(images, KEYS).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
-def vit(depth: int, rate: float, **options: Any) -> Any:
-    torch.manual_seed(0)
-    sizes = {**TINY_VIT, "depth": depth}
-    model: Any = build_model("ViT", 5, 32, **sizes, stochastic_depth=rate, **options).train()
-    torch.nn.init.normal_(model.head.weight)
-    return model
 
 
 @pytest.mark.parametrize(("rate", "is_keyed"), [(0.1, True), (0.5, True), (0.3, False)])
@@ -166,21 +137,23 @@ def test_images_are_dropped_at_the_rate_and_the_others_scaled_up(rate, is_keyed)
     assert stats.binomtest(dropped, count, rate).pvalue > 1e-3
     assert float(out.max()) == pytest.approx(1 / (1 - rate), rel=1e-4)
     out = layer(torch.full((4096, 8), 1.5, dtype=torch.bfloat16))
-    assert out.dtype == torch.bfloat16
     # To the nearest of bfloat16's numbers.
+    assert out.dtype == torch.bfloat16
     assert float(out.max()) == float(torch.tensor(1.5 / (1 - rate), dtype=torch.bfloat16))
 
 
 def test_rates_rise_linearly_from_zero_as_in_the_paper():
     # Touvron et al. and timm: torch.linspace(0, rate, depth).
-    rates = [float(b.stochastic_depth.levels) / 2**16 for b in vit(5, 0.3).blocks]
+    model = small_model("ViT", depth=5, stochastic_depth=0.3)
+    rates = [float(block.stochastic_depth.levels) / 2**16 for block in model.blocks]
     assert rates == pytest.approx(torch.linspace(0, 0.3, 5).tolist(), abs=1e-5)
-    assert not vit(1, 0.9).blocks[0].stochastic_depth.is_active
+    one_block = small_model("ViT", depth=1, stochastic_depth=0.9)
+    assert not one_block.blocks[0].stochastic_depth.is_active
 
 
-def test_a_dropped_branch_is_as_if_it_were_not_there():
+def test_a_dropped_branch_is_as_if_it_were_not_there_and_evaluation_drops_none():
     """Each image's output is one of the four models that lack branches of the last block."""
-    model, images = vit(2, 0.5, pool="gap"), some_images(32)
+    model, images = small_model("ViT", stochastic_depth=0.5, pool="gap").train(), some_images(32)
     found = model(images, sample_keys(torch.arange(32), 0, 0))
     candidates = []
     for attention, mlp in ((2, 2), (2, 0), (0, 2), (0, 0)):  # kept branches count twice
@@ -197,17 +170,13 @@ def test_a_dropped_branch_is_as_if_it_were_not_there():
     assert float(distances.amin(0).max()) < 1e-5
     # The two branches are dropped independently: all four occur.
     assert set(distances.argmin(0).tolist()) == {0, 1, 2, 3}
-
-
-def test_evaluation_and_state_dict_are_those_of_a_model_without():
-    model, images = vit(2, 0.5).eval(), some_images()
-    plain = vit(2, 0.0).eval()
+    plain = small_model("ViT", pool="gap").eval()
     assert model.state_dict().keys() == plain.state_dict().keys()
-    assert torch.equal(model(images), plain(images))
+    assert torch.equal(model.eval()(images), plain(images))
 
 
 def test_blocks_of_unlike_rates_compile_once():
-    model = vit(4, 0.5)
+    model: Any = small_model("ViT", depth=4, stochastic_depth=0.5).train()
     torch._dynamo.reset()
     counter = CompileCounter()
     keys = sample_keys(torch.arange(2), 0, 0)

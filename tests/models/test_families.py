@@ -101,16 +101,11 @@ def zero_losses(family: str, options: dict[str, object], stage: int, every: int)
 
     model = small_model(family, **options)
     recompute(model, every)
-    zero = {
-        "stage": stage,
-        "stage3_param_persistence_threshold": 0,
-        "stage3_max_live_parameters": 0,
-        "stage3_prefetch_bucket_size": 0,
-    }
+    settings = ("param_persistence_threshold", "max_live_parameters", "prefetch_bucket_size")
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
-        "zero_optimization": zero,
+        "zero_optimization": {"stage": stage, **{f"stage3_{key}": 0 for key in settings}},
     }
     trained = MaskedPatchObjective(model) if family == "R+ViT" else model
     parameters = [p for p in trained.parameters() if p.requires_grad]

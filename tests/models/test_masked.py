@@ -22,27 +22,21 @@ def test_half_of_the_patches_are_corrupted_in_every_image():
     inside = torch.zeros_like(touched).scatter(1, corruption.corrupted, True)
     assert not (touched & ~inside).any()
     assert not (corruption.is_masked & corruption.is_swapped).any()
-    # Each patch equally often. Without replacement within an image the counts vary less than a
-    # multinomial's: by (1 - 8/16).
+
+
+def test_patches_are_drawn_equally_often_and_split_80_10_10_by_chi_square_tests():
     corruption = draw_corruption(torch.arange(20_000), num_patches=16, seed=5)
     counts = np.bincount(corruption.corrupted.flatten().numpy(), minlength=16)
+    # Without replacement within an image the counts vary less than a multinomial's: by (1 - 8/16).
     statistic = ((counts - counts.mean()) ** 2 / counts.mean()).sum() / (1 - 8 / 16) * (15 / 16)
-    assert stats.chi2.sf(statistic, df=15) > 1e-3
-    assert stats.chi2.cdf(statistic, df=15) > 1e-3
-
-
-def test_corrupted_patches_are_split_80_10_10_by_a_chi_square_test():
-    corruption = draw_corruption(SAMPLES, num_patches=196, seed=3)
+    assert 1e-3 < stats.chi2.cdf(statistic, df=15) < 1 - 1e-3
     masked, swapped = int(corruption.is_masked.sum()), int(corruption.is_swapped.sum())
     total = corruption.corrupted.numel()
     observed = [masked, swapped, total - masked - swapped]
     assert stats.chisquare(observed, np.array([0.8, 0.1, 0.1]) * total).pvalue > 1e-3
-
-
-def test_a_swapped_patch_takes_any_other_patch_of_its_image_and_never_itself():
+    # A swapped patch takes any other of its image, and never itself.
     source = draw_corruption(torch.arange(20_000), num_patches=9, seed=5).source
-    offsets = (source - torch.arange(9)) % 9
-    counts = np.bincount(offsets.flatten().numpy(), minlength=9)
+    counts = np.bincount(((source - torch.arange(9)) % 9).flatten().numpy(), minlength=9)
     assert counts[0] == 0
     assert stats.chisquare(counts[1:]).pvalue > 1e-3
 
@@ -162,13 +156,18 @@ def test_without_samples_it_is_the_model_whose_features_can_be_read():
     assert torch.equal(captured[0], objective.model.features(images))
 
 
-def test_what_cannot_be_masked_is_refused():
-    with pytest.raises(ValueError, match="a BitResNet has none"):
-        MaskedPatchObjective(small_model("ResNet"))
-    with pytest.raises(ValueError, match="patches to 4x4, but patch_size=2 is smaller"):
-        MaskedPatchObjective(small_model("ViT", patch_size=2), "downsized")
-    with pytest.raises(ValueError, match="an image of 1 patch has none to corrupt"):
-        draw_corruption(SAMPLES, 1, seed=0)
-    objective = MaskedPatchObjective(small_model("R+ViT", image_size=36))
-    with pytest.raises(ValueError, match="not whole patches of 8x8"):
-        objective(some_images(2, (36, 36)), torch.arange(2))
+@pytest.mark.parametrize(
+    ("family", "options", "target", "named"),
+    [
+        ("ResNet", {}, "mean_color", "BitResNet"),
+        ("ViT", {"patch_size": 2}, "downsized", "patch_size=2"),
+        ("ViT", {"patch_size": 32}, "mean_color", "1 patch"),
+        ("R+ViT", {"image_size": 36}, "mean_color", "not whole patches of 8x8"),
+    ],
+)
+def test_what_cannot_be_masked_is_refused(family, options, target, named):
+    side = options.get("image_size", 32)
+    with pytest.raises(ValueError, match=named):
+        MaskedPatchObjective(small_model(family, **options), target)(
+            some_images(2, (side, side)), torch.arange(2)
+        )

@@ -146,18 +146,13 @@ def nothing_but_the_test(own_folders: Path, request: pytest.FixtureRequest) -> I
 
 
 @pytest.fixture(autouse=True)
-def no_pauses(nothing_but_the_test: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint that seems damaged is read again at once."""
+def usual_settings(nothing_but_the_test: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No store of MLflow's, which sets its variable itself; a damaged file is read again at once."""
     from vit_ray.checkpoints import checkpoint_format
 
     monkeypatch.setattr(checkpoint_format, "READ_AGAIN_S", 0.0)
-
-
-@pytest.fixture(autouse=True)
-def no_mlflow_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They give recipes a store; MLflow sets the first one itself."""
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(autouse=True)
@@ -217,9 +212,8 @@ def ray_head() -> Iterator[Head]:
             env={**os.environ, "RAY_JOB_STOP_WAIT_TIME_S": "120"},  # as the cluster files have it
         )
         try:
-            _wait_for(port, process, Path(folder) / "head.log")
-            _wait_for(dashboard, process, Path(folder) / "head.log")
-            _wait_for(agent, process, Path(folder) / "head.log")  # it runs submitted jobs
+            for opened in (port, dashboard, agent):  # the agent runs submitted jobs
+                _wait_for(opened, process, Path(folder) / "head.log")
             yield Head(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}")
         finally:
             process.terminate()
@@ -250,26 +244,21 @@ def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
 
 @pytest.fixture(scope="session")
 def ray_cluster(ray_head: Head) -> Iterator[Head]:
-    _connect(ray_head.address)
+    for attempt in range(3):  # a busy head may not know its own node at the first call
+        try:
+            ray.init(address=ray_head.address, log_to_driver=False, logging_level="ERROR")
+            break
+        except ConnectionError:
+            if attempt == 2:
+                raise
     ray.data.DataContext.get_current().enable_progress_bars = False
     yield ray_head
     ray.shutdown()
 
 
-def _connect(address: str, attempts: int = 3) -> None:
-    """On a machine that is very busy a head may not know its own node at the first call."""
-    for attempt in range(1, attempts + 1):
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-            return
-        except ConnectionError:
-            if attempt == attempts:
-                raise
-
-
 @pytest.fixture(scope="session")
 def working_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what a job needs, in which nothing changes while it is being packed."""
+    """A copy of what a job needs, which does not change while it is packed."""
     folder = tmp_path_factory.mktemp("working_dir")
     ignored = shutil.ignore_patterns("__pycache__")
     for part in ("vit_ray", "jobs"):

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import itertools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,12 +22,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 SUBNET = "198.18.7"  # of 198.18.0.0/15, which RFC 2544 keeps for tests of networks
 SHARED_MEMORY_MIB = 1500
 _NUMBERS = itertools.count()
+_NAMESPACES = ("--net", "--pid", "--uts", "--ipc", "--mount")
 # The first process of a host reaps what others leave, and ends with the host alone.
 _FIRST = "while :; do sleep 3600 & wait $!; done"
 
@@ -77,26 +80,14 @@ class Host:
         self, *command: str, environment: Mapping[str, str] | None = None, cwd: Path | None = None
     ) -> subprocess.Popen[str]:
         """Start a process on the host; its output is a pipe, standard error included."""
-        return subprocess.Popen(
-            [*self._enter(), *command],
-            cwd=cwd,
-            env={**os.environ, **(environment or {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        return self._spawn(command, environment, cwd=cwd, stdout=subprocess.PIPE, text=True)
 
     def serve(
         self, log: str, *command: str, environment: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
         """Start a process whose output goes to the file `log` in the host's folder."""
         with open(self.folder / log, "ab") as output:
-            return subprocess.Popen(
-                [*self._enter(), *command],
-                env={**os.environ, **(environment or {})},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+            return self._spawn(command, environment, stdout=output)
 
     def run(
         self,
@@ -128,16 +119,17 @@ class Host:
 
     def processes(self) -> list[str]:
         """Command lines of what runs on it, without its first process; [] where it is lost."""
-        done = subprocess.run(
-            [*self._enter(), "ps", "-eo", "pid=,args="], capture_output=True, text=True
-        )
-        rows = [row.split(None, 1) for row in done.stdout.splitlines()]
+        output = self.run("ps", "-eo", "pid=,args=")[1]
+        found = re.findall(r"^ *(\d+) (.+)$", output, re.MULTILINE)
         idle = ("sleep 3600", "ps -eo")
-        return [r[1] for r in rows if len(r) > 1 and r[0] != "1" and not r[1].startswith(idle)]
+        return [args for pid, args in found if pid != "1" and not args.startswith(idle)]
 
-    def _enter(self) -> list[str]:
-        target = ["--net", "--pid", "--uts", "--ipc", "--mount"]
-        return ["nsenter", "--target", str(self._pid), *target, "--"]
+    def _spawn(
+        self, command: Sequence[str], environment: Mapping[str, str] | None, **options: Any
+    ) -> subprocess.Popen[Any]:
+        enter = ["nsenter", "--target", str(self._pid), *_NAMESPACES, "--"]
+        own = {**os.environ, **(environment or {})}
+        return subprocess.Popen([*enter, *command], env=own, stderr=subprocess.STDOUT, **options)
 
 
 class Network:

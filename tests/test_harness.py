@@ -66,6 +66,7 @@ def test_hosts_reach_each_other_are_cut_off_lost_and_start_again_and_leave_nothi
         for host, number in zip((one, two), seconds, strict=True):
             host.serve("sleep.log", "sleep", number)
         wait_for(lambda: f"sleep {seconds[0]}" in one.processes())
+        wait_for(lambda: f"sleep {seconds[1]}" in two.processes())
         assert f"sleep {seconds[0]}" not in two.processes()
         for place in ("/dev/shm/mark", "/var/tmp/mark", "/tmp/ray/m"):
             one.run("touch", place)

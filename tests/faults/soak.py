@@ -28,6 +28,7 @@ from tests.conftest import ROOT, Digits
 from tests.data.s3_server import timeout
 from tests.end_to_end.runs import checkpoint_steps, same_weights, weights_of
 from tests.faults.host_cluster import WORKERS, HostCluster, converted_digits
+from tests.faults.runs import STOPPED
 from tests.hosts import Network
 from tests.recipes import small_recipe
 from vit_ray.checkpoints.checkpoint import folder_name
@@ -38,8 +39,6 @@ EVERY: Final = 10
 """Steps between two checkpoints; a fault strikes when there is a new one."""
 PATIENCE_S: Final = 600.0
 """A run that has written no checkpoint for so long hangs, and the soak has failed."""
-STOPPED: Final = 3
-"""Exit code of a driver that was stopped on request."""
 NOTICE_S: Final = 20.0
 """Between the notice that a node is taken back and its end."""
 SLOW: Final = "endpoint URL"
@@ -129,36 +128,10 @@ class Soak(HostCluster):
         return (self.folder / f"{self.recipe.name}.log").read_text()[-1500:]
 
 
-def kill_worker(soak: Soak) -> None:
-    """A training process is gone."""
-    soak.signal_worker(signal.SIGKILL)
-
-
-def freeze_worker(soak: Soak) -> None:
-    """A training process hangs."""
-    soak.signal_worker(signal.SIGSTOP)
-
-
-def kill_recorder(soak: Soak) -> None:
-    """The process that records the run is gone."""
-    soak.signal("head", signal.SIGKILL, "ray::RunRecords")
-
-
-def kill_controller(soak: Soak) -> None:
-    """The process of Ray Train's controller is gone."""
-    soak.signal("head", signal.SIGKILL, "ray::TrainController")
-
-
 def kill_stream_server(soak: Soak) -> None:
-    """The process that reads for a host's ranks is gone."""
     for name in soak.rng.sample(WORKERS, len(WORKERS)):
         if soak.signal(name, signal.SIGKILL, "ray::StreamServer"):
             return
-
-
-def kill_raylet(soak: Soak) -> None:
-    """A host's raylet ends with all its workers, and another starts."""
-    soak.signal(soak.rng.choice(WORKERS), signal.SIGKILL, "raylet/raylet")
 
 
 def drain_node(soak: Soak) -> None:
@@ -171,45 +144,17 @@ def drain_node(soak: Soak) -> None:
     soak.replace_host(name)
 
 
-def lose_host(soak: Soak) -> None:
-    """A host has no power for a while."""
-    soak.replace_host(soak.rng.choice(WORKERS), soak.rng.uniform(1.0, 20.0))
-
-
-def cut_host(soak: Soak) -> None:
+def cut(soak: Soak, name: str) -> None:
     """A host cannot be reached for a while."""
-    host = soak.hosts[soak.rng.choice(WORKERS)]
-    host.cut()
+    soak.hosts[name].cut()
     time.sleep(soak.rng.uniform(1.0, 60.0))
-    host.heal()
-
-
-def cut_storage(soak: Soak) -> None:
-    """S3 cannot be reached for a while."""
-    soak.hosts["storage"].cut()
-    time.sleep(soak.rng.uniform(1.0, 60.0))
-    soak.hosts["storage"].heal()
+    soak.hosts[name].heal()
 
 
 def kill_driver(soak: Soak) -> None:
-    """The driver is gone, in the middle of a save or not."""
+    """In the middle of a save or not."""
     time.sleep(soak.rng.uniform(0.0, 0.5))
     soak.end_driver(signal.SIGKILL)
-
-
-def terminate(soak: Soak) -> None:
-    """SIGTERM, perhaps during a save."""
-    soak.end_driver(signal.SIGTERM)
-
-
-def interrupt(soak: Soak) -> None:
-    """Ctrl-C."""
-    soak.end_driver(signal.SIGINT)
-
-
-def terminate_twice(soak: Soak) -> None:
-    """The second one does not wait for the checkpoint."""
-    soak.end_driver(signal.SIGTERM, signal.SIGTERM)
 
 
 def damage_newest(soak: Soak) -> None:
@@ -222,7 +167,6 @@ def damage_newest(soak: Soak) -> None:
 
 
 def delete_rank_file(soak: Soak) -> None:
-    """A file of the newest checkpoint is gone."""
     soak.end_driver(signal.SIGKILL)
     _a_tensor_file(soak).unlink()
 
@@ -248,12 +192,30 @@ def lock_tracking(soak: Soak) -> None:
         store.rollback()
 
 
-FAULTS: Final[tuple[Callable[[Soak], None], ...]] = (
-    kill_worker, freeze_worker, kill_recorder, kill_controller, kill_stream_server, kill_raylet,
-    drain_node, lose_host, cut_host, cut_storage, kill_driver, terminate, interrupt,
-    terminate_twice, damage_newest, delete_rank_file, delete_marker, start_second_driver,
-    lock_tracking,
-)  # fmt: skip
+Fault = Callable[[Soak], object]
+FAULTS: Final[dict[str, Fault]] = {
+    "kill_worker": lambda soak: soak.signal_worker(signal.SIGKILL),
+    "freeze_worker": lambda soak: soak.signal_worker(signal.SIGSTOP),
+    "kill_recorder": lambda soak: soak.signal("head", signal.SIGKILL, "ray::RunRecords"),
+    "kill_controller": lambda soak: soak.signal("head", signal.SIGKILL, "ray::TrainController"),
+    "kill_stream_server": kill_stream_server,
+    # With all its workers; another one starts.
+    "kill_raylet": lambda s: s.signal(s.rng.choice(WORKERS), signal.SIGKILL, "raylet/raylet"),
+    "drain_node": drain_node,
+    "lose_host": lambda s: s.replace_host(s.rng.choice(WORKERS), s.rng.uniform(1.0, 20.0)),
+    "cut_host": lambda soak: cut(soak, soak.rng.choice(WORKERS)),
+    "cut_storage": lambda soak: cut(soak, "storage"),
+    "kill_driver": kill_driver,
+    "terminate": lambda soak: soak.end_driver(signal.SIGTERM),
+    "interrupt": lambda soak: soak.end_driver(signal.SIGINT),
+    # The second one does not wait for the checkpoint.
+    "terminate_twice": lambda soak: soak.end_driver(signal.SIGTERM, signal.SIGTERM),
+    "damage_newest": damage_newest,
+    "delete_rank_file": delete_rank_file,
+    "delete_marker": delete_marker,
+    "start_second_driver": start_second_driver,
+    "lock_tracking": lock_tracking,
+}
 
 
 def soak_recipe(name: str, digits: Digits, folder: Path, num_faults: int) -> Recipe:
@@ -266,9 +228,7 @@ def soak_recipe(name: str, digits: Digits, folder: Path, num_faults: int) -> Rec
     )  # fmt: skip
 
 
-def run_soak(
-    folder: Path, num_faults: int, seed: int, kinds: Sequence[Callable[[Soak], None]] = FAULTS
-) -> bool:
+def run_soak(folder: Path, num_faults: int, seed: int, kinds: Sequence[str]) -> bool:
     """Whether the weights after all faults are those without any."""
     folder.mkdir(parents=True, exist_ok=True)
     digits = converted_digits(folder / "data")
@@ -288,9 +248,9 @@ def run_soak(
             order = random.Random(f"{seed} {number // len(kinds)}").sample(kinds, len(kinds))
             fault, step = order[number % len(kinds)], soak.newest_step()
             soak.struck_s = time.time()
-            fault(soak)
+            FAULTS[fault](soak)
             entry = {
-                "number": number, "fault": fault.__name__, "step": step,
+                "number": number, "fault": fault, "step": step,
                 "struck_s": soak.struck_s, "time_s": time.time(),
             }  # fmt: skip
             with log.open("a") as file:
@@ -298,9 +258,9 @@ def run_soak(
             print(entry, flush=True)
         while soak.wait_for_checkpoint():
             pass
-    kinds = Counter(json.loads(line)["fault"] for line in log.read_text().splitlines())
+    met = Counter(json.loads(line)["fault"] for line in log.read_text().splitlines())
     is_equal = same_weights(weights_of(soak.on_disk), weights_of(quiet))
-    print(f"{sum(kinds.values())} faults, {dict(kinds)}: weights equal: {is_equal}")
+    print(f"{sum(met.values())} faults, {dict(met)}: weights equal: {is_equal}")
     return is_equal
 
 
@@ -327,8 +287,7 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    names = {fault.__name__: fault for fault in FAULTS}
-    parser.add_argument("--only", nargs="+", choices=names, default=list(names), metavar="FAULT")
+    parser.add_argument("--only", nargs="+", choices=FAULTS, default=list(FAULTS), metavar="FAULT")
     given = parser.parse_args()
-    chosen = [names[name] for name in given.only]
-    sys.exit(0 if run_soak(given.folder.absolute(), given.faults, given.seed, chosen) else 1)
+    is_equal = run_soak(given.folder.absolute(), given.faults, given.seed, given.only)
+    sys.exit(0 if is_equal else 1)

@@ -15,8 +15,8 @@ from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 
 from tests.conftest import Digits, Head
-from tests.end_to_end.runs import Driver, checkpoint_steps, curve, runs_of, wait_until, write_recipe
-from tests.faults.runs import kinds_of
+from tests.end_to_end.runs import checkpoint_steps, curve, runs_of, wait_until
+from tests.faults.runs import STOPPED, end, kinds_of, start
 from tests.recipes import small_recipe
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config import Recipe
@@ -77,12 +77,17 @@ def straight(ray_cluster: object, digits: Digits, folder: Path) -> dict[int, flo
     return dict(curve(undisturbed, train(undisturbed).run_id or ""))
 
 
-def it_is_the_same_curve(recipe: Recipe, straight: dict[int, float]) -> None:
+def curve_of(recipe: Recipe) -> dict[int, float]:
     (run,) = [run for run in runs_of(recipe) if run.info.run_name == recipe.name]
-    disturbed = dict(curve(recipe, run.info.run_id))
-    assert set(straight) <= set(disturbed)
-    for step, loss in straight.items():
-        assert disturbed[step] == pytest.approx(loss, rel=1e-2), step
+    return dict(curve(recipe, run.info.run_id))
+
+
+def have_the_same_losses(one: dict[int, float], other: dict[int, float]) -> None:
+    """At the steps that both have."""
+    common = set(one) & set(other)
+    assert len(common) > 1
+    for step in common:
+        assert one[step] == pytest.approx(other[step], rel=1e-5), step
 
 
 def test_a_run_goes_on_with_the_same_batches_on_the_node_that_is_left(
@@ -90,14 +95,14 @@ def test_a_run_goes_on_with_the_same_batches_on_the_node_that_is_left(
 ):
     second = one_node.add_node(num_cpus=1, include_dashboard=False)
     recipe = elastic_recipe("node-lost", digits, folder)
-    head = Head(one_node.address, "")
-    driver = Driver(head, "pretrain", str(write_recipe(recipe, folder)))
-    wait_until(lambda: bool(checkpoint_steps(recipe)), driver)
+    driver = start(recipe, Head(one_node.address, ""), folder)
     one_node.remove_node(second, allow_graceful=False)
-    code, output = driver.wait()
-    assert code == 0, output
+    end(driver)
     assert {EventKind.WORKER_FAILED, EventKind.RESUMED} <= set(kinds_of(recipe))
-    it_is_the_same_curve(recipe, straight)
+    disturbed = curve_of(recipe)
+    assert set(straight) <= set(disturbed)
+    for step, loss in straight.items():
+        assert disturbed[step] == pytest.approx(loss, rel=1e-2), step
 
 
 def test_a_run_takes_in_a_node_that_joins_from_a_checkpoint_of_that_moment(
@@ -108,23 +113,17 @@ def test_a_run_takes_in_a_node_that_joins_from_a_checkpoint_of_that_moment(
     recipe = elastic_recipe("node-joins", digits, folder).with_changes(
         optim={"steps": 100_000}, checkpoint={"every_steps": 500}
     )
-    head = Head(one_node.address, "")
-    driver = Driver(head, "tests.faults.quick_looks", str(write_recipe(recipe, folder)))
-    wait_until(lambda: ranks_of_newest(recipe) == 1, driver)
+    driver = start(
+        recipe, Head(one_node.address, ""), folder, "tests.faults.quick_looks",
+        lambda: ranks_of_newest(recipe) == 1,
+    )  # fmt: skip
     one_node.add_node(num_cpus=1, include_dashboard=False)
     wait_until(lambda: ranks_of_newest(recipe) == 2, driver)
-    driver.process.send_signal(signal.SIGTERM)
-    code, output = driver.wait()
-    assert code == 3, output
+    end(driver, STOPPED, by=signal.SIGTERM)
     kinds = kinds_of(recipe)
     assert EventKind.WORKER_FAILED not in kinds
     assert kinds.index(EventKind.RESIZING) < kinds.index(EventKind.RESUMED)
-    (run,) = [run for run in runs_of(recipe) if run.info.run_name == recipe.name]
-    disturbed = dict(curve(recipe, run.info.run_id))
-    common = set(straight) & set(disturbed)
-    assert len(common) > 1
-    for step in common:
-        assert disturbed[step] == pytest.approx(straight[step], rel=1e-5), step
+    have_the_same_losses(curve_of(recipe), straight)
 
 
 def test_a_run_goes_from_two_workers_to_one_and_to_three(one_node, digits, folder):
@@ -134,32 +133,27 @@ def test_a_run_goes_from_two_workers_to_one_and_to_three(one_node, digits, folde
         workers={"num_workers": [1, 3]},
     )
     second = one_node.add_node(num_cpus=1, include_dashboard=False)
-    head = Head(one_node.address, "")
-    driver = Driver(head, "tests.faults.quick_looks", str(write_recipe(recipe, folder)))
-    ends = []  # of what 2, 1 and 3 workers have trained
-    wait_until(lambda: ranks_of_newest(recipe) == 2, driver)
-    ends.append(checkpoint_steps(recipe)[-1])
+    driver = start(
+        recipe, Head(one_node.address, ""), folder, "tests.faults.quick_looks",
+        lambda: ranks_of_newest(recipe) == 2,
+    )  # fmt: skip
+    of_two = checkpoint_steps(recipe)[-1]
     one_node.remove_node(second, allow_graceful=False)
     wait_until(lambda: ranks_of_newest(recipe) == 1, driver)
-    ends.append(checkpoint_steps(recipe)[-1])
     one_node.add_node(num_cpus=1, include_dashboard=False)
     one_node.add_node(num_cpus=1, include_dashboard=False)
     wait_until(lambda: ranks_of_newest(recipe) == 3, driver)
-    driver.process.send_signal(signal.SIGTERM)
-    code, output = driver.wait()
-    assert code == 3, output
-    ends.append(checkpoint_steps(recipe)[-1])
+    end(driver, STOPPED, by=signal.SIGTERM)
+    last = checkpoint_steps(recipe)[-1]
     fixed = {"num_workers": 2, "cpus_per_worker": 0.5}
     short = recipe.with_changes(
-        name="two-only", optim={"steps": min(ends[-1], COMPARED)}, workers=fixed
+        name="two-only", optim={"steps": min(last, COMPARED)}, workers=fixed
     )
     straight = dict(curve(short, train(short).run_id or ""))
-    (run,) = [run for run in runs_of(recipe) if run.info.run_name == recipe.name]
-    disturbed = dict(curve(recipe, run.info.run_id))
+    disturbed = curve_of(recipe)
     common = set(straight) & set(disturbed)
-    assert min(common) <= ends[0] < max(common)
-    for step in common:
-        assert disturbed[step] == pytest.approx(straight[step], rel=1e-5), step
+    assert min(common) <= of_two < max(common)
+    have_the_same_losses(disturbed, straight)
 
 
 def test_a_node_that_is_drained_is_left_with_a_checkpoint_of_that_moment(one_node, digits, folder):
@@ -167,9 +161,11 @@ def test_a_node_that_is_drained_is_left_with_a_checkpoint_of_that_moment(one_nod
     recipe = elastic_recipe("drained", digits, folder).with_changes(
         optim={"steps": 100_000}, checkpoint={"every_steps": None, "every_minutes": 600.0}
     )
-    head = Head(one_node.address, "")
-    driver = Driver(head, "pretrain", str(write_recipe(recipe, folder)))
-    wait_until(lambda: "train/loss" in logged(recipe), driver)
+    log = metrics_log_path(recipe.run_folder)
+    driver = start(
+        recipe, Head(one_node.address, ""), folder,
+        has_begun=lambda: log.exists() and "train/loss" in log.read_text(),
+    )  # fmt: skip
     GcsClient(address=one_node.address).drain_node(
         second.node_id,
         autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"),
@@ -180,9 +176,7 @@ def test_a_node_that_is_drained_is_left_with_a_checkpoint_of_that_moment(one_nod
     wait_until(lambda: ranks_of_newest(recipe) == 2, driver)
     # Before its first step the smaller group would have nothing to write.
     wait_until(lambda: kinds_of(recipe).count(EventKind.FIRST_STEP) == 2, driver)
-    driver.process.send_signal(signal.SIGTERM)
-    code, output = driver.wait()
-    assert code == 3, output
+    end(driver, STOPPED, by=signal.SIGTERM)
     assert ranks_of_newest(recipe) == 1
     kinds = kinds_of(recipe)
     assert kinds.index(EventKind.PREEMPTION) < kinds.index(EventKind.RESUMED)
@@ -193,7 +187,7 @@ def test_a_node_on_which_workers_die_twice_in_a_row_is_left_out(one_node, digits
     recipe = elastic_recipe("bad-node", digits, folder).with_changes(
         optim={"steps": 100_000}, workers={"num_workers": 1}
     )
-    driver = Driver(Head(one_node.address, ""), "pretrain", str(write_recipe(recipe, folder)))
+    driver = start(recipe, Head(one_node.address, ""), folder)
     killed_on: list[str] = []
     while EventKind.NODE_LEFT_OUT not in kinds_of(recipe):
         saved = checkpoint_steps(recipe)[-1:]
@@ -213,20 +207,13 @@ def test_a_node_on_which_workers_die_twice_in_a_row_is_left_out(one_node, digits
     assert [node.node_id for node in nodes if workers_on(node)] == [
         node.node_id for node in nodes if node.node_id != killed_on[-1]
     ]
-    driver.process.send_signal(signal.SIGTERM)
-    code, output = driver.wait()
-    assert code == 3, output
+    end(driver, STOPPED, by=signal.SIGTERM)
 
 
 def workers_on(node: Any) -> list[int]:
     """Process ids of a node's workers that train."""
     raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
     return [each.pid for each in raylet.children() if "RayTrainWorker" in " ".join(each.cmdline())]
-
-
-def logged(recipe: Recipe) -> str:
-    log = metrics_log_path(recipe.run_folder)
-    return log.read_text() if log.exists() else ""
 
 
 def ranks_of_newest(recipe: Recipe) -> int:

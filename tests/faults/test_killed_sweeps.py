@@ -23,14 +23,12 @@ from mlflow import MlflowClient
 
 from tests.conftest import Digits, Head
 from tests.end_to_end.runs import Driver, runs_of, same_weights, weights_of, write_recipe
-from tests.faults.runs import actors_of, wait_until_nothing_is_left
+from tests.faults.runs import STOPPED, actors_of, wait_until_nothing_is_left
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
 from vit_ray.experiments.search_space import RATE, final_recipe, trial_recipe
 
 RATES = (0.003, 0.03, 0.01, 0.1, 0.0001)
-STOPPED = 3
-"""Exit code of a driver that was stopped on request."""
 WAYS = ([signal.SIGKILL], [signal.SIGKILL], [signal.SIGTERM], [signal.SIGTERM, signal.SIGTERM])
 SEQUENCES = int(os.environ.get("VIT_RAY_SEQUENCES", "2"))
 

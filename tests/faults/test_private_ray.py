@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from tests.conftest import Head
-from tests.end_to_end.runs import Driver, checkpoint_steps, wait_until, write_recipe
-from tests.faults.runs import STEPS, kinds_of, long_recipe
+from tests.end_to_end.runs import wait_until
+from tests.faults.runs import STEPS, end, kinds_of, long_recipe, start
 from vit_ray.outcomes import EventKind
 
 NO_RAY = Head("", "")
@@ -30,9 +30,7 @@ def test_a_killed_ray_ends_its_command_in_one_line_and_the_same_command_continue
     name, digits, tmp_path
 ):
     recipe = long_recipe(f"killed-{name}", digits, tmp_path)
-    path = str(write_recipe(recipe, tmp_path))
-    driver = Driver(NO_RAY, "pretrain", path)
-    wait_until(lambda: bool(checkpoint_steps(recipe)), driver)
+    driver = start(recipe, NO_RAY, tmp_path)
     processes = psutil.Process(driver.process.pid).children(recursive=True)
     (killed,) = (one.pid for one in processes if one.name() == name)
     os.kill(killed, signal.SIGKILL)
@@ -43,8 +41,7 @@ def test_a_killed_ray_ends_its_command_in_one_line_and_the_same_command_continue
     assert "run the same command again" in last
     _, left = psutil.wait_procs(processes, timeout=120)  # Ray's agents ask for its GCS for a minute
     assert not left
-    code, output = Driver(NO_RAY, "pretrain", path).wait()
-    assert code == 0, output
+    end(start(recipe, NO_RAY, tmp_path))
     assert EventKind.RESUMED in kinds_of(recipe)
 
 
@@ -52,8 +49,7 @@ def test_a_killed_controller_leaves_no_place_on_a_ray_beside_another_one(
     ray_cluster, digits, tmp_path
 ):
     recipe = long_recipe("killed-beside", digits, tmp_path, optim={"steps": 2 * STEPS})
-    driver = Driver(NO_RAY, "pretrain", str(write_recipe(recipe, tmp_path)))
-    wait_until(lambda: bool(checkpoint_steps(recipe)), driver)
+    driver = start(recipe, NO_RAY, tmp_path)
     commands = {}
     for process in psutil.Process(driver.process.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # an idle worker of Ray's
@@ -67,5 +63,4 @@ def test_a_killed_controller_leaves_no_place_on_a_ray_beside_another_one(
     after = subprocess.check_output(places, text=True).split()
     assert len(after) == 1
     assert before not in after
-    code, output = driver.wait()
-    assert code == 0, output
+    end(driver)

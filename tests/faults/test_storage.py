@@ -9,12 +9,7 @@ import torch
 from tests.checkpoints.written import snapshot_of
 from tests.data.s3_server import FaultProxy, serve_s3, this_process_uses
 from tests.worker.fakes import FakeEngine, Worker, make_job
-from vit_ray.checkpoints.checkpoint import (
-    Position,
-    Progress,
-    folder_name,
-    open_checkpoint,
-)
+from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name, open_checkpoint
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter, Snapshot, take_snapshot
 from vit_ray.checkpoints.run_checkpoints import checkpoint_to_resume, list_checkpoints
 from vit_ray.config.training_sections import CheckpointConfig
@@ -50,8 +45,7 @@ class Engine(FakeEngine):
 
 def test_a_disk_that_is_full_costs_the_saves_that_find_no_room_and_nothing_else(small_disk):
     worker = Worker(
-        make_job(small_disk, checkpoint={"keep_last": 9}),
-        Engine(shapes={"w": [Engine.NUM]}),
+        make_job(small_disk, checkpoint={"keep_last": 9}), Engine(shapes={"w": [Engine.NUM]})
     )
     for step in (1, 2, 3, 4, 5):
         worker.engine.weight = float(step)

@@ -147,7 +147,7 @@ def nothing_but_the_test(own_folders: Path, request: pytest.FixtureRequest) -> I
 
 @pytest.fixture(autouse=True)
 def usual_settings(nothing_but_the_test: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No store of MLflow's, which sets its variable itself; a damaged file is read again at once."""
+    """No store of MLflow's (it sets its variable itself); damaged files are read again at once."""
     from vit_ray.checkpoints import checkpoint_format
 
     monkeypatch.setattr(checkpoint_format, "READ_AGAIN_S", 0.0)

@@ -64,13 +64,6 @@ def test_a_line_is_a_model_and_a_point_a_mean_over_seeds(cells):
     assert 30.0 in [point[1] for one in crosses for point in one.get_offsets().tolist()]
 
 
-def test_cells_on_another_set_in_a_folder_of_the_same_name_are_not_comparable(store):
-    for group, test in (("a", (100, 10)), ("b", (100, 10)), ("c", (99, 10))):
-        store.put(group, {"eval/top1": 0.5}, {"model.name": group}, group=group, test=test)
-    kept = comparable(cells_of(trainings(load_runs(store.uri, "made"))))
-    assert kept["name"].tolist() == ["a", "b"]
-
-
 def test_rates_are_hollow_on_the_dev_split_and_filled_on_the_test_set(store):
     write_sweep(store)
     ((_, tried, finals),) = sweeps_of(trainings(load_runs(store.uri, "made")))
@@ -86,21 +79,11 @@ def test_rates_are_hollow_on_the_dev_split_and_filled_on_the_test_set(store):
     assert axes.get_xscale() == "log"
 
 
-def test_a_key_of_the_recipe_gives_the_colours_of_figures_8_9_and_13(cells):
-    varied = cells.assign(**{"model.pool": ["cls", "gap"] * (len(cells) // 2) + ["cls"]
-                             * (len(cells) % 2)})  # fmt: skip
-    varied["group"] += varied["model.pool"]
-    figure = fig_compute(varied, color="model.pool")
-    names = {text.get_text(): to_hex(text.get_color()) for text in figure.axes[0].texts}
-    assert {name.partition(", ")[2] for name in names} == {"cls", "gap"}
-    assert len({*names.values()}) == 2
-
-
 def test_accuracy_against_data_has_a_part_for_each_length():
     rows = [
         {"group": f"{m}{i}{s}", "label": m, "family": "ViT", "images": i, "steps": s,
-         "epochs": None,
-         "test": 0.5 + i / 1e5, "num_test": 1000, "status": "finished", "exaflops": 1.0}
+         "epochs": None, "test": 0.5 + i / 1e5, "num_test": 1000, "status": "finished",
+         "exaflops": 1.0}
         for m in ("A", "B") for i in (1000, 10_000) for s in (100, 400)
     ]  # fmt: skip
     figure = fig_data(pd.DataFrame(rows))
@@ -109,22 +92,13 @@ def test_accuracy_against_data_has_a_part_for_each_length():
     assert [text.get_text() for text in figure.axes[0].texts] == ["A", "B"]
 
 
-def test_curves_have_their_names_and_the_chosen_one_is_bold():
-    curves = {name: pd.Series([2.0, end], [0, 10]) for name, end in (("a", 1.0), ("b", 1.01))}
-    figure = fig_curves(curves, {"a": "ViT", "b": "ViT"}, "loss", bold=["b"])
-    assert_names_inside(figure)
-    widths = [line.get_linewidth() for line in figure.axes[0].lines]
-    assert widths[1] > widths[0]
-    many = {str(n): curves["a"] for n in range(40)}
-    figure = fig_curves(many, dict.fromkeys(many, "ResNet"), "loss")
-    assert not figure.axes[0].texts
-    legend = figure.axes[0].get_legend()
-    assert [text.get_text() for text in legend.get_texts()] == ["ResNet"]
-
-
-def test_speed_has_a_mark_for_each_model(cells):
+def test_speed_has_a_mark_for_each_model_and_curves_their_names(cells):
     figure = fig_speed(cells.dropna(subset=["images_per_s"]))
     assert_names_inside(figure)
     marks = sorted([*map(float, line.get_xydata()[0])] for line in figure.axes[0].lines)
     known = sorted([gmacs, 1000 / gmacs] for gmacs in GMACS.values())
     assert np.array(marks) == pytest.approx(np.array(known))
+    curves = {name: pd.Series([2.0, end], [0, 10]) for name, end in (("a", 1.0), ("b", 1.01))}
+    figure = fig_curves(curves, {"a": "ViT", "b": "ViT"}, "loss", bold=["b"])
+    assert_names_inside(figure)
+    assert sorted(text.get_text() for text in figure.axes[0].texts) == ["a", "b"]

@@ -39,10 +39,11 @@ def test_a_group_is_that_of_the_driver_with_the_pre_trainings_before_it(store):
 
 
 def test_of_two_records_of_a_training_the_newest_finished_one_counts(store):
-    for name, status in (("killed", "KILLED"), ("good", "FINISHED"), ("again", None)):
-        store.put(name, {"eval/top1": 0.5}, kind="pretrain", group="g", status=status)
-    store.put("killed twice", kind="pretrain", group="h", status="KILLED")
-    store.put("newest", kind="pretrain", group="h", status="KILLED")
+    for group, name, status in (
+        ("g", "killed", "KILLED"), ("g", "good", "FINISHED"), ("g", "again", None),
+        ("h", "killed twice", "KILLED"), ("h", "newest", "KILLED"),
+    ):  # fmt: skip
+        store.put(name, {"eval/top1": 0.5}, kind="pretrain", group=group, status=status)
     assert trainings(load_runs(store.uri, "made"))["name"].tolist() == ["good", "newest"]
 
 

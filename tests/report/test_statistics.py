@@ -72,28 +72,21 @@ def test_other_seeds_have_welchs_test_as_scipy_does():
         (seeds(0.5, 0.5, 0.5), {"8": 0.6, "9": 0.6}, None, "the interval has no width"),
         (seeds(0.5, 0.6), seeds(0.7, 0.81), None, "too few seeds"),
         (seeds(0.5), seeds(0.9), 100, "one seed"),
-        (
-            seeds(0.900, 0.901, 0.902), seeds(0.9050, 0.9061, 0.9072), 1000,
-            "less than the binomial error of the test images",
-        ),
+        (seeds(0.9, 0.901, 0.902), seeds(0.905, 0.9061, 0.9072), 1000, "less than the binomial"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_said(a, b, images, doubt):
     found = difference(a, b, images)
-    assert found.doubt == doubt
-    assert found.verdict == f"whether that is more than noise cannot be said ({doubt})"
+    assert found.doubt.startswith(doubt)
+    assert f"cannot be said ({found.doubt})" in found.verdict
 
 
 def family(scale: float, floor: float = 0.05, num_seeds: int = 5) -> pd.DataFrame:
-    rows = [
-        {
-            "group": str(compute), "seed": str(seed), "exaflops": compute,
-            "test": 1 - (scale * compute**-0.3 * (1 + 0.01 * seed) + floor),
-        }
-        for compute in (0.01, 0.1, 1.0, 10.0)
-        for seed in range(num_seeds)
-    ]  # fmt: skip
-    return pd.DataFrame(rows)
+    cells = [(compute, seed) for compute in (0.01, 0.1, 1.0, 10.0) for seed in range(num_seeds)]
+    table = pd.DataFrame(cells, columns=["exaflops", "seed"])
+    table["group"] = table["exaflops"].astype(str)
+    errors = scale * table["exaflops"] ** -0.3 * (1 + 0.01 * table["seed"]) + floor
+    return table.assign(test=1 - errors, seed=table["seed"].astype(str))
 
 
 def test_a_law_has_the_exponent_and_the_floor_of_its_points_in_each_seed():
@@ -114,8 +107,7 @@ def test_compute_at_equal_accuracy_has_an_interval_over_three_seeds_or_more():
     spread = equal_accuracy(law_of(family(0.1), "test"), law_of(shifted, "test"))
     assert spread.interval.low < spread.ratio < spread.interval.high
     two = [law_of(family(scale, num_seeds=2), "test") for scale in (0.1, 0.12)]
-    few = equal_accuracy(*two)
-    assert few.interval is None
+    assert equal_accuracy(*two).interval is None
 
 
 def test_without_a_law_or_a_shared_accuracy_there_is_no_ratio():

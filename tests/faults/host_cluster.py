@@ -7,7 +7,6 @@ of `cluster/rayjob.yaml`.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -19,6 +18,7 @@ import yaml
 
 from tests import hosts
 from tests.conftest import ROOT, Digits
+from tests.data.converting import convert, in_this_process
 from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, rclone_binary, s3_environment
 from tests.hosts import Network
 from vit_ray.config import Recipe
@@ -29,16 +29,11 @@ S3_PORT: Final = 9000
 
 
 def shipped_health_checks(group: str) -> dict[str, str]:
-    """What `cluster/rayjob.yaml` sets for nodes that do not answer, on the head or on workers.
-
-    Args:
-        group: `headGroupSpec` or `workerGroupSpecs`.
-    """
+    """What `cluster/rayjob.yaml` sets for nodes that do not answer, on the head or on workers."""
     documents = yaml.safe_load_all((ROOT / "cluster" / "rayjob.yaml").read_text())
     (job,) = (one for one in documents if one["kind"] == "RayJob")
-    spec = job["spec"]["rayClusterSpec"]
-    its = spec[group] if isinstance(spec[group], dict) else spec[group][0]
-    (container,) = its["template"]["spec"]["containers"]
+    its = job["spec"]["rayClusterSpec"][group]
+    (container,) = (its if isinstance(its, dict) else its[0])["template"]["spec"]["containers"]
     names = re.compile("RAY_(health_check|grpc_keepalive)_")
     found = {e["name"]: e["value"] for e in container["env"] if names.match(e["name"])}
     assert "RAY_grpc_keepalive_timeout_ms" in found
@@ -48,16 +43,12 @@ def shipped_health_checks(group: str) -> dict[str, str]:
 def converted_digits(folder: Path) -> Digits:
     """The digits as files and converted, made once in this folder."""
     found = Digits(folder / "images", str(folder / "train"), str(folder / "test"))
-    if (folder / "done").exists():
-        return found
-    write_digits(found.images)
-    for split in ("train", "test"):
-        part = {"source": str(found.images / split), "destination": str(folder / split)}
-        recipe = folder / f"{split}.json"
-        recipe.write_text(json.dumps({"name": split, "convert": part}))
-        command = [sys.executable, str(ROOT / "jobs" / "convert.py"), str(recipe)]
-        subprocess.run(command, cwd=ROOT, check=True)
-    (folder / "done").touch()
+    if not (folder / "done").exists():
+        write_digits(found.images)
+        with in_this_process():
+            for split in ("train", "test"):
+                convert(str(found.images / split), str(folder / split))
+        (folder / "done").touch()
     return found
 
 
@@ -65,12 +56,7 @@ class HostCluster:
     """Five hosts, and drivers on the head's."""
 
     def __init__(self, net: Network, folder: Path, **environment: str) -> None:
-        """Start them all.
-
-        Args:
-            folder: gets `buckets/runs` and `buckets/data`, `home` of Ray and drivers, and logs.
-            environment: of all Ray processes and drivers.
-        """
+        """Start them all; the folder gets `buckets`, `home` of Ray and drivers, and logs."""
         self.net, self.folder = net, folder
         self.hosts = {name: net.join(name) for name in ("head", "storage", *WORKERS)}
         head, storage = self.hosts["head"], self.hosts["storage"]
@@ -87,16 +73,11 @@ class HostCluster:
             **environment,
         }
         command = [
-            rclone_binary(),
-            "serve",
-            "s3",
-            str(self.buckets),
-            "--addr",
-            f"0.0.0.0:{S3_PORT}",
-        ]
-        command += ["--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--vfs-cache-mode", "off", "-q"]
-        # Tests change files behind it. At 0 rclone 1.75 spins, which takes a core.
-        command += ["--dir-cache-time", "100ms"]
+            rclone_binary(), "serve", "s3", str(self.buckets), "--addr", f"0.0.0.0:{S3_PORT}", "-q",
+            "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--vfs-cache-mode", "off",
+            # Tests change files behind it. At 0 rclone 1.75 spins, which takes a core.
+            "--dir-cache-time", "100ms",
+        ]  # fmt: skip
         storage.serve("s3.log", *command, environment={"RCLONE_CONFIG": os.devnull})
         hosts.start_head(head, **self.environment, **shipped_health_checks("headGroupSpec"))
         for name in WORKERS:

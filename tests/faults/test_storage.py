@@ -1,12 +1,13 @@
 """What storage does in the middle of a save: a disk that is really full, a process that dies."""
 
-import subprocess
-import sys
+import multiprocessing
+import os
+from functools import partial
 from typing import Any
 
 import torch
 
-from tests.checkpoints.written import snapshot_of
+from tests.checkpoints.written import snapshot_of, write_snapshot
 from tests.data.s3_server import FaultProxy, serve_s3, this_process_uses
 from tests.worker.fakes import FakeEngine, Worker, make_job
 from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name, open_checkpoint
@@ -15,22 +16,16 @@ from vit_ray.checkpoints.run_checkpoints import checkpoint_to_resume, list_check
 from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.storage import locate
 
-DIES = """
-import os, sys
-import torch
-from vit_ray.storage import locate
-from vit_ray.checkpoints.checkpoint import Position, folder_name
-from tests.checkpoints.written import snapshot_of, write_snapshot
-from vit_ray.checkpoints.checkpoint import Progress
 
-def die():
-    os._exit(9)
+def taken_at(step: int, size: int) -> Snapshot:
+    where = Position(Progress(step), step, step, 1, {"w": [size]}, {}, "print")
+    return snapshot_of(0, 1, {"weight|w|0": torch.full((size,), float(step))}, where)
 
-run, step, dies = locate(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "dies"
-where = Position(Progress(step), step, step, 1, {"w": [1000]}, {}, "print")
-taken = snapshot_of(0, 1, {"weight|w|0": torch.full((1000,), float(step))}, where)
-write_snapshot(taken, run.child(folder_name(step)), die if dies else lambda: None)
-"""
+
+def write_and_die(folder: str, step: int, code: int) -> None:
+    """With this exit code, before the commit; at 0 after it."""
+    place = locate(folder).child(folder_name(step))
+    write_snapshot(taken_at(step, 1000), place, partial(os._exit, code) if code else lambda: None)
 
 
 class Engine(FakeEngine):
@@ -65,12 +60,15 @@ def test_a_disk_that_is_full_costs_the_saves_that_find_no_room_and_nothing_else(
 
 
 def test_a_process_that_dies_between_the_upload_and_the_commit_leaves_the_one_before(tmp_path):
-    def write(step: int, how: str) -> int:
-        arguments = [sys.executable, "-c", DIES, str(tmp_path / "run"), str(step), how]
-        return subprocess.run(arguments, timeout=120).returncode
+    def write(step: int, code: int) -> int | None:
+        arguments = (str(tmp_path / "run"), step, code)
+        child = multiprocessing.get_context("spawn").Process(target=write_and_die, args=arguments)
+        child.start()
+        child.join(120)
+        return child.exitcode
 
-    assert write(1, "lives") == 0
-    assert write(2, "dies") == 9
+    assert write(1, 0) == 0
+    assert write(2, 9) == 9
     run = locate(str(tmp_path / "run"))
     parts = sorted(path.name for path in (tmp_path / "run" / folder_name(2)).iterdir())
     assert parts == ["weights-00000-of-00001-save.safetensors"]
@@ -80,7 +78,7 @@ def test_a_process_that_dies_between_the_upload_and_the_commit_leaves_the_one_be
     assert newest.position.step == 1
     assert "step-00000002 has no commit.json" in told[0]
     # The run comes there again, and this time it is committed.
-    assert write(2, "lives") == 0
+    assert write(2, 0) == 0
     again = checkpoint_to_resume(run, told.append)
     assert again is not None
     assert again.position.step == 2
@@ -99,9 +97,7 @@ def test_a_store_that_is_away_in_a_save_costs_that_save_and_nothing_else(tmp_pat
         writer = CheckpointWriter(run, keep, lambda kind, text, _: told.append((kind, text)))
         for step in (1, 2, 3):
             proxy.faults.set("503", 1000 if step == 2 else 0, path=folder_name(2))
-            where = Position(Progress(step), step, step, 1, {"w": [9]}, {}, "print")
-            taken = snapshot_of(0, 1, {"weight|w|0": torch.full((9,), float(step))}, where)
-            writer.write(taken)
+            writer.write(taken_at(step, 9))
         proxy.faults.set("", 0)
         assert [kind for kind, _ in told] == ["checkpoint failed"]
         newest = checkpoint_to_resume(run)

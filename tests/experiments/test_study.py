@@ -1,4 +1,4 @@
-"""Scaling studies: the grid as arithmetic, the resumed study on real digits."""
+"""What a study does with its cells as they end or fail: on fakes here, then on real digits."""
 
 import json
 import os
@@ -7,43 +7,139 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from mlflow.tracking import MlflowClient
 
-from tests.experiments.studies import study_recipe, study_row, study_tree
+from tests.experiments.studies import resolved, study_recipe, study_row, study_tree, trained
+from tests.experiments.trials_here import Calls, in_process, parent_of
 from vit_ray.commands.experiments import print_study
 from vit_ray.commands.tracking_store import report
+from vit_ray.config.command_sections import StudyTask
 from vit_ray.config.keys import tags_of
 from vit_ray.config.recipe import recipe_from_dict
+from vit_ray.experiments import study
 from vit_ray.experiments.study import run_study
-from vit_ray.experiments.study_cells import study_cells
+from vit_ray.experiments.study_cells import Cell, CellResult, study_cells
+from vit_ray.experiments.trials import Context
+from vit_ray.launch.workers import RunDivergedError, RunFailedError
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_recipe_without_a_study_says_what_to_give():
-    tree = study_tree("/x", [study_row("a")]) | {"study": None}
-    with pytest.raises(ValueError, match=r"study is not set; give study\.models"):
-        study_cells(recipe_from_dict(tree, "test"))
+@pytest.fixture
+def cells(tmp_path: Path) -> list[Cell]:
+    rows = [study_row("small"), study_row("broken", width=32), study_row("large", width=64)]
+    return study_cells(study_recipe(tmp_path, rows))
 
 
-def _logged_metrics(folder, cell):
-    log_path = folder / "runs" / cell / "metrics.jsonl"
-    lines = log_path.read_text().splitlines() if log_path.exists() else []
-    return [line for line in lines if '"kind": "metrics"' in line]
+def run_cells(
+    monkeypatch: pytest.MonkeyPatch, cells: list[Cell], train: Any, **keys: Any
+) -> tuple[list[CellResult], Calls]:
+    """The study of the cells, with `train(recipe, ...)` in the place of a training."""
+    in_process(monkeypatch, train)
+    parent, calls = parent_of(study_recipe("/x", [study_row("any")], **keys))
+    return study._run_cells([(cell, 10) for cell in cells], parent), calls
 
 
-def _kill_in_second_cell(folder, tree, address):
+@pytest.mark.parametrize(
+    "error", [RunFailedError("no node\nmore of it"), RunDivergedError("reason"), OSError("full")]
+)
+def test_a_failed_cell_is_a_row_and_ends_no_other_cell(monkeypatch, cells, error):
+    tried: list[str] = []
+
+    def train(recipe: Any, **_: Any) -> Any:
+        tried.append(recipe.name)
+        if recipe.name == cells[1].name:
+            raise error
+        return trained()
+
+    found, calls = run_cells(monkeypatch, cells, train)
+    assert tried == [cell.name for cell in cells]
+    assert [one.error for one in found] == ["", str(error).partition("\n")[0], ""]
+    assert calls.kinds() == ["failed cell"]
+    assert study._totals(found)["study/failed_cells"] == 1.0
+
+
+def test_transfers_are_metrics_of_their_cell_and_a_failed_one_ends_no_other(monkeypatch, cells):
+    stored: list[Any] = []
+    tops: dict[str, float] = {"cars": 0.7}
+
+    def transfer(cell: Cell, task: Any, context: Context) -> dict[str, float]:
+        if task.name not in tops:
+            raise ValueError("no such data set")
+        return {f"transfer/{task.name}_top1": tops[task.name]}
+
+    def transferred() -> CellResult:
+        tasks: Any = [{"name": name, "recipe": "finetune/pets"} for name in ("pets", "cars")]
+        metrics = {"eval/top1": 0.5}
+        train = lambda recipe, **_: trained(**metrics)  # noqa: E731
+        ((found,), _) = run_cells(monkeypatch, cells[:1], train, transfer=tasks)
+        return found
+
+    monkeypatch.setattr(study, "_transfer", transfer)
+    monkeypatch.setattr(study, "add_to_ended", lambda *args: stored.append(args[1:3]))
+    found = transferred()
+    assert found.metrics == {"eval/top1": 0.5, "transfer/cars_top1": 0.7}
+    assert found.error == "transfer to pets: no such data set"
+    assert stored == [(None, {"transfer/cars_top1": 0.7})]
+    tops["pets"] = 0.9
+    assert transferred().metrics["transfer/mean_top1"] == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"train": {"global_batch_size": 16}}, "-large-.*global_batch_size"),
+        ({"sweep": {"learning_rates": [0.1, 0.10000001]}}, "-small-.*lr0.1"),
+        ({"sweep": {"space": {"init_from": ["/a", "/b"]}}}, "-small-.*init_from"),
+        ({"sweep": {"space": {"model": [{"dropout": 0.1}, {"depth": 2}]}}}, "-small-.*model.depth"),
+        (
+            {"sweep": {"space": {"optim.momentum": [0.7], "optim.frozen": [["head"]]}}},
+            "-small-.*optim.frozen",
+        ),
+    ],
+)
+def test_fine_tunings_of_all_cells_are_checked_before_the_first_is_trained(
+    changes, key, cells, tmp_path, monkeypatch
+):
+    path = tmp_path / "tune.yaml"
+    tree = {"name": "tune", "data": {"train": "/t", "eval": "/e"}, "optim": {"steps": 5}}
+    path.write_text(yaml.safe_dump({**tree, "train": {"global_batch_size": 12}}))
+    monkeypatch.setattr(study, "resolve_run", lambda recipe: resolved())
+    wide = cells[2].recipe.with_changes(workers={"num_workers": 3})
+    cells = [*cells[:2], replace(cells[2], recipe=wide)]
+    tune = StudyTask(name="tune", recipe=str(path))
+    sweep = {"learning_rates": [0.1, 0.2], "seeds": 3}
+    swept = tune.model_copy(update={"name": "swept", "changes": {"sweep": sweep}})
+    # The progress of a study is of these steps, too: 5 of each trial and of each retraining.
+    assert study._check_tasks(cells, (tune,))[1] == len(cells) * 5
+    assert study._check_tasks(cells, (tune, swept))[1] == len(cells) * (5 + 2 * 5 + 3 * 5)
+    with pytest.raises(ValueError, match=f"study.transfer 'tune' of cell .*{key}"):
+        study._check_tasks(cells, (StudyTask(name="tune", recipe=str(path), changes=changes),))
+
+
+def test_the_record_of_a_study_begins_with_the_best_test_accuracy_of_its_cells(cells):
+    tops = [{"eval/top1": 0.4}, {"eval/top1": 0.6}, {}]
+    found = study._totals([CellResult(c, m, "id") for c, m in zip(cells, tops, strict=True)])
+    assert next(iter(found.items())) == ("eval/top1", 0.6)
+    # A cell without a test set is evaluated on images of its training set.
+    held_out = cells[0].recipe.with_changes(data={"eval": None, "held_out_fraction": 0.1})
+    cell = replace(cells[0], recipe=held_out)
+    assert "eval/top1" not in study._totals([CellResult(cell, {"eval/top1": 0.9}, "id")])
+
+
+def kill_in_second_cell(folder: Path, tree: dict[str, Any], address: str) -> None:
     """Run the job as a process of its own, and kill it while its second cell trains."""
-    recipe = folder / "recipe.yaml"
+    recipe, second = folder / "recipe.yaml", folder / "runs" / "grid-two-data1-epochs4"
     recipe.write_text(yaml.safe_dump(tree))
-    job = [sys.executable, "jobs/scaling_study.py", str(recipe)]
     with open(folder / "job.log", "w") as log:
         process = subprocess.Popen(
-            job,
+            [sys.executable, "jobs/scaling_study.py", str(recipe)],
             cwd=ROOT,
             env={**os.environ, "RAY_ADDRESS": address},
             stdout=log,
@@ -51,21 +147,13 @@ def _kill_in_second_cell(folder, tree, address):
             start_new_session=True,
         )
         for _ in range(1200):
-            if len(_logged_metrics(folder, "grid-two-data1-epochs4")) >= 25:
+            lines = second / "metrics.jsonl"
+            if lines.exists() and lines.read_text().count('"kind": "metrics"') >= 25:
                 break
             assert process.poll() is None, (folder / "job.log").read_text()[-3000:]
             time.sleep(0.1)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-@pytest.fixture(scope="module")
-def finished(ray_cluster, digits, tmp_path_factory):
-    """A study of two cells."""
-    models = [study_row("one"), study_row("two", width=32)]
-    folder = tmp_path_factory.mktemp("study")
-    recipe = study_recipe(folder, models, digits.train, digits.test, max_concurrent=2)
-    return recipe, run_study(recipe)
 
 
 @pytest.mark.slow
@@ -75,7 +163,7 @@ def test_a_killed_study_skips_what_is_finished_and_continues_the_rest(
     models = [study_row("one"), study_row("two", width=32)]
     # Long enough that the kill lands well before the end of the second cell.
     tree = study_tree(tmp_path, models, digits.train, digits.test, epochs=[4.0], max_concurrent=1)
-    _kill_in_second_cell(tmp_path, tree, ray_cluster.address)
+    kill_in_second_cell(tmp_path, tree, ray_cluster.address)
     recipe = recipe_from_dict(tree, "test")
     result = run_study(recipe)
     assert result.is_complete
@@ -96,75 +184,58 @@ def test_a_killed_study_skips_what_is_finished_and_continues_the_rest(
         assert run.data.metrics["study/images_seen"] == 94 * 64
 
 
-def test_a_finished_study_trains_nothing_when_it_is_run_again(finished, capsys):
-    recipe, first = finished
-    again = run_study(recipe)
+def test_a_finished_study_trains_nothing_again_and_its_page_is_kept_with_its_run(
+    ray_cluster, digits, tmp_path, capsys
+):
+    models = [study_row("one"), study_row("two", width=32)]
+    recipe = study_recipe(tmp_path, models, digits.train, digits.test, max_concurrent=2)
+    first, again = run_study(recipe), run_study(recipe)
     assert [cell.was_finished for cell in again.cells] == [True, True]
     assert again.parent_run_id == first.parent_run_id
     assert print_study(again) == 0
     assert "2 of 2 cells had finished before" in capsys.readouterr().out
-
-
-def test_the_page_of_a_study_is_written_and_kept_with_its_run(finished):
-    recipe, result = finished
-    text = result.page.read_text()
+    text = again.page.read_text()
     assert "Accuracy against compute" in text
-    assert all(cell.cell.name in text for cell in result.cells)
+    assert all(cell.cell.name in text for cell in again.cells)
     client = MlflowClient(recipe.tracking.uri)
-    kept = {item.path for item in client.list_artifacts(result.parent_run_id)}
-    assert "report.html" in kept
-    parent = client.get_run(result.parent_run_id).data
+    assert "report.html" in {one.path for one in client.list_artifacts(again.parent_run_id)}
+    parent = client.get_run(again.parent_run_id).data
     assert next(iter(parent.metrics)) == "eval/top1"
     assert "2 of 2 cells have finished" in parent.tags["mlflow.note.content"]
-    result.page.unlink()
-    assert report(recipe).page == result.page
-    assert result.page.exists()
-
-
-def test_a_finished_cell_is_not_taken_for_one_of_another_recipe(finished):
-    recipe, _ = finished
-    result = run_study(recipe.with_changes(optim={"weight_decay": 0.3}))
-    for cell in result.cells:
+    again.page.unlink()
+    assert report(recipe).page == again.page
+    assert again.page.exists()
+    # A finished cell is not taken for one of another recipe.
+    for cell in run_study(recipe.with_changes(optim={"weight_decay": 0.3})).cells:
         assert "these keys have changed: optim.weight_decay was 0.0 and is 0.3" in cell.error
 
 
-@pytest.fixture(scope="module")
-def failed_and_transferred(ray_cluster, digits, tmp_path_factory):
-    """A cell that diverges beside one that is transferred, at one rate and over a sweep."""
-    folder = tmp_path_factory.mktemp("transfer")
+@pytest.mark.slow
+def test_a_cell_that_fails_is_named_and_the_others_are_trained_and_transferred(
+    ray_cluster, digits, tmp_path, capsys
+):
+    """One diverges; the other is fine-tuned at one rate, and over a sweep."""
     models = [study_row("bad", rate=1e38), study_row("good")]
-    tree = study_tree(folder, models, digits.train, digits.test, data_fractions=[0.1])
+    tree = study_tree(tmp_path, models, digits.train, digits.test, data_fractions=[0.1])
     own = ("data", "train", "evaluate", "checkpoint")
     tune = {key: tree[key] for key in own} | {"name": "tune", "model": study_row("any")["model"]}
     tune["optim"] = {"name": "sgd", "learning_rate": 0.03, "steps": 3}
-    (folder / "tune.yaml").write_text(yaml.safe_dump(tune))
-    task = {"name": "fixed", "recipe": str(folder / "tune.yaml")}
+    (tmp_path / "tune.yaml").write_text(yaml.safe_dump(tune))
+    task = {"name": "fixed", "recipe": str(tmp_path / "tune.yaml")}
     sweep = {"learning_rates": [1e-3, 0.03], "dev_fraction": 0.1, "seeds": 1}
     tree["study"]["transfer"] = [task, {**task, "name": "swept", "changes": {"sweep": sweep}}]
-    return recipe_from_dict(tree, "test"), run_study(recipe_from_dict(tree, "test"))
-
-
-@pytest.mark.slow
-def test_a_cell_that_fails_is_named_and_the_others_still_run(
-    failed_and_transferred, tmp_path, capsys
-):
-    _, result = failed_and_transferred
+    recipe = recipe_from_dict(tree, "test")
+    result = run_study(recipe)
     assert [bool(cell.error) for cell in result.cells] == [True, False]
     assert not result.is_complete
     assert print_study(result) == 1
     assert "failed: grid-bad-data0.1-epochs1: " in capsys.readouterr().out
-    client = MlflowClient(result.cells[0].cell.recipe.tracking.uri)
+    client = MlflowClient(recipe.tracking.uri)
     assert client.get_run(result.parent_run_id).info.status != "FINISHED"
     history = client.download_artifacts(result.parent_run_id, "history", str(tmp_path))
     (attempt,) = Path(history).glob("*.json")
-    events = json.loads(attempt.read_text())
-    assert [event["kind"] for event in events] == ["failed cell"]
+    assert [event["kind"] for event in json.loads(attempt.read_text())] == ["failed cell"]
 
-
-@pytest.mark.slow
-def test_a_cell_is_transferred_at_one_rate_and_over_a_sweep(failed_and_transferred):
-    recipe, result = failed_and_transferred
-    client = MlflowClient(recipe.tracking.uri)
     (_, good) = result.cells
     run = client.get_run(good.run_id)
     kept = {key: run.data.metrics[f"transfer/{key}_top1"] for key in ("fixed", "swept")}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from ray.train import WorkerGroupError
 
-from tests.experiments.studies import study_recipe, study_row
+from tests.experiments.studies import study_recipe, study_row, trained
 from tests.experiments.trials_here import context_of, in_process, parent_of
 from tests.launch.attempts import Attempts
 from tests.worker.fakes import FakeEngine, Worker, make_job
@@ -97,6 +97,18 @@ def test_a_training_that_was_stopped_has_not_failed_and_an_evaluation_has_no_res
     worker.actor.events.append((EventKind.STOPPED, "request", 0))
     with pytest.raises(RunStoppedError):
         result_of(worker, monkeypatch)
+
+
+def test_a_stop_ends_a_trial_between_its_trainings(monkeypatch):
+    recipe = study_recipe("/x", [study_row("any")])
+    in_process(monkeypatch, lambda recipe, **_: trained(is_complete=False))
+    parent, calls = parent_of()
+    with pytest.raises(RunStoppedError):
+        context_of(parent).train(recipe, "study_cell")
+    calls.stop = "SIGTERM"
+    in_process(monkeypatch, lambda recipe, **_: pytest.fail("it was started"))
+    with pytest.raises(RunStoppedError):
+        context_of(parent).train(recipe, "study_cell")
 
 
 def test_a_pass_without_memory_is_tried_with_fewer_images_as_often_as_it_takes(tmp_path):

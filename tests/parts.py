@@ -162,29 +162,25 @@ class RowNorm(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for weight in group["params"]:
-                weight.sub_(group["lr"] * F.normalize(weight.grad, dim=-1))
+                self.update(weight, group["lr"])
+
+    def update(self, weight: Any, lr: float) -> None:
+        weight.sub_(lr * F.normalize(weight.grad, dim=-1))
 
 
 class Anchored(RowNorm):
     """Keeps the first weights, which a state of zeros is not."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if not self.state[weight]:
-                    self.state[weight]["first"] = weight.clone()
-                weight.sub_(group["lr"] * (weight.grad + weight - self.state[weight]["first"]))
+    def update(self, weight: Any, lr: float) -> None:
+        first = self.state[weight].setdefault("first", weight.clone())
+        weight.sub_(lr * (weight.grad + weight - first))
 
 
 class Noted(RowNorm):
     """Keeps what is neither of each element nor a count."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for weight in group["params"]:
-                self.state[weight]["rows"] = weight.grad.norm(dim=-1)
+    def update(self, weight: Any, lr: float) -> None:
+        self.state[weight]["rows"] = weight.grad.norm(dim=-1)
 
 
 def no_optimizer(groups: Any, config: Any) -> Any:

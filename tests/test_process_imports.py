@@ -40,16 +40,7 @@ KINDS = {
         RAY_DATA | {"cv2"},
     ),
     "Ray Train's controller": ("import vit_ray.worker.entry", RAY_DATA | {"ray.train"}),
-    "a trial's process": (
-        "import vit_ray.experiments.sweep, vit_ray.experiments.study, vit_ray.experiments.vtab",
-        DRIVER | {"ray.tune"},
-    ),
     "a dry run": ("import vit_ray.commands.dry_run", DRIVER | {"ray.tune", "torch"}),
-    "a data set in Python": (
-        "import vit_ray; vit_ray.open_dataset, vit_ray.training_batches",
-        {"cv2", "pyarrow"},
-    ),
-    "a trained model in Python": ("import vit_ray; vit_ray.load", {"cv2", "pyarrow", "torch"}),
 }
 
 

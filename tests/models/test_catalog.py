@@ -72,39 +72,6 @@ def test_a_resnet_has_exactly_the_parameters_of_transformers_bit(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "tokens"),
-    [
-        ("ViT-B/16", {224: 197, 384: 577}),
-        ("ViT-L/16", {512: 1025}),
-        # 384 is not a multiple of 14: the last 6 pixels are unused, as in the reference.
-        ("ViT-H/14", {224: 257, 384: 730, 518: 1370}),
-        ("R50x1+ViT-B/16", {224: 197, 384: 577}),
-        ("R50x1+ViT-L/32", {224: 50}),
-    ],
-)
-def test_the_sequence_is_as_long_as_in_the_paper(name, tokens):
-    with torch.device("meta"):
-        for size, expected in tokens.items():
-            assert build_model(name, 10, image_size=size).num_tokens == expected
-
-
-# 16 patches and a class token, width 32, 2 layers, heads 8 wide.
-@pytest.mark.parametrize(
-    ("positions", "positions_at", "parameters"),
-    [
-        ("learned_1d", "stem", 17 * 32),
-        ("learned_1d", "every_layer", 2 * 17 * 32),
-        ("learned_1d", "every_layer_shared", 17 * 32),
-        ("learned_2d", "stem", 2 * 4 * 16 + 32),
-        ("relative", "stem", 2 * 33 * 8),
-    ],
-)
-def test_positions_have_tables_as_in_the_paper(positions, positions_at, parameters):
-    model = small_model("ViT", positions=positions, positions_at=positions_at)
-    assert count(model) - count(small_model("ViT", positions="none")) == parameters
-
-
-@pytest.mark.parametrize(
     ("name", "options", "named"),
     [
         ("ViT-B16", {}, "ViT-B16.*similar names:.*ViT-B/16"),

@@ -19,7 +19,12 @@ from vit_ray.models.layers import Dropout, StochasticDepth, keyed_dropout
 
 SAMPLES = torch.tensor([7, 1, 300_000_000, 2**40])
 KEYS = sample_keys(SAMPLES, 0, 0)
-VITS = ["ViT", "Axial-ViT", "R+ViT"]
+VITS: list[tuple[str, dict[str, Any]]] = [
+    ("ViT", {"positions": "relative"}),
+    ("ViT", {"positions": "learned_2d", "positions_at": "every_layer"}),
+    ("Axial-ViT", {}),
+    ("R+ViT", {}),
+]
 
 
 def masks(keys: Tensor, count: int, rate: float) -> Tensor:
@@ -89,10 +94,11 @@ def training_model(family: str, **options: Any) -> torch.nn.Module:
     return small_model(family, dropout=0.3, **options).double().train()
 
 
-@pytest.mark.parametrize("family", VITS)
-def test_an_image_gets_its_mask_in_any_batch(family):
+@pytest.mark.parametrize(("family", "options"), VITS)
+def test_an_image_gets_its_mask_in_any_batch(family, options):
     size = (32, 48)  # rows and columns are not as many
-    model, images = training_model(family, image_size=size), some_images(4, size).double()
+    model = training_model(family, image_size=size, **options)
+    images = some_images(4, size).double()
     whole = model(images, KEYS)
     torch.testing.assert_close(model(images, KEYS), whole, rtol=0, atol=0)
     one_by_one = [model(images[i : i + 1], KEYS[i : i + 1]) for i in (3, 1, 0, 2)]
@@ -101,7 +107,7 @@ def test_an_image_gets_its_mask_in_any_batch(family):
     assert (later - whole).abs().max() > 1e-3
     same_image = model(images[:1].expand(4, -1, -1, -1), KEYS)
     assert (same_image[0] - same_image[1]).abs().max() > 1e-3
-    model.keep_all_tokens()  # also those on which no output depends
+    model.keep_all_tokens()  # also those of the last block on which no output depends
     torch.testing.assert_close(model(images, KEYS), whole, rtol=1e-12, atol=1e-12)
 
 
@@ -115,11 +121,11 @@ def test_every_place_that_drops_has_a_mask_of_its_own():
     assert len(seen) == len(set(seen)) == 4 * (1 + (3 + 2) * 2)
 
 
-@pytest.mark.parametrize("family", VITS)
-def test_recomputed_blocks_drop_the_same_units(family):
+@pytest.mark.parametrize(("family", "options"), VITS)
+def test_recomputed_blocks_drop_the_same_units(family, options):
     images, gradients = some_images(4).double(), []
     for every in (0, 1):
-        model = training_model(family)
+        model = training_model(family, **options)
         recompute(model, every)
         model(images, KEYS).square().sum().backward()
         gradients.append([p.grad for p in model.parameters()])

@@ -5,7 +5,6 @@
     python -m tests.net compare A B [PART ...]      prints what differs between two recordings
     python -m tests.net keep [PART ...]             renews kept/ from the base revision
     python -m tests.net mutations [NAME ...]        each mutation must fail its test
-    python -m tests.net speed REV [MEASURE ...]     how fast it is there and here
 
 A difference that is intended has an entry in `intended.toml`, and is not printed. The exit code is
 1 if anything else differs. Parts are the modules of `tests/net/parts`; by default all of them are
@@ -20,9 +19,9 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
+from tests.net import mutations
 from tests.net.compare import read_intended, unintended
 from tests.net.trees import BASE, HERE, PLACE, checkout
 
@@ -74,7 +73,6 @@ def against(revision: str, parts: list[str]) -> int:
 
 
 def main(*words: str) -> int:
-    """The command line."""
     match words:
         case ["record", folder, *parts] if set(parts) <= set(PARTS):
             record(Path(folder), parts or PARTS)
@@ -84,9 +82,8 @@ def main(*words: str) -> int:
             return against(revision, parts or PARTS)
         case ["keep", *parts] if set(parts) <= set(PARTS):
             return checkout(BASE).run("record", str(KEPT), *(parts or KEPT_PARTS))
-        case ["mutations" | "speed" as command, *names]:
-            run: Callable[[list[str]], int] = importlib.import_module(f"tests.net.{command}").run
-            return run(names)
+        case ["mutations", *names]:
+            return mutations.run(names)
         case _:
             print(__doc__, f"\nPARTS: {', '.join(PARTS)}")
             return 2

@@ -37,11 +37,9 @@ class Command:
         )  # fmt: skip
 
     def wait(self, limit_s: float = 300) -> int:
-        """The exit code."""
         return self.process.wait(limit_s)
 
     def must_end(self, limit_s: float = 900) -> None:
-        """Wait for its success."""
         if code := self.wait(limit_s):
             self._log.seek(0)
             raise RuntimeError(f"{self.process.args}: exit code {code}\n{self._log.read()[-4000:]}")
@@ -149,7 +147,6 @@ def free_ports(count: int) -> list[int]:
 
 
 def is_open(port: int) -> bool:
-    """Whether something on this machine listens there."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 

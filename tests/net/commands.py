@@ -47,7 +47,6 @@ def must_run(folder: Path, commands: list[list[str]], own: dict[str, str] | None
 
 
 def run_here(words: list[str]) -> Result:
-    """`vit-ray WORDS` in this process."""
     printed, code = io.StringIO(), 0
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:

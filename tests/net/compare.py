@@ -27,7 +27,6 @@ class Intended:
 
 
 def read_intended(file: Path = INTENDED) -> list[Intended]:
-    """The entries of `intended.toml`."""
     return [Intended(**entry) for entry in tomllib.loads(file.read_text()).get("difference", [])]
 
 

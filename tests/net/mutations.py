@@ -36,7 +36,6 @@ class Mutation:
 
 
 def read_list() -> list[Mutation]:
-    """All mutations of the list."""
     return [Mutation(name, **keys) for name, keys in tomllib.loads(LIST.read_text()).items()]
 
 

@@ -20,7 +20,6 @@ NUM_SMALL, NUM_LARGE, NUM_PHOTOS = 300, 4_500, 64
 
 
 def digest(*parts: bytes) -> str:
-    """Of the parts in turn, in 12 digits."""
     return hashlib.sha256(b"".join(parts)).hexdigest()[:12]
 
 
@@ -49,7 +48,6 @@ def _conversion(images: str, name: str, rows: int, **keys: Any) -> list[str]:
 
 
 def write_files(folder: Path, files: dict[str, bytes]) -> None:
-    """By their paths in the folder."""
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)

@@ -17,7 +17,6 @@ SUBSETS = {"count": 100, "fraction": 0.25}
 
 
 def record(folder: Path) -> dict[str, Any]:
-    """By kind of choice and seed."""
     source = converted() / "small"
     data = vit_ray.open_dataset(str(source))
     found: dict[str, Any] = {}

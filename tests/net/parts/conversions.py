@@ -77,7 +77,6 @@ def _kind(reason: str) -> str:
 
 
 def _items() -> list[Item]:
-    """Thirty images, three of which are no usable ones."""
     images = [*list(photographs().values())[:21], *odd_images().values()]
     images[4], images[9], images[14] = b"", b"no image", images[14][:900]
     return [(f"{n:03d}", CLASSES[n % 3], image) for n, image in enumerate(images)]

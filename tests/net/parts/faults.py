@@ -14,7 +14,6 @@ ALONE = {"workers": {"num_workers": 1}}
 
 
 def record(folder: Path) -> dict[str, Any]:
-    """What is left, by fault."""
     found: dict[str, Any] = {}
     with ray_head(NET_HOLD=str(folder)) as own:
         convert_digits(folder, own)

@@ -23,7 +23,6 @@ CELL = re.compile(rf"^(\S*-\S+) +{NUMBER} +{NUMBER} +{NUMBER} ", re.MULTILINE)
 
 
 def record(folder: Path) -> dict[str, Any]:
-    """By recipe, and by cell of a study."""
     files = {str(file.relative_to(RECIPES))[:-5]: file for file in sorted(RECIPES.rglob("*.yaml"))}
     commands = []
     for file in files.values():

@@ -11,7 +11,6 @@ from tests.net.strikes import HOLD, kill_driver, strike
 
 
 def record(folder: Path) -> dict[str, Any]:
-    """Weights by tensor, and points by metric, of each run."""
     names = ["one-worker", "two-workers", "elastic", "killed", "fine-tuned"]
     with ray_head(NET_HOLD=str(folder)) as own:
         convert_digits(folder, own)

@@ -24,7 +24,6 @@ SCHEDULES = {
 
 
 def record(folder: Path) -> dict[str, Any]:
-    """By schedule and warm-up, bit by bit."""
     found = {}
     always = [f"optim.steps={STEPS}", "optim.learning_rate=3e-3"]
     for name, keys in SCHEDULES.items():

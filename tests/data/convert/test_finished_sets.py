@@ -1,0 +1,222 @@
+"""A finished set is verified, and what it shares with evaluation sets is left out."""
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import cv2
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from sklearn.datasets import load_digits, load_sample_images
+
+from tests.data import converting
+from tests.data.convert.archives import write_files
+from tests.data.converting import convert, in_this_process
+from tests.data.damage import broken_copy, damage
+from tests.data.pictures import encoded, picture
+from vit_ray.data import open_dataset
+from vit_ray.data.convert import finished_sets as module
+from vit_ray.data.convert.finished_sets import Known, deduplicate, describe, nearest, verify
+from vit_ray.data.parts import subset
+from vit_ray.data.shards import RowGroupReader
+
+pytestmark = pytest.mark.usefixtures("serial")
+EVALUATION = [picture(seed, 120, 160) for seed in range(20)]
+
+
+def test_a_whole_data_set_has_no_problems(dataset, tmp_path):
+    report = verify(dataset.path, decode_fraction=1.0)
+    assert (report.num_images, report.num_decoded, report.problems) == (300, 300, [])
+    assert report.num_files == len(dataset.files)
+    assert 30 < verify(dataset.path, decode_fraction=0.2).num_decoded < 90
+    with pytest.raises(ValueError, match="no data set at"):
+        verify(str(tmp_path))
+
+
+def flipped(content: bytes) -> bytes:
+    at = len(content) // 3
+    return content[:at] + bytes([content[at] ^ 0xFF]) + content[at + 1 :]
+
+
+DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "a flipped byte": (flipped, "checksum"),
+    "cut": (lambda content: content[:1000], "1000 bytes and the manifest says"),
+    "a torn footer": (lambda content: content[:-100] + bytes(100), "cannot be opened: .* footer"),
+    "gone": (lambda _: b"", "cannot be opened: the file is missing"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_found_and_its_file_named(dataset, tmp_path, name):
+    _, shard = broken_copy(dataset, tmp_path)
+    change, told = DAMAGES[name]
+    content = change(shard.read_bytes())
+    shard.unlink()
+    if content:
+        shard.write_bytes(content)
+    (problem,) = verify(str(tmp_path), decode_fraction=0.0).problems
+    assert problem.file == shard.name
+    assert re.search(told, problem.what)
+    assert problem.key.startswith("class_") == (name == "a flipped byte")
+
+
+def variants(pixels: np.ndarray) -> dict[str, bytes]:
+    """The same picture as others may have stored it."""
+    height, width = pixels.shape[:2]
+    return {
+        "exact": encoded(pixels, quality=90),
+        "reencoded": encoded(pixels, quality=40),
+        "png": encoded(pixels, "PNG"),
+        "halved": encoded(cv2.resize(pixels, (width // 2, height // 2))),
+        "doubled": encoded(cv2.resize(pixels, (width * 2, height * 2))),
+        "brighter": encoded(np.clip(pixels * 0.9 + 20, 0, 255).astype(np.uint8)),
+    }
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A pre-training set of 120 pictures and 6 variants of 10 evaluation ones; the other set."""
+    folder = tmp_path_factory.mktemp("sets")
+    test = {f"a/{i}.jpg": encoded(pixels, quality=90) for i, pixels in enumerate(EVALUATION)}
+    train = {f"a/other_{i}.jpg": encoded(picture(1000 + i, 120, 160)) for i in range(120)}
+    for i, pixels in enumerate(EVALUATION[:10]):
+        train |= {f"a/{name}_{i}.jpg": image for name, image in variants(pixels).items()}
+    with in_this_process():
+        for name, files in (("train", train), ("test", test)):
+            source = write_files(folder / name, files)
+            convert(source, folder / f"{name}_set", rows_per_row_group=16)
+    return str(folder / "train_set"), str(folder / "test_set")
+
+
+def test_exact_and_near_duplicates_are_left_out(sets, tmp_path):
+    train, test = sets
+    report = deduplicate(train, [test], str(tmp_path / "clean"))
+    found = {Path(d.key).stem: Path(d.evaluation_key).stem for d in report.duplicates}
+    expected = {f"{name}_{i}": str(i) for i in range(10) for name in variants(EVALUATION[i])}
+    assert found == expected
+    assert (report.num_images, report.num_exact, report.num_near) == (180, 10, 50)
+    clean = open_dataset(str(tmp_path / "clean"))
+    assert clean.num_images == 120
+    assert verify(clean.path).problems == []
+    listed = pq.read_table(tmp_path / "clean" / "duplicates.parquet").to_pylist()
+    assert len(listed) == 60
+    assert {row["distance"] for row in listed if row["is_exact"]} == {0}
+
+
+def test_an_existing_destination_is_refused_before_anything_is_replaced(sets, tmp_path):
+    train, test = sets
+    with pytest.raises(ValueError, match="nothing is left"):
+        deduplicate(test, [test], str(tmp_path / "clean"))
+    for name in ("duplicates.parquet", "manifest.parquet"):
+        folder = write_files(tmp_path / name.split(".")[0], {name: b"kept"})
+        with pytest.raises(ValueError, match=f"already holds .*{name}.*choose another folder"):
+            deduplicate(train, [test], str(folder))
+        assert [(p.name, p.read_bytes()) for p in folder.iterdir()] == [(name, b"kept")]
+
+
+def test_it_can_be_run_again_after_a_crash_at_its_end(sets, tmp_path, monkeypatch):
+    train, test = sets
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "derive", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            deduplicate(train, [test], str(tmp_path / "clean"))
+    assert [file.name for file in (tmp_path / "clean").iterdir()] == ["duplicates.parquet"]
+    deduplicate(train, [test], str(tmp_path / "clean"))
+    assert open_dataset(str(tmp_path / "clean")).num_images == 120
+
+
+def test_an_image_that_changed_stops_it_by_name(sets, tmp_path):
+    train, test = sets
+    shutil.copytree(train, tmp_path / "train")
+    damage(open_dataset(str(tmp_path / "train")), group=1, rows=[2])
+    with pytest.raises(ValueError, match=r"'a/.*\.(jpg|png)' in '.*part-.*' *: the bytes changed"):
+        deduplicate(str(tmp_path / "train"), [test], str(tmp_path / "clean"))
+
+
+TRANSFORMS: dict[str, Callable[[Any], bytes]] = {
+    "resized": lambda p: encoded(cv2.resize(p, (112, 150), interpolation=cv2.INTER_AREA)),
+    "quality 50": lambda p: encoded(p, quality=50),
+    "darker": lambda p: encoded((p * 0.7).astype(np.uint8)),
+    "brighter": lambda p: encoded(np.clip(p * 1.15, 0, 255).astype(np.uint8)),
+    "grey": lambda p: encoded(np.dstack([cv2.cvtColor(p, cv2.COLOR_RGB2GRAY)] * 3)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transformed_parts_of_photographs_are_found_as_themselves(name):
+    """16 pictures of 213 x 160 that share nothing, cut from two photographs; half are known."""
+    parts = [
+        np.ascontiguousarray(photograph[213 * i : 213 * (i + 1), 160 * j : 160 * (j + 1)])
+        for photograph in load_sample_images().images
+        for i in range(2)
+        for j in range(4)
+    ]
+    known = Known([("set", str(i), describe(encoded(p))) for i, p in enumerate(parts[::2])])
+    matches = [known.find(describe(TRANSFORMS[name](part))) for part in parts]
+    found = [match and int(match[1]) for match in matches]
+    assert found[::2] == list(range(8))
+    assert found[1::2] == [None] * 8
+
+
+def test_few_of_distinct_digits_are_taken_for_each_other():
+    """Digits are as alike as pictures get."""
+    digits = load_digits().images[:600]
+    files = [encoded(np.dstack([digit * 15.9] * 3).astype(np.uint8), "PNG") for digit in digits]
+    known = Known([("set", str(i), describe(file)) for i, file in enumerate(files[:400])])
+    matches = [known.find(describe(file)) for file in files[400:]]
+    assert sum(match is not None for match in matches) <= 15
+
+
+def test_flat_and_undecodable_images_are_compared_by_their_bytes():
+    good = encoded(EVALUATION[0])
+    green, red = (
+        encoded(np.full((50, 50, 3), colour, np.uint8), "PNG")
+        for colour in ((0, 255, 0), (9, 0, 0))
+    )
+    images = {"bad": b"junk", "good": good, "green": green}
+    known = Known([("set", name, describe(image)) for name, image in images.items()])
+    for name, image in images.items():
+        assert known.find(describe(image)) == ("set", name, 0, True)
+    assert [known.find(describe(image)) for image in (b"other junk", red)] == [None, None]
+
+
+def test_the_closest_hash_is_found():
+    rng = np.random.default_rng(0)
+    hashes = rng.integers(0, 256, (2000, 16), dtype=np.uint8)
+    noise = np.packbits(rng.random((300, 128)) < 0.08, axis=1)
+    for number, query in enumerate(hashes[:300] ^ noise):
+        distances = np.bitwise_count(query ^ hashes).sum(axis=1)
+        found = nearest(hashes.view(np.uint64).T, query.tobytes())
+        assert found == (number, distances[number])
+
+
+def test_tasks_in_another_working_directory_find_what_the_driver_names(
+    monkeypatch, image_folder, tmp_path
+):
+    """Relative paths are the driver's, wherever the workers of a cluster were started."""
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+
+    def one_by_one(work: Callable[..., Any], items: Sequence[Any], *rest: Any, **shown: Any) -> Any:
+        before = os.getcwd()
+        os.chdir(elsewhere)
+        try:
+            return converting.one_by_one(work, items, *rest, **shown)
+        finally:
+            os.chdir(before)
+
+    converting.run_in_this_process(monkeypatch, one_by_one)
+    monkeypatch.chdir(tmp_path)
+    report = convert(os.path.relpath(image_folder), "set")
+    assert report.num_images == open_dataset("set").num_images
+    assert not verify("set", decode_fraction=1.0).problems
+    keys = RowGroupReader(open_dataset("set")).keys(0)
+    Path("keys.txt").write_text("\n".join(keys))
+    part = subset("set", "part", keys="keys.txt")
+    assert 0 < part.num_images < report.num_images
+    assert deduplicate("set", ["part"], "clean").num_exact >= part.num_images
+    assert not list(elsewhere.iterdir())

@@ -68,9 +68,18 @@ def _can_be_closed() -> bool:
     return subprocess.run(probe, input=b"", capture_output=True).returncode == 0
 
 
-def documents() -> list[dict[str, Any]]:
+def document(kind: str, name: str) -> dict[str, Any]:
     """Of the manifest."""
-    return list(yaml.safe_load_all((ROOT / "cluster" / "mlflow.yaml").read_text()))
+    documents = yaml.safe_load_all((ROOT / "cluster" / "mlflow.yaml").read_text())
+    (found,) = (one for one in documents if (one["kind"], one["metadata"]["name"]) == (kind, name))
+    return found
+
+
+def pod(name: str) -> dict[str, Any]:
+    """Of a deployment, or of a job that is scheduled."""
+    if name in ("mlflow-backup", "mlflow-gc"):
+        return document("CronJob", name)["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+    return document("Deployment", name)["spec"]["template"]["spec"]
 
 
 class TeamServer:
@@ -80,10 +89,9 @@ class TeamServer:
         self.folder = folder
         (self.port,) = free_ports(1)
         self.uri = f"http://127.0.0.1:{self.port}"
-        self.is_closed = _can_be_closed()
+        self._is_closed = _can_be_closed()
         self._s3_port = s3_port
         self._server: subprocess.Popen[bytes] | None = None
-        self._documents = documents()
         self.database = database
         self.postgresql("createdb", "mlflow")
 
@@ -91,37 +99,17 @@ class TeamServer:
     def is_up(self) -> bool:
         return self._server is not None
 
-    @property
-    def bucket(self) -> Path:
-        """The store's files."""
-        return self.folder / "buckets" / "bucket"
-
     def stored(self, name: str) -> list[Path]:
-        """The store's files of this name."""
-        return list(self.bucket.rglob(name))
+        """The store's files of this name, in the bucket's folder for MLflow."""
+        return list((self.folder / "buckets" / "bucket" / "mlflow").rglob(name))
 
-    def postgresql(self, name: str, *words: str) -> str:
-        """Run a client of the database as its user; returns what it prints."""
+    def postgresql(self, name: str, *words: str) -> None:
+        """Run a client of the database as its user."""
         where = ["--host=127.0.0.1", f"--port={self.database.port}", "--username=mlflow"]
-        password = PASSWORD_OF_DATABASE
-        done = subprocess.run(
+        subprocess.run(
             [program(name) or name, *where, *words],
-            env={**os.environ, "PGPASSWORD": password}, check=True, stdout=subprocess.PIPE,
-            text=True, timeout=120,
+            env={**os.environ, "PGPASSWORD": PASSWORD_OF_DATABASE}, check=True, timeout=120,
         )  # fmt: skip
-        return done.stdout
-
-    def _document(self, kind: str, name: str) -> dict[str, Any]:
-        (found,) = (
-            one for one in self._documents if (one["kind"], one["metadata"]["name"]) == (kind, name)
-        )
-        return found
-
-    def _pod(self, name: str) -> dict[str, Any]:
-        if name in ("mlflow-backup", "mlflow-gc"):
-            job = self._document("CronJob", name)["spec"]["jobTemplate"]["spec"]
-            return job["template"]["spec"]
-        return self._document("Deployment", name)["spec"]["template"]["spec"]
 
     def _here(self, text: str) -> str:
         """With the addresses of this machine."""
@@ -149,19 +137,15 @@ class TeamServer:
 
     def _command(self, container: dict[str, Any]) -> list[str]:
         words = [self._here(w) for w in (*container["command"], *container.get("args", ()))]
-        return _in_container(words) if self.is_closed else ["bash", "-c", _OPEN, "-", *words]
+        return _in_container(words) if self._is_closed else ["bash", "-c", _OPEN, "-", *words]
 
     @cached_property
     def _settings(self) -> bytes:
-        return self._here(self._document("ConfigMap", "mlflow")["data"]["basic_auth.ini"]).encode()
+        return self._here(document("ConfigMap", "mlflow")["data"]["basic_auth.ini"]).encode()
 
-    def run(self, name: str, container: dict[str, Any] | None = None, **values: str) -> str:
-        """Run the container of a CronJob, with other words in its text; returns what it says.
-
-        Raises:
-            AssertionError: it failed.
-        """
-        container = dict(container or self._pod(name)["containers"][0])
+    def run(self, name: str, container: dict[str, Any] | None = None, **values: str) -> None:
+        """Run the container of a CronJob to its end, with other words in its text."""
+        container = dict(container or pod(name)["containers"][0])
         for part in ("command", "args"):
             words = container.get(part, [])
             container[part] = [values.get(word, word) for word in words]
@@ -170,11 +154,10 @@ class TeamServer:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout.decode()
-        return done.stdout.decode()
 
     def back_up(self, folder: Path) -> Path:
         """Run the backup's own script in a folder; returns the new file."""
-        container = self._pod("mlflow-backup")["containers"][0]
+        container = pod("mlflow-backup")["containers"][0]
         (script,) = container["args"]
         before = set(folder.glob("*.dump"))
         subprocess.run(
@@ -192,12 +175,12 @@ class TeamServer:
 
     def migrate(self) -> None:
         """What runs before the server starts."""
-        (container,) = self._pod("mlflow")["initContainers"]
+        (container,) = pod("mlflow")["initContainers"]
         self.run("mlflow", container)
 
     def start(self, wait_s: float = 300) -> None:
         """Start the server, and wait for its health."""
-        (container,) = self._pod("mlflow")["containers"]
+        (container,) = pod("mlflow")["containers"]
         path = self.folder / "server.log"
         with open(path, "ab") as log:
             self._server = subprocess.Popen(
@@ -232,29 +215,13 @@ class TeamServer:
         except urllib.error.HTTPError as error:
             return error.code
 
-    def processes(self) -> list[Path]:
-        """Of the server, in /proc."""
-        assert self._server is not None
-        found = []
-        for status in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):
-                fields = status.read_text().rpartition(")")[2].split()
-                if int(fields[3]) == self._server.pid:  # its session
-                    found.append(status.parent)
-        return found
-
 
 @contextlib.contextmanager
 def team_server(folder: Path) -> Iterator[TeamServer]:
     """Everything but the MLflow server is up; what is still up at the end is stopped."""
     buckets = folder / "buckets"
     (buckets / "bucket").mkdir(parents=True)
-    (deployment,) = (
-        one
-        for one in documents()
-        if (one["kind"], one["metadata"]["name"]) == ("Deployment", "mlflow-postgres")
-    )
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    (container,) = pod("mlflow-postgres")["containers"]
     database = Postgres(PASSWORD_OF_DATABASE, tuple(container["args"]))
     with serve_s3(buckets) as s3_port, database:
         team = TeamServer(folder, s3_port, database)

@@ -1,3 +1,4 @@
+import hashlib
 import io
 import struct
 import subprocess
@@ -13,11 +14,9 @@ from sklearn.datasets import load_sample_images
 
 from tests.data.pictures import encoded, picture, saved
 from tests.recipes import recipe_with
-from vit_ray.data.augment import augmentation_of
-from vit_ray.data.boxes import Augmentation, draw_box
+from vit_ray.data.boxes import Augmentation, draw_box, draw_boxes
 from vit_ray.data.crops import crop_of
 from vit_ray.data.images import BadImageError, decode
-from vit_ray.data.randaugment import RandAugment
 
 
 def by_pillow(image: bytes) -> NDArray[np.uint8]:
@@ -278,20 +277,35 @@ def test_formats_that_are_not_of_photographs_are_refused_and_start_no_program(mo
     assert started == []
 
 
-CHANGES = {"randaugment": "tensorflow", "randaugment_layers": 3, "randaugment_magnitude": 9.0}
+NUMBERS = np.random.default_rng(5)
+SIZES = np.stack([NUMBERS.integers(1, 900, 3000), NUMBERS.integers(1, 900, 3000)], axis=1)
+SAMPLES, EPOCHS = NUMBERS.integers(0, 1 << 40, 3000), NUMBERS.integers(0, 300, 3000)
 
 
-def test_a_recipe_decides_how_crops_are_resized_and_changed():
-    with pytest.raises(ValueError, match=r"augmentation\.resize=256 is below"):
+# Drawn one image after the other, in plain Python, with math.exp, math.sqrt and round.
+@pytest.mark.parametrize(
+    ("augmentation", "recorded"),
+    [
+        (Augmentation(), "97ce9ae7ffa107ff"),
+        (Augmentation(min_area=0.9, max_area=1.0, flip=False), "34660f7964431130"),
+        (Augmentation("resize_crop", size=(200, 220), resize=256), "5dcae76e224e84ed"),
+        (Augmentation("center_crop"), "e6c76930bdcf785f"),
+        (Augmentation("resize"), "3cfc636f46932848"),
+    ],
+)
+def test_boxes_are_the_recorded_ones_alone_and_in_company(augmentation, recorded):
+    """Runs go on by them: the place of a crop may not change."""
+    boxes = draw_boxes(SIZES, augmentation, -7, EPOCHS, SAMPLES)
+    rows = [(box.top, box.left, box.height, box.width, box.is_flipped) for box in boxes]
+    assert hashlib.sha256(np.array(rows, np.float64).tobytes()).hexdigest()[:16] == recorded
+    for i, box in enumerate(boxes[:50]):
+        key = (-7, int(EPOCHS[i]), int(SAMPLES[i]))
+        assert draw_box((int(SIZES[i, 0]), int(SIZES[i, 1])), augmentation, key) == box
+
+
+def test_an_augmentation_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match=r"augmentation\.resize=256"):
         Augmentation(kind="resize_crop", size=300)
-    recipe = recipe_with(data={"augment": CHANGES, "eval_augment": {"interpolation": "bicubic"}})
-    training, evaluation = (
-        augmentation_of(recipe.model, section)
-        for section in (recipe.data.augment, recipe.data.eval_augment)
-    )
-    assert (training.interpolation, evaluation.interpolation) == ("bilinear", "bicubic")
-    assert (training.randaugment, evaluation.randaugment) == (RandAugment(3, 9.0), None)
-    for wrong in ({"randaugment": "torch"}, {"randaugment_magnitude": 31.0}):
-        (key,) = wrong
+    for key, value in (("randaugment", "torch"), ("randaugment_magnitude", 31.0)):
         with pytest.raises(ValueError, match=rf"data\.augment\.{key}="):
-            recipe_with(data={"augment": wrong})
+            recipe_with(data={"augment": {key: value}})

@@ -19,7 +19,7 @@ from tests.data.small_sets import keys_of, with_header, write_set
 from vit_ray.data import open_dataset
 from vit_ray.data.convert.finished_sets import check_file
 from vit_ray.data.dataset import Manifest, RowGroupColumns
-from vit_ray.data.parts import class_quotas, derive, dev_split, select, subset
+from vit_ray.data.parts import class_quotas, dev_split, select, subset
 from vit_ray.data.shards import first_labels
 
 HEADER: dict[str, Any] = {"path": "set", "root": "set", "classes": ["a"], "files": []}
@@ -75,18 +75,6 @@ def test_a_part_is_the_whole_without_the_others(seed, data):
         for sample in samples_of(rest):
             assert rest.place(sample) == (sample // 8, sample % 8)
             assert sample % 8 in rest.stored_rows(sample // 8)
-
-
-def test_a_part_that_is_written_reads_the_rows_of_the_one_in_memory(dataset, tmp_path):
-    """By their keys, and again of a part of the written one."""
-    for number, whole in enumerate((dataset, open_dataset(dataset.path).ranked(11, 260, 4))):
-        part = whole.without(np.array(samples_of(whole)[5::3]))
-        written = derive(part, str(tmp_path / str(number)), {})
-        expected = keys_of(part)
-        assert keys_of(written) == expected
-        assert written.num_images == len(expected) == part.num_images
-        rest = written.without(np.arange(0, written.num_images, 2))
-        assert keys_of(rest) == expected[1::2]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """What one reading task makes, without Ray: with restart indices or without, of rows gone bad."""
 
 import pickle
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,15 @@ from sklearn.datasets import load_sample_images
 from tests.data.converting import convert, run_in_this_process
 from tests.data.damage import broken_copy, damage
 from tests.data.pictures import encoded
+from tests.data.small_sets import used_rows
 from vit_ray.data import open_dataset
 from vit_ray.data.boxes import Augmentation
-from vit_ray.data.convert import checks
 from vit_ray.data.convert.finished_sets import check_file
+from vit_ray.data.crops import crop_of
 from vit_ray.data.dataset import Manifest, ShardFile, ShardFiles
-from vit_ray.data.order import Partition, ShuffleWindow
+from vit_ray.data.order import Partition
 from vit_ray.data.parts import select
 from vit_ray.data.randaugment import RandAugment
-from vit_ray.data.restart_markers import Libjpeg, RewrittenJpeg, with_restart_markers
 from vit_ray.data.shards import RowGroupReader
 from vit_ray.data.stream.batches import Batch, BatchReader, StreamJob, StreamSpec
 
@@ -43,29 +42,10 @@ def read(
     is_training: bool = True,
     count: int | None = None,
 ) -> tuple[Batch, dict[int, str]]:
-    """One batch of all images, or of more."""
     count = count or manifest.num_images
     spec = StreamSpec(manifest, augmentation, seed=4)
     job = StreamJob(spec, Partition(1, count), 0, is_training=is_training)
     return BatchReader(job).batch(0, 0, count)
-
-
-def test_each_crop_is_augmented_by_the_key_of_its_sample(digits):
-    manifest = open_dataset(digits.train)
-    plain = StreamSpec(manifest, Augmentation(size=16), seed=3, window=ShuffleWindow(64, 8))
-    changed = replace(plain.augmentation, randaugment=RandAugment())
-    batches = []
-    for spec in (plain, replace(plain, augmentation=changed)):
-        job = StreamJob(spec, Partition(1, 64), 1497, is_training=True)
-        batches.append(BatchReader(job).batch(0, 0, 64)[0])
-    crops, found = (batch["image"] for batch in batches)
-    samples = batches[0]["sample"].tolist()
-    expected = [
-        changed.changed(crop.copy(), (3, 1, sample))
-        for crop, sample in zip(crops, samples, strict=True)
-    ]
-    np.testing.assert_array_equal(found, np.stack(expected))
-    assert (found != crops).any(axis=(1, 2, 3)).sum() > 32
 
 
 def converted(folder: Path, *, index_jpeg: bool) -> Manifest:
@@ -94,10 +74,10 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> list[Manifest]:
         Augmentation("center_crop", size=50, resize=60),
         Augmentation("center_crop", size=224, resize=256, is_exact=True),
         Augmentation("resize_crop", size=(100, 120), resize=130),
-        Augmentation("resize", size=100),
+        Augmentation("resize", size=100, randaugment=RandAugment()),
     ],
 )
-def test_batches_of_an_indexed_set_are_those_of_one_without_indices(sets, augmentation):
+def test_batches_have_the_crops_of_their_samples_with_indices_and_without(sets, augmentation):
     for is_training in (True, False):
         (indexed, bad), (plain, _) = (
             read(one, augmentation, is_training=is_training, count=35) for one in sets
@@ -106,51 +86,13 @@ def test_batches_of_an_indexed_set_are_those_of_one_without_indices(sets, augmen
         assert indexed.keys() == plain.keys()
         for name, column in plain.items():
             np.testing.assert_array_equal(indexed[name], column)
+        used, samples = used_rows(sets[1])[0], plain["sample"].tolist()
+        for place, sample in enumerate(samples if is_training else samples[:7]):
+            crop = crop_of(used[sample][0], augmentation, (4, place // 7, sample))
+            np.testing.assert_array_equal(plain["image"][place], crop)
     assert indexed["weight"].tolist() == [1.0] * 7 + [0.0] * 28
     for manifest in sets:
         assert check_file(0, manifest, decode_fraction=1.0).problems == []
-
-
-def with_wrong_indices(monkeypatch: pytest.MonkeyPatch, folder: Path, **changes: Any) -> Manifest:
-    """A data set in whose indices some numbers are others than those of the files."""
-
-    def wrong(image: bytes, writer: Libjpeg) -> RewrittenJpeg | None:
-        found = with_restart_markers(image, writer)
-        if found is None:
-            return None
-        values = {name: change(getattr(found.index, name)) for name, change in changes.items()}
-        return replace(found, index=replace(found.index, **values))
-
-    monkeypatch.setattr(checks, "with_restart_markers", wrong)
-    return converted(folder, index_jpeg=True)
-
-
-WRONG: dict[str, dict[str, Any]] = {
-    "no columns": {"columns": lambda _: 0},
-    "no unit": {"unit_width": lambda _: 0},
-    "front behind the tables": {"front": lambda _: 1 << 20},
-    "size behind the header": {"size_at": lambda n: n + 10_000},
-    "few offsets": {"offsets": lambda o: o[:-1]},
-    "no offsets": {"offsets": lambda o: o[:0]},
-    "offsets behind the end": {"offsets": lambda o: o + 1},
-    "offsets that fall": {"offsets": lambda o: np.array([o[0], *o[-2:0:-1], o[-1]])},
-}
-
-
-@pytest.mark.parametrize("name", list(WRONG))
-def test_an_impossible_index_costs_its_image_alone(monkeypatch, tmp_path, name):
-    manifest = with_wrong_indices(monkeypatch, tmp_path, **WRONG[name])
-    batch, bad = read(manifest, Augmentation(size=64), is_training=False)
-    assert len(bad) >= 4
-    assert all("its restart index" in why for why in bad.values())
-    assert batch["image"].any(axis=(1, 2, 3)).sum() == 7 - len(bad)
-
-
-def test_a_check_finds_a_wrong_index(monkeypatch, tmp_path):
-    manifest = with_wrong_indices(monkeypatch, tmp_path, tables_at=lambda at: at + 1)
-    found = check_file(0, manifest, decode_fraction=1.0).problems
-    assert {problem.key for problem in found} == {f"one/{n}" for n in FILES if n != "f.png"}
-    assert all("its restart index" in problem.what for problem in found)
 
 
 def test_a_bad_row_is_described_and_replaced_by_a_neighbour_in_training(dataset, tmp_path):
@@ -200,8 +142,7 @@ def test_a_row_group_without_a_good_image_has_substitutes_of_the_next(dataset, t
         read(manifest, Augmentation(size=16))
 
 
-@pytest.mark.parametrize("held_out", [0.0, 0.1])
-def test_processes_of_a_host_share_manifest_and_order(held_out):
+def test_processes_of_a_host_share_manifest_and_order():
     """Of 600,000 row groups each one unpickles some kilobytes, and no array."""
     numbers, rows = np.arange(600_000, dtype=np.int32), np.full(600_000, 64, np.int32)
     manifest = Manifest(
@@ -209,11 +150,9 @@ def test_processes_of_a_host_share_manifest_and_order(held_out):
         path="", root="", num_images=64 * 600_000, classes=["a"], max_labels=1, fingerprint="",
         files=ShardFiles(ShardFile(f"{i}", 6400, 6400, 0) for i in range(6000)),
     )  # fmt: skip
-    part, _ = select(manifest, seed=0, held_out_fraction=held_out, fraction=1.0)
+    part, _ = select(manifest, seed=0, held_out_fraction=0.1, fraction=1.0)
     job = StreamJob(StreamSpec(part), Partition(1, 64), 0, is_training=True)
     buffers: list[pickle.PickleBuffer] = []
-    body = pickle.dumps(job, protocol=5, buffer_callback=buffers.append)
-    assert len(body) < 10_000
-    # The manifest's four columns and first samples, and of a part its rows in the whole.
-    each = 28 + 4 * (held_out > 0)
-    assert sum(buffer.raw().nbytes for buffer in buffers) < 1.08 * each * 600_000
+    assert len(pickle.dumps(job, protocol=5, buffer_callback=buffers.append)) < 10_000
+    # The four columns and first samples of the manifest, and the rows of the part.
+    assert sum(buffer.raw().nbytes for buffer in buffers) < 1.08 * 600_000 * (28 + 4)

@@ -1,5 +1,10 @@
-"""Blocks through Ray Data's own output buffer, which joins and slices by size, and bad rows."""
+"""Blocks through Ray Data's own output buffer, and who gets which ones: no cluster."""
 
+import threading
+import time
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,7 +13,14 @@ import pytest
 from ray.data._internal.output_buffer import BlockOutputBuffer, OutputBlockSizeOption
 
 from vit_ray.data.stream import ray_datasets
-from vit_ray.data.stream.ray_datasets import BadRowLimit, as_one_row, cut
+from vit_ray.data.stream.ray_datasets import BadRowLimit, Segment, as_one_row, cut
+from vit_ray.data.stream.stream_server import (
+    KeptBlocks,
+    RankBlock,
+    Reading,
+    StreamLostError,
+    blocks_of,
+)
 
 Batch = dict[str, Any]
 
@@ -66,3 +78,103 @@ def test_the_limit_of_bad_rows_counts_distinct_ones_of_all_processes(monkeypatch
     one.note({1: "one"})
     with pytest.raises(ValueError, match=r"4 of 1000 images .* one of them is four"):
         other.note({4: "four"})
+
+
+class Source:
+    """Gives some blocks, and counts how often."""
+
+    def __init__(self, blocks: list[RankBlock]) -> None:
+        self.blocks, self.times = blocks, 0
+
+    def __call__(self) -> Generator[RankBlock, None, None]:
+        self.times += 1
+        yield from self.blocks
+
+
+def block(name: Any, size: int = 1, rank: int = 0) -> RankBlock:
+    return RankBlock(rank, name, size)
+
+
+def test_a_block_reaches_its_rank_while_the_next_is_made():
+    is_taken = threading.Event()
+
+    def read() -> Generator[RankBlock, None, None]:
+        yield block("a", rank=0)
+        assert is_taken.wait(10), "rank 0 waits for the block of rank 1"
+        yield block("b", rank=1)
+
+    reader = Reading(read, range(2))
+    with ThreadPoolExecutor(2) as threads:
+        second = threads.submit(reader.next_block, 1, 0)
+        assert reader.next_block(0, 0) == "a"
+        is_taken.set()
+        assert second.result() == "b"
+
+
+def failing() -> Generator[RankBlock, None, None]:
+    yield block("a")
+    raise ValueError("too many bad images")
+
+
+def test_a_reading_that_fits_is_kept_and_any_other_is_read_again():
+    kept = KeptBlocks(10)
+    small, large = Source([block("a", 4), block("b", 6)]), Source([block("c", 5), block("d", 6)])
+    for _ in range(3):
+        assert list(kept.blocks(b"small", small)) == small.blocks
+        assert list(kept.blocks(b"large", large)) == large.blocks
+    assert (small.times, large.times) == (1, 3)
+    left = kept.blocks(b"key", small)
+    next(left)
+    left.close()
+    with pytest.raises(ValueError, match="too many bad images"):
+        list(kept.blocks(b"key", failing))
+    assert list(kept.blocks(b"key", small)) == small.blocks
+
+
+def test_every_rank_is_told_that_a_stream_failed():
+    dealt = Reading(failing, range(3))
+    assert dealt.next_block(0, 0) == "a"
+    for rank, index in ((1, 0), (2, 0), (0, 1)):
+        with pytest.raises(ValueError, match="too many bad images"):
+            dealt.next_block(rank, index)
+
+
+def test_each_rank_takes_its_own_blocks_in_their_order():
+    names = [("a0", 0), ("b0", 1), ("c0", 2), ("a1", 0), ("a2", 0), ("b1", 1)]
+    dealt = Reading(Source([block(name, rank=rank) for name, rank in names]), range(3))
+    assert [dealt.next_block(1, index) for index in range(3)] == ["b0", "b1", None]
+    assert [dealt.next_block(0, index) for index in range(4)] == ["a0", "a1", "a2", None]
+    with pytest.raises(StreamLostError, match="rank 2 has had 1 blocks, but was given 0"):
+        dealt.next_block(2, 1)
+    dealt = Reading(Source([block(name, rank=4) for name in "ab"]), range(4, 6))
+    assert dealt.next_block(4, 0) == "a"
+    with pytest.raises(StreamLostError, match="rank 6 asked the server of ranks 4 to 5"):
+        dealt.next_block(6, 0)
+
+
+def test_an_execution_that_gives_too_few_blocks_is_an_error():
+    dataset: Any = SimpleNamespace(iter_internal_ref_bundles=lambda: [])
+    with pytest.raises(ValueError, match="shorter"):
+        list(blocks_of(iter([Segment(dataset, [0], 0)])))
+
+
+def test_no_block_is_made_that_no_rank_waits_for():
+    """Ray Data would otherwise never see that training is slower than reading."""
+    made: list[int] = []
+    ended = threading.Event()
+
+    def read() -> Generator[RankBlock, None, None]:
+        try:
+            for index in range(100):
+                made.append(index)
+                yield block(index, rank=index % 2)
+        finally:
+            ended.set()
+
+    reading = Reading(read, range(2))
+    assert [reading.next_block(0, index) for index in range(3)] == [0, 2, 4]
+    time.sleep(0.1)
+    assert [reading.next_block(1, index) for index in range(2)] == [1, 3]
+    assert made == [0, 1, 2, 3, 4]
+    reading.close()
+    assert ended.wait(10)

@@ -1,7 +1,5 @@
 """Where a run's time goes: an attempt's clock, and runs of several attempts."""
 
-import itertools
-
 import pytest
 
 from vit_ray.measure.phases import Phase, PhaseClock, describe_phases, phase_metrics
@@ -16,14 +14,11 @@ class Now:
     def __call__(self) -> float:
         return self.now_s
 
-    def spend(self, seconds: float) -> None:
-        self.now_s += seconds
-
 
 def train(clock: PhaseClock, now: Now, num_steps: int, wait_s: float = 0.5) -> None:
     """Steps of 2 s, each after a wait."""
     for _ in range(num_steps):
-        now.spend(wait_s + 2.0)
+        now.now_s += wait_s + 2.0
         clock.note_step(wait_s)
 
 
@@ -35,13 +30,13 @@ def test_every_second_of_an_attempt_is_of_one_phase():
     now = Now(108.0)
     clock = PhaseClock(now)
     clock.resume({}, 0.0, driver_s=100.0, place_wait_s=3.0)
-    now.spend(4.0)
+    now.now_s += 4.0
     train(clock, now, 11)
     with clock.within(Phase.EVALUATION):
-        now.spend(8.0)
+        now.now_s += 8.0
         with clock.within(Phase.CHECKPOINT):
-            now.spend(1.0)
-    now.spend(0.25)
+            now.now_s += 1.0
+    now.now_s += 0.25
     assert spent(clock) == {
         "place_wait": 3.0, "starting": 5.0 + 4.0 + 2.5, "training": 20.25, "data_wait": 5.0,
         "evaluation": 8.0, "checkpoint": 1.0,
@@ -57,10 +52,10 @@ def test_what_was_done_after_the_last_checkpoint_is_lost_and_counts_once():
     train(clock, now, 5, 0.0)
     saved, saved_s = clock.spent()
     train(clock, now, 3, 0.0)
-    now.spend(20.0)  # it hangs, and its group waits for a place for 12 s of these
+    now.now_s += 20.0  # it hangs, and its group waits for a place for 12 s of these
     again = PhaseClock(now)
     again.resume(saved, saved_s, driver_s=0.0, place_wait_s=12.0)
-    now.spend(1.0)
+    now.now_s += 1.0
     train(again, now, 4, 0.0)
     assert spent(again) == {
         "starting": 2.0 + 1.0 + 2.0, "training": 8.0 + 6.0, "lost": 6.0 + 8.0, "place_wait": 12.0
@@ -82,7 +77,7 @@ def test_time_without_a_driver_does_not_count(now_s, driver_s, expected):
 
 
 def test_figures_and_their_line():
-    seconds = dict(zip(Phase, itertools.repeat(0.0)))
+    seconds = dict.fromkeys(Phase, 0.0)
     seconds |= {Phase.TRAINING: 3690.0, Phase.DATA: 1.0, Phase.STARTING: 30.0}
     metrics = phase_metrics(seconds)
     assert metrics["run/wall_s"] == 3721.0

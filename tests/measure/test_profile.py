@@ -1,14 +1,11 @@
 """The trace of chosen steps."""
 
-import gc
 import gzip
 import json
-import weakref
 
 import pytest
 import torch
 
-from vit_ray.measure import meters
 from vit_ray.measure.meters import profiled
 
 
@@ -41,20 +38,3 @@ def test_just_the_chosen_steps_are_in_the_trace(num_batches, steps, next_step, e
     assert [widths(trace) for trace in kept.values()] == ([expected] if expected else [])
     name = f"trace-steps-{steps[0]}-{steps[1]}.json.gz"
     assert list(kept) == ([name] if expected else [])
-
-
-def test_the_profiler_is_let_go_while_the_run_goes_on(monkeypatch):
-    made = []
-
-    def profiler(**options):
-        profile = torch.profiler.profile(**options)
-        made.append(weakref.ref(profile))
-        return profile
-
-    monkeypatch.setattr(meters, "profile", profiler)
-    batches = profiled(iter(range(4)), (1, 1), 1, lambda name, trace: None)
-    next(batches)
-    assert made[0]() is not None
-    assert [next(batches), next(batches)] == [1, 2]
-    gc.collect()
-    assert made[0]() is None

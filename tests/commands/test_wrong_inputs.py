@@ -195,7 +195,7 @@ TRANSFERS = [
     ("init sets/latin1", r"not UTF-8 \(.*caf.*\); rename it"),
     (
         f"{SUBSET} subset.source=sets/train subset.keys=sets",
-        "subset.keys='sets': .*not a text file",
+        "keys='sets': .*not a text file",
     ),
     ("verify tiny.yaml verify.path=damaged", DAMAGED),
     (f"{SUBSET} subset.source=damaged subset.keys=note.txt", DAMAGED),

@@ -10,7 +10,6 @@ from mlflow import MlflowClient
 from tests.launch.resolved import resolved_run
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.keys import RUN_FOLDER, tags_of
-from vit_ray.experiments import trials
 from vit_ray.experiments.trials import open_parent
 from vit_ray.launch import connection
 from vit_ray.launch.connection import ClusterShape
@@ -49,18 +48,6 @@ def test_a_training_for_which_the_ray_of_this_process_is_too_small_is_refused_be
     assert list(tmp_path.iterdir()) == []  # neither a folder of the sweep nor a store
 
 
-def test_a_parent_has_no_metric_that_its_result_may_lack(ray_cluster, tmp_path, monkeypatch):
-    """As a study does whose cells have no test set: MLflow would show "NaN" for good."""
-    monkeypatch.setattr(trials, "check_shared", lambda *_: None)  # there are no files
-    recipe = sweep_in(tmp_path, "runs").with_changes(workers={"num_workers": 1})
-    with open_parent(recipe, "study", resolved_run(), 1) as parent:
-        parent.run.is_complete = True
-    (run,) = MlflowClient(recipe.tracking.uri).search_runs(
-        [one.experiment_id for one in MlflowClient(recipe.tracking.uri).search_experiments()]
-    )
-    assert run.data.metrics == {}
-
-
 @pytest.mark.parametrize("has_logs", [True, False])
 def test_two_outputs_with_a_sweep_of_one_name_go_on_each_under_its_own_run(tmp_path, has_logs):
     recipes = [sweep_in(tmp_path, "first"), sweep_in(tmp_path, "second")]
@@ -87,28 +74,31 @@ def test_a_sweep_whose_folder_was_moved_goes_on_under_its_run(tmp_path):
     assert record(moved) != run_id
 
 
+def tag_of(recipe: Recipe, run_id: str | None) -> str | None:
+    run = MlflowClient(recipe.tracking.uri).get_run(str(run_id))
+    return run.data.tags.get("mlflow.parentRunId")
+
+
 def test_a_child_that_starts_before_mlflow_has_its_parent_is_attached_to_it(tmp_path):
     """As where the server answers late, or the driver died before it did."""
     recipe = sweep_in(tmp_path, "runs")
     log = metrics_log_path(recipe.run_folder)
-    parent = RunOpening(recipe.tracking, recipe.name, log)
     child = RunOpening(recipe.tracking, "child", log.with_name("child.jsonl"), parent_log=log)
     waiting = Tracker.begin(child)
     assert waiting.run_id is None
     waiting.finish("KILLED", timeout_s=0.0)  # its driver dies
     again = Tracker.begin(replace(child, key="second"))
     assert again.run_id is None
-    first = Tracker.begin(parent)
+    first = Tracker.begin(RunOpening(recipe.tracking, recipe.name, log))
     assert again.flush(60.0)
-    client = MlflowClient(recipe.tracking.uri)
-    assert client.get_run(str(again.run_id)).data.tags["mlflow.parentRunId"] == first.run_id
+    assert tag_of(recipe, again.run_id) == first.run_id
     again.finish()
     first.finish()
     # Again at each start: a run whose parent was not known is attached later.
-    client.delete_tag(str(again.run_id), "mlflow.parentRunId")
+    MlflowClient(recipe.tracking.uri).delete_tag(str(again.run_id), "mlflow.parentRunId")
     third = Tracker.begin(replace(child, key="third"))
     third.finish()
-    assert client.get_run(str(third.run_id)).data.tags["mlflow.parentRunId"] == first.run_id
+    assert tag_of(recipe, third.run_id) == first.run_id
     assert third.run_id == again.run_id
 
 
@@ -119,13 +109,11 @@ def test_a_child_of_a_deleted_parent_waits_for_the_run_that_takes_its_place(tmp_
     parent = Tracker.begin(opening)
     deleted = parent.run_id
     parent.finish("KILLED")
-    client = MlflowClient(recipe.tracking.uri)
-    client.delete_run(str(deleted))
+    MlflowClient(recipe.tracking.uri).delete_run(str(deleted))
     child = RunOpening(recipe.tracking, "child", log.with_name("child.jsonl"), parent_log=log)
     waiting = Tracker.begin(child)
     assert waiting.run_id is None
     parent = Tracker.begin(replace(opening, key="second"))
     assert waiting.finish(timeout_s=60.0)
-    tags = client.get_run(str(waiting.run_id)).data.tags
-    assert tags["mlflow.parentRunId"] == parent.run_id != deleted
+    assert tag_of(recipe, waiting.run_id) == parent.run_id != deleted
     parent.finish()

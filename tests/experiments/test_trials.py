@@ -1,7 +1,7 @@
-"""Trials under Ray Tune: stopped by ASHA, diverged, failed, killed, interrupted, and taken up.
+"""Trials under Ray Tune: diverged, failed, killed, interrupted, and taken up by another driver.
 
 Ray, Tune and the parent's record are real; a trial's training is a loop that writes its step to a
-file and continues from it.
+file and continues from it. Real trainings are stopped and killed in `tests/faults/`.
 """
 
 import logging
@@ -29,13 +29,11 @@ from vit_ray.experiments import trials
 from vit_ray.experiments.search_space import tune_space
 from vit_ray.experiments.sweep import searcher
 from vit_ray.experiments.trials import (
-    METRIC,
     STEP,
     Context,
     Ended,
     OpenParent,
     Outcome,
-    Trial,
     open_parent,
     run_trials,
 )
@@ -125,42 +123,6 @@ def starts(folder: Path) -> list[tuple[float, int]]:
     return [(float(rate), int(step)) for rate, step in map(str.split, lines)]
 
 
-def test_tunes_own_analysis_names_the_rate_that_won_and_a_second_run_trains_nothing(
-    parent, tmp_path
-):
-    ended = run(
-        parent, partial(training, tmp_path, 0.0), space={"rate": tune.grid_search(RATES[:2])}
-    )
-    assert {rate: one.top1 for rate, one in ended.by("rate").items()} == {0.4: 0.4, 0.1: 0.1}
-    known = tune.ExperimentAnalysis(
-        f"{parent.recipe.output}/tune/parent-trials", default_metric=METRIC, default_mode="max"
-    )
-    assert known.best_config == {"rate": 0.4}
-    grid = tune.Tuner.restore(f"{parent.recipe.output}/tune/parent-trials", Trial).get_results()
-    assert grid.get_best_result(METRIC, "max").config == {"rate": 0.4}
-    curves = known.trial_dataframes.values()
-    assert all(list(curve[STEP]) == list(range(1, STEPS + 1)) for curve in curves)
-    # A rate that is added to a finished sweep is the only one that is trained.
-    ended = run(parent, partial(training, tmp_path, 0.0))
-    assert len(ended.results) == 3
-    assert [one for one in starts(tmp_path)[2:] if one[1] < STEPS] == [(0.2, 0)]
-
-
-def test_asha_stops_a_trial_with_a_checkpoint(parent, tmp_path):
-    scheduler = ASHAScheduler(
-        time_attr=STEP, max_t=STEPS, grace_period=2, reduction_factor=4, stop_last_trials=False
-    )
-    work = partial(training, tmp_path, 0.1)
-    ended = run(parent, work, scheduler=scheduler, max_concurrent=1)
-    found = ended.by("rate")
-    assert [found[rate].state for rate in RATES] == [
-        TrialState.FINISHED, *[TrialState.STOPPED_EARLY] * 2
-    ]  # fmt: skip
-    assert [found[rate].step for rate in RATES[1:]] == [2, 2]
-    for rate in RATES[1:]:
-        assert 2 <= int((tmp_path / f"{rate}").read_text()) < STEPS
-
-
 def test_a_diverged_a_failed_and_a_killed_trial_end_no_other(parent, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(trials, "MOST_RESTARTS", 1)
     space = {"rate": tune.grid_search([0.1, 0.2, 0.3, 0.4])}
@@ -226,15 +188,6 @@ def saved(folder: Path) -> dict[float, int]:
     return {float(path.name): int(path.read_text()) for path in folder.glob("0.*")}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_saves_every_running_trial_and_the_same_command_continues(
-    number, parent, tmp_path
-):
-    with signalled(number, lambda: len(starts(tmp_path)) >= 2):
-        run(parent, partial(training, tmp_path, 0.5))
-    assert set(saved(tmp_path)) == set(RATES[:2])
-
-
 def slow_to_save(folder: Path, config: dict[str, Any], context: Context) -> Any:
     """Saves the number of starts 15 s after it is stopped."""
     with open(folder / "starts", "a") as file:
@@ -262,13 +215,6 @@ def test_a_stop_waits_for_a_checkpoint_that_takes_longer_than_tune_would(
         assert saved(tmp_path) == dict.fromkeys(RATES[:2], num)
 
 
-def continued(parent: OpenParent, folder: Path, has_memory: bool) -> list[tuple[float, int]]:
-    """Trainings that another driver starts after one that was interrupted."""
-    before = len(starts(folder))
-    run(parent, partial(training, folder, 0.0), has_memory=has_memory)
-    return starts(folder)[before:]
-
-
 @pytest.mark.parametrize("has_memory", [False, True])
 def test_another_driver_takes_up_what_an_interrupted_one_has_left(
     has_memory, ray_cluster, digits, tmp_path
@@ -282,12 +228,16 @@ def test_another_driver_takes_up_what_an_interrupted_one_has_left(
         opened() as first,
     ):
         run(first, partial(training, tmp_path, 0.3))
-    steps = saved(tmp_path)
+    steps, before = saved(tmp_path), len(starts(tmp_path))
     assert {rate: steps.pop(rate) for rate in RATES[:2]} == dict.fromkeys(RATES[:2], STEPS)
     assert 0 < steps[RATES[2]] < STEPS
+    rates = [*RATES, 0.3]  # one that is added is trained, too
+    space = {"rate": tune.grid_search(RATES if has_memory else rates)}
     with opened() as second:
-        again = continued(second, tmp_path, has_memory)
-    assert {rate: step for rate, step in again if step < STEPS} == steps
+        run(second, partial(training, tmp_path, 0.0), has_memory=has_memory, space=space)
+    again = starts(tmp_path)[before:]
+    added = {} if has_memory else {0.3: 0}
+    assert {rate: step for rate, step in again if step < STEPS} == {**steps, **added}
     finished = [rate for rate, step in again if step == STEPS]
     assert len(finished) == (0 if has_memory else 2)
 

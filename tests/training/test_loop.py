@@ -24,7 +24,6 @@ from tests.worker.fakes import (
 from vit_ray.checkpoints.checkpoint import Progress, add_digests, samples_digest
 from vit_ray.config import Recipe
 from vit_ray.measure.meters import Compute
-from vit_ray.measure.phases import PhaseClock
 from vit_ray.metric_names import RESULT_EVALUATIONS, RESULT_STEP, with_best
 from vit_ray.training import loop
 from vit_ray.training.loop import Ending, RankContext, TrainingLoop
@@ -252,33 +251,6 @@ def test_the_best_is_chosen_on_held_out_images_where_there_are_any_beside_a_test
     assert (progress.metrics[RESULT_STEP], progress.best_loss_key) == (8, "dev/loss")
     assert (found["dev/top1"], found["eval/top1"]) == (1.0, 0.1)
     assert found["eval/last_top1"] == pytest.approx((abs(TOTAL - 8) + 1) / 10)
-
-
-def test_the_wait_for_data_is_one_figure_in_metrics_and_in_the_phases_of_a_run():
-    now_s = 0.0
-    phases = PhaseClock(lambda: now_s)
-
-    class Hooks(FakeHooks):
-        def note_step(self, step: int, wait_s: float) -> None:
-            phases.note_step(wait_s)
-
-    def work(seconds: float) -> None:
-        nonlocal now_s
-        now_s += seconds
-
-    def read() -> Any:
-        for batch in batches():
-            work(0.5)
-            yield batch
-
-    hooks, engine = Hooks(), FakeEngine(on_backward=lambda _: work(1.0))
-    chosen = short_recipe(train={"log_every_steps": 1})
-    run(engine, hooks, chosen, clock=lambda: now_s, stream=read())
-    found = [metrics for _, metrics in hooks.logged if "data/wait_fraction" in metrics]
-    waited_s = [one["data/wait_fraction"] * one["perf/step_ms_median"] / 1e3 for one in found]
-    assert waited_s == pytest.approx([0.5] * TOTAL)
-    # The first step's wait is a part of the start.
-    assert phases.spent()[0]["data_wait"] == pytest.approx(sum(waited_s[1:]))
 
 
 @pytest.mark.parametrize(("every", "logged"), [(50, [1, 4, 8, 10]), (6, [1, 4, 6, 10])])

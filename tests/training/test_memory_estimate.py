@@ -211,14 +211,11 @@ def _pass_of(engine: DeepSpeedEngine) -> None:
 
 def _engine(recipe: Recipe) -> DeepSpeedEngine:
     torch.manual_seed(0)
+    model = build_model(recipe.model.name, 5, 16, **recipe.model.options())
     return DeepSpeedEngine(
-        build_model(recipe.model.name, 5, 16, **recipe.model.options()),
-        recipe.train,
-        recipe.optim,
-        micro_batch_size=2,
-        accumulation_steps=PASSES,
+        model, recipe.train, recipe.optim, micro_batch_size=2, accumulation_steps=PASSES,
         loss_function=make_loss(recipe),
-    )
+    )  # fmt: skip
 
 
 def _storages() -> dict[int, int]:
@@ -252,30 +249,30 @@ def test_an_evaluations_own_run_holds_the_weights_once_in_bf16(tmp_path):
     assert weights <= held < 1.05 * weights
 
 
-def batch_recipe(micro: int | str, workers: int | list[int] = 4) -> Recipe:
-    train = {"global_batch_size": 96, "micro_batch_size": micro}
-    return recipe_with("a", train=train, workers={"num_workers": workers})
-
-
 @pytest.mark.parametrize(
-    ("micro", "world", "limit", "images"),
+    ("micro", "workers", "world", "limit", "images"),
     [
-        ("auto", 4, None, 24),
-        ("auto", 4, 10, 8),
-        ("auto", 3, 31, 16),
-        (12, 4, None, 12),
-        (12, 4, 5, 4),
+        ("auto", 4, 4, None, 24),
+        ("auto", 4, 4, 10, 8),
+        ("auto", 4, 3, 31, 16),
+        (12, 4, 4, None, 12),
+        (12, 4, 4, 5, 4),
+        # A number is the most for an elastic group, and exact for a fixed one.
+        (20, [1, 4], 1, None, 16),
+        (20, [1, 4], 4, None, 12),
+        (5, 4, 4, None, None),
     ],
 )
-def test_it_is_the_largest_divisor_of_the_share_within_the_limit(micro, world, limit, images):
-    assert micro_batch_size(batch_recipe(micro), world, limit) == images
-
-
-def test_a_number_is_the_most_for_an_elastic_group():
-    sizes = [micro_batch_size(batch_recipe(20, [1, 4]), world) for world in (1, 2, 3, 4)]
-    assert sizes == [16, 16, 16, 12]
-    with pytest.raises(ValueError, match="nearest valid"):  # for a fixed one
-        micro_batch_size(batch_recipe(5), 4)
+def test_a_pass_has_the_largest_divisor_of_the_share_within_the_limit(
+    micro, workers, world, limit, images
+):
+    train = {"global_batch_size": 96, "micro_batch_size": micro}
+    recipe = recipe_with("a", train=train, workers={"num_workers": workers})
+    if images:
+        assert micro_batch_size(recipe, world, limit) == images
+    else:
+        with pytest.raises(ValueError, match="nearest valid"):
+            micro_batch_size(recipe, world, limit)
 
 
 RECIPE = vit(2, 64, precision="fp32")
@@ -291,6 +288,7 @@ RECIPE = vit(2, 64, precision="fp32")
         (0.0, 24, None, 0, [], 1),  # the first pass of the training reports it
         (0.8, 30, 30, 14, [30, 10], 10),  # pairs: no 15
         (0.8, 24, 24, 1, [24, 12, 6], 2),
+        (0.0, 1 << 15, 8, 8, [8, 4], 4),  # three batches of 12 KiB an image take 1.1 GiB
     ],
 )
 def test_the_estimate_is_tried_and_halved_until_it_fits(
@@ -310,17 +308,6 @@ def test_the_estimate_is_tried_and_halved_until_it_fits(
     recipe = RECIPE.with_changes(train={"mixup": mixup, "global_batch_size": 2 * share})
     assert tried_micro_batch(recipe, 10, 2, CPU) == found
     assert sizes == tried
-
-
-def test_what_the_batches_take_is_not_left_to_the_passes(monkeypatch):
-    monkeypatch.setattr(memory_estimate, "pass_bytes", lambda recipe, _, size, device: size * GIB)
-    monkeypatch.setattr(memory_estimate, "largest_micro_batch", lambda *_: 8)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (9 * GIB, 9 * GIB))
-    found = []
-    for images in (64, 1 << 16):  # 3 x 12 KiB each: 2 MiB, and 2.25 GiB
-        recipe = RECIPE.with_changes(train={"global_batch_size": images})
-        found.append(tried_micro_batch(recipe, 10, 1, CPU))
-    assert found == [8, 4]
 
 
 def capped(rank: int) -> list[int | None]:

@@ -1,8 +1,5 @@
-"""A driver whose workers have memory for a pass of 16 images: what is more, the system refuses.
-
-    python -m tests.end_to_end.small_memory RECIPE
-
-Each image of a pass takes 32 MiB beside what the model takes, of an address space that is capped.
+"""A driver, given a recipe, whose workers have memory for a pass of 16 images, each of which takes
+32 MiB beside what the model takes: what is more, the system refuses.
 """
 
 import resource

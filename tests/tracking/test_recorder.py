@@ -8,7 +8,6 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -18,12 +17,11 @@ from mlflow import MlflowClient
 from tests.tracking.recorders import Here, recorded_here
 from tests.tracking.tracked import NOWHERE, history
 from vit_ray.config.training_sections import TrackingConfig
-from vit_ray.outcomes import EventKind, Failure, WorkerPlace
+from vit_ray.outcomes import EventKind, Failure
 from vit_ray.tracking import metrics_log, tracker
 from vit_ray.tracking.metrics_log import MetricsLog, RunOpening
 from vit_ray.tracking.recorder import Recorder, start_recorder
 from vit_ray.tracking.run_state import Orders
-from vit_ray.tracking.tracker import Tracker
 from vit_ray.worker.run_link import RunLink
 
 pytestmark = pytest.mark.usefixtures("answers_here")
@@ -178,24 +176,6 @@ def test_a_record_that_cannot_be_written_costs_only_itself(here, tmp_path):
     assert history(here.uri, run_id) == [(2, 2.0), (3, 3.0)]
 
 
-def test_a_signal_within_a_call_may_record(here, tmp_path):
-    """Its handler runs between two steps of the interrupted thread."""
-    record, interrupted = recorded_here(opening_of(tmp_path), here), []
-
-    class Interrupted:
-        def remote(self, *given: object) -> object:
-            if not interrupted:
-                interrupted.append(given)
-                record.request_stop("SIGINT")
-            return here.write.remote(*given)
-
-    slow = replace(record, actor=SimpleNamespace(write=Interrupted(), ask=here.ask))
-    slow.metrics(1, {"train/loss": 1.0})
-    log = MetricsLog(record.log_path)
-    assert [one["kind"] for one in log.records("metrics", "stop")] == ["stop", "metrics"]
-    record.finish("KILLED")
-
-
 def test_an_end_that_was_noted_before_the_actor_died_reaches_mlflow(store, here, tmp_path):
     record = recorded_here(opening_of(tmp_path), here)
     assert record.flush(60)
@@ -220,13 +200,6 @@ def test_a_stop_of_a_sweep_reaches_its_runs_whenever_they_start(here, tmp_path):
         assert run.heartbeat(0, 1) == Orders("SIGTERM", False)
     for run in (early, late, nested, parent):
         run.finish("KILLED")
-
-
-def test_nothing_is_written_for_a_run_that_was_never_opened(here, tmp_path):
-    path = tmp_path / "run" / "metrics.jsonl"
-    with pytest.raises(RuntimeError, match="nothing can be recorded in"):
-        Recorder(here, path, "run").tag("a", "b")
-    assert not path.exists()
 
 
 def test_a_trial_has_its_dev_accuracy_under_its_own_name_and_first(store, here, tmp_path):
@@ -258,20 +231,6 @@ def test_a_restarted_job_records_its_own_start_and_its_attempts_do_not(here, tmp
         run_id = record.run_id()
         assert not record.finish("FINISHED")
     assert history(here.uri, run_id, "startup/first_step_s") == [(1, 1.0), (5, 5.0)]
-
-
-def test_what_is_recorded_after_the_end_changes_nothing(store, here, tmp_path):
-    opening = opening_of(tmp_path)
-    record = recorded_here(opening, here)
-    run_id = str(record.run_id())
-    assert not record.finish("FINISHED")
-    size = opening.log_path.stat().st_size
-    record.metrics(9, {"train/loss": 1.0})
-    assert record.heartbeat(1, 9, "host", "node", "GPU 0", "g") == Orders(None, False)
-    assert record.places() == {1: WorkerPlace("host", "node", "GPU 0", 9, "g")}
-    assert opening.log_path.stat().st_size == size
-    assert store.get_run(run_id).info.status == "FINISHED"
-    Tracker.begin(opening_of(tmp_path)).close()
 
 
 def record_model(record: Recorder) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.special import softmax
-from sklearn.metrics import log_loss, top_k_accuracy_score
+from sklearn.metrics import confusion_matrix, log_loss, top_k_accuracy_score
 
 from tests.recipes import recipe_with
 from tests.training.engine_runs import build_engine
@@ -178,12 +178,10 @@ def test_a_training_keeps_images_and_tables_of_the_evaluation_that_is_its_result
     engine, actor = Engine(average=object() if averages else None), FakeRun()
     hooks = Worker(job, engine, actor, lambda name: share(0, 1)).hooks
     hooks.evaluate(1)
-    hooks.log(1, {"eval/top1": 0.5})
+    hooks.log(1, {"eval/top1": 0.5, "result/step": 0.0})
     assert not actor.files
     if keeps_best:
-        hooks.log(1, {"result/evaluations": 2.0, "result/step": 0.0})
-        assert not actor.files
-        hooks.log(1, {"result/evaluations": 2.0, "result/step": 1.0})
+        hooks.log(1, {"result/step": 1.0})
         assert {*actor.files} == KEPT
         actor.files.clear()
     hooks.evaluate(TOTAL)
@@ -200,7 +198,7 @@ SIZES: dict[str, Any] = {
 
 
 def evaluate_alone(rank: int, folder: str) -> Any:
-    """What an evaluation's own run logs, from its set-up on, and the batch sizes it asks for."""
+    """What an evaluation's own run logs and keeps, and the batch sizes it asks for."""
     world_size = torch.distributed.get_world_size()
     job = make_job(
         Path(folder), "evaluate", data={"eval": "somewhere"}, model={"name": "ViT", **SIZES},
@@ -221,16 +219,16 @@ def evaluate_alone(rank: int, folder: str) -> Any:
         link,
         set_up_evaluation(job, link, streams, torch.device("cpu"), dog),  # type: ignore[arg-type]
     )
-    return run.logged, sizes_asked
+    return run.logged, run.files, sizes_asked
 
 
 def test_an_evaluations_own_run_measures_the_weights_that_it_is_given(tmp_path):
     model: Any = build_model("ViT", 5, **SIZES)
     torch.nn.init.normal_(model.head.weight, std=0.2)
     save_weights(model, tmp_path / "weights.safetensors", "vit_ray")
-    (logged, asked), (nothing, _) = run_ranks(2, evaluate_alone, str(tmp_path))
+    (logged, files, asked), (*nothing, _) = run_ranks(2, evaluate_alone, str(tmp_path))
     assert asked == [10]  # of 19 images on two ranks
-    assert nothing == []
+    assert nothing == [[], {}]
     ((step, metrics),) = logged
     images = np.concatenate([batch["image"] for batch in share(0, 1)])[:NUM_IMAGES]
     with torch.no_grad():
@@ -238,48 +236,9 @@ def test_an_evaluations_own_run_measures_the_weights_that_it_is_given(tmp_path):
     labels = np.arange(NUM_IMAGES) % 5
     assert step == 0
     assert metrics["eval/top1"] == pytest.approx(np.mean(logits.argmax(1) == labels))
-    assert metrics["eval/loss"] == pytest.approx(
-        log_loss(labels, softmax(logits, axis=1)), rel=1e-5
-    )
-
-
-CLASSES = tuple("abcde")
-
-
-def of_each_class(rank: int, folder: str) -> Any:
-    """An evaluation's own run: the metrics, and the files that it keeps."""
-    world_size = torch.distributed.get_world_size()
-
-    class Engine(FakeEngine):
-        def predict(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            flat = images.flatten(1)
-            return flat, flat[:, :5]
-
-    # Images of class 0 have no answer, those of 1 have two, and output 4 does not compete.
-    table = np.array([[-1, -1], [1, 2], [2, -1], [3, -1], [-1, -1]], np.int32)
-    answers = Answers(CLASSES[:4], 5, np.arange(4), by_class=table)
-    job = replace(
-        make_job(Path(folder), data={"eval": "somewhere"}, train={"loss": "softmax"}),
-        kind="evaluate",
-        answers=answers,
-    )
-    batches = share(rank, world_size)
-    worker = Worker(job, Engine(), FakeRun(), lambda name: batches, rank=rank)
-    return worker.hooks.evaluate(0), worker.actor.files
-
-
-@pytest.mark.slow
-def test_an_evaluation_counts_each_class_over_all_ranks(tmp_path):
-    alone, both = (run_ranks(count, of_each_class, str(tmp_path)) for count in (1, 2))
-    metrics, files = alone[0]
-    assert both == [(pytest.approx(metrics), files), (pytest.approx(metrics), {})]
-
-    images = np.concatenate([batch["image"] for batch in share(0, 1)])[:NUM_IMAGES]
-    scores = images.transpose(0, 3, 1, 2).reshape(NUM_IMAGES, -1)[:, :4]
-    predicted, labels = scores.argmax(axis=1), np.arange(NUM_IMAGES) % 5
-    right = {1: (1, 2), 2: (2,), 3: (3,)}
-    of_image = [p in right[k] for p, k in zip(predicted, labels, strict=True) if k in right]
-    assert metrics["eval/top1"] == pytest.approx(np.mean(of_image))
+    loss = log_loss(labels, softmax(logits, axis=1))
+    assert metrics["eval/loss"] == pytest.approx(loss, rel=1e-5)
+    counts = confusion_matrix(labels, logits.argmax(1))
     rows = [row.split(",") for row in files["confusion.csv"].decode().splitlines()[1:]]
-    assert sum(int(row[2]) for row in rows) == len(of_image)
-    assert sum(int(row[2]) for row in rows if row[0] == row[1]) == sum(of_image)
+    found = {("abcde".index(row[0]), "abcde".index(row[1])): int(row[2]) for row in rows}
+    assert found == {pair: count for pair, count in np.ndenumerate(counts) if count}

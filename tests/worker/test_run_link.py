@@ -15,7 +15,6 @@ from vit_ray.worker.run_link import (
     SETUP_S,
     RunLink,
     Watchdog,
-    describe_threads,
 )
 
 
@@ -137,21 +136,3 @@ def test_time_counts_from_each_step_each_part_of_an_evaluation_and_from_resuming
     reason, where, _, step = hangs[-1]
     assert (reason, step) == ("no step for 60 s (train.step_timeout_s); restarting", 10)
     assert "test_time_counts_from_each_step" in where  # the thread that made it
-
-
-def test_where_each_thread_is_is_told_with_the_innermost_call_first():
-    is_there, goes_on = threading.Event(), threading.Event()
-
-    def wait_for_a_collective() -> None:
-        is_there.set()
-        goes_on.wait(60)
-
-    thread = threading.Thread(target=wait_for_a_collective, name="training")
-    thread.start()
-    assert is_there.wait(60)
-    calls = describe_threads()
-    goes_on.set()
-    thread.join(60)
-    (line,) = [line for line in calls.splitlines() if line.startswith("  training: ")]
-    assert "wait (threading.py:" in line.partition("wait_for_a_collective")[0]
-    assert "wait_for_a_collective (test_run_link.py:" in line

@@ -2,7 +2,6 @@
 
 import math
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from tests.training.ranks import run_ranks
 from tests.worker.fakes import BATCH, FakeEngine, Worker, make_job
 from vit_ray.checkpoints.checkpoint import Checkpoint, Position, Progress, folder_name
 from vit_ray.checkpoints.checkpoint_format import COMMIT
-from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter, Part, Snapshot
+from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter, Snapshot
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.lock import LockLostError
@@ -170,31 +169,6 @@ def save_on_ranks(rank: int, folder: str, rounds: int) -> tuple[list[str], list[
             sums.append(float(total))
         writing.join()
     return warnings, sums
-
-
-def late_on_ranks(rank: int, given_up: Path) -> tuple[str, float]:
-    """Rank 1 writes until rank 0 has given it up, and this thread's sums go on."""
-    saving.WRITE_TIMEOUT_S = 5.0  # type: ignore[misc]
-    gather = gather_by_own_group()
-    deadline_s = time.monotonic() + 60
-    while rank == 1 and not given_up.exists():
-        assert time.monotonic() < deadline_s, "rank 0 still waits"
-        time.sleep(0.1)
-    warnings = ""
-    try:
-        gather(Part([]))
-    except RuntimeError as error:
-        warnings = str(error)
-    given_up.touch()
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    return warnings, float(total)
-
-
-def test_a_rank_that_is_late_is_an_error_of_the_group(tmp_path):
-    found = run_ranks(2, late_on_ranks, tmp_path / "given up")
-    assert "has not ended its part of a checkpoint (gloo: " in found[0][0]
-    assert [total for _, total in found] == [2.0, 2.0]
 
 
 def test_ranks_that_write_wait_for_each_other_in_a_group_of_their_own(tmp_path):

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 
-from vit_ray.report.page import Written
+from docs.screenshots import browsing
+from tests.report.conftest import study, study_page, sweep_page  # noqa: F401
+from tests.report.made_store import Store
+from vit_ray.evaluation.examples import picture
+from vit_ray.report.page import Written, write_report
 
 A4_WIDTH = 718
 """CSS pixels between the margins of a portrait page."""
-
 AXE = Path(__file__).parents[2] / "build" / "axe.min.js"
 CUT_OFF = """
 const cut = [];
@@ -24,6 +29,37 @@ for (const part of document.querySelectorAll("main *, header *, footer *")) {
 }
 return cut;
 """
+NAMES = ["rose", "tulip", "x" * 100, "a name of many words that stands below its image", "daisy"]
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[webdriver.Chrome]:
+    with browsing() as driver:
+        yield driver
+
+
+@pytest.fixture(scope="session")
+def training_page(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """Of one training: twelve test images, six errors, a confusion matrix of five classes."""
+    folder = tmp_path_factory.mktemp("training")
+    made = Store(folder)
+    run_id = made.put("my-flowers", {"eval/top1": 0.8}, kind="pretrain", group="g")
+    files = Path(made.client.get_run(run_id).info.artifact_uri.removeprefix("file://"))
+    (files / "evaluation").mkdir(parents=True)
+    for name, num_images in (("examples", 12), ("errors", 6)):
+        squares = [np.full((96, 96, 3), 20 * i, np.uint8) for i in range(num_images)]
+        shift = int(name == "errors")
+        about = [
+            {"sample": i, "classes": [NAMES[i % 5]], "predicted": NAMES[(i + shift) % 5],
+             "loss": 1.0, "probability": 0.5}
+            for i in range(num_images)
+        ]  # fmt: skip
+        for file, content in picture(name, squares, about).items():
+            (files / "evaluation" / file).write_bytes(content)
+    rows = [f'"{true}","{taken}",{3 + (true == taken)}' for true in NAMES for taken in NAMES]
+    counts = "\n".join(['"class","predicted","images"', *rows])
+    (files / "evaluation" / "confusion.csv").write_text(counts)
+    return write_report(made.uri, "made", folder / "report.html")
 
 
 def show(browser: webdriver.Chrome, page: Path, width: int, media: str = "") -> None:
@@ -54,8 +90,9 @@ def test_it_shows_every_figure_and_the_console_is_empty(page, browser):
     assert log == []
 
 
-def test_a_trainings_page_has_its_images(training_page, browser):
-    show(browser, training_page.page, 1280)
+@pytest.mark.parametrize("page", ["training_page"], indirect=True)
+def test_a_trainings_page_has_its_images(page, browser):
+    show(browser, page, 1280)
     assert [len(find(one, "li")) for one in find(browser, ".gallery")] == [12, 6]
 
 
@@ -67,8 +104,9 @@ def test_nothing_is_cut_off(page, browser, width):
     assert browser.execute_script(CUT_OFF) == []
 
 
-def test_print_is_one_page_wide(study_page, browser):
-    show(browser, study_page.page, A4_WIDTH, media="print")
+@pytest.mark.parametrize("page", ["study_page"], indirect=True)
+def test_print_is_one_page_wide(page, browser):
+    show(browser, page, A4_WIDTH, media="print")
     widths = browser.execute_script(
         "return [...document.querySelectorAll('table')].map(t => t.getBoundingClientRect().right)"
     )
@@ -91,8 +129,9 @@ def test_axe_finds_nothing_wrong(page, browser, width):
     assert found == []
 
 
-def test_a_script_that_somebody_brought_into_the_page_does_not_run(study_page, browser):
-    show(browser, study_page.page, 1280)
+@pytest.mark.parametrize("page", ["study_page"], indirect=True)
+def test_a_script_that_somebody_brought_into_the_page_does_not_run(page, browser):
+    show(browser, page, 1280)
     brought = (
         "const script = document.createElement('script');"
         "script.textContent = 'window.brought = true';"

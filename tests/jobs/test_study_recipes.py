@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
-
 import pytest
 
 from tests.jobs.test_recipes import FOLDER, PAPER, RECIPES, TABLE_6, stated_cost
@@ -123,16 +120,3 @@ def test_shapes_start_from_the_papers_base_and_vary_one_dimension():
         assert model.num_heads == model.width / 64
         varied = [key for key in sizes if getattr(model, key) != getattr(base.recipe.model, key)]
         assert len(varied) == (4 if cell.label.startswith("all") else 1), cell.label
-
-
-def test_the_study_of_cifar10_asks_about_compute_and_data_with_seeds():
-    cells = study_cells(load_recipe("study_cifar10"))
-    models = {cell.label.partition(" at ")[0]: cell.recipe.model.name for cell in cells}
-    assert sorted(models.values()) == ["R+ViT", "ResNet", "ResNet", "ViT", "ViT", "ViT"]
-    assert {cell.recipe.optim.steps for cell in cells} == {150, 400, 1000, 2500}
-    assert {cell.fraction for cell in cells if cell.recipe.model.name == "R+ViT"} == {1.0}
-    seeds = Counter((cell.label, cell.fraction, cell.recipe.optim.steps) for cell in cells)
-    assert {key for key, count in seeds.items() if count == 3} == set(
-        itertools.product(("ViT-S/4", "R7"), (0.1, 1.0), (400, 1000))
-    )
-    assert len(cells) == 44 + 2 * 8

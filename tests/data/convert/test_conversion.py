@@ -1,13 +1,13 @@
 """What a conversion makes, and which destinations it refuses."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -16,7 +16,7 @@ from tests.data.convert.conftest import stopped_at
 from tests.data.converting import convert
 from tests.data.pictures import encoded, jpeg, write_class_folders
 from vit_ray.data import open_dataset
-from vit_ray.data.convert import conversion, shards
+from vit_ray.data.convert import shards
 from vit_ray.data.dataset import Manifest, checksum
 from vit_ray.data.images import decode
 from vit_ray.data.keyed_random import KeyedPermutation
@@ -88,18 +88,6 @@ def test_our_own_mistake_is_no_rejected_row(serial, image_folder, tmp_path, monk
     assert not list((tmp_path / "set").glob("part-*"))
 
 
-def test_pages_carry_checksums(dataset):
-    """Parquet's own, which its reader verifies: a flipped bit in any column is found."""
-    file = Path(dataset.root) / dataset.files[0].path
-    metadata = pq.ParquetFile(file).metadata.row_group(0)
-    for column in range(metadata.num_columns):
-        chunk = metadata.column(column)
-        content = bytearray(file.read_bytes())
-        content[chunk.data_page_offset + chunk.total_compressed_size - 1] ^= 1
-        with pytest.raises(OSError, match="CRC checksum verification failed"):
-            pq.read_table(pa.BufferReader(bytes(content)), page_checksum_verification=True)
-
-
 def test_what_the_maker_says_of_a_set_stands_in_its_manifest(serial, image_folder, tmp_path):
     about = {"license": "CC-BY-4.0", "source_url": "https://x.org/set", "evaluation_only": True}
     convert(image_folder, tmp_path / "set", **about)
@@ -115,17 +103,14 @@ def test_what_the_maker_says_of_a_set_stands_in_its_manifest(serial, image_folde
     ["report.json", "part-00000-of-00001.parquet", "_staging/settings.txt", "cats/1.jpg", "a.txt"],
 )
 def test_a_file_of_somebody_else_is_never_replaced(serial, image_folder, tmp_path, name):
-    file = write_files(tmp_path / "set", {name: b"mine"}) / name
+    """Hidden files are nobody's."""
+    write_files(tmp_path / "set", {".git/a": "", "lost+found/b": "", "Thumbs.db": "", name: "mine"})
     with pytest.raises(ValueError, match=rf"{name.partition('/')[0]}.* move it away"):
         convert(image_folder, tmp_path / "set")
-    assert file.read_bytes() == b"mine"
-    assert [path for path in (tmp_path / "set").rglob("*") if path.is_file()] == [file]
-
-
-def test_hidden_files_do_not_make_a_destination_taken(serial, image_folder, tmp_path):
-    for folder in (".git", "lost+found"):
-        (tmp_path / "set" / folder).mkdir(parents=True)
-    (tmp_path / "set" / "Thumbs.db").write_bytes(b"")
+    assert (tmp_path / "set" / name).read_text() == "mine"
+    assert len([path for path in (tmp_path / "set").rglob("*") if path.is_file()]) == 4
+    (tmp_path / "set" / name).unlink()
+    shutil.rmtree(tmp_path / "set" / "cats", ignore_errors=True)
     assert convert(image_folder, tmp_path / "set").num_images == 300
 
 
@@ -160,17 +145,15 @@ def test_what_another_version_has_made_is_refused(serial, image_folder, tmp_path
     with stopped_at(monkeypatch, "commit", is_done=False):
         convert(image_folder, tmp_path / "staged")
     convert(image_folder, tmp_path / "set")
-    for file in (tmp_path / "staged" / "_staging" / "plan.json", tmp_path / "set" / "source.json"):
-        content = b'{"settings": {"seed": 0}, "units": {}, "version": 7}'  # as version 7 wrote it
-        file.write_bytes(b"%s\n%08x" % (content, checksum(content)))
-        told = "of another version of vit_ray; choose another convert.destination"
-        with pytest.raises(ValueError, match=told):
-            convert(image_folder, file.parents["plan" in file.name])
-        file.write_bytes(content)
-        with pytest.raises(
-            ValueError, match=r"not what was written; choose another convert\.destination"
-        ):
-            convert(image_folder, file.parents["plan" in file.name])
+    content = b'{"settings": {"seed": 0}, "units": {}, "version": 7}'  # as version 7 wrote it
+    for name in ("staged/_staging/plan.json", "set/source.json"):
+        target = tmp_path / name.partition("/")[0]
+        (tmp_path / name).write_bytes(b"%s\n%08x" % (content, checksum(content)))
+        with pytest.raises(ValueError, match="of another version of vit_ray; choose another"):
+            convert(image_folder, target)
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match="not what was written; choose another"):
+            convert(image_folder, target)
 
 
 WAITS_IN_THE_MIDDLE = """
@@ -196,10 +179,8 @@ def test_of_two_conversions_the_second_is_refused(serial, image_folder, tmp_path
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **pipes) as first:  # type: ignore[call-overload]
         assert first.stdout.readline() == "begun\n"
-        with pytest.raises(
-            ValueError, match=rf"another conversion: process {first.pid} of .* on .*wait"
-        ):
-            convert(str(image_folder), str(tmp_path / "set"))
+        with pytest.raises(ValueError, match=rf"another conversion: process {first.pid} of .* on "):
+            convert(image_folder, tmp_path / "set")
         assert first.communicate()[0] == "300\n"
     assert open_dataset(str(tmp_path / "set")).num_images == 300
     assert not (tmp_path / "set" / "_staging").exists()
@@ -216,21 +197,6 @@ def test_who_has_lost_the_destination_does_not_commit(serial, image_folder, tmp_
     with pytest.raises(ValueError, match=r"convert.destination=.* has been taken over by"):
         convert(str(image_folder), str(tmp_path / "set"))
     assert not (tmp_path / "set" / "manifest.parquet").exists()
-
-
-def test_a_refusal_in_a_folder_that_was_lost_deletes_nothing(serial, tmp_path, monkeypatch):
-    staging = tmp_path / "set" / "_staging"
-
-    def and_another_takes_over(*_: Any) -> None:
-        (staging / "lock-00000009.json").write_text("{}")
-        (staging / "index-0123456789abcdef.json").write_text("{}")
-        raise ValueError("refused")
-
-    monkeypatch.setattr(conversion, "_plan", and_another_takes_over)
-    write_class_folders(tmp_path / "source", num_classes=2, per_class=2)
-    with pytest.raises(ValueError, match="refused"):
-        convert(tmp_path / "source", tmp_path / "set")
-    assert (staging / "index-0123456789abcdef.json").exists()
 
 
 def test_a_full_disk_is_named(serial, small_disk, tmp_path):

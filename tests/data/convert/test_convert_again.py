@@ -1,8 +1,5 @@
 """A conversion that is run again: done, or of a source or settings that have changed."""
 
-import csv
-import io
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,51 +8,18 @@ from unittest.mock import Mock
 import pyarrow.parquet as pq
 import pytest
 
-from tests.data.convert.archives import tar_of
+from tests.data.convert.archives import tar_of, write_files
 from tests.data.convert.conftest import stopped_at
-from tests.data.converting import config_of, convert
+from tests.data.converting import convert
 from tests.data.pictures import jpeg
 from tests.data.s3_server import create_bucket, serve_conditional_s3, this_process_uses
 from vit_ray.data import open_dataset
 from vit_ray.data.convert import conversion, index
 from vit_ray.data.convert.finished_sets import verify
-from vit_ray.data.convert.sources import units_of
 from vit_ray.storage import locate
 
+ANIMALS = ("cat", "dog")
 SMALL: dict[str, Any] = {"rows_per_row_group": 4, "shard_mib": 0.01, "seed": 3}
-
-
-def write_classes(folder: Path, numbers: range) -> dict[str, str]:
-    """Files of two classes, those that are there left alone; key to class."""
-    found = {}
-    for i in numbers:
-        name = "dog" if i % 2 else "cat"
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        file = folder / name / f"{i:03d}.jpg"
-        if not file.exists():
-            file.write_bytes(jpeg(i, 40, 50))
-        found[f"{name}/{i:03d}.jpg"] = name
-    return found
-
-
-def write_list(file: Path, rows: dict[str, str]) -> None:
-    sink = io.StringIO()
-    csv.writer(sink).writerows([["path", "label"], *rows.items()])
-    file.write_text(sink.getvalue())
-
-
-def write_tar(file: Path, numbers: list[int]) -> dict[str, str]:
-    """Samples in this order; the archives of equal numbers in any order have one size."""
-    pairs = [
-        (f"{i:03d}.{suffix}", content)
-        for i in numbers
-        for suffix, content in (
-            ("jpg", jpeg(i, 40, 50).ljust(3000, b"\0")), ("cls", b"dog" if i % 2 else b"cat"),
-        )
-    ]  # fmt: skip
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(tar_of(pairs))
-    return {f"{file.stem}/{i:03d}": "dog" if i % 2 else "cat" for i in numbers}
 
 
 def write_source(source: Path, count: int = 20) -> dict[str, str]:
@@ -63,11 +27,28 @@ def write_source(source: Path, count: int = 20) -> dict[str, str]:
     if source.suffix == ".tar":
         # Another has the same size, and its time is not set back.
         return write_tar(source, list(range(20)) if count == 20 else list(range(19, -1, -1)))
+    folder = source.parent if source.suffix else source
+    rows = {f"{ANIMALS[i % 2]}/{i:03d}.jpg": ANIMALS[i % 2] for i in range(count)}
+    for i, name in enumerate(rows):
+        if not (folder / name).exists():
+            write_files(folder, {name: jpeg(i, 40, 50)})
     if source.suffix == ".csv":
-        rows = write_classes(source.parent, range(count))
         write_list(source, rows)
-        return rows
-    return write_classes(source, range(count))
+    return rows
+
+
+def write_list(file: Path, rows: dict[str, str]) -> None:
+    file.write_text("path,label\n" + "".join(f"{path},{name}\n" for path, name in rows.items()))
+
+
+def write_tar(file: Path, numbers: list[int]) -> dict[str, str]:
+    """Samples in this order; the archives of equal numbers in any order have one size."""
+    images = [jpeg(i, 40, 50).ljust(3000, b"\0") for i in numbers]
+    pairs = []
+    for i, image in zip(numbers, images, strict=True):
+        pairs += [(f"{i:03d}.jpg", image), (f"{i:03d}.cls", ANIMALS[i % 2].encode())]
+    write_files(file.parent, {file.name: tar_of(pairs)})
+    return {f"{file.stem}/{i:03d}": ANIMALS[i % 2] for i in numbers}
 
 
 def pictures_of(target: Path) -> dict[str, tuple[str, int]]:
@@ -104,7 +85,7 @@ def test_a_source_that_changed_meanwhile_is_converted_as_it_is_now(
 def test_a_source_that_changed_twice_has_the_rows_that_it_has_now(serial, tmp_path, monkeypatch):
     """The second change takes the first back, whose rows were indexed, and killed before facts."""
     source, target = tmp_path / "list.csv", tmp_path / "set"
-    rows = write_classes(tmp_path, range(20))
+    rows = write_source(source)
     wrong = rows | {"cat/004.jpg": "dog"}
     for listed, at in ((rows, (conversion, "RowStore")), (wrong, (index, "write_facts"))):
         write_list(source, listed)
@@ -115,27 +96,6 @@ def test_a_source_that_changed_twice_has_the_rows_that_it_has_now(serial, tmp_pa
     write_list(source, rows)
     convert(source, target, **SMALL)
     assert labels_of(target) == rows
-
-
-def test_a_late_task_of_an_earlier_listing_replaces_no_rows(serial, tmp_path, monkeypatch):
-    config = config_of(tmp_path / "a.jsonl", tmp_path / "set")
-    staging, listed = locate(str(tmp_path / "staging")), []
-    for label in ("old", "new"):
-        (tmp_path / "a.jsonl").write_text(json.dumps({"path": "1.jpg", "label": label}))
-        units = units_of(config)
-        rows, version = index._listed(units[0])
-        listed.append((list(rows), version))
-    (part,), *_ = index.build_index(units, staging, config)
-    monkeypatch.setattr(index, "_listed", lambda _: listed[0])
-    index._index(units, staging.uri)
-    (table,) = index.read_groups(part)
-    assert table["labels"].to_pylist() == [["new"]]
-    assert len(list((tmp_path / "staging").glob("*.parquet"))) == 2
-    monkeypatch.setattr(index, "_listed", lambda _: listed[1])
-    index.build_index(units, staging, config)
-    assert [file.stem for file in (tmp_path / "staging").glob("*.parquet")] == [
-        Path(part.path).stem
-    ]
 
 
 @pytest.mark.parametrize("name", ["source", "a.tar"])
@@ -163,36 +123,43 @@ def test_a_source_that_changes_while_it_is_converted_is_an_error(
     assert labels_of(target)
 
 
-def test_an_object_that_changes_while_it_is_converted_is_an_error(serial, tmp_path, monkeypatch):
-    def upload(name: str, numbers: list[int]) -> None:
-        write_tar(tmp_path / "a.tar", numbers)
-        locate(f"s3://source/{name}/a.tar").write((tmp_path / "a.tar").read_bytes())
+@pytest.mark.parametrize("name", ["source", "a.tar"])
+def test_an_object_that_changes_while_it_is_converted_is_an_error(
+    serial, tmp_path, monkeypatch, name
+):
+    source, changed = tmp_path / name, "source/cat/004.jpg" if name == "source" else "a.tar"
+    expected = write_source(source)
 
-    # It heeds If-Match, unlike rclone's.
+    def upload() -> None:
+        files = source.rglob("*.jpg") if source.is_dir() else [source]
+        for file in files:
+            place = f"s3://bucket/sources/{file.relative_to(tmp_path)}"
+            locate(place).write(file.read_bytes())
+
+    make = conversion.make_shards
+
+    def change_first(*arguments: Any) -> None:
+        if name == "source":
+            write_files(source, {"cat/004.jpg": jpeg(99, 40, 50)})
+        else:
+            write_source(source, 30)
+        upload()
+        make(*arguments)
+
+    # Its server heeds If-Match, unlike rclone's.
     with serve_conditional_s3() as port, this_process_uses(port, timeout_s=60):
-        create_bucket("source")
-        upload("tars", list(range(20)))
-        for i in range(20):
-            image = jpeg(i, 40, 50)
-            locate(f"s3://source/files/{'dog' if i % 2 else 'cat'}/{i:03d}.jpg").write(image)
-        make, seeds = conversion.make_shards, iter((98, 99))
-
-        def change_first(*arguments: Any) -> None:
-            upload("tars", list(range(19, -1, -1)))
-            locate("s3://source/files/cat/004.jpg").write(jpeg(next(seeds), 40, 50))
-            make(*arguments)
-
+        create_bucket("bucket")
+        upload()
+        uri = "s3://bucket/sources" + ("/source" if name == "source" else "")
         with monkeypatch.context() as patch:
             patch.setattr(conversion, "make_shards", change_first)
-            for name, changed in (("tars", "tars/a.tar"), ("files", "files/cat/004.jpg")):
-                with pytest.raises(ValueError, match=f"s3://source/{changed} has changed since"):
-                    convert(f"s3://source/{name}", str(tmp_path / name), **SMALL)
-        for name in ("tars", "files"):
-            convert(f"s3://source/{name}", str(tmp_path / name), **SMALL)
-            assert convert(f"s3://source/{name}", str(tmp_path / name), **SMALL).was_done
-        expected = {f"a/{i:03d}": "dog" if i % 2 else "cat" for i in range(20)}
-        assert labels_of(tmp_path / "tars") == expected
-        assert len(labels_of(tmp_path / "files")) == 20
+            with pytest.raises(
+                ValueError, match=f"s3://bucket/sources/{changed} has changed since"
+            ):
+                convert(uri, tmp_path / "set", **SMALL)
+        convert(uri, tmp_path / "set", **SMALL)
+        assert convert(uri, tmp_path / "set", **SMALL).was_done
+        assert labels_of(tmp_path / "set") == expected
 
 
 def test_what_is_done_is_not_done_again(serial, tmp_path, monkeypatch):
@@ -250,36 +217,6 @@ def test_what_has_changed_in_a_source_is_listed(serial, tmp_path):
     assert verify(str(tmp_path / "set")).problems == []
 
 
-def test_a_set_without_its_record_is_refused(serial, tmp_path):
-    write_source(tmp_path / "source")
-    convert(tmp_path / "source", tmp_path / "set", **SMALL)
-    (tmp_path / "set" / "source.json").unlink()
-    with pytest.raises(ValueError, match=r"holds no data set with its source.json: it has 'dama"):
-        convert(tmp_path / "source", tmp_path / "set", **SMALL)
-
-
-def test_a_refused_conversion_leaves_nothing_in_a_set_that_another_has_finished(
-    serial, tmp_path, monkeypatch
-):
-    """It looked before the other had ended, and got the lock after that."""
-    source, target = tmp_path / "source", tmp_path / "set"
-    write_source(source)
-    alone = conversion._alone
-    found: list[Any] = []
-
-    def late(folder: Any) -> Any:
-        if not found:
-            found.append(None)
-            convert(source, target, **SMALL)
-        return alone(folder)
-
-    monkeypatch.setattr(conversion, "_alone", late)
-    with pytest.raises(ValueError, match=r"data set of other settings: seed=4 \(it was 3\)"):
-        convert(source, target, **SMALL | {"seed": 4})
-    assert not (target / "_staging").exists()
-    assert open_dataset(str(target)).num_images == 20
-
-
 def test_shards_whose_plan_was_deleted_are_not_those_of_another_plan(serial, tmp_path, monkeypatch):
     source, target = tmp_path / "source", tmp_path / "set"
     write_source(source)
@@ -297,20 +234,21 @@ def test_shards_whose_plan_was_deleted_are_not_those_of_another_plan(serial, tmp
     assert pictures_of(target) == pictures_of(tmp_path / "undisturbed")
 
 
-def test_a_conversion_without_a_plan_overwrites_no_file_of_the_user(serial, tmp_path, monkeypatch):
+def test_a_folder_without_plan_or_record_is_not_overwritten(serial, tmp_path, monkeypatch):
     source, target = tmp_path / "source", tmp_path / "set"
     write_source(source)
     with stopped_at(monkeypatch, "shards_for", is_done=False):
         convert(source, target, **SMALL)
-    (target / "_staging" / "lock-00000001.json").write_text("{}")
-    (target / "part-00000-of-00001.parquet").write_text("the user's")
-    with pytest.raises(ValueError, match=r"it has 'part-00000-of-00001.parquet'; choose a new fo"):
+    of_the_user = target / "part-00000-of-00001.parquet"
+    of_the_user.write_text("the user's")
+    with pytest.raises(ValueError, match=rf"it has '{of_the_user.name}'; choose a new fo"):
         convert(source, target, **SMALL)
-    assert (target / "part-00000-of-00001.parquet").read_text() == "the user's"
-    (target / "part-00000-of-00001.parquet").unlink()
-    for lock in (target / "_staging").glob("lock-*"):
-        lock.unlink()
+    assert of_the_user.read_text() == "the user's"
+    of_the_user.unlink()
     assert convert(source, target, **SMALL).num_images == 20
+    (target / "source.json").unlink()
+    with pytest.raises(ValueError, match=r"holds no data set with its source.json: it has 'dama"):
+        convert(source, target, **SMALL)
 
 
 def test_keys_are_relative_to_the_folder_of_all_files_that_match_now(serial, tmp_path, monkeypatch):

@@ -1,20 +1,22 @@
-"""How often a conversion asks an object store, counted at a real server."""
+"""What a conversion asks an object store, counted at a real server, and what is denied there."""
 
+import errno
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tests.data.convert.archives import samples, tar_of, write_hub_file
+from tests.data.convert.archives import parquet, samples, tar_of, write_files
 from tests.data.converting import convert
 from tests.data.denying_s3 import policy_of, serve_s3_with_policy
 from tests.data.pictures import jpeg
 from tests.data.s3_server import FaultProxy, serve_s3, this_process_uses
 from vit_ray import lock
-from vit_ray.data.convert import conversion
+from vit_ray.data.convert import conversion, rows
 from vit_ray.data.convert.rows import Row
+from vit_ray.storage import Location
 
 pytestmark = pytest.mark.usefixtures("serial")
 
@@ -25,76 +27,56 @@ MOST_AN_IMAGE = 1.1
 def write_sources(folder: Path, count: int) -> None:
     """The same images in every layout."""
     images = [jpeg(i) for i in range(count)]
-    for i, image in enumerate(images):
-        for place in (folder / "folders" / f"class_{i % 2}", folder / "list" / "images"):
-            place.mkdir(parents=True, exist_ok=True)
-            (place / f"{i}.jpg").write_bytes(image)
-    rows = [f"images/{i}.jpg,class_{i % 2}\n" for i in range(count)]
-    (folder / "list" / "list.csv").write_text("path,label\n" + "".join(rows))
-    labels = [b"%d" % (i % 2) for i in range(count)]
-    (folder / "tars").mkdir()
-    (folder / "tars" / "0.tar").write_bytes(tar_of(samples(images, labels)))
-    write_hub_file(
-        folder / "hub" / "a.parquet", list(images), [i % 2 for i in range(count)], rows=count
-    )
-
-
-@pytest.fixture(scope="module")
-def buckets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("buckets")
-    for count in (FEW, MANY):
-        write_sources(folder / "sources" / f"{count}", count)
-    (folder / "sets").mkdir()
-    return folder
-
-
-@pytest.fixture
-def store(buckets: Path) -> Iterator[FaultProxy]:
-    with serve_s3(buckets) as port, FaultProxy(port) as proxy, this_process_uses(proxy.port):
-        yield proxy
+    classes = [i % 2 for i in range(count)]
+    listed = [f"images/{i}.jpg,class_{label}\n" for i, label in enumerate(classes)]
+    archive = tar_of(samples(images, [b"%d" % label for label in classes]))
+    structs = [{"bytes": image} for image in images]
+    places = [f"folders/class_{label}/{i}.jpg" for i, label in enumerate(classes)]
+    places += [f"list/images/{i}.jpg" for i in range(count)]
+    write_files(folder, dict(zip(places, images * 2, strict=True)))
+    write_files(folder / "list", {"list.csv": "path,label\n" + "".join(listed)})
+    write_files(folder / "tars", {"0.tar": archive})
+    write_files(folder / "hub", {"a.parquet": parquet({"image": structs, "label": classes})})
 
 
 @pytest.mark.parametrize("layout", ["folders", "list", "tars", "hub"])
-def test_each_further_image_is_asked_for_once(store, layout, monkeypatch):
+def test_each_further_image_is_asked_for_once(tmp_path, layout, monkeypatch):
     """Of all that a conversion from a store to a store asks it for."""
+    for count in (FEW, MANY):
+        write_sources(tmp_path / "sources" / f"{count}", count)
+    (tmp_path / "sets").mkdir()
     monkeypatch.setattr(conversion, "SAMPLED", 4)
     # A store that ignores the condition of a lock is waited for.
     monkeypatch.setattr(lock, "time", SimpleNamespace(**{**vars(time), "sleep": lambda _: None}))
     requests = {}
-    for count in (FEW, MANY):
-        store.faults.set("", 0)
-        report = convert(f"s3://sources/{count}/{layout}", f"s3://sets/{layout}-{count}")
-        assert (report.num_images, report.num_rejected) == (count, 0)
-        requests[count] = len(store.faults.requests)
+    with serve_s3(tmp_path) as port, FaultProxy(port) as proxy, this_process_uses(proxy.port):
+        for count in (FEW, MANY):
+            proxy.faults.set("", 0)
+            report = convert(f"s3://sources/{count}/{layout}", f"s3://sets/{layout}-{count}")
+            assert (report.num_images, report.num_rejected) == (count, 0)
+            requests[count] = len(proxy.faults.requests)
     further = (requests[MANY] - requests[FEW]) / (MANY - FEW)
     assert 1 <= further <= MOST_AN_IMAGE
 
 
-def test_a_sample_of_images_is_found_in_few_requests(store, monkeypatch):
-    """The index of a list is read once for all of them, and not once for each."""
-    monkeypatch.setattr(lock, "time", SimpleNamespace(**{**vars(time), "sleep": lambda _: None}))
-    store.faults.set("", 0, path="/_staging/index-")
-    convert(f"s3://sources/{MANY}/list", "s3://sets/sampled")
-    assert len(store.faults.requests) < MANY / 2
+NO_OBJECTS = {
+    "sources": "names no object",
+    "No such bucket/x.jpg": "names no object",
+    "sources//x.jpg": "without empty parts",
+    "sources/a/../x.jpg": "without empty parts, '.' and '..'",
+    "sources/" + "x" * 1025: "of at most 1,024 bytes",
+    "sources/none.jpg": "no such file: s3://sources/none.jpg",
+    "none/x.jpg": "no such file: s3://none/x.jpg",
+}
 
 
-@pytest.mark.parametrize(
-    ("path", "reason"),
-    [
-        ("sources", "names no object"),
-        ("No such bucket/x.jpg", "names no object"),
-        ("sources//x.jpg", "without empty parts"),
-        ("sources/a/../x.jpg", "without empty parts, '.' and '..'"),
-        ("sources/./x.jpg", "without empty parts, '.' and '..'"),
-        ("sources/" + "x" * 1025, "of at most 1,024 bytes"),
-        ("sources/none.jpg", "no such file: s3://sources/none.jpg"),
-        ("none/x.jpg", "no such file: s3://none/x.jpg"),
-    ],
-)
-def test_a_path_that_no_object_has_is_the_error_of_one_image(store, path, reason):
+def test_a_path_that_no_object_has_is_the_error_of_one_image(tmp_path):
     """A store answers some of them as it answers a request that is wrong as a whole."""
-    with pytest.raises(ValueError, match=reason):
-        Row("key", path=f"s3://{path}").read()
+    (tmp_path / "sources").mkdir()
+    with serve_s3(tmp_path) as port, this_process_uses(port):
+        for path, reason in NO_OBJECTS.items():
+            with pytest.raises(ValueError, match=reason):
+                Row("key", path=f"s3://{path}").read()
 
 
 def test_an_object_that_is_denied_is_one_rejected_row(tmp_path):
@@ -108,3 +90,15 @@ def test_an_object_that_is_denied_is_one_rejected_row(tmp_path):
     ((key, reason),) = report.rejected.items()
     assert key == "cat/2.jpg"
     assert reason.startswith("it cannot be read: ")
+
+
+def test_credentials_that_are_denied_as_a_whole_reject_no_row(monkeypatch):
+    def denied(*_: Any) -> bytes:
+        raise PermissionError(errno.EACCES, "Access Denied")
+
+    monkeypatch.setattr(Location, "read_range", denied)
+    monkeypatch.setattr(rows, "check_reachable", denied)
+    with pytest.raises(PermissionError):
+        Row("key", path="s3://bucket/a.jpg").read()
+    with pytest.raises(PermissionError):  # of an archive, all rows would be denied
+        Row("key", path="s3://bucket/a.tar", offset=512, length=9).read()

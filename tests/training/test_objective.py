@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from scipy import stats
-from scipy.special import log_softmax
 
 from tests.recipes import recipe_with
 from vit_ray.config.training_sections import TrainConfig
@@ -18,13 +17,10 @@ from vit_ray.training.memory_estimate import largest_micro_batch
 from vit_ray.training.objective import (
     Mixing,
     build_objective,
-    classification_loss,
     draw_mixing,
     make_loss,
     mix_images,
-    multi_hot,
     normalize,
-    partners,
     symmetric_beta,
 )
 from vit_ray.training.steps import micro_batch_size
@@ -39,44 +35,6 @@ def test_pixels_become_minus_one_to_one_in_channels_first():
     result = normalize(images, torch.float32)
     assert result.shape == (1, 3, 2, 3)
     assert result[0, :, 1, 2].tolist() == pytest.approx([-1.0, -0.6, 1.0], abs=1e-6)
-
-
-def test_softmax_is_cross_entropy_of_which_several_labels_share_the_probability():
-    logits, labels = torch.randn(6, 5), torch.tensor([[0], [1], [2], [3], [4], [0]])
-    config = TrainConfig(loss="softmax", label_smoothing=0.1)
-    targets = 0.9 * np.eye(5)[labels[:, 0]] + 0.1 / 5
-    expected = -(targets * log_softmax(logits.numpy(), axis=1)).sum(1)
-    losses = classification_loss(logits, labels, config)
-    assert losses.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
-    logits, labels = torch.randn(1, 4), torch.tensor([[1, 3, -1]])
-    halves = torch.tensor([[0.0, 0.5, 0.0, 0.5]])
-    expected = -(halves * logits.log_softmax(1)).sum(1)
-    torch.testing.assert_close(classification_loss(logits, labels, TrainConfig()), expected)
-
-
-def test_sigmoid_sums_binary_cross_entropies_over_classes():
-    logits, labels = torch.randn(3, 4), torch.tensor([[1, -1], [0, 2], [-1, -1]])
-    targets = torch.tensor([[0.0, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]])
-    assert torch.equal(multi_hot(labels, 4), targets)
-    expected = sum(
-        F.binary_cross_entropy(logits[:, k].sigmoid(), targets[:, k], reduction="none")
-        for k in range(4)
-    )
-    loss = classification_loss(logits, labels, TrainConfig(loss="sigmoid"))
-    torch.testing.assert_close(loss, expected)
-
-
-@pytest.mark.parametrize(
-    ("labels", "smoothing"), [([[-1], [1]], 0.0), ([[-1], [1]], 0.1), ([[-1, -1], [1, 2]], 0.1)]
-)
-def test_an_image_without_a_label_costs_nothing_with_softmax(labels, smoothing):
-    logits = torch.randn(2, 3, requires_grad=True)
-    config = TrainConfig(label_smoothing=smoothing)
-    loss = classification_loss(logits, torch.tensor(labels), config)
-    loss.sum().backward()  # type: ignore[no-untyped-call]
-    assert loss[0] == 0
-    assert not logits.grad[0].any()
-    assert loss[1] > 0
 
 
 def passed(recipe: Any, samples: list[int], step: int, images: Any = None) -> tuple[Any, ...]:
@@ -211,31 +169,46 @@ def test_images_and_labels_are_mixed_alike():
         assert float(mixing.own_share[i]) == pytest.approx(weight.mean(), abs=1e-6)
 
 
+@pytest.mark.parametrize("mixup", [0.0, 0.8])
 @pytest.mark.parametrize(
-    ("loss", "smoothing", "labels"), [("softmax", 0.0, 1), ("softmax", 0.1, 2), ("sigmoid", 0.0, 2)]
+    ("loss", "smoothing"), [("softmax", 0.0), ("softmax", 0.1), ("sigmoid", 0.0)]
 )
-def test_the_loss_is_that_of_mixed_targets(loss, smoothing, labels):
-    """Against cross-entropy with the mixed probabilities themselves."""
+def test_the_loss_is_that_of_smoothed_and_mixed_targets(loss, smoothing, mixup):
+    """Against torch's cross-entropies with the probabilities themselves, and their gradients.
+
+    With softmax several labels share the probability, and an image without a label costs nothing.
+    """
     torch.manual_seed(0)
-    train = {"loss": loss, "label_smoothing": smoothing, "mixup": 0.8, "precision": "fp32"}
+    train = {"loss": loss, "label_smoothing": smoothing, "mixup": mixup, "precision": "fp32"}
     recipe = recipe_with(seed=4, train=train)
     images = torch.randint(0, 256, (6, 8, 8, 3), dtype=torch.uint8)
-    classes, samples = torch.randint(0, 5, (6, labels)), torch.tensor([5, 3, 8, 1, 0, 9])
+    classes = [[0, -1], [1, 2], [2, -1], [3, 1], [4, -1], [-1, -1]]
+    samples = torch.tensor([5, 3, 8, 1, 0, 9])
     module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 5))
-    found = make_loss(recipe)(module, images, classes, samples, 7)
-    mixing = draw_mixing(samples, (8, 8), recipe.train, 4, 7)
-    logits = module(mix_images(normalize(images, torch.float32), mixing.weight))
-    hot = multi_hot(classes, 5)
-    if loss == "softmax":
-        hot = hot / hot.sum(1, keepdim=True)
-        hot = hot * (1 - smoothing) + smoothing / 5
-    share = mixing.own_share[:, None]
-    targets = share * hot + (1 - share) * partners(hot)
-    if loss == "softmax":
-        expected = -(targets * F.log_softmax(logits, 1)).sum(1).mean()
-    else:
+    targets = torch.zeros(6, 5)
+    for image, labels in enumerate(classes):
+        known = [label for label in labels if label >= 0]
+        targets[image, known] = 1 / len(known) if loss == "softmax" and known else 1.0
+        if loss == "softmax" and known:
+            targets[image] = targets[image] * (1 - smoothing) + smoothing / 5
+    pixels = normalize(images, torch.float32)
+    if mixup:
+        mixing = draw_mixing(samples, (8, 8), recipe.train, 4, 7)
+        pixels, share = mix_images(pixels, mixing.weight), mixing.own_share[:, None]
+        targets = share * targets + (1 - share) * targets[[1, 0, 3, 2, 5, 4]]
+    logits = module(pixels)
+    expected = F.cross_entropy(logits, targets, reduction="none")
+    if loss == "sigmoid":
         expected = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").sum(1)
-    assert found.item() == pytest.approx(expected.mean().item(), rel=1e-5)
+    found = make_loss(recipe)(module, images, torch.tensor(classes), samples, 7)
+    torch.testing.assert_close(found, expected.mean())
+    weights = list(module.parameters())
+    for ours, theirs in zip(
+        torch.autograd.grad(found, weights),
+        torch.autograd.grad(expected.mean(), weights),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_a_pair_is_mixed_alike_in_any_pass_and_anew_in_each_step_and_seed():
@@ -253,12 +226,8 @@ def mixed_recipe(batch: int, workers: Any = 1, **train: Any) -> Any:
 
 
 def test_passes_have_whole_pairs():
-    for batch, world, limit, images in (
-        (24, 1, 9, 8),
-        (30, 1, 9, 6),
-        (28, 2, 13, 2),
-        (28, 2, 1, 2),
-    ):
+    cases = ((24, 1, 9, 8), (30, 1, 9, 6), (28, 2, 13, 2), (28, 2, 1, 2))
+    for batch, world, limit, images in cases:
         assert micro_batch_size(mixed_recipe(batch), world, limit) == images
     assert mixed_recipe(24, (1, 8)).group_sizes == [1, 2, 3, 4, 6]
     small = mixed_recipe(30).with_changes(model={"name": "ViT-Ti/16"})

@@ -1,9 +1,4 @@
-"""Made-up JPEG files, and whether one changes its picture when it gets restart markers.
-
-Pillow writes a picture with random options; in a third of the files bytes of the header, or of
-anything, are changed. What a conversion rewrites must then decode as the original does: by Pillow,
-and by OpenCV at all scales and from its restart index.
-"""
+"""Made-up JPEG files, some of them damaged, and whether restart markers change their pictures."""
 
 import io
 import random

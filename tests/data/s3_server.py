@@ -37,20 +37,26 @@ def rclone_binary() -> str:
 
 
 @contextlib.contextmanager
-def serve_s3(folder: Path, *options: str) -> Iterator[int]:
-    """Serve the sub-folders of a folder as buckets; yields the port."""
-    (port,) = free_ports(1)
-    command = [rclone_binary(), "serve", "s3", str(folder), "--addr", f"127.0.0.1:{port}"]
-    command += ["--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--vfs-cache-mode", "off", *options]
-    command.append("-q")
+def _serving(command: list[str], port: int) -> Iterator[int]:
     environment = {**os.environ, "RCLONE_CONFIG": os.devnull}
-    server = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    quiet = subprocess.DEVNULL
+    server = subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet)
     try:
         wait_for(port)
         yield port
     finally:
         server.terminate()
         server.wait()
+
+
+@contextlib.contextmanager
+def serve_s3(folder: Path, *options: str) -> Iterator[int]:
+    """Serve the sub-folders of a folder as buckets; yields the port."""
+    (port,) = free_ports(1)
+    command = [rclone_binary(), "serve", "s3", str(folder), "--addr", f"127.0.0.1:{port}"]
+    command += ["--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--vfs-cache-mode", "off", "-q"]
+    with _serving([*command, *options], port):
+        yield port
 
 
 _MOTO = """
@@ -66,14 +72,8 @@ run_simple("127.0.0.1", int(sys.argv[1]), app, threaded=False)
 def serve_conditional_s3() -> Iterator[int]:
     """An S3 (moto) that heeds If-None-Match, which rclone's ignores; one request at a time."""
     (port,) = free_ports(1)
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    server = subprocess.Popen([sys.executable, "-c", _MOTO, str(port)], **quiet)
-    try:
-        wait_for(port)
+    with _serving([sys.executable, "-c", _MOTO, str(port)], port):
         yield port
-    finally:
-        server.terminate()
-        server.wait()
 
 
 def s3_environment(port: int) -> dict[str, str]:

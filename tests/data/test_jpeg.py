@@ -146,12 +146,6 @@ def without_its_last_scans() -> bytes:
     return image[:tables] + b"\xff\xd9"
 
 
-def with_a_comment_between_its_scans() -> bytes:
-    image = FILES["progressive"]
-    at = image.index(b"\xff\xc4", image.index(b"\xff\xda"))
-    return image[:at] + b"\xff\xfe\0\6mine" + image[at:]
-
-
 def with_a_thumbnail() -> bytes:
     """One pixel, in the segment of JFIF."""
     image = FILES["4:2:0"]
@@ -172,7 +166,6 @@ ODD = {
     "png": encoded(CHINA[:64, :64], "PNG"),
     "empty": b"",
     "progressive without its last scans": without_its_last_scans(),
-    "with a comment between its scans": with_a_comment_between_its_scans(),
     "with a comment behind its scan": FILES["grey"][:-2] + b"\xff\xfe\0\6mine\xff\xd9",
     "with a thumbnail": with_a_thumbnail(),
     "arithmetic": FILES["4:2:0"].replace(b"\xff\xc0", b"\xff\xc9", 1),

@@ -53,40 +53,10 @@ def test_each_sample_stands_once_in_every_epoch_and_ranges_agree_with_the_whole(
     np.testing.assert_array_equal(firsts[places.groups] + places.rows, whole[positions])
 
 
-@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 200))
-def test_dealing_moves_rows_within_a_window_and_an_epoch_only(batch_size, num_batches, num_images):
-    window = ShuffleWindow(batch_size, num_batches)
-    positions = np.arange(3 * num_images)
-    undealt = window.undealt(positions, num_images)
-    assert sorted(undealt.tolist()) == positions.tolist()
-    for unit in (num_images, window.num_rows):
-        np.testing.assert_array_equal(undealt // unit, positions // unit)
-
-
 def test_rows_that_stood_together_are_dealt_to_the_batches_in_turn():
     """Two batches of 3 in an epoch of 11: two windows, the second cut where the epoch ends."""
     undealt = ShuffleWindow(3, 2).undealt(np.arange(14), 11)
     assert undealt.tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11, 12, 14]
-
-
-def share_that_meets_again(order: Order, batch_size: int) -> float:
-    """Of the pairs in a batch of the first epoch, how many share one of the second."""
-    epochs = samples_at(order, 0, 2 * order.num_images).reshape(2, -1, batch_size)
-    batch_of = np.empty(order.num_images, int)
-    batch_of[epochs[1]] = np.arange(epochs.shape[1])[:, None]
-    after = batch_of[epochs[0]]
-    same = (after[:, :, None] == after[:, None, :]).sum() - after.size
-    return float(same) / (after.size * (batch_size - 1))
-
-
-def test_images_meet_others_in_the_next_epoch():
-    """128 batches of one row group each: all meet again without a window, few with one."""
-    rows = np.full(128, 64)
-    assert share_that_meets_again(Order(rows, seed=3), 64) == 1.0
-    order = Order(rows, seed=3, window=ShuffleWindow(64, 16))
-    chance = 63 / (128 * 64 - 1)
-    # A pair of one row group, 1 in 16 of all pairs, meets again in 1 of 16.
-    assert share_that_meets_again(order, 64) < 1.2 * (chance + 1 / 16**2)
 
 
 def test_epochs_and_seeds_differ():

@@ -143,13 +143,11 @@ def test_every_layer_takes_one_operation_of_the_paper():
 def test_a_sample_keeps_its_operations_and_changes_them_in_each_epoch_and_seed():
     image = encoded(picture(1, 61, 83))
     augment = Augmentation("resize", 32, flip=False, randaugment=RandAugment())
-    plain = crop_of(image, Augmentation("resize", 32, flip=False), (5, 0, 0))
 
     def crops(seed: int, epoch: int, samples: Any) -> list[bytes]:
         return [crop_of(image, augment, (seed, epoch, s)).tobytes() for s in samples]
 
     first = crops(5, 0, range(20))
     assert crops(5, 0, reversed(range(20)))[::-1] == first
-    assert sum(crop != plain.tobytes() for crop in first) > 15
     for other in (crops(5, 1, range(20)), crops(6, 0, range(20)), crops(5, 0, range(20, 40))):
         assert sum(a == b for a, b in zip(first, other, strict=True)) < 4

@@ -1,6 +1,5 @@
 """What one reading task makes, without Ray: with restart indices or without, of rows gone bad."""
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from vit_ray.data import open_dataset
 from vit_ray.data.boxes import Augmentation
 from vit_ray.data.convert.finished_sets import check_file
 from vit_ray.data.crops import crop_of
-from vit_ray.data.dataset import Manifest, ShardFile, ShardFiles
+from vit_ray.data.dataset import Manifest
 from vit_ray.data.order import Partition
 from vit_ray.data.parts import select
 from vit_ray.data.randaugment import RandAugment
@@ -140,19 +139,3 @@ def test_a_row_group_without_a_good_image_has_substitutes_of_the_next(dataset, t
         damage(manifest, group, rows=list(range(16)))
     with pytest.raises(ValueError, match=r"no image of its row group .* next 7 can be decoded"):
         read(manifest, Augmentation(size=16))
-
-
-def test_processes_of_a_host_share_manifest_and_order():
-    """Of 600,000 row groups each one unpickles some kilobytes, and no array."""
-    numbers, rows = np.arange(600_000, dtype=np.int32), np.full(600_000, 64, np.int32)
-    manifest = Manifest(
-        numbers // 100, numbers % 100, rows, rows.astype(np.int64), {},
-        path="", root="", num_images=64 * 600_000, classes=["a"], max_labels=1, fingerprint="",
-        files=ShardFiles(ShardFile(f"{i}", 6400, 6400, 0) for i in range(6000)),
-    )  # fmt: skip
-    part, _ = select(manifest, seed=0, held_out_fraction=0.1, fraction=1.0)
-    job = StreamJob(StreamSpec(part), Partition(1, 64), 0, is_training=True)
-    buffers: list[pickle.PickleBuffer] = []
-    assert len(pickle.dumps(job, protocol=5, buffer_callback=buffers.append)) < 10_000
-    # The four columns and first samples of the manifest, and the rows of the part.
-    assert sum(buffer.raw().nbytes for buffer in buffers) < 1.08 * 600_000 * (28 + 4)

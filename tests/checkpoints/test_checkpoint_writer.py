@@ -63,17 +63,6 @@ def test_what_weights_do_not_need_is_in_a_file_of_its_own():
     }
 
 
-def test_views_are_copied_by_their_values():
-    """Views of one storage that overlap, have gaps or repeat an element."""
-    whole = torch.arange(12.0)
-    views = {"weight|a|0": whole[2:8], "weight|b|0": whole[4:10], "weight|c|0": whole[::3],
-             "weight|d|0": whole[:1].expand(5), "weight|e|0": whole[5:5]}  # fmt: skip
-    expected = save({key: values.clone() for key, values in views.items()})
-    taken = snapshot_of(0, 1, views, position(1))
-    whole.zero_()
-    assert bytes_of(taken) == expected
-
-
 def test_the_next_one_takes_the_memory_that_it_is_given_if_it_has_the_size():
     entries = [("weight", "a", 0, torch.ones(5)), ("weight", "b", 0, torch.zeros(7))]
     memory = take_snapshot(entries, position(1), 0, 1).memory

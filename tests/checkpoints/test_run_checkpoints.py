@@ -65,30 +65,50 @@ def is_any(step: int) -> bool:
     return True
 
 
-def lose(folder: Location, lost: str) -> None:
-    """Damage that the marker, or its absence, shows."""
-    path = Path(folder.path)
-    if lost == "everything":
-        shutil.rmtree(path)
-        path.mkdir()
-    elif lost == "a flip of the marker":
-        flip(folder, COMMIT)
-    elif lost == "the name":
-        path.rename(path.parent / folder_name(7))
-    elif lost == "a part":
-        content = (path / WEIGHTS_0).read_bytes()
-        (path / WEIGHTS_0).write_bytes(content[:-1])
+def damage(path: Path, accident: str, rng: random.Random) -> None:
+    """Of a file, or of the folder of a checkpoint in which it lies."""
+    folder, content = path.parent, path.read_bytes()
+    if accident == "delete":
+        path.unlink()
+    elif accident == "cut":
+        path.write_bytes(content[: rng.randrange(len(content) or 1)])
+    elif accident == "flip" and content:
+        flipped = bytearray(content)
+        flipped[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        path.write_bytes(flipped)
+    elif accident == "copy":
+        name = f"weights-{rng.randrange(9):05d}-of-0000{rng.randrange(9)}.safetensors"
+        (folder / name).write_bytes(content)
+    elif accident == "swap":
+        other = rng.choice(sorted(folder.iterdir()))
+        path.write_bytes(other.read_bytes())
+        other.write_bytes(content)
+    elif accident == "everything":
+        shutil.rmtree(folder)
+        folder.mkdir()
+    elif accident == "rename":
+        folder.rename(folder.parent / folder_name(7))
     else:
-        (path / lost).unlink()
+        (folder / rng.choice(["rest-x.json", ".nfs0001", "commit.json.bak"])).write_bytes(content)
 
 
-LOSSES = [COMMIT, WEIGHTS_0, "everything", "a flip of the marker", "the name", "a part"]
+# Damage that the marker, or its absence, shows.
+LOSSES = [
+    ("delete", COMMIT),
+    ("delete", WEIGHTS_0),
+    ("flip", COMMIT),
+    ("cut", WEIGHTS_0),
+    ("everything", COMMIT),
+    ("rename", COMMIT),
+]
 
 
-@pytest.mark.parametrize("lost", LOSSES)
-def test_a_bad_one_is_passed_over_with_one_warning_and_given_up_only_on_request(run, lost):
+@pytest.mark.parametrize(("accident", "name"), LOSSES)
+def test_a_bad_one_is_passed_over_with_one_warning_and_given_up_only_on_request(
+    run, accident, name
+):
     write_checkpoint(run, 1)
-    lose(write_checkpoint(run, 2), lost)
+    damage(Path(write_checkpoint(run, 2).path) / name, accident, random.Random(0))
     before, warnings = all_contents(run), list[str]()
     found = checkpoint_to_resume(run, warnings.append)
     assert found.position.step == 1
@@ -108,7 +128,7 @@ def test_a_bad_one_is_passed_over_with_one_warning_and_given_up_only_on_request(
     for step in (8, 9, 10):
         write_checkpoint(run, step)
     assert prune(run, is_any, keep_last=2, stays=stays_none)[0] == 8
-    assert lost == "everything" or Path(bad.path).name in names(run)
+    assert accident == "everything" or Path(bad.path).name in names(run)
 
 
 def test_no_run_starts_over_beside_a_good_checkpoint_and_one_damaged_inside_is_given_up(run):
@@ -322,30 +342,6 @@ def test_a_fine_tuning_takes_averages_where_there_are_any(run):
         assert weights["b"].tolist() == [expected] * 5
 
 
-def break_something(folder: Path, rng: random.Random) -> None:
-    paths = sorted(path for path in folder.iterdir() if path.is_file())
-    path = rng.choice(paths)
-    content = path.read_bytes()
-    accident = rng.choice(["delete", "cut", "flip", "copy", "swap", "stray"])
-    if accident == "delete":
-        path.unlink()
-    elif accident == "cut":
-        path.write_bytes(content[: rng.randrange(len(content) + 1)])
-    elif accident == "flip" and content:
-        flipped = bytearray(content)
-        flipped[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-        path.write_bytes(flipped)
-    elif accident == "copy":
-        name = f"weights-{rng.randrange(9):05d}-of-0000{rng.randrange(9)}.safetensors"
-        (folder / name).write_bytes(content)
-    elif accident == "swap":
-        other = rng.choice(paths)
-        path.write_bytes(other.read_bytes())
-        other.write_bytes(content)
-    else:
-        (folder / rng.choice(["rest-x.json", ".nfs0001", "commit.json.bak"])).write_bytes(content)
-
-
 def resumed(run: Location) -> Checkpoint:
     """What ranks that read a part each go on from together."""
     below = None
@@ -366,7 +362,8 @@ def test_whatever_happens_to_folders_the_newest_good_one_is_resumed(run, seed):
     for step in steps:
         write_checkpoint(run, step)
         for _ in range(rng.choice([0, 0, 1, 3])):
-            break_something(Path(run.path) / folder_name(step), rng)
+            path = rng.choice(sorted((Path(run.path) / folder_name(step)).iterdir()))
+            damage(path, rng.choice(["delete", "cut", "flip", "copy", "swap", "stray"]), rng)
     good = [s for s in steps if is_as_written(run, s)]
     before = names(run)
     if not good:

@@ -1,38 +1,21 @@
 """The ViT's forward pass against independent implementations and plain formulas."""
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import ViTConfig, ViTForImageClassification, ViTModel
+from transformers import ViTForImageClassification, ViTModel
 
+from tests.models.peers import transformers_vit
 from tests.models.small import attention_weights, relative_difference, small_model, some_images
 from vit_ray.checkpoints.init_weights import open_weights
 from vit_ray.evaluation.inspection import position_vectors
 from vit_ray.models import build_model
 from vit_ray.models.positions import sincos_table
 from vit_ray.models.weights import load_weights, save_weights
-
-
-def shaken_peer(kind: Any, folder: Any, **settings: Any) -> nn.Module:
-    """The small ViT of these tests by transformers, random in every parameter, and saved."""
-    config = ViTConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        patch_size=8, image_size=32, num_labels=5,
-        **{"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6, **settings},
-    )  # fmt: skip
-    config._attn_implementation = "eager"  # which shows its weights
-    torch.manual_seed(3)
-    peer: nn.Module = kind(config).eval()
-    with torch.no_grad():
-        for parameter in peer.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    peer.save_pretrained(folder)
-    return peer
 
 
 @pytest.mark.parametrize(
@@ -44,7 +27,7 @@ def shaken_peer(kind: Any, folder: Any, **settings: Any) -> nn.Module:
     ],
 )
 def test_logits_and_attention_equal_those_of_transformers(settings, options, tmp_path):
-    peer = shaken_peer(ViTForImageClassification, tmp_path, **settings)
+    peer = transformers_vit(tmp_path, **settings)
     assert open_weights(str(tmp_path)).num_classes == 5
     model = small_model("ViT", **options).eval()
     load_weights(model, tmp_path, new_head=False)
@@ -70,7 +53,7 @@ def test_a_vit_of_the_paper_equals_transformers_at_full_size(tmp_path):
 
 
 def test_features_behind_the_tanh_layer_equal_transformers_pooler(tmp_path):
-    peer = shaken_peer(ViTModel, tmp_path)
+    peer = transformers_vit(tmp_path, ViTModel)
     model = small_model("ViT", representation=True).eval()
     report = load_weights(model, tmp_path)
     # A bare model has no head.
@@ -84,7 +67,7 @@ def test_features_behind_the_tanh_layer_equal_transformers_pooler(tmp_path):
 
 
 def test_logits_at_another_resolution_equal_transformers_interpolation(tmp_path):
-    peer = shaken_peer(ViTForImageClassification, tmp_path)
+    peer = transformers_vit(tmp_path)
     model = small_model("ViT", image_size=(40, 64)).eval()
     load_weights(model, tmp_path, resize="bicubic")
     images = some_images(2, (40, 64))

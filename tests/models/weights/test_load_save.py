@@ -12,13 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import (
-    BitConfig,
-    BitForImageClassification,
-    ViTConfig,
-    ViTForImageClassification,
-)
+from transformers import BitConfig, BitForImageClassification
 
+from tests.models.peers import transformers_vit
 from tests.models.small import FAMILIES, other_model, relative_difference, small_model, some_images
 from tests.models.weights.published import Arrays, jax_vit_logits
 from vit_ray.checkpoints.init_weights import initialize_weights, open_weights, planned_load
@@ -183,10 +179,8 @@ def google_bit_arrays(state: dict[str, Tensor]) -> Arrays:
 
 @pytest.mark.parametrize("layout", ["jax", "huggingface"])
 def test_a_bit_resnet_equals_transformers_with_the_same_weights(layout, tmp_path):
-    config = BitConfig(
-        depths=[1, 2], hidden_sizes=[256, 512], embedding_size=64, num_labels=5,
-        layer_type="preactivation",
-    )  # fmt: skip
+    sizes = {"depths": [1, 2], "hidden_sizes": [256, 512], "embedding_size": 64}
+    config = BitConfig(**sizes, num_labels=5, layer_type="preactivation")
     torch.manual_seed(3)
     peer = BitForImageClassification(config).eval()
     with torch.no_grad():
@@ -286,14 +280,6 @@ def not_finite(path: Path) -> None:
     save_weights(model, path, "vit_ray")
 
 
-def folder_of_two_heads(path: Path) -> None:
-    config = ViTConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        patch_size=8, image_size=32, num_labels=5,
-    )  # fmt: skip
-    ViTForImageClassification(config).save_pretrained(path)
-
-
 KEY_BIAS = "Transformer/encoderblock_1/MultiHeadDotProductAttention_1/key/bias"
 NORM = "Transformer/encoder_norm/scale"
 FC2, EXPAND = "vit.encoder.layer.1.output.dense.weight", "blocks.1.mlp.expand.weight"
@@ -313,14 +299,10 @@ WRONG: list[tuple[str, Writer, str]] = [
     ("a.npz", jax_file(**{NORM: np.ones(32, "V1")}), r"encoder_norm/scale.* type \|V1"),  # fp8
     ("a.npz", written_as("jax", depth=3), "encoderblock_2"),
     ("a.npz", written_as("jax", num_heads=8), "num_heads=8, and this one has num_heads=4"),
-    ("a.safetensors", written_as("timm", num_heads=8), "num_heads=8, and this one has num_heads=4"),
-    ("hub", written_as("huggingface", num_heads=8), "num_heads=8, and this one has num_heads=4"),
-    ("hub", folder_of_two_heads, "num_heads=2, and this one has num_heads=4"),
-    (
-        "a.safetensors",
-        written_as("vit_ray", positions_at="every_layer_shared"),
-        "positions_at=every_layer_shared",
-    ),
+    ("a.safetensors", written_as("timm", num_heads=8), "num_heads=8, .* num_heads=4"),
+    ("hub", written_as("huggingface", num_heads=8), "num_heads=8, .* num_heads=4"),
+    ("hub", lambda p: transformers_vit(p, num_attention_heads=2), "num_heads=2, .* num_heads=4"),
+    ("a.safetensors", written_as("vit_ray", positions_at="every_layer_shared"), "layer_shared"),
     ("a.safetensors", written_as("vit_ray", positions="sincos_2d"), "positions=sincos_2d"),
     ("a.safetensors", not_finite, r"not finite: blocks\.1\.mlp\.expand\.weight"),
     ("a.safetensors", quantized("huggingface", FC2, torch.int8), f"quantized.*{FC2[4:]}"),

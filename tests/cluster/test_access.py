@@ -1,7 +1,5 @@
 """Who reaches what on Kubernetes: what docs/clusters.md says of the manifests."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

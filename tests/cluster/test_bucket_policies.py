@@ -1,7 +1,5 @@
 """The policies of cluster/README.md in a store that enforces them (moto): enough, and no more."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

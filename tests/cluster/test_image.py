@@ -1,7 +1,5 @@
 """What `cluster/Dockerfile` does without a registry: its rules, the EFA installer's checksum."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

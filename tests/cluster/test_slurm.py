@@ -1,7 +1,5 @@
 """`cluster/slurm.sbatch` under a real Slurm, whose nodes are hosts with addresses of their own."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

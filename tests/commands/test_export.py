@@ -1,7 +1,5 @@
 """A model to give away: class names, image processor, card, and the hub that it is pushed to."""
 
-from __future__ import annotations
-
 import inspect
 import io
 import json

@@ -1,7 +1,5 @@
 """`vit-ray fork`: what a fork takes over and changes, and what it refuses."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path
@@ -21,14 +19,12 @@ from vit_ray.checkpoints.run_checkpoints import (
     begin_training,
     newest_checkpoint,
 )
-from vit_ray.commands import recorded_run
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.launch.named_run import accepted_changes, find_resume_point, find_run
-from vit_ray.launch.prepared_run import lock_run
 from vit_ray.launch.resolved_run import resolve_run
 from vit_ray.metric_names import RESULT_STEP
 from vit_ray.outcomes import BRANCH_NOTE
-from vit_ray.storage import Location, locate
+from vit_ray.storage import locate
 
 __all__ = ["sets"]
 STEP = 7
@@ -76,12 +72,10 @@ def test_a_fork_resumes_from_the_parents_weights_with_its_own_recipe(parent, rec
     resumed, original = find_resume_point(forked), newest_checkpoint(locate(parent))
     assert resumed is not None
     assert original is not None
-    resolved = resolve_run(forked)
-    assert not accepted_changes(resolved, resumed.position)
+    assert not accepted_changes(resolve_run(forked), resumed.position)
     assert same_weights(resumed.weights(), original.weights())
     assert (resumed.position.step, resumed.position.tracking_run_id) == (STEP, None)
     assert locate(forked.run_folder).child(BRANCH_NOTE).read() == b"seen at step 7"
-    assert RESULT_STEP not in resumed.position.progress.metrics
     with pytest.raises(ValueError, match="branches off seen at step 7"):
         find_run(forked.run_folder).checked_step(STEP - 1)
 
@@ -93,10 +87,7 @@ def test_a_fork_resumes_from_the_parents_weights_with_its_own_recipe(parent, rec
         (["step=7", "name=x", "model.depth=2"], "model.depth was 1 and is 2: a fork keeps"),
         (["step=7", "name=x", "train.global_batch_size=32"], "is 32: a fork keeps"),
         (["step=7", "name=x", "data.held_out_fraction=0.1"], "is 0.1: a fork keeps"),
-        (
-            ["step=7", "name=x", "data.train={sets}/small"],
-            r"was .*: a fork .* own set instead of data.train=.*small, or start",
-        ),
+        (["step=7", "name=x", "data.train={sets}/small"], r"own set instead of data.train=.*small"),
         (["step=7", "name=x", "optim.steps=7"], "at step 7; give a larger optim.steps or"),
         (["step=7", "name=seen"], "exists already; give another name"),
     ],
@@ -125,7 +116,7 @@ def test_a_dry_run_writes_nothing_and_a_name_is_taken_once(parent, recipe, tmp_p
     assert not Path("again.yaml").exists()
 
 
-@pytest.mark.parametrize("cut", ["lock", "note", "begun", "part", "no recipe"])
+@pytest.mark.parametrize("cut", ["lock", "note", "begun", "part"])
 def test_a_fork_that_was_cut_short_is_made_again_when_its_folder_is_deleted(parent, recipe, cut):
     words = (parent, f"step={STEP}", "name=again")
     assert said(*words)[0] == 0
@@ -136,15 +127,13 @@ def test_a_fork_that_was_cut_short_is_made_again_when_its_folder_is_deleted(pare
     if cut == "part":
         (step / WEIGHTS_1).unlink()
         (step / "commit.json").unlink()
-    elif cut != "no recipe":
+    else:
         shutil.rmtree(folder)
         folder.mkdir()
     if cut == "note":
         (folder / f"{BRANCH_NOTE}.1f2e3d4c.tmp").write_bytes(note[:3])
     if cut == "begun":
         (folder / BRANCH_NOTE).write_bytes(note)
-    if cut in ("begun", "part"):
-        (folder / "progress.json").unlink(missing_ok=True)
         begin_training(locate(str(folder)))
     if cut != "lock":
         code, text = said(*words)
@@ -152,32 +141,15 @@ def test_a_fork_that_was_cut_short_is_made_again_when_its_folder_is_deleted(pare
         shutil.rmtree(folder)
     code, text = said(*words)
     assert code == 0, text
+    assert {path.name for path in step.iterdir()} == whole
     found = load_recipe(Path("again.yaml"))
     resumed = find_resume_point(found)
     assert resumed is not None
     assert resumed.position.step == STEP
-    assert {path.name for path in step.iterdir()} == whole
     # What was committed counts: without its folder the fork does not begin at step 0.
     shutil.rmtree(step)
     with pytest.raises(NoUsableCheckpointError):
         find_resume_point(found)
-
-
-def test_a_fork_that_ended_in_between_stays(parent, recipe, tmp_path, monkeypatch):
-    words = (parent, f"step={STEP}", "name=again")
-    (tmp_path / "elsewhere").mkdir()
-
-    def late(folder: Location) -> Any:
-        with monkeypatch.context() as patch:
-            patch.setattr(recorded_run, "lock_run", lock_run)
-            patch.chdir(tmp_path / "elsewhere")
-            assert said(*words, "optim.learning_rate=3e-5")[0] == 0
-        return lock_run(folder)
-
-    monkeypatch.setattr(recorded_run, "lock_run", late)
-    code, text = said(*words)
-    assert (code, "runs/again exists already" in text) == (2, True)
-    assert not Path("again.yaml").exists()
 
 
 def test_what_was_measured_of_the_parent_is_not_the_forks(sets, tmp_path, monkeypatch):

@@ -1,7 +1,5 @@
 """`vit-ray plan`: its numbers, what it needs, and its errors."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What jobs print at their end."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

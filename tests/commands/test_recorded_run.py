@@ -1,7 +1,5 @@
 """`vit-ray batch` and `verify` of a run: what its steps see, and whether its ranks received it."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -5,9 +5,10 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, call
 
 import pytest
 from mlflow import MlflowClient
@@ -118,38 +119,13 @@ def test_the_commit_is_of_this_package_and_not_of_the_repository_around_it(tmp_p
     assert git_commit().endswith("+")
 
 
-class Record:
-    """Stands for the recorder."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self.openings: list[RunOpening] = []
-        self.error: Exception | None = None
-        """Of the end."""
-        self.problem = ""
-        """What MLflow does not have."""
-        self.log_path, self.run_name, self.command = Path("log"), "run", "vit-ray pretrain"
-
-    def open(self, opening: RunOpening) -> None:
-        self.openings.append(opening)
-
-    def text(self, *_: Any, **__: Any) -> None: ...
-
-    def tag(self, *args: Any) -> None:
-        self.calls.append(("tag", *args))
-
-    def finish(self, status: Status) -> str:
-        self.calls.append(("finish", status))
-        if self.error:
-            raise self.error
-        return self.problem
-
-
 @pytest.fixture
-def record(monkeypatch: pytest.MonkeyPatch) -> Record:
-    made = Record()
+def record(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """Stands for the recorder; `finish` returns what MLflow does not have."""
+    made = MagicMock(log_path=Path("log"), run_name="run", command="vit-ray pretrain")
+    made.finish.return_value = ""
     monkeypatch.setattr(module, "start_recorder", lambda *_: made)
-    monkeypatch.setattr(module, "log_models_later", lambda *_: made.calls.append(("models",)))
+    monkeypatch.setattr(module, "log_models_later", lambda *_: made.log_models())
     return made
 
 
@@ -172,27 +148,21 @@ def opened(**options: Any) -> Any:
 def test_a_record_says_how_its_run_has_ended_and_an_error_passes(
     is_complete, error, status, record
 ):
-    def work() -> None:
-        with opened() as run:
-            run.is_complete = is_complete
-            if error:
-                raise error
-
-    if error:
-        with pytest.raises(type(error)):
-            work()
-    else:
-        work()
-    reason = [("tag", "vit_ray.failure", str(error))] if status == "FAILED" else []
-    assert record.calls == [*reason, ("finish", status), ("models",)]
+    passes = pytest.raises(type(error)) if error else nullcontext()
+    with passes, opened() as run:
+        run.is_complete = is_complete
+        if error:
+            raise error
+    reason = [call.tag("vit_ray.failure", str(error))] if status == "FAILED" else []
+    assert record.mock_calls[3:] == [*reason, call.finish(status), call.log_models()]
 
 
 @pytest.mark.parametrize("fault", [None, "away", "died"])
 def test_what_mlflow_does_not_have_at_the_end_is_told_with_the_command_that_brings_it(
     fault, record, caplog
 ):
-    record.problem = "MLflow has nothing of it (no answer)" if fault == "away" else ""
-    record.error = RuntimeError("the recorder has died") if fault == "died" else None
+    record.finish.return_value = "MLflow has nothing of it (no answer)" if fault == "away" else ""
+    record.finish.side_effect = RuntimeError("the recorder has died") if fault == "died" else None
     with opened() as run:
         run.is_complete = True
     assert (f"run: vit-ray replay {run.record.log_path} URI" in caplog.text) is bool(fault)
@@ -204,11 +174,12 @@ def test_what_children_vary_is_no_parameter_of_their_parent(record):
         pass
     with opened(varied=["optim.learning_rate", "data.augment", "data.train"]):
         pass
-    everything, rest = (set(opening.params) for opening in record.openings)
+    openings = [args[0] for args, _ in record.open.call_args_list]
+    everything, rest = (set(opening.params) for opening in openings)
     left_out = {key for key in everything if key.startswith("data.augment.")}
     assert everything - rest == {"optim.learning_rate", *left_out}
     assert left_out
-    with_place, without = (set(opening.tags) for opening in record.openings)
+    with_place, without = (set(opening.tags) for opening in openings)
     assert with_place - without == {"data.train"}
 
 

@@ -1,15 +1,15 @@
-"""The actor that records runs: what it records, and what its death costs."""
+"""The actor that records runs: what it records and knows of workers, and what its death costs."""
 
 import gzip
+import logging
 import os
-import pickle
 import shutil
 import signal
 import time
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
+import psutil
 import pytest
 import ray
 from mlflow import MlflowClient
@@ -18,10 +18,11 @@ from tests.tracking.recorders import Here, recorded_here
 from tests.tracking.tracked import NOWHERE, history
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.outcomes import EventKind, Failure
-from vit_ray.tracking import metrics_log, tracker
+from vit_ray.tracking import metrics_log, run_state, tracker
 from vit_ray.tracking.metrics_log import MetricsLog, RunOpening
-from vit_ray.tracking.recorder import Recorder, start_recorder
-from vit_ray.tracking.run_state import Orders
+from vit_ray.tracking.mlflow_client import SystemMetricsMonitor, experiment_id, open_client
+from vit_ray.tracking.recorder import NodeSampler, Recorder, start_recorder
+from vit_ray.tracking.run_state import Orders, RunState
 from vit_ray.worker.run_link import RunLink
 
 pytestmark = pytest.mark.usefixtures("answers_here")
@@ -52,7 +53,7 @@ def test_a_log_has_one_writer_and_the_next_waits_until_it_has_ended(tmp_path, mo
     recorded_here(opening_of(tmp_path)).finish("FINISHED")
 
 
-def test_what_ray_repeats_in_a_new_process_is_recorded_once(here, tmp_path):
+def test_what_ray_repeats_in_a_new_process_is_recorded_once(here, store, tmp_path):
     opening = opening_of(tmp_path)
     run = recorded_here(opening, here)
     run.request_resize()
@@ -66,7 +67,12 @@ def test_what_ray_repeats_in_a_new_process_is_recorded_once(here, tmp_path):
     log = MetricsLog(run.log_path)
     assert len(list(log.records("start"))) == 1
     assert [one["step"] for one in log.records("metrics")] == [1]
-    run.finish("FINISHED")
+    run_id = str(run.run_id())
+    here.die()
+    log.append("finish", status="FINISHED")  # as noted before it died
+    assert store.get_run(run_id).info.status == "RUNNING"
+    assert not run.finish("FINISHED")
+    assert store.get_run(run_id).info.status == "FINISHED"
 
 
 def test_a_run_whose_opener_died_is_continued_by_the_next_in_the_same_actor(here, tmp_path):
@@ -163,30 +169,6 @@ def test_no_record_is_lost_doubled_or_out_of_order_when_the_actor_dies_under_loa
         assert history(uri, run_id, key) == [(step, float(step)) for step in range(num_steps)]
 
 
-def test_a_record_that_cannot_be_written_costs_only_itself(here, tmp_path):
-    record = recorded_here(opening_of(tmp_path), here)
-    record.append("metrics", step=1, values={"train/loss": {1}})  # no JSON
-    with pytest.raises(pickle.PicklingError):
-        record.append("tag", key="a", value=Mock())  # cannot be sent
-    record.metrics(2, {"train/loss": 2.0})
-    here.die()
-    record.metrics(3, {"train/loss": 3.0})
-    run_id = record.run_id()
-    assert not record.finish("FINISHED")
-    assert history(here.uri, run_id) == [(2, 2.0), (3, 3.0)]
-
-
-def test_an_end_that_was_noted_before_the_actor_died_reaches_mlflow(store, here, tmp_path):
-    record = recorded_here(opening_of(tmp_path), here)
-    assert record.flush(60)
-    run_id = str(record.run_id())
-    here.die()
-    MetricsLog(record.log_path).append("finish", status="FINISHED")
-    assert store.get_run(run_id).info.status == "RUNNING"
-    assert not record.finish("FINISHED")
-    assert store.get_run(run_id).info.status == "FINISHED"
-
-
 def test_a_stop_of_a_sweep_reaches_its_runs_whenever_they_start(here, tmp_path):
     parent = recorded_here(opening_of(tmp_path, name="parent"), here)
     nested = recorded_here(opening_of(tmp_path, parent, "nested"), here)
@@ -267,3 +249,105 @@ def test_a_model_is_not_logged_in_the_run_of_a_folders_original(here, tmp_path, 
     assert run_id is None
     tracker.log_models_later(NOWHERE, copied).join()
     assert "a model is not logged (MLflow does not have all of its run)" in caplog.text
+
+
+@pytest.fixture
+def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [1000.0]
+    monkeypatch.setattr(run_state.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_an_event_of_an_unknown_kind_is_read():
+    state = RunState()
+    state.note({"kind": "event", "event": "of a later version", "text": "why"})
+    assert state.status().events == [("of a later version", "why")]
+
+
+def test_of_512_workers_the_one_that_is_silent_is_named_and_the_others_are_a_number(now_s):
+    state = RunState()
+    for rank in range(512):
+        state.heartbeat(rank, 0, f"host-{rank // 8}")
+    state.heartbeat(300, 12)
+    now_s[0] += 61
+    for rank in range(512):
+        if rank != 300:
+            state.heartbeat(rank, 12)
+    told = [state.hanging(rank, 512, "all_reduce") for rank in range(512) if rank != 300]
+    assert told[0] == (
+        "worker 300 on host-37 is at step 12, heard 61 s ago; 511 of 512 workers are at step 12"
+    )
+    assert set(told[1:]) == {""}
+
+
+def test_a_worker_that_is_behind_or_in_other_calls_or_was_never_there_is_told(now_s):
+    state = RunState()
+    for rank, step in ((0, 9), (1, 8), (2, 9)):
+        state.heartbeat(rank, step, f"host-{rank}")
+    assert state.hanging(0, 4, "all_reduce") == (
+        "worker 1 on host-1 is at step 8, heard 0 s ago; worker 3 has never been heard from; "
+        "2 of 4 workers are at step 9"
+    )
+    assert state.hanging(2, 4, "all_reduce") == ""
+    assert "worker 1 on host-1 is at step 8" in state.hanging(1, 4, "next_batch")
+
+
+def test_a_group_that_has_shrunk_waits_for_none_of_those_that_left(now_s):
+    state = RunState()
+    for rank in range(8):
+        state.heartbeat(rank, 5)
+    now_s[0] += 300
+    for rank in range(2):
+        state.heartbeat(rank, 6)
+    assert state.hanging(0, 2, "all_reduce") == "2 of 2 workers are at step 6"
+
+
+@pytest.mark.parametrize("kind", [EventKind.RESIZING, EventKind.WORKER_FAILED])
+def test_a_group_is_resizing_until_the_next_one_follows(kind):
+    """Also if it is asked before its workers have sent a heartbeat."""
+    state = RunState()
+    state.note({"kind": "resize"})
+    for _ in range(2):
+        assert state.heartbeat(0, 5).resizes
+    state.note({"kind": "event", "event": kind, "text": "", "step": 5, "time_ms": 0})
+    assert not state.heartbeat(0, 5).resizes
+
+
+MEMORY = "system/node-0/system_memory_usage_megabytes"
+
+
+def test_samples_reach_the_run_through_an_outage_with_steps_that_rise(tmp_path, monkeypatch):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    client = open_client(uri)
+    run_id = client.create_run(experiment_id(client, uri, "trials")).info.run_id
+    publish, failures = SystemMetricsMonitor.publish_metrics, []
+
+    def failing(self, metrics):
+        if len(failures) < 2:
+            failures.append(1)
+            raise OSError("away")
+        publish(self, metrics)
+
+    monkeypatch.setattr(SystemMetricsMonitor, "publish_metrics", failing)
+    monkeypatch.setattr(logging.getLogger("mlflow"), "level", logging.INFO)
+    metrics = NodeSampler(uri, lambda: run_id, interval_s=0.02)
+    metrics.start()
+    deadline_s = time.monotonic() + 40
+    while len(client.get_metric_history(run_id, MEMORY)) < 3 and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    history = sorted(client.get_metric_history(run_id, MEMORY), key=lambda one: one.timestamp)
+    metrics.stop()
+    assert logging.getLogger("mlflow").level == logging.ERROR  # its output is the driver's, too
+    assert len(failures) == 2
+    assert len(history) >= 3
+    assert [p.step for p in history] == sorted({p.step for p in history})
+    used = psutil.virtual_memory().used / 1e6
+    assert 0.3 * used < history[-1].value < 3 * used  # others use this machine, too
+
+
+def test_nobody_waits_for_a_server_that_is_away():
+    sampler = NodeSampler("http://127.0.0.1:9", lambda: "0" * 32, "node-0", interval_s=0.01)
+    sampler.start()
+    time.sleep(0.1)
+    sampler.stop()
+    assert not sampler.is_alive()

@@ -1,28 +1,39 @@
-"""Where MLflow keeps runs: SQLite files, whole, damaged and deleted, and their addresses."""
+"""Where MLflow keeps runs, and `vit-ray replay`: a run's log sent again, or to another store."""
 
 import contextlib
 import fcntl
 import json
+import re
 import shutil
+import subprocess
+import sys
 import time
 from functools import partial
-from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import sqlalchemy
 from alembic.runtime.migration import HeadMaintainer
-from mlflow.exceptions import MlflowException
-from mlflow.protos.databricks_pb2 import PERMISSION_DENIED
 from mlflow.store.db import utils as db_utils
 from mlflow.tracking import MlflowClient
 
-from tests.tracking.tracked import history, losses, only_run, recorded, started
+from tests.commands.command_line import run_cli
+from tests.tracking.tracked import (
+    NOWHERE,
+    event_texts,
+    history,
+    losses,
+    only_run,
+    recorded,
+    run_of,
+    started,
+)
 from vit_ray.addresses import absolute_uri, sqlite_file
+from vit_ray.commands.tracking_store import run_replay
+from vit_ray.outcomes import EventKind
 from vit_ray.tracking import mlflow_client
 from vit_ray.tracking import tracker as sender
-from vit_ray.tracking.mlflow_client import experiment_id, open_client, page_hint, share_view
-from vit_ray.tracking.store_requests import redact_uri, safe_uri
+from vit_ray.tracking.metrics_log import MetricsLog
+from vit_ray.tracking.mlflow_client import experiment_id, open_client
 
 
 def wait_for_tries(tracker, num, is_true=lambda: True):
@@ -34,20 +45,7 @@ def wait_for_tries(tracker, num, is_true=lambda: True):
 
 
 @contextlib.contextmanager
-def damaged(database):
-    whole = database.read_bytes()
-    with open(database, "r+b") as file:
-        file.write(b"damaged " * 512)
-
-    def mend():
-        with open(database, "r+b") as file:
-            file.write(whole[:4096])
-
-    yield mend
-
-
-@contextlib.contextmanager
-def full(database):
+def full_disk():
     """SQLite may not add a page to a file, as on a full disk."""
     pages = [1]  # or as many as the file has
 
@@ -61,8 +59,7 @@ def full(database):
         sqlalchemy.event.remove(sqlalchemy.Engine, "begin", limit)
 
 
-@pytest.mark.parametrize("broken", [damaged, full])
-def test_points_wait_while_the_database_is_damaged_or_full(broken, config, log_path, monkeypatch):
+def test_points_wait_while_the_database_is_full(config, log_path, monkeypatch):
     """MLflow answers BAD_REQUEST, as for a wrong value."""
     monkeypatch.setattr(sender, "FIRST_BACKOFF_S", 0.01)
     monkeypatch.setattr(sender, "LAST_BACKOFF_S", 0.05)
@@ -70,7 +67,7 @@ def test_points_wait_while_the_database_is_damaged_or_full(broken, config, log_p
     tracker = started(config, "failover", log_path)
     losses(tracker, range(10))
     assert tracker.flush(30)
-    with broken(Path(config.uri.removeprefix("sqlite:///"))) as mend:
+    with full_disk() as mend:
         losses(tracker, range(10, 500))  # more than there is room for in the pages of the file
         wait_for_tries(tracker, 1, lambda: tracker._points.error)
         wait_for_tries(tracker, 8)
@@ -145,31 +142,6 @@ def test_a_run_that_is_deleted_while_it_trains_is_recorded_again_from_its_start(
     assert history(config.uri, tracker.run_id) == [(1, 1.0), (2, 2.0)]
 
 
-def test_a_deleted_experiment_is_the_reason_that_is_given(config, log_path):
-    client = open_client(config.uri)
-    client.delete_experiment(experiment_id(client, config.uri, "trials"))
-    tracker = started(config, "run", log_path)
-    assert not tracker.finish(timeout_s=5)
-    assert "has been deleted in MLflow; restore it with" in tracker.problem
-
-
-@pytest.mark.parametrize(
-    ("uri", "safe"),
-    [
-        ("http://u:long-pw@pw@host:5000/x", "http://host:5000/x"),
-        ("postgresql://u:pw@db/mlflow?password=pw", "postgresql://db/mlflow"),
-        ("sqlite:////a/b.db", "sqlite:////a/b.db"),
-    ],
-)
-def test_secrets_leave_addresses_and_texts(uri, safe):
-    assert safe_uri(uri) == safe
-    text = redact_uri(f"request to {uri}/api failed; again {uri}", uri)
-    assert "pw" not in text
-    assert safe in text
-    assert redact_uri("denied: correct-horse", "http://u:correct-horse@h") == "denied: "
-    assert redact_uri("port 5010 of h", "http://u:10@h") == "port 5010 of h"
-
-
 @pytest.mark.parametrize("name", ["50%25 of it", "why?", "a#b"])
 @pytest.mark.parametrize("typed", ["sqlite:///my%20runs.db", "sqlite+pysqlite:///my%20runs.db"])
 def test_a_folder_whose_name_looks_like_a_part_of_an_address_holds_the_store(tmp_path, name, typed):
@@ -199,12 +171,121 @@ def test_the_view_of_the_link_is_kept_with_the_experiment(kind, axes, config, lo
     assert [one["metricKey"] for one in charts if one["type"] == "LINE"] == ["train/loss"]
 
 
-def test_without_the_right_to_keep_a_view_the_link_has_none(config, monkeypatch):
-    client = open_client(config.uri)
-    experiment = client.create_experiment("e")
-    share_view(client, experiment, "pretrain")
-    refused = Mock(side_effect=MlflowException("no right", error_code=PERMISSION_DENIED))
-    monkeypatch.setattr(MlflowClient, "set_experiment_tag", refused)
-    assert share_view(client, experiment, "pretrain") == "runs"  # it is there already
-    assert share_view(client, experiment, "sweep") == ""
-    assert "pw" not in page_hint("http://u:pw@host/x/", "7")
+@pytest.fixture
+def away(config):
+    """The configuration of a run that MLflow missed."""
+    return config.model_copy(update={"uri": NOWHERE})
+
+
+def test_replay_into_another_store_is_complete_and_a_second_one_adds_nothing(
+    config, log_path, tmp_path
+):
+    tracker = started(config, "copy", log_path, params={"seed": "1"}, tags={"a": "b"})
+    losses(tracker, range(100))
+    tracker.log.metrics(100, {"train/loss": float("nan")})
+    assert tracker.finish()
+    other = f"sqlite:///{tmp_path}/other.db"
+    assert replay(log_path, other).num_points == 101
+    assert replay(log_path, other).num_points == 0
+    assert replay(log_path, config.uri).num_points == 0
+    run = only_run(other)
+    assert (run.info.run_name, run.info.status) == ("copy", "FINISHED")
+    assert (run.data.params, run.data.tags["a"]) == ({"seed": "1"}, "b")
+    for key in ("train/loss", "train/loss_nonfinite"):
+        assert history(other, run.info.run_id, key) == history(config.uri, tracker.run_id, key)
+
+
+def test_a_sweep_that_is_replayed_before_its_trials_has_them_below_it(away, config, tmp_path):
+    sweep, trial = logs = [tmp_path / "sweep", tmp_path / "trial"]
+    for log, parent_log in ((sweep, None), (trial, sweep)):
+        tracker = started(away, log.name, log, wait_s=0.1, parent_log=parent_log)
+        tracker.finish(timeout_s=0.1)
+    assert replay(trial, config.uri).refused == []
+    assert "mlflow.parentRunId" not in only_run(config.uri).data.tags
+    for log in logs:
+        assert replay(log, config.uri).refused == []
+    of_sweep, of_trial = (MetricsLog(log).read_sent().run_id for log in logs)
+    assert run_of(config.uri, of_trial).data.tags["mlflow.parentRunId"] == of_sweep
+    # What another store has is noted nowhere.
+    replay(sweep, f"sqlite:///{tmp_path}/other.db")
+    assert MetricsLog(sweep).read_sent().run_id == of_sweep
+
+
+def test_the_replay_job_sends_what_mlflow_missed(away, config, log_path):
+    tracker = started(away, "missed", log_path)
+    tracker.log.metrics(1, {"train/loss": 1.0, "train/lr": 0.1})
+    tracker.log.event(EventKind.STOPPED, "SIGTERM", 9)
+    tracker.finish(timeout_s=0.1)
+    words = [sys.executable, "-m", "vit_ray", "replay", str(log_path), config.uri]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "2 points were new\n")
+    assert event_texts(config.uri, only_run(config.uri).info.run_id) == ["SIGTERM"]
+
+
+@pytest.mark.parametrize(
+    ("uri", "told"),
+    [
+        ("foo://user:hunter2@x", "cannot be used|is not an address"),
+        ("", "cannot be used|is not an address"),
+        ("sqlite:///:memory:", "cannot be used|is not an address"),
+        ("http://user:hunter2@127.0.0.1:9", "MLflow at http://127.0.0.1:9 cannot be used"),
+        ("http://[bad", "cannot be used|is not an address"),
+        (None, "no such file, or it does not begin with a run's start"),
+    ],
+)
+def test_a_bad_address_or_log_is_a_message(uri, told, away, config, log_path):
+    started(away, "missed", log_path).finish(timeout_s=0.1)
+    words = (str(log_path), uri) if uri is not None else (f"{log_path}x", config.uri)
+    done = run_cli("replay", *words)
+    assert done.exit_code in (1, 2)
+    assert done.stderr.startswith("error: ")
+    assert re.search(told, done.stderr)
+    assert "hunter2" not in done.stderr
+
+
+@pytest.mark.parametrize("way", ["absolute", "dots", "link", "folder with a link"])
+def test_neither_replay_nor_a_recorder_sends_a_file_that_is_not_the_runs(
+    way, config, log_path, tmp_path
+):
+    tracker = recorded(config, "victim", log_path)
+    folder, secret = log_path.parent, tmp_path / "id_rsa"
+    secret.write_text("private")
+    (folder / "inner").mkdir()
+    (folder / "inner" / "link").symlink_to(secret)
+    path = {
+        "absolute": secret,
+        "dots": f"{folder}/../id_rsa",
+        "link": folder / "inner" / "link",
+        "folder with a link": folder / "inner",
+    }[way]
+    with open(log_path, "a") as file:
+        file.write(json.dumps({"kind": "artifact", "path": str(path), "folder": "", "time_ms": 1}))
+        file.write("\n")
+    started(config, "victim", log_path).finish()
+    (refused,) = replay(log_path, config.uri).refused
+    assert "is not in the run's folder" in refused
+    assert MlflowClient(config.uri).list_artifacts(tracker.run_id) == []
+
+
+@pytest.mark.parametrize("line", ['{"kind": "metrics", "step": 1, "val', "half a \r line"])
+def test_a_damaged_record_costs_only_itself(line, away, config, log_path):
+    started(away, "damaged", log_path).finish(timeout_s=0.1)
+    with open(log_path, "a") as file:
+        file.write(line + "\n")
+        file.write('{"kind": "metrics", "step": 1, "values": {"b": 2.0}, "time_ms": 1}\n')
+    done = replay(log_path, config.uri)
+    assert (done.num_points, done.refused) == (1, [])
+
+
+def test_a_replay_without_a_file_that_is_gone_says_so_and_fails(config, log_path):
+    log_path.parent.mkdir()
+    page = log_path.with_name("report.html")
+    page.write_text("x")
+    tracker = started(config, "run", log_path)
+    tracker.log.artifact(page)
+    assert tracker.finish()
+    page.unlink()
+    other = f"sqlite:///{log_path.parent}/other.db"
+    assert run_replay(log_path, other) == 1
+    (text,) = replay(log_path, other).refused
+    assert "report.html no longer exists" in text

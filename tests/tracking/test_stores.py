@@ -34,6 +34,7 @@ from vit_ray.tracking import mlflow_client
 from vit_ray.tracking import tracker as sender
 from vit_ray.tracking.metrics_log import MetricsLog
 from vit_ray.tracking.mlflow_client import experiment_id, open_client
+from vit_ray.tracking.tracker import replay
 
 
 def wait_for_tries(tracker, num, is_true=lambda: True):

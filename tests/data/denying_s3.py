@@ -39,11 +39,7 @@ def policy_of(rights: Rights) -> Policy:
 def serve_s3_with_policy(
     contents: Mapping[str, Mapping[str, bytes]],
 ) -> Iterator[Callable[[Policy], None]]:
-    """Inside the block `s3://` is such a store; yields what sets the user's policy.
-
-    Args:
-        contents: what is under each key of each bucket.
-    """
+    """Inside the block `s3://` is a store of these buckets; yields what sets the user's policy."""
     with s3_server.serve_conditional_s3() as port, pytest.MonkeyPatch.context() as patch:
         address = f"http://127.0.0.1:{port}"
 

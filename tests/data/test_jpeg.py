@@ -1,4 +1,4 @@
-"""JPEG files: what headers tell, restart markers that lose nothing, bit-equal crops of a part."""
+"""JPEG files: lost data, restart markers that lose nothing, bit-equal crops of a part."""
 
 import io
 import logging
@@ -21,8 +21,7 @@ from tests.data.pictures import encoded, picture, saved
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data import restart_markers
 from vit_ray.data.convert.checks import checked
-from vit_ray.data.images import decode
-from vit_ray.data.jpeg import has_zeroed_data, header_segments, read_frame, size_of_jpeg
+from vit_ray.data.jpeg import has_zeroed_data, header_segments, read_frame
 from vit_ray.data.libjpeg_process import WARNINGS
 from vit_ray.data.restart_index import Box, crop_file
 from vit_ray.data.restart_markers import (
@@ -217,14 +216,6 @@ def test_a_helper_that_is_killed_is_no_fault_of_the_file(writer, monkeypatch, tm
     helper.write_text("import os\nos.kill(os.getpid(), 9)\n")
     with pytest.raises(OSError, match=r"killed 3 times"):
         with_restart_markers(image, Libjpeg(""))
-
-
-def test_the_header_tells_the_size_that_is_decoded():
-    for height, width in [(1, 1), (8, 9), (300, 17)]:
-        image = encoded(picture(0, height, width))
-        assert size_of_jpeg(image) == decode(image).shape[:2] == (height, width)
-    for image in (b"", b"\xff\xd8\xff\xc0\xff\xd9", PLAIN[:-1], encoded(CHINA, "PNG")):
-        assert size_of_jpeg(image) is None
 
 
 def with_lost_sector(image: bytes) -> bytes:

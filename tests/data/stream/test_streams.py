@@ -185,14 +185,6 @@ def test_a_pass_that_its_rank_leaves_is_read_no_further_and_a_dead_server_is_an_
         list(training)
 
 
-def test_a_range_that_is_no_whole_number_of_passes_is_refused(spec):
-    readers = HostRanks("odd", range(2), 2)
-    with pytest.raises(ValueError, match="use a multiple of 24"):
-        next(segments_of(spec, readers, batch_size=12, start=0, stop=100))
-    with pytest.raises(ValueError, match="not a positive"):
-        next(segments_of(spec, readers, batch_size=12, start=24, stop=24))
-
-
 def test_segments_of_two_epochs_are_one_run_in_the_order_of_the_seed(dataset, monkeypatch):
     """Drawn once, as for a data set of many row groups."""
     monkeypatch.setattr(ray_datasets, "LEAST_SHARED", 0)

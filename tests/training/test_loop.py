@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.worker.fakes import (
     BATCH,
@@ -65,46 +64,44 @@ def test_no_step_is_taken_with_a_share_of_another_size(count):
         run(FakeEngine(), FakeHooks(), short_recipe(), total_steps=TOTAL + 1)
 
 
-class LossesByStep(FakeHooks):
-    """Better at the further steps than anywhere else."""
+class Evaluated(FakeHooks):
+    """Of which a function tells the figures."""
+
+    def __init__(self, figures: Callable[[int], dict[str, float]]) -> None:
+        super().__init__()
+        self.figures = figures
 
     def evaluate(self, step: int) -> dict[str, float]:
         self.order.append(f"evaluate {step}")
-        return {"eval/loss": {3: 0.1, 4: 2.0, 7: 0.2, 8: 1.5, 10: 1.8}[step]}
+        return self.figures(step)
 
 
 def test_a_run_that_is_evaluated_at_further_steps_trains_the_same_and_ends_as_early():
+    # Better at the further steps than anywhere else.
+    losses = {3: 0.1, 4: 2.0, 7: 0.2, 8: 1.5, 10: 1.8}
+    alone, hooks = (Evaluated(lambda step: {"eval/loss": losses[step]}) for _ in range(2))
     chosen = short_recipe(evaluate={"every_steps": 4}, train={"early_stopping": 1})
-    whole, followed = FakeEngine(), FakeEngine()
-    end, same, hooks = Progress(), Progress(), LossesByStep()
-    assert run(whole, LossesByStep(), chosen, end) is Ending.EARLY
+    whole, followed, end, same = FakeEngine(), FakeEngine(), Progress(), Progress()
+    assert run(whole, alone, chosen, end) is Ending.EARLY
     assert (end.step, end.best_eval_loss) == (10, 1.5)
     assert run(followed, hooks, chosen, same, evaluate_at=(3, 7)) is Ending.EARLY
     assert (followed.seen, followed.steps, followed.rates) == (whole.seen, whole.steps, whole.rates)
-    assert [one for one in hooks.order if "evaluate" in one] == [
-        f"evaluate {step}" for step in (3, 4, 7, 8, 10)
-    ]
+    evaluated = [one for one in hooks.order if "evaluate" in one]
+    assert evaluated == [f"evaluate {step}" for step in losses]
     assert not {3, 7} & {*hooks.saved}
     same.train_seconds, same.metrics = end.train_seconds, end.metrics
     same.worker_seconds = end.worker_seconds
     assert same == end
 
 
-class LossesOfBoth(FakeHooks):
-    """The averaged weights become better while the last ones become worse, or the other way."""
-
-    averaged_factor: float = -0.1
-
-    def evaluate(self, step: int) -> dict[str, float]:
-        losses = {"eval/loss": 1.0 - step * self.averaged_factor}
-        return losses | {"eval/averaged_loss": 2.0 + step * self.averaged_factor}
-
-
 @pytest.mark.parametrize(("factor", "best"), [(-0.1, 1.0), (0.1, 2.2)])
 def test_where_weights_are_averaged_they_stop_a_run_early(factor, best):
+    """They become better while the last ones become worse, or the other way."""
+    progress = Progress()
+    hooks = Evaluated(
+        lambda step: {"eval/loss": 1 - step * factor, "eval/averaged_loss": 2 + step * factor}
+    )
     chosen = short_recipe(evaluate={"every_steps": 2}, train={"early_stopping": 2})
-    hooks, progress = LossesOfBoth(), Progress()
-    hooks.averaged_factor = factor
     ended = run(FakeEngine(), hooks, chosen, progress)
     assert progress.best_eval_loss == pytest.approx(best)
     assert (ended is Ending.EARLY) == (factor > 0)
@@ -122,22 +119,6 @@ def test_losses_of_averages_that_are_made_no_longer_decide_nothing():
     assert (progress.best_eval_loss, progress.best_loss_key) == (0.5, "eval/loss")
     assert "eval/averaged_loss" not in progress.metrics
     assert "train/loss" in progress.metrics
-
-
-def test_loss_and_norm_are_the_means_over_the_ranks():
-    def sum_of_four(values: Any) -> list[float]:
-        """The others' first numbers, loss, refusal and norm, are larger by 1, 2 and 3."""
-        return [
-            4.0 * float(value) + (6.0 if i in (0, 2) else 0.0) for i, value in enumerate(values)
-        ]
-
-    hooks, mine = FakeHooks(), BATCH // 4
-    stream = ({name: rows[:mine] for name, rows in batch.items()} for batch in batches())
-    place = {"world_size": 4, "micro_batch_size": mine, "all_sum": sum_of_four}
-    run(FakeEngine(), hooks, short_recipe(), stream=stream, **place)
-    metrics = hooks.logged[0][1]
-    assert metrics["train/loss"] == np.arange(mine).mean() + 1.5
-    assert metrics["train/grad_norm"] == 1.0 + 1.5
 
 
 def test_the_digest_of_a_run_is_of_all_ranks_samples():
@@ -160,16 +141,6 @@ def test_it_saves_by_the_clock():
     run(FakeEngine(), hooks, chosen, clock=lambda: float(next(now)))
     assert 2 <= len(hooks.saved) < TOTAL
     assert hooks.saved[-1] == TOTAL
-
-
-def test_a_loss_that_is_not_finite_is_reported_where_its_gradient_is():
-    class Poisoned(FakeEngine):
-        def backward(self, *arguments: Any) -> torch.Tensor:
-            return super().backward(*arguments) * math.nan
-
-    hooks = FakeHooks()
-    run(Poisoned(), hooks, short_recipe())
-    assert [step for step, _ in hooks.refused] == [*range(1, TOTAL + 1)]
 
 
 def test_core_days_are_of_all_seconds_on_all_workers_whatever_the_last_speed():
@@ -235,29 +206,19 @@ def test_a_run_that_goes_on_without_its_best_forgets_that():
     assert progress.metrics["a/b"] == 1.0
 
 
-class OnDev(FakeHooks):
-    """Held-out images have their best where the test set has its worst."""
-
-    def evaluate(self, step: int) -> dict[str, float]:
+def test_the_best_is_chosen_on_held_out_images_where_there_are_any_beside_a_test_set():
+    def figures(step: int) -> dict[str, float]:
+        """Held-out images have their best where the test set has its worst."""
         dev = abs(step - 8) + 1.0
         return {"dev/loss": dev, "dev/top1": 1 / dev, "eval/loss": 9 - dev, "eval/top1": dev / 10}
 
-
-def test_the_best_is_chosen_on_held_out_images_where_there_are_any_beside_a_test_set():
-    hooks, progress = OnDev(), Progress()
+    progress = Progress()
     chosen = short_recipe(evaluate={"every_steps": 4}, checkpoint={"keep_best": True})
-    run(FakeEngine(), hooks, chosen, progress)
+    run(FakeEngine(), Evaluated(figures), chosen, progress)
     found = with_best(progress.metrics)
     assert (progress.metrics[RESULT_STEP], progress.best_loss_key) == (8, "dev/loss")
     assert (found["dev/top1"], found["eval/top1"]) == (1.0, 0.1)
     assert found["eval/last_top1"] == pytest.approx((abs(TOTAL - 8) + 1) / 10)
-
-
-@pytest.mark.parametrize(("every", "logged"), [(50, [1, 4, 8, 10]), (6, [1, 4, 6, 10])])
-def test_a_run_that_is_shorter_than_the_cadence_is_logged_a_few_times(every, logged):
-    hooks = FakeHooks()
-    run(FakeEngine(), hooks, short_recipe(train={"log_every_steps": every}))
-    assert [step for step, metrics in hooks.logged if "train/loss" in metrics] == logged
 
 
 def test_steps_of_large_norms_are_skipped_counted_and_named_at_the_next_log(monkeypatch):
@@ -270,8 +231,8 @@ def test_steps_of_large_norms_are_skipped_counted_and_named_at_the_next_log(monk
         run(engine, hooks, chosen, progress)
         return engine
 
-    whole, hooks, end = Progress(), FakeHooks(), FakeHooks()
-    engine = run_from(whole, hooks)
+    hooks, stopped, half = FakeHooks(), FakeHooks(stop_at=5), Progress()
+    engine = run_from(Progress(), hooks)
     assert engine.weight == TOTAL - 3
     assert hooks.skipped == [(6, [4], 4.5), (9, [7, 8], 60.0)]
     assert hooks.refused == []
@@ -280,14 +241,10 @@ def test_steps_of_large_norms_are_skipped_counted_and_named_at_the_next_log(monk
     before = [[norms.get(k, 1.0) for k in range(max(0, n - 8), n)] for n in range(TOTAL)]
     limits = [math.inf if len(known) < 2 else 4.0 * np.median(known) for known in before]
     assert engine.norm_limits == pytest.approx(limits)
-    half = Progress()
-    first = FakeEngine(norms=norms)
-    stopped = FakeHooks(stop_at=5)
-    run(first, stopped, chosen, half)
+    first = run_from(half, stopped)
     assert half.step == 5
     assert stopped.skipped == [(5, [4], 4.5)]  # between two logs
-    resumed = run_from(half, end)
-    assert first.norm_limits + resumed.norm_limits == engine.norm_limits
+    assert first.norm_limits + run_from(half, FakeHooks()).norm_limits == engine.norm_limits
 
 
 @pytest.mark.parametrize(

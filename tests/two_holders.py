@@ -6,13 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.data.s3_server import (
-    create_bucket,
-    forget_clients,
-    serve_conditional_s3,
-    serve_s3,
-    this_process_uses,
-)
+from tests.data import s3_server
 from vit_ray import lock
 from vit_ray.storage import locate
 
@@ -22,7 +16,7 @@ _LIMIT_S = 60.0
 def _ask(place: Callable[[int], str], rounds: int, together: Any, answers: Any) -> None:
     lock.RELEASE_S, lock.POLL_S = 0.02, 0.01
     lock.SETTLE_S = 2.0
-    forget_clients()
+    s3_server.forget_clients()
     for index in range(rounds):
         folder = locate(place(index))
         together.wait(_LIMIT_S)
@@ -67,9 +61,9 @@ def lock_bucket(folder: Path, *, is_conditional: bool) -> Iterator[str]:
     (folder / "locks").mkdir()
     lock._warn_of_store.cache_clear()
     with (
-        serve_conditional_s3() if is_conditional else serve_s3(folder) as port,
-        this_process_uses(port, timeout_s=60),  # moto's first answer takes seconds
+        s3_server.serve_conditional_s3() if is_conditional else s3_server.serve_s3(folder) as port,
+        s3_server.this_process_uses(port, timeout_s=60),  # moto's first answer takes seconds
     ):
         if is_conditional:
-            create_bucket("locks")
+            s3_server.create_bucket("locks")
         yield "s3://locks/runs"

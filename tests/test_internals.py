@@ -14,11 +14,7 @@ from vit_ray import deepspeed_internals, mlflow_internals, ray_internals
 from vit_ray.launch.failures import cause
 
 DOORS = {"ray": ray_internals, "deepspeed": deepspeed_internals, "mlflow": mlflow_internals}
-ENTRIES = [
-    pytest.param(entry, id=f"{entry.module}.{entry.name}")
-    for door in DOORS.values()
-    for entry in door.INTERNALS
-]
+ENTRIES = [entry for door in DOORS.values() for entry in door.INTERNALS]
 
 
 @pytest.mark.parametrize(("library", "door"), DOORS.items())
@@ -26,7 +22,7 @@ def test_a_library_is_of_the_version_that_its_door_was_written_for(library, door
     assert version(library).rpartition(".")[0] == door.VERSION
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: f"{entry.module}.{entry.name}")
 def test_a_name_is_there_with_what_is_expected_of_it(entry):
     module = importlib.import_module(entry.module)
     found = getattr(module, entry.name) if entry.name else module

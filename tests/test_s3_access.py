@@ -10,14 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.s3_server import (
-    ACCESS_KEY,
-    SECRET_KEY,
-    FaultProxy,
-    forget_clients,
-    serve_conditional_s3,
-    serve_s3,
-)
+from tests.data import s3_server
+from tests.data.s3_server import FaultProxy, forget_clients, serve_conditional_s3, serve_s3
 from tests.ports import free_ports
 from vit_ray import storage
 from vit_ray.config import load_recipe
@@ -26,7 +20,10 @@ from vit_ray.launch.prepared_run import check_rights
 from vit_ray.storage import Location, check_reachable, locate
 
 Configure = Callable[..., None]
-KEYS = {"aws_access_key_id": ACCESS_KEY, "aws_secret_access_key": SECRET_KEY}
+KEYS = {
+    "aws_access_key_id": s3_server.ACCESS_KEY,
+    "aws_secret_access_key": s3_server.SECRET_KEY,
+}
 CHECKSUMS = {
     "request_checksum_calculation": "when_required",
     "response_checksum_validation": "when_required",
@@ -78,8 +75,13 @@ def url(server: FaultProxy) -> str:
     return f"http://127.0.0.1:{server.port}"
 
 
-def test_endpoint_and_keys_are_those_of_the_file(configure, store, folder):
+@pytest.fixture
+def reached(configure: Configure, store: FaultProxy) -> FaultProxy:
     configure(endpoint_url=url(store), region="us-east-1", **KEYS)
+    return store
+
+
+def test_endpoint_and_keys_are_those_of_the_file(reached, folder):
     check_rights(locate("s3://bucket/run"))
     locate("s3://bucket/made").write(b"here")
     assert (folder / "bucket" / "made").read_bytes() == b"here"
@@ -90,12 +92,12 @@ def test_endpoint_and_keys_are_those_of_the_file(configure, store, folder):
 def test_a_profile_has_keys_endpoint_and_region_of_its_own(configure, store, monkeypatch):
     configure("profile team", endpoint_url=url(store), region="eu-west-3", **KEYS)
     monkeypatch.setenv("AWS_PROFILE", "team")
-    assert locate("s3://bucket/file").read() == b"content"
-    assert "/eu-west-3/s3/aws4_request" in store.heads[-1]
-    monkeypatch.setenv("AWS_REGION", "ap-south-1")
-    forget_clients()
-    assert locate("s3://bucket/file").read() == b"content"
-    assert "/ap-south-1/s3/aws4_request" in store.heads[-1]
+    for variable, region in (("", "eu-west-3"), ("AWS_REGION", "ap-south-1")):
+        if variable:
+            monkeypatch.setenv(variable, region)
+        forget_clients()
+        assert locate("s3://bucket/file").read() == b"content"
+        assert f"/{region}/s3/aws4_request" in store.heads[-1]
     monkeypatch.setenv("AWS_PROFILE", "other")
     forget_clients()
     with pytest.raises(OSError, match=r"other.*check AWS_PROFILE"):
@@ -178,50 +180,43 @@ def test_an_upload_whose_last_answer_is_lost_is_complete(configure, public):
     assert place.read() == content
 
 
-def test_a_store_that_takes_connections_and_never_answers_is_not_waited_for(
-    configure, store, monkeypatch
-):
+def test_a_store_that_takes_connections_and_never_answers_is_not_waited_for(reached, monkeypatch):
     monkeypatch.setitem(storage._FIRST_CONFIG, "read_timeout", 0.5)
-    configure(endpoint_url=url(store), region="us-east-1", **KEYS)
-    store.faults.set("hang", 1000)
+    reached.faults.set("hang", 1000)
     with pytest.raises(OSError, match=r"^s3://bucket: Read timeout .*check AWS_ENDPOINT_URL"):
         check_reachable(locate("s3://bucket/run"))
     monkeypatch.setattr(storage, "_REQUEST_LIMIT_S", 2.0)
     for read in (Location.read, Location.list_files, lambda place: place.open().read(3)):
-        store.faults.set("hang", 1000)
+        reached.faults.set("hang", 1000)
         with pytest.raises(OSError, match=r"s3://bucket/file: .*check AWS_ENDPOINT_URL"):
             read(locate("s3://bucket/file"))
-        assert len(store.faults.requests) == 1  # all attempts of one request have the limit
+        assert len(reached.faults.requests) == 1  # all attempts of one request have the limit
 
 
-def test_who_pays_for_requests_is_told_with_each_of_them(configure, store):
-    configure(endpoint_url=url(store), region="us-east-1", **KEYS)
+def test_who_pays_for_requests_is_told_with_each_of_them(reached):
     load_recipe("digits", ["storage.requester_pays=true"])
     assert locate("s3://bucket/file").read() == b"content"
-    assert [i.base_name for i in locate("s3://bucket").list_files(recursive=False)]
+    assert locate("s3://bucket").list_files(recursive=False)
     with locate("s3://bucket/file").open() as file:
         assert file.read() == b"content"
-    assert all("x-amz-request-payer: requester" in head.lower() for head in store.heads)
+    assert all("x-amz-request-payer: requester" in head.lower() for head in reached.heads)
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "named"),
     [
-        ("403 AccessDenied", "allow s3:PutObject to the role"),
-        ("400 ExpiredToken", "renew AWS_SESSION_TOKEN"),
-        ("403 InvalidAccessKeyId", "check AWS_ACCESS_KEY_ID and"),
-        ("403 SignatureDoesNotMatch", "check AWS_ACCESS_KEY_ID and"),
-        ("404 NoSuchBucket", "create the bucket"),
-        ("400 AuthorizationHeaderMalformed", "set AWS_REGION"),
+        ("403 AccessDenied", "s3:PutObject"), ("400 ExpiredToken", "AWS_SESSION_TOKEN"),
+        ("403 InvalidAccessKeyId", "AWS_ACCESS_KEY_ID"), ("404 NoSuchBucket", "create the bucket"),
+        ("403 SignatureDoesNotMatch", "AWS_ACCESS_KEY_ID"),
+        ("400 AuthorizationHeaderMalformed", "AWS_REGION"),
     ],
-)
-def test_a_refusal_is_one_line_with_bucket_cause_and_setting(configure, store, answer, told):
-    configure(endpoint_url=url(store), region="us-east-1", **KEYS)
-    store.faults.set(answer, 1000)
-    with pytest.raises(OSError, match=rf"^s3://bucket.*\({answer[4:]}\); .*{told}") as caught:
+)  # fmt: skip
+def test_a_refusal_is_one_line_with_bucket_cause_and_setting(reached, answer, named):
+    reached.faults.set(answer, 1000)
+    with pytest.raises(OSError, match=rf"^s3://bucket.*\({answer[4:]}\); .*{named}") as caught:
         check_rights(locate("s3://bucket/run"))
     assert "\n" not in str(caught.value)
-    assert len(store.faults.requests) <= 4  # it is not asked again and again
+    assert len(reached.faults.requests) <= 4  # it is not asked again and again
 
 
 def test_a_wrong_port_and_a_host_that_does_not_answer_are_one_line(configure, monkeypatch):

@@ -29,14 +29,10 @@ def write(folder: Path, rows: Rows) -> None:
     write_encoded(folder, SHARD, images, CLASSES, rows=4)
 
 
-@pytest.fixture
-def rows() -> Rows:
+def test_numbers_and_slices_give_the_rows_as_they_were_written(tmp_path):
     labels = [[number % 3] for number in range(COUNT)]
     labels[4], labels[5] = [0, 2], []
-    return [(jpeg(number), labels[number], f"<key {number}>") for number in range(COUNT)]
-
-
-def test_numbers_and_slices_give_the_rows_as_they_were_written(rows, tmp_path):
+    rows: Rows = [(jpeg(number), labels[number], f"<key {number}>") for number in range(COUNT)]
     write(tmp_path, rows)
     found = dataset.open_dataset(str(tmp_path))
     assert len(found) == COUNT
@@ -47,13 +43,9 @@ def test_numbers_and_slices_give_the_rows_as_they_were_written(rows, tmp_path):
     assert [one.key for one in found[-2:1:-3]] == [row[2] for row in rows[-2:1:-3]]
     with pytest.raises(IndexError):
         found[COUNT]
-
-
-def test_rows_that_a_set_leaves_out_have_no_number(rows, tmp_path):
-    write(tmp_path, rows)
-    whole = dataset.open_dataset(str(tmp_path)).manifest
-    dropped = {0: np.array([0, 2])}  # as deduplication and a nested part leave them out
-    part = dataset.Dataset(replace(whole, rows=np.array([2, 4, 2]), num_images=8, dropped=dropped))
+    # Rows that a set leaves out, as deduplication and a nested part do, have no number.
+    left_out: dict[str, Any] = {"rows": np.array([2, 4, 2]), "dropped": {0: np.array([0, 2])}}
+    part = dataset.Dataset(replace(found.manifest, num_images=8, **left_out))
     assert [one.key for one in part] == [f"<key {number}>" for number in (1, 3, 4, 5, 6, 7, 8, 9)]
 
 
@@ -119,17 +111,6 @@ def write_spoilt(folder: Path, places: tuple[int, ...]) -> dataset.Dataset:
     return dataset.open_dataset(str(folder))
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_workers_of_a_loader_count_bad_images_together(tmp_path, context):
-    data = write_spoilt(tmp_path, (3, 5))  # one for each of two workers
-    workers: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": context}
-    stream = data.torch_dataset(4, 8, max_bad_fraction=0.25, training=False)
-    assert len(list(DataLoader(stream, batch_size=None, **workers))) == 2
-    stream = data.torch_dataset(4, 8, max_bad_fraction=0.125, training=False)
-    with pytest.raises(ValueError, match=r"2 of 8 images cannot be decoded, above data"):
-        list(DataLoader(stream, batch_size=None, **workers))
-
-
 def test_too_many_bad_images_stop_a_loader_as_they_stop_a_run(tmp_path):
     data = write_spoilt(tmp_path, (3,))
     options: dict[str, Any] = {"epochs": 2, "shuffle_window": 0}
@@ -139,6 +120,19 @@ def test_too_many_bad_images_stop_a_loader_as_they_stop_a_run(tmp_path):
         stream = data.torch_dataset(4, 8, max_bad_fraction=0.12, training=training, **options)
         with pytest.raises(ValueError, match=r"1 of 8 images cannot be decoded, above data"):
             list(DataLoader(stream, batch_size=None, num_workers=0))
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_of_a_loader_count_bad_images_together(tmp_path, context):
+    data = write_spoilt(tmp_path, (3, 5))  # one for each of two workers
+
+    def read(max_bad_fraction: float) -> list[Any]:
+        stream = data.torch_dataset(4, 8, max_bad_fraction=max_bad_fraction, training=False)
+        return [*DataLoader(stream, None, num_workers=2, multiprocessing_context=context)]
+
+    assert len(read(0.25)) == 2
+    with pytest.raises(ValueError, match=r"2 of 8 images cannot be decoded, above data"):
+        read(0.125)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from tests.data.small_sets import write_set
 from tests.models.small import TINY_VIT, small_model
 from tests.recipes import recipe_with
-from vit_ray.config import Recipe
 from vit_ray.data.dataset import Manifest
 from vit_ray.evaluation.ground_truth import Answers
 from vit_ray.launch.prepared_run import PreparedRun, answers_of, prepare_evaluation
@@ -29,10 +27,6 @@ def validation(tmp_path: Path) -> Manifest:
     return write_set(tmp_path / "validation", rows, CLASSES)
 
 
-def benchmark_recipe(**benchmark: Any) -> Recipe:
-    return recipe_with("evaluated", benchmark=benchmark)
-
-
 def right(answers: Answers, labels: list[int]) -> list[list[int]]:
     batch = np.array(labels, np.int32)[:, None]
     return answers.of_batch(batch, np.arange(len(labels))).tolist()
@@ -41,7 +35,8 @@ def right(answers: Answers, labels: list[int]) -> list[list[int]]:
 def test_real_labels_reach_each_image_of_a_set_in_another_order(validation, tmp_path):
     file = tmp_path / "real.json"
     file.write_text(json.dumps([[0], [1, 5], [2], [], [4], [5]]))
-    recipe = benchmark_recipe(kind="imagenet_real", label_file=str(file))
+    benchmark = {"kind": "imagenet_real", "label_file": str(file)}
+    recipe = recipe_with("evaluated", benchmark=benchmark)
     answers = answers_of(recipe, validation, validation)
     found = right(answers, [5, 0, 4, 1, 3, 2])
     assert found == [[5, -1], [0, -1], [4, -1], [1, 5], [-1, -1], [2, -1]]
@@ -56,11 +51,12 @@ def test_real_labels_reach_each_image_of_a_set_in_another_order(validation, tmp_
 def test_a_set_of_some_of_the_models_classes_is_evaluated_among_these(validation, tmp_path):
     part = write_set(tmp_path / "part", [("a", [0]), ("b", [1])], [CLASSES[1], CLASSES[4]])
     with pytest.raises(ValueError, match=r"has 2 classes and the model has 6.*kind=class_names"):
-        answers_of(benchmark_recipe(), part, validation)
+        answers_of(recipe_with(), part, validation)
     weights = tmp_path / "weights.npz"
     save_weights(small_model("ViT", num_classes=6), weights)
-    recipe = benchmark_recipe(kind="class_names", model_classes=validation.path).with_changes(
+    recipe = recipe_with(
         data={"eval": part.path}, init_from=str(weights), output=str(tmp_path / "runs"),
+        benchmark={"kind": "class_names", "model_classes": validation.path},
         model={"name": "ViT", "image_size": 32, **TINY_VIT},
     )  # fmt: skip
     prepared = prepare_evaluation(recipe)
@@ -75,7 +71,7 @@ def test_the_models_class_order_is_known_from_the_folder_of_its_weights(
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub" / "model.safetensors").write_bytes(b"")
     config = tmp_path / "hub" / "config.json"
-    recipe = benchmark_recipe().with_changes(init_from=str(tmp_path / "hub"))
+    recipe = recipe_with(init_from=str(tmp_path / "hub"))
 
     def found(names: list[str]) -> list[list[int]]:
         told = {str(index): name for index, name in enumerate(names)}

@@ -8,18 +8,14 @@ from typing import Any
 import pytest
 import ray
 
-from tests.recipes import recipe_with
 from tests.worker.fakes import FakeRun, make_job
 from vit_ray.launch import placement
-from vit_ray.launch.connection import ClusterShape
 from vit_ray.launch.failures import FailingNodes
 from vit_ray.launch.placement import (
     GroupShape,
     NoPlaceError,
-    Place,
     PlaceFinder,
     StoppedWaitingError,
-    lacking_now,
 )
 from vit_ray.outcomes import EventKind, WorkerPlace
 
@@ -128,13 +124,6 @@ def test_an_elastic_group_has_the_largest_size_that_fits_and_leaves_a_cpu_for_re
     assert (place.size, place.labels, cluster.num_open, run.events) == (size, {}, 0, [])
 
 
-def test_a_running_group_has_room_for_more_where_the_rest_is_free(cluster):
-    wants = finder(cluster, FakeRun(), num_workers=[1, 4])
-    for cpus, grows in ((9.0, True), (4.0, False)):
-        cluster.cpus, cluster.held = {"a": cpus}, 2.0
-        assert wants.has_larger(Place(2, {})) == grows
-
-
 def test_an_elastic_group_without_room_asks_for_the_largest_then_for_smaller_ones(
     cluster, monkeypatch
 ):
@@ -160,19 +149,3 @@ def test_a_node_that_fails_is_left_out_where_the_others_have_room(cluster):
     assert [kind for kind, *_ in run.events] == [EventKind.NODE_LEFT_OUT]
     # Where no other nodes have room for it, a group with the bad one is better than none.
     assert finder(cluster, run, failing, num_workers=8).found().labels == {}
-
-
-def test_a_run_whose_reading_nodes_are_lost_lacks_them(monkeypatch):
-    """Its two workers hold the CPUs of the node that is left."""
-    recipe = recipe_with(workers={"num_workers": 2, "use_gpu": "auto"})
-
-    def lacking(cluster: ClusterShape, *, use_gpu: bool = False) -> str:
-        monkeypatch.setattr(placement, "shape", lambda _: cluster)
-        return lacking_now(recipe, use_gpu=use_gpu)
-
-    assert lacking(ClusterShape(2, 3, 0, 0.0)) == ""
-    assert "leave 0 of 2 CPUs for reading data" in lacking(ClusterShape(2, 2, 0, 0.0))
-    # GPUs that join later are not lacking to workers that `auto` placed when there were none.
-    grown = ClusterShape(3, 8, 1, 0.0)
-    assert lacking(grown) == ""
-    assert "needs 2 GPUs; the cluster has 1" in lacking(grown, use_gpu=True)

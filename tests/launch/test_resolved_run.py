@@ -14,7 +14,7 @@ from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
 from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.dataset import RowGroupColumns, ShardFile, write_manifest
-from vit_ray.launch import prepared_run, resolved_run
+from vit_ray.launch import resolved_run
 from vit_ray.launch.named_run import find_resume_point
 from vit_ray.launch.prepared_run import prepared_training
 from vit_ray.launch.resolved_run import ResolvedRun, resolve_run
@@ -61,15 +61,6 @@ def test_a_held_out_part_beside_a_test_set_is_where_the_best_evaluation_is_chose
 def test_a_recipe_that_cannot_work_is_refused(recipe, changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         resolve_run(recipe.with_changes(**changes))
-
-
-@pytest.mark.parametrize("warms_up", [False, True])
-def test_averaged_weights_that_are_still_the_first_ones_are_told(recipe, caplog, warms_up):
-    recipe = recipe.with_changes(
-        train={"averaging": 0.9999, "averaging_warmup": warms_up}, optim={"warmup_steps": 0}
-    )
-    with prepared_training(recipe, "pretrain"):
-        assert ("averaged weights is still the initial weights" in caplog.text) is not warms_up
 
 
 @pytest.fixture
@@ -145,22 +136,3 @@ def test_a_run_goes_on_in_its_order_with_other_memory(large, window, monkeypatch
     found, resolved = prepared(large)
     assert found.data.shuffle_window == window
     assert (resolved.streams["train"].window is None) == (window == 0)
-
-
-def test_a_run_that_continues_is_checked_on_its_cluster_without_its_first_weights(
-    large, monkeypatch
-):
-    """They are in its checkpoint, and the file need not be on the nodes any more."""
-    monkeypatch.setattr(prepared_run, "check_weights", lambda _: None)
-    checked: list[str | None] = []
-
-    def check(new: Recipe) -> None:
-        checked.append(new.init_from)
-
-    longer = large.with_changes(init_from="/first.npz", optim={"steps": 20})
-    with prepared_training(longer, "pretrain", check):
-        assert checked == ["/first.npz"]
-    save_checkpoint(longer, 1024)
-    with prepared_training(longer, "pretrain", check) as run:
-        assert checked == ["/first.npz", None]
-        assert run.recipe.init_from == "/first.npz"

@@ -65,26 +65,20 @@ def smoothed() -> NDArray[np.float64]:
     return out
 
 
-def moved(rows: int, columns: int, fill: tuple[int, ...]) -> Pixels:
-    """Pixel (y, x) from (y + rows, x + columns)."""
-    out = np.broadcast_to(np.array(fill, np.uint8), IMAGE.shape).copy()
-    height, width = IMAGE.shape[:2]
-    for y in range(height):
-        for x in range(width):
-            if 0 <= y + rows < height and 0 <= x + columns < width:
-                out[y, x] = IMAGE[y + rows, x + columns]
+Y, X = np.mgrid[: IMAGE.shape[0], : IMAGE.shape[1]]
+
+
+def taken_from(y: Any, x: Any) -> Pixels:
+    """Each pixel from the one in row `y` and column `x`, grey where there is none."""
+    is_inside = (y >= 0) & (y < IMAGE.shape[0]) & (x >= 0) & (x < IMAGE.shape[1])
+    out = np.full(IMAGE.shape, 128, np.uint8)
+    out[is_inside] = IMAGE[y[is_inside], x[is_inside]]
     return out
 
 
 def sheared(by: float) -> Pixels:
     """Pixel centre (y, x) from the nearest of (y, x + by y)."""
-    out = np.full(IMAGE.shape, 128, np.uint8)
-    for y in range(IMAGE.shape[0]):
-        for x in range(IMAGE.shape[1]):
-            column = int(np.floor(x + 0.5 + by * (y + 0.5)))
-            if 0 <= column < IMAGE.shape[1]:
-                out[y, x] = IMAGE[y, column]
-    return out
+    return taken_from(Y, np.floor(X + 0.5 + by * (Y + 0.5)).astype(int))
 
 
 SOLARIZED = np.where(IMAGE < 102, IMAGE, 255 - IMAGE)
@@ -107,8 +101,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "sharpness": (10, 10, (), blended(smoothed(), 1.9), 2),
     "shear x": (12, 10, (), sheared(0.3), 0),
     "shear x, back": (12, 10, (0.9,), sheared(-0.3), 0),
-    "translate x": (14, 1, (), moved(0, 10, (128,) * 3), 0),
-    "translate y, back": (15, 2, (0.9,), moved(-20, 0, (128,) * 3), 0),
+    "translate x": (14, 1, (), taken_from(Y, X + 10), 0),
+    "translate y, back": (15, 2, (0.9,), taken_from(Y - 20, X), 0),
 }
 
 

@@ -40,6 +40,7 @@ from vit_ray.launch.resolved_run import resolve_run
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 BATCH = 24
+HOSTS = (range(2), range(2, 3), range(3, 4))
 TINY = Augmentation("resize", size=8, flip=False)
 
 
@@ -79,22 +80,14 @@ def alone(spec: StreamSpec) -> Batches:
     return global_batches(spec, 1, 0, 15 * BATCH)
 
 
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize("world_size", [3, 4])
-def test_any_number_of_ranks_gets_the_same_global_batches(spec, alone, world_size):
-    assert_equal(global_batches(spec, world_size, 0, 15 * BATCH), alone)
-
-
-def test_any_number_of_servers_gives_the_same_global_batches(spec, alone):
-    hosts = [range(2), range(2, 3), range(3, 4)]
-    assert_equal(global_batches(spec, 4, 2 * BATCH, 12 * BATCH, hosts), alone[2:12])
-    evaluated = read_evaluation(spec, 4, 20, hosts)
-    samples = np.concatenate([batch["sample"] for rank in evaluated for batch in rank])
-    assert sorted(samples[samples >= 0].tolist()) == list(range(300))
-
-
-def test_a_resumed_run_gets_the_rest_of_the_uninterrupted_one(spec, alone):
-    assert_equal(global_batches(spec, 4, 7 * BATCH, 15 * BATCH), alone[7:])
+@pytest.mark.parametrize(
+    ("world_size", "resumed_at", "hosts"), [(3, 0, ()), (4, 7, ()), (4, 2, HOSTS)]
+)
+def test_any_number_of_ranks_and_servers_gets_the_same_global_batches_from_any_step_on(
+    spec, alone, world_size, resumed_at, hosts
+):
+    found = global_batches(spec, world_size, resumed_at * BATCH, 15 * BATCH, hosts)
+    assert_equal(found, alone[resumed_at:])
 
 
 class DeadlyAugmentation(Augmentation):
@@ -132,10 +125,13 @@ def test_global_batches_are_those_of_the_order_and_keep_the_contract(spec, alone
     }
 
 
-def test_evaluation_gives_every_image_once_with_its_label_and_pads_with_weight_zero(spec, alone):
+@pytest.mark.parametrize("hosts", [(), HOSTS], ids=["one server", "three"])
+def test_evaluation_gives_every_image_once_with_its_label_and_pads_with_weight_zero(
+    spec, alone, hosts
+):
     """Three classes of pictures; the label of a sample is the same in both streams."""
     whole = StreamSpec(spec.manifest, Augmentation("center_crop", 16, resize=20, flip=False))
-    ranks = read_evaluation(whole, 4, 32)
+    ranks = read_evaluation(whole, 4, 32, hosts)
     assert [len(batches) for batches in ranks] == [3, 3, 3, 3]
     batches = [batch for rank in ranks for batch in rank]
     columns = ("sample", "weight", "labels")

@@ -153,14 +153,22 @@ def test_a_save_that_fails_is_told_and_the_next_may_work(run, monkeypatch, error
     assert steps(run) == [2]
 
 
-def test_a_save_that_fails_leaves_what_lay_there_and_nothing_of_its_own(run, monkeypatch):
+@pytest.mark.parametrize("marker", [None, b"changed"])
+def test_a_save_that_fails_leaves_what_lay_there_and_the_next_replaces_it(run, monkeypatch, marker):
     """A checkpoint that has lost its marker can be restored by hand."""
     Disk(run, monkeypatch, ranks=2).save(1)
     folder = run.child(folder_name(1))
-    folder.child(COMMIT).delete()
+    if marker is None:
+        folder.child(COMMIT).delete()
+    else:
+        folder.child(COMMIT).write(marker)
     before = contents(folder)
     Disk(run, monkeypatch, lambda taken: taken.rank == 1, ranks=2).save(1)
     assert contents(folder) == before
+    Disk(run, monkeypatch).save(1, train_seconds=5.0)  # of fewer ranks
+    found = newest_checkpoint(run)
+    assert found.position.progress.train_seconds == 5.0
+    found.verify()
 
 
 def test_a_rank_that_was_given_up_replaces_no_file_of_a_later_save(run, monkeypatch):
@@ -205,21 +213,6 @@ def test_a_save_that_is_not_whole_is_made_again_after_the_evaluation(run, monkey
     assert not found.position.progress.evaluation_due
 
 
-def test_a_damaged_one_of_the_same_step_is_replaced(run, monkeypatch):
-    """Left by an attempt of more ranks; a save that fails leaves it where it is."""
-    Disk(run, monkeypatch, ranks=2).save(1)
-    folder = run.child(folder_name(1))
-    folder.child(COMMIT).write(b"changed")
-    before = contents(folder)
-    disk = Disk(run, monkeypatch, lambda taken: taken.position.progress.evaluation_due)
-    disk.save(1, evaluation_due=True)
-    assert contents(folder) == before
-    disk.save(1, train_seconds=5.0)
-    found = newest_checkpoint(run)
-    assert found.position.progress.train_seconds == 5.0
-    found.verify()
-
-
 def test_a_disk_that_stays_full_ends_the_run_with_what_to_do(run, monkeypatch):
     """Whichever rank fails: they are counted together."""
 
@@ -238,7 +231,6 @@ def test_a_disk_that_stays_full_ends_the_run_with_what_to_do(run, monkeypatch):
     [
         ({}, [1, 2, 2, 2], [4, 2]),
         ({"keep_best": False}, [1, 2, 2, 2], [4, 2]),  # also of early stopping
-        ({"keep_last": 2}, [None] * 4, [4, 3]),
         ({"keep_last": 2, "keep_every_steps": 4}, [None] * 7, [7, 6, 4]),
     ],
 )

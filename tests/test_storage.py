@@ -258,10 +258,3 @@ def test_what_is_no_store_says_what_is_possible(address, named):
     with pytest.raises(ValueError, match=named) as caught:
         locate(address)
     assert "key@" not in str(caught.value)
-
-
-def test_a_store_whose_package_is_missing_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
-    storage._filesystem.cache_clear()
-    with pytest.raises(ValueError, match=r"pip install 'vit-ray\[gcs\]'"):
-        locate("gs://bucket/x").exists()

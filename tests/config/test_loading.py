@@ -12,7 +12,6 @@ from mlflow.utils.validation import _validate_tag
 from ray._private.label_utils import validate_label_selector
 
 from tests.models.small import FAMILIES, small_model
-from vit_ray.commands.job_list import COMMANDS, check_inputs
 from vit_ray.config import Recipe, load_recipe, loading
 from vit_ray.config.keys import all_keys
 from vit_ray.config.loading import parse_yaml, write_yaml
@@ -185,22 +184,8 @@ def test_every_key_with_a_path_is_of_the_recipes_folder(path):
     path.write_text(
         "name: run\ndeduplicate: {source: a, evaluation_sets: [b, s3://b/c], destination: d}\n"
     )
-    sets = load_recipe(path).deduplicate
-    assert sets is not None
-    assert sets.evaluation_sets == (f"{path.parent}/b", "s3://b/c")
-
-
-def test_a_home_is_that_of_a_user_and_without_one_the_reader_says_so(path, monkeypatch):
-    monkeypatch.setenv("HOME", str(path.parent))
-    other = path.parent / "other.yaml"
-    other.write_text("base: ~/run.yaml\nverify: {path: ~/set}\n")
-    like_a_home = load_recipe(path, ["data.train=./~no-one/b"]).with_absolute_paths()
-    assert like_a_home.data.train == str(Path.cwd() / "~no-one" / "b")
-    recipe = load_recipe(other, ["data.train=~no-one/b", "data.eval=~/c"])
-    assert (recipe.verify.path, recipe.optim.epochs) == (f"{path.parent}/set", 3)
-    assert recipe.with_absolute_paths().data.eval == f"{path.parent}/c"
-    with pytest.raises(ValueError, match=r"^data\.train: '~no-one/b': there is no user 'no-one'"):
-        check_inputs(COMMANDS["pretrain"], recipe)
+    sets = load_recipe(path).deduplicate.evaluation_sets
+    assert sets == (f"{path.parent}/b", "s3://b/c")
 
 
 @pytest.mark.parametrize(
@@ -214,7 +199,6 @@ def test_a_home_is_that_of_a_user_and_without_one_the_reader_says_so(path, monke
         ("workers.label_selector=H100", "workers.label_selector='H100': give {NAME: VALUE}"),
         ("train.loss=focal", "train.loss='focal': give softmax | sigmoid | masked_patch | MODULE"),
         ("train.zero_stage=7", "train.zero_stage=7: give 0 | 1 | 2 | 3"),
-        ("optim.learning_rate=fast", "optim.learning_rate='fast': give number > 0"),
         ("train.averaging=1.0", "train.averaging=1.0: give number >= 0 and < 1"),
         ("sweep={learning_rates: []}", "sweep.learning_rates=[]: give [number > 0, ...]"),
         ("convert={source: a, destination: b, image_pattern: val}", "convert.image_pattern='val'"),
@@ -222,31 +206,20 @@ def test_a_home_is_that_of_a_user_and_without_one_the_reader_says_so(path, monke
         ('output=""', "output='': give a folder, a file or an s3:// address"),
         ("output=s3://me:hunter2@b/c", "output: the s3:// address has an @ or a :"),
         ("train.global_batch_size=12.5", "train.global_batch_size=12.5"),
-        ("train.compile=yes please", "train.compile='yes please'"),
-        ("data.augment={max_area: 0}", "data.augment.max_area=0"),
         ("name=a/b", "name='a/b'"),
         # A wrong key, and the one that was meant.
         ("study.models=[a]", "study.models.0=a is a section of keys"),
         ("study.models=[{name: ViT-B/16, lable: x}]", "did you mean study.models.0.label?"),
-        ("study={models: [{label: a, model: {name: ViT, dpth: 3}}]}", "study.models.0.model.dpth"),
         ("optim.lerning_rate=1", "did you mean optim.learning_rate"),
         ("zero_stage=2", "did you mean train.zero_stage"),
-        ("lr=1", "did you mean optim.learning_rate?"),
         ("optim.lr=1", "did you mean optim.learning_rate?"),
-        ("train.batch_size=1", "did you mean train.global_batch_size?"),
         ("gpus=8", "did you mean workers.num_workers?"),
-        ("model=ViT-H/14", "model=ViT-H/14 is a section of keys"),
         ("name.first=x", "name is a value, not a section"),
         ("xyz=1", "unknown key xyz (valid in this section: name, "),
         # Values that do not go together.
-        ("model={name: ViT, image_size: 16, patch_size: 5}", "image_size=16 is not a multiple"),
         ("model.image_size=225", "image_size=225 is not a multiple of the patches of ViT"),
         ("model.image_size=[224, 230]", "the nearest is [224, 224]"),
         ("model={name: ViT, width: 10, num_heads: 3}", "num_heads=3 does not divide width=10"),
-        (
-            "study.models=[{label: a, model: {image_size: 30}}]",
-            "study.models.0.model: image_size=30",
-        ),
         ("optim.steps=5", "the length of the run is given twice"),
         ("workers.num_workers=[4, 1]", "minimum above its maximum"),
         ("data.augment={min_area: 0.9, max_area: 0.1}", "min_area=0.9 is larger than max_area=0.1"),
@@ -256,7 +229,6 @@ def test_a_home_is_that_of_a_user_and_without_one_the_reader_says_so(path, monke
         ("train.profile_steps=[9, 3]", "profile_steps=[9, 3] ends before it begins"),
         ("evaluate.few_shot_train=x", "few_shot_train and few_shot_test go together"),
         # No override.
-        ("train.zero_stage", "expected key=value"),
         ("x" * 300, "expected key=value"),  # longer than a file's name can be
         ("optim=[", "not valid YAML"),
         ("base=x", "give x as the recipe"),
@@ -275,12 +247,6 @@ def test_a_wrong_override_says_which_key_and_what_to_change(path, override, name
     assert "hunter2" not in str(caught.value)
 
 
-def test_a_blank_path_in_a_file_is_refused(path):
-    path.write_text("name: run\ndata: {train: ' '}\n")
-    with pytest.raises(ValueError, match=r"data\.train=' ': give a folder"):
-        load_recipe(path)
-
-
 def test_all_wrong_keys_of_a_mapping_are_named_and_a_text_is_no_list(path):
     assert load_recipe(path, {"output": Path("x")}).output == "x"
     with pytest.raises(ValueError, match=r"seed=-1: .*unknown key model.dpth; .*unknown key lr; "):
@@ -289,10 +255,18 @@ def test_all_wrong_keys_of_a_mapping_are_named_and_a_text_is_no_list(path):
         load_recipe(path, "optim.steps=5")
 
 
-def test_a_key_that_is_given_twice_is_told_without_its_values(path):
-    path.write_text('tracking: {uri: "postgresql://u:pa ss@h/db", uri: x}\n')
-    with pytest.raises(ValueError, match=r'line 1, column 46: found duplicate key "uri"$'):
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("data: {train: ' '}", r"data\.train=' ': give a folder"),
+        ("tracking: {uri: 'x://u:hunter2@h/db', uri: x}", 'found duplicate key "uri"$'),
+    ],
+)
+def test_a_file_with_a_blank_path_or_a_key_twice_is_refused_without_its_values(path, text, told):
+    path.write_text(f"name: run\n{text}\n")
+    with pytest.raises(ValueError, match=told) as caught:
         load_recipe(path)
+    assert "hunter2" not in str(caught.value)
 
 
 def test_a_study_row_of_timms_name_is_written_with_the_size_of_that_name(path):
@@ -373,8 +347,6 @@ def test_shipped_recipes_are_found_by_name(tmp_path, monkeypatch):
     assert load_recipe("mine.yaml").model == load_recipe("digits").model
     (tmp_path / "digits").write_text("name: own\n")
     assert load_recipe("digits").name == "own"
-    with pytest.raises(ValueError, match=r"mie\.yaml.*no such file; similar: mine\.yaml"):
-        load_recipe("mie.yaml")
 
 
 def test_a_training_records_its_own_keys_and_a_file_those_of_its_commands_too(path):
@@ -428,7 +400,6 @@ def test_steps_at_which_something_is_due(every, also, due):
 @pytest.mark.parametrize(
     ("workers", "train", "told"),
     [
-        (3, {}, r"among 3 workers \(workers.num_workers\): 64 = 21 x 3 \+ 1.* is 63$"),
         (4, {"micro_batch_size": 12}, r"in passes of 12 \(train.micro_batch_size, .* is 48$"),
         # An elastic run derives its passes from the group, also with equal bounds.
         ([4, 4], {"micro_batch_size": 12}, None),
@@ -464,15 +435,12 @@ def test_an_address_of_a_kind_that_mlflow_does_not_open_is_refused(path, uri, na
     assert "hunter2" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "uri",
-    [
+def test_an_address_of_a_kind_that_mlflow_opens_is_taken(path):
+    for uri in (
         "sqlite:////srv/mlflow.db", "sqlite+pysqlite:///mlflow.db", "databricks://profile",
         "postgresql+psycopg2://u:p@db/mlflow", "https://u:p@mlflow.example/x", "databricks",
-    ],
-)  # fmt: skip
-def test_an_address_of_a_kind_that_mlflow_opens_is_taken(path, uri):
-    assert load_recipe(path, [f"tracking.uri={uri}"]).tracking.uri == uri
+    ):  # fmt: skip
+        assert load_recipe(path, [f"tracking.uri={uri}"]).tracking.uri == uri
 
 
 @pytest.mark.parametrize("key", ["pool", "ray.io/accelerator-type", "-a", "a b", "a/b/c", ""])

@@ -1,7 +1,10 @@
 """`ray job submit --working-dir . -- python jobs/NAME.py ...`, on files and on S3."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,8 +14,18 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 
 from tests.conftest import ROOT, Digits
 from tests.data.s3_server import SECRET_KEY, s3_environment, serve_s3, timeout
-from tests.end_to_end.runs import curve, runs_of, submit, write_recipe
+from tests.end_to_end.runs import (
+    curve,
+    runs_of,
+    same_weights,
+    submit,
+    weights_of,
+    write_recipe,
+)
+from tests.newcomer.follow import blocks
 from tests.recipes import small_recipe
+from vit_ray import trust_modules
+from vit_ray.config import load_recipe
 from vit_ray.config.keys import tags_of
 from vit_ray.experiments.search_space import RATE
 
@@ -110,3 +123,46 @@ def test_a_sweep_keeps_its_runs_and_the_files_of_tune_on_s3(
     results = (buckets / "runs" / "all" / "tune" / "swept-trials").glob("*/result.json")
     found = {json.loads(file.read_text().splitlines()[-1])["config"][RATE] for file in results}
     assert found == {0.01, 0.001}
+
+
+@pytest.mark.slow
+def test_the_pages_example_trains_and_resumes_where_it_is_and_as_a_job(
+    ray_head, digits, tmp_path, working_dir
+):
+    """A driver in the folder, then a job that continues the run with a copy of the folder."""
+    page = tmp_path
+    for block in blocks(ROOT / "docs" / "python.md"):
+        for name in block.told("file"):
+            (page / name).write_text(block.text)
+    changes = (
+        f"data.train={digits.train}", f"data.eval={digits.test}", f"output={page / 'runs'}",
+        f"tracking.uri=sqlite:///{page / 'mlflow.db'}", "workers.cpus_per_worker=0.5",
+        "optim.epochs=null", "optim.schedule=constant", "optim.warmup_steps=0",
+    )  # fmt: skip
+    for file in ("myparts.py", "own.yaml"):
+        (working_dir / file).write_bytes((page / file).read_bytes())
+    words = ("-m", "vit_ray", "pretrain", "own.yaml", *changes)
+    environment = {**os.environ, "RAY_ADDRESS": ray_head.address, "PYTHONPATH": str(ROOT)}
+
+    def run(*more: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *words, *more],
+            cwd=page, env=environment, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+    assert "GMAC per image" in run("optim.steps=40", "--dry-run")
+    run("optim.steps=20")
+    code, output = submit(ray_head, working_dir, "python", *words, "optim.steps=40")
+    assert code == 0, output[-5000:]
+    run("optim.steps=40", "name=straight")
+    trust_modules("myparts")
+    sys.path.append(str(page))
+    recipe = load_recipe(page / "own.yaml", list(changes))
+    resumed, straight = (weights_of(recipe.with_changes(name=n)) for n in ("own", "straight"))
+    assert same_weights(resumed, straight)
+    assert any(name.startswith("vit.embedding.convs.") for name in resumed)
+    (run_of_both,) = [one for one in runs_of(recipe) if one.info.run_name == "own"]
+    assert "eval/top3" in run_of_both.data.metrics
+    assert run_of_both.data.params["model.name"] == "myparts.ConvStem"

@@ -1,16 +1,16 @@
 """A RayJob that Kueue suspends and admits again, as far as Ray sees it: all pods end together."""
 
+import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests import hosts
-from tests.conftest import ROOT, Digits
+from tests.conftest import ROOT
 from tests.end_to_end.runs import (
     checkpoint_steps,
     constant_recipe,
@@ -18,9 +18,9 @@ from tests.end_to_end.runs import (
     weights_of,
     write_recipe,
 )
-from tests.hosts import PORT, RAY, Network
+from tests.hosts import PORT, RAY
 from vit_ray import trust_modules
-from vit_ray.config import Recipe
+from vit_ray.launch.run import train
 
 STEPS = 120
 (MANIFEST,) = [
@@ -36,112 +36,74 @@ def variables_of(group: dict) -> dict[str, str]:
     return {"PYTHONPATH": str(ROOT), **own}
 
 
-class Pods:
-    """Of one admission: a head without CPUs, and a pod that trains; each on a host of its own."""
-
-    def __init__(self, net: Network, number: int) -> None:
-        spec = MANIFEST["spec"]["rayClusterSpec"]
-        head, gpu = spec["headGroupSpec"], spec["workerGroupSpecs"][0]
-        self.head, self.worker = net.join(f"head-{number}"), net.join(f"worker-{number}")
-        address = f"{self.head.address}:{PORT}"
-        self.environment = {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": address}  # KubeRay sets it
-        hosts.start_head(self.head, **variables_of(head))
-        hosts.wait_for_nodes(self.head, 1)
-        words = [RAY, "start", "--block", f"--address={address}", "--num-cpus=2", "--num-gpus=0",
-                 f"--node-ip-address={self.worker.address}", "--object-store-memory=300000000",
-                 "--disable-usage-stats"]  # fmt: skip
-        self.process = self.worker.serve("ray.log", *words, environment=variables_of(gpu))
-        hosts.wait_for_nodes(self.head, 2)
-        (container,) = head["template"]["spec"]["containers"]
-        self._pre_stop = container["lifecycle"]["preStop"]["exec"]["command"]
-        self._head_grace_s, self._worker_grace_s = (
-            pod["template"]["spec"]["terminationGracePeriodSeconds"] for pod in (head, gpu)
-        )
-
-    def run_on_head(self, *words: str) -> tuple[int, str]:
-        return self.head.run(*words, environment=self.environment, timeout_s=600)
-
-    def submit(self, recipe_path: Path, name: str) -> None:
-        """As the operator does."""
-        entrypoint = MANIFEST["spec"]["entrypoint"].replace(MANIFEST["spec"]["jobId"], name)
-        entrypoint = entrypoint.replace("/home/ray/recipe/recipe.yaml", str(recipe_path))
-        entrypoint = entrypoint.replace("python jobs/", f"{sys.executable} {ROOT}/jobs/")
-        code, output = self.run_on_head(
-            RAY, "job", "submit", "--no-wait", f"--submission-id={name}", "--",
-            "bash", "-c", entrypoint,
-        )  # fmt: skip
-        assert code == 0, output
-
-    def log(self, name: str) -> str:
-        return self.run_on_head(RAY, "job", "logs", name)[1]
-
-    def wait(self, name: str) -> None:
-        """Until the job has succeeded."""
-        deadline = time.monotonic() + 600
-        while "succeeded" not in (told := self.run_on_head(RAY, "job", "status", name)[1]):
-            assert "failed" not in told, self.log(name)
-            assert time.monotonic() < deadline, self.log(name)
-            time.sleep(2)
-
-    def end(self, name: str) -> str:
-        """All pods at once, as the kubelet does: SIGTERM, and for the head `preStop` before it.
-
-        Fails if one takes longer than its grace period; returns what all have written.
-        """
-        stop = [RAY if word == "ray" else word for word in self._pre_stop]
-        stop[-1] = name
-        stopping = self.head.start(*stop, environment=self.environment)
-        self.worker.run("pkill", "-TERM", "-f", "ray start --block")
-        output, _ = stopping.communicate(timeout=self._head_grace_s)
-        assert stopping.returncode == 0, output
-        try:
-            self.process.wait(self._worker_grace_s)
-        except subprocess.TimeoutExpired:
-            pytest.fail((self.worker.folder / "ray.log").read_text()[-3000:])
-        told = (self.worker.folder / "ray.log").read_text()[-3000:]
-        assert "Local node finished draining" in told, told  # it had nothing left to wait for
-        log = self.log(name)
-        self.head.lose()
-        self.worker.lose()
-        return f"{log}\n{output}\n{told}"
-
-
-@pytest.fixture
-def net(ray_cluster: None) -> Iterator[Network]:
-    hosts.require()
-    with hosts.network() as made:
-        yield made
-
-
-def recipe_of(name: str, digits: Digits, folder: Path) -> Recipe:
-    trust_modules("tests.parts")
-    return constant_recipe(
-        name, digits, folder, optim={"steps": STEPS},
-        train={"callbacks": ["tests.parts.wait_on_first_pods"]},
-        checkpoint={"every_steps": 1000}, workers={"use_gpu": False},
-    )  # fmt: skip
+def entrypoint_of(name: str, recipe_path: Path) -> str:
+    """As the operator submits it."""
+    entrypoint = MANIFEST["spec"]["entrypoint"].replace(MANIFEST["spec"]["jobId"], name)
+    entrypoint = entrypoint.replace("/home/ray/recipe/recipe.yaml", str(recipe_path))
+    return entrypoint.replace("python jobs/", f"{sys.executable} {ROOT}/jobs/")
 
 
 @pytest.mark.slow
-def test_a_job_that_is_suspended_is_saved_in_time_and_continues_where_it_was(net, digits, tmp_path):
-    recipe = recipe_of("suspended", digits, tmp_path)
-    path = write_recipe(recipe, tmp_path)
-    first = Pods(net, 1)
-    first.submit(path, recipe.name)
-    deadline = time.monotonic() + 600
-    while "first step:" not in (log := first.log(recipe.name)):
-        assert time.monotonic() < deadline, log
-        time.sleep(2)
-    assert any("RayTrainWorker" in process for process in first.worker.processes())
-    log = first.end(recipe.name)
-    assert checkpoint_steps(recipe), log
-    saved = checkpoint_steps(recipe)[-1]
+def test_a_job_that_is_suspended_is_saved_in_time_and_continues_where_it_was(
+    ray_cluster, digits, tmp_path
+):
+    """As the kubelet ends pods: SIGTERM to all, and for the head `preStop` before it."""
+    hosts.require()
+    trust_modules("tests.parts")
+    recipe = constant_recipe(
+        "suspended", digits, tmp_path, optim={"steps": STEPS},
+        train={"callbacks": ["tests.parts.wait_on_first_pods"]},
+        checkpoint={"every_steps": 1000}, workers={"use_gpu": False},
+    )  # fmt: skip
+    spec = MANIFEST["spec"]["rayClusterSpec"]
+    head_group, gpu_group = spec["headGroupSpec"], spec["workerGroupSpecs"][0]
+    (container,) = head_group["template"]["spec"]["containers"]
+    stop = container["lifecycle"]["preStop"]["exec"]["command"]
+    head_grace_s, worker_grace_s = (
+        group["template"]["spec"]["terminationGracePeriodSeconds"]
+        for group in (head_group, gpu_group)
+    )
+    with hosts.network() as net:
+        head, worker = net.join("head-1"), net.join("worker-1")
+        address = f"{head.address}:{PORT}"
+        environment = {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": address}  # KubeRay sets it
+        hosts.start_head(head, **variables_of(head_group))
+        hosts.wait_for_nodes(head, 1)
+        words = [RAY, "start", "--block", f"--address={address}", "--num-cpus=2", "--num-gpus=0",
+                 f"--node-ip-address={worker.address}", "--object-store-memory=300000000",
+                 "--disable-usage-stats"]  # fmt: skip
+        pod = worker.serve("ray.log", *words, environment=variables_of(gpu_group))
+        hosts.wait_for_nodes(head, 2)
+
+        def on_head(*words: str) -> str:
+            code, output = head.run(*words, environment=environment, timeout_s=600)
+            assert code == 0, output
+            return output
+
+        on_head(
+            RAY, "job", "submit", "--no-wait", f"--submission-id={recipe.name}", "--",
+            "bash", "-c", entrypoint_of(recipe.name, write_recipe(recipe, tmp_path)),
+        )  # fmt: skip
+        deadline = time.monotonic() + 600
+        while "first step:" not in (log := on_head(RAY, "job", "logs", recipe.name)):
+            assert time.monotonic() < deadline, log
+            time.sleep(2)
+        assert any("RayTrainWorker" in process for process in worker.processes())
+        words = [RAY if word == "ray" else word for word in stop[:-1]]
+        stopping = head.start(*words, recipe.name, environment=environment)
+        worker.run("pkill", "-TERM", "-f", "ray start --block")
+        output, _ = stopping.communicate(timeout=head_grace_s)
+        assert stopping.returncode == 0, output
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            pod.wait(worker_grace_s)
+        told = (worker.folder / "ray.log").read_text()[-3000:]
+        assert pod.returncode is not None, told
+        assert "Local node finished draining" in told, told  # it had nothing left to wait for
+        log = on_head(RAY, "job", "logs", recipe.name)
+    (saved,) = checkpoint_steps(recipe) or pytest.fail(f"{log}\n{output}\n{told}")
     assert 0 < saved < STEPS
-    second = Pods(net, 2)
-    second.submit(path, recipe.name)
-    second.wait(recipe.name)
-    assert f"resumed: from step {saved}" in second.log(recipe.name)
-    straight = recipe_of("straight", digits, tmp_path)
-    second.submit(write_recipe(straight, tmp_path), straight.name)
-    second.wait(straight.name)
+    straight = recipe.with_changes(name="straight")
+    train(straight)
+    result = train(recipe)
+    assert any(f"resumed: from step {saved}" in event for event in result.events)
     assert same_weights(weights_of(recipe), weights_of(straight))

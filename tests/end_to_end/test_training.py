@@ -301,3 +301,37 @@ def test_one_worker_under_another_stage_goes_on_with_the_same_batches(straight, 
     other = dict(curve(straight[0], straight[1].run_id or ""))
     for step in (20, 24):
         assert one[step] == pytest.approx(other[step], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_our_model_in_a_module_of_the_users_trains_as_ours_through_a_stop(straight, digits, folder):
+    """To the last bit, with a loss and a metric of the user's; its callbacks meddle and fail."""
+    trust_modules("tests.parts")
+
+    def of_length(steps: int) -> Finished:
+        recipe = constant_recipe(
+            "wrapped", digits, folder,
+            model={"name": "tests.parts.Wrapped"},
+            optim={"steps": steps},
+            train={
+                "loss": "tests.parts.cross_entropy",
+                "callbacks": ["tests.parts.fail", "tests.parts.meddle"],
+            },
+            evaluate={"metrics": ["tests.parts.top3"]},
+            tracking={"experiment": "wrapped"},
+        )  # fmt: skip
+        return recipe, train(recipe)
+
+    of_length(16)
+    recipe, result = of_length(24)
+    assert result.run_id is not None
+    assert straight[1].run_id is not None
+    ours = dict(curve(*straight[:1], straight[1].run_id))
+    own = dict(curve(recipe, result.run_id))
+    assert own.keys() >= ours.keys() - {1}
+    assert {step: own[step] for step in ours} == ours
+    found = {name.replace("vit.", ""): w for name, w in weights_of(recipe).items()}
+    assert same_weights(found, weights_of(straight[0]))
+    top1, top3, top5 = (result.metrics[f"eval/top{n}"] for n in (1, 3, 5))
+    assert top1 < top3 < top5
+    assert result.metrics["eval/top1"] == straight[1].metrics["eval/top1"]

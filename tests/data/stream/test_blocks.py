@@ -12,8 +12,7 @@ import pyarrow as pa
 import pytest
 from ray.data._internal.output_buffer import BlockOutputBuffer, OutputBlockSizeOption
 
-from vit_ray.data.stream import ray_datasets
-from vit_ray.data.stream.ray_datasets import BadRowLimit, Segment, as_one_row, cut
+from vit_ray.data.stream.ray_datasets import Segment, as_one_row, cut
 from vit_ray.data.stream.stream_server import (
     KeptBlocks,
     RankBlock,
@@ -62,22 +61,6 @@ def test_ray_data_neither_joins_nor_slices_a_block(size):
 def test_a_block_of_another_size_is_refused(block):
     with pytest.raises(RuntimeError, match="multiple of 8 images"):
         list(cut([block], 8))
-
-
-def test_the_limit_of_bad_rows_counts_distinct_ones_of_all_processes(monkeypatch):
-    stored: set[bytes] = set()  # in the cluster's key-value store
-    monkeypatch.setattr(ray_datasets, "_internal_kv_put", lambda key, _: stored.add(key))
-    monkeypatch.setattr(
-        ray_datasets,
-        "_internal_kv_list",
-        lambda prefix: [k for k in stored if k.startswith(prefix)],
-    )
-    one, other = (BadRowLimit("stream", 1000, 0.003) for _ in range(2))
-    one.note({1: "one", 2: "two"})
-    other.note({2: "two", 3: "three"})
-    one.note({1: "one"})
-    with pytest.raises(ValueError, match=r"4 of 1000 images .* one of them is four"):
-        other.note({4: "four"})
 
 
 class Source:

@@ -199,6 +199,7 @@ def test_segments_of_two_epochs_are_one_run_in_the_order_of_the_seed(dataset, mo
 
 
 def test_training_goes_on_below_the_limit_of_bad_rows_and_stops_above_it(dataset, tmp_path):
+    """Rows that are met again in the second epoch count once."""
     manifest, _ = broken_copy(dataset, tmp_path)
     damage(manifest, group=2, rows=[5, 9])
     tolerant = StreamSpec(manifest, TINY, max_bad_fraction=0.01, num_cpus=0.5, task_rows=50)

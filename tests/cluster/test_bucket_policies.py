@@ -14,7 +14,7 @@ from tests.data.converted_set import converted_set
 from tests.data.denying_s3 import serve_s3_with_policy
 from vit_ray.data import open_dataset
 from vit_ray.lock import hold_lock
-from vit_ray.storage import Location, locate
+from vit_ray.storage import locate
 
 OTHERS = ("imagenet21k/new", "mlflow/1/weights", "runs/a/step-1", "elsewhere")
 
@@ -52,12 +52,6 @@ def assert_kept(key: str) -> None:
         locate(f"s3://team/{key}").filesystem.rm_file(f"team/{key}")
 
 
-def write_and_give_up(file: Location) -> None:
-    with contextlib.suppress(RuntimeError), file.output() as stream:
-        stream.write(bytes(102 << 20))  # in parts
-        raise RuntimeError
-
-
 def test_a_job_reads_its_data_and_writes_its_runs_and_nothing_else(take_role):
     take_role("training")
     assert open_dataset("s3://team/imagenet21k/train").num_images > 0
@@ -69,7 +63,9 @@ def test_a_job_reads_its_data_and_writes_its_runs_and_nothing_else(take_role):
     assert run.child("small").read() == b"1"
     assert run.child("large").info().size == 17 << 20
     run.child("small").move_to(run.child("aside"))
-    write_and_give_up(run.child("given-up"))
+    with contextlib.suppress(RuntimeError), run.child("given-up").output() as stream:
+        stream.write(bytes(102 << 20))
+        raise RuntimeError
     assert not run.child("given-up").exists()
     run.delete()
     assert not run.list_files()

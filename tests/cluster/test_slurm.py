@@ -15,7 +15,7 @@ import yaml
 from tests import hosts
 from tests.conftest import ROOT, Digits
 from tests.end_to_end.runs import checkpoint_steps, constant_recipe, same_weights, weights_of
-from tests.hosts import Host, Network
+from tests.hosts import Host
 from vit_ray import trust_modules
 from vit_ray.config import Recipe
 
@@ -76,9 +76,9 @@ STEPS = 120
 class Slurm:
     """Three nodes; `node1` is also the controller's."""
 
-    net: Network
     nodes: dict[str, Host]
     folder: Path
+    environment: dict[str, str]
 
     def run(self, *command: str) -> str:
         """Output of a command of Slurm's on the controller's host."""
@@ -86,29 +86,13 @@ class Slurm:
         assert code == 0, output
         return output
 
-    @property
-    def environment(self) -> dict[str, str]:
-        return {
-            "SLURM_CONF": str(self.folder / "slurm.conf"),
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
-            "HOME": str(self.folder),
-            "OMP_NUM_THREADS": "1",
-            "RAY_TMPDIR": "/tmp/ray",  # which each host has alone
-        }
-
-    def start_node(self, name: str) -> None:
-        self.nodes[name].serve(
-            "slurmd.log", "slurmd", "-D", "-N", name, environment=self.environment
-        )
-
     def submit(self, recipe: Recipe, *options: str) -> str:
         """The job's number."""
         script = self.folder / f"{recipe.name}.sbatch"
         script.write_text(script_of(recipe))
-        log = f"--output={self.log(recipe)}"
-        words = ("sbatch", "--parsable", log, *options, str(script), "workers.use_gpu=false")
-        return self.run(*words).split()[-1]
+        options = (f"--output={self.log(recipe)}", *options)
+        told = self.run("sbatch", "--parsable", *options, str(script), "workers.use_gpu=false")
+        return told.split()[-1]
 
     def log(self, recipe: Recipe) -> Path:
         return self.folder / f"{recipe.name}.log"
@@ -141,12 +125,11 @@ class Slurm:
         """Until no host has a process of Ray or a driver, or a file of a job."""
         deadline = time.monotonic() + 120
         while True:
-            left = [p for host in self.nodes.values() for p in host.processes()]
-            left = [p for p in left if re.search("ray::|raylet|gcs_server|vit_ray pretrain", p)]
-            left += self.folders()
-            if not left:
+            running = "\n".join(p for host in self.nodes.values() for p in host.processes())
+            left = re.findall(".*(?:ray::|raylet|gcs_server|vit_ray pretrain).*", running)
+            if not left and not self.folders():
                 return
-            assert time.monotonic() < deadline, left
+            assert time.monotonic() < deadline, (left, self.folders())
             time.sleep(1)
 
 
@@ -165,24 +148,27 @@ def slurm() -> Iterator[Slurm]:
         key = folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
-        cluster = Slurm(net, nodes, folder)
+        environment = {
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "HOME": str(folder),
+            "OMP_NUM_THREADS": "1",
+            "RAY_TMPDIR": "/tmp/ray",  # which each host has alone
+        }
         own = [f"--{what}={folder}/munge.{what}" for what in ("socket", "pid-file", "log-file")]
         own += [f"--seed-file={folder}/munge.seed", f"--key-file={key}"]
         nodes["node1"].serve("munged.log", "munged", "--foreground", "--force", *own)
-        nodes["node1"].serve("slurmctld.log", "slurmctld", "-D", environment=cluster.environment)
-        for name in NODES:
-            cluster.start_node(name)
-        deadline = time.monotonic() + 300
-        while True:
-            code, told = nodes["node1"].run(
-                "sinfo", "-h", "-o", "%T %D", environment=cluster.environment
-            )
-            if code == 0 and "idle 3" in told:
-                break
+        nodes["node1"].serve("slurmctld.log", "slurmctld", "-D", environment=environment)
+        for name, host in nodes.items():
+            host.serve("slurmd.log", "slurmd", "-D", "-N", name, environment=environment)
+        deadline, told = time.monotonic() + 300, ""
+        while "idle 3" not in told:
             logs = "\n".join(p.read_text()[-2000:] for p in sorted(folder.rglob("*.log")))
             assert time.monotonic() < deadline, f"{told}\n{logs}"
             time.sleep(1)
-        yield cluster
+            _, told = nodes["node1"].run("sinfo", "-h", "-o", "%T %D", environment=environment)
+        yield Slurm(nodes, folder, environment)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from PIL import Image
 from scipy.special import expit, softmax
 
 from vit_ray.evaluation.accuracy import KINDS, ExampleImages
-from vit_ray.evaluation.examples import SIDE, square, training_files
+from vit_ray.evaluation.examples import SIDE, training_files
 
 NUM_IMAGES, NUM_CLASSES = 60, 5
 NAMES = ["a", 'b "quoted"', "<b>", "=1+1", "e"]
@@ -98,17 +98,6 @@ def test_losses_and_scores_that_are_no_numbers_do_no_harm(whole):
     assert len(json.loads(files["errors.json"])) == KINDS["errors"]
     right = {**whole, "labels": whole["logits"].argmax(axis=1)[:, None]}
     assert {*kept(right, 2, np.arange(NUM_IMAGES))} == {"examples.jpg", "examples.json"}
-
-
-@pytest.mark.parametrize(("shape", "edge"), [((32, 64), 24), ((300, 100), 32), ((96, 96), 0)])
-def test_a_square_keeps_the_image_whole(shape, edge):
-    """White on black: bars on the short side, in the middle, and nothing is cut off."""
-    drawn = square(np.full((*shape, 3), 255, np.uint8))
-    assert drawn.shape == (SIDE, SIDE, 3)
-    across = drawn[..., 0] if shape[0] < shape[1] else drawn[..., 0].T
-    assert (across[edge : SIDE - edge] == 255).all()
-    assert not across[:edge].any()
-    assert not across[SIDE - edge :].any()
 
 
 def test_training_crops_have_their_classes():

@@ -69,10 +69,9 @@ class Soak(HostCluster):
         """The same run as the server of S3 has it."""
         self.driver: subprocess.Popen[bytes] | None = None
         self.struck_s = 0.0
-        """Unix time of the fault, where it sets that itself."""
 
     def wait_for_checkpoint(self) -> bool:
-        """Until there is a new one; drivers are started as needed. False if the run is complete."""
+        """Whether a new one came, from drivers that are started as needed, before the end."""
         newest, deadline_s = self.newest_step(), time.monotonic() + PATIENCE_S
         while self.newest_step() <= newest:
             self.driver = self.driver or self.start_driver(self.recipe)
@@ -92,7 +91,6 @@ class Soak(HostCluster):
         return True
 
     def newest_step(self) -> int:
-        """Of the whole checkpoints; -1 before the first."""
         return max(checkpoint_steps(self.on_disk), default=-1)
 
     def end_driver(self, *signals: signal.Signals) -> None:
@@ -123,6 +121,9 @@ class Soak(HostCluster):
         for name in self.rng.sample(WORKERS, len(WORKERS)):
             if self.signal(name, number, "RayTrainWorker"):
                 return
+
+    def newest(self) -> Path:
+        return Path(self.on_disk.run_folder) / folder_name(self.newest_step())
 
     def log_tail(self) -> str:
         return (self.folder / f"{self.recipe.name}.log").read_text()[-1500:]
@@ -160,7 +161,7 @@ def kill_driver(soak: Soak) -> None:
 def damage_newest(soak: Soak) -> None:
     """A bit of the newest checkpoint flips while no driver runs."""
     soak.end_driver(signal.SIGKILL)
-    file = _a_tensor_file(soak)
+    file = soak.rng.choice(sorted(soak.newest().glob("*.safetensors")))
     content = bytearray(file.read_bytes())
     content[soak.rng.randrange(len(content))] ^= 1
     file.write_bytes(content)
@@ -168,13 +169,13 @@ def damage_newest(soak: Soak) -> None:
 
 def delete_rank_file(soak: Soak) -> None:
     soak.end_driver(signal.SIGKILL)
-    _a_tensor_file(soak).unlink()
+    soak.rng.choice(sorted(soak.newest().glob("*.safetensors"))).unlink()
 
 
 def delete_marker(soak: Soak) -> None:
     """As a driver leaves it that dies between the last part and the commit."""
     soak.end_driver(signal.SIGKILL)
-    (_newest(soak) / "commit.json").unlink()
+    (soak.newest() / "commit.json").unlink()
 
 
 def start_second_driver(soak: Soak) -> None:
@@ -233,7 +234,11 @@ def run_soak(folder: Path, num_faults: int, seed: int, kinds: Sequence[str]) -> 
     folder.mkdir(parents=True, exist_ok=True)
     digits = converted_digits(folder / "data")
     quiet = soak_recipe("quiet", digits, folder, num_faults)
-    _train_quietly(quiet, folder)
+    # On a Ray of its own, without faults.
+    (folder / "quiet.json").write_text(quiet.model_dump_json())
+    command = [sys.executable, str(ROOT / "jobs" / "pretrain.py"), str(folder / "quiet.json")]
+    with open(folder / "quiet.log", "ab") as output:
+        subprocess.run(command, cwd=ROOT, stdout=output, stderr=output, check=True)
     log = folder / "faults.jsonl"
     done = log.read_text().splitlines() if log.exists() else []
     recipe = soak_recipe("disturbed", digits, folder, num_faults).with_changes(
@@ -262,24 +267,6 @@ def run_soak(folder: Path, num_faults: int, seed: int, kinds: Sequence[str]) -> 
     is_equal = same_weights(weights_of(soak.on_disk), weights_of(quiet))
     print(f"{sum(met.values())} faults, {dict(met)}: weights equal: {is_equal}")
     return is_equal
-
-
-def _train_quietly(recipe: Recipe, folder: Path) -> None:
-    """On a Ray of its own, without faults."""
-    path = folder / "quiet.json"
-    path.write_text(recipe.model_dump_json())
-    command = [sys.executable, str(ROOT / "jobs" / "pretrain.py"), str(path)]
-    with open(folder / "quiet.log", "ab") as log:
-        if subprocess.run(command, cwd=ROOT, stdout=log, stderr=log).returncode != 0:
-            raise SystemExit(f"the run without faults failed: {log.name}")
-
-
-def _newest(soak: Soak) -> Path:
-    return Path(soak.on_disk.run_folder) / folder_name(soak.newest_step())
-
-
-def _a_tensor_file(soak: Soak) -> Path:
-    return soak.rng.choice(sorted(_newest(soak).glob("*.safetensors")))
 
 
 if __name__ == "__main__":

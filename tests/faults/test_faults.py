@@ -178,15 +178,3 @@ def test_mlflow_away_for_good_costs_nothing_but_a_replay(ray_cluster, digits, fo
     assert replay(log_path, recipe.tracking.uri).num_points > 0
     (run,) = [r for r in runs_of(recipe) if r.info.run_name == recipe.name]
     assert [step for step, _ in curve(recipe, run.info.run_id)] == [1, 4, 8, 12, 16, 20, 24]
-
-
-def test_a_checkpoint_that_finds_no_room_is_told_and_the_next_one_counts(
-    ray_cluster, digits, folder
-):
-    recipe = small_recipe("no-room", digits, folder)
-    in_its_place = Path(recipe.output) / recipe.name / folder_name(8)
-    in_its_place.parent.mkdir(parents=True)
-    in_its_place.write_text("a file where the folder should be")
-    assert train(recipe).is_complete
-    assert EventKind.CHECKPOINT_FAILED in kinds_of(recipe)
-    assert checkpoint_steps(recipe) == [16, 24]

@@ -18,7 +18,7 @@ from vit_ray.commands import predict
 from vit_ray.data import open_dataset, shard_writer
 from vit_ray.data.convert import checks, rows
 from vit_ray.data.convert.checks import estimate_conversion
-from vit_ray.data.convert.finished_sets import check_file, verify
+from vit_ray.data.convert.finished_sets import verify
 from vit_ray.data.convert.rows import Row
 from vit_ray.data.images import FORMAT_SUFFIXES, decode, is_image_name
 from vit_ray.data.jpeg import num_scans
@@ -47,24 +47,12 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> set[bytes]:
     return found
 
 
-def photograph(name: str) -> bytes:
-    """One of scikit-learn's two, damaged in one of the usual ways."""
-    whole = encoded(load_sample_images().images[0], quality=90)
-    half = len(whole) // 2
-    return {
-        "whole": whole,
-        "half of zeros": whole[:half] + bytes(len(whole) - half),
-        "half of zeros and an end": whole[:half] + bytes(len(whole) - half - 2) + b"\xff\xd9",
-        "cut, with an end": whole[:half] + b"\xff\xd9",
-        "4 KiB of zeros": whole[:half] + bytes(4096) + whole[half + 4096 :],
-        "stray bytes": whole[:-2] + bytes(40) + b"\xff\xd9",
-        "cut, with an end and more": whole[:half] + b"\xff\xd9 behind",
-        "without data": header_of_13000_x_13000(),
-    }[name]
+WHOLE = encoded(load_sample_images().images[0], quality=90)
+HALF = len(WHOLE) // 2
 
 
 def header_of_13000_x_13000() -> bytes:
-    """A grey file that ends where its coded data begin."""
+    """A grey file that ends where its coded data begin; decoded it would take a gigabyte."""
     image = bytearray(encoded(np.full((8, 8), 128, np.uint8)))
     at = image.index(b"\xff\xc0")
     image[at + 5 : at + 9] = (13_000).to_bytes(2) * 2
@@ -72,14 +60,22 @@ def header_of_13000_x_13000() -> bytes:
     return bytes(image[: scan + 2 + int.from_bytes(image[scan + 2 : scan + 4])]) + b"\xff\xd9"
 
 
-ENDS_EARLY = (
-    "half of zeros", "cut, with an end", "cut, with an end and more", "without data",
-)  # fmt: skip
-DAMAGED = ("half of zeros and an end", "4 KiB of zeros", "stray bytes")
+ENDS_EARLY = {
+    "half of zeros": WHOLE[:HALF] + bytes(len(WHOLE) - HALF),
+    "cut, with an end": WHOLE[:HALF] + b"\xff\xd9",
+    "cut, with an end and more": WHOLE[:HALF] + b"\xff\xd9 behind",
+    "without data": header_of_13000_x_13000(),
+}
+DAMAGED = {
+    "half of zeros and an end": WHOLE[:HALF] + bytes(len(WHOLE) - HALF - 2) + b"\xff\xd9",
+    "4 KiB of zeros": WHOLE[:HALF] + bytes(4096) + WHOLE[HALF + 4096 :],
+    "stray bytes": WHOLE[:-2] + bytes(40) + b"\xff\xd9",
+}
+PHOTOGRAPHS = {"whole": WHOLE, **ENDS_EARLY, **DAMAGED}
 
 
 def write_damaged(folder: Path, *names: str) -> Path:
-    return write_files(folder, {f"cat/{name}.jpg": photograph(name) for name in names})
+    return write_files(folder, {f"cat/{name}.jpg": PHOTOGRAPHS[name] for name in names})
 
 
 @pytest.mark.parametrize("options", [{}, {"index_jpeg": False}, {"shrink_to": 100}])
@@ -104,12 +100,10 @@ def test_damaged_photographs_are_all_rejected_or_all_kept(tmp_path, damaged, cou
     report = convert(source, tmp_path / "set", damaged=damaged, max_rejected_fraction=0.9)
     assert (report.num_images, report.num_rejected) == (count, 4 - count)
     assert report.num_damaged == count - 1
-    assert pq.read_table(tmp_path / "set" / "damaged.parquet").num_rows == count - 1
 
 
 @pytest.mark.parametrize("index_jpeg", [True, False])
 def test_a_whole_jpeg_is_not_decoded_twice_and_a_header_alone_never(tmp_path, decoded, index_jpeg):
-    """The header would take a gigabyte."""
     source = write_damaged(tmp_path / "source", "whole", "stray bytes", "without data")
     (source / "cat" / "other.png").write_bytes(encoded(picture(0, 30, 40), "PNG"))
     options = {"index_jpeg": index_jpeg, "max_rejected_fraction": 0.5}
@@ -188,28 +182,22 @@ def test_shards_of_shrunk_images_have_the_size_that_is_asked_for(tmp_path):
 
 def test_a_row_group_ends_where_its_images_have_enough_bytes(tmp_path, monkeypatch):
     write_class_folders(tmp_path / "source", num_classes=2, per_class=20)
-    sizes = [file.stat().st_size for file in (tmp_path / "source").rglob("*.*")]
-    monkeypatch.setattr(shard_writer, "MOST_ROW_GROUP_BYTES", 3 * max(sizes))
+    largest = max(file.stat().st_size for file in (tmp_path / "source").rglob("*.*"))
+    monkeypatch.setattr(shard_writer, "MOST_ROW_GROUP_BYTES", 3 * largest)
     convert(tmp_path / "source", tmp_path / "set", rows_per_row_group=8, index_jpeg=False)
     manifest = open_dataset(str(tmp_path / "set"))
     assert manifest.num_images == 40
     assert 3 <= manifest.rows.max() < 8
-    for file in manifest.files:
-        metadata = pq.ParquetFile(tmp_path / "set" / file.path).metadata
-        for group in range(metadata.num_row_groups):
-            assert metadata.row_group(group).column(0).total_uncompressed_size < 4 * max(sizes)
-    assert check_file(0, manifest, 1.0).problems == []
+    (file,) = manifest.files
+    metadata = pq.ParquetFile(tmp_path / "set" / file.path).metadata
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    assert max(group.column(0).total_uncompressed_size for group in groups) < 4 * largest
 
 
 @pytest.mark.parametrize(("length", "most_held"), [(100 << 20, 3), (rows.WHOLE_FILE, 10)])
 def test_few_large_files_are_read_ahead(tmp_path, monkeypatch, length, most_held):
-    """Also those of a list, whose lengths nobody has said: they are files of holes here."""
-    entries = []
-    for i in range(40):
-        path = tmp_path / f"{i}.mp4"
-        with path.open("wb") as file:
-            file.truncate(100 << 20)
-        entries.append(Row(str(i), path=str(path), length=length))
+    """Also those of a list, whose lengths nobody has said."""
+    (tmp_path / "file").touch()
     lock, held, most = threading.Lock(), [0], [0]
 
     def read(location: Location) -> bytes:
@@ -219,6 +207,7 @@ def test_few_large_files_are_read_ahead(tmp_path, monkeypatch, length, most_held
         return bytes(100 << 20)  # memory that nobody has written takes none
 
     monkeypatch.setattr(Location, "read", read)
+    entries = [Row(str(i), path=str(tmp_path / "file"), length=length) for i in range(40)]
     for _, image in checks.read_ahead(entries):
         assert len(image.result()) == 100 << 20
         with lock:

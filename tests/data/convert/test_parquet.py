@@ -109,12 +109,14 @@ def test_a_damaged_row_group_costs_its_own_rows(serial, tmp_path):
 
 
 def test_the_images_are_those_of_a_copy_and_the_files_stay_as_they_are(serial, source, tmp_path):
-    before = {file: (file.read_bytes(), file.stat()) for file in source.glob("*/*")}
+    def state() -> dict[Path, Any]:
+        return {f: (f.read_bytes(), f.stat().st_mtime_ns) for f in source.glob("*/*")}
+
+    before = state()
     manifest = in_place(source, tmp_path / "set")
     convert(source, tmp_path / "copy", max_rejected_fraction=0.1, index_jpeg=False)
     assert stored(manifest) == stored(open_dataset(str(tmp_path / "copy")))
-    after = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in before}
-    assert after == {f: (content, status.st_mtime_ns) for f, (content, status) in before.items()}
+    assert state() == before
     assert sum(path.stat().st_size for path in (tmp_path / "set").iterdir()) < 40_000
     assert list(rejections(tmp_path / "set")) == ["data/train-00000-of-00002/00000006"]
     counted = b"".join(b"data/train-0000%d-of-00002.parquet %d\n" % n for n in ((0, 14), (1, 10)))
@@ -208,18 +210,15 @@ def test_images_may_have_several_labels(serial, tmp_path, kind, is_in_place):
 def test_the_same_files_elsewhere_make_the_same_data_set(serial, source, tmp_path):
     first = in_place(source, tmp_path / "set")
     moved = source.rename(tmp_path / "moved")
-    with pytest.raises(
-        ValueError, match=rf"{source}/.*parquet' is missing on {platform.node()} though the"
-    ):
+    told = rf"{source}/.*parquet' is missing on {platform.node()} though the"
+    with pytest.raises(ValueError, match=told):
         RowGroupReader(first).read(0)
     assert in_place(moved, tmp_path / "again").fingerprint == first.fingerprint
 
 
 def test_a_destination_beside_the_files_is_refused(serial, source):
     for files, target in ((source, source / "set"), (source / "data/*.parquet", source / "data/a")):
-        with pytest.raises(
-            ValueError, match=r"is in convert.source=.* or next to its files; choos"
-        ):
+        with pytest.raises(ValueError, match="or next to its files; choose a folder outside"):
             in_place(files, target)
     assert [path.name for path in source.iterdir()] == ["data"]
     assert len(list((source / "data").iterdir())) == 2

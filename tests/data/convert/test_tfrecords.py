@@ -2,7 +2,6 @@
 
 import io
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,29 +92,23 @@ def test_a_record_that_is_no_image_with_a_label_is_rejected_alone(content, probl
         wrong.read()
 
 
-@pytest.mark.parametrize("place", ["picture", "label", "checksum"])
-def test_a_record_with_a_flipped_bit_is_rejected_alone(place, tmp_path):
+@pytest.mark.parametrize("place", ["picture", "label", "checksum", "size"])
+def test_a_record_that_is_damaged_or_too_large_is_rejected_alone(place, tmp_path, monkeypatch):
     good = record(example(image=jpeg(1), label=[2]))
     at = {"picture": good.index(jpeg(1)) + 300, "label": good.index(b"label") + 11, "checksum": -1}
     wrong = bytearray(good)
-    wrong[at[place]] ^= 1
+    if place == "size":
+        monkeypatch.setattr(archives, "MOST_IMAGE_BYTES", len(good))
+        wrong = bytearray(record(example(image=bytes(3 << 20), label=[2])))
+    else:
+        wrong[at[place]] ^= 1
     if place == "label":  # what could be read of it is another class
         (entry,) = indexed(tmp_path / "b.tfrecord", record(bytes(wrong[12:-4])))
         assert entry.labels == ("3",)
     before, damaged, after = indexed(tmp_path / "a.tfrecord", good + wrong + good)
     assert before.read() == after.read() == jpeg(1)
-    with pytest.raises(ValueError, match="the record is damaged, as its bytes have another"):
-        damaged.read()
-
-
-def test_a_record_that_is_too_large_is_rejected_alone(tmp_path, monkeypatch):
-    good = record(example(image=jpeg(1), label=[2]))
-    monkeypatch.setattr(archives, "MOST_IMAGE_BYTES", len(good))
-    large = record(example(image=bytes(3 << 20), label=[2]))
-    _, wrong, after = indexed(tmp_path / "a.tfrecord", good + large + good)
-    assert after.read() == jpeg(1)
     with pytest.raises(ValueError, match=r"the record is damaged, .* or has more than [\d,]+ b"):
-        wrong.read()
+        damaged.read()
 
 
 def test_another_feature_may_be_the_label_with_its_own_names(serial, tmp_path):
@@ -144,79 +137,60 @@ def by_thresholds(values: list[float], bounds: list[float]) -> int:
     return int(np.max(np.where((np.array(bounds, np.float32) - np.min(values)) < 0)))
 
 
-def test_tasks_of_vtab_have_the_labels_that_its_authors_compute(tmp_path):
-    random = np.random.default_rng(0)
-    for number in range(20):
-        depths = np.float32(random.uniform(5.5, 12, random.integers(3, 11)))
-        coordinates = np.stack([np.full_like(depths, 99), depths * 0, depths], 1).ravel()
-        clevr = example(
-            image=jpeg(1),
-            **{
-                "objects/size": [1] * len(depths), "objects/pixel_coords": coordinates.tolist(),
-            },
-        )  # fmt: skip
-        (entry,) = indexed(tmp_path / "clevr", record(clevr), "clevr-count")
-        assert entry.labels == (str(len(depths) - 3),)
-        (entry,) = indexed(tmp_path / "clevr", record(clevr), "clevr-dist")
-        bounds = [0.0, 8.0, 8.5, 9.0, 9.5, 10.0, 100.0]
-        assert entry.labels == (str(by_thresholds(depths.tolist(), bounds)),)
-        kinds = random.integers(0, 8, number)  # of the first image there is nothing
-        depths = np.float32(random.uniform(0, 60, number))
-        places = np.stack([depths * 0, depths * 0 - 9, depths], 1).ravel()
-        kitti = example(
-            image=jpeg(1),
-            **{"objects/type": kinds.tolist(), "objects/location": places.tolist()},
-        )
-        (entry,) = indexed(tmp_path / "kitti", record(kitti), "kitti-dist")
-        vehicles = [*depths[kinds < 3].tolist(), 1000.0]
-        assert entry.labels == (str(by_thresholds(vehicles, [-100.0, 8.0, 20.0, 999.0])),)
-        label = int(random.integers(0, 32))
-        sprite = example(
-            image=binary_picture(), label_x_position=[label], label_orientation=[label],
-            label_azimuth=[label % 18], label_elevation=[label % 9],
-        )  # fmt: skip
-        for task, expected in [
-            ("dspr-loc", np.floor_divide(np.float32(label), 32 / 16)),
-            ("dspr-ori", np.floor_divide(np.float32(label), 40 / 16)),
-            ("snorb-azim", label % 18),
-            ("snorb-elev", label % 9),
-        ]:
-            (entry,) = indexed(tmp_path / "sprite", record(sprite), task)
-            assert entry.labels == (str(int(expected)),), task
+def label_of(path: Path, task: str, **features: Any) -> int:
+    (entry,) = indexed(path, record(example(image=binary_picture(), **features)), task)
+    (label,) = entry.labels
+    return int(label)
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_tasks_of_vtab_have_the_labels_that_its_authors_compute(tmp_path, number):
+    random, path = np.random.default_rng(number), tmp_path / "a.tfrecord"
+    depths = np.float32(random.uniform(5.5, 12, random.integers(3, 11)))
+    coordinates = np.stack([np.full_like(depths, 99), depths * 0, depths], 1).ravel()
+    clevr = {
+        "objects/size": [1] * len(depths),
+        "objects/pixel_coords": coordinates.tolist(),
+    }
+    bounds = [0.0, 8.0, 8.5, 9.0, 9.5, 10.0, 100.0]
+    assert label_of(path, "clevr-count", **clevr) == len(depths) - 3
+    assert label_of(path, "clevr-dist", **clevr) == by_thresholds(depths.tolist(), bounds)
+    kinds = random.integers(0, 8, number)  # of the first image there is nothing
+    depths = np.float32(random.uniform(0, 60, number))
+    places = np.stack([depths * 0, depths * 0 - 9, depths], 1).ravel()
+    kitti = {"objects/type": kinds.tolist(), "objects/location": places.tolist()}
+    vehicles = [*depths[kinds < 3].tolist(), 1000.0]
+    bounds = [-100.0, 8.0, 20.0, 999.0]
+    assert label_of(path, "kitti-dist", **kitti) == by_thresholds(vehicles, bounds)
+    label = int(random.integers(0, 32))
+    for task, feature, value, expected in [
+        ("dspr-loc", "label_x_position", label, np.floor_divide(np.float32(label), 32 / 16)),
+        ("dspr-ori", "label_orientation", label, np.floor_divide(np.float32(label), 40 / 16)),
+        ("snorb-azim", "label_azimuth", label % 18, label % 18),
+        ("snorb-elev", "label_elevation", label % 9, label % 9),
+    ]:
+        assert label_of(path, task, **{feature: [value]}) == int(expected), task
 
 
 def test_pictures_of_ones_and_zeros_are_made_visible(tmp_path):
-    dark = record(example(image=binary_picture(), label_x_position=[3]))
-    broken = record(example(image=b"no picture", label_x_position=[3]))
     bright = encoded(np.full((8, 8), 7, np.uint8), "PNG")
-    as_it_is = record(example(image=bright, label_x_position=[3]))
-    content = dark + broken + as_it_is
+    images = [binary_picture(), b"no picture", bright]
+    content = b"".join(record(example(image=i, label_x_position=[3])) for i in images)
     found = indexed(tmp_path / "a.tfrecord", content, "dspr-loc")
     assert [entry.problem is None for entry in found] == [True, False, True]
     pixels = np.asarray(Image.open(io.BytesIO(found[0].read())))
     assert pixels.tolist() == [[255 if row in (2, 3) else 0] * 8 for row in range(8)]
     assert found[2].read() == bright
-    before: list[Row] = []
-    (tmp_path / "cut.tfrecord").write_bytes((dark + as_it_is)[:-20])
-    unit = unit_of(tmp_path / "cut.tfrecord", label_field="dspr-loc")
-    with pytest.raises(DamagedUnitError):
-        before.extend(rows_of(unit))
-    assert [Image.open(io.BytesIO(entry.read())).getextrema() for entry in before] == [(0, 255)]
 
 
 @pytest.mark.parametrize(
     ("task", "features", "problem"),
     [
-        (
-            "clevr-count",
-            {"label": [1]},
-            "needs the feature 'objects/size', but it only has image, ",
-        ),
+        ("clevr-count", {"label": [1]}, "needs the feature 'objects/size', but it only has image"),
         ("clevr-count", {"objects/size": [1] * 11}, "is 8, not one of 0 to 7"),
         ("clevr-dist", {"objects/pixel_coords": []}, "is -1, not one of 0 to 5"),
         ("kitti-dist", {"objects/type": [1], "objects/location": []}, "shorter|longer"),
         ("snorb-azim", {"label_azimuth": b"three"}, "is not a list of numbers"),
-        ("snorb-azim", {"label_azimuth": [18]}, "is 18, not one of 0 to 17"),
     ],
 )
 def test_an_image_without_what_its_label_is_made_of_is_rejected(task, features, problem, tmp_path):
@@ -226,20 +200,18 @@ def test_an_image_without_what_its_label_is_made_of_is_rejected(task, features, 
         entry.read()
 
 
-DAMAGES: dict[str, Callable[[bytes, int], bytes]] = {
-    "cut": lambda content, _: content[:-20],
-    "cut in the head of a record": lambda content, middle: content[: middle + 5],
-    "of another length": lambda content, middle: b"".join(
-        [content[:middle], bytes([content[middle] ^ 0xFF]), content[middle + 1 :]]
-    ),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", ["a cut", "a cut in a head", "another length"])
 def test_damage_ends_the_file_with_what_was_before_it(damage, tmp_path):
     one = record(example(image=jpeg(1), label=[2]))
+    whole = bytearray(one + one)
+    whole[len(one)] ^= 0xFF
+    damaged = {
+        "a cut": (one + one)[:-20],
+        "a cut in a head": (one + one)[: len(one) + 5],
+        "another length": bytes(whole),
+    }
     path = tmp_path / "a.tfrecord-00000-of-00001"
-    path.write_bytes(DAMAGES[damage](one + one, len(one)))
+    path.write_bytes(damaged[damage])
     found: list[Row] = []
     with pytest.raises(DamagedUnitError, match=f"is damaged at byte {len(one):,}:"):
         found.extend(rows_of(unit_of(path)))

@@ -80,9 +80,8 @@ def accuracy(model: str, exaflops: float, seed: int) -> float:
 
 
 def scale_of(model: str, seed: int) -> float:
-    return (
-        0.12 * (1 + 0.01 * (seed - 2)) if model.startswith("ViT") else 0.1 * (1 - 0.01 * (seed - 2))
-    )
+    luck = 0.01 * (seed - 2)
+    return 0.12 * (1 + luck) if model.startswith("ViT") else 0.1 * (1 - luck)
 
 
 def exaflops_of(model: str, epochs: float) -> float:

@@ -11,7 +11,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from tests.report.made_store import EPOCHS, GMACS, Store, accuracy, exaflops_of, write_sweep
-from vit_ray.report.figures import COLORS, fig_compute, fig_curves, fig_data, fig_rates, fig_speed
+from vit_ray.report.figures import COLORS, fig_compute, fig_rates
 from vit_ray.report.headline import sweeps_of
 from vit_ray.report.runs import load_runs, trainings
 from vit_ray.report.tables import cells_of, comparable
@@ -77,28 +77,3 @@ def test_rates_are_hollow_on_the_dev_split_and_filled_on_the_test_set(store):
     assert points["dev split"] == [[0.01, 88.0], [0.03, 90.0], [0.1, 89.0]]
     assert points["test"] == [[0.03, pytest.approx(90.0)]]
     assert axes.get_xscale() == "log"
-
-
-def test_accuracy_against_data_has_a_part_for_each_length():
-    rows = [
-        {"group": f"{m}{i}{s}", "label": m, "family": "ViT", "images": i, "steps": s,
-         "epochs": None, "test": 0.5 + i / 1e5, "num_test": 1000, "status": "finished",
-         "exaflops": 1.0}
-        for m in ("A", "B") for i in (1000, 10_000) for s in (100, 400)
-    ]  # fmt: skip
-    figure = fig_data(pd.DataFrame(rows))
-    assert_names_inside(figure)
-    assert [axes.get_title() for axes in figure.axes] == ["100 steps", "400 steps"]
-    assert [text.get_text() for text in figure.axes[0].texts] == ["A", "B"]
-
-
-def test_speed_has_a_mark_for_each_model_and_curves_their_names(cells):
-    figure = fig_speed(cells.dropna(subset=["images_per_s"]))
-    assert_names_inside(figure)
-    marks = sorted([*map(float, line.get_xydata()[0])] for line in figure.axes[0].lines)
-    known = sorted([gmacs, 1000 / gmacs] for gmacs in GMACS.values())
-    assert np.array(marks) == pytest.approx(np.array(known))
-    curves = {name: pd.Series([2.0, end], [0, 10]) for name, end in (("a", 1.0), ("b", 1.01))}
-    figure = fig_curves(curves, {"a": "ViT", "b": "ViT"}, "loss", bold=["b"])
-    assert_names_inside(figure)
-    assert sorted(text.get_text() for text in figure.axes[0].texts) == ["a", "b"]

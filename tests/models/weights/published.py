@@ -1,12 +1,10 @@
 """Arrays under the names of published files, and a ViT that knows only those of the JAX files."""
 
-import re
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -24,8 +22,6 @@ def jax_vit_logits(arrays: Arrays, images: Tensor, patch: int, depth: int) -> Te
         return scaled * w[f"{name}/scale"] + w[f"{name}/bias"]
 
     x = images.double().permute(0, 2, 3, 1)
-    if "conv_root/kernel" in w:
-        x = jax_backbone(w, x)
     batch, height, width, channels = x.shape
     x = x.reshape(batch, height // patch, patch, width // patch, patch, channels)
     x = torch.einsum("bhpwqc,pqcd->bhwd", x, w["embedding/kernel"]) + w["embedding/bias"]
@@ -156,41 +152,3 @@ def huggingface_tensors(timm: dict[str, Tensor], prefix: str) -> dict[str, Tenso
         elif prefix:
             found[f"classifier.{leaf}"] = tensor
     return {name: tensor.clone() for name, tensor in found.items()}
-
-
-def jax_backbone(w: dict[str, Tensor], x: Tensor) -> Tensor:
-    """The post-activation ResNet of the hybrids on (B, H, W, C), from the layout's names."""
-
-    def conv(x: Tensor, name: str, stride: int = 1) -> Tensor:
-        kernel = w[f"{name}/kernel"]
-        mean = kernel.mean((0, 1, 2))
-        kernel = (kernel - mean) / ((kernel - mean).square().mean((0, 1, 2)).sqrt() + 1e-5)
-        size, out = kernel.shape[0], -(-x.shape[1] // stride)
-        total = max((out - 1) * stride + size - x.shape[1], 0)
-        padding = (0, 0, total // 2, total - total // 2, total // 2, total - total // 2)
-        windows = F.pad(x, padding).unfold(1, size, stride).unfold(2, size, stride)
-        return torch.einsum("bhwcpq,pqcd->bhwd", windows, kernel)
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        groups = x.reshape(*x.shape[:3], 32, -1)
-        mean = groups.mean((1, 2, 4), keepdim=True)
-        variance = (groups - mean).square().mean((1, 2, 4), keepdim=True)
-        y = ((groups - mean) / (variance + 1e-6).sqrt()).reshape(x.shape)
-        return y * w[f"{name}/scale"].flatten() + w[f"{name}/bias"].flatten()
-
-    x = norm(conv(x, "conv_root", 2), "gn_root").clamp(min=0)
-    total = max((-(-x.shape[1] // 2) - 1) * 2 + 3 - x.shape[1], 0)
-    padding = (0, 0, total // 2, total - total // 2, total // 2, total - total // 2)
-    padded = F.pad(x, padding, value=-torch.inf)
-    x = padded.unfold(1, 3, 2).unfold(2, 3, 2).amax((-2, -1))
-    units = sorted({name.rsplit("/", 2)[0] for name in w if re.match(r"block\d+/unit\d+/", name)})
-    for unit in units:
-        is_strided = unit.endswith("unit1") and not unit.startswith("block1/")
-        stride = 2 if is_strided else 1
-        y = norm(conv(x, f"{unit}/conv1"), f"{unit}/gn1").clamp(min=0)
-        y = norm(conv(y, f"{unit}/conv2", stride), f"{unit}/gn2").clamp(min=0)
-        y = norm(conv(y, f"{unit}/conv3"), f"{unit}/gn3")
-        if f"{unit}/conv_proj/kernel" in w:
-            x = norm(conv(x, f"{unit}/conv_proj", stride), f"{unit}/gn_proj")
-        x = (x + y).clamp(min=0)
-    return x

@@ -37,22 +37,11 @@ _FIRST = "while :; do sleep 3600 & wait $!; done"
 @functools.cache
 def missing() -> str | None:
     """Why this machine cannot have hosts, or None."""
-    if os.geteuid() != 0:
-        return "only root may make network namespaces"
-    for program in ("ip", "ps", "hostname", "nsenter", "unshare", "mount"):
-        if shutil.which(program) is None:
-            return f"there is no {program}"
-    probe = f"vr{os.getpid()}probe"
     try:
-        _run("ip", "netns", "add", probe)
-        _run("nsenter", f"--net=/run/netns/{probe}", "unshare", "--pid", "--fork",
-             "--mount-proc", "--uts", "--ipc", "--mount", "true")  # fmt: skip
-        _run("ip", "-n", probe, "link", "add", "br0", "type", "bridge")
-        _run("ip", "-n", probe, "link", "add", "va", "type", "veth", "peer", "name", "vb")
-    except subprocess.SubprocessError as error:
-        return f"namespaces are refused: {getattr(error, 'stderr', None) or error}"
-    finally:
-        subprocess.run(["ip", "netns", "delete", probe], capture_output=True)
+        with network() as net:
+            net.join("probe").processes()
+    except (OSError, subprocess.SubprocessError, AssertionError) as error:
+        return f"hosts are refused: {getattr(error, 'stderr', None) or error}"
     return None
 
 
@@ -72,7 +61,6 @@ class Host:
     """Its own; holds its `/tmp/ray` and what is mounted privately."""
     _switch: str
     _port: str
-    _namespace: str
     _first: subprocess.Popen[bytes]
     _pid: int
 
@@ -136,21 +124,26 @@ class Network:
     def __init__(self, folder: Path) -> None:
         self._folder, self._token = folder, f"vr{os.getpid()}n{next(_NUMBERS)}"
         self._switch = f"{self._token}sw"
-        self._hosts: list[Host] = []
+        self._namespaces: list[str] = []
+        self._hosts: dict[str, Host] = {}
         self._hosts_file = folder / "hosts"
         self._hosts_file.write_text("127.0.0.1 localhost\n")
 
     def __enter__(self) -> Network:
-        _run("ip", "netns", "add", self._switch)
+        self._add(self._switch)
         _run("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
         _run("ip", "-n", self._switch, "link", "set", "br0", "up")
         return self
 
     def __exit__(self, *_: object) -> None:
-        for host in self._hosts:
+        for host in self._hosts.values():
             host.lose()
-            _run("ip", "netns", "delete", host._namespace)
-        _run("ip", "netns", "delete", self._switch)
+        for namespace in self._namespaces:
+            _run("ip", "netns", "delete", namespace)
+
+    def _add(self, namespace: str) -> None:
+        _run("ip", "netns", "add", namespace)
+        self._namespaces.append(namespace)
 
     def join(self, name: str, private: Sequence[str] = ()) -> Host:
         """A host that is new, or one that was lost and starts again under its name and address.
@@ -159,12 +152,11 @@ class Network:
             name: its host name.
             private: folders that it has alone, empty at first; others share the machine's.
         """
-        earlier = next((host for host in self._hosts if host.name == name), None)
-        if earlier is None:
-            number = len(self._hosts) + 1
-            namespace, port = f"{self._token}h{number}", f"p{number}"
-            address = f"{SUBNET}.{number}"
-            _run("ip", "netns", "add", namespace)
+        number = [*self._hosts, name].index(name) + 1
+        namespace, port = f"{self._token}h{number}", f"p{number}"
+        address, folder = f"{SUBNET}.{number}", self._folder / name
+        if name not in self._hosts:
+            self._add(namespace)
             _run("ip", "-n", self._switch, "link", "add", port, "type", "veth",
                  "peer", "name", "eth0", "netns", namespace)  # fmt: skip
             _run("ip", "-n", self._switch, "link", "set", port, "master", "br0")
@@ -174,15 +166,10 @@ class Network:
             _run("ip", "-n", namespace, "link", "set", "lo", "up")
             with open(self._hosts_file, "a") as hosts:
                 hosts.write(f"{address} {name}\n")
-            folder = self._folder / name
             folder.mkdir()
-        else:
-            namespace, port, address = earlier._namespace, earlier._port, earlier.address
-            folder = earlier.folder
-            self._hosts.remove(earlier)
         first = self._boot(name, namespace, folder, private)
-        host = Host(name, address, folder, self._switch, port, namespace, first, _child_of(first))
-        self._hosts.append(host)
+        host = Host(name, address, folder, self._switch, port, first, _child_of(first))
+        self._hosts[name] = host
         return host
 
     def _boot(

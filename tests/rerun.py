@@ -1,6 +1,6 @@
 """In continuous integration a failed test under Ray is run once more, alone, at most one a run.
 
-`tests/conftest.py` imports the hooks. A run of continuous integration is named by VIT_RAY_CI_RUN;
+`tests/conftest.py` imports the hook. A run of continuous integration is named by VIT_RAY_CI_RUN;
 without it nothing is run twice. The same test twice in ten runs fails.
 """
 
@@ -16,7 +16,6 @@ import pytest
 
 LIMIT_S = 900
 NUM_RUNS = 10
-_RERUN = pytest.StashKey[str]()
 
 
 def history_file() -> Path:
@@ -30,8 +29,7 @@ def read_history(file: Path) -> dict[str, str | None]:
     history = {}
     for line in file.read_text().splitlines() if file.exists() else []:
         with contextlib.suppress(ValueError):  # a line that was cut while it was written
-            run, test = json.loads(line)
-            history[run] = test
+            history.update([json.loads(line)])
     return history
 
 
@@ -76,7 +74,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             reporter.stats.pop("failed", None)
             reporter.stats.pop("error", None)
             reporter.stats.setdefault("passed", []).extend(failed[:1])
-        config.stash[_RERUN] = reason or f"failed, and passed when run again alone: {names[0]}"
+        told = reason or f"failed, and passed when run again alone: {names[0]}"
+        reporter.write_line(f"\nrerun: {told}\nrerun: the last {NUM_RUNS} runs are in {file}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         kept = list(history.items())[-NUM_RUNS:]
@@ -97,11 +96,3 @@ def _failure_alone(name: str) -> str | None:
         return f"{name} took more than {LIMIT_S} s when run again alone"
     has_passed = done.returncode == 0 and re.search(r"^(=+ )?1 passed", done.stdout, re.MULTILINE)
     return None if has_passed else done.stdout[-3000:]
-
-
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    if _RERUN in config.stash:
-        terminalreporter.write_line(f"rerun: {config.stash[_RERUN]}")
-        terminalreporter.write_line(f"rerun: the last {NUM_RUNS} runs are in {history_file()}")

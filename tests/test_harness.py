@@ -124,7 +124,7 @@ def test_that_fails_at_first():
         raise AssertionError("the first time")
 """
 CONFTEST = """
-from tests.rerun import pytest_sessionfinish, pytest_terminal_summary
+from tests.rerun import pytest_sessionfinish
 
 def pytest_addoption(parser):
     parser.addoption("--slow")

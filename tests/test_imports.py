@@ -36,13 +36,13 @@ ALLOWED = {
     **{room: set() for room in ("models", "measure", "deepspeed_internals", *EVERYONE)},
 }
 FOREIGN = {
-    "config": {"ray", "torch", "deepspeed", "mlflow"},
-    "models": {"ray", "deepspeed", "mlflow"},
-    "data": {"torch", "deepspeed", "mlflow"},
-    "measure": {"ray", "deepspeed", "mlflow"},
-    "report": {"ray", "torch", "deepspeed"},
-    "tracking": {"torch", "deepspeed"},
-    "evaluation": {"ray", "deepspeed", "mlflow"},
+    "config": {"ray", "torch", "mlflow"},
+    "models": {"ray", "mlflow"},
+    "data": {"torch", "mlflow"},
+    "measure": {"ray", "mlflow"},
+    "report": {"ray", "torch"},
+    "tracking": {"torch"},
+    "evaluation": {"ray", "mlflow"},
     "checkpoints": {"ray", "mlflow"},
     "training": {"ray", "mlflow"},
 }

@@ -47,7 +47,6 @@ def test_ray_reads_what_its_autoscaler_is_given():
 def test_a_server_may_take_its_share_of_the_cluster_that_no_rank_has(monkeypatch):
     """Ray's own share of 64 servers on nodes of 16 CPUs would be none."""
     autoscaler = ray_internals.RateBasedClusterAutoscaler
-    plain = autoscaler.get_total_resources
     cluster = {"CPU": 1024.0, "object_store_memory": 6400.0, "memory": 640.0}
     nodes = [{"NodeID": "here", "Resources": {"object_store_memory": 300.0}}]
     here = SimpleNamespace(get_node_id=lambda: "here")
@@ -55,17 +54,13 @@ def test_a_server_may_take_its_share_of_the_cluster_that_no_rank_has(monkeypatch
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: here)
     try:
-        ray_internals.give_datasets(1 / 64, 512)
-        part = autoscaler.get_total_resources(None)
-        assert (part.cpu, part.object_store_memory, part.memory) == (8, 100, 10)
-        ray_internals.give_datasets(1 / 2, 512)
-        half = autoscaler.get_total_resources(None)
-        assert (half.cpu, half.object_store_memory) == (256, 300)  # of this node's own store
-        ray_internals.give_datasets(1 / 2, 2000)
-        assert autoscaler.get_total_resources(None).cpu == 0
+        # Its share of what is left; of the object store no more than its own node has.
+        for share, reserved, expected in ((1 / 64, 512, (8, 100)), (1 / 2, 512, (256, 300))):
+            ray_internals.give_datasets(share, reserved)
+            part = autoscaler.get_total_resources(None)
+            assert (part.cpu, part.object_store_memory) == expected
     finally:
         ray_internals.give_datasets(1, 0)
-    assert autoscaler.get_total_resources is plain
 
 
 def test_ray_datas_advice_on_retries_is_taken_off_an_error():

@@ -172,13 +172,11 @@ def test_an_own_augmentation_draws_by_sample_alone():
     encoded = cv2.imencode(".png", np.zeros((20, 20, 3), np.uint8))[1].tobytes()
     how = Augmentation(size=8, own=parts.brighter)
     crops = [int(crop_of(encoded, how, (3, 0, sample)).max()) for sample in (0, 1, 2, 0)]
-    assert crops[0] == crops[3]
+    assert crops[0] == crops[3] == KeyedUniform(3, 0, 0, 6).below(128)
     assert len(set(crops)) == 3
-    assert crops[0] == KeyedUniform(3, 0, 0, 6).below(128)
-    # All that the documentation names.
-    one, other = KeyedUniform(3, 0, 0, 6), KeyedUniform(3, 0, 0, 6)
+    one, other = KeyedUniform(3, 0, 0, 6), KeyedUniform(3, 0, 0, 6)  # as docs/python.md has it
     drawn = [one.draw() for _ in range(3)]
-    assert drawn[0] == other.draw()
+    assert other.draw() == drawn[0]
     assert other.between(-2, 6) == -2 + 8 * drawn[1]
     assert other.below(128) == int(drawn[2] * 128)
 

@@ -9,13 +9,10 @@ import pytest
 VARIABLE = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
 # Each takes a tenth of a second or more to import.
 HEAVY = {
-    "alembic", "botocore.session", "cv2", "deepspeed", "fastapi", "huggingface_hub.hf_api",
-    "matplotlib", "mlflow", "pandas", "pyarrow", "ray", "ray.data", "ray.train",
-    "ray.train.torch", "ray.tune", "rich", "s3fs", "scipy", "sklearn", "sqlalchemy",
-    "tensorboardX", "torch", "torch._dynamo",
-    "torch._inductor.lowering", "transformers",
+    "cv2", "deepspeed", "fastapi", "matplotlib", "mlflow", "pandas", "pyarrow", "ray", "ray.data",
+    "ray.train", "ray.train.torch", "ray.tune", "rich", "s3fs", "scipy", "sklearn", "sqlalchemy",
+    "tensorboardX", "torch", "torch._dynamo", "transformers",
 }  # fmt: skip
-
 # A process imports what it unpickles: the modules of the functions and classes that it is sent.
 RAY_DATA = {"ray", "ray.data", "pandas", "pyarrow"}
 DRIVER = RAY_DATA | {"cv2", "ray.train", "rich"}
@@ -31,15 +28,10 @@ KINDS = {
         "import vit_ray.tracking.recorder, vit_ray.tracking.mlflow_run",
         {"ray", "mlflow", "pyarrow", "fastapi"},
     ),
-    "the process that logs models": (
-        "import vit_ray.tracking.mlflow_model, vit_ray.launch.logged_model",
-        {"mlflow", "pyarrow", "fastapi", "pandas", "scipy"},
-    ),
     "a reading task or a stream server": (
         "import vit_ray.data.stream.ray_datasets, vit_ray.data.stream.stream_server",
         RAY_DATA | {"cv2"},
     ),
-    "Ray Train's controller": ("import vit_ray.worker.entry", RAY_DATA | {"ray.train"}),
     "a dry run": ("import vit_ray.commands.dry_run", DRIVER | {"ray.tune", "torch"}),
 }
 

@@ -1,12 +1,7 @@
 """What a study does with its cells as they end or fail: on fakes here, then on real digits."""
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +22,6 @@ from vit_ray.experiments.study import run_study
 from vit_ray.experiments.study_cells import Cell, CellResult, study_cells
 from vit_ray.experiments.trials import Context
 from vit_ray.launch.workers import RunDivergedError, RunFailedError
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -131,57 +124,6 @@ def test_the_record_of_a_study_begins_with_the_best_test_accuracy_of_its_cells(c
     held_out = cells[0].recipe.with_changes(data={"eval": None, "held_out_fraction": 0.1})
     cell = replace(cells[0], recipe=held_out)
     assert "eval/top1" not in study._totals([CellResult(cell, {"eval/top1": 0.9}, "id")])
-
-
-def kill_in_second_cell(folder: Path, tree: dict[str, Any], address: str) -> None:
-    """Run the job as a process of its own, and kill it while its second cell trains."""
-    recipe, second = folder / "recipe.yaml", folder / "runs" / "grid-two-data1-epochs4"
-    recipe.write_text(yaml.safe_dump(tree))
-    with open(folder / "job.log", "w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "jobs/scaling_study.py", str(recipe)],
-            cwd=ROOT,
-            env={**os.environ, "RAY_ADDRESS": address},
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-        for _ in range(1200):
-            lines = second / "metrics.jsonl"
-            if lines.exists() and lines.read_text().count('"kind": "metrics"') >= 25:
-                break
-            assert process.poll() is None, (folder / "job.log").read_text()[-3000:]
-            time.sleep(0.1)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-@pytest.mark.slow
-def test_a_killed_study_skips_what_is_finished_and_continues_the_rest(
-    ray_cluster, digits, tmp_path
-):
-    models = [study_row("one"), study_row("two", width=32)]
-    # Long enough that the kill lands well before the end of the second cell.
-    tree = study_tree(tmp_path, models, digits.train, digits.test, epochs=[4.0], max_concurrent=1)
-    kill_in_second_cell(tmp_path, tree, ray_cluster.address)
-    recipe = recipe_from_dict(tree, "test")
-    result = run_study(recipe)
-    assert result.is_complete
-    assert [cell.was_finished for cell in result.cells] == [True, False]
-    client = MlflowClient(recipe.tracking.uri)
-    experiment = client.get_experiment_by_name("vit_ray").experiment_id
-    runs = {run.info.run_name: run for run in client.search_runs([experiment])}
-    assert len(client.search_runs([experiment])) == 3  # the study and its two cells, once each
-    assert {run.info.status for run in runs.values()} == {"FINISHED"}
-    for cell in result.cells:
-        run = runs[cell.cell.name]
-        assert run.data.tags["mlflow.parentRunId"] == result.parent_run_id
-        assert run.data.tags["vit_ray.study_label"] == cell.cell.label
-        assert run.data.tags["vit_ray.kind"] == "study_cell"
-        steps = [p.step for p in client.get_metric_history(run.info.run_id, "train/loss")]
-        assert sorted(steps) == list(range(1, 95))  # round(4 x 1497 / 64) steps, none twice
-        assert 0.0 < run.data.metrics["few_shot/5_shot_top1"] <= 1.0
-        assert run.data.metrics["study/images_seen"] == 94 * 64
 
 
 def test_a_finished_study_trains_nothing_again_and_its_page_is_kept_with_its_run(

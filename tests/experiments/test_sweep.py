@@ -2,7 +2,6 @@
 
 import importlib.util
 import math
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,19 +29,14 @@ from vit_ray.experiments.sweep import (
     SweepResult,
     best_row,
     searcher,
-    sweep_metrics,
     tune_finals,
     tune_trials,
 )
-from vit_ray.experiments.trials import Ended, Outcome, num_fitting
+from vit_ray.experiments.trials import Outcome, num_fitting
 from vit_ray.launch.connection import ClusterShape
 from vit_ray.launch.run import RunResult
 from vit_ray.launch.workers import RunDivergedError, RunFailedError
 from vit_ray.outcomes import TrialState
-
-
-def finished(top1: float, **fields: Any) -> Outcome:
-    return Outcome(TrialState.FINISHED, top1, **fields)
 
 
 def plan_of(folder: Path, rates: tuple[float, ...] = (0.1, 0.2), **changes: Any) -> SweepPlan:
@@ -70,27 +64,6 @@ def swept(plan: SweepPlan) -> tuple[SweepResult, Any]:
     return sweep.sweep(plan, parent, trials, finals), calls
 
 
-def test_a_search_whose_trials_all_fail_says_why(tmp_path, monkeypatch):
-    plan = plan_of(tmp_path)
-    lost, stages = Ended([], Outcome(TrialState.FAILED, error="no memory"), 2), list[str]()
-
-    def run_trials(_: Any, __: Any, stage: str, *___: Any, **____: Any) -> Ended:
-        stages.append(stage)
-        return lost
-
-    monkeypatch.setattr(sweep, "run_trials", run_trials)
-    monkeypatch.setattr(sweep, "searcher", lambda *_: None)
-    for highest in (0.4, 0.4, 0.5):
-        space = {RATE: {"uniform": [0.1, highest]}}
-        search = {"search": "optuna", "num_trials": 2, "space": space}
-        searched = replace(plan, recipe=plan.recipe.with_changes(sweep=search))
-        rows = tune_trials(searched, parent_of(plan.recipe)[0])
-        assert [row.outcome.error for row in rows] == ["no memory"] * 2
-    assert stages[0] == stages[1] != stages[2]  # another search has another memory
-    with pytest.raises(RunFailedError, match="every trial failed; the first: no memory"):
-        best_row(rows)
-
-
 @pytest.mark.parametrize(("averaging", "best"), [(0.0, 0.1), (0.9999, 0.2)])
 def test_the_averaged_accuracy_decides_where_weights_are_averaged(
     averaging, best, tmp_path, monkeypatch
@@ -107,6 +80,7 @@ def test_the_averaged_accuracy_decides_where_weights_are_averaged(
     assert found.test_top1 == [best if averaging else 1 - best] * 2
     accuracy = "eval/averaged_top1" if averaging else "eval/top1"
     assert calls.last("results")[1][accuracy] == found.mean
+    assert next(iter(calls.last("results")[1])) == "eval/top1"  # what MLflow's pages show first
     key, text = calls.last("tag")  # whether MLflow answers or not
     assert key == "mlflow.note.content"
     assert text.startswith(f"Of 2 trials, learning_rate={best} won (dev ")
@@ -136,7 +110,7 @@ def test_a_failed_a_diverged_and_a_trial_without_a_number_are_rows_and_never_bes
     with pytest.raises(RunFailedError, match="every trial failed; the first: its accuracy is not"):
         swept(plan_of(tmp_path, (0.3,)))
     stopped = Row({RATE: 0.5}, Outcome(TrialState.STOPPED_EARLY, 0.9, 10))
-    equal = [Row({RATE: rate}, finished(0.5)) for rate in (0.1, 0.2)]
+    equal = [Row({RATE: rate}, Outcome(TrialState.FINISHED, 0.5)) for rate in (0.1, 0.2)]
     assert best_row([stopped, *equal]) is equal[0]
 
 
@@ -206,14 +180,3 @@ def test_as_many_run_in_parallel_as_fit_whichever_they_are(use_gpu, cluster, cou
     assert num_fitting([one] * 9, shape) == count
     small = one.with_changes(workers={"num_workers": 1})
     assert num_fitting([small, *[one] * 9, small], shape) == count
-
-
-def test_the_record_has_the_selection_and_first_its_accuracy():
-    alone = SweepResult([Row({RATE: 0.1}, finished(0.9))], {RATE: 0.1}, [finished(0.85)])
-    found = sweep_metrics(alone, "eval/top1")
-    assert found == {"sweep/learning_rate": 0.1, "eval/top1": 0.85, "eval/top1_std": 0.0}
-    assert next(iter(found)) == "eval/top1"  # what MLflow's pages show first
-    measured = {"eval/top1": 0.8, "eval/averaged_top1": 0.85}
-    averaged = replace(alone, finals=[replace(finished(0.85), metrics=measured)])
-    found = sweep_metrics(averaged, "eval/averaged_top1")
-    assert [*found.items()][:2] == [*measured.items()]

@@ -26,9 +26,6 @@ def test_the_papers_tables_agree_with_one_another():
     for task in ("cifar10", "cifar100", "flowers", "pets"):
         two = table_2("ViT-H/14", "jft300m", task)
         assert two[0] == table_5("ViT-H/14", "jft300m", task)
-    assert table_2("ViT-L/16", "imagenet21k", "imagenet") == pytest.approx((0.8530, 0.0002))
-    assert table_5("ViT-H/14", "imagenet", "cifar10") is None
-    assert table_5("R50x1", "imagenet", "cifar10") is None
 
 
 @pytest.mark.parametrize(

@@ -38,14 +38,11 @@ def prepare(name: str, **sections: object) -> None:
         pass
 
 
-def test_the_rights_that_a_run_needs_are_enough(allow):
+def test_the_rights_that_a_run_needs_are_enough_and_a_probe_that_stays_is_not_in_the_way(allow):
     allow({"sets": ("read",), "runs": ALL})
     prepare("enough")
     names = [info.base_name for info in locate("s3://runs/all/enough").list_files(recursive=True)]
     assert RIGHTS_PROBE not in names
-
-
-def test_a_probe_that_could_not_be_deleted_does_not_stand_in_the_way(allow):
     allow({"sets": ("read", "list"), "runs": ("list", "read", "write")})
     for _ in range(2):
         with pytest.raises(PermissionError, match="allow s3:DeleteObject"):

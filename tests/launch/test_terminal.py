@@ -40,9 +40,11 @@ raise SystemExit(3)
 
 def start(before: str = "") -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
-    return subprocess.Popen(
+    driver = subprocess.Popen(
         [sys.executable, "-c", before + DRIVER], stdin=pipe, stdout=pipe, stderr=pipe, text=True
     )
+    assert line(driver) == "training"
+    return driver
 
 
 def line(driver: subprocess.Popen[str]) -> str:
@@ -76,7 +78,6 @@ def test_a_log_has_each_event_once_and_the_time_left_by_the_steps_of_this_attemp
 
 def test_a_message_that_nobody_can_read_does_not_end_the_run():
     driver = start()
-    assert line(driver) == "training"
     driver.stderr.close()  # as `2>&1 | tee log`, which gets the same Ctrl-C
     driver.send_signal(signal.SIGINT)
     assert line(driver) == "asked to stop: Ctrl-C"
@@ -110,7 +111,6 @@ def test_a_closed_terminal_asks_for_a_checkpoint_however_often_it_is_told(tmp_pa
 
 def test_under_nohup_a_closed_terminal_does_not_stop_the_run():
     driver = start("import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n")
-    assert line(driver) == "training"
     driver.send_signal(signal.SIGHUP)
     driver.send_signal(signal.SIGTERM)
     assert line(driver) == "asked to stop: SIGTERM"

@@ -4,15 +4,20 @@
 
 It ends with the weights of a run without faults, bit for bit; then the exit code is 0. Given again
 with the same words, it continues where it was. What each fault did is a line of
-`FOLDER/faults.jsonl`. The hosts are those of `host_cluster.py`; the run takes two of the three
-workers that they have room for.
+`FOLDER/faults.jsonl`.
+
+The hosts are namespaces of this machine (`tests/hosts.py`): one has Ray's head and the drivers, one
+serves S3 (rclone), and three have room for a worker each, of which the run takes two. The health
+checks of the head are those of `cluster/rayjob.yaml`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import re
 import signal
 import sqlite3
 import subprocess
@@ -23,17 +28,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+import yaml
+
 from tests import hosts
 from tests.conftest import ROOT, Digits
-from tests.data.s3_server import timeout
+from tests.data.converting import convert, in_this_process
+from tests.data.s3_server import ACCESS_KEY, SECRET_KEY, rclone_binary, s3_environment, timeout
 from tests.end_to_end.runs import checkpoint_steps, same_weights, weights_of
-from tests.faults.host_cluster import WORKERS, HostCluster, converted_digits
 from tests.faults.runs import STOPPED
 from tests.hosts import Network
 from tests.recipes import small_recipe
 from vit_ray.checkpoints.checkpoint import folder_name
 from vit_ray.config import Recipe
+from vit_ray.data.convert.digits import write_digits
 
+WORKERS: Final = ("first", "second", "third")
+S3_PORT: Final = 9000
 STEPS_PER_FAULT: Final = 60
 EVERY: Final = 10
 """Steps between two checkpoints; a fault strikes when there is a new one."""
@@ -58,17 +68,79 @@ if node:
 """
 
 
-class Soak(HostCluster):
+def shipped_health_checks(group: str) -> dict[str, str]:
+    """What `cluster/rayjob.yaml` sets for nodes that do not answer, on the head or on workers."""
+    documents = yaml.safe_load_all((ROOT / "cluster" / "rayjob.yaml").read_text())
+    (job,) = (one for one in documents if one["kind"] == "RayJob")
+    its = job["spec"]["rayClusterSpec"][group]
+    (container,) = (its if isinstance(its, dict) else its[0])["template"]["spec"]["containers"]
+    names = re.compile("RAY_(health_check|grpc_keepalive)_")
+    found = {e["name"]: e["value"] for e in container["env"] if names.match(e["name"])}
+    assert "RAY_grpc_keepalive_timeout_ms" in found
+    return found
+
+
+def converted_digits(folder: Path) -> Digits:
+    """The digits as files and converted, made once in this folder."""
+    found = Digits(folder / "images", str(folder / "train"), str(folder / "test"))
+    if not (folder / "done").exists():
+        write_digits(found.images)
+        with in_this_process():
+            for split in ("train", "test"):
+                convert(str(found.images / split), str(folder / split))
+        (folder / "done").touch()
+    return found
+
+
+class Soak:
     """The disturbed run: its hosts, its driver if one lives, and what the faults need to know."""
 
     def __init__(self, recipe: Recipe, folder: Path, rng: random.Random, net: Network) -> None:
         """Start the hosts; `recipe` has its output in S3."""
-        super().__init__(net, folder, **timeout(20.0))
+        self.net, self.folder = net, folder
+        self.hosts = {name: net.join(name) for name in ("head", "storage", *WORKERS)}
+        head, storage = self.hosts["head"], self.hosts["storage"]
+        self.buckets = folder / "buckets"
+        for bucket in ("runs", "data"):
+            (self.buckets / bucket).mkdir(parents=True, exist_ok=True)
+        (folder / "home").mkdir(exist_ok=True)
+        self.environment = {
+            **s3_environment(S3_PORT),
+            "AWS_ENDPOINT_URL": f"http://{storage.address}:{S3_PORT}",
+            "HOME": str(folder / "home"),
+            "PYTHONPATH": str(ROOT),
+            "RAY_ADDRESS": f"{head.address}:{hosts.PORT}",
+            **timeout(20.0),
+        }
+        command = [
+            rclone_binary(), "serve", "s3", str(self.buckets), "--addr", f"0.0.0.0:{S3_PORT}", "-q",
+            "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--vfs-cache-mode", "off",
+            # Tests change files behind it. At 0 rclone 1.75 spins, which takes a core.
+            "--dir-cache-time", "100ms",
+        ]  # fmt: skip
+        storage.serve("s3.log", *command, environment={"RCLONE_CONFIG": os.devnull})
+        hosts.start_head(head, **self.environment, **shipped_health_checks("headGroupSpec"))
+        for name in WORKERS:
+            self.start_raylet(name)
+        hosts.wait_for_nodes(head, 1 + len(WORKERS))
         self.recipe, self.rng = recipe, rng
         self.on_disk = recipe.with_changes(output=str(self.buckets / "runs"))
         """The same run as the server of S3 has it."""
         self.driver: subprocess.Popen[bytes] | None = None
         self.struck_s = 0.0
+
+    def start_raylet(self, name: str) -> None:
+        """On a host that has none."""
+        environment = self.environment | shipped_health_checks("workerGroupSpecs")
+        hosts.start_raylet(self.hosts[name], self.hosts["head"], 2, **environment)
+
+    def start_driver(self, recipe: Recipe) -> subprocess.Popen[bytes]:
+        """A pre-training on the head's host; its output is added to `NAME.log` in the folder."""
+        path = self.folder / f"{recipe.name}.json"
+        path.write_text(recipe.model_dump_json())
+        command = [sys.executable, str(ROOT / "jobs" / "pretrain.py"), str(path)]
+        log = str(self.folder / f"{recipe.name}.log")
+        return self.hosts["head"].serve(log, *command, environment=self.environment)
 
     def wait_for_checkpoint(self) -> bool:
         """Whether a new one came, from drivers that are started as needed, before the end."""
@@ -116,10 +188,10 @@ class Soak(HostCluster):
         self.hosts[name] = self.net.join(name)
         self.start_raylet(name)
 
-    def signal_worker(self, number: signal.Signals) -> None:
-        """To one training process, on a host that has one."""
+    def signal_one(self, number: signal.Signals, words: str) -> None:
+        """On a host of a worker that has such a process."""
         for name in self.rng.sample(WORKERS, len(WORKERS)):
-            if self.signal(name, number, "RayTrainWorker"):
+            if self.signal(name, number, words):
                 return
 
     def newest(self) -> Path:
@@ -127,12 +199,6 @@ class Soak(HostCluster):
 
     def log_tail(self) -> str:
         return (self.folder / f"{self.recipe.name}.log").read_text()[-1500:]
-
-
-def kill_stream_server(soak: Soak) -> None:
-    for name in soak.rng.sample(WORKERS, len(WORKERS)):
-        if soak.signal(name, signal.SIGKILL, "ray::StreamServer"):
-            return
 
 
 def drain_node(soak: Soak) -> None:
@@ -167,15 +233,10 @@ def damage_newest(soak: Soak) -> None:
     file.write_bytes(content)
 
 
-def delete_rank_file(soak: Soak) -> None:
+def delete_newest(soak: Soak, files: str) -> None:
+    """One of these; without the marker it is as a driver leaves it that dies before the commit."""
     soak.end_driver(signal.SIGKILL)
-    soak.rng.choice(sorted(soak.newest().glob("*.safetensors"))).unlink()
-
-
-def delete_marker(soak: Soak) -> None:
-    """As a driver leaves it that dies between the last part and the commit."""
-    soak.end_driver(signal.SIGKILL)
-    (soak.newest() / "commit.json").unlink()
+    soak.rng.choice(sorted(soak.newest().glob(files))).unlink()
 
 
 def start_second_driver(soak: Soak) -> None:
@@ -195,11 +256,11 @@ def lock_tracking(soak: Soak) -> None:
 
 Fault = Callable[[Soak], object]
 FAULTS: Final[dict[str, Fault]] = {
-    "kill_worker": lambda soak: soak.signal_worker(signal.SIGKILL),
-    "freeze_worker": lambda soak: soak.signal_worker(signal.SIGSTOP),
+    "kill_worker": lambda soak: soak.signal_one(signal.SIGKILL, "RayTrainWorker"),
+    "freeze_worker": lambda soak: soak.signal_one(signal.SIGSTOP, "RayTrainWorker"),
     "kill_recorder": lambda soak: soak.signal("head", signal.SIGKILL, "ray::RunRecords"),
     "kill_controller": lambda soak: soak.signal("head", signal.SIGKILL, "ray::TrainController"),
-    "kill_stream_server": kill_stream_server,
+    "kill_stream_server": lambda s: s.signal_one(signal.SIGKILL, "ray::StreamServer"),
     # With all its workers; another one starts.
     "kill_raylet": lambda s: s.signal(s.rng.choice(WORKERS), signal.SIGKILL, "raylet/raylet"),
     "drain_node": drain_node,
@@ -212,8 +273,8 @@ FAULTS: Final[dict[str, Fault]] = {
     # The second one does not wait for the checkpoint.
     "terminate_twice": lambda soak: soak.end_driver(signal.SIGTERM, signal.SIGTERM),
     "damage_newest": damage_newest,
-    "delete_rank_file": delete_rank_file,
-    "delete_marker": delete_marker,
+    "delete_rank_file": lambda soak: delete_newest(soak, "*.safetensors"),
+    "delete_marker": lambda soak: delete_newest(soak, "commit.json"),
     "start_second_driver": start_second_driver,
     "lock_tracking": lock_tracking,
 }

@@ -1,14 +1,34 @@
-"""Drivers of experiments are stopped and killed, and the same command continues."""
+"""Drivers of experiments are stopped and killed, and the same command continues.
 
+Of a sweep by random sequences: `VIT_RAY_SEQUENCES` says how many; a number always has the same
+signals, at the same parts of the time that the undisturbed sweep takes. The rungs of ASHA start
+empty in each driver, so that other trials may be stopped: what two sweeps have both trained is
+equal.
+"""
+
+import contextlib
+import os
+import random
 import signal
+import subprocess
+import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.conftest import Digits
-from tests.end_to_end.runs import checkpoint_steps, runs_of, same_weights, weights_of
+from tests.conftest import Digits, Head
+from tests.end_to_end.runs import (
+    Driver,
+    checkpoint_steps,
+    curve,
+    runs_of,
+    same_weights,
+    weights_of,
+    write_recipe,
+)
 from tests.faults.runs import (
-    STEPS,
     STOPPED,
     actors_of,
     end,
@@ -20,26 +40,23 @@ from tests.faults.runs import (
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
 from vit_ray.config.keys import tags_of
-from vit_ray.experiments.search_space import RATE, trial_recipe
+from vit_ray.experiments.search_space import RATE, final_recipe, trial_recipe
 from vit_ray.experiments.study import run_study
 from vit_ray.experiments.study_cells import study_cells
 from vit_ray.experiments.vtab import task_recipe
 from vit_ray.launch.run import train
 
-NUMBERS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+RATES = (0.003, 0.03, 0.01, 0.1, 0.0001)
+KILL, TERM, INT, HUP = signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+WAYS = ([KILL], [KILL], [TERM], [TERM, TERM], [INT], [HUP])
+SEQUENCES = int(os.environ.get("VIT_RAY_SEQUENCES", "2"))
+ASHA = {"scheduler": "asha", "grace_steps": 2}
 RESUMED = "vit_ray.events.resumed"
 
 
-@pytest.fixture(scope="module")
-def pretrained(ray_cluster: object, digits: Digits, folder: Path) -> Recipe:
-    recipe = small_recipe("pretrained-for-experiments", digits, folder, optim={"steps": 8})
-    train(recipe)
-    return recipe
-
-
-def test_a_vtab_job_that_is_stopped_and_then_killed_continues(
-    ray_cluster, digits, folder, pretrained
-):
+def test_a_vtab_job_that_is_stopped_and_then_killed_continues(ray_cluster, digits, folder):
+    pretrained = small_recipe("pretrained-for-experiments", digits, folder, optim={"steps": 8})
+    train(pretrained)
     for task in ("one", "other"):
         (folder / "vtab" / task).mkdir(parents=True)
         for part, path in (("train", digits.train), ("test", digits.test)):
@@ -72,26 +89,7 @@ def test_a_vtab_job_that_is_stopped_and_then_killed_continues(
         assert int(tags_of(runs[task.name].data.tags)[RESUMED]) >= 1
 
 
-@pytest.mark.parametrize("number", NUMBERS)
-def test_a_stop_of_a_sweep_reaches_its_trials_and_the_same_command_goes_on(
-    ray_cluster, digits, folder, pretrained, number
-):
-    recipe = long_recipe(
-        f"sweep-{number.name}", digits, folder, init_from=pretrained.run_folder,
-        workers={"num_workers": 1},
-        sweep={"learning_rates": [0.001, 0.01], "dev_fraction": 0.1, "seeds": 1},
-    )  # fmt: skip
-    trials = [trial_recipe(recipe, {RATE: rate}) for rate in (0.001, 0.01)]
-    driver = start(recipe, ray_cluster, folder, "sweep", lambda: any(map(checkpoint_steps, trials)))
-    end(driver, STOPPED, by=number)
-    stopped_at = [checkpoint_steps(trial)[-1:] for trial in trials]
-    assert all(steps < [STEPS] for steps in stopped_at)
-    end(start(recipe, ray_cluster, folder, "sweep", lambda: True))
-    runs = [run for run in runs_of(recipe) if run.info.run_name.startswith(recipe.name)]
-    assert any(tags_of(run.data.tags).get(RESUMED) for run in runs), stopped_at
-
-
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", [TERM, INT, HUP])
 def test_a_stop_of_a_study_reaches_its_cell_and_the_same_command_goes_on(
     ray_cluster, digits, folder, number
 ):
@@ -140,3 +138,128 @@ def test_a_branch_of_a_study_ends_with_the_weights_of_a_run_of_its_own(
     train(straight)
     assert same_weights(weights_of(short.cell.recipe), weights_of(straight))
     assert result.cells[0].metrics["study/exaflops"] == long.metrics["study/exaflops"] / 2
+
+
+def sweep_recipe(digits: Digits, folder: Path, **how: Any) -> Recipe:
+    """One trial at a time: which come to a rung first decides which others ASHA stops."""
+    folder.mkdir(exist_ok=True)
+    sweep = {
+        "learning_rates": RATES, "dev_fraction": 0.1, "seeds": 1, "max_concurrent": 1, **how,
+    }  # fmt: skip
+    return small_recipe(
+        "killed-sweep", digits, folder, sweep=sweep, workers={"num_workers": 1},
+        checkpoint={"every_steps": 4},
+    )  # fmt: skip
+
+
+@dataclass
+class Sweep:
+    """A sweep whose driver has come to its end."""
+
+    recipe: Recipe
+    seconds: float
+
+    def runs(self) -> dict[str, tuple[str, str | None, dict[str, float]]]:
+        """State, words on its stop, and accuracies and losses of each run, by name."""
+        runs, found = runs_of(self.recipe), {}
+        for run in runs:
+            metrics = {
+                key: value
+                for key, value in run.data.metrics.items()
+                if key.split("/")[0] in ("dev", "eval") and "per_s" not in key
+            }
+            stopped = run.data.tags.get("vit_ray.stopped_early")
+            found[run.info.run_name] = (run.info.status, stopped, metrics)
+        assert len(found) == len(runs)
+        return found
+
+    def curves(self) -> dict[tuple[str, str], dict[int, float]]:
+        """Losses and accuracies by step, of each run and by what they are of."""
+        return {
+            (run.info.run_name, key): dict(curve(self.recipe, run.info.run_id, key))
+            for run in runs_of(self.recipe)
+            for key in ("train/loss", "dev/top1")
+        }
+
+    def trained(self) -> list[Recipe]:
+        """All trials, and the one retraining."""
+        trials = [trial_recipe(self.recipe, {RATE: rate}) for rate in RATES]
+        finals = [final_recipe(self.recipe, {RATE: rate}, self.recipe.seed) for rate in RATES]
+        names = self.runs()
+        return [*trials, *(one for one in finals if one.name in names)]
+
+    def ended(self) -> dict[str, int | None]:
+        """Trainings that have finished, and when."""
+        return {
+            run.info.run_id: run.info.end_time
+            for run in runs_of(self.recipe)
+            if run.info.status == "FINISHED" and run.data.tags["vit_ray.kind"] != "sweep"
+        }
+
+
+def run_sweep(
+    head: Head, digits: Digits, folder: Path, interruptions: Any = (), **how: Any
+) -> Sweep:
+    """A driver for each interruption, by signals some seconds after its start, and a last one."""
+    recipe = sweep_recipe(digits, folder, **how)
+    arguments, before = str(write_recipe(recipe, folder)), actors_of(head)
+    sweep, kept = Sweep(recipe, 0.0), dict[str, int | None]()
+    for signals, after_s in [*interruptions, ([], None)]:
+        start_s, driver = time.monotonic(), Driver(head, "sweep", arguments)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if signals:
+                driver.process.wait(after_s)
+        for number in signals:
+            driver.process.send_signal(number)  # nothing where it has ended
+            time.sleep(0.2)
+        code, output = driver.wait()
+        # 15: while Ray starts, which has a handler of its own for that time.
+        killed = {signal.SIGTERM, *(-one for one in signals), *(128 + one for one in signals)}
+        assert code in ({0, STOPPED, *killed} if signals else {0}), output
+        sweep.seconds = time.monotonic() - start_s
+        wait_until_nothing_is_left(head, before)
+        # What had finished was not trained again.
+        assert kept.items() <= sweep.ended().items(), interruptions
+        kept = sweep.ended()
+    return sweep
+
+
+@pytest.fixture(scope="module")
+def whole(ray_cluster: Head, digits: Digits, folder: Path) -> Sweep:
+    """An undisturbed sweep of a grid."""
+    return run_sweep(ray_cluster, digits, folder / "whole-sweep")
+
+
+def disturbed(
+    sequence: int, head: Head, digits: Digits, folder: Path, whole: Sweep, **how: Any
+) -> Sweep:
+    draw = random.Random(sequence)
+    interruptions = [
+        (draw.choice(WAYS), whole.seconds * draw.uniform(0.05, 1))
+        for _ in range(draw.randint(1, 3))
+    ]
+    return run_sweep(head, digits, folder / f"sweep-{sequence}", interruptions, **how)
+
+
+@pytest.mark.parametrize("sequence", range(SEQUENCES))
+def test_a_sweep_whose_driver_is_killed_and_started_again_is_that_of_an_undisturbed_one(
+    sequence, ray_cluster, digits, folder, whole
+):
+    sweep = disturbed(sequence, ray_cluster, digits, folder, whole)
+    assert sweep.runs() == whole.runs()
+    for one, other in zip(sweep.trained(), whole.trained(), strict=True):
+        assert same_weights(weights_of(one), weights_of(other)), one.name
+
+
+@pytest.mark.parametrize("sequence", range(SEQUENCES, 2 * SEQUENCES))
+def test_under_asha_no_trial_is_lost_and_what_two_sweeps_have_trained_is_equal(
+    sequence, ray_cluster, digits, folder, whole
+):
+    found = disturbed(sequence, ray_cluster, digits, folder, whole, **ASHA).curves()
+    for (name, key), losses in whole.curves().items():
+        if "-final-" not in name:
+            both = found[name, key].keys() & losses.keys()
+            ours, theirs = (
+                {step: one[step] for step in both} for one in (found[name, key], losses)
+            )
+            assert ours == theirs, name

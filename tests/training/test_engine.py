@@ -208,22 +208,18 @@ def test_our_model_in_a_users_module_trains_as_alone_under_every_stage(stage):
 
 @pytest.mark.slow(after=2)
 @pytest.mark.parametrize(("precision", "stage"), OFFLOADED)
-def test_offloading_the_optimizer_changes_no_step(straight, precision, stage):
-    expected, run = straight.of(2, [config(precision, stage), offloaded(precision, stage)]).values()
-    assert_is_equal(run, expected, stage)
-
-
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize(("precision", "stage"), OFFLOADED)
-def test_a_run_goes_on_with_its_optimizer_offloaded_and_back(straight, folder, precision, stage):
+def test_a_run_goes_on_with_its_optimizer_offloaded_and_back_and_no_step_changes(
+    straight, folder, precision, stage
+):
     own, crossed = offloaded(precision, stage), offloaded(precision, stage % 3 + 1)
-    plain = config(precision, (stage + 1) % 4)
-    sources = {f"2/{name}": run for name, run in straight.of(2, [own, crossed]).items()}
+    same, plain = config(precision, stage), config(precision, (stage + 1) % 4)
+    sources = {f"2/{name}": run for name, run in straight.of(2, [own, same, crossed]).items()}
     sources |= {f"4/{name}": run for name, run in straight.of(4, [plain]).items()}
+    assert_is_equal(sources[f"2/{own['name']}"], sources[f"2/{same['name']}"], stage)
     configs = [
         {**own, "from": f"2/{own['name']}"},
         {**own, "from": f"4/{plain['name']}"},
-        {**config(precision, stage), "from": f"2/{crossed['name']}"},
+        {**same, "from": f"2/{crossed['name']}"},
     ]
     runs = run_ranks(2, resumed, configs, folder)[0]
     assert len(runs) == 3

@@ -152,26 +152,6 @@ def test_a_folder_whose_name_looks_like_a_part_of_an_address_holds_the_store(tmp
     assert absolute_uri(uri, tmp_path / "another") == uri
 
 
-@pytest.mark.parametrize(
-    ("kind", "axes"),
-    [
-        ("pretrain", None),  # of few runs, in which a scatter is some dots
-        ("sweep_trial", ("optim.learning_rate", "dev/top1")),
-        ("study_cell", ("study/exaflops", "eval/top1")),
-    ],
-)
-def test_the_view_of_the_link_is_kept_with_the_experiment(kind, axes, config, log_path):
-    tracker = recorded(config, "first", log_path, tags={"vit_ray.kind": kind})
-    assert tracker.hint == f"vit-ray ui {config.uri}"
-    tags = MlflowClient(config.uri).get_experiment(only_run(config.uri).info.experiment_id).tags
-    (text,) = (text for name, text in tags.items() if name.startswith("mlflow.sharedViewState."))
-    charts = json.loads(text)["compareRunCharts"]
-    scatters = [one for one in charts if one["type"] == "SCATTER"]
-    found = [(one["xaxis"]["key"], one["yaxis"]["key"]) for one in scatters]
-    assert found == ([axes] if axes else [])
-    assert [one["metricKey"] for one in charts if one["type"] == "LINE"] == ["train/loss"]
-
-
 @pytest.fixture
 def away(config):
     """The configuration of a run that MLflow missed."""

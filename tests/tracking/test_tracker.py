@@ -24,7 +24,6 @@ from vit_ray.config.keys import RUN_FOLDER, tags_of
 from vit_ray.outcomes import EventKind
 from vit_ray.tracking import tracker as sender
 from vit_ray.tracking.metrics_log import MetricsLog, RunOpening, Sent
-from vit_ray.tracking.mlflow_run import RunWriter
 from vit_ray.tracking.tracker import Tracker, replay
 
 
@@ -179,20 +178,6 @@ def test_a_training_that_starts_over_is_a_run_of_its_own(config, log_path):
     assert len(history(config.uri, second)) == 14
     assert run_of(config.uri, second).data.tags["vit_ray.started_over_from"] == first
     assert log_path.with_name(f"{first}.metrics.jsonl").exists()
-
-
-def test_what_is_on_its_way_at_the_end_is_not_noted_for_the_training_that_replaces_it(
-    config, log_path, monkeypatch
-):
-    sends = Hanging(monkeypatch, RunWriter, "send", lambda _, some: some[0]["kind"] == "metrics")
-    first = started(config, "hangs", log_path, training_id="one")
-    losses(first, [1])
-    assert sends.has_begun.wait(30)
-    assert not first.finish(timeout_s=0.1)
-    MetricsLog(log_path).open(RunOpening(config, "hangs", log_path, training_id="two"))
-    sends.may_answer.set()
-    first.stop(30)
-    assert MetricsLog(log_path).read_sent() == Sent()
 
 
 def test_values_that_are_not_finite_are_counted_across_restarts(config, log_path, tmp_path):

@@ -23,21 +23,6 @@ def actor() -> FakeRun:
     return FakeRun()
 
 
-def test_a_heartbeat_brings_back_why_to_stop(actor):
-    link = RunLink(actor, 3)
-    link.beat(7)
-    assert link.stop_reason is None
-    actor.stop = "SIGTERM"
-    link.beat(8)
-    assert link.stop_reason == "SIGTERM"
-    assert actor.beats == [(3, 7), (3, 8)]
-    actor.request_resize()  # of which rank 0 alone hears
-    first = RunLink(actor, 0)
-    for one in (first, link):
-        one.beat(9)
-    assert (first.is_resizing, link.is_resizing) == (True, False)
-
-
 @pytest.mark.parametrize(
     "error", [ray.exceptions.ActorDiedError(), RuntimeError("has not answered in 30 s")]
 )
@@ -48,17 +33,6 @@ def test_a_host_that_is_gone_does_not_end_training(error):
     link.note_hang("no step", "calls", "threads", 1)
     assert link.tracking_run_id() is None
     assert link.stop_reason is None
-
-
-def test_a_hang_names_who_is_waited_for_and_is_told_once_by_those_in_the_same_calls(actor):
-    actor.waited_for = "worker 7 on host-3 is at step 4, heard 61 s ago"
-    RunLink(actor, 1).note_hang("no step for 60 s", "all_reduce", "  MainThread: all_reduce", 5)
-    actor.waited_for = ""
-    RunLink(actor, 2).note_hang("no step for 60 s", "all_reduce", "  MainThread: all_reduce", 5)
-    assert [text for _, text, _ in actor.events] == [
-        "worker 1: no step for 60 s. worker 7 on host-3 is at step 4, heard 61 s ago. "
-        "Threads of worker 1:\n  MainThread: all_reduce"
-    ]
 
 
 def test_what_all_ranks_know_is_sent_by_rank_0(actor):

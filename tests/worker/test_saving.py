@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.checkpoints.written import (
     WEIGHTS_0,
     WEIGHTS_1,
     flip,
     position,
-    snapshot_of,
     values,
     write_checkpoint,
 )
@@ -24,9 +22,8 @@ from tests.training.ranks import run_ranks
 from tests.worker.fakes import BATCH, FakeEngine, Worker, make_job
 from vit_ray.checkpoints.checkpoint import Checkpoint, Position, Progress, folder_name
 from vit_ray.checkpoints.checkpoint_format import COMMIT
-from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter, Snapshot
+from vit_ray.checkpoints.checkpoint_writer import Snapshot
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
-from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.lock import LockLostError
 from vit_ray.storage import locate
 from vit_ray.training.training_state import TrainingState
@@ -34,7 +31,6 @@ from vit_ray.worker import saving
 from vit_ray.worker.job import UnrecoverableError
 from vit_ray.worker.saving import (
     agreed_checkpoint,
-    gather_by_own_group,
     make_position,
     restore_newest,
 )
@@ -124,40 +120,6 @@ def test_storage_that_does_not_answer_is_reported_and_not_waited_for_without_lim
     with pytest.raises(TimeoutError, match="waiting for the previous checkpoint"):
         worker.saver.wait_until_written(timeout_s=0.03)
     assert set(worker.kinds()) == {"storage slow"}
-
-
-def save_on_ranks(rank: int, folder: str, rounds: int) -> tuple[list[str], list[float]]:
-    """Saves of which rank 1 fails every third, while this thread's sums go on."""
-    warnings: list[str] = []
-    run, world_size = locate(folder), dist.get_world_size()
-    writer = CheckpointWriter(
-        run, CheckpointConfig(), lambda *event: warnings.append(event[1]), None,
-        gather_by_own_group(),
-    )  # fmt: skip
-    sums = []
-    for step in range(1, rounds + 1):
-        where = Position(Progress(step), step, step, 1, {"w": [world_size]}, {}, "print")
-        part = {f"weight|w|{rank}": torch.full((1,), float(step))}
-        taken = snapshot_of(rank, world_size, part, where)
-        if rank == 1 and step % 3 == 0:
-            taken = replace(taken, memory={"weights": "of no tensor"})
-        writing = threading.Thread(target=writer.write, args=(taken,))
-        writing.start()
-        for _ in range(100):
-            total = torch.ones(1)
-            dist.all_reduce(total)
-            sums.append(float(total))
-        writing.join()
-    return warnings, sums
-
-
-def test_ranks_that_write_wait_for_each_other_in_a_group_of_their_own(tmp_path):
-    found = run_ranks(3, save_on_ranks, str(tmp_path), 5)
-    assert [len(warnings) for warnings, _ in found] == [1, 0, 0]
-    assert "1 of 3 workers failed: rank 1: " in found[0][0][0]
-    assert {value for _, sums in found for value in sums} == {3.0}
-    newest = newest_checkpoint(locate(str(tmp_path)))
-    assert newest.weights()["w"].tolist() == [5.0] * 3
 
 
 CPU = torch.device("cpu")

@@ -98,9 +98,8 @@ def test_the_image_processor_gives_the_pixels_of_our_evaluation(crop):
 def trained_run(folder: Path) -> tuple[Any, Path]:
     """A model and the run that trained it, on sets of five classes that are still there."""
     train = write_set(folder / "data/train", [("a", [0]), ("b", [4])], CLASSES)
-    test = write_set(
-        folder / "data/test", [(f"t{index}", [index % 5]) for index in range(40)], CLASSES
-    )
+    rows = [(f"t{index}", [index % 5]) for index in range(40)]
+    test = write_set(folder / "data/test", rows, CLASSES)
     model = small_model("ViT").eval()
     recipe = tiny_recipe(
         folder,
@@ -165,17 +164,18 @@ def test_timms_configuration_says_all_that_differs_from_its_defaults(tmp_path):
     arguments, use = config["model_args"], config["pretrained_cfg"]
     assert (config["architecture"], config["num_classes"]) == ("vit_base_patch16_224", 5)
     assert config["label_names"] == list(CLASSES)
-    assert (arguments["act_layer"], arguments["fc_norm"]) == ("gelu_tanh", False)
     assert int(arguments["embed_dim"] * arguments["mlp_ratio"]) == TINY_VIT["mlp_dim"]
-    assert arguments["global_pool"] == "token"
-    assert (arguments["depth"], arguments["num_heads"], arguments["patch_size"]) == (2, 4, 8)
+    expected = {
+        "act_layer": "gelu_tanh", "fc_norm": False, "global_pool": "token", "depth": 2,
+        "num_heads": 4, "patch_size": 8,
+    }  # fmt: skip
+    assert expected.items() <= arguments.items()
     assert (use["input_size"], use["interpolation"]) == ([3, 32, 32], "bilinear")
     assert use["crop_pct"] == pytest.approx(32 / 37)
     # No architecture for what it would compute otherwise.
-    for family, options in (("ViT", {"positions": "none"}), ("R+ViT", {})):
-        save_weights(small_model(family, **options), tmp_path / family, "timm", CLASSES)
-        config = json.loads((tmp_path / family / "config.json").read_text())
-        assert config == {"num_classes": 5, "label_names": list(CLASSES)}
+    save_weights(small_model("R+ViT"), tmp_path / "hybrid", "timm", CLASSES)
+    config = json.loads((tmp_path / "hybrid" / "config.json").read_text())
+    assert config == {"num_classes": 5, "label_names": list(CLASSES)}
 
 
 def test_the_card_says_what_was_trained_on_what_and_how_good_it_is(tmp_path):
@@ -205,15 +205,13 @@ def test_the_card_says_what_was_trained_on_what_and_how_good_it_is(tmp_path):
 class Hub:
     """The methods of `HfApi` that an export calls."""
 
-    def __init__(self, refusal: Exception | None = None) -> None:
+    def __init__(self) -> None:
         self.pushed: dict[str, bytes] = {}
-        self._refusal = refusal
 
     def create_repo(self, repository: str, *, exist_ok: bool) -> None:
         inspect.signature(HfApi.create_repo).bind(self, repository, exist_ok=exist_ok)
-        assert (repository, exist_ok) == ("someone/vit", True)
-        if self._refusal:
-            raise self._refusal
+        if repository != "someone/vit":
+            raise OSError("401: Invalid username or password.")
 
     def upload_folder(
         self, *, repo_id: str, folder_path: Path, allow_patterns: list[str], **others: Any
@@ -239,17 +237,9 @@ def test_weights_and_card_are_pushed_and_other_files_and_a_card_that_is_there_st
     assert "/someone/vit/commit/1" in capsys.readouterr().out
     assert 'from_pretrained("someone/vit")' in hub.pushed["README.md"].decode()
     (path / "README.md").write_text("mine")
-    export_to(tmp_path, run, "huggingface")
-    assert (path / "README.md").read_text() == "mine"
-
-
-def test_a_hub_that_does_not_take_it_leaves_the_folder(tmp_path, monkeypatch):
-    hub = Hub(OSError("401: Invalid username or password."))
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
-    _, run = trained_run(tmp_path)
     with pytest.raises(ValueError, match=r"(?s)did not accept the files .*set HF_TOKEN to a"):
-        export_to(tmp_path, run, "huggingface", push="hf://someone/vit")
-    assert (tmp_path / "given" / "huggingface" / "model.safetensors").exists()
+        export_to(tmp_path, run, "huggingface", push="hf://another/vit")
+    assert (path / "README.md").read_text() == "mine"
 
 
 def test_code_that_only_a_checkpoint_names_is_not_run_by_export_and_evaluation(

@@ -1,16 +1,11 @@
 """`vit-ray init`: the recipe it writes passes the dry run, and nothing is overwritten."""
 
-import io
 import re
 import shlex
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import HfApi, constants
-from PIL import Image
 
 from tests.commands.command_line import run_cli
 from tests.data.converting import run_in_this_process
@@ -178,21 +173,6 @@ def test_five_images_can_be_converted_and_trained_on(here):
     told_by("convert", "images.yaml")
     resolved = resolve_run(load_recipe("images.yaml"))
     assert (resolved.num_images, resolved.streams["eval"].num_images) == (4, 1)
-
-
-def test_parquet_of_the_hub_is_looked_at_without_being_packed(here):
-    content = io.BytesIO()
-    Image.fromarray(np.zeros((70, 90, 3), np.uint8)).save(content, "PNG")
-    struct = [{"bytes": content.getvalue(), "path": None}] * 8
-    names = {"info": {"features": {"label": {"names": ["cat", "dog"], "_type": "ClassLabel"}}}}
-    table = pa.table({"image": struct, "label": [0, 1] * 4})
-    (here / "hub").mkdir()
-    table = table.replace_schema_metadata({"huggingface": str(names).replace("'", '"')})
-    pq.write_table(table, here / "hub" / "train-00000-of-00001.parquet")
-    before = sorted(here.rglob("*"))
-    told_by("init", "hub")
-    assert load_recipe(here / "hub.yaml").model.image_size == 64
-    assert [path for path in sorted(here.rglob("*")) if path not in before] == [here / "hub.yaml"]
 
 
 def test_start_converts_every_split_and_trains_for_a_first_look(here, monkeypatch):

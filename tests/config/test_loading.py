@@ -11,7 +11,6 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils.validation import _validate_tag
 from ray._private.label_utils import validate_label_selector
 
-from tests.models.small import FAMILIES, small_model
 from vit_ray.config import Recipe, load_recipe, loading
 from vit_ray.config.keys import all_keys
 from vit_ray.config.loading import parse_yaml, write_yaml
@@ -19,7 +18,6 @@ from vit_ray.config.recipe import PLACES, recipe_from_dict
 from vit_ray.config.schema import _ALIASES, fields_below, is_list
 from vit_ray.config.training_sections import OptimConfig, is_due
 from vit_ray.launch.resolved_run import check_batch
-from vit_ray.models import build_model
 from vit_ray.storage import locate
 
 ROOT = Path(__file__).parents[2]
@@ -67,17 +65,6 @@ def test_values_are_read_as_yaml_1_2_and_of_jsons_kinds(text, value):
     """YAML 1.1 reads 8, 90, true and a date."""
     assert parse_yaml(text, "here") == value
     assert parse_yaml(write_yaml({"key": value}), "here") == {"key": value}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_of_any_family_and_size_is_built_from_a_recipe(family, path):
-    section = {"name": family, "image_size": [32, 64], **FAMILIES[family]}
-    model = load_recipe(path, [f"model={json.dumps(section)}"]).model
-    built = build_model(model.name, 5, model.image_size, **model.options())
-    expected = small_model(family, image_size=(32, 64))
-    assert {n: p.shape for n, p in built.named_parameters()} == {
-        n: p.shape for n, p in expected.named_parameters()
-    }
 
 
 def test_a_recipe_takes_over_its_base_and_changes_it(path):

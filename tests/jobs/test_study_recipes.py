@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.jobs.test_recipes import FOLDER, PAPER, RECIPES, TABLE_6, stated_cost
+from tests.jobs.test_recipes import FOLDER, PAPER, RECIPES, TABLE_6
 from vit_ray.commands.dry_run import plan_study
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.keys import is_trained
@@ -21,16 +21,13 @@ def cells_of(name: str) -> list[Cell]:
 
 @pytest.mark.slow(after=3)
 @pytest.mark.parametrize("path", [path for path in RECIPES if load_recipe(path).study])
-def test_every_study_is_planned_without_data_at_the_cost_that_it_states(path):
+def test_every_study_is_planned_without_data(path):
     plan = plan_study(load_recipe(path))
     assert len(plan) >= 3
     for one in plan:
         check_batch(one.cell.recipe, one.facts.num_images)
         assert one.cell.recipe.model.name in model_names()
-    cost = sum(one.exaflops for one in plan), sum(one.training_hours for one in plan)
-    assert min(cost) > 0
-    if path.parent == OF_THE_PAPER:
-        assert stated_cost(path) == pytest.approx(cost, rel=1e-3)
+        assert min(one.exaflops, one.training_hours) > 0
 
 
 SIZES = ("b32", "b16", "l32", "l16")
@@ -107,16 +104,3 @@ def test_the_positions_are_the_eight_of_table_8():
 def test_the_heads_have_the_rates_of_figure_9():
     rates = [(cell.recipe.model.pool, cell.recipe.optim.learning_rate) for cell in cells_of("head")]
     assert rates == [("cls", 8e-4), ("gap", 8e-4), ("gap", 3e-4)]
-
-
-def test_shapes_start_from_the_papers_base_and_vary_one_dimension():
-    base, *others = cells_of("shape")
-    sizes = ("depth", "width", "mlp_dim", "patch_size")
-    assert [getattr(base.recipe.model, key) for key in sizes] == [8, 1024, 2048, 32]
-    assert 64 in {cell.recipe.model.depth for cell in others}
-    for cell in others:
-        model = cell.recipe.model
-        assert model.width is not None
-        assert model.num_heads == model.width / 64
-        varied = [key for key in sizes if getattr(model, key) != getattr(base.recipe.model, key)]
-        assert len(varied) == (4 if cell.label.startswith("all") else 1), cell.label

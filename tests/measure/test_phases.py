@@ -83,4 +83,3 @@ def test_figures_and_their_line():
     assert metrics["run/wall_s"] == 3721.0
     assert metrics["run/goodput"] == pytest.approx(3690 / 3721)
     assert describe_phases(metrics) == "goodput 99.2% of 1:02:01: training 99.2%, starting 0.8%"
-    assert describe_phases({}) == ""

@@ -17,5 +17,5 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def straight(ray_cluster: Head, digits: Digits, folder: Path) -> Finished:
     """A run of 24 steps without a stop."""
-    recipe = constant_recipe("straight", digits, folder, train={"profile_steps": [3, 4]})
+    recipe = constant_recipe("straight", digits, folder)
     return recipe, train(recipe)

@@ -40,13 +40,19 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def members(ray_cluster: None, own: Path) -> Iterator[dict[str, Host]]:
-    """A head without CPUs, two hosts with room for one worker each, and one for reading alone."""
+    """A head without CPUs, two hosts with room for one worker each, and one for reading alone.
+
+    As on Debian, the name of each leads to itself: it has the address 127.0.1.1.
+    """
     hosts.require()
     with hosts.network() as net:
         members = {"head": net.join("head")}
         hosts.start_head(members["head"])
         for name, cpus in (("first", 2), ("second", 2), ("reader", 1)):
             members[name] = net.join(name, private=[str(own)])
+            names = members[name].folder / "own_names"
+            names.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
+            assert members[name].run("mount", "--bind", str(names), "/etc/hosts")[0] == 0
             hosts.start_raylet(members[name], members["head"], cpus, [f"--labels=pool={name}"])
         hosts.wait_for_nodes(members["head"], 4)
         yield members

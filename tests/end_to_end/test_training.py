@@ -1,6 +1,5 @@
 """The main job on two workers: what it reaches, what it leaves, and how it goes on."""
 
-import gzip
 import json
 import os
 import re
@@ -122,17 +121,6 @@ def test_its_loss_curve_is_the_golden_one(straight):
     golden = json.loads(GOLDEN.read_text())
     assert list(steps) == golden["steps"]
     assert losses == pytest.approx(golden["losses"], rel=5e-5, abs=0)
-
-
-def test_the_trace_of_the_chosen_steps_is_kept_with_it(straight, tmp_path):
-    recipe, result = straight
-    client = MlflowClient(recipe.tracking.uri)
-    name = "profile/trace-steps-3-4.json.gz"
-    trace = Path(client.download_artifacts(result.run_id, name, str(tmp_path)))
-    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    passes = [e for e in events if e.get("name") == "aten::scaled_dot_product_attention"]
-    # A block, 2 steps of 2 micro-batches each.
-    assert len(passes) == 4
 
 
 def test_a_run_that_is_complete_is_not_trained_again_and_ends_where_it_had_not(straight):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.tracking.recorders import Answer
+from tests.tracking.tracked import Answer
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.tracking import recorder
 

@@ -10,9 +10,11 @@ import contextlib
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -21,11 +23,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.data.s3_server import s3_environment, serve_s3
 from tests.ports import free_ports
-from tests.tracking.postgres import Postgres, program
 
 ROOT = Path(__file__).parents[2]
 SECRETS = {
@@ -82,6 +84,63 @@ def pod(name: str) -> dict[str, Any]:
     return document("Deployment", name)["spec"]["template"]["spec"]
 
 
+def program(name: str) -> str | None:
+    """Of PostgreSQL, which Debian keeps off the path."""
+    theirs = sorted(str(path) for path in Path("/usr/lib/postgresql").glob(f"*/bin/{name}"))
+    return shutil.which(name) or (theirs[-1] if theirs else None)
+
+
+def need_postgres() -> None:
+    """Skip the test where the server, or Python's driver for it, is not installed."""
+    if program("initdb") is None:
+        pytest.skip("no initdb: apt-get install postgresql")
+    pytest.importorskip("psycopg2", reason="no psycopg2: pip install 'vit_ray[server]'")
+
+
+class Postgres:
+    """A cluster of databases, run by a user that is not root; inside the block it is up.
+
+    Args:
+        password: of the user `mlflow`.
+        settings: of the server, as its command line takes them.
+    """
+
+    def __init__(self, password: str, settings: tuple[str, ...] = ()) -> None:
+        (self.port,) = free_ports(1)
+        self._user = "postgres" if os.geteuid() == 0 else None
+        # Not pytest's own: those are for their owner alone.
+        self._folder = Path(tempfile.mkdtemp(prefix="pg", dir="/tmp"))
+        self._data = str(self._folder / "data")
+        own = ("-p", str(self.port), "-c", "listen_addresses=127.0.0.1")
+        self._options = " ".join((*settings, *own, "-k", str(self._folder)))
+        given = self._folder / "password"
+        given.write_text(password)
+        if self._user:
+            shutil.chown(self._folder, self._user)
+            shutil.chown(given, self._user)
+        self._run("initdb", "-A", "scram-sha-256", f"--pwfile={given}", "-U", "mlflow", "-N")
+
+    def __enter__(self) -> Postgres:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if Path(self._data, "postmaster.pid").exists():
+            self.stop()
+        shutil.rmtree(self._folder)
+
+    def start(self) -> None:
+        self._run("pg_ctl", "-w", "-o", self._options, "-l", f"{self._data}/log", "start")
+
+    def stop(self) -> None:
+        """As its process dies: connections break, and no transaction is ended."""
+        self._run("pg_ctl", "-w", "-m", "immediate", "stop")
+
+    def _run(self, name: str, *words: str) -> None:
+        command = [program(name) or name, "-D", self._data, *words]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, user=self._user, timeout=120)
+
+
 class TeamServer:
     """The whole of it in a folder; `start` and `stop` are of the MLflow server alone."""
 
@@ -94,10 +153,6 @@ class TeamServer:
         self._server: subprocess.Popen[bytes] | None = None
         self.database = database
         self.postgresql("createdb", "mlflow")
-
-    @property
-    def is_up(self) -> bool:
-        return self._server is not None
 
     def stored(self, name: str) -> list[Path]:
         """The store's files of this name, in the bucket's folder for MLflow."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.tracking.recorders import recorded_here
+from tests.tracking.tracked import recorded_here
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config import load_recipe
 from vit_ray.config.loading import write_yaml

@@ -14,8 +14,7 @@ import pytest
 import ray
 from mlflow import MlflowClient
 
-from tests.tracking.recorders import Here, recorded_here
-from tests.tracking.tracked import NOWHERE, history
+from tests.tracking.tracked import NOWHERE, Here, history, recorded_here
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.outcomes import EventKind, Failure
 from vit_ray.tracking import metrics_log, run_state, tracker
@@ -169,21 +168,6 @@ def test_no_record_is_lost_doubled_or_out_of_order_when_the_actor_dies_under_loa
         assert history(uri, run_id, key) == [(step, float(step)) for step in range(num_steps)]
 
 
-def test_a_stop_of_a_sweep_reaches_its_runs_whenever_they_start(here, tmp_path):
-    parent = recorded_here(opening_of(tmp_path, name="parent"), here)
-    nested = recorded_here(opening_of(tmp_path, parent, "nested"), here)
-    early = recorded_here(opening_of(tmp_path, nested, "early"), here)
-    assert early.heartbeat(0, 1) == Orders(None, False)
-    assert nested.status().step == 1
-    parent.request_stop("SIGTERM")
-    here.die()
-    late = recorded_here(opening_of(tmp_path, nested, "late"), here)
-    for run in (early, late):
-        assert run.heartbeat(0, 1) == Orders("SIGTERM", False)
-    for run in (early, late, nested, parent):
-        run.finish("KILLED")
-
-
 def test_a_trial_has_its_dev_accuracy_under_its_own_name_and_first(store, here, tmp_path):
     data = {"name": "train", "digest": "f" * 32, "source": "/d", "context": "training"}
     opening = replace(
@@ -258,12 +242,6 @@ def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_an_event_of_an_unknown_kind_is_read():
-    state = RunState()
-    state.note({"kind": "event", "event": "of a later version", "text": "why"})
-    assert state.status().events == [("of a later version", "why")]
-
-
 def test_of_512_workers_the_one_that_is_silent_is_named_and_the_others_are_a_number(now_s):
     state = RunState()
     for rank in range(512):
@@ -290,16 +268,6 @@ def test_a_worker_that_is_behind_or_in_other_calls_or_was_never_there_is_told(no
     )
     assert state.hanging(2, 4, "all_reduce") == ""
     assert "worker 1 on host-1 is at step 8" in state.hanging(1, 4, "next_batch")
-
-
-def test_a_group_that_has_shrunk_waits_for_none_of_those_that_left(now_s):
-    state = RunState()
-    for rank in range(8):
-        state.heartbeat(rank, 5)
-    now_s[0] += 300
-    for rank in range(2):
-        state.heartbeat(rank, 6)
-    assert state.hanging(0, 2, "all_reduce") == "2 of 2 workers are at step 6"
 
 
 @pytest.mark.parametrize("kind", [EventKind.RESIZING, EventKind.WORKER_FAILED])
@@ -343,11 +311,3 @@ def test_samples_reach_the_run_through_an_outage_with_steps_that_rise(tmp_path, 
     assert [p.step for p in history] == sorted({p.step for p in history})
     used = psutil.virtual_memory().used / 1e6
     assert 0.3 * used < history[-1].value < 3 * used  # others use this machine, too
-
-
-def test_nobody_waits_for_a_server_that_is_away():
-    sampler = NodeSampler("http://127.0.0.1:9", lambda: "0" * 32, "node-0", interval_s=0.01)
-    sampler.start()
-    time.sleep(0.1)
-    sampler.stop()
-    assert not sampler.is_alive()

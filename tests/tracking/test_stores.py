@@ -248,16 +248,6 @@ def test_neither_replay_nor_a_recorder_sends_a_file_that_is_not_the_runs(
     assert MlflowClient(config.uri).list_artifacts(tracker.run_id) == []
 
 
-@pytest.mark.parametrize("line", ['{"kind": "metrics", "step": 1, "val', "half a \r line"])
-def test_a_damaged_record_costs_only_itself(line, away, config, log_path):
-    started(away, "damaged", log_path).finish(timeout_s=0.1)
-    with open(log_path, "a") as file:
-        file.write(line + "\n")
-        file.write('{"kind": "metrics", "step": 1, "values": {"b": 2.0}, "time_ms": 1}\n')
-    done = replay(log_path, config.uri)
-    assert (done.num_points, done.refused) == (1, [])
-
-
 def test_a_replay_without_a_file_that_is_gone_says_so_and_fails(config, log_path):
     log_path.parent.mkdir()
     page = log_path.with_name("report.html")

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ from ray.train import ControllerError, WorkerGroupError
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests import hosts
 from tests.training.ranks import run_ranks
 from tests.worker.fakes import make_job
 from vit_ray import trust_modules
@@ -210,35 +208,3 @@ def test_a_worker_that_dies_before_the_group_has_met_is_named(died, error, monke
     for arrived in (raised.value, ControllerError(pickle.loads(pickle.dumps(raised.value)))):
         assert cause(arrived, places).startswith("worker 1 on 10.0.0.2 (pid 7, step 0): ")
         assert died is not DIED or failing_node(arrived, places) == places[1]
-
-
-JOIN = """
-import datetime, os, sys, torch
-from vit_ray.worker.entry import interface_of
-rank, own, first = int(sys.argv[1]), *sys.argv[2:4]
-os.environ["GLOO_SOCKET_IFNAME"] = interface_of(own)
-torch.distributed.init_process_group(
-    "gloo", init_method=f"tcp://{first}:29577", rank=rank, world_size=2,
-    timeout=datetime.timedelta(seconds=60),
-)
-total = torch.ones(1)
-torch.distributed.all_reduce(total)
-print("sum", total.item())
-"""
-
-
-def test_nodes_whose_names_lead_to_themselves_train_together(tmp_path, monkeypatch):
-    """As on Debian, which gives a host's own name the address 127.0.1.1."""
-    hosts.require()
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    with hosts.network() as net:
-        pair, running = [net.join("one"), net.join("two")], []
-        for rank, host in enumerate(pair):
-            own_names = tmp_path / host.name
-            own_names.write_text(f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n")
-            assert host.run("mount", "--bind", str(own_names), "/etc/hosts")[0] == 0
-            words = [str(rank), host.address, pair[0].address]
-            running.append(host.start(sys.executable, "-c", JOIN, *words))
-        for one in running:
-            output, _ = one.communicate(timeout=120)
-            assert (one.returncode, "sum 2.0" in output) == (0, True), output

@@ -7,14 +7,13 @@ import json
 import os
 import random
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
-from tests.data.convert.archives import samples, tar_of, write_files, write_hub_file
+from tests.data.convert.archives import parquet, samples, tar_of, write_files
 from tests.data.converting import config_of, convert, units
 from tests.data.made_up import crafted_jpeg
 from tests.data.pictures import encoded, jpeg, picture
@@ -27,51 +26,26 @@ from vit_ray.data.restart_markers import restart_writer
 
 COUNT = 8
 IMAGES = [jpeg(i, 20, 24) for i in range(COUNT)]
-FILES: dict[str, bytes | str] = {f"{i}.jpg": image for i, image in enumerate(IMAGES)}
+FILES = {f"{i}.jpg": image for i, image in enumerate(IMAGES)}
 LABELS = ["tench, Tinca", "caf\xe9", "cat", "cat", "dog", "1", "01", "x"]
 
 
-def write_tar(folder: Path) -> Path:
-    content = tar_of(samples(IMAGES, list(map(str.encode, LABELS))))
-    return write_files(folder, {"a.tar": content}) / "a.tar"
-
-
-def write_pax_tar(folder: Path) -> Path:
-    """Names of many letters and alphabets, in headers of their own that have no checksum."""
-    deep = "\u00fc" * 60 + "/" + "n" * 90
-    fields = [json.dumps({"label": label}).encode() for label in LABELS]
-    pairs = [(f"{deep}/{name}", file) for name, file in samples(IMAGES, fields, "json")]
-    return write_files(folder, {"a.tar": tar_of(pairs, tarfile.PAX_FORMAT)}) / "a.tar"
-
-
-def write_parquet(folder: Path) -> Path:
-    write_hub_file(folder / "a.parquet", list(IMAGES), LABELS)
-    return folder / "a.parquet"
-
-
-def write_csv(folder: Path) -> Path:
-    rows = [f'{i}.jpg,"{label}"' for i, label in enumerate(LABELS)]
-    return write_files(folder, FILES | {"a.csv": "\n".join(["path,label", *rows, ""])}) / "a.csv"
-
-
-def write_jsonl(folder: Path) -> Path:
-    rows = [json.dumps({"path": f"{i}.jpg", "label": label}) for i, label in enumerate(LABELS)]
-    return write_files(folder, FILES | {"a.jsonl": "\n".join([*rows, ""])}) / "a.jsonl"
-
-
-def write_classes(folder: Path) -> Path:
-    """The file to damage is the middle one of three images."""
-    files = {f"classes/cat/{i}.jpg": IMAGES[i] for i in range(3)}
-    return write_files(folder, files) / "classes" / "cat" / "1.jpg"
-
-
-WRITERS: dict[str, Callable[[Path], Path]] = {
-    "tar": write_tar,
-    "pax tar": write_pax_tar,
-    "parquet": write_parquet,
-    "csv": write_csv,
-    "jsonl": write_jsonl,
-    "classes": write_classes,
+DEEP = "\u00fc" * 60 + "/" + "n" * 90
+TEXTS = [label.encode() for label in LABELS]
+JSONS = [json.dumps({"label": label}).encode() for label in LABELS]
+# Names of many letters and alphabets stand in headers of their own, which have no checksum.
+PAX = [(f"{DEEP}/{name}", content) for name, content in samples(IMAGES, JSONS, "json")]
+ROWS = [f'{i}.jpg,"{label}"' for i, label in enumerate(LABELS)]
+LINES = [json.dumps({"path": f"{i}.jpg", "label": label}) for i, label in enumerate(LABELS)]
+STRUCTS = [{"bytes": image, "path": f"{i}.jpg"} for i, image in enumerate(IMAGES)]
+# The file that is damaged, and what is in it; of classes the middle one of three images.
+SOURCES: dict[str, tuple[str, bytes]] = {
+    "tar": ("a.tar", tar_of(samples(IMAGES, TEXTS))),
+    "pax tar": ("a.tar", tar_of(PAX, tarfile.PAX_FORMAT)),
+    "parquet": ("a.parquet", parquet({"image": STRUCTS, "label": LABELS}, rows=5)),
+    "csv": ("a.csv", "\n".join(["path,label", *ROWS, ""]).encode()),
+    "jsonl": ("a.jsonl", "\n".join([*LINES, ""]).encode()),
+    "classes": ("classes/cat/1.jpg", IMAGES[1]),
 }
 
 
@@ -101,16 +75,14 @@ DAMAGES = {"flip": flip, "cut": cut, "erase": erase, "splice": splice}
 
 @pytest.mark.slow(after=6)
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("kind", SOURCES)
 def test_nothing_is_lost_without_a_word(serial, tmp_path, kind, damage):
-    rounds = int(os.environ.get("FUZZ_ROUNDS", "6"))
-    for seed in range(rounds):
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        file = WRITERS[kind](folder)
-        file.write_bytes(DAMAGES[damage](file.read_bytes(), random.Random(f"{kind}{damage}{seed}")))
-        source = folder / "classes" if kind == "classes" else file
-        check_conversion(source, folder, kind)
+    name, content = SOURCES[kind]
+    others = {f"classes/cat/{i}.jpg": IMAGES[i] for i in range(3)} if kind == "classes" else FILES
+    for seed in range(int(os.environ.get("FUZZ_ROUNDS", "6"))):
+        damaged = DAMAGES[damage](content, random.Random(f"{kind}{damage}{seed}"))
+        folder = write_files(tmp_path / str(seed), others | {name: damaged})
+        check_conversion(folder / name.partition("/")[0], folder, kind)
 
 
 def outcome_of(source: Path, target: Path) -> ConvertReport | ValueError:

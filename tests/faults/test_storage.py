@@ -1,13 +1,10 @@
-"""What storage does in the middle of a save: a disk that is really full, a process that dies."""
+"""What storage does in the middle of a save: a disk that is really full, a store that is away."""
 
-import multiprocessing
-import os
-from functools import partial
 from typing import Any
 
 import torch
 
-from tests.checkpoints.written import snapshot_of, write_snapshot
+from tests.checkpoints.written import snapshot_of
 from tests.data.s3_server import FaultProxy, serve_s3, this_process_uses
 from tests.worker.fakes import FakeEngine, Worker, make_job
 from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name, open_checkpoint
@@ -20,12 +17,6 @@ from vit_ray.storage import locate
 def taken_at(step: int, size: int) -> Snapshot:
     where = Position(Progress(step), step, step, 1, {"w": [size]}, {}, "print")
     return snapshot_of(0, 1, {"weight|w|0": torch.full((size,), float(step))}, where)
-
-
-def write_and_die(folder: str, step: int, code: int) -> None:
-    """With this exit code, before the commit; at 0 after it."""
-    place = locate(folder).child(folder_name(step))
-    write_snapshot(taken_at(step, 1000), place, partial(os._exit, code) if code else lambda: None)
 
 
 class Engine(FakeEngine):
@@ -57,31 +48,6 @@ def test_a_disk_that_is_full_costs_the_saves_that_find_no_room_and_nothing_else(
     assert newest is not None
     assert newest.position.step == 6
     assert float(newest.weights()["w"][0]) == 6.0
-
-
-def test_a_process_that_dies_between_the_upload_and_the_commit_leaves_the_one_before(tmp_path):
-    def write(step: int, code: int) -> int | None:
-        arguments = (str(tmp_path / "run"), step, code)
-        child = multiprocessing.get_context("spawn").Process(target=write_and_die, args=arguments)
-        child.start()
-        child.join(120)
-        return child.exitcode
-
-    assert write(1, 0) == 0
-    assert write(2, 9) == 9
-    run = locate(str(tmp_path / "run"))
-    parts = sorted(path.name for path in (tmp_path / "run" / folder_name(2)).iterdir())
-    assert parts == ["weights-00000-of-00001-save.safetensors"]
-    told: list[str] = []
-    newest = checkpoint_to_resume(run, told.append)
-    assert newest is not None
-    assert newest.position.step == 1
-    assert "step-00000002 has no commit.json" in told[0]
-    # The run comes there again, and this time it is committed.
-    assert write(2, 0) == 0
-    again = checkpoint_to_resume(run, told.append)
-    assert again is not None
-    assert again.position.step == 2
 
 
 def test_a_store_that_is_away_in_a_save_costs_that_save_and_nothing_else(tmp_path):

@@ -121,6 +121,30 @@ def test_losses_of_averages_that_are_made_no_longer_decide_nothing():
     assert "train/loss" in progress.metrics
 
 
+def test_figures_are_of_all_ranks_and_the_slow_one_is_named():
+    def sum_of_two(values: Any) -> list[float]:
+        """The other's loss is larger by 2 and its norm by 6, and its own work takes 9 s."""
+        mine = [float(value) for value in values]
+        if len(mine) == 4 * 2:  # whole steps, waits, own time, memory
+            others = [0.0, 2.0, 0.0, 0.5, 0.0, 9.0, 0.0, 1.0]
+        else:
+            others = [one + {0: 2.0, 2: 6.0}.get(i, 0.0) for i, one in enumerate(mine)]
+        return [sum(pair) for pair in zip(mine, others, strict=True)]
+
+    hooks, mine, ticks = FakeHooks(), BATCH // 2, itertools.count()
+    stream = ({name: rows[:mine] for name, rows in batch.items()} for batch in batches())
+    run(
+        FakeEngine(), hooks, short_recipe(), Progress(), lambda: float(next(ticks)), stream,
+        world_size=2, micro_batch_size=mine, all_sum=sum_of_two,
+    )  # fmt: skip
+    found = hooks.logged[0][1]
+    assert found["train/loss"] == np.arange(mine).mean() + 1.0
+    assert found["train/grad_norm"] == 1.0 + 3.0
+    assert found["perf/slowest_rank"] == 1
+    assert found["perf/own_ms_max"] == 9e3
+    assert found["perf/own_ms_median"] < 9e3
+
+
 def test_the_digest_of_a_run_is_of_all_ranks_samples():
     """Also of those in refused steps. For each rank, the sum over both is twice its own digest."""
     mine, found = BATCH // 2, []

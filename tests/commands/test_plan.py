@@ -1,24 +1,31 @@
-"""`vit-ray plan`: its numbers, what it needs, and its errors."""
+"""`vit-ray plan` and `--dry-run`: what they say of a training, a sweep and a study, and refuse."""
 
 import re
-from pathlib import Path
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.commands.command_line import run_cli
 from tests.data.converted_set import converted_set
-from tests.recipes import SMALL
+from tests.experiments.studies import study_tree
+from tests.recipes import SMALL, recipe_with
+from vit_ray.commands import dry_run
+from vit_ray.commands.dry_run import describe_study, describe_sweep, describe_training, plan_study
 from vit_ray.commands.plan import data_facts, describe_plan, planned_cluster
 from vit_ray.config import Recipe, load_recipe
+from vit_ray.config.recipe import recipe_from_dict
+from vit_ray.measure.devices import find_device
+from vit_ray.models.flops import training_exaflops
+from vit_ray.training.memory_estimate import estimate_memory
 
 # 12 x 9,216^2 parameters at 16 bytes, and 4 for an average: 19 GiB.
 BILLION = (*SMALL, "model.width=9216", "model.mlp_dim=36864", "model.num_heads=72")
-ROOT = Path(__file__).parents[2]
-PAPER = ROOT / "jobs" / "recipes" / "paper"
 
 
 def recipe_of(*overrides: str, file: str = "vit_l16_jft") -> Recipe:
-    return load_recipe(PAPER / f"{file}.yaml", list(overrides))
+    return load_recipe(f"paper/{file}", list(overrides))
 
 
 def rows(text: str) -> dict[str, list[str]]:
@@ -85,3 +92,139 @@ def test_what_is_held_out_is_not_trained_on():
     facts = data_facts(recipe_of(*small, *counts))
     assert (facts.num_images, facts.num_classes) == (450, 2)
     assert facts.total_steps == round(450 * 2 / 64)
+
+
+def small(**changes: Any) -> Recipe:
+    sections = {
+        "model": {"name": "ViT-Ti/16", "image_size": 32},
+        "optim": {"epochs": 10},
+        "train": {"global_batch_size": 64, "micro_batch_size": 16, "zero_stage": 2},
+        "workers": {"num_workers": 2},
+        "plan": {"num_images": 640, "num_classes": 10},
+    }
+    return recipe_with("small", **{**sections, **changes})
+
+
+def test_steps_memory_and_compute_are_those_of_the_estimates_and_of_the_data_sheet():
+    recipe = small()
+    text = describe_training(recipe)
+    assert "100 of 64 images: 10.00 epochs" in text
+    assert "global batch 64 = 2 x micro-batch 16 x 2 passes" in text
+    memory = estimate_memory(recipe, 10, 16, 2)
+    assert f"{memory.total:.2f} GiB under ZeRO 2" in text
+    assert re.search(rf"activations +{memory.activations:.2f} GiB", text)
+    cost = re.search(r"training .* (\S+) exaFLOPs, (\S+) H200-minutes at 40 % MFU", text)
+    assert cost is not None
+    # An H200 has 989 TFLOP/s in bf16 (data sheet).
+    minutes = float(cost[1]) * 1e18 / (0.4 * 989.5e12) / 60
+    assert float(cost[2]) == pytest.approx(minutes, rel=0.05)
+    assert text.splitlines()[-1].startswith("this machine, no GPU    about ")
+    assert "this machine" not in describe_training(
+        small(workers={"num_workers": 2, "use_gpu": True})
+    )
+
+
+@pytest.fixture
+def second_pass(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets the seconds of the second pass that is tried on this machine."""
+
+    def takes(seconds: float) -> None:
+        times = iter([0.0, 10.0, 20.0, 20.0 + seconds])
+        monkeypatch.setattr(dry_run, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+
+    return takes
+
+
+def test_the_time_here_is_that_of_the_second_pass_for_all_images(second_pass, monkeypatch):
+    second_pass(128.0)  # of 64 images; there are 100 steps
+    told = r"about 3:33:20 on \d+ CPU cores, 0\.5 images/s in bf16 .*each: 64\)"
+    assert re.search(told, describe_training(small()).splitlines()[-1])
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert "this machine" not in describe_training(small())
+
+
+def test_the_time_of_a_large_model_is_by_its_multiply_adds(second_pass):
+    second_pass(0.01)
+    text = describe_training(load_recipe("paper/vit_b16_jft")).splitlines()[-1]
+    rate = re.search(r"(\d\.\d) images/s in bf16 .*ViT-Ti/16; images in each: 1\)", text)
+    assert rate is not None, text
+    assert float(rate[1]) == pytest.approx(100 * 1.26 / 17.58, abs=0.1)  # GMAC, as timm's table
+    second_pass(0.01)
+    # The small model that is tried has no such blocks.
+    optim = {"epochs": 10, "frozen": ["blocks.0-17"]}
+    frozen = small(model={"name": "ViT-L/16", "image_size": 224}, optim=optim)
+    assert "two passes of a ViT-Ti/16" in describe_training(frozen).splitlines()[-1]
+    second_pass(0.01)
+    large = [*BILLION, "train.averaging=0.9999", "workers.num_workers=1", "plan.device=T4"]
+    assert "does not fit a T4" in describe_training(load_recipe("paper/vit_b32_jft", large))
+
+
+@pytest.mark.slow
+def test_a_sweep_is_described_by_its_rates_and_one_trial():
+    text = describe_sweep(load_recipe("finetune/pets"))
+    assert "4 trials (learning rates 0.001, 0.003, 0.01, 0.03), then 3 runs" in text
+    assert "500 of 512 images" in text
+    # Of the paper's Table 4: 500 steps each; 4 trials and 3 retrainings.
+    table = [line.split() for line in text.splitlines()[2:8]]
+    assert [row[0] for row in table] == ["lr0.001", "lr0.003", "lr0.01", "lr0.03", "each", "in"]
+    assert [row[-3] for row in table] == ["500"] * 5 + ["3,500"]
+    assert float(table[-1][-2]) == pytest.approx(7 * float(table[0][2]), rel=1e-3)
+
+
+def test_the_retrainings_of_a_sweep_are_counted_at_the_point_that_costs_most():
+    data = {"train": "/data/train", "eval": "/data/test"}
+    sweep = {"space": {"optim.epochs": [2, 10, 4]}, "seeds": 2}
+    lines = describe_sweep(small(data=data, sweep=sweep)).splitlines()[2:7]
+    *tried, each, whole = (int(line.split()[-3]) for line in lines)
+    assert (each, whole) == (100, sum(tried) + 2 * 100)
+
+
+def study(*labels: str, plan: dict[str, Any] | None = None, **study_keys: Any) -> Recipe:
+    """Seven epochs of JFT-300M of each model."""
+    rows = [
+        {"label": f"m{number}", "model": {"name": name}, "changes": {"workers.num_workers": size}}
+        for number, (name, size) in enumerate(zip(labels, (4, 2, 1), strict=False))
+    ]
+    tree = study_tree("/x", rows, train="s3://BUCKET/jft", epochs=[7.0])
+    tree["study"] |= study_keys
+    tree["train"] = {"global_batch_size": 4096}
+    tree["plan"] = {"num_images": 303_000_000, "num_classes": 18_291, **(plan or {})}
+    return recipe_from_dict(tree, "test")
+
+
+def hours(name: str) -> float:
+    """GPU-hours of 7 epochs of JFT-300M at 40 % of an H200."""
+    device = find_device("H200")
+    assert device
+    return training_exaflops(name, 303_000_000, 7) * 1e18 / (0.4 * device.bf16_flops) / 3600
+
+
+def test_every_cell_of_a_study_has_its_compute_steps_and_hours_and_all_have_a_sum():
+    models = ("ViT-H/14", "ViT-B/16", "ViT-B/32")
+    text = describe_study(study(*models))
+    (line,) = [line for line in text.splitlines() if line.startswith("grid-m0-data1-epochs7")]
+    _, images, steps, exaflops, gpus, gpu_hours, wall = line.split()
+    assert (images, steps, gpus) == ("303,000,000", "517,822", "4")
+    numbers = [float(one.replace(",", "")) for one in (exaflops, gpu_hours, wall)]
+    expected = training_exaflops("ViT-H/14", 303_000_000, 7), hours("ViT-H/14")
+    assert numbers == pytest.approx([*expected, expected[1] / 4], rel=1e-3)
+    total = re.search(r"total +3 cells, \S+ exaFLOPs, (\S+) H200-hours", text)
+    assert total is not None
+    assert float(total[1].replace(",", "")) == pytest.approx(sum(map(hours, models)), rel=1e-3)
+    assert "transfer" not in text
+    with pytest.raises(ValueError, match=r"plan.num_gpus=2: cell 'grid-m0-.*' needs 4 GPUs"):
+        plan_study(study(*models, plan={"num_gpus": 2}))
+
+
+def test_transfers_are_part_of_what_a_cell_costs():
+    pets = {"name": "pets", "recipe": "finetune/pets"}  # four rates, then three runs
+    swept_study = study("ViT-L/16", transfer=[pets])
+    (swept,) = plan_study(swept_study)
+    text = describe_study(swept_study)
+    assert re.search(r"^transfer +\S+ exaFLOPs, 1.44\d H200-hours$", text, re.M)
+    fixed = {**pets, "name": "fixed", "changes": {"sweep": None}}
+    (single,) = plan_study(study("ViT-L/16", transfer=[fixed]))
+    # What the header of finetune/pets says of one run with ViT-L/16.
+    assert single.transfer_hours == pytest.approx(0.2061, rel=1e-3)
+    assert swept.transfer_hours == pytest.approx(7 * 0.2061, rel=1e-3)
+    assert swept.gpu_hours == swept.training_hours + swept.transfer_hours

@@ -35,7 +35,6 @@ class FakeRun:
     def __init__(self) -> None:
         self.events: list[tuple[EventKind, str, int]] = []
         self.logged: list[tuple[int, dict[str, float]]] = []
-        self.beats: list[tuple[int, int]] = []
         self.files: dict[str, bytes] = {}
         self.waited_for: str | None = None
         self.failed: Failure | None = None
@@ -44,7 +43,6 @@ class FakeRun:
         self.at: dict[int, WorkerPlace] = {}
 
     def heartbeat(self, rank: int, step: int, *introduction: str) -> Orders:
-        self.beats.append((rank, step))
         return Orders(self.stop, self.resizes)
 
     def places(self) -> dict[int, WorkerPlace]:
@@ -55,10 +53,6 @@ class FakeRun:
 
     def stop_reason(self) -> str | None:
         return self.stop
-
-    def request_resize(self) -> None:
-        assert not self.resizes
-        self.resizes = True
 
     def failure(self) -> Failure | None:
         return self.failed
@@ -95,7 +89,6 @@ class FakeEngine:
     average: Any = None
     is_averaged: bool = False
     is_closed: bool = False
-    restored: list[int] = field(default_factory=list)
     shapes: dict[str, list[int]] = field(default_factory=lambda: {"w": [1]})
     seen: list[list[int]] = field(default_factory=list)
     """Samples of each pass, and below its step."""
@@ -122,9 +115,7 @@ class FakeEngine:
         self.rates.append(learning_rate)
         self.norm_limits.append(norm_limit)
         norm = self.norms.get(self.steps[-1], 1.0)
-        if norm > norm_limit:
-            return StepResult(1.0, norm)
-        if self.steps[-1] in self.refused:
+        if norm > norm_limit or self.steps[-1] in self.refused:
             return StepResult(1.0, norm)
         self.weight += 1
         return StepResult(0.0, norm)
@@ -142,7 +133,6 @@ class FakeEngine:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         self.weight = float(checkpoint.weights()["w"])
-        self.restored.append(checkpoint.position.step)
 
     def activation_sizes(self, images: torch.Tensor) -> dict[str, float]:
         return {"embedding": 1.0, "blocks.0": float("inf")}
@@ -243,10 +233,6 @@ def batches(first: int = 0) -> Iterator[dict[str, np.ndarray]]:
         }
 
 
-def write_now(write: Callable[[], None]) -> None:
-    write()
-
-
 class AloneAttempt(Attempt):
     """Of a rank without a process group."""
 
@@ -262,7 +248,6 @@ class Worker:
     engine: FakeEngine = field(default_factory=FakeEngine)
     actor: FakeRun = field(default_factory=FakeRun)
     evaluation_batches: Callable[[str], Iterable[Any]] = lambda name: []
-    notice: Callable[[], Any] = lambda: None
     rank: int = 0
 
     def __post_init__(self) -> None:
@@ -275,12 +260,14 @@ class Worker:
             resumed=newest_checkpoint(folder),
         )  # fmt: skip
         engine: Any = self.engine
-        self.saver = CheckpointSaver(self.job, engine, writer, self.link, self.watchdog, write_now)
+        self.saver = CheckpointSaver(
+            self.job, engine, writer, self.link, self.watchdog, lambda write: write()
+        )
         evaluator = Evaluator(self.job, engine, self.evaluation_batches, self.link, self.watchdog)
         context = RankContext(TOTAL, self.rank, 1, MICRO, sum_of_one)
         self.hooks = AloneAttempt(
             self.job, context, self.link, engine, batches(), evaluator, self.saver,
-            self.watchdog, Progress(), self.notice,
+            self.watchdog, Progress(), lambda: None,
         )  # fmt: skip
 
     def attempt(self, start_step: int = 0) -> Attempt:

@@ -41,11 +41,10 @@ _NOTE = re.compile(r"<!-- newcomer (first|skips|file)(?: ([^:]+))?: (.*?) -->", 
 
 
 class Note(NamedTuple):
-    """A comment above a block."""
+    """A comment above a block; `start`: what the skipped lines begin with."""
 
     kind: str
     start: str
-    """What the skipped lines begin with."""
     text: str
 
 
@@ -68,10 +67,8 @@ class Block(NamedTuple):
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """Every fenced block of a page."""
     for notes, language, text in _BLOCK.findall(page.read_text()):
-        found = tuple(Note(*note) for note in _NOTE.findall(notes))
-        yield Block(language, text, found)
+        yield Block(language, text, tuple(Note(*note) for note in _NOTE.findall(notes)))
 
 
 def script_of(page: Path) -> str:
@@ -100,23 +97,19 @@ def follow(page: Path, folder: Path, home: Path) -> None:
     home.mkdir(exist_ok=True)
     print(f"== {page.name}, in {folder}", flush=True)
     mark = f"walk-{uuid.uuid4()}"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+    cache = os.environ.get("PIP_CACHE_DIR", str(Path.home() / ".cache" / "pip"))
+    kept |= {"HOME": str(home), "PIP_CACHE_DIR": cache, "PYTHON": sys.executable, "NEWCOMER": mark}
     with tempfile.TemporaryDirectory(prefix="nc-", ignore_cleanup_errors=True) as ray:
-        env = _environment(home) | {"NEWCOMER": mark, "RAY_TMPDIR": ray}
         try:
             done = subprocess.run(
-                ["bash", "-c", script_of(page)],
-                cwd=folder, env=env, timeout=PAGE_TIMEOUT_S, stdin=subprocess.DEVNULL,
+                ["bash", "-c", script_of(page)], cwd=folder, env=kept | {"RAY_TMPDIR": ray},
+                timeout=PAGE_TIMEOUT_S, stdin=subprocess.DEVNULL,
             )  # fmt: skip
         finally:
             _end_processes(mark)
     if done.returncode:
         sys.exit(f"{page.name} does not do what it says")
-
-
-def _environment(home: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
-    cache = os.environ.get("PIP_CACHE_DIR", str(Path.home() / ".cache" / "pip"))
-    return kept | {"HOME": str(home), "PIP_CACHE_DIR": cache, "PYTHON": sys.executable}
 
 
 def _end_processes(mark: str) -> None:

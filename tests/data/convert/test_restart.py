@@ -169,26 +169,19 @@ FACTS = {"rows": [64, 64, 12], "row_group_crc32": [7, 8, 9], "reason": "of\ntwo 
 TABLE = pa.table({"key": [f"image {i}" for i in range(20)]})
 
 
-@pytest.fixture
-def facts(tmp_path: Path) -> Location:
-    """A file of the staging folder."""
+def test_every_flipped_bit_of_staged_facts_is_found_and_on_the_way_read_again(
+    tmp_path, monkeypatch
+):
     file = locate(str(tmp_path / "shard-000000.json"))
     write_facts(file, FACTS)
-    return file
-
-
-def test_every_flipped_bit_of_staged_facts_is_found(facts):
-    assert read_facts(facts) == FACTS
-    for flip in flips(Path(facts.path), bits_per_byte=2):
+    assert read_facts(file) == FACTS
+    for flip in flips(Path(file.path), bits_per_byte=2):
         with pytest.raises(ValueError, match="is not what was written"):
-            pytest.fail(f"{flip}: read as {read_facts(facts)}")
-
-
-def test_staged_facts_that_flip_on_the_way_are_read_again(facts, monkeypatch):
-    whole = facts.read()
+            pytest.fail(f"{flip}: read as {read_facts(file)}")
+    whole = file.read()
     answers = [whole.replace(b"64", b"65", 1), whole]
     monkeypatch.setattr(Location, "read", lambda _: answers.pop(0))
-    assert read_facts(facts) == FACTS
+    assert read_facts(file) == FACTS
     assert answers == []
 
 

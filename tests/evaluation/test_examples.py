@@ -30,12 +30,10 @@ def whole():
     shades = np.arange(NUM_IMAGES, dtype=np.uint8) * 4
     return {
         "images": np.broadcast_to(shades[:, None, None, None], (NUM_IMAGES, 4, 4, 3)).copy(),
-        "samples": np.arange(NUM_IMAGES),
-        "logits": logits,
-        "labels": labels,
+        "samples": np.arange(NUM_IMAGES), "logits": logits, "labels": labels,
         "losses": rng.uniform(0, 9, NUM_IMAGES),
         "weights": (np.arange(NUM_IMAGES) < NUM_IMAGES - 4).astype(np.float32),
-    }
+    }  # fmt: skip
 
 
 def kept(whole, num_ranks, order, is_sigmoid=False):

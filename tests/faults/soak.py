@@ -105,13 +105,10 @@ class Soak:
             (self.buckets / bucket).mkdir(parents=True, exist_ok=True)
         (folder / "home").mkdir(exist_ok=True)
         self.environment = {
-            **s3_environment(S3_PORT),
-            "AWS_ENDPOINT_URL": f"http://{storage.address}:{S3_PORT}",
-            "HOME": str(folder / "home"),
-            "PYTHONPATH": str(ROOT),
-            "RAY_ADDRESS": f"{head.address}:{hosts.PORT}",
-            **timeout(20.0),
-        }
+            **s3_environment(S3_PORT), "AWS_ENDPOINT_URL": f"http://{storage.address}:{S3_PORT}",
+            "HOME": str(folder / "home"), "PYTHONPATH": str(ROOT),
+            "RAY_ADDRESS": f"{head.address}:{hosts.PORT}", **timeout(20.0),
+        }  # fmt: skip
         command = [
             rclone_binary(), "serve", "s3", str(self.buckets), "--addr", f"0.0.0.0:{S3_PORT}", "-q",
             "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--vfs-cache-mode", "off",

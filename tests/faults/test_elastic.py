@@ -57,16 +57,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def elastic_recipe(name: str, digits: Digits, folder: Path) -> Recipe:
     return small_recipe(
-        name,
-        digits,
-        folder,
-        model={"dropout": 0.0},
-        data={"cpus_per_task": 0.25},
+        name, digits, folder, model={"dropout": 0.0}, data={"cpus_per_task": 0.25},
         optim={"steps": STEPS, "schedule": "constant", "learning_rate": 1e-4},
         checkpoint={"every_steps": EVERY, "keep_last": 3},
-        workers={"num_workers": [1, 2], "cpus_per_worker": 0.75},
-        train={"log_every_steps": 100},
-    )
+        workers={"num_workers": [1, 2], "cpus_per_worker": 0.75}, train={"log_every_steps": 100},
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -167,11 +162,9 @@ def test_a_node_that_is_drained_is_left_with_a_checkpoint_of_that_moment(one_nod
         has_begun=lambda: log.exists() and "train/loss" in log.read_text(),
     )  # fmt: skip
     GcsClient(address=one_node.address).drain_node(
-        second.node_id,
-        autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"),
-        "taken back",
-        int((time.time() + 60) * 1e3),
-    )
+        second.node_id, autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"),
+        "taken back", int((time.time() + 60) * 1e3),
+    )  # fmt: skip
     # There is no other reason for a checkpoint, nor for a smaller group.
     wait_until(lambda: ranks_of_newest(recipe) == 2, driver)
     # Before its first step the smaller group would have nothing to write.

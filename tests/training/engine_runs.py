@@ -82,13 +82,9 @@ def build_engine(
     model = model or small_model()
     freeze(model, optim.frozen)
     return DeepSpeedEngine(
-        model,
-        train,
-        optim,
-        micro_batch_size=micro,
-        accumulation_steps=GLOBAL_BATCH // (micro * world_size),
-        loss_function=loss_of(train),
-    )
+        model, train, optim, micro_batch_size=micro,
+        accumulation_steps=GLOBAL_BATCH // (micro * world_size), loss_function=loss_of(train),
+    )  # fmt: skip
 
 
 def optim_of(config: dict[str, Any]) -> OptimConfig:
@@ -114,14 +110,10 @@ def run_steps(engine: DeepSpeedEngine, first: int, last: int, micro: int) -> lis
 
 def position(engine: DeepSpeedEngine, step: int) -> Position:
     return Position(
-        Progress(step=step),
-        applied_steps=engine.state.applied_steps,
-        samples_seen=step * GLOBAL_BATCH,
-        global_batch_size=GLOBAL_BATCH,
-        shapes=engine.state.shapes,
-        recipe={},
-        data_fingerprint="",
-    )
+        Progress(step=step), applied_steps=engine.state.applied_steps,
+        samples_seen=step * GLOBAL_BATCH, global_batch_size=GLOBAL_BATCH,
+        shapes=engine.state.shapes, recipe={}, data_fingerprint="",
+    )  # fmt: skip
 
 
 def finished(engine: DeepSpeedEngine, losses: list[float]) -> Run:

@@ -31,12 +31,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     queue = multiprocessing.get_context("forkserver").Queue()
     ranks = mp.start_processes(
-        _main,
-        (world_size, store.port, queue, function, args),
-        world_size,
-        join=False,
+        _main, (world_size, store.port, queue, function, args), world_size, join=False,
         start_method="forkserver",
-    )
+    )  # fmt: skip
     # Plain pickles: torch would share tensors through processes that are gone by then.
     results: dict[int, Any] = {}
     deadline_s = time.monotonic() + LIMIT_S
@@ -69,12 +66,9 @@ def _main(
     rank: int, world_size: int, port: int, queue: Any, function: Callable[..., Any], args: Any
 ) -> None:
     os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),
-    )
+    )  # fmt: skip
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     try:

@@ -206,13 +206,9 @@ def losses(
     model = build_model("ViT", 5, 8, **chosen.model.options())
     torch.nn.init.normal_(model.head.weight, std=0.2)
     engine = DeepSpeedEngine(
-        model,
-        chosen.train,
-        chosen.optim,
-        micro_batch_size=micro,
-        accumulation_steps=share // micro,
-        loss_function=make_loss(chosen),
-    )
+        model, chosen.train, chosen.optim, micro_batch_size=micro,
+        accumulation_steps=share // micro, loss_function=make_loss(chosen),
+    )  # fmt: skip
     torch.manual_seed(rank)  # nothing may draw from it
     found = []
     for at in range(STEPS):

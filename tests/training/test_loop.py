@@ -109,11 +109,9 @@ def test_where_weights_are_averaged_they_stop_a_run_early(factor, best):
 
 def test_losses_of_averages_that_are_made_no_longer_decide_nothing():
     progress = Progress(
-        best_eval_loss=0.1,
-        best_loss_key="eval/averaged_loss",
-        evals_without_best=1,
+        best_eval_loss=0.1, best_loss_key="eval/averaged_loss", evals_without_best=1,
         metrics={"eval/averaged_loss": 0.1, "train/loss": 3.0},
-    )
+    )  # fmt: skip
     chosen = short_recipe(evaluate={"every_steps": 5}, train={"early_stopping": 2})
     assert run(FakeEngine(), FakeHooks(losses=[1.0, 0.5]), chosen, progress) is Ending.FINISHED
     assert (progress.best_eval_loss, progress.best_loss_key) == (0.5, "eval/loss")

@@ -59,13 +59,9 @@ def test_a_weight_that_no_pass_reaches_decays_as_it_does_on_many_ranks(monkeypat
     reached, unreached = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
     adamw = torch.optim.AdamW([reached, unreached], lr=0.1, weight_decay=0.5, fused=True)
     optimizer = ReplicatedOptimizer(
-        [reached, unreached],
-        adamw,
-        StepGuard(adamw, torch.device("cpu")),
-        clip_norm=0.0,
-        bucket_elements=10,
-        is_last_pass=lambda: True,
-    )
+        [reached, unreached], adamw, StepGuard(adamw, torch.device("cpu")), clip_norm=0.0,
+        bucket_elements=10, is_last_pass=lambda: True,
+    )  # fmt: skip
     (2 * reached).sum().backward()
     optimizer.step()
     torch.testing.assert_close(unreached.detach(), torch.full((3,), 1 - 0.1 * 0.5))

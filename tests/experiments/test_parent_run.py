@@ -100,20 +100,3 @@ def test_a_child_that_starts_before_mlflow_has_its_parent_is_attached_to_it(tmp_
     third.finish()
     assert tag_of(recipe, third.run_id) == first.run_id
     assert third.run_id == again.run_id
-
-
-def test_a_child_of_a_deleted_parent_waits_for_the_run_that_takes_its_place(tmp_path):
-    recipe = sweep_in(tmp_path, "runs")
-    log = metrics_log_path(recipe.run_folder)
-    opening = RunOpening(recipe.tracking, recipe.name, log)
-    parent = Tracker.begin(opening)
-    deleted = parent.run_id
-    parent.finish("KILLED")
-    MlflowClient(recipe.tracking.uri).delete_run(str(deleted))
-    child = RunOpening(recipe.tracking, "child", log.with_name("child.jsonl"), parent_log=log)
-    waiting = Tracker.begin(child)
-    assert waiting.run_id is None
-    parent = Tracker.begin(replace(opening, key="second"))
-    assert waiting.finish(timeout_s=60.0)
-    assert tag_of(recipe, waiting.run_id) == parent.run_id != deleted
-    parent.finish()

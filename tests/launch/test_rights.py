@@ -9,7 +9,6 @@ from tests.data.denying_s3 import ACTIONS, Rights, policy_of, serve_s3_with_poli
 from tests.data.s3_server import forget_clients
 from tests.recipes import recipe_with
 from vit_ray.commands import doctor
-from vit_ray.commands.predict import print_predictions
 from vit_ray.commands.recorded_run import _refuse_taken
 from vit_ray.data import open_dataset
 from vit_ray.launch.named_run import find_resume_point
@@ -53,17 +52,6 @@ def test_the_rights_that_a_run_needs_are_enough_and_a_probe_that_stays_is_not_in
     _refuse_taken(folder)
     folder.child(RIGHTS_PROBE).write(b"left behind by a start that was killed")
     assert find_resume_point(recipe_with("once", output="s3://runs/all", resume=False)) is None
-
-
-def test_what_predict_writes_to_a_store_is_tried_before_images_are_looked_for(allow, tmp_path):
-    allow({"sets": ("read",), "runs": ("read", "list")})
-    outputs = [f"{tmp_path}/found.png", "s3://runs/tables/found.parquet"]
-    with pytest.raises(ValueError, match=r"s3://runs/tables/found.parquet: .*s3:PutObject"):
-        print_predictions(str(tmp_path), ["nothing"], None, outputs)
-    allow({"runs": ("read", "write", "list")})  # no right to delete is needed
-    with pytest.raises(ValueError, match="'nothing': no such file or folder"):
-        print_predictions(str(tmp_path), ["nothing"], None, outputs)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_machine_without_credentials_is_told_what_to_set(allow, monkeypatch, tmp_path):

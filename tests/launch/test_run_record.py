@@ -44,17 +44,6 @@ TRIALS = ["init_from=x", "data.train=a/train", "data.eval=a/test"]
 COST = {"study/exaflops": 0.5}
 
 
-def test_parameters_are_what_is_set_and_what_trains():
-    params = trained_params(load_recipe("digits"))
-    assert params["model.depth"] == "4"
-    assert "None" not in params.values()
-    assert not {"name", "output", "data.train", "data.eval", "data.cpus_per_task"} & set(params)
-    others = ("tracking.", "plan.", "checkpoint.")
-    # It decides which weights are the result.
-    assert [key for key in params if key.startswith(others)] == ["checkpoint.keep_best"]
-    assert len(params) < 55
-
-
 @pytest.mark.parametrize("name", ["digits", "digits_sweep", "finetune/cifar10"])
 def test_a_recorded_run_is_found_to_be_of_its_recipe_and_of_no_other(name):
     recipe = load_recipe(name)

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image, ImageEnhance, ImageOps
 
 from tests.data.damage import damage
 from tests.data.pictures import jpeg
@@ -79,48 +78,3 @@ def test_a_bad_row_is_named_where_its_neighbour_stands(sets, tmp_path):
     assert [row["place"] for row in rows if row["instead_of"] is not None] == [place]
     assert rows[place]["instead_of"] == bad
     assert rows[place]["sample"] == training_batches(recipe)[step]["sample"][place] != bad
-
-
-def by_pillow(crop: Image.Image, text: str) -> Image.Image:
-    """An operation of RandAugment by its name and numbers alone."""
-    name, *texts = text.split()
-    numbers = [float(number) for number in texts]
-    by, grey = numbers[0] if numbers else 0.0, (128, 128, 128)
-    if name in ("autocontrast", "equalize", "invert"):
-        return getattr(ImageOps, name)(crop)  # type: ignore[no-any-return]
-    if name == "posterize":
-        return crop.point([value - value % 2 ** (8 - int(by)) for value in range(256)] * 3)
-    if name == "solarize":
-        return ImageOps.solarize(crop, int(by))
-    if name == "solarize_add":
-        added = [min(255, value + int(by)) if value < 128 else value for value in range(256)]
-        return crop.point(added * 3)
-    if name == "cutout":
-        pixels, (half, row, column) = np.asarray(crop).copy(), map(int, numbers)
-        pixels[max(0, row - half) : row + half, max(0, column - half) : column + half] = grey
-        return Image.fromarray(pixels)
-    if name == "rotate":
-        return crop.rotate(by, Image.Resampling.NEAREST, fillcolor=grey)
-    matrix = {
-        "shear_x": (1, by, 0, 0, 1, 0), "shear_y": (1, 0, 0, by, 1, 0),
-        "translate_x": (1, 0, by, 0, 1, 0), "translate_y": (1, 0, 0, 0, 1, by),
-    }.get(name)  # fmt: skip
-    if matrix is not None:
-        return crop.transform(crop.size, Image.Transform.AFFINE, matrix, fillcolor=grey)
-    return getattr(ImageEnhance, name.title())(crop).enhance(by)  # type: ignore[no-any-return]
-
-
-def test_the_operations_that_are_named_are_what_was_done_to_the_crop(sets):
-    augment = {"randaugment": "tensorflow", "randaugment_magnitude": 9.0}
-    recipe = recipe_on(sets, data={"augment": augment})
-    done, plain, named = batches_of(recipe), batches_of(recipe_on(sets)), set[str]()
-    for step in range(0, 20, 2):
-        pixels, images = done.read(step)
-        np.testing.assert_array_equal(pixels, training_batches(recipe)[step]["image"])
-        for crop, found, row in zip(plain.read(step)[0], pixels, images, strict=True):
-            changed = Image.fromarray(crop)
-            for text in row["operations"]:
-                changed = by_pillow(changed, text)
-                named.add(text.split()[0])
-            np.testing.assert_array_equal(found, np.asarray(changed), str(row["operations"]))
-    assert len(named) == 16

@@ -1,12 +1,18 @@
-"""A trained model for images: an evaluation's logits bit by bit, whatever the images come as."""
+"""A trained model for images: an evaluation's logits bit by bit, here and as MLflow loads it."""
 
 import io
+import json
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from mlflow.tracking import MlflowClient
+from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 import vit_ray
@@ -15,20 +21,28 @@ from tests.data.converting import convert, in_this_process
 from tests.data.pictures import jpeg
 from tests.data.small_sets import SHARD, write_encoded
 from tests.models.small import TINY_VIT, small_model
+from tests.newcomer.follow import blocks
 from tests.trained_runs import tiny_recipe, write_run
 from tests.training.engine_runs import build_engine
 from tests.training.ranks import run_ranks
 from vit_ray.checkpoints.init_weights import initialize_weights, open_weights
+from vit_ray.config import Recipe
+from vit_ray.config.keys import used_sections
+from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.data import open_dataset
 from vit_ray.data.order import Partition
 from vit_ray.data.shard_writer import EncodedImage
 from vit_ray.data.stream.batches import BatchReader, StreamJob
 from vit_ray.launch.resolved_run import resolve_run
+from vit_ray.launch.run import RunResult, _log_model
 from vit_ray.launch.trained_model import class_names, training_set
+from vit_ray.tracking.metrics_log import RunOpening
+from vit_ray.tracking.tracker import Tracker, log_models, recorded_models, replay
 from vit_ray.training.objective import build_objective
 from vit_ray.worker.evaluation import _predictions
 
+ROOT = Path(__file__).parents[2]
 CLASSES = ["cat", "dog", "emu", "fox", "gnu"]
 COUNT, BATCH = 19, 8
 SIZE: dict[str, Any] = {"name": "ViT", "image_size": 32, **TINY_VIT}
@@ -169,3 +183,142 @@ def test_classes_of_another_data_set_are_not_believed(tmp_path, caplog):
         position = open_weights(run).position
         assert class_names(run, training_set(run, position, None), 5) == names
     assert [record.getMessage().count("classes are numbers") for record in caplog.records] == [1]
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> tuple[Recipe, str]:
+    """A recipe, and its checkpoint."""
+    crop = {"eval_augment": {"kind": "center_crop"}}
+    recipe = tiny_recipe(tmp_path, data=crop, train={"precision": "fp32"})
+    recipe = recipe.with_changes(name="tiny-lr0.1")  # as a trial
+    run = Path(write_run(tmp_path / "runs" / "small", small_model("ViT").eval(),
+                         facts={"recipe": {"name": "small", "model": SIZE}}))  # fmt: skip
+    (checkpoint,) = run.glob("step-*")
+    return recipe, str(checkpoint)
+
+
+def pictures() -> NDArray[np.uint8]:
+    return np.random.default_rng(0).integers(0, 256, (70, 48, 56, 3), dtype=np.uint8)
+
+
+def reference_of(recipe: Recipe) -> dict[str, Any]:
+    return {**used_sections(recipe.recorded()), "classes": CLASSES}
+
+
+def record(recipe: Recipe, checkpoint: str) -> str:
+    """Id of a run that has logged the model, as a training does it."""
+    log = Path(recipe.run_folder) / "metrics.jsonl"
+    tracker = Tracker.begin(RunOpening(recipe.tracking, recipe.name, log))
+    tracker.log.metrics(7, {"eval/top1": 0.75})
+    tracker.log.model(
+        recipe.name, 7, reference=reference_of(recipe), card="# the card",
+        params={"checkpoint": checkpoint}, register_as="tiny",
+    )  # fmt: skip
+    assert tracker.finish("FINISHED")
+    ((_, model),) = recorded_models(tracker.log.path)
+    assert log_models(recipe.tracking.uri, [model]) == [""]
+    assert tracker.run_id is not None
+    return tracker.run_id
+
+
+@pytest.mark.slow
+def test_a_fresh_process_gets_the_models_logits_from_mlflow(trained, tmp_path):
+    recipe, checkpoint = trained
+    run = MlflowClient(recipe.tracking.uri).get_run(record(recipe, checkpoint))
+    (output,) = run.outputs.model_outputs
+    np.save(tmp_path / "images.npy", pictures())
+    (two_lines,) = (
+        block.text
+        for block in blocks(ROOT / "docs" / "experiments.md")
+        if "pyfunc.load_model" in block.text
+    )
+    script = "import sys\nimport numpy as np\nimages = np.load('images.npy')\n"
+    for uri, file in ((f"models:/{output.model_id}", "logged"), ("models:/tiny/1", "registered")):
+        script += two_lines.replace("models:/NAME/1", uri) + f"np.save('{file}', logits)\n"
+    script += "table = model.predict([images[0]], params={'output': 'classes'})\n"
+    script += "assert list(table.columns) == ['class', 'probability', 'label']\n"
+    script += "assert model.unwrap_python_model().model.logits(images[:2]).shape == (2, 5)\n"
+    script += "assert 'ray' not in sys.modules"  # whoever uses a model starts nothing
+    bare = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, env=bare)
+    expected = vit_ray.load(checkpoint, recipe).logits([*pictures()])
+    for file in ("logged.npy", "registered.npy"):
+        found = np.load(tmp_path / file)
+        assert (found.dtype, found.shape) == (np.float32, (70, 5))
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_a_model_has_its_card_and_no_copy_of_the_weights_and_is_sent_again_as_one(
+    trained, tmp_path
+):
+    """Also where an earlier attempt was cut off before the model's files were there."""
+    recipe, checkpoint = trained
+    run_id = record(recipe, checkpoint)
+    client = MlflowClient(recipe.tracking.uri)
+    run = client.get_run(run_id)
+    (output,) = run.outputs.model_outputs
+    model = client.get_logged_model(output.model_id)
+    assert len(client.get_metric_history(run_id, "eval/top1")) == 1
+    assert model.tags["mlflow.note.content"] == "# the card"
+    kept = [path for path in (tmp_path / "mlruns").rglob("*") if path.is_file()]
+    assert {"MLmodel", "README.md", "requirements.txt"} <= {path.name for path in kept}
+    assert sum(path.stat().st_size for path in kept) < 20_000
+    log = Path(recipe.run_folder) / "metrics.jsonl"
+    assert replay(log, recipe.tracking.uri).refused == []
+    (same,) = client.search_logged_models([run.info.experiment_id])
+    (version,) = client.search_model_versions("name = 'tiny'")
+    assert (version.run_id, version.source) == (run_id, f"models:/{same.model_id}")
+    client.finalize_logged_model(same.model_id, "FAILED")
+    replay(log, recipe.tracking.uri)
+    (again,) = client.search_logged_models([run.info.experiment_id])
+    assert (again.status, again.model_id == same.model_id) == ("READY", False)
+
+
+def test_a_checkpoint_that_is_gone_is_named_and_a_moved_one_can_be_given(trained, tmp_path):
+    from vit_ray.launch.logged_model import LoggedModel
+
+    recipe, checkpoint = trained
+    reference, moved = tmp_path / "reference.json", tmp_path / "elsewhere"
+    reference.write_text(json.dumps(reference_of(recipe)))
+    expected = vit_ray.load(checkpoint, recipe).logits([*pictures()[:2]])
+    Path(checkpoint).rename(moved)
+    artifacts, model = {"reference.json": str(reference)}, LoggedModel()
+    gone, found = (
+        SimpleNamespace(artifacts=artifacts, model_config={"checkpoint": place})
+        for place in (checkpoint, str(moved))
+    )
+    with pytest.raises(ValueError, match=rf"refers to the checkpoint {checkpoint}, which cannot"):
+        model.load_context(gone)
+    model.load_context(found)
+    np.testing.assert_allclose(model.predict(None, pictures()[:2]), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss", "steps", "registered"),
+    [
+        ("pretrain", "softmax", 7, ["tiny"]),
+        ("sweep_trial", "softmax", 7, [None]),
+        ("pretrain", "softmax", 6, []),  # it was stopped
+        ("evaluate", "softmax", 7, []),
+        ("pretrain", "masked_patch", 7, []),  # it has no head
+    ],
+)
+def test_what_is_trained_to_its_end_is_logged_and_what_is_no_trial_registered(
+    kind, loss, steps, registered
+):
+    tree = {"name": "run", "tracking": {"register_as": "tiny"}, "train": {"loss": loss}}
+    prepared: Any = SimpleNamespace(
+        recipe=recipe_from_dict(tree, "test"),
+        kind=kind,
+        trains=kind != "evaluate",
+        resolved=SimpleNamespace(manifest=SimpleNamespace(classes=CLASSES)),
+    )
+    logged: list[Any] = []
+    record = SimpleNamespace(model=lambda *words, **named: logged.append((*words, named)))
+    result = RunResult("id", "run", steps, 7, {}, "/runs/run/step-00000007")
+    opened: Any = SimpleNamespace(record=record)
+    _log_model(result, prepared, opened)
+    assert [model["register_as"] for _, _, model in logged] == registered
+    for name, step, model in logged:
+        assert (name, step, model["reference"]["classes"]) == ("run", 7, CLASSES)
+        assert model["params"]["checkpoint"] == "/runs/run/step-00000007"

@@ -38,17 +38,14 @@ def pods(documents: list[Document]) -> Iterator[tuple[str, dict[str, str], Docum
     """Of each pod template its owner's name, its labels, and its specification."""
     for document in documents:
         spec, templates = document.get("spec", {}), []
-        if document["kind"] == "Deployment":
-            templates = [spec["template"]]
-        elif document["kind"] == "CronJob":
-            templates = [spec["jobTemplate"]["spec"]["template"]]
-        elif document["kind"] == "RayJob":
+        if document["kind"] == "RayJob":
             cluster = spec["rayClusterSpec"]
             groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
             templates = [group["template"] for group in groups]
+        elif document["kind"] in ("Deployment", "CronJob"):
+            templates = [spec.get("jobTemplate", {"spec": spec})["spec"]["template"]]
         for template in templates:
-            name, labels = document["metadata"]["name"], template["metadata"]["labels"]
-            yield name, labels, template["spec"]
+            yield document["metadata"]["name"], template["metadata"]["labels"], template["spec"]
 
 
 def of_kind(documents: list[Document], kind: str) -> list[Document]:
@@ -59,16 +56,11 @@ def of_kind(documents: list[Document], kind: str) -> list[Document]:
 # the policies that select it allows.
 
 
-def _selects(selector: Document | None, labels: dict[str, str]) -> bool:
-    if selector is None:
-        return False
+def _selects(selector: Document, labels: dict[str, str]) -> bool:
     for rule in selector.get("matchExpressions", ()):
-        value = labels.get(rule["key"])
-        if rule["operator"] == "Exists" and value is None:
-            return False
-        if rule["operator"] == "In" and value not in rule["values"]:
-            return False
         assert rule["operator"] in ("Exists", "In")
+        if labels.get(rule["key"]) not in rule.get("values", labels.values()):
+            return False
     return selector.get("matchLabels", {}).items() <= labels.items()
 
 
@@ -82,11 +74,10 @@ def reaches(
         if "ports" in rule and port not in [one["port"] for one in rule["ports"]]:
             continue
         for peer in rule["from"]:
-            where = peer.get("namespaceSelector")
-            if where is None:
-                is_there = not namespace
-            else:
-                is_there = _selects(where, {"kubernetes.io/metadata.name": namespace})
+            is_there = not namespace
+            if "namespaceSelector" in peer:
+                name = {"kubernetes.io/metadata.name": namespace}
+                is_there = _selects(peer["namespaceSelector"], name)
             if is_there and _selects(peer.get("podSelector", {}), source):
                 return True
     return not mine
@@ -94,15 +85,17 @@ def reaches(
 
 def test_what_the_policies_say_is_read_as_kubernetes_reads_it():
     """By the first examples of Kubernetes' page on network policies."""
-    deny = {"spec": {"podSelector": {}, "policyTypes": ["Ingress"], "ingress": []}}
-    frontend = {"podSelector": {"matchLabels": {"role": "frontend"}}}
-    rule = {"from": [frontend], "ports": [{"port": 6379}]}
-    allow = {"spec": {"podSelector": {}, "policyTypes": ["Ingress"], "ingress": [rule]}}
-    assert reaches([], {}, {"role": "db"}, 1)
-    assert not reaches([deny], {}, {"role": "db"}, 1)
-    assert reaches([deny, allow], {"role": "frontend"}, {"role": "db"}, 6379)
-    assert not reaches([deny, allow], {"role": "frontend"}, {"role": "db"}, 6380)
-    assert not reaches([deny, allow], {"role": "frontend"}, {"role": "db"}, 6379, "elsewhere")
+    frontend, target = {"role": "frontend"}, {"role": "db"}
+    rule = {"from": [{"podSelector": {"matchLabels": frontend}}], "ports": [{"port": 6379}]}
+    deny, allow = (
+        {"spec": {"podSelector": {}, "policyTypes": ["Ingress"], "ingress": rules}}
+        for rules in ([], [rule])
+    )
+    assert reaches([], {}, target, 1)
+    assert not reaches([deny], {}, target, 1)
+    assert reaches([deny, allow], frontend, target, 6379)
+    assert not reaches([deny, allow], frontend, target, 6380)
+    assert not reaches([deny, allow], frontend, target, 6379, "elsewhere")
 
 
 def test_the_ports_of_ray_are_open_among_the_pods_of_a_job_alone():

@@ -1,4 +1,4 @@
-"""What `cluster/Dockerfile` does without a registry: its rules, the EFA installer's checksum."""
+"""What gets into the image by `cluster/Dockerfile`, and to all nodes by `--working-dir .`."""
 
 import hashlib
 import os
@@ -7,11 +7,14 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
+from ray._private.runtime_env.packaging import create_package
+from ray._private.runtime_env.working_dir import upload_working_dir_if_needed
 
-from tests.cluster.test_manifests import CLUSTER
+from tests.cluster.test_manifests import CLUSTER, ROOT
 
 
 def test_hadolint_finds_nothing_but_what_the_file_names():
@@ -58,3 +61,28 @@ def test_the_efa_installer_runs_only_when_its_checksum_is_the_one_given(given, t
     assert (done.returncode == 0) is (given == "right"), done.stderr
     assert (tmp_path / "installed").exists() is (given == "right")
     assert ("give EFA_SHA256" in done.stderr) is (given == "none")
+
+
+STAYS = (
+    ".env", ".env.production", "keys/id.pem", ".aws/credentials", "B_16.npz", "my/model.pt",
+    "exported/model.safetensors", "runs/a/step-1/rank-0.safetensors", "mlflow.db",
+    "mlruns/1/meta.yaml", ".git/config", ".venv/bin/python",
+)  # fmt: skip
+GOES = ("jobs/pretrain.py", "mine.yaml", "environment.py", "my/model.py")
+
+
+def test_secrets_weights_and_results_are_left_behind(tmp_path):
+    folder, package = tmp_path / "folder", tmp_path / "package.zip"
+    for name in (*STAYS, *GOES):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("content")
+    for name in (".gitignore", ".rayignore"):
+        shutil.copy(ROOT / name, folder)
+
+    def upload(path: str, excludes: list[str], is_file: bool = False) -> None:
+        create_package(path, package, include_gitignore=True, excludes=excludes)
+
+    given = {"working_dir": str(folder)}
+    upload_working_dir_if_needed(given, include_gitignore=True, upload_fn=upload)
+    sent = {name for name in zipfile.ZipFile(package).namelist() if not name.endswith("/")}
+    assert sent == {*GOES, ".gitignore", ".rayignore"}

@@ -55,7 +55,7 @@ def documents_with(overlay=""):
 
 
 def job_with(overlay=""):
-    """Its job, and the ConfigMap with the recipe."""
+    """The ConfigMap with the recipe, and the job."""
     kinds = {one["kind"]: one for one in documents_with(overlay)}
     return kinds["ConfigMap"], kinds["RayJob"]
 
@@ -116,10 +116,6 @@ def _container(group):
     return container
 
 
-def _bytes(quantity):
-    return int(quantity.removesuffix("Gi")) * 2**30
-
-
 def test_a_typo_in_the_rayjob_is_found(rayjob_schema, shipped_rayjob):
     group = shipped_rayjob["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
     shipped_rayjob["spec"]["backofflimit"] = 3
@@ -168,7 +164,7 @@ def test_versions_for_gpus_and_for_cpus_agree():
         dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / name).read_text(), re.M))
         for name in ("constraints.txt", "constraints-gpu.txt")
     )
-    assert {"torch", "triton", "cuda-toolkit", "nvidia-nccl-cu13"} <= gpu.keys()
+    assert {"torch", "triton", "nvidia-nccl-cu13"} <= gpu.keys()
     assert all(plain[name] == gpu[name] for name in plain.keys() & gpu.keys())
 
 
@@ -185,26 +181,13 @@ def test_the_marked_sizes_are_those_of_the_plan():
     share = int(re.search(r"at most (\d+) % of a node's memory; sizeLimit a tenth above", text)[1])
     for group in (head, gpu, cpu):
         (volume,) = [v for v in group["template"]["spec"]["volumes"] if "emptyDir" in v]
-        store = int(group["rayStartParams"]["object-store-memory"])
-        assert 11 * store <= 10 * _bytes(volume["emptyDir"]["sizeLimit"])
-        assert store <= share / 100 * _bytes(_container(group)["resources"]["limits"]["memory"])
-
-
-def test_settings_for_a_lost_node_are_the_same_everywhere(rayjob):
-    """What they bring is measured with real hosts in tests/faults, which reads them here."""
-    head, *others = (
-        {item["name"]: item.get("value") for item in _container(group)["env"]}
-        for group in _pods(rayjob)
-    )
-    shared = {name: head[name] for name in head if re.match("RAY_(health_check|grpc_keep)", name)}
-    launcher = yaml.safe_load((CLUSTER / "ray_up.yaml").read_text())
-    by_hand = (CLUSTER / "README.md").read_text().split("## Any machines")[1]
-    for name, value in shared.items():
-        assert f"{name}={value}" in str(launcher["head_start_ray_commands"]), name
-        assert f"{name}={value}" in by_hand, name
-    name = "RAY_grpc_keepalive_timeout_ms"
-    assert {one[name] for one in (head, *others)} == {head[name]}
-    assert f"{name}={head[name]}" in str(launcher["worker_start_ray_commands"])
+        memory = _container(group)["resources"]["limits"]["memory"]
+        limit, whole = (
+            int(size.removesuffix("Gi")) for size in (volume["emptyDir"]["sizeLimit"], memory)
+        )
+        store = int(group["rayStartParams"]["object-store-memory"]) / 2**30
+        assert 1.1 * store <= limit
+        assert store <= share / 100 * whole
 
 
 def test_the_command_of_the_rayjob_is_a_job_and_a_recipe_that_fit_the_cluster(documents, tmp_path):
@@ -307,9 +290,6 @@ def test_the_launcher_file_is_rays_and_holds_the_workers():
     schema = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
     validator = jsonschema.Draft7Validator(schema)
     assert _problems(validator, config) == []
-    wrong = copy.deepcopy(config)
-    wrong["available_node_types"]["gpu"]["max_worker"] = 1
-    assert "max_worker" in _problems(validator, wrong)[0]
     validate_config(fillout_defaults(copy.deepcopy(config)))  # Ray's own
     nodes = tuple(
         {"Labels": one.get("labels") or {}, "Resources": one["resources"]}
@@ -319,5 +299,6 @@ def test_the_launcher_file_is_rays_and_holds_the_workers():
     )
     cpus, gpus = (sum(n["Resources"].get(key, 0) for n in nodes) for key in ("CPU", "GPU"))
     recipe = load_recipe(RECIPE, [*SMALL, "workers.num_workers=16", "workers.cpus_per_worker=7.5"])
-    assert gpus == 16
     assert check_room(recipe, ClusterShape(len(nodes), cpus, gpus, 0.0, nodes=nodes)) is True
+    config["available_node_types"]["gpu"]["max_worker"] = 1
+    assert "max_worker" in _problems(validator, config)[0]

@@ -1,19 +1,16 @@
-"""What tests stand on: an environment of their own, hosts that are cut off, and one second try."""
+"""What tests stand on: an environment of their own, and one second try under Ray."""
 
 import importlib
 import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests import foreign_settings, hosts
+from tests import foreign_settings
 from tests.conftest import ROOT
-from tests.hosts import Host
 from tests.rerun import refusal
 
 FOREIGN = [
@@ -32,64 +29,6 @@ def test_a_test_finds_nothing_of_the_machine_and_of_earlier_tests(number):
     assert [name for name in (*FOREIGN, "LEFT") if name in os.environ] == ["LEFT"]
     Path("runs").mkdir()
     (Path.home() / ".cache").mkdir()
-
-
-def running(seconds: str) -> bool:
-    ps = subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True)
-    return f"sleep {seconds}" in ps.stdout
-
-
-def answers(host: Host, address: str, port: int) -> bool:
-    script = f"import socket; socket.create_connection(('{address}', {port}), timeout=2)"
-    return host.run(sys.executable, "-c", script)[0] == 0
-
-
-def wait_for(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def serve(host: Host, port: int) -> None:
-    host.serve("http.log", sys.executable, "-m", "http.server", str(port))
-    wait_for(lambda: answers(host, host.address, port))
-
-
-def test_hosts_reach_each_other_are_cut_off_lost_and_start_again_and_leave_nothing():
-    hosts.require()
-    seconds = [f"{number}{os.getpid()}" for number in (77, 78)]
-    with hosts.network() as net:
-        one, two = net.join("one"), net.join("two", private=["/var/tmp"])
-        assert one.run("hostname") == (0, "one\n")
-        assert two.address in one.run("getent", "hosts", "two")[1]
-        for host, number in zip((one, two), seconds, strict=True):
-            host.serve("sleep.log", "sleep", number)
-        wait_for(lambda: f"sleep {seconds[0]}" in one.processes())
-        wait_for(lambda: f"sleep {seconds[1]}" in two.processes())
-        assert f"sleep {seconds[0]}" not in two.processes()
-        for place in ("/dev/shm/mark", "/var/tmp/mark", "/tmp/ray/m"):
-            one.run("touch", place)
-            assert two.run("ls", place)[0] != 0, place
-            one.run("rm", place)
-        serve(one, 8101)
-        wait_for(lambda: answers(two, one.address, 8101))
-        one.cut()
-        assert not answers(two, one.address, 8101)
-        assert answers(one, one.address, 8101)  # its own interface is up
-        one.heal()
-        wait_for(lambda: answers(two, one.address, 8101))
-        two.lose()
-        assert two.processes() == []
-        assert [running(number) for number in seconds] == [True, False]
-        again = net.join("two")
-        assert again.address == two.address
-        serve(again, 8103)
-        wait_for(lambda: answers(one, again.address, 8103))
-    assert not running(seconds[0])
-    listed = subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
-    assert net._token not in listed
-    assert not net._folder.exists()
 
 
 NAME, OTHER = "tests/test_a.py::test_a@ray", "tests/test_b.py::test_b@ray"

@@ -3,11 +3,8 @@
 import importlib
 import inspect
 from importlib.metadata import version
-from types import SimpleNamespace
 
 import pytest
-import ray
-import ray.train
 from ray.autoscaler._private.kuberay import node_provider
 
 from vit_ray import deepspeed_internals, mlflow_internals, ray_internals
@@ -42,25 +39,6 @@ def test_ray_reads_what_its_autoscaler_is_given():
     paths = (node_provider.IN_CLUSTER_TOKEN_PATH, node_provider.IN_CLUSTER_CA_CERT_PATH)
     folder = "/var/run/secrets/kubernetes.io/serviceaccount"  # Kubernetes' own
     assert paths == (f"{folder}/token", f"{folder}/ca.crt")
-
-
-def test_a_server_may_take_its_share_of_the_cluster_that_no_rank_has(monkeypatch):
-    """Ray's own share of 64 servers on nodes of 16 CPUs would be none."""
-    autoscaler = ray_internals.RateBasedClusterAutoscaler
-    cluster = {"CPU": 1024.0, "object_store_memory": 6400.0, "memory": 640.0}
-    nodes = [{"NodeID": "here", "Resources": {"object_store_memory": 300.0}}]
-    here = SimpleNamespace(get_node_id=lambda: "here")
-    monkeypatch.setattr(ray, "cluster_resources", lambda: cluster)
-    monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: here)
-    try:
-        # Its share of what is left; of the object store no more than its own node has.
-        for share, reserved, expected in ((1 / 64, 512, (8, 100)), (1 / 2, 512, (256, 300))):
-            ray_internals.give_datasets(share, reserved)
-            part = autoscaler.get_total_resources(None)
-            assert (part.cpu, part.object_store_memory) == expected
-    finally:
-        ray_internals.give_datasets(1, 0)
 
 
 def test_ray_datas_advice_on_retries_is_taken_off_an_error():

@@ -61,6 +61,11 @@ OFFLOADED = [("bf16", 2), ("fp32", 3), ("fp32", 1)]
 
 
 @pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="module")
 def straight(folder: str) -> StraightRuns:
     """With the runs of two ranks that several tests compare, in one process group."""
     runs = StraightRuns(folder)

@@ -12,6 +12,7 @@ from tests.training.engine_runs import (
     IMAGES,
     PLAIN_LINEAR,
     batch,
+    build_engine,
     loss_of,
     small_model,
 )
@@ -199,16 +200,13 @@ def losses(
         optim={"steps": STEPS, "learning_rate": 1e-2},
         train={"global_batch_size": GLOBAL_BATCH, "precision": "fp32", **train},
     )
-    torch.nn.functional.linear = PLAIN_LINEAR
     world_size = torch.distributed.get_world_size()
     share = GLOBAL_BATCH // world_size
     torch.manual_seed(0)
     model = build_model("ViT", 5, 8, **chosen.model.options())
     torch.nn.init.normal_(model.head.weight, std=0.2)
-    engine = DeepSpeedEngine(
-        model, chosen.train, chosen.optim, micro_batch_size=micro,
-        accumulation_steps=share // micro, loss_function=make_loss(chosen),
-    )  # fmt: skip
+    engine = build_engine(chosen.train, world_size, micro, chosen.optim, model)
+    engine._loss_function = make_loss(chosen)
     torch.manual_seed(rank)  # nothing may draw from it
     found = []
     for at in range(STEPS):

@@ -178,11 +178,11 @@ def training(store: Store) -> tuple[Store, Any]:
                        tags={"mlflow.source.name": "pretrain.py mine"})  # fmt: skip
     folder = Path(store.client.get_run(run_id).info.artifact_uri.removeprefix("file://"))
     squares = [np.full((96, 96, 3), 9, np.uint8)] * 4
+    known = {"loss": 0.1, "sample": 0}
     about = [
-        {"sample": i, "classes": [CLASSES[i]], "predicted": CLASSES[i - i % 2], "loss": 0.1,
-         "probability": 0.25 * i}
+        known | {"classes": [CLASSES[i]], "predicted": CLASSES[i - i % 2], "probability": i / 4}
         for i in range(4)
-    ]  # fmt: skip
+    ]
     files = {f"evaluation/{k}": v for k, v in picture("examples", squares, about).items()}
     files["evaluation/confusion.csv"] = lines(("rose", "=1+1", 1))
     for number, (text, time_s) in enumerate((("later", 200.0), ("first", 100.0))):

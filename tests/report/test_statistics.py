@@ -39,9 +39,7 @@ def test_wilsons_interval_contains_exactly_the_shares_that_a_score_test_accepts(
 def test_a_mean_has_students_interval_from_three_seeds_on():
     values = [0.9, 0.91, 0.895, 0.92]
     low, high = stats.t.interval(0.95, 3, np.mean(values), stats.sem(values))
-    found = student(values)
-    assert found is not None
-    assert found == pytest.approx((np.mean(values), low, high))
+    assert student(values) == pytest.approx((np.mean(values), low, high))
     assert student(values[:2]) is None
     assert student([0.9, 0.9, 0.9]) is None
 
@@ -93,9 +91,8 @@ def test_a_law_has_the_exponent_and_the_floor_of_its_points_in_each_seed():
     found = law_of(family(0.1), "test")
     assert found.law[:3] == pytest.approx((0.102, 0.3, 0.05), rel=1e-3)
     assert len(found.by_seed) == 5
-    assert [law.scale for law in found.by_seed.values()] == pytest.approx(
-        [0.1 * (1 + 0.01 * seed) for seed in range(5)], rel=1e-3
-    )
+    scales = [law.scale for law in found.by_seed.values()]
+    assert scales == pytest.approx([0.1 * (1 + 0.01 * seed) for seed in range(5)], rel=1e-3)
     again = found.law.compute_at(found.law.error_at(np.array([0.5])))
     assert again == pytest.approx([0.5])
 

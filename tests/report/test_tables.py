@@ -1,16 +1,31 @@
-"""Cell by cell: tables of a store with known answers, with what must not count among its runs."""
+"""Runs, tables and figures of stores with known answers and with what must not count."""
 
+import math
 import statistics
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.collections import PathCollection
+from matplotlib.colors import to_hex
 
-from tests.report.made_store import EPOCHS, GMACS, IMAGES, SEEDS, Store, accuracy, exaflops_of
+from tests.report.made_store import (
+    EPOCHS,
+    GMACS,
+    IMAGES,
+    SEEDS,
+    Store,
+    accuracy,
+    exaflops_of,
+    write_sweep,
+)
 from vit_ray import paper
+from vit_ray.report.figures import COLORS, fig_compute, fig_rates
+from vit_ray.report.headline import sweeps_of
 from vit_ray.report.page import Written
-from vit_ray.report.runs import load_runs, trainings
-from vit_ray.report.tables import paper_tables, trainings_table
+from vit_ray.report.runs import Files, load_runs, trainings
+from vit_ray.report.tables import cells_of, comparable, paper_tables, trainings_table
 
 
 def table_of(written: Written, start: str) -> pd.DataFrame:
@@ -72,10 +87,9 @@ def test_the_table_of_trainings_has_each_once(study_page):
 
 
 def pretrained(store: Store, model: str, optimizer: str = "adamw", seed: int = 0) -> str:
-    name = f"{model}-{optimizer}-s{seed}".replace("/", "_")
     params = {"model.name": model, "optim.name": optimizer, "optim.epochs": 7.0}
     return store.put(
-        name, {"eval/top1": 0.5, "study/exaflops": 3.0, "study/train_images": 100.0}, params,
+        "first", {"eval/top1": 0.5, "study/exaflops": 3.0, "study/train_images": 100.0}, params,
         kind="pretrain", group=f"{model} {optimizer}", seed=seed, data="imagenet21k",
     )  # fmt: skip
 
@@ -151,3 +165,97 @@ def test_tasks_of_vtab_and_of_a_cells_transfers_are_columns(store):
     assert table.loc["a", ["pets %", "flowers %"]].tolist() == ["80.00", "60.00"]
     assert pd.isna(table.loc["b", "flowers %"])
     assert tables["Table 6"]["pets %"].tolist() == ["80.00", "90.00"]
+
+
+def test_a_line_of_a_figure_is_a_model_and_a_point_a_mean_over_seeds(study):
+    made, selection = study
+    (axes,) = fig_compute(comparable(cells_of(trainings(load_runs(made.uri, selection))))).axes
+    ends = {text.xy: text.get_text() for text in axes.texts}
+    lines = [container[0].get_xydata() for container in axes.containers]
+    drawn = {ends[tuple(map(float, points[-1]))]: points for points in lines}
+    assert {*drawn} == {*GMACS}
+    for model, points in drawn.items():
+        computes = [exaflops_of(model, epochs) for epochs in EPOCHS]
+        means = [100 * np.mean([accuracy(model, c, seed) for seed in SEEDS]) for c in computes]
+        assert points == pytest.approx(np.column_stack([computes, means]))
+    assert axes.get_xscale() == "log"
+    colors = {text.get_text(): to_hex(text.get_color()) for text in axes.texts}
+    assert colors["ViT-B/16"] == COLORS["ViT"] != colors["R50x1"] == COLORS["ResNet"]
+    # A training that has not finished is a cross with its state.
+    assert "running" in [text.get_text() for text in axes.get_legend().get_texts()]
+    crosses = [one for one in axes.collections if isinstance(one, PathCollection)]
+    assert 30.0 in [point[1] for one in crosses for point in one.get_offsets().tolist()]
+
+
+def test_rates_are_hollow_on_the_dev_split_and_filled_on_the_test_set(store):
+    write_sweep(store)
+    ((_, tried, finals),) = sweeps_of(trainings(load_runs(store.uri, "made")))
+    (axes,) = fig_rates(tried, finals).axes
+    drawn = {one.get_label(): one[0] for one in axes.containers}
+    faces = {name: to_hex(line.get_markerfacecolor()) for name, line in drawn.items()}
+    assert faces == {
+        "dev split": "#ffffff", "dev split, stopped early": "#ffffff", "test": COLORS["ViT"]
+    }  # fmt: skip
+    points = {name: line.get_xydata().tolist() for name, line in drawn.items()}
+    assert points["dev split"] == [[0.01, 88.0], [0.03, 90.0], [0.1, 89.0]]
+    assert points["test"] == [[0.03, pytest.approx(90.0)]]
+    assert axes.get_xscale() == "log"
+
+
+def test_a_selected_run_comes_with_all_runs_below_it(store):
+    study = store.put("study", kind="study")
+    sweep = store.put("sweep", kind="sweep", parent=study)
+    store.put("trial", {"dev/top1": 0.5}, kind="sweep_trial", parent=sweep)
+    store.put("other", {"eval/top1": 0.5}, kind="pretrain")
+    assert load_runs(store.uri, study)["name"].tolist() == ["study", "sweep", "trial"]
+    assert len(load_runs(store.uri, "made")) == 4
+    with pytest.raises(ValueError, match="no experiment 'made2'; give one of Default, made"):
+        load_runs(store.uri, "made2")
+    with pytest.raises(ValueError, match="no such file"):
+        load_runs("sqlite:////nowhere/mlflow.db", "made")
+
+
+def test_a_group_is_that_of_the_driver_with_the_pre_trainings_before_it(store):
+    firsts = [
+        store.put("first", kind="pretrain", group=group, seed=seed)
+        for group, seed in (("a", 0), ("a", 1), ("b", 0))
+    ]
+    for first in firsts:
+        tags = {"vit_ray.init_run": first, "init_from": f"/runs/{first}"}
+        store.put("tuned", {"eval/top1": 0.9}, kind="finetune", group="t", tags=tags)
+    store.put("alone", kind="")
+    runs = load_runs(store.uri, "made")
+    one, again, other = runs.loc[runs["name"] == "tuned", "group"]
+    assert one == again != other
+    assert runs.loc[runs["name"] == "tuned", "seed"].tolist() == ["0/0", "0/1", "0/0"]
+    assert runs["origin"].dropna().tolist() == firsts
+    assert runs["is_tuned"].sum() == 3
+
+
+def test_of_two_records_of_a_training_the_newest_finished_one_counts(store):
+    for group, name, status in (
+        ("g", "killed", "KILLED"), ("g", "good", "FINISHED"), ("g", "again", None),
+        ("h", "killed twice", "KILLED"), ("h", "newest", "KILLED"),
+    ):  # fmt: skip
+        store.put(name, {"eval/top1": 0.5}, kind="pretrain", group=group, status=status)
+    assert trainings(load_runs(store.uri, "made"))["name"].tolist() == ["good", "newest"]
+
+
+def test_a_result_is_the_best_or_the_averaged_one_where_the_run_has_it(store):
+    store.put("best", {"eval/top1": 0.5, "eval/best_top1": 0.7, "result/evaluations": 3.0})
+    store.put("averaged", {"eval/top1": 0.5, "eval/averaged_top1": 0.6})
+    store.put("diverged", {"eval/top1": math.nan, "eval/loss": math.inf})
+    runs = load_runs(store.uri, "made").set_index("name")
+    assert runs["test"].fillna(-1).tolist() == [0.7, 0.6, -1]
+    assert pd.isna(runs.loc["diverged"].get("eval/loss"))
+    assert runs.loc["best", "best_of"] == 3
+
+
+def test_a_curve_has_each_step_once_with_its_first_and_its_last(store):
+    run_id = store.put("run")
+    for step in range(50):
+        store.client.log_metric(run_id, "train/loss", float(step), step=step)
+    store.client.log_metric(run_id, "train/loss", 99.0, timestamp=9**13, step=49)
+    found = Files(store.uri).curve(run_id, "train/loss", 10)
+    assert (len(found), found.index[0], found.index[-1], found.iloc[-1]) == (10, 0, 49, 99.0)
+    assert len(Files(store.uri).curve(run_id, "none", 10)) == 0

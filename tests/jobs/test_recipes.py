@@ -296,27 +296,20 @@ def test_the_transfers_of_table_6_are_the_papers_sets_at_its_resolution():
 
 def test_figure_4_takes_the_papers_parts_and_stops_early():
     plan = plan_study(load_recipe(OF_THE_PAPER / "figure4.yaml"))
-    sizes = {round(one.facts.num_images / 1e6) for one in plan}
-    assert sizes == {9, 30, 90, 303}
+    assert {round(one.facts.num_images / 1e6) for one in plan} == {9, 30, 90, 303}
     assert len(plan) == 24
     assert all(one.cell.recipe.train.early_stopping for one in plan)
-    assert {one.facts.total_steps for one in plan} == {517_822}
+    assert {one.facts.total_steps for one in plan} == {JFT_7}
 
 
-def test_the_positions_are_the_eight_of_table_8():
-    kinds = [
-        (cell.recipe.model.positions, cell.recipe.model.positions_at or "stem")
-        for cell in cells_of("positions")
-    ]
+def test_positions_are_the_eight_of_table_8_and_heads_have_the_rates_of_figure_9():
+    models = [cell.recipe.model for cell in cells_of("positions")]
     everywhere = ("stem", "every_layer", "every_layer_shared")
-    assert kinds == [
+    assert [(model.positions, model.positions_at or "stem") for model in models] == [
         ("none", "stem"),
         *(("learned_1d", place) for place in everywhere),
         *(("learned_2d", place) for place in everywhere),
         ("relative", "stem"),
     ]
-
-
-def test_the_heads_have_the_rates_of_figure_9():
     rates = [(cell.recipe.model.pool, cell.recipe.optim.learning_rate) for cell in cells_of("head")]
     assert rates == [("cls", 8e-4), ("gap", 8e-4), ("gap", 3e-4)]

@@ -12,8 +12,6 @@ from vit_ray.models.flops import forward_macs
 @pytest.mark.parametrize("name", ["NVIDIA H100", "NVIDIA A100"])
 def test_figures_agree_with_the_table_that_torch_keeps(name):
     theirs, ours = lookup_device_info(name), find_device(name)
-    assert theirs is not None
-    assert ours is not None
     dense = theirs.tops[torch.bfloat16] / theirs.tops_sparsity_factor * 1e12
     assert ours.bf16_flops == pytest.approx(dense, rel=0.002)  # 312 and 312.5 are both printed
     assert ours.fp32_flops == theirs.tops[torch.float32] * 1e12
@@ -34,7 +32,6 @@ def test_figures_agree_with_the_table_that_torch_keeps(name):
 )  # fmt: skip
 def test_figures_are_the_data_sheets(name, sparse_bf16_tflops, memory_gb):
     device = find_device(f"NVIDIA {name}")
-    assert device is not None
     assert device.bf16_flops / 1e12 == pytest.approx(sparse_bf16_tflops / 2, abs=0.6)
     assert 0.93 <= device.memory_gib / memory_gb <= 1.0  # GB and GiB are both sold as GB
 
@@ -49,19 +46,14 @@ def test_figures_are_the_data_sheets(name, sparse_bf16_tflops, memory_gb):
     ],
 )  # fmt: skip
 def test_names_as_drivers_report_them_find_their_entry(reported, entry):
-    assert find_device(reported) is not None
-    assert find_device(reported) is find_device(entry)
+    assert find_device(reported) is find_device(entry) is not None
 
 
-@pytest.mark.parametrize("name", ["NVIDIA GB200", "NVIDIA RTX A1000", "NVIDIA A100X", "cpu"])
-def test_a_name_that_only_contains_a_known_one_is_unknown(name):
-    assert find_device(name) is None
-    assert peak_flops(name, "bf16") is None
-
-
-def test_the_peak_is_that_of_the_precision():
+def test_the_peak_is_that_of_the_precision_and_none_of_a_name_that_only_contains_a_known_one():
     assert peak_flops("NVIDIA H200", "bf16") == 989e12
     assert peak_flops("NVIDIA H200", "fp32") == 67e12
+    for name in ("NVIDIA GB200", "NVIDIA RTX A1000", "NVIDIA A100X", "cpu"):
+        assert find_device(name) is peak_flops(name, "bf16") is None
 
 
 @pytest.mark.parametrize(
@@ -83,11 +75,7 @@ def test_device_hours_of_the_largest_run_cross_check_with_the_papers_tpu_time():
     # 61.5 TFLOP/s, so the paper ran at 32 % of it.
     tpu_core = Pace(peak_flops=61.5e12, mfu=0.32)
     assert tpu_core.device_hours(4262) / 24 == pytest.approx(2500, rel=0.01)
-
-
-def test_mfu_by_hand():
     # 30 million multiply-adds, of two FLOPs, for each of 1,000 images per second, on 1 TFLOP/s.
-    rates = Compute(30_000_000, 1e12).rates(1000.0)
-    assert rates["perf/model_tflops_per_gpu"] == pytest.approx(0.06)
-    assert rates["perf/mfu"] == pytest.approx(0.06)
+    rates = {"perf/model_tflops_per_gpu": 0.06, "perf/mfu": 0.06}
+    assert Compute(30_000_000, 1e12).rates(1000.0) == pytest.approx(rates)
     assert set(Compute(30_000_000).rates(10.0)) == {"perf/model_tflops_per_gpu"}

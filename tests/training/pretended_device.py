@@ -12,7 +12,7 @@ import torch
 
 
 class PretendedGpu:
-    """A stream that computes and one beside it, in the order in which they are used."""
+    """A stream that computes and one beside it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.order: list[str] = []

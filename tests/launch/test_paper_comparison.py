@@ -63,11 +63,7 @@ def imagenet(folder: Path, monkeypatch: pytest.MonkeyPatch, **sections: Any) -> 
 
 @pytest.mark.parametrize(
     ("kind", "shown"),
-    [
-        ("own_labels", ["ImageNet"]),
-        ("imagenet_real", ["ImageNet ReaL"]),
-        ("imagenet_v2", []),
-    ],
+    [("own_labels", ["ImageNet"]), ("imagenet_real", ["ImageNet ReaL"]), ("imagenet_v2", [])],
 )
 def test_imagenet_is_told_from_real_by_the_labels_that_are_measured(
     kind, shown, tmp_path, monkeypatch

@@ -11,12 +11,7 @@ import ray
 from tests.worker.fakes import FakeRun, make_job
 from vit_ray.launch import placement
 from vit_ray.launch.failures import FailingNodes
-from vit_ray.launch.placement import (
-    GroupShape,
-    NoPlaceError,
-    PlaceFinder,
-    StoppedWaitingError,
-)
+from vit_ray.launch.placement import GroupShape, NoPlaceError, PlaceFinder, StoppedWaitingError
 from vit_ray.outcomes import EventKind, WorkerPlace
 
 

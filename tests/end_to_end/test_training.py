@@ -74,7 +74,7 @@ def test_the_best_evaluation_is_the_result(digits, folder):
     assert train(recipe).metrics["eval/top1"] == accuracies[best]
 
 
-def test_its_mlflow_run_holds_figures_recipe_code_and_data(straight):
+def test_its_mlflow_run_holds_figures_recipe_code_data_and_where_its_time_went(straight):
     recipe, result = straight
     assert result.run_id is not None
     run = MlflowClient(recipe.tracking.uri).get_run(result.run_id)
@@ -91,16 +91,11 @@ def test_its_mlflow_run_holds_figures_recipe_code_and_data(straight):
     for tag in ("git_commit", "data_fingerprint", "cluster", "kind"):
         assert tags_of(run.data.tags)[f"vit_ray.{tag}"]
     assert [step for step, _ in curve(recipe, result.run_id)] == [1, 4, 8, 12, 16, 20, 24]
-
-
-def test_each_second_of_it_is_of_one_phase(straight):
-    recipe, result = straight
-    held = MlflowClient(recipe.tracking.uri).get_run(result.run_id or "").data.metrics
+    held = run.data.metrics
     seconds = {kind: held[f"run/{kind}_s"] for kind in Phase}
     assert sum(seconds.values()) == pytest.approx(held["run/wall_s"])
     assert seconds["lost"] == 0
-    for kind in ("starting", "training", "evaluation"):
-        assert seconds[kind] > 0, kind
+    assert min(seconds[kind] for kind in ("starting", "training", "evaluation")) > 0
     # 24 steps on two workers, as the loop counts them; its own clock is of another call.
     steps_s = seconds["training"] + seconds["data_wait"]
     assert held["cost/core_days"] >= 2 * steps_s / 86_400

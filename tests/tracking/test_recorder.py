@@ -169,14 +169,10 @@ def test_no_record_is_lost_doubled_or_out_of_order_when_the_actor_dies_under_loa
 
 
 def test_a_trial_has_its_dev_accuracy_under_its_own_name_and_first(store, here, tmp_path):
+    opening = replace(opening_of(tmp_path), measured_on="dev", awaited_metric="dev/top1")
     data = {"name": "train", "digest": "f" * 32, "source": "/d", "context": "training"}
-    opening = replace(
-        opening_of(tmp_path),
-        datasets=[{**data, "profile": {"num_images": 7}}],
-        measured_on="dev",
-        awaited_metric="dev/top1",
-    )
-    record = recorded_here(opening, here)
+    datasets = [{**data, "profile": {"num_images": 7}}]
+    record = recorded_here(replace(opening, datasets=datasets), here)
     record.metrics(1, {"a/loss": 1.0})
     record.metrics(2, {"eval/top1": 0.75, "evaluated": 1.0})
     assert record.status().metrics["eval/top1"] == 0.75

@@ -1,5 +1,6 @@
 """Features and accuracy of a set that several ranks share, against one rank that has it all."""
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from tests.training.ranks import run_ranks
 from tests.worker.fakes import TOTAL, FakeEngine, FakeRun, Worker, make_job
 from vit_ray import trust_modules
 from vit_ray.config.training_sections import EvalConfig, TrainConfig
-from vit_ray.evaluation.few_shot import FewShot, few_shot_accuracy
+from vit_ray.evaluation.few_shot import FewShot
 from vit_ray.evaluation.ground_truth import Answers
 from vit_ray.models import build_model
 from vit_ray.models.weights import save_weights
@@ -46,17 +47,8 @@ def share(rank: int, world_size: int) -> list[dict[str, Any]]:
     return [{key: one[start : start + BATCH] for key, one in columns.items()} for start in starts]
 
 
-def features_of(engine: Any, batches: list[dict[str, Any]]) -> np.ndarray:
-    """Features of this rank's images, with their sample numbers in front."""
-    rows = [
-        np.column_stack([batch["sample"], features.numpy()])[batch["weight"] > 0]
-        for batch, features, _ in _predictions(engine, batches)
-    ]
-    return np.concatenate(rows)
-
-
 def evaluated(rank: int) -> dict[int, Any]:
-    """By ZeRO stage: features, accuracy, few-shot accuracy, logits."""
+    """By ZeRO stage: accuracy, few-shot accuracy, logits."""
     trust_modules("tests.parts")
     world_size = torch.distributed.get_world_size()
     batches = share(rank, world_size)
@@ -70,7 +62,6 @@ def evaluated(rank: int) -> dict[int, Any]:
         labels = np.arange(NUM_IMAGES) % 5
         few_shot = FewShot(labels, 5, shots=config.shots, seeds=config.few_shot_seeds)
         found[stage] = (
-            features_of(engine, batches),
             measure_accuracy(engine, batches, recipe),
             measure_few_shot(engine, batches, batches, config, few_shot),
             np.concatenate([one[b["weight"] > 0] for b, _, one in _predictions(engine, batches)]),
@@ -79,39 +70,19 @@ def evaluated(rank: int) -> dict[int, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def alone() -> Any:
-    return run_ranks(1, evaluated)[0][0]
-
-
-@pytest.fixture(scope="module")
-def shared() -> list[dict[int, Any]]:
-    # 19 images in 6 batches of 4: rank 0 has 11 of them, and of rank 1's 3 batches one is padding.
-    return run_ranks(2, evaluated)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_figures_of_two_ranks_are_those_of_all_images_at_once(alone, shared, stage):
-    labels = np.arange(NUM_IMAGES) % 5
-    top3 = top_k_accuracy_score(labels, alone[3], k=3)
+def test_figures_of_two_ranks_are_those_of_all_images_at_once():
+    """19 images in 6 batches of 4: rank 0 has 11, and of rank 1's 3 batches one is padding."""
+    ((alone,), ranks) = (run_ranks(count, evaluated) for count in (1, 2))
+    alone_accuracy, alone_few_shot, logits = alone[0]
+    top3 = top_k_accuracy_score(np.arange(NUM_IMAGES) % 5, logits, k=3)
     assert 0 < top3 < 1
-    rows = np.concatenate([rank[stage][0] for rank in shared])
-    rows = rows[np.argsort(rows[:, 0])]
-    assert rows[:, 0].tolist() == list(range(NUM_IMAGES))
-    features = rows[:, 1:]
-    few_shot = few_shot_accuracy(
-        features, labels, features, labels, num_classes=5, shots=(1, 3), seeds=2
-    )
-    for rank in shared:
-        _, accuracy, of_few, _ = rank[stage]
-        assert accuracy == pytest.approx(alone[1], rel=1e-5)
-        assert of_few == pytest.approx(alone[2])
-        assert of_few == {
-            f"few_shot/{n}_shot_top1": pytest.approx(value) for n, value in few_shot.items()
-        }
+    for stage, rank in itertools.product((0, 3), ranks):
+        accuracy, few_shot, _ = rank[stage]
+        assert accuracy == pytest.approx(alone_accuracy, rel=1e-5)
+        assert few_shot == pytest.approx(alone_few_shot)
         assert accuracy["top3"] == pytest.approx(top3)
         # Of a row that pads the last batch it is not 0.
-        assert accuracy["largest"] == pytest.approx(alone[3].max(1).mean(), rel=1e-5)
+        assert accuracy["largest"] == pytest.approx(logits.max(1).mean(), rel=1e-5)
 
 
 def cut_short(rank: int, folder: str) -> tuple[list[int], bool | None]:
@@ -157,8 +128,7 @@ def test_masters_are_put_back_after_what_all_ranks_raise_and_not_after_one_ranks
     assert worker.engine.is_averaged is not isinstance(error, EvaluationCutError)
 
 
-KEPT = {"confusion.csv", *(f"examples.{end}" for end in ("jpg", "json"))}
-KEPT |= {f"errors.{end}" for end in ("jpg", "json")}
+KEPT = {"confusion.csv", "examples.jpg", "examples.json", "errors.jpg", "errors.json"}
 
 
 @pytest.mark.parametrize(("averages", "keeps_best"), [(True, False), (False, True)])
@@ -186,9 +156,9 @@ def test_a_training_keeps_images_and_tables_of_the_evaluation_that_is_its_result
         actor.files.clear()
     hooks.evaluate(TOTAL)
     assert {*actor.files} == (set() if keeps_best else KEPT)
-    if not keeps_best:
+    if averages:
         shown = json.loads(actor.files["examples.json"])
-        assert {one["predicted"] for one in shown} == {f"class {3 if averages else 0}"}
+        assert {one["predicted"] for one in shown} == {"class 3"}
         assert [one["sample"] for one in shown] == [*range(12)]
 
 

@@ -46,31 +46,26 @@ def test_the_fewest_images_that_do_not_fit_end_the_run(tmp_path, mixup, least):
     assert not caught.value.is_agreed
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """World sizes that were tried for, on a GPU that is not there; each finds 4 images."""
-    tried: list[int] = []
-
-    def find(recipe: Any, num_classes: int, world_size: int, device: Any) -> int:
-        tried.append(world_size)
-        return 4
-
-    monkeypatch.setattr(worker, "tried_micro_batch", find)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    return tried
-
-
 @pytest.mark.parametrize(
     ("asked", "others", "taken", "tried"),
     [("auto", 9, 4, [1]), ("auto", 2, 2, [1]), (8, 9, 8, [])],
 )
 def test_ranks_take_what_the_smallest_has_found_or_the_recipe_says(
-    tmp_path, gpu, asked, others, taken, tried
+    tmp_path, monkeypatch, asked, others, taken, tried
 ):
+    """On a GPU that is not there, on which a trial finds room for 4 images."""
+    world_sizes: list[int] = []
+
+    def find(recipe: Any, num_classes: int, world_size: int, device: Any) -> int:
+        world_sizes.append(world_size)
+        return 4
+
+    monkeypatch.setattr(worker, "tried_micro_batch", find)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     job = make_job(tmp_path, train={"micro_batch_size": asked})
     assert choose_micro_batch(job, 1, lambda images: min(images, others)) == taken
-    assert gpu == tried
+    assert world_sizes == tried
 
 
 def model_of(job: Any, *, loads_weights: bool = True) -> torch.nn.Module:

@@ -48,18 +48,10 @@ def test_filter_components_are_ordered_pictures_and_explain_all_together():
     assert (filter_components(np.ones_like(many[:4]))[1] == 0).all()
 
 
-@pytest.mark.parametrize(
-    ("family", "shape"),
-    [
-        ("ViT", (32, 3, 8, 8)),
-        ("R+ViT", (64, 3, 7, 7)),
-        ("ResNet", (64, 3, 7, 7)),
-        ("AxialResNet", (64, 3, 7, 7)),
-    ],
-)
-def test_the_first_kernel_is_the_one_that_sees_the_pixels(family, shape):
-    kernel = first_kernel(small_model(family))
-    assert kernel.shape == shape
+def test_the_first_kernel_is_the_one_that_sees_the_pixels():
+    assert first_kernel(small_model("ViT")).shape == (32, 3, 8, 8)
+    for family in ("R+ViT", "ResNet", "AxialResNet"):
+        assert first_kernel(small_model(family)).shape == (64, 3, 7, 7)
 
 
 def test_a_model_of_ones_own_has_the_figures_that_it_can_have(tmp_path):

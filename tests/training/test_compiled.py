@@ -4,8 +4,6 @@ What inductor compiles to machine code, which is on by default on GPUs, runs in 
 own: code that writes out of bounds ends the process, or changes what another test reads.
 """
 
-import itertools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +13,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from tests.models.small import FAMILIES, small_model, some_images
-from tests.training.engine_runs import build_engine, run_steps
 from tests.training.ranks import run_ranks
-from vit_ray.config.training_sections import OptimConfig, TrainConfig
+from vit_ray.config.training_sections import TrainConfig
 from vit_ray.models import build_model
 from vit_ray.models.build import recompute
 from vit_ray.models.counter_random import line_keys, random_words, sample_keys
@@ -165,23 +162,3 @@ def family_difference(rank: int, family: str) -> float:
 def test_every_family_runs_compiled_as_it_does_by_default_on_a_gpu(family):
     (largest,) = run_ranks(1, family_difference, family)
     assert largest < 1e-3
-
-
-def compiler_after_steps(rank: int, stages: tuple[int, ...], names: tuple[str, ...]) -> list[str]:
-    for stage, name, precision in itertools.product(stages, names, ("fp32", "bf16")):
-        train, optim = TrainConfig(zero_stage=stage, precision=precision), OptimConfig(name=name)
-        engine = build_engine(train, 1, 2, optim)
-        run_steps(engine, 0, 2, 2)
-        engine.close()
-    return [name for name in ("torch._dynamo", "torch._inductor.lowering") if name in sys.modules]
-
-
-@pytest.mark.parametrize(
-    ("stages", "names", "imported"),
-    [((0, 1, 2), ("adamw", "sgd"), []), ((3,), ("adamw",), ["torch._dynamo"])],
-)
-def test_steps_that_are_not_compiled_do_not_load_the_compiler(stages, names, imported):
-    """It takes seconds. torch's optimizers import it at their first step, and DeepSpeed imports an
-    optimizer that loads the compiler of kernels. Hooks of stage 3 are excluded from compilation,
-    for which it loads the rest."""
-    assert run_ranks(1, compiler_after_steps, stages, names) == [imported]

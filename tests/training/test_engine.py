@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.training.engine_runs import (
     batch,
     build_engine,
     finished,
+    optim_of,
     plain_torch,
     resumed,
     run_steps,
@@ -252,6 +254,21 @@ def test_an_evaluation_by_weights_alone_has_the_engines_features_and_logits(prec
     for expected, found in zip(of_engine, alone, strict=True):
         assert found.dtype == torch.float32
         assert torch.equal(expected, found)
+
+
+def compiler_after_steps(rank: int) -> bool:
+    for stage, kind, precision in itertools.product((0, 1, 2), ("", "sgd"), ("fp32", "bf16")):
+        chosen = config(precision, stage, kind=kind)
+        engine = build_engine(TrainConfig(**chosen["train"]), 1, 2, optim_of(chosen))
+        run_steps(engine, 0, 2, 2)
+        engine.close()
+    return "torch._dynamo" in sys.modules
+
+
+def test_steps_that_are_not_compiled_do_not_load_the_compiler():
+    """It takes seconds. torch's optimizers import it at their first step, and DeepSpeed imports an
+    optimizer that loads the compiler of kernels."""
+    assert run_ranks(1, compiler_after_steps) == [False]
 
 
 def averages_and_guard(rank: int) -> list[dict[str, Any]]:

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
-from tests.tracking.tracked import Answer
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.tracking import recorder
 
@@ -23,13 +23,9 @@ def log_path(tmp_path: Path) -> Path:
 @pytest.fixture
 def answers_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of `Here` have been answered when they are made; others go to Ray."""
-    get = recorder.ray.get
+    wait_for = recorder._answer
 
-    def answered(call: Any, timeout: float | None = None) -> Any:
-        if not isinstance(call, Answer):
-            return get(call, timeout=timeout)
-        if call.error is not None:
-            raise call.error
-        return call.found
+    def answer(call: Any, limit_s: float) -> Any:
+        return wait_for(call, limit_s) if isinstance(call, ray.ObjectRef) else call
 
-    monkeypatch.setattr(recorder.ray, "get", answered)
+    monkeypatch.setattr(recorder, "_answer", answer)

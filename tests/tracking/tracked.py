@@ -82,11 +82,7 @@ class Here:
 
     def __getattr__(self, name: str) -> Any:
         def remote(*args: Any) -> Any:
-            given = pickle.loads(pickle.dumps(args))
-            try:
-                return Answer(getattr(self.actor, name)(*given))
-            except Exception as error:
-                return Answer(None, error)
+            return getattr(self.actor, name)(*pickle.loads(pickle.dumps(args)))
 
         return SimpleNamespace(remote=remote)
 
@@ -96,13 +92,6 @@ class Here:
             run.tracker.stop(30)
             run._exit.close()
         self.actor = RunRecords(self.uri)
-
-
-class Answer:
-    """What a call returns."""
-
-    def __init__(self, found: Any, error: Exception | None = None) -> None:
-        self.found, self.error = found, error
 
 
 def recorded_here(opening: RunOpening, here: Here | None = None) -> Recorder:

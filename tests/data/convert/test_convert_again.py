@@ -176,15 +176,20 @@ def test_what_is_done_is_not_done_again(serial, tmp_path, monkeypatch):
 
 
 def test_a_conversion_that_was_killed_after_its_commit_is_done(serial, tmp_path, monkeypatch):
-    source, targets = tmp_path / "source", [tmp_path / "set", tmp_path / "other"]
-    write_source(source)
+    """Or refused, where its source has changed, which is listed."""
+    source, targets = tmp_path / "tars", [tmp_path / "set", tmp_path / "other"]
+    for name in ("a", "b", "c"):
+        write_tar(source / f"{name}.tar", list(range(6)))
     for target in targets:
         with stopped_at(monkeypatch, "commit", is_done=True):
             convert(source, target, **SMALL)
         assert (target / "_staging" / "plan.json").exists()
     assert convert(source, targets[0], **SMALL).was_done
-    write_source(source, 30)
-    with pytest.raises(ValueError, match="its source has changed since"):
+    write_tar(source / "d.tar", [1, 2])
+    write_tar(source / "b.tar", [5, 4, 3, 2, 1, 0])
+    (source / "c.tar").unlink()
+    why = r"source has changed since: \S*d.tar new, \S*b.tar changed, \S*c.tar gone; choose another"
+    with pytest.raises(ValueError, match=why):
         convert(source, targets[1], **SMALL)
     for target in targets:
         assert not (target / "_staging").exists()
@@ -204,51 +209,25 @@ def test_other_settings_are_listed(serial, tmp_path, monkeypatch):
         convert(tmp_path / "source", tmp_path / "set", **other)
 
 
-def test_what_has_changed_in_a_source_is_listed(serial, tmp_path):
-    for name in ("a", "b", "c"):
-        write_tar(tmp_path / "tars" / f"{name}.tar", list(range(6)))
-    convert(tmp_path / "tars", tmp_path / "set", **SMALL)
-    write_tar(tmp_path / "tars" / "d.tar", [1, 2])
-    write_tar(tmp_path / "tars" / "b.tar", [5, 4, 3, 2, 1, 0])
-    (tmp_path / "tars" / "c.tar").unlink()
-    why = r"source has changed since: \S*d.tar new, \S*b.tar changed, \S*c.tar gone; choose another"
-    with pytest.raises(ValueError, match=why):
-        convert(tmp_path / "tars", tmp_path / "set", **SMALL)
-    assert verify(str(tmp_path / "set")).problems == []
-
-
-def test_shards_whose_plan_was_deleted_are_not_those_of_another_plan(serial, tmp_path, monkeypatch):
-    source, target = tmp_path / "source", tmp_path / "set"
+def test_a_folder_without_plan_or_record_is_not_overwritten(serial, tmp_path, monkeypatch):
+    """Nobody knows of which conversion its shards are."""
+    source, target, settings = tmp_path / "source", tmp_path / "set", SMALL | {"seed": 4}
     write_source(source)
     with stopped_at(monkeypatch, "commit", is_done=False):
         convert(source, target, **SMALL)
     (target / "_staging" / "plan.json").unlink()
     made = {file: file.read_bytes() for file in target.glob("part-*")}
     with pytest.raises(ValueError, match=r"is not empty and holds no data set .* it has 'part-0"):
-        convert(source, target, **SMALL | {"seed": 4})
+        convert(source, target, **settings)
     assert {file: file.read_bytes() for file in target.glob("part-*")} == made
     for file in made:
         file.rename(tmp_path / file.name)  # as the message says
-    convert(source, target, **SMALL | {"seed": 4})
-    convert(source, tmp_path / "undisturbed", **SMALL | {"seed": 4})
+    convert(source, target, **settings)
+    convert(source, tmp_path / "undisturbed", **settings)
     assert pictures_of(target) == pictures_of(tmp_path / "undisturbed")
-
-
-def test_a_folder_without_plan_or_record_is_not_overwritten(serial, tmp_path, monkeypatch):
-    source, target = tmp_path / "source", tmp_path / "set"
-    write_source(source)
-    with stopped_at(monkeypatch, "shards_for", is_done=False):
-        convert(source, target, **SMALL)
-    of_the_user = target / "part-00000-of-00001.parquet"
-    of_the_user.write_text("the user's")
-    with pytest.raises(ValueError, match=rf"it has '{of_the_user.name}'; choose a new fo"):
-        convert(source, target, **SMALL)
-    assert of_the_user.read_text() == "the user's"
-    of_the_user.unlink()
-    assert convert(source, target, **SMALL).num_images == 20
     (target / "source.json").unlink()
     with pytest.raises(ValueError, match=r"holds no data set with its source.json: it has 'dama"):
-        convert(source, target, **SMALL)
+        convert(source, target, **settings)
 
 
 def test_keys_are_relative_to_the_folder_of_all_files_that_match_now(serial, tmp_path, monkeypatch):

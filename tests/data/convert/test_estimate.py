@@ -2,20 +2,17 @@
 
 import itertools
 import platform
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tests.commands.command_line import run_cli
-from tests.data.convert.archives import samples, tar_of, write_files, write_hub_file
+from tests.data.convert.archives import samples, tar_of, write_files
 from tests.data.converting import config_of, convert
 from tests.data.pictures import jpeg
 from vit_ray.data.convert import checks, rows
 from vit_ray.data.convert.checks import estimate_conversion
-from vit_ray.data.convert.rows import Row, Unit
-from vit_ray.data.convert.sources import rows_of
 
 
 def run_plan(source: Path) -> list[str]:
@@ -61,24 +58,6 @@ def test_a_file_that_is_not_counted_to_its_end_is_extrapolated_by_bytes(
     said = estimate_conversion(config_of(tmp_path, "set"))
     assert (said.num_counted, said.num_parts, said.num_classes) == (0, num_tars, 1)
     assert said.num_images == pytest.approx(100 * num_tars, rel=0.5)
-
-
-def test_of_parquet_files_no_more_images_are_read_than_are_sampled(tmp_path, monkeypatch):
-    images: list[bytes | None] = [jpeg(i) for i in range(20)]
-    for number in range(3):
-        write_hub_file(tmp_path / f"train-{number:05d}-of-00003.parquet", images, ["a", "b"] * 10)
-    read: list[str] = []
-
-    def counted(unit: Unit, *, with_images: bool = True) -> Iterator[Row]:
-        for row in rows_of(unit, with_images=with_images):
-            read.extend([row.key] if row.image else [])
-            yield row
-
-    monkeypatch.setattr(checks, "rows_of", counted)
-    monkeypatch.setattr(checks, "SAMPLED", 4)
-    said = estimate_conversion(config_of(tmp_path, "set"))
-    assert (said.num_images, said.num_classes, said.num_counted) == (60, 2, 3)
-    assert len(read) == said.num_sampled == 4
 
 
 def test_rejected_images_and_the_machine_are_named(tmp_path):

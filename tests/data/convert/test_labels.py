@@ -16,7 +16,6 @@ from tests.data.convert.archives import (
     samples,
     tar_of,
     write_files,
-    write_hub_file,
 )
 from tests.data.converting import config_of, convert
 from tests.data.pictures import jpeg
@@ -30,16 +29,24 @@ FILES: dict[str, bytes | str] = {f"{i}.jpg": image for i, image in enumerate(IMA
 COMPOSED, DECOMPOSED = (unicodedata.normalize(form, "caf\xe9") for form in ("NFC", "NFD"))
 
 
-def write_csv(folder: Path, labels: list[str]) -> Path:
-    rows = [f'{i}.jpg,"{label}"' for i, label in enumerate(labels)]
-    write_files(folder, FILES | {"list.csv": "\n".join(["path,label", *rows])})
-    return folder / "list.csv"
-
-
-def write_jsonl(folder: Path, labels: list[Any]) -> Path:
-    rows = [json.dumps({"path": f"{i}.jpg", "labels": one}) for i, one in enumerate(labels)]
-    write_files(folder, FILES | {"list.jsonl": "\n".join(rows)})
-    return folder / "list.jsonl"
+def source_of(folder: Path, name: str, labels: Any, features: dict[str, Any] | None = None) -> Path:
+    """Images with these labels, in the format and under the header that its name says."""
+    texts = [f"{i}.jpg" for i in range(len(labels))]
+    if name.endswith(".parquet"):
+        structs = [{"bytes": image} for image in IMAGES[: len(labels)]]
+        content: bytes | str = parquet({"image": structs, "label": labels}, features)
+    elif name.endswith(".tar"):
+        content = tar_of(samples(IMAGES[: len(labels)], [label.encode() for label in labels]))
+    elif name.endswith(".csv"):
+        rows = [f'{text},"{label}"' for text, label in zip(texts, labels, strict=True)]
+        content = "\n".join([f"path,{name.removesuffix('.csv')}", *rows])
+    else:
+        rows = [
+            json.dumps({"path": text, "labels": label})
+            for text, label in zip(texts, labels, strict=True)
+        ]
+        content = "\n".join(rows)
+    return write_files(folder, FILES | {name: content}) / name
 
 
 def class_label(names: list[str]) -> dict[str, Any]:
@@ -87,9 +94,7 @@ def test_indices_without_names_keep_their_places():
         labels_module.class_names({"0", "999999999999"}, {"index"}, None, "indices")
 
 
-PLACES = r"with a place for each class"
-
-
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 @pytest.mark.parametrize(
     "labels",
     [
@@ -100,47 +105,23 @@ PLACES = r"with a place for each class"
         [["0", "0", "1"], ["0", "1", "0"], ["1", "0", "0"]],
     ],
 )
-def test_places_of_classes_are_not_taken_for_their_numbers(tmp_path, labels):
-    with pytest.raises(ValueError, match=PLACES):
-        convert(write_jsonl(tmp_path, labels), tmp_path / "set")
-    columns = {"image": [{"bytes": image} for image in IMAGES[:3]], "label": labels}
-    write_files(tmp_path / "hub", {"a.parquet": parquet(columns)})
-    for in_place in (False, True):
-        with pytest.raises(ValueError, match=PLACES):
-            convert(tmp_path / "hub", tmp_path / f"{in_place}", in_place=in_place)
+def test_places_of_classes_are_not_taken_for_their_numbers(tmp_path, name, labels):
+    source = source_of(tmp_path / "s", name, labels)
+    for in_place in {False, name == "a.parquet"}:
+        with pytest.raises(ValueError, match="with a place for each class"):
+            convert(source, tmp_path / f"in place {in_place}", in_place=in_place)
 
 
+@pytest.mark.parametrize("name", ["label.csv", "labels.csv", "a.jsonl", "a.tar"])
 @pytest.mark.parametrize(
     "form",
     ["{};{};{}", "{};{}", "[{}, {}, {}]", "({}, {}, {})", "{},{},{}", "{}.0,{}.,{}.0", "{} {} {}"],
 )
-def test_places_of_classes_as_text_are_not_taken_for_names(tmp_path, form):
+def test_places_of_classes_as_text_are_not_taken_for_names(tmp_path, name, form):
     rows = ("01", "10", "10") if form == "{};{}" else ("001", "010", "110")
     texts = [form.format(*places) for places in rows]
-    listed = "".join(f'{i}.jpg,"{text}"\n' for i, text in enumerate(texts))
-    archive = tar_of(samples(IMAGES[:3], [text.encode() for text in texts]))
-    lists = {f"{header}.csv": f"path,{header}\n{listed}" for header in ("label", "labels")}
-    write_files(tmp_path, FILES | lists | {"a.tar": archive})
-    for source in ("label.csv", "labels.csv", write_jsonl(tmp_path, texts).name, "a.tar"):
-        with pytest.raises(ValueError, match=PLACES):
-            convert(tmp_path / source, tmp_path / f"set of {source}")
-
-
-def test_lists_of_class_numbers_stay_what_they_are(tmp_path):
-    labels = [[0, 2], [1], [0], [2, 1]]
-    found = labels_of(converted(write_jsonl(tmp_path, labels), tmp_path / "set"))
-    assert found == {"0.jpg": ["0", "2"], "1.jpg": "1", "2.jpg": "0", "3.jpg": ["2", "1"]}
-
-
-def test_two_forms_of_one_letter_are_one_class(tmp_path):
-    names = (f"{COMPOSED}/1.jpg", f"{DECOMPOSED}/2.jpg", "tea/3.jpg")
-    root = write_files(tmp_path / "s", dict(zip(names, IMAGES, strict=False)))
-    found = converted(root, tmp_path / "set", classes=["tea", DECOMPOSED])
-    assert list(labels_of(found).values()).count(COMPOSED) == 2
-    assert open_dataset(str(tmp_path / "set")).classes == ["tea", COMPOSED]
-    listed = write_csv(tmp_path / "l", [COMPOSED, DECOMPOSED, "tea"])
-    found = converted(listed, tmp_path / "other")
-    assert list(labels_of(found).values()).count(COMPOSED) == 2
+    with pytest.raises(ValueError, match="with a place for each class"):
+        convert(source_of(tmp_path / "s", name, texts), tmp_path / "set")
 
 
 @pytest.mark.parametrize(
@@ -157,68 +138,50 @@ def test_two_forms_of_one_letter_are_one_class(tmp_path):
     ],
 )
 def test_labels_that_are_probably_none_are_refused_unless_they_are_given(tmp_path, labels, told):
-    source = write_csv(tmp_path, labels)
+    source = source_of(tmp_path / "s", "label.csv", labels)
     with pytest.raises(ValueError, match=told):
         convert(source, tmp_path / "set")
-    given = sorted(set(labels))
-    found = converted(source, tmp_path / "given", classes=given)
+    found = converted(source, tmp_path / "given", classes=sorted(set(labels)))
     assert labels_of(found) == {f"{i}.jpg": label for i, label in enumerate(labels)}
 
 
-def test_text_beside_given_classes_is_what_the_user_says(tmp_path):
-    file, classes = tmp_path / "a.tar", ["2", "0", "1"]
-    file.write_bytes(tar_of(samples(IMAGES, [b"%d" % (i % 3) for i in range(12)])))
-    for labels_are, names in (("names", ["0", "1", "2"]), ("indices", classes)):
-        rows = converted(file, tmp_path / labels_are, classes=classes, labels_are=labels_are)
-        assert labels_of(rows) == {f"a/{i}": names[i % 3] for i in range(12)}
-    rows = converted(file, tmp_path / "words", classes=["cat", "dog", "eel"])
-    assert labels_of(rows)["a/1"] == "dog"
+NUMBERS, CAT_AND_DOG = class_label(["1", "10", "2"]), class_label(["cat", "dog"])
+LISTS = {"label": {"feature": CAT_AND_DOG["label"], "_type": "List"}}
+FIXED = pa.array([[0, 1], [1, 0]], pa.list_(pa.int32(), 2))
+CAFES = [COMPOSED, DECOMPOSED, "tea"]
+# Source, labels, what parquet says of them, keys of `convert`, and the names they stand for.
+MEANINGS: list[tuple[str, Any, Any, dict[str, Any], list[Any]]] = [
+    ("a.parquet", [2, 0, 1], NUMBERS, {}, ["2", "1", "10"]),
+    ("a.parquet", ["0", "1"], None, {"classes": ["1", "0"]}, ["0", "1"]),
+    ("a.parquet", [0, 1], None, {"classes": ["1", "0"]}, ["1", "0"]),
+    ("a.parquet", [0, 1], CAT_AND_DOG, {"classes": ["dog", "cat"]}, ["cat", "dog"]),
+    ("a.parquet", pa.array([0, 1]).dictionary_encode(), CAT_AND_DOG, {}, ["cat", "dog"]),
+    ("a.parquet", pa.array([0, 1], pa.uint64()), CAT_AND_DOG, {}, ["cat", "dog"]),
+    ("a.parquet", pa.array([[0], [1]], pa.large_list(pa.int8())), LISTS, {}, ["cat", "dog"]),
+    ("a.parquet", FIXED, LISTS, {}, [["cat", "dog"], ["dog", "cat"]]),
+    ("a.tar", ["0", "1"], None, {"classes": ["1", "0"], "labels_are": "names"}, ["0", "1"]),
+    ("a.tar", ["0", "1"], None, {"classes": ["1", "0"], "labels_are": "indices"}, ["1", "0"]),
+    ("a.tar", ["0", "1"], None, {"classes": ["cat", "dog"]}, ["cat", "dog"]),
+    ("a.jsonl", [[0, 2], [1], [0], [2, 1]], None, {}, [["0", "2"], "1", "0", ["2", "1"]]),
+    ("label.csv", CAFES, None, {}, [COMPOSED, COMPOSED, "tea"]),
+    ("label.csv", CAFES, None, {"classes": ["tea", DECOMPOSED]}, [COMPOSED, COMPOSED, "tea"]),
+]
 
 
-NUMBERS_AS_NAMES = sorted(str(i) for i in range(1, 13))  # 1, 10, 11, 12, 2, ...
-CAT_AND_DOG = class_label(["cat", "dog"])
-OF_PARQUET: dict[str, tuple[Any, Any, Any, list[str]]] = {
-    "indices of names": (list(range(12)), class_label(NUMBERS_AS_NAMES), None, NUMBERS_AS_NAMES),
-    "text": ([str(i % 3) for i in range(12)], None, ["2", "1", "0"], ["0", "1", "2"] * 4),
-    "integers": ([i % 3 for i in range(12)], None, ["2", "1", "0"], ["2", "1", "0"] * 4),
-    "others declared": ([0, 1] * 6, CAT_AND_DOG, ["dog", "cat"], ["cat", "dog"] * 6),
-}
-
-
-@pytest.mark.parametrize("name", OF_PARQUET)
-def test_a_column_of_parquet_says_what_its_labels_are(tmp_path, name):
-    """Also beside classes that are given."""
-    labels, features, classes, expected = OF_PARQUET[name]
-    write_hub_file(tmp_path / "train.parquet", IMAGES, labels, features)
-    rows = converted(tmp_path / "train.parquet", tmp_path / "set", classes=classes)
-    assert rows == {f"train/{i:08d}": (IMAGES[i], [expected[i]]) for i in range(12)}
-    assert open_dataset(str(tmp_path / "set")).classes == (classes or features["label"]["names"])
-
-
-@pytest.mark.parametrize(
-    ("labels", "expected"),
-    [
-        (pa.array([0, 1] * 6).dictionary_encode(), ["cat", "dog"] * 6),
-        (pa.array([0, 1] * 6, pa.uint64()), ["cat", "dog"] * 6),
-        (pa.array([[0], [1]] * 6, pa.large_list(pa.int8())), ["cat", "dog"] * 6),
-        (pa.array([[0, 1]] * 12, pa.list_(pa.int32(), 2)), [["cat", "dog"]] * 12),
-    ],
-)
-def test_an_index_is_one_in_whatever_integers(tmp_path, labels, expected):
-    feature = {"label": {"feature": CAT_AND_DOG["label"], "_type": "List"}}
-    write_hub_file(tmp_path / "train.parquet", IMAGES, labels, feature)
-    found = labels_of(converted(tmp_path / "train.parquet", tmp_path / "set"))
-    assert [found[f"train/{i:08d}"] for i in range(12)] == expected
+@pytest.mark.parametrize(("name", "labels", "features", "options", "expected"), MEANINGS)
+def test_labels_are_what_source_and_user_say(tmp_path, name, labels, features, options, expected):
+    source = source_of(tmp_path / "s", name, labels, features)
+    found = labels_of(converted(source, tmp_path / "set", **options))
+    assert [found[key] for key in sorted(found)] == expected
 
 
 def test_labels_outside_the_classes_are_rejected(tmp_path):
-    file = tmp_path / "train.parquet"
-    write_hub_file(file, IMAGES, [-1, 2, None, *[1] * 9], CAT_AND_DOG)
-    assert len(converted(file, tmp_path / "set", max_rejected_fraction=0.5)) == 9
+    source = source_of(tmp_path / "s", "a.parquet", [-1, 2, None, 1, 1], CAT_AND_DOG)
+    assert len(converted(source, tmp_path / "set", max_rejected_fraction=0.7)) == 2
     assert rejections(tmp_path / "set") == {
-        "train/00000000": "its label is -1 (by convention: not labelled), of 2 classes",
-        "train/00000001": "its label is 2, of 2 classes",
-        "train/00000002": "it has no label",
+        "a/00000000": "its label is -1 (by convention: not labelled), of 2 classes",
+        "a/00000001": "its label is 2, of 2 classes",
+        "a/00000002": "it has no label",
     }
 
 

@@ -1,10 +1,8 @@
 """What a conversion asks an object store, counted at a real server, and what is denied there."""
 
-import errno
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -14,9 +12,8 @@ from tests.data.denying_s3 import policy_of, serve_s3_with_policy
 from tests.data.pictures import jpeg
 from tests.data.s3_server import FaultProxy, serve_s3, this_process_uses
 from vit_ray import lock
-from vit_ray.data.convert import conversion, rows
+from vit_ray.data.convert import conversion
 from vit_ray.data.convert.rows import Row
-from vit_ray.storage import Location
 
 pytestmark = pytest.mark.usefixtures("serial")
 
@@ -90,15 +87,3 @@ def test_an_object_that_is_denied_is_one_rejected_row(tmp_path):
     ((key, reason),) = report.rejected.items()
     assert key == "cat/2.jpg"
     assert reason.startswith("it cannot be read: ")
-
-
-def test_credentials_that_are_denied_as_a_whole_reject_no_row(monkeypatch):
-    def denied(*_: Any) -> bytes:
-        raise PermissionError(errno.EACCES, "Access Denied")
-
-    monkeypatch.setattr(Location, "read_range", denied)
-    monkeypatch.setattr(rows, "check_reachable", denied)
-    with pytest.raises(PermissionError):
-        Row("key", path="s3://bucket/a.jpg").read()
-    with pytest.raises(PermissionError):  # of an archive, all rows would be denied
-        Row("key", path="s3://bucket/a.tar", offset=512, length=9).read()

@@ -117,21 +117,18 @@ def test_two_rows_that_make_one_cell_are_refused():
     assert "study.seeds: [1, 1] has 1 twice" in refusal(row("a"), seeds=[1, 1])
 
 
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"optim.nme": "sgd"}, "optim.nme"),
-        ({"model": {"num_heads": 3}}, "num_heads"),
-        ({"model": {"name": "ViT-S/16"}}, "depth"),
-        ({"model": 3}, "model=3"),
-        ({"seed": 3}, "study.seeds"),
-        ({"data": {"fraction": 0.5}}, "data_fractions"),
-        ({"name": "x"}, "label"),
-        ({"tracking": {"uri": "x"}}, "changes.tracking.uri"),
-        ({"plan.device": "A100"}, "changes.plan.device"),
-        ({"optim.name": "sgd", "optim": {"name": "adamw"}}, "optim.name is given twice"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "key"), [
+    ({"optim.nme": "sgd"}, "optim.nme"),
+    ({"model": {"num_heads": 3}}, "num_heads"),
+    ({"model": {"name": "ViT-S/16"}}, "depth"),
+    ({"model": 3}, "model=3"),
+    ({"seed": 3}, "study.seeds"),
+    ({"data": {"fraction": 0.5}}, "data_fractions"),
+    ({"name": "x"}, "label"),
+    ({"tracking": {"uri": "x"}}, "changes.tracking.uri"),
+    ({"plan.device": "A100"}, "changes.plan.device"),
+    ({"optim.name": "sgd", "optim": {"name": "adamw"}}, "optim.name is given twice"),
+])  # fmt: skip
 def test_a_row_that_cannot_be_is_refused_with_its_place(changes, key):
     with pytest.raises(ValueError, match=rf"study.models.1 \('bad'\): .*{key}"):
         cells(row("good"), row("bad", changes=changes))
@@ -279,22 +276,19 @@ def test_a_task_that_trains_something_else_has_another_run(base):
     assert name(pretrained(**{"workers.num_workers": 2})) == known
 
 
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"init_from": "/y"}, "changes.init_from"),
-        ({"workers": {"num_workers": 2}}, "changes.workers.num_workers"),
-        ({"optim.stps": 3}, "optim.stps"),
-        ({"model.patch_size": 5}, "changes.model.patch_size"),
-        ({"model": {"name": "R50x1"}}, "changes.model.name"),
-        ({"model.image_size": 15}, "image_size"),
-        ({"sweep.scheduler": "asha"}, "sweep.scheduler=none"),
-        (
-            {"sweep.search": "optuna", "sweep.num_trials": 2, "sweep.space": {"optim.steps": [1]}},
-            "sweep.search=grid",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("changes", "key"), [
+    ({"init_from": "/y"}, "changes.init_from"),
+    ({"workers": {"num_workers": 2}}, "changes.workers.num_workers"),
+    ({"optim.stps": 3}, "optim.stps"),
+    ({"model.patch_size": 5}, "changes.model.patch_size"),
+    ({"model": {"name": "R50x1"}}, "changes.model.name"),
+    ({"model.image_size": 15}, "image_size"),
+    ({"sweep.scheduler": "asha"}, "sweep.scheduler=none"),
+    (
+        {"sweep.search": "optuna", "sweep.num_trials": 2, "sweep.space": {"optim.steps": [1]}},
+        "sweep.search=grid",
+    ),
+])  # fmt: skip
 def test_a_task_that_cannot_be_is_refused_with_its_name(base, changes, key):
     with pytest.raises(ValueError, match=rf"study.transfer 'tune': .*{key}"):
         task_recipe(pretrained(), StudyTask(name="tune", recipe=base, changes=changes))

@@ -37,8 +37,7 @@ from vit_ray.experiments.sweep import (
     tune_finals,
     tune_trials,
 )
-from vit_ray.experiments.trials import Outcome, num_fitting
-from vit_ray.launch.connection import ClusterShape
+from vit_ray.experiments.trials import Outcome
 from vit_ray.launch.run import RunResult
 from vit_ray.launch.workers import RunDivergedError, RunFailedError
 from vit_ray.outcomes import TrialState
@@ -113,41 +112,35 @@ def test_random_points_are_in_their_ranges_and_the_same_for_the_same_seed():
     assert found[:6] == points(space=listed, search="random", num_trials=6)
 
 
-@pytest.mark.parametrize(
-    ("space", "key"),
-    [
-        ({RATE: [0.1, 0.1]}, "learning_rate"),
-        ({RATE: [0.1, -0.1]}, "learning_rate=-0.1"),
-        ({RATE: [0.1, 0.10000001]}, "have the name lr0.1"),
-        ({RATE: []}, "learning_rate"),
-        ({RATE: 0.1}, "learning_rate"),
-        ({RATE: {"normal": [0, 1]}}, "learning_rate"),
-        ({RATE: {"uniform": [False, True]}}, "learning_rate"),
-        ({RATE: {"log_uniform": [0.1, 1.0]}}, "sweep.search=random"),
-        ({RATE: {"log_uniform": [0, 1]}}, "for log_uniform above zero"),
-        ({RATE: {"uniform": [1, 1]}}, "from a smaller to a larger"),
-        ({"optim.lr": [0.1]}, "unknown key optim.lr"),
-        ({}, "sweep.space"),
-        ({"seed": [1, 2]}, "seed cannot"),
-        ({"data.held_out_fraction": [0.1]}, "data.held_out_fraction cannot"),
-        ({"data": [{"eval": "a"}]}, "data cannot"),
-        ({"tracking.uri": ["a"]}, "tracking.uri cannot"),
-    ],
-)
+@pytest.mark.parametrize(("space", "key"), [
+    ({RATE: [0.1, 0.1]}, "learning_rate"),
+    ({RATE: [0.1, -0.1]}, "learning_rate=-0.1"),
+    ({RATE: [0.1, 0.10000001]}, "have the name lr0.1"),
+    ({RATE: []}, "learning_rate"),
+    ({RATE: 0.1}, "learning_rate"),
+    ({RATE: {"normal": [0, 1]}}, "learning_rate"),
+    ({RATE: {"uniform": [False, True]}}, "learning_rate"),
+    ({RATE: {"log_uniform": [0.1, 1.0]}}, "sweep.search=random"),
+    ({RATE: {"log_uniform": [0, 1]}}, "for log_uniform above zero"),
+    ({RATE: {"uniform": [1, 1]}}, "from a smaller to a larger"),
+    ({"optim.lr": [0.1]}, "unknown key optim.lr"),
+    ({}, "sweep.space"),
+    ({"seed": [1, 2]}, "seed cannot"),
+    ({"data.held_out_fraction": [0.1]}, "data.held_out_fraction cannot"),
+    ({"data": [{"eval": "a"}]}, "data cannot"),
+    ({"tracking.uri": ["a"]}, "tracking.uri cannot"),
+])  # fmt: skip
 def test_a_space_that_cannot_work_is_refused(space, key):
     with pytest.raises(ValueError) as refused:
         points(space=space)
     assert key in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("space", "num_trials", "key"),
-    [
-        ({RATE: [0.1, 0.2]}, None, "num_trials"),
-        ({RATE: [0.1, 0.2]}, 9, "num_trials is 9"),
-        ({"optim.steps": {"uniform": [1, 9]}}, 2, "optim.steps="),
-    ],
-)
+@pytest.mark.parametrize(("space", "num_trials", "key"), [
+    ({RATE: [0.1, 0.2]}, None, "num_trials"),
+    ({RATE: [0.1, 0.2]}, 9, "num_trials is 9"),
+    ({"optim.steps": {"uniform": [1, 9]}}, 2, "optim.steps="),
+])  # fmt: skip
 def test_a_random_search_that_cannot_work_is_refused(space, num_trials, key):
     with pytest.raises(ValueError) as refused:
         points(search="random", space=space, num_trials=num_trials)
@@ -286,23 +279,3 @@ def test_names_of_trials_are_names_of_folders_and_their_paths_whole(tmp_path, mo
     for name in names:
         Path(name).mkdir()
     assert [one.init_from for one in found] == [f"{tmp_path}/{value}" for value in values] * 2
-
-
-@pytest.mark.parametrize(
-    ("use_gpu", "cluster", "count"),
-    [
-        ("auto", {"GPU": 4.0, "CPU": 64.0}, 2),
-        (True, {"GPU": 4.0, "CPU": 64.0}, 2),
-        (False, {"GPU": 4.0, "CPU": 20.0}, 8),  # CPUs alone bound what uses no GPU
-        ("auto", {"CPU": 8.0}, 3),
-        ("auto", {"CPU": 1.0}, 1),
-        (True, {"CPU": 8.0}, 1),  # no node with a GPU is up yet
-    ],
-)
-def test_as_many_run_in_parallel_as_fit_whichever_they_are(use_gpu, cluster, count):
-    shape = ClusterShape(1, cluster["CPU"], cluster.get("GPU", 0.0), 0.0)
-    workers = {"num_workers": 2, "cpus_per_worker": 1.0, "use_gpu": use_gpu}
-    one = recipe_with("s", workers=workers, data={"cpus_per_task": 0.5})
-    assert num_fitting([one] * 9, shape) == count
-    small = one.with_changes(workers={"num_workers": 1})
-    assert num_fitting([small, *[one] * 9, small], shape) == count

@@ -199,33 +199,6 @@ def test_a_stop_waits_for_a_checkpoint_that_takes_longer_than_tune_would(parent,
     assert saved(tmp_path) == dict.fromkeys(RATES[:2], 2)
 
 
-@pytest.mark.parametrize("has_memory", [False, True])
-def test_another_driver_takes_up_what_an_interrupted_one_has_left(
-    has_memory, ray_cluster, digits, tmp_path
-):
-    """With a memory, Tune itself knows its trials; else those that have finished return at once."""
-    recipe = small_recipe("parent", digits, tmp_path)
-    opened: Callable[[], Any] = partial(open_parent, recipe, "sweep", resolve_run(recipe), 1)
-    # Two have ended, and the third one trains.
-    with (
-        signalled(signal.SIGTERM, lambda: len(saved(tmp_path)) >= 2 and len(starts(tmp_path)) >= 3),
-        opened() as first,
-    ):
-        run(first, partial(training, tmp_path, 0.3))
-    steps, before = saved(tmp_path), len(starts(tmp_path))
-    assert {rate: steps.pop(rate) for rate in RATES[:2]} == dict.fromkeys(RATES[:2], STEPS)
-    assert 0 < steps[RATES[2]] < STEPS
-    rates = [*RATES, 0.3]  # one that is added is trained, too
-    space = {"rate": tune.grid_search(RATES if has_memory else rates)}
-    with opened() as second:
-        run(second, partial(training, tmp_path, 0.0), has_memory=has_memory, space=space)
-    again = starts(tmp_path)[before:]
-    added = {} if has_memory else {0.3: 0}
-    assert {rate: step for rate, step in again if step < STEPS} == {**steps, **added}
-    finished = [rate for rate, step in again if step == STEPS]
-    assert len(finished) == (0 if has_memory else 2)
-
-
 def test_a_search_of_optuna_continues_with_what_it_has_measured(ray_cluster, digits, tmp_path):
     recipe = small_recipe("parent", digits, tmp_path)
     config = SweepConfig(search="optuna", num_trials=6, space={"rate": {"uniform": [0.1, 0.4]}})

@@ -8,7 +8,7 @@ import ray
 from tests.data.converted_set import converted_set
 from tests.recipes import recipe_with
 from vit_ray.launch import cluster_checks, run
-from vit_ray.launch.cluster_checks import check_cluster, check_room, paths_of
+from vit_ray.launch.cluster_checks import check_cluster, check_room
 from vit_ray.launch.connection import ClusterShape
 
 HEAD = ClusterShape(1, 0.0, 0.0, 0.0)
@@ -51,18 +51,15 @@ def test_where_no_node_is_up_the_recipe_says_whether_gpus_are_meant():
     assert check_cluster(recipe_of(64, label_selector={"pool": "read"}), mixed()) is False
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "trains", "reads", "told"),
-    [
-        (8, {"gpu": "H100"}, {"pool": "read"}, None),
-        (16, {"pool": "!read", "gpu": "!A100"}, {}, "needs 16 GPUs; the cluster has 8 "),
-        (8, {"gpu": "B200"}, {}, "workers.label_selector=.*: no node .*gpu=H100"),
-        (8, {}, {"pool": "reed"}, "data.label_selector=.*pool=read"),
-        # They train on all CPUs that may read.
-        (8, {"gpu": "H100"}, {"gpu": "H100"}, "leave 0 of 16 CPUs for reading"),
-        (8, {"pool": "read"}, {}, "the nodes that are up hold at most 2"),
-    ],
-)
+@pytest.mark.parametrize(("num_workers", "trains", "reads", "told"), [
+    (8, {"gpu": "H100"}, {"pool": "read"}, None),
+    (16, {"pool": "!read", "gpu": "!A100"}, {}, "needs 16 GPUs; the cluster has 8 "),
+    (8, {"gpu": "B200"}, {}, "workers.label_selector=.*: no node .*gpu=H100"),
+    (8, {}, {"pool": "reed"}, "data.label_selector=.*pool=read"),
+    # They train on all CPUs that may read.
+    (8, {"gpu": "H100"}, {"gpu": "H100"}, "leave 0 of 16 CPUs for reading"),
+    (8, {"pool": "read"}, {}, "the nodes that are up hold at most 2"),
+])  # fmt: skip
 def test_only_nodes_with_the_labels_are_counted(num_workers, trains, reads, told):
     recipe = recipe_of(num_workers, label_selector=trains, cpus_per_worker=2.0)
     recipe = recipe.with_changes(data={"label_selector": reads})
@@ -71,18 +68,6 @@ def test_only_nodes_with_the_labels_are_counted(num_workers, trains, reads, told
         return
     with pytest.raises(ValueError, match=told):
         check_room(recipe, mixed())
-
-
-def test_a_run_reads_its_sets_and_its_weights():
-    one = recipe_with(
-        "run", data={"train": "a", "eval": "b"}, init_from="c",
-        evaluate={"few_shot_train": "d", "few_shot_test": "e"},
-    )  # fmt: skip
-    sets = [("evaluate.few_shot_train", "d"), ("evaluate.few_shot_test", "e"), ("init_from", "c")]
-    assert paths_of(one) == [("data.train", "a"), ("data.eval", "b"), *sets]
-    assert paths_of(one, trains=False) == [("data.eval", "b"), *sets]
-    held_out = one.with_changes(data={"eval": None, "held_out_fraction": 0.1})
-    assert paths_of(held_out, trains=False) == [("data.train", "a"), *sets]
 
 
 def test_a_real_node_says_what_it_does_not_see(ray_cluster, tmp_path):

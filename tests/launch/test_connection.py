@@ -88,14 +88,11 @@ def test_a_start_of_ray_that_takes_too_long_ends_in_one_line(short_folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "has_token", "message"),
-    [
-        ("disabled", True, "RAY_AUTH_MODE is disabled now"),
-        ("token", False, "RAY_AUTH_MODE is token now"),
-        ("token", True, "1 node, 4 CPUs, 0 GPUs"),
-    ],
-)
+@pytest.mark.parametrize(("mode", "has_token", "message"), [
+    ("disabled", True, "RAY_AUTH_MODE is disabled now"),
+    ("token", False, "RAY_AUTH_MODE is token now"),
+    ("token", True, "1 node, 4 CPUs, 0 GPUs"),
+])  # fmt: skip
 def test_a_cluster_that_refuses_the_token_is_told_at_once(
     mode, has_token, message, ray_head, short_folder
 ):

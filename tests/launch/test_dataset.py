@@ -135,15 +135,12 @@ def test_workers_of_a_loader_count_bad_images_together(tmp_path, context):
         read(0.125)
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"agment": {}}, r"unknown key agment; did you mean augment"),
-        ({"start": 3}, r"start=3 is no multiple of global_batch_size=.*the nearest is \d+"),
-        ({"train": "other"}, "train is this data set itself"),
-        ({"world_size": 3}, r"use a divisor of 8"),
-    ],
-)
+@pytest.mark.parametrize(("options", "told"), [
+    ({"agment": {}}, r"unknown key agment; did you mean augment"),
+    ({"start": 3}, r"start=3 is no multiple of global_batch_size=.*the nearest is \d+"),
+    ({"train": "other"}, "train is this data set itself"),
+    ({"world_size": 3}, r"use a divisor of 8"),
+])  # fmt: skip
 def test_what_cannot_work_is_refused(many, options, told):
     opened = dataset.open_dataset(str(many))
     with pytest.raises(ValueError, match=told):

@@ -20,9 +20,9 @@ from vit_ray.experiments.trials import Outcome
 from vit_ray.launch import run
 from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.launch.workers import Ended, RunDivergedError, RunFailedError
-from vit_ray.outcomes import EventKind, Failure, TrialState
+from vit_ray.outcomes import EventKind, TrialState
 from vit_ray.tracking.run_state import Event, RunStatus
-from vit_ray.worker.job import DivergedError, SmallerMicroBatchError, UnrecoverableError
+from vit_ray.worker.job import SmallerMicroBatchError, UnrecoverableError
 
 
 def driver_error(worker: Worker) -> RunFailedError:
@@ -124,13 +124,3 @@ def test_a_pass_without_memory_is_tried_with_fewer_images_as_often_as_it_takes(t
     Attempts(tmp_path, *[smaller] * 9, Ended(), max_failures=1).train()
     with pytest.raises(RunFailedError):
         Attempts(tmp_path, other, other, max_failures=1).train()
-
-
-@pytest.mark.parametrize(
-    "error",
-    [UnrecoverableError("x", is_agreed=False), DivergedError("x"), SmallerMicroBatchError("x", 4)],
-)
-def test_errors_of_workers_arrive_at_the_driver_as_they_are(error):
-    arrived = pickle.loads(pickle.dumps(error))
-    assert (type(arrived), arrived.args, vars(arrived)) == (type(error), error.args, vars(error))
-    assert pickle.loads(pickle.dumps(Failure("x", has_diverged=True))).has_diverged

@@ -28,15 +28,12 @@ def test_the_papers_tables_agree_with_one_another():
         assert two[0] == table_5("ViT-H/14", "jft300m", task)
 
 
-@pytest.mark.parametrize(
-    ("changes", "pretraining", "label", "note", "papers"),
-    [
-        ({}, "imagenet21k", "data", "", {"paper, Table 2": 99.15, "paper, Table 5": 99.16}),
-        ({"counts": (10_000, 2)}, "imagenet21k", "proxy", "not 10000 of 2", {}),
-        ({"model": "ViT"}, "imagenet21k", "proxy", "does not have this model", {}),
-        ({}, None, "proxy", "paper.pretraining is not set", None),
-    ],
-)
+@pytest.mark.parametrize(("changes", "pretraining", "label", "note", "papers"), [
+    ({}, "imagenet21k", "data", "", {"paper, Table 2": 99.15, "paper, Table 5": 99.16}),
+    ({"counts": (10_000, 2)}, "imagenet21k", "proxy", "not 10000 of 2", {}),
+    ({"model": "ViT"}, "imagenet21k", "proxy", "does not have this model", {}),
+    ({}, None, "proxy", "paper.pretraining is not set", None),
+])  # fmt: skip
 def test_a_result_of_the_papers_test_set_model_and_pretraining_is_data_and_any_other_a_proxy(
     changes, pretraining, label, note, papers
 ):

@@ -101,15 +101,12 @@ def test_a_place_that_is_lost_again_and_again_is_not_asked_for_without_limit(clu
     assert len(run.events) == 2
 
 
-@pytest.mark.parametrize(
-    ("cpus", "held", "size"),
-    [
-        (9.0, 0.0, 8),
-        (8.0, 0.0, 4),  # eight leave no CPU to read with
-        (9.0, 2.0, 4),  # others hold the rest
-        (1.5, 0.0, 1),
-    ],
-)
+@pytest.mark.parametrize(("cpus", "held", "size"), [
+    (9.0, 0.0, 8),
+    (8.0, 0.0, 4),  # eight leave no CPU to read with
+    (9.0, 2.0, 4),  # others hold the rest
+    (1.5, 0.0, 1),
+])  # fmt: skip
 def test_an_elastic_group_has_the_largest_size_that_fits_and_leaves_a_cpu_for_reading(
     cpus, held, size, cluster
 ):

@@ -75,21 +75,18 @@ def test_a_run_is_begun_again_on_purpose_only_where_no_checkpoint_can_be_used(tm
     assert find_resume_point(recipe) is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "change"),
-    [
-        ({"optim": {"learning_rate": 0.3}}, "optim.learning_rate was 0.1 and is 0.3"),
-        ({"optim": {"schedule": "cosine"}}, "optim.schedule was linear and is cosine"),
-        ({"optim": {"warmup_steps": 3}}, "optim.warmup_steps was 0 and is 3"),
-        ({"optim": {"epochs": 1.5}}, "optim.epochs was 2.0 and is 1.5"),
-        ({"train": {"precision": "fp32"}}, "train.precision was bf16 and is fp32"),
-        ({"data": {"augment": {"min_area": 0.5}}}, "data.augment.min_area was 0.05 and is 0.5"),
-        ({"data": {"eval": "/data/other"}}, "data.eval was /data/test and is /data/other"),
-        ({"optim": {"betas": [0.9, 0.95]}}, "optim.betas was [0.9, 0.999] and is [0.9, 0.95]"),
-        ({"init_from": "/weights"}, "init_from was None and is /weights"),
-        ({"checkpoint": {"keep_best": True}}, "checkpoint.keep_best was False and is True"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "change"), [
+    ({"optim": {"learning_rate": 0.3}}, "optim.learning_rate was 0.1 and is 0.3"),
+    ({"optim": {"schedule": "cosine"}}, "optim.schedule was linear and is cosine"),
+    ({"optim": {"warmup_steps": 3}}, "optim.warmup_steps was 0 and is 3"),
+    ({"optim": {"epochs": 1.5}}, "optim.epochs was 2.0 and is 1.5"),
+    ({"train": {"precision": "fp32"}}, "train.precision was bf16 and is fp32"),
+    ({"data": {"augment": {"min_area": 0.5}}}, "data.augment.min_area was 0.05 and is 0.5"),
+    ({"data": {"eval": "/data/other"}}, "data.eval was /data/test and is /data/other"),
+    ({"optim": {"betas": [0.9, 0.95]}}, "optim.betas was [0.9, 0.999] and is [0.9, 0.95]"),
+    ({"init_from": "/weights"}, "init_from was None and is /weights"),
+    ({"checkpoint": {"keep_best": True}}, "checkpoint.keep_best was False and is True"),
+])  # fmt: skip
 def test_a_change_is_refused_by_name_with_both_values_or_accepted_on_purpose(changes, change):
     with pytest.raises(ValueError, match=re.escape(change)) as refused:
         accepted(linear_recipe(**changes), position(7))
@@ -100,20 +97,17 @@ def test_a_change_is_refused_by_name_with_both_values_or_accepted_on_purpose(cha
 
 
 @pytest.mark.parametrize("step", [7, 20])
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"seed": 3}, "seed was 0 and is 3"),
-        ({"model": {"name": "ViT-S/16"}}, "model.name was ViT-B/16 and is ViT-S/16"),
-        ({"train": {"global_batch_size": 128}}, "train.global_batch_size was 64 and is 128"),
-        ({"optim": {"name": "sgd"}}, "optim.name was adamw and is sgd"),
-        ({"optim": {"frozen": ["norm"]}}, r'optim.frozen was \[\] and is \["norm"\]'),
-        ({"train": {"loss": "sigmoid"}}, "train.loss was softmax and is sigmoid"),
-        ({"data": {"fraction": 0.5}}, "data.fraction was 1.0 and is 0.5"),
-        ({"data": {"held_out_fraction": 0.5}}, "data.held_out_fraction was 0.0 and is 0.5"),
-        ({"data": {"shuffle_window": 128}}, "data.shuffle_window was 0 and is 128"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "told"), [
+    ({"seed": 3}, "seed was 0 and is 3"),
+    ({"model": {"name": "ViT-S/16"}}, "model.name was ViT-B/16 and is ViT-S/16"),
+    ({"train": {"global_batch_size": 128}}, "train.global_batch_size was 64 and is 128"),
+    ({"optim": {"name": "sgd"}}, "optim.name was adamw and is sgd"),
+    ({"optim": {"frozen": ["norm"]}}, r'optim.frozen was \[\] and is \["norm"\]'),
+    ({"train": {"loss": "sigmoid"}}, "train.loss was softmax and is sigmoid"),
+    ({"data": {"fraction": 0.5}}, "data.fraction was 1.0 and is 0.5"),
+    ({"data": {"held_out_fraction": 0.5}}, "data.held_out_fraction was 0.0 and is 0.5"),
+    ({"data": {"shuffle_window": 128}}, "data.shuffle_window was 0 and is 128"),
+])  # fmt: skip
 def test_what_a_checkpoint_stands_for_cannot_change_at_all(changes, told, step):
     with pytest.raises(ValueError, match=f"cannot continue from step {step}: .*{told}"):
         accepted(linear_recipe(**changes, resume="changed"), position(step))
@@ -200,32 +194,29 @@ def test_another_length_is_told_with_what_becomes_of_the_schedule():
     assert "optim.epochs was 2.0 and is 1.0" in accepted(shorter, position(7))[0]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {
-            "train": {
-                "micro_batch_size": 8, "zero_stage": 3, "activation_checkpointing": 1,
-                "offload": True, "step_timeout_s": 7.0, "profile_steps": [3, 4],
-                "nonfinite": "skip", "log_every_steps": 7, "callbacks": ["a.note"],
-                "compile": False,
-            },
-            "data": {
-                "train": "/moved", "cpus_per_task": 1.0, "max_bad_fraction": 0.5,
-                "object_store_mib": 64, "label_selector": {"a": "b"}, "cache_dir": "/c",
-            },
-            "evaluate": {"batch_size": 8, "metrics": ["a.top9"], "every_steps": 5},
-            "workers": {"num_workers": [1, 8]}, "checkpoint": {"keep_last": 9},
-            "tracking": {"experiment": "other"},
+@pytest.mark.parametrize("changes", [
+    {
+        "train": {
+            "micro_batch_size": 8, "zero_stage": 3, "activation_checkpointing": 1,
+            "offload": True, "step_timeout_s": 7.0, "profile_steps": [3, 4],
+            "nonfinite": "skip", "log_every_steps": 7, "callbacks": ["a.note"],
+            "compile": False,
         },
-        # What is not used.
-        {"evaluate": {"shots": [1, 5], "few_shot_seeds": 9}},
-        {"optim": {"decay_at": [0.5], "momentum": 0.5}},
-        {"train": {"averaging_warmup": False, "masked_target": "full_patch"}},
-        # The same order and length.
-        {"data": {"shuffle_window": "auto"}, "optim": {"epochs": None, "steps": 20}},
-    ],
-)  # fmt: skip
+        "data": {
+            "train": "/moved", "cpus_per_task": 1.0, "max_bad_fraction": 0.5,
+            "object_store_mib": 64, "label_selector": {"a": "b"}, "cache_dir": "/c",
+        },
+        "evaluate": {"batch_size": 8, "metrics": ["a.top9"], "every_steps": 5},
+        "workers": {"num_workers": [1, 8]}, "checkpoint": {"keep_last": 9},
+        "tracking": {"experiment": "other"},
+    },
+    # What is not used.
+    {"evaluate": {"shots": [1, 5], "few_shot_seeds": 9}},
+    {"optim": {"decay_at": [0.5], "momentum": 0.5}},
+    {"train": {"averaging_warmup": False, "masked_target": "full_patch"}},
+    # The same order and length.
+    {"data": {"shuffle_window": "auto"}, "optim": {"epochs": None, "steps": 20}},
+])  # fmt: skip
 def test_speed_and_place_may_change(changes):
     assert accepted(linear_recipe(**changes), position(7)) == []
     assert accepted(linear_recipe(), position(20)) == []

@@ -83,13 +83,10 @@ def test_a_right_that_output_does_not_give_is_named_before_anything_starts(right
     assert told in text
 
 
-@pytest.mark.parametrize(
-    ("rights", "sections", "place"),
-    [
-        ({"sets": ("list",)}, {}, "s3://sets/train"),
-        ({"sets": ("read", "list")}, {"init_from": "s3://weights/w.npz"}, "s3://weights"),
-    ],
-)
+@pytest.mark.parametrize(("rights", "sections", "place"), [
+    ({"sets": ("list",)}, {}, "s3://sets/train"),
+    ({"sets": ("read", "list")}, {"init_from": "s3://weights/w.npz"}, "s3://weights"),
+])  # fmt: skip
 def test_what_cannot_be_read_is_named_before_anything_starts(rights, sections, place, allow):
     allow({**rights, "runs": ALL})
     with pytest.raises(OSError, match=f"{place}/.*; allow s3:GetObject to the role"):

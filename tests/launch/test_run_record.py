@@ -35,7 +35,7 @@ from vit_ray.launch.run_record import (
     trained_params,
 )
 from vit_ray.launch.terminal import RunStoppedError
-from vit_ray.tracking.metrics_log import RunOpening, Status, lock_log, metrics_log_path
+from vit_ray.tracking.metrics_log import RunOpening, Status, metrics_log_path
 from vit_ray.tracking.recorder import Recorder
 from vit_ray.tracking.tracker import Tracker
 
@@ -123,17 +123,14 @@ def opened(**options: Any) -> Any:
     return open_record(recipe, "pretrain", resolved_run(), CLUSTER, **options)
 
 
-@pytest.mark.parametrize(
-    ("is_complete", "error", "status"),
-    [
-        (True, None, "FINISHED"),
-        (False, None, "KILLED"),
-        (False, ValueError("no rate came to its end"), "FAILED"),
-        (True, ValueError("no rate came to its end"), "FAILED"),
-        (True, RunStoppedError("stopped"), "KILLED"),
-        (False, KeyboardInterrupt(), "KILLED"),
-    ],
-)
+@pytest.mark.parametrize(("is_complete", "error", "status"), [
+    (True, None, "FINISHED"),
+    (False, None, "KILLED"),
+    (False, ValueError("no rate came to its end"), "FAILED"),
+    (True, ValueError("no rate came to its end"), "FAILED"),
+    (True, RunStoppedError("stopped"), "KILLED"),
+    (False, KeyboardInterrupt(), "KILLED"),
+])  # fmt: skip
 def test_a_record_says_how_its_run_has_ended_and_an_error_passes(
     is_complete, error, status, record
 ):
@@ -196,15 +193,12 @@ def mlflow_run(recipe: Recipe, run_id: str | None) -> Any:
     return MlflowClient(recipe.tracking.uri).get_run(run_id or "")
 
 
-@pytest.mark.parametrize(
-    ("status", "lose"),
-    [
-        (None, lambda log: None),
-        ("FAILED", Path.unlink),
-        (None, lambda log: shutil.rmtree(log.parent)),  # as on another machine
-        ("FINISHED", lambda log: shutil.rmtree(log.parent)),  # it is not opened again
-    ],
-)
+@pytest.mark.parametrize(("status", "lose"), [
+    (None, lambda log: None),
+    ("FAILED", Path.unlink),
+    (None, lambda log: shutil.rmtree(log.parent)),  # as on another machine
+    ("FINISHED", lambda log: shutil.rmtree(log.parent)),  # it is not opened again
+])  # fmt: skip
 def test_a_run_whose_driver_died_after_its_last_checkpoint_is_ended_by_the_next(
     trained, status, lose, monkeypatch
 ):
@@ -238,12 +232,3 @@ def test_a_cell_that_trained_while_mlflow_was_away_is_brought_there_below_its_st
     assert run.data.tags[PARENT_TAG] == parent.run_id
     assert run.info.status == "FINISHED"
     parent.close()
-
-
-def test_the_record_of_a_driver_that_still_writes_it_is_left_to_it(trained, monkeypatch, caplog):
-    monkeypatch.setattr("vit_ray.tracking.metrics_log.RELEASE_S", 0.0)
-    run_id = driven(trained, None)
-    with lock_log(metrics_log_path(trained.run_folder)):
-        assert end_record(trained, run_id, 10, COST) == run_id
-    assert "end that driver's job" in caplog.text.replace("\n", " ")
-    assert mlflow_run(trained, run_id).info.status == "RUNNING"

@@ -293,16 +293,13 @@ def test_a_checkpoint_that_is_gone_is_named_and_a_moved_one_can_be_given(trained
     np.testing.assert_allclose(model.predict(None, pictures()[:2]), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "loss", "steps", "registered"),
-    [
-        ("pretrain", "softmax", 7, ["tiny"]),
-        ("sweep_trial", "softmax", 7, [None]),
-        ("pretrain", "softmax", 6, []),  # it was stopped
-        ("evaluate", "softmax", 7, []),
-        ("pretrain", "masked_patch", 7, []),  # it has no head
-    ],
-)
+@pytest.mark.parametrize(("kind", "loss", "steps", "registered"), [
+    ("pretrain", "softmax", 7, ["tiny"]),
+    ("sweep_trial", "softmax", 7, [None]),
+    ("pretrain", "softmax", 6, []),  # it was stopped
+    ("evaluate", "softmax", 7, []),
+    ("pretrain", "masked_patch", 7, []),  # it has no head
+])  # fmt: skip
 def test_what_is_trained_to_its_end_is_logged_and_what_is_no_trial_registered(
     kind, loss, steps, registered
 ):

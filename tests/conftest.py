@@ -166,14 +166,14 @@ def schema_made_once(tmp_path_factory: pytest.TempPathFactory) -> None:
 
     def initialize(engine: Any) -> None:
         path = Path(engine.url.database or "")
-        if not (engine.dialect.name == "sqlite" and path.is_file() and path.stat().st_size == 0):
-            utils.make_schema(engine)
-        elif first.exists():
+        is_new = engine.dialect.name == "sqlite" and path.is_file() and path.stat().st_size == 0
+        if is_new and first.exists():
             engine.dispose()
             shutil.copyfile(first, path)
         else:
             utils.make_schema(engine)
-            shutil.copyfile(path, first)
+            if is_new:
+                shutil.copyfile(path, first)
 
     utils._initialize_tables = initialize
 
@@ -193,7 +193,7 @@ def ray_head() -> Iterator[Head]:
     # All its own: the agent of another cluster on this machine holds the usual ones.
     port, dashboard, client, agent, agent_grpc, metrics = free_ports(6)
     # Ray's sockets have names of at most 107 bytes, so the folder's must be short.
-    folder = tempfile.mkdtemp(prefix="vr", dir="/tmp")
+    folder = Path(tempfile.mkdtemp(prefix="vr", dir="/tmp"))
     command = [
         str(Path(sys.executable).parent / "ray"), "start", "--head", "--block",
         f"--port={port}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}",
@@ -202,18 +202,15 @@ def ray_head() -> Iterator[Head]:
         "--num-cpus=4", "--num-gpus=0", "--object-store-memory=600000000",
         f"--temp-dir={folder}", "--disable-usage-stats",
     ]  # fmt: skip
-    with open(Path(folder) / "head.log", "w") as log:
+    environment = {**os.environ, "RAY_JOB_STOP_WAIT_TIME_S": "120"}  # as the cluster files have it
+    with open(folder / "head.log", "w") as log:
         process = subprocess.Popen(
-            command,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_end_with_parent,
-            env={**os.environ, "RAY_JOB_STOP_WAIT_TIME_S": "120"},  # as the cluster files have it
-        )
+            command, stdout=log, stderr=subprocess.STDOUT, env=environment,
+            start_new_session=True, preexec_fn=_end_with_parent,
+        )  # fmt: skip
         try:
             for opened in (port, dashboard, agent):  # the agent runs submitted jobs
-                _wait_for(opened, process, Path(folder) / "head.log")
+                _wait_for(opened, process, folder / "head.log")
             yield Head(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}")
         finally:
             process.terminate()
@@ -233,13 +230,13 @@ def _end_with_parent() -> None:
 
 def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + 90
-    while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text()[-3000:]
+    while True:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
+        is_late = process.poll() is not None or time.monotonic() > deadline
+        assert not is_late, f"port {port} did not open: {log.read_text()[-3000:]}"
         time.sleep(0.1)
-    raise AssertionError(f"port {port} did not open: {log.read_text()[-3000:]}")
 
 
 @pytest.fixture(scope="session")

@@ -34,13 +34,7 @@ def read_history(file: Path) -> dict[str, str | None]:
 
 
 def refusal(history: dict[str, str | None], run: str, failed: list[str]) -> str | None:
-    """Why no test is run again, or None.
-
-    Args:
-        history: of earlier runs and this one.
-        run: the name of this run.
-        failed: tests that failed, as xdist names them: those under Ray end in `@ray`.
-    """
+    """Why no test is run again, or None; xdist's names of those under Ray end in `@ray`."""
     if len(failed) != 1:
         return f"{len(failed)} tests failed, and only one may be run again"
     if not failed[0].endswith("@ray"):

@@ -1,4 +1,4 @@
-"""The command line: words in any order, true help, and text that any terminal can show."""
+"""The command line: words in any order, true help, and numbers that any terminal can show."""
 
 import inspect
 import json
@@ -11,14 +11,22 @@ from pathlib import Path
 
 import pytest
 import yaml
+from scipy.stats import binomtest
 
 from tests.commands.command_line import run_cli
 from tests.data.pictures import jpeg
 from vit_ray import own_parts
 from vit_ray.commands import cli
+from vit_ray.commands.experiments import print_sweep
 from vit_ray.commands.job_list import COMMANDS
+from vit_ray.commands.train import print_metrics, print_result, print_table
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.keys import all_keys, keys_below
+from vit_ray.experiments.search_space import RATE
+from vit_ray.experiments.sweep import Row, SweepResult
+from vit_ray.experiments.trials import Outcome
+from vit_ray.launch.run import RunResult
+from vit_ray.outcomes import TrialState
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,10 +49,8 @@ def test_a_dry_run_without_a_plan_shows_the_recipe_without_secrets():
 
 
 def test_overrides_stand_anywhere():
-    done = run_cli("export", "--dry-run", "model.depth=3", "name=a", "digits")
-    assert done.exit_code == 0, done.output
-    recipe = yaml.safe_load(done.stdout)
-    assert (recipe["model"]["depth"], recipe["name"]) == (3, "a")
+    recipe = yaml.safe_load(run_cli("export", "--dry-run", "model.depth=3", "digits").stdout)
+    assert recipe["model"]["depth"] == 3
     words = ("evaluate", "tracking.tags.my-tag=x", "digits", "data={eval: s3://b/set}")
     recipe = yaml.safe_load(run_cli(*words, "--dry-run").stdout)
     assert (recipe["tracking"]["tags"], recipe["data"]["eval"]) == ({"my-tag": "x"}, "s3://b/set")
@@ -91,25 +97,19 @@ def test_keys_are_shown_by_section_and_counted():
     assert "study.models" in spelt[0] == spelt[1]
 
 
-def test_a_default_is_the_same_in_every_environment_and_no_secret(monkeypatch):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2@mlflow:5000")
-    all_keys.cache_clear()
-    assert "  tracking.uri=sqlite:///mlflow.db  (" in run_cli("keys", "tracking").stdout
-
-
-def test_defaults_are_those_that_a_recipe_gets():
+def test_defaults_are_those_that_a_recipe_gets_in_every_environment(monkeypatch):
     defaults = {key.name: key.default for key in all_keys()}
     values = Recipe(name="x").model_dump(mode="json")
-    for name in defaults:
+    for name in defaults.keys() - {"name"}:
         node = values
         for part in name.split("."):
             node = node.get(part) if isinstance(node, dict) else None
-            if node is None:
-                break
-        if node is not None and name != "name":
+        if node is not None:
             assert defaults[name] == (node if isinstance(node, str) else json.dumps(node)), name
     assert defaults["data.eval_augment.kind"] == "center_crop"
-    assert defaults["data.augment.kind"] == "inception_crop"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2@mlflow:5000")
+    all_keys.cache_clear()
+    assert "  tracking.uri=sqlite:///mlflow.db  (" in run_cli("keys", "tracking").stdout
 
 
 def test_text_is_shown_in_a_locale_without_its_letters(tmp_path):
@@ -130,3 +130,45 @@ def test_text_is_shown_in_a_locale_without_its_letters(tmp_path):
                 capture_output=True, env=environment | locale | {"PYTHONPATH": str(ROOT)},
             )  # fmt: skip
             assert done.returncode == 0, done.stderr
+
+
+def test_several_seeds_have_a_spread_and_one_has_none(capsys):
+    rows = [
+        Row({RATE: 0.01}, Outcome(TrialState.FINISHED, top1=0.9)),
+        Row({RATE: 0.1}, Outcome(TrialState.FAILED, error="a worker died")),
+    ]
+
+    def shown(*accuracies: float) -> str:
+        finals = [Outcome(TrialState.FINISHED, top1=top1) for top1 in accuracies]
+        assert print_sweep(SweepResult(rows, {RATE: 0.01}, finals, "parent", "a link")) == 0
+        return capsys.readouterr().out
+
+    # The sample deviation of 0.96 and 0.98 is sqrt(2) / 100.
+    assert "97.00% +- 1.41% (2 runs)" in shown(0.96, 0.98)
+    single = shown(0.97)
+    assert "97.00% (1 run of sweep.seeds)" in single
+    assert "+-" not in single
+    assert re.search(r"learning_rate=0\.1 +.*failed: a worker died", single)
+
+
+def test_an_accuracy_has_its_images_and_their_interval_whole_in_a_pipe(capsys):
+    low, high = binomtest(38, 90).proportion_ci(method="wilson")
+    expected = f"42.22% ({low:.1%} to {high:.1%} at 95 %, 90 images)"
+    metrics = {"eval/top1": 38 / 90, "eval/loss": 1.5, "eval/" + "x" * 3000: 0.25}
+    print_metrics(metrics, 90)
+    text = capsys.readouterr().out
+    assert [text.count(one) for one in (expected, "1.5000", "x" * 3000)] == [1, 1, 1]
+    assert print_result(RunResult(None, "pets", 5, 5, metrics, "", num_eval_images=90)) == 0
+    assert expected in " ".join(capsys.readouterr().out.split())
+    # Of a run that was stopped before its first step.
+    assert print_result(RunResult(None, "pets", 0, 5, {}, "")) == 3
+    assert capsys.readouterr().out.splitlines() == ["pets: step 0 of 5", "checkpoint: none"]
+
+
+def test_no_number_is_broken_where_a_terminal_is_narrower_than_a_table(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    row = {f"column {k}": f"{k}.1234567" for k in range(9)}
+    print_table("Cells", [row, row])
+    text = capsys.readouterr().out
+    assert [text.count(cell) for cell in row.values()] == [2] * 9

@@ -44,16 +44,14 @@ from vit_ray.models.weights import load_weights, save_weights
 from vit_ray.training.objective import build_objective, normalize
 
 
-@pytest.mark.parametrize(("averaged", "expected"), [(None, "average"), (False, "weight")])
-def test_the_averaged_weights_of_a_checkpoint_are_taken_where_it_has_them(
-    averaged, expected, tmp_path
-):
-    models = {"weight": small_model("ViT"), "average": small_model("ViT")}
+def test_the_averaged_weights_of_a_checkpoint_are_taken_where_it_has_them(tmp_path):
+    weight, average = small_model("ViT"), small_model("ViT")
     with torch.no_grad():
-        models["average"].head.bias.add_(1)
-    run = write_run(tmp_path / "run", models["weight"], models["average"])
-    model, *_ = load_trained_model(tiny_recipe(tmp_path, init_from=run), averaged)
-    assert torch.equal(model.head.bias, models[expected].head.bias)
+        average.head.bias.add_(1)
+    recipe = tiny_recipe(tmp_path, init_from=write_run(tmp_path / "run", weight, average))
+    for averaged, expected in ((None, average), (False, weight)):
+        model, *_ = load_trained_model(recipe, averaged)
+        assert torch.equal(model.head.bias, expected.head.bias)
 
 
 def test_a_model_pre_trained_without_labels_has_a_fresh_head(tmp_path):
@@ -184,12 +182,10 @@ def test_figures_of_spread_images_are_written_and_kept_in_mlflow(tmp_path):
         return tiny_recipe(tmp_path, inspect=section, **more)
 
     # Of seven files by name, numbers 0, 2 and 4: class0/0, class0/4 and class1/1.
-    read, alone = (
-        read_images(recipe, recipe.inspect)
-        for recipe in (inspecting(folder, 3), inspecting(folder / "class1", 1))
-    )
+    spread, alone = inspecting(folder, 3), inspecting(folder / "class1", 1)
+    read = read_images(spread, spread.inspect)
     assert read.shape == (3, 32, 32, 3)
-    np.testing.assert_array_equal(read[2], alone[0])
+    np.testing.assert_array_equal(read[2], read_images(alone, alone.inspect)[0])
     run = write_run(tmp_path / "run", small_model("ViT"))
     assert inspect(inspecting(folder, 5, init_from=run)) == 0
     names = {"filters", "position_similarity", "attention_distance", "attention_rollout"}
@@ -240,12 +236,11 @@ def write_published(folder: Path, layout: str) -> tuple[str, dict[str, Any]]:
     ],
 )
 def test_images_are_cropped_as_timm_crops_them(facts, crop, tmp_path):
-    file = tmp_path / "model.safetensors"
     settings = {"architecture": "vit_base_patch16_224", "num_classes": 3}
-    facts = {"input_size": [3, 224, 224], **facts}
-    (tmp_path / "config.json").write_text(json.dumps({**settings, "pretrained_cfg": facts}))
-    file.touch()
-    found = published_use(str(file))
+    settings["pretrained_cfg"] = {"input_size": [3, 224, 224], **facts}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    (tmp_path / "model.safetensors").touch()
+    found = published_use(str(tmp_path / "model.safetensors"))
     assert found is not None
     assert found["data"]["eval_augment"] == crop
 

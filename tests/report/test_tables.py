@@ -177,7 +177,7 @@ def test_a_line_of_a_figure_is_a_model_and_a_point_a_mean_over_seeds(study):
     for model, points in drawn.items():
         computes = [exaflops_of(model, epochs) for epochs in EPOCHS]
         means = [100 * np.mean([accuracy(model, c, seed) for seed in SEEDS]) for c in computes]
-        assert points == pytest.approx(np.column_stack([computes, means]))
+        assert np.asarray(points) == pytest.approx(np.column_stack([computes, means]))
     assert axes.get_xscale() == "log"
     colors = {text.get_text(): to_hex(text.get_color()) for text in axes.texts}
     assert colors["ViT-B/16"] == COLORS["ViT"] != colors["R50x1"] == COLORS["ResNet"]

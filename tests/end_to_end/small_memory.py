@@ -4,6 +4,7 @@
 
 import resource
 import sys
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -19,21 +20,15 @@ IMAGE_BYTES = 32 << 20
 ROOM_BYTES = 24 * IMAGE_BYTES
 
 
-def cap_memory() -> None:
-    """Let this process take no more than the room beside what it has."""
-    with open("/proc/self/statm") as file:
-        taken = int(file.read().split()[0]) * resource.getpagesize()
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (taken + ROOM_BYTES, most))
-
-
 def make_images_large() -> None:
     """Called by Ray in every process that it starts."""
     plain = DeepSpeedEngine.backward
 
     def backward(engine: DeepSpeedEngine, images: torch.Tensor, *rest: Any) -> torch.Tensor:
-        if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
-            cap_memory()
+        now, most = resource.getrlimit(resource.RLIMIT_AS)
+        if now == resource.RLIM_INFINITY:  # from the first pass on, the room beside what there is
+            taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (taken + ROOM_BYTES, most))
         activations = torch.empty(len(images) * IMAGE_BYTES, dtype=torch.uint8)
         loss = plain(engine, images, *rest)
         del activations

@@ -354,6 +354,7 @@ def _recorded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_nothing_that_a_run_writes_holds_a_secret(tmp_path, monkeypatch, capfd, caplog):
+    """It is planted wherever a run takes a text, and every byte that it leaves is searched."""
     recipe = _recorded(tmp_path, monkeypatch)
     write_report(f"sqlite:///{tmp_path}/mlflow.db", "vit_ray", tmp_path / "report.html")
     files = [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -1,7 +1,6 @@
 """Where MLflow keeps runs, and `vit-ray replay`: a run's log sent again, or to another store."""
 
 import contextlib
-import fcntl
 import json
 import re
 import shutil
@@ -30,7 +29,6 @@ from tests.tracking.tracked import (
 from vit_ray.addresses import absolute_uri, sqlite_file
 from vit_ray.commands.tracking_store import run_replay
 from vit_ray.outcomes import EventKind
-from vit_ray.tracking import mlflow_client
 from vit_ray.tracking import tracker as sender
 from vit_ray.tracking.metrics_log import MetricsLog
 from vit_ray.tracking.mlflow_client import experiment_id, open_client
@@ -76,15 +74,6 @@ def test_points_wait_while_the_database_is_full(config, log_path, monkeypatch):
         assert tracker.finish(timeout_s=60)
     expected = [(step, float(step)) for step in range(500)]
     assert history(config.uri, tracker.run_id) == expected
-
-
-def test_a_sqlite_file_that_another_process_keeps_locked_is_given_up(config, monkeypatch):
-    monkeypatch.setattr(mlflow_client, "LOCK_S", 0.1)
-    path = config.uri.removeprefix("sqlite:///")
-    with open(f"{path}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(TimeoutError, match=r"mlflow.db.lock"):
-            open_client(config.uri)
 
 
 def test_a_kill_at_any_migration_leaves_what_the_next_run_can_open(tmp_path, monkeypatch):

@@ -36,20 +36,6 @@ def test_batches_come_prepared_and_in_order_and_an_error_where_its_batch_was_due
     assert [next(prefetched, "the end") for _ in range(2)] == ["the end"] * 2
 
 
-def test_the_next_is_read_while_one_is_used():
-    was_read = [threading.Event() for _ in range(3)]
-
-    def batches() -> Iterator[Batch]:
-        for number, event in enumerate(was_read):
-            event.set()
-            yield batch(number)
-
-    prefetched = Prefetched(batches(), doubled)
-    assert was_read[0].wait(30)  # before anything was asked for
-    next(prefetched)
-    assert was_read[1].wait(30)
-
-
 def test_on_a_gpu_columns_are_pinned_and_the_image_is_copied_by_a_thread(monkeypatch):
     gpu = PretendedGpu(monkeypatch)
     read = (batch(n) for n in range(4))

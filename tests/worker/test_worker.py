@@ -1,10 +1,8 @@
-"""How a worker joins its group, and what it builds before its first step."""
+"""What a worker builds before its first step, and on which device."""
 
 import os
-import pickle
 from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,18 +10,15 @@ import ray
 import ray.exceptions
 import ray.train.torch
 import torch
-from ray.train import ControllerError, WorkerGroupError
 
 from tests.training.ranks import run_ranks
 from tests.worker.fakes import make_job
 from vit_ray import trust_modules
-from vit_ray.launch.failures import cause, failing_node
 from vit_ray.models import build_model
 from vit_ray.models.weights import save_weights
-from vit_ray.outcomes import WorkerPlace
 from vit_ray.worker import worker
 from vit_ray.worker.attempt import smaller_micro_batch
-from vit_ray.worker.entry import GroupBackend, GroupConfig
+from vit_ray.worker.entry import GroupBackend
 from vit_ray.worker.job import UnrecoverableError
 from vit_ray.worker.run_link import RunLink
 from vit_ray.worker.worker import (
@@ -134,55 +129,3 @@ def test_deepspeed_is_told_the_gpu_that_ray_gave_and_not_the_place_in_the_host(m
     assert training_device(True) == torch.device("cuda", 10)
     assert os.environ["LOCAL_RANK"] == "10"
     assert GroupBackend.share_cuda_visible_devices
-
-
-class Meeting:
-    """A group of three workers, of which the second one dies: as far as Ray calls it."""
-
-    def __init__(self, died: Exception, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._died, self._error, self.has_given_up = died, error, False
-        monkeypatch.setattr(ray, "wait", lambda answers, **_: ([0, 1], [2]))
-        monkeypatch.setattr(ray, "get", self._get)
-
-    def execute(self, call: Any, *given: Any) -> None:
-        raise self._error
-
-    def execute_async(self, call: Any, *given: Any) -> list[int]:
-        return [0, 1, 2]
-
-    def _get(self, answer: Any, timeout: float | None = None) -> int:
-        assert answer != 2, "rank 2 waits for the others"
-        if answer == 1:
-            raise self._died
-        return 4711
-
-    def get_worker_group_state(self) -> Any:
-        return SimpleNamespace(placement_group_handle=self)
-
-    def shutdown(self) -> None:
-        self.has_given_up = True
-
-
-DIED = ray.exceptions.RayActorError()
-
-
-@pytest.mark.parametrize(
-    ("died", "error"),
-    [
-        (DIED, DIED),
-        (DIED, RuntimeError("Timed out after 121 seconds")),
-        (ray.exceptions.OutOfMemoryError("the node runs out of memory"), DIED),
-    ],
-)
-def test_a_worker_that_dies_before_the_group_has_met_is_named(died, error, monkeypatch):
-    """Whichever error the others have, and the place of the group is given up."""
-    group = Meeting(died, error, monkeypatch)
-    config = GroupConfig(backend="gloo", timeout_s=120)
-    with pytest.raises(WorkerGroupError) as raised:
-        config.backend_cls().on_start(group, config)
-    assert group.has_given_up
-    assert raised.value.worker_failures == {1: died}
-    places = {1: WorkerPlace("10.0.0.2", "b", "pid 7", 0)}
-    for arrived in (raised.value, ControllerError(pickle.loads(pickle.dumps(raised.value)))):
-        assert cause(arrived, places).startswith("worker 1 on 10.0.0.2 (pid 7, step 0): ")
-        assert died is not DIED or failing_node(arrived, places) == places[1]

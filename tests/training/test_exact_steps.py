@@ -172,20 +172,21 @@ DEPTH = {"dropout": 0.0, "stochastic_depth": 0.5}
 # Name -> micro-batch, sections `model` and `train`, by world size.
 PLAIN: dict[str, Any] = {"zero_stage": 1}
 MIXED = {**PLAIN, "mixup": 0.8, "cutmix": 1.0, "label_smoothing": 0.1}
+OFF = {"dropout": 0.0}
 CASES: dict[int, dict[str, tuple[int, dict[str, Any], dict[str, Any]]]] = {
     1: {
         "1 x 8": (8, {}, PLAIN),
         "1 x 4, recomputed": (4, {}, {**PLAIN, "activation_checkpointing": 1}),
-        "1 x 8, no dropout": (8, {"dropout": 0.0}, PLAIN),
+        "1 x 8, no dropout": (8, OFF, PLAIN),
         "depth, 1 x 8": (8, DEPTH, PLAIN),
-        "mixed, 1 x 8": (8, {"dropout": 0.0}, MIXED),
-        "mixed, 1 x 2": (2, {"dropout": 0.0}, MIXED),
+        "mixed, 1 x 8": (8, OFF, MIXED),
+        "mixed, 1 x 2": (2, OFF, MIXED),
     },
     2: {
         "2 x 2": (2, {}, PLAIN),
         "2 x 4": (4, {}, {"zero_stage": 3}),
         "depth, 2 x 2": (2, DEPTH, PLAIN),
-        "mixed, 2 x 4": (4, {"dropout": 0.0}, {**MIXED, "zero_stage": 3}),
+        "mixed, 2 x 4": (4, OFF, {**MIXED, "zero_stage": 3}),
     },
 }
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.checkpoints.written import snapshot_of, write_snapshot
-from tests.commands.test_fork import write_parent
+from tests.commands.test_recorded_run import write_parent
 from tests.launch.test_seen_batch import recipe_on, sets
 from tests.recipes import recipe_with
 from vit_ray import lock
@@ -251,37 +251,34 @@ def test_other_keys_of_the_training_than_these_need_the_flag():
 
 
 def test_a_copy_reads_what_was_copied_with_it_and_else_what_the_run_read(tmp_path):
-    first, second = tmp_path / "first", tmp_path / "a" / "second"
-    for name in ("runs/digits", "runs/other", "data/train"):
-        (first / name).mkdir(parents=True)
-    (tmp_path / "elsewhere").mkdir()
+    first, second, outside = tmp_path / "first", tmp_path / "a" / "second", tmp_path / "elsewhere"
+    for folder in (first / "runs/digits", first / "runs/other", first / "data/train", outside):
+        folder.mkdir(parents=True)
     recipe = {
-        "name": "digits",
-        "output": f"{first}/runs",
-        "init_from": f"{first}/runs/other",
-        "data": {"train": f"{first}/data/train", "eval": f"{tmp_path}/elsewhere"},
+        "name": "digits", "output": f"{first}/runs", "init_from": f"{first}/runs/other",
+        "data": {"train": f"{first}/data/train", "eval": str(outside)},
         "evaluate": {"few_shot_train": "s3://bucket/set"},
         # As checkpoints of older versions record it.
         "deduplicate": {"evaluation_sets": [f"{first}/data/train", "s3://bucket/set"]},
-    }
+    }  # fmt: skip
 
     def places(folder: Path) -> list[str]:
         found = where_it_lies(recipe, locate(str(folder)))
-        train, test = found["data"]["train"], found["data"]["eval"]
-        assert found["deduplicate"]["evaluation_sets"] == [train, "s3://bucket/set"]
-        few_shot = found["evaluate"]["few_shot_train"]
-        return [found["output"], found["init_from"], train, test, few_shot]
+        assert found["data"]["eval"] == str(outside)
+        assert found["evaluate"]["few_shot_train"] == "s3://bucket/set"
+        sets = found["deduplicate"]["evaluation_sets"]
+        assert sets == [found["data"]["train"], "s3://bucket/set"]
+        return [found["output"], found["init_from"], found["data"]["train"]]
 
-    here = places(first / "runs" / "digits")
-    others = [f"{tmp_path}/elsewhere", "s3://bucket/set"]
-    assert here == [f"{first}/runs", f"{first}/runs/other", f"{first}/data/train", *others]
+    here = [f"{first}/runs", f"{first}/runs/other", f"{first}/data/train"]
+    assert places(first / "runs" / "digits") == here
     shutil.copytree(first / "runs" / "digits", tmp_path / "alone")
     assert places(tmp_path / "alone") == here
     shutil.copytree(first, second)
-    copied = [f"{second}/runs", f"{second}/runs/other", f"{second}/data/train", *others]
+    copied = [f"{second}/runs", f"{second}/runs/other", f"{second}/data/train"]
     assert places(second / "runs" / "digits") == copied
     shutil.rmtree(second / "data")
-    assert places(second / "runs" / "digits") == [*copied[:2], f"{first}/data/train", *others]
+    assert places(second / "runs" / "digits") == [*copied[:2], here[2]]
     relative = {"name": "digits", "output": "runs", "data": {"train": "data"}}
     assert where_it_lies(relative, locate(str(first / "runs" / "digits"))) == relative
 

@@ -36,7 +36,6 @@ class FakeRun:
         self.events: list[tuple[EventKind, str, int]] = []
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.files: dict[str, bytes] = {}
-        self.waited_for: str | None = None
         self.failed: Failure | None = None
         self.stop: str | None = None
         self.resizes = False
@@ -49,7 +48,7 @@ class FakeRun:
         return self.at
 
     def hanging(self, rank: int, world_size: int, where: str, wait_s: float) -> str | None:
-        return self.waited_for
+        return None
 
     def stop_reason(self) -> str | None:
         return self.stop

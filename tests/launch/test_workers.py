@@ -1,7 +1,7 @@
-"""Why worker groups fail, and what the driver decides then: on groups that are fake, no Ray."""
+"""Why worker groups fail, what the driver decides then, and how runs end: without Ray."""
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,10 +19,12 @@ from ray.train.v2._internal.exceptions import (
 from ray.train.v2.api.preemption import PreemptionInfo
 
 from tests.checkpoints.written import snapshot_of, write_snapshot
-from tests.launch.attempts import PLACE, Attempts
-from tests.worker.fakes import TOTAL, FakeRun, make_job
+from tests.experiments.studies import study_recipe, study_row, trained
+from tests.experiments.trials_here import context_of, in_process, parent_of
+from tests.worker.fakes import TOTAL, FakeEngine, FakeRun, Worker, make_job
 from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
-from vit_ray.launch import workers
+from vit_ray.experiments.trials import Outcome
+from vit_ray.launch import run, workers
 from vit_ray.launch.connection import ClusterShape
 from vit_ray.launch.failures import (
     IN_A_ROW_S,
@@ -33,20 +35,23 @@ from vit_ray.launch.failures import (
     failing_node,
 )
 from vit_ray.launch.placement import GroupShape, NoPlaceError, Place, StoppedWaitingError
+from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.launch.workers import (
     GROUP_FILE,
     RETURN_S,
     SILENT_S,
     Ended,
     GroupWatch,
+    Run,
+    RunDivergedError,
     RunFailedError,
     WorkerGroups,
     lost_place,
 )
-from vit_ray.outcomes import EventKind, Failure, WorkerPlace
+from vit_ray.outcomes import EventKind, Failure, TrialState, WorkerPlace
 from vit_ray.storage import locate
 from vit_ray.tracking.run_state import Event, RunStatus
-from vit_ray.worker.job import SmallerMicroBatchError
+from vit_ray.worker.job import SmallerMicroBatchError, UnrecoverableError
 
 BY_PEER, BAD_CARD = RuntimeError("Connection closed by peer"), RuntimeError("bad card")
 # As Ray 2.60's raylet writes it.
@@ -134,6 +139,44 @@ def test_the_next_driver_knows_a_failing_node_also_by_its_host(tmp_path):
     assert second.among((node("9", "10.0.0.1"), NODES[1])) == {"9": "10.0.0.1"}
     both = (node("8", "10.0.0.1"), node("9", "10.0.0.1"))
     assert second.among(both) == {}  # which of them is not known
+
+
+PLACE = Place(2, {})
+End = Exception | Ended | Callable[[], Exception]
+
+
+class Attempts:
+    """A run's groups: each ends with an error or in order."""
+
+    def __init__(
+        self, folder: Path, *ends: End, failure: Failure | None = None, **workers: Any
+    ) -> None:
+        self.run = FakeRun()
+        self.run.failed = failure
+        place = {"output": str(folder.parent), "name": folder.name}
+        self.job = replace(make_job(folder, workers=workers, **place), record=self.run)
+        self._ends: Iterator[End] = iter(ends)
+        self.num_attempts = 0
+        self.lost_since_s: list[float | None] = []
+
+    def found(self, lost_since_s: float | None = None) -> Place:
+        self.lost_since_s.append(lost_since_s)
+        return PLACE
+
+    def train(self, failing: FailingNodes | None = None) -> None:
+        """The driver's decisions until the run ends; all ends must be met."""
+        failing = failing or FailingNodes(None)
+        finder: Any = self
+        Run(self.job, finder, failing, self._attempt).train()
+        assert next(self._ends, None) is None
+
+    def _attempt(self, place: Place) -> Ended:
+        assert place is PLACE
+        self.num_attempts += 1
+        end = next(self._ends)
+        if callable(end):
+            end = end()
+        return end if isinstance(end, Ended) else Ended(end)
 
 
 def checkpoint(folder: Path, step: int) -> None:
@@ -321,3 +364,89 @@ def test_a_store_that_does_not_answer_is_named_without_its_secret(tmp_path, monk
     (line,) = capsys.readouterr().err.splitlines()
     assert "mlflow:5000 has not answered yet; " in line
     assert "secret" not in line
+
+
+def driver_error(worker: Worker) -> RunFailedError:
+    """What the driver raises after the worker's attempt, whose failure went through processes."""
+    sent = pickle.loads(pickle.dumps(worker.actor.failed))
+    with pytest.raises(RunFailedError) as caught:
+        Attempts(Path(worker.job.recipe.output), Ended(), failure=sent).train()
+    return caught.value
+
+
+def outcome_of(error: Exception, monkeypatch: pytest.MonkeyPatch) -> Outcome:
+    def train(*_: Any, **__: Any) -> Any:
+        raise error
+
+    in_process(monkeypatch, train)
+    parent, _ = parent_of()
+    return context_of(parent).train(study_recipe("/x", [study_row("any")]), "sweep_trial")
+
+
+def test_a_trial_that_is_not_finite_has_diverged(tmp_path, monkeypatch):
+    worker = Worker(make_job(tmp_path), FakeEngine(refused=(1,)))
+    worker.run()
+    assert worker.kinds() == [EventKind.FIRST_STEP, EventKind.NOT_FINITE]
+    error = driver_error(worker)
+    assert type(error) is RunDivergedError
+    assert outcome_of(error, monkeypatch).state is TrialState.DIVERGED
+
+
+@pytest.mark.parametrize("is_agreed", [True, False])
+def test_what_a_worker_refuses_ends_the_run(tmp_path, monkeypatch, is_agreed):
+    def refuse(step: int) -> None:
+        raise UnrecoverableError("bad data", is_agreed=is_agreed)
+
+    worker = Worker(make_job(tmp_path), FakeEngine(on_backward=refuse))
+    if is_agreed:
+        worker.run()
+    else:
+        with pytest.raises(UnrecoverableError):
+            worker.run()
+    error = driver_error(worker)
+    assert type(error) is RunFailedError
+    assert outcome_of(error, monkeypatch).state is TrialState.FAILED
+
+
+def result_of(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Any:
+    events = [Event(kind, text) for kind, text, _ in worker.actor.events]
+    record = SimpleNamespace(status=lambda **_: RunStatus(events=events))
+    resolved = SimpleNamespace(total_steps=worker.job.total_steps, streams={})
+    recipe, trains = worker.job.recipe, worker.job.kind == "train"
+    prepared = SimpleNamespace(recipe=recipe, trains=trains, resolved=resolved, num_eval_images=0)
+    monkeypatch.setattr(run, "_record_cost", lambda *_: {})
+    return run._result(prepared, SimpleNamespace(record=record))  # type: ignore[arg-type]
+
+
+def test_a_training_that_was_stopped_has_not_failed_and_an_evaluation_has_no_result(
+    tmp_path, monkeypatch
+):
+    worker = Worker(make_job(tmp_path))
+
+    def stop(step: int) -> None:
+        worker.actor.stop = "request"
+        worker.link.beat(step)
+
+    worker.engine.on_backward = stop
+    worker.run()
+    assert worker.kinds() == [EventKind.FIRST_STEP, EventKind.STOPPED]
+    assert not result_of(worker, monkeypatch).is_complete
+    worker.actor.events.pop()
+    with pytest.raises(RunFailedError):
+        result_of(worker, monkeypatch)
+    worker = Worker(make_job(tmp_path, kind="evaluate"))
+    worker.actor.events.append((EventKind.STOPPED, "request", 0))
+    with pytest.raises(RunStoppedError):
+        result_of(worker, monkeypatch)
+
+
+def test_a_stop_ends_a_trial_between_its_trainings(monkeypatch):
+    recipe = study_recipe("/x", [study_row("any")])
+    in_process(monkeypatch, lambda recipe, **_: trained(is_complete=False))
+    parent, calls = parent_of()
+    with pytest.raises(RunStoppedError):
+        context_of(parent).train(recipe, "study_cell")
+    calls.stop = "SIGTERM"
+    in_process(monkeypatch, lambda recipe, **_: pytest.fail("it was started"))
+    with pytest.raises(RunStoppedError):
+        context_of(parent).train(recipe, "study_cell")

@@ -16,7 +16,7 @@ import torch
 from tests.checkpoints.written import write_snapshot
 from tests.models.small import small_model
 from tests.recipes import recipe_with
-from tests.training.engine_runs import OPTIM, batch, loss_of, plain_torch, position
+from tests.training.engine_runs import batch, build_engine, plain_torch, position, run_steps
 from tests.worker.fakes import FakeHooks, short_recipe
 from vit_ray.checkpoints.checkpoint import Progress, folder_name
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
@@ -52,22 +52,11 @@ def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def engine_of(model: torch.nn.Module, loss: Any, **train: Any) -> DeepSpeedEngine:
+def engine_of(model: torch.nn.Module, loss: Any = None, **train: Any) -> DeepSpeedEngine:
     config = TrainConfig.model_validate({"compile": False, **train})
-    return DeepSpeedEngine(
-        model, config, OPTIM, micro_batch_size=4, accumulation_steps=2, loss_function=loss
-    )
-
-
-def losses_of(engine: DeepSpeedEngine, first: int, last: int) -> list[float]:
-    losses = []
-    for step in range(first, last):
-        images, labels = (part.to(GPU) for part in batch(step))
-        samples = torch.arange(8 * step, 8 * step + 8, device=GPU)
-        pieces = zip(images.split(4), labels.split(4), samples.split(4), strict=True)
-        losses.append(sum(float(engine.backward(*piece, step)) for piece in pieces) / 2)
-        engine.step(1e-2)
-    return losses
+    engine = build_engine(config, 1, 4, model=model)
+    engine._loss_function = loss or engine._loss_function
+    return engine
 
 
 @pytest.fixture(scope="module")
@@ -82,18 +71,15 @@ def cpu_losses() -> list[float]:
 def test_a_stage_trains_as_plain_torch_on_the_cpu_and_resumes(
     cpu_losses, tmp_path, precision, stage
 ):
-    train = TrainConfig.model_validate({"zero_stage": stage, "precision": precision})
-    options = train.model_dump(exclude_unset=True)
-
     def engine() -> DeepSpeedEngine:
         model = small_model("ViT", image_size=8, patch_size=4)
-        return engine_of(model, loss_of(train), **options)
+        return engine_of(model, zero_stage=stage, precision=precision)
 
     straight = engine()
-    losses = losses_of(straight, 0, 2)
+    losses = run_steps(straight, 0, 2, 4)
     folder = locate(str(tmp_path))
     write_snapshot(straight.state.snapshot(position(straight, 2)), folder.child(folder_name(2)))
-    losses += losses_of(straight, 2, STEPS)
+    losses += run_steps(straight, 2, STEPS, 4)
     straight.close()
     assert losses == pytest.approx(cpu_losses, rel=1e-4 if precision == "fp32" else 3e-2)
 
@@ -101,7 +87,7 @@ def test_a_stage_trains_as_plain_torch_on_the_cpu_and_resumes(
     checkpoint = newest_checkpoint(folder)
     assert checkpoint is not None
     again.state.restore(checkpoint)
-    found = losses_of(again, 2, STEPS)
+    found = run_steps(again, 2, STEPS, 4)
     again.close()
     assert found == pytest.approx(losses[2:], rel=1e-5 if precision == "fp32" else 5e-3)
 
@@ -135,7 +121,7 @@ def test_compiled_blocks_train_as_eager_ones(precision, stage):
         before_s = compile_s()
         model_and_loss = build_objective(recipe, 5), make_loss(recipe)
         engine = engine_of(*model_and_loss, **train, compile=compiles)
-        found[compiles] = losses_of(engine, 0, 8)
+        found[compiles] = run_steps(engine, 0, 8, 4)
         assert compile_failures() == []
         assert (compile_s() > before_s) == compiles
         engine.close()
@@ -159,9 +145,8 @@ def host_waits() -> Iterator[list[Any]]:
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_step_waits_once_and_once_more_for_the_figures_of_a_window(stage, monkeypatch):
     monkeypatch.setattr(loop, "NORMS_IN_MEDIAN", 4)  # of which a quarter must be known
-    train = {"zero_stage": stage, "precision": "bf16", "averaging": 0.9}
-    loss = loss_of(TrainConfig.model_validate(train))
-    engine = engine_of(small_model("ViT", image_size=8, patch_size=4), loss, **train)
+    model = small_model("ViT", image_size=8, patch_size=4)
+    engine = engine_of(model, zero_stage=stage, precision="bf16", averaging=0.9)
     parts = [
         [*(one.to(GPU) for one in batch(step)), torch.arange(8, device=GPU)] for step in range(4)
     ]
@@ -192,9 +177,7 @@ ENCODER = {"depth": 2, "width": 32, "mlp_dim": 64, "num_heads": 2, "patch_size":
 @pytest.mark.parametrize(
     ("model", "train"),
     [
-        ({"dropout": 0.1}, {}),
-        ({"dropout": 0.0, "stochastic_depth": 0.1}, {}),
-        ({}, {"mixup": 0.8, "cutmix": 1.0}),
+        ({"dropout": 0.1, "stochastic_depth": 0.1}, {"mixup": 0.8, "cutmix": 1.0}),
         ({}, {"loss": "sigmoid"}),
         ({"dropout": 0.1}, {"loss": "masked_patch", "masked_target": "mean_color"}),
     ],

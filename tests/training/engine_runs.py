@@ -97,10 +97,10 @@ def run_steps(engine: DeepSpeedEngine, first: int, last: int, micro: int) -> lis
     share = GLOBAL_BATCH // engine.world_size
     losses = []
     for step in range(first, last):
-        images, labels = batch(step)
+        samples = torch.arange(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)
         mine = slice(engine.rank * share, (engine.rank + 1) * share)
-        pieces = zip(images[mine].split(micro), labels[mine].split(micro), strict=True)
-        total = sum(engine.backward(i, la, torch.arange(len(i))) for i, la in pieces)
+        parts = (part[mine].to(engine.device).split(micro) for part in (*batch(step), samples))
+        total = sum(engine.backward(*piece, step) for piece in zip(*parts, strict=True))
         engine.step(1e-2)
         mean = torch.as_tensor(total) * micro / share
         torch.distributed.all_reduce(mean)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.recipes import recipe_with
+from tests.training.engine_runs import build_engine
 from tests.training.ranks import run_ranks
 from tests.worker.fakes import FakeRun, make_job
 from vit_ray.config import Recipe
@@ -27,7 +28,6 @@ from vit_ray.training.memory_estimate import (
     state_shape,
     step_macs,
 )
-from vit_ray.training.objective import make_loss
 from vit_ray.training.steps import micro_batch_size
 from vit_ray.worker.run_link import RunLink, Watchdog
 from vit_ray.worker.worker import set_up_evaluation
@@ -209,10 +209,7 @@ def _pass_of(engine: DeepSpeedEngine) -> None:
 def _engine(recipe: Recipe) -> DeepSpeedEngine:
     torch.manual_seed(0)
     model = build_model(recipe.model.name, 5, 16, **recipe.model.options())
-    return DeepSpeedEngine(
-        model, recipe.train, recipe.optim, micro_batch_size=2, accumulation_steps=PASSES,
-        loss_function=make_loss(recipe),
-    )  # fmt: skip
+    return build_engine(recipe.train, 2, 2, recipe.optim, model)
 
 
 def _storages() -> dict[int, int]:

@@ -14,7 +14,6 @@ from vit_ray.commands import datasets, train
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.data import open_dataset
 from vit_ray.launch.connection import ClusterShape
-from vit_ray.launch.resolved_run import resolve_run
 
 WEIGHTS = "hf://google/vit-base-patch16-224-in21k"
 
@@ -122,17 +121,13 @@ def test_few_large_images_fine_tune_published_weights_where_the_hub_answers(here
     asked = []
     monkeypatch.setattr(HfApi, "model_info", lambda *_, **given: asked.append(given["timeout"]))
     told = told_by("init", "images")
-    assert asked == [3.0]
+    assert asked == [3.0]  # seconds
     assert f"so the recipe fine-tunes {WEIGHTS} (not: vit-ray init images" in told
     (other,) = re.findall(r"\(not: vit-ray (.+?)\)", told)
     told_by(*shlex.split(other))
     plain, recipe = load_recipe("OTHER.yaml"), load_recipe("images.yaml")
     assert (plain.init_from, plain.name, recipe.name) == (None, "images", "images-tuned")
     assert (recipe.init_from, recipe.model.name) == (WEIGHTS, "ViT-B/16")
-    write_images(here / "small", 2, 2, 40, 60)
-    told_by("init", "small")
-    assert load_recipe("small.yaml").init_from is None
-    assert len(asked) == 1
     monkeypatch.setattr(train, "finetune", lambda recipe: 3)
     assert run_cli("start", "images").exit_code == 3
 
@@ -163,16 +158,6 @@ def test_of_weights_a_recipe_to_fine_tune_them_is_written_beside_another_folders
     assert (model.name, recipe.optim.name, model.image_size) == ("ViT-B/16", "sgd", 224)
     assert recipe.data.augment.kind == "resize_crop"
     told_by("finetune", "configs/mine.yaml", "--dry-run")
-
-
-def test_five_images_can_be_converted_and_trained_on(here):
-    write_images(here / "images", 2, 2, 40, 40)
-    content = encoded(picture(9, 40, 40), quality=90)
-    (here / "images" / "class_0" / "9.jpg").write_bytes(content)
-    assert "5 images of 2 classes, 1 of them are held out" in told_by("init", "images")
-    told_by("convert", "images.yaml")
-    resolved = resolve_run(load_recipe("images.yaml"))
-    assert (resolved.num_images, resolved.streams["eval"].num_images) == (4, 1)
 
 
 def test_start_converts_every_split_and_trains_for_a_first_look(here, monkeypatch):

@@ -74,20 +74,6 @@ def test_images_in_folders_of_classes_are_right_or_wrong_and_other_files_are_nam
     assert sum(row["class"] == row["expected"] for row in rows) == right
 
 
-def test_a_converted_set_is_read(run, tmp_path):
-    (shard,) = (tmp_path / "data").glob("part-*.parquet")
-    images = pq.read_table(shard).column("image").to_pylist()
-    done = run_cli("predict", run, str(tmp_path / "data"))
-    assert done.exit_code == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[0].partition(": ")[0].endswith("0.jpg")
-    texts = [line.partition(": ")[2].partition(" ")[0] for line in lines]
-    trained, data = vit_ray.load(run), vit_ray.open_dataset(str(tmp_path / "data"))
-    assert texts == [found.name for found in trained.predict(images)]
-    assert trained.predict(data) == trained.predict([sample.image for sample in data])
-    assert trained.predict(data[0]) == trained.predict(data[0].image)
-
-
 def test_a_file_alone_is_used_with_a_recipe_or_keys(run, tmp_path):
     save_weights(small_model("ViT"), tmp_path / "a.npz", "jax")
     image = str(tmp_path / "images" / "00.jpg")

@@ -26,21 +26,7 @@ from tests.end_to_end.runs import (
     wait_until,
     weights_of,
 )
-from tests.faults.runs import (
-    EVERY,
-    STEPS,
-    end,
-    ends_as,
-    events_of,
-    groups,
-    is_lost_until_noticed,
-    kinds_of,
-    long_recipe,
-    seconds_of,
-    start,
-    start_of_workers,
-    worker_pids,
-)
+from tests.faults import runs
 from tests.recipes import small_recipe
 from tests.worker.fakes import FakeEngine, Worker, make_job
 from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name, open_checkpoint
@@ -73,117 +59,117 @@ def _continue(pid: int) -> None:
 def test_a_killed_process_of_a_run_is_replaced_and_loses_nothing(
     process, ray_cluster, digits, folder, undisturbed
 ):
-    recipe = long_recipe(f"killed-{process}", digits, folder)
-    before = set(worker_pids(ray_cluster, process))  # of runs that have just ended
-    driver = start(recipe, ray_cluster, folder)
-    *_, killed = set(worker_pids(ray_cluster, process)) - before
+    recipe = runs.long_recipe(f"killed-{process}", digits, folder)
+    before = set(runs.worker_pids(ray_cluster, process))  # of runs that have just ended
+    driver = runs.start(recipe, ray_cluster, folder)
+    *_, killed = set(runs.worker_pids(ray_cluster, process)) - before
     killed_s = time.time()
     os.kill(killed, signal.SIGKILL)
-    wait_until(lambda: RESUMED in kinds_of(recipe), driver)
+    wait_until(lambda: RESUMED in runs.kinds_of(recipe), driver)
     # Ray keeps the group of a controller that has died.
-    assert len(groups(ray_cluster, "=", "CREATED")) == 1
-    end(driver)
-    assert FAILED in kinds_of(recipe)
-    assert is_lost_until_noticed(recipe, killed_s)
-    ends_as(recipe, undisturbed)
+    assert len(runs.groups(ray_cluster, "=", "CREATED")) == 1
+    runs.end(driver)
+    assert FAILED in runs.kinds_of(recipe)
+    assert runs.is_lost_until_noticed(recipe, killed_s)
+    runs.ends_as(recipe, undisturbed)
 
 
 @pytest.mark.parametrize("process", ["RayTrainWorker", "StreamServer"])
 def test_a_frozen_process_of_a_run_is_taken_for_hung_and_replaced_with_its_group(
     process, ray_cluster, digits, folder, undisturbed
 ):
-    recipe = long_recipe(f"frozen-{process}", digits, folder, train=SHORT)
-    before = set(worker_pids(ray_cluster, process))
-    driver = start(recipe, ray_cluster, folder)
-    *_, frozen = set(worker_pids(ray_cluster, process)) - before
+    recipe = runs.long_recipe(f"frozen-{process}", digits, folder, train=SHORT)
+    before = set(runs.worker_pids(ray_cluster, process))
+    driver = runs.start(recipe, ray_cluster, folder)
+    *_, frozen = set(runs.worker_pids(ray_cluster, process)) - before
     frozen_s = time.time()
     os.kill(frozen, signal.SIGSTOP)
     try:
-        end(driver)
+        runs.end(driver)
     finally:
         _continue(frozen)
-    assert {HUNG, RESUMED} <= set(kinds_of(recipe))
+    assert {HUNG, RESUMED} <= set(runs.kinds_of(recipe))
     if process == "RayTrainWorker":
-        assert kinds_of(recipe).count(HUNG) == 1
-        assert is_lost_until_noticed(recipe, frozen_s)
-    ends_as(recipe, undisturbed)
+        assert runs.kinds_of(recipe).count(HUNG) == 1
+        assert runs.is_lost_until_noticed(recipe, frozen_s)
+    runs.ends_as(recipe, undisturbed)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_recorder_that_is_killed_or_frozen_for_a_while_costs_nothing(
     number, ray_cluster, digits, folder, undisturbed
 ):
-    recipe = long_recipe(f"recorder-{number.name}", digits, folder)
-    before = set(worker_pids(ray_cluster, "RunRecords"))
-    driver = start(recipe, ray_cluster, folder)
-    (struck,) = set(worker_pids(ray_cluster, "RunRecords")) - before
+    recipe = runs.long_recipe(f"recorder-{number.name}", digits, folder)
+    before = set(runs.worker_pids(ray_cluster, "RunRecords"))
+    driver = runs.start(recipe, ray_cluster, folder)
+    (struck,) = set(runs.worker_pids(ray_cluster, "RunRecords")) - before
     os.kill(struck, number)
     try:
         if number == signal.SIGSTOP:
-            wait_until(lambda: checkpoint_steps(recipe)[-1] == STEPS, driver)
+            wait_until(lambda: checkpoint_steps(recipe)[-1] == runs.STEPS, driver)
     finally:
         _continue(struck)
-    end(driver)
-    assert FAILED not in kinds_of(recipe)
-    ends_as(recipe, undisturbed)
+    runs.end(driver)
+    assert FAILED not in runs.kinds_of(recipe)
+    runs.ends_as(recipe, undisturbed)
 
 
 def test_a_worker_that_dies_under_a_frozen_controller_is_missed_by_the_driver(
     ray_cluster, digits, folder, undisturbed
 ):
-    recipe = long_recipe("frozen-controller", digits, folder, train=SHORT)
-    before = set(worker_pids(ray_cluster, "TrainController"))
-    driver = start(recipe, ray_cluster, folder, "tests.faults.quick_looks")
-    (frozen,) = set(worker_pids(ray_cluster, "TrainController")) - before
+    recipe = runs.long_recipe("frozen-controller", digits, folder, train=SHORT)
+    before = set(runs.worker_pids(ray_cluster, "TrainController"))
+    driver = runs.start(recipe, ray_cluster, folder, "tests.faults.quick_looks")
+    (frozen,) = set(runs.worker_pids(ray_cluster, "TrainController")) - before
     os.kill(frozen, signal.SIGSTOP)
     try:
-        *_, killed = worker_pids(ray_cluster)
+        *_, killed = runs.worker_pids(ray_cluster)
         os.kill(killed, signal.SIGKILL)
-        end(driver)
+        runs.end(driver)
     finally:
         _continue(frozen)
-    assert {FAILED, RESUMED} <= set(kinds_of(recipe))
-    ends_as(recipe, undisturbed)
+    assert {FAILED, RESUMED} <= set(runs.kinds_of(recipe))
+    runs.ends_as(recipe, undisturbed)
 
 
 def test_a_worker_that_is_killed_while_its_group_starts_leaves_no_place_behind(
     ray_cluster, digits, folder, undisturbed
 ):
-    recipe = long_recipe("killed-at-start", digits, folder)
-    before = set(worker_pids(ray_cluster))
-    driver = start_of_workers(recipe, ray_cluster, folder, before)
-    *_, killed = set(worker_pids(ray_cluster)) - before
+    recipe = runs.long_recipe("killed-at-start", digits, folder)
+    before = set(runs.worker_pids(ray_cluster))
+    driver = runs.start_of_workers(recipe, ray_cluster, folder, before)
+    *_, killed = set(runs.worker_pids(ray_cluster)) - before
     os.kill(killed, signal.SIGKILL)
-    wait_until(lambda: EventKind.FIRST_STEP in kinds_of(recipe), driver)
-    assert len(groups(ray_cluster, "!=", "REMOVED")) == 1
-    end(driver)
-    assert kinds_of(recipe).count(FAILED) == 1
-    ends_as(recipe, undisturbed)
+    wait_until(lambda: EventKind.FIRST_STEP in runs.kinds_of(recipe), driver)
+    assert len(runs.groups(ray_cluster, "!=", "REMOVED")) == 1
+    runs.end(driver)
+    assert runs.kinds_of(recipe).count(FAILED) == 1
+    runs.ends_as(recipe, undisturbed)
 
 
 def test_a_killed_driver_loses_nothing_when_the_job_is_started_again(
     ray_cluster, digits, folder, undisturbed
 ):
-    recipe = long_recipe("driver-killed", digits, folder)
-    end(start(recipe, ray_cluster, folder), -signal.SIGKILL, by=signal.SIGKILL)
-    end(start(recipe, ray_cluster, folder))
-    assert RESUMED in kinds_of(recipe)
-    assert seconds_of(recipe)["lost"] == 0  # what a driver that died had done is not known
-    ends_as(recipe, undisturbed)
+    recipe = runs.long_recipe("driver-killed", digits, folder)
+    runs.end(runs.start(recipe, ray_cluster, folder), -signal.SIGKILL, by=signal.SIGKILL)
+    runs.end(runs.start(recipe, ray_cluster, folder))
+    assert RESUMED in runs.kinds_of(recipe)
+    assert runs.seconds_of(recipe)["lost"] == 0  # what a driver that died had done is not known
+    runs.ends_as(recipe, undisturbed)
 
 
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
     ray_cluster, digits, folder, undisturbed
 ):
-    recipe = long_recipe("damaged", digits, folder)
-    train(recipe.with_changes(optim={"steps": 2 * EVERY}))
-    newest = locate(recipe.output).child(recipe.name).child(folder_name(2 * EVERY))
+    recipe = runs.long_recipe("damaged", digits, folder)
+    train(recipe.with_changes(optim={"steps": 2 * runs.EVERY}))
+    newest = locate(recipe.output).child(recipe.name).child(folder_name(2 * runs.EVERY))
     file = next(i for i in newest.list_files() if "00001-of-00002" in i.base_name)
     content = bytearray(Path(file.path).read_bytes())
     content[len(content) // 2] ^= 1
     Path(file.path).write_bytes(content)
     assert train(recipe).is_complete
-    assert (RESUMED, EVERY) in events_of(recipe)
+    assert (RESUMED, runs.EVERY) in runs.events_of(recipe)
     assert same_weights(weights_of(recipe), weights_of(undisturbed))
 
 
@@ -205,8 +191,8 @@ def test_mlflow_away_for_good_costs_nothing_but_a_replay(ray_cluster, digits, fo
 def test_a_killed_ray_ends_its_command_in_one_line_and_the_same_command_continues(
     name, digits, tmp_path
 ):
-    recipe = long_recipe(f"killed-{name}", digits, tmp_path)
-    driver = start(recipe, NO_RAY, tmp_path)
+    recipe = runs.long_recipe(f"killed-{name}", digits, tmp_path)
+    driver = runs.start(recipe, NO_RAY, tmp_path)
     processes = psutil.Process(driver.process.pid).children(recursive=True)
     (killed,) = (one.pid for one in processes if one.name() == name)
     os.kill(killed, signal.SIGKILL)
@@ -217,15 +203,15 @@ def test_a_killed_ray_ends_its_command_in_one_line_and_the_same_command_continue
     assert "run the same command again" in last
     _, left = psutil.wait_procs(processes, timeout=120)  # Ray's agents ask for its GCS for a minute
     assert not left
-    end(start(recipe, NO_RAY, tmp_path))
-    assert RESUMED in kinds_of(recipe)
+    runs.end(runs.start(recipe, NO_RAY, tmp_path))
+    assert RESUMED in runs.kinds_of(recipe)
 
 
 def test_a_killed_controller_leaves_no_place_on_a_ray_beside_another_one(
     ray_cluster, digits, tmp_path
 ):
-    recipe = long_recipe("killed-beside", digits, tmp_path, optim={"steps": 2 * STEPS})
-    driver = start(recipe, NO_RAY, tmp_path)
+    recipe = runs.long_recipe("killed-beside", digits, tmp_path, optim={"steps": 2 * runs.STEPS})
+    driver = runs.start(recipe, NO_RAY, tmp_path)
     commands = {}
     for process in psutil.Process(driver.process.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # an idle worker of Ray's
@@ -235,11 +221,11 @@ def test_a_killed_controller_leaves_no_place_on_a_ray_beside_another_one(
     places = [sys.executable, "-c", PLACES, address]
     (before,) = subprocess.check_output(places, text=True).split()
     os.kill(controller, signal.SIGKILL)
-    wait_until(lambda: kinds_of(recipe).count(EventKind.FIRST_STEP) == 2, driver)
+    wait_until(lambda: runs.kinds_of(recipe).count(EventKind.FIRST_STEP) == 2, driver)
     after = subprocess.check_output(places, text=True).split()
     assert len(after) == 1
     assert before not in after
-    end(driver)
+    runs.end(driver)
 
 
 def taken_at(step: int, size: int) -> Snapshot:

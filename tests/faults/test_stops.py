@@ -14,18 +14,7 @@ import ray
 
 from tests.conftest import ROOT, Head
 from tests.end_to_end.runs import checkpoint_steps, same_weights, weights_of, write_recipe
-from tests.faults.runs import (
-    STEPS,
-    STOPPED,
-    end,
-    events_of,
-    groups,
-    kinds_of,
-    long_recipe,
-    start,
-    start_of_workers,
-    worker_pids,
-)
+from tests.faults import runs
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
 from vit_ray.launch.run import train
@@ -50,33 +39,33 @@ def full_cluster(ray_cluster: Head) -> Iterator[Head]:
 
 def goes_on_to_the_same_weights(recipe: Recipe, undisturbed: Recipe) -> None:
     stopped_at = checkpoint_steps(recipe)[-1]
-    assert (EventKind.STOPPED, stopped_at) in events_of(recipe)
-    assert stopped_at < STEPS
-    assert train(recipe.with_changes(checkpoint={"every_steps": STEPS})).is_complete
+    assert (EventKind.STOPPED, stopped_at) in runs.events_of(recipe)
+    assert stopped_at < runs.STEPS
+    assert train(recipe.with_changes(checkpoint={"every_steps": runs.STEPS})).is_complete
     assert same_weights(weights_of(recipe), weights_of(undisturbed))
 
 
 def test_a_run_that_waits_for_a_place_is_stopped_while_it_waits(full_cluster, digits, tmp_path):
     recipe = small_recipe("waits", digits, tmp_path)
     # One that nobody waits for any more may still be there.
-    before = groups(full_cluster, "=", "PENDING")
+    before = runs.groups(full_cluster, "=", "PENDING")
 
     def waits() -> bool:
-        return bool(groups(full_cluster, "=", "PENDING") - before)
+        return bool(runs.groups(full_cluster, "=", "PENDING") - before)
 
-    driver = start(recipe, full_cluster, tmp_path, has_begun=waits)
+    driver = runs.start(recipe, full_cluster, tmp_path, has_begun=waits)
     driver.process.send_signal(signal.SIGTERM)
     code, output = driver.wait(STOP_S)
-    assert code == STOPPED, output
-    assert EventKind.STOPPED in kinds_of(recipe)
+    assert code == runs.STOPPED, output
+    assert EventKind.STOPPED in runs.kinds_of(recipe)
 
 
 def test_a_stop_while_a_group_starts_ends_before_its_first_step(ray_cluster, digits, folder):
-    recipe = long_recipe("stopped-at-start", digits, folder)
-    driver = start_of_workers(recipe, ray_cluster, folder, set(worker_pids(ray_cluster)))
-    end(driver, STOPPED, by=signal.SIGTERM)
-    assert EventKind.STOPPED in kinds_of(recipe)
-    assert EventKind.FIRST_STEP not in kinds_of(recipe)
+    recipe = runs.long_recipe("stopped-at-start", digits, folder)
+    driver = runs.start_of_workers(recipe, ray_cluster, folder, set(runs.worker_pids(ray_cluster)))
+    runs.end(driver, runs.STOPPED, by=signal.SIGTERM)
+    assert EventKind.STOPPED in runs.kinds_of(recipe)
+    assert EventKind.FIRST_STEP not in runs.kinds_of(recipe)
 
 
 @pytest.mark.parametrize(
@@ -87,32 +76,32 @@ def test_a_stop_while_a_group_starts_ends_before_its_first_step(ray_cluster, dig
 def test_a_stop_makes_a_checkpoint_and_ends_clean(
     number, every_steps, ray_cluster, digits, folder, undisturbed
 ):
-    recipe = long_recipe(
+    recipe = runs.long_recipe(
         f"stopped-by-{number.name}", digits, folder, checkpoint={"every_steps": every_steps}
     )
-    end(start(recipe, ray_cluster, folder), STOPPED, by=number)
+    runs.end(runs.start(recipe, ray_cluster, folder), runs.STOPPED, by=number)
     goes_on_to_the_same_weights(recipe, undisturbed)
 
 
 def test_two_sigterms_end_a_training_at_once_and_lose_no_checkpoint(
     ray_cluster, digits, folder, undisturbed
 ):
-    recipe = long_recipe("told-twice", digits, folder)
-    driver = start(recipe, ray_cluster, folder)
+    recipe = runs.long_recipe("told-twice", digits, folder)
+    driver = runs.start(recipe, ray_cluster, folder)
     driver.process.send_signal(signal.SIGTERM)
     assert driver.process.stdout is not None
     while "repeat to end at once" not in driver.process.stdout.readline():
         assert driver.process.poll() is None
     driver.process.send_signal(signal.SIGTERM)
     code, output = driver.wait(STOP_S)
-    assert code in (-signal.SIGTERM, STOPPED), output  # the first has been as quick as that
-    assert checkpoint_steps(recipe)[-1] < STEPS
+    assert code in (-signal.SIGTERM, runs.STOPPED), output  # the first has been as quick as that
+    assert checkpoint_steps(recipe)[-1] < runs.STEPS
     assert train(recipe).is_complete
     assert same_weights(weights_of(recipe), weights_of(undisturbed))
 
 
 def test_ray_job_stop_makes_a_checkpoint(ray_cluster, digits, folder, working_dir, undisturbed):
-    recipe = long_recipe("job-stopped", digits, folder)
+    recipe = runs.long_recipe("job-stopped", digits, folder)
 
     def ray_job(*words: str) -> str:
         command = [str(Path(sys.executable).parent / "ray"), "job", *words]
@@ -146,7 +135,7 @@ def test_a_signal_to_all_of_the_drivers_group_leaves_its_own_ray_to_write_the_ch
     digits, folder, undisturbed
 ):
     """As a service manager, a container's stop and some terminals send it."""
-    recipe = long_recipe("group-got-sigterm", digits, folder)
+    recipe = runs.long_recipe("group-got-sigterm", digits, folder)
     command = [sys.executable, str(ROOT / "jobs/pretrain.py"), str(write_recipe(recipe, folder))]
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     driver = subprocess.Popen(
@@ -158,7 +147,7 @@ def test_a_signal_to_all_of_the_drivers_group_leaves_its_own_ray_to_write_the_ch
         time.sleep(0.1)
     os.killpg(driver.pid, signal.SIGTERM)
     output, _ = driver.communicate(timeout=180)
-    assert driver.returncode == STOPPED, output
-    assert EventKind.STOPPED in kinds_of(recipe)
+    assert driver.returncode == runs.STOPPED, output
+    assert EventKind.STOPPED in runs.kinds_of(recipe)
     assert train(recipe).is_complete
     assert same_weights(weights_of(recipe), weights_of(undisturbed))

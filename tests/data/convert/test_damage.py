@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from tests.data.convert.archives import parquet, samples, tar_of, write_files
+from tests.data.convert.archives import example, parquet, record, samples, tar_of, write_files
 from tests.data.converting import config_of, convert, units
 from tests.data.made_up import crafted_jpeg
 from tests.data.pictures import encoded, jpeg, picture
@@ -37,12 +37,14 @@ JSONS = [json.dumps({"label": label}).encode() for label in LABELS]
 PAX = [(f"{DEEP}/{name}", content) for name, content in samples(IMAGES, JSONS, "json")]
 ROWS = [f'{i}.jpg,"{label}"' for i, label in enumerate(LABELS)]
 LINES = [json.dumps({"path": f"{i}.jpg", "label": label}) for i, label in enumerate(LABELS)]
+RECORDS = [record(example(image=i, label=t)) for i, t in zip(IMAGES, TEXTS, strict=True)]
 STRUCTS = [{"bytes": image, "path": f"{i}.jpg"} for i, image in enumerate(IMAGES)]
 # The file that is damaged, and what is in it; of classes the middle one of three images.
 SOURCES: dict[str, tuple[str, bytes]] = {
     "tar": ("a.tar", tar_of(samples(IMAGES, TEXTS))),
     "pax tar": ("a.tar", tar_of(PAX, tarfile.PAX_FORMAT)),
     "parquet": ("a.parquet", parquet({"image": STRUCTS, "label": LABELS}, rows=5)),
+    "tfrecord": ("a.tfrecord", b"".join(RECORDS)),
     "csv": ("a.csv", "\n".join(["path,label", *ROWS, ""]).encode()),
     "jsonl": ("a.jsonl", "\n".join([*LINES, ""]).encode()),
     "classes": ("classes/cat/1.jpg", IMAGES[1]),

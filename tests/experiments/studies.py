@@ -1,6 +1,5 @@
 """Small studies, and what stands for their trainings and their record."""
 
-from types import SimpleNamespace
 from typing import Any
 
 from vit_ray.config import Recipe
@@ -24,10 +23,8 @@ def study_tree(
         "name": "grid",
         "output": f"{folder}/runs",
         "data": {
-            "train": train,
-            "eval": test,
-            "augment": {"kind": "resize", "flip": False},
-            "eval_augment": {"kind": "resize"},
+            "train": train, "eval": test,
+            "augment": {"kind": "resize", "flip": False}, "eval_augment": {"kind": "resize"},
         },
         "optim": {"learning_rate": 1e-3},
         "train": {"global_batch_size": 64, "micro_batch_size": 64, "precision": "fp32"}
@@ -43,17 +40,8 @@ def study_tree(
 
 
 def study_recipe(*arguments: Any, **study: Any) -> Recipe:
-    """Of `study_tree`."""
     return recipe_from_dict(study_tree(*arguments, **study), "test")
 
 
 def trained(is_complete: bool = True, **metrics: float) -> RunResult:
-    """What a training gives."""
     return RunResult(None, "cell", int(is_complete), 1, metrics, "folder")
-
-
-def resolved(steps: int = 10, recipe: Any = None) -> Any:
-    """What a cell's recipe makes of its data."""
-    return SimpleNamespace(
-        recipe=recipe, total_steps=steps, manifest=SimpleNamespace(num_classes=10), num_images=640
-    )

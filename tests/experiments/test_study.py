@@ -4,13 +4,14 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from mlflow.tracking import MlflowClient
 
-from tests.experiments.studies import resolved, study_recipe, study_row, study_tree, trained
+from tests.experiments.studies import study_recipe, study_row, study_tree, trained
 from tests.experiments.trials_here import Calls, in_process, parent_of
 from vit_ray.commands.experiments import print_study
 from vit_ray.commands.tracking_store import report
@@ -100,7 +101,7 @@ def test_fine_tunings_of_all_cells_are_checked_before_the_first_is_trained(
     path = tmp_path / "tune.yaml"
     tree = {"name": "tune", "data": {"train": "/t", "eval": "/e"}, "optim": {"steps": 5}}
     path.write_text(yaml.safe_dump({**tree, "train": {"global_batch_size": 12}}))
-    monkeypatch.setattr(study, "resolve_run", lambda recipe: resolved())
+    monkeypatch.setattr(study, "resolve_run", lambda recipe: SimpleNamespace(num_images=640))
     wide = cells[2].recipe.with_changes(workers={"num_workers": 3})
     cells = [*cells[:2], replace(cells[2], recipe=wide)]
     tune = StudyTask(name="tune", recipe=str(path))

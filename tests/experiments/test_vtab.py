@@ -21,7 +21,6 @@ from vit_ray.launch.run import RunResult
 from vit_ray.launch.workers import RunFailedError
 from vit_ray.models.weights import save_weights
 from vit_ray.paper import VTAB_TASKS
-from vit_ray.report.page import Written
 
 # Appendix F of BiT, arXiv:1912.11370.
 NO_FLIPS = {"dspr-ori", "dspr-loc", "snorb-azim"}
@@ -97,8 +96,7 @@ def test_tasks_that_are_absent_or_fail_are_rows_and_leave_their_means_open(
 
     record.train = train
     monkeypatch.setenv("COLUMNS", "200")
-    written = Written(tmp_path / "report.html", [], is_empty=False)
-    monkeypatch.setattr(vtab, "page_of", lambda _: written)
+    monkeypatch.setattr(vtab, "page_of", lambda _: None)
     result = run_vtab(small_vtab(tmp_path, ("pets", "eurosat", "dmlab")))
     assert result is not None
     assert [row.error for row in result.rows] == [
@@ -116,9 +114,7 @@ def test_tasks_that_are_absent_or_fail_are_rows_and_leave_their_means_open(
     assert (absent["label"], absent["note"]) == ("", "absent: no converted data")
     monkeypatch.setattr(experiments, "run_vtab", lambda _: result)
     assert experiments.vtab(recipe_with("v")) == 1
-    shown = capsys.readouterr().out
-    assert f"report: {written.page}" in shown.splitlines()
-    assert "absent" in shown
+    assert "absent" in capsys.readouterr().out
 
 
 def test_a_mean_is_of_all_its_tasks_and_beside_the_papers():
@@ -176,7 +172,6 @@ def test_each_task_may_choose_its_point_on_a_fifth_of_its_images(tmp_path, recor
     of_pets = [one for name, one in trials.items() if name.startswith("v-pets")]
     counts = [open_dataset(str(one.data.train)).num_images for one in of_pets]
     assert counts == [24, 24, 30, 30]
-    assert [len(open_dataset(str(one.data.eval)).classes) for one in of_pets[:2]] == [2, 2]
     assert result.table[0]["chosen"] == "learning_rate=0.2"
     # Without it, the recipe's own rate is trained with once.
     assert task_recipe(recipe, recipe.vtab.tasks[0]).sweep is None  # type: ignore[union-attr]

@@ -29,11 +29,9 @@ class Calls:
         self.run_name, self.command = "", "vit-ray sweep"
 
     def stop_reason(self) -> str | None:
-        """Why the run was asked to stop."""
         return self.stop
 
     def hint(self) -> str:
-        """Where MLflow shows it."""
         return "a link"
 
     def __getattr__(self, method: str) -> Any:
@@ -57,7 +55,6 @@ def parent_of(recipe: Recipe | None = None) -> tuple[OpenParent, Calls]:
 
 
 def context_of(parent: OpenParent) -> Context:
-    """What a trial under it has."""
     return Context(parent.run, threading.Event())
 
 
@@ -75,8 +72,8 @@ def in_process(monkeypatch: pytest.MonkeyPatch, train: Callable[..., RunResult])
         results = []
         for values in itertools.product(*listed):
             config = dict(zip(space, values, strict=True))
-            context = Context(parent.run, threading.Event())
-            results.append({**work(config, context), "config": config, "done": True})
+            result = work(config, context_of(parent))
+            results.append({**result, "config": config, "done": True})
         return Ended(results, Outcome(TrialState.FAILED, math.nan, error="lost"), 0)
 
     for module in (sweep, study, vtab):

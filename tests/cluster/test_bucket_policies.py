@@ -47,7 +47,6 @@ def assert_denied(action: Callable[[], object]) -> None:
 
 
 def assert_kept(key: str) -> None:
-    """Nobody with these rights can delete it."""
     with pytest.raises(PermissionError):
         locate(f"s3://team/{key}").filesystem.rm_file(f"team/{key}")
 

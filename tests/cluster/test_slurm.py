@@ -112,7 +112,6 @@ class Slurm:
             time.sleep(1)
 
     def exit_code(self, job: str) -> int:
-        """Of the job's script."""
         shown = self.run("scontrol", "show", "job", job)
         return int(re.search(r" ExitCode=(\d+):", shown)[1])  # type: ignore[index]
 
@@ -173,7 +172,6 @@ def slurm() -> Iterator[Slurm]:
 
 @pytest.fixture(scope="module")
 def straight(slurm: Slurm, digits: Digits) -> Recipe:
-    """Of a run that nothing has disturbed."""
     recipe = constant_recipe("straight", digits, slurm.folder, optim={"steps": STEPS})
     job = slurm.submit(recipe)
     assert slurm.wait(job, is_over) == "COMPLETED 0", slurm.log(recipe).read_text()

@@ -1,12 +1,12 @@
 """A model to give away: class names, image processor, card, and the hub that it is pushed to."""
 
-import inspect
 import io
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import huggingface_hub
 import numpy as np
@@ -46,7 +46,6 @@ PROCESSORS = {
 
 
 def photographs(count: int) -> Iterator[Image.Image]:
-    """Parts of photographs, of many sizes."""
     random, whole = np.random.default_rng(0), load_sample_images().images
     for index in range(count):
         picture = whole[index % 2]
@@ -92,19 +91,13 @@ def trained_run(folder: Path) -> tuple[Any, Path]:
         data={"train": train.path, "eval": test.path},
         tracking={"uri": "postgresql://me:secret@host/mlflow"},
     )
-    run = write_run(
-        folder / "run",
-        model,
-        facts={
-            "progress": Progress(7, worker_seconds=7200.0, metrics={"eval/top1": 0.85}),
-            "recipe": recipe.recorded(),
-            "data_fingerprint": train.fingerprint,
-            "data_terms": {"license": "CC0", "source_url": "https://me:pw@x.org/a"},
-            "samples_seen": 1000,
-            "tracking_run_id": "0123abc",
-        },
-    )
-    return model, Path(run)
+    facts = {
+        "progress": Progress(7, worker_seconds=7200.0, metrics={"eval/top1": 0.85}),
+        "recipe": recipe.recorded(), "data_fingerprint": train.fingerprint,
+        "data_terms": {"license": "CC0", "source_url": "https://me:pw@x.org/a"},
+        "samples_seen": 1000, "tracking_run_id": "0123abc",
+    }  # fmt: skip
+    return model, Path(write_run(folder / "run", model, facts=facts))
 
 
 def export_to(folder: Path, run: Path, layout: str, **settings: Any) -> Path:
@@ -151,10 +144,8 @@ def test_timms_configuration_says_all_that_differs_from_its_defaults(tmp_path):
     assert (config["architecture"], config["num_classes"]) == ("vit_base_patch16_224", 5)
     assert config["label_names"] == list(CLASSES)
     assert int(arguments["embed_dim"] * arguments["mlp_ratio"]) == TINY_VIT["mlp_dim"]
-    expected = {
-        "act_layer": "gelu_tanh", "fc_norm": False, "global_pool": "token", "depth": 2,
-        "num_heads": 4, "patch_size": 8,
-    }  # fmt: skip
+    expected = {"act_layer": "gelu_tanh", "fc_norm": False, "global_pool": "token"}
+    expected |= {"depth": 2, "num_heads": 4, "patch_size": 8}
     assert expected.items() <= arguments.items()
     assert (use["input_size"], use["interpolation"]) == ([3, 32, 32], "bilinear")
     assert use["crop_pct"] == pytest.approx(32 / 37)
@@ -188,43 +179,31 @@ def test_the_card_says_what_was_trained_on_what_and_how_good_it_is(tmp_path):
     assert not [one for one in ("secret", "pw", str(tmp_path)) if one in card.content]
 
 
-class Hub:
-    """The methods of `HfApi` that an export calls."""
-
-    def __init__(self) -> None:
-        self.pushed: dict[str, bytes] = {}
-
-    def create_repo(self, repository: str, *, exist_ok: bool) -> None:
-        inspect.signature(HfApi.create_repo).bind(self, repository, exist_ok=exist_ok)
-        if repository != "someone/vit":
-            raise OSError("401: Invalid username or password.")
-
-    def upload_folder(
-        self, *, repo_id: str, folder_path: Path, allow_patterns: list[str], **others: Any
-    ) -> str:
-        inspect.signature(HfApi.upload_folder).bind(
-            self, repo_id=repo_id, folder_path=folder_path, allow_patterns=allow_patterns, **others
-        )
-        self.pushed |= {name: (folder_path / name).read_bytes() for name in allow_patterns}
-        return f"https://hub/{repo_id}/commit/1"
-
-
 def test_weights_and_card_are_pushed_and_other_files_and_a_card_that_is_there_stay(
     tmp_path, monkeypatch, capsys
 ):
-    hub = Hub()
+    pushed: dict[str, bytes] = {}
+
+    def upload(folder_path: Path, allow_patterns: list[str], **_: object) -> str:
+        pushed.update({name: (folder_path / name).read_bytes() for name in allow_patterns})
+        return "https://hub/someone/vit/commit/1"
+
+    hub = create_autospec(HfApi, instance=True)
+    hub.upload_folder.side_effect = upload
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
     _, run = trained_run(tmp_path)
     (tmp_path / "given" / "huggingface").mkdir(parents=True)
     (tmp_path / "given" / "huggingface" / "private.txt").write_text("not of the model")
     path = export_to(tmp_path, run, "huggingface", push="hf://someone/vit")
+    hub.create_repo.assert_called_once_with("someone/vit", exist_ok=True)
     names = {"model.safetensors", "config.json", "preprocessor_config.json", "README.md"}
-    assert {name: (path / name).read_bytes() for name in names} == hub.pushed
+    assert {name: (path / name).read_bytes() for name in names} == pushed
     assert "/someone/vit/commit/1" in capsys.readouterr().out
-    assert 'from_pretrained("someone/vit")' in hub.pushed["README.md"].decode()
+    assert 'from_pretrained("someone/vit")' in pushed["README.md"].decode()
     (path / "README.md").write_text("mine")
+    hub.create_repo.side_effect = OSError("401: Invalid username or password.")
     with pytest.raises(ValueError, match=r"(?s)did not accept the files .*set HF_TOKEN to a"):
-        export_to(tmp_path, run, "huggingface", push="hf://another/vit")
+        export_to(tmp_path, run, "huggingface", push="hf://someone/vit")
     assert (path / "README.md").read_text() == "mine"
 
 

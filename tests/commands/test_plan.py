@@ -53,11 +53,8 @@ def test_rows_of_the_table_agree_with_each_other():
     for stage in range(4):
         micro, passes = (table[name][stage] for name in ("planned micro-batch", "passes per step"))
         assert micro * passes * 4 == 4096
-        step_s = table["step in s"][stage]
-        days = step_s * 517_822 / 86_400
+        days = table["step in s"][stage] * 517_822 / 86_400
         assert table["run in days"][stage] == pytest.approx(days, rel=0.01)
-        rate = table["images per s and GPU"][stage]
-        assert rate == pytest.approx(4096 / 4 / step_s, rel=0.02)
 
 
 def test_what_a_cluster_cannot_do_is_told():
@@ -119,9 +116,8 @@ def test_steps_memory_and_compute_are_those_of_the_estimates_and_of_the_data_she
     minutes = float(cost[1]) * 1e18 / (0.4 * 989.5e12) / 60
     assert float(cost[2]) == pytest.approx(minutes, rel=0.05)
     assert text.splitlines()[-1].startswith("this machine, no GPU    about ")
-    assert "this machine" not in describe_training(
-        small(workers={"num_workers": 2, "use_gpu": True})
-    )
+    on_gpus = describe_training(small(workers={"num_workers": 2, "use_gpu": True}))
+    assert "this machine" not in on_gpus
 
 
 @pytest.fixture

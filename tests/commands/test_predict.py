@@ -27,7 +27,6 @@ def run(tmp_path: Path) -> str:
 
 
 def expected(run: str, folder: Path) -> dict[str, Any]:
-    """Best classes by file name, from Python."""
     paths = sorted((folder / "images").rglob("*.jpg"))
     return dict(zip((path.name for path in paths), vit_ray.load(run).predict(paths), strict=True))
 

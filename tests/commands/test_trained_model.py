@@ -92,10 +92,12 @@ def bucket(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-def _clear(module: nn.Module) -> None:
-    """Zero what `small_model` draws from its seed."""
-    for parameter in module.parameters(recurse=False):
+def cleared() -> nn.Module:
+    """The model of `small_model` with zeros for what that draws from its seed."""
+    model = small_model("ViT", num_classes=9)
+    for parameter in model.parameters():
         nn.init.zeros_(parameter)
+    return model
 
 
 @pytest.mark.parametrize(
@@ -110,12 +112,12 @@ def test_a_trained_head_is_not_exported_behind_other_layers_or_as_a_zero_one(
     own, other, remedy, tmp_path
 ):
     run = write_run(tmp_path / "run", small_model("ViT", **own))
-    size = {"name": "ViT", "image_size": 32, **TINY_VIT}
-    exports = {"path": str(tmp_path / "model.npz")}
+    path = tmp_path / "model.npz"
+    recipe = tiny_recipe(tmp_path, init_from=run, export={"path": str(path)})
     with pytest.raises(ValueError, match=f"set model.{remedy} to export the trained head"):
-        export(tiny_recipe(tmp_path, init_from=run, export=exports, model={**size, **other}))
-    assert not (tmp_path / "model.npz").exists()
-    assert export(tiny_recipe(tmp_path, init_from=run, export=exports, model={**size, **own})) == 0
+        export(recipe.with_changes(model=other))
+    assert not path.exists()
+    assert export(recipe.with_changes(model=own)) == 0
 
 
 @pytest.mark.parametrize(
@@ -138,13 +140,13 @@ def test_every_job_reads_weights_of_every_form_here_and_in_a_bucket(
     planned = planned_load(size, 9, path, False)
     assert (planned.loaded, planned.ignored) == (report.loaded, report.ignored)
     assert report.source.startswith(path)
-    trained = small_model("ViT", num_classes=9).apply(_clear)
+    trained = cleared()
     initialize_weights(trained, path, new_head=False)
     for model in (exported, trained):
         assert_equal(model, source)
     exports = {"path": "s3://models/exported", "layout": "huggingface"}
     assert export(tiny_recipe(bucket, init_from=path, export=exports)) == 0
-    given = small_model("ViT", num_classes=9).apply(_clear)
+    given = cleared()
     load_weights(given, bucket / "exported")
     assert_equal(given, source)
 

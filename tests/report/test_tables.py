@@ -68,16 +68,6 @@ def test_other_data_and_another_commit_are_rows_that_say_so(study_page):
     assert not {"30.00", "40.00"} & {*found}  # a run that goes on, and an earlier record
 
 
-def test_laws_have_the_families_exponent_and_their_ratio(study_page):
-    table = table_of(study_page, "Power laws")
-    for family in ("ViT", "ResNet"):
-        assert float(table.loc[family, "exponent b"]) == pytest.approx(0.3, abs=0.01)
-        assert table.loc[family, "points"] == 6
-    ratio = table.loc["ResNet", "compute over that of ViTs"]
-    assert ratio == pytest.approx((0.1 / 0.12) ** (1 / 0.3), rel=0.01)
-    assert pd.isna(table.loc["ViT", "its 95 %"])
-
-
 def test_the_table_of_trainings_has_each_once(study_page):
     table, cells = table_of(study_page, "Trainings"), len(GMACS) * len(EPOCHS) * len(SEEDS)
     counts = table["status"].value_counts().to_dict()

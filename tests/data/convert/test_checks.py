@@ -1,10 +1,8 @@
 """What one image may be, and what a dry run says of all: damaged, too large, of any format."""
 
-import itertools
 import json
 import platform
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,12 +11,12 @@ import pytest
 from sklearn.datasets import load_sample_images
 
 from tests.commands.command_line import run_cli
-from tests.data.convert.archives import converted, samples, tar_of, write_files
+from tests.data.convert.archives import converted, tar_of, write_files
 from tests.data.converting import config_of, convert
 from tests.data.pictures import encoded, jpeg, picture, write_class_folders
 from tests.data.s3_server import serve_s3, this_process_uses
 from vit_ray.commands import predict
-from vit_ray.data import open_dataset, shard_writer
+from vit_ray.data import open_dataset
 from vit_ray.data.convert import checks, rows
 from vit_ray.data.convert.checks import estimate_conversion
 from vit_ray.data.convert.finished_sets import verify
@@ -181,20 +179,6 @@ def test_shards_of_shrunk_images_have_the_size_that_is_asked_for(tmp_path):
     assert sum(sizes) / len(sizes) == pytest.approx(0.01 * 2**20, rel=0.35)
 
 
-def test_a_row_group_ends_where_its_images_have_enough_bytes(tmp_path, monkeypatch):
-    write_class_folders(tmp_path / "source", num_classes=2, per_class=20)
-    largest = max(file.stat().st_size for file in (tmp_path / "source").rglob("*.*"))
-    monkeypatch.setattr(shard_writer, "MOST_ROW_GROUP_BYTES", 3 * largest)
-    convert(tmp_path / "source", tmp_path / "set", rows_per_row_group=8, index_jpeg=False)
-    manifest = open_dataset(str(tmp_path / "set"))
-    assert manifest.num_images == 40
-    assert 3 <= manifest.rows.max() < 8
-    (file,) = manifest.files
-    metadata = pq.ParquetFile(tmp_path / "set" / file.path).metadata
-    groups = map(metadata.row_group, range(metadata.num_row_groups))
-    assert max(group.column(0).total_uncompressed_size for group in groups) < 4 * largest
-
-
 def test_a_file_that_is_too_large_for_an_image_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "MOST_IMAGE_BYTES", 10)
     write_files(tmp_path / "b", {"0": b"0" * 10, "1": b"1" * 11})
@@ -250,22 +234,6 @@ def test_a_source_that_takes_long_is_counted_in_part(image_folder, monkeypatch):
     assert (said.num_counted, said.num_parts, said.num_images) == (1, 3, 300)
     text = "images      about 300 images of at least 3 classes (1 of 3 parts counted)"
     assert run_plan(image_folder)[0] == text
-
-
-@pytest.mark.parametrize("num_tars", [1, 3])
-def test_a_file_that_is_not_counted_to_its_end_is_extrapolated_by_bytes(
-    num_tars, tmp_path, monkeypatch
-):
-    content = tar_of(
-        samples([jpeg(i) for i in range(100)], [b"%d" % (i // 50) for i in range(100)])
-    )
-    write_files(tmp_path, {f"{number}.tar": content for number in range(num_tars)})
-    clock = SimpleNamespace(monotonic=itertools.count().__next__)  # a second for each row
-    monkeypatch.setattr(checks, "time", clock)
-    monkeypatch.setattr(rows, "time", clock)
-    said = estimate_conversion(config_of(tmp_path, "set"))
-    assert (said.num_counted, said.num_parts, said.num_classes) == (0, num_tars, 1)
-    assert said.num_images == pytest.approx(100 * num_tars, rel=0.5)
 
 
 def test_rejected_images_and_the_machine_are_named(tmp_path):

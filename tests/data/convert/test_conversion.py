@@ -1,6 +1,7 @@
 """What a conversion makes, and which destinations it refuses."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -14,9 +15,10 @@ import pytest
 from tests.data.convert.archives import write_files
 from tests.data.convert.conftest import stopped_at
 from tests.data.converting import convert
-from tests.data.pictures import encoded, jpeg, write_class_folders
+from tests.data.pictures import jpeg, write_class_folders
 from vit_ray.data import open_dataset
 from vit_ray.data.convert import shards
+from vit_ray.data.convert.finished_sets import deduplicate, verify
 from vit_ray.data.dataset import Manifest, checksum
 from vit_ray.data.images import decode
 from vit_ray.data.keyed_random import KeyedPermutation
@@ -39,16 +41,20 @@ def test_every_image_arrives_with_its_pixels_and_its_class(dataset, image_folder
 
 
 def test_rows_are_shuffled_once_by_the_seed_through_ray_as_in_one_process(
-    ray_cluster, image_folder, dataset, tmp_path
+    ray_cluster, image_folder, dataset, tmp_path, monkeypatch
 ):
+    """Paths may be relative to the driver's working directory, which its workers do not have."""
     keys = [str(row["key"]) for row in rows_of(dataset)]
     order = KeyedPermutation(300, shards.SHUFFLE, 3).ranks(np.arange(300, dtype=np.int64))
     assert keys == [sorted(keys)[row] for row in order]
-    settings = {"rows_per_row_group": 16, "shard_mib": 0.1}
-    again = convert(image_folder, tmp_path / "again", seed=3, **settings)
-    other = convert(image_folder, tmp_path / "other", seed=4, **settings)
+    monkeypatch.chdir(tmp_path)
+    source, settings = os.path.relpath(image_folder), {"rows_per_row_group": 16, "shard_mib": 0.1}
+    again = convert(source, "again", seed=3, **settings)
+    other = convert(source, "other", seed=4, **settings)
     assert again.fingerprint == dataset.fingerprint != other.fingerprint
-    assert [row["key"] for row in rows_of(open_dataset(str(tmp_path / "again")))] == keys
+    assert [row["key"] for row in rows_of(open_dataset("again"))] == keys
+    assert verify("again", decode_fraction=1.0).problems == []
+    assert deduplicate("again", [subset("other", "part", count=9).path], "clean").num_exact == 9
 
 
 def test_unusable_files_are_listed_with_their_reason_and_some_are_shown(
@@ -177,25 +183,3 @@ def test_of_two_conversions_the_second_is_refused(serial, image_folder, tmp_path
         assert first.communicate()[0] == "300\n"
     assert open_dataset(str(tmp_path / "set")).num_images == 300
     assert not (tmp_path / "set" / "_staging").exists()
-
-
-def test_who_has_lost_the_destination_does_not_commit(serial, image_folder, tmp_path, monkeypatch):
-    check = shards._check_shards
-
-    def and_another_takes_over(*arguments: Any) -> None:
-        check(*arguments)
-        (tmp_path / "set" / "_staging" / "lock-00000009.json").write_text("{}")
-
-    monkeypatch.setattr(shards, "_check_shards", and_another_takes_over)
-    with pytest.raises(ValueError, match=r"convert.destination=.* has been taken over by"):
-        convert(str(image_folder), str(tmp_path / "set"))
-    assert not (tmp_path / "set" / "manifest.parquet").exists()
-
-
-def test_a_full_disk_is_named(serial, small_disk, tmp_path):
-    write_class_folders(tmp_path / "source", num_classes=1, per_class=30)
-    (tmp_path / "source" / "class_0" / "large.png").write_bytes(
-        encoded(np.random.default_rng(0).integers(0, 256, (900, 900, 3), np.uint8), "PNG")
-    )
-    with pytest.raises(OSError, match=rf"No space left on device: '{small_disk}/set/part-00000"):
-        convert(tmp_path / "source", small_disk / "set")

@@ -1,12 +1,10 @@
 """A finished set is verified, and what it shares with evaluation sets is left out."""
 
-import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import cv2
 import numpy as np
@@ -14,16 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 from sklearn.datasets import load_digits, load_sample_images
 
-from tests.data import converting
 from tests.data.convert.archives import write_files
 from tests.data.converting import convert, in_this_process
 from tests.data.damage import broken_copy, damage
 from tests.data.pictures import encoded, picture
 from vit_ray.data import open_dataset
-from vit_ray.data.convert import finished_sets as module
 from vit_ray.data.convert.finished_sets import Known, deduplicate, describe, nearest, verify
-from vit_ray.data.parts import subset
-from vit_ray.data.shards import RowGroupReader
 
 pytestmark = pytest.mark.usefixtures("serial")
 EVALUATION = [picture(seed, 120, 160) for seed in range(20)]
@@ -115,16 +109,6 @@ def test_an_existing_destination_is_refused_before_anything_is_replaced(sets, tm
         assert [(p.name, p.read_bytes()) for p in folder.iterdir()] == [(name, b"kept")]
 
 
-def test_it_can_be_run_again_after_a_crash_at_its_end(sets, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "derive", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            deduplicate(sets[0], [sets[1]], str(tmp_path / "clean"))
-    assert [file.name for file in (tmp_path / "clean").iterdir()] == ["duplicates.parquet"]
-    deduplicate(sets[0], [sets[1]], str(tmp_path / "clean"))
-    assert open_dataset(str(tmp_path / "clean")).num_images == 120
-
-
 def test_an_image_that_changed_stops_it_by_name(sets, tmp_path):
     train, test = sets
     shutil.copytree(train, tmp_path / "train")
@@ -188,30 +172,3 @@ def test_the_closest_hash_is_found():
         distances = np.bitwise_count(query ^ hashes).sum(axis=1)
         found = nearest(hashes.view(np.uint64).T, query.tobytes())
         assert found == (number, distances[number])
-
-
-def test_tasks_in_another_working_directory_find_what_the_driver_names(
-    monkeypatch, image_folder, tmp_path
-):
-    """Relative paths are the driver's, wherever the workers of a cluster were started."""
-    (elsewhere := tmp_path / "elsewhere").mkdir()
-
-    def one_by_one(work: Callable[..., Any], items: Sequence[Any], *rest: Any, **shown: Any) -> Any:
-        before = os.getcwd()
-        os.chdir(elsewhere)
-        try:
-            return converting.one_by_one(work, items, *rest, **shown)
-        finally:
-            os.chdir(before)
-
-    converting.run_in_this_process(monkeypatch, one_by_one)
-    monkeypatch.chdir(tmp_path)
-    report = convert(os.path.relpath(image_folder), "set")
-    assert report.num_images == open_dataset("set").num_images
-    assert not verify("set", decode_fraction=1.0).problems
-    keys = RowGroupReader(open_dataset("set")).keys(0)
-    Path("keys.txt").write_text("\n".join(keys))
-    part = subset("set", "part", keys="keys.txt")
-    assert 0 < part.num_images < report.num_images
-    assert deduplicate("set", ["part"], "clean").num_exact >= part.num_images
-    assert not list(elsewhere.iterdir())

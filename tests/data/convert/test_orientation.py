@@ -11,8 +11,7 @@ from PIL import Image, ImageOps
 
 from tests.data.convert.archives import write_files
 from tests.data.converting import convert
-from tests.data.pictures import jpeg, picture
-from vit_ray.data import images as exif
+from tests.data.pictures import picture
 from vit_ray.data import open_dataset
 from vit_ray.data.convert.finished_sets import verify
 from vit_ray.data.images import decode
@@ -73,12 +72,3 @@ def test_a_turned_image_is_shrunk_too_and_what_is_done_is_said(tmp_path):
     assert open_dataset(str(tmp_path / "set")).origin["apply_orientation"] is True
     row = rows_of(tmp_path / "set")["cat/0.jpg"]
     assert (row["height"], row["width"]) == (80, 48)
-
-
-def test_orientation_is_looked_for_in_the_header_of_a_jpeg_alone(monkeypatch):
-    image = turned("JPEG", 6)
-    scan_at = image.index(b"\xff\xda")
-    odd = image[:scan_at] + b"\0" + image[scan_at:]  # Pillow skips what is between segments
-    assert [exif.orientation_of(one) for one in (image, odd)] == [6, 6]
-    monkeypatch.setattr(exif, "open_image", lambda _: pytest.fail("opened"))
-    assert exif.orientation_of(jpeg(1) + b"Exif") == 1

@@ -9,10 +9,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tests.data.convert.archives import write_files
 from tests.data.convert.conftest import stopped_at
 from tests.data.converting import convert
-from tests.data.pictures import jpeg, write_class_folders
+from tests.data.pictures import write_class_folders
 from tests.data.small_sets import flips
 from vit_ray.data import open_dataset
 from vit_ray.data.convert import shards
@@ -42,22 +41,6 @@ def test_a_refusal_is_lifted_without_a_second_conversion(serial, tmp_path, monke
     assert (report.num_images, report.num_rejected) == (98, 2)
 
 
-def test_a_refusal_leaves_no_list_that_stands_in_the_way_of_a_mended_source(serial, tmp_path):
-    target, names = tmp_path / "set", [f"{i}.jpg" for i in range(8)]
-    write_files(tmp_path, {name: jpeg(i) for i, name in enumerate(names)} | {"8.jpg": b"broken"})
-
-    def convert_list(label: int, *others: str) -> int:
-        rows = "".join(f"{name},{label}\n" for name in (*names, *others))
-        write_files(tmp_path, {"list.csv": f"path,label\n{rows}"})
-        return convert(tmp_path / "list.csv", target).num_images
-
-    with pytest.raises(ValueError, match="1 of 9 "):
-        convert_list(0, "8.jpg")
-    with pytest.raises(ValueError, match="1 integers from 5 to 5, and not 0 to 0"):
-        convert_list(5)
-    assert convert_list(0) == 8
-
-
 @pytest.mark.parametrize("function", ["commit", "_write_manifest"])
 def test_a_restart_makes_only_the_shards_that_were_not_finished(
     serial, image_folder, tmp_path, monkeypatch, function
@@ -78,18 +61,6 @@ def test_a_restart_makes_only_the_shards_that_were_not_finished(
     assert {file for file in parts if made[file] != again[file]} == {parts[1]}
     assert parts[1].read_bytes() == content
     assert not staging.exists()
-
-
-def test_a_restart_keeps_the_index_of_finished_units(serial, image_folder, tmp_path, monkeypatch):
-    target = tmp_path / "set"
-    with stopped_at(monkeypatch, "shards_for", is_done=False):
-        convert(image_folder, target, **SETTINGS)
-    index = {file: file.stat().st_mtime_ns for file in (target / "_staging").glob("index-*")}
-    next(file for file in index if file.suffix == ".json").unlink()
-    with stopped_at(monkeypatch, "commit", is_done=False):
-        convert(image_folder, target, **SETTINGS)
-    again = [file for file, made in index.items() if file.stat().st_mtime_ns != made]
-    assert len({file.stem for file in again}) == 1
 
 
 STUCK_AFTER_FIVE_SHARDS = """

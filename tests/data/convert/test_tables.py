@@ -403,15 +403,6 @@ def test_a_destination_beside_the_files_is_refused(source):
     assert len(list((source / "data").iterdir())) == 2
 
 
-def test_row_groups_that_are_too_large_are_refused_before_any_image_is_read(
-    source, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("vit_ray.data.convert.tables.MOST_ROW_GROUP_BYTES", 100)
-    with pytest.raises(ValueError, match=r"row group 0 has 0 MiB of images; in place it needs"):
-        in_place(source, tmp_path / "set")
-    assert not (tmp_path / "set").exists()  # and so can be converted by copying
-
-
 def test_a_row_group_without_a_usable_image_is_left_out(tmp_path):
     file = tmp_path / "hub" / "train.parquet"
     images, labels = (

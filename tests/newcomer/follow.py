@@ -40,35 +40,26 @@ _BLOCK = re.compile(
 _NOTE = re.compile(r"<!-- newcomer (first|skips|file)(?: ([^:]+))?: (.*?) -->", re.DOTALL)
 
 
-class Note(NamedTuple):
-    """A comment above a block; `start`: what the skipped lines begin with."""
-
-    kind: str
-    start: str
-    text: str
-
-
 class Block(NamedTuple):
-    """A fenced block of a page."""
+    """A fenced block, and the comments above it: kind, what skipped lines begin with, text."""
 
     language: str
     text: str
-    notes: tuple[Note, ...]
+    notes: list[tuple[str, str, str]]
 
     def told(self, kind: str) -> list[str]:
-        """The texts of the notes of a kind."""
-        return [note.text for note in self.notes if note.kind == kind]
+        return [text for found, _, text in self.notes if found == kind]
 
     def lines(self) -> list[str]:
         """Shell lines with continued ones joined, and without those that are skipped."""
-        skipped = tuple(note.start for note in self.notes if note.kind == "skips")
+        skipped = tuple(start for kind, start, _ in self.notes if kind == "skips")
         lines = [line for line in self.text.replace("\\\n", " ").splitlines() if line.strip()]
         return [] if "all" in skipped else [line for line in lines if not line.startswith(skipped)]
 
 
 def blocks(page: Path) -> Iterator[Block]:
     for notes, language, text in _BLOCK.findall(page.read_text()):
-        yield Block(language, text, tuple(Note(*note) for note in _NOTE.findall(notes)))
+        yield Block(language, text, _NOTE.findall(notes))
 
 
 def script_of(page: Path) -> str:

@@ -54,13 +54,6 @@ def test_every_command_line_is_understood(page, name, words, tmp_path, monkeypat
     cli.refuse_unread(COMMANDS[name], overrides)
 
 
-def walk(page: Path, text: str) -> subprocess.CompletedProcess[str]:
-    page.write_text(text)
-    return subprocess.run(
-        ["bash", "-c", script_of(page)], cwd=page.parent, capture_output=True, text=True
-    )
-
-
 def test_the_walk_runs_what_a_page_shows_and_stops_where_it_lies(tmp_path):
     told = """<!-- newcomer file: a.yaml -->
 ```yaml
@@ -79,11 +72,14 @@ touch plain
 ```
 """
     page = tmp_path / "page.md"
-    good = walk(page, told)
-    assert good.returncode == 0, good.stderr
+    page.write_text(told)
+    subprocess.run(["bash", "-c", script_of(page)], cwd=tmp_path, check=True)
     assert (tmp_path / "there").read_text() == "name: a\n"
     assert {path.name for path in tmp_path.iterdir()} == {"page.md", "a.yaml", "there"}
-    bad = walk(page, told + "```sh\ncat missing | head -1\ntouch after\n```\n")
+    page.write_text(told + "```sh\ncat missing | head -1\ntouch after\n```\n")
+    bad = subprocess.run(
+        ["bash", "-c", script_of(page)], cwd=tmp_path, capture_output=True, text=True
+    )
     assert bad.returncode != 0
     assert "the page lies: exit code 1: cat missing" in bad.stderr
     assert not (tmp_path / "after").exists()

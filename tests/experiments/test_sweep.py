@@ -1,6 +1,5 @@
 """Points of a sweep, and what it selects, retrains and reports: on fake trainings, without Ray."""
 
-import importlib.util
 import math
 from functools import partial
 from pathlib import Path
@@ -243,7 +242,7 @@ def test_trials_are_evaluated_at_the_rungs_of_tunes_scheduler(max_steps, grace):
         rung_steps(SweepConfig(scheduler="asha", grace_steps=900), max_steps)
 
 
-def test_a_random_search_of_tune_runs_exactly_the_points_that_were_checked(monkeypatch):
+def test_a_random_search_of_tune_runs_exactly_the_points_that_were_checked():
     space: dict[str, Any] = {
         RATE: {"log_uniform": [1e-4, 1e-1]},
         "optim.frozen": [["head", "norm"], []],
@@ -256,10 +255,6 @@ def test_a_random_search_of_tune_runs_exactly_the_points_that_were_checked(monke
     whole = {"config": sweep.tune_space(config)}
     found = [next(iter(_get_preset_variants(whole, one)))[1] for one in given]
     assert [sweep.point_of(dict(one["config"]), config) for one in found] == points
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    config = SweepConfig(search="optuna", num_trials=2, space={RATE: [0.1, 0.2]})
-    with pytest.raises(ValueError, match=r"Optuna is not installed; run pip install 'vit_ray\["):
-        points_of(recipe_with("s", sweep=config.model_dump(mode="json")), config)
 
 
 def test_names_of_trials_are_names_of_folders_and_their_paths_whole(tmp_path, monkeypatch):

@@ -26,14 +26,7 @@ from vit_ray.config.command_sections import SweepConfig
 from vit_ray.experiments import trials
 from vit_ray.experiments.search_space import tune_space
 from vit_ray.experiments.sweep import searcher
-from vit_ray.experiments.trials import (
-    Context,
-    Ended,
-    OpenParent,
-    Outcome,
-    open_parent,
-    run_trials,
-)
+from vit_ray.experiments.trials import Context, Ended, OpenParent, Outcome, open_parent, run_trials
 from vit_ray.launch.resolved_run import resolve_run
 from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.outcomes import TrialState

@@ -12,9 +12,6 @@ def resolved_run() -> SimpleNamespace:
     )
     spec = SimpleNamespace(manifest=manifest, num_images=90)
     return SimpleNamespace(
-        recipe=load_recipe("digits"),
-        manifest=manifest,
-        num_images=90,
-        total_steps=7,
+        recipe=load_recipe("digits"), manifest=manifest, num_images=90, total_steps=7,
         streams={"train": spec, "eval": spec},
-    )
+    )  # fmt: skip

@@ -1,6 +1,5 @@
 """The wait for a place, on a cluster and a clock of the test's own."""
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,19 +113,6 @@ def test_an_elastic_group_has_the_largest_size_that_fits_and_leaves_a_cpu_for_re
     run = FakeRun()
     place = finder(cluster, run, num_workers=[1, 8]).found()
     assert (place.size, place.labels, cluster.num_open, run.events) == (size, {}, 0, [])
-
-
-def test_an_elastic_group_without_room_asks_for_the_largest_then_for_smaller_ones(
-    cluster, monkeypatch
-):
-    """An autoscaler sees the wish, and may have room for the smaller ones only."""
-    monkeypatch.setattr(time, "sleep", lambda _: None)
-    cluster.cpus = {"a": 1.0}  # one worker leaves no CPU to read with
-    with pytest.raises(
-        NoPlaceError, match=r"1 worker needs 1 CPU.*; 0\.5 CPU more is needed to read with"
-    ):
-        finder(cluster, FakeRun(), num_workers=[1, 4], place_timeout_minutes=1.0).found()
-    assert [size for size, _ in cluster.asked][:5] == [4, 2, 1, 4, 2]
 
 
 def test_a_node_that_fails_is_left_out_where_the_others_have_room(cluster):

@@ -49,11 +49,9 @@ def position(step: int, begun: Recipe | None = None) -> Position:
 
 def accepted(now: Recipe, at: Position) -> list[str]:
     resolved: Any = SimpleNamespace(
-        recipe=now,
-        manifest=SimpleNamespace(fingerprint="print"),
-        num_images=IMAGES,
-        total_steps=now.optim.total_steps(IMAGES, BATCH),
-    )
+        recipe=now, manifest=SimpleNamespace(fingerprint="print"),
+        num_images=IMAGES, total_steps=now.optim.total_steps(IMAGES, BATCH),
+    )  # fmt: skip
     return accepted_changes(resolved, at)
 
 

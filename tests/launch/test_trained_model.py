@@ -67,13 +67,10 @@ def write_images(folder: Path) -> list[bytes]:
 def run_of(folder: Path, **train: Any) -> str:
     """A run whose recipe has the set in `data`, batches of 8, and what is given of `train`."""
     recipe = {
-        "name": "run",
-        "output": str(folder),
-        "model": SIZE,
+        "name": "run", "output": str(folder), "model": SIZE, "evaluate": {"batch_size": BATCH},
         "data": {"train": str(folder / "data"), "eval_augment": {"kind": "center_crop"}},
         "train": {"precision": "fp32", **train},
-        "evaluate": {"batch_size": BATCH},
-    }
+    }  # fmt: skip
     model = small_model("ViT")
     with torch.no_grad():
         model.get_parameter("head.bias").sub_(10)  # where bf16 numbers are 0.06 apart
@@ -227,11 +224,8 @@ def test_a_fresh_process_gets_the_models_logits_from_mlflow(trained, tmp_path):
     run = MlflowClient(recipe.tracking.uri).get_run(record(recipe, checkpoint))
     (output,) = run.outputs.model_outputs
     np.save(tmp_path / "images.npy", pictures())
-    (two_lines,) = (
-        block.text
-        for block in blocks(ROOT / "docs" / "experiments.md")
-        if "pyfunc.load_model" in block.text
-    )
+    texts = [block.text for block in blocks(ROOT / "docs" / "experiments.md")]
+    (two_lines,) = (text for text in texts if "pyfunc.load_model" in text)
     script = "import sys\nimport numpy as np\nimages = np.load('images.npy')\n"
     for uri, file in ((f"models:/{output.model_id}", "logged"), ("models:/tiny/1", "registered")):
         script += two_lines.replace("models:/NAME/1", uri) + f"np.save('{file}', logits)\n"
@@ -305,11 +299,9 @@ def test_what_is_trained_to_its_end_is_logged_and_what_is_no_trial_registered(
 ):
     tree = {"name": "run", "tracking": {"register_as": "tiny"}, "train": {"loss": loss}}
     prepared: Any = SimpleNamespace(
-        recipe=recipe_from_dict(tree, "test"),
-        kind=kind,
-        trains=kind != "evaluate",
+        recipe=recipe_from_dict(tree, "test"), kind=kind, trains=kind != "evaluate",
         resolved=SimpleNamespace(manifest=SimpleNamespace(classes=CLASSES)),
-    )
+    )  # fmt: skip
     logged: list[Any] = []
     record = SimpleNamespace(model=lambda *words, **named: logged.append((*words, named)))
     result = RunResult("id", "run", steps, 7, {}, "/runs/run/step-00000007")

@@ -26,13 +26,7 @@ from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
 from vit_ray.experiments.trials import Outcome
 from vit_ray.launch import run, workers
 from vit_ray.launch.connection import ClusterShape
-from vit_ray.launch.failures import (
-    IN_A_ROW_S,
-    LEFT_OUT_S,
-    FailingNodes,
-    cause,
-    failing_node,
-)
+from vit_ray.launch.failures import IN_A_ROW_S, LEFT_OUT_S, FailingNodes, cause, failing_node
 from vit_ray.launch.placement import GroupShape, NoPlaceError, Place, StoppedWaitingError
 from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.launch.workers import (

@@ -39,14 +39,9 @@ from vit_ray.worker.run_link import RunLink
 
 
 def run(
-    engine: FakeEngine,
-    hooks: FakeHooks,
-    chosen: Recipe,
-    progress: Progress | None = None,
-    clock: Callable[[], float] = time.perf_counter,
-    stream: Any = None,
-    **context: Any,
-) -> Ending:
+    engine: FakeEngine, hooks: FakeHooks, chosen: Recipe, progress: Progress | None = None,
+    clock: Callable[[], float] = time.perf_counter, stream: Any = None, **context: Any,
+) -> Ending:  # fmt: skip
     progress = progress or Progress()
     place = replace(RankContext(TOTAL, 0, 1, MICRO, sum_of_one), **context)
     stream = stream or batches(progress.step)

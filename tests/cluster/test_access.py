@@ -1,24 +1,31 @@
-"""Who reaches what on Kubernetes: what docs/clusters.md says of the manifests."""
+"""Who reaches what: pods on Kubernetes, who has Ray's token, and roles in a bucket."""
 
+import contextlib
 import functools
+import json
 import os
+import re
 import shutil
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
+import pytest
 import yaml
 
 from tests.cluster.test_manifests import CLUSTER, OVERLAYS, documents_with
+from tests.data.converted_set import converted_set
+from tests.data.denying_s3 import serve_s3_with_policy
+from vit_ray.data import open_dataset
+from vit_ray.lock import hold_lock
+from vit_ray.storage import locate
 
 Document = dict[str, Any]
-OPERATORS = [
-    {"app.kubernetes.io/name": name, "app.kubernetes.io/component": "kuberay-operator"}
-    for name in ("kuberay-operator", "kuberay")
-]
-"""Of KubeRay's Helm chart, and of its kustomize files (`ray-operator/config/manager`)."""
+# Of KubeRay's Helm chart and of its kustomize files (`ray-operator/config/manager`).
+OPERATOR = {"app.kubernetes.io/component": "kuberay-operator"}
 API = "/var/run/secrets/kubernetes.io/serviceaccount"
 RAY_PORTS = (6379, 8265, 8080, 10001, 29500)
 
@@ -114,8 +121,7 @@ def test_the_ports_of_ray_are_open_among_the_pods_of_a_job_alone():
                 continue  # among addresses of nodes no label separates jobs
             for label in ({"vit-ray/job": "of-another-team"}, {}, {"app": "mlflow"}):
                 assert not reaches(policies, label, mine, port)
-            for operator in OPERATORS:
-                assert reaches(policies, operator, mine, port, "kuberay") is (port == 8265)
+            assert reaches(policies, OPERATOR, mine, port, "kuberay") is (port == 8265)
             assert not reaches(policies, mine, mine, port, "of-another-team")
             assert reaches(policies, {}, mine, port, "prometheus-system") is (port == 8080)
 
@@ -179,3 +185,87 @@ def test_ray_is_started_with_a_token_and_answers_nobody_without_it(ray_head):
     assert status(os.environ["RAY_AUTH_TOKEN"]) == 200
     assert status(None) == 401
     assert status("0" * 64) == 403
+
+
+OTHERS = ("imagenet21k/new", "mlflow/1/weights", "runs/a/step-1", "elsewhere")
+
+
+@pytest.fixture(scope="module")
+def take_role() -> Iterator[Callable[[str], None]]:
+    """Gives this process the rights of jobs (`training`) or of MLflow, as the page has them.
+
+    One right more than AWS asks for: moto (5.2) holds a deletion of several objects against
+    the bucket, and not against each of them.
+    """
+    found = re.findall(r"```json\n(.*?)```", (CLUSTER / "README.md").read_text(), re.DOTALL)
+    texts = dict(zip(("training", "mlflow"), found, strict=True))
+    of_moto = {"Effect": "Allow", "Action": "s3:DeleteObject", "Resource": "arn:aws:s3:::team"}
+    theirs = dict.fromkeys(OTHERS, b"theirs")
+    files = [file for file in converted_set().rglob("*") if file.is_file()]
+    data = {f"imagenet21k/train/{f.relative_to(converted_set())}": f.read_bytes() for f in files}
+    with serve_s3_with_policy({"team": theirs | data, "another": theirs}) as allow:
+
+        def take(name: str) -> None:
+            policy = json.loads(texts[name].replace("BUCKET", "team"))
+            allow(policy | {"Statement": [*policy["Statement"], of_moto]})
+
+        yield take
+
+
+def assert_denied(action: Callable[[], object]) -> None:
+    with pytest.raises(OSError, match=r"(?i)access.?denied|forbidden"):
+        action()
+
+
+def assert_kept(key: str) -> None:
+    with pytest.raises(PermissionError):
+        locate(f"s3://team/{key}").filesystem.rm_file(f"team/{key}")
+
+
+def test_a_job_reads_its_data_and_writes_its_runs_and_nothing_else(take_role):
+    take_role("training")
+    assert open_dataset("s3://team/imagenet21k/train").num_images > 0
+    run = locate("s3://team/runs/mine")
+    with hold_lock(run, pytest.fail):
+        run.child("small").write(b"1")
+        with run.child("large").output() as stream:
+            stream.write(bytes(17 << 20))  # in parts
+    assert run.child("small").read() == b"1"
+    assert run.child("large").info().size == 17 << 20
+    run.child("small").move_to(run.child("aside"))
+    with contextlib.suppress(RuntimeError), run.child("given-up").output() as stream:
+        stream.write(bytes(102 << 20))
+        raise RuntimeError
+    assert not run.child("given-up").exists()
+    run.delete()
+    assert not run.list_files()
+    for key in OTHERS:
+        place = locate(f"s3://team/{key}")
+        if not key.startswith("runs/"):
+            assert_denied(lambda place=place: place.write(b"mine"))
+            assert_kept(key)
+        if key.startswith(("mlflow/", "elsewhere")):
+            assert_denied(place.read)
+    assert_denied(locate("s3://another/runs/a/step-1").read)
+    assert_denied(lambda: locate("s3://another/runs/mine").write(b"mine"))
+
+
+def test_mlflow_has_its_own_folder_alone(take_role, tmp_path, monkeypatch):
+    from mlflow.store.artifact.s3_artifact_repo import S3ArtifactRepository
+
+    (tmp_path / "weights.bin").write_bytes(bytes(9 << 20))  # in parts, for boto3
+    monkeypatch.setenv("MLFLOW_S3_ENDPOINT_URL", os.environ["AWS_ENDPOINT_URL"])
+    take_role("mlflow")
+    own = S3ArtifactRepository("s3://team/mlflow/2")
+    own.log_artifact(str(tmp_path / "weights.bin"), "model")
+    assert [found.path for found in own.list_artifacts("model")] == ["model/weights.bin"]
+    back = Path(own.download_artifacts("model/weights.bin", str(tmp_path)))
+    assert back.stat().st_size == 9 << 20
+    own.delete_artifacts("model")
+    assert own.list_artifacts("model") == []
+    for key in OTHERS:
+        if not key.startswith("mlflow/"):
+            place = locate(f"s3://team/{key}")
+            assert_denied(place.read)
+            assert_denied(lambda place=place: place.write(b"mine"))
+            assert_kept(key)

@@ -217,18 +217,3 @@ def test_a_folder_without_plan_or_record_is_not_overwritten(serial, tmp_path, mo
     (target / "source.json").unlink()
     with pytest.raises(ValueError, match=r"holds no data set with its source.json: it has 'dama"):
         convert(source, target, **settings)
-
-
-def test_keys_are_relative_to_the_folder_of_all_files_that_match_now(serial, tmp_path, monkeypatch):
-    """The index of an interrupted start has them relative to a folder below it."""
-    source, target = str(tmp_path / "tars" / "*" / "*.tar"), tmp_path / "set"
-    write_tar(tmp_path / "tars" / "a" / "1.tar", [0, 1, 2])
-    with stopped_at(monkeypatch, "shards_for", is_done=False):
-        convert(source, target, **SMALL)
-    (first,) = (target / "_staging").glob("index-*.parquet")
-    write_tar(tmp_path / "tars" / "b" / "2.tar", [3, 4])
-    with stopped_at(monkeypatch, "shards_for", is_done=False):
-        convert(source, target, **SMALL)
-    assert not first.exists()
-    convert(source, target, **SMALL)
-    assert sorted(labels_of(target)) == [f"a/1/00{i}" for i in range(3)] + ["b/2/003", "b/2/004"]

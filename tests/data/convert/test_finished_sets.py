@@ -17,7 +17,7 @@ from tests.data.converting import convert, in_this_process
 from tests.data.damage import broken_copy, damage
 from tests.data.pictures import encoded, picture
 from vit_ray.data import open_dataset
-from vit_ray.data.convert.finished_sets import Known, deduplicate, describe, nearest, verify
+from vit_ray.data.convert.finished_sets import Known, deduplicate, describe, verify
 
 pytestmark = pytest.mark.usefixtures("serial")
 EVALUATION = [picture(seed, 120, 160) for seed in range(20)]
@@ -162,13 +162,3 @@ def test_flat_and_undecodable_images_are_compared_by_their_bytes():
     for name, image in images.items():
         assert known.find(describe(image)) == ("set", name, 0, True)
     assert [known.find(describe(image)) for image in (b"other junk", red)] == [None, None]
-
-
-def test_the_closest_hash_is_found():
-    rng = np.random.default_rng(0)
-    hashes = rng.integers(0, 256, (2000, 16), dtype=np.uint8)
-    noise = np.packbits(rng.random((300, 128)) < 0.08, axis=1)
-    for number, query in enumerate(hashes[:300] ^ noise):
-        distances = np.bitwise_count(query ^ hashes).sum(axis=1)
-        found = nearest(hashes.view(np.uint64).T, query.tobytes())
-        assert found == (number, distances[number])

@@ -173,6 +173,7 @@ MEANINGS: list[tuple[str, Any, Any, dict[str, Any], list[Any]]] = [
     ("a.tar", ["0", "1"], None, {"classes": ["1", "0"], "labels_are": "indices"}, ["1", "0"]),
     ("a.tar", ["0", "1"], None, {"classes": ["cat", "dog"]}, ["cat", "dog"]),
     ("a.jsonl", [[0, 2], [1], [0], [2, 1]], None, {}, [["0", "2"], "1", "0", ["2", "1"]]),
+    ("labels.csv", ["cat;dog", "cat"], None, {}, [["cat", "dog"], "cat"]),
     ("label.csv", CAFES, None, {}, [COMPOSED, COMPOSED, "tea"]),
     ("label.csv", CAFES, None, {"classes": ["tea", DECOMPOSED]}, [COMPOSED, COMPOSED, "tea"]),
 ]

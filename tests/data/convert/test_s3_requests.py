@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.data.convert.archives import parquet, samples, tar_of, write_files
+from tests.data.convert.archives import samples, tar_of, write_files
 from tests.data.converting import convert
 from tests.data.denying_s3 import policy_of, serve_s3_with_policy
 from tests.data.pictures import jpeg
@@ -22,21 +22,17 @@ MOST_AN_IMAGE = 1.1
 
 
 def write_sources(folder: Path, count: int) -> None:
-    """The same images in every layout."""
+    """The same images in class folders, a list and an archive."""
     images = [jpeg(i) for i in range(count)]
-    classes = [i % 2 for i in range(count)]
-    listed = [f"images/{i}.jpg,class_{label}\n" for i, label in enumerate(classes)]
-    archive = tar_of(samples(images, [b"%d" % label for label in classes]))
-    structs = [{"bytes": image} for image in images]
-    places = [f"folders/class_{label}/{i}.jpg" for i, label in enumerate(classes)]
-    places += [f"list/images/{i}.jpg" for i in range(count)]
-    write_files(folder, dict(zip(places, images * 2, strict=True)))
-    write_files(folder / "list", {"list.csv": "path,label\n" + "".join(listed)})
-    write_files(folder / "tars", {"0.tar": archive})
-    write_files(folder / "hub", {"a.parquet": parquet({"image": structs, "label": classes})})
+    rows = "".join(f"images/{i}.jpg,class_{i % 2}\n" for i in range(count))
+    archive = tar_of(samples(images, [b"%d" % (i % 2) for i in range(count)]))
+    for i, image in enumerate(images):
+        places = f"folders/class_{i % 2}/{i}.jpg", f"list/images/{i}.jpg"
+        write_files(folder, dict.fromkeys(places, image))
+    write_files(folder, {"list/list.csv": f"path,label\n{rows}", "tars/0.tar": archive})
 
 
-@pytest.mark.parametrize("layout", ["folders", "list", "tars", "hub"])
+@pytest.mark.parametrize("layout", ["folders", "list", "tars"])
 def test_each_further_image_is_asked_for_once(tmp_path, layout, monkeypatch):
     """Of all that a conversion from a store to a store asks it for."""
     for count in (FEW, MANY):

@@ -118,17 +118,14 @@ def test_text_is_shown_in_a_locale_without_its_letters(tmp_path):
         (tmp_path / "images" / label).mkdir(parents=True)
         (tmp_path / "images" / label / f"{label}.jpg").write_bytes(jpeg(1))
     environment = {key: text for key, text in os.environ.items() if not key.startswith("LC_")}
-    for number, locale in enumerate([
-        {"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "latin-1"},
-        {"LC_ALL": "C", "PYTHONUTF8": "0"},
-    ]):  # fmt: skip
-        for words in (
-            "export caf\xe9.yaml data.train=caf\xe9 --dry-run", f"init images --out={number}.yaml",
-        ):  # fmt: skip
+    environment["PYTHONPATH"] = str(ROOT)
+    for locale in ({"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}):
+        export = "export caf\xe9.yaml data.train=caf\xe9 --dry-run"
+        for words in (export, f"init images --out={len(locale)}.yaml"):
+            command = [sys.executable, "-m", "vit_ray", *words.split()]
             done = subprocess.run(
-                [sys.executable, "-m", "vit_ray", *words.split()], cwd=tmp_path,
-                capture_output=True, env=environment | locale | {"PYTHONPATH": str(ROOT)},
-            )  # fmt: skip
+                command, cwd=tmp_path, capture_output=True, env=environment | locale
+            )
             assert done.returncode == 0, done.stderr
 
 

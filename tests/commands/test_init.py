@@ -132,16 +132,6 @@ def test_few_large_images_fine_tune_published_weights_where_the_hub_answers(here
     assert run_cli("start", "images").exit_code == 3
 
 
-def test_large_images_without_a_test_split_hold_some_out(here):
-    write_images(here / "images", 2, 3, 230, 300)
-    assert "the hub did not answer; to fine-tune" in told_by("init", "images", "--out=mine.yaml")
-    recipe = load_recipe(here / "mine.yaml")
-    assert (recipe.model.name, recipe.model.image_size) == ("ViT-Ti/16", 224)
-    assert recipe.data.held_out_fraction == 0.166667  # one of six
-    assert recipe.train.global_batch_size == 4
-    told_by("pretrain", "mine.yaml", "--dry-run")
-
-
 def test_of_weights_a_recipe_to_fine_tune_them_is_written_beside_another_folders_file(here):
     write_images(here / "images", 2, 20, 70, 90)
     (here / "configs").mkdir()

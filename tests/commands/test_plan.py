@@ -48,7 +48,7 @@ def test_the_plan_of_vit_h_states_work_memory_and_time():
 
 def test_rows_of_the_table_agree_with_each_other():
     text = run_cli("plan", "paper/vit_b16_jft", "--gpus", "4").stdout
-    assert "cluster                 4 x H200" in text
+    assert "4 x H200" in text
     table = {name: list(map(float, values[:4])) for name, values in rows(text).items()}
     for stage in range(4):
         micro, passes = (table[name][stage] for name in ("planned micro-batch", "passes per step"))
@@ -165,14 +165,6 @@ def test_a_sweep_is_described_by_its_rates_and_one_trial():
     assert [row[0] for row in table] == ["lr0.001", "lr0.003", "lr0.01", "lr0.03", "each", "in"]
     assert [row[-3] for row in table] == ["500"] * 5 + ["3,500"]
     assert float(table[-1][-2]) == pytest.approx(7 * float(table[0][2]), rel=1e-3)
-
-
-def test_the_retrainings_of_a_sweep_are_counted_at_the_point_that_costs_most():
-    data = {"train": "/data/train", "eval": "/data/test"}
-    sweep = {"space": {"optim.epochs": [2, 10, 4]}, "seeds": 2}
-    lines = describe_sweep(small(data=data, sweep=sweep)).splitlines()[2:7]
-    *tried, each, whole = (int(line.split()[-3]) for line in lines)
-    assert (each, whole) == (100, sum(tried) + 2 * 100)
 
 
 def study(*labels: str, plan: dict[str, Any] | None = None, **study_keys: Any) -> Recipe:

@@ -132,13 +132,9 @@ def test_files_of_another_store_are_not_a_stores_own(tmp_path):
         (folder / name / "mlflow.db").touch()
     (folder / "moved" / "mlflow.db").symlink_to(folder / "own" / "mlflow.db")
     for store, files, is_own in [
-        ("own", "own", True),
-        ("linked", "linked", True),
-        ("moved", "own", True),
-        ("moved", "moved", True),
-        ("copy", "own", False),
-        ("above", "above/below", False),
-    ]:
+        ("own", "own", True), ("linked", "linked", True), ("moved", "own", True),
+        ("moved", "moved", True), ("copy", "own", False), ("above", "above/below", False),
+    ]:  # fmt: skip
         place = f"file://{folder}/{files}/mlruns/e/r"
         assert are_own_files(f"sqlite:///{folder}/{store}/mlflow.db", place) is is_own, store
     assert not are_own_files(f"sqlite:///{folder}/own/mlflow.db", "s3://bucket/mlruns/e/r")

@@ -20,7 +20,6 @@ from tests.models.small import TINY_VIT, small_model
 from vit_ray.commands import cli
 from vit_ray.commands.job_list import COMMANDS, check_inputs, check_outputs
 from vit_ray.config import Recipe, load_recipe
-from vit_ray.data.convert.sources import units_of
 from vit_ray.lock import is_lock_file
 from vit_ray.models.weights import save_weights
 from vit_ray.storage import Location
@@ -316,20 +315,6 @@ def test_where_logs_are_asked_for_a_mistake_has_its_traceback(
 def check_places(name: str, recipe: Recipe) -> None:
     check_outputs(COMMANDS[name], recipe)
     check_inputs(COMMANDS[name], recipe)
-
-
-def test_shards_named_by_a_split_and_others_manifests_may_be_converted(tmp_path):
-    """As to write the images of a set again; the kept set has its shards as the split `part`."""
-    places = [f"convert.source={converted_set()}", f"convert.destination={tmp_path / 'new'}"]
-    chosen = load_recipe("digits", [*places, "convert.split=part"])
-    check_places("convert", chosen)
-    assert chosen.convert is not None
-    assert [unit.format for unit in units_of(chosen.convert)] == ["huggingface"]
-    (tmp_path / "others").mkdir()
-    others = tmp_path / "others" / "manifest.parquet"
-    others.write_bytes((converted_set() / "rejected.parquet").read_bytes())
-    places[0] = f"convert.source={others.parent}"
-    check_places("convert", load_recipe("digits", places))
 
 
 @pytest.mark.parametrize("has_begun", [True, False])

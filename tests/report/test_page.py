@@ -110,14 +110,6 @@ def test_each_sweep_of_an_experiment_has_a_figure_of_its_own_and_a_sentence(stor
     assert len(store.client.list_artifacts(run_id, "figures")) == len(written.figures) >= 4
 
 
-def test_the_total_cost_counts_of_a_branch_what_it_computed(store):
-    known = {"eval/top1": 0.5, "study/exaflops": 2.0, "study/images_seen": 320.0}
-    for name, tags in (("long", {}), ("short", {"vit_ray.branched_from": "long at step 8"})):
-        params = {"train.global_batch_size": 32}
-        store.put(name, known, params, group=name, tags=tags)
-    assert "Total cost of 2 trainings: 2.4 exaFLOPs." in page_of(store).lead
-
-
 def test_a_training_begins_with_its_result_on_its_own_set(store):
     """Sets of one name and other sizes are not compared; what is fine-tuned is with its own set."""
     store.put("fails", {"eval/top1": 0.5}, kind="pretrain", group="f", status="FAILED")

@@ -24,7 +24,7 @@ from vit_ray import paper
 from vit_ray.report.figures import COLORS, fig_compute, fig_rates
 from vit_ray.report.headline import sweeps_of
 from vit_ray.report.page import Written
-from vit_ray.report.runs import Files, load_runs, trainings
+from vit_ray.report.runs import load_runs, trainings
 from vit_ray.report.tables import cells_of, comparable, paper_tables, trainings_table
 
 
@@ -239,13 +239,3 @@ def test_a_result_is_the_best_or_the_averaged_one_where_the_run_has_it(store):
     assert runs["test"].fillna(-1).tolist() == [0.7, 0.6, -1]
     assert pd.isna(runs.loc["diverged"].get("eval/loss"))
     assert runs.loc["best", "best_of"] == 3
-
-
-def test_a_curve_has_each_step_once_with_its_first_and_its_last(store):
-    run_id = store.put("run")
-    for step in range(50):
-        store.client.log_metric(run_id, "train/loss", float(step), step=step)
-    store.client.log_metric(run_id, "train/loss", 99.0, timestamp=9**13, step=49)
-    found = Files(store.uri).curve(run_id, "train/loss", 10)
-    assert (len(found), found.index[0], found.index[-1], found.iloc[-1]) == (10, 0, 49, 99.0)
-    assert len(Files(store.uri).curve(run_id, "none", 10)) == 0

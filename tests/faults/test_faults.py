@@ -55,43 +55,36 @@ def _continue(pid: int) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("process", ["RayTrainWorker", "TrainController", "StreamServer"])
-def test_a_killed_process_of_a_run_is_replaced_and_loses_nothing(
-    process, ray_cluster, digits, folder, undisturbed
+@pytest.mark.parametrize(
+    ("process", "number", "kind"),
+    [
+        ("RayTrainWorker", signal.SIGKILL, FAILED),
+        ("TrainController", signal.SIGKILL, FAILED),
+        ("StreamServer", signal.SIGKILL, FAILED),
+        ("RayTrainWorker", signal.SIGSTOP, HUNG),
+        ("StreamServer", signal.SIGSTOP, HUNG),
+    ],
+)
+def test_a_process_of_a_run_that_is_killed_or_frozen_is_replaced_and_loses_nothing(
+    process, number, kind, ray_cluster, digits, folder, undisturbed
 ):
-    recipe = runs.long_recipe(f"killed-{process}", digits, folder)
+    sections = {"train": SHORT} if kind == HUNG else {}
+    recipe = runs.long_recipe(f"{process}-{number.name}", digits, folder, **sections)
     before = set(runs.worker_pids(ray_cluster, process))  # of runs that have just ended
     driver = runs.start(recipe, ray_cluster, folder)
-    *_, killed = set(runs.worker_pids(ray_cluster, process)) - before
-    killed_s = time.time()
-    os.kill(killed, signal.SIGKILL)
-    wait_until(lambda: RESUMED in runs.kinds_of(recipe), driver)
-    # Ray keeps the group of a controller that has died.
-    assert len(runs.groups(ray_cluster, "=", "CREATED")) == 1
-    runs.end(driver)
-    assert FAILED in runs.kinds_of(recipe)
-    assert runs.is_lost_until_noticed(recipe, killed_s)
-    runs.ends_as(recipe, undisturbed)
-
-
-@pytest.mark.parametrize("process", ["RayTrainWorker", "StreamServer"])
-def test_a_frozen_process_of_a_run_is_taken_for_hung_and_replaced_with_its_group(
-    process, ray_cluster, digits, folder, undisturbed
-):
-    recipe = runs.long_recipe(f"frozen-{process}", digits, folder, train=SHORT)
-    before = set(runs.worker_pids(ray_cluster, process))
-    driver = runs.start(recipe, ray_cluster, folder)
-    *_, frozen = set(runs.worker_pids(ray_cluster, process)) - before
-    frozen_s = time.time()
-    os.kill(frozen, signal.SIGSTOP)
+    *_, struck = set(runs.worker_pids(ray_cluster, process)) - before
+    struck_s = time.time()
+    os.kill(struck, number)
     try:
+        wait_until(lambda: RESUMED in runs.kinds_of(recipe), driver)
+        if kind == FAILED:  # Ray keeps the group of a controller that has died
+            assert len(runs.groups(ray_cluster, "=", "CREATED")) == 1
         runs.end(driver)
     finally:
-        _continue(frozen)
-    assert {HUNG, RESUMED} <= set(runs.kinds_of(recipe))
-    if process == "RayTrainWorker":
-        assert runs.kinds_of(recipe).count(HUNG) == 1
-        assert runs.is_lost_until_noticed(recipe, frozen_s)
+        _continue(struck)
+    assert kind in runs.kinds_of(recipe)
+    if (process, kind) != ("StreamServer", HUNG):
+        assert runs.is_lost_until_noticed(recipe, struck_s)
     runs.ends_as(recipe, undisturbed)
 
 

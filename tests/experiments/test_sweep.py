@@ -1,5 +1,6 @@
 """Points of a sweep, and what it selects, retrains and reports: on fake trainings, without Ray."""
 
+import importlib.util
 import math
 from functools import partial
 from pathlib import Path
@@ -48,7 +49,6 @@ def searched_recipe(**sweep: Any) -> Recipe:
 
 def points(**sweep: Any) -> list[Point]:
     recipe = searched_recipe(**sweep)
-    assert recipe.sweep is not None
     return points_of(recipe, recipe.sweep)
 
 
@@ -70,23 +70,6 @@ def test_a_grid_is_every_combination_of_any_keys():
     changes = [with_point(recipe, point).optim for point in points(space=space)]
     kept = recipe.optim.warmup_steps
     assert [(one.steps, one.warmup_steps) for one in changes] == [(9, 1), (90, kept)]
-
-
-def test_a_model_of_another_name_keeps_what_the_recipe_gives_or_is_refused():
-    sizes = {"depth": 2, "width": 8, "mlp_dim": 8, "num_heads": 2, "patch_size": 8}
-    space = {"model": [{"name": "Axial-ViT"}, {"name": "ViT-S/16"}]}
-    recipe = searched_recipe(space=space).with_changes(
-        model={"name": "ViT", "image_size": 32, **sizes}
-    )
-    assert recipe.sweep is not None
-    with pytest.raises(ValueError, match=r"sweep\.space: .*'ViT-S/16' has no option depth, width"):
-        points_of(recipe, recipe.sweep)
-    space["model"][1] |= dict.fromkeys(sizes)
-    recipe = recipe.with_changes(sweep={"space": space})
-    assert recipe.sweep is not None
-    axial, small = (with_point(recipe, one).model for one in points_of(recipe, recipe.sweep))
-    assert (axial.options(), axial.image_size) == (sizes, 32)
-    assert (small.options(), small.image_size) == ({}, 32)
 
 
 def test_random_points_are_in_their_ranges_and_the_same_for_the_same_seed():
@@ -143,24 +126,12 @@ def test_a_random_search_that_cannot_work_is_refused(space, num_trials, key):
     assert key in str(refused.value)
 
 
-def test_trials_hold_out_the_dev_split_and_the_final_run_does_not():
-    recipe = recipe_with(
-        "s", data={"train": "/a", "eval": "/b"}, init_from="x", sweep={"learning_rates": [0.1]}
-    )
-    trial, final = trial_recipe(recipe, {RATE: 0.1}), final_recipe(recipe, {RATE: 0.1}, seed=7)
-    assert (trial.data.held_out_fraction, trial.data.eval) == (0.02, None)
-    assert (final.data.held_out_fraction, final.data.eval) == (0.0, "/b")
-    assert (trial.seed, final.seed) == (0, 7)
-    assert trial.name != final.name
-
-
 def plan_of(folder: Path, rates: tuple[float, ...] = (0.1, 0.2), **changes: Any) -> SweepPlan:
     """Of a sweep that opens no data."""
     recipe = recipe_with(
         "s", output=str(folder), init_from="x", data={"eval": "y"},
         sweep={"learning_rates": rates, "seeds": 2}, **changes,
     )  # fmt: skip
-    assert recipe.sweep is not None
     points = points_of(recipe, recipe.sweep)
     trials = [trial_recipe(recipe, point) for point in points]
     return SweepPlan(recipe, resolved_run(), points, trials, [16] * len(points))
@@ -242,7 +213,7 @@ def test_trials_are_evaluated_at_the_rungs_of_tunes_scheduler(max_steps, grace):
         rung_steps(SweepConfig(scheduler="asha", grace_steps=900), max_steps)
 
 
-def test_a_random_search_of_tune_runs_exactly_the_points_that_were_checked():
+def test_a_random_search_of_tune_runs_exactly_the_that_were_checked(monkeypatch):
     space: dict[str, Any] = {
         RATE: {"log_uniform": [1e-4, 1e-1]},
         "optim.frozen": [["head", "norm"], []],
@@ -255,6 +226,9 @@ def test_a_random_search_of_tune_runs_exactly_the_points_that_were_checked():
     whole = {"config": sweep.tune_space(config)}
     found = [next(iter(_get_preset_variants(whole, one)))[1] for one in given]
     assert [sweep.point_of(dict(one["config"]), config) for one in found] == points
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"Optuna is not installed; run pip install 'vit_ray\["):
+        points(search="optuna", num_trials=2, space={RATE: [0.1, 0.2]})
 
 
 def test_names_of_trials_are_names_of_folders_and_their_paths_whole(tmp_path, monkeypatch):

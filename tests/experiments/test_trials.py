@@ -145,9 +145,8 @@ def test_a_stop_waits_for_a_checkpoint_that_takes_longer_than_tune_would(parent,
 def test_a_search_of_optuna_continues_with_what_it_has_measured(ray_cluster, digits, tmp_path):
     recipe = small_recipe("parent", digits, tmp_path)
     config = SweepConfig(search="optuna", num_trials=6, space={"rate": {"uniform": [0.1, 0.4]}})
-    how: dict[str, Any] = {
-        "space": tune_space(config), "num_samples": 6, "max_concurrent": 1, "has_memory": True,
-    }  # fmt: skip
+    how: dict[str, Any] = {"num_samples": 6, "max_concurrent": 1, "has_memory": True}
+    how["space"] = tune_space(config)
     opened: Callable[[], Any] = partial(open_parent, recipe, "sweep", resolve_run(recipe), 1)
     # Two have ended.
     with signalled(signal.SIGTERM, lambda: len(saved(tmp_path)) >= 2), opened() as first:

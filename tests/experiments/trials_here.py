@@ -38,11 +38,9 @@ class Calls:
         return lambda *args: self.made.append((method, *args))
 
     def kinds(self) -> list[str]:
-        """Of the events, in turn."""
         return [args[0] for method, *args in self.made if method == "event"]
 
     def last(self, method: str) -> tuple[Any, ...]:
-        """Arguments of its last call."""
         return [call[1:] for call in self.made if call[0] == method][-1]
 
 
@@ -59,7 +57,6 @@ def context_of(parent: OpenParent) -> Context:
 
 
 def result_of(recipe: Recipe, steps: int = 1, total_steps: int = 1, **metrics: float) -> RunResult:
-    """Of a training, with metrics of its evaluation."""
     measured = {f"eval/{name}": value for name, value in metrics.items()}
     return RunResult(recipe.name, recipe.name, steps, total_steps, measured, "folder")
 

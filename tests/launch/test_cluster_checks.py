@@ -11,8 +11,7 @@ from vit_ray.launch import cluster_checks, run
 from vit_ray.launch.cluster_checks import check_cluster, check_room
 from vit_ray.launch.connection import ClusterShape
 
-HEAD = ClusterShape(1, 0.0, 0.0, 0.0)
-"""Of a cluster whose other nodes are still to come."""
+HEAD = ClusterShape(1, 0.0, 0.0, 0.0)  # the other nodes are still to come
 
 
 def recipe_of(num_workers: int, **workers: Any) -> Any:

@@ -21,10 +21,9 @@ from vit_ray.launch.resolved_run import resolve_run
 
 COUNT = 10
 MANY, BATCH = 52, 8
-Rows = list[tuple[bytes, list[int], str]]
 
 
-def write(folder: Path, rows: Rows) -> None:
+def write(folder: Path, rows: list[tuple[bytes, list[int], str]]) -> None:
     images = [EncodedImage(image, tuple(labels), key, 8, 8) for image, labels, key in rows]
     write_encoded(folder, SHARD, images, CLASSES, rows=4)
 
@@ -32,7 +31,7 @@ def write(folder: Path, rows: Rows) -> None:
 def test_numbers_and_slices_give_the_rows_as_they_were_written(tmp_path):
     labels = [[number % 3] for number in range(COUNT)]
     labels[4], labels[5] = [0, 2], []
-    rows: Rows = [(jpeg(number), labels[number], f"<key {number}>") for number in range(COUNT)]
+    rows = [(jpeg(number), labels[number], f"<key {number}>") for number in range(COUNT)]
     write(tmp_path, rows)
     found = dataset.open_dataset(str(tmp_path))
     assert len(found) == COUNT

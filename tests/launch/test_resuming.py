@@ -128,8 +128,6 @@ def test_a_run_that_is_over_is_not_given_out_as_measured_on_other_data(other):
     with pytest.raises(ValueError, match=told):
         accepted(elsewhere, position(20))
     assert accepted(elsewhere, position(7))
-    few_shot = ("evaluate.few_shot_train", "evaluate.few_shot_test")
-    assert {on_resume(key) for key in ("data.eval", *few_shot)} == {OnResume.EVALUATED}
     longer = elsewhere.with_changes(optim={"epochs": 4.0})
     assert f"data.eval was /data/test and is {other}" in accepted(longer, position(20))[0]
 
@@ -171,11 +169,12 @@ def test_what_is_not_used_decides_nothing_until_it_is():
         recipe = linear_recipe(**begun)
         with pytest.raises(ValueError, match=rf"{key}\w* was .* and is "):
             accepted(recipe.with_changes(**used), position(7, recipe))
-    for recipe, changed in (
-        (linear_recipe(optim={"name": "sgd"}), []),
-        (linear_recipe(optim={"name": "parts.lion"}), ["optim.betas"]),
-        (linear_recipe(train={"averaging": 0.9}), ["optim.betas", "train.averaging_warmup"]),
+    for begun, changed in (
+        ({"optim": {"name": "sgd"}}, []),
+        ({"optim": {"name": "parts.lion"}}, ["optim.betas"]),
+        ({"train": {"averaging": 0.9}}, ["optim.betas", "train.averaging_warmup"]),
     ):
+        recipe = linear_recipe(**begun)
         now = recipe.with_changes(optim={"betas": (0.9, 0.9)}, train={"averaging_warmup": False})
         found = [change.key for change in incompatible_changes(recipe.flat(), now.flat())]
         assert found == changed
@@ -195,10 +194,9 @@ def test_another_length_is_told_with_what_becomes_of_the_schedule():
 @pytest.mark.parametrize("changes", [
     {
         "train": {
-            "micro_batch_size": 8, "zero_stage": 3, "activation_checkpointing": 1,
-            "offload": True, "step_timeout_s": 7.0, "profile_steps": [3, 4],
-            "nonfinite": "skip", "log_every_steps": 7, "callbacks": ["a.note"],
-            "compile": False,
+            "micro_batch_size": 8, "zero_stage": 3, "activation_checkpointing": 1, "offload": True,
+            "step_timeout_s": 7.0, "profile_steps": [3, 4], "nonfinite": "skip",
+            "log_every_steps": 7, "callbacks": ["a.note"], "compile": False,
         },
         "data": {
             "train": "/moved", "cpus_per_task": 1.0, "max_bad_fraction": 0.5,

@@ -2,10 +2,12 @@
 
 import pickle
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import ray
@@ -220,25 +222,18 @@ def test_nodes_that_are_taken_back_and_passes_that_do_not_fit_are_not_counted(
     assert len(attempts.run.events) == 9
 
 
-def without_place(attempts: Attempts, error: Exception) -> None:
-    def wait(lost_since_s: float | None = None) -> Place:
-        raise error
-
-    attempts.found = wait  # type: ignore[method-assign]
-    attempts.train()
-
-
-def test_a_stop_before_there_are_workers_is_no_failure_and_hides_none(tmp_path):
-    attempts = Attempts(tmp_path)
-    without_place(attempts, StoppedWaitingError("SIGTERM"))
+@pytest.mark.parametrize(("error", "failure", "told"), [
+    (StoppedWaitingError("SIGTERM"), None, None),
+    (StoppedWaitingError("SIGTERM"), Failure("disk full"), "disk full"),  # it is not hidden
+    (NoPlaceError("no GPU"), None, "no GPU"),
+])  # fmt: skip
+def test_a_stop_before_there_are_workers_is_no_failure(error, failure, told, tmp_path, monkeypatch):
+    attempts = Attempts(tmp_path, failure=failure)
+    monkeypatch.setattr(attempts, "found", MagicMock(side_effect=error))
+    with pytest.raises(RunFailedError, match=told) if told else nullcontext():
+        attempts.train()
     text = "SIGTERM; no workers were running, so no checkpoint was written"
-    assert attempts.run.events == [("stopped", text, 0)]
-    with pytest.raises(RunFailedError, match="no GPU"):
-        without_place(Attempts(tmp_path), NoPlaceError("no GPU"))
-    attempts = Attempts(tmp_path, failure=Failure("disk full"))
-    with pytest.raises(RunFailedError, match="disk full"):
-        without_place(attempts, StoppedWaitingError("SIGTERM"))
-    assert attempts.run.events == []
+    assert attempts.run.events == ([] if told else [("stopped", text, 0)])
 
 
 @pytest.mark.parametrize("end", [Ended(goes_on=True), failed(BY_PEER)])

@@ -14,7 +14,6 @@ from vit_ray.paper import canonical_model
     [
         ("vit_tiny_patch16_224.augreg_in21k_ft_in1k", "ViT-Ti/16", 224, 5.72),
         ("vit_small_patch32_384", "ViT-S/32", 384, 22.92),
-        ("vit_base_patch16_224", "ViT-B/16", 224, 86.57),
         ("deit_base_patch16_384", "ViT-B/16", 384, 86.86),
         ("vit_base_patch8_224.augreg_in21k_ft_in1k", "ViT-B/8", 224, 86.58),
         ("google/vit-large-patch16-384", "ViT-L/16", 384, 304.72),

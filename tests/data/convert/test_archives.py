@@ -340,7 +340,6 @@ def test_pictures_of_ones_and_zeros_are_made_visible(tmp_path):
     [
         ("clevr-count", {"label": [1]}, "needs the feature 'objects/size', but it only has image"),
         ("clevr-count", {"objects/size": [1] * 11}, "is 8, not one of 0 to 7"),
-        ("clevr-dist", {"objects/pixel_coords": []}, "is -1, not one of 0 to 5"),
         ("kitti-dist", {"objects/type": [1], "objects/location": []}, "shorter|longer"),
         ("snorb-azim", {"label_azimuth": b"three"}, "is not a list of numbers"),
     ],

@@ -133,24 +133,12 @@ def scans_repeated(count: int) -> bytes:
 
 
 def test_a_jpeg_of_very_many_scans_is_rejected(tmp_path):
-    assert num_scans(jpeg(0)) == 1
-    assert num_scans(encoded(picture(0, 40, 60), progressive=True, exif=b"Exif\0\0\xff\xda")) == 10
     assert num_scans(jpeg(0) + b"\xff\xda" * 1000) == 1  # behind its end, as in a motion photo
     assert num_scans(encoded(picture(0, 40, 60), comment=b"\xff\xd9\xff\xda")) == 1
-    assert [num_scans(image) for image in (b"", b"\xff\xd8", b"\x89PNG", jpeg(0)[:50])] == [0] * 4
     assert num_scans(scans_repeated(91)) == 100
     source = source_with(tmp_path / "source", {"many.jpg": scans_repeated(92)})
     report = convert(source, tmp_path / "set", max_rejected_fraction=0.2, damaged="keep")
     assert report.rejected == {"class_0/many.jpg": "it is a JPEG of 101 scans; the most are 100"}
-
-
-def test_a_strip_that_no_jpeg_can_hold_is_rejected_where_it_is_shrunk(tmp_path):
-    strip = encoded(np.zeros((20, 70_000, 3), np.uint8), "PNG")
-    source = source_with(tmp_path / "source", {"strip.png": strip})
-    report = convert(source, tmp_path / "set", shrink_to=19, max_rejected_fraction=0.1)
-    assert report.num_images == 9
-    assert "66500 x 19 pixels" in report.rejected["class_0/strip.png"]
-    assert convert(source, tmp_path / "whole").num_images == 10
 
 
 @pytest.mark.parametrize("index_jpeg", [True, False])

@@ -180,15 +180,13 @@ def straight(slurm: Slurm, digits: Digits) -> Recipe:
 
 
 def slowed(
-    name: str, digits: Digits, folder: Path, every_steps: int = 1000, steps: int = STEPS
+    name: str, digits: Digits, folder: Path, every: int = 1000, steps: int = STEPS
 ) -> Recipe:
     """Each fourth step takes 5 s longer, until Slurm has started the job again."""
     trust_modules("tests.parts")
-    train = {"callbacks": ["tests.parts.wait_before_restart"]}
-    checkpoint = {"every_steps": every_steps}
-    return constant_recipe(
-        name, digits, folder, optim={"steps": steps}, train=train, checkpoint=checkpoint
-    )
+    sections = {"train": {"callbacks": ["tests.parts.wait_before_restart"]}}
+    sections |= {"optim": {"steps": steps}, "checkpoint": {"every_steps": every}}
+    return constant_recipe(name, digits, folder, **sections)
 
 
 def has_said(text: str, recipe: Recipe, slurm: Slurm) -> Callable[[str], bool]:
@@ -230,13 +228,8 @@ def test_a_signal_while_ray_starts_queues_a_job_again_or_ends_it(slurm, digits, 
     assert not has_begun(recipe, slurm)("")
     slurm.run("scancel", job)
     assert slurm.wait(job, is_over) == "CANCELLED 1"
-    slurm.log(recipe).unlink()
-    job = slurm.submit(recipe)
-    slurm.wait(job, has_said("Local node IP", recipe, slurm))
-    slurm.run("scancel", "--batch", "--signal=TERM", job)
-    assert (slurm.wait(job, is_over), slurm.exit_code(job)) == ("FAILED 0", 3)
     slurm.wait_until_nothing_is_left()
-    # Before there is a step of Ray, too, and once more while it ends.
+    # Before there is a step of Ray, and again and again while it ends.
     job = slurm.submit(recipe)
     slurm.wait(job, lambda _: slurm.folders(job) != [])  # made after the traps are set
     signal = ("scancel", "--batch", "--signal=TERM", job)
@@ -257,15 +250,14 @@ def test_a_ray_that_cannot_start_ends_the_job_at_once(slurm, digits, tmp_path):
         assert (slurm.wait(job, is_over), slurm.exit_code(job)) == ("FAILED 0", 1)
     finally:
         slurm.nodes["node1"].run("pkill", "-f", "create_server")
-    log = slurm.log(recipe).read_text()
-    assert "error: Ray could not be started; see the messages above" in log
+    assert "error: Ray could not be started" in slurm.log(recipe).read_text()
     slurm.wait_until_nothing_is_left()
 
 
 def test_a_raylet_that_is_lost_is_replaced_and_the_run_ends_with_the_same_weights(
     slurm, digits, straight, tmp_path
 ):
-    recipe = slowed("replaced", digits, tmp_path, every_steps=20, steps=64)
+    recipe = slowed("replaced", digits, tmp_path, every=20, steps=64)
     recipe = recipe.with_changes(workers={"cpus_per_worker": 1.5})  # one on each node
     job = slurm.submit(recipe)
     slurm.wait(job, lambda _: checkpoint_steps(recipe) != [])
@@ -297,7 +289,7 @@ def test_a_run_that_is_stopped_is_saved_and_not_queued_again(slurm, digits, tmp_
 
 def test_after_a_node_has_gone_down_the_run_continues_on_another(slurm, digits, tmp_path):
     """The last test: node2 stays down."""
-    recipe = slowed("lost", digits, tmp_path, every_steps=20)
+    recipe = slowed("lost", digits, tmp_path, every=20)
     job = slurm.submit(recipe)
     slurm.wait(job, lambda _: checkpoint_steps(recipe) != [])
     slurm.nodes["node2"].lose()

@@ -27,7 +27,7 @@ class Tags(HTMLParser):
         self.text = ""
         self.feed(page.read_text())
 
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag: str, attributes: object) -> None:
         self.found.add(tag)
 
     def handle_data(self, data: str) -> None:

@@ -84,10 +84,10 @@ def pretrained(store: Store, model: str, optimizer: str = "adamw", seed: int = 0
     )  # fmt: skip
 
 
-def tuned(store: Store, first: str, top1: float, seed: int = 0, **more: Any) -> None:
+def tuned(store: Store, first: str, top1: float, **more: Any) -> None:
     store.put(
         f"tuned-{first[:4]}-{top1}", {"eval/top1": top1, "study/exaflops": 1.0},
-        {"optim.learning_rate": 0.01}, kind="finetune", group="tuned", seed=seed,
+        {"optim.learning_rate": 0.01}, kind="finetune", group="tuned",
         tags={"vit_ray.init_run": first, "init_from": "/runs/first"}, **more,
     )  # fmt: skip
 

@@ -18,21 +18,6 @@ LIMIT_S = 900
 NUM_RUNS = 10
 
 
-def history_file() -> Path:
-    """Outside the checkout, which is new in each run: one JSON line for each run."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "vit_ray" / "reruns.jsonl"
-
-
-def read_history(file: Path) -> dict[str, str | None]:
-    """The test that was run twice, by run, oldest run first; None where none was."""
-    history = {}
-    for line in file.read_text().splitlines() if file.exists() else []:
-        with contextlib.suppress(ValueError):  # a line that was cut while it was written
-            history.update([json.loads(line)])
-    return history
-
-
 def refusal(history: dict[str, str | None], run: str, failed: list[str]) -> str | None:
     """Why no test is run again, or None; xdist's names of those under Ray end in `@ray`."""
     if len(failed) != 1:
@@ -52,8 +37,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if not run or reporter is None or hasattr(config, "workerinput"):
         return
-    file = history_file()
-    history = read_history(file)
+    # Outside the checkout, which is new in each run: the test that was run twice, by run.
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    file, history = Path(cache) / "vit_ray" / "reruns.json", {}
+    with contextlib.suppress(OSError, ValueError):
+        history = json.loads(file.read_text())
     history.setdefault(run, None)
     failed = reporter.stats.get("failed", []) + reporter.stats.get("error", [])
     names = list(dict.fromkeys(report.nodeid for report in failed))
@@ -70,12 +58,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             reporter.stats.setdefault("passed", []).extend(failed[:1])
         told = reason or f"failed, and passed when run again alone: {names[0]}"
         reporter.write_line(f"\nrerun: {told}\nrerun: the last {NUM_RUNS} runs are in {file}")
-    try:
+    with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        kept = list(history.items())[-NUM_RUNS:]
-        file.write_text("".join(json.dumps(item) + "\n" for item in kept))
-    except OSError as error:
-        reporter.write_line(f"rerun: no history is kept: {error}")
+        file.write_text(json.dumps(dict(list(history.items())[-NUM_RUNS:])))
 
 
 def _failure_alone(name: str) -> str | None:

@@ -36,10 +36,7 @@ STEPS = 8
 
 
 def training(folder: Path, pause_s: float, config: dict[str, Any], context: Context) -> Any:
-    """Its accuracy is its rate; evaluated after each step, and saved when it is stopped.
-
-    That of the last rate takes longer: it is amid its steps when the others have ended.
-    """
+    """Its accuracy is its rate; evaluated after each step, and saved when it is stopped."""
     saved = folder / f"{config['rate']}"
     step = int(saved.read_text()) if saved.exists() else 0
     with open(folder / "starts", "a") as starts:
@@ -48,7 +45,7 @@ def training(folder: Path, pause_s: float, config: dict[str, Any], context: Cont
         if context.stop.is_set() or context.parent.record.stop_reason():
             saved.write_text(str(step))
             raise RunStoppedError("stopped")
-        time.sleep(5 * pause_s if config["rate"] == RATES[-1] else pause_s)
+        time.sleep(pause_s)
         step += 1
         if step < STEPS:
             context.report(step, config["rate"])

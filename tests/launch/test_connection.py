@@ -103,7 +103,7 @@ def test_a_cluster_that_refuses_the_token_is_told_at_once(
     )
     token = os.environ["RAY_AUTH_TOKEN"][:: 1 if has_token else -1]
     done = start(
-        short_folder, code, RAY_ADDRESS=ray_head.address, HOME=str(short_folder),
+        Path("/tmp"), code, RAY_ADDRESS=ray_head.address, HOME=str(short_folder),
         RAY_AUTH_MODE=mode, RAY_AUTH_TOKEN=token,
     )  # fmt: skip
     output = done.stdout + done.stderr

@@ -231,8 +231,9 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def newcomers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def newcomers_folder(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the command, with files of all kinds; Ray does not start."""
+    (tmp_path / "sets").symlink_to(sets)
     manifest = (converted_set() / "manifest.parquet").read_bytes()
     for name, content in {**FILES, "done/manifest.parquet": manifest}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -249,20 +250,12 @@ def newcomers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("words", "told"), MISTAKES, ids=[words for words, _ in MISTAKES])
-def test_a_mistake_is_told_at_once_and_in_one_message(words, told, newcomers_folder):
-    _told_in_one_message(words, told, newcomers_folder)
+WRONG = [*MISTAKES, *TRANSFERS]
 
 
-@pytest.mark.parametrize(("words", "told"), TRANSFERS, ids=[words for words, _ in TRANSFERS])
-def test_a_transfer_that_cannot_be_is_refused_before_anything_starts(
-    words, told, newcomers_folder, sets
-):
-    (newcomers_folder / "sets").symlink_to(sets)
-    _told_in_one_message(words, told, newcomers_folder)
-
-
-def _told_in_one_message(words: str, told: str, folder: Path) -> None:
+@pytest.mark.parametrize(("words", "told"), WRONG, ids=[words for words, _ in WRONG])
+def test_a_wrong_line_is_told_at_once_and_in_one_message(words, told, newcomers_folder):
+    folder = newcomers_folder
     before = set(folder.rglob("*"))
     done = CliRunner().invoke(cli.vit_ray, words.split(), prog_name="vit-ray")
     assert isinstance(done.exception, SystemExit), repr(done.exception)  # else a traceback
@@ -293,8 +286,7 @@ for line in sys.stdin.read().splitlines():
 """
 
 
-def test_help_and_mistakes_are_told_without_what_takes_seconds(newcomers_folder, sets):
-    (newcomers_folder / "sets").symlink_to(sets)
+def test_help_and_mistakes_are_told_without_what_takes_seconds(newcomers_folder):
     mistakes = [words for words, _ in MISTAKES if words != NEEDS_LIBRARIES]
     mistakes += [words for words, _ in TRANSFERS if "=nosuch" in words]
     heavy = {*SECONDS, "pyarrow", "numpy", "scipy", "cv2", "pandas"}

@@ -1,6 +1,5 @@
 """A run of a small model as its training would have left it: a recipe, and a sharded checkpoint."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +33,13 @@ def write_run(
     Its recipe has a model only where its keys are `told`; `facts` are of its `Position`.
     """
     trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
-    position = Position(
-        Progress(step=7),
-        applied_steps=7,
-        samples_seen=14,
-        global_batch_size=2,
-        shapes={name: list(tensor.shape) for name, tensor in trained.items()},
-        recipe={"model": told} if told else {},
-        data_fingerprint="",
-    )
-    position = replace(position, **(facts or {}))
+    known: dict[str, Any] = {
+        "progress": Progress(step=7), "applied_steps": 7, "samples_seen": 14,
+        "global_batch_size": 2, "data_fingerprint": "",
+        "shapes": {name: list(tensor.shape) for name, tensor in trained.items()},
+        "recipe": {"model": told} if told else {},
+    }  # fmt: skip
+    position = Position(**{**known, **(facts or {})})
     kinds = {"weight": trained}
     if average is not None:
         kinds["average"] = {n: p.detach() for n, p in average.named_parameters()}
@@ -51,9 +47,8 @@ def write_run(
         shards: dict[str, Tensor] = {}
         for kind, tensors in kinds.items():
             for name, tensor in tensors.items():
-                cut = tensor.numel() // 2
-                flat = tensor.flatten()
-                start, part = (0, flat[:cut]) if rank == 0 else (cut, flat[cut:])
+                flat, cut = tensor.flatten(), tensor.numel() // 2
+                start, part = ((0, flat[:cut]), (cut, flat[cut:]))[rank]
                 shards[f"{kind}|{name}|{start}"] = part.clone()
         target = locate(str(folder)).child(folder_name(7))
         write_snapshot(snapshot_of(rank, 2, shards, position), target)

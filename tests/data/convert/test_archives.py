@@ -29,6 +29,7 @@ from vit_ray.data.convert.archives import features_of, masked_crc32c
 from vit_ray.data.convert.rows import Row, Unit
 from vit_ray.data.convert.sources import rows_of
 
+pytestmark = pytest.mark.usefixtures("serial")
 IMAGES = [jpeg(i, 30, 40) for i in range(20)]
 FILES = [
     (f"{i:02d}.{suffix}", content)
@@ -44,7 +45,7 @@ def member_offsets() -> dict[str, int]:
         return {member.name: member.offset for member in tar}
 
 
-def test_samples_are_read_as_webdataset_has_them(serial, tmp_path):
+def test_samples_are_read_as_webdataset_has_them(tmp_path):
     """In any order of files, in several shards, and with what is no image beside them."""
     images = {f"{i:03d}": image for i, image in enumerate(IMAGES)}
     for shard in range(2):
@@ -59,7 +60,7 @@ def test_samples_are_read_as_webdataset_has_them(serial, tmp_path):
     }
 
 
-def test_labels_are_texts_numbers_or_lists_of_a_file_or_of_json(serial, tmp_path):
+def test_labels_are_texts_numbers_or_lists_of_a_file_or_of_json(tmp_path):
     values = [3, "3, three", ["a", "b"]]
     labels = [("json", json.dumps({"label": value}).encode()) for value in values]
     labels += [
@@ -85,7 +86,7 @@ INSIDE_HEADERS = [
 
 @pytest.mark.slow(after=20)
 @pytest.mark.parametrize("cut", [*range(0, len(SHARD), 512), *INSIDE_HEADERS])
-def test_a_cut_archive_is_never_taken_for_a_whole_one(serial, tmp_path, cut):
+def test_a_cut_archive_is_never_taken_for_a_whole_one(tmp_path, cut):
     """Cut before each of its blocks: at headers, in data, and in the end marker; and in headers."""
     file = tmp_path / "a.tar"
     file.write_bytes(SHARD[:cut])
@@ -97,7 +98,7 @@ def test_a_cut_archive_is_never_taken_for_a_whole_one(serial, tmp_path, cut):
         converted(file, tmp_path / "set")
 
 
-def test_a_mended_archive_is_indexed_anew(serial, tmp_path):
+def test_a_mended_archive_is_indexed_anew(tmp_path):
     root = write_files(tmp_path / "source", {"a.tar": SHARD[:9000], "b.tar": SHARD})
     with pytest.raises(ValueError, match=r"1 files of the source are damaged: .*a.tar"):
         converted(root, tmp_path / "set")
@@ -128,7 +129,7 @@ REJECTED: dict[str, dict[str, bytes]] = {
 
 
 @pytest.mark.parametrize("reason", REJECTED)
-def test_one_bad_sample_is_one_rejected_row(serial, tmp_path, reason):
+def test_one_bad_sample_is_one_rejected_row(tmp_path, reason):
     files = {"jpg": IMAGES[0]} | REJECTED[reason]
     bad = [(f"x.{suffix}", content) for suffix, content in files.items()]
     (tmp_path / "a.tar").write_bytes(tar_of([*FILES, *bad]))
@@ -146,7 +147,7 @@ def test_a_link_in_the_archive_is_rejected(tmp_path):
     assert (key, "a link, a sparse or a special file" in reason) == ("a/y", True)
 
 
-def test_an_image_of_joined_archives_does_not_get_the_label_of_another(serial, tmp_path):
+def test_an_image_of_joined_archives_does_not_get_the_label_of_another(tmp_path):
     """A sample without its label, and later one of its name that has one; and one twice."""
     files = [*FILES, ("x.jpg", IMAGES[0]), ("y.jpg", IMAGES[1]), ("y.cls", b"1")]
     files += [("x.cls", b"1"), ("x.jpg", IMAGES[2]), ("00.jpg", IMAGES[1]), ("00.cls", b"2")]
@@ -159,7 +160,7 @@ def test_an_image_of_joined_archives_does_not_get_the_label_of_another(serial, t
     assert all("stands in the archive again" in row["reason"] for row in rejected)
 
 
-def test_names_of_several_dots_are_rejected_one_by_one(serial, tmp_path):
+def test_names_of_several_dots_are_rejected_one_by_one(tmp_path):
     """As WebDataset reads them, all are files of one sample; so each is counted."""
     names = [f"img.{i:04d}.{suffix}" for i in range(2) for suffix in ("jpg", "cls")]
     dotted = [(name, IMAGES[0] if name.endswith("jpg") else b"0") for name in names]
@@ -193,7 +194,7 @@ def test_checksums_are_castagnolis_under_tensorflows_mask(content, crc):
     assert (rotated >> 17 | rotated << 15) & 0xFFFFFFFF == crc
 
 
-def test_a_folder_of_tfds_is_converted_with_its_names(serial, tmp_path):
+def test_a_folder_of_tfds_is_converted_with_its_names(tmp_path):
     folder, names = tmp_path / "pets" / "4.0.0", ("cat", "dog", "frog")
     write_files(folder, {"label.labels.txt": "cat\ndog\nfrog\n", "dataset_info.json": "{}"})
     for split, shard in itertools.product(("train", "test"), range(2)):
@@ -263,7 +264,7 @@ def test_a_record_that_is_damaged_or_too_large_is_rejected_alone(place, tmp_path
         damaged.read()
 
 
-def test_another_feature_may_be_the_label_with_its_own_names(serial, tmp_path):
+def test_another_feature_may_be_the_label_with_its_own_names(tmp_path):
     files = {"label.labels.txt": "cat\ndog\n", "label_sex.labels.txt": "female\nmale\n"}
     source = write_files(tmp_path / "a", files)
     rows = [record(example(image=jpeg(k), label=[0], label_sex=[k], age=[7])) for k in (0, 1)]

@@ -34,7 +34,7 @@ from vit_ray.data.shards import RowGroupReader
 
 pytestmark = pytest.mark.usefixtures("serial")
 IMAGES = [jpeg(i, 20, 24) for i in range(6)]
-FILES: dict[str, bytes | str] = {f"{i}.jpg": image for i, image in enumerate(IMAGES)}
+FILES = {f"{i}.jpg": image for i, image in enumerate(IMAGES)}
 COMPOSED, DECOMPOSED = (unicodedata.normalize(form, "caf\xe9") for form in ("NFC", "NFD"))
 
 
@@ -74,11 +74,9 @@ def test_integers_that_are_not_all_from_0_on_are_not_closed_up_without_a_word(la
             labels_module.class_names(labels, kinds, None, "auto")
     # What a folder is called is a name; and names may be what they like.
     numbered = sorted(labels, key=lambda label: (int(label), label))
-    assert labels_module.class_names(labels, {"text"}, None, "auto", of_folders=True) == (
-        numbered,
-        False,
-    )
-    assert labels_module.class_names(labels, {"text"}, None, "names") == (numbered, False)
+    for labels_are, of_folders in (("auto", True), ("names", False)):
+        found = labels_module.class_names(labels, {"text"}, None, labels_are, of_folders=of_folders)
+        assert found == (numbered, False)
 
 
 def test_indices_without_names_keep_their_places():
@@ -216,7 +214,6 @@ CLASS_LABELS = {
     name: {"names": names, "_type": "ClassLabel"}
     for name, names in (("label", ["bee", "cat"]), ("class", ["dog", "owl"]))
 }
-LISTED = {"left": "0.jpg", "right": "1.jpg", "label": "cat", "class": "dog"}
 COLUMNS = {"left": STRUCTS[:1], "right": STRUCTS[1:2], "label": [1], "class": [0]}
 MEMBERS = [
     ("0.left.jpg", IMAGES[0]),
@@ -226,7 +223,7 @@ MEMBERS = [
 FEATURES = {"left": IMAGES[0], "right": IMAGES[1], "label": b"cat", "class": b"dog"}
 SEVERAL: dict[str, Any] = {
     "a.csv": "Left,right,label,Class\n0.jpg,1.jpg,cat,dog\n",
-    "a.jsonl": json.dumps(LISTED),
+    "a.jsonl": '{"left": "0.jpg", "right": "1.jpg", "label": "cat", "class": "dog"}',
     "a.tar": tar_of(MEMBERS),
     "a.parquet": parquet(COLUMNS, CLASS_LABELS),
     "a.tfrecord": record(example(**FEATURES)),
@@ -246,7 +243,7 @@ def test_of_several_images_and_labels_the_user_chooses(tmp_path, name):
     for label_field in ("kind",) if name == "a.tfrecord" else ("kind", None):
         options = {"image_field": image_field, "label_field": label_field}
         with pytest.raises(ValueError, match=r"field for the label \(.*\), and has class"):
-            converted(source, tmp_path / "none", **options)
+            converted(source, tmp_path / f"none {label_field}", **options)
 
 
 def write_with_text(folder: Path, name: str) -> Path:

@@ -49,14 +49,9 @@ def test_a_key_is_taken_once(tmp_path):
     """The second list names an image of the first, one of its own twice, and one in two forms."""
     names = ("a.jpg", "b.jpg", "c.jpg", f"{COMPOSED}.jpg")
     source = write_files(tmp_path / "source", dict.fromkeys(names, IMAGES["000.jpg"]))
-    second = ["c.jpg,cat", "a.jpg,dog", "c.jpg,dog", f"{COMPOSED}.jpg,cat", f"{DECOMPOSED}.jpg,dog"]
-    write_files(
-        source,
-        {
-            "one.csv": "path,label\na.jpg,cat\nb.jpg,dog\n",
-            "two.csv": "\n".join(["path,label", *second]),
-        },
-    )
+    rows = ["c.jpg,cat", "a.jpg,dog", "c.jpg,dog", f"{COMPOSED}.jpg,cat", f"{DECOMPOSED}.jpg,dog"]
+    write_files(source, {"one.csv": "path,label\na.jpg,cat\nb.jpg,dog\n"})
+    write_files(source, {"two.csv": "\n".join(["path,label", *rows])})
     found = labels_of(converted(source, tmp_path / "set", max_rejected_fraction=0.9))
     assert found == dict(zip(names, ("cat", "dog", "cat", "cat"), strict=True))
     rejected = pq.read_table(tmp_path / "set" / "rejected.parquet").to_pylist()
@@ -96,9 +91,7 @@ def test_each_bad_row_of_a_csv_is_rejected_alone(folder):
     found = converted(file, folder / "set", max_rejected_fraction=0.5)
     expected = dict.fromkeys([*good, absolute], "cat") | {"021.jpg": "\u00b2"}
     assert labels_of(found) == expected
-    assert {key: image for key, (image, _) in found.items()} == {
-        key: IMAGES[Path(key).name] for key in expected
-    }
+    assert all(image == IMAGES[Path(key).name] for key, (image, _) in found.items())
     reasons, told = rejections(folder / "set"), dict(bad.values())
     assert set(reasons) == set(told)
     assert not [key for key, reason in told.items() if reason not in reasons[key]]
@@ -123,12 +116,10 @@ REJECTED = {
     "of many lines": ({10: '008.jpg,cat,"n', 15: '013.jpg,dog,"n"'}, 15, "'\"'"),
     "of a label, closed late": ({10: '008.jpg,"cat', 12: 'x",n'}, 12, "its label has a line"),
     "of a path, closed late": ({10: '"008', 12: '.jpg",cat,n'}, 12, "its path has a line"),
-    "of a note, closed late": (
-        {10: '008.jpg,cat,"n', 13: '011.jpg,dog,5"'}, 13, "is itself a row",
-    ),
+    "of a note": ({10: '008.jpg,cat,"n', 13: '011.jpg,dog,5"'}, 13, "is itself a row"),
     "an opening quote is missing": ({10: '008.jpg,cat",n'}, 10, 'write ""'),
     "a quote behind quotes": ({10: '008.jpg,"cat"s,n'}, 10, "'\"'"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REJECTED)

@@ -1,8 +1,5 @@
-"""Make the schemas that the RayJob manifest is checked against, from others' own definitions.
+"""Make the schemas of this folder from others' definitions, as SCHEMA_SOURCE.md names them.
 
-    git -C KUBERAY show v1.7.0:ray-operator/config/crd/bases/ray.io_rayjobs.yaml > rayjobs.yaml
-    FOLDER=config/components/crd/bases
-    git -C KUEUE show v0.19.2:$FOLDER/kueue.x-k8s.io_workloads.yaml > workloads.yaml
     python tests/cluster/make_schema.py rayjobs.yaml workloads.yaml
 
 Takes the `openAPIV3Schema` of one version, unchanged but for its form: JSON, compressed.

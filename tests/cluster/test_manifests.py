@@ -38,10 +38,10 @@ OVERLAYS = ("efa", "rdma", "spot", "queue")
 
 
 @functools.cache
-def _documents(overlay):
+def _rendered(overlay):
     if not overlay:
-        files = [CLUSTER / name for name in ("rayjob.yaml", "network_policy.yaml")]
-        return [one for file in files for one in yaml.safe_load_all(file.read_text())]
+        files = ("rayjob.yaml", "network_policy.yaml")
+        return "\n---\n".join((CLUSTER / name).read_text() for name in files)
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed")
     with tempfile.TemporaryDirectory() as folder:
@@ -50,13 +50,12 @@ def _documents(overlay):
         listed = f"components: [overlays/{overlay}]"
         file.write_text(file.read_text().replace("components: []", listed))
         command = ["kubectl", "kustomize", there]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return list(yaml.safe_load_all(text))
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def documents_with(overlay=""):
     """All that `kubectl apply -k` sends with an overlay, as rendered; "" is as shipped."""
-    return copy.deepcopy(_documents(overlay))
+    return [one for one in yaml.safe_load_all(_rendered(overlay)) if one]
 
 
 def job_with(overlay=""):

@@ -122,8 +122,7 @@ def test_few_large_images_fine_tune_published_weights_where_the_hub_answers(here
     monkeypatch.setattr(HfApi, "model_info", lambda *_, **given: asked.append(given["timeout"]))
     told = told_by("init", "images")
     assert asked == [3.0]  # seconds
-    assert f"so the recipe fine-tunes {WEIGHTS} (not: vit-ray init images" in told
-    (other,) = re.findall(r"\(not: vit-ray (.+?)\)", told)
+    (other,) = re.findall(rf"so the recipe fine-tunes {WEIGHTS} \(not: vit-ray (.+?)\)", told)
     told_by(*shlex.split(other))
     plain, recipe = load_recipe("OTHER.yaml"), load_recipe("images.yaml")
     assert (plain.init_from, plain.name, recipe.name) == (None, "images", "images-tuned")

@@ -167,16 +167,15 @@ def test_a_sweep_is_described_by_its_rates_and_one_trial():
     assert float(table[-1][-2]) == pytest.approx(7 * float(table[0][2]), rel=1e-3)
 
 
-def study(*labels: str, plan: dict[str, Any] | None = None, **study_keys: Any) -> Recipe:
+def study(*labels: str, **plan: Any) -> Recipe:
     """Seven epochs of JFT-300M of each model."""
     rows = [
         {"label": f"m{number}", "model": {"name": name}, "changes": {"workers.num_workers": size}}
         for number, (name, size) in enumerate(zip(labels, (4, 2, 1), strict=False))
     ]
     tree = study_tree("/x", rows, train="s3://BUCKET/jft", epochs=[7.0])
-    tree["study"] |= study_keys
     tree["train"] = {"global_batch_size": 4096}
-    tree["plan"] = {"num_images": 303_000_000, "num_classes": 18_291, **(plan or {})}
+    tree["plan"] = {"num_images": 303_000_000, "num_classes": 18_291, **plan}
     return recipe_from_dict(tree, "test")
 
 
@@ -201,18 +200,4 @@ def test_every_cell_of_a_study_has_its_compute_steps_and_hours_and_all_have_a_su
     assert float(total[1].replace(",", "")) == pytest.approx(sum(map(hours, models)), rel=1e-3)
     assert "transfer" not in text
     with pytest.raises(ValueError, match=r"plan.num_gpus=2: cell 'grid-m0-.*' needs 4 GPUs"):
-        plan_study(study(*models, plan={"num_gpus": 2}))
-
-
-def test_transfers_are_part_of_what_a_cell_costs():
-    pets = {"name": "pets", "recipe": "finetune/pets"}  # four rates, then three runs
-    swept_study = study("ViT-L/16", transfer=[pets])
-    (swept,) = plan_study(swept_study)
-    text = describe_study(swept_study)
-    assert re.search(r"^transfer +\S+ exaFLOPs, 1.44\d H200-hours$", text, re.M)
-    fixed = {**pets, "name": "fixed", "changes": {"sweep": None}}
-    (single,) = plan_study(study("ViT-L/16", transfer=[fixed]))
-    # What the header of finetune/pets says of one run with ViT-L/16.
-    assert single.transfer_hours == pytest.approx(0.2061, rel=1e-3)
-    assert swept.transfer_hours == pytest.approx(7 * 0.2061, rel=1e-3)
-    assert swept.gpu_hours == swept.training_hours + swept.transfer_hours
+        plan_study(study(*models, num_gpus=2))

@@ -22,14 +22,7 @@ from tests.models.small import (
     small_model,
     some_images,
 )
-from tests.models.weights.published import (
-    SIZES,
-    drawn,
-    huggingface_tensors,
-    jax_shapes,
-    jax_vit_logits,
-    timm_tensors,
-)
+from tests.models.weights import published
 from tests.recipes import recipe_with
 from tests.trained_runs import tiny_recipe, write_run
 from vit_ray.checkpoints import init_weights
@@ -212,14 +205,14 @@ def write_published(folder: Path, layout: str) -> tuple[str, dict[str, Any]]:
     mean and deviation, and that the classes are in another order than the data set's.
     """
     folder.mkdir()
-    arrays = drawn(jax_shapes("tiny", 3, has_representation=False))
+    arrays = published.drawn(published.jax_shapes("tiny", 3, has_representation=False))
     if layout == "jax":
         np.savez(folder / "ViT-B_16.npz", **arrays)  # type: ignore[arg-type]
         return str(folder / "ViT-B_16.npz"), arrays
-    tensors = timm_tensors(arrays)
+    tensors = published.timm_tensors(arrays)
     config: dict[str, Any] = {"pretrained_cfg": IMAGENET, "label_names": CLASSES[::-1]}
     if layout == "huggingface":
-        tensors = huggingface_tensors(tensors, "vit.")
+        tensors = published.huggingface_tensors(tensors, "vit.")
         config = {"num_attention_heads": 2, "id2label": dict(enumerate(CLASSES[::-1]))}
         told = {f"image_{key}": value for key, value in IMAGENET.items()}
         (folder / "preprocessor_config.json").write_text(json.dumps(told))
@@ -244,7 +237,7 @@ def test_images_are_cropped_as_timm_crops_them(tmp_path):
 
 @pytest.mark.parametrize("layout", ["jax", "timm", "huggingface"])
 def test_a_published_vit_goes_through_every_command(layout, tmp_path, monkeypatch, caplog):
-    monkeypatch.setitem(SIZES, "tiny", TINY)
+    monkeypatch.setitem(published.SIZES, "tiny", TINY)
     path, arrays = write_published(tmp_path / "published", layout)
     data = write_set(tmp_path / "set", [(str(k), [k % 3]) for k in range(6)], CLASSES).path
     recipe = recipe_with(
@@ -256,7 +249,7 @@ def test_a_published_vit_goes_through_every_command(layout, tmp_path, monkeypatc
     statistics = OURS if layout == "jax" else IMAGENET
     mean, std = (torch.tensor(statistics[key]) for key in ("mean", "std"))
     inputs = ((pixels / 255 - mean) / std).permute(0, 3, 1, 2)
-    expected = jax_vit_logits(arrays, inputs, patch=16, depth=1)
+    expected = published.jax_vit_logits(arrays, inputs, patch=16, depth=1)
 
     def logits(model: torch.nn.Module) -> Tensor:
         with torch.no_grad():

@@ -366,26 +366,3 @@ def test_a_submitted_job_does_not_write_into_its_copy_of_the_folder(
     monkeypatch.chdir(copy)
     with pytest.raises(ValueError, match=message) if message else nullcontext():
         check_places(name, load_recipe("digits", changes))
-
-
-@pytest.mark.parametrize("folder", ["recipe", "working_dir_files/_ray_pkg_1/configs"])
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("output: runs", "output=.*runs would be in this job's copy"),
-        ("tracking: {uri: 'sqlite:///m.db'}", "tracking.uri=.*m.db would be .* a server"),
-        ("data: {train: here}", "data.train=.*here.*; this job runs in a copy"),
-    ],
-)
-def test_nor_by_a_recipe_that_is_a_file_of_its_node(folder, text, message, tmp_path, monkeypatch):
-    """As in cluster/rayjob.yaml."""
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    copy, recipe = tmp_path / "working_dir_files" / "_ray_pkg_1", tmp_path / folder / "recipe.yaml"
-    for place in (copy, recipe.parent):
-        place.mkdir(parents=True, exist_ok=True)
-    recipe.write_text(f"base: digits\n{text}\n")
-    monkeypatch.chdir(copy)
-    given = {"output": "/shared/runs", "tracking.uri": "http://mlflow:5000", "data.train": "s3://a"}
-    given = {key: value for key, value in given.items() if key.partition(".")[0] not in text}
-    with pytest.raises(ValueError, match=message):
-        check_places("pretrain", load_recipe(recipe, given | {"data.eval": "s3://mine/set"}))

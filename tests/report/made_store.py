@@ -23,20 +23,12 @@ class Store:
         self.experiment = self.client.create_experiment("made", artifact_location=place)
 
     def put(
-        self,
-        name: str,
-        metrics: dict[str, float] | None = None,
-        params: dict[str, Any] | None = None,
-        *,
-        kind: str = "study_cell",
-        group: str | None = None,
-        seed: int = 0,
-        parent: str | None = None,
-        status: str | None = "FINISHED",
-        test: tuple[int, int] = (10_000, 10),
-        data: str = "cifar10",
+        self, name: str, metrics: dict[str, float] | None = None,
+        params: dict[str, Any] | None = None, *, kind: str = "study_cell", seed: int = 0,
+        group: str | None = None, parent: str | None = None, status: str | None = "FINISHED",
+        test: tuple[int, int] = (10_000, 10), data: str = "cifar10",
         tags: dict[str, str] | None = None,
-    ) -> str:
+    ) -> str:  # fmt: skip
         """Record a run; its id.
 
         Args:

@@ -37,8 +37,8 @@ def csv(text: str | bytes, told: str, **options: Any) -> Case:
     return case(told, {"a.csv": text, **FILES}, "/a.csv", **options)
 
 
-def hub(columns: Any, told: str, **options: Any) -> Case:
-    return case(told, {"a.parquet": parquet(columns)}, "/a.parquet", **options)
+def hub(table: Any, told: str, **options: Any) -> Case:
+    return case(told, {"a.parquet": parquet(table)}, "/a.parquet", **options)
 
 
 def tar(files: dict[str, bytes], told: str) -> Case:

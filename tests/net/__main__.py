@@ -5,6 +5,7 @@
     python -m tests.net compare A B [PART ...]      prints what differs between two recordings
     python -m tests.net keep [PART ...]             renews kept/ from the base revision
     python -m tests.net mutations [NAME ...]        each mutation must fail its test
+    python -m tests.net speed REV [MEASURE ...]     how fast it is there and here
 
 A difference that is intended has an entry in `intended.toml`, and is not printed. The exit code is
 1 if anything else differs. Parts are the modules of `tests/net/parts`; by default all of them are
@@ -21,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.net import mutations
+from tests.net import mutations, speed
 from tests.net.compare import read_intended, unintended
 from tests.net.trees import BASE, HERE, PLACE, checkout
 
@@ -84,6 +85,8 @@ def main(*words: str) -> int:
             return checkout(BASE).run("record", str(KEPT), *(parts or KEPT_PARTS))
         case ["mutations", *names]:
             return mutations.run(names)
+        case ["speed", *names]:
+            return speed.run(names)
         case _:
             print(__doc__, f"\nPARTS: {', '.join(PARTS)}")
             return 2

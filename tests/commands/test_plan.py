@@ -49,12 +49,11 @@ def test_the_plan_of_vit_h_states_work_memory_and_time():
 def test_rows_of_the_table_agree_with_each_other():
     text = run_cli("plan", "paper/vit_b16_jft", "--gpus", "4").stdout
     assert "4 x H200" in text
-    table = {name: list(map(float, values[:4])) for name, values in rows(text).items()}
-    for stage in range(4):
-        micro, passes = (table[name][stage] for name in ("planned micro-batch", "passes per step"))
+    names = ("planned micro-batch", "passes per step", "step in s", "run in days")
+    for column in zip(*(rows(text)[name] for name in names), strict=True):
+        micro, passes, step_s, days = map(float, column)
         assert micro * passes * 4 == 4096
-        days = table["step in s"][stage] * 517_822 / 86_400
-        assert table["run in days"][stage] == pytest.approx(days, rel=0.01)
+        assert days == pytest.approx(step_s * 517_822 / 86_400, rel=0.01)
 
 
 def test_what_a_cluster_cannot_do_is_told():

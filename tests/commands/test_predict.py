@@ -85,9 +85,6 @@ def test_a_file_alone_is_used_with_a_recipe_or_keys(run, tmp_path):
     assert done.exit_code == 0, done.stderr
     (line,) = done.stdout.splitlines()
     assert line.split(": ")[1].split()[0] in {"0", "1", "2", "3", "4"}
-    (tmp_path / "images").rename(tmp_path / "1")  # no name of a class: names are not known
-    done = run_cli("predict", str(tmp_path / "a.npz"), *given, str(tmp_path / "1"))
-    assert (done.exit_code, "in folders of classes" in done.stderr) == (0, False), done.stderr
 
 
 def test_what_cannot_be_read_is_listed_with_the_reason_and_the_rest_is_predicted(run, tmp_path):

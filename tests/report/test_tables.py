@@ -115,16 +115,6 @@ def test_tables_2_and_5_stand_beside_the_papers_on_its_test_set(store):
     assert pd.isna(runs.loc[0.55, "exaflops"])  # one is not among the runs
 
 
-def test_table_7_compares_adam_and_sgd(store):
-    for optimizer, top1 in (("adamw", 0.9), ("sgd", 0.8)):
-        tuned(store, pretrained(store, "R50x1", optimizer), top1)
-    pretrained(store, "R152x2")
-    assert "Table 7" not in tables_of(store)  # the paper has means over tasks: it needs a study
-    store.put("cell", {"eval/top1": 0.1, "study/exaflops": 1.0}, group="cell")
-    table = tables_of(store)["Table 7"]
-    assert table.loc["cifar10"].to_dict() == {"R50x1, adamw": "90.00", "R50x1, sgd": "80.00"}
-
-
 def test_table_8_has_positions_by_the_place_where_they_are_added(store):
     for kind, place, top1 in (("none", None, 0.3), ("learned_1d", None, 0.5),
                               ("learned_1d", "every_layer", 0.6)):  # fmt: skip

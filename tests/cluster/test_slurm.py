@@ -184,9 +184,9 @@ def slowed(
 ) -> Recipe:
     """Each fourth step takes 5 s longer, until Slurm has started the job again."""
     trust_modules("tests.parts")
-    sections = {"train": {"callbacks": ["tests.parts.wait_before_restart"]}}
-    sections |= {"optim": {"steps": steps}, "checkpoint": {"every_steps": every}}
-    return constant_recipe(name, digits, folder, **sections)
+    train = {"callbacks": ["tests.parts.wait_before_restart"]}
+    optim, checkpoint = {"steps": steps}, {"every_steps": every}
+    return constant_recipe(name, digits, folder, optim=optim, train=train, checkpoint=checkpoint)
 
 
 def has_said(text: str, recipe: Recipe, slurm: Slurm) -> Callable[[str], bool]:

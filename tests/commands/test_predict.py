@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
@@ -107,27 +106,3 @@ def test_what_cannot_be_read_is_listed_with_the_reason_and_the_rest_is_predicted
     assert row["problem"].startswith("it has no bytes")
     with Image.open(tmp_path / "none.png") as picture:
         assert picture.height < 50
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("{0} {0}/nothing", "no such file or folder; check the path"),
-        ("{0} {0}/empty", "holds no images among its 0 files"),
-        ("{0} {0}/images --out={0}/labels.parquet", "exists already"),
-        ("{0} {0}/labels.parquet", "is parquet; give pictures, or convert it"),
-        ("{0} {0}/images --out={0}/a.png --out=file://{0}/a.png", "or is given twice"),
-        ("{0} {0}/images --out={0}/labels.parquet/a.png", "there is no folder {0}/labels"),
-        ("{0} {0}/images --out={0}/tpyo/a.png", "a.png: there is no folder {0}/tpyo"),
-        ("{0} {0}/nothing --out={0}/a.jpg", "expected a file that ends in .parquet, .png"),
-    ],
-)
-def test_what_cannot_work_is_refused_and_writes_nothing(words, told, tmp_path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "images").mkdir()
-    Image.new("RGB", (9, 9)).save(tmp_path / "images" / "a.png")
-    pq.write_table(pa.table({"label": [1]}), tmp_path / "labels.parquet")
-    done = run_cli("predict", *words.format(tmp_path).split())
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert told.format(tmp_path) in done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "images", "labels.parquet"]

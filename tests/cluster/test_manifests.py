@@ -178,7 +178,8 @@ def test_the_marked_sizes_are_those_of_the_plan():
         limit = int(volume["emptyDir"]["sizeLimit"].removesuffix("Gi"))
         memory = int(_container(group)["resources"]["limits"]["memory"].removesuffix("Gi"))
         store = int(group["rayStartParams"]["object-store-memory"]) / 2**30
-        assert 1.1 * store <= min(limit, share / 100 * memory * 1.1)
+        assert 11 * store <= 10 * limit
+        assert store <= share / 100 * memory
 
 
 def test_the_command_of_the_rayjob_is_a_job_and_a_recipe_that_fit_the_cluster(documents, tmp_path):

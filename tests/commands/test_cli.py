@@ -19,7 +19,7 @@ from vit_ray import own_parts
 from vit_ray.commands import cli
 from vit_ray.commands.experiments import print_sweep
 from vit_ray.commands.job_list import COMMANDS
-from vit_ray.commands.train import print_metrics, print_result, print_table
+from vit_ray.commands.train import print_metrics, print_result
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.keys import all_keys, keys_below
 from vit_ray.experiments.search_space import RATE
@@ -158,12 +158,3 @@ def test_an_accuracy_has_its_images_and_their_interval_whole_in_a_pipe(capsys):
     # Of a run that was stopped before its first step.
     assert print_result(RunResult(None, "pets", 0, 5, {}, "")) == 3
     assert capsys.readouterr().out.splitlines() == ["pets: step 0 of 5", "checkpoint: none"]
-
-
-def test_no_number_is_broken_where_a_terminal_is_narrower_than_a_table(monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "80")
-    row = {f"column {k}": f"{k}.1234567" for k in range(9)}
-    print_table("Cells", [row, row])
-    text = capsys.readouterr().out
-    assert [text.count(cell) for cell in row.values()] == [2] * 9

@@ -227,9 +227,7 @@ def test_the_link_to_the_newest_run_without_a_parent_is_printed_and_served(tmp_p
             server.wait()
 
 
-def test_no_store_is_served_that_is_not_there_or_is_empty_or_has_no_address(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="no such file"):
-        tracking_store.open_pages(f"sqlite:///{tmp_path}/nowhere.db", 5000)
+def test_no_store_is_served_that_is_empty_or_has_no_address(tmp_path, monkeypatch):
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     open_client(uri)
     with pytest.raises(ValueError, match="has no run yet"):

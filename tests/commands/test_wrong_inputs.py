@@ -207,6 +207,7 @@ TRANSFERS = [
     ("verify tiny.yaml verify.path=damaged", DAMAGED),
     (f"{SUBSET} subset.source=damaged subset.keys=note.txt", DAMAGED),
     (f"{DEDUPLICATE} deduplicate.evaluation_sets=[damaged] deduplicate.source=sets/train", DAMAGED),
+    ("ui sqlite:///nosuch.db", "nosuch.db: no such file"),
     ("fork nosuch step=1 name=new", "complete checkpoints in nosuch are: none"),
     (f"fork {'0' * 32} step=1 name=new", "mlflow.db: no such file"),
     (f"inspect_model tiny.yaml {FITS} inspect.path=note.txt", "inspect.path=.*must be a folder"),

@@ -1,4 +1,4 @@
-"""What `--dry-run` prints for a training, a sweep and a study; starts nothing."""
+"""What `--dry-run` prints for a training, a sweep, VTAB and a study; starts nothing."""
 
 import os
 import time
@@ -134,7 +134,17 @@ def describe_sweep(recipe: Recipe) -> str:
     retrained = [final_recipe(recipe, point, recipe.seed) for point in points]
     dearest = max(retrained, key=lambda one: data_facts(one).exaflops)
     planned.append(("each retraining, at most", config.seeds, dearest))
-    width = max(len(name) for name, _, _ in planned)
+    return "\n".join([
+        f"{len(points)} trials ({tried}), then {config.seeds} runs on the full training set",
+        *_cost_table(planned),
+        f"\none trial:\n{describe_training(planned[0][2])}",
+    ])  # fmt: skip
+
+
+def _cost_table(planned: list[tuple[str, int, Recipe]]) -> list[str]:
+    """A line for each name with what one of its runs costs, and the sum over all runs."""
+    whole = "in all, at most"
+    width = max(len(name) for name in (whole, *(name for name, _, _ in planned)))
     lines = [f"{'':{width}}{'steps':>12}{'exaFLOPs':>12}{'GPU-hours':>12}"]
     row, sums = "{:{}}{:12,.0f}{:12,.4g}{:12,.4g}", [0.0, 0.0, 0.0]
     for name, runs, one in planned:
@@ -143,11 +153,30 @@ def describe_sweep(recipe: Recipe) -> str:
         figures = facts.total_steps, facts.exaflops, hours
         lines.append(row.format(name, width, *figures))
         sums = [known + runs * figure for known, figure in zip(sums, figures, strict=True)]
-    lines.append(row.format("in all, at most", width, *sums))
+    return [*lines, row.format(whole, width, *sums)]
+
+
+def describe_vtab(recipe: Recipe) -> str:
+    """What a run of each task costs, and all of them; names the tasks that have no data.
+
+    Raises:
+        ValueError: no task has data, and `plan` gives no counts of images and classes.
+    """
+    from vit_ray.experiments import vtab  # Tune, which no other dry run needs
+
+    recipes = {task.name: vtab.task_recipe(recipe, task) for task in vtab.vtab_of(recipe).tasks}
+    has_counts = recipe.plan.num_images is not None
+    there = recipes if has_counts else vtab.with_data(recipes)
+    planned = []
+    for name, one in there.items():
+        runs = len(points_of(one, one.sweep)) + one.sweep.seeds if one.sweep else 1
+        planned.append((name, runs, one))
+    absent = ", ".join(name for name in recipes if name not in there)
+    runs = sum(runs for _, runs, _ in planned)
     return "\n".join([
-        f"{len(points)} trials ({tried}), then {config.seeds} runs on the full training set",
-        *lines,
-        f"\none trial:\n{describe_training(planned[0][2])}",
+        f"{runs} runs on {len(planned)} of {len(recipes)} tasks",
+        *_cost_table(planned),
+        *([f"no converted data: {absent}"] if absent else []),
     ])  # fmt: skip
 
 

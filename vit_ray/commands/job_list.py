@@ -161,6 +161,7 @@ _ALL = (
         "vit_ray.commands.experiments:vtab",
         ("vtab", "sweep", *_TRAINING, *_WEIGHTS, *_COUNTS),
         "vtab_1k init_from=runs/vit vtab.data=data/vtab",
+        "vit_ray.commands.dry_run:describe_vtab",
         needs=("vtab.tasks", "init_from"),
         opens=("init_from", "vtab.data"),
     ),

@@ -123,6 +123,29 @@ def task_recipe(recipe: Recipe, task: VtabTask) -> Recipe:
     )
 
 
+def with_data(recipes: Mapping[str, Recipe]) -> dict[str, Recipe]:
+    """Those whose two sets are there.
+
+    Raises:
+        ValueError: there are none.
+    """
+    there = {
+        name: one
+        for name, one in recipes.items()
+        if all(
+            locate(str(path)).child(MANIFEST_FILE).exists()
+            for path in (one.data.train, one.data.eval)
+        )
+    }
+    if not there:
+        first = next(iter(recipes.values())).data
+        raise ValueError(
+            "vtab.data: no task has its data; the first would need the converted sets "
+            f"{first.train} and {first.eval}"
+        )
+    return there
+
+
 def run_vtab(recipe: Recipe) -> VtabResult | None:
     """Fine-tune on every task that has data; None if it was stopped on request.
 
@@ -134,11 +157,9 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
     recipes = {task.name: task_recipe(recipe, task) for task in tasks}
     has_begun = any(locate(one.run_folder).list_folders() for one in recipes.values())
     resolved, steps, trainings = dict[str, ResolvedRun](), 0, list[Recipe]()
-    for name, one in recipes.items():
+    for one in recipes.values():
         check_in_turn(one, f"vtab: {one.name}")
-        sets = (one.data.train, one.data.eval)
-        if not all(locate(str(path)).child(MANIFEST_FILE).exists() for path in sets):
-            continue
+    for name, one in with_data(recipes).items():
         if one.sweep is None:
             resolved[name] = resolve_run(one)
             steps += resolved[name].total_steps
@@ -151,12 +172,6 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
             resolved[name] = plan.resolved
             steps += plan.total_steps
             trainings += plan.trials
-    if not resolved:
-        first = next(iter(recipes.values())).data
-        raise ValueError(
-            "vtab.data: no task has its data; the first would need the converted sets "
-            f"{first.train} and {first.eval}"
-        )
     shown = next(iter(resolved.values()))
     try:
         # Its own parent run continues, with the finished tasks under it.

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from shutil import copytree
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,13 @@ from tests.data.converted_set import converted_set
 from tests.experiments.studies import study_tree
 from tests.recipes import SMALL, recipe_with
 from vit_ray.commands import dry_run
-from vit_ray.commands.dry_run import describe_study, describe_sweep, describe_training, plan_study
+from vit_ray.commands.dry_run import (
+    describe_study,
+    describe_sweep,
+    describe_training,
+    describe_vtab,
+    plan_study,
+)
 from vit_ray.commands.plan import data_facts, describe_plan, planned_cluster
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.recipe import recipe_from_dict
@@ -164,6 +171,28 @@ def test_a_sweep_is_described_by_its_rates_and_one_trial():
     assert [row[0] for row in table] == ["lr0.001", "lr0.003", "lr0.01", "lr0.03", "each", "in"]
     assert [row[-3] for row in table] == ["500"] * 5 + ["3,500"]
     assert float(table[-1][-2]) == pytest.approx(7 * float(table[0][2]), rel=1e-3)
+
+
+def test_vtab_costs_what_its_tasks_cost_and_names_those_without_data(tmp_path):
+    rows = describe_vtab(load_recipe("vtab_1k", ["init_from=x"])).splitlines()
+    assert rows[0] == "19 runs on 19 of 19 tasks"
+    # ViT-L/16 at 384 px: 2,500 steps of 512 images for each task (Table 4).
+    facts = data_facts(load_recipe("finetune/vtab"))
+    steps, exaflops = (float(word.replace(",", "")) for word in rows[-1].split()[-3:-1])
+    assert (facts.total_steps, steps) == (2_500, 19 * 2_500)
+    assert exaflops == pytest.approx(19 * facts.exaflops, rel=1e-3)
+    tuned = ["sweep.learning_rates=[0.001,0.01]", "sweep.seeds=3", "vtab.sweep_each=true"]
+    rows = describe_vtab(load_recipe("vtab_1k", ["init_from=x", *tuned])).splitlines()
+    assert rows[0] == "95 runs on 19 of 19 tasks"
+    for part in ("train", "test"):
+        copytree(converted_set(), tmp_path / "pets" / part)
+    tasks = [{"name": name, "group": "natural"} for name in ("pets", "svhn")]
+    vtab = {"data": str(tmp_path), "tasks": tasks}
+    train = {"global_batch_size": 4, "micro_batch_size": 2}
+    here = small(init_from="x", plan={}, train=train, vtab=vtab)
+    rows = describe_vtab(here).splitlines()
+    assert (rows[0], rows[-1]) == ("1 runs on 1 of 2 tasks", "no converted data: svhn")
+    assert rows[2].split()[:2] == ["pets", "30"]  # ten epochs of 12 images
 
 
 def study(*labels: str, **plan: Any) -> Recipe:

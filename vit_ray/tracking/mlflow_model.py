@@ -69,8 +69,8 @@ def _log_new_model(run_id: str, record: Record) -> str:
         ),
         params=ParamSchema([ParamSpec("output", "string", "logits")]),
     )
-    # `Model.log` would also log the configuration as a parameter of the run, and MLflow compares runs
-    # by their parameters.
+    # `Model.log` would also log the configuration as a parameter of the run, by which MLflow
+    # compares runs.
     config = {"checkpoint": record["params"]["checkpoint"]}
     save = partial(mlflow.pyfunc.save_model, model_config=config)
     flavor = SimpleNamespace(save_model=save, __name__="mlflow.pyfunc")

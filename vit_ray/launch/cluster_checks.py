@@ -168,10 +168,12 @@ def unseen_by(nodes: Collection[str], paths: Collection[str]) -> dict[str, list[
         return [path for path in paths if not os.path.exists(path)]
 
     task: Any = ray.remote(num_cpus=0, max_retries=0)(unseen)
-    node_of = {}
-    for node in nodes:
-        affinity = NodeAffinitySchedulingStrategy(node, soft=False)
-        node_of[task.options(scheduling_strategy=affinity).remote()] = node
+    node_of = {
+        task.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+        ).remote(): node
+        for node in nodes
+    }
     answered, late = ray.wait(
         [*node_of], num_returns=len(node_of), timeout=_ANSWER_LIMIT_S, fetch_local=True
     )

@@ -311,9 +311,8 @@ def training_batches(recipe: Recipe, rank: int = 0, world_size: int = 1) -> Rank
     Raises:
         ValueError: the recipe or its data cannot work, or as `RankBatches`.
     """
-    run = resolve_run(recipe)
-    size = recipe.train.global_batch_size
-    return RankBatches(run.streams["train"], size, run.total_steps, rank, world_size)
+    run, batch = resolve_run(recipe), recipe.train.global_batch_size
+    return RankBatches(run.streams["train"], batch, run.total_steps, rank, world_size)
 
 
 class SeenBatches:

@@ -92,9 +92,8 @@ def counts(error: Any) -> bool:
     """
     if isinstance(error, PreemptionError) or micro_batch_limit(error) is not None:
         return False
-    failures = _worker_failures(error).values()
-    deaths = [death for failure in failures if (death := _died_of(failure)) is not None]
-    return not any(death.preempted for death in deaths)
+    deaths = map(_died_of, _worker_failures(error).values())
+    return not any(death is not None and death.preempted for death in deaths)
 
 
 def micro_batch_limit(error: Any) -> int | None:

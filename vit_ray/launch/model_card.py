@@ -22,7 +22,7 @@ from vit_ray.config.command_sections import ExportConfig
 from vit_ray.config.loading import write_yaml
 from vit_ray.data import open_dataset
 from vit_ray.data.boxes import Augmentation
-from vit_ray.launch.paper_comparison import training_table
+from vit_ray.launch.paper_comparison import short_address, training_table
 from vit_ray.metric_names import DEV_TOP1, EVAL_TOP1, with_best
 from vit_ray.models.published import weights_file
 from vit_ray.own_parts import is_own
@@ -114,8 +114,8 @@ def model_card(
         names=names,
         trust=trust,
     )
-    facts = _training_facts(recipe, num_classes, position)
-    rows = [f"| {fact} | {value.replace('|', '/')} |" for fact, value in facts.items()]
+    facts = _training_facts(recipe, num_classes, position).items()
+    rows = [f"| {fact} | {value.replace('|', '/')} |" for fact, value in facts]
     text = [
         f"# {name}",
         f"{shape.name}{'' if is_own(shape.name) else _PAPER}: {count:,} parameters, "
@@ -139,36 +139,31 @@ def card_of(recipe: Recipe, classes: Sequence[str], checkpoint: str) -> str:
     try:
         if opened := open_checkpoint(locate(checkpoint)):
             count = sum(math.prod(shape) for shape in opened.position.shapes.values())
-            sizes = (count, len(classes))
+            sizes = count, len(classes)
             return str(model_card(recipe, config, sizes, classes, opened.position, _USE_LOGGED))
     except (OSError, ValueError) as error:  # the training has succeeded nevertheless
         logger.warning("the logged model has no card: %s", error)
     return ""
 
 
-def _short(address: str) -> str:
-    """The last two parts of an address: the first parts may name private machines and buckets."""
-    return "/".join(PurePosixPath(redact(address)).parts[-2:])
-
-
 def _public(_: str, text: str) -> str:
     # Of a text in a recipe, only absolute paths and addresses are shortened.
-    return _short(text) if re.match(r"/|\w+://", text) else text
+    return short_address(text) if re.match(r"/|\w+://", text) else text
 
 
 def _training_facts(recipe: Recipe, num_classes: int, position: Position | None) -> dict[str, str]:
     if position is None:
-        return {"weights": _short(str(recipe.init_from)), "licence of the data": "not given"}
+        return {"weights": short_address(str(recipe.init_from)), "licence of the data": "not given"}
     progress, terms, compute = position.progress, position.data_terms, _UNKNOWN
     with contextlib.suppress(ValueError):  # the model's code is not trusted
         exaflops = run_exaflops(recipe, num_classes, position.samples_seen)
         compute = f"{exaflops:.4g} exaFLOPs"
     return {
-        "data": _short(recipe.data.train or _UNKNOWN),
+        "data": short_address(recipe.data.train or _UNKNOWN),
         "fingerprint of the data": position.data_fingerprint or _UNKNOWN,
         "licence of the data": terms.get("license", "not given"),
         "source of the data": redact(terms.get("source_url", "not given")),
-        "start": _short(recipe.init_from) if recipe.init_from else "from scratch",
+        "start": short_address(recipe.init_from) if recipe.init_from else "from scratch",
         "steps": f"{position.step:,} of {position.global_batch_size:,} images",
         "images seen": f"{position.samples_seen:,}",
         "compute": compute,
@@ -186,9 +181,9 @@ def _top1(recipe: Recipe, position: Position) -> tuple[str, float, int | None] |
     if key not in metrics:
         return None
     path, share = data.train or _UNKNOWN, data.held_out_fraction
-    name = f"{_short(path)} (held out)"
+    name = f"{short_address(path)} (held out)"
     if key == EVAL_TOP1 and data.eval:
-        path, share, name = data.eval, 1.0, _short(data.eval)
+        path, share, name = data.eval, 1.0, short_address(data.eval)
     images = None
     with contextlib.suppress(ValueError, OSError):  # the set may have been removed
         images = round(open_dataset(path).num_images * share)

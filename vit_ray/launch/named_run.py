@@ -42,7 +42,6 @@ from vit_ray.training.steps import lr_at
 
 logger = logging.getLogger(__name__)
 
-_RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
 # Prefixes of the keys that decide the batch of a step.
 _DECIDES_BATCHES: Final = (
     "seed", "data.", "model.", "train.global_batch_size", "train.loss", "train.mixup",
@@ -179,7 +178,7 @@ def named_folder(source: str, overrides: Sequence[str]) -> tuple[str, Location]:
     Raises:
         ValueError: MLflow has no such training.
     """
-    if not _RUN_ID.fullmatch(source):
+    if not re.fullmatch(r"[0-9a-f]{32}", source):
         return source, locate(source)
     from vit_ray.tracking.mlflow_client import open_client  # MLflow: seconds
 

@@ -35,15 +35,18 @@ def training_table(recipe: Recipe, test_top1: Sequence[float], labels: str = "ow
     """
     assert recipe.data.eval is not None
     paper, test = recipe.paper, open_dataset(recipe.data.eval)
-    # ImageNet and ImageNet ReaL have the same images; the labels tell them apart.
-    if is_imagenet := paper.task in ("imagenet", "imagenet_real"):
+    if paper.task in ("imagenet", "imagenet_real"):  # the same images, with other labels
         by_labels = {"own_labels": "imagenet", "imagenet_real": "imagenet_real"}
         paper = paper.model_copy(update={"task": by_labels.get(labels)})
-    if labels != "own_labels" and not is_imagenet:
+    elif labels != "own_labels":
         paper = paper.model_copy(update={"task": None})
-    data = "/".join(PurePosixPath(redact(test.path)).parts[-2:])
     counts = test.num_images, test.num_classes
-    return result_table(paper, recipe.model.name, data, counts, test_top1)
+    return result_table(paper, recipe.model.name, short_address(test.path), counts, test_top1)
+
+
+def short_address(address: str) -> str:
+    """The last two parts of an address: the first parts may name private machines and buckets."""
+    return "/".join(PurePosixPath(redact(address)).parts[-2:])
 
 
 def result_table(

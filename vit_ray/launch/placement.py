@@ -64,11 +64,9 @@ class GroupShape:
     def of(cls, recipe: Recipe, *, use_gpu: bool, trains: bool) -> GroupShape:
         """The groups for a training or an evaluation."""
         workers = recipe.workers
-        sizes = recipe.group_sizes if trains else workers.sizes
-        gpus = {"GPU": 1.0} if use_gpu else {}
         return cls(
-            tuple(sorted(sizes)),
-            {"CPU": workers.cpus_per_worker, **gpus},
+            tuple(sorted(recipe.group_sizes if trains else workers.sizes)),
+            {"CPU": workers.cpus_per_worker, **({"GPU": 1.0} if use_gpu else {})},
             dict(workers.label_selector),
             recipe.data.cpus_per_task,
             use_gpu,
@@ -174,7 +172,7 @@ class PlaceFinder:
         """Whether there is room to enlarge the running group of `place`."""
         labels = dict(place.labels)
         larger = [size - place.size for size in self._fitting(labels) if size > place.size]
-        return any(self._is_free(more, labels) for more in larger)
+        return any(self._is_free(num_more, labels) for num_more in larger)
 
     def _fitting(self, labels: dict[str, str]) -> list[int]:
         """The sizes that the cluster could hold if it were free, largest first."""
@@ -248,8 +246,7 @@ def asked_for(
 ) -> Iterator[PlacementGroup]:
     """The placement group that Ray Train requests for `size` workers; removed after the block."""
     selectors: Any = [labels] * size if labels else None
-    bundles = [dict(resources)] * size
-    group = placement_group(bundles, STRATEGY, bundle_label_selector=selectors)
+    group = placement_group([dict(resources)] * size, STRATEGY, bundle_label_selector=selectors)
     try:
         yield group
     finally:

@@ -194,7 +194,6 @@ def run_prepared(
     cluster = connect(recipe)
     use_gpu = check_cluster(recipe, cluster)
     position = prepared.resume_from.position if prepared.resume_from else None
-    step = position.step if position else 0
     init_run = _init_run(prepared)
     origin = {INIT_RUN: init_run} if init_run else {}
     branched = locate(recipe.run_folder).child(BRANCH_NOTE)
@@ -216,10 +215,9 @@ def run_prepared(
         awaited_metric=_result_metric(recipe, is_on_dev_split=is_on_dev_split),
     ) as run:
         for note, text in prepared.notes:
-            run.record.event(note, text, step)
-        evaluate_at = following.evaluate_at if following else ()
+            run.record.event(note, text, position.step if position else 0)
         with _watched(run, prepared, parent, following):
-            job = _job(prepared, cluster, run, init_run, evaluate_at)
+            job = _job(prepared, cluster, run, init_run, following)
             if prepared.trains:  # imported while workers start, for the cost and the card
                 modules = ("vit_ray.launch.model_card",)
                 Thread(target=importlib.import_module, args=modules, daemon=True).start()
@@ -303,7 +301,7 @@ def _job(
     cluster: ClusterShape,
     run: OpenRun,
     init_run: str | None,
-    evaluate_at: tuple[int, ...],
+    following: Following | None,
 ) -> TrainJob:
     recipe, resolved = prepared.recipe, prepared.resolved
     few_shot = resolved.streams.get("few_shot_train")
@@ -323,7 +321,7 @@ def _job(
         num_evaluated={name: spec.num_images for name, spec in resolved.streams.items()},
         few_shot_labels=partial(all_first_labels, few_shot.manifest.path) if few_shot else None,
         answers=prepared.answers,
-        evaluate_at=evaluate_at,
+        evaluate_at=following.evaluate_at if following else (),
         init_run_id=init_run,
     )
 

@@ -149,13 +149,13 @@ def open_record(
         return {key: value for key, value in facts.items() if not f"{key}.".startswith(sections)}
 
     command = parent.record.command if parent else command_line()
-    facts = run_facts(recipe, kind, resolved, cluster, command)
+    facts = without_varied(run_facts(recipe, kind, resolved, cluster, command))
     run = OpenRun.begin(
         _opening(
             recipe,
             run_id,
             params=without_varied(trained_params(recipe)),
-            tags={**without_varied(facts), **(tags or {})},
+            tags={**facts, **(tags or {})},
             datasets=data_inputs(resolved),
             **opening,
         ),

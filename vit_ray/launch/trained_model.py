@@ -110,8 +110,9 @@ class TrainedModel:
         self._augmentation = augmentation_of(config, recipe.data.eval_augment)
 
     def __repr__(self) -> str:
-        name, count = self.recipe.model.name, len(self.classes)
-        return f"TrainedModel({name}, {count:,} classes, {self.source})"
+        return (
+            f"TrainedModel({self.recipe.model.name}, {len(self.classes):,} classes, {self.source})"
+        )
 
     def crop(self, image: AnImage) -> UInt8Array:
         """The crop of an image that an evaluation uses: uint8 (H, W, 3) of the model's size.

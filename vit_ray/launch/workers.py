@@ -376,11 +376,10 @@ class GroupWatch:
     def _note_group(self) -> None:
         if self._group:
             return
-        groups = {worker.group for worker in self._job.record.places().values()}
-        self._group = max(groups, default="")
+        workers = self._job.record.places().values()
+        self._group = max((worker.group for worker in workers), default="")
         if self._group and self._job.kind == "train":
-            folder = locate(self._job.recipe.run_folder)
-            folder.child(GROUP_FILE).write(self._group.encode())
+            locate(self._job.recipe.run_folder).child(GROUP_FILE).write(self._group.encode())
 
     def _look_at_cluster(self) -> None:
         before, self._lacking = self._lacking, lacking_now(self._job.recipe, use_gpu=self._use_gpu)

@@ -252,7 +252,7 @@ def row_table(rows: list[Row]) -> pa.Table:
 
 
 def table_rows(table: pa.Table) -> Iterator[Row]:
-    """The rows of a table."""
+    """The rows of a table of `ROW_SCHEMA`."""
     for row in table.to_pylist():
         yield Row(**row | {"labels": tuple(row["labels"]), "extra": tuple(row["extra"])})
 

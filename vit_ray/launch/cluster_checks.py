@@ -132,7 +132,7 @@ def check_shared(cluster: ClusterShape, read: Iterable[tuple[str, str]]) -> None
     Raises:
         ValueError: some nodes do not see them; names these nodes.
     """
-    if cluster.is_private or len(cluster.nodes) < 2:
+    if len(cluster.nodes) < 2:
         return
     nodes = {node["NodeID"]: node for node in cluster.nodes if node["Resources"].get("CPU", 0)}
     nodes.pop(ray.get_runtime_context().get_node_id(), None)

@@ -106,9 +106,8 @@ class ClusterShape:
 
     def __str__(self) -> str:
         nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
-        cpus = f"{self.num_cpus:g} CPUs"
-        if self.is_private:  # Ray's count of this machine may be larger
-            cpus = f"{cpu_count()} cores"
+        # Ray's count of this machine may be larger than its cores.
+        cpus = f"{cpu_count()} cores" if self.is_private else f"{self.num_cpus:g} CPUs"
         return f"{nodes}, {cpus}, {self.num_gpus:g} GPUs"
 
 

@@ -62,12 +62,13 @@ class LoggedModel(PythonModel):
         Raises:
             ValueError: there is no such output, or an image cannot be read.
         """
-        images = model_input
-        if isinstance(images, list) and images and isinstance(images[0], list):
-            images = np.asarray(images)
+        if isinstance(model_input, list) and model_input and isinstance(model_input[0], list):
+            model_input = np.asarray(model_input)
         output = (params or {}).get("output", _OUTPUTS[0])
         if output not in _OUTPUTS:
             raise ValueError(f"params: output={output!r}; give one of {', '.join(_OUTPUTS)}")
         if output == "logits":
-            return self.model.logits(images)
-        return pd.DataFrame(self.model.predict(images), columns=["class", "probability", "label"])
+            return self.model.logits(model_input)
+        return pd.DataFrame(
+            self.model.predict(model_input), columns=["class", "probability", "label"]
+        )

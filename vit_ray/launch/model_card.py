@@ -105,8 +105,8 @@ def model_card(
     )
     names, trust = "build_model, load_weights", ""
     if is_own(shape.name):
-        module = shape.name.rpartition(".")[0]
-        names, trust = f"{names}, trust_modules", f"trust_modules({module!r})  # runs its code\n"
+        names += ", trust_modules"
+        trust = f"trust_modules({shape.name.rpartition('.')[0]!r})  # runs its code\n"
     use = use or _USE.get(config.layout, _USE_OURS).format(
         name=name,
         file=weights_file(config.layout),

@@ -163,8 +163,7 @@ def where_it_lies(recipe: dict[str, Any], folder: Location) -> dict[str, Any]:
         old, new = old.parent, new.parent
 
     def moved(key: str, path: str) -> str:
-        is_path = bool(key) and folder.is_local and old.is_absolute()
-        if not (is_path and Path(path).is_relative_to(old)):
+        if not (key and folder.is_local and old.is_absolute() and Path(path).is_relative_to(old)):
             return path
         copy = new / Path(path).relative_to(old)
         return str(copy) if copy.exists() else path

@@ -50,14 +50,10 @@ class GroupShape:
     Attributes:
         sizes: worker counts, ascending.
         resources: of a worker.
-        labels: of the nodes that train.
-        reading_cpus: CPUs of a reading task, for which an elastic group leaves room.
     """
 
     sizes: tuple[int, ...]
     resources: Mapping[str, float]
-    labels: Mapping[str, str]
-    reading_cpus: float
     use_gpu: bool = False
 
     @classmethod
@@ -65,10 +61,8 @@ class GroupShape:
         """The groups for a training or an evaluation."""
         workers = recipe.workers
         return cls(
-            tuple(sorted(recipe.group_sizes if trains else workers.sizes)),
+            tuple(recipe.group_sizes if trains else workers.sizes),
             {"CPU": workers.cpus_per_worker, **({"GPU": 1.0} if use_gpu else {})},
-            dict(workers.label_selector),
-            recipe.data.cpus_per_task,
             use_gpu,
         )
 
@@ -122,7 +116,7 @@ class PlaceFinder:
                 began_s, "the group had a place, which was lost before its workers started"
             )
         # On a cluster without nodes: its autoscaler may have room only for the smaller groups.
-        self._sizes_in_turn = itertools.cycle(sorted(self._shape.sizes, reverse=True))
+        self._sizes_in_turn = itertools.cycle(self._shape.sizes[::-1])
         while (place := self._waited_for(reported_s + _REPORT_EVERY_S, patient_s)) is None:
             if self._clock() - reported_s >= _REPORT_EVERY_S:
                 reported_s = self._clock()
@@ -176,17 +170,17 @@ class PlaceFinder:
 
     def _fitting(self, labels: dict[str, str]) -> list[int]:
         """The sizes that the cluster could hold if it were free, largest first."""
-        shape, sizes = self._shape, sorted(self._shape.sizes, reverse=True)
+        sizes, reading_cpus = [*self._shape.sizes[::-1]], self._job.recipe.data.cpus_per_task
         if len(sizes) == 1:
             return sizes
-        workers_of, cpus_per_worker = self._by_node(labels), shape.resources["CPU"]
+        workers_of, cpus_per_worker = self._by_node(labels), self._shape.resources["CPU"]
         spare_cpus = (
             node["Resources"].get("CPU", 0.0) - workers_of.get(node["NodeID"], 0) * cpus_per_worker
             for node in live_nodes()
         )
         max_workers = sum(workers_of.values())
-        if max(spare_cpus, default=0.0) < shape.reading_cpus:  # some node must read
-            max_workers -= math.ceil(shape.reading_cpus / cpus_per_worker)
+        if max(spare_cpus, default=0.0) < reading_cpus:  # a task must fit next to the workers
+            max_workers -= math.ceil(reading_cpus / cpus_per_worker)
         return [size for size in sizes if size <= max_workers]
 
     def _is_free(self, size: int, labels: dict[str, str]) -> bool:
@@ -195,7 +189,7 @@ class PlaceFinder:
 
     def _labels(self) -> dict[str, str]:
         """Selects the next group's nodes: without failing nodes, if the others have room."""
-        labels = dict(self._shape.labels)
+        labels = dict(self._job.recipe.workers.label_selector)
         excluded = self._failing.among(live_nodes(labels))
         if not excluded:
             return labels
@@ -221,7 +215,7 @@ class PlaceFinder:
         }
 
     def _missing(self) -> str:
-        shape, workers = self._shape, self._shape.sizes[0]
+        recipe, shape, workers = self._job.recipe, self._shape, self._shape.sizes[0]
         total, free = ray.cluster_resources(), ray.available_resources()  # type: ignore[no-untyped-call]
         needed = ", ".join(
             f"{workers * count:g} {key} (the cluster has {total.get(key, 0):g}, "
@@ -233,9 +227,9 @@ class PlaceFinder:
             "wait for or end what else runs there, or lower workers.num_workers"
         )
         if len(shape.sizes) > 1:
-            text += f"; {shape.reading_cpus:g} CPU more is needed to read with"
-        if shape.labels:
-            selector = json.dumps(dict(shape.labels))
+            text += f"; {recipe.data.cpus_per_task:g} CPU more is needed to read with"
+        if recipe.workers.label_selector:
+            selector = json.dumps(dict(recipe.workers.label_selector))
             text += f"; only nodes with workers.label_selector={selector} are used"
         return text
 

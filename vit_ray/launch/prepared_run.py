@@ -313,10 +313,8 @@ def _model_classes(
 def _text(file: Location, what: str, key: str) -> str:
     if not file.exists():
         raise ValueError(f"{key}: there is no file {file.uri}; give {what}")
-    try:
+    with errors_of(f"{key}: {file.uri}"):
         return file.read().decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{key}: {file.uri} is no text ({error}); give {what}") from None
 
 
 @contextlib.contextmanager

@@ -74,8 +74,7 @@ class RunResult:
     @property
     def is_complete(self) -> bool:
         """Whether the run reached its end and was not stopped on request."""
-        is_done = self.steps >= self.total_steps and not self.evaluation_due
-        return is_done or bool(self.ended)
+        return bool(self.ended) or (self.steps >= self.total_steps and not self.evaluation_due)
 
     @property
     def top1(self) -> float:
@@ -117,10 +116,7 @@ def train(
         ValueError: the recipe cannot work; nothing was started.
         RunFailedError: training failed more often than the recipe allows.
     """
-
-    def check(new: Recipe) -> None:
-        check_start(new, is_child=parent is not None)
-
+    check = partial(check_start, is_child=parent is not None)
     with prepared_training(recipe, kind, check) as prepared:
         if prepared.resume_from is None or not prepared.is_over:
             return run_prepared(prepared, tags or {}, parent, following)

@@ -55,9 +55,13 @@ from vit_ray.storage import Location, locate
 PLAN: Final = "plan.json"
 # Beginnings of file names in the staging folder, other than locks.
 _STAGED: Final = (PLAN, "index-", "list-", "shard-")
-_FIXED_NAMES: Final = (MANIFEST_FILE, REJECTED_FILE, DAMAGED_FILE, REPORT_FILE, SOURCE_FILE)
 # Names of the files that a conversion writes.
-OUTPUT: Final = r"part-\d+-of-\d+\.parquet|" + "|".join(map(re.escape, _FIXED_NAMES))
+OUTPUT: Final = "|".join(
+    [
+        r"part-\d+-of-\d+\.parquet",
+        *map(re.escape, (MANIFEST_FILE, REJECTED_FILE, DAMAGED_FILE, REPORT_FILE, SOURCE_FILE)),
+    ]
+)
 # Threads that read the images of a shard ahead: object stores are slow, but serve many requests.
 _READERS: Final = 8
 # Maximum size of the images that were read ahead.

@@ -12,7 +12,7 @@ from vit_ray.data.convert.labels import checked_label
 from vit_ray.data.convert.rows import Row, Unit, relative
 from vit_ray.data.dataset import MANIFEST_FILE, STAGING_FOLDER
 from vit_ray.data.images import is_hidden, is_image_name
-from vit_ray.storage import Info, Location, local_info, locate, naming
+from vit_ray.storage import Location, local_info, locate, naming
 
 # The value of `convert.split` that makes one data set of all splits.
 _ALL_SPLITS: Final = "all"
@@ -201,7 +201,10 @@ def folder_rows(unit: Unit) -> Iterator[Row]:
     if location.is_local:
         rows = sorted(_walk(location.path, unit.folder), key=lambda row: row.path)
     else:
-        rows = [_row(location, info) for info in location.list_files()]
+        rows = [
+            Row("", path=replace(location, path=i.path).uri, length=i.size, version=i.version)
+            for i in location.list_files()
+        ]
     if unit.config.format != "folder":
         _check_depth(unit, rows)
     rows.reverse()
@@ -246,11 +249,6 @@ def loose_images(folder: Location) -> list[str]:
     return [path for path in files if is_image_name(path)]
 
 
-def _row(folder: Location, info: Info) -> Row:
-    path = replace(folder, path=info.path).uri
-    return Row("", path=path, length=info.size, version=info.version)
-
-
 def _walk(folder: str, root: str) -> Iterator[Row]:
     """Everything below a folder that is not a folder; linked folders are read once."""
     repeated = "it is a link to a folder that is read already"
@@ -288,7 +286,7 @@ def _file(path: str) -> Row:
         os.stat(path)
         info = local_info(path)
         if info.kind == "file":
-            return _row(Location("file", path), info)
+            return Row("", path=path, length=info.size, version=info.version)
     except OSError as error:
         problem = f"it cannot be read: {error.strerror}"
     return Row("", path=path, length=0, problem=problem)

@@ -179,8 +179,7 @@ def _digest_of(part: list[Unit], versions: dict[str, str]) -> str:
 
 
 def _index(part: list[Unit], staging_uri: str) -> dict[str, Any]:
-    staging = locate(staging_uri)
-    return with_retries(lambda: _indexed(part, staging), f"indexing {part[0].path}")
+    return with_retries(lambda: _indexed(part, locate(staging_uri)), f"indexing {part[0].path}")
 
 
 def _indexed(part: list[Unit], staging: Location) -> dict[str, Any]:

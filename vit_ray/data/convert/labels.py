@@ -97,7 +97,7 @@ def labels_of_value(value: Any) -> Labels:
     """Labels of a value from JSON or parquet.
 
     Raises:
-        ValueError: the value is not text, an integer, or a list of these; or it is one-hot.
+        ValueError: the value is not text, an integer, or a list of these; or it is a one-hot list.
     """
     values = value if isinstance(value, list) else [value]
     if not values or None in values:

@@ -22,7 +22,7 @@ import pyarrow as pa
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.storage import Location, check_reachable, locate, naming
 
-# Offset of an image that is a file of its own, and its length if that is unknown.
+# The offset of an image that is a separate file, and the length of an image of unknown size.
 WHOLE_FILE: Final = -1
 # Larger files are not images but mistakes, and would fill a task's memory.
 MOST_IMAGE_BYTES: Final = 1 << 29
@@ -261,7 +261,7 @@ def pieces(rows: Iterable[Row], end_s: float = float("inf")) -> Iterator[list[Ro
     """The rows in lists of limited size, none of which is empty.
 
     Args:
-        end_s: from this time on (`time.monotonic`), each row of an archive is a list of its own.
+        end_s: from this time on (`time.monotonic`), each row of an archive is a separate list.
     """
     piece, characters = list[Row](), 0
     for row in rows:

@@ -104,7 +104,7 @@ def write_lists(plan: Plan, store: RowStore, staging: Location) -> None:
     """Shuffle all rows, and write the list of rows of each shard."""
     order = KeyedPermutation(plan.num_images, SHUFFLE, plan.settings["seed"])
     rows = int(plan.settings["rows_per_row_group"])
-    # Shards have whole row groups.
+    # A row group is never divided between shards.
     groups = -(-plan.num_images // rows)
     firsts = [shard * groups // plan.num_shards * rows for shard in range(plan.num_shards)]
     for shard, (first, end) in enumerate(pairwise([*firsts, plan.num_images])):
@@ -391,8 +391,8 @@ def _check_shards(
         ValueError: some are not as they were written; a restart makes them again.
     """
     with ThreadPoolExecutor(_THREADS) as pool:
-        found = pool.map(lambda file: problem_of_shard(folder.child(file.path), file), files)
-        problems = {r.shard: text for r, text in zip(written, found, strict=True) if text}
+        texts = pool.map(lambda file: problem_of_shard(folder.child(file.path), file), files)
+        problems = {r.shard: text for r, text in zip(written, texts, strict=True) if text}
     for shard in problems:
         folder.child(STAGING_FOLDER).child(RESULT.format(shard)).delete()
     if problems:
@@ -408,10 +408,10 @@ def _write_manifest(
     plan: Plan, folder: Location, written: list[ShardResult], files: list[ShardFile]
 ) -> str:
     rows = np.concatenate([r.rows for r in written])
-    lists = (rows_of_group for r in written for rows_of_group in r.dropped or [[]] * len(r.rows))
-    dropped = {group: np.array(some, np.int32) for group, some in enumerate(lists) if some}
-    for group, dropped_rows in dropped.items():
-        rows[group] -= len(dropped_rows)
+    lists = (numbers for r in written for numbers in r.dropped or [[]] * len(r.rows))
+    dropped = {group: np.array(numbers, np.int32) for group, numbers in enumerate(lists) if numbers}
+    for group, numbers in dropped.items():
+        rows[group] -= len(numbers)
     columns = RowGroupColumns(
         file_index=np.repeat(np.arange(len(written)), [len(r.rows) for r in written]),
         row_group=np.concatenate([np.arange(len(r.rows)) for r in written]),

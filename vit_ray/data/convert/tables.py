@@ -41,7 +41,6 @@ _BATCH_ROWS: Final = {True: 64, False: 4096}
 # Maximum number of rows of a row group; a footer with more is damaged.
 MAX_ROWS: Final = 10_000_000
 _PATH_FIELDS: Final = ("path", "file", "file_name", "image", "image_path", "filepath")
-_DELIMITERS: Final = ",;\t"
 # Labels of Kaggle's ImageNet: for each box of an image its class and corners.
 _CLASS: Final = r"n[0-9]{8}"
 _BOXES: Final = re.compile(rf"(?:{_CLASS}(?: -?[0-9]+){{4}} *)+")
@@ -81,9 +80,11 @@ def parquet_rows(unit: Unit, *, with_images: bool = True) -> Iterator[Row]:
         names = [*image_columns, columns.label, *unit.config.columns]
         for group in range(source.num_row_groups):
             metadata = source.metadata.row_group(group)
-            chunks = map(metadata.column, range(metadata.num_columns))
-            image_chunks = (c for c in chunks if c.path_in_schema == columns.image_path)
-            size = sum(chunk.total_uncompressed_size for chunk in image_chunks)
+            size = sum(
+                chunk.total_uncompressed_size
+                for chunk in map(metadata.column, range(metadata.num_columns))
+                if chunk.path_in_schema == columns.image_path
+            )
             if unit.config.in_place:
                 check_in_place(unit.path, group, metadata.num_rows, size)
             number, end, problem = first, first + metadata.num_rows, "it ends early"
@@ -273,7 +274,7 @@ def csv_rows(unit: Unit) -> Iterator[Row]:
         # Bytes that are not UTF-8 become surrogates, so that only their row is rejected.
         lines = (line.decode("utf-8", "surrogateescape") for line in _lines(file, unit.path))
         first = next(lines, "")
-        delimiter = max(_DELIMITERS, key=first.count)
+        delimiter = max(",;\t", key=first.count)
         records = _records(itertools.chain([first], lines), delimiter)
         first_row = next(records)[2]
         names = [name.strip().lower() for name in first_row] if isinstance(first_row, list) else []

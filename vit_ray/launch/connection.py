@@ -198,7 +198,7 @@ def _start(num_cpus: int) -> str:
         if not _shows_logs():
             atexit.register(shutil.rmtree, folder, ignore_errors=True)
             atexit.register(ray.shutdown)  # Ray's own at exit first waits 0.5 s for messages
-        with variables({TMPDIR: folder}), _children_in_a_group_of_their_own(folder):
+        with variables({TMPDIR: folder}), _new_process_group(folder):
             # no limit: the group's first process ends this one
             ray.init(
                 address="local",  # not another Ray that happens to run here
@@ -266,7 +266,7 @@ def _end_with_ray(folder: str) -> None:
 
 
 @contextlib.contextmanager
-def _children_in_a_group_of_their_own(folder: str) -> Iterator[None]:
+def _new_process_group(folder: str) -> Iterator[None]:
     """Processes started in the block get a process group of their own.
 
     Service managers, containers and some terminals send SIGTERM to the driver's whole group: the

@@ -90,13 +90,13 @@ class Dataset(Sequence[Sample]):
         return self.manifest.num_images
 
     @overload
-    def __getitem__(self, at: int) -> Sample: ...
+    def __getitem__(self, index: int) -> Sample: ...
     @overload
-    def __getitem__(self, at: slice) -> list[Sample]: ...
-    def __getitem__(self, at: int | slice) -> Sample | list[Sample]:
-        if isinstance(at, slice):
-            return [self[number] for number in range(len(self))[at]]
-        number = range(len(self))[at]  # negative numbers count from the end
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(len(self))[index]]
+        number = range(len(self))[index]  # negative numbers count from the end
         rows, row = self._row(number)
         image = Image.open(io.BytesIO(rows.image(row)))
         return Sample(image, tuple(map(int, rows.labels_of(row))), rows.key(row))
@@ -272,15 +272,15 @@ class RankBatches(Sequence[Batch]):
         return len(self._steps)
 
     @overload
-    def __getitem__(self, at: int) -> Batch: ...
+    def __getitem__(self, index: int) -> Batch: ...
     @overload
-    def __getitem__(self, at: slice) -> RankBatches: ...
-    def __getitem__(self, at: int | slice) -> Batch | RankBatches:
-        if isinstance(at, slice):
+    def __getitem__(self, index: slice) -> RankBatches: ...
+    def __getitem__(self, index: int | slice) -> Batch | RankBatches:
+        if isinstance(index, slice):
             part = object.__new__(RankBatches)
-            part.__dict__ = {**self.__getstate__(), "_steps": self._steps[at]}
+            part.__dict__ = {**self.__getstate__(), "_steps": self._steps[index]}
             return part
-        step = self._steps[at]
+        step = self._steps[index]
         # One reader per process: the workers of a DataLoader must not use the parent's open files.
         if self._reader is None or self._reader[0] != os.getpid():
             if multiprocessing.parent_process() is not None:

@@ -25,15 +25,15 @@ _MAX_CAUSES: Final = 3
 _COLLATERAL: Final = re.compile(r"connection|peer|timed? ?out|nccl|gloo", re.IGNORECASE)
 
 
-def cause(error: BaseException, places: Mapping[int, WorkerPlace] | None = None) -> str:
+def cause(error: BaseException, worker_info: Mapping[int, WorkerPlace] | None = None) -> str:
     """The workers' errors, without Ray's frames; lost connections come last.
 
     A worker that dies breaks the connections of the other ranks.
 
     Args:
-        places: worker info by rank, as far as known.
+        worker_info: of the workers by rank, as far as known.
     """
-    places = places or {}
+    worker_info = worker_info or {}
     failures = _worker_failures(error)
     if not failures:
         return _text(getattr(error, "controller_failure", error))
@@ -43,8 +43,8 @@ def cause(error: BaseException, places: Mapping[int, WorkerPlace] | None = None)
         by_text.setdefault(text, (_is_collateral(failure, text), rank))
     causes = []
     for text, (_, rank) in sorted(by_text.items(), key=itemgetter(1))[:_MAX_CAUSES]:
-        place = f" {places[rank]}" if rank in places else ""
-        causes.append(f"worker {rank}{place}: {text}")
+        where = f" {worker_info[rank]}" if rank in worker_info else ""
+        causes.append(f"worker {rank}{where}: {text}")
     return "; ".join(causes)
 
 
@@ -68,7 +68,7 @@ def _is_ours(failure: BaseException) -> bool:
     return type(failure).__module__.startswith("vit_ray")
 
 
-def failing_node(error: Any, places: Mapping[int, WorkerPlace]) -> WorkerPlace | None:
+def failing_node(error: Any, worker_info: Mapping[int, WorkerPlace]) -> WorkerPlace | None:
     """A worker on the only node that may have caused a failure; None if there is no such node.
 
     Errors of this package, and a lack of memory, would happen on any node.
@@ -79,7 +79,7 @@ def failing_node(error: Any, places: Mapping[int, WorkerPlace]) -> WorkerPlace |
         if not (_is_ours(failure) or memory_kill(failure))
         and (_died_of(failure) is not None or not _is_collateral(failure, str(failure)))
     }
-    workers = [places[rank] for rank in sorted(blamed) if rank in places]
+    workers = [worker_info[rank] for rank in sorted(blamed) if rank in worker_info]
     is_one_node = len(workers) == len(blamed) and len({worker.node for worker in workers}) == 1
     return workers[0] if is_one_node else None
 
@@ -132,13 +132,13 @@ class FailingNodes:
             recorded = json.loads(self._file.read())
             self._excluded = {(node, host): until_s for node, host, until_s in recorded}
 
-    def note(self, place: WorkerPlace | None) -> None:
+    def note(self, worker: WorkerPlace | None) -> None:
         """Count a failure of the group: on a single node, or elsewhere (None)."""
-        node = (place.node, place.host) if place else ("", "")
+        node = (worker.node, worker.host) if worker else ("", "")
         now_s, before = self._clock(), self._last
         is_second = node == before and now_s - self._last_s < IN_A_ROW_S
         self._last, self._last_s = node, now_s
-        if place and (is_second or node in self._excluded):
+        if worker and (is_second or node in self._excluded):
             self._excluded[node] = now_s + LEFT_OUT_S
             if self._file:
                 rows = [[*key, until_s] for key, until_s in self._excluded.items()]

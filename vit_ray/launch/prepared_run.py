@@ -289,8 +289,8 @@ def _model_classes(
         suffix = PurePosixPath(path).suffix
         if suffix not in (".txt", ".json"):
             return tuple(open_dataset(path).classes)
-        what = "a list of the model's classes, such as LOC_synset_mapping.txt of ImageNet"
-        text = _text(locate(path), what, "benchmark.model_classes")
+        expected = "a list of the model's classes, such as LOC_synset_mapping.txt of ImageNet"
+        text = _text(locate(path), expected, "benchmark.model_classes")
         return parse_classes(text, suffix, f"benchmark.model_classes={path!r}")
     if weights is None:
         return tuple(classes)
@@ -310,9 +310,9 @@ def _model_classes(
     return tuple(classes)
 
 
-def _text(file: Location, what: str, key: str) -> str:
+def _text(file: Location, expected: str, key: str) -> str:
     if not file.exists():
-        raise ValueError(f"{key}: there is no file {file.uri}; give {what}")
+        raise ValueError(f"{key}: there is no file {file.uri}; give {expected}")
     with errors_of(f"{key}: {file.uri}"):
         return file.read().decode()
 

@@ -119,7 +119,7 @@ def train(
     check = partial(check_start, is_child=parent is not None)
     with prepared_training(recipe, kind, check) as prepared:
         if prepared.resume_from is None or not prepared.is_over:
-            return run_prepared(prepared, tags or {}, parent, following)
+            return run_prepared(prepared, tags, parent, following)
         # The run's last driver may have died before it recorded the end.
         position = prepared.resume_from.position
         cost = training_cost(prepared.resolved, position.step)
@@ -273,23 +273,21 @@ def _watched(
             raise
 
 
-@contextlib.contextmanager
-def followed(run: OpenRun, by: Following) -> Iterator[None]:
+def followed(run: OpenRun, following: Following) -> contextlib.AbstractContextManager[None]:
     """Pass on new evaluations, and the request to stop, while the block runs."""
     newest_step, has_requested = 0, False
 
     def look(is_last: bool) -> None:
         nonlocal newest_step, has_requested
-        if by.stop.is_set() and not has_requested and not run.record.stop_reason():
-            run.record.request_stop(by.why)
+        if following.stop.is_set() and not has_requested and not run.record.stop_reason():
+            run.record.request_stop(following.why)
             has_requested = True
         for step, metrics in run.record.status(ANSWER_S).evaluations:
             if step > newest_step and not is_last:
                 newest_step = step
-                by.on_evaluation(step, metrics)
+                following.on_evaluation(step, metrics)
 
-    with repeated(look):
-        yield
+    return repeated(look)
 
 
 def _job(

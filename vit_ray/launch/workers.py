@@ -195,14 +195,14 @@ class Run:
             raise _error_of(failure) from ended.error
         if ended.error is None:
             return not ended.goes_on
-        places = {}
+        worker_info = {}
         with contextlib.suppress(*_UNAVAILABLE):
-            places = self._job.record.places()
-        text = cause(ended.error, places)
+            worker_info = self._job.record.places()
+        text = cause(ended.error, worker_info)
         self._job.record.event(EventKind.WORKER_FAILED, text, 0)
         if not counts(ended.error):
             return False
-        self._failing.note(failing_node(ended.error, places))
+        self._failing.note(failing_node(ended.error, worker_info))
         # A new checkpoint resets the count: a run may take weeks.
         newest = newest_step(self._job.recipe)
         if newest not in (-1, self._failed_at):

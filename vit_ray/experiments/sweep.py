@@ -134,7 +134,6 @@ class SweepPlan:
 
     @property
     def seeds(self) -> list[int]:
-        """Seeds of the retrainings."""
         return [self.recipe.seed + k for k in range(self.config.seeds)]
 
     @property

@@ -74,7 +74,7 @@ def model_card(
         use: Python code that uses the model; empty = by the library of the layout.
     """
     count, num_classes = sizes
-    shape = recipe.model
+    model = recipe.model
     name = (config.push or "").removeprefix("hf://") or PurePosixPath(config.path).name
     if position is not None and "model" in position.recipe:
         recipe = Recipe.model_validate_json(json.dumps(position.recipe))
@@ -100,13 +100,13 @@ def model_card(
         eval_results=results or None,
     )
     arguments = ", ".join(
-        [repr(shape.name), str(num_classes), str(shape.image_size)]
-        + [f"{key}={value!r}" for key, value in shape.options().items()]
+        [repr(model.name), str(num_classes), str(model.image_size)]
+        + [f"{key}={value!r}" for key, value in model.options().items()]
     )
     names, trust = "build_model, load_weights", ""
-    if is_own(shape.name):
+    if is_own(model.name):
         names += ", trust_modules"
-        trust = f"trust_modules({shape.name.rpartition('.')[0]!r})  # runs its code\n"
+        trust = f"trust_modules({model.name.rpartition('.')[0]!r})  # runs its code\n"
     use = use or _USE.get(config.layout, _USE_OURS).format(
         name=name,
         file=weights_file(config.layout),
@@ -118,9 +118,9 @@ def model_card(
     rows = [f"| {fact} | {value.replace('|', '/')} |" for fact, value in facts]
     text = [
         f"# {name}",
-        f"{shape.name}{'' if is_own(shape.name) else _PAPER}: {count:,} parameters, "
+        f"{model.name}{'' if is_own(model.name) else _PAPER}: {count:,} parameters, "
         f"{num_classes:,} classes{'' if classes else ' (their names are unknown)'}, images of "
-        f"{shape.sides[0]} x {shape.sides[1]} pixels.",
+        f"{model.sides[0]} x {model.sides[1]} pixels.",
         f"## Use\n\n```python\n{use}\n```",
         "## Training\n\n" + "\n".join(["| | |", "|---|---|", *rows]),
         "## Evaluation\n\n" + (_evaluation(recipe, top1) if position else "Not recorded."),

@@ -228,9 +228,8 @@ class PlaceFinder:
         )
         if len(shape.sizes) > 1:
             text += f"; {recipe.data.cpus_per_task:g} CPU more is needed to read with"
-        if recipe.workers.label_selector:
-            selector = json.dumps(dict(recipe.workers.label_selector))
-            text += f"; only nodes with workers.label_selector={selector} are used"
+        if selector := dict(recipe.workers.label_selector):
+            text += f"; only nodes with workers.label_selector={json.dumps(selector)} are used"
         return text
 
 

@@ -1,7 +1,5 @@
 """A run that has passed every check that needs no cluster, and holds the lock of its folder."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -131,7 +129,6 @@ def prepared_training(
     check_head_is_trained(recipe, kind)
     if warning := averaging_warning(recipe.train, resolved.total_steps):
         logger.warning("%s", warning)
-    # Taken before the checkpoints are read: another driver may be removing them.
     run_folder = locate(recipe.run_folder)
     run_folder.refuse_file_in_its_place("output")
     if not run_folder.is_local:
@@ -142,6 +139,7 @@ def prepared_training(
         find_resume_point(recipe)
         check_weights(prepared)
         check_cluster(prepared.recipe)
+    # Locked before checkpoints are read: another driver may be removing them.
     with lock_run(run_folder) as lock_number:
         notes: list[tuple[EventKind, str]] = []
         newest = find_resume_point(

@@ -130,7 +130,10 @@ def shown_progress(record: Recorder, name: str, total: int) -> Iterator[None]:
         if step != task.completed:
             step_s = time.monotonic()
         bar.update(task.id, completed=step)
-        text = describe(status.metrics, pace(task, time.monotonic() - step_s))
+        metrics = [
+            form.format(status.metrics[key]) for key, form in _METRICS if key in status.metrics
+        ]
+        text = ", ".join([pace(task, time.monotonic() - step_s), *metrics[:_MAX_METRICS]])
         bar.update(task.id, text=text)
         is_due = is_last or time.monotonic() - line_s > LINE_EVERY_S
         if not console.is_terminal and status.step and is_due:
@@ -152,9 +155,3 @@ def pace(task: Task, waited_s: float) -> str:
         return f"no step for {clock(waited_s)}"
     remaining_s = task.time_remaining
     return "ETA --:--" if remaining_s is None else f"ETA {clock(remaining_s)}"
-
-
-def describe(metrics: dict[str, float], pace: str) -> str:
-    """The pace and the first available metrics as one text."""
-    texts = [text.format(metrics[key]) for key, text in _METRICS if key in metrics]
-    return ", ".join([pace, *texts[:_MAX_METRICS]])

@@ -145,11 +145,8 @@ def _members(file: IO[bytes], size: int, path: str) -> Iterator[tuple[tarfile.Ta
                 yield member, is_plain
             at = tar.offset
         file.seek(at)
-        block = file.read(_BLOCK)
-        if len(block) < _BLOCK:
-            raise tarfile.ReadError("the file ends without an archive's end marker")
-        if any(block):
-            raise tarfile.ReadError("a header that cannot be read")
+        if file.read(_BLOCK) != bytes(_BLOCK):
+            raise tarfile.ReadError("no end marker, or a header that cannot be read")
         while piece := file.read(io.DEFAULT_BUFFER_SIZE):
             if any(piece):
                 raise tarfile.ReadError("more data after an archive's end marker")

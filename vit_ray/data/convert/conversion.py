@@ -13,7 +13,6 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any, Final
 
@@ -140,7 +139,7 @@ def _delete_what_no_restart_needs(folder: Location, lock_number: int) -> None:
             os.rmdir(folder.path)  # fails if the folder is not empty, or a link
 
 
-@contextmanager
+@contextlib.contextmanager
 def _alone(folder: Location) -> Iterator[int]:
     """Hold the lock of a destination; yields the number for `check_lock`.
 
@@ -213,8 +212,9 @@ def _plan(config: ConvertConfig, settings: dict[str, Any], folder: Location) -> 
         ValueError: the interrupted conversion has other settings; or the source cannot be indexed.
     """
     staging = folder.child(STAGING_FOLDER)
-    file, what = staging.child(PLAN), f"convert.destination={folder.uri!r} holds an interrupted"
-    record = _record_of(file, settings, f"{what} conversion") if file.exists() else None
+    file = staging.child(PLAN)
+    what = f"convert.destination={folder.uri!r} holds an interrupted conversion"
+    record = _record_of(file, settings, what) if file.exists() else None
     units = units_of(config)
     if record is not None:
         changes = _changes(record["versions"], versions_of(units))

@@ -92,8 +92,7 @@ def verify(path: str, *, decode_fraction: float = 0.01) -> VerifyReport:
     """
     manifest = open_dataset(path)
     progress = Shown(f"verifying {path}", manifest.num_images, "problems")
-    files = _files_of(manifest)
-    reports = run_tasks(check_file, files, manifest, decode_fraction, shown=progress)
+    reports = run_tasks(check_file, _files_of(manifest), manifest, decode_fraction, shown=progress)
     return sum(reports, VerifyReport())
 
 
@@ -193,8 +192,9 @@ def deduplicate(source: str, evaluation_sets: list[str], destination: str) -> De
         for described in run_tasks(_described_in, _files_of(manifest), manifest, shown=progress):
             images += [(path, key, image) for key, image in described]
     progress = Shown(f"comparing {source}", training_set.num_images, "duplicates")
-    files, known = _files_of(training_set), Known(images)
-    results = run_tasks(_duplicates_in, files, training_set, known, shown=progress)
+    results = run_tasks(
+        _duplicates_in, _files_of(training_set), training_set, Known(images), shown=progress
+    )
     duplicates = {sample: row for result in results for sample, row in result.items()}
     if len(duplicates) == training_set.num_images:
         raise ValueError(

@@ -299,6 +299,7 @@ class RowStore:
         back = np.argsort(order, kind="stable")
         table = pa.Table.from_batches(pieces, ROW_SCHEMA).combine_chunks().take(pa.array(back))
         index, problem = table.schema.get_field_index("problem"), table["problem"]
-        is_repeated = pa.array(self.is_repeated[rows])
-        repeated = pc.if_else(is_repeated, pc.coalesce(problem, _REPEATED), problem)
+        repeated = pc.if_else(
+            pa.array(self.is_repeated[rows]), pc.coalesce(problem, _REPEATED), problem
+        )
         return table.set_column(index, ROW_SCHEMA.field(index), repeated.cast(problem.type))

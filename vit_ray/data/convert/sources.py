@@ -43,7 +43,6 @@ _FORMATS: Final = {
     "tfrecord": "tfrecord",
 }
 _SUFFIXES: Final = {format: suffix for suffix, format in _FORMATS.items()}
-_PACKED: Final = frozenset({"zip", "gz", "tgz", "bz2", "xz", "zst", "7z", "rar"})
 # Kinds of compressed files, by their first bytes.
 _COMPRESSED: Final = {
     b"\x1f\x8b\x08": "gzip",
@@ -188,10 +187,9 @@ def _format_of_file(path: str) -> str:
     """The format of a file by its suffix; raises ValueError if it is unknown."""
     suffix = _suffix(path)
     if suffix not in _FORMATS:
-        advice = "unpack it first" if suffix in _PACKED else "give a folder of class folders"
         raise ValueError(
-            f"convert.source={path!r} is a file of no known format; {advice}, or files that end in "
-            f"{', '.join(_FORMATS)}"
+            f"convert.source={path!r} is a file of no known format; unpack it first, or give a "
+            f"folder of class folders, or files that end in {', '.join(_FORMATS)}"
         )
     return _FORMATS[suffix]
 
@@ -277,8 +275,7 @@ def _units_of_splits(
             f"convert.split={config.split!r}: {source!r} has no folders such as train and val with "
             "class folders in them; leave convert.split out"
         )
-    is_auto = config.format == "auto"
-    if are_splits and is_auto and len({split_of(names[f]) for f in candidates}) > 1:
+    if are_splits and config.format == "auto" and len({split_of(names[f]) for f in candidates}) > 1:
         raise ValueError(
             f"convert.source={source!r} has the folders "
             f"{', '.join(names[f] for f in candidates[:5])}, which are splits by their names and "

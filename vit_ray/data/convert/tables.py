@@ -180,8 +180,9 @@ def _columns_of(schema: pa.Schema, unit: Unit) -> Columns:
     file, config = repr(unit.path), unit.config
     declared = _declared(schema, file)
     image = chosen_field("image", config.image_field, _IMAGE_COLUMNS, schema.names, file)
-    label_names = (*_LABEL_COLUMNS, *declared)
-    label = chosen_field("label", config.label_field, label_names, schema.names, file)
+    label = chosen_field(
+        "label", config.label_field, (*_LABEL_COLUMNS, *declared), schema.names, file
+    )
     check_columns((image, label, *config.columns), schema.names, file)
     element = schema.field(label).type
     if not pa.types.is_dictionary(element):

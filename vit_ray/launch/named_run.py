@@ -16,7 +16,6 @@ from vit_ray.checkpoints.checkpoint import Checkpoint, Position
 from vit_ray.checkpoints.run_checkpoints import (
     checkpoint_to_resume,
     give_up_checkpoints,
-    list_checkpoints,
     newest_checkpoint,
 )
 from vit_ray.config import Recipe, load_recipe
@@ -107,12 +106,8 @@ def find_run(source: str, overrides: Sequence[str] = ()) -> NamedRun:
     """
     source, folder = named_folder(source, overrides)
     is_file = folder.info().kind == "file"
-    if not is_file and list_checkpoints(folder):
-        newest = newest_checkpoint(folder)
-        if newest is None:
-            raise ValueError(
-                f"{source}: none of its checkpoints is complete; give the run's recipe"
-            )
+    newest = None if is_file else newest_checkpoint(folder)
+    if newest is not None:
         recorded = where_it_lies(newest.position.recipe, folder)
         recorded["output"], _, name = folder.uri.rpartition("/")
         if re.match(NAME, name):
@@ -124,7 +119,8 @@ def find_run(source: str, overrides: Sequence[str] = ()) -> NamedRun:
         except ValueError as error:
             if folder.exists() and not is_file:
                 raise ValueError(
-                    f"{source} has no checkpoint; give the run's recipe, or wait for its first one"
+                    f"{source} has no complete checkpoint; give the run's recipe, or wait for its "
+                    "first checkpoint"
                 ) from None
             hint = "" if is_file else "; to name a run by its folder, give a path such as runs/NAME"
             raise ValueError(f"{error}{hint}") from None

@@ -99,7 +99,7 @@ def counts(error: Any) -> bool:
 def micro_batch_limit(error: Any) -> int | None:
     """Maximum images per pass in the next attempt, if this one ran out of memory; else None."""
     failures = _worker_failures(error).values()
-    limits = [error.limit for error in failures if isinstance(error, SmallerMicroBatchError)]
+    limits = [each.limit for each in failures if isinstance(each, SmallerMicroBatchError)]
     return min(limits, default=None)
 
 

@@ -197,9 +197,8 @@ class RunRecords:
     """An actor with concurrent methods; no call waits for another run."""
 
     def __init__(self, uri: str) -> None:
-        """`uri`: of MLflow; an argument, so that no log contains MLflow's password."""
         limit_requests()
-        self._uri = uri
+        self._uri = uri  # an argument, so that no log contains MLflow's password
         self._runs: dict[Path, _Run] = {}
         self._locks: dict[Path, threading.RLock] = {}  # locked while a run is opened
 
@@ -317,7 +316,6 @@ class Recorder(Records):
         return self._ask(HEARTBEAT_S, "state.heartbeat", rank, step, *introduction)
 
     def hanging(self, rank: int, world_size: int, where: str, wait_s: float) -> str:
-        """Which workers hold up the group; empty if that was reported before."""
         return self._ask(wait_s, "state.hanging", rank, world_size, where)
 
     def status(self, limit_s: float = ANSWER_S, mlflow_s: float = 0.0) -> RunStatus:
@@ -334,7 +332,6 @@ class Recorder(Records):
         return self.status().failure
 
     def run_id(self, limit_s: float = ANSWER_S) -> str | None:
-        """MLflow's run id; None while MLflow is away."""
         return self.status(limit_s, min(limit_s / 2, FIRST_ANSWER_S)).run_id
 
     def hint(self) -> str:

@@ -155,7 +155,7 @@ class Tracker:
             tries.note(self._warned_reason(text, error, is_new=not tries.pause_s))
 
     def _warned_reason(self, text: str, error: Exception, *, is_new: bool) -> str:
-        """The reason in one line, without secrets; logged with the text if it is new."""
+        # One line, without secrets.
         reason = redact_uri(str(error) or repr(error), self._uri).partition("\n")[0]
         if is_new:
             logger.warning("%s (%s)", text, reason)
@@ -249,7 +249,7 @@ class Tracker:
 
     def missing_files(self) -> list[str]:
         records = self.log.records(*FILES, offset=self._sent.files)
-        return list(dict.fromkeys(map(file_name, records)))
+        return list(dict.fromkeys(map(record_name, records)))
 
     def send_points(self) -> None:
         """Find or create the run, and send all metrics and tags.
@@ -282,7 +282,7 @@ class Tracker:
                     self._try(self._points, self.send_points)
                     if self._points.error or self._is_stopped:  # a later call sends the rest
                         return
-                    self._current_file = file_name(record)
+                    self._current_file = record_name(record)
                     self._send_each(writer, [record])
                     self._mark(files=end)
             self._mark(files=records[-1][1])
@@ -343,12 +343,11 @@ class Tracker:
             if len(records) > 1:
                 for record in records:
                     self._send_each(writer, [record])
-                return
-            (record,) = records
-            name = file_name(record) if record["kind"] in FILES else record["kind"]
-            text = f"run {self.run_id}: MLflow refuses {name}"
-            reason = self._warned_reason(text, error, is_new=not self.refused)
-            self.refused.append(f"{name}: {reason}")
+            else:
+                name = record_name(records[0])
+                text = f"run {self.run_id}: MLflow refuses {name}"
+                reason = self._warned_reason(text, error, is_new=not self.refused)
+                self.refused.append(f"{name}: {reason}")
 
 
 def next_batch(log: MetricsLog, offset: int) -> tuple[list[Record], int]:
@@ -371,11 +370,11 @@ def next_batch(log: MetricsLog, offset: int) -> tuple[list[Record], int]:
     return batch, offset
 
 
-def file_name(record: Record) -> str:
-    """Name of a record's file in messages."""
+def record_name(record: Record) -> str:
+    """Name of a record in messages: of its file or model, else its kind."""
     if record["kind"] == "event":
         return "the history"
-    return str(record["path"] if record["kind"] == "artifact" else record["name"])
+    return str(record.get("path") or record.get("name") or record["kind"])
 
 
 class Replayed(NamedTuple):
@@ -412,7 +411,7 @@ def replay(log_path: Path, uri: str) -> Replayed:
         logger.warning("%s", unusable(uri, error))
     models = [(tracker.run_id, record) for record in log.records("model")]
     problems = zip(models, log_models(absolute_uri(uri), models), strict=True)
-    unlogged = [f"{file_name(record)}: {problem}" for (_, record), problem in problems if problem]
+    unlogged = [f"{record_name(record)}: {problem}" for (_, record), problem in problems if problem]
     return Replayed(tracker.num_points, [*tracker.refused, *tracker.missing_files(), *unlogged])
 
 

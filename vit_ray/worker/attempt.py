@@ -4,13 +4,10 @@ The engine does not apply a step whose loss or gradient is not finite, or whose 
 outlier: weights and optimizer stay as before the step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -65,7 +62,7 @@ def _listed(numbers: Sequence[int]) -> str:
     return text if len(numbers) <= MAX_LISTED else f"{text}, ... ({len(numbers)} in total)"
 
 
-@contextmanager
+@contextlib.contextmanager
 def reported_failures(link: RunLink) -> Iterator[None]:
     """Report an error of the block that would happen again after a restart.
 
@@ -128,7 +125,7 @@ class Attempt:
         except UnrecoverableError as error:
             if error.is_agreed:  # all ranks are alive: they can still finish the last checkpoint
                 self.watchdog.pause()
-                with contextlib.suppress(UnrecoverableError, RuntimeError, TimeoutError):
+                with contextlib.suppress(RuntimeError, TimeoutError):
                     self.saver.wait_until_written()
             raise
         except RuntimeError as error:

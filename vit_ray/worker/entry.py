@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import psutil
-import ray
 import ray.train
 import ray.util
 from ray.train import WorkerGroupError
@@ -142,7 +141,7 @@ def use_own_interface() -> None:
 
 def interface_of(address: str) -> str | None:
     """The network interface of this node that has the address, IPv4 or IPv6."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address == entry.address for entry in addresses):
+    for name, entries in psutil.net_if_addrs().items():
+        if address in [entry.address for entry in entries]:
             return name
     return None

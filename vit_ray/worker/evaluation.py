@@ -77,12 +77,13 @@ class Evaluator:
             metrics = self._measure("")
             if self._engine.average is not None and metrics:
                 metrics |= self._measure_averaged()
+            return metrics
         except ValueError as error:
             # All ranks have the same results, so the same error; the training can continue.
             if self._job.kind == "evaluate":
                 raise UnrecoverableError(str(error)) from None
             self._link.note(EventKind.EVALUATION_FAILED, str(error), step)
-            metrics = {}
+            return {}
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -92,7 +93,6 @@ class Evaluator:
                 "it",
                 is_agreed=False,
             ) from error
-        return metrics
 
     def _measure(self, prefix: str) -> dict[str, float]:
         recipe, engine = self._job.recipe, self._engine
@@ -187,8 +187,7 @@ def measure_accuracy(
     sums, train, keys = AccuracySums(), recipe.train, recipe.evaluate.metrics
     custom = [own_part(key, "evaluate.metrics") for key in keys]
     custom_sums = torch.zeros(len(custom), dtype=torch.float64)
-    loss = "softmax" if train.loss == "masked_patch" else train.loss
-    unsmoothed = train.model_copy(update={"label_smoothing": 0.0, "loss": loss})
+    unsmoothed = train.model_copy(update={"label_smoothing": 0.0})
     for batch, _, logits in _predictions(engine, batches):
         truth = batch["labels"]
         if answers is not None:

@@ -37,13 +37,13 @@ def device_batches(
         return {**batch, **{name: as_tensor(batch[name]).pin_memory() for name in pinned}}
 
     def copy(batch: Batch) -> tuple[Batch, Any]:
-        """Copy in a separate stream, so that neither the host nor the computation waits."""
+        # In a separate stream, so that neither the host nor the computation waits.
         with torch.cuda.device(device), torch.cuda.stream(stream):
             image = batch["image"].to(device, non_blocking=True)
             return {**batch, "image": image}, stream.record_event()
 
     def hand_over(copied: tuple[Batch, Any]) -> Batch:
-        """Let the computing stream wait for the copy; the host does not wait."""
+        # The computing stream waits for the copy; the host does not.
         batch, event = copied
         computing = torch.cuda.current_stream(device)
         computing.wait_event(event)

@@ -14,7 +14,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -138,11 +137,11 @@ def end_process() -> None:
     os._exit(1)
 
 
-def describe_threads(max_frames: int = 12) -> str:
+def describe_threads() -> str:
     """The calls of each thread of this process, one line each, the innermost call first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
-        f"  {names.get(ident, ident)}: {describe_calls(frame, max_frames)}"
+        f"  {names.get(ident, ident)}: {describe_calls(frame, max_frames=12)}"
         for ident, frame in sys._current_frames().items()
         if ident != threading.get_ident()
     )
@@ -216,7 +215,7 @@ class Watchdog(threading.Thread):
         """Set no limit: the work that follows has other limits."""
         self.allow(math.inf)
 
-    @contextmanager
+    @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Set no limit in the block; then start the previous limit again."""
         limit_s = self._limit_s

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, Final
 
 import ray
-import ray.exceptions
 import torch
 from torch import nn
 
@@ -44,8 +43,7 @@ BATCHES_AHEAD: Final = 2
 
 def work(job: TrainJob, rank: int, world_size: int, streams: Streams, *, use_gpu: bool) -> None:
     """Train, or evaluate, to the end of the run or of this worker group."""
-    for module in ("deepspeed", "torch", "ray"):  # a user cannot act on their warnings
-        warnings.filterwarnings("ignore", module=module)
+    warnings.filterwarnings("ignore", module="deepspeed|torch|ray")  # users cannot act on them
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning)
     warm_up_process()
@@ -56,6 +54,7 @@ def work(job: TrainJob, rank: int, world_size: int, streams: Streams, *, use_gpu
     watchdog.start()
     try:
         with reported_failures(link):
+            check_folder_is_shared(job, platform.node())
             if job.kind == "evaluate":
                 evaluate_alone(link, set_up_evaluation(job, link, streams, device, watchdog))
             elif attempt := set_up_attempt(job, link, streams, device, watchdog):
@@ -84,7 +83,6 @@ def set_up_attempt(
     """Build this worker's parts; all ranks call it. None if an earlier attempt ended the run."""
     recipe, train, world_size = job.recipe, job.recipe.train, link.world_size
     run_folder = locate(recipe.run_folder)
-    check_folder_is_shared(job, platform.node())
     damaged = partial(link.note, EventKind.CHECKPOINT_DAMAGED, step=0)
     with watchdog.paused():  # storage has other limits
         checkpoint = agreed_checkpoint(run_folder, damaged, device)
@@ -150,7 +148,6 @@ def set_up_evaluation(
     job: TrainJob, link: RunLink, streams: Streams, device: torch.device, watchdog: Watchdog
 ) -> Evaluator:
     """Build the parts of a worker that only evaluates."""
-    check_folder_is_shared(job, platform.node())
     model = initial_model(job, link, device, loads_weights=True)
     predictor = Predictor(model, job.recipe.train, device)
     return evaluator_of(job, predictor, streams, link, watchdog)

@@ -195,8 +195,10 @@ class CheckpointWriter:
                 "that all workers share"
             ) from error
         self._num_failed = 0
-        note = partial(note_commit, folder, self._committed[1])
-        for tidy_up in (note, partial(self._prune, snapshot.position.progress)):
+        for tidy_up in (
+            partial(note_commit, folder, self._committed[1]),
+            partial(self._prune, snapshot.position.progress),
+        ):
             try:
                 tidy_up()
             except (OSError, ValueError) as error:

@@ -1,6 +1,6 @@
 """Checkpoints of a run: the newest usable one, the run's result, and those to delete.
 
-A folder that is not usable is skipped with a warning, and is deleted like older checkpoints.
+A folder that is not usable is skipped with a warning, and kept until newer checkpoints follow it.
 Folders that were abandoned (`resume=from_zero`) are never deleted.
 """
 
@@ -269,8 +269,8 @@ def find_weights(path: str) -> Checkpoint:
     if newest is None:
         problem = "holds no whole checkpoint" if location.exists() else "is not there"
         raise ValueError(
-            f"{path!r} {problem}; give a run folder, one of its step-* folders, or an exported weight "
-            "file"
+            f"{path!r} {problem}; give a run folder, one of its step-* folders, or an exported "
+            "weight file"
         )
     return result_checkpoint(location, newest)
 

@@ -73,7 +73,7 @@ class _File(NamedTuple):
     is_plain: bool
 
 
-# Name, and the files by suffix.
+# The name of a sample, and its files by suffix.
 _Sample = tuple[str, dict[str, _File]]
 
 
@@ -82,7 +82,7 @@ def tar_rows(unit: Unit) -> Iterator[Row]:
 
     Raises:
         DamagedUnitError: the archive is truncated or broken.
-        ValueError: it has images without any labels, or other archives.
+        ValueError: the archive has images without any labels, or other archives.
     """
     shard = unit.name.removesuffix(".tar")
     with unit.opened() as (file, size):  # tarfile reads 512 bytes at a time
@@ -123,17 +123,17 @@ class _BoundedReads:
 
 
 def _members(file: IO[bytes], size: int, path: str) -> Iterator[tuple[tarfile.TarInfo, bool]]:
-    """The members whose bytes are all there, and whether they lie in the archive as they are.
+    """The complete members, and whether each is a plain file: not sparse, a link or a device.
 
     Raises:
-        DamagedUnitError: after the last of them, if the archive does not end as it should.
+        DamagedUnitError: after the last complete member, if the archive is damaged.
     """
     at = 0
     try:
         source: Any = _BoundedReads(file)
         with tarfile.open(fileobj=source, mode="r:") as tar:
             while (member := tar.next()) is not None:
-                tar.members = []  # type: ignore[attr-defined]  # or it keeps them all
+                tar.members = []  # type: ignore[attr-defined]  # else tarfile keeps all members
                 if tar.offset <= at:
                     raise tarfile.ReadError("a header that leads backwards")
                 # The size of a sparse member includes holes.
@@ -157,7 +157,7 @@ def _members(file: IO[bytes], size: int, path: str) -> Iterator[tuple[tarfile.Ta
 
 
 def _samples(members: Iterator[tuple[tarfile.TarInfo, bool]]) -> list[_Sample]:
-    """Files with one name, wherever they stand; a second file of a suffix begins another sample."""
+    """The files of each sample, adjacent or not; a suffix that repeats begins another sample."""
     samples: list[_Sample] = []
     newest: dict[str, dict[str, _File]] = {}
     for member, is_plain in members:
@@ -174,7 +174,7 @@ def _samples(members: Iterator[tuple[tarfile.TarInfo, bool]]) -> list[_Sample]:
 
 
 def _sample_rows(unit: Unit, key: str, files: dict[str, _File], file: IO[bytes]) -> Iterator[Row]:
-    """The row of a sample; if it has no image but possible image files, one for each."""
+    """The row of a sample; without an image, a rejected row for each file like `x.y.jpg`."""
     image_field, listed = unit.config.image_field, sorted(files)[:20]
     images = [s for s in files if s in ({image_field} if image_field else IMAGE_SUFFIXES)]
     dotted = [s for s in files if not image_field and s.rpartition(".")[2] in IMAGE_SUFFIXES]
@@ -267,8 +267,7 @@ def tfrecord_rows(unit: Unit) -> Iterator[Row]:
     """The records of a file, in its order.
 
     Raises:
-        DamagedUnitError: the file is truncated or broken; all records before that have been
-            yielded.
+        DamagedUnitError: the file is damaged; all records before the damage have been yielded.
     """
     stem = unit.name.replace(".tfrecord", "")
     with unit.opened() as (file, size):
@@ -350,7 +349,7 @@ def _record_labels(unit: Unit, features: dict[str, list[Any]]) -> tuple[Labels, 
     """The labels of a record, and its fields for `convert.columns`.
 
     Raises:
-        ValueError: the features do not include what the label is made from, or a text is not UTF-8.
+        ValueError: the features for the label are missing, or a text is not UTF-8.
     """
     field, fields = unit.config.label_field, dict[str, Any]()
     if field in VTAB_LABELS:
@@ -382,7 +381,7 @@ def features_of(record: bytes) -> dict[str, list[Any]]:
 
 
 def masked_crc32c(content: bytes) -> int:
-    """As in TFRecord files (tensorflow/core/lib/hash/crc32c.h)."""
+    """The checksum of TFRecord files (tensorflow/core/lib/hash/crc32c.h)."""
     crc = crc32c(content)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 

@@ -115,8 +115,7 @@ def write_lists(plan: Plan, store: RowStore, staging: Location) -> None:
 
 def rows_of_shard(staging: Location, shard: int) -> Iterator[Row]:
     """The rows of one shard."""
-    for table in read_groups(staging.child(_LIST.format(shard))):
-        yield from table_rows(table)
+    return chain.from_iterable(map(table_rows, read_groups(staging.child(_LIST.format(shard)))))
 
 
 @dataclass

@@ -33,7 +33,7 @@ STARTED_OVER: Final = "vit_ray.started_over_from"
 FAILURE: Final = "vit_ray.failure"
 """Tag with the reason why a run has failed."""
 FILES: Final = ("text", "artifact", "event")
-"""Kinds of records that become files of the run; its events share one file."""
+"""Kinds of records that become files of the MLflow run; all events share one file."""
 MAX_METRICS: Final = 1000
 """Maximum number of metrics per request: a limit of MLflow's REST API."""
 # How long the process of a killed driver may take to release its logs.
@@ -118,7 +118,7 @@ class Records(ABC):
         """An MLflow model; it is logged after the command's last line.
 
         Args:
-            step: of the run, at which the model was trained so far.
+            step: number of training steps after which the run had these weights.
             model: what else `tracking.mlflow_model.log_model` reads.
         """
         self.append("model", ARRIVAL_S, name=name, step=step, **model)

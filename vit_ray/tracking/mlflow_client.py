@@ -101,7 +101,7 @@ def open_client(uri: str) -> MlflowClient:
     """
     logging.getLogger("mlflow").setLevel(logging.ERROR)
     logging.getLogger("alembic").setLevel(logging.ERROR)
-    logging.getLogger("mlflow.store.db").setLevel(logging.CRITICAL)  # it also raises its errors
+    logging.getLogger("mlflow.store.db").setLevel(logging.CRITICAL)  # its errors are also raised
     path = sqlite_file(uri)
     if path is None:
         return MlflowClient(uri)

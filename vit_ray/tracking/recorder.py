@@ -1,7 +1,7 @@
 """The actor that records and controls all runs of a command, and how any process reaches it.
 
 Importing MLflow and opening its store take seconds, so a sweep's trials and a study's cells share
-one process. The path of its log identifies a run. The log holds all that the actor knows of the
+one process. The path of its log identifies a run. The log has all that the actor knows of the
 run: if Ray restarts the process, the next call reads the log again. Each call that records waits
 for the sender's previous call, so records are written in order, even when Ray repeats calls.
 """
@@ -203,11 +203,6 @@ class RunRecords:
         self._locks: dict[Path, threading.RLock] = {}  # locked while a run is opened
 
     def open(self, opening: RunOpening) -> None:
-        """Open a run; returns when the start record is on disk.
-
-        Raises:
-            RuntimeError: as `_Run`.
-        """
         with self._lock_of(opening.log_path):
             earlier = self._runs.get(opening.log_path)
             if earlier is not None and earlier.key == opening.key:
@@ -218,7 +213,7 @@ class RunRecords:
             self._open(opening.log_path, opening)
 
     def write(self, path: Path, kind: str, values: Record, record_id: str, before: str) -> str:
-        """Write a record; says why it could not be written.
+        """Write a record; returns why it could not be written, or an empty text.
 
         Args:
             before: the sender's previous call, for which Ray waits. Its error would fail all later
@@ -284,7 +279,11 @@ class Recorder(Records):
         return _answer(self.actor.ask.remote(self.log_path, method, *args), limit_s)
 
     def open(self, opening: RunOpening) -> None:
-        """Open the run; returns when its start record is on disk."""
+        """Open the run; returns when its start record is on disk.
+
+        Raises:
+            RuntimeError: the process of an earlier driver still writes the log.
+        """
         _last_calls.pop(self.log_path, None)
         _answer(self.actor.open.remote(opening), ANSWER_S)
 

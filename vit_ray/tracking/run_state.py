@@ -122,7 +122,6 @@ class RunState:
                 self.has_finished = True
 
     def heartbeat(self, rank: int, step: int, *introduction: str) -> Orders:
-        """A worker is at `step`; only its first heartbeat has an introduction."""
         last = self._last_beats.get(rank)
         introduction_so_far = introduction or (last.introduction if last else ())
         self._last_beats[rank] = _Heartbeat(step, time.monotonic(), introduction_so_far)
@@ -174,7 +173,6 @@ class RunState:
         }
 
     def stop_reason(self) -> str | None:
-        """Why the run, or the sweep or study that it is part of, was asked to stop."""
         return self._now.stop or (self.parent.stop_reason() if self.parent else None)
 
     def status(self) -> RunStatus:

@@ -86,7 +86,9 @@ class Tracker:
     `finish` and `close` wait.
 
     Attributes:
-        problem: set by `close`: what MLflow does not have, and why; empty if it has everything.
+        run_id: the MLflow run's id; None until MLflow has answered for the first time.
+        hint: the command or link that opens MLflow's page; empty while `run_id` is None.
+        problem: set by `close`: what MLflow does not have, and why; empty if nothing is missing.
         refused: records that MLflow has refused, each with the reason.
         num_points: new metric points that were sent.
     """
@@ -139,7 +141,7 @@ class Tracker:
             self._wake.clear()
 
     def _try(self, tries: _Tries, send: Callable[[], None]) -> None:
-        """Send once; warns once per outage."""
+        """Send, and note the result; warn once per outage."""
         try:
             with limited_requests():
                 send()
@@ -172,12 +174,10 @@ class Tracker:
 
     @property
     def run_id(self) -> str | None:
-        """The MLflow run's id; None until MLflow has answered for the first time."""
         return self._writer.run_id if self._writer else None
 
     @property
     def hint(self) -> str:
-        """The command or link that opens MLflow's page; empty while `run_id` is None."""
         return self._writer.hint if self._writer else ""
 
     def wait_for_try(self, wait_s: float) -> None:
@@ -336,7 +336,7 @@ class Tracker:
         except Exception as error:
             code = getattr(error, "error_code", None)  # only MLflow's errors have one
             if code and writer.is_deleted():
-                self._writer = None  # to be found or created again
+                self._writer = None  # the next attempt looks it up or creates it again
                 raise
             if code not in _REJECTIONS and not isinstance(error, FileNotFoundError):
                 raise

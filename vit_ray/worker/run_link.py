@@ -83,9 +83,9 @@ class RunLink:
         return self.record.stop_reason() or "another worker was asked to stop"
 
     def note(self, kind: EventKind, text: str, step: int, wait_s: float = 0.0) -> None:
-        """Send an event that all ranks note, from rank 0; wait up to `wait_s` for its arrival.
+        """Send an event that all ranks report; rank 0 sends it, and waits up to `wait_s`.
 
-        Send an event of a single rank by `record.event`.
+        An event of a single rank is sent by `record.event`.
         """
         if self.rank == 0:
             self.record.event(kind, text, step, wait_s)
@@ -158,7 +158,7 @@ def describe_calls(frame: FrameType | None, max_frames: int) -> str:
 
 
 class Watchdog(threading.Thread):
-    """Ends a hanging process, from `start` until `stop`; the training thread calls its methods."""
+    """Ends this process if the training hangs; the training's thread makes it and calls it."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class Watchdog(threading.Thread):
             self._beat(self._step)
 
     def allow(self, seconds: float) -> None:
-        """Limit the time from now to the next call of one of these methods."""
+        """Set a limit from now on, instead of the present limit."""
         self._limit_s, self._deadline_s = seconds, self._clock() + seconds
 
     def expect_long_step(self) -> None:

@@ -171,11 +171,11 @@ def training_batches(
     job: TrainJob, world_size: int, streams: Streams, samples_seen: int, device: torch.device
 ) -> Iterator[Batch]:
     """This rank's batches after the first `samples_seen` of the run."""
-    batch = job.recipe.train.global_batch_size
-    if samples_seen >= job.total_steps * batch:
+    batch_size = job.recipe.train.global_batch_size
+    total_samples = job.total_steps * batch_size
+    if samples_seen >= total_samples:
         return iter(())  # at most the last evaluation remains
-    share = batch // world_size
-    batches = streams.training_batches(share, samples_seen, job.total_steps * batch)
+    batches = streams.training_batches(batch_size // world_size, samples_seen, total_samples)
     return device_batches(_with_unrecoverable_errors(batches), device, BATCHES_AHEAD)
 
 

@@ -230,10 +230,11 @@ class Attempt:
         self.link.log(step, metrics)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        wants_save = partial(self.save_is_wanted, step)
         try:
             with self.link.clock.within(Phase.EVALUATION):
-                metrics = self.evaluator.evaluate(step, self.link.is_ending, wants_save)
+                metrics = self.evaluator.evaluate(
+                    step, self.link.is_ending, partial(self.save_is_wanted, step)
+                )
         except EvaluationCutError as error:
             reason = "a stop" if error.is_stopping else "a checkpoint at once"
             self.link.note(EventKind.EVALUATION_CUT, f"for {reason}; it has no results", step)

@@ -147,10 +147,8 @@ def describe_threads() -> str:
     )
 
 
-def describe_calls(frame: FrameType | None, max_frames: int) -> str:
-    """The calls that a thread is in, the innermost first; empty if it has ended."""
-    if frame is None:
-        return ""
+def describe_calls(frame: FrameType, max_frames: int) -> str:
+    """The calls that a thread is in, the innermost first."""
     return " < ".join(
         f"{call.name} ({Path(call.filename).name}:{call.lineno})"
         for call in reversed(traceback.extract_stack(frame)[-max_frames:])
@@ -212,12 +210,12 @@ class Watchdog(threading.Thread):
         self.allow(self._timeout_s)
 
     def pause(self) -> None:
-        """Set no limit: the work that follows has other limits."""
+        """Remove the limit: the work that follows has other limits."""
         self.allow(math.inf)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Set no limit in the block; then start the previous limit again."""
+        """Remove the limit in the block; then start the previous limit again."""
         limit_s = self._limit_s
         self.pause()
         yield
@@ -231,7 +229,7 @@ class Watchdog(threading.Thread):
         if self._clock() > self._deadline_s:
             key = " (train.step_timeout_s)" if self._limit_s == self._timeout_s else ""
             reason = f"no step for {self._limit_s:g} s{key}; restarting"
-            where = describe_calls(sys._current_frames().get(self._training_thread), max_frames=6)
+            where = describe_calls(sys._current_frames()[self._training_thread], max_frames=6)
             report = reason, where, describe_threads(), self._step
             # In a thread: the recorder's process may hang, too.
             reporting = threading.Thread(target=self._report_hang, args=report, daemon=True)

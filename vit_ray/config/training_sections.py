@@ -204,13 +204,13 @@ class DataConfig(Section):
     """Labels of the nodes on which images are read and decoded, as `workers.label_selector`; unset
     = all nodes, training nodes first."""
     object_store_mib: Annotated[Positive | None, OnResume.FREE] = None
-    """Most MiB of the object store for images that wait for training; at the limit reading pauses.
-    Unset = Ray Data's default, half of the store."""
+    """Maximum MiB of the object store for images that wait for training; at the limit reading
+    pauses. Unset = Ray Data's default, half of the store."""
     cache_dir: Annotated[Place | None, OnResume.FREE] = None
-    """Folder on each node's local disk that caches row groups for later epochs; they are compared
-    with a checksum at each use. Unset = no cache."""
+    """Folder on each node's local disk that caches row groups for later epochs; each use verifies
+    their checksum. Unset = no cache."""
     cache_free_gib: Annotated[NotNegativeFloat, OnResume.FREE] = 10.0
-    """GiB that the cache leaves free on its disk; nothing that it holds is ever deleted."""
+    """GiB that stay free on the cache's disk; cached files are never deleted."""
 
     def _check(self) -> None:
         if "://" in (self.cache_dir or ""):
@@ -323,8 +323,8 @@ class TrainConfig(Section):
     activation_checkpointing: Annotated[NotNegative, OnResume.FREE] = 0
     """0 = keep all activations, n = recompute every n-th block."""
     compile: Annotated[bool | Literal["auto"], OnResume.FREE] = "auto"
-    """torch.compile the model's blocks, all with the code of one (ZeRO 0-2); `auto` = on GPUs, and
-    eager if compiling fails, for example without a C compiler."""
+    """torch.compile the model's blocks, which share one compiled code (ZeRO 0-2); `auto` = on GPUs,
+    and eager if compiling fails, for example without a C compiler."""
     averaging: Below1 = 0.0
     """Decay per step of the averaged weights (EMA, Polyak averaging); the paper's is 0.9999; 0 =
     off."""

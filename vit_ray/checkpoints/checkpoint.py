@@ -337,7 +337,6 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def add_digests(*digests: int) -> int:
-    """The digest of the samples of all digests."""
     return sum(digests) % (1 << 64)
 
 

@@ -112,7 +112,6 @@ def commit(folder: Location, files: list[SavedFile], position: dict[str, Any]) -
 
 
 def is_committed(folder: Location) -> bool:
-    """Whether the folder's marker is there."""
     return folder.child(COMMIT).exists()
 
 

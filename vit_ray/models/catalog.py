@@ -274,9 +274,11 @@ def find_spec(name: str, options: dict[str, Any]) -> ModelSpec:
         )
     if spec is None:
         encoder = EncoderSize(*(options[key] for key in needed[:4])) if "depth" in needed else None
-        resnet = None
-        if "stages" in needed:
-            resnet = ResNetSize(tuple(options["stages"]), options["width_factor"])
+        resnet = (
+            ResNetSize(tuple(options["stages"]), options["width_factor"])
+            if "stages" in needed
+            else None
+        )
         patch_size = options["patch_size"] if "patch_size" in needed else 0
         spec = ModelSpec(encoder, patch_size, resnet, name.startswith("Axial"))
     other_options = {key: value for key, value in options.items() if key not in needed}

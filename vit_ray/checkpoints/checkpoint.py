@@ -337,6 +337,7 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def add_digests(*digests: int) -> int:
+    """The digest of the samples of several digests, in any order."""
     return sum(digests) % (1 << 64)
 
 

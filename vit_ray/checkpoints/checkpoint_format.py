@@ -112,6 +112,7 @@ def commit(folder: Location, files: list[SavedFile], position: dict[str, Any]) -
 
 
 def is_committed(folder: Location) -> bool:
+    """Whether the folder has a marker."""
     return folder.child(COMMIT).exists()
 
 

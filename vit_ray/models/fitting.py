@@ -197,6 +197,7 @@ def _fitted_table(
 
 
 def origin_of(model: nn.Module) -> Origin:
+    """The origin of a model's state dict."""
     bias = {"head_bias": constant_bias(model)}
     if not isinstance(model, VisionTransformer):
         return bias

@@ -271,6 +271,7 @@ def detect_layout(names: Iterable[str]) -> str:
 
 
 def weights_file(layout: str) -> str:
+    """Name of the weight file in a model's folder."""
     return "model.npz" if layout == "jax" else FOLDER_WEIGHTS
 
 

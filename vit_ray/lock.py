@@ -80,8 +80,9 @@ def hold_lock(folder: Location, on_lost: Callable[[str], None]) -> Iterator[int]
     _HELD_TOKENS.add(owner["token"])
     try:
         number = _acquire(folder, owner)
-        arguments = (folder, number, owner, ended, on_lost)
-        renewal = threading.Thread(target=_renew, args=arguments, name="lock", daemon=True)
+        renewal = threading.Thread(
+            target=_renew, args=(folder, number, owner, ended, on_lost), name="lock", daemon=True
+        )
         renewal.start()
         try:
             yield number
@@ -165,8 +166,10 @@ def _acquire(folder: Location, owner: Owner) -> int:
         elif first is None or is_gone is not was_gone:  # the file was just being written
             patience_s = PATIENCE_S if is_gone is None else RELEASE_S
             first, was_gone, deadline_s = current, is_gone, now_s + patience_s
-            text = "%s is held by %s; waiting up to %g s for it to end or to show that it lives"
-            logger.warning(text, folder.uri, _name(holder), patience_s)
+            logger.warning(
+                "%s is held by %s; waiting up to %g s for it to end or to show that it lives",
+                folder.uri, _name(holder), patience_s,
+            )  # fmt: skip
         elif now_s > deadline_s or (is_gone is None and current != first):
             raise HeldError(_name(holder))
         time.sleep(POLL_S)
@@ -289,8 +292,9 @@ def _parsed(content: bytes) -> Owner:
 
 
 def _name(owner: Owner) -> str:
-    text = "process {process} of {owner} on {host} since {since}"
-    return text.format_map(owner) if owner else "an unknown process"
+    if not owner:
+        return "an unknown process"
+    return "process {process} of {owner} on {host} since {since}".format_map(owner)
 
 
 def _file(folder: Location, number: int) -> Location:

@@ -132,8 +132,8 @@ def __getattr__(name: str) -> Any:
 
 def preemption_notice() -> Any:
     """Ray Train's notice for this worker's group, without waiting for the other workers."""
-    context = importlib.import_module(_MODULES["get_train_context"]).get_train_context()
-    return context.preemption_context.preemption_info
+    module = importlib.import_module(_MODULES["get_train_context"])
+    return module.get_train_context().preemption_context.preemption_info
 
 
 def near_by() -> Any:
@@ -149,7 +149,6 @@ def operators_of(executor: Any) -> Any:
 
 
 # Texts of Ray 2.60 for errors without a type.
-_STARTUP_TIMEOUT: Final = "The current node timed out during startup"
 _VERSION_MISMATCH: Final = "Version mismatch: "
 _RETRY_NOTE: Final = re.compile(
     r"\nFailed to [^\n]* attempts \(total backoff .*believe this to be transient\.", re.DOTALL
@@ -160,7 +159,7 @@ _MEMORY_KILL: Final = re.compile(r"Memory on the node \(IP: ([^,]+),.*?\) was (.
 
 def is_startup_timeout(error: Exception) -> bool:
     """Whether `ray.init` raised it because a node could not be started in time."""
-    return _STARTUP_TIMEOUT in str(error)
+    return "The current node timed out during startup" in str(error)
 
 
 def version_mismatch(error: Exception) -> str | None:

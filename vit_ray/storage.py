@@ -241,7 +241,7 @@ def _limit_requests(store: Any) -> None:
 
 
 def _add_md5(params: dict[str, Any], **_: Any) -> None:
-    """Every store checks content with this checksum; not all know newer ones."""
+    # Every store checks content with this checksum; not all know newer ones.
     digest = hashlib.md5(params.get("Body", b""), usedforsecurity=False).digest()
     params["ContentMD5"] = base64.b64encode(digest).decode()
 
@@ -290,7 +290,7 @@ def naming(uri: str) -> Iterator[None]:
         if not is_of_a_store or "://" not in uri or "://" in str(error)[:6]:
             raise  # an error of the caller or of a disk, or it already begins with the address
         remedy = _REMEDIES.get(code)
-        error_type = next((known for known in error_types if isinstance(error, known)), OSError)
+        error_type = next((kind for kind in error_types if isinstance(error, kind)), OSError)
         if code in _REFUSALS:
             error_type = PermissionError
         elif error_type is PermissionError:
@@ -329,7 +329,6 @@ def local_info(path: str) -> Info:
 
 
 def _stored_info(entry: dict[str, Any]) -> Info:
-    """From fsspec's entry for a path in a store."""
     version = entry.get("ETag") or entry.get("etag") or entry.get("md5Hash") or ""
     return Info(entry["name"], entry["type"], int(entry["size"] or 0), str(version).strip('"'))
 
@@ -606,8 +605,7 @@ def _local_output(path: str) -> Iterator[Any]:
 
 
 def _sync_folder(path: str) -> None:
-    """Flush the names in a folder to the disk, if its file system supports that."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # not every file system can
         folder = os.open(path, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -636,14 +634,14 @@ def absolute(path: str) -> str:
     return local if "://" in local else absolute_path(local)
 
 
-def check_reachable(place: Location) -> None:
+def check_reachable(location: Location) -> None:
     """Send one request to a bucket, to report a wrong setting within 15 s, not after all attempts.
 
     Raises:
         OSError: no connection, or credentials, region or certificate were refused.
     """
-    if place.protocol == "s3":
-        bucket = place.path.partition("/")[0]
+    if location.protocol == "s3":
+        bucket = location.path.partition("/")[0]
         try:
             with naming(f"s3://{bucket}"):
                 options = os.environ.get(_OPTIONS_VARIABLE, "{}")

@@ -221,7 +221,7 @@ def _fused_attention(
 def _fused_dropout(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """Keeps a mask of one byte per element, as on CUDA."""
+    # Stores a mask of one byte per element, as on CUDA.
     return torch.native_dropout(input, p, True)[0] if training and p > 0.0 else input
 
 

@@ -94,5 +94,7 @@ def picture(
         if of_image["predicted"] is not None:
             lines += [f"pred.: {of_image['predicted']}", f"{of_image['probability']:.1%}"]
         captions.append(lines)
-    jpeg = strip(images, captions)
-    return {f"{name}.jpg": jpeg, f"{name}.json": json.dumps(facts, indent=1).encode()}
+    return {
+        f"{name}.jpg": strip(images, captions),
+        f"{name}.json": json.dumps(facts, indent=1).encode(),
+    }

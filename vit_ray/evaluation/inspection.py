@@ -121,8 +121,7 @@ def first_kernel(model: nn.Module) -> FloatArray | None:
 
     None for a custom model without a convolution of three channels.
     """
-    kernels = (p for p in model.parameters() if p.dim() == 4 and p.shape[1] == 3)
-    kernel = next(kernels, None)
+    kernel = next((p for p in model.parameters() if p.dim() == 4 and p.shape[1] == 3), None)
     return None if kernel is None else kernel.detach().float().cpu().numpy().copy()
 
 

@@ -38,8 +38,7 @@ def sweep_of(recipe: Recipe) -> SweepConfig:
     Raises:
         ValueError: there is no such section, or nothing to test on.
     """
-    hint = "sweep.learning_rates, such as [0.003, 0.01, 0.03]"
-    sweep = require(recipe.sweep, "sweep", hint)
+    sweep = require(recipe.sweep, "sweep", "sweep.learning_rates, such as [0.003, 0.01, 0.03]")
     require(recipe.data.eval, "data.eval", "the test set for the selected learning rate")
     return sweep
 

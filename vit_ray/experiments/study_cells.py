@@ -154,8 +154,9 @@ def study_of(recipe: Recipe) -> StudyConfig:
     Raises:
         ValueError: there is no such section.
     """
-    hint = "study.models, a list of {label: ..., model: {name: ...}}"
-    return require(recipe.study, "study", hint)
+    return require(
+        recipe.study, "study", "study.models, a list of {label: ..., model: {name: ...}}"
+    )
 
 
 def _row_point(row: StudyModel, where: str) -> dict[str, Any]:

@@ -359,12 +359,11 @@ def tune_trials(plan: SweepPlan, parent: OpenParent) -> list[Row]:
 
 def tune_finals(plan: SweepPlan, parent: OpenParent, point: Point) -> list[Outcome]:
     """Run the retrainings at a point by Ray Tune, one for each seed."""
-    recipes = [final_recipe(plan.recipe, point, seed) for seed in plan.seeds]
     ended = run_trials(
         plan.work({}),
         parent,
         "retrainings",
-        recipes,
+        [final_recipe(plan.recipe, point, seed) for seed in plan.seeds],
         space={**trial_config(point), "seed": tune.grid_search(plan.seeds)},
         max_concurrent=plan.config.max_concurrent,
     )

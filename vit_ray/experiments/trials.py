@@ -144,10 +144,13 @@ class Context:
         def note(step: int, metrics: Mapping[str, float]) -> None:
             self.report(step, metrics.get(deciding_metric(recipe), math.nan))
 
-        following = Following(self.stop, note, evaluate_at, STOPPED_EARLY)
         try:
             result = train(
-                recipe, kind=kind, tags=dict(tags or {}), parent=self.parent, following=following
+                recipe,
+                kind=kind,
+                tags=dict(tags or {}),
+                parent=self.parent,
+                following=Following(self.stop, note, evaluate_at, STOPPED_EARLY),
             )
         except RunStoppedError:
             raise

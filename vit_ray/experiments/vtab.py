@@ -184,10 +184,14 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
             sentence = f"Of {len(rows)} tasks, {len(tops)} have an accuracy{mean}"
             record.tag(NOTE, description(recipe, first, record.command, sentence))
             is_papers_model = (recipe.model.name, recipe.paper.pretraining) in PAPER_MODELS
-            table = vtab_table(rows, is_papers_model)
             written = page_of(parent)
-            page = written.page if written else None
-            outcome = VtabResult(rows, table, parent.run_id, page, record.hint())
+            outcome = VtabResult(
+                rows,
+                vtab_table(rows, is_papers_model),
+                parent.run_id,
+                written.page if written else None,
+                record.hint(),
+            )
             parent.run.is_complete = outcome.is_complete
             return outcome
     except RunStoppedError:

@@ -22,11 +22,10 @@ def write_page(recipe: Recipe, run_id: str | None) -> Written:
     Raises:
         ValueError: MLflow has no such runs.
     """
-    selection = run_id or recipe.tracking.experiment
     uri = absolute_uri(recipe.tracking.uri)
     page = metrics_log_path(recipe.run_folder).with_name("report.html")
     opening = f"Recipe, events and files of each run are in MLflow: {page_hint(uri)}"
-    return write_report(uri, selection, page, opening)
+    return write_report(uri, run_id or recipe.tracking.experiment, page, opening)
 
 
 def keep_page(client: MlflowClient, run_id: str, written: Written, folder: str = "") -> None:

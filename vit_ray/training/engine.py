@@ -232,13 +232,12 @@ def initialize(
             is_last_pass=lambda: engine.is_gradient_accumulation_boundary(),
         )
 
-    config = deepspeed_config(train, clip_norm, bucket, micro_batch_size, accumulation_steps)
     # Some of DeepSpeed's stages print memory reports, not through the logger.
     with contextlib.redirect_stdout(io.StringIO()):
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer if train.zero_stage else replicated,
-            config=config,
+            config=deepspeed_config(train, clip_norm, bucket, micro_batch_size, accumulation_steps),
             dist_init_required=False,
         )
     if train.zero_stage == 0:

@@ -455,8 +455,7 @@ class TrainingLoop:
         is_saved = progress.step == self._saved_step
         if is_saved and (not is_evaluated or worker.add_evaluation(progress)):
             return
-        digest = add_digests(self._digest_before, self._digest_of_all)
-        progress.samples_digest = f"{digest:016x}"
+        progress.samples_digest = f"{add_digests(self._digest_before, self._digest_of_all):016x}"
         worker.save(progress)
         self._saved_step, self._saved_s = progress.step, self.clock()
 

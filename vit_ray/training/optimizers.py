@@ -134,8 +134,8 @@ def _own_steps(
         types: of a state that starts with zeros; empty = the optimizer creates the state.
     """
     weight = nn.Parameter(torch.linspace(0.5, 1.5, 1024).view(shape))
-    group = {"params": [weight], "weight_decay": config.weight_decay}
-    optimizer = _own_optimizer([group], config)
+    groups = [{"params": [weight], "weight_decay": config.weight_decay}]
+    optimizer = _own_optimizer(groups, config)
     optimizer.state[weight].update(zero_state(weight, types))
     set_rate(optimizer, 1e-2)
     for factor in (1.0, -0.5, 2.0):

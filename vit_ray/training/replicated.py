@@ -115,8 +115,7 @@ class ReplicatedOptimizer:
         if dist.get_world_size() == 1:
             return
         for bucket in self._buckets[len(self._sent) : count]:
-            gradients = [self._gradient(weight).flatten().to(weight.dtype) for weight in bucket]
-            flat = torch.cat(gradients)
+            flat = torch.cat([self._gradient(w).flatten().to(w.dtype) for w in bucket])
             self._sent.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
 
     def _gradient(self, weight: nn.Parameter) -> Tensor:

@@ -271,11 +271,11 @@ class TrainingState:
         has_average = checkpoint.has_average()
         entries = [(WEIGHT, f.name, f.start, f.weight) for f in (*self._local, *self._frozen)]
         for kind in self._kinds:
-            states = ((f, f.state(self._optimizer.state, kind)) for f in self._local)
-            entries += [(kind, f.name, f.start, values) for f, values in states]
+            state = self._optimizer.state
+            entries += [(kind, f.name, f.start, f.state(state, kind)) for f in self._local]
         if self.average is not None and has_average:
-            values = zip(self.owned, self.average.values, strict=True)
-            entries += [(AVERAGE, f.name, f.start, average) for f, average in values]
+            averages = zip(self.owned, self.average.values, strict=True)
+            entries += [(AVERAGE, f.name, f.start, average) for f, average in averages]
         self._fill(checkpoint, entries)
         if self.average is not None and not has_average:
             for average, fragment in zip(self.average.values, self.owned, strict=True):

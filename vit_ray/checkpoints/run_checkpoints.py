@@ -136,8 +136,9 @@ def checkpoint_to_resume(
             over would silently lose the run.
     """
     reasons: list[str] = []
-    late_s = checkpoint_format.READ_AGAIN_S
-    checkpoint = newest_checkpoint(run_folder, reasons.append, below, late_s)
+    checkpoint = newest_checkpoint(
+        run_folder, reasons.append, below, late_s=checkpoint_format.READ_AGAIN_S
+    )
     if checkpoint is None and (below is not None or has_had_checkpoints(run_folder)):
         gone = "their folders are gone" if below is None else f"none is older than step {below}"
         raise NoUsableCheckpointError(

@@ -118,8 +118,7 @@ class PatchProjection(nn.Conv2d):
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, C, H, W) to (B, H // P, W // P, D); pixels beyond the last full patch are unused."""
-        size = self.kernel_size[0]
-        patches = cut_patches(images.to(self.weight.dtype), size)
+        patches = cut_patches(images.to(self.weight.dtype), self.kernel_size[0])
         return F.linear(patches, self.weight.flatten(1), self.bias)
 
 

@@ -75,8 +75,7 @@ class LearnedPositions1d(nn.Module):
 
     def __init__(self, grid: Grid, width: int, has_class_token: bool) -> None:
         super().__init__()
-        num_tokens = grid[0] * grid[1] + has_class_token
-        self.table = normal_table(1, num_tokens, width)
+        self.table = normal_table(1, grid[0] * grid[1] + has_class_token, width)
 
     def forward(self, tokens_BND: Tensor) -> Tensor:
         return tokens_BND + self.table

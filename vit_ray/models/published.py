@@ -382,7 +382,7 @@ def folder_config(model: nn.Module, layout: str, classes: Sequence[str]) -> dict
         return config
     size, patch = model.size, model.embedding.patch_size
     sides = [side * patch for side in model.grid]
-    exact = int(size.width * (size.mlp_dim / size.width)) == size.mlp_dim
+    is_exact = int(size.width * (size.mlp_dim / size.width)) == size.mlp_dim
     return {
         "architecture": "vit_base_patch16_224",
         **config,
@@ -395,7 +395,7 @@ def folder_config(model: nn.Module, layout: str, classes: Sequence[str]) -> dict
             "depth": size.depth,
             "num_heads": size.num_heads,
             # timm truncates the product of this ratio and the width to a whole number.
-            "mlp_ratio": (size.mlp_dim + (0 if exact else 0.5)) / size.width,
+            "mlp_ratio": (size.mlp_dim + (0 if is_exact else 0.5)) / size.width,
             "class_token": has_class_token,
             "fc_norm": False,
             "act_layer": model.options.activation,

@@ -83,8 +83,9 @@ class Mlp(nn.Module):
         self, width: int, mlp_dim: int, dropout: float, activation: Activation = "gelu_tanh"
     ) -> None:
         super().__init__()
-        approximation = "tanh" if activation == "gelu_tanh" else "none"
-        self.activation = partial(F.gelu, approximate=approximation)
+        self.activation = partial(
+            F.gelu, approximate="tanh" if activation == "gelu_tanh" else "none"
+        )
         self.expand = Linear(width, mlp_dim, bias_std=1e-6)
         self.contract = Linear(mlp_dim, width, bias_std=1e-6)
         self.dropout = Dropout(dropout)

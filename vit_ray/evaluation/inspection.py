@@ -57,8 +57,8 @@ def inspect_model(model: nn.Module, images: UInt8Array, folder: Path) -> dict[st
         components, variance = filter_components(kernel)
         tiles = list((255 * components).round().astype(np.uint8))
         title = f"Patch filters: {len(tiles)} principal components, {variance.sum():.0%}"
-        shares = [f"{share:.1%}" for share in variance]
-        sheet(tiles, shares, f"{title} of the variance").save(file("filters"))
+        captions = [f"{share:.1%}" for share in variance]
+        sheet(tiles, captions, f"{title} of the variance").save(file("filters"))
     if not isinstance(model, VisionTransformer):
         return results
     vectors = position_vectors(model)

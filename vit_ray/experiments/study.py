@@ -101,14 +101,14 @@ def run_study(recipe: Recipe) -> StudyResult | None:
             tags={"vit_ray.num_cells": str(len(cells))},
         ) as parent:
             results = _run_cells(list(zip(cells, steps, strict=True)), parent)
-            totals, record, page = _totals(results), parent.run.record, None
+            totals, record = _totals(results), parent.run.record
             record.results(len(results), totals)
             note = partial(description, recipe, resolved_runs[0], record.command)
             summary = f"Of {len(results)} cells, {totals[STUDY_FAILED_CELLS]:.0f} failed"
             record.tag(NOTE, note(summary))
             if written := page_of(parent):
-                page = written.page
                 record.tag(NOTE, note("\n\n".join(written.lead)))
+            page = written.page if written else None
             outcome = StudyResult(results, parent.run_id, page, record.hint())
             parent.run.is_complete = outcome.is_complete
             return outcome

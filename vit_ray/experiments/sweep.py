@@ -204,9 +204,13 @@ def plan_sweep(recipe: Recipe, *, by_class: bool = True) -> SweepPlan:
                 )
             if is_new:
                 check_weights(PreparedRun("sweep_trial", final))
-    folder = locate(recipe.run_folder).child("dev-split").uri
-    train_set = require(recipe.data.train, "data.train", "a converted training set")
-    split = dev_split(train_set, folder, config.dev_fraction, config.seed, by_class=by_class)
+    split = dev_split(
+        require(recipe.data.train, "data.train", "a converted training set"),
+        locate(recipe.run_folder).child("dev-split").uri,
+        config.dev_fraction,
+        config.seed,
+        by_class=by_class,
+    )
     trials = [trial_recipe(recipe, point, split) for point in points]
     steps = []
     for point, trial in zip(points, trials, strict=True):

@@ -347,10 +347,9 @@ def run_trials(
         tune.with_parameters(Trial, work=work, parent=parent.run, is_private=is_private),
         {"CPU": 0, driver_node: 0.001},
     )
-    recipe, files = parent.recipe, None
+    recipe = parent.recipe
     folder = locate(recipe.output).child("tune").child(f"{recipe.name}-{stage}")
-    if not folder.is_local:
-        files = PyFileSystem(FSSpecHandler(folder.filesystem))
+    files = None if folder.is_local else PyFileSystem(FSSpecHandler(folder.filesystem))
     if has_memory and tune.Tuner.can_restore(folder.path, storage_filesystem=files):
         tuner = tune.Tuner.restore(
             folder.path, trainable, restart_errored=True, storage_filesystem=files

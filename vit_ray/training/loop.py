@@ -175,21 +175,6 @@ class SkippedStep(NamedTuple):
     batch: Batch
 
 
-class _Step(NamedTuple):
-    """What a step logs, and what the ranks agree on after it; the same on all ranks.
-
-    Attributes:
-        is_save_time: a checkpoint is due by rank 0's clock.
-        is_save_wanted: some rank asks for a checkpoint at once.
-        is_stopping: some rank was asked to stop.
-    """
-
-    figures: dict[str, float]
-    is_save_time: bool
-    is_save_wanted: bool
-    is_stopping: bool
-
-
 @dataclass
 class TrainingLoop:
     """Trains from `progress.step` to `context.total_steps`.
@@ -225,16 +210,15 @@ class TrainingLoop:
         config = self.recipe.checkpoint
         while progress.step < total_steps or progress.evaluation_due:
             if progress.step < total_steps:
-                step = self._step()
-                is_save_time = step.is_save_time
+                figures, (is_save_time, is_save_wanted, is_stopping) = self._step()
                 progress.evaluation_due = progress.step == total_steps
-                self._log_if_due(step.figures)
-                if progress.evaluation_due or step.is_save_wanted or step.is_stopping:
+                self._log_if_due(figures)
+                if progress.evaluation_due or is_save_wanted or is_stopping:
                     # Before an evaluation, in which the run may die, or for which there may be no
-                    # time. At a stop an evaluation is skipped, except at the end of the run, which
-                    # may have no evaluation.
+                    # time. At a stop an evaluation is skipped, except at the end: a run without
+                    # evaluations is complete there.
                     self._save()
-                    if step.is_stopping and not progress.evaluation_due:
+                    if is_stopping and not progress.evaluation_due:
                         return Ending.STOPPED
             try:
                 is_best = self._evaluate_if_due()
@@ -256,7 +240,13 @@ class TrainingLoop:
                 return Ending.EARLY
         return Ending.EARLY if progress.ended else Ending.FINISHED
 
-    def _step(self) -> _Step:
+    def _step(self) -> tuple[dict[str, float], list[bool]]:
+        """Train on a batch.
+
+        Returns:
+            What the step logs; and whether a checkpoint is due by rank 0's clock, some rank wants a
+            checkpoint at once, and some rank was asked to stop. The same on all ranks.
+        """
         engine, context, progress = self.engine, self.context, self.progress
         start_s = self.clock()
         batch = next(self.batches, None)
@@ -301,7 +291,7 @@ class TrainingLoop:
             batch, norm_limit, mean_loss=mean_loss, refused=refused, grad_norm=grad_norm
         )
         figures = {TRAIN_LOSS: mean_loss, TRAIN_LR: rate, TRAIN_GRAD_NORM: grad_norm}
-        return _Step(figures, *(count > 0 for count in sums[3 : 3 + len(flags)]))
+        return figures, [count > 0 for count in sums[3 : 3 + len(flags)]]
 
     def _note_outcome(
         self, batch: Batch, norm_limit: float, *, mean_loss: float, refused: float, grad_norm: float

@@ -107,9 +107,8 @@ def make_loss(recipe: Recipe) -> LossFunction:
     def classify(
         module: nn.Module, images: Tensor, labels: Tensor, samples: Tensor, step: int
     ) -> Tensor:
-        keys: tuple[Tensor, ...] = ()
-        if recipe.model.dropout or recipe.model.stochastic_depth:
-            keys = (sample_keys(samples, recipe.seed, step),)
+        is_random = recipe.model.dropout or recipe.model.stochastic_depth
+        keys = (sample_keys(samples, recipe.seed, step),) if is_random else ()
         if train.mixes:
             height, width = images.shape[1:3]
             mixing = draw_mixing(samples, (height, width), train, recipe.seed, step)

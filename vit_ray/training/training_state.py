@@ -238,17 +238,14 @@ class TrainingState:
         self._kinds = tuple(key for key in types if key != STEP_COUNT)
         # A trial step at initialization leaves a step count behind in some stages only.
         optimizer.state.clear()
-        if stage:
-            stepped = flat_groups(engine.optimizer, stage)
-        else:
-            stepped = list(engine.optimizer.masters.values())
-        for tensor in stepped:
+        zero = engine.optimizer
+        for tensor in flat_groups(zero, stage) if stage else zero.masters.values():
             optimizer.state[tensor] = zero_state(tensor, types)
-        self.average = None
-        if train.averaging:
-            self.average = WeightAverage(
-                self.owned, train.averaging, warms_up=train.averaging_warmup
-            )
+        self.average = (
+            WeightAverage(self.owned, train.averaging, warms_up=train.averaging_warmup)
+            if train.averaging
+            else None
+        )
 
     @property
     def applied_steps(self) -> int:
@@ -259,8 +256,8 @@ class TrainingState:
 
     def snapshot(self, position: Position, memory: dict[str, Tensor] | None = None) -> Snapshot:
         """Host copy of the state that this rank owns; `memory` as for `take_snapshot`."""
-        rank, world_size = self._engine.global_rank, self._engine.world_size
-        return take_snapshot(self.owned_entries(), position, rank, world_size, memory)
+        engine, entries = self._engine, self.owned_entries()
+        return take_snapshot(entries, position, engine.global_rank, engine.world_size, memory)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue exactly from a checkpoint; all ranks call it.

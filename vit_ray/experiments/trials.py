@@ -255,10 +255,10 @@ class Trial(tune.Trainable):
 class EndOnRequest(tune.Callback):
     """Ends Tune's loop in order when the driver was asked to stop.
 
-    SIGUSR1 makes Tune write its state before it ends the trials, which so stay unfinished in that
-    state. Tune's handler for Ctrl-C would not react to SIGTERM and SIGHUP. Tune then gives each
-    trial 10 s, too few for a checkpoint, so the signal is raised only when every running training
-    has ended: trainings see the request themselves. `train.step_timeout_s` ends a training that
+    SIGUSR1 makes Tune write its state before it ends the trials, so they are unfinished in that
+    state. (Tune's handler for Ctrl-C would not react to SIGTERM and SIGHUP.) Tune then gives each
+    trial 10 s, too few for a checkpoint. So the signal is raised only after every running training
+    has ended; trainings see the request themselves. `train.step_timeout_s` ends a training that
     hangs; a trial that ASHA has just stopped has the 10 s.
     """
 

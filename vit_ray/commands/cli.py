@@ -333,13 +333,13 @@ def predict(
 @click.argument("words", nargs=-1, required=True, metavar="step=K [KEY=VALUE ...]")
 @_out
 @_modules
-def batch(source: str, words: tuple[str, ...], out: str | None) -> int:
+def batch(source: str, words: tuple[str, ...], out: str | None) -> None:
     """The crops of a step, before mixing and masking, as a picture and a table.
 
     `vit-ray batch SOURCE step=100`: steps are counted from 0. SOURCE is a recipe, the folder of a
     run's checkpoints, or its id in MLflow. Further `key=value` arguments change the recipe.
     """
-    return pkgutil.resolve_name("vit_ray.commands.recorded_run:show_batch")(source, words, out)
+    pkgutil.resolve_name("vit_ray.commands.recorded_run:show_batch")(source, words, out)
 
 
 @vit_ray.command()
@@ -349,14 +349,14 @@ def batch(source: str, words: tuple[str, ...], out: str | None) -> int:
     "--dry-run", "is_dry", is_flag=True, help="Print what would be done, and write nothing."
 )
 @_modules
-def fork(source: str, words: tuple[str, ...], is_dry: bool) -> int:
+def fork(source: str, words: tuple[str, ...], is_dry: bool) -> None:
     """A new run from a checkpoint of another, with changes of its recipe.
 
     `vit-ray fork SOURCE step=1000 name=NEW optim.learning_rate=3e-4`: SOURCE is the folder of the
     parent's checkpoints or its id in MLflow; the checkpoint is copied. Writes NEW.yaml, which
     `vit-ray pretrain` trains from there.
     """
-    return pkgutil.resolve_name("vit_ray.commands.recorded_run:fork_run")(source, words, is_dry)
+    pkgutil.resolve_name("vit_ray.commands.recorded_run:fork_run")(source, words, is_dry)
 
 
 @vit_ray.command()

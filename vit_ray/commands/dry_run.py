@@ -9,7 +9,6 @@ import torch
 from joblib import cpu_count
 
 from vit_ray.commands.plan import (
-    PlannedCluster,
     TrainingFacts,
     data_facts,
     describe_work,
@@ -36,6 +35,7 @@ from vit_ray.experiments.study_cells import (
     task_recipe,
 )
 from vit_ray.launch.resolved_run import check_batch
+from vit_ray.measure.devices import Device
 from vit_ray.training.memory_estimate import (
     estimate_memory,
     forward_pass,
@@ -57,11 +57,11 @@ def describe_training(recipe: Recipe) -> str:
     """
     facts = data_facts(recipe)
     check_batch(recipe, facts.num_images)
-    cluster = planned_cluster(recipe)
-    lines = describe_work(recipe, facts, cluster)
+    device, num_gpus = planned_cluster(recipe)
+    lines = describe_work(recipe, facts, device, num_gpus)
     sizes = recipe.group_sizes
     for world_size in sizes if len(sizes) <= 4 else (sizes[0], sizes[-1]):
-        lines += _describe_group(recipe, facts, cluster, world_size)
+        lines += _describe_group(recipe, facts, device, world_size)
     lines.append(f"planned for             {recipe.plan.device} (plan.device)")
     uses_gpu = torch.cuda.is_available() or recipe.workers.use_gpu is True
     if not uses_gpu and "RAY_ADDRESS" not in os.environ:
@@ -70,14 +70,14 @@ def describe_training(recipe: Recipe) -> str:
 
 
 def _describe_group(
-    recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster, world_size: int
+    recipe: Recipe, facts: TrainingFacts, device: Device, world_size: int
 ) -> list[str]:
     """Lines on batch and memory with this number of workers."""
     batch, note = recipe.train.global_batch_size, ""
     if recipe.train.micro_batch_size != "auto" or recipe.workers.use_gpu is False:
         micro = micro_batch_size(recipe, world_size)
     else:  # a training finds it by trying; here it is estimated
-        memory_gib = cluster.device.memory_gib
+        memory_gib = device.memory_gib
         largest = largest_micro_batch(recipe, facts.num_classes, world_size, memory_gib)
         verdict = "the most that fits a {}, by estimate" if largest else "does not fit a {}"
         micro, note = largest or 1, f" ({verdict.format(recipe.plan.device)})"

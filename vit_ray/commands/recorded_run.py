@@ -36,7 +36,7 @@ from vit_ray.outcomes import BRANCH_NOTE, origin_of
 from vit_ray.storage import Location, locate
 
 
-def fork_run(source: str, words: Sequence[str], is_dry: bool) -> int:
+def fork_run(source: str, words: Sequence[str], is_dry: bool) -> None:
     """Copy a checkpoint to a new run, write its recipe, and print how to train it.
 
     Parent and fork share no files: each can be trained, pruned and deleted alone.
@@ -75,7 +75,7 @@ def fork_run(source: str, words: Sequence[str], is_dry: bool) -> int:
     )
     print(f"copies {size / 2**20:,.1f} MiB to {folder.uri}", file=sys.stderr, flush=True)
     if is_dry:
-        return 0
+        return
     with lock_run(folder):
         _refuse_taken(folder)  # again: another fork may have ended just now
         folder.child(BRANCH_NOTE).write(origin.encode())
@@ -84,7 +84,6 @@ def fork_run(source: str, words: Sequence[str], is_dry: bool) -> int:
         copy_checkpoint(parent, target, lambda position: _of_fork(position, resolved))
     locate(str(file)).write(content)
     print(f"wrote {file}; train it with: vit-ray pretrain {file} (or finetune, as its parent)")
-    return 0
 
 
 def _refuse_taken(folder: Location) -> None:
@@ -161,7 +160,7 @@ def _of_fork(position: Position, resolved: ResolvedRun) -> Position:
 _MAX_DRAWN: Final = 64  # images in the picture; the table has all of them
 
 
-def show_batch(source: str, words: Sequence[str], out: str | None) -> int:
+def show_batch(source: str, words: Sequence[str], out: str | None) -> None:
     """Write the crops of a step as a picture and a table, and print their paths.
 
     Reads only what the step reads, without Ray, cluster and weights.
@@ -193,7 +192,6 @@ def show_batch(source: str, words: Sequence[str], out: str | None) -> int:
     ]
     sheet(list(pixels[:_MAX_DRAWN]), captions, title).save(picture)
     print(f"wrote {picture}\nwrote {table}")
-    return 0
 
 
 def verify_run(source: str) -> int:

@@ -192,8 +192,8 @@ def mean_attention_distance(weights: Tensor, grid: Grid, patch_size: int) -> Flo
         (H,).
     """
     rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
-    positions = torch.stack([rows.flatten(), columns.flatten()], dim=1).double() * patch_size
-    distances = torch.cdist(positions, positions).to(weights.device)
+    coordinates = torch.stack([rows.flatten(), columns.flatten()], dim=1).double() * patch_size
+    distances = torch.cdist(coordinates, coordinates).to(weights.device)
     num_patches = len(distances)
     means = []
     # Head by head: all heads in float64 would take three times the memory.

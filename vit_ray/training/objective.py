@@ -108,7 +108,7 @@ def make_loss(recipe: Recipe) -> LossFunction:
         module: nn.Module, images: Tensor, labels: Tensor, samples: Tensor, step: int
     ) -> Tensor:
         is_random = recipe.model.dropout or recipe.model.stochastic_depth
-        keys = (sample_keys(samples, recipe.seed, step),) if is_random else ()
+        keys: tuple[Tensor, ...] = (sample_keys(samples, recipe.seed, step),) if is_random else ()
         if train.mixes:
             height, width = images.shape[1:3]
             mixing = draw_mixing(samples, (height, width), train, recipe.seed, step)

@@ -238,8 +238,8 @@ class TrainingState:
         self._kinds = tuple(key for key in types if key != STEP_COUNT)
         # A trial step at initialization leaves a step count behind in some stages only.
         optimizer.state.clear()
-        zero = engine.optimizer
-        for tensor in flat_groups(zero, stage) if stage else zero.masters.values():
+        wrapper = engine.optimizer
+        for tensor in flat_groups(wrapper, stage) if stage else wrapper.masters.values():
             optimizer.state[tensor] = zero_state(tensor, types)
         self.average = (
             WeightAverage(self.owned, train.averaging, warms_up=train.averaging_warmup)

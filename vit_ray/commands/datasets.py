@@ -124,8 +124,11 @@ def run_deduplicate(recipe: Recipe) -> int:
         ValueError: the recipe has no `deduplicate` section, or a data set is missing, or the
             destination is taken.
     """
-    hint = "deduplicate.source, deduplicate.evaluation_sets and deduplicate.destination"
-    config = require(recipe.deduplicate, "deduplicate", hint)
+    config = require(
+        recipe.deduplicate,
+        "deduplicate",
+        "deduplicate.source, deduplicate.evaluation_sets and deduplicate.destination",
+    )
     sets = list(config.evaluation_sets)
     for path in (config.source, *sets):  # wrong paths are reported before Ray starts
         open_dataset(path)

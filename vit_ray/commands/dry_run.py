@@ -77,8 +77,7 @@ def _describe_group(
     if recipe.train.micro_batch_size != "auto" or recipe.workers.use_gpu is False:
         micro = micro_batch_size(recipe, world_size)
     else:  # a training finds it by trying; here it is estimated
-        memory_gib = device.memory_gib
-        largest = largest_micro_batch(recipe, facts.num_classes, world_size, memory_gib)
+        largest = largest_micro_batch(recipe, facts.num_classes, world_size, device.memory_gib)
         verdict = "the most that fits a {}, by estimate" if largest else "does not fit a {}"
         micro, note = largest or 1, f" ({verdict.format(recipe.plan.device)})"
     passes = accumulation_steps(batch, micro, world_size)
@@ -100,16 +99,16 @@ def _time_here(recipe: Recipe, facts: TrainingFacts) -> str:
     macs = step_macs(recipe, facts.num_classes)
     measured, note = recipe, "two passes"
     if macs > _MAX_MACS:
-        small = ModelConfig(name="ViT-Ti/16", image_size=224)
+        model = ModelConfig(name="ViT-Ti/16", image_size=224)
         optim = recipe.optim.model_copy(update={"frozen": ()})  # it names layers of the large model
-        measured = recipe.model_copy(update={"model": small, "optim": optim})
+        measured = recipe.model_copy(update={"model": model, "optim": optim})
         note = "two passes of a ViT-Ti/16"
     measured_macs = step_macs(measured, facts.num_classes)
     size = min(int(_MAX_MACS // measured_macs), recipe.train.global_batch_size)
     size = max(size - size % recipe.train.least_pass, recipe.train.least_pass)
     device = torch.device("cpu")
-    model = prepared_model(measured, facts.num_classes, device)
-    forward = forward_pass(model, measured, size, device)
+    network = prepared_model(measured, facts.num_classes, device)
+    forward = forward_pass(network, measured, size, device)
     pass_s = 0.0
     for _ in range(2):
         start_s = time.perf_counter()
@@ -131,9 +130,9 @@ def describe_sweep(recipe: Recipe) -> str:
     if config.space is None:
         grid = f"learning rates {', '.join(f'{rate:g}' for rate in config.learning_rates)}"
     planned = [(point_name(point), 1, trial_recipe(recipe, point)) for point in points]
-    retrainings = [final_recipe(recipe, point, recipe.seed) for point in points]
-    dearest = max(retrainings, key=lambda retraining: data_facts(retraining).exaflops)
-    planned.append(("each retraining, at most", config.seeds, dearest))
+    retrainings = (final_recipe(recipe, point, recipe.seed) for point in points)
+    longest = max(retrainings, key=lambda retraining: data_facts(retraining).exaflops)
+    planned.append(("each retraining, at most", config.seeds, longest))
     return "\n".join([
         f"{len(points)} trials ({grid}), then {config.seeds} runs on the full training set",
         *_cost_table(planned),
@@ -149,8 +148,7 @@ def _cost_table(planned: list[tuple[str, int, Recipe]]) -> list[str]:
     row, sums = "{:{}}{:12,.0f}{:12,.4g}{:12,.4g}", [0.0, 0.0, 0.0]
     for name, num_runs, recipe in planned:
         facts = data_facts(recipe)
-        hours = pace_of(recipe).device_hours(facts.exaflops)
-        costs = facts.total_steps, facts.exaflops, hours
+        costs = facts.total_steps, facts.exaflops, pace_of(recipe).device_hours(facts.exaflops)
         lines.append(row.format(name, width, *costs))
         sums = [total + num_runs * cost for total, cost in zip(sums, costs, strict=True)]
     return [*lines, row.format(last_name, width, *sums)]
@@ -269,9 +267,6 @@ def describe_study(recipe: Recipe) -> str:
             f"{planned.gpu_hours / planned.num_gpus:,.4g}",
         ))  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in table
-    ]
     # Steps that branches share count once.
     exaflops = sum(cell.exaflops for cell in cells)
     hours = sum(cell.training_hours for cell in cells)
@@ -279,14 +274,15 @@ def describe_study(recipe: Recipe) -> str:
     transfer_hours = sum(cell.transfer_hours for cell in cells)
     sources = ", ".join(dict.fromkeys(cell.facts.source for cell in cells))
     unit = f"{config.device}-hours"
-    of_transfer = f"transfer       {transfer_exaflops:,.4g} exaFLOPs, {transfer_hours:,.4g} {unit}"
     return "\n".join([
-        *lines,
+        *("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+          for row in table),
         "",
         f"total          {len(cells)} cells, {exaflops + transfer_exaflops:,.4g} exaFLOPs, "
         f"{hours + transfer_hours:,.4g} {unit} at {config.mfu * 100:g} % MFU, without starting, "
         "evaluation and communication",
         f"pre-training   {exaflops:,.4g} exaFLOPs, {hours:,.4g} {unit}",
-        *([of_transfer] if transfers else []),
+        *([f"transfer       {transfer_exaflops:,.4g} exaFLOPs, {transfer_hours:,.4g} {unit}"]
+          if transfers else []),
         f"images         {sources}",
     ])  # fmt: skip

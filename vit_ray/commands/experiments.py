@@ -91,8 +91,11 @@ def print_sweep(result: SweepResult | None) -> int:
             note = f"{outcome.state}: {outcome.error}"
         if outcome.state is TrialState.STOPPED_EARLY:
             note = f"stopped early, at step {outcome.step}"
-        top1 = None if math.isnan(outcome.top1) else f"{outcome.top1:.2%}"
-        rows.append({"trial": point_text(trial.point), "dev top-1": top1, "note": note})
+        rows.append({
+            "trial": point_text(trial.point),
+            "dev top-1": None if math.isnan(outcome.top1) else f"{outcome.top1:.2%}",
+            "note": note,
+        })  # fmt: skip
     print_table("Trials (selected on the dev split)", rows)
     runs = len(result.test_top1)
     spread = f" +- {result.deviation:.2%} ({runs} runs)" if runs > 1 else " (1 run of sweep.seeds)"
@@ -153,8 +156,10 @@ def run_quickstart(recipe: Recipe) -> int:
     sets = [locate(str(path)) for path in (recipe.data.train, recipe.data.eval)]
     checked = recipe
     if not all(folder.child(MANIFEST_FILE).exists() for folder in sets):
-        counts = {"num_images": 1497, "num_classes": 10}  # of the digits
-        checked = recipe.with_changes(data={"train": PLACEHOLDER, "eval": None}, plan=counts)
+        checked = recipe.with_changes(
+            data={"train": PLACEHOLDER, "eval": None},
+            plan={"num_images": 1497, "num_classes": 10},  # of the digits
+        )
     data_facts(checked)
     connect(recipe)
     with tempfile.TemporaryDirectory() as temporary:
@@ -191,8 +196,7 @@ def _train_and_compare(recipe: Recipe, sweep: Recipe, scratch: Recipe) -> int:
     figures = {name: f"{top1:.2%}{interval_note(top1, count)}" for name, top1 in accuracies.items()}
     print_figures("Top-1 accuracy on the test set", figures)
     if swept.parent_run_id is not None:
-        written = report(recipe, keep_with=swept.parent_run_id)
-        print(f"report of all runs: {written.page}")
+        print(f"report of all runs: {report(recipe, keep_with=swept.parent_run_id).page}")
     return 0
 
 

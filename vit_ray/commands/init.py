@@ -276,5 +276,6 @@ def _model(side: int, num_images: int) -> tuple[dict[str, Any], str]:
         )
     size = 224 if side >= 224 else side // 16 * 16
     name, parameters = next(model[1:] for model in _MODELS if num_images < model[0])
-    reason = f"Shorter sides are {side} pixels (median), {parameters} parameters."
-    return {"name": name, "image_size": size}, reason
+    return {"name": name, "image_size": size}, (
+        f"Shorter sides are {side} pixels (median), {parameters} parameters."
+    )

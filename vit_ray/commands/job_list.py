@@ -244,8 +244,9 @@ def _are_weights(path: Path) -> bool:
 
 def _holds_images(path: Path) -> bool:
     is_image_name = importlib.import_module("vit_ray.data.images").is_image_name  # with cv2
-    folders = os.walk(path, followlinks=True)
-    return any(is_image_name(name) for _, _, names in folders for name in names)
+    return any(
+        is_image_name(name) for _, _, names in os.walk(path, followlinks=True) for name in names
+    )
 
 
 # How the path of a key is checked, and what it must be; all other keys are of converted data sets.
@@ -349,8 +350,8 @@ def _has_begun(recipe: Recipe) -> bool:
     folder = recipe.run_folder
     if "://" not in folder:
         return with_home(folder).exists()
-    storage = importlib.import_module("vit_ray.storage")  # pyarrow, which help does not wait for
-    return bool(storage.locate(folder).exists())
+    # With pyarrow, which help does not wait for.
+    return bool(importlib.import_module("vit_ray.storage").locate(folder).exists())
 
 
 def check_outputs(command: Command, recipe: Recipe) -> None:

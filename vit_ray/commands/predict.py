@@ -112,8 +112,8 @@ def _predicted(
         rows = list[dict[str, Any]]()
         for name, content in batch:
             try:
-                encoded = content if isinstance(content, bytes) else content.read()
-                rows.append({"image": name, "crop": model.crop(encoded)})
+                crop = model.crop(content if isinstance(content, bytes) else content.read())
+                rows.append({"image": name, "crop": crop})
             except (BadImageError, FileNotFoundError, PermissionError) as error:
                 rows.append({"image": name, "problem": str(error)})
         good = [row for row in rows if "crop" in row]

@@ -80,8 +80,9 @@ def fork_run(source: str, words: Sequence[str], is_dry: bool) -> None:
         _refuse_taken(folder)  # again: another fork may have ended just now
         folder.child(BRANCH_NOTE).write(origin.encode())
         begin_training(folder)
-        target = folder.child(folder_name(step))
-        copy_checkpoint(parent, target, lambda position: _of_fork(position, resolved))
+        copy_checkpoint(
+            parent, folder.child(folder_name(step)), lambda position: _of_fork(position, resolved)
+        )
     locate(str(file)).write(content)
     print(f"wrote {file}; train it with: vit-ray pretrain {file} (or finetune, as its parent)")
 
@@ -128,8 +129,9 @@ def _checked_changes(resolved: ResolvedRun, position: Position) -> list[Change]:
     if fixed := [change for change in changes if on_resume(change.key) is OnResume.FIXED]:
         advice = ""
         if any(change.key == DATA_SET for change in fixed):
-            path = resolved.manifest.path
-            advice = f"give the checkpoint's own set instead of data.train={path}, or "
+            advice = (
+                f"give the checkpoint's own set instead of data.train={resolved.manifest.path}, or "
+            )
         raise ValueError(
             f"{'; '.join(map(str, fixed))}: a fork keeps what the checkpoint's tensors and its "
             f"place in the data depend on; {advice}start a new run with init_from, which loads the "

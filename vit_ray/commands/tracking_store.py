@@ -45,8 +45,7 @@ def report(recipe: Recipe, keep_with: str | None = None) -> "Written":
         written, page_run = write_page(recipe, run_id), keep_with or run_id
         if page_run is None:
             line = f"no run {recipe.name!r}; this page is of the whole experiment"
-            missing = written.missing if written.is_empty else [line, *written.missing]
-            return replace(written, missing=missing)
+            return replace(written, missing=[*[line] * (not written.is_empty), *written.missing])
         artifacts, problem = str(client.get_run(page_run).info.artifact_uri), ""
         if are_own_files(uri, artifacts):
             try:
@@ -135,9 +134,10 @@ def open_pages(store: str | None, port: int) -> int:
         experiment, kind = roots[0].info.experiment_id, roots[0].data.tags.get(KIND, "")
         print(runs_page(address, experiment, share_view(client, experiment, kind)), flush=True)
     if is_file:
-        # One worker is enough for one reader; MLflow's four start slowly.
-        words = ["-m", "mlflow", "ui", "--backend-store-uri", uri, "--port", str(port)]
-        words += ["--workers", "1"]
+        words = [
+            "-m", "mlflow", "ui", "--backend-store-uri", uri, "--port", str(port),
+            "--workers", "1",  # enough for one reader; MLflow's four start slowly
+        ]  # fmt: skip
         os.execv(sys.executable, (sys.executable, *words))  # noqa: S606
     return 0
 

@@ -93,8 +93,9 @@ def export(recipe: Recipe) -> int:
         files = [copy]
         if is_folder:
             crop = augmentation_of(recipe.model, recipe.data.eval_augment)
-            content = json.dumps(image_processor(crop), indent=2) + "\n"
-            (copy / FOLDER_PREPROCESSOR).write_text(content)
+            (copy / FOLDER_PREPROCESSOR).write_text(
+                json.dumps(image_processor(crop), indent=2) + "\n"
+            )
             recorded = recipe.recorded()
             trained = position.recipe if position else {"train": {"precision": "fp32"}}
             use = used_sections({**trained, "model": recorded["model"], "data": recorded["data"]})

@@ -14,11 +14,11 @@ START: Final = b"\xff\xd8"
 END: Final = b"\xff\xd9"
 BLOCK: Final = 8
 """Side of a block of coefficients in pixels."""
-BASELINE: Final = frozenset({0xC0, 0xC1})
+_BASELINE: Final = frozenset({0xC0, 0xC1})
 _PROGRESSIVE: Final = 0xC2
-FRAMES: Final = BASELINE | {_PROGRESSIVE}
-"""Start of frame: baseline, extended sequential, progressive (ITU T.81, table B.1)."""
-SCAN: Final = 0xDA
+# Starts of frame: baseline, extended sequential, progressive (ITU T.81, table B.1).
+_FRAMES: Final = _BASELINE | {_PROGRESSIVE}
+_SCAN: Final = 0xDA
 # Lossless, hierarchical, arithmetic.
 _OTHER_FRAMES: Final = frozenset(range(0xC3, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _RESTART_INTERVAL: Final = 0xDD
@@ -51,12 +51,12 @@ def size_of_jpeg(image: bytes | memoryview) -> tuple[int, int] | None:
     if image[:2] == START and image[-2:] == END:
         try:
             for marker, at, _ in header_segments(image):
-                if marker in FRAMES:
+                if marker in _FRAMES:
                     height, width, components = struct.unpack_from(">HHB", image, at + 3)
                     if components not in (1, 3) or not 0 < height * width <= _MAX_PIXELS:
                         return None
                     size = height, width
-                elif marker == SCAN:
+                elif marker == _SCAN:
                     return size
         except (struct.error, IndexError):  # the file ends inside a segment
             return None
@@ -83,7 +83,7 @@ def header_segments(image: bytes | memoryview) -> Iterator[tuple[int, int, int]]
             if at + 2 + length > len(image):
                 raise IndexError
             yield marker, at + 2, length
-            if marker == SCAN:
+            if marker == _SCAN:
                 return
             at += 2 + length
 
@@ -148,17 +148,16 @@ def read_frame(image: bytes) -> JpegFrame | None:
                 front = 4 + length
             if not tables_at and not _is_metadata(marker):
                 tables_at = at - 2
-            if marker in FRAMES:
-                frame_at, is_baseline = at, marker in BASELINE
+            if marker in _FRAMES:
+                frame_at, is_baseline = at, marker in _BASELINE
             elif marker == _RESTART_INTERVAL:
                 (interval,) = struct.unpack_from(">H", image, at + 2)
         if not frame_at:
             return None
         # The last segment is the header of the scan.
         precision, height, width, components = struct.unpack_from(">BHHB", image, frame_at + 2)
-        if components not in (1, 3) or precision != 8 or not height * width:
-            return None
-        if is_baseline and image[at + 2] != components:
+        is_in_scans = is_baseline and image[at + 2] != components
+        if is_in_scans or components not in (1, 3) or precision != 8 or not height * width:
             return None
         samplings = [divmod(image[frame_at + 9 + 3 * i], 16) for i in range(components)]
     except (struct.error, IndexError):
@@ -203,7 +202,7 @@ def num_scans(image: bytes) -> int:
         return 0
     count, at = 1, at + length
     while (marker := _NEXT_SEGMENT.search(image, at)) and marker[0] not in (START, END):
-        count += marker[0][1] == SCAN
+        count += marker[0][1] == _SCAN
         # Skip the segment by its length: its content may look like markers.
         at = marker.end() + int.from_bytes(image[marker.end() : marker.end() + 2])
     return count

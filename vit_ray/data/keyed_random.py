@@ -14,7 +14,6 @@ _GOLDEN: Final = 0x9E3779B97F4A7C15
 _MIX_1: Final = 0xBF58476D1CE4E5B9
 _MIX_2: Final = 0x94D049BB133111EB
 
-_ALL: Final = slice(None)
 # Luby and Rackoff 1988: four rounds make a pseudo-random permutation of random functions.
 _FEISTEL_ROUNDS: Final = 4
 
@@ -51,7 +50,6 @@ class KeyedUniform:
         self._drawn = 0
 
     def draw(self) -> float:
-        """The next number of the sequence."""
         self._drawn += 1
         return (mix(self._key ^ self._drawn) >> 11) * 2.0**-53
 
@@ -78,7 +76,9 @@ class KeyedUniforms:
             keys = mix(keys ^ np.asarray(part).astype(np.uint64))
         self._keys = keys
 
-    def draw(self, number: int, which: NDArray[np.intp] | slice = _ALL) -> NDArray[np.float64]:
+    def draw(
+        self, number: int, which: NDArray[np.intp] | slice = slice(None)
+    ) -> NDArray[np.float64]:
         """Number `number`, counted from 1, of each sequence, or of the sequences `which`."""
         mixed = mix(self._keys[which] ^ np.uint64(number))
         return (mixed >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)

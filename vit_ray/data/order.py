@@ -39,7 +39,6 @@ class ShuffleWindow:
 
     @property
     def num_rows(self) -> int:
-        """Rows of all batches of a window."""
         return self.batch_size * self.num_batches
 
     def undealt(self, positions: Int64Array, num_images: int) -> Int64Array:
@@ -109,7 +108,6 @@ class Order:
         self._rows_of = lru_cache(maxsize=4096)(self._permute_rows)
 
     def places(self, positions: Int64Array) -> Places:
-        """Epochs, row groups and rows at some positions."""
         if self.window is not None:
             positions = self.window.undealt(positions, self.num_images)
         epochs, offsets = np.divmod(positions, self.num_images)
@@ -172,13 +170,7 @@ class Plan:
         self.order = Order(manifest.rows, seed, is_shuffled, window)
         self._samples_of = lru_cache(maxsize=16)(manifest.samples_of)
 
-    @property
-    def num_images(self) -> int:
-        """Images of one epoch."""
-        return self.order.num_images
-
     def rows_at(self, positions: Int64Array) -> Rows:
-        """Epochs, row groups and samples at some positions."""
         places, manifest = self.order.places(positions), self._manifest
         samples = manifest.first_samples[places.groups] + places.rows
         if manifest.whole is not None:

@@ -124,17 +124,16 @@ _APPLY: Final[dict[str, Callable[..., Image.Image]]] = {
     "brightness": lambda image, factor: ImageEnhance.Brightness(image).enhance(factor),
     "sharpness": lambda image, factor: ImageEnhance.Sharpness(image).enhance(factor),
 }
-_BLENDED: Final = ("color", "contrast", "brightness", "sharpness")
 
-Numbers = Callable[[float, tuple[int, ...], KeyedUniform], tuple[float, ...]]
-"""A function of (level, (height, width), random) that returns the numbers of an operation."""
+# A function of (level, (height, width), random) that returns the numbers of an operation.
+_Numbers = Callable[[float, tuple[int, ...], KeyedUniform], tuple[float, ...]]
 
 
-def _by_level(number: Callable[[float], float]) -> Numbers:
+def _by_level(number: Callable[[float], float]) -> _Numbers:
     return lambda level, *_: (number(level),)
 
 
-OPERATIONS: Final[dict[str, Numbers]] = {
+OPERATIONS: Final[dict[str, _Numbers]] = {
     **dict.fromkeys(("autocontrast", "equalize", "invert"), lambda *_: ()),
     "posterize": _by_level(lambda level: min(8, int(level * 4))),
     "solarize": _by_level(lambda level: int(level * 256)),
@@ -144,7 +143,10 @@ OPERATIONS: Final[dict[str, Numbers]] = {
         random.below(size[0]),
         random.below(size[1]),
     ),
-    **dict.fromkeys(_BLENDED, _by_level(lambda level: level * 1.8 + 0.1)),
+    **dict.fromkeys(
+        ("color", "contrast", "brightness", "sharpness"),
+        _by_level(lambda level: level * 1.8 + 0.1),
+    ),
     "rotate": lambda level, _, random: (_signed(level * 30, random),),
     **dict.fromkeys(
         ("shear_x", "shear_y"), lambda level, _, random: (_signed(level * 0.3, random),)

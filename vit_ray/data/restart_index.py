@@ -197,9 +197,12 @@ def index_segments(image: bytes) -> RestartIndex | None:
     all restart markers in sequence, and nothing after the image.
     """
     frame = read_frame(image)
-    if frame is None or not frame.is_baseline or not frame.interval:
-        return None
-    if frame.units_across % frame.interval:
+    if (
+        frame is None
+        or not frame.is_baseline
+        or not frame.interval
+        or frame.units_across % frame.interval
+    ):
         return None
     if frame.front == len(START) and any(map(is_front, metadata_of(image))):
         return None  # a later segment gives its colour space

@@ -185,7 +185,6 @@ class ShardWriter:
             self.end_row_group()
 
     def facts(self) -> ShardFacts:
-        """Facts of the finished file."""
         (metadata,) = self._metadata
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         sizes = [

@@ -52,7 +52,6 @@ class Tally:
         self._done: dict[int, tuple[int, int]] = {}
 
     def put(self, task: int, images: int, noted: int) -> None:
-        """Replace a task's counts."""
         self._done[task] = images, noted
 
     def sums(self) -> tuple[int, int]:

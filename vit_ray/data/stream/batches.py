@@ -63,7 +63,6 @@ class StreamSpec:
 
     @property
     def num_images(self) -> int:
-        """Images of one epoch."""
         return self.manifest.num_images
 
 
@@ -89,7 +88,6 @@ class StreamJob:
 
     @property
     def shape(self) -> BlockShape:
-        """How the stream is cut into blocks and tasks."""
         rows_per_pass = self.partition.rows_per_pass
         window = self.window.num_rows if self.window else rows_per_pass
         passes = window // rows_per_pass if window % rows_per_pass == 0 else 1
@@ -115,7 +113,7 @@ class BatchReader:
         """
         positions = self._job.start + self._job.partition.offsets(rank, first, last)
         if not self._job.is_training:
-            positions = positions[positions < self.plan.num_images]
+            positions = positions[positions < self.plan.order.num_images]
         rows, spec = self.plan.rows_at(positions), self._job.spec
         batch = _Batch(self._job, last - first)
         # Rows are written in turns, so that the row groups of a turn fit into memory together.
@@ -239,7 +237,6 @@ class _Batch:
         return True
 
     def columns(self) -> Batch:
-        """The batch as arrays."""
         batch: Batch = {"image": self._images, "labels": self._labels, "sample": self._samples}
         if not self._job.is_training:
             batch["weight"] = (self._samples != _PADDING_SAMPLE).astype(np.float32)

@@ -388,7 +388,8 @@ class StreamSource:
         """
         address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         actor: Any = ray.remote(StreamServer)
-        named = actor.options(
+        # Ray passes the value of the reference `specs` to the actor.
+        server = actor.options(
             name=f"{group} {address}",
             namespace=_NAMESPACE,
             get_if_exists=True,
@@ -397,7 +398,5 @@ class StreamSource:
             max_concurrency=2 * len(ranks) + 2,
             scheduling_strategy="DEFAULT",  # not in the place of the rank
             label_selector={"ray.io/node-id": ray.get_runtime_context().get_node_id()},
-        )
-        # Ray passes the value of the reference `specs` to the actor.
-        server = named.remote(group, self.specs, ranks, world_size, **self.options)
+        ).remote(group, self.specs, ranks, world_size, **self.options)
         return RankStreams(server, rank)

@@ -17,7 +17,6 @@ from vit_ray.data.restart_index import Box
 from vit_ray.own_parts import Part
 
 IntArray = NDArray[np.int64]
-FloatArray = NDArray[np.float64]
 
 _ATTEMPTS: Final = 10
 # Changes of a finished crop, in this order, with the last part of the key of their random numbers.
@@ -221,7 +220,7 @@ def _flips(
     return augmentation.flip & (random.draw(number, which) < 0.5)
 
 
-def _below(bound: IntArray | int, drawn: FloatArray) -> IntArray:
+def _below(bound: IntArray | int, drawn: NDArray[np.float64]) -> IntArray:
     return (drawn * bound).astype(np.int64)
 
 

@@ -14,10 +14,9 @@ START: Final = b"\xff\xd8"
 END: Final = b"\xff\xd9"
 BLOCK: Final = 8
 """Side of a block of coefficients in pixels."""
+# Starts of frame: baseline and extended sequential; with them, progressive (ITU T.81, table B.1).
 _BASELINE: Final = frozenset({0xC0, 0xC1})
-_PROGRESSIVE: Final = 0xC2
-# Starts of frame: baseline, extended sequential, progressive (ITU T.81, table B.1).
-_FRAMES: Final = _BASELINE | {_PROGRESSIVE}
+_FRAMES: Final = _BASELINE | {0xC2}
 _SCAN: Final = 0xDA
 # Lossless, hierarchical, arithmetic.
 _OTHER_FRAMES: Final = frozenset(range(0xC3, 0xD0)) - {0xC4, 0xC8, 0xCC}

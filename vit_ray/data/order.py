@@ -26,8 +26,8 @@ from vit_ray.data.dataset import Manifest
 from vit_ray.data.keyed_random import key_of, keys_of
 
 Int64Array = NDArray[np.int64]
-_GROUPS = 1
-_ROWS = 2
+# Parts of the keys that order row groups, and rows inside a row group.
+_GROUPS, _ROWS = 1, 2
 
 
 @dataclass(frozen=True)

@@ -90,22 +90,15 @@ def _cutout(image: Image.Image, half: int, row: int, column: int) -> Image.Image
     return cut
 
 
+def _affine(image: Image.Image, *matrix: float) -> Image.Image:
+    return image.transform(image.size, Image.Transform.AFFINE, matrix, fillcolor=_GREY)
+
+
 def applied(pixels: UInt8Array, operations: list[Operation]) -> UInt8Array:
     """An image after operations, uint8 (height, width, 3); pixels from outside it are grey."""
     image = Image.fromarray(pixels)
     for name, numbers in operations:
-        if name in _APPLY:
-            image = _APPLY[name](image, *numbers)
-            continue
-        (by,) = numbers
-        if name == "rotate":
-            image = image.rotate(by, fillcolor=_GREY)
-            continue
-        matrix = {
-            "shear_x": (1, by, 0, 0, 1, 0), "shear_y": (1, 0, 0, by, 1, 0),
-            "translate_x": (1, 0, by, 0, 1, 0), "translate_y": (1, 0, 0, 0, 1, by),
-        }[name]  # fmt: skip
-        image = image.transform(image.size, Image.Transform.AFFINE, matrix, fillcolor=_GREY)
+        image = _APPLY[name](image, *numbers)
     return np.asarray(image)
 
 
@@ -123,6 +116,11 @@ _APPLY: Final[dict[str, Callable[..., Image.Image]]] = {
     "contrast": lambda image, factor: ImageEnhance.Contrast(image).enhance(factor),
     "brightness": lambda image, factor: ImageEnhance.Brightness(image).enhance(factor),
     "sharpness": lambda image, factor: ImageEnhance.Sharpness(image).enhance(factor),
+    "rotate": lambda image, degrees: image.rotate(degrees, fillcolor=_GREY),
+    "shear_x": lambda image, factor: _affine(image, 1, factor, 0, 0, 1, 0),
+    "shear_y": lambda image, factor: _affine(image, 1, 0, 0, factor, 1, 0),
+    "translate_x": lambda image, pixels: _affine(image, 1, 0, pixels, 0, 1, 0),
+    "translate_y": lambda image, pixels: _affine(image, 1, 0, 0, 0, 1, pixels),
 }
 
 # A function of (level, (height, width), random) that returns the numbers of an operation.

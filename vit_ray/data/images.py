@@ -1,6 +1,6 @@
 """Image files: their names, pixels and EXIF orientation.
 
-Orientation is applied only by `turned_pixels`.
+Decoding ignores the orientation; `turned_pixels` applies it.
 """
 
 import contextlib

@@ -275,45 +275,48 @@ class StreamServer:
             _CACHE_FRACTION * float(_own_resources().get("object_store_memory", 0))
         )
 
-    def next_block(self, wanted: Pass, rank: int, index: int) -> list[ray.ObjectRef[Block]]:
+    def next_block(self, stream_pass: Pass, rank: int, index: int) -> list[ray.ObjectRef[Block]]:
         """The block of a rank after its first `index` blocks, as a list, empty after the last.
 
         The first call for a pass starts reading it, and closes the stream's previous pass.
         """
         with self._lock:
-            last, reading = self._open.get(wanted.stream, (None, None))
-            if reading is None or last != wanted:
-                if last is not None and last.number >= wanted.number:
-                    raise StreamLostError(f"{wanted} is not read here, or no longer")
+            last, reading = self._open.get(stream_pass.stream, (None, None))
+            if reading is None or last != stream_pass:
+                if last is not None and last.number >= stream_pass.number:
+                    raise StreamLostError(f"{stream_pass} is not read here, or no longer")
                 if reading is not None:
                     reading.close()
-                reading = Reading(lambda: self._blocks(wanted), self._ranks)
-                self._open[wanted.stream] = wanted, reading
+                reading = Reading(lambda: self._blocks(stream_pass), self._ranks)
+                self._open[stream_pass.stream] = stream_pass, reading
         block = reading.next_block(rank, index)
         return [] if block is None else [block]
 
-    def leave(self, left: Pass) -> None:
+    def leave(self, stream_pass: Pass) -> None:
         """Stop reading a pass that its ranks have left before its end."""
-        last, reading = self._open.get(left.stream, (None, None))  # a single access needs no lock
-        if reading is not None and last == left:
+        # A single access needs no lock.
+        last, reading = self._open.get(stream_pass.stream, (None, None))
+        if reading is not None and last == stream_pass:
             reading.close()
 
-    def _blocks(self, wanted: Pass) -> Blocks:
+    def _blocks(self, stream_pass: Pass) -> Blocks:
         """The blocks of a pass; those of an evaluation on the same nodes may be cached."""
-        spec = self._specs[wanted.stream]
-        if wanted.stop is not None or spec.object_store_mib is not None:
-            return self._read(wanted, spec)
+        spec = self._specs[stream_pass.stream]
+        if stream_pass.stop is not None or spec.object_store_mib is not None:
+            return self._read(stream_pass, spec)
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
         alive = tuple(sorted(node["NodeID"] for node in nodes if node["Alive"]))
-        key = wanted.stream, wanted.batch_size, alive
-        return self._cache.blocks(key, lambda: self._read(wanted, spec))
+        key = stream_pass.stream, stream_pass.batch_size, alive
+        return self._cache.blocks(key, lambda: self._read(stream_pass, spec))
 
-    def _read(self, wanted: Pass, spec: StreamSpec) -> Blocks:
-        name = f"{self._group}/{wanted.stream}/{wanted.number}"
+    def _read(self, stream_pass: Pass, spec: StreamSpec) -> Blocks:
+        name = f"{self._group}/{stream_pass.stream}/{stream_pass.number}"
         readers = HostRanks(name, self._ranks, self._world_size)
         if self._warms_up:
             warm_up(spec, readers.share)
-        return blocks_of(segments_of(spec, readers, wanted.batch_size, wanted.start, wanted.stop))
+        return blocks_of(
+            segments_of(spec, readers, stream_pass.batch_size, stream_pass.start, stream_pass.stop)
+        )
 
 
 def _own_resources() -> dict[str, float]:
@@ -348,20 +351,20 @@ class RankStreams:
     def _blocks(
         self, stream: str, size: int, start: int = 0, stop: int | None = None
     ) -> Iterator[Block]:
-        wanted = Pass(stream, self._num_passes[stream], size, start, stop)
+        stream_pass = Pass(stream, self._num_passes[stream], size, start, stop)
         self._num_passes[stream] += 1
         ask = self._server.next_block.remote
         # no limit: train.step_timeout_s ends a step that waits for images
-        blocks = ray.get(ask(wanted, self._rank, 0))
+        blocks = ray.get(ask(stream_pass, self._rank, 0))
         for index in itertools.count(1):
             if not blocks:
                 return
-            request = ask(wanted, self._rank, index)
+            request = ask(stream_pass, self._rank, index)
             try:
                 yield ray.get(blocks[0])  # no limit: as above
             except GeneratorExit:
                 if ray.is_initialized():
-                    self._server.leave.remote(wanted)
+                    self._server.leave.remote(stream_pass)
                 raise
             blocks = ray.get(request)  # no limit: as above
 

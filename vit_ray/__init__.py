@@ -43,14 +43,13 @@ __all__ = [
     "trust_modules",
 ]
 
-# Before mlflow is imported anywhere: information about a training only goes to the user's own
-# server.
+# Before MLflow is imported: information about a training must only go to the user's server.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-# Before Ray is imported: under `uv run` it would start every worker with another `uv run`, in an
-# environment without Ray, repeatedly. The workers have the driver's environment.
+# Before Ray is imported: under `uv run`, Ray would start every worker with another `uv run`, in an
+# environment without Ray, again and again. Workers have the driver's environment.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-# Also before that (a notebook that has imported Ray shows it): many small actors are no fault, and
-# Ray warns of them whatever `log_to_driver` is (#63800).
+# Also before Ray is imported (a notebook may have done so already): Ray warns of many small actors,
+# which are no fault, with any `log_to_driver` (#63800).
 if os.environ.get("VIT_RAY_LOGS") != "1":
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "worker processes have been started")
 

@@ -1,8 +1,7 @@
-"""Addresses of storage, MLflow and Ray: which can be used, and what may be shown of them.
+"""Addresses of storage, MLflow and Ray: which of them can be used, and their texts without secrets.
 
-No library is needed here. An address such as `postgresql://user:password@host/mlflow` is needed to
-reach a tracking server. Nothing that outlives the process may contain it: no recipe in a
-checkpoint, no dry run, log or error.
+An address such as `postgresql://user:password@host/mlflow` is needed to reach a tracking server.
+Nothing that outlives the process may contain it: no recipe in a checkpoint, dry run, log or error.
 """
 
 import contextlib
@@ -14,11 +13,11 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, unquote, urlsplit
 
+# In shipped recipes, for the user's own folder of data and runs.
 PLACEHOLDER: Final = "s3://BUCKET"
-"""Placeholder in shipped recipes for the user's own place of data and runs."""
-STORES: Final = ("s3", "gs", "az")
-"""Schemes of stores; the last two need an extra."""
-_OTHERS: Final = {
+# Schemes of stores; the last two need an extra.
+_STORES: Final = ("s3", "gs", "az")
+_UNSUPPORTED: Final = {
     "hf": "the Hugging Face hub has weights only (init_from); for images run `hf download` first, "
     "and give the folder",
     "s3a": "it is Hadoop's name for s3://; write s3://",
@@ -29,40 +28,40 @@ _OTHERS: Final = {
 }
 # Pattern of the address of a Ray cluster.
 HOST_PORT: Final = r"\[?([^/\]]+)\]?:(\d+)"
-# Address of a SQLite file, with or without SQLAlchemy's driver, and the file.
+# Address of a SQLite file, with or without SQLAlchemy's driver; the groups are scheme and path.
 _SQLITE: Final = re.compile(r"(sqlite(?:\+\w+)?:///)(.*)", re.DOTALL)
 # Ray's folder for the copies of what `ray job submit --working-dir` uploads.
 UPLOADED: Final = "working_dir_files"
-# First bytes of its files (sqlite.org/fileformat.html); a database without tables is empty.
+# First bytes of SQLite's files (sqlite.org/fileformat.html); a database without tables is empty.
 _MAGIC: Final = b"SQLite format 3\0"
-# The one of MLflow's tables that it creates first (3.17).
+# The table that MLflow creates first (3.17).
 _FIRST_TABLE: Final = "experiments"
 _GIVE_STORE: Final = (
     "give the MLflow database of the runs, such as sqlite:///mlflow.db, or the address of a server"
 )
-# The host of a web address ends at a slash; `host:5000/path@1` is a port and a path. A password may
-# contain a quote, an @ or a slash: it ends at the last @ before the path, or else at the last @
-# behind a slash.
+# User and password of a web address. The host ends at a slash; `host:5000/path@1` is a port and a
+# path. A password may contain a quote, an @ or a slash: it ends at the last @ before the path, or
+# else at the last @ after a slash.
 _WEB: Final = re.compile(
     r"""(?<=://)(?!\[)(?:[^\s/:'"<>?#]*:(?!\d+(?:[/?#]|$))"""
     r"""(?:[^\s/]*|[^\s@'"<>]*(?:@[^\s/@'"<>]*)*)|[^\s/:'"<>?#]+)@"""
 )
-# SQLAlchemy takes everything up to the @ for a password, whatever it holds (`_parse_url`, 2.0): a
-# slash, a question mark, a blank. Blanks belong to a password only if the whole text is an address.
+# For SQLAlchemy everything up to the @ is the password (`_parse_url`, 2.0): also slashes, question
+# marks and blanks. Blanks belong to a password only if the whole text is an address.
 _SCHEME: Final = r"(?<![\w+])(?!(?:https?|s3|gs|hf|file|ray)://)(?P<scheme>[\w+]+://)"
 _DATABASE: Final = re.compile(_SCHEME + r"[^:/\s@]*:[^@\s]*@(?:[^\s/@'\"<>]*@)*")
 _DATABASE_ALONE: Final = re.compile("^" + _SCHEME + r"[^:/@]*:[^@]*@")
-# The value of any other key may be a password: drivers have many names for one.
+# Values after `?` and `&`, except of these keys: drivers have many names for a password.
 _QUERY: Final = re.compile(
     r"""(?<=[?&;])(?!(?:driver|charset|sslmode|mode|cache|uri|timeout|connect_timeout|versionId"""
     r"""|application_name|schema|page|region|endpoint_override)=)([\w.-]+)=[^\s&;'"<>]*"""
 )
 _WEB_ADDRESS: Final = re.compile(r"""(https?://[^\s'"<>]*)""")
-# Of a link only these are secrets: a page's address needs its other values.
+# In a web link only values of such keys are secrets: the page needs the others.
 _SECRET_NAME: Final = re.compile(
     r"""(?<=[?&;])([\w.-]*(?:pass|pwd|token|secret|key|sig|cred|auth)[\w.-]*)=[^\s&;'"<>]*""", re.I
 )
-# Characters that a terminal interprets or shows in another order, in file names and errors.
+# Characters that a terminal interprets, or that change the order in which it shows a text.
 _CONTROL: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -72,19 +71,19 @@ def with_home(path: str) -> Path:
     Raises:
         ValueError: there is no such user.
     """
-    place = os.path.expanduser(path)
-    if place.startswith("~"):
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
         user = Path(path).parts[0]
         raise ValueError(
             f"{path!r}: there is no user {user[1:]!r} here; give a full path, or ./{user} for a "
             "folder of this name"
         )
-    return Path(place)
+    return Path(expanded)
 
 
 def absolute_path(path: str, folder: str = "") -> str:
-    """A local path from the root on, with `..` as the operating system reads it: after a link it
-    is the folder above the link's target. Other links stay.
+    """The absolute form of a local path. `..` after a link is the folder above the link's target,
+    as for the operating system; other links stay.
 
     Args:
         folder: what a relative path is relative to; by default the current folder.
@@ -92,9 +91,9 @@ def absolute_path(path: str, folder: str = "") -> str:
     Raises:
         ValueError: as `with_home`.
     """
-    place = Path(folder or os.getcwd(), with_home(path))
-    above, dots, below = f"{place}/".rpartition("/../")
-    return str(Path(os.path.realpath(above + dots), below) if dots else place)
+    joined = Path(folder or os.getcwd(), with_home(path))
+    above, dots, below = f"{joined}/".rpartition("/../")
+    return str(Path(os.path.realpath(above + dots), below) if dots else joined)
 
 
 def is_placeholder(path: str) -> bool:
@@ -105,17 +104,19 @@ def is_placeholder(path: str) -> bool:
 def check_address(path: str) -> None:
     """
     Raises:
-        ValueError: the address is empty, has an unsupported scheme, names no bucket or the recipes'
-            placeholder, or holds credentials, which are not repeated.
+        ValueError: the address is empty, has an unsupported scheme, has no bucket or the recipes'
+            placeholder, or contains credentials, which the error does not show.
     """
     if not path.strip():
         raise ValueError("the path is empty; give a folder, a file or an s3:// address")
     scheme, has_scheme, rest = path.partition("://")
     if not has_scheme or scheme == "file":
         return
-    if scheme not in STORES:
-        other = _OTHERS.get(scheme, f"use a local path, or {', '.join(STORES)}://BUCKET/FOLDER")
-        raise ValueError(f"the scheme {scheme!r} of an address is not supported: {other}")
+    if scheme not in _STORES:
+        hint = _UNSUPPORTED.get(
+            scheme, f"use a local path, or {', '.join(_STORES)}://BUCKET/FOLDER"
+        )
+        raise ValueError(f"the scheme {scheme!r} of an address is not supported: {hint}")
     bucket = rest.partition("/")[0]
     if not bucket:
         raise ValueError(f"{path!r} names no bucket; give {scheme}://bucket/folder")
@@ -131,11 +132,11 @@ def without_credentials(path: str) -> str:
     """The path or address itself.
 
     Raises:
-        ValueError: the address holds credentials, which are not repeated.
+        ValueError: the address contains credentials, which the error does not show.
     """
     scheme, _, rest = path.partition("://")
     bucket = rest.partition("/")[0]
-    if scheme in STORES and set("@:") & set(bucket):  # a secret may have a slash before its @
+    if scheme in _STORES and set("@:") & set(bucket):  # a secret may have a slash before its @
         raise ValueError(
             f"the {scheme}:// address has an @ or a : in its bucket, as if it held credentials; "
             f"give {scheme}://bucket/folder, and set AWS_ACCESS_KEY_ID and its secret in the "
@@ -149,10 +150,10 @@ class OtherFileError(ValueError):
 
 
 def require_store(uri: str) -> None:
-    """A report only reads; a mistyped path must not leave an empty database.
+    """Check that a tracking store exists: for a mistyped path MLflow would create a database.
 
     Raises:
-        ValueError: the address is of a SQLite file that does not exist, or of another file.
+        ValueError: the address is of a SQLite file that does not exist, or that is not MLflow's.
     """
     path = sqlite_file(uri)
     if path is not None and not path.is_file():
@@ -162,7 +163,7 @@ def require_store(uri: str) -> None:
 
 
 def refuse_other_file(uri: str) -> None:
-    """Check that a SQLite file, if there is one, is MLflow's: it would add its tables to any other.
+    """Check that a SQLite file, if it exists, is MLflow's, which adds its tables to any database.
 
     Raises:
         OtherFileError: the file is not a database, or that of another program.
@@ -171,15 +172,15 @@ def refuse_other_file(uri: str) -> None:
     if path is None or not path.is_file():
         return
     with path.open("rb") as file:
-        begins = file.read(len(_MAGIC))
-    if begins not in (b"", _MAGIC):
+        start = file.read(len(_MAGIC))
+    if start not in (b"", _MAGIC):
         raise OtherFileError(f"tracking.uri={uri}: the file is not a database; {_GIVE_STORE}")
-    # What is locked or damaged is MLflow's to report.
+    # MLflow itself reports a database that is locked or damaged.
     with contextlib.suppress(sqlite3.Error):
         address = f"file:{quote(str(path.absolute()))}?mode=ro"
         with contextlib.closing(sqlite3.connect(address, timeout=0.0, uri=True)) as store:
-            found = store.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
-        tables = sorted(name for (name,) in found)
+            rows = store.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+            tables = sorted(name for (name,) in rows)
         if tables and _FIRST_TABLE not in tables:
             raise OtherFileError(
                 f"tracking.uri={uri}: the database belongs to another program (its tables are "
@@ -188,11 +189,9 @@ def refuse_other_file(uri: str) -> None:
 
 
 def sqlite_file(uri: str) -> Path | None:
-    """The SQLite file of a store, with SQLAlchemy's escapes, such as `%20`, replaced; None for a
-    server.
-    """
-    found = _SQLITE.fullmatch(uri)
-    return Path(unquote(found[2].partition("?")[0])) if found else None
+    """The SQLite file of a tracking store, without escapes such as `%20`; None for a server."""
+    match = _SQLITE.fullmatch(uri)
+    return Path(unquote(match[2].partition("?")[0])) if match else None
 
 
 def absolute_uri(uri: str, folder: str | Path = "") -> str:
@@ -202,12 +201,12 @@ def absolute_uri(uri: str, folder: str | Path = "") -> str:
         uri: `TrackingConfig.uri`.
         folder: what a relative file is relative to; by default the current folder.
     """
-    found = _SQLITE.fullmatch(uri)
-    if found is None or found[2].startswith("/"):
+    match = _SQLITE.fullmatch(uri)
+    if match is None or match[2].startswith("/"):
         return uri
     # In an address `%` begins an escape, and `?` ends the path.
     above = str(folder or os.getcwd()).replace("%", "%25").replace("?", "%3F")
-    return f"{found[1]}{above}/{found[2]}"
+    return f"{match[1]}{above}/{match[2]}"
 
 
 def local_folder(address: str) -> Path | None:
@@ -219,20 +218,20 @@ def local_folder(address: str) -> Path | None:
 
 
 def redact(text: str) -> str:
-    """The text without users and passwords of addresses, and with control characters spelt out."""
-    text = _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+    """The text without users and passwords of addresses, and with control characters escaped."""
+    text = _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
     if "://" not in text:
         return text
     text = _DATABASE.sub(r"\g<scheme>", _DATABASE_ALONE.sub(r"\g<scheme>", text))
-    parts = _WEB_ADDRESS.split(_WEB.sub("", text))  # every second one is a link
-    hidden = (_QUERY, _SECRET_NAME)
-    return "".join(hidden[at % 2].sub(r"\1=***", part) for at, part in enumerate(parts))
+    parts = _WEB_ADDRESS.split(_WEB.sub("", text))  # every second part is a web link
+    secrets = (_QUERY, _SECRET_NAME)
+    return "".join(secrets[at % 2].sub(r"\1=***", part) for at, part in enumerate(parts))
 
 
 def userinfo(uri: str) -> str:
-    """`user:password` of an address; empty when it has none."""
-    found = _DATABASE_ALONE.search(uri) or _WEB.search(uri)
-    return re.sub(r"^[\w+]+://", "", found[0]).removesuffix("@") if found else ""
+    """`user:password` of an address; empty if it has none."""
+    match = _DATABASE_ALONE.search(uri) or _WEB.search(uri)
+    return re.sub(r"^[\w+]+://", "", match[0]).removesuffix("@") if match else ""
 
 
 def redacted(tree: Any) -> Any:
@@ -244,7 +243,7 @@ def with_texts(tree: Any, change: Callable[[str, str], str], key: str = "") -> A
     """Plain data with every text, and every key, replaced by what `change` returns.
 
     Args:
-        tree: what is below the dotted `key`; a list has the key of its values.
+        tree: the data below the dotted `key`; values of a list have the list's key.
         change: takes the dotted key of a text, which is empty for a key itself, and the text.
     """
     if isinstance(tree, dict):
@@ -258,10 +257,11 @@ def with_texts(tree: Any, change: Callable[[str, str], str], key: str = "") -> A
 
 
 def host_and_port(address: str) -> tuple[str, int] | None:
-    """Host and port of `HOST:PORT`; None for `auto` and `local`, which Ray finds itself.
+    """Host and port of `HOST:PORT`; None for `auto` and `local`, which Ray resolves itself.
 
     Raises:
-        ValueError: it is neither; such as `ray://` of Ray Client, whose driver is outside.
+        ValueError: the address is neither, such as `ray://` of Ray Client, whose driver runs
+            outside of the cluster.
     """
     if match := re.fullmatch(HOST_PORT, address):
         return match[1], int(match[2])

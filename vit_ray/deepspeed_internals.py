@@ -1,15 +1,15 @@
 """Every private name of DeepSpeed that this project uses, in one file.
 
-Each is here because no public name of DeepSpeed 0.19 works instead; a test finds every one. Only
-the functions below use them: quiet imports, the norm and the host-device syncs of a step, and where
-each ZeRO stage keeps master weights and optimizer state.
+Each is here because no public name of DeepSpeed 0.19 works instead; a test checks that each exists.
+Only the functions below use them: quiet imports, the norm and the host-device syncs of a step, and
+where each ZeRO stage keeps master weights and optimizer state.
 
 The public `safe_get_*` and `safe_set_*` functions are not sufficient. Those for whole parameters
 all-reduce a zero-filled fp32 copy of each parameter, where reading a part costs nothing; under ZeRO
-3 the setters read past the end of a parameter that the ranks do not divide. Those for local
-partitions exist only for ZeRO 3, return copies instead of views with an offloaded optimizer, and
-count padding as values. None supports ZeRO 0, and none says where a partition starts. So the
-addresses are read from the attributes that those functions read themselves.
+3 the setters read past the end of a parameter whose size the number of ranks does not divide. Those
+for local partitions exist only for ZeRO 3, return copies instead of views with an offloaded
+optimizer, and count padding as values. None supports ZeRO 0, and none says where a partition
+starts. So this module reads the addresses from the same attributes as those functions.
 """
 
 import logging
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from vit_ray.internals import Internal, hide_modules
 
+# Version of DeepSpeed for which all of this was read and tested.
 VERSION: Final = "0.19"
-"""Version of DeepSpeed for which all of this was read and tested."""
 _ZERO: Final = "deepspeed.runtime.zero"
 _SHARDS: Final = "Checkpoints and averages work on views of the part that a rank holds."
 _NORM: Final = (
@@ -112,17 +112,18 @@ def import_deepspeed() -> Any:
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    with hide_modules("mlflow"):  # its autotuner's, which takes longer to import than DeepSpeed
+    # DeepSpeed's autotuner imports MLflow, which takes longer than importing DeepSpeed.
+    with hide_modules("mlflow"):
         import deepspeed
-    # Importing it resets the level of its own logger.
+    # The import resets the level of DeepSpeed's logger.
     deepspeed.utils.logging.logger.setLevel(logging.ERROR)
-    # None of its own kernels are called. If the list were read, it would try compilers and devices
-    # for each of them, and then compile one for 25 s that only inference calls.
+    # DeepSpeed's kernels are not used. Without this, it would try compilers and devices for each of
+    # them, and then compile one for 25 s that only inference calls.
     deepspeed.ops.__compatible_ops__ = {}
     from deepspeed.runtime import compiler
 
-    # Only an optimizer has this decorator, against whose class ZeRO checks every other one. It
-    # would load torch's compiler for its own kernels, in 3 CPU seconds and 150 MiB.
+    # This decorator is used only for one optimizer, whose class ZeRO compares with all others. It
+    # would load torch's compiler, in 3 CPU seconds and 150 MiB.
     compiler.compile = lambda: lambda function: function
     from deepspeed.runtime import engine
     from deepspeed.runtime.zero import stage3, stage_1_and_2
@@ -134,7 +135,7 @@ def import_deepspeed() -> Any:
     )
     # `StepGuard` refuses what is not finite.
     stage_1_and_2.is_invalid_grad_norm = stage3.is_invalid_grad_norm = lambda norm: False
-    # It would copy a number to the device for each group of weights; the code that combines their
+    # This would copy a number to the device for each group of weights; the code that combines their
     # norms accepts values that are not finite.
     stage_1_and_2.mask_nan_or_inf_with_val_inplace = lambda norm, device: None
     return deepspeed
@@ -150,9 +151,9 @@ def round_norms_alike(zero: Any, stage: int, device: torch.device) -> None:
     """
 
     def complete(parameters: list[nn.Parameter]) -> Tensor:
-        kept, keys = zero.norm_for_param_grads, map(zero.get_param_id, parameters)
+        by_id, ids = zero.norm_for_param_grads, map(zero.get_param_id, parameters)
         norms = [torch.zeros((), dtype=torch.float64, device=device)]
-        norms += [kept[key].to(device) for key in keys if key in kept]
+        norms += [by_id[id_].to(device) for id_ in ids if id_ in by_id]
         return _norm_over_ranks(norms[1:] or norms, stage).cpu()
 
     zero.complete_grad_norm_calculation_for_cpu_offload = complete
@@ -172,7 +173,7 @@ def keep_norms_on_device(zero: Any) -> None:
 
 
 def _norm_over_ranks(norms: list[Tensor], stage: int) -> Tensor:
-    """Norm over this and all other ranks' norms, in the stage's precision for sums."""
+    """Norm over the norms of all ranks, in the stage's precision for sums."""
     precision = torch.float64 if stage == 3 else torch.float32
     squares = torch.stack(norms).pow(2.0).sum().to(precision)
     torch.distributed.all_reduce(squares)
@@ -188,21 +189,21 @@ def compile_backend() -> str:
 
 def watch_norm(zero: Any, note: Callable[[Tensor], None]) -> None:
     """Call `note` with the norm that ZeRO's optimizer measures in each step, before it steps."""
-    is_whole = hasattr(zero, "scaled_global_norm")
-    name = "scaled_global_norm" if is_whole else "_get_norm_groups"
+    is_global = hasattr(zero, "scaled_global_norm")
+    name = "scaled_global_norm" if is_global else "_get_norm_groups"
     measure: Callable[[], Any] = getattr(zero, name)
 
     def measured() -> Any:
-        found = measure()
+        norm = measure()
         # Stage 3 measures a norm for each group of weights.
-        note(found if is_whole else torch.linalg.vector_norm(torch.stack(found)))
-        return found
+        note(norm if is_global else torch.linalg.vector_norm(torch.stack(norm)))
+        return norm
 
     setattr(zero, name, measured)
 
 
 def sum_no_gradients(engine: Any) -> None:
-    """For stage 0, whose optimizer sums them during the backward pass."""
+    """For stage 0, whose optimizer sums gradients during the backward pass."""
     engine.enable_backward_allreduce = False
 
 
@@ -211,7 +212,7 @@ class Place(NamedTuple):
 
     Attributes:
         start: start in the flattened parameter.
-        owner: the flat tensor that the optimizer steps; its state is kept under this key.
+        owner: the flat tensor that the optimizer steps, and key of the optimizer's state for it.
         offset: start in the flattened owner.
         size: number of elements, without padding.
     """
@@ -223,7 +224,7 @@ class Place(NamedTuple):
 
 
 def place_of(optimizer: Any, parameter: nn.Parameter, stage: int, rank: int) -> Place | None:
-    """This rank's part of a parameter under stage 1, 2 or 3; None without one."""
+    """This rank's part of a parameter under stage 1, 2 or 3; None if it has no part."""
     if stage == 3:
         group, offset, per_rank = optimizer.grad_position[optimizer.get_param_id(parameter)]
         start = rank * per_rank
@@ -239,7 +240,7 @@ def place_of(optimizer: Any, parameter: nn.Parameter, stage: int, rank: int) -> 
 
 
 def flat_groups(optimizer: Any, stage: int) -> list[Tensor]:
-    """What ZeRO's optimizer of stage 1, 2 or 3 steps."""
+    """The flat tensors that ZeRO's optimizer of stage 1, 2 or 3 steps."""
     if stage == 3:
         return list(optimizer.fp32_partitioned_groups_flat)
     return list(optimizer.single_partition_of_fp32_groups)
@@ -251,5 +252,5 @@ def forget_gathered(engine: Any) -> None:
 
 
 def shard_of(parameter: nn.Parameter) -> Tensor:
-    """This rank's part of a parameter of stage 3, as in the module, padding included."""
+    """This rank's part of a parameter under stage 3, in the model's precision, with padding."""
     return parameter.ds_tensor.data  # type: ignore[attr-defined]

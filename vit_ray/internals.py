@@ -1,8 +1,8 @@
-"""Libraries beyond their public interface: private names, and optional imports that are hidden.
+"""Use of libraries beyond their public interface: private names, and hidden optional imports.
 
-A private name is listed in the one file that may use it: `ray_internals.py`,
-`deepspeed_internals.py`, `mlflow_internals.py`. `tests/test_internals.py` finds every name in the
-installed version.
+A private name is listed in the only file that may use it: `ray_internals.py`,
+`deepspeed_internals.py` or `mlflow_internals.py`. `tests/test_internals.py` checks that each name
+exists in the installed version.
 """
 
 import contextlib
@@ -15,15 +15,14 @@ from typing import Final
 
 @dataclass(frozen=True)
 class Internal:
-    """One private name of a library, why it is used, and what is expected of it.
+    """A private name of a library, why it is used, and what is expected of it.
 
     Attributes:
         name: attribute of the module; empty = the module itself.
-        upstream: issue or pull request of the library that discusses it; empty = none is known.
-        parameters: method, or "" for the name itself, to the parameters that it must have, in
-            order.
+        upstream: issue or pull request of the library about it; empty = none is known.
+        parameters: method, or "" for the name itself, to its expected parameters, in order.
         attributes: attributes of an instance or of the class.
-        source: expressions that its source must contain, because the code replaces them.
+        source: expressions that its source must contain, because this project replaces them.
     """
 
     module: str
@@ -40,11 +39,11 @@ _LOCK: Final = threading.RLock()
 
 @contextlib.contextmanager
 def hide_modules(*names: str) -> Iterator[None]:
-    """Make imports inside the block not find these, unless they have been imported already.
+    """Hide modules from imports in the block, unless they have been imported already.
 
-    For optional imports that cost seconds and that nothing here uses, in our own processes: what is
-    imported inside behaves as if `names` were not installed. Other threads that import one of them
-    meanwhile would not find it either, so use this at the start of a process.
+    For optional imports that take seconds and are not used: libraries imported in the block behave
+    as if `names` were not installed. Other threads cannot import them during the block either, so
+    use this at the start of a process.
     """
     with _LOCK:
         hidden = [name for name in names if name not in sys.modules]

@@ -2,11 +2,11 @@
 
 Each holder creates its own file, `lock-N.json`, where N is one more than that of the previous
 holder. It is created exclusively, so of two processes that start together one gets N. No other
-process writes it and no N is used twice, so a late heartbeat cannot overwrite a newer holder. N is
-also the fencing token: a holder whose N is no longer the newest has lost the folder.
+process writes the file and no N is used twice, so a late heartbeat cannot overwrite a newer holder.
+N is also the fencing token: a holder whose N is no longer the newest has lost the folder.
 
-On the same machine the lock of a dead process is taken over at once, and on another when its file
-has not changed for some time. Clocks of machines are not compared.
+The lock of a dead process is taken over at once on the same machine, and on another machine when
+the file has not changed for some time. Clocks of machines are not compared.
 """
 
 from __future__ import annotations
@@ -31,21 +31,23 @@ import psutil
 from vit_ray.storage import HALF_WRITTEN, RIGHTS_PROBE, Location
 
 HEARTBEAT_S = 10.0
-# How long the end of a holder waits for its storage; the next holder waits until it is sure.
+# How long a holder that ends waits for its storage.
 RELEASE_LIMIT_S = 30.0
-# How long a file must have gone without a heartbeat before the lock is taken over.
+# Time without a heartbeat after which another machine's lock is taken over.
 PATIENCE_S = 90.0
 # How long a killed process may take to end, such as a trial of a sweep.
 RELEASE_S = 20.0
-# In a store without exclusive creation: how long a file must have stayed as written.
+# In a store without exclusive creation: how long a file must stay unchanged to count as created.
 SETTLE_S = 4.0
 POLL_S = 0.5
 # How late a file may appear on another node: NFS caches folder contents for seconds.
 SHOWN_S = 10.0
 _FILE: Final = re.compile(r"lock-(\d{8})\.json")
-_OWN: Final = re.compile(rf"({_FILE.pattern}|{RIGHTS_PROBE}(-[0-9a-f]{{8}})?)({HALF_WRITTEN})?")
-# Tokens of this process.
-_HELD: Final[set[str]] = set()
+_LOCK_FILES: Final = re.compile(
+    rf"({_FILE.pattern}|{RIGHTS_PROBE}(-[0-9a-f]{{8}})?)({HALF_WRITTEN})?"
+)
+# Tokens of the locks that this process holds.
+_HELD_TOKENS: Final[set[str]] = set()
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +68,7 @@ def hold_lock(folder: Location, on_lost: Callable[[str], None]) -> Iterator[int]
 
     Args:
         on_lost: called once, from a thread, with the reason, if another process has taken over the
-            folder; this happens if this one could not reach its storage for a long time.
+            folder because this one could not reach its storage for a long time.
 
     Raises:
         HeldError: another process holds it.
@@ -74,31 +76,32 @@ def hold_lock(folder: Location, on_lost: Callable[[str], None]) -> Iterator[int]
     """
     if folder.is_local:
         os.makedirs(folder.path, exist_ok=True)
-    mine, ended = this_process(folder), threading.Event()
-    _HELD.add(mine["token"])
+    owner, ended = this_process(folder), threading.Event()
+    _HELD_TOKENS.add(owner["token"])
     try:
-        number = _acquire(folder, mine)
-        place = (folder, number, mine, ended, on_lost)
-        keeping = threading.Thread(target=_keep, args=place, name="lock", daemon=True)
-        keeping.start()
+        number = _acquire(folder, owner)
+        renewal = threading.Thread(
+            target=_renew, args=(folder, number, owner, ended, on_lost), name="lock", daemon=True
+        )
+        renewal.start()
         try:
             yield number
         finally:
             ended.set()
-            keeping.join(RELEASE_LIMIT_S)
-            if keeping.is_alive():  # a hanging storage must not keep the process from ending
+            renewal.join(RELEASE_LIMIT_S)
+            if renewal.is_alive():  # a hanging storage must not keep the process from ending
                 logger.warning("the lock of %s is left: its storage does not answer", folder.uri)
     finally:
-        _HELD.remove(mine["token"])
+        _HELD_TOKENS.remove(owner["token"])
 
 
 def check_lock(folder: Location, number: int) -> None:
-    """Return if `number` is still the newest in `folder`; for each process of its holder.
+    """Check that `number` is still the newest in `folder`; for all processes of the holder.
 
     Raises:
-        LockLostError: there is a newer one.
-        OSError: the folder cannot be read, or is another one, for example because a disk is not
-            mounted.
+        LockLostError: there is a newer number.
+        OSError: the folder cannot be read, or another folder has its path, for example because a
+            disk is not mounted.
     """
     newest = max(_numbers(folder), default=0)
     if newest < number:
@@ -108,13 +111,13 @@ def check_lock(folder: Location, number: int) -> None:
         )
     if newest > number:
         raise LockLostError(
-            f"{folder.uri} has been taken over by {_name(_owner(_content(folder, newest)))}; this "
+            f"{folder.uri} has been taken over by {_name(_read_owner(folder, newest))}; this "
             "process no longer writes there"
         )
 
 
 def sees_lock(folder: Location, number: int) -> bool:
-    """Whether the file of `number`, or a newer one, is there; a shared folder may show it late."""
+    """Whether the file of `number`, or a newer one, exists; a shared folder may show it late."""
     deadline_s = time.monotonic() + SHOWN_S
     while max(_numbers(folder), default=0) < number:
         if time.monotonic() > deadline_s:
@@ -124,19 +127,21 @@ def sees_lock(folder: Location, number: int) -> bool:
 
 
 def is_lock_file(name: str) -> bool:
-    """Whether a file of this name belongs to a lock, or to the check of access rights before it, or
-    is what the kill of its process has left of one.
+    """Whether a file of this name belongs to a lock or to the test of access rights, or is a
+    temporary file of them that a killed process left.
     """
-    return bool(_OWN.fullmatch(name))
+    return bool(_LOCK_FILES.fullmatch(name))
 
 
 def this_process(folder: Location) -> Owner:
-    """The content of the file of this process; numbers of processes are valid in `processes`."""
+    """Content of this process's file. Process numbers are valid in `processes`: a boot of a machine
+    and a namespace.
+    """
     pid = os.getpid()
     return {
         "owner": psutil.Process().username(),
         "host": platform.node(),
-        "processes": _processes(),
+        "processes": _namespace(),
         "process": pid,
         "started": _started(pid),
         "folder": folder.uri,
@@ -147,58 +152,60 @@ def this_process(folder: Location) -> Owner:
     }
 
 
-def _acquire(folder: Location, mine: Owner) -> int:
+def _acquire(folder: Location, owner: Owner) -> int:
     first, was_gone, deadline_s = None, None, 0.0
     while True:
         number = max(_numbers(folder), default=0)
-        seen = number, _content(folder, number) if number else b""
-        owner, now_s = _owner(seen[1]), time.monotonic()
-        is_gone = number == 0 or _is_gone(owner, folder)
-        is_silent = is_gone is None and seen == first and now_s > deadline_s
+        current = number, _content(folder, number) if number else b""
+        holder, now_s = _parsed(current[1]), time.monotonic()
+        is_gone = number == 0 or _is_gone(holder, folder)
+        is_silent = is_gone is None and current == first and now_s > deadline_s
         if is_gone or is_silent:
-            if _create(folder, number + 1, mine):
+            if _create(folder, number + 1, owner):
                 return number + 1
-        elif first is None or is_gone is not was_gone:  # it was in the middle of being written
+        elif first is None or is_gone is not was_gone:  # the file was just being written
             patience_s = PATIENCE_S if is_gone is None else RELEASE_S
-            first, was_gone, deadline_s = seen, is_gone, now_s + patience_s
-            text = "%s is held by %s; waiting up to %g s for it to end or to show that it lives"
-            logger.warning(text, folder.uri, _name(owner), patience_s)
-        elif now_s > deadline_s or (is_gone is None and seen != first):
-            raise HeldError(_name(owner))
+            first, was_gone, deadline_s = current, is_gone, now_s + patience_s
+            logger.warning(
+                "%s is held by %s; waiting up to %g s for it to end or to show that it lives",
+                folder.uri, _name(holder), patience_s,
+            )  # fmt: skip
+        elif now_s > deadline_s or (is_gone is None and current != first):
+            raise HeldError(_name(holder))
         time.sleep(POLL_S)
 
 
 def _is_gone(owner: Owner, folder: Location) -> bool | None:
-    """Whether it has released the lock, its process has ended, or the file was copied with another
-    folder; None if unknown here.
+    """Whether the owner has released the lock, its process has ended, or the file was copied from
+    another folder; None if that cannot be known on this machine.
     """
     is_copy = owner.get("folder", folder.uri) != folder.uri and (
         not folder.is_local or owner.get("folder_inode") != _inode(folder)
     )
     if owner.get("is_released") or is_copy:
         return True
-    if (owner.get("host"), owner.get("processes")) != (platform.node(), _processes()):
+    if (owner.get("host"), owner.get("processes")) != (platform.node(), _namespace()):
         return None
-    if owner["process"] == os.getpid():  # a full disk may have kept it from being released
-        return owner["token"] not in _HELD
+    if owner["process"] == os.getpid():  # a full disk may have prevented the release
+        return owner["token"] not in _HELD_TOKENS
     started = _started(owner["process"])
     return None if started is None else started != owner["started"]
 
 
-def _create(folder: Location, number: int, mine: Owner) -> bool:
-    """Create the file of `number`; False if another process has."""
-    file, content = _file(folder, number), json.dumps(mine).encode()
+def _create(folder: Location, number: int, owner: Owner) -> bool:
+    """Create the file of `number`; False if another process has created it."""
+    file, content = _file(folder, number), json.dumps(owner).encode()
     start_s = time.monotonic()
     is_new = file.create(content)
-    if is_new and not folder.is_local and file.create(content):  # it replaces what is there
+    if is_new and not folder.is_local and file.create(content):  # the store replaces existing files
         _warn_of_store()
         time.sleep(max(SETTLE_S, 2 * (time.monotonic() - start_s)))
         is_new = False
-    # A request that was sent again, because its answer was lost, finds its own file.
-    if not is_new and _owner(_content(folder, number)).get("token") != mine["token"]:
+    # A request that was repeated, because its answer was lost, finds its own file.
+    if not is_new and _read_owner(folder, number).get("token") != owner["token"]:
         return False
     numbers = _numbers(folder)
-    if max(numbers) > number:  # it was free again: others have held it, and a later one
+    if max(numbers) > number:  # others have held and released `number` meanwhile
         file.delete()
         return False
     for older in numbers:
@@ -208,9 +215,8 @@ def _create(folder: Location, number: int, mine: Owner) -> bool:
     return True
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=1)  # once in each process
 def _warn_of_store() -> None:
-    """Warned once for each process."""
     logger.warning(
         "this object store ignores If-None-Match; of two processes that start at the same moment "
         "one is refused by waiting at least %g s, or ends at its next heartbeat",
@@ -218,63 +224,66 @@ def _warn_of_store() -> None:
     )
 
 
-def _keep(
+def _renew(
     folder: Location,
     number: int,
-    mine: Owner,
+    owner: Owner,
     ended: threading.Event,
     on_lost: Callable[[str], None],
 ) -> None:
-    """Write heartbeats until the end, and then release, so that nothing is written after that."""
+    """Write heartbeats until the holder has `ended`, and then the release."""
     file, has_warned = _file(folder, number), False
     while not ended.wait(HEARTBEAT_S):
         try:
             check_lock(folder, number)
-            _check_owner(folder, number, mine)
-            mine["heartbeat"] += 1
-            file.write(json.dumps(mine).encode())
+            _check_owner(folder, number, owner)
+            owner["heartbeat"] += 1
+            file.write(json.dumps(owner).encode())
         except LockLostError as error:
             on_lost(str(error))
             return
-        except OSError as error:  # the next attempt may reach it
+        except OSError as error:  # the next heartbeat may succeed
             if not has_warned:
                 logger.warning("the lock of %s cannot be renewed: %s", folder.uri, error)
             has_warned = True
-    # Written in the file, which stays: its number is never used again.
+    # The file stays, so that its number is never used again.
     try:
         if max(_numbers(folder), default=0) == number:
-            _check_owner(folder, number, mine)
-            file.write(json.dumps({**mine, "is_released": True}).encode())
-    except (OSError, LockLostError) as error:  # the work is done; the next holder makes sure of it
+            _check_owner(folder, number, owner)
+            file.write(json.dumps({**owner, "is_released": True}).encode())
+    except (OSError, LockLostError) as error:  # the next holder waits until this process has ended
         logger.warning("the lock of %s is left: %s", folder.uri, error)
 
 
-def _check_owner(folder: Location, number: int, mine: Owner) -> None:
+def _check_owner(folder: Location, number: int, owner: Owner) -> None:
     """A store that ignores If-None-Match may have let a slow request replace the file.
 
     Raises:
         LockLostError: another process has this number.
     """
-    owner = _owner(_content(folder, number))
-    if owner and owner["token"] != mine["token"]:
-        raise LockLostError(f"{folder.uri} is held by {_name(owner)}, too; this process ends")
+    holder = _read_owner(folder, number)
+    if holder and holder["token"] != owner["token"]:
+        raise LockLostError(f"{folder.uri} is held by {_name(holder)}, too; this process ends")
 
 
 def _numbers(folder: Location) -> list[int]:
-    found = (_FILE.fullmatch(info.base_name) for info in folder.list_files(recursive=False))
-    return [int(match[1]) for match in found if match]
+    matches = (_FILE.fullmatch(info.base_name) for info in folder.list_files(recursive=False))
+    return [int(match[1]) for match in matches if match]
 
 
 def _content(folder: Location, number: int) -> bytes:
-    """Empty if it has been replaced by a newer one at this moment."""
     try:
         return _file(folder, number).read()
-    except FileNotFoundError:
+    except FileNotFoundError:  # a newer holder has just deleted it
         return b""
 
 
-def _owner(content: bytes) -> Owner:
-    """Empty for what cannot be parsed: it may be in the middle of being written."""
+def _read_owner(folder: Location, number: int) -> Owner:
+    return _parsed(_content(folder, number))
+
+
+def _parsed(content: bytes) -> Owner:
+    # Empty for invalid content: the file may just be being written.
     with contextlib.suppress(ValueError):
         owner = json.loads(content)
         if isinstance(owner, dict) and owner.keys() >= {"token", "process", "started"}:
@@ -283,8 +292,9 @@ def _owner(content: bytes) -> Owner:
 
 
 def _name(owner: Owner) -> str:
-    text = "process {process} of {owner} on {host} since {since}"
-    return text.format_map(owner) if owner else "an unknown process"
+    if not owner:
+        return "an unknown process"
+    return "process {process} of {owner} on {host} since {since}".format_map(owner)
 
 
 def _file(folder: Location, number: int) -> Location:
@@ -292,23 +302,23 @@ def _file(folder: Location, number: int) -> Location:
 
 
 def _inode(folder: Location) -> int | None:
-    """A renamed folder keeps it, and a copy has another one."""
+    # A renamed folder keeps its inode, and a copy has another one.
     with contextlib.suppress(OSError):
         return os.stat(folder.path).st_ino if folder.is_local else None
     return None
 
 
 def _started(pid: int) -> str | None:
-    """When a process started, in the kernel's ticks: a later one may have its number. Empty if it
-    has ended; None if it is hidden.
+    """When a process started, in the kernel's ticks: numbers of processes are reused. Empty if the
+    process has ended; None if it is hidden.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None if psutil.pid_exists(pid) else ""
-    return "" if fields[0] in "ZX" else fields[19]  # a zombie: dead, but not yet reaped
+    return "" if fields[0] in "ZX" else fields[19]  # a zombie has ended, but is not yet reaped
 
 
-def _processes() -> str:
+def _namespace() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"

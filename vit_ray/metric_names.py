@@ -6,7 +6,7 @@ Names with a number of shots, a data set or a task are built from a group below.
 from collections.abc import Mapping
 from typing import Final
 
-# Of training, at each logged step.
+# Training, at each logged step.
 TRAIN_LOSS: Final = "train/loss"
 TRAIN_LR: Final = "train/lr"
 TRAIN_GRAD_NORM: Final = "train/grad_norm"
@@ -21,13 +21,13 @@ PERF_OWN_MS_MAX: Final = "perf/own_ms_max"
 PERF_SLOWEST_RANK: Final = "perf/slowest_rank"
 PERF_MEMORY_GIB: Final = "perf/memory_gib"
 
-# Of an attempt's start and of its checkpoints.
+# Start and checkpoints of an attempt.
 STARTUP_FIRST_STEP_S: Final = "startup/first_step_s"
 STARTUP_COMPILE_S: Final = "startup/compile_s"
 PERF_COMPILED: Final = "perf/compiled"
 CHECKPOINT_STALL_S: Final = "checkpoint/stall_s"
 
-# Of an evaluation. `eval/` and `dev/` (held-out training images) have the same names.
+# Evaluation. `eval/` and `dev/` (held-out training images) have the same names.
 EVAL_GROUP: Final = "eval/"
 DEV_GROUP: Final = "dev/"
 EVAL_TOP1: Final = "eval/top1"
@@ -38,30 +38,29 @@ DEV_TOP1: Final = "dev/top1"
 DEV_LOSS: Final = "dev/loss"
 FEW_SHOT_GROUP: Final = "few_shot/"
 
+# Part of the name of every metric of averaged weights.
 AVERAGED: Final = "/averaged_"
-"""Part of the name of every metric with averaged weights."""
 
-# For a run that keeps its best evaluation.
+# Best evaluation of a run that keeps it: part of the names of its metrics, such as
+# `eval/best_top1`; its step; and the number of evaluations from which it was selected.
 BEST: Final = "/best_"
-"""Part of the name of each of its metrics, such as `eval/best_top1`; recorded with the next two."""
 RESULT_STEP: Final = "result/step"
 RESULT_EVALUATIONS: Final = "result/evaluations"
-"""Number of evaluations from which the best was selected."""
 
-# Of a whole run.
+# A whole run.
 RUN_GROUP: Final = "run/"
 RUN_GOODPUT: Final = "run/goodput"
 RUN_WALL_S: Final = "run/wall_s"
 COST_CORE_DAYS: Final = "cost/core_days"
+# Hours in which workers held GPUs.
 COST_GPU_HOURS: Final = "cost/gpu_hours"
-"""Hours in which workers held GPUs."""
 STUDY_EXAFLOPS: Final = "study/exaflops"
 STUDY_STEPS: Final = "study/steps"
 STUDY_FORWARD_GMACS: Final = "study/forward_gmacs"
 STUDY_IMAGES_SEEN: Final = "study/images_seen"
 STUDY_TRAIN_IMAGES: Final = "study/train_images"
 
-# Over many runs, recorded by their parent.
+# Many runs, recorded by their parent run.
 STUDY_CELLS: Final = "study/cells"
 STUDY_FAILED_CELLS: Final = "study/failed_cells"
 SWEEP_GROUP: Final = "sweep/"
@@ -88,14 +87,14 @@ def averaged_key(key: str) -> str:
 
 def without_best(metrics: Mapping[str, float]) -> dict[str, float]:
     """Metrics without those of a best evaluation."""
-    of_result = (RESULT_STEP, RESULT_EVALUATIONS)
-    return {k: v for k, v in metrics.items() if BEST not in k and k not in of_result}
+    result_keys = (RESULT_STEP, RESULT_EVALUATIONS)
+    return {k: v for k, v in metrics.items() if BEST not in k and k not in result_keys}
 
 
 def with_best(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Results of a run by their plain names: of its best evaluation, where it keeps that.
+    """Results of a run by their plain names: of its best evaluation, if it keeps that.
 
-    Those of the last evaluation stand beside them as `eval/last_top1` and so on.
+    Metrics of the last evaluation are then `eval/last_top1` and so on.
     """
     results = dict(metrics)
     for key, value in metrics.items():

@@ -1,8 +1,8 @@
 """Every private name of MLflow that this project uses, in one file.
 
-Each is here because no public name of MLflow 3.17 works instead; a test finds every one. MLflow is
-imported by the functions, not with this file: `tracking/mlflow_client.py` imports it without what
-it does not need.
+Each is here because no public name of MLflow 3.17 works instead; a test checks that each exists.
+This module does not import MLflow: `tracking/mlflow_client.py` does so without the packages that
+are not needed.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from vit_ray.internals import Internal
 if TYPE_CHECKING:
     from mlflow.entities import Metric, Run
 
+# Version of MLflow for which all of this was read and tested.
 VERSION: Final = "3.17"
-"""Version of MLflow for which all of this was read and tested."""
 
+# Tag of an experiment, followed by the key of a view: what MLflow's page of the experiment shows.
+# The page of MLflow 3.17 reads the fields that `view_state` writes; other versions ignore fields
+# that they do not have.
 VIEW_TAG: Final = "mlflow.sharedViewState."
-"""Tag of an experiment: what MLflow's page of it shows, under a key. The page of MLflow 3.17 reads
-the fields that `view_state` writes; other versions ignore fields that they do not have."""
+# Parameter of the page's address: the key of a view.
 VIEW_PARAMETER: Final = "viewStateShareKey"
-"""Parameter of the page's address: the key."""
-# Title of the first charts.
+# Title of the charts' first section.
 _SECTION: Final = "results"
 
 INTERNALS: Final = (
     Internal(
         "mlflow.entities", "RunData",
-        "`metrics` has the latest values without their steps and times.", "",
+        "The public `metrics` are the latest values without their steps and times.", "",
         {"to_proto": ("self",)},
     ),
 )  # fmt: skip
@@ -39,16 +40,16 @@ INTERNALS: Final = (
 def view_state(
     columns: Sequence[str], order_by: str, line: str, scatter: Sequence[str] = ()
 ) -> str:
-    """A view of an experiment, in the form of its tag.
+    """A view of an experiment, as text for its tag.
 
-    Runs are in one list, with child runs expanded, and all are drawn; by default child runs are
-    collapsed, and charts have ten runs. Other metrics are below in sections of MLflow's own.
+    The list has all runs, with child runs expanded, and charts draw all of them; by default child
+    runs are collapsed, and charts have ten runs. MLflow adds its own sections with other metrics.
 
     Args:
         columns: of the list of runs: `metrics.`, `params.` or `attributes.` and a name.
-        order_by: the column that sorts the list, the greatest first.
-        line: metric of a chart over steps, with a line for each run.
-        scatter: columns of the axes of a chart before it, with a point for each run.
+        order_by: column by which the list is sorted, in descending order.
+        line: metric of a line chart over steps, with a line for each run.
+        scatter: columns for the two axes of a first chart, with a point for each run.
     """
     shared = {
         "runsCountToCompare": 100, "metricSectionId": _SECTION, "isGenerated": False,

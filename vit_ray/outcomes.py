@@ -1,7 +1,7 @@
-"""How a run or a trial begins and ends, and its events between: values that cross processes.
+"""Start, events and end of a run or trial, as values that processes exchange.
 
-Decisions follow these values; their texts are for users. MLflow's tags, and the histories and logs
-on disk, hold the values of the enums and the origin of a branch, so these must not change.
+Decisions depend on these values; their texts are for users. MLflow's tags and the files on disk
+contain the values of the enums and the origins of branches, so these must not change.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+# File next to the checkpoints of a branch or fork, with the origin of its first checkpoint.
 BRANCH_NOTE: Final = "branched_from.txt"
-"""File next to the checkpoints of a branch or fork that names the run of its first checkpoint."""
+# Tag in MLflow with the same text, for reports.
 BRANCH_TAG: Final = "vit_ray.branched_from"
-"""MLflow's tag of that text; later reports read it from there."""
 
 
 class EventKind(StrEnum):
@@ -41,8 +41,8 @@ class EventKind(StrEnum):
     RECIPE_CHANGED = "recipe changed"
     RESIZING = "resizing"
     RESUMED = "resumed"
+    # On request, or early: such a run has not failed, although its last steps are missing.
     STOPPED = "stopped"
-    """On request, or early: such a run has not failed, although it lacks its last steps."""
     STORAGE_SLOW = "storage slow"
     TASK_FAILED = "failed task"
     TRIAL_DIVERGED = "trial diverged"
@@ -55,7 +55,7 @@ class Failure:
     """Why a run ends when a restart would not help.
 
     Attributes:
-        has_diverged: its loss or gradient is not finite: the same recipe would diverge again.
+        has_diverged: the loss or gradient is not finite; the same recipe would diverge again.
     """
 
     reason: str
@@ -64,12 +64,12 @@ class Failure:
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """Place of a worker, as it introduced itself, and its step.
+    """Worker info: where a worker runs, as it reports itself, and its step.
 
     Attributes:
-        node: Ray's id of its node.
+        node: Ray's id of the node.
         detail: GPU, process and log file, for errors.
-        group: id of its placement group.
+        group: id of the placement group.
     """
 
     host: str
@@ -86,8 +86,7 @@ class TrialState(StrEnum):
     """How a trial of a sweep ended."""
 
     FINISHED = "finished"
-    STOPPED_EARLY = "stopped early"
-    """A rung of ASHA stopped it."""
+    STOPPED_EARLY = "stopped early"  # by ASHA, at a rung
     DIVERGED = "diverged"
     FAILED = "failed"
 
@@ -99,20 +98,21 @@ def origin_of(cell_name: str, step: int) -> str:
 
 def step_of(origin: str) -> int | None:
     """The step in such a text; None if it has none."""
-    found = re.search(r" at step (\d+)$", origin)
-    return int(found[1]) if found else None
+    match = re.search(r" at step (\d+)$", origin)
+    return int(match[1]) if match else None
 
 
 def own_share(origin: str, global_batch_size: float | None, images_seen: float | None) -> float:
-    """The share of a training's compute that is its own: for a branch, the steps after its start.
+    """Share of a training's compute that no other run has spent: for a branch, of the steps after
+    its start.
 
     Args:
-        origin: as `origin_of` made it; empty for a training that began at step 0.
+        origin: as from `origin_of`; empty for a training that began at step 0.
         global_batch_size: of the training, in images.
-        images_seen: by the training, those before the branch included.
+        images_seen: by the training, including those before the branch.
 
     Returns:
-        In [0, 1]. 0 for a branch whose start is unknown: its parent run has counted most of it.
+        In [0, 1]. 0 for a branch whose start is unknown: the other run counts most of its compute.
     """
     if not origin:
         return 1.0

@@ -1,11 +1,11 @@
-"""A user's own parts: a model, loss, augmentation, optimizer, metric or callback by dotted name.
+"""Custom parts: the user's model, loss, augmentation, optimizer, metric or callback by dotted name.
 
 A part is a callable of a Python module, such as `train.loss: mymodule.focal_loss`. Its arguments
-are listed here, and its return value in docs/python.md; `own_part` finds parts of all kinds.
+are listed here, and its return value in docs/python.md; `own_part` imports parts of all kinds.
 
 Importing a module runs its code. A module is imported only if the user has named it: in the recipe
-of a command, with `--module`, or with `trust_modules`. Recipes in checkpoints and in MLflow's runs
-also name parts; that alone imports nothing.
+of a command, with `--module`, or with `trust_modules`. Recipes in checkpoints and MLflow runs also
+name parts, but nothing is imported only because of these.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any, Final
 
 DOTTED: Final = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$"
 _TRUSTED: Final[set[str]] = set()
-_OPTIONS: Final[Mapping[str, Any]] = {}
+_NO_OPTIONS: Final[Mapping[str, Any]] = {}
 
-
+# Positional arguments with which the part of each key is called.
 PARAMETERS: Final = {
     "model.name": ("num_classes", "image_size"),
     "train.loss": ("logits", "labels"),
@@ -32,13 +32,12 @@ PARAMETERS: Final = {
     "optim.name": ("groups", "config"),
     "train.callbacks": ("step", "metrics"),
 }
-"""What the part of each key is called with, by position."""
 
 Part = Callable[..., Any]
 
 
 def is_own(name: str) -> bool:
-    """Whether a name is that of a user's own part: no built-in part has such a name."""
+    """Whether a name is a custom part's: names of built-in parts have another form."""
     return re.fullmatch(DOTTED, name) is not None
 
 
@@ -48,7 +47,7 @@ def trust_modules(*names: str) -> None:
 
 
 def trust_named(tree: Any) -> None:
-    """Allow the modules of all dotted names in plain data that the user has written."""
+    """Allow the modules of all dotted names in plain data from the user."""
     trust_modules(*(name.rpartition(".")[0] for name in _texts(tree) if is_own(name)))
 
 
@@ -60,7 +59,7 @@ def _texts(tree: Any) -> Iterator[str]:
             yield from _texts(part)
 
 
-def own_part(name: str, key: str, options: Mapping[str, Any] = _OPTIONS) -> Part:
+def own_part(name: str, key: str, options: Mapping[str, Any] = _NO_OPTIONS) -> Part:
     """The part with a dotted name.
 
     Args:
@@ -69,8 +68,8 @@ def own_part(name: str, key: str, options: Mapping[str, Any] = _OPTIONS) -> Part
         options: further arguments, by name.
 
     Raises:
-        ValueError: the module is not trusted or does not exist, it has no such attribute, or that
-            takes other parameters.
+        ValueError: the module is not trusted or does not exist, or it has no such callable with
+            these parameters.
     """
     where, (module_name, _, attribute) = f"{key}={name}", name.rpartition(".")
     if not any(f"{module_name}.".startswith(f"{trusted}.") for trusted in _TRUSTED):
@@ -79,7 +78,7 @@ def own_part(name: str, key: str, options: Mapping[str, Any] = _OPTIONS) -> Part
             f"it runs its code; add --module {module_name} to the command if you trust it, or call "
             f"vit_ray.trust_modules({module_name!r})"
         )
-    if os.getcwd() not in sys.path:  # of an installed command
+    if os.getcwd() not in sys.path:  # for an installed command it is not
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
@@ -96,16 +95,16 @@ def own_part(name: str, key: str, options: Mapping[str, Any] = _OPTIONS) -> Part
         ) from error
     part: Part | None = getattr(module, attribute, None)
     if not callable(part):
-        others = [other for other in vars(module) if callable(vars(module)[other])]
-        near = difflib.get_close_matches(attribute, others, n=3)
+        callables = [name for name, value in vars(module).items() if callable(value)]
+        similar = difflib.get_close_matches(attribute, callables, n=3)
         what = "not callable" if part is None else f"a {type(part).__name__}"
-        hint = f"did you mean {', '.join(near)}?" if near else "give a function or class"
+        hint = f"did you mean {', '.join(similar)}?" if similar else "give a function or class"
         raise ValueError(f"{where}: {attribute} in {module.__file__} is {what}; {hint}")
-    wanted = PARAMETERS[key]
+    parameters = PARAMETERS[key]
     try:
-        inspect.signature(part).bind(*wanted, **options)
+        inspect.signature(part).bind(*parameters, **options)
     except TypeError as error:
-        call = ", ".join([*wanted, *(f"{option}=..." for option in options)])
+        call = ", ".join([*parameters, *(f"{option}=..." for option in options)])
         raise ValueError(
             f"{where}: it does not take {attribute}({call}), as docs/python.md requires: {error}"
         ) from None

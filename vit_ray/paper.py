@@ -1,4 +1,4 @@
-"""The paper's names of models, what timm and Hugging Face call them, and its tables' numbers."""
+"""The paper's models, their names in timm and on the Hugging Face hub, and the paper's tables."""
 
 import re
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ PRETRAINING: Final = {
 _MODELS: Final = ("ViT-B/16", "ViT-B/32", "ViT-L/16", "ViT-L/32", "ViT-H/14")
 
 _SIZES: Final = {"tiny": "Ti", "small": "S", "base": "B", "large": "L", "huge": "H"}
-# The part after a full stop in timm, and an owner or data set in the hub, name weights.
+# These name weights: the part after a full stop in timm, an owner or data set on the hub.
 _OWNER, _TAG = r"(?:[\w.-]+/)?", r"(?:\.\w+|-in21k)?"
 _VIT: Final = re.compile(
     rf"{_OWNER}(?:vit|deit)[_-]({'|'.join(_SIZES)})[_-]patch(\d+)[_-](\d+){_TAG}"
@@ -25,43 +25,43 @@ _FAMILIES: Final = {"Axial": "Axial", "Hybrid": r".*\+", "ViT": "ViT", "ResNet":
 
 def model_family(name: str) -> str:
     """`ViT`, `Hybrid`, `ResNet`, `Axial` or `Other`, by the catalog's name."""
-    return next((family for family, test in _FAMILIES.items() if re.match(test, name)), "Other")
+    return next((family for family, start in _FAMILIES.items() if re.match(start, name)), "Other")
 
 
 def canonical_model(name: str) -> tuple[str, int | None]:
-    """The catalog's name of a model, and the side in pixels that its other name gives.
+    """The catalog's name of a model, and the image side in pixels that the given name contains.
 
     Args:
         name: such as `vit_base_patch16_224.augreg_in21k` in timm, `google/vit-base-patch16-224` on
             the hub; any other name is returned unchanged.
     """
-    if found := _VIT.fullmatch(name):
-        return f"ViT-{_SIZES[found[1]]}/{found[2]}", int(found[3])
-    if found := _HYBRID.fullmatch(name):
-        return f"R50x1+ViT-{_SIZES[found[1]]}/{found[2]}", int(found[3])
-    if found := _BIT.fullmatch(name):
-        return f"R{found[1] or f'{found[2]}x1'}", None
+    if match := _VIT.fullmatch(name):
+        return f"ViT-{_SIZES[match[1]]}/{match[2]}", int(match[3])
+    if match := _HYBRID.fullmatch(name):
+        return f"R50x1+ViT-{_SIZES[match[1]]}/{match[2]}", int(match[3])
+    if match := _BIT.fullmatch(name):
+        return f"R{match[1] or f'{match[2]}x1'}", None
     return name, None
 
 
 def resolved_model(name: str, image_size: object) -> tuple[str, object]:
-    """The catalog's name of a model, and its image size if its other name gives it.
+    """The catalog's name of a model, and its image size: as given, or else as in the name.
 
     Args:
-        image_size: as given; None = not given.
+        image_size: None = not given.
 
     Raises:
-        ValueError: the name is for another size than the given one.
+        ValueError: the name is for another size than `image_size`.
     """
-    known, side = canonical_model(name)
+    catalog_name, side = canonical_model(name)
     if side is None or image_size in (side, (side, side), [side, side]):
-        return known, image_size
+        return catalog_name, image_size
     if image_size is not None:
         raise ValueError(
             f"name={name} is for {side} pixels, but image_size={image_size}; give "
-            f"image_size={side}, or name={known}"
+            f"image_size={side}, or name={catalog_name}"
         )
-    return known, side
+    return catalog_name, side
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class TestSet:
     title: str
     num_classes: int
     num_images: int
-    """As published: CIFAR's, Pets' and Flowers' test sets, ImageNet's validation set."""
 
 
+# Sizes as published: CIFAR's, Pets' and Flowers' test sets, ImageNet's validation set.
 TEST_SETS: Final = {
     "cifar10": TestSet("CIFAR-10", 10, 10_000),
     "cifar100": TestSet("CIFAR-100", 100, 10_000),
@@ -95,7 +95,7 @@ TABLE_2: Final = {
         (99.15, 0.03), (93.25, 0.05), (85.30, 0.02), (88.62, 0.05), (99.61, 0.02), (94.67, 0.15),
     ),
 }  # fmt: skip
-# Percent, in the order of the tasks; for each of them in the order of the models.
+# Accuracies in percent: a row for each task, a column for each model.
 TABLE_5: Final[dict[str, tuple[tuple[float | None, ...], ...]]] = {
     "imagenet": (
         (98.13, 97.77, 97.86, 97.94, None),
@@ -155,7 +155,7 @@ class PaperRow:
 
 
 # Columns: model, JFT epochs, ImageNet top-1 in percent, pre-training exaFLOPs. The 859 of
-# R50x1+ViT-L/16 is printed so, although half of its own 14-epoch row is 834.
+# R50x1+ViT-L/16 is as printed, although half of its 14-epoch row is 834.
 TABLE_6 = tuple(
     PaperRow(name, epochs, top1 / 100, exaflops)
     for name, epochs, top1, exaflops in (

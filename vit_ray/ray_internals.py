@@ -1,8 +1,8 @@
 """Every private name of Ray that this project uses, in one file.
 
-Each is here because no public name of Ray 2.60 works instead; a test finds every one with the
-parameters that are used. Names are imported on first use, so that a task that reads data does not
-import Ray Train.
+Each is here because no public name of Ray 2.60 works instead; a test checks that each exists with
+these parameters. Names are imported on first use, so that a task that reads data does not import
+Ray Train.
 """
 
 import importlib
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
     node_labels_match_selector: Callable[[dict[str, str], dict[str, str]], bool]
 
+# Version of Ray for which all of this was read and tested.
 VERSION: Final = "2.60"
-"""Version of Ray for which all of this was read and tested."""
-# How old a count of the cluster's resources may be; each asks the head.
-_COUNTED_FOR_S: Final = 10.0
+# How long a count of the cluster's resources is used; each count is a request to the head.
+_COUNT_AGE_S: Final = 10.0
 _TRAIN: Final = "ray.train.v2._internal"
 _DATA: Final = "ray.data._internal.execution"
 
@@ -37,20 +37,20 @@ INTERNALS: Final = (
     Internal(
         "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator",
         "get_or_create_autoscaling_coordinator",
-        "Ray Data starts it when it executes, and knows no CPUs before it answers; it can start at "
-        "the same time as the process that executes.", "",
+        "Ray Data starts it when it executes, and knows no CPUs before it answers; here it starts "
+        "in parallel with the process that executes.", "",
         {"": ()},
     ),
     Internal(
         "ray.data._internal.stats", "get_or_create_stats_actor",
-        "Ray Data starts it where it first executes, and it stays there: a node with an actor is "
-        "never idle.", "",
+        "Ray Data starts it on the node where it first executes: a node with an actor is never "
+        "idle.", "",
         {"": ()},
     ),
     Internal(
         "ray.data._internal.stats", "_StatsManager",
-        "It keeps numbers for a dashboard in a separate process; a Ray without a dashboard does "
-        "not show them.", "",
+        "It keeps numbers for the dashboard in a separate process; without a dashboard nothing "
+        "shows them.", "",
         {
             "register_dataset_to_stats_actor": (
                 "dataset_tag", "operator_tags", "topology", "data_context",
@@ -64,14 +64,14 @@ INTERNALS: Final = (
     Internal(
         "ray.data._internal.cluster_autoscaler.rate_based_cluster_autoscaler",
         "RateBasedClusterAutoscaler",
-        "Data sets that execute at the same time get of each node its free CPUs divided by their "
-        "number, rounded down: none, if there are more hosts than a host has CPUs.", "",
+        "Of several data sets that execute at the same time, each gets a node's free CPUs divided "
+        "by their number, rounded down: none, if a node has fewer CPUs than there are sets.", "",
         {"get_total_resources": ("self",)},
     ),
     Internal(
         f"{_TRAIN}.execution.context", "get_train_context",
-        "`ray.train.get_preemption_info` waits for all workers at each call; the loop agrees by "
-        "itself.", "#65183",
+        "`ray.train.get_preemption_info` waits for all workers at each call; the training loop has "
+        "its own agreement.", "#65183",
         {"": ()},
     ),
     Internal(
@@ -81,7 +81,7 @@ INTERNALS: Final = (
     ),
     Internal(
         f"{_DATA}.streaming_executor", "StreamingExecutor",
-        "Shows such a callback whether the loop has anything to wait for.", "",
+        "Shows such a callback whether the executor has anything to wait for.", "",
         attributes=("_topology",),
     ),
     Internal(
@@ -99,7 +99,7 @@ INTERNALS: Final = (
     ),
     Internal(
         "ray.util.scheduling_strategies", "NodeAffinitySchedulingStrategy",
-        "Without `_spill_on_unavailable` a task waits for its node while others are free.", "",
+        "Without `_spill_on_unavailable` a task waits for its node while other nodes are free.", "",
         {"": ("node_id", "soft", "_spill_on_unavailable", "_fail_on_unavailable")},
     ),
     Internal(
@@ -109,7 +109,7 @@ INTERNALS: Final = (
     ),
     Internal(
         "ray._raylet", "node_labels_match_selector",
-        "Whether any node could take a worker is checked before Ray waits for one.", "",
+        "Checks whether any node can run a worker, before Ray waits for one.", "",
     ),
     Internal("ray._raylet", "Config", "Reads the authentication mode again.", "#64755"),
     Internal(
@@ -118,8 +118,8 @@ INTERNALS: Final = (
         {"": ("address", "options", "asynchronous", "credentials")},
     ),
 )  # fmt: skip
-# A request of clients that are about to join a cluster; its message is empty.
-_A_QUESTION: Final = "/ray.rpc.NodeInfoGcsService/GetClusterId"
+# A request of clients before they join a cluster; its message is empty.
+_CLUSTER_ID_REQUEST: Final = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 _MODULES: Final = {internal.name: internal.module for internal in INTERNALS}
 
 
@@ -132,8 +132,8 @@ def __getattr__(name: str) -> Any:
 
 def preemption_notice() -> Any:
     """Ray Train's notice for this worker's group, without waiting for the other workers."""
-    context = importlib.import_module(_MODULES["get_train_context"]).get_train_context()
-    return context.preemption_context.preemption_info
+    module = importlib.import_module(_MODULES["get_train_context"])
+    return module.get_train_context().preemption_context.preemption_info
 
 
 def near_by() -> Any:
@@ -149,18 +149,17 @@ def operators_of(executor: Any) -> Any:
 
 
 # Texts of Ray 2.60 for errors without a type.
-STARTUP_TIMEOUT: Final = "The current node timed out during startup"
 _VERSION_MISMATCH: Final = "Version mismatch: "
 _RETRY_NOTE: Final = re.compile(
     r"\nFailed to [^\n]* attempts \(total backoff .*believe this to be transient\.", re.DOTALL
 )
-# In a text of several lines; the last is about Ray's settings.
+# Host, and the use of its memory.
 _MEMORY_KILL: Final = re.compile(r"Memory on the node \(IP: ([^,]+),.*?\) was (.+? limit)")
 
 
 def is_startup_timeout(error: Exception) -> bool:
     """Whether `ray.init` raised it because a node could not be started in time."""
-    return STARTUP_TIMEOUT in str(error)
+    return "The current node timed out during startup" in str(error)
 
 
 def version_mismatch(error: Exception) -> str | None:
@@ -170,9 +169,9 @@ def version_mismatch(error: Exception) -> str | None:
 
 
 def memory_kill(error: BaseException) -> tuple[str, str] | None:
-    """Host, and use of its memory, if Ray has ended a process for lack of it; else None."""
-    found = _MEMORY_KILL.search(str(error))
-    return (found[1], found[2]) if found else None
+    """Host and its memory use, if Ray ended a process because memory ran out; else None."""
+    match = _MEMORY_KILL.search(str(error))
+    return (match[1], match[2]) if match else None
 
 
 def without_retry_note(text: str) -> str:
@@ -190,13 +189,13 @@ def token_problem(address: str, timeout_s: float) -> str | None:
     """Why the cluster at `HOST:PORT` refuses this process's token; None if it does not.
 
     Raises:
-        ConnectionError: what listens there is no Ray.
+        ConnectionError: no Ray cluster answers there.
     """
     grpc = importlib.import_module("grpc")
     connect = importlib.import_module(_MODULES["init_grpc_channel"]).init_grpc_channel
-    with connect(address, [("grpc.enable_http_proxy", 0)]) as channel:  # as Ray itself joins
+    with connect(address, [("grpc.enable_http_proxy", 0)]) as channel:  # Ray's own options
         try:
-            channel.unary_unary(_A_QUESTION)(b"", timeout=timeout_s)
+            channel.unary_unary(_CLUSTER_ID_REQUEST)(b"", timeout=timeout_s)
         except grpc.RpcError as error:
             if error.code().name in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
                 raise ConnectionError(error.code().name.lower()) from None
@@ -211,7 +210,7 @@ def reload_ray_config() -> None:
 
 
 def keep_no_dataset_statistics() -> None:
-    """For Ray Data sets that this process executes."""
+    """Turn off the dashboard's statistics of Ray Data sets that this process executes."""
     manager = importlib.import_module(_MODULES["_StatsManager"])._StatsManager
     methods = next(i for i in INTERNALS if i.name == "_StatsManager").parameters
     for name in methods:
@@ -219,50 +218,50 @@ def keep_no_dataset_statistics() -> None:
 
 
 def start_data_actors() -> None:
-    """Start Ray Data's own actors on this process's node, for as long as the cluster lives.
+    """Start Ray Data's actors on this process's node, for the lifetime of the cluster.
 
-    Ray never removes the node on which they are, and at its end waits for them without result: it
-    should be that of the driver, which is the head by default.
+    An autoscaler never removes the node on which they run. It should be the driver's node, which is
+    the head by default.
     """
     for name in ("get_or_create_autoscaling_coordinator", "get_or_create_stats_actor"):
         getattr(importlib.import_module(_MODULES[name]), name)()
 
 
 def give_datasets(share: float, reserved_cpus: float) -> None:
-    """Limit what Ray Data sets that this process executes may use, from now on.
+    """Limit the resources of Ray Data sets that this process executes from now on.
 
     Args:
         share: of the cluster's object store and of its CPUs, CPU-only nodes included; 1 for Ray
             Data's own limits.
-        reserved_cpus: of the cluster, which are not counted.
+        reserved_cpus: CPUs of the cluster that are not for data.
     """
     from ray.data import ExecutionResources
 
     module = importlib.import_module(_MODULES["RateBasedClusterAutoscaler"])
     autoscaler: Any = module.RateBasedClusterAutoscaler
-    plain = autoscaler.__dict__.get("_plain_total", autoscaler.get_total_resources)
-    autoscaler._plain_total = plain
+    original = autoscaler.__dict__.get("_plain_total", autoscaler.get_total_resources)
+    autoscaler._plain_total = original
     if share == 1:
-        autoscaler.get_total_resources = plain
+        autoscaler.get_total_resources = original
         return
-    counted: list[tuple[float, Any]] = []
+    last_count: list[tuple[float, Any]] = []
 
     def get_total_resources(_: Any) -> Any:
         now = time.monotonic()
-        if not counted or now - counted[-1][0] > _COUNTED_FOR_S:
+        if not last_count or now - last_count[0][0] > _COUNT_AGE_S:
             total = ray.cluster_resources()  # type: ignore[no-untyped-call]
             # The object store of this process's node, on which most blocks are made.
             here = ray.get_runtime_context().get_node_id()
-            own_store = next(
+            node_store = next(
                 (n["Resources"].get("object_store_memory", 0.0) for n in ray.nodes()  # type: ignore[no-untyped-call]
                  if n["NodeID"] == here), math.inf,
             )  # fmt: skip
-            part = ExecutionResources(
+            limits = ExecutionResources(
                 cpu=share * max(0.0, total.get("CPU", 0.0) - reserved_cpus),
-                object_store_memory=min(share * total.get("object_store_memory", 0.0), own_store),
+                object_store_memory=min(share * total.get("object_store_memory", 0.0), node_store),
                 memory=share * total.get("memory", 0.0),
             )
-            counted[:] = [(now, part)]
-        return counted[-1][1]
+            last_count[:] = [(now, limits)]
+        return last_count[0][1]
 
     autoscaler.get_total_resources = get_total_resources

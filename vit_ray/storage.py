@@ -1,7 +1,7 @@
 """Files of data sets and runs: a folder of this machine, or an address such as `s3://`, by fsspec.
 
 Requests to a store are repeated by its library, operations on a network disk by `with_retries`.
-Errors of a store are OSErrors of one line that names the place, the cause and the setting.
+Errors of a store are OSErrors of one line with the address, the cause and the setting to change.
 """
 
 import asyncio
@@ -32,27 +32,28 @@ from vit_ray.addresses import absolute_path, check_address
 
 _LOG: Final = logging.getLogger(__name__)
 
-# What is appended to a local file's name while it is being written, and stays after a kill.
+# Pattern of what a local file's name ends in while it is written, and after a kill.
 HALF_WRITTEN: Final = r"\.[0-9a-f]{8}\.tmp"
-# fsspec's variable with the options of S3, as JSON.
-_OPTIONS: Final = "FSSPEC_S3"
-# File by which a start tries its access rights; one that could not be deleted is replaced.
+# fsspec's environment variable for the options of S3, as JSON.
+_OPTIONS_VARIABLE: Final = "FSSPEC_S3"
+# File that a start writes to test its access rights.
 RIGHTS_PROBE: Final = "rights-probe"
-# Attempts of s3fs, with waits of 104 s. The AWS client itself makes one of each: its
-# `standard` mode stops when many fail: 294 of 2,000 PUTs were lost at 40 % of 503 (2026-11-28).
+# Attempts of s3fs, which waits 104 s between them in all. The AWS client makes only one attempt for
+# each: its `standard` mode stops when many requests fail. With 503 as the answer to 40 % of
+# requests, 294 of 2,000 PUTs were lost (2026-11-28).
 RETRIES: Final = 15
-# Of one request with all its attempts until its answer begins, and as much longer as its content
-# takes at this rate.
+# Limit for a request with all its attempts, until its answer begins; a request with content gets
+# the time for it at this rate in addition.
 _REQUEST_LIMIT_S: Final = 180.0
-_LEAST_BYTES_PER_S: Final = 100_000
+_MIN_BYTES_PER_S: Final = 100_000
 _S3_CONFIG: Final = {
     "connect_timeout": 5,
     "read_timeout": 30,
     "retries": {"mode": "legacy", "total_max_attempts": 1},
 }
-# For the first question to a bucket, which is asked twice.
+# For the first request to a bucket, which has two attempts.
 _FIRST_CONFIG: Final = {**_S3_CONFIG, "read_timeout": 6}
-# Three minutes: an NFS server takes some to restart.
+# Three minutes altogether: an NFS server needs minutes to restart.
 _DISK_PAUSES_S: Final = (0.2, 0.4, 0.8, 1.6, 3.2, 6.4, *[12.0] * 14)
 _DISK_AWAY: Final = {
     errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.ESTALE, errno.ETIMEDOUT,
@@ -68,8 +69,8 @@ _NO_KEYS: Final = (
 _RENEW: Final = "the credentials have expired: renew AWS_SESSION_TOKEN, or log in again"
 _REGION: Final = "set AWS_REGION, or region in ~/.aws/config, to the region of the bucket"
 _ENDPOINT: Final = "check AWS_ENDPOINT_URL, or endpoint_url in ~/.aws/config, and the network"
-# Codes of S3, and names of its client's errors, with what to change: refusals, and other causes.
-_REFUSED: Final = {
+# Codes of S3 and names of its client's errors, with what to change. The first are refusals.
+_REFUSALS: Final = {
     "InvalidAccessKeyId": _KEYS,
     "SignatureDoesNotMatch": _KEYS,
     "CredentialRetrievalError": _KEYS,
@@ -83,7 +84,8 @@ _REFUSED: Final = {
     "NoCredentialsError": _NO_KEYS,
     "PartialCredentialsError": _NO_KEYS,
 }
-_SETTINGS: Final = {
+_REMEDIES: Final = {
+    **_REFUSALS,
     "AuthorizationHeaderMalformed": _REGION,
     "IllegalLocationConstraintException": _REGION,
     "PermanentRedirect": _REGION,
@@ -101,17 +103,19 @@ _SETTINGS: Final = {
     "ProxyConnectionError": "check HTTPS_PROXY and NO_PROXY",
     "SSLError": "check AWS_CA_BUNDLE, and whether the endpoint is http:// or https://",
 }
-# Codes that mean "later" with other statuses than 429 and 5xx, and content damaged on its way.
-_LATER: Final = {
+# Codes, with other statuses than 429 and 5xx, after which a request is repeated: the store is busy,
+# or the content was damaged in transit.
+_REPEATED_CODES: Final = {
     "BadDigest", "ConditionalRequestConflict", "IncompleteBody", "InternalError",
     "OperationAborted", "RequestThrottled", "RequestTimeout", "ServiceUnavailable", "SlowDown",
     "Throttling", "ThrottlingException",
 }  # fmt: skip
 
-# Errors without an answer that s3fs by itself does not repeat; a wrong certificate stays wrong.
-_NO_CONNECTION: Final = {"ConnectTimeoutError", "EndpointConnectionError", "ProxyConnectionError"}
+# Connection errors after which a request is repeated. s3fs does not do so by itself; a wrong
+# certificate (SSLError) stays wrong.
+_REPEATED_ERRORS: Final = {"ConnectTimeoutError", "EndpointConnectionError", "ProxyConnectionError"}
 
-# Rights that are not called like the operation that needs them.
+# Operations whose access right has another name.
 _RIGHTS: Final = {
     "HeadObject": "GetObject",
     "ListObjectsV2": "ListBucket",
@@ -124,8 +128,8 @@ _RIGHTS: Final = {
 }
 
 _CLIENT_ERRORS: Final = (ClientError, HTTPClientError, NoConnection)
-# Libraries below s3fs, whose own errors are of connections and of answers to requests.
-_CLIENTS = "botocore", "aiobotocore", "aiohttp"
+# Libraries below s3fs. Their errors are about connections and answers.
+_CLIENT_LIBRARIES = "botocore", "aiobotocore", "aiohttp"
 
 Result = TypeVar("Result")
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -136,11 +140,12 @@ class UnavailableError(OSError):
 
 
 def is_of_the_store(error: BaseException) -> bool:
-    """Whether a store or a network disk does not answer, or a store refuses this process: nothing
-    is known of what is stored.
+    """Whether a store or a network disk does not answer, or a store refuses access. The error then
+    says nothing about what is stored.
     """
-    kinds = UnavailableError, PermissionError, ConnectionError, TimeoutError
-    if isinstance(error, kinds) or type(error).__module__.partition(".")[0] in _CLIENTS:
+    error_types = UnavailableError, PermissionError, ConnectionError, TimeoutError
+    library = type(error).__module__.partition(".")[0]
+    if isinstance(error, error_types) or library in _CLIENT_LIBRARIES:
         return True
     return getattr(error, "errno", None) in (*_DISK_AWAY, errno.EREMOTEIO)
 
@@ -154,7 +159,8 @@ def with_retries(operation: Callable[[], Result], what: str) -> Result:
             if error.errno not in _DISK_AWAY or hasattr(error, "was_repeated"):
                 raise
             if pause_s is None:
-                error.was_repeated = True  # type: ignore[attr-defined]  # not by a caller again
+                # A caller must not repeat it again.
+                error.was_repeated = True  # type: ignore[attr-defined]
                 raise
             _LOG.info("%s failed (%s); tried again in %g s", what, error, pause_s)
             time.sleep(pause_s)
@@ -162,19 +168,19 @@ def with_retries(operation: Callable[[], Result], what: str) -> Result:
 
 
 def read_again(
-    read: Callable[[], Result], *differs: type[Exception], pause_s: float = 0.0
+    read: Callable[[], Result], *mismatches: type[Exception], pause_s: float = 0.0
 ) -> Result:
     """The result of a read, or of its second attempt: bytes may be changed in transit.
 
     Args:
-        differs: the error that means that something is not as written.
+        mismatches: errors that mean that the content is not as it was written.
         pause_s: before the second attempt; a network file system may show files late.
     """
     try:
         return read()
-    except differs as error:
+    except mismatches as error:
         if is_of_the_store(error):
-            raise  # nothing has been read
+            raise
         time.sleep(pause_s)
         return read()
 
@@ -184,8 +190,8 @@ def _filesystem(protocol: str, pid: int, options: str, *, is_first: bool = False
     """The file system of one process: connections and event loops do not survive a fork.
 
     Args:
-        options: fsspec's variable with those of S3.
-        is_first: for a question that must be answered at once.
+        options: of S3, as JSON.
+        is_first: for a request that must fail soon.
     """
     if protocol != "s3":
         try:
@@ -195,14 +201,14 @@ def _filesystem(protocol: str, pid: int, options: str, *, is_first: bool = False
             raise ValueError(f"{protocol}:// needs another package: {package}") from error
     s3fs = importlib.import_module("s3fs")  # takes a second, and many processes do not need it
     s3fs.core.set_custom_error_handler(_is_repeated)
-    given = json.loads(options)
-    region = os.environ.get("AWS_REGION")  # the client by itself reads AWS_DEFAULT_REGION alone
-    given.setdefault("client_kwargs", {"region_name": region} if region else {})
+    settings = json.loads(options)
+    region = os.environ.get("AWS_REGION")  # the client by itself reads only AWS_DEFAULT_REGION
+    settings.setdefault("client_kwargs", {"region_name": region} if region else {})
     config = _FIRST_CONFIG if is_first else _S3_CONFIG
-    given["config_kwargs"] = config | given.get("config_kwargs", {})
-    given["fixed_upload_size"] = True  # Cloudflare's R2 takes parts of one size only
+    settings["config_kwargs"] = config | settings.get("config_kwargs", {})
+    settings["fixed_upload_size"] = True  # Cloudflare's R2 takes parts of one size only
     # Cached listings do not show what other processes write.
-    store = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True, **given)
+    store = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True, **settings)
     store.retries = 2 if is_first else RETRIES
     try:
         store.connect()
@@ -215,17 +221,18 @@ def _filesystem(protocol: str, pid: int, options: str, *, is_first: bool = False
 
 
 def _limit_requests(store: Any) -> None:
-    """Let no request of s3fs wait longer than that for an answer, nor be repeated then.
+    """End each request of s3fs at `_REQUEST_LIMIT_S`, and do not repeat it then.
 
-    s3fs reads in a loop of attempts around that of each request, without a public setting: a store
-    that takes connections and never answers held a read for 100 minutes.
+    s3fs repeats a read that failed, in addition to the attempts of each request, and has no public
+    setting for that: with a store that accepts connections and never answers, a read took 100
+    minutes.
     """
     call = store._call_s3
 
-    async def limited(*args: Any, **named: Any) -> Any:
-        limit_s = _REQUEST_LIMIT_S + len(named.get("Body") or b"") / _LEAST_BYTES_PER_S
+    async def limited(*args: Any, **kwargs: Any) -> Any:
+        limit_s = _REQUEST_LIMIT_S + len(kwargs.get("Body") or b"") / _MIN_BYTES_PER_S
         try:
-            return await asyncio.wait_for(call(*args, **named), limit_s)
+            return await asyncio.wait_for(call(*args, **kwargs), limit_s)
         except (TimeoutError, HTTPClientError, NoConnection) as error:
             raise UnavailableError(str(error) or f"no answer in {limit_s:.0f} s") from error
 
@@ -234,7 +241,7 @@ def _limit_requests(store: Any) -> None:
 
 
 def _add_md5(params: dict[str, Any], **_: Any) -> None:
-    """Every store checks content with this checksum; not all know newer ones."""
+    # Every store checks content with this checksum; not all know newer ones.
     digest = hashlib.md5(params.get("Body", b""), usedforsecurity=False).digest()
     params["ContentMD5"] = base64.b64encode(digest).decode()
 
@@ -244,18 +251,18 @@ def _is_repeated(error: Any) -> bool:
     if isinstance(error, ClientError):
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         is_later = status in (408, 429) or (status >= 500 and status != 501)  # not implemented
-        return is_later or _code(error) in _LATER
-    return type(error).__name__ in _NO_CONNECTION
+        return is_later or _code(error) in _REPEATED_CODES
+    return type(error).__name__ in _REPEATED_ERRORS
 
 
 def _answer(error: BaseException) -> Any:
-    """The error of S3's client that an error was made from, or the error."""
+    """The error of S3's client that caused an error; without one, the error itself."""
     causes = (error, error.__cause__, error.__context__)
-    return next((one for one in causes if isinstance(one, _CLIENT_ERRORS)), error)
+    return next((cause for cause in causes if isinstance(cause, _CLIENT_ERRORS)), error)
 
 
 def _code(error: BaseException) -> str:
-    """S3's code, or the name of the error of its client."""
+    """S3's code, or the class name of its client's error."""
     answer = _answer(error)
     details = getattr(answer, "response", None) or {}
     return str(details.get("Error", {}).get("Code") or type(answer).__name__)
@@ -263,34 +270,36 @@ def _code(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def naming(uri: str) -> Iterator[None]:
-    """Errors of the libraries in the block become OSErrors of one line.
+    """Turn the libraries' errors in the block into OSErrors of one line.
 
     Raises:
         FileNotFoundError, FileExistsError, PermissionError, UnavailableError, OSError
     """
-    kinds = FileNotFoundError, FileExistsError, PermissionError
+    error_types = FileNotFoundError, FileExistsError, PermissionError
     try:
         yield
     except Exception as error:
         code, answer = _code(error), _answer(error)
-        # pyarrow's errors of files are plain OSErrors.
+        # pyarrow's errors about files are plain OSErrors.
         is_plain = type(error) is OSError and answer is error
-        is_without_answer = not isinstance(answer, ClientError) and not isinstance(error, kinds)
-        library, own = type(error).__module__.partition(".")[0], ("builtins", "pyarrow", "vit_ray")
-        is_of_a_store = library not in own or (isinstance(error, OSError) and not is_plain)
+        has_no_answer = not isinstance(answer, ClientError) and not isinstance(error, error_types)
+        library = type(error).__module__.partition(".")[0]
+        is_of_a_store = library not in ("builtins", "pyarrow", "vit_ray") or (
+            isinstance(error, OSError) and not is_plain
+        )
         if not is_of_a_store or "://" not in uri or "://" in str(error)[:6]:
-            raise  # of the caller or a disk, or named before
-        change = {**_REFUSED, **_SETTINGS}.get(code)
-        kind = next((one for one in kinds if isinstance(error, one)), OSError)
-        if code in _REFUSED:
-            kind = PermissionError
-        elif kind is PermissionError:
+            raise  # an error of the caller or of a disk, or it already begins with the address
+        remedy = _REMEDIES.get(code)
+        error_type = next((kind for kind in error_types if isinstance(error, kind)), OSError)
+        if code in _REFUSALS:
+            error_type = PermissionError
+        elif error_type is PermissionError:
             right = getattr(answer, "operation_name", "")
-            change = f"allow s3:{_RIGHTS.get(right, right)} to the role of the node or to its key"
-        elif is_without_answer or _is_repeated(answer):
-            kind = UnavailableError
+            remedy = f"allow s3:{_RIGHTS.get(right, right)} to the role of the node or to its key"
+        elif has_no_answer or _is_repeated(answer):
+            error_type = UnavailableError
         text = f"{uri}: {' '.join(str(error).split())} ({code})"
-        raise kind(f"{text}; {change}" if change else text) from error
+        raise error_type(f"{text}; {remedy}" if remedy else text) from error
 
 
 class Info(NamedTuple):
@@ -299,7 +308,7 @@ class Info(NamedTuple):
     path: str
     kind: Literal["file", "directory", "other", "nothing"]
     size: int = 0
-    version: str = ""  # of a file its size and the time of its last change, of an object its etag
+    version: str = ""  # a file's size and the time of its last change; an object's etag
 
     @property
     def base_name(self) -> str:
@@ -319,26 +328,26 @@ def local_info(path: str) -> Info:
     return Info(path, kind, status.st_size, f"{status.st_size}-{status.st_mtime_ns}")
 
 
-def _stored_info(found: dict[str, Any]) -> Info:
-    """From what fsspec says of a path in a store."""
-    version = found.get("ETag") or found.get("etag") or found.get("md5Hash") or ""
-    return Info(found["name"], found["type"], int(found["size"] or 0), str(version).strip('"'))
+def _stored_info(entry: dict[str, Any]) -> Info:
+    version = entry.get("ETag") or entry.get("etag") or entry.get("md5Hash") or ""
+    return Info(entry["name"], entry["type"], int(entry["size"] or 0), str(version).strip('"'))
 
 
 def _stored(doing: str) -> Callable[[Method], Method]:
-    """A method that is repeated while its disk is away (`doing` is for the log), or whose errors
-    name the place in a store.
+    """Decorator of a method of `Location`: on a disk it is repeated while the disk is away (the log
+    names it with `doing`), and in a store its errors name the address.
     """
 
-    def decorated(once: Method) -> Method:
-        @functools.wraps(once)
-        def method(place: "Location", *args: Any, **named: Any) -> Any:
-            if place.is_local:
-                return with_retries(lambda: once(place, *args, **named), f"{doing} {place.path}")
-            with naming(place.uri):
-                return once(place, *args, **named)
+    def decorated(method: Method) -> Method:
+        @functools.wraps(method)
+        def wrapper(location: "Location", *args: Any, **kwargs: Any) -> Any:
+            if location.is_local:
+                what = f"{doing} {location.path}"
+                return with_retries(lambda: method(location, *args, **kwargs), what)
+            with naming(location.uri):
+                return method(location, *args, **kwargs)
 
-        return cast("Method", method)
+        return cast("Method", wrapper)
 
     return decorated
 
@@ -353,7 +362,7 @@ class Location:
     @property
     def filesystem(self) -> Any:
         """fsspec's, of this process."""
-        return _filesystem(self.protocol, os.getpid(), os.environ.get(_OPTIONS, "{}"))
+        return _filesystem(self.protocol, os.getpid(), os.environ.get(_OPTIONS_VARIABLE, "{}"))
 
     @property
     def uri(self) -> str:
@@ -369,13 +378,12 @@ class Location:
         return Location(self.protocol, f"{self.path.rstrip('/')}/{name}")
 
     def refuse_file_in_its_place(self, key: str) -> None:
-        """Check that no file is in the place of this folder, or of one above it.
-
-        Raises:
-            ValueError: a file is; `key` names the recipe's key.
         """
-        above = self.path, *map(str, Path(self.path).parents)
-        if self.is_local and (file := next(filter(os.path.isfile, above), None)):
+        Raises:
+            ValueError: this folder, or a folder above it, is a file. `key` is the recipe's key.
+        """
+        folders = self.path, *map(str, Path(self.path).parents)
+        if self.is_local and (file := next(filter(os.path.isfile, folders), None)):
             raise ValueError(
                 f"{key}={self.path!r} must be a folder, but {file!r} is a file; choose "
                 "another folder, or move the file away"
@@ -398,8 +406,7 @@ class Location:
         if self.is_local:
             return pa.OSFile(self.path)
         with naming(self.uri):
-            file = self.filesystem.open(self.path, cache_type="none")
-            return pa.PythonFile(file, mode="r")
+            return pa.PythonFile(self.filesystem.open(self.path, cache_type="none"), mode="r")
 
     def read(self) -> bytes:
         return self.read_range(0)
@@ -417,21 +424,21 @@ class Location:
         try:
             return bytes(self.filesystem.cat_file(self.path, start=offset, end=end))
         except OSError as error:
-            if _code(error) == "InvalidRange":  # it begins where the file ends
+            if _code(error) == "InvalidRange":  # `offset` is at the file's end
                 return b""
             raise
 
     @_stored("writing")
     def write(self, content: bytes) -> None:
-        """Write a file so that no reader ever sees a part of it."""
+        """Write a file as a whole: no reader sees a part of it."""
         with self.output() as stream:
             stream.write(content)
 
     @_stored("creating")
     def create(self, content: bytes) -> bool:
-        """Write a file if there is none of this name; of several that try, one succeeds.
+        """Write a file unless it exists; of several processes that try, only one gets True.
 
-        A store that ignores If-None-Match (rclone) replaces it and says True to all.
+        A store that ignores If-None-Match (rclone) replaces the file and returns True to all.
         """
         try:
             if not self.is_local:
@@ -444,23 +451,22 @@ class Location:
                     file.flush()
                     os.fsync(file.fileno())
                 except BaseException:
-                    os.remove(self.path)  # a full disk leaves no empty one
+                    os.remove(self.path)  # a full disk must not leave an empty file
                     raise
         except FileExistsError:
             return False
         except OSError as error:
             if _code(error) not in ("PreconditionFailed", "412"):
                 raise
-            return False  # s3fs knows it by an element that not every store sends
+            return False  # s3fs recognizes it by an element that not every store sends
         return True
 
     @contextlib.contextmanager
     def output(self) -> Iterator[Any]:
-        """A stream to write to, whose content becomes this file when the block ends without an
-        error.
+        """A stream whose content becomes this file when the block ends without an error.
 
-        A file with another name, on the disk before it gets its own name; in a store an upload that
-        is published at the end, and aborted with all its parts if the block raises.
+        On a disk, a temporary file that is synced and then renamed. In a store, an upload that is
+        published at the end, and aborted with all its parts if the block raises.
         """
         if self.is_local:
             with _local_output(self.path) as stream:
@@ -474,29 +480,29 @@ class Location:
             except BaseException:
                 with contextlib.suppress(Exception):  # another error is being raised
                     upload.discard()
-                upload.closed = True  # closing it would publish what is there
+                upload.closed = True  # closing it would publish the content so far
                 raise
 
     def _publish(self, upload: Any) -> None:
-        """Complete an upload; one that is gone was completed by a request whose answer was lost."""
         try:
             upload.close()
         except FileNotFoundError as error:
+            # If the answer to the request that completed it was lost, the upload no longer exists.
             if _code(error) != "NoSuchUpload" or self.info().version != _multipart_etag(upload):
                 raise
 
     @_stored("listing")
     def list_files(self, *, recursive: bool = True) -> list[Info]:
         """All files below this folder, or directly in it, sorted by path."""
-        found = self._entries()
-        folders = [info.path for info in found if recursive and info.kind == "directory"]
+        entries = self._entries()
+        folders = [info.path for info in entries if recursive and info.kind == "directory"]
         if self.is_local:
             for path in folders:
-                found += Location(self.protocol, path).list_files()
+                entries += Location(self.protocol, path).list_files()
         elif folders:
-            found = [*map(_stored_info, self.filesystem.find(self.path, detail=True).values())]
+            entries = [*map(_stored_info, self.filesystem.find(self.path, detail=True).values())]
         # In a store the name of a folder's marker ends in a slash.
-        return sorted(i for i in found if i.kind == "file" and not i.path.endswith("/"))
+        return sorted(i for i in entries if i.kind == "file" and not i.path.endswith("/"))
 
     def list_folders(self) -> list[str]:
         """Names of the folders directly below this one, sorted; empty if there is none."""
@@ -504,17 +510,17 @@ class Location:
 
     @_stored("listing")
     def _entries(self) -> list[Info]:
-        """What is directly in this folder, sorted by path.
+        """Files and folders directly in this folder, sorted by path.
 
         Raises:
             ValueError: a name is not UTF-8, as on disks that were written long ago.
         """
         try:
             if not self.is_local:
-                found = map(_stored_info, self.filesystem.ls(self.path, detail=True))
-                return sorted(info for info in found if info.path.startswith(f"{self.path}/"))
+                entries = map(_stored_info, self.filesystem.ls(self.path, detail=True))
+                return sorted(info for info in entries if info.path.startswith(f"{self.path}/"))
             names = os.listdir(self.path)
-            "".join(names).encode()
+            "".join(names).encode()  # raises for a name that is not UTF-8
             return sorted(local_info(self.child(name).path) for name in names)
         except (FileNotFoundError, NotADirectoryError):
             return []
@@ -526,13 +532,14 @@ class Location:
 
     @_stored("deleting")
     def delete(self) -> None:
-        """Delete this file, or this folder and all below it; nothing if it does not exist."""
-        with contextlib.suppress(FileNotFoundError):  # another process is deleting it, too
+        """Delete this file, or this folder with its content, if it exists."""
+        with contextlib.suppress(FileNotFoundError):  # another process may delete it, too
             if not self.is_local:
-                if below := [info.path for info in self.list_files()]:
-                    self._remove(below)  # by requests that hide what is refused
-                for left in self.list_files() if below else ():
-                    self.filesystem.rm_file(left.path)
+                if paths := [info.path for info in self.list_files()]:
+                    self._remove(paths)
+                    # A file that is still there was refused: requests for many files hide that.
+                    for info in self.list_files():
+                        self.filesystem.rm_file(info.path)
                 self.filesystem.rm_file(self.path)
             elif os.path.isdir(self.path):
                 shutil.rmtree(self.path)
@@ -541,10 +548,10 @@ class Location:
 
     @_stored("moving")
     def move_to(self, target: "Location") -> None:
-        """Give this folder another name; a store copies everything, and then deletes it here.
+        """Rename this folder; a store copies its files, and then deletes them here.
 
         Raises:
-            OSError: it could not be done; nothing is lost.
+            OSError: it failed; nothing is lost.
         """
         if self.is_local:
             os.rename(self.path, target.path)
@@ -553,51 +560,52 @@ class Location:
         files = [info.path for info in self.list_files()] or [self.path]
         for path in files:
             self.filesystem.cp_file(path, target.path + path.removeprefix(self.path))
-        self._remove(files)  # and nothing that another process has added since
+        self._remove(files)  # not files that another process has added since
 
     def _remove(self, paths: list[str]) -> None:
-        """Delete objects; s3fs takes names with wildcards in a list for patterns."""
-        literal = [path for path in paths if not set("*?[") & set(path)]
-        if literal:
-            self.filesystem.rm(literal)
-        for path in set(paths) - set(literal):
+        """Delete objects, those with wildcards in their names one by one: in a list, s3fs would
+        expand them as patterns.
+        """
+        plain = [path for path in paths if not set("*?[") & set(path)]
+        if plain:
+            self.filesystem.rm(plain)
+        for path in set(paths) - set(plain):
             self.filesystem.rm_file(path)
 
 
 def _multipart_etag(upload: Any) -> str:
-    """What S3 calls an object of these parts; empty for a store whose parts have other names."""
+    """S3's etag of an object of these parts; empty for a store with other etags of parts."""
     try:
         parts = [bytes.fromhex(part["ETag"].strip('"')) for part in upload.parts or ()]
     except ValueError:
         return ""
-    whole = hashlib.md5(b"".join(parts), usedforsecurity=False).hexdigest()
-    return f"{whole}-{len(parts)}"
+    digest = hashlib.md5(b"".join(parts), usedforsecurity=False).hexdigest()
+    return f"{digest}-{len(parts)}"
 
 
 @contextlib.contextmanager
 def _local_output(path: str) -> Iterator[Any]:
-    """A stream to a file that gets its name, with all its content, when the block has ended."""
-    folder, half = os.path.dirname(path), f"{path}.{uuid.uuid4().hex[:8]}.tmp"
+    """A stream to a temporary file, which is renamed to `path` when the block has ended."""
+    folder, temporary = os.path.dirname(path), f"{path}.{uuid.uuid4().hex[:8]}.tmp"
     os.makedirs(folder, exist_ok=True)
     try:
-        with pa.OSFile(half, "wb") as stream:
+        with pa.OSFile(temporary, "wb") as stream:
             yield stream
-        with open(half, "rb+") as file:
+        with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
-        os.replace(half, path)
+        os.replace(temporary, path)
         _sync_folder(folder)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:  # pyarrow's
             raise OSError(error.errno, os.strerror(error.errno), path) from error
         raise
     finally:
         with contextlib.suppress(OSError):  # it was renamed, or another error is being raised
-            os.remove(half)
+            os.remove(temporary)
 
 
 def _sync_folder(path: str) -> None:
-    """Flush names to the disk, if the file system can."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # not every file system can
         folder = os.open(path, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -621,24 +629,24 @@ def locate(path: str) -> Location:
 
 
 def absolute(path: str) -> str:
-    """A local path from the root on; an address, such as `s3://bucket`, as it is."""
+    """A local path made absolute; an address, such as `s3://bucket`, unchanged."""
     local = path.removeprefix("file://")
     return local if "://" in local else absolute_path(local)
 
 
-def check_reachable(place: Location) -> None:
-    """Ask a bucket one thing: what will not pass is an error within 15 s, not after all attempts.
+def check_reachable(location: Location) -> None:
+    """Send one request to a bucket, to report a wrong setting within 15 s, not after all attempts.
 
     Raises:
-        OSError: no connection, or refused credentials, region or certificate.
+        OSError: no connection, or credentials, region or certificate were refused.
     """
-    if place.protocol == "s3":
-        bucket = place.path.partition("/")[0]
+    if location.protocol == "s3":
+        bucket = location.path.partition("/")[0]
         try:
             with naming(f"s3://{bucket}"):
-                options = os.environ.get(_OPTIONS, "{}")
+                options = os.environ.get(_OPTIONS_VARIABLE, "{}")
                 store = _filesystem("s3", os.getpid(), options, is_first=True)
                 store.call_s3("list_objects_v2", Bucket=bucket, MaxKeys=1)
         except OSError as error:
-            if _code(error.__cause__ or error) in {**_REFUSED, **_SETTINGS}:
+            if _code(error.__cause__ or error) in _REMEDIES:
                 raise

@@ -1,9 +1,9 @@
 """Sharded checkpoints in a canonical form: any worker count and any ZeRO stage can read them.
 
-A checkpoint is a folder `step-00001000` under the run's folder, of files as `checkpoint_format` has
-them: fp32 fragments of parameters, their averages and the optimizer's states, and the run's
-position. These no longer change: an evaluation after it is noted in a file of its own,
-`progress.json`. Which of a run's folders counts is decided in `run_checkpoints`.
+A checkpoint is a folder `step-00001000` under the run's folder, in the format of
+`checkpoint_format`: fp32 fragments of parameters, their averages and the optimizer's states, and
+the run's position. These files never change: an evaluation after the checkpoint is noted in another
+file, `progress.json`. `run_checkpoints` decides which of a run's folders counts.
 """
 
 from __future__ import annotations
@@ -37,40 +37,41 @@ from vit_ray.storage import Location, read_again
 if TYPE_CHECKING:  # torch takes seconds to import
     from torch import Tensor
 
-# Kind, parameter, start in it, and values (n,) to be filled.
+# Kind, name and start in the parameter of a fragment, and its values (n,).
 Entry = tuple[str, str, int, "Tensor"]
 
-# In a checkpoint's folder: the run's progress after an evaluation. In a run's folder: that it has
-# had a checkpoint, or before the first the id of its training.
+# In a checkpoint's folder: the run's progress after an evaluation. In a run's folder: the newest
+# checkpoint's checksum, or before the first checkpoint the id of the training.
 PROGRESS: Final = "progress.json"
-# Bits of a digest of samples, by parts.
-_PARTS: Final = (0, 16, 32, 48)
+# Shifts of the four parts of a digest of samples, 16 bits each.
+_SHIFTS: Final = (0, 16, 32, 48)
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Progress:
-    """How far a run has come: what steps change of it, apart from tensors.
+    """How far a run is: its state that changes in steps, without tensors.
 
     Attributes:
         step: steps completed.
-        best_loss_key: metric that `best_eval_loss` is of.
-        num_evals: evaluations among which the best is chosen.
-        eval_step: of the last evaluation; -1 before the first.
-        ended: why the run is over before its last step (early stopping); empty if it is not.
+        best_loss_key: the metric of `best_eval_loss`.
+        evals_without_best: evaluations since the best one.
+        num_evals: evaluations from which the best is chosen.
+        eval_step: step of the last evaluation; -1 before the first.
+        ended: why the run ended before its last step (early stopping); empty otherwise.
         evaluation_due: the last step is done, and the evaluation after it is not.
-        train_seconds: time spent in steps, all attempts together.
-        worker_seconds: the same, of each worker, all workers together.
-        seconds: of the run by phase (`measure/phases.py`).
-        until_s: Unix time until which `seconds` count.
-        nonfinite_steps: steps in a row that were refused because they were not finite.
+        train_seconds: time spent in steps, summed over all attempts.
+        worker_seconds: the same, summed over all workers.
+        seconds: durations of the run's phases (`measure/phases.py`).
+        until_s: Unix time at the end of `seconds`.
+        nonfinite_steps: consecutive steps that were refused because they were not finite.
         skipped_steps: steps that were refused by `train.skip_above`.
-        recent_norms: gradient norms of the last steps, which `train.skip_above` compares with.
-        samples_digest: of the samples that the ranks received since `digest_from` (the function
-            `samples_digest`), 16 hexadecimal digits; empty before the first checkpoint.
-        digest_from: first 0-based step of the digest, which ends before `step`: 0, or where the run
-            was resumed with another recipe or data set, or from a checkpoint without a digest.
+        recent_norms: gradient norms of the last steps, with which `train.skip_above` compares.
+        samples_digest: digest of the samples that the ranks received since `digest_from` (the
+            function `samples_digest`), 16 hexadecimal digits; empty before the first checkpoint.
+        digest_from: first 0-based step of the digest, which ends before `step`: 0, or the step at
+            which the run was resumed with another recipe or data set, or without a digest.
         metrics: last value of every metric.
     """
 
@@ -95,28 +96,28 @@ class Progress:
 
     @property
     def loss_key(self) -> str:
-        """The validation loss that decides: on held-out training images, if there are any.
+        """The validation loss that chooses the best evaluation.
 
-        And of the averaged weights, if there are any.
+        On held-out training images and of the averaged weights, if the run has them.
         """
         key = DEV_LOSS if DEV_LOSS in self.metrics else EVAL_LOSS
         return averaged_key(key) if averaged_key(key) in self.metrics else key
 
     def is_over(self, total_steps: int) -> bool:
-        """Whether nothing is left to do of a run of so many steps."""
+        """Whether a run of `total_steps` has ended, including its last evaluation."""
         return bool(self.ended) or (self.step >= total_steps and not self.evaluation_due)
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands, and what it is: all that is not a tensor.
+    """The part of a checkpoint that is not tensors: a run's progress and what it trains.
 
     Attributes:
-        applied_steps: steps that moved the weights: Adam's bias correction counts these.
-        samples_seen: position in the sample order from which the next batch is read.
-        shapes: of every parameter, trained or frozen by the recipe.
+        applied_steps: steps that changed the weights: Adam's bias correction counts these.
+        samples_seen: position in the sample order at which the next batch begins.
+        shapes: shapes of all parameters, trained or frozen by the recipe.
         init_run_id: MLflow run whose weights the run began with.
-        data_terms: `license` and `source_url` of the training set, where its maker gave them.
+        data_terms: `license` and `source_url` of the training set, if its manifest has them.
     """
 
     progress: Progress
@@ -143,13 +144,13 @@ class Position:
         return replace(self.progress, samples_digest="")  # the order may be another from here on
 
     def to_json(self) -> dict[str, Any]:
-        """One flat object: the fields of the progress are on one level with the others."""
+        """One flat object: the fields of `progress` and the others on one level."""
         saved = asdict(self)
         return {**saved.pop("progress"), **saved}
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> Position:
-        """What `to_json` gave; a field of the progress that is not there has its default."""
+        """The reverse of `to_json`; missing fields of the progress get their defaults."""
         names = {entry.name for entry in fields(Progress)}
         progress = Progress(**{key: value for key, value in saved.items() if key in names})
         rest = {key: value for key, value in saved.items() if key not in names}
@@ -162,27 +163,27 @@ def folder_name(step: int) -> str:
 
 
 def write_progress(folder: Location, marker_sha256: str, progress: Progress) -> None:
-    """Note how far a run is after an evaluation of the checkpoint in `folder`.
+    """Note the run's progress after an evaluation of the checkpoint in `folder`.
 
     Raises:
-        OSError: the storage does not take it.
+        OSError: the storage does not accept it.
     """
     note = {"checkpoint": marker_sha256, "progress": asdict(progress)}
     folder.child(PROGRESS).write(sealed(note))
 
 
 def note_commit(folder: Location, marker_sha256: str) -> None:
-    """Note in the run's folder that it has a checkpoint, the one in `folder`.
+    """Note in the run's folder that the run has a checkpoint, in `folder`.
 
     Raises:
-        OSError: the storage does not take it.
+        OSError: the storage does not accept it.
     """
     run_folder = Location(folder.protocol, folder.path.rpartition("/")[0])
     run_folder.child(PROGRESS).write(sealed({"checkpoint": marker_sha256}))
 
 
 def read_progress(folder: Location) -> dict[str, Any]:
-    """The note in a folder; empty if there is none, or it was changed."""
+    """The content of `PROGRESS` in a folder; empty if there is no such file, or it was changed."""
     try:
         return read_again(lambda: unsealed(folder.child(PROGRESS)), DamagedCheckpointError)
     except FileNotFoundError:
@@ -193,7 +194,7 @@ def read_progress(folder: Location) -> dict[str, Any]:
 
 
 class Checkpoint:
-    """A whole checkpoint in storage, opened for reading; `sha256` is of its marker."""
+    """A complete checkpoint in storage, opened for reading; `sha256` is the marker's checksum."""
 
     def __init__(
         self, folder: Location, files: list[SavedFile], position: Position, sha256: str
@@ -205,7 +206,7 @@ class Checkpoint:
         """Read every byte and compare checksums.
 
         Raises:
-            DamagedCheckpointError: a file differs from what was written; names the file.
+            DamagedCheckpointError: naming a file that differs from what was written.
         """
         for file in self.files:
             read_file(self.folder, file)
@@ -214,10 +215,10 @@ class Checkpoint:
         return any(kind == AVERAGE for file in self.files for _, kind, *_ in file.fragments())
 
     def takes_average(self, averaged: bool | None) -> bool:
-        """Whether averaged weights are meant; None = if it has any.
+        """Whether to read averaged weights; None = if the checkpoint has any.
 
         Raises:
-            ValueError: it has none.
+            ValueError: they are requested, and there are none.
         """
         if averaged and not self.has_average():
             raise ValueError(f"{self.folder.uri} has no averaged weights; set averaged to null")
@@ -227,20 +228,21 @@ class Checkpoint:
         """All parameters by name, fp32, on the CPU; no GPU, process group or DeepSpeed needed."""
         import torch
 
-        shapes = self.position.shapes  # which files that are there fill: memory is asked for once
+        shapes = self.position.shapes
         weights = {name: torch.empty(shape).view(-1) for name, shape in shapes.items()}
         kind = AVERAGE if averaged else WEIGHT
         self.fill((kind, name, 0, values) for name, values in weights.items())
         return {name: values.view(shapes[name]) for name, values in weights.items()}
 
     def fill(self, entries: Iterable[Entry]) -> None:
-        """Copy saved values into the tensors of `entries`, however they were cut when saved.
+        """Copy saved values into the tensors of `entries`, for any division into fragments.
 
-        Only files that have some of them are read, each of them whole and against its checksum.
+        Reads only files that have some of the values, each completely and compared with its
+        checksum.
 
         Raises:
-            DamagedCheckpointError: some element of a tensor was not in the checkpoint, or a file
-                is not what was written.
+            DamagedCheckpointError: the checkpoint lacks some element of a tensor, or a file was
+                changed.
         """
         wanted: dict[tuple[str, str], list[tuple[int, Tensor]]] = defaultdict(list)
         missing: Counter[str] = Counter()
@@ -250,11 +252,11 @@ class Checkpoint:
         for file in self.files:
             copies = []
             for key, kind, name, start, count in file.fragments():
-                for place, target in wanted.get((kind, name), []):
-                    first, last = max(start, place), min(start + count, place + target.numel())
+                for begin, target in wanted.get((kind, name), []):
+                    first, last = max(start, begin), min(start + count, begin + target.numel())
                     if first < last:
                         missing[kind] -= last - first
-                        copies.append((target[first - place : last - place], key, first - start))
+                        copies.append((target[first - begin : last - begin], key, first - start))
             tensors = read_tensors(self.folder, file) if copies else {}
             for target, key, skip in copies:
                 target.copy_(tensors[key][skip : skip + target.numel()])
@@ -267,12 +269,12 @@ class Checkpoint:
 
 
 def read_checkpoint(folder: Location) -> Checkpoint:
-    """The whole checkpoint in `folder`; its tensors are read later.
+    """The checkpoint in `folder`; its tensors are read later.
 
     Raises:
-        PartialCheckpointError: it is not committed.
-        DamagedCheckpointError: what is there is not what was written.
-        ValueError: it has another format.
+        PartialCheckpointError: the folder is not committed.
+        DamagedCheckpointError: a file is missing, was changed, or has another size.
+        ValueError: the checkpoint has another format.
     """
     marker = read_marker(folder)
     try:
@@ -287,7 +289,7 @@ def read_checkpoint(folder: Location) -> Checkpoint:
 
 
 def open_checkpoint(folder: Location) -> Checkpoint | None:
-    """The checkpoint in `folder`, or None if it is not whole."""
+    """The checkpoint in `folder`, or None if it is not committed or damaged."""
     try:
         return read_checkpoint(folder)
     except (PartialCheckpointError, DamagedCheckpointError):
@@ -297,13 +299,13 @@ def open_checkpoint(folder: Location) -> Checkpoint | None:
 def copy_checkpoint(
     source: Location, target: Location, change: Callable[[Position], Position]
 ) -> None:
-    """Copy a whole checkpoint file by file, each compared with its checksum, and commit the copy.
+    """Copy a checkpoint file by file, each compared with its checksum, and commit the copy.
 
     Args:
-        change: of the position, which names the run that the checkpoint is of.
+        change: changes the position, which names the checkpoint's run.
 
     Raises:
-        DamagedCheckpointError: a file is not what was written.
+        DamagedCheckpointError: a file was changed.
         OSError: the storage cannot be read or written; the copy does not count.
     """
     marker = read_marker(source)
@@ -313,21 +315,21 @@ def copy_checkpoint(
     note_commit(target, commit(target, marker.files, position.to_json()).sha256)
 
 
-def samples_digest(first_place: int, samples: NDArray[np.int64]) -> int:
-    """64 bits of which sample stood at which place of which step, for consecutive samples.
+def samples_digest(first_index: int, samples: NDArray[np.int64]) -> int:
+    """A 64-bit digest of consecutive samples and of their indices in the training.
 
-    It is a sum of hashes: the digests of ranks and of steps add up in any order, to the same on any
-    number of ranks.
+    It is a sum of hashes: the digests of ranks and steps add up in any order, to the same digest on
+    any number of ranks.
 
     Args:
-        first_place: step x global batch size + place in the batch, of the first.
+        first_index: step x global batch size + index in the batch, of the first sample.
     """
-    places = np.arange(first_place, first_place + len(samples), dtype=np.uint64)
-    return int(_mix(_mix(places) ^ samples.astype(np.uint64)).sum(dtype=np.uint64))
+    indices = np.arange(first_index, first_index + len(samples), dtype=np.uint64)
+    return int(_mix(_mix(indices) ^ samples.astype(np.uint64)).sum(dtype=np.uint64))
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's output function (Steele et al. 2014): any two inputs have unlike outputs."""
+    """SplitMix64's output function (Steele et al. 2014), a bijection of 64-bit numbers."""
     mixed = values + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -335,15 +337,15 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def add_digests(*digests: int) -> int:
-    """The digest of the samples of all of them."""
+    """The digest of the samples of several digests, in any order."""
     return sum(digests) % (1 << 64)
 
 
 def to_floats(digest: int) -> list[float]:
     """Parts of 16 bits, whose sums over up to 2^37 ranks are exact in float64."""
-    return [float(digest >> shift & 0xFFFF) for shift in _PARTS]
+    return [float(digest >> shift & 0xFFFF) for shift in _SHIFTS]
 
 
 def of_floats(sums: list[float]) -> int:
     """The digest from its parts, or from sums of the parts of several ranks."""
-    return add_digests(*(int(part) << shift for part, shift in zip(sums, _PARTS, strict=True)))
+    return add_digests(*(int(part) << shift for part, shift in zip(sums, _SHIFTS, strict=True)))

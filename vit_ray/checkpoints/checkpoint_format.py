@@ -1,11 +1,11 @@
 """The files of a checkpoint's folder, and when they make a checkpoint.
 
-Rank r of n writes two files of 1-D fp32 tensors named `KIND|PARAMETER|START` for the fragments that
-it owns: `weights-0000r-of-0000n-TOKEN.safetensors`, and `rest-...` with the optimizer's states; and
-`averages-...` if the weights are averaged. No two saves have the same token, so a rank that was
-given up and still writes replaces no file of another save. When all ranks have written theirs, rank
-0 writes the marker, `commit.json`: the run's position, and every file with its size, its SHA-256,
-and the elements of its tensors. The checkpoint is what the marker lists; other files do not count.
+Rank r of n writes two files of 1-D fp32 tensors named `KIND|PARAMETER|START`, the fragments that it
+owns: `weights-0000r-of-0000n-TOKEN.safetensors`, and `rest-...` with the optimizer's states; and
+`averages-...` if the weights are averaged. No two saves have the same token, so a lost rank that
+still writes cannot replace a file of another save. When all ranks have written their files, rank 0
+writes the marker, `commit.json`: the run's position, and the size, SHA-256 and tensors' numbers of
+elements of every file. The checkpoint is what the marker lists; other files do not count.
 """
 
 from __future__ import annotations
@@ -15,37 +15,36 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from vit_ray.storage import Location, read_again, with_retries
 
-if TYPE_CHECKING:
-    # Torch takes seconds to import: where tensors are read, and not where a driver asks which
-    # checkpoint its run continues from.
+if TYPE_CHECKING:  # torch takes seconds to import, and drivers read no tensors
     from torch import Tensor
 
 FORMAT_VERSION: Final = 5
 COMMIT: Final = "commit.json"
 WEIGHT, AVERAGE = "weight", "average"
 FP32_BYTES: Final = 4
-# After which what seems damaged is read a second time: files may be shown late.
+# Pause before a file that seems damaged is read again: network disks may show files late.
 READ_AGAIN_S: Final = 10.0
 _HASHED_BYTES: Final = 1 << 20
-_SHA256: Final = slice(-66, -2)  # of a sealed file, its checksum
+_SHA256: Final = slice(-66, -2)  # the checksum in a sealed file
 
 
 class DamagedCheckpointError(ValueError):
-    """What is in a checkpoint's folder is not what was written."""
+    """A checkpoint's files are not as they were written."""
 
 
 class PartialCheckpointError(ValueError):
-    """A checkpoint's folder that is not committed."""
+    """A checkpoint's folder is not committed."""
 
 
 @dataclass(frozen=True)
 class SavedFile:
-    """One of a rank's files in a checkpoint; `tensors` are elements by key."""
+    """One of a rank's files in a checkpoint; `tensors` has numbers of elements by key."""
 
     name: str
     bytes: int
@@ -61,7 +60,7 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class Marker:
-    """What makes a folder a checkpoint; its `sha256` is of all that the checkpoint holds."""
+    """The content of `commit.json`; `sha256` covers the whole checkpoint."""
 
     files: list[SavedFile]
     position: dict[str, Any]
@@ -69,17 +68,17 @@ class Marker:
 
 
 def part_of(kind: str) -> str:
-    """Which of a rank's files has the tensors of a kind: who starts from weights reads one."""
+    """Which of a rank's files has the tensors of a kind; weights are in one of their own."""
     return {WEIGHT: "weights", AVERAGE: "averages"}.get(kind, "rest")
 
 
 def write_file(
     folder: Location, name: str, content: memoryview, tensors: dict[str, int]
 ) -> SavedFile:
-    """Write a file; each piece is hashed right before, while it is in the processor's cache.
+    """Write a file, hashing each piece right before, while it is in the processor's cache.
 
     Raises:
-        OSError: the storage does not take it.
+        OSError: the storage does not accept it.
     """
 
     def write() -> str:
@@ -96,11 +95,11 @@ def write_file(
 
 
 def commit(folder: Location, files: list[SavedFile], position: dict[str, Any]) -> Marker:
-    """Make the checkpoint whole; every rank has written its files.
+    """Complete the checkpoint after every rank has written its files.
 
     Raises:
         DamagedCheckpointError: the files do not fit together.
-        OSError: the storage does not take it.
+        OSError: the storage does not accept the marker.
     """
     check_coverage(folder, files, position["shapes"])
     listed = {
@@ -113,17 +112,17 @@ def commit(folder: Location, files: list[SavedFile], position: dict[str, Any]) -
 
 
 def is_committed(folder: Location) -> bool:
-    """Whether the folder's marker is there."""
+    """Whether the folder has a marker."""
     return folder.child(COMMIT).exists()
 
 
 def read_marker(folder: Location) -> Marker:
-    """The marker of a folder whose files are all there with their sizes; tensors are not read.
+    """The marker of a folder; compares the sizes of its files, and reads no tensors.
 
     Raises:
-        PartialCheckpointError: it is not committed.
-        DamagedCheckpointError: it was committed, and its files are not what was written.
-        ValueError: it has another format.
+        PartialCheckpointError: the folder is not committed.
+        DamagedCheckpointError: the marker was changed, or files are missing or of another size.
+        ValueError: the checkpoint has another format.
     """
 
     def read() -> Marker:
@@ -155,40 +154,40 @@ def read_marker(folder: Location) -> Marker:
 
 
 def _check_size(folder: Location, file: SavedFile, size: int | None) -> None:
-    where = f"checkpoint file {folder.path}/{file.name}"
+    path = f"checkpoint file {folder.path}/{file.name}"
     if size != file.bytes:
-        there = "none" if size is None else size
-        raise DamagedCheckpointError(f"{where}: {there} of the {file.bytes} bytes are there")
+        actual = "none" if size is None else size
+        raise DamagedCheckpointError(f"{path}: {actual} of the {file.bytes} bytes are there")
     count = sum(elements for *_, elements in file.fragments())
     if FP32_BYTES * count > file.bytes:
-        raise DamagedCheckpointError(f"{where} of {size} bytes cannot hold {count} elements")
+        raise DamagedCheckpointError(f"{path} of {size} bytes cannot hold {count} elements")
 
 
 def read_file(folder: Location, file: SavedFile) -> bytes:
-    """Its content, as it was written.
+    """The content of a file, compared with its checksum.
 
     Raises:
-        DamagedCheckpointError: it differs each time it is read, or is not there.
+        DamagedCheckpointError: two reads differ from what was written, or the file is missing.
     """
-    where = f"checkpoint file {folder.path}/{file.name}"
+    path = f"checkpoint file {folder.path}/{file.name}"
 
     def read() -> bytes:
         content = folder.child(file.name).read()
         if hashlib.sha256(content).hexdigest() != file.sha256:
-            raise DamagedCheckpointError(f"{where}: its bytes do not match its checksum")
+            raise DamagedCheckpointError(f"{path}: its bytes do not match its checksum")
         return content
 
     try:
         return read_again(read, DamagedCheckpointError, FileNotFoundError, pause_s=READ_AGAIN_S)
     except FileNotFoundError:
-        raise DamagedCheckpointError(f"{where} is not there") from None
+        raise DamagedCheckpointError(f"{path} is not there") from None
 
 
 def read_tensors(folder: Location, file: SavedFile) -> dict[str, Tensor]:
-    """Its tensors by key.
+    """The tensors of a file by key.
 
     Raises:
-        DamagedCheckpointError: as `read_file`, or they are others than the marker says.
+        DamagedCheckpointError: as `read_file`, or the tensors differ from the marker's.
     """
     from safetensors.torch import load
 
@@ -203,10 +202,10 @@ def read_tensors(folder: Location, file: SavedFile) -> dict[str, Tensor]:
 def check_coverage(
     folder: Location, files: list[SavedFile], shapes: Mapping[str, Sequence[int]]
 ) -> None:
-    """Every kind covers each of its parameters from end to end, without a gap or an overlap.
+    """Check that fragments cover each parameter, of each kind, without a gap or an overlap.
 
     Args:
-        shapes: of the parameters; each has weights.
+        shapes: of all parameters that must have weights.
 
     Raises:
         DamagedCheckpointError: naming the parameter.
@@ -218,16 +217,16 @@ def check_coverage(
     missing = [name for name in shapes if (WEIGHT, name) not in spans]
     if missing:
         raise DamagedCheckpointError(f"checkpoint {folder.path}: no weights of {missing[0]}")
-    for (kind, name), parts in spans.items():
-        reached = 0
+    for (kind, name), fragments in spans.items():
+        covered = 0
         size = math.prod(shapes[name]) if name in shapes else -1
-        for first, last in [*sorted(parts), (size, size)]:
-            if first != reached:
+        for first, last in [*sorted(fragments), (size, size)]:
+            if first != covered:
                 raise DamagedCheckpointError(
                     f"checkpoint {folder.path}: {kind} of {name} has "
-                    f"{'a gap' if first > reached else 'an overlap'} at element {reached}"
+                    f"{'a gap' if first > covered else 'an overlap'} at element {covered}"
                 )
-            reached = last
+            covered = last
 
 
 def sealed(body: dict[str, Any]) -> bytes:
@@ -240,18 +239,13 @@ def _with_seal(content: bytes) -> bytes:
 
 
 def unsealed(file: Location) -> dict[str, Any]:
-    """The object in a file that `sealed` made, and its checksum as `sha256`.
+    """The object in a file that was written by `sealed`, with its checksum as `sha256`.
 
     Raises:
-        DamagedCheckpointError: it has changed.
+        DamagedCheckpointError: the file has changed.
     """
-    content, changed = (
-        file.read(),
-        DamagedCheckpointError(f"checkpoint file {file.path} was changed"),
-    )
-    if content != _with_seal(content[: -len(_with_seal(b""))]):  # byte for byte
-        raise changed
-    try:
-        return dict(json.loads(content))
-    except ValueError:
-        raise changed from None
+    content = file.read()
+    with suppress(ValueError):
+        if content == _with_seal(content[: -len(_with_seal(b""))]):  # byte for byte
+            return dict(json.loads(content))
+    raise DamagedCheckpointError(f"checkpoint file {file.path} was changed")

@@ -1,8 +1,8 @@
-"""Snapshots of a run in host memory, and their writing to storage while training continues.
+"""Snapshots of a run in host memory, written to storage while training continues.
 
-A snapshot's copies have the layout of the files, so writing needs no other memory. The next
-snapshot reuses the memory: fresh pages cost four times as much as the copy itself. The writer
-reports failures, and removes old checkpoints.
+A snapshot has the bytes of the files, so writing needs no more memory. The next snapshot reuses the
+memory: allocating new pages costs four times as much as the copy itself. The writer reports
+failures, and removes old checkpoints.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Final
 
 import torch
@@ -43,8 +44,8 @@ from vit_ray.outcomes import EventKind
 from vit_ray.storage import Location
 
 MAX_FAILED_SAVES: Final = 3
-_MOST_TOLD: Final = 8  # ranks that are named when a save has failed
-# Of the values in a safetensors file: its header is padded with spaces.
+_MAX_NAMED_RANKS: Final = 8  # in the error of a failed save
+# Bytes; the header of a safetensors file is padded with spaces to a multiple.
 _ALIGNMENT: Final = 8
 
 
@@ -53,8 +54,8 @@ class Snapshot:
     """One rank's part of a checkpoint in host memory.
 
     Attributes:
-        tensors: number of elements by key, for each file that the rank has (`part_of`).
-        memory: the bytes of each file, uint8 (bytes,) on the CPU; its tensors are sorted by key.
+        tensors: numbers of elements by key, for each of the rank's files (`part_of`).
+        memory: the bytes of each file, uint8 (bytes,) on the CPU, with its tensors sorted by key.
     """
 
     rank: int
@@ -74,16 +75,15 @@ def take_snapshot(
     """Copy this rank's state to host memory; training may continue as soon as this returns.
 
     Args:
-        memory: of an earlier snapshot that is no longer read; it is overwritten where its size
-            fits, else new memory is taken.
+        memory: of an earlier snapshot that is no longer read; it is reused if the size is equal.
     """
-    values: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    files: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for kind, name, start, tensor in entries:
-        values[part_of(kind)][f"{kind}|{name}|{start}"] = tensor
-    copies = {part: _copy(of_part, (memory or {}).get(part)) for part, of_part in values.items()}
+        files[part_of(kind)][f"{kind}|{name}|{start}"] = tensor
+    copies = {part: _copy(values, (memory or {}).get(part)) for part, values in files.items()}
     tensors = {
-        part: {key: tensor.numel() for key, tensor in of_part.items()}
-        for part, of_part in values.items()
+        part: {key: tensor.numel() for key, tensor in values.items()}
+        for part, values in files.items()
     }
     return Snapshot(rank, world_size, tensors, copies, position)
 
@@ -92,10 +92,10 @@ def write_snapshot(snapshot: Snapshot, folder: Location, token: str) -> list[Sav
     """Write one rank's files.
 
     Args:
-        token: of the save, in the names of its files.
+        token: identifies the save, in the names of its files.
 
     Raises:
-        OSError: the storage does not take them.
+        OSError: the storage does not accept them.
     """
     owner = f"{snapshot.rank:05d}-of-{snapshot.world_size:05d}-{token}"
     return [
@@ -108,35 +108,36 @@ def write_snapshot(snapshot: Snapshot, folder: Location, token: str) -> list[Sav
 
 def _copy(values: Mapping[str, Tensor], memory: Tensor | None) -> Tensor:
     """The bytes of a safetensors file of these tensors, in fp32."""
-    counts = {key: values[key].numel() for key in sorted(values)}  # as safetensors sorts one dtype
-    described, first = {}, 0
-    for key, count in counts.items():
-        last = first + FP32_BYTES * count
-        described[key] = {"dtype": "F32", "shape": [count], "data_offsets": [first, last]}
-        first = last
+    counts = {key: values[key].numel() for key in sorted(values)}  # safetensors' order of one dtype
+    offsets = list(accumulate((FP32_BYTES * count for count in counts.values()), initial=0))
+    described = {
+        key: {"dtype": "F32", "shape": [count], "data_offsets": span}
+        for (key, count), span in zip(counts.items(), pairwise(offsets), strict=True)
+    }
     text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
-    size = len(header) + first
+    size = len(header) + offsets[-1]
     if memory is None or memory.numel() != size:
         memory = torch.empty(size, dtype=torch.uint8)
     memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-    places = torch.split(memory[len(header) :].view(torch.float32), list(counts.values()))
-    for key, place in zip(counts, places, strict=True):
-        place.copy_(values[key].detach())
+    copies = torch.split(memory[len(header) :].view(torch.float32), list(counts.values()))
+    for key, copy in zip(counts, copies, strict=True):
+        copy.copy_(values[key].detach())
     return memory
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank has written of a checkpoint, or why it could not."""
+    """The files that a rank has written of a checkpoint, or the error."""
 
     files: list[SavedFile]
     error: str = ""
 
 
-# Waits until all ranks have ended their part. Rank 0 gets all of them, the others an empty list.
-# Raises RuntimeError if some rank has died or is late: the ranks can no longer wait for each other.
+# Waits until all ranks have written their parts or failed. Rank 0 gets the parts of all ranks, the
+# other ranks get an empty list. Raises RuntimeError if some rank has died or is late: the ranks can
+# no longer wait for each other.
 Gather = Callable[[Part], list[Part]]
 
 
@@ -145,9 +146,9 @@ class CheckpointWriter:
 
     Args:
         notify: called with kind, text and step of an event for the run's history.
-        lock_number: the driver's lock of the run; None = there is none.
-        gather: of all ranks that write; one writes alone.
-        resumed: the checkpoint that the run goes on from.
+        lock_number: number of the driver's lock of the run; None = there is none.
+        gather: collects the parts of all ranks; by default there is only this rank.
+        resumed: the checkpoint from which the run continues.
     """
 
     def __init__(
@@ -167,19 +168,18 @@ class CheckpointWriter:
         self._resumed_step, self._written = self._committed[0], set[int]()
 
     def write(self, snapshot: Snapshot) -> None:
-        """Write it; rank 0 waits for the parts of the others, and commits.
+        """Write this rank's part; rank 0 waits for the parts of all ranks, and commits.
 
-        A failed save is reported, and training continues: the next one may work.
+        A failed save is reported, and training continues: the next save may succeed.
 
         Raises:
-            OSError: on rank 0, too many in a row have failed.
+            OSError: on rank 0, too many saves in a row have failed.
             RuntimeError: as `Gather`.
-            LockLostError: on rank 0, another driver has taken the run over.
+            LockLostError: on rank 0, another driver has taken over the run.
         """
         step = snapshot.position.step
         folder = self._run_folder.child(folder_name(step))
-        part = self._write_part(snapshot, folder)
-        parts = self._gather(part)
+        parts = self._gather(self._write_part(snapshot, folder))
         if snapshot.rank > 0:
             return
         try:
@@ -195,23 +195,25 @@ class CheckpointWriter:
                 "that all workers share"
             ) from error
         self._num_failed = 0
-        note = partial(note_commit, folder, self._committed[1])
-        for tidy_up in (note, partial(self._prune, snapshot.position.progress)):
+        for tidy_up in (
+            partial(note_commit, folder, self._committed[1]),
+            partial(self._prune, snapshot.position.progress),
+        ):
             try:
                 tidy_up()
             except (OSError, ValueError) as error:
                 self._notify(EventKind.CHECKPOINT_LEFT, f"{self._run_folder.path}: {error}", step)
 
     def note_evaluation(self, progress: Progress) -> bool:
-        """Record, on rank 0, how far the run is after an evaluation at the step of a whole save.
+        """Record, on rank 0, the progress after an evaluation of the newest checkpoint.
 
-        A note that cannot be written is reported: the next start makes the evaluation again.
+        A failure is reported: the next start repeats the evaluation.
 
         Returns:
-            False if the step is to be saved again.
+            False if this step has no checkpoint yet, and must be saved.
 
         Raises:
-            LockLostError: another driver has taken the run over.
+            LockLostError: another driver has taken over the run.
         """
         if not self.is_whole(progress.step):
             return False
@@ -229,7 +231,7 @@ class CheckpointWriter:
         return self._committed[0] == step
 
     def _write_part(self, snapshot: Snapshot, folder: Location) -> Part:
-        """Whatever happens, the others hear of it, as they wait for this rank."""
+        """Write the files, or return the error: the other ranks wait for this rank's part."""
         token = uuid.uuid4().hex[:8]
         try:
             self._check_lock()
@@ -244,11 +246,13 @@ class CheckpointWriter:
         self._check_lock()
         failed = [(rank, part.error) for rank, part in enumerate(parts) if part.error]
         if failed:
-            with contextlib.suppress(OSError):  # all have ended, and the next may need the room
+            with contextlib.suppress(OSError):  # no rank writes any more; this frees the space
                 _delete(folder, [file.name for part in parts for file in part.files])
-                if folder.is_local:  # in a store a folder is gone with its last file
-                    os.rmdir(folder.path)  # but not with what lay there before
-            reasons = "; ".join(f"rank {rank}: {error}" for rank, error in failed[:_MOST_TOLD])
+                if folder.is_local:  # a store has no empty folders
+                    os.rmdir(folder.path)  # fails if other files are in it
+            reasons = "; ".join(
+                f"rank {rank}: {error}" for rank, error in failed[:_MAX_NAMED_RANKS]
+            )
             raise OSError(f"not whole: {len(failed)} of {len(parts)} workers failed: {reasons}")
         files = [file for part in parts for file in part.files]
         marker = commit(folder, files, snapshot.position.to_json())
@@ -259,7 +263,7 @@ class CheckpointWriter:
         keep, best = self._keep, progress.metrics.get(RESULT_STEP)
         prune(
             self._run_folder,
-            # What is newer than the one that the run went on from was passed over.
+            # Newer ones than the resumed checkpoint were not usable.
             lambda step: step <= self._resumed_step or step in self._written,
             keep.keep_last,
             lambda step: step == best or is_due(step, keep.keep_every_steps, keep.keep_steps),

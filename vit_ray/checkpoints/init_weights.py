@@ -1,8 +1,8 @@
 """Weights to start from: another run's checkpoint, or an exported or published file.
 
-A file is local, remote, or on the Hugging Face hub. A repository of the hub
-(`hf://google/vit-base-patch16-224`, timm's too) is kept in the hub's own cache (`HF_HOME`), which
-is also what is read without a network.
+A file is local, remote, or on the Hugging Face hub. Repositories of the hub
+(`hf://google/vit-base-patch16-224`, also timm's) are downloaded to the hub's cache (`HF_HOME`),
+and read from there when there is no network.
 """
 
 import io
@@ -31,12 +31,7 @@ from vit_ray.config.schema import value_text
 from vit_ray.config.training_sections import ModelConfig
 from vit_ray.models import build_model
 from vit_ray.models.catalog import Grid
-from vit_ray.models.fitting import (
-    LoadReport,
-    NewHead,
-    fit_state_dict,
-    origin_of,
-)
+from vit_ray.models.fitting import LoadReport, NewHead, fit_state_dict, origin_of
 from vit_ray.models.published import (
     FOLDER_CONFIG,
     FOLDER_INDEX,
@@ -53,36 +48,36 @@ from vit_ray.own_parts import is_own
 from vit_ray.paper import canonical_model
 from vit_ray.storage import Location, locate
 
-# Keys of the model that no tensor's shape depends on, or only that of positions, which resize.
-_WITHOUT_TENSORS: Final = {"image_size", "dropout", "stochastic_depth"}
-_WEIGHT_FILES = (".npz", ".safetensors")
-# A remote file is fetched in pieces, so that a fault costs one of them.
+# Keys of the model that change no tensor's shape, or only that of positions, which are resized.
+_SHAPELESS_KEYS: Final = {"image_size", "dropout", "stochastic_depth"}
+_WEIGHT_SUFFIXES = (".npz", ".safetensors")
+# A remote file is read in pieces, so that a fault costs one piece.
 _PIECE_BYTES = 64 * 2**20
-# Of a remote file whose names and shapes are looked at: those of small tensors lie side by side.
-_LOOK_BYTES: Final = 8 * 2**10
+# Read buffer for the headers of a remote file: those of small tensors lie side by side.
+_HEADER_BUFFER_BYTES: Final = 8 * 2**10
 SCHEME: Final = "hf://"
-# Nothing that could run code, and only the weights of the model itself.
-_WANTED: Final = [
+# What is downloaded from a repository: no code, and only the model's weights.
+_DOWNLOADED_FILES: Final = [
     FOLDER_CONFIG,
     FOLDER_PREPROCESSOR,
     FOLDER_WEIGHTS,
     FOLDER_INDEX,
     "model-*.safetensors",
 ]
-_SIZES: Final = {"depth", "width", "mlp_dim", "num_heads", "patch_size"}
-_PILLOWS_BICUBIC: Final = 3  # in the settings of transformers' image processors
+_SIZE_KEYS: Final = {"depth", "width", "mlp_dim", "num_heads", "patch_size"}
+_PILLOW_BICUBIC: Final = 3  # in the settings of transformers' image processors
 
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """Weights that are not in a model yet: their number of classes (None: no head), and a loader.
-
-    `load_into` takes the model and what becomes of its head, as `initialize_weights`.
+    """Weights that are not in a model yet.
 
     Attributes:
-        sides: height and width in pixels of the images that they were trained on, as a run records
-            them; None for a file.
-        position: where the run stood that trained them, with its recipe; None for a file.
+        num_classes: outputs of their head; None if they have none.
+        load_into: loads them into a model; arguments and result as of `initialize_weights`.
+        sides: height and width in pixels of the training images, from the run's recipe; None for a
+            file.
+        position: position and recipe of the run that trained them; None for a file.
     """
 
     num_classes: int | None
@@ -92,55 +87,50 @@ class SavedWeights:
 
     @property
     def run_id(self) -> str | None:
-        """MLflow run that trained them."""
+        """MLflow run that trained the weights."""
         return self.position.tracking_run_id if self.position else None
 
 
-def initialize_weights(
-    model: nn.Module,
-    path: str,
-    *,
-    new_head: NewHead,
-) -> LoadReport:
-    """Load weights, positions resized to the model's resolution; returns what became of each.
+def initialize_weights(model: nn.Module, path: str, *, new_head: NewHead) -> LoadReport:
+    """Load weights into a model, with positions resized to its resolution; reports every tensor.
 
     Args:
         path: as in `open_weights`.
-        new_head: True keeps the model's fresh head and drops the saved one (fine-tuning), False
-            demands the saved one, "auto" takes it if it fits.
+        new_head: True keeps the model's new head and drops the saved one (fine-tuning), False
+            requires the saved head, "auto" loads the saved head if it fits.
 
     Raises:
-        ValueError: there is nothing to load at `path`, or it does not fit the model.
+        ValueError: there are no weights at `path`, or they do not fit the model.
     """
     return open_weights(path).load_into(model, new_head)
 
 
 @lru_cache(maxsize=8)
 def planned_load(config: ModelConfig, num_classes: int, path: str, new_head: NewHead) -> LoadReport:
-    """What `initialize_weights` would do, by names and shapes; once for all trials.
+    """The report that `initialize_weights` would give, from names and shapes; once for all trials.
 
     Raises:
         ValueError: as `initialize_weights`.
     """
     weights = meta_state_of(path)
     try:
-        with _ShapesAlone():
+        with _ShapesOnly():
             return weights.load_into(_model_without_values(config, num_classes), new_head)
     except (RuntimeError, IndexError) as error:  # of torch, for a tensor of too few dimensions
         raise ValueError(f"{path} does not fit this model: {error}") from error
     except ValueError as error:
-        before = weights.position.recipe.get("model", {}) if weights.position else {}
-        now = config.model_dump(mode="json", exclude=_WITHOUT_TENSORS)
-        others = [key for key in now if before.get(key, now[key]) != now[key]]
-        if not others:
+        trained = weights.position.recipe.get("model", {}) if weights.position else {}
+        model = config.model_dump(mode="json", exclude=_SHAPELESS_KEYS)
+        changed = [key for key in model if trained.get(key, model[key]) != model[key]]
+        if not changed:
             raise
-        listed = ", ".join(f"model.{key}={value_text(before[key])}" for key in others)
+        listed = ", ".join(f"model.{key}={value_text(trained[key])}" for key in changed)
         raise ValueError(f"{error}; the weights are of {listed}") from None
 
 
 @lru_cache(maxsize=8)
 def meta_state_of(path: str) -> SavedWeights:
-    """Names and shapes of the weights at a path, looked at once for all tasks and trials.
+    """Names and shapes of the weights at a path, read once for all tasks and trials.
 
     Raises:
         ValueError: as `open_weights`.
@@ -149,21 +139,20 @@ def meta_state_of(path: str) -> SavedWeights:
 
 
 def _model_without_values(config: ModelConfig, num_classes: int) -> nn.Module:
-    with torch.device("meta"), _ShapesAlone():
+    with torch.device("meta"), _ShapesOnly():
         return build_model(config.name, num_classes, config.image_size, **config.options())
 
 
-class _ShapesAlone(TorchFunctionMode):
-    """Does on `meta` what torch would import its compiler for, which takes seconds."""
+class _ShapesOnly(TorchFunctionMode):
+    """Computes shapes on `meta` for functions for which torch imports its compiler (seconds)."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        known = _SHAPES.get(getattr(func, "__name__", ""))
-        return (known or func)(*args, **(kwargs or {}))
+        return _SHAPES.get(getattr(func, "__name__", ""), func)(*args, **(kwargs or {}))
 
 
-def _joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+def _cat_shapes(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     shapes = [list(tensor.shape) for tensor in tensors]
     length = sum(shape[dim] for shape in shapes)
     for shape in shapes:
@@ -173,31 +162,31 @@ def _joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     return tensors[0].new_empty(shapes[0])
 
 
-def _resampled(image: Tensor, size: int | tuple[int, ...], **_: Any) -> Tensor:
+def _interpolate_shape(image: Tensor, size: int | tuple[int, ...], **_: Any) -> Tensor:
     sides = (size,) if isinstance(size, int) else size
     return image.new_empty((*image.shape[:2], *sides))
 
 
 _SHAPES: dict[str, Callable[..., Tensor]] = {
     **dict.fromkeys(("normal_", "uniform_"), lambda tensor, *_, **__: tensor),
-    "cat": _joined,
-    "interpolate": _resampled,
+    "cat": _cat_shapes,
+    "interpolate": _interpolate_shape,
 }
 
 
 def open_weights(
     path: str, averaged: bool | None = None, *, has_values: bool = True
 ) -> SavedWeights:
-    """The weights of a run or of a file; a GPU is not needed.
+    """The weights of a run or of a file, on the CPU.
 
     Args:
         path: a run folder, a checkpoint folder, a `.npz` or `.safetensors` file, or a folder that
             Hugging Face transformers wrote, local or `s3://`; or `hf://OWNER/NAME` on its hub.
         averaged: take the averaged weights of a checkpoint; None = if it has any.
-        has_values: False = names and shapes alone, of a few megabytes, for a model on `meta`.
+        has_values: False = only names and shapes (a few megabytes), for a model on `meta`.
 
     Raises:
-        ValueError: there are no weights at `path`, or they are not whole.
+        ValueError: there are no weights at `path`, or they are incomplete.
     """
     location = _find_weight_file(path)
     if location is not None:
@@ -218,19 +207,20 @@ def open_weights(
 
     def load_into(model: nn.Module, new_head: NewHead) -> LoadReport:
         origin = None
-        if config is not None and not is_own(config.name):  # whose code a checkpoint does not run
-            # The grid: whether 36 tokens are 4 x 9 or 6 x 6.
+        # A checkpoint does not run the code of a user's own model.
+        if config is not None and not is_own(config.name):
+            # Needed for its grid: 36 tokens may be 4 x 9 or 6 x 6.
             origin = origin_of(_model_without_values(config, 1))
         return fit_state_dict(model, values, new_head, origin=origin, source=source)
 
-    # An objective that trains the head of the model inside it has it under that name.
+    # In an objective's checkpoint the model's tensors have the prefix `model.`.
     head = position.shapes.get("head.bias", position.shapes.get("model.head.bias"))
     sides = config.sides if config else None
     return SavedWeights(head[0] if head else None, load_into, sides, position)
 
 
 def download(address: str) -> str:
-    """The local folder of a repository's weights, from the cache where they are there.
+    """The local folder of a repository's weights: downloaded, or from the cache.
 
     Args:
         address: `hf://OWNER/NAME`, or `hf://OWNER/NAME@REVISION`.
@@ -240,8 +230,10 @@ def download(address: str) -> str:
     """
     name, _, revision = address.removeprefix(SCHEME).strip("/").partition("@")
     try:
-        fetch = huggingface_hub.snapshot_download  # imported here: training workers rarely need it
-        return fetch(name, revision=revision or None, allow_patterns=_WANTED)
+        # This attribute imports the hub's client, which training workers rarely need.
+        return huggingface_hub.snapshot_download(
+            name, revision=revision or None, allow_patterns=_DOWNLOADED_FILES
+        )
     except (RepositoryNotFoundError, RevisionNotFoundError):
         raise ValueError(
             f"{address!r}: the Hugging Face hub shows no such repository or revision; "
@@ -252,7 +244,7 @@ def download(address: str) -> str:
             f"{address!r}: expected hf://OWNER/NAME in init_from, such as "
             f"hf://google/vit-base-patch16-224 ({error})"
         ) from None
-    except Exception as error:  # of an HTTP library that changes with the hub's versions
+    except Exception as error:  # the HTTP library's errors change with the hub's versions
         raise ValueError(
             f"{address!r}: the Hugging Face hub cannot be reached, and the weights are "
             f"not in its cache {constants.HF_HUB_CACHE}. Run `hf download {name}` where there is a "
@@ -261,20 +253,20 @@ def download(address: str) -> str:
 
 
 def _find_weight_file(path: str) -> Location | None:
-    """The file that `path` names, itself or in a folder of Hugging Face; None for a run's folder.
+    """The weight file at `path` or in the folder at `path`; None for a run's folder.
 
-    A path that ends like a weight file is one, whether or not it is there. A repository of the hub
-    is fetched into its cache.
+    A path with the suffix of a weight file counts as one even if nothing is there. Repositories of
+    the hub are downloaded.
 
     Raises:
-        ValueError: as `download`, or there are no weights that can be read in the repository.
+        ValueError: as `download`, or the repository has no weights that can be read.
     """
     location = locate(download(path) if path.startswith(SCHEME) else path)
-    if path.endswith(_WEIGHT_FILES) or location.info().kind == "file":
+    if path.endswith(_WEIGHT_SUFFIXES) or location.info().kind == "file":
         return location
     names = (FOLDER_WEIGHTS, FOLDER_INDEX, weights_file("jax"))
-    inside = (location.child(name) for name in names)
-    weight_file = next((file for file in inside if file.exists()), None)
+    files = (location.child(name) for name in names)
+    weight_file = next((file for file in files if file.exists()), None)
     if weight_file is None and path.startswith(SCHEME):
         raise ValueError(
             f"{path!r}: the repository has no {FOLDER_WEIGHTS}; other formats can run "
@@ -284,13 +276,13 @@ def _find_weight_file(path: str) -> Location | None:
 
 
 def published_use(path: str) -> dict[str, Any] | None:
-    """Sections of a recipe that say which model a published file is of, and how images are cut.
+    """Sections of a recipe for a published file: its model, crop and precision.
 
     Args:
         path: as in `open_weights`, of a file.
 
     Returns:
-        None where neither its folder nor its name on the hub says which model it is.
+        None if neither the file's folder nor its name on the hub says which model it is.
     """
     settings = _settings_beside(path, FOLDER_CONFIG)
     if USE in settings:
@@ -311,93 +303,86 @@ def published_use(path: str) -> dict[str, Any] | None:
     share, size = timm.get("crop_pct"), timm.get("input_size")
     if share and size and timm.get("crop_mode", "center") == "center":
         crop = {"kind": "center_crop", "resize": int(max(size[1:]) / share)}
-    if timm.get("interpolation") == "bicubic" or processor.get("resample") == _PILLOWS_BICUBIC:
+    if timm.get("interpolation") == "bicubic" or processor.get("resample") == _PILLOW_BICUBIC:
         crop["interpolation"] = "bicubic"
     return {"model": model, "data": {"eval_augment": crop}, "train": {"precision": "fp32"}}
 
 
 def _model_section(config: dict[str, Any]) -> dict[str, Any] | None:
-    """The recipe section `model` for what transformers or timm would build; None: not known."""
+    """The recipe section `model` for a `config.json` of transformers or timm, None if unknown."""
     if config.get("model_type") == "bit":
         factor = config.get("embedding_size", 64) // 64
         return {"name": "ResNet", "stages": config.get("depths"), "width_factor": factor}
     options = {"name": "ViT", "image_size": 224, "pool": "cls", **model_options(config)}
-    if config.get("model_type", "vit") == "vit" and set(options) >= _SIZES:
-        no_keys = ("grid", "norm_layer", "pooler_act")
-        return {key: value for key, value in options.items() if key not in no_keys}
+    if config.get("model_type", "vit") == "vit" and set(options) >= _SIZE_KEYS:
+        not_in_recipes = ("grid", "norm_layer", "pooler_act")
+        return {key: value for key, value in options.items() if key not in not_in_recipes}
     name = str(config.get("architecture"))
     return {"name": name} if canonical_model(name)[0] != name else None
 
 
 def published_classes(path: str) -> tuple[str, ...] | None:
-    """Classes in the order of a published head, as its folder's `config.json` names them.
+    """Class names in the order of a published head, from its folder's `config.json`.
 
     Args:
         path: as in `open_weights`.
 
     Returns:
-        None where there is no such file, or it has the placeholders of transformers.
+        None if there is no such file, or it has the placeholders of transformers.
     """
     settings = _settings_beside(path, FOLDER_CONFIG)
     labels = settings.get("id2label") or settings.get("label_names")
     if isinstance(labels, dict):
         labels = [labels.get(str(index)) for index in range(len(labels))]
-    if not isinstance(labels, list) or not labels:
+    if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
         return None
-    if not all(isinstance(label, str) for label in labels):
+    if all(label == f"LABEL_{index}" for index, label in enumerate(labels)):  # or there are none
         return None
-    is_placeholder = all(label == f"LABEL_{index}" for index, label in enumerate(labels))
-    return None if is_placeholder else tuple(labels)
+    return tuple(labels)
 
 
 def _settings_beside(path: str, name: str) -> dict[str, Any]:
-    """A JSON file in the folder of published weights; empty where there is none."""
-    file = _find_weight_file(path)
-    beside = file and _beside(file, name)
-    return parse_settings(beside.read(), beside.uri) if beside and beside.exists() else {}
+    weights = _find_weight_file(path)
+    file = weights and _beside(weights, name)
+    return parse_settings(file.read(), file.uri) if file and file.exists() else {}
 
 
 def _read_weight_file(location: Location, has_values: bool) -> WeightFile:
-    """The weights of a file, with its folder's configuration where there is one.
-
-    Args:
-        has_values: False = names and shapes alone.
-    """
+    """The weights of a file, with its folder's configuration if there is one."""
     if location.is_local:
         return weights_in_file(location.path, opener=None if has_values else lambda p: p.open("rb"))
 
-    def open_there(path: Path) -> IO[bytes]:
-        """The remote file, in the same folder, that a local file of this name stands for."""
-        return io.BufferedReader(_beside(location, path.name).open(), _LOOK_BYTES)
+    def open_remote(copy: Path) -> IO[bytes]:
+        return io.BufferedReader(_beside(location, copy.name).open(), _HEADER_BUFFER_BYTES)
 
-    with tempfile.TemporaryDirectory() as folder:
-        here, name = Path(folder), PurePosixPath(location.path).name
-        heavy = [name]
-        for small in (FOLDER_CONFIG, FOLDER_PREPROCESSOR):
-            _fetch(_beside(location, small), here / small)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, name = Path(temporary), PurePosixPath(location.path).name
+        for settings in (FOLDER_CONFIG, FOLDER_PREPROCESSOR):
+            _fetch(_beside(location, settings), folder / settings)
+        weight_files = [name]
         if name == FOLDER_INDEX:
-            _fetch(location, here / name)
-            heavy = parts_of(here / name, location.uri)
-        for part in heavy:
-            _fetch(_beside(location, part), here / part, is_whole=has_values)
-        opener = None if has_values else open_there
-        return weights_in_file(here / name, source=location.uri, opener=opener)
+            _fetch(location, folder / name)
+            weight_files = parts_of(folder / name, location.uri)
+        for file in weight_files:
+            _fetch(_beside(location, file), folder / file, has_values=has_values)
+        opener = None if has_values else open_remote
+        return weights_in_file(folder / name, source=location.uri, opener=opener)
 
 
 def _beside(location: Location, name: str) -> Location:
     return Location(location.protocol, str(PurePosixPath(location.path).with_name(name)))
 
 
-def _fetch(location: Location, copy: Path, *, is_whole: bool = True) -> None:
-    """Copy a file, where there is one; if not whole, the header of safetensors, without values."""
+def _fetch(location: Location, copy: Path, *, has_values: bool = True) -> None:
+    """Copy a file if it exists; without values only the header of safetensors, the rest sparse."""
     info = location.info()
     if info.kind == "nothing":
         return
     end = info.size
-    if not is_whole:
+    if not has_values:
         length = location.read_range(0, 8) if copy.suffix == ".safetensors" else b""
         end = min(end, 8 + int.from_bytes(length, "little")) if length else 0
     with copy.open("wb") as file:
         for start in range(0, end, _PIECE_BYTES):
             file.write(location.read_range(start, min(_PIECE_BYTES, end - start)))
-        file.truncate(info.size)  # of this size, which takes no room
+        file.truncate(info.size)  # the rest takes no disk space

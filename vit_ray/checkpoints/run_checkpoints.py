@@ -1,7 +1,7 @@
-"""Checkpoints of a run: the newest usable one, the one that is its result, those to delete.
+"""Checkpoints of a run: the newest usable one, the run's result, and those to delete.
 
-A folder that is not usable is passed over with a warning, and stays until newer ones have followed
-it; what was given up (`resume=from_zero`) stays for good.
+A folder that is not usable is skipped with a warning, and kept until newer checkpoints follow it.
+Folders that were abandoned (`resume=from_zero`) are never deleted.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from vit_ray.storage import Location, locate
 if TYPE_CHECKING:  # torch takes seconds to import
     from torch import Tensor
 
-_NO_GOOD: Final = (PartialCheckpointError, DamagedCheckpointError)
+_UNUSABLE: Final = (PartialCheckpointError, DamagedCheckpointError)
 _STEP: Final = re.compile(r"step-(\d{8,})")
-_GIVEN_UP: Final = f"{COMMIT}.damaged"
+_ABANDONED: Final = f"{COMMIT}.damaged"
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +46,11 @@ Warn = Callable[[str], object]
 
 
 class NoUsableCheckpointError(ValueError):
-    """A run has had checkpoints and none of them can be used."""
+    """A run has had checkpoints, and none of them can be used."""
 
 
 def list_checkpoints(run_folder: Location) -> list[tuple[int, Location]]:
-    """(step, folder) of everything that looks like a checkpoint, newest first."""
+    """(step, folder) of all folders that are named like checkpoints, newest first."""
     matches = [(_STEP.fullmatch(name), name) for name in run_folder.list_folders()]
     folders = [(int(match[1]), run_folder.child(name)) for match, name in matches if match]
     return sorted(folders, key=lambda item: item[0], reverse=True)
@@ -62,12 +62,12 @@ def newest_checkpoint(
     below: int | None = None,
     late_s: float = 0.0,
 ) -> Checkpoint | None:
-    """The newest whole checkpoint, its tensors unread; None if there is none.
+    """The newest usable checkpoint, its tensors unread; None if there is none.
 
     Args:
-        warn: called with the reason for each newer one that is passed over.
-        below: take one before this step.
-        late_s: how much later a disk may show the newest marker, after the folder's last change.
+        warn: called with the reason for each newer checkpoint that is skipped.
+        below: consider only checkpoints before this step.
+        late_s: seconds after the folder's last change until a network disk shows the newest marker.
     """
     while True:
         listed, reasons = list_checkpoints(run_folder), list[str]()
@@ -76,18 +76,18 @@ def newest_checkpoint(
             if below is not None and step >= below:
                 continue
             try:
-                # A network disk may show the newest marker late, a store does not.
+                # A network disk may show the newest marker late; a store does not.
                 is_newest = folder.is_local and folder == listed[0][1]
-                may_be_late = is_newest and not folder.child(_GIVEN_UP).exists()
+                may_be_late = is_newest and not folder.child(_ABANDONED).exists()
                 checkpoint = (
                     _late_checkpoint(folder, step, late_s)
                     if may_be_late
                     else checkpoint_of_step(folder, step)
                 )
                 break
-            except _NO_GOOD as error:
+            except _UNUSABLE as error:
                 reasons.append(f"{error}; passed over")
-        # The run may be active: what it has removed since was followed by a newer one.
+        # An active run deletes a checkpoint only after a newer one, so list them again.
         if checkpoint is not None or list_checkpoints(run_folder) == listed:
             for reason in reasons:
                 warn(reason)
@@ -95,13 +95,13 @@ def newest_checkpoint(
 
 
 def _late_checkpoint(folder: Location, step: int, late_s: float) -> Checkpoint:
-    """As `checkpoint_of_step`, of a local folder whose marker a disk may show `late_s` later."""
+    """As `checkpoint_of_step`; waits until `late_s` after a local folder's last change."""
     try:
         return checkpoint_of_step(folder, step)
     except PartialCheckpointError:
-        changed_s = 0.0  # where the folder is gone
+        changed_s = 0.0  # if the folder is deleted meanwhile
         with suppress(FileNotFoundError):
-            # The folder itself last: a rename since then has changed it.
+            # The folder last: a rename of a file changes its time.
             for name in (*os.listdir(folder.path), "."):
                 with suppress(FileNotFoundError):
                     changed_s = max(changed_s, os.stat(os.path.join(folder.path, name)).st_mtime)
@@ -110,10 +110,10 @@ def _late_checkpoint(folder: Location, step: int, late_s: float) -> Checkpoint:
 
 
 def checkpoint_of_step(folder: Location, step: int) -> Checkpoint:
-    """The whole checkpoint in `folder`, which is named after that step.
+    """The checkpoint in `folder`, which is named after this step.
 
     Raises:
-        ValueError: as `read_checkpoint`; DamagedCheckpointError: it is of another step.
+        ValueError: as `read_checkpoint`; DamagedCheckpointError: its step is another one.
     """
     checkpoint = read_checkpoint(folder)
     if checkpoint.position.step != step:
@@ -126,18 +126,19 @@ def checkpoint_of_step(folder: Location, step: int) -> Checkpoint:
 def checkpoint_to_resume(
     run_folder: Location, warn: Warn = logger.warning, below: int | None = None
 ) -> Checkpoint | None:
-    """The newest whole checkpoint, its tensors unread; None if the run has had none.
+    """The newest usable checkpoint, its tensors unread; None if the run has never had one.
 
     Args:
         warn, below: as for `newest_checkpoint`.
 
     Raises:
-        NoUsableCheckpointError: there are others, or there were, and none of them is whole.
-            Starting over would silently lose the run.
+        NoUsableCheckpointError: the run has had checkpoints, and none of them is usable. Starting
+            over would silently lose the run.
     """
     reasons: list[str] = []
-    late_s = checkpoint_format.READ_AGAIN_S
-    checkpoint = newest_checkpoint(run_folder, reasons.append, below, late_s)
+    checkpoint = newest_checkpoint(
+        run_folder, reasons.append, below, late_s=checkpoint_format.READ_AGAIN_S
+    )
     if checkpoint is None and (below is not None or has_had_checkpoints(run_folder)):
         gone = "their folders are gone" if below is None else f"none is older than step {below}"
         raise NoUsableCheckpointError(
@@ -153,10 +154,11 @@ def checkpoint_to_resume(
 def has_had_checkpoints(run_folder: Location) -> bool:
     """Whether a checkpoint was committed in the run's folder, or may have been.
 
-    A run that was killed in its first save has a folder and has lost nothing: its note says so.
+    A run that was killed in its first save has a checkpoint's folder, and its note still has the id
+    of the training: it has lost nothing.
     """
     folders = [folder for _, folder in list_checkpoints(run_folder)]
-    if "training" in read_progress(run_folder):  # or in the moment after its first commit
+    if "training" in read_progress(run_folder):  # the first commit may be newer than the note
         return any(map(is_committed, folders))
     return bool(folders) or run_folder.child(PROGRESS).exists()
 
@@ -165,8 +167,8 @@ def begin_training(run_folder: Location) -> str:
     """Note that the run starts at step 0, without a checkpoint.
 
     Returns:
-        Id of the training: that of one which began here and has not come to a checkpoint, or a
-        new one.
+        Id of the training: a new id, or that of a training that began here and has no checkpoint
+        yet.
     """
     note = read_progress(run_folder)
     training = str(note.get("training") or uuid.uuid4().hex)
@@ -176,12 +178,13 @@ def begin_training(run_folder: Location) -> str:
 
 
 def give_up_checkpoints(run_folder: Location, warn: Warn) -> None:
-    """Let a run start over whose checkpoints are all damaged, and mark them: they stay.
+    """Let a run start over whose checkpoints are all damaged, and mark these so that they stay.
 
-    Their markers are renamed; a folder that has lost its own gets an empty one of that name.
+    Their markers are renamed to `_ABANDONED`; a folder without a marker gets an empty file of that
+    name.
 
     Raises:
-        ValueError: one of them can be used.
+        ValueError: one of the checkpoints can be used.
     """
     below: int | None = None
     while (checkpoint := newest_checkpoint(run_folder, warn, below)) is not None:
@@ -189,14 +192,14 @@ def give_up_checkpoints(run_folder: Location, warn: Warn) -> None:
         try:
             checkpoint.verify()
         except DamagedCheckpointError as error:
-            warn(f"{error}; given up, its {COMMIT} is renamed to {_GIVEN_UP}")
+            warn(f"{error}; given up, its {COMMIT} is renamed to {_ABANDONED}")
         else:
             raise ValueError(f"has a checkpoint that can be used (step {below})")
     for _, folder in list_checkpoints(run_folder):
         if is_committed(folder):
-            folder.child(COMMIT).move_to(folder.child(_GIVEN_UP))
-        elif not folder.child(_GIVEN_UP).exists():
-            folder.child(_GIVEN_UP).write(b"")
+            folder.child(COMMIT).move_to(folder.child(_ABANDONED))
+        elif not folder.child(_ABANDONED).exists():
+            folder.child(_ABANDONED).write(b"")
     run_folder.child(PROGRESS).delete()
 
 
@@ -206,22 +209,22 @@ def prune(
     keep_last: int,
     stays: Callable[[int], bool],
 ) -> list[int]:
-    """Delete checkpoints that `keep_last` newer ones have followed; returns their steps.
+    """Delete checkpoints that are older than the `keep_last` newest; returns their steps.
 
-    So is what a kill has left of a save or of a deletion, once it is older than what the run went
-    on from. What was given up, or is not usable, is left as it is and does not count.
+    Also deletes the remains of a save or deletion that was interrupted by a kill. Abandoned
+    checkpoints, and those that are not usable, are neither deleted nor counted.
 
     Args:
-        is_usable: False for the step of one that was passed over when the run was resumed.
-        stays: whether that of a step is permanent.
+        is_usable: False for the step of a checkpoint that was skipped when the run was resumed.
+        stays: whether the checkpoint of a step is permanent.
     """
-    num_whole, deleted = 0, list[int]()
+    num_committed, deleted = 0, list[int]()
     for step, folder in list_checkpoints(run_folder):
         if not is_usable(step):
             continue
-        if num_whole < keep_last:
-            num_whole += is_committed(folder)
-        elif not stays(step) and not folder.child(_GIVEN_UP).exists():
+        if num_committed < keep_last:
+            num_committed += is_committed(folder)
+        elif not stays(step) and not folder.child(_ABANDONED).exists():
             folder.child(COMMIT).delete()  # first: half of a checkpoint would look like damage
             folder.delete()
             deleted.append(step)
@@ -229,16 +232,16 @@ def prune(
 
 
 def read_weights(path: str, averaged: bool | None) -> tuple[Checkpoint, dict[str, Tensor]]:
-    """The checkpoint that `path` names, as for `find_weights`, with its weights.
+    """The checkpoint of `find_weights`, and its weights.
 
-    If they are damaged, those of the run's next older checkpoint are taken, with a warning.
+    If a run's newest weights are damaged, returns its next older checkpoint, with a warning.
 
     Args:
         averaged: take the averaged weights; None = if it has any.
 
     Raises:
-        ValueError: as `find_weights`, or the weights are damaged of a checkpoint that `path` names
-            itself, or of the best one.
+        ValueError: as `find_weights`; or the weights are damaged, and `path` is a checkpoint's
+            folder, or the checkpoint is the run's best.
     """
     checkpoint = find_weights(path)
     while True:
@@ -255,29 +258,29 @@ def read_weights(path: str, averaged: bool | None) -> tuple[Checkpoint, dict[str
 
 
 def find_weights(path: str) -> Checkpoint:
-    """The checkpoint that `path` names: a checkpoint folder, or a run folder (its result).
+    """The checkpoint at `path`: a checkpoint's folder, or a run's folder (the run's result).
 
     Raises:
-        ValueError: there is none, or as `result_checkpoint`.
+        ValueError: there is no checkpoint, or as `result_checkpoint`.
     """
     location = locate(path)
     with suppress(PartialCheckpointError):
         return read_checkpoint(location)
     newest = checkpoint_to_resume(location)
     if newest is None:
-        what = "holds no whole checkpoint" if location.exists() else "is not there"
+        problem = "holds no whole checkpoint" if location.exists() else "is not there"
         raise ValueError(
-            f"{path!r} {what}; give a run folder, one of its step-* folders, or an exported weight "
-            "file"
+            f"{path!r} {problem}; give a run folder, one of its step-* folders, or an exported "
+            "weight file"
         )
     return result_checkpoint(location, newest)
 
 
 def result_checkpoint(run_folder: Location, newest: Checkpoint) -> Checkpoint:
-    """What a run hands on: the best checkpoint where it keeps that, or else the newest.
+    """The result of a run: its best checkpoint if it keeps that, otherwise the newest.
 
     Raises:
-        ValueError: the best one cannot be used.
+        ValueError: the best checkpoint cannot be used.
     """
     step = newest.position.progress.metrics.get(RESULT_STEP)
     if step is None or step == newest.position.step:
@@ -285,7 +288,7 @@ def result_checkpoint(run_folder: Location, newest: Checkpoint) -> Checkpoint:
     folder = run_folder.child(folder_name(int(step)))
     try:
         return checkpoint_of_step(folder, int(step))
-    except _NO_GOOD as error:
+    except _UNUSABLE as error:
         raise ValueError(
             f"{run_folder.path}: the result of the run is its best evaluation, and the checkpoint "
             f"of it, {folder.path}, cannot be used: {error}. Restore it, or give another step-* "

@@ -44,8 +44,10 @@ def run_job(name: str) -> NoReturn:
 
 
 def _prepare() -> None:
-    """Quiet logs, text in any locale, and a process that ends at once: Python would search all
-    objects of all libraries for unreachable ones, several times, in 0.8 s (AMD EPYC, 2026-11-27).
+    """Quiet the logs, and make text work in any locale.
+
+    `gc.freeze` makes the process end at once: else Python searches the objects of all libraries
+    for unreachable ones, several times, for 0.8 s (AMD EPYC, 2026-11-27).
     """
     if sys.getfilesystemencoding() != "utf-8":  # names of files are UTF-8, also in a Latin-1 locale
         words = [sys.executable, "-X", "utf8", *sys.orig_argv[1:]]
@@ -94,12 +96,11 @@ def run_recipe(command: Command, words: tuple[str, ...], is_dry: bool) -> int | 
 def refuse_unread(command: Command, overrides: list[str]) -> None:
     """
     Raises:
-        ValueError: a key is given that the command does not read.
+        ValueError: an override is of a key that the command does not read.
     """
-    given = [word.partition("=")[0] for word in overrides]
     unread = [
         key
-        for key in given
+        for key, _, _ in (word.partition("=") for word in overrides)
         if not any(
             f"{key}.".startswith(f"{read}.") or f"{read}.".startswith(f"{key}.")
             for read in command.reads
@@ -118,12 +119,12 @@ def split_words(words: tuple[str, ...]) -> tuple[str, list[str]]:
     Raises:
         ValueError: there is no recipe among them.
     """
-    others = [word for word in words if "=" not in word or os.path.isfile(word)]
-    if not others:
+    recipes = [word for word in words if "=" not in word or os.path.isfile(word)]
+    if not recipes:
         raise ValueError(
             "no recipe is given; name a YAML file, or a recipe that `vit-ray recipes` lists"
         )
-    return others[0], [word for word in words if word != others[0]]
+    return recipes[0], [word for word in words if word != recipes[0]]
 
 
 def _ended(run: Callable[[], Any]) -> int:
@@ -147,9 +148,8 @@ def _ended(run: Callable[[], Any]) -> int:
             if poll.poll(0):  # the other end of the pipe is closed, as of `| head`
                 raise  # click ends quietly
         sys.stdout.flush()  # the error comes last
-        wants_all = os.environ.get("VIT_RAY_LOGS") == "1"
-        text = traceback.format_exc() if wants_all else f"error: {error}"
-        print(redact(text), file=sys.stderr)
+        is_verbose = os.environ.get("VIT_RAY_LOGS") == "1"
+        print(redact(traceback.format_exc() if is_verbose else f"error: {error}"), file=sys.stderr)
         if isinstance(error, ValueError | PermissionError):
             return 2
         atexit.unregister(shutil.rmtree)  # of a Ray's folder: a failure's message names its logs
@@ -157,7 +157,7 @@ def _ended(run: Callable[[], Any]) -> int:
 
 
 class _Command(click.Command):
-    """Its callback returns an exit code; explains what to type instead of `--optim.steps=5`."""
+    # The callback returns an exit code. `--optim.steps=5` is refused with the right spelling.
 
     def invoke(self, ctx: click.Context) -> NoReturn:
         trust_modules(*ctx.params.pop("modules", ()))
@@ -170,20 +170,18 @@ class _Command(click.Command):
         except click.NoSuchOption as error:
             name = error.option_name
             key = known_key(name.lstrip("-").replace("-", "_"))
-            is_like_an_option = error.possibilities and not keys_below(key)
-            if is_like_an_option or not name.startswith("--"):
+            is_misspelt_option = error.possibilities and not keys_below(key)
+            if is_misspelt_option or not name.startswith("--"):
                 raise
-            value = next(
-                (after for one, after in itertools.pairwise(words) if one == name), "VALUE"
-            )
+            value = next((b for a, b in itertools.pairwise(words) if a == name), "VALUE")
             raise click.UsageError(
                 f"no such option: {name}; write keys of the recipe without dashes: {key}={value}",
                 ctx,
             ) from None
 
 
-class _Names(click.Group):
-    """Commands in the order of a user's work; dashes and underscores are interchangeable."""
+class _Commands(click.Group):
+    # Listed in the order of a user's work; dashes and underscores are interchangeable.
 
     command_class = _Command
 
@@ -204,7 +202,7 @@ _out = click.option("--out", help="File or folder to write; named after the sour
 
 
 @click.group(
-    "vit-ray", cls=_Names, context_settings={"help_option_names": ["-h", "--help"]},
+    "vit-ray", cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 @click.version_option(package_name="vit-ray", prog_name="vit_ray")
 def vit_ray() -> None:
@@ -217,10 +215,10 @@ def vit_ray() -> None:
 
 
 def _add(command: Command) -> None:
-    shown = "plan" if command.plan else "recipe"
+    dry_run_help = f"Print the {'plan' if command.plan else 'recipe'}; start nothing."
 
     @click.argument("words", nargs=-1, required=True, metavar="RECIPE [KEY=VALUE ...]")
-    @click.option("--dry-run", "is_dry", is_flag=True, help=f"Print the {shown}; start nothing.")
+    @click.option("--dry-run", "is_dry", is_flag=True, help=dry_run_help)
     @_modules
     def run(words: tuple[str, ...], is_dry: bool, gpus: int | None = None) -> int | None:
         return run_recipe(command, (*words, f"plan.num_gpus={gpus}") if gpus else words, is_dry)
@@ -234,10 +232,10 @@ def _add(command: Command) -> None:
     vit_ray.command(command.name, help=command.what, epilog=epilog)(run)
 
 
-# Of each command, with underscores and with dashes, as a command is found.
-_SPELT = [*COMMANDS, *(name.replace("_", "-") for name in COMMANDS if "_" in name)]
-for _one in COMMANDS.values():
-    _add(_one)
+# Names of commands with underscores, and with dashes.
+_COMMAND_NAMES = [*COMMANDS, *(name.replace("_", "-") for name in COMMANDS if "_" in name)]
+for _recipe_command in COMMANDS.values():
+    _add(_recipe_command)
 
 
 @vit_ray.command()
@@ -254,27 +252,27 @@ def recipes() -> None:
 
 @vit_ray.command()
 @click.argument("prefixes", nargs=-1, metavar="[PREFIX ...]")
-@click.option("--of", type=click.Choice(_SPELT), help="Only keys that this command reads.")
+@click.option("--of", type=click.Choice(_COMMAND_NAMES), help="Only keys that this command reads.")
 @click.option("--count", is_flag=True, help="Print only how many there are.")
 def keys(prefixes: tuple[str, ...], of: str | None, count: bool) -> None:
     """The keys of recipes below PREFIX, such as `optim`: default, values, meaning, on resume."""
     for prefix in prefixes:
         if not keys_below(prefix):
-            meant = known_key(prefix)
-            hint = "" if meant == prefix else f"; did you mean {meant}?"
+            similar = known_key(prefix)
+            hint = "" if similar == prefix else f"; did you mean {similar}?"
             raise ValueError(f"{prefix!r} is no key or section of a recipe{hint}")
     read = keys_below(*COMMANDS[of.replace("-", "_")].reads) if of else all_keys()
     chosen = [key for key in keys_below(*prefixes) if key in read] if prefixes else read
     if not chosen:
         raise ValueError(f"{of} reads no key of {', '.join(prefixes)}; leave out one of the two")
-    shown = set[str]()
     if count:
         print(count_keys(chosen))
         return
+    printed_sections = set[str]()
     for key in chosen:
-        if key.section not in shown:
+        if key.section not in printed_sections:
             print(f"\n{key.section or 'recipe'}: {sections()[key.section]}")
-            shown.add(key.section)
+            printed_sections.add(key.section)
         resume = f" [on resume: {key.on_resume}]" if key.on_resume else ""
         print(f"  {key.name}={key.default}  ({key.allowed}){resume}\n      {key.meaning}")
 
@@ -335,13 +333,13 @@ def predict(
 @click.argument("words", nargs=-1, required=True, metavar="step=K [KEY=VALUE ...]")
 @_out
 @_modules
-def batch(source: str, words: tuple[str, ...], out: str | None) -> int:
+def batch(source: str, words: tuple[str, ...], out: str | None) -> None:
     """The crops of a step, before mixing and masking, as a picture and a table.
 
     `vit-ray batch SOURCE step=100`: steps are counted from 0. SOURCE is a recipe, the folder of a
     run's checkpoints, or its id in MLflow. Further `key=value` arguments change the recipe.
     """
-    return pkgutil.resolve_name("vit_ray.commands.recorded_run:show_batch")(source, words, out)
+    pkgutil.resolve_name("vit_ray.commands.recorded_run:show_batch")(source, words, out)
 
 
 @vit_ray.command()
@@ -351,14 +349,14 @@ def batch(source: str, words: tuple[str, ...], out: str | None) -> int:
     "--dry-run", "is_dry", is_flag=True, help="Print what would be done, and write nothing."
 )
 @_modules
-def fork(source: str, words: tuple[str, ...], is_dry: bool) -> int:
+def fork(source: str, words: tuple[str, ...], is_dry: bool) -> None:
     """A new run from a checkpoint of another, with changes of its recipe.
 
     `vit-ray fork SOURCE step=1000 name=NEW optim.learning_rate=3e-4`: SOURCE is the folder of the
     parent's checkpoints or its id in MLflow; the checkpoint is copied. Writes NEW.yaml, which
     `vit-ray pretrain` trains from there.
     """
-    return pkgutil.resolve_name("vit_ray.commands.recorded_run:fork_run")(source, words, is_dry)
+    pkgutil.resolve_name("vit_ray.commands.recorded_run:fork_run")(source, words, is_dry)
 
 
 @vit_ray.command()
@@ -390,9 +388,9 @@ def start(images: str) -> int:
             f"convert.destination={json.dumps(test, ensure_ascii=False)}",
         )
         run_recipe(COMMANDS["convert"], (str(file), *changes), False)
-    few = first_look(recipe.name, recipe.optim.epochs or 1)
+    shorter = first_look(recipe.name, recipe.optim.epochs or 1)
     training = COMMANDS["finetune" if recipe.init_from else "pretrain"]
-    return run_recipe(training, (str(file), *few), False) or 0
+    return run_recipe(training, (str(file), *shorter), False) or 0
 
 
 @vit_ray.command()

@@ -20,7 +20,7 @@ from vit_ray.launch.connection import connect
 from vit_ray.storage import locate
 
 
-def run_convert(recipe: Recipe) -> int:
+def run_convert(recipe: Recipe) -> None:
     """Convert, and print the result.
 
     Raises:
@@ -43,45 +43,42 @@ def run_convert(recipe: Recipe) -> int:
         f"images of {report.num_classes} classes in {report.num_shards} shards, "
         f"{report.bytes / 2**20:.1f} MiB; {rejected}"
     )
-    return 0
 
 
 def describe_conversion(recipe: Recipe) -> str:
     """Images, classes, bytes, shards and time of a conversion, estimated from a few images.
 
-    Without Ray, and nothing is written.
+    Starts no Ray and writes nothing.
 
     Raises:
         ValueError: as `run_convert`, except for errors that only reading all images finds.
     """
     check_conversion(recipe)
     config = convert_of(recipe)
-    plan = estimate_conversion(config, recipe.seed)
-    parts = f"{plan.num_counted:,} of {plan.num_parts:,} parts counted"
-    made = f"{plan.written_bytes / 2**20:,.1f} MiB"
-    source = f"{plan.source_bytes / 2**20:,.1f} MiB" if plan.source_bytes else "unknown size"
-    shards = f"{plan.num_shards:,} shard{'s' if plan.num_shards > 1 else ''}"
-    reason = f"; the first: {plan.reason}" if plan.reason else ""
-    cores, rate = cpu_count(), plan.num_images / plan.seconds
-    return "\n".join(
-        [
-            f"images      {plan.counts} ({parts})",
-            f"source      {config.source}: {source}",
-            f"data set    {config.destination}: "
-            f"{'images read in place' if config.in_place else made}, {shards}",
-            f"rejected    {plan.num_rejected} of {plan.num_sampled} sampled images{reason}",
-            f"time        about {clock(plan.seconds / cores)} on the {cores} cores of this machine "
-            f"({platform.node()}), {rate:,.0f} images/s per core",
-        ]
-    )
+    estimate = estimate_conversion(config, recipe.seed)
+    written = f"{estimate.written_bytes / 2**20:,.1f} MiB"
+    size = f"{estimate.source_bytes / 2**20:,.1f} MiB" if estimate.source_bytes else "unknown size"
+    shards = f"{estimate.num_shards:,} shard{'s' if estimate.num_shards > 1 else ''}"
+    reason = f"; the first: {estimate.reason}" if estimate.reason else ""
+    cores, rate = cpu_count(), estimate.num_images / estimate.seconds
+    return "\n".join([
+        f"images      {estimate.counts} "
+        f"({estimate.num_counted:,} of {estimate.num_parts:,} parts counted)",
+        f"source      {config.source}: {size}",
+        f"data set    {config.destination}: "
+        f"{'images read in place' if config.in_place else written}, {shards}",
+        f"rejected    {estimate.num_rejected} of {estimate.num_sampled} sampled images{reason}",
+        f"time        about {clock(estimate.seconds / cores)} on the {cores} cores of this machine "
+        f"({platform.node()}), {rate:,.0f} images/s per core",
+    ])  # fmt: skip
 
 
-_SHOWN = 20
+_MAX_PRINTED = 20
 
 
 def run_verify(recipe: Recipe) -> int:
-    """Check a data set, or the checkpoints of a run, and print what is wrong; returns 1 if anything
-    is.
+    """Check a data set or the checkpoints of a run, and print the problems; returns 1 if there are
+    any.
 
     Raises:
         ValueError: the recipe has no `verify` section, or there is no such data set.
@@ -89,14 +86,13 @@ def run_verify(recipe: Recipe) -> int:
     config = require(recipe.verify, "verify", "verify.path")
     if list_checkpoints(locate(config.path)):
         return verify_run(config.path)
-    open_dataset(config.path)  # an error before Ray starts
+    open_dataset(config.path)  # a wrong path is reported before Ray starts
     check_shared(connect(recipe), [("verify.path", config.path)])
     report = verify(config.path, decode_fraction=config.decode_fraction)
-    for problem in report.problems[:_SHOWN]:
-        where = f"{problem.file} {problem.key}".strip()
-        print(f"{where}: {problem.what}")
-    if len(report.problems) > _SHOWN:
-        print(f"... and {len(report.problems) - _SHOWN} more")
+    for problem in report.problems[:_MAX_PRINTED]:
+        print(f"{f'{problem.file} {problem.key}'.strip()}: {problem.what}")
+    if len(report.problems) > _MAX_PRINTED:
+        print(f"... and {len(report.problems) - _MAX_PRINTED} more")
     advice = "restore these files from a copy, or convert again"
     print(
         f"{config.path}: {report.num_images} images in {report.num_files} files checked, "
@@ -128,15 +124,18 @@ def run_deduplicate(recipe: Recipe) -> int:
         ValueError: the recipe has no `deduplicate` section, or a data set is missing, or the
             destination is taken.
     """
-    hint = "deduplicate.source, deduplicate.evaluation_sets and deduplicate.destination"
-    config = require(recipe.deduplicate, "deduplicate", hint)
+    config = require(
+        recipe.deduplicate,
+        "deduplicate",
+        "deduplicate.source, deduplicate.evaluation_sets and deduplicate.destination",
+    )
     sets = list(config.evaluation_sets)
-    for path in (config.source, *sets):  # an error before Ray starts
+    for path in (config.source, *sets):  # wrong paths are reported before Ray starts
         open_dataset(path)
     refuse_taken(config.destination)
-    read = [("deduplicate.source", config.source)]
-    read += [("deduplicate.evaluation_sets", path) for path in sets]
-    check_shared(connect(recipe), read)
+    paths = [("deduplicate.source", config.source)]
+    paths += [("deduplicate.evaluation_sets", path) for path in sets]
+    check_shared(connect(recipe), paths)
     report = deduplicate(config.source, sets, config.destination)
     print(
         f"{config.destination}: {report.num_exact} exact and {report.num_near} near duplicates "

@@ -1,7 +1,7 @@
-"""What a training needs of the machine that starts it, of storage, Ray and MLflow.
+"""Checks of what a training needs: the machine that starts it, storage, Ray and MLflow.
 
-Each is checked separately, so that one command reports everything that is missing before any GPU
-costs. Nothing is left behind.
+Each check runs alone, so that one command reports all faults before any GPU is paid for. The checks
+leave no files.
 """
 
 import os
@@ -16,14 +16,14 @@ from vit_ray.addresses import redact, sqlite_file
 from vit_ray.config import Recipe
 from vit_ray.storage import locate
 
-# GiB of /dev/shm, where Ray keeps waiting batches; what does not fit goes to a disk.
+# GiB of /dev/shm, where Ray keeps waiting batches; without space Ray writes them to a disk.
 LEAST_SHARED_GIB: Final = 1.0
 # Open files per process; Ray on a busy node has thousands of sockets.
 LEAST_FILES: Final = 4096
 
 
 def run_doctor(recipe: Recipe) -> int:
-    """Print one finding after another; exit code 1 if something would keep a run from starting."""
+    """Print the result of each check; exit code 1 if one would keep a run from starting."""
     num_faults = 0
     for what, is_right, text in examine(recipe.with_absolute_paths()):
         num_faults += not is_right
@@ -32,7 +32,7 @@ def run_doctor(recipe: Recipe) -> int:
 
 
 def examine(recipe: Recipe) -> Iterator[tuple[str, bool, str]]:
-    """What each check finds: name, whether it is good, and the text."""
+    """The result of each check: its name, whether it passed, and a text."""
     checks: dict[str, Callable[[Recipe], str]] = {
         "packages": _packages,
         "GPUs": _gpus,
@@ -41,25 +41,25 @@ def examine(recipe: Recipe) -> Iterator[tuple[str, bool, str]]:
         "Ray": _ray,
         "MLflow": _mlflow,
         "output": _output,
-        "data.train": lambda one: _data_set(one.data.train),
-        "data.eval": lambda one: _data_set(one.data.eval),
+        "data.train": lambda recipe: _data_set(recipe.data.train),
+        "data.eval": lambda recipe: _data_set(recipe.data.eval),
     }
     for what, check in checks.items():
         try:
             yield what, True, check(recipe)
-        except Exception as error:  # whatever it is, the other checks must run too
+        except Exception as error:  # after any error, the other checks must run too
             yield what, False, redact(str(error) or repr(error))
 
 
 def _packages(_: Recipe) -> str:
     from vit_ray.ray_internals import VERSION
 
-    found = {name: metadata.version(name) for name in ("ray", "torch", "deepspeed", "mlflow")}
-    if not found["ray"].startswith(f"{VERSION}."):
+    versions = {name: metadata.version(name) for name in ("ray", "torch", "deepspeed", "mlflow")}
+    if not versions["ray"].startswith(f"{VERSION}."):
         raise ValueError(
-            f"ray is {found['ray']}; install ray {VERSION}, which vit_ray is written for"
+            f"ray is {versions['ray']}; install ray {VERSION}, which vit_ray is written for"
         )
-    return ", ".join(f"{name} {version}" for name, version in found.items())
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def _gpus(recipe: Recipe) -> str:
@@ -82,7 +82,7 @@ def _shared_memory(_: Recipe) -> str:
 
 
 def _open_files(_: Recipe) -> str:
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # to which Ray raises the other one
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # Ray raises the soft limit to it
     if 0 <= hard < LEAST_FILES:  # -1 is no limit
         raise ValueError(f"{hard} at a time: raise the limit of the container")
     return f"{hard} at a time" if hard > 0 else "any number at a time"
@@ -116,7 +116,6 @@ def _mlflow(recipe: Recipe) -> str:
 
 
 def _output(recipe: Recipe) -> str:
-    """The access rights that checkpoints need."""
     from vit_ray.launch.prepared_run import check_rights
 
     folder = locate(recipe.output)
@@ -125,7 +124,7 @@ def _output(recipe: Recipe) -> str:
 
 
 def _existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that is there."""
+    # The path, or the nearest folder above it that exists.
     return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
 
 
@@ -134,5 +133,5 @@ def _data_set(path: str | None) -> str:
 
     if path is None:
         return "not set"
-    one = open_dataset(path)
-    return f"{one.num_images:,} images of {one.num_classes:,} classes in {one.path}"
+    manifest = open_dataset(path)
+    return f"{manifest.num_images:,} images of {manifest.num_classes:,} classes in {manifest.path}"

@@ -39,7 +39,8 @@ from vit_ray.outcomes import TrialState
 from vit_ray.paper import SOURCE
 from vit_ray.storage import locate
 
-_OF_CELLS = (
+# Columns of a study's table: title, metric and format.
+_CELL_COLUMNS = (
     ("exaFLOPs", STUDY_EXAFLOPS, "{:.3g}"),
     ("images seen", STUDY_IMAGES_SEEN, "{:.0f}"),
     ("5-shot", few_shot_top1(5), "{:.2%}"),
@@ -61,9 +62,8 @@ def vtab(recipe: Recipe) -> int:
             "stopped on request; run the same command again to continue with the interrupted task"
         )
         return 3
-    title = f"VTAB-1k; the paper's columns are {SOURCE}, Table 9"
-    print_table(title, result.table)
-    _print_places(result)
+    print_table(f"VTAB-1k; the paper's columns are {SOURCE}, Table 9", result.table)
+    _print_links(result)
     return 0 if result.is_complete else 1
 
 
@@ -72,7 +72,7 @@ def study(recipe: Recipe) -> int:
     return print_study(run_study(recipe))
 
 
-def _print_places(result: SweepResult | VtabResult | StudyResult) -> None:
+def _print_links(result: SweepResult | VtabResult | StudyResult) -> None:
     if result.page is not None:
         print(f"report: {result.page}")
     print_link(result.hint, result.parent_run_id)
@@ -84,21 +84,24 @@ def print_sweep(result: SweepResult | None) -> int:
         print("stopped on request; the same command resumes its runs from their checkpoints")
         return 3
     rows = []
-    for row in result.rows:
-        outcome = row.outcome
-        note = "chosen" if row.point == result.best else ""
+    for trial in result.rows:
+        outcome = trial.outcome
+        note = "chosen" if trial.point == result.best else ""
         if math.isnan(outcome.top1):
             note = f"{outcome.state}: {outcome.error}"
         if outcome.state is TrialState.STOPPED_EARLY:
             note = f"stopped early, at step {outcome.step}"
-        top1 = None if math.isnan(outcome.top1) else f"{outcome.top1:.2%}"
-        rows.append({"trial": point_text(row.point), "dev top-1": top1, "note": note})
+        rows.append({
+            "trial": point_text(trial.point),
+            "dev top-1": None if math.isnan(outcome.top1) else f"{outcome.top1:.2%}",
+            "note": note,
+        })  # fmt: skip
     print_table("Trials (selected on the dev split)", rows)
     runs = len(result.test_top1)
     spread = f" +- {result.deviation:.2%} ({runs} runs)" if runs > 1 else " (1 run of sweep.seeds)"
     print(f"test top-1, trained on all data: {result.mean:.2%}{spread}")
     print_beside_paper(result.beside_paper)
-    _print_places(result)
+    _print_links(result)
     return 0
 
 
@@ -107,37 +110,34 @@ def print_study(result: StudyResult | None) -> int:
     if result is None:
         print("stopped on request; the same command resumes its cells from their checkpoints")
         return 3
-    everything = dict.fromkeys(key for cell in result.cells for key in cell.metrics)
-    tasks = [re.fullmatch(rf"{TRANSFER_GROUP}(.+)_top1", key) for key in everything]
-    columns = [*_OF_CELLS, *((task[1], task[0], "{:.2%}") for task in tasks if task)]
+    metrics = dict.fromkeys(key for outcome in result.cells for key in outcome.metrics)
+    tasks = [re.fullmatch(rf"{TRANSFER_GROUP}(.+)_top1", key) for key in metrics]
+    columns = [*_CELL_COLUMNS, *((task[1], task[0], "{:.2%}") for task in tasks if task)]
     rows = []
-    for one in result.cells:
-        cell = one.cell
+    for outcome in result.cells:
+        cell = outcome.cell
         row: dict[str, object] = {
             "model": cell.label,
             "data": f"{cell.fraction * 100:.3g}%",
-            "length": f"{cell.length}, branched" if one.branched_from else cell.length,
+            "length": f"{cell.length}, branched" if outcome.branched_from else cell.length,
             "seed": cell.recipe.seed,
         }
         for title, key, form in columns:
-            row[title] = form.format(one.metrics[key]) if key in one.metrics else None
+            row[title] = form.format(outcome.metrics[key]) if key in outcome.metrics else None
         rows.append(row)
     print_table("Scaling study (proxy data: not the paper's JFT-300M)", rows)
-    for one in result.cells:
-        if one.error:
-            print(redact(f"failed: {one.cell.name}: {one.error}"))
-    if num_before := sum(cell.was_finished for cell in result.cells):
+    for outcome in result.cells:
+        if outcome.error:
+            print(redact(f"failed: {outcome.cell.name}: {outcome.error}"))
+    if num_before := sum(outcome.was_finished for outcome in result.cells):
         print(f"{num_before} of {len(result.cells)} cells had finished before")
-    _print_places(result)
+    _print_links(result)
     return 0 if result.is_complete else 1
 
 
-SWEEP_RECIPE, SCRATCH_RECIPE = "digits_sweep", "digits_scratch"
-
-
 def run_quickstart(recipe: Recipe) -> int:
-    """The main command in small, on digits: convert, pre-train, sweep, train from scratch, and
-    compare; finished parts are not repeated.
+    """Convert handwritten digits, pre-train, sweep, train from scratch, and compare; finished parts
+    are not repeated.
     """
     from vit_ray.commands.plan import data_facts
     from vit_ray.data.convert.digits import write_digits
@@ -149,28 +149,28 @@ def run_quickstart(recipe: Recipe) -> int:
         load_recipe(name, tracking).with_changes(
             output=recipe.output, data={"train": recipe.data.train, "eval": recipe.data.eval}
         )
-        for name in (SWEEP_RECIPE, SCRATCH_RECIPE)
+        for name in ("digits_sweep", "digits_scratch")
     )
     sweep = sweep.with_changes(init_from=f"{recipe.output}/{recipe.name}")
-    # What is wrong with a key is said before the digits are written.
-    sets = [locate(str(place)) for place in (recipe.data.train, recipe.data.eval)]
-    is_converted = all(one.child(MANIFEST_FILE).exists() for one in sets)
+    # Wrong keys are reported before the digits are written.
+    sets = [locate(str(path)) for path in (recipe.data.train, recipe.data.eval)]
     checked = recipe
-    if not is_converted:  # one of the sets may be there in part: the counts of the digits
-        counts = {"num_images": 1497, "num_classes": 10}
-        checked = recipe.with_changes(data={"train": PLACEHOLDER, "eval": None}, plan=counts)
+    if not all(folder.child(MANIFEST_FILE).exists() for folder in sets):
+        checked = recipe.with_changes(
+            data={"train": PLACEHOLDER, "eval": None},
+            plan={"num_images": 1497, "num_classes": 10},  # of the digits
+        )
     data_facts(checked)
     connect(recipe)
-    is_local = "://" not in recipe.output
     with tempfile.TemporaryDirectory() as temporary:
-        images = Path(recipe.output if is_local else temporary) / "digits_images"
-        for split, place in zip(("train", "test"), sets, strict=True):
-            if place.child(MANIFEST_FILE).exists():
+        images = Path(temporary if "://" in recipe.output else recipe.output) / "digits_images"
+        for split, folder in zip(("train", "test"), sets, strict=True):
+            if folder.child(MANIFEST_FILE).exists():
                 continue
-            write_digits(images)  # again, if it was interrupted: the files are the same
-            config = ConvertConfig(source=str(images / split), destination=place.uri)
-            made = convert(config, recipe.seed)
-            print(f"{place.uri}: {made.num_images} digits in {made.num_shards} shard(s)")
+            write_digits(images)  # also after an interruption: the files are the same
+            config = ConvertConfig(source=str(images / split), destination=folder.uri)
+            converted = convert(config, recipe.seed)
+            print(f"{folder.uri}: {converted.num_images} digits in {converted.num_shards} shard(s)")
     code = _train_and_compare(recipe, sweep, scratch)
     print(f"Total time: {time.monotonic() - start_s:.0f} s")
     return code
@@ -184,20 +184,19 @@ def _train_and_compare(recipe: Recipe, sweep: Recipe, scratch: Recipe) -> int:
     swept = run_sweep(sweep)
     if (code := print_sweep(swept)) or swept is None:
         return code
-    alone = train(scratch)
-    if code := print_result(alone):
+    from_scratch = train(scratch)
+    if code := print_result(from_scratch):
         return code
-    places = {
+    accuracies = {
         f"pre-trained, {_length(recipe, pretrained)}": _top1(pretrained),
-        f"fine-tuned, {_length(scratch, alone)}": swept.mean,
-        f"from scratch, {_length(scratch, alone)}": _top1(alone),
+        f"fine-tuned, {_length(scratch, from_scratch)}": swept.mean,
+        f"from scratch, {_length(scratch, from_scratch)}": _top1(from_scratch),
     }
     count = open_dataset(str(recipe.data.eval)).num_images
-    figures = {name: f"{top1:.2%}{interval_note(top1, count)}" for name, top1 in places.items()}
+    figures = {name: f"{top1:.2%}{interval_note(top1, count)}" for name, top1 in accuracies.items()}
     print_figures("Top-1 accuracy on the test set", figures)
     if swept.parent_run_id is not None:
-        written = report(recipe, keep_with=swept.parent_run_id)
-        print(f"report of all runs: {written.page}")
+        print(f"report of all runs: {report(recipe, keep_with=swept.parent_run_id).page}")
     return 0
 
 

@@ -21,19 +21,19 @@ from vit_ray.storage import absolute, locate
 
 # 90 epochs of ImageNet-1k, which train a ViT-S/16 to 76.5 % (Beyer et al., arXiv:2205.01580).
 _IMAGES_SEEN: Final = 90 * 1_281_167
-_MOST_EPOCHS, _LEAST_EPOCHS = 300, 7
-# Up to this many images: the model, and its parameters.
+_MAX_EPOCHS, _MIN_EPOCHS = 300, 7
+# For fewer images than the first number: the model, and its parameters.
 _MODELS: Final = (
     (100_000, "ViT-Ti/16", "5.7 M"),
     (1_000_000, "ViT-S/16", "22 M"),
     (10_000_000, "ViT-B/16", "86 M"),
     (sys.maxsize, "ViT-L/16", "304 M"),
 )
-# Below so many images the way is fine-tuning.
-_FEW: Final = 100_000
+# With fewer images, fine-tuning is advised.
+_MIN_FROM_SCRATCH: Final = 100_000
 # ViT-B/16 of ImageNet-21k.
 _WEIGHTS: Final = "hf://google/vit-base-patch16-224-in21k"
-# How long the hub may take to connect, and to send each part of its answer.
+# Seconds that the hub may take to connect, and to send each part of its answer.
 _HUB_S: Final = 3.0
 # benchmarks/results/study_cifar10_cpu_2026-11-25.md.
 _FROM_SCRATCH: Final = (
@@ -43,8 +43,8 @@ _FROM_SCRATCH: Final = (
 
 
 @dataclass(frozen=True)
-class _Look:
-    """What a source holds for training and for testing, and the names of these splits, if any."""
+class _Source:
+    """Estimates of a source's images for training and testing, and the names of these splits."""
 
     train: Estimate
     split: str | None = None
@@ -52,18 +52,17 @@ class _Look:
     test_split: str | None = None
 
     @property
-    def held_out(self) -> float:
+    def held_out_fraction(self) -> float:
         """Share of the training images to test on: a tenth, at least one and at most 10,000."""
         count = self.train.num_images
         return 0.0 if self.test else round(min(max(0.1, 1 / count), 10_000 / count), 6)
 
     @property
     def num_trained(self) -> int:
-        return self.train.num_images - round(self.train.num_images * self.held_out)
+        return self.train.num_images - round(self.train.num_images * self.held_out_fraction)
 
     @property
-    def splits(self) -> str:
-        """Images of each split as text."""
+    def counts(self) -> str:
         if self.test:
             return f"{self.split} {self.train.counts}, {self.test_split} {self.test.counts}"
         count = self.train.num_images - self.num_trained
@@ -105,22 +104,22 @@ def write_recipe(images: str, out: str | None, weights: str | None = None) -> No
         raise ValueError(
             f"--weights {weights}: no such file; give one of a ViT-B/16, or {_WEIGHTS}"
         )
-    look = _look_at(images)
-    if weights is None and look.train.num_images < _FEW:
-        chosen = _WEIGHTS if look.train.shorter_side > 64 and _has_published() else None
-        name = f"{name}-tuned" if chosen else name
-        typed = f"vit-ray init {shlex.quote(images)} --out OTHER.yaml --weights"
-        other = f"to fine-tune published weights: {typed} {_WEIGHTS}"
-        if chosen:
-            other = f"so the recipe fine-tunes {chosen} (not: {typed} none)"
-        elif look.train.shorter_side > 64:
-            other = f"the hub did not answer; {other}"
-        print(f"fewer than {_FEW:,} images: {_FROM_SCRATCH}; {other}")
-    text = _recipe_text(images, file, name, look, chosen)
+    source = _examine(images)
+    if weights is None and source.train.num_images < _MIN_FROM_SCRATCH:
+        has_large_images = source.train.shorter_side > 64
+        command = f"vit-ray init {shlex.quote(images)} --out OTHER.yaml --weights"
+        advice = f"to fine-tune published weights: {command} {_WEIGHTS}"
+        if has_large_images and _has_published():
+            chosen, name = _WEIGHTS, f"{name}-tuned"
+            advice = f"so the recipe fine-tunes {chosen} (not: {command} none)"
+        elif has_large_images:
+            advice = f"the hub did not answer; {advice}"
+        print(f"fewer than {_MIN_FROM_SCRATCH:,} images: {_FROM_SCRATCH}; {advice}")
+    text = _recipe_text(images, file, name, source, chosen)
     completed(parse_yaml(text, str(file)), (), str(file))
     with open(file, "x", encoding="utf-8") as target:
         target.write(text)
-    print(f"{images}: {look.splits}")
+    print(f"{images}: {source.counts}")
     print(f"{file} is written; next: vit-ray convert {shlex.quote(str(file))}")
 
 
@@ -137,8 +136,7 @@ def _has_published() -> bool:
 
 def first_look(name: str, epochs: float) -> list[str]:
     """Overrides for a training of a few of these epochs."""
-    few = 5 if epochs > 10 else 1
-    return [f"name={name}-first", f"optim.epochs={few}", "optim.warmup_steps=0"]
+    return [f"name={name}-first", f"optim.epochs={5 if epochs > 10 else 1}", "optim.warmup_steps=0"]
 
 
 def _name_of(images: str) -> str:
@@ -147,7 +145,7 @@ def _name_of(images: str) -> str:
     return name.split(".")[0].rstrip("-") or "images"
 
 
-def _look_at(images: str) -> _Look:
+def _examine(images: str) -> _Source:
     """Count and open some images.
 
     Raises:
@@ -156,67 +154,67 @@ def _look_at(images: str) -> _Look:
     config = ConvertConfig(source=images, destination="data")
     splits: tuple[str | None, ...] = ()
     try:
-        found = estimate_conversion(config)
+        train = estimate_conversion(config)
     except SeveralSplitsError as error:
         splits = error.splits
         if "train" not in splits:
             raise
-        found = estimate_conversion(config.model_copy(update={"split": "train"}))
-    if found.num_classes < 2 and found.is_exact:
+        train = estimate_conversion(config.model_copy(update={"split": "train"}))
+    if train.num_classes < 2 and train.is_exact:
         raise ValueError(
-            f"{images!r} has {found.num_classes} class; a classifier needs at least two, such as "
+            f"{images!r} has {train.num_classes} class; a classifier needs at least two, such as "
             "IMAGES/cat/1.jpg and IMAGES/dog/2.jpg"
         )
-    if not splits:
-        return _Look(found)
-    for test in ("validation", "test"):
-        if test in splits:
+    for test_split in ("validation", "test"):
+        if test_split in splits:
             # A test split may have no labels, as ImageNet's on the hub.
             with contextlib.suppress(ValueError):
-                counted = estimate_conversion(config.model_copy(update={"split": test}))
-                return _Look(found, "train", counted, test)
-    return _Look(found, "train")
+                test = estimate_conversion(config.model_copy(update={"split": test_split}))
+                return _Source(train, "train", test, test_split)
+    return _Source(train, "train" if splits else None)
 
 
-def _beside(file: Path, place: str) -> str:
-    """A path of the current folder as a recipe in this file has it; addresses stay."""
-    if "://" in place or with_home(place).is_absolute():
-        return place
-    return os.path.relpath(absolute_path(place), os.path.realpath(file.parent))
+def _relative(file: Path, path: str) -> str:
+    """A path of the current folder, relative to the recipe file; addresses stay."""
+    if "://" in path or with_home(path).is_absolute():
+        return path
+    return os.path.relpath(absolute_path(path), os.path.realpath(file.parent))
 
 
-def _recipe_text(images: str, file: Path, name: str, look: _Look, weights: str | None) -> str:
+def _recipe_text(images: str, file: Path, name: str, source: _Source, weights: str | None) -> str:
     """The recipe: the commands to type, then the sections, some with a reason above."""
-    source, folder = locate(images), PurePosixPath("data", _name_of(images))
-    if f"{locate(str(folder)).uri}/".startswith(f"{source.uri.rstrip('/')}/"):  # in the source
-        outside = Path(source.path).with_name(f"{_name_of(images)}-converted")
+    location, folder = locate(images), PurePosixPath("data", _name_of(images))
+    if f"{locate(str(folder)).uri}/".startswith(f"{location.uri.rstrip('/')}/"):  # in the source
+        outside = Path(location.path).with_name(f"{_name_of(images)}-converted")
         folder = PurePosixPath(os.path.relpath(outside))
-    train, test = str(folder / (look.split or "train")), str(folder / (look.test_split or ""))
-    convert = {"source": _beside(file, images), "destination": _beside(file, train)}
-    data: dict[str, Any] = {"train": _beside(file, train)}
-    data |= {"eval": _beside(file, test)} if look.test else {"held_out_fraction": look.held_out}
-    trained, reasons = _training(look, bool(weights))
+    train, test = str(folder / (source.split or "train")), str(folder / (source.test_split or ""))
+    convert = {"source": _relative(file, images), "destination": _relative(file, train)}
+    data: dict[str, Any] = {"train": _relative(file, train)}
+    held_out = {"held_out_fraction": source.held_out_fraction}
+    data |= {"eval": _relative(file, test)} if source.test else held_out
+    training, reasons = _training(source, bool(weights))
     sections = {
         "name": name,
-        "output": _beside(file, "runs"),
-        **({"init_from": _beside(file, weights)} if weights else {}),
-        "convert": {**convert, "split": look.split} if look.split else convert,
+        "output": _relative(file, "runs"),
+        **({"init_from": _relative(file, weights)} if weights else {}),
+        "convert": {**convert, "split": source.split} if source.split else convert,
         "data": {**data, "augment": {"kind": "resize_crop"}} if weights else data,
-        **trained,
+        **training,
         "tracking": {"experiment": name},
-        "plan": {"num_images": look.train.num_images, "num_classes": look.train.num_classes},
+        "plan": {"num_images": source.train.num_images, "num_classes": source.train.num_classes},
     }
     recipe = shlex.quote(str(file))
-    train_it = f"vit-ray {'finetune' if weights else 'pretrain'} {recipe}"
-    place = f"convert.split={look.test_split} {shlex.quote(f'convert.destination={test}')}"
+    train_command = f"vit-ray {'finetune' if weights else 'pretrain'} {recipe}"
+    test_keys = f"convert.split={source.test_split} {shlex.quote(f'convert.destination={test}')}"
+    shorter = " ".join(first_look(name, training["optim"]["epochs"]))
     lines = [
-        f"# {images!r}: {look.splits}",
+        f"# {images!r}: {source.counts}",
         "# Commands:",
         f"#   vit-ray convert {recipe}",
-        *([f"#   vit-ray convert {recipe} {place}"] if look.test else []),
-        f"#   {train_it} --dry-run   # steps, memory, time",
-        f"#   {train_it} {' '.join(first_look(name, trained['optim']['epochs']))}   # a first look",
-        f"#   {train_it}",
+        *([f"#   vit-ray convert {recipe} {test_keys}"] if source.test else []),
+        f"#   {train_command} --dry-run   # steps, memory, time",
+        f"#   {train_command} {shorter}   # a first look",
+        f"#   {train_command}",
         f"#   vit-ray predict runs/{name} PICTURES",
     ]
     for section, value in sections.items():
@@ -225,50 +223,49 @@ def _recipe_text(images: str, file: Path, name: str, look: _Look, weights: str |
     return "\n".join([*lines, ""])
 
 
-def _training(look: _Look, is_tuned: bool) -> tuple[dict[str, Any], dict[str, str]]:
+def _training(source: _Source, is_tuned: bool) -> tuple[dict[str, Any], dict[str, str]]:
     """The sections of a model and its training, and reasons by section.
 
     Args:
-        is_tuned: from weights of a ViT-B/16.
+        is_tuned: fine-tune weights of a ViT-B/16.
     """
-    trained, side = look.num_trained, look.train.shorter_side
+    num_images, side = source.num_trained, source.train.shorter_side
     batch = 512 if is_tuned else 4096
-    while batch > 1 and (trained < 250 * batch > 16 * 250 or trained < batch):
+    while batch > 1 and (num_images < 250 * batch > 16 * 250 or num_images < batch):
         batch //= 2
-    as_imagenet = round(_IMAGES_SEEN / trained)
-    epochs = 20 if is_tuned else min(_MOST_EPOCHS, max(_LEAST_EPOCHS, as_imagenet))
-    steps = max(1, round(epochs * trained / batch))  # as optim.total_steps
+    imagenet_epochs = round(_IMAGES_SEEN / num_images)
+    epochs = 20 if is_tuned else min(_MAX_EPOCHS, max(_MIN_EPOCHS, imagenet_epochs))
+    steps = max(1, round(epochs * num_images / batch))  # as optim.total_steps
     every = max(1, steps // 20)
-    model, why = _model(side, look.train.num_images)
+    model, model_reason = _model(side, source.train.num_images)
     optim = {"name": "adamw", "learning_rate": 0.001, "weight_decay": 0.1}
-    reason = f"the images of 90 epochs of ImageNet-1k would be {as_imagenet:,}."
+    epochs_reason = f"the images of 90 epochs of ImageNet-1k would be {imagenet_epochs:,}."
     if is_tuned:
-        model, why = {"name": "ViT-B/16", "image_size": 224}, "That of the weights."
+        model, model_reason = {"name": "ViT-B/16", "image_size": 224}, "That of the weights."
         optim = {"name": "sgd", "learning_rate": 0.003, "weight_decay": 0.0}
-        reason = "on Oxford Pets the paper takes 70, with this optimizer."
+        epochs_reason = "on Oxford Pets the paper takes 70, with this optimizer."
     optim |= {"schedule": "cosine", "epochs": epochs, "warmup_steps": min(10_000, every)}
-    precision = "fp32" if side <= 64 else "bf16"
     sections = {
         "model": model,
         "optim": optim,
-        "train": {"global_batch_size": batch, "precision": precision},
+        "train": {"global_batch_size": batch, "precision": "fp32" if side <= 64 else "bf16"},
         "evaluate": {"every_steps": every},
         "checkpoint": {"every_steps": min(1000, every)},
     }
     return sections, {
-        "model": why,
-        "optim": f"{epochs} epochs: {reason} Warm-up: 5 % of {steps:,} steps.",
-        "train": f"{max(1, trained // batch):,} steps per epoch. bf16 is for GPUs.",
+        "model": model_reason,
+        "optim": f"{epochs} epochs: {epochs_reason} Warm-up: 5 % of {steps:,} steps.",
+        "train": f"{max(1, num_images // batch):,} steps per epoch. bf16 is for GPUs.",
         "plan": "For --dry-run before the images are converted.",
     }
 
 
-def _model(side: int, count: int) -> tuple[dict[str, Any], str]:
-    """The section `model`, and the reason for it."""
+def _model(side: int, num_images: int) -> tuple[dict[str, Any], str]:
+    """The section `model` for images of this shorter side in pixels, and the reason for it."""
     if side <= 64:
         patch = 4 if side <= 48 else 8
         size = max(patch, side // patch * patch)
-        depth, width = (6, 192) if count < 100_000 else (12, 384)
+        depth, width = (6, 192) if num_images < 100_000 else (12, 384)
         model = {
             "name": "ViT", "image_size": size, "depth": depth, "width": width,
             "mlp_dim": 4 * width, "num_heads": width // 64, "patch_size": patch,
@@ -278,6 +275,7 @@ def _model(side: int, count: int) -> tuple[dict[str, Any], str]:
             "tokens. The model is small because a large ViT overfits a set of this size."
         )
     size = 224 if side >= 224 else side // 16 * 16
-    _, name, parameters = next(one for one in _MODELS if count < one[0])
-    why = f"Shorter sides are {side} pixels (median), {parameters} parameters."
-    return {"name": name, "image_size": size}, why
+    name, parameters = next(model[1:] for model in _MODELS if num_images < model[0])
+    return {"name": name, "image_size": size}, (
+        f"Shorter sides are {side} pixels (median), {parameters} parameters."
+    )

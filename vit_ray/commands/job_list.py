@@ -1,7 +1,7 @@
 """The commands that read a recipe: what each does, its code, and the keys that it reads.
 
-What is wrong with a recipe by itself is found here too, before torch, Ray or MLflow is imported, by
-one function a kind of key: values, what is read, what is written.
+Wrong recipes are refused here too, before torch, Ray or MLflow is imported: values by
+`check_values`, what is read by `check_inputs`, what is written by `check_outputs`.
 """
 
 import importlib
@@ -50,8 +50,8 @@ class Command:
         reads: sections and keys of the recipe that the command uses.
         example: recipe and overrides of an example.
         plan: `module:function` that returns the text of `--dry-run`.
-        needs: keys that the recipe must set, checked before anything is imported.
-        opens: keys of the data sets, weights and sources that must exist before it starts.
+        needs: keys that the recipe must set.
+        opens: keys of the data sets, weights and sources that must exist.
     """
 
     name: str
@@ -226,28 +226,30 @@ _ALL = (
 COMMANDS = {command.name: command for command in _ALL}
 
 
+# Commands that continue a run of the same name.
 _RESUMED = frozenset({"pretrain", "finetune", "sweep", "vtab", "scaling_study", "quickstart"})
 _MANIFEST = "manifest.parquet"
 _MANIFEST_MARK = b'"fingerprint": "'
-_IN_PATTERNS = frozenset("*?[{")
-# Keys of the places that commands write to, next to `tracking.uri`.
+_PATTERN_CHARACTERS = frozenset("*?[{")
+# Keys of the paths that commands write to, besides `tracking.uri`.
 _WRITTEN = (
     "output", "convert.destination", "subset.destination", "deduplicate.destination",
     "export.path", "inspect.path",
 )  # fmt: skip
 
 
-def _are_weights(place: Path) -> bool:
-    return place.is_dir() or (place.is_file() and place.suffix in (".npz", ".safetensors"))
+def _are_weights(path: Path) -> bool:
+    return path.is_dir() or (path.is_file() and path.suffix in (".npz", ".safetensors"))
 
 
-def _holds_images(place: Path) -> bool:
+def _holds_images(path: Path) -> bool:
     is_image_name = importlib.import_module("vit_ray.data.images").is_image_name  # with cv2
-    walked = os.walk(place, followlinks=True)
-    return any(is_image_name(name) for _, _, names in walked for name in names)
+    return any(
+        is_image_name(name) for _, _, names in os.walk(path, followlinks=True) for name in names
+    )
 
 
-# What is at the place of a key, and how that is called; of all others a converted data set.
+# How the path of a key is checked, and what it must be; all other keys are of converted data sets.
 _KINDS: dict[str, tuple[Callable[[Path], bool], str]] = {
     "init_from": (_are_weights, "a run folder, a step-* folder, or a .npz or .safetensors file"),
     "convert.source": (Path.exists, "a folder or file with images"),
@@ -260,12 +262,11 @@ _KINDS: dict[str, tuple[Callable[[Path], bool], str]] = {
 
 
 def check_values(command: Command, recipe: Recipe) -> None:
-    """Check that the keys which the command needs are set, and that their values can be used here.
-
+    """
     Raises:
-        ValueError: a key is not set; the model or the plan's device is not known; an evaluation
-            would measure nothing; the batch does not divide among the workers; or `RAY_ADDRESS` is
-            not an address.
+        ValueError: a key that the command needs is not set; the model or the plan's device is not
+            known; an evaluation would measure nothing; the batch does not divide among the workers;
+            or `RAY_ADDRESS` is not an address.
     """
     for name in command.needs:
         if _value(recipe, name) is None:
@@ -278,12 +279,12 @@ def check_values(command: Command, recipe: Recipe) -> None:
         find_spec(recipe.model.name, recipe.model.options())
     if command.name == "evaluate":
         recipe.check_measures()
-        given = recipe.benchmark
-        if given.kind in ("imagenet_real", "objectnet") and recipe.data.eval:
+        benchmark = recipe.benchmark
+        if benchmark.kind in ("imagenet_real", "objectnet") and recipe.data.eval:
             from vit_ray.evaluation.ground_truth import OBJECTNET_FOLDER, REAL_FILE  # with numpy
 
-            published = REAL_FILE if given.kind == "imagenet_real" else OBJECTNET_FOLDER
-            require(given.label_file, "benchmark.label_file", published)
+            published = REAL_FILE if benchmark.kind == "imagenet_real" else OBJECTNET_FOLDER
+            require(benchmark.label_file, "benchmark.label_file", published)
     if command.name == "plan":
         require_device(recipe.plan.device, "plan.device")
     if command.name == "report":
@@ -296,14 +297,14 @@ def check_values(command: Command, recipe: Recipe) -> None:
 
 
 def check_inputs(command: Command, recipe: Recipe) -> None:
-    """Check that what a command reads on this machine exists; S3 and the hub are checked later.
+    """Check the files that a command reads on this machine; S3 and the hub are checked later.
 
     Raises:
-        ValueError: it does not exist, or is of another kind.
+        ValueError: a file or folder does not exist, or is of another kind.
     """
     for key in command.opens:
-        found = _value(recipe, key) or ()
-        for path in (found,) if isinstance(found, str) else found:
+        paths = _value(recipe, key) or ()
+        for path in (paths,) if isinstance(paths, str) else paths:
             if "://" not in path:
                 _check_local(command, recipe, key, path)
             elif key != "init_from":
@@ -312,55 +313,53 @@ def check_inputs(command: Command, recipe: Recipe) -> None:
         importlib.import_module("vit_ray.data.convert.checks").check_conversion(recipe)
 
 
-def _check_local(command: Command, recipe: Recipe, key: str, path: str) -> None:
+def _check_local(command: Command, recipe: Recipe, key: str, text: str) -> None:
     with errors_of(key):
-        place = with_home(path)
+        path = with_home(text)
     is_there, kind = _KINDS.get(
         key, (Path.exists, "a converted data set (`vit-ray convert` makes one)")
     )
-    if key == "convert.source" and _IN_PATTERNS & set(path):
+    if key == "convert.source" and _PATTERN_CHARACTERS & set(text):
         return
-    if not is_there(place):
+    if not is_there(path):
         if key == "init_from" and command.name in _RESUMED and _has_begun(recipe):
-            return  # a continued run does not read it
-        copied = ""
-        if UPLOADED in place.absolute().parts:
-            copied = (
+            return  # a continued run does not read the weights
+        is_file = key == "init_from" and path.is_file()
+        remedy = "convert it to .npz or .safetensors" if is_file else "check the path"
+        if UPLOADED in path.absolute().parts:
+            remedy += (
                 "; this job runs in a copy of the submitted folder, without ignored files: give a "
                 "full path that all nodes share, or s3://"
             )
-        is_file = key == "init_from" and place.is_file()
-        remedy = "convert it to .npz or .safetensors" if is_file else "check the path"
         raise ValueError(
-            f"{key}={path!r}: {place.absolute()} does not exist, or is not {kind}; {remedy}{copied}"
+            f"{key}={text!r}: {path.absolute()} does not exist, or is not {kind}; {remedy}"
         )
-    has_manifest = (place / _MANIFEST).is_file()
-    is_whole = key == "convert.source" and recipe.convert and not recipe.convert.split
-    if is_whole and has_manifest and _MANIFEST_MARK in (place / _MANIFEST).read_bytes():
+    manifest = path / _MANIFEST
+    takes_all = key == "convert.source" and recipe.convert and not recipe.convert.split
+    if takes_all and manifest.is_file() and _MANIFEST_MARK in manifest.read_bytes():
         raise ValueError(
-            f"{key}={path!r} is a converted data set already; use it as data.train or data.eval, "
+            f"{key}={text!r} is a converted data set already; use it as data.train or data.eval, "
             "or give the images that it was made from"
         )
-    is_run = key == "verify.path" and any(place.glob("step-*"))
-    if not (key in _KINDS or has_manifest or is_run):
-        importlib.import_module("vit_ray.data").open_dataset(path)  # says what is there instead
+    is_run = key == "verify.path" and any(path.glob("step-*"))
+    if not (key in _KINDS or manifest.is_file() or is_run):
+        importlib.import_module("vit_ray.data").open_dataset(text)  # its error says what is there
 
 
 def _has_begun(recipe: Recipe) -> bool:
     folder = recipe.run_folder
     if "://" not in folder:
         return with_home(folder).exists()
-    storage = importlib.import_module("vit_ray.storage")  # pyarrow, which help does not wait for
-    return bool(storage.locate(folder).exists())
+    # With pyarrow, which help does not wait for.
+    return bool(importlib.import_module("vit_ray.storage").locate(folder).exists())
 
 
 def check_outputs(command: Command, recipe: Recipe) -> None:
-    """Check the places that a command writes to.
-
+    """
     Raises:
         ValueError: `tracking.uri` is a folder, an export would overwrite what it reads, or results
-            would be in a submitted job's copy of its folder: Ray deletes it, and each node has its
-            own.
+            would be in a submitted job's copy of its folder: each node has a copy, and Ray deletes
+            it.
     """
     uri = recipe.tracking.uri
     store = sqlite_file(uri)
@@ -372,18 +371,18 @@ def check_outputs(command: Command, recipe: Recipe) -> None:
         )
     if command.name == "export":
         absolute = importlib.import_module("vit_ray.storage").absolute
-        path = _value(recipe, "export.path")
-        if absolute(path) == absolute(recipe.init_from):
+        target = _value(recipe, "export.path")
+        if absolute(target) == absolute(recipe.init_from):
             raise ValueError(
-                f"export.path={path} is init_from itself, which would be overwritten; choose "
+                f"export.path={target} is init_from itself, which would be overwritten; choose "
                 "another path"
             )
     if UPLOADED not in Path.cwd().parts or command.name == "plan":
         return
-    folders = {key: local_folder(given) for key in _WRITTEN if (given := _value(recipe, key))}
-    written = {key: with_home(str(folder)) for key, folder in folders.items() if folder}
-    for key, place in {**written, **({"tracking.uri": store} if store else {})}.items():
-        if key.split(".")[0] in command.reads and UPLOADED in place.absolute().parts:
+    folders = {key: local_folder(text) for key in _WRITTEN if (text := _value(recipe, key))}
+    paths = {key: with_home(str(folder)) for key, folder in folders.items() if folder}
+    for key, path in {**paths, **({"tracking.uri": store} if store else {})}.items():
+        if key.split(".")[0] in command.reads and UPLOADED in path.absolute().parts:
             raise ValueError(
                 f"{key}={_value(recipe, key)} would be in this job's copy of the submitted folder, "
                 "which Ray deletes; give a full path that all nodes share, s3://BUCKET/FOLDER, or "
@@ -392,7 +391,7 @@ def check_outputs(command: Command, recipe: Recipe) -> None:
 
 
 def _value(recipe: Recipe, key: str) -> Any:
-    """The value of a dotted key; None also where its section is not set."""
+    # None also if the section of the key is not set.
     section, _, name = key.rpartition(".")
-    holder = attrgetter(section)(recipe) if section else recipe
-    return None if holder is None else getattr(holder, name)
+    config = attrgetter(section)(recipe) if section else recipe
+    return None if config is None else getattr(config, name)

@@ -1,7 +1,7 @@
-"""What a recipe costs on a cluster, for every ZeRO stage, before anything starts.
+"""The cost of a recipe on a cluster, for every ZeRO stage, before anything starts.
 
-Memory is counted on models of the meta device, time by data sheets; no GPU and no Ray are needed,
-and no data if the recipe sets `plan.num_images` and `plan.num_classes`.
+Memory is counted on models on the meta device; time follows from data sheets. Neither GPU nor Ray
+is needed, and no data if the recipe sets `plan.num_images` and `plan.num_classes`.
 """
 
 import math
@@ -24,31 +24,30 @@ from vit_ray.training.memory_estimate import (
 )
 from vit_ray.training.steps import accumulation_steps
 
-# CPU seconds of an image, benchmarks/results/data_stream_pair_cpu_2026-11-28.md.
+# CPU seconds to read an image, benchmarks/results/data_stream_pair_cpu_2026-11-28.md.
 _READING_S: Final = 0.92e-3
 
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """The numbers that the data give a recipe, and the work that follows.
+    """The counts of the training data, and the work that follows from them.
 
     Attributes:
-        source: where the two counts come from.
+        source: of the two counts: the data set, or the recipe's key.
     """
 
     num_images: int
     num_classes: int
     source: str
     total_steps: int
-    forward_macs: int
     exaflops: float
 
 
 def data_facts(recipe: Recipe, prefers_plan: bool = False) -> TrainingFacts:
-    """From the data set in `data.train`; if it does not exist yet, from `plan`.
+    """The facts from the data set in `data.train`; if that does not exist yet, from `plan`.
 
     Args:
-        prefers_plan: take the counts in `plan`, and open no data set.
+        prefers_plan: take the counts in `plan` in any case, and open no data set.
 
     Raises:
         ValueError: there is no such model; the data set is broken, or nothing gives the counts.
@@ -68,29 +67,14 @@ def data_facts(recipe: Recipe, prefers_plan: bool = False) -> TrainingFacts:
     else:
         resolved = resolve_run(recipe)
         num_images, num_classes = resolved.num_images, resolved.manifest.num_classes
-    model, batch = recipe.model, recipe.train.global_batch_size
+    batch = recipe.train.global_batch_size
     steps = recipe.optim.total_steps(num_images, batch)
-    return TrainingFacts(
-        num_images,
-        num_classes,
-        source,
-        total_steps=steps,
-        forward_macs=forward_macs(model.name, num_classes, model.image_size, **model.options()),
-        exaflops=run_exaflops(recipe, num_classes, steps * batch),
-    )
+    exaflops = run_exaflops(recipe, num_classes, steps * batch)
+    return TrainingFacts(num_images, num_classes, source, steps, exaflops)
 
 
-@dataclass(frozen=True)
-class PlannedCluster:
-    """The cluster that a plan is made for."""
-
-    device: Device
-    num_gpus: int
-    pace: Pace
-
-
-def planned_cluster(recipe: Recipe) -> PlannedCluster:
-    """The recipe's `plan` section with its unset values filled in.
+def planned_cluster(recipe: Recipe) -> tuple[Device, int]:
+    """The device of the recipe's `plan` section, and the number of GPUs; by default, of workers.
 
     Raises:
         ValueError: the device is not known, or the number of GPUs does not divide the batch.
@@ -103,11 +87,11 @@ def planned_cluster(recipe: Recipe) -> PlannedCluster:
             f"plan.num_gpus={num_gpus} does not divide train.global_batch_size={batch}; use "
             f"{max(n for n in divisors(batch) if n <= num_gpus)} or another divisor"
         )
-    return PlannedCluster(device, num_gpus, pace_of(recipe))
+    return device, num_gpus
 
 
 def pace_of(recipe: Recipe) -> Pace:
-    """The speed of one GPU of `plan`, at the peak of the recipe's precision.
+    """The speed of one GPU of `plan`, from the device's peak in the recipe's precision.
 
     Raises:
         ValueError: the device is not known.
@@ -119,19 +103,19 @@ def pace_of(recipe: Recipe) -> Pace:
 def describe_plan(recipe: Recipe) -> str:
     """The text of `vit-ray plan`: the work, then a column for each ZeRO stage."""
     facts = data_facts(recipe, prefers_plan=bool(recipe.plan.num_images or recipe.plan.num_classes))
-    cluster = planned_cluster(recipe)
-    columns = [_column(recipe, facts, cluster, stage) for stage in range(4)]
-    lines = [*describe_work(recipe, facts, cluster), ""]
+    device, num_gpus = planned_cluster(recipe)
+    columns = [_column(recipe, facts, device, num_gpus, stage) for stage in range(4)]
+    lines = [*describe_work(recipe, facts, device, num_gpus), ""]
     for cells in zip(*columns, strict=True):
         if {value for _, value in cells} != {"0.00"}:
             lines.append(f"{cells[0][0]:<30}" + "".join(f"{value:>10}" for _, value in cells))
-    image_s = cluster.pace.step_s(step_macs(recipe, facts.num_classes), 1)  # on one GPU
-    cpus = math.ceil(cluster.num_gpus / image_s * _READING_S)
+    image_s = pace_of(recipe).step_s(step_macs(recipe, facts.num_classes), 1)  # on one GPU
+    cpus = math.ceil(num_gpus / image_s * _READING_S)
     lines += [
         "",
         "sizes, as marked in cluster/rayjob.yaml",
-        f"  workers.num_workers   {cluster.num_gpus}",
-        f"  maxReplicas           {math.ceil(cluster.num_gpus / 8)} nodes of 8 GPUs",
+        f"  workers.num_workers   {num_gpus}",
+        f"  maxReplicas           {math.ceil(num_gpus / 8)} nodes of 8 GPUs",
         f"  CPUs that read        {cpus}, which workers leave free or in the group cpu "
         f"({_READING_S * 1e3:g} ms for a crop of 224 px)",
         "  object-store-memory   at most 30 % of a node's memory; sizeLimit a tenth above it",
@@ -139,18 +123,18 @@ def describe_plan(recipe: Recipe) -> str:
     return "\n".join(lines)
 
 
-def print_plan(recipe: Recipe) -> int:
+def print_plan(recipe: Recipe) -> None:
     """Print `describe_plan`."""
     print(describe_plan(recipe))
-    return 0
 
 
-def describe_work(recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster) -> list[str]:
+def describe_work(recipe: Recipe, facts: TrainingFacts, device: Device, num_gpus: int) -> list[str]:
     """Lines on images, steps, model, exaFLOPs and device hours."""
-    batch = recipe.train.global_batch_size
+    model, batch = recipe.model, recipe.train.global_batch_size
     epochs = facts.total_steps * batch / facts.num_images
     parameters = count_parameters(recipe, facts.num_classes)
-    hours = cluster.pace.device_hours(facts.exaflops)
+    macs = forward_macs(model.name, facts.num_classes, model.image_size, **model.options())
+    hours = pace_of(recipe).device_hours(facts.exaflops)
     time = f"{hours:,.4g} {recipe.plan.device}-hours"
     if hours < 0.1:
         time = f"{60 * hours:.2g} {recipe.plan.device}-minutes"
@@ -159,31 +143,30 @@ def describe_work(recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster)
         f"images                  {facts.num_images:,} of {facts.num_classes:,} classes "
         f"({facts.source})",
         f"steps                   {facts.total_steps:,} of {batch:,} images: {epochs:.2f} epochs",
-        f"model                   {recipe.model.name}: {parameters / 1e6:.1f} M parameters, "
-        f"{facts.forward_macs / 1e9:.4g} GMAC per image",
+        f"model                   {model.name}: {parameters / 1e6:.1f} M parameters, "
+        f"{macs / 1e9:.4g} GMAC per image",
         f"training                {facts.exaflops:,.4g} exaFLOPs, "
         f"{time} at {recipe.plan.mfu * 100:g} % MFU",
-        f"cluster                 {cluster.num_gpus} x {recipe.plan.device}, "
-        f"{cluster.device.memory_gib:.4g} GiB each",
+        f"cluster                 {num_gpus} x {recipe.plan.device}, "
+        f"{device.memory_gib:.4g} GiB each",
         *([f"warning                 {warning}"] if warning else []),
     ]
 
 
 def _column(
-    recipe: Recipe, facts: TrainingFacts, cluster: PlannedCluster, stage: int
+    recipe: Recipe, facts: TrainingFacts, device: Device, num_gpus: int, stage: int
 ) -> list[tuple[str, str]]:
-    """Name and value of each row of the table, under one ZeRO stage.
+    """Name and value of each row of the table for one ZeRO stage.
 
     Raises:
-        ValueError: the recipe's micro-batch does not divide a worker's share.
+        ValueError: the recipe's micro-batch does not divide a worker's part of the batch.
     """
-    batch, size = recipe.train.global_batch_size, cluster.num_gpus
-    largest = largest_micro_batch(recipe, facts.num_classes, size, cluster.device.memory_gib, stage)
-    wanted = recipe.train.micro_batch_size
-    micro = wanted if isinstance(wanted, int) else largest or 1
-    passes = accumulation_steps(batch, micro, size)
-    memory = estimate_memory(recipe, facts.num_classes, micro, size, stage)
-    step_s = cluster.pace.step_s(step_macs(recipe, facts.num_classes), batch / size)
+    batch, configured = recipe.train.global_batch_size, recipe.train.micro_batch_size
+    largest = largest_micro_batch(recipe, facts.num_classes, num_gpus, device.memory_gib, stage)
+    micro = configured if isinstance(configured, int) else largest or 1
+    passes = accumulation_steps(batch, micro, num_gpus)
+    memory = estimate_memory(recipe, facts.num_classes, micro, num_gpus, stage)
+    step_s = pace_of(recipe).step_s(step_macs(recipe, facts.num_classes), batch / num_gpus)
     days = step_s * facts.total_steps / DAY_S
     return [
         ("ZeRO stage", str(stage)),
@@ -193,7 +176,7 @@ def _column(
         ("GiB per GPU, total", f"{memory.total:.2f}"),
         *((f"  {part}", f"{gib:.2f}") for part, gib in vars(memory).items()),
         ("step in s", f"{step_s:.3f}"),
-        ("images per s and GPU", f"{batch / step_s / size:.0f}"),
+        ("images per s and GPU", f"{batch / step_s / num_gpus:.0f}"),
         ("run in days", f"{days:.2f}"),
-        ("core-days (GPU-days)", f"{days * size:.1f}"),
+        ("core-days (GPU-days)", f"{days * num_gpus:.1f}"),
     ]

@@ -27,11 +27,11 @@ from vit_ray.storage import RIGHTS_PROBE, Location, check_reachable, locate
 if TYPE_CHECKING:
     from vit_ray.launch.trained_model import TrainedModel
 
-Named = tuple[str, bytes | Location]  # an image's name, and its encoded bytes or its file
+NamedImage = tuple[str, bytes | Location]  # a name, and the encoded bytes or the file
 
 _OUTPUTS: Final = (".parquet", ".png")
 _NUM_CLASSES: Final = 5
-_NUM_DRAWN: Final = 48
+_MAX_DRAWN: Final = 48
 _SCHEMA: Final = pa.schema(
     [
         ("image", pa.string()),
@@ -47,10 +47,10 @@ _SCHEMA: Final = pa.schema(
 def print_predictions(
     source: str, paths: Sequence[str], recipe: str | None, outputs: Sequence[str]
 ) -> int:
-    """Predict, and print the five most probable classes; returns 1 if an image cannot be read.
+    """Print the five most probable classes of each image; returns 1 if an image cannot be read.
 
-    Images in a folder with the name of a class are counted as right or wrong, if the names of the
-    classes are known.
+    If the names of the classes are known, images in a folder with the name of a class are counted
+    as right or wrong.
 
     Args:
         source: weights, as `vit_ray.load` takes them.
@@ -66,18 +66,18 @@ def print_predictions(
         raise ValueError(f"{source!r} is not there; give a run, a checkpoint or a weight file")
     counts, right, drawn = Counter[str](), Counter[bool](), list[dict[str, Any]]()
     with _opened(outputs) as (tables, pictures):
-        images = [_images_at(path) for path in paths if path not in changes]
+        images = [_images_of(path) for path in paths if path not in changes]
         from vit_ray.launch.trained_model import load  # torch takes seconds
 
         model = load(source, recipe, overrides=changes)
         print(_line(f"{model}"), file=sys.stderr)
         for rows in _predicted(model, chain.from_iterable(images)):
             for row in rows:
-                place = sys.stderr if "problem" in row else sys.stdout
-                print(_line(f"{row['image']}: {row.get('problem') or row['text']}"), file=place)
+                stream = sys.stderr if "problem" in row else sys.stdout
+                print(_line(f"{row['image']}: {row.get('problem') or row['text']}"), file=stream)
             counts.update(row.get("class", "") for row in rows)
             right.update(row["class"] == row["expected"] for row in rows if row.get("expected"))
-            drawn = [*drawn, *(row for row in rows if "crop" in row)][:_NUM_DRAWN]
+            drawn = [*drawn, *(row for row in rows if "crop" in row)][:_MAX_DRAWN]
             for table in tables:
                 table.write_table(pa.Table.from_pylist(rows, _SCHEMA))
         num_bad, total = counts.pop("", 0), counts.total()
@@ -85,55 +85,57 @@ def print_predictions(
             captions = [f"{row['probability']:.1%} {row['class']}" for row in drawn]
             title = f"{source}: {len(drawn)} of {total:,} images"
             sheet([row["crop"] for row in drawn], captions, title).save(picture, "PNG")
-    most = ", ".join(f"{count:,} {name}" for name, count in counts.most_common(_NUM_CLASSES))
+    classes = ", ".join(f"{count:,} {name}" for name, count in counts.most_common(_NUM_CLASSES))
     bad = f"; {num_bad:,} cannot be read" if num_bad else ""
-    print(_line(f"{total:,} images{most and f': {most}'}{bad}"), file=sys.stderr)
-    if judged := right.total():
+    print(_line(f"{total:,} images{classes and f': {classes}'}{bad}"), file=sys.stderr)
+    if num_compared := right.total():
         from vit_ray.commands.train import interval_note  # imports Ray
 
-        share = right[True] / judged
-        note = f"{right[True]:,} right, {right[False]:,} wrong: {share:.2%}"
-        print(f"in folders of classes: {note}{interval_note(share, judged)}", file=sys.stderr)
+        top1 = right[True] / num_compared
+        note = f"{right[True]:,} right, {right[False]:,} wrong: {top1:.2%}"
+        print(f"in folders of classes: {note}{interval_note(top1, num_compared)}", file=sys.stderr)
     for output in outputs:
         print(f"wrote {output}", file=sys.stderr)
     return 1 if num_bad else 0
 
 
 def _line(text: str) -> str:
-    """Names and errors made safe to show, on one line."""
+    # Names and errors, safe to print, on one line.
     return redact(text).replace("\n", r"\n")
 
 
-def _predicted(model: "TrainedModel", images: Iterator[Named]) -> Iterator[list[dict[str, Any]]]:
-    """Batches of rows of `_SCHEMA`, with a `crop` and a `text` where there is no problem."""
-    while some := list(islice(images, model.recipe.evaluate.batch_size)):
+def _predicted(
+    model: "TrainedModel", images: Iterator[NamedImage]
+) -> Iterator[list[dict[str, Any]]]:
+    """Batches of rows of `_SCHEMA`; rows without a problem also have a `crop` and a `text`."""
+    while batch := list(islice(images, model.recipe.evaluate.batch_size)):
         rows = list[dict[str, Any]]()
-        for name, content in some:
+        for name, content in batch:
             try:
-                encoded = content if isinstance(content, bytes) else content.read()
-                rows.append({"image": name, "crop": model.crop(encoded)})
+                crop = model.crop(content if isinstance(content, bytes) else content.read())
+                rows.append({"image": name, "crop": crop})
             except (BadImageError, FileNotFoundError, PermissionError) as error:
                 rows.append({"image": name, "problem": str(error)})
         good = [row for row in rows if "crop" in row]
         for logits in model.logits_of_crops(row["crop"] for row in good):  # one batch, or none
-            for row, shares in zip(good, model.probabilities(logits), strict=True):
-                best = (-shares).argsort(kind="stable")[:_NUM_CLASSES].tolist()
+            for row, probabilities in zip(good, model.probabilities(logits), strict=True):
+                best = (-probabilities).argsort(kind="stable")[:_NUM_CLASSES].tolist()
                 row |= {"label": best[0], "class": model.classes[best[0]]}
                 folder = PurePosixPath(row["image"]).parent.name
                 row["expected"] = folder if model.has_names and folder in model.classes else None
-                row["probability"] = float(shares[best[0]])
-                row["text"] = ", ".join(f"{model.classes[i]} {shares[i]:.1%}" for i in best)
+                row["probability"] = float(probabilities[best[0]])
+                row["text"] = ", ".join(f"{model.classes[i]} {probabilities[i]:.1%}" for i in best)
         yield rows
 
 
-def _images_at(path: str) -> Iterator[Named]:
-    """The images of a path, read when they are needed.
+def _images_of(path: str) -> Iterator[NamedImage]:
+    """The images of a path; files are not read here.
 
     Raises:
-        ValueError: raised at once if the path does not exist or holds no image.
+        ValueError: the path does not exist or holds no image; raised before the first image.
     """
-    place = locate(path)
-    kind = place.info().kind
+    location = locate(path)
+    kind = location.info().kind
     if kind == "nothing":
         raise ValueError(f"{path!r}: no such file or folder; check the path")
     if kind == "file" and path.endswith(".parquet"):
@@ -141,55 +143,55 @@ def _images_at(path: str) -> Iterator[Named]:
             f"{path!r} is parquet; give pictures, or convert it and give the folder of the set"
         )
     if kind == "file":
-        return iter([(path, place)])
-    if place.child(MANIFEST_FILE).exists():
+        return iter([(path, location)])
+    if location.child(MANIFEST_FILE).exists():
         return iter(open_dataset(path).encoded())
-    files = [Location(place.protocol, info.path) for info in place.list_files()]
+    files = [Location(location.protocol, info.path) for info in location.list_files()]
     images = [file for file in files if is_image_name(file.path)]
     if not images:
         raise ValueError(
             f"{path!r} holds no images among its {len(files):,} files; images are found by file "
             f"names that end in {', '.join(sorted(IMAGE_SUFFIXES))}; convert parquet first"
         )
-    if others := [file.path for file in files if not is_image_name(file.path)]:
-        names = ", ".join(map(os.path.basename, others))
-        text = f"{path}: {len(others):,} files without the name of an image are skipped: {names}"
+    if skipped := [file.path for file in files if not is_image_name(file.path)]:
+        names = ", ".join(map(os.path.basename, skipped))
+        text = f"{path}: {len(skipped):,} files without the name of an image are skipped: {names}"
         print(_line(text), file=sys.stderr)
     return ((file.uri, file) for file in images)
 
 
 @contextmanager
 def _opened(outputs: Sequence[str]) -> Iterator[tuple[list[Any], list[Any]]]:
-    """Writers of tables of `_SCHEMA`, and streams of pictures, tried before anything is computed.
+    """Open writers of tables of `_SCHEMA` and streams of pictures, before anything is computed.
 
     The files appear complete, when the block ends, or not at all.
 
     Raises:
-        ValueError: a file of another kind, one that exists or is given twice, or one that cannot be
-            written.
+        ValueError: an output is of another kind, exists, is given twice, or cannot be written.
     """
     streams: dict[str, Any] = {}
     with ExitStack() as files:
         for output in outputs:
-            place = locate(output)
+            location = locate(output)
             if PurePosixPath(output).suffix not in _OUTPUTS:
-                expected = f"expected a file that ends in {', '.join(_OUTPUTS)}"
-                raise ValueError(f"--out {output}: {expected}")
-            if place.exists() or place.uri in streams:
+                raise ValueError(
+                    f"--out {output}: expected a file that ends in {', '.join(_OUTPUTS)}"
+                )
+            if location.exists() or location.uri in streams:
                 raise ValueError(
                     f"--out {output} exists already, or is given twice; name another file"
                 )
-            folder = Location(place.protocol, place.path.rpartition("/")[0])
+            folder = Location(location.protocol, location.path.rpartition("/")[0])
             try:
-                if not place.is_local:  # a store refuses only at the end what is written
+                if not location.is_local:  # a bucket refuses an upload only at its end
                     check_reachable(folder)
                     probe = folder.child(f"{RIGHTS_PROBE}-{uuid.uuid4().hex[:8]}")
                     probe.write(b"vit_ray")
-                    with suppress(OSError):  # to delete is no right that it needs
+                    with suppress(OSError):  # the right to delete is not needed
                         probe.delete()
                 elif not os.path.isdir(folder.path or "/"):
                     raise NotADirectoryError(f"there is no folder {folder.path}")
-                streams[place.uri] = files.enter_context(place.output())
+                streams[location.uri] = files.enter_context(location.output())
             except OSError as error:
                 raise ValueError(f"--out {output}: {error}; name another file") from None
         tables = [stream for uri, stream in streams.items() if uri.endswith(".parquet")]

@@ -36,11 +36,10 @@ from vit_ray.outcomes import BRANCH_NOTE, origin_of
 from vit_ray.storage import Location, locate
 
 
-def fork_run(source: str, words: Sequence[str], is_dry: bool) -> int:
-    """Make the fork, and print how to train it.
+def fork_run(source: str, words: Sequence[str], is_dry: bool) -> None:
+    """Copy a checkpoint to a new run, write its recipe, and print how to train it.
 
-    The checkpoint is copied, so that parent and fork can be trained, pruned and deleted
-    independently.
+    Parent and fork share no files: each can be trained, pruned and deleted alone.
 
     Args:
         source: folder of the parent's checkpoints, or its id in MLflow.
@@ -50,48 +49,48 @@ def fork_run(source: str, words: Sequence[str], is_dry: bool) -> int:
     Raises:
         ValueError: there is no such checkpoint, a change is not possible, the name is taken, or the
             recipe or its data set is wrong.
-        DamagedCheckpointError: the checkpoint is not what was written.
+        DamagedCheckpointError: a file of the checkpoint differs from its checksum.
     """
-    asked = {key: value for key, _, value in (word.partition("=") for word in words)}
-    if not asked.get("step", "").isdecimal() or not asked.get("name"):
+    arguments = {key: value for key, _, value in (word.partition("=") for word in words)}
+    if not arguments.get("step", "").isdecimal() or not arguments.get("name"):
         raise ValueError(
             "a fork needs a step and a name; give the step of a checkpoint and a new name, such as "
             "step=1000 name=lower-rate"
         )
-    step, changes = int(asked["step"]), [w for w in words if w.partition("=")[0] != "step"]
-    parent, position = _parent(source, step, changes)
-    tree = changed({**copy.deepcopy(position.recipe), "resume": "auto"}, changes)
+    step, overrides = int(arguments["step"]), [w for w in words if w.partition("=")[0] != "step"]
+    parent, position = _parent_checkpoint(source, step, overrides)
+    tree = changed({**copy.deepcopy(position.recipe), "resume": "auto"}, overrides)
     resolved = resolve_run(recipe_from_dict(tree, where="the fork").with_absolute_paths())
-    differences, recipe = _checked_changes(resolved, position), resolved.recipe
+    changes, recipe = _checked_changes(resolved, position), resolved.recipe
     folder, file = locate(recipe.run_folder), Path(f"{recipe.name}.yaml")
     content = write_yaml(recipe.recorded()).encode()
     origin = origin_of(position.recipe["name"], step)
     if file.exists() and file.read_bytes() != content:
         raise ValueError(f"name={recipe.name}: {file} exists already; give another name")
     _refuse_taken(folder)
-    size = sum(one.size for one in parent.list_files())
+    size = sum(file.size for file in parent.list_files())
     print(
         f"{recipe.name}: from {origin} to step {resolved.total_steps}; "
-        f"{'; '.join(map(str, differences)) or 'nothing else changes the training'}"
+        f"{'; '.join(map(str, changes)) or 'nothing else changes the training'}"
     )
     print(f"copies {size / 2**20:,.1f} MiB to {folder.uri}", file=sys.stderr, flush=True)
     if is_dry:
-        return 0
+        return
     with lock_run(folder):
         _refuse_taken(folder)  # again: another fork may have ended just now
         folder.child(BRANCH_NOTE).write(origin.encode())
         begin_training(folder)
-        target = folder.child(folder_name(step))
-        copy_checkpoint(parent, target, lambda position: _of_fork(position, resolved))
+        copy_checkpoint(
+            parent, folder.child(folder_name(step)), lambda position: _of_fork(position, resolved)
+        )
     locate(str(file)).write(content)
     print(f"wrote {file}; train it with: vit-ray pretrain {file} (or finetune, as its parent)")
-    return 0
 
 
 def _refuse_taken(folder: Location) -> None:
     """
     Raises:
-        ValueError: the run folder holds anything but what a lock leaves.
+        ValueError: the run folder has other files than those of a lock.
     """
     names = [file.base_name for file in folder.list_files(recursive=False)]
     if folder.list_folders() or not all(map(is_lock_file, names)):
@@ -101,49 +100,53 @@ def _refuse_taken(folder: Location) -> None:
         )
 
 
-def _parent(source: str, step: int, changes: Sequence[str]) -> tuple[Location, Position]:
-    """The checkpoint's folder and position."""
-    source, run_folder = named_folder(source, changes)
-    complete = {number: one for number, one in list_checkpoints(run_folder) if is_committed(one)}
-    if step not in complete:
-        steps = ", ".join(map(str, sorted(complete))) or "none"
+def _parent_checkpoint(
+    source: str, step: int, overrides: Sequence[str]
+) -> tuple[Location, Position]:
+    source, run_folder = named_folder(source, overrides)
+    checkpoints = {k: folder for k, folder in list_checkpoints(run_folder) if is_committed(folder)}
+    if step not in checkpoints:
+        steps = ", ".join(map(str, sorted(checkpoints))) or "none"
         raise ValueError(
             f"step={step}: the steps of the complete checkpoints in {source} are: {steps}; give "
             "one of them (checkpoint.keep_steps keeps more), of the folder of a run's checkpoints "
             "or its id in MLflow"
         )
-    return complete[step], read_checkpoint(complete[step]).position
+    return checkpoints[step], read_checkpoint(checkpoints[step]).position
 
 
 def _checked_changes(resolved: ResolvedRun, position: Position) -> list[Change]:
-    """What changes the training.
+    """The changes of the recipe and the data set that affect the training.
 
     Raises:
         ValueError: the fork cannot continue with a change, or would train nothing.
     """
     before = recipe_from_dict(position.recipe, where="the recipe of the checkpoint")
-    then = {DATA_SET: position.data_fingerprint, **before.flat()}
-    now = {DATA_SET: resolved.manifest.fingerprint, **resolved.recipe.flat()}
-    found = incompatible_changes(then, now)
-    if fixed := [change for change in found if on_resume(change.key) is OnResume.FIXED]:
-        path = resolved.manifest.path
-        is_other = any(change.key == DATA_SET for change in fixed)
-        own_set = f"give the checkpoint's own set instead of data.train={path}, or "
+    changes = incompatible_changes(
+        {DATA_SET: position.data_fingerprint, **before.flat()},
+        {DATA_SET: resolved.manifest.fingerprint, **resolved.recipe.flat()},
+    )
+    if fixed := [change for change in changes if on_resume(change.key) is OnResume.FIXED]:
+        advice = ""
+        if any(change.key == DATA_SET for change in fixed):
+            advice = (
+                f"give the checkpoint's own set instead of data.train={resolved.manifest.path}, or "
+            )
         raise ValueError(
             f"{'; '.join(map(str, fixed))}: a fork keeps what the checkpoint's tensors and its "
-            f"place in the data depend on; {own_set if is_other else ''}start a new run with "
-            "init_from, which loads the weights that fit"
+            f"place in the data depend on; {advice}start a new run with init_from, which loads the "
+            "weights that fit"
         )
     if resolved.total_steps <= position.step:
         raise ValueError(
             f"the fork would end after {resolved.total_steps} steps, and the checkpoint is at step "
             f"{position.step}; give a larger optim.steps or optim.epochs"
         )
-    return found
+    return changes
 
 
 def _of_fork(position: Position, resolved: ResolvedRun) -> Position:
-    """The parent's position as the fork's own, without the parent's measurements."""
+    # The parent's position with the fork's recipe, and without the parent's measurements.
     before = position.progress
     return replace(
         position,
@@ -156,28 +159,27 @@ def _of_fork(position: Position, resolved: ResolvedRun) -> Position:
     )
 
 
-MOST_SHOWN: Final = 64  # images in the picture; the table has all of them
+_MAX_DRAWN: Final = 64  # images in the picture; the table has all of them
 
 
-def show_batch(source: str, words: Sequence[str], out: str | None) -> int:
-    """Write a picture and a table, and print their paths.
+def show_batch(source: str, words: Sequence[str], out: str | None) -> None:
+    """Write the crops of a step as a picture and a table, and print their paths.
 
-    Reads only what the step reads: no Ray, no cluster, no weights.
+    Reads only what the step reads, without Ray, cluster and weights.
 
     Args:
         source: a run or recipe, as `find_run` takes it.
         words: `step=k`, and changes of the recipe.
-        out: folder to write; None for one named after the run and the step.
+        out: folder to write; None = named after the run and the step.
 
     Raises:
         ValueError: there is no such step, the folder is not empty, or as `find_run`.
     """
-    changes = [word for word in words if not word.startswith("step=")]
-    asked = [word.removeprefix("step=") for word in words if word.startswith("step=")]
-    if len(asked) != 1 or not asked[0].isdecimal():
+    steps = [word.removeprefix("step=") for word in words if word.startswith("step=")]
+    if len(steps) != 1 or not steps[0].isdecimal():
         raise ValueError("give one step, counted from 0, such as step=0")
-    run = find_run(source, changes)
-    step = run.checked_step(int(asked[0]))
+    run = find_run(source, [word for word in words if not word.startswith("step=")])
+    step = run.checked_step(int(steps[0]))
     folder = Path(out or f"{run.recipe.name}-step-{step}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists already; give another folder with --out")
@@ -186,17 +188,17 @@ def show_batch(source: str, words: Sequence[str], out: str | None) -> int:
     table, picture = folder / "batch.parquet", folder / "batch.png"
     pq.write_table(pa.Table.from_pylist(rows), table)
     title = f"{run.recipe.name}, step {step}"
-    title += f", the first {MOST_SHOWN} of {len(rows):,}" if len(rows) > MOST_SHOWN else ""
-    shown = rows[:MOST_SHOWN]
-    names = [f"{row['sample']} {', '.join(row['classes']) or 'no label'}" for row in shown]
-    sheet(list(pixels[:MOST_SHOWN]), names, title).save(picture)
+    title += f", the first {_MAX_DRAWN} of {len(rows):,}" if len(rows) > _MAX_DRAWN else ""
+    captions = [
+        f"{row['sample']} {', '.join(row['classes']) or 'no label'}" for row in rows[:_MAX_DRAWN]
+    ]
+    sheet(list(pixels[:_MAX_DRAWN]), captions, title).save(picture)
     print(f"wrote {picture}\nwrote {table}")
-    return 0
 
 
 def verify_run(source: str) -> int:
-    """Check the bytes of all checkpoints of a run, and whether its samples followed the planned
-    order; print the findings, and return 1 if anything is wrong.
+    """Check the files of all checkpoints of a run, and whether its samples followed the planned
+    order; print the results, and return 1 if anything is wrong.
 
     Raises:
         ValueError: as `find_run`.
@@ -206,32 +208,33 @@ def verify_run(source: str) -> int:
     planned = cache(lambda k: samples_digest(k * size, batches.planned(k)))
     decoded = cache(lambda k: samples_digest(k * size, batches.batch(k)["sample"]))
     for step, folder in reversed(list_checkpoints(locate(run.recipe.run_folder))):
-        finding = problem = ""
         try:
             checkpoint = checkpoint_of_step(folder, step)
             checkpoint.verify()
-            finding = _samples_finding(checkpoint.position.progress, planned, decoded)
+            result = (
+                f"files whole; {_check_samples(checkpoint.position.progress, planned, decoded)}"
+            )
         except PartialCheckpointError:
-            print(f"step {step:,}: incomplete: still being written, or interrupted and never used")
-            continue
+            result = "incomplete: still being written, or interrupted and never used"
         except (ValueError, OSError) as error:  # of the checkpoint, or of the shards
-            problem = str(error)
-        num_problems += bool(problem)
-        print(f"step {step:,}: {problem or f'files whole; {finding}'}")
+            result = str(error)
+            num_problems += 1
+        print(f"step {step:,}: {result}")
     return 1 if num_problems else 0
 
 
-def _samples_finding(
+def _check_samples(
     progress: Progress, planned: Callable[[int], int], decoded: Callable[[int], int]
 ) -> str:
-    """What was found right about the samples of a checkpoint.
+    """How the samples of a checkpoint follow the planned order, in words.
 
     Args:
-        planned: the digest of a step's samples by the order alone.
+        planned: digest of a step's samples by the order alone.
         decoded: the same after images that cannot be decoded are replaced.
 
     Raises:
-        ValueError: they do not follow the order; or, as OSError, images cannot be read.
+        ValueError: the samples do not follow the order.
+        OSError: images cannot be read.
     """
     if not progress.samples_digest:
         return "no digest of samples"

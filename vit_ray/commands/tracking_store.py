@@ -1,4 +1,4 @@
-"""Commands for MLflow's store: report, web pages, and sending what it has missed."""
+"""Commands for MLflow's store: report, web pages, and replay of a run's log."""
 
 import os
 import re
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def report(recipe: Recipe, keep_with: str | None = None) -> "Written":
     """Report on the newest run with the recipe's name, or on its experiment if there is none.
 
-    The page and its figures are kept as artifacts of that run, unless the store is a copy, see
-    `are_own_files`.
+    The page and its figures are kept as artifacts of that run, unless the store is a copy of
+    another (`are_own_files`).
 
     Args:
         keep_with: id of a run: report on the whole experiment, and keep the page with this run.
@@ -42,21 +42,20 @@ def report(recipe: Recipe, keep_with: str | None = None) -> "Written":
     uri = recipe.tracking.uri
     with asking(uri) as client:
         run_id = None if keep_with else _newest_run(client, recipe)
-        written, keeper = write_page(recipe, run_id), keep_with or run_id
-        if keeper is None:
+        written, page_run = write_page(recipe, run_id), keep_with or run_id
+        if page_run is None:
             line = f"no run {recipe.name!r}; this page is of the whole experiment"
-            missing = written.missing if written.is_empty else [line, *written.missing]
-            return replace(written, missing=missing)
-        files, problem = str(client.get_run(keeper).info.artifact_uri), ""
-        if are_own_files(uri, files):
+            return replace(written, missing=[*[line] * (not written.is_empty), *written.missing])
+        artifacts, problem = str(client.get_run(page_run).info.artifact_uri), ""
+        if are_own_files(uri, artifacts):
             try:
-                keep_page(client, keeper, written, "experiment" if keep_with else "")
+                keep_page(client, page_run, written, "experiment" if keep_with else "")
             except Exception as error:  # also of a bucket's library
-                problem = redact_uri(f"{files}: {error}", uri)
+                problem = redact_uri(f"{artifacts}: {error}", uri)
         else:
-            place = local_folder(files) or redact(files)
             problem = (
-                f"MLflow has its files at {place}, which is not below mlruns/ next to the store"
+                f"MLflow has its files at {local_folder(artifacts) or redact(artifacts)}, which is "
+                "not below mlruns/ next to the store"
             )
     if problem:
         print(f"page written to {written.page}; not kept with the run: {problem}")
@@ -64,24 +63,23 @@ def report(recipe: Recipe, keep_with: str | None = None) -> "Written":
 
 
 def _newest_run(client: "MlflowClient", recipe: Recipe) -> str | None:
-    """The id of the newest run of this name, if there is one.
+    """The id of the newest run of this name; None if there is none.
 
-    A run in the recipe's output comes before those in other outputs, and a run without a parent
-    before child runs.
+    Runs in the recipe's output are preferred, then runs without a parent.
     """
     from vit_ray.tracking.mlflow_client import found_runs
 
     named = found_runs(client, recipe.tracking.experiment, f"attributes.run_name = '{recipe.name}'")
     folder = recipe.with_absolute_paths().run_folder
-    here = [run for run in named if run.data.tags.get(RUN_FOLDER) == folder]
+    in_folder = [run for run in named if run.data.tags.get(RUN_FOLDER) == folder]
     roots = [run for run in named if PARENT_TAG not in run.data.tags]
-    # The folder may have another path here, or have moved since.
-    return next((str(run.info.run_id) for run in here or roots or named), None)
+    # The recorded folder may have another path on this machine, or have been moved.
+    return next((str(run.info.run_id) for run in in_folder or roots or named), None)
 
 
 def are_own_files(uri: str, artifact_uri: str) -> bool:
     """Whether a run's files may be written: those of a server, or below `mlruns` next to the SQLite
-    file. Others, also on S3, may be those of another store, of which this one is a copy.
+    file. Other files, also on S3, may belong to another store, of which this one is a copy.
 
     The store, its folder and `mlruns` may be symbolic links. A copy in the folder of its original
     shares the files.
@@ -89,14 +87,14 @@ def are_own_files(uri: str, artifact_uri: str) -> bool:
     store, folder = sqlite_file(uri), local_folder(artifact_uri)
     if store is None or folder is None:
         return store is None
-    typed = Path(os.path.abspath(store)).parent
-    homes = {one / "mlruns" for one in (typed, typed.resolve(), store.resolve().parent)}
-    addresses = Path(os.path.abspath(folder)), folder.resolve()
-    return any(address.is_relative_to(home) for address in addresses for home in homes)
+    parent = Path(os.path.abspath(store)).parent
+    roots = {one / "mlruns" for one in (parent, parent.resolve(), store.resolve().parent)}
+    paths = Path(os.path.abspath(folder)), folder.resolve()
+    return any(path.is_relative_to(root) for path in paths for root in roots)
 
 
 def report_page(recipe: Recipe) -> int:
-    """Write the page; 1 if there are no runs yet, as the page then says."""
+    """Write the page and print its path; returns 1 if there are no runs yet."""
     written = report(recipe)
     print(f"report: {written.page}")
     for line in written.missing:
@@ -109,8 +107,8 @@ def open_pages(store: str | None, port: int) -> int:
     until Ctrl-C.
 
     Args:
-        store: address of a store, or a recipe with its `tracking.uri`; None for the default.
-        port: of the server; another one if that is taken.
+        store: address of a store, or a recipe for its `tracking.uri`; None = the default.
+        port: of the server; if it is taken, a free port is used.
 
     Raises:
         ValueError: there is no such store, or no run in it.
@@ -127,23 +125,25 @@ def open_pages(store: str | None, port: int) -> int:
     port = _free(port)
     address = f"http://127.0.0.1:{port}" if is_file else safe_uri(uri).rstrip("/")
     with asking(uri) as client:
-        everywhere = [one.experiment_id for one in client.search_experiments()]
-        newest_first = ["attributes.start_time DESC"]
-        begun = client.search_runs(everywhere, order_by=newest_first, max_results=50)
-        roots = [run for run in begun if PARENT_TAG not in run.data.tags] or list(begun)
+        experiments = [one.experiment_id for one in client.search_experiments()]
+        order = ["attributes.start_time DESC"]
+        newest = client.search_runs(experiments, order_by=order, max_results=50)
+        roots = [run for run in newest if PARENT_TAG not in run.data.tags] or list(newest)
         if not roots:
             raise ValueError(f"{safe_uri(uri)} has no run yet; train first, or give another store")
         experiment, kind = roots[0].info.experiment_id, roots[0].data.tags.get(KIND, "")
         print(runs_page(address, experiment, share_view(client, experiment, kind)), flush=True)
     if is_file:
-        words = ["-m", "mlflow", "ui", "--backend-store-uri", uri, "--port", str(port)]
-        words += ["--workers", "1"]  # one reader; four take their time to start
+        words = [
+            "-m", "mlflow", "ui", "--backend-store-uri", uri, "--port", str(port),
+            "--workers", "1",  # enough for one reader; MLflow's four start slowly
+        ]  # fmt: skip
         os.execv(sys.executable, (sys.executable, *words))  # noqa: S606
     return 0
 
 
 def _free(port: int) -> int:
-    """This port, or if it is taken one that the system chooses."""
+    # This port, or if it is taken a free one.
     with suppress(OSError), socket.create_server(("127.0.0.1", port)) as server:
         return int(server.getsockname()[1])
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -156,15 +156,15 @@ def run_replay(log: Path, uri: str) -> int:
     Raises:
         ValueError: there is no such log, or the address cannot be replayed to.
     """
-    is_none = "://" not in uri and uri not in ("databricks", "uc")
-    if is_none or re.fullmatch(r"sqlite:/*(:memory:)?", uri):  # memory ends with the replay
+    is_address = "://" in uri or uri in ("databricks", "uc")
+    if not is_address or re.fullmatch(r"sqlite:/*(:memory:)?", uri):  # memory: lost at the end
         raise ValueError(
             f"URI {uri!r} is not an address; give sqlite:///mlflow.db or http://HOST:PORT"
         )
     if log.is_dir():
         raise ValueError(f"log {str(log)!r} is a folder; give a metrics.jsonl file in it")
-    done = replay(log, uri)
-    print(f"{done.num_points} points were new")
-    for refused in done.refused:
+    result = replay(log, uri)
+    print(f"{result.num_points} points were new")
+    for refused in result.refused:
         print(f"not sent: {refused}", file=sys.stderr)
-    return 1 if done.refused else 0
+    return 1 if result.refused else 0

@@ -39,11 +39,11 @@ def load_trained_model(
     """The recipe's model with the weights of `init_from` and their number of classes.
 
     Args:
-        recipe: `model`, and `init_from`, which is anything that `open_weights` reads.
+        recipe: its `model`, and `init_from`, as `open_weights` reads it.
         averaged: take the averaged weights of a checkpoint; None = if it has any.
 
     Returns:
-        The model, what was loaded, and the position of the checkpoint; None for a file.
+        The model, what was loaded, and the position of the checkpoint (None for a weight file).
 
     Raises:
         ValueError: no weights are given, or they are incomplete, or do not fit the model.
@@ -52,7 +52,7 @@ def load_trained_model(
     config = recipe.model
     with errors_of("init_from"):
         weights = open_weights(source, averaged)
-    # Pre-trained without labels, or published without a head: the new head has one class, and is 0.
+    # Weights without a head (trained without labels, or published so) get a zero head of one class.
     classes = weights.num_classes or 1
     model = build_model(config.name, classes, config.image_size, **config.options()).eval()
     with errors_of("init_from"):
@@ -60,14 +60,14 @@ def load_trained_model(
 
 
 def export(recipe: Recipe) -> int:
-    """Write `export.path`, and print what was loaded and where it was written. Needs no GPU.
+    """Write the weights to `export.path`, and print what was loaded and written. Needs no GPU.
 
-    A path without a suffix is a folder with class names, image processor and a model card next to
-    the weights; it can be pushed to the hub.
+    A path without a suffix is a folder with weights, class names, image processor and model card,
+    which can be pushed to the hub.
 
     Raises:
-        ValueError: nothing to export is given; it or its head does not fit the model, or the layout
-            has no names for it; or the hub refuses the upload.
+        ValueError: no weights are given; they or their head do not fit the model, or the layout
+            has no names for them; or the hub refuses the upload.
     """
     from vit_ray.launch.model_card import image_processor, model_card
 
@@ -87,23 +87,24 @@ def export(recipe: Recipe) -> int:
     num_classes = int(model.get_parameter("head.bias").numel())
     classes = class_names(source, training_set(source, position, recipe.data.train), num_classes)
     with tempfile.TemporaryDirectory() as folder:
-        # At its final place from the start if that is local: weights may not fit elsewhere.
+        # A local export is written in place: a temporary folder's disk may be too small.
         copy = Path(target.path if target.is_local else f"{folder}/{target.path.split('/')[-1]}")
         save_weights(model, copy, config.layout, classes)
         files = [copy]
         if is_folder:
             crop = augmentation_of(recipe.model, recipe.data.eval_augment)
-            content = json.dumps(image_processor(crop), indent=2) + "\n"
-            (copy / FOLDER_PREPROCESSOR).write_text(content)
+            (copy / FOLDER_PREPROCESSOR).write_text(
+                json.dumps(image_processor(crop), indent=2) + "\n"
+            )
             recorded = recipe.recorded()
             trained = position.recipe if position else {"train": {"precision": "fp32"}}
             use = used_sections({**trained, "model": recorded["model"], "data": recorded["data"]})
             _complete_config(copy / FOLDER_CONFIG, crop, use)
-            if (card := copy / _CARD).exists() or target.child(_CARD).exists():
+            if (copy / _CARD).exists() or target.child(_CARD).exists():
                 print(f"kept {target.child(_CARD).uri}, which exists; delete it to get a new card")
             else:
-                made = model_card(recipe, config, (count, num_classes), classes, position, "")
-                card.write_text(str(made))
+                card = model_card(recipe, config, (count, num_classes), classes, position, "")
+                (copy / _CARD).write_text(str(card))
             names = (weights_file(config.layout), FOLDER_CONFIG, FOLDER_PREPROCESSOR, _CARD)
             files = [copy / name for name in names if (copy / name).exists()]
         if not target.is_local:
@@ -123,28 +124,34 @@ def _check_head(report: LoadReport) -> None:
         ValueError: the source has a head that the model did not load.
     """
     if "head.weight" in report.new and "head.weight" in report.ignored:
-        # The trained head, left out, came after other layers; exporting a zero head would be wrong.
-        has_layer = "representation.weight" in report.ignored
-        own = "pool=cls" if "class_token.token" in report.ignored else f"representation={has_layer}"
+        # Without the trained head, which follows other layers, a zero head would be exported.
+        has_layer = str("representation.weight" in report.ignored).lower()
+        has_token = "class_token.token" in report.ignored
         raise ValueError(
             f"the head of {report.source} was trained on other layers than the recipe's model has; "
-            f"set model.{own.lower()} to export the trained head"
+            f"set model.{'pool=cls' if has_token else f'representation={has_layer}'} to export the "
+            "trained head"
         )
 
 
 def _complete_config(file: Path, crop: Augmentation, use: dict[str, Any]) -> None:
-    """Write how the model is used; timm gives the crop as a share of a side."""
+    """Add how the model is used: our sections, and timm's crop as a fraction of a side."""
     settings = {**json.loads(file.read_text()), USE: use}
     if "pretrained_cfg" in settings:
         is_centre = crop.kind == "center_crop"
-        share = max(crop.shape[:2]) / crop.resize if is_centre else 1.0
-        how = {"crop_pct": share, "crop_mode": "center" if is_centre else "squash"}
-        settings["pretrained_cfg"].update(how, interpolation=crop.interpolation)
+        settings["pretrained_cfg"].update(
+            crop_pct=max(crop.shape[:2]) / crop.resize if is_centre else 1.0,
+            crop_mode="center" if is_centre else "squash",
+            interpolation=crop.interpolation,
+        )
     file.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def _push(config: ExportConfig, folder: Path, names: list[str]) -> str:
-    """Upload the files to the repository, made if it is missing; returns its address.
+    """Upload the files to the repository, which is created if it is missing.
+
+    Returns:
+        The address of the commit.
 
     Raises:
         ValueError: the hub refuses the upload, or cannot be reached.
@@ -171,34 +178,29 @@ def _push(config: ExportConfig, folder: Path, names: list[str]) -> str:
 
 
 def inspect(recipe: Recipe) -> int:
-    """Draw the figures, print where they are, and keep them in a separate MLflow run.
+    """Draw the figures, print their paths, and keep them in a separate MLflow run.
 
     Raises:
-        ValueError: weights or images are not given, missing or unreadable; or `inspect.path` cannot
-            be a local folder.
+        ValueError: weights or images are not given, missing or unreadable; or `inspect.path` is no
+            local folder.
     """
     config = require(recipe.inspect, "inspect", "inspect.images")
     images = read_images(recipe, config)
-    place = locate(config.path)
-    if not place.is_local:
+    target = locate(config.path)
+    if not target.is_local:
         raise ValueError(
             f"inspect.path={config.path!r} is remote; give a local folder: MLflow keeps the figures"
         )
-    place.refuse_file_in_its_place("inspect.path")
-    # Ray, matplotlib and scikit-learn take seconds; a wrong folder is told before.
+    target.refuse_file_in_its_place("inspect.path")
+    # Wrong keys are reported first: Ray, matplotlib and scikit-learn take seconds.
     from vit_ray.commands.train import print_link
     from vit_ray.evaluation.inspection import inspect_model
     from vit_ray.launch.run_record import trained_params
 
     model, report, _ = load_trained_model(recipe)
     print(report)
-    folder = Path(place.path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"inspect.path={config.path!r} cannot be created: {error}; give another local folder"
-        ) from None
+    folder = Path(target.path)
+    folder.mkdir(parents=True, exist_ok=True)
     opening = RunOpening(
         recipe.tracking,
         f"{recipe.name}-inspection",
@@ -218,19 +220,19 @@ def inspect(recipe: Recipe) -> int:
 
 
 def read_images(recipe: Recipe, config: InspectConfig) -> UInt8Array:
-    """Images of the folder with the evaluation crop: uint8 (B, H, W, 3).
+    """Evaluation crops of images in the folder: uint8 (B, H, W, 3).
 
-    Taken at equal distances from the list by name, so that every class folder is covered.
+    The images are equally spaced in the list sorted by name, so that all class folders are covered.
 
     Raises:
         ValueError: the folder holds no image that can be decoded.
     """
     augmentation = augmentation_of(recipe.model, recipe.data.eval_augment)
     folder, crops = locate(config.images), []
-    images = sorted(info.path for info in folder.list_files() if is_image_name(info.path))
-    count = min(config.num_images, len(images))
+    paths = sorted(info.path for info in folder.list_files() if is_image_name(info.path))
+    count = min(config.num_images, len(paths))
     for index in range(count):
-        file = Location(folder.protocol, images[index * len(images) // count])
+        file = Location(folder.protocol, paths[index * len(paths) // count])
         try:
             crops.append(crop_of(file.read(), augmentation, (0, 0, 0)))
         except BadImageError as error:

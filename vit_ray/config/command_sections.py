@@ -136,7 +136,7 @@ class DeduplicateConfig(Section):
     """Folder of the new manifest and of `duplicates.parquet`, the list of images left out."""
 
 
-# Set by a sweep itself, for each trial and retraining.
+# Keys that a sweep sets itself, for each trial and retraining.
 _FIXED: Final = (
     "name", "output", "resume", "seed", "sweep", "tracking", "storage",
     "data.eval", "data.held_out_fraction", "data.train",
@@ -211,7 +211,7 @@ class SweepConfig(Section):
 
 
 def _can_vary(values: Any) -> bool:
-    """Whether a key of a space can have these values: a list, or a range with its name."""
+    """Whether these are values for a key of a space: a list of different values, or a range."""
     match values:
         case [_, *_]:
             return all(value not in values[:index] for index, value in enumerate(values))
@@ -266,13 +266,13 @@ class _Axes(Section):
     @property
     def lengths(self) -> list[tuple[str, float]]:
         """Unit and value of each given length."""
-        given = {"epochs": self.epochs, "steps": self.steps, "images": self.images}
-        return [(unit, value) for unit, values in given.items() for value in values or ()]
+        lengths = {"epochs": self.epochs, "steps": self.steps, "images": self.images}
+        return [(unit, value) for unit, values in lengths.items() for value in values or ()]
 
     def _check(self) -> None:
-        if len(kinds := dict(self.lengths)) > 1:
+        if len(units := dict(self.lengths)) > 1:
             raise ValueError(
-                f"lengths are given in {' and in '.join(kinds)}; keep one of epochs, steps, images "
+                f"lengths are given in {' and in '.join(units)}; keep one of epochs, steps, images "
                 "and set the others to null"
             )
 
@@ -391,11 +391,11 @@ class PlanConfig(Section):
     device: str = "H200"
     """GPU: part of the name that its driver reports, such as H200, H100, A100."""
     num_gpus: Positive | None = None
-    """GPUs, one per worker; unset = the most of `workers.num_workers`."""
+    """GPUs, one per worker; unset = the maximum of `workers.num_workers`."""
     mfu: Share = 0.4
     """Assumed share of the GPU's dense peak over whole steps, communication included."""
     num_images: Positive | None = None
-    """Training images: `plan` takes this number before that of `data.train`, and a dry run while
-    `data.train` is not there."""
+    """Training images: for `plan`, this number replaces that of `data.train`; for a dry run, only
+    while `data.train` does not exist."""
     num_classes: Positive | None = None
     """Classes; give it with `num_images`, or neither."""

@@ -1,4 +1,4 @@
-"""The keys of a recipe: their help, which of them decide a training, and what MLflow keeps of them.
+"""The keys of a recipe: their help, which of them decide a training, and their tags in MLflow.
 
 A run is resumed, and a finished cell of a study reused, only if no deciding key has changed.
 """
@@ -26,53 +26,53 @@ from vit_ray.config.schema import (
 )
 from vit_ray.own_parts import is_own
 
+# Names of tags. The first has the parameters, as JSON, that have changed since the run was created.
 CHANGED_PARAMS: Final = "vit_ray.changed_params"
-"""Tag with the parameters, as JSON, that have changed since the run was created."""
 PARENT_TAG: Final = "mlflow.parentRunId"
+# What the run is, such as `sweep` or `finetune`.
 KIND: Final = "vit_ray.kind"
-"""Tag with what the run is, such as `sweep` or `finetune`."""
+# The folder of the run's checkpoints: two outputs may have runs of one name.
 RUN_FOLDER: Final = "vit_ray.run_folder"
-"""Tag with the folder of the run's checkpoints: two outputs may have runs of one name."""
+# The run whose weights were its initial weights.
 INIT_RUN: Final = "vit_ray.init_run"
-"""Tag with the run whose weights it began with."""
+# Equal for runs that differ only in the seed.
 GROUP: Final = "vit_ray.group"
-"""Tag that is equal for runs that differ by the seed alone."""
-SHOWN_TAGS: Final = (
+# Tags that users read on a run's page; a training has three or four of them.
+_VISIBLE_TAGS: Final = (
     "init_from", KIND, "vit_ray.cluster", RUN_FOLDER, "vit_ray.device",
     "vit_ray.study_label", "vit_ray.study_cell", "vit_ray.vtab_task", "vit_ray.transfer_task",
     "vit_ray.branched_from", "vit_ray.started_over_from", "vit_ray.stopped_early",
     "vit_ray.failure", "vit_ray.error", GROUP, INIT_RUN,
 )  # fmt: skip
-"""Tags that users read on a run's page; a training has three or four of them."""
 # MLflow's pages hide tags with this prefix.
 _HIDDEN: Final = "mlflow."
-# Keys of a row of a study that are those of `model` and of `study`.
-_COUNTED_ELSEWHERE = ("study.models.model.", *(
+# Keys of a row of a study that have the meaning of those in `model` and `study`.
+_REPEATED_KEYS = ("study.models.model.", *(
     f"study.models.{key}" for key in ("data_fractions", "epochs", "steps", "images", "seeds")
 ))  # fmt: skip
 
 _OFF: Final = ("None", "0", "0.0")
+# Compared as if it were a key, which is as fixed as the seed.
 DATA_SET: Final = "the data set's fingerprint"
-"""Compared as if it were a key; it is as fixed as the seed."""
 
 
 def _marks() -> dict[str, tuple[OnResume | None, UsedIf | None]]:
-    found: dict[str, tuple[OnResume | None, UsedIf | None]] = {"": (None, None)}
+    marks: dict[str, tuple[OnResume | None, UsedIf | None]] = {"": (None, None)}
     for key, field in fields_below(Recipe):
         section, dot, _ = key.rpartition(".")
-        marks = [one for one in field.metadata if isinstance(one, OnResume)]
-        used_if = [one for one in field.metadata if isinstance(one, UsedIf)]
+        resume_marks = [mark for mark in field.metadata if isinstance(mark, OnResume)]
+        used_if = [mark for mark in field.metadata if isinstance(mark, UsedIf)]
         switch = replace(used_if[0], key=f"{section}{dot}{used_if[0].key}") if used_if else None
-        found[key] = (marks[0] if marks else found[section][0]), switch
-    return found | {DATA_SET: (OnResume.FIXED, None)}
+        marks[key] = (resume_marks[0] if resume_marks else marks[section][0]), switch
+    return marks | {DATA_SET: (OnResume.FIXED, None)}
 
 
 _MARKS: Final = _marks()
+# They decide what is measured, not the weights.
 EVALUATED_SETS: Final = tuple(k for k, (mark, _) in _MARKS.items() if mark is OnResume.EVALUATED)
-"""They decide what is measured, not the weights; the same set may have moved."""
 LENGTH: Final = tuple(k for k, (mark, _) in _MARKS.items() if mark is OnResume.LENGTH)
+# Keys that are recorded as tags: locations, and what is measured.
 TAGGED: Final = ("data.train", "init_from", "data.held_out_fraction", *EVALUATED_SETS)
-"""Recorded as tags: locations, and what is measured."""
 
 
 def on_resume(key: str) -> OnResume | None:
@@ -82,7 +82,7 @@ def on_resume(key: str) -> OnResume | None:
 
 @dataclass(frozen=True)
 class Change:
-    """A deciding key that has changed, and its values as text."""
+    """A changed key that decides the training, with its values as text."""
 
     key: str
     before: str
@@ -93,7 +93,7 @@ class Change:
 
     @property
     def is_move(self) -> bool:
-        """Whether initial weights are compared by name: the run already has them."""
+        """Whether only the folder of the initial weights has changed, not their name."""
         before, now = (os.path.basename(path.rstrip("/")) for path in (self.before, self.now))
         return self.key == "init_from" and before == now
 
@@ -113,19 +113,19 @@ def incompatible_changes(
         without: further keys to ignore.
     """
     unused = unused_keys(now) & unused_keys({**now, **before})
-    skipped = {*without, *unused, *_moved_along(before, now)}
+    ignored = {*without, *unused, *_moved_along(before, now)}
     if "None" in (now.get("train.early_stopping"), before.get("train.early_stopping")):
-        skipped.add("evaluate.every_steps")  # else it decides when the run stops
+        ignored.add("evaluate.every_steps")  # with early stopping it decides when the run stops
     return [
         Change(key, before[key], value)
         for key, value in now.items()
-        if is_trained(key) and key not in skipped
+        if is_trained(key) and key not in ignored
         if value != "auto" and before.get(key, value) != value
     ]
 
 
 def unused_keys(flat: Mapping[str, str]) -> set[str]:
-    """Keys that decide nothing in a recipe, `Recipe.flat`, given the values of its other keys."""
+    """Keys of a flat recipe that have no effect because of the values of its other keys."""
     return {
         key
         for key, (_, used_if) in _MARKS.items()
@@ -135,13 +135,13 @@ def unused_keys(flat: Mapping[str, str]) -> set[str]:
 
 
 def _moved_along(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Paths that are unchanged relative to the run's output: everything was moved together."""
-    places = {}
+    """Keys whose paths are unchanged relative to the run's output: all folders moved together."""
+    relative_paths = {}
     for key in (*EVALUATED_SETS, "init_from"):
         pairs = [(flat.get(key, "None"), flat.get("output", "None")) for flat in (before, now)]
-        if not any(place == "None" or "://" in place for place in (*pairs[0], *pairs[1])):
-            places[key] = {os.path.relpath(*pair) for pair in pairs}
-    return [key for key, ways in places.items() if len(ways) == 1]
+        if not any(path == "None" or "://" in path for path in (*pairs[0], *pairs[1])):
+            relative_paths[key] = {os.path.relpath(*pair) for pair in pairs}
+    return [key for key, paths in relative_paths.items() if len(paths) == 1]
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class KeyHelp:
     """One key of a recipe.
 
     Attributes:
-        default: as YAML has it, or `required`.
+        default: in YAML, or `required`.
         on_resume: whether a run may be resumed with another value; empty for keys that no training
             reads.
     """
@@ -174,11 +174,11 @@ def all_keys() -> tuple[KeyHelp, ...]:
 @cache
 def sections() -> dict[str, str]:
     """Every section and its meaning; the first, without a name, is the recipe itself."""
-    found = {"": _one_line(Recipe.__doc__)}
+    meanings = {"": _one_line(Recipe.__doc__)}
     for key, field in fields_below(Recipe):
         if section := section_type(field.annotation):
-            found[key] = _one_line(section.__doc__)
-    return found
+            meanings[key] = _one_line(section.__doc__)
+    return meanings
 
 
 def keys_below(*prefixes: str) -> list[KeyHelp]:
@@ -187,19 +187,19 @@ def keys_below(*prefixes: str) -> list[KeyHelp]:
 
 
 def count_keys(keys: Iterable[KeyHelp]) -> int:
-    """How many of the keys have a meaning of their own."""
-    return sum(not key.name.startswith(_COUNTED_ELSEWHERE) for key in keys)
+    """Number of the keys, without those that only repeat other keys in a row of a study."""
+    return sum(not key.name.startswith(_REPEATED_KEYS) for key in keys)
 
 
 def known_key(key: str) -> str:
-    """The key or section itself if it is one, else the most similar key, or itself if none is."""
+    """A valid key or section itself, else the most similar key, or itself if none is similar."""
     valid = [] if "." in key else list(Recipe.model_fields)
     return key if keys_below(key) else nearest_key(Recipe, key, valid) or key
 
 
 def _keys(schema: type[BaseModel], prefix: str) -> Iterator[KeyHelp]:
-    whole = schema.model_json_schema()
-    nodes, defs = whole["properties"], whole.get("$defs", {})
+    json_schema = schema.model_json_schema()
+    nodes, defs = json_schema["properties"], json_schema.get("$defs", {})
     for name, field in schema.model_fields.items():
         key, section = f"{prefix}{name}", section_type(field.annotation)
         if section is None or is_list(field.annotation):
@@ -221,34 +221,36 @@ def _one_line(text: str | None) -> str:
 
 
 def stored_tag(name: str) -> str:
-    """The name of a tag in MLflow; tags for programs get the hidden prefix."""
-    is_ours = name.startswith("vit_ray.") or name in TAGGED
-    return f"{_HIDDEN}{name}" if is_ours and name not in SHOWN_TAGS else name
+    """The name of a tag in MLflow; tags for programs get the prefix that hides them."""
+    is_of_vit_ray = name.startswith("vit_ray.") or name in TAGGED
+    return f"{_HIDDEN}{name}" if is_of_vit_ray and name not in _VISIBLE_TAGS else name
 
 
 def tags_of(stored: Mapping[str, str]) -> dict[str, str]:
-    """A run's tags by our names."""
-    ours = {key: key.removeprefix(_HIDDEN) for key in stored}
-    return {name if stored_tag(name) == key else key: stored[key] for key, name in ours.items()}
+    """A run's tags by their names in this package, without the prefix of `stored_tag`."""
+    names = {key: key.removeprefix(_HIDDEN) for key in stored}
+    return {name if stored_tag(name) == key else key: stored[key] for key, name in names.items()}
 
 
 def recorded_before(params: Mapping[str, str], tags: Mapping[str, str]) -> dict[str, str]:
     """The flat recipe with which a run in MLflow ended, limited to the deciding keys.
 
     A key that is not recorded was unset; values that a restart changed are in a tag.
+
+    Args:
+        tags: as `tags_of` returns them.
     """
-    tags = tags_of(tags)
-    with contextlib.suppress(json.JSONDecodeError):  # cut off at the length of a tag
+    with contextlib.suppress(json.JSONDecodeError):  # MLflow limits the length of a tag
         params = {**params, **json.loads(tags.get(CHANGED_PARAMS, "{}"))}
     return {**_unset(), **{key: tags[key] for key in TAGGED if key in tags}, **params}
 
 
 def used_sections(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """The sections of a recorded recipe that inference needs."""
-    used = {"data": ("eval_augment",), "train": ("loss", "precision"), "evaluate": ("batch_size",)}
+    keys = {"data": ("eval_augment",), "train": ("loss", "precision"), "evaluate": ("batch_size",)}
     return {"model": recipe.get("model", {})} | {
-        section: {key: recipe[section][key] for key in keys if key in recipe.get(section, {})}
-        for section, keys in used.items()
+        section: {key: recipe[section][key] for key in names if key in recipe.get(section, {})}
+        for section, names in keys.items()
     }
 
 

@@ -23,7 +23,7 @@ from vit_ray.own_parts import trust_named
 
 _VARIABLES: Final = {"uri": "MLFLOW_TRACKING_URI", "experiment": "MLFLOW_EXPERIMENT_NAME"}
 _PACKAGE = Path(__file__).parents[1]
-# In an installed package, and in a checkout.
+# Folders of the shipped recipes, in an installed package and in a checkout.
 _PLACES = (_PACKAGE / "recipes", _PACKAGE.parent / "jobs" / "recipes")
 _TITLES = ("Paper", "Left open", "Expected", "Cost", "Commands?")
 
@@ -35,13 +35,13 @@ def load_recipe(
 ) -> Recipe:
     """Read a YAML recipe and apply overrides such as `optim.learning_rate=3e-4`.
 
-    Its own parts may be imported from then on (`own_parts.py`).
+    Custom parts that it names may be imported from then on (`own_parts.py`).
 
     Args:
-        path: YAML file, or the name of a shipped recipe, such as `digits`; a key `base` names
-            another recipe, relative to it or shipped, that it changes. Paths in a file are relative
-            to its folder; those in a shipped recipe, to the current folder, and so, in a submitted
-            job, those in a file outside of what was uploaded.
+        path: YAML file, or the name of a shipped recipe, such as `digits`. Its key `base` names the
+            recipe that it changes: a shipped one, or a file relative to it. Paths in a file are
+            relative to its folder. Paths in a shipped recipe are relative to the current folder,
+            and in a submitted job also those in a file that was not uploaded.
         overrides: `dotted.key=value`, the value in YAML; or dotted keys with their values, such as
             `{"optim.steps": 5}`; paths are relative to the current folder.
 
@@ -55,13 +55,13 @@ def load_recipe(
 def completed(
     tree: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any], where: str
 ) -> Recipe:
-    """The recipe of a plain tree, as `load_recipe` does it for that of a file."""
+    """The recipe from plain data and overrides, as in `load_recipe`."""
     tree = {"tracking": {}} | changed(tree, overrides)
     if isinstance(tree["tracking"], dict):
-        taken = {k: v for k, v in mlflow_variables().items() if k not in tree["tracking"]}
-        for key in taken:
+        defaults = {k: v for k, v in mlflow_variables().items() if k not in tree["tracking"]}
+        for key in defaults:
             _say_taken(key)
-        tree["tracking"] = taken | tree["tracking"]
+        tree["tracking"] = defaults | tree["tracking"]
     recipe = recipe_from_dict(tree, where)
     trust_named(tree)
     recipe.storage.use()
@@ -79,15 +79,15 @@ def _say_taken(key: str) -> None:
 
 
 def changed(tree: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """The plain tree with the values of the overrides, which are as in `load_recipe`.
+    """Plain data with the values of the overrides, as in `load_recipe`; changed in place.
 
     Raises:
-        ValueError: an override is not `key=value`, or its key goes through a value.
+        ValueError: an override is not `key=value`, or a part of its key is no section.
     """
     if isinstance(overrides, str):
         raise ValueError(f"overrides={overrides!r} is a text; give a list, such as [{overrides!r}]")
-    given = overrides.items() if isinstance(overrides, Mapping) else map(_parsed, overrides)
-    for key, value in given:
+    pairs = overrides.items() if isinstance(overrides, Mapping) else map(_parsed, overrides)
+    for key, value in pairs:
         try:
             json.dumps(value, default=os.fspath)
         except (TypeError, ValueError) as error:
@@ -116,29 +116,29 @@ def _parsed(override: str) -> tuple[str, Any]:
 
 
 class _Constructor(SafeConstructor):
-    """Dates stay texts: a recipe has JSON's kinds of values."""
+    """Dates stay strings: a recipe has JSON's types of values."""
 
 
 _Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The value of a YAML 1.2 text, in JSON's kinds of values; keys are texts.
+    """The value of a YAML 1.2 text, with JSON's types of values and strings as keys.
 
     Raises:
         ValueError: it is not valid YAML, or an anchor contains itself.
     """
-    yaml = YAML(typ="safe", pure=True)  # the other parser is of YAML 1.1
+    yaml = YAML(typ="safe", pure=True)  # the parser in C reads YAML 1.1
     yaml.Constructor = _Constructor
     try:
         plain = json.dumps(yaml.load(text), ensure_ascii=False)
         plain.encode()
-    # The last four: a text that does not fit its tag, such as `!!bool x`, or is not Unicode.
+    # The last four are for a text that does not fit its tag, such as `!!bool x`, or no Unicode.
     except (YAMLError, RecursionError, ValueError, IndexError, KeyError, TypeError) as error:
         reason: object = error
         if isinstance(error, MarkedYAMLError) and error.problem_mark:
             mark = error.problem_mark
-            problem = str(error.problem).partition(" with value ")[0]  # it may be a secret
+            problem = str(error.problem).partition(" with value ")[0]  # the value may be a secret
             reason = f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
         raise ValueError(redact(f"{where}: not valid YAML: {reason}")) from None
     return json.loads(plain)
@@ -167,8 +167,8 @@ def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
             "or another recipe that `vit-ray recipes` lists, and below it the keys that differ"
         )
     base = tree.pop("base", None)
-    folder = path.parent.resolve()  # as `os.getcwd` has it, however the recipe is named
-    # What a submitted job would write beside a recipe that was not uploaded is on one node alone.
+    folder = path.parent.resolve()
+    # In a submitted job, the folder of a recipe that was not uploaded may exist on one node only.
     if not is_shipped(path) and (UPLOADED not in Path.cwd().parts or UPLOADED in folder.parts):
         tree = in_folder(tree, str(folder))
     if base is None:
@@ -177,22 +177,22 @@ def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         raise ValueError(f"{whose}: base={base!r}: expected the name of one recipe")
     local = path.parent / os.path.expanduser(base)
     is_name = not local.is_file() and shipped_recipe(base) is not None
-    below = _read_tree(Path(base) if is_name else local, (*seen, path.resolve()))
-    return _merge(below, tree)
+    base_tree = _read_tree(Path(base) if is_name else local, (*seen, path.resolve()))
+    return _merge(base_tree, tree)
 
 
 def _find(path: Path, whose: str) -> Path:
     """The file itself, or the shipped recipe of this name.
 
     Raises:
-        ValueError: there is neither; the message gives similar names.
+        ValueError: neither exists (the message gives similar names), or the path has weights.
     """
-    found = path if path.is_file() else shipped_recipe(path.as_posix())
-    is_run = found is None and any(path.glob("step-*"))
-    if is_run or path.suffix in (".npz", ".safetensors"):  # not read as a text
+    file = path if path.is_file() else shipped_recipe(path.as_posix())
+    is_run = file is None and any(path.glob("step-*"))
+    if is_run or path.suffix in (".npz", ".safetensors"):
         raise ValueError(f"{whose}{str(path)!r} has weights; give a recipe and init_from={path}")
-    if found is not None:
-        return found
+    if file is not None:
+        return file
     near = difflib.get_close_matches(path.name, [f.name for f in path.parent.glob("*.yaml")], 3)
     near += difflib.get_close_matches(path.as_posix().removesuffix(".yaml"), recipe_names(), 3, 0.5)
     hint = f"; similar: {', '.join(near)}" if near else ""
@@ -210,7 +210,7 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 def recipes_folder() -> Path:
     """The folder of the shipped recipes."""
-    return next((place for place in _PLACES if place.is_dir()), _PLACES[0])
+    return next((folder for folder in _PLACES if folder.is_dir()), _PLACES[0])
 
 
 def recipe_names() -> list[str]:
@@ -223,20 +223,21 @@ def recipe_names() -> list[str]:
 def shipped_recipe(name: str) -> Path | None:
     """The file of a shipped recipe, by its name or by the name's last part if that is unique."""
     name, names = name.removeprefix("jobs/recipes/").removesuffix(".yaml"), recipe_names()
-    same = [one for one in names if one.rpartition("/")[2] == name]
-    chosen = name if name in names else same[0] if len(same) == 1 else None
-    return recipes_folder() / f"{chosen}.yaml" if chosen else None
+    matches = [name] if name in names else [n for n in names if n.rpartition("/")[2] == name]
+    return recipes_folder() / f"{matches[0]}.yaml" if len(matches) == 1 else None
 
 
 def is_shipped(path: Path) -> bool:
-    """Whether the file is one of the package or of a checkout, also one that is not installed."""
-    above = path.resolve().parents
-    folders = [one for one in above if one.match("jobs/recipes") or one.match("vit_ray/recipes")]
-    return any((folder.parents[1] / "vit_ray" / "config").is_dir() for folder in folders)
+    """Whether the file is a recipe of this package or of any checkout, also one not installed."""
+    return any(
+        (folder.parents[1] / "vit_ray" / "config").is_dir()
+        for folder in path.resolve().parents
+        if folder.match("jobs/recipes") or folder.match("vit_ray/recipes")
+    )
 
 
 def header_of(path: Path) -> dict[str, str]:
-    """The statements of a recipe's header, such as `Cost`, each on one line; the title is `""`."""
+    """Parts of a recipe's header by name, such as `Cost`, each as one line; the title is `""`."""
     lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
     text = " ".join(line.removeprefix("#").strip() for line in lines)
     parts = re.split(rf"(?:^|\s)({'|'.join(_TITLES)})[:,]\s", text)

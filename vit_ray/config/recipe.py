@@ -1,6 +1,6 @@
 """The recipe: every key of every command, with default, unit and check, in one frozen tree.
 
-Other rooms take the section that they need; a recipe is not changed after loading.
+Other packages take the section that they need; a recipe is not changed after loading.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ class Recipe(Training):
 
     def _check(self) -> None:
         for row in self.study.models if self.study else ():
-            asked = {*(row.model.model_fields_set if row.model else ()), *_leaves(row.changes)}
-            is_given = asked & {"image_size", "model.image_size"}
-            if row.model and not is_given and row.model.image_size != self.model.image_size:
+            keys = {*(row.model.model_fields_set if row.model else ()), *_leaves(row.changes)}
+            sets_size = keys & {"image_size", "model.image_size"}
+            if row.model and not sets_size and row.model.image_size != self.model.image_size:
                 raise ValueError(
                     f"study {row.label!r}: model has no image_size, and would get the default "
                     f"{row.model.image_size} where the recipe has "
@@ -108,23 +108,22 @@ class Recipe(Training):
                 )
 
     def __hash__(self) -> int:
-        return hash((self.name, self.seed, self.model))  # mappings have none
+        return hash((self.name, self.seed, self.model))  # mappings have no hash
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
-        """From another process of the same command, whose user gave it."""
+        # The pickle is from another process of the same command, so its user trusts the modules.
         super().__setstate__(state)
         trust_named(self.model_dump(mode="json"))
         self.storage.use()
 
     @property
     def group_sizes(self) -> list[int]:
-        """Worker counts that training may use: those that divide its batch; all if none does.
-
-        Where images are mixed, the counts that divide the batch into pairs.
+        """Worker counts that divide the global batch (with MixUp or CutMix, into pairs of images);
+        all of `workers.sizes` if none of them does.
         """
         sizes = list(self.workers.sizes)
-        batch, least = self.train.global_batch_size, self.train.least_pass
-        return [n for n in sizes if batch % (n * least) == 0] or sizes
+        batch, multiple = self.train.global_batch_size, self.train.least_pass
+        return [n for n in sizes if batch % (n * multiple) == 0] or sizes
 
     @property
     def run_folder(self) -> str:
@@ -133,16 +132,16 @@ class Recipe(Training):
     def check_measures(self) -> None:
         """
         Raises:
-            ValueError: an evaluation of the recipe would measure nothing.
+            ValueError: nothing can be measured with the recipe's evaluation sets.
         """
         is_masked = self.train.loss == "masked_patch"  # such a model has no classes
         has_test = self.data.eval is not None or self.data.held_out_fraction > 0
         if self.evaluate.few_shot_train is None and (is_masked or not has_test):
-            given, first = "data.eval is not set", "data.eval, a converted test set, or "
+            reason, remedy = "data.eval is not set", "data.eval, a converted test set, or "
             if is_masked:
-                given, first = "train.loss=masked_patch has no accuracy", ""
+                reason, remedy = "train.loss=masked_patch has no accuracy", ""
             raise ValueError(
-                f"{given}: nothing would be measured; give {first}"
+                f"{reason}: nothing would be measured; give {remedy}"
                 "evaluate.few_shot_train and evaluate.few_shot_test for few-shot accuracy"
             )
 
@@ -153,19 +152,23 @@ class Recipe(Training):
 
     @property
     def chooses_on_dev(self) -> bool:
-        """Whether held-out images select the best evaluation, next to those of `data.eval`."""
+        """Whether the best evaluation is selected on held-out images, and not on `data.eval`."""
         return self.keeps_best and self.data.eval is not None and self.data.held_out_fraction > 0
 
     def recorded(self) -> dict[str, Any]:
-        """Plain data of the training's keys, to keep or to show: without secrets in addresses."""
+        """Plain data of the training's keys, without secrets in addresses."""
         return dict(redacted(self.model_dump(mode="json", include=set(Training.model_fields))))
 
     def written(self, *sections: str) -> dict[str, Any]:
-        """As `recorded`, with those of these sections that are set: as a file has it."""
-        others = set(sections) & (Recipe.model_fields.keys() - Training.model_fields.keys())
-        is_set = {key for key in others if getattr(self, key) != Recipe.model_fields[key].default}
+        """As `recorded`, and the given sections of commands, where they are set: a whole file."""
+        of_commands = Recipe.model_fields.keys() - Training.model_fields.keys()
+        names = {
+            name
+            for name in of_commands.intersection(sections)
+            if getattr(self, name) != Recipe.model_fields[name].default
+        }
         return self.recorded() | redacted(
-            self.model_dump(mode="json", include=is_set, exclude_unset=True)
+            self.model_dump(mode="json", include=names, exclude_unset=True)
         )
 
     def flat(self) -> dict[str, str]:
@@ -173,22 +176,21 @@ class Recipe(Training):
         return {key: value_text(value) for key, value in _leaves(self.recorded()).items()}
 
     def with_absolute_paths(self) -> Recipe:
-        """The same with local paths made absolute: workers run in folders of their own."""
+        """The same with absolute local paths, because workers run in other folders."""
         return recipe_from_dict(
             in_folder(self.model_dump(mode="json"), os.getcwd()), where=f"recipe {self.name!r}"
         )
 
     def with_changes(self, **sections: Any) -> Recipe:
-        """A checked copy; a dict changes only the given keys of a section, any other value replaces
-        it.
+        """A checked copy. A dict changes only its keys in a section; any other value replaces it.
 
         Raises:
             ValueError: as `load_recipe`.
         """
         tree = self.model_dump(mode="json")
         for key, value in sections.items():
-            is_part = isinstance(tree.get(key), dict) and isinstance(value, dict)
-            tree[key] = {**tree[key], **value} if is_part else value
+            are_keys = isinstance(tree.get(key), dict) and isinstance(value, dict)
+            tree[key] = {**tree[key], **value} if are_keys else value
         return recipe_from_dict(tree, where=f"recipe {self.name!r}")
 
 
@@ -207,35 +209,35 @@ PLACES: Final = frozenset(
     for key, field in fields_below(Recipe)
     if Place in get_args(field.annotation) or NO_CREDENTIALS in field.metadata
 )
-# What precedes keys of a recipe in a free mapping.
-_OTHERS_KEYS: Final = re.compile(r"^(study\.(models|transfer)\.changes|sweep\.space)\.")
+# Mappings in which the keys of a recipe stand.
+_KEYS_PREFIX: Final = re.compile(r"^(study\.(models|transfer)\.changes|sweep\.space)\.")
 
 
 def in_folder(tree: dict[str, Any], folder: str) -> Any:
-    """Plain data of a recipe with its relative paths in this folder, which is absolute.
+    """Plain data of a recipe with its relative paths made absolute, below this absolute folder.
 
-    Addresses stay, and so does what cannot be a path: a blank text is refused by the validation,
-    the home of an unknown user by the command that reads it.
+    Addresses stay, and so do texts that are no path: the validation refuses a blank text, and the
+    command that reads it the home of an unknown user.
     """
 
-    def placed(key: str, text: str) -> str:
-        key = _OTHERS_KEYS.sub("", key)
+    def made_absolute(key: str, text: str) -> str:
+        key = _KEYS_PREFIX.sub("", key)
         if key == "tracking.uri":
             return absolute_uri(text, folder)
-        is_nowhere = not text.strip() or os.path.expanduser(text).startswith("~")
-        if key not in PLACES or "://" in text or is_nowhere:
+        is_no_path = not text.strip() or os.path.expanduser(text).startswith("~")
+        if key not in PLACES or "://" in text or is_no_path:
             return text
-        place = absolute_path(text, folder)
+        path = absolute_path(text, folder)
         # A recipe that is no file is a shipped one.
-        return text if key == "study.transfer.recipe" and not os.path.isfile(place) else place
+        return text if key == "study.transfer.recipe" and not os.path.isfile(path) else path
 
-    return with_texts(tree, placed)
+    return with_texts(tree, made_absolute)
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys to values; tags are a value, and no section."""
-    found: dict[str, Any] = {}
+    """Dotted keys to values; `tracking.tags` counts as one value."""
+    leaves: dict[str, Any] = {}
     for key, value in tree.items():
         is_section = isinstance(value, dict) and f"{prefix}{key}" != "tracking.tags"
-        found |= _leaves(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
-    return found
+        leaves |= _leaves(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
+    return leaves

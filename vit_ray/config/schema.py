@@ -1,7 +1,7 @@
-"""The schema of a recipe: what its sections are, the marks on its keys, and how data are checked.
+"""The schema of a recipe: the base of its sections, the marks on its keys, and its validation.
 
-Sections are frozen, strictly typed and closed to unknown keys. Each problem is named with its
-dotted key and the nearest valid key.
+Sections are frozen, strictly typed and closed to unknown keys. An error names the dotted key and
+the nearest valid key.
 """
 
 import difflib
@@ -21,20 +21,20 @@ from pydantic.fields import FieldInfo
 from vit_ray.addresses import redact, without_credentials
 from vit_ray.own_parts import DOTTED
 
+# Names of runs, which are also names of folders.
 NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._+-]*$"
-"""Names of runs, which are those of folders."""
-PLACE: Final = r"\S"
-"""Paths: an empty text would mean the current folder."""
+# A path; an empty text would mean the current folder.
+_PATH: Final = r"\S"
 PATH_PATTERN: Final = r"^[^{}]*\{\}[^{}]*$"
 REPOSITORY: Final = r"^hf://[\w-][\w.-]*/[\w-][\w.-]*$"
+# Names of registered models (MLflow).
 MODEL_NAME: Final = r"^[^/:'\"]+$"
-"""Names of registered models (MLflow)."""
-# What a pattern allows, as a user reads it.
+# Help texts for these patterns.
 _ALLOWED: Final = {
     PATH_PATTERN: "a path with {} once",
     REPOSITORY: "hf://OWNER/NAME",
     MODEL_NAME: "text without slashes, colons and quotes",
-    PLACE: "a folder, a file or an s3:// address",
+    _PATH: "a folder, a file or an s3:// address",
     DOTTED: "MODULE.NAME of your own",
     NAME: "letters from A to Z, digits, and `.`, `_`, `+` or `-` after the first, without spaces",
 }
@@ -42,7 +42,7 @@ _ALLOWED: Final = {
 Model = TypeVar("Model", bound=BaseModel)
 Value = TypeVar("Value")
 
-# Keys of other systems that users type by habit.
+# Keys that users know from other programs.
 _ALIASES = {
     **dict.fromkeys(("lr", "base_lr", "max_lr"), "optim.learning_rate"),
     **dict.fromkeys(("wd", "decay"), "optim.weight_decay"),
@@ -85,14 +85,14 @@ def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return values
 
 
+# For a list without repeated values; sections in it are compared by their names.
 Distinct = AfterValidator(_distinct)
-"""For a list in which nothing may stand twice; sections in it are compared by their names."""
 
 
 NO_CREDENTIALS: Final = AfterValidator(without_credentials)
-Place = Annotated[str, Field(pattern=PLACE), NO_CREDENTIALS]
+Place = Annotated[str, Field(pattern=_PATH), NO_CREDENTIALS]
+# Dotted name of a custom part, such as `mymodule.focal_loss` (`own_parts.py`).
 OwnPart = Annotated[str, Field(pattern=DOTTED)]
-"""Dotted name of a part of the user's own, such as `mymodule.focal_loss` (`own_parts.py`)."""
 
 
 def _are_labels(selector: dict[str, str]) -> dict[str, str]:
@@ -116,24 +116,23 @@ class OnResume(Enum):
     A section's mark is the default for its keys. Keys that no training reads have no mark.
     """
 
+    # Affects speed, location, display or coming steps, but not the steps that were trained.
     FREE = "any time"
-    """It affects speed, location or display, or steps to come, not those that were trained."""
     CONFIRM = "resume=changed"
+    # Decides what is measured.
     EVALUATED = "resume=changed; it changes no weights"
-    """It decides what is measured."""
     LENGTH = "longer any time, shorter with resume=changed"
+    # With another value, a checkpoint's tensors or its position in the data would have no meaning.
     FIXED = "never"
-    """With another value, a checkpoint's tensors or its position in the data would have no
-    meaning."""
 
 
 @dataclass(frozen=True)
 class UsedIf:
-    """Mark of a key that matters only if another key of its section has one of the values.
+    """Mark of a key that has an effect only if another key of its section has one of the values.
 
     Attributes:
         key: the other key's name.
-        values: as text; none = any value other than unset and 0.
+        values: as text; empty = all values except unset and 0.
     """
 
     key: str
@@ -159,7 +158,7 @@ class Section(BaseModel):
     def _check(self) -> None:
         """
         Raises:
-            ValueError: values do not go together.
+            ValueError: the section's values contradict each other.
         """
 
 
@@ -173,24 +172,23 @@ def validated(schema: type[Model], tree: dict[str, Any], where: str) -> Model:
         # JSON mode is strict about types but accepts a list for a tuple, as YAML needs.
         return schema.model_validate_json(json.dumps(tree, default=os.fspath))
     except pydantic.ValidationError as error:
-        found = error.errors()
-        # A list with a wrong section is also reported as too short.
-        above = {one["loc"][:depth] for one in found for depth in range(len(one["loc"]))}
-        causes = [one for one in found if one["type"] != "too_short" or one["loc"] not in above]
-        problems = dict.fromkeys(_describe(schema, tree, problem) for problem in causes)
+        errors = error.errors()
+        # A list with an invalid section is also reported as too short.
+        parents = {e["loc"][:depth] for e in errors for depth in range(len(e["loc"]))}
+        causes = [e for e in errors if e["type"] != "too_short" or e["loc"] not in parents]
+        problems = dict.fromkeys(_describe(schema, tree, cause) for cause in causes)
         raise ValueError(redact(f"{where}: {'; '.join(problems)}")) from None
 
 
 def require(value: Value | None, key: str, hint: str) -> Value:
-    """A recipe's value of a key that the command needs.
+    """The value of a key that a command needs.
 
     Args:
-        value: as the recipe has it.
-        key: the dotted key of the section or value.
-        hint: what to give, with an example where it helps.
+        key: dotted key of the section or value.
+        hint: what to set it to, perhaps with an example.
 
     Raises:
-        ValueError: it is not set.
+        ValueError: the value is None.
     """
     if value is None:
         raise ValueError(f"{key} is not set; give {hint}")
@@ -199,7 +197,7 @@ def require(value: Value | None, key: str, hint: str) -> Value:
 
 @contextmanager
 def errors_of(where: str) -> Iterator[None]:
-    """A `ValueError` in the block begins with what it is about."""
+    """Prefix the text of a `ValueError` in the block with `where`."""
     try:
         yield
     except ValueError as error:
@@ -207,46 +205,46 @@ def errors_of(where: str) -> Iterator[None]:
 
 
 def _describe(schema: type[BaseModel], tree: Any, problem: Any) -> str:
-    """A problem with the key of its value, what was given, and what is allowed."""
+    """Text of pydantic's problem: the dotted key, the value, and what is allowed."""
     section: type[BaseModel] | None = schema
-    holder, name, given, places = schema, "", tree, list[str]()
+    parent, name, value, parts = schema, "", tree, list[str]()
     for part in problem["loc"]:
         if section and isinstance(part, int):  # a list of sections
-            given = given[part]
+            value = value[part]
         elif section and part in section.model_fields:
-            holder, name, given = section, part, given.get(part)
+            parent, name, value = section, part, value.get(part)
             section = section_type(section.model_fields[part].annotation)
         else:
             break
-        places.append(str(part))
-    key, fields = ".".join(places), section.model_fields if section else {}
+        parts.append(str(part))
+    key, fields = ".".join(parts), section.model_fields if section else {}
     match problem["type"]:
         case "extra_forbidden":
             unknown = f"{key}.{problem['loc'][-1]}".removeprefix(".")
             hint = nearest_key(schema, unknown, list(fields))
             meant = f"; did you mean {hint}?" if hint else ""
             return f"unknown key {unknown}{meant} (valid in this section: {', '.join(fields)})"
-        case "missing" if given is None:
+        case "missing" if value is None:
             return f"{key} is required but not given"
         case "model_type" | "model_attributes_type":
-            first = next((one for one in fields if fields[one].is_required()), next(iter(fields)))
-            return f"{key}={given} is a section of keys; give keys below it, such as {key}.{first}"
+            first = next((k for k in fields if fields[k].is_required()), next(iter(fields)))
+            return f"{key}={value} is a section of keys; give keys below it, such as {key}.{first}"
         case "value_error":
             return f"{key}: {problem['msg']}".replace(": Value error, ", ": ").removeprefix(": ")
         case "finite_number":
             allowed = "a finite number"
         case _:
-            nodes = holder.model_json_schema()
-            allowed = allowed_text(nodes["properties"][name], nodes.get("$defs", {}))
-    shown = value_text(given) if isinstance(given, (list, dict)) else repr(given)
-    return f"{key}={shown}: give {allowed}"
+            json_schema = parent.model_json_schema()
+            allowed = allowed_text(json_schema["properties"][name], json_schema.get("$defs", {}))
+    text = value_text(value) if isinstance(value, (list, dict)) else repr(value)
+    return f"{key}={text}: give {allowed}"
 
 
 def allowed_text(node: dict[str, Any], defs: dict[str, Any]) -> str:
     """The values that a node of a JSON schema allows: `0 | 1 | 2`, `integer > 0 | auto`."""
     match node:
         case {"anyOf": branches}:
-            return " | ".join(dict.fromkeys(allowed_text(one, defs) for one in branches))
+            return " | ".join(dict.fromkeys(allowed_text(branch, defs) for branch in branches))
         case {"enum": values}:
             return " | ".join(map(yaml_text, values))
         case {"const": value}:
@@ -275,35 +273,36 @@ def yaml_text(value: Any) -> str:
 
 
 def nearest_key(schema: type[BaseModel], key: str, valid: Sequence[str]) -> str | None:
-    """The key that was meant: an alias here, a near or longer key here, then either anywhere.
+    """The key that an unknown key probably means: one of its section (an alias, a similar or longer
+    name), or else one of any section.
 
     Args:
-        valid: keys of its section, which may be of a list.
+        valid: names of the keys in its section, which may be one of a list.
     """
     section, dot, unknown = key.rpartition(".")
-    prefix, everything = section + dot, list(dict(fields_below(schema)))
-    alias = _ALIASES.get(unknown) if _ALIASES.get(unknown) in everything else None
+    prefix, all_keys = section + dot, list(dict(fields_below(schema)))
+    alias = _ALIASES.get(unknown) if _ALIASES.get(unknown) in all_keys else None
     if alias and alias.startswith(prefix):
         return alias
-    near = difflib.get_close_matches(unknown, valid, 1, 0.6)
-    near += [name for name in valid if name.startswith(f"{unknown}_")]  # train.zero
-    if near:
-        return f"{prefix}{near[0]}"
-    last = {name.rpartition(".")[2]: name for name in reversed(everything)}
-    far = difflib.get_close_matches(unknown, last, 1, 0.75)
-    return alias or (last[far[0]] if far else None)
+    similar = difflib.get_close_matches(unknown, valid, 1, 0.6)
+    similar += [name for name in valid if name.startswith(f"{unknown}_")]  # train.zero
+    if similar:
+        return f"{prefix}{similar[0]}"
+    by_name = {name.rpartition(".")[2]: name for name in reversed(all_keys)}
+    names = difflib.get_close_matches(unknown, by_name, 1, 0.75)
+    return alias or (by_name[names[0]] if names else None)
 
 
 def section_type(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field of this type holds, if it holds one."""
+    """The section in the type of a field; None for a field without sections."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    found = (section_type(argument) for argument in get_args(annotation))
-    return next((section for section in found if section), None)
+    sections = (section_type(argument) for argument in get_args(annotation))
+    return next((section for section in sections if section), None)
 
 
 def is_list(annotation: Any) -> bool:
-    """Whether a field of this type holds any number of values, and not a pair."""
+    """Whether a field of this type takes a list of any length."""
     return Ellipsis in get_args(annotation) or any(map(is_list, get_args(annotation)))
 
 

@@ -30,17 +30,17 @@ from vit_ray.config.schema import (
 )
 from vit_ray.paper import resolved_model
 
-# Addresses that MLflow opens.
+# Addresses of tracking stores that MLflow opens.
 _STORE: Final = re.compile(
     r"(databricks|databricks-uc|uc)(:.*)?|sqlite(\+\w+)?:///+[^/].*(?<!/)"
     r"|(postgresql|mysql|mssql|https?)(\+\w+)?:///*[^/].*"
 )
 # Names that MLflow accepts (`mlflow.utils.validation`, 3.17).
 _TAG_NAME: Final = re.compile(r"[\w\- :][/\w.\- :]{0,249}")
-MOST_BLOCKS: Final = 1000
-"""Limit for a model's sizes; more is a typing error that would take hours to build."""
-OWN_ACCURACIES: Final = ("top1", "top5", "loss", "images", "mean_class_top1")
-"""Metrics that every evaluation has."""
+# A model with more blocks is a typing error, and would take hours to build.
+_MAX_BLOCKS: Final = 1000
+# Metrics of every evaluation.
+_EVAL_METRICS: Final = ("top1", "top5", "loss", "images", "mean_class_top1")
 
 
 class ModelConfig(Section):
@@ -52,7 +52,7 @@ class ModelConfig(Section):
     `ResNet`, `AxialResNet`; or a model of your own (`mymodels.ConvStem`)."""
     image_size: ImageSize = 224
     """Input side in pixels, or (height, width)."""
-    depth: Annotated[int, Field(gt=0, le=MOST_BLOCKS)] | None = None
+    depth: Annotated[int, Field(gt=0, le=_MAX_BLOCKS)] | None = None
     """Transformer blocks (`ViT`, `Axial-ViT`, `R+ViT`)."""
     width: Positive | None = None
     """Token width D (`ViT`, `Axial-ViT`, `R+ViT`)."""
@@ -62,7 +62,7 @@ class ModelConfig(Section):
     """Attention heads (`ViT`, `Axial-ViT`, `R+ViT`)."""
     patch_size: Positive | None = None
     """Patch side in pixels (`ViT`, `Axial-ViT`)."""
-    stages: tuple[Annotated[int, Field(gt=0, le=MOST_BLOCKS)], ...] | None = None
+    stages: tuple[Annotated[int, Field(gt=0, le=_MAX_BLOCKS)], ...] | None = None
     """Units of each stage (`R+ViT`, `ResNet`, `AxialResNet`)."""
     width_factor: Positive | None = None
     """Factor on the widths of a ResNet, 64 in its first stage (same three families)."""
@@ -89,19 +89,19 @@ class ModelConfig(Section):
     linearly from 0 at the first block. Not for axial ViTs."""
 
     def _check(self) -> None:
-        given = self.image_size if "image_size" in self.model_fields_set else None
-        name, image_size = resolved_model(self.name, given)
-        # The section is frozen, and this code runs inside its own validators.
+        explicit_size = self.image_size if "image_size" in self.model_fields_set else None
+        name, image_size = resolved_model(self.name, explicit_size)
+        # The section is frozen, but its validation is not finished yet.
         self.__dict__.update(name=name, image_size=image_size or self.image_size)
         if image_size:
             self.__pydantic_fields_set__.add("image_size")
         patch = self.patch or 1
-        whole = [max(1, round(side / patch)) * patch for side in self.sides]
-        if whole != list(self.sides):
+        multiples = [max(1, round(side / patch)) * patch for side in self.sides]
+        if multiples != list(self.sides):
             raise ValueError(
                 f"image_size={value_text(self.image_size)} is not a multiple of the patches of "
                 f"{self.name}, {patch} pixels; the nearest is "
-                f"{whole[0] if isinstance(self.image_size, int) else whole}"
+                f"{multiples[0] if isinstance(self.image_size, int) else multiples}"
             )
         if self.width and self.num_heads and self.width % self.num_heads:
             raise ValueError(
@@ -118,8 +118,8 @@ class ModelConfig(Section):
     @property
     def patch(self) -> int | None:
         """Side of a patch in image pixels; None for a hybrid, which cuts a feature map."""
-        named = re.fullmatch(r"(?!R)[^/]*/(\d+)", self.name)
-        return self.patch_size or (int(named[1]) if named else None)
+        match = re.fullmatch(r"(?!R)[^/]*/(\d+)", self.name)
+        return self.patch_size or (int(match[1]) if match else None)
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments for `build_model`: only those that the recipe sets."""
@@ -127,7 +127,7 @@ class ModelConfig(Section):
 
 
 class _CropConfig(Section):
-    """What crops of training and evaluation have in common."""
+    """Keys that crops of training and evaluation have in common."""
 
     resize: Positive | None = None
     """Side in pixels to resize to before a crop; unset = crop size x 8/7."""
@@ -204,13 +204,13 @@ class DataConfig(Section):
     """Labels of the nodes on which images are read and decoded, as `workers.label_selector`; unset
     = all nodes, training nodes first."""
     object_store_mib: Annotated[Positive | None, OnResume.FREE] = None
-    """Most MiB of the object store for images that wait for training; at the limit reading pauses.
-    Unset = Ray Data's default, half of the store."""
+    """Maximum MiB of the object store for images that wait for training; at the limit reading
+    pauses. Unset = Ray Data's default, half of the store."""
     cache_dir: Annotated[Place | None, OnResume.FREE] = None
-    """Folder on each node's local disk that caches row groups for later epochs; they are compared
-    with a checksum at each use. Unset = no cache."""
+    """Folder on each node's local disk that caches row groups for later epochs; each use verifies
+    their checksum. Unset = no cache."""
     cache_free_gib: Annotated[NotNegativeFloat, OnResume.FREE] = 10.0
-    """GiB that the cache leaves free on its disk; nothing that it holds is ever deleted."""
+    """GiB that stay free on the cache's disk; cached files are never deleted."""
 
     def _check(self) -> None:
         if "://" in (self.cache_dir or ""):
@@ -272,12 +272,10 @@ class OptimConfig(Section):
             )
 
     def total_steps(self, num_images: int, global_batch_size: int) -> int:
-        """Optimizer steps of the run.
-
-        A length in epochs rounds to the nearest whole batch.
+        """Optimizer steps of the run; a length in epochs is rounded to whole batches.
 
         Raises:
-            ValueError: no length is given, or the warm-up does not fit in it.
+            ValueError: no length is given, or it is not longer than the warm-up.
         """
         if not (self.steps or self.epochs):
             raise ValueError("optim gives no length of the run; set optim.steps or optim.epochs")
@@ -325,8 +323,8 @@ class TrainConfig(Section):
     activation_checkpointing: Annotated[NotNegative, OnResume.FREE] = 0
     """0 = keep all activations, n = recompute every n-th block."""
     compile: Annotated[bool | Literal["auto"], OnResume.FREE] = "auto"
-    """torch.compile the model's blocks, all with the code of one (ZeRO 0-2); `auto` = on GPUs, and
-    eager if compiling fails, for example without a C compiler."""
+    """torch.compile the model's blocks, which share one compiled code (ZeRO 0-2); `auto` = on GPUs,
+    and eager if compiling fails, for example without a C compiler."""
     averaging: Below1 = 0.0
     """Decay per step of the averaged weights (EMA, Polyak averaging); the paper's is 0.9999; 0 =
     off."""
@@ -365,7 +363,7 @@ class TrainConfig(Section):
 
     @property
     def least_pass(self) -> int:
-        """Number that the images of a pass must be a multiple of."""
+        """Images of a pass must be a multiple of this number."""
         return 2 if self.mixes else 1
 
     def _check(self) -> None:
@@ -448,7 +446,7 @@ class EvalConfig(Section):
                 f"{self.few_shot_train!r} and {self.few_shot_test!r}"
             )
         names = [metric.rpartition(".")[2] for metric in self.metrics]
-        if taken := [name for name in names if name in OWN_ACCURACIES or names.count(name) > 1]:
+        if taken := [name for name in names if name in _EVAL_METRICS or names.count(name) > 1]:
             raise ValueError(f"metrics: the name eval/{taken[0]} is taken; rename the function")
 
 
@@ -476,16 +474,16 @@ class WorkersConfig(Section):
     def sizes(self) -> range:
         """Every worker count that the run may use."""
         count = self.num_workers
-        least, most = (count, count) if isinstance(count, int) else count
-        return range(least, most + 1)
+        smallest, largest = (count, count) if isinstance(count, int) else count
+        return range(smallest, largest + 1)
 
     def _check(self) -> None:
         if not self.sizes:
             raise ValueError(f"num_workers={self.num_workers} has its minimum above its maximum")
 
 
-# Values of FSSPEC_S3 that recipes of this process have chosen, and what each was before.
-_CHOSEN: Final[dict[str, str]] = {}
+# Values of FSSPEC_S3 that recipes of this process have set, and the user's value before each.
+_USER_VALUES: Final[dict[str, str]] = {}
 
 
 class StorageConfig(Section):
@@ -497,24 +495,24 @@ class StorageConfig(Section):
     """Pay for what is read from buckets whose owner does not."""
 
     def variables(self) -> dict[str, str]:
-        """fsspec's own variable, if something is chosen, here or by an earlier recipe."""
-        given = os.environ.get("FSSPEC_S3", "{}")
-        plain = _CHOSEN.get(given, given)
-        wanted = {"anon": self.anonymous, "requester_pays": self.requester_pays}
-        chosen = {key: True for key, is_wanted in wanted.items() if is_wanted}
-        text = json.dumps({**json.loads(plain), **chosen}) if chosen else plain
-        _CHOSEN[text] = plain
-        return {"FSSPEC_S3": text} if chosen or text != given else {}
+        """fsspec's environment variable, if this recipe sets it or an earlier recipe has set it."""
+        current = os.environ.get("FSSPEC_S3", "{}")
+        user_value = _USER_VALUES.get(current, current)
+        options = {"anon": self.anonymous, "requester_pays": self.requester_pays}
+        enabled = {key: True for key, is_enabled in options.items() if is_enabled}
+        value = json.dumps({**json.loads(user_value), **enabled}) if enabled else user_value
+        _USER_VALUES[value] = user_value
+        return {"FSSPEC_S3": value} if enabled or value != current else {}
 
     def use(self) -> None:
-        """Use it in this process and those it starts."""
+        """Apply these settings to this process and to those that it starts."""
         os.environ.update(self.variables())
 
 
 def _are_tags(tags: dict[str, str]) -> dict[str, str]:
     for name in tags:
-        is_ours = name.startswith(("mlflow.", "vit_ray."))
-        if is_ours or not _TAG_NAME.fullmatch(name) or normpath(name) != name:
+        is_reserved = name.startswith(("mlflow.", "vit_ray."))
+        if is_reserved or not _TAG_NAME.fullmatch(name) or normpath(name) != name:
             raise ValueError(
                 f"{name[:40]!r} is reserved (mlflow.*, vit_ray.*), or MLflow does not accept it; "
                 "give a name of at most 250 letters, digits, _ - . : / and blanks, which is not a "
@@ -524,10 +522,10 @@ def _are_tags(tags: dict[str, str]) -> dict[str, str]:
 
 
 def _is_a_store(uri: str) -> str:
-    # MLflow 3 opens no folder of files, and needs several time-outs to report what it cannot open.
-    # The address is not repeated: it may hold a password.
+    # MLflow 3 opens no folder of files, and reports what it cannot open only after several
+    # time-outs. The error does not show the address, which may contain a password.
     scheme = uri.partition(":")[0].partition("+")[0]
-    plugins = {one.name for one in entry_points(group="mlflow.tracking_store")} - {"file", ""}
+    plugins = {plugin.name for plugin in entry_points(group="mlflow.tracking_store")} - {"file", ""}
     if _STORE.fullmatch(uri) or scheme in plugins:
         return uri
     raise ValueError(
@@ -560,5 +558,7 @@ class TrackingConfig(Section):
 
 
 def is_due(step: int, every_steps: int | None, at_steps: tuple[int, ...] = ()) -> bool:
-    """Whether it is due when `step` steps are completed; `every_steps` None = not by steps."""
+    """Whether something that happens every `every_steps`, and at `at_steps`, is due after `step`
+    steps; None = not by steps.
+    """
     return (every_steps is not None and step % every_steps == 0) or step in at_steps

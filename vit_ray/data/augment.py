@@ -1,4 +1,4 @@
-"""How a recipe's images are cropped: its model and augmentation sections as one value."""
+"""A recipe's `Augmentation`, from its model and data.augment or data.eval_augment sections."""
 
 from dataclasses import replace
 
@@ -11,10 +11,9 @@ from vit_ray.own_parts import own_part
 def augmentation_of(model: ModelConfig, augment: AugmentConfig | EvalAugmentConfig) -> Augmentation:
     """How a model's images are cropped, for training or for evaluation.
 
-    The default resize is 256 for a crop of 224, and in proportion for others; the recipe sets BiT's
-    448 for 384.
+    The default resize is 256 for a crop of 224, and in proportion for other sizes.
     """
-    cut = Augmentation(
+    common = Augmentation(
         kind=augment.kind,
         size=model.image_size,
         flip=False,
@@ -22,12 +21,12 @@ def augmentation_of(model: ModelConfig, augment: AugmentConfig | EvalAugmentConf
         interpolation=augment.interpolation,
     )
     if isinstance(augment, EvalAugmentConfig):
-        return replace(cut, border=augment.border, is_exact=True)
+        return replace(common, border=augment.border, is_exact=True)
     randaugment = None
     if augment.randaugment:
         randaugment = RandAugment(augment.randaugment_layers, augment.randaugment_magnitude)
     return replace(
-        cut,
+        common,
         flip=augment.flip,
         min_area=augment.min_area,
         max_area=augment.max_area,

@@ -1,7 +1,6 @@
-"""Which part of an image makes its crop: depends only on its size and its random numbers.
+"""The box of an image that is cropped: depends only on the image's size and random numbers.
 
-The boxes of many images are drawn at once; each depends only on its own numbers, so that other
-images do not change it.
+Boxes of many images are drawn at once; each depends only on the random numbers of that image.
 """
 
 import math
@@ -18,13 +17,11 @@ from vit_ray.data.restart_index import Box
 from vit_ray.own_parts import Part
 
 IntArray = NDArray[np.int64]
-FloatArray = NDArray[np.float64]
 
 _ATTEMPTS: Final = 10
-# Changes of a finished crop, in this order, with what separates their random numbers from those
-# of the crop.
+# Changes of a finished crop, in this order, with the last part of the key of their random numbers.
 _CHANGES: Final = {"randaugment": 4, "own": 6}
-# Separates the random numbers of the crop from others of the same (seed, epoch, sample).
+# The last part of the key of a crop's random numbers.
 _CROP: Final = 3
 
 
@@ -39,14 +36,14 @@ class Augmentation:
         size: output side in pixels, or (height, width).
         flip: mirror left to right with probability 1/2.
         resize: see `kind`; in pixels.
-        min_area, max_area: range of the crop's share of the image.
+        min_area, max_area: range of the crop's area as a fraction of the image.
         min_aspect, max_aspect: range of the crop's width over height.
         border: pixels cut off all four sides before anything else.
-        is_exact: the crop is cut between pixels, and resized more precisely, for evaluation;
-            otherwise at the whole pixels around it.
+        is_exact: for evaluation, the crop is cut at fractions of pixels and resized more precisely;
+            otherwise it is cut at the whole pixels around its box.
         interpolation: `bilinear`, by OpenCV and close to Pillow's, or `bicubic`, Pillow's own.
-        randaugment: applied to the finished crop; None = not applied.
-        own: a user's own function that is applied last; None = none.
+        randaugment: applied to the finished crop; None for no RandAugment.
+        own: a custom component that is applied last; None for none.
     """
 
     kind: Literal["inception_crop", "resize_crop", "center_crop", "resize"] = "inception_crop"
@@ -83,14 +80,14 @@ class Augmentation:
         return (self.height, self.width, 3)
 
     def changed(self, crop: NDArray[np.uint8], rng_key: tuple[int, int, int]) -> NDArray[np.uint8]:
-        """The finished crop of an image, changed in place by RandAugment and a user's own part."""
+        """A finished crop, changed in place by RandAugment and by the custom component."""
         for name, word in _CHANGES.items():
             if (change := getattr(self, name)) is not None:
                 crop[:] = change(crop, KeyedUniform(*rng_key, word))
         return crop
 
     def operations(self, rng_key: tuple[int, int, int]) -> list[Operation]:
-        """The operations that `changed` applies to a crop, except a user's own."""
+        """The operations of RandAugment that `changed` applies to a crop."""
         if self.randaugment is None:
             return []
         return self.randaugment.draw(self.shape, KeyedUniform(*rng_key, _CHANGES["randaugment"]))
@@ -107,10 +104,10 @@ class CropBox:
     is_flipped: bool
 
     def bounds(self, size: tuple[int, int], scale: int = 1) -> Box:
-        """Whole pixels that hold the rectangle, of the image at 1/`scale`.
+        """The smallest box of whole pixels around the rectangle, in the image at 1/`scale`.
 
         Args:
-            size: height and width of the image, which the rectangle never exceeds.
+            size: height and width of the full-size image, which contains the rectangle.
         """
         factor = 1 / scale
         top, left = self.top * factor, self.left * factor
@@ -128,13 +125,13 @@ def draw_boxes(
     epochs: NDArray[np.integer],
     samples: NDArray[np.integer],
 ) -> list[CropBox]:
-    """The boxes of many images, inside the border if one is to be cut off.
+    """The boxes of many images, relative to the image without its border.
 
     Args:
         sizes: (n, 2), height and width of each image.
         epochs, samples: (n,); together with the seed the only source of randomness.
     """
-    # An image that is only border is refused when it is cut.
+    # Cropping an image that is only border raises an error later.
     height, width = np.maximum(np.asarray(sizes, np.int64) - 2 * augmentation.border, 1).T
     random = KeyedUniforms(seed, epochs, samples, _CROP)
     boxes = _BOXES[augmentation.kind](height, width, augmentation, random)
@@ -157,7 +154,7 @@ _Boxes = tuple[NDArray[Any], ...]
 def _inception_crop(
     height: IntArray, width: IntArray, augmentation: Augmentation, random: KeyedUniforms
 ) -> _Boxes:
-    # The largest central box, for images that no attempt fits.
+    # Start from the largest central box, which remains if no attempt fits into the image.
     low, high = augmentation.min_aspect, augmentation.max_aspect
     aspect = np.minimum(np.maximum(width / height, low), high)
     box_width = np.minimum(width, np.maximum(1, _rounded(height * aspect)))
@@ -166,24 +163,24 @@ def _inception_crop(
     is_flipped = _flips(augmentation, random, 2 * _ATTEMPTS + 1)
     areas = augmentation.max_area - augmentation.min_area
     log_low, log_high = math.log(low), math.log(high)
-    left_over = np.arange(len(height))
+    pending = np.arange(len(height))
     for attempt in range(_ATTEMPTS):
         first = 2 * attempt + 1  # an attempt draws two numbers, and three more if it fits
-        h, w = height[left_over], width[left_over]
-        area = h * w * (augmentation.min_area + areas * random.draw(first, left_over))
-        drawn = log_low + (log_high - log_low) * random.draw(first + 1, left_over)
-        # Not numpy's exp, whose last bit depends on the processor.
+        h, w = height[pending], width[pending]
+        area = h * w * (augmentation.min_area + areas * random.draw(first, pending))
+        drawn = log_low + (log_high - log_low) * random.draw(first + 1, pending)
+        # Not numpy's exp: its last bit depends on the processor.
         aspect = np.array([math.exp(value) for value in drawn.tolist()])
         crop_height, crop_width = _rounded(np.sqrt(area / aspect)), _rounded(np.sqrt(area * aspect))
         fits = (crop_width > 0) & (crop_width <= w) & (crop_height > 0) & (crop_height <= h)
-        fitting = left_over[fits]
+        fitting = pending[fits]
         box_height[fitting], box_width[fitting] = crop_height[fits], crop_width[fits]
         room = (h - crop_height + 1)[fits], (w - crop_width + 1)[fits]
         top[fitting] = _below(room[0], random.draw(first + 2, fitting))
         left[fitting] = _below(room[1], random.draw(first + 3, fitting))
         is_flipped[fitting] = _flips(augmentation, random, first + 4, fitting)
-        left_over = left_over[~fits]
-        if not len(left_over):
+        pending = pending[~fits]
+        if not len(pending):
             break
     return top, left, box_height, box_width, is_flipped
 
@@ -223,7 +220,7 @@ def _flips(
     return augmentation.flip & (random.draw(number, which) < 0.5)
 
 
-def _below(bound: IntArray | int, drawn: FloatArray) -> IntArray:
+def _below(bound: IntArray | int, drawn: NDArray[np.float64]) -> IntArray:
     return (drawn * bound).astype(np.int64)
 
 

@@ -1,11 +1,11 @@
-"""Encoded images to training and evaluation crops: uint8, at the lowest scale that suffices.
+"""Training and evaluation crops of encoded images, as uint8.
 
-A plain JPEG is decoded by OpenCV at 1/1, 1/2, 1/4 or 1/8 scale, the coarsest that still has the
-pixels that the crop needs; if it has a restart index, only the segments that the crop touches are
-decoded. A training crop is cut at the whole pixels of that scale around its box, an exact crop (of
-an evaluation) between them. All other images (CMYK, palette, 16 bits, alpha, other formats) are
-decoded by Pillow. EXIF orientation is not applied, as in Pillow's `convert("RGB")` and in the
-TensorFlow pipeline of the ViT paper.
+A plain JPEG is decoded by OpenCV at scale 1/1, 1/2, 1/4 or 1/8, the coarsest that still has the
+pixels that the crop needs; with a restart index, only the segments that the crop touches are
+decoded. A training crop is cut at whole pixels of that scale around its box; an exact crop (for
+evaluation) is cut at fractions of pixels. All other images (CMYK, palette, 16 bits, alpha, other
+formats) are decoded by Pillow. EXIF orientation is not applied, as in Pillow's `convert("RGB")` and
+in the TensorFlow pipeline of the ViT paper.
 """
 
 import math
@@ -23,20 +23,20 @@ from vit_ray.data.images import BadImageError, UInt8Array, decode, decode_by_pil
 from vit_ray.data.jpeg import decode_jpeg, size_of_jpeg
 from vit_ray.data.restart_index import Box, StoredImage, crop_file
 
-# Pixels before an exact crop from which it may be resized, so that it starts at a whole one.
-_MOST_SKIPPED: Final = 4
-# Share of a pixel by which an exact crop may be off.
+# Pixels by which resizing of an exact crop may start earlier, to start at a whole pixel.
+_MAX_SKIPPED: Final = 4
+# Fraction of a pixel by which an exact crop may be off.
 _NEAR: Final = 1 / 12
-# Points per pixel at which the filter of exact crops is compared with the triangle; shrink
-# factors are rounded to it.
+# Points per pixel at which the filter of exact crops is fitted to the triangle; shrink factors are
+# rounded to multiples of 1 / _STEPS.
 _STEPS: Final = 64
-# Least factor by which a crop, or an exact one, shrinks that is decoded at 1/8, 1/4 or 1/2: the
-# decoder's own averages over 8, 4 or 2 pixels differ from Pillow's filter, most if little
+# Minimum shrink factor of a training crop, and of an exact crop, that is decoded at 1/8, 1/4 or
+# 1/2: the decoder's averages over 8, 4 or 2 pixels differ from Pillow's filter, most if little
 # shrinking is left. PSNR of exact crops of 64 pixels: 47.9 dB, and 39 with the coarsest decode.
-_COARSEST: Final = {8: 8.0, 4: 4.0, 2: 2.0, 1: 0.0}
-_FINER: Final = {8: 8 * 1.4, 4: 4 * 1.3, 2: 2 * 1.2, 1: 0.0}
-# How shrinking avoids aliasing: only bilinear below the first factor, a 3 x 3 Gaussian before it
-# up to the second, averaged areas above; the Gaussian takes a third of the time of areas.
+_MIN_SHRINK: Final = {8: 8.0, 4: 4.0, 2: 2.0, 1: 0.0}
+_MIN_SHRINK_EXACT: Final = {8: 8 * 1.4, 4: 4 * 1.3, 2: 2 * 1.2, 1: 0.0}
+# How shrinking avoids aliasing: bilinear alone below the first factor, a 3 x 3 Gaussian before
+# bilinear up to the second, averaged areas above; the Gaussian takes a third of the time of areas.
 #
 # PSNR against Pillow's antialiased bilinear resize, mean over training crops of ImageNet
 # photographs: 47.9 dB for sides that shrink by 1 to 1.25, 42.7 to 1.6, 46.0 to 2, 41.5 to 4 and
@@ -55,10 +55,10 @@ def crop(
     """Write a rectangle of an image, resized, to `out`, uint8 of `augmentation.shape`.
 
     Args:
-        image: of a file only the part that the crop needs is decoded; or all pixels.
+        image: a file, of which only the part that the crop needs is decoded; or all pixels.
 
     Raises:
-        BadImageError: the bytes cannot be decoded, or are of an image of another size.
+        BadImageError: the file cannot be decoded, or its size is not that of the data set.
     """
     if isinstance(image, StoredImage):
         pixels, box = _decoded(image, box, augmentation)
@@ -96,7 +96,7 @@ def crop_of(
     rng_key: tuple[int, int, int],
     out: UInt8Array | None = None,
 ) -> UInt8Array:
-    """The augmented crop of an encoded image, or of its pixels, that is in no data set.
+    """The augmented crop of an encoded image, or of pixels, without a data set.
 
     Args:
         rng_key: (seed, epoch, sample); the only source of randomness.
@@ -123,38 +123,40 @@ def crop_of(
 def _decoded(
     image: StoredImage, box: CropBox, augmentation: Augmentation
 ) -> tuple[UInt8Array, CropBox]:
-    """The pixels for a crop, and the box in them."""
+    """The decoded pixels around a crop, and the crop's box in them."""
     if augmentation.border:
         pixels = decode(image.content)
     else:
         # The coarsest scale at which the crop still has the pixels that the output needs.
         shrink = min(box.height / augmentation.height, box.width / augmentation.width)
-        least = _FINER if augmentation.is_exact else _COARSEST
-        scale = next(scale for scale in (8, 4, 2, 1) if least[scale] <= shrink or scale == 1)
-        wanted = box
+        minimum = _MIN_SHRINK_EXACT if augmentation.is_exact else _MIN_SHRINK
+        scale = next(scale for scale in (8, 4, 2, 1) if minimum[scale] <= shrink or scale == 1)
+        needed = box
         if augmentation.is_exact:
             shrinks = (
                 box.height / augmentation.height / scale,
                 box.width / augmentation.width / scale,
             )
             widths = 2 if augmentation.interpolation == "bicubic" else 1
-            below, beyond = ((_filter_reach(shrink, widths) + 1) * scale for shrink in shrinks)
+            rows, columns = ((_filter_reach(shrink, widths) + 1) * scale for shrink in shrinks)
             # A small output is warped in less time than these pixels are decoded.
-            skipped = _MOST_SKIPPED * scale if max(shrinks) < 2 else 0
-            first_row = max(0.0, box.top - skipped - below)
-            first = max(0.0, box.left - skipped - beyond)
-            last_row = min(image.size[0], box.top + box.height + below)
-            last = min(image.size[1], box.left + box.width + beyond)
-            wanted = CropBox(first_row, first, last_row - first_row, last - first, False)
-        if (region := _jpeg_region(image, wanted, scale)) is not None:
+            skipped = _MAX_SKIPPED * scale if max(shrinks) < 2 else 0
+            first_row = max(0.0, box.top - skipped - rows)
+            first = max(0.0, box.left - skipped - columns)
+            last_row = min(image.size[0], box.top + box.height + rows)
+            last = min(image.size[1], box.left + box.width + columns)
+            needed = CropBox(first_row, first, last_row - first_row, last - first, False)
+        if (region := _jpeg_region(image, needed, scale)) is not None:
             content, (top, left, bottom, right) = region
             if (part := decode_jpeg(content, scale)) is not None:
-                above, before, *_ = wanted.bounds(image.size, scale)
-                if (above, before, scale) == (0, 0, 1):
-                    return part[top:bottom, left:right], box
-                sides = box.top / scale - above, box.left / scale - before
-                size = box.height / scale, box.width / scale
-                scaled = replace(box, top=sides[0], left=sides[1], height=size[0], width=size[1])
+                above, before, *_ = needed.bounds(image.size, scale)
+                scaled = replace(
+                    box,
+                    top=box.top / scale - above,
+                    left=box.left / scale - before,
+                    height=box.height / scale,
+                    width=box.width / scale,
+                )
                 return part[top:bottom, left:right], scaled
         pixels = decode_by_pillow(image.content)
     _check_size(image, pixels.shape[:2])
@@ -166,10 +168,10 @@ def _jpeg_region(
 ) -> tuple[bytes | memoryview | UInt8Array, Box] | None:
     """The JPEG file to decode at 1/`scale` for a crop, and the pixels needed from it.
 
-    None if it is not a plain JPEG; a part of the file if it has a restart index.
+    None if it is not a plain JPEG; a file of a part of it if it has a restart index.
 
     Raises:
-        BadImageError: it is an image of another size.
+        BadImageError: its size is not that of the data set.
     """
     bounds = box.bounds(image.size, scale)
     if image.index is None:
@@ -183,12 +185,12 @@ def _jpeg_region(
     if (top, left) == (0, 0) and bottom >= height and right >= width:
         at = image.index.size_at
         if image.content[at : at + 4] == height.to_bytes(2) + width.to_bytes(2):
-            return image.content, bounds  # as a crop's file says its size
+            return image.content, bounds  # the size is where the index says
     needed = top, left, min(bottom, height), min(right, width)
     part = crop_file(image.content, image.index, image.size, needed)
-    above, to_left = part.top // scale, part.left // scale
+    above, before = part.top // scale, part.left // scale
     top, left, bottom, right = bounds
-    return part.image, (top - above, left - to_left, bottom - above, right - to_left)
+    return part.image, (top - above, left - before, bottom - above, right - before)
 
 
 def _check_size(image: StoredImage, size: tuple[int, ...]) -> None:
@@ -200,7 +202,7 @@ def _check_size(image: StoredImage, size: tuple[int, ...]) -> None:
 
 
 def _within_border(pixels: UInt8Array, box: CropBox, augmentation: Augmentation) -> UInt8Array:
-    """From a whole image within its border the part for a crop; for an exact crop, all of it."""
+    """The crop's part of an image without its border; for an exact crop, the image without it."""
     height, width, border = *pixels.shape[:2], augmentation.border
     if min(height, width) <= 2 * border:
         raise BadImageError(f"{width}x{height} pixels are nothing but the border of {border}")
@@ -212,11 +214,10 @@ def _within_border(pixels: UInt8Array, box: CropBox, augmentation: Augmentation)
 
 
 def _filter_reach(shrink: float, widths: int = 1) -> int:
-    """Pixels on each side of one that the filter needs, for an image that shrinks by this factor.
+    """Pixels on each side that the filter needs, for an image that shrinks by this factor.
 
     Args:
-        widths: 1 for bilinear, 2 for bicubic, whose filter is twice as wide, also without
-            antialiasing.
+        widths: 1 for bilinear; 2 for bicubic, which needs pixels also without shrinking.
     """
     if widths > 1:
         return math.ceil(widths * max(shrink, 1.0))
@@ -226,9 +227,9 @@ def _filter_reach(shrink: float, widths: int = 1) -> int:
 def _resize_exactly(pixels: UInt8Array, box: CropBox, out: UInt8Array) -> UInt8Array:
     """Write a rectangle of some pixels resized to `out`, close to Pillow's bilinear filter.
 
-    That filter weighs the pixels around each output pixel by a triangle as wide as the image
-    shrinks. Here a short filter is followed by bilinear interpolation; together they are close to
-    that triangle. As the rectangle is not rounded to whole pixels, nothing is stretched or moved.
+    Pillow weighs the pixels around each output pixel by a triangle as wide as the shrink factor.
+    Here a short filter is followed by bilinear interpolation; together they are close to that
+    triangle. The rectangle is not rounded to whole pixels, so nothing is stretched or moved.
     """
     height, width = out.shape[:2]
     down, across = box.height / height, box.width / width
@@ -241,7 +242,7 @@ def _resize_exactly(pixels: UInt8Array, box: CropBox, out: UInt8Array) -> UInt8A
         region = _filtered(pixels[top:bottom, left:right], down, across)
         made = cv2.resize(region, None, fx=1 / across, fy=1 / down, interpolation=cv2.INTER_LINEAR)
         part = made[above : above + height, before : before + width]
-        if part.shape == out.shape:  # else the last pixel begins beyond the image's middle of it
+        if part.shape == out.shape:  # at the image's edge, a row or column may be missing
             out[:] = part[:, ::-1] if box.is_flipped else part
             return out
     start, step = (box.left + box.width, -across) if box.is_flipped else (box.left, across)
@@ -258,8 +259,11 @@ def _resize_exactly(pixels: UInt8Array, box: CropBox, out: UInt8Array) -> UInt8A
 
 
 def _aligned(first: float, step: float) -> tuple[int, int] | None:
-    """A whole source pixel, and how many output pixels from it the rectangle begins, if close."""
-    for skipped in range(int(min(_MOST_SKIPPED, first) / step) + 1):
+    """A whole source pixel, and the number of output pixels between it and the rectangle.
+
+    None if no whole pixel shortly before the rectangle fits.
+    """
+    for skipped in range(int(min(_MAX_SKIPPED, first) / step) + 1):
         start = first - skipped * step
         if abs(start - round(start)) <= _NEAR:
             return max(0, round(start)), skipped
@@ -275,19 +279,18 @@ def _filtered(pixels: UInt8Array, down: float, across: float) -> UInt8Array:
 
 @lru_cache(maxsize=1024)
 def _kernel(shrink_steps: int) -> NDArray[np.float64]:
-    """The filter that makes bilinear interpolation the triangle of a shrink factor, by least
-    squares; its sum is 1.
+    """The filter, of sum 1, after which bilinear interpolation is close to the wide triangle.
 
-    Bilinear interpolation is a triangle of width 1 around each pixel.
+    A least-squares fit: bilinear interpolation is a triangle of width 1 around each pixel.
     """
     shrink = shrink_steps / _STEPS
     reach = _filter_reach(shrink)
     if not reach:
         return np.ones(1)
-    places = np.arange(-(reach + 1) * _STEPS, (reach + 1) * _STEPS + 1) / _STEPS
+    points = np.arange(-(reach + 1) * _STEPS, (reach + 1) * _STEPS + 1) / _STEPS
 
     def triangle(centre: int, width: float) -> NDArray[np.float64]:
-        return np.maximum(0, 1 - np.abs(places - centre) / width) / width
+        return np.maximum(0, 1 - np.abs(points - centre) / width) / width
 
     middle = triangle(0, 1)
     pairs = [triangle(i, 1) + triangle(-i, 1) - 2 * middle for i in range(1, reach + 1)]

@@ -1,9 +1,9 @@
-"""The manifest: one small parquet file that says what a data set holds, and that it is whole.
+"""The manifest: one small parquet file that lists what a data set holds, written last.
 
-It has a row per row group (file, index in the file, rows, bytes, dropped rows); the file names,
-sizes and checksums, class names and totals are JSON in its metadata, and the fingerprint is a
-digest of them all. A start reads this one file and no footers. A fraction, a split, a subset or a
-de-duplicated set is a part of a data set: a manifest made of a manifest, over the same files.
+It has a row per row group (file, index in the file, rows, bytes, dropped rows). Its metadata are
+JSON: file names, sizes and checksums, class names and totals. The fingerprint is a digest of all
+this. Opening a data set reads the manifest alone, no footers of shards. A fraction, a split, a
+subset or a de-duplicated set is a part of a data set: another manifest over the same shards.
 """
 
 import contextlib
@@ -26,17 +26,17 @@ from vit_ray.data.keyed_random import keys_of
 from vit_ray.storage import Location, check_reachable, locate, read_again
 
 FORMAT_VERSION: Final = 6
-"""A reader refuses a manifest with any other."""
+"""Manifests of other versions are refused."""
 MANIFEST_FILE: Final = "manifest.parquet"
 """Its presence is the commit mark of a data set."""
 STAGING_FOLDER: Final = "_staging"
 """Holds the plan and progress of a conversion until the manifest is written."""
 REJECTED_FILE: Final = "rejected.parquet"
 DAMAGED_FILE: Final = "damaged.parquet"
-"""Images of the set in whose files libjpeg sees damage; columns as in `REJECTED_FILE`."""
+"""Images of the set that libjpeg warns about; columns as in `REJECTED_FILE`."""
 REPORT_FILE: Final = "report.json"
 SOURCE_FILE: Final = "source.json"
-"""Settings of the conversion, and the versions of the parts of its source."""
+"""Settings of the conversion, and the versions of its source files."""
 ROW_GROUP_SCHEMA: Final = pa.schema(
     [
         pa.field("file_index", pa.int32(), nullable=False),
@@ -52,24 +52,24 @@ REJECTED_SCHEMA: Final = pa.schema(
 
 
 def shard_name(index: int, num_shards: int) -> str:
-    """File name of shard `index`, sortable and telling how many there are."""
+    """File name of shard `index`, such as `part-00003-of-00128.parquet`; names sort by index."""
     return f"part-{index:05d}-of-{num_shards:05d}.parquet"
 
 
 def checksum(content: bytes | memoryview | pa.Buffer, before: int = 0) -> int:
-    """CRC-32 of some bytes, or of all of them where `before` is that of those before."""
+    """CRC-32 of `content`, continued from the CRC-32 `before` of the bytes before it."""
     return zlib.crc32(content, before)
 
 
 @dataclass(frozen=True)
 class ImageFile:
-    """A parquet file of others that has the images of a shard, in the same row groups.
+    """A source parquet file that is read in place for a shard's images, in the same row groups.
 
     Attributes:
-        path: its address.
-        bytes: its size.
-        version: as `Location.info` gives it when the data set is made.
-        column: of the encoded images, as parquet names it.
+        path: address of the file.
+        bytes: size of the file.
+        version: as `Location.info` gave it when the data set was made.
+        column: parquet name of the column of encoded images.
     """
 
     path: str
@@ -80,10 +80,9 @@ class ImageFile:
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One parquet file of a data set; `path` is relative to the manifest's `root`.
+    """One shard; `path` is relative to the manifest's `root`, `bytes` the size of the file.
 
-    `images` has the images, where they are not in the file itself, but in one of others that is
-    read where it lies.
+    `images` is None if the shard itself holds the images.
     """
 
     path: str
@@ -97,7 +96,7 @@ _NO_IMAGES: Final = ("", 0, "", "")
 
 
 class ShardFiles(Sequence[ShardFile]):
-    """Files as an array for each field: processes share arrays, and would each have own objects."""
+    """Shards as one array per field: processes can share arrays, but not Python objects."""
 
     def __init__(self, files: Iterable[ShardFile]) -> None:
         rows = [
@@ -105,46 +104,44 @@ class ShardFiles(Sequence[ShardFile]):
             + (_NO_IMAGES if f.images is None else astuple(f.images))
             for f in files
         ]
-        self._columns = [np.array(column) for column in zip(*rows, strict=True)]
+        self._columns = [np.array(c) for c in zip(*rows, strict=True)] or [np.empty(0)]
 
     def __len__(self) -> int:
-        return len(self._columns[0]) if self._columns else 0
+        return len(self._columns[0])
 
-    def __getitem__(self, at: Any) -> Any:
-        if isinstance(at, slice):
-            return [self[index] for index in range(*at.indices(len(self)))]
-        if not self._columns:
-            raise IndexError(at)
-        return _shard_file(*(column[at].item() for column in self._columns))
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return _shard_file(*(column[index].item() for column in self._columns))
 
     def __iter__(self) -> Iterator[ShardFile]:
         return starmap(_shard_file, zip(*(c.tolist() for c in self._columns), strict=True))
 
 
 def _shard_file(path: str, rows: int, size: int, crc32: int, *images: Any) -> ShardFile:
-    found = None if images == _NO_IMAGES else ImageFile(*images)
-    return ShardFile(path, rows, size, crc32, found)
+    image_file = None if images == _NO_IMAGES else ImageFile(*images)
+    return ShardFile(path, rows, size, crc32, image_file)
 
 
 ABOUT: Final = ("license", "source_url", "evaluation_only", "apply_orientation")
-"""What the maker of a data set may say about it; in its `origin`, and in that of its parts."""
+"""Facts that whoever converts a data set may give; in `origin` of the set and of its parts."""
 _METADATA_KEY: Final = b"vit_ray"
-# Of the header: what the fingerprint does not depend on.
+# Keys of the header that the fingerprint does not depend on.
 _NOT_CONTENT: Final = ("root", "root_from_here", "format_version", "fingerprint")
-# Of a file in the header, without where its images are.
+# Fields of a shard in the header before those of `ImageFile`.
 _FILE_FIELDS: Final = 4
 
 
 @dataclass(frozen=True, eq=False)
 class RowGroupColumns:
-    """Row groups of a data set; an array has an entry for each.
+    """Row groups of a data set, one entry per row group in each array.
 
     Attributes:
         file_index: int32, index into the data set's files.
-        row_group: int32, its index in that file.
-        rows: int32, the rows that count.
+        row_group: int32, index in that file.
+        rows: int32, rows that are not dropped.
         bytes: int64, compressed size in the file.
-        dropped: for a row group's index, the rows of it that are left out, sorted.
+        dropped: index of a row group (in these arrays) to its dropped rows, sorted.
     """
 
     file_index: NDArray[np.integer]
@@ -154,12 +151,12 @@ class RowGroupColumns:
     dropped: dict[int, NDArray[np.int32]]
 
     def without_empty(self) -> "RowGroupColumns":
-        """The row groups that have rows that count."""
-        kept = np.flatnonzero(self.rows)
-        places = {old: new for new, old in enumerate(kept.tolist())}
-        dropped = {places[old]: rows for old, rows in self.dropped.items() if old in places}
-        files, numbers, rows = self.file_index[kept], self.row_group[kept], self.rows[kept]
-        return RowGroupColumns(files, numbers, rows, self.bytes[kept], dropped)
+        """The row groups of which some rows are not dropped."""
+        groups = np.flatnonzero(self.rows)
+        new_index = {old: new for new, old in enumerate(groups.tolist())}
+        dropped = {new_index[old]: rows for old, rows in self.dropped.items() if old in new_index}
+        files, numbers, rows = self.file_index[groups], self.row_group[groups], self.rows[groups]
+        return RowGroupColumns(files, numbers, rows, self.bytes[groups], dropped)
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,14 +166,15 @@ class Manifest(RowGroupColumns):
     Attributes:
         path: where it was opened from; a local path is absolute.
         root: the folder that holds the shards; `path` itself unless this is a subset.
-        num_images: rows in all row groups, without those that a subset leaves out.
+        num_images: rows in all row groups, without dropped ones.
         classes: class names; a label is an index into them.
         max_labels: the longest label list; 1 for single-label data.
         fingerprint: hex digest of the content; equal content has an equal fingerprint.
-        text_columns: those of the shards that came from the source, such as captions.
-        origin: how it was made, and what its maker says about it.
-        whole: of a part that is not written, the data set: its row groups are those of the part, of
-            which some have no rows, and its numbers those of the part's samples.
+        text_columns: columns copied from the source, such as captions.
+        origin: how the data set was made, and facts such as its license (`ABOUT`).
+        whole: None for a manifest that was opened. For a part made of one in memory, the opened
+            manifest: both have the same row groups (in the part, some have no rows), and samples
+            keep their numbers.
     """
 
     path: str
@@ -191,13 +189,13 @@ class Manifest(RowGroupColumns):
     whole: "Manifest | None" = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """With the first samples, which processes that share what is pickled then share, too."""
+        """Includes `first_samples`, so that processes that share a pickled manifest share it."""
         state = {field.name: getattr(self, field.name) for field in fields(self)}
         return state | {"first_samples": self.first_samples}
 
     @property
     def about(self) -> dict[str, Any]:
-        """What parts of it inherit: licence, address of the source, `evaluation_only`."""
+        """The facts in `origin` that parts of the data set inherit (`ABOUT`)."""
         return {name: self.origin[name] for name in ABOUT if name in self.origin}
 
     @property
@@ -217,7 +215,7 @@ class Manifest(RowGroupColumns):
 
     @cached_property
     def shards_digest(self) -> str:
-        """16 hex digits of the shards where they lie, equal for a data set and all its parts."""
+        """16 hex digits of the shards and their location; equal for a data set and its parts."""
         files = [(file.path, file.bytes, file.crc32) for file in self.files]
         return hashlib.sha256(repr((locate(self.root).uri, files)).encode()).hexdigest()[:16]
 
@@ -228,18 +226,18 @@ class Manifest(RowGroupColumns):
         return locate(self.root).child(self.files[index].path)
 
     def stored_rows(self, group: int) -> NDArray[np.int64]:
-        """Where in the stored row group the rows of this manifest's row group lie."""
+        """Indices, in the stored row group, of the rows that are not dropped."""
         dropped = self.dropped.get(group, np.empty(0, np.int32))
         return np.delete(np.arange(int(self.rows[group]) + len(dropped)), dropped)
 
     def samples_of(self, group: int) -> NDArray[np.int64]:
         """Numbers of the samples of a row group, ascending."""
         whole = self.whole or self
-        kept = np.isin(whole.stored_rows(group), self.stored_rows(group))
-        return int(whole.first_samples[group]) + np.flatnonzero(kept)
+        is_selected = np.isin(whole.stored_rows(group), self.stored_rows(group))
+        return int(whole.first_samples[group]) + np.flatnonzero(is_selected)
 
     def place(self, sample: int) -> tuple[int, int]:
-        """The row group of a sample, and its row in the stored one."""
+        """The row group of a sample, and its row in the stored row group."""
         group = int(np.searchsorted(self.first_samples, sample, side="right")) - 1
         row = sample - int(self.first_samples[group])
         for dropped in (self.whole or self).dropped.get(group, ()):
@@ -247,53 +245,58 @@ class Manifest(RowGroupColumns):
         return group, row
 
     def without(self, samples: NDArray[np.integer]) -> "Manifest":
-        """The part without some samples, each of which it has."""
+        """The part without these samples, all of which this manifest must have."""
         samples = np.sort(samples)
         groups = np.searchsorted(self.first_samples, samples, side="right") - 1
         rows = self.rows - np.bincount(groups, minlength=self.num_row_groups)
-        left_out = {}
+        removed = {}
         for group in np.unique(groups[rows[groups] > 0]).tolist():
-            is_gone = np.isin(self.samples_of(group), samples[groups == group])
-            left_out[group] = self.stored_rows(group)[is_gone]
-        return self._part(rows, left_out)
+            is_removed = np.isin(self.samples_of(group), samples[groups == group])
+            removed[group] = self.stored_rows(group)[is_removed]
+        return self._part(rows, removed)
 
     def ranked(self, first: int, last: int, key: int) -> "Manifest":
         """The part of the rows whose rank is in [first, last).
 
-        Rows were shuffled at conversion, so ranks go through whole row groups, in an order that is
-        keyed: a small part is a small part of the bytes, and a smaller one is inside a larger one.
+        Ranks count the rows of whole row groups, which `key` puts in order. This is a random
+        sample, because rows were shuffled at conversion. A small part needs few row groups, and
+        [0, n) is contained in every larger [0, m).
         """
         order = np.argsort(keys_of(key, np.arange(self.num_row_groups)), kind="stable")
         begins = np.empty(self.num_row_groups, np.int64)
         begins[order] = np.cumsum(self.rows[order], dtype=np.int64) - self.rows[order]
         low = np.clip(first - begins, 0, self.rows)
         rows = np.clip(last - begins, 0, self.rows) - low
-        left_out = {}
+        removed = {}
         for group in np.flatnonzero((rows > 0) & (rows < self.rows)).tolist():
-            kept = slice(int(low[group]), int(low[group] + rows[group]))
-            left_out[group] = np.delete(self.stored_rows(group), kept)
-        return self._part(rows, left_out)
+            selected = slice(int(low[group]), int(low[group] + rows[group]))
+            removed[group] = np.delete(self.stored_rows(group), selected)
+        return self._part(rows, removed)
 
-    # `rows` of each row group are left; `left_out` are the stored rows that are left out now.
+    # `rows`: the remaining number of each row group; `removed`: stored rows to drop in addition.
     def _part(
-        self, rows: NDArray[np.integer], left_out: Mapping[int, NDArray[np.integer]]
+        self, rows: NDArray[np.integer], removed: Mapping[int, NDArray[np.integer]]
     ) -> "Manifest":
         dropped = dict(self.dropped)
-        for group, stored in left_out.items():
+        for group, stored in removed.items():
             dropped[group] = np.union1d(dropped.get(group, []), stored).astype(np.int32)
-        dropped = {group: gone for group, gone in dropped.items() if rows[group]}
-        rows, whole = rows.astype(np.int32), self.whole or self
-        total = int(rows.sum(dtype=np.int64))
-        return replace(self, rows=rows, dropped=dropped, num_images=total, whole=whole)
+        dropped = {group: stored for group, stored in dropped.items() if rows[group]}
+        return replace(
+            self,
+            rows=rows.astype(np.int32),
+            dropped=dropped,
+            num_images=int(rows.sum(dtype=np.int64)),
+            whole=self.whole or self,
+        )
 
 
 def open_dataset(path: str) -> Manifest:
     """Open a data set: a folder with a manifest, local or `s3://`.
 
     Raises:
-        ValueError: if there is no data set, its conversion never finished, it is empty, or it
-            has another format.
-        OSError: the store cannot be reached, or refuses to have it read.
+        ValueError: there is no data set, its conversion has not finished, or it is empty, damaged
+            or of another format.
+        OSError: the storage cannot be reached, or denies access.
     """
     folder = locate(path)
     check_reachable(folder)
@@ -314,7 +317,7 @@ def open_dataset(path: str) -> Manifest:
             f"no data set at {path!r}: the folder has no {MANIFEST_FILE}; give the destination "
             "of `vit-ray convert`"
         )
-    # Workers of another cluster have working directories of their own.
+    # The absolute path, because workers have other working directories.
     manifest = read_again(lambda: _parse(folder.uri, file.read()), ValueError)
     if manifest.num_images == 0:
         raise ValueError(
@@ -359,26 +362,23 @@ def _parse(path: str, content: bytes) -> Manifest:
 
 
 def _root_of(header: dict[str, Any], path: str) -> str:
-    """The folder of the shards: where it lay beside the manifest, if both were copied or moved."""
+    """The folder of the shards: by its relative path, in case both folders were copied or moved."""
     if header["root_from_here"]:
-        near = os.path.normpath(os.path.join(path, header["root_from_here"]))
-        # Another set may have the name of the one that a part was made of.
+        root = os.path.normpath(os.path.join(path, header["root_from_here"]))
+        # Another data set may be in that folder now.
         with contextlib.suppress(OSError, pa.ArrowException, KeyError, TypeError, ValueError):
-            found = pq.read_metadata(os.path.join(near, MANIFEST_FILE)).metadata[_METADATA_KEY]
-            if json.loads(found)["files"] == header["files"]:
-                return near
+            metadata = pq.read_metadata(os.path.join(root, MANIFEST_FILE)).metadata
+            if json.loads(metadata[_METADATA_KEY])["files"] == header["files"]:
+                return root
     return header["root"] or path
 
 
 def _columns(table: pa.Table) -> RowGroupColumns:
     arrays = {name: table[name] for name in ROW_GROUP_SCHEMA.names}
     lists = arrays.pop("dropped")
-    is_present = np.zeros(0, bool)
-    if lists.null_count < len(lists):
-        is_present = lists.is_valid().to_numpy()
     dropped = {
         group: np.asarray(lists[group].as_py(), np.int32)
-        for group in np.flatnonzero(is_present).tolist()
+        for group in np.flatnonzero(lists.is_valid().to_numpy()).tolist()
     }
     return RowGroupColumns(**{n: array.to_numpy() for n, array in arrays.items()}, dropped=dropped)
 
@@ -397,15 +397,15 @@ def write_manifest(
     """Write the manifest, which makes the data set visible, and return its fingerprint.
 
     Args:
-        root: folder of the shards when they are not in `folder`.
-        origin: how the data set was made (seed, source); kept, and part of the fingerprint.
+        root: folder of the shards, if that is not `folder`.
+        origin: how the data set was made (seed, source); part of the fingerprint.
     """
-    from_here = ""
+    root_from_here = ""
     if root and folder.is_local and locate(root).is_local:
-        from_here = os.path.relpath(root, folder.path)
+        root_from_here = os.path.relpath(root, folder.path)
     header = {
         "format_version": FORMAT_VERSION,
-        "root_from_here": from_here,
+        "root_from_here": root_from_here,
         "num_images": int(np.sum(columns.rows, dtype=np.int64)),
         "classes": classes,
         "max_labels": max_labels,
@@ -430,10 +430,10 @@ def write_manifest(
 
 
 def _fingerprint(header: dict[str, Any], columns: RowGroupColumns) -> str:
-    """Digest of all but where the data set lies, and what the file says of itself."""
-    described = {k: v for k, v in header.items() if k not in _NOT_CONTENT}
-    described["files"] = [entry[:_FILE_FIELDS] for entry in header["files"]]
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
+    """Digest of the content, which copying or moving the data set does not change."""
+    content = {k: v for k, v in header.items() if k not in _NOT_CONTENT}
+    content["files"] = [entry[:_FILE_FIELDS] for entry in header["files"]]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
     for name in ("file_index", "row_group", "rows", "bytes"):
         digest.update(np.ascontiguousarray(getattr(columns, name), dtype=np.int64).tobytes())
     for group, rows in sorted(columns.dropped.items()):

@@ -1,6 +1,6 @@
-"""Image files: their names, their pixels, and how EXIF turns them.
+"""Image files: their names, pixels and EXIF orientation.
 
-Decoders leave EXIF's orientation alone unless it is asked for.
+Decoding ignores the orientation; `turned_pixels` applies it.
 """
 
 import contextlib
@@ -29,22 +29,22 @@ FORMAT_SUFFIXES: Final = {
     "JPEG2000": ("jp2", "j2k", "jpf", "jpx"),
     "AVIF": ("avif",),
 }
-"""Formats that Pillow opens for us, and their suffixes. Its others include PostScript, which it
-passes to another program, and formats that are not for photographs."""
+"""Formats that are read, and their suffixes. Pillow's other formats include PostScript, which runs
+another program, and formats that are not for photographs."""
 IMAGE_FORMATS: Final = tuple(FORMAT_SUFFIXES)
 IMAGE_SUFFIXES: Final = frozenset(sum(FORMAT_SUFFIXES.values(), ("img", "image")))
-# What Windows, macOS, ext4 and network disks add to folders, in lower case.
-_OF_SYSTEMS: Final = frozenset(
+# Names that Windows, macOS, ext4 and network disks add to folders, in lower case.
+_SYSTEM_NAMES: Final = frozenset(
     {
         "thumbs.db", "desktop.ini", "__macosx", "lost+found", "@eadir", "#recycle",
         "$recycle.bin", "system volume information",
     }
 )  # fmt: skip
-# Ends of the names of downloads and copies that are not finished.
+# Suffixes of unfinished downloads and copies.
 _UNFINISHED: Final = (".part", ".partial", ".crdownload", "~")
 _ADDRESS: Final = re.compile(r" <_io.BytesIO object at 0x\w+>")
 _EXIF_ORIENTATION: Final = 0x0112
-# What a file with an orientation contains: names of segments in JPEG, PNG and WebP; or TIFF's.
+# Files with an orientation contain one of these: segment names of JPEG, PNG and WebP, or TIFF's.
 _EXIF_MARKS: Final[tuple[bytes, ...]] = (b"Exif", b"eXIf", b"EXIF", b"exif", b"II*\0", b"MM\0*")
 TURNS: Final[dict[int, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]]] = {
     1: lambda pixels: pixels,
@@ -56,19 +56,19 @@ TURNS: Final[dict[int, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]]] = {
     7: lambda pixels: np.rot90(np.swapaxes(pixels, 0, 1), 2),
     8: np.rot90,
 }
-"""By EXIF's orientation (CIPA DC-008, 4.6.4): from the pixels that are stored to those shown."""
+"""EXIF orientation (CIPA DC-008, 4.6.4) to a function from stored to upright pixels."""
 
 
 def is_hidden(path: str) -> bool:
-    """Whether a component of a relative path begins with a dot, or no user has made it."""
+    """Whether a part of a relative path starts with a dot, is a system's, or is unfinished."""
     return any(
-        part.startswith(".") or part in _OF_SYSTEMS or part.endswith(_UNFINISHED)
+        part.startswith(".") or part in _SYSTEM_NAMES or part.endswith(_UNFINISHED)
         for part in path.lower().split("/")
     )
 
 
 def is_image_name(path: str) -> bool:
-    """Whether a file is named as an image is, and not hidden."""
+    """Whether a file's name has the suffix of an image and is not hidden."""
     name = path.rsplit("/", 1)[-1]
     return not is_hidden(name) and name.rpartition(".")[2].lower() in IMAGE_SUFFIXES
 
@@ -80,8 +80,8 @@ class BadImageError(ValueError):
 def decode(image: bytes | memoryview) -> UInt8Array:
     """All pixels of an encoded image as RGB: uint8 (height, width, 3).
 
-    Equals Pillow's `convert("RGB")`, but 16-bit grey is scaled to 8 bits where Pillow clips,
-    if any value is above 255.
+    The result equals Pillow's `convert("RGB")`, except for 16-bit grey with a value above 255,
+    which is scaled to 8 bits; Pillow clips it.
 
     Raises:
         BadImageError: the bytes cannot be decoded completely.
@@ -91,28 +91,29 @@ def decode(image: bytes | memoryview) -> UInt8Array:
 
 
 def open_image(image: bytes | memoryview) -> Image.Image:
-    """Pillow's image of a file of `IMAGE_FORMATS`; raises what Pillow raises."""
+    """An encoded image of one of `IMAGE_FORMATS`, opened by Pillow; errors are Pillow's."""
     return Image.open(io.BytesIO(image), formats=IMAGE_FORMATS)
 
 
 def pixels_of(image: Image.Image) -> UInt8Array:
-    """The pixels of Pillow's image as `decode` gives them; raises what Pillow raises, too.
+    """The pixels of an opened image, as `decode` describes them.
 
     Raises:
-        BadImageError: they are floats.
+        BadImageError: the pixels are floats.
+        Exception: any error of Pillow.
     """
     if image.mode.startswith("I;16") or image.mode == "I":
         grey = np.asarray(image)
         # Values that all fit into 8 bits are taken as 8-bit values, as in Pillow.
-        eight = (grey.astype(np.int64) >> (8 if grey.max() > 255 else 0)).clip(0, 255)
-        return np.repeat(eight.astype(np.uint8)[:, :, None], 3, axis=2)
+        grey = (grey.astype(np.int64) >> (8 if grey.max() > 255 else 0)).clip(0, 255)
+        return np.repeat(grey.astype(np.uint8)[:, :, None], 3, axis=2)
     if image.mode == "F":
         raise BadImageError("its pixels are floats of unknown range")
     return np.asarray(image.convert("RGB"))
 
 
 def decode_by_pillow(image: bytes | memoryview) -> UInt8Array:
-    """All pixels of an image that is no plain JPEG; as `decode`."""
+    """All pixels of an encoded image, by Pillow; result and errors as `decode`."""
     if not len(image):
         raise BadImageError("it has no bytes")
     try:
@@ -128,14 +129,14 @@ def decode_by_pillow(image: bytes | memoryview) -> UInt8Array:
 
 
 def orientation_of(image: bytes) -> int:
-    """What EXIF says of how the pixels are to be turned: 1 to 8, where 1 is not at all."""
-    marks, searched = _EXIF_MARKS, image
+    """EXIF orientation of an encoded image, a key of `TURNS`; 1 if there is none."""
+    marks, header = _EXIF_MARKS, image
     if image[:2] == START:
         marks = _EXIF_MARKS[:1]
-        with contextlib.suppress(IndexError, struct.error):  # a damaged header is searched whole
+        with contextlib.suppress(IndexError, struct.error):  # with a damaged header, all of it
             *_, (_, scan_at, _) = header_segments(image)
-            searched = image[:scan_at]
-    if not any(mark in searched for mark in marks):
+            header = image[:scan_at]
+    if not any(mark in header for mark in marks):
         return 1
     with contextlib.suppress(Exception), open_image(image) as opened:  # Pillow raises anything
         orientation = opened.getexif().get(_EXIF_ORIENTATION)
@@ -145,5 +146,5 @@ def orientation_of(image: bytes) -> int:
 
 
 def turned_pixels(image: bytes) -> NDArray[np.uint8]:
-    """The pixels of an image as EXIF says they are shown; errors as `decode`."""
+    """The pixels of an encoded image, upright by its EXIF orientation; errors as `decode`."""
     return TURNS[orientation_of(image)](decode(image))

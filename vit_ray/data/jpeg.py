@@ -1,4 +1,4 @@
-"""JPEG files: what their headers say, and decoding no finer than needed."""
+"""JPEG files: their headers, and decoding at full or reduced scale."""
 
 import re
 import struct
@@ -14,11 +14,10 @@ START: Final = b"\xff\xd8"
 END: Final = b"\xff\xd9"
 BLOCK: Final = 8
 """Side of a block of coefficients in pixels."""
-BASELINE: Final = frozenset({0xC0, 0xC1})
-_PROGRESSIVE: Final = 0xC2
-FRAMES: Final = BASELINE | {_PROGRESSIVE}
-"""Start of frame: baseline, extended sequential, progressive (ITU T.81, table B.1)."""
-SCAN: Final = 0xDA
+# Starts of frame: baseline and extended sequential; with them, progressive (ITU T.81, table B.1).
+_BASELINE: Final = frozenset({0xC0, 0xC1})
+_FRAMES: Final = _BASELINE | {0xC2}
+_SCAN: Final = 0xDA
 # Lossless, hierarchical, arithmetic.
 _OTHER_FRAMES: Final = frozenset(range(0xC3, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _RESTART_INTERVAL: Final = 0xDD
@@ -30,10 +29,9 @@ _ZEROS: Final = bytes(64)
 # restart marker.
 _NEXT_SEGMENT: Final = re.compile(rb"\xff[\x02-\xcf\xd8-\xfe]")
 # Markers that no length follows.
-_ALONE: Final = frozenset({0x01, *range(0xD0, 0xD8)})
-# Pixels at which Pillow suspects a decompression bomb (twice `Image.MAX_IMAGE_PIXELS`), and
-# refuses.
-_MOST_PIXELS: Final = 178_956_970
+_WITHOUT_LENGTH: Final = frozenset({0x01, *range(0xD0, 0xD8)})
+# Pillow refuses images of more pixels as decompression bombs (twice `Image.MAX_IMAGE_PIXELS`).
+_MAX_PIXELS: Final = 178_956_970
 _READ_FLAGS: Final = {
     1: cv2.IMREAD_COLOR_RGB,
     2: cv2.IMREAD_COLOR_RGB | cv2.IMREAD_REDUCED_GRAYSCALE_2,
@@ -43,21 +41,21 @@ _READ_FLAGS: Final = {
 
 
 def size_of_jpeg(image: bytes | memoryview) -> tuple[int, int] | None:
-    """Height and width of a complete grey or YCbCr JPEG; None for anything else.
+    """Height and width of a plain JPEG: complete, and grey or YCbCr; None for anything else.
 
-    A file that does not end with the end-of-image marker may be truncated, and OpenCV would fill
-    the rest with grey without an error; it does not count as plain.
+    A file without the end-of-image marker at its end may be truncated, and OpenCV would fill the
+    rest with grey without an error.
     """
     size = None
     if image[:2] == START and image[-2:] == END:
         try:
             for marker, at, _ in header_segments(image):
-                if marker in FRAMES:
+                if marker in _FRAMES:
                     height, width, components = struct.unpack_from(">HHB", image, at + 3)
-                    if components not in (1, 3) or not 0 < height * width <= _MOST_PIXELS:
+                    if components not in (1, 3) or not 0 < height * width <= _MAX_PIXELS:
                         return None
                     size = height, width
-                elif marker == SCAN:
+                elif marker == _SCAN:
                     return size
         except (struct.error, IndexError):  # the file ends inside a segment
             return None
@@ -65,7 +63,11 @@ def size_of_jpeg(image: bytes | memoryview) -> tuple[int, int] | None:
 
 
 def header_segments(image: bytes | memoryview) -> Iterator[tuple[int, int, int]]:
-    """(marker, offset of its length field, length with that field) up to the first scan's."""
+    """(marker, offset of the length field, length with that field) up to the first scan's.
+
+    Raises:
+        IndexError, struct.error: the file ends inside its header, or the header is damaged.
+    """
     at = 2
     while True:
         if image[at] != 0xFF:
@@ -73,14 +75,14 @@ def header_segments(image: bytes | memoryview) -> Iterator[tuple[int, int, int]]
         marker = image[at + 1]
         if marker == 0xFF:
             at += 1
-        elif marker in _ALONE:
+        elif marker in _WITHOUT_LENGTH:
             at += 2
         else:
             (length,) = struct.unpack_from(">H", image, at + 2)
             if at + 2 + length > len(image):
                 raise IndexError
             yield marker, at + 2, length
-            if marker == SCAN:
+            if marker == _SCAN:
                 return
             at += 2 + length
 
@@ -101,12 +103,12 @@ def decode_jpeg(
 
 @dataclass(frozen=True)
 class JpegFrame:
-    """How a JPEG is divided, and the offsets of that information in the file.
+    """How a JPEG is divided into units, and the offsets of its parts in the file.
 
     Attributes:
         unit_height, unit_width: pixels of an MCU.
         interval: MCUs in a restart interval; 0 if there are none.
-        front: bytes at the start with the first marker, if that is JFIF's or Adobe's.
+        front: length of the start of image, with the segment after it if that is JFIF's or Adobe's.
         tables_at: offset of the first segment that is neither a comment nor an application's.
         size_at: offset of height and width, two bytes each.
         scan_at: offset of the coded data of the first scan.
@@ -131,10 +133,8 @@ class JpegFrame:
 
 
 def read_frame(image: bytes) -> JpegFrame | None:
-    """The frame of a file; None for an unusual kind, or a file that ends inside its header.
-
-    The usual kind is grey or of three components, of 8 bits, Huffman coded, baseline in one scan
-    or progressive.
+    """The frame of a file that is grey or of three components, 8 bits, Huffman coded, and either
+    progressive or baseline in one scan; None for other kinds, and if the header is damaged.
     """
     if image[:2] != START or image[-2:] != END:
         return None
@@ -147,26 +147,25 @@ def read_frame(image: bytes) -> JpegFrame | None:
                 front = 4 + length
             if not tables_at and not _is_metadata(marker):
                 tables_at = at - 2
-            if marker in FRAMES:
-                frame_at, is_baseline = at, marker in BASELINE
+            if marker in _FRAMES:
+                frame_at, is_baseline = at, marker in _BASELINE
             elif marker == _RESTART_INTERVAL:
                 (interval,) = struct.unpack_from(">H", image, at + 2)
         if not frame_at:
             return None
-        # The last segment is that of the scan.
+        # The last segment is the header of the scan.
         precision, height, width, components = struct.unpack_from(">BHHB", image, frame_at + 2)
-        if components not in (1, 3) or precision != 8 or not height * width:
-            return None
-        if is_baseline and image[at + 2] != components:
+        is_in_scans = is_baseline and image[at + 2] != components
+        if is_in_scans or components not in (1, 3) or precision != 8 or not height * width:
             return None
         samplings = [divmod(image[frame_at + 9 + 3 * i], 16) for i in range(components)]
     except (struct.error, IndexError):
         return None
     across, down = (max(factors) for factors in zip(*samplings, strict=True))
-    # No decoder accepts others.
+    # Decoders refuse other sampling factors.
     if not all(h and v and across % h == 0 and down % v == 0 for h, v in samplings):
         return None
-    if components == 1:  # a scan of one component has one block per MCU, whatever it says
+    if components == 1:  # then an MCU is one block, whatever the sampling factors
         across = down = 1
     return JpegFrame(
         height, width, components, BLOCK * down, BLOCK * across, is_baseline, interval,
@@ -175,7 +174,7 @@ def read_frame(image: bytes) -> JpegFrame | None:
 
 
 def metadata_of(image: bytes) -> list[bytes]:
-    """Comments and applications' segments before the first scan, including JFIF's and Adobe's."""
+    """The comments' and applications' segments before the first scan, with JFIF's and Adobe's."""
     return [
         image[at - 2 : at + length]
         for marker, at, length in header_segments(image)
@@ -184,51 +183,50 @@ def metadata_of(image: bytes) -> list[bytes]:
 
 
 def is_front(segment: bytes) -> bool:
-    """Whether it is JFIF's or Adobe's segment, which give the colour space."""
+    """Whether a segment is JFIF's or Adobe's, which give the colour space."""
     fronts = (0xE0, b"JFIF\0"), (0xEE, b"Adobe")
     return any(segment[1] == marker and segment[4:].startswith(name) for marker, name in fronts)
 
 
 def num_scans(image: bytes) -> int:
-    """How often a decoder passes over the pixels; 0 if it is not a JPEG file.
+    """Scans of a JPEG file, which are passes of a decoder over the pixels; 0 for other files.
 
-    Anything may follow the end, such as the film of a motion photo.
+    Anything may follow the end of the picture, such as the video of a motion photo.
     """
+    if image[:2] != START:
+        return 0
     try:
-        scans = [at + length for marker, at, length in header_segments(image) if marker == SCAN]
-        if image[:2] != START or not scans:
-            return 0
+        *_, (_, at, length) = header_segments(image)
     except (struct.error, IndexError):
         return 0
-    count, at = 1, scans[0]
-    while (found := _NEXT_SEGMENT.search(image, at)) and found[0] not in (START, END):
-        count += found[0][1] == SCAN
-        # Bytes of a segment are skipped by its length, so that its content is not taken for a
-        # marker.
-        at = found.end() + int.from_bytes(image[found.end() : found.end() + 2])
+    count, at = 1, at + length
+    while (marker := _NEXT_SEGMENT.search(image, at)) and marker[0] not in (START, END):
+        count += marker[0][1] == _SCAN
+        # Skip the segment by its length: its content may look like markers.
+        at = marker.end() + int.from_bytes(image[marker.end() : marker.end() + 2])
     return count
 
 
 def has_zeroed_data(image: bytes) -> bool:
-    """Whether a part of a baseline file's coded data was overwritten with zeros, as by a lost
-    sector.
+    """Whether a part of a baseline file's coded data was overwritten by zeros, such as by a lost
+    sector, which a decoder may not notice.
 
-    A decoder may not notice. If the code of zeros starts a coefficient of the first component, 64
-    bytes of them would be some blocks in which all coefficients are -1, which no picture has; if it
-    ends a block, they may be an area of one colour, and are not counted.
+    If the code of zeros starts a coefficient of the first component, 64 zero bytes would be blocks
+    in which all coefficients are -1, which no picture has. If the code of zeros ends a block, they
+    may be an area of one colour, so the result is False.
     """
     frame = read_frame(image)
     if frame is None or not frame.is_baseline or image.find(_ZEROS, frame.scan_at) < 0:
         return False
-    first_symbols = dict[int, int]()
+    symbol_of_zeros = dict[int, int]()  # by table
     try:
         for marker, at, length in header_segments(image):
             table = at + 2
             while marker == _CODES and table < at + length:
-                first_symbols[image[table]] = image[table + 17]
+                symbol_of_zeros[image[table]] = image[table + 17]
                 table += 17 + sum(image[table + 1 : table + 17])
-        # The last segment is that of the scan: number of components, component, its tables.
-        return first_symbols.get(_AC | image[at + 4] & 15, 0) & 15 != 0
+        # The last segment is the scan's header: number of components, first component, its tables.
+        return symbol_of_zeros.get(_AC | image[at + 4] & 15, 0) & 15 != 0
     except IndexError:
         return False
 

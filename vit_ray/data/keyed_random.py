@@ -1,7 +1,7 @@
 """Random numbers that are a pure function of integer keys (SplitMix64, Steele et al. 2014).
 
-Nothing here has state and nothing depends on numpy's generators, whose streams may change between
-versions: an order or a crop drawn today is drawn again after any upgrade, on any worker.
+Nothing depends on numpy's generators, whose streams may change between versions: orders and crops
+are the same on every worker and after every upgrade.
 """
 
 from typing import Any, Final, TypeVar
@@ -14,7 +14,6 @@ _GOLDEN: Final = 0x9E3779B97F4A7C15
 _MIX_1: Final = 0xBF58476D1CE4E5B9
 _MIX_2: Final = 0x94D049BB133111EB
 
-_ALL: Final = slice(None)
 # Luby and Rackoff 1988: four rounds make a pseudo-random permutation of random functions.
 _FEISTEL_ROUNDS: Final = 4
 
@@ -39,19 +38,18 @@ def key_of(*parts: int) -> int:
 
 
 def keys_of(key: int, parts: NDArray[np.integer]) -> UInt64Array:
-    """`key_of(..., part)` for every part, where `key` is the key of the leading parts."""
+    """`key_of(*leading, part)` for each of `parts`, given `key = key_of(*leading)`."""
     return mix(np.uint64(key) ^ parts.astype(np.uint64))
 
 
 class KeyedUniform:
-    """A sequence of uniform numbers in [0, 1) that belongs to one key."""
+    """The sequence of uniform numbers in [0, 1) of one key."""
 
     def __init__(self, *parts: int) -> None:
         self._key = key_of(*parts)
         self._drawn = 0
 
     def draw(self) -> float:
-        """The next number of the sequence."""
         self._drawn += 1
         return (mix(self._key ^ self._drawn) >> 11) * 2.0**-53
 
@@ -65,11 +63,11 @@ class KeyedUniform:
 
 
 class KeyedUniforms:
-    """The sequences of `KeyedUniform` of many keys, element by element the same numbers.
+    """Many `KeyedUniform` sequences at once, with the same numbers.
 
     Args:
-        first: the leading parts of all keys.
-        parts: those behind them, each an array with an entry per key or a number for all.
+        first: first part of all keys.
+        parts: the further parts: an array with an entry per key, or one number for all keys.
     """
 
     def __init__(self, first: int, *parts: NDArray[np.integer] | int) -> None:
@@ -78,16 +76,18 @@ class KeyedUniforms:
             keys = mix(keys ^ np.asarray(part).astype(np.uint64))
         self._keys = keys
 
-    def draw(self, number: int, which: NDArray[np.intp] | slice = _ALL) -> NDArray[np.float64]:
-        """Number `number` of each sequence, from 1 on, or of some sequences."""
+    def draw(
+        self, number: int, which: NDArray[np.intp] | slice = slice(None)
+    ) -> NDArray[np.float64]:
+        """Number `number`, counted from 1, of each sequence, or of the sequences `which`."""
         mixed = mix(self._keys[which] ^ np.uint64(number))
         return (mixed >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)
 
 
 class KeyedPermutation:
-    """A permutation of [0, size) that is computed at any point and stored nowhere.
+    """A pseudo-random permutation of [0, size), computed without storing it.
 
-    A Feistel network over the next power of four, walked until it lands below `size`.
+    A Feistel network over the next power of four, applied again until the value is below `size`.
     """
 
     def __init__(self, size: int, *key: int) -> None:
@@ -96,13 +96,13 @@ class KeyedPermutation:
         self._keys = [key_of(*key, i) for i in range(_FEISTEL_ROUNDS)]
 
     def ranks(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where the permutation sends each value: int64, same shape."""
+        """The permuted value of each value: int64, same shape."""
         bits, mask = np.uint64(self._half_bits), np.uint64((1 << self._half_bits) - 1)
-        found, outside = values.astype(np.uint64), np.ones(values.shape, bool)
-        while outside.any():
-            left, right = found[outside] >> bits, found[outside] & mask
+        ranks, is_outside = values.astype(np.uint64), np.ones(values.shape, bool)
+        while is_outside.any():
+            high, low = ranks[is_outside] >> bits, ranks[is_outside] & mask
             for key in self._keys:
-                left, right = right, left ^ (keys_of(key, right) & mask)
-            found[outside] = (left << bits) | right
-            outside = found >= self._size
-        return found.astype(np.int64)
+                high, low = low, high ^ (keys_of(key, low) & mask)
+            ranks[is_outside] = (high << bits) | low
+            is_outside = ranks >= self._size
+        return ranks.astype(np.int64)

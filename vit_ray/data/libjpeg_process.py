@@ -2,14 +2,14 @@
 
     python libjpeg_process.py PATH_OF_LIBJPEG
 
-A request on standard input is four numbers of 4 bytes, little-endian (the kind of request, as in
-`WANTED`, the interval of restart markers in MCUs, and the lengths of a file and of the segments
-that the new file keeps), the file, and the segments. The answer on standard output is a length and
-a file, or text. It is a separate process because libjpeg ends its process when it cannot continue,
-unless longjmp prevents that, which Python does not have. It imports nothing that is slow to import,
-and nothing from this package.
+A request on standard input is four little-endian numbers of 4 bytes (the kind of request, the
+interval of restart markers in MCUs, the length of a file, and the length of the metadata segments
+to keep), then the file and the segments. The answer on standard output is a length and that many
+bytes: a file, or text. This is a separate process because libjpeg exits when it cannot continue,
+unless longjmp prevents that, which Python does not have. It starts fast: it imports only the
+standard library.
 
-Every written file is read again, and compared with the original: the coefficients of all blocks,
+Every written file is read again and compared with the original: the coefficients of all blocks,
 their quantization, and everything that decides the colours. Only an equal file is returned.
 
 The structures are those of libjpeg's ABI 6.2 on 64 bits (jpeglib.h), which libjpeg-turbo keeps;
@@ -24,8 +24,8 @@ import time
 from typing import Any, BinaryIO, Final
 
 KEEP_TABLES, OPTIMIZE, WARNINGS = range(3)
-"""Kinds of requests: the file with its own coding tables, or with optimised ones, which takes twice
-as long; or libjpeg's warnings when it decodes the file, one line for each kind of damage."""
+"""Kinds of requests: rewrite the file with its own coding tables; rewrite it with optimised tables,
+which takes twice as long; list libjpeg's warnings about the file, one line for each kind."""
 REQUEST: Final = struct.Struct("<IIII")
 ANSWER: Final = struct.Struct("<I")
 
@@ -36,24 +36,24 @@ _LONGEST_CODE: Final = 16
 _BLOCK_BYTES: Final = 128
 # JMSG_LENGTH_MAX.
 _MESSAGE_BYTES: Final = 200
-_MOST_WARNINGS: Final = 10
+_MAX_WARNINGS: Final = 10
 # CPU seconds for a file; then the system ends this process.
-_MOST_CPU_S: Final = 60
-# Most pixels of a decoded file; Pillow refuses more.
-_MOST_PIXELS: Final = 178_956_970
-# A file is checked at 1/8, where a block is one pixel, and needs little memory. libjpeg decodes
-# the codes of all coefficients at every scale (jdhuff.c), and no later step has a warning.
+_MAX_CPU_S: Final = 60
+# Pixels of a file that is decoded for its warnings; Pillow refuses larger files anyway.
+_MAX_PIXELS: Final = 178_956_970
+# Files are decoded at 1/8 for their warnings, which needs little memory: a block is one pixel.
+# libjpeg decodes the codes of all coefficients at every scale (jdhuff.c), and only that step warns.
 _SCALE: Final = 8
 
 
 def _layout(size: int, /, **fields: tuple[int, Any]) -> tuple[tuple[str, Any], ...]:
     """Fields of a structure at their offsets in bytes, with unused space between them."""
-    found: list[tuple[str, Any]] = []
-    at = 0
+    padded: list[tuple[str, Any]] = []
+    end = 0
     for name, (offset, kind) in fields.items():
-        found += [(f"_{at}", ctypes.c_char * (offset - at)), (name, kind)]
-        at = offset + ctypes.sizeof(kind)
-    return (*found, (f"_{at}", ctypes.c_char * (size - at)))
+        padded += [(f"_{end}", ctypes.c_char * (offset - end)), (name, kind)]
+        end = offset + ctypes.sizeof(kind)
+    return (*padded, (f"_{end}", ctypes.c_char * (size - end)))
 
 
 _EmitMessage: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)
@@ -72,6 +72,7 @@ class _Memory(ctypes.Structure):
     _fields_ = _layout(104, access_virt_barray=(64, _AccessBlocks))
 
 
+# A Huffman table: how many codes have each length, and the symbols, those of short codes first.
 class _Table(ctypes.Structure):
     _fields_ = (
         ("counts", ctypes.c_ubyte * 17),
@@ -80,7 +81,7 @@ class _Table(ctypes.Structure):
     )
 
 
-# Of Huffman codes: how many have each length, and their symbols, the shortest first.
+# Four pointers to Huffman tables.
 _Tables: Final = ctypes.POINTER(_Table) * 4
 
 
@@ -132,7 +133,7 @@ class _Compress(ctypes.Structure):
 
 
 class Libjpeg:
-    """Reads, writes and compares coefficients, for one file after another."""
+    """libjpeg, called through ctypes, for one file after another."""
 
     def __init__(self, path: str) -> None:
         self._lib = ctypes.CDLL(path)
@@ -144,7 +145,7 @@ class Libjpeg:
         self._lib.jpeg_read_coefficients.restype = ctypes.POINTER(ctypes.c_void_p)
         self._lib.jpeg_alloc_huff_table.restype = ctypes.POINTER(_Table)
         self._errors = _Errors()
-        self._on_message = _EmitMessage(self._note)  # kept, because libjpeg calls it
+        self._on_message = _EmitMessage(self._note)  # an attribute, so that it is not collected
         self._warnings: list[str] = []
 
     def _created(self, structure: Any, create: Any) -> Any:
@@ -153,14 +154,14 @@ class Libjpeg:
         create(ctypes.byref(structure), _ABI, ctypes.c_size_t(ctypes.sizeof(structure)))
         return structure
 
-    def _note(self, of: int, level: int) -> None:
-        if level < 0 and len(self._warnings) < _MOST_WARNINGS:
+    def _note(self, file: int, level: int) -> None:
+        if level < 0 and len(self._warnings) < _MAX_WARNINGS:
             text = ctypes.create_string_buffer(_MESSAGE_BYTES)
-            self._errors.format_message(of, text)
+            self._errors.format_message(file, text)
             self._warnings.append(text.value.decode("ascii", "replace"))
 
     def _opened(self, image: bytes) -> Any:
-        """A new decompressor: a used one keeps tables, which a file may lack."""
+        """A new decompressor: a used one would lend the last file's tables to a file without."""
         self._warnings = []
         source = self._created(_Decompress(), self._lib.jpeg_CreateDecompress)
         self._lib.jpeg_mem_src(ctypes.byref(source), image, ctypes.c_ulong(len(image)))
@@ -171,7 +172,7 @@ class Libjpeg:
         """Warnings about the coded data of a file, each kind once, in the order found."""
         source = self._opened(image)
         at = ctypes.byref(source)
-        if source.size[0] * source.size[1] <= _MOST_PIXELS:
+        if source.size[0] * source.size[1] <= _MAX_PIXELS:
             source.scale[:] = 1, _SCALE
             source.out_color_space = source.color_space
             self._lib.jpeg_start_decompress(at)
@@ -223,20 +224,20 @@ class Libjpeg:
         return written
 
     def _take_tables(self, source: Any, compress: Any) -> None:
-        """Code with the tables of the file itself, each component with its own.
+        """Code each component with the file's own tables.
 
-        AC coefficients need no others; DC coefficients at the start of an interval may need codes
-        that are missing: a number of bits that has none gets one of the greatest length.
+        AC coefficients need no other codes. DC coefficients at the start of a restart interval may
+        need a code that the table lacks; missing codes are added with the greatest length.
         """
-        for ours, theirs in (
+        for new, original in (
             (compress.dc_tables, source.dc_tables),
             (compress.ac_tables, source.ac_tables),
         ):
-            for place, original in enumerate(theirs):
-                if original:
-                    if not ours[place]:
-                        ours[place] = self._lib.jpeg_alloc_huff_table(ctypes.byref(compress))
-                    ctypes.memmove(ours[place], original, _Table.sent_table.offset)
+            for index, table in enumerate(original):
+                if table:
+                    if not new[index]:
+                        new[index] = self._lib.jpeg_alloc_huff_table(ctypes.byref(compress))
+                    ctypes.memmove(new[index], table, _Table.sent_table.offset)
         for number in range(source.num_components):
             compress.components[number].tables = source.components[number].tables
         for pointer in compress.dc_tables:
@@ -251,29 +252,36 @@ class Libjpeg:
         """Whether a file has the coefficients of the original and decodes to the same pixels."""
         written = self._opened(content)
         at = ctypes.byref(written)
-        found = self._lib.jpeg_read_coefficients(at)
+        written_coefficients = self._lib.jpeg_read_coefficients(at)
         is_equal = (
             not self._warnings
             and _frame(written) == _frame(source)
             and all(
-                self._has_equal_blocks(number, (written, found), (source, coefficients))
+                self._has_equal_blocks(
+                    number, (written, written_coefficients), (source, coefficients)
+                )
                 for number in range(source.num_components)
             )
         )
         self._lib.jpeg_destroy(at)
         return is_equal
 
-    def _has_equal_blocks(self, number: int, *both: tuple[Any, Any]) -> bool:
-        """Whether two files have the same blocks of a component, but for what fills up its MCUs."""
-        component = both[0][0].components[number]
+    def _has_equal_blocks(self, number: int, *files: tuple[Any, Any]) -> bool:
+        """Whether two files have equal blocks of a component; padding of the last MCUs may differ.
+
+        Args:
+            files: the decompressor and the coefficients of each file.
+        """
+        component = files[0][0].components[number]
         row_bytes = component.width_in_blocks * _BLOCK_BYTES
-        (ours, *in_ours), (theirs, *in_theirs) = (
-            (of.memory.contents.access_virt_barray, ctypes.addressof(of), array[number])
-            for of, array in both
+        (access, *arguments), (access_other, *other_arguments) = (
+            (file.memory.contents.access_virt_barray, ctypes.addressof(file), coefficients[number])
+            for file, coefficients in files
         )
         for row in range(component.height_in_blocks):
-            one, other = ours(*in_ours, row, 1, 0), theirs(*in_theirs, row, 1, 0)
-            if self._compare(one[0], other[0], row_bytes):
+            blocks = access(*arguments, row, 1, 0)
+            other_blocks = access_other(*other_arguments, row, 1, 0)
+            if self._compare(blocks[0], other_blocks[0], row_bytes):
                 return False
         return True
 
@@ -289,18 +297,18 @@ def _frame(file: Any) -> tuple[Any, ...]:
 
 
 def serve(library: Libjpeg, requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until the input ends."""
     while head := requests.read(REQUEST.size):
-        wanted, interval, length, metadata_length = REQUEST.unpack(head)
-        limit_s = int(time.process_time()) + 1 + _MOST_CPU_S
-        most_s = resource.getrlimit(resource.RLIMIT_CPU)[1]
-        limit_s = limit_s if most_s == resource.RLIM_INFINITY else min(limit_s, most_s)
-        resource.setrlimit(resource.RLIMIT_CPU, (limit_s, most_s))
+        kind, interval, length, metadata_length = REQUEST.unpack(head)
+        limit_s = int(time.process_time()) + 1 + _MAX_CPU_S
+        max_s = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        limit_s = limit_s if max_s == resource.RLIM_INFINITY else min(limit_s, max_s)
+        resource.setrlimit(resource.RLIMIT_CPU, (limit_s, max_s))
         image, metadata = requests.read(length), requests.read(metadata_length)
-        if wanted == WARNINGS:
+        if kind == WARNINGS:
             content = "\n".join(library.warnings(image)).encode()
         else:
-            content = library.rewritten(image, interval, wanted == KEEP_TABLES, metadata)
+            content = library.rewritten(image, interval, kind == KEEP_TABLES, metadata)
         answers.write(ANSWER.pack(len(content)) + content)
         answers.flush()
 

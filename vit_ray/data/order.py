@@ -1,15 +1,15 @@
-"""The order of a run's samples, and who reads which of them, in which blocks: arithmetic only.
+"""The order of a run's samples, and which rank gets which of them in which block: arithmetic only.
 
-The order is a pure function of row counts, seed, epoch and position.
-Positions count from 0 over all epochs joined end to end, so position `p` lies in epoch
-`p // num_images`. In each epoch the row groups are permuted, and the rows inside each row group.
-The rows of a window of some global batches are then dealt out to these in turn, so that a row
-group meets another batch with each of its rows, and a reader of a whole window still reads each row
-group once. Nothing is stored per row: an epoch of 1.2 million row groups is two arrays of that
-length, which a stream server draws once for all reading tasks (`Order.drawn`).
+The order is a pure function of row counts, seed, epoch and position. Positions count from 0 over
+all epochs joined end to end, so position `p` lies in epoch `p // num_images`. In each epoch the row
+groups are permuted, and the rows inside each row group. The rows of each shuffle window of some
+global batches are then dealt to these batches in turn, so that rows of a row group land in
+different batches, while a task that reads a whole window still reads each row group once. Nothing
+is stored per row: an epoch of 1.2 million row groups is two arrays of that length, which a stream
+server draws once for all reading tasks (`Order.drawn`).
 
 Micro-batch `q` of rank `r` among `n` ranks holds the `m` positions from `start + (q * n + r) * m`.
-So the global batch of `accumulation_steps` micro-batches per rank is one run of consecutive
+So the global batch of `accumulation_steps` micro-batches per rank is a range of consecutive
 positions, the same for every world size. A block holds consecutive rows of one rank, and each
 rank's blocks come in the order of its rows.
 """
@@ -26,8 +26,8 @@ from vit_ray.data.dataset import Manifest
 from vit_ray.data.keyed_random import key_of, keys_of
 
 Int64Array = NDArray[np.int64]
-_GROUPS = 1
-_ROWS = 2
+# Parts of the keys that order row groups, and rows inside a row group.
+_GROUPS, _ROWS = 1, 2
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,15 @@ class ShuffleWindow:
 
     @property
     def num_rows(self) -> int:
-        """Rows of all batches of a window."""
         return self.batch_size * self.num_batches
 
     def undealt(self, positions: Int64Array, num_images: int) -> Int64Array:
-        """Where the row that is dealt to each position stood before: int64, same shape.
+        """Position, before the dealing, of the row at each position: int64, same shape.
 
         A window in which an epoch ends is dealt in two parts, so that no epoch gets rows of
         another. In each part, the first rows go to the first slot of each batch in turn, the next
-        to the second; a batch that the part has a piece of has only the slots of that piece.
+        rows to the second slot, and so on. A batch that belongs to both parts has, in each part,
+        only the slots of that part.
         """
         epoch_starts = positions // num_images * num_images
         window_starts = positions // self.num_rows * self.num_rows
@@ -69,10 +69,7 @@ class ShuffleWindow:
 
 @dataclass(frozen=True)
 class Places:
-    """Where some positions of the run stand, an entry each.
-
-    `rows` count inside the row group.
-    """
+    """Epoch, row group and row inside the row group, one entry per position."""
 
     epochs: Int64Array
     groups: Int64Array
@@ -84,12 +81,11 @@ class Order:
 
     Args:
         manifest_rows: rows per row group, in the order of the manifest.
-        seed: another seed is another order.
         is_shuffled: False keeps the order of the manifest, for evaluation.
-        window: None keeps the row groups one after the other.
+        window: None reads the row groups one after the other.
 
     Raises:
-        ValueError: if there are no rows.
+        ValueError: there are no rows.
     """
 
     def __init__(
@@ -106,29 +102,28 @@ class Order:
         self.window = window
         if self.num_images == 0:
             raise ValueError("order: the selection holds 0 rows; choose a data set with images")
-        # What `draw` gives, by a process that has drawn it already.
+        # The result of `draw`; a reading task replaces this by a fetch from the stream server.
         self.drawn: Callable[[int], Int64Array] = self.draw
         self._groups_of = lru_cache(maxsize=2)(lambda epoch: self.drawn(epoch))
         self._rows_of = lru_cache(maxsize=4096)(self._permute_rows)
 
     def places(self, positions: Int64Array) -> Places:
-        """What stands at some positions."""
         if self.window is not None:
             positions = self.window.undealt(positions, self.num_images)
         epochs, offsets = np.divmod(positions, self.num_images)
         groups, rows = np.empty_like(offsets), np.empty_like(offsets)
         for epoch in np.unique(epochs).tolist():
-            of_epoch = epochs == epoch
+            in_epoch = epochs == epoch
             order, starts = self._groups_of(epoch)
-            turns = np.searchsorted(starts, offsets[of_epoch], side="right") - 1
-            groups[of_epoch] = order[turns]
-            rows[of_epoch] = offsets[of_epoch] - starts[turns]
+            turns = np.searchsorted(starts, offsets[in_epoch], side="right") - 1
+            groups[in_epoch] = order[turns]
+            rows[in_epoch] = offsets[in_epoch] - starts[turns]
         if self.is_shuffled and len(groups):
             by_group = np.lexsort((groups, epochs))
             is_new = (np.diff(groups[by_group]) != 0) | (np.diff(epochs[by_group]) != 0)
-            for alike in np.split(by_group, np.flatnonzero(is_new) + 1):
-                permuted = self._rows_of(int(epochs[alike[0]]), int(groups[alike[0]]))
-                rows[alike] = permuted[rows[alike]]
+            for in_group in np.split(by_group, np.flatnonzero(is_new) + 1):
+                permuted = self._rows_of(int(epochs[in_group[0]]), int(groups[in_group[0]]))
+                rows[in_group] = permuted[rows[in_group]]
         return Places(epochs, groups, rows)
 
     def _permute_rows(self, epoch: int, group: int) -> Int64Array:
@@ -137,9 +132,9 @@ class Order:
         return rows[np.argsort(keys, kind="stable")]
 
     def draw(self, epoch: int) -> Int64Array:
-        """Row groups of an epoch in their order, and where each begins: (2, row groups with rows).
+        """Row groups of an epoch in order, and the offset of each in the epoch: int64 (2, groups).
 
-        Of a part of a large data set most have none.
+        Row groups without rows are left out: most are empty in a small part of a large data set.
         """
         groups = np.flatnonzero(self.rows)
         if self.is_shuffled:
@@ -151,7 +146,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a run, one entry per position, in order; `samples` are numbers in the data set."""
+    """Epoch, row group and sample number in the data set, one entry per position."""
 
     epochs: Int64Array
     groups: Int64Array
@@ -159,11 +154,9 @@ class Rows:
 
 
 class Plan:
-    """Positions of a run to samples of a data set, or of a part of one.
+    """Maps positions of a run to samples of a data set, or of a part of one.
 
-    Args:
-        is_shuffled: False keeps the order of the manifest, for evaluation.
-        window: in which rows are dealt out to batches; None for none.
+    Arguments are those of `Order`.
     """
 
     def __init__(
@@ -177,26 +170,20 @@ class Plan:
         self.order = Order(manifest.rows, seed, is_shuffled, window)
         self._samples_of = lru_cache(maxsize=16)(manifest.samples_of)
 
-    @property
-    def num_images(self) -> int:
-        """Images of one epoch."""
-        return self.order.num_images
-
     def rows_at(self, positions: Int64Array) -> Rows:
-        """What stands at some positions."""
         places, manifest = self.order.places(positions), self._manifest
         samples = manifest.first_samples[places.groups] + places.rows
         if manifest.whole is not None:
             is_cut = manifest.rows[places.groups] < manifest.whole.rows[places.groups]
             for group in np.unique(places.groups[is_cut]).tolist():
-                its = places.groups == group
-                samples[its] = self._samples_of(group)[places.rows[its]]
+                in_group = places.groups == group
+                samples[in_group] = self._samples_of(group)[places.rows[in_group]]
         return Rows(places.epochs, places.groups, samples)
 
 
 @dataclass(frozen=True)
 class Partition:
-    """How many ranks read, and how many rows each takes at a time."""
+    """How many ranks read, and the micro-batch size of each."""
 
     world_size: int
     batch_size_per_rank: int
@@ -215,9 +202,9 @@ class Partition:
 
 @dataclass(frozen=True)
 class BlockTask:
-    """Some blocks that one task makes, one after the other.
+    """The blocks that one task makes: in each of `rounds`, one block for each of `of_ranks`.
 
-    Block `k` of each rank holds rows `first + k * block_rows` and following of that rank.
+    In round `k`, the block of a rank holds the rank's rows from `first + k * block_rows`.
     """
 
     first: int
@@ -232,10 +219,10 @@ class BlockTask:
 
     def blocks(self) -> Iterator[tuple[int, int, int]]:
         """(rank, first row, row after the last) of each block, in the order of delivery."""
-        for place in range(self.rounds * len(self.of_ranks)):
-            turn, index = divmod(place, len(self.of_ranks))
-            first = self.first + turn * self.block_rows
-            yield self.of_ranks[index], first, first + self.block_rows
+        for number in range(self.rounds):
+            first = self.first + number * self.block_rows
+            for rank in self.of_ranks:
+                yield rank, first, first + self.block_rows
 
 
 @dataclass(frozen=True)
@@ -246,10 +233,10 @@ class BlockShape:
     task that has a part of it.
 
     Attributes:
-        block_rows: rows of a block, about; whole micro-batches are taken.
-        task_rows: rows of a task, about; one with a window has all of its rank's part.
-        window_passes: passes of all ranks that make a shuffle window; 1 where there is none.
-        start_pass: passes of the run before the first one here.
+        block_rows: approximate rows of a block, which is a number of whole micro-batches.
+        task_rows: approximate rows of a task; at least a rank's rows of a shuffle window.
+        window_passes: forward passes of all ranks in a shuffle window; 1 without a window.
+        start_pass: passes of the run before the first of these rows.
     """
 
     block_rows: int
@@ -259,10 +246,10 @@ class BlockShape:
 
     def full_passes(self, partition: Partition) -> int:
         """Passes of a full block: whole windows, or an even part of one."""
-        most = max(1, self.block_rows // partition.batch_size_per_rank)
-        if self.window_passes <= most:
-            return most // self.window_passes * self.window_passes
-        return max(n for n in range(1, most + 1) if self.window_passes % n == 0)
+        max_passes = max(1, self.block_rows // partition.batch_size_per_rank)
+        if self.window_passes <= max_passes:
+            return max_passes // self.window_passes * self.window_passes
+        return max(n for n in range(1, max_passes + 1) if self.window_passes % n == 0)
 
 
 def read_tasks(
@@ -270,10 +257,11 @@ def read_tasks(
 ) -> Iterator[BlockTask]:
     """Cut rows [first, last) of some consecutive ranks into tasks.
 
-    Blocks start at one micro-batch and double up to a full one, so that the first batch does not
-    wait for a large block; what is left at the end is one block a rank. Only tasks of full-sized
-    blocks make more than one block. A task of those has whole windows of its ranks, whose rows of a
-    window lie side by side in the order: so it reads whole row groups, but for those at its ends.
+    Block sizes start at one micro-batch and double up to full size, so that the first batch does
+    not wait for a large block; the rows after the last full block are one block for each rank. Only
+    tasks of full-size blocks make more than one block. Such a task makes whole shuffle windows for
+    some consecutive ranks, whose rows of a window are consecutive in the order: it reads whole row
+    groups, except at its two ends.
     """
     micro, full = partition.batch_size_per_rank, shape.full_passes(partition)
     even = min(full, shape.window_passes)
@@ -285,24 +273,23 @@ def read_tasks(
     while done < passes:
         past = (shape.start_pass + done) % even
         if doubled >= full and not past and passes - done >= full:
-            into_window = (shape.start_pass + done) % shape.window_passes // full
-            size = full
-            rounds = min(task_rounds - into_window, (passes - done) // full)
-            shared = ranks_per_task
+            rounds_of_window = (shape.start_pass + done) % shape.window_passes // full
+            rounds = min(task_rounds - rounds_of_window, (passes - done) // full)
+            size, num_ranks = full, ranks_per_task
         else:
-            size, rounds, shared = min(doubled, full, passes - done), 1, 1
+            size, rounds, num_ranks = min(doubled, full, passes - done), 1, 1
             if past:
                 size = min(size, even - past)
             elif size > even:
                 size -= size % even
             doubled *= 2
-        for start in range(ranks.start, ranks.stop, shared):
-            of_ranks = range(start, min(start + shared, ranks.stop))
+        for start in range(ranks.start, ranks.stop, num_ranks):
+            of_ranks = range(start, min(start + num_ranks, ranks.stop))
             yield BlockTask(done * micro, size * micro, rounds, of_ranks)
         done += size * rounds
 
 
 def divisors(count: int) -> list[int]:
     """All divisors of a positive number, in ascending order."""
-    low = {one for one in range(1, math.isqrt(count) + 1) if count % one == 0}
-    return sorted(low | {count // one for one in low})
+    low = {n for n in range(1, math.isqrt(count) + 1) if count % n == 0}
+    return sorted(low | {count // n for n in low})

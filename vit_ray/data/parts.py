@@ -1,9 +1,9 @@
-"""Parts of a data set: of a run, nested subsets, dev splits; no image is copied.
+"""Parts of a data set: the images of a run, nested subsets and dev splits; no image is copied.
 
 Rows were shuffled at conversion, so any row groups are a random sample. They are taken in an order
-that the seed fixes, so that a smaller subset is part of every larger one (9M / 30M / 90M / 303M).
-A dev split by class takes the rows of each class from as few row groups as hold enough of them:
-reading a small dev split reads a small part of the bytes. What is written is a manifest.
+that depends on the seed alone, so that a smaller subset is contained in every larger one (9M / 30M
+/ 90M / 303M). A dev split by class takes the rows of each class from the first row groups that have
+enough of them, so that a small split needs few row groups. Only manifests are written.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from vit_ray.data.shards import first_labels
 from vit_ray.data.shards import keys as all_keys
 from vit_ray.storage import locate
 
-# Separate the ranks of a run's parts, of subsets and of dev splits with the same seed.
+# Parts of keys, so that a run's parts, subsets and dev splits differ with the same seed.
 _SPLIT, _SUBSET, _DEV_SPLIT = 8, 7, 11
 
 Int64Array = NDArray[np.int64]
@@ -34,11 +34,11 @@ Int64Array = NDArray[np.int64]
 def select(
     manifest: Manifest, *, seed: int, held_out_fraction: float, fraction: float
 ) -> tuple[Manifest, Manifest | None]:
-    """The part to train on, and the one that is held out, if any.
+    """The part to train on, and the part that is held out, if any.
 
     Args:
-        held_out_fraction: share of the images, rounded to whole images; 0 for none.
-        fraction: share of the others.
+        held_out_fraction: of all images, rounded to whole images; 0 for none.
+        fraction: of the remaining images, to train on.
 
     Raises:
         ValueError: a part would have no image.
@@ -51,16 +51,16 @@ def select(
                 f"data.held_out_fraction={held_out_fraction} of {total} images is {held_out}; both "
                 "parts need some: change it, or give a larger data set"
             )
-    kept = round((total - held_out) * fraction)
-    if not 0 < kept <= total - held_out:
+    num_images = round((total - held_out) * fraction)
+    if not 0 < num_images <= total - held_out:
         raise ValueError(
-            f"data.fraction={fraction} of {total - held_out} images is {kept}; use a fraction from "
-            f"{1 / (total - held_out):.3g} to 1"
+            f"data.fraction={fraction} of {total - held_out} images is {num_images}; use a "
+            f"fraction from {1 / (total - held_out):.3g} to 1"
         )
-    rest = manifest.ranked(0, held_out, key) if held_out else None
-    if kept == total:
-        return manifest, rest
-    return manifest.ranked(held_out, held_out + kept, key), rest
+    held_out_part = manifest.ranked(0, held_out, key) if held_out else None
+    if num_images == total:
+        return manifest, held_out_part
+    return manifest.ranked(held_out, held_out + num_images, key), held_out_part
 
 
 def subset(
@@ -76,38 +76,38 @@ def subset(
 
     Args:
         count, fraction: images to take at random; give one of the three.
-        keys: a file with the keys of the images to take.
+        keys: a file with the keys of the images to take, one per line.
 
     Raises:
-        ValueError: not exactly one of them is given, the subset would be empty or larger than the
-            set, a key is not in the data set, or the destination holds a data set already.
+        ValueError: not exactly one of the three is given, the subset would be empty or larger than
+            the data set, a key is not in the data set, or the destination holds a data set already.
     """
     whole = open_dataset(source)
-    given = {"count": count, "fraction": fraction, "keys": keys}
-    if len([name for name, value in given.items() if value is not None]) != 1:
-        text = ", ".join(f"{name}={value}" for name, value in given.items())
+    options = {"count": count, "fraction": fraction, "keys": keys}
+    if sum(value is not None for value in options.values()) != 1:
+        text = ", ".join(f"{name}={value}" for name, value in options.items())
         raise ValueError(f"subset: {text}; give one of the three")
     if keys is not None:
-        return _listed(whole, destination, keys)
-    wanted = count if count is not None else round(whole.num_images * (fraction or 0))
-    if not 0 < wanted <= whole.num_images:
+        return _subset_by_keys(whole, destination, keys)
+    size = count if count is not None else round(whole.num_images * (fraction or 0))
+    if not 0 < size <= whole.num_images:
         raise ValueError(
-            f"subset: {wanted} of {whole.num_images} images; use from 1 to {whole.num_images}"
+            f"subset: {size} of {whole.num_images} images; use from 1 to {whole.num_images}"
         )
-    origin = {"subset_of": whole.fingerprint, "seed": seed, "count": wanted}
-    return derive(whole.ranked(0, wanted, key_of(_SUBSET, seed)), destination, origin)
+    origin = {"subset_of": whole.fingerprint, "seed": seed, "count": size}
+    return derive(whole.ranked(0, size, key_of(_SUBSET, seed)), destination, origin)
 
 
-def _listed(whole: Manifest, destination: str, keys: str) -> Manifest:
+def _subset_by_keys(whole: Manifest, destination: str, keys: str) -> Manifest:
     refuse_existing(destination, MANIFEST_FILE, STAGING_FOLDER)
     content = locate(keys).read()
     listed = set(filter(None, content.decode("utf-8-sig").splitlines()))
     if not listed:
         raise ValueError(f"subset.keys={keys!r} lists no key; give one key per line")
     missing, is_listed = set(listed), []
-    for of_file in all_keys(whole):
-        missing.difference_update(of_file)
-        is_listed.append(np.array([key in listed for key in of_file]))
+    for keys_of_file in all_keys(whole):
+        missing.difference_update(keys_of_file)
+        is_listed.append(np.array([key in listed for key in keys_of_file]))
     if missing:
         raise ValueError(
             f"subset.keys={keys!r}: {len(missing)} of {len(listed)} keys are not in "
@@ -119,10 +119,10 @@ def _listed(whole: Manifest, destination: str, keys: str) -> Manifest:
 
 
 def derive(part: Manifest, destination: str, origin: dict[str, object]) -> Manifest:
-    """Write a part of a data set as a manifest over the shards of the whole, and open it.
+    """Write the manifest of a part of a data set, over the same shards, and open it.
 
     Args:
-        origin: how the part was chosen, in addition to what the whole says about itself.
+        origin: how the part was chosen; `part.about` is added.
 
     Raises:
         ValueError: the destination holds a data set already.
@@ -160,40 +160,38 @@ def dev_split(
     An existing split is reused: the same arguments give the same split.
 
     Args:
-        destination: folder of the two; with a separate folder for each source, fraction and seed.
-        fraction: share of the images that are held out, rounded to whole images.
-        by_class: every class has its share; otherwise images are taken regardless of class, as the
-            authors of VTAB-1k do.
+        destination: folder of all splits; each source, fraction and seed has a subfolder.
+        fraction: of the images, for the dev split, rounded to whole images.
+        by_class: every class is split by this fraction; otherwise images are taken regardless of
+            class, as the authors of VTAB-1k do.
 
     Returns:
-        Addresses of the rest and of the dev split.
+        Addresses of the training part and of the dev split.
 
     Raises:
-        ValueError: a class would have no image in one of them; it is named. Not by class: one of
-            them would have no image at all.
+        ValueError: one of the two would be without images of a class (if split by class), or empty.
     """
     whole = open_dataset(source)
     name = f"{whole.fingerprint}-{fraction:g}-{seed}{'' if by_class else '-any-class'}"
-    rest, dev = (locate(destination).child(name).child(part).uri for part in ("train", "dev"))
-    if not all(locate(path).child(MANIFEST_FILE).exists() for path in (rest, dev)):
+    train, dev = (locate(destination).child(name).child(part).uri for part in ("train", "dev"))
+    if not all(locate(path).child(MANIFEST_FILE).exists() for path in (train, dev)):
         is_dev = _dev_rows(whole, fraction, seed, by_class=by_class)
         origin = {"split_of": whole.fingerprint, "dev_fraction": fraction, "seed": seed}
-        for path, gone in ((rest, is_dev), (dev, ~is_dev)):
+        for path, is_removed in ((train, is_dev), (dev, ~is_dev)):
             if not locate(path).child(MANIFEST_FILE).exists():
-                part = whole.without(np.flatnonzero(gone))
+                part = whole.without(np.flatnonzero(is_removed))
                 derive(part, path, origin | {"is_dev": path == dev})
-    return rest, dev
+    return train, dev
 
 
 def _dev_rows(whole: Manifest, fraction: float, seed: int, *, by_class: bool) -> NDArray[np.bool_]:
     labels = np.concatenate(list(first_labels(whole))).astype(np.int64)
     counts = np.bincount(labels[labels >= 0], minlength=whole.num_classes)
-    quotas = class_quotas(counts, fraction, whole.classes) if by_class else None
     keys = keys_of(key_of(_DEV_SPLIT, seed), np.arange(whole.num_row_groups))
-    order = np.argsort(np.repeat(keys, whole.rows), kind="stable")  # whole row groups in turn
+    order = np.argsort(np.repeat(keys, whole.rows), kind="stable")  # one row group after another
     order = order[labels[order] >= 0]
     is_dev = np.zeros(len(labels), np.bool_)
-    if quotas is None:
+    if not by_class:
         total = round(len(order) * fraction)
         if not 0 < total < len(order):
             raise ValueError(
@@ -201,25 +199,28 @@ def _dev_rows(whole: Manifest, fraction: float, seed: int, *, by_class: bool) ->
                 "dev split and the rest need some; change it, or add images"
             )
         is_dev[order[:total]] = True
-    else:  # the first of each class
+    else:  # the first rows of each class
+        quotas = class_quotas(counts, fraction, whole.classes)
         by_label = np.argsort(labels[order], kind="stable")
-        places = np.empty_like(order)
-        places[by_label] = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
-        is_dev[order[places < quotas[labels[order]]]] = True
+        rank_in_class = np.empty_like(order)
+        rank_in_class[by_label] = np.arange(len(order)) - np.repeat(
+            np.cumsum(counts) - counts, counts
+        )
+        is_dev[order[rank_in_class < quotas[labels[order]]]] = True
     return is_dev
 
 
 def class_quotas(counts: Int64Array, fraction: float, classes: Sequence[str]) -> Int64Array:
-    """Images of each class that are held out: in proportion, at least one, and never all.
+    """Dev images of each class: in proportion, but at least one and not all.
 
     Args:
-        counts: (K,), images of each class; a class without any stays without.
+        counts: (K,), images of each class; a class without images gets 0.
 
     Raises:
-        ValueError: this is not possible for some class.
+        ValueError: this is not possible for some class, which is named.
     """
     total = round(float(counts.sum()) * fraction)
-    has_any = counts > 0
+    has_any, max_quotas = counts > 0, np.maximum(counts - 1, 0)
     if (counts == 1).any():
         name = classes[int(np.argmax(counts == 1))]
         raise ValueError(
@@ -233,14 +234,14 @@ def class_quotas(counts: Int64Array, fraction: float, classes: Sequence[str]) ->
             f"{has_any.sum()} classes: class {name!r} would be empty in the dev split; use at "
             f"least {has_any.sum() / counts.sum():.3g}"
         )
-    if total > np.maximum(counts - 1, 0).sum():
-        name, most = _rarest(counts, classes), np.maximum(counts - 1, 0).sum() / counts.sum()
+    if total > max_quotas.sum():
+        name, limit = _rarest(counts, classes), max_quotas.sum() / counts.sum()
         raise ValueError(
             f"sweep.dev_fraction={fraction:g} of {counts.sum()} images is {total}: class {name!r} "
-            f"would have none left to train on; use at most {math.floor(most * 1000) / 1000:g}"
+            f"would have none left to train on; use at most {math.floor(limit * 1000) / 1000:g}"
         )
     exact = counts * (total / counts.sum())
-    quotas = np.clip(np.floor(exact), has_any, np.maximum(counts - 1, 0)).astype(np.int64)
+    quotas = np.clip(np.floor(exact), has_any, max_quotas).astype(np.int64)
     while quotas.sum() != total:
         gap = exact - quotas
         if quotas.sum() < total:

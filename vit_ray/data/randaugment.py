@@ -1,9 +1,9 @@
 """RandAugment (Cubuk et al., arXiv:1909.13719) of a finished crop: uint8 in, uint8 out.
 
 The operations are those of the paper's code, also used by "How to train your ViT": each layer
-applies one of 16, and its strength keeps growing past a magnitude of 10; some are weaker at a
-higher one. All operations are Pillow's; the contrast is relative to the image's own mean, where
-TensorFlow's code uses a number that depends only on the image's size.
+applies one of 16. Strength grows with the magnitude, also above 10; a few operations become weaker.
+All operations are Pillow's. Contrast is relative to the image's mean, where TensorFlow's code uses
+a number that depends only on the image's size.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class Operation(NamedTuple):
     """One operation, applied to an image.
 
     Attributes:
-        numbers: its arguments: degrees, bits, a factor, pixels; some have none.
+        numbers: arguments of the operation (degrees, bits, a factor or pixels), or none.
     """
 
     name: str
@@ -63,11 +63,11 @@ class RandAugment:
         Args:
             size: height and width.
         """
-        found, level = list[Operation](), self.magnitude / _FULL_LEVEL
+        operations, level = list[Operation](), self.magnitude / _FULL_LEVEL
         for _ in range(self.layers):
             name = list(OPERATIONS)[random.below(len(OPERATIONS))]
-            found.append(Operation(name, OPERATIONS[name](level, size, random)))
-        return found
+            operations.append(Operation(name, OPERATIONS[name](level, size, random)))
+        return operations
 
 
 def _signed(value: float, random: KeyedUniform) -> float:
@@ -75,7 +75,7 @@ def _signed(value: float, random: KeyedUniform) -> float:
 
 
 def _posterize(image: Image.Image, bits: int) -> Image.Image:
-    # Without any bits it is black, as in Pillow before 13; later versions refuse that.
+    # With 0 bits the image is black, as in Pillow before 13; later versions refuse 0 bits.
     return ImageOps.posterize(image, bits) if bits else image.point([0] * 256 * 3)
 
 
@@ -90,26 +90,19 @@ def _cutout(image: Image.Image, half: int, row: int, column: int) -> Image.Image
     return cut
 
 
+def _affine(image: Image.Image, *matrix: float) -> Image.Image:
+    return image.transform(image.size, Image.Transform.AFFINE, matrix, fillcolor=_GREY)
+
+
 def applied(pixels: UInt8Array, operations: list[Operation]) -> UInt8Array:
-    """An image after operations, uint8 (height, width, 3); grey comes from outside the image."""
+    """An image after operations, uint8 (height, width, 3); pixels from outside it are grey."""
     image = Image.fromarray(pixels)
     for name, numbers in operations:
-        if name in _APPLY:
-            image = _APPLY[name](image, *numbers)
-            continue
-        (by,) = numbers
-        if name == "rotate":
-            image = image.rotate(by, fillcolor=_GREY)
-            continue
-        matrix = {
-            "shear_x": (1, by, 0, 0, 1, 0), "shear_y": (1, 0, 0, by, 1, 0),
-            "translate_x": (1, 0, by, 0, 1, 0), "translate_y": (1, 0, 0, 0, 1, by),
-        }[name]  # fmt: skip
-        image = image.transform(image.size, Image.Transform.AFFINE, matrix, fillcolor=_GREY)
+        image = _APPLY[name](image, *numbers)
     return np.asarray(image)
 
 
-# (image, *numbers) to an image of the same size.
+# Functions of (image, *numbers) that return an image of the same size.
 _APPLY: Final[dict[str, Callable[..., Image.Image]]] = {
     "autocontrast": ImageOps.autocontrast,
     "equalize": ImageOps.equalize,
@@ -118,23 +111,27 @@ _APPLY: Final[dict[str, Callable[..., Image.Image]]] = {
     "solarize": ImageOps.solarize,
     "solarize_add": _solarize_add,
     "cutout": _cutout,
-    # Blending with a duller image; a factor of 1 changes nothing.
+    # These blend the image with a degenerate one; a factor of 1 changes nothing.
     "color": lambda image, factor: ImageEnhance.Color(image).enhance(factor),
     "contrast": lambda image, factor: ImageEnhance.Contrast(image).enhance(factor),
     "brightness": lambda image, factor: ImageEnhance.Brightness(image).enhance(factor),
     "sharpness": lambda image, factor: ImageEnhance.Sharpness(image).enhance(factor),
+    "rotate": lambda image, degrees: image.rotate(degrees, fillcolor=_GREY),
+    "shear_x": lambda image, factor: _affine(image, 1, factor, 0, 0, 1, 0),
+    "shear_y": lambda image, factor: _affine(image, 1, 0, 0, factor, 1, 0),
+    "translate_x": lambda image, pixels: _affine(image, 1, 0, pixels, 0, 1, 0),
+    "translate_y": lambda image, pixels: _affine(image, 1, 0, 0, 0, 1, pixels),
 }
-_BLENDED: Final = ("color", "contrast", "brightness", "sharpness")
 
-Numbers = Callable[[float, tuple[int, ...], KeyedUniform], tuple[float, ...]]
-"""(level, (height, width), random) to the numbers of an operation."""
+# A function of (level, (height, width), random) that returns the numbers of an operation.
+_Numbers = Callable[[float, tuple[int, ...], KeyedUniform], tuple[float, ...]]
 
 
-def _by_level(number: Callable[[float], float]) -> Numbers:
+def _by_level(number: Callable[[float], float]) -> _Numbers:
     return lambda level, *_: (number(level),)
 
 
-OPERATIONS: Final[dict[str, Numbers]] = {
+OPERATIONS: Final[dict[str, _Numbers]] = {
     **dict.fromkeys(("autocontrast", "equalize", "invert"), lambda *_: ()),
     "posterize": _by_level(lambda level: min(8, int(level * 4))),
     "solarize": _by_level(lambda level: int(level * 256)),
@@ -144,7 +141,10 @@ OPERATIONS: Final[dict[str, Numbers]] = {
         random.below(size[0]),
         random.below(size[1]),
     ),
-    **dict.fromkeys(_BLENDED, _by_level(lambda level: level * 1.8 + 0.1)),
+    **dict.fromkeys(
+        ("color", "contrast", "brightness", "sharpness"),
+        _by_level(lambda level: level * 1.8 + 0.1),
+    ),
     "rotate": lambda level, _, random: (_signed(level * 30, random),),
     **dict.fromkeys(
         ("shear_x", "shear_y"), lambda level, _, random: (_signed(level * 0.3, random),)
@@ -154,4 +154,4 @@ OPERATIONS: Final[dict[str, Numbers]] = {
         lambda level, _, random: (_signed(level * _TRANSLATE_PIXELS, random),),
     ),
 }
-"""The operations, in the order in which they are drawn, and how their numbers are drawn."""
+"""How the numbers of each operation are drawn; the order determines which is drawn."""

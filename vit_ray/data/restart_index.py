@@ -1,12 +1,13 @@
 """Crops of a baseline JPEG with restart markers, decoded only from the segments that they touch.
 
-Entropy decoding of a JPEG starts at its top, unless it has restart markers: each starts a segment
-that can be decoded separately (ITU T.81, E.2.4). If every segment is the same part of a row of
-coded units (MCUs), a rectangle of segments is a JPEG again: with its width and height in a copy of
-the header, its markers renumbered, and an end marker. Any decoder reads it, and gives the same
-pixels as for the whole file, except those at inner edges for which smooth chroma needs a neighbour
-that is missing; `crop_file` takes one more sample of chroma on each side for them. Parts that
-decode to a width of 4 pixels or fewer are upsampled differently, and may differ in chroma.
+Entropy decoding of a JPEG starts at its top. Restart markers divide it into segments that can be
+decoded separately (ITU T.81, E.2.4). If all segments cover the same number of coded units (MCUs)
+and none crosses the end of a row, a rectangle of segments can be made a JPEG file: a copy of the
+header with the new width and height, the segments with their markers renumbered, and an end marker.
+Any decoder decodes it to the same pixels as the whole file, except at inner edges, where smooth
+chroma needs a neighbour that is missing; `crop_file` therefore takes one more sample of chroma on
+each side. Parts that decode to a width of 4 pixels or fewer are upsampled differently, and may
+differ in chroma.
 
 `index_segments` checks a file once, when a data set is made; a crop reads only the bytes that
 it needs.
@@ -25,21 +26,21 @@ from vit_ray.data.jpeg import BLOCK, END, START, JpegFrame, is_front, metadata_o
 UInt8Array = NDArray[np.uint8]
 Box = tuple[int, int, int, int]
 """Top, left, bottom, right in pixels, the last two exclusive."""
-FIRST_RESTART: Final = 0xD0
-MOST_SEGMENTS: Final = 1 << 16
+_FIRST_RESTART: Final = 0xD0
+_MAX_SEGMENTS: Final = 1 << 16
 _MARKER: Final = re.compile(rb"\xff[^\x00\xff]")
-# The markers of segments, in sequence.
-_RESTARTS: Final = (FIRST_RESTART + np.arange(MOST_SEGMENTS) % 8).astype(np.uint8)
+# Second bytes of the markers that end the segments, in sequence.
+_RESTARTS: Final = (_FIRST_RESTART + np.arange(_MAX_SEGMENTS) % 8).astype(np.uint8)
 
 
 @dataclass(frozen=True, eq=False)
 class RestartIndex:
-    """Offsets of the parts of a JPEG that a crop of it is made from.
+    """Byte offsets in a JPEG of the parts that a crop's file is made from.
 
     Attributes:
-        front: bytes at its start that give the colour space: start of image, JFIF or Adobe marker.
-        tables_at: where the tables and the frame header begin; the first segment follows them.
-        size_at: where height and width are, two bytes each.
+        front: length of the start of image with the JFIF or Adobe segment (colour space) after it.
+        tables_at: offset of the tables and the frame header; the first segment follows them.
+        size_at: offset of height and width, two bytes each.
         unit_height, unit_width: pixels of an MCU.
         columns: segments in a row of MCUs.
         offsets: of the segments, row by row, and the length of the file.
@@ -55,13 +56,13 @@ class RestartIndex:
 
     @property
     def rows(self) -> int:
-        """Rows of MCUs, and so of segments."""
+        """Rows of segments; each is one row of MCUs."""
         return (len(self.offsets) - 1) // self.columns
 
 
 @dataclass(frozen=True, eq=False)
 class StoredImage:
-    """An image as a data set has it: file, height and width, index of its restart markers."""
+    """A stored image: encoded file, (height, width), and the index of its restart markers."""
 
     content: bytes | memoryview
     size: tuple[int, int]
@@ -69,9 +70,10 @@ class StoredImage:
 
 
 class IndexColumn:
-    """The indices of the images of a row group, as a data set has them.
+    """The restart indices of a row group, as its column in the shard stores them.
 
-    All are checked at once, and lists are kept: numpy takes microseconds for one number.
+    All are checked at once and converted to lists, because reading a single number from a numpy
+    array takes microseconds.
 
     Args:
         column: structs of the fields of `RestartIndex`, null for an image without an index.
@@ -88,35 +90,34 @@ class IndexColumn:
         self._offsets = lists.values.to_numpy()[ends[0] : ends[-1]]
         ends -= ends[0]
         self._is_indexed = column.is_valid().to_pylist()
-        self._are_possible = _are_possible(numbers, ends, self._offsets, sizes, num_bytes).tolist()
+        self._is_valid = _are_valid(numbers, ends, self._offsets, sizes, num_bytes).tolist()
         self._numbers, self._ends = numbers.tolist(), ends.tolist()
 
     def of(self, row: int) -> RestartIndex | None:
         """The index of an image; None if it has none.
 
         Raises:
-            ValueError: no file of its size and length can have it.
+            ValueError: the index cannot belong to a file of this size and length.
         """
         if not self._is_indexed[row]:
             return None
-        if not self._are_possible[row]:
+        if not self._is_valid[row]:
             raise ValueError("its restart index is not that of its bytes")
         offsets = self._offsets[self._ends[row] : self._ends[row + 1]]
-        front, tables_at, size_at, unit_height, unit_width, columns = self._numbers[row]
-        return RestartIndex(front, tables_at, size_at, unit_height, unit_width, columns, offsets)
+        return RestartIndex(*self._numbers[row], offsets)
 
 
-def _are_possible(
+def _are_valid(
     numbers: NDArray[np.int64],
     ends: NDArray[np.int64],
     offsets: NDArray[np.uint32],
     sizes: NDArray[np.integer],
     num_bytes: NDArray[np.integer],
 ) -> NDArray[np.bool_]:
-    """Whether files of these sizes and lengths can have these indices.
+    """Which indices can belong to files of these sizes and lengths.
 
     Args:
-        numbers: (n, 6), for each image everything but the offsets, in the order of `RestartIndex`.
+        numbers: (n, 6), the first fields of `RestartIndex` for each image.
         ends: (n + 1,), where the offsets of each image begin in `offsets`, and the last end.
         sizes, num_bytes: as in `IndexColumn`.
     """
@@ -126,20 +127,20 @@ def _are_possible(
     has_any = counts > 0
     first[has_any], last[has_any] = offsets[ends[:-1][has_any]], offsets[ends[1:][has_any] - 1]
     units = -(-sizes // np.maximum(np.stack([unit_height, unit_width], axis=1), 1))
-    found = (np.minimum(unit_height, unit_width) >= BLOCK) & (columns >= 1)
-    found &= units[:, 1] % np.maximum(columns, 1) == 0
-    found &= counts == units[:, 0] * columns + 1
-    found &= (front >= 2) & (front <= tables_at) & (tables_at <= size_at)
-    found &= (size_at <= first - 4) & (last == num_bytes)
+    is_valid = (np.minimum(unit_height, unit_width) >= BLOCK) & (columns >= 1)
+    is_valid &= units[:, 1] % np.maximum(columns, 1) == 0
+    is_valid &= counts == units[:, 0] * columns + 1
+    is_valid &= (front >= 2) & (front <= tables_at) & (tables_at <= size_at)
+    is_valid &= (size_at <= first - 4) & (last == num_bytes)
     image_of = np.repeat(np.arange(len(counts)), counts)
     falls = (offsets[1:] <= offsets[:-1]) & (image_of[1:] == image_of[:-1])
-    found[image_of[1:][falls]] = False
-    return found
+    is_valid[image_of[1:][falls]] = False
+    return is_valid
 
 
 @dataclass(frozen=True, eq=False)
 class CropFile:
-    """A JPEG file made from a part of another, and the pixel of the other at which it begins."""
+    """A JPEG file of a part of an image, and the pixel of the image at which the part begins."""
 
     image: UInt8Array
     top: int
@@ -167,7 +168,7 @@ def crop_file(
         for offsets in (index.offsets[:-1], index.offsets[1:])
     )
     image, scan_at = memoryview(content), int(index.offsets[0])
-    # The segments of a row are contiguous, and so are whole rows.
+    # The segments of a row are contiguous in the file, and so are consecutive whole rows.
     if starts.shape[1] == index.columns:
         segments = [image[starts[0, 0] : ends[-1, -1]]]
     else:
@@ -175,13 +176,13 @@ def crop_file(
         segments = [image[start:end] for start, end in rows]
     header = (image[: index.front], image[index.tables_at : scan_at])
     coded = bytearray().join((*header, *segments))
-    pixels = np.frombuffer(coded, np.uint8)
-    behind = np.cumsum(ends - starts) + (index.front + scan_at - index.tables_at - 1)
-    pixels[behind] = _RESTARTS[: len(behind)]
+    data = np.frombuffer(coded, np.uint8)
+    markers = np.cumsum(ends - starts) + (index.front + scan_at - index.tables_at - 1)
+    data[markers] = _RESTARTS[: len(markers)]
     coded[-1] = END[1]
     size_at = index.front + index.size_at - index.tables_at
     coded[size_at : size_at + 4] = height.to_bytes(2) + width.to_bytes(2)
-    return CropFile(pixels, first_row * index.unit_height, first * segment_width)
+    return CropFile(data, first_row * index.unit_height, first * segment_width)
 
 
 def _touched(first: int, last: int, size: int, count: int) -> tuple[int, int]:
@@ -192,35 +193,38 @@ def _touched(first: int, last: int, size: int, count: int) -> tuple[int, int]:
 def index_segments(image: bytes) -> RestartIndex | None:
     """The index of a file; None if its segments cannot be used separately.
 
-    It must be baseline, of one scan, with a restart interval that divides its rows, its markers in
-    place and numbered in sequence, and nothing after the image.
+    The file must be baseline, of one scan, with a restart interval that divides its rows of MCUs,
+    all restart markers in sequence, and nothing after the image.
     """
     frame = read_frame(image)
-    if frame is None or not frame.is_baseline or not frame.interval:
-        return None
-    if frame.units_across % frame.interval:
+    if (
+        frame is None
+        or not frame.is_baseline
+        or not frame.interval
+        or frame.units_across % frame.interval
+    ):
         return None
     if frame.front == len(START) and any(map(is_front, metadata_of(image))):
         return None  # a later segment gives its colour space
     columns = frame.units_across // frame.interval
-    found = [match.start() for match in _MARKER.finditer(image, frame.scan_at)]
-    codes = [image[at + 1] for at in found]
+    markers = [match.start() for match in _MARKER.finditer(image, frame.scan_at)]
+    codes = [image[at + 1] for at in markers]
     rows = -(-frame.height // frame.unit_height)
-    inner = [FIRST_RESTART + i % 8 for i in range(rows * columns - 1)]
-    if codes != [*inner, END[1]] or found[-1] != len(image) - 2 or len(codes) > MOST_SEGMENTS:
+    inner = [_FIRST_RESTART + i % 8 for i in range(rows * columns - 1)]
+    if codes != [*inner, END[1]] or markers[-1] != len(image) - 2 or len(codes) > _MAX_SEGMENTS:
         return None
     return RestartIndex(
         frame.front, frame.tables_at, frame.size_at, frame.unit_height, frame.unit_width, columns,
-        np.array([frame.scan_at, *(at + 2 for at in found)], np.uint32),
+        np.array([frame.scan_at, *(at + 2 for at in markers)], np.uint32),
     )  # fmt: skip
 
 
 def interval_for(frame: JpegFrame, pixels: int) -> int:
-    """MCUs in a segment, such that it divides a row and has about this many pixels.
+    """MCUs in a segment: a divisor of the MCUs in a row, with about this many pixels.
 
-    At least half as many, if a row has them: short segments cost bytes.
+    A segment has at least half of `pixels`, or is a whole row: short segments cost bytes.
     """
-    count, of_unit = frame.units_across, frame.unit_height * frame.unit_width
-    whole = [k for k in range(1, count + 1) if count % k == 0]
-    long = [k for k in whole if 2 * k * of_unit >= pixels] or [count]
-    return min(long, key=lambda k: abs(np.log(k * of_unit / pixels)))
+    count, pixels_of_unit = frame.units_across, frame.unit_height * frame.unit_width
+    divisors = [k for k in range(1, count + 1) if count % k == 0]
+    long = [k for k in divisors if 2 * k * pixels_of_unit >= pixels] or [count]
+    return min(long, key=lambda k: abs(np.log(k * pixels_of_unit / pixels)))

@@ -1,10 +1,10 @@
 """JPEG files rewritten losslessly with restart markers, so that single crops of them can be read.
 
 The coefficients stay unchanged, and so do all pixels; comments, profiles and EXIF are kept.
-libjpeg-turbo rewrites the file, the copy in Pillow or the system's, in a separate process that
-reads the result and compares all coefficients. Progressive files become baseline. All other files
-(arithmetic coding, CMYK, several scans, several pictures in a file, 12 bits, damage) stay
-unchanged.
+libjpeg-turbo (Pillow's copy, or the system's) rewrites the file in a separate process, which reads
+the result and compares all coefficients. Progressive files become baseline. Unusual files
+(arithmetic coding, CMYK, baseline in several scans, several pictures in a file, 12 bits, damage)
+are not rewritten.
 """
 
 import contextlib
@@ -33,14 +33,14 @@ _LOG: Final = logging.getLogger(__name__)
 # Approximate pixels of a segment: 4 MCUs of a usual photograph (4:2:0); markers then add 1 % to
 # its bytes. With twice as many, crops take 10 % longer, because more is decoded around them.
 _SEGMENT_PIXELS: Final = 64 * 16
-# Most pixels of an image that is rewritten; its coefficients take 2 to 6 bytes a pixel.
-_MOST_PIXELS: Final = 1 << 26
-# The end, or comments and applications' segments after the first scan's header, which libjpeg
-# drops.
+# Larger images are not rewritten: coefficients take 2 to 6 bytes a pixel.
+_MAX_PIXELS: Final = 1 << 26
+# After the first scan's header: the end marker, or a comment's or application's segment (libjpeg
+# drops these).
 _END_OR_METADATA: Final = re.compile(rb"\xff[\xd9\xe0-\xef\xfe]")
-# Length of a JFIF segment without a thumbnail, and of an Adobe segment, with the marker.
+# Length, with the marker, of a JFIF segment without a thumbnail, and of an Adobe segment.
 _FRONT_BYTES: Final = {0xE0: 18, 0xEE: 16}
-# The limit for a file is in processor time, which other work does not use up.
+# Wall clock, generous: the helper itself limits the CPU time of a file.
 _ANSWER_WITHIN_S: Final = 300.0
 _ENDS_WITHIN_S: Final = 0.5
 _HELPER: Final = Path(__file__).with_name("libjpeg_process.py")
@@ -54,16 +54,16 @@ _NOT_FOUND: Final = (
     "from PyPI"
 )
 _ATTEMPTS: Final = 3
-# Signals that a file may cause; others come from outside, and do not depend on the file.
-_BY_THE_FILE: Final = (
+# Signals that a damaged file may cause; other signals come from outside.
+_SIGNALS_OF_FILES: Final = (
     signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGXCPU,
 )  # fmt: skip
 
 
 class Libjpeg:
-    """libjpeg in a separate process, which is restarted when it has ended.
+    """libjpeg in a separate process, which is started again after it has ended.
 
-    `name` differs between versions that write different bytes.
+    `name` differs between versions of libjpeg that write different bytes.
     """
 
     def __init__(self, library: str) -> None:
@@ -72,21 +72,21 @@ class Libjpeg:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(
-        self, wanted: int, image: bytes, interval: int = 0, metadata: bytes = b""
+        self, kind: int, image: bytes, interval: int = 0, metadata: bytes = b""
     ) -> bytes | None:
-        """The answer to a request of `libjpeg_process`; None if the file ends the process.
+        """The answer to a request of `libjpeg_process`; None if the file made the process end.
 
         Raises:
             OSError: the process was killed or did not answer, in every attempt.
         """
-        head = REQUEST.pack(wanted, interval, len(image), len(metadata))
+        head = REQUEST.pack(kind, interval, len(image), len(metadata))
         for _ in range(_ATTEMPTS):
             try:
                 return self._answer(b"".join((head, image, metadata)))
             except OSError as error:
-                is_silent = isinstance(error, TimeoutError)
-                ended = self.close()
-                if not is_silent and (ended >= 0 or -ended in _BY_THE_FILE):
+                status = self.close()
+                is_by_file = status >= 0 or -status in _SIGNALS_OF_FILES
+                if is_by_file and not isinstance(error, TimeoutError):
                     return None
         raise OSError(
             f"the process that rewrites JPEG files was killed {_ATTEMPTS} times, or did not answer "
@@ -99,23 +99,22 @@ class Libjpeg:
             self._process = subprocess.Popen(
                 self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, bufsize=0
             )
-            assert self._process.stdin is not None
-            os.set_blocking(self._process.stdin.fileno(), False)
-        to, back = self._process.stdin, self._process.stdout
-        assert to is not None
-        assert back is not None
-        waiting = memoryview(request)
-        while waiting:
-            if not select.select([], [to], [], _ANSWER_WITHIN_S)[1]:
+        requests, answers = self._process.stdin, self._process.stdout
+        assert requests is not None
+        assert answers is not None
+        os.set_blocking(requests.fileno(), False)
+        unsent = memoryview(request)
+        while unsent:
+            if not select.select([], [requests], [], _ANSWER_WITHIN_S)[1]:
                 raise TimeoutError
-            waiting = waiting[os.write(to.fileno(), waiting) :]
+            unsent = unsent[os.write(requests.fileno(), unsent) :]
         content, length = bytearray(), ANSWER.size
         while len(content) < length:
-            if not select.select([back], [], [], _ANSWER_WITHIN_S)[0]:
+            if not select.select([answers], [], [], _ANSWER_WITHIN_S)[0]:
                 raise TimeoutError
-            if not (some := os.read(back.fileno(), length - len(content))):
+            if not (part := os.read(answers.fileno(), length - len(content))):
                 raise OSError("the process ended before it answered")
-            content += some
+            content += part
             if len(content) == length == ANSWER.size:
                 length += ANSWER.unpack(content)[0]
         return bytes(content[ANSWER.size :])
@@ -127,7 +126,7 @@ class Libjpeg:
         process, self._process = self._process, None
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
-            with contextlib.suppress(OSError):  # of a request that it has not read
+            with contextlib.suppress(OSError):  # the rest of a request cannot be flushed
                 pipe.close()
         try:
             return process.wait(_ENDS_WITHIN_S)
@@ -138,10 +137,9 @@ class Libjpeg:
 
 @functools.cache
 def restart_writer() -> Libjpeg | None:
-    """The library found here; None, with a warning, if there is none.
+    """The first usable libjpeg of this machine; None, with a warning, if there is none.
 
-    A process keeps it: its helper ends with it, when nothing can write to the helper's input any
-    more.
+    The helper ends with the calling process, because its input is closed then.
     """
     for writer in _writers():
         if with_restart_markers(_GREY_PIXEL, writer) is not None:
@@ -152,16 +150,16 @@ def restart_writer() -> Libjpeg | None:
 
 
 def _writers() -> Iterator[Libjpeg]:
-    packages = Path(PIL.__file__).parent
-    bundled = [*packages.glob("../pillow.libs/libjpeg*"), *packages.glob(".dylibs/libjpeg*")]
+    pillow = Path(PIL.__file__).parent
+    bundled = [*pillow.glob("../pillow.libs/libjpeg*"), *pillow.glob(".dylibs/libjpeg*")]
     yield from map(Libjpeg, map(str, bundled))
-    if (library := ctypes.util.find_library("jpeg")) is not None:  # which starts a process
+    if (library := ctypes.util.find_library("jpeg")) is not None:  # slow: starts a process
         yield Libjpeg(library)
 
 
 @dataclass(frozen=True, eq=False)
 class RewrittenJpeg:
-    """A JPEG with restart markers, its height and width, and where its parts lie."""
+    """A JPEG with restart markers, its (height, width), and the index of its segments."""
 
     image: bytes
     size: tuple[int, int]
@@ -169,28 +167,28 @@ class RewrittenJpeg:
 
 
 def with_restart_markers(image: bytes, writer: Libjpeg) -> RewrittenJpeg | None:
-    """A JPEG rewritten; None if it is kept unchanged."""
+    """The file rewritten; None if it is damaged or of an unusual kind."""
     frame = read_frame(image)
-    if frame is None or frame.height * frame.width > _MOST_PIXELS:
+    if frame is None or frame.height * frame.width > _MAX_PIXELS:
         return None
-    # In coded data 0xff 0xd9 is always the end; a second picture may follow it.
-    found = _END_OR_METADATA.search(image, frame.scan_at)
-    if found is None or found[0] != b"\xff\xd9" or found.end() != len(image):
+    # The first 0xff 0xd9 in coded data is the end of the picture; a second picture may follow.
+    marker = _END_OR_METADATA.search(image, frame.scan_at)
+    if marker is None or marker[0] != b"\xff\xd9" or marker.end() != len(image):
         return None
     metadata = metadata_of(image)
-    # JFIF's and Adobe's segments with more than libjpeg writes, such as a thumbnail, would lose it.
+    # libjpeg writes JFIF and Adobe segments of its own, without extras such as a thumbnail.
     if any(len(s) != _FRONT_BYTES[s[1]] for s in metadata if is_front(s)):
         return None
     interval = interval_for(frame, _SEGMENT_PIXELS)
-    # The file's own tables may have no room for missing codes.
-    for wanted in (KEEP_TABLES, OPTIMIZE) if frame.is_baseline else (OPTIMIZE,):
-        if rewritten := writer.ask(wanted, image, interval, b"".join(metadata)):
+    # Optimized tables if the file's own have no room for missing codes.
+    for kind in (KEEP_TABLES, OPTIMIZE) if frame.is_baseline else (OPTIMIZE,):
+        if rewritten := writer.ask(kind, image, interval, b"".join(metadata)):
             break
     else:
         return None
-    if not frame.is_baseline:  # decoders smooth what a file has that lacks its last scans
-        ours, theirs = decode_jpeg(rewritten), decode_jpeg(image)
-        if ours is None or theirs is None or not np.array_equal(ours, theirs):
+    if not frame.is_baseline:  # decoders smooth progressive files that lack their last scans
+        pixels, expected = decode_jpeg(rewritten), decode_jpeg(image)
+        if pixels is None or expected is None or not np.array_equal(pixels, expected):
             return None
     index = index_segments(rewritten)
     size = frame.height, frame.width

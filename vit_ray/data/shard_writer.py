@@ -1,4 +1,4 @@
-"""One parquet shard: its columns, and its writer, with the facts that the manifest needs."""
+"""One parquet shard: its columns, and a writer that collects what the manifest needs."""
 
 import contextlib
 import io
@@ -42,22 +42,21 @@ INDEX_SCHEMA: Final = pa.schema(
     ]
 )
 MOST_ROW_GROUP_BYTES: Final = 1 << 30
-"""Of the images of a row group, which ends earlier than after its number of rows where they have
-more: a column of bytes of 2 GiB or more cannot be read."""
+"""Maximum size of the images of a row group, which ends early if they have more bytes: a column of
+bytes of 2 GiB or more cannot be read."""
 RESERVED_NAMES: Final = (*SHARD_SCHEMA.names, *INDEX_SCHEMA.names)
-"""What no column of text may be called."""
+"""Names that columns of text cannot have."""
 
 
 def shard_schema(text_columns: Sequence[str], *, is_indexed: bool = False) -> pa.Schema:
-    """The schema of shards with text columns after the common ones."""
+    """The schema of shards with these text columns, and with a restart index if `is_indexed`."""
     index = INDEX_SCHEMA if is_indexed else ()
     return pa.schema([*SHARD_SCHEMA, *index, *((name, pa.string()) for name in text_columns)])
 
 
 def has_index(schema: pa.Schema) -> bool:
-    """Whether its images may have a restart index."""
-    fixed = len(SHARD_SCHEMA)
-    return bool(schema.names[fixed : fixed + len(INDEX_SCHEMA)] == INDEX_SCHEMA.names)
+    """Whether a shard has the column of restart indices."""
+    return INDEX_SCHEMA.names[0] in schema.names
 
 
 @dataclass(frozen=True)
@@ -65,10 +64,10 @@ class EncodedImage:
     """One row of a shard before it is written.
 
     Attributes:
-        extra: the values of its text columns.
-        index: of the restart markers that it was given.
-        damage: what is wrong with its file, which decodes all the same; not stored.
-        crc32: checksum of the image, where `image` is empty as it lies elsewhere.
+        extra: values of the text columns.
+        index: restart index, if the file was rewritten.
+        damage: description of damage in a file that decodes all the same; not stored.
+        crc32: checksum of an image that is read in place; `image` is empty then.
     """
 
     image: bytes
@@ -84,7 +83,7 @@ class EncodedImage:
 
 @dataclass
 class ShardFacts:
-    """What the manifest says of one written shard; lists have one entry per row group."""
+    """What the manifest needs of one written shard; lists have one entry per row group."""
 
     rows: list[int] = field(default_factory=list)
     row_group_bytes: list[int] = field(default_factory=list)
@@ -97,9 +96,9 @@ Resource = TypeVar("Resource", bound=Any)
 
 @contextlib.contextmanager
 def closed_after(resource: Resource) -> Iterator[Resource]:
-    """As `contextlib.closing`, but an error in the block is raised, not the one of closing.
+    """As `contextlib.closing`, but an error in the block hides an error of closing.
 
-    A writer whose storage failed fails again when it is closed, with another error.
+    A writer whose storage failed raises another error when it is closed.
     """
     try:
         yield resource
@@ -130,9 +129,9 @@ class _ChecksummedOutput(io.RawIOBase):
 
 
 class ShardWriter:
-    """Writes the rows of one shard in the order given.
+    """Writes the rows of one shard in the order in which they are added.
 
-    Use as a context; the file becomes visible when the block ends without an error.
+    Use as a context manager; the file becomes visible when the block ends without an error.
     """
 
     def __init__(
@@ -186,7 +185,6 @@ class ShardWriter:
             self.end_row_group()
 
     def facts(self) -> ShardFacts:
-        """Facts of the finished file; ask once."""
         (metadata,) = self._metadata
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         sizes = [
@@ -195,18 +193,17 @@ class ShardWriter:
         return ShardFacts(self._rows, sizes, self._stream.tell(), self._stream.crc32)
 
     def end_row_group(self) -> None:
-        """Write what was added since the row group before."""
+        """Write the rows that were added since the last row group."""
         rows, self._pending, self._pending_bytes = self._pending, [], 0
         if not rows:
             return
-        crc32 = [checksum(row.image) if row.crc32 is None else row.crc32 for row in rows]
         columns: list[list[Any]] = [
             [row.image for row in rows],
             [list(row.labels) for row in rows],
             [row.key for row in rows],
             [row.width for row in rows],
             [row.height for row in rows],
-            crc32,
+            [checksum(row.image) if row.crc32 is None else row.crc32 for row in rows],
         ]
         if self._is_indexed:
             columns.append([None if row.index is None else asdict(row.index) for row in rows])

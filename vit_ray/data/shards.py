@@ -1,13 +1,13 @@
 """The shards of a data set: their columns, and their row groups as encoded images.
 
 A shard is a parquet file with a row per image: its encoded bytes, the labels, a key that names the
-image in its source, its size in pixels, and a checksum. Where JPEG files were given restart markers
-(`convert.index_jpeg`), a column follows: where the parts lie that a crop is made of
-(`restart_index`), null for what was left as it came. Columns of text that a source has with its
-images (`convert.columns`) follow; training does not decode them.
+image in its source, its size in pixels, and a checksum. If JPEG files were rewritten with restart
+markers (`convert.index_jpeg`), the column `restart_index` follows, which is null for a file that
+was not rewritten. The source's columns of text (`convert.columns`) come last; training does not
+decode them.
 
-A row group is read in one piece, and each page is compared with its checksum. Where one differs,
-each image is compared with its own, so that one damaged image costs no other.
+A row group is read in one piece, and each page is compared with its checksum. If a page differs,
+each image is compared with the image's own checksum, so that only damaged images are lost.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ _INDEX: Final = "restart_index"
 _ADVICE: Final = "; run `vit-ray verify`"
 _OPEN_FILES: Final = 16
 _PART_BYTES: Final = 1 << 24
-# Files whose labels or keys are read at a time: mostly they wait for an object store.
+# Files whose labels or keys are read in parallel: these threads mostly wait for an object store.
 _THREADS: Final = 16
 _CHECKSUM_BYTES: Final = 4
 # Errors of a disk that worked before, and may work again.
@@ -68,7 +68,7 @@ class EncodedRows:
 
     Args:
         table: columns of a shard, of one chunk each, at least those of `_COLUMNS`.
-        is_whole: all of the row group's bytes were compared.
+        is_whole: the images are known to be unchanged; otherwise each is checked when it is read.
     """
 
     def __init__(self, table: pa.Table, is_whole: bool) -> None:
@@ -76,7 +76,7 @@ class EncodedRows:
         self.images, self.labels, self.keys = columns["image"], columns["labels"], columns["key"]
         self.crc32, self.is_whole = columns["crc32"].to_numpy(), is_whole
         self.nbytes = int(table.nbytes)
-        # Lists, and one look at all rows: numpy takes microseconds for a number.
+        # Lists, because reading a single number from a numpy array takes microseconds.
         heights, widths = (columns[name].to_pylist() for name in ("height", "width"))
         self._sizes = list(zip(heights, widths, strict=True))
         self._label_values = self.labels.values.to_numpy()
@@ -87,15 +87,15 @@ class EncodedRows:
         self._index = columns.get(_INDEX)
 
     def image(self, row: int) -> bytes:
-        """Encoded bytes of one row, checked against its checksum.
+        """Encoded bytes of one row.
 
         Raises:
-            ChangedImageError: if they are not the bytes that were converted.
+            ChangedImageError: the bytes differ from the image's checksum.
         """
         return bytes(self._image(row))
 
     def stored(self, row: int) -> StoredImage:
-        """The image of one row as a view, with what is known of it; checked as in `image`."""
+        """The image of one row as a view, with its size and restart index; errors as `image`."""
         index = None if self._indices is None else self._indices.of(row)
         return StoredImage(self._image(row), self.size(row), index)
 
@@ -117,16 +117,16 @@ class EncodedRows:
 
     @cached_property
     def _indices(self) -> IndexColumn | None:
-        if self._index is None:  # no image of the data set has restart markers of ours
+        if self._index is None:
             return None
         return IndexColumn(self._index, np.array(self._sizes), np.diff(self._offsets))
 
 
 def open_shard(location: Location, entry: ShardFile) -> tuple[Any, pq.FileMetaData]:
-    """A file of a data set, and its footer.
+    """A shard, opened for reading, and its footer.
 
     Raises:
-        ValueError: it is shorter, longer or other than the manifest says.
+        ValueError: its size differs from the manifest's, or its columns are not those of a shard.
     """
     source = location.open()
     if source.size() != entry.bytes:
@@ -147,30 +147,30 @@ def open_shard(location: Location, entry: ShardFile) -> tuple[Any, pq.FileMetaDa
 
 
 def _open_images(file: ImageFile) -> pq.ParquetFile:
-    """A file of others, only ever read.
+    """A source file that a data set made in place reads its images from.
 
     Raises:
-        FileNotFoundError: it is not there.
+        FileNotFoundError: it is missing.
         ValueError: its size or version is not the manifest's.
     """
     location = locate(file.path)
-    found = location.info()
-    if found.kind == "nothing":
+    info = location.info()
+    if info.kind == "nothing":
         raise FileNotFoundError(errno.ENOENT, "no such file", file.path)
-    if (found.size, found.version) != (file.bytes, file.version):
+    if (info.size, info.version) != (file.bytes, file.version):
         raise ValueError(
             f"{file.path} has changed since the data set was made: its size and version are "
-            f"{(found.size, found.version)}, not {(file.bytes, file.version)}; make the data "
+            f"{(info.size, info.version)}, not {(file.bytes, file.version)}; make the data "
             "set again (convert.in_place), in another folder"
         )
     return pq.ParquetFile(location.open())
 
 
 def problem_of_shard(location: Location, entry: ShardFile, *, is_read: bool = False) -> str | None:
-    """Why a file is not the shard that was written, by its size and its footer; None if it is.
+    """Why a file is not the shard that the manifest lists; None if its size and footer match.
 
     Args:
-        is_read: all of its bytes are compared with their checksum.
+        is_read: whether to compare the checksum of the whole file, too.
     """
     try:
         with naming(location.uri):
@@ -182,36 +182,36 @@ def problem_of_shard(location: Location, entry: ShardFile, *, is_read: bool = Fa
                 if crc32 != entry.crc32:
                     return "its bytes differ from the manifest's checksum"
     except (pa.ArrowException, OSError, ValueError) as error:
-        if is_of_the_store(error):  # other OSErrors are of what pyarrow cannot parse
+        if is_of_the_store(error):  # pyarrow raises other OSErrors for content it cannot parse
             raise
-        is_missing = isinstance(error, FileNotFoundError)
-        # Without the advice: it is what that command says.
-        return "the file is missing" if is_missing else str(error).removesuffix(_ADVICE)
+        if isinstance(error, FileNotFoundError):
+            return "the file is missing"
+        return str(error).removesuffix(_ADVICE)  # `vit-ray verify` itself prints this text
     return None
 
 
 @dataclass(frozen=True)
 class Cache:
-    """A folder on a node's own disk for row groups, so that later epochs do not fetch them again.
+    """A folder on a node's local disk for row groups, so that later epochs do not fetch them again.
 
-    Reading tasks of a node share it. A file is written once, under another name until it is whole,
-    as long as the disk keeps `free_bytes` for others; nothing is ever evicted. Its last bytes are
-    a checksum, and a file that differs from it is as if it were not there.
+    The reading tasks of a node share it. Each file is written once, under a temporary name until
+    it is complete, and only while the disk keeps `free_bytes` free; files are never evicted. A file
+    ends with its checksum; one that does not match is deleted.
     """
 
     folder: str
     free_bytes: int
 
     def read(self, name: str) -> pa.Table | None:
-        """A table, if its file is there and whole."""
+        """A cached table; None if there is none, or it is damaged."""
         path = Path(self.folder) / name
         try:
             with pa.OSFile(str(path)) as file:
                 content = file.read_buffer()
-            known = content[-_CHECKSUM_BYTES:].to_pybytes()
-            content = content[:-_CHECKSUM_BYTES]
-            if zlib.crc32(content).to_bytes(_CHECKSUM_BYTES) == known:
-                return pa.ipc.open_file(content).read_all()
+            table_bytes = content[:-_CHECKSUM_BYTES]
+            stored_checksum = content[-_CHECKSUM_BYTES:].to_pybytes()
+            if zlib.crc32(table_bytes).to_bytes(_CHECKSUM_BYTES) == stored_checksum:
+                return pa.ipc.open_file(table_bytes).read_all()
         except FileNotFoundError:
             return None
         except (OSError, pa.ArrowException) as error:
@@ -222,13 +222,13 @@ class Cache:
         return None
 
     def write(self, name: str, table: pa.Table) -> None:
-        """Keep a table if there is room; a full disk is a warning, not an error.
+        """Write a table if the disk has room; a full disk is a warning, not an error.
 
         Raises:
             ValueError: the folder cannot be made or written to.
         """
         folder = Path(self.folder)
-        half = folder / f"{name}.{uuid.uuid4().hex[:8]}.tmp"
+        temporary = folder / f"{name}.{uuid.uuid4().hex[:8]}.tmp"
         try:
             folder.mkdir(parents=True, exist_ok=True)  # a cleaner may have removed it
             if shutil.disk_usage(folder).free - table.nbytes < self.free_bytes:
@@ -237,13 +237,13 @@ class Cache:
             with pa.ipc.new_file(sink, table.schema) as writer:
                 writer.write_table(table)
             content = sink.getvalue()
-            with half.open("wb") as file:
+            with temporary.open("wb") as file:
                 file.write(content)
                 file.write(zlib.crc32(content).to_bytes(_CHECKSUM_BYTES))
-            half.replace(folder / name)
+            temporary.replace(folder / name)
         except OSError as error:
             with contextlib.suppress(OSError):
-                half.unlink()
+                temporary.unlink()
             if error.errno not in _NO_ROOM and not isinstance(error, FileNotFoundError):
                 raise ValueError(
                     f"data.cache_dir={self.folder!r} cannot be used on this node ({error}); give "
@@ -261,7 +261,7 @@ class RowGroupReader:
     """Reads row groups by their index in the manifest, keeping some files open.
 
     Args:
-        cache: of this node, where row groups are kept and looked for.
+        cache: this node's cache of row groups.
     """
 
     def __init__(self, manifest: Manifest, cache: Cache | None = None) -> None:
@@ -276,8 +276,9 @@ class RowGroupReader:
         """The rows of a row group as they are stored.
 
         Raises:
-            ValueError: if the shard is missing, truncated, or not what the manifest says; if more
-                than the bytes of some images differ; or if a label is not one of the classes.
+            UnavailableError: the storage does not answer.
+            ValueError: the shard is missing, truncated, or differs from the manifest; columns other
+                than the images are damaged; or a label is not one of the classes.
         """
         manifest, index = self._manifest, int(self._manifest.file_index[group])
         name = f"{manifest.shards_digest}-{index}-{int(manifest.row_group[group])}"
@@ -288,27 +289,24 @@ class RowGroupReader:
             if is_whole and self._cache is not None:
                 self._cache.write(name, table)
         rows = EncodedRows(table, is_whole)
-        if len(foreign := _foreign_labels(rows.labels, manifest.num_classes)):
-            row = int(np.searchsorted(rows.labels.offsets.to_numpy(), foreign[0], side="right")) - 1
+        if len(invalid := _invalid_labels(rows.labels, manifest.num_classes)):
+            row = int(np.searchsorted(rows.labels.offsets.to_numpy(), invalid[0], side="right")) - 1
             raise ValueError(
                 f"shard {manifest.shard_location(group).path!r}, row {row} of row group "
                 f"{int(manifest.row_group[group])} ({rows.key(row)!r}) has the label "
-                f"{rows.labels.values[foreign[0]]}, and the data set has {manifest.num_classes} "
+                f"{rows.labels.values[invalid[0]]}, and the data set has {manifest.num_classes} "
                 f"classes, 0 to {manifest.num_classes - 1}; convert again"
             )
         return rows
 
     def first_labels(self, group: int) -> NDArray[np.int32]:
-        """The first label of each image of a row group that counts, -1 where it has none.
+        """The first label of each image that is not dropped, -1 for an image without labels.
 
-        Reads no other column.
-
-        Raises:
-            ValueError: as `read`.
+        Only this column is read; errors as `read`.
         """
         labels = self.column(group, "labels")
-        if len(_foreign_labels(labels, self._manifest.num_classes)):
-            self.read(group)  # which says whose they are
+        if len(_invalid_labels(labels, self._manifest.num_classes)):
+            self.read(group)  # raises an error that names the image
         offsets = labels.offsets.to_numpy()
         first = np.full(len(labels), -1, np.int32)
         has_any = np.diff(offsets) > 0
@@ -316,21 +314,17 @@ class RowGroupReader:
         return np.delete(first, self._manifest.dropped.get(group, []))
 
     def keys(self, group: int) -> list[str]:
-        """The keys of the images of a row group that count; reads no other column.
-
-        Raises:
-            ValueError: as `read`.
-        """
+        """The keys of the images that are not dropped; reads only this column, errors as `read`."""
         keys = self.column(group, "key").to_numpy(zero_copy_only=False)
         return np.delete(keys, self._manifest.dropped.get(group, [])).tolist()
 
     def column(self, group: int, name: str) -> pa.Array:
-        """A column of all stored rows of a row group; reads no other."""
+        """One column of all stored rows of a row group, including dropped ones."""
         table, _ = self._retried(group, lambda: (self._table(group, [name]), True))
         return table[name].chunk(0)
 
     def _fetched(self, group: int) -> tuple[pa.Table, bool]:
-        """A row group, and whether its images were compared with checksums, too."""
+        """A row group from the shard, and whether its images are known to be unchanged."""
         file = self._manifest.files[int(self._manifest.file_index[group])]
         if file.images is not None:
             table = self._table(group, _COLUMNS[1:])
@@ -355,35 +349,27 @@ class RowGroupReader:
         except (OSError, pa.ArrowException) as error:
             if is_of_the_store(error) or isinstance(error, FileNotFoundError):
                 raise
-            # A page of images may be damaged: each is compared with its own checksum.
+            # A page of images may be damaged: later each image is checked on its own.
             table = self._table(group, _COLUMNS[1:])
             unchecked = self._table(group, _COLUMNS[:1], is_checked=False)
             return table.append_column("image", unchecked["image"]), False
 
     def _table(self, group: int, names: list[str], *, is_checked: bool = True) -> pa.Table:
         source, metadata = self._file(int(self._manifest.file_index[group]))
-        # A new one for each read: it keeps what it has read in one piece until the next.
+        # A new object for each read: with `pre_buffer`, it keeps all that it has read in memory.
         file = pq.ParquetFile(
             source, metadata=metadata, pre_buffer=True, page_checksum_verification=True
         )
         names = [*names, *([_INDEX] if "crc32" in names and has_index(file.schema_arrow) else [])]
         if not is_checked:
-            index = int(self._manifest.file_index[group])
-            file = pq.ParquetFile(self._manifest.file_location(index).open())
+            file = pq.ParquetFile(self._manifest.shard_location(group).open())
         number = int(self._manifest.row_group[group])
-        table = file.read_row_group(number, columns=names, use_threads=False)
-        return table.combine_chunks()
+        return file.read_row_group(number, columns=names, use_threads=False).combine_chunks()
 
     def _retried(
         self, group: int, read: Callable[[], tuple[pa.Table, bool]]
     ) -> tuple[pa.Table, bool]:
-        """What `read` gives, tried again where that may help.
-
-        Raises:
-            UnavailableError: the storage does not answer.
-            ValueError: the shard is missing, cannot be read, or has other rows than the manifest
-                says.
-        """
+        """The result of `read`, with retries; its errors become those that `self.read` lists."""
         manifest, location = self._manifest, self._manifest.shard_location(group)
         path = location.path
 
@@ -401,11 +387,11 @@ class RowGroupReader:
                 lambda: read_again(read_once, pa.ArrowException, OSError), f"reading {path}"
             )
         except FileNotFoundError as error:
-            there = f" on {platform.node()}" if location.is_local else ""
+            on_node = f" on {platform.node()}" if location.is_local else ""
             raise ValueError(
-                f"shard {error.filename or path!r} is missing{there} though the manifest lists it; "
-                "restore the file, put the data set where all nodes that read see it, or convert "
-                "again"
+                f"shard {error.filename or path!r} is missing{on_node} though the manifest lists "
+                "it; restore the file, put the data set where all nodes that read see it, or "
+                "convert again"
             ) from error
         except (OSError, pa.ArrowException) as error:
             if is_of_the_store(error) and not isinstance(error, PermissionError):
@@ -427,8 +413,8 @@ class RowGroupReader:
         return table, is_whole
 
 
-def _foreign_labels(labels: pa.Array, num_classes: int) -> NDArray[np.intp]:
-    """Indices, in the labels of all rows, of those that are not a class."""
+# Indices into `labels.values` of labels that are not a class.
+def _invalid_labels(labels: pa.Array, num_classes: int) -> NDArray[np.intp]:
     values = labels.values.to_numpy()
     return np.flatnonzero((values < 0) | (values >= num_classes))
 
@@ -436,16 +422,17 @@ def _foreign_labels(labels: pa.Array, num_classes: int) -> NDArray[np.intp]:
 def first_labels(manifest: Manifest) -> Iterator[NDArray[np.int32]]:
     """First label of every image, in the order of the rows, a file at a time.
 
-    Whoever stops asking ends the reading.
-
     Raises:
-        ValueError: a shard is missing, truncated, or not what the manifest says.
+        UnavailableError, ValueError: as `RowGroupReader.read`.
     """
     yield from map(np.concatenate, _by_file(manifest, RowGroupReader.first_labels))
 
 
 def all_first_labels(path: str) -> NDArray[np.int32]:
-    """First label of every image of the data set at `path`; errors as there and of opening it."""
+    """First label of every image of the data set at `path`.
+
+    Errors are those of `open_dataset` and `first_labels`.
+    """
     return np.concatenate(list(first_labels(open_dataset(path))))
 
 
@@ -457,12 +444,12 @@ def keys(manifest: Manifest) -> Iterator[list[str]]:
 
 def _by_file(manifest: Manifest, read: Callable[[RowGroupReader, int], Any]) -> Iterator[list[Any]]:
     groups = np.flatnonzero(manifest.rows)
-    runs = np.split(groups, np.flatnonzero(np.diff(manifest.file_index[groups])) + 1)
+    files = np.split(groups, np.flatnonzero(np.diff(manifest.file_index[groups])) + 1)
 
-    def of_file(groups: NDArray[np.int64]) -> list[Any]:
+    def read_file(groups: NDArray[np.int64]) -> list[Any]:
         reader = RowGroupReader(manifest)
         return [read(reader, int(group)) for group in groups]
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        for first in range(0, len(runs), _THREADS):  # no more in memory
-            yield from pool.map(of_file, runs[first : first + _THREADS])
+        for first in range(0, len(files), _THREADS):  # bounds the results in memory
+            yield from pool.map(read_file, files[first : first + _THREADS])

@@ -16,28 +16,28 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-# Most tasks that run or wait for a CPU: an autoscaler starts nodes for those that wait.
+# Maximum number of submitted tasks; an autoscaler starts nodes for those that wait for a CPU.
 _MOST: Final = 4096
-# Of a task whose process or node dies; nodes of a long conversion may be taken back often.
+# Of a task whose process or node dies: a long conversion may lose spot nodes many times.
 _RETRIES: Final = 10
-LINE_EVERY_S: Final = 30.0
-"""Seconds between lines in a log."""
+# Seconds between lines in a log.
+_LINE_EVERY_S: Final = 30.0
 _POLL_S: Final = 0.5
 # Seconds between reports of a task.
 _SENT_EVERY_S: Final = 1.0
 ANSWER_S: Final = 10.0
-"""Longest wait for the actor that counts, and for the last update."""
+"""Timeout of a request to an actor for a display, and of the last update."""
 _SPEED_OVER_S: Final = 120.0
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What the display says about some tasks.
+    """How the progress of some tasks is displayed.
 
     Attributes:
-        title: what they do, such as `converting data/train`.
-        num_images: of all tasks; None if unknown, then parts are counted.
-        noted: what the second number of `report_done` counts, such as `rejected`.
+        title: such as `converting data/train`.
+        num_images: images of all tasks; None if unknown: then ended tasks are counted, as parts.
+        noted: name of the second number of `report_done`, such as `rejected`; empty for none.
     """
 
     title: str
@@ -46,13 +46,12 @@ class Shown:
 
 
 class Tally:
-    """An actor: images that each task has done, and how many of them it noted."""
+    """An actor that holds, for each task, the counts of its last `report_done`."""
 
     def __init__(self) -> None:
         self._done: dict[int, tuple[int, int]] = {}
 
     def put(self, task: int, images: int, noted: int) -> None:
-        """A task's counts so far; replaces its earlier report."""
         self._done[task] = images, noted
 
     def sums(self) -> tuple[int, int]:
@@ -61,10 +60,11 @@ class Tally:
 
 @dataclass
 class TaskCount:
-    """A task's counts, which it sends once a second.
+    """The counts of the task that this process runs; sent to the `Tally` once a second.
 
     Attributes:
-        put: sends the images, and those noted; None if nothing is shown.
+        put: sends (images, noted); None if nothing is displayed.
+        done: the last (images, noted).
     """
 
     put: Callable[[int, int], object] | None = None
@@ -72,13 +72,12 @@ class TaskCount:
     sent_s: float = 0.0
 
     def send(self) -> None:
-        """What has been done so far."""
         if self.put is not None:
             self.sent_s = time.monotonic()
             self.put(*self.done)
 
 
-TASK: Final[ContextVar[TaskCount]] = ContextVar("task", default=TaskCount())  # noqa: B039
+_TASK: Final[ContextVar[TaskCount]] = ContextVar("task", default=TaskCount())  # noqa: B039
 
 
 def report_done(images: int, noted: int = 0) -> None:
@@ -86,10 +85,10 @@ def report_done(images: int, noted: int = 0) -> None:
 
     A task that is retried counts from 0.
     """
-    task = TASK.get()
-    task.done = images, noted
-    if time.monotonic() - task.sent_s > _SENT_EVERY_S:
-        task.send()
+    count = _TASK.get()
+    count.done = images, noted
+    if time.monotonic() - count.sent_s > _SENT_EVERY_S:
+        count.send()
 
 
 @contextlib.contextmanager
@@ -99,9 +98,9 @@ def shown_progress(
     """Show the progress of tasks while the block runs; yields the `Tally` that they report to.
 
     Args:
-        shown: None shows nothing, and yields None.
-        num_parts: tasks.
-        num_ended: tasks that have ended, called by another thread.
+        shown: None displays nothing, and yields None.
+        num_parts: number of tasks.
+        num_ended: returns the number of ended tasks; called by another thread.
     """
     if shown is None:
         yield None
@@ -112,7 +111,7 @@ def shown_progress(
     display, first = Display(shown, num_parts, console), tally.sums.remote()
 
     def update(is_last: bool) -> None:
-        if ray.wait([first], timeout=0)[0]:  # short rounds do not wait for the actor's start
+        if ray.wait([first], timeout=0)[0]:  # do not wait until the actor has started
             images, noted = ray.get(tally.sums.remote(), timeout=ANSWER_S)
             display.update(num_ended(), images, noted)
 
@@ -122,9 +121,9 @@ def shown_progress(
 
 @contextlib.contextmanager
 def repeated(update: Callable[[bool], None]) -> Iterator[None]:
-    """Call `update(False)` twice a second in a thread, and `update(True)` when the block has ended.
+    """Call `update(False)` twice a second in a thread, and `update(True)` after the block.
 
-    An actor that is busy or has ended raises, which is ignored: nothing fails because of a display.
+    Errors of Ray, such as timeouts, and RuntimeErrors are ignored: a display must not fail a run.
     """
     ended = threading.Event()
 
@@ -145,10 +144,10 @@ def repeated(update: Callable[[bool], None]) -> Iterator[None]:
 
 
 class Display:
-    """The bar, and the lines of a log.
+    """A progress bar on a terminal, or lines in a log.
 
     Attributes:
-        bar: shown by who enters it.
+        bar: a context manager that displays the bar.
     """
 
     def __init__(self, shown: Shown, num_parts: int, console: Console) -> None:
@@ -166,7 +165,7 @@ class Display:
         (self._task,) = self.bar.tasks
 
     def update(self, ended: int, images: int, noted: int) -> None:
-        """Take over counts, and print a line if it is time for one."""
+        """Display new counts; in a log, print a line every 30 s."""
         shown, task, now_s = self._shown, self._task, time.monotonic()
         counts_images = shown.num_images is not None
         self.bar.update(task.id, completed=images if counts_images else ended)
@@ -181,33 +180,33 @@ class Display:
         left_s = task.time_remaining
         text.append(f"ETA {'--:--' if left_s is None else clock(left_s)}")
         self.bar.update(task.id, text=", ".join(text))
-        if not self._console.is_terminal and now_s - self._line_s >= LINE_EVERY_S:
+        if not self._console.is_terminal and now_s - self._line_s >= _LINE_EVERY_S:
             self._line_s = now_s
             print_line(self._console, f"{shown.title}: {', '.join(text)}")
 
 
 def print_line(console: Console, line: str) -> None:
-    """A line of a log, as it is: not coloured, not wrapped."""
+    """Print a line of a log without colours and wrapping."""
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def clock(seconds: float) -> str:
-    """Hours, minutes and seconds."""
-    whole = round(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+    """A duration as hours:minutes:seconds, such as `0:01:10`."""
+    total_s = round(seconds)
+    return f"{total_s // 3600}:{total_s // 60 % 60:02d}:{total_s % 60:02d}"
 
 
 def _run(
     work: Callable[..., Any], shared: list[Any], tally: Any, number: int, item: Any
 ) -> tuple[int, Any, str]:
-    """What one task returns: its number, and its result, or a text and the kind of its error.
+    """Run one task. Returns its number, and its result or the text and kind of its error.
 
     Args:
-        shared: references to what all tasks have in common.
-        tally: actor that the task reports to; None if nothing is shown.
+        shared: references to the arguments that all tasks have in common.
+        tally: actor that the task reports to; None if nothing is displayed.
     """
     count = TaskCount(None if tally is None else lambda *done: tally.put.remote(number, *done))
-    TASK.set(count)
+    _TASK.set(count)
     try:
         result, kind = work(item, *ray.get(shared)), ""  # no limit: the driver put it there before
     except (ValueError, OSError) as error:
@@ -223,26 +222,28 @@ def run_tasks(
     *shared: Any,
     shown: Shown | None = None,
 ) -> list[Any]:
-    """Do `work(item, *shared)` for every item, as many in parallel as the cluster has CPUs.
+    """Call `work(item, *shared)` for every item, as many in parallel as the cluster has CPUs.
 
     Args:
-        shown: what to show meanwhile; `work` calls `report_done`.
+        shown: how to display progress; `work` calls `report_done`. None displays nothing.
 
     Returns:
         The results, in the order of the items.
 
     Raises:
         ValueError, OSError: as soon as `work` raises one, or the process of a task has died
-            `_RETRIES` times and once more; the other items are not processed.
+            more than `_RETRIES` times; tasks that have not ended are cancelled.
     """
     if not items:
         return []
     results: dict[int, Any] = {}
     pending: list[Any] = []
-    references = [ray.put(one) for one in shared]
+    references = [ray.put(argument) for argument in shared]
     task: Any = ray.remote(num_cpus=1, scheduling_strategy="SPREAD", max_retries=_RETRIES)(_run)
     with shown_progress(shown, len(items), results.__len__) as tally:
-        started = (task.remote(work, references, tally, *one) for one in enumerate(items))
+        started = (
+            task.remote(work, references, tally, number, item) for number, item in enumerate(items)
+        )
         try:
             while len(results) < len(items):
                 pending += itertools.islice(started, _MOST - len(pending))

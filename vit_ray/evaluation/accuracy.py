@@ -1,8 +1,8 @@
-"""What an evaluation collects from its batches: accuracy, confusions of classes, example images.
+"""What an evaluation collects from batches: accuracy, confusions of classes, example images.
 
-An image may have several correct answers (ReaL, and images with many labels): a prediction is
-correct if it is one of them. An image without any is skipped, as in ReaL; an image of weight 0
-(padding of a short last batch) does not count. Everything adds up over batches and ranks.
+An image may have several correct classes (ReaL, and images with many labels): a prediction is
+correct if it equals any of them. An image without labels is skipped, as in ReaL; an image of weight
+0 (padding of a short last batch) does not count. Everything adds up over batches and ranks.
 """
 
 from collections import Counter
@@ -20,10 +20,10 @@ from vit_ray.evaluation.examples import MAX_LABELS, SIDE, picture, square
 Int64Array = NDArray[np.int64]
 Float64Array = NDArray[np.float64]
 
-# File names and most images: the first of the set by number, and the wrong predictions with the
+# File names and numbers of images: the first samples of the set, and the wrong predictions with the
 # highest loss.
 KINDS: Final = {"examples": 12, "errors": 6}
-# Numbers for one image: its key, sample, predicted class, probability, loss, labels; then pixels.
+# The row of an image: sort key, sample, predicted class, probability, loss and labels; then pixels.
 _NUMBERS: Final = 5 + MAX_LABELS
 _ROW: Final = _NUMBERS + SIDE * SIDE * 3
 
@@ -57,12 +57,12 @@ class AccuracySums:
         Args:
             logits: (B, K), any float type.
             labels: int (B,), or (B, L) padded with -1.
-            losses: (B,), the loss of every image.
+            losses: (B,).
             weights: (B,); all 1 by default.
         """
         answers_bl = labels.reshape(len(logits), -1)
-        counted = (answers_bl >= 0).any(dim=1).double()
-        weights_b = counted if weights is None else counted * weights.double()
+        has_label_b = (answers_bl >= 0).any(dim=1).double()
+        weights_b = has_label_b if weights is None else has_label_b * weights.double()
         best_bk = logits.float().topk(min(5, logits.shape[1]), dim=1).indices
         # Padding is -1, which equals no class index.
         right_bk = (best_bk[:, :, None] == answers_bl[:, None, :]).any(dim=2)
@@ -93,9 +93,9 @@ class AccuracySums:
 
 
 class Confusion:
-    """How often each class was taken for each other one: counts of (class, predicted class).
+    """Counts of images by (class, predicted class).
 
-    Only pairs that occur are counted: for 21,843 classes a table would have 477 million cells.
+    Only pairs that occur are stored: for 21,843 classes a table would have 477 million cells.
     """
 
     def __init__(self) -> None:
@@ -104,12 +104,12 @@ class Confusion:
     def add_batch(self, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> None:
         """Count the best-scored class of each image.
 
-        An image with several correct answers counts for the predicted one, if it is one of them,
-        and else for the first.
+        An image with several labels counts for the predicted class if that is correct, else for
+        the first label.
 
         Args:
             logits: (B, K).
-            labels: int (B, L), padded with -1; an image without any is skipped.
+            labels: int (B, L), padded with -1; an image without labels is skipped.
             weights: (B,), 0 for padding.
         """
         predicted = logits.argmax(dim=1)
@@ -121,7 +121,7 @@ class Confusion:
         self._counts.update(zip(truth[counted].tolist(), predicted[counted].tolist(), strict=True))
 
     def merge(self, pairs: Int64Array) -> None:
-        """Replace one rank's counts by those of all ranks, in the form of `pairs`."""
+        """Replace this rank's counts by all ranks' counts, in the form of `pairs`."""
         self._counts.clear()
         for truth, predicted, count in pairs.tolist():
             self._counts[truth, predicted] += count
@@ -132,7 +132,7 @@ class Confusion:
         return np.array(rows, np.int64).reshape(-1, 3)
 
     def accuracies(self, num_classes: int) -> Float64Array:
-        """Top-1 accuracy of each class; nan for one without images."""
+        """Top-1 accuracy of each class (K,); nan for a class without images."""
         truth, predicted, counts = self.pairs().T
         images = np.bincount(truth, counts, num_classes)
         right = np.bincount(truth, counts * (truth == predicted), num_classes)
@@ -140,18 +140,18 @@ class Confusion:
 
     def files(self, classes: Sequence[str]) -> dict[str, bytes]:
         """The table of pairs as CSV, by file name."""
-        # A name that a spreadsheet would run as a formula gets a quote before it.
+        # A quote before names that a spreadsheet would run as formulas.
         formula = ("=", "+", "-", "@", "\t", "\r")
         escaped = [f"'{name}" if name.startswith(formula) else name for name in classes]
-        names = np.array(escaped, object)  # references: a column of str is as wide as the longest
+        names = np.array(escaped, object)  # a str array would be as wide as the longest name
         pairs = pd.DataFrame(self.pairs(), columns=["class", "predicted", "images"])
         for column in ("class", "predicted"):
-            pairs[column] = names[pairs[column]]  # IndexError for one without a name
+            pairs[column] = names[pairs[column]]  # IndexError for a class without a name
         return {"confusion.csv": pairs.to_csv(index=False).encode()}
 
 
 class ExampleImages:
-    """The best candidates among one rank's images: for each of `KINDS` those with the lowest keys.
+    """For each of `KINDS`, this rank's images with the lowest sort keys.
 
     Args:
         is_sigmoid: probabilities are by sigmoid, not by softmax.
@@ -170,13 +170,13 @@ class ExampleImages:
         losses: torch.Tensor,
         weights: torch.Tensor,
     ) -> None:
-        """Look through a batch.
+        """Keep a batch's images whose keys are low enough.
 
         Args:
             images: uint8 (B, H, W, 3).
             samples: (B,).
             logits: (B, K).
-            labels: int (B, L), padded with -1; an image without any is skipped.
+            labels: int (B, L), padded with -1; an image without labels is skipped.
             losses: (B,).
             weights: (B,), 0 for padding.
         """
@@ -194,12 +194,12 @@ class ExampleImages:
         }
         for kind, keys in keys_by_kind.items():
             rows, limit = self._rows[kind], KINDS[kind]
-            highest = rows[-1, 0] if len(rows) == limit else np.inf
+            highest_key = rows[-1, 0] if len(rows) == limit else np.inf
             candidates = [rows]
             for i in np.argsort(keys, kind="stable")[:limit]:
-                if keys[i] < highest:
-                    known = [label for label in labels[i].tolist() if label >= 0][:MAX_LABELS]
-                    padded = known + [-1] * (MAX_LABELS - len(known))
+                if keys[i] < highest_key:
+                    answers = [label for label in labels[i].tolist() if label >= 0][:MAX_LABELS]
+                    padded = answers + [-1] * (MAX_LABELS - len(answers))
                     pixels = square(images[i].cpu().numpy()).ravel()
                     row = np.concatenate([[keys[i]], facts[i, :4], padded, pixels])
                     candidates.append(row[None])
@@ -208,7 +208,7 @@ class ExampleImages:
     def files(
         self, classes: Sequence[str], gather: Callable[[Float64Array], Float64Array]
     ) -> dict[str, bytes]:
-        """Pictures of the best of all ranks' images and facts about them, by file name.
+        """Pictures of all ranks' images with the lowest keys, and facts about them, by file name.
 
         Args:
             classes: names of the model's classes.
@@ -216,9 +216,9 @@ class ExampleImages:
         """
         files: dict[str, bytes] = {}
         for kind, limit in KINDS.items():
-            mine = self._rows[kind]
-            keys = np.sort(gather(mine[:, 0]))[:limit]
-            best = _lowest(gather(mine[mine[:, 0] <= keys.max(initial=-np.inf)]), limit)
+            rows = self._rows[kind]
+            keys = np.sort(gather(rows[:, 0]))[:limit]
+            best = _lowest(gather(rows[rows[:, 0] <= keys.max(initial=-np.inf)]), limit)
             numbers, pixels = np.split(best, [_NUMBERS], axis=1)
             facts = [
                 {
@@ -236,5 +236,5 @@ class ExampleImages:
 
 
 def _lowest(rows: Float64Array, limit: int) -> Float64Array:
-    """Rows with the lowest keys, which are in the first column, in their order."""
+    # By the keys in the first column, in ascending order.
     return rows[np.argsort(rows[:, 0], kind="stable")][:limit]

@@ -1,7 +1,7 @@
-"""Images that are kept for display: a row of squares with captions, and facts about each as JSON.
+"""Images for display: a row of squares with captions, and facts about each image as JSON.
 
-The facts are `sample`, its number; `classes`, of its labels; `predicted`, the `probability` of that
-class, and `loss`, null without a prediction.
+The facts are `sample`, the image's number; `classes`, the names of the labels; and `predicted`, the
+`probability` of that class and `loss`, which are null without a prediction.
 """
 
 import io
@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 UInt8Array = NDArray[np.uint8]
 
 SIDE: Final = 96  # pixels of a square's side in a strip
-NUM_TRAINING: Final = 24  # crops that are kept as training gets them
+NUM_TRAINING: Final = 24  # training crops in the row of squares
 MAX_LABELS: Final = 8  # labels shown for an image
 _LINE: Final = 14  # pixels of a line of text
 
@@ -37,7 +37,7 @@ def strip(images: Sequence[UInt8Array], captions: Sequence[Sequence[str]] = ()) 
 
 
 def sheet(images: Sequence[UInt8Array], captions: Sequence[str], title: str) -> Image.Image:
-    """A title, and below it images with a line each, eight in a row."""
+    """A title, and below images with a line of text each, eight in a row."""
     return _grid(images, [[text] for text in captions], side=160, columns=8, title=title)
 
 
@@ -56,13 +56,13 @@ def _grid(
     draw = ImageDraw.Draw(grid)
     draw.text((4, 4), title, "black", font)
     for number, (image, lines) in enumerate(zip_longest(images, captions, fillvalue=())):
-        left, top = number % columns * side, header + number // columns * height
-        grid.paste(Image.fromarray(square(np.asarray(image), side)), (left, top))
+        x, y = number % columns * side, header + number // columns * height
+        grid.paste(Image.fromarray(square(np.asarray(image), side)), (x, y))
         for row, line in enumerate(lines):
             text = " ".join(str(line).split())
             while draw.textlength(text, font) > side - 4:
                 text = text[:-2]
-            draw.text((left + 2, top + side + row * _LINE), text, "black", font)
+            draw.text((x + 2, y + side + row * _LINE), text, "black", font)
     return grid
 
 
@@ -73,9 +73,9 @@ def training_files(
     facts = [
         {
             "sample": int(sample),
-            "classes": [classes[label] for label in known[:MAX_LABELS] if label >= 0],
+            "classes": [classes[label] for label in padded[:MAX_LABELS] if label >= 0],
         }
-        for sample, known in zip(samples, labels.tolist(), strict=True)
+        for sample, padded in zip(samples, labels.tolist(), strict=True)
     ]
     return picture("training", list(images), facts)
 
@@ -86,13 +86,15 @@ def picture(
     """The row of squares as JPEG and facts about each as JSON; nothing if there are no images."""
     if not images:
         return {}
-    nothing = {"predicted": None, "probability": None, "loss": None}
-    facts = [{**nothing, **about} for about in facts]
+    no_prediction = {"predicted": None, "probability": None, "loss": None}
+    facts = [{**no_prediction, **of_image} for of_image in facts]
     captions = []
-    for about in facts:
-        lines = [f"true: {', '.join(about['classes']) or 'no label'}"]
-        if about["predicted"] is not None:
-            lines += [f"pred.: {about['predicted']}", f"{about['probability']:.1%}"]
+    for of_image in facts:
+        lines = [f"true: {', '.join(of_image['classes']) or 'no label'}"]
+        if of_image["predicted"] is not None:
+            lines += [f"pred.: {of_image['predicted']}", f"{of_image['probability']:.1%}"]
         captions.append(lines)
-    row = strip(images, captions)
-    return {f"{name}.jpg": row, f"{name}.json": json.dumps(facts, indent=1).encode()}
+    return {
+        f"{name}.jpg": strip(images, captions),
+        f"{name}.json": json.dumps(facts, indent=1).encode(),
+    }

@@ -5,8 +5,8 @@ table 8). Protocol and constants are those of the authors' later code, big_visio
 `evaluators/fewshot_lsr.py`: whiten with the training examples' mean and standard deviation, append
 a constant, regress onto {-1, +1}^K with one fixed penalty, take the argmax.
 
-The system is solved from sums over the examples, which add up over batches and ranks, so that the
-features of a whole set are never in memory at once.
+The system is solved from sums over examples, which add up over batches and ranks, so the features
+of a set are never in memory all at once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,13 @@ _OVERFLOW: Final = "the model's weights or activations overflowed"
 
 
 class ExampleSums:
-    """What least squares needs of labelled examples: counts, sums and products, float64."""
+    """Sums over labelled examples for least squares, float64.
+
+    Attributes:
+        counts: (K,) examples by class.
+        sums: (K, D) of features, by class.
+        products: (D, D) of features with features.
+    """
 
     def __init__(self, width: int, num_classes: int) -> None:
         self.counts = np.zeros(num_classes)
@@ -46,13 +52,13 @@ class ExampleSums:
 
     @property
     def arrays(self) -> list[FloatArray]:
-        """The sums themselves, for an all-reduce in place."""
+        """The arrays of the sums, for an all-reduce in place."""
         return [self.counts, self.sums, self.products]
 
     def classifier(self, l2: float, dtype: DTypeLike = np.float64) -> "LinearClassifier":
         """The ridge regression onto {-1, +1}^K of the whitened examples and the constant.
 
-        Whitened features have mean zero, so the constant's equation is independent of the others.
+        Whitened features have mean zero, so the constant has an independent equation.
         """
         total = self.counts.sum()
         mean = self.sums.sum(axis=0) / total
@@ -83,9 +89,9 @@ class LinearClassifier:
 
 
 class FewShot:
-    """Few-shot accuracy from features that come in batches: first of examples, then of tests.
+    """Few-shot accuracy from batches of features: first of examples, then of test images.
 
-    Of the pool only the examples that some seed draws are used; they follow from the labels.
+    Labels and seed decide which images of the pool are examples; the others are ignored.
 
     Args:
         pool_labels: (N,), of the images that examples are drawn from; -1 is never drawn.
@@ -113,8 +119,8 @@ class FewShot:
         self._shots, self._seeds = sorted(set(shots)), seeds
         drawable = self._labels[self._labels >= 0]
         require_shots(np.bincount(drawable, minlength=num_classes), shots=self._shots)
-        # By seed, for each image of the pool: the first of `shots` that it belongs to, or a number
-        # past all.
+        # By seed, for each image of the pool: index of the first of `shots` that includes the
+        # image, or len(shots).
         self._stages = [
             np.searchsorted(self._shots, ranks, side="right").astype(np.int32)
             for ranks in (ranks_in_class(self._labels, num_classes, s) for s in range(seeds))
@@ -126,7 +132,7 @@ class FewShot:
         self._num_tested = self._num_unlabelled = self._num_infinite = 0
 
     def add_examples(self, features: NDArray[np.floating], samples: IntArray) -> None:
-        """Add features (B, D) of images of the pool by their indices in it (B,)."""
+        """Add features (B, D) of images of the pool; `samples` (B,) are indices in the pool."""
         self._dtype = np.result_type(features, self._dtype)
         if not self._sums:
             width = features.shape[1]
@@ -137,16 +143,16 @@ class FewShot:
         for stages, sums in zip(self._stages, self._sums, strict=True):
             stage = stages[samples]
             for index, draw in enumerate(sums):
-                chosen = stage == index
-                if chosen.any():
-                    draw.add(features[chosen], self._labels[samples[chosen]])
+                is_drawn = stage == index
+                if is_drawn.any():
+                    draw.add(features[is_drawn], self._labels[samples[is_drawn]])
 
     def sum_arrays(self) -> Iterator[FloatArray]:
-        """All sums over examples, which ranks add up in place before solving."""
+        """All sums over examples, which ranks add up in place before `solve`."""
         return (array for sums in self._sums for draw in sums for array in draw.arrays)
 
     def solve(self) -> None:
-        """Train a classifier for every draw; no examples come after this.
+        """Train a classifier for every draw; after this no example can be added.
 
         Raises:
             ValueError: a feature was not finite.
@@ -164,17 +170,17 @@ class FewShot:
     def add_tests(self, features: NDArray[np.floating], labels: NDArray[np.integer]) -> None:
         """Count correct predictions for test images: features (B, D), labels (B,).
 
-        Errors in them are counted too, not raised: each rank must get as far as the others.
+        Invalid labels and features are counted, not raised, so that all ranks stay in step.
         """
         self._num_unlabelled += int(np.sum((labels < 0) | (labels >= self._num_classes)))
         self._num_infinite += int(np.sum(~np.isfinite(features).all(axis=1)))
-        for place, classifier in self._classifiers.items():
-            self._right[place] += np.sum(classifier.predict(features) == labels)
+        for draw, classifier in self._classifiers.items():
+            self._right[draw] += np.sum(classifier.predict(features) == labels)
         self._num_tested += len(labels)
 
     @property
     def counts(self) -> FloatArray:
-        """Correct predictions of every draw, and numbers of tests, for ranks to add up."""
+        """Correct predictions of every draw, and numbers of test images, for ranks to add up."""
         totals = [self._num_tested, self._num_unlabelled, self._num_infinite]
         return np.append(self._right.ravel(), totals)
 
@@ -182,11 +188,10 @@ class FewShot:
         """Shots to the accuracy in [0, 1] of each seed.
 
         Args:
-            counts: those of all ranks; unset = this rank's.
+            counts: summed over ranks; unset = this rank's.
 
         Raises:
-            ValueError: there were no test images, or some without a label or with features that are
-                not finite.
+            ValueError: there were no test images, or a label or a feature of them was invalid.
         """
         *right, tested, unlabelled, infinite = self.counts if counts is None else counts
         if not tested:
@@ -236,8 +241,8 @@ def few_shot_accuracy(
     x_train, y_train = np.asarray(train_features), np.asarray(train_labels)
     x_test, y_test = np.asarray(test_features), np.asarray(test_labels)
     num_train, num_test, width = len(x_train), len(x_test), np.shape(x_train)[-1]
-    needed = [(num_train, width), (num_train,), (num_test, width), (num_test,)]
-    if [array.shape for array in (x_train, y_train, x_test, y_test)] != needed:
+    expected = [(num_train, width), (num_train,), (num_test, width), (num_test,)]
+    if [array.shape for array in (x_train, y_train, x_test, y_test)] != expected:
         raise ValueError(
             f"few-shot: train features {x_train.shape} and labels {y_train.shape}, test features "
             f"{x_test.shape} and labels {y_test.shape} must be (N, D), (N,), (M, D) and (M,)"
@@ -259,8 +264,8 @@ def require_shots(
     """Check, before hours of training, that every class has enough examples.
 
     Args:
-        examples: (K,), how many each class has.
-        classes: names, if they are known.
+        examples: (K,), numbers of examples by class.
+        classes: names for the message; may be empty.
 
     Raises:
         ValueError: naming the class, its count and the largest shot number that would work.
@@ -276,9 +281,9 @@ def require_shots(
 
 
 def ranks_in_class(labels: NDArray[np.integer], num_classes: int, seed: int) -> IntArray:
-    """Random rank of every example among those of its class: ranks below s are the s shots.
+    """Random rank of every example within its class (N,): ranks below s are the s shots.
 
-    Examples without a label (-1) come after all others.
+    Examples without a label (-1) have rank N.
     """
     of_class = np.where(labels < 0, num_classes, labels)
     shuffled = np.random.default_rng([seed, len(labels)]).permutation(len(labels))

@@ -1,8 +1,8 @@
-"""Which classes are correct for an image if the test set's own labels do not say it.
+"""The correct classes of images in test sets whose labels are not the model's classes.
 
-ImageNet's further test sets are published with other classes than the 1,000 of a trained model, or
-with several correct classes for an image, or none. This file works only on small files and lists of
-names; images and models are elsewhere.
+Several test sets for ImageNet models are published with other classes than the model's 1,000, or
+with several correct classes for an image, or none. This module reads only label files and lists of
+names, no images and no models.
 """
 
 import json
@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 Int32Array = NDArray[np.int32]
 
-NO_ANSWER: Final = -1  # pads the answers of an image or a class
+NO_ANSWER: Final = -1  # pads the correct classes of an image or a class
 # Agreement of ReaL with ImageNet's own labels; in the right order it is about 0.9 of the images
 # that ReaL labels (Beyer et al. 2020, arXiv:2006.07159), in a wrong order about 0.001.
-LEAST_AGREEMENT: Final = 0.5
+MIN_AGREEMENT: Final = 0.5
 
 REAL_FILE: Final = (
     "real.json, which is published at https://github.com/google-research/reassessed-imagenet"
@@ -42,14 +42,14 @@ _WORDNET_ID: Final = re.compile(r"n\d{8}\b")
 
 @dataclass(frozen=True)
 class Answers:
-    """The correct answers; labels are indices into `classes`.
+    """The correct classes of a test set's images, as indices into `classes`.
 
     Attributes:
         classes: names of the classes that a prediction can be, in the order of their logits.
         num_outputs: of the model.
         competing: the model's outputs for these classes; None for all.
         by_sample: (images, L), padded with -1: correct classes by sample number.
-        by_class: (classes of the set, L), padded with -1: correct classes by the set's own label.
+        by_class: (classes of the set, L), padded with -1: correct classes by the set's label.
     """
 
     classes: tuple[str, ...]
@@ -62,19 +62,19 @@ class Answers:
         """Correct classes of a batch, int32 (B, L) padded with -1.
 
         Args:
-            labels: the set's own, (B, M) padded with -1.
-            samples: sample numbers (B,), -1 for padding, whose answers do not count.
+            labels: the set's labels, (B, M) padded with -1.
+            samples: sample numbers (B,); -1 for padding, whose result has no meaning.
         """
         if self.by_sample is not None:
             return self.by_sample[samples]
         if self.by_class is None:
             return labels
-        none = np.full((1, self.by_class.shape[1]), NO_ANSWER, np.int32)
-        return np.concatenate([self.by_class, none])[labels].reshape(len(labels), -1)
+        no_answer = np.full((1, self.by_class.shape[1]), NO_ANSWER, np.int32)  # for a label of -1
+        return np.concatenate([self.by_class, no_answer])[labels].reshape(len(labels), -1)
 
 
 def real_lists(content: Any, num_images: int, num_classes: int, where: str) -> list[list[int]]:
-    """ReaL's labels, entry i is for `ILSVRC2012_val_{i + 1:08d}`.
+    """ReaL's labels; entry i is for `ILSVRC2012_val_{i + 1:08d}`.
 
     Args:
         content: of `real.json`.
@@ -83,7 +83,7 @@ def real_lists(content: Any, num_images: int, num_classes: int, where: str) -> l
         where: the file's name in errors.
 
     Raises:
-        ValueError: it is not such a file, or has another size than the set.
+        ValueError: the content is something else, or has another size than the set.
     """
     if not isinstance(content, list) or not all(
         isinstance(labels, list) and all(type(k) is int and 0 <= k < num_classes for k in labels)
@@ -112,9 +112,9 @@ def real_answers(
     """ReaL: the classes that raters found in each image of ImageNet's validation set.
 
     Args:
-        lists: from `real_lists`; their labels are indices into `set_classes`.
+        lists: from `real_lists`, of indices into `set_classes`.
         keys: of the set's images, by sample number; they contain the images' published names.
-        own_labels: the set's, by sample number.
+        own_labels: the set's labels, by sample number.
         set_classes: of the set.
         classes: of the model, which may have more classes or another order.
         where: the file's name in errors.
@@ -124,7 +124,7 @@ def real_answers(
     """
     named = named_answers(set_classes, classes)
     assert named.by_class is not None
-    places = np.empty(len(keys), np.int64)
+    list_index = np.empty(len(keys), np.int64)
     for sample, key in enumerate(keys):
         number = _VALIDATION_KEY.search(key)
         if number is None or not 1 <= int(number[1]) <= len(lists):
@@ -133,14 +133,14 @@ def real_answers(
                 "validation images; convert the files under their published names, such as "
                 "ILSVRC2012_val_00000001.JPEG"
             )
-        places[sample] = int(number[1]) - 1
-    twice = len(places) - len(np.unique(places))
-    if twice:
+        list_index[sample] = int(number[1]) - 1
+    repeats = len(list_index) - len(np.unique(list_index))
+    if repeats:
         raise ValueError(
-            f"data.eval: {twice} images have the name of another one; convert each validation "
+            f"data.eval: {repeats} images have the name of another one; convert each validation "
             "image once"
         )
-    answers = _padded(lists)[places]
+    answers = _padded(lists)[list_index]
     labelled = (answers >= 0).any(axis=1) & (own_labels >= 0)
     if not labelled.any():
         raise ValueError(
@@ -148,7 +148,7 @@ def real_answers(
             "published for"
         )
     agreement = (answers == own_labels[:, None]).any(axis=1)[labelled].mean()
-    if agreement < LEAST_AGREEMENT:
+    if agreement < MIN_AGREEMENT:
         raise ValueError(
             f"{where} agrees with data.eval for {agreement:.1%} of the images: its order, or that "
             "of the set's classes, is another one; its lists must be in the order of the "
@@ -162,7 +162,7 @@ def numbered_answers(set_classes: Sequence[str], classes: Sequence[str]) -> Answ
     """ImageNet-v2: the names of the class folders are numbers of ImageNet's classes.
 
     Raises:
-        ValueError: one of them is not, or the model has other classes.
+        ValueError: a name is not such a number, or the model has other classes.
     """
     _require_imagenet(classes, "imagenet_v2")
     try:
@@ -190,35 +190,35 @@ def _imagenet_class(text: str) -> int:
 
 
 def named_answers(set_classes: Sequence[str], classes: Sequence[str]) -> Answers:
-    """The set's classes are some of the model's, by name, and only they are compared.
+    """The set's classes are some of the model's, by name; only these outputs compete.
 
     Raises:
         ValueError: the model lacks a class.
     """
     outputs = {name: index for index, name in enumerate(classes)}
-    strange = [name for name in set_classes if name not in outputs]
-    if strange:
+    missing = [name for name in set_classes if name not in outputs]
+    if missing:
         raise ValueError(
-            f"benchmark: the model lacks {len(strange)} classes of data.eval, such as "
-            f"{strange[0]!r} (it has {len(classes)}, such as {classes[0]!r}); name the model's "
+            f"benchmark: the model lacks {len(missing)} classes of data.eval, such as "
+            f"{missing[0]!r} (it has {len(classes)}, such as {classes[0]!r}); name the model's "
             "classes in benchmark.model_classes"
         )
     competing = np.array(sorted(outputs[name] for name in set_classes), np.int64)
-    places = np.searchsorted(competing, [outputs[name] for name in set_classes])
+    labels = np.searchsorted(competing, [outputs[name] for name in set_classes])
     return Answers(
         tuple(classes[index] for index in competing),
         len(classes),
         competing=None if len(competing) == len(classes) else competing,
-        by_class=places.astype(np.int32)[:, None],
+        by_class=labels.astype(np.int32)[:, None],
     )
 
 
 def objectnet_answers(
     files: Mapping[str, str], set_classes: Sequence[str], classes: Sequence[str]
 ) -> Answers:
-    """ObjectNet: 113 of its 313 classes match one or several of ImageNet's; others are skipped.
+    """ObjectNet: 113 of the 313 classes match ImageNet classes; images of the others are skipped.
 
-    A prediction is any of the model's classes: one that ObjectNet does not have is wrong.
+    A prediction can be any of the model's classes; a class that ObjectNet lacks is wrong.
 
     Args:
         files: content of `OBJECTNET_FILES` by name.
@@ -230,7 +230,7 @@ def objectnet_answers(
     """
     _require_imagenet(classes, "objectnet")
     try:
-        # The challenge numbers classes in its own order, which is that of the names.
+        # The challenge numbers classes in the order of the names, not in ImageNet's.
         indices = json.loads(files[_INDICES])
         class_of = {number: _imagenet_class(text) for text, number in indices.items()}
         names = [line.strip() for line in files[_NAMES].splitlines()]
@@ -245,13 +245,13 @@ def objectnet_answers(
             f"benchmark.label_file: the mappings of ObjectNet are damaged ({error!r}); give "
             f"{OBJECTNET_FOLDER}"
         ) from None
-    strange = [name for name in set_classes if name not in folders]
-    if strange:
+    unknown = [name for name in set_classes if name not in folders]
+    if unknown:
         raise ValueError(
-            f"benchmark.kind=objectnet: the class {strange[0]!r} of data.eval is not a folder of "
+            f"benchmark.kind=objectnet: the class {unknown[0]!r} of data.eval is not a folder of "
             "ObjectNet; convert the folder `images` of objectnet-1.0.zip"
         )
-    # Folders whose classes are not in ImageNet have no answer.
+    # A folder whose class is not in ImageNet has no correct class.
     table = _padded([shared.get(folders[name], []) for name in set_classes])
     if table.max() < 0:
         raise ValueError(
@@ -262,7 +262,7 @@ def objectnet_answers(
 
 
 def _padded(lists: Sequence[Sequence[int]]) -> Int32Array:
-    width = max(1, *map(len, lists)) if lists else 1
+    width = max([1, *map(len, lists)])
     table = np.full((len(lists), width), NO_ANSWER, np.int32)
     for row, labels in zip(table, lists, strict=True):
         row[: len(labels)] = labels
@@ -270,14 +270,14 @@ def _padded(lists: Sequence[Sequence[int]]) -> Int32Array:
 
 
 def parse_classes(text: str, suffix: str, where: str) -> tuple[str, ...]:
-    """Class names in the order of a model's outputs, from a file with them.
+    """Class names in the order of a model's outputs, from the text of a file.
 
     Args:
         suffix: `.json` or `.txt`, as in `benchmark.model_classes`.
         where: the file's name in errors.
 
     Raises:
-        ValueError: it has neither form, or names a class twice.
+        ValueError: the text has neither form, or names a class twice.
     """
     try:
         if suffix == ".json":

@@ -1,6 +1,6 @@
 """What a trained model looks at: the four figures of the paper's 4.5, D.7 and D.8.
 
-`inspect_model` draws them; pure functions turn weights and attention into their arrays.
+`inspect_model` draws them, from arrays that pure functions make of weights and attention.
 """
 
 # B images, H heads, N tokens, L layers, D width, P patch side, h w grid
@@ -33,11 +33,11 @@ def inspect_model(model: nn.Module, images: UInt8Array, folder: Path) -> dict[st
     Args:
         model: of any family, in any precision.
         images: uint8 (B, H, W, 3) of the model's size; the paper averages over 128.
-        folder: created if it does not exist.
+        folder: created if missing.
 
     Returns:
         For `filters`, `position_similarity`, `attention_distance` and `attention_rollout`: the
-        file, or the reason why the model has none.
+        file, or the reason why there is none.
     """
     folder.mkdir(parents=True, exist_ok=True)
     reason = f"a {type(model).__name__} has no attention over the whole image"
@@ -57,8 +57,8 @@ def inspect_model(model: nn.Module, images: UInt8Array, folder: Path) -> dict[st
         components, variance = filter_components(kernel)
         tiles = list((255 * components).round().astype(np.uint8))
         title = f"Patch filters: {len(tiles)} principal components, {variance.sum():.0%}"
-        shares = [f"{share:.1%}" for share in variance]
-        sheet(tiles, shares, f"{title} of the variance").save(file("filters"))
+        captions = [f"{share:.1%}" for share in variance]
+        sheet(tiles, captions, f"{title} of the variance").save(file("filters"))
     if not isinstance(model, VisionTransformer):
         return results
     vectors = position_vectors(model)
@@ -76,18 +76,18 @@ def inspect_model(model: nn.Module, images: UInt8Array, folder: Path) -> dict[st
 
 
 def positions(vectors: FloatArray) -> Figure:
-    """The similarity of each position embedding (h, w, D) to all others, a tile each."""
+    """The similarity of each position embedding (h, w, D) to all others, a tile for each."""
     figure = Figure(figsize=(7, 6), layout="constrained")
     axis = figure.subplots()
-    drawn = axis.imshow(position_similarity(vectors), vmin=-1, vmax=1, interpolation="nearest")
+    image = axis.imshow(position_similarity(vectors), vmin=-1, vmax=1, interpolation="nearest")
     axis.set_axis_off()
     axis.set_title(f"Similarity of {vectors.shape[0]} x {vectors.shape[1]} position embeddings")
-    figure.colorbar(drawn, label="cosine similarity")
+    figure.colorbar(image, label="cosine similarity")
     return figure
 
 
 def attention_distance(distances: FloatArray, num_images: int) -> Figure:
-    """A dot for each head of (L, H) over the depth of its layer."""
+    """A dot for each head, of distances (L, H) in pixels, over the depth of the layer."""
     num_layers, num_heads = distances.shape
     figure = Figure(figsize=(6, 4), layout="constrained")
     axis = figure.subplots()
@@ -103,10 +103,10 @@ def attention_distance(distances: FloatArray, num_images: int) -> Figure:
 
 
 def overlay(image: UInt8Array, rollout: FloatArray, patch_size: int) -> UInt8Array:
-    """The picture (H, W, 3) dimmed where the rollout (h, w) is low.
+    """The image (H, W, 3) dimmed where the rollout (h, w) is low.
 
-    As the paper's authors draw it: divided by its largest value, resized with Lanczos, blurred by
-    a Gaussian of one patch, stretched to [0, 1], multiplied into the picture.
+    As the paper's authors draw it: the rollout is divided by the largest value, resized with
+    Lanczos, blurred by a Gaussian of one patch, stretched to [0, 1], and multiplied by the image.
     """
     height, width = image.shape[:2]
     scaled = (255 * rollout / max(float(rollout.max()), 1e-12)).astype(np.uint8)
@@ -117,14 +117,11 @@ def overlay(image: UInt8Array, rollout: FloatArray, patch_size: int) -> UInt8Arr
 
 
 def first_kernel(model: nn.Module) -> FloatArray | None:
-    """A copy of the filters that are applied to the pixels.
+    """A copy of the filters of the patch embedding or of a ResNet's root, (D, 3, P, P).
 
-    (D, 3, P, P) of the patch embedding or of a ResNet's root.
-
-    None for a user's own model without a convolution of three channels.
+    None for a custom model without a convolution of three channels.
     """
-    kernels = (p for p in model.parameters() if p.dim() == 4 and p.shape[1] == 3)
-    kernel = next(kernels, None)
+    kernel = next((p for p in model.parameters() if p.dim() == 4 and p.shape[1] == 3), None)
     return None if kernel is None else kernel.detach().float().cpu().numpy().copy()
 
 
@@ -137,10 +134,10 @@ def filter_components(kernel: FloatArray, count: int = 28) -> tuple[FloatArray, 
 
     Returns:
         Components (count, P, P, 3), each stretched to [0, 1] for display, the strongest first; and
-        the share of the filters' variance that each explains (count,).
+        the share of the filters' variance that each component explains (count,).
     """
     filters = kernel.reshape(len(kernel), -1).astype(np.float64)
-    pca = PCA(min(count, *filters.shape), svd_solver="full")  # which draws no random numbers
+    pca = PCA(min(count, *filters.shape), svd_solver="full")  # draws no random numbers
     with np.errstate(invalid="ignore"):  # shares of a variance of 0
         pca.fit(filters)
     images = pca.components_.reshape(-1, *kernel.shape[1:]).transpose(0, 2, 3, 1)
@@ -168,8 +165,8 @@ def position_similarity(vectors: FloatArray) -> FloatArray:
         vectors: (h, w, D).
 
     Returns:
-        (h * (h + 1) - 1, w * (w + 1) - 1): a tile (h, w) for each patch, at its place, with nan
-        between them; as one picture, because a thousand axes are slow.
+        (h * (h + 1) - 1, w * (w + 1) - 1): a tile (h, w) for each patch, in the order of the image
+        grid, with nan between tiles; as one image, because a thousand axes are slow to draw.
     """
     rows, columns, width = vectors.shape
     similarity = cosine_similarity(vectors.reshape(-1, width).astype(np.float64))
@@ -183,8 +180,8 @@ def mean_attention_distance(weights: Tensor, grid: Grid, patch_size: int) -> Flo
     """How far heads look, in pixels (Figure 7, right; Figure 11): "receptive field size".
 
     The Euclidean distance between a query patch and every patch, weighted by attention, averaged
-    over queries and images. Attention from and to the class token has no distance: it is left out,
-    and the rest of each row is normalized to a sum of 1.
+    over queries and images. Attention from and to the class token has no distance and is left out;
+    the rest of each row is normalized to a sum of 1.
 
     Args:
         weights: (B, H, N, N), the class token first if there is one.
@@ -195,11 +192,11 @@ def mean_attention_distance(weights: Tensor, grid: Grid, patch_size: int) -> Flo
         (H,).
     """
     rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
-    places = torch.stack([rows.flatten(), columns.flatten()], dim=1).double() * patch_size
-    distances = torch.cdist(places, places).to(weights.device)
+    coordinates = torch.stack([rows.flatten(), columns.flatten()], dim=1).double() * patch_size
+    distances = torch.cdist(coordinates, coordinates).to(weights.device)
     num_patches = len(distances)
     means = []
-    # Head by head: all of them in float64 would take three times the memory.
+    # Head by head: all heads in float64 would take three times the memory.
     for head in weights[..., -num_patches:, -num_patches:].unbind(1):
         patches = head.double()
         per_query = (patches * distances).sum(dim=-1) / patches.sum(dim=-1)
@@ -208,7 +205,7 @@ def mean_attention_distance(weights: Tensor, grid: Grid, patch_size: int) -> Flo
 
 
 def roll(rollout: Tensor | None, layer: Tensor) -> Tensor:
-    """A rollout (B, N, N) in float64 extended by one more layer (B, H, N, N), or its start.
+    """Extend a rollout (B, N, N), None before the first layer, by a layer (B, H, N, N); float64.
 
     How much of each token reaches the output (Figure 6, D.8; Abnar and Zuidema, 2020): heads are
     averaged, the residual path is added as an identity, rows are normalized to a sum of 1, and
@@ -224,9 +221,10 @@ def roll(rollout: Tensor | None, layer: Tensor) -> Tensor:
 
 
 def output_row(rollout: Tensor, grid: Grid, has_class_token: bool) -> FloatArray:
-    """The contribution of each patch (B, h, w) to the output in a rollout.
+    """The contribution of each patch to the output in a rollout, (B, h, w).
 
-    The class token's row; without a class token, the mean row of the patches, the last tokens.
+    It is the class token's row, or without a class token the mean row of the patches. Patches are
+    the last tokens.
     """
     patches = rollout[:, :, -grid[0] * grid[1] :]
     row = patches[:, 0] if has_class_token else patches[:, -grid[0] * grid[1] :].mean(dim=1)
@@ -238,25 +236,25 @@ def attention_figures(
 ) -> tuple[FloatArray, FloatArray]:
     """Mean attention distance (L, H) in pixels, and rollouts (B, h, w), of some images.
 
-    Image by image and layer by layer, so that no more than one layer's attention is in memory.
+    Image by image and layer by layer, so that only one layer's attention is in memory.
 
     Args:
-        model: with attention over the whole sequence, not along lines.
+        model: with attention over the full sequence, not axial attention.
         images: uint8 (B, H, W, 3), of the model's size.
     """
     was_training = model.training
     model.eval()
-    distances, rollouts = zip(*(_look(model, image) for image in images), strict=True)
+    distances, rollouts = zip(*(_attention_of(model, image) for image in images), strict=True)
     model.train(was_training)
     return np.mean(distances, axis=0), np.concatenate(rollouts)
 
 
-def _look(model: VisionTransformer, image: UInt8Array) -> tuple[FloatArray, FloatArray]:
-    """Distance (L, H) and rollout (1, h, w) of an image (H, W, 3); holds one layer's attention."""
+def _attention_of(model: VisionTransformer, image: UInt8Array) -> tuple[FloatArray, FloatArray]:
+    # Distance (L, H) and rollout (1, h, w) of an image (H, W, 3).
     distances: list[FloatArray] = []
     rollout: Tensor | None = None
 
-    def look(attention: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def add_layer(attention: nn.Module, args: tuple[Tensor, ...]) -> None:
         nonlocal rollout
         assert isinstance(attention, Attention)
         weights = attention.weights(args[0])
@@ -267,7 +265,7 @@ def _look(model: VisionTransformer, image: UInt8Array) -> tuple[FloatArray, Floa
     with torch.no_grad(), contextlib.ExitStack() as hooks:
         for block in model.blocks:
             attention = block.get_submodule("attention")
-            hooks.callback(attention.register_forward_pre_hook(look).remove)
+            hooks.callback(attention.register_forward_pre_hook(add_layer).remove)
         pixels = torch.from_numpy(image[None]).to(device).permute(0, 3, 1, 2).float()
         model.encode(model.embed(pixels / 127.5 - 1))
     assert rollout is not None

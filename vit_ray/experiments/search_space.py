@@ -1,4 +1,4 @@
-"""What a sweep tries: points with values for some keys, as Tune draws them, and their recipes."""
+"""A sweep's points, which are values of some keys as Tune draws them, and the points' recipes."""
 
 import hashlib
 import importlib.util
@@ -20,16 +20,16 @@ from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.schema import errors_of, require, value_text
 from vit_ray.launch.resolved_run import check_batch, check_head_is_trained, check_model
 
+# Dotted keys of a recipe to values.
 Point = Mapping[str, Any]
-"""Dotted keys of a recipe to values."""
 
 RATE: Final = "optim.learning_rate"
-# Draws for each trial, before a space has too few different points.
+# Draws for each trial, after which a space has too few different points.
 _DRAWS: Final = 100
-MOST_NAME_CHARS: Final = 200
-"""Of the name of a trial, which is that of a folder: file systems take 255 bytes."""
+# A run's name is also a folder's: file systems take 255 bytes.
+MAX_NAME_CHARS: Final = 200
+# ASHA: factor between the steps of successive rungs; one in this many trials continues.
 REDUCTION: Final = 4
-"""ASHA: factor between the steps of successive rungs; one in this many trials continues."""
 
 
 def sweep_of(recipe: Recipe) -> SweepConfig:
@@ -38,8 +38,7 @@ def sweep_of(recipe: Recipe) -> SweepConfig:
     Raises:
         ValueError: there is no such section, or nothing to test on.
     """
-    rates = "sweep.learning_rates, such as [0.003, 0.01, 0.03]"
-    sweep = require(recipe.sweep, "sweep", rates)
+    sweep = require(recipe.sweep, "sweep", "sweep.learning_rates, such as [0.003, 0.01, 0.03]")
     require(recipe.data.eval, "data.eval", "the test set for the selected learning rate")
     return sweep
 
@@ -63,29 +62,29 @@ def tune_space(config: SweepConfig) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value in a trial's configuration: Tune would take the items of others for dimensions."""
+    # Tune would take the items of other values for dimensions of the space.
     return value if value is None or isinstance(value, (int, float, str)) else value_text(value)
 
 
 def trial_config(point: Point) -> dict[str, Any]:
-    """The configuration of a trial at a point."""
+    """The configuration of the trial at a point; `point_of` is the inverse."""
     return {key: _plain(value) for key, value in point.items()}
 
 
-def point_of(given: Mapping[str, Any], config: SweepConfig) -> Point:
-    """The point that the configuration of a trial, or a retraining, stands for."""
+def point_of(trial: Mapping[str, Any], config: SweepConfig) -> Point:
+    """The point of a trial's, or a retraining's, configuration."""
     point: dict[str, Any] = {}
     for key, values in space_of(config).items():
         listed = values if isinstance(values, list) else ()
-        known = {_plain(value): value for value in listed}
-        point[key] = known.get(given[key], given[key])
+        by_plain_value = {_plain(value): value for value in listed}
+        point[key] = by_plain_value.get(trial[key], trial[key])
     return point
 
 
 def points_of(recipe: Recipe, config: SweepConfig) -> list[Point]:
-    """Every point of the grid, or as many random ones as the recipe says; the same each time.
+    """Every point of the grid, or `sweep.num_trials` random points; the same at each call.
 
-    For `search=optuna` they stand for the points that it will propose.
+    For `search=optuna` the random points stand for those that Optuna will propose.
 
     Raises:
         ValueError: a value is not allowed, the model does not exist, or two points are equal.
@@ -96,11 +95,11 @@ def points_of(recipe: Recipe, config: SweepConfig) -> list[Point]:
             "sweep.search=optuna: Optuna is not installed; run pip install 'vit_ray[search]', or "
             "set sweep.search=random"
         )
-    if config.search != "grid":
-        points = _drawn(config)
-    else:
+    if config.search == "grid":
         grid = itertools.product(*space.values())
-        points = [dict(zip(space, values, strict=True)) for values in grid]
+        points: list[Point] = [dict(zip(space, values, strict=True)) for values in grid]
+    else:
+        points = _random_points(config)
     _check_models(recipe, points)
     names = Counter(point_name(point) for point in points)
     if twice := [name for name, count in names.items() if count > 1]:
@@ -112,7 +111,7 @@ def points_of(recipe: Recipe, config: SweepConfig) -> list[Point]:
 
 
 def _check_models(recipe: Recipe, points: list[Point]) -> None:
-    """Check each model of a sweep once: with frozen parts that takes building it."""
+    # Each model once: to check frozen parts, the model is built.
     deciding: Any = {"model": True, "train": True, "optim": {"frozen"}}
     checked: set[str] = set()
     for point in points:
@@ -125,14 +124,14 @@ def _check_models(recipe: Recipe, points: list[Point]) -> None:
 
 
 def errors_of_point(recipe: Recipe, point: Point) -> AbstractContextManager[None]:
-    """Errors in the block name the point if points have more than rates."""
+    """Errors in the block name the point, unless points are only learning rates."""
     if recipe.sweep is None or recipe.sweep.space is None:
         return nullcontext()
     return errors_of(f"sweep.space: {point_text(point)}")
 
 
-def _drawn(config: SweepConfig) -> list[Point]:
-    """Different points, drawn by Tune; a smaller number of trials takes the first of them."""
+def _random_points(config: SweepConfig) -> list[Point]:
+    """Different points, drawn by Tune; fewer trials have the first of the same points."""
     assert config.num_trials is not None
     random, points = np.random.RandomState(config.seed), dict[str, Point]()
     domains = tune_space(config)
@@ -151,8 +150,8 @@ def _drawn(config: SweepConfig) -> list[Point]:
 def with_point(recipe: Recipe, point: Point, where: str = "", **changes: Any) -> Recipe:
     """The recipe with the values of a point, and other changes as in `Recipe.with_changes`.
 
-    A point may give a section, whose values change only the keys that they name; the others stay,
-    even with another `model.name`.
+    A value that is a section changes only the keys in it; the section's other keys stay, even with
+    another `model.name`.
 
     Args:
         where: what an error names; unset = the sweep's point.
@@ -177,8 +176,8 @@ def trial_recipe(recipe: Recipe, point: Point, split: tuple[str, str] | None = N
     """Fine-tune at one point on the training set without the dev split, and evaluate on that split.
 
     Args:
-        split: addresses of the training set without the dev split, and of the split; None for row
-            groups of `data.train`, regardless of classes.
+        split: addresses of the training set without the dev split, and of the split; None = hold
+            out row groups of `data.train`, regardless of classes.
     """
     data: dict[str, Any] = {"eval": None, "held_out_fraction": sweep_of(recipe).dev_fraction}
     if split is not None:
@@ -188,7 +187,7 @@ def trial_recipe(recipe: Recipe, point: Point, split: tuple[str, str] | None = N
 
 
 def final_recipe(recipe: Recipe, point: Point, seed: int) -> Recipe:
-    """Fine-tune at the selected point on the whole training set, and evaluate on the test set."""
+    """Fine-tune at the selected point on the full training set, and evaluate on the test set."""
     name = short_name(f"{recipe.name}-final-{point_name(point)}-seed{seed}")
     return with_point(recipe, point, name=name, seed=seed, sweep=None).with_absolute_paths()
 
@@ -196,10 +195,10 @@ def final_recipe(recipe: Recipe, point: Point, seed: int) -> Recipe:
 def rung_steps(config: SweepConfig, max_steps: int) -> tuple[int, ...]:
     """Steps before the end of the longest trial at which ASHA compares trials.
 
-    The first is that of the recipe, or lies two reductions before the longest trial's end.
+    The first rung is `sweep.grace_steps`, or two reductions before the longest trial's end.
 
     Raises:
-        ValueError: the first is not before the end.
+        ValueError: the first rung is not before the end.
     """
     if config.scheduler != "asha":
         return ()
@@ -215,10 +214,10 @@ def rung_steps(config: SweepConfig, max_steps: int) -> tuple[int, ...]:
 
 
 def check_in_turn(recipe: Recipe, where: str) -> None:
-    """Check the sweep of a recipe whose points are tried in turn, in the trial of a cell or a task.
+    """Check the sweep, if any, of a fine-tuning in the trial of a cell or a task.
 
     Raises:
-        ValueError: its trainings cannot run one after another.
+        ValueError: the sweep's trainings cannot run one after another.
     """
     if recipe.sweep and (recipe.sweep.search == "optuna" or recipe.sweep.scheduler == "asha"):
         raise ValueError(
@@ -228,53 +227,53 @@ def check_in_turn(recipe: Recipe, where: str) -> None:
 
 
 def checked_steps(recipe: Recipe, num_images: int) -> int:
-    """Check a fine-tuning, or a sweep in turn, without its dev split and its weights.
+    """Check a fine-tuning, or a sweep of it, without a dev split and without the weights.
 
     Args:
         num_images: of the training set.
 
     Returns:
-        Its steps, those of trials and retrainings included.
+        The steps of the fine-tuning, or of all trials and retrainings of the sweep.
 
     Raises:
-        ValueError: it cannot work.
+        ValueError: the recipe cannot work.
     """
     check_model(recipe)
     check_batch(recipe, num_images)
     steps = recipe.optim.total_steps(num_images, recipe.train.global_batch_size)
     if recipe.sweep is None:
         return steps
-    tried, num_left = 0, round(num_images * (1 - recipe.sweep.dev_fraction))
+    trial_steps, num_trial_images = 0, round(num_images * (1 - recipe.sweep.dev_fraction))
     for point in points_of(recipe, recipe.sweep):
         trial = with_point(recipe, point)
         with errors_of_point(recipe, point):
             check_head_is_trained(trial, "sweep_trial")
-            check_batch(trial, num_left)
-        tried += trial.optim.total_steps(num_left, trial.train.global_batch_size)
-    return tried + recipe.sweep.seeds * steps
+            check_batch(trial, num_trial_images)
+        trial_steps += trial.optim.total_steps(num_trial_images, trial.train.global_batch_size)
+    return trial_steps + recipe.sweep.seeds * steps
 
 
 def point_text(point: Point) -> str:
     """As text: `learning_rate=0.01, steps=500`."""
-    return ", ".join(f"{key.rpartition('.')[2]}={_shown(value)}" for key, value in point.items())
+    return ", ".join(f"{key.rpartition('.')[2]}={_short_text(v)}" for key, v in point.items())
 
 
 def point_name(point: Point) -> str:
     """As part of a run's name: `lr0.01-steps500`."""
-    short = {RATE: "lr"}
-    parts = (f"{short.get(key, key.rpartition('.')[2])}{_shown(v)}" for key, v in point.items())
+    keys = ("lr" if key == RATE else key.rpartition(".")[2] for key in point)
+    parts = (f"{key}{_short_text(v)}" for key, v in zip(keys, point.values(), strict=True))
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", "-".join(parts)).strip("-")
 
 
 def short_name(name: str) -> str:
-    """A run's name; the end of a long one is replaced by a digest of the whole."""
-    if len(name) <= MOST_NAME_CHARS:
+    """A run's name; the end of a long name is replaced by a digest of the full name."""
+    if len(name) <= MAX_NAME_CHARS:
         return name
     digest = hashlib.sha256(name.encode()).hexdigest()[:12]
-    return f"{name[: MOST_NAME_CHARS - 13]}-{digest}"
+    return f"{name[: MAX_NAME_CHARS - 13]}-{digest}"
 
 
-def _shown(value: Any) -> str:
+def _short_text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return value if isinstance(value, str) else json.dumps(value)

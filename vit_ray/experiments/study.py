@@ -1,9 +1,9 @@
 """A scaling study: every cell pre-trained, evaluated and transferred, as many in parallel as fit.
 
 Sections 4.3 and 4.4 of the paper, on any data that the recipe names. A trial of Ray Tune trains a
-cell and then its fine-tunings; cells that branch off another one follow it in its trial. Cells have
-stable names, so a restarted study skips finished cells and continues interrupted ones. A failed
-cell is a row like the others.
+cell, then the cell's fine-tunings, then the cells that branch off it. Cells have stable names, so a
+restarted study skips finished cells and resumes interrupted cells. A failed cell stays in the
+results, with the error.
 """
 
 import statistics
@@ -83,11 +83,11 @@ def run_study(recipe: Recipe) -> StudyResult | None:
         ValueError: a cell cannot work; nothing was started.
     """
     recipe = recipe.with_absolute_paths()
-    # Also those given by a row: a trial's process runs in a separate folder.
+    # Also paths in a row's changes: a trial's process runs in another folder.
     cells = [replace(c, recipe=c.recipe.with_absolute_paths()) for c in study_cells(recipe)]
     resolved_runs = [resolve_run(cell.recipe) for cell in cells]
     fine_tunings, steps_of_tasks = _check_tasks(cells, study_of(recipe).transfer)
-    steps = [one.total_steps for one in resolved_runs]
+    steps = [resolved.total_steps for resolved in resolved_runs]
     has_begun = any(locate(cell.recipe.run_folder).list_folders() for cell in cells)
     try:
         with open_parent(
@@ -101,14 +101,14 @@ def run_study(recipe: Recipe) -> StudyResult | None:
             tags={"vit_ray.num_cells": str(len(cells))},
         ) as parent:
             results = _run_cells(list(zip(cells, steps, strict=True)), parent)
-            totals, record, page = _totals(results), parent.run.record, None
+            totals, record = _totals(results), parent.run.record
             record.results(len(results), totals)
             note = partial(description, recipe, resolved_runs[0], record.command)
-            found = f"Of {len(results)} cells, {totals[STUDY_FAILED_CELLS]:.0f} failed"
-            record.tag(NOTE, note(found))
+            summary = f"Of {len(results)} cells, {totals[STUDY_FAILED_CELLS]:.0f} failed"
+            record.tag(NOTE, note(summary))
             if written := page_of(parent):
-                page = written.page
                 record.tag(NOTE, note("\n\n".join(written.lead)))
+            page = written.page if written else None
             outcome = StudyResult(results, parent.run_id, page, record.hint())
             parent.run.is_complete = outcome.is_complete
             return outcome
@@ -117,16 +117,15 @@ def run_study(recipe: Recipe) -> StudyResult | None:
 
 
 def _check_tasks(cells: list[Cell], tasks: tuple[StudyTask, ...]) -> tuple[list[Recipe], int]:
-    """Check each cell's fine-tunings, and the first cell's data, which all cells share.
+    """Check each cell's fine-tunings, with the data of the first cell, which all cells share.
 
     Returns:
-        The fine-tunings, and steps of all of them, trials and retrainings included.
+        The fine-tunings, and the sum of their steps, trials and retrainings included.
 
     Raises:
         ValueError: a fine-tuning cannot work.
     """
-    fine_tunings: list[Recipe] = []
-    total_steps = 0
+    fine_tunings, total_steps = list[Recipe](), 0
     for task in tasks:
         recipes = [task_recipe(cell, task).with_absolute_paths() for cell in cells]
         fine_tunings += recipes
@@ -163,17 +162,17 @@ def _train_group(
     config: dict[str, Any],
     context: Context,
 ) -> dict[str, Any]:
-    """A cell and its transfers; or the longest cell of a branching row, and then the others.
+    """Train a cell and its transfers; of a branching row the longest cell first, then the others.
 
     A failed cell does not end the others.
     """
-    trunk, *branches = groups[config["cell"]]
-    kept = with_kept_steps(trunk[0], [branch_step(cell, steps) for cell, steps in branches])
-    tags = {"vit_ray.study_label": trunk[0].label}
-    outcome = context.train(kept.recipe, "study_cell", tags)
-    cells = {trunk[0].name: _with_transfers(study, trunk, outcome, "", context)}
+    (trunk, trunk_steps), *branches = groups[config["cell"]]
+    saving = with_kept_steps(trunk, [branch_step(cell, steps) for cell, steps in branches])
+    tags = {"vit_ray.study_label": trunk.label}
+    outcome = context.train(saving.recipe, "study_cell", tags)
+    cells = {trunk.name: _with_transfers(study, (trunk, trunk_steps), outcome, "", context)}
     for cell, steps in branches:
-        branched_from = begin_branch(cell, trunk[0], branch_step(cell, steps))
+        branched_from = begin_branch(cell, trunk, branch_step(cell, steps))
         if branched_from:
             context.parent.record.event(EventKind.BRANCH, f"{cell.name}: {branched_from}", 0)
         of_branch = context.alone.train(cell.recipe, "study_cell", tags)
@@ -184,20 +183,24 @@ def _train_group(
 def _with_transfers(
     study: StudyConfig, planned: Planned, outcome: Outcome, branched_from: str, context: Context
 ) -> dict[str, Any]:
-    """Add accuracies on the tasks to the cell's run; the fields of its `CellResult`.
+    """Fine-tune a cell on each task, and add the accuracies to the cell's run.
 
     A failed task does not end the others.
+
+    Returns:
+        The fields of the cell's `CellResult`.
     """
     cell, steps = planned
     keys = {f"{TRANSFER_GROUP}{task.name}_top1" for task in study.transfer}
     metrics, errors = dict(outcome.metrics), [outcome.first_line] if outcome.error else []
     for task in () if errors else study.transfer:
         try:
-            metrics |= (measured := _transfer(cell, task, context))
+            added = _transfer(cell, task, context)
+            metrics |= added
             if keys <= metrics.keys():
-                mean = {TRANSFER_MEAN_TOP1: statistics.fmean(metrics[key] for key in keys)}
-                metrics, measured = metrics | mean, measured | mean
-            add_to_ended(cell.recipe, outcome.run_id, measured, context.parent)
+                added[TRANSFER_MEAN_TOP1] = statistics.fmean(metrics[key] for key in keys)
+                metrics |= added
+            add_to_ended(cell.recipe, outcome.run_id, added, context.parent)
         except RunStoppedError:
             raise
         except Exception as error:
@@ -217,10 +220,10 @@ def _with_transfers(
 
 
 def _transfer(cell: Cell, task: StudyTask, context: Context) -> dict[str, float]:
-    """Accuracy of the cell on the task as metrics of its run; over seeds if there are several.
+    """Accuracy of the cell on the task, as metrics of the cell's run.
 
     Raises:
-        RunFailedError: the fine-tuning, or each trial of it, failed.
+        RunFailedError: the fine-tuning, or each trial of the sweep, failed.
         ValueError: the recipe cannot work, or the weights do not exist.
     """
     recipe = task_recipe(cell, task).with_absolute_paths()
@@ -231,7 +234,8 @@ def _transfer(cell: Cell, task: StudyTask, context: Context) -> dict[str, float]
 
 def _totals(results: list[CellResult]) -> dict[str, float]:
     failed = sum(bool(result.error) for result in results)
-    tested = [one.metrics for one in results if one.cell.recipe.data.eval]  # others: held out
+    # Cells without a test set are evaluated on held-out images, and are not compared.
+    tested = [result.metrics for result in results if result.cell.recipe.data.eval]
     top1 = [metrics[EVAL_TOP1] for metrics in tested if EVAL_TOP1 in metrics]
     return {
         **({EVAL_TOP1: max(top1)} if top1 else {}),  # the first that MLflow's pages show

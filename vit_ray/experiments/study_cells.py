@@ -1,12 +1,12 @@
 """The cells of a scaling study, rows x data sizes x lengths x seeds, and their fine-tunings.
 
-Each has its own recipe. Depends only on recipes: no data set is opened. A name is derived from the
-settings, so that a restarted study finds what it has trained.
+Each cell and each fine-tuning has a recipe, made from other recipes: no data set is opened. Run
+names are derived from settings, so that a restarted study finds what it has trained.
 
-Several lengths can come from one run: the longest is trained, and the others branch off its
-checkpoints. With a learning rate that is constant until a cool-down at the end (Hagele et al.,
-arXiv:2405.18392), a shorter run equals the longer one, step for step, up to the shorter one's
-cool-down. So only that cool-down has to be trained, and its weights are those of a separate run.
+Several lengths can come from one run: the longest is trained, and the others branch off checkpoints
+of that run. With a learning rate that is constant until a cool-down at the end (Hagele et al.,
+arXiv:2405.18392), a shorter run equals the longer run, step for step, up to the shorter run's
+cool-down. So only that cool-down has to be trained; the weights equal those of a separate run.
 """
 
 import hashlib
@@ -39,20 +39,20 @@ from vit_ray.outcomes import BRANCH_NOTE, origin_of
 from vit_ray.storage import locate
 from vit_ray.training.steps import cooldown_start
 
+# Epochs of most rows of the paper's Table 3, on JFT-300M.
 PAPER_EPOCHS: Final = 7.0
-"""Epochs of most rows of the paper's Table 3, on JFT-300M."""
-# Keys that a row sets through its other fields.
-_GIVEN_ELSEWHERE: Final = {
+# Keys that a row sets through other fields.
+_FIELD_OF_KEY: Final = {
     "name": "label",
     "seed": "study.seeds",
     "data.fraction": "data_fractions",
     **{f"optim.{key}": key for key in ("epochs", "steps")},
 }
-# Keys and sections that are the same for all cells, except for descriptions of their data.
-_COMMON: Final = ("output", "resume", "tracking", "storage", "study", "sweep", "vtab", "plan")
-_TOLD: Final = ("plan.num_images", "plan.num_classes")
+# Keys and sections that all cells share, except for descriptions of the data.
+_SHARED: Final = ("output", "resume", "tracking", "storage", "study", "sweep", "vtab", "plan")
+_NOT_SHARED: Final = ("plan.num_images", "plan.num_classes")
 # Sections and keys of a task's recipe that come from the cell.
-_OF_THE_CELL: Final = (
+_KEYS_OF_CELL: Final = (
     "name",
     "output",
     "init_from",
@@ -62,12 +62,12 @@ _OF_THE_CELL: Final = (
     "workers",
     "resume",
 )
-# Keys of the model that its weights need.
-_SIZES: Final = (
+# Keys of the model that decide the shapes of the weights.
+_SHAPE_KEYS: Final = (
     "name", "depth", "width", "mlp_dim", "num_heads", "patch_size", "stages", "width_factor",
 )  # fmt: skip
 # Options of the model that come from the task's recipe.
-_OF_PRETRAINING: Final = ("representation", "head_bias", "dropout", "stochastic_depth")
+_KEYS_OF_TASK: Final = ("representation", "head_bias", "dropout", "stochastic_depth")
 
 
 logger = logging.getLogger(__name__)
@@ -84,12 +84,12 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Run name: the study's, the row's label, the share of data, the length, later seeds."""
+        """Run name: study, label, share of data, length, and the seed if it is not the recipe's."""
         return self.recipe.name
 
 
+# A cell, and the steps of its training.
 Planned = tuple[Cell, int]
-"""A cell, and the steps of its training."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,10 @@ class CellResult:
     """The result of a cell.
 
     Attributes:
-        was_finished: it was complete before; nothing was trained.
-        branched_from: cell and step of the checkpoint that it started from; empty if it was trained
-            from its start.
-        error: why it or one of its transfers failed; empty if none did.
+        was_finished: the cell was complete at an earlier start; nothing was trained now.
+        branched_from: cell and step of the checkpoint that the training started from; empty if the
+            training started from step 0.
+        error: why the cell or a transfer failed; empty if nothing failed.
     """
 
     cell: Cell
@@ -115,13 +115,12 @@ def study_cells(recipe: Recipe) -> list[Cell]:
     """Every row with every data size, length and seed, in the order of the recipe.
 
     Raises:
-        ValueError: the recipe has no study, a row changes a key that rows cannot change, has an
-            unknown key, an impossible value or a model that does not exist, or two cells have the
-            same name.
+        ValueError: the recipe has no study; a row has an unknown key, a key that rows cannot
+            change, an impossible value or an unknown model; or two cells have the same name.
     """
     study, cells = study_of(recipe), list[Cell]()
-    for place, row in enumerate(study.models):
-        where = f"study.models.{place} ({row.label!r})"
+    for index, row in enumerate(study.models):
+        where = f"study.models.{index} ({row.label!r})"
         point = _row_point(row, where)
         batch = with_point(recipe, point, where).train.global_batch_size
         fractions = row.data_fractions or study.data_fractions or (1.0,)
@@ -131,20 +130,20 @@ def study_cells(recipe: Recipe) -> list[Cell]:
         for fraction, (unit, length), seed in itertools.product(fractions, lengths, seeds):
             value = f"{length:g}" if isinstance(length, float) else str(length)
             name = f"{recipe.name}-{label}-data{fraction:g}-{unit}{value}"
-            own = {unit: length}
+            duration = {unit: length}
             if unit == "images":
-                own = {"steps": max(1, round(length / batch))}
+                duration = {"steps": max(1, round(length / batch))}
             changes: dict[str, Any] = {
                 "name": short_name(name + (f"-seed{seed}" if seed != recipe.seed else "")),
                 "seed": seed,
                 "data": {"fraction": fraction},
-                "optim": {"epochs": None, "steps": None, **own},
+                "optim": {"epochs": None, "steps": None, **duration},
                 "study": None,
             }
-            trained = with_point(recipe, point, where, **changes)
+            cell_recipe = with_point(recipe, point, where, **changes)
             with errors_of(where):
-                check_model(trained)
-            cells.append(Cell(row.label, fraction, f"{value} {unit}", trained))
+                check_model(cell_recipe)
+            cells.append(Cell(row.label, fraction, f"{value} {unit}", cell_recipe))
     _check_together(study, cells)
     return cells
 
@@ -155,8 +154,9 @@ def study_of(recipe: Recipe) -> StudyConfig:
     Raises:
         ValueError: there is no such section.
     """
-    hint = "study.models, a list of {label: ..., model: {name: ...}}"
-    return require(recipe.study, "study", hint)
+    return require(
+        recipe.study, "study", "study.models, a list of {label: ..., model: {name: ...}}"
+    )
 
 
 def _row_point(row: StudyModel, where: str) -> dict[str, Any]:
@@ -166,11 +166,11 @@ def _row_point(row: StudyModel, where: str) -> dict[str, Any]:
     if row.learning_rate is not None:
         point["optim.learning_rate"] = row.learning_rate
     for key, value in leaves(row.changes):
-        if instead := _GIVEN_ELSEWHERE.get(key):
+        if field := _FIELD_OF_KEY.get(key):
             raise ValueError(
-                f"{where}: changes.{key} cannot be set for a single cell; give {instead}"
+                f"{where}: changes.{key} cannot be set for a single cell; give {field}"
             )
-        if (section := key.partition(".")[0]) in _COMMON and key not in _TOLD:
+        if (section := key.partition(".")[0]) in _SHARED and key not in _NOT_SHARED:
             raise ValueError(
                 f"{where}: changes.{key}: all cells of a study share {section}; set it outside the "
                 "rows"
@@ -197,9 +197,11 @@ def _check_together(study: StudyConfig, cells: list[Cell]) -> None:
             f"study: two cells have the name {twice[0]!r}; give each of study.models its own "
             "label, and list fractions and lengths that differ more"
         )
-    known: dict[str, Cell] = {}
+    by_params: dict[str, Cell] = {}
     for cell in cells:
-        other = known.setdefault(json.dumps(_decides(cell.recipe), sort_keys=True), cell)
+        other = by_params.setdefault(
+            json.dumps(_deciding_params(cell.recipe), sort_keys=True), cell
+        )
         if other is not cell:
             raise ValueError(
                 f"study: rows {other.label!r} and {cell.label!r} give the same cell: "
@@ -224,58 +226,57 @@ def _check_together(study: StudyConfig, cells: list[Cell]) -> None:
 def task_recipe(cell: Cell, task: StudyTask) -> Recipe:
     """The fine-tuning of a cell's weights on a task; starts nothing and opens no data.
 
-    A part of its name stands for its settings: a finished run is not continued with another recipe,
-    so a changed task is trained as a new run.
+    The run name ends with a digest of the settings: a finished run is not continued with another
+    recipe, so a changed task is trained as a new run.
 
     Raises:
-        ValueError: there is no such recipe, or it cannot have such a change.
+        ValueError: the task's recipe does not exist, or a change of it is not allowed.
     """
     where = f"study.transfer {task.name!r}"
     point = dict(leaves(task.changes))
     if taken := key_of_the_cell(point):
         raise ValueError(f"{where}: changes.{taken} comes from the cell; leave it out")
-    own = cell.recipe
-    base = load_recipe(task.recipe, {"tracking": own.tracking.model_dump(mode="json")})
+    trained = cell.recipe
+    base = load_recipe(task.recipe, {"tracking": trained.tracking.model_dump(mode="json")})
     # Off and unset are equal: a model without the option can be fine-tuned with the recipe, too.
-    of_task = {key: getattr(base.model, key) or None for key in _OF_PRETRAINING}
-    model = own.model.model_dump(mode="json") | of_task
+    options = {key: getattr(base.model, key) or None for key in _KEYS_OF_TASK}
+    model = trained.model.model_dump(mode="json") | options
     changes: dict[str, Any] = {
         "name": f"{cell.name}-{task.name}",
-        "output": own.output,
-        "init_from": own.run_folder,
-        "seed": own.seed,
-        "storage": own.storage.model_dump(mode="json"),
-        "workers": own.workers.model_dump(mode="json"),
-        "model": model | {"image_size": _whole_patches(own.model, base.model.image_size)},
+        "output": trained.output,
+        "init_from": trained.run_folder,
+        "seed": trained.seed,
+        "storage": trained.storage.model_dump(mode="json"),
+        "workers": trained.workers.model_dump(mode="json"),
+        "model": model | {"image_size": _divisible_size(trained.model, base.model.image_size)},
         "study": None,
     }
     recipe = with_point(base, point, where, **changes)
     check_in_turn(recipe, where)
-    # What is trained and evaluated, on any number of workers.
-    decides = {key: value for key, value in _decides(recipe).items() if key not in SIZES}
-    digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
+    # The same on any number of workers.
+    params = {key: value for key, value in _deciding_params(recipe).items() if key not in SIZES}
+    digest = hashlib.sha256(json.dumps(params, sort_keys=True).encode()).hexdigest()[:8]
     return recipe.with_changes(name=short_name(f"{recipe.name}-{digest}"))
 
 
-def _decides(recipe: Recipe) -> dict[str, Any]:
-    """What decides a training and its evaluation."""
+def _deciding_params(recipe: Recipe) -> dict[str, Any]:
+    # The parameters that decide the weights of a training and the results of the evaluation.
     flat = recipe.flat()
-    measured = {key: flat[key] for key in TAGGED if key not in unused_keys(flat)}
-    return {**trained_params(recipe), **measured}
+    of_evaluation = {key: flat[key] for key in TAGGED if key not in unused_keys(flat)}
+    return {**trained_params(recipe), **of_evaluation}
 
 
 def key_of_the_cell(point: Mapping[str, Any]) -> str | None:
-    """A key that a task changes or varies although the cell sets it; None if there is none."""
-    of_model = [f"model.{key}" for key in _SIZES]
-    taken = (k for k, _ in leaves(point) if k.partition(".")[0] in _OF_THE_CELL or k in of_model)
+    """The first key of a task's point that comes from the cell; None if there is none."""
+    of_model = [f"model.{key}" for key in _SHAPE_KEYS]
+    taken = (k for k, _ in leaves(point) if k.partition(".")[0] in _KEYS_OF_CELL or k in of_model)
     return next(taken, None)
 
 
-def _whole_patches(model: ModelConfig, size: ImageSize) -> ImageSize:
-    """The part of an image size that whole patches cover; the rest is cut off, as in the paper's
-    code.
+def _divisible_size(model: ModelConfig, size: ImageSize) -> ImageSize:
+    """An image size rounded down to a multiple of the patch side, as in the paper's code.
 
-    Of 384 pixels ViT-H/14 sees 378: its convolution takes 27 patches and leaves six pixels.
+    ViT-H/14 uses 378 of 384 pixels: the convolution takes 27 patches and leaves six pixels.
     """
     patch = model.patch or 1
     if isinstance(size, int):
@@ -284,36 +285,38 @@ def _whole_patches(model: ModelConfig, size: ImageSize) -> ImageSize:
 
 
 def in_groups(study: StudyConfig, planned: Sequence[Planned]) -> list[list[Planned]]:
-    """Cells that are trained one after another, the longest of a branching row first."""
+    """Groups of cells that are trained one by one, the longest of a branching row first."""
     if not study.branch:
-        return [[one] for one in planned]
+        return [[pair] for pair in planned]
     groups: dict[Any, list[Planned]] = defaultdict(list)
     for cell, steps in planned:
         groups[cell.label, cell.fraction, cell.recipe.seed].append((cell, steps))
-    return [sorted(group, key=lambda one: -one[1]) for group in groups.values()]
+    return [sorted(group, key=lambda pair: -pair[1]) for group in groups.values()]
 
 
 def branch_step(cell: Cell, total_steps: int) -> int:
-    """Step of its row's longest cell after which a cell is trained separately."""
+    """Step of the row's longest cell after which this cell is trained separately."""
     return cooldown_start(cell.recipe.optim, total_steps)
 
 
 def with_kept_steps(trunk: Cell, steps: list[int]) -> Cell:
-    """The longest cell, with checkpoints for the others."""
-    kept = sorted({*trunk.recipe.checkpoint.keep_steps, *(step for step in steps if step > 0)})
-    return replace(trunk, recipe=trunk.recipe.with_changes(checkpoint={"keep_steps": kept}))
+    """The longest cell, with a checkpoint at each step where another cell branches off."""
+    keep_steps = {*trunk.recipe.checkpoint.keep_steps, *(step for step in steps if step > 0)}
+    checkpoint = {"keep_steps": sorted(keep_steps)}
+    return replace(trunk, recipe=trunk.recipe.with_changes(checkpoint=checkpoint))
 
 
 def begin_branch(cell: Cell, trunk: Cell, step: int, warn: Warn = logger.warning) -> str:
-    """Give a cell that has not begun the trunk's checkpoint of a step.
+    """Copy the trunk's checkpoint of a step to a cell that has no checkpoint.
 
-    If no checkpoint can be used, the cell is trained from its own start, with the same result.
+    If that checkpoint cannot be used, the cell is trained from step 0, with the same result.
 
     Args:
-        warn: called with why the checkpoint cannot be used.
+        warn: called with the reason if the checkpoint cannot be used.
 
     Returns:
-        Its origin, now or at an earlier start, see `origin_of`; empty if it has not branched off.
+        The cell's origin, see `origin_of`; empty if the cell has not branched off, now or at an
+        earlier start.
 
     Raises:
         ValueError: another process trains the cell.
@@ -335,14 +338,15 @@ def begin_branch(cell: Cell, trunk: Cell, step: int, warn: Warn = logger.warning
         begin_training(folder)
         note.write(origin.encode())  # before the copy: a complete copy has its note
 
-        # The trunk's position as the cell's own: it is recorded in a separate run.
+        # The trunk's position with the cell's recipe, to be recorded in a separate run.
         def of_cell(position: Position) -> Position:
-            optim = cell.recipe.optim
-            lengths = {key: getattr(optim, key) for key in ("epochs", "steps")}
-            own = {"name": cell.name, "optim": {**position.recipe["optim"], **lengths}}
-            progress = replace(position.progress, seconds={})  # which are the trunk's
+            lengths = {key: getattr(cell.recipe.optim, key) for key in ("epochs", "steps")}
+            changes = {"name": cell.name, "optim": {**position.recipe["optim"], **lengths}}
             return replace(
-                position, progress=progress, recipe=position.recipe | own, tracking_run_id=None
+                position,
+                progress=replace(position.progress, seconds={}),  # the seconds are the trunk's
+                recipe=position.recipe | changes,
+                tracking_run_id=None,
             )
 
         try:

@@ -1,12 +1,12 @@
 """A Ray Tune sweep of fine-tuning, as the paper's section 4.1 prescribes.
 
 Each point (a learning rate, or a combination from `sweep.space`) is tried on the training set
-without a dev split; the best on the dev split is trained on the whole training set, with several
-seeds, and tested. Trials and retrainings are two experiments of Ray Tune. Runs have stable names,
-so that a restarted sweep skips finished runs and continues the others.
+without a dev split. The best point on the dev split is trained on the full training set, with
+several seeds, and tested. Trials and retrainings are two experiments of Ray Tune. Runs have stable
+names, so a restarted sweep skips finished runs and resumes the others.
 
-If a recipe averages its weights, the accuracy of the averaged weights decides and is the result, as
-in the paper's Table 2.
+If a recipe averages weights, the accuracy of the averaged weights selects the point and is the
+result, as in the paper's Table 2.
 """
 
 import hashlib
@@ -70,7 +70,7 @@ logger = logging.getLogger(__name__)
 
 
 class Row(NamedTuple):
-    """A trial, and the point that it stands for."""
+    """A point, and the outcome of the trial at that point."""
 
     point: Point
     outcome: Outcome
@@ -78,12 +78,12 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class SweepResult:
-    """What was tried, what was selected, and the test accuracy of the retrained models.
+    """The trials, the selected point, and the test accuracy of the retrained models.
 
     Attributes:
-        rows: the trials, in the order of their points.
+        rows: the trials, in the order of the points.
         finals: the retrainings, one for each seed.
-        beside_paper: the test accuracy, its spread and label, and the paper's.
+        beside_paper: the test accuracy with spread and label, and the paper's.
         page: None while MLflow is away: `vit-ray report` can write it later.
     """
 
@@ -97,8 +97,8 @@ class SweepResult:
 
     @property
     def test_top1(self) -> list[float]:
-        """One for each seed; with averaged weights if the recipe averages."""
-        return [one.top1 for one in self.finals]
+        """For each seed; with averaged weights if the recipe averages."""
+        return [outcome.top1 for outcome in self.finals]
 
     @property
     def mean(self) -> float:
@@ -106,7 +106,7 @@ class SweepResult:
 
     @property
     def deviation(self) -> float:
-        """Standard deviation over seeds; 0 for a single one."""
+        """Standard deviation over seeds; 0 for a single seed."""
         return statistics.stdev(self.test_top1) if len(self.test_top1) > 1 else 0.0
 
 
@@ -115,8 +115,8 @@ class SweepPlan:
     """What a sweep is going to train.
 
     Attributes:
-        resolved: the recipe's own training, on the whole training set.
-        trials: one for each point.
+        resolved: the recipe's training, on the full training set.
+        trials: recipes, one for each point.
         steps: of each trial.
         split: as for `trial_recipe`.
     """
@@ -134,7 +134,6 @@ class SweepPlan:
 
     @property
     def seeds(self) -> list[int]:
-        """Of the retrainings."""
         return [self.recipe.seed + k for k in range(self.config.seeds)]
 
     @property
@@ -143,11 +142,11 @@ class SweepPlan:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a trial has a checkpoint, or had one."""
+        """Whether a trial has, or had, a checkpoint."""
         return any(locate(trial.run_folder).list_folders() for trial in self.trials)
 
     def work(self, tags: Mapping[str, str]) -> Work:
-        """What trains a trial or a retraining; `tags`: of each training."""
+        """The function that trains a trial or a retraining; `tags`: of each training."""
         rungs = rung_steps(self.config, max(self.steps))
         return partial(_train_point, self.recipe, self.split, rungs, tags)
 
@@ -160,17 +159,16 @@ def _train_point(
     config: dict[str, Any],
     context: Context,
 ) -> dict[str, Any]:
-    """Train at the point of a configuration: without the dev split, or if it has a seed, as
-    retrainings alone do, on all images.
-    """
+    """Train at a configuration's point: a retraining if there is a seed, else a trial."""
     point, seed = point_of(config, sweep_of(recipe)), config.get("seed")
     if seed is not None:
         final = final_recipe(recipe, point, seed)
         kind: Kind = "finetune" if final.init_from else "pretrain"
-        stage = {"vit_ray.sweep_stage": "finetune"}
-        return asdict(context.train(final, kind, {**stage, **tags}))
-    trial, stage = trial_recipe(recipe, point, split), {"vit_ray.sweep_stage": "sweep_trial"}
-    outcome = context.train(trial, "sweep_trial", {**stage, **tags}, rungs)
+        return asdict(context.train(final, kind, {"vit_ray.sweep_stage": "finetune", **tags}))
+    trial_tags = {"vit_ray.sweep_stage": "sweep_trial", **tags}
+    outcome = context.train(
+        trial_recipe(recipe, point, split), "sweep_trial", trial_tags, evaluate_at=rungs
+    )
     if outcome.state is TrialState.DIVERGED:
         text = f"{point_name(point)}: {outcome.error}"
         context.parent.record.event(EventKind.TRIAL_DIVERGED, text, 0)
@@ -178,7 +176,9 @@ def _train_point(
 
 
 def plan_sweep(recipe: Recipe, *, by_class: bool = True) -> SweepPlan:
-    """Check a sweep, a new one also for its weights, and split its training set; starts nothing.
+    """Check a sweep and split the training set; starts nothing.
+
+    The weights to start from are checked if the sweep is new.
 
     Args:
         by_class: as for `dev_split`.
@@ -193,7 +193,7 @@ def plan_sweep(recipe: Recipe, *, by_class: bool = True) -> SweepPlan:
         logger.warning("init_from is not set: the models of this sweep start from random weights")
     plan = SweepPlan(recipe, resolve_run(recipe), points, trials, [])
     is_new = not plan.has_begun
-    for point in points:  # on the whole training set, before that is split
+    for point in points:  # on the full training set, before it is split
         with errors_of_point(recipe, point):
             final = resolve_run(final_recipe(recipe, point, recipe.seed))
             check_head_is_trained(final.recipe, "sweep_trial")
@@ -204,9 +204,13 @@ def plan_sweep(recipe: Recipe, *, by_class: bool = True) -> SweepPlan:
                 )
             if is_new:
                 check_weights(PreparedRun("sweep_trial", final))
-    folder = locate(recipe.run_folder).child("dev-split").uri
-    train_set = require(recipe.data.train, "data.train", "a converted training set")
-    split = dev_split(train_set, folder, config.dev_fraction, config.seed, by_class=by_class)
+    split = dev_split(
+        require(recipe.data.train, "data.train", "a converted training set"),
+        locate(recipe.run_folder).child("dev-split").uri,
+        config.dev_fraction,
+        config.seed,
+        by_class=by_class,
+    )
     trials = [trial_recipe(recipe, point, split) for point in points]
     steps = []
     for point, trial in zip(points, trials, strict=True):
@@ -239,7 +243,7 @@ def run_sweep(recipe: Recipe) -> SweepResult | None:
 def open_sweep(
     plan: SweepPlan, under: OpenRun | None = None, tags: dict[str, str] | None = None
 ) -> AbstractContextManager[OpenParent]:
-    """The sweep's own run, and that of an earlier start with its finished trials.
+    """Open the sweep's parent run, or continue the run of an earlier start.
 
     Args:
         under: the study that the sweep is part of.
@@ -257,7 +261,7 @@ def sweep(
     trials: Callable[[], list[Row]],
     finals: Callable[[Point], list[Outcome]],
 ) -> SweepResult:
-    """Try and retrain under the sweep's own run, which records its selection and its results.
+    """Try and retrain under the sweep's parent run, which records the selection and the results.
 
     Args:
         trials: tries all points.
@@ -292,21 +296,20 @@ def sweep(
 def fine_tune(
     recipe: Recipe, context: Context, tags: Mapping[str, str], *, by_class: bool = True
 ) -> SweepResult:
-    """Fine-tune within the trial of a cell or a task: once, or over the recipe's sweep in turn.
+    """Fine-tune within the trial of a cell or a task: once, or the recipe's sweep one by one.
 
     Args:
         tags: of each training.
         by_class: as for `dev_split`.
 
     Raises:
-        RunFailedError: it failed, or each trial of it.
+        RunFailedError: the fine-tuning failed, or each trial of the sweep.
         ValueError: the recipe cannot work, or the weights do not exist.
     """
     if recipe.sweep is None:
         outcome = context.alone.train(recipe, "finetune", tags)
         if not outcome.is_measured:
-            missing = "its evaluation has no accuracy; set data.eval"
-            raise RunFailedError(outcome.error or missing)
+            raise RunFailedError(outcome.error or "its evaluation has no accuracy; set data.eval")
         return SweepResult([], {}, [outcome])
     plan = plan_sweep(recipe, by_class=by_class)
     with open_sweep(plan, context.parent, dict(tags)) as parent:
@@ -326,13 +329,16 @@ def fine_tune(
 
 
 def tune_trials(plan: SweepPlan, parent: OpenParent) -> list[Row]:
-    """The points' trials by Ray Tune, in their order; of a search as it has proposed them."""
+    """Run the trials by Ray Tune.
+
+    Returns:
+        Them in the order of the points; for `search=optuna` as Optuna has proposed points.
+    """
     config, points = plan.config, plan.points
     stage, has_memory = "trials", config.search == "optuna"
-    if has_memory:  # of this search alone
-        decides = config.model_dump(mode="json", exclude={"seeds"})
-        text = json.dumps(decides, sort_keys=True)
-        stage += f"-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    if has_memory:  # the memory is of one search: the folder's name depends on the settings
+        settings = json.dumps(config.model_dump(mode="json", exclude={"seeds"}), sort_keys=True)
+        stage += f"-{hashlib.sha256(settings.encode()).hexdigest()[:12]}"
     ended = run_trials(
         plan.work({}),
         parent,
@@ -351,18 +357,17 @@ def tune_trials(plan: SweepPlan, parent: OpenParent) -> list[Row]:
     ]
     if has_memory:
         return rows + [Row({}, ended.lost)] * ended.num_lost
-    known = {point_name(row.point): row for row in rows}
-    return [known.get(point_name(point), Row(point, ended.lost)) for point in points]
+    by_name = {point_name(row.point): row for row in rows}
+    return [by_name.get(point_name(point), Row(point, ended.lost)) for point in points]
 
 
 def tune_finals(plan: SweepPlan, parent: OpenParent, point: Point) -> list[Outcome]:
-    """The retrainings at a point by Ray Tune, one for each seed."""
-    recipes = [final_recipe(plan.recipe, point, seed) for seed in plan.seeds]
+    """Run the retrainings at a point by Ray Tune, one for each seed."""
     ended = run_trials(
         plan.work({}),
         parent,
         "retrainings",
-        recipes,
+        [final_recipe(plan.recipe, point, seed) for seed in plan.seeds],
         space={**trial_config(point), "seed": tune.grid_search(plan.seeds)},
         max_concurrent=plan.config.max_concurrent,
     )
@@ -396,7 +401,7 @@ def _scheduler(config: SweepConfig, max_steps: int) -> ASHAScheduler | None:
 
 
 def best_row(rows: list[Row]) -> Row:
-    """The trial with the highest accuracy of those that reached their end; of equal ones the first.
+    """The finished trial with the highest accuracy; of several, the first.
 
     Raises:
         RunFailedError: no trial was evaluated at its end.
@@ -410,13 +415,13 @@ def best_row(rows: list[Row]) -> Row:
 
 
 def sweep_metrics(outcome: SweepResult, metric: str) -> dict[str, float]:
-    """What the sweep's own run records; `metric`: name of the accuracy in its child runs."""
+    """What the sweep's parent run records; `metric`: name of the accuracy in child runs."""
     chosen = {
         f"{SWEEP_GROUP}{key.rpartition('.')[2]}": float(value)
         for key, value in outcome.best.items()
         if isinstance(value, (int, float)) and not isinstance(value, bool)
     }
-    # MLflow's pages show them in this order; with averaging, `metric` is another one.
-    last = [one.metrics[EVAL_TOP1] for one in outcome.finals if EVAL_TOP1 in one.metrics]
+    # MLflow's pages show metrics in this order; with averaging, `metric` is not EVAL_TOP1.
+    last = [final.metrics[EVAL_TOP1] for final in outcome.finals if EVAL_TOP1 in final.metrics]
     first = {EVAL_TOP1: statistics.fmean(last)} if last else {}
     return {**first, metric: outcome.mean, f"{metric}_std": outcome.deviation, **chosen}

@@ -1,7 +1,7 @@
-"""Trainings as trials of Ray Tune, and the run of a sweep or study whose child runs they are.
+"""Trainings as trials of Ray Tune, and the parent run of a sweep or study.
 
-A trial is a training in a thread of its own process. The training continues from its own
-checkpoints and returns at once if it has finished, so Tune keeps no checkpoints: a trial that
+A trial is a process with a thread that trains. A training resumes from the newest checkpoint of the
+run folder, and returns at once if it has finished. So Tune keeps no checkpoints, and a trial that
 starts again repeats nothing.
 """
 
@@ -41,18 +41,18 @@ from vit_ray.tracking.store_requests import redact_uri
 if TYPE_CHECKING:
     from vit_ray.report.page import Written
 
+# Key of the deciding accuracy in a trial's results: with averaged weights if the recipe averages.
 METRIC: Final = "top1"
-"""Decides: the accuracy with averaged weights if the recipe averages."""
 STEP: Final = "step"
+# Restarts of a trial whose process dies; each continues from the newest checkpoint.
 MOST_RESTARTS: Final = 3
-"""Restarts of a trial whose process dies; each continues from the newest checkpoint."""
+# Key in a trial's last result: the training was stopped on request, and has ended.
 STOPPED: Final = "stopped"
-"""In a trial's last result: its training was stopped on request, and has ended."""
+# Time between two steps of a trial whose training was stopped, until Tune ends the trial.
 STOPPED_S: Final = 1.0
-"""Time between two steps of a trial whose training was stopped, until Tune ends the trial."""
 STOPPED_EARLY: Final = "stopped early: other trials are better on the dev split"
+# Longest wait until MLflow has the metrics that the page shows.
 FLUSH_S: Final = 20.0
-"""Longest wait until MLflow has the metrics that the page shows."""
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +63,8 @@ class Outcome:
 
     Attributes:
         top1: with averaged weights if the recipe averages; NaN if there is none.
-        checkpoint: folder of its last one.
-        was_finished: it had ended before; nothing was trained.
+        checkpoint: folder of the last checkpoint.
+        was_finished: the training had finished at an earlier start; nothing was trained now.
     """
 
     state: TrialState
@@ -78,24 +78,24 @@ class Outcome:
 
     @property
     def is_measured(self) -> bool:
-        """Whether it reached its end, and has an accuracy to compare."""
+        """Whether the training reached its end, and has an accuracy to compare."""
         return self.state is TrialState.FINISHED and not math.isnan(self.top1)
 
     @property
     def first_line(self) -> str:
-        """Of its error; empty if there is none."""
+        """First line of the error; empty if there is none."""
         return self.error.partition("\n")[0]
 
     @classmethod
     def of_result(cls, result: Mapping[str, Any]) -> "Outcome":
-        """Of the last result of a trial; Tune has stopped a trial that did not report its end."""
-        known = {one.name: result[one.name] for one in fields(cls) if one.name in result}
-        return cls(**known | {"state": TrialState(result.get("state", TrialState.STOPPED_EARLY))})
+        """From the last result of a trial; one without a state was stopped by Tune."""
+        values = {f.name: result[f.name] for f in fields(cls) if f.name in result}
+        return cls(**values | {"state": TrialState(result.get("state", TrialState.STOPPED_EARLY))})
 
 
 @dataclass(frozen=True)
 class OpenParent:
-    """The open run of a sweep or study, whose trainings are child runs."""
+    """The open run of a sweep or study; its trainings are child runs."""
 
     recipe: Recipe
     run: OpenRun
@@ -109,12 +109,12 @@ class OpenParent:
 
 @dataclass(frozen=True)
 class Context:
-    """What a trial's training is given by its trial.
+    """What a trial gives the training in its thread.
 
     Attributes:
         parent: the sweep's or study's run.
         stop: set when the trial ends: the training writes a checkpoint and ends.
-        report: takes step and deciding metric of an evaluation before the end.
+        report: called with step and deciding metric of each evaluation before the end.
     """
 
     parent: OpenRun
@@ -123,7 +123,7 @@ class Context:
 
     @property
     def alone(self) -> "Context":
-        """For a training whose evaluations do not stand for the trial."""
+        """For a training whose evaluations are not reported to Tune."""
         return Context(self.parent, self.stop)
 
     def train(
@@ -133,10 +133,10 @@ class Context:
         tags: Mapping[str, str] | None = None,
         evaluate_at: tuple[int, ...] = (),
     ) -> Outcome:
-        """Train a child run to its end; a failure is an outcome.
+        """Train a child run to the end; a failure is an outcome.
 
         Raises:
-            RunStoppedError: it was stopped before its end.
+            RunStoppedError: the training was stopped before the end.
         """
         if self.stop.is_set() or self.parent.record.stop_reason():
             raise RunStoppedError("stopped on request")
@@ -144,10 +144,13 @@ class Context:
         def note(step: int, metrics: Mapping[str, float]) -> None:
             self.report(step, metrics.get(deciding_metric(recipe), math.nan))
 
-        following = Following(self.stop, note, evaluate_at, STOPPED_EARLY)
         try:
             result = train(
-                recipe, kind=kind, tags=dict(tags or {}), parent=self.parent, following=following
+                recipe,
+                kind=kind,
+                tags=dict(tags or {}),
+                parent=self.parent,
+                following=Following(self.stop, note, evaluate_at, STOPPED_EARLY),
             )
         except RunStoppedError:
             raise
@@ -169,25 +172,25 @@ class Context:
 
 
 def deciding_metric(recipe: Recipe) -> str:
-    """The accuracy that selects a point and is the result."""
+    """Name of the accuracy that selects a point and is the result."""
     return EVAL_AVERAGED_TOP1 if recipe.train.averaging else EVAL_TOP1
 
 
+# Trains what a trial's configuration names, and returns the trial's last result.
 Work = Callable[[dict[str, Any], Context], dict[str, Any]]
-"""Trains what a trial's configuration names, and returns the trial's last result."""
 
 
 class Trial(tune.Trainable):
-    """A small driver: its thread trains, its steps are evaluations, its end is a checkpoint.
+    """A small driver: a thread trains, each step waits for an evaluation, the end is a checkpoint.
 
-    A function that Tune runs would be killed in the middle, with its workers' places kept. Its
+    Tune would kill a trainable function in the middle, and leave its placement groups reserved. The
     process may be used again for another trial, which saves the start of a process.
     """
 
     def setup(  # type: ignore[override]
         self, config: dict[str, Any], work: Work, parent: OpenRun, is_private: bool
     ) -> None:
-        """`is_private`: only this driver uses the cluster."""
+        """`is_private`: no other driver uses the cluster."""
         if is_private:
             mark_private()
         self._work, self._parent = work, parent
@@ -200,18 +203,19 @@ class Trial(tune.Trainable):
     def step(self) -> dict[str, Any]:
         """Step and deciding metric of the next evaluation, or the last result.
 
-        The first starts to train: Tune does not start a trial again whose process dies while it is
-        reset. A trial that was stopped on request repeats its last result, as `STOPPED`: Tune must
-        not take it for ended.
+        The first call starts the training. `reset_config` does not, because Tune does not restart a
+        trial whose process dies during a reset. A trial that was stopped on request repeats the
+        last result, marked `STOPPED`, so that Tune does not take the trial for ended.
         """
         if self._thread is None:
             self._warnings.clear()
             self._reports: queue.Queue[dict[str, Any] | Exception | None] = queue.Queue()
             self._last: dict[str, Any] = {STEP: 0, METRIC: math.nan}
             self._stop = threading.Event()
-            put = self._reports.put
             context = Context(
-                self._parent, self._stop, lambda step, top1: put({STEP: step, METRIC: top1})
+                self._parent,
+                self._stop,
+                lambda step, top1: self._reports.put({STEP: step, METRIC: top1}),
             )
             self._thread = threading.Thread(target=self._train, args=(context,))
             self._thread.start()
@@ -227,7 +231,7 @@ class Trial(tune.Trainable):
         return dict(self._last)
 
     def cleanup(self) -> None:
-        """Ask the training for a checkpoint, and wait for its end."""
+        """Stop the training, which writes a checkpoint, and wait for the end of the thread."""
         if self._thread is not None:
             self._stop.set()
             # no limit: Tune kills the process after 600 s, or 10 s at the end of its loop.
@@ -251,18 +255,18 @@ class Trial(tune.Trainable):
 class EndOnRequest(tune.Callback):
     """Ends Tune's loop in order when the driver was asked to stop.
 
-    Tune then writes its state before it ends its trials, so that they are unfinished in it. By the
-    signal of which Tune knows: its own handler for Ctrl-C would not hear SIGTERM and SIGHUP. It
-    then leaves a trial 10 s, too few for a checkpoint: every running training hears of the request
-    itself, and has ended before. One that hangs ends by `train.step_timeout_s`; one that ASHA has
-    just stopped has the 10 s.
+    SIGUSR1 makes Tune write its state before it ends the trials, so they are unfinished in that
+    state. (Tune's handler for Ctrl-C would not react to SIGTERM and SIGHUP.) Tune then gives each
+    trial 10 s, too few for a checkpoint. So the signal is raised only after every running training
+    has ended; trainings see the request themselves. `train.step_timeout_s` ends a training that
+    hangs; a trial that ASHA has just stopped has the 10 s.
     """
 
-    # Of this process: Tune keeps copies of its callbacks on disk.
+    # On the class, for this process: Tune keeps copies of callbacks on disk.
     is_requested: ClassVar[threading.Event] = threading.Event()
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        trial.last_result.pop(STOPPED, None)  # of an earlier driver, or of a process that died
+        trial.last_result.pop(STOPPED, None)  # from an earlier driver, or a process that died
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
         if self.is_requested.is_set() and callable(signal.getsignal(signal.SIGUSR1)):
@@ -275,9 +279,8 @@ class Ended(NamedTuple):
     """What the trials of an experiment have reported.
 
     Attributes:
-        results: the last result of each trial that has not ended with an error, with its
-            configuration.
-        lost: stands for each of the others.
+        results: the last result of each trial without an error, with the trial's configuration.
+        lost: the outcome of each of the `num_lost` other trials.
     """
 
     results: Sequence[Mapping[str, Any]]
@@ -286,9 +289,9 @@ class Ended(NamedTuple):
 
     @classmethod
     def of_grid(cls, grid: tune.ResultGrid) -> "Ended":
-        """Of Tune's results; logs the warnings and errors of the trials."""
-        ended = [grid[place] for place in range(len(grid))]
-        reported = [result.metrics for result in ended if result.error is None]
+        """From Tune's results; logs the warnings and errors of the trials."""
+        trials = [grid[index] for index in range(len(grid))]
+        reported = [trial.metrics for trial in trials if trial.error is None]
         results = [metrics for metrics in reported if metrics and "config" in metrics]
         for metrics in results:
             for text in filter(None, metrics.get("warnings", "").split("\n")):
@@ -301,11 +304,11 @@ class Ended(NamedTuple):
         for text in errors:
             logger.warning("%s: %s", died, text)
         lost = Outcome(TrialState.FAILED, error="; ".join([died, *dict.fromkeys(errors)]))
-        return cls(results, lost, len(ended) - len(results))
+        return cls(results, lost, len(trials) - len(results))
 
     def by(self, key: str) -> dict[Any, Outcome]:
         """Outcomes by a key of the configurations."""
-        return {one["config"][key]: Outcome.of_result(one) for one in self.results}
+        return {result["config"][key]: Outcome.of_result(result) for result in self.results}
 
 
 def run_trials(
@@ -328,8 +331,8 @@ def run_trials(
         recipes: what the trials train.
         space: `param_space` of the trials.
         max_concurrent: unset = as many as fit.
-        has_memory: the searcher learns: it continues from what an interrupted driver has left in
-            the folder.
+        has_memory: the searcher learns from trials, so the state that an interrupted driver has
+            left in the folder is restored.
 
     Raises:
         RunStoppedError: the driver was asked to stop; each training that had begun has written a
@@ -337,15 +340,16 @@ def run_trials(
     """
     os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
-    # On the driver's node, because trials write its files; workers have their own places.
-    place = f"node:{ray.util.get_node_ip_address()}"  # type: ignore[no-untyped-call]
+    # On the driver's node, because trials write its files; workers have their own resources.
+    driver_node = f"node:{ray.util.get_node_ip_address()}"  # type: ignore[no-untyped-call]
     is_private = parent.cluster.is_private
-    given = tune.with_parameters(Trial, work=work, parent=parent.run, is_private=is_private)
-    trainable = tune.with_resources(given, {"CPU": 0, place: 0.001})
-    recipe, files = parent.recipe, None
+    trainable = tune.with_resources(
+        tune.with_parameters(Trial, work=work, parent=parent.run, is_private=is_private),
+        {"CPU": 0, driver_node: 0.001},
+    )
+    recipe = parent.recipe
     folder = locate(recipe.output).child("tune").child(f"{recipe.name}-{stage}")
-    if not folder.is_local:
-        files = PyFileSystem(FSSpecHandler(folder.filesystem))
+    files = None if folder.is_local else PyFileSystem(FSSpecHandler(folder.filesystem))
     if has_memory and tune.Tuner.can_restore(folder.path, storage_filesystem=files):
         tuner = tune.Tuner.restore(
             folder.path, trainable, restart_errored=True, storage_filesystem=files
@@ -381,7 +385,7 @@ def run_trials(
 
 
 def num_fitting(recipes: Iterable[Recipe], cluster: ClusterShape) -> int:
-    """How many of the trainings fit together on the nodes that are up, whichever they are.
+    """How many of the trainings fit on the nodes that are up, whichever trainings they are.
 
     So worker groups that are half started never wait for each other.
     """
@@ -393,8 +397,8 @@ def num_fitting(recipes: Iterable[Recipe], cluster: ClusterShape) -> int:
         cpus.append(size * recipe.workers.cpus_per_worker + recipe.data.cpus_per_task)
 
     def fits(count: int) -> bool:
-        most_gpus, most_cpus = (sum(sorted(one, reverse=True)[:count]) for one in (gpus, cpus))
-        return most_gpus <= cluster.num_gpus and most_cpus <= cluster.num_cpus
+        max_gpus, max_cpus = (sum(sorted(need, reverse=True)[:count]) for need in (gpus, cpus))
+        return max_gpus <= cluster.num_gpus and max_cpus <= cluster.num_cpus
 
     return max(filter(fits, range(1, len(gpus) + 1)), default=1)
 
@@ -412,30 +416,30 @@ def open_parent(
     tags: dict[str, str] | None = None,
     varied: Collection[str] = (),
 ) -> Iterator[OpenParent]:
-    """Inside this block hold a parent run's folder, record it, and show its children's progress.
+    """Lock a parent run's folder, record the run, and show its children's progress, in this block.
 
     Args:
-        resolved: describes the run: the recipe's own training, or the first of a grid.
-        total_steps: of all its children.
-        continues: some of its children have begun at an earlier start, whose run it continues.
-        trainings: all that may run under it; unset = like the recipe's own.
-        under: the study that this run is part of, which has checked its files; it shows this run's
-            progress, and forwards signals.
+        resolved: describes the run: the recipe's training, or the first of a grid.
+        total_steps: of all children.
+        continues: some children have begun at an earlier start, whose run is continued.
+        trainings: all that may be children; unset = trainings like the recipe's.
+        under: the study that this run is part of. The study has checked the cluster and the files,
+            shows the progress and forwards signals.
         tags: of the run, in addition to those that every run has.
         varied: as for `open_record`.
 
     Raises:
-        ValueError: the cluster cannot hold the workers of a training, nodes do not see its files,
-            or another process holds the folder; nothing was started.
+        ValueError: the cluster cannot hold the workers of a training, nodes do not see the files of
+            a training, or another process holds the folder; nothing was started.
     """
     cluster = connect(recipe, *trainings)
     if under is None:
-        for training in trainings or (recipe,):
-            is_own = training.workers == recipe.workers
-            with contextlib.nullcontext() if is_own else errors_of(training.name):
-                check_cluster(training, cluster)
-        read = {path: None for one in trainings or (recipe,) for path in paths_of(one)}
-        check_shared(cluster, read)
+        children = trainings or (recipe,)
+        for child in children:
+            has_same_workers = child.workers == recipe.workers
+            with contextlib.nullcontext() if has_same_workers else errors_of(child.name):
+                check_cluster(child, cluster)
+        check_shared(cluster, {path: None for child in children for path in paths_of(child)})
         if not cluster.is_private:  # or they would end with the trial that needs them first
             start_data_actors()
     EndOnRequest.is_requested.clear()
@@ -456,8 +460,9 @@ def open_parent(
 
 
 def page_of(parent: OpenParent) -> "Written | None":
-    """Write the page at the end of a long job, and keep it with the parent run; None while MLflow
-    is away: the job must not fail because of it, nor because of what draws the page.
+    """Write the page at the end of a long job, and store it with the parent run.
+
+    None if MLflow has no run yet, or, with a warning, after an error: a page must not fail the job.
     """
     recipe = parent.recipe
     try:

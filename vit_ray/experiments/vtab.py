@@ -1,8 +1,8 @@
 """VTAB-1k: every task fine-tuned with one recipe, group means, and the paper's row next to ours.
 
 Section 4.1, Table 4 and Table 9 of the paper. Tasks run under one parent run and have stable names,
-so that repeating a command continues. A task without data, or that failed, is a row like the
-others; a mean is shown only if all tasks of the paper's mean have an accuracy.
+so that a repeated command resumes. A task without data, or that failed, stays in the table, with
+the reason; a mean is shown only if all tasks of the paper's mean have an accuracy.
 """
 
 import math
@@ -40,28 +40,28 @@ from vit_ray.outcomes import EventKind
 from vit_ray.paper import TABLE_9, VTAB_TASKS
 from vit_ray.storage import locate
 
+# Images of each task's training set in VTAB-1k: 800 and 200.
 NUM_IMAGES: Final = 1000
-"""Images of each task's training set in VTAB-1k: 800 and 200."""
+# Model and `paper.pretraining` of each column of the paper's Table 9.
 PAPER_MODELS: Final = (
     ("ViT-H/14", "jft300m"), ("ViT-L/16", "jft300m"), ("ViT-L/16", "imagenet21k"),
 )  # fmt: skip
-"""Model and `paper.pretraining` of each column of the paper's Table 9."""
+# Tasks of each mean of the paper's Table 9.
 MEANS: Final = {
     "natural": VTAB_TASKS[:7],
     "specialized": VTAB_TASKS[7:11],
     "structured": VTAB_TASKS[11:],
     "mean": VTAB_TASKS,
 }
-"""Tasks of each mean of the paper's Table 9."""
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """One row.
+    """The result of a task.
 
     Attributes:
         top1: on the task's test set, with averaged weights if the recipe averages.
-        num_images: of its training set, 1,000 in VTAB-1k; None if there are no data.
+        num_images: of the training set, 1,000 in VTAB-1k; None if there are no data.
         error: why there is no accuracy; empty if there is one.
         deviation: over seeds; None for a single run.
         chosen: the point that a sweep of the task has selected.
@@ -78,7 +78,7 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class VtabResult:
-    """Every task of the recipe, in its order, the table of them, and the page that shows them.
+    """Every task in the order of the recipe, their table, and the page that shows them.
 
     Attributes:
         page: None while MLflow is away: `vit-ray report` can write it later.
@@ -111,39 +111,39 @@ def vtab_of(recipe: Recipe) -> VtabConfig:
 def task_recipe(recipe: Recipe, task: VtabTask) -> Recipe:
     """Fine-tune on one task, and evaluate on its test set."""
     folder = f"{vtab_of(recipe).data.rstrip('/')}/{task.name}"
-    augment = {"flip": recipe.data.augment.flip and task.flip}
+    augment = recipe.data.augment.model_dump(mode="json")
+    augment["flip"] = recipe.data.augment.flip and task.flip
     if not task.crop:
-        augment["kind"] = "resize"  # type: ignore[assignment]
-    whole = recipe.data.augment.model_dump(mode="json") | augment
+        augment["kind"] = "resize"
     return recipe.with_changes(
         name=f"{recipe.name}-{task.name}",
-        data={"train": f"{folder}/train", "eval": f"{folder}/test", "augment": whole},
+        data={"train": f"{folder}/train", "eval": f"{folder}/test", "augment": augment},
         vtab=None,
         **({} if vtab_of(recipe).sweep_each else {"sweep": None}),
     )
 
 
 def with_data(recipes: Mapping[str, Recipe]) -> dict[str, Recipe]:
-    """Those whose two sets are there.
+    """The recipes whose training set and test set exist.
 
     Raises:
-        ValueError: there are none.
+        ValueError: no recipe has both.
     """
-    there = {
-        name: one
-        for name, one in recipes.items()
+    existing = {
+        name: recipe
+        for name, recipe in recipes.items()
         if all(
             locate(str(path)).child(MANIFEST_FILE).exists()
-            for path in (one.data.train, one.data.eval)
+            for path in (recipe.data.train, recipe.data.eval)
         )
     }
-    if not there:
+    if not existing:
         first = next(iter(recipes.values())).data
         raise ValueError(
             "vtab.data: no task has its data; the first would need the converted sets "
             f"{first.train} and {first.eval}"
         )
-    return there
+    return existing
 
 
 def run_vtab(recipe: Recipe) -> VtabResult | None:
@@ -153,42 +153,45 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
         ValueError: no task has data, or the recipe cannot work; nothing was started.
     """
     recipe = recipe.with_absolute_paths()
-    tasks = vtab_of(recipe).tasks
-    recipes = {task.name: task_recipe(recipe, task) for task in tasks}
-    has_begun = any(locate(one.run_folder).list_folders() for one in recipes.values())
-    resolved, steps, trainings = dict[str, ResolvedRun](), 0, list[Recipe]()
-    for one in recipes.values():
-        check_in_turn(one, f"vtab: {one.name}")
-    for name, one in with_data(recipes).items():
-        if one.sweep is None:
-            resolved[name] = resolve_run(one)
-            steps += resolved[name].total_steps
-            trainings.append(one)
-            if newest_checkpoint(locate(one.run_folder)) is None:
-                check_weights(PreparedRun("finetune", resolved[name]))
+    recipes = {task.name: task_recipe(recipe, task) for task in vtab_of(recipe).tasks}
+    has_begun = any(locate(tuning.run_folder).list_folders() for tuning in recipes.values())
+    resolved_runs, steps, trainings = dict[str, ResolvedRun](), 0, list[Recipe]()
+    for tuning in recipes.values():
+        check_in_turn(tuning, f"vtab: {tuning.name}")
+    for name, tuning in with_data(recipes).items():
+        if tuning.sweep is None:
+            resolved_runs[name] = resolve_run(tuning)
+            steps += resolved_runs[name].total_steps
+            trainings.append(tuning)
+            if newest_checkpoint(locate(tuning.run_folder)) is None:
+                check_weights(PreparedRun("finetune", resolved_runs[name]))
         else:
             # 200 images cannot include all of Sun397's classes.
-            plan = plan_sweep(one, by_class=False)
-            resolved[name] = plan.resolved
+            plan = plan_sweep(tuning, by_class=False)
+            resolved_runs[name] = plan.resolved
             steps += plan.total_steps
             trainings += plan.trials
-    shown = next(iter(resolved.values()))
+    first = next(iter(resolved_runs.values()))
     try:
-        # Its own parent run continues, with the finished tasks under it.
+        # At a restart the parent run continues, with the finished tasks under it.
         with open_parent(
-            recipe, "vtab", shown, steps, continues=has_begun, trainings=trainings
+            recipe, "vtab", first, steps, continues=has_begun, trainings=trainings
         ) as parent:
-            rows, record = _run_tasks(recipe, resolved, parent), parent.run.record
+            rows, record = _run_tasks(recipe, resolved_runs, parent), parent.run.record
             record.results(0, vtab_metrics(rows))
             tops = [row.top1 for row in rows if row.top1 is not None]
             mean = f"; their mean is {statistics.fmean(tops):.2%}" if tops else ""
             sentence = f"Of {len(rows)} tasks, {len(tops)} have an accuracy{mean}"
-            record.tag(NOTE, description(recipe, shown, record.command, sentence))
-            is_papers = (recipe.model.name, recipe.paper.pretraining) in PAPER_MODELS
-            table = vtab_table(rows, is_papers)
+            record.tag(NOTE, description(recipe, first, record.command, sentence))
+            is_papers_model = (recipe.model.name, recipe.paper.pretraining) in PAPER_MODELS
             written = page_of(parent)
-            page = written.page if written else None
-            outcome = VtabResult(rows, table, parent.run_id, page, record.hint())
+            outcome = VtabResult(
+                rows,
+                vtab_table(rows, is_papers_model),
+                parent.run_id,
+                written.page if written else None,
+                record.hint(),
+            )
             parent.run.is_complete = outcome.is_complete
             return outcome
     except RunStoppedError:
@@ -196,21 +199,21 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
 
 
 def _run_tasks(
-    recipe: Recipe, resolved: Mapping[str, ResolvedRun], parent: OpenParent
+    recipe: Recipe, resolved_runs: Mapping[str, ResolvedRun], parent: OpenParent
 ) -> list[TaskResult]:
     tasks = {task.name: task for task in vtab_of(recipe).tasks}
     ended = run_trials(
         partial(_fine_tune, recipe, tasks),
         parent,
         "tasks",
-        [one.recipe for one in resolved.values()],
-        space={"task": tune.grid_search(list(resolved))},
+        [resolved.recipe for resolved in resolved_runs.values()],
+        space={"task": tune.grid_search(list(resolved_runs))},
     )
-    fields = {one["config"]["task"]: one["row"] for one in ended.results}
+    fields = {result["config"]["task"]: result["row"] for result in ended.results}
     lost = {"error": f"failed: {ended.lost.first_line}"}
     return [
-        TaskResult(task, num_images=resolved[name].num_images, **fields.get(name, lost))
-        if name in resolved
+        TaskResult(task, num_images=resolved_runs[name].num_images, **fields.get(name, lost))
+        if name in resolved_runs
         else TaskResult(task, error="absent: no converted data")
         for name, task in tasks.items()
     ]
@@ -219,9 +222,7 @@ def _run_tasks(
 def _fine_tune(
     recipe: Recipe, tasks: Mapping[str, VtabTask], config: dict[str, Any], context: Context
 ) -> dict[str, Any]:
-    """Train a task, by the protocol's two stages if `sweep_each`: a point is selected on 200
-    images, and trained on all of them.
-    """
+    # With `sweep_each` in the protocol's two stages: select a point on 200 images, train on all.
     task = tasks[config["task"]]
     tags = {"vit_ray.vtab_task": task.name, "vit_ray.vtab_group": task.group}
     try:
@@ -242,18 +243,20 @@ def _fine_tune(
 
 
 def rows_of_means(rows: Sequence[TaskResult]) -> dict[str, list[TaskResult]]:
-    """The rows of each of the paper's means of which every task has an accuracy."""
-    known = {row.task.name: row for row in rows if row.top1 is not None}
+    """The rows of each of the paper's means whose tasks all have an accuracy."""
+    measured = {row.task.name: row for row in rows if row.top1 is not None}
     return {
-        mean: [known[name] for name in names]
+        mean: [measured[name] for name in names]
         for mean, names in MEANS.items()
-        if known.keys() >= set(names)
+        if measured.keys() >= set(names)
     }
 
 
 def vtab_metrics(rows: Sequence[TaskResult]) -> dict[str, float]:
-    """What the parent run records: the mean first, if every task has an accuracy; accuracy of
-    each task, and the complete means of the paper.
+    """What the parent run records.
+
+    The mean over tasks comes first, if every task has an accuracy; then the accuracy of each task,
+    and those means of the paper whose tasks all have one.
     """
     tops = {row.task.name: row.top1 for row in rows if row.top1 is not None}
     means = {
@@ -277,19 +280,19 @@ def vtab_table(rows: Sequence[TaskResult], is_papers_model: bool) -> Rows:
     table: Rows = []
     for name, group, is_mean in groups:
         tops = [row.top1 for row in group if row.top1 is not None]
-        known = [row for row in group if row.task.name in VTAB_TASKS]
+        in_vtab = [row for row in group if row.task.name in VTAB_TASKS]
         label = "proxy"
         if len(tops) < len(group):
             label = ""
-        elif is_papers_model and [row.num_images for row in known] == [NUM_IMAGES] * len(group):
+        elif is_papers_model and [row.num_images for row in in_vtab] == [NUM_IMAGES] * len(group):
             label = "data"
         line: dict[str, Any] = {
             "task": name, "group": "", "images": "",
             "ours, top-1 %": in_percent(statistics.fmean(tops) if tops else None),
         }  # fmt: skip
         for model, values in TABLE_9.items():
-            papers = [values[VTAB_TASKS.index(row.task.name)] for row in known]
-            line[f"paper: {model} %"] = statistics.fmean(papers) if papers else None
+            paper_tops = [values[VTAB_TASKS.index(row.task.name)] for row in in_vtab]
+            line[f"paper: {model} %"] = statistics.fmean(paper_tops) if paper_tops else None
         line |= {"deviation %": "", "chosen": "", "label": label, "note": ""}
         if not is_mean:
             (row,) = group

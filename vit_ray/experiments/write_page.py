@@ -17,31 +17,31 @@ DOTS_PER_INCH: Final = 150
 
 
 def write_page(recipe: Recipe, run_id: str | None) -> Written:
-    """The page of a run with its children, or of the whole experiment.
+    """The page of a run with its children; without `run_id`, of the experiment.
 
     Raises:
         ValueError: MLflow has no such runs.
     """
-    selection = run_id or recipe.tracking.experiment
     uri = absolute_uri(recipe.tracking.uri)
     page = metrics_log_path(recipe.run_folder).with_name("report.html")
     opening = f"Recipe, events and files of each run are in MLflow: {page_hint(uri)}"
-    return write_report(uri, selection, page, opening)
+    return write_report(uri, run_id or recipe.tracking.experiment, page, opening)
 
 
 def keep_page(client: MlflowClient, run_id: str, written: Written, folder: str = "") -> None:
-    """Keep a page with a run: the file, its figures as pictures, its tables for MLflow's pages."""
+    """Store a page with a run in MLflow: the file, the figures as PNG, the tables as JSON."""
     client.log_artifact(run_id, str(written.page), folder or None)
-    place = str(client.get_run(run_id).info.artifact_uri)
-    files = get_artifact_repository(place, client.tracking_uri)  # which the server's files need
+    uri = str(client.get_run(run_id).info.artifact_uri)
+    artifacts = get_artifact_repository(uri, client.tracking_uri)
     for caption, figure in written.figures.items():
-        place = os.path.join(folder, "figures", f"{_file_name(caption)}.png")
-        client.log_figure(run_id, figure, place, save_kwargs={"dpi": DOTS_PER_INCH})
+        path = os.path.join(folder, "figures", f"{_file_name(caption)}.png")
+        client.log_figure(run_id, figure, path, save_kwargs={"dpi": DOTS_PER_INCH})
     for caption, table in written.tables.items():
-        place = os.path.join(folder, "tables", f"{_file_name(caption)}.json")
+        path = os.path.join(folder, "tables", f"{_file_name(caption)}.json")
+        # `log_table` would append rows to an earlier table.
         with contextlib.suppress(Exception):  # there is none yet, or the store cannot delete
-            files.delete_artifacts(place)  # type: ignore[no-untyped-call]  # log_table would append its rows
-        client.log_table(run_id, table.reset_index(), place)
+            artifacts.delete_artifacts(path)  # type: ignore[no-untyped-call]
+        client.log_table(run_id, table.reset_index(), path)
 
 
 def _file_name(caption: str) -> str:

@@ -1,4 +1,4 @@
-"""Checks of a run against the cluster: it has room for the workers, and its nodes see the files."""
+"""Checks of a run against the cluster: room for the workers, and files that all nodes see."""
 
 import contextlib
 import json
@@ -14,78 +14,73 @@ from vit_ray.config import Recipe
 from vit_ray.launch.connection import ClusterShape
 from vit_ray.storage import locate
 
-ANSWER_LIMIT_S: Final = 20.0
-"""A node that has not answered by then, such as one that is still unpacking the job's environment,
-is taken for one that sees everything: its workers look again when they start."""
-# Most nodes that an error names.
-_NAMED: Final = 8
+# A node without an answer by then, for example while it unpacks the job's environment, passes the
+# check: its workers check again when they start.
+_ANSWER_LIMIT_S: Final = 20.0
+# Of nodes in an error.
+_MAX_LISTED: Final = 8
 
 
 def check_cluster(recipe: Recipe, cluster: ClusterShape) -> bool:
     """Check that a run may start on the cluster; returns whether its workers get GPUs.
 
-    A cluster that others run may grow: there the worker group waits for its place. One that this
-    command has started stays as it is.
+    Only a cluster that this command has started must have room now. Any other cluster may grow, so
+    the worker group waits there.
 
     Raises:
-        ValueError: as `check_room` for a cluster of this command's own; or nothing shows whether
-            the workers of a cluster that is still empty get GPUs.
+        ValueError: as `check_room` for a private cluster; or, with workers.use_gpu=auto, an empty
+            cluster does not show whether workers will get GPUs.
     """
     if cluster.is_private:
         return check_room(recipe, cluster)
     workers = recipe.workers
     if workers.use_gpu != "auto":
         return workers.use_gpu
-    found = cluster.matching(workers.label_selector)
-    if not found.num_cpus and not found.num_gpus:
+    matching = cluster.matching(workers.label_selector)
+    if not matching.num_cpus and not matching.num_gpus:
         raise ValueError(
             "workers.use_gpu=auto: no node that can hold workers is up, and whether those that "
-            f"come will have GPUs is not known ({found}); set workers.use_gpu=true, or false to "
+            f"come will have GPUs is not known ({matching}); set workers.use_gpu=true, or false to "
             "train on CPUs"
         )
-    return found.num_gpus > 0
+    return matching.num_gpus > 0
 
 
 def check_room(recipe: Recipe, cluster: ClusterShape) -> bool:
-    """Check that the cluster as it is can hold the workers and still feed them; returns whether
-    workers get GPUs.
+    """Check that the present cluster has room for workers and reading; returns whether workers get
+    GPUs.
 
     Raises:
-        ValueError: the recipe asks for more GPUs or CPUs than there are on nodes with its labels.
+        ValueError: the recipe needs more GPUs or CPUs than the nodes with its labels have.
     """
-    workers, least = recipe.workers, recipe.group_sizes[0]
+    workers, min_workers = recipe.workers, recipe.group_sizes[0]
     reading = _matching("data", recipe.data.label_selector, cluster)
     cluster = _matching("workers", workers.label_selector, cluster)
     both = cluster.matching(recipe.data.label_selector)
     use_gpu = cluster.num_gpus > 0 if workers.use_gpu == "auto" else workers.use_gpu
-    if use_gpu and cluster.num_gpus < least:
-        fewer = f"lower workers.num_workers to at most {cluster.num_gpus:g}, or "
+    if use_gpu and cluster.num_gpus < min_workers:
         raise ValueError(
-            f"workers.num_workers={workers.num_workers} with a GPU each needs {least} GPUs; the "
-            f"cluster has {cluster.num_gpus:g} ({cluster}); "
-            f"{fewer if cluster.num_gpus >= 1 else 'start nodes with GPUs, or '}"
-            "set workers.use_gpu=false"
+            f"workers.num_workers={workers.num_workers} with a GPU each needs {min_workers} GPUs; "
+            f"the cluster has {cluster.num_gpus:g} ({cluster}); lower workers.num_workers, start "
+            "nodes with GPUs, or set workers.use_gpu=false"
         )
-    needed = least * workers.cpus_per_worker
+    needed_cpus = min_workers * workers.cpus_per_worker
     # Workers first take the nodes that do not read.
-    left = reading.num_cpus - max(0.0, needed - (cluster.num_cpus - both.num_cpus))
-    if left < recipe.data.cpus_per_task:
-        fit = int((needed + left - recipe.data.cpus_per_task) // workers.cpus_per_worker)
+    free_cpus = reading.num_cpus - max(0.0, needed_cpus - (cluster.num_cpus - both.num_cpus))
+    if free_cpus < recipe.data.cpus_per_task:
+        usable_cpus = needed_cpus + free_cpus - recipe.data.cpus_per_task
         raise ValueError(
-            f"{least} workers with workers.cpus_per_worker={workers.cpus_per_worker:g} leave "
-            f"{max(left, 0):g} of {reading.num_cpus:g} CPUs for reading data, which "
+            f"{min_workers} workers with workers.cpus_per_worker={workers.cpus_per_worker:g} leave "
+            f"{max(free_cpus, 0):g} of {reading.num_cpus:g} CPUs for reading data, which "
             f"needs data.cpus_per_task={recipe.data.cpus_per_task:g} ({reading}); use at most "
-            f"{max(fit, 0)} workers, or fewer CPUs for each"
+            f"{max(int(usable_cpus // workers.cpus_per_worker), 0)} workers, or fewer CPUs for each"
         )
-    each = {"CPU": workers.cpus_per_worker, **({"GPU": 1.0} if use_gpu else {})}
-    now = {"CPU": cluster.num_cpus, "GPU": cluster.num_gpus}
-    has_room = min(now[key] / need for key, need in each.items())
-    if has_room < least:
-        held = " and ".join(f"{count:g} {key}" for key, count in each.items())
+    max_workers = cluster.num_cpus / workers.cpus_per_worker
+    if max_workers < min_workers:
         raise ValueError(
-            f"workers.num_workers={workers.num_workers} with {held} each: the nodes that are up "
-            f"hold at most {int(has_room)} ({cluster}); lower workers.num_workers or "
-            "workers.cpus_per_worker"
+            f"workers.num_workers={workers.num_workers} with {workers.cpus_per_worker:g} CPU each: "
+            f"the nodes that are up hold at most {int(max_workers)} ({cluster}); lower "
+            "workers.num_workers or workers.cpus_per_worker"
         )
     return use_gpu
 
@@ -96,14 +91,14 @@ def _matching(section: str, selector: Mapping[str, str], cluster: ClusterShape) 
     Raises:
         ValueError: there is no such node.
     """
-    found = cluster.matching(selector)
-    if not selector or found.num_cpus:
-        return found
-    there = sorted({f"{k}={v}" for n in cluster.nodes for k, v in n["Labels"].items()
+    matching = cluster.matching(selector)
+    if not selector or matching.num_cpus:
+        return matching
+    labels = sorted({f"{k}={v}" for n in cluster.nodes for k, v in n["Labels"].items()
                     if k != "ray.io/node-id"})  # fmt: skip
     raise ValueError(
         f"{section}.label_selector={json.dumps(dict(selector))}: no node with CPUs has these "
-        f"labels; the labels there are: {', '.join(there) or 'no labels'} ({cluster}); change "
+        f"labels; the labels there are: {', '.join(labels) or 'no labels'} ({cluster}); change "
         f"{section}.label_selector, or start nodes with these labels by `ray start --labels`"
     )
 
@@ -112,31 +107,32 @@ def paths_of(recipe: Recipe, *, trains: bool = True) -> list[tuple[str, str]]:
     """Key and path of what a run reads.
 
     Args:
-        trains: not only evaluates.
+        trains: False for an evaluation.
     """
     data, evaluate = recipe.data, recipe.evaluate
     reads_train = trains or (data.eval is None and data.held_out_fraction)
-    found = {
+    paths = {
         "data.train": data.train if reads_train else None,
         "data.eval": data.eval,
         "evaluate.few_shot_train": evaluate.few_shot_train,
         "evaluate.few_shot_test": evaluate.few_shot_test,
         "init_from": recipe.init_from,
     }
-    return [(key, path) for key, path in found.items() if path is not None]
+    return [(key, path) for key, path in paths.items() if path is not None]
 
 
 def check_shared(cluster: ClusterShape, read: Iterable[tuple[str, str]]) -> None:
-    """Check that the nodes that are up see the local files of this machine; nothing is asked on a
-    cluster of one node. What is written is seen by those that write: workers look for the lock.
+    """Check that all nodes that are up see the local files of this machine.
+
+    Only files that are read are checked: workers themselves check that they see the lock.
 
     Args:
         read: key and path of each data set, file and folder that is read.
 
     Raises:
-        ValueError: nodes do not see them; with these nodes.
+        ValueError: some nodes do not see them; names these nodes.
     """
-    if cluster.is_private or len(cluster.nodes) < 2:
+    if len(cluster.nodes) < 2:
         return
     nodes = {node["NodeID"]: node for node in cluster.nodes if node["Resources"].get("CPU", 0)}
     nodes.pop(ray.get_runtime_context().get_node_id(), None)
@@ -150,9 +146,11 @@ def check_shared(cluster: ClusterShape, read: Iterable[tuple[str, str]]) -> None
         f"{nodes[node]['NodeManagerHostname']} ({nodes[node]['NodeManagerAddress']})"
         for node in missing
     )
-    if len(hosts) > _NAMED:
-        hosts = [*hosts[:_NAMED], f"{len(hosts) - _NAMED} more"]
-    unseen = [name for path, name in names.items() if any(path in one for one in missing.values())]
+    if len(hosts) > _MAX_LISTED:
+        hosts = [*hosts[:_MAX_LISTED], f"{len(hosts) - _MAX_LISTED} more"]
+    unseen = [
+        name for path, name in names.items() if any(path in paths for paths in missing.values())
+    ]
     raise ValueError(
         "nodes of the cluster do not see the files of this machine "
         f"({platform.node()}): {', '.join(unseen)}: not on {', '.join(hosts)}; give folders that "
@@ -161,27 +159,29 @@ def check_shared(cluster: ClusterShape, read: Iterable[tuple[str, str]]) -> None
 
 
 def unseen_by(nodes: Collection[str], paths: Collection[str]) -> dict[str, list[str]]:
-    """The paths that a node does not see, by the node's id; only of nodes that lack some.
+    """The paths that a node does not see, by the node's id; only for nodes that lack some.
 
-    Returns within `ANSWER_LIMIT_S`.
+    Returns within `_ANSWER_LIMIT_S`.
     """
 
-    def unseen() -> list[str]:  # sent as code: a node imports nothing of ours for it
+    def unseen() -> list[str]:  # sent as code: the node needs no import of this package
         return [path for path in paths if not os.path.exists(path)]
 
     task: Any = ray.remote(num_cpus=0, max_retries=0)(unseen)
-    asked = {}
-    for node in nodes:
-        there = NodeAffinitySchedulingStrategy(node, soft=False)
-        asked[task.options(scheduling_strategy=there).remote()] = node
+    node_of = {
+        task.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+        ).remote(): node
+        for node in nodes
+    }
     answered, late = ray.wait(
-        [*asked], num_returns=len(asked), timeout=ANSWER_LIMIT_S, fetch_local=True
+        [*node_of], num_returns=len(node_of), timeout=_ANSWER_LIMIT_S, fetch_local=True
     )
     for reference in late:
         ray.cancel(reference)
-    found = {}
+    unseen_paths = {}
     for reference in answered:
         with contextlib.suppress(ray.exceptions.RayError):  # the node has gone
-            if missing := ray.get(reference, timeout=ANSWER_LIMIT_S):
-                found[asked[reference]] = missing
-    return found
+            if paths_there := ray.get(reference, timeout=_ANSWER_LIMIT_S):
+                unseen_paths[node_of[reference]] = paths_there
+    return unseen_paths

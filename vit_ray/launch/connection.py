@@ -46,16 +46,16 @@ DASHBOARD = "VIT_RAY_DASHBOARD"
 """If set to 1, a Ray that is started for one command has its dashboard, which takes ten
 processes."""
 
-KEPT_PROCESSES: Final = "RAY_num_workers_soft_limit"
-"""Ray ends idle worker processes above this number (by default its CPUs) after a second; the next
-training's tasks would have to start theirs again."""
+# Ray ends idle worker processes above this number (by default its CPUs) after a second; the next
+# training's tasks would have to start theirs again.
+_IDLE_PROCESSES: Final = "RAY_num_workers_soft_limit"
 # Ray's own processes and ours, in addition to those of tasks.
 _NUM_ACTORS: Final = 12
 
 # How long Ray waits for each of its new processes, 60 s by default; then it starts another one,
-# without end where a machine is too busy. This process waits three times as long for all of them.
+# again and again on a busy machine. This process waits three times as long for all of them.
 _REGISTER_TIMEOUT_S: Final = "RAY_worker_register_timeout_seconds"
-# Not a thread: `ray.init` waits for its processes with Python's global lock held.
+# A process, since `ray.init` holds Python's global lock while it waits for its processes.
 _GUARD: Final = """
 import os, signal, sys, time
 time.sleep(float(sys.argv[2]))
@@ -67,8 +67,8 @@ if os.getppid() == int(sys.argv[1]):
 REACH_S: Final = 10.0
 """How long an address is tried, since a cluster takes time to start."""
 
-LOOK_S: Final = 0.5
-# Processes of a Ray without which it does not work.
+_POLL_S: Final = 0.5
+# Ray does not work without these processes.
 _NEEDED: Final = ("raylet", "gcs_server")
 
 # Addresses of the clusters that this process has started.
@@ -96,24 +96,22 @@ class ClusterShape:
         if not selector:
             return self
         nodes = matching_nodes(self.nodes, selector)
-        held = [node["Resources"] for node in nodes]
         return replace(
             self,
             num_nodes=len(nodes),
-            num_cpus=sum(one.get("CPU", 0.0) for one in held),
-            num_gpus=sum(one.get("GPU", 0.0) for one in held),
+            num_cpus=sum(node["Resources"].get("CPU", 0.0) for node in nodes),
+            num_gpus=sum(node["Resources"].get("GPU", 0.0) for node in nodes),
             nodes=nodes,
         )
 
     def __str__(self) -> str:
         nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
-        cpus = f"{self.num_cpus:g} CPUs"
-        if self.is_private:  # Ray's count of this machine may be larger
-            cpus = f"{cpu_count()} cores"
+        # Ray's count of this machine may be larger than its cores.
+        cpus = f"{cpu_count()} cores" if self.is_private else f"{self.num_cpus:g} CPUs"
         return f"{nodes}, {cpus}, {self.num_gpus:g} GPUs"
 
 
-def connect(recipe: Recipe, *others: Recipe) -> ClusterShape:
+def connect(recipe: Recipe, *other_recipes: Recipe) -> ClusterShape:
     """Join the cluster that `RAY_ADDRESS` names, or start one on this machine.
 
     A local cluster gets as many logical CPUs as the workers and two data tasks of each of the
@@ -139,34 +137,33 @@ def connect(recipe: Recipe, *others: Recipe) -> ClusterShape:
             _join(address, recipe.storage.variables())
         else:
             needed = (
-                one.workers.sizes[-1] * one.workers.cpus_per_worker + 2 * one.data.cpus_per_task
-                for one in (recipe, *others)
+                each.workers.sizes[-1] * each.workers.cpus_per_worker + 2 * each.data.cpus_per_task
+                for each in (recipe, *other_recipes)
             )
             num_cpus = max(cpu_count(), math.ceil(max(needed)))
-            os.environ.setdefault(KEPT_PROCESSES, str(num_cpus + _NUM_ACTORS))
+            os.environ.setdefault(_IDLE_PROCESSES, str(num_cpus + _NUM_ACTORS))
             folder = _start(num_cpus)
             mark_private()
             _end_with_ray(folder)
-            if not has_dashboard():  # which would show them; they take a process
+            if not has_dashboard():  # only the dashboard shows them; they take a process
                 keep_no_dataset_statistics()
     return shape(time.time())
 
 
 @contextlib.contextmanager
 def _sigterm_as_before() -> Iterator[None]:
-    """Outside the block SIGTERM has its earlier handler; without one it ends this process by
-    unwinding.
+    """Restore the handler of SIGTERM after the block; without one, SIGTERM raises SystemExit.
 
-    `ray.init` would print a stack trace, and exit with code 15.
+    The handler that `ray.init` installs prints a stack trace and exits with code 15.
     """
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
         if threading.current_thread() is threading.main_thread():
-            is_own = callable(before) or before is signal.SIG_IGN
-            signal.signal(signal.SIGTERM, before if is_own else _exit_by_signal)
-            if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # ends what was started, too
+            had_handler = callable(before) or before is signal.SIG_IGN
+            signal.signal(signal.SIGTERM, before if had_handler else _exit_by_signal)
+            if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # so that Ray is shut down
                 signal.signal(signal.SIGHUP, _exit_by_signal)
 
 
@@ -176,7 +173,7 @@ def _exit_by_signal(number: int, _: object) -> None:
 
 
 def mark_private() -> None:
-    """Mark the connected cluster as this driver's own, for the driver and its trials' processes."""
+    """Mark the connected cluster as private to this driver, also in the processes of its trials."""
     if _address() not in _STARTED:
         _STARTED.append(_address())
 
@@ -187,13 +184,9 @@ def has_dashboard() -> bool:
 
 
 def _start(num_cpus: int) -> str:
-    """Start a Ray on this machine, in a folder of its own that is removed at exit, unless the
-    command fails.
+    """Start a Ray on this machine; returns its folder, which is removed at exit.
 
     A start that takes too long ends this process.
-
-    Returns:
-        The folder.
 
     Raises:
         ValueError: the folder cannot be written, or its path is too long for a socket.
@@ -205,7 +198,7 @@ def _start(num_cpus: int) -> str:
         if not _shows_logs():
             atexit.register(shutil.rmtree, folder, ignore_errors=True)
             atexit.register(ray.shutdown)  # Ray's own at exit first waits 0.5 s for messages
-        with variables({TMPDIR: folder}), _children_in_a_group_of_their_own(folder):
+        with variables({TMPDIR: folder}), _new_process_group(folder):
             # no limit: the group's first process ends this one
             ray.init(
                 address="local",  # not another Ray that happens to run here
@@ -243,20 +236,24 @@ def variables(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _end_with_ray(folder: str) -> None:
-    """End this process when one of Ray's own has ended. Ray would do it after 15 to 60 s, without a
-    word of what to do.
+    """End this process, with advice, when a process that Ray needs has ended.
+
+    Ray would end it after 15 to 60 s, without advice.
     """
-    address, known = _address(), psutil.process_iter(["name", "ppid", "cmdline"])
-    own = [one for one in known if one.info["ppid"] == os.getpid()]
-    # A Ray that this process had before may be ending: its processes name another folder.
-    of_this = [one for one in own if folder in " ".join(one.info["cmdline"] or ())]
-    needed = [one for one in of_this if one.info["name"] in _NEEDED]
+    address = _address()
+    # An earlier Ray of this process may be ending: its processes name another folder.
+    needed = [
+        process
+        for process in psutil.process_iter(["name", "ppid", "cmdline"])
+        if process.info["ppid"] == os.getpid() and process.info["name"] in _NEEDED
+        if folder in " ".join(process.info["cmdline"] or ())
+    ]
 
     def watch() -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
-            while all(one.status() != psutil.STATUS_ZOMBIE for one in needed):
-                time.sleep(LOOK_S)
-        if ray.is_initialized() and _address() == address:  # it was not shut down
+            while all(process.status() != psutil.STATUS_ZOMBIE for process in needed):
+                time.sleep(_POLL_S)
+        if ray.is_initialized() and _address() == address:  # Ray was not shut down on purpose
             print(
                 "error: Ray on this machine has ended: it was killed, or memory ran out; run the "
                 f"same command again, which continues; Ray's logs are in {folder}",
@@ -269,14 +266,15 @@ def _end_with_ray(folder: str) -> None:
 
 
 @contextlib.contextmanager
-def _children_in_a_group_of_their_own(folder: str) -> Iterator[None]:
-    """Processes started in the block do not get signals that are sent to this process's group.
+def _new_process_group(folder: str) -> Iterator[None]:
+    """Processes started in the block get a process group of their own.
 
-    Service managers, containers and some terminals send SIGTERM to the whole group: the driver then
-    writes a checkpoint, for which it needs its Ray. Inside the block, a terminal's Ctrl-C does not
-    reach this process. The group's first process ends this one if the block takes too long.
+    Service managers, containers and some terminals send SIGTERM to the driver's whole group: the
+    driver then writes a checkpoint, for which it needs its Ray. Inside the block, a terminal's
+    Ctrl-C does not reach this process. The group's first process ends this one if the block takes
+    too long.
     """
-    own, timeout_s = os.getpgrp(), float(os.environ.get(_REGISTER_TIMEOUT_S, "60"))
+    group, timeout_s = os.getpgrp(), float(os.environ.get(_REGISTER_TIMEOUT_S, "60"))
     message = (
         f"error: waited {3 * timeout_s:g} s for Ray's processes on this machine: it is too busy, "
         "or has too little memory; run the same command again when less is running, or with "
@@ -286,22 +284,23 @@ def _children_in_a_group_of_their_own(folder: str) -> Iterator[None]:
     with subprocess.Popen(guard, process_group=0) as first:
         try:
             os.setpgid(0, first.pid)  # children inherit it
-        except PermissionError:  # of a session's leader, which cannot change its group
-            own = 0
+        except PermissionError:  # a session's leader cannot change its group
+            group = 0
         try:
             yield
         finally:
             first.kill()
-            if own:
+            if group:
                 try:
-                    os.setpgid(0, own)
-                except PermissionError:  # it is empty, as after `nohup ... &` over ssh
+                    os.setpgid(0, group)
+                except PermissionError:  # the group is empty, as after `nohup ... &` over ssh
                     os.setpgid(0, 0)
 
 
 def check_address(address: str) -> None:
-    """Return if a cluster answers at `RAY_ADDRESS` and accepts the token of this machine; only an
-    address `HOST:PORT` is asked whether it needs one.
+    """Check that a cluster answers at `RAY_ADDRESS` and accepts the token of this machine.
+
+    The token is checked only for an address `HOST:PORT`.
 
     Raises:
         ValueError: nothing listens there, or something else than Ray, or the cluster requires a
@@ -333,10 +332,10 @@ def check_address(address: str) -> None:
 
 
 def _join(address: str, variables: dict[str, str]) -> None:
-    """Join the cluster at `RAY_ADDRESS`; its processes get the variables.
+    """Join the cluster at `RAY_ADDRESS`; the run's processes get the variables.
 
     Raises:
-        ValueError: it runs another Ray or Python that cannot exchange data with this one.
+        ValueError: the cluster's Ray or Python cannot exchange data with this one.
     """
     try:
         # no limit: Ray's own two minutes; `check_reachable` has tried before
@@ -357,22 +356,22 @@ def _join(address: str, variables: dict[str, str]) -> None:
 
 
 def check_reachable(address: str, timeout_s: float = REACH_S) -> None:
-    """Return if something listens at `HOST:PORT`; Ray checks other forms.
+    """Check that something listens at `HOST:PORT`; Ray checks other forms of address.
 
     Ray would try for two minutes without a message.
 
     Raises:
-        ValueError: nothing listens within the time; says what to check.
+        ValueError: nothing listens within the time.
     """
-    place = host_and_port(address)
+    host_port = host_and_port(address)
     deadline_s = time.monotonic() + timeout_s
-    while place:
-        left_s = deadline_s - time.monotonic()
+    while host_port:
+        remaining_s = deadline_s - time.monotonic()
         try:
-            socket.create_connection(place, max(left_s, 0.1)).close()
+            socket.create_connection(host_port, max(remaining_s, 0.1)).close()
             return
         except OSError as error:
-            if left_s < 1.0:
+            if remaining_s < 1.0:
                 raise ValueError(
                     f"RAY_ADDRESS={address}: no Ray answers there ({error}); start the cluster, "
                     "give the address that `ray start --head` printed, or unset RAY_ADDRESS to "
@@ -413,5 +412,5 @@ def live_nodes(selector: Mapping[str, str] | None = None) -> tuple[Mapping[str, 
 
 
 def _shows_logs() -> bool:
-    """Workers' output is only for debugging: `VIT_RAY_LOGS=1` shows it."""
+    # The output of workers is only for debugging.
     return os.environ.get("VIT_RAY_LOGS") == "1"

@@ -53,16 +53,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Row groups in memory: neighbours are read once.
-_KEPT_GROUPS: Final = 8
+# Row groups in memory: neighbouring images are read once.
+_CACHED_GROUPS: Final = 8
 
 
 class Sample(NamedTuple):
     """One image of a data set.
 
     Attributes:
-        image: as it is stored, whatever its mode and size.
-        labels: indices into the classes; several or none where the set has such images.
+        image: as stored, in any mode and size.
+        labels: indices into the classes; several or none if the set has such images.
     """
 
     image: Image.Image
@@ -79,7 +79,7 @@ class Dataset(Sequence[Sample]):
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
-        self._read = lru_cache(_KEPT_GROUPS)(RowGroupReader(manifest).read)
+        self._read = lru_cache(_CACHED_GROUPS)(RowGroupReader(manifest).read)
 
     @property
     def classes(self) -> list[str]:
@@ -90,13 +90,13 @@ class Dataset(Sequence[Sample]):
         return self.manifest.num_images
 
     @overload
-    def __getitem__(self, at: int) -> Sample: ...
+    def __getitem__(self, index: int) -> Sample: ...
     @overload
-    def __getitem__(self, at: slice) -> list[Sample]: ...
-    def __getitem__(self, at: int | slice) -> Sample | list[Sample]:
-        if isinstance(at, slice):
-            return [self[number] for number in range(len(self))[at]]
-        number = range(len(self))[at]  # from the end where it is negative, and IndexError beyond
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(len(self))[index]]
+        number = range(len(self))[index]  # negative numbers count from the end
         rows, row = self._row(number)
         image = Image.open(io.BytesIO(rows.image(row)))
         return Sample(image, tuple(map(int, rows.labels_of(row))), rows.key(row))
@@ -122,7 +122,7 @@ class Dataset(Sequence[Sample]):
     ) -> RankBatches:
         """The batches that one rank of a training gets, bit for bit, without Ray.
 
-        They are a list, read as it is iterated, indexed or sliced. A batch is {"image": uint8
+        Batches are read when the list is iterated or indexed. A batch is {"image": uint8
         (b, H, W, 3), "labels": int32 (b, L) padded with -1, "sample": int64 (b,)} with
         b = `global_batch_size / world_size`. Any world size has the same global batches, and so
         has a run with equal `train.global_batch_size`, `model.image_size`, `seed` and `data`.
@@ -130,10 +130,10 @@ class Dataset(Sequence[Sample]):
         Args:
             image_size: side of a crop in pixels, or (height, width).
             epochs: length, as `optim.epochs`, from position 0 to the nearest whole batch.
-            start: samples seen before, in whole batches; what is left of the epochs follows.
-            training: False for an evaluation: each image once (not `epochs`), in stored order, cut
-                as `eval_augment` says; the last batch is padded, with "weight" 0.0. With
-                `held_out_fraction` only the images that a training with it and `seed` leaves out.
+            start: samples seen before, in whole batches; the rest of the epochs follows.
+            training: False for an evaluation: each image once (not `epochs`), in stored order,
+                cropped by `eval_augment`; the last batch is padded, with "weight" 0.0. With
+                `held_out_fraction`, only the images that a training with this `seed` leaves out.
             data: further keys of a recipe's section `data`, such as `augment={"min_area": 0.3}`.
 
         Raises:
@@ -154,7 +154,7 @@ class Dataset(Sequence[Sample]):
         manifest, batch = self.manifest, global_batch_size
         trust_named(data)
         config = validated(DataConfig, {**data, "train": manifest.path}, "data")
-        # Of patches that are not given, so that any size is a whole number of them.
+        # Without a patch size, so that any image size is allowed.
         model = validated(ModelConfig, {"name": "ViT", "image_size": image_size}, "model")
         part, held_out = select(
             manifest,
@@ -163,22 +163,21 @@ class Dataset(Sequence[Sample]):
             fraction=config.fraction,
         )
         if not training:
-            cut = augmentation_of(model, config.eval_augment)
-            spec = stream_of(config, seed, cut, held_out or manifest)
+            crop = augmentation_of(model, config.eval_augment)
+            spec = stream_of(config, seed, crop, held_out or manifest)
             images = spec.num_images
         else:
             require_trainable(manifest)
             window = window_rows(config, batch, model.sides, manifest)
             spec = training_stream(config, seed, model, batch, window, part)
-            total_steps = max(1, round(spec.num_images * epochs / batch))
-            images = total_steps * batch
+            images = max(1, round(spec.num_images * epochs / batch)) * batch
         steps = max(0, ceil((images - start) / batch))
         return RankBatches(spec, batch, steps, rank, world_size, start=start, is_training=training)
 
     def torch_dataset(
         self, global_batch_size: int, image_size: int | tuple[int, int], **options: Any
     ) -> TorchStream:
-        """The same batches as an `IterableDataset` of tensors, for a DataLoader of any workers.
+        """The same batches as an `IterableDataset` of tensors, for any DataLoader.
 
             DataLoader(train.torch_dataset(256, 224, epochs=90), batch_size=None, num_workers=8)
 
@@ -188,14 +187,13 @@ class Dataset(Sequence[Sample]):
         from vit_ray.launch.torch_stream import TorchStream  # torch takes a second
 
         batches = self.iter_batches(global_batch_size, image_size, **options)
-        # where a loader's workers count bad images together
+        # The DataLoader's workers count bad images together there.
         batches.bad_folder = Path(tempfile.mkdtemp(prefix="vit_ray-bad-"))
         stream = TorchStream(batches)
         weakref.finalize(stream, shutil.rmtree, batches.bad_folder, ignore_errors=True)
         return stream
 
     def _row(self, number: int) -> tuple[EncodedRows, int]:
-        """The row group of a sample, and its row there."""
         group, row = self.manifest.place(number)
         return self._read(group), row
 
@@ -207,13 +205,13 @@ class Dataset(Sequence[Sample]):
 
 
 def open_dataset(path: str) -> Dataset:
-    """Open a converted data set to look at its samples.
+    """Open a converted data set.
 
     Args:
         path: folder or `s3://` prefix.
 
     Raises:
-        ValueError: there is no whole data set.
+        ValueError: there is no complete data set.
     """
     return Dataset(open_manifest(path))
 
@@ -223,16 +221,15 @@ class RankBatches(Sequence[Batch]):
 
     A batch is {"image": uint8 (b, H, W, 3), "labels": int32 (b, L) padded with -1, "sample": int64
     (b,)} with b = global batch size / world size. An image that cannot be decoded is replaced by
-    its neighbour, as in a run, with a warning, up to `data.max_bad_fraction` of the data set, which
-    each process counts. Evaluation batches have "weight": float32 (b,), too,
-    0.0 for padding.
+    its neighbour, as in a run, with a warning; each process allows `data.max_bad_fraction` of the
+    data set. Evaluation batches also have "weight": float32 (b,), 0.0 for padding.
 
-    It is a map-style data set for torch, which makes tensors of the arrays and keeps the order:
+    The list is a map-style data set for torch, which makes tensors and keeps the order:
 
         DataLoader(training_batches(recipe)[step:], batch_size=None, num_workers=8)
 
-    A slice is a list from and to other steps, so `[step:]` resumes. Consecutive steps share row
-    groups, which each process keeps (`StreamSpec.cache_mib`): random access reads more.
+    A slice is again such a list, so `[step:]` resumes. Consecutive steps share row groups, which
+    each process caches (`StreamSpec.cache_mib`): random access reads more.
     """
 
     def __init__(
@@ -249,7 +246,7 @@ class RankBatches(Sequence[Batch]):
         """No image is read yet.
 
         Args:
-            start: position of the first step's first sample, over all epochs joined.
+            start: position of the first sample, counted over all epochs.
 
         Raises:
             ValueError: the rank is not below `world_size`, or the global batch does not divide by
@@ -267,34 +264,34 @@ class RankBatches(Sequence[Batch]):
         self._steps = range(steps)
         self._reader: tuple[int, BatchReader] | None = None
         self._bad: dict[int, str] = {}
-        """What this process found, by sample."""
+        """Problem of each sample that this process could not decode."""
         self.bad_folder: Path | None = None
-        """Has a file for each bad image, where processes count them together."""
+        """Has a file for each bad image if processes count them together."""
 
     def __len__(self) -> int:
         return len(self._steps)
 
     @overload
-    def __getitem__(self, at: int) -> Batch: ...
+    def __getitem__(self, index: int) -> Batch: ...
     @overload
-    def __getitem__(self, at: slice) -> RankBatches: ...
-    def __getitem__(self, at: int | slice) -> Batch | RankBatches:
-        if isinstance(at, slice):
+    def __getitem__(self, index: slice) -> RankBatches: ...
+    def __getitem__(self, index: int | slice) -> Batch | RankBatches:
+        if isinstance(index, slice):
             part = object.__new__(RankBatches)
-            part.__dict__ = {**self.__getstate__(), "_steps": self._steps[at]}
+            part.__dict__ = {**self.__getstate__(), "_steps": self._steps[index]}
             return part
-        step = self._steps[at]
-        # Of this process: open files of a parent are not shared with the workers of a DataLoader.
+        step = self._steps[index]
+        # One reader per process: the workers of a DataLoader must not use the parent's open files.
         if self._reader is None or self._reader[0] != os.getpid():
             if multiprocessing.parent_process() is not None:
-                cv2.setNumThreads(0)  # a worker has one core, and no threads of a forked parent
+                cv2.setNumThreads(0)  # a worker has one core, and a fork has no threads
             self._reader = os.getpid(), BatchReader(self._job)
         batch, bad = self._reader[1].batch(self._rank, step * self._share, (step + 1) * self._share)
         self._bad |= bad
         for sample, problem in bad.items():
             logger.warning("step %d: %s", step, problem)
             if self.bad_folder is not None:
-                self.bad_folder.mkdir(parents=True, exist_ok=True)  # if a tidy /tmp removed it
+                self.bad_folder.mkdir(parents=True, exist_ok=True)  # /tmp may have been cleaned
                 (self.bad_folder / str(sample)).touch()
         if bad:
             num_bad = len(os.listdir(self.bad_folder) if self.bad_folder else self._bad)
@@ -307,20 +304,19 @@ class RankBatches(Sequence[Batch]):
 
 
 def training_batches(recipe: Recipe, rank: int = 0, world_size: int = 1) -> RankBatches:
-    """The batches of a recipe's training on one rank, as a list and a data set for torch.
+    """The batches of a recipe's training on one rank.
 
     Any world size that divides the global batch gives the same global batches.
 
     Raises:
         ValueError: the recipe or its data cannot work, or as `RankBatches`.
     """
-    run = resolve_run(recipe)
-    size = recipe.train.global_batch_size
-    return RankBatches(run.streams["train"], size, run.total_steps, rank, world_size)
+    run, batch = resolve_run(recipe), recipe.train.global_batch_size
+    return RankBatches(run.streams["train"], batch, run.total_steps, rank, world_size)
 
 
 class SeenBatches:
-    """The global batches of a run by step, 0-based; nothing is read before it is asked for."""
+    """The global batches of a run by step, 0-based, read on request."""
 
     def __init__(self, resolved: ResolvedRun) -> None:
         self._classes = resolved.manifest.classes
@@ -328,31 +324,31 @@ class SeenBatches:
         self._reader = BatchReader(StreamJob(self._spec, Partition(1, self._size), 0, True))
 
     def planned(self, step: int) -> NDArray[np.int64]:
-        """Samples of a step by the order alone, as in `Rows`, whether or not they are decoded."""
+        """Samples of a step in the planned order, as in `Rows`; no image is decoded."""
         return self._reader.plan.rows_at(self._positions(step)).samples
 
     def batch(self, step: int) -> Batch:
-        """The global batch as ranks get it, before anything is mixed or masked."""
+        """The global batch of all ranks, before mixing and masking."""
         start = step * self._size
         return self._reader.batch(0, start, start + self._size)[0]
 
     def read(self, step: int) -> tuple[UInt8Array, list[dict[str, Any]]]:
-        """Images of a step, and their facts, in the order of the batch.
+        """Crops of a step and a table about them, in the order of the batch.
 
         Returns:
-            uint8 (n, H, W, 3): crops, before anything is mixed or masked; and n rows of a table.
+            uint8 (n, H, W, 3): crops before mixing and masking; and n rows of the table.
         """
         batch, rows = self.batch(step), self._reader.plan.rows_at(self._positions(step))
         columns = batch["sample"].tolist(), rows.samples.tolist(), rows.epochs.tolist()
         manifest, augmentation = self._spec.manifest, self._spec.augmentation
-        facts: list[dict[str, Any]] = []
-        for place, (sample, planned, epoch) in enumerate(zip(*columns, strict=True)):
+        table: list[dict[str, Any]] = []
+        for index, (sample, planned, epoch) in enumerate(zip(*columns, strict=True)):
             group, row = manifest.place(sample)
             rng_key, encoded = (self._spec.seed, epoch, sample), self._reader.read_group(group)
             size, labels = encoded.size(row), encoded.labels_of(row).tolist()
             box = draw_box(size, augmentation, rng_key)
-            facts.append({
-                "step": step, "place": place,
+            table.append({
+                "step": step, "place": index,
                 "sample": sample, "epoch": epoch, "key": encoded.key(row), "labels": labels,
                 "classes": [self._classes[label] for label in labels],
                 "height": size[0], "width": size[1],
@@ -362,9 +358,9 @@ class SeenBatches:
                 "operations": [*map(str, augmentation.operations(rng_key))],  # in this order
                 "shard": manifest.files[int(manifest.file_index[group])].path,
                 "row_group": int(manifest.row_group[group]), "row": row,
-                "instead_of": planned if sample != planned else None,  # it cannot be decoded
+                "instead_of": planned if sample != planned else None,  # not decodable
             })  # fmt: skip
-        return batch["image"], facts
+        return batch["image"], table
 
     def _positions(self, step: int) -> NDArray[np.int64]:
         return np.arange(step * self._size, (step + 1) * self._size, dtype=np.int64)

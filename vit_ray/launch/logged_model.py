@@ -1,4 +1,4 @@
-"""What `mlflow.pyfunc.load_model` gives of a run's model, which refers to the run's checkpoint.
+"""The model that `mlflow.pyfunc.load_model` returns; it refers to the run's checkpoint.
 
 `predict` takes images as `TrainedModel.predict` does, crops them as the recipe's evaluation does,
 and returns float32 logits (N, K), or the classes.
@@ -19,7 +19,7 @@ from vit_ray.config.recipe import recipe_from_dict
 if TYPE_CHECKING:
     from vit_ray.launch.trained_model import TrainedModel
 
-# What `predict` returns for its parameter `output`; the first is the default.
+# Values of `predict`'s parameter `output`; the first is the default.
 _OUTPUTS: Final = ("logits", "classes")
 
 
@@ -29,14 +29,12 @@ class LoggedModel(PythonModel):
     model: TrainedModel
 
     def load_context(self, context: Any) -> None:
-        """Open the checkpoint of the model's configuration: give another address to
-        `load_model(..., model_config=...)` if it was moved.
+        """Open the checkpoint that `model_config` names.
 
         Raises:
             ValueError: there is no complete checkpoint, or it is of another model.
         """
-        # Here: to log a model, MLflow imports this module, which without torch is done in half the
-        # time.
+        # MLflow imports this module to log a model; without torch that takes half the time.
         from vit_ray.checkpoints.init_weights import open_weights
         from vit_ray.launch.trained_model import TrainedModel
 
@@ -57,19 +55,20 @@ class LoggedModel(PythonModel):
         """Logits, float32 (N, K), or a table of `class`, `probability` and `label`.
 
         Args:
-            context: of MLflow.
-            model_input: images as for `TrainedModel.predict`, or lists of lists, as JSON has them.
+            context: MLflow's.
+            model_input: images as for `TrainedModel.predict`, or nested lists, as in JSON.
             params: `output`: `logits` or `classes`.
 
         Raises:
             ValueError: there is no such output, or an image cannot be read.
         """
-        images = model_input
-        if isinstance(images, list) and images and isinstance(images[0], list):
-            images = np.asarray(images)
+        if isinstance(model_input, list) and model_input and isinstance(model_input[0], list):
+            model_input = np.asarray(model_input)
         output = (params or {}).get("output", _OUTPUTS[0])
         if output not in _OUTPUTS:
             raise ValueError(f"params: output={output!r}; give one of {', '.join(_OUTPUTS)}")
         if output == "logits":
-            return self.model.logits(images)
-        return pd.DataFrame(self.model.predict(images), columns=["class", "probability", "label"])
+            return self.model.logits(model_input)
+        return pd.DataFrame(
+            self.model.predict(model_input), columns=["class", "probability", "label"]
+        )

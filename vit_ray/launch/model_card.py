@@ -1,7 +1,6 @@
-"""The card of an exported or logged model: what it was trained on, with which settings, and its
-accuracy.
+"""The card of an exported or logged model: training data, settings and accuracy.
 
-Nothing is guessed: what a run did not record, or what can no longer be opened, is given as unknown.
+Facts that a run did not record, or that can no longer be read, are given as unknown.
 """
 
 import contextlib
@@ -23,14 +22,14 @@ from vit_ray.config.command_sections import ExportConfig
 from vit_ray.config.loading import write_yaml
 from vit_ray.data import open_dataset
 from vit_ray.data.boxes import Augmentation
-from vit_ray.launch.paper_comparison import training_table
+from vit_ray.launch.paper_comparison import short_address, training_table
 from vit_ray.metric_names import DEV_TOP1, EVAL_TOP1, with_best
 from vit_ray.models.published import weights_file
 from vit_ray.own_parts import is_own
 from vit_ray.storage import locate
 from vit_ray.training.memory_estimate import run_exaflops
 
-# The recipe's keys that decide the result, without folders and servers.
+# Sections and keys of the recipe that decide the result, without folders and servers.
 _SECTIONS: Final = ("model", "data", "optim", "train", "evaluate", "paper", "init_from", "seed")
 _UNKNOWN: Final = "unknown"
 _LIBRARIES: Final = {"huggingface": "transformers", "timm": "timm"}
@@ -65,18 +64,17 @@ def model_card(
     position: Position | None,
     use: str,
 ) -> ModelCard:
-    """The card.
-
+    """
     Args:
         recipe: of the export.
-        config: its section.
-        sizes: parameters and classes of the model as exported.
-        classes: their names, if known.
+        config: the recipe's section `export`.
+        sizes: parameters and classes of the exported model.
+        classes: names of the classes, if known.
         position: of the run whose checkpoint is exported; None for a published file.
-        use: Python code that uses it; empty = by the library of the layout.
+        use: Python code that uses the model; empty = by the library of the layout.
     """
     count, num_classes = sizes
-    shape = recipe.model
+    model = recipe.model
     name = (config.push or "").removeprefix("hf://") or PurePosixPath(config.path).name
     if position is not None and "model" in position.recipe:
         recipe = Recipe.model_validate_json(json.dumps(position.recipe))
@@ -102,13 +100,13 @@ def model_card(
         eval_results=results or None,
     )
     arguments = ", ".join(
-        [repr(shape.name), str(num_classes), str(shape.image_size)]
-        + [f"{key}={value!r}" for key, value in shape.options().items()]
+        [repr(model.name), str(num_classes), str(model.image_size)]
+        + [f"{key}={value!r}" for key, value in model.options().items()]
     )
     names, trust = "build_model, load_weights", ""
-    if is_own(shape.name):
-        module = shape.name.rpartition(".")[0]
-        names, trust = f"{names}, trust_modules", f"trust_modules({module!r})  # runs its code\n"
+    if is_own(model.name):
+        names += ", trust_modules"
+        trust = f"trust_modules({model.name.rpartition('.')[0]!r})  # runs its code\n"
     use = use or _USE.get(config.layout, _USE_OURS).format(
         name=name,
         file=weights_file(config.layout),
@@ -116,13 +114,13 @@ def model_card(
         names=names,
         trust=trust,
     )
-    facts = _training_facts(recipe, num_classes, position)
-    rows = [f"| {fact} | {value.replace('|', '/')} |" for fact, value in facts.items()]
+    facts = _training_facts(recipe, num_classes, position).items()
+    rows = [f"| {fact} | {value.replace('|', '/')} |" for fact, value in facts]
     text = [
         f"# {name}",
-        f"{shape.name}{'' if is_own(shape.name) else _PAPER}: {count:,} parameters, "
+        f"{model.name}{'' if is_own(model.name) else _PAPER}: {count:,} parameters, "
         f"{num_classes:,} classes{'' if classes else ' (their names are unknown)'}, images of "
-        f"{shape.sides[0]} x {shape.sides[1]} pixels.",
+        f"{model.sides[0]} x {model.sides[1]} pixels.",
         f"## Use\n\n```python\n{use}\n```",
         "## Training\n\n" + "\n".join(["| | |", "|---|---|", *rows]),
         "## Evaluation\n\n" + (_evaluation(recipe, top1) if position else "Not recorded."),
@@ -136,41 +134,36 @@ def model_card(
 
 def card_of(recipe: Recipe, classes: Sequence[str], checkpoint: str) -> str:
     """The card of a training's result, in Markdown; empty if its checkpoint cannot be read."""
-    # Named like the weights of an export without a folder.
+    # The title of the card is the run's name.
     config = ExportConfig(path=recipe.name, layout="vit_ray")
     try:
-        if found := open_checkpoint(locate(checkpoint)):
-            count = sum(math.prod(shape) for shape in found.position.shapes.values())
-            sizes = (count, len(classes))
-            return str(model_card(recipe, config, sizes, classes, found.position, _USE_LOGGED))
-    except (OSError, ValueError) as error:  # the training has ended well in any case
+        if opened := open_checkpoint(locate(checkpoint)):
+            count = sum(math.prod(shape) for shape in opened.position.shapes.values())
+            sizes = count, len(classes)
+            return str(model_card(recipe, config, sizes, classes, opened.position, _USE_LOGGED))
+    except (OSError, ValueError) as error:  # the training has succeeded nevertheless
         logger.warning("the logged model has no card: %s", error)
     return ""
 
 
-def _place(address: str) -> str:
-    """The last two parts of an address: the others name private machines and buckets."""
-    return "/".join(PurePosixPath(redact(address)).parts[-2:])
-
-
 def _public(_: str, text: str) -> str:
-    """A text of a recipe: absolute paths and addresses are shortened to their last two parts."""
-    return _place(text) if re.match(r"/|\w+://", text) else text
+    # Of a text in a recipe, only absolute paths and addresses are shortened.
+    return short_address(text) if re.match(r"/|\w+://", text) else text
 
 
 def _training_facts(recipe: Recipe, num_classes: int, position: Position | None) -> dict[str, str]:
     if position is None:
-        return {"weights": _place(str(recipe.init_from)), "licence of the data": "not given"}
+        return {"weights": short_address(str(recipe.init_from)), "licence of the data": "not given"}
     progress, terms, compute = position.progress, position.data_terms, _UNKNOWN
-    with contextlib.suppress(ValueError):  # a model whose code must not be run
+    with contextlib.suppress(ValueError):  # the model's code is not trusted
         exaflops = run_exaflops(recipe, num_classes, position.samples_seen)
         compute = f"{exaflops:.4g} exaFLOPs"
     return {
-        "data": _place(recipe.data.train or _UNKNOWN),
+        "data": short_address(recipe.data.train or _UNKNOWN),
         "fingerprint of the data": position.data_fingerprint or _UNKNOWN,
         "licence of the data": terms.get("license", "not given"),
         "source of the data": redact(terms.get("source_url", "not given")),
-        "start": _place(recipe.init_from) if recipe.init_from else "from scratch",
+        "start": short_address(recipe.init_from) if recipe.init_from else "from scratch",
         "steps": f"{position.step:,} of {position.global_batch_size:,} images",
         "images seen": f"{position.samples_seen:,}",
         "compute": compute,
@@ -188,25 +181,25 @@ def _top1(recipe: Recipe, position: Position) -> tuple[str, float, int | None] |
     if key not in metrics:
         return None
     path, share = data.train or _UNKNOWN, data.held_out_fraction
-    name = f"{_place(path)} (held out)"
+    name = f"{short_address(path)} (held out)"
     if key == EVAL_TOP1 and data.eval:
-        path, share, name = data.eval, 1.0, _place(data.eval)
+        path, share, name = data.eval, 1.0, short_address(data.eval)
     images = None
-    with contextlib.suppress(ValueError, OSError):  # it is no longer there
+    with contextlib.suppress(ValueError, OSError):  # the set may have been removed
         images = round(open_dataset(path).num_images * share)
     return name, metrics[key], images
 
 
-def _evaluation(recipe: Recipe, found: tuple[str, float, int | None] | None) -> str:
-    if found is None:
+def _evaluation(recipe: Recipe, result: tuple[str, float, int | None] | None) -> str:
+    if result is None:
         return "No accuracy was measured in training."
-    name, top1, images = found
+    name, top1, images = result
     line = f"Top-1 accuracy on {name}: {top1:.2%}"
     if images:
-        from scipy.stats import binomtest  # it takes a second
+        from scipy.stats import binomtest  # the import takes a second
 
-        at = binomtest(round(top1 * images), images).proportion_ci(method="wilson")
-        line += f" (95 % interval of {images:,} images: {at.low:.2%} to {at.high:.2%}; one seed)"
+        ci = binomtest(round(top1 * images), images).proportion_ci(method="wilson")
+        line += f" (95 % interval of {images:,} images: {ci.low:.2%} to {ci.high:.2%}; one seed)"
     label, note = "proxy", "the test set is no longer there, or is not one of the paper's"
     if images and recipe.data.eval:
         ours, *_ = training_table(recipe, [top1])
@@ -233,8 +226,7 @@ def image_processor(augmentation: Augmentation) -> dict[str, Any]:
     size = {"height": augmentation.height, "width": augmentation.width}
     crops = augmentation.kind == "center_crop"
     return {
-        # Of the image processors in transformers, BiT's resizes the shorter side and crops, ViT's
-        # resizes both.
+        # In transformers, BiT's processor resizes the shorter side and crops, ViT's resizes both.
         "image_processor_type": "BitImageProcessor" if crops else "ViTImageProcessor",
         "do_convert_rgb": True,
         "do_resize": True,

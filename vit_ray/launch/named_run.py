@@ -1,7 +1,7 @@
-"""A run as users name it: the folder of its checkpoints, its id in MLflow, or its recipe.
+"""A run as users name it: by the folder of its checkpoints, its MLflow id, or its recipe.
 
-What it was trained on follows from the recipe in its newest checkpoint, whatever a recipe file of
-the same name says now. Where it is continued, its changes are checked against that recipe, too.
+The recipe in the newest checkpoint decides, not a recipe file of the same name. A run is continued
+only if the changes since that recipe allow it.
 """
 
 import logging
@@ -16,7 +16,6 @@ from vit_ray.checkpoints.checkpoint import Checkpoint, Position
 from vit_ray.checkpoints.run_checkpoints import (
     checkpoint_to_resume,
     give_up_checkpoints,
-    list_checkpoints,
     newest_checkpoint,
 )
 from vit_ray.config import Recipe, load_recipe
@@ -42,8 +41,7 @@ from vit_ray.training.steps import lr_at
 
 logger = logging.getLogger(__name__)
 
-_RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
-# Prefixes of the keys that decide what a step sees.
+# Prefixes of the keys that decide the batch of a step.
 _DECIDES_BATCHES: Final = (
     "seed", "data.", "model.", "train.global_batch_size", "train.loss", "train.mixup",
     "train.cutmix",
@@ -55,7 +53,7 @@ class NamedRun:
     """A run and its data, opened.
 
     Attributes:
-        resolved: its streams, in the order that it started with.
+        resolved: its streams, in the order of the run's start.
         newest: its newest complete checkpoint; None before the first.
     """
 
@@ -69,7 +67,7 @@ class NamedRun:
 
     @property
     def total_steps(self) -> int:
-        """Fewer than planned if the run was stopped early."""
+        """Fewer than planned if the run ended early."""
         position = self.newest.position if self.newest else None
         return position.step if position and position.progress.ended else self.resolved.total_steps
 
@@ -77,17 +75,16 @@ class NamedRun:
         """The step, 0-based.
 
         Raises:
-            ValueError: the run does not have it.
+            ValueError: the run does not have this step.
         """
         note = locate(self.recipe.run_folder).child(BRANCH_NOTE)
         origin = note.read().decode() if self.newest and note.exists() else ""
-        if (forked := step_of(origin)) and step < forked:
+        if (fork_step := step_of(origin)) and step < fork_step:
             raise ValueError(
                 f"step={step}: the run branches off {origin}, which trained this step; look at "
                 "this step there"
             )
-        total = self.total_steps
-        if step >= total:
+        if step >= (total := self.total_steps):
             raise ValueError(
                 f"step={step}: the run has {total:,} steps; give one from 0 to {total - 1}"
             )
@@ -109,12 +106,8 @@ def find_run(source: str, overrides: Sequence[str] = ()) -> NamedRun:
     """
     source, folder = named_folder(source, overrides)
     is_file = folder.info().kind == "file"
-    if not is_file and list_checkpoints(folder):
-        newest = newest_checkpoint(folder)
-        if newest is None:
-            raise ValueError(
-                f"{source}: none of its checkpoints is complete; give the run's recipe"
-            )
+    newest = None if is_file else newest_checkpoint(folder)
+    if newest is not None:
         recorded = where_it_lies(newest.position.recipe, folder)
         recorded["output"], _, name = folder.uri.rpartition("/")
         if re.match(NAME, name):
@@ -126,13 +119,14 @@ def find_run(source: str, overrides: Sequence[str] = ()) -> NamedRun:
         except ValueError as error:
             if folder.exists() and not is_file:
                 raise ValueError(
-                    f"{source} has no checkpoint; give the run's recipe, or wait for its first one"
+                    f"{source} has no complete checkpoint; give the run's recipe, or wait for its "
+                    "first checkpoint"
                 ) from None
-            way = "" if is_file else "; to name a run by its folder, give a path such as runs/NAME"
-            raise ValueError(f"{error}{way}") from None
+            hint = "" if is_file else "; to name a run by its folder, give a path such as runs/NAME"
+            raise ValueError(f"{error}{hint}") from None
         newest = newest_checkpoint(locate(recipe.run_folder))
-    given = recipe  # other sets are not needed here to show what is trained on
-    recipe = given.with_changes(
+    full_recipe = recipe
+    recipe = recipe.with_changes(  # only the training set is opened
         data={"eval": None}, evaluate={"few_shot_train": None, "few_shot_test": None}
     )
     if newest is None:
@@ -146,41 +140,40 @@ def find_run(source: str, overrides: Sequence[str] = ()) -> NamedRun:
             f"{position.data_fingerprint[:12]}; give the run's own data set as data.train=PATH"
         )
     before = recipe_from_dict(position.recipe, where=f"the recipe of run {recipe.name!r}")
-    changes = incompatible_changes(before.flat(), given.flat(), without=EVALUATED_SETS)
-    if shown := [change for change in changes if change.key.startswith(_DECIDES_BATCHES)]:
+    changes = incompatible_changes(before.flat(), full_recipe.flat(), without=EVALUATED_SETS)
+    if changes := [change for change in changes if change.key.startswith(_DECIDES_BATCHES)]:
         raise ValueError(
-            f"run {recipe.name!r} was trained with another recipe: {'; '.join(map(str, shown))}; "
+            f"run {recipe.name!r} was trained with another recipe: {_listed(changes)}; "
             f"give the run's folder, {recipe.run_folder}, without changes, or another name"
         )
     return NamedRun(resolved, newest)
 
 
 def where_it_lies(recipe: dict[str, Any], folder: Location) -> dict[str, Any]:
-    """A recorded recipe with the places of a run folder that was copied or moved.
+    """A recorded recipe with the paths of a run folder that was copied or moved.
 
-    Files that lay beside the run, and lie so beside the copy, are those of the copy.
+    Paths near the old run folder become those near `folder`, if they exist there.
     """
     old, new = Path(recipe.get("output", ""), recipe.get("name", "")), Path(folder.path)
     while old.name == new.name and old != new:
         old, new = old.parent, new.parent
 
-    def moved(key: str, place: str) -> str:
-        is_place = bool(key) and folder.is_local and old.is_absolute()
-        if not (is_place and Path(place).is_relative_to(old)):
-            return place
-        beside = new / Path(place).relative_to(old)
-        return str(beside) if beside.exists() else place
+    def moved(key: str, path: str) -> str:
+        if not (key and folder.is_local and old.is_absolute() and Path(path).is_relative_to(old)):
+            return path
+        copy = new / Path(path).relative_to(old)
+        return str(copy) if copy.exists() else path
 
     return dict(with_texts(recipe, moved))
 
 
 def named_folder(source: str, overrides: Sequence[str]) -> tuple[str, Location]:
-    """The run folder that a name means, also as text; for an MLflow id the folder of its run.
+    """The folder of a named run, as text and as location; for an MLflow id, that run's folder.
 
     Raises:
         ValueError: MLflow has no such training.
     """
-    if not _RUN_ID.fullmatch(source):
+    if not re.fullmatch(r"[0-9a-f]{32}", source):
         return source, locate(source)
     from vit_ray.tracking.mlflow_client import open_client  # MLflow: seconds
 
@@ -195,10 +188,10 @@ def named_folder(source: str, overrides: Sequence[str]) -> tuple[str, Location]:
             f"MLflow at {safe_uri(uri)} does not have the run {source}: "
             f"{redact_uri(str(error), uri)}; give its store as tracking.uri=..."
         ) from None
-    found = run.data.tags.get(RUN_FOLDER)
-    if found is None:
+    folder = run.data.tags.get(RUN_FOLDER)
+    if folder is None:
         raise ValueError(f"run {source} of MLflow at {safe_uri(uri)} is not a training of vit_ray")
-    return str(found), locate(str(found))
+    return str(folder), locate(str(folder))
 
 
 def find_resume_point(
@@ -210,8 +203,8 @@ def find_resume_point(
         warn: called with a text for each checkpoint that `resume=from_zero` gives up.
 
     Raises:
-        ValueError: a run of this name exists and may not be continued, or should exist and does
-            not; or none of its checkpoints can be used.
+        ValueError: `resume` forbids to continue a run of this name, or requires one that does not
+            exist; or none of its checkpoints can be used.
     """
     folder = locate(recipe.run_folder)
     if recipe.resume is False and not all(
@@ -232,7 +225,7 @@ def find_resume_point(
                 "it, or choose another name"
             ) from None
         return None
-    # Workers choose again: they wait for a late marker, and report what they pass over.
+    # Workers choose again: they wait for a late marker, and report damaged checkpoints.
     checkpoint = newest_checkpoint(folder) or checkpoint_to_resume(folder, lambda _: None)
     if checkpoint is None and recipe.resume is True:
         raise ValueError(
@@ -251,10 +244,10 @@ def accepted_changes(resolved: ResolvedRun, position: Position) -> list[str]:
         resolved: of the recipe, with the present data.
 
     Raises:
-        ValueError: a change that is not accepted, or with which no run could continue; names each.
+        ValueError: some changes need confirmation, or no run can continue with them; names each.
     """
     recipe, total_steps = resolved.recipe, resolved.total_steps
-    # The stored recipe: a copy by `with_changes` would be checked as a new recipe.
+    # Not a copy by `with_changes`, which would be checked as a new recipe.
     before = validated(
         Recipe,
         position.recipe,
@@ -264,8 +257,8 @@ def accepted_changes(resolved: ResolvedRun, position: Position) -> list[str]:
     step = position.step
     then = {DATA_SET: position.data_fingerprint, **before.flat()}
     now = {DATA_SET: resolved.manifest.fingerprint, **recipe.flat()}
-    found = incompatible_changes(then, now, without=LENGTH)
-    changes = [change for change in found if not change.is_move]
+    all_changes = incompatible_changes(then, now, without=LENGTH)
+    changes = [change for change in all_changes if not change.is_move]
     if fixed := [change for change in changes if on_resume(change.key) is OnResume.FIXED]:
         raise ValueError(
             f"run {recipe.name!r} cannot continue from step {step}: {_listed(fixed)}; restore the "
@@ -282,7 +275,7 @@ def accepted_changes(resolved: ResolvedRun, position: Position) -> list[str]:
             f"earlier value, choose another name, or set resume=changed to continue it from step "
             f"{step}"
         )
-    notes = [f"{change}, assumed to have the same weights" for change in found if change.is_move]
+    notes = [f"{move}, assumed to have the same weights" for move in all_changes if move.is_move]
     if changes:
         notes.append(f"continues with another recipe: {_listed(changes)}")
     if total_steps > steps_before:
@@ -319,10 +312,10 @@ def _refuse_too_late(
             "earlier value, or evaluate its weights on the new data: vit-ray evaluate, with "
             f"init_from set to the folder of {name!r}"
         )
-    way_out = "" if ended else ", or make the run longer (with resume=changed)"
+    longer = "" if ended else ", or make the run longer (with resume=changed)"
     raise ValueError(
         f"{run} has finished, and these keys have changed: {_listed(changes)}; restore the earlier "
-        f"values to see its result, or choose another name{way_out}"
+        f"values to see its result, or choose another name{longer}"
     )
 
 

@@ -1,7 +1,7 @@
-"""An accuracy next to the paper's: which of its test sets a recipe measures, and the table.
+"""The table of an accuracy and the paper's accuracies on the same test set.
 
 A result has a label: `data` if test set, pre-training and model are the paper's, else `proxy`. The
-paper's numbers are shown next to a proxy only if they are for its test set.
+paper's numbers are shown next to a proxy only if they are for the same test set.
 """
 
 import statistics
@@ -16,11 +16,11 @@ from vit_ray.metric_names import EVAL_TOP1
 from vit_ray.paper import PRETRAINING, TEST_SETS, table_2, table_5
 
 Rows = list[dict[str, float | str | None]]
-"""Of a table, by column; accuracies in percent."""
+"""Rows of a table by column; accuracies in percent."""
 
 
 def evaluation_table(recipe: Recipe, metrics: Mapping[str, float]) -> Rows | None:
-    """The result of an evaluation and the paper's; None if it has no accuracy."""
+    """The result of an evaluation and the paper's; None without an accuracy."""
     top1 = metrics.get(EVAL_TOP1)
     if top1 is None or recipe.data.eval is None:
         return None
@@ -31,19 +31,22 @@ def training_table(recipe: Recipe, test_top1: Sequence[float], labels: str = "ow
     """The test accuracy of one training or of several, and the paper's.
 
     Args:
-        labels: `benchmark.kind` of what was measured.
+        labels: `benchmark.kind` of the evaluation.
     """
     assert recipe.data.eval is not None
     paper, test = recipe.paper, open_dataset(recipe.data.eval)
-    # ImageNet and ImageNet ReaL have the same images; the labels decide which of the two it is.
-    if is_imagenet := paper.task in ("imagenet", "imagenet_real"):
+    if paper.task in ("imagenet", "imagenet_real"):  # the same images, with other labels
         by_labels = {"own_labels": "imagenet", "imagenet_real": "imagenet_real"}
         paper = paper.model_copy(update={"task": by_labels.get(labels)})
-    if labels != "own_labels" and not is_imagenet:
+    elif labels != "own_labels":
         paper = paper.model_copy(update={"task": None})
-    data = "/".join(PurePosixPath(redact(test.path)).parts[-2:])
     counts = test.num_images, test.num_classes
-    return result_table(paper, recipe.model.name, data, counts, test_top1)
+    return result_table(paper, recipe.model.name, short_address(test.path), counts, test_top1)
+
+
+def short_address(address: str) -> str:
+    """The last two parts of an address: the first parts may name private machines and buckets."""
+    return "/".join(PurePosixPath(redact(address)).parts[-2:])
 
 
 def result_table(
@@ -54,36 +57,36 @@ def result_table(
     Args:
         data: name of the test set's folder.
         counts: its images and classes.
-        top1: of each run, as a share.
-        paper: the recipe's test set and pre-training; a test set of another size or with other
-            classes is not the paper's.
+        top1: accuracy of each run, in [0, 1].
+        paper: the recipe's test set and pre-training; the test set is not the paper's if its size
+            or its number of classes differs.
     """
-    wanted = TEST_SETS.get(paper.task or "")
-    doubt = "" if wanted else "paper.task is not set"
-    if wanted and counts != (wanted.num_images, wanted.num_classes):
-        doubt = (
-            f"{wanted.title} has {wanted.num_images} test images of {wanted.num_classes} classes, "
-            f"not {counts[0]} of {counts[1]}"
+    test_set = TEST_SETS.get(paper.task or "")
+    note = "" if test_set else "paper.task is not set"
+    if test_set and counts != (test_set.num_images, test_set.num_classes):
+        note = (
+            f"{test_set.title} has {test_set.num_images} test images of {test_set.num_classes} "
+            f"classes, not {counts[0]} of {counts[1]}"
         )
-        wanted = None
+        test_set = None
     of_paper: Rows = []
     for pretraining in [paper.pretraining] if paper.pretraining else PRETRAINING:
-        if wanted is not None and paper.task is not None:
-            what = (wanted.title, PRETRAINING[pretraining], model)
-            if (two := table_2(model, pretraining, paper.task)) is not None:
-                of_paper.append(_row("paper, Table 2", *what, *two, "3", "paper", ""))
-            if (five := table_5(model, pretraining, paper.task)) is not None:
-                of_paper.append(_row("paper, Table 5", *what, five, None, "", "paper", ""))
+        if test_set is not None and paper.task is not None:
+            setting = (test_set.title, PRETRAINING[pretraining], model)
+            if (entry := table_2(model, pretraining, paper.task)) is not None:
+                of_paper.append(_row("paper, Table 2", *setting, *entry, "3", "paper", ""))
+            if (entry_5 := table_5(model, pretraining, paper.task)) is not None:
+                of_paper.append(_row("paper, Table 5", *setting, entry_5, None, "", "paper", ""))
     is_data = bool(of_paper) and paper.pretraining is not None
-    if not doubt and not is_data:
-        doubt = "paper.pretraining is not set" if of_paper else "the paper does not have this model"
+    if not note and not is_data:
+        note = "paper.pretraining is not set" if of_paper else "the paper does not have this model"
     trained_on = PRETRAINING[paper.pretraining] if paper.pretraining else None
     deviation = statistics.stdev(top1) if len(top1) > 1 else None
-    mine = _row(
-        "ours", wanted.title if wanted else data, trained_on, model, statistics.fmean(top1),
-        deviation, str(len(top1)), "data" if is_data else "proxy", doubt,
+    ours = _row(
+        "ours", test_set.title if test_set else data, trained_on, model, statistics.fmean(top1),
+        deviation, str(len(top1)), "data" if is_data else "proxy", note,
     )  # fmt: skip
-    return [mine, *of_paper]
+    return [ours, *of_paper]
 
 
 def _row(
@@ -105,5 +108,5 @@ def _row(
 
 
 def in_percent(share: float | None) -> float | None:
-    """Of 0.29, not 28.999999999999996."""
+    """Percent of a share, rounded: 29 for 0.29, not 28.999999999999996."""
     return None if share is None else float(f"{100 * share:.14g}")

@@ -1,8 +1,8 @@
-"""A worker group's place: asked for before the workers start, and again when the group may grow.
+"""Waiting for a worker group's resources, before workers start and when the group may grow.
 
-Ray Train's controller takes no messages while it waits for a place, so the driver waits itself, by
-a placement group of the same workers, which it gives up just before they start. An autoscaler sees
-the wish all the time.
+Ray Train's controller takes no messages while it waits for resources. So the driver waits, with a
+placement group for the same workers, which it removes just before they start. An autoscaler sees
+this request all the time.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from vit_ray.worker.job import TrainJob
 
 STRATEGY: Final = "PACK"
 LOOK_S: Final = 1.0
-"""How long a place that is there may take to be given."""
-PATIENCE_S: Final = 5.0
-"""The same for that of the largest group, on a machine that is busy."""
-TELL_S: Final = 10.0
+"""How long Ray may take to create a placement group whose resources are free."""
+# The same for the largest group, on a busy machine.
+_PATIENCE_S: Final = 5.0
+_REPORT_EVERY_S: Final = 10.0
 
 
 class NoPlaceError(Exception):
@@ -45,32 +45,24 @@ class StoppedWaitingError(NoPlaceError):
 
 @dataclass(frozen=True)
 class GroupShape:
-    """The worker groups that a run may have.
+    """The possible worker groups of a run.
 
     Attributes:
         sizes: worker counts, ascending.
         resources: of a worker.
-        labels: of the nodes that train.
-        reading_cpus: CPUs of a reading task, for which an elastic group leaves room.
     """
 
     sizes: tuple[int, ...]
     resources: Mapping[str, float]
-    labels: Mapping[str, str]
-    reading_cpus: float
     use_gpu: bool = False
 
     @classmethod
     def of(cls, recipe: Recipe, *, use_gpu: bool, trains: bool) -> GroupShape:
-        """What a training or an evaluation asks for."""
+        """The groups for a training or an evaluation."""
         workers = recipe.workers
-        sizes = recipe.group_sizes if trains else workers.sizes
-        gpus = {"GPU": 1.0} if use_gpu else {}
         return cls(
-            tuple(sorted(sizes)),
-            {"CPU": workers.cpus_per_worker, **gpus},
-            dict(workers.label_selector),
-            recipe.data.cpus_per_task,
+            tuple(recipe.group_sizes if trains else workers.sizes),
+            {"CPU": workers.cpus_per_worker, **({"GPU": 1.0} if use_gpu else {})},
             use_gpu,
         )
 
@@ -82,7 +74,7 @@ class Place:
     Attributes:
         labels: selects its nodes.
         since_s: unix time at which the wait began.
-        waited_s: until it was there.
+        waited_s: duration of the wait.
     """
 
     size: int
@@ -102,38 +94,40 @@ class PlaceFinder:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._job, self._shape, self._failing, self._clock = job, shape, failing, clock
-        self._noted: set[str] = set()
-        self._wished: Iterator[int] = iter(())
+        self._reported: set[str] = set()
+        self._sizes_in_turn: Iterator[int] = iter(())
 
     def found(self, lost_since_s: float | None = None) -> Place:
         """The largest group that the cluster has room for; waits for room for the smallest.
 
         Args:
-            lost_since_s: time of the first wait if the last place was lost before its workers had
-                started; its limit includes this wait.
+            lost_since_s: start of the previous wait if its resources were lost before the workers
+                had started; the time limit then counts from there.
 
         Raises:
-            NoPlaceError: there was none within `workers.place_timeout_minutes`.
-            StoppedWaitingError: the run is to stop.
+            NoPlaceError: there was no room within `workers.place_timeout_minutes`.
+            StoppedWaitingError: the run was asked to stop.
         """
-        began_s = told_s = self._clock()
-        patient_s = began_s + PATIENCE_S
+        began_s = reported_s = self._clock()
+        patient_s = began_s + _PATIENCE_S
         if lost_since_s is not None:
             began_s = lost_since_s
-            self._say(began_s, "the group had a place, which was lost before its workers started")
-        # Of a cluster without nodes: its autoscaler may have room for the smaller ones only.
-        self._wished = itertools.cycle(sorted(self._shape.sizes, reverse=True))
-        while (place := self._looked_for(told_s + TELL_S, patient_s)) is None:
-            if self._clock() - told_s >= TELL_S:
-                told_s = self._clock()
-                self._say(began_s, self._missing())
+            self._report(
+                began_s, "the group had a place, which was lost before its workers started"
+            )
+        # On a cluster without nodes: its autoscaler may have room only for the smaller groups.
+        self._sizes_in_turn = itertools.cycle(self._shape.sizes[::-1])
+        while (place := self._waited_for(reported_s + _REPORT_EVERY_S, patient_s)) is None:
+            if self._clock() - reported_s >= _REPORT_EVERY_S:
+                reported_s = self._clock()
+                self._report(began_s, self._missing())
         return replace(place, since_s=began_s, waited_s=self._clock() - began_s)
 
-    def _say(self, began_s: float, why: str) -> None:
-        """Say how long workers have been waited for.
+    def _report(self, began_s: float, why: str) -> None:
+        """Record the wait for workers as an event.
 
         Raises:
-            NoPlaceError: too long.
+            NoPlaceError: the wait exceeds the limit.
         """
         waited_s, limit = self._clock() - began_s, self._job.recipe.workers.place_timeout_minutes
         text = f"no workers for {waited_s:.0f} s: {why}"
@@ -141,24 +135,24 @@ class PlaceFinder:
             raise NoPlaceError(f"{text} (workers.place_timeout_minutes={limit:g})")
         self._job.record.event(EventKind.NO_PLACE, text, 0)
 
-    def _looked_for(self, until_s: float, patient_s: float) -> Place | None:
-        """A place that is found until then.
+    def _waited_for(self, until_s: float, patient_s: float) -> Place | None:
+        """A place that is found before `until_s`.
 
         Args:
-            patient_s: time from which smaller groups are tried, and a stop is looked for.
+            patient_s: unix time from which smaller groups are tried, and a stop is noticed.
 
         Raises:
             StoppedWaitingError: as `found`.
         """
         labels = self._labels()
         fitting = self._fitting(labels)
-        size = fitting[0] if fitting else next(self._wished)
-        with asked_for(size, self._shape.resources, labels) as wish:
+        size = fitting[0] if fitting else next(self._sizes_in_turn)
+        with asked_for(size, self._shape.resources, labels) as group:
             while self._clock() < until_s:
-                if wish.wait(LOOK_S):
+                if group.wait(LOOK_S):
                     if fits := self._fitting(labels):
                         return Place(min(size, fits[0]), labels)
-                    time.sleep(LOOK_S)  # no CPU would be left to read with
+                    time.sleep(LOOK_S)  # no CPU would be free for reading
                 if self._clock() < patient_s:
                     continue
                 for smaller in fitting[1:]:
@@ -169,74 +163,73 @@ class PlaceFinder:
         return None
 
     def has_larger(self, place: Place) -> bool:
-        """Whether a larger group than that of `place`, which runs, would have room."""
+        """Whether there is room to enlarge the running group of `place`."""
         labels = dict(place.labels)
         larger = [size - place.size for size in self._fitting(labels) if size > place.size]
-        return any(self._is_free(more, labels) for more in larger)
+        return any(self._is_free(num_more, labels) for num_more in larger)
 
     def _fitting(self, labels: dict[str, str]) -> list[int]:
-        """The sizes that the cluster holds, largest first, whether or not it is free."""
-        shape, sizes = self._shape, sorted(self._shape.sizes, reverse=True)
+        """The sizes that the cluster could hold if it were free, largest first."""
+        sizes, reading_cpus = [*self._shape.sizes[::-1]], self._job.recipe.data.cpus_per_task
         if len(sizes) == 1:
             return sizes
-        workers_of, each = self._by_node(labels), shape.resources["CPU"]
-        spare = (
-            node["Resources"].get("CPU", 0.0) - workers_of.get(node["NodeID"], 0) * each
+        workers_of, cpus_per_worker = self._by_node(labels), self._shape.resources["CPU"]
+        spare_cpus = (
+            node["Resources"].get("CPU", 0.0) - workers_of.get(node["NodeID"], 0) * cpus_per_worker
             for node in live_nodes()
         )
-        most = sum(workers_of.values())
-        if max(spare, default=0.0) < shape.reading_cpus:  # a CPU to read with on some node
-            most -= math.ceil(shape.reading_cpus / each)
-        return [size for size in sizes if size <= most]
+        max_workers = sum(workers_of.values())
+        if max(spare_cpus, default=0.0) < reading_cpus:  # a task must fit next to the workers
+            max_workers -= math.ceil(reading_cpus / cpus_per_worker)
+        return [size for size in sizes if size <= max_workers]
 
     def _is_free(self, size: int, labels: dict[str, str]) -> bool:
         with asked_for(size, self._shape.resources, labels) as group:
             return group.wait(LOOK_S)
 
     def _labels(self) -> dict[str, str]:
-        """Of the nodes for the next group: without failing ones, if the others have room."""
-        labels = dict(self._shape.labels)
-        left_out = self._failing.among(live_nodes(labels))
-        if not left_out:
+        """Selects the next group's nodes: without failing nodes, if the others have room."""
+        labels = dict(self._job.recipe.workers.label_selector)
+        excluded = self._failing.among(live_nodes(labels))
+        if not excluded:
             return labels
-        without = {**labels, "ray.io/node-id": f"!in({','.join(sorted(left_out))})"}
+        without = {**labels, "ray.io/node-id": f"!in({','.join(sorted(excluded))})"}
         if sum(self._by_node(without).values()) < self._shape.sizes[0]:
             return labels
-        if news := left_out.keys() - self._noted:
-            self._noted |= news
-            named = ", ".join(sorted(left_out[node] for node in news))
+        if new := excluded.keys() - self._reported:
+            self._reported |= new
+            hosts = ", ".join(sorted(excluded[node] for node in new))
             text = (
-                f"{named}: workers there have failed twice in a row, so the group is placed on "
+                f"{hosts}: workers there have failed twice in a row, so the group is placed on "
                 "other nodes; check its GPUs and its system log"
             )
             self._job.record.event(EventKind.NODE_LEFT_OUT, text, 0)
         return without
 
     def _by_node(self, labels: Mapping[str, str]) -> dict[str, int]:
-        """Workers that each node with the labels holds, whether or not it is free."""
-        wanted = [(key, need) for key, need in self._shape.resources.items() if need > 0]
+        """Workers that each node with the labels could hold if it were free, by node id."""
+        needs = [(key, need) for key, need in self._shape.resources.items() if need > 0]
         return {
-            node["NodeID"]: int(min(node["Resources"].get(key, 0.0) // n for key, n in wanted))
+            node["NodeID"]: int(min(node["Resources"].get(key, 0.0) // n for key, n in needs))
             for node in live_nodes(labels)
         }
 
     def _missing(self) -> str:
-        shape, least = self._shape, self._shape.sizes[0]
+        recipe, shape, workers = self._job.recipe, self._shape, self._shape.sizes[0]
         total, free = ray.cluster_resources(), ray.available_resources()  # type: ignore[no-untyped-call]
         needed = ", ".join(
-            f"{least * count:g} {key} (the cluster has {total.get(key, 0):g}, "
+            f"{workers * count:g} {key} (the cluster has {total.get(key, 0):g}, "
             f"{free.get(key, 0):g} of them free)"
             for key, count in shape.resources.items()
         )
         text = (
-            f"{least} worker{' needs' if least == 1 else 's need'} {needed}; start nodes, wait for "
-            "or end what else runs there, or lower workers.num_workers"
+            f"{workers} worker{' needs' if workers == 1 else 's need'} {needed}; start nodes, "
+            "wait for or end what else runs there, or lower workers.num_workers"
         )
         if len(shape.sizes) > 1:
-            text += f"; {shape.reading_cpus:g} CPU more is needed to read with"
-        if shape.labels:
-            named = json.dumps(dict(shape.labels))
-            text += f"; only nodes with workers.label_selector={named} are used"
+            text += f"; {recipe.data.cpus_per_task:g} CPU more is needed to read with"
+        if selector := dict(recipe.workers.label_selector):
+            text += f"; only nodes with workers.label_selector={json.dumps(selector)} are used"
         return text
 
 
@@ -244,10 +237,9 @@ class PlaceFinder:
 def asked_for(
     size: int, resources: Mapping[str, float], labels: dict[str, str]
 ) -> Iterator[PlacementGroup]:
-    """A placement group of so many workers, as Ray Train asks for it; given up with the block."""
+    """The placement group that Ray Train requests for `size` workers; removed after the block."""
     selectors: Any = [labels] * size if labels else None
-    bundles = [dict(resources)] * size
-    group = placement_group(bundles, STRATEGY, bundle_label_selector=selectors)
+    group = placement_group([dict(resources)] * size, STRATEGY, bundle_label_selector=selectors)
     try:
         yield group
     finally:
@@ -255,11 +247,11 @@ def asked_for(
 
 
 def lacking_now(recipe: Recipe, *, use_gpu: bool) -> str:
-    """Why the connected cluster is now too small for a run whose group is placed; empty if not.
+    """Why the connected cluster has become too small for a running group; empty if it has not.
 
     Args:
-        use_gpu: whether its workers have GPUs. `workers.use_gpu=auto` was decided when it started:
-            GPUs that join later are not for it.
+        use_gpu: whether the workers have GPUs. `workers.use_gpu=auto` was decided when the run
+            started: it does not use GPUs that join later.
     """
     cluster = shape(time.time())
     try:

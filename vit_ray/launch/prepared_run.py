@@ -1,7 +1,5 @@
 """A run that has passed every check that needs no cluster, and holds the lock of its folder."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -52,14 +50,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """What is known about a run before it starts.
+    """A checked run before it starts.
 
     Attributes:
         resume_from: the newest valid checkpoint of a run of this name.
         notes: kind and text of the events of the run's start, for its history.
-        lock_number: shows workers that the run is still this driver's; None for an evaluation.
+        lock_number: shows workers that this driver still holds the run; None for an evaluation.
         answers: of an evaluation: the correct answers for its images.
-        training_id: a training that starts at step 0: an earlier record is not continued.
+        training_id: of a training that starts at step 0, which does not continue an earlier record.
     """
 
     kind: Kind
@@ -106,9 +104,9 @@ class PreparedRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has ended before."""
-        last_step = self.resolved.total_steps
-        return bool(self.resume_from and self.resume_from.position.progress.is_over(last_step))
+        """Whether the run had ended before."""
+        total_steps = self.resolved.total_steps
+        return bool(self.resume_from and self.resume_from.position.progress.is_over(total_steps))
 
 
 @contextlib.contextmanager
@@ -117,11 +115,11 @@ def prepared_training(
     kind: Kind,
     check_cluster: Callable[[Recipe], object] = lambda _: None,
 ) -> Iterator[PreparedRun]:
-    """Check a training run and hold its lock inside the block.
+    """Check a training run, and hold the run's lock inside the block.
 
     Args:
-        check_cluster: raises ValueError if a run cannot start on its cluster; called last, before
-            the folder of a new run is made.
+        check_cluster: raises ValueError if a run cannot start on the cluster; called last, before
+            the folder of a new run is created.
 
     Raises:
         ValueError: the recipe cannot work, or another driver works on the run; nothing was started.
@@ -131,17 +129,17 @@ def prepared_training(
     check_head_is_trained(recipe, kind)
     if warning := averaging_warning(recipe.train, resolved.total_steps):
         logger.warning("%s", warning)
-    # Taken before the checkpoints are read: another driver may be removing them.
     run_folder = locate(recipe.run_folder)
     run_folder.refuse_file_in_its_place("output")
     if not run_folder.is_local:
         check_rights(run_folder)
     prepared = PreparedRun(kind, resolved)
     is_new = not run_folder.exists()
-    if is_new:  # a recipe that is refused leaves no folder, which the lock would make
+    if is_new:  # checked before the lock creates a folder: a refused recipe leaves none
         find_resume_point(recipe)
         check_weights(prepared)
         check_cluster(prepared.recipe)
+    # Locked before checkpoints are read: another driver may be removing them.
     with lock_run(run_folder) as lock_number:
         notes: list[tuple[EventKind, str]] = []
         newest = find_resume_point(
@@ -149,9 +147,9 @@ def prepared_training(
         )
         prepared = replace(prepared, resume_from=newest, lock_number=lock_number)
         if newest is not None:
-            begun = newest.position.recipe["data"]["shuffle_window"]
-            if begun != resolved.recipe.data.shuffle_window:
-                resolved = resolve_run(recipe, begun=begun)
+            window = newest.position.recipe["data"]["shuffle_window"]
+            if window != resolved.recipe.data.shuffle_window:
+                resolved = resolve_run(recipe, begun=window)
             changes = accepted_changes(resolved, newest.position)
             notes += [(EventKind.RECIPE_CHANGED, text) for text in changes]
             prepared = replace(prepared, resolved=resolved)
@@ -166,7 +164,7 @@ def prepared_training(
 
 
 def check_rights(folder: Location) -> None:
-    """Try what a run does in its folder, with a small file that is deleted again.
+    """Write, list, read and delete a small file in a run's folder.
 
     Raises:
         OSError: the store refuses it, cannot be reached, or has no such bucket.
@@ -180,13 +178,13 @@ def check_rights(folder: Location) -> None:
             raise OSError(f"{probe.uri} was written, and is not there; check the storage")
         probe.delete()
     except BaseException:
-        with contextlib.suppress(Exception):  # it has been reported
+        with contextlib.suppress(Exception):  # the first error is reported
             probe.delete()
         raise
 
 
 def prepare_evaluation(recipe: Recipe) -> PreparedRun:
-    """Check an evaluation, which is a separate run: the training's record is not changed.
+    """Check an evaluation, which has a record of its own.
 
     Raises:
         ValueError: no data set to measure on is given, or the weights are not there.
@@ -204,9 +202,9 @@ def prepare_evaluation(recipe: Recipe) -> PreparedRun:
 
 
 def check_weights(prepared: PreparedRun) -> None:
-    """Check that `init_from` names weights that fit the model, by names and shapes.
+    """Check that the names and shapes of the weights in `init_from` fit the model.
 
-    A warning if the weights will be used at another image size than they were trained at.
+    Warns if the weights will be used at another image size than in their training.
 
     Raises:
         ValueError: there are no weights, no valid checkpoint is among them, or tensors are missing,
@@ -220,32 +218,26 @@ def check_weights(prepared: PreparedRun) -> None:
     model = recipe.model
     with errors_of("init_from"):
         report = planned_load(model, prepared.num_classes, recipe.init_from, prepared.new_head)
-        trained = meta_state_of(recipe.init_from).sides
-    if trained is None and report.grids is not None:
-        sides, (grid, own_grid) = model.sides, report.grids
-        trained = sides[0] * grid[0] // own_grid[0], sides[1] * grid[1] // own_grid[1]
-    if trained in (None, model.sides) or prepared.trains:
+        trained_sides = meta_state_of(recipe.init_from).sides
+    if trained_sides is None and report.grids is not None:
+        sides, (trained_grid, grid) = model.sides, report.grids
+        trained_sides = sides[0] * trained_grid[0] // grid[0], sides[1] * trained_grid[1] // grid[1]
+    if trained_sides in (None, model.sides) or prepared.trains:
         return
-    what = "they have no positions, and are used at"
-    if report.resized:
-        what = "their positions are resized to"
-    elif model.positions == "sincos_2d":
-        what = "their positions, which are fixed, are computed for"
     logger.warning(
-        "init_from: the weights were trained at %d x %d pixels, and %s model.image_size=%s; set "
-        "model.image_size=%s for their own resolution",
-        *trained,
-        what,
+        "init_from: the weights were trained at %d x %d pixels, and are used at "
+        "model.image_size=%s; set model.image_size=%s for their own resolution",
+        *trained_sides,
         list(model.sides),
-        list(trained),
+        list(trained_sides),
     )
 
 
 def answers_of(recipe: Recipe, eval_set: Manifest, model_set: Manifest) -> Answers:
-    """What is right for the images of a test set.
+    """The correct answers for the images of a test set.
 
     Args:
-        model_set: whose classes the model has where the recipe does not name them.
+        model_set: gives the model's classes if the recipe does not name them.
 
     Raises:
         ValueError: a file is missing, not as published, or not of this test set.
@@ -260,9 +252,9 @@ def answers_of(recipe: Recipe, eval_set: Manifest, model_set: Manifest) -> Answe
             except json.JSONDecodeError as error:
                 raise ValueError(f"{file.uri} is not JSON ({error}); give {REAL_FILE}") from None
             lists = real_lists(published, eval_set.num_images, eval_set.num_classes, file.uri)
-            own = all_first_labels(eval_set.path)
-            names = [key for some in keys(eval_set) for key in some]
-            return real_answers(lists, names, own, eval_set.classes, classes, file.uri)
+            labels = all_first_labels(eval_set.path)
+            names = [key for shard_keys in keys(eval_set) for key in shard_keys]
+            return real_answers(lists, names, labels, eval_set.classes, classes, file.uri)
         case "imagenet_v2":
             return numbered_answers(eval_set.classes, classes)
         case "objectnet":
@@ -289,14 +281,14 @@ def _model_classes(
 ) -> tuple[str, ...]:
     """The model's classes in the order of its outputs.
 
-    Without `path`, the order of a published head where that names exactly these classes.
+    Without `path`: in the order of the published head, if its class names are exactly these.
     """
     if path is not None:
         suffix = PurePosixPath(path).suffix
         if suffix not in (".txt", ".json"):
             return tuple(open_dataset(path).classes)
-        what = "a list of the model's classes, such as LOC_synset_mapping.txt of ImageNet"
-        text = _text(locate(path), what, "benchmark.model_classes")
+        expected = "a list of the model's classes, such as LOC_synset_mapping.txt of ImageNet"
+        text = _text(locate(path), expected, "benchmark.model_classes")
         return parse_classes(text, suffix, f"benchmark.model_classes={path!r}")
     if weights is None:
         return tuple(classes)
@@ -316,29 +308,27 @@ def _model_classes(
     return tuple(classes)
 
 
-def _text(file: Location, what: str, key: str) -> str:
+def _text(file: Location, expected: str, key: str) -> str:
     if not file.exists():
-        raise ValueError(f"{key}: there is no file {file.uri}; give {what}")
-    try:
+        raise ValueError(f"{key}: there is no file {file.uri}; give {expected}")
+    with errors_of(f"{key}: {file.uri}"):
         return file.read().decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{key}: {file.uri} is no text ({error}); give {what}") from None
 
 
 @contextlib.contextmanager
 def lock_run(folder: Location) -> Iterator[int]:
-    """Hold the run in `folder` inside this block; yields the token for `check_lock`.
+    """Hold the run's lock inside the block; yields the token for `check_lock`.
 
-    The process ends if another driver has nevertheless taken the run.
+    The process ends if another driver takes the run nevertheless.
 
     Raises:
         ValueError: another driver holds it.
         OSError: the folder cannot be written.
     """
     runs, _, name = folder.uri.rpartition("/")
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         try:
-            number = held.enter_context(hold_lock(folder, _end_process))
+            number = stack.enter_context(hold_lock(folder, _end_process))
         except HeldError as error:
             raise ValueError(
                 f"run {name!r} in {runs} is in use by another driver: {error}; "
@@ -355,6 +345,6 @@ def lock_run(folder: Location) -> Iterator[int]:
 
 
 def _end_process(reason: str) -> None:
-    """Two drivers of one run would mix their checkpoints; Ray ends this driver's workers."""
+    # Two drivers of one run would mix their checkpoints. Ray ends this driver's workers.
     print(f"error: {reason}; this driver ends", file=sys.stderr, flush=True)
     os._exit(1)

@@ -1,5 +1,4 @@
-"""A recipe resolved on its data: the model checked, the data sets opened, checked against each
-other, and cut into streams.
+"""A recipe resolved on its data: the model is checked, and the data sets are opened as streams.
 
 Nothing is started; errors say what to change.
 """
@@ -34,13 +33,13 @@ logger = logging.getLogger(__name__)
 Kind = Literal["pretrain", "finetune", "sweep_trial", "study_cell", "evaluate"]
 NEW_HEADS: Final = ("finetune", "sweep_trial")
 """Kinds of run that give their initial weights a new head."""
-MOST_OF_FIRST_WEIGHTS: Final = 0.2
-"""Share of the initial weights in the averaged ones up to which there is no warning."""
+# Above this share of the initial weights in the averaged weights there is a warning.
+_MAX_INITIAL_SHARE: Final = 0.2
 MOST_LABELS_READ: Final = 2_000_000
-"""Images of a few-shot pool that are looked at before a run: 8 MB, seconds from an object store."""
-# Of a window by default: tasks of twice the usual length, a few seconds of one CPU.
-_MOST_ROWS: Final = 2048
-# Of a task's memory that a window takes on average by default; images differ in size.
+"""Images of a few-shot pool that are checked before a run: 8 MB, seconds from an object store."""
+# Images of a default window: tasks of twice the usual length, a few seconds of one CPU.
+_MAX_ROWS: Final = 2048
+# Share of a task's memory for a default window; images differ in size.
 _MEMORY_SHARE: Final = 0.75
 
 
@@ -49,9 +48,9 @@ class ResolvedRun:
     """A recipe resolved on its data: streams, classes and steps.
 
     Attributes:
-        recipe: with the order of the data made definite.
-        streams: `train`, and of `eval`, `dev`, `few_shot_train` and `few_shot_test` what the recipe
-            has.
+        recipe: with a definite shuffle window.
+        streams: `train`; `eval`, `dev`, `few_shot_train` and `few_shot_test` if the recipe has
+            them.
     """
 
     recipe: Recipe
@@ -71,13 +70,13 @@ def resolve_run(
     """Open the data sets and check the recipe's arithmetic.
 
     Args:
-        needs_train: without, the recipe may have a test set alone.
+        needs_train: if False, a test set is enough.
         begun: the shuffle window of a run that is continued.
 
     Raises:
-        ValueError: there is no such model or part of the user's own, a data set is missing or
-            broken, the batch does not divide, the run has no length, the classes of two sets
-            differ, or a class has fewer images than shots.
+        ValueError: there is no such model or custom component, a data set is missing or broken, the
+            batch does not divide, the run has no length, the classes of two sets differ, or a class
+            has fewer images than shots.
     """
     check_model(recipe)
     data, evaluate = recipe.data, recipe.evaluate
@@ -98,11 +97,11 @@ def resolve_run(
     )
 
     def evaluated(manifest: Manifest) -> StreamSpec:
-        cut = augmentation_of(recipe.model, data.eval_augment)
-        return stream_of(data, recipe.seed, cut, manifest)
+        crop = augmentation_of(recipe.model, data.eval_augment)
+        return stream_of(data, recipe.seed, crop, manifest)
 
-    training = training_stream(data, recipe.seed, recipe.model, batch, window_size, part)
-    streams = {"train": training}
+    train = training_stream(data, recipe.seed, recipe.model, batch, window_size, part)
+    streams = {"train": train}
     if data.eval is not None:
         streams["eval"] = evaluated(open_dataset(data.eval))
         if held_out is not None and recipe.chooses_on_dev and needs_train:
@@ -118,15 +117,13 @@ def resolve_run(
     if needs_train:
         if "eval" in streams:
             _check_classes("data.eval", streams["eval"].manifest, manifest)
-        num_images = streams["train"].num_images
-        check_batch(recipe, num_images)
-        total_steps = recipe.optim.total_steps(num_images, batch)
+        check_batch(recipe, train.num_images)
+        total_steps = recipe.optim.total_steps(train.num_images, batch)
     return ResolvedRun(recipe, manifest, streams, total_steps)
 
 
 def check_batch(recipe: Recipe, num_images: int) -> None:
-    """Check that the global batch divides among the workers for every allowed count, and that the
-    data fill it.
+    """Check that the global batch divides by every allowed number of workers, and fits the data.
 
     Raises:
         ValueError: it does not; with the arithmetic and the nearest valid value.
@@ -149,9 +146,9 @@ def training_stream(
     window_size: int,
     manifest: Manifest,
 ) -> StreamSpec:
-    """The stream that trains on a data set in global batches.
+    """The training stream of a data set.
 
-    `window_size` is what `window_rows` gives; `data.shuffle_window` is not read.
+    `window_size` is that of `window_rows`; `data.shuffle_window` is not read.
     """
     spec = stream_of(data, seed, augmentation_of(model, data.augment), manifest)
     if window_size <= batch:
@@ -166,7 +163,7 @@ def stream_of(
     augmentation: Augmentation,
     manifest: Manifest,
 ) -> StreamSpec:
-    """A stream without a shuffle window: as evaluations read it."""
+    """A stream without a shuffle window, as for evaluations."""
     cache = data.cache_dir and Cache(data.cache_dir, int(data.cache_free_gib * 2**30))
     return StreamSpec(
         manifest,
@@ -180,18 +177,18 @@ def stream_of(
     )
 
 
-def _check_classes(key: str, one: Manifest, other: Manifest) -> None:
-    if one.classes != other.classes:
+def _check_classes(key: str, test: Manifest, train: Manifest) -> None:
+    if test.classes != train.classes:
         raise ValueError(
-            f"{key}: {one.path} has {one.num_classes} classes and {other.path} has "
-            f"{other.num_classes}, and they are not the same; convert both with one list of classes"
+            f"{key}: {test.path} has {test.num_classes} classes and {train.path} has "
+            f"{train.num_classes}, and they are not the same; convert both with one list of classes"
         )
 
 
 def require_trainable(manifest: Manifest) -> None:
     """
     Raises:
-        ValueError: its maker has marked the set as one for evaluation only.
+        ValueError: the set was converted for evaluation only.
     """
     if manifest.origin.get("evaluation_only"):
         raise ValueError(
@@ -202,7 +199,7 @@ def require_trainable(manifest: Manifest) -> None:
 
 @lru_cache(maxsize=4)
 def _check_shots(path: str, fingerprint: str, shots: tuple[int, ...]) -> None:
-    """Read labels until every class has its examples; once for all trials of a sweep.
+    """Read labels until every class has enough examples; once for all trials of a sweep.
 
     Raises:
         ValueError: a class has fewer.
@@ -229,7 +226,7 @@ def _check_shots(path: str, fingerprint: str, shots: tuple[int, ...]) -> None:
 
 
 def check_model(recipe: Recipe) -> None:
-    """Check that the model exists, and that its frozen parts are its own.
+    """Check that the model and its frozen parts exist.
 
     Raises:
         ValueError: as `build_model`; or all parts are frozen, or a frozen part does not exist.
@@ -238,7 +235,7 @@ def check_model(recipe: Recipe) -> None:
     as_grid(model.image_size)
     if not is_own(model.name):
         find_spec(model.name, model.options())
-    if is_own(model.name) or optim.frozen:  # it is built without values
+    if is_own(model.name) or optim.frozen:  # built on `meta`, without values
         import torch  # for these models only: seconds
 
         from vit_ray.models.flops import forward_macs
@@ -246,20 +243,20 @@ def check_model(recipe: Recipe) -> None:
 
         forward_macs(model.name, 2, model.image_size, **model.options())
         with torch.device("meta"):
-            whole = build_objective(recipe.with_changes(optim={"frozen": []}), 2)
+            objective = build_objective(recipe.with_changes(optim={"frozen": []}), 2)
         with errors_of("optim.frozen"):
-            freeze(whole, optim.frozen)
-        if not any(parameter.requires_grad for parameter in whole.parameters()):
+            freeze(objective, optim.frozen)
+        if not any(parameter.requires_grad for parameter in objective.parameters()):
             raise ValueError(
                 "optim.frozen names every part, so that nothing would be trained; remove one"
             )
 
 
 def check_own_parts(recipe: Recipe, num_classes: int) -> None:
-    """Look up the user's own parts other than the model, and call those that work without a run.
+    """Look up custom components other than the model, and call those that need no run.
 
     Raises:
-        ValueError: a part does not exist, or returns the wrong thing.
+        ValueError: a component does not exist, or returns a wrong shape or type.
     """
     train, metrics = recipe.train, recipe.evaluate.metrics
     for name in train.callbacks:
@@ -267,15 +264,15 @@ def check_own_parts(recipe: Recipe, num_classes: int) -> None:
     if recipe.data.augment.own is not None:
         augment = own_part(name := recipe.data.augment.own, "data.augment.own")
         crop = np.zeros((*recipe.model.sides, 3), np.uint8)
-        found = augment(crop, KeyedUniform(0))
-        if (shape := np.shape(found)) != crop.shape or found.dtype != np.uint8:
+        result = augment(crop, KeyedUniform(0))
+        if (shape := np.shape(result)) != crop.shape or result.dtype != np.uint8:
             raise ValueError(
-                f"data.augment.own={name} returns {list(shape)} {getattr(found, 'dtype', '')} for "
+                f"data.augment.own={name} returns {list(shape)} {getattr(result, 'dtype', '')} for "
                 f"{list(crop.shape)} uint8; return a crop of the same shape and type"
             )
     if not (metrics or is_own(train.loss) or is_own(recipe.optim.name)):
         return
-    import torch  # for these parts only: seconds
+    import torch  # only for these components: seconds
 
     from vit_ray.training.objective import classification_loss, per_image
     from vit_ray.training.optimizers import state_types
@@ -290,14 +287,13 @@ def check_own_parts(recipe: Recipe, num_classes: int) -> None:
 
 
 def check_head_is_trained(recipe: Recipe, kind: Kind) -> None:
-    """Check that a new head, whose kernel is zero, is not frozen.
+    """Check that a new head is not frozen.
 
     Raises:
-        ValueError: it would give every image the same logits.
+        ValueError: its weights, which are zero, would give every image the same logits.
     """
     is_new = recipe.init_from is None or kind in NEW_HEADS
-    has_head = recipe.train.loss != "masked_patch"
-    if has_head and is_new and "head" in recipe.optim.frozen:
+    if is_new and recipe.train.loss != "masked_patch" and "head" in recipe.optim.frozen:
         raise ValueError(
             "optim.frozen has head, but this run starts with a new head of zeros, which would "
             "never learn; remove head from optim.frozen"
@@ -305,16 +301,13 @@ def check_head_is_trained(recipe: Recipe, kind: Kind) -> None:
 
 
 def averaging_warning(train: TrainConfig, total_steps: int) -> str | None:
-    """A warning if the averaged weights are still close to the initial ones; else None.
-
-    Averaged weights decide a sweep's selection, early stopping, and the figures in tables.
-    """
-    left = train.averaging**total_steps
-    if not train.averaging or train.averaging_warmup or left <= MOST_OF_FIRST_WEIGHTS:
+    """A warning if the averaged weights would still be close to the initial weights; else None."""
+    initial_share = train.averaging**total_steps
+    if not train.averaging or train.averaging_warmup or initial_share <= _MAX_INITIAL_SHARE:
         return None
     return (
-        f"train.averaging={train.averaging:g}: after {total_steps} steps {left:.1%} of the "
-        "averaged weights is still the initial weights; set train.averaging_warmup=true, or a "
+        f"train.averaging={train.averaging:g}: after {total_steps} steps {initial_share:.1%} of "
+        "the averaged weights is still the initial weights; set train.averaging_warmup=true, or a "
         "smaller train.averaging"
     )
 
@@ -326,9 +319,9 @@ def window_rows(
     manifest: Manifest,
     begun: int | None = None,
 ) -> int:
-    """Images of the shuffle window, with `auto` made definite: as the run began, or as is best.
+    """Images of the shuffle window; for `auto`, that of the run's start or a default.
 
-    It is chosen once and recorded in checkpoints.
+    The window is chosen once and recorded in checkpoints.
 
     Args:
         batch: images of a global batch.
@@ -338,26 +331,26 @@ def window_rows(
     Raises:
         ValueError: the window is no whole number of batches, or too large for a task's memory.
     """
-    image_bytes = float(manifest.bytes.sum()) / manifest.num_images
-    bytes_per_image = max(image_bytes, 1.0)
+    bytes_per_image = max(float(manifest.bytes.sum()) / manifest.num_images, 1.0)
     task_bytes = TASK_MEMORY_MIB * 2**20
-    longest = int(manifest.rows.max())  # a task keeps it, too: a window's ends cut two row groups
+    # A task also holds as many rows outside its window: the window's ends cut two row groups.
+    group_rows = int(manifest.rows.max())
     rows = begun if data.shuffle_window == "auto" else data.shuffle_window
     if rows is None:  # 2, 4, 8, ... batches that one task makes; 0 for fewer than two
-        most = min(_MOST_ROWS, int(_MEMORY_SHARE * task_bytes / bytes_per_image) - longest)
+        max_rows = min(_MAX_ROWS, int(_MEMORY_SHARE * task_bytes / bytes_per_image) - group_rows)
         if data.object_store_mib is not None:
-            # Half of it: blocks of the next task wait at the same time as those of the one in turn.
-            most = min(most, (data.object_store_mib << 19) // (3 * sides[0] * sides[1]))
-        rows = batch << (most // batch).bit_length() - 1 if most >= 2 * batch else 0
+            # Half of it: the blocks of two tasks wait there at the same time.
+            max_rows = min(max_rows, (data.object_store_mib << 19) // (3 * sides[0] * sides[1]))
+        rows = batch << (max_rows // batch).bit_length() - 1 if max_rows >= 2 * batch else 0
     if rows % batch:
         nearest = max(1, round(rows / batch)) * batch
         raise ValueError(
             f"data.shuffle_window={rows} is no whole number of train.global_batch_size={batch}; "
             f"the nearest is {nearest}, and 0 is none"
         )
-    fits = int(task_bytes / bytes_per_image) - longest
+    fits = int(task_bytes / bytes_per_image) - group_rows
     if rows > max(batch, fits):
-        mib = math.ceil((rows + longest) * image_bytes / 2**20)
+        mib = math.ceil((rows + group_rows) * bytes_per_image / 2**20)
         lower = fits // batch * batch
         raise ValueError(
             f"data.shuffle_window={rows} images take about {mib} MiB of each reading task, which "

@@ -34,7 +34,7 @@ from vit_ray.tracking.recorder import FIRST_ANSWER_S
 from vit_ray.worker.job import TrainJob
 
 STOPPED_EARLY: Final = "vit_ray.stopped_early"
-"""Tag of a run that its sweep has stopped: the step, and that of its end."""
+"""Tag of a run that its sweep has stopped: this step and the planned last step."""
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +52,8 @@ class RunResult:
         already_complete: the run had ended before; nothing was trained.
         hint: how to open MLflow's page.
         events: events during the run: restarts, refused steps, failed saves.
-        evaluation_due: it was stopped in the evaluation after its last step.
-        ended: why it ended before its last step (early stopping); else empty.
+        evaluation_due: whether the run was stopped in the evaluation after its last step.
+        ended: why the run ended before its last step (early stopping); else empty.
         num_eval_images: images that the accuracies in `metrics` were measured on; 0 without an
             evaluation.
     """
@@ -67,16 +67,14 @@ class RunResult:
     already_complete: bool = False
     hint: str = ""
     events: list[str] = field(default_factory=list)
-
     evaluation_due: bool = False
     ended: str = ""
     num_eval_images: int = 0
 
     @property
     def is_complete(self) -> bool:
-        """Whether it reached its end (and was not stopped on request)."""
-        is_done = self.steps >= self.total_steps and not self.evaluation_due
-        return is_done or bool(self.ended)
+        """Whether the run reached its end and was not stopped on request."""
+        return bool(self.ended) or (self.steps >= self.total_steps and not self.evaluation_due)
 
     @property
     def top1(self) -> float:
@@ -86,13 +84,13 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Following:
-    """How another thread follows a training, and stops it.
+    """How another thread follows and stops a training.
 
     Attributes:
-        stop: set to ask for a checkpoint and the end.
+        stop: set to request a checkpoint and the end.
         on_evaluation: takes step and metrics of each evaluation before the last.
-        evaluate_at: steps at which it is evaluated in addition to those of the recipe.
-        why: the reason that its history gives for such a stop.
+        evaluate_at: steps of evaluations in addition to those of the recipe.
+        why: the reason for such a stop in the run's history.
     """
 
     stop: Event
@@ -118,14 +116,11 @@ def train(
         ValueError: the recipe cannot work; nothing was started.
         RunFailedError: training failed more often than the recipe allows.
     """
-
-    def check(new: Recipe) -> None:
-        check_start(new, is_child=parent is not None)
-
+    check = partial(check_start, is_child=parent is not None)
     with prepared_training(recipe, kind, check) as prepared:
         if prepared.resume_from is None or not prepared.is_over:
-            return run_prepared(prepared, tags or {}, parent, following)
-        # Its driver may have died before it recorded the end.
+            return run_prepared(prepared, tags, parent, following)
+        # The run's last driver may have died before it recorded the end.
         position = prepared.resume_from.position
         cost = training_cost(prepared.resolved, position.step)
         result = _recorded(prepared, prepared.resume_from, position.progress.metrics)
@@ -154,7 +149,7 @@ def evaluate(recipe: Recipe) -> dict[str, float]:
 
 
 def evaluated(recipe: Recipe) -> RunResult:
-    """As `evaluate`, with the run in MLflow that has the tables and pictures."""
+    """As `evaluate`, with the MLflow run that has the tables and pictures."""
     require(recipe.init_from, "init_from", "the run, checkpoint or file to evaluate")
     prepared = prepare_evaluation(recipe)
     check_start(prepared.recipe, trains=False)
@@ -166,7 +161,7 @@ def check_start(recipe: Recipe, *, trains: bool = True, is_child: bool = False) 
 
     Args:
         trains: as for `paths_of`.
-        is_child: of a sweep or study, which has checked the files of all its trainings.
+        is_child: whether a sweep or study has checked the files of all its trainings.
 
     Raises:
         ValueError: as `connect`, `check_cluster` and `check_shared`.
@@ -189,13 +184,12 @@ def run_prepared(
         RunFailedError: as `train`.
         RunStoppedError: an evaluation was stopped on request.
     """
-    # The workers' start needs it; it takes seconds, in which the recorder starts.
+    # Needed when workers start; the import takes seconds, in which the recorder starts.
     Thread(target=importlib.import_module, args=("ray.train.torch",), daemon=True).start()
     recipe, resolved = prepared.recipe, prepared.resolved
     cluster = connect(recipe)
     use_gpu = check_cluster(recipe, cluster)
     position = prepared.resume_from.position if prepared.resume_from else None
-    step = position.step if position else 0
     init_run = _init_run(prepared)
     origin = {INIT_RUN: init_run} if init_run else {}
     branched = locate(recipe.run_folder).child(BRANCH_NOTE)
@@ -217,18 +211,17 @@ def run_prepared(
         awaited_metric=_result_metric(recipe, is_on_dev_split=is_on_dev_split),
     ) as run:
         for note, text in prepared.notes:
-            run.record.event(note, text, step)
-        evaluate_at = following.evaluate_at if following else ()
+            run.record.event(note, text, position.step if position else 0)
         with _watched(run, prepared, parent, following):
-            job = _job(prepared, cluster, run, init_run, evaluate_at)
-            if prepared.trains:  # while workers start: the cost and the card need it at the end
-                ahead = ("vit_ray.launch.model_card",)
-                Thread(target=importlib.import_module, args=ahead, daemon=True).start()
+            job = _job(prepared, cluster, run, init_run, following)
+            if prepared.trains:  # imported while workers start, for the cost and the card
+                modules = ("vit_ray.launch.model_card",)
+                Thread(target=importlib.import_module, args=modules, daemon=True).start()
             run_workers(job, resolved.streams, cluster, use_gpu=use_gpu)
         result = _result(prepared, run)
         run.is_complete = result.is_complete
-        is_told = parent is not None and parent.record.stop_reason()  # it will be continued
-        if following and following.stop.is_set() and not (result.is_complete or is_told):
+        parent_stops = parent is not None and parent.record.stop_reason()  # it can be resumed
+        if following and following.stop.is_set() and not (result.is_complete or parent_stops):
             run.record.tag(STOPPED_EARLY, f"step {result.steps} of {result.total_steps}")
         try:
             _log_model(result, prepared, run)
@@ -238,7 +231,7 @@ def run_prepared(
 
 
 def _init_run(prepared: PreparedRun) -> str | None:
-    """The MLflow run whose weights it began with."""
+    """The MLflow run of the initial weights."""
     if prepared.resume_from is not None:
         return prepared.resume_from.position.init_run_id
     if prepared.recipe.init_from is None:
@@ -250,7 +243,7 @@ def _init_run(prepared: PreparedRun) -> str | None:
 
 
 def _result_metric(recipe: Recipe, *, is_on_dev_split: bool) -> str | None:
-    """What MLflow's pages show first of a run: its result; None if it will have none."""
+    """The metric that MLflow's pages show as the run's result; None if there will be none."""
     if is_on_dev_split:
         return DEV_TOP1
     if recipe.data.eval is not None:
@@ -263,9 +256,7 @@ def _result_metric(recipe: Recipe, *, is_on_dev_split: bool) -> str | None:
 def _watched(
     run: OpenRun, prepared: PreparedRun, parent: OpenRun | None, following: Following | None
 ) -> Iterator[None]:
-    """Inside the block: its progress is shown, it can be stopped and followed, and its cost is
-    recorded if it fails.
-    """
+    """Show progress, and allow stopping and following; record the cost of a run that fails."""
     with contextlib.ExitStack() as inside:
         if parent is None:  # a sweep or study does both for its child runs
             steps = prepared.resolved.total_steps
@@ -276,29 +267,27 @@ def _watched(
         try:
             yield
         except Exception:
-            if prepared.trains:  # what it has computed so far
+            if prepared.trains:  # the compute until the failure
                 with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
                     _record_cost(prepared, run, run.record.status().step)
             raise
 
 
-@contextlib.contextmanager
-def followed(run: OpenRun, by: Following) -> Iterator[None]:
-    """Inside the block, pass evaluations on as they come, and the request to stop."""
-    known_step, is_asked = 0, False
+def followed(run: OpenRun, following: Following) -> contextlib.AbstractContextManager[None]:
+    """Pass on new evaluations, and the request to stop, while the block runs."""
+    newest_step, has_requested = 0, False
 
     def look(is_last: bool) -> None:
-        nonlocal known_step, is_asked
-        if by.stop.is_set() and not is_asked and not run.record.stop_reason():
-            run.record.request_stop(by.why)
-            is_asked = True
+        nonlocal newest_step, has_requested
+        if following.stop.is_set() and not has_requested and not run.record.stop_reason():
+            run.record.request_stop(following.why)
+            has_requested = True
         for step, metrics in run.record.status(ANSWER_S).evaluations:
-            if step > known_step and not is_last:
-                known_step = step
-                by.on_evaluation(step, metrics)
+            if step > newest_step and not is_last:
+                newest_step = step
+                following.on_evaluation(step, metrics)
 
-    with repeated(look):
-        yield
+    return repeated(look)
 
 
 def _job(
@@ -306,7 +295,7 @@ def _job(
     cluster: ClusterShape,
     run: OpenRun,
     init_run: str | None,
-    evaluate_at: tuple[int, ...],
+    following: Following | None,
 ) -> TrainJob:
     recipe, resolved = prepared.recipe, prepared.resolved
     few_shot = resolved.streams.get("few_shot_train")
@@ -326,13 +315,13 @@ def _job(
         num_evaluated={name: spec.num_images for name, spec in resolved.streams.items()},
         few_shot_labels=partial(all_first_labels, few_shot.manifest.path) if few_shot else None,
         answers=prepared.answers,
-        evaluate_at=evaluate_at,
+        evaluate_at=following.evaluate_at if following else (),
         init_run_id=init_run,
     )
 
 
 def _result(prepared: PreparedRun, run: OpenRun) -> RunResult:
-    """What the run has come to, with its cost, which is recorded.
+    """The run's outcome, with its cost, which is recorded.
 
     Raises:
         RunStoppedError: an evaluation was stopped on request.
@@ -363,7 +352,7 @@ def _result(prepared: PreparedRun, run: OpenRun) -> RunResult:
 def _recorded(
     prepared: PreparedRun, checkpoint: Checkpoint | None, metrics: dict[str, float]
 ) -> RunResult:
-    """What a checkpoint records about a run; None for a run without one."""
+    """The outcome that a checkpoint records; of a run without a checkpoint, the metrics only."""
     recipe, total_steps = prepared.recipe, prepared.resolved.total_steps
     result = RunResult(
         None,
@@ -388,7 +377,7 @@ def _recorded(
 
 def _record_cost(prepared: PreparedRun, run: OpenRun, step: int) -> dict[str, float]:
     cost = training_cost(prepared.resolved, step)
-    # Before the end, which comes next; the cost of an earlier record is replaced.
+    # Recorded before the end of the run; the cost of an earlier attempt is replaced.
     run.record.metrics(step, cost, ARRIVAL_S, again=True)
     return cost
 

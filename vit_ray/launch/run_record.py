@@ -1,7 +1,7 @@
-"""The record of a run: what it says of the run, and how a command opens and ends it.
+"""The record of a run in MLflow: its contents, and how a command opens and ends it.
 
-Parameters are only those that train, so that MLflow's compare view, which draws the parameters that
-differ, draws what a sweep or a study varies.
+Only keys that decide the training are parameters: MLflow's compare view draws the parameters that
+differ, which are then those that a sweep or a study varies.
 """
 
 import contextlib
@@ -58,10 +58,9 @@ from vit_ray.tracking.tracker import Tracker, log_models_later
 logger = logging.getLogger(__name__)
 
 SIZES: Final = ("train.micro_batch_size", "train.zero_stage", "workers.num_workers")
-SOURCE_NAME: Final = "mlflow.source.name"
 NOTE: Final = "mlflow.note.content"
-GIT_S: Final = 10.0
-"""Time limit of a git command, for a slow folder."""
+# Time limit of a git command, for a slow folder.
+_GIT_S: Final = 10.0
 _CONTEXTS: Final = {
     "train": "training",
     "eval": "evaluation",
@@ -69,7 +68,7 @@ _CONTEXTS: Final = {
     "few_shot_train": "few-shot training",
     "few_shot_test": "few-shot evaluation",
 }
-# What a run of this kind needs in its recipe, next to the keys of trainings.
+# Sections of the recipe that runs of a kind need in addition to those of trainings.
 _SECTIONS = {
     "sweep": ("sweep",), "study": ("study",), "vtab": ("vtab", "sweep"), "evaluate": ("benchmark",),
 }  # fmt: skip
@@ -77,10 +76,10 @@ _SECTIONS = {
 
 @dataclass
 class OpenRun:
-    """A run that is recorded and controlled.
+    """A run with an open record.
 
     Attributes:
-        is_complete: set when the work is complete; a block that ends without it was stopped.
+        is_complete: set when the work is complete; otherwise the run ends as stopped.
     """
 
     record: Recorder
@@ -88,7 +87,7 @@ class OpenRun:
 
     @classmethod
     def begin(cls, opening: RunOpening, parent: "OpenRun | None") -> "OpenRun":
-        """Open a run; a child run in the recorder of its parent."""
+        """Open a run; a child run uses the recorder of its parent."""
         path, name = opening.log_path, opening.run_name
         if parent is None:
             record = start_recorder(opening.config.uri, path, name, command_line())
@@ -99,7 +98,7 @@ class OpenRun:
         return cls(record)
 
     def finish(self, status: Status) -> None:
-        """End the record; if that fails the result is still valid, and a message says so."""
+        """End the record; a failure is only logged, since the result is valid without it."""
         try:
             problem = self.record.finish(status)
         except (ray.exceptions.RayError, RuntimeError) as error:
@@ -132,30 +131,30 @@ def open_record(
     varied: Collection[str] = (),
     **opening: Any,
 ) -> Iterator[OpenRun]:
-    """Record inside this block.
+    """Record a run inside the block.
 
     The run ends as FINISHED, as KILLED if it was stopped, and as FAILED after any other error.
 
     Args:
         resolved: described in the run's metadata.
-        parent: the sweep or study that it is part of.
+        parent: the sweep or study that the run is part of.
         run_id: the MLflow run to continue; None for a new one.
         tags: in addition to those that every run has.
-        varied: keys, or sections, that only its child runs have as parameters or tags.
+        varied: keys or sections that only the child runs have as parameters or tags.
         opening: other fields of `RunOpening`.
     """
 
-    def own(facts: Mapping[str, str]) -> dict[str, str]:
+    def without_varied(facts: Mapping[str, str]) -> dict[str, str]:
         sections = tuple(f"{key}." for key in varied)
         return {key: value for key, value in facts.items() if not f"{key}.".startswith(sections)}
 
     command = parent.record.command if parent else command_line()
-    facts = own(run_facts(recipe, kind, resolved, cluster, command))
+    facts = without_varied(run_facts(recipe, kind, resolved, cluster, command))
     run = OpenRun.begin(
         _opening(
             recipe,
             run_id,
-            params=own(trained_params(recipe)),
+            params=without_varied(trained_params(recipe)),
             tags={**facts, **(tags or {})},
             datasets=data_inputs(resolved),
             **opening,
@@ -197,14 +196,13 @@ def end_record(
     metrics: Mapping[str, float],
     parent: OpenRun | None = None,
 ) -> str | None:
-    """End the record of a run that trained to its end, but whose own driver died before recording
-    it.
+    """End the record of a complete training whose driver died before it recorded the end.
 
     Args:
-        run_id: the MLflow run, as the last checkpoint has it.
-        step: the run's last.
-        metrics: those that its driver would have recorded at its end.
-        parent: the sweep or study that it is part of.
+        run_id: the MLflow run in the last checkpoint.
+        step: the run's last step.
+        metrics: recorded at this step.
+        parent: the sweep or study that the run is part of.
 
     Returns:
         The MLflow run; None if the checkpoint has none and MLflow is away.
@@ -212,7 +210,7 @@ def end_record(
     opening = _opening(recipe, run_id, parent_log=parent.record.log_path if parent else None)
     if MetricsLog(opening.log_path).end_is_sent("FINISHED"):
         return run_id
-    # Here because it is rare: it imports MLflow, which takes seconds.
+    # Imported here because it is rarely needed: MLflow takes seconds.
     from vit_ray.tracking.mlflow_client import asking
 
     try:
@@ -238,11 +236,11 @@ def end_record(
 def trained_params(recipe: Recipe) -> dict[str, str]:
     """The keys that decide the training's result, and its sizes; only those that are set."""
     flat = recipe.flat()
-    left_out = {*TAGGED, *unused_keys(flat)}
+    excluded = {*TAGGED, *unused_keys(flat)}
     return {
         key: value
         for key, value in flat.items()
-        if (is_trained(key) and key not in left_out) or key in SIZES
+        if (is_trained(key) and key not in excluded) or key in SIZES
         if value != "None"
     }
 
@@ -257,11 +255,11 @@ def run_facts(
     """Tags that record what ran, by whom, on which code, data and cluster.
 
     Args:
-        command: the line that was typed.
+        command: the command line.
     """
     flat = recipe.flat()
     try:
-        # In a container, and on a shared account, the MLflow log-in says more.
+        # In a container, and on a shared account, the MLflow log-in identifies the person.
         user = os.environ.get("MLFLOW_TRACKING_USERNAME") or getpass.getuser()
     except (KeyError, OSError):  # a container's user without a name
         user = str(os.getuid())
@@ -274,37 +272,37 @@ def run_facts(
         "vit_ray.cluster": str(cluster),
         RUN_FOLDER: recipe.run_folder,
         "mlflow.user": user,
-        SOURCE_NAME: command,
+        "mlflow.source.name": command,
         "mlflow.source.type": "JOB",
         NOTE: description(recipe, resolved, command),
     }
 
 
 def group_of(recipe: Recipe, resolved: ResolvedRun) -> str:
-    """Digest of what two runs share that differ by the seed alone: recipe, data sets, commit."""
+    """Digest of recipe, data sets and commit, equal for runs that differ only in the seed."""
     flat = recipe.flat()
-    left_out = {"seed", "data.train", *EVALUATED_SETS, *unused_keys(flat)}
-    decides = {k: v for k, v in flat.items() if is_trained(k) and k not in left_out}
+    excluded = {"seed", "data.train", *EVALUATED_SETS, *unused_keys(flat)}
+    trained = {k: v for k, v in flat.items() if is_trained(k) and k not in excluded}
     data = {name: spec.manifest.fingerprint for name, spec in resolved.streams.items()}
-    text = json.dumps([decides, data, git_commit()], sort_keys=True)
+    text = json.dumps([trained, data, git_commit()], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def description(recipe: Recipe, resolved: ResolvedRun, command: str, result: str = "") -> str:
-    """The run's description in MLflow, Markdown: the user's own, the result, model, data, length
+    """The run's description in MLflow, Markdown: the user's text, the result, model, data, length
     and command.
     """
     first = [recipe.tracking.description or "", result]
-    what = (
+    training = (
         f"{recipe.model.name} on {resolved.num_images:,} images of "
         f"{resolved.manifest.num_classes:,} classes, {resolved.total_steps:,} steps of "
         f"{recipe.train.global_batch_size}"
     )
-    return "\n\n".join([*filter(None, first), what, f"    {command}\n"])
+    return "\n\n".join([*filter(None, first), training, f"    {command}\n"])
 
 
 def machine_facts(cluster: ClusterShape) -> str:
-    """The driver's machine, and what Ray knows about the machines, as JSON."""
+    """The driver's machine and Ray's cluster, as JSON."""
     return json.dumps(
         {
             "driver": platform.node(),
@@ -320,7 +318,7 @@ def machine_facts(cluster: ClusterShape) -> str:
 
 
 def data_inputs(resolved: ResolvedRun) -> list[dict[str, Any]]:
-    """The data sets of a run as MLflow shows them: name, fingerprint, path, counts, terms, use."""
+    """The data sets of a run for MLflow: name, fingerprint, path, counts, terms, use."""
     return [
         {
             "name": PurePosixPath(redact(spec.manifest.path)).name,
@@ -363,22 +361,22 @@ def command_line() -> str:
 
 
 def git_commit() -> str:
-    """Commit of the running code, with "+" if it was changed since; "unknown" outside a checkout.
+    """Commit of the running code, with "+" after changes; "unknown" outside a checkout.
 
-    The folder of a submitted job has no .git: `VIT_RAY_GIT_COMMIT` gives the commit there.
+    `VIT_RAY_GIT_COMMIT` gives the commit of a submitted job, whose folder has no .git.
     """
     if commit := os.environ.get("VIT_RAY_GIT_COMMIT"):
         return commit
     git = ["git", "-C", os.path.dirname(os.path.abspath(__file__))]
     # An installed package may be in an ignored folder of a repository that is the user's own.
     is_tracked = ["ls-files", "--error-unmatch", os.path.basename(__file__)]
-    asked = is_tracked, ["rev-parse", "HEAD"], ["status", "--porcelain"]
+    queries = is_tracked, ["rev-parse", "HEAD"], ["status", "--porcelain"]
     try:
         _, commit, changes = (
             subprocess.run(
-                [*git, *words], capture_output=True, text=True, check=True, timeout=GIT_S
+                [*git, *words], capture_output=True, text=True, check=True, timeout=_GIT_S
             ).stdout.strip()
-            for words in asked
+            for words in queries
         )
         return commit + ("+" if changes else "")
     except (OSError, subprocess.SubprocessError):

@@ -1,8 +1,7 @@
-"""A run at its terminal: a bar with ETA and images/s, or plain lines in a log file; and the signals
-that stop it.
+"""A run's display in a terminal or a log file, and the signals that stop the run.
 
-SIGTERM, Ctrl-C, a closed terminal: the first requests a checkpoint and a clean end, the second ends
-at once.
+The first SIGTERM, Ctrl-C or closing of the terminal requests a checkpoint and a clean end; a second
+signal ends the run at once.
 """
 
 import contextlib
@@ -30,17 +29,18 @@ from vit_ray.metric_names import (
 )
 from vit_ray.tracking.recorder import Recorder
 
-REASONS: Final = {
+_REASONS: Final = {
     signal.SIGTERM: "SIGTERM",
     signal.SIGINT: "Ctrl-C",
     signal.SIGHUP: "the terminal was closed (SIGHUP)",
 }
 LINE_EVERY_S: Final = 10.0
-NO_STEP_S: Final = 15.0
-NO_STEP_TIMES: Final = 5.0
-"""A step counts as slow if it takes longer than this, and this many times as long as the others."""
+# A step is slow if it takes longer than both: seconds, and this many times the usual time.
+_SLOW_STEP_S: Final = 15.0
+_SLOW_STEP_FACTOR: Final = 5.0
 _SPEED_OVER_S: Final = 1800.0
-_FIGURES: Final = (
+# The first of these are shown after the step and the remaining time; MLflow has all.
+_METRICS: Final = (
     (TRAIN_LOSS, "loss {:.3f}"),
     (TRAIN_IMAGES_PER_S, "{:.0f} images/s"),
     (PERF_MFU, "MFU {:.1%}"),
@@ -48,8 +48,7 @@ _FIGURES: Final = (
     (EVAL_AVERAGED_TOP1, "of averaged weights {:.2%}"),
     (TRAIN_LR, "lr {:.2e}"),
 )
-MOST_FIGURES: Final = 5
-"""Of these, shown after the step and the remaining time; MLflow has all others."""
+_MAX_METRICS: Final = 5
 
 
 class RunStoppedError(RuntimeError):
@@ -58,19 +57,19 @@ class RunStoppedError(RuntimeError):
 
 @contextlib.contextmanager
 def stopping_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
-    """Inside the block the first of these signals stops the run and its child runs.
+    """Inside the block, the first of these signals stops the run and its child runs.
 
-    Ray's own processes block SIGINT, which a terminal sends to all of them. Under `nohup`, which
+    Ray's processes block SIGINT, which a terminal sends to all of them. Under `nohup`, which
     ignores SIGHUP, a closed terminal does not stop the run.
 
     Args:
-        request_stop: called with the reason, in a signal handler; returns at once.
+        request_stop: called with the reason, in a signal handler; must return at once.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # Python handles signals only in the main thread
         return
 
-    numbers = [*REASONS]
+    numbers = [*_REASONS]
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         numbers.remove(signal.SIGHUP)
 
@@ -78,18 +77,18 @@ def stopping_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the shell and the kernel each send one
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, signal.SIG_DFL)
-        if number == signal.SIGHUP:  # print to nowhere: writing to a closed terminal is an error
+        if number == signal.SIGHUP:  # writing to a closed terminal is an error
             nowhere = os.open(os.devnull, os.O_WRONLY)
             for output in (1, 2):
                 if stat.S_ISCHR(os.fstat(output).st_mode):
                     os.dup2(nowhere, output)
             os.close(nowhere)
-        reason = REASONS[signal.Signals(number)]
+        reason = _REASONS[signal.Signals(number)]
         request_stop(reason)
         text = f"{reason}: ending, a training after one more checkpoint; repeat to end at once\n"
-        # Without `print`, which the signal may have interrupted. The reader of standard error may
-        # have got the same Ctrl-C (`2>&1 | tee log`), and a notebook's is not a file: neither must
-        # end the run before its checkpoint.
+        # Not by `print`, which the signal may have interrupted. The reader of standard error may
+        # have got the same Ctrl-C (`2>&1 | tee log`), and a notebook's is not a file: such an error
+        # must not end the run before its checkpoint.
         with contextlib.suppress(OSError, ValueError, AttributeError):
             os.write(sys.stderr.fileno(), text.encode())
 
@@ -105,7 +104,7 @@ def stopping_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
 def shown_progress(record: Recorder, name: str, total: int) -> Iterator[None]:
     """Show new events and the progress of the run while the block runs.
 
-    The remaining time is by the pace of the steps since the first that was seen.
+    The remaining time follows from the steps of the last half hour.
     """
     console, seen, line_s = Console(file=sys.stderr), 0, 0.0
     step_s = time.monotonic()  # when the newest step was seen
@@ -127,10 +126,14 @@ def shown_progress(record: Recorder, name: str, total: int) -> Iterator[None]:
         for event in status.events[seen:]:
             print_line(console, redact(f"{name}: {event.kind}: {event.text}"))
         seen = len(status.events)
-        if min(status.step, total) != task.completed:
+        step = min(status.step, total)
+        if step != task.completed:
             step_s = time.monotonic()
-        bar.update(task.id, completed=min(status.step, total))
-        text = describe(status.metrics, pace(task, time.monotonic() - step_s))
+        bar.update(task.id, completed=step)
+        metrics = [
+            form.format(status.metrics[key]) for key, form in _METRICS if key in status.metrics
+        ]
+        text = ", ".join([pace(task, time.monotonic() - step_s), *metrics[:_MAX_METRICS]])
         bar.update(task.id, text=text)
         is_due = is_last or time.monotonic() - line_s > LINE_EVERY_S
         if not console.is_terminal and status.step and is_due:
@@ -144,17 +147,11 @@ def shown_progress(record: Recorder, name: str, total: int) -> Iterator[None]:
 
 
 def pace(task: Task, waited_s: float) -> str:
-    """The remaining time, or for how long no step has come if that is longer than usual."""
+    """The remaining time, or the time since the last step if that is unusually long."""
     if not task.completed:
         return "starting"
     usual_s = 1 / task.speed if task.speed else 0.0
-    if not task.finished and waited_s > max(NO_STEP_S, NO_STEP_TIMES * usual_s):
+    if not task.finished and waited_s > max(_SLOW_STEP_S, _SLOW_STEP_FACTOR * usual_s):
         return f"no step for {clock(waited_s)}"
-    left_s = task.time_remaining
-    return "ETA --:--" if left_s is None else f"ETA {clock(left_s)}"
-
-
-def describe(metrics: dict[str, float], pace: str) -> str:
-    """The pace, and the first figures that are there, as one text."""
-    texts = [text.format(metrics[key]) for key, text in _FIGURES if key in metrics]
-    return ", ".join([pace, *texts[:MOST_FIGURES]])
+    remaining_s = task.time_remaining
+    return "ETA --:--" if remaining_s is None else f"ETA {clock(remaining_s)}"

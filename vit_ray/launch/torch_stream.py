@@ -14,9 +14,9 @@ class TorchStream(IterableDataset[dict[str, Tensor]]):
 
         DataLoader(stream, batch_size=None, num_workers=8)
 
-    Worker w of n makes batches w, w + n, ...; a DataLoader takes one from each in turn. Each worker
-    keeps row groups of its own, so that n workers read a shuffle window n times. It has no length:
-    a loop that resumes would take what is left for the whole.
+    Worker w of n makes batches w, w + n, ...; a DataLoader takes a batch from each in turn. Each
+    worker caches its own row groups, so n workers read a shuffle window n times. The stream has no
+    length: a loop that resumes would take the remaining length for the total length.
     """
 
     def __init__(self, batches: Sequence[Batch]) -> None:
@@ -24,6 +24,6 @@ class TorchStream(IterableDataset[dict[str, Tensor]]):
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         worker = get_worker_info()
-        first, every = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        for batch in self._batches[first::every]:
+        start, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for batch in self._batches[start::step]:
             yield {name: torch.from_numpy(column) for name, column in batch.items()}

@@ -1,7 +1,7 @@
-"""A trained model for images in the user's own form; needs neither Ray nor DeepSpeed.
+"""A trained model for images of many kinds; needs neither Ray nor DeepSpeed.
 
-Images are cropped and computed as in an evaluation: in batches of its size, so that logits equal
-its own bit by bit if the process has as many threads.
+Images are cropped and computed as in an evaluation, in batches of the same size: logits are
+bit-equal to those of the evaluation if the process has as many threads.
 """
 
 import contextlib
@@ -49,14 +49,14 @@ AnImage = str | os.PathLike[str] | bytes | Image.Image | NDArray[Any] | Sample
 """An address, an encoded image, Pillow's image, a sample of a data set, or pixels: (H, W, 3), uint8
 or floats in [0, 1]."""
 Images = AnImage | Iterable[AnImage]
-"""One or several; a data set and an array (N, H, W, 3) are several."""
+"""One image or several; a data set and an array (N, H, W, 3) are several."""
 
 
 class Prediction(NamedTuple):
     """The most probable class of an image.
 
     Attributes:
-        name: name of the class; its number as text if names are not known.
+        name: name of the class; its number as text if the names are unknown.
         probability: by softmax over the classes, or by sigmoid if the model was trained so.
         label: index of the class.
     """
@@ -73,12 +73,10 @@ class TrainedModel:
         model: in evaluation mode, on a GPU if there is one; (B, 3, H, W) in [-1, 1] to logits. Its
             parameters have the training's precision: those of a bf16 run are rounded, so save
             weights from the checkpoint (`open_weights`, `vit-ray export`), not from here.
-        recipe: its model, evaluation crop, loss, precision and batch size are those of the
-            training.
+        recipe: has the model, evaluation crop, loss, precision and batch size of the training.
         has_names: whether the names of the classes are known.
-        classes: names in the order of the logits, as a data set has them; numbers as text if names
-            are not known.
-        source: which weights these are.
+        classes: names in the order of the logits; numbers as text if the names are unknown.
+        source: describes the weights.
     """
 
     def __init__(
@@ -90,10 +88,10 @@ class TrainedModel:
     ) -> None:
         """
         Args:
-            is_turned: whether images are turned as their EXIF says, as those of the training were.
+            is_turned: whether images are turned by their EXIF orientation, as in the training.
 
         Raises:
-            ValueError: the weights have no head, or are of another model.
+            ValueError: the weights have no head, or are those of another model.
         """
         config = recipe.model
         if weights.num_classes is None or recipe.train.loss == "masked_patch":
@@ -112,24 +110,25 @@ class TrainedModel:
         self._augmentation = augmentation_of(config, recipe.data.eval_augment)
 
     def __repr__(self) -> str:
-        name, count = self.recipe.model.name, len(self.classes)
-        return f"TrainedModel({name}, {count:,} classes, {self.source})"
+        return (
+            f"TrainedModel({self.recipe.model.name}, {len(self.classes):,} classes, {self.source})"
+        )
 
     def crop(self, image: AnImage) -> UInt8Array:
         """The crop of an image that an evaluation uses: uint8 (H, W, 3) of the model's size.
 
         Raises:
-            BadImageError: it cannot be decoded, or is not an image.
-            OSError: its file cannot be read.
+            BadImageError: the image cannot be decoded, or is not an image.
+            OSError: the image's file cannot be read.
         """
         if isinstance(image, Sample):
             image = image.image
         if isinstance(image, (str, os.PathLike)):
             image = locate(os.fspath(image)).read()
         if isinstance(image, bytes):
-            is_turned = self._is_turned and orientation_of(image) != 1
-            encoded = turned_pixels(image) if is_turned else image
-            return crop_of(encoded, self._augmentation, (0, 0, 0))
+            must_turn = self._is_turned and orientation_of(image) != 1
+            turned = turned_pixels(image) if must_turn else image
+            return crop_of(turned, self._augmentation, (0, 0, 0))
         if isinstance(image, Image.Image):
             return crop_of(pixels_of(image), self._augmentation, (0, 0, 0))
         pixels = np.asarray(image)
@@ -149,7 +148,7 @@ class TrainedModel:
         return crop_of(scaled.astype(np.uint8), self._augmentation, (0, 0, 0))
 
     def transform(self, image: AnImage) -> Tensor:
-        """An image as `model` takes it, without the dimension of the batch: (3, H, W) in [-1, 1].
+        """An image as input of `model`, without the batch dimension: (3, H, W) in [-1, 1].
 
         Raises:
             BadImageError, OSError: as `crop`.
@@ -158,17 +157,17 @@ class TrainedModel:
 
     @torch.no_grad()
     def logits_of_crops(self, crops: Iterable[UInt8Array]) -> Iterator[NDArray[np.float32]]:
-        """Logits (b, K) of each batch of `crop`s, computed one batch at a time.
+        """Logits (b, K) of `crop`s, batch by batch.
 
         The last batch is padded, as in an evaluation, unless it is the only one.
         """
         crops, size = iter(crops), self.recipe.evaluate.batch_size
         device, is_first = next(self.model.parameters()).device, True
-        while some := list(itertools.islice(crops, size)):
-            batch = np.zeros((len(some) if is_first else size, *some[0].shape), np.uint8)
-            batch[: len(some)], is_first = some, False
+        while rows := list(itertools.islice(crops, size)):
+            batch = np.zeros((len(rows) if is_first else size, *rows[0].shape), np.uint8)
+            batch[: len(rows)], is_first = rows, False
             pixels = normalize(torch.from_numpy(batch).to(device), self._dtype)
-            yield self.model(pixels).float().cpu().numpy()[: len(some)]
+            yield self.model(pixels).float().cpu().numpy()[: len(rows)]
 
     def logits(self, images: Images) -> NDArray[np.float32]:
         """Logits (N, K).
@@ -176,11 +175,11 @@ class TrainedModel:
         Raises:
             BadImageError, OSError: as `crop`.
         """
-        found = list(self.logits_of_crops(map(self.crop, _several(images))))
-        return np.concatenate(found or [np.zeros((0, len(self.classes)), np.float32)])
+        batches = list(self.logits_of_crops(map(self.crop, _several(images))))
+        return np.concatenate(batches or [np.zeros((0, len(self.classes)), np.float32)])
 
     def probabilities(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Of the classes, (N, K), by softmax, or by sigmoid if the model was trained so."""
+        """Probabilities (N, K) of the classes: softmax, or sigmoid if the model was trained so."""
         values = torch.from_numpy(logits).double()
         is_sigmoid = self.recipe.train.loss == "sigmoid"
         return (values.sigmoid() if is_sigmoid else values.softmax(1)).float().numpy()
@@ -191,11 +190,11 @@ class TrainedModel:
         Raises:
             BadImageError, OSError: as `crop`.
         """
-        found = self.probabilities(self.logits(images))
-        best = found.argmax(1).tolist()
+        probabilities = self.probabilities(self.logits(images))
+        best = probabilities.argmax(1).tolist()
         return [
             Prediction(self.classes[label], float(row[label]), label)
-            for label, row in zip(best, found, strict=True)
+            for label, row in zip(best, probabilities, strict=True)
         ]
 
 
@@ -212,10 +211,10 @@ def load(
         source: as `init_from` of a recipe: a run's folder, a checkpoint, a `.npz` or `.safetensors`
             file, an exported or published folder, or `hf://OWNER/NAME`.
         recipe: a recipe, or its name or path, which describes the model of a weight file; a run and
-            an exported folder record it themselves.
-        overrides: changes of the recipe, as for `load_recipe`; of the run's own if no recipe is
-            given.
-        averaged: take a run's averaged weights; None = if it has any.
+            an exported folder record their recipe.
+        overrides: changes of the recipe, as for `load_recipe`; of the recorded recipe if `recipe`
+            is None.
+        averaged: whether to take a run's averaged weights; None = if there are any.
 
     Raises:
         ValueError: there are no complete weights, they have no head, or nothing describes their
@@ -237,7 +236,7 @@ def load(
                 f"{source!r} does not record its model; give the recipe that trained it, or the "
                 "model, such as model.name=ViT-B/16"
             )
-        trust_named(changed({}, overrides))  # and not what a checkpoint names
+        trust_named(changed({}, overrides))  # but no modules that a checkpoint names
         tree = changed(copy.deepcopy({"name": "trained", **(tree or {})}), overrides)
         recipe = recipe_from_dict(tree, where=source)
     data = training_set(source, weights.position, recipe.data.train)
@@ -247,22 +246,22 @@ def load(
         return TrainedModel(recipe, weights, classes, is_turned)
 
 
-def training_set(source: str, position: Position | None, given: str | None) -> Manifest | None:
-    """The data set that a model was trained on, where it lies now; None if it is not known.
+def training_set(source: str, position: Position | None, path: str | None) -> Manifest | None:
+    """The training set of a model in its present place; None if it is unknown.
 
-    A set other than the run's is not used.
+    A set with another fingerprint is not used.
 
     Args:
-        source: as `load` takes it.
+        source: as for `load`.
         position: of its checkpoint.
-        given: `data.train` of a recipe.
+        path: `data.train` of a recipe, tried after the path in the checkpoint.
     """
     recorded = None
     if position and "data" in position.recipe:
         recorded = where_it_lies(position.recipe, locate(source))["data"]["train"]
-    for path in filter(None, (recorded, given)):
+    for folder in filter(None, (recorded, path)):
         with contextlib.suppress(ValueError, OSError):
-            data = open_dataset(path)
+            data = open_dataset(folder)
             if position is None or position.data_fingerprint in ("", data.fingerprint):
                 return data
             logger.warning(
@@ -276,10 +275,10 @@ def training_set(source: str, position: Position | None, given: str | None) -> M
 def class_names(source: str, data: Manifest | None, num_classes: int | None) -> tuple[str, ...]:
     """Names of the head's classes, from the folder of published weights or the training set.
 
-    Empty if they are not known.
+    Empty if the names are unknown.
     """
-    found = published_classes(source), tuple(data.classes) if data else ()
-    return next((names for names in found if names and len(names) == num_classes), ())
+    candidates = published_classes(source), tuple(data.classes) if data else ()
+    return next((names for names in candidates if names and len(names) == num_classes), ())
 
 
 def _several(images: Images) -> Iterable[AnImage]:

@@ -1,7 +1,7 @@
-"""A run's worker groups, one `fit()` of Ray Train after another; the driver decides what follows.
+"""A run's worker groups, one `fit()` of Ray Train after another.
 
-Ray Train starts a group, and notices that it has ended. Whether a failure counts, which size the
-next group has, and on which nodes, is decided here.
+Ray Train starts a group and notices its end. This module decides whether a failure counts, and the
+size and the nodes of the next group.
 """
 
 from __future__ import annotations
@@ -58,23 +58,23 @@ from vit_ray.tracking.run_state import RunStatus
 from vit_ray.worker.entry import GroupConfig, work
 from vit_ray.worker.job import TrainJob
 
-PLACE_S: Final = 20.0
-"""How long a group waits for the place that was just there; then it is asked for again."""
+# Ray Train's limit for the workers' start; after it, the driver waits for resources again.
+_START_TIMEOUT_S: Final = 20.0
 SILENT_S: Final = 600.0
-"""Longest time without a word of any worker, from the place of its group on; Ray has no limit."""
+"""Longest time without a heartbeat of any worker, from the start of its group; Ray has no limit."""
 RETURN_S: Final = 60.0
 """How long `fit()` may take to return after its workers have ended, or are silent."""
 LOOK_EVERY_S = 30.0
-"""Seconds between two looks whether the run has ended, and at the cluster."""
-LOOK_S: Final = 0.5
+"""Interval of the checks whether the run has ended, and of the cluster."""
+_POLL_S: Final = 0.5
 GROUP_FILE: Final = "placement_group"
 """In the run's folder, for the next driver: id of the placement group of the workers."""
-AWAY: Final = (ray.exceptions.RayError, RuntimeError, OSError)
-"""Errors of a record or a storage that does not answer: the workers train without it."""
-LEAST_TIMEOUT_S: Final = 120.0
-"""Of a collective operation: it is also the time in which the ranks must meet."""
-RANKS_PER_POLL_S: Final = 128
-"""Ray Train's controller polls every rank: 1.4 ms of its CPU each."""
+# Errors of a recorder or a storage that does not answer: the workers train without it.
+_UNAVAILABLE: Final = (ray.exceptions.RayError, RuntimeError, OSError)
+# Of a collective operation; also the time limit of the rendezvous.
+_MIN_TIMEOUT_S: Final = 120.0
+# Ray Train's controller polls every rank: 1.4 ms of its CPU each.
+_RANKS_PER_POLL_S: Final = 128
 
 
 class RunFailedError(RuntimeError):
@@ -107,9 +107,9 @@ def run_workers(
     """
     trains = job.kind == "train"
     folder = locate(job.recipe.run_folder) if trains else None
-    noted = folder.child(GROUP_FILE) if folder else None
-    if noted and noted.exists():  # of a driver that was killed: Ray may keep its place
-        give_back(noted.read().decode())
+    group_file = folder.child(GROUP_FILE) if folder else None
+    if group_file and group_file.exists():  # of a driver that was killed: Ray may keep its group
+        give_back(group_file.read().decode())
     shape = GroupShape.of(job.recipe, use_gpu=use_gpu, trains=trains)
     if cluster.is_private:
         get_or_create_autoscaling_coordinator()
@@ -129,8 +129,8 @@ def run_workers(
             Run(job, finder, failing, groups.run).train()
     finally:
         with contextlib.suppress(OSError):  # the next driver finds nothing to give back
-            if noted:
-                noted.delete()
+            if group_file:
+                group_file.delete()
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Ended:
     """How an attempt has ended.
 
     Attributes:
-        goes_on: without an error: a larger group follows.
+        goes_on: whether a larger group follows an attempt without an error.
     """
 
     error: BaseException | None = None
@@ -161,7 +161,7 @@ class Run:
         self._num_failures, self._failed_at = 0, -1
 
     def train(self) -> None:
-        """Raises as `run_workers`."""
+        """Raises: as `run_workers`."""
         lost_since_s: float | None = None
         try:
             while True:
@@ -170,15 +170,14 @@ class Run:
                 lost_since_s = place.since_s if lost_place(ended.error) else None
                 if lost_since_s is None and self._is_over(ended):
                     return
-                with contextlib.suppress(*AWAY):
+                with contextlib.suppress(*_UNAVAILABLE):
                     if reason := self._job.record.stop_reason():
                         raise StoppedWaitingError(reason)
         except StoppedWaitingError as stop:
             if failure := self._job.record.failure():
                 raise _error_of(failure) from stop
-            newest = newest_step(self._job.recipe)
             saved = "so no checkpoint was written"
-            if newest != -1:
+            if (newest := newest_step(self._job.recipe)) != -1:
                 saved = f"the newest checkpoint is of step {newest}"
             text = f"{stop}; no workers were running, {saved}"
             self._job.record.event(EventKind.STOPPED, text, 0, ARRIVAL_S)
@@ -191,28 +190,28 @@ class Run:
         Raises:
             RunFailedError: with an error, or after too many failures without a new checkpoint.
         """
-        # A worker's own error says more than the time-outs of those that waited for it.
+        # The error that a worker reported says more than the time-outs of the other ranks.
         if failure := self._job.record.failure():
             raise _error_of(failure) from ended.error
         if ended.error is None:
             return not ended.goes_on
-        places = {}
-        with contextlib.suppress(*AWAY):
-            places = self._job.record.places()
-        text = cause(ended.error, places)
+        worker_info = {}
+        with contextlib.suppress(*_UNAVAILABLE):
+            worker_info = self._job.record.places()
+        text = cause(ended.error, worker_info)
         self._job.record.event(EventKind.WORKER_FAILED, text, 0)
         if not counts(ended.error):
             return False
-        self._failing.note(failing_node(ended.error, places))
-        # Failures before a checkpoint are forgotten: a run may take weeks.
+        self._failing.note(failing_node(ended.error, worker_info))
+        # A new checkpoint resets the count: a run may take weeks.
         newest = newest_step(self._job.recipe)
         if newest not in (-1, self._failed_at):
             self._num_failures, self._failed_at = 0, newest
         self._num_failures += 1
-        if -1 < (most := self._job.recipe.workers.max_failures) < self._num_failures:
+        if -1 < (max_failures := self._job.recipe.workers.max_failures) < self._num_failures:
             raise RunFailedError(
                 f"{text} (failure {self._num_failures} without a new checkpoint between; "
-                f"workers.max_failures={most})"
+                f"workers.max_failures={max_failures})"
             ) from ended.error
         return False
 
@@ -239,10 +238,10 @@ class WorkerGroups:
         watch = GroupWatch(self._job, self._finder, place, self._shape.use_gpu)
         fit = _in_thread(lambda: self._trainer(place).fit())
         try:
-            with contextlib.suppress(*AWAY):  # it trains without
+            with contextlib.suppress(*_UNAVAILABLE):  # training needs no MLflow
                 recipe = self._job.recipe
                 if self._number == 1 and self._job.record.run_id(ARRIVAL_S) is None:
-                    # No failure: a SQLite file, for whose schema MLflow takes seconds.
+                    # Not an error: MLflow takes seconds to create the schema of a SQLite file.
                     print(
                         f"MLflow at {redact(recipe.tracking.uri)} has not answered yet; "
                         f"{recipe.name} trains meanwhile, and its record waits in "
@@ -251,20 +250,22 @@ class WorkerGroups:
                         flush=True,
                     )
             while not (fit.done() or watch.is_over()):
-                wait([fit], LOOK_S)
+                wait([fit], _POLL_S)
         finally:
             error = fit.exception() if fit.done() else watch.error
-            # A controller that is frozen or has died does not give its place back itself.
+            # A controller that hangs or has died does not remove its placement group.
             if error or not fit.done():
                 give_back(watch.known_group())
         if (limit := micro_batch_limit(error)) is not None:
             self._job = replace(self._job, micro_batch_limit=limit)
-        if error is not None:
+        if error is not None or not watch.is_resizing:
             return Ended(error)
-        return Ended(goes_on=watch.is_resizing and not watch.has_ended_the_run())
+        with contextlib.suppress(*_UNAVAILABLE):
+            return Ended(goes_on=not has_ended(self._job, self._job.record.status()))
+        return Ended(goes_on=True)
 
     def _trainer(self, place: Place) -> Any:
-        # Here, in a thread: it imports torch, which takes seconds.
+        # Imported here, in a thread: torch takes seconds.
         from ray.train.torch import TorchTrainer
 
         use_gpu, group = self._shape.use_gpu, f"{self._name}-{self._number}"
@@ -280,7 +281,7 @@ class WorkerGroups:
             },
             torch_config=GroupConfig(  # type: ignore[arg-type]
                 backend="nccl" if use_gpu else "gloo",
-                timeout_s=math.ceil(max(LEAST_TIMEOUT_S, self._job.recipe.train.step_timeout_s)),
+                timeout_s=math.ceil(max(_MIN_TIMEOUT_S, self._job.recipe.train.step_timeout_s)),
                 record=self._job.record,
             ),
             scaling_config=ScalingConfig(
@@ -307,13 +308,13 @@ class WorkerGroups:
 
 
 def _in_thread(call: Callable[[], object]) -> Future[object]:
-    """The result of a call in a thread: in the main one `fit()` takes over Ctrl-C."""
+    """Run `call` in a thread: in the main thread `fit()` would handle Ctrl-C itself."""
     result = Future[object]()
 
     def run() -> None:
         try:
             result.set_result(call())
-        except BaseException as error:  # raised where the group is waited for
+        except BaseException as error:  # given to the waiting thread
             result.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name="fit").start()
@@ -321,7 +322,7 @@ def _in_thread(call: Callable[[], object]) -> Future[object]:
 
 
 class GroupWatch:
-    """Looks after a group while `fit()` runs: whether it is heard, may grow, and has ended."""
+    """Watches a group while `fit()` runs: its heartbeats, room for a larger group, its end."""
 
     def __init__(
         self,
@@ -336,17 +337,17 @@ class GroupWatch:
         self.error: Exception | None = None
         self._group = ""
         self.is_resizing = False
-        """Its workers were asked for a checkpoint, after which a larger group starts."""
+        """The workers were asked for a checkpoint, after which a larger group starts."""
         self._began_s = self._looked_s = clock()
         self._ended_s: float | None = None
-        self._lacked = ""
+        self._lacking = ""
 
     def is_over(self) -> bool:
-        """Whether nothing can be expected of the group any more, although `fit()` runs.
+        """Whether to stop waiting although `fit()` runs.
 
-        Either its workers have ended the run, or they are silent (`error`).
+        The workers have ended the run, or are silent (`error`).
         """
-        with contextlib.suppress(*AWAY):
+        with contextlib.suppress(*_UNAVAILABLE):
             self._note_group()
             now_s = self._clock()
             if now_s - self._looked_s < LOOK_EVERY_S:
@@ -367,30 +368,23 @@ class GroupWatch:
         return False
 
     def known_group(self) -> str:
-        """Placement group of its workers; empty if none has introduced itself by now."""
-        with contextlib.suppress(*AWAY):
+        """Placement group of the workers; empty if no worker has sent its worker info yet."""
+        with contextlib.suppress(*_UNAVAILABLE):
             self._note_group()
         return self._group
-
-    def has_ended_the_run(self) -> bool:
-        """Whether its workers have recorded the run's end; False if nobody answers."""
-        with contextlib.suppress(*AWAY):
-            return has_ended(self._job, self._job.record.status())
-        return False
 
     def _note_group(self) -> None:
         if self._group:
             return
-        groups = {at.group for at in self._job.record.places().values()}
-        self._group = max(groups, default="")
+        workers = self._job.record.places().values()
+        self._group = max((worker.group for worker in workers), default="")
         if self._group and self._job.kind == "train":
-            folder = locate(self._job.recipe.run_folder)
-            folder.child(GROUP_FILE).write(self._group.encode())
+            locate(self._job.recipe.run_folder).child(GROUP_FILE).write(self._group.encode())
 
     def _look_at_cluster(self) -> None:
-        before, self._lacked = self._lacked, lacking_now(self._job.recipe, use_gpu=self._use_gpu)
-        if self._lacked and self._lacked != before:
-            self._job.record.event(EventKind.NO_PLACE, self._lacked, 0)
+        before, self._lacking = self._lacking, lacking_now(self._job.recipe, use_gpu=self._use_gpu)
+        if self._lacking and self._lacking != before:
+            self._job.record.event(EventKind.NO_PLACE, self._lacking, 0)
         may_grow = self._job.kind == "train" and not self.is_resizing
         if may_grow and self._finder.has_larger(self._place):
             self.is_resizing = True
@@ -398,15 +392,15 @@ class GroupWatch:
 
 
 def lost_place(error: BaseException | None) -> bool:
-    """Whether the place of a group was taken by others before its workers were there.
+    """Whether other work took a group's resources before its workers had started.
 
-    Ray's error of a group that found no place in time, and no other, says for how many workers.
+    Of Ray's errors only the time-out of such a start has `num_workers`.
     """
     return hasattr(getattr(error, "controller_failure", None), "num_workers")
 
 
 def has_ended(job: TrainJob, status: RunStatus) -> bool:
-    """Whether the workers have ended the run, by what they have recorded."""
+    """Whether the workers have recorded the end of the run."""
     if status.failure or any(event.kind == EventKind.STOPPED for event in status.events):
         return True
     if job.kind != "train":
@@ -418,26 +412,26 @@ def has_ended(job: TrainJob, status: RunStatus) -> bool:
 
 
 def give_back(group: str) -> None:
-    """Remove a placement group, which Ray keeps if a controller dies, by its id; none if empty."""
+    """Remove a placement group by its id, if any: Ray keeps it when a controller dies."""
     with contextlib.suppress(ray.exceptions.RayError):
         if group:
             remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group))))
 
 
 def settings(num_workers: int, *, is_private: bool) -> dict[str, str]:
-    """Ray Train's settings, but for those that the user has made."""
+    """Environment variables for Ray Train, except those that the user has set."""
     watches = "0" if is_private else "1"
-    own = {
+    defaults = {
         # How soon Ray Train notices that a worker has ended or died.
-        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": f"{max(0.5, num_workers / RANKS_PER_POLL_S):g}",
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": f"{max(0.5, num_workers / _RANKS_PER_POLL_S):g}",
         # A private Ray has a single node, which is not preempted, and its metrics are not read.
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": watches,
         "RAY_TRAIN_METRICS_ENABLED": watches,
-        # The place is there when a group starts.
-        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{PLACE_S:g}",
+        # The driver has waited for the resources before a group starts.
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{_START_TIMEOUT_S:g}",
         "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths are those of the driver
     }
-    return {key: value for key, value in own.items() if key not in os.environ}
+    return {key: value for key, value in defaults.items() if key not in os.environ}
 
 
 def newest_step(recipe: Recipe) -> int:

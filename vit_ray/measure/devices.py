@@ -1,7 +1,4 @@
-"""Dense peak rates and memory of accelerators, and the time of a training by them.
-
-From their makers' data sheets; of the peak, a training reaches a measured share.
-"""
+"""Dense peak rates and memory of GPUs, from their data sheets, and a training's time from these."""
 
 import re
 from dataclasses import dataclass
@@ -28,14 +25,15 @@ class Device:
         return self.bf16_flops if precision == "bf16" else self.fp32_flops
 
 
-# Words of the name that the driver reports -> figures, from NVIDIA's data sheets; SXM variants
-# unless said. The first entry whose words occur in a name is taken. B200: per GPU of the HGX B200.
+# Words in the name that the driver reports -> figures from NVIDIA's data sheets; of SXM variants
+# where the words do not say. The first entry whose words occur in a name counts. B200: per GPU of
+# the HGX B200.
 _DEVICES = {
     "B200": Device(2250e12, 75e12, 180),
     "H200": Device(989e12, 67e12, 141e9 / 2**30),
     "H100 PCIe": Device(756e12, 51e12, 80),
     "H100 NVL": Device(835e12, 60e12, 94),
-    # The GPU of a GH200 with 96 GB; that its name says 480 GB is the processor's memory.
+    # The GPU of a GH200 with 96 GB; the 480 GB in its name are the processor's memory.
     "GH200": Device(989e12, 67e12, 96),
     "H100": Device(989e12, 67e12, 80),
     "A100-SXM4-40GB": Device(312e12, 19.5e12, 40),
@@ -44,7 +42,7 @@ _DEVICES = {
     "A100": Device(312e12, 19.5e12, 80),
     "L40S": Device(362e12, 91.6e12, 48),
     "L4": Device(121e12, 30.3e12, 24),
-    # Dense bf16 that adds up in fp32.
+    # Dense bf16 with sums in fp32.
     "RTX 5090": Device(209.5e12, 104.8e12, 32),
     "RTX 6000 Ada": Device(364.2e12, 91.1e12, 48),
     "RTX 4090": Device(165.2e12, 82.6e12, 24),
@@ -79,8 +77,8 @@ def find_device(name: str) -> Device | None:
 
     Only whole words count: a GH200 is no H200, and an A1000 no A100.
     """
-    found = (words for words in _DEVICES if re.search(rf"\b{words}\b", name, re.IGNORECASE))
-    return _DEVICES.get(next(found, ""))
+    matches = (words for words in _DEVICES if re.search(rf"\b{words}\b", name, re.IGNORECASE))
+    return _DEVICES.get(next(matches, ""))
 
 
 def peak_flops(name: str, precision: str) -> float | None:

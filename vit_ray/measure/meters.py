@@ -1,4 +1,4 @@
-"""Rates of a training run, what its device does, and a trace of chosen steps."""
+"""Rates of a training run, time and memory of its device, and a profiler trace of some steps."""
 
 import itertools
 import logging
@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceTimes:
-    """Adds up the time that a device takes for what it is given in the blocks.
+    """Adds up the time that a device computes for the blocks in `measured`.
 
     Args:
-        clock: of a device that works while the host waits, a CPU.
+        clock: for a CPU, which has no events.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class DeviceTimes:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """What the device is given in the block counts; the host does not wait for it."""
+        """Measure the device's work of this block, without a host-device sync."""
         begin = self._mark()
         yield
         self._spans.append((begin, self._mark()))
 
     def take_s(self) -> float:
-        """Seconds since the last call, of work that the device has come to the end of."""
+        """Seconds of the blocks since the last call; the device must have finished them."""
         spans, self._spans = self._spans, []
         if self._is_cuda:
             return sum(begin.elapsed_time(end) for begin, end in spans) / 1e3
@@ -62,14 +62,14 @@ class Compute:
 
     Attributes:
         model_macs: multiply-adds that the model needs for one image, forward and backward pass.
-        peak_flops: dense peak of one worker's device in FLOP/s; None where it is not known.
+        peak_flops: dense peak of one worker's device in FLOP/s; None if unknown.
     """
 
     model_macs: int
     peak_flops: float | None = None
 
     def rates(self, images_per_s_per_worker: float) -> dict[str, float]:
-        """Model TFLOP/s per worker, and MFU where the peak is known; 2 FLOPs each."""
+        """Model TFLOP/s per worker, and MFU if the peak is known; a multiply-add is 2 FLOPs."""
         model = 2.0 * self.model_macs * images_per_s_per_worker
         rates = {PERF_MODEL_TFLOPS_PER_GPU: model / 1e12}
         if self.peak_flops:
@@ -78,7 +78,7 @@ class Compute:
 
 
 def peak_memory_gib() -> float:
-    """Most memory that this process has held: of its GPU, or without one its resident set."""
+    """Maximum memory of this process so far: on its GPU, or without a GPU its resident set."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -90,11 +90,11 @@ def profiled(
     next_step: int,
     keep: Callable[[str, bytes], Any],
 ) -> Iterator[T]:
-    """The same batches, with steps `steps[0]` to `steps[1]` (both counted from 1) traced.
+    """The same batches; steps `steps[0]` to `steps[1]`, counted from 1, are traced.
 
-    The trace is for chrome://tracing or https://ui.perfetto.dev. A step lasts from the moment that
-    its batch is asked for until the next is asked for, so that waiting for data, passes,
-    communication and the update are all in the trace.
+    The trace is for chrome://tracing or https://ui.perfetto.dev. A step lasts from the request of
+    its batch to the request of the next, so the trace has the wait for data, passes, communication
+    and the update.
 
     Args:
         next_step: number of the step that the first batch is for.
@@ -110,7 +110,7 @@ def profiled(
 def _traced(
     batches: Iterator[T], steps: tuple[int, int], keep: Callable[[str, bytes], Any]
 ) -> Iterator[T]:
-    """These batches, traced; a function of its own, so that the trace is let go after them."""
+    """These batches, traced; a separate function, so that the trace is freed after them."""
     on_gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     tracer = profile(activities=[ProfilerActivity.CPU, *on_gpu], record_shapes=True)
     try:
@@ -123,7 +123,7 @@ def _traced(
                 path = Path(folder) / name
                 tracer.export_chrome_trace(str(path))
                 content = path.read_bytes()
-        except OSError as error:  # which costs the trace, not the training
+        except OSError as error:  # the training goes on without a trace
             logger.warning("the trace of steps %d to %d is lost: %s", *steps, error)
         else:
             keep(name, content)

@@ -1,8 +1,8 @@
-"""Where the time of a run goes: seconds by phase, which `Progress` holds and so each checkpoint.
+"""Seconds of a run by phase; they are part of `Progress`, and so of each checkpoint.
 
-A resumed run continues the seconds of its checkpoint. What an attempt did after its last checkpoint
-is then `lost`, with the time until the next attempt: steps that are done twice count once. Time
-without a driver does not count, and nor does what a driver that died did after its last checkpoint.
+A resumed run continues from the seconds of its checkpoint. The time from that checkpoint to the
+next attempt is then `lost`, so that a repeated step counts once. Time without a driver does not
+count, nor what a driver that died did after its last checkpoint.
 """
 
 import time
@@ -20,16 +20,16 @@ class Phase(StrEnum):
     DATA = "data_wait"
     # Processes, imports, data sets, the engine, a restore, and the first step, which compiles.
     STARTING = "starting"
-    # The worker group had no place; no workers were held.
+    # The worker group waited for resources, without workers.
     PLACE = "place_wait"
-    # Training stood still for a checkpoint; writing it at the same time costs nothing.
+    # Training paused for a checkpoint; writing it during training does not count.
     CHECKPOINT = "checkpoint"
     EVALUATION = "evaluation"
     LOST = "lost"
 
 
 class PhaseClock:
-    """The clock of one attempt on one worker: every moment is of one phase."""
+    """The clock of one attempt on one worker; each moment belongs to one phase."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock, self._began_s = clock, clock()
@@ -42,10 +42,10 @@ class PhaseClock:
         """Add the seconds before this attempt.
 
         Args:
-            seconds: those of its checkpoint; empty without one.
-            until_s: Unix time of that checkpoint; 0 without one.
+            seconds: by phase, from the attempt's checkpoint; empty without a checkpoint.
+            until_s: Unix time of that checkpoint; 0 without a checkpoint.
             driver_s: Unix time at which the driver was ready.
-            place_wait_s: how long this attempt's group waited for its place.
+            place_wait_s: how long this attempt's group waited for resources.
         """
         for phase in Phase:
             self._seconds[phase] += seconds.get(phase, 0.0)
@@ -55,14 +55,14 @@ class PhaseClock:
         self._seconds[Phase.LOST if until_s > driver_s else Phase.STARTING] += gap_s - waited_s
 
     def note_step(self, wait_s: float) -> None:
-        """A step is done, with its wait for data; the first one is a part of the start."""
+        """A step is done, with its wait for data; the first step counts as start."""
         if self._enter(Phase.TRAINING) is Phase.TRAINING:
             self._seconds[Phase.TRAINING] -= wait_s
             self._seconds[Phase.DATA] += wait_s
 
     @contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
-        """The block is of this phase."""
+        """The time in the block belongs to this phase."""
         before = self._enter(phase)
         try:
             yield
@@ -90,13 +90,13 @@ def phase_metrics(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def describe_phases(metrics: Mapping[str, float]) -> str:
-    """One line of what `phase_metrics` returns, or of sums of it over runs; empty without it."""
+    """`phase_metrics`, or their sums over runs, as one line; empty without them."""
     wall_s = round(metrics.get(RUN_WALL_S, 0.0))
     if not wall_s:
         return ""
     shares = {phase: metrics.get(f"{RUN_GROUP}{phase}_s", 0.0) / wall_s for phase in Phase}
-    shown = ", ".join(
+    parts = ", ".join(
         f"{phase.replace('_', ' ')} {share:.1%}" for phase, share in shares.items() if share >= 5e-4
     )
     clock = f"{wall_s // 3600}:{wall_s // 60 % 60:02d}:{wall_s % 60:02d}"
-    return f"goodput {shares[Phase.TRAINING]:.1%} of {clock}: {shown}"
+    return f"goodput {shares[Phase.TRAINING]:.1%} of {clock}: {parts}"

@@ -1,11 +1,11 @@
 """Axial attention (paper D.6, Figure 13): Axial-ViT and AxialResNet50.
 
-Where the paper gives no detail: Axial-ViT has no class token, which would belong to no row and no
-column, and averages its tokens; AxialResNet50 is the hybrids' post-activation ResNet-50 (group
+The paper leaves details open. Here Axial-ViT has no class token, which would belong to no row and
+no column, and averages its tokens. AxialResNet50 is the hybrids' post-activation ResNet-50 (group
 norm, standardised 1 x 1 kernels) with position-sensitive axial attention (Wang et al., arXiv
 2003.07853) instead of each 3 x 3 convolution: 8 heads, queries and keys of half the width, relative
-tables for queries, keys and values shared by the heads of a layer, logits scaled by the root of the
-key width instead of batch-normalised, a stride by averaging after the attention.
+tables for queries, keys and values that the heads of a layer share, logits scaled by the root of
+the key width instead of batch-normalised, a stride by averaging after the attention.
 """
 
 # B images or lines, N tokens, D width, h w grid, H heads, L line length, K key width, V value width
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit_ray.models.catalog import Grid, ResNetOptions, ResNetSize
+from vit_ray.models.catalog import EncoderSize, Grid, ResNetOptions, ResNetSize, VitOptions
 from vit_ray.models.counter_random import line_keys, numbered_keys
 from vit_ray.models.layers import Head, Linear
 from vit_ray.models.positions import normal_table
@@ -39,13 +39,13 @@ def along_both(x_BhwD: Tensor, along_rows: LineLayer, along_columns: LineLayer) 
 
 
 class AxialBlock(nn.Module):
-    """A block that attends along rows, then one that attends along columns, each with its MLP."""
+    """A block with attention along rows, then a block with attention along columns."""
 
-    def __init__(self, grid: Grid, row: Block, column: Block) -> None:
+    def __init__(self, grid: Grid, size: EncoderSize, options: VitOptions) -> None:
         super().__init__()
         self.grid = grid
-        self.row = row
-        self.column = column
+        self.row = Block(size, options)
+        self.column = Block(size, options)
 
     def forward(self, x_BND: Tensor, keys: Tensor | None = None) -> Tensor:
         """(B, h * w, D) to (B, h * w, D); arguments as in `Block.forward`."""
@@ -59,11 +59,10 @@ class AxialBlock(nn.Module):
 
 
 class AxialViT(VisionTransformer):
-    """A ViT of axial blocks with the mean of its tokens as feature."""
+    """A ViT of axial blocks, with the mean of the tokens as its feature."""
 
     def _block(self, index: int) -> nn.Module:
-        row, column = (Block(self.size, self.options) for _ in range(2))
-        return AxialBlock(self.grid, row, column)
+        return AxialBlock(self.grid, self.size, self.options)
 
 
 class LineAttention(nn.Module):
@@ -91,9 +90,9 @@ class LineAttention(nn.Module):
         qk = self.qk(x_BLD).reshape(*lines, 2 * NUM_AXIAL_HEADS, self.key_width)
         q_BHLK, k_BHLK = qk.transpose(1, 2).chunk(2, dim=1)
         v_BLHV = self.v(x_BLD).reshape(*lines, NUM_AXIAL_HEADS, self.value_width)
-        place = torch.arange(self.length, device=x_BLD.device)
+        index = torch.arange(self.length, device=x_BLD.device)
         # Row of a table for each (query, key): q - k + L - 1.
-        offsets = place[:, None] - place[None, :] + self.length - 1
+        offsets = index[:, None] - index[None, :] + self.length - 1
         logits = q_BHLK @ k_BHLK.transpose(-2, -1)
         logits = logits + torch.einsum("bhqk,qlk->bhql", q_BHLK, self.query_table[offsets])
         logits = logits + torch.einsum("bhlk,qlk->bhql", k_BHLK, self.key_table[offsets])

@@ -1,4 +1,4 @@
-"""Models from their names in the catalog, and recomputation of their blocks."""
+"""Builds models by their names in the catalog, and recomputes blocks in the backward pass."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,35 +21,35 @@ def build_model(
     """A model with new weights from torch's generator.
 
     Args:
-        name: one of `model_names()`, or timm's or Hugging Face's name for one, whose size in pixels
-            must then be `image_size`; or the dotted name of a user's own model.
+        name: one of `model_names()`; or timm's or Hugging Face's name of one, with which a size in
+            pixels in the name must be `image_size`; or the dotted name of a custom model.
         num_classes: K, width of the logits.
         image_size: side in pixels, or (height, width).
         **options: the fields of `VitOptions` for ViTs and hybrids (`positions`, `positions_at`,
             `pool`, `representation`, `head_bias`, `dropout`, `stochastic_depth`, `activation`,
-            `norm_eps`), of `AxialVitOptions` or of `ResNetOptions`; and, for a family, its size in
-            full: depth, width, mlp_dim, num_heads, patch_size; stages, width_factor. A user's own
-            model defines its own options.
+            `norm_eps`), of `AxialVitOptions` or of `ResNetOptions`; and, for a family, all its size
+            keys: depth, width, mlp_dim, num_heads, patch_size; stages, width_factor. A custom model
+            defines its options.
 
     Returns:
         A module from float (B, 3, H, W) in [-1, 1] to float32 logits (B, K), with `features`
         and `head`.
 
     Raises:
-        ValueError: for an unknown name or option, or sizes that do not fit; a user's own model does
-            not exist, or does not fit `own_parts.PARAMETERS`.
+        ValueError: for an unknown name or option, or sizes that do not fit; a custom model does not
+            exist, or does not fit `own_parts.PARAMETERS`.
     """
     if num_classes < 1:
         raise ValueError(f"num_classes={num_classes} must be at least 1; raise num_classes")
     name, _ = resolved_model(name, image_size)
     sides = as_grid(image_size)
     if is_own(name):
-        return _own_model(name, num_classes, sides, options)
+        return _custom_model(name, num_classes, sides, options)
     spec = find_spec(name, options)
     encoder, resnet = spec.encoder, spec.resnet
     if encoder is None:
         assert resnet is not None
-        resnet.grid(sides)  # refuses what is too small
+        resnet.grid(sides)  # raises if the image is too small
         if spec.is_axial:
             return AxialResNet(resnet, num_classes, sides, spec.options)
         return BitResNet(resnet, num_classes, spec.options)
@@ -62,7 +62,7 @@ def build_model(
     return kind(embedding, encoder, num_classes, spec.options)
 
 
-def _own_model(
+def _custom_model(
     name: str, num_classes: int, sides: tuple[int, int], options: dict[str, Any]
 ) -> nn.Module:
     model = own_part(name, "model.name", options)(num_classes, sides, **options)
@@ -82,8 +82,8 @@ def _own_model(
         f"it has untrained state ({', '.join(state)}), which checkpoints do not hold; use "
         "parameters, buffers with persistent=False, and no batch norm": bool(state),
     }
-    for problem, is_so in problems.items():
-        if is_so:
+    for problem, is_present in problems.items():
+        if is_present:
             raise ValueError(f"model.name={name}: {problem}")
     return model
 
@@ -92,13 +92,13 @@ _LISTS = (nn.ModuleList, nn.Sequential)
 
 
 def recompute(model: nn.Module, every: int) -> None:
-    """Recompute every n-th block of each chain in the backward pass; the others stay as they are.
+    """Recompute every n-th block of each chain in the backward pass.
 
-    Dropout drops the same units both times: from keys, or else by torch's stored random state.
+    Dropout drops the same units both times: by keys, otherwise by torch's stored random state.
 
     Args:
-        model: of any kind; compiled before, so that a block is recomputed in compiled code.
-        every: n; 0 for none.
+        model: any model; compile it before this, so that blocks are recomputed in compiled code.
+        every: n; 0 for no block.
     """
     for chain in chains(model) if every else ():
         for block in chain[every - 1 :: every]:
@@ -106,7 +106,7 @@ def recompute(model: nn.Module, every: int) -> None:
 
 
 def chains(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Blocks in sequence: the items of a list of modules that are alike and have layers inside."""
+    """Sequences of blocks: the items of each list of modules of one type that contain layers."""
     for child in model.children():
         items = list(child.children())
         are_alike = isinstance(child, _LISTS) and len({type(item) for item in items}) == 1

@@ -1,8 +1,8 @@
-"""Names of the paper's models, and the sizes and options behind each; `build` makes them.
+"""Names of the paper's models, with their sizes and options; `build.py` builds them.
 
 Sizes: paper Table 1; Ti, S and b from google-research/vision_transformer `configs/models.py` and
 the caption of Figure 4. The paper gives ViT-b's hidden sizes as half of ViT-B's and does not give
-its heads; here it has 6, so that a head is 64 wide as in every other model.
+its number of heads; here it has 6, so that a head is 64 wide as in every other model.
 
 Nothing here needs torch, which takes seconds to import.
 """
@@ -22,7 +22,7 @@ ImageSize = int | Grid
 Pool = Literal["cls", "gap"]
 Activation = Literal["gelu_tanh", "gelu"]
 
-# The reference code's; PyTorch's default is 1e-5.
+# As in the reference code; PyTorch's default is 1e-5.
 LAYER_NORM_EPS = 1e-6
 
 
@@ -48,13 +48,15 @@ class EncoderSize:
 
 @dataclass(frozen=True)
 class VitOptions:
-    """Options in which two ViTs of one size may differ.
+    """Options of a ViT besides its size.
 
-    `representation` adds the tanh layer of pre-training; `head_bias` is a constant added to the
-    head's bias (-10 for ImageNet-21k); `positions` and `positions_at` choose a cell of Table 8;
-    `stochastic_depth` is the share of images for which the last block's branches are dropped;
-    the `activation` is that of the MLPs, where `gelu_tanh` is the reference code's; `norm_eps` is
-    the epsilon of the layer norms. The positions `sincos_2d` are fixed.
+    Attributes:
+        positions, positions_at: a cell of Table 8; `sincos_2d` are fixed positions.
+        representation: adds the tanh layer of pre-training.
+        head_bias: constant that is added to the head's bias (-10 for ImageNet-21k).
+        stochastic_depth: fraction of images for which the last block's branches are dropped.
+        activation: of the MLPs; `gelu_tanh` is that of the reference code.
+        norm_eps: epsilon of the layer norms.
     """
 
     positions: Literal["none", "learned_1d", "learned_2d", "relative", "sincos_2d"] = "learned_1d"
@@ -89,7 +91,7 @@ class VitOptions:
 
 @dataclass(frozen=True)
 class AxialVitOptions(VitOptions):
-    """Options of a ViT whose attention runs along lines: no class token; positions are added."""
+    """Options of a ViT with axial attention: no class token, and only added positions."""
 
     pool: Pool = "gap"
 
@@ -106,14 +108,14 @@ class AxialVitOptions(VitOptions):
                 "never attends to the whole sequence; use 'learned_1d', 'learned_2d' or 'none'",
             ),
         }
-        for name, (is_given, reason) in refused.items():
-            if is_given:
+        for name, (is_refused, reason) in refused.items():
+            if is_refused:
                 raise ValueError(f"{name}={getattr(self, name)!r}: an axial ViT {reason}")
 
 
 @dataclass(frozen=True)
 class ResNetSize:
-    """Units per stage, and the factor on every width (64 in the first stage)."""
+    """Units of each stage, and the factor on all widths (64 in the first stage)."""
 
     stages: tuple[int, ...]
     width_factor: int = 1
@@ -126,7 +128,7 @@ class ResNetSize:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Inner channels of each stage; a unit gives four times as many."""
+        """Inner channels of each stage; a unit has four times as many outputs."""
         return tuple(64 * self.width_factor * 2**index for index in range(len(self.stages)))
 
     @property
@@ -191,15 +193,15 @@ RESNETS: dict[str, ResNetSize] = {
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What a name stands for: a ViT, a ResNet, or a hybrid, which has both an encoder and a ResNet.
+    """Sizes and options of a ViT, a ResNet, or a hybrid, which has an encoder and a ResNet.
 
     Attributes:
         encoder: of a ViT or hybrid.
         patch_size: of a ViT over square patches of the image.
         resnet: a BiT ResNet, or the backbone of a hybrid.
-        is_axial: attention along rows, then along columns, in the blocks of a ViT, and instead of
+        is_axial: attention along rows, then along columns, in the blocks of a ViT, or instead of
             the 3 x 3 convolutions of a ResNet.
-        options: the options class of the family, such as `VitOptions`.
+        options: of the class of the family, such as `VitOptions`.
     """
 
     encoder: EncoderSize | None = None
@@ -209,7 +211,7 @@ class ModelSpec:
     options: Any = None
 
 
-# Stage 4 of the /16 hybrids is moved into stage 3, which leaves a map twice as fine (paper 4.1).
+# The units of stage 4 of the /16 hybrids are in stage 3: a feature map twice as fine (paper 4.1).
 _STAGES_16, _STAGES_32 = ResNetSize((3, 4, 9)), ResNetSize((3, 4, 6, 3))
 _PATCHES = {
     "Ti": (16,),
@@ -236,7 +238,7 @@ _SPECS: dict[str, ModelSpec] = {
     "AxialResNet50": ModelSpec(resnet=_STAGES_32, is_axial=True),
 }
 
-# Families whose size is given in full, and the sizes that each needs.
+# Families of any size, and the size keys that each needs.
 _FAMILIES: dict[str, tuple[str, ...]] = {
     "ViT": ("depth", "width", "mlp_dim", "num_heads", "patch_size"),
     "Axial-ViT": ("depth", "width", "mlp_dim", "num_heads", "patch_size"),
@@ -247,12 +249,12 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
 
 
 def model_names() -> list[str]:
-    """Every name that `build_model` knows, and the families whose size is given in full."""
+    """All names for `build_model`, and the families of any size."""
     return [*_SPECS, *_FAMILIES]
 
 
 def find_spec(name: str, options: dict[str, Any]) -> ModelSpec:
-    """The sizes and options behind a name, timm's too, with the arguments of `build_model`.
+    """The sizes and options of a model, from its name (timm's too) and options for `build_model`.
 
     Raises:
         ValueError: for an unknown name, a family without its sizes, or an option that the family
@@ -272,21 +274,23 @@ def find_spec(name: str, options: dict[str, Any]) -> ModelSpec:
         )
     if spec is None:
         encoder = EncoderSize(*(options[key] for key in needed[:4])) if "depth" in needed else None
-        resnet = None
-        if "stages" in needed:
-            resnet = ResNetSize(tuple(options["stages"]), options["width_factor"])
+        resnet = (
+            ResNetSize(tuple(options["stages"]), options["width_factor"])
+            if "stages" in needed
+            else None
+        )
         patch_size = options["patch_size"] if "patch_size" in needed else 0
         spec = ModelSpec(encoder, patch_size, resnet, name.startswith("Axial"))
-    given = {key: value for key, value in options.items() if key not in needed}
-    if not math.isfinite(given.get("head_bias", 0.0)):
-        raise ValueError(f"head_bias={given['head_bias']} must be a finite number")
+    other_options = {key: value for key, value in options.items() if key not in needed}
+    if not math.isfinite(options.get("head_bias", 0.0)):
+        raise ValueError(f"head_bias={options['head_bias']} must be a finite number")
     kind: type[Any] = ResNetOptions
     if spec.encoder:
         kind = AxialVitOptions if spec.is_axial else VitOptions
     allowed = [field.name for field in dataclasses.fields(kind)]
-    unknown = [key for key in given if key not in allowed]
+    unknown = [key for key in other_options if key not in allowed]
     if not unknown:
-        return dataclasses.replace(spec, options=kind(**given))
+        return dataclasses.replace(spec, options=kind(**other_options))
     near = [match for key in unknown for match in difflib.get_close_matches(key, allowed, n=1)]
     hint = f"did you mean {', '.join(near)}? " if near else ""
     if any(key in sizes for key in unknown for sizes in _FAMILIES.values()):

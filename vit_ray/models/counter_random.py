@@ -1,8 +1,8 @@
 """Counter-based random numbers: a pure function of keys, without state.
 
-As in Salmon et al. (SC 2011), so that a sample gets the same numbers in any batch, on any worker or
-device: SplitMix64 (Steele et al., OOPSLA 2014) over 64-bit keys, in integer operations that torch
-runs on any device and that its compiler fuses into the consuming kernel.
+As in Salmon et al. (SC 2011), a sample gets the same numbers in any batch, on any worker or device.
+SplitMix64 (Steele et al., OOPSLA 2014) over 64-bit keys, in integer operations that torch runs on
+any device and that its compiler fuses into the consuming kernel.
 """
 
 from typing import Any
@@ -25,24 +25,24 @@ def sample_keys(samples: Tensor, *words: int) -> Tensor:
 
 
 def numbered_keys(keys: Tensor | None, number: int) -> Tensor | None:
-    """Keys for the `number`-th use of the same samples: a layer of many, a place in a layer."""
+    """Keys for the `number`-th use of the same samples, such as a layer, or a step in a layer."""
     return None if keys is None else _mix(keys ^ _signed(_mix((number + 1) * _GOLDEN)))
 
 
 def line_keys(keys: Tensor | None, count: int) -> Tensor | None:
-    """A key for each of `count` lines of each sample: (B,) to (B * count,), by sample."""
+    """A key for each of `count` lines of each sample: (B,) to (B * count,), sample by sample."""
     return None if keys is None else random_words(keys, count).flatten()
 
 
 def random_words(keys: Tensor, count: int) -> Tensor:
-    """`count` words of 64 random bits for each key: int64 (B, count), of either sign."""
+    """`count` words of 64 random bits for each key: int64 (B, count), positive and negative."""
     return _mix(keys[:, None] + torch.ops.vit_ray.golden_multiples(keys, count))
 
 
 def random_uint16(keys: Tensor, count: int) -> Tensor:
     """`count` random numbers from -2^15 to 2^15 - 1 for each key: int16 (B, count).
 
-    Four per word, a quarter of the work. Compiled code shifts each out of its word instead:
+    Four numbers per word, a quarter of the work. Compiled code shifts each number out of its word:
     inductor cannot fuse the view, would write all words to memory, and fails on the GPU if a key
     has one word.
     """
@@ -54,7 +54,7 @@ def random_uint16(keys: Tensor, count: int) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """The lower 64 bits of a number as torch's int64 writes them."""
+    """The lower 64 bits of a number, as an int64."""
     return (word + 2**63) % 2**64 - 2**63
 
 
@@ -85,8 +85,8 @@ def _(keys: Tensor, count: int) -> Tensor:
 def _mix(words: Any) -> Any:
     """A bijection of 64-bit words in which every bit depends on all bits.
 
-    For a tensor, or for a number on the host modulo 2^64: as a tensor, the number would have to be
-    copied to the device, and the host would wait for that.
+    `words` is a tensor, or a number on the host modulo 2^64: as a tensor, the number would have to
+    be copied to the device, and the host would wait for the copy.
     """
     words = (words ^ _shift_right(words, 30)) * _MIX_1
     words = (words ^ _shift_right(words, 27)) * _MIX_2

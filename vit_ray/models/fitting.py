@@ -1,4 +1,4 @@
-"""A state dict into a model of another head or resolution, and a report of every tensor."""
+"""Loads a state dict into a model of another head or resolution, and reports every tensor."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,32 +15,35 @@ from vit_ray.models.vit import PatchEmbedding, VisionTransformer
 
 Tensors = dict[str, Tensor]
 NewHead = bool | Literal["auto"]
-# Properties of a model that the names and shapes of its weights do not determine, as far as they
-# are known: `grid` (rows, columns) of its tokens, `num_heads`, and some of `VitOptions`.
-# `head_bias` is the constant that is not in the head's bias; if not known, that of the model to
-# fill.
+# The known properties of a model that the names and shapes of its weights do not determine: `grid`
+# (rows, columns) of its tokens, `num_heads`, and some of `VitOptions`. `head_bias` is the constant
+# that is not in the head's bias; if missing, it is that of the model that is loaded.
 Origin = Mapping[str, Any]
 
 # Mean and deviation of each channel, with pixels in [0, 1]: inputs are (pixel - mean) / std.
 Statistics = tuple[list[float], list[float]]
 
-# What a file may hold beyond the model: its head (fine-tuning drops both linear layers, paper
-# 3.2), the class token, and timm's norm of the mean over tokens, where ours is of the tokens.
+# Tensors of a file that the model may lack: the head (fine-tuning drops both linear layers, paper
+# 3.2), the class token, and timm's norm of the mean over tokens (ours is of the tokens).
 SPARE_PREFIXES = ("head.", "representation.", "class_token.", "fc_norm.")
-FUNCTION: Final = ("num_heads", "positions_at", "positions", "activation", "norm_eps")
-FIXED: Final = {"norm_layer": "layernorm", "pooler_act": "tanh"}
-# torch's default epsilon of a layer norm; up to here values count as equal.
-_MOST_EPS: Final = 1e-5
+# Settings that must be equal for the same function, and settings that all our models have.
+_FUNCTION: Final = ("num_heads", "positions_at", "positions", "activation", "norm_eps")
+_FIXED: Final = {"norm_layer": "layernorm", "pooler_act": "tanh"}
+# Epsilons of layer norms up to torch's default count as equal.
+_MAX_EPS: Final = 1e-5
 
 
 @dataclass
 class LoadReport:
     """What happened to every tensor of a file and of a model; prints as a short table.
 
-    `loaded` are names of the model; `resized` adds the grids of positions, or the shapes; `new`
-    kept their initial values; `ignored` are names of the file that the model does not need; `grids`
-    are the (rows, columns) of tokens that the weights were trained at and that the model has; None
-    if they are equal, or not known.
+    Attributes:
+        loaded: names of the model's tensors.
+        resized: names with the grids of positions, or the shapes.
+        new: names of the model's tensors that kept their initial values.
+        ignored: names of the file's tensors that the model does not need.
+        grids: (rows, columns) of tokens in the training of the weights, and in the model; None if
+            they are equal or unknown.
     """
 
     source: str
@@ -68,21 +71,20 @@ def fit_state_dict(
 ) -> LoadReport:
     """Load a state dict of our own names into a model of another resolution or number of classes.
 
-    The weights of an objective are those of the model inside it; as `model` it also gets the state
-    dict's own layers of it, if these are for the same target.
+    An objective's state dict loads into a model and the reverse. Into an objective, the layers
+    around its model are loaded too, if they are for the same target.
 
     Args:
         model: filled in place.
         state_dict: names and tensors of a model of the same encoder.
         new_head: True keeps the model's new head, as fine-tuning does; False requires the state
             dict's head, after the same layers; "auto" loads it if it fits and comes after the same
-            layers. The representation layer and the class token are loaded if both have them: a
-            model built without them drops them, and the first stays new in a model that adds it,
-            unless the head after it is required. So does the last norm where the file has timm's
-            `fc_norm` instead.
+            layers. The representation layer and the class token are loaded if both have them. A
+            model without them drops them. A representation layer that only the model has stays new,
+            unless the head is required; so does the last norm if the file has timm's `fc_norm`.
         resize: how positions are resampled to another grid.
-        origin: what is known about the model of the state dict; positions are of a square image if
-            their grid is not known.
+        origin: known properties of the state dict's model; without a grid, its positions are of a
+            square image.
         source: name of the state dict in the report and in errors.
 
     Raises:
@@ -95,10 +97,10 @@ def fit_state_dict(
     wanted = {name.removeprefix("model."): t for name, t in model.state_dict().items()}
     state = {name.removeprefix("model."): t for name, t in state_dict.items()}
     is_objective = inner is not model or any(name.startswith("model.") for name in state_dict)
-    # Parts of the objective around the model that it trains.
+    # Layers of an objective around the model that it trains.
     outer = ("mask.", "prediction.") if is_objective else ()
     fresh = _fresh_names(wanted, state, new_head, outer)
-    # A required head means nothing without the layers that it was trained after.
+    # A required head is wrong without the layers before it.
     prefixes = outer if new_head is False else (*outer, *SPARE_PREFIXES)
     spare = {name for name in state if name not in wanted and name.startswith(prefixes)}
     problems: dict[str, list[str]] = {
@@ -112,22 +114,24 @@ def fit_state_dict(
     shift = origin.get("head_bias", constant_bias(inner)) - constant_bias(inner)
     if shift and "head.bias" in fitted and not fitted["head.bias"].is_meta:
         fitted["head.bias"] = fitted["head.bias"].float() + shift
-    trained_at, grid = origin.get("grid"), getattr(inner, "grid", None)
+    trained_grid, grid = origin.get("grid"), getattr(inner, "grid", None)
     for name, tensor in fitted.items():
         shape = wanted[name].shape
         change = f"{_sides(tensor.shape)} to {_sides(shape)}"
         if name.startswith("positions.") and name.endswith(".table") and tensor.dim() == 3:
             rows, has_token = tensor.shape[1], "class_token.token" in state
-            same = grid if tensor.shape == shape else None
-            trained_at = trained_at or square_grid(rows - has_token) or same or square_grid(rows)
-            if trained_at is None or grid is None:
+            same_grid = grid if tensor.shape == shape else None
+            trained_grid = (
+                trained_grid or square_grid(rows - has_token) or same_grid or square_grid(rows)
+            )
+            if trained_grid is None or grid is None:
                 raise ValueError(
                     f"{name} has {rows - has_token} patches, which do not form a square; give "
                     "source_grid=(rows, columns) of the checkpoint, or its weights as a "
                     ".safetensors file of ours, which records its grid"
                 )
-            fitted[name] = _fitted_table(tensor, wanted[name], tuple(trained_at), grid, resize)
-            change = f"{_sides(trained_at)} to {_sides(grid)}"
+            fitted[name] = _fitted_table(tensor, wanted[name], tuple(trained_grid), grid, resize)
+            change = f"{_sides(trained_grid)} to {_sides(grid)}"
         elif name.endswith(("rows", "columns", "table")) and tensor.dim() == 2:
             fitted[name] = tensor if len(tensor) == shape[0] else resize_line(tensor, shape[0])
         if fitted[name].shape != shape:
@@ -140,8 +144,8 @@ def fit_state_dict(
         else:
             report.resized.append(f"{name} {change}")
     check_fit(source, inner, problems)
-    if trained_at and grid and tuple(trained_at) != grid:
-        report.grids = (tuple(trained_at), grid)
+    if trained_grid and grid and tuple(trained_grid) != grid:
+        report.grids = (tuple(trained_grid), grid)
     with torch.no_grad():
         for name, tensor in fitted.items():
             wanted[name].copy_(tensor)
@@ -155,7 +159,7 @@ def _sides(shape: Sequence[int]) -> str:
 def _fresh_names(
     wanted: Tensors, state: Tensors, new_head: NewHead, outer: tuple[str, ...]
 ) -> set[str]:
-    """Names of the head, the layers before it and those of an objective that keep new values."""
+    """Names of the model's tensors that keep their initial values."""
     fresh = {name for name in wanted if name.startswith(outer)}
     if all(name in state and state[name].shape == wanted[name].shape for name in fresh):
         fresh = set()
@@ -168,74 +172,76 @@ def _fresh_names(
         may_lack += ("norm.",)
     fresh |= {n for n in wanted if n.startswith(may_lack) and n not in state}
     head = {name for name in wanted if name.startswith("head.")}
-    given = head & state.keys()
-    fits = has_same_layers and all(state[name].shape == wanted[name].shape for name in given)
-    # Of a kernel without its bias, or the reverse, the other is missing.
-    if new_head is True or not given or (given == head and not fits):
+    saved = head & state.keys()
+    fits = has_same_layers and all(state[name].shape == wanted[name].shape for name in saved)
+    # A saved kernel without its bias, or the reverse, does not count: the other is missing.
+    if new_head is True or not saved or (saved == head and not fits):
         fresh |= head
     return fresh
 
 
 def _fitted_table(
-    table: Tensor, wanted: Tensor, trained_at: Grid, grid: Grid, resize: ResizeMode
+    table: Tensor, wanted: Tensor, trained_grid: Grid, grid: Grid, resize: ResizeMode
 ) -> Tensor:
-    """Positions at the model's grid, with a row for the class token if the model has one.
+    """Positions at the model's grid, with a row for the class token if the model's table has one.
 
-    Those of big_vision, and of some models of timm, have none.
+    The tables of big_vision, and of some models of timm, have none.
     """
-    has_row, wants_row = (
-        t.shape[1] - math.prod(g) for t, g in ((table, trained_at), (wanted, grid))
-    )
-    if (has_row, wants_row) == (0, 1):
+    token_rows = table.shape[1] - math.prod(trained_grid)
+    wanted_token_rows = wanted.shape[1] - math.prod(grid)
+    if (token_rows, wanted_token_rows) == (0, 1):
         table = torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
-    elif (has_row, wants_row) == (1, 0):
+    elif (token_rows, wanted_token_rows) == (1, 0):
         table = table[:, 1:]
-    return resize_table(table, trained_at, grid, resize)
+    return resize_table(table, trained_grid, grid, resize)
 
 
 def origin_of(model: nn.Module) -> Origin:
-    """The origin of a model's own state dict."""
+    """The origin of a model's state dict."""
     bias = {"head_bias": constant_bias(model)}
     if not isinstance(model, VisionTransformer):
         return bias
-    known = {**vars(model.options), "num_heads": model.size.num_heads}
-    return {"grid": model.grid, **bias, **{name: known[name] for name in FUNCTION}}
+    settings = {**vars(model.options), "num_heads": model.size.num_heads}
+    return {"grid": model.grid, **bias, **{name: settings[name] for name in _FUNCTION}}
 
 
 def constant_bias(model: nn.Module) -> float:
-    """What a model adds to its head's bias, which files have in their bias."""
+    """The constant that a model adds to its head's bias; published files have the sum of both."""
     return float(getattr(getattr(model, "head", None), "constant_bias", 0.0))
 
 
 def _other_settings(model: nn.Module, origin: Origin, source: str) -> str:
-    """Settings of the training that differ slightly here; exact GELU does by 5e-4 at most.
+    """Text on settings of the training that differ slightly: exact GELU by 5e-4 at most.
 
     Raises:
         ValueError: the model would compute another function of the same tensors.
     """
-    own, different = origin_of(model), list[str]()
-    for name in [*FUNCTION, *FIXED] if isinstance(model, VisionTransformer) else []:
-        there, here = origin.get(name), {**own, **FIXED}[name]
-        if there in (None, here):
+    settings, different = {**origin_of(model), **_FIXED}, list[str]()
+    for name in [*_FUNCTION, *_FIXED] if isinstance(model, VisionTransformer) else []:
+        trained, ours = origin.get(name), settings[name]
+        if trained in (None, ours):
             continue
-        is_small = isinstance(there, float) and 0 <= there <= _MOST_EPS and here <= _MOST_EPS
-        if not is_small and {there, here} != {"gelu", "gelu_tanh"}:
+        is_small = isinstance(trained, float) and 0 <= trained <= _MAX_EPS and ours <= _MAX_EPS
+        if not is_small and {trained, ours} != {"gelu", "gelu_tanh"}:
             raise ValueError(
-                f"{source} is of a model with {name}={there}, and this one has {name}={here}; "
-                f"build it with {name}={there}"
+                f"{source} is of a model with {name}={trained}, and this one has {name}={ours}; "
+                f"build it with {name}={trained}"
             )
-        different.append(f"{name}={there}")
+        different.append(f"{name}={trained}")
     return f", trained with {' and '.join(different)}" if different else ""
 
 
 def check_types(tensors: Tensors, source: str) -> None:
-    """Refuse what are not the numbers of weights.
+    """Check that tensors are not quantized.
 
     Raises:
-        ValueError: naming tensors of integers or fp8, which mean nothing without their scales.
+        ValueError: listing tensors of integers or fp8, which need the scales in other tensors.
     """
-    is_float = {n: t.is_floating_point() and t.element_size() > 1 for n, t in tensors.items()}
-    if quantized := [f"{n} ({tensors[n].dtype})" for n in tensors if not is_float[n]]:
+    if quantized := [
+        f"{name} ({tensor.dtype})"
+        for name, tensor in tensors.items()
+        if not tensor.is_floating_point() or tensor.element_size() == 1
+    ]:
         raise ValueError(
             f"{source} has quantized tensors: {', '.join(quantized)}; give the weights in fp32, "
             "fp16 or bf16"
@@ -243,11 +249,6 @@ def check_types(tensors: Tensors, source: str) -> None:
 
 
 def _check_values(tensors: Tensors, source: str) -> None:
-    """Refuse what are not the values of weights.
-
-    Raises:
-        ValueError: as `check_types`, or naming tensors with NaN or infinite values.
-    """
     check_types(tensors, source)
     if broken := [n for n, t in tensors.items() if not t.is_meta and not bool(t.isfinite().all())]:
         raise ValueError(
@@ -257,10 +258,13 @@ def _check_values(tensors: Tensors, source: str) -> None:
 
 
 def check_fit(source: str, model: nn.Module, problems: dict[str, list[str]]) -> None:
-    """List all that does not fit in one error.
+    """Report everything that does not fit in one error.
+
+    Args:
+        problems: names of tensors, by what is wrong with them.
 
     Raises:
-        ValueError: there are names under some title.
+        ValueError: there are such names.
     """
     if lines := [f"  {title}: {', '.join(names)}" for title, names in problems.items() if names]:
         raise ValueError(
@@ -272,13 +276,14 @@ def check_fit(source: str, model: nn.Module, problems: dict[str, list[str]]) -> 
 def with_our_inputs(
     state: Tensors, model: nn.Module, statistics: Statistics, source: str
 ) -> Tensors:
-    """Weights of the same function for inputs in [-1, 1]: another first kernel and bias.
+    """Weights of the same function for inputs in [-1, 1]: the first kernel and bias change.
 
     Args:
-        state: with our own names.
+        state: tensors by our names.
+        statistics: mean and deviation that normalise the inputs of `state`.
 
     Raises:
-        ValueError: the first layer pads its inputs, so there is no such kernel.
+        ValueError: the first layer pads its inputs, so no kernel has the same function.
     """
     if not isinstance(getattr(model, "embedding", None), PatchEmbedding):
         raise ValueError(
@@ -288,10 +293,10 @@ def with_our_inputs(
         )
     names = ("embedding.projection.weight", "embedding.projection.bias")
     old_kernel, old_bias = (state[name] for name in names)
-    if old_kernel.is_meta:  # only values would change
+    if old_kernel.is_meta:  # it has no values to change
         return state
     mean, std = (torch.tensor(values).double().view(1, 3, 1, 1) for values in statistics)
-    # An input of ours, x, is the pixel 0.5 x + 0.5.
+    # Our input x is the pixel 0.5 x + 0.5.
     shift = (old_kernel.double() * (0.5 - mean) / std).sum(dim=(1, 2, 3))
     kernel, bias = old_kernel.double() * (0.5 / std), old_bias.double() + shift
     return {**state, names[0]: kernel.to(old_kernel.dtype), names[1]: bias.to(old_bias.dtype)}

@@ -1,14 +1,14 @@
 """Multiply-adds by torch's counter on tensors without values, and the training cost of Table 6.
 
 Convention (it reproduces Table 6): a multiply-add is two operations, the backward pass costs twice
-the forward, recomputation and the optimiser are not counted. A convolution counts its kernel only
-where it overlaps the image, as XLA's cost analysis does. Norms, activations, softmax and pooling
+the forward, recomputation and the optimiser are not counted. The kernel of a convolution counts
+only where it overlaps the image, as in XLA's cost analysis. Norms, activations, softmax and pooling
 are not counted.
 
-`forward_macs` and `count_exaflops` are the paper's count, for costs: the last block of a ViT is
-counted whole. `training/memory_estimate.py` counts what a step computes, for MFU: if the head only
-sees the class token, the last block computes only that; the images need no gradient; and kernels
-are computed on padding, too.
+`forward_macs` and `count_exaflops` are the paper's count, for costs: all tokens of a ViT's last
+block are counted. `training/memory_estimate.py` counts what a step computes, for MFU: if the head
+only sees the class token, the last block computes only that token; images need no gradient; and
+kernels are also computed on padding.
 """
 
 import functools
@@ -31,7 +31,7 @@ def forward_macs(name: str, num_classes: int, image_size: ImageSize = 224, **opt
     """Multiply-adds of one image through a model, with the arguments of `build_model`.
 
     Raises:
-        ValueError: as `build_model`; a user's own model does not run without values.
+        ValueError: as `build_model`; or a custom model does not run without values.
     """
     frozen = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
     return _forward_macs(name, num_classes, as_grid(image_size), tuple(frozen.items()))
@@ -49,8 +49,8 @@ def _forward_macs(
     on_padding: list[int] = []
     logits: list[Tensor] = []
 
-    def look(conv: StandardizedConv2d, args: tuple[Tensor, ...], output: Tensor) -> None:
-        """Count what torch counts beyond where the kernel overlaps the image."""
+    def count_padding(conv: StandardizedConv2d, args: tuple[Tensor, ...], output: Tensor) -> None:
+        """Count the multiply-adds that torch counts outside the image."""
         kernel, stride, valid = conv.kernel_size[0], conv.stride[0], 1
         for side, count in zip(args[0].shape[-2:], output.shape[-2:], strict=True):
             before = same_padding(side, kernel, stride)[0] if conv.pads_same else kernel // 2
@@ -61,11 +61,11 @@ def _forward_macs(
 
     for module in model.modules():
         if isinstance(module, StandardizedConv2d):
-            module.register_forward_hook(look)
+            module.register_forward_hook(count_padding)
     try:
         with torch.no_grad():
             macs = count_macs(lambda: logits.append(model(images)))
-    except Exception as error:  # of the user's code
+    except Exception as error:  # from a custom model
         raise ValueError(
             f"model.name={name}: its multiply-adds cannot be counted: with tensors on the device "
             "meta, which have shapes but no values, its forward pass fails "
@@ -80,8 +80,8 @@ def _forward_macs(
 
 
 def count_macs(run: Callable[[], object]) -> int:
-    """Multiply-adds of matrix products, convolutions and attention that are run."""
-    # The count of the fused kernel includes the attention weights twice.
+    """Multiply-adds of the matrix products, convolutions and attention in `run`."""
+    # torch counts the attention weights of its fused kernel twice.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         run()
     return int(counter.get_total_flops()) // 2
@@ -97,9 +97,9 @@ def training_exaflops(
 ) -> float:
     """10^18 operations of pre-training, as `count_exaflops`.
 
-    By default the classes are those of JFT-300M: "18k" in the paper, 18,291 in its predecessor
+    The default number of classes is that of JFT-300M: "18k" in the paper, 18,291 in its predecessor
     (BiT, arXiv 1912.11370). The tanh representation layer of pre-training is counted if the model
-    can have one, unless `representation` is given.
+    can have one, unless `options` sets `representation`.
     """
     if find_spec(name, options).encoder is not None:
         options = {"representation": True, **options}
@@ -113,7 +113,7 @@ def count_exaflops(macs: int, images_seen: float) -> float:
     Two operations per multiply-add; the backward pass costs twice the forward.
 
     Args:
-        macs: of one image through the model, as `forward_macs` counts them.
-        images_seen: over the whole run, repeats counted.
+        macs: of one image, from `forward_macs`.
+        images_seen: in all epochs of the run together.
     """
     return 6 * macs * images_seen / 1e18

@@ -4,8 +4,9 @@ Each layer sets its own initial values, so a model may be built inside `deepspee
 the meta device. Source of the values: google-research/vision_transformer, `models_vit.py` and
 `models_resnet.py`, and the flax defaults that they use.
 
-With `keys` from `counter_random.sample_keys`, the mask of dropout depends only on the image: in any
-batch, on any worker, and when activations are recomputed. Without keys, torch's generator draws.
+With `keys` from `counter_random.sample_keys`, the mask of dropout depends only on the image: it is
+equal in any batch, on any worker, and when activations are recomputed. Without keys, torch's
+generator draws the mask.
 """
 
 import math
@@ -30,9 +31,9 @@ def lecun_normal_(kernel: Tensor) -> None:
 
 
 class Linear(nn.Linear):
-    """A linear layer with an initial kernel by `draw`, and a zero bias or one around zero.
+    """A linear layer with an initial kernel by `draw`, and a bias of deviation `bias_std` around 0.
 
-    Xavier-uniform kernels are those of the encoder; biases have a deviation of 1e-6 in its MLPs.
+    The encoder has Xavier-uniform kernels; the biases in its MLPs have a deviation of 1e-6.
     """
 
     def __init__(
@@ -54,13 +55,13 @@ class Linear(nn.Linear):
 
 
 def _xavier_of_three_(kernels: Tensor) -> None:
-    """One draw for the (3D, D) matrix would have a limit smaller by sqrt(2)."""
+    # One draw for the (3D, D) matrix would have a limit smaller by sqrt(2).
     for kernel in kernels.chunk(3):
         nn.init.xavier_uniform_(kernel)
 
 
 class QkvLinear(Linear):
-    """Query, key and value projections in one matrix multiplication, each D x D."""
+    """Query, key and value projections, each D x D, in one matrix multiplication."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, 3 * width, _xavier_of_three_)
@@ -68,11 +69,11 @@ class QkvLinear(Linear):
     def forward(  # type: ignore[override]  # three tensors, and fewer queries than keys
         self, x: Tensor, num_queries: int | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values (B, N, D) of (B, N, D); queries of the first tokens only.
+        """Queries (B, num_queries, D), keys and values (B, N, D) of (B, N, D).
 
         Args:
             x: tokens.
-            num_queries: number of tokens with queries, from the first on; None for all.
+            num_queries: queries only of the first `num_queries` tokens; None for all.
         """
         if num_queries is None:
             q, k, v = F.linear(x, self.weight, self.bias).chunk(3, dim=-1)
@@ -87,8 +88,8 @@ class Head(nn.Linear):
     """Zero kernel and bias, and a constant bias; logits are float32 in every precision.
 
     The constant is added in float32 and not trained: at the paper's -10, neighbouring bfloat16
-    numbers are 0.0625 apart, which is coarser than what the first thousand steps teach. It is a
-    number because a buffer would be rounded with the weights (-6.9 to -6.90625).
+    numbers are 0.0625 apart, more than the first thousand steps change. It is a number because a
+    buffer would be rounded with the weights (-6.9 to -6.90625).
     """
 
     def __init__(self, width: int, num_classes: int, constant_bias: float = 0.0) -> None:
@@ -105,7 +106,7 @@ class Head(nn.Linear):
 
 
 class PatchProjection(nn.Conv2d):
-    """Convolution with stride = kernel size, computed as one matrix product over cut patches."""
+    """Convolution with stride = kernel size, computed as one matrix product over patches."""
 
     def __init__(self, channels: int, width: int, patch_size: int) -> None:
         super().__init__(channels, width, kernel_size=patch_size, stride=patch_size)
@@ -116,9 +117,8 @@ class PatchProjection(nn.Conv2d):
         nn.init.zeros_(self.bias)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(B, C, H, W) to (B, H // P, W // P, D); pixels beyond the last whole patch are unused."""
-        size = self.kernel_size[0]
-        patches = cut_patches(images.to(self.weight.dtype), size)
+        """(B, C, H, W) to (B, H // P, W // P, D); pixels beyond the last full patch are unused."""
+        patches = cut_patches(images.to(self.weight.dtype), self.kernel_size[0])
         return F.linear(patches, self.weight.flatten(1), self.bias)
 
 
@@ -127,7 +127,7 @@ def cut_patches(images: Tensor, size: int) -> Tensor:
 
     Args:
         images: (B, C, H, W).
-        size: side of a patch; pixels beyond the last whole patch are left out.
+        size: side of a patch; pixels beyond the last full patch are omitted.
 
     Returns:
         (B, H // size, W // size, C * size * size).
@@ -142,12 +142,12 @@ def cut_patches(images: Tensor, size: int) -> Tensor:
 class StandardizedConv2d(nn.Conv2d):
     """Convolution whose kernel has mean 0 and deviation 1 per output channel; no bias.
 
-    As BiT it pads by half the kernel on each side and adds 1e-10 to the variance (big_transfer's
+    Like BiT it pads by half the kernel on each side and adds 1e-10 to the variance (big_transfer's
     `bit_pytorch/models.py`).
 
     Args:
-        is_flax: as the hybrids' backbone instead: pads as XLA's SAME, output ceil(size / stride),
-            and adds 1e-5 to the deviation.
+        is_flax: like the backbone of hybrids it pads as XLA's SAME, output ceil(size / stride), and
+            adds 1e-5 to the deviation.
     """
 
     def __init__(
@@ -164,11 +164,9 @@ class StandardizedConv2d(nn.Conv2d):
         super().__init__(channels_in, channels_out, kernel_size, stride, padding, bias=False)
 
     def reset_parameters(self) -> None:
-        """Draw the kernel; its scale only sets the size of the first gradients."""
-        lecun_normal_(self.weight)
+        lecun_normal_(self.weight)  # the scale only sets the size of the first gradients
 
     def forward(self, images: Tensor) -> Tensor:
-        """(B, C, H, W) to (B, C', H', W')."""
         if self.pads_same:
             images = pad_same(images, self.kernel_size[0], self.stride[0])
         kernel = self.weight.float()
@@ -182,13 +180,13 @@ class StandardizedConv2d(nn.Conv2d):
 
 
 def same_padding(size: int, kernel: int, stride: int) -> tuple[int, int]:
-    """Pixels before and after along one axis, as XLA's SAME: the odd one goes after."""
+    """Padding before and after along one axis, as XLA's SAME: an odd pixel is after."""
     total = max((-(-size // stride) - 1) * stride + kernel - size, 0)
     return total // 2, total - total // 2
 
 
 def pad_same(images: Tensor, kernel: int, stride: int) -> Tensor:
-    """Zeros around (B, C, H, W), so that a window of `kernel` gives ceil(size / stride) outputs."""
+    """Pads (B, C, H, W) with zeros: windows of `kernel` then have ceil(size / stride) outputs."""
     rows, columns = (same_padding(side, kernel, stride) for side in images.shape[-2:])
     padding = (*columns, *rows)
     return F.pad(images, padding) if any(padding) else images  # padding by 0 would copy
@@ -202,7 +200,7 @@ class Dropout(nn.Dropout):
 
         Args:
             x: activations.
-            keys: int64 (B,), different from those of all other layers; None = torch's generator.
+            keys: int64 (B,), other keys than in all other layers; None = torch's generator.
         """
         if keys is None or not self.training or self.p == 0.0:
             return super().forward(x)
@@ -212,9 +210,9 @@ class Dropout(nn.Dropout):
 class StochasticDepth(nn.Module):
     """Drops a residual branch for whole images (Huang et al., arXiv:1603.09382).
 
-    For the other images it is scaled up by 1 / (1 - rate), so that evaluation needs no change. The
-    rate, rounded to a multiple of 2^-16 below 1, is data: blocks with different rates compile to
-    one code.
+    In other images the branch is scaled up by 1 / (1 - rate), so that evaluation needs no change.
+    The rate, rounded to a multiple of 2^-16 below 1, is a tensor: blocks of different rates share
+    compiled code.
     """
 
     levels: Tensor
@@ -229,7 +227,7 @@ class StochasticDepth(nn.Module):
         """Same shape as `branch` (B, ...).
 
         Args:
-            branch: what is to be added to the residual stream.
+            branch: will be added to the residual stream.
             keys: int64 (B,), as in `Dropout.forward`.
         """
         if not (self.training and self.is_active):
@@ -243,7 +241,7 @@ class StochasticDepth(nn.Module):
 
 
 def keyed_dropout(x: Tensor, keys: Tensor, rate: float) -> Tensor:
-    """x (B, ...) with elements dropped and the others scaled up; element i by number i of its key.
+    """Dropout of x (B, ...): number i of an image's key decides on its element i.
 
     The rate is rounded to a multiple of 2^-16 below 1, and the scale is that of the rounded rate.
     """
@@ -254,5 +252,5 @@ def keyed_dropout(x: Tensor, keys: Tensor, rate: float) -> Tensor:
 
 
 def _levels(rate: float) -> int:
-    """How many of 2^16 numbers drop: never all, because nothing would be left to scale up."""
+    # How many of 2^16 numbers drop an element; never all, since the scale would be infinite.
     return min(round(rate * 2**16), 2**16 - 1)

@@ -4,12 +4,12 @@ Half of the patch embeddings of each image are corrupted: 80 % of these become a
 embedding, 10 % the embedding of another patch of the same image, 10 % stay unchanged. The encoder
 predicts something simple about the pixels of the corrupted patches.
 
-Which patches, and how, depends only on (seed, step, sample), as do the units that dropout drops:
-the same on any number of workers, in any order of batches, after any restart.
+The corruption depends only on (seed, step, sample), as do the units that dropout drops: it is equal
+on any number of workers, in any order of batches, after any restart.
 
-Where the paper gives no detail: exactly half of the patches (rounded down, at least one) are
-corrupted in each image; "other patch" is of the same image; losses are means over predictions; the
-mask embedding starts as BERT's, with standard deviation 0.02.
+The paper leaves details open. Here exactly half of the patches (rounded down, at least one) are
+corrupted in each image, another patch is of the same image, losses are means over predictions, and
+the mask embedding is initialised as BERT's, with standard deviation 0.02.
 """
 
 # B images, N patches, D width, M corrupted patches of an image, C channels
@@ -31,16 +31,17 @@ CORRUPTED_FRACTION, MASKED_FRACTION, SWAPPED_FRACTION = 0.5, 0.8, 0.1
 BITS_PER_CHANNEL = 3
 NUM_COLORS = 2 ** (3 * BITS_PER_CHANNEL)
 DOWNSIZED_SIDE = 4
-# Numbers of a sample's random numbers; those before it choose patches.
+# Number of the random stream for dropout; streams 0 to 2 draw the corruption.
 DROPOUT_STREAM = 3
 
 
 class Corruption(NamedTuple):
-    """What happens to the patches of a batch.
+    """The corruption of the patches of a batch.
 
-    `corrupted` (B, M) are patch numbers in ascending order. `is_masked` and `is_swapped` (B, N) are
-    never both true, and only within `corrupted`; `source` (B, N) is the patch whose embedding a
-    swapped one takes, never itself.
+    Attributes:
+        corrupted: (B, M) patch numbers in ascending order.
+        is_masked, is_swapped: (B, N), never both true, and true only for patches in `corrupted`.
+        source: (B, N), another patch, whose embedding replaces that of a swapped patch.
     """
 
     corrupted: Tensor
@@ -66,8 +67,8 @@ def draw_corruption(samples: Tensor, num_patches: int, seed: int, step: int = 0)
             f"an image of {num_patches} patch has none to corrupt and none to keep; use a larger "
             "image_size or a smaller patch_size"
         )
-    order, kind, other = (
-        # 63 bits, which are never negative.
+    order, kind, distance = (
+        # 63 bits: never negative.
         random_words(sample_keys(samples, seed, step, stream), num_patches) & (2**63 - 1)
         for stream in range(3)
     )
@@ -78,8 +79,8 @@ def draw_corruption(samples: Tensor, num_patches: int, seed: int, step: int = 0)
     chance = (kind >> 10).double() / 2.0**53
     is_masked = is_corrupted & (chance < MASKED_FRACTION)
     is_swapped = is_corrupted & ~is_masked & (chance < MASKED_FRACTION + SWAPPED_FRACTION)
-    places = torch.arange(num_patches, device=samples.device)
-    source = (places + 1 + other % (num_patches - 1)) % num_patches
+    patches = torch.arange(num_patches, device=samples.device)
+    source = (patches + 1 + distance % (num_patches - 1)) % num_patches
     return Corruption(corrupted, is_masked, is_swapped, source)
 
 
@@ -95,10 +96,10 @@ class MaskToken(nn.Module):
 
 
 class MaskedPatchObjective(nn.Module):
-    """A ViT with a mask token and a linear prediction of what its corrupted patches show.
+    """A ViT with a mask token and a linear prediction of the pixels of its corrupted patches.
 
-    The model's own head, with the representation layer before it, is not used and is frozen;
-    fine-tuning replaces it.
+    The model's head and representation layer are not used, and are frozen; fine-tuning replaces
+    them.
 
     Args:
         model: any ViT, hybrid or axial ViT.
@@ -140,7 +141,7 @@ class MaskedPatchObjective(nn.Module):
 
     @property
     def head(self) -> nn.Linear:
-        """The model's own head, whose inputs are the features that few-shot accuracy measures."""
+        """The model's head, whose inputs are the features that few-shot accuracy measures."""
         return self.model.head
 
     def forward(
@@ -153,10 +154,10 @@ class MaskedPatchObjective(nn.Module):
 
         Args:
             images: float (B, 3, H, W) in [-1, 1]; in float32 even if the model is in bf16,
-                otherwise the targets are rounded, too.
-            samples: int64 (B,), global numbers of the images. None gives the model's own logits for
-                the whole images, so that its features can be evaluated while it trains.
-            step: 0-based, of training.
+                otherwise the targets would be rounded.
+            samples: int64 (B,), global numbers of the images. None returns the model's logits of
+                the uncorrupted images, to evaluate its features in training.
+            step: 0-based step of training.
         """
         if samples is None:
             return self.model(images)
@@ -171,8 +172,8 @@ class MaskedPatchObjective(nn.Module):
 
     def corrupt(self, patches_BND: Tensor, corruption: Corruption) -> Tensor:
         """(B, N, D) with mask tokens, swapped and unchanged patches."""
-        others_BND = _pick(patches_BND, corruption.source)
-        swapped_BND = torch.where(corruption.is_swapped[..., None], others_BND, patches_BND)
+        source_BND = _pick(patches_BND, corruption.source)
+        swapped_BND = torch.where(corruption.is_swapped[..., None], source_BND, patches_BND)
         return self.mask(swapped_BND, corruption.is_masked)
 
     def _pixels(self, images: Tensor) -> Tensor:
@@ -187,14 +188,14 @@ class MaskedPatchObjective(nn.Module):
         return patches.reshape(*patches.shape[:2], 3, side, side)
 
 
-def _pick(items: Tensor, places: Tensor) -> Tensor:
+def _pick(items: Tensor, indices: Tensor) -> Tensor:
     """(B, N, ...) indexed by (B, M) to (B, M, ...)."""
     rows = torch.arange(len(items), device=items.device)[:, None]
-    return items[rows, places]
+    return items[rows, indices]
 
 
 def color_class(colors: Tensor) -> Tensor:
-    """RGB in [-1, 1] along the last axis to one of 512: 3 bits of red, then green, then blue."""
+    """RGB in [-1, 1] along the last axis to one of 512 classes: 3 bits each of red, green, blue."""
     levels = 2**BITS_PER_CHANNEL
     bins = ((colors + 1) * (levels / 2)).floor().clamp(0, levels - 1).long()
     return (bins[..., 0] * levels + bins[..., 1]) * levels + bins[..., 2]
@@ -203,8 +204,8 @@ def color_class(colors: Tensor) -> Tensor:
 def _loss(target: Target, predictions: Tensor, pixels: Tensor) -> Tensor:
     """Loss of predictions (B, M, K) against pixels (B, M, 3, P, P).
 
-    K is 512; 16 * 512, cell by cell in raster order; or 3 * P * P, channel by channel. Cells share
-    the pixels on their border if 4 does not divide P, as with the 14 of H/14.
+    K is 512 ("mean_color"), 16 * 512, cell by cell in raster order ("downsized"), or 3 * P * P,
+    channel by channel. If 4 does not divide P, as for H/14, cells share the pixels on their border.
     """
     if target == "full_patch":
         return F.mse_loss(predictions, pixels.flatten(2))

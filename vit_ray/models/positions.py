@@ -1,7 +1,7 @@
 """Position embeddings: the variants of Table 8 and D.4, and resampling to another grid.
 
-Every table is in the module whose forward uses it, because ZeRO stage 3 gathers a module's
-parameters only around that module's forward.
+Each table is in the module whose forward uses it: ZeRO stage 3 gathers a module's parameters only
+around the module's forward.
 """
 
 # B images, N tokens (class token first), D width, H heads, K head width
@@ -18,14 +18,14 @@ ResizeMode = Literal["bilinear", "bicubic"]
 
 
 def normal_table(*shape: int) -> nn.Parameter:
-    """New vectors of positions, or of a mask, with BERT's deviation, as in the reference code."""
+    """New vectors of positions or a mask, with BERT's deviation, as in the reference code."""
     table = nn.Parameter(torch.empty(shape))
     nn.init.normal_(table, std=0.02)
     return table
 
 
 class ClassToken(nn.Module):
-    """One learned vector before the patches; zero at first."""
+    """One learned vector before the patches, initially zero."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -58,7 +58,6 @@ class SincosPositions2d(nn.Module):
         self.register_buffer("table", table, persistent=False)
 
     def forward(self, tokens_BND: Tensor) -> Tensor:
-        """Tokens plus their positions, same shape."""
         return tokens_BND + self.table.to(tokens_BND.dtype)
 
 
@@ -76,18 +75,16 @@ class LearnedPositions1d(nn.Module):
 
     def __init__(self, grid: Grid, width: int, has_class_token: bool) -> None:
         super().__init__()
-        num_tokens = grid[0] * grid[1] + has_class_token
-        self.table = normal_table(1, num_tokens, width)
+        self.table = normal_table(1, grid[0] * grid[1] + has_class_token, width)
 
     def forward(self, tokens_BND: Tensor) -> Tensor:
-        """Tokens plus their positions, same shape."""
         return tokens_BND + self.table
 
 
 class LearnedPositions2d(nn.Module):
     """A half-width vector for each column (X) and each row (Y), concatenated per patch.
 
-    The paper does not say what the class token gets; here it has its own vector, as in 1-D.
+    The paper does not give the class token's position; here it is another vector, as in 1-D.
     """
 
     def __init__(self, grid: Grid, width: int, has_class_token: bool) -> None:
@@ -102,7 +99,6 @@ class LearnedPositions2d(nn.Module):
         self.class_position = normal_table(1, width) if has_class_token else None
 
     def forward(self, tokens_BND: Tensor) -> Tensor:
-        """Tokens plus their positions, same shape."""
         num_rows, num_columns = len(self.rows), len(self.columns)
         x = self.columns.expand(num_rows, -1, -1)
         y = self.rows.unsqueeze(1).expand(-1, num_columns, -1)
@@ -113,12 +109,11 @@ class LearnedPositions2d(nn.Module):
 
 
 class RelativePositions(nn.Module):
-    """1-D relative attention of D.4: a vector for each offset q - k, multiplied with the query like
-    a key.
+    """1-D relative attention of D.4: the query times a vector of each offset q - k.
 
     The table has a row for each offset from -(N - 1) to N - 1 and is shared by the heads of a
-    layer. The paper does not say how the class token is treated; here it is at position 0 of the
-    sequence, just before the first patch, with ordinary offsets.
+    layer. The paper does not mention the class token; here it is at position 0 of the sequence,
+    just before the first patch, with ordinary offsets.
     """
 
     def __init__(self, num_tokens: int, head_width: int) -> None:
@@ -126,9 +121,9 @@ class RelativePositions(nn.Module):
         self.table = normal_table(2 * num_tokens - 1, head_width)
 
     def forward(self, q_BHNK: Tensor) -> Tensor:
-        """Attention bias (B, H, N, N), scaled as the content logits are.
+        """Attention bias (B, H, N, N), scaled like the logits.
 
-        With the queries of only the first M tokens, (B, H, M, N).
+        With queries of only the first M tokens, (B, H, M, N).
         """
         num_queries, head_width = q_BHNK.shape[-2:]
         row = len(self.table)  # 2N - 1
@@ -152,11 +147,11 @@ def resize_table(
     """Resample a 1-D raster table (1, prefix + N, D) to another grid; the prefix stays unchanged.
 
     Args:
-        table: rows of the class token (or none) and then of the grid in raster order.
+        table: a row of the class token, or none, and then rows of the grid in raster order.
         old_grid: (rows, columns) of the table.
-        new_grid: (rows, columns) wanted.
-        mode: "bilinear" aligns end points, as `scipy.ndimage.zoom(order=1)` in the reference code;
-            "bicubic" samples cell centres, as Hugging Face transformers.
+        new_grid: (rows, columns) of the result.
+        mode: "bilinear" aligns end points, like `scipy.ndimage.zoom(order=1)` in the reference
+            code; "bicubic" samples cell centres, like Hugging Face transformers.
 
     Raises:
         ValueError: if the table does not hold the old grid.
@@ -184,6 +179,6 @@ def resize_line(table: Tensor, length: int) -> Tensor:
 
 
 def square_grid(num_patches: int) -> Grid | None:
-    """The grid of a square image with this many patches, None if there is none."""
+    """The grid of a square image with this many patches; None if there is no such grid."""
     side = round(num_patches**0.5)
     return (side, side) if side * side == num_patches else None

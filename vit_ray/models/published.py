@@ -1,7 +1,8 @@
-"""Published weights: names and shapes of tensors next to our own, and the settings beside them.
+"""Published weights: names and shapes of their tensors next to ours, and their settings files.
 
-Names are one table a family; a layout is a column. `config.json` says what tensors do not show; it
-or the image processor has the mean and deviation by which inputs were normalised.
+Each family of models has a table of names, with a column for each layout. `config.json` has the
+options that tensors do not show; it or the image processor has the mean and deviation that
+normalise inputs.
 
 Sources: google-research/vision_transformer (ViT, hybrids), big_vision (its ViT's spelling),
 big_transfer (BiT), huggingface/pytorch-image-models, and transformers' files and classes.
@@ -23,18 +24,19 @@ from vit_ray.models.vit import PatchEmbedding, VisionTransformer
 # Files in a folder of Hugging Face transformers.
 FOLDER_WEIGHTS, FOLDER_CONFIG = "model.safetensors", "config.json"
 FOLDER_PREPROCESSOR: Final = "preprocessor_config.json"
-# Replaces the weights if these are split over files: says which file holds which tensor.
+# There instead of the weights if they are split over files: lists the file of each tensor.
 FOLDER_INDEX = "model.safetensors.index.json"
 
-# Key for the recipe sections that say how an exported model is used.
+# Key in `config.json` for the recipe sections that say how an exported model is used.
 USE = "vit_ray"
 
-# transformers' defaults of a ViT, which its files may leave out.
+# Defaults of a ViT in transformers, which its files may leave out.
 _VIT_DEFAULTS: Final = {
     "image_size": 224, "num_hidden_layers": 12, "hidden_size": 768, "intermediate_size": 3072,
     "num_attention_heads": 12, "patch_size": 16,
 }  # fmt: skip
-# Keys of a recipe's model, and what transformers and timm call them; the last two are none.
+# Keys of a recipe's model, and their names in transformers and timm. The last two are no keys of a
+# recipe: `fit_state_dict` compares them.
 _KEYS: Final = {
     "image_size": ("image_size", "img_size"),
     "depth": ("num_hidden_layers", "depth"),
@@ -60,7 +62,7 @@ HEAD_BIASES = (
     "classifier.1.bias",
 )
 
-# Of every file, by layout.
+# By layout: prefixes of the first layer, which every file has.
 _FIRST_LAYERS = {
     "jax": ("embedding/kernel", "resnet/root_block/"),
     "huggingface": ("embeddings.patch_embeddings.", "embedder.convolution."),
@@ -68,14 +70,14 @@ _FIRST_LAYERS = {
     "vit_ray": ("embedding.projection.", "units.0."),
 }
 
-# What Hugging Face puts before the names of an encoder with a head.
+# Prefix of an encoder's names in Hugging Face's models with a head.
 ENCODER = r"^(vit|deit|bit)\."
 
-# Our part, its kind, and its names in files of JAX, timm and Hugging Face; the first line is what @
-# stands for: a block or unit, by its numbers (stage1 and unit1 count from 1). A part is a kernel or
-# scale and a bias; `kernel` has no bias, and `tensor` is one tensor. | is between spellings, of
-# which the first is written; * is query, key and value; - is no name. Names of Hugging Face are
-# those of an encoder alone.
+# Columns: our layer, its kind, and its names in files of JAX, timm and Hugging Face. The first row
+# gives the text for @: the prefix of a block or unit (stage1 and unit1 count from 1). A layer has a
+# kernel or scale, and a bias; the kind `kernel` has no bias, and `tensor` is one tensor. Spellings
+# are separated by |, and the first is written; * is query, key and value; - means no name. Names of
+# Hugging Face are without the prefix `ENCODER`.
 _VIT = """
 @ - Transformer/encoderblock_{block}/ blocks.{block}. encoder.layer.{block}.
 embedding.projection conv embedding patch_embed.proj embeddings.patch_embeddings.projection
@@ -111,7 +113,7 @@ norm group_norm resnet/group_norm norm norm
 head head_conv resnet/head/conv2d head.fc classifier.1
 """  # noqa: E501
 
-# By layout and kind: our leaf, theirs, and how their shapes differ.
+# By layout and kind: our suffix, the published suffix, and the key of their shapes in `_SHAPES`.
 _JAX = {
     "tensor": [("", "", "same")],
     "conv": [(".weight", "/kernel", "conv"), (".bias", "/bias", "same")],
@@ -128,7 +130,7 @@ _TORCH = {
     "tensor": [("", "", "same")],
     "kernel": [(".weight", ".weight", "same")],
 }
-_LEAVES = {
+_SUFFIXES = {
     "jax": _JAX,
     "timm": _TORCH
     | {"head_conv": [(".weight", ".weight", "head_conv"), (".bias", ".bias", "same")]},
@@ -142,43 +144,50 @@ _LEAVES = {
 _SHAPES: dict[
     str, tuple[Callable[[list[Tensor]], Tensor], Callable[[Tensor, int], list[Tensor]]]
 ] = {
-    "same": (lambda parts: parts[0], lambda own, heads: [own]),
-    "vector": (lambda parts: parts[0].flatten(), lambda own, heads: [own]),
-    "linear": (lambda parts: parts[0].T, lambda own, heads: [own.T]),
+    "same": (lambda parts: parts[0], lambda tensor, heads: [tensor]),
+    "vector": (lambda parts: parts[0].flatten(), lambda tensor, heads: [tensor]),
+    "linear": (lambda parts: parts[0].T, lambda tensor, heads: [tensor.T]),
     "conv": (
         lambda parts: parts[0].permute(3, 2, 0, 1),
-        lambda own, heads: [own.permute(2, 3, 1, 0)],
+        lambda tensor, heads: [tensor.permute(2, 3, 1, 0)],
     ),
     "qkv_kernel": (
         lambda parts: torch.cat([part.flatten(1).T for part in parts]),
-        lambda own, heads: [part.T.reshape(part.shape[1], heads, -1) for part in own.chunk(3)],
+        lambda tensor, heads: [
+            part.T.reshape(part.shape[1], heads, -1) for part in tensor.chunk(3)
+        ],
     ),
     "qkv_bias": (
         lambda parts: torch.cat([part.flatten() for part in parts]),
-        lambda own, heads: [part.reshape(heads, -1) for part in own.chunk(3)],
+        lambda tensor, heads: [part.reshape(heads, -1) for part in tensor.chunk(3)],
     ),
     "out_kernel": (
         lambda parts: parts[0].flatten(0, 1).T,
-        lambda own, heads: [own.T.reshape(heads, -1, own.shape[0])],
+        lambda tensor, heads: [tensor.T.reshape(heads, -1, tensor.shape[0])],
     ),
-    "parts": (lambda parts: torch.cat(parts), lambda own, heads: list(own.chunk(3))),
-    "head_conv_jax": (lambda parts: parts[0][0, 0].T, lambda own, heads: [own.T[None, None]]),
-    "head_conv": (lambda parts: parts[0].flatten(1), lambda own, heads: [own[:, :, None, None]]),
+    "parts": (lambda parts: torch.cat(parts), lambda tensor, heads: list(tensor.chunk(3))),
+    "head_conv_jax": (lambda parts: parts[0][0, 0].T, lambda tensor, heads: [tensor.T[None, None]]),
+    "head_conv": (
+        lambda parts: parts[0].flatten(1),
+        lambda tensor, heads: [tensor[:, :, None, None]],
+    ),
 }
 
 
 class Rule(NamedTuple):
-    """One of our tensors, the published tensors it is made of, and how their shapes differ.
+    """One of our tensors, and the published tensors that it is made of.
 
     Attributes:
-        spellings: of their names; files have one of them, and the first is written.
+        name: of our tensor.
+        spellings: alternative lists of the published names; the first is written.
+        shape: how the shapes differ, a key of `_SHAPES`.
     """
 
-    own: str
+    name: str
     spellings: list[list[str]]
     shape: str = "same"
 
-    def to_own(self, parts: list[Tensor]) -> Tensor:
+    def to_ours(self, parts: list[Tensor]) -> Tensor:
         return _SHAPES[self.shape][0](parts).contiguous()
 
     def to_published(self, tensor: Tensor, num_heads: int) -> Tensors:
@@ -207,41 +216,41 @@ def rules_for(model: nn.Module, layout: str) -> list[Rule]:
     if not isinstance(model, VisionTransformer) or isinstance(model, AxialViT) or is_hybrid:
         kind = f"{'hybrid ' if is_hybrid else ''}{type(model).__name__}"
         raise ValueError(f"layout={layout!r} has no names for a {kind}; use layout='vit_ray'")
-    own = model.state_dict()
+    names = model.state_dict()
     rules = _rules(_VIT, layout, [{"block": index} for index in range(model.size.depth)])
-    rules = [rule for rule in rules if rule.own in own or rule.own.startswith(SPARE_PREFIXES)]
+    rules = [rule for rule in rules if rule.name in names or rule.name.startswith(SPARE_PREFIXES)]
     if isinstance(backbone, ResNetEmbedding):
         rules += _rules(_BACKBONE, layout, _units(backbone.size.stages))
     return rules
 
 
 def _units(stages: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Numbers of each convolution of each unit of a ResNet."""
-    places = [(stage, unit) for stage, count in enumerate(stages) for unit in range(count)]
+    """The numbers in a table's names, for each convolution of each unit of a ResNet."""
+    units = [(stage, unit) for stage, count in enumerate(stages) for unit in range(count)]
     return [
         {"index": index, "stage": stage, "unit": unit, "stage1": stage + 1, "unit1": unit + 1}
         | {"part": part, "letter": "abc"[part - 1]}
-        for index, (stage, unit) in enumerate(places)
+        for index, (stage, unit) in enumerate(units)
         for part in (1, 2, 3)
     ]
 
 
-def _rules(table: str, layout: str, places: list[dict[str, Any]]) -> list[Rule]:
-    """Rules from a table's rows, each for all values of the numbers in it."""
+def _rules(table: str, layout: str, units: list[dict[str, Any]]) -> list[Rule]:
+    """Rules from a table's rows, each row for all blocks or units (the numbers in its names)."""
     column = LAYOUTS.index(layout)
     (_, _, *prefixes), *rows = (line.split() for line in table.strip().splitlines())
     rules: dict[str, Rule] = {}
-    for part, kind, *forms in rows:
-        form = forms[column].replace("@", prefixes[column])
-        queries = ("query", "key", "value") if "*" in form else ("",)
-        for place in places if form != "-" else []:
-            if "shortcut" in part and place["unit"]:
+    for layer, kind, *columns in rows:
+        published = columns[column].replace("@", prefixes[column])
+        queries = ("query", "key", "value") if "*" in published else ("",)
+        for unit in units if published != "-" else []:
+            if "shortcut" in layer and unit["unit"]:
                 continue
-            names = form.format_map(place).split("|")
-            for leaf, their_leaf, shape in _LEAVES[layout][kind]:
-                spellings = [[name.replace("*", q) + their_leaf for q in queries] for name in names]
-                own = part.format_map(place) + leaf
-                rules[own] = Rule(own, spellings, shape)
+            names = published.format_map(unit).split("|")
+            for suffix, their_suffix, shape in _SUFFIXES[layout][kind]:
+                spellings = [[n.replace("*", q) + their_suffix for q in queries] for n in names]
+                name = layer.format_map(unit) + suffix
+                rules[name] = Rule(name, spellings, shape)
     return list(rules.values())
 
 
@@ -254,15 +263,15 @@ def detect_layout(names: Iterable[str]) -> str:
     for layout, first_layer in _FIRST_LAYERS.items():
         if any(name.startswith(first_layer) for name in names):
             return layout
-    shown = ", ".join(sorted(names)[:8])
+    listed = ", ".join(sorted(names)[:8])
     raise ValueError(
-        f"the tensors' names are of no known layout ({', '.join(LAYOUTS)}): {shown}, ...; check "
+        f"the tensors' names are of no known layout ({', '.join(LAYOUTS)}): {listed}, ...; check "
         "that the file holds a ViT, a hybrid or a BiT ResNet"
     )
 
 
 def weights_file(layout: str) -> str:
-    """Name of the weights in the folder of a model."""
+    """Name of the weight file in a model's folder."""
     return "model.npz" if layout == "jax" else FOLDER_WEIGHTS
 
 
@@ -270,10 +279,10 @@ def settings_beside(path: Path, name: str) -> dict[str, Any]:
     """A JSON file in the folder of a published model; empty if there is none.
 
     Args:
-        path: the folder, or the weight file in it; a file with another name has no such folder.
+        path: the folder, or its weight file; a file with another name has no settings.
 
     Raises:
-        ValueError: it is not JSON.
+        ValueError: the file is not JSON.
     """
     file = (path if path.is_dir() else path.parent) / name
     is_in_folder = path.is_dir() or path.name in (FOLDER_WEIGHTS, FOLDER_INDEX)
@@ -281,10 +290,10 @@ def settings_beside(path: Path, name: str) -> dict[str, Any]:
 
 
 def parse_settings(content: bytes, source: str) -> dict[str, Any]:
-    """The content of such a file.
+    """The object in a JSON file; empty for any other value.
 
     Raises:
-        ValueError: it is not JSON.
+        ValueError: the content is not JSON.
     """
     try:
         settings = json.loads(content)
@@ -294,15 +303,15 @@ def parse_settings(content: bytes, source: str) -> dict[str, Any]:
 
 
 def model_options(config: dict[str, Any]) -> dict[str, Any]:
-    """Keys of a recipe's model that a `config.json` of transformers or timm gives.
+    """Options of our models from a `config.json` of transformers or timm; also some of `Origin`.
 
-    An activation that we do not have keeps its name; so do other settings of the function.
+    Activations that we do not have keep their names.
     """
     defaults = _VIT_DEFAULTS if config.get("model_type") == "vit" else {}
     settings = {**defaults, **config, **(config.get("model_args") or {})}
     options = {
-        own: settings[key]
-        for own, keys in _KEYS.items()
+        option: settings[key]
+        for option, keys in _KEYS.items()
         for key in keys
         if settings.get(key) is not None
     }
@@ -322,13 +331,13 @@ def model_options(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def statistics_beside(path: Path) -> Statistics | None:
-    """The statistics in the folder of a published model; None if inputs are in [-1, 1] as ours.
+    """Mean and deviation that normalise a published model's inputs; None for [-1, 1], as ours.
 
     Args:
-        path: the folder, or the weight file in it.
+        path: the model's folder, or its weight file.
 
     Raises:
-        ValueError: they are not a mean and deviation of three channels, or not JSON.
+        ValueError: they are not three numbers each, or a file is not JSON.
     """
     timm, hub = (settings_beside(path, name) for name in (FOLDER_CONFIG, FOLDER_PREPROCESSOR))
     timm = {**timm, **(timm.get("pretrained_cfg") or {})}
@@ -350,30 +359,30 @@ def statistics_beside(path: Path) -> Statistics | None:
 
 
 def folder_config(model: nn.Module, layout: str, classes: Sequence[str]) -> dict[str, Any]:
-    """`config.json`: the class names, and how a layout's own library builds the model.
+    """`config.json`: the class names, and how the library of the layout builds the model.
 
-    transformers' defaults differ from our blocks in the activation and the epsilon, timm's in the
-    activation and in the norm of a mean over tokens. With this file timm 1.0.20 gives our logits,
-    within 1e-6; a model that it does not have gets no `architecture`.
+    The defaults of transformers differ from our blocks in the activation and the epsilon, those of
+    timm in the activation and in the norm of a mean over tokens. With this file timm 1.0.20 gives
+    our logits, within 1e-6; models that timm does not have get no `architecture`.
     """
     num_classes = model.get_parameter("head.bias").numel()
     if layout == "huggingface":
         labels = {i: classes[i] if classes else f"LABEL_{i}" for i in range(num_classes)}
-        places = {name: index for index, name in labels.items()}
-        return {**_huggingface_config(model), "id2label": labels, "label2id": places}
+        indices = {name: index for index, name in labels.items()}
+        return {**_huggingface_config(model), "id2label": labels, "label2id": indices}
     config: dict[str, Any] = {"num_classes": num_classes}
     if classes:
         config["label_names"] = list(classes)
     if layout != "timm" or not isinstance(model, VisionTransformer):
         return config
     has_class_token, has_positions = model.class_token is not None, len(model.positions) > 0
-    lacks_positions = has_class_token and not has_positions  # timm leaves out the token, too
+    lacks_positions = has_class_token and not has_positions  # timm also leaves out the token
     is_hybrid = not isinstance(model.embedding, PatchEmbedding)
     if is_hybrid or lacks_positions or model.options.representation:
         return config
     size, patch = model.size, model.embedding.patch_size
     sides = [side * patch for side in model.grid]
-    exact = int(size.width * (size.mlp_dim / size.width)) == size.mlp_dim
+    is_exact = int(size.width * (size.mlp_dim / size.width)) == size.mlp_dim
     return {
         "architecture": "vit_base_patch16_224",
         **config,
@@ -385,8 +394,8 @@ def folder_config(model: nn.Module, layout: str, classes: Sequence[str]) -> dict
             "embed_dim": size.width,
             "depth": size.depth,
             "num_heads": size.num_heads,
-            # It truncates the product of this and the width to a whole number.
-            "mlp_ratio": (size.mlp_dim + (0 if exact else 0.5)) / size.width,
+            # timm truncates the product of this ratio and the width to a whole number.
+            "mlp_ratio": (size.mlp_dim + (0 if is_exact else 0.5)) / size.width,
             "class_token": has_class_token,
             "fc_norm": False,
             "act_layer": model.options.activation,

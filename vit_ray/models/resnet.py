@@ -1,9 +1,10 @@
 """BiT ResNets (Kolesnikov et al., arXiv 1912.11370), and the ResNets of hybrids.
 
-BiT has pre-activation units; padding, epsilons and order of layers are those of
-google-research/big_transfer. The hybrids' embedding is a post-activation ResNet whose feature-map
-pixels are the patches, as in google-research/vision_transformer, `models_resnet.py`. So published
-weights of both give their logits. All have group norm and standardised kernels.
+BiT has pre-activation units, with the padding, epsilons and order of layers of
+google-research/big_transfer. The hybrids' embedding is a post-activation ResNet, as in
+google-research/vision_transformer, `models_resnet.py`; the pixels of its feature map are the
+patches. With published weights both therefore give the published logits. Both have group norm and
+standardised kernels.
 """
 
 # B images, C channels, K classes, h w grid, D width
@@ -20,7 +21,7 @@ from vit_ray.models.catalog import Grid, ResNetOptions, ResNetSize
 from vit_ray.models.layers import Head, PatchProjection, StandardizedConv2d, pad_same
 
 NUM_GROUPS = 32
-# big_transfer's `bit_pytorch/models.py` has PyTorch's group norm.
+# PyTorch's group norm, as in big_transfer's `bit_pytorch/models.py`.
 group_norm = partial(nn.GroupNorm, NUM_GROUPS, eps=1e-5)
 
 
@@ -66,7 +67,7 @@ class BitResNet(nn.Module):
     def features(self, images: Tensor) -> Tensor:
         """(B, D), the head's input: normalised, rectified, averaged over space."""
         x_BCHW = self.root(images.to(self.norm.weight.dtype))
-        # No norm or ReLU before the pool, so padding with 0 differs from -inf: as in BiT.
+        # BiT pads with 0, which differs from -inf: there is no ReLU before the pool.
         x_BCHW = F.max_pool2d(F.pad(x_BCHW, (1, 1, 1, 1)), kernel_size=3, stride=2)
         return torch.mean(F.relu(self.norm(self.units(x_BCHW))), dim=(2, 3))
 
@@ -75,7 +76,7 @@ standardized = partial(StandardizedConv2d, is_flax=True)
 
 
 class ScaledGroupNorm(nn.GroupNorm):
-    """flax's group norm, whose scale starts at a value: 0 for the last of a unit, else 1."""
+    """flax's group norm; the initial scale is 0 for the last norm of a unit, otherwise 1."""
 
     def __init__(self, channels: int, initial_scale: float = 1.0) -> None:
         super().__init__(NUM_GROUPS, channels, eps=1e-6)
@@ -123,8 +124,8 @@ class ResNetTrunk(nn.Module):
     Args:
         size: units and widths.
         image_size: height and width.
-        middle: makes the layer in the middle of a unit, of its width, its map's grid and a stride;
-            None = a convolution.
+        middle: makes the layer in the middle of a unit, from its width, its feature map's grid and
+            its stride; None = a convolution.
     """
 
     def __init__(
@@ -153,9 +154,9 @@ class ResNetTrunk(nn.Module):
 
 
 class ResNetEmbedding(ResNetTrunk):
-    """Images to a ResNet feature map, each pixel projected to the encoder's width.
+    """Images to a ResNet's feature map, each pixel projected to the encoder's width.
 
-    Three stages reduce a side by 16, four by 32 (paper 4.1), rounding up as SAME padding does.
+    Three stages reduce a side by 16, four by 32 (paper 4.1), rounded up as by SAME padding.
     """
 
     def __init__(self, size: ResNetSize, width: int, image_size: Grid) -> None:

@@ -3,7 +3,7 @@
 Its blocks are pre-norm attention and MLP, as in the paper's equations 2 and 3.
 """
 
-# B images, N tokens, D width, H heads; K head width in BHNK, classes elsewhere
+# B images, N tokens, D width, H heads; K head width in BHNK, otherwise classes
 
 from functools import partial
 
@@ -33,11 +33,11 @@ from vit_ray.models.resnet import ResNetEmbedding
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention (Appendix A) with biases; no dropout on the weights.
+    """Multi-head self-attention (Appendix A) with biases; no dropout on the attention weights.
 
     Args:
         size: of the encoder.
-        relative: bias on the logits from relative positions, or None.
+        relative: relative positions, which add a bias to the logits; None = no bias.
     """
 
     def __init__(self, size: EncoderSize, relative: RelativePositions | None = None) -> None:
@@ -52,14 +52,14 @@ class Attention(nn.Module):
 
         Args:
             x_BND: normalised tokens.
-            num_queries: how many tokens, from the first on, are needed; None for all.
+            num_queries: outputs only of the first `num_queries` tokens; None for all.
         """
         q_BHNK, k_BHNK, v_BHNK, bias = self._projected(x_BND, num_queries)
         mixed = F.scaled_dot_product_attention(q_BHNK, k_BHNK, v_BHNK, attn_mask=bias)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
     def weights(self, x_BND: Tensor) -> Tensor:
-        """(B, H, N, N) in float32, as the fused kernel of `forward` applies them."""
+        """Attention weights (B, H, N, N) in float32, as in the fused kernel of `forward`."""
         q_BHNK, k_BHNK, _, bias = self._projected(x_BND)
         scale = q_BHNK.shape[-1] ** -0.5
         logits = (q_BHNK.float() * scale) @ k_BHNK.float().transpose(-2, -1)
@@ -77,14 +77,15 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two dense layers with an activation between, dropout after each."""
+    """Two dense layers with an activation between them, and dropout after each."""
 
     def __init__(
         self, width: int, mlp_dim: int, dropout: float, activation: Activation = "gelu_tanh"
     ) -> None:
         super().__init__()
-        approximation = "tanh" if activation == "gelu_tanh" else "none"
-        self.activation = partial(F.gelu, approximate=approximation)
+        self.activation = partial(
+            F.gelu, approximate="tanh" if activation == "gelu_tanh" else "none"
+        )
         self.expand = Linear(width, mlp_dim, bias_std=1e-6)
         self.contract = Linear(mlp_dim, width, bias_std=1e-6)
         self.dropout = Dropout(dropout)
@@ -102,8 +103,8 @@ class Block(nn.Module):
         size: of the encoder.
         options: of the ViT; stochastic depth is that of the last block.
         relative: as in `Attention`.
-        stochastic_depth: of this block.
-        num_outputs: how many tokens, from the first on, are needed; None for all.
+        stochastic_depth: rate of this block.
+        num_outputs: outputs only of the first `num_outputs` tokens; None for all.
     """
 
     def __init__(
@@ -130,13 +131,12 @@ class Block(nn.Module):
             x_BND: tokens.
             keys: int64 (B,), from which this block's dropout draws; None = torch's generator.
         """
-        # Each place that drops has its own keys: 0 after attention, 1 and 2 in the MLP, 3 and 4 for
-        # whole branches.
+        # Each dropout has other keys: 0 after attention, 1 and 2 in the MLP, 3 and 4 for branches.
         mixed = self.attention(self.attention_norm(x_BND), self.num_outputs)
         mixed = self.dropout(mixed, numbered_keys(keys, 0))
         x_BND = x_BND[:, : self.num_outputs] + self.stochastic_depth(mixed, numbered_keys(keys, 3))
-        made = self.mlp(self.mlp_norm(x_BND), keys)
-        return x_BND + self.stochastic_depth(made, numbered_keys(keys, 4))
+        hidden = self.mlp(self.mlp_norm(x_BND), keys)
+        return x_BND + self.stochastic_depth(hidden, numbered_keys(keys, 4))
 
 
 _POSITIONS: dict[str, type[nn.Module]] = {
@@ -151,8 +151,6 @@ class PatchEmbedding(nn.Module):
 
     def __init__(self, patch_size: int, width: int, image_size: Grid) -> None:
         super().__init__()
-        if patch_size < 1:
-            raise ValueError(f"patch_size={patch_size} must be at least 1; raise patch_size")
         if min(image_size) < patch_size:
             raise ValueError(
                 f"image_size={image_size[0]}x{image_size[1]} is smaller than a patch of "
@@ -206,7 +204,7 @@ class VisionTransformer(nn.Module):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a block, as `encode` has them: class token, patches."""
+        """Tokens of a block: the class token, if there is one, and the patches."""
         return self.grid[0] * self.grid[1] + (self.options.pool == "cls")
 
     def _block(self, index: int) -> nn.Module:
@@ -214,23 +212,24 @@ class VisionTransformer(nn.Module):
         relative = None
         if self.options.positions == "relative":
             relative = RelativePositions(self.num_tokens, size.width // size.num_heads)
-        # 7 % of the products of a 12-layer encoder, on which no output depends, are left out.
-        sees_one = self.options.pool == "cls" and index == size.depth - 1
-        # From 0 at the first block, linearly up to the last.
+        # If the head sees only the class token, the last block computes only that token: 7 % fewer
+        # products in a 12-layer encoder.
+        num_outputs = 1 if self.options.pool == "cls" and index == size.depth - 1 else None
+        # Grows linearly from 0 at the first block to the option at the last.
         rate = self.options.stochastic_depth * index / max(1, size.depth - 1)
-        return Block(size, self.options, relative, rate, num_outputs=1 if sees_one else None)
+        return Block(size, self.options, relative, rate, num_outputs)
 
     def keep_all_tokens(self) -> None:
-        """Have the last block compute all tokens, also if the head sees only the class token."""
+        """Make the last block compute all tokens, even if the head sees only the class token."""
         self.blocks[-1].num_outputs = None  # type: ignore[assignment]
 
     def forward(self, images: Tensor, keys: Tensor | None = None) -> Tensor:
         """Float (B, 3, H, W) in [-1, 1] to float32 logits (B, K).
 
         Args:
-            images: of the size that the model was built for.
-            keys: int64 (B,) from `counter_random.sample_keys`: dropout in training depends only on
-                them. None = torch's generator decides.
+            images: of the size for which the model was built.
+            keys: int64 (B,) from `counter_random.sample_keys`, the only randomness of dropout in
+                training; None = torch's generator.
         """
         return self.head(self.features(images, keys))
 
@@ -245,9 +244,9 @@ class VisionTransformer(nn.Module):
             ValueError: if the images have another size than the model was built for.
         """
         grid_BhwD = self.embedding(images)
-        # Without positions the encoder is a function of a set of any size; not of lines.
-        is_bound = self.options.positions != "none" or isinstance(self.options, AxialVitOptions)
-        if grid_BhwD.shape[1:3] != self.grid and is_bound:
+        # Without positions an encoder takes any number of tokens; an axial one takes only its grid.
+        needs_grid = self.options.positions != "none" or isinstance(self.options, AxialVitOptions)
+        if grid_BhwD.shape[1:3] != self.grid and needs_grid:
             raise ValueError(
                 f"images of {images.shape[-2]}x{images.shape[-1]} give a grid of "
                 f"{grid_BhwD.shape[1]}x{grid_BhwD.shape[2]}, but the model was built for "
@@ -257,10 +256,10 @@ class VisionTransformer(nn.Module):
         return grid_BhwD.flatten(1, 2)
 
     def encode(self, patches_BND: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Patch embeddings to normalised encoder outputs that the head sees.
+        """Patch embeddings to the normalised encoder outputs that the head sees.
 
-        The class token alone, or all patches if there is none; the class token and all patches
-        after `keep_all_tokens`.
+        With a class token only its output (with `keep_all_tokens` also those of all patches),
+        otherwise the outputs of all patches.
 
         Args:
             patches_BND: from `embed`.

@@ -1,7 +1,7 @@
-"""Loading and saving weights, in our own names and in every published layout.
+"""Loading and saving weights, in our own layout and in every published one.
 
 Only formats that cannot run code are read: `.npz` without pickled objects, and safetensors. A file
-may be opened without its values, for its names, types and shapes: tensors are then on `meta`.
+may be read without its values, for names, types and shapes: its tensors are then on `meta`.
 """
 
 import io
@@ -55,18 +55,18 @@ from vit_ray.models.vit import VisionTransformer
 from vit_ray.storage import is_of_the_store, locate
 
 Opener = Callable[[Path], IO[bytes]]
-# Key of a safetensors file's metadata, for the layout and origin that we write.
+# Key in the metadata of safetensors files for the layout and origin that we write.
 METADATA: Final = "vit_ray"
 
 
 @dataclass(frozen=True)
 class WeightFile:
-    """Tensors of a file in a published layout, under its names.
+    """Tensors of a file, under the names of its layout.
 
     Attributes:
-        num_classes: of its head; None if it has no head.
-        beside: what the file holds of the training that made it; it is ignored.
-        inputs: the statistics by which its inputs were normalised; None for [-1, 1].
+        num_classes: outputs of its head; None if it has no head.
+        training_state: names of other state of the training in the file, which is not loaded.
+        inputs: statistics that normalise the model's inputs; None for [-1, 1].
     """
 
     source: str
@@ -74,7 +74,7 @@ class WeightFile:
     tensors: Tensors
     origin: Origin
     num_classes: int | None
-    beside: list[str]
+    training_state: list[str]
     inputs: Statistics | None
 
     def load_into(
@@ -87,16 +87,18 @@ class WeightFile:
     ) -> LoadReport:
         """As `load_weights`."""
         inner = model.model if isinstance(model, MaskedPatchObjective) else model
-        source, own = f"{self.source} (layout {self.layout})", self.tensors
+        source, tensors = f"{self.source} (layout {self.layout})", self.tensors
         if self.layout != "vit_ray":
-            own = _own_names(inner, self.layout, own, source)
+            tensors = _our_tensors(inner, self.layout, tensors, source)
         if self.inputs is not None:
-            own = with_our_inputs(own, inner, self.inputs, source)
+            tensors = with_our_inputs(tensors, inner, self.inputs, source)
             mean, std = self.inputs
             source += f"; its inputs' mean {mean} and std {std} are folded into the first layer"
         origin = self.origin if source_grid is None else {**self.origin, "grid": source_grid}
-        report = fit_state_dict(model, own, new_head, resize=resize, origin=origin, source=source)
-        report.ignored += self.beside
+        report = fit_state_dict(
+            model, tensors, new_head, resize=resize, origin=origin, source=source
+        )
+        report.ignored += self.training_state
         return report
 
 
@@ -117,7 +119,7 @@ def load_weights(
         layout: as in `read_weights`.
         new_head: as in `fit_state_dict`.
         resize: "bilinear" as the reference code, or "bicubic".
-        source_grid: (rows, columns) of the file's positions if they are not of a square image.
+        source_grid: (rows, columns) of the file's positions if the image was not square.
 
     Raises:
         ValueError: if the file is incomplete, has tensors of another model, or is of a format that
@@ -133,25 +135,26 @@ def read_weights(
     source: str | None = None,
     opener: Opener | None = None,
 ) -> WeightFile:
-    """Read a whole published checkpoint.
+    """Read a published checkpoint.
 
     Args:
         path: `.npz` of the JAX layout, `.safetensors` of any other, or a folder that Hugging Face
             transformers wrote, in one file or several.
-        layout: "jax", "timm", "huggingface", "vit_ray", or "auto": as the file records, or else by
-            its names.
-        source: its name in reports and errors; by default the path.
-        opener: opens an `.npz` file for names and shapes alone, as a safetensors file is then read,
-            too; None = with values.
+        layout: "jax", "timm", "huggingface", "vit_ray", or "auto": the layout that the file
+            records, otherwise by its names.
+        source: name of the file in reports and errors; by default the path.
+        opener: None reads values; otherwise only names and shapes are read, those of an `.npz` file
+            from the stream that this opens.
 
     Raises:
-        ValueError: if the file is broken, of no known layout, or of a format that could run code.
+        ValueError: if the file is damaged, of an unknown layout, or of a format that could run
+            code.
     """
     path, source = Path(path), source or str(path)
     config = model_options(settings_beside(path, FOLDER_CONFIG))
     inputs = statistics_beside(path)
     tensors, recorded = read_tensors(path, source, opener)
-    tensors, beside = _parameters(tensors)
+    tensors, training_state = _parameters(tensors)
     layout = recorded.get("layout", "auto") if layout == "auto" else layout
     if layout != "vit_ray":
         tensors = {re.sub(ENCODER, "", name): tensor for name, tensor in tensors.items()}
@@ -161,13 +164,13 @@ def read_weights(
     by_shape = {"num_heads": queries[0].shape[1]} if queries else {}
     num_classes = next((tensors[name].numel() for name in HEAD_BIASES if name in tensors), None)
     origin = {**recorded, **config, **by_shape, "head_bias": 0.0}
-    return WeightFile(source, layout, tensors, origin, num_classes, beside, inputs)
+    return WeightFile(source, layout, tensors, origin, num_classes, training_state, inputs)
 
 
 def read_tensors(
     path: Path, source: str, opener: Opener | None = None
 ) -> tuple[Tensors, dict[str, Any]]:
-    """Tensors of a file or folder, and what `save_weights` recorded; see `read_weights`."""
+    """Tensors of a file or folder, and the metadata of `save_weights`; see `read_weights`."""
     if path.is_dir():
         file, index = path / FOLDER_WEIGHTS, path / FOLDER_INDEX
         path = index if index.exists() and not file.exists() else file
@@ -192,10 +195,10 @@ def read_tensors(
 
 
 def parts_of(index: Path, source: str) -> list[str]:
-    """Names of the files that a Hugging Face index names, each in its folder.
+    """Names of the weight files in a Hugging Face index; they are in the folder of the index.
 
     Raises:
-        ValueError: it is not such an index.
+        ValueError: the file is no such index.
     """
     try:
         return sorted(
@@ -217,11 +220,11 @@ def _read_npz(path: Path, opener: Opener | None) -> tuple[Tensors, dict[str, Any
                     shape, _, dtype = np.lib.format.read_array_header_1_0(member)
                     array = np.broadcast_to(np.empty((), dtype), shape)  # takes no memory
             # numpy has no bfloat16, and writes it as two unnamed bytes.
-            is_half = array.dtype == np.dtype("V2")
-            if array.dtype.kind not in "fiub" and not is_half:
+            is_bfloat16 = array.dtype == np.dtype("V2")
+            if array.dtype.kind not in "fiub" and not is_bfloat16:
                 raise ValueError(f"{name} is of the type {array.dtype.str}, not of numbers")
-            tensor = torch.from_numpy(array.view(np.int16) if is_half else array)
-            tensor = tensor.view(torch.bfloat16) if is_half else tensor
+            tensor = torch.from_numpy(array.view(np.int16) if is_bfloat16 else array)
+            tensor = tensor.view(torch.bfloat16) if is_bfloat16 else tensor
             tensors[name.removesuffix(".npy")] = tensor if opener is None else tensor.to("meta")
     return tensors, {}
 
@@ -239,37 +242,37 @@ def _read_safetensors(path: Path, opener: Opener | None) -> tuple[Tensors, dict[
 
 
 def _parameters(tensors: Tensors) -> tuple[Tensors, list[str]]:
-    """The parameters of a file by their plain names, and what its training stored with them.
+    """The parameters of a file without common prefixes, and the names of its other tensors.
 
-    Checkpoints of big_vision and of flax are whole trainings, and may have all blocks in one
-    tensor.
+    Checkpoints of big_vision and of flax also hold the state of the training, and may have all
+    blocks in one tensor.
     """
-    # What DDP, `torch.compile` and trainers put before all names.
+    # Prefixes of all names by DDP, `torch.compile` and trainers.
     wrapper = re.compile(r"((module|_orig_mod|model|state_dict|model_state_dict)\.)*")
     wrappers = [wrapper.match(name)[0] for name in tensors]  # type: ignore[index]
     prefix = min(wrappers, key=len, default="")
     for folder in ("params/", "opt/target/"):
         prefix = folder if any(name.startswith(folder) for name in tensors) else prefix
-    beside = Counter(name.partition("/")[0] for name in tensors if not name.startswith(prefix))
+    counts = Counter(name.partition("/")[0] for name in tensors if not name.startswith(prefix))
     stacked, parameters = "Transformer/encoderblock/", dict[str, Tensor]()
-    for name in (name for name in tensors if name.startswith(prefix)):
-        own = name.removeprefix(prefix)
-        for index, tensor in enumerate(tensors[name] if stacked in own else [tensors[name]]):
-            parameters[own.replace(stacked, f"Transformer/encoderblock_{index}/")] = tensor
-    return parameters, [f"{name} ({count} of training)" for name, count in beside.items()]
+    for full_name in (name for name in tensors if name.startswith(prefix)):
+        name, value = full_name.removeprefix(prefix), tensors[full_name]
+        for index, tensor in enumerate(value if stacked in name else [value]):
+            parameters[name.replace(stacked, f"Transformer/encoderblock_{index}/")] = tensor
+    return parameters, [f"{name} ({count} of training)" for name, count in counts.items()]
 
 
-def _own_names(model: nn.Module, layout: str, tensors: Tensors, source: str) -> Tensors:
-    """Tensors under our names.
+def _our_tensors(model: nn.Module, layout: str, tensors: Tensors, source: str) -> Tensors:
+    """Published tensors under our names and in our shapes.
 
-    What has `SPARE_PREFIXES` may be missing here, and the last norm where timm's is there instead:
+    Those of `SPARE_PREFIXES` may be missing, and the last norm if the file has timm's `fc_norm`:
     `fit_state_dict` decides whether they are needed.
 
     Raises:
-        ValueError: naming quantized tensors, whose scales stand beside them and which must not be
-            joined with others; or listing published names without a use, and missing ones.
+        ValueError: listing quantized tensors, before any are joined; or published names without a
+            use, and missing ones.
     """
-    own, missing, unused = dict[str, Tensor](), list[str](), set(tensors)
+    ours, missing, unused = dict[str, Tensor](), list[str](), set(tensors)
     spare = (*SPARE_PREFIXES, "norm.") if "fc_norm.weight" in tensors else SPARE_PREFIXES
     for rule in rules_for(model, layout):
         names = max(rule.spellings, key=lambda names: sum(name in tensors for name in names))
@@ -277,11 +280,11 @@ def _own_names(model: nn.Module, layout: str, tensors: Tensors, source: str) -> 
         unused.difference_update(names)
         check_types({name: tensors[name] for name in names if name in tensors}, source)
         if not absent:
-            own[rule.own] = rule.to_own([tensors[name] for name in names])
-        elif len(absent) < len(names) or not rule.own.startswith(spare):
+            ours[rule.name] = rule.to_ours([tensors[name] for name in names])
+        elif len(absent) < len(names) or not rule.name.startswith(spare):
             missing += absent
     check_fit(source, model, {"unexpected": sorted(unused), "missing": missing})
-    return own
+    return ours
 
 
 def save_weights(
@@ -291,11 +294,11 @@ def save_weights(
 
     Args:
         model: from `build_model`, on any device.
-        path: a file: `.npz` for "jax", else `.safetensors`. A path without a suffix is a folder of
-            `model.npz` or `model.safetensors`, and `config.json`; with "huggingface"
+        path: a file: `.npz` for "jax", otherwise `.safetensors`. A path without a suffix is a
+            folder of `model.npz` or `model.safetensors`, and `config.json`; with "huggingface"
             `from_pretrained` reads it.
         layout: "jax", "timm", "huggingface", or "vit_ray" for our own names.
-        classes: names in the order of the logits, for the folder's `config.json`.
+        classes: class names in the order of the logits, for the folder's `config.json`.
 
     Raises:
         ValueError: if the layout cannot express the model, or the suffix does not fit it.
@@ -304,7 +307,7 @@ def save_weights(
     rules = rules_for(model, layout)
     _check_expressible(model, layout)
     state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
-    if nameless := sorted(set(state) - {rule.own for rule in rules}):
+    if nameless := sorted(set(state) - {rule.name for rule in rules}):
         raise ValueError(
             f"layout={layout!r} has no names for {', '.join(nameless)}; use layout='vit_ray'"
         )
@@ -313,8 +316,8 @@ def save_weights(
     num_heads = model.size.num_heads if isinstance(model, VisionTransformer) else 1
     published: Tensors = {}
     for rule in rules:
-        if rule.own in state:
-            published |= rule.to_published(state[rule.own], num_heads)
+        if rule.name in state:
+            published |= rule.to_published(state[rule.name], num_heads)
     if layout == "huggingface":
         prefix = "vit" if isinstance(model, VisionTransformer) else "bit"
         published = {
@@ -334,10 +337,10 @@ def save_weights(
 
 
 def check_suffix(path: Path, layout: str) -> None:
-    """Refuse a file whose suffix is for another format than its layout's.
+    """Check that a file has the suffix of its layout's format.
 
     Raises:
-        ValueError: with the layout's suffix.
+        ValueError: it has another suffix.
     """
     suffix = ".npz" if layout == "jax" else ".safetensors"
     if path.suffix not in (suffix, ""):
@@ -348,7 +351,7 @@ def check_suffix(path: Path, layout: str) -> None:
 
 
 def _check_expressible(model: nn.Module, layout: str) -> None:
-    """Options that do not show in the tensors: a reader of the layout would run another model.
+    """Check for options that the tensors do not show: a reader would build another model.
 
     Raises:
         ValueError: if the model has an option that the layout cannot express.
@@ -361,14 +364,14 @@ def _check_expressible(model: nn.Module, layout: str) -> None:
     lost = {
         f"positions={options.positions!r}": options.positions == "sincos_2d",
         "positions_at='every_layer_shared'": options.positions_at == "every_layer_shared",
-        # Other files record it.
+        # Files of other layouts record the grid.
         f"positions of {rows} x {columns} patches, which would be read as a square": is_jax
         and read_as not in (None, model.grid)
         and len(model.positions) > 0,
         "pool='gap'": is_hub and options.pool == "gap",
         f"activation={options.activation!r}": is_jax and options.activation != "gelu_tanh",
         f"norm_eps={options.norm_eps:g}": not is_hub and options.norm_eps != LAYER_NORM_EPS,
-        # Its tanh layer, the pooler, is left out by transformers' classifier.
+        # The classifier of transformers leaves out its tanh layer, the pooler.
         "representation=true (ViTForImageClassification would give other logits without an error; "
         "'jax' and 'timm' keep it)": is_hub and options.representation,
         "positions='none'": is_hub and options.positions == "none",

@@ -1,7 +1,7 @@
 """The record of a run on disk: an append-only JSONL file, the queue between training and MLflow.
 
 Each record is first a line on disk, so it survives an outage of MLflow and the end of the process.
-A second file, `<name>.sent`, notes how far MLflow has the log, and in which run.
+A second file, `<name>.sent`, says which part of the log MLflow has, and in which run.
 """
 
 import contextlib
@@ -28,16 +28,16 @@ from vit_ray.storage import locate
 Record = dict[str, Any]
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
+# Tag of a run that started at step 0 and replaces an earlier run: the earlier run's id.
 STARTED_OVER: Final = "vit_ray.started_over_from"
-"""Tag of a run that started at step 0 and replaces an earlier one: the earlier run's id."""
 FAILURE: Final = "vit_ray.failure"
 """Tag with the reason why a run has failed."""
 FILES: Final = ("text", "artifact", "event")
-"""Kinds of records that become files of the run; its events share one file."""
+"""Kinds of records that become files of the MLflow run; all events share one file."""
 MAX_METRICS: Final = 1000
-"""Most points in a request: a limit of MLflow's REST API."""
+"""Maximum number of metrics per request: a limit of MLflow's REST API."""
+# How long the process of a killed driver may take to release its logs.
 RELEASE_S = 20.0
-"""How long the process of a killed driver may take to release its logs."""
 ARRIVAL_S: Final = 300.0
 """Longest wait for a record that must be on disk before the caller continues."""
 
@@ -46,22 +46,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunOpening:
-    """How a run's record is opened: its start record.
+    """How a run's record is opened: the contents of a start record.
 
     Attributes:
-        log_path: local file of a single run; the log of an earlier attempt is continued, with its
-            run.
-        run_id: MLflow run to continue, such as one kept in a checkpoint.
-        params: the recipe; a key that a continued run has keeps its old value, and the new one is
-            shown in the tag `vit_ray.changed_params`.
-        continues: without a known run, continue the newest one of this name, kind and folder: the
-            log of a sweep may be on another machine.
+        log_path: local file of a single run; if it exists, it is continued, with its MLflow run.
+        run_id: MLflow run to continue, such as one read from a checkpoint.
+        params: the recipe. A continued run keeps its old values; values that changed are in the
+            tag `vit_ray.changed_params`.
+        continues: if neither `run_id` nor the log names a run, continue the newest run of this
+            name, kind and folder: the log of a sweep may be on another machine.
         parent_log: log of the sweep or study that the run is part of.
-        datasets: inputs: name, digest, source, context and profile of each.
-        measured_on: group for what workers call `eval/...`: `dev` if it is a split for selection.
+        datasets: name, digest, source, context and profile of each input.
+        measured_on: group for the workers' `eval/...`: `dev` if that split selects the model.
         awaited_metric: listed first among the run's metrics: MLflow's compare view draws the first.
-        training_id: for a training that starts at step 0: the log of an earlier one is set aside.
-        key: identifies this opening of the log; opening it twice is the same as once.
+        training_id: of a training that starts at step 0: another training's log is renamed.
+        key: identifies this opening of the log; a repeated call with the same key does nothing.
     """
 
     config: TrackingConfig
@@ -80,7 +79,7 @@ class RunOpening:
 
 
 class Records(ABC):
-    """What can be recorded for a run; each call is one record of its log."""
+    """Records of a run; each call adds one record to the run's log."""
 
     @abstractmethod
     def append(self, kind: str, wait_s: float = 0.0, **values: Any) -> object:
@@ -89,13 +88,16 @@ class Records(ABC):
     def metrics(
         self, step: int, values: Mapping[str, float], wait_s: float = 0.0, **options: bool
     ) -> None:
-        """Values at a step, where the first one counts; values that are not finite are counted."""
+        """Values at a step.
+
+        A repeated step changes nothing. MLflow gets the number of values that are not finite.
+        """
         if values:
             plain = {key: float(value) for key, value in values.items()}
             self.append("metrics", wait_s, step=int(step), values=plain, **options)
 
     def results(self, step: int, values: Mapping[str, float]) -> None:
-        """Results of child runs, which replace those of an earlier start."""
+        """Results of child runs; they replace the results of an earlier start."""
         self.metrics(step, values, ARRIVAL_S, again=True)
 
     def event(self, kind: EventKind, text: str, step: int, wait_s: float = 0.0) -> None:
@@ -105,19 +107,19 @@ class Records(ABC):
         self.append("tag", ARRIVAL_S, key=key, value=str(value))
 
     def text(self, name: str, text: str, wait_s: float = ARRIVAL_S) -> None:
-        """A text to keep with the run as a file, such as `recipe.yaml`."""
+        """A text that becomes a file of the MLflow run, such as `recipe.yaml`."""
         self.append("text", wait_s, name=name, text=text)
 
     def artifact(self, path: str | Path, folder: str = "") -> None:
-        """A file or folder in the run's folder, which must stay there until it is sent."""
+        """A file or folder in the run's folder; it must stay there until it is sent."""
         self.append("artifact", ARRIVAL_S, path=str(Path(path).resolve()), folder=folder)
 
     def model(self, name: str, step: int, **model: Any) -> None:
-        """A model of MLflow, which is logged after the command's last line.
+        """An MLflow model; it is logged after the command's last line.
 
         Args:
-            step: at which the run had the model.
-            model: other arguments of `tracking.mlflow_model.log_model`.
+            step: number of training steps after which the run had these weights.
+            model: what else `tracking.mlflow_model.log_model` reads.
         """
         self.append("model", ARRIVAL_S, name=name, step=step, **model)
 
@@ -126,9 +128,9 @@ class Sent(NamedTuple):
     """How much of a log MLflow has.
 
     Attributes:
-        run_id: the run that has it.
-        offset: bytes of which it has the points and tags.
-        files: bytes of which it has the files.
+        run_id: the MLflow run.
+        offset: MLflow has all metrics and tags before this byte of the log.
+        files: MLflow has all files before this byte of the log.
     """
 
     run_id: str | None = None
@@ -137,10 +139,10 @@ class Sent(NamedTuple):
 
 
 class MetricsLog(Records):
-    """The file; writing a record is safe from any thread and never raises."""
+    """The file; `append` is thread-safe and never raises."""
 
     def __init__(self, path: Path, on_record: Callable[[Record], None] | None = None) -> None:
-        """`on_record`: called with each written record, even if the disk is full."""
+        """`on_record`: called with each record, even if the disk is full."""
         self.path, self._on_record = path, on_record
         self.error = ""  # why the last record is not on disk
         self._unwritten = b""  # the end of the log, while the disk is full
@@ -149,31 +151,30 @@ class MetricsLog(Records):
         self._sent_path = path.with_name(path.name + ".sent")
 
     def open(self, opening: RunOpening) -> None:
-        """Write the start record of an opening, unless it is there.
+        """Write the start record of an opening, unless the log has it.
 
-        A new opening of another run or training sets the log aside, named by its run id; it can be
-        replayed.
+        If the log is of another run or training, it is renamed after its run id first; it can still
+        be replayed.
         """
         starts = list(self.records("start"))
         if opening.key in [start["opening"] for start in starts]:
             return
         run_id, tags, training_id = self.read_sent().run_id, dict(opening.tags), opening.training_id
-        aside = None
+        prefix = None  # of the new name of an earlier log
         if starts and training_id and starts[0]["training_id"] != training_id:
-            aside = run_id or time.strftime("%Y%m%dT%H%M%S")
+            prefix = run_id or time.strftime("%Y%m%dT%H%M%S")
             tags |= {STARTED_OVER: run_id} if run_id else {}
-        elif opening.run_id and run_id:
-            known = {run_id, *(start["run_id"] for start in starts)}
-            aside = run_id if opening.run_id not in known else None
-        if aside:
+        elif opening.run_id not in (None, run_id, *(start["run_id"] for start in starts)):
+            prefix = run_id
+        if prefix:
             with self._lock:
                 for path in (self.path, self._sent_path):
                     with contextlib.suppress(FileNotFoundError):
-                        path.rename(path.with_name(f"{aside}.{path.name}"))
-        same = ["run_name", "run_id", "continues", "datasets", "awaited_metric", "measured_on"]
+                        path.rename(path.with_name(f"{prefix}.{path.name}"))
+        fields = ["run_name", "run_id", "continues", "datasets", "awaited_metric", "measured_on"]
         self.append(
             "start",
-            **{name: getattr(opening, name) for name in same},
+            **{name: getattr(opening, name) for name in fields},
             experiment=opening.config.experiment,
             parent_log=str(opening.parent_log) if opening.parent_log else None,
             params={key: str(value) for key, value in opening.params.items()},
@@ -185,7 +186,7 @@ class MetricsLog(Records):
         )
 
     def append(self, kind: str, wait_s: float = 0.0, **values: Any) -> None:
-        """Write one record without secrets; a full disk keeps it in memory, with one warning."""
+        """Write one record without secrets; while the disk is full, keep it in memory and warn."""
         record = redacted({"kind": kind, "time_ms": round(time.time() * 1000), **values})
         with self._lock:
             self._unwritten += json.dumps(record).encode() + b"\n"
@@ -204,7 +205,7 @@ class MetricsLog(Records):
         with open(self.path, "a+b", buffering=0) as file:
             if not self._is_checked and file.tell():
                 file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":  # half a line left by a killed process
+                if file.read(1) != b"\n":  # a killed process wrote half a line
                     self._unwritten = b"\n" + self._unwritten
             self._is_checked = True
             while self._unwritten:
@@ -225,69 +226,68 @@ class MetricsLog(Records):
                 on_disk = file.seek(0, os.SEEK_END)
                 file.seek(offset)
                 text = file.read(max_bytes)
-                if b"\n" not in text:  # a record longer than that, such as a text
+                if b"\n" not in text:  # a record longer than `max_bytes`, such as a text
                     text += file.readline()
             if offset + len(text) >= on_disk:
                 text += self._unwritten[max(0, offset - on_disk) :]
         records = list[tuple[Record, int]]()
-        for line in io.BytesIO(text):  # `splitlines` would also end one at a carriage return
+        for line in io.BytesIO(text):  # `splitlines` would also split at carriage returns
             if not line.endswith(b"\n"):
                 break
             offset += len(line)
             try:
                 records.append((json.loads(line), offset))
-            except ValueError:  # a killed process left half of it
+            except ValueError:  # a killed process wrote half of it
                 records.append(({"kind": "torn"}, offset))
         return records
 
     def records(self, *kinds: str, offset: int = 0) -> Iterator[Record]:
-        """The records of all openings; only of these kinds, if given, and after an offset."""
+        """All records of these kinds, or of all kinds, that begin at or after a byte offset."""
         while records := self.read(offset):
             yield from (record for record, _ in records if not kinds or record["kind"] in kinds)
             offset = records[-1][1]
 
     def end_is_sent(self, status: Status) -> bool:
-        """Whether the last opening has ended with this status, and MLflow has all of the log."""
+        """Whether the last opening finished with this status, and MLflow has the whole log."""
         sent, last = self.read_sent(), list(self.records("start", "finish"))[-1:]
         is_sent = min(sent.offset, sent.files) >= self.size
         return is_sent and [record.get("status") for record in last] == [status]
 
     def read_sent(self) -> Sent:
-        """How far MLflow has the file, as noted by `mark_sent`: none of one shorter than noted."""
+        """What `mark_sent` wrote; only its run id if the log is shorter, thus another file."""
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            noted = json.loads(self._sent_path.read_text())
-            sent = Sent(noted["run_id"], int(noted["offset"]), int(noted["files"]))
-            is_of_another = max(sent.offset, sent.files) > self.size
-            return Sent(sent.run_id) if is_of_another else sent
+            values = json.loads(self._sent_path.read_text())
+            sent = Sent(values["run_id"], int(values["offset"]), int(values["files"]))
+            return sent if max(sent.offset, sent.files) <= self.size else Sent(sent.run_id)
         return Sent()
 
     def mark_sent(self, sent: Sent) -> None:
-        """Note it on disk; never raises, since sending twice does no harm.
+        """Write to disk what is sent; never raises, since sending records twice does no harm.
 
-        What a full disk keeps in memory is not noted: its place may become that of other records.
+        Records that are only in memory do not count: other records may get their offsets.
         """
-        half = self._sent_path.with_name(self._sent_path.name + ".half")
+        unfinished = self._sent_path.with_name(self._sent_path.name + ".half")
         try:
             size = self.path.stat().st_size
-            noted = Sent(sent.run_id, min(sent.offset, size), min(sent.files, size))
-            half.write_text(json.dumps(noted._asdict()))
-            os.replace(half, self._sent_path)
+            on_disk = Sent(sent.run_id, min(sent.offset, size), min(sent.files, size))
+            unfinished.write_text(json.dumps(on_disk._asdict()))
+            os.replace(unfinished, self._sent_path)
         except OSError as error:
             logger.debug("%s cannot be written: %s", self._sent_path, error)
 
 
 def metrics_log_path(run_folder: str) -> Path:
-    """Local file that keeps what is recorded of a run until MLflow has it."""
+    """The local file of a run's records; in `~/.cache` if the run's folder is remote."""
     folder = locate(run_folder)
     home = Path() if folder.is_local else Path.home() / ".cache" / "vit_ray"
     return home / folder.path / "metrics.jsonl"
 
 
 def lock_log(log_path: Path) -> contextlib.ExitStack:
-    """Lock the run's log for this process, until this is closed or the process ends.
+    """Lock the run's log until the result is closed or the process ends.
 
     Raises:
-        RuntimeError: the process of an earlier driver still writes it.
+        RuntimeError: the process of an earlier driver still writes the log.
     """
     path, lock = log_path.with_suffix(".lock"), contextlib.ExitStack()
     try:
@@ -299,6 +299,6 @@ def lock_log(log_path: Path) -> contextlib.ExitStack:
             f"{RELEASE_S:g} s and still writes {log_path}; end that driver's job (ray job stop), "
             "then start again"
         ) from None
-    except OSError:  # nothing can be written there: the log itself will warn
+    except OSError:  # nothing can be written there: `append` will warn
         pass
     return lock

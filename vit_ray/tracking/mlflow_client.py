@@ -1,7 +1,7 @@
-"""MLflow's client: the schema created once, little logging; experiments and links to them.
+"""Opens MLflow's stores; finds and creates experiments, and gives links to them.
 
-MLflow is imported here without what it does not need: as in mlflow-skinny, without pandas and
-SciPy, which take longer to import than everything else.
+MLflow is imported without pandas and SciPy, as in mlflow-skinny: they take longer to import than
+everything else.
 """
 
 import logging
@@ -72,7 +72,7 @@ _COLUMNS: Final = (
     "params.optim.learning_rate", f"metrics.{STUDY_EXAFLOPS}", f"metrics.{TRANSFER_MEAN_TOP1}",
     f"metrics.{TRAIN_IMAGES_PER_S}", f"metrics.{RUN_GOODPUT}",
 )  # fmt: skip
-# What links open, by what began the run; none has a chart with one dot a run and step.
+# The views of MLflow's page that links open, by kind of run.
 _VIEWS: Final = {
     "sweep": view_state(
         _COLUMNS, f"metrics.{DEV_TOP1}", TRAIN_LOSS,
@@ -84,16 +84,15 @@ _VIEWS: Final = {
     ),
     "runs": view_state(_COLUMNS, f"metrics.{EVAL_TOP1}", TRAIN_LOSS),
 }  # fmt: skip
+# Longest wait for other processes that open the same SQLite file; creating its schema takes 10 s.
 LOCK_S = 60.0
-"""Longest wait for other processes that open the same SQLite file; creating its schema takes 10
-s."""
 
 
 def open_client(uri: str) -> MlflowClient:
     """A client that logs nothing; creates or upgrades a SQLite file.
 
-    Under a lock: processes that create the schema of the same database at the same time make each
-    other fail. How long a request takes is up to `store_requests`.
+    A SQLite file is opened under a lock: processes that create the schema of a database at the same
+    time make each other fail. `store_requests` limits how long a request takes.
 
     Raises:
         TimeoutError: another process keeps the lock of the SQLite file for longer than `LOCK_S`.
@@ -102,7 +101,7 @@ def open_client(uri: str) -> MlflowClient:
     """
     logging.getLogger("mlflow").setLevel(logging.ERROR)
     logging.getLogger("alembic").setLevel(logging.ERROR)
-    logging.getLogger("mlflow.store.db").setLevel(logging.CRITICAL)  # it raises what it logs
+    logging.getLogger("mlflow.store.db").setLevel(logging.CRITICAL)  # its errors are also raised
     path = sqlite_file(uri)
     if path is None:
         return MlflowClient(uri)
@@ -112,18 +111,18 @@ def open_client(uri: str) -> MlflowClient:
         with FileLock(lock, LOCK_S):
             refuse_other_file(uri)
             if not path.is_file():
-                # Made beside, whole: nothing can open a file whose process died between two of
-                # MLflow's migrations.
-                beside = path.with_name(f"{path.name}.new")
-                shutil.rmtree(beside, ignore_errors=True)  # of a process that died
-                beside.mkdir()
-                new = beside / path.name
-                first = MlflowClient(f"sqlite:///{quote(str(new.absolute()))}")
-                first.search_experiments(max_results=1)  # the first query creates the schema
+                # The file is made in another folder, then moved: MLflow cannot open a file whose
+                # process died between two of MLflow's migrations.
+                folder = path.with_name(f"{path.name}.new")
+                shutil.rmtree(folder, ignore_errors=True)  # of a process that died
+                folder.mkdir()
+                new = folder / path.name
+                creator = MlflowClient(f"sqlite:///{quote(str(new.absolute()))}")
+                creator.search_experiments(max_results=1)  # the first query creates the schema
                 new.replace(path)
-                beside.rmdir()
+                folder.rmdir()
             client = MlflowClient(absolute_uri(uri))
-            client.search_experiments(max_results=1)  # upgrades an empty file
+            client.search_experiments(max_results=1)  # creates the schema in an empty file
     except Timeout:
         raise TimeoutError(
             f"another process has held {lock} for {LOCK_S:g} s; end the process that "
@@ -134,12 +133,12 @@ def open_client(uri: str) -> MlflowClient:
 
 @contextmanager
 def asking(uri: str) -> Iterator[MlflowClient]:
-    """A client of a store with runs that answers, whose requests are limited inside this block.
+    """A client of an existing store that answers; requests in this block have short limits.
 
     Raises:
         ValueError: as `require_store` and `refuse_other_file`.
-        RuntimeError: it does not answer, or no longer in the block, or there is no such kind of
-            store; says which in one line, without the address's secrets.
+        RuntimeError: the store does not answer at the start or later in the block, or there is no
+            such kind of store; the message is one line without the address's secrets.
         TimeoutError: as `open_client`.
     """
     require_store(uri)
@@ -147,7 +146,7 @@ def asking(uri: str) -> Iterator[MlflowClient]:
         try:
             client = open_client(uri)
             client.search_experiments(max_results=1)
-        except (TimeoutError, OtherFileError):  # one line: the first says who keeps the file locked
+        except (TimeoutError, OtherFileError):  # these messages say all that is needed
             raise
         except Exception as error:
             raise unusable(uri, error) from None
@@ -163,15 +162,15 @@ def found_runs(client: MlflowClient, experiment: str, query: str) -> list[Run]:
     Raises:
         MlflowException: MLflow does not answer.
     """
-    place = client.get_experiment_by_name(experiment)
+    entity = client.get_experiment_by_name(experiment)
     order = ["attributes.start_time DESC"]
-    return list(client.search_runs([place.experiment_id], query, order_by=order)) if place else []
+    return list(client.search_runs([entity.experiment_id], query, order_by=order)) if entity else []
 
 
 def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
-    """Id of the experiment, which is created if there is none.
+    """Id of the experiment; creates it if there is none.
 
-    Runs in a SQLite file keep their artifacts in `mlruns/` next to it; a server decides itself.
+    Artifacts of a SQLite file's runs are in `mlruns/` next to the file; a server decides itself.
 
     Raises:
         ValueError: the experiment has been deleted.
@@ -179,9 +178,9 @@ def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
         path = sqlite_file(absolute_uri(uri))
-        place = None if path is None else (path.parent / "mlruns" / quote(name, safe="")).as_uri()
+        folder = None if path is None else (path.parent / "mlruns" / quote(name, safe="")).as_uri()
         try:
-            client.create_experiment(name, artifact_location=place, tags=_TAGS)
+            client.create_experiment(name, artifact_location=folder, tags=_TAGS)
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another process was faster
                 raise
@@ -194,7 +193,7 @@ def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
 def refuse_deleted(experiment: Experiment) -> None:
     """
     Raises:
-        ValueError: the experiment has been deleted, so that its name cannot be used.
+        ValueError: the experiment has been deleted: MLflow does not allow its name again.
     """
     if experiment.lifecycle_stage != "active":
         raise ValueError(
@@ -205,17 +204,17 @@ def refuse_deleted(experiment: Experiment) -> None:
 
 
 def share_view(client: MlflowClient, experiment: str, kind: str) -> str:
-    """Keep the view that links of a run of this kind open with its experiment.
+    """Store the view that links of a run of this kind open, as a tag of the experiment.
 
     Returns:
-        Its key; empty if MLflow refuses it.
+        The view's key; empty if MLflow refuses the tag.
     """
     name = next((name for name in _VIEWS if kind.startswith(name)), "runs")
     tag = f"{VIEW_TAG}{name}"
     try:
         if client.get_experiment(experiment).tags.get(tag) != _VIEWS[name]:
             client.set_experiment_tag(experiment, tag, _VIEWS[name])
-    except MlflowException:  # of a user who may only write runs
+    except MlflowException:  # this user may only write runs
         return ""
     return name
 
@@ -224,7 +223,7 @@ def page_hint(uri: str, experiment: str | None = None, view: str = "") -> str:
     """How to see the runs: a link, or for a SQLite file the command that serves it.
 
     Args:
-        experiment: its id. MLflow's own start page is about traces, which are not used here.
+        experiment: id of the experiment; MLflow's own start page shows traces, which we lack.
         view: as `share_view` returns it.
     """
     if sqlite_file(uri) is not None:

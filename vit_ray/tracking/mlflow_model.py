@@ -1,7 +1,7 @@
-"""Logs trained models with MLflow: run as a process of its own, which imports pandas and SciPy.
+"""Logs trained models with MLflow; runs as a separate process, since it imports pandas and SciPy.
 
-Standard input is `[uri, [[run id, model record], ...]]` as JSON; the last line of
-output is a list of reasons why a model is not logged, empty if it is.
+Standard input is `[uri, [[run id, model record], ...]]` as JSON. The last line of output is a list
+with, for each model, the reason why it is not logged, empty if it is.
 """
 
 import json
@@ -24,9 +24,9 @@ from vit_ray.tracking.mlflow_client import open_client
 from vit_ray.tracking.mlflow_run import MAX_TAG_CHARS
 from vit_ray.tracking.store_requests import limit_requests
 
+# Tag by which a run's model at a step is found.
 STEP_TAG: Final = "vit_ray.step"
-"""Tag that finds a run's model at a step."""
-# What MLflow refuses in the name of a model; a trial is called after its learning rate.
+# Characters that MLflow refuses in names of models; a trial's name has its learning rate.
 _NOT_IN_NAMES: Final = re.compile(r"[/:.%\"']")
 _CODE: Final = """import mlflow
 from vit_ray.launch.logged_model import LoggedModel
@@ -36,7 +36,7 @@ mlflow.models.set_model(LoggedModel())
 
 
 def log_model(uri: str, run_id: str | None, record: Record) -> None:
-    """Log a model of a run, and register it if its record says so, unless that was done before.
+    """Log a model of a run, and register it if its record says so; a repeated call does nothing.
 
     Raises:
         ValueError: MLflow has no such run.
@@ -52,24 +52,25 @@ def log_model(uri: str, run_id: str | None, record: Record) -> None:
     for logged in client.search_logged_models([experiment], query):
         if logged.status == "READY":
             model_id = logged.model_id
-        else:  # it was cut off before its files were there
+        else:  # its process ended before the files were stored
             client.delete_logged_model(logged.model_id)
     if model_id is None:
-        model_id = _logged(run_id, record)
+        model_id = _log_new_model(run_id, record)
     if name := record["register_as"]:
         query = f"name = '{name}' AND run_id = '{run_id}'"
         if not client.search_model_versions(query):
             mlflow.register_model(f"models:/{model_id}", name, await_registration_for=0)
 
 
-def _logged(run_id: str, record: Record) -> str:
-    signature = ModelSignature(  # inputs are images in many forms, which the model checks itself
+def _log_new_model(run_id: str, record: Record) -> str:
+    signature = ModelSignature(  # not of inputs: the model checks its many forms of images itself
         outputs=Schema(
             [TensorSpec(np.dtype("float32"), (-1, len(record["reference"]["classes"])))]
         ),
         params=ParamSchema([ParamSpec("output", "string", "logits")]),
     )
-    # `Model.log` would make its configuration a parameter of the run: MLflow compares runs by them.
+    # `Model.log` would also log the configuration as a parameter of the run, by which MLflow
+    # compares runs.
     config = {"checkpoint": record["params"]["checkpoint"]}
     save = partial(mlflow.pyfunc.save_model, model_config=config)
     flavor = SimpleNamespace(save_model=save, __name__="mlflow.pyfunc")
@@ -82,7 +83,7 @@ def _logged(run_id: str, record: Record) -> str:
             name=_NOT_IN_NAMES.sub("-", record["name"]),
             flavor=flavor,
             run_id=run_id,
-            step=record["step"] + 1,  # without points: it sends those of its step again
+            step=record["step"] + 1,  # has no metrics: MLflow logs those of this step again
             python_model=str(Path(folder, "model.py")),
             artifacts={name: str(Path(folder, name)) for name in files},
             pip_requirements=[f"mlflow=={version('mlflow')}", "vit-ray"],
@@ -98,11 +99,11 @@ def _logged(run_id: str, record: Record) -> str:
 
 if __name__ == "__main__":
     limit_requests()
-    given_uri, models = json.load(sys.stdin)
+    store_uri, models = json.load(sys.stdin)
     problems = []
     for model in models:
         try:
-            log_model(given_uri, *model)
+            log_model(store_uri, *model)
             problems.append("")
         except Exception as error:
             problems.append(str(error).partition("\n")[0] or repr(error))

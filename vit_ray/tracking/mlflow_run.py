@@ -1,8 +1,8 @@
 """Writes the records of a metrics log into one MLflow run, each point once.
 
-Everything here may raise MLflow's errors; `tracker` handles them. A point is dropped if its key has
-that step or a later one, so no step is logged twice, whether workers repeat steps after a restart,
-or a job or a replay does. The exception is a metric that is recorded again: the newest value
+Everything here may raise MLflow's errors; `tracker` handles them. A point is dropped if MLflow has
+that step or a later one of the same metric. So no step is logged twice when workers repeat steps
+after a restart, or a log is replayed. Records with `again` are the exception: the newest value
 counts.
 """
 
@@ -62,29 +62,28 @@ class RunWriter:
         Args:
             uri: tracking server or absolute SQLite address.
             log: with a start record; files outside its folder are never sent.
-            run_id: the run to continue, if known.
-            needs_parent: not without the sweep or study that it is part of.
+            run_id: the run to continue; None if the log and its opening do not name one.
+            needs_parent: raise an error if MLflow does not have the sweep or study that the run is
+                part of.
 
         Raises:
-            RuntimeError: MLflow does not have the run of that sweep or study.
+            RuntimeError: see `needs_parent`.
             ValueError: the experiment has been deleted.
         """
         self._log, self._folder = log, log.path.parent.resolve()
         starts = list(log.records("start"))
-        # The start record of what is sent next: which group `eval/` is, and since when.
-        self.opening = starts[0]
+        self.opening = starts[0]  # the start record of the next records to send
         self._newest = starts[-1]
         self._run_folder = str(self._newest["tags"].get(RUN_FOLDER, ""))
         self._last: dict[str, Metric] | None = None  # the latest point of each key
         self.client = open_client(uri)
-        places = {
-            RUN_FOLDER: self._run_folder, PARENT_TAG: self._find_parent(needs_parent=needs_parent)
-        }  # fmt: skip
-        self._places = {key: place for key, place in places.items() if place}
+        parent = self._find_parent(needs_parent=needs_parent)
+        tags = {RUN_FOLDER: self._run_folder, PARENT_TAG: parent}
+        self._location_tags = {key: value for key, value in tags.items() if value}
         run = self._find(run_id) or self.client.create_run(
             experiment_id(self.client, uri, self.opening["experiment"]),
             start_time=self.opening["time_ms"],
-            tags={ORIGIN: run_id or self.opening["opening"], **self._places},
+            tags={ORIGIN: run_id or self.opening["opening"], **self._location_tags},
             run_name=self.opening["run_name"],
         )
         experiment, kind = str(run.info.experiment_id), str(self._newest["tags"].get(KIND, ""))
@@ -94,9 +93,9 @@ class RunWriter:
     def _find_parent(self, *, needs_parent: bool) -> str | None:
         """MLflow's id of the sweep or study that the run is part of, if MLflow has it.
 
-        By the log of that run, which notes the id as soon as MLflow has it: so a child that starts
-        while MLflow is away is still attached to it. Until MLflow has the log's last start, the
-        noted run may be that of the folder's original.
+        The id is read next to that run's log, where it is written as soon as MLflow has the run: so
+        a child that starts while MLflow is away still gets its parent. Until MLflow has the log's
+        last start record, the id in a copied folder may be that of the original.
         """
         if not self._newest["parent_log"]:
             return None
@@ -129,23 +128,23 @@ class RunWriter:
         try:
             run = self.client.get_run(run_id)
         except MlflowException as error:
-            # A server with log-ins refuses requests for runs that it does not have.
+            # A server with log-ins answers PERMISSION_DENIED for runs that it does not have.
             if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "PERMISSION_DENIED"):
                 raise
             return None
         return run if run.info.lifecycle_stage == "active" else None
 
     def _is_originals(self, run: Run) -> bool:
-        """Whether it is the run of another folder, of which this run's folder is a copy.
+        """Whether this run's folder is a copy, and `run` belongs to the original folder.
 
-        A folder that was moved keeps its run: no log in its former place is sent to it.
+        A folder that was moved keeps its run: its former path has no log of that run.
         """
-        other = run.data.tags.get(RUN_FOLDER)
-        if not other or not self._run_folder or other == self._run_folder:
+        folder = run.data.tags.get(RUN_FOLDER)
+        if not folder or not self._run_folder or folder == self._run_folder:
             return False
-        log = metrics_log_path(other)
-        is_here = log.parent.resolve() == self._folder
-        return not is_here and MetricsLog(log).read_sent().run_id == run.info.run_id
+        log = metrics_log_path(folder)
+        is_this_folder = log.parent.resolve() == self._folder
+        return not is_this_folder and MetricsLog(log).read_sent().run_id == run.info.run_id
 
     def is_deleted(self) -> bool:
         return self._active(self.run_id) is None
@@ -179,31 +178,31 @@ class RunWriter:
         self.opening, self._last = record, None
         if run.info.status != "RUNNING":
             self.client.update_run(self.run_id, status="RUNNING")
-        if FAILURE in run.data.tags:  # of an attempt that this one continues
+        if FAILURE in run.data.tags:  # of an earlier attempt
             self.client.delete_tag(self.run_id, FAILURE)
         # MLflow never changes a parameter, so a value that a restart changed becomes a tag.
-        known, before = run.data.params, tags_of(run.data.tags)
+        old_params, old_tags = run.data.params, tags_of(run.data.tags)
         params = {key: value[:MAX_PARAM_CHARS] for key, value in record["params"].items()}
-        new = [Param(key, value) for key, value in params.items() if key not in known]
+        new = [Param(key, value) for key, value in params.items() if key not in old_params]
         for first in range(0, len(new), MAX_PARAMS):
             self.client.log_batch(self.run_id, params=new[first : first + MAX_PARAMS])
         tags = dict(record["tags"])
-        changed = {k: v for k, v in params.items() if k in known and known[k] != v}
-        if changed or (params and CHANGED_PARAMS in before):
+        changed = {k: v for k, v in params.items() if k in old_params and old_params[k] != v}
+        if changed or (params and CHANGED_PARAMS in old_tags):
             tags[CHANGED_PARAMS] = json.dumps(changed)
         if record["datasets"]:
             self.client.log_inputs(self.run_id, list(map(_dataset, record["datasets"])))
         awaited = record["awaited_metric"]
         if awaited and awaited not in run.data.metrics:
             self.client.log_metric(self.run_id, awaited, math.nan, record["time_ms"], 0)
-        tags |= self._places  # the folder may have been moved, or be a copy
+        tags |= self._location_tags  # the folder may have been moved, or be a copy
         if "vit_ray.git_commit" in tags:
             tags["mlflow.source.git.commit"] = tags["vit_ray.git_commit"]
         self._tag(tags)
-        # Last, since MLflow may refuse one of the user's own.
-        users = [RunTag(k, v[:MAX_TAG_CHARS]) for k, v in record["user_tags"].items()]
-        if users:
-            self.client.log_batch(self.run_id, tags=users)
+        # Last, since MLflow may refuse a tag of the user's.
+        user_tags = [RunTag(k, v[:MAX_TAG_CHARS]) for k, v in record["user_tags"].items()]
+        if user_tags:
+            self.client.log_batch(self.run_id, tags=user_tags)
 
     def _tag(self, tags: dict[str, Any]) -> None:
         stored = [RunTag(stored_tag(k), str(v)[:MAX_TAG_CHARS]) for k, v in tags.items()]
@@ -216,9 +215,9 @@ class RunWriter:
         last, points = dict(self._last), list[Metric]()
         for record in records:
             for key, value in record["values"].items():
-                if key.startswith(EVAL_GROUP):  # a split for selection is not called `eval/`
+                if key.startswith(EVAL_GROUP):  # or `dev/`, for a split that selects the model
                     key = f"{self.opening['measured_on']}/{key.removeprefix(EVAL_GROUP)}"
-                # MLflow would store inf as 1.8e308, which ruins every chart; a count is correct.
+                # MLflow would store inf as 1.8e308, which ruins every chart: count such values.
                 if not math.isfinite(value):
                     key += NONFINITE
                     value = last[key].value + 1.0 if key in last else 1.0
@@ -228,13 +227,13 @@ class RunWriter:
                     points.append(point)
         for first in range(0, len(points), MAX_METRICS):
             self.client.log_batch(self.run_id, metrics=points[first : first + MAX_METRICS])
-        self._last = last  # only now: a batch that failed must be sent again in full
+        self._last = last  # only now: after an error all of the records are sent again
         return len(points)
 
     def _is_newer(self, point: Metric, last: Metric, record: Record) -> bool:
-        if point.key == STARTUP_FIRST_STEP_S:  # of the first attempt since the start
+        if point.key == STARTUP_FIRST_STEP_S:  # only of the first attempt of an opening
             return last.timestamp < self.opening["time_ms"]
-        if math.isnan(last.value):  # of a metric that is awaited
+        if math.isnan(last.value):  # the awaited metric has no value so far
             return True
         is_result = bool(record.get("again")) and point.timestamp > last.timestamp
         return is_result or point.step > last.step
@@ -243,8 +242,8 @@ class RunWriter:
         """Log a file or folder.
 
         Raises:
-            FileNotFoundError: it no longer exists, or some of it, links resolved, is not in the
-                run's folder: a log that was tampered with could name any file.
+            FileNotFoundError: the path no longer exists, or a file in it, with links resolved, is
+                outside the run's folder: a log that was tampered with could name any file.
         """
         path = Path(record["path"])
         if not path.exists():
@@ -256,7 +255,7 @@ class RunWriter:
         send(self.run_id, str(path), record["folder"] or None)
 
     def _send_history(self) -> None:
-        """Write the log's events as a file, and count those of all logs of the run in tags."""
+        """Write the log's events as a file, and count the events of all logs of the run in tags."""
         events = [
             {
                 "kind": event["event"],
@@ -266,11 +265,11 @@ class RunWriter:
             }
             for event in self._log.records("event")
         ]
-        own = f"history/{next(self._log.records('start'))['opening']}.json"
-        self.client.log_text(self.run_id, json.dumps(events, indent=1), own)
-        # A run that was continued on another machine has a log there.
+        history = f"history/{next(self._log.records('start'))['opening']}.json"
+        self.client.log_text(self.run_id, json.dumps(events, indent=1), history)
+        # If the run was continued on another machine, that has another log.
         for file in self.client.list_artifacts(self.run_id, "history"):
-            if file.path != own:
+            if file.path != history:
                 with TemporaryDirectory() as folder:
                     path = self.client.download_artifacts(self.run_id, file.path, folder)
                     events += json.loads(Path(path).read_text())

@@ -1,9 +1,9 @@
 """The actor that records and controls all runs of a command, and how any process reaches it.
 
 Importing MLflow and opening its store take seconds, so a sweep's trials and a study's cells share
-one process. A run is named by its log, which holds all that the actor knows of it: if Ray restarts
-the process, it reads the log again at the next call. Each call that records waits for the one
-before it, so that a process's records are written in their order, even where Ray repeats calls.
+one process. The path of its log identifies a run. The log has all that the actor knows of the
+run: if Ray restarts the process, the next call reads the log again. Each call that records waits
+for the sender's previous call, so records are written in order, even when Ray repeats calls.
 """
 
 import logging
@@ -35,20 +35,20 @@ from vit_ray.tracking.store_requests import limit_requests, redact_uri
 from vit_ray.tracking.tracker import Tracker
 
 CONCURRENT_CALLS: Final = 64
+# Longer than the slowest call, to an MLflow server that is away: its requests have shorter limits.
 ANSWER_S: Final = 300.0
-"""Longer than the slowest call, to an MLflow server that is away, whose own limit is shorter."""
 HEARTBEAT_S: Final = 30.0
 FIRST_ANSWER_S: Final = 20.0
 """Longest wait for MLflow to be imported, and to give a run its id."""
-MOST_REPEATED: Final = 4096
-"""Records that Ray may repeat after the death of the actor's process: one of each sender."""
+# Records that Ray may repeat after the actor's process has died: one per sender.
+MAX_REPEATED: Final = 4096
+# Between samples of a node's load, and between checks for nodes that have joined.
 SAMPLE_EVERY_S: Final = 10.0
-"""Between samples of a node's load, and between looks for nodes that have joined."""
 
 # This process's last call that recorded something, by log.
 _last_calls: Final[dict[Path, Any]] = {}
-# Held while a call is made; a signal's handler, which records too, may interrupt its holder.
-_order: Final = threading.RLock()
+# Locked while a call is made; reentrant, because the handler of a signal records too.
+_call_lock: Final = threading.RLock()
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +56,9 @@ logger = logging.getLogger(__name__)
 class NodeSampler(threading.Thread):
     """Samples this node into a run until stopped, and starts a sampler on every other node.
 
-    CPU, memory, GPU, disk and network, by MLflow's own monitor, as `system/<node>/...`, which
-    MLflow's page shows on a separate tab. The monitor would end at the first request that fails, so
-    this calls its parts. A sample that MLflow does not accept is dropped: the next one comes soon.
+    MLflow's monitor measures CPU, memory, GPU, disk and network as `system/<node>/...`, which
+    MLflow's page shows on a separate tab. The monitor's own thread ends at the first request that
+    fails, so this thread calls the monitor's parts. A sample that MLflow refuses is dropped.
     """
 
     def __init__(
@@ -70,24 +70,24 @@ class NodeSampler(threading.Thread):
     ) -> None:
         """
         Args:
-            uri: tracking server; a SQLite file only on the machine that holds it, where only this
-                node is sampled.
-            run_id: the MLflow run, None while it is unknown.
-            node: name in the keys; None for the first node, which starts the other samplers.
+            uri: tracking server, or a SQLite file on this machine: then only this node is sampled.
+            run_id: returns the MLflow run's id, None while it is unknown.
+            node: name in the metrics' keys; None for the first node, which starts the samplers of
+                the other nodes.
         """
         super().__init__(name="node-sampler", daemon=True)
         self._uri, self._run_id, self._node = absolute_uri(uri), run_id, node or "node-0"
-        self._starts_others = node is None and uri.startswith(("http://", "https://"))
-        self._interval_s, self._ends = interval_s, threading.Event()
-        self._others: dict[str, Any] = {}
+        self._samples_all_nodes = node is None and uri.startswith(("http://", "https://"))
+        self._interval_s, self._stopped = interval_s, threading.Event()
+        self._samplers: dict[str, Any] = {}
 
     def run(self) -> None:
         monitor: Any = None
-        while not self._ends.wait(self._interval_s):
+        while not self._stopped.wait(self._interval_s):
             try:
                 if (run_id := self._run_id()) is None:
                     continue
-                if self._starts_others:
+                if self._samples_all_nodes:
                     self._add_nodes(run_id)
                 monitor = monitor or self._monitor(run_id)
                 monitor.collect_metrics()
@@ -112,34 +112,34 @@ class NodeSampler(threading.Thread):
     def _add_nodes(self, run_id: str) -> None:
         here = ray.get_runtime_context().get_node_id()
         alive = {entry["NodeID"] for entry in ray.nodes() if entry["Alive"]}  # type: ignore[no-untyped-call]
-        for node in sorted(alive - {here, *self._others}):
-            place = NodeAffinitySchedulingStrategy(node, soft=False)
-            actor: Any = ray.remote(NodeSampler).options(num_cpus=0, scheduling_strategy=place)
-            name = f"node-{len(self._others) + 1}"
-            self._others[node] = actor.remote(self._uri, lambda: run_id, name)
-            self._others[node].start.remote()
+        for node in sorted(alive - {here, *self._samplers}):
+            on_node = NodeAffinitySchedulingStrategy(node, soft=False)
+            actor: Any = ray.remote(NodeSampler).options(num_cpus=0, scheduling_strategy=on_node)
+            name = f"node-{len(self._samplers) + 1}"
+            self._samplers[node] = actor.remote(self._uri, lambda: run_id, name)
+            self._samplers[node].start.remote()
 
     def stop(self) -> None:
         """Stop sampling; waits at most 5 s for a request to MLflow in progress."""
-        self._ends.set()
+        self._stopped.set()
         self.join(5.0)
-        for other in self._others.values():
-            ray.kill(other)
+        for sampler in self._samplers.values():
+            ray.kill(sampler)
 
 
 class _Run:
     def __init__(self, path: Path, uri: str, opening: RunOpening | None) -> None:
-        """Open the run, or continue with what its log holds, in a process that was restarted.
+        """Open the run; without an opening, in a restarted process, continue what the log holds.
 
         Raises:
-            RuntimeError: the process of an earlier driver still writes its log; or there is
+            RuntimeError: the process of an earlier driver still writes the log; or there is
                 neither an opening nor such a log.
         """
         self.state, self._lock = RunState(), threading.Lock()
-        self._known_ids = deque[str](maxlen=MOST_REPEATED)
-        self.problem: str | None = None  # set at its end: what MLflow does not have, and why
+        self._record_ids = deque[str](maxlen=MAX_REPEATED)
+        self.problem: str | None = None  # set by `close`: what MLflow does not have, and why
         self.log = MetricsLog(path, self._note)
-        self._exit = lock_log(path)  # the log's lock and the samplers, until the end
+        self._exit = lock_log(path)  # releases the lock and stops the samplers at the end
         for record in self.log.records():
             self._note(record)
         if opening:
@@ -152,23 +152,23 @@ class _Run:
         self.key: str = start["opening"]
         self.parent_log: str | None = start["parent_log"]
         self.tracker = Tracker(self.log, uri)
-        # The children of a sweep or study share nodes; the parent samples these itself.
+        # Child runs share the nodes that their sweep or study samples.
         if start["system_metrics"] and not self.parent_log and not self.state.has_finished:
             sampler = NodeSampler(uri, lambda: self.tracker.run_id)
             sampler.start()
             self._exit.callback(sampler.stop)
 
     def _note(self, record: Record) -> None:
-        if record["kind"] == "start":  # the state is that since the last one
+        if record["kind"] == "start":  # the state begins again at each start record
             self.state = RunState()
         if "id" in record:
-            self._known_ids.append(record["id"])
+            self._record_ids.append(record["id"])
         self.state.note(record)
 
     def record(self, kind: str, values: Record, record_id: str) -> None:
-        """Write a record, unless it is known; nothing after the run's end."""
+        """Write a record, unless Ray repeats the call or the run has finished."""
         with self._lock:
-            if self.state.has_finished or record_id in self._known_ids:
+            if self.state.has_finished or record_id in self._record_ids:
                 return
             self.log.append(kind, id=record_id, **values)
 
@@ -194,36 +194,30 @@ class _Run:
 
 
 class RunRecords:
-    """Runs as an actor with concurrent methods, none of which waits for another run."""
+    """An actor with concurrent methods; no call waits for another run."""
 
     def __init__(self, uri: str) -> None:
-        """`uri`: of MLflow; an argument, so that no log holds its password."""
         limit_requests()
-        self._uri = uri
+        self._uri = uri  # an argument, so that no log contains MLflow's password
         self._runs: dict[Path, _Run] = {}
-        self._locks: dict[Path, threading.RLock] = {}  # held while a run is opened
+        self._locks: dict[Path, threading.RLock] = {}  # locked while a run is opened
 
     def open(self, opening: RunOpening) -> None:
-        """Open a run; returns when the start record is on disk.
-
-        Raises:
-            RuntimeError: as `_Run`.
-        """
         with self._lock_of(opening.log_path):
             earlier = self._runs.get(opening.log_path)
             if earlier is not None and earlier.key == opening.key:
                 return
-            if earlier is not None:  # its opener died, unless it has ended
+            if earlier is not None:  # either finished, or the process that opened it died
                 earlier.record("finish", {"status": "KILLED"}, uuid.uuid4().hex)
                 earlier.close()
             self._open(opening.log_path, opening)
 
     def write(self, path: Path, kind: str, values: Record, record_id: str, before: str) -> str:
-        """Write a record; says why it could not be written.
+        """Write a record; returns why it could not be written, or an empty text.
 
         Args:
-            before: result of the sender's last call, for which Ray waits; an error would pass on to
-                all calls after it.
+            before: the sender's previous call, for which Ray waits. Its error would fail all later
+                calls, so this method returns errors instead of raising them.
         """
         try:
             self._run(path).record(kind, values, record_id)
@@ -231,13 +225,13 @@ class RunRecords:
             return str(error) or repr(error)
         return ""
 
-    def ask(self, path: Path, method: str, *given: Any) -> Any:
-        """Call a method of a `_Run`, of its state or its tracker.
+    def ask(self, path: Path, method: str, *args: Any) -> Any:
+        """Call a method of a `_Run`, of its `state` or its `tracker`.
 
         Raises:
             RuntimeError: the run was never opened.
         """
-        return attrgetter(method)(self._run(path))(*given)
+        return attrgetter(method)(self._run(path))(*args)
 
     def _lock_of(self, path: Path) -> threading.RLock:
         return self._locks.setdefault(path, threading.RLock())
@@ -260,12 +254,12 @@ class RunRecords:
 class Recorder(Records):
     """The record and control of a run, from any process.
 
-    Calls that wait raise RuntimeError if the actor has not answered in time, or has died. What they
-    return is described in `RunState` and `RunStatus`.
+    Calls that wait raise RuntimeError if the actor does not answer in time, or has died. `RunState`
+    and `RunStatus` describe the results.
 
     Attributes:
         actor: handle of the command's `RunRecords`.
-        command: the line that was typed; its child runs record it, too.
+        command: the command line as typed; child runs record it, too.
     """
 
     actor: Any
@@ -274,35 +268,39 @@ class Recorder(Records):
     command: str = ""
 
     def append(self, kind: str, wait_s: float = 0.0, **values: Any) -> None:
-        with _order:
+        with _call_lock:
             before, record_id = _last_calls.get(self.log_path, ""), uuid.uuid4().hex[:12]
             call = self.actor.write.remote(self.log_path, kind, values, record_id, before)
             _last_calls[self.log_path] = call
         if wait_s and (problem := _answer(call, wait_s)):
             raise RuntimeError(problem)
 
-    def _asked(self, limit_s: float, method: str, *given: Any) -> Any:
-        return _answer(self.actor.ask.remote(self.log_path, method, *given), limit_s)
+    def _ask(self, limit_s: float, method: str, *args: Any) -> Any:
+        return _answer(self.actor.ask.remote(self.log_path, method, *args), limit_s)
 
     def open(self, opening: RunOpening) -> None:
-        """Open the run; returns when its start record is on disk."""
+        """Open the run; returns when its start record is on disk.
+
+        Raises:
+            RuntimeError: the process of an earlier driver still writes the log.
+        """
         _last_calls.pop(self.log_path, None)
         _answer(self.actor.open.remote(opening), ANSWER_S)
 
     def content(self, name: str, content: bytes, folder: str, wait_s: float) -> None:
-        """Keep a file with the run, from a worker that may be on another node."""
-        self._asked(wait_s, "content", name, content, folder)
+        """Store a worker's file, perhaps from another node, in the run's folder and in MLflow."""
+        self._ask(wait_s, "content", name, content, folder)
 
     def request_stop(self, reason: str) -> None:
         """Ask all workers, also of child runs, to checkpoint and end."""
         self.append("stop", reason=reason)
 
     def request_resize(self) -> None:
-        """Ask the workers that train now to checkpoint and end: a larger group follows."""
+        """Ask the present workers to checkpoint and end: a larger group follows."""
         self.append("resize")
 
     def fail(self, failure: Failure) -> None:
-        """End the workers because a restart would not help; returns once that is noted."""
+        """End the run because a restart would not help; returns once the record is on disk."""
         self.append("fail", ARRIVAL_S, **vars(failure))
 
     def child_step(self, name: str, step: int) -> None:
@@ -312,21 +310,19 @@ class Recorder(Records):
         """A worker is at `step`.
 
         Args:
-            introduction: host, node, detail and group, as in `WorkerPlace`, when an attempt
-                begins.
+            introduction: at the start of an attempt: `WorkerPlace`'s host, node, detail and group.
         """
-        return self._asked(HEARTBEAT_S, "state.heartbeat", rank, step, *introduction)
+        return self._ask(HEARTBEAT_S, "state.heartbeat", rank, step, *introduction)
 
     def hanging(self, rank: int, world_size: int, where: str, wait_s: float) -> str:
-        """Which workers the others wait for; empty if that was reported before."""
-        return self._asked(wait_s, "state.hanging", rank, world_size, where)
+        return self._ask(wait_s, "state.hanging", rank, world_size, where)
 
     def status(self, limit_s: float = ANSWER_S, mlflow_s: float = 0.0) -> RunStatus:
         """The run's state; waits up to `mlflow_s` for MLflow's first answer."""
-        return self._asked(limit_s, "status", mlflow_s)
+        return self._ask(limit_s, "status", mlflow_s)
 
     def places(self) -> dict[int, WorkerPlace]:
-        return self._asked(HEARTBEAT_S, "state.places")
+        return self._ask(HEARTBEAT_S, "state.places")
 
     def stop_reason(self) -> str | None:
         return self.status().stop
@@ -335,7 +331,6 @@ class Recorder(Records):
         return self.status().failure
 
     def run_id(self, limit_s: float = ANSWER_S) -> str | None:
-        """MLflow's id of the run; None while MLflow is away."""
         return self.status(limit_s, min(limit_s / 2, FIRST_ANSWER_S)).run_id
 
     def hint(self) -> str:
@@ -343,17 +338,17 @@ class Recorder(Records):
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until MLflow has everything recorded so far; False if it does not in time."""
-        return self._asked(ANSWER_S, "tracker.flush", timeout_s)
+        return self._ask(ANSWER_S, "tracker.flush", timeout_s)
 
     def finish(self, status: Status) -> str:
-        """End the run; says what MLflow does not have, and why."""
+        """End the run; returns what MLflow does not have, and why."""
         self.append("finish", ARRIVAL_S, status=status)
-        return self._asked(ANSWER_S, "close")
+        return self._ask(ANSWER_S, "close")
 
 
 def start_recorder(uri: str, log_path: Path, run_name: str, command: str) -> Recorder:
-    """A recorder of a command's first run, in a process on this node, where its log is."""
-    node = ray.get_runtime_context().get_node_id()
+    """Start the actor on this node, where the logs are; returns the recorder of the first run."""
+    here = ray.get_runtime_context().get_node_id()
     actor = (
         ray.remote(RunRecords)
         .options(
@@ -361,7 +356,7 @@ def start_recorder(uri: str, log_path: Path, run_name: str, command: str) -> Rec
             max_concurrency=CONCURRENT_CALLS,
             max_restarts=-1,
             max_task_retries=-1,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
         )
         .remote(absolute_uri(uri))
     )
@@ -369,10 +364,10 @@ def start_recorder(uri: str, log_path: Path, run_name: str, command: str) -> Rec
 
 
 def _answer(call: Any, limit_s: float) -> Any:
-    """What a call of the actor returns.
+    """Wait for the result of a call of the actor.
 
     Raises:
-        RuntimeError: it has not answered in time, or its process has died.
+        RuntimeError: the actor has not answered in time, or has died.
         RayError: the call has failed.
     """
     try:

@@ -1,4 +1,4 @@
-"""The state of one run as its recorder knows it, built from the records of its log alone."""
+"""The state of one run in the recorder's process, built from the log's records and heartbeats."""
 
 import dataclasses
 import math
@@ -11,17 +11,17 @@ from vit_ray.metric_names import EVAL_TOP1, STARTUP_FIRST_STEP_S
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.tracking.metrics_log import Record
 
+# Missed heartbeats after which a worker counts as silent.
 SILENT_BEATS: Final = 5
-"""Missed heartbeats after which a worker is called silent."""
-_MOST_NAMED: Final = 4
-# In a large group: a heartbeat takes 1.4 ms of CPU in the process that records the run.
+_MAX_NAMED: Final = 4
+# Heartbeats per second of a large group; each takes 1.4 ms of CPU in the recorder's process.
 _BEATS_AT_A_TIME: Final = 128
 
 
 def beats_between(world_size: int) -> int:
-    """A rank above 0 sends a heartbeat once in this many beats (one a second) of its watchdog.
+    """A rank above 0 sends a heartbeat every this many beats (seconds) of its watchdog.
 
-    Some rank of a large group still learns of a request within a second, and the ranks agree on it.
+    Some rank of a large group still learns of a request within a second; the ranks then agree.
     """
     return math.ceil(world_size / _BEATS_AT_A_TIME)
 
@@ -39,11 +39,7 @@ class Orders(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Something that happened to the run.
-
-    Attributes:
-        kind: value of an `EventKind`, or what another program has written.
-    """
+    """Something that happened to the run; `kind` is the value of an `EventKind`."""
 
     kind: str
     text: str
@@ -54,11 +50,11 @@ class RunStatus:
     """The state of the run, as the display shows it.
 
     Attributes:
-        metrics: last value of each metric; for several attempts the first attempt's start-up time.
-        evaluations: step and metrics of each evaluation on a data set, in order.
-        stop: why the run, or its sweep or study, was asked to stop.
-        failure: why it cannot be trained any further, so that a restart would not help.
-        run_id: MLflow's id of the run; None while MLflow is away.
+        metrics: last value of each metric, but the start-up time of the first attempt.
+        evaluations: step and metrics of each evaluation, in order.
+        stop: why the run, or the sweep or study that it is part of, was asked to stop.
+        failure: why a restart of the run would not help.
+        run_id: MLflow's run id; None while MLflow is away.
         hint: the command or link that opens MLflow's page; empty while MLflow has no run.
         heard_s: Unix time of the last heartbeat of a worker; 0 before the first.
     """
@@ -74,7 +70,7 @@ class RunStatus:
     heard_s: float = 0.0
 
 
-class _Heard(NamedTuple):
+class _Heartbeat(NamedTuple):
     step: int
     time_s: float
     introduction: tuple[str, ...]  # as in `WorkerPlace`; empty if unknown
@@ -91,7 +87,7 @@ class RunState:
         self._now = RunStatus()
         self._is_resizing = False
         self._child_steps: dict[str, int] = {}
-        self._heard: dict[int, _Heard] = {}
+        self._last_beats: dict[int, _Heartbeat] = {}  # by rank
         self._hung_at: set[str] = set()  # calls in which workers of this attempt hang
 
     def note(self, record: Record) -> None:
@@ -101,8 +97,8 @@ class RunState:
                 self.name = record["run_name"]
             case "metrics":
                 step, values = record["step"], record["values"]
-                kept = {STARTUP_FIRST_STEP_S} & now.metrics.keys()
-                now.metrics |= {key: values[key] for key in values.keys() - kept}
+                unchanging = {STARTUP_FIRST_STEP_S} & now.metrics.keys()
+                now.metrics |= {key: values[key] for key in values.keys() - unchanging}
                 now.step = max(now.step, step)
                 if EVAL_TOP1 in values:
                     now.evaluations.append((step, values))
@@ -110,8 +106,8 @@ class RunState:
                 kind = record["event"]
                 now.events.append(Event(kind, record["text"]))
                 if kind in (EventKind.WORKER_FAILED, EventKind.RESIZING):
-                    # Other workers follow, perhaps on other nodes.
-                    self._heard, self._is_resizing = {}, False
+                    # New workers follow, perhaps on other nodes.
+                    self._last_beats, self._is_resizing = {}, False
             case "stop":
                 now.stop = record["reason"]
             case "fail":
@@ -126,12 +122,11 @@ class RunState:
                 self.has_finished = True
 
     def heartbeat(self, rank: int, step: int, *introduction: str) -> Orders:
-        """A worker is at `step`; it introduces itself once."""
-        earlier = self._heard.get(rank)
-        known = earlier.introduction if earlier else ()
-        self._heard[rank] = _Heard(step, time.monotonic(), introduction or known)
+        last = self._last_beats.get(rank)
+        introduction_so_far = introduction or (last.introduction if last else ())
+        self._last_beats[rank] = _Heartbeat(step, time.monotonic(), introduction_so_far)
         self._now.heard_s = time.time()
-        if introduction:  # in a new attempt, so that its hang would be a new one
+        if introduction:  # a new attempt: hangs of earlier attempts no longer count
             self._hung_at = set()
         if rank == 0:
             self._now.step = max(self._now.step, step)
@@ -140,12 +135,12 @@ class RunState:
         return Orders(self.stop_reason(), self._is_resizing)
 
     def hanging(self, rank: int, world_size: int, where: str) -> str:
-        """Which workers the others wait for, in answer to a worker that hangs.
+        """Which workers hold up the group, in answer to a worker that hangs.
 
         Args:
             rank: of the worker that asks.
-            world_size: workers of its group.
-            where: the calls that it is in.
+            world_size: number of workers in the group.
+            where: the calls in which that worker hangs.
 
         Returns:
             A sentence; empty if another worker has reported the same hang.
@@ -153,36 +148,35 @@ class RunState:
         if where in self._hung_at:
             return ""
         self._hung_at.add(where)
-        now_s, longest_s = time.monotonic(), SILENT_BEATS * beats_between(world_size)
-        heard = {other: self._heard[other] for other in range(world_size) if other in self._heard}
-        newest = max((last.step for last in heard.values()), default=0)
+        now_s, max_silence_s = time.monotonic(), SILENT_BEATS * beats_between(world_size)
+        beats = {n: self._last_beats[n] for n in range(world_size) if n in self._last_beats}
+        newest = max((last.step for last in beats.values()), default=0)
         late = [
-            f"worker {other} on {last.introduction[0] if last.introduction else 'an unknown host'} "
+            f"worker {n} on {last.introduction[0] if last.introduction else 'an unknown host'} "
             f"is at step {last.step}, heard {now_s - last.time_s:.0f} s ago"
-            for other, last in heard.items()
-            if last.step < newest or (other != rank and now_s - last.time_s > longest_s)
+            for n, last in beats.items()
+            if last.step < newest or (n != rank and now_s - last.time_s > max_silence_s)
         ]
         late += [
-            f"worker {n} has never been heard from" for n in range(world_size) if n not in heard
+            f"worker {n} has never been heard from" for n in range(world_size) if n not in beats
         ]
-        named = [*late[:_MOST_NAMED], *([f"{len(late)} in all"] if len(late) > _MOST_NAMED else [])]
-        others = f"{world_size - len(late)} of {world_size} workers are at step {newest}"
-        return "; ".join([*named, others])
+        named = [*late[:_MAX_NAMED], *([f"{len(late)} in all"] if len(late) > _MAX_NAMED else [])]
+        on_time = f"{world_size - len(late)} of {world_size} workers are at step {newest}"
+        return "; ".join([*named, on_time])
 
     def places(self) -> dict[int, WorkerPlace]:
-        """Places of the workers that have introduced themselves since the last failure, by rank."""
+        """The workers that have introduced themselves since the last failure, by rank."""
         return {
-            rank: WorkerPlace(host, node, detail, of.step, group)
-            for rank, of in list(self._heard.items())
-            for host, node, detail, group in ([of.introduction] if of.introduction else [])
+            rank: WorkerPlace(host, node, detail, last.step, group)
+            for rank, last in list(self._last_beats.items())
+            for host, node, detail, group in ([last.introduction] if last.introduction else [])
         }
 
     def stop_reason(self) -> str | None:
-        """Why this run, or its sweep or study, was asked to stop."""
         return self._now.stop or (self.parent.stop_reason() if self.parent else None)
 
     def status(self) -> RunStatus:
-        """A copy, for the display, and at the end for the result."""
+        """A copy: Ray serializes the answer while other calls change the state."""
         now = self._now
         return dataclasses.replace(
             now,

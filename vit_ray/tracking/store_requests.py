@@ -1,6 +1,6 @@
-"""Requests to MLflow's stores: how long they may take, and addresses and errors without secrets.
+"""Requests to MLflow's stores: time limits, and addresses and errors without secrets.
 
-Needs no MLflow.
+Does not import MLflow.
 """
 
 import os
@@ -12,7 +12,7 @@ from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 
 from vit_ray.addresses import redact, userinfo
 
-# Environment variables of MLflow; those that a user has set count.
+# Defaults of MLflow's environment variables; values that a user has set are kept.
 _SETTINGS: Final = {
     # MLflow's own defaults let one call block for minutes: 120 s timeout, 7 retries.
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -21,19 +21,19 @@ _SETTINGS: Final = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
-# Shortest secret that is also removed from errors where it appears by itself.
-_SHORTEST_PASSWORD: Final = 8
-# How MLflow reports 401 and 403.
+# A shorter password is not removed where it appears alone: it could be part of any number.
+_MIN_PASSWORD_CHARS: Final = 8
+# MLflow's codes for HTTP 401 and 403.
 _REFUSALS: Final = ("UNAUTHENTICATED", "PERMISSION_DENIED", "CUSTOMER_UNAUTHORIZED")
 
-# Blocks in several threads share the variables: those that are open, and what they have set.
+# Blocks in several threads share the variables: the last block to end removes them.
 _lock: Final = threading.Lock()
 _open: Final[set[object]] = set()
-_ours: Final[set[str]] = set()
+_added_names: Final[set[str]] = set()
 
 
 def limit_requests() -> list[str]:
-    """Set the limits in a process of our own; returns the variables that were not set before."""
+    """Set the limits for this process; returns the variables that were not set before."""
     new = [name for name in _SETTINGS if name not in os.environ]
     os.environ.update({name: _SETTINGS[name] for name in new})
     return new
@@ -41,18 +41,18 @@ def limit_requests() -> list[str]:
 
 @contextmanager
 def limited_requests() -> Iterator[None]:
-    """Set the limits inside this block alone: the process may be a notebook."""
+    """Set the limits only inside this block: the process may be a notebook."""
     block = object()
     with _lock:
         _open.add(block)
-        _ours.update(limit_requests())
+        _added_names.update(limit_requests())
     try:
         yield
     finally:
         with _lock:
             _open.remove(block)
-            while _ours and not _open:
-                os.environ.pop(_ours.pop(), None)
+            while _added_names and not _open:
+                os.environ.pop(_added_names.pop(), None)
 
 
 def safe_uri(uri: str) -> str:
@@ -65,16 +65,12 @@ def safe_uri(uri: str) -> str:
 
 
 def redact_uri(text: str, uri: str) -> str:
-    """The text of an error without the address's secrets, however they are quoted.
-
-    A password is also removed where it appears by itself, unless it is short and could be part of
-    any number.
-    """
+    """The text of an error without the address's secrets, quoted or not."""
     text = redact(text.replace(uri, safe_uri(uri)))
     parts, user = _parts(uri), userinfo(uri)
     password = user.partition(":")[2]
     secrets = [f"{user}@" if user else "", f"?{parts.query}" if parts and parts.query else ""]
-    secrets += [word for word in (password, unquote(password)) if len(word) >= _SHORTEST_PASSWORD]
+    secrets += [word for word in (password, unquote(password)) if len(word) >= _MIN_PASSWORD_CHARS]
     for secret in filter(None, secrets):
         text = text.replace(secret, "")
     return text

@@ -1,9 +1,9 @@
-"""Sends a run's log to MLflow: training never waits for MLflow, nor fails with it.
+"""Sends a run's log to MLflow. Training never waits for MLflow, and never fails because of it.
 
-One thread sends points and tags in order, with the original times, and then the files, between
-which it looks at points again: a file that fails holds up no point. A store of files that hangs
-holds up all, until it answers or the run is opened or replayed again. The thread keeps trying
-while MLflow is away. Models are logged after a command's last line, by another process, which
+One thread sends metrics and tags in order, with their original times, and then files. Before each
+file it sends new metrics, so a file that fails delays none. An artifact store that hangs delays
+everything, until it answers or the run is opened or replayed again. The thread keeps trying while
+MLflow is away. Models are logged after a command's last line, by another process, since that
 imports pandas and SciPy. Nothing here uses Ray.
 """
 
@@ -34,24 +34,23 @@ from vit_ray.tracking.store_requests import limited_requests, redact_uri, safe_u
 if TYPE_CHECKING:
     from vit_ray.tracking.mlflow_run import RunWriter
 
+# Metrics are collected this long before they are sent.
 BATCH_INTERVAL_S: Final = 1.0
-"""Metrics are collected this long before they are sent."""
 FIRST_BACKOFF_S: Final = 1.0
 LAST_BACKOFF_S: Final = 60.0
 FILE_TRIES_AT_END: Final = 3
+# Longest waits at a run's end: for MLflow's import, on a busy machine or a slow disk; for an MLflow
+# that has never answered; and for a disk that hangs.
 IMPORT_S: Final = 120.0
-"""Longest wait at a run's end for MLflow's import, on a busy machine or a slow disk."""
 NEVER_REACHED_S: Final = 5.0
-"""Longest wait at a run's end for an MLflow that has never answered."""
 NOTED_S: Final = 5.0
-"""Longest wait at a run's end for a disk that hangs."""
+# Limit for logging the models of a command.
 MODELS_S: Final = 300.0
-"""Limit for logging the models of a command."""
-# The request itself is wrong, so trying again does not help.
+# Codes of requests that are wrong: trying again does not help.
 _REJECTIONS: Final = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
 
-# Held while a run is found or created: a log never gets a second run.
-_finding: Final = threading.Lock()
+# Locked while a run is looked up or created, so that a log never gets a second run.
+_run_lookup: Final = threading.Lock()
 
 Model = tuple[str | None, Record]
 """A model to log: its MLflow run, and its record."""
@@ -61,12 +60,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Tries:
-    """What came of sending points, or files.
+    """The attempts to send metrics and tags, or files.
 
     Attributes:
-        num: how often what there was has been sent, or has failed to be.
-        error: why the last try has failed; empty if it has not.
-        pause_s: from a failure to the next try, which is due at `due_s`.
+        num: attempts so far.
+        error: why the last attempt failed; empty if it succeeded.
+        pause_s: from a failure to the next attempt, which is due at `due_s`.
     """
 
     num: int = 0
@@ -75,36 +74,40 @@ class _Tries:
     due_s: float = 0.0
 
     def note(self, error: str = "") -> None:
-        longer_s = min(max(2 * self.pause_s, FIRST_BACKOFF_S), LAST_BACKOFF_S)
-        self.num, self.error, self.pause_s = self.num + 1, error, longer_s if error else 0.0
+        backoff_s = min(max(2 * self.pause_s, FIRST_BACKOFF_S), LAST_BACKOFF_S)
+        self.num, self.error, self.pause_s = self.num + 1, error, backoff_s if error else 0.0
         self.due_s = time.monotonic() + self.pause_s
 
 
 class Tracker:
-    """Records one run through `log`, and sends what is recorded. No method raises but `send_points`
-    and `send_files`; of a replay only these two are called. `flush`, `finish` and `close` wait.
+    """Sends the records of one run, which callers write to `log`.
+
+    Only `send_points` and `send_files` raise errors; a replay calls only these two. `flush`,
+    `finish` and `close` wait.
 
     Attributes:
-        problem: set at the end: what MLflow does not have, and why; empty if it has everything.
-        refused: what MLflow has refused, each with the reason.
-        num_points: new ones that were sent.
+        run_id: the MLflow run's id; None until MLflow has answered for the first time.
+        hint: the command or link that opens MLflow's page; empty while `run_id` is None.
+        problem: set by `close`: what MLflow does not have, and why; empty if nothing is missing.
+        refused: records that MLflow has refused, each with the reason.
+        num_points: new metric points that were sent.
     """
 
     def __init__(self, log: MetricsLog, uri: str, *, is_replay: bool = False) -> None:
         """
         Args:
             log: has a start record.
-            uri: of the store.
-            is_replay: the caller sends all of the log, also to another store than that of its run,
-                and without the run that it is part of.
+            uri: of the MLflow store.
+            is_replay: the caller sends the whole log, perhaps to another store, and no parent run
+                has to be there.
         """
         self.log, self._uri, self._is_replay = log, absolute_uri(uri), is_replay
         self.problem, self.num_points = "", 0
         self.refused: list[str] = []
         self._writer: RunWriter | None = None
-        self._sent, self._notes_sent, self._ends = Sent(), True, False
-        self._note_lock = threading.Lock()
-        self._file_on_its_way, self._is_imported = "", False
+        self._sent, self._writes_sent, self._is_stopped = Sent(), True, False
+        self._sent_lock = threading.Lock()
+        self._current_file, self._is_imported = "", False
         self._points, self._files = _Tries(), _Tries()
         self._wake, self._tried = threading.Event(), threading.Condition()
         self._thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
@@ -113,10 +116,10 @@ class Tracker:
 
     @classmethod
     def begin(cls, opening: RunOpening, wait_s: float = 10.0) -> "Tracker":
-        """Open the run and start sending; recording continues if the log has this opening.
+        """Open the run and start sending; if the log has this opening, the run is continued.
 
         Args:
-            wait_s: longest wait for the run to exist, so that `run_id` is known.
+            wait_s: longest wait for MLflow's run id.
         """
         log = MetricsLog(opening.log_path)
         log.open(opening)
@@ -125,9 +128,9 @@ class Tracker:
         return tracker
 
     def _run(self) -> None:
-        """Send points, then files, when they are due or somebody waits, until the end."""
+        """Send metrics, then files, when they are due or somebody waits, until stopped."""
         is_awaited = False
-        while not self._ends:
+        while not self._is_stopped:
             if is_awaited or time.monotonic() >= self._points.due_s:
                 self._try(self._points, self.send_points)
             if not self._points.error and (is_awaited or time.monotonic() >= self._files.due_s):
@@ -138,13 +141,13 @@ class Tracker:
             self._wake.clear()
 
     def _try(self, tries: _Tries, send: Callable[[], None]) -> None:
-        """Warns once of each outage; after any error of points MLflow counts as away."""
+        """Send, and note the result; warn once per outage."""
         try:
             with limited_requests():
                 send()
             tries.note()
         except Exception as error:
-            text = f"run {self.run_id}: {self._file_on_its_way} cannot be stored with it"
+            text = f"run {self.run_id}: {self._current_file} cannot be stored with it"
             if tries is self._points:
                 text = (
                     f"MLflow at {safe_uri(self._uri)} cannot be used: run "
@@ -154,6 +157,7 @@ class Tracker:
             tries.note(self._warned_reason(text, error, is_new=not tries.pause_s))
 
     def _warned_reason(self, text: str, error: Exception, *, is_new: bool) -> str:
+        # One line, without secrets.
         reason = redact_uri(str(error) or repr(error), self._uri).partition("\n")[0]
         if is_new:
             logger.warning("%s (%s)", text, reason)
@@ -163,32 +167,29 @@ class Tracker:
         if not is_done():
             self._wake.set()
         with self._tried:
-            while not is_done() and (left_s := until_s - time.monotonic()) > 0:
-                if not self._tried.wait(min(left_s, 0.5)):
+            while not is_done() and (remaining_s := until_s - time.monotonic()) > 0:
+                if not self._tried.wait(min(remaining_s, 0.5)):
                     self._wake.set()
         return is_done()
 
     @property
     def run_id(self) -> str | None:
-        """The MLflow run; None until MLflow has answered for the first time."""
         return self._writer.run_id if self._writer else None
 
     @property
     def hint(self) -> str:
-        """The command or link that opens MLflow's page; empty while MLflow has no run."""
         return self._writer.hint if self._writer else ""
 
     def wait_for_try(self, wait_s: float) -> None:
-        """Wait until MLflow has given the run an id, or has failed to."""
+        """Wait until MLflow has given the run an id, or an attempt has failed."""
         self._wait_until(
             lambda: self._writer is not None or self._points.num > 0, time.monotonic() + wait_s
         )
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until MLflow has everything recorded so far but models; False if not in time.
+        """Wait until MLflow has everything recorded so far except models; False if not in time.
 
-        Files that fail are waited for only during a few more attempts; a store that hangs, for all
-        of the time.
+        Files that fail get a few more attempts; for a store that hangs the wait is `timeout_s`.
         """
         size, until_s = self.log.size, time.monotonic() + timeout_s
         if not self._wait_until(lambda: self._sent.offset >= size, until_s):
@@ -202,10 +203,10 @@ class Tracker:
         return self.close(timeout_s)
 
     def close(self, timeout_s: float = 30.0) -> bool:
-        """Send what is recorded, then stop; logs how to send what MLflow did not accept.
+        """Send the remaining records, then stop; a warning says how to send what is missing.
 
         Returns:
-            Whether MLflow has everything but models.
+            Whether MLflow has everything except models.
         """
         self._wait_until(
             lambda: self._is_imported or self._points.num > 0, time.monotonic() + IMPORT_S
@@ -223,8 +224,8 @@ class Tracker:
         problems = []
         if missing or not is_sent:
             refused = self.refused[-1] if is_sent and self.refused else ""
-            late = f"it did not take it in {timeout_s:g} s"
-            why = self._points.error or self._files.error or refused or late
+            timed_out = f"it did not take it in {timeout_s:g} s"
+            why = self._points.error or self._files.error or refused or timed_out
             problems.append(
                 f"MLflow at {safe_uri(self._uri)} does not have {', '.join(missing) or 'all'} of "
                 f"run {self.run_id} ({why})"
@@ -239,26 +240,25 @@ class Tracker:
         return not self.problem
 
     def stop(self, wait_s: float) -> None:
-        """Send no more; what is still on its way is noted nowhere."""
-        self._ends = True
-        if self._note_lock.acquire(timeout=NOTED_S):  # for a note that is being written
-            self._note_lock.release()
+        """Send no more; a request in progress is not written down as sent."""
+        self._is_stopped = True
+        if self._sent_lock.acquire(timeout=NOTED_S):  # while `_mark` writes
+            self._sent_lock.release()
         self._wake.set()
         self._thread.join(wait_s)
 
     def missing_files(self) -> list[str]:
-        """Names of files that MLflow does not have."""
         records = self.log.records(*FILES, offset=self._sent.files)
-        return list(dict.fromkeys(map(file_name, records)))
+        return list(dict.fromkeys(map(record_name, records)))
 
     def send_points(self) -> None:
-        """Find or create the run, and send all points and tags.
+        """Find or create the run, and send all metrics and tags.
 
         Raises:
-            Exception: any error of MLflow's, after which all that is left waits.
+            Exception: any error of MLflow's; the remaining records wait for the next call.
         """
         writer = self._writer or self._connect()
-        while not self._ends:
+        while not self._is_stopped:
             records, end = next_batch(self.log, self._sent.offset)
             if end == self._sent.offset:
                 break
@@ -267,31 +267,31 @@ class Tracker:
             self._mark(offset=end)
 
     def send_files(self) -> None:
-        """Send files until one fails, or the points before one: it waits, and those after it.
+        """Send files, each after the metrics recorded so far, until one or the other fails.
 
         Raises:
-            Exception: any error of the store of files.
+            Exception: any error of the artifact store; this file and later ones wait.
         """
-        while (writer := self._writer) and not self._ends:
+        while (writer := self._writer) and not self._is_stopped:
             if not (records := self.log.read(self._sent.files)):
                 break
             events = [record for record, _ in records if record["kind"] == "event"]
             for record, end in records:
-                # The history is written as a whole.
+                # All events share one file, the history.
                 if record["kind"] in FILES and (record["kind"] != "event" or record is events[-1]):
                     self._try(self._points, self.send_points)
-                    if self._points.error or self._ends:  # the next opening sends the others
+                    if self._points.error or self._is_stopped:  # a later call sends the rest
                         return
-                    self._file_on_its_way = file_name(record)
+                    self._current_file = record_name(record)
                     self._send_each(writer, [record])
                     self._mark(files=end)
             self._mark(files=records[-1][1])
 
     def _connect(self) -> "RunWriter":
-        """The run, found or created; another one than before gets all of the log.
+        """Find or create the run; a run that does not have this log's records gets all of them.
 
         Raises:
-            RuntimeError: MLflow does not have the run of the sweep or study that it is part of.
+            RuntimeError: the run belongs to a sweep or study that MLflow does not have yet.
         """
         # Here, in a thread: importing MLflow takes seconds.
         from vit_ray.tracking.mlflow_run import RunWriter
@@ -299,12 +299,12 @@ class Tracker:
         self._is_imported = True
         *_, start = self.log.records("start")
         # A tracker that ended before a slow MLflow answered may still be creating the run.
-        with _finding:
+        with _run_lookup:
             sent = self.log.read_sent()
-            known = sent.run_id or start["run_id"]
-            writer = RunWriter(self._uri, self.log, known, needs_parent=not self._is_replay)
-            if self._is_replay:  # what another store has is noted nowhere
-                self._notes_sent, sent = sent.run_id in (None, writer.run_id), Sent()
+            run_id = sent.run_id or start["run_id"]
+            writer = RunWriter(self._uri, self.log, run_id, needs_parent=not self._is_replay)
+            if self._is_replay:  # what another store has is not written down
+                self._writes_sent, sent = sent.run_id in (None, writer.run_id), Sent()
             elif sent.run_id not in (None, writer.run_id):
                 logger.warning(
                     "MLflow at %s does not have run %s, or has it for another folder: all of %s "
@@ -317,16 +317,16 @@ class Tracker:
         return writer
 
     def _mark(self, **changes: Any) -> None:
-        """Note what is sent, unless the next opening's tracker sends it."""
-        with self._note_lock:
-            if self._ends:
+        """Write down what is sent, unless the next opening's tracker sends it."""
+        with self._sent_lock:
+            if self._is_stopped:
                 return
             self._sent = self._sent._replace(**changes)
-            if self._notes_sent:
+            if self._writes_sent:
                 self.log.mark_sent(self._sent)
 
     def _send_each(self, writer: "RunWriter", records: list[Record]) -> None:
-        """Send a batch; if MLflow refuses it, each record by itself: a bad one loses only itself.
+        """Send a batch. If MLflow refuses it, send each record by itself, to lose only the bad one.
 
         Raises:
             Exception: any other error of MLflow's.
@@ -334,24 +334,27 @@ class Tracker:
         try:
             self.num_points += writer.send(records) if records else 0
         except Exception as error:
-            code = getattr(error, "error_code", None)  # of MLflow's own errors
+            code = getattr(error, "error_code", None)  # only MLflow's errors have one
             if code and writer.is_deleted():
-                self._writer = None  # to be found or created again
+                self._writer = None  # the next attempt looks it up or creates it again
                 raise
             if code not in _REJECTIONS and not isinstance(error, FileNotFoundError):
                 raise
-            for record in records if len(records) > 1 else ():
-                self._send_each(writer, [record])
-            if len(records) == 1:
-                what = file_name(records[0]) if records[0]["kind"] in FILES else records[0]["kind"]
-                text = f"run {self.run_id}: MLflow refuses {what}"
+            if len(records) > 1:
+                for record in records:
+                    self._send_each(writer, [record])
+            else:
+                name = record_name(records[0])
+                text = f"run {self.run_id}: MLflow refuses {name}"
                 reason = self._warned_reason(text, error, is_new=not self.refused)
-                self.refused.append(f"{what}: {reason}")
+                self.refused.append(f"{name}: {reason}")
 
 
 def next_batch(log: MetricsLog, offset: int) -> tuple[list[Record], int]:
-    """Metrics up to the size of one request, or the one record of another kind that begins here,
-    and the offset after them; what is no point or tag is passed over.
+    """The next records to send, and the offset after them.
+
+    Either metrics, up to the size of one request, or a single start, tag or finish; records of
+    other kinds are skipped.
     """
     batch: list[Record] = []
     start, num_points = offset, 0
@@ -367,15 +370,15 @@ def next_batch(log: MetricsLog, offset: int) -> tuple[list[Record], int]:
     return batch, offset
 
 
-def file_name(record: Record) -> str:
-    """Name of a file in messages."""
+def record_name(record: Record) -> str:
+    """Name of a record in messages: of its file or model, else its kind."""
     if record["kind"] == "event":
         return "the history"
-    return str(record["path"] if record["kind"] == "artifact" else record["name"])
+    return str(record.get("path") or record.get("name") or record["kind"])
 
 
 class Replayed(NamedTuple):
-    """The result of a replay: new points, and what was not sent, each with the reason."""
+    """The number of new metric points, and what was not sent, each with the reason."""
 
     num_points: int
     refused: list[str]
@@ -383,9 +386,9 @@ class Replayed(NamedTuple):
 
 @limited_requests()
 def replay(log_path: Path, uri: str) -> Replayed:
-    """Send a log to MLflow, to its own run or, if that is unknown, to a new one.
+    """Send a log to its run in MLflow, or to a new run if MLflow has none for it.
 
-    Running it again adds nothing. Only files in the log's own folder are sent.
+    A second replay adds nothing. Only files in the log's folder are sent.
 
     Raises:
         ValueError: there is no such log, or the file is not a log.
@@ -408,14 +411,14 @@ def replay(log_path: Path, uri: str) -> Replayed:
         logger.warning("%s", unusable(uri, error))
     models = [(tracker.run_id, record) for record in log.records("model")]
     problems = zip(models, log_models(absolute_uri(uri), models), strict=True)
-    lost = [f"{file_name(record)}: {problem}" for (_, record), problem in problems if problem]
-    return Replayed(tracker.num_points, [*tracker.refused, *tracker.missing_files(), *lost])
+    unlogged = [f"{record_name(record)}: {problem}" for (_, record), problem in problems if problem]
+    return Replayed(tracker.num_points, [*tracker.refused, *tracker.missing_files(), *unlogged])
 
 
 def log_models_later(uri: str, log_path: Path) -> threading.Thread:
-    """Log the models of a run and its child runs, for which the command's last line does not wait.
+    """Log the models of a run and its child runs while the command prints its last lines.
 
-    The process waits for this thread before it ends, but not forever.
+    At its end, the process waits for this thread for `MODELS_S` and 30 s.
     """
 
     def log_all() -> None:
@@ -433,9 +436,10 @@ def log_models_later(uri: str, log_path: Path) -> threading.Thread:
 
 
 def recorded_models(log_path: Path) -> list[tuple[Path, Model]]:
-    """Models of a run and its child runs, each with the log that it is in.
+    """Models of a run and its child runs, each with the path of its log.
 
-    Until MLflow has all of a log, the noted run may be that of the folder's original.
+    A model has no run id until MLflow has all of its log: before, the id in a copied folder may be
+    that of the original.
     """
     models, paths = list[tuple[Path, Model]](), [log_path]
     for path in paths:
@@ -451,11 +455,11 @@ def recorded_models(log_path: Path) -> list[tuple[Path, Model]]:
 
 
 def log_models(uri: str, models: Sequence[Model]) -> list[str]:
-    """Log models; says why each of them is not logged, empty if it is."""
+    """Log models; returns for each why it is not logged, empty if it is."""
     if not models:
         return []
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, "-m", "vit_ray.tracking.mlflow_model"],
             input=json.dumps([uri, list(models)]),
             capture_output=True,
@@ -463,6 +467,7 @@ def log_models(uri: str, models: Sequence[Model]) -> list[str]:
             check=True,
             timeout=MODELS_S,
         )
-        return [redact_uri(problem, uri) for problem in json.loads(done.stdout.splitlines()[-1])]
+        problems = json.loads(completed.stdout.splitlines()[-1])
+        return [redact_uri(problem, uri) for problem in problems]
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         return [redact_uri(repr(error), uri)] * len(models)

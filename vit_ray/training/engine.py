@@ -2,8 +2,8 @@
 and compiled models.
 
 The loop calls `backward` for each micro-batch and `step` once per global batch; evaluations call
-`predict`. Code that depends on the stage is in `initialize`, `deepspeed_config`,
-`training_state.py` and `deepspeed_internals.py`.
+`predict`. Only `initialize`, `deepspeed_config`, `training_state.py` and `deepspeed_internals.py`
+depend on the stage.
 """
 
 import contextlib
@@ -40,16 +40,15 @@ from vit_ray.training.optimizers import StepGuard, build_optimizer, set_rate
 from vit_ray.training.replicated import ReplicatedOptimizer
 from vit_ray.training.training_state import TrainingState
 
-# Kinds of call of one block: train and evaluate, all tokens and only the first, two batch sizes.
-_MOST_VARIANTS: Final = 32
+# Compiled variants of a block: train and evaluate, all tokens or only the first, two batch sizes.
+_MAX_VARIANTS: Final = 32
 _FAILURES: Final[list[str]] = []
 
 
 class DeepSpeedEngine:
-    """One worker's part of a DeepSpeed run.
+    """One worker's part of a DeepSpeed run, around a model with the weights to start from.
 
-    It wraps a model whose weights must already be those to start from. The process group must
-    exist; all ranks build their engines together.
+    The process group must exist; all ranks build their engines together.
     """
 
     def __init__(
@@ -63,12 +62,11 @@ class DeepSpeedEngine:
         loss_function: LossFunction,
     ) -> None:
         self._loss_function = loss_function
-        # Modules that an objective does not train are left out of a checkpoint, unlike frozen
-        # parts.
-        named = [(p, name) for name, p in model.named_parameters()]
-        self._names = {p: name for p, name in named if p.requires_grad}
-        frozen = {p: name for p, name in named if optim.frozen and not p.requires_grad}
-        # DeepSpeed's bf16 modes round the module in place; these keep the values before rounding.
+        # A checkpoint has frozen parts, but no modules that an objective does not train.
+        names = {p: name for name, p in model.named_parameters()}
+        self._names = {p: name for p, name in names.items() if p.requires_grad}
+        frozen = {p: name for p, name in names.items() if optim.frozen and not p.requires_grad}
+        # The values before rounding: DeepSpeed's bf16 modes round the module in place.
         exact = {n: p.detach() for p, n in (self._names | frozen).items()}
         has_gpu = torch.cuda.is_available()
         self._optimizer = build_optimizer(model, optim)
@@ -102,8 +100,7 @@ class DeepSpeedEngine:
         """
         with self.forward_times.measured():
             loss = self._loss_function(self._engine, images, labels, samples, step)
-        # A loss that is not finite must make the gradients not finite, so that all ranks skip
-        # together.
+        # So a loss that is not finite makes the gradients not finite, and all ranks skip the step.
         factor = torch.where(torch.isfinite(loss.detach()), 1.0, float("nan"))
         self._engine.backward(loss * factor)
         if not self._engine.is_gradient_accumulation_boundary():
@@ -111,15 +108,15 @@ class DeepSpeedEngine:
         return loss.detach()
 
     def take_forward_s(self) -> float:
-        """Time of this rank's forward passes since the last call; the device must have finished
-        them.
+        """Seconds of this rank's forward passes since the last call.
 
-        They wait for no other rank, except for weights under ZeRO 3.
+        The device must have finished the passes. They wait for no other rank, except for weights
+        under ZeRO 3.
         """
         return self.forward_times.take_s()
 
     def step(self, learning_rate: float, norm_limit: float = math.inf) -> StepResult:
-        """Apply the accumulated gradients, unless they are not finite or their norm is above."""
+        """Apply the accumulated gradients if they are finite with a norm up to `norm_limit`."""
         set_rate(self._optimizer, learning_rate)
         self._guard.norm_limit = norm_limit
         self._engine.step()
@@ -133,7 +130,7 @@ class DeepSpeedEngine:
         self._engine.eval()
         module: Any = self._engine.module
         try:
-            # An objective around a model (masked patches) does not predict; its model does.
+            # Inside an objective (masked patches) the model predicts.
             return predicted(getattr(module, "model", self._engine), module.head, images)
         finally:
             self._engine.train()
@@ -145,10 +142,10 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def activation_sizes(self, images: Tensor) -> dict[str, float]:
-        """Root mean square of each layer's output, the largest over the images; all ranks call it.
+        """Root mean square of each layer's output, the maximum over images; all ranks call it.
 
-        They show where a value stops being finite: infinite if an output is not. The layers are the
-        model's blocks and its modules outside of them, in the order of the forward pass.
+        Infinite if an output is not finite, so it shows the first layer with such an output. Layers
+        are the model's blocks and the modules outside of blocks, in the order of the forward pass.
         """
         sizes: dict[str, float] = {}
         module: Any = self._engine.module
@@ -178,9 +175,9 @@ class DeepSpeedEngine:
 
 
 class Predictor:
-    """The model's weights alone on this worker's device, in the recipe's precision.
+    """The model on this worker's device, in the recipe's precision, for evaluation only.
 
-    It has no masters, moments, averages and gradients.
+    Without masters, moments, averages and gradients.
     """
 
     average = None
@@ -199,7 +196,7 @@ class Predictor:
 
 @torch.no_grad()
 def predicted(model: Any, head: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
-    """What `head` gets (B, D) and `model` returns (B, K), in fp32."""
+    """The input of `head` (B, D) and the output of `model` (B, K), in fp32."""
     captured: list[Tensor] = []
     with head.register_forward_pre_hook(lambda _, args: captured.append(args[0])):
         logits = model(images)
@@ -219,7 +216,7 @@ def initialize(
     """DeepSpeed's engine around a model and its optimizer, under the stage of `train`.
 
     Args:
-        weights: the trained ones.
+        weights: the trained parameters.
     """
     deepspeed = import_deepspeed()
     sizes = [weight.numel() for weight in weights]
@@ -235,13 +232,12 @@ def initialize(
             is_last_pass=lambda: engine.is_gradient_accumulation_boundary(),
         )
 
-    config = deepspeed_config(train, clip_norm, bucket, micro_batch_size, accumulation_steps)
-    # Some of its stages print memory reports without its logger.
+    # Some of DeepSpeed's stages print memory reports, not through the logger.
     with contextlib.redirect_stdout(io.StringIO()):
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer if train.zero_stage else replicated,
-            config=config,
+            config=deepspeed_config(train, clip_norm, bucket, micro_batch_size, accumulation_steps),
             dist_init_required=False,
         )
     if train.zero_stage == 0:
@@ -276,15 +272,15 @@ def deepspeed_config(
         }
     if stage == 3:
         zero |= {
-            # No tensor stays whole on every rank: a norm or a bias is gathered in one operation
-            # with the matrices that are prefetched beside it, so that whole copies would save no
-            # operation, and would have to be gathered again after every step.
+            # No parameter stays unsharded: a norm or a bias is gathered in one operation with the
+            # matrices prefetched with it, so unsharded copies would save no operation, and would
+            # have to be gathered again after every step.
             "stage3_param_persistence_threshold": 0,
             "stage3_prefetch_bucket_size": memory.PREFETCH_ELEMENTS,
             "stage3_max_live_parameters": memory.GATHERED_ELEMENTS,
-            # To the end of the forward pass and back, for all that is held. DeepSpeed 0.19.8 holds
-            # more: gathering ahead in every module, it soon has all that
-            # `stage3_max_live_parameters` allows, and keeps what it has found gathered.
+            # To the end of the forward pass and back, for all gathered parameters. DeepSpeed 0.19.8
+            # holds more: it prefetches in every module until `stage3_max_live_parameters`, and does
+            # not release parameters that it finds gathered.
             "stage3_max_reuse_distance": 2 * memory.GATHERED_ELEMENTS,
         }
     if train.offload:
@@ -309,7 +305,7 @@ def deepspeed_config(
 def warm_up_process() -> None:
     """Import what the first steps would otherwise import; for a process that only trains.
 
-    Objects that exist by then are excluded from garbage collection: DeepSpeed collects at every
+    Existing objects are then excluded from garbage collection: DeepSpeed collects garbage at every
     start of an engine, which took half a second each time.
     """
     import_deepspeed()
@@ -319,23 +315,23 @@ def warm_up_process() -> None:
 
 
 def compile_model(model: nn.Module, backend: str, *, may_fail: bool) -> None:
-    """Have a model's calls compiled, each kind at its first call.
+    """Compile a model's calls, each variant at the first call.
 
-    A ViT's blocks share their code: compiling one graph takes time that grows with its depth, for
-    code that repeats, and the few operations between blocks stay eager. The ResNet of a hybrid, and
-    a plain ResNet, are compiled whole, because hardly two of their units have the same shapes.
+    A ViT's blocks are compiled one by one and share code: compile time of the full graph would grow
+    with depth. The few operations between blocks stay eager. The ResNet of a hybrid, and a plain
+    ResNet, are compiled as a whole, because hardly two of the units have the same shapes.
 
     Args:
-        model: or an objective around it.
+        model: a model, or an objective around one.
         backend: as for `torch.compile`.
         may_fail: fall back to eager, with a warning, if a part cannot be compiled.
     """
     import torch._dynamo
 
-    # Once, however often it is called.
+    # A logger has a filter only once, however often it is added.
     logging.getLogger("torch._dynamo.convert_frame").addFilter(_note_failure)
     torch._dynamo.config.suppress_errors = may_fail
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VARIANTS)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_VARIANTS)
     inner = getattr(model, "model", model)
     if not isinstance(inner, VisionTransformer):
         model.compile(backend=backend)
@@ -343,27 +339,27 @@ def compile_model(model: nn.Module, backend: str, *, may_fail: bool) -> None:
     if isinstance(inner.embedding, ResNetEmbedding):
         inner.embedding.compile(backend=backend)
     for block in inner.blocks:
-        # Its forward alone, around which others may wrap, such as `recompute`.
+        # Only `forward`, which `recompute` may wrap later.
         block.forward = torch.compile(block.forward, backend=backend)
 
 
 def _note_failure(record: logging.LogRecord) -> bool:
-    """Keep why a part runs eagerly; torch 2.13 reports it only in its log."""
+    # Store why a part runs eagerly; torch 2.13 reports it only in the log.
     error = record.exc_info[1] if record.exc_info else None
     if error is not None:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        # The backend is in the first line, and its error in the second.
+        # The first line names the backend, the second has the backend's error.
         _FAILURES.append(f"{type(error).__name__}: {' '.join(lines[:2])}"[:300])
     return True
 
 
 def compile_failures() -> list[str]:
-    """Reasons of the parts of this process that could not be compiled so far, and run eagerly."""
+    """Why parts could not be compiled in this process so far, and run eagerly."""
     return list(_FAILURES)
 
 
 def compile_s() -> float:
-    """Seconds that this process has spent compiling, forward and backward code together."""
+    """Seconds that this process has spent compiling forward and backward code."""
     if "torch._dynamo" not in sys.modules:
         return 0.0
     return float(torch._dynamo.utils.calculate_time_spent()["total_wall_time"])

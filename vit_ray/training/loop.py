@@ -1,8 +1,8 @@
 """The training loop: an optimizer step per batch, with logs, evaluations and checkpoints at set
 intervals.
 
-It uses neither Ray nor DeepSpeed: engine, batches and everything that leaves the process are
-arguments, so it runs in a unit test on a list and two fakes, and under plain torch as the baseline
+The loop uses neither Ray nor DeepSpeed: engine, batches and everything that leaves the process are
+arguments. So it runs in a unit test on a list and two fakes, and under plain torch, as the baseline
 for measuring the overhead of everything else.
 """
 
@@ -51,7 +51,7 @@ from vit_ray.metric_names import (
 )
 from vit_ray.training.steps import lr_at
 
-# Steps whose gradient norms `train.skip_above` compares with; a quarter must be known.
+# Steps in the running median of gradient norms, for `train.skip_above`; a quarter is enough.
 NORMS_IN_MEDIAN: Final = 128
 # Steps that are logged although `train.log_every_steps` is larger.
 EARLY_STEPS: Final = (4, 8, 16, 32)
@@ -61,11 +61,11 @@ Batch = Mapping[str, Any]
 
 
 class StepResult(NamedTuple):
-    """The result of one optimizer step: numbers, or scalars on the device; equal on all ranks.
+    """The result of an optimizer step: numbers, or scalars on the device; equal on all ranks.
 
     Attributes:
         refused: 1 if the weights are unchanged, else 0: the loss or the gradient was not finite, or
-            the norm was above its limit.
+            the norm was above the limit.
         grad_norm: global norm before clipping.
     """
 
@@ -83,7 +83,7 @@ class Engine(Protocol):
         """Apply the gradient, unless it is not finite or its norm is above the limit."""
 
     def take_forward_s(self) -> float:
-        """Time of the forward passes since the last call, which the host has waited for."""
+        """Time of the forward passes since the last call; the device has finished them."""
 
 
 class Ending(Enum):
@@ -98,7 +98,7 @@ class EvaluationCutError(Exception):
     """An evaluation was stopped between two batches, on all ranks, so that the run can be saved.
 
     Attributes:
-        is_stopping: a rank was asked to stop; otherwise one wants a checkpoint at once.
+        is_stopping: a rank was asked to stop; otherwise a rank wants a checkpoint at once.
     """
 
     def __init__(self, *, is_stopping: bool) -> None:
@@ -122,35 +122,36 @@ class LoopWorker(Protocol):
         """Evaluate the model after a step; the same metrics on every rank.
 
         Raises:
-            EvaluationCutError: a rank has such a wish.
+            EvaluationCutError: a rank wants a checkpoint at once, or was asked to stop.
         """
 
     def save(self, progress: Progress) -> None:
         """Start writing a checkpoint."""
 
     def add_evaluation(self, progress: Progress) -> bool:
-        """Add what an evaluation has changed to the checkpoint of its step, once that is written.
+        """Add what an evaluation has changed to the step's checkpoint, once that is written.
 
-        False if that checkpoint is incomplete, and nothing was added.
+        Returns:
+            False if that checkpoint is incomplete, and nothing was added.
         """
 
     def on_bad_step(self, progress: Progress, batch: Batch) -> None:
-        """The step of this batch was refused: report it; raise or return, as the recipe says."""
+        """Report the refused step of this batch; raise or return, as the recipe says."""
 
     def on_skipped_steps(
         self, progress: Progress, largest: "SkippedStep", steps: Sequence[int]
     ) -> None:
-        """Report the steps skipped since the last report, and the one with the largest norm."""
+        """Report the steps skipped since the last report; `largest` has the largest norm."""
 
 
 @dataclass(frozen=True)
 class RankContext:
-    """This rank's position in the worker group, and its part of a step.
+    """This rank's position in the worker group, and the length of the run.
 
     Attributes:
-        all_sum: element-wise sum over ranks, called by all together; numbers, or scalars on the
-            device.
-        evaluate_at: steps at which it is evaluated in addition to those of the recipe.
+        all_sum: element-wise sum over ranks of numbers, or scalars on the device; all ranks call it
+            together.
+        evaluate_at: steps with an evaluation in addition to those of the recipe.
     """
 
     total_steps: int
@@ -162,7 +163,7 @@ class RankContext:
 
 
 class SkippedStep(NamedTuple):
-    """A step whose gradient norm was above `train.skip_above` x its running median.
+    """A step whose gradient norm was above `train.skip_above` x the running median.
 
     Attributes:
         step: 0-based.
@@ -172,21 +173,6 @@ class SkippedStep(NamedTuple):
     grad_norm: float
     norm_limit: float
     batch: Batch
-
-
-class _Step(NamedTuple):
-    """What a step logs of itself, and what the ranks agree on after it; the same on all ranks.
-
-    Attributes:
-        is_save_time: for a checkpoint, by rank 0's clock.
-        is_save_wanted: some rank asks for a checkpoint.
-        is_stopping: some rank was asked to stop.
-    """
-
-    figures: dict[str, float]
-    is_save_time: bool
-    is_save_wanted: bool
-    is_stopping: bool
 
 
 @dataclass
@@ -209,14 +195,14 @@ class TrainingLoop:
         # Seconds of each step since the last log: all, waiting for data, forward passes.
         self._times: list[tuple[float, float, float]] = []
         self._first_step = self.progress.step + 1
-        # A committed step, such as the start of this attempt, is not written again.
+        # A step with a checkpoint, such as the first of this attempt, is not written again.
         self._saved_step, self._saved_s = self.progress.step, self.clock()
         self._skipped: list[int] = []
         self._largest: SkippedStep | None = None
         if not self.progress.samples_digest:
             self.progress.digest_from = self.progress.step
         self._digest_before = int(self.progress.samples_digest or "0", 16)
-        # Of this attempt's samples: this rank's, and all ranks'.
+        # Digests of this attempt's samples: this rank's, and all ranks'.
         self._digest = self._digest_of_all = 0
 
     def run(self) -> Ending:
@@ -224,16 +210,15 @@ class TrainingLoop:
         config = self.recipe.checkpoint
         while progress.step < total_steps or progress.evaluation_due:
             if progress.step < total_steps:
-                step = self._step()
-                is_save_time = step.is_save_time
+                figures, (is_save_time, is_save_wanted, is_stopping) = self._step()
                 progress.evaluation_due = progress.step == total_steps
-                self._log_if_due(step.figures)
-                if progress.evaluation_due or step.is_save_wanted or step.is_stopping:
+                self._log_if_due(figures)
+                if progress.evaluation_due or is_save_wanted or is_stopping:
                     # Before an evaluation, in which the run may die, or for which there may be no
-                    # time left. At a stop an evaluation is skipped, except the last one: there may
-                    # be nothing to evaluate.
+                    # time. At a stop an evaluation is skipped, except at the end: a run without
+                    # evaluations is complete there.
                     self._save()
-                    if step.is_stopping and not progress.evaluation_due:
+                    if is_stopping and not progress.evaluation_due:
                         return Ending.STOPPED
             try:
                 is_best = self._evaluate_if_due()
@@ -255,7 +240,13 @@ class TrainingLoop:
                 return Ending.EARLY
         return Ending.EARLY if progress.ended else Ending.FINISHED
 
-    def _step(self) -> _Step:
+    def _step(self) -> tuple[dict[str, float], list[bool]]:
+        """Train on a batch.
+
+        Returns:
+            What the step logs; and whether a checkpoint is due by rank 0's clock, some rank wants a
+            checkpoint at once, and some rank was asked to stop. The same on all ranks.
+        """
         engine, context, progress = self.engine, self.context, self.progress
         start_s = self.clock()
         batch = next(self.batches, None)
@@ -274,18 +265,18 @@ class TrainingLoop:
         rate = lr_at(progress.step, self.recipe.optim, context.total_steps)
         loss = _accumulate(engine, batch, context.micro_batch_size, progress.step)
         samples = np.asarray(batch["sample"], np.int64)
-        place = progress.step * self.recipe.train.global_batch_size + context.rank * share
-        self._digest = add_digests(self._digest, samples_digest(place, samples))
+        first = progress.step * self.recipe.train.global_batch_size + context.rank * share
+        self._digest = add_digests(self._digest, samples_digest(first, samples))
         norm_limit = self._norm_limit()
         result = engine.step(rate, norm_limit)
         # Rank 0's clock decides for all: clocks of ranks differ.
         minutes, since_save_s = self.recipe.checkpoint.every_minutes, self.clock() - self._saved_s
         is_time = context.rank == 0 and minutes is not None and since_save_s >= 60.0 * minutes
         flags = [is_time, *self.worker.wishes(progress.step)]
-        # The one host-device sync of a step: whether it was refused, and what the ranks agree on,
-        # are known before the next one. The GPU idles for the first kernel launches of that step.
-        # DeepSpeed has syncs of its own: after each pass that sums gradients (stages 1 and 2 on
-        # several GPUs, stage 3 on any number), and for the gradients of an offloaded optimizer.
+        # The one host-device sync of a step: the next step starts when the host has the refusal and
+        # what the ranks agree on. The GPU idles for the first kernel launches of the next step.
+        # DeepSpeed adds syncs: after each pass that sums gradients (stages 1 and 2 on several GPUs,
+        # stage 3 on any number), and for the gradients of an offloaded optimizer.
         digest = to_floats(self._digest)
         sums = context.all_sum([loss, result.refused, result.grad_norm, *flags, *digest])
         mean_loss, refused, grad_norm = (value / context.world_size for value in sums[:3])
@@ -300,7 +291,7 @@ class TrainingLoop:
             batch, norm_limit, mean_loss=mean_loss, refused=refused, grad_norm=grad_norm
         )
         figures = {TRAIN_LOSS: mean_loss, TRAIN_LR: rate, TRAIN_GRAD_NORM: grad_norm}
-        return _Step(figures, *(count > 0 for count in sums[3 : 3 + len(flags)]))
+        return figures, [count > 0 for count in sums[3 : 3 + len(flags)]]
 
     def _note_outcome(
         self, batch: Batch, norm_limit: float, *, mean_loss: float, refused: float, grad_norm: float
@@ -334,9 +325,9 @@ class TrainingLoop:
         return factor * statistics.median(norms)
 
     def _log_if_due(self, figures: dict[str, float]) -> None:
-        """Log at the cadence, at the first step (for early errors), and the last.
+        """Log every `train.log_every_steps`, at the first step (for early errors), and at the last.
 
-        Also at some steps before the first of the cadence: a short run has figures.
+        Also at `EARLY_STEPS`, so that a short run has figures.
         """
         progress, context = self.progress, self.context
         every = self.recipe.train.log_every_steps
@@ -346,15 +337,15 @@ class TrainingLoop:
             return
         steps, waits, forwards = np.array(self._times).T
         self._times = []
-        # Before a step may wait for other workers: batch and forward passes.
+        # Batch and forward passes: the part of a step that waits for no other worker.
         own_median_s = np.median(waits + forwards)
-        everyone = np.zeros((4, context.world_size))
-        everyone[:, context.rank] = (
+        by_rank = np.zeros((4, context.world_size))
+        by_rank[:, context.rank] = (
             steps.mean(), waits.sum() / steps.sum(), own_median_s, peak_memory_gib()
         )  # fmt: skip
-        summed = context.all_sum(everyone.ravel().tolist())
-        step_s, wait_fractions, own_s, memory_gib = np.reshape(summed, everyone.shape)
-        # Whole steps take equally long on all ranks, because all wait for the slowest in each.
+        summed = context.all_sum(by_rank.ravel().tolist())
+        step_s, wait_fractions, own_s, memory_gib = np.reshape(summed, by_rank.shape)
+        # A full step takes equally long on all ranks, because all wait for the slowest rank.
         images_per_s = self.recipe.train.global_batch_size / float(step_s.mean())
         metrics = {
             **figures,
@@ -372,43 +363,44 @@ class TrainingLoop:
             metrics[TRAIN_SKIPPED_STEPS] = float(progress.skipped_steps)
         progress.metrics |= metrics
         self.worker.log(progress.step, metrics)
-        self._name_skipped()
+        self._report_skipped()
 
-    def _name_skipped(self) -> None:
-        """Also before a save: what a checkpoint counts is named, however the run ends after it."""
+    def _report_skipped(self) -> None:
+        # Also before a save, so that every skipped step that a checkpoint counts has a report.
         if self._largest is not None:
             self.worker.on_skipped_steps(self.progress, self._largest, self._skipped)
             self._skipped, self._largest = [], None
 
     def _evaluate_if_due(self) -> bool:
-        """Evaluate at the cadence and the end; whether the validation loss is the best so far."""
+        """Evaluate at the recipe's steps, `evaluate_at`, and the end.
+
+        Returns:
+            Whether the validation loss is the best so far.
+        """
         progress, context = self.progress, self.context
-        recurs = is_due(progress.step, self.recipe.evaluate.every_steps)
-        is_asked = recurs or progress.step in context.evaluate_at
-        if not is_asked and progress.step < context.total_steps:
+        is_end = progress.step >= context.total_steps
+        is_regular = is_end or is_due(progress.step, self.recipe.evaluate.every_steps)
+        if not is_regular and progress.step not in context.evaluate_at:
             return False
         metrics = self.worker.evaluate(progress.step)
         if not metrics:
             return False
         # Averaged weights and held-out images may have been turned off on resume.
-        others = {
+        earlier = {
             key: value
             for key, value in progress.metrics.items()
             if BEST in key or not (AVERAGED in key or key.startswith(DEV_GROUP))
         }
-        progress.metrics = others | metrics
+        progress.metrics = earlier | metrics
         self.worker.log(progress.step, metrics)
-        # Early stopping and the best checkpoint are those of a run that was not followed.
-        counts = recurs or progress.step == context.total_steps
-        if not counts or progress.loss_key not in metrics:
-            return False
-        return self._judge(metrics)
+        # Evaluations of `evaluate_at` change neither early stopping nor the best checkpoint.
+        return is_regular and progress.loss_key in metrics and self._judge(metrics)
 
     def _judge(self, metrics: Mapping[str, float]) -> bool:
-        """Compare an evaluation with the best so far; ends the run when patience is used up.
+        """Compare an evaluation with the best so far; end the run when patience is used up.
 
         Returns:
-            Whether its validation loss is the best so far.
+            Whether the validation loss is the best so far.
         """
         progress, patience = self.progress, self.recipe.train.early_stopping
         loss = metrics[progress.loss_key]
@@ -419,41 +411,41 @@ class TrainingLoop:
         progress.num_evals += 1
         best = progress.best_eval_loss
         is_best = math.isfinite(loss) and (best is None or not math.isfinite(best) or loss < best)
-        of_best: dict[str, float] = {}
+        best_metrics: dict[str, float] = {}
         if not self.recipe.keeps_best:
             progress.metrics = without_best(progress.metrics)
         elif is_best or RESULT_STEP in progress.metrics:
-            of_best = {RESULT_EVALUATIONS: progress.num_evals}
+            best_metrics = {RESULT_EVALUATIONS: progress.num_evals}
             if is_best:
                 progress.metrics = without_best(progress.metrics)
-                of_best |= {best_key(key): value for key, value in metrics.items()}
-                of_best[RESULT_STEP] = progress.step
-            progress.metrics |= of_best
+                best_metrics |= {best_key(key): value for key, value in metrics.items()}
+                best_metrics[RESULT_STEP] = progress.step
+            progress.metrics |= best_metrics
         if is_best:
             progress.best_eval_loss, progress.evals_without_best = loss, 0
         else:
             progress.evals_without_best += 1
             if patience is not None and progress.evals_without_best >= patience:
-                count = progress.evals_without_best
-                progress.ended = f"no better validation loss in {count} evaluations"
-        if of_best:
-            self.worker.log(progress.step, of_best)
+                progress.ended = (
+                    f"no better validation loss in {progress.evals_without_best} evaluations"
+                )
+        if best_metrics:
+            self.worker.log(progress.step, best_metrics)
         return is_best
 
     def _save(self, *, is_evaluated: bool = False) -> None:
         """Start writing a checkpoint, unless this step has one.
 
         Args:
-            is_evaluated: record what an evaluation has changed since then with the checkpoint of
-                this step. All ranks wait until that is written; if it has failed, write it again.
+            is_evaluated: add what an evaluation has changed to the checkpoint of this step. All
+                ranks wait until that is written; if writing failed, a new one is started.
         """
-        self._name_skipped()
+        self._report_skipped()
         worker, progress = self.worker, self.progress
-        has_one = progress.step == self._saved_step
-        if has_one and (not is_evaluated or worker.add_evaluation(progress)):
+        is_saved = progress.step == self._saved_step
+        if is_saved and (not is_evaluated or worker.add_evaluation(progress)):
             return
-        digest = add_digests(self._digest_before, self._digest_of_all)
-        progress.samples_digest = f"{digest:016x}"
+        progress.samples_digest = f"{add_digests(self._digest_before, self._digest_of_all):016x}"
         worker.save(progress)
         self._saved_step, self._saved_s = progress.step, self.clock()
 
@@ -461,11 +453,12 @@ class TrainingLoop:
 def _accumulate(engine: Engine, batch: Batch, micro_batch_size: int, step: int) -> Tensor:
     """Mean loss of this rank's share, after a backward pass of every micro-batch.
 
-    It stays on the device, so the step is launched without a host-device sync.
+    The loss stays on the device, so the step is launched without a host-device sync.
     """
-    tensors = [as_tensor(batch[k]) for k in ("image", "labels", "sample")]
-    tensors = [t.to(engine.device, non_blocking=True) for t in tensors]
-    columns = [torch.split(t, micro_batch_size) for t in tensors]
+    columns = [
+        torch.split(as_tensor(batch[k]).to(engine.device, non_blocking=True), micro_batch_size)
+        for k in ("image", "labels", "sample")
+    ]
     total = torch.zeros((), device=engine.device)
     for images, labels, samples in zip(*columns, strict=True):
         total += engine.backward(images, labels.long(), samples, step).float()

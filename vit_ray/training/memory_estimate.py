@@ -1,9 +1,9 @@
 """Parameters, operations and memory of a recipe's training, and the largest batch that fits.
 
-The plan allocates nothing. The one trial on the device runs before the training starts, on each
-rank by itself, with only the model and no collective operation, so that a rank that runs out of
-memory does not make others wait. The memory of ZeRO's state and of the batches is added by the
-plan's arithmetic.
+Estimates allocate nothing. The only trial on the device runs before the training starts, on each
+rank separately, with only the model and no collective operation, so that a rank that runs out of
+memory does not block the other ranks. The memory of ZeRO's state and of the batches is added by
+arithmetic.
 """
 
 import bisect
@@ -33,7 +33,7 @@ from vit_ray.training.optimizers import STEP_COUNT, state_types
 from vit_ray.training.steps import pass_sizes
 
 META: Final = torch.device("meta")
-# Kept free for the CUDA context, NCCL's buffers and fragmentation: an assumption, not measured.
+# Reserved for the CUDA context, NCCL's buffers and fragmentation: an assumption, not measured.
 RESERVED_FRACTION: Final = 0.05
 
 
@@ -44,7 +44,7 @@ def count_parameters(recipe: Recipe, num_classes: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _parameter_sizes(recipe: Recipe, num_classes: int) -> tuple[list[int], list[int]]:
-    """Elements of each trained parameter, and of each frozen one."""
+    """Elements of each trained parameter, and of each frozen parameter."""
     with META:
         parameters = list(build_objective(recipe, num_classes).parameters())
     return (
@@ -54,7 +54,7 @@ def _parameter_sizes(recipe: Recipe, num_classes: int) -> tuple[list[int], list[
 
 
 def run_exaflops(recipe: Recipe, num_classes: int, images_seen: float) -> float:
-    """10^18 operations of training by the paper's count."""
+    """Operations of training by the paper's count, in units of 10^18."""
     model = recipe.model
     macs = forward_macs(model.name, num_classes, model.image_size, **model.options())
     return count_exaflops(macs, images_seen)
@@ -64,8 +64,8 @@ def run_exaflops(recipe: Recipe, num_classes: int, images_seen: float) -> float:
 def step_macs(recipe: Recipe, num_classes: int) -> int:
     """Multiply-adds that a step needs for one image: forward and backward pass, for MFU.
 
-    What is recomputed does not count. Frozen parts need no gradients, and the layers below them
-    none at all.
+    Recomputed operations do not count. Frozen parts need no gradients of weights, and layers before
+    the first trained part no backward pass.
     """
     recipe = recipe.with_changes(train={"activation_checkpointing": 0})
     model, batch_size = prepared_model(recipe, num_classes), recipe.train.least_pass
@@ -78,8 +78,8 @@ def step_macs(recipe: Recipe, num_classes: int) -> int:
 def activation_bytes(recipe: Recipe, num_classes: int, batch_size: int) -> int:
     """Bytes of one micro-batch that are alive at the worst moment of forward and backward pass.
 
-    Attention is a fused kernel, which keeps queries, keys, values, output and one fp32 number per
-    head and token, and no N x N matrix. A recomputed block keeps its input. The loss is included.
+    Attention is a fused kernel, which saves queries, keys, values, output and one fp32 number per
+    head and token, and no N x N matrix. A recomputed block saves its input. The loss is included.
     """
     model = prepared_model(recipe, num_classes)
     with gpu_kernels():
@@ -128,7 +128,7 @@ def forward_pass(
 ) -> Callable[[], Tensor]:
     """The loss of one micro-batch, from uint8 images on, as the engine computes it."""
     height, width = recipe.model.sides
-    if device == META and is_own(recipe.train.loss):  # the user's may need values
+    if device == META and is_own(recipe.train.loss):  # a custom loss may need values
         recipe = recipe.with_changes(train={"loss": "softmax"})
     loss = make_loss(recipe)
 
@@ -142,7 +142,7 @@ def forward_pass(
 
 
 def prepared_model(recipe: Recipe, num_classes: int, device: torch.device = META) -> nn.Module:
-    """In the recipe's precision, with its recomputation."""
+    """The recipe's model in the recipe's precision, with recomputation as in the recipe."""
     with device:
         model = build_objective(recipe, num_classes)
     if recipe.train.precision == "bf16":
@@ -157,11 +157,11 @@ def largest_micro_batch(
     """The largest divisor of a worker's share of the global batch whose estimate fits.
 
     Args:
-        memory_gib: of the device; 5 % of it are kept free.
+        memory_gib: of the device; 5 % of it are reserved.
         stage: ZeRO stage; None = the recipe's.
 
     Returns:
-        Images per pass, or None if not even one fits.
+        Images per pass, or None if not even the smallest size fits.
 
     Raises:
         ValueError: as `pass_sizes`.
@@ -180,19 +180,19 @@ def tried_micro_batch(
 ) -> int:
     """Images per pass: the estimate for this GPU, halved until a trial of it fits.
 
-    The fewest are not tried: if they do not fit, the first pass of the training reports it.
+    The smallest size is not tried: if it does not fit, the first pass of the training reports that.
 
     Raises:
         ValueError: as `pass_sizes`.
     """
-    free_gib, total_gib = (count / GIB for count in torch.cuda.mem_get_info(device))
+    free_gib, total_gib = (size_bytes / GIB for size_bytes in torch.cuda.mem_get_info(device))
     sizes = pass_sizes(recipe, world_size)
     size = largest_micro_batch(recipe, num_classes, world_size, total_gib) or sizes[0]
     shape = state_shape(recipe, num_classes, world_size)
     while size > sizes[0]:
         peak = pass_bytes(recipe, num_classes, size, device)
-        most_gib = free_gib * (1 - RESERVED_FRACTION)
-        if peak is not None and state_memory(shape, peak).total <= most_gib:
+        max_gib = free_gib * (1 - RESERVED_FRACTION)
+        if peak is not None and state_memory(shape, peak).total <= max_gib:
             break
         size = max(half for half in sizes if half <= max(size // 2, sizes[0]))
     return size
@@ -201,18 +201,18 @@ def tried_micro_batch(
 def pass_bytes(
     recipe: Recipe, num_classes: int, batch_size: int, device: torch.device
 ) -> int | None:
-    """Most bytes that a forward and backward pass takes, without weights and gradients.
+    """Peak bytes of a forward and backward pass, without weights and gradients.
 
-    The pass is eager; that a compiled one takes no more is assumed, not measured. On a CPU, which
-    does not count, 0.
+    The pass is eager; that a compiled pass takes no more is assumed, not measured. On a CPU, which
+    has no such count, 0.
 
     Returns:
-        None if it ran out of memory.
+        None if the pass ran out of memory.
     """
 
     def measured() -> int:
         model = prepared_model(recipe, num_classes, device)
-        drop_gradients(model.parameters())  # the plan counts them where they are kept
+        drop_gradients(model.parameters())  # `state_memory` counts them
         is_gpu = device.type == "cuda"
         if is_gpu:
             torch.cuda.reset_peak_memory_stats(device)

@@ -1,12 +1,12 @@
-"""What is trained, and its loss: from uint8 images and padded label lists to one fp32 number.
+"""What is trained, and the loss: from uint8 images and padded label lists to one fp32 number.
 
 Labels are int (B, L), padded with -1; L is 1 for single-label data sets.
 
-MixUp and CutMix mix neighbours in the global batch, so that only the order decides the pairs:
-images 2i and 2i + 1 of a global batch. A worker has consecutive images and a pass has an even
-number of them, so that the two are together on any number of workers. How they are mixed depends
-only on the seed, the step and the first one's sample number. The order of samples is shuffled again
-in each epoch, so that a partner is a random image.
+MixUp and CutMix mix neighbours, images 2i and 2i + 1 of a global batch, so that only the order of
+samples decides the pairs. A worker has consecutive images and a pass has an even number of them, so
+both images of a pair are in the same pass on any number of workers. How they are mixed depends only
+on the seed, the step and the first image's sample number. The order of samples is shuffled in each
+epoch, so a partner is a random image.
 """
 
 import math
@@ -29,15 +29,15 @@ from vit_ray.own_parts import is_own, own_part
 # (module, images uint8, labels, samples, 0-based step) -> mean loss of the micro-batch.
 LossFunction = Callable[[nn.Module, Tensor, Tensor, Tensor, int], Tensor]
 
-# Among the words of a key: dropout has keys of (seed, step) without it.
+# A word of the key of mixing's random numbers; the keys of dropout, (seed, step), lack it.
 _MIXING = 5
 
 
 def build_objective(recipe: Recipe, num_classes: int) -> nn.Module:
-    """The recipe's model, inside `MaskedPatchObjective` if that is trained.
+    """The recipe's model, inside a `MaskedPatchObjective` for `train.loss=masked_patch`.
 
     Raises:
-        ValueError: as `build_model`; a part is not the model's, or the model cannot recompute.
+        ValueError: as `build_model`; a frozen part is unknown, or the model cannot recompute.
     """
     model: nn.Module = build_model(
         recipe.model.name, num_classes, recipe.model.image_size, **recipe.model.options()
@@ -56,19 +56,22 @@ def build_objective(recipe: Recipe, num_classes: int) -> nn.Module:
 
 
 def part_of(parameter: str) -> str:
-    """The part that a parameter belongs to, by its name in a model or in an objective around it.
+    """The part of a model that a parameter belongs to.
 
-    A part is a module of the model, or one block or unit of its chain: `embedding`, `blocks.3`.
+    A part is a module of the model, or a block or unit of the chain: `embedding`, `blocks.3`.
+
+    Args:
+        parameter: name in the model or in an objective around it.
     """
     first, *rest = parameter.removeprefix("model.").split(".")
     return f"{first}.{rest[0]}" if first in ("blocks", "units") else first
 
 
 def freeze(model: nn.Module, names: Iterable[str]) -> None:
-    """Keep the weights of some parts of a model (or of the model in an objective) fixed.
+    """Freeze parts of a model, or of the model in an objective.
 
     Args:
-        names: a part's, `blocks` for all blocks, `blocks.0-5` for six.
+        names: of parts; `blocks` for all blocks, `blocks.0-5` for six.
 
     Raises:
         ValueError: a name does not belong to any part.
@@ -82,8 +85,8 @@ def freeze(model: nn.Module, names: Iterable[str]) -> None:
             chosen = {f"{match[1]}.{i}" for i in range(int(match[2]), int(match[3]) + 1)}
         if not chosen:
             last_of_each = {part.partition(".")[0]: part for part in parts}.values()
-            known = (re.sub(r"\.([1-9]\d*)$", r".0-\1", part) for part in last_of_each)
-            raise ValueError(f"{name!r} is not a part of this model; it has {', '.join(known)}")
+            ranges = (re.sub(r"\.([1-9]\d*)$", r".0-\1", part) for part in last_of_each)
+            raise ValueError(f"{name!r} is not a part of this model; it has {', '.join(ranges)}")
         frozen |= chosen
     for name, parameter in model.named_parameters():
         if part_of(name) in frozen:
@@ -104,9 +107,8 @@ def make_loss(recipe: Recipe) -> LossFunction:
     def classify(
         module: nn.Module, images: Tensor, labels: Tensor, samples: Tensor, step: int
     ) -> Tensor:
-        keys: tuple[Tensor, ...] = ()
-        if recipe.model.dropout or recipe.model.stochastic_depth:
-            keys = (sample_keys(samples, recipe.seed, step),)
+        is_random = recipe.model.dropout or recipe.model.stochastic_depth
+        keys: tuple[Tensor, ...] = (sample_keys(samples, recipe.seed, step),) if is_random else ()
         if train.mixes:
             height, width = images.shape[1:3]
             mixing = draw_mixing(samples, (height, width), train, recipe.seed, step)
@@ -132,10 +134,10 @@ def _predict_patches(
 
 
 def per_image(values: Tensor, labels: Tensor, what: str) -> Tensor:
-    """The values that a user's own part gives a batch.
+    """Check the values (B,) that a custom component returns for a batch.
 
     Raises:
-        ValueError: there is not one value for each image.
+        ValueError: the shape is another.
     """
     if isinstance(values, Tensor) and values.shape == labels.shape[:1]:
         return values
@@ -159,13 +161,14 @@ def multi_hot(labels: Tensor, num_classes: int) -> Tensor:
 
 
 def classification_loss(logits: Tensor, labels: Tensor, config: TrainConfig) -> Tensor:
-    """Per-image loss, float32 (B,); 0 with softmax for an image without any label.
+    """Loss of each image, float32 (B,); 0 with softmax for an image without labels.
 
-    Softmax: cross-entropy against the labels, which share the probability evenly, with label
-    smoothing. Sigmoid: binary cross-entropies summed over classes (big_vision `sigmoid_xent`).
+    Softmax: cross-entropy with label smoothing against targets in which labels share the
+    probability evenly. Sigmoid: binary cross-entropies summed over classes (big_vision
+    `sigmoid_xent`).
 
     Raises:
-        ValueError: a user's own loss does not exist, or returns something else.
+        ValueError: a custom loss does not exist, or returns another shape.
     """
     logits = logits.float()
     if is_own(config.loss):
@@ -198,8 +201,8 @@ class Mixing(NamedTuple):
     """How the pairs of a pass are mixed.
 
     Attributes:
-        weight: float32 (P, H, W): share of an image's own pixels; the rest is its partner's.
-        own_share: float32 (2 P,): share of an image's own label.
+        weight: float32 (P, H, W): share of the image's pixels; the rest is the partner's.
+        own_share: float32 (2 P,): share of the image's label; the rest is the partner's.
     """
 
     weight: Tensor
@@ -211,9 +214,9 @@ def draw_mixing(
 ) -> Mixing:
     """The mixing of each pair: MixUp (arXiv:1710.09412) or CutMix (arXiv:1905.04899).
 
-    Both images of a pair have the same share of their own, from Beta(alpha, alpha); CutMix
-    exchanges a box with the rest's area around a uniform pixel; its part outside the image is cut
-    off and given back to the share, as in its authors' code.
+    Each image of a pair keeps the same share, from Beta(alpha, alpha). CutMix exchanges a box
+    around a uniform pixel with the area of the rest; the part of the box outside the image is cut
+    off and added to the share, as in the CutMix authors' code.
 
     Args:
         samples: int64 (2 P,), in the order of the global batch.
@@ -234,8 +237,8 @@ def draw_mixing(
     for length, centre in zip(size, (row, column), strict=True):
         half = (length * torch.sqrt(1.0 - share)).floor() // 2
         middle = (centre * length).floor()
-        place = torch.arange(length, device=share.device)
-        outer.append((place < (middle - half)[:, None]) | (place >= (middle + half)[:, None]))
+        pixel = torch.arange(length, device=share.device)
+        outer.append((pixel < (middle - half)[:, None]) | (pixel >= (middle + half)[:, None]))
     outside = outer[0][:, :, None] | outer[1][:, None, :]  # (P, H, W), false in the box
     weight = torch.where(cut[:, None, None], outside.double(), share[:, None, None])
     own_share = torch.where(cut, outside.double().mean((1, 2)), share)
@@ -248,7 +251,7 @@ def mix_images(images: Tensor, weight: Tensor) -> Tensor:
 
 
 def partners(items: Tensor) -> Tensor:
-    """For (2 P, ...) the other one of each pair."""
+    """(2 P, ...) with the two items of each pair exchanged."""
     return items.view(-1, 2, *items.shape[1:]).flip(1).flatten(0, 1)
 
 

@@ -19,10 +19,10 @@ STEP_COUNT: Final = "step"
 
 
 class UncompiledOptimizer(torch.optim.Optimizer):
-    """torch's base class, without the decorator for compiled code of a method that it calls.
+    """torch's base class, without a decorator for compiled code, which imports torch's compiler.
 
-    Nothing here uses torch's compiler of optimizers, whose import takes a training worker 1.6 CPU
-    seconds and 68 MiB (torch 2.13, AMD EPYC, 2026-11-27).
+    Nothing here compiles optimizers, and the import takes a training worker 1.6 CPU seconds and
+    68 MiB (torch 2.13, AMD EPYC, 2026-11-27).
     """
 
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
@@ -44,12 +44,12 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     """Optimizer over two groups: kernels, which decay, and everything else, which does not.
 
     The learning rate starts at 0: the loop sets `lr_at(step)` before each step, and an engine that
-    takes a trial step to create its state must not move the weights.
+    takes a trial step to create state must not move the weights.
 
-    torch's are fused, also on a CPU: one pass over the state, in all threads. With offload,
-    DeepSpeed's own optimizer for CPUs takes 0.87 to 0.95 of the time on one thread, 0.98 to 1.10 on
-    two (`benchmarks/results/offload_step_cpu_2026-11-22.md`), and has to be compiled there for
-    three minutes. All take a refusal as a number (`found_inf`).
+    torch's optimizers are fused, also on a CPU: one pass over the state, in all threads. With
+    offload, DeepSpeed's optimizer for CPUs takes 0.87 to 0.95 of the time on one thread, 0.98 to
+    1.10 on two (`benchmarks/results/offload_step_cpu_2026-11-22.md`), and is first compiled for
+    three minutes. All optimizers take a refusal as a number (`found_inf`).
     """
     decayed, rest = decayed_parameters(model)
     groups = [
@@ -80,7 +80,7 @@ def decayed_parameters(model: nn.Module) -> tuple[NamedParameters, NamedParamete
 
 
 def _own_optimizer(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
-    """The user's own; whether a step is refused takes a host-device sync."""
+    """A custom optimizer, whose refusals take a host-device sync."""
     optimizer = own_part(config.name, "optim.name")(groups, config)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
@@ -91,7 +91,7 @@ def _own_optimizer(groups: list[dict[str, Any]], config: OptimConfig) -> torch.o
     apply = optimizer.step
 
     def step(closure: Any = None) -> None:
-        if not vars(optimizer).pop("found_inf", 0.0):  # which some of torch's do not take
+        if not vars(optimizer).pop("found_inf", 0.0):  # some of torch's optimizers do not know it
             apply(closure)
 
     optimizer.step = step  # type: ignore[method-assign,assignment]
@@ -100,18 +100,18 @@ def _own_optimizer(groups: list[dict[str, Any]], config: OptimConfig) -> torch.o
 
 @functools.lru_cache(maxsize=8)
 def _own_state(config: OptimConfig) -> dict[str, torch.dtype]:
-    """What a user's own optimizer keeps for each element, and `step` if it counts steps.
+    """A custom optimizer's state by element, and `step` if the optimizer counts steps.
 
     Raises:
-        ValueError: it keeps something else, does not start with zeros, or mixes elements: ZeRO
-            gives each rank flat pieces of tensors, and a checkpoint holds them by element.
+        ValueError: the state has something else, does not start with zeros, or mixes elements: ZeRO
+            gives each rank flat pieces of tensors, and a checkpoint stores state by element.
     """
     where, shape = f"optim.name={config.name}", (16, 64)
     expected, state = _own_steps(config, shape, {})
-    others = [k for k, v in state.items() if k != STEP_COUNT and getattr(v, "shape", ()) != shape]
-    if others:
+    invalid = [k for k, v in state.items() if k != STEP_COUNT and getattr(v, "shape", ()) != shape]
+    if invalid:
         raise ValueError(
-            f"{where} keeps {', '.join(others)} in its state; keep tensors of a weight's shape, "
+            f"{where} keeps {', '.join(invalid)} in its state; keep tensors of a weight's shape, "
             f"and the number of steps as {STEP_COUNT!r}, which checkpoints hold"
         )
     types = {key: getattr(value, "dtype", torch.float32) for key, value in state.items()}
@@ -128,14 +128,14 @@ def _own_state(config: OptimConfig) -> dict[str, torch.dtype]:
 def _own_steps(
     config: OptimConfig, shape: tuple[int, ...], types: Mapping[str, torch.dtype]
 ) -> tuple[Tensor, dict[str, Any]]:
-    """The same 1,024 weights after three steps, flat, and the optimizer's state of them.
+    """1,024 weights after three steps, flat, and the optimizer's state.
 
     Args:
-        types: of the state, which starts with zeros; empty for the optimizer's own start.
+        types: of a state that starts with zeros; empty = the optimizer creates the state.
     """
     weight = nn.Parameter(torch.linspace(0.5, 1.5, 1024).view(shape))
-    group = {"params": [weight], "weight_decay": config.weight_decay}
-    optimizer = _own_optimizer([group], config)
+    groups = [{"params": [weight], "weight_decay": config.weight_decay}]
+    optimizer = _own_optimizer(groups, config)
     optimizer.state[weight].update(zero_state(weight, types))
     set_rate(optimizer, 1e-2)
     for factor in (1.0, -0.5, 2.0):

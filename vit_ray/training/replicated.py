@@ -1,7 +1,7 @@
-"""ZeRO stage 0: every rank steps the whole state; gradients are summed during the backward pass.
+"""ZeRO stage 0: every rank steps the full state; gradients are summed during the backward pass.
 
 DeepSpeed 0.19.8 would all-reduce after the backward pass; in bf16 it would also sum passes in bf16
-and step each tensor by itself, with several host-device syncs each.
+and step tensor by tensor, with several host-device syncs for each.
 """
 
 from collections.abc import Callable
@@ -15,14 +15,14 @@ from vit_ray.training.optimizers import StepGuard
 
 
 class ReplicatedOptimizer:
-    """Steps fp32 masters of all weights by torch's optimizer; DeepSpeed uses it as its optimizer.
+    """Steps fp32 masters of all weights by torch's optimizer; DeepSpeed takes it as an optimizer.
 
-    fp32 weights are their own masters. Masters collect the gradients of the passes.
+    The master of an fp32 weight is the weight. Masters collect the gradients of the passes.
 
     Args:
-        weights: those of the groups of `optimizer`, in the order of the forward pass.
-        optimizer: has made no step yet; its groups become those of the masters.
-        bucket_elements: most in one sum, unless a single weight has more.
+        weights: of the groups of `optimizer`, in the order of the forward pass.
+        optimizer: without a step so far; the groups' weights are replaced by masters.
+        bucket_elements: maximum of one all-reduce, unless a single weight has more.
         is_last_pass: whether the current pass is the last one before a step.
     """
 
@@ -61,7 +61,7 @@ class ReplicatedOptimizer:
         return self.optimizer.param_groups
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: a step leaves no gradients."""
+        """Nothing to do: `step` removes gradients."""
 
     def destroy(self) -> None:
         for hook in self._hooks:
@@ -71,11 +71,11 @@ class ReplicatedOptimizer:
     def step(self) -> None:
         """Apply the mean gradient of all ranks, unless it is not finite."""
         self._send(len(self._buckets))
-        for bucket, whole, work in self._sent:
+        for bucket, flat, work in self._sent:
             # no limit: the process group's timeout
-            work.wait()  # on a GPU its stream waits, not the host
-            whole.div_(dist.get_world_size())
-            parts = torch.split(whole, [weight.numel() for weight in bucket])
+            work.wait()  # on a GPU the stream waits, not the host
+            flat.div_(dist.get_world_size())
+            parts = torch.split(flat, [weight.numel() for weight in bucket])
             for weight, part in zip(bucket, parts, strict=True):
                 self._gradient(weight).copy_(part.view_as(weight))
         self._sent.clear()
@@ -105,23 +105,21 @@ class ReplicatedOptimizer:
             weight.grad = None
         if self._is_last_pass():
             self._ready.add(weight)
-            due = len(self._sent)
-            while due < len(self._buckets) and self._ready.issuperset(self._buckets[due]):
-                due += 1
-            self._send(due)
+            count = len(self._sent)
+            while count < len(self._buckets) and self._ready.issuperset(self._buckets[count]):
+                count += 1
+            self._send(count)
 
     def _send(self, count: int) -> None:
         """Start summing the first `count` buckets over all ranks, in the weights' precision."""
-        world_size = dist.get_world_size()
-        if world_size == 1:
+        if dist.get_world_size() == 1:
             return
         for bucket in self._buckets[len(self._sent) : count]:
-            gradients = [self._gradient(weight).flatten().to(weight.dtype) for weight in bucket]
-            whole = torch.cat(gradients)
-            self._sent.append((bucket, whole, dist.all_reduce(whole, async_op=True)))
+            flat = torch.cat([self._gradient(w).flatten().to(w.dtype) for w in bucket])
+            self._sent.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
 
     def _gradient(self, weight: nn.Parameter) -> Tensor:
-        """Zeros if no pass reached the weight on this rank, as in ZeRO's other stages."""
+        # Zeros if no pass reached the weight on this rank, as in ZeRO's other stages.
         master = self.masters[weight]
         if master.grad is None:
             master.grad = torch.zeros_like(master)

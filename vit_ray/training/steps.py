@@ -1,7 +1,7 @@
-"""Arithmetic of a run's steps, without torch: the learning rate of a step, and its passes.
+"""Arithmetic of a run's steps, without torch: the learning rate of a step, and the passes.
 
-Both are pure functions, so that resuming needs no state of them. A training pass that runs out of
-memory ends the worker group; the next one takes half the images, with the same global batches and
+These are pure functions, so resuming needs no state. A training pass that runs out of memory ends
+the worker group; the next group takes half the images per pass, with the same global batches and
 more accumulation.
 """
 
@@ -20,7 +20,8 @@ def lr_at(step: int, config: OptimConfig, total_steps: int) -> float:
 
     Linear and cosine decay run from `learning_rate` after the warm-up to `end_learning_rate`
     at `total_steps`; `steps` multiplies by 0.1 at each share of `total_steps` in `decay_at`;
-    `cooldown` is constant, and then falls linearly to `end_learning_rate` over its last share.
+    `cooldown` is constant, and then falls linearly to `end_learning_rate` over the last
+    `cooldown_fraction` of `total_steps`.
     """
     peak, end = config.learning_rate, config.end_learning_rate
     if step < config.warmup_steps:
@@ -32,8 +33,8 @@ def lr_at(step: int, config: OptimConfig, total_steps: int) -> float:
     if config.schedule == "cosine":
         return end + (peak - end) * 0.5 * (1.0 + math.cos(math.pi * progress))
     if config.schedule == "cooldown":
-        left = total_steps - cooldown_start(config, total_steps)
-        return end + (peak - end) * min(1.0, max(0.0, (total_steps - step) / left))
+        length = total_steps - cooldown_start(config, total_steps)
+        return end + (peak - end) * min(1.0, max(0.0, (total_steps - step) / length))
     if config.schedule == "steps":
         return peak * 0.1 ** sum(step / total_steps >= share for share in config.decay_at)
     return peak
@@ -47,25 +48,26 @@ def cooldown_start(config: OptimConfig, total_steps: int) -> int:
 def micro_batch_size(recipe: Recipe, world_size: int, limit: int | None = None) -> int:
     """Images per worker and pass for this many workers.
 
-    A number in the recipe is exact for a group of fixed size. In an elastic group, under a limit,
-    and for `auto`, it is the maximum, and the largest divisor of the worker's share is taken.
+    A number in the recipe is exact for a group of fixed size. In an elastic group and under a limit
+    the number is a maximum: the largest divisor of the worker's share up to it is taken. `auto`
+    has no maximum but the limit.
 
     Args:
-        limit: the most that is known to fit.
+        limit: the largest size that is known to fit.
 
     Raises:
-        ValueError: the batch does not divide among the workers, in passes of the recipe's number in
-            a fixed group; with the arithmetic and the nearest valid value.
+        ValueError: the batch does not divide among the workers, or in a fixed group not into passes
+            of the recipe's number; with the arithmetic and the nearest valid value.
     """
     share = recipe.train.global_batch_size // world_size
     wanted = recipe.train.micro_batch_size
     is_elastic = not isinstance(recipe.workers.num_workers, int)
     unit = recipe.train.least_pass if wanted == "auto" or is_elastic else wanted
     accumulation_steps(recipe.train.global_batch_size, unit, world_size)
-    most = share if wanted == "auto" else min(wanted, share)
-    most = most if limit is None else min(most, limit)
+    max_size = share if wanted == "auto" else min(wanted, share)
+    max_size = max_size if limit is None else min(max_size, limit)
     sizes = pass_sizes(recipe, world_size)
-    return max((size for size in sizes if size <= most), default=sizes[0])
+    return max((size for size in sizes if size <= max_size), default=sizes[0])
 
 
 def pass_sizes(recipe: Recipe, world_size: int) -> list[int]:
@@ -74,16 +76,16 @@ def pass_sizes(recipe: Recipe, world_size: int) -> list[int]:
     Raises:
         ValueError: the batch does not divide among the workers, in pairs if images are mixed.
     """
-    share, least = recipe.train.global_batch_size // world_size, recipe.train.least_pass
-    accumulation_steps(recipe.train.global_batch_size, least, world_size)
-    return [size for size in range(least, share + 1, least) if share % size == 0]
+    share, min_size = recipe.train.global_batch_size // world_size, recipe.train.least_pass
+    accumulation_steps(recipe.train.global_batch_size, min_size, world_size)
+    return [size for size in range(min_size, share + 1, min_size) if share % size == 0]
 
 
 def accumulation_steps(global_batch_size: int, micro_batch_size: int, num_workers: int) -> int:
     """Passes per optimizer step: global batch / (micro-batch x workers).
 
     Raises:
-        ValueError: it does not divide; the message gives the nearest batch that does.
+        ValueError: the batch does not divide; the message gives the nearest batch that does.
     """
     per_pass = micro_batch_size * num_workers
     if global_batch_size % per_pass == 0:

@@ -1,8 +1,8 @@
 """The training state of one rank, in the same form for every ZeRO stage.
 
 A `Fragment` is a range of consecutive elements of one parameter, with the fp32 master weights and
-the optimizer state of those elements as views into the engine's own memory. Checkpoints, averaging
-and weight exchange work on fragments, and so on any stage and any number of workers.
+the optimizer state of those elements as views into the engine's memory. Checkpoints, averaging and
+weight exchange work on fragments, and so on any stage and any number of workers.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ class Fragment:
 
     Attributes:
         weight: fp32 master weights (n,), a view: writing to it changes the run.
-        owner: the tensor that the optimizer steps; its state is kept under this key.
+        owner: the tensor that the optimizer steps, which is the key of the optimizer's state.
         offset: where the fragment starts in the flattened `owner`.
     """
 
@@ -49,7 +49,7 @@ class Fragment:
 
 
 def local_fragments(engine: Any, names: dict[nn.Parameter, str]) -> list[Fragment]:
-    """All state on this rank; every element of the model is held by at least one rank.
+    """All state on this rank; every element of the model is on at least one rank.
 
     Args:
         engine: an initialized DeepSpeed engine.
@@ -58,12 +58,12 @@ def local_fragments(engine: Any, names: dict[nn.Parameter, str]) -> list[Fragmen
     stage, optimizer, fragments = engine.zero_optimization_stage(), engine.optimizer, []
     for parameter, name in names.items():
         if stage == 0:
-            place: Place | None = Place(0, optimizer.masters[parameter], 0, parameter.numel())
+            part: Place | None = Place(0, optimizer.masters[parameter], 0, parameter.numel())
         else:
-            place = place_of(optimizer, parameter, stage, engine.global_rank)
-        if place is not None:
-            weight = place.owner.data.view(-1).narrow(0, place.offset, place.size)
-            fragments.append(Fragment(name, place.start, weight, place.owner, place.offset))
+            part = place_of(optimizer, parameter, stage, engine.global_rank)
+        if part is not None:
+            weight = part.owner.data.view(-1).narrow(0, part.offset, part.size)
+            fragments.append(Fragment(name, part.start, weight, part.owner, part.offset))
     return fragments
 
 
@@ -72,8 +72,8 @@ def owned_fragments(
 ) -> list[Fragment]:
     """The part of the state that this rank owns; ranks own disjoint parts of everything.
 
-    A rank owns its ZeRO shards as they are. What stage 0 replicates is cut into `world_size` equal
-    ranges, so that saving and averaging cost each rank only its share there too.
+    A rank owns its ZeRO shards as they are. The replicas of stage 0 are cut into `world_size` equal
+    ranges, so that saving and averaging cost each rank only a share there too.
     """
     if stage > 0:
         return local
@@ -96,11 +96,11 @@ def frozen_fragments(
 ) -> list[Fragment]:
     """This rank's share of untrained parameters, in host memory, cut as ZeRO 3 cuts parameters.
 
-    The module may have rounded them, so these are the values to keep.
+    Checkpoints get these values, because the module may have rounded its parameters.
 
     Args:
         names: parameters of the module, and their names.
-        exact: their first values, unsharded, by name.
+        exact: the values before rounding, unsharded, by name.
     """
     fragments = []
     for name in names.values():
@@ -122,9 +122,9 @@ def weights_by_name(fragments: list[Fragment], values: list[Tensor]) -> Parts:
 
 
 def exchange_weights(engine: Any, names: dict[nn.Parameter, str], new: Parts) -> None:
-    """Give the module's own (possibly bf16) weights the values held as fragments.
+    """Set the module's (possibly bf16) weights from fragments; all ranks call it.
 
-    Every rank calls this. Masters that are separate from the module are not changed.
+    Masters that are separate from the module are not changed.
 
     Args:
         new: fp32 values of the fragments that this rank owns.
@@ -156,7 +156,7 @@ class WeightAverage:
         factor: of the average, in each step.
         warms_up: step t averages by (1 + t) / (10 + t) if that is less, as TensorFlow's
             `ExponentialMovingAverage` with `num_updates`: otherwise a short run's average is mostly
-            its initial weights.
+            the initial weights.
     """
 
     def __init__(self, fragments: list[Fragment], factor: float, *, warms_up: bool) -> None:
@@ -190,8 +190,8 @@ class WeightAverage:
     def applied(self, engine: Any, names: dict[nn.Parameter, str]) -> Iterator[None]:
         """The module computes with the averaged weights inside this block; all ranks enter it.
 
-        After an error the masters are not restored: that takes all ranks, which may not have
-        failed.
+        After an error in the block the masters are not restored, because that takes all ranks and
+        others may not have failed.
         """
         # Without ZeRO and in fp32 the module's weights are the masters: keep a copy.
         masters = [f.weight.detach().clone() for f in self.fragments]
@@ -201,12 +201,12 @@ class WeightAverage:
 
 
 class TrainingState:
-    """Master weights, optimizer state and averages that one rank of a DeepSpeed engine holds.
+    """Master weights, optimizer state and averages of one rank of a DeepSpeed engine.
 
     Args:
         names: of the trained parameters.
-        frozen: names of those that the recipe keeps fixed.
-        exact: the weights of all of them to start from, in fp32.
+        frozen: names of the parameters that the recipe keeps fixed.
+        exact: weights of both to start from, in fp32, by name.
 
     Attributes:
         owned: fragments that only this rank saves and averages.
@@ -238,17 +238,14 @@ class TrainingState:
         self._kinds = tuple(key for key in types if key != STEP_COUNT)
         # A trial step at initialization leaves a step count behind in some stages only.
         optimizer.state.clear()
-        if stage:
-            stepped = flat_groups(engine.optimizer, stage)
-        else:
-            stepped = list(engine.optimizer.masters.values())
-        for tensor in stepped:
+        wrapper = engine.optimizer
+        for tensor in flat_groups(wrapper, stage) if stage else wrapper.masters.values():
             optimizer.state[tensor] = zero_state(tensor, types)
-        self.average = None
-        if train.averaging:
-            self.average = WeightAverage(
-                self.owned, train.averaging, warms_up=train.averaging_warmup
-            )
+        self.average = (
+            WeightAverage(self.owned, train.averaging, warms_up=train.averaging_warmup)
+            if train.averaging
+            else None
+        )
 
     @property
     def applied_steps(self) -> int:
@@ -258,25 +255,24 @@ class TrainingState:
         return counts[0] if counts else int(self._engine.global_steps - self._guard.refused_steps)
 
     def snapshot(self, position: Position, memory: dict[str, Tensor] | None = None) -> Snapshot:
-        """Host copy of what this rank owns; `memory` as for `take_snapshot`."""
-        rank, world_size = self._engine.global_rank, self._engine.world_size
-        return take_snapshot(self.owned_entries(), position, rank, world_size, memory)
+        """Host copy of the state that this rank owns; `memory` as for `take_snapshot`."""
+        engine, entries = self._engine, self.owned_entries()
+        return take_snapshot(entries, position, engine.global_rank, engine.world_size, memory)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue exactly from a checkpoint, whatever the module's present weights; all ranks call
-        it.
+        """Continue exactly from a checkpoint; all ranks call it.
 
         Raises:
-            DamagedCheckpointError: on all ranks, if what some rank needs is not as it was written.
+            DamagedCheckpointError: on all ranks, if data that some rank needs are damaged.
         """
         has_average = checkpoint.has_average()
         entries = [(WEIGHT, f.name, f.start, f.weight) for f in (*self._local, *self._frozen)]
         for kind in self._kinds:
-            states = ((f, f.state(self._optimizer.state, kind)) for f in self._local)
-            entries += [(kind, f.name, f.start, values) for f, values in states]
+            state = self._optimizer.state
+            entries += [(kind, f.name, f.start, f.state(state, kind)) for f in self._local]
         if self.average is not None and has_average:
-            values = zip(self.owned, self.average.values, strict=True)
-            entries += [(AVERAGE, f.name, f.start, average) for f, average in values]
+            averages = zip(self.owned, self.average.values, strict=True)
+            entries += [(AVERAGE, f.name, f.start, average) for f, average in averages]
         self._fill(checkpoint, entries)
         if self.average is not None and not has_average:
             for average, fragment in zip(self.average.values, self.owned, strict=True):
@@ -292,16 +288,15 @@ class TrainingState:
         self._guard.refused_steps.fill_(position.step - position.applied_steps)
 
     def _fill(self, checkpoint: Checkpoint, entries: list[Entry]) -> None:
-        damage, rank, device = "", dist.get_rank(), torch.device(self._engine.device)
+        damage, rank, device = [""], dist.get_rank(), torch.device(self._engine.device)
         try:
             checkpoint.fill(entries)
         except DamagedCheckpointError as error:
-            damage = str(error)
-        (last,) = all_max([rank if damage else -1.0], device)
-        if last >= 0:  # a rank that has found damage tells the others
-            damages = [damage]
-            dist.broadcast_object_list(damages, src=int(last), device=device)
-            raise DamagedCheckpointError(damages[0])
+            damage = [str(error)]
+        (last_damaged,) = all_max([rank if damage[0] else -1.0], device)
+        if last_damaged >= 0:
+            dist.broadcast_object_list(damage, src=int(last_damaged), device=device)
+            raise DamagedCheckpointError(damage[0])
 
     def owned_entries(self) -> Iterator[Entry]:
         """What only this rank saves, as views of the state."""
@@ -311,6 +306,6 @@ class TrainingState:
                 yield kind, f.name, f.start, f.state(self._optimizer.state, kind)
         for name, parts in (self.average.by_name() if self.average else {}).items():
             yield from ((AVERAGE, name, start, values) for start, values in parts)
-        for f in self._frozen:  # is its own average
+        for f in self._frozen:  # the average of a fixed value is the value
             for kind in (WEIGHT, AVERAGE) if self.average else (WEIGHT,):
                 yield kind, f.name, f.start, f.weight

@@ -1,16 +1,13 @@
 """One attempt of a run on one worker: it trains or evaluates, and reports how it ended.
 
-The engine has refused a step whose loss or gradient is not finite, or whose norm is an outlier, so
-weights and optimizer are as before it.
+The engine does not apply a step whose loss or gradient is not finite, or whose gradient norm is an
+outlier: weights and optimizer stay as before the step.
 """
-
-from __future__ import annotations
 
 import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -54,23 +51,23 @@ from vit_ray.worker.job import DivergedError, SmallerMicroBatchError, TrainJob, 
 from vit_ray.worker.run_link import DELIVERY_S, RunLink, Watchdog
 from vit_ray.worker.saving import CheckpointSaver
 
-MOST_IN_A_ROW: Final = 3
-"""Refused steps in a row at which a run stops with any setting: the weights no longer train."""
-MOST_LISTED: Final = 64
-"""Samples, or steps, named in a report."""
+# Steps in a row that are not finite, after which a run stops with any setting.
+MAX_NONFINITE_STEPS: Final = 3
+# Samples, or steps, named in an event.
+MAX_LISTED: Final = 64
 
 
 def _listed(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:MOST_LISTED]))
-    return shown if len(numbers) <= MOST_LISTED else f"{shown}, ... ({len(numbers)} in total)"
+    text = ", ".join(map(str, numbers[:MAX_LISTED]))
+    return text if len(numbers) <= MAX_LISTED else f"{text}, ... ({len(numbers)} in total)"
 
 
-@contextmanager
+@contextlib.contextmanager
 def reported_failures(link: RunLink) -> Iterator[None]:
     """Report an error of the block that would happen again after a restart.
 
     Raises:
-        UnrecoverableError: the other workers may wait for this one: Ray is to end them.
+        UnrecoverableError: the other workers may wait for this worker: Ray then ends them.
     """
     try:
         yield
@@ -81,7 +78,7 @@ def reported_failures(link: RunLink) -> Iterator[None]:
 
 
 def evaluate_alone(link: RunLink, evaluator: Evaluator) -> None:
-    """An evaluation's own run on one worker: evaluate once.
+    """The work of a run that only evaluates.
 
     Raises:
         UnrecoverableError: as `Evaluator.evaluate`.
@@ -95,10 +92,10 @@ def evaluate_alone(link: RunLink, evaluator: Evaluator) -> None:
 
 @dataclass
 class Attempt:
-    """The parts of a worker, combined; each part answers some of the loop's calls.
+    """The parts of a worker, combined; answers the calls of the training loop.
 
     Attributes:
-        preemption_notice: what the cluster has announced about this group's nodes; None = nothing.
+        preemption_notice: returns what the cluster has announced about this group's nodes, or None.
     """
 
     job: TrainJob
@@ -119,16 +116,16 @@ class Attempt:
         """Train to the end.
 
         Raises:
-            UnrecoverableError: the recipe says to stop here, or the data are invalid.
-            SmallerMicroBatchError: a pass did not fit into memory; a smaller one in the next
-                attempt may.
+            UnrecoverableError: a restart would meet the same error.
+            SmallerMicroBatchError: a pass did not fit into memory; the next attempt takes fewer
+                images.
         """
         try:
             self._train()
         except UnrecoverableError as error:
-            if error.is_agreed:  # no rank has died: the last checkpoint can still be finished
+            if error.is_agreed:  # all ranks are alive: they can still finish the last checkpoint
                 self.watchdog.pause()
-                with contextlib.suppress(UnrecoverableError, RuntimeError, TimeoutError):
+                with contextlib.suppress(RuntimeError, TimeoutError):
                     self.saver.wait_until_written()
             raise
         except RuntimeError as error:
@@ -147,15 +144,15 @@ class Attempt:
         if steps is not None and self.context.rank == 0:
             batches = profiled(batches, steps, progress.step + 1, self.link.keep_file)
         if progress.step == 0 and self.context.rank == 0:
-            batches = self._shown(batches)
+            batches = self._with_crops_kept(batches)
         loop = TrainingLoop(
             self.engine, batches, self.job.recipe, self.context, self, progress,
             work_per_image(self.job),
         )  # fmt: skip
-        # A first step compiles, and waits for the first batch.
+        # Asked before the first step, which takes long: it compiles, and waits for its batch.
         is_stopping = self.context.all_sum([float(self.link.is_ending())])[0] > 0
         ending = Ending.STOPPED if is_stopping else loop.run()
-        self.watchdog.pause()  # the steps are over, and waiting has its own limits
+        self.watchdog.pause()  # the steps are over, and the next wait has a limit
         self.saver.wait_until_written()
         if ending is not Ending.FINISHED:
             step, link = progress.step, self.link
@@ -167,8 +164,8 @@ class Attempt:
                 kind, why = EventKind.RESIZING, "the group changes its size"
             link.note(kind, f"{why}; {saved}", step, DELIVERY_S)
 
-    def _shown(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same batches; crops of the first batch are kept with the run."""
+    def _with_crops_kept(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same batches; crops of the first batch become files of the run."""
         first = next(batches, None)
         if first is None:
             return
@@ -182,9 +179,9 @@ class Attempt:
         yield from batches
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Metrics for MLflow, and on rank 0 a copy for the recipe's callbacks.
+        """Send metrics to MLflow, and call the recipe's callbacks on rank 0.
 
-        A callback that raises is not called again.
+        A callback that raises an error is not called again.
         """
         self.link.log(step, metrics)
         if metrics.get(RESULT_STEP) == step:  # the best evaluation so far
@@ -196,13 +193,13 @@ class Attempt:
                 continue
             try:
                 own_part(name, "train.callbacks")(step, dict(metrics))
-            except Exception as error:  # of the user's code, which training does not depend on
+            except Exception as error:  # training does not depend on the user's callbacks
                 self._failed_callbacks.add(name)
                 text = f"{name} is not called again: {type(error).__name__}: {error}"
                 self.link.note(EventKind.CALLBACK_FAILED, text, step)
 
     def note_step(self, step: int, wait_s: float) -> None:
-        """Progress for the watchdog, and through its heartbeat for the display.
+        """Give the progress to the watchdog, whose heartbeats give it to the display.
 
         Raises:
             UnrecoverableError: checkpoints can no longer be written.
@@ -213,7 +210,7 @@ class Attempt:
         self._note_start(step)
 
     def _note_start(self, step: int) -> None:
-        """Log, once, how long it took since Ray was up, and how much of that was compiling."""
+        """Log once, in seconds, how long the start took, and how much of that was compiling."""
         if self._has_started:
             return
         self._has_started = True
@@ -228,29 +225,28 @@ class Attempt:
             metrics[STARTUP_COMPILE_S] = compiled_s
             text += f", {compiled_s:.1f} s of them torch.compile's"
         if failures:
-            why = f"the model runs eagerly: {failures[0]}"
-            self.link.note(EventKind.NOT_COMPILED, why, step)
+            self.link.note(EventKind.NOT_COMPILED, f"the model runs eagerly: {failures[0]}", step)
         self.link.note(EventKind.FIRST_STEP, text, step)
         self.link.log(step, metrics)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        wants_save = partial(self.save_is_wanted, step)
         try:
             with self.link.clock.within(Phase.EVALUATION):
-                figures = self.evaluator.evaluate(step, self.link.is_ending, wants_save)
-        except EvaluationCutError as cut:
-            reason = "a stop" if cut.is_stopping else "a checkpoint at once"
-            text = f"for {reason}; it has no results"
-            self.link.note(EventKind.EVALUATION_CUT, text, step)
+                metrics = self.evaluator.evaluate(
+                    step, self.link.is_ending, partial(self.save_is_wanted, step)
+                )
+        except EvaluationCutError as error:
+            reason = "a stop" if error.is_stopping else "a checkpoint at once"
+            self.link.note(EventKind.EVALUATION_CUT, f"for {reason}; it has no results", step)
             raise
-        if figures:
-            self._note_start(step)  # in an attempt without steps, which only evaluates
+        if metrics:
+            self._note_start(step)  # an attempt may only evaluate
             if step == self.job.total_steps and not self.job.recipe.keeps_best:
                 self.evaluator.show_files()
-        return figures
+        return metrics
 
     def save(self, progress: Progress) -> None:
-        """Start writing a checkpoint, and log how long training stood still and where time went."""
+        """Start writing a checkpoint, and log how long training waited and where time went."""
         metrics = self._note_time(progress)
         with self.link.clock.within(Phase.CHECKPOINT):
             stall_s = self.saver.save(progress)
@@ -258,18 +254,21 @@ class Attempt:
         self.link.log(progress.step, {**metrics, CHECKPOINT_STALL_S: stall_s})
 
     def _note_time(self, progress: Progress) -> dict[str, float]:
-        """Where the time of the run went so far, also in its progress."""
+        """Metrics of where the run's time went so far; also stored in `progress`."""
         progress.seconds, progress.until_s = self.link.clock.spent()
         metrics = phase_metrics(progress.seconds)
         if self.engine.device.type == "cuda" and progress.train_seconds:
-            held_s = metrics[RUN_WALL_S] - progress.seconds[Phase.PLACE]
+            placed_s = metrics[RUN_WALL_S] - progress.seconds[Phase.PLACE]
             mean_workers = progress.worker_seconds / progress.train_seconds
-            metrics[COST_GPU_HOURS] = held_s * mean_workers / 3600
+            metrics[COST_GPU_HOURS] = placed_s * mean_workers / 3600
         progress.metrics |= metrics
         return metrics
 
     def add_evaluation(self, progress: Progress) -> bool:
-        """Add an evaluation to the checkpoint of its step, when all ranks have written that.
+        """Add an evaluation to the checkpoint of its step; first waits until that is written.
+
+        Returns:
+            Whether the checkpoint is whole and now has the evaluation.
 
         Raises:
             UnrecoverableError: another driver has taken over the run.
@@ -278,7 +277,7 @@ class Attempt:
             self.saver.wait_until_written()
         metrics, is_added = self._note_time(progress), False
         if self.context.rank == 0:
-            # Instead of those of the checkpoint before the evaluation.
+            # These replace the metrics that `save` logged before the evaluation.
             self.link.record.metrics(progress.step, metrics, again=True)
             try:
                 is_added = self.saver.writer.note_evaluation(progress)
@@ -287,10 +286,10 @@ class Attempt:
         return self.context.all_sum([float(is_added)])[0] > 0
 
     def on_bad_step(self, progress: Progress, batch: Batch) -> None:
-        """Report the refused step before `progress.step`.
+        """Report step `progress.step - 1`, which is not finite.
 
         Raises:
-            DivergedError: the recipe says to stop, or there were too many in a row.
+            DivergedError: the recipe says to stop, or too many steps in a row are not finite.
         """
         step, nonfinite = progress.step, self.job.recipe.train.nonfinite
         text = (
@@ -298,7 +297,7 @@ class Attempt:
             f"{self._described(batch)}"
         )
         self.link.note(EventKind.NOT_FINITE, text, step)
-        if nonfinite == "stop" or progress.nonfinite_steps >= MOST_IN_A_ROW:
+        if nonfinite == "stop" or progress.nonfinite_steps >= MAX_NONFINITE_STEPS:
             raise DivergedError(
                 f"{text}. train.nonfinite={nonfinite} with {progress.nonfinite_steps} such "
                 "steps in a row; lower optim.learning_rate (with resume=changed), or set "
@@ -317,19 +316,19 @@ class Attempt:
         self.link.note(EventKind.SKIPPED, text, progress.step)
 
     def _described(self, batch: Batch) -> str:
-        """Samples of the global batch, sizes of activations by layer, and the first layer that is
-        not finite; all ranks call it.
+        """A text for an event: samples of the global batch, largest activations by layer, and the
+        first layer whose activations are not finite; all ranks call it.
         """
         engine = self.engine
-        numbers = np.asarray(batch["sample"], np.int64)
-        samples = np.unique(all_rows(numbers, engine.device)).tolist()
-        pieces = [
-            engine.activation_sizes(normalize(piece.to(engine.device), engine.dtype))
-            for piece in torch.split(as_tensor(batch["image"]), self.context.micro_batch_size)
+        rank_samples = np.asarray(batch["sample"], np.int64)
+        samples = np.unique(all_rows(rank_samples, engine.device)).tolist()
+        passes = [
+            engine.activation_sizes(normalize(images.to(engine.device), engine.dtype))
+            for images in torch.split(as_tensor(batch["image"]), self.context.micro_batch_size)
         ]
-        names = list(pieces[0])
-        sizes = all_max([max(piece[n] for piece in pieces) for n in names], engine.device)
-        activations = dict(zip(names, sizes, strict=True))
+        names = list(passes[0])
+        rank_sizes = [max(sizes[name] for sizes in passes) for name in names]
+        activations = dict(zip(names, all_max(rank_sizes, engine.device), strict=True))
         bad = next((name for name, size in activations.items() if not math.isfinite(size)), None)
         largest_layer = max(activations, key=lambda name: activations[name])
         finite = f"finite when the model is evaluated, largest in {largest_layer}"
@@ -340,45 +339,48 @@ class Attempt:
         )
 
     def wishes(self, step: int) -> tuple[bool, bool]:
-        """For a checkpoint at once, and to stop."""
+        """Whether this rank wants a checkpoint at once, and whether it wants to stop."""
         return self.save_is_wanted(step), self.link.is_ending()
 
     def save_is_wanted(self, step: int) -> bool:
-        """Once for each notice that a node of this run leaves."""
+        """True once for each notice that a node of this run will be preempted; reports it."""
         notice = self.preemption_notice()
         if notice is None or repr(notice) == self._notice_seen:
             return False
         self._notice_seen = repr(notice)
         text = "a node is about to leave: checkpoint at once"
         if notice.deadline_ms is not None:
-            left_s = notice.deadline_ms / 1e3 - time.time()
-            text = f"a node leaves in {left_s:.0f} s: checkpoint at once"
+            remaining_s = notice.deadline_ms / 1e3 - time.time()
+            text = f"a node leaves in {remaining_s:.0f} s: checkpoint at once"
         self.link.record.event(EventKind.PREEMPTION, text, step)
         return True
 
 
 def smaller_micro_batch(job: TrainJob, failed: int) -> SmallerMicroBatchError:
-    """The error that ends this attempt, after which the next one takes half the images.
+    """The error that ends this attempt; the next attempt takes at most half the images per pass.
+
+    Args:
+        failed: images per pass that did not fit.
 
     Raises:
-        UnrecoverableError: the fewest images did not fit.
+        UnrecoverableError: the smallest possible pass did not fit.
     """
-    least = job.recipe.train.least_pass
-    if failed <= least:
-        few = "one image per pass does" if least == 1 else "a pair of images per pass does"
+    minimum = job.recipe.train.least_pass
+    if failed <= minimum:
+        few = "one image per pass does" if minimum == 1 else "a pair of images per pass does"
         raise UnrecoverableError(
             f"{few} not fit into device memory; use train.zero_stage=3, "
             "train.activation_checkpointing=1 or train.offload=true, or a smaller model",
             is_agreed=False,
         )
-    limit = max(least, failed // 2)
+    limit = max(minimum, failed // 2)
     return SmallerMicroBatchError(
         f"{failed} images per pass do not fit; trying at most {limit}", limit
     )
 
 
 def work_per_image(job: TrainJob) -> Compute:
-    """Multiply-adds of the model, and the peak of this worker's GPU, for rates."""
+    """Multiply-adds of the model per image, and the peak FLOP/s of this worker's GPU, if any."""
     recipe, peak = job.recipe, None
     if torch.cuda.is_available():
         peak = peak_flops(torch.cuda.get_device_name(), recipe.train.precision)

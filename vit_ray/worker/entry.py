@@ -1,7 +1,7 @@
-"""What Ray Train runs on every worker and in its controller; to name it imports no torch.
+"""What Ray Train runs on every worker and in its controller; importing this does not import torch.
 
-The workers join a process group on the network that the nodes use. Ray's own torch backend would
-also wait, at the end, for each process to leave the group; processes end anyway.
+The workers join a process group on the network that the nodes use. Ray's torch backend would also
+wait, at the end, for each process to leave the group, which is not needed.
 """
 
 import contextlib
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import psutil
-import ray
 import ray.train
 import ray.util
 from ray.train import WorkerGroupError
@@ -19,13 +18,16 @@ from ray.train.backend import Backend, BackendConfig
 
 from vit_ray.tracking.recorder import Recorder
 
+# Longest wait for Ray to report a dead worker.
+DEATH_S: Final = 5.0
+
 
 def work(config: dict[str, Any]) -> None:
     """Train, or evaluate, to the end of the run or of this worker's group.
 
     Args:
-        config: `group` (its name) and `use_gpu`; references of `job` and `streams`, whose modules
-            Ray Train's controller need not import.
+        config: `group` (the group's name) and `use_gpu`; object references of `job` and `streams`,
+            so that Ray Train's controller does not import their modules.
     """
     # no limit: the driver has put both there before
     job, streams = ray.get([config["job"], config["streams"]])
@@ -33,18 +35,18 @@ def work(config: dict[str, Any]) -> None:
     rank, world_size = context.get_world_rank(), context.get_world_size()
     first = rank - context.get_local_rank()
     host_ranks = range(first, first + context.get_local_world_size())
-    # Before DeepSpeed is imported: meanwhile the server's process starts.
-    mine = streams.for_rank(config["group"], rank, world_size, host_ranks)
+    # Before DeepSpeed is imported: meanwhile the process of the stream server starts.
+    rank_streams = streams.for_rank(config["group"], rank, world_size, host_ranks)
     from vit_ray.worker import worker
 
-    worker.work(job, rank, world_size, mine, use_gpu=config["use_gpu"])
+    worker.work(job, rank, world_size, rank_streams, use_gpu=config["use_gpu"])
 
 
 def introduce(record: Recorder) -> None:
-    """Give this worker's place to the run's record, as in `WorkerPlace`, and then import torch.
+    """Send this worker's info to the run's record, as in `WorkerPlace`, and then import torch.
 
     Errors name host, GPU, process and log file, since Ray sends standard error to a separate file.
-    The driver gives its placement group back if the controller dies.
+    The driver removes the placement group if the controller dies.
     """
     context = ray.get_runtime_context()
     gpus = context.get_accelerator_ids().get("GPU", [])
@@ -52,7 +54,7 @@ def introduce(record: Recorder) -> None:
     parts = [f"GPU {', '.join(gpus)}"] if gpus else []
     parts += [f"pid {os.getpid()}", f"log {log}" if log.endswith(".err") else ""]
     group = ray.util.get_current_placement_group()
-    with contextlib.suppress(ray.exceptions.RayError, RuntimeError):  # it works without the record
+    with contextlib.suppress(ray.exceptions.RayError, RuntimeError):  # the worker can do without
         record.heartbeat(
             ray.train.get_context().get_world_rank(),
             0,
@@ -64,16 +66,12 @@ def introduce(record: Recorder) -> None:
     importlib.import_module("torch")  # takes seconds, also in the controller: at the same time
 
 
-DEATH_S: Final = 5.0
-"""Longest wait for Ray to report a dead worker."""
-
-
 @dataclass
 class GroupConfig(BackendConfig):
-    """What Ray's `TorchConfig` has, without torch; each node chooses its network interface.
+    """The fields of Ray's `TorchConfig`, without importing torch.
 
     Attributes:
-        record: to which the workers introduce themselves.
+        record: receives each worker's info.
     """
 
     backend: str
@@ -89,18 +87,18 @@ class GroupConfig(BackendConfig):
 class GroupBackend(Backend):
     """Runs in Ray Train's controller."""
 
+    # All workers of a node see all of its GPUs, because NCCL links them.
     share_cuda_visible_devices = True
-    """GPUs of a node are visible to all of its workers, because NCCL links them."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        """Join the workers.
+        """Join the workers to a process group.
 
         Raises:
-            WorkerGroupError: some have died meanwhile; Ray's own error does not name them.
+            WorkerGroupError: workers have died meanwhile; Ray's own error does not name them.
         """
         try:
             introduced = worker_group.execute_async(introduce, backend_config.record)
-            from ray.train.torch import TorchConfig  # with torch: while the workers import it
+            from ray.train.torch import TorchConfig  # imports torch, while the workers do
 
             ray.get(introduced)  # no limit: the driver looks after a group that is silent
             worker_group.execute(use_own_interface)
@@ -109,7 +107,7 @@ class GroupBackend(Backend):
             dead: dict[int, Exception] = {}
             with contextlib.suppress(Exception):
                 dead = dead_workers(worker_group)
-            # Ray Train 2.60 keeps the place of a group of which a worker dies here.
+            # Ray Train 2.60 keeps the placement group if a worker dies here.
             with contextlib.suppress(Exception):
                 worker_group.get_worker_group_state().placement_group_handle.shutdown()
             if dead:
@@ -118,7 +116,7 @@ class GroupBackend(Backend):
 
 
 def dead_workers(worker_group: Any) -> dict[int, Exception]:
-    """Ray's errors of the workers that have died, by rank; those that wait do not answer."""
+    """Ray's errors of dead workers, by rank; living workers may answer, or be busy."""
     answers = worker_group.execute_async(os.getpid)
     answered, _ = ray.wait(answers, num_returns=len(answers), timeout=DEATH_S)
     dead: dict[int, Exception] = {}
@@ -132,10 +130,10 @@ def dead_workers(worker_group: Any) -> dict[int, Exception]:
 
 
 def use_own_interface() -> None:
-    """Have Gloo use the interface by which other nodes reach this one.
+    """Set Gloo's network interface to the interface by which other nodes reach this node.
 
-    By itself it takes the address of the host's name: on Debian 127.0.1.1, which no other node
-    reaches, and of several networks any.
+    Gloo's default is the address of the host's name: on Debian that is 127.0.1.1, which no other
+    node reaches, and with several networks it may be any.
     """
     if interface := interface_of(ray.util.get_node_ip_address()):  # type: ignore[no-untyped-call]
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -143,7 +141,7 @@ def use_own_interface() -> None:
 
 def interface_of(address: str) -> str | None:
     """The network interface of this node that has the address, IPv4 or IPv6."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if address in (one.address for one in addresses):
+    for name, entries in psutil.net_if_addrs().items():
+        if address in [entry.address for entry in entries]:
             return name
     return None

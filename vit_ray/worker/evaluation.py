@@ -1,6 +1,6 @@
-"""Evaluation inside a run: all ranks work, each image counts once, every rank gets the results.
+"""Evaluation in a run: all ranks work, each image counts once, and every rank gets the results.
 
-Evaluation batches carry `weight`: 0 for the rows that pad the last batch.
+Evaluation batches have a column `weight`: 0 for the rows that pad the last batch.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -37,7 +37,7 @@ Predicts = DeepSpeedEngine | Predictor
 
 
 class Evaluator:
-    """Evaluates the engine on a run's own streams, as its recipe says; all ranks call it."""
+    """Evaluates the engine on a run's streams, as the recipe says; all ranks call it."""
 
     def __init__(
         self,
@@ -47,10 +47,7 @@ class Evaluator:
         link: RunLink,
         watchdog: Watchdog,
     ) -> None:
-        """
-        Args:
-            open_batches: opens this rank's evaluation batches of a named stream.
-        """
+        """`open_batches`: opens this rank's evaluation batches of a named stream."""
         self._job, self._engine, self._open_batches = job, engine, open_batches
         self._link, self._watchdog = link, watchdog
         self._pool_labels: NDArray[np.int32] | None = None
@@ -64,15 +61,15 @@ class Evaluator:
     ) -> dict[str, float]:
         """Accuracy and few-shot accuracy, of the weights and of the averaged weights.
 
-        Metrics that cannot be computed fail an evaluation's own run; in a training run they become
-        an event, and there are no metrics.
+        In a training run, metrics that cannot be computed become an event, and the result is empty.
 
         Args:
             is_stopping, is_save_wanted: called between two batches, on every rank.
 
         Raises:
-            EvaluationCutError: one of them was true on some rank.
-            UnrecoverableError: as above, or a batch does not fit into memory.
+            EvaluationCutError: `is_stopping` or `is_save_wanted` was true on some rank.
+            UnrecoverableError: a batch does not fit into memory; or, in a run that only evaluates,
+                metrics cannot be computed.
         """
         self._watchdog.expect_long_step()
         self._is_stopping, self._is_save_wanted = is_stopping, is_save_wanted
@@ -80,12 +77,13 @@ class Evaluator:
             metrics = self._measure("")
             if self._engine.average is not None and metrics:
                 metrics |= self._measure_averaged()
+            return metrics
         except ValueError as error:
-            # All ranks have the same results and so the same error; training is not the cause.
+            # All ranks have the same results, so the same error; the training can continue.
             if self._job.kind == "evaluate":
                 raise UnrecoverableError(str(error)) from None
             self._link.note(EventKind.EVALUATION_FAILED, str(error), step)
-            metrics = {}
+            return {}
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -95,24 +93,23 @@ class Evaluator:
                 "it",
                 is_agreed=False,
             ) from error
-        return metrics
 
     def _measure(self, prefix: str) -> dict[str, float]:
         recipe, engine = self._job.recipe, self._engine
         metrics: dict[str, float] = {}
         has_images = recipe.data.eval is not None or recipe.data.held_out_fraction > 0
-        if has_images and recipe.train.loss != "masked_patch":  # which trains no head
+        if has_images and recipe.train.loss != "masked_patch":  # it trains no head
             accuracy = self._measure_accuracy()
-            metrics |= {f"{EVAL_GROUP}{prefix}{name}": value for name, value in accuracy.items()}
+            metrics |= {f"{EVAL_GROUP}{prefix}{name}": v for name, v in accuracy.items()}
             if recipe.chooses_on_dev and self._job.kind == "train":
-                on_dev = measure_accuracy(engine, self._watched("dev"), recipe)
-                metrics |= {f"{DEV_GROUP}{prefix}{name}": v for name, v in on_dev.items()}
+                accuracy = measure_accuracy(engine, self._watched("dev"), recipe)
+                metrics |= {f"{DEV_GROUP}{prefix}{name}": v for name, v in accuracy.items()}
         if recipe.evaluate.few_shot_train is not None:
             train, test = self._watched("few_shot_train"), self._watched("few_shot_test")
-            if self._pool_labels is None:  # read by rank 0 at the first evaluation
-                read = self._job.few_shot_labels
-                assert read is not None
-                self._pool_labels = read_by_first(read, engine.device)
+            if self._pool_labels is None:  # rank 0 reads them at the first evaluation
+                read_labels = self._job.few_shot_labels
+                assert read_labels is not None
+                self._pool_labels = read_by_first(read_labels, engine.device)
             config = recipe.evaluate
             few_shot = FewShot(
                 self._pool_labels,
@@ -120,55 +117,55 @@ class Evaluator:
                 shots=config.shots,
                 seeds=config.few_shot_seeds,
             )
-            found = measure_few_shot(engine, train, test, config, few_shot)
-            metrics |= {k.replace("/", f"/{prefix}"): v for k, v in found.items()}
+            accuracies = measure_few_shot(engine, train, test, config, few_shot)
+            metrics |= {k.replace("/", f"/{prefix}"): v for k, v in accuracies.items()}
         return metrics
 
     def _measure_averaged(self) -> dict[str, float]:
-        agreed: EvaluationCutError | ValueError
+        error: EvaluationCutError | ValueError
         assert not isinstance(self._engine, Predictor)
         with self._engine.averaged():
             try:
-                metrics = self._measure("averaged_")
-            except (EvaluationCutError, ValueError) as error:
-                agreed = error  # all ranks have it, and training continues with the masters
-            else:
-                return metrics
-        raise agreed
+                return self._measure("averaged_")
+            except (EvaluationCutError, ValueError) as raised:
+                error = raised  # on all ranks: first take the master weights back
+        raise error
 
     def _measure_accuracy(self) -> dict[str, float]:
-        """Also keeps images, and tables of which class was taken for which."""
+        """Accuracy of the evaluation set; also prepares files: example images and confusions."""
         answers, recipe = self._job.answers, self._job.recipe
         gather = partial(all_rows, device=self._engine.device)
         confusion, batches = Confusion(), self._watched("eval")
         images = ExampleImages(is_sigmoid=recipe.train.loss == "sigmoid")
         accuracy = measure_accuracy(self._engine, batches, recipe, answers, confusion, images)
         classes = answers.classes if answers else self._job.classes
-        # Those of averaged weights, which come second, replace those of the masters.
+        # The averaged weights are measured second: their files replace those of the master weights.
         self._files = {**confusion.files(classes), **images.files(classes, gather)}
         if answers is None:
             return accuracy
         if self._link.rank == 0:
             for name, content in self._files.items():
                 self._link.keep_file(name, content, "evaluation")
-        of_classes = confusion.accuracies(len(classes))
-        return accuracy | {"mean_class_top1": float(np.nanmean(of_classes))}
+        class_accuracies = confusion.accuracies(len(classes))
+        return accuracy | {"mean_class_top1": float(np.nanmean(class_accuracies))}
 
     def show_files(self) -> None:
-        """Keep images and tables of the last evaluation."""
+        """Store the images and tables of the last evaluation with the run."""
         if self._link.rank == 0:
             self._link.show_files(self._files, "evaluation")
 
     def _watched(self, name: str) -> Iterator[Batch]:
-        """Batches of a stream; on a GPU, images are copied while it computes."""
+        """Batches of a stream, watched by the watchdog, until some rank wants to stop or save."""
         batches, device = self._open_batches(name), self._engine.device
-        if device.type == "cuda":  # everything but the images is used on the host
+        if device.type == "cuda":  # the host uses everything but the images
             batches = device_batches(batches, device, pinned=("image",))
         for batch in batches:
             self._watchdog.expect_long_step()
-            stops, saves = all_sum([self._is_stopping(), self._is_save_wanted()], device)
-            if stops or saves:
-                raise EvaluationCutError(is_stopping=stops > 0)
+            num_stopping, num_saving = all_sum(
+                [self._is_stopping(), self._is_save_wanted()], device
+            )
+            if num_stopping or num_saving:
+                raise EvaluationCutError(is_stopping=num_stopping > 0)
             yield batch
 
 
@@ -183,15 +180,14 @@ def measure_accuracy(
     """`top1`, `top5`, `loss` and `evaluate.metrics` over all images of an evaluation stream.
 
     Args:
-        answers: the ground truth; None for the labels of the stream.
-        confusion: collects the counts over all ranks' images.
-        images: collects candidates among this rank's images.
+        answers: the ground truth; None = the labels of the stream.
+        confusion: collects counts over the images of all ranks.
+        images: collects example images of this rank.
     """
     sums, train, keys = AccuracySums(), recipe.train, recipe.evaluate.metrics
-    own = [own_part(key, "evaluate.metrics") for key in keys]
-    own_sums = torch.zeros(len(own), dtype=torch.float64)
-    loss = "softmax" if train.loss == "masked_patch" else train.loss
-    unsmoothed = train.model_copy(update={"label_smoothing": 0.0, "loss": loss})
+    custom = [own_part(key, "evaluate.metrics") for key in keys]
+    custom_sums = torch.zeros(len(custom), dtype=torch.float64)
+    unsmoothed = train.model_copy(update={"label_smoothing": 0.0})
     for batch, _, logits in _predictions(engine, batches):
         truth = batch["labels"]
         if answers is not None:
@@ -203,9 +199,9 @@ def measure_accuracy(
         weights = torch.from_numpy(batch["weight"]).to(logits.device)
         sums = sums + AccuracySums.of_batch(logits, labels, losses, weights)
         counted = (weights > 0) & (labels >= 0).any(1)
-        for i, (key, metric) in enumerate(zip(keys, own, strict=True)):
+        for i, (key, metric) in enumerate(zip(keys, custom, strict=True)):
             values = per_image(metric(logits, labels), labels, f"evaluate.metrics: {key}")
-            own_sums[i] += float((torch.where(counted, values.double(), 0.0) * weights).sum())
+            custom_sums[i] += float((torch.where(counted, values.double(), 0.0) * weights).sum())
         if confusion is not None:
             confusion.add_batch(logits, labels, weights)
         if images is not None:
@@ -213,9 +209,10 @@ def measure_accuracy(
             images.add_batch(pixels, batch["sample"], logits, labels, losses, weights)
     if confusion is not None:
         confusion.merge(all_rows(confusion.pairs(), engine.device))
-    summed = all_sum([*astuple(sums), *own_sums.tolist()], engine.device)
-    all_images = AccuracySums(*summed[: -len(own)] if own else summed)
-    means = [value / all_images.images for value in summed[len(astuple(sums)) :]]
+    rank_sums = astuple(sums)
+    totals = all_sum([*rank_sums, *custom_sums.tolist()], engine.device)
+    all_images = AccuracySums(*totals[: len(rank_sums)])
+    means = [total / all_images.images for total in totals[len(rank_sums) :]]
     names = [key.rpartition(".")[2] for key in keys]
     return all_images.means() | dict(zip(names, means, strict=True))
 
@@ -227,10 +224,10 @@ def measure_few_shot(
     config: EvalConfig,
     few_shot: FewShot,
 ) -> dict[str, float]:
-    """`few_shot/N_shot_top1` for each number of shots: the mean over the seeds.
+    """`few_shot/N_shot_top1` for each number of shots N: the mean over the seeds.
 
-    Ranks add up sums over the drawn examples; features are in memory for one batch at a time. If a
-    drawn image cannot be decoded, its class has one example less.
+    Features are in memory for one batch at a time: ranks add up sums over the drawn examples. A
+    class has one example less for each drawn image that cannot be decoded.
     """
     for batch, features, _ in _predictions(engine, train_batches):
         real = batch["weight"] > 0
@@ -242,8 +239,8 @@ def measure_few_shot(
         real = batch["weight"] > 0
         few_shot.add_tests(features.cpu().numpy()[real], batch["labels"][real, 0])
     counts = np.array(all_sum(few_shot.counts.tolist(), engine.device))
-    found = few_shot.accuracies(counts)
-    return {few_shot_top1(n): float(np.mean(found[n])) for n in config.shots}
+    accuracies = few_shot.accuracies(counts)
+    return {few_shot_top1(n): float(np.mean(accuracies[n])) for n in config.shots}
 
 
 def _predictions(

@@ -1,4 +1,4 @@
-"""What a training worker is given, and the errors with which it ends an attempt."""
+"""The job of a training worker, and the errors that end an attempt."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ if TYPE_CHECKING:  # the driver, which makes a job, needs no torch
 
 @dataclass(frozen=True)
 class TrainJob:
-    """Everything that a worker needs to know; the driver makes it, Ray sends it.
+    """Everything that the driver sends to a worker.
 
     Attributes:
-        total_steps: steps of the whole run, for the learning rate schedule.
+        total_steps: steps of the run, for the learning rate schedule.
         new_head: how `init_from` treats the head: as in `initialize_weights`.
-        ray_ready_s: unix time at which Ray was up, for the time to the first step.
+        ray_ready_s: Unix time at which Ray was up, for the time to the first step.
         record: workers use it through `run_link.RunLink`.
         lock_number: number of the driver's lock of the run's folder; None if nothing is written
             there.
-        num_evaluated: images of each stream, by its name.
+        num_evaluated: number of images of each evaluation stream, by name.
         few_shot_labels: reads the first label of every image that few-shot examples are drawn from.
-        answers: of an evaluation: the correct answers for its images.
+        answers: the correct answers of an evaluation, if other than the labels of the stream.
         classes: names of the data set's classes, for display.
-        data_terms: licence and source address of the training set, if its maker gave them.
-        init_run_id: MLflow run whose weights it began with, for its checkpoints.
-        evaluate_at: steps at which it is evaluated in addition to those of the recipe.
-        micro_batch_limit: most images per pass, after more did not fit into memory in an earlier
-            attempt.
-        place_wait_s: how long this worker group waited for its place.
+        data_terms: license and source address of the training set, if known.
+        init_run_id: MLflow run of the initial weights, for checkpoints.
+        evaluate_at: steps to evaluate at, in addition to the recipe's.
+        micro_batch_limit: maximum images per pass, after more did not fit in an earlier attempt.
+        place_wait_s: how long this worker group waited for CPUs and GPUs.
     """
 
     recipe: Recipe
@@ -58,7 +57,6 @@ class TrainJob:
     init_run_id: str | None = None
     evaluate_at: tuple[int, ...] = ()
     micro_batch_limit: int | None = None
-
     place_wait_s: float = 0.0
 
 
@@ -76,13 +74,13 @@ class UnrecoverableError(RuntimeError):
     """A restart would meet the same error: the run must end."""
 
     def __init__(self, text: str, *, is_agreed: bool = True) -> None:
-        """`is_agreed`: all workers raise it at the same place, so that all may simply return."""
+        """`is_agreed`: all workers raise it at the same point, so none waits for another."""
         super().__init__(text)
         self.is_agreed = is_agreed
 
 
 class DivergedError(UnrecoverableError):
-    """The loss or the gradient is not finite, and the recipe says to end the run then."""
+    """The loss or the gradient is not finite, and the recipe says that this ends the run."""
 
 
 class SmallerMicroBatchError(RuntimeError):

@@ -20,13 +20,14 @@ def device_batches(
     ahead: int = 1,
     pinned: tuple[str, ...] = ("image", "labels", "sample"),
 ) -> Iterator[Batch]:
-    """The same batches, their images on the device; read ahead as `Prefetched` does.
+    """The same batches, read ahead, with their images on the device.
 
-    Without a GPU they are passed on unchanged.
+    Without a GPU the batches are unchanged.
 
     Args:
-        pinned: columns that become tensors in page-locked memory: a copy from other memory makes
-            the host wait.
+        ahead: batches that are read beyond the batch in use.
+        pinned: columns that become tensors in page-locked memory; a copy from other memory would
+            make the host wait.
     """
     if device.type != "cuda":
         return Prefetched(batches, lambda batch: batch, ahead)
@@ -36,29 +37,29 @@ def device_batches(
         return {**batch, **{name: as_tensor(batch[name]).pin_memory() for name in pinned}}
 
     def copy(batch: Batch) -> tuple[Batch, Any]:
-        """Beside what the device computes; neither that nor the host waits."""
+        # In a separate stream, so that neither the host nor the computation waits.
         with torch.cuda.device(device), torch.cuda.stream(stream):
             image = batch["image"].to(device, non_blocking=True)
             return {**batch, "image": image}, stream.record_event()
 
     def hand_over(copied: tuple[Batch, Any]) -> Batch:
-        """The computing stream waits for the copy, the host does not."""
+        # The computing stream waits for the copy; the host does not.
         batch, event = copied
-        user = torch.cuda.current_stream(device)
-        user.wait_event(event)
-        # Its memory belongs to the other stream, which must not reuse it while this one reads it.
-        batch["image"].record_stream(user)
+        computing = torch.cuda.current_stream(device)
+        computing.wait_event(event)
+        # The memory belongs to the copying stream: it is not reused before `computing` has read it.
+        batch["image"].record_stream(computing)
         return batch
 
     return map(hand_over, Prefetched(Prefetched(batches, pin, ahead), copy))
 
 
 class Prefetched(Iterator[T]):
-    """What `prepare` makes of each item; while one is used, `ahead` and one more are made.
+    """The results of `prepare` for each item; `ahead` + 1 are prepared beyond the item in use.
 
-    Runs in a thread, which starts at once, and ends when this object is collected, for example if a
-    training stops early. An error of `items` or `prepare` is raised at the position of its item,
-    and ends it.
+    A thread prepares them. It starts at once and ends when this object is garbage-collected, for
+    example if a training stops early. An error of `items` or `prepare` is raised at the position of
+    its item; no items follow.
     """
 
     def __init__(self, items: Iterable[Item], prepare: Callable[[Item], T], ahead: int = 1) -> None:
@@ -75,7 +76,7 @@ class Prefetched(Iterator[T]):
     def __next__(self) -> T:
         item = self._ready.get()  # no limit: train.step_timeout_s ends a step that waits for images
         if item is None or isinstance(item, BaseException):
-            self._ready.put(None)  # the thread has ended: later calls must not wait for it
+            self._ready.put(None)  # the thread has ended: later calls must not wait
             raise item or StopIteration
         return item
 

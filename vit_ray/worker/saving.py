@@ -1,4 +1,4 @@
-"""A worker's checkpoints: which one it resumes from, what they hold, when training waits."""
+"""A worker's checkpoints: from which it resumes, what they contain, and when training waits."""
 
 import threading
 import time
@@ -25,8 +25,8 @@ from vit_ray.training.training_state import TrainingState
 from vit_ray.worker.job import TrainJob, UnrecoverableError
 from vit_ray.worker.run_link import RunLink, Watchdog
 
+# Longest wait for the previous checkpoint, with all retries while storage is away.
 WRITE_TIMEOUT_S: Final = 1800.0
-"""Longest wait for the previous checkpoint, with all retries for a storage that is away."""
 REMIND_S: Final = 60.0
 LOOK_S: Final = 1.0
 
@@ -37,15 +37,14 @@ def start_thread(work: Callable[[], None]) -> None:
 
 
 def gather_by_own_group() -> Gather:
-    """How the threads that write wait for each other; all ranks call it, in their main threads.
+    """A gather for the threads that write checkpoints; all ranks call this in their main threads.
 
-    In a process group of their own: collectives of two threads in the group of the training would
-    come in another order on each rank.
+    It has a separate process group: in the training's group, the order of collectives from two
+    threads would differ between ranks.
     """
-    limit = timedelta(seconds=WRITE_TIMEOUT_S)
     rank, world_size, group = dist.get_rank(), dist.get_world_size(), None
     if world_size > 1:
-        group = dist.new_group(backend="gloo", timeout=limit)
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=WRITE_TIMEOUT_S))
 
     def gather(part: Part) -> list[Part]:
         if group is None:
@@ -63,7 +62,7 @@ def gather_by_own_group() -> Gather:
 
 
 class CheckpointSaver:
-    """Takes snapshots of the training state, and has them written while training continues."""
+    """Takes snapshots of the training state, and writes them in a thread."""
 
     def __init__(
         self,
@@ -74,28 +73,27 @@ class CheckpointSaver:
         watchdog: Watchdog,
         run_beside: Callable[[Callable[[], None]], object] = start_thread,
     ) -> None:
-        """`run_beside`: runs a function that does not raise, while its caller continues."""
+        """`run_beside`: starts a function, which does not raise, and returns at once."""
         self._job, self._state, self._link = job, state, link
         self.writer, self._watchdog, self._run_beside = writer, watchdog, run_beside
         self._written = threading.Event()
         self._written.set()
+        # Memory of the last snapshot, for the next snapshot; None while it is being written.
         self._memory: dict[str, torch.Tensor] | None = None
-        """Memory of the last snapshot, for the next one; None while it is being written."""
         self._error: BaseException | None = None
 
     def save(self, progress: Progress) -> float:
         """Copy the state now and write it while training continues.
 
         Returns:
-            The seconds that training stood still.
+            The seconds that training waited.
 
         Raises:
             UnrecoverableError: as `wait_until_written`, for the previous checkpoint.
         """
         start_s = time.perf_counter()
-        with self._watchdog.paused():  # waiting has its own limits
-            # Storage slower than the cadence must not accumulate copies.
-            self.wait_until_written()
+        with self._watchdog.paused():  # `wait_until_written` has a limit
+            self.wait_until_written()  # slow storage must not accumulate snapshots
             position = make_position(self._job, self._state, progress)
             memory, self._memory = self._memory, None
             snapshot = self._state.snapshot(position, memory)
@@ -104,10 +102,11 @@ class CheckpointSaver:
         return time.perf_counter() - start_s
 
     def wait_until_written(self, timeout_s: float = WRITE_TIMEOUT_S) -> None:
-        """Wait until this rank's part of the last checkpoint is written, or has failed.
+        """Wait until this rank's part of the last checkpoint is written; warns once a minute.
 
         Raises:
-            UnrecoverableError: too many in a row could not be written.
+            UnrecoverableError: as `check`.
+            RuntimeError: as `check`.
             TimeoutError: the storage does not answer.
         """
         start_s = reminded_s = time.monotonic()
@@ -127,8 +126,8 @@ class CheckpointSaver:
         """Raise the error that ended the writing, if any; does not wait.
 
         Raises:
-            UnrecoverableError: too many in a row could not be written, or another driver has taken
-                over the run.
+            UnrecoverableError: too many checkpoints in a row could not be written, or another
+                driver has taken over the run.
             RuntimeError: some rank has died or is late.
         """
         if isinstance(self._error, OSError | LockLostError):
@@ -138,10 +137,10 @@ class CheckpointSaver:
 
     def _write(self, snapshot: Snapshot) -> None:
         try:
-            run_id = self._link.tracking_run_id()  # the answer may take seconds
+            run_id = self._link.tracking_run_id()  # takes up to `RUN_ID_S`
             position = replace(snapshot.position, tracking_run_id=run_id)
             self.writer.write(replace(snapshot, position=position))
-        except Exception as error:  # raised at the next check in training
+        except Exception as error:  # the next `check` raises it
             self._error = error
         finally:
             self._memory = snapshot.memory
@@ -149,10 +148,10 @@ class CheckpointSaver:
 
 
 def check_folder_is_shared(job: TrainJob, node: str) -> None:
-    """Check that this worker sees the folder with the driver's lock.
+    """Check that this worker sees the driver's lock in the run's folder.
 
     Raises:
-        UnrecoverableError: it does not; no checkpoint could ever be complete.
+        UnrecoverableError: the folder is not shared: no checkpoint could be complete.
     """
     folder = locate(job.recipe.run_folder)
     if job.lock_number is not None and not sees_lock(folder, job.lock_number):
@@ -164,9 +163,8 @@ def check_folder_is_shared(job: TrainJob, node: str) -> None:
 
 
 def make_position(job: TrainJob, state: TrainingState, progress: Progress) -> Position:
-    """The run's present position; the loop may advance `progress` afterwards.
-
-    It has no MLflow run id: that is asked for while training continues.
+    """A copy of the run's present position, without MLflow's run id, for which training does not
+    wait.
     """
     batch = job.recipe.train.global_batch_size
     return Position(
@@ -189,22 +187,22 @@ def agreed_checkpoint(
     device: torch.device,
     below: int | None = None,
 ) -> Checkpoint | None:
-    """The newest whole checkpoint, as rank 0 finds it; all ranks call it.
+    """The newest complete checkpoint, which rank 0 looks up; all ranks call this.
 
     Args:
-        warn: on rank 0, called with the reason for each newer one that is passed over.
-        below: take one before this step.
+        warn: called on rank 0 with the reason for each newer checkpoint that is not used.
+        below: only checkpoints before this step.
 
     Raises:
-        UnrecoverableError: there are checkpoints, but none is whole, or storage does not answer.
+        UnrecoverableError: there are checkpoints, but none is complete, or storage does not answer.
     """
     try:
-        found: Checkpoint | None = read_by_first(
+        newest: Checkpoint | None = read_by_first(
             lambda: checkpoint_to_resume(run_folder, warn, below), device
         )
     except ValueError as error:
         raise UnrecoverableError(str(error)) from None
-    return found
+    return newest
 
 
 def restore_newest(
@@ -213,10 +211,10 @@ def restore_newest(
     run_folder: Location,
     warn: Callable[[str], object],
 ) -> Checkpoint:
-    """Restore the checkpoint, or the next older one if a rank finds it damaged; all ranks call it.
+    """Restore the checkpoint, or an older one if a rank finds it damaged; all ranks call this.
 
     Returns:
-        The one that was restored.
+        The checkpoint that was restored.
 
     Raises:
         UnrecoverableError: as `agreed_checkpoint`.
@@ -228,5 +226,5 @@ def restore_newest(
         except DamagedCheckpointError as error:
             warn(f"{error}; passed over")
         older = agreed_checkpoint(run_folder, warn, engine.device, below=newest.position.step)
-        assert older is not None, "an error says that there is none"
+        assert older is not None, "`agreed_checkpoint` raises an error instead"
         newest = older

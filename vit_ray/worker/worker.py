@@ -1,4 +1,4 @@
-"""One Ray Train worker, composed of its parts: micro-batch, model, engine, streams, checkpoints."""
+"""One Ray Train worker: builds model, engine, streams and checkpoint writer; runs an attempt."""
 
 import os
 import platform
@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, Final
 
 import ray
-import ray.exceptions
 import torch
 from torch import nn
 
@@ -38,24 +37,24 @@ from vit_ray.worker.saving import (
     restore_newest,
 )
 
+# Batches that a worker has fetched beyond the batch in use.
 BATCHES_AHEAD: Final = 2
-"""Batches that a worker has fetched beyond the one in use."""
 
 
 def work(job: TrainJob, rank: int, world_size: int, streams: Streams, *, use_gpu: bool) -> None:
-    """Train, or evaluate, to the end of the run or of this worker's group."""
-    for module in ("deepspeed", "torch", "ray"):  # a user cannot act on their warnings
-        warnings.filterwarnings("ignore", module=module)
+    """Train, or evaluate, to the end of the run or of this worker group."""
+    warnings.filterwarnings("ignore", module="deepspeed|torch|ray")  # users cannot act on them
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning)
     warm_up_process()
     device = training_device(use_gpu)
     link = RunLink(job.record, rank, world_size)
     watchdog = Watchdog(job.recipe.train.step_timeout_s, link.beat, link.note_hang)
-    link.beat(0)  # a stop may have been requested before
+    link.beat(0)  # a stop may already be requested
     watchdog.start()
     try:
         with reported_failures(link):
+            check_folder_is_shared(job, platform.node())
             if job.kind == "evaluate":
                 evaluate_alone(link, set_up_evaluation(job, link, streams, device, watchdog))
             elif attempt := set_up_attempt(job, link, streams, device, watchdog):
@@ -65,15 +64,15 @@ def work(job: TrainJob, rank: int, world_size: int, streams: Streams, *, use_gpu
 
 
 def training_device(use_gpu: bool) -> torch.device:
-    """The GPU that Ray gave this worker, made torch's current device; or the CPU."""
+    """The CPU, or this worker's GPU, which also becomes torch's current device."""
     if not use_gpu:
         return torch.device("cpu")
     from ray.train.torch import get_device
 
     device = get_device()
     torch.cuda.set_device(device)
-    # DeepSpeed computes on the GPU with this number. Ray sorts the GPUs of its workers as text, so
-    # with more than ten GPUs the worker of local rank 2 has GPU 10.
+    # DeepSpeed uses the GPU with this number. Ray sorts GPUs as text, so with more than ten GPUs
+    # the worker of local rank 2 has GPU 10.
     os.environ["LOCAL_RANK"] = str(device.index)
     return device
 
@@ -81,21 +80,20 @@ def training_device(use_gpu: bool) -> torch.device:
 def set_up_attempt(
     job: TrainJob, link: RunLink, streams: Streams, device: torch.device, watchdog: Watchdog
 ) -> Attempt | None:
-    """Build this worker's parts, all ranks together; None if an earlier attempt ended the run."""
+    """Build this worker's parts; all ranks call it. None if an earlier attempt ended the run."""
     recipe, train, world_size = job.recipe, job.recipe.train, link.world_size
     run_folder = locate(recipe.run_folder)
-    check_folder_is_shared(job, platform.node())
     damaged = partial(link.note, EventKind.CHECKPOINT_DAMAGED, step=0)
-    with watchdog.paused():  # storage has its own limits
+    with watchdog.paused():  # storage has other limits
         checkpoint = agreed_checkpoint(run_folder, damaged, device)
     if checkpoint and checkpoint.position.progress.is_over(job.total_steps):
         return None
     micro = choose_micro_batch(
         job, world_size, lambda images: -int(all_max([-float(images)], device)[0])
     )
-    seen = checkpoint.position.samples_seen if checkpoint else 0
-    # The first is read during the rest of the set-up.
-    batches = training_batches(job, world_size, streams, seen, device)
+    samples_seen = checkpoint.position.samples_seen if checkpoint else 0
+    # The first batch is read during the rest of the set-up.
+    batches = training_batches(job, world_size, streams, samples_seen, device)
     engine = DeepSpeedEngine(
         initial_model(job, link, device, loads_weights=checkpoint is None),
         train,
@@ -109,7 +107,7 @@ def set_up_attempt(
     if checkpoint is not None:
         checkpoint = restore_newest(engine, checkpoint, run_folder, damaged)
         position = checkpoint.position
-        if position.samples_seen != seen:
+        if position.samples_seen != samples_seen:  # an older checkpoint
             batches = training_batches(job, world_size, streams, position.samples_seen, device)
         progress = position.resumed(recipe.recorded(), job.data_fingerprint)
         text = f"from step {position.step} ({position.samples_seen} samples seen)"
@@ -149,8 +147,7 @@ def set_up_attempt(
 def set_up_evaluation(
     job: TrainJob, link: RunLink, streams: Streams, device: torch.device, watchdog: Watchdog
 ) -> Evaluator:
-    """Build this worker's parts of an evaluation, which has the model's weights alone."""
-    check_folder_is_shared(job, platform.node())
+    """Build the parts of a worker that only evaluates."""
     model = initial_model(job, link, device, loads_weights=True)
     predictor = Predictor(model, job.recipe.train, device)
     return evaluator_of(job, predictor, streams, link, watchdog)
@@ -159,13 +156,13 @@ def set_up_evaluation(
 def evaluator_of(
     job: TrainJob, engine: Predicts, streams: Streams, link: RunLink, watchdog: Watchdog
 ) -> Evaluator:
-    """The evaluator that reads this rank's streams."""
+    """The evaluator of this rank's streams."""
 
     def open_batches(name: str) -> Iterator[Batch]:
-        # No more images in a pass than a rank has: the rest would be padding.
-        share = -(-job.num_evaluated[name] // link.world_size)
-        size = min(job.recipe.evaluate.batch_size, share)
-        return _refusing(streams.evaluation_batches(name, size))
+        # At most the images of one rank: more rows would be padding.
+        num_images = -(-job.num_evaluated[name] // link.world_size)
+        size = min(job.recipe.evaluate.batch_size, num_images)
+        return _with_unrecoverable_errors(streams.evaluation_batches(name, size))
 
     return Evaluator(job, engine, open_batches, link, watchdog)
 
@@ -174,20 +171,18 @@ def training_batches(
     job: TrainJob, world_size: int, streams: Streams, samples_seen: int, device: torch.device
 ) -> Iterator[Batch]:
     """This rank's batches after the first `samples_seen` of the run."""
-    batch = job.recipe.train.global_batch_size
-    if samples_seen >= job.total_steps * batch:
-        return iter(())  # nothing of the run is left, or only its last evaluation
-    share = batch // world_size
-    batches = streams.training_batches(share, samples_seen, job.total_steps * batch)
-    return device_batches(_refusing(batches), device, BATCHES_AHEAD)
+    batch_size = job.recipe.train.global_batch_size
+    total_samples = job.total_steps * batch_size
+    if samples_seen >= total_samples:
+        return iter(())  # at most the last evaluation remains
+    batches = streams.training_batches(batch_size // world_size, samples_seen, total_samples)
+    return device_batches(_with_unrecoverable_errors(batches), device, BATCHES_AHEAD)
 
 
-def _refusing(batches: Iterable[Any]) -> Iterator[Any]:
-    """The same batches.
+def _with_unrecoverable_errors(batches: Iterable[Any]) -> Iterator[Any]:
+    """The same batches; an error that a restart would meet again is an `UnrecoverableError`.
 
-    Raises:
-        UnrecoverableError: an error of the stream (such as too many bad images) that would happen
-            again.
+    Such as too many bad images: a ValueError of the stream.
     """
     try:
         yield from batches
@@ -204,7 +199,7 @@ def choose_micro_batch(job: TrainJob, world_size: int, agree: Callable[[int], in
     """Images per pass: as in the recipe, or at most what fits.
 
     Args:
-        agree: the fewest images over all ranks: ranks with different GPUs must do the same number
+        agree: returns the minimum over all ranks: ranks with different GPUs must do the same number
             of passes.
     """
     limit = job.micro_batch_limit
@@ -219,7 +214,7 @@ def choose_micro_batch(job: TrainJob, world_size: int, agree: Callable[[int], in
 def initial_model(
     job: TrainJob, link: RunLink, device: torch.device, *, loads_weights: bool
 ) -> nn.Module:
-    """The model with its initial weights, whose source becomes an event; all ranks call it.
+    """The model with its initial weights; their source becomes an event; all ranks call it.
 
     Args:
         loads_weights: start from `init_from`; False if a checkpoint is restored afterwards.
@@ -232,7 +227,7 @@ def initial_model(
     torch.manual_seed(recipe.seed)
     try:
         model = build_objective(recipe, job.num_classes)
-    except ValueError as error:  # a module of the user's that this host lacks
+    except ValueError as error:  # this host does not have a module of the user's
         raise UnrecoverableError(str(error), is_agreed=False) from None
     if recipe.init_from is None or not loads_weights:
         return model
@@ -253,12 +248,14 @@ def initial_model(
 
 
 def check_same_on_all_ranks(report: str, device: torch.device) -> None:
-    """A run that still trains, or a file that is damaged on one host, may give ranks other weights.
+    """Check that all ranks have read the same weights; all ranks call it.
+
+    They may differ if the other run still trains, or if a file is damaged on one host.
 
     Raises:
         RuntimeError: they differ; the next attempt reads them again.
     """
     digest = float(zlib.crc32(report.encode()))
-    greatest, least = all_max([digest, -digest], device)
-    if greatest != -least:
+    largest, minus_smallest = all_max([digest, -digest], device)
+    if largest != -minus_smallest:
         raise RuntimeError(f"the workers have read different weights; this one: {report}")

@@ -1,15 +1,15 @@
 """Files in which images lie one after another: WebDataset's tar shards, and TFRecord files.
 
-*Tar.* Members that share a name are one sample. The name ends at the first dot of the file's, as in
-WebDataset, so that `img.0001.jpg` is the file `0001.jpg` of the sample `img`, not an image of it.
-Each such image is a rejected row. tarfile stops silently at the first header that it cannot read.
-Here an archive must end at its end marker, with only zeros after it, or it counts as damaged.
+*Tar.* Members that share a name are one sample. As in WebDataset, a name ends at the first dot, so
+`img.0001.jpg` is the file `0001.jpg` of the sample `img`, not its image; such images are rejected
+rows. tarfile stops silently at the first header that it cannot read. Here an archive must end with
+its end marker and only zeros after it, or it counts as damaged.
 
 *TFRecord*, of `tf.train.Example`, as TensorFlow Datasets (TFDS) writes them; no TensorFlow. A
 record is its length (uint64) and that number's checksum, its bytes and their checksum. An Example
 is a protocol buffer of named lists of bytes, floats or integers. TFDS stores the encoded image as
-`image`, its class as the index `label`, and the names in `label.labels.txt` next to the files; the
-label may also be another feature.
+`image`, its class as the index `label`, and the class names in `label.labels.txt` next to the
+files. `convert.label_field` may choose another feature as the label.
 
 *VTAB.* Labels of some tasks are computed from features of TFDS: Zhai et al., "A Large-scale Study
 of Representation Learning with the Visual Task Adaptation Benchmark" (arXiv:1910.04867); thresholds
@@ -34,7 +34,7 @@ from google_crc32c import value as crc32c
 from PIL import Image
 
 from vit_ray.data.convert.labels import (
-    MOST_TEXT_BYTES,
+    MAX_TEXT_BYTES,
     Labels,
     checked_label,
     checked_names,
@@ -49,9 +49,11 @@ from vit_ray.data.images import IMAGE_SUFFIXES, is_hidden, open_image
 from vit_ray.storage import Location, is_of_the_store, locate
 
 _BLOCK: Final = tarfile.BLOCKSIZE
-# Most bytes of a name or other property of a member, which tarfile reads into memory at once.
-_MOST_HEADER_BYTES: Final = 1 << 20
-_AGAIN: Final = "a file of its name and suffix stands in the archive again; give each sample a name"
+# Maximum size of a name or another property of a member: tarfile reads it into memory at once.
+_MAX_HEADER_BYTES: Final = 1 << 20
+_SAME_FILE_TWICE: Final = (
+    "a file of its name and suffix stands in the archive again; give each sample a name"
+)
 _IMAGE_FIELDS: Final = ("image", "image/encoded")
 _LABEL_FIELDS: Final = ("label", "labels")
 _HEADER: Final = struct.Struct("<QI")
@@ -61,8 +63,8 @@ _KITTI_DISTANCES_M: Final = (-100.0, 8.0, 20.0, 999.0)
 _NO_VEHICLE_M: Final = 1000.0
 # Car, van and truck, by TFDS's names of the types.
 _KITTI_VEHICLES: Final = (0, 1, 2)
-# Fewest objects in an image of CLEVR.
-_FEWEST_OBJECTS: Final = 3
+# An image of CLEVR has at least this many objects.
+_MIN_OBJECTS: Final = 3
 
 
 class _File(NamedTuple):
@@ -71,7 +73,7 @@ class _File(NamedTuple):
     is_plain: bool
 
 
-# Name, and the files by suffix.
+# The name of a sample, and its files by suffix.
 _Sample = tuple[str, dict[str, _File]]
 
 
@@ -80,30 +82,30 @@ def tar_rows(unit: Unit) -> Iterator[Row]:
 
     Raises:
         DamagedUnitError: the archive is truncated or broken.
-        ValueError: it has images without any labels, or other archives.
+        ValueError: the archive has images without any labels, or other archives.
     """
     shard = unit.name.removesuffix(".tar")
     with unit.opened() as (file, size):  # tarfile reads 512 bytes at a time
         samples = _samples(_members(file, size, unit.path))
         endings = {suffix.rpartition(".")[2] for _, files in samples for suffix in files}
-        line = 'mkdir IMAGES && tar -xf ARCHIVE -C IMAGES", and convert IMAGES'
+        command = 'mkdir IMAGES && tar -xf ARCHIVE -C IMAGES", and convert IMAGES'
         if "tar" in endings:
             raise ValueError(
-                f'{unit.path!r} holds other archives; unpack it: "{line}, or unpack those in it, '
-                "too"
+                f'{unit.path!r} holds other archives; unpack it: "{command}, or unpack those in '
+                "it, too"
             )
         has_labels = unit.config.label_field is not None or endings & {"cls", "json"}
         if endings & IMAGE_SUFFIXES and not has_labels:
             raise ValueError(
                 f"{unit.path!r} has images, but no labels (.cls or .json). If its folders are "
-                f'classes, unpack it: "{line}; if it has the images of one class, as in '
+                f'classes, unpack it: "{command}; if it has the images of one class, as in '
                 "ImageNet-21k, unpack each archive into a folder of its name: "
                 '"mkdir CLASS && tar -xf CLASS.tar -C CLASS"'
             )
         counts = Counter(name for name, _ in samples)
         for name, files in samples:
-            if counts[name] > 1:  # which label is whose is not known
-                yield Row(f"{shard}/{name}", problem=_AGAIN)
+            if counts[name] > 1:  # it is unknown which label belongs to which image
+                yield Row(f"{shard}/{name}", problem=_SAME_FILE_TWICE)
             else:
                 yield from _sample_rows(unit, f"{shard}/{name}", files, file)
 
@@ -115,23 +117,23 @@ class _BoundedReads:
         self.seek, self.tell, self._read = file.seek, file.tell, file.read
 
     def read(self, size: int) -> bytes:
-        if size > _MOST_HEADER_BYTES:
-            raise tarfile.ReadError(f"a header of more than {_MOST_HEADER_BYTES:,} bytes")
+        if size > _MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header of more than {_MAX_HEADER_BYTES:,} bytes")
         return self._read(size)
 
 
 def _members(file: IO[bytes], size: int, path: str) -> Iterator[tuple[tarfile.TarInfo, bool]]:
-    """The members whose bytes are all there, and whether they lie in the archive as they are.
+    """The complete members, and whether each is a plain file: not sparse, a link or a device.
 
     Raises:
-        DamagedUnitError: after the last of them, if the archive does not end as it should.
+        DamagedUnitError: after the last complete member, if the archive is damaged.
     """
     at = 0
     try:
         source: Any = _BoundedReads(file)
         with tarfile.open(fileobj=source, mode="r:") as tar:
             while (member := tar.next()) is not None:
-                tar.members = []  # type: ignore[attr-defined]  # or it keeps them all
+                tar.members = []  # type: ignore[attr-defined]  # else tarfile keeps all members
                 if tar.offset <= at:
                     raise tarfile.ReadError("a header that leads backwards")
                 # The size of a sparse member includes holes.
@@ -143,11 +145,8 @@ def _members(file: IO[bytes], size: int, path: str) -> Iterator[tuple[tarfile.Ta
                 yield member, is_plain
             at = tar.offset
         file.seek(at)
-        block = file.read(_BLOCK)
-        if len(block) < _BLOCK:
-            raise tarfile.ReadError("the file ends without an archive's end marker")
-        if any(block):
-            raise tarfile.ReadError("a header that cannot be read")
+        if file.read(_BLOCK) != bytes(_BLOCK):
+            raise tarfile.ReadError("no end marker, or a header that cannot be read")
         while piece := file.read(io.DEFAULT_BUFFER_SIZE):
             if any(piece):
                 raise tarfile.ReadError("more data after an archive's end marker")
@@ -158,7 +157,7 @@ def _members(file: IO[bytes], size: int, path: str) -> Iterator[tuple[tarfile.Ta
 
 
 def _samples(members: Iterator[tuple[tarfile.TarInfo, bool]]) -> list[_Sample]:
-    """Files with one name, wherever they stand; a second file of a suffix begins another sample."""
+    """The files of each sample, adjacent or not; a suffix that repeats begins another sample."""
     samples: list[_Sample] = []
     newest: dict[str, dict[str, _File]] = {}
     for member, is_plain in members:
@@ -175,57 +174,59 @@ def _samples(members: Iterator[tuple[tarfile.TarInfo, bool]]) -> list[_Sample]:
 
 
 def _sample_rows(unit: Unit, key: str, files: dict[str, _File], file: IO[bytes]) -> Iterator[Row]:
-    """The row of a sample; if it has no image but possible image files, one for each."""
-    wanted, found = unit.config.image_field, sorted(files)[:20]
-    images = [suffix for suffix in files if suffix in (IMAGE_SUFFIXES if not wanted else {wanted})]
-    dotted = [s for s in files if not wanted and s.rpartition(".")[2] in IMAGE_SUFFIXES]
+    """The row of a sample; without an image, a rejected row for each file like `x.y.jpg`."""
+    image_field, listed = unit.config.image_field, sorted(files)[:20]
+    images = [s for s in files if s in ({image_field} if image_field else IMAGE_SUFFIXES)]
+    dotted = [s for s in files if not image_field and s.rpartition(".")[2] in IMAGE_SUFFIXES]
     if len(images) == 1:
         image = files[images[0]]
         row = Row(key, path=unit.path, offset=image.offset, length=image.size)
         yield labelled(row, unit, _sample_labels, unit, image, files, file)
     elif images:
-        several = f"the sample has several images among {found}"
-        yield Row(key, problem=f"{several}; choose one with convert.image_field")
+        yield Row(
+            key,
+            problem=f"the sample has several images among {listed}; choose one with "
+            "convert.image_field",
+        )
     elif not dotted:
-        yield Row(key, problem=f"the sample has no image, only {found}")
+        yield Row(key, problem=f"the sample has no image, only {listed}")
     else:
         for suffix in dotted:
-            what = (
-                f"its name has several dots, so that WebDataset takes it for the file {suffix!r} "
-                f"of the sample {key!r}; replace all dots but the last"
+            yield Row(
+                f"{key}.{suffix}",
+                problem="its name has several dots, so that WebDataset takes it for the file "
+                f"{suffix!r} of the sample {key!r}; replace all dots but the last",
             )
-            yield Row(f"{key}.{suffix}", problem=what)
 
 
 def _sample_labels(
     unit: Unit, image: _File, files: dict[str, _File], file: IO[bytes]
 ) -> tuple[Labels, Mapping[str, Any]]:
-    """The labels of a sample, and its fields: of its JSON, and its other files, which go first."""
+    """The labels of a sample, and its fields, from its JSON and its other files.
+
+    Where both have a field, the file is used.
+    """
     if not image.is_plain:
         raise ValueError("it is a link, a sparse or a special file in the archive")
-    wanted, columns = unit.config.label_field or "cls", unit.config.columns
-    texts = {n: _text(files, n, file) for n in {wanted, *columns} - {"json"} if n in files}
+    label_field, columns = unit.config.label_field or "cls", unit.config.columns
+    texts = {n: _text(files, n, file) for n in {label_field, *columns} - {"json"} if n in files}
     fields: dict[str, Any] = {}
-    if "json" in files and not {wanted, *columns} <= texts.keys():
+    if "json" in files and not {label_field, *columns} <= texts.keys():
         fields = json_object(_text(files, "json", file).encode(), "its .json")
-    if wanted in texts:
-        return ((checked_label(texts[wanted]),), "text"), fields | texts
+    if label_field in texts:
+        return ((checked_label(texts[label_field]),), "text"), fields | texts
     if "json" in files:
         return labels_of_record(fields, unit.config.label_field), fields | texts
-    raise ValueError(f"the sample has no .{wanted} or .json label, only {sorted(files)[:20]}")
+    raise ValueError(f"the sample has no .{label_field} or .json label, only {sorted(files)[:20]}")
 
 
 def _text(files: dict[str, _File], suffix: str, file: IO[bytes]) -> str:
-    """Content of a small regular member; a sparse one may have any size.
-
-    Raises:
-        ValueError: it is not such a member, or not text.
-    """
+    """Content of a text file; raises ValueError if it is no plain file, too large or not UTF-8."""
     member = files[suffix]
     if not member.is_plain:
         raise ValueError(f"its .{suffix} is not a plain file in the archive")
-    if member.size > MOST_TEXT_BYTES:
-        raise ValueError(f"its .{suffix} has more than {MOST_TEXT_BYTES:,} bytes")
+    if member.size > MAX_TEXT_BYTES:
+        raise ValueError(f"its .{suffix} has more than {MAX_TEXT_BYTES:,} bytes")
     file.seek(member.offset)
     return file.read(member.size).decode("utf-8-sig")
 
@@ -233,10 +234,12 @@ def _text(files: dict[str, _File], suffix: str, file: IO[bytes]) -> str:
 def _example_class() -> Any:
     """The message `tf.train.Example` (tensorflow/core/example/example.proto and feature.proto).
 
-    The map from names to features is read as the list of entries that it is on the wire, so that a
-    name may be any bytes.
+    The map from names to features is declared as a list of entries, which has the same encoding, so
+    that a name may be any bytes.
     """
     messages = """
+        name: "vit_ray_example.proto"
+        package: "vit_ray"
         message_type { name: "Texts" field { name: "value" number: 1 type: TYPE_BYTES label: R } }
         message_type { name: "Floats" field { name: "value" number: 1 type: TYPE_FLOAT label: R } }
         message_type { name: "Numbers" field { name: "value" number: 1 type: TYPE_INT64 label: R } }
@@ -251,24 +254,20 @@ def _example_class() -> Any:
         message_type { name: "Example"
             field { name: "features" number: 1 type: TYPE_MESSAGE type_name: "Features" } }
     """.replace("label: R", "label: LABEL_REPEATED")
-    file = descriptor_pb2.FileDescriptorProto(name="vit_ray_example.proto", package="vit_ray")
-    text_format.Merge(messages, file)
     pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
+    pool.Add(text_format.Parse(messages, descriptor_pb2.FileDescriptorProto()))
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("vit_ray.Example"))
 
 
 _Example: Final = _example_class()
 Features = Mapping[str, Sequence[Any]]
-Value = int | float | bytes
 
 
 def tfrecord_rows(unit: Unit) -> Iterator[Row]:
     """The records of a file, in its order.
 
     Raises:
-        DamagedUnitError: the file is truncated or broken; all records before that have been
-            yielded.
+        DamagedUnitError: the file is damaged; all records before the damage have been yielded.
     """
     stem = unit.name.replace(".tfrecord", "")
     with unit.opened() as (file, size):
@@ -281,13 +280,13 @@ def tfrecord_rows(unit: Unit) -> Iterator[Row]:
 
 
 def names_beside(unit: Unit) -> Location:
-    """Where the names of the classes may be."""
+    """The file with the class names, which may not exist."""
     name = f"{unit.config.label_field or _LABEL_FIELDS[0]}.labels.txt"
     return locate(unit.path.rpartition("/")[0]).child(name)
 
 
 def declared_classes(unit: Unit) -> list[str] | None:
-    """The names of a task of VTAB, or those next to a file; None if there are none."""
+    """Class names of a task of VTAB, or from a file next to the unit; None without such a file."""
     if task := VTAB_LABELS.get(unit.config.label_field or ""):
         return [str(label) for label in range(task.num_classes)]
     location = names_beside(unit)
@@ -297,20 +296,19 @@ def declared_classes(unit: Unit) -> list[str] | None:
 
 
 def _records(file: IO[bytes], size: int, path: str) -> Iterator[tuple[int, bytes]]:
-    """Offset and bytes of each record; no bytes if they are damaged, or too many for an image."""
+    """Offset and bytes of each record; no bytes if the record is damaged or too large."""
     at = 0
     while header := file.read(_HEADER.size):
         length, checksum = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
         start, end = at + _HEADER.size, at + _HEADER.size + length + _CHECKSUM.size
         if checksum != masked_crc32c(header[:8]):
-            what = "the head of a record is cut or has another checksum"
-            raise DamagedUnitError(path, at, what)
+            raise DamagedUnitError(path, at, "the head of a record is cut or has another checksum")
         if end > size:
             raise DamagedUnitError(path, at, f"a record of {length:,} bytes, which are missing")
         record = file.read(length) if length <= MOST_IMAGE_BYTES else b""
         file.seek(start + length)
-        is_whole = file.read(_CHECKSUM.size) == _CHECKSUM.pack(masked_crc32c(record))
-        yield start, record if is_whole else b""
+        is_intact = file.read(_CHECKSUM.size) == _CHECKSUM.pack(masked_crc32c(record))
+        yield start, record if is_intact else b""
         at = end
 
 
@@ -325,7 +323,7 @@ def _record_row(unit: Unit, key: str, offset: int, record: bytes) -> Row:
     image = features[field]
     if len(image) != 1 or not isinstance(image[0], bytes):
         raise ValueError(f"its {field!r} is not an encoded image")
-    at = offset + record.index(image[0])  # or where the same bytes appear before it
+    at = offset + record.index(image[0])  # or an earlier place with the same bytes
     row = Row(key, path=unit.path, offset=at, length=len(image[0]))
     task = VTAB_LABELS.get(unit.config.label_field or "")
     if task is not None and task.is_binary:
@@ -335,7 +333,7 @@ def _record_row(unit: Unit, key: str, offset: int, record: bytes) -> Row:
 
 
 def _brighter(image: bytes) -> bytes:
-    """An image of ones and zeros as one of 255 and 0; raises ValueError if it cannot be read."""
+    """An image with pixels 0 and 1, as PNG with 0 and 255; ValueError if it cannot be read."""
     try:
         pixels = np.asarray(open_image(image))
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
@@ -347,30 +345,28 @@ def _brighter(image: bytes) -> bytes:
     return brighter.getvalue()
 
 
-def _record_labels(
-    unit: Unit, features: dict[str, list[Value]]
-) -> tuple[Labels, Mapping[str, Any]]:
+def _record_labels(unit: Unit, features: dict[str, list[Any]]) -> tuple[Labels, Mapping[str, Any]]:
     """The labels of a record, and its fields for `convert.columns`.
 
     Raises:
-        ValueError: the features do not include what the label is made from, or a text is not UTF-8.
+        ValueError: the features for the label are missing, or a text is not UTF-8.
     """
-    wanted, fields = unit.config.label_field, dict[str, Any]()
-    if wanted in VTAB_LABELS:
-        label: Any = vtab_label(wanted, features)
+    field, fields = unit.config.label_field, dict[str, Any]()
+    if field in VTAB_LABELS:
+        label: Any = vtab_label(field, features)
     else:
-        label = _plain(features[chosen_field("label", wanted, _LABEL_FIELDS, [*features], "it")])
+        label = _plain(features[chosen_field("label", field, _LABEL_FIELDS, [*features], "it")])
     for name in filter(features.__contains__, unit.config.columns):
         values = _plain(features[name])
         fields[name] = values[0] if len(values) == 1 else values
     return labels_of_value(label), fields
 
 
-def _plain(values: list[Value]) -> list[float | str]:
+def _plain(values: list[Any]) -> list[float | str]:
     return [value.decode() if isinstance(value, bytes) else value for value in values]
 
 
-def features_of(record: bytes) -> dict[str, list[Value]]:
+def features_of(record: bytes) -> dict[str, list[Any]]:
     """The values of each feature of a `tf.train.Example`; raises ValueError if it is not one."""
     try:
         entries = _Example.FromString(record).features.entry
@@ -385,7 +381,7 @@ def features_of(record: bytes) -> dict[str, list[Value]]:
 
 
 def masked_crc32c(content: bytes) -> int:
-    """As in TFRecord files (tensorflow/core/lib/hash/crc32c.h)."""
+    """The checksum of TFRecord files (tensorflow/core/lib/hash/crc32c.h)."""
     crc = crc32c(content)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -395,9 +391,9 @@ class VtabLabel:
     """How the label of a task is computed.
 
     Attributes:
-        num_classes: of the task, named by their numbers.
-        of: label of an image; raises KeyError if a feature is missing, ValueError if it has no
-            label.
+        num_classes: the classes are named by their numbers.
+        of: the label of an image from its features; KeyError if one is missing, ValueError if the
+            image has no label.
         is_binary: pixels are 0 and 1, not 0 to 255.
     """
 
@@ -414,19 +410,19 @@ def _closest_object(features: Features) -> int:
 def _closest_vehicle(features: Features) -> int:
     depths_m = features["objects/location"][2::3]
     kinds = features["objects/type"]
-    its = [depth for depth, kind in zip(depths_m, kinds, strict=True) if kind in _KITTI_VEHICLES]
-    return bisect_left(_KITTI_DISTANCES_M, min([*its, _NO_VEHICLE_M])) - 1
+    vehicles = [d for d, kind in zip(depths_m, kinds, strict=True) if kind in _KITTI_VEHICLES]
+    return bisect_left(_KITTI_DISTANCES_M, min([*vehicles, _NO_VEHICLE_M])) - 1
 
 
 def _grouped(name: str, count: int, num_classes: int, features: Features) -> int:
-    """Every `count` consecutive values are one class."""
+    """The class of a feature with values 0 to `count` - 1, in groups of equal size."""
     (value,) = features[name]
     return int(value * num_classes // count)
 
 
-# By the names of Table 9.
+# Keys: names in Table 9 of the paper.
 VTAB_LABELS: Final[dict[str, VtabLabel]] = {
-    "clevr-count": VtabLabel(8, lambda its: len(its["objects/size"]) - _FEWEST_OBJECTS),
+    "clevr-count": VtabLabel(8, lambda features: len(features["objects/size"]) - _MIN_OBJECTS),
     "clevr-dist": VtabLabel(6, _closest_object),
     "dspr-loc": VtabLabel(16, partial(_grouped, "label_x_position", 32, 16), is_binary=True),
     "dspr-ori": VtabLabel(16, partial(_grouped, "label_orientation", 40, 16), is_binary=True),
@@ -437,17 +433,13 @@ VTAB_LABELS: Final[dict[str, VtabLabel]] = {
 
 
 def vtab_label(task: str, features: Features) -> int:
-    """The label of an image.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """The label of an image in a task of VTAB; raises ValueError if the image has none."""
     rule = VTAB_LABELS[task]
     try:
         label = rule.of(features)
     except KeyError as error:
-        found = ", ".join(sorted(features)[:20])
-        raise ValueError(f"{task} needs the feature {error}, but it only has {found}") from None
+        names = ", ".join(sorted(features)[:20])
+        raise ValueError(f"{task} needs the feature {error}, but it only has {names}") from None
     except TypeError:
         raise ValueError(f"a feature for {task} is not a list of numbers") from None
     if not 0 <= label < rule.num_classes:

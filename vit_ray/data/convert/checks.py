@@ -1,7 +1,7 @@
-"""Without Ray: the destination, images as a shard has them, and the estimate of a conversion.
+"""Parts of a conversion that need no Ray: checks of the destination and of images, the estimate.
 
-A destination that cannot be used is refused early. Images are read ahead, checked, turned and
-shrunk. The estimate comes within seconds, of a sample of the images, and writes nothing.
+An unusable destination is refused early. Images are read ahead, checked, turned and shrunk. The
+estimate takes seconds, reads a sample of the images, and writes nothing.
 """
 
 import contextlib
@@ -53,47 +53,50 @@ from vit_ray.lock import is_lock_file
 from vit_ray.storage import Location, locate
 
 PLAN: Final = "plan.json"
-# How names begin in the staging folder, but for locks.
+# Beginnings of file names in the staging folder, other than locks.
 _STAGED: Final = (PLAN, "index-", "list-", "shard-")
-_OURS: Final = (MANIFEST_FILE, REJECTED_FILE, DAMAGED_FILE, REPORT_FILE, SOURCE_FILE)
-# Names that a conversion gives to files.
-OUTPUT: Final = r"part-\d+-of-\d+\.parquet|" + "|".join(map(re.escape, _OURS))
-# Threads that read a shard's images ahead: object stores are slow to answer, but answer many.
+# Names of the files that a conversion writes.
+OUTPUT: Final = "|".join(
+    [
+        r"part-\d+-of-\d+\.parquet",
+        *map(re.escape, (MANIFEST_FILE, REJECTED_FILE, DAMAGED_FILE, REPORT_FILE, SOURCE_FILE)),
+    ]
+)
+# Threads that read the images of a shard ahead: object stores are slow, but serve many requests.
 _READERS: Final = 8
-# Bytes of images that wait.
+# Maximum size of the images that were read ahead.
 _AHEAD_BYTES: Final = 1 << 26
-# Of an image that waits to be read, where the source does not say how large it is.
-_UNKNOWN_BYTES: Final = 1 << 23
-# Of a JPEG file, each of which a decoder passes over all pixels for: progressive files have about
-# 10, and libjpeg-turbo's own tests of hostile files allow 500.
-_MOST_SCANS: Final = 100
-# Of images that are encoded again.
+# Assumed size of an image that is not read yet, if the source does not give its size.
+_ASSUMED_BYTES: Final = 1 << 23
+# Maximum number of scans of a JPEG file; a decoder visits all pixels for each. Progressive files
+# have about 10, and libjpeg-turbo's own tests of hostile files allow 500.
+_MAX_SCANS: Final = 100
 _JPEG_QUALITY: Final = 95
-# Of a side, in libjpeg (JPEG_MAX_DIMENSION).
-_MOST_JPEG_PIXELS: Final = 65_500
+# Longest side that libjpeg writes (JPEG_MAX_DIMENSION).
+_MAX_JPEG_SIDE: Final = 65_500
+# Time limits of an estimate: for counting, and for reading the sample.
 COUNTED_S: Final = 20.0
-SAMPLED_S: Final = 5.0
-# Most images that are read and checked; their mean size is correct within 10 %.
+_SAMPLED_S: Final = 5.0
+# Images in the sample of an estimate; their mean size is correct within 10 %.
 SAMPLED: Final = 128
-_MIB: Final = 1 << 20
 
 
 def convert_of(recipe: Recipe) -> ConvertConfig:
     """The recipe's conversion; raises ValueError if it has none."""
-    hint = (
+    return require(
+        recipe.convert,
+        "convert",
         "convert.source and convert.destination, such as "
-        "convert='{source: images/, destination: data/}'"
+        "convert='{source: images/, destination: data/}'",
     )
-    return require(recipe.convert, "convert", hint)
 
 
 def check_conversion(recipe: Recipe) -> None:
-    """Refuse what can be seen without opening images.
+    """Refuse what can be seen without opening images, and without looking into a source folder.
 
     Raises:
-        ValueError: there is no conversion, nothing at the source, it is a file of no known format,
-            or the destination is taken or in the source. What is in a folder is seen by the
-            conversion.
+        ValueError: the recipe has no conversion, the source does not exist or is a file of no known
+            format, or the destination is not empty or in the source.
     """
     config = convert_of(recipe)
     if is_pattern(config.source) or locate(config.source).info().kind != "directory":
@@ -113,36 +116,36 @@ def check_destination(config: ConvertConfig) -> None:
     folder.refuse_file_in_its_place("convert.destination")
     names = {info.base_name for info in folder.list_files(recursive=False)}
     staged = {info.base_name for info in folder.child(STAGING_FOLDER).list_files()}
-    # Without its plan nobody knows of which conversion the shards of a folder are.
+    # Without a plan it is unknown which conversion wrote the shards of a folder.
     if PLAN in staged or {MANIFEST_FILE, SOURCE_FILE} <= names:
         return
     is_ours = all(name.startswith(_STAGED) or is_lock_file(name) for name in staged)
     names |= {*folder.list_folders()} - ({STAGING_FOLDER} if is_ours else set())
-    if taken := sorted(name for name in names if not is_hidden(name)):
+    if foreign := sorted(name for name in names if not is_hidden(name)):
         raise ValueError(
             f"convert.destination={folder.uri!r} is not empty and holds no data set with its "
-            f"{SOURCE_FILE}: it has {taken[0]!r}; choose a new folder, or move it away"
+            f"{SOURCE_FILE}: it has {foreign[0]!r}; choose a new folder, or move it away"
         )
 
 
-def _real(place: Location) -> str:
-    """Its address without symbolic links, and with a slash at its end."""
-    path = os.path.realpath(place.path) if place.is_local else place.uri
+def _real(location: Location) -> str:
+    # The address without symbolic links, and with a slash at its end.
+    path = os.path.realpath(location.path) if location.is_local else location.uri
     return f"{path.rstrip('/')}/"
 
 
 def read_ahead(rows: Iterable[Row]) -> Iterator[tuple[Row, Future[bytes]]]:
-    """Each row with its image, in order, read by threads; few images wait, and large ones alone."""
+    """Each row with its image, in order, read ahead by threads; of large images only few."""
     with ThreadPoolExecutor(_READERS) as pool:
         waiting: deque[tuple[Row, Future[bytes]]] = deque()
         for row in rows:
             while waiting and (
                 len(waiting) > 2 * _READERS
-                or sum(_size_of(*one) for one in waiting) + max(row.length, 0) > _AHEAD_BYTES
+                or sum(_size_of(*entry) for entry in waiting) + max(row.length, 0) > _AHEAD_BYTES
             ):
                 yield waiting.popleft()
             waiting.append((row, pool.submit(row.read)))
-        while waiting:  # not kept when they have been looked at
+        while waiting:  # a loop over the deque would keep all images in memory
             yield waiting.popleft()
 
 
@@ -150,7 +153,7 @@ def _size_of(row: Row, image: Future[bytes]) -> int:
     if row.length >= 0:
         return row.length
     if not image.done():
-        return _UNKNOWN_BYTES
+        return _ASSUMED_BYTES
     return 0 if image.exception(0) else len(image.result(0))
 
 
@@ -159,67 +162,67 @@ def checked(
     key: str,
     labels: tuple[int, ...],
     config: ConvertConfig,
-    libjpeg: Libjpeg | None = None,
+    libjpeg: Libjpeg | None,
 ) -> EncodedImage:
-    """A row of the data set.
+    """Check an image, turn or shrink it as the recipe says, and add restart markers.
 
     Args:
-        libjpeg: looks for damage in JPEG files, and gives them their restart markers.
+        libjpeg: finds damage in JPEG files, and adds restart markers; None does neither.
 
     Raises:
-        ValueError: if the image is empty, not an image, cut short, damaged, or
-            cannot be shrunk.
+        ValueError: the image is empty, not an image, truncated, damaged, has too many pixels or
+            scans, or cannot be shrunk.
     """
     if not image:
         raise ValueError("the file is empty")
-    if (scans := num_scans(image)) > _MOST_SCANS:
-        raise ValueError(f"it is a JPEG of {scans:,} scans; the most are {_MOST_SCANS}")
+    if (scans := num_scans(image)) > _MAX_SCANS:
+        raise ValueError(f"it is a JPEG of {scans:,} scans; the most are {_MAX_SCANS}")
     damage = ""
     writer = libjpeg if config.index_jpeg else None
-    of_jpeg = size_of_jpeg(image)
-    size: tuple[int, ...] | None = of_jpeg or _declared_size(image)
+    jpeg_size = size_of_jpeg(image)
+    size: tuple[int, ...] | None = jpeg_size or _declared_size(image)
     is_over = size is not None and size[0] * size[1] > config.max_pixels
-    turned = orientation_of(image) if config.apply_orientation else 1
-    keeps_pixels = turned == 1 and not is_over and not _is_too_large(of_jpeg, config)
+    orientation = orientation_of(image) if config.apply_orientation else 1
+    keeps_pixels = orientation == 1 and not is_over and not _is_too_large(jpeg_size, config)
     is_zeroed = has_zeroed_data(image)
-    found = None
-    # libjpeg reads all of a file that it rewrites, and warns of damage: that is check enough.
+    indexed = None
+    # To add restart markers, libjpeg reads the whole file, and fails or warns if it is damaged.
     if writer is not None and keeps_pixels and not is_zeroed:
-        found = with_restart_markers(image, writer)
-    if found is None:
-        # First: a header without data may say any size.
+        indexed = with_restart_markers(image, writer)
+    if indexed is None:
+        # Before the check of the size: a header without data may declare any size.
         damage = _damage_of(image, libjpeg, config, is_zeroed=is_zeroed)
         if is_over and size is not None:
             raise ValueError(
                 f"it has {size[1]} x {size[0]} pixels, more than "
                 f"convert.max_pixels={config.max_pixels}"
             )
-        # Else libjpeg has read all coded data, as in a file that it rewrites.
-        if of_jpeg is None or not keeps_pixels or libjpeg is None or damage:
-            pixels = decoded = TURNS[turned](decode(image))
+        # Other files need no decoding: `_damage_of` let libjpeg decode them.
+        if jpeg_size is None or not keeps_pixels or libjpeg is None or damage:
+            pixels = decoded = TURNS[orientation](decode(image))
             if config.shrink_to is not None and _is_too_large(pixels.shape, config):
                 pixels = _shrunk(pixels, config.shrink_to)
-            if turned != 1 or pixels is not decoded:
-                if max(pixels.shape[:2]) > _MOST_JPEG_PIXELS:
+            if orientation != 1 or pixels is not decoded:
+                if max(pixels.shape[:2]) > _MAX_JPEG_SIDE:
                     raise ValueError(
                         f"re-encoded with {pixels.shape[1]} x {pixels.shape[0]} pixels it is too "
-                        f"long for a JPEG, whose sides have at most {_MOST_JPEG_PIXELS:,}"
+                        f"long for a JPEG, whose sides have at most {_MAX_JPEG_SIDE:,}"
                     )
                 image = encode_jpeg(pixels, _JPEG_QUALITY)
-                found = None if writer is None else with_restart_markers(image, writer)
+                indexed = None if writer is None else with_restart_markers(image, writer)
             size = pixels.shape[:2]
-    if found is not None:
-        image, size = found.image, found.size
-    assert size is not None  # found, decoded or of a JPEG
+    if indexed is not None:
+        image, size = indexed.image, indexed.size
+    assert size is not None  # known from libjpeg, the pixels or the JPEG header
     return EncodedImage(
         image, labels, key, size[1], size[0],
-        index=None if found is None else found.index, damage=damage,
+        index=None if indexed is None else indexed.index, damage=damage,
     )  # fmt: skip
 
 
 def _declared_size(image: bytes) -> tuple[int, int] | None:
-    """Height and width by the header of a file that is no plain JPEG; None where it has none."""
-    # Pillow's plugins raise anything; decoding the image will say what is wrong.
+    # Height and width in the header of a file that is no plain JPEG. Pillow's plugins raise errors
+    # of any type; decoding the image will tell what is wrong.
     with contextlib.suppress(Exception), open_image(image) as opened:
         return opened.height, opened.width
     return None
@@ -228,10 +231,10 @@ def _declared_size(image: bytes) -> tuple[int, int] | None:
 def _damage_of(
     image: bytes, libjpeg: Libjpeg | None, config: ConvertConfig, *, is_zeroed: bool
 ) -> str:
-    """What libjpeg warns of when it decodes a JPEG file; empty for nothing.
+    """libjpeg's warnings when it decodes a JPEG file; empty if there are none.
 
     Raises:
-        ValueError: `convert.damaged` rejects it.
+        ValueError: `convert.damaged` rejects the image.
     """
     if libjpeg is None or not image.startswith(START):
         return ""
@@ -257,18 +260,18 @@ def _shrunk(pixels: NDArray[np.uint8], shorter_side: int) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a source holds, and what a conversion makes of it.
+    """What a source contains, and what a conversion will write.
 
     Attributes:
         num_images: extrapolated if not all parts were counted.
         num_classes: a lower bound if not all parts were counted.
         num_parts, num_counted: folders, archives or files, and how many of them were counted
-            completely; the images and bytes of the others are assumed to be similar.
-        source_bytes: 0 if lists do not give the sizes of files.
-        written_bytes, seconds: for all images, extrapolated from the sample; one core.
+            completely; the others are assumed to be similar.
+        source_bytes: 0 if the source is a list, which does not give the sizes of files.
+        written_bytes, seconds: for all images, extrapolated from the sample; on one core.
         num_sampled, num_rejected: images that were read, and unusable ones among them.
-        shorter_side: median of the usable ones, in pixels.
-        reason: why the first of the others is unusable; empty if there is none.
+        shorter_side: median of the usable images, in pixels.
+        reason: why the first rejected image is unusable; empty if there is none.
     """
 
     num_images: int
@@ -287,8 +290,8 @@ class Estimate:
     @property
     def counts(self) -> str:
         """Images and classes as text."""
-        about, least = ("", "") if self.is_exact else ("about ", "at least ")
-        return f"{about}{self.num_images:,} images of {least}{self.num_classes:,} classes"
+        about, at_least = ("", "") if self.is_exact else ("about ", "at least ")
+        return f"{about}{self.num_images:,} images of {at_least}{self.num_classes:,} classes"
 
     @property
     def is_exact(self) -> bool:
@@ -297,34 +300,35 @@ class Estimate:
 
 
 def shards_for(written_bytes: float, num_images: int, config: ConvertConfig) -> int:
-    """How many shards hold this many bytes of images, each of at least one row group."""
+    """Number of shards for this many bytes of images; each has at least one row group."""
     groups = -(-num_images // config.rows_per_row_group)
-    return min(groups, max(1, round(written_bytes / (config.shard_mib * _MIB))))
+    return min(groups, max(1, round(written_bytes / (config.shard_mib * 2**20))))
 
 
 def estimate_conversion(config: ConvertConfig, seed: int = 0) -> Estimate:
-    """Count what a source lists for up to 20 s, and read and check a few of its images.
+    """Count the images of a source for up to 20 s, and read and check a sample of them.
 
     Raises:
         ValueError: the source is missing or empty, has several splits and none is chosen, or none
-            of the images that were read is usable.
+            of the sampled images is usable.
     """
     units = units_of(config)
     random.Random(seed).shuffle(units)  # noqa: S311  # a sample
     facts, parts, rows = _counted(units, config, seed)
     check_not_empty(facts, config)
     images, num_bytes = (round(n * len(units) / parts) for n in (facts.rows, facts.bytes))
-    left = {unit.path.rpartition("/")[2] for unit in units[int(parts) :] if unit.format == "folder"}
-    classes = set(config.classes or ()) or {*chain(*facts.declared)} or facts.labels | left
+    others = units[int(parts) :]
+    folders = {unit.path.rpartition("/")[2] for unit in others if unit.format == "folder"}
+    classes = set(config.classes or ()) or {*chain(*facts.declared)} or facts.labels | folders
     begin_s = time.monotonic()
-    sizes, sides, reasons = sampled(rows, config, SAMPLED_S)
-    tried, elapsed_s = len(sizes) + len(reasons), time.monotonic() - begin_s
+    sizes, sides, reasons = sampled(rows, config, _SAMPLED_S)
+    num_sampled, elapsed_s = len(sizes) + len(reasons), time.monotonic() - begin_s
     if not sizes:
         raise ValueError(
-            f"convert.source={config.source!r}: none of {tried} sampled images can be used; the "
-            f"first: {reasons[0]}"
+            f"convert.source={config.source!r}: none of {num_sampled} sampled images can be used; "
+            f"the first: {reasons[0]}"
         )
-    written = 0 if config.in_place else round(images * sum(sizes) / tried)
+    written = 0 if config.in_place else round(images * sum(sizes) / num_sampled)
     return Estimate(
         num_images=images,
         num_classes=len(classes),
@@ -333,8 +337,8 @@ def estimate_conversion(config: ConvertConfig, seed: int = 0) -> Estimate:
         source_bytes=num_bytes,
         written_bytes=written,
         num_shards=len(units) if config.in_place else shards_for(written, images, config),
-        seconds=images * elapsed_s / tried,
-        num_sampled=tried,
+        seconds=images * elapsed_s / num_sampled,
+        num_sampled=num_sampled,
         num_rejected=len(reasons),
         shorter_side=round(statistics.median(sides)),
         reason=next(iter(reasons), ""),
@@ -344,14 +348,14 @@ def estimate_conversion(config: ConvertConfig, seed: int = 0) -> Estimate:
 def sampled(
     rows: Iterable[Row], config: ConvertConfig, limit_s: float = float("inf")
 ) -> tuple[list[int], list[int], list[str]]:
-    """Bytes and shorter sides of some images as a set holds them, and why others are rejected."""
+    """Sizes in bytes and shorter sides of images after conversion; reasons of rejected images."""
     sizes, sides, reasons, begin_s = list[int](), list[int](), list[str](), time.monotonic()
     for row, image in read_ahead(rows):
         try:
             # no limit: the storage limits each file
-            made = checked(image.result(), row.key, (), config, restart_writer())
-            sizes.append(len(made.image))
-            sides.append(min(made.width, made.height))
+            result = checked(image.result(), row.key, (), config, restart_writer())
+            sizes.append(len(result.image))
+            sides.append(min(result.width, result.height))
         except SourceChangedError:
             raise
         except ValueError as error:
@@ -364,11 +368,11 @@ def sampled(
 def _counted(
     units: list[Unit], config: ConvertConfig, seed: int
 ) -> tuple[SourceFacts, float, Iterable[Row]]:
-    """Counts units one after another, until the time is over; an archive is left in its middle.
+    """Count units one after another until the time is over, which may end inside an archive.
 
     Returns:
-        The facts of this many units and a fraction of one, and some rows, each equally likely; of
-        parquet files the first ones, since their rows are read with their images.
+        The facts of the counted units, their number (with a fraction for an archive), and a random
+        sample of rows; for parquet files the first rows, as rows are read with their images.
     """
     facts = SourceFacts(dict.fromkeys(config.columns, 0))
     sample, num_units, end_s = list[Row](), 0.0, time.monotonic() + COUNTED_S
@@ -376,8 +380,8 @@ def _counted(
         facts.declared.update({tuple(declared_classes(unit) or ())} - {()})
         for piece in pieces(_rows_before_damage(unit), end_s):
             facts.add(row_table(piece))
-            some = [*sample, *piece]
-            sample = nsmallest(SAMPLED, some, lambda row: checksum(f"{seed} {row.key}".encode()))
+            rows = [*sample, *piece]
+            sample = nsmallest(SAMPLED, rows, lambda row: checksum(f"{seed} {row.key}".encode()))
             last = piece[-1]
             if last.offset >= 0 and last.problem is None and time.monotonic() > end_s:
                 size = max(locate(unit.path).info().size, facts.bytes, 1)

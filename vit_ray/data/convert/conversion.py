@@ -1,10 +1,9 @@
-"""Converts a source of images to a data set: shuffled once, checked, committed whole.
+"""Converts a source of images to a data set, which is shuffled, checked, and committed as a whole.
 
-Two rounds of Ray tasks. The first indexes the source; the places of all images are then drawn into
-the order of the data set by the recorded seed. The second makes the shards, a task each: it reads
-the images of its shard wherever they lie, checks them, and writes the shard and its facts. A
-finished shard is never made again; the manifest is written last, when every shard has been looked
-at, and is the commit.
+Two rounds of Ray tasks. The first indexes the source; then the rows are shuffled with the recorded
+seed. The second makes the shards, one task each: a task reads the images of its shard from the
+source, checks them, and writes the shard and its facts. A finished shard is never made again. The
+manifest is written last, after a check of every shard, and is the commit.
 """
 
 import contextlib
@@ -14,7 +13,6 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any, Final
 
@@ -61,43 +59,42 @@ from vit_ray.lock import HeldError, LockLostError, check_lock, hold_lock
 from vit_ray.storage import Location, absolute, locate, with_retries
 
 _LOG: Final = logging.getLogger(__name__)
-# Formats whose keys may be those of other rows.
+# Formats in which several rows may have the same key.
 _MAY_REPEAT: Final = (*LISTS, "webdataset")
 # Keys of `convert` that may change between a conversion and its restart.
-_DO_NOT_DECIDE: Final = {"destination", "max_rejected_fraction"}
-# What to do where a file cannot say which conversion made the folder.
+_MAY_CHANGE: Final = {"destination", "max_rejected_fraction"}
+# What to do if it is unknown which conversion wrote a folder.
 _ELSEWHERE: Final = "choose another convert.destination"
-# Of what the staging folder and the record of a source hold.
+# Version of the files in the staging folder, and of `source.json`.
 _VERSION: Final = 9
 
 
 def convert(config: ConvertConfig, seed: int = 0) -> ConvertReport:
-    """Convert images to a data set, or finish a conversion that was interrupted.
+    """Convert images to a data set, or finish an interrupted conversion. Ray must be running.
 
-    Where the destination holds the data set of this source and these settings already, nothing is
-    done, and its report is returned. Ray must be up.
+    If the destination already has the data set of this source and these settings, nothing is done,
+    and its report is returned.
 
     Args:
-        seed: of the one shuffle of all rows.
+        seed: for the shuffle of all rows.
 
     Raises:
-        ValueError: if the source holds no images, is damaged or has several splits, the
-            destination holds a data set of another source or other settings, or another conversion
-            writes it, an interrupted one had other settings, or too much is rejected; or the
-            destination is in the source.
+        ValueError: the source has no images, is damaged or has several splits; too many images are
+            rejected; or the destination is in the source, is being written by another conversion,
+            or has a complete or interrupted data set of another source or other settings.
     """
     config = _resolved(config)
     check_destination(config)
-    # What a restart must have in common with the first start.
-    settings: dict[str, Any] = {"version": _VERSION, "seed": seed}
-    settings |= config.model_dump(mode="json", exclude=_DO_NOT_DECIDE)
+    # A restart must have the same settings.
+    keys = config.model_dump(mode="json", exclude=_MAY_CHANGE)
+    settings: dict[str, Any] = {"version": _VERSION, "seed": seed, **keys}
     folder = locate(config.destination)
     staging, manifest = folder.child(STAGING_FOLDER), folder.child(MANIFEST_FILE)
     if manifest.exists() and not staging.exists():
         return _finished(config, settings, folder)
     with _alone(folder) as lock_number:
         try:
-            check_destination(config)  # again: another conversion may have ended meanwhile
+            check_destination(config)  # again: another conversion may have finished meanwhile
             if manifest.exists():
                 report = _finished(config, settings, folder)
             else:
@@ -112,7 +109,7 @@ def convert(config: ConvertConfig, seed: int = 0) -> ConvertReport:
 
 
 def _resolved(config: ConvertConfig) -> ConvertConfig:
-    """Whole addresses, as workers of another cluster have working directories of their own.
+    """Make addresses absolute, as workers have other working directories, and check names.
 
     Raises:
         ValueError: names of columns or classes cannot be used.
@@ -122,16 +119,16 @@ def _resolved(config: ConvertConfig) -> ConvertConfig:
             f"convert.columns={list(config.columns)}: all data sets have columns "
             f"{sorted(reserved)}; name other fields"
         )
-    places: dict[str, Any] = {k: absolute(getattr(config, k)) for k in ("source", "destination")}
+    update: dict[str, Any] = {k: absolute(getattr(config, k)) for k in ("source", "destination")}
     if config.classes is not None:
-        places["classes"] = tuple(checked_names(config.classes, "convert.classes"))
-    return config.model_copy(update=places)
+        update["classes"] = tuple(checked_names(config.classes, "convert.classes"))
+    return config.model_copy(update=update)
 
 
 def _delete_what_no_restart_needs(folder: Location, lock_number: int) -> None:
-    """After a refusal: an empty folder could be taken for a class of the next source.
+    """Clean up after a refusal, as an empty folder could be taken for a class of the next source.
 
-    Nothing is deleted, and the refusal stays what is raised, if the folder is lost to another.
+    Nothing is deleted if another conversion has taken the folder over.
     """
     staging = folder.child(STAGING_FOLDER)
     with contextlib.suppress(LockLostError, OSError):
@@ -139,15 +136,15 @@ def _delete_what_no_restart_needs(folder: Location, lock_number: int) -> None:
         if not staging.child(PLAN).exists() or folder.child(MANIFEST_FILE).exists():
             staging.delete()
         if folder.is_local:
-            os.rmdir(folder.path)  # only if it is empty, and a folder of its own
+            os.rmdir(folder.path)  # fails if the folder is not empty, or a link
 
 
-@contextmanager
+@contextlib.contextmanager
 def _alone(folder: Location) -> Iterator[int]:
-    """Keep other conversions out of a destination; yields the number that `check_lock` takes.
+    """Hold the lock of a destination; yields the number for `check_lock`.
 
-    A conversion that has lost the folder, to another that could not see it alive, may continue for
-    a while, since both make the same shards, but does not commit.
+    A conversion that has lost its lock may continue for a while, since both conversions make the
+    same shards, but it does not commit.
     """
     try:
         with hold_lock(folder.child(STAGING_FOLDER), on_lost=_LOG.warning) as number:
@@ -160,26 +157,29 @@ def _alone(folder: Location) -> Iterator[int]:
 
 
 def _record_of(file: Location, now: dict[str, Any], what: str) -> dict[str, Any]:
-    """What a conversion has recorded.
+    """The plan, or the record of the source, that a conversion wrote.
 
     Raises:
-        ValueError: it had other settings, each of which is listed as a user gives it.
+        ValueError: that conversion had other settings, which are listed.
     """
     record = read_facts(file, _ELSEWHERE)
     then = record["settings"]
     if then.get("version") != _VERSION:
         raise ValueError(f"{what} of another version of vit_ray; {_ELSEWHERE}")
-    names = [name for name in {**now, **then} if then.get(name) != now.get(name)]
-    keys = {name: "seed" if name == "seed" else f"convert.{name}" for name in names}
-    if other := ", ".join(f"{keys[n]}={now.get(n)!r} (it was {then.get(n)!r})" for n in names):
+    changes = [
+        f"{'' if key == 'seed' else 'convert.'}{key}={now.get(key)!r} (it was {then.get(key)!r})"
+        for key in {**now, **then}
+        if then.get(key) != now.get(key)
+    ]
+    if changes:
         raise ValueError(
-            f"{what} of other settings: {other}; repeat them, or choose another folder"
+            f"{what} of other settings: {', '.join(changes)}; repeat them, or choose another folder"
         )
     return record
 
 
 def _changes(then: dict[str, str], now: dict[str, str]) -> str:
-    """Some paths of the source that are new, changed or gone; empty for none."""
+    """The first paths of the source that are new, changed or gone; empty if there are none."""
     kinds = {
         "new": now.keys() - then.keys(),
         "changed": {path for path in now.keys() & then.keys() if now[path] != then[path]},
@@ -189,10 +189,10 @@ def _changes(then: dict[str, str], now: dict[str, str]) -> str:
 
 
 def _finished(config: ConvertConfig, settings: dict[str, Any], folder: Location) -> ConvertReport:
-    """The report of the data set that is there.
+    """The report of the existing data set.
 
     Raises:
-        ValueError: it is of other settings, or its source has changed.
+        ValueError: the data set has other settings, or its source has changed.
     """
     what = f"convert.destination={folder.uri!r} already holds a data set"
     record = _record_of(folder.child(SOURCE_FILE), settings, what)
@@ -201,8 +201,8 @@ def _finished(config: ConvertConfig, settings: dict[str, Any], folder: Location)
             f"{what}, and its source has changed since: {changes}; choose another folder"
         )
     fields = json.loads(folder.child(REPORT_FILE).read())
-    now = {"was_done": True, "fingerprint": open_dataset(folder.uri).fingerprint}
-    return ConvertReport(**fields | now)
+    fields |= {"was_done": True, "fingerprint": open_dataset(folder.uri).fingerprint}
+    return ConvertReport(**fields)
 
 
 def _plan(config: ConvertConfig, settings: dict[str, Any], folder: Location) -> Plan:
@@ -212,17 +212,16 @@ def _plan(config: ConvertConfig, settings: dict[str, Any], folder: Location) -> 
         ValueError: the interrupted conversion has other settings; or the source cannot be indexed.
     """
     staging = folder.child(STAGING_FOLDER)
-    file, begun = staging.child(PLAN), None
-    if file.exists():
-        what = f"convert.destination={folder.uri!r} holds an interrupted conversion"
-        begun = _record_of(file, settings, what)
+    file = staging.child(PLAN)
+    what = f"convert.destination={folder.uri!r} holds an interrupted conversion"
+    record = _record_of(file, settings, what) if file.exists() else None
     units = units_of(config)
-    if begun is not None:
-        changes = _changes(begun["versions"], versions_of(units))
+    if record is not None:
+        changes = _changes(record["versions"], versions_of(units))
         if not changes:
-            return Plan(**begun)
+            return Plan(**record)
         _LOG.warning("the source has changed, so it is planned again: %s", changes)
-        # The plan last: without it they could be someone else's.
+        # The plan last: without a plan, the shards could be from someone else.
         _delete(folder, OUTPUT)
         file.delete()
     _delete(staging, "(list|shard)-.*")
@@ -240,10 +239,10 @@ def _delete(folder: Location, pattern: str) -> None:
 def _new_plan(
     units: list[Unit], settings: dict[str, Any], staging: Location, config: ConvertConfig
 ) -> Plan:
-    """Index the source, and decide which rows each shard holds.
+    """Index the source, and write the list of rows of each shard.
 
     Raises:
-        ValueError: the source cannot be indexed, or its labels are not clear.
+        ValueError: the source cannot be indexed, or the meaning of its labels is not clear.
     """
     parts, versions, digest, declared = build_index(units, staging, config)
     with tempfile.TemporaryDirectory() as scratch:
@@ -270,7 +269,7 @@ def _new_plan(
             else _num_shards(facts, store, settings, config),
             folder=units[0].folder,
         )
-        # Folders without images are no labels, and later classes move up.
+        # Folders without images are no classes, and so have no label.
         names = (unit.path.rpartition("/")[2] for unit in units if unit.format == "folder")
         no_classes = sorted(set(map(checked_label, names)) - plan.label_of().keys())
         plan = replace(plan, no_classes=no_classes)
@@ -282,10 +281,10 @@ def _new_plan(
 def _num_shards(
     facts: SourceFacts, store: RowStore, settings: dict[str, Any], config: ConvertConfig
 ) -> int:
-    images = float(facts.bytes)
+    image_bytes = float(facts.bytes)
     if config.shrink_to is not None or facts.unknown_lengths:
         order = KeyedPermutation(facts.rows, SHUFFLE, settings["seed"])
-        some = order.ranks(np.arange(min(SAMPLED, facts.rows), dtype=np.int64))
-        sizes, *_ = sampled(table_rows(store.take(np.sort(some))), config)
-        images = sum(sizes) / len(some) * facts.rows
-    return shards_for(images + facts.text_bytes, facts.rows, config)
+        sample = order.ranks(np.arange(min(SAMPLED, facts.rows), dtype=np.int64))
+        sizes, *_ = sampled(table_rows(store.take(np.sort(sample))), config)
+        image_bytes = sum(sizes) / len(sample) * facts.rows
+    return shards_for(image_bytes + facts.text_bytes, facts.rows, config)

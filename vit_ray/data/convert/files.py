@@ -1,4 +1,4 @@
-"""The files of a source: patterns, splits, shards that are missing, and class folders."""
+"""The files of a source: patterns, splits, missing shards, and class folders."""
 
 import os
 import re
@@ -12,26 +12,25 @@ from vit_ray.data.convert.labels import checked_label
 from vit_ray.data.convert.rows import Row, Unit, relative
 from vit_ray.data.dataset import MANIFEST_FILE, STAGING_FOLDER
 from vit_ray.data.images import is_hidden, is_image_name
-from vit_ray.storage import Info, Location, local_info, locate, naming
+from vit_ray.storage import Location, local_info, locate, naming
 
-# The value of `convert.split` that takes every split as one data set.
-ALL_SPLITS: Final = "all"
-# Most paths that the braces of one address may give.
+# The value of `convert.split` that makes one data set of all splits.
+_ALL_SPLITS: Final = "all"
+# Maximum number of paths that braces may expand to.
 MOST_PATHS: Final = 100_000
 _BRACES: Final = re.compile(r"\{([^{}]*)\}")
 _RANGE: Final = re.compile(r"([0-9]{1,18})\.\.([0-9]{1,18})")
-_MAGIC: Final = re.compile(r"[*?\[]")
-_AT_ONCE: Final = 16
-_WORDS: Final = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test", "testing", "eval", "evaluation"),
+_GLOB: Final = re.compile(r"[*?\[]")
+_THREADS: Final = 16
+_SPLIT_OF_WORD: Final = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-_SPLIT_OF_WORD: Final = {word: split for split, words in _WORDS.items() for word in words}
 _NUMBERED: Final = re.compile(r"(.+)-\d{5,}-of-\d{5,}(?:-\w+)?")
 _SHARD: Final = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})(.*)")
-# What a conversion writes into its folder, whatever becomes of it.
-_OURS: Final = {MANIFEST_FILE, STAGING_FOLDER}
+# Every folder that a conversion has begun to write contains one of these.
+_OF_CONVERSIONS: Final = {MANIFEST_FILE, STAGING_FOLDER}
 Item = TypeVar("Item")
 
 
@@ -44,15 +43,15 @@ class SeveralSplitsError(ValueError):
 
 
 def named_split(name: str) -> str | None:
-    """The split with exactly this name; None if there is none."""
+    """The split with exactly this name, such as `validation` for `val`; None for other names."""
     return _SPLIT_OF_WORD.get(name.lower())
 
 
 def split_of(path: str) -> str | None:
     """The split of a file by its relative path; None if the path has no split name.
 
-    As the Hugging Face hub reads names: `data/NAME-00000-of-00002.parquet` is in the split NAME;
-    otherwise the first word that names a split decides, in the file's name or in its folders'.
+    As on the Hugging Face hub: `data/NAME-00000-of-00002.parquet` is in the split NAME; for other
+    names the first word that names a split decides, in the file's name, else in its folders'.
     """
     *folders, file = path.split("/")
     stem = file.partition(".")[0]
@@ -68,22 +67,22 @@ def split_of(path: str) -> str | None:
 def choose_split(
     items: Mapping[str | None, Sequence[Item]], wanted: str | None, source: str
 ) -> list[Item]:
-    """The items of the wanted split; of the only one there is if none is wanted.
+    """The items of the wanted split; if `wanted` is None, of the only split.
 
     Args:
         items: by split; None is the key of items without a split.
 
     Raises:
-        SeveralSplitsError: there are several and none is wanted.
+        SeveralSplitsError: there are several splits, and `wanted` is None.
         ValueError: the wanted split does not exist.
     """
     listed = ", ".join(split or "(files without a split)" for split in sorted(items, key=str))
-    if wanted == ALL_SPLITS or (wanted is None and len(items) == 1):
+    if wanted == _ALL_SPLITS or (wanted is None and len(items) == 1):
         return [item for split in sorted(items, key=str) for item in items[split]]
     if wanted is None:
         raise SeveralSplitsError(
             f"convert.source={source!r} has several splits: {listed}; give one as convert.split, "
-            f"or convert.split={ALL_SPLITS} to make one data set from all of them",
+            f"or convert.split={_ALL_SPLITS} to make one data set from all of them",
             tuple(items),
         )
     split = named_split(wanted) or wanted
@@ -94,15 +93,15 @@ def choose_split(
 
 def check_complete(paths: Sequence[str], source: str) -> None:
     """Raises ValueError if one of `NAME-00000-of-00003` to `NAME-00002-of-00003` is missing."""
-    found: dict[tuple[str, str], set[int]] = {}
+    sets: dict[tuple[str, str], set[int]] = {}
     for shard in filter(None, map(_SHARD.fullmatch, paths)):
-        found.setdefault((shard[1], shard[3]), set()).add(int(shard[2]))
-    if len({name for name, _ in found}) < len(found):
+        sets.setdefault((shard[1], shard[3]), set()).add(int(shard[2]))
+    if len({name for name, _ in sets}) < len(sets):
         raise ValueError(
             f"convert.source={source!r} has shards of two writings of one set, of different "
-            f"numbers: {', '.join(f'{name}-*-of-{count}' for name, count in found)}; keep one"
+            f"numbers: {', '.join(f'{name}-*-of-{count}' for name, count in sets)}; keep one"
         )
-    for (name, count), numbers in found.items():
+    for (name, count), numbers in sets.items():
         if missing := sorted(set(range(int(count))) - numbers):
             raise ValueError(
                 f"convert.source={source!r}: {len(missing)} of the {int(count)} shards of {name!r} "
@@ -112,10 +111,10 @@ def check_complete(paths: Sequence[str], source: str) -> None:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """`a{000..127}` and `{a,b}` as all their paths; other braces stay.
+    """All paths of `a{000..127}` or `{a,b}`; other braces are not expanded.
 
     Raises:
-        ValueError: they give more than `MOST_PATHS`.
+        ValueError: there are more than `MOST_PATHS`.
     """
     paths = list(islice(_expanded(pattern), MOST_PATHS + 1))
     if len(paths) > MOST_PATHS:
@@ -142,50 +141,50 @@ def _expanded(path: str) -> Iterator[str]:
 
 
 def is_pattern(source: str) -> bool:
-    """Whether an address is a pattern; an address that exists literally is not."""
-    has_magic = is_glob(source) or len(expand_braces(source)) > 1
-    return has_magic and not locate(source).exists()
+    """Whether an address is a pattern; the address of an existing file or folder is none."""
+    has_pattern = is_glob(source) or len(expand_braces(source)) > 1
+    return has_pattern and not locate(source).exists()
 
 
 def is_glob(source: str) -> bool:
-    """Whether it leaves open which files there are."""
-    return bool(_MAGIC.search(source))
+    """Whether an address has `*`, `?` or `[`."""
+    return bool(_GLOB.search(source))
 
 
 def matching(source: str) -> dict[str, bool]:
-    """The files and folders that a pattern matches, sorted by path, and which are folders.
+    """What a pattern matches, sorted by path, and whether each path is a folder.
 
     Raises:
         ValueError: a glob matches nothing, or a path of a brace range does not exist.
     """
     paths = expand_braces(source)
-    with ThreadPoolExecutor(_AT_ONCE) as threads:
-        found = list(threads.map(_matches_of, paths))
-    if missing := [path for path, matches in zip(paths, found, strict=True) if not matches]:
+    with ThreadPoolExecutor(_THREADS) as threads:
+        results = list(threads.map(_matches_of, paths))
+    if missing := [path for path, matches in zip(paths, results, strict=True) if not matches]:
         raise ValueError(
             f"convert.source={source!r}: nothing matches {len(missing)} of the {len(paths)} paths "
             f"and globs in it, the first {missing[0]!r}; add the files, or change the pattern"
         )
-    return dict(sorted(chain.from_iterable(map(dict.items, found))))
+    return dict(sorted(chain.from_iterable(map(dict.items, results))))
 
 
 def named(path: str) -> dict[str, bool]:
-    """What has exactly this path, and whether it is a folder; empty if there is nothing."""
-    place = locate(path)
-    kind = place.info().kind
-    return {} if kind == "nothing" else {place.uri: kind == "directory"}
+    """The file or folder with exactly this path, as in `matching`; empty if it does not exist."""
+    location = locate(path)
+    kind = location.info().kind
+    return {} if kind == "nothing" else {location.uri: kind == "directory"}
 
 
 def _matches_of(path: str) -> dict[str, bool]:
     if not is_glob(path):
         return named(path)
-    place = locate(path)
-    folder = _MAGIC.split(place.path)[0].rpartition("/")[0]
-    with naming(place.uri):
-        found = place.filesystem.glob(place.path, detail=True)
+    location = locate(path)
+    folder = _GLOB.split(location.path)[0].rpartition("/")[0]
+    with naming(location.uri):
+        matches = location.filesystem.glob(location.path, detail=True)
     return {
-        replace(place, path=path).uri: info["type"] == "directory"
-        for path, info in found.items()
+        replace(location, path=path).uri: info["type"] == "directory"
+        for path, info in matches.items()
         if not is_hidden(path.removeprefix(folder))
     }
 
@@ -194,21 +193,24 @@ def folder_rows(unit: Unit) -> Iterator[Row]:
     """Files below a class folder, sorted by path; hidden ones are skipped.
 
     Raises:
-        ValueError: a folder cannot be looked into, a conversion has written it, or it holds class
-            folders and is probably no class.
+        ValueError: a folder cannot be read, was written by a conversion, or contains class folders
+            and so is probably no class.
     """
     location = locate(unit.path)
     label = checked_label(unit.path.rpartition("/")[2])
     if location.is_local:
         rows = sorted(_walk(location.path, unit.folder), key=lambda row: row.path)
     else:
-        rows = [_row(location, info) for info in location.list_files()]
+        rows = [
+            Row("", path=replace(location, path=i.path).uri, length=i.size, version=i.version)
+            for i in location.list_files()
+        ]
     if unit.config.format != "folder":
         _check_depth(unit, rows)
     rows.reverse()
-    while rows:  # not kept when they have been looked at: a class may have a million
+    while rows:  # a loop over the list would keep all rows in memory, of a class maybe a million
         row = rows.pop()
-        if _OURS & set(relative(row.path, unit.path).split("/")):
+        if _OF_CONVERSIONS & set(relative(row.path, unit.path).split("/")):
             raise ValueError(
                 f"convert.source: {unit.path!r} holds {row.path!r}, of a conversion; move that "
                 "folder out of the source"
@@ -220,11 +222,11 @@ def folder_rows(unit: Unit) -> Iterator[Row]:
 
 
 def _check_depth(unit: Unit, rows: list[Row]) -> None:
-    """Raises ValueError for a folder that holds class folders, and is probably no class."""
+    """Raises ValueError for a folder that contains class folders, and so is probably no class."""
     paths = (relative(row.path, unit.path) for row in rows)
     names = [path for path in paths if is_image_name(path) and not is_hidden(path)]
     deeper = [name for name in names if "/" in name]
-    # A cover, or a sample of each class, may lie next to the class folders.
+    # A cover image, or a sample of each class, may be next to the class folders.
     if deeper and (2 * len(deeper) >= len(names) or named_split(unit.name)):
         above = f"{unit.path}/{deeper[0].rpartition('/')[0]}"
         raise ValueError(
@@ -236,7 +238,7 @@ def _check_depth(unit: Unit, rows: list[Row]) -> None:
 
 
 def loose_rows(unit: Unit) -> Iterator[Row]:
-    """Images next to the class folders, which have no class."""
+    """Images next to the class folders, which have no class, and so are rejected."""
     for path in loose_images(locate(unit.path)):
         yield Row(relative(path, unit.folder), problem="it is not in a class folder")
 
@@ -247,31 +249,26 @@ def loose_images(folder: Location) -> list[str]:
     return [path for path in files if is_image_name(path)]
 
 
-def _row(folder: Location, info: Info) -> Row:
-    path = replace(folder, path=info.path).uri
-    return Row("", path=path, length=info.size, version=info.version)
-
-
 def _walk(folder: str, root: str) -> Iterator[Row]:
-    """Everything that is not a folder, each real folder once, however many links lead to it."""
-    again = "it is a link to a folder that is read already"
+    """Everything below a folder that is not a folder; linked folders are read once."""
+    repeated = "it is a link to a folder that is read already"
     seen = {_identity(root), _identity(folder)}
     if len(seen) == 1:
-        yield Row("", path=folder, length=0, problem=again)
+        yield Row("", path=folder, length=0, problem=repeated)
         return
     for path, names, files in os.walk(folder, followlinks=True, onerror=_refuse):
-        # Links last, so that a folder keeps its own name if it has one.
+        # Links last, so that a folder is read under its real path, if that is below `folder`.
         names.sort(key=lambda name: (os.path.islink(f"{path}/{name}"), name))
         for name in [*names]:
             if _identity(f"{path}/{name}") in seen:
                 names.remove(name)
-                yield Row("", path=f"{path}/{name}", length=0, problem=again)
+                yield Row("", path=f"{path}/{name}", length=0, problem=repeated)
             seen.add(_identity(f"{path}/{name}"))
         yield from (_file(f"{path}/{name}") for name in files)
 
 
 def _refuse(error: OSError) -> None:
-    """How many images it holds is unknown."""
+    # Not a problem of one row, as the number of images in the folder is unknown.
     raise ValueError(
         f"convert.source: the folder {error.filename!r} cannot be read ({error.strerror}); grant "
         "read access, or move it away"
@@ -289,7 +286,7 @@ def _file(path: str) -> Row:
         os.stat(path)
         info = local_info(path)
         if info.kind == "file":
-            return _row(Location("file", path), info)
+            return Row("", path=path, length=info.size, version=info.version)
     except OSError as error:
         problem = f"it cannot be read: {error.strerror}"
     return Row("", path=path, length=0, problem=problem)

@@ -1,13 +1,13 @@
-"""What is done with a data set that is there: it is verified, and duplicates are left out.
+"""Verification and deduplication of converted data sets.
 
 `verify` checks every byte of a data set against its manifest, and decodes a sample of the images.
 
-`deduplicate` removes from a pre-training set what it shares with evaluation sets (ViT paper 4.1,
-after BiT). A row is a duplicate if its bytes equal those of an evaluation image, or if its
-perceptual hash is within `MAX_DISTANCE` bits of one. A flat image has nothing to hash, and is
-compared by its bytes. The hash is 128 bits: signs of the lowest frequencies of the luminance (a
-cosine transform of 32 x 32 pixels) against their median, as in pHash. Re-encoding and resizing flip
-few bits. The result is only a manifest and a list of what was left out.
+`deduplicate` removes images of evaluation sets from a pre-training set (ViT paper 4.1, after BiT).
+A row is a duplicate if its bytes equal those of an evaluation image, or if its perceptual hash is
+within `MAX_DISTANCE` bits of one. A flat image has nothing to hash, and is compared by its bytes
+only. The hash has 128 bits: the lowest frequencies of the luminance (a cosine transform of 32 x 32
+pixels), compared with their median, as in pHash. Re-encoding and resizing flip few bits. The result
+is only a manifest and a list of the duplicates.
 """
 
 import hashlib
@@ -43,23 +43,23 @@ _LIST_SCHEMA: Final = pa.schema(
         ("is_exact", pa.bool_()),
     ]
 )
-# Bits of 128 by which the hashes of images that show the same may differ. No two of 373 pictures
-# cut from two photographs are within 12, and 196 of 1.6 million pairs of scikit-learn's digits are
-# within 10; files of one photograph that differ in size or compression are within 10.
+# Maximum number of different bits (of 128) between hashes of the same picture. No two of 373
+# pictures cut from two photographs are within 12, and 196 of 1.6 million pairs of scikit-learn's
+# digits are within 10; files of one photograph that differ in size or compression are within 10.
 MAX_DISTANCE: Final = 10
 HASH_BITS: Final = 128
-_DECODED: Final = Augmentation("resize", size=64, flip=False)
+_HASHED_SIZE: Final = Augmentation("resize", size=64, flip=False)
 _THUMBNAIL: Final = 32
 _ORDER: Final = sorted((i + j, i, j) for i in range(_THUMBNAIL) for j in range(_THUMBNAIL))
-# The lowest frequencies without the constant.
+# The lowest frequencies, without the constant.
 _ROWS, _COLUMNS = np.array([(i, j) for _, i, j in _ORDER[1 : HASH_BITS + 1]]).T
 # Standard deviation in grey levels below which the signs of frequencies are noise.
-_FLAT_BELOW: Final = 4.0
+_MIN_DEVIATION: Final = 4.0
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem in one file; with `key` and `row_group` if it is one image."""
+    """A problem of a file; `row_group` and `key` are set if it is about a part of the file."""
 
     file: str
     what: str
@@ -69,7 +69,7 @@ class Problem:
 
 @dataclass
 class VerifyReport:
-    """What was checked, of a file or a data set, and what is wrong; `problems` may be empty."""
+    """What was checked in a file or a data set, and the problems."""
 
     num_files: int = 0
     num_images: int = 0
@@ -78,7 +78,7 @@ class VerifyReport:
 
     def __add__(self, other: "VerifyReport") -> "VerifyReport":
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return VerifyReport(*(one + another for one, another in pairs))
+        return VerifyReport(*(mine + theirs for mine, theirs in pairs))
 
 
 def verify(path: str, *, decode_fraction: float = 0.01) -> VerifyReport:
@@ -91,57 +91,59 @@ def verify(path: str, *, decode_fraction: float = 0.01) -> VerifyReport:
         ValueError: the manifest itself cannot be read.
     """
     manifest = open_dataset(path)
-    shown = Shown(f"verifying {path}", manifest.num_images, "problems")
-    checks = run_tasks(check_file, _files_of(manifest), manifest, decode_fraction, shown=shown)
-    return sum(checks, VerifyReport())
+    progress = Shown(f"verifying {path}", manifest.num_images, "problems")
+    reports = run_tasks(check_file, _files_of(manifest), manifest, decode_fraction, shown=progress)
+    return sum(reports, VerifyReport())
 
 
 def check_file(file_index: int, manifest: Manifest, decode_fraction: float) -> VerifyReport:
     """Check one file of a data set."""
-    entry, found = manifest.files[file_index], VerifyReport(num_files=1)
+    entry, report = manifest.files[file_index], VerifyReport(num_files=1)
     location, reader = manifest.file_location(file_index), RowGroupReader(manifest)
-    groups = np.flatnonzero(manifest.file_index == file_index).tolist()
     if problem := problem_of_shard(location, entry):
-        found.problems.append(Problem(entry.path, f"it cannot be opened: {problem}"))
-        groups = []
-    for group in groups:
+        report.problems.append(Problem(entry.path, f"it cannot be opened: {problem}"))
+        return report
+    for group in np.flatnonzero(manifest.file_index == file_index).tolist():
         number = int(manifest.row_group[group])
         try:
-            encoded = reader.read(group)
+            rows = reader.read(group)
         except ValueError as error:
-            found.problems.append(Problem(entry.path, str(error), row_group=number))
+            report.problems.append(Problem(entry.path, str(error), row_group=number))
             continue
         for row in manifest.stored_rows(group).tolist():
             is_decoded = KeyedUniform(_SAMPLE, group, row).draw() < decode_fraction
-            found.num_images += 1
+            report.num_images += 1
             try:
-                image = encoded.stored(row)
-                found.num_decoded += is_decoded
+                image = rows.stored(row)
+                report.num_decoded += is_decoded
                 if is_decoded:
                     _check_image(image)
             except ValueError as error:
-                found.problems.append(Problem(entry.path, str(error), encoded.key(row), number))
-        report_done(found.num_images, len(found.problems))
-    if not found.problems and (problem := problem_of_shard(location, entry, is_read=True)):
-        found.problems.append(Problem(entry.path, problem))
-    return found
+                report.problems.append(Problem(entry.path, str(error), rows.key(row), number))
+        report_done(report.num_images, len(report.problems))
+    if not report.problems and (problem := problem_of_shard(location, entry, is_read=True)):
+        report.problems.append(Problem(entry.path, problem))
+    return report
 
 
 def _check_image(image: StoredImage) -> None:
-    """Raises ValueError if it cannot be decoded, or its index is another file's."""
+    """Raises ValueError if the image cannot be decoded, or its restart index does not belong to it.
+
+    With the wrong index a crop would be cut from the wrong region.
+    """
     decode(image.content)
     if image.index is not None:
-        known, index = vars(image.index), index_segments(bytes(image.content))
+        stored, index = vars(image.index), index_segments(bytes(image.content))
         if index is None or any(
-            not np.array_equal(value, known[name]) for name, value in vars(index).items()
-        ):  # a crop would be cut from the wrong region
+            not np.array_equal(value, stored[name]) for name, value in vars(index).items()
+        ):
             raise ValueError("its restart index is not that of its bytes")
 
 
 class Duplicate(NamedTuple):
-    """A row of the pre-training set that shows an evaluation image.
+    """A row of the pre-training set, and the evaluation image that it equals or resembles.
 
-    `distance` is how many of 128 bits of the hashes differ, 0 if the bytes are equal.
+    `distance` is the number of different bits of the hashes (of 128), 0 if the bytes are equal.
     """
 
     key: str
@@ -153,7 +155,7 @@ class Duplicate(NamedTuple):
 
 @dataclass(frozen=True)
 class DeduplicateReport:
-    """What was left out of `num_images`."""
+    """The duplicates among `num_images`, with counts of exact and near ones."""
 
     num_images: int
     num_exact: int
@@ -162,17 +164,17 @@ class DeduplicateReport:
 
 
 def refuse_taken(destination: str) -> None:
-    """Raise a ValueError if the destination already holds a data set, or a list that is not ours.
+    """Raise a ValueError if the destination already holds a data set, or a foreign list.
 
-    A list without a manifest is that of a process that was killed before its end.
+    A list of duplicates without a manifest is from a killed process, and may be replaced.
     """
     refuse_existing(destination, MANIFEST_FILE, STAGING_FOLDER)
-    place = locate(destination).child(DUPLICATES_FILE)
+    file = locate(destination).child(DUPLICATES_FILE)
     try:
-        is_ours = not place.exists() or pq.read_schema(place.open()).equals(_LIST_SCHEMA)
+        is_free = not file.exists() or pq.read_schema(file.open()).equals(_LIST_SCHEMA)
     except pa.ArrowInvalid:
-        is_ours = False
-    if not is_ours:
+        is_free = False
+    if not is_free:
         refuse_existing(destination, DUPLICATES_FILE)
 
 
@@ -183,79 +185,79 @@ def deduplicate(source: str, evaluation_sets: list[str], destination: str) -> De
         ValueError: nothing would be left, or the destination holds a data set already.
     """
     refuse_taken(destination)
-    whole, images = open_dataset(source), list[tuple[str, str, Described]]()
+    training_set, images = open_dataset(source), list[tuple[str, str, Described]]()
     for path in evaluation_sets:
         manifest = open_dataset(path)
-        shown = Shown(f"reading {path}", manifest.num_images)
-        for found in run_tasks(_described_in, _files_of(manifest), manifest, shown=shown):
-            images += [(path, key, image) for key, image in found]
-    shown = Shown(f"comparing {source}", whole.num_images, "duplicates")
-    results = run_tasks(_duplicates_in, _files_of(whole), whole, Known(images), shown=shown)
+        progress = Shown(f"reading {path}", manifest.num_images)
+        for described in run_tasks(_described_in, _files_of(manifest), manifest, shown=progress):
+            images += [(path, key, image) for key, image in described]
+    progress = Shown(f"comparing {source}", training_set.num_images, "duplicates")
+    results = run_tasks(
+        _duplicates_in, _files_of(training_set), training_set, Known(images), shown=progress
+    )
     duplicates = {sample: row for result in results for sample, row in result.items()}
-    if len(duplicates) == whole.num_images:
+    if len(duplicates) == training_set.num_images:
         raise ValueError(
-            f"deduplicate: all images of {whole.path!r} are in {evaluation_sets}, so "
+            f"deduplicate: all images of {training_set.path!r} are in {evaluation_sets}, so "
             "nothing is left; check whether the sets were swapped"
         )
     refuse_taken(destination)  # again: hours may have passed
     sink, rows = pa.BufferOutputStream(), [row._asdict() for row in duplicates.values()]
     pq.write_table(pa.Table.from_pylist(rows, schema=_LIST_SCHEMA), sink)
     locate(destination).child(DUPLICATES_FILE).write(sink.getvalue().to_pybytes())
-    part = whole.without(np.array([*duplicates], np.int64))
+    part = training_set.without(np.array([*duplicates], np.int64))
     origin = {"evaluation_sets": evaluation_sets, "max_distance": MAX_DISTANCE}
-    derive(part, destination, {"deduplicated": whole.fingerprint, **origin})
+    derive(part, destination, {"deduplicated": training_set.fingerprint, **origin})
     exact = sum(duplicate.is_exact for duplicate in duplicates.values())
     near = len(duplicates) - exact
-    return DeduplicateReport(whole.num_images, exact, near, list(duplicates.values()))
+    return DeduplicateReport(training_set.num_images, exact, near, list(duplicates.values()))
 
 
-# The digest of an image's bytes, and the hash of what it shows: empty for an image that is flat, or
+# The digest of an image's bytes, and its perceptual hash; the hash is empty if the image is flat or
 # cannot be decoded.
 Described = tuple[bytes, bytes]
-# The evaluation set and key of an image, the distance of its hash, and whether its bytes are equal.
-Match = tuple[str, str, int, bool]
 
 
 class Known:
     """Evaluation images, each with its set and key."""
 
     def __init__(self, images: list[tuple[str, str, Described]]) -> None:
-        # Of images with equal bytes the first.
+        # Reversed, so that of images with equal bytes the first is reported.
         self._digests = {digest: (path, key) for path, key, (digest, _) in reversed(images)}
-        self._names = [(path, key) for path, key, (_, seen) in images if seen]
-        hashes = b"".join(seen for *_, (_, seen) in images)
+        self._names = [(path, key) for path, key, (_, code) in images if code]
+        hashes = b"".join(code for *_, (_, code) in images)
         self._hashes = np.frombuffer(hashes, np.uint64).reshape(-1, 2).T.copy()
 
-    def find(self, image: Described) -> Match | None:
-        """The known image that an image shows."""
-        digest, seen = image
+    def find(self, image: Described) -> tuple[str, str, int, bool] | None:
+        """The equal or nearest evaluation image: set, key, distance, and whether it is equal."""
+        digest, code = image
         if digest in self._digests:
             return *self._digests[digest], 0, True
-        if seen and self._names:
-            entry, distance = nearest(self._hashes, seen)
+        if code and self._names:
+            index, distance = nearest(self._hashes, code)
             if distance <= MAX_DISTANCE:
-                return *self._names[entry], distance, False
+                return *self._names[index], distance, False
         return None
 
 
 def nearest(hashes: NDArray[np.uint64], query: bytes) -> tuple[int, int]:
-    """The closest of some hashes (2, N), and how many bits differ; N must not be 0.
+    """Index of the nearest of `hashes` (2, N), and the number of different bits; N must not be 0.
 
-    All are compared: 0.07 ms for 50,000 (2026-11-29, one core), less than decoding takes.
+    A linear search: 0.07 ms for 50,000 hashes (2026-11-29, one core), less than decoding takes.
     """
     bits = np.bitwise_count(hashes ^ np.frombuffer(query, np.uint64)[:, None]).sum(0, np.uint8)
-    entry = int(bits.argmin())
-    return entry, int(bits[entry])
+    index = int(bits.argmin())
+    return index, int(bits[index])
 
 
 def describe(image: bytes) -> Described:
-    """What of an encoded image is compared."""
+    """The digest and the perceptual hash of an encoded image."""
     digest = hashlib.blake2b(image, digest_size=16).digest()
     try:
-        pixels = crop_of(image, _DECODED, (0, 0, 0))
+        pixels = crop_of(image, _HASHED_SIZE, (0, 0, 0))
     except BadImageError:
         return digest, b""
-    is_flat = pixels.reshape(-1, 3).std(axis=0).max() < _FLAT_BELOW
+    is_flat = pixels.reshape(-1, 3).std(axis=0).max() < _MIN_DEVIATION
     return digest, b"" if is_flat else perceptual_hash(pixels).tobytes()
 
 
@@ -272,7 +274,7 @@ def _files_of(manifest: Manifest) -> list[int]:
 
 
 def _duplicates_in(file_index: int, manifest: Manifest, known: Known) -> dict[int, Duplicate]:
-    """The duplicates in a file, by the numbers of their samples."""
+    # By sample number.
     duplicates = dict[int, Duplicate]()
     for number, (sample, key, image) in enumerate(_images(file_index, manifest), 1):
         if match := known.find(image):
@@ -282,7 +284,7 @@ def _duplicates_in(file_index: int, manifest: Manifest, known: Known) -> dict[in
 
 
 def _described_in(file_index: int, manifest: Manifest) -> list[tuple[str, Described]]:
-    """(key, what is compared) of every image of a file."""
+    # The key of every image of a file, and its digest and hash.
     images = list[tuple[str, Described]]()
     for _, key, image in _images(file_index, manifest):
         images.append((key, image))
@@ -291,14 +293,14 @@ def _described_in(file_index: int, manifest: Manifest) -> list[tuple[str, Descri
 
 
 def _images(file_index: int, manifest: Manifest) -> Iterator[tuple[int, str, Described]]:
-    """(sample, key, what is compared) of every image of a file."""
+    """(sample, key, digest and hash) of every image of a file."""
     reader = RowGroupReader(manifest)
     for group in np.flatnonzero(manifest.file_index == file_index).tolist():
-        encoded, samples = reader.read(group), manifest.samples_of(group).tolist()
+        rows, samples = reader.read(group), manifest.samples_of(group).tolist()
         for sample, row in zip(samples, manifest.stored_rows(group).tolist(), strict=True):
-            key = encoded.key(row)
+            key = rows.key(row)
             try:
-                yield sample, key, describe(encoded.image(row))
+                yield sample, key, describe(rows.image(row))
             except ChangedImageError as error:
                 where = f"{key!r} in {manifest.shard_location(group).path!r}"
                 raise ValueError(f"{where}: {error}; run `vit-ray verify`") from error

@@ -1,8 +1,8 @@
-"""The rows of a whole source: indexed by tasks, kept on disk, and drawn into another order.
+"""The rows of a source: indexed by tasks, stored on disk, and read in another order.
 
-A task indexes some units, and writes their rows to a parquet file in the staging folder; images
-that do not lie anywhere as they are (of parquet, of changed records) go to a plain file next to it,
-where they can be read at any offset.
+A task indexes some units, and writes their rows to a parquet file in the staging folder. Images
+that no file of the source has as consecutive bytes (images in parquet, changed records) go to a
+plain file next to it, where they can be read by offset.
 """
 
 import contextlib
@@ -42,11 +42,11 @@ from vit_ray.data.shard_writer import closed_after
 from vit_ray.data.tasks import Shown, report_done, run_tasks
 from vit_ray.storage import Location, locate, naming, read_again, with_retries
 
-# Most tasks that index a source; of tens of thousands of class folders, each takes several.
-MOST_PARTS: Final = 1024
-# Keys of `convert` that the rows of a source do not depend on.
+# Maximum number of tasks that index a source; with more class folders, a task indexes several.
+_MAX_PARTS: Final = 1024
+# Keys of `convert` that do not change the rows of a source.
 _NOT_OF_ROWS: Final = {"destination", "shard_mib", "max_rejected_fraction"}
-REPEATED: Final = (
+_REPEATED: Final = (
     "an earlier row of the source has the same key; give all labels of an image in one row"
 )
 
@@ -60,11 +60,11 @@ def write_facts(file: Location, facts: dict[str, Any]) -> None:
 def read_facts(
     file: Location, advice: str = "delete it, and run the same command again"
 ) -> dict[str, Any]:
-    """What `write_facts` wrote; raises ValueError if the file is not what was written."""
+    """What `write_facts` wrote; raises ValueError if the checksum differs."""
 
     def read() -> dict[str, Any]:
-        content, _, written = file.read().rpartition(b"\n")
-        if written != b"%08x" % checksum(content):
+        content, _, crc32 = file.read().rpartition(b"\n")
+        if crc32 != b"%08x" % checksum(content):
             raise ValueError(f"{file.uri!r} is not what was written; {advice}")
         return dict(json.loads(content))
 
@@ -75,7 +75,7 @@ def read_facts(
 def parquet_output(
     destination: Location, schema: pa.Schema, compression: str = "zstd"
 ) -> Iterator[pq.ParquetWriter]:
-    """A writer of a file that becomes `destination` when the block ends without an error."""
+    """A parquet writer; the file appears at `destination` when the block ends without an error."""
     options: Any = {"compression": compression, "write_page_checksum": True}
     with (
         destination.output() as stream,
@@ -85,28 +85,28 @@ def parquet_output(
 
 
 def read_groups(location: Location) -> Iterator[pa.Table]:
-    """The row groups of a parquet file, each read again if it is not as it was written."""
+    """The row groups of a parquet file, each read again if its checksum differs."""
+
+    def read(number: int) -> pa.Table | None:
+        with naming(location.uri), location.open() as source:
+            file = pq.ParquetFile(source, page_checksum_verification=True)
+            return file.read_row_group(number) if number < file.num_row_groups else None
+
     for number in itertools.count():
-        read = functools.partial(_read_group, location, number)
-        if (table := read_again(read, OSError, pa.ArrowException)) is None:
+        table = read_again(functools.partial(read, number), OSError, pa.ArrowException)
+        if table is None:
             return
         yield table
 
 
-def _read_group(location: Location, number: int) -> pa.Table | None:
-    with naming(location.uri), location.open() as source:
-        file = pq.ParquetFile(source, page_checksum_verification=True)
-        return file.read_row_group(number) if number < file.num_row_groups else None
-
-
 def versions_of(units: list[Unit]) -> dict[str, str]:
-    """The present version of each unit, by its path."""
-    shown = Shown("looking at the source")
-    return dict(itertools.chain(*run_tasks(_versions, _parts(units), shown=shown)))
+    """The current version of each unit, by path."""
+    progress = Shown("looking at the source")
+    return dict(itertools.chain(*run_tasks(_versions, _parts(units), shown=progress)))
 
 
 def _parts(units: list[Any]) -> list[list[Any]]:
-    size = -(-len(units) // MOST_PARTS)
+    size = -(-len(units) // _MAX_PARTS)
     return [units[at : at + size] for at in range(0, len(units), size)]
 
 
@@ -120,8 +120,8 @@ def _versions(units: list[Unit]) -> list[tuple[str, str]]:
 def _listed(unit: Unit) -> tuple[Iterable[Row], str]:
     """The rows of a unit, and its version.
 
-    That of an archive is its own and of the file next to it with its class names; of a folder or a
-    list it is the content, so that touching a list is no change.
+    The version of a folder or a list is a digest of its content, so that touching a list changes
+    nothing. The version of an archive is that of its file and of the file with its class names.
     """
     rows: Iterable[Row] = rows_of(unit, with_images=not unit.config.in_place)
     digest = hashlib.sha256()
@@ -134,7 +134,7 @@ def _listed(unit: Unit) -> tuple[Iterable[Row], str]:
             digest = hashlib.file_digest(file, "sha256")
     else:
         names = [names_beside(unit)] if unit.format == "tfrecord" else []
-        infos = [place.info() for place in (locate(unit.path), *names)]
+        infos = [location.info() for location in (locate(unit.path), *names)]
         return rows, " ".join(info.version for info in infos if info.kind != "nothing")
     return rows, digest.hexdigest()[:32]
 
@@ -142,17 +142,17 @@ def _listed(unit: Unit) -> tuple[Iterable[Row], str]:
 def build_index(
     units: list[Unit], staging: Location, config: ConvertConfig
 ) -> tuple[list[Location], dict[str, str], str, set[tuple[str, ...]]]:
-    """Index every unit; parts that an earlier start has indexed, and that are the same, are reused.
+    """Index every unit; unchanged parts that an earlier start has indexed are reused.
 
     Returns:
-        Parquet files of `ROW_SCHEMA`, in the order of the source; the version of each unit, by its
+        Parquet files of `ROW_SCHEMA`, in the order of the source; the version of each unit, by
         path; a digest of all images; and the class names of the units that declare them.
 
     Raises:
         ValueError: an archive is damaged.
     """
-    shown = Shown(f"indexing {config.source}")
-    results = run_tasks(_index, _parts(units), staging.uri, shown=shown)
+    progress = Shown(f"indexing {config.source}")
+    results = run_tasks(_index, _parts(units), staging.uri, shown=progress)
     if damages := [damage for result in results for damage in result["damages"]]:
         raise ValueError(
             f"convert: {len(damages)} files of the source are damaged: {'; '.join(damages[:5])}; "
@@ -170,30 +170,34 @@ def build_index(
 
 
 def _digest_of(part: list[Unit], versions: dict[str, str]) -> str:
-    """Of all that the rows of some units, in these versions, depend on."""
-    # Keys are relative to the folder, which another match of a pattern may change.
-    places = [(unit.format, unit.path, unit.folder) for unit in part]
+    """Digest of everything that the rows of these units depend on."""
+    # Keys are relative to the folder, which changes with the files that a pattern matches.
+    sources = [(unit.format, unit.path, unit.folder) for unit in part]
     settings = part[0].config.model_dump(exclude=_NOT_OF_ROWS)
-    identity = repr((places, versions, settings, ROW_SCHEMA.names))
+    identity = repr((sources, versions, settings, ROW_SCHEMA.names))
     return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
 def _index(part: list[Unit], staging_uri: str) -> dict[str, Any]:
-    staging = locate(staging_uri)
-    return with_retries(lambda: _indexed(part, staging), f"indexing {part[0].path}")
+    return with_retries(lambda: _indexed(part, locate(staging_uri)), f"indexing {part[0].path}")
 
 
 def _indexed(part: list[Unit], staging: Location) -> dict[str, Any]:
-    """Write the rows of some units, and what they declare when the rows are complete."""
+    """Write the rows of some units, and then the facts of the units, which are returned."""
     listed = [(unit, *_listed(unit)) for unit in part]
     versions = {unit.path: version for unit, _, version in listed}
-    # A late task, which listed the source before it changed, writes files of other names.
+    # The name depends on the versions: a late task that listed an older source writes other files.
     name = f"index-{_digest_of(part, versions)}"
     file = staging.child(f"{name}.json")
     if file.exists():
         return read_facts(file)
-    facts: dict[str, Any] = {"name": name, "versions": versions, "damages": [], "counted": ""}
-    facts["declared"] = set[tuple[str, ...]]()
+    facts: dict[str, Any] = {
+        "name": name,
+        "versions": versions,
+        "damages": [],
+        "counted": "",
+        "declared": set(),
+    }
     digest, num_rows = hashlib.sha256(), 0
     rows = _stored_rows(listed, staging.child(f"{name}.bin"), facts)
     with parquet_output(staging.child(f"{name}.parquet"), ROW_SCHEMA) as writer:
@@ -204,9 +208,9 @@ def _indexed(part: list[Unit], staging: Location) -> dict[str, Any]:
             num_rows += len(piece)
             report_done(num_rows)
     facts["declared"] = sorted(facts["declared"] - {()})
-    # Images that are read in place are not read for it: only how many there are.
+    # Images that are read in place are not read here: their digest is of their numbers only.
     facts["digest"] = facts["counted"] if part[0].config.in_place else digest.hexdigest()
-    if not facts["damages"]:  # a repaired file may have the same size and time
+    if not facts["damages"]:  # else index again: a repaired file may have the same size and time
         write_facts(file, facts)
     return facts
 
@@ -214,23 +218,25 @@ def _indexed(part: list[Unit], staging: Location) -> dict[str, Any]:
 def _stored_rows(
     listed: list[tuple[Unit, Iterable[Row], str]], pack: Location, facts: dict[str, Any]
 ) -> Iterator[Row]:
-    """Rows whose images all lie somewhere: those in hand are written to a plain file.
+    """Rows without image bytes: the images are written to the file `pack`.
 
-    A row in an archive has the archive's version. What the units declare is added to `facts`.
+    Rows in an archive get its version. Declared classes, damages and numbers of rows are added to
+    `facts`.
     """
-    with contextlib.ExitStack() as opened:
+    with contextlib.ExitStack() as stack:
         output: Any = None
         for unit, rows, version in listed:
-            of_archive, num_rows = version.partition(" ")[0], 0
+            archive_version, num_rows = version.partition(" ")[0], 0
             try:
                 for row in map(Row.storable, rows):
                     if row.image is not None and row.problem is None:
-                        output = output or opened.enter_context(pack.output())
-                        at, length = output.tell(), len(row.image)
+                        output = output or stack.enter_context(pack.output())
+                        row = replace(
+                            row, path=pack.uri, offset=output.tell(), length=len(row.image)
+                        )
                         output.write(row.image)
-                        row = replace(row, path=pack.uri, offset=at, length=length)
                     elif row.path == unit.path and row.offset >= 0:
-                        row = replace(row, version=of_archive)
+                        row = replace(row, version=archive_version)
                     yield replace(row, image=None)
                     num_rows += 1
             except DamagedUnitError as error:
@@ -241,15 +247,14 @@ def _stored_rows(
 
 
 class RowStore:
-    """All rows of an index in a file of this machine, which is mapped into memory, not read.
+    """All rows of an index, in a local file that is mapped into memory.
 
     Args:
-        scratch: a folder on a local disk, with room for the index: some 100 bytes and the path for
-            each image.
-        config: rows that are read in place are only counted.
+        scratch: a folder on a local disk; each image needs about 100 bytes and its path.
+        config: with `in_place`, rows are only counted.
 
     Attributes:
-        facts: what is known of the rows.
+        is_repeated: for each row, whether an earlier one has the same key; see `find_repeated`.
     """
 
     def __init__(self, parts: list[Location], scratch: str, config: ConvertConfig) -> None:
@@ -274,16 +279,16 @@ class RowStore:
     def find_repeated(self) -> None:
         """Find the rows with the key of an earlier row, which `take` then rejects.
 
-        Keys are compared in one form of Unicode, since two names of one file may differ in that.
+        Keys are compared in the form NFC, since two names of one file may differ in their form.
         """
         keys = (key for batch in self._batches for key in batch["key"].to_pylist())
         hashes = (hash(unicodedata.normalize("NFC", key)) for key in keys)
-        found = np.fromiter(hashes, np.int64, len(self.is_repeated))
+        array = np.fromiter(hashes, np.int64, len(self.is_repeated))
         self.is_repeated[:] = True
-        self.is_repeated[np.unique(found, return_index=True)[1]] = False
+        self.is_repeated[np.unique(array, return_index=True)[1]] = False
 
     def take(self, rows: NDArray[np.int64]) -> pa.Table:
-        """Some rows, in the order given."""
+        """The rows with these numbers, in this order."""
         order = np.argsort(rows, kind="stable")
         ascending = rows[order]
         cuts = np.searchsorted(ascending, self._starts)
@@ -293,6 +298,8 @@ class RowStore:
         ]
         back = np.argsort(order, kind="stable")
         table = pa.Table.from_batches(pieces, ROW_SCHEMA).combine_chunks().take(pa.array(back))
-        known, at = table["problem"], table.schema.get_field_index("problem")
-        repeated = pc.if_else(pa.array(self.is_repeated[rows]), pc.coalesce(known, REPEATED), known)
-        return table.set_column(at, ROW_SCHEMA.field(at), repeated.cast(known.type))
+        index, problem = table.schema.get_field_index("problem"), table["problem"]
+        repeated = pc.if_else(
+            pa.array(self.is_repeated[rows]), pc.coalesce(problem, _REPEATED), problem
+        )
+        return table.set_column(index, ROW_SCHEMA.field(index), repeated.cast(problem.type))

@@ -19,31 +19,30 @@ from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.convert.rows import LabelKind, Row, Unit
 
 MOST_CLASSES: Final = 1_000_000
-# Most bytes of a text file of a tar shard, and of a line of a list.
-MOST_TEXT_BYTES: Final = 1 << 20
+# Maximum size of a text file in a tar shard, and of a line of a list.
+MAX_TEXT_BYTES: Final = 1 << 20
 LABEL_FIELDS: Final = ("labels", "label", "cls", "class")
 _INTEGER: Final = re.compile(r"-?[0-9]{1,100}")
 _NUMBER: Final = re.compile(r"[+-]?([0-9]+([.,][0-9]*)?|[.,][0-9]+)([eE][+-]?[0-9]+)?")
-# A list as text, or zeros and ones with a place for each class.
+# A list as text, or a one-hot or multi-hot vector as text.
 _LIST: Final = re.compile(r"[\[(].*[\])]|[01](\.0*)?([ ,;|]+[01](\.0*)?)+")
-# Unicode's category Cc: what spans lines, or makes a text look like another one.
+# Unicode's category Cc: line breaks, and characters that nobody sees.
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-# Images of which half would not have labels of their own.
-_MANY: Final = 1000
-# How tables write that there is no value, in lower case.
+# From this number of images on, labels of which most occur once are probably no classes.
+_MANY_IMAGES: Final = 1000
+# What tables write for a missing value, in lower case.
 _MISSING: Final = {"nan", "none", "null", "na", "n/a", "<na>", "#n/a", "nat"}
 
 Labels = tuple[tuple[str, ...], LabelKind]
-LabelsAre = Literal["auto", "names", "indices"]
 
 
 def labelled(
     row: Row, unit: Unit, read: Callable[..., tuple[Labels, Mapping[str, Any]]], *arguments: Any
 ) -> Row:
-    """The row with its labels and columns; an error in them is its problem.
+    """The row with its labels and `convert.columns`; errors become its problem.
 
     Args:
-        read: gives the labels, and the fields that `convert.columns` names some of.
+        read: returns the labels, and all fields of the row by name.
     """
     if row.problem is not None:
         return row
@@ -57,39 +56,40 @@ def labelled(
 
 def labels_of_record(fields: Mapping[str, Any], label_field: str | None) -> Labels:
     """Labels of an object; raises ValueError as `chosen_field` and `labels_of_value`."""
-    given = [name for name, value in fields.items() if value is not None]
-    return labels_of_value(fields[chosen_field("label", label_field, LABEL_FIELDS, given, "it")])
+    names = [name for name, value in fields.items() if value is not None]
+    return labels_of_value(fields[chosen_field("label", label_field, LABEL_FIELDS, names, "it")])
 
 
 def chosen_field(
-    what: str, wanted: str | None, usual: Sequence[str], names: Sequence[str], whose: str
+    what: str, wanted: str | None, usual: Sequence[str], names: Sequence[str], subject: str
 ) -> str:
-    """The name of the field with the image, or the label.
+    """The name of the field with the image or the label.
 
     Args:
         what: `image` or `label`, as in `convert.image_field`.
-        wanted: by the user; None takes the only usual name that is there.
-        names: of the existing fields.
+        wanted: the user's choice; None takes the only usual name that exists.
+        names: the existing fields.
+        subject: begins the error message.
 
     Raises:
-        ValueError: it does not exist, or several of the usual names do.
+        ValueError: the wanted field does not exist, or none or several of the usual ones do.
     """
     candidates = [wanted] if wanted else list(dict.fromkeys(usual))
-    found = [name for name in candidates if name in names]
-    if len(found) == 1:
-        return str(found[0])
+    existing = [name for name in candidates if name in names]
+    if len(existing) == 1:
+        return existing[0]
     raise ValueError(
-        f"{whose} needs one field for the {what} ({wanted or ' or '.join(dict.fromkeys(usual))}), "
+        f"{subject} needs one field for the {what} ({' or '.join(candidates)}), "
         f"and has {', '.join(sorted(names)[:20]) or 'none'}; choose it with convert.{what}_field"
     )
 
 
-def check_columns(wanted: Iterable[str], names: list[str], whose: str) -> None:
-    """Raises ValueError for a column that is missing, or there twice."""
+def check_columns(wanted: Iterable[str], names: list[str], file: str) -> None:
+    """Raises ValueError for a column that is missing or duplicated."""
     for name in wanted:
         if names.count(name) != 1:
             raise ValueError(
-                f"{whose} has {names.count(name) or 'no'} columns {name!r}; it has {names[:20]}"
+                f"{file} has {names.count(name) or 'no'} columns {name!r}; it has {names[:20]}"
             )
 
 
@@ -97,26 +97,25 @@ def labels_of_value(value: Any) -> Labels:
     """Labels of a value from JSON or parquet.
 
     Raises:
-        ValueError: it is not text, an integer, or a list of these; or a list of zeros and ones
-            with a place for each class.
+        ValueError: the value is not text, an integer, or a list of these; or it is a one-hot list.
     """
     values = value if isinstance(value, list) else [value]
     if not values or None in values:
         raise ValueError("it has no label" if value in (None, []) else "a label is null")
     kinds = {type(v) for v in values}
     if kinds not in ({int}, {str}):
-        found = ", ".join(sorted(kind.__name__ for kind in kinds))
+        types = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise ValueError(
-            f"its label is of type {found}; expected text, an integer, or a list of them"
+            f"its label is of type {types}; expected text, an integer, or a list of them"
         )
-    check_no_places(values)
+    refuse_one_hot(values)
     if kinds == {int}:
         return tuple(dict.fromkeys(map(str, values))), "index"
     return tuple(dict.fromkeys(map(checked_label, values))), "name"
 
 
-def check_no_places(values: Sequence[Any]) -> None:
-    """Raises ValueError for zeros and ones, with a place for each class, in numbers or as text."""
+def refuse_one_hot(values: Sequence[Any]) -> None:
+    """Raises ValueError for a one-hot or multi-hot vector, of numbers or texts."""
     if len(values) > len({*values}) and {*map(str, values)} <= {"0", "1"}:
         raise ValueError(
             f"its labels {list(values[:9])} are zeros and ones, with a place for each class "
@@ -124,22 +123,22 @@ def check_no_places(values: Sequence[Any]) -> None:
         )
 
 
-def json_object(content: str | bytes, whose: str = "it") -> dict[str, Any]:
-    """A JSON object; raises ValueError if it is something else."""
+def json_object(content: str | bytes, subject: str = "it") -> dict[str, Any]:
+    """A JSON object; raises ValueError if the content is something else."""
     try:
         fields = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{whose} is not JSON ({error})") from error
+        raise ValueError(f"{subject} is not JSON ({error})") from error
     if not isinstance(fields, dict):
-        raise ValueError(f"{whose} is a JSON {type(fields).__name__}, not an object")
+        raise ValueError(f"{subject} is a JSON {type(fields).__name__}, not an object")
     return fields
 
 
 def stored_text(value: Any) -> str | None:
-    """A value of `convert.columns` as it is stored: text unchanged, anything else as JSON.
+    """A value of `convert.columns` as stored: text unchanged, other values as JSON.
 
     Raises:
-        ValueError: it contains bytes, which are not text.
+        ValueError: the value contains bytes.
     """
     if value is None or isinstance(value, str):
         return value
@@ -147,17 +146,17 @@ def stored_text(value: Any) -> str | None:
 
 
 def _text_of(value: Any) -> str:
-    """Dates and similar values."""
+    # Of dates, and of other values that JSON does not have.
     if isinstance(value, bytes):
         raise ValueError("a field of convert.columns contains bytes, which are not text")
     return str(value)
 
 
 def checked_label(text: str) -> str:
-    """The label without blanks around it, in the form NFC.
+    """The label stripped, in the form NFC.
 
     Raises:
-        ValueError: nothing is left, or it has a line break or another control character.
+        ValueError: the label is empty, or has a line break or another control character.
     """
     label = unicodedata.normalize("NFC", text.strip())
     if not label:
@@ -167,20 +166,20 @@ def checked_label(text: str) -> str:
     return label
 
 
-def checked_names(names: Any, whose: str) -> list[str]:
-    """Class names without blanks around them, in the form NFC.
+def checked_names(names: Any, subject: str) -> list[str]:
+    """Class names stripped, in the form NFC.
 
     Raises:
         ValueError: they are not texts, two are the same, or one has a line break or another control
             character.
     """
     if not isinstance(names, list | tuple) or any(type(name) is not str for name in names):
-        raise ValueError(f"{whose}: its class names are not a list of texts: {str(names)[:80]}")
+        raise ValueError(f"{subject}: its class names are not a list of texts: {str(names)[:80]}")
     normal = [unicodedata.normalize("NFC", name.strip()) for name in names]
     counts = Counter(normal)
     if wrong := [name for name in normal if counts[name] > 1 or _CONTROL.search(name)]:
         raise ValueError(
-            f"{whose} has the class name {wrong[0]!r} twice, or with a line break or control "
+            f"{subject} has the class name {wrong[0]!r} twice, or with a line break or control "
             "character; correct it"
         )
     return normal
@@ -188,14 +187,16 @@ def checked_names(names: Any, whose: str) -> list[str]:
 
 @dataclass
 class SourceFacts:
-    """What is known of the rows of a source.
+    """Facts of the rows of a source.
 
     Attributes:
-        kinds: of their labels, as `Row.kind`.
-        counts: of labels that an image has.
-        declared: class names of the units that declare them.
         columns: for each of `convert.columns`, how many images have it.
-        bytes: of all images whose length is known; `text_bytes` of the columns.
+        declared: class names of the units that declare them.
+        kinds: kinds of labels, as in `Row.kind`.
+        counts: the numbers of labels that images have.
+        bytes: total size of the images of known size.
+        text_bytes: total size of the columns.
+        unknown_lengths: number of images of unknown size.
     """
 
     columns: dict[str, int]
@@ -218,8 +219,8 @@ class SourceFacts:
         lengths = usable["length"].to_numpy()
         self.bytes += int(lengths[lengths > 0].sum())
         self.unknown_lengths += int((lengths < 0).sum())
-        for place, name in enumerate(self.columns):
-            values = pc.list_element(usable["extra"], place)
+        for index, name in enumerate(self.columns):
+            values = pc.list_element(usable["extra"], index)
             self.columns[name] += len(values) - values.null_count
             self.text_bytes += pc.sum(pc.utf8_length(values)).as_py() or 0
         check_class_count(len(self.labels))
@@ -232,7 +233,7 @@ def check_not_empty(facts: SourceFacts, config: ConvertConfig) -> None:
 
 
 def check_class_count(count: int) -> None:
-    """Raises ValueError for more labels than any data set has classes."""
+    """Raises ValueError for more labels than any real data set has classes."""
     if count > MOST_CLASSES:
         raise ValueError(
             f"convert: more than {MOST_CLASSES:,} different labels; check convert.label_field"
@@ -254,8 +255,8 @@ def classes_of(
             f"convert: files of the source declare different class names, {declared[0][:5]} and "
             f"{declared[1][:5]}; give them by convert.classes, or convert some of the files"
         )
-    names = next((list(given) for given in (config.classes, *declared) if given), None)
-    if names is None and facts.rows >= _MANY and len(facts.labels) > facts.rows // 2:
+    names = next((list(names) for names in (config.classes, *declared) if names), None)
+    if names is None and facts.rows >= _MANY_IMAGES and len(facts.labels) > facts.rows // 2:
         raise ValueError(
             f"convert: {facts.rows:,} images have {len(facts.labels):,} different labels, such as "
             f"{min(facts.labels)[:60]!r}; check convert.label_field, or give convert.classes"
@@ -264,56 +265,58 @@ def classes_of(
 
 
 def class_names(
-    found: Set[str],
+    source_labels: Set[str],
     kinds: Set[str],
     names: list[str] | None,
-    labels_are: LabelsAre,
+    labels_are: Literal["auto", "names", "indices"],
     *,
     of_folders: bool = False,
 ) -> tuple[list[str], bool]:
     """Class names in label order, and whether labels are indices into them.
 
-    Without names they are the labels, sorted, as numbers if they are integers.
+    Without `names`, the sorted labels are the class names; integers are sorted as numbers.
 
     Args:
-        found: labels of the source.
-        kinds: how the source marks its labels: `name`, `index`, or neither.
-        names: as given or declared.
-        of_folders: labels are the names of folders, and so class names even if they look like
-            numbers.
+        kinds: how the source marks its labels, as `Row.kind`.
+        names: from the recipe or declared by the source.
+        of_folders: labels are the names of folders: class names, even if they look like numbers.
 
     Raises:
         ValueError: a label is not one of the names, or the meaning of the labels is not clear.
     """
-    labels = sorted(found)
+    labels = sorted(source_labels)
     if names is not None:
         are_indices = _are_indices(labels, kinds, names, labels_are)
         allowed = {str(i) for i in range(len(names))} if are_indices else set(names)
         if unknown := [label for label in labels if label not in allowed]:
-            what = f"indices of the {len(names)} classes" if are_indices else "in the classes"
+            expected = f"indices of the {len(names)} classes" if are_indices else "in the classes"
             raise ValueError(
-                f"convert: labels {unknown[:5]} are not {what} {names[:20]}; correct "
+                f"convert: labels {unknown[:5]} are not {expected} {names[:20]}; correct "
                 "convert.classes, or set convert.labels_are to names or indices"
             )
         return list(names), are_indices
     _check_spelling(labels, is_lenient=of_folders or labels_are == "names")
     are_numbers = "name" not in kinds and all(map(_INTEGER.fullmatch, labels))
     if labels_are == "indices":
-        if wrong := [one for one in labels if not are_numbers or str(abs(int(one))) != one]:
+        if wrong := [text for text in labels if not are_numbers or str(abs(int(text))) != text]:
             raise ValueError(
                 f"convert.labels_are=indices: labels such as {wrong[:5]} are not integers from 0 "
                 "on; correct them, or set convert.labels_are=names"
             )
         count = max(map(int, labels), default=-1) + 1
         check_class_count(count)
-        return [str(index) for index in range(count)], True  # a name for every index
+        return list(map(str, range(count))), True
     if are_numbers and not of_folders and labels_are == "auto":
         _check_gapless(labels)
     return sorted(labels, key=lambda text: (int(text), text)) if are_numbers else labels, False
 
 
 def _check_spelling(labels: list[str], *, is_lenient: bool) -> None:
-    """Raises ValueError for labels that are probably one class in two spellings, or no labels."""
+    """Raises ValueError for two spellings of one class, and for texts that are probably no labels.
+
+    Args:
+        is_lenient: checks spellings only.
+    """
     spellings = defaultdict(list)
     for label in labels:
         spellings[label.casefold()].append(label)
@@ -321,17 +324,20 @@ def _check_spelling(labels: list[str], *, is_lenient: bool) -> None:
     advice = "correct them, or list all classes in convert.classes"
     if alike:
         raise ValueError(f"convert: the labels {alike[0]} differ only in capitals; {advice}")
+    if is_lenient or not labels:
+        return
     missing = [label for label in labels if label.lower() in _MISSING]
-    is_truth = not is_lenient and bool(labels) and spellings.keys() <= {"true", "false"}
-    others = [label for label in labels if not _INTEGER.fullmatch(label)]
-    are_decimals = not is_lenient and bool(others) and all(map(_NUMBER.fullmatch, labels))
-    are_lists = not is_lenient and bool(labels) and all(map(_LIST.fullmatch, labels))
+    decimals = [label for label in labels if not _INTEGER.fullmatch(label)]
     problems: dict[str, object] = {
-        f"the label {missing[:1]} usually means that there is none": missing and not is_lenient,
-        f"the labels {labels[:2]} are truth values, and not class names": is_truth,
-        f"labels such as {others[:3]} are numbers with decimals, and not integers": are_decimals,
+        f"the label {missing[:1]} usually means that there is none": missing,
+        f"the labels {labels[:2]} are truth values, and not class names": (
+            spellings.keys() <= {"true", "false"}
+        ),
+        f"labels such as {decimals[:3]} are numbers with decimals, and not integers": (
+            decimals and all(map(_NUMBER.fullmatch, labels))
+        ),
         f"labels such as {labels[:2]} are lists, or zeros and ones with a place for each class "
-        "(one-hot or multi-hot), and not class names": are_lists,
+        "(one-hot or multi-hot), and not class names": all(map(_LIST.fullmatch, labels)),
     }
     for problem, is_so in problems.items():
         if is_so:
@@ -339,23 +345,26 @@ def _check_spelling(labels: list[str], *, is_lenient: bool) -> None:
 
 
 def _check_gapless(labels: list[str]) -> None:
-    """Raises ValueError if integers are not 0 to n - 1: they may not be labels."""
+    """Raises ValueError if integers are not 0 to n - 1, as they may not be labels then."""
     numbers = sorted(map(int, labels))
     if numbers == list(range(len(numbers))):
         return
-    none = " (-1 by convention means that an image is not labelled)" if numbers[0] < 0 else ""
+    hint = " (-1 by convention means that an image is not labelled)" if numbers[0] < 0 else ""
     raise ValueError(
         f"convert: labels such as {labels[:3]} are {len(numbers)} integers from {numbers[0]} to "
-        f"{numbers[-1]}{none}, and not 0 to {len(numbers) - 1}, and the source declares no class "
+        f"{numbers[-1]}{hint}, and not 0 to {len(numbers) - 1}, and the source declares no class "
         "names; set convert.labels_are=indices to keep them, convert.labels_are=names to renumber "
         "them from 0 on, or give convert.classes"
     )
 
 
 def _are_indices(
-    labels: list[str], kinds: Set[str], names: list[str], labels_are: LabelsAre
+    labels: list[str],
+    kinds: Set[str],
+    names: list[str],
+    labels_are: Literal["auto", "names", "indices"],
 ) -> bool:
-    """As the source declares; if it does not, integers are indices when names are words.
+    """Whether labels are class indices: as the source declares, else if only labels are integers.
 
     Raises:
         ValueError: both labels and class names are numbers, but not the same.
@@ -364,8 +373,8 @@ def _are_indices(
         return labels_are == "indices"
     if kinds <= {"name"} or kinds == {"index"}:
         return kinds == {"index"}
-    is_same = all(name == str(i) for i, name in enumerate(names))
-    if is_same or not all(map(_INTEGER.fullmatch, labels)):
+    are_equal = names == list(map(str, range(len(names))))
+    if are_equal or not all(map(_INTEGER.fullmatch, labels)):
         return False
     if not any(map(_INTEGER.fullmatch, names)):
         return True

@@ -1,6 +1,6 @@
-"""A source as rows: where each image lies, its labels and its key.
+"""A source as rows: where each image is stored, its labels and its key.
 
-A format is a function that yields the rows of a unit (a class folder, an archive, a list). An error
+For each format, a function yields the rows of a unit (a class folder, an archive, a list). An error
 in one image is the `problem` of its row; only an error that makes the number of images unknown is
 raised, as `DamagedUnitError`.
 """
@@ -22,9 +22,9 @@ import pyarrow as pa
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.storage import Location, check_reachable, locate, naming
 
-# Offset of an image in its own file, and the length if it is not known yet.
+# The offset of an image that is a separate file, and the length of an image of unknown size.
 WHOLE_FILE: Final = -1
-# Larger files are not images but mistakes, which would fill a task's memory.
+# Larger files are not images but mistakes, and would fill a task's memory.
 MOST_IMAGE_BYTES: Final = 1 << 29
 ROW_SCHEMA: Final = pa.schema(
     [
@@ -39,29 +39,29 @@ ROW_SCHEMA: Final = pa.schema(
         ("version", pa.large_string()),
     ]
 )
-# Most rows that become a table together, and the characters after which they do: captions, or lists
-# of labels, may be long.
+# Maximum number of rows of a table, and of characters after which it ends: captions, or lists of
+# labels, may be long.
 ROWS_AT_A_TIME: Final = 1 << 12
 CHARACTERS_AT_A_TIME: Final = 1 << 24
-# Formats of units that are folders, and of those that are lists.
+# Formats whose units are folders, and formats whose units are lists.
 FOLDERS: Final = ("folder", "loose")
 LISTS: Final = ("csv", "jsonl")
-# Bytes that are read at once: each read is a request to an object store.
+# Size of a read in bytes: each read is a request to an object store.
 _BUFFER: Final = 1 << 20
-# Errors of one file, or of its path, not of the disk or this process.
+# Errors of a file or its path, and not of the disk or this process.
 _OF_THE_FILE: Final = frozenset(
     {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 )
-# Longest name of an object on S3, in bytes.
-_MOST_KEY_BYTES: Final = 1024
+# Maximum length of the name of an object on S3.
+_MAX_KEY_BYTES: Final = 1024
 _BUCKET: Final = re.compile(r"[a-zA-Z0-9.\-_]{1,255}")
 
-# How the source marks a label: a class name, an index into the classes, or not at all.
+# How a source marks its labels: as class names, as class indices, or not at all (`text`).
 LabelKind = Literal["name", "index", "text"]
 
 
 class DamagedUnitError(ValueError):
-    """A unit ends in damage, so the number of its images is unknown."""
+    """A unit is damaged, so that the number of its images is unknown."""
 
     def __init__(self, path: str, offset: int, what: str) -> None:
         super().__init__(f"{path} is damaged at byte {offset:,}: {what}")
@@ -69,7 +69,7 @@ class DamagedUnitError(ValueError):
 
 
 class SourceChangedError(ValueError):
-    """A file differs from the indexed one; no single image is the cause."""
+    """A file has changed since it was indexed; the conversion stops."""
 
     def __init__(self, path: str) -> None:
         super().__init__(
@@ -80,10 +80,10 @@ class SourceChangedError(ValueError):
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of a source that is read from its begin to its end.
+    """A part of a source that one task reads: a class folder, an archive or a list.
 
     Attributes:
-        folder: keys, and the paths of a list, are relative to it.
+        folder: keys, and the paths in a list, are relative to this folder.
     """
 
     format: str
@@ -109,12 +109,12 @@ class Row:
     """One image of a source.
 
     Attributes:
-        labels: as text; `kind` says what they are.
-        path, offset, length: where the image lies.
-        image: its bytes, of a format in which they do not lie anywhere as they are.
-        problem: why it cannot be used, before it is even read.
+        labels: as text; `kind` tells whether they are names or indices.
+        path, offset, length: where the image is stored.
+        image: its bytes, if no file has them as consecutive bytes, as in parquet.
+        problem: why the image cannot be used.
         extra: the values of `convert.columns`.
-        version: of the file at `path`, from `Location.info`, if the row depends on its content.
+        version: of the file at `path`, from `Location.info`; None if it is not checked.
     """
 
     key: str
@@ -129,7 +129,7 @@ class Row:
     version: str | None = None
 
     def storable(self) -> "Row":
-        """The row, or a rejected one if its texts are not Unicode."""
+        """The row; if its texts are not Unicode, a row with only a key and a problem."""
         texts = self.path, self.key, *self.labels, self.problem, *self.extra
         try:
             "".join(filter(None, texts)).encode()
@@ -139,11 +139,11 @@ class Row:
         return self
 
     def read(self) -> bytes:
-        """The encoded image; on S3 by one request.
+        """The encoded image; on S3 with one request.
 
         Raises:
-            ValueError: the source marks it as unusable, or it cannot be read.
-            SourceChangedError: the file differs from the indexed one.
+            ValueError: the row has a problem, or its image cannot be read.
+            SourceChangedError: the file has changed since it was indexed.
         """
         if self.problem is not None:
             raise ValueError(self.problem)
@@ -157,16 +157,16 @@ class Row:
             if self.version is not None:
                 raise SourceChangedError(self.path) from error
             if self.offset != WHOLE_FILE:
-                raise  # what was packed is gone, and with it the images of many rows
+                raise  # an archive is gone, and with it the images of many rows
             raise ValueError(f"no such file: {self.path}") from error
         except PermissionError as error:
             if location.is_local or self.offset != WHOLE_FILE:
                 raise
-            check_reachable(location)  # raises what is wrong with the credentials, for all objects
+            check_reachable(location)  # raises if the credentials are refused for all objects
             raise ValueError(f"it cannot be read: {error}") from error
 
     def _content(self, location: Location) -> bytes:
-        """The bytes at the row's place; raises FileExistsError if they are of another version."""
+        """The bytes of the image; raises FileExistsError if the file has another version."""
         if location.protocol == "s3" and self.version is not None and self.length:
             return _read_version(location, max(self.offset, 0), self.length, self.version)
         if self.offset != WHOLE_FILE:
@@ -175,17 +175,17 @@ class Row:
             content = _read_file(location)
         else:
             content = _read_object(location)
-        # Checked last: it may change while it is read.
+        # After the read, as the file may change during it.
         if self.version is not None and location.info().version != self.version:
             raise FileExistsError(errno.EEXIST, "it has changed", self.path)
         if self.offset != WHOLE_FILE and len(content) != self.length:
-            what = f"{len(content):,} of {self.length:,} bytes at {self.offset:,} are there"
-            raise OSError(errno.ENODATA, what, self.path)
+            text = f"{len(content):,} of {self.length:,} bytes at {self.offset:,} are there"
+            raise OSError(errno.ENODATA, text, self.path)
         return content
 
 
 def _read_file(location: Location) -> bytes:
-    # Lists and disks may have the same name in different normal forms of Unicode.
+    # A list and a disk may have a name in different normal forms of Unicode.
     forms = (unicodedata.normalize(form, location.path) for form in ("NFC", "NFD"))
     path = next(filter(os.path.exists, (location.path, *forms)), location.path)
     try:
@@ -201,14 +201,14 @@ def _read_file(location: Location) -> bytes:
 
 
 def _read_object(location: Location) -> bytes:
-    """A whole object of a store, in one request."""
+    """A whole object of a store, with one request."""
     bucket, _, key = location.path.partition("/")
-    # What stores refuse is an error of one image.
-    parts = {"", ".", ".."} & set(key.split("/"))
-    if not _BUCKET.fullmatch(bucket) or parts or len(key.encode()) > _MOST_KEY_BYTES:
+    # Names that stores refuse are errors of one image.
+    bad_parts = {"", ".", ".."} & set(key.split("/"))
+    if not _BUCKET.fullmatch(bucket) or bad_parts or len(key.encode()) > _MAX_KEY_BYTES:
         raise ValueError(
             f"{location.uri} names no object; give s3://BUCKET/KEY, or a path below the list's "
-            f"folder, of at most {_MOST_KEY_BYTES:,} bytes without empty parts, '.' and '..'"
+            f"folder, of at most {_MAX_KEY_BYTES:,} bytes without empty parts, '.' and '..'"
         )
     content = location.read_range(0, MOST_IMAGE_BYTES + 1)
     _check_size(len(content))
@@ -216,11 +216,7 @@ def _read_object(location: Location) -> bytes:
 
 
 def _read_version(location: Location, start: int, count: int, etag: str) -> bytes:
-    """Some bytes of an object, in one request.
-
-    Raises:
-        FileExistsError: it has another etag.
-    """
+    """Some bytes of an object, with one request; raises FileExistsError if its etag differs."""
     with naming(location.uri):
         file = location.filesystem.open(location.path, size=start + count, cache_type="none")
         file.details = {"name": location.path, "size": start + count, "ETag": etag}  # no request
@@ -240,12 +236,12 @@ def _check_size(size: int) -> None:
 
 
 def printable(text: str) -> str:
-    r"""The text, with bytes that are not Unicode as `\udc..`."""
+    r"""The text, with lone surrogates (bytes that are not UTF-8) as `\udc..`."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def relative(path: str, folder: str) -> str:
-    """The path below a folder that contains it."""
+    """The path relative to a folder that contains it."""
     return path[len(folder.rstrip("/")) + 1 :]
 
 
@@ -256,16 +252,16 @@ def row_table(rows: list[Row]) -> pa.Table:
 
 
 def table_rows(table: pa.Table) -> Iterator[Row]:
-    """The rows of a table."""
+    """The rows of a table of `ROW_SCHEMA`."""
     for row in table.to_pylist():
         yield Row(**row | {"labels": tuple(row["labels"]), "extra": tuple(row["extra"])})
 
 
 def pieces(rows: Iterable[Row], end_s: float = float("inf")) -> Iterator[list[Row]]:
-    """The rows in lists that fit into a process, each with at least one.
+    """The rows in lists of limited size, none of which is empty.
 
     Args:
-        end_s: after this time each row of an archive, which may be a request, ends its list.
+        end_s: from this time on (`time.monotonic`), each row of an archive is a separate list.
     """
     piece, characters = list[Row](), 0
     for row in rows:

@@ -1,8 +1,8 @@
 """The shards of a conversion: which rows each holds, the tasks that write them, and the commit.
 
-A plan is decided once, when the source is indexed, and kept by restarts. It is written when the
-list of each shard is, and only then are shards made. At the end all shards are looked at, and the
-manifest makes the set visible.
+The plan is made once, when the source is indexed, and restarts use the same one. First the list of
+rows of every shard is written, then the plan, then the shards. At the end all shards are checked,
+and the manifest makes the data set visible.
 """
 
 import json
@@ -35,7 +35,7 @@ from vit_ray.data.convert.rows import (
     printable,
     table_rows,
 )
-from vit_ray.data.convert.tables import MOST_ROWS, check_in_place, opened, parquet_rows
+from vit_ray.data.convert.tables import MAX_ROWS, check_in_place, opened, parquet_rows
 from vit_ray.data.dataset import (
     ABOUT,
     DAMAGED_FILE,
@@ -71,13 +71,13 @@ _NAMES_SHOWN: Final = 10
 
 @dataclass(frozen=True)
 class Plan:
-    """The planned shards.
+    """What a conversion writes, as in `plan.json`.
 
     Attributes:
-        settings: those of the conversion that decide the bytes of the data set.
-        versions: of each part of the source, by its path.
-        are_indices: whether labels are indices into the classes, and not names of them.
-        folder: of the source, which keys are relative to.
+        settings: those that decide the bytes of the data set.
+        versions: version of each unit of the source, by path.
+        are_indices: whether labels of the source are class indices, not class names.
+        folder: folder of the source; keys are relative to it.
         no_classes: names of class folders without images.
     """
 
@@ -95,38 +95,36 @@ class Plan:
         return shard_name(shard, self.num_shards)
 
     def label_of(self) -> dict[str, int]:
-        """The label for each label of the source."""
+        """Class index of each label of the source."""
         names = map(str, range(len(self.classes))) if self.are_indices else self.classes
         return {name: label for label, name in enumerate(names)}
 
 
 def write_lists(plan: Plan, store: RowStore, staging: Location) -> None:
-    """Write the rows of each shard, in their order: the one shuffle of all rows."""
+    """Shuffle all rows, and write the list of rows of each shard."""
     order = KeyedPermutation(plan.num_images, SHUFFLE, plan.settings["seed"])
     rows = int(plan.settings["rows_per_row_group"])
-    # Shards have whole row groups.
+    # A row group is never divided between shards.
     groups = -(-plan.num_images // rows)
     firsts = [shard * groups // plan.num_shards * rows for shard in range(plan.num_shards)]
     for shard, (first, end) in enumerate(pairwise([*firsts, plan.num_images])):
-        places = np.arange(first, end, dtype=np.int64)
+        positions = np.arange(first, end, dtype=np.int64)
         with parquet_output(staging.child(_LIST.format(shard)), ROW_SCHEMA) as writer:
-            writer.write_table(store.take(order.ranks(places)))
+            writer.write_table(store.take(order.ranks(positions)))
 
 
 def rows_of_shard(staging: Location, shard: int) -> Iterator[Row]:
     """The rows of one shard."""
-    for table in read_groups(staging.child(_LIST.format(shard))):
-        yield from table_rows(table)
+    return chain.from_iterable(map(table_rows, read_groups(staging.child(_LIST.format(shard)))))
 
 
 @dataclass
 class ShardResult(ShardFacts):
-    """Facts of one finished shard, as the staging folder keeps them.
+    """Facts of one finished shard, as in its JSON file in the staging folder.
 
-    `rejected` has (key, reason) of each image that the shard lacks, `damaged` of each that it has
-    all the same; `num_turned` images have an orientation in EXIF. Where images are read in place,
-    `images` are the fields of their `ImageFile`, and `dropped` the rows of each row group that do
-    not count.
+    `rejected` has (key, reason) of each image that was left out, `damaged` of each damaged one that
+    was kept; `num_turned` images have an orientation in EXIF. For images read in place, `images`
+    are the fields of their `ImageFile`, and `dropped` has the rejected rows of each row group.
     """
 
     shard: int = 0
@@ -142,45 +140,46 @@ class ShardResult(ShardFacts):
     def checked(
         self, row: Row, read: Callable[[], bytes], label_of: dict[str, int], config: ConvertConfig
     ) -> EncodedImage | None:
-        """A row of the shard, which is counted; None if it is rejected."""
+        """Check and count an image; None if it is rejected."""
         try:
-            came_as = read()
+            content = read()
             labels = tuple(label_of[text] for text in row.labels)
-            made = checked(came_as, row.key, labels, config, restart_writer())
+            image = checked(content, row.key, labels, config, restart_writer())
         except SourceChangedError:
             raise
         except ValueError as error:
             self.rejected.append((row.key, printable(str(error))))
             return None
-        if made.damage:
-            self.damaged.append((row.key, made.damage))
-        self.num_indexed += made.index is not None
-        self.num_turned += orientation_of(came_as) != 1
+        if image.damage:
+            self.damaged.append((row.key, image.damage))
+        self.num_indexed += image.index is not None
+        self.num_turned += orientation_of(content) != 1
         self.max_labels = max(self.max_labels, len(labels))
         for label in map(str, labels):
             self.label_counts[label] = self.label_counts.get(label, 0) + 1
-        return replace(made, extra=row.extra)
+        return replace(image, extra=row.extra)
 
     def file(self, name: str) -> ShardFile:
-        """The shard's entry in the manifest, by its name in the data set's folder."""
+        """The shard's entry in the manifest; `name` is the file in the data set's folder."""
         images = ImageFile(*self.images) if self.images else None
         return ShardFile(name, sum(self.rows), self.bytes, self.crc32, images)
 
 
 def make_shards(plan: Plan, config: ConvertConfig) -> None:
-    """Make the shards that have no result, a task each."""
+    """Make the shards that have no result yet, one task each."""
     staging = locate(config.destination).child(STAGING_FOLDER)
-    done = {info.base_name for info in staging.list_files(recursive=False)}
-    missing = [shard for shard in range(plan.num_shards) if RESULT.format(shard) not in done]
-    # About: shards of files that are read in place differ in size.
+    results = {info.base_name for info in staging.list_files(recursive=False)}
+    missing = [shard for shard in range(plan.num_shards) if RESULT.format(shard) not in results]
+    # An estimate: shards of files that are read in place differ in size.
     num_images = round(plan.num_images * len(missing) / plan.num_shards)
-    shown = Shown(f"converting to {config.destination}", num_images, "rejected")
-    small = plan if config.in_place else replace(plan, versions={})
-    run_tasks(make_shard, missing, small, config, shown=shown)
+    progress = Shown(f"converting to {config.destination}", num_images, "rejected")
+    # Only reading in place needs `versions`, which may have an entry for each of many files.
+    sent_plan = plan if config.in_place else replace(plan, versions={})
+    run_tasks(make_shard, missing, sent_plan, config, shown=progress)
 
 
 def make_shard(shard: int, plan: Plan, config: ConvertConfig) -> None:
-    """Write one shard, and its result when it is whole."""
+    """Write one shard, and then its result."""
     write = write_in_place if config.in_place else write_shard
     result = with_retries(lambda: write(shard, plan, config), f"making shard {shard}")
     staging = locate(config.destination).child(STAGING_FOLDER)
@@ -190,70 +189,68 @@ def make_shard(shard: int, plan: Plan, config: ConvertConfig) -> None:
 def write_shard(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
     """Write a shard of images that are copied."""
     folder, label_of = locate(config.destination), plan.label_of()
-    found = ShardResult(shard=shard)
-    target, rows = folder.child(plan.name_of(shard)), config.rows_per_row_group
-    with ShardWriter(target, rows, config.columns, is_indexed=config.index_jpeg) as writer:
-        for number, (row, image) in enumerate(
-            read_ahead(rows_of_shard(folder.child(STAGING_FOLDER), shard)), 1
-        ):
-            report_done(number, len(found.rejected))
+    result, rows = ShardResult(shard=shard), rows_of_shard(folder.child(STAGING_FOLDER), shard)
+    target, group_size = folder.child(plan.name_of(shard)), config.rows_per_row_group
+    with ShardWriter(target, group_size, config.columns, is_indexed=config.index_jpeg) as writer:
+        for number, (row, content) in enumerate(read_ahead(rows), 1):
+            report_done(number, len(result.rejected))
             # no limit: the storage limits each file
-            if (made := found.checked(row, image.result, label_of, config)) is not None:
-                writer.add(made)
-    return replace(found, **vars(writer.facts()))
+            if (image := result.checked(row, content.result, label_of, config)) is not None:
+                writer.add(image)
+    return replace(result, **vars(writer.facts()))
 
 
 def write_in_place(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
-    """Write a shard without images, of a file that has them and is read where it lies.
+    """Write a shard without images, for a parquet file whose images are read in place.
 
     Raises:
-        ValueError: the file has changed meanwhile, or a row group cannot be read at once.
+        ValueError: the file has changed meanwhile, or a row group is too large.
     """
     path, label_of = [*plan.versions][shard], plan.label_of()
     before = locate(path).info()
-    unit = Unit("huggingface", path, plan.folder, config)
     if before.version != plan.versions[path]:
         raise SourceChangedError(path)
-    as_it_is = config.model_copy(update={"index_jpeg": False})
-    found, image_bytes, first = ShardResult(shard=shard), list[int](), 0
-    nothing = (None,) * len(config.columns)
+    unit = Unit("huggingface", path, plan.folder, config)
+    unchanged = config.model_copy(update={"index_jpeg": False})
+    result, image_bytes, num_done = ShardResult(shard=shard), list[int](), 0
     target, rows = locate(config.destination).child(plan.name_of(shard)), parquet_rows(unit)
-    with opened(unit) as (file, columns), ShardWriter(target, MOST_ROWS, config.columns) as writer:
+    with opened(unit) as (file, columns), ShardWriter(target, MAX_ROWS, config.columns) as writer:
         for group in range(file.num_row_groups):
             num_rows = file.metadata.row_group(group).num_rows
-            found.dropped.append([])
+            result.dropped.append([])
             image_bytes.append(0)
-            for at, row in enumerate(islice(rows, num_rows)):
-                report_done(first + at, len(found.rejected))
-                # Equal images may stand once in the file, and are read as often as there are rows.
+            for row_in_group, row in enumerate(islice(rows, num_rows)):
+                report_done(num_done + row_in_group, len(result.rejected))
+                # The file may store equal images once; each row reads its own copy.
                 image_bytes[-1] += len(row.image or b"")
                 check_in_place(path, group, num_rows, image_bytes[-1])
                 entry = row.storable()
-                made = found.checked(entry, entry.read, label_of, as_it_is)
-                if made is None:
-                    found.dropped[-1].append(at)
-                    made = EncodedImage(b"", (), entry.key, 0, 0, extra=nothing)
-                writer.add(replace(made, image=b"", crc32=checksum(row.image or b"")))
+                image = result.checked(entry, entry.read, label_of, unchanged)
+                if image is None:
+                    result.dropped[-1].append(row_in_group)
+                    no_texts = (None,) * len(config.columns)
+                    image = EncodedImage(b"", (), entry.key, 0, 0, extra=no_texts)
+                writer.add(replace(image, image=b"", crc32=checksum(row.image or b"")))
             writer.end_row_group()
-            first += num_rows
+            num_done += num_rows
     if locate(path).info() != before:
         raise SourceChangedError(path)
     facts = writer.facts()
     sizes = zip(facts.row_group_bytes, image_bytes, strict=True)
-    facts = replace(facts, row_group_bytes=[sum(pair) for pair in sizes])
+    facts.row_group_bytes = [sum(pair) for pair in sizes]
     images = astuple(ImageFile(path, before.size, before.version, columns.image_path))
-    return replace(found, **vars(facts), images=list(images))
+    return replace(result, **vars(facts), images=list(images))
 
 
 @dataclass(frozen=True)
 class ConvertReport:
     """What a conversion did.
 
-    `label_histogram` counts images per class name; `rejected` maps the key of each of the first
-    1,000 rejected images to its reason, and `rejected.parquet` has all. `num_indexed` images have a
-    restart index, and `num_damaged` are in files that libjpeg warns of (`damaged.parquet` has keys
-    and warnings). `was_done` says that the set was there, and that nothing had changed. `notes` say
-    what may surprise: classes without images or of one, and orientations.
+    `label_histogram` counts images per class name; `rejected` maps the keys of the first 1,000
+    rejected images to the reasons (all are in `rejected.parquet`). `num_indexed` images have a
+    restart index; libjpeg warns of `num_damaged` images (keys and warnings are in
+    `damaged.parquet`). `was_done`: the data set existed already, and nothing had changed. `notes`
+    are about classes with no image or one, and orientations.
     """
 
     num_images: int
@@ -273,7 +270,7 @@ class ConvertReport:
 def commit(
     plan: Plan, folder: Location, max_rejected_fraction: float, lock_number: int
 ) -> ConvertReport:
-    """Write what is left to write, the manifest last.
+    """Check the shards, and write the lists, the report and, last, the manifest.
 
     Raises:
         ValueError: too much is rejected, a shard is not as it was written, or another conversion
@@ -281,30 +278,34 @@ def commit(
     """
     staging = folder.child(STAGING_FOLDER)
     results = [staging.child(RESULT.format(shard)) for shard in range(plan.num_shards)]
-    written, shown = list[ShardResult](), dict[str, str]()
+    written, first_rejected = list[ShardResult](), dict[str, str]()
     totals, labels = Counter[str](), Counter[str]()
     with (
         parquet_output(folder.child(REJECTED_FILE), REJECTED_SCHEMA, "snappy") as rejected,
         parquet_output(folder.child(DAMAGED_FILE), REJECTED_SCHEMA, "snappy") as damaged,
         ThreadPoolExecutor(_THREADS) as pool,
     ):
-        # In slices: all at once, those of a large set would wait in memory.
+        # In slices, as the results of a large set may not fit in memory.
         slices = (results[at : at + _THREADS] for at in range(0, len(results), _THREADS))
-        for facts in chain.from_iterable(pool.map(read_facts, some) for some in slices):
+        for facts in chain.from_iterable(pool.map(read_facts, part) for part in slices):
             result = ShardResult(**facts)
             for rows, target in ((result.rejected, rejected), (result.damaged, damaged)):
                 if rows:
                     columns = [pa.array(column) for column in zip(*rows, strict=True)]
                     target.write_table(pa.Table.from_arrays(columns, schema=REJECTED_SCHEMA))
-            totals.update(rejected=len(result.rejected), damaged=len(result.damaged))
-            totals.update(indexed=result.num_indexed, turned=result.num_turned)
+            totals.update(
+                rejected=len(result.rejected),
+                damaged=len(result.damaged),
+                indexed=result.num_indexed,
+                turned=result.num_turned,
+            )
             labels.update(result.label_counts)
-            shown.update(result.rejected[: max(0, _REJECTED_SHOWN - len(shown))])
+            first_rejected.update(result.rejected[: max(0, _REJECTED_SHOWN - len(first_rejected))])
             if result.rows:
                 written.append(replace(result, rejected=[], damaged=[], label_counts={}))
             else:
                 folder.child(plan.name_of(result.shard)).delete()
-    _check_rejected(plan, folder, totals["rejected"], max_rejected_fraction, shown)
+    _check_rejected(plan, folder, totals["rejected"], max_rejected_fraction, first_rejected)
     files = [result.file(plan.name_of(result.shard)) for result in written]
     _check_shards(plan, folder, written, files)
     num_images = sum(sum(r.rows) - sum(map(len, r.dropped)) for r in written)
@@ -324,7 +325,7 @@ def commit(
         bytes=sum(result.bytes for result in written),
         fingerprint="",
         label_histogram=histogram,
-        rejected=shown,
+        rejected=first_rejected,
         num_indexed=totals["indexed"],
         num_damaged=totals["damaged"],
         notes=_notes(plan, histogram, totals["turned"]),
@@ -339,20 +340,20 @@ def commit(
 
 
 def _check_rejected(
-    plan: Plan, folder: Location, num_rejected: int, most: float, shown: dict[str, str]
+    plan: Plan, folder: Location, num_rejected: int, max_fraction: float, rejected: dict[str, str]
 ) -> None:
-    if num_rejected < plan.num_images and num_rejected / plan.num_images <= most:
+    if num_rejected < plan.num_images and num_rejected / plan.num_images <= max_fraction:
         return
-    key, reason = next(iter(shown.items()))
-    accepting = ""
+    key, reason = next(iter(rejected.items()))
+    alternative = ""
     if num_rejected < plan.num_images:
-        least = -(-100 * num_rejected // plan.num_images) / 100
-        accepting = f", or leave them out with convert.max_rejected_fraction={least:g}"
+        fraction = -(-100 * num_rejected // plan.num_images) / 100
+        alternative = f", or leave them out with convert.max_rejected_fraction={fraction:g}"
     raise ValueError(
         f"{num_rejected} of {plan.num_images} files of the source are not usable images, above "
-        f"convert.max_rejected_fraction={most}; the first is {key!r}: "
+        f"convert.max_rejected_fraction={max_fraction}; the first is {key!r}: "
         f"{reason}. {folder.child(REJECTED_FILE).uri} lists all. Mend or remove them and run "
-        f"the command again{accepting}"
+        f"the command again{alternative}"
     )
 
 
@@ -365,9 +366,9 @@ def _notes(plan: Plan, histogram: dict[str, int], num_turned: int) -> list[str]:
             f"{num_turned} images have an orientation in EXIF and are kept as they are stored; "
             "convert.apply_orientation=true turns them as viewers show them"
         )
-    for count, have in ((0, "have no images"), (1, "have one image")):
-        if names := [name for name, found in histogram.items() if found == count]:
-            notes.append(f"{len(names)} classes {have}: {listed(names)}")
+    for number, text in ((0, "have no images"), (1, "have one image")):
+        if names := [name for name, count in histogram.items() if count == number]:
+            notes.append(f"{len(names)} classes {text}: {listed(names)}")
     if names := plan.no_classes:
         notes.append(f"{len(names)} folders have no images and are no classes: {listed(names)}")
     if len(histogram) == 1:
@@ -376,21 +377,21 @@ def _notes(plan: Plan, histogram: dict[str, int], num_turned: int) -> list[str]:
 
 
 def listed(names: list[str]) -> str:
-    """The first of some names."""
+    """The first ten names as text."""
     return ", ".join(names[:_NAMES_SHOWN]) + (" and others" if len(names) > _NAMES_SHOWN else "")
 
 
 def _check_shards(
     plan: Plan, folder: Location, written: list[ShardResult], files: list[ShardFile]
 ) -> None:
-    """Look at the size and the footer of every shard before the data set becomes visible.
+    """Check the size and the footer of every shard before the data set becomes visible.
 
     Raises:
         ValueError: some are not as they were written; a restart makes them again.
     """
     with ThreadPoolExecutor(_THREADS) as pool:
-        looks = pool.map(lambda file: problem_of_shard(folder.child(file.path), file), files)
-        problems = {r.shard: found for r, found in zip(written, looks, strict=True) if found}
+        texts = pool.map(lambda file: problem_of_shard(folder.child(file.path), file), files)
+        problems = {r.shard: text for r, text in zip(written, texts, strict=True) if text}
     for shard in problems:
         folder.child(STAGING_FOLDER).child(RESULT.format(shard)).delete()
     if problems:
@@ -406,10 +407,10 @@ def _write_manifest(
     plan: Plan, folder: Location, written: list[ShardResult], files: list[ShardFile]
 ) -> str:
     rows = np.concatenate([r.rows for r in written])
-    lists = (rows_of_group for r in written for rows_of_group in r.dropped or [[]] * len(r.rows))
-    dropped = {group: np.array(one, np.int32) for group, one in enumerate(lists) if one}
-    for group, one in dropped.items():
-        rows[group] -= len(one)
+    lists = (numbers for r in written for numbers in r.dropped or [[]] * len(r.rows))
+    dropped = {group: np.array(numbers, np.int32) for group, numbers in enumerate(lists) if numbers}
+    for group, numbers in dropped.items():
+        rows[group] -= len(numbers)
     columns = RowGroupColumns(
         file_index=np.repeat(np.arange(len(written)), [len(r.rows) for r in written]),
         row_group=np.concatenate([np.arange(len(r.rows)) for r in written]),

@@ -1,4 +1,4 @@
-"""The format of a source, and the units that it is read in."""
+"""The format of a source, and its units: the class folders, archives or lists that tasks read."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -34,7 +34,7 @@ _ROWS: Final[dict[str, Callable[..., Iterable[Row]]]] = {
     "jsonl": tables.jsonl_rows,
     "tfrecord": archives.tfrecord_rows,
 }
-# Those of formats that are files, by their suffix.
+# Formats of files, by suffix.
 _FORMATS: Final = {
     "csv": "csv",
     "jsonl": "jsonl",
@@ -43,8 +43,7 @@ _FORMATS: Final = {
     "tfrecord": "tfrecord",
 }
 _SUFFIXES: Final = {format: suffix for suffix, format in _FORMATS.items()}
-_PACKED: Final = frozenset({"zip", "gz", "tgz", "bz2", "xz", "zst", "7z", "rar"})
-# The first bytes of a file.
+# Kinds of compressed files, by their first bytes.
 _COMPRESSED: Final = {
     b"\x1f\x8b\x08": "gzip",
     b"BZh": "bzip2",
@@ -55,49 +54,49 @@ _COMPRESSED: Final = {
     b"\x78\x9c": "zlib",
     b"\x78\xda": "zlib",
 }
-# Follows the suffix of a file of TensorFlow Datasets.
+# Files of TensorFlow Datasets have it after the suffix.
 _SHARD_NUMBER: Final = re.compile(r"-\d{5}-of-\d{5}$")
-# Depth of folders that are searched: a hub repository may have CONFIGURATION/SPLIT/FILE, and
-# images may lie in ILSVRC/Data/CLS-LOC/train/CLASS.
-_DEPTH: Final = 5
+# Depth of the search for files: a hub repository may have CONFIGURATION/SPLIT/FILE, and images may
+# be in ILSVRC/Data/CLS-LOC/train/CLASS.
+_MAX_DEPTH: Final = 5
 
 
 def rows_of(unit: Unit, *, with_images: bool = True) -> Iterator[Row]:
     """The images of one unit.
 
     Args:
-        with_images: False leaves out the images of formats in which they lie nowhere as they are.
+        with_images: False leaves out the images of parquet files, so that they are not read.
 
     Raises:
-        DamagedUnitError: the number of its images is unknown.
-        ValueError: the unit is not of its format, or is compressed as a whole.
+        DamagedUnitError: the unit is damaged, so that the number of its images is unknown.
+        ValueError: the unit does not have its format, or is compressed as a whole.
     """
     options = {"with_images": with_images} if unit.format == "huggingface" else {}
     try:
         yield from _ROWS[unit.format](unit, **options)
     except DamagedUnitError as error:
         head = b"" if error.offset else locate(unit.path).read_range(0, 6)
-        if found := [name for magic, name in _COMPRESSED.items() if head.startswith(magic)]:
+        if names := [name for magic, name in _COMPRESSED.items() if head.startswith(magic)]:
             raise ValueError(
-                f"{unit.path!r} is compressed with {found[0]}; decompress it first, since images "
+                f"{unit.path!r} is compressed with {names[0]}; decompress it first, since images "
                 "are read at their offsets in it"
             ) from error
         raise
 
 
 def declared_classes(unit: Unit) -> list[str] | None:
-    """Class names declared in a file, or next to it; None if there are none."""
+    """Class names declared in a file or next to it; None if there are none."""
     if unit.format == "huggingface":
         return tables.declared_classes(unit)
     return archives.declared_classes(unit) if unit.format == "tfrecord" else None
 
 
 def units_of(config: ConvertConfig) -> list[Unit]:
-    """The units of the source of a conversion, in its present state, in a fixed order.
+    """The units that the source of a conversion has now, in a fixed order.
 
     Raises:
-        ValueError: the source is missing or has nothing of its format, a split must be chosen, or
-            a key is not for its format.
+        ValueError: the source is missing or has no files of the format, a split must be chosen, or
+            a key does not apply to the format.
     """
     units = _units(config)
     format = units[0].format
@@ -127,11 +126,11 @@ def _units(config: ConvertConfig) -> list[Unit]:
         raise ValueError(
             f"convert.source={source!r} matches files and folders; match one or the other"
         )
-    places = list(map(locate, matches))
-    if is_named or (len(places) == 1 and not loose_images(places[0])):
-        return _units_of_folder(config, places[0])
+    folders = list(map(locate, matches))
+    if is_named or (len(folders) == 1 and not loose_images(folders[0])):
+        return _units_of_folder(config, folders[0])
     common = locate(_folder_of(list(matches)))
-    return _units_of_splits(config, places, common) or [
+    return _units_of_splits(config, folders, common) or [
         Unit("folder", path, common.uri, config) for path in matches
     ]
 
@@ -139,12 +138,11 @@ def _units(config: ConvertConfig) -> list[Unit]:
 def _units_of_folder(config: ConvertConfig, location: Location) -> list[Unit]:
     format = _format_of(location, config) if config.format == "auto" else config.format
     if format == "folder":
-        places = [location.child(name) for name in folders_in(location)]
-        units = _units_of_splits(config, places, location)
+        folders = [location.child(name) for name in folders_in(location)]
+        units = _units_of_splits(config, folders, location)
         return units or _classes_in(config, location, location)
-    found = location.list_files(recursive=format not in LISTS)
-    names = [relative(info.path, location.path) for info in found]
-    suffix = _SUFFIXES[format]
+    infos, suffix = location.list_files(recursive=format not in LISTS), _SUFFIXES[format]
+    names = [relative(info.path, location.path) for info in infos]
     names = [name for name in names if _suffix(name) == suffix and not is_hidden(name)]
     if not names:
         raise ValueError(
@@ -152,20 +150,20 @@ def _units_of_folder(config: ConvertConfig, location: Location) -> list[Unit]:
             f"{location.uri}/*.{suffix}"
         )
     units = _units_of_files(config, [location.child(name).uri for name in names], location.uri)
-    # A hub repository may hold several data sets, a folder each.
-    folders_of = (unit.name.split("/")[:-1] for unit in units)
-    sets = {"/".join(p for p in one if p != "data" and not named_split(p)) for one in folders_of}
+    # A hub repository may have several data sets, each in its own folder.
+    parts_of = (unit.name.split("/")[:-1] for unit in units)
+    sets = {"/".join(p for p in parts if p != "data" and not named_split(p)) for parts in parts_of}
     if len(sets) > 1:
         raise ValueError(
             f"convert.source={config.source!r} has several folders of data: "
-            f"{', '.join(sorted(one or '.' for one in sets))}; give one of them as "
+            f"{', '.join(sorted(name or '.' for name in sets))}; give one of them as "
             "convert.source, or a glob of the files"
         )
     return units
 
 
 def _units_of_files(config: ConvertConfig, files: list[str], folder: str = "") -> list[Unit]:
-    """Units of files of one format, of the split that is chosen."""
+    """Units for files of one format, in the chosen split."""
     source, folder = config.source, folder or _folder_of(files)
     is_auto = config.format == "auto"
     formats = sorted({_format_of_file(path) if is_auto else config.format for path in files})
@@ -176,7 +174,7 @@ def _units_of_files(config: ConvertConfig, files: list[str], folder: str = "") -
         )
     splits: dict[str | None, list[Unit]] = {}
     for path in files:
-        # Folders that the user named in full are the same for all files.
+        # By the path below `folder`: the folders above it tell nothing about single files.
         unit = Unit(formats[0], path, folder, config)
         splits.setdefault(split_of(unit.name), []).append(unit)
     units = sorted(choose_split(splits, config.split, source), key=lambda unit: unit.path)
@@ -186,90 +184,89 @@ def _units_of_files(config: ConvertConfig, files: list[str], folder: str = "") -
 
 
 def _format_of_file(path: str) -> str:
-    """Raises ValueError for a file of no known format."""
+    """The format of a file by its suffix; raises ValueError if it is unknown."""
     suffix = _suffix(path)
     if suffix not in _FORMATS:
-        advice = "unpack it first" if suffix in _PACKED else "give a folder of class folders"
         raise ValueError(
-            f"convert.source={path!r} is a file of no known format; {advice}, or files that end in "
-            f"{', '.join(_FORMATS)}"
+            f"convert.source={path!r} is a file of no known format; unpack it first, or give a "
+            f"folder of class folders, or files that end in {', '.join(_FORMATS)}"
         )
     return _FORMATS[suffix]
 
 
 def _format_of(folder: Location, config: ConvertConfig) -> str:
-    """Name of the format of a folder, by its files, or by those below it.
+    """The format of a folder by its files, else by those in folders below it.
 
     Raises:
-        ValueError: it has files of several formats, or a list next to class folders.
+        ValueError: the folder has files of several formats, or a list next to class folders.
     """
     names = [info.base_name for info in folder.list_files(recursive=False)]
-    found = sorted({_FORMATS[s] for s in map(_suffix, names) if s in _FORMATS})
-    if len(found) > 1:
+    formats = sorted({_FORMATS[s] for s in map(_suffix, names) if s in _FORMATS})
+    if len(formats) > 1:
         raise ValueError(
-            f"convert.source={config.source!r} has files of the formats {', '.join(found)}; choose "
-            f"one with convert.format, or give a glob such as {config.source}/*.tar"
+            f"convert.source={config.source!r} has files of the formats {', '.join(formats)}; "
+            f"choose one with convert.format, or give a glob such as {config.source}/*.tar"
         )
-    if found and found[0] in LISTS:
-        holders = (n for n in folders_in(folder) if loose_images(folder.child(n)))
-        if len(classes := list(islice(holders, 2))) > 1:
+    if formats and formats[0] in LISTS:
+        with_images = (n for n in folders_in(folder) if loose_images(folder.child(n)))
+        if len(classes := list(islice(with_images, 2))) > 1:
             raise ValueError(
-                f"convert.source={config.source!r} has a list ({found[0]}) next to folders of "
-                f"images ({', '.join(classes)}); set convert.format={found[0]} or "
+                f"convert.source={config.source!r} has a list ({formats[0]}) next to folders of "
+                f"images ({', '.join(classes)}); set convert.format={formats[0]} or "
                 "convert.format=folder"
             )
-    return found[0] if found else _format_below(folder) or "folder"
+    return formats[0] if formats else _format_below(folder) or "folder"
 
 
-def _format_below(folder: Location, depth: int = _DEPTH) -> str | None:
-    """By the first folder below, in order of names, that has an image, a tar or a parquet file."""
+def _format_below(folder: Location, depth: int = _MAX_DEPTH) -> str | None:
+    """The format of the first folder below with images, tar, TFRecord or parquet files."""
     for child in (folder.child(name) for name in folders_in(folder)) if depth else ():
-        files = [info.base_name for info in child.list_files(recursive=False)]
-        if any(map(is_image_name, files)):
+        names = [info.base_name for info in child.list_files(recursive=False)]
+        if any(map(is_image_name, names)):
             return "folder"
-        found = {_FORMATS[s] for s in map(_suffix, files) if s in _FORMATS} - set(LISTS)
-        if found:
-            return min(found)
-        if below := _format_below(child, depth - 1):
-            return below
+        formats = {_FORMATS[s] for s in map(_suffix, names) if s in _FORMATS} - set(LISTS)
+        if format := min(formats, default=None) or _format_below(child, depth - 1):
+            return format
     return None
 
 
 def _suffix(path: str) -> str:
-    """The suffix of a file's name in lower case; empty if it is hidden."""
+    """The suffix of a file's name in lower case; empty for hidden files."""
     name = _SHARD_NUMBER.sub("", path.rpartition("/")[2])
     return "" if is_hidden(name) else name.rpartition(".")[2].lower()
 
 
 def folders_in(folder: Location) -> list[str]:
-    """Names of the folders directly in a folder that are not hidden."""
+    """Names of the folders in a folder, without hidden ones."""
     return [name for name in folder.list_folders() if not is_hidden(name)]
 
 
 def _folder_of(paths: list[str]) -> str:
-    """The folder that holds all of them, at any depth."""
-    places = list(map(locate, paths))
-    folder = commonpath([place.path.rpartition("/")[0] or "/" for place in places])
-    return Location(places[0].protocol, folder).uri
+    """The deepest folder that contains all paths."""
+    locations = list(map(locate, paths))
+    folder = commonpath([location.path.rpartition("/")[0] or "/" for location in locations])
+    return Location(locations[0].protocol, folder).uri
 
 
-def _units_of_splits(config: ConvertConfig, places: list[Location], common: Location) -> list[Unit]:
-    """The class folders in those of some folders that are splits; none if these are the classes.
+def _units_of_splits(
+    config: ConvertConfig, folders: list[Location], common: Location
+) -> list[Unit]:
+    """The class folders in folders that are splits; none if the folders are classes themselves.
 
-    Folders with the names of splits are splits where no other folder holds images, as a class may
-    be named `train`, too. `folder_rows` refuses class folders whose images lie deeper.
+    Folders with names of splits are splits if no other folder has images, as a class may be named
+    `train`, too. `folder_rows` refuses class folders whose images are deeper.
 
     Raises:
-        ValueError: a split must be chosen, or folders with the names of splits are no classes.
+        ValueError: a split must be chosen, or folders with names of splits contain no classes.
     """
-    source, names = config.source, {at: at.path.rpartition("/")[2] for at in places}
-    named = [at for at in places if split_of(names[at])]
-    are_splits = not any(loose_images(at) for at in places if named and at not in named)
+    source, names = config.source, {f: f.path.rpartition("/")[2] for f in folders}
+    candidates = [f for f in folders if split_of(names[f])]
+    are_splits = not any(loose_images(f) for f in folders if candidates and f not in candidates)
     splits: dict[str | None, list[Location]] = {}
-    for place in named:
-        if exact := named_split(names[place]):
-            splits.setdefault(exact, []).append(place)
-    if are_splits and any(folders_in(at) for roots in splits.values() for at in roots):
+    for folder in candidates:
+        if split := named_split(names[folder]):
+            splits.setdefault(split, []).append(folder)
+    if are_splits and any(folders_in(f) for roots in splits.values() for f in roots):
         roots = choose_split(splits, config.split, source)
         common = roots[0] if len(roots) == 1 else common
         return [unit for root in roots for unit in _classes_in(config, root, common)]
@@ -278,17 +275,18 @@ def _units_of_splits(config: ConvertConfig, places: list[Location], common: Loca
             f"convert.split={config.split!r}: {source!r} has no folders such as train and val with "
             "class folders in them; leave convert.split out"
         )
-    if are_splits and config.format == "auto" and len({split_of(names[at]) for at in named}) > 1:
+    if are_splits and config.format == "auto" and len({split_of(names[f]) for f in candidates}) > 1:
         raise ValueError(
-            f"convert.source={source!r} has the folders {', '.join(names[at] for at in named[:5])},"
-            " which are splits by their names and not classes; give one of them as convert.source "
-            "if it holds class folders, or set convert.format=folder if they are classes"
+            f"convert.source={source!r} has the folders "
+            f"{', '.join(names[f] for f in candidates[:5])}, which are splits by their names and "
+            "not classes; give one of them as convert.source if it holds class folders, or set "
+            "convert.format=folder if they are classes"
         )
     return []
 
 
 def _classes_in(config: ConvertConfig, root: Location, common: Location) -> list[Unit]:
-    """A unit for each folder in a root or a split, and one for the images next to them."""
+    """A unit for each class folder in a root, and a unit for the images next to them."""
     names = folders_in(root)
     if not names:
         raise ValueError(

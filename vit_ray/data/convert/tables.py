@@ -1,8 +1,8 @@
 """Tables of images and labels: parquet files as on the Hugging Face hub, CSV and JSONL lists.
 
-A parquet file has `image` = {bytes, path}, and `label` or `labels`. The type that it declares for
-its labels decides their meaning: a `ClassLabel` is an index into its names, text is a name, a plain
-integer is an index into names that must be given.
+A parquet file has `image` = {bytes, path}, and `label` or `labels`. The declared type of the labels
+decides their meaning: a `ClassLabel` is an index into its names, text is a name, a plain integer is
+an index into `convert.classes`.
 """
 
 import contextlib
@@ -18,10 +18,9 @@ import pyarrow.parquet as pq
 
 from vit_ray.data.convert.labels import (
     LABEL_FIELDS,
-    MOST_TEXT_BYTES,
+    MAX_TEXT_BYTES,
     Labels,
     check_columns,
-    check_no_places,
     checked_label,
     checked_names,
     chosen_field,
@@ -29,6 +28,7 @@ from vit_ray.data.convert.labels import (
     labelled,
     labels_of_record,
     labels_of_value,
+    refuse_one_hot,
 )
 from vit_ray.data.convert.rows import DamagedUnitError, Row, Unit
 from vit_ray.data.shard_writer import MOST_ROW_GROUP_BYTES
@@ -36,13 +36,12 @@ from vit_ray.storage import is_of_the_store, locate
 
 _IMAGE_COLUMNS: Final = ("image", "img", "jpg", "picture")
 _LABEL_COLUMNS: Final = ("label", "labels", "fine_label", "cls")
-# With their images, and labels alone.
-_ROWS_AT_A_TIME: Final = {True: 64, False: 4096}
-# Most rows of a row group; a footer that says more is damaged.
-MOST_ROWS: Final = 10_000_000
-PATH_FIELDS: Final = ("path", "file", "file_name", "image", "image_path", "filepath")
-_DELIMITERS: Final = ",;\t"
-# Of Kaggle's ImageNet: a class, and the corners of a box in it, for each box of an image.
+# Rows of a batch: with images, and without.
+_BATCH_ROWS: Final = {True: 64, False: 4096}
+# Maximum number of rows of a row group; a footer with more is damaged.
+MAX_ROWS: Final = 10_000_000
+_PATH_FIELDS: Final = ("path", "file", "file_name", "image", "image_path", "filepath")
+# Labels of Kaggle's ImageNet: for each box of an image its class and corners.
 _CLASS: Final = r"n[0-9]{8}"
 _BOXES: Final = re.compile(rf"(?:{_CLASS}(?: -?[0-9]+){{4}} *)+")
 # As in RFC 4180: quotes enclose a whole field, and are doubled inside one.
@@ -50,11 +49,11 @@ _STRICT_ROW: Final = r'(?:"(?:[^"]|"")*+"|[^"{0}]*+)(?:{0}(?:"(?:[^"]|"")*+"|[^"
 
 
 class Columns(NamedTuple):
-    """Which columns hold images and labels, and the kind of the labels.
+    """The columns with images and labels.
 
     Attributes:
-        image_path: the column of encoded bytes, without the file names next to them.
-        class_names: of a `ClassLabel`.
+        image_path: parquet's name of the column of encoded bytes, such as `image.bytes`.
+        class_names: names of a `ClassLabel`; None for other labels.
     """
 
     image: str
@@ -64,30 +63,33 @@ class Columns(NamedTuple):
 
 
 def parquet_rows(unit: Unit, *, with_images: bool = True) -> Iterator[Row]:
-    """Every row that the footer of a file declares.
+    """Every row that the footer of a file declares; rows that cannot be read have a problem.
 
     Args:
-        with_images: False leaves them out; their lengths are the mean of their row group.
+        with_images: False reads no images; each row has the mean length of its row group.
 
     Raises:
         DamagedUnitError: the file cannot be opened.
-        ValueError: it has no columns of images and labels, or a row group cannot be read in place.
+        ValueError: the file has no columns of images and labels, or a row group cannot be read in
+            place.
     """
     stem, first = unit.name.removesuffix(".parquet"), 0
     with opened(unit) as (source, columns):
-        # With the names of files that are not embedded.
+        # The whole image column: its file names are for errors about images that are not embedded.
         image_columns = [columns.image] if with_images else []
-        wanted = [*image_columns, columns.label, *unit.config.columns]
+        names = [*image_columns, columns.label, *unit.config.columns]
         for group in range(source.num_row_groups):
             metadata = source.metadata.row_group(group)
-            chunks = map(metadata.column, range(metadata.num_columns))
-            image_chunks = (c for c in chunks if c.path_in_schema == columns.image_path)
-            size = sum(chunk.total_uncompressed_size for chunk in image_chunks)
+            size = sum(
+                chunk.total_uncompressed_size
+                for chunk in map(metadata.column, range(metadata.num_columns))
+                if chunk.path_in_schema == columns.image_path
+            )
             if unit.config.in_place:
                 check_in_place(unit.path, group, metadata.num_rows, size)
             number, end, problem = first, first + metadata.num_rows, "it ends early"
             try:
-                for batch in source.iter_batches(_ROWS_AT_A_TIME[with_images], [group], wanted):
+                for batch in source.iter_batches(_BATCH_ROWS[with_images], [group], names):
                     if with_images:
                         images = batch.column(columns.image)
                         if pa.types.is_struct(images.type):
@@ -111,11 +113,10 @@ def parquet_rows(unit: Unit, *, with_images: bool = True) -> Iterator[Row]:
 def _parquet_labels(
     row: Row, batch: pa.RecordBatch, at: int, columns: Columns, unit: Unit
 ) -> tuple[Labels, Mapping[str, Any]]:
-    """The labels of a row of a batch, an index of a `ClassLabel` as its name, and its fields.
+    """The labels of a row of a batch (names for a `ClassLabel`), and its `convert.columns`.
 
     Raises:
-        ValueError: its image is not embedded, or its labels are refused by `labels_of_value`, or
-            not among the names.
+        ValueError: the image is not embedded, or the labels are invalid.
     """
     if row.image == b"":
         value = batch.column(columns.image)[at].as_py()
@@ -130,59 +131,59 @@ def _parquet_labels(
     if (names := columns.class_names) is not None and kind == "index":
         indices = [int(text) for text in labels]
         if unknown := [index for index in indices if not 0 <= index < len(names)]:
-            none = " (by convention: not labelled)" if unknown == [-1] else ""
-            raise ValueError(f"its label is {unknown[0]}{none}, of {len(names)} classes")
+            hint = " (by convention: not labelled)" if unknown == [-1] else ""
+            raise ValueError(f"its label is {unknown[0]}{hint}, of {len(names)} classes")
         labels, kind = tuple(names[index] for index in indices), "name"
     return (labels, kind), {name: batch.column(name)[at].as_py() for name in unit.config.columns}
 
 
 def check_in_place(path: str, group: int, rows: int, image_bytes: int) -> None:
     """Raises ValueError for a row group that has no rows, or too many bytes to be read at once."""
-    if rows and image_bytes <= MOST_ROW_GROUP_BYTES:
-        return
-    found = f"{image_bytes >> 20:,} MiB of images" if rows else "no rows"
-    raise ValueError(
-        f"{path!r}: row group {group} has {found}; in place it needs rows, of at most "
-        f"{MOST_ROW_GROUP_BYTES >> 20:,} MiB; convert to another folder with convert.in_place=false"
-    )
+    if not rows or image_bytes > MOST_ROW_GROUP_BYTES:
+        content = f"{image_bytes >> 20:,} MiB of images" if rows else "no rows"
+        raise ValueError(
+            f"{path!r}: row group {group} has {content}; in place it needs rows, of at most "
+            f"{MOST_ROW_GROUP_BYTES >> 20:,} MiB; convert to another folder with "
+            "convert.in_place=false"
+        )
 
 
 def declared_classes(unit: Unit) -> list[str] | None:
-    """The names of its `ClassLabel`; None if its labels are something else."""
+    """The class names of a `ClassLabel`; None if the labels have another type."""
     with opened(unit) as (_, columns):
         return columns.class_names
 
 
 @contextlib.contextmanager
 def opened(unit: Unit) -> Iterator[tuple[pq.ParquetFile, Columns]]:
-    """A file, and the columns that it is read by; errors as `parquet_rows`."""
+    """Open a parquet file, and choose its columns; errors as `parquet_rows`."""
     with locate(unit.path).open() as file:
         try:
             source = pq.ParquetFile(file)
             groups = map(source.metadata.row_group, range(source.metadata.num_row_groups))
-            if any(not 0 <= group.num_rows <= MOST_ROWS for group in groups):
-                raise ValueError(f"a row group has more than {MOST_ROWS:,} rows")
+            if any(not 0 <= group.num_rows <= MAX_ROWS for group in groups):
+                raise ValueError(f"a row group has more than {MAX_ROWS:,} rows")
         except (pa.ArrowException, OSError, ValueError) as error:
             if is_of_the_store(error):
                 raise
-            what = f"its footer cannot be read ({error})"
-            raise DamagedUnitError(unit.path, file.size(), what) from error
+            problem = f"its footer cannot be read ({error})"
+            raise DamagedUnitError(unit.path, file.size(), problem) from error
         yield source, _columns_of(source.schema_arrow, unit)
 
 
 def _columns_of(schema: pa.Schema, unit: Unit) -> Columns:
-    """The columns that a file is read by.
+    """The columns of images and labels.
 
     Raises:
         ValueError: they are missing, duplicated, ambiguous, or of types that cannot be read.
     """
-    whose, config = repr(unit.path), unit.config
-    declared = _declared(schema, whose)
-    image = chosen_field("image", config.image_field, _IMAGE_COLUMNS, schema.names, whose)
+    file, config = repr(unit.path), unit.config
+    declared = _declared(schema, file)
+    image = chosen_field("image", config.image_field, _IMAGE_COLUMNS, schema.names, file)
     label = chosen_field(
-        "label", config.label_field, (*_LABEL_COLUMNS, *declared), schema.names, whose
+        "label", config.label_field, (*_LABEL_COLUMNS, *declared), schema.names, file
     )
-    check_columns((image, label, *config.columns), schema.names, whose)
+    check_columns((image, label, *config.columns), schema.names, file)
     element = schema.field(label).type
     if not pa.types.is_dictionary(element):
         element = getattr(element, "value_type", element)  # of a list
@@ -191,35 +192,35 @@ def _columns_of(schema: pa.Schema, unit: Unit) -> Columns:
     is_text = str(element) in ("string", "large_string", "string_view")
     if not (is_text or pa.types.is_integer(element)):
         raise ValueError(
-            f"{whose}: its label column {label!r} is {schema.field(label).type}; expected "
+            f"{file}: its label column {label!r} is {schema.field(label).type}; expected "
             "integers, text, or lists of one of them"
         )
     kind, image_path = schema.field(image).type, image
     if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
         kind, image_path = kind.field("bytes").type, f"{image}.bytes"
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    # Null where no image is embedded.
+    # A column without any embedded image has the type null.
     if not str(kind).startswith(("binary", "large_binary", "fixed_size_binary", "null")):
         raise ValueError(
-            f"{whose}: its column {image!r} is {schema.field(image).type}; expected encoded "
+            f"{file}: its column {image!r} is {schema.field(image).type}; expected encoded "
             "images, as binary or as a struct with `bytes`"
         )
     names = declared.get(label)
-    return Columns(image, image_path, label, names and checked_names(names, whose))
+    return Columns(image, image_path, label, names and checked_names(names, file))
 
 
-def _declared(schema: pa.Schema, whose: str) -> dict[str, list[str]]:
+def _declared(schema: pa.Schema, file: str) -> dict[str, list[str]]:
+    # Class names by column, as the datasets library declares them.
     try:
         metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
         features = metadata.get("info", {}).get("features") or {}
-        found = {name: _names(features.get(name)) for name in schema.names}
-        return {name: names for name, names in found.items() if names}
+        return {c: names for c in schema.names if (names := _names(features.get(c)))}
     except (ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{whose}: its huggingface metadata is damaged") from error
+        raise ValueError(f"{file}: its huggingface metadata is damaged") from error
 
 
 def _names(feature: Any) -> Any:
-    """The names of a `ClassLabel`, or of a list of them, unchanged."""
+    # The names of a `ClassLabel`, or of a list of them.
     if isinstance(feature, list) and len(feature) == 1:
         return _names(feature[0])
     if not isinstance(feature, dict):
@@ -228,17 +229,16 @@ def _names(feature: Any) -> Any:
 
 
 def _lines(file: IO[bytes], path: str) -> Iterator[bytes]:
-    """The lines of a list, over-long ones cut short; raises ValueError if it is UTF-16."""
-    if file.read(2) in (b"\xff\xfe", b"\xfe\xff"):
+    """The lines of a list, cut to `MAX_TEXT_BYTES`; raises ValueError if the list is UTF-16."""
+    head = file.read(3)
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise ValueError(f"{path!r} is UTF-16; save it as UTF-8")
-    file.seek(0)
-    mark = b"\xef\xbb\xbf"
-    while line := file.readline(MOST_TEXT_BYTES):
+    file.seek(3 if head == b"\xef\xbb\xbf" else 0)  # after UTF-8's byte order mark
+    while line := file.readline(MAX_TEXT_BYTES):
         piece = line
         while piece and not piece.endswith(b"\n"):
-            piece = file.readline(MOST_TEXT_BYTES)
-        yield line.removeprefix(mark)
-        mark = b""
+            piece = file.readline(MAX_TEXT_BYTES)
+        yield line
 
 
 def jsonl_rows(unit: Unit) -> Iterator[Row]:
@@ -254,11 +254,11 @@ def jsonl_rows(unit: Unit) -> Iterator[Row]:
 
 
 def _jsonl_row(unit: Unit, line: bytes) -> Row:
-    if len(line) >= MOST_TEXT_BYTES:
-        raise ValueError(f"it has {MOST_TEXT_BYTES:,} bytes or more")
+    if len(line) >= MAX_TEXT_BYTES:
+        raise ValueError(f"it has {MAX_TEXT_BYTES:,} bytes or more")
     fields = json_object(line)
-    given = [name for name, value in fields.items() if value not in (None, "")]
-    path = fields[chosen_field("image", unit.config.image_field, PATH_FIELDS, given, "it")]
+    names = [name for name, value in fields.items() if value not in (None, "")]
+    path = fields[chosen_field("image", unit.config.image_field, _PATH_FIELDS, names, "it")]
     if type(path) not in (str, int):
         raise ValueError(f"its path is of type {type(path).__name__}, not text or an id")
     row, label = _listed_row(unit, str(path)), unit.config.label_field
@@ -272,47 +272,46 @@ def csv_rows(unit: Unit) -> Iterator[Row]:
         ValueError: the header lacks a path or a label, or a quote is never closed.
     """
     with unit.opened() as (file, _):
-        # Bytes that are not UTF-8 are kept as surrogates, so that a row is rejected, not the file.
+        # Bytes that are not UTF-8 become surrogates, so that only their row is rejected.
         lines = (line.decode("utf-8", "surrogateescape") for line in _lines(file, unit.path))
         first = next(lines, "")
-        delimiter = max(_DELIMITERS, key=first.count)
+        delimiter = max(",;\t", key=first.count)
         records = _records(itertools.chain([first], lines), delimiter)
         first_row = next(records)[2]
         names = [name.strip().lower() for name in first_row] if isinstance(first_row, list) else []
-        whose, image, label = repr(unit.path), unit.config.image_field, unit.config.label_field
-        image = chosen_field("image", image and image.lower(), PATH_FIELDS, names, whose)
-        label = chosen_field("label", label and label.lower(), LABEL_FIELDS, names, whose)
-        check_columns((image, label, *map(str.lower, unit.config.columns)), names, whose)
-        places = {"path": names.index(image), "label": names.index(label)}
+        path, image, label = repr(unit.path), unit.config.image_field, unit.config.label_field
+        image = chosen_field("image", image and image.lower(), _PATH_FIELDS, names, path)
+        label = chosen_field("label", label and label.lower(), LABEL_FIELDS, names, path)
+        check_columns((image, label, *map(str.lower, unit.config.columns)), names, path)
+        indices = {"path": names.index(image), "label": names.index(label)}
         for line, text, row in records:
             if row == "unexpected end of data":
                 raise ValueError(
-                    f"{unit.path!r}: a quote in line {line} is never closed, so the {len(text)} "
+                    f"{path}: a quote in line {line} is never closed, so the {len(text)} "
                     'lines from there to the end are one row; close it, or write "" for a quote '
                     "inside quotes"
                 )
-            if problem := _csv_problem(row, text, places, len(names), delimiter):
+            if problem := _csv_problem(row, text, indices, len(names), delimiter):
                 for number in range(line, line + len(text)):
                     yield Row(f"{unit.path}#{number}", problem=f"line {number}: {problem}")
             elif row:
                 fields = dict(zip(names, row, strict=True))
                 fields |= {name: fields[name.lower()] for name in unit.config.columns}
-                listed = _listed_row(unit, fields[image])
-                yield labelled(listed, unit, _csv_labels, label, fields)
+                yield labelled(_listed_row(unit, fields[image]), unit, _csv_labels, label, fields)
 
 
 def _records(
     lines: Iterator[str], delimiter: str
 ) -> Iterator[tuple[int, list[str], list[str] | str]]:
-    """Number of the first line, all lines, and the row or the error in it, which ends there."""
+    """For each record: number of its first line, its lines, and its fields, or the error in it."""
     text: list[str] = []
 
-    def noted() -> Iterator[str]:
+    def recorded() -> Iterator[str]:
         for line in lines:
             text.append(line)
             yield line
 
-    rows, first = csv.reader(noted(), strict=True, delimiter=delimiter), 1
+    rows, first = csv.reader(recorded(), strict=True, delimiter=delimiter), 1
     row: list[str] | str | None = []
     while row is not None:
         text.clear()
@@ -326,41 +325,41 @@ def _records(
 
 
 def _csv_problem(
-    row: list[str] | str, text: list[str], places: dict[str, int], num_fields: int, delimiter: str
+    row: list[str] | str, text: list[str], indices: dict[str, int], num_fields: int, delimiter: str
 ) -> str | None:
-    """Why a record is none, or probably not the one that was meant; None for nothing.
+    """What is wrong, or probably wrong, with a record; None for nothing.
 
     Args:
         text: the lines of the record.
-        places: of the path and the label in a row.
+        indices: positions of `path` and `label` in a row.
     """
     if isinstance(row, str):
         return f"{row}; check for an open quote"
     if len(row) != num_fields:
         return f"it has {len(row)} fields, the header {num_fields}" if row else None
-    for what, place in places.items():
-        if "\n" in row[place] or "\r" in row[place]:
-            return f"its {what} has a line break; check for an open quote"
-        strict = _STRICT_ROW.replace("{0}", delimiter)
-        if '"' in row[place] and not re.fullmatch(strict, "".join(text)):
+    strict = _STRICT_ROW.replace("{0}", delimiter)
+    for name, index in indices.items():
+        if "\n" in row[index] or "\r" in row[index]:
+            return f"its {name} has a line break; check for an open quote"
+        if '"' in row[index] and not re.fullmatch(strict, "".join(text)):
             return (
-                f'its {what} has a quote inside but none around it; write "" for it, and put '
+                f'its {name} has a quote inside but none around it; write "" for it, and put '
                 "quotes around the field"
             )
-    place = places["path"]
-    # A line inside a quoted text looks like a row that an open quote has swallowed if it has as
-    # many fields as the header, and another path that ends as the row's own does.
-    for parts in (line.split(delimiter) for line in text[1:]):
-        path = parts[place].strip(' "') if len(parts) == len(row) else row[place]
-        endings = {one.rpartition(".")[2].lower() for one in (path, row[place])}
-        if path != row[place] and len(endings) == 1:
+    index = indices["path"]
+    # A line inside a quoted text is probably a row behind an open quote if it has as many fields as
+    # the header, and another path with the same suffix.
+    for fields in (line.split(delimiter) for line in text[1:]):
+        path = fields[index].strip(' "') if len(fields) == len(row) else row[index]
+        suffixes = {name.rpartition(".")[2].lower() for name in (path, row[index])}
+        if path != row[index] and len(suffixes) == 1:
             return "one of its lines is itself a row; check for an open quote"
-    return None if row[place].strip() else "it has no path"
+    return None if row[index].strip() else "it has no path"
 
 
 def _csv_labels(label: str, fields: dict[str, str]) -> tuple[Labels, dict[str, str]]:
     text = fields[label]
-    check_no_places([part.strip() for part in text.split(";")])
+    refuse_one_hot([part.strip() for part in text.split(";")])
     texts = re.findall(_CLASS, text) if _BOXES.fullmatch(text) else [text]
     if label == "labels":
         texts = list(filter(str.strip, text.split(";")))
@@ -370,7 +369,7 @@ def _csv_labels(label: str, fields: dict[str, str]) -> tuple[Labels, dict[str, s
 
 
 def _listed_row(unit: Unit, text: str) -> Row:
-    """An image of a list, without its labels; a relative path is relative to the list's folder."""
+    """The row of an image in a list, without labels; relative paths start at the list's folder."""
     name = (unit.config.image_pattern or "{}").replace("{}", text)
     if name.startswith(("http://", "https://")):
         return Row(name, problem="it is a URL; download the images first, and list their paths")

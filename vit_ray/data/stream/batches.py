@@ -1,8 +1,8 @@
-"""Positions of a stream to batches of pixels: the work of every reading task.
+"""Batches of pixels from positions of a stream: the work of every reading task.
 
 Training batches: {"image": uint8 (b, H, W, 3), "labels": int32 (b, max_labels) padded with -1,
-"sample": int64 (b,)}, samples as in `order.Rows`. Evaluation batches also have "weight":
-float32 (b,), 0.0 for padding.
+"sample": int64 (b,)}, with sample numbers as in `order.Rows`. Evaluation batches also have
+"weight": float32 (b,), 0.0 for padding.
 """
 
 from collections import OrderedDict
@@ -22,30 +22,30 @@ from vit_ray.data.shards import NO_LABEL, Cache, EncodedRows, RowGroupReader
 Batch = dict[str, NDArray[Any]]
 
 TASK_MEMORY_MIB: Final = 256
-"""Encoded images that one reading task holds; at least one row group."""
+"""Encoded images that one reading task keeps in memory; at least one row group."""
 
 _PADDING_SAMPLE: Final = -1
-# Row groups in which a substitute for a bad image is looked for.
+# Row groups that are searched for a substitute of a bad image.
 _GROUPS_TRIED: Final = 8
 
 
 @dataclass(frozen=True)
 class StreamSpec:
-    """What a stream reads and how; everything except its readers.
+    """What a stream reads and how, except for the ranks.
 
     Attributes:
         augmentation: of all images.
         seed: of the order and of the augmentation.
-        window: in which training rows are dealt out to global batches; None for none.
-        max_bad_fraction: share of the images that may be undecodable before an error.
+        window: shuffle window of training; None for no window.
+        max_bad_fraction: a larger fraction of undecodable images is an error.
         num_cpus: CPUs that one reading task takes.
         block_rows: approximate rows per block; a multiple of the micro-batch is used.
         task_rows: approximate rows per task.
         cache_mib: encoded images that a reading task keeps in memory; at least one row group.
-        object_store_mib: most of the object store, in MiB, that blocks of this stream may take
-            before reading waits for training; None for Ray Data's own share.
-        cache: on each node's disk, for later epochs; None for none.
-        label_selector: labels of the nodes that read; empty for all.
+        object_store_mib: MiB of the object store that blocks of this stream may take before
+            reading waits for training; None for Ray Data's default.
+        cache: cache on each node's disk, for later epochs; None for no cache.
+        label_selector: labels of the nodes that read; empty for all nodes.
     """
 
     manifest: Manifest
@@ -63,7 +63,6 @@ class StreamSpec:
 
     @property
     def num_images(self) -> int:
-        """Images of one epoch."""
         return self.manifest.num_images
 
 
@@ -72,7 +71,8 @@ class StreamJob:
     """A stream for a known number of ranks.
 
     Attributes:
-        block_factor: how much larger than usual blocks are.
+        start: training: samples seen before; positions over all epochs joined.
+        block_factor: multiplies `block_rows` and `task_rows` of the spec.
     """
 
     spec: StreamSpec
@@ -83,12 +83,11 @@ class StreamJob:
 
     @property
     def window(self) -> ShuffleWindow | None:
-        """Window in which rows are dealt out to batches."""
+        """The shuffle window; None in evaluation."""
         return self.spec.window if self.is_training else None
 
     @property
     def shape(self) -> BlockShape:
-        """How the stream is cut into blocks and tasks."""
         rows_per_pass = self.partition.rows_per_pass
         window = self.window.num_rows if self.window else rows_per_pass
         passes = window // rows_per_pass if window % rows_per_pass == 0 else 1
@@ -97,7 +96,7 @@ class StreamJob:
 
 
 class BatchReader:
-    """Makes the batches of one stream; keeps its plan and some row groups between calls."""
+    """Makes the batches of one stream; caches its plan and some row groups between calls."""
 
     def __init__(self, job: StreamJob) -> None:
         spec = job.spec
@@ -108,34 +107,34 @@ class BatchReader:
         )
 
     def batch(self, rank: int, first: int, last: int) -> tuple[Batch, dict[int, str]]:
-        """Rows [first, last) of a rank, and a description of each bad row.
+        """Rows [first, last) of a rank, and a description of each bad row by its sample number.
 
-        A bad row is replaced in training, and padding in evaluation.
+        A bad row is replaced by another in training, and is padding in evaluation.
         """
         positions = self._job.start + self._job.partition.offsets(rank, first, last)
         if not self._job.is_training:
-            positions = positions[positions < self.plan.num_images]
+            positions = positions[positions < self.plan.order.num_images]
         rows, spec = self.plan.rows_at(positions), self._job.spec
         batch = _Batch(self._job, last - first)
-        # As many rows at a time as keep their row groups in memory together.
+        # Rows are written in turns, so that the row groups of a turn fit into memory together.
         groups = np.unique(rows.groups)
         turns = np.cumsum(spec.manifest.bytes[groups]) // max(1, spec.cache_mib << 20)
-        turn_of_place = turns[np.searchsorted(groups, rows.groups)]
+        turn_of_row = turns[np.searchsorted(groups, rows.groups)]
         for turn in np.unique(turns):
-            self._write(batch, rows, np.flatnonzero(turn_of_place == turn))
+            self._write(batch, rows, np.flatnonzero(turn_of_row == turn))
         return batch.columns(), batch.bad
 
-    def _write(self, batch: "_Batch", rows: Rows, places: NDArray[np.intp]) -> None:
-        """Rows at some places of the batch, whose crops are drawn together."""
+    def _write(self, batch: "_Batch", rows: Rows, indices: NDArray[np.intp]) -> None:
+        """Write the rows at some indices of the batch; their crops are drawn together."""
         spec, manifest = self._job.spec, self._job.spec.manifest
-        epochs, groups, samples = (a[places] for a in (rows.epochs, rows.groups, rows.samples))
+        epochs, groups, samples = (a[indices] for a in (rows.epochs, rows.groups, rows.samples))
         stored = [manifest.place(sample)[1] for sample in samples.tolist()]
         read = {group: self.read_group(group) for group in np.unique(groups).tolist()}
         encoded = [read[group] for group in groups.tolist()]
-        sizes = np.array([one.size(row) for one, row in zip(encoded, stored, strict=True)])
+        sizes = np.array([group.size(row) for group, row in zip(encoded, stored, strict=True)])
         boxes = draw_boxes(sizes, spec.augmentation, spec.seed, epochs, samples)
         columns = (encoded, epochs.tolist(), groups.tolist(), stored, samples.tolist(), boxes)
-        for i, row in zip(places.tolist(), zip(*columns, strict=True), strict=True):
+        for i, row in zip(indices.tolist(), zip(*columns, strict=True), strict=True):
             if not batch.try_row(i, *row) and self._job.is_training:
                 _, epoch, group, _, sample, _ = row
                 self._fill_with_neighbour(batch, i, epoch, group, sample)
@@ -143,14 +142,14 @@ class BatchReader:
     def _fill_with_neighbour(
         self, batch: "_Batch", i: int, epoch: int, group: int, bad: int
     ) -> None:
-        """Write the next decodable row in place of a bad sample: of its row group, or the next."""
+        """Write the next decodable row after sample `bad`, of its row group or a following one."""
         spec, manifest = self._job.spec, self._job.spec.manifest
-        with_rows = np.flatnonzero(manifest.rows)
-        turned = np.roll(with_rows, -int(np.searchsorted(with_rows, group)))
-        for near in turned[:_GROUPS_TRIED].tolist():
-            encoded, others = self.read_group(near), manifest.samples_of(near)
-            after = int(np.searchsorted(others, bad)) + 1 if near == group else 0
-            for sample in np.roll(others, -after).tolist():
+        groups = np.flatnonzero(manifest.rows)
+        groups = np.roll(groups, -int(np.searchsorted(groups, group)))
+        for near in groups[:_GROUPS_TRIED].tolist():
+            encoded, samples = self.read_group(near), manifest.samples_of(near)
+            first = int(np.searchsorted(samples, bad)) + 1 if near == group else 0
+            for sample in np.roll(samples, -first).tolist():
                 _, stored = manifest.place(sample)
                 box = draw_box(encoded.size(stored), spec.augmentation, (spec.seed, epoch, sample))
                 if sample != bad and batch.try_row(i, encoded, epoch, near, stored, sample, box):
@@ -163,9 +162,10 @@ class BatchReader:
 
 
 def refuse_too_many(num_bad: int, num_images: int, max_fraction: float, example: str) -> None:
-    """
-    Raises:
-        ValueError: more than the allowed fraction of a data set cannot be decoded.
+    """Raise a ValueError if more than the allowed fraction of a data set cannot be decoded.
+
+    Args:
+        example: description of one of the bad images.
     """
     if num_bad > max_fraction * num_images:
         raise ValueError(
@@ -176,11 +176,11 @@ def refuse_too_many(num_bad: int, num_images: int, max_fraction: float, example:
 
 
 class _RowGroupCache:
-    """The row groups that were read last: the blocks of a round share them."""
+    """The row groups that were used last; consecutive blocks of a task share row groups."""
 
-    def __init__(self, read: Callable[[int], EncodedRows], most_bytes: int) -> None:
+    def __init__(self, read: Callable[[int], EncodedRows], max_bytes: int) -> None:
         self._read = read
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._cached: OrderedDict[int, EncodedRows] = OrderedDict()
         self._bytes = 0
 
@@ -188,14 +188,14 @@ class _RowGroupCache:
         if group not in self._cached:
             self._cached[group] = self._read(group)
             self._bytes += self._cached[group].nbytes
-            while self._bytes > self._most_bytes and len(self._cached) > 1:
+            while self._bytes > self._max_bytes and len(self._cached) > 1:
                 self._bytes -= self._cached.popitem(last=False)[1].nbytes
         self._cached.move_to_end(group)
         return self._cached[group]
 
 
 class _Batch:
-    """A batch that is being filled; places that are not written are padding.
+    """A batch that is being filled; rows that are not written are padding.
 
     Attributes:
         bad: a description of each bad row, by its sample number.
@@ -218,7 +218,7 @@ class _Batch:
         sample: int,
         box: CropBox,
     ) -> bool:
-        """Write a stored row to a place, unless it is bad."""
+        """Write a stored row as row `i`; False, with an entry in `bad`, if it is not decodable."""
         try:
             image, augmentation = encoded.stored(stored), self._spec.augmentation
             pixels = crop(image, box, augmentation, self._images[i])
@@ -237,7 +237,6 @@ class _Batch:
         return True
 
     def columns(self) -> Batch:
-        """The batch in its present state."""
         batch: Batch = {"image": self._images, "labels": self._labels, "sample": self._samples}
         if not self._job.is_training:
             batch["weight"] = (self._samples != _PADDING_SAMPLE).astype(np.float32)

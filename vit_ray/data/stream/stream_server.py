@@ -1,10 +1,10 @@
-"""The process that runs the streams of a host's ranks, and the iterators of these ranks.
+"""The actor that runs the streams of a host's ranks, and the iterators of these ranks.
 
 One actor on each host serves training and every evaluation of a worker group, and ends with the
-group: it executes the Ray Data sets of the host's ranks and deals their blocks to them. Which
+group: it executes the Ray Data datasets of the host's ranks and deals their blocks to them. Which
 images a block holds is arithmetic (`order`), so servers need not communicate with each other. A
-rank asks for one block after another. The decoded blocks of evaluations are kept if they are small:
-a run evaluates on the same images repeatedly.
+rank asks for one block after another. The decoded blocks of evaluations are cached if they are
+small: a run evaluates on the same images repeatedly.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from vit_ray.data.stream.ray_datasets import (
 )
 from vit_ray.ray_internals import give_datasets, keep_no_dataset_statistics, near_by
 
-KEPT_SHARE: Final = 0.02
-"""Largest share of its node's object store for decoded evaluation images that a server keeps."""
-NAMESPACE: Final = "vit_ray"
-"""Ray namespace of the servers' names."""
+# Maximum fraction of the node's object store for cached evaluation blocks.
+_CACHE_FRACTION: Final = 0.02
+# Ray namespace of the servers' names.
+_NAMESPACE: Final = "vit_ray"
 
 
 class StreamLostError(RuntimeError):
-    """A stream and its ranks no longer agree; a new attempt starts at a checkpoint."""
+    """A rank and its server disagree about a stream; a new attempt resumes at a checkpoint."""
 
 
 class RankBlock(NamedTuple):
-    """A block of a stream, its rank (`Segment.ranks`), and its bytes."""
+    """A block of a stream, the rank that it is for (`Segment.ranks`), and its size in bytes."""
 
     rank: int
     block: ray.ObjectRef[Block]
@@ -64,26 +64,26 @@ class _Queue:
 
 
 class Reading:
-    """One reading of a stream: a thread makes its blocks in their order and queues them.
+    """One pass over a stream: a thread makes its blocks in order and queues them for the ranks.
 
-    It makes more only while a rank waits, so that Ray Data sees how fast they are taken.
+    The thread makes blocks only while a rank waits, so that Ray Data sees how fast they are taken.
 
     Args:
-        read: gives the blocks of the stream; called by the thread.
-        ranks: that blocks are dealt to.
+        read: returns the blocks of the stream; called by the thread.
+        ranks: to which blocks are dealt.
     """
 
     def __init__(self, read: Callable[[], Blocks], ranks: range) -> None:
         self._read, self._ranks = read, ranks
         lock = threading.Lock()
         self._queues = {rank: _Queue(lock) for rank in ranks}
-        # Ranks that have asked for a block that is not there.
+        # Ranks that have asked for a block and found their queue empty.
         self._waiting: set[int] = set()
         # Its lock guards all fields; notified when a rank waits, and at the end.
         self._asked = threading.Condition(lock)
         self._has_ended = False
-        # Why it ended before the stream did; and the traceback as it was, because each rank that
-        # the error is raised to adds its own lines.
+        # Why it ended before the stream did, and the original traceback: raising the error in each
+        # rank adds lines to the error's own.
         self._error: BaseException | None = None
         self._traceback: TracebackType | None = None
         threading.Thread(target=self._make_blocks, name="blocks", daemon=True).start()
@@ -92,10 +92,10 @@ class Reading:
         """The rank's next block, or None after its last; called by one thread for each rank.
 
         Args:
-            index: how many blocks the rank has had.
+            index: how many blocks the rank has received.
 
         Raises:
-            StreamLostError: it was given another number of blocks, or the reading was closed.
+            StreamLostError: the rank has taken another number of blocks, or this was closed.
             Exception: any error of a reading task.
         """
         with self._asked:
@@ -119,12 +119,12 @@ class Reading:
                 queue.num_taken += 1
                 return queue.blocks.popleft()
             if self._error is not None:
-                # To every rank: a stream that failed has not ended.
+                # In every rank: for a rank, None would be the end of the stream.
                 raise self._error.with_traceback(self._traceback)
             return None
 
     def close(self) -> None:
-        """Stop reading, after the block that is being made; those that wait can be taken."""
+        """Stop reading, after the block that is being made; queued blocks can still be taken."""
         self._end(StreamLostError("the stream was closed before its end"))
 
     def _make_blocks(self) -> None:
@@ -142,7 +142,7 @@ class Reading:
         self._end(error)
 
     def _is_wanted(self) -> bool:
-        """Wait until a rank asks for a block that is not there; False at the end."""
+        """Wait until a rank needs a block; False at the end."""
         with self._asked:
             # no limit: a rank asks or leaves, or the next pass of its stream closes this one
             self._asked.wait_for(lambda: self._waiting or self._has_ended)
@@ -160,12 +160,12 @@ class Reading:
 
 
 def blocks_of(segments: Iterator[Segment]) -> Blocks:
-    """The blocks of consecutive sets; each set starts while the last tasks of the previous one run.
+    """The blocks of consecutive segments; each starts while the last tasks of the previous one run.
 
-    Closing it drops the executions in progress, which ends their tasks.
+    Closing this generator drops the executions in progress, which ends their tasks.
     """
 
-    # The execution of a set ends when its iterator is dropped.
+    # The execution of a dataset ends when its iterator is dropped.
     def start_next() -> tuple[Segment, Iterator[Any]] | None:
         if (segment := next(segments, None)) is None:
             return None
@@ -174,56 +174,56 @@ def blocks_of(segments: Iterator[Segment]) -> Blocks:
 
     with ThreadPoolExecutor(1, "segments") as planner:
         started = planner.submit(start_next)
-        while (found := started.result()) is not None:  # no limit: planning reads nothing
-            segment, entries = found
-            left = range(len(segment.ranks) - 1, -1, -1)
-            for rank, entry, num_left in zip(segment.ranks, entries, left, strict=True):
-                if num_left == segment.next_at:
+        while (execution := started.result()) is not None:  # no limit: planning reads nothing
+            segment, entries = execution
+            remaining = range(len(segment.ranks) - 1, -1, -1)
+            for rank, entry, num_remaining in zip(segment.ranks, entries, remaining, strict=True):
+                if num_remaining == segment.next_at:
                     started = planner.submit(start_next)
                 yield RankBlock(rank, entry.ref, entry.metadata.size_bytes or 0)
 
 
 class KeptBlocks:
-    """Blocks of whole readings, up to a number of bytes; the last used stay longest."""
+    """A cache of the blocks of complete readings, by least recent use, limited in bytes."""
 
-    def __init__(self, most_bytes: float) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, max_bytes: float) -> None:
+        self._max_bytes = max_bytes
         self._readings: OrderedDict[Hashable, list[RankBlock]] = OrderedDict()
         self._lock = threading.Lock()
 
     def blocks(self, key: Hashable, read: Callable[[], Blocks]) -> Blocks:
-        """The kept blocks of the reading `key`, or else those from `read`."""
+        """The cached blocks of the reading `key`, or else those from `read`."""
         with self._lock:
-            kept = self._readings.get(key)
-            if kept is not None:
+            cached = self._readings.get(key)
+            if cached is not None:
                 self._readings.move_to_end(key)
-        if kept is not None:
-            yield from kept
+        if cached is not None:
+            yield from cached
             return
         reading: list[RankBlock] = []
         size = 0
         with contextlib.closing(read()) as blocks:
             for block in blocks:
                 size += block.size
-                if size <= self._most_bytes:
+                if size <= self._max_bytes:
                     reading.append(block)
                 else:
                     reading.clear()
                 yield block
         with self._lock:
-            if size <= self._most_bytes:
+            if size <= self._max_bytes:
                 self._readings[key] = reading
-            while sum(b.size for r in self._readings.values() for b in r) > self._most_bytes:
+            while sum(b.size for r in self._readings.values() for b in r) > self._max_bytes:
                 self._readings.popitem(last=False)
 
 
 class Pass(NamedTuple):
-    """One reading of a stream from start to end by the ranks of a group.
+    """One pass over a stream by the ranks of a group.
 
     Attributes:
         stream: `train`, or the name of an evaluation stream.
-        number: how often the group has read the stream before.
-        batch_size: rows of a rank that belong together.
+        number: earlier passes of the group over the stream.
+        batch_size: rows of a rank's micro-batch.
         start: training: samples seen before; positions over all epochs joined.
         stop: training: samples seen after; None for an evaluation.
     """
@@ -239,12 +239,12 @@ class StreamServer:
     """Reads the streams of a host's ranks; a thread of its actor runs each call.
 
     Args:
-        group: the same on all hosts, and new at each start of a worker group.
-        specs: what each stream reads, by its name.
-        ranks: of this host, in a group of `world_size`.
-        keeps_statistics: Ray Data's, for a dashboard, in an additional process.
-        warms_up: the processes of reading tasks import in advance.
-        cpus_per_rank: CPUs that are not for reading.
+        group: name of the worker group, the same on all hosts and new at each start of workers.
+        specs: what each stream reads, by name.
+        ranks: ranks of this host, in a group of `world_size`.
+        keeps_statistics: whether an extra process keeps statistics of Ray Data for a dashboard.
+        warms_up: whether processes of reading tasks import packages in advance.
+        cpus_per_rank: CPUs of each rank that are not for reading.
     """
 
     def __init__(
@@ -260,64 +260,69 @@ class StreamServer:
     ) -> None:
         self._group, self._specs, self._warms_up = group, specs, warms_up
         self._ranks, self._world_size = ranks, world_size
-        # Its actor would stay for good on the node of the first server, which is then never idle.
+        # The actor for usage statistics would keep the first server's node from ever being idle.
         os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")
         if not keeps_statistics:
             keep_no_dataset_statistics()
         give_datasets(len(ranks) / world_size, world_size * cpus_per_rank)
         if len(ranks) < world_size:
-            # Reading tasks run on this node first, unless labels decide: a block that is made on
-            # its ranks' host crosses no network. Ray Data itself spreads the tasks.
+            # Without labels, reading tasks prefer this node: blocks made here cross no network. Ray
+            # Data's default would spread the tasks.
             DataContext.get_current().scheduling_strategy = near_by()
         self._lock = threading.Lock()
         self._open: dict[str, tuple[Pass, Reading]] = {}  # the last pass of each stream
-        self._kept = KeptBlocks(KEPT_SHARE * float(_own_resources().get("object_store_memory", 0)))
+        self._cache = KeptBlocks(
+            _CACHE_FRACTION * float(_own_resources().get("object_store_memory", 0))
+        )
 
-    def next_block(self, one: Pass, rank: int, index: int) -> list[ray.ObjectRef[Block]]:
-        """The block of a rank after its first `index` ones in a list, empty after its last.
+    def next_block(self, stream_pass: Pass, rank: int, index: int) -> list[ray.ObjectRef[Block]]:
+        """The block of a rank after its first `index` blocks, as a list, empty after the last.
 
-        The first call for a pass starts reading it, and ends the one before of its stream.
+        The first call for a pass starts reading it, and closes the stream's previous pass.
         """
         with self._lock:
-            last, reading = self._open.get(one.stream, (None, None))
-            if reading is None or last != one:
-                if last is not None and last.number >= one.number:
-                    raise StreamLostError(f"{one} is not read here, or no longer")
+            last, reading = self._open.get(stream_pass.stream, (None, None))
+            if reading is None or last != stream_pass:
+                if last is not None and last.number >= stream_pass.number:
+                    raise StreamLostError(f"{stream_pass} is not read here, or no longer")
                 if reading is not None:
                     reading.close()
-                reading = Reading(lambda: self._blocks(one), self._ranks)
-                self._open[one.stream] = one, reading
+                reading = Reading(lambda: self._blocks(stream_pass), self._ranks)
+                self._open[stream_pass.stream] = stream_pass, reading
         block = reading.next_block(rank, index)
         return [] if block is None else [block]
 
-    def leave(self, one: Pass) -> None:
-        """Stop reading for ranks that have left a pass before its end."""
-        last, reading = self._open.get(one.stream, (None, None))  # one look: it needs no lock
-        if reading is not None and last == one:
+    def leave(self, stream_pass: Pass) -> None:
+        """Stop reading a pass that its ranks have left before its end."""
+        # A single access needs no lock.
+        last, reading = self._open.get(stream_pass.stream, (None, None))
+        if reading is not None and last == stream_pass:
             reading.close()
 
-    def _blocks(self, one: Pass) -> Blocks:
-        """The blocks of a pass, read now or kept from an evaluation on the same nodes."""
-        spec = self._specs[one.stream]
-        if one.stop is not None or spec.object_store_mib is not None:
-            return self._read(one, spec)
+    def _blocks(self, stream_pass: Pass) -> Blocks:
+        """The blocks of a pass; those of an evaluation on the same nodes may be cached."""
+        spec = self._specs[stream_pass.stream]
+        if stream_pass.stop is not None or spec.object_store_mib is not None:
+            return self._read(stream_pass, spec)
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
         alive = tuple(sorted(node["NodeID"] for node in nodes if node["Alive"]))
-        key = one.stream, one.batch_size, alive
-        return self._kept.blocks(key, lambda: self._read(one, spec))
+        key = stream_pass.stream, stream_pass.batch_size, alive
+        return self._cache.blocks(key, lambda: self._read(stream_pass, spec))
 
-    def _read(self, one: Pass, spec: StreamSpec) -> Blocks:
-        name = f"{self._group}/{one.stream}/{one.number}"
+    def _read(self, stream_pass: Pass, spec: StreamSpec) -> Blocks:
+        name = f"{self._group}/{stream_pass.stream}/{stream_pass.number}"
         readers = HostRanks(name, self._ranks, self._world_size)
         if self._warms_up:
             warm_up(spec, readers.share)
-        return blocks_of(segments_of(spec, readers, one.batch_size, one.start, one.stop))
+        return blocks_of(
+            segments_of(spec, readers, stream_pass.batch_size, stream_pass.start, stream_pass.stop)
+        )
 
 
 def _own_resources() -> dict[str, float]:
-    here = ray.get_runtime_context().get_node_id()
-    (found,) = [one["Resources"] for one in ray.nodes() if one["NodeID"] == here]  # type: ignore[no-untyped-call]
-    return dict(found)
+    node_id = ray.get_runtime_context().get_node_id()
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    return next(dict(node["Resources"]) for node in nodes if node["NodeID"] == node_id)
 
 
 class RankStreams:
@@ -332,70 +337,69 @@ class RankStreams:
         self._num_passes: Counter[str] = Counter()
 
     def training_blocks(self, share: int, start: int, stop: int) -> Iterator[Block]:
-        """Blocks of positions [start, stop), of `share` rows of a global batch for each rank."""
+        """This rank's blocks of positions [start, stop); a micro-batch has `share` rows."""
         return self._blocks("train", share, start, stop)
 
     def training_batches(self, share: int, start: int, stop: int) -> Iterator[Batch]:
-        """Batches of `share` rows, as `batches` describes them; do not write to them."""
+        """Batches of `share` rows as described in `batches`; do not write to them."""
         return cut(self.training_blocks(share, start, stop), share)
 
     def evaluation_batches(self, name: str, batch_size: int) -> Iterator[Batch]:
-        """An evaluation stream in batches of equal size with weights."""
+        """Batches of an evaluation stream, all of `batch_size` rows, with weights."""
         return cut(self._blocks(name, batch_size), batch_size)
 
     def _blocks(
         self, stream: str, size: int, start: int = 0, stop: int | None = None
     ) -> Iterator[Block]:
-        one = Pass(stream, self._num_passes[stream], size, start, stop)
+        stream_pass = Pass(stream, self._num_passes[stream], size, start, stop)
         self._num_passes[stream] += 1
         ask = self._server.next_block.remote
         # no limit: train.step_timeout_s ends a step that waits for images
-        found = ray.get(ask(one, self._rank, 0))
+        blocks = ray.get(ask(stream_pass, self._rank, 0))
         for index in itertools.count(1):
-            if not found:
+            if not blocks:
                 return
-            asked = ask(one, self._rank, index)
+            request = ask(stream_pass, self._rank, index)
             try:
-                yield ray.get(found[0])  # no limit: as above
+                yield ray.get(blocks[0])  # no limit: as above
             except GeneratorExit:
                 if ray.is_initialized():
-                    self._server.leave.remote(one)
+                    self._server.leave.remote(stream_pass)
                 raise
-            found = ray.get(asked)  # no limit: as above
+            blocks = ray.get(request)  # no limit: as above
 
 
 @dataclass(frozen=True)
 class StreamSource:
-    """What the worker groups of a run read, and how they serve it on their hosts.
+    """What the worker groups of a run read, and how their hosts serve it.
 
     Attributes:
-        options: of each `StreamServer`.
+        options: keyword arguments of each `StreamServer`.
     """
 
     specs: ray.ObjectRef[dict[str, StreamSpec]]
     options: Mapping[str, Any]
 
     def for_rank(self, group: str, rank: int, world_size: int, ranks: range) -> RankStreams:
-        """The streams of a rank of this host, read through the server of its ranks.
+        """The streams of a rank of this host, read through the host's server.
 
-        The first that asks starts it, and it ends with that process.
+        The first rank that calls this starts the server, which ends with that rank's process.
 
         Args:
             group: as in `StreamServer`.
-            ranks: of this host, by its address, as Ray Train counts them.
+            ranks: ranks of this host, by its address, as Ray Train counts them.
         """
         address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         actor: Any = ray.remote(StreamServer)
-        named = actor.options(
+        # Ray passes the value of the reference `specs` to the actor.
+        server = actor.options(
             name=f"{group} {address}",
-            namespace=NAMESPACE,
+            namespace=_NAMESPACE,
             get_if_exists=True,
             num_cpus=0,
-            # Two calls of each rank, and two that close a pass which others still wait for.
+            # Two calls of each rank, and two that close a pass while other ranks wait for it.
             max_concurrency=2 * len(ranks) + 2,
             scheduling_strategy="DEFAULT",  # not in the place of the rank
             label_selector={"ray.io/node-id": ray.get_runtime_context().get_node_id()},
-        )
-        # Ray gives the actor what the reference stands for.
-        server = named.remote(group, self.specs, ranks, world_size, **self.options)
+        ).remote(group, self.specs, ranks, world_size, **self.options)
         return RankStreams(server, rank)

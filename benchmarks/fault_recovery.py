@@ -174,7 +174,10 @@ def recovery(name: str, run: Run) -> str:
     whole_s = time.time() - start_s
     since = {
         "noticed": run.event_s("worker failed", start_s),
-        "workers begun": max(psutil.Process(pid).create_time() for pid in workers()),
+        # None: the run has ended, and its workers with it.
+        "workers begun": max(
+            (psutil.Process(pid).create_time() for pid in workers()), default=None
+        ),
         "restored": run.event_s("resumed", start_s),
         "first step": run.event_s("first step", start_s),
     }

@@ -104,7 +104,8 @@ class IndexColumn:
         if not self._is_valid[row]:
             raise ValueError("its restart index is not that of its bytes")
         offsets = self._offsets[self._ends[row] : self._ends[row + 1]]
-        return RestartIndex(*self._numbers[row], offsets)
+        front, tables_at, size_at, unit_height, unit_width, columns = self._numbers[row]
+        return RestartIndex(front, tables_at, size_at, unit_height, unit_width, columns, offsets)
 
 
 def _are_valid(

@@ -155,8 +155,8 @@ def _images_of(path: str) -> Iterator[NamedImage]:
         )
     if skipped := [file.path for file in files if not is_image_name(file.path)]:
         names = ", ".join(map(os.path.basename, skipped))
-        text = f"{path}: {len(skipped):,} files without the name of an image are skipped: {names}"
-        print(_line(text), file=sys.stderr)
+        count = f"{len(skipped):,} files without the name of an image are skipped"
+        print(_line(f"{path}: {count}: {names}"), file=sys.stderr)
     return ((file.uri, file) for file in images)
 
 

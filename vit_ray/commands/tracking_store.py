@@ -127,8 +127,9 @@ def open_pages(store: str | None, port: int) -> int:
     address = f"http://127.0.0.1:{port}" if is_file else safe_uri(uri).rstrip("/")
     with asking(uri) as client:
         experiments = [one.experiment_id for one in client.search_experiments()]
-        order = ["attributes.start_time DESC"]
-        newest = client.search_runs(experiments, order_by=order, max_results=50)
+        newest = client.search_runs(
+            experiments, order_by=["attributes.start_time DESC"], max_results=50
+        )
         roots = [run for run in newest if PARENT_TAG not in run.data.tags] or list(newest)
         if not roots:
             raise ValueError(f"{safe_uri(uri)} has no run yet; train first, or give another store")

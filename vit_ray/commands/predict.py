@@ -66,7 +66,7 @@ def print_predictions(
         raise ValueError(f"{source!r} is not there; give a run, a checkpoint or a weight file")
     counts, right, drawn = Counter[str](), Counter[bool](), list[dict[str, Any]]()
     with _opened(outputs) as (tables, pictures):
-        images = [_images_of(path) for path in paths if path not in changes]
+        images = [_images_at(path) for path in paths if path not in changes]
         from vit_ray.launch.trained_model import load  # torch takes seconds
 
         model = load(source, recipe, overrides=changes)
@@ -128,7 +128,7 @@ def _predicted(
         yield rows
 
 
-def _images_of(path: str) -> Iterator[NamedImage]:
+def _images_at(path: str) -> Iterator[NamedImage]:
     """The images of a path; files are not read here.
 
     Raises:

@@ -134,9 +134,8 @@ def fig_data(runs: pd.DataFrame, accuracy: str = "test", axis: str = TOP1) -> Fi
         ])  # fmt: skip
         axes.set_title(f"{value:,g} {length}", fontsize=10)
         _log_axis(axes, "training images", axis if axes is all_axes[0] else "")
-    for axes, ends in zip(
-        all_axes, all_ends, strict=True
-    ):  # after all lines: they share the y axis
+    # After all lines, which set the limits of the shared y axis.
+    for axes, ends in zip(all_axes, all_ends, strict=True):
         _name(axes, ends, COLORS)
     return figure
 

@@ -144,9 +144,8 @@ def run_quickstart(recipe: Recipe) -> int:
 
     start_s = time.monotonic()
     recipe = recipe.with_absolute_paths()
-    tracking = {"tracking": recipe.tracking.model_dump(mode="json")}
     sweep, scratch = (
-        load_recipe(name, tracking).with_changes(
+        load_recipe(name, {"tracking": recipe.tracking.model_dump(mode="json")}).with_changes(
             output=recipe.output, data={"train": recipe.data.train, "eval": recipe.data.eval}
         )
         for name in ("digits_sweep", "digits_scratch")

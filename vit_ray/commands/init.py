@@ -190,8 +190,11 @@ def _recipe_text(images: str, file: Path, name: str, source: _Source, weights: s
     train, test = str(folder / (source.split or "train")), str(folder / (source.test_split or ""))
     convert = {"source": _relative(file, images), "destination": _relative(file, train)}
     data: dict[str, Any] = {"train": _relative(file, train)}
-    held_out = {"held_out_fraction": source.held_out_fraction}
-    data |= {"eval": _relative(file, test)} if source.test else held_out
+    data |= (
+        {"eval": _relative(file, test)}
+        if source.test
+        else {"held_out_fraction": source.held_out_fraction}
+    )
     training, reasons = _training(source, bool(weights))
     sections = {
         "name": name,

@@ -66,7 +66,7 @@ def print_predictions(
         raise ValueError(f"{source!r} is not there; give a run, a checkpoint or a weight file")
     counts, right, drawn = Counter[str](), Counter[bool](), list[dict[str, Any]]()
     with _opened(outputs) as (tables, pictures):
-        images = [_images_of(path) for path in paths if path not in changes]
+        images = [_images_at(path) for path in paths if path not in changes]
         from vit_ray.launch.trained_model import load  # torch takes seconds
 
         model = load(source, recipe, overrides=changes)
@@ -128,7 +128,7 @@ def _predicted(
         yield rows
 
 
-def _images_of(path: str) -> Iterator[NamedImage]:
+def _images_at(path: str) -> Iterator[NamedImage]:
     """The images of a path; files are not read here.
 
     Raises:
@@ -155,8 +155,8 @@ def _images_of(path: str) -> Iterator[NamedImage]:
         )
     if skipped := [file.path for file in files if not is_image_name(file.path)]:
         names = ", ".join(map(os.path.basename, skipped))
-        text = f"{path}: {len(skipped):,} files without the name of an image are skipped: {names}"
-        print(_line(text), file=sys.stderr)
+        count = f"{len(skipped):,} files without the name of an image are skipped"
+        print(_line(f"{path}: {count}: {names}"), file=sys.stderr)
     return ((file.uri, file) for file in images)
 
 

@@ -92,8 +92,8 @@ def _refuse_taken(folder: Location) -> None:
     Raises:
         ValueError: the run folder has other files than those of a lock.
     """
-    names = [file.base_name for file in folder.list_files(recursive=False)]
-    if folder.list_folders() or not all(map(is_lock_file, names)):
+    files = folder.list_files(recursive=False)
+    if folder.list_folders() or not all(is_lock_file(file.base_name) for file in files):
         raise ValueError(
             f"{folder.uri} exists already; give another name, or delete the folder if a fork was "
             "interrupted there, before it wrote its recipe"

@@ -5,7 +5,6 @@ import re
 import socket
 import sys
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,8 +43,10 @@ def report(recipe: Recipe, keep_with: str | None = None) -> "Written":
         run_id = None if keep_with else _newest_run(client, recipe)
         written, page_run = write_page(recipe, run_id), keep_with or run_id
         if page_run is None:
-            line = f"no run {recipe.name!r}; this page is of the whole experiment"
-            return replace(written, missing=[*[line] * (not written.is_empty), *written.missing])
+            if not written.is_empty:
+                line = f"no run {recipe.name!r}; this page is of the whole experiment"
+                written.missing.insert(0, line)
+            return written
         artifacts, problem = str(client.get_run(page_run).info.artifact_uri), ""
         if are_own_files(uri, artifacts):
             try:
@@ -126,8 +127,9 @@ def open_pages(store: str | None, port: int) -> int:
     address = f"http://127.0.0.1:{port}" if is_file else safe_uri(uri).rstrip("/")
     with asking(uri) as client:
         experiments = [one.experiment_id for one in client.search_experiments()]
-        order = ["attributes.start_time DESC"]
-        newest = client.search_runs(experiments, order_by=order, max_results=50)
+        newest = client.search_runs(
+            experiments, order_by=["attributes.start_time DESC"], max_results=50
+        )
         roots = [run for run in newest if PARENT_TAG not in run.data.tags] or list(newest)
         if not roots:
             raise ValueError(f"{safe_uri(uri)} has no run yet; train first, or give another store")

@@ -12,7 +12,7 @@ from torch import nn
 from vit_ray.checkpoints.checkpoint import Position
 from vit_ray.checkpoints.init_weights import SCHEME, open_weights
 from vit_ray.config import Recipe, require
-from vit_ray.config.command_sections import ExportConfig, InspectConfig
+from vit_ray.config.command_sections import InspectConfig
 from vit_ray.config.keys import KIND, used_sections
 from vit_ray.config.schema import errors_of
 from vit_ray.data.augment import augmentation_of
@@ -105,8 +105,8 @@ def export(recipe: Recipe) -> int:
             else:
                 card = model_card(recipe, config, (count, num_classes), classes, position, "")
                 (copy / _CARD).write_text(str(card))
-            names = (weights_file(config.layout), FOLDER_CONFIG, FOLDER_PREPROCESSOR, _CARD)
-            files = [copy / name for name in names if (copy / name).exists()]
+            written = (weights_file(config.layout), FOLDER_CONFIG, FOLDER_PREPROCESSOR, _CARD)
+            files = [copy / name for name in written if (copy / name).exists()]
         if not target.is_local:
             for file in files:
                 (target.child(file.name) if is_folder else target).write(file.read_bytes())
@@ -114,7 +114,8 @@ def export(recipe: Recipe) -> int:
         if not classes:
             print("class names are not known; set data.train to the run's data set")
         if config.push:
-            print(f"pushed {_push(config, copy, [file.name for file in files])}")
+            names = [file.name for file in files]
+            print(f"pushed {_push(config.push, config.path, copy, names)}")
     return 0
 
 
@@ -147,7 +148,7 @@ def _complete_config(file: Path, crop: Augmentation, use: dict[str, Any]) -> Non
     file.write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def _push(config: ExportConfig, folder: Path, names: list[str]) -> str:
+def _push(address: str, path: str, folder: Path, names: list[str]) -> str:
     """Upload the files to the repository, which is created if it is missing.
 
     Returns:
@@ -158,8 +159,7 @@ def _push(config: ExportConfig, folder: Path, names: list[str]) -> str:
     """
     from huggingface_hub import HfApi
 
-    assert config.push is not None
-    api, repository = HfApi(), config.push.removeprefix(SCHEME)
+    api, repository = HfApi(), address.removeprefix(SCHEME)
     try:
         api.create_repo(repository, exist_ok=True)
         commit = api.upload_folder(
@@ -170,9 +170,9 @@ def _push(config: ExportConfig, folder: Path, names: list[str]) -> str:
         )
     except Exception as error:  # of an HTTP library that changes with the hub's versions
         raise ValueError(
-            f"export.push={config.push!r}: the hub did not accept the files "
-            f"({type(error).__name__}: {error}); they are in {config.path}: set HF_TOKEN to a "
-            f"token that may write there, and run `hf upload {repository} {config.path}`"
+            f"export.push={address!r}: the hub did not accept the files "
+            f"({type(error).__name__}: {error}); they are in {path}: set HF_TOKEN to a "
+            f"token that may write there, and run `hf upload {repository} {path}`"
         ) from error
     return str(commit)
 

@@ -1,4 +1,4 @@
-"""Figures of runs, by matplotlib. A colour is a family of models, a name stands at a line's end."""
+"""Figures of runs, by matplotlib: a colour for each family of models, names at ends of lines."""
 
 import base64
 import io
@@ -20,35 +20,35 @@ COLORS: Final = {
     "ViT": "#0072b2", "ResNet": "#009e73", "Hybrid": "#d55e00", "Axial": "#cc79a7",
     "Other": "#555c66",
 }  # fmt: skip
-# Okabe and Ito's palette, for values that are no families.
-_FURTHER: Final = [*COLORS.values(), "#e69f00", "#56b4e9"]
+# Okabe and Ito's palette, for values other than families.
+_PALETTE: Final = [*COLORS.values(), "#e69f00", "#56b4e9"]
 MARKS: Final = {"ViT": "o", "ResNet": "s", "Hybrid": "D", "Axial": "^", "Other": "v"}
 # Inches: readable at 390 pixels too.
 SIZE: Final = (6.4, 4.2)
-# With more lines, a legend has the colours.
-MOST_NAMES: Final = 12
-# Between neighbouring names, as a share of the height.
-LEAST_GAP: Final = 0.05
+# With more lines, a legend explains the colours.
+MAX_NAMES: Final = 12
+# Between neighbouring names, as a fraction of the height.
+MIN_GAP: Final = 0.05
 TOP1: Final = "top-1 accuracy, %"
-# The salt makes the same figure the same bytes; text as outlines needs no font of the reader.
+# The salt makes equal figures equal bytes; text as outlines needs no font on the reader's machine.
 _STYLE: Final[Any] = {
     "svg.hashsalt": "vit_ray", "svg.fonttype": "path", "font.size": 10.0, "axes.grid": True,
     "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False, "lines.markersize": 5,
     "errorbar.capsize": 2, "legend.frameon": False,
 }  # fmt: skip
-# Of a line: x, y, name and colour.
+# The end of a line: x, y, name and colour.
 _End = tuple[float, float, str, str]
 
 
 def new_figure(columns: int = 1) -> tuple[Figure, list[Axes]]:
-    """A figure with axes side by side that share their height, without pyplot's global state."""
+    """A figure with axes side by side that share the y axis, without pyplot's global state."""
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=SIZE, layout="constrained")
         return figure, list(figure.subplots(1, columns, sharey=True, squeeze=False)[0])
 
 
 def svg(figure: Figure) -> str:
-    """Base64 of the figure as SVG, for an image's address."""
+    """Base64 of the figure as SVG, for a `data:` address."""
     buffer = io.BytesIO()
     with matplotlib.rc_context(_STYLE):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
@@ -58,22 +58,21 @@ def svg(figure: Figure) -> str:
 def means_of(runs: pd.DataFrame, accuracy: str, images: str = "num_test") -> pd.DataFrame:
     """A row for each group with the mean over its seeds and the 95 % interval.
 
-    The interval is the wider one of the test set's (Wilson) and that over seeds (Student).
+    The interval covers those of the test set (Wilson) and over seeds (Student).
 
     Args:
         runs: finished trainings, each seed once.
         images: the column with the number of images behind an accuracy.
     """
     rows = []
-    for _, members in runs.dropna(subset=[accuracy]).groupby("group", sort=False):
-        values, first = members[accuracy].astype(float), members.iloc[0].to_dict()
-        mean = float(values.mean())
-        found = [student(values.tolist())]
-        found += [wilson(mean, first[images])] if (first[images] or 0) > 0 else []
-        lows = [mean, *(one.low for one in found if one)]
-        highs = [mean, *(one.high for one in found if one)]
-        cost = members["exaflops"].mean()
-        rows.append(first | {"mean": mean, "low": min(lows), "high": max(highs), "exaflops": cost})
+    for _, seeds in runs.dropna(subset=[accuracy]).groupby("group", sort=False):
+        values, first = seeds[accuracy].astype(float), seeds.iloc[0].to_dict()
+        mean, exaflops = float(values.mean()), seeds["exaflops"].mean()
+        intervals = [student(values.tolist())]
+        intervals += [wilson(mean, first[images])] if (first[images] or 0) > 0 else []
+        low = min([mean, *(interval.low for interval in intervals if interval)])
+        high = max([mean, *(interval.high for interval in intervals if interval)])
+        rows.append(first | {"mean": mean, "low": low, "high": high, "exaflops": exaflops})
     return pd.DataFrame(rows, columns=list(dict.fromkeys([*runs, "mean", "low", "high"])))
 
 
@@ -88,53 +87,55 @@ def fig_compute(
     model, a point for each mean over seeds with its interval.
 
     Args:
-        runs: trainings; those that have not finished are crosses.
-        color: a column or key of the recipe; a colour for each of its values.
+        runs: trainings; unfinished ones are crosses.
+        color: a column or key of the recipe; each value has a colour.
         laws: a dotted line for each family.
     """
     figure, (axes,) = new_figure()
-    known = runs.dropna(subset=[accuracy, "exaflops"])
-    known = known.assign(**{color: known[color].astype(object).fillna("unset")})
-    is_done = known["status"] == "finished"
-    values = [*dict.fromkeys(known[color])]
-    others = dict(zip(values, itertools.cycle(_FURTHER), strict=False))
-    colors: dict[Any, str] = COLORS if color == "family" else others
-    means, ends = means_of(known[is_done], accuracy), []
+    points = runs.dropna(subset=[accuracy, "exaflops"])
+    points = points.assign(**{color: points[color].astype(object).fillna("unset")})
+    is_finished = points["status"] == "finished"
+    values = [*dict.fromkeys(points[color])]
+    by_value = dict(zip(values, itertools.cycle(_PALETTE), strict=False))
+    colors: dict[Any, str] = COLORS if color == "family" else by_value
+    means, ends = means_of(points[is_finished], accuracy), []
     for (value, label, _), line in means.groupby([color, "label", "images"], dropna=False):
         name = label if color in ("family", "label") else f"{label}, {value}"
         ends.append(_draw(axes, line.sort_values("exaflops"), "exaflops", colors[value], name))
-    for status, some in known[~is_done].groupby("status"):
+    for status, some in points[~is_finished].groupby("status"):
         shades = some[color].map(colors)
         axes.scatter(some["exaflops"], 100 * some[accuracy], c=shades, marker="x", label=status)
         axes.legend()
-    several = known[is_done & known.duplicated("group", keep=False)]
-    shades = several[color].map(colors)
-    axes.scatter(several["exaflops"], 100 * several[accuracy], s=6, c=shades, alpha=0.5)
+    seeds = points[is_finished & points.duplicated("group", keep=False)]
+    shades = seeds[color].map(colors)
+    axes.scatter(seeds["exaflops"], 100 * seeds[accuracy], s=6, c=shades, alpha=0.5)
     for family, law in (laws or {}).items():
-        mine = means.loc[means["family"] == family, "exaflops"]
-        at = np.geomspace(mine.min(), mine.max(), 50)
-        axes.plot(at, 100 * (1 - law.error_at(at)), ":", color=COLORS[family], linewidth=1)
+        exaflops = means.loc[means["family"] == family, "exaflops"]
+        x = np.geomspace(exaflops.min(), exaflops.max(), 50)
+        axes.plot(x, 100 * (1 - law.error_at(x)), ":", color=COLORS[family], linewidth=1)
     _log_axis(axes, "training compute, exaFLOPs", axis)
     _name(axes, ends, {value: colors[value] for value in values})
     return figure
 
 
 def fig_data(runs: pd.DataFrame, accuracy: str = "test", axis: str = TOP1) -> Figure:
-    """Accuracy against the number of training images (Figure 4), side by side for each length."""
+    """Accuracy against the number of training images (Figure 4), with axes for each length."""
     means = means_of(runs.dropna(subset=[accuracy, "images"]), accuracy)
     length = "epochs" if means["steps"].isna().all() else "steps"
     varied = means.groupby(length)["images"].nunique() > 1
     lengths = [*varied.index[varied]][-3:]
-    figure, places = new_figure(len(lengths))
-    named = []
-    for axes, value in zip(places, lengths, strict=True):
-        shown = means[means[length] == value].sort_values("images")
-        lines = [*shown.groupby(["family", "label"], sort=False)]
-        ends = [_draw(axes, line, "images", COLORS[f], label) for (f, label), line in lines]
+    figure, all_axes = new_figure(len(lengths))
+    all_ends = []
+    for axes, value in zip(all_axes, lengths, strict=True):
+        points = means[means[length] == value].sort_values("images")
+        lines = [*points.groupby(["family", "label"], sort=False)]
+        all_ends.append([
+            _draw(axes, line, "images", COLORS[family], label) for (family, label), line in lines
+        ])  # fmt: skip
         axes.set_title(f"{value:,g} {length}", fontsize=10)
-        _log_axis(axes, "training images", axis if axes is places[0] else "")
-        named.append((axes, ends))
-    for axes, ends in named:  # on the height that all of them share
+        _log_axis(axes, "training images", axis if axes is all_axes[0] else "")
+    # After all lines, which set the limits of the shared y axis.
+    for axes, ends in zip(all_axes, all_ends, strict=True):
         _name(axes, ends, COLORS)
     return figure
 
@@ -142,8 +143,8 @@ def fig_data(runs: pd.DataFrame, accuracy: str = "test", axis: str = TOP1) -> Fi
 def fig_rates(trials: pd.DataFrame, finals: pd.DataFrame) -> Figure:
     """Accuracy against the learning rate: hollow on the dev split, filled on the test set."""
     figure, (axes,) = new_figure()
-    shown = [(some, "dev", str(status)) for status, some in trials.groupby("status")]
-    for some, key, status in [*shown, (finals, "test", "finished")]:
+    dev_points = [(some, "dev", str(status)) for status, some in trials.groupby("status")]
+    for some, key, status in [*dev_points, (finals, "test", "finished")]:
         means = means_of(some.dropna(subset=["rate"]), key, f"num_{key}")
         if not len(means):
             continue
@@ -167,7 +168,7 @@ def fig_curves(
     axis: str,
     bold: Sequence[str] = (),
 ) -> Figure:
-    """A metric by step of each run, by name; the bold ones are the result."""
+    """A metric of each run by step; if some runs are bold, the others are faint."""
     figure, (axes,) = new_figure()
     ends = []
     for name, curve in curves.items():
@@ -197,7 +198,7 @@ def fig_speed(runs: pd.DataFrame) -> Figure:
 
 
 def _draw(axes: Axes, line: pd.DataFrame, x: str, color: str, name: str, **style: Any) -> _End:
-    """A line of means with their intervals."""
+    # A line of means with their intervals; returns its end.
     end, marker = line.iloc[-1], MARKS.get(line["family"].iloc[0], "o")
     bars = 100 * np.array([line["mean"] - line["low"], line["high"] - line["mean"]])
     axes.errorbar(line[x], 100 * line["mean"], bars, color=color, **{"marker": marker, **style})
@@ -205,7 +206,7 @@ def _draw(axes: Axes, line: pd.DataFrame, x: str, color: str, name: str, **style
 
 
 def _log_axis(axes: Axes, x: str, y: str) -> None:
-    """Powers of ten as ticks, and numbers between them on an axis of less than two decades."""
+    # Ticks at powers of ten; on an axis of less than two decades, also between them.
     axes.set(xscale="log", xlabel=x, ylabel=y)
     low, high = axes.get_xlim()
     if high / low < 100:
@@ -215,18 +216,18 @@ def _log_axis(axes: Axes, x: str, y: str) -> None:
 
 
 def _name(axes: Axes, ends: Sequence[_End], colors: Mapping[Any, str]) -> None:
-    """A name for each line at the right, moved apart; for many lines a legend of the colours."""
-    if len(ends) > MOST_NAMES:
+    """A name for each line at the right, without overlaps; for many lines a legend of colours."""
+    if len(ends) > MAX_NAMES:
         for value, color in colors.items():
             axes.plot([], [], color=color, label=str(value))
         axes.legend()
         return
-    axes.autoscale_view()  # else its limits are set when it is drawn
-    to_share = axes.transAxes.inverted()
-    heights = [to_share.transform(axes.transData.transform((x, y)))[1] for x, y, *_ in ends]
+    axes.autoscale_view()  # sets the limits now instead of in drawing
+    to_fraction = axes.transAxes.inverted()
+    heights = [to_fraction.transform(axes.transData.transform((x, y)))[1] for x, y, *_ in ends]
     apart, order = np.array(heights, float), np.argsort(heights)
     for below, above in [*itertools.pairwise(order)] * len(order):
-        lack = max(0.0, LEAST_GAP - (apart[above] - apart[below]))
+        lack = max(0.0, MIN_GAP - (apart[above] - apart[below]))
         apart[[below, above]] += (-lack / 2, lack / 2)
     for (x, y, name, color), height in zip(ends, map(float, apart), strict=True):
         axes.annotate(

@@ -1,8 +1,8 @@
 """One HTML page with the results of a study, a sweep, a training or an experiment.
 
-Everything comes from MLflow; the page is one file that loads nothing from the network, so it can be
-mailed, kept with the run, and opened years later. Its security policy lets the browser run nothing,
-so no text becomes code.
+All contents come from MLflow. The page is one file that loads nothing from the network: it can be
+mailed, kept with the run, and opened years later. Its security policy forbids scripts, so that no
+text can become code.
 """
 
 import base64
@@ -50,8 +50,11 @@ _TEMPLATES: Final = Environment(
 
 @dataclass(frozen=True)
 class Gallery:
-    """Small images with a text below each, and which of them are crossed out; the strip is a JPEG
-    of squares of one size in a row.
+    """Small images with a text below each.
+
+    Attributes:
+        strip: a JPEG of the images: squares of one size in a row.
+        wrong: whether each image is crossed out.
     """
 
     title: str
@@ -72,21 +75,21 @@ class Section:
 
 
 def html(table: pd.DataFrame) -> Markup:
-    """Escaped by pandas; numbers in short, missing values as a dash."""
-    table = table.rename_axis(columns=None)  # pandas would write it as one more column
+    """The table, escaped by pandas; numbers are short, missing values are a dash."""
+    table = table.rename_axis(columns=None)  # pandas would add a row with this name
     if not isinstance(table.index, pd.RangeIndex):
         names = [name or "name" for name in table.index.names]
         table = table.rename_axis(names).reset_index(allow_duplicates=True)
-    texts = table.iloc[:, 1:].map(lambda value: len(str(value)) > 16).any(axis=None)
-    shown = table.astype(object).where(table.notna(), "-")
-    shown = shown.map(
+    has_texts = table.iloc[:, 1:].map(lambda value: len(str(value)) > 16).any(axis=None)
+    cells = table.astype(object).where(table.notna(), "-")
+    cells = cells.map(
         lambda value: tables.number(value) if isinstance(value, (int, float)) else value
     )
-    return Markup(shown.to_html(border=0, classes=["texts"] if texts else None, index=False))
+    return Markup(cells.to_html(border=0, classes=["texts"] if has_texts else None, index=False))
 
 
-# With more runs a figure of curves shows nothing.
-MOST_CURVES = 40
+# More curves in one figure cannot be told apart.
+MAX_CURVES = 40
 _COMPUTE = (
     "exaFLOPs = 6 x multiply-adds of a forward pass x images seen / 10^18, the convention that "
     "reproduces the paper's Table 6. A point is a mean over seeds; its bar is the wider 95 % "
@@ -96,7 +99,7 @@ _COMPUTE = (
 
 @dataclass(frozen=True)
 class Written:
-    """A page, and what the run that it is about keeps with it; empty if there are no runs yet."""
+    """A page, and its parts that are kept with its run; `is_empty` if there are no runs yet."""
 
     page: Path
     missing: list[str]
@@ -113,32 +116,33 @@ def write_report(
 
     Args:
         uri: MLflow tracking server or SQLite address; it is only read.
-        experiment_or_parent_run_id: name of an experiment, or id of a run whose children count.
+        experiment_or_parent_run_id: name of an experiment, or id of a run: it and its children.
         output_path: the `.html` file; its folder is created.
-        opening: how a reader opens the runs in MLflow.
+        opening: a sentence on how to open the runs in MLflow.
 
     Raises:
         ValueError: there is no such store, experiment or run.
     """
-    everything = load_runs(uri, experiment_or_parent_run_id)
-    parent, experiment = everything.attrs["parent"], everything.attrs["experiment"]
-    runs, files, page = trainings(everything), Files(uri), Path(output_path).resolve()
-    missing = what_is_missing(everything, runs)
-    sections = _sections(runs, everything, files) if len(runs) else []
+    all_runs = load_runs(uri, experiment_or_parent_run_id)
+    parent, experiment = all_runs.attrs["parent"], all_runs.attrs["experiment"]
+    runs, page = trainings(all_runs), Path(output_path).resolve()
+    missing = what_is_missing(all_runs, runs)
+    sections = _sections(runs, all_runs, Files(uri)) if len(runs) else []
     lead = headline(runs) if len(runs) else []
-    axes = [axis for one in sections for table in one.tables.values() for axis in table.axes]
-    if any(str(title).startswith(tables.THEIRS) for axis in axes for title in axis):
+    page_tables = {name: table for section in sections for name, table in section.tables.items()}
+    titles = [title for table in page_tables.values() for axis in table.axes for title in axis]
+    if any(str(title).startswith(tables.PAPER_PREFIX) for title in titles):
         lead.append(
             f"These results are a proxy: trained on {', '.join(sorted({*runs['data']}))}, and not "
             "on the paper's JFT-300M, which is private."
         )
-    whose = f", run {parent} and the runs below it" if parent else ""
+    below = f", run {parent} and the runs below it" if parent else ""
     text = _TEMPLATES.get_template("page.html").render(
-        title=everything.loc[parent, "name"] if parent else experiment,
+        title=all_runs.loc[parent, "name"] if parent else experiment,
         sections=sections,
         lead=lead,
         missing=missing,
-        origin=f"Made from MLflow experiment {experiment}{whose} at {redact(uri)}",
+        origin=f"Made from MLflow experiment {experiment}{below} at {redact(uri)}",
         opening=opening,
         base64=lambda content: base64.b64encode(content).decode(),
         svg=figures.svg,
@@ -147,96 +151,102 @@ def write_report(
     )
     page.parent.mkdir(parents=True, exist_ok=True)
     locate(str(page)).write(text.encode())  # in one step: a reader sees the old file or the new
-    drawn = {name: figure for one in sections for name, figure in one.figures.items()}
-    held = {name: table for one in sections for name, table in one.tables.items() if len(table)}
-    return Written(page, missing, not len(everything), lead, drawn, held)
+    page_figures = {
+        name: figure for section in sections for name, figure in section.figures.items()
+    }
+    page_tables = {name: table for name, table in page_tables.items() if len(table)}
+    return Written(page, missing, not len(all_runs), lead, page_figures, page_tables)
 
 
-def _sections(runs: pd.DataFrame, everything: pd.DataFrame, files: Files) -> list[Section]:
+def _sections(runs: pd.DataFrame, all_runs: pd.DataFrame, files: Files) -> list[Section]:
     is_study = (runs["kind"] == "study_cell").any()
-    cells, shown = tables.cells_of(runs), _shown_run(runs)
+    cells, best_run = tables.cells_of(runs), _best_run(runs)
     cells = tables.comparable(cells) if is_study else cells
-    spent = describe_phases(runs.filter(like=RUN_GROUP).sum().to_dict())
-    listed = {"Trainings, the most accurate first": tables.trainings_table(runs)}
-    last, happened = list[Section](), dict[str, pd.DataFrame]()
-    if len(runs) == 1:
-        happened = {"Events": events(files, runs.iloc[0])}
-        last = [data_section(files, runs.iloc[0])]
+    phases = describe_phases(runs.filter(like=RUN_GROUP).sum().to_dict())
     rates = {
         f"{name}Which learning rate is best? Rates are selected on the dev split (hollow); bars "
         "are 95 % intervals.": figures.fig_rates(trials, finals)
         for name, trials, finals in sweeps_of(runs)
         if trials["dev"].notna().any() and trials["rate"].nunique() > 1
     }
-    swept = Section("Accuracy against the learning rate", figures=rates)
+    sweep = Section("Accuracy against the learning rate", figures=rates)
     compute = _compute(cells, runs)
-    first = [
+    accuracy = [
         compute,
         Section("Accuracy against data", figures=_data(cells)),
-        *([] if shown is None else [images_section(files, shown)]),
+        *([] if best_run is None else [images_section(files, best_run)]),
     ]
     return [
-        # The figure of the first sentence is the first one.
-        *([*first, swept] if compute.figures else [swept, *first]),
+        # The first figure belongs to the first sentence.
+        *([*accuracy, sweep] if compute.figures else [sweep, *accuracy]),
         Section("Learning curves", figures=_curves(cells if is_study else runs, files)),
-        Section("Tables of the paper", tables=tables.paper_tables(runs, everything)),
-        Section("Trainings", tables=listed),
+        Section("Tables of the paper", tables=tables.paper_tables(runs, all_runs)),
+        Section(
+            "Trainings",
+            tables={"Trainings, the most accurate first": tables.trainings_table(runs)},
+        ),
         Section("Speed", figures=_speed(cells)),
-        Section("Where the time went", [spent] if spent else [], tables=happened),
-        *last,
+        Section(
+            "Where the time went",
+            [phases] if phases else [],
+            tables={"Events": events(files, runs.iloc[0])} if len(runs) == 1 else {},
+        ),
+        *([data_section(files, runs.iloc[0])] if len(runs) == 1 else []),
     ]
 
 
-def _shown_run(runs: pd.DataFrame) -> pd.Series | None:
-    """The most accurate training outside a study, whose images are shown."""
-    known = runs[(runs["kind"] != "study_cell") & (runs["status"] == "finished")]
-    top1 = known["test" if known["test"].notna().any() else "dev"].dropna()
-    return None if top1.empty else known.loc[top1.astype(float).idxmax()]
+def _best_run(runs: pd.DataFrame) -> pd.Series | None:
+    # The most accurate training outside a study.
+    finished = runs[(runs["kind"] != "study_cell") & (runs["status"] == "finished")]
+    top1 = finished["test" if finished["test"].notna().any() else "dev"].dropna()
+    return None if top1.empty else finished.loc[top1.astype(float).idxmax()]
 
 
 def _compute(cells: pd.DataFrame, runs: pd.DataFrame) -> Section:
     """A figure for each accuracy that varies with compute, and the laws of the families."""
-    drawn, held = {}, {}
+    drawn, law_tables = {}, {}
     is_study = (cells["kind"] == "study_cell").any()
     if not is_study:  # a point for each training, by its name
         cells = cells.assign(label=cells["name"])
     tasks = [TRANSFER_MEAN_TOP1] if TRANSFER_MEAN_TOP1 in cells else tables.transfer_keys(cells)
     for key in ("test", "few_shot", *tasks):
-        known = _at_cost(cells, runs, key).dropna(subset=[key, "exaflops"])
-        if known["exaflops"].nunique() < 2:
+        points = _with_tuning(cells, runs, key).dropna(subset=[key, "exaflops"])
+        if points["exaflops"].nunique() < 2:
             continue
-        most = known[known["images"].isna() | (known["images"] == known["images"].max())]
-        laws = laws_of(known, key) if is_study else {}
-        lines = {family: one.law for family, one in laws.items() if one.law}
+        largest = points[points["images"].isna() | (points["images"] == points["images"].max())]
+        laws = laws_of(points, key) if is_study else {}
+        lines = {family: of_family.law for family, of_family in laws.items() if of_family.law}
         name = tables.accuracy_name(cells, key)
-        caption = f"How does {name} grow with compute? Dotted: a power law for each family."
-        drawn[caption if lines else caption.partition(" Dotted")[0]] = figures.fig_compute(
-            most if is_study else known, key, laws=lines, axis=f"{name}, %"
-        )
+        caption = f"How does {name} grow with compute?"
         if lines:
-            held[f"Power laws of {name}: error = a C^-b + c"] = _laws(laws)
-    return Section("Accuracy against compute", [_COMPUTE] if drawn else [], drawn, held)
+            caption += " Dotted: a power law for each family."
+            law_tables[f"Power laws of {name}: error = a C^-b + c"] = _laws(laws)
+        drawn[caption] = figures.fig_compute(
+            largest if is_study else points, key, laws=lines, axis=f"{name}, %"
+        )
+    return Section("Accuracy against compute", [_COMPUTE] if drawn else [], drawn, law_tables)
 
 
-def _at_cost(cells: pd.DataFrame, runs: pd.DataFrame, key: str) -> pd.DataFrame:
-    """Fine-tuned models at the compute of their pre-training and their fine-tuning together."""
+def _with_tuning(cells: pd.DataFrame, runs: pd.DataFrame, key: str) -> pd.DataFrame:
+    # For the accuracy on a task, compute is that of pre-training and fine-tuning.
     if (task := tables.TRANSFER.fullmatch(key)) is None:
         return cells
     tuned = runs[(runs["kind"] == "finetune") & runs["origin"].notna() & (runs["task"] == task[1])]
-    spent = tuned.groupby("origin")["own_exaflops"].mean()
-    return cells.assign(exaflops=cells["exaflops"] + cells["run_id"].map(spent).fillna(0.0))
+    exaflops = tuned.groupby("origin")["own_exaflops"].mean()
+    return cells.assign(exaflops=cells["exaflops"] + cells["run_id"].map(exaflops).fillna(0.0))
 
 
 def _laws(laws: Mapping[str, FamilyLaw]) -> pd.DataFrame:
     """Exponent and floor of each family's law, and its compute over that of `BASELINE`."""
-    equal, rows = compared(dict(laws)), {}
-    for family, one in laws.items():
-        exponents = [law.exponent for law in one.by_seed.values()]
+    equal, rows = compared(laws), {}
+    for family, of_family in laws.items():
+        law = of_family.law
+        exponents = [seed_law.exponent for seed_law in of_family.by_seed.values()]
         rows[family] = {
-            "points": one.num_points,
-            "exponent b": one.law and tables.number(one.law.exponent),
+            "points": of_family.num_points,
+            "exponent b": law and tables.number(law.exponent),
             "95 % over seeds": _ends(student(exponents)),
-            "floor c, %": one.law and 100 * round(one.law.floor, 4),
+            "floor c, %": law and 100 * round(law.floor, 4),
             f"compute over that of {BASELINE}s": equal[family].ratio if family in equal else None,
             "its 95 %": _ends(equal[family].interval) if family in equal else None,
         }
@@ -250,21 +260,19 @@ def _ends(interval: Interval | None) -> str:
 
 
 def _data(cells: pd.DataFrame) -> dict[str, Figure]:
-    done = cells[cells["status"] == "finished"]
-    found = {}
+    finished, drawn = cells[cells["status"] == "finished"], {}
     for key in ("test", "few_shot"):
-        known = done.dropna(subset=[key, "images"])
-        length = "steps" if known["steps"].notna().any() else "epochs"
-        lines = known.groupby(["label", length])["images"].nunique()
-        if (lines > 1).any():
+        points = finished.dropna(subset=[key, "images"])
+        length = "steps" if points["steps"].notna().any() else "epochs"
+        if (points.groupby(["label", length])["images"].nunique() > 1).any():
             name = tables.accuracy_name(cells, key)
             caption = f"How does {name} grow with the number of training images?"
-            found[caption] = figures.fig_data(known, key, f"{name}, %")
-    return found
+            drawn[caption] = figures.fig_data(points, key, f"{name}, %")
+    return drawn
 
 
 def _curves(runs: pd.DataFrame, files: Files) -> dict[str, Figure]:
-    """Loss and accuracy by step; in a sweep the chosen training is bold."""
+    """Loss and accuracy by step; the retrainings of a sweep are bold."""
     short = runs["run_id"].str[:6].where(runs["name"].duplicated(keep=False), "")
     names = (runs["name"] + " " + short).str.strip()
     families = dict(zip(names, runs["family"], strict=True))
@@ -274,9 +282,9 @@ def _curves(runs: pd.DataFrame, files: Files) -> dict[str, Figure]:
         (figures.TOP1, [EVAL_TOP1, DEV_TOP1], 100),
     ):
         curves: dict[str, pd.Series[float]] = {}
-        for run_id, name in names.items() if len(names) <= MOST_CURVES else ():
-            held = [key for key in keys if pd.notna(runs.loc[run_id].get(key))]
-            curve = files.curve(str(run_id), held[0], 100) if held else pd.Series()
+        for run_id, name in names.items() if len(names) <= MAX_CURVES else ():
+            recorded = [key for key in keys if pd.notna(runs.loc[run_id].get(key))]
+            curve = files.curve(str(run_id), recorded[0], 100) if recorded else pd.Series()
             curves |= {name: scale * curve} if len(curve) > 1 else {}
         if curves:
             caption = f"How does the {title.partition(',')[0]} change in training?"
@@ -287,79 +295,80 @@ def _curves(runs: pd.DataFrame, files: Files) -> dict[str, Figure]:
 def _speed(cells: pd.DataFrame) -> dict[str, Figure]:
     if STUDY_FORWARD_GMACS not in cells or cells["label"].nunique() < 2:
         return {}
-    known = cells.dropna(subset=["images_per_s", STUDY_FORWARD_GMACS])
-    return {"How fast does each model train, on this hardware?": figures.fig_speed(known)}
+    measured = cells.dropna(subset=["images_per_s", STUDY_FORWARD_GMACS])
+    return {"How fast does each model train, on this hardware?": figures.fig_speed(measured)}
 
 
-# With fewer classes, accuracy is enough.
-LEAST_CLASSES = 5
-# Largest confusion matrix in classes.
-MOST_CLASSES = 20
+# Classes of a confusion matrix: with fewer, accuracy is enough; a page has no space for more.
+MIN_CLASSES, MAX_CLASSES = 5, 20
 
 
 def images_section(files: Files, run: pd.Series) -> Section:
-    """Test images with predictions, the worst errors, and which class is taken for which."""
-    tested = "test" if pd.notna(run["test"]) else "held-out"
-    named = {
-        "evaluation/examples": f"How are {tested} images classified? A cross marks a wrong "
+    """Test images with predictions, the worst errors, and the confusion matrix."""
+    split = "test" if pd.notna(run["test"]) else "held-out"
+    titles = {
+        "evaluation/examples": f"How are {split} images classified? A cross marks a wrong "
         "prediction; in brackets is its probability.",
         "evaluation/errors": "Which errors have the highest loss?",
     }
-    found = [gallery(files, run, name, title) for name, title in named.items()]
+    galleries = [gallery(files, run, name, title) for name, title in titles.items()]
     counts = files.read(run, "evaluation/confusion.csv")
-    shown = {} if counts is None else confusion(counts)
-    return Section("Images and errors", tables=shown, galleries=[one for one in found if one])
+    return Section(
+        "Images and errors",
+        tables={} if counts is None else confusion(counts),
+        galleries=[shown for shown in galleries if shown],
+    )
 
 
 def gallery(files: Files, run: pd.Series, name: str, title: str) -> Gallery | None:
-    """None if the run has no such files."""
-    strip, about = files.read(run, f"{name}.jpg"), files.read(run, f"{name}.json")
-    if strip is None or about is None:
+    """The images of `name.jpg` with the texts of `name.json`; None if the run has no such files."""
+    strip, rows = files.read(run, f"{name}.jpg"), files.read(run, f"{name}.json")
+    if strip is None or rows is None:
         return None
     texts, wrong = [], []
-    for one in json.loads(about):
-        classes, predicted = list(map(str, one["classes"])), one["predicted"]
+    for row in json.loads(rows):
+        classes, predicted = list(map(str, row["classes"])), row["predicted"]
         is_wrong = predicted is not None and predicted not in classes
         truth = ", ".join(classes) or "no label"
-        share = "" if one["probability"] is None else f" ({one['probability']:.1%})"
-        texts.append(f"{predicted}{share}, not {truth}" if is_wrong else f"{truth}{share}")
+        note = "" if row["probability"] is None else f" ({row['probability']:.1%})"
+        texts.append(f"{predicted}{note}, not {truth}" if is_wrong else f"{truth}{note}")
         wrong.append(is_wrong)
     return Gallery(title, strip, texts, wrong) if texts else None
 
 
 def confusion(content: bytes) -> dict[str, pd.DataFrame]:
-    """The confusion matrix in % of each true class; none for more classes than a page can show."""
+    """The confusion matrix in % of each true class; none for too few or too many classes."""
     rows = pd.read_csv(io.BytesIO(content), dtype={"class": str, "predicted": str}, na_filter=False)
     counts = rows[rows["images"] > 0].groupby(["class", "predicted"])["images"].sum()
     names = sorted({name for pair in counts.index for name in pair})
-    if not LEAST_CLASSES <= len(names) <= MOST_CLASSES:
+    if not MIN_CLASSES <= len(names) <= MAX_CLASSES:
         return {}
     totals = counts.groupby("class").sum()
     shares = counts.div(totals, level="class").unstack(fill_value=0.0)
-    wide = shares.map(lambda share: tables.percent(share) if share else "")
-    wide.insert(0, "images", totals, allow_duplicates=True)  # a class may have this name
-    return {"Confusion matrix: % of each true class (rows)": wide}
+    matrix = shares.map(lambda share: tables.percent(share) if share else "")
+    matrix.insert(0, "images", totals, allow_duplicates=True)  # a class may have this name
+    return {"Confusion matrix: % of each true class (rows)": matrix}
 
 
 def events(files: Files, run: pd.Series) -> pd.DataFrame:
-    """In their order; if there are very many, the last ones."""
+    """The last 200 events of a run by time."""
     rows: list[tuple[str, ...]] = []
     for path in files.names(run, "history"):
-        for one in json.loads(files.read(run, path) or b"[]"):
-            when = str(pd.Timestamp(int(one["time_s"]), unit="s"))
-            rows.append((when, one["kind"], str(one["step"]), one["text"]))
+        for event in json.loads(files.read(run, path) or b"[]"):
+            time_text = str(pd.Timestamp(int(event["time_s"]), unit="s"))
+            rows.append((time_text, event["kind"], str(event["step"]), event["text"]))
     return pd.DataFrame(sorted(rows)[-200:], columns=["UTC", "event", "step", "what happened"])
 
 
 def data_section(files: Files, run: pd.Series) -> Section:
-    """Data sets with fingerprints, and crops of the first batch; how to run it again."""
-    seen = gallery(files, run, "images/training", "What do the training images look like?")
+    """Data sets with fingerprints, crops of the first batch, and how to repeat the run."""
+    crops = gallery(files, run, "images/training", "What do the training images look like?")
     again = f"Command: {run['command']}. " if run["command"] else ""
     again += (
         f"Git commit {run['commit']}; the recipe is recipe.yaml of run {run['run_id']} in MLflow."
     )
-    sets = pd.DataFrame(run["sets"])
     return Section(
         "Data, and how to run it again", [again],
-        tables={"Data sets of the training": sets}, galleries=[seen] if seen else [],
+        tables={"Data sets of the training": pd.DataFrame(run["sets"])},
+        galleries=[crops] if crops else [],
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Runs as MLflow has them, one row each: the only source of every report."""
+"""The runs in MLflow as a table, which is the only source of reports."""
 
 import contextlib
 import json
@@ -31,12 +31,12 @@ from vit_ray.metric_names import (
 )
 from vit_ray.paper import model_family
 
-# Kinds of runs that train; other programs' runs have no kind.
+# Kinds of runs that train; runs of other programs have no kind.
 TRAININGS: Final = ("", "pretrain", "finetune", "sweep_trial", "study_cell")
-# Few-shot accuracies, the first that a run has counts.
+# Few-shot accuracies: the first one that a run has is used.
 SHOTS: Final = (5, 10, 25, 1)
 RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
-# Folder names that say which part of a data set they hold, not which set it is.
+# Names of folders with a split of a data set.
 _SPLITS: Final = {"train", "training", "train800", "train800val200", "test", "validation", "val"}
 _VERSION: Final = re.compile(r"v?\d[\d._-]*")
 _STATUS: Final = {
@@ -48,12 +48,13 @@ _STATUS: Final = {
 def load_runs(uri: str, selection: str) -> pd.DataFrame:
     """A row for each run of a selection, indexed by run id, oldest first.
 
-    Columns with a slash are metrics, columns with a dot keys of the recipe as text; the others are
-    those of `_facts`. `attrs` has the store's address, the experiment, and the selected run's id.
+    Columns with a slash are metrics, columns with a dot are keys of the recipe as text; the others
+    are those of `_facts` and `_with_origin`. `attrs` has the store's address, the experiment's name
+    and id, and the selected run's id as `parent`.
 
     Args:
         uri: tracking server or SQLite address; nothing is written to it.
-        selection: experiment name, or id of a run that is taken with its children.
+        selection: name of an experiment, or id of a run: it and all runs below it.
 
     Raises:
         ValueError: there is no such store, experiment or run.
@@ -66,18 +67,22 @@ def load_runs(uri: str, selection: str) -> pd.DataFrame:
     else:
         experiment = client.get_experiment(client.get_run(parent).info.experiment_id)
     if experiment is None:
-        known = ", ".join(sorted(one.name for one in client.search_experiments()))
+        names = ", ".join(sorted(one.name for one in client.search_experiments()))
         raise ValueError(
-            f"MLflow has no experiment {selection!r}; give one of {known}, or a run's id"
+            f"MLflow has no experiment {selection!r}; give one of {names}, or a run's id"
         )
-    found = client.search_runs(  # as many as MLflow gives in one answer
+    runs = client.search_runs(  # MLflow's maximum for one answer
         [experiment.experiment_id], order_by=["attributes.start_time ASC"], max_results=50_000
     )
-    facts = {run.info.run_id: _facts(run) for run in found}
-    for one in facts.values():
-        one.update(_with_origin(one, facts))
-    names = [name for name in facts if parent is None or parent in _above(name, facts)]
-    frame = pd.DataFrame.from_dict({name: facts[name] for name in names}, orient="index")
+    facts = {run.info.run_id: _facts(run) for run in runs}
+    for run_facts in facts.values():
+        run_facts.update(_with_origin(run_facts, facts))
+    selected = {
+        run_id: run_facts
+        for run_id, run_facts in facts.items()
+        if parent is None or parent in _ancestors(run_id, facts)
+    }
+    frame = pd.DataFrame.from_dict(selected, orient="index")
     frame.attrs = {
         "uri": uri, "experiment": experiment.name, "experiment_id": experiment.experiment_id,
         "parent": parent,
@@ -93,11 +98,11 @@ def _facts(run: Run) -> dict[str, Any]:
     model = params.get("model.name", "")
     name, status = str(run.info.run_name), _STATUS[run.info.status]
     sets = _data_sets(run)
-    sizes = {one["use"]: (one["images"], one["classes"]) for one in sets}
-    prints = {one["use"]: one["fingerprint"] for one in sets}
+    sizes = {data_set["use"]: (data_set["images"], data_set["classes"]) for data_set in sets}
+    fingerprints = {data_set["use"]: data_set["fingerprint"] for data_set in sets}
     train_set = set_name(recipe.get("data.train", ""))
     test_set = set_name(recipe.get("data.eval", ""))
-    # With averaged weights if the run has averaged any, else with the last weights.
+    # By the averaged weights if the run has any, else by the last weights.
     test, dev = (metrics.get(averaged_key(key), metrics.get(key)) for key in (EVAL_TOP1, DEV_TOP1))
     few_shot = next((k for n in SHOTS if (k := few_shot_top1(n)) in metrics), None)
     tested_on = sizes.get("evaluation", (None, None))
@@ -124,8 +129,8 @@ def _facts(run: Run) -> dict[str, Any]:
             tags.get(outcomes.BRANCH_TAG, ""), _number(params.get("train.global_batch_size")),
             metrics.get(STUDY_IMAGES_SEEN),
         ),
-        "data": train_set, "train_set": f"{train_set} {prints.get('training')}", "sets": sets,
-        "tested_on": test_set, "test_set": f"{test_set} {prints.get('evaluation')}",
+        "data": train_set, "train_set": f"{train_set} {fingerprints.get('training')}", "sets": sets,
+        "tested_on": test_set, "test_set": f"{test_set} {fingerprints.get('evaluation')}",
         "task": tags.get("vit_ray.transfer_task") or tags.get("vit_ray.vtab_task"),
         "stage": tags.get("vit_ray.sweep_stage"), "cells": _number(tags.get("vit_ray.num_cells")),
         "commit": tags.get("vit_ray.git_commit", "unknown"),
@@ -134,7 +139,7 @@ def _facts(run: Run) -> dict[str, Any]:
 
 
 def _number(text: str | None) -> float | None:
-    """None for a missing value, and for a text that is no finite number."""
+    # None for a missing value, and for text that is no finite number.
     try:
         value = float(text or "")
     except ValueError:
@@ -149,70 +154,70 @@ def is_finite(value: float) -> bool:
 
 def _data_sets(run: Run) -> list[dict[str, Any]]:
     """Data sets of a run as MLflow has them: use, name, fingerprint, images, classes, address."""
-    found = []
-    for one in run.inputs.dataset_inputs if run.inputs else []:
-        uses = [tag.value for tag in one.tags if tag.key == "mlflow.data.context"]
-        facts, place = _json(one.dataset.profile), _json(one.dataset.source)
-        found.append({
-            "use": uses[0] if uses else "", "name": one.dataset.name,
-            "images": facts.get("num_images"), "classes": facts.get("num_classes"),
-            "fingerprint": one.dataset.digest, "from": place.get("uri", one.dataset.source),
+    sets = []
+    for entry in run.inputs.dataset_inputs if run.inputs else []:
+        data_set = entry.dataset
+        uses = [tag.value for tag in entry.tags if tag.key == "mlflow.data.context"]
+        profile, source = _json(data_set.profile), _json(data_set.source)
+        sets.append({
+            "use": uses[0] if uses else "", "name": data_set.name,
+            "images": profile.get("num_images"), "classes": profile.get("num_classes"),
+            "fingerprint": data_set.digest, "from": source.get("uri", data_set.source),
         })  # fmt: skip
-    return found
+    return sets
 
 
 def _json(text: str | None) -> dict[str, Any]:
-    """An object; empty if the text is none, as in a run of another program."""
+    # Empty if the text is no object, as in runs of other programs.
     try:
-        found = json.loads(text or "")
+        value = json.loads(text or "")
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def set_name(path: str) -> str:
-    """The last folder that is not a split, with the one above it if it is a version."""
+    """The last folder that is no split; a version, such as `3.1.0`, with the folder above it."""
     parts = [part for part in PurePosixPath(path).parts if part not in _SPLITS]
     if not parts:
         return "unknown data"
     return "/".join(parts[-2:]) if _VERSION.fullmatch(parts[-1]) else parts[-1]
 
 
-def _with_origin(one: Mapping[str, Any], facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Its parent's name; group, seed and compute of a training together with those whose weights it
-    started from.
+def _with_origin(run: Mapping[str, Any], facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The name of a run's parent; and group, seed and compute of the run together with the runs
+    whose weights it started from.
 
-    Compute is unknown if one of these is not in the experiment.
+    Compute is unknown if one of these runs is not in the experiment.
     """
-    chain = [one]
-    while (before := chain[-1]["origin"]) in facts and facts[before] not in chain:
-        chain.append(facts[before])
-    costs, last = [run["own_exaflops"] for run in chain], chain[-1]
+    chain = [run]
+    while (origin := chain[-1]["origin"]) in facts and facts[origin] not in chain:
+        chain.append(facts[origin])
+    costs, first = [link["own_exaflops"] for link in chain], chain[-1]
     return {
-        "parent_name": facts.get(one["parent"], {}).get("name"),
+        "parent_name": facts.get(run["parent"], {}).get("name"),
         "group": "/".join([
-            *(run["own_group"] for run in chain), last["origin"] or last["first_weights"],
+            *(link["own_group"] for link in chain), first["origin"] or first["first_weights"],
         ]),
-        "seed": "/".join(run["own_seed"] for run in chain),
-        "exaflops": None if last["first_weights"] or None in costs else sum(costs),
+        "seed": "/".join(link["own_seed"] for link in chain),
+        "exaflops": None if first["first_weights"] or None in costs else sum(costs),
         "origin": chain[1]["run_id"] if len(chain) > 1 else None,
-        "is_tuned": len(chain) > 1 or bool(last["first_weights"]),
+        "is_tuned": len(chain) > 1 or bool(first["first_weights"]),
     }  # fmt: skip
 
 
-def _above(run_id: str, facts: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A run and the runs that it is below."""
-    found = [run_id]
-    while (parent := facts[found[-1]]["parent"]) in facts and parent not in found:
-        found.append(parent)
-    return found
+def _ancestors(run_id: str, facts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    # The run itself, its parent, the parent's parent and so on.
+    ids = [run_id]
+    while (parent := facts[ids[-1]]["parent"]) in facts and parent not in ids:
+        ids.append(parent)
+    return ids
 
 
 def trainings(runs: pd.DataFrame) -> pd.DataFrame:
-    """One row for each group and seed: the newest finished run, or if none has finished the newest.
+    """The runs that train: one for each group and seed, the newest finished one, else the newest.
 
-    Without parents, evaluations and others that train nothing themselves. A training of a study
-    or a sweep also has its own name below its parent.
+    Runs of one name below one parent, in a study or a sweep, also count as one training.
     """
     trained = runs[runs["kind"].isin(TRAININGS)] if len(runs) else runs
     if not len(trained):
@@ -233,7 +238,7 @@ class Files:
 
     def read(self, run: pd.Series, path: str) -> bytes | None:
         """Content of a file of a run's artifacts; None if it cannot be read."""
-        # An error, also of a bucket's library, leaves the page without it.
+        # After an error, also of a bucket's library, the page is written without the file.
         with TemporaryDirectory() as folder, contextlib.suppress(Exception):
             return Path(self._client.download_artifacts(run["run_id"], path, folder)).read_bytes()
         return None
@@ -241,14 +246,17 @@ class Files:
     def names(self, run: pd.Series, folder: str | None = None) -> list[str]:
         """Files and folders in a folder of a run's artifacts; empty if they cannot be listed."""
         with contextlib.suppress(Exception):  # as in `read`
-            return [str(one.path) for one in self._client.list_artifacts(run["run_id"], folder)]
+            files = self._client.list_artifacts(run["run_id"], folder)
+            return [str(file.path) for file in files]
         return []
 
-    def curve(self, run_id: str, key: str, most: int) -> "pd.Series[float]":
-        """Values of a metric by step, at most this many, the first and the last included."""
+    def curve(self, run_id: str, key: str, max_points: int) -> "pd.Series[float]":
+        """Values of a metric by step; of more than `max_points`, equally spaced ones with the first
+        and the last.
+        """
         history = self._client.get_metric_history(run_id, key)
-        points = sorted((one.step, one.timestamp, one.value) for one in history)
+        points = sorted((point.step, point.timestamp, point.value) for point in history)
         latest = {step: value for step, _, value in points if is_finite(value)}
-        found = pd.Series(latest, dtype=float)
-        places = [i * (len(found) - 1) // (most - 1) for i in range(most)]
-        return found if len(found) <= most else found.iloc[places]
+        curve = pd.Series(latest, dtype=float)
+        rows = [i * (len(curve) - 1) // (max_points - 1) for i in range(max_points)]
+        return curve if len(curve) <= max_points else curve.iloc[rows]

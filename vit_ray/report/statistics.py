@@ -1,4 +1,4 @@
-"""95 % intervals and power laws by scipy, and when nothing can be said."""
+"""95 % intervals and power laws by scipy, and when the data allow no statement."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
@@ -14,7 +14,7 @@ LEAST_FREEDOM: Final = 2.0
 CANNOT_SAY: Final = "cannot be said"
 # Amounts of compute that a law with three parameters needs.
 MIN_AMOUNTS: Final = 3
-# Of log scale, exponent and floor of a law.
+# Bounds of log scale, exponent and floor of a law.
 _BOUNDS: Final = ([-30.0, 0.02, 0.0], [30.0, 3.0, 1.0])
 # Differences of accuracies below this are rounding.
 _EQUAL: Final = 1e-12
@@ -30,14 +30,14 @@ class Interval(NamedTuple):
     high: float
 
 
-def wilson(share: float, count: float) -> Interval:
+def wilson(accuracy: float, count: float) -> Interval:
     """Wilson's interval of an accuracy on this many test images."""
-    tested = stats.binomtest(round(share * count), int(count))
-    return Interval(share, *map(float, tested.proportion_ci(method="wilson")))
+    test = stats.binomtest(round(accuracy * count), int(count))
+    return Interval(accuracy, *map(float, test.proportion_ci(method="wilson")))
 
 
 def student(values: Sequence[float]) -> Interval | None:
-    """Student's interval of a mean over seeds; None if it cannot be said."""
+    """Student's interval of a mean over seeds; None for too few or equal values."""
     if len(values) - 1 < LEAST_FREEDOM or np.ptp(values) < _EQUAL:
         return None
     ends = stats.ttest_1samp(values, 0.0).confidence_interval()
@@ -45,7 +45,7 @@ def student(values: Sequence[float]) -> Interval | None:
 
 
 class Difference(NamedTuple):
-    """Mean of B minus mean of A, with its 95 % interval over seeds, or why nothing can be said."""
+    """Mean of B minus mean of A with its 95 % interval over seeds, or why there is no verdict."""
 
     value: float
     doubt: str = ""
@@ -70,37 +70,42 @@ def difference(
     level: float | None = None,
     is_paired: bool = True,
 ) -> Difference:
-    """Of values by seed: Student's test of the pairs if the seeds are the same, else Welch's.
+    """The difference of two sets of accuracies by seed, B minus A.
+
+    The test is Student's of pairs if the seeds are the same, else Welch's.
 
     Args:
-        num_images: of the test set; None if it is not known.
-        level: the accuracy that has the binomial error; None = the mean of the values.
-        is_paired: one seed has drawn the same on both sides, as with one model.
+        num_images: of the test set; None if unknown.
+        level: the accuracy that has the binomial error; None = the mean of all values.
+        is_paired: a seed has the same random numbers on both sides, as with one model.
     """
     is_paired = is_paired and a.keys() == b.keys()
-    before = np.array([*a.values()])
-    after = np.array([b[seed] for seed in (a if is_paired else b)])
-    value = float(after.mean() - before.mean())
+    values_a = np.array([*a.values()])
+    values_b = np.array([b[seed] for seed in (a if is_paired else b)])
+    value = float(values_b.mean() - values_a.mean())
     if num_images and num_images > 0:
-        mean = float(np.mean([*before, *after])) if level is None else level
-        tested = wilson(mean, num_images)
-        if abs(value) < (tested.high - tested.low) / 2:
+        mean = float(np.mean([*values_a, *values_b])) if level is None else level
+        interval = wilson(mean, num_images)
+        if abs(value) < (interval.high - interval.low) / 2:
             return Difference(value, "less than the binomial error of the test images")
-    if min(len(before), len(after)) < 2:
+    if min(len(values_a), len(values_b)) < 2:
         return Difference(value, "one seed")
-    spread = np.ptp(after - before) if is_paired else np.ptp(before) + np.ptp(after)
+    spread = np.ptp(values_b - values_a) if is_paired else np.ptp(values_a) + np.ptp(values_b)
     if spread < _EQUAL:
         return Difference(value, "the interval has no width")
-    test = stats.ttest_rel(after, before) if is_paired else None
-    found = test or stats.ttest_ind(after, before, equal_var=False)
-    doubt = "too few seeds" if found.df < LEAST_FREEDOM else ""
-    ends = found.confidence_interval()
-    return Difference(value, doubt, float(ends.low), float(ends.high), float(found.pvalue))
+    paired = stats.ttest_rel(values_b, values_a) if is_paired else None
+    test = paired or stats.ttest_ind(values_b, values_a, equal_var=False)
+    doubt = "too few seeds" if test.df < LEAST_FREEDOM else ""
+    ends = test.confidence_interval()
+    return Difference(value, doubt, float(ends.low), float(ends.high), float(test.pvalue))
 
 
 class Law(NamedTuple):
-    """error = scale x compute^-exponent + floor, with compute in exaFLOPs; the best and the worst
-    error are those at the most and the least compute of its points.
+    """error = scale x compute^-exponent + floor, with compute in exaFLOPs.
+
+    Attributes:
+        best: error at the most compute of the fitted points.
+        worst: error at the least compute of the fitted points.
     """
 
     scale: float
@@ -117,25 +122,24 @@ class Law(NamedTuple):
 
 
 def fit_law(compute: "pd.Series[float]", errors: "pd.Series[float]") -> Law | None:
-    """Least squares; None if there are too few amounts of compute, or the error does not fall."""
+    """Least squares; None for too few amounts of compute, or if the error does not fall."""
     logs, y = np.log(compute.to_numpy(float)), errors.to_numpy(float)
     if len({*logs.round(1)}) < MIN_AMOUNTS or np.polyfit(logs, y, 1)[0] >= 0:
         return None
     middle = float(logs.mean())
 
-    def missed(law: Array) -> Array:
+    def residuals(law: Array) -> Array:
         return np.asarray(np.exp(law[0] - law[1] * (logs - middle)) + law[2] - y)
 
-    fitted = least_squares(missed, (np.log(y.mean()), 0.3, 0.0), bounds=_BOUNDS)
+    fitted = least_squares(residuals, (np.log(y.mean()), 0.3, 0.0), bounds=_BOUNDS)
     height, exponent, floor = map(float, fitted.x)
-    best, worst = y[logs.argmax()], y[logs.argmin()]
-    law = Law(float(np.exp(height + exponent * middle)), exponent, floor, best, worst)
-    ends = law.error_at(np.exp([logs.max(), logs.min()]))
-    return law._replace(best=float(ends[0]), worst=float(ends[1]))
+    law = Law(float(np.exp(height + exponent * middle)), exponent, floor, np.nan, np.nan)
+    best, worst = map(float, law.error_at(np.exp([logs.max(), logs.min()])))
+    return law._replace(best=best, worst=worst)
 
 
 class FamilyLaw(NamedTuple):
-    """The law of a family's means, and one for each seed that all of its points have."""
+    """The law of a family's means, and a law for each seed that all points of the family have."""
 
     law: Law | None
     by_seed: Mapping[str, Law]
@@ -143,21 +147,26 @@ class FamilyLaw(NamedTuple):
 
 
 def law_of(runs: pd.DataFrame, accuracy: str) -> FamilyLaw:
-    """Of the runs of one family that differ in size, length and seed."""
+    """The laws of one family's runs, which differ in size, length and seed."""
     table = runs.assign(error=1 - runs[accuracy])
     means = table.groupby("group", sort=False)[["exaflops", "error"]].mean()
     seeds = {
-        str(seed): fit_law(mine["exaflops"], mine["error"])
-        for seed, mine in table.groupby("seed", sort=False)
-        if {*mine["group"]} == {*means.index}
+        str(seed): fit_law(points["exaflops"], points["error"])
+        for seed, points in table.groupby("seed", sort=False)
+        if {*points["group"]} == {*means.index}
     }
-    known = {seed: law for seed, law in seeds.items() if law}
-    return FamilyLaw(fit_law(means["exaflops"], means["error"]), known, len(means))
+    by_seed = {seed: law for seed, law in seeds.items() if law}
+    return FamilyLaw(fit_law(means["exaflops"], means["error"]), by_seed, len(means))
 
 
 class EqualAccuracy(NamedTuple):
-    """Compute of one family over that of another at the same accuracy: the median over a range of
-    accuracies, with its interval over seeds, if the points determine it.
+    """Compute of one family over that of another at the same accuracy.
+
+    Attributes:
+        ratio: the median over accuracies.
+        low: the lowest of these accuracies.
+        high: the highest.
+        interval: of the ratio over seeds; None if the points do not determine it.
     """
 
     ratio: float
@@ -176,13 +185,14 @@ def equal_accuracy(base: FamilyLaw, other: FamilyLaw) -> EqualAccuracy | None:
         return None
     errors = np.linspace(worst, best, 50)
 
-    def logs(one: Law, two: Law) -> Array:
+    def log_ratio(law: Law, other_law: Law) -> float:
         with np.errstate(invalid="ignore", divide="ignore"):
-            return np.log(two.compute_at(errors)) - np.log(one.compute_at(errors))
+            logs = np.log(other_law.compute_at(errors)) - np.log(law.compute_at(errors))
+        return float(np.median(logs))
 
     seeds = [seed for seed in base.by_seed if seed in other.by_seed]
-    over = [float(np.median(logs(base.by_seed[one], other.by_seed[one]))) for one in seeds]
-    found = student(over) if np.isfinite(over).all() else None
-    ratio = float(np.exp(np.median(logs(base.law, other.law))))
-    interval = Interval(*map(float, np.exp(found))) if found else None
+    log_ratios = [log_ratio(base.by_seed[seed], other.by_seed[seed]) for seed in seeds]
+    log_interval = student(log_ratios) if np.isfinite(log_ratios).all() else None
+    interval = Interval(*map(float, np.exp(log_interval))) if log_interval else None
+    ratio = float(np.exp(log_ratio(base.law, other.law)))
     return EqualAccuracy(ratio, 1 - worst, 1 - best, interval)

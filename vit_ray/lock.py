@@ -231,7 +231,7 @@ def _renew(
     ended: threading.Event,
     on_lost: Callable[[str], None],
 ) -> None:
-    """Write heartbeats until the holder has `ended`, and then the release: no heartbeat follows."""
+    """Write heartbeats until the holder has `ended`, and then the release, which is the last."""
     file, has_warned = _file(folder, number), False
     while not ended.wait(HEARTBEAT_S):
         try:

@@ -33,9 +33,9 @@ _BATCHES_ON_DEVICE: Final = 3
 # Sizes of ZeRO's collectives, for the engine that sets them and for the estimate. Gradients are
 # summed over workers in buckets during the backward pass. At the end of that pass, the step waits
 # for the last bucket, so small buckets are better, until their starts cost more: for N parameters
-# of w bytes, a bucket of B costs B 2w / bandwidth at the end and N / B starts. New weights of stages 1 and 2 need
-# no size here: they are gathered after the step, in place and all at once (DeepSpeed 0.19.8 uses
-# its `allgather_bucket_size` only where torch cannot do so).
+# of w bytes, a bucket of B costs B 2w / bandwidth at the end and N / B starts. New weights of
+# stages 1 and 2 need no size here: they are gathered after the step, in place and all at once
+# (DeepSpeed 0.19.8 uses its `allgather_bucket_size` only where torch cannot do so).
 #
 # Start and bandwidth are those of an all-reduce over eight servers of eight H100 with eight
 # adapters of 400 Gbit/s, by NCCL's model of its trees (src/graph/tuning.cc, LL128). They are used

@@ -56,7 +56,7 @@ if os.environ.get("VIT_RAY_LOGS") != "1":
 __version__ = "0.1.0"
 
 # Imported on first use: torch, Ray and MLflow take seconds.
-_ROOMS = {
+_MODULES = {
     "Recipe": "config",
     "build_model": "models",
     "evaluate": "launch.run",
@@ -77,9 +77,9 @@ _ROOMS = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ROOMS:
+    if name not in _MODULES:
         raise AttributeError(f"module 'vit_ray' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"vit_ray.{_ROOMS[name]}"), name)
+    return getattr(importlib.import_module(f"vit_ray.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -231,7 +231,7 @@ def _renew(
     ended: threading.Event,
     on_lost: Callable[[str], None],
 ) -> None:
-    """Write heartbeats until the holder has `ended`, and then the release."""
+    """Write heartbeats until the holder has `ended`, and then the release, which is the last."""
     file, has_warned = _file(folder, number), False
     while not ended.wait(HEARTBEAT_S):
         try:
@@ -251,7 +251,7 @@ def _renew(
         if max(_numbers(folder), default=0) == number:
             _check_owner(folder, number, owner)
             file.write(json.dumps({**owner, "is_released": True}).encode())
-    except (OSError, LockLostError) as error:  # the next holder waits until this process has ended
+    except (OSError, LockLostError) as error:  # the next holder finds out
         logger.warning("the lock of %s is left: %s", folder.uri, error)
 
 

@@ -1,4 +1,4 @@
-"""Custom parts: the user's model, loss, augmentation, optimizer, metric or callback by dotted name.
+"""Custom components: a user's model, loss, augmentation, optimizer, metric, callback by its name.
 
 A part is a callable of a Python module, such as `train.loss: mymodule.focal_loss`. Its arguments
 are listed here, and its return value in docs/python.md; `own_part` imports parts of all kinds.
@@ -37,7 +37,7 @@ Part = Callable[..., Any]
 
 
 def is_own(name: str) -> bool:
-    """Whether a name is a custom part's: names of built-in parts have another form."""
+    """Whether a name is a custom component's: names of built-in parts have another form."""
     return re.fullmatch(DOTTED, name) is not None
 
 

@@ -220,8 +220,8 @@ def keep_no_dataset_statistics() -> None:
 def start_data_actors() -> None:
     """Start Ray Data's actors on this process's node, for the lifetime of the cluster.
 
-    An autoscaler never removes the node on which they run. It should be the driver's node, which is
-    the head by default.
+    An autoscaler never removes the node on which they run, and such a node waits for them in vain
+    when it ends. So it should be the driver's node, which is the head by default.
     """
     for name in ("get_or_create_autoscaling_coordinator", "get_or_create_stats_actor"):
         getattr(importlib.import_module(_MODULES[name]), name)()

@@ -36,7 +36,7 @@ _LOG: Final = logging.getLogger(__name__)
 HALF_WRITTEN: Final = r"\.[0-9a-f]{8}\.tmp"
 # fsspec's environment variable for the options of S3, as JSON.
 _OPTIONS_VARIABLE: Final = "FSSPEC_S3"
-# File that a start writes to test its access rights.
+# File that a start writes to test its access rights; one that is left over is replaced.
 RIGHTS_PROBE: Final = "rights-probe"
 # Attempts of s3fs, which waits 104 s between them in all. The AWS client makes only one attempt for
 # each: its `standard` mode stops when many requests fail. With 503 as the answer to 40 % of

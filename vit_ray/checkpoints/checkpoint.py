@@ -37,7 +37,7 @@ from vit_ray.storage import Location, read_again
 if TYPE_CHECKING:  # torch takes seconds to import
     from torch import Tensor
 
-# Kind, name and start in the parameter of a fragment, and its values (n,).
+# A fragment: kind, name of the parameter, start in the parameter, and values (n,).
 Entry = tuple[str, str, int, "Tensor"]
 
 # In a checkpoint's folder: the run's progress after an evaluation. In a run's folder: the newest
@@ -289,7 +289,7 @@ def read_checkpoint(folder: Location) -> Checkpoint:
 
 
 def open_checkpoint(folder: Location) -> Checkpoint | None:
-    """The checkpoint in `folder`, or None if it is not committed or damaged."""
+    """The checkpoint in `folder`, or None if it is damaged or not committed."""
     try:
         return read_checkpoint(folder)
     except (PartialCheckpointError, DamagedCheckpointError):

@@ -56,7 +56,7 @@ _PIECE_BYTES = 64 * 2**20
 # Read buffer for the headers of a remote file: those of small tensors lie side by side.
 _HEADER_BUFFER_BYTES: Final = 8 * 2**10
 SCHEME: Final = "hf://"
-# What is downloaded from a repository: no code, and only the model's weights.
+# What is downloaded from a repository: settings and weights, nothing that could run code.
 _DOWNLOADED_FILES: Final = [
     FOLDER_CONFIG,
     FOLDER_PREPROCESSOR,

@@ -95,7 +95,7 @@ def newest_checkpoint(
 
 
 def _late_checkpoint(folder: Location, step: int, late_s: float) -> Checkpoint:
-    """As `checkpoint_of_step`; waits until `late_s` after a local folder's last change."""
+    """As `checkpoint_of_step`; without a marker, once more `late_s` after the last change."""
     try:
         return checkpoint_of_step(folder, step)
     except PartialCheckpointError:

@@ -52,7 +52,7 @@ _REPEATED_KEYS = ("study.models.model.", *(
 ))  # fmt: skip
 
 _OFF: Final = ("None", "0", "0.0")
-# Compared as if it were a key, which is as fixed as the seed.
+# Compared like a key that is as fixed as the seed.
 DATA_SET: Final = "the data set's fingerprint"
 
 
@@ -68,7 +68,7 @@ def _marks() -> dict[str, tuple[OnResume | None, UsedIf | None]]:
 
 
 _MARKS: Final = _marks()
-# They decide what is measured, not the weights.
+# Keys that decide what is measured, not the weights; the same set may have moved.
 EVALUATED_SETS: Final = tuple(k for k, (mark, _) in _MARKS.items() if mark is OnResume.EVALUATED)
 LENGTH: Final = tuple(k for k, (mark, _) in _MARKS.items() if mark is OnResume.LENGTH)
 # Keys that are recorded as tags: locations, and what is measured.

@@ -35,7 +35,7 @@ def load_recipe(
 ) -> Recipe:
     """Read a YAML recipe and apply overrides such as `optim.learning_rate=3e-4`.
 
-    Custom parts that it names may be imported from then on (`own_parts.py`).
+    Custom components that it names may be imported from then on (`own_parts.py`).
 
     Args:
         path: YAML file, or the name of a shipped recipe, such as `digits`. Its key `base` names the

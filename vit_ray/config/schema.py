@@ -91,7 +91,7 @@ Distinct = AfterValidator(_distinct)
 
 NO_CREDENTIALS: Final = AfterValidator(without_credentials)
 Place = Annotated[str, Field(pattern=_PATH), NO_CREDENTIALS]
-# Dotted name of a custom part, such as `mymodule.focal_loss` (`own_parts.py`).
+# Dotted name of a custom component, such as `mymodule.focal_loss` (`own_parts.py`).
 OwnPart = Annotated[str, Field(pattern=DOTTED)]
 
 

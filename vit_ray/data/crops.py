@@ -58,7 +58,7 @@ def crop(
         image: a file, of which only the part that the crop needs is decoded; or all pixels.
 
     Raises:
-        BadImageError: the file cannot be decoded, or its size is not that of the data set.
+        BadImageError: the file cannot be decoded, or its size is not the data set's.
     """
     if isinstance(image, StoredImage):
         pixels, box = _decoded(image, box, augmentation)
@@ -171,7 +171,7 @@ def _jpeg_region(
     None if it is not a plain JPEG; a file of a part of it if it has a restart index.
 
     Raises:
-        BadImageError: its size is not that of the data set.
+        BadImageError: its size is not the data set's.
     """
     bounds = box.bounds(image.size, scale)
     if image.index is None:

@@ -60,7 +60,7 @@ TURNS: Final[dict[int, Callable[[NDArray[np.uint8]], NDArray[np.uint8]]]] = {
 
 
 def is_hidden(path: str) -> bool:
-    """Whether a part of a relative path starts with a dot, is a system's, or is unfinished."""
+    """Whether a part of a relative path is hidden, of a system, or an unfinished download."""
     return any(
         part.startswith(".") or part in _SYSTEM_NAMES or part.endswith(_UNFINISHED)
         for part in path.lower().split("/")

@@ -167,7 +167,7 @@ class RewrittenJpeg:
 
 
 def with_restart_markers(image: bytes, writer: Libjpeg) -> RewrittenJpeg | None:
-    """The file rewritten; None if it is damaged or of an unusual kind."""
+    """The file rewritten; None if it is damaged, too large or of an unusual kind."""
     frame = read_frame(image)
     if frame is None or frame.height * frame.width > _MAX_PIXELS:
         return None

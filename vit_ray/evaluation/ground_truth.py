@@ -1,4 +1,4 @@
-"""The correct classes of images in test sets whose labels are not the model's classes.
+"""The correct classes of images where the labels of a test set do not give them.
 
 Several test sets for ImageNet models are published with other classes than the model's 1,000, or
 with several correct classes for an image, or none. This module reads only label files and lists of

@@ -332,7 +332,8 @@ def tune_trials(plan: SweepPlan, parent: OpenParent) -> list[Row]:
     """Run the trials by Ray Tune.
 
     Returns:
-        Them in the order of the points; for `search=optuna` as Optuna has proposed points.
+        The rows in the order of the points; for `search=optuna` in the order in which Optuna
+        proposed them.
     """
     config, points = plan.config, plan.points
     stage, has_memory = "trials", config.search == "optuna"

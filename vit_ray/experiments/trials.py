@@ -212,10 +212,10 @@ class Trial(tune.Trainable):
             self._reports: queue.Queue[dict[str, Any] | Exception | None] = queue.Queue()
             self._last: dict[str, Any] = {STEP: 0, METRIC: math.nan}
             self._stop = threading.Event()
+            # Of this training: a late report must not reach the queue of the next trial.
+            put = self._reports.put
             context = Context(
-                self._parent,
-                self._stop,
-                lambda step, top1: self._reports.put({STEP: step, METRIC: top1}),
+                self._parent, self._stop, lambda step, top1: put({STEP: step, METRIC: top1})
             )
             self._thread = threading.Thread(target=self._train, args=(context,))
             self._thread.start()

@@ -61,8 +61,8 @@ def check_room(recipe: Recipe, cluster: ClusterShape) -> bool:
     if use_gpu and cluster.num_gpus < min_workers:
         raise ValueError(
             f"workers.num_workers={workers.num_workers} with a GPU each needs {min_workers} GPUs; "
-            f"the cluster has {cluster.num_gpus:g} ({cluster}); lower workers.num_workers, start "
-            "nodes with GPUs, or set workers.use_gpu=false"
+            f"the cluster has {cluster.num_gpus:g} ({cluster}); start nodes with GPUs, lower "
+            "workers.num_workers to at most that, or set workers.use_gpu=false"
         )
     needed_cpus = min_workers * workers.cpus_per_worker
     # Workers first take the nodes that do not read.
@@ -182,6 +182,6 @@ def unseen_by(nodes: Collection[str], paths: Collection[str]) -> dict[str, list[
     unseen_paths = {}
     for reference in answered:
         with contextlib.suppress(ray.exceptions.RayError):  # the node has gone
-            if paths_there := ray.get(reference, timeout=_ANSWER_LIMIT_S):
-                unseen_paths[node_of[reference]] = paths_there
+            if missing := ray.get(reference, timeout=_ANSWER_LIMIT_S):
+                unseen_paths[node_of[reference]] = missing
     return unseen_paths

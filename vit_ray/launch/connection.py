@@ -184,9 +184,9 @@ def has_dashboard() -> bool:
 
 
 def _start(num_cpus: int) -> str:
-    """Start a Ray on this machine; returns its folder, which is removed at exit.
+    """Start a Ray on this machine; returns its folder, which stays if the command fails.
 
-    A start that takes too long ends this process.
+    Otherwise the folder is removed at exit. A start that takes too long ends this process.
 
     Raises:
         ValueError: the folder cannot be written, or its path is too long for a socket.

@@ -16,6 +16,7 @@ from vit_ray.checkpoints.checkpoint import Checkpoint, Position
 from vit_ray.checkpoints.run_checkpoints import (
     checkpoint_to_resume,
     give_up_checkpoints,
+    list_checkpoints,
     newest_checkpoint,
 )
 from vit_ray.config import Recipe, load_recipe
@@ -114,14 +115,17 @@ def find_run(source: str, overrides: Sequence[str] = ()) -> NamedRun:
             recorded["name"] = name
         recipe = recipe_from_dict(changed(recorded, overrides), f"the recipe of {source}")
     else:
+        incomplete = ValueError(
+            f"{source} has no complete checkpoint; give the run's recipe, or wait for its first "
+            "checkpoint"
+        )
+        if not is_file and list_checkpoints(folder):  # also where a recipe has the folder's name
+            raise incomplete
         try:
             recipe = load_recipe(Path(source), overrides).with_absolute_paths()
         except ValueError as error:
             if folder.exists() and not is_file:
-                raise ValueError(
-                    f"{source} has no complete checkpoint; give the run's recipe, or wait for its "
-                    "first checkpoint"
-                ) from None
+                raise incomplete from None
             hint = "" if is_file else "; to name a run by its folder, give a path such as runs/NAME"
             raise ValueError(f"{error}{hint}") from None
         newest = newest_checkpoint(locate(recipe.run_folder))

@@ -311,7 +311,7 @@ def _model_classes(
 def _text(file: Location, expected: str, key: str) -> str:
     if not file.exists():
         raise ValueError(f"{key}: there is no file {file.uri}; give {expected}")
-    with errors_of(f"{key}: {file.uri}"):
+    with errors_of(f"{key}: {file.uri} is no text; give {expected}"):
         return file.read().decode()
 
 

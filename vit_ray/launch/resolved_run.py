@@ -35,8 +35,8 @@ NEW_HEADS: Final = ("finetune", "sweep_trial")
 """Kinds of run that give their initial weights a new head."""
 # Above this share of the initial weights in the averaged weights there is a warning.
 _MAX_INITIAL_SHARE: Final = 0.2
-MOST_LABELS_READ: Final = 2_000_000
-"""Images of a few-shot pool that are checked before a run: 8 MB, seconds from an object store."""
+# Images of a few-shot pool that are checked before a run: 8 MB, seconds from an object store.
+_MAX_LABELS_READ: Final = 2_000_000
 # Images of a default window: tasks of twice the usual length, a few seconds of one CPU.
 _MAX_ROWS: Final = 2048
 # Share of a task's memory for a default window; images differ in size.
@@ -210,7 +210,7 @@ def _check_shots(path: str, fingerprint: str, shots: tuple[int, ...]) -> None:
         examples += np.bincount(labels[labels >= 0], minlength=len(examples))
         if examples.min() >= max(shots):
             return
-        if examples.sum() > MOST_LABELS_READ:
+        if examples.sum() > _MAX_LABELS_READ:
             logger.warning(
                 "evaluate.few_shot_train: of %d images the first %d were looked at, and %d of %d "
                 "classes have fewer than %d there; the first evaluation shows whether they have "

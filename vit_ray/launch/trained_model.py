@@ -127,8 +127,8 @@ class TrainedModel:
             image = locate(os.fspath(image)).read()
         if isinstance(image, bytes):
             must_turn = self._is_turned and orientation_of(image) != 1
-            turned = turned_pixels(image) if must_turn else image
-            return crop_of(turned, self._augmentation, (0, 0, 0))
+            encoded = turned_pixels(image) if must_turn else image
+            return crop_of(encoded, self._augmentation, (0, 0, 0))
         if isinstance(image, Image.Image):
             return crop_of(pixels_of(image), self._augmentation, (0, 0, 0))
         pixels = np.asarray(image)

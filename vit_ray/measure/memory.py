@@ -31,11 +31,11 @@ GIB = 1024**3
 _BATCHES_ON_DEVICE: Final = 3
 
 # Sizes of ZeRO's collectives, for the engine that sets them and for the estimate. Gradients are
-# summed over workers in buckets during the backward pass. At its end, the step waits for the last
-# bucket, so small buckets are better, until their starts cost more: for N parameters of w bytes, a
-# bucket of B costs B 2w / bandwidth at the end and N / B starts. New weights of stages 1 and 2 need
-# no size here: they are gathered after the step, in place and all at once (DeepSpeed 0.19.8 uses
-# its `allgather_bucket_size` only where torch cannot do so).
+# summed over workers in buckets during the backward pass. At the end of that pass, the step waits
+# for the last bucket, so small buckets are better, until their starts cost more: for N parameters
+# of w bytes, a bucket of B costs B 2w / bandwidth at the end and N / B starts. New weights of
+# stages 1 and 2 need no size here: they are gathered after the step, in place and all at once
+# (DeepSpeed 0.19.8 uses its `allgather_bucket_size` only where torch cannot do so).
 #
 # Start and bandwidth are those of an all-reduce over eight servers of eight H100 with eight
 # adapters of 400 Gbit/s, by NCCL's model of its trees (src/graph/tuning.cc, LL128). They are used
@@ -43,8 +43,8 @@ _BATCHES_ON_DEVICE: Final = 3
 # larger, and this bucket costs both less than a millisecond of a step.
 START_S: Final = 72.2e-6
 LINK_BYTES_PER_S: Final = 352.5e9
-# Weights that stage 3 gathers in advance, about two blocks of ViT-H/14, up to `GATHERED_ELEMENTS`
-# altogether.
+# Weights that stage 3 gathers in advance in each module (about two blocks of ViT-H/14), up to
+# `GATHERED_ELEMENTS` altogether.
 PREFETCH_ELEMENTS: Final = 50_000_000
 # Gathered weights that stage 3 keeps, in addition to those of one module: 2 GB in bf16, enough for
 # every model of the paper. The backward pass uses those that are kept at the end of the forward
@@ -119,8 +119,9 @@ class StateShape:
 def state_memory(shape: StateShape, activation_bytes: int = 0) -> MemoryEstimate:
     """Memory of the training state and of one micro-batch.
 
-    When gradients are unpacked for the optimizer's step, activations no longer exist: buffers of
-    the step count only where they exceed them.
+    When gradients are unpacked for the optimizer's step, activations no longer exist, so the
+    buffers of the step count without the bytes of activations, and only the larger of the two kinds
+    of buffers counts.
 
     Args:
         activation_bytes: maximum in forward and backward pass.

@@ -17,7 +17,7 @@ Tensors = dict[str, Tensor]
 NewHead = bool | Literal["auto"]
 # The known properties of a model that the names and shapes of its weights do not determine: `grid`
 # (rows, columns) of its tokens, `num_heads`, and some of `VitOptions`. `head_bias` is the constant
-# that is not in the head's bias; if missing, it is that of the model that is loaded.
+# that is not in the head's bias; if missing, it is that of the model to fill.
 Origin = Mapping[str, Any]
 
 # Mean and deviation of each channel, with pixels in [0, 1]: inputs are (pixel - mean) / std.

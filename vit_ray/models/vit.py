@@ -135,8 +135,8 @@ class Block(nn.Module):
         mixed = self.attention(self.attention_norm(x_BND), self.num_outputs)
         mixed = self.dropout(mixed, numbered_keys(keys, 0))
         x_BND = x_BND[:, : self.num_outputs] + self.stochastic_depth(mixed, numbered_keys(keys, 3))
-        hidden = self.mlp(self.mlp_norm(x_BND), keys)
-        return x_BND + self.stochastic_depth(hidden, numbered_keys(keys, 4))
+        changed = self.mlp(self.mlp_norm(x_BND), keys)
+        return x_BND + self.stochastic_depth(changed, numbered_keys(keys, 4))
 
 
 _POSITIONS: dict[str, type[nn.Module]] = {
@@ -151,6 +151,8 @@ class PatchEmbedding(nn.Module):
 
     def __init__(self, patch_size: int, width: int, image_size: Grid) -> None:
         super().__init__()
+        if patch_size < 1:
+            raise ValueError(f"patch_size={patch_size} must be at least 1; raise patch_size")
         if min(image_size) < patch_size:
             raise ValueError(
                 f"image_size={image_size[0]}x{image_size[1]} is smaller than a patch of "

@@ -340,7 +340,7 @@ def check_suffix(path: Path, layout: str) -> None:
     """Check that a file has the suffix of its layout's format.
 
     Raises:
-        ValueError: it has another suffix.
+        ValueError: it has another suffix; none at all is allowed.
     """
     suffix = ".npz" if layout == "jax" else ".safetensors"
     if path.suffix not in (suffix, ""):

@@ -90,7 +90,8 @@ class Records(ABC):
     ) -> None:
         """Values at a step.
 
-        A repeated step changes nothing. MLflow gets the number of values that are not finite.
+        A repeated step changes nothing, unless `again`: then the newest value counts. MLflow gets
+        the number of values that are not finite.
         """
         if values:
             plain = {key: float(value) for key, value in values.items()}

@@ -43,7 +43,7 @@ FILE_TRIES_AT_END: Final = 3
 # that has never answered; and for a disk that hangs.
 IMPORT_S: Final = 120.0
 NEVER_REACHED_S: Final = 5.0
-NOTED_S: Final = 5.0
+_WRITE_S: Final = 5.0
 # Limit for logging the models of a command.
 MODELS_S: Final = 300.0
 # Codes of requests that are wrong: trying again does not help.
@@ -242,7 +242,7 @@ class Tracker:
     def stop(self, wait_s: float) -> None:
         """Send no more; a request in progress is not written down as sent."""
         self._is_stopped = True
-        if self._sent_lock.acquire(timeout=NOTED_S):  # while `_mark` writes
+        if self._sent_lock.acquire(timeout=_WRITE_S):  # while `_mark` writes
             self._sent_lock.release()
         self._wake.set()
         self._thread.join(wait_s)
@@ -418,7 +418,7 @@ def replay(log_path: Path, uri: str) -> Replayed:
 def log_models_later(uri: str, log_path: Path) -> threading.Thread:
     """Log the models of a run and its child runs while the command prints its last lines.
 
-    At its end, the process waits for this thread for `MODELS_S` and 30 s.
+    At its end, the process waits for this thread, at most `MODELS_S` + 30 s.
     """
 
     def log_all() -> None:

@@ -137,7 +137,7 @@ def per_image(values: Tensor, labels: Tensor, what: str) -> Tensor:
     """Check the values (B,) that a custom component returns for a batch.
 
     Raises:
-        ValueError: the shape is another.
+        ValueError: they are no tensor of this shape.
     """
     if isinstance(values, Tensor) and values.shape == labels.shape[:1]:
         return values
@@ -215,8 +215,8 @@ def draw_mixing(
     """The mixing of each pair: MixUp (arXiv:1710.09412) or CutMix (arXiv:1905.04899).
 
     Each image of a pair keeps the same share, from Beta(alpha, alpha). CutMix exchanges a box
-    around a uniform pixel with the area of the rest; the part of the box outside the image is cut
-    off and added to the share, as in the CutMix authors' code.
+    around a uniform pixel, which has the area of the rest; the part of the box outside the image is
+    cut off and added to the share, as in the CutMix authors' code.
 
     Args:
         samples: int64 (2 P,), in the order of the global batch.

@@ -268,7 +268,7 @@ class Attempt:
         """Add an evaluation to the checkpoint of its step; first waits until that is written.
 
         Returns:
-            Whether the checkpoint is whole and now has the evaluation.
+            Whether the checkpoint is complete and now has the evaluation.
 
         Raises:
             UnrecoverableError: another driver has taken over the run.

@@ -25,7 +25,7 @@ def device_batches(
     Without a GPU the batches are unchanged.
 
     Args:
-        ahead: batches that are read beyond the batch in use.
+        ahead: as for `Prefetched`.
         pinned: columns that become tensors in page-locked memory; a copy from other memory would
             make the host wait.
     """

@@ -123,7 +123,7 @@ class _BoundedReads:
 
 
 def _members(file: IO[bytes], size: int, path: str) -> Iterator[tuple[tarfile.TarInfo, bool]]:
-    """The complete members, and whether each is a plain file: not sparse, a link or a device.
+    """The complete members, and whether each is a plain file, and not sparse, a link or a device.
 
     Raises:
         DamagedUnitError: after the last complete member, if the archive is damaged.

@@ -96,7 +96,7 @@ def check_conversion(recipe: Recipe) -> None:
 
     Raises:
         ValueError: the recipe has no conversion, the source does not exist or is a file of no known
-            format, or the destination is not empty or in the source.
+            format, or the destination is in the source or taken (as `check_destination`).
     """
     config = convert_of(recipe)
     if is_pattern(config.source) or locate(config.source).info().kind != "directory":

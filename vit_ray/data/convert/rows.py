@@ -157,7 +157,7 @@ class Row:
             if self.version is not None:
                 raise SourceChangedError(self.path) from error
             if self.offset != WHOLE_FILE:
-                raise  # an archive is gone, and with it the images of many rows
+                raise  # the file of packed images is gone, and with it those of many rows
             raise ValueError(f"no such file: {self.path}") from error
         except PermissionError as error:
             if location.is_local or self.offset != WHOLE_FILE:

@@ -54,7 +54,7 @@ _COMPRESSED: Final = {
     b"\x78\x9c": "zlib",
     b"\x78\xda": "zlib",
 }
-# Files of TensorFlow Datasets have it after the suffix.
+# The shard number that files of TensorFlow Datasets have after the suffix.
 _SHARD_NUMBER: Final = re.compile(r"-\d{5}-of-\d{5}$")
 # Depth of the search for files: a hub repository may have CONFIGURATION/SPLIT/FILE, and images may
 # be in ILSVRC/Data/CLS-LOC/train/CLASS.

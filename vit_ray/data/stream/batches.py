@@ -131,7 +131,7 @@ class BatchReader:
         stored = [manifest.place(sample)[1] for sample in samples.tolist()]
         read = {group: self.read_group(group) for group in np.unique(groups).tolist()}
         encoded = [read[group] for group in groups.tolist()]
-        sizes = np.array([group.size(row) for group, row in zip(encoded, stored, strict=True)])
+        sizes = np.array([block.size(row) for block, row in zip(encoded, stored, strict=True)])
         boxes = draw_boxes(sizes, spec.augmentation, spec.seed, epochs, samples)
         columns = (encoded, epochs.tolist(), groups.tolist(), stored, samples.tolist(), boxes)
         for i, row in zip(indices.tolist(), zip(*columns, strict=True), strict=True):

@@ -22,14 +22,22 @@ from mlflow import MlflowClient
 from tests.tracking.tracked import NOWHERE, Here, history, recorded_here
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config import load_recipe
+from vit_ray.config.keys import RUN_FOLDER
 from vit_ray.config.loading import write_yaml
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.launch.connection import ClusterShape
-from vit_ray.launch.run_record import command_line, data_inputs, run_facts, trained_params
+from vit_ray.launch.run_record import (
+    OpenRun,
+    add_to_ended,
+    command_line,
+    data_inputs,
+    run_facts,
+    trained_params,
+)
 from vit_ray.outcomes import EventKind, Failure
 from vit_ray.report.page import write_report
 from vit_ray.tracking import metrics_log, mlflow_run, run_state, tracker
-from vit_ray.tracking.metrics_log import MetricsLog, RunOpening
+from vit_ray.tracking.metrics_log import MetricsLog, RunOpening, metrics_log_path
 from vit_ray.tracking.mlflow_client import SystemMetricsMonitor, experiment_id, open_client
 from vit_ray.tracking.recorder import NodeSampler, Recorder, start_recorder
 from vit_ray.tracking.run_state import Orders, RunState
@@ -301,6 +309,22 @@ def test_a_model_is_not_logged_in_the_run_of_a_folders_original(here, tmp_path, 
     assert run_id is None
     tracker.log_models_later(NOWHERE, copied).join()
     assert "a model is not logged (MLflow does not have all of its run)" in caplog.text
+
+
+def test_a_transfer_of_a_copied_cell_is_not_recorded_in_the_originals_run(here, store, tmp_path):
+    words = [f"output={tmp_path}/runs", f"tracking.uri={here.uri}", "tracking.system_metrics=false"]
+    cell = load_recipe("digits", words)
+    copy, log = cell.with_changes(output=f"{tmp_path}/copy"), metrics_log_path(cell.run_folder)
+    opening = RunOpening(cell.tracking, cell.name, log, tags={RUN_FOLDER: cell.run_folder})
+    original = recorded_here(opening, here)
+    run_id = original.run_id()
+    original.finish("FINISHED")
+    shutil.copytree(cell.run_folder, copy.run_folder)
+    study = OpenRun(recorded_here(opening_of(tmp_path, name="study"), here))
+    for recipe, is_there in ((copy, False), (cell, True)):
+        add_to_ended(recipe, run_id, {"transfer/mean_top1": 0.5}, study)
+        assert ("transfer/mean_top1" in store.get_run(str(run_id)).data.metrics) is is_there
+    study.record.finish("FINISHED")
 
 
 @pytest.fixture

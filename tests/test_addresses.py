@@ -1,5 +1,6 @@
 """Secrets in addresses: what is taken out, and what must stay."""
 
+import logging
 from urllib.parse import unquote
 
 import pytest
@@ -8,7 +9,9 @@ from hypothesis import strategies as st
 from sqlalchemy import make_url
 
 from vit_ray.addresses import redact, redacted, userinfo
+from vit_ray.commands.cli import RedactingFormatter
 from vit_ray.config import load_recipe
+from vit_ray.config.loading import write_yaml
 
 SECRET = "hunter2"
 SAFE = {
@@ -70,3 +73,19 @@ def test_an_error_of_the_recipe_does_not_repeat_a_secret(override, told):
     with pytest.raises(ValueError, match=told) as error:
         load_recipe("digits", [override])
     assert SECRET not in str(error.value)
+
+
+def test_what_is_recorded_of_a_recipe_holds_no_secret_and_is_a_recipe_still(tmp_path):
+    recipe = load_recipe("digits", ["tracking.uri=postgresql://u:hunter2@db/x"])
+    recipe = recipe.with_absolute_paths()
+    safe = recipe.with_changes(tracking={"uri": "postgresql://db/x"})
+    assert recipe.flat()["tracking.uri"] == safe.tracking.uri
+    path = tmp_path / "recipe.yaml"
+    path.write_text(write_yaml(recipe.written("plan")))
+    assert SECRET not in path.read_text()
+    assert load_recipe(path) == safe
+
+
+def test_log_lines_hold_no_secret():
+    record = logging.LogRecord("x", 30, "f", 1, "lost %s", ("http://u:hunter2@h/p",), None)
+    assert RedactingFormatter("%(message)s").format(record) == "lost http://h/p"

@@ -51,14 +51,17 @@ def test_the_pages_python_trains_predicts_and_reads_the_batches_of_a_run(
 
 
 VARIABLE = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
+PLOTS = {"scipy", "matplotlib"}
 # Code that a process begins with, and what would take it a tenth of a second or more to import.
 UNUSED = {
     "import vit_ray; vit_ray.load_recipe('digits')": {"torch", "ray", "mlflow", "pyarrow", "numpy"},
-    "import vit_ray.launch.run, vit_ray.launch.workers": {"torch", "mlflow", "ray.tune"},
+    "import vit_ray.launch.run, vit_ray.launch.workers": {"torch", "mlflow", "ray.tune", *PLOTS},
     "import vit_ray.commands.dry_run": {"deepspeed", "mlflow", "transformers", "scipy"},
     "import vit_ray.data.stream.stream_server": {"torch", "deepspeed", "mlflow", "ray.train"},
-    "import vit_ray.tracking.recorder, vit_ray.tracking.mlflow_run": {"torch", "pandas"},
-    "import vit_ray.worker.worker": {"mlflow", "ray.tune", "cv2", "transformers", "torch._dynamo"},
+    "import vit_ray.tracking.recorder, vit_ray.tracking.mlflow_run": {"torch", "pandas", *PLOTS},
+    "import vit_ray.worker.worker": {
+        "mlflow", "ray.tune", "cv2", "transformers", "torch._dynamo", *PLOTS,
+    },
 }  # fmt: skip
 
 

@@ -19,6 +19,11 @@ def test_a_library_is_of_the_version_that_its_door_was_written_for(library, door
     assert version(library).rpartition(".")[0] == door.VERSION
 
 
+@pytest.mark.parametrize(("library", "most"), [("ray", 15), ("deepspeed", 10), ("mlflow", 3)])
+def test_few_private_names_of_a_library_are_used(library, most):
+    assert len(DOORS[library].INTERNALS) <= most
+
+
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: f"{entry.module}.{entry.name}")
 def test_a_name_is_there_with_what_is_expected_of_it(entry):
     module = importlib.import_module(entry.module)

@@ -152,6 +152,22 @@ def test_a_holder_renews_its_file_and_hears_of_one_that_has_taken_over(folder):
     assert json.loads(folder.child("lock-00000002.json").read()) == theirs
 
 
+def test_what_cannot_be_renewed_is_told_once_and_kept(folder, monkeypatch, caplog):
+    refused = threading.Semaphore(0)
+    plain = Location.write
+
+    def refuse(self: Location, *_: object) -> None:
+        refused.release()
+        raise OSError(errno.EIO, "Input/output error")
+
+    with hold_lock(folder, ignore):
+        monkeypatch.setattr(Location, "write", refuse)
+        for _ in range(3):
+            assert refused.acquire(timeout=10)
+        monkeypatch.setattr(Location, "write", plain)
+    assert caplog.text.count("cannot be renewed") == 1
+
+
 def test_of_two_that_a_slow_store_let_in_one_ends_at_its_next_heartbeat(folder):
     lost = LossRecorder()
     with hold_lock(folder, lost) as number:

@@ -1,7 +1,9 @@
 """How a store is reached: as the AWS command line does it, by `~/.aws/config` alone."""
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -217,9 +219,26 @@ def test_a_refusal_is_one_line_with_bucket_cause_and_setting(reached, answer, na
     assert len(reached.faults.requests) <= 4  # it is not asked again and again
 
 
-def test_a_port_on_which_nothing_answers_is_one_line(configure):
+@contextlib.contextmanager
+def silent_port() -> Iterator[int]:
+    """A port whose queue of connections is full: the next ones get no answer."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
+        waiting = [socket.socket() for _ in range(4)]
+        for one in waiting:
+            one.setblocking(False)
+            one.connect_ex(server.getsockname())
+        yield server.getsockname()[1]
+        for one in waiting:
+            one.close()
+
+
+def test_a_wrong_port_and_a_host_that_does_not_answer_are_one_line(configure, monkeypatch):
+    for config in (storage._FIRST_CONFIG, storage._S3_CONFIG):
+        monkeypatch.setitem(config, "connect_timeout", 0.5)
     (port,) = free_ports(1)
-    configure(endpoint_url=f"http://127.0.0.1:{port}", region="us-east-1", **KEYS)
-    for use in (open_dataset, lambda path: check_rights(locate(path))):
-        with pytest.raises(OSError, match=rf"s3://bucket: .*:{port}/.*endpoint_url in"):
-            use("s3://bucket/set")
+    with silent_port() as silent:
+        for place in (port, silent):
+            configure(endpoint_url=f"http://127.0.0.1:{place}", region="us-east-1", **KEYS)
+            for use in (open_dataset, lambda path: check_rights(locate(path))):
+                with pytest.raises(OSError, match=rf"s3://bucket: .*:{place}/.*endpoint_url in"):
+                    use("s3://bucket/set")

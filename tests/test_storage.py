@@ -1,10 +1,12 @@
 """Files on a disk and in S3: all or nothing, errors by their cause, and who repeats what."""
 
 import errno
+import itertools
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import botocore.exceptions
 import pytest
@@ -161,7 +163,9 @@ def test_a_network_disk_that_is_away_is_waited_for_longer_each_time(
     error, is_waited_for, monkeypatch
 ):
     waits: list[float] = []
-    monkeypatch.setattr(storage.time, "sleep", waits.append)
+    slow = itertools.count(step=200).__next__  # work does not count as waiting
+    clock = SimpleNamespace(sleep=waits.append, monotonic=slow, time=slow)
+    monkeypatch.setattr(storage, "time", clock)
     if is_waited_for:
         assert storage.with_retries(away(*[error] * 5), "reading") == "done"
         assert waits == [0.2, 0.4, 0.8, 1.6, 3.2]
@@ -218,10 +222,12 @@ def test_what_another_process_writes_is_seen(bucket):
     assert [info.base_name for info in bucket.child("x").list_files()] == ["new"]
 
 
-def test_a_range_ends_with_the_object(bucket):
+def test_a_range_is_one_request_and_ends_with_the_object(bucket, proxy):
     place = bucket.child("ranged")
     place.write(content(500)[:500])
+    proxy.faults.set("none", 0, path="/runs/a/ranged")
     assert place.read_range(100, 50) == content(500)[100:150]
+    assert len(proxy.faults.requests) == 1
     assert [len(place.read_range(offset, 100)) for offset in (450, 500)] == [50, 0]
 
 
@@ -258,3 +264,12 @@ def test_what_is_no_store_says_what_is_possible(address, named):
     with pytest.raises(ValueError, match=named) as caught:
         locate(address)
     assert "key@" not in str(caught.value)
+
+
+def test_a_store_whose_package_is_missing_names_the_extra(monkeypatch):
+    def missing(*_: object, **__: object) -> None:
+        raise ImportError("Please install gcsfs")
+
+    monkeypatch.setattr(storage.fsspec, "filesystem", missing)
+    with pytest.raises(ValueError, match=r"pip install 'vit-ray\[gcs\]'"):
+        locate("gs://bucket/x").exists()

@@ -16,6 +16,7 @@ from tests.checkpoints.written import (
     WEIGHTS_1,
     flip,
     position,
+    read_names,
     snapshots,
     values,
     write_checkpoint,
@@ -62,6 +63,18 @@ def test_what_was_written_is_read_back_whole(run):
     wanted = [("exp_avg", "a", 0, torch.zeros(12)), ("exp_avg", "b", 0, torch.zeros(5))]
     with pytest.raises(DamagedCheckpointError, match="5 elements of exp_avg"):
         checkpoint.fill(wanted)
+
+
+def test_weights_alone_are_read_for_weights_and_the_files_alone_that_have_a_fragment(
+    run, monkeypatch
+):
+    checkpoint = read_checkpoint(write_checkpoint(run, 3))
+    names = read_names(monkeypatch)
+    checkpoint.weights()
+    assert names == [WEIGHTS_0, WEIGHTS_1]
+    names.clear()
+    checkpoint.fill([("weight", "b", 0, torch.zeros(5)), ("exp_avg", "a", 3, torch.zeros(2))])
+    assert sorted(names) == [REST_0, WEIGHTS_1]
 
 
 def test_it_is_no_checkpoint_until_it_is_committed(run):

@@ -15,6 +15,7 @@ from tests.checkpoints.written import (
     WEIGHTS_1,
     flip,
     position,
+    read_names,
     snapshot_of,
     snapshots,
     values,
@@ -333,13 +334,19 @@ def test_damaged_weights_give_way_to_those_of_the_next_older_checkpoint(run, cap
         read_weights(run.path, None)
 
 
-def test_a_fine_tuning_takes_averages_where_there_are_any(run):
+def test_a_fine_tuning_reads_averages_alone_where_there_are_any(run, monkeypatch):
     tensors = {"weight|a|0": torch.zeros(12), "weight|b|0": torch.zeros(5)}
     tensors |= {key.replace("weight", "average"): tensors[key] + 3 for key in tensors}
     write_snapshot(snapshot_of(0, 1, tensors, position(1)), run.child(folder_name(1)))
+    read = read_names(monkeypatch)
     for averaged, expected in ((None, 3.0), (True, 3.0), (False, 0.0)):
+        read.clear()
         _, weights = read_weights(run.path, averaged)
         assert weights["b"].tolist() == [expected] * 5
+        kind = "averages" if expected else "weights"
+        assert [name for name in read if "safetensors" in name] == [
+            f"{kind}-00000-of-00001-save.safetensors"
+        ]
 
 
 def resumed(run: Location) -> Checkpoint:

@@ -3,7 +3,9 @@
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
@@ -76,3 +78,16 @@ def flip(folder: Location, name: str = WEIGHTS_0) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
+
+
+def read_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that are read from now on."""
+    names: list[str] = []
+    plain = Location.read_range
+
+    def read_range(place: Location, *args: Any) -> bytes:
+        names.append(place.path.rpartition("/")[2])
+        return plain(place, *args)
+
+    monkeypatch.setattr(Location, "read_range", read_range)
+    return names

@@ -71,6 +71,9 @@ def test_the_ports_of_ray_are_open_among_the_pods_of_a_job_alone():
                 ports = [one["port"] for one in rule.get("ports", ())]
                 # KubeRay's operator, and Prometheus; without `from` it would be everybody.
                 assert is_own or (rule["from"] and ports in ([8265], [8080, 44217, 44227]))
+                for peer in rule["from"] if 8265 in ports else ():
+                    assert peer.keys() == {"namespaceSelector", "podSelector"}
+                    assert "kuberay-operator" in peer["podSelector"]["matchLabels"].values()
 
 
 def test_mlflow_answers_jobs_alone_and_postgresql_mlflow_alone():

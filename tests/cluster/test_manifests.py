@@ -17,10 +17,12 @@ from pathlib import Path
 import celpy
 import jsonschema
 import kubernetes_validate
+import numpy as np
 import pytest
 import ray.autoscaler
 import yaml
 from celpy.adapter import json_to_cel
+from ray._private import ray_constants
 from ray._private.runtime_env.packaging import create_package
 from ray._private.runtime_env.working_dir import upload_working_dir_if_needed
 from ray.autoscaler._private.util import fillout_defaults, validate_config
@@ -115,6 +117,10 @@ def _container(group):
     return container
 
 
+def _variables(group):
+    return {one["name"]: one.get("value") for one in _container(group)["env"]}
+
+
 def test_the_rayjob_is_what_kuberay_and_kubernetes_define(rayjob_schema, rayjob):
     assert _problems(rayjob_schema, rayjob) == []
     for group in _pods(rayjob):
@@ -182,18 +188,65 @@ def test_the_marked_sizes_are_those_of_the_plan():
         assert store <= share / 100 * memory
 
 
+def test_pods_that_train_get_time_for_a_last_checkpoint():
+    _, gpu, *_ = _pods(job_with()[1])
+    name = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+    assert name in vars(ray_constants)
+    # Ray's own default cuts a checkpoint off after 30 s; and the pod is not killed before that.
+    grace_s = gpu["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert 240 <= int(_variables(gpu)[name]) < grace_s
+
+
+def test_a_lost_node_is_heard_of_in_35_s_and_a_cut_shorter_than_20_s_ends_none(rayjob):
+    head, *others = _pods(rayjob)
+    checks = {name: text for name, text in _variables(head).items() if "health_check" in name}
+    period, timeout, count = (
+        int(checks[f"RAY_health_check_{name}"])
+        for name in ("period_ms", "timeout_ms", "failure_threshold")
+    )
+    # TCP sends what was lost again after r, 2 r, 4 r and so on; r is 0.2 s and the round trip.
+    # Ray's processes send at any time of the cut, since gRPC measures the round trip by itself.
+    lost_ms, first_ms = np.arange(0, 20_000, 5)[:, None], np.arange(201, 208.5, 0.5)
+    tries = lost_ms + first_ms * 2.0 ** np.arange(10)[:, None, None]
+    latest = np.where(tries > 20_000, tries, np.inf).min(axis=0).max()
+    assert (count - 1) * (period + timeout) + timeout > latest
+    assert count * (period + timeout) <= 34_000  # and 1 s for those who hear of it
+    keepalive = "RAY_grpc_keepalive_timeout_ms"
+    (value,) = {_variables(group)[keepalive] for group in (head, *others)}
+    assert int(value) > count * (period + timeout)
+    launcher = yaml.safe_load((CLUSTER / "ray_up.yaml").read_text())
+    (start,), (join,) = (
+        [one for one in launcher[f"{role}_start_ray_commands"] if "ray start" in one]
+        for role in ("head", "worker")
+    )
+    assert f"{keepalive}={value}" in join
+    by_hand = (CLUSTER / "README.md").read_text().split("## Any machines")[1]
+    for text in (f"{name}={value}" for name, value in (*checks.items(), (keepalive, value))):
+        assert text in start
+        assert text in by_hand
+
+
 def test_the_command_of_the_rayjob_is_a_job_and_a_recipe_that_fit_the_cluster(documents, tmp_path):
     config, job = documents
     kubernetes_validate.validate(config, "1.37", strict=True)
-    (script,) = re.findall(r"python (jobs/\w+\.py) /home/ray/recipe/", job["spec"]["entrypoint"])
+    entrypoint = job["spec"]["entrypoint"]
+    (script,) = re.findall(r"python (jobs/\w+\.py) /home/ray/recipe/", entrypoint)
     assert (ROOT / script).is_file()
-    _, gpu, *_ = _pods(job)
+    head, gpu, *_ = _pods(job)
+    volume = {"name": "recipe", "configMap": {"name": config["metadata"]["name"]}}
+    assert volume in head["template"]["spec"]["volumes"]
+    assert {"name": "recipe", "mountPath": "/home/ray/recipe"} in _container(head)["volumeMounts"]
+    # It is stopped by its own name: where no restart helps, and before its head goes.
+    stop = ["ray", "job", "stop", job["spec"]["jobId"]]
+    assert f"ray job stop --no-wait {stop[-1]};" in entrypoint
+    assert _container(head)["lifecycle"]["preStop"]["exec"]["command"] == stop
     (tmp_path / "recipe.yaml").write_text(config["data"]["recipe.yaml"])
     recipe, held = load_recipe(tmp_path / "recipe.yaml"), _container(gpu)["resources"]["limits"]
     gpus = int(held["nvidia.com/gpu"])
     assert recipe.workers.num_workers == gpu["maxReplicas"] * gpus
     reading = int(held["cpu"]) - recipe.workers.cpus_per_worker * gpus
     assert reading >= recipe.data.cpus_per_task
+    assert recipe.tracking.uri == "http://mlflow:5000"
 
 
 def _rules(schema, value, path="$"):

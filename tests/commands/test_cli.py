@@ -7,6 +7,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from scipy.stats import binomtest
 from tests.commands.command_line import run_cli
 from tests.data.pictures import jpeg
 from vit_ray import own_parts
-from vit_ray.commands import cli
+from vit_ray.commands import cli, train
 from vit_ray.commands.experiments import print_sweep
 from vit_ray.commands.job_list import COMMANDS
 from vit_ray.commands.train import print_metrics, print_result
@@ -25,6 +26,7 @@ from vit_ray.config.keys import all_keys, keys_below
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import Row, SweepResult
 from vit_ray.experiments.trials import Outcome
+from vit_ray.launch import run
 from vit_ray.launch.run import RunResult
 from vit_ray.outcomes import TrialState
 
@@ -85,11 +87,27 @@ def test_a_command_is_found_and_its_example_loads_with_keys_that_exist(command):
     assert command.example in run_cli(command.name, "--help").stdout
 
 
+def test_the_commands_are_those_of_the_design_and_submitted_ones_have_a_thin_job():
+    names = (
+        "init recipes keys convert verify subset deduplicate pretrain finetune evaluate sweep "
+        "scaling_study vtab predict export inspect_model batch fork replay report plan doctor ui "
+        "start quickstart"
+    )
+    assert {*cli.vit_ray.commands} == {*names.split()}
+    jobs = {file.stem: file.read_text() for file in (ROOT / "jobs").glob("*.py")}
+    submitted = "convert pretrain finetune evaluate sweep scaling_study vtab"
+    assert {*jobs} == {*submitted.split()}
+    code = 'from vit_ray.commands.cli import run_job\n\nif __name__ == "__main__":\n    run_job'
+    for name, text in jobs.items():
+        assert re.fullmatch(r"\"\"\".+\"\"\"\n\n" + re.escape(f'{code}("{name}")\n'), text), name
+
+
 def test_keys_are_shown_by_section_and_counted():
     shown = run_cli("keys", "optim").stdout
     assert "  optim.clip_norm=1.0  (number >= 0) [on resume: resume=changed]\n" in shown
     assert "train.loss" not in shown
     assert int(run_cli("keys", "optim", "--count").stdout) == shown.count("\n  optim.")
+    assert int(run_cli("keys", "--count").stdout) <= 195
     assert all(len(key.meaning) >= 8 for key in all_keys())
     spelt = [run_cli("keys", f"--of={name}").stdout for name in ("scaling_study", "scaling-study")]
     assert "study.models" in spelt[0] == spelt[1]
@@ -144,6 +162,18 @@ def test_several_seeds_have_a_spread_and_one_has_none(capsys):
     assert "97.00% (1 run of sweep.seeds)" in single
     assert "+-" not in single
     assert re.search(r"learning_rate=0\.1 +.*failed: a worker died", single)
+
+
+def test_only_a_table_with_a_row_of_the_paper_is_shown(monkeypatch, capsys):
+    monkeypatch.setattr(run, "evaluated", lambda _: RunResult(None, "a", 1, 1, {}, ""))
+    rows, best = [{"row": "ours"}, {"row": "paper"}], Outcome(TrialState.FINISHED, top1=0.9)
+    for table, is_shown in ((None, False), (rows[:1], False), (rows, True)):
+        monkeypatch.setattr(train, "evaluation_table", lambda *_, table=table: table)
+        train.evaluate(Recipe(name="a"))
+        assert ("the paper's" in capsys.readouterr().out) is is_shown
+        result = SweepResult([Row({RATE: 0.1}, best)], {RATE: 0.1}, [best], "parent", "")
+        print_sweep(replace(result, beside_paper=table))
+        assert ("the paper's" in capsys.readouterr().out) is is_shown
 
 
 def test_an_accuracy_has_its_images_and_their_interval_whole_in_a_pipe(capsys):

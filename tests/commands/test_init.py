@@ -14,6 +14,7 @@ from vit_ray.commands import datasets, train
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.data import open_dataset
 from vit_ray.launch.connection import ClusterShape
+from vit_ray.launch.resolved_run import resolve_run
 
 WEIGHTS = "hf://google/vit-base-patch16-224-in21k"
 
@@ -52,6 +53,7 @@ def test_a_folder_with_splits_gets_a_recipe_that_passes_the_dry_run(here):
     write_images(here / "my set" / "train", 3, 40, 40, 60)
     write_images(here / "my set" / "test", 3, 5, 40, 60)
     advice, splits, end = told_by("init", "my set").splitlines()
+    assert advice.startswith("fewer than 100,000 images: from random weights expect little")
     assert advice.endswith(f"vit-ray init 'my set' --out OTHER.yaml --weights {WEIGHTS}")
     assert "the hub" not in advice  # of small pictures it is not asked
     assert splits == "my set: train 120 images of 3 classes, test 15 images of 3 classes"
@@ -69,6 +71,16 @@ def test_a_folder_with_splits_gets_a_recipe_that_passes_the_dry_run(here):
     assert recipe.optim.warmup_steps == pytest.approx(steps / 20, abs=1)
     planned = told_by("pretrain", "my-set.yaml", "--dry-run")
     assert "120 of 3 classes (plan.num_images)" in planned
+
+
+def test_five_images_can_be_converted_and_trained_on(here):
+    write_images(here / "images", 2, 2, 40, 40)
+    content = encoded(picture(9, 40, 40), quality=90)
+    (here / "images" / "class_0" / "9.jpg").write_bytes(content)
+    assert "5 images of 2 classes, 1 of them are held out" in told_by("init", "images")
+    told_by("convert", "images.yaml")
+    resolved = resolve_run(load_recipe("images.yaml"))
+    assert (resolved.num_images, resolved.streams["eval"].num_images) == (4, 1)
 
 
 @pytest.mark.parametrize(

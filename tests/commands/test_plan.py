@@ -121,6 +121,7 @@ def test_steps_memory_and_compute_are_those_of_the_estimates_and_of_the_data_she
     # An H200 has 989 TFLOP/s in bf16 (data sheet).
     minutes = float(cost[1]) * 1e18 / (0.4 * 989.5e12) / 60
     assert float(cost[2]) == pytest.approx(minutes, rel=0.05)
+    assert " 0.00 GiB" not in text
     assert text.splitlines()[-1].startswith("this machine, no GPU    about ")
     on_gpus = describe_training(small(workers={"num_workers": 2, "use_gpu": True}))
     assert "this machine" not in on_gpus

@@ -1,5 +1,8 @@
 """`vit-ray predict`: what it prints and writes of images in every kind of place, and refuses."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ from scipy.stats import binomtest
 
 import vit_ray
 from tests.commands.command_line import run_cli
+from tests.conftest import ROOT
 from tests.launch.test_trained_model import COUNT, run_of, write_images
 from tests.models.small import small_model
 from vit_ray.models.weights import save_weights
@@ -60,16 +64,45 @@ def test_images_in_folders_of_classes_are_right_or_wrong_and_other_files_are_nam
         folder = tmp_path / "sorted" / (other if number < 3 else found)
         folder.mkdir(parents=True, exist_ok=True)
         path.rename(folder / path.name)
-    (tmp_path / "sorted" / "a.heic").write_bytes(b"x")
+    others = [f"{number:02}.heic" for number in range(60)]
+    for other in others:
+        (tmp_path / "sorted" / other).write_bytes(b"x")
     done = run_cli("predict", run, str(tmp_path / "sorted"), f"--out={tmp_path}/a.parquet")
     assert done.exit_code == 0, done.stderr
     right = COUNT - 3
     low, high = binomtest(right, COUNT).proportion_ci(method="wilson")
     told = f"in folders of classes: {right} right, 3 wrong: {right / COUNT:.2%} "
     assert f"{told}({low:.1%} to {high:.1%} at 95 %, {COUNT} images)\n" in done.stderr
-    assert "are skipped: a.heic\n" in done.stderr
+    assert (
+        f"60 files without the name of an image are skipped: {', '.join(others)}\n" in done.stderr
+    )
+    assert all(line.count("%") == min(5, len(classes)) for line in done.stdout.splitlines())
     rows = pq.read_table(tmp_path / "a.parquet").to_pylist()
     assert sum(row["class"] == row["expected"] for row in rows) == right
+
+
+def test_a_converted_set_is_read(run, tmp_path):
+    done = run_cli("predict", run, str(tmp_path / "data"))
+    assert done.exit_code == 0, done.stderr
+    lines = [line.partition(": ") for line in done.stdout.splitlines()]
+    assert lines[0][0].endswith("0.jpg")
+    trained, data = vit_ray.load(run), vit_ray.open_dataset(str(tmp_path / "data"))
+    found = trained.predict([sample.image for sample in data])
+    assert trained.predict(data) == found
+    assert trained.predict(data[0]) == trained.predict(data[0].image)
+    assert [text.partition(" ")[0] for *_, text in lines] == [one.name for one in found]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_names_are_shown_in_a_locale_without_their_letters(encoding, run, tmp_path):
+    folder = (tmp_path / "images").rename(tmp_path / "\u732b")
+    done = subprocess.run(
+        [sys.executable, "-m", "vit_ray", "predict", run, str(folder), f"--out={folder}/a.parquet"],
+        capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding}, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(b"\\u732b") == COUNT
+    assert (folder / "a.parquet").exists()
 
 
 def test_a_file_alone_is_used_with_a_recipe_or_keys(run, tmp_path):

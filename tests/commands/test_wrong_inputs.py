@@ -373,3 +373,22 @@ def test_a_submitted_job_does_not_write_into_its_copy_of_the_folder(
     monkeypatch.chdir(copy)
     with pytest.raises(ValueError, match=message) if message else nullcontext():
         check_places(name, load_recipe("digits", changes))
+
+
+@pytest.mark.parametrize("folder", ["recipe", "working_dir_files/_ray_pkg_1/configs"])
+def test_a_relative_path_in_a_submitted_jobs_recipe_is_refused(folder, tmp_path, monkeypatch):
+    """The recipe may be a file of its node, as in cluster/rayjob.yaml."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    copy, recipe = tmp_path / "working_dir_files" / "_ray_pkg_1", tmp_path / folder / "recipe.yaml"
+    for place in (copy, recipe.parent):
+        place.mkdir(parents=True, exist_ok=True)
+    monkeypatch.chdir(copy)
+    data = ["data.train=s3://a", "data.eval=s3://mine/set"]
+    for text, given, message in (
+        ("output: runs", [SHARED[1], *data], "output=.*runs would be in this job's copy"),
+        ("tracking: {uri: 'sqlite:///m.db'}", [SHARED[0], *data], "tracking.uri=.*m.db would be"),
+        ("data: {train: here}", [*SHARED, data[1]], "data.train=.*here.*; this job runs in a copy"),
+    ):
+        recipe.write_text(f"base: digits\n{text}\n")
+        with pytest.raises(ValueError, match=message):
+            check_places("pretrain", load_recipe(recipe, given))

@@ -254,7 +254,7 @@ def test_formats_that_are_not_of_photographs_are_refused_and_start_no_program(mo
     started: list[Any] = []  # as PostScript would start one
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **_: started.append(a))
     monkeypatch.setattr(EpsImagePlugin, "gs_binary", "gs")
-    for format in ("EPS", "ICO", "PCX", "PPM", "TGA"):
+    for format in ("EPS", "ICO", "PCX", "TGA"):
         image = encoded(picture(4, 16, 16), format)
         assert Image.open(io.BytesIO(image)).format == format
         with pytest.raises(BadImageError, match="it is not one of JPEG, PNG, WEBP"):

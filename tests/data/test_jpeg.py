@@ -19,7 +19,7 @@ from sklearn.datasets import load_sample_images
 from tests.data.made_up import crafted_jpeg, difference
 from tests.data.pictures import encoded, picture, saved
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.data import restart_markers
+from vit_ray.data import libjpeg_process, restart_markers
 from vit_ray.data.convert.checks import checked
 from vit_ray.data.jpeg import has_zeroed_data, header_segments, read_frame
 from vit_ray.data.libjpeg_process import WARNINGS
@@ -185,6 +185,26 @@ def test_a_file_is_not_given_the_tables_of_the_file_before(writer):
     of_standard_codes = without(FILES["4:2:0"], 0xC4)  # as a frame of motion JPEG
     found = with_restart_markers(of_standard_codes, writer)
     np.testing.assert_array_equal(by_opencv(found.image), by_opencv(FILES["4:2:0"]))
+
+
+OTHERS = {
+    "a picture with one other pixel": encoded(
+        np.where(np.arange(96 * 160).reshape(96, 160, 1) == 9999, 0, CHINA[:96, :160]),
+        subsampling=0,
+    ),
+    "other quantization": encoded(CHINA[:96, :160], subsampling=0, quality=74),
+    "other colours": of_red_green_blue(PLAIN),
+    "another height": encoded(CHINA[:95, :160], subsampling=0),
+    "stray bytes": PLAIN[:-2] + bytes(40) + PLAIN[-2:],
+}
+
+
+@pytest.mark.parametrize("name", [*OTHERS, ""])
+def test_only_what_has_the_coefficients_of_the_original_is_an_answer(name, monkeypatch):
+    library = libjpeg_process.Libjpeg(next(restart_markers._writers())._command[-1])
+    other = OTHERS.get(name, PLAIN)
+    monkeypatch.setattr(library, "_written", lambda *_: other)
+    assert library.rewritten(PLAIN, 1, True, b"") == (b"" if name else PLAIN)
 
 
 def test_a_library_with_other_structures_is_passed_over(monkeypatch, caplog, tmp_path):

@@ -1,5 +1,7 @@
 """The order of a run, and how ranks and reading tasks share it."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -67,6 +69,21 @@ def test_epochs_and_seeds_differ():
     assert (first != other).mean() > 0.9
 
 
+@pytest.mark.parametrize(("rows", "times"), [(16, 2.1), (32, 3.4), (64, 5.8)])
+def test_small_row_groups_let_images_of_large_batches_meet_others(rows, times):
+    """Pairs of a batch of 4,096 of ImageNet that meet again in the next epoch, against chance."""
+    order = Order(np.full(1_281_167 // rows, rows), seed=0)
+    batch_of = np.empty((2, order.num_images // rows), np.int64)
+    for epoch in range(2):
+        groups, starts = order.draw(epoch)
+        batch_of[epoch, groups] = starts // 4096  # whole row groups, but for one of each batch
+    _, groups_of_pair = np.unique(batch_of, axis=1, return_counts=True)
+    images = groups_of_pair * rows
+    pairs = (images * (images - 1)).sum() / (order.num_images * 4095)
+    chance = 4095 / (order.num_images - 1)
+    assert pairs / chance == pytest.approx(times, abs=0.05)
+
+
 @given(st.integers(1, 6), st.sampled_from([1, 2, 3, 4, 6, 8, 12, 24]), st.integers(1, 4))
 def test_every_world_reads_the_same_global_batches(accumulation, world_size, num_steps):
     micro = 24 // world_size
@@ -102,6 +119,12 @@ def test_each_rank_of_a_host_gets_its_rows_in_order(partition, passes, shape, da
             assert last % partition.batch_size_per_rank == 0
             received[rank] += range(first, last)
     assert received == {rank: list(range(rows_per_rank)) for rank in ranks}
+
+
+def test_the_first_blocks_are_small_and_double():
+    tasks = read_tasks(Partition(2, 16), 0, 4096, BlockShape(128, 1024), range(2))
+    found = [task.block_rows for task in itertools.islice(tasks, 8)]
+    assert found == [16, 16, 32, 32, 64, 64, 128, 128]
 
 
 @pytest.mark.parametrize(("world_size", "most"), [(1, 1.1), (2, 1.1), (8, 1.2), (64, 1.5)])

@@ -74,6 +74,14 @@ def store(proxy: FaultProxy) -> Iterator[FaultProxy]:
         yield proxy
 
 
+@pytest.fixture
+def patient_store(proxy: FaultProxy) -> Iterator[FaultProxy]:
+    """With the usual time-outs, so that no request is repeated where a machine is busy."""
+    proxy.faults.set("", 0)
+    with this_process_uses(proxy.port):
+        yield proxy
+
+
 def at_each_request(store: FaultProxy, path: str, kind: str, act: Callable[[], None]) -> None:
     """Act without a fault, and then with one at a request whose first line holds `path`.
 
@@ -174,7 +182,18 @@ def check_newest(run: str) -> None:
         assert torch.equal(weights[name].flatten(), expected)
 
 
-def test_forked_workers_of_a_loader_have_connections_of_their_own(store):
+def test_a_row_group_takes_three_requests_and_the_next_ones_of_its_shard_one(patient_store):
+    remote = open_dataset("s3://b/photographs")
+    assert (remote.file_index[:2] == 0).all()
+    reader, counts = RowGroupReader(remote), []
+    for group in (0, 1):
+        patient_store.faults.set("none", 0, path="part-")
+        reader.read(group)
+        counts.append(len(patient_store.faults.requests))
+    assert counts == [3, 1]
+
+
+def test_forked_workers_of_a_loader_have_connections_of_their_own(patient_store):
     remote = dataset_in_python("s3://b/photographs")
     expected = list(remote.iter_batches(10, 16))  # the parent has connections when it forks
     loader = DataLoader(

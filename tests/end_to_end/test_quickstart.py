@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from tests.data.converting import run_in_this_process
 from vit_ray.commands import experiments
 from vit_ray.commands.experiments import run_quickstart
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.command_sections import ConvertConfig
+from vit_ray.data import open_dataset
 
 
 def _shorter(recipe: str, changes: Mapping[str, Any]) -> Recipe:
@@ -51,6 +53,17 @@ def test_the_quickstart_learns_and_its_second_start_trains_nothing(
     assert second.count("it was complete before") == 2
     assert _tables(second) == _tables(first)
     assert _weight_files(tmp_path) == made
+
+
+def test_a_conversion_that_was_interrupted_is_completed(tmp_path, monkeypatch):
+    monkeypatch.setattr(experiments, "connect", lambda _: None)
+    monkeypatch.setattr(experiments, "_train_and_compare", lambda *_: 3)
+    run_in_this_process(monkeypatch)
+    sets = {"train": str(tmp_path / "train"), "eval": str(tmp_path / "test")}
+    (tmp_path / "train" / "_staging").mkdir(parents=True)
+    recipe = load_recipe("digits").with_changes(output=str(tmp_path / "runs"), data=sets)
+    assert run_quickstart(recipe) == 3
+    assert [open_dataset(one).num_images for one in sets.values()] == [1497, 300]
 
 
 def _weight_files(folder: Path) -> dict[Path, int]:

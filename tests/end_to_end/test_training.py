@@ -31,7 +31,7 @@ from vit_ray.config import load_recipe
 from vit_ray.config.keys import tags_of
 from vit_ray.experiments.search_space import RATE
 from vit_ray.experiments.sweep import run_sweep
-from vit_ray.experiments.trials import METRIC, STEP
+from vit_ray.experiments.trials import METRIC, STEP, Trial
 from vit_ray.launch.run import evaluate, finetune, train
 from vit_ray.launch.workers import RunFailedError
 from vit_ray.measure.phases import Phase
@@ -56,6 +56,10 @@ def test_it_learns_and_says_where_its_checkpoint_is(straight):
     assert checkpoint_steps(recipe) == [8, 16, 24]
 
 
+def rays_settings() -> dict[str, str]:
+    return {key: v for key, v in os.environ.items() if key.startswith("RAY_TRAIN_")}
+
+
 def test_the_best_evaluation_is_the_result(digits, folder):
     """At a rate that rises until training diverges, chosen on images held out of the training."""
     recipe = small_recipe(
@@ -67,7 +71,9 @@ def test_the_best_evaluation_is_the_result(digits, folder):
         evaluate={"every_steps": 4},
         workers={"num_workers": 1},
     )  # fmt: skip
+    before = rays_settings()
     result = train(recipe)
+    assert rays_settings() == before
     assert result.run_id is not None
     losses = dict(curve(recipe, result.run_id, "dev/loss"))
     best = min(losses, key=lambda step: losses[step])
@@ -337,6 +343,11 @@ def test_a_sweep_chooses_on_the_dev_split_and_tests_what_it_retrains(straight, d
     place = f"{recipe.output}/tune/sweep-trials"
     known = tune.ExperimentAnalysis(place, default_metric=METRIC, default_mode="max")
     assert known.best_config == {RATE: 0.1}
+    grid = tune.Tuner.restore(place, Trial).get_results()
+    assert grid.get_best_result(METRIC, "max").config == {RATE: 0.1}
+    lines = [path.read_text().splitlines()[-1] for path in Path(place).glob("*/result.json")]
+    found = {one["config"][RATE]: one[METRIC] for one in map(json.loads, lines)}
+    assert found == {0.1: accuracies[0], 1e-60: accuracies[1]}
     # A trial's last result repeats its last evaluation.
     curves = {tuple(dict.fromkeys(curve[STEP])) for curve in known.trial_dataframes.values()}
     assert curves == {(30,), (30, 120, 150)}

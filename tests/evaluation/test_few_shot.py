@@ -110,6 +110,23 @@ def test_half_precision_is_solved_in_double():
     assert half == few_shot_accuracy(pool, labels, test, test_labels, num_classes=10)
 
 
+def test_what_one_rank_finds_wrong_all_ranks_learn_from_the_sums():
+    pool, labels, test, test_labels = _digits()
+    measured = [FewShot(labels, 10, shots=(1,), seeds=1) for _ in range(3)]
+    infinite = np.where(np.arange(len(test))[:, None] < 2, np.inf, test)
+    given = [(test, test_labels), (infinite, test_labels), (test, np.full(len(test), -1))]
+    for one, tests in zip(measured, given, strict=True):
+        one.add_examples(pool, np.arange(len(labels)))
+        one.solve()
+        one.add_tests(*tests)
+    good, of_infinite, of_unlabelled = measured
+    with pytest.raises(ValueError, match="features of 2 test images are not finite"):
+        good.accuracies(good.counts + of_infinite.counts)
+    with pytest.raises(ValueError, match="797 test images have no label from 0 to 9"):
+        good.accuracies(good.counts + of_unlabelled.counts)
+    good.accuracies(good.counts)
+
+
 @pytest.mark.parametrize(
     ("counts", "shots", "classes", "word"),
     [

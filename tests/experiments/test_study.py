@@ -85,6 +85,29 @@ def test_transfers_are_metrics_of_their_cell_and_a_failed_one_ends_no_other(monk
     assert transferred().metrics["transfer/mean_top1"] == pytest.approx(0.8)
 
 
+def test_branches_follow_the_longest_cell_of_their_row_in_its_trial(monkeypatch, tmp_path):
+    lengths: Any = {"epochs": None, "steps": [100, 400, 200], "branch": True}
+    tree = study_tree(tmp_path, [study_row("a"), study_row("b", rate=3e-4)], **lengths)
+    tree["optim"]["schedule"] = "cooldown"
+    recipe = recipe_from_dict(tree, "test")
+    cells, order = study_cells(recipe), list[tuple[str, tuple[int, ...]]]()
+
+    def train(recipe: Any, **_: Any) -> Any:
+        order.append((recipe.name, recipe.checkpoint.keep_steps))
+        return trained()
+
+    in_process(monkeypatch, train)
+    monkeypatch.setattr(study, "begin_branch", lambda cell, trunk, step: f"{trunk.name} {step}")
+    parent, calls = parent_of(recipe)
+    found = study._run_cells(list(zip(cells, [100, 400, 200] * 2, strict=True)), parent)
+    kept = [(80, 160), (), ()] * 2
+    assert order == [(cells[k].name, kept.pop(0)) for k in (1, 2, 0, 4, 5, 3)]
+    assert [one.cell for one in found] == cells
+    trunk = cells[1].name
+    assert [one.branched_from for one in found[:3]] == [f"{trunk} 80", "", f"{trunk} 160"]
+    assert calls.kinds() == ["branch"] * 4
+
+
 @pytest.mark.parametrize(("changes", "key"), [
     ({"train": {"global_batch_size": 16}}, "-large-.*global_batch_size"),
     ({"sweep": {"learning_rates": [0.1, 0.10000001]}}, "-small-.*lr0.1"),

@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ from vit_ray.experiments.sweep import (
     tune_finals,
     tune_trials,
 )
-from vit_ray.experiments.trials import Outcome
+from vit_ray.experiments.trials import Outcome, num_fitting
+from vit_ray.launch.connection import ClusterShape
 from vit_ray.launch.run import RunResult
 from vit_ray.launch.workers import RunDivergedError, RunFailedError
 from vit_ray.outcomes import TrialState
@@ -213,22 +215,58 @@ def test_trials_are_evaluated_at_the_rungs_of_tunes_scheduler(max_steps, grace):
         rung_steps(SweepConfig(scheduler="asha", grace_steps=900), max_steps)
 
 
-def test_a_random_search_of_tune_runs_exactly_the_that_were_checked(monkeypatch):
+def test_a_random_search_of_tune_runs_exactly_the_points_that_were_checked(monkeypatch):
     space: dict[str, Any] = {
         RATE: {"log_uniform": [1e-4, 1e-1]},
         "optim.frozen": [["head", "norm"], []],
         "data.augment": [{"kind": "resize"}, {"flip": False}],
     }
     config = SweepConfig(search="random", num_trials=8, space=space)
-    points = points_of(recipe_with("s", sweep=config.model_dump(mode="json")), config)
+    checked = points_of(recipe_with("s", sweep=config.model_dump(mode="json")), config)
     # Configurations in the order in which Tune's own searcher gives them.
-    given = searcher(config, points)._points_to_evaluate[:8]
+    given = searcher(config, checked)._points_to_evaluate[:8]
     whole = {"config": sweep.tune_space(config)}
     found = [next(iter(_get_preset_variants(whole, one)))[1] for one in given]
-    assert [sweep.point_of(dict(one["config"]), config) for one in found] == points
+    assert [sweep.point_of(dict(one["config"]), config) for one in found] == checked
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match=r"Optuna is not installed; run pip install 'vit_ray\["):
         points(search="optuna", num_trials=2, space={RATE: [0.1, 0.2]})
+
+
+def test_trials_hold_out_the_dev_split_and_the_final_run_does_not():
+    recipe = recipe_with(
+        "s", data={"train": "/a", "eval": "/b"}, init_from="x", sweep={"learning_rates": [0.1]}
+    )
+    trial, final = trial_recipe(recipe, {RATE: 0.1}), final_recipe(recipe, {RATE: 0.1}, seed=7)
+    assert (trial.data.held_out_fraction, trial.data.eval, trial.seed) == (0.02, None, 0)
+    assert (final.data.held_out_fraction, final.data.eval, final.seed) == (0.0, "/b", 7)
+
+
+@pytest.mark.parametrize(("use_gpu", "cluster", "count"), [
+    ("auto", {"GPU": 4.0, "CPU": 64.0}, 2),
+    (True, {"GPU": 4.0, "CPU": 64.0}, 2),
+    (False, {"GPU": 4.0, "CPU": 20.0}, 8),  # CPUs alone bound what uses no GPU
+    ("auto", {"CPU": 8.0}, 3),
+    ("auto", {"CPU": 1.0}, 1),
+    (True, {"CPU": 8.0}, 1),  # no node with a GPU is up yet
+])  # fmt: skip
+def test_as_many_run_in_parallel_as_fit_whichever_they_are(use_gpu, cluster, count):
+    shape = ClusterShape(1, cluster["CPU"], cluster.get("GPU", 0.0), 0.0)
+    workers = {"num_workers": 2, "cpus_per_worker": 1.0, "use_gpu": use_gpu}
+    one = recipe_with("s", workers=workers, data={"cpus_per_task": 0.5})
+    small = one.with_changes(workers={"num_workers": 1})
+    assert num_fitting([small, *[one] * 9, small], shape) == count
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_sweep_under_asha_that_was_restarted_says_so(has_begun, tmp_path, monkeypatch):
+    plan = plan_of(tmp_path)
+    plan = replace(plan, recipe=plan.recipe.with_changes(sweep={"scheduler": "asha"}))
+    if has_begun:
+        (tmp_path / plan.trials[0].name / "step-00000001").mkdir(parents=True)
+    in_process(monkeypatch, lambda recipe, **_: result_of(recipe, top1=0.5))
+    _, calls = swept(plan)
+    assert (sweep.RESTARTED in calls.last("tag")[1]) is has_begun
 
 
 def test_names_of_trials_are_names_of_folders_and_their_paths_whole(tmp_path, monkeypatch):

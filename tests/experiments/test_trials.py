@@ -121,6 +121,13 @@ def saved(folder: Path) -> dict[float, int]:
     return {float(path.name): int(path.read_text()) for path in folder.glob("0.*")}
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_saves_every_running_trial(number, parent, tmp_path):
+    with signalled(number, lambda: len(starts(tmp_path)) >= 2):
+        run(parent, partial(training, tmp_path, 0.5))
+    assert set(saved(tmp_path)) == set(RATES[:2])
+
+
 def slow_to_save(folder: Path, config: dict[str, Any], context: Context) -> Any:
     """Saves the number of starts 15 s after it is stopped."""
     with open(folder / "starts", "a") as file:

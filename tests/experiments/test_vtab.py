@@ -6,9 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.data.small_sets import write_set
+from tests.data.small_sets import keys_of, write_set
 from tests.experiments.trials_here import in_process, parent_of, result_of
 from tests.models.small import TINY_VIT, small_model
 from tests.recipes import recipe_with
@@ -165,3 +166,19 @@ def test_each_task_may_choose_its_point_on_a_fifth_of_its_images(tmp_path, recor
     assert result.table[0]["chosen"] == "learning_rate=0.2"
     # Without it, the recipe's own rate is trained with once.
     assert task_recipe(recipe, recipe.vtab.tasks[0]).sweep is None  # type: ignore[union-attr]
+
+
+def test_a_task_with_more_classes_than_its_split_has_images_is_split_800_to_200(tmp_path):
+    """As Sun397: 1,000 images of 397 classes."""
+    recipe = small_vtab(tmp_path, ())
+    labels = np.random.default_rng(0).permutation(np.arange(1000) % 397)
+    rows = [(f"{k}", [int(label)]) for k, label in enumerate(labels)]
+    for part in ("train", "test"):
+        write_set(tmp_path / "vtab" / "pets" / part, rows, [f"c{k:03d}" for k in range(397)])
+    recipe = recipe.with_changes(sweep={"learning_rates": [0.1], "dev_fraction": 0.2})
+    each = recipe.with_changes(vtab={"sweep_each": True})
+    plan = sweep.plan_sweep(task_recipe(each, each.vtab.tasks[0]), by_class=False)
+    (trial,) = plan.trials
+    parts = [open_dataset(str(path)) for path in (trial.data.train, trial.data.eval)]
+    assert [part.num_images for part in parts] == [800, 200]
+    assert sorted([*keys_of(parts[0]), *keys_of(parts[1])]) == sorted(key for key, _ in rows)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -24,6 +25,7 @@ from vit_ray.launch.run import train
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import locate
 from vit_ray.tracking.metrics_log import metrics_log_path
+from vit_ray.tracking.recorder import NodeSampler
 
 STEPS, EVERY = 800, 40
 COMPARED = 320
@@ -104,6 +106,28 @@ def test_a_run_takes_in_a_node_that_joins_from_a_checkpoint_of_that_moment(
     assert EventKind.WORKER_FAILED not in kinds
     assert kinds.index(EventKind.RESIZING) < kinds.index(EventKind.RESUMED)
     have_the_same_losses(curve_of(recipe), straight)
+
+
+def test_a_node_that_joins_later_is_sampled(monkeypatch):
+    """Where MLflow is a server: here none, and Ray is a fake."""
+    here, *later = (letter * 56 for letter in "abc")
+    looks, actors = iter([[here]]), MagicMock()
+
+    def nodes() -> list[dict[str, Any]]:
+        return [{"NodeID": one, "Alive": True} for one in next(looks, [here, *later])]
+
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: MagicMock(get_node_id=lambda: here))
+    monkeypatch.setattr(ray, "nodes", nodes)
+    monkeypatch.setattr(ray, "remote", lambda _: actors)
+    monkeypatch.setattr(ray, "kill", lambda _: None)
+    start, deadline_s = actors.options.return_value.remote, time.monotonic() + 60
+    sampler = NodeSampler("http://127.0.0.1:9", lambda: "run", interval_s=0.01)
+    sampler.start()
+    while start.call_count < len(later) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    sampler.stop()
+    started = [(run_id(), name) for (_, run_id, name), _ in start.call_args_list]
+    assert started == [("run", "node-1"), ("run", "node-2")]
 
 
 def test_a_run_goes_on_with_the_same_batches_from_two_workers_to_one_and_to_three(

@@ -29,6 +29,7 @@ from tests.end_to_end.runs import (
     write_recipe,
 )
 from tests.faults.runs import (
+    STEPS,
     STOPPED,
     actors_of,
     end,
@@ -40,6 +41,7 @@ from tests.faults.runs import (
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
 from vit_ray.config.keys import tags_of
+from vit_ray.experiments.search_space import RATE, trial_recipe
 from vit_ray.experiments.study import run_study
 from vit_ray.experiments.study_cells import study_cells
 from vit_ray.experiments.vtab import task_recipe
@@ -86,6 +88,23 @@ def test_a_vtab_job_that_is_stopped_and_then_killed_continues(ray_cluster, digit
     for task in tasks:
         assert runs[task.name].info.status == "FINISHED"
         assert int(tags_of(runs[task.name].data.tags)[RESUMED]) >= 1
+
+
+@pytest.mark.parametrize("number", [TERM, INT, HUP])
+def test_a_stop_of_a_sweep_reaches_its_trials_and_the_same_command_goes_on(
+    ray_cluster, digits, folder, number
+):
+    recipe = long_recipe(f"sweep-{number.name}", digits, folder).with_changes(
+        workers={"num_workers": 1},
+        sweep={"learning_rates": [0.001, 0.01], "dev_fraction": 0.1, "seeds": 1},
+    )
+    trials = [trial_recipe(recipe, {RATE: rate}) for rate in (0.001, 0.01)]
+    driver = start(recipe, ray_cluster, folder, "sweep", lambda: any(map(checkpoint_steps, trials)))
+    end(driver, STOPPED, by=number)
+    stopped_at = [checkpoint_steps(trial)[-1:] for trial in trials]
+    assert all(steps < [STEPS] for steps in stopped_at)
+    end(start(recipe, ray_cluster, folder, "sweep", lambda: True))
+    assert any(tags_of(run.data.tags).get(RESUMED) for run in runs_of(recipe)), stopped_at
 
 
 @pytest.mark.parametrize("number", [TERM, INT, HUP])

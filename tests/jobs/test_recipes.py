@@ -92,6 +92,12 @@ def test_names_of_runs_do_not_collide():
     assert len(set(names)) == len(names)
 
 
+def test_there_is_a_recipe_for_every_row_and_no_other():
+    others = {"vit_b16_masked_jft", "r50x1_jft_sgd", "r152x2_jft_sgd"}
+    rows = {row[0] for row in TABLE_3} | {*TABLE_6} | others
+    assert {path.stem for path in PAPER.glob("*.yaml")} == rows
+
+
 @pytest.mark.parametrize("file", list(TABLE_6))
 def test_costs_are_those_of_table_6(file):
     tolerance = 0.025 if file in ("vit_b32_jft", "r50x1_jft") else 0.01

@@ -1,20 +1,27 @@
 """Which Ray a driver joins, or starts for itself alone."""
 
+import math
 import os
+import platform
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
+from ray._private.utils import check_version_info
 
+from tests.recipes import recipe_with
 from vit_ray.launch import connection
-from vit_ray.launch.connection import check_address, check_reachable
+from vit_ray.launch.connection import ClusterShape, check_address, check_reachable, connect
 
 START = "from vit_ray.launch.connection import _start; _start(1)"
 
@@ -85,6 +92,69 @@ def test_a_start_of_ray_that_takes_too_long_ends_in_one_line(short_folder):
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: waited 3 s for Ray's processes on this machine")
     assert "RAY_worker_register_timeout_seconds above 1" in line
+
+
+def test_a_folder_whose_path_is_too_long_for_rays_sockets_is_told(tmp_path):
+    """By Ray itself, before it starts anything."""
+    folder = tmp_path / ("x" * 60)
+    folder.mkdir()
+    error = start(folder).stderr
+    assert "ValueError: Ray could not be started in a folder in RAY_TMPDIR" in error
+    assert "set RAY_TMPDIR to a folder of your own" in error
+    assert list(folder.iterdir()) == []
+
+
+def joining(monkeypatch: pytest.MonkeyPatch, init: Any) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(connection, "check_address", lambda address: None)
+    monkeypatch.setattr(connection, "shape", lambda at: ClusterShape(1, 9, 0, at, is_private=True))
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+
+
+def test_a_cluster_of_another_version_is_an_error_that_names_both(monkeypatch):
+    theirs = {"ray_version": "2.59.1", "python_version": platform.python_version()}
+    # Ray's own check, which `ray.init` makes with what the cluster says of itself.
+    joining(monkeypatch, lambda **_: check_version_info(theirs, "10.0.0.2"))
+    with pytest.raises(ValueError, match=r"^RAY_ADDRESS=10\.0\.0\.1:6379: The cluster") as raised:
+        connect(recipe_with())
+    (line,) = str(raised.value).splitlines()
+    assert "Ray: 2.59.1 Python: " in line
+    assert f"Ray: {ray.__version__} Python: {platform.python_version()}; both need" in line
+
+
+def test_sigterm_does_what_it_did_once_ray_is_joined(monkeypatch):
+    """Ray's own handler prints a stack, and ends the process with exit code 15."""
+    joining(monkeypatch, lambda **_: signal.signal(signal.SIGTERM, lambda *_: None))
+    earlier = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        connect(recipe_with())
+        with pytest.raises(SystemExit, match="143"):  # what is open is closed
+            signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
+
+
+def test_a_ray_for_one_command_has_the_cores_that_it_may_use_or_as_many_cpus_as_it_needs(
+    monkeypatch,
+):
+    """Of a host's 64 a container may use those of its affinity; the caller's warnings stay."""
+    started: list[int] = []
+    joining(monkeypatch, None)
+    monkeypatch.delenv("RAY_ADDRESS")
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(7)))
+    monkeypatch.setattr(connection, "_start", started.append)
+    for name in ("mark_private", "_end_with_ray", "keep_no_dataset_statistics"):
+        monkeypatch.setattr(connection, name, lambda *_: None)
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        assert "7 cores" in str(connect(recipe_with()))
+        assert not warnings.filters
+    wide = recipe_with(workers={"num_workers": 64, "cpus_per_worker": 1.0})
+    connect(recipe_with(), wide)
+    assert started == [7, 64 + math.ceil(2 * wide.data.cpus_per_task)]
 
 
 @pytest.mark.slow

@@ -288,6 +288,17 @@ def test_a_renamed_run_is_found_where_it_lies(folder, name, sets, tmp_path):
     assert (found.output, found.name) == (str(tmp_path / "runs"), name or recipe.name)
 
 
+def test_a_copied_project_is_opened_on_its_own_data(sets, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    shutil.copytree(sets / "large", first / "data")
+    recipe = recipe_on(sets, output=str(first / "runs"), data={"train": str(first / "data")})
+    write_parent(recipe)
+    first.rename(second)
+    found = find_run(str(second / "runs" / recipe.name))
+    assert found.resolved.manifest.path == str(second / "data")
+    assert found.recipe.output == str(second / "runs")
+
+
 HOLD = """
 import sys
 from vit_ray import lock

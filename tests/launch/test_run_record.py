@@ -35,6 +35,7 @@ from vit_ray.launch.run_record import (
     trained_params,
 )
 from vit_ray.launch.terminal import RunStoppedError
+from vit_ray.tracking import metrics_log
 from vit_ray.tracking.metrics_log import RunOpening, Status, metrics_log_path
 from vit_ray.tracking.recorder import Recorder
 from vit_ray.tracking.tracker import Tracker
@@ -200,6 +201,15 @@ def test_a_run_whose_driver_died_after_its_last_checkpoint_is_ended_by_the_next(
     assert (run.info.end_time == ended) == (status == "FINISHED")
     cost = {} if status == "FINISHED" else COST
     assert run.data.metrics == {"train/loss": 1.5, **cost}
+
+
+def test_the_record_of_a_driver_that_still_writes_it_is_left_to_it(trained, monkeypatch, caplog):
+    monkeypatch.setattr(metrics_log, "RELEASE_S", 0.0)
+    run_id = driven(trained, None)
+    with metrics_log.lock_log(metrics_log_path(trained.run_folder)):
+        assert end_record(trained, run_id, 10, COST) == run_id
+    assert "end that driver's job" in caplog.text.replace("\n", " ")
+    assert mlflow_run(trained, run_id).info.status == "RUNNING"
 
 
 def test_a_cell_that_trained_while_mlflow_was_away_is_brought_there_below_its_study(

@@ -38,10 +38,10 @@ raise SystemExit(3)
 """
 
 
-def start() -> subprocess.Popen[str]:
+def start(before: str = "") -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
     driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+        [sys.executable, "-c", before + DRIVER], stdin=pipe, stdout=pipe, stderr=pipe, text=True
     )
     assert line(driver) == "training"
     return driver
@@ -85,6 +85,15 @@ def test_a_message_that_nobody_can_read_does_not_end_the_run():
     driver.stdin.flush()
     assert line(driver) == "checkpoint"
     assert driver.wait(60) == 3
+
+
+def test_under_nohup_a_closed_terminal_does_not_stop_the_run():
+    driver = start("import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n")
+    driver.send_signal(signal.SIGHUP)
+    driver.send_signal(signal.SIGTERM)
+    assert line(driver) == "asked to stop: SIGTERM"
+    driver.communicate("land\n", timeout=60)
+    assert driver.returncode == 3
 
 
 def test_a_closed_terminal_asks_for_a_checkpoint_however_often_it_is_told(tmp_path):

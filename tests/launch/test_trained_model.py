@@ -182,6 +182,14 @@ def test_classes_of_another_data_set_are_not_believed(tmp_path, caplog):
     assert [record.getMessage().count("classes are numbers") for record in caplog.records] == [1]
 
 
+def test_a_copied_project_knows_the_classes_of_its_own_data(tmp_path):
+    (tmp_path / "first").mkdir()
+    write_images(tmp_path / "first" / "data")
+    run_of(tmp_path / "first")
+    moved = (tmp_path / "first").rename(tmp_path / "second")
+    assert vit_ray.load(moved / "run").classes == CLASSES
+
+
 @pytest.fixture
 def trained(tmp_path: Path) -> tuple[Recipe, str]:
     """A recipe, and its checkpoint."""

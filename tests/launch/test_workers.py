@@ -46,7 +46,8 @@ from vit_ray.launch.workers import (
 from vit_ray.outcomes import EventKind, Failure, TrialState, WorkerPlace
 from vit_ray.storage import locate
 from vit_ray.tracking.run_state import Event, RunStatus
-from vit_ray.worker.job import SmallerMicroBatchError, UnrecoverableError
+from vit_ray.worker.entry import GroupConfig
+from vit_ray.worker.job import SmallerMicroBatchError, TrainJob, UnrecoverableError
 
 BY_PEER, BAD_CARD = RuntimeError("Connection closed by peer"), RuntimeError("bad card")
 # As Ray 2.60's raylet writes it.
@@ -236,6 +237,15 @@ def test_a_stop_before_there_are_workers_is_no_failure(error, failure, told, tmp
     assert attempts.run.events == ([] if told else [("stopped", text, 0)])
 
 
+@pytest.mark.parametrize("error", [None, failed(BY_PEER)])
+def test_what_a_worker_says_would_happen_again_ends_the_run_with_its_line(error, tmp_path):
+    failure = Failure("the data are bad")
+    attempts = Attempts(tmp_path, Ended(error), failure=failure, max_failures=-1)
+    with pytest.raises(RunFailedError, match=r"^the data are bad$"):
+        attempts.train()
+    assert attempts.run.events == []
+
+
 @pytest.mark.parametrize("end", [Ended(goes_on=True), failed(BY_PEER)])
 def test_a_stop_between_two_groups_starts_no_other(end, tmp_path):
     checkpoint(tmp_path, 10)
@@ -334,11 +344,48 @@ def test_a_controller_that_is_frozen_does_not_keep_the_driver_after_the_runs_end
     assert watched.watch.error is None
 
 
-def test_a_store_that_does_not_answer_is_named_without_its_secret(tmp_path, monkeypatch, capsys):
-    job = make_job(tmp_path, tracking={"uri": "http://user:secret@mlflow:5000"})
+def groups_of(job: TrainJob) -> WorkerGroups:
     shape = GroupShape.of(job.recipe, use_gpu=False, trains=True)
     unused: Any = None
-    groups = WorkerGroups(job, unused, unused, shape, ClusterShape(1, 4, 2, 0.0))
+    return WorkerGroups(job, unused, unused, shape, ClusterShape(1, 4, 2, 0.0))
+
+
+def test_ray_train_tries_once_on_the_nodes_that_were_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(ray, "put", lambda value: value)
+    groups = groups_of(make_job(tmp_path, train={"step_timeout_s": 7.5}))
+    trainer = groups._trainer(Place(4, {"pool": "a"}))
+    failures, scaling = trainer.run_config.failure_config, trainer.scaling_config
+    assert failures.max_failures == failures.max_preemption_failures == 0
+    assert failures.controller_failure_limit == 0
+    assert (scaling.num_workers, scaling.label_selector) == (4, {"pool": "a"})
+    assert trainer.backend_config.timeout_s == 120
+
+
+@pytest.mark.parametrize("error", [DIED, RuntimeError("Timed out after 121 seconds")])
+def test_a_worker_that_dies_before_the_group_has_met_is_named(error, monkeypatch):
+    """Whichever error the others have, and the place of the group is given up."""
+
+    def get(answer: Any, **_: Any) -> None:
+        assert answer != 2, "it waits for the others"
+        if answer == 1:
+            raise DIED
+
+    group = MagicMock(**{"execute_async.return_value": [0, 1, 2], "execute.side_effect": error})
+    monkeypatch.setattr(ray, "wait", lambda answers, **_: ([0, 1], [2]))
+    monkeypatch.setattr(ray, "get", get)
+    config = GroupConfig(backend="gloo", timeout_s=120)
+    with pytest.raises(WorkerGroupError) as raised:
+        config.backend_cls().on_start(group, config)
+    group.get_worker_group_state().placement_group_handle.shutdown.assert_called_once()
+    assert raised.value.worker_failures == {1: DIED}
+    for arrived in (raised.value, ControllerError(pickle.loads(pickle.dumps(raised.value)))):
+        assert cause(arrived, PLACES).startswith("worker 1 on 10.0.0.2 (GPU 3, pid 41, ")
+        assert failing_node(arrived, PLACES) == PLACES[1]
+
+
+def test_a_store_that_does_not_answer_is_named_without_its_secret(tmp_path, monkeypatch, capsys):
+    job = make_job(tmp_path, tracking={"uri": "http://user:secret@mlflow:5000"})
+    groups = groups_of(job)
     monkeypatch.setattr(groups, "_trainer", lambda place: SimpleNamespace(fit=lambda: None))
     monkeypatch.setattr(groups._job.record, "run_id", lambda wait_s: None, raising=False)
     groups.run(PLACE)

@@ -35,8 +35,11 @@ VIT_COUNTS = {
     "ViT-L/16": (304_326_632, 303_301_632),
     "ViT-H/14": (632_045_800, 630_764_800),
 }
-# Of timm's model table (vit_base_r50_s16, vit_large_r50_s32).
-HYBRID_COUNTS_MILLIONS = {"R50x1+ViT-B/16": 98.66, "R50x1+ViT-L/32": 328.99}
+# Of timm's model table (vit_base_r50_s16, vit_large_r50_s32, resnetv2_50x1_bit and so on).
+OTHER_COUNTS_MILLIONS = {
+    "R50x1+ViT-B/16": 98.66, "R50x1+ViT-L/32": 328.99,
+    "R50x1": 25.55, "R101x1": 44.54, "R152x2": 236.34, "R152x4": 936.53,
+}  # fmt: skip
 
 
 def count(model: nn.Module) -> int:
@@ -50,11 +53,11 @@ def test_a_vit_has_exactly_the_parameters_of_the_reference(name):
     assert (count(model), count(model) - count(model.head)) == VIT_COUNTS[name]
 
 
-@pytest.mark.parametrize("name", HYBRID_COUNTS_MILLIONS)
-def test_a_hybrid_has_the_published_number_of_parameters(name):
+@pytest.mark.parametrize("name", OTHER_COUNTS_MILLIONS)
+def test_a_hybrid_or_a_resnet_has_the_published_number_of_parameters(name):
     with torch.device("meta"):
         model = build_model(name, num_classes=1000)
-    assert round(count(model) / 1e6, 2) == HYBRID_COUNTS_MILLIONS[name]
+    assert round(count(model) / 1e6, 2) == OTHER_COUNTS_MILLIONS[name]
 
 
 @pytest.mark.parametrize("name", RESNETS)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from PIL import Image
 from scipy import stats
@@ -16,6 +17,7 @@ from scipy import stats
 from tests.report.made_store import Store, scale_of
 from vit_ray.evaluation.examples import picture
 from vit_ray.experiments.write_page import keep_page
+from vit_ray.report.headline import gain_sentences
 from vit_ray.report.page import Written, confusion, events, gallery, write_report
 from vit_ray.report.runs import Files, load_runs
 
@@ -52,6 +54,8 @@ def test_a_study_begins_with_what_its_laws_determine(study_page):
     assert count.startswith("62 of 64 cells have finished; 2 of other data or recipes are in tab")
     assert cost.startswith("Total cost of 64 trainings: ")
     assert "a proxy: trained on cifar10, pets, and not on" in proxy
+    titles = re.findall("<h2>(.*?)</h2>", study_page.page.read_text())
+    assert titles == ["Accuracy against compute", "Tables of the paper", "Trainings", "Speed"]
 
 
 def test_what_is_missing_names_each_gap_once(study_page):
@@ -77,6 +81,23 @@ def test_a_sweep_begins_with_its_choice_and_its_test_result(sweep_page):
     assert "stopped early" in text
     assert "killed" not in text
     assert len([name for name in sweep_page.figures if "learning rate" in name]) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_test", "verdict"), [(300, "binomial error of the test images"), (10**6, "95 %: ")]
+)
+def test_a_gain_below_the_binomial_error_cannot_be_said(num_test, verdict):
+    cells = pd.DataFrame([
+        {"status": "finished", "family": family, "label": family, "steps": 10.0, "seed": str(seed),
+         "images": images, "num_test": num_test,
+         "test": 0.5 + seed * noise + (gain + 1e-5 * seed) * (images == 2000)}
+        for family, gain, noise in (("ViT", 0.02, 1e-4), ("ResNet", 0.01, 2e-4))
+        for images in (1000, 2000)
+        for seed in range(4)
+    ])  # fmt: skip
+    (sentence,) = gain_sentences(cells)
+    assert "a difference of 1.00" in sentence
+    assert verdict in sentence
 
 
 def put_rates(store: Store, name: str) -> None:
@@ -106,8 +127,12 @@ def test_each_sweep_of_an_experiment_has_a_figure_of_its_own_and_a_sentence(stor
     assert "0.01 is the smallest rate tried: try 0.003." in written.lead[0]
     drawn = [one.partition(":")[0] for one in written.figures if "rate" in one]
     assert drawn[:4] == names
-    keep_page(store.client, run_id, written)
+    for _ in range(2):  # the second page replaces the tables of the first
+        keep_page(store.client, run_id, written)
     assert len(store.client.list_artifacts(run_id, "figures")) == len(written.figures) >= 4
+    (listed,) = (one for name, one in written.tables.items() if name.startswith("Trainings"))
+    kept = store.client.download_artifacts(run_id, "tables/trainings.json")
+    assert len(json.loads(Path(kept).read_text())["data"]) == len(listed)
 
 
 def test_a_training_begins_with_its_result_on_its_own_set(store):
@@ -215,3 +240,9 @@ def test_the_confusion_matrix_has_the_shares_of_each_class():
     shares = table.loc["rose", ["images", "rose", "=1+1", "daisy"]].tolist()
     assert shares == [4, "75.00", "25.00", ""]
     assert table.loc["daisy", "daisy"] == "100.00"
+    alike = [f"{'n' * 45}{number}" for number in range(5)]  # as their first letters are
+    rows = [f'"{name}","{name}",{number + 1}' for number, name in enumerate(alike)]
+    rows = ["class,predicted,images", *rows, f'"{alike[0]}","{alike[1]}",3']
+    (table,) = confusion("\n".join(rows).encode()).values()
+    assert table["images"].tolist() == [4, 2, 3, 4, 5]
+    assert table.loc[alike[0], alike[:2]].tolist() == ["25.00", "75.00"]

@@ -115,6 +115,16 @@ def test_tables_2_and_5_stand_beside_the_papers_on_its_test_set(store):
     assert pd.isna(runs.loc[0.55, "exaflops"])  # one is not among the runs
 
 
+def test_table_7_compares_adam_and_sgd_where_there_is_a_study(store):
+    for optimizer, top1 in (("adamw", 0.9), ("sgd", 0.8)):
+        tuned(store, pretrained(store, "R50x1", optimizer), top1)
+    pretrained(store, "R152x2")
+    assert "Table 7" not in tables_of(store)
+    store.put("cell", {"eval/top1": 0.1, "study/exaflops": 1.0}, group="cell")
+    table = tables_of(store)["Table 7"]
+    assert table.loc["cifar10"].to_dict() == {"R50x1, adamw": "90.00", "R50x1, sgd": "80.00"}
+
+
 def test_table_8_has_positions_by_the_place_where_they_are_added(store):
     for kind, place, top1 in (("none", None, 0.3), ("learned_1d", None, 0.5),
                               ("learned_1d", "every_layer", 0.6)):  # fmt: skip
@@ -149,7 +159,8 @@ def test_tasks_of_vtab_and_of_a_cells_transfers_are_columns(store):
 
 def test_a_line_of_a_figure_is_a_model_and_a_point_a_mean_over_seeds(study):
     made, selection = study
-    (axes,) = fig_compute(comparable(cells_of(trainings(load_runs(made.uri, selection))))).axes
+    cells = comparable(cells_of(trainings(load_runs(made.uri, selection))))
+    (axes,) = fig_compute(cells).axes
     ends = {text.xy: text.get_text() for text in axes.texts}
     lines = [container[0].get_xydata() for container in axes.containers]
     drawn = {ends[tuple(map(float, points[-1]))]: points for points in lines}
@@ -165,6 +176,11 @@ def test_a_line_of_a_figure_is_a_model_and_a_point_a_mean_over_seeds(study):
     assert "running" in [text.get_text() for text in axes.get_legend().get_texts()]
     crosses = [one for one in axes.collections if isinstance(one, PathCollection)]
     assert 30.0 in [point[1] for one in crosses for point in one.get_offsets().tolist()]
+    # By another key, as in Figures 8, 9 and 13.
+    (axes,) = fig_compute(cells, color="epochs").axes
+    colors = {text.get_text(): to_hex(text.get_color()) for text in axes.texts}
+    assert {name.partition(", ")[2] for name in colors} == {"7.0", "14.0", "28.0"}
+    assert len({*colors.values()}) == 3
 
 
 def test_rates_are_hollow_on_the_dev_split_and_filled_on_the_test_set(store):

@@ -6,11 +6,13 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -20,14 +22,22 @@ from mlflow import MlflowClient
 from tests.tracking.tracked import NOWHERE, Here, history, recorded_here
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.config import load_recipe
+from vit_ray.config.keys import RUN_FOLDER
 from vit_ray.config.loading import write_yaml
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.launch.connection import ClusterShape
-from vit_ray.launch.run_record import command_line, data_inputs, run_facts, trained_params
+from vit_ray.launch.run_record import (
+    OpenRun,
+    add_to_ended,
+    command_line,
+    data_inputs,
+    run_facts,
+    trained_params,
+)
 from vit_ray.outcomes import EventKind, Failure
 from vit_ray.report.page import write_report
-from vit_ray.tracking import metrics_log, run_state, tracker
-from vit_ray.tracking.metrics_log import MetricsLog, RunOpening
+from vit_ray.tracking import metrics_log, mlflow_run, run_state, tracker
+from vit_ray.tracking.metrics_log import MetricsLog, RunOpening, metrics_log_path
 from vit_ray.tracking.mlflow_client import SystemMetricsMonitor, experiment_id, open_client
 from vit_ray.tracking.recorder import NodeSampler, Recorder, start_recorder
 from vit_ray.tracking.run_state import Orders, RunState
@@ -94,6 +104,66 @@ def test_a_run_whose_opener_died_is_continued_by_the_next_in_the_same_actor(here
     second.metrics(3, {"train/loss": 1.0})
     assert not second.finish("FINISHED")
     assert history(here.uri, run_id) == [(1, 1.0), (3, 1.0)]
+
+
+def test_a_restarted_actor_continues_the_run_of_the_checkpoint(here, tmp_path, monkeypatch):
+    """MLflow was away, so that the log names no run yet."""
+    first = recorded_here(opening_of(tmp_path, name="first"), here)
+    run_id = first.run_id()
+    first.finish("KILLED")
+    opening = replace(opening_of(tmp_path, name="second"), run_id=run_id)
+    with monkeypatch.context() as away:
+        away.setattr(mlflow_run, "RunWriter", Mock(side_effect=OSError("away")))
+        record = recorded_here(opening, here)
+        assert record.run_id() is None
+        here.die()
+    assert record.flush(60)
+    assert record.run_id() == run_id
+    record.finish("FINISHED")
+
+
+def test_a_record_that_cannot_be_written_costs_only_itself(here, tmp_path):
+    record = recorded_here(opening_of(tmp_path), here)
+    record.append("metrics", step=1, values={"train/loss": {1}})  # no JSON
+    with pytest.raises(TypeError, match="pickle"):
+        record.append("tag", key="a", value=threading.Lock())  # cannot be sent
+    record.metrics(2, {"train/loss": 2.0})
+    here.die()
+    record.metrics(3, {"train/loss": 3.0})
+    run_id = record.run_id()
+    assert not record.finish("FINISHED")
+    assert history(here.uri, run_id) == [(2, 2.0), (3, 3.0)]
+
+
+def test_a_signal_within_a_call_may_record(here, tmp_path):
+    """Its handler runs between two steps of the interrupted thread."""
+    record, interrupted = recorded_here(opening_of(tmp_path), here), []
+
+    def write(*given: Any) -> str:
+        if not interrupted:
+            interrupted.append(given)
+            record.request_stop("SIGINT")
+        return here.actor.write(*given)
+
+    slow = replace(record, actor=SimpleNamespace(write=SimpleNamespace(remote=write)))
+    slow.metrics(1, {"train/loss": 1.0})
+    log = MetricsLog(record.log_path)
+    assert [one["kind"] for one in log.records("metrics", "stop")] == ["stop", "metrics"]
+    record.finish("KILLED")
+
+
+def test_a_log_that_is_locked_holds_up_no_other_run(here, tmp_path):
+    run, locked = opening_of(tmp_path), opening_of(tmp_path, name="locked")
+    record = recorded_here(run, here)
+    with metrics_log.lock_log(locked.log_path):
+        waiting = threading.Thread(target=recorded_here, args=(locked, here))
+        waiting.start()
+        record.metrics(1, {"train/loss": 1.0})
+        assert record.status().step == 1
+        assert waiting.is_alive()
+    waiting.join(30)
+    for opening in (run, locked):
+        assert not replace(record, log_path=opening.log_path).finish("FINISHED")
 
 
 def started(opening: RunOpening, parent: Recorder | None = None) -> Recorder:
@@ -239,6 +309,22 @@ def test_a_model_is_not_logged_in_the_run_of_a_folders_original(here, tmp_path, 
     assert run_id is None
     tracker.log_models_later(NOWHERE, copied).join()
     assert "a model is not logged (MLflow does not have all of its run)" in caplog.text
+
+
+def test_a_transfer_of_a_copied_cell_is_not_recorded_in_the_originals_run(here, store, tmp_path):
+    words = [f"output={tmp_path}/runs", f"tracking.uri={here.uri}", "tracking.system_metrics=false"]
+    cell = load_recipe("digits", words)
+    copy, log = cell.with_changes(output=f"{tmp_path}/copy"), metrics_log_path(cell.run_folder)
+    opening = RunOpening(cell.tracking, cell.name, log, tags={RUN_FOLDER: cell.run_folder})
+    original = recorded_here(opening, here)
+    run_id = original.run_id()
+    original.finish("FINISHED")
+    shutil.copytree(cell.run_folder, copy.run_folder)
+    study = OpenRun(recorded_here(opening_of(tmp_path, name="study"), here))
+    for recipe, is_there in ((copy, False), (cell, True)):
+        add_to_ended(recipe, run_id, {"transfer/mean_top1": 0.5}, study)
+        assert ("transfer/mean_top1" in store.get_run(str(run_id)).data.metrics) is is_there
+    study.record.finish("FINISHED")
 
 
 @pytest.fixture

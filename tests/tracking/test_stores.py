@@ -132,6 +132,15 @@ def test_a_run_that_is_deleted_while_it_trains_is_recorded_again_from_its_start(
     assert history(config.uri, tracker.run_id) == [(1, 1.0), (2, 2.0)]
 
 
+def test_a_deleted_experiment_is_the_reason_that_is_given(config, log_path):
+    client = open_client(config.uri)
+    client.delete_experiment(experiment_id(client, config.uri, "trials"))
+    tracker = started(config, "run", log_path)
+    assert not tracker.finish(timeout_s=5)
+    assert "has been deleted in MLflow; restore it with" in tracker.problem
+    assert tracker.hint == ""
+
+
 @pytest.mark.parametrize("name", ["50%25 of it", "why?", "a#b"])
 @pytest.mark.parametrize("typed", ["sqlite:///my%20runs.db", "sqlite+pysqlite:///my%20runs.db"])
 def test_a_folder_whose_name_looks_like_a_part_of_an_address_holds_the_store(tmp_path, name, typed):
@@ -234,6 +243,15 @@ def test_neither_replay_nor_a_recorder_sends_a_file_that_is_not_the_runs(
     (refused,) = replay(log_path, config.uri).refused
     assert "is not in the run's folder" in refused
     assert MlflowClient(config.uri).list_artifacts(tracker.run_id) == []
+
+
+@pytest.mark.parametrize("line", ['{"kind": "metrics", "step": 1, "val', "half a \r line"])
+def test_a_damaged_record_costs_only_itself(line, away, config, log_path):
+    started(away, "damaged", log_path).finish(timeout_s=0.1)
+    with open(log_path, "a") as file:
+        file.write(line + "\n")
+        file.write('{"kind": "metrics", "step": 1, "values": {"b": 2.0}, "time_ms": 1}\n')
+    assert replay(log_path, config.uri) == (1, [])
 
 
 def test_a_replay_without_a_file_that_is_gone_says_so_and_fails(config, log_path):

@@ -55,16 +55,31 @@ def test_people_who_log_in_read_all_and_write_what_is_theirs(team, monkeypatch):
     # A page that an attacker's name server points at the server's address (DNS rebinding).
     for name, status in {"mlflow": 401, f"mlflow:{team.port}": 401, "evil.example": 403}.items():
         assert team.get(search, Host=name) == status
+    from mlflow.server.auth.client import AuthServiceClient
+
     client = MlflowClient(team.uri)
     _log_in(monkeypatch, "ana", "a-password-of-others")
     with pytest.raises(MlflowException, match="401"):
         client.search_experiments()
     _log_in(monkeypatch, "ana")
-    run_id = client.create_run(client.create_experiment("ana")).info.run_id
+    experiment, users = client.create_experiment("ana"), AuthServiceClient(team.uri)
+    run_id = client.create_run(experiment).info.run_id
     _log_in(monkeypatch, "ben")
     assert client.get_run(run_id).info.status == "RUNNING"
+    for refused in (
+        lambda: client.log_metric(run_id, "train/loss", 1.0),
+        lambda: client.delete_experiment(experiment),
+        lambda: users.create_user("eve", PASSWORD),
+        lambda: users.delete_user("ana"),
+    ):
+        with pytest.raises(MlflowException, match="403"):
+            refused()
+    _log_in(monkeypatch, "ana")
+    users.grant_user_permission("ben", "experiment", experiment, "EDIT")
+    _log_in(monkeypatch, "ben")
+    client.log_metric(run_id, "train/loss", 1.0)
     with pytest.raises(MlflowException, match="403"):
-        client.log_metric(run_id, "train/loss", 1.0)
+        client.delete_experiment(experiment)
 
 
 def test_files_go_through_the_server_and_no_client_has_a_key(team, monkeypatch, tmp_path):

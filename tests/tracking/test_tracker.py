@@ -20,10 +20,11 @@ from tests.tracking.tracked import (
     run_of,
     started,
 )
-from vit_ray.config.keys import RUN_FOLDER, tags_of
+from vit_ray.config.keys import PARENT_TAG, RUN_FOLDER, tags_of
 from vit_ray.outcomes import EventKind
 from vit_ray.tracking import tracker as sender
 from vit_ray.tracking.metrics_log import MetricsLog, RunOpening, Sent
+from vit_ray.tracking.mlflow_run import RunWriter
 from vit_ray.tracking.tracker import Tracker, replay
 
 
@@ -153,6 +154,20 @@ def test_a_run_that_a_slow_mlflow_creates_after_the_records_end_is_the_next_open
     run = only_run(config.uri)
     assert run.info.status == "FINISHED"
     assert history(config.uri, run.info.run_id) == [(10, 2.0), (20, 1.0)]
+
+
+def test_what_is_on_its_way_at_the_end_is_not_noted_for_the_training_that_replaces_it(
+    config, log_path, monkeypatch
+):
+    slow = Hanging(monkeypatch, RunWriter, "send", lambda _, some: some[0]["kind"] == "metrics")
+    first = started(config, "hangs", log_path, training_id="one")
+    losses(first, [1])
+    assert slow.has_begun.wait(30)
+    assert not first.finish(timeout_s=0.1)
+    MetricsLog(log_path).open(RunOpening(config, "hangs", log_path, training_id="two"))
+    slow.may_answer.set()
+    first.stop(30)
+    assert MetricsLog(log_path).read_sent() == Sent()
 
 
 def test_the_log_of_another_run_is_set_aside_not_mixed_in(config, log_path):
@@ -340,10 +355,50 @@ def test_a_copied_folder_has_a_run_of_its_own_and_its_original_keeps_its_curve(c
     original, copy = tmp_path / "original", tmp_path / "copy"
     first = train_in(original, [1], None)
     shutil.copytree(original, copy)
+    # A trial of it waits for its own run, which MLflow has not answered yet.
+    log = copy / "metrics.jsonl"
+    MetricsLog(log).open(RunOpening(config, "run", log, tags={RUN_FOLDER: str(copy)}))
+    trial = started(config, "trial", copy / "trial.jsonl", parent_log=log)
+    assert trial.run_id is None
     copied = train_in(copy, [3], first)
+    assert trial.finish()
+    assert run_of(config.uri, trial.run_id).data.tags[PARENT_TAG] == copied
     # Its checkpoint may still name the original's run.
     again = train_in(copy, [], first)
     extended = train_in(original, [2], first)
     assert again == copied != first == extended
     assert history(config.uri, first) == [(1, 1.0), (2, 2.0)]
     assert history(config.uri, copied) == [(1, 1.0), (3, 3.0)]
+
+
+def test_a_child_of_a_deleted_parent_waits_for_the_run_that_takes_its_place(config, log_path):
+    deleted = recorded(config, "sweep", log_path).run_id
+    MlflowClient(config.uri).delete_run(deleted)
+    child = started(config, "trial", log_path.with_name("trial.jsonl"), parent_log=log_path)
+    assert child.run_id is None
+    parent = started(config, "sweep", log_path)
+    assert child.finish(timeout_s=60)
+    assert run_of(config.uri, child.run_id).data.tags[PARENT_TAG] == parent.run_id != deleted
+    parent.finish()
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes"),
+    [
+        ("pretrain", None),  # of few runs, in which a scatter is some dots
+        ("sweep_trial", ("optim.learning_rate", "dev/top1")),
+        ("study_cell", ("study/exaflops", "eval/top1")),
+    ],
+)
+def test_the_view_of_the_link_is_kept_with_the_experiment(kind, axes, config, log_path):
+    tracker = recorded(config, "first", log_path, tags={"vit_ray.kind": kind})
+    assert tracker.hint == f"vit-ray ui {config.uri}"
+    tags = MlflowClient(config.uri).get_experiment_by_name("trials").tags
+    (text,) = (text for name, text in tags.items() if name.startswith("mlflow.sharedViewState."))
+    charts = json.loads(text)["compareRunCharts"]
+    found = [(c["xaxis"]["key"], c["yaxis"]["key"]) for c in charts if c["type"] == "SCATTER"]
+    assert found == ([axes] if axes else [])
+    assert [one["metricKey"] for one in charts if one["type"] == "LINE"] == ["train/loss"]
+    kept = {"metrics.`study/steps`", "metrics.`transfer/mean_top1`"}
+    assert kept <= {*json.loads(text)["selectedColumns"]}
+    assert tags["mlflow.note.content"].startswith("Trainings of vit_ray.")

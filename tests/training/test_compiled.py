@@ -1,4 +1,4 @@
-"""Compiled models against the same ones uncompiled; engines are in `tests/gpu`.
+"""Compiled models and engines against the same ones uncompiled; on a GPU in `tests/gpu`.
 
 What inductor compiles to machine code, which is on by default on GPUs, runs in processes of their
 own: code that writes out of bounds ends the process, or changes what another test reads.
@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 from tests.models.small import FAMILIES, small_model, some_images
+from tests.training.engine_runs import IMAGES, build_engine, run_steps
 from tests.training.ranks import run_ranks
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.models import build_model
@@ -22,7 +23,7 @@ from vit_ray.models.build import recompute
 from vit_ray.models.counter_random import line_keys, random_words, sample_keys
 from vit_ray.models.layers import StochasticDepth, keyed_dropout
 from vit_ray.models.masked import draw_corruption
-from vit_ray.training.engine import compile_failures, compile_model
+from vit_ray.training.engine import compile_failures, compile_model, compile_s
 from vit_ray.training.objective import draw_mixing
 
 
@@ -90,6 +91,37 @@ def test_blocks_as_wide_as_published_are_captured_without_a_break(patch, width, 
     model(images, sample_keys(torch.arange(1), 0, 0)).sum().backward()
     assert counters["stats"]["unique_graphs"] > 0
     assert not counters["graph_break"]
+
+
+def trained(rank: int) -> Any:
+    """Of an eager and a compiled engine: losses of 3 steps; averaged logits and features."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().set_compile_backend("aot_eager")
+    found = []
+    for compiles in (False, True):
+        counters.clear()
+        before_s = compile_s()
+        train = TrainConfig(
+            precision="fp32", zero_stage=1, activation_checkpointing=1, averaging=0.5,
+            compile=compiles,
+        )  # fmt: skip
+        engine = build_engine(train, 1, 2)
+        losses = run_steps(engine, 0, 3, 2)
+        with engine.averaged():
+            found.append((torch.tensor(losses), *engine.predict(IMAGES)))
+        engine.close()
+        assert (compile_s() > before_s) == (counters["stats"]["unique_graphs"] > 0) == compiles
+    return found
+
+
+@pytest.mark.slow(after=1)
+def test_a_compiled_engine_trains_as_an_eager_one():
+    ((eager, compiled),) = run_ranks(1, trained)
+    for ours, theirs in zip(compiled, eager, strict=True):
+        # fp32 rounds elsewhere; Adam divides by the root of tiny moments, which magnifies it.
+        largest = float(theirs.abs().max())
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * largest)
 
 
 NUM_CALLS = 200

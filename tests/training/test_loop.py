@@ -30,6 +30,7 @@ from vit_ray.checkpoints.checkpoint import Progress, add_digests, samples_digest
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.measure.meters import Compute
+from vit_ray.measure.phases import PhaseClock
 from vit_ray.metric_names import RESULT_EVALUATIONS, RESULT_STEP, with_best
 from vit_ray.training import loop
 from vit_ray.training.collectives import all_sum
@@ -168,6 +169,35 @@ def test_it_saves_by_the_clock():
     run(FakeEngine(), hooks, chosen, clock=lambda: float(next(now)))
     assert 2 <= len(hooks.saved) < TOTAL
     assert hooks.saved[-1] == TOTAL
+
+
+@pytest.mark.parametrize(("every", "logged"), [(50, [1, 4, 8, 10]), (6, [1, 4, 6, 10])])
+def test_a_run_that_is_shorter_than_the_cadence_is_logged_a_few_times(every, logged):
+    hooks = FakeHooks()
+    run(FakeEngine(), hooks, short_recipe(train={"log_every_steps": every}))
+    assert [step for step, metrics in hooks.logged if "train/loss" in metrics] == logged
+
+
+def test_the_wait_for_data_is_one_figure_in_metrics_and_in_the_phases_of_a_run():
+    now_s = [0.0]
+    phases = PhaseClock(lambda: now_s[0])
+
+    class Hooks(FakeHooks):
+        def note_step(self, step: int, wait_s: float) -> None:
+            phases.note_step(wait_s)
+
+    def pass_s(seconds: float) -> None:
+        now_s[0] += seconds
+
+    hooks, engine = Hooks(), FakeEngine(on_backward=lambda _: pass_s(1.0))
+    stream = (pass_s(0.5) or one for one in batches())
+    chosen = short_recipe(train={"log_every_steps": 1})
+    run(engine, hooks, chosen, clock=lambda: now_s[0], stream=stream)
+    found = [metrics for _, metrics in hooks.logged if "data/wait_fraction" in metrics]
+    waited_s = [one["data/wait_fraction"] * one["perf/step_ms_median"] / 1e3 for one in found]
+    assert waited_s == pytest.approx([0.5] * TOTAL)
+    # The first step's wait is a part of the start.
+    assert phases.spent()[0]["data_wait"] == pytest.approx(sum(waited_s[1:]))
 
 
 def test_core_days_are_of_all_seconds_on_all_workers_whatever_the_last_speed():

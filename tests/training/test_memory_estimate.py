@@ -18,8 +18,10 @@ from vit_ray.config import Recipe
 from vit_ray.measure import memory
 from vit_ray.measure.memory import GIB, is_out_of_memory, state_memory
 from vit_ray.models import build_model
+from vit_ray.training import memory_estimate
 from vit_ray.training.engine import DeepSpeedEngine
 from vit_ray.training.memory_estimate import (
+    RESERVED_FRACTION,
     activation_bytes,
     count_parameters,
     estimate_memory,
@@ -27,6 +29,7 @@ from vit_ray.training.memory_estimate import (
     pass_bytes,
     state_shape,
     step_macs,
+    tried_micro_batch,
 )
 from vit_ray.training.steps import micro_batch_size
 from vit_ray.worker.run_link import RunLink, Watchdog
@@ -267,6 +270,37 @@ def test_a_pass_has_the_largest_divisor_of_the_share_within_the_limit(
     else:
         with pytest.raises(ValueError, match="nearest valid"):
             micro_batch_size(recipe, world, limit)
+
+
+@pytest.mark.parametrize(
+    ("mixup", "share", "estimate", "most", "tried", "found"),
+    [
+        (0.0, 24, 24, 30, [24], 24),  # a good estimate costs one trial
+        (0.0, 24, 24, 7, [24, 12, 6], 6),
+        (0.0, 24, 12, 30, [12], 12),
+        (0.0, 24, 24, 1, [24, 12, 6, 3], 1),
+        (0.0, 24, None, 0, [], 1),  # the first pass of the training reports it
+        (0.8, 30, 30, 14, [30, 10], 10),  # pairs: no 15
+        (0.8, 24, 24, 1, [24, 12, 6], 2),
+    ],
+)
+def test_the_estimate_is_tried_and_halved_until_it_fits(
+    mixup, share, estimate, most, tried, found, monkeypatch
+):
+    sizes: list[int] = []
+
+    def passed(recipe: Recipe, num_classes: int, size: int, device: torch.device) -> int:
+        sizes.append(size)
+        return size * GIB
+
+    # The half is more than the state of so small a model.
+    free_bytes = int((most + 0.5) * GIB / (1 - RESERVED_FRACTION))
+    monkeypatch.setattr(memory_estimate, "pass_bytes", passed)
+    monkeypatch.setattr(memory_estimate, "largest_micro_batch", lambda *_: estimate)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_bytes, free_bytes))
+    recipe = vit(2, mixup=mixup, global_batch_size=2 * share)
+    assert tried_micro_batch(recipe, 10, 2, CPU) == found
+    assert sizes == tried
 
 
 def capped(rank: int) -> list[int | None]:

@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.checkpoints.written import (
     WEIGHTS_0,
     WEIGHTS_1,
     flip,
     position,
+    snapshot_of,
     values,
     write_checkpoint,
 )
@@ -22,8 +25,9 @@ from tests.training.ranks import run_ranks
 from tests.worker.fakes import BATCH, FakeEngine, Worker, make_job
 from vit_ray.checkpoints.checkpoint import Checkpoint, Position, Progress, folder_name
 from vit_ray.checkpoints.checkpoint_format import COMMIT
-from vit_ray.checkpoints.checkpoint_writer import Snapshot
+from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter, Part, Snapshot
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
+from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.lock import LockLostError
 from vit_ray.storage import locate
 from vit_ray.training.training_state import TrainingState
@@ -31,6 +35,7 @@ from vit_ray.worker import saving
 from vit_ray.worker.job import UnrecoverableError
 from vit_ray.worker.saving import (
     agreed_checkpoint,
+    gather_by_own_group,
     make_position,
     restore_newest,
 )
@@ -120,6 +125,64 @@ def test_storage_that_does_not_answer_is_reported_and_not_waited_for_without_lim
     with pytest.raises(TimeoutError, match="waiting for the previous checkpoint"):
         worker.saver.wait_until_written(timeout_s=0.03)
     assert set(worker.kinds()) == {"storage slow"}
+
+
+def sum_of_ranks() -> float:
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return float(total)
+
+
+def save_on_ranks(rank: int, folder: str) -> tuple[list[str], set[float]]:
+    """Five saves of which rank 1 fails the third, while this thread's sums go on."""
+    warnings: list[str] = []
+    world_size, sums = dist.get_world_size(), set[float]()
+    writer = CheckpointWriter(
+        locate(folder), CheckpointConfig(), lambda *event: warnings.append(event[1]), None,
+        gather_by_own_group(),
+    )  # fmt: skip
+    for step in range(1, 6):
+        where = Position(Progress(step), step, step, 1, {"w": [world_size]}, {}, "print")
+        part = {f"weight|w|{rank}": torch.full((1,), float(step))}
+        taken = snapshot_of(rank, world_size, part, where)
+        if (rank, step) == (1, 3):
+            taken = replace(taken, memory={"weights": "of no tensor"})
+        writing = threading.Thread(target=writer.write, args=(taken,))
+        writing.start()
+        sums |= {sum_of_ranks() for _ in range(100)}
+        writing.join()
+    return warnings, sums
+
+
+def test_ranks_that_write_wait_for_each_other_in_a_group_of_their_own(tmp_path):
+    found = run_ranks(3, save_on_ranks, str(tmp_path))
+    assert [len(warnings) for warnings, _ in found] == [1, 0, 0]
+    assert "1 of 3 workers failed: rank 1: " in found[0][0][0]
+    assert [sums for _, sums in found] == [{3.0}] * 3
+    newest = newest_checkpoint(locate(str(tmp_path)))
+    assert newest.weights()["w"].tolist() == [5.0] * 3
+
+
+def late_on_ranks(rank: int, given_up: Path) -> tuple[str, float]:
+    """Rank 1 writes until rank 0 has given it up, and this thread's sums go on."""
+    saving.WRITE_TIMEOUT_S = 5.0  # type: ignore[misc]
+    gather, told = gather_by_own_group(), ""
+    deadline_s = time.monotonic() + 60
+    while rank == 1 and not given_up.exists():
+        assert time.monotonic() < deadline_s, "rank 0 still waits"
+        time.sleep(0.1)
+    try:
+        gather(Part([]))
+    except RuntimeError as error:
+        told = str(error)
+    given_up.touch()
+    return told, sum_of_ranks()
+
+
+def test_a_rank_that_is_late_is_an_error_of_the_group(tmp_path):
+    found = run_ranks(2, late_on_ranks, tmp_path / "given up")
+    assert "has not ended its part of a checkpoint (gloo: " in found[0][0]
+    assert [total for _, total in found] == [2.0, 2.0]
 
 
 CPU = torch.device("cpu")

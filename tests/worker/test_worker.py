@@ -10,6 +10,8 @@ import ray
 import ray.exceptions
 import ray.train.torch
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.training.ranks import run_ranks
 from tests.worker.fakes import make_job
@@ -17,7 +19,7 @@ from vit_ray import trust_modules
 from vit_ray.models import build_model
 from vit_ray.models.weights import save_weights
 from vit_ray.worker import worker
-from vit_ray.worker.attempt import smaller_micro_batch
+from vit_ray.worker.attempt import smaller_micro_batch, work_per_image
 from vit_ray.worker.entry import GroupBackend
 from vit_ray.worker.job import UnrecoverableError
 from vit_ray.worker.run_link import RunLink
@@ -61,6 +63,22 @@ def test_ranks_take_what_the_smallest_has_found_or_the_recipe_says(
     job = make_job(tmp_path, train={"micro_batch_size": asked})
     assert choose_micro_batch(job, 1, lambda images: min(images, others)) == taken
     assert world_sizes == tried
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_mfu_is_of_the_work_that_torch_counts_without_what_is_recomputed(
+    tmp_path, monkeypatch, every
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    train = {"activation_checkpointing": every, "precision": "bf16", "compile": False}
+    found = work_per_image(make_job(tmp_path, model={**MODEL, "depth": 2}, train=train))
+    assert found.peak_flops == 989e12  # NVIDIA's data sheet, without sparsity
+    with torch.device("meta"), sdpa_kernel(SDPBackend.MATH):
+        model = build_model("ViT", 10, 16, **{**TINY, "depth": 2})
+        with FlopCounterMode(display=False) as counter:
+            model(torch.empty(1, 3, 16, 16)).sum().backward()
+    assert found.model_macs == counter.get_total_flops() // 2
 
 
 def model_of(job: Any, *, loads_weights: bool = True) -> torch.nn.Module:

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from tests.data.convert.archives import (
+    add,
     converted,
     example,
     labels_of,
@@ -98,6 +99,16 @@ def test_a_cut_archive_is_never_taken_for_a_whole_one(tmp_path, cut):
         converted(file, tmp_path / "set")
 
 
+@pytest.mark.parametrize("name", ["00.jpg", "19.cls"])
+@pytest.mark.parametrize("at", [0, 124, 148, 257])
+def test_a_bad_header_byte_is_found(tmp_path, name, at):
+    content = bytearray(SHARD)
+    content[member_offsets()[name] + at] ^= 0x01
+    (tmp_path / "a.tar").write_bytes(content)
+    with pytest.raises(ValueError, match=r"a.tar is damaged at byte"):
+        converted(tmp_path / "a.tar", tmp_path / "set")
+
+
 def test_a_mended_archive_is_indexed_anew(tmp_path):
     root = write_files(tmp_path / "source", {"a.tar": SHARD[:9000], "b.tar": SHARD})
     with pytest.raises(ValueError, match=r"1 files of the source are damaged: .*a.tar"):
@@ -138,13 +149,42 @@ def test_one_bad_sample_is_one_rejected_row(tmp_path, reason):
     assert (key, reason in found) == ("a/x", True), found
 
 
-def test_a_link_in_the_archive_is_rejected(tmp_path):
+def test_a_name_that_is_not_utf8_is_one_rejected_row(tmp_path):
+    sink = io.BytesIO()
+    with tarfile.open(fileobj=sink, mode="w", encoding="latin-1", format=tarfile.GNU_FORMAT) as tar:
+        for name, content in [*FILES, ("caf\xe9.jpg", IMAGES[0]), ("caf\xe9.cls", b"1")]:
+            add(tar, name, content)
+    (tmp_path / "a.tar").write_bytes(sink.getvalue())
+    assert len(converted(tmp_path / "a.tar", tmp_path / "set")) == 20
+    assert rejections(tmp_path / "set") == {
+        "a/caf\\udce9": "its name or its label is not valid UTF-8"
+    }
+
+
+def test_links_and_sparse_members_are_rejected(tmp_path):
+    """A sparse label of 3 GiB takes 512 bytes on disk, and must take no more in memory."""
     link = tarfile.TarInfo("y.jpg")
     link.type, link.linkname = tarfile.SYMTYPE, "00.jpg"
-    (tmp_path / "a.tar").write_bytes(link.tobuf() + tar_of([("y.cls", b"1"), *FILES]))
+    sparse = sparse_header("x.cls", 3 << 30) + b"1".ljust(512, b"\0")
+    files = tar_of([("x.jpg", IMAGES[0]), *FILES])
+    (tmp_path / "a.tar").write_bytes(link.tobuf() + sparse + files)
     assert len(converted(tmp_path / "a.tar", tmp_path / "set")) == 20
-    ((key, reason),) = rejections(tmp_path / "set").items()
-    assert (key, "a link, a sparse or a special file" in reason) == ("a/y", True)
+    reasons = rejections(tmp_path / "set")
+    assert set(reasons) == {"a/x", "a/y"}
+    assert "a link, a sparse or a special file" in reasons["a/y"]
+    assert "not a plain file in the archive" in reasons["a/x"]
+
+
+def sparse_header(name: str, real_size: int) -> bytes:
+    """A header of GNU's old sparse format: one stored byte, the rest a hole."""
+    member = tarfile.TarInfo(name)
+    member.size, member.type = 1, tarfile.GNUTYPE_SPARSE
+    block = bytearray(member.tobuf(tarfile.GNU_FORMAT))
+    block[386 : 386 + 24] = b"%011o\0%011o\0" % (0, 1)
+    block[483:495] = b"%011o\0" % real_size
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
 
 
 def test_an_image_of_joined_archives_does_not_get_the_label_of_another(tmp_path):
@@ -185,6 +225,7 @@ def test_the_example_of_tensorflows_tutorial_is_read():
         "feature0": [0], "feature1": [4], "feature3": [pytest.approx(0.9876)],
     }  # fmt: skip
     assert found["feature2"] == [b"goat"]
+    assert features_of(example(one=[-1])) == {"one": [-1]}
 
 
 @pytest.mark.parametrize(("content", "crc"), [(bytes(32), 0x8A9136AA), (b"123456789", 0xE3069283)])

@@ -1,8 +1,10 @@
 """What one image may be, and what a dry run says of all: damaged, too large, of any format."""
 
+import itertools
 import json
 import platform
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,15 +13,15 @@ import pytest
 from sklearn.datasets import load_sample_images
 
 from tests.commands.command_line import run_cli
-from tests.data.convert.archives import converted, tar_of, write_files
+from tests.data.convert.archives import converted, samples, tar_of, write_files
 from tests.data.converting import config_of, convert
 from tests.data.pictures import encoded, jpeg, picture, write_class_folders
 from tests.data.s3_server import serve_s3, this_process_uses
 from vit_ray.commands import predict
-from vit_ray.data import open_dataset
+from vit_ray.data import open_dataset, shard_writer
 from vit_ray.data.convert import checks, rows
 from vit_ray.data.convert.checks import estimate_conversion
-from vit_ray.data.convert.finished_sets import verify
+from vit_ray.data.convert.finished_sets import check_file, verify
 from vit_ray.data.convert.rows import Row
 from vit_ray.data.images import FORMAT_SUFFIXES, decode, is_image_name
 from vit_ray.data.jpeg import num_scans
@@ -141,6 +143,15 @@ def test_a_jpeg_of_very_many_scans_is_rejected(tmp_path):
     assert report.rejected == {"class_0/many.jpg": "it is a JPEG of 101 scans; the most are 100"}
 
 
+def test_a_strip_that_no_jpeg_can_hold_is_rejected(tmp_path):
+    strip = encoded(np.zeros((20, 70_000, 3), np.uint8), "PNG")
+    source = source_with(tmp_path / "source", {"strip.png": strip})
+    report = convert(source, tmp_path / "set", shrink_to=19, max_rejected_fraction=0.1)
+    assert report.num_images == 9
+    assert "66500 x 19 pixels" in report.rejected["class_0/strip.png"]
+    assert convert(source, tmp_path / "whole").num_images == 10
+
+
 @pytest.mark.parametrize("index_jpeg", [True, False])
 def test_large_images_are_shrunk_only_when_asked(tmp_path, index_jpeg):
     files = {"cat/large.jpg": jpeg(1, 300, 400), "cat/small.jpg": jpeg(2, 50, 40)}
@@ -165,6 +176,21 @@ def test_shards_of_shrunk_images_have_the_size_that_is_asked_for(tmp_path):
     sizes = [file.bytes for file in open_dataset(str(tmp_path / "set")).files]
     assert len(sizes) > 1
     assert sum(sizes) / len(sizes) == pytest.approx(0.01 * 2**20, rel=0.35)
+
+
+def test_a_row_group_ends_where_its_images_have_enough_bytes(tmp_path, monkeypatch):
+    write_class_folders(tmp_path / "source", num_classes=2, per_class=20)
+    sizes = [file.stat().st_size for file in (tmp_path / "source").rglob("*.*")]
+    monkeypatch.setattr(shard_writer, "MOST_ROW_GROUP_BYTES", 3 * max(sizes))
+    convert(tmp_path / "source", tmp_path / "set", rows_per_row_group=8, index_jpeg=False)
+    manifest = open_dataset(str(tmp_path / "set"))
+    assert manifest.num_images == 40
+    assert 3 <= manifest.rows.max() < 8
+    for file in manifest.files:
+        metadata = pq.ParquetFile(tmp_path / "set" / file.path).metadata
+        for group in range(metadata.num_row_groups):
+            assert metadata.row_group(group).column(0).total_uncompressed_size < 4 * max(sizes)
+    assert check_file(0, manifest, 1.0).problems == []
 
 
 def test_a_file_that_is_too_large_for_an_image_is_not_read(tmp_path, monkeypatch):
@@ -222,6 +248,22 @@ def test_a_source_that_takes_long_is_counted_in_part(image_folder, monkeypatch):
     assert (said.num_counted, said.num_parts, said.num_images) == (1, 3, 300)
     text = "images      about 300 images of at least 3 classes (1 of 3 parts counted)"
     assert run_plan(image_folder)[0] == text
+
+
+@pytest.mark.parametrize("num_tars", [1, 3])
+def test_a_file_that_is_not_counted_to_its_end_is_extrapolated_by_bytes(
+    num_tars, tmp_path, monkeypatch
+):
+    files = samples([jpeg(i) for i in range(100)], [b"%d" % (i // 50) for i in range(100)])
+    write_files(tmp_path, {f"{number}.tar": tar_of(files) for number in range(num_tars)})
+    clock = SimpleNamespace(monotonic=itertools.count().__next__)  # a second for each row
+    monkeypatch.setattr(checks, "time", clock)
+    monkeypatch.setattr(rows, "time", clock)
+    said = estimate_conversion(config_of(tmp_path, "set"))
+    assert (said.num_counted, said.num_parts, said.num_classes) == (0, num_tars, 1)
+    assert said.num_images == pytest.approx(100 * num_tars, rel=0.5)
+    told = f"images      about {said.num_images} images of at least 1 classes"
+    assert run_plan(tmp_path)[0].startswith(told)
 
 
 def test_rejected_images_and_the_machine_are_named(tmp_path):

@@ -16,14 +16,14 @@ import pytest
 
 from tests.data.convert.archives import write_files
 from tests.data.convert.conftest import stopped_at
-from tests.data.converting import convert
+from tests.data.converting import config_of, convert
 from tests.data.pictures import jpeg, write_class_folders
 from tests.data.small_sets import flips
 from vit_ray.data import open_dataset
-from vit_ray.data.convert import shards
+from vit_ray.data.convert import index, shards
 from vit_ray.data.convert.finished_sets import deduplicate, verify
 from vit_ray.data.convert.index import parquet_output, read_facts, read_groups, write_facts
-from vit_ray.data.convert.rows import Row
+from vit_ray.data.convert.rows import Row, Unit
 from vit_ray.data.dataset import Manifest, checksum
 from vit_ray.data.images import decode
 from vit_ray.data.keyed_random import KeyedPermutation
@@ -88,6 +88,24 @@ def test_unusable_files_are_listed_with_their_reason_and_some_are_shown(
     assert len(manifest.files) > 1
     parts = sorted(file.name for file in target.glob("part-*"))
     assert parts == sorted(file.path for file in manifest.files)
+
+
+def test_a_full_temporary_disk_is_named(serial, small_disk, tmp_path, monkeypatch):
+    rows = "".join(f"{i}.jpg,x,{'c' * 1000}\n" for i in range(4000))
+    (tmp_path / "list.csv").write_text("path,label,caption\n" + rows)
+    monkeypatch.setattr("tempfile.tempdir", str(small_disk))
+    with pytest.raises(OSError, match=rf"set TMPDIR to a larger disk.*{small_disk}"):
+        convert(tmp_path / "list.csv", tmp_path / "set", columns=["caption"])
+
+
+def test_tens_of_thousands_of_class_folders_are_looked_at_by_few_tasks(monkeypatch):
+    parts: list[list[Unit]] = []
+    monkeypatch.setattr(index, "run_tasks", lambda _, items, **__: parts.extend(items) or [])
+    config = config_of("/a", "/set")
+    units = [Unit("folder", f"/a/{i}", "/a", config) for i in range(30_000)]
+    index.versions_of(units)
+    assert len(parts) <= 1024
+    assert [unit for part in parts for unit in part] == units
 
 
 def test_our_own_mistake_is_no_rejected_row(serial, image_folder, tmp_path, monkeypatch):
@@ -189,6 +207,19 @@ def test_of_two_conversions_the_second_is_refused(serial, image_folder, tmp_path
     assert not (tmp_path / "set" / "_staging").exists()
 
 
+def test_who_has_lost_the_destination_does_not_commit(serial, image_folder, tmp_path, monkeypatch):
+    check = shards._check_shards
+
+    def and_another_takes_over(*arguments: Any) -> None:
+        check(*arguments)
+        (tmp_path / "set" / "_staging" / "lock-00000009.json").write_text("{}")
+
+    monkeypatch.setattr(shards, "_check_shards", and_another_takes_over)
+    with pytest.raises(ValueError, match=r"convert.destination=.* has been taken over by"):
+        convert(image_folder, tmp_path / "set")
+    assert not (tmp_path / "set" / "manifest.parquet").exists()
+
+
 SETTINGS: dict[str, Any] = {"rows_per_row_group": 8, "shard_mib": 0.1, "seed": 3}
 
 
@@ -204,6 +235,25 @@ def test_a_refusal_is_lifted_without_a_second_conversion(serial, tmp_path, monke
     monkeypatch.setattr(shards, "read_ahead", lambda _: pytest.fail("made again"))
     report = convert(source, tmp_path / "set", max_rejected_fraction=0.02, **options)
     assert (report.num_images, report.num_rejected) == (98, 2)
+
+
+def test_a_refusal_leaves_no_list_that_stands_in_the_way_of_a_mended_source(serial, tmp_path):
+    source, target = tmp_path / "source", tmp_path / "set"
+    write_class_folders(source, num_classes=1, per_class=8)
+    (source / "class_0" / "broken.jpg").write_bytes(b"broken")
+    listed = [f"{file.relative_to(tmp_path)},0\n" for file in sorted(source.glob("*/*"))]
+    rows = tmp_path / "list.csv"
+
+    def convert_list(text: str) -> int:
+        rows.write_text(text)
+        return convert(rows, target).num_images
+
+    with pytest.raises(ValueError, match="1 of 9 "):
+        convert_list("path,label\n" + "".join(listed))
+    kept = [line for line in listed if "broken" not in line]
+    with pytest.raises(ValueError, match="1 integers from 5 to 5, and not 0 to 0"):
+        convert_list("path,label\n" + "".join(kept).replace(",0", ",5"))
+    assert convert_list("path,label\n" + "".join(kept)) == 8
 
 
 @pytest.mark.parametrize("function", ["commit", "_write_manifest"])

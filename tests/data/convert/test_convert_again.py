@@ -98,6 +98,21 @@ def test_a_source_that_changed_twice_has_the_rows_that_it_has_now(serial, tmp_pa
     assert labels_of(target) == rows
 
 
+def test_keys_are_relative_to_the_folder_of_all_files_that_match_now(serial, tmp_path, monkeypatch):
+    """The index of an interrupted start has them relative to a folder below it."""
+    source, target = tmp_path / "tars" / "*" / "*.tar", tmp_path / "set"
+    write_tar(tmp_path / "tars" / "a" / "1.tar", [0, 1, 2])
+    with stopped_at(monkeypatch, "shards_for", is_done=False):
+        convert(source, target, **SMALL)
+    (first,) = (target / "_staging").glob("index-*.parquet")
+    write_tar(tmp_path / "tars" / "b" / "2.tar", [3, 4])
+    with stopped_at(monkeypatch, "shards_for", is_done=False):
+        convert(source, target, **SMALL)
+    assert not first.exists()
+    convert(source, target, **SMALL)
+    assert sorted(labels_of(target)) == [f"a/1/00{i}" for i in range(3)] + ["b/2/003", "b/2/004"]
+
+
 @pytest.mark.parametrize("name", ["source", "a.tar"])
 def test_a_source_that_changes_while_it_is_converted_is_an_error(
     serial, tmp_path, monkeypatch, name

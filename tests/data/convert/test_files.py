@@ -144,6 +144,7 @@ WRONG_DEPTH: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (("a/cover.jpg", "a/airfield/1.jpg", "a/bar/2.jpg"), "a/airfield"),
         (("a/airfield/1.jpg", *SYNOLOGY), "a/airfield"),
         (("train/cat/1.jpg", "images/3.jpg"), "train/cat"),
+        (("ILSVRC/Data/CLS-LOC/train/n01/1.JPEG",), "CLS-LOC/train/n01"),
         (("Data/CLS-LOC/train/n01/1.JPEG", "Data/CLS-LOC/val/2.JPEG"), "CLS-LOC/train/n01"),
     ],
     "/*": [

@@ -17,6 +17,7 @@ from tests.data.converting import convert, in_this_process
 from tests.data.damage import broken_copy, damage
 from tests.data.pictures import encoded, picture
 from vit_ray.data import open_dataset
+from vit_ray.data.convert import finished_sets
 from vit_ray.data.convert.finished_sets import Known, deduplicate, describe, verify
 
 pytestmark = pytest.mark.usefixtures("serial")
@@ -107,6 +108,21 @@ def test_an_existing_destination_is_refused_before_anything_is_replaced(sets, tm
         with pytest.raises(ValueError, match=f"already holds .*{name}.*choose another folder"):
             deduplicate(train, [test], str(folder))
         assert [(p.name, p.read_bytes()) for p in folder.iterdir()] == [(name, b"kept")]
+
+
+def test_it_can_be_run_again_after_a_crash_at_its_end(sets, tmp_path, monkeypatch):
+    train, test = sets
+
+    def crash(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finished_sets, "derive", crash)
+        with pytest.raises(KeyboardInterrupt):
+            deduplicate(train, [test], str(tmp_path / "clean"))
+    assert [file.name for file in (tmp_path / "clean").iterdir()] == ["duplicates.parquet"]
+    deduplicate(train, [test], str(tmp_path / "clean"))
+    assert open_dataset(str(tmp_path / "clean")).num_images == 120
 
 
 def test_an_image_that_changed_stops_it_by_name(sets, tmp_path):

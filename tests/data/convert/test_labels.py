@@ -126,6 +126,7 @@ def test_places_of_classes_as_text_are_not_taken_for_names(tmp_path, name, form)
         (["0.0", "1.0", "1"], "numbers with decimals"),
         (["+1", "1e0", "2"], "numbers with decimals"),
         (["0,0", "1,0", "0,0"], "numbers with decimals"),
+        (["cat", "None", "dog"], r"\['None'\]"),
         (["cat", "nan", "dog"], r"\['nan'\] usually means that there is none"),
         (["True", "False", "True"], r"\['False', 'True'\] are truth values"),
         (["cat", "Cat", "dog"], r"labels \['Cat', 'cat'\] .* in convert.classes$"),
@@ -204,6 +205,14 @@ def test_numbered_folders_are_names_or_indices_as_the_user_says(tmp_path):
     options = {"labels_are": "indices", "classes": ["cat", "dog", "owl"]}
     found = labels_of(converted(root, tmp_path / "numbered", **options))
     assert found == dict(zip(names, ["cat", "cat", "owl"], strict=True))
+
+
+def test_folders_of_two_forms_of_one_letter_are_one_class(tmp_path):
+    names = (f"{COMPOSED}/1.jpg", f"{DECOMPOSED}/2.jpg", "tea/3.jpg")
+    root = write_files(tmp_path / "s", dict(zip(names, IMAGES, strict=False)))
+    found = converted(root, tmp_path / "set", classes=["tea", DECOMPOSED])
+    assert set(labels_of(found).values()) == {COMPOSED, "tea"}
+    assert open_dataset(str(tmp_path / "set")).classes == ["tea", COMPOSED]
 
 
 STRUCTS = [{"bytes": image} for image in IMAGES]

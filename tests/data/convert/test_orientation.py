@@ -65,6 +65,7 @@ def test_a_turned_image_is_shrunk_too_and_what_is_done_is_said(tmp_path):
     report = convert(source, tmp_path / "plain")
     assert report.notes[0].startswith("3 images have an orientation in EXIF and are kept as they")
     assert "convert.apply_orientation=true turns them" in report.notes[0]
+    assert "there is one class only: 'cat'" in report.notes
     row = rows_of(tmp_path / "plain")["cat/0.jpg"]
     np.testing.assert_array_equal(decode(row["image"]), decode(files["cat/0.jpg"]))
     report = convert(source, tmp_path / "set", apply_orientation=True, shrink_to=48)

@@ -1,8 +1,10 @@
 """What a conversion asks an object store, counted at a real server, and what is denied there."""
 
+import errno
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,8 +14,9 @@ from tests.data.denying_s3 import policy_of, serve_s3_with_policy
 from tests.data.pictures import jpeg
 from tests.data.s3_server import FaultProxy, serve_s3, this_process_uses
 from vit_ray import lock
-from vit_ray.data.convert import conversion
+from vit_ray.data.convert import conversion, rows
 from vit_ray.data.convert.rows import Row
+from vit_ray.storage import Location
 
 pytestmark = pytest.mark.usefixtures("serial")
 
@@ -80,3 +83,17 @@ def test_an_object_that_is_denied_is_one_rejected_row(tmp_path):
     ((key, reason),) = report.rejected.items()
     assert key == "cat/2.jpg"
     assert reason.startswith("it cannot be read: ")
+
+
+def test_what_is_denied_as_a_whole_is_no_rejected_row(monkeypatch):
+    def denied(*_: Any) -> bytes:
+        raise PermissionError(errno.EACCES, "Access Denied")
+
+    monkeypatch.setattr(Location, "read_range", denied)
+    with monkeypatch.context() as patch:
+        patch.setattr(rows, "check_reachable", denied)
+        with pytest.raises(PermissionError):  # the credentials are refused
+            Row("key", path="s3://bucket/a.jpg").read()
+    monkeypatch.setattr(rows, "check_reachable", lambda _: None)
+    with pytest.raises(PermissionError):  # of an archive, all rows would be denied
+        Row("key", path="s3://bucket/a.tar", offset=512, length=9).read()

@@ -27,7 +27,9 @@ from tests.data.converting import convert, units
 from tests.data.pictures import encoded, jpeg, picture
 from vit_ray.data import open_dataset
 from vit_ray.data.boxes import Augmentation
+from vit_ray.data.convert import shards
 from vit_ray.data.convert.finished_sets import check_file
+from vit_ray.data.convert.rows import Unit
 from vit_ray.data.convert.sources import rows_of
 from vit_ray.data.dataset import Manifest
 from vit_ray.data.order import Partition
@@ -216,6 +218,13 @@ def test_kaggles_imagenet_is_read_by_its_lists(tmp_path):
     assert found == dict(zip(paths, names, strict=True))
 
 
+def test_ids_that_are_numbers_become_paths_by_a_pattern(folder):
+    lines = [json.dumps({"path": i, "label": "abc"[i]}) for i in range(3)]
+    (folder / "ids.jsonl").write_text("\n".join(lines))
+    found = converted(folder / "ids.jsonl", folder / "set", image_pattern="00{}.jpg")
+    assert labels_of(found) == {f"00{i}.jpg": "abc"[i] for i in range(3)}
+
+
 NAMES = ["cat", "dog", "owl"]
 FEATURES = {"label": {"names": NAMES, "_type": "ClassLabel"}}
 PICTURES = [encoded(picture(i, 30 + i, 40), "JPEG" if i % 3 else "PNG") for i in range(24)]
@@ -330,6 +339,23 @@ def test_a_file_that_changed_is_seen_when_it_is_opened(source, tmp_path):
     assert "has changed since" in check_file(0, manifest, 0.0).problems[0].what
 
 
+def test_a_file_that_changes_while_its_images_are_looked_at_is_an_error(
+    source, tmp_path, monkeypatch
+):
+    rows = shards.parquet_rows
+
+    def touching(unit: Unit) -> Any:
+        os.utime(unit.path, ns=(0, 0))
+        return rows(unit)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "parquet_rows", touching)
+        with pytest.raises(ValueError, match=r"00000-of-00002.parquet has changed since this conv"):
+            in_place(source, tmp_path / "set")
+    assert not (tmp_path / "set" / "manifest.parquet").exists()
+    assert in_place(source, tmp_path / "set").num_images == 23
+
+
 def test_an_image_that_changed_is_seen_though_its_file_has_the_same_length_and_time(
     source, tmp_path
 ):
@@ -393,3 +419,12 @@ def test_a_row_group_without_a_usable_image_is_left_out(tmp_path):
     assert manifest.row_group.tolist() == [0, 2]
     assert [image for image, *_ in stored(manifest).values()] == PICTURES[:9]
     assert "".join(label for _, label, _ in stored(manifest).values()) == "abcabbbac"
+
+
+def test_a_row_group_of_too_many_bytes_is_refused_before_any_image_is_read(
+    source, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("vit_ray.data.convert.tables.MOST_ROW_GROUP_BYTES", 100)
+    with pytest.raises(ValueError, match=r"row group 0 has 0 MiB of images; in place it needs"):
+        in_place(source, tmp_path / "set")
+    assert not (tmp_path / "set").exists()  # and so can be converted by copying

@@ -1,5 +1,7 @@
 """What one reading task makes, without Ray: with restart indices or without, of rows gone bad."""
 
+import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,14 @@ from tests.data.pictures import encoded
 from tests.data.small_sets import used_rows
 from vit_ray.data import open_dataset
 from vit_ray.data.boxes import Augmentation
+from vit_ray.data.convert import checks
 from vit_ray.data.convert.finished_sets import check_file
 from vit_ray.data.crops import crop_of
-from vit_ray.data.dataset import Manifest
+from vit_ray.data.dataset import Manifest, ShardFile, ShardFiles
 from vit_ray.data.order import Partition
 from vit_ray.data.parts import select
 from vit_ray.data.randaugment import RandAugment
+from vit_ray.data.restart_markers import Libjpeg, RewrittenJpeg, with_restart_markers
 from vit_ray.data.shards import RowGroupReader
 from vit_ray.data.stream.batches import Batch, BatchReader, StreamJob, StreamSpec
 
@@ -94,6 +98,36 @@ def test_batches_have_the_crops_of_their_samples_with_indices_and_without(sets, 
         assert check_file(0, manifest, decode_fraction=1.0).problems == []
 
 
+def with_wrong_indices(monkeypatch: pytest.MonkeyPatch, folder: Path, **changes: Any) -> Manifest:
+    """A data set in whose indices some numbers are others than those of the files."""
+
+    def wrong(image: bytes, writer: Libjpeg) -> RewrittenJpeg | None:
+        found = with_restart_markers(image, writer)
+        if found is None:
+            return None
+        values = {name: change(getattr(found.index, name)) for name, change in changes.items()}
+        return replace(found, index=replace(found.index, **values))
+
+    monkeypatch.setattr(checks, "with_restart_markers", wrong)
+    return converted(folder, index_jpeg=True)
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "no unit": {"unit_width": lambda _: 0},
+    "front behind the tables": {"front": lambda _: 1 << 20},
+    "offsets behind the end": {"offsets": lambda o: o + 1},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_impossible_index_costs_its_image_alone(monkeypatch, tmp_path, name):
+    manifest = with_wrong_indices(monkeypatch, tmp_path, **WRONG[name])
+    batch, bad = read(manifest, Augmentation(size=64), is_training=False)
+    assert len(bad) >= 4
+    assert all("its restart index" in why for why in bad.values())
+    assert batch["image"].any(axis=(1, 2, 3)).sum() == 7 - len(bad)
+
+
 def test_a_bad_row_is_described_and_replaced_by_a_neighbour_in_training(dataset, tmp_path):
     manifest, _ = broken_copy(dataset, tmp_path)
     damage(manifest, group=2, rows=[5])
@@ -139,3 +173,35 @@ def test_a_row_group_without_a_good_image_has_substitutes_of_the_next(dataset, t
         damage(manifest, group, rows=list(range(16)))
     with pytest.raises(ValueError, match=r"no image of its row group .* next 7 can be decoded"):
         read(manifest, Augmentation(size=16))
+
+
+NUM_GROUPS = 600_000
+
+
+def as_ray_sends(found: Any) -> tuple[bytes, list[memoryview]]:
+    """What each process unpickles, and the arrays that it shares with others."""
+    buffers: list[pickle.PickleBuffer] = []
+    body = pickle.dumps(found, protocol=5, buffer_callback=buffers.append)
+    return body, [buffer.raw().toreadonly() for buffer in buffers]
+
+
+@pytest.mark.parametrize("held_out", [0.0, 0.1])
+def test_processes_share_all_of_manifest_and_order(held_out):
+    numbers = np.arange(NUM_GROUPS, dtype=np.int32)
+    rows = np.full(NUM_GROUPS, 64, np.int32)
+    manifest = Manifest(
+        numbers // 100, numbers % 100, rows, rows.astype(np.int64), {},
+        path="", root="", num_images=64 * NUM_GROUPS, classes=["a"], max_labels=1, fingerprint="",
+        files=ShardFiles(ShardFile(f"{i}", 6400, 6400, 0) for i in range(NUM_GROUPS // 100)),
+    )  # fmt: skip
+    part, _ = select(manifest, seed=0, held_out_fraction=held_out, fraction=1.0)
+    job = StreamJob(StreamSpec(part), Partition(1, 64), 0, is_training=True)
+    body, buffers = as_ray_sends(job)
+    assert len(body) < 10_000
+    plan = BatchReader(pickle.loads(body, buffers=buffers)).plan
+    sent = 2 * sum(buffer.nbytes for buffer in buffers)
+    drawn = sum(plan.order.draw(epoch).nbytes for epoch in (0, 1))
+    # Of a row group: the manifest's four columns and its first sample, of a part also its rows in
+    # the whole, sent by the driver and by the stream server; its place in the order of two epochs.
+    each = 2 * (28 + 4 * (held_out > 0)) + 2 * 16
+    assert pytest.approx(sent + drawn, rel=0.05) == NUM_GROUPS * each

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -139,6 +139,39 @@ def test_an_execution_that_gives_too_few_blocks_is_an_error():
     dataset: Any = SimpleNamespace(iter_internal_ref_bundles=lambda: [])
     with pytest.raises(ValueError, match="shorter"):
         list(blocks_of(iter([Segment(dataset, [0], 0)])))
+
+
+def made_up_segments(started: list[int], sizes: list[int], next_at: int) -> Iterator[Segment]:
+    """Segments of one rank without Ray, that note when they are executed."""
+
+    class Executed:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def iter_internal_ref_bundles(self) -> list[Any]:
+            started.append(self.number)
+            metadata = SimpleNamespace(size_bytes=1)
+            names = [f"{self.number}.{index}" for index in range(sizes[self.number])]
+            entries = [SimpleNamespace(ref=name, metadata=metadata) for name in names]
+            return [SimpleNamespace(blocks=[entry]) for entry in entries]
+
+    for number, size in enumerate(sizes):
+        dataset: Any = Executed(number)
+        yield Segment(dataset, [0] * size, next_at)
+
+
+def test_the_next_segment_starts_while_the_last_blocks_of_one_are_taken():
+    started: list[int] = []
+    blocks = blocks_of(made_up_segments(started, [6, 4, 4], 2))
+    names = [str(next(blocks).block) for _ in range(3)]
+    assert started == [0]
+    names.append(str(next(blocks).block))
+    deadline_s = time.monotonic() + 30
+    while started == [0] and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert started == [0, 1]
+    names += [str(one.block) for one in blocks]
+    assert names == [f"{n}.{index}" for n, size in enumerate((6, 4, 4)) for index in range(size)]
 
 
 def test_no_block_is_made_that_no_rank_waits_for():

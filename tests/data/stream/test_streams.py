@@ -201,7 +201,8 @@ def test_segments_of_two_epochs_are_one_run_in_the_order_of_the_seed(dataset, mo
 def test_training_goes_on_below_the_limit_of_bad_rows_and_stops_above_it(dataset, tmp_path):
     """Rows that are met again in the second epoch count once."""
     manifest, _ = broken_copy(dataset, tmp_path)
-    damage(manifest, group=2, rows=[5, 9])
+    damage(manifest, group=2, rows=[5])
+    damage(manifest, group=13, rows=[9])  # read by another task, 200 positions before
     tolerant = StreamSpec(manifest, TINY, max_bad_fraction=0.01, num_cpus=0.5, task_rows=50)
     (batches,) = read_training(tolerant, 1, 50, start=0, stop=600)
     assert sum(len(batch["sample"]) for batch in batches) == 600
@@ -234,6 +235,11 @@ def test_evaluations_on_the_same_nodes_decode_their_images_once(dataset, monkeyp
         for number, size in enumerate((50, 50, 25)):  # blocks of other batches are read anew
             assert samples_of(server, number, size) == list(range(300))
             assert len(readings) == expected[number]
+    nodes = [*ray.nodes(), {**ray.nodes()[0], "NodeID": "another"}]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)  # since one has come, blocks may have gone
+    for number in (3, 4):
+        assert samples_of(server, number, 25) == list(range(300))
+        assert len(readings) == 3
 
 
 SLOW_BATCHES = 24

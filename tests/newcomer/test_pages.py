@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.commands.command_line import run_cli
 from tests.newcomer.follow import ROOT, blocks, script_of
 from vit_ray.commands import cli
 from vit_ray.commands.job_list import COMMANDS
@@ -45,10 +46,11 @@ def test_every_command_line_is_understood(page, name, words, tmp_path, monkeypat
     for file, text in FILES.items():
         (tmp_path / file).write_text(text)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "run_recipe", lambda command, words, is_dry: words)
-    command = cli.vit_ray.commands[name]
-    with command.make_context(name, [word for word in words if word != "--help"]) as context:
-        recipe, overrides = cli.split_words(command.invoke(context))
+    given: list[tuple[str, ...]] = []
+    monkeypatch.setattr(cli, "run_recipe", lambda command, words, is_dry: given.append(words))
+    words = [word for word in words if word != "--help"]
+    assert run_cli(name, *words).exit_code == 0
+    recipe, overrides = cli.split_words(given[0])
     load_recipe(recipe, overrides)
     cli.refuse_unread(COMMANDS[name], overrides)
 

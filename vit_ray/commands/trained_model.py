@@ -200,7 +200,12 @@ def inspect(recipe: Recipe) -> int:
     model, report, _ = load_trained_model(recipe)
     print(report)
     folder = Path(target.path)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"inspect.path={config.path!r} cannot be created: {error}; give another local folder"
+        ) from None
     opening = RunOpening(
         recipe.tracking,
         f"{recipe.name}-inspection",

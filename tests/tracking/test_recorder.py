@@ -276,7 +276,8 @@ def test_a_restarted_job_records_its_own_start_and_its_attempts_do_not(here, tmp
 
 
 def record_model(record: Recorder) -> None:
-    record.model("net", 7, reference={"classes": []}, card="", params={}, register_as=None)
+    params = {"checkpoint": "x"}
+    record.model("net", 7, reference={"classes": []}, card="", params=params, register_as=None)
 
 
 def test_models_are_logged_once_after_the_end(store, here, tmp_path):

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from ray import tune
+from ray.tune.schedulers import ASHAScheduler
 
 from tests.conftest import Digits, Head
 from tests.recipes import small_recipe
@@ -26,7 +27,15 @@ from vit_ray.config.command_sections import SweepConfig
 from vit_ray.experiments import trials
 from vit_ray.experiments.search_space import tune_space
 from vit_ray.experiments.sweep import searcher
-from vit_ray.experiments.trials import Context, Ended, OpenParent, Outcome, open_parent, run_trials
+from vit_ray.experiments.trials import (
+    STEP,
+    Context,
+    Ended,
+    OpenParent,
+    Outcome,
+    open_parent,
+    run_trials,
+)
 from vit_ray.launch.resolved_run import resolve_run
 from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.outcomes import TrialState
@@ -144,6 +153,24 @@ def test_a_stop_waits_for_a_checkpoint_that_takes_longer_than_tune_would(parent,
     with signalled(signal.SIGTERM, lambda: len(starts(tmp_path)) >= 2):
         run(parent, partial(slow_to_save, tmp_path), space=space, has_memory=True)
     assert saved(tmp_path) == dict.fromkeys(RATES[:2], 2)
+
+
+def slow_to_end(folder: Path, config: dict[str, Any], context: Context) -> Any:
+    """The first trial ends, the second is worse at its rung; as above, when that is stopped."""
+    context.report(1, config["rate"])
+    if config["rate"] == RATES[0]:
+        return asdict(Outcome(TrialState.FINISHED, config["rate"], STEPS))
+    return slow_to_save(folder, config, context)
+
+
+def test_a_trial_that_asha_stops_last_has_the_time_for_its_checkpoint(parent, tmp_path):
+    asha = ASHAScheduler(STEP, max_t=STEPS, reduction_factor=4, stop_last_trials=False)
+    space = {"rate": tune.grid_search(RATES[:2])}
+    ended = run(
+        parent, partial(slow_to_end, tmp_path), space=space, max_concurrent=1, scheduler=asha
+    )
+    assert ended.by("rate")[RATES[1]].state is TrialState.STOPPED_EARLY
+    assert saved(tmp_path) == {RATES[1]: 1}
 
 
 def test_a_search_of_optuna_continues_with_what_it_has_measured(ray_cluster, digits, tmp_path):

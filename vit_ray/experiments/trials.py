@@ -50,6 +50,8 @@ MOST_RESTARTS: Final = 3
 STOPPED: Final = "stopped"
 # Time between two steps of a trial whose training was stopped, until Tune ends the trial.
 STOPPED_S: Final = 1.0
+# Limit for the last checkpoint of a trial that ASHA stops.
+CLEANUP_S: Final = 600.0
 STOPPED_EARLY: Final = "stopped early: other trials are better on the dev split"
 # Longest wait until MLflow has the metrics that the page shows.
 FLUSH_S: Final = 20.0
@@ -234,7 +236,7 @@ class Trial(tune.Trainable):
         """Stop the training, which writes a checkpoint, and wait for the end of the thread."""
         if self._thread is not None:
             self._stop.set()
-            # no limit: Tune kills the process after 600 s, or 10 s at the end of its loop.
+            # no limit: `TrialCallbacks` waits for `CLEANUP_S`, and Tune kills the process later.
             self._thread.join()
             self._thread = None
 
@@ -252,14 +254,15 @@ class Trial(tune.Trainable):
             self._reports.put(error)
 
 
-class EndOnRequest(tune.Callback):
-    """Ends Tune's loop in order when the driver was asked to stop.
+class TrialCallbacks(tune.Callback):
+    """Give trials that are stopped the time for a checkpoint.
 
-    SIGUSR1 makes Tune write its state before it ends the trials, so they are unfinished in that
-    state. (Tune's handler for Ctrl-C would not react to SIGTERM and SIGHUP.) Tune then gives each
-    trial 10 s, too few for a checkpoint. So the signal is raised only after every running training
-    has ended; trainings see the request themselves. `train.step_timeout_s` ends a training that
-    hangs; a trial that ASHA has just stopped has the 10 s.
+    Tune kills a trial that has not ended 10 s after the end of its loop. So a trial that ASHA stops
+    ends before Tune asks for the end. When the driver was asked to stop, SIGUSR1 makes Tune write
+    its state before it ends the trials, so they are unfinished in that state. (Tune's handler for
+    Ctrl-C would not react to SIGTERM and SIGHUP.) The signal is raised only after every running
+    training has ended; trainings see the request themselves, and `train.step_timeout_s` ends a
+    training that hangs.
     """
 
     # On the class, for this process: Tune keeps copies of callbacks on disk.
@@ -267,6 +270,12 @@ class EndOnRequest(tune.Callback):
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         trial.last_result.pop(STOPPED, None)  # from an earlier driver, or a process that died
+
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """Wait for the end of a training that ASHA stops, before Tune asks for the end."""
+        if (actor := trial.temporary_state.ray_actor) is not None:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.get(actor.cleanup.remote(), timeout=CLEANUP_S)
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
         if self.is_requested.is_set() and callable(signal.getsignal(signal.SIGUSR1)):
@@ -375,11 +384,11 @@ def run_trials(
                 verbose=0,
                 failure_config=tune.FailureConfig(max_failures=MOST_RESTARTS),
                 checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
-                callbacks=[EndOnRequest()],
+                callbacks=[TrialCallbacks()],
             ),
         )
     grid = tuner.fit()  # no limit: train.step_timeout_s ends a training that hangs
-    if EndOnRequest.is_requested.is_set():
+    if TrialCallbacks.is_requested.is_set():
         raise RunStoppedError("stopped on request")
     return Ended.of_grid(grid)
 
@@ -442,11 +451,11 @@ def open_parent(
         check_shared(cluster, {path: None for child in children for path in paths_of(child)})
         if not cluster.is_private:  # or they would end with the trial that needs them first
             start_data_actors()
-    EndOnRequest.is_requested.clear()
+    TrialCallbacks.is_requested.clear()
 
     def stop(reason: str) -> None:
         run.record.request_stop(reason)
-        EndOnRequest.is_requested.set()
+        TrialCallbacks.is_requested.set()
 
     with (
         lock_run(locate(recipe.run_folder)),

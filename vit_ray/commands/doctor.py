@@ -41,8 +41,8 @@ def examine(recipe: Recipe) -> Iterator[tuple[str, bool, str]]:
         "Ray": _ray,
         "MLflow": _mlflow,
         "output": _output,
-        "data.train": lambda recipe: _data_set(recipe.data.train),
-        "data.eval": lambda recipe: _data_set(recipe.data.eval),
+        "data.train": lambda _: _data_set(recipe.data.train),
+        "data.eval": lambda _: _data_set(recipe.data.eval),
     }
     for what, check in checks.items():
         try:

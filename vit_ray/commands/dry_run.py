@@ -201,7 +201,7 @@ class PlannedCell:
 
     @property
     def gpu_hours(self) -> float:
-        """Of pre-training and fine-tunings."""
+        """GPU-hours of pre-training and fine-tunings."""
         return self.training_hours + self.transfer_hours
 
 

@@ -217,7 +217,7 @@ def verify_run(source: str) -> int:
         except PartialCheckpointError:
             result = "incomplete: still being written, or interrupted and never used"
         except (ValueError, OSError) as error:  # of the checkpoint, or of the shards
-            result = str(error)
+            result = str(error) or repr(error)
             num_problems += 1
         print(f"step {step:,}: {result}")
     return 1 if num_problems else 0

@@ -50,7 +50,7 @@ MOST_RESTARTS: Final = 3
 STOPPED: Final = "stopped"
 # Time between two steps of a trial whose training was stopped, until Tune ends the trial.
 STOPPED_S: Final = 1.0
-# Limit for the last checkpoint of a trial that ASHA stops.
+# Limit for the checkpoints of trials that ASHA stops, at the end of Tune's loop.
 CLEANUP_S: Final = 600.0
 STOPPED_EARLY: Final = "stopped early: other trials are better on the dev split"
 # Longest wait until MLflow has the metrics that the page shows.
@@ -236,7 +236,7 @@ class Trial(tune.Trainable):
         """Stop the training, which writes a checkpoint, and wait for the end of the thread."""
         if self._thread is not None:
             self._stop.set()
-            # no limit: `TrialCallbacks` waits for `CLEANUP_S`, and Tune kills the process later.
+            # no limit: Tune kills the process after 600 s, and after `CLEANUP_S` at the end.
             self._thread.join()
             self._thread = None
 
@@ -257,31 +257,42 @@ class Trial(tune.Trainable):
 class TrialCallbacks(tune.Callback):
     """Give trials that are stopped the time for a checkpoint.
 
-    Tune kills a trial that has not ended 10 s after the end of its loop. So a trial that ASHA stops
-    ends before Tune asks for the end. When the driver was asked to stop, SIGUSR1 makes Tune write
-    its state before it ends the trials, so they are unfinished in that state. (Tune's handler for
-    Ctrl-C would not react to SIGTERM and SIGHUP.) The signal is raised only after every running
-    training has ended; trainings see the request themselves, and `train.step_timeout_s` ends a
-    training that hangs.
+    Tune kills a trial that has not ended 10 s after the end of its loop. So the last step of the
+    loop waits for trials that ASHA has stopped. When the driver was asked to stop, SIGUSR1 makes
+    Tune write its state before it ends the trials, so they are unfinished in that state. (Tune's
+    handler for Ctrl-C would not react to SIGTERM and SIGHUP.) The signal is raised only after every
+    running training has ended; trainings see the request themselves, and `train.step_timeout_s`
+    ends a training that hangs.
     """
 
     # On the class, for this process: Tune keeps copies of callbacks on disk.
     is_requested: ClassVar[threading.Event] = threading.Event()
 
+    def __init__(self) -> None:
+        self._ending: list[ray.ObjectRef[None]] = []
+
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         trial.last_result.pop(STOPPED, None)  # from an earlier driver, or a process that died
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Wait for the end of a training that ASHA stops, before Tune asks for the end."""
         if (actor := trial.temporary_state.ray_actor) is not None:
-            with contextlib.suppress(ray.exceptions.RayError):
-                ray.get(actor.cleanup.remote(), timeout=CLEANUP_S)
+            self._ending.append(actor.cleanup.remote())
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
         if self.is_requested.is_set() and callable(signal.getsignal(signal.SIGUSR1)):
             running = [trial for trial in trials if trial.status == "RUNNING"]
             if all(STOPPED in trial.last_result for trial in running):
+                self._wait()
                 signal.raise_signal(signal.SIGUSR1)
+
+    def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        if all(trial.is_finished() for trial in trials):
+            self._wait()
+
+    def _wait(self) -> None:
+        if self._ending:
+            ray.wait(self._ending, num_returns=len(self._ending), timeout=CLEANUP_S)
+            self._ending.clear()
 
 
 class Ended(NamedTuple):

@@ -119,7 +119,7 @@ def fig_compute(
 
 
 def fig_data(runs: pd.DataFrame, accuracy: str = "test", axis: str = TOP1) -> Figure:
-    """Accuracy against the number of training images (Figure 4), with axes for each length."""
+    """Accuracy against the number of training images (Figure 4), for the three greatest lengths."""
     means = means_of(runs.dropna(subset=[accuracy, "images"]), accuracy)
     length = "epochs" if means["steps"].isna().all() else "steps"
     varied = means.groupby(length)["images"].nunique() > 1

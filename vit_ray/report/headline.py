@@ -136,8 +136,8 @@ def sweeps_of(runs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame, pd.DataFr
     """The prefix, trials and retrainings of each sweep.
 
     The prefix is the sweep's name with a colon; empty if there is one sweep. Of sweeps of the same
-    name, it has the first letters of the parent run's id. The runs below one parent are one sweep,
-    also if they differ in keys that the sweep does not vary.
+    name, it has the first letters of the parent run's id. The runs of one task below one
+    parent are one sweep, also if they differ in keys that the sweep does not vary.
     """
     members = runs.dropna(subset=["stage"]).fillna({"parent": ""})
     sweeps = members.groupby(["parent", "task"], dropna=False, sort=False)
@@ -157,7 +157,7 @@ def _point(run: pd.Series, trials: pd.DataFrame) -> str:
 
 
 def _leader(cells: pd.DataFrame) -> Iterator[str]:
-    """The most accurate model, and the best one of another family.
+    """The most accurate model, and the best one of `BASELINE`, or else of any other family.
 
     A family leads if the best model's interval is above all others, and its compute is not.
     """

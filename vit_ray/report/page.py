@@ -76,7 +76,7 @@ class Section:
 
 def html(table: pd.DataFrame) -> Markup:
     """The table, escaped by pandas; numbers are short, missing values are a dash."""
-    table = table.rename_axis(columns=None)  # pandas would add a row with this name
+    table = table.rename_axis(columns=None)  # pandas would add a column with this name
     if not isinstance(table.index, pd.RangeIndex):
         names = [name or "name" for name in table.index.names]
         table = table.rename_axis(names).reset_index(allow_duplicates=True)

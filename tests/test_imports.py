@@ -10,7 +10,7 @@ from tests.conftest import ROOT
 PACKAGE = ROOT / "vit_ray"
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
 
-# A room may import itself, what stands in its row, and what everyone may.
+# A package may import itself, what stands in its row, and what everyone may.
 EVERYONE = {
     "config", "storage", "lock", "outcomes", "addresses", "own_parts", "metric_names",
     "paper", "internals", "ray_internals", "mlflow_internals",
@@ -33,7 +33,7 @@ ALLOWED = {
     "data": {"measure"},
     "tracking": {"measure"},
     "report": {"measure"},
-    **{room: set() for room in ("models", "measure", "deepspeed_internals", *EVERYONE)},
+    **{package: set() for package in ("models", "measure", "deepspeed_internals", *EVERYONE)},
 }
 FOREIGN = {
     "config": {"ray", "torch", "mlflow"}, "models": {"ray", "mlflow"}, "data": {"torch", "mlflow"},
@@ -61,15 +61,15 @@ def imported(path: Path) -> frozenset[str]:
 
 def test_imports_go_down_the_house():
     for path in MODULES:
-        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        allowed = ALLOWED[room] | EVERYONE | {room}
+        package = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        allowed = ALLOWED[package] | EVERYONE | {package}
         for name in imported(path):
             parts = name.split(".")
             if parts[0] == "vit_ray" and len(parts) > 1:
                 assert parts[1] in allowed, f"{path} must not import {name}"
-                has_torch_alone = room in {"models", "measure"}  # as where a GPU is measured
+                has_torch_alone = package in {"models", "measure"}  # as where a GPU is measured
                 assert not (has_torch_alone and parts[1] == "config"), f"{path} imports {name}"
-            assert parts[0] not in FOREIGN.get(room, set()), f"{path} must not import {name}"
+            assert parts[0] not in FOREIGN.get(package, set()), f"{path} must not import {name}"
 
 
 def test_private_modules_of_ray_and_all_of_deepspeed_come_by_one_door_and_ray_by_few_modules():

@@ -11,13 +11,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from tests.data.damage import damage
 from tests.data.small_sets import SHARD, write_rows
 from tests.recipes import recipe_with
 from vit_ray.data import shards as caches
 from vit_ray.data.boxes import Augmentation
 from vit_ray.data.dataset import Manifest
 from vit_ray.data.parts import subset
-from vit_ray.data.shards import Cache, RowGroupReader
+from vit_ray.data.shards import Cache, ChangedImageError, RowGroupReader
 from vit_ray.launch.resolved_run import stream_of
 
 LABELS = [(0,), (1, 2), (2,), (1,), (0,), (2, 0)]
@@ -77,6 +78,13 @@ def test_a_flipped_byte_of_any_entry_is_read_again(small, cache):
     (Path(small.root) / SHARD).unlink()
     with pytest.raises(ValueError, match="is missing"):  # it is never used
         keys(small, cache)
+
+
+def test_a_damaged_image_is_noticed_each_time(small, cache):
+    damage(small, 0, [0])
+    for _ in range(2):
+        with pytest.raises(ChangedImageError):
+            RowGroupReader(small, cache).read(0).image(0)
 
 
 def test_a_folder_that_a_cleaner_removed_is_made_again(small, cache):

@@ -9,7 +9,7 @@ The system is solved from sums over examples, which add up over batches and rank
 of a set are never in memory all at once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,53 +27,6 @@ _FLAT: Final = 1e-12  # variance / mean^2 that sums in float64 cannot distinguis
 _OVERFLOW: Final = "the model's weights or activations overflowed"
 
 
-class ExampleSums:
-    """Sums over labelled examples for least squares, float64.
-
-    Attributes:
-        counts: (K,) examples by class.
-        sums: (K, D) of features, by class.
-        products: (D, D) of features with features.
-    """
-
-    def __init__(self, width: int, num_classes: int) -> None:
-        self.counts = np.zeros(num_classes)
-        self.sums = np.zeros((num_classes, width))
-        self.products = np.zeros((width, width))
-
-    def add(self, features: NDArray[np.floating], labels: NDArray[np.integer]) -> None:
-        """Add examples: features (N, D), labels (N,)."""
-        x = features.astype(np.float64)
-        self.counts += np.bincount(labels, minlength=len(self.counts))
-        order = np.argsort(labels, kind="stable")
-        present, starts = np.unique(labels[order], return_index=True)
-        self.sums[present] += np.add.reduceat(x[order], starts, axis=0)
-        self.products += x.T @ x
-
-    @property
-    def arrays(self) -> list[FloatArray]:
-        """The arrays of the sums, for an all-reduce in place."""
-        return [self.counts, self.sums, self.products]
-
-    def classifier(self, l2: float, dtype: DTypeLike = np.float64) -> "LinearClassifier":
-        """The ridge regression onto {-1, +1}^K of the whitened examples and the constant.
-
-        Whitened features have mean zero, so the constant has an independent equation.
-        """
-        total = self.counts.sum()
-        mean = self.sums.sum(axis=0) / total
-        variance = np.diag(self.products) / total - mean**2
-        varies = variance > _FLAT * mean**2
-        scale = varies / (np.sqrt(np.where(varies, variance, 0.0)) + STD_FLOOR)
-        gram = (self.products - total * np.outer(mean, mean)) * np.outer(scale, scale)
-        gram[np.diag_indices_from(gram)] += l2
-        right = 2.0 * (self.sums - self.counts[:, None] * mean).T * scale[:, None]
-        weights = np.linalg.solve(gram, right) * scale[:, None]
-        of_constant = BIAS_CONSTANT * (2.0 * self.counts - total)
-        bias = BIAS_CONSTANT * of_constant / (total * BIAS_CONSTANT**2 + l2)
-        return LinearClassifier(*(array.astype(dtype) for array in (mean, weights, bias)))
-
-
 @dataclass(frozen=True)
 class LinearClassifier:
     """Scores of K classes: (features (N, D) - mean (D,)) @ weights (D, K) + bias (K,)."""
@@ -81,6 +34,39 @@ class LinearClassifier:
     mean: NDArray[np.floating]
     weights: NDArray[np.floating]
     bias: NDArray[np.floating]
+
+    @classmethod
+    def of_sums(
+        cls,
+        counts: FloatArray,
+        sums: FloatArray,
+        products: FloatArray,
+        l2: float,
+        dtype: DTypeLike = np.float64,
+    ) -> "LinearClassifier":
+        """The ridge regression onto {-1, +1}^K of the whitened examples and the constant.
+
+        Whitened features have mean zero, so the constant has an independent equation.
+
+        Args:
+            counts: (K,) examples by class.
+            sums: (K, D) of features, by class.
+            products: (D, D) of features with features.
+            l2: weight of the ridge penalty.
+            dtype: precision of the scores; the system is solved in float64.
+        """
+        total = counts.sum()
+        mean = sums.sum(axis=0) / total
+        variance = np.diag(products) / total - mean**2
+        varies = variance > _FLAT * mean**2
+        scale = varies / (np.sqrt(np.where(varies, variance, 0.0)) + STD_FLOOR)
+        gram = (products - total * np.outer(mean, mean)) * np.outer(scale, scale)
+        gram[np.diag_indices_from(gram)] += l2
+        right = 2.0 * (sums - counts[:, None] * mean).T * scale[:, None]
+        weights = np.linalg.solve(gram, right) * scale[:, None]
+        of_constant = BIAS_CONSTANT * (2.0 * counts - total)
+        bias = BIAS_CONSTANT * of_constant / (total * BIAS_CONSTANT**2 + l2)
+        return cls(*(array.astype(dtype) for array in (mean, weights, bias)))
 
     def predict(self, features: NDArray[np.floating]) -> IntArray:
         """The best-scored class of each row, (N,), computed in the classifier's precision."""
@@ -116,7 +102,7 @@ class FewShot:
                 f"allowed are 0 to {num_classes - 1}"
             )
         self._num_classes, self._l2 = num_classes, l2
-        self._shots, self._seeds = sorted(set(shots)), seeds
+        self._shots = sorted(set(shots))
         drawable = self._labels[self._labels >= 0]
         require_shots(np.bincount(drawable, minlength=num_classes), shots=self._shots)
         # By seed, for each image of the pool: index of the first of `shots` that includes the
@@ -125,8 +111,10 @@ class FewShot:
             np.searchsorted(self._shots, ranks, side="right").astype(np.int32)
             for ranks in (ranks_in_class(self._labels, num_classes, s) for s in range(seeds))
         ]
-        self._sums: list[list[ExampleSums]] = []
-        self._classifiers: dict[tuple[int, int], LinearClassifier] = {}
+        # Sums over examples, as in `LinearClassifier.of_sums`; each (seeds, shots, ...). Ranks add
+        # them up in place before `solve`.
+        self.sums: list[FloatArray] = []
+        self._classifiers: dict[tuple[int, ...], LinearClassifier] = {}
         self._dtype: np.dtype[Any] = np.dtype(np.float32)
         self._right = np.zeros((seeds, len(self._shots)))
         self._num_tested = self._num_unlabelled = self._num_infinite = 0
@@ -134,22 +122,18 @@ class FewShot:
     def add_examples(self, features: NDArray[np.floating], samples: IntArray) -> None:
         """Add features (B, D) of images of the pool; `samples` (B,) are indices in the pool."""
         self._dtype = np.result_type(features, self._dtype)
-        if not self._sums:
-            width = features.shape[1]
-            self._sums = [
-                [ExampleSums(width, self._num_classes) for _ in self._shots]
-                for _ in range(self._seeds)
-            ]
-        for stages, sums in zip(self._stages, self._sums, strict=True):
-            stage = stages[samples]
-            for index, draw in enumerate(sums):
-                is_drawn = stage == index
-                if is_drawn.any():
-                    draw.add(features[is_drawn], self._labels[samples[is_drawn]])
-
-    def sum_arrays(self) -> Iterator[FloatArray]:
-        """All sums over examples, which ranks add up in place before `solve`."""
-        return (array for sums in self._sums for draw in sums for array in draw.arrays)
+        if not self.sums:
+            classes, width = self._num_classes, features.shape[1]
+            shapes = ((classes,), (classes, width), (width, width))
+            self.sums = [np.zeros((*self._right.shape, *shape)) for shape in shapes]
+        counts, sums, products = self.sums
+        for draw in np.ndindex(self._right.shape):
+            is_drawn = self._stages[draw[0]][samples] == draw[1]
+            if is_drawn.any():
+                x, labels = features[is_drawn].astype(np.float64), self._labels[samples[is_drawn]]
+                np.add.at(counts[draw], labels, 1)
+                np.add.at(sums[draw], labels, x)
+                products[draw] += x.T @ x
 
     def solve(self) -> None:
         """Train a classifier for every draw; after this no example can be added.
@@ -157,15 +141,16 @@ class FewShot:
         Raises:
             ValueError: a feature was not finite.
         """
-        if not all(np.isfinite(array).all() for array in self.sum_arrays()):
+        if not all(np.isfinite(array).all() for array in self.sums):
             raise ValueError(f"few-shot: a train feature is not finite; {_OVERFLOW}")
-        for seed, sums in enumerate(self._sums):
-            for index, draw in enumerate(sums):
-                if index:  # draws of one seed are nested
-                    for array, part in zip(draw.arrays, sums[index - 1].arrays, strict=True):
-                        array += part
-                self._classifiers[seed, index] = draw.classifier(self._l2, self._dtype)
-        self._sums = []
+        for array in self.sums:
+            np.cumsum(array, axis=1, out=array)  # draws of one seed are nested
+        for draw in np.ndindex(self._right.shape):
+            counts, sums, products = (array[draw] for array in self.sums)
+            self._classifiers[draw] = LinearClassifier.of_sums(
+                counts, sums, products, self._l2, self._dtype
+            )
+        self.sums = []
 
     def add_tests(self, features: NDArray[np.floating], labels: NDArray[np.integer]) -> None:
         """Count correct predictions for test images: features (B, D), labels (B,).
@@ -248,11 +233,10 @@ def few_shot_accuracy(
             f"{x_test.shape} and labels {y_test.shape} must be (N, D), (N,), (M, D) and (M,)"
         )
     measured = FewShot(y_train, num_classes, shots=shots, seeds=seeds, l2=l2)
-    step = _ROWS_AT_A_TIME
-    for rows in np.split(np.arange(num_train), range(step, num_train, step)):
-        measured.add_examples(x_train[rows], rows)
+    measured.add_examples(x_train, np.arange(num_train))
     measured.solve()
-    for rows in np.split(np.arange(num_test), range(step, num_test, step)):
+    # Scores of all tests at once may not fit into memory.
+    for rows in np.split(np.arange(num_test), range(_ROWS_AT_A_TIME, num_test, _ROWS_AT_A_TIME)):
         measured.add_tests(x_test[rows], y_test[rows])
     accuracies = measured.accuracies()
     return {shot: float(np.mean(accuracies[shot])) for shot in shots}

@@ -232,7 +232,7 @@ def measure_few_shot(
     for batch, features, _ in _predictions(engine, train_batches):
         real = batch["weight"] > 0
         few_shot.add_examples(features.cpu().numpy()[real], batch["sample"][real])
-    for array in few_shot.sum_arrays():
+    for array in few_shot.sums:
         all_sum_array(array, engine.device)
     few_shot.solve()
     for batch, features, _ in _predictions(engine, test_batches):

@@ -34,7 +34,7 @@ from vit_ray.launch.run_record import (
     run_facts,
     trained_params,
 )
-from vit_ray.outcomes import EventKind, Failure
+from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.report.page import write_report
 from vit_ray.tracking import metrics_log, mlflow_run, run_state, tracker
 from vit_ray.tracking.metrics_log import MetricsLog, RunOpening, metrics_log_path
@@ -338,7 +338,7 @@ def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_of_512_workers_the_one_that_is_silent_is_named_and_the_others_are_a_number(now_s):
     state = RunState()
     for rank in range(512):
-        state.heartbeat(rank, 0, f"host-{rank // 8}")
+        state.heartbeat(rank, 0, WorkerPlace(f"host-{rank // 8}", "node", "", 0))
     state.heartbeat(300, 12)
     now_s[0] += 61
     for rank in range(512):
@@ -354,7 +354,7 @@ def test_of_512_workers_the_one_that_is_silent_is_named_and_the_others_are_a_num
 def test_a_worker_that_is_behind_or_in_other_calls_or_was_never_there_is_told(now_s):
     state = RunState()
     for rank, step in ((0, 9), (1, 8), (2, 9)):
-        state.heartbeat(rank, step, f"host-{rank}")
+        state.heartbeat(rank, step, WorkerPlace(f"host-{rank}", "node", "", 0))
     assert state.hanging(0, 4, "all_reduce") == (
         "worker 1 on host-1 is at step 8, heard 0 s ago; worker 3 has never been heard from; "
         "2 of 4 workers are at step 9"

@@ -41,7 +41,7 @@ class FakeRun:
         self.resizes = False
         self.at: dict[int, WorkerPlace] = {}
 
-    def heartbeat(self, rank: int, step: int, *introduction: str) -> Orders:
+    def heartbeat(self, rank: int, step: int, place: WorkerPlace | None = None) -> Orders:
         return Orders(self.stop, self.resizes)
 
     def places(self) -> dict[int, WorkerPlace]:

@@ -306,13 +306,9 @@ class Recorder(Records):
     def child_step(self, name: str, step: int) -> None:
         self.append("child step", name=name, step=step)
 
-    def heartbeat(self, rank: int, step: int, *introduction: str) -> Orders:
-        """A worker is at `step`.
-
-        Args:
-            introduction: at the start of an attempt: `WorkerPlace`'s host, node, detail and group.
-        """
-        return self._ask(HEARTBEAT_S, "state.heartbeat", rank, step, *introduction)
+    def heartbeat(self, rank: int, step: int, place: WorkerPlace | None = None) -> Orders:
+        """A worker is at `step`; at the start of an attempt, it also says where it runs."""
+        return self._ask(HEARTBEAT_S, "state.heartbeat", rank, step, place)
 
     def hanging(self, rank: int, world_size: int, where: str, wait_s: float) -> str:
         return self._ask(wait_s, "state.hanging", rank, world_size, where)

@@ -14,6 +14,8 @@ from vit_ray.tracking.metrics_log import Record
 # Missed heartbeats after which a worker counts as silent.
 SILENT_BEATS: Final = 5
 _MAX_NAMED: Final = 4
+# Of a worker that has sent heartbeats, but not where it runs.
+_UNKNOWN: Final = WorkerPlace("an unknown host", node="", detail="", step=0)
 # Heartbeats per second of a large group; each takes 1.4 ms of CPU in the recorder's process.
 _BEATS_AT_A_TIME: Final = 128
 
@@ -70,12 +72,6 @@ class RunStatus:
     heard_s: float = 0.0
 
 
-class _Heartbeat(NamedTuple):
-    step: int
-    time_s: float
-    introduction: tuple[str, ...]  # as in `WorkerPlace`; empty if unknown
-
-
 class RunState:
     """State of one run since its last start record."""
 
@@ -87,7 +83,8 @@ class RunState:
         self._now = RunStatus()
         self._is_resizing = False
         self._child_steps: dict[str, int] = {}
-        self._last_beats: dict[int, _Heartbeat] = {}  # by rank
+        # Each worker with the time of its last heartbeat, by rank.
+        self._workers: dict[int, tuple[WorkerPlace, float]] = {}
         self._hung_at: set[str] = set()  # calls in which workers of this attempt hang
 
     def note(self, record: Record) -> None:
@@ -107,7 +104,7 @@ class RunState:
                 now.events.append(Event(kind, record["text"]))
                 if kind in (EventKind.WORKER_FAILED, EventKind.RESIZING):
                     # New workers follow, perhaps on other nodes.
-                    self._last_beats, self._is_resizing = {}, False
+                    self._workers, self._is_resizing = {}, False
             case "stop":
                 now.stop = record["reason"]
             case "fail":
@@ -121,12 +118,12 @@ class RunState:
             case "finish":
                 self.has_finished = True
 
-    def heartbeat(self, rank: int, step: int, *introduction: str) -> Orders:
-        last = self._last_beats.get(rank)
-        introduction_so_far = introduction or (last.introduction if last else ())
-        self._last_beats[rank] = _Heartbeat(step, time.monotonic(), introduction_so_far)
+    def heartbeat(self, rank: int, step: int, place: WorkerPlace | None = None) -> Orders:
+        last_place, _ = self._workers.get(rank, (_UNKNOWN, 0.0))
+        worker = dataclasses.replace(place or last_place, step=step)
+        self._workers[rank] = worker, time.monotonic()
         self._now.heard_s = time.time()
-        if introduction:  # a new attempt: hangs of earlier attempts no longer count
+        if place:  # a new attempt: hangs of earlier attempts no longer count
             self._hung_at = set()
         if rank == 0:
             self._now.step = max(self._now.step, step)
@@ -149,16 +146,16 @@ class RunState:
             return ""
         self._hung_at.add(where)
         now_s, max_silence_s = time.monotonic(), SILENT_BEATS * beats_between(world_size)
-        beats = {n: self._last_beats[n] for n in range(world_size) if n in self._last_beats}
-        newest = max((last.step for last in beats.values()), default=0)
+        workers = {n: self._workers[n] for n in range(world_size) if n in self._workers}
+        newest = max((worker.step for worker, _ in workers.values()), default=0)
         late = [
-            f"worker {n} on {last.introduction[0] if last.introduction else 'an unknown host'} "
-            f"is at step {last.step}, heard {now_s - last.time_s:.0f} s ago"
-            for n, last in beats.items()
-            if last.step < newest or (n != rank and now_s - last.time_s > max_silence_s)
+            f"worker {n} on {worker.host} is at step {worker.step}, "
+            f"heard {now_s - heard_s:.0f} s ago"
+            for n, (worker, heard_s) in workers.items()
+            if worker.step < newest or (n != rank and now_s - heard_s > max_silence_s)
         ]
         late += [
-            f"worker {n} has never been heard from" for n in range(world_size) if n not in beats
+            f"worker {n} has never been heard from" for n in range(world_size) if n not in workers
         ]
         named = [*late[:_MAX_NAMED], *([f"{len(late)} in all"] if len(late) > _MAX_NAMED else [])]
         on_time = f"{world_size - len(late)} of {world_size} workers are at step {newest}"
@@ -166,11 +163,7 @@ class RunState:
 
     def places(self) -> dict[int, WorkerPlace]:
         """The workers that have introduced themselves since the last failure, by rank."""
-        return {
-            rank: WorkerPlace(host, node, detail, last.step, group)
-            for rank, last in list(self._last_beats.items())
-            for host, node, detail, group in ([last.introduction] if last.introduction else [])
-        }
+        return {rank: worker for rank, (worker, _) in list(self._workers.items()) if worker.node}
 
     def stop_reason(self) -> str | None:
         return self._now.stop or (self.parent.stop_reason() if self.parent else None)

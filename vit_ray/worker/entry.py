@@ -16,6 +16,7 @@ import ray.util
 from ray.train import WorkerGroupError
 from ray.train.backend import Backend, BackendConfig
 
+from vit_ray.outcomes import WorkerPlace
 from vit_ray.tracking.recorder import Recorder
 
 # Longest wait for Ray to report a dead worker.
@@ -43,7 +44,7 @@ def work(config: dict[str, Any]) -> None:
 
 
 def introduce(record: Recorder) -> None:
-    """Send this worker's info to the run's record, as in `WorkerPlace`, and then import torch.
+    """Send this worker's info to the run's record, and then import torch.
 
     Errors name host, GPU, process and log file, since Ray sends standard error to a separate file.
     The driver removes the placement group if the controller dies.
@@ -55,14 +56,14 @@ def introduce(record: Recorder) -> None:
     parts += [f"pid {os.getpid()}", f"log {log}" if log.endswith(".err") else ""]
     group = ray.util.get_current_placement_group()
     with contextlib.suppress(ray.exceptions.RayError, RuntimeError):  # the worker can do without
-        record.heartbeat(
-            ray.train.get_context().get_world_rank(),
-            0,
+        place = WorkerPlace(
             ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
             context.get_node_id(),
             ", ".join(filter(None, parts)),
-            group.id.hex() if group else "",
+            step=0,
+            group=group.id.hex() if group else "",
         )
+        record.heartbeat(ray.train.get_context().get_world_rank(), 0, place)
     importlib.import_module("torch")  # takes seconds, also in the controller: at the same time
 
 

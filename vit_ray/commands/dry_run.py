@@ -1,8 +1,10 @@
 """What `--dry-run` prints for a training, a sweep, VTAB and a study; starts nothing."""
 
+import itertools
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -12,7 +14,7 @@ from vit_ray.commands.plan import (
     TrainingFacts,
     data_facts,
     describe_work,
-    pace_of,
+    gpu_hours,
     planned_cluster,
 )
 from vit_ray.config import Recipe
@@ -27,7 +29,6 @@ from vit_ray.experiments.search_space import (
     trial_recipe,
 )
 from vit_ray.experiments.study_cells import (
-    Cell,
     branch_step,
     in_groups,
     study_cells,
@@ -122,6 +123,54 @@ def _time_here(recipe: Recipe, facts: TrainingFacts) -> str:
     )
 
 
+@dataclass(frozen=True)
+class PlannedRuns:
+    """Equal trainings on the device of `plan`.
+
+    Attributes:
+        own_share: share of `facts.exaflops` that each computes itself; of a branch, its cool-down.
+    """
+
+    name: str
+    num_runs: int
+    recipe: Recipe
+    facts: TrainingFacts
+    own_share: float = 1.0
+
+    @property
+    def costs(self) -> tuple[int, float, float]:
+        """Steps, exaFLOPs and GPU-hours of one, without start-up, evaluation and communication."""
+        exaflops = self.facts.exaflops * self.own_share
+        return self.facts.total_steps, exaflops, gpu_hours(self.recipe, exaflops)
+
+
+def _planned(name: str, recipe: Recipe, num_runs: int = 1) -> PlannedRuns:
+    """
+    Raises:
+        ValueError: as `data_facts` and `check_batch`.
+    """
+    facts = data_facts(recipe)
+    check_batch(recipe, facts.num_images)
+    return PlannedRuns(name, num_runs, recipe, facts)
+
+
+def _num_runs(recipe: Recipe) -> int:
+    # A fine-tuning is one run; with a sweep, its trials and retrainings.
+    return len(points_of(recipe, recipe.sweep)) + recipe.sweep.seeds if recipe.sweep else 1
+
+
+def _cost_table(planned: Sequence[PlannedRuns]) -> list[str]:
+    """A line with the costs of one run for each row, and the sums over all runs."""
+    total, form = "in all, at most", "{:{}}{:>14}{:12,.0f}{:12,.4g}{:12,.4g}"
+    width = max(len(total), *(len(row.name) for row in planned))
+    sums = [sum(row.num_runs * row.costs[column] for row in planned) for column in range(3)]
+    return [
+        f"{'':{width}}{'images':>14}{'steps':>12}{'exaFLOPs':>12}{'GPU-hours':>12}",
+        *(form.format(row.name, width, f"{row.facts.num_images:,}", *row.costs) for row in planned),
+        form.format(total, width, "", *sums),
+    ]
+
+
 def describe_sweep(recipe: Recipe) -> str:
     """The trials of a sweep, and the plan of one of them."""
     config = sweep_of(recipe)
@@ -129,34 +178,17 @@ def describe_sweep(recipe: Recipe) -> str:
     grid = "; ".join(map(point_text, points))
     if config.space is None:
         grid = f"learning rates {', '.join(f'{rate:g}' for rate in config.learning_rates)}"
-    planned = [(point_name(point), 1, trial_recipe(recipe, point)) for point in points]
-    retrainings = (final_recipe(recipe, point, recipe.seed) for point in points)
-    longest = max(retrainings, key=lambda retraining: data_facts(retraining).exaflops)
-    planned.append(("each retraining, at most", config.seeds, longest))
+    trials = [_planned(point_name(point), trial_recipe(recipe, point)) for point in points]
+    retrainings = [
+        _planned("each retraining, at most", final_recipe(recipe, point, recipe.seed), config.seeds)
+        for point in points
+    ]
+    longest = max(retrainings, key=lambda row: row.costs[1])
     return "\n".join([
         f"{len(points)} trials ({grid}), then {config.seeds} runs on the full training set",
-        *_cost_table(planned),
-        f"\none trial:\n{describe_training(planned[0][2])}",
+        *_cost_table([*trials, longest]),
+        f"\none trial:\n{describe_training(trials[0].recipe)}",
     ])  # fmt: skip
-
-
-def _cost_table(planned: list[tuple[str, int, Recipe]]) -> list[str]:
-    """A line with the cost of one run for each name, number of runs and recipe; then the sum."""
-    last_name = "in all, at most"
-    width = max(len(name) for name in (last_name, *(name for name, _, _ in planned)))
-    lines = [f"{'':{width}}{'steps':>12}{'exaFLOPs':>12}{'GPU-hours':>12}"]
-    row, sums = "{:{}}{:12,.0f}{:12,.4g}{:12,.4g}", [0.0, 0.0, 0.0]
-    for name, num_runs, recipe in planned:
-        facts = data_facts(recipe)
-        costs = facts.total_steps, facts.exaflops, pace_of(recipe).device_hours(facts.exaflops)
-        lines.append(row.format(name, width, *costs))
-        sums = [total + num_runs * cost for total, cost in zip(sums, costs, strict=True)]
-    return [*lines, row.format(last_name, width, *sums)]
-
-
-def _num_runs(recipe: Recipe) -> int:
-    # A fine-tuning is one run; with a sweep, its trials and retrainings.
-    return len(points_of(recipe, recipe.sweep)) + recipe.sweep.seeds if recipe.sweep else 1
 
 
 def describe_vtab(recipe: Recipe) -> str:
@@ -169,120 +201,48 @@ def describe_vtab(recipe: Recipe) -> str:
 
     recipes = {task.name: vtab.task_recipe(recipe, task) for task in vtab.vtab_of(recipe).tasks}
     tuned = recipes if recipe.plan.num_images is not None else vtab.with_data(recipes)
-    planned = [(name, _num_runs(one), one) for name, one in tuned.items()]
+    planned = [_planned(name, run, _num_runs(run)) for name, run in tuned.items()]
     missing = ", ".join(name for name in recipes if name not in tuned)
     return "\n".join([
-        f"{sum(runs for _, runs, _ in planned)} runs on {len(tuned)} of {len(recipes)} tasks",
+        f"{sum(row.num_runs for row in planned)} runs on {len(tuned)} of {len(recipes)} tasks",
         *_cost_table(planned),
         *([f"no converted data: {missing}"] if missing else []),
     ])  # fmt: skip
 
 
-@dataclass(frozen=True)
-class PlannedCell:
-    """A cell on the cluster of `plan`.
-
-    Attributes:
-        exaflops: of its pre-training; of a branch only its cool-down, whereas `facts.exaflops` is
-            of all steps.
-        training_hours: GPU-hours of `exaflops` at `plan.mfu` of the peak, without start-up,
-            evaluation and communication.
-        transfer_exaflops: of all its fine-tunings.
-        transfer_hours: GPU-hours of `transfer_exaflops`.
-    """
-
-    cell: Cell
-    facts: TrainingFacts
-    num_gpus: int
-    exaflops: float
-    training_hours: float
-    transfer_exaflops: float
-    transfer_hours: float
-
-    @property
-    def gpu_hours(self) -> float:
-        """GPU-hours of pre-training and fine-tunings."""
-        return self.training_hours + self.transfer_hours
-
-
-def plan_study(recipe: Recipe) -> list[PlannedCell]:
-    """Plan every cell, in the order of the recipe; reads manifests and starts nothing.
+def plan_study(recipe: Recipe) -> tuple[list[PlannedRuns], list[PlannedRuns]]:
+    """Every cell and every fine-tuning, in the order of the recipe; reads manifests and starts
+    nothing.
 
     Raises:
-        ValueError: as `study_cells` and `data_facts`; the device is not known, or a cell has more
-            workers than `plan.num_gpus`.
+        ValueError: as `study_cells` and `data_facts`; the device is not known.
     """
-    study, max_gpus, planned = study_of(recipe), recipe.plan.num_gpus, list[PlannedCell]()
-    cells = [(cell, data_facts(cell.recipe)) for cell in study_cells(recipe)]
-    cells_and_steps = [(cell, facts.total_steps) for cell, facts in cells]
-    branch_shares = {
-        cell.name: 1 - branch_step(cell, steps) / steps
-        for _, *branches in in_groups(study, cells_and_steps)
-        for cell, steps in branches
-    }
-    for cell, facts in cells:
-        sizes = cell.recipe.group_sizes
-        fitting = [size for size in sizes if max_gpus is None or size <= max_gpus]
-        if not fitting:
-            raise ValueError(
-                f"plan.num_gpus={max_gpus}: cell {cell.name!r} needs {sizes[0]} GPUs, one per "
-                f"worker (workers.num_workers={cell.recipe.workers.num_workers}); raise "
-                "plan.num_gpus, or lower workers.num_workers"
-            )
-        check_batch(cell.recipe, facts.num_images)
-        exaflops = facts.exaflops * branch_shares.get(cell.name, 1.0)
-        hours = pace_of(cell.recipe).device_hours(exaflops)
-        transfer_exaflops = transfer_hours = 0.0
-        for task in study.transfer:
-            tuned = task_recipe(cell, task)
-            task_exaflops = _num_runs(tuned) * data_facts(tuned).exaflops
-            transfer_exaflops += task_exaflops
-            transfer_hours += pace_of(tuned).device_hours(task_exaflops)
-        planned.append(
-            PlannedCell(
-                cell, facts, fitting[-1], exaflops, hours, transfer_exaflops, transfer_hours
-            )
-        )
-    return planned
+    study, cells = study_of(recipe), study_cells(recipe)
+    trained = {cell.name: _planned(cell.name, cell.recipe) for cell in cells}
+    with_steps = [(cell, trained[cell.name].facts.total_steps) for cell in cells]
+    for _, *branches in in_groups(study, with_steps):
+        for cell, steps in branches:
+            share = 1 - branch_step(cell, steps) / steps
+            trained[cell.name] = replace(trained[cell.name], own_share=share)
+    transfers = list[PlannedRuns]()
+    for cell, task in itertools.product(cells, study.transfer):
+        tuned = task_recipe(cell, task)
+        transfers.append(_planned(f"{cell.name} {task.name}", tuned, _num_runs(tuned)))
+    return list(trained.values()), transfers
 
 
 def describe_study(recipe: Recipe) -> str:
-    """Every cell with images, steps, compute and hours, for `--dry-run`; starts nothing.
+    """Every cell and fine-tuning with images, steps, compute and hours; starts nothing.
 
     Raises:
         ValueError: as `plan_study`.
     """
-    cells, config = plan_study(recipe), recipe.plan
-    transfers = bool(study_of(recipe).transfer)
-    table: list[tuple[str, ...]] = [(
-        "cell", "images", "steps", "exaFLOPs", "GPUs", "GPU-hours",
-        *(["of transfer"] if transfers else []), "hours",
-    )]  # fmt: skip
-    for planned in cells:
-        facts = planned.facts
-        table.append((
-            planned.cell.name, f"{facts.num_images:,}", f"{facts.total_steps:,}",
-            f"{facts.exaflops:,.4g}", str(planned.num_gpus), f"{planned.gpu_hours:,.4g}",
-            *([f"{planned.transfer_hours:,.4g}"] if transfers else []),
-            f"{planned.gpu_hours / planned.num_gpus:,.4g}",
-        ))  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    # Steps that branches share count once.
-    exaflops = sum(cell.exaflops for cell in cells)
-    hours = sum(cell.training_hours for cell in cells)
-    transfer_exaflops = sum(cell.transfer_exaflops for cell in cells)
-    transfer_hours = sum(cell.transfer_hours for cell in cells)
-    sources = ", ".join(dict.fromkeys(cell.facts.source for cell in cells))
-    unit = f"{config.device}-hours"
+    (cells, transfers), plan = plan_study(recipe), recipe.plan
+    sources = ", ".join(dict.fromkeys(row.facts.source for row in cells))
     return "\n".join([
-        *("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
-          for row in table),
+        *_cost_table(cells),
+        *(["", "transfers", *_cost_table(transfers)] if transfers else []),
         "",
-        f"total          {len(cells)} cells, {exaflops + transfer_exaflops:,.4g} exaFLOPs, "
-        f"{hours + transfer_hours:,.4g} {unit} at {config.mfu * 100:g} % MFU, without starting, "
-        "evaluation and communication",
-        f"pre-training   {exaflops:,.4g} exaFLOPs, {hours:,.4g} {unit}",
-        *([f"transfer       {transfer_exaflops:,.4g} exaFLOPs, {transfer_hours:,.4g} {unit}"]
-          if transfers else []),
-        f"images         {sources}",
+        f"{plan.device} at {plan.mfu * 100:g} % MFU, without start, evaluation and communication; "
+        f"images as in {sources}",
     ])  # fmt: skip

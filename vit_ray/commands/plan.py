@@ -12,7 +12,7 @@ from vit_ray.addresses import PLACEHOLDER, is_placeholder
 from vit_ray.config import Recipe
 from vit_ray.data.order import divisors
 from vit_ray.launch.resolved_run import averaging_warning, check_model, resolve_run
-from vit_ray.measure.devices import DAY_S, Device, Pace, require_device
+from vit_ray.measure.devices import DAY_S, Device, require_device
 from vit_ray.models.flops import forward_macs
 from vit_ray.storage import locate
 from vit_ray.training.memory_estimate import (
@@ -90,14 +90,19 @@ def planned_cluster(recipe: Recipe) -> tuple[Device, int]:
     return device, num_gpus
 
 
-def pace_of(recipe: Recipe) -> Pace:
-    """The speed of one GPU of `plan`, from the device's peak in the recipe's precision.
+def gpu_flops_per_s(recipe: Recipe) -> float:
+    """Model FLOP/s that one GPU of `plan` is assumed to reach over a whole step.
 
     Raises:
         ValueError: the device is not known.
     """
     device = require_device(recipe.plan.device, "plan.device")
-    return Pace(device.peak_flops(recipe.train.precision), recipe.plan.mfu)
+    return recipe.plan.mfu * device.peak_flops(recipe.train.precision)
+
+
+def gpu_hours(recipe: Recipe, exaflops: float) -> float:
+    """Hours of one GPU of `plan` for this many 10^18 model FLOPs."""
+    return exaflops * 1e18 / gpu_flops_per_s(recipe) / 3600
 
 
 def describe_plan(recipe: Recipe) -> str:
@@ -109,8 +114,8 @@ def describe_plan(recipe: Recipe) -> str:
     for cells in zip(*columns, strict=True):
         if {value for _, value in cells} != {"0.00"}:
             lines.append(f"{cells[0][0]:<30}" + "".join(f"{value:>10}" for _, value in cells))
-    image_s = pace_of(recipe).step_s(step_macs(recipe, facts.num_classes), 1)  # on one GPU
-    cpus = math.ceil(num_gpus / image_s * _READING_S)
+    images_per_s = num_gpus * gpu_flops_per_s(recipe) / (2 * step_macs(recipe, facts.num_classes))
+    cpus = math.ceil(images_per_s * _READING_S)
     lines += [
         "",
         "sizes, as marked in cluster/rayjob.yaml",
@@ -134,7 +139,7 @@ def describe_work(recipe: Recipe, facts: TrainingFacts, device: Device, num_gpus
     epochs = facts.total_steps * batch / facts.num_images
     parameters = count_parameters(recipe, facts.num_classes)
     macs = forward_macs(model.name, facts.num_classes, model.image_size, **model.options())
-    hours = pace_of(recipe).device_hours(facts.exaflops)
+    hours = gpu_hours(recipe, facts.exaflops)
     time = f"{hours:,.4g} {recipe.plan.device}-hours"
     if hours < 0.1:
         time = f"{60 * hours:.2g} {recipe.plan.device}-minutes"
@@ -166,7 +171,8 @@ def _column(
     micro = configured if isinstance(configured, int) else largest or 1
     passes = accumulation_steps(batch, micro, num_gpus)
     memory = estimate_memory(recipe, facts.num_classes, micro, num_gpus, stage)
-    step_s = pace_of(recipe).step_s(step_macs(recipe, facts.num_classes), batch / num_gpus)
+    step_flops = 2 * step_macs(recipe, facts.num_classes) * batch
+    step_s = step_flops / num_gpus / gpu_flops_per_s(recipe)
     days = step_s * facts.total_steps / DAY_S
     return [
         ("ZeRO stage", str(stage)),

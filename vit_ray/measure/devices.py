@@ -1,4 +1,4 @@
-"""Dense peak rates and memory of GPUs, from their data sheets, and a training's time from these."""
+"""Dense peak rates and memory of GPUs, from their data sheets."""
 
 import re
 from dataclasses import dataclass
@@ -63,12 +63,6 @@ def require_device(name: str, key: str) -> Device:
     """
     if device := find_device(name):
         return device
-    if re.search(r"\bcpus?\b", name, re.IGNORECASE):
-        raise ValueError(
-            f"{key}={name!r}: only GPUs can be planned for, by their data sheets; leave {key} out: "
-            "`vit-ray pretrain RECIPE --dry-run` shows steps and memory, and a run on CPUs prints "
-            "its images/s and remaining time from its first steps on"
-        )
     raise ValueError(f"{key}={name!r} is not known; use one of {', '.join(_DEVICES)}")
 
 
@@ -85,29 +79,3 @@ def peak_flops(name: str, precision: str) -> float | None:
     """Dense peak in FLOP/s for "bf16" or "fp32", or None if the device is not listed."""
     device = find_device(name)
     return device.peak_flops(precision) if device else None
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How fast a device is assumed to compute.
-
-    Attributes:
-        peak_flops: dense peak of one worker's device in FLOP/s.
-        mfu: share of the peak that model FLOPs reach over a whole step, communication included.
-    """
-
-    peak_flops: float
-    mfu: float
-
-    def step_s(self, macs: int, images: float) -> float:
-        """Expected seconds of one optimizer step.
-
-        Args:
-            macs: multiply-adds of one image in a step, without what is recomputed, as in `mfu`.
-            images: per worker and step.
-        """
-        return 2 * macs * images / (self.mfu * self.peak_flops)
-
-    def device_hours(self, exaflops: float) -> float:
-        """Hours of one device for this many 10^18 model FLOPs."""
-        return exaflops * 1e18 / (self.mfu * self.peak_flops) / 3600

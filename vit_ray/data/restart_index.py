@@ -72,71 +72,31 @@ class StoredImage:
 class IndexColumn:
     """The restart indices of a row group, as its column in the shard stores them.
 
-    All are checked at once and converted to lists, because reading a single number from a numpy
-    array takes microseconds.
+    All numbers are converted to lists at once, because reading a single number from an array takes
+    microseconds.
 
     Args:
         column: structs of the fields of `RestartIndex`, null for an image without an index.
-        sizes: (n, 2), height and width of each image.
-        num_bytes: (n,), length of each file.
     """
 
-    def __init__(
-        self, column: pa.StructArray, sizes: NDArray[np.integer], num_bytes: NDArray[np.integer]
-    ) -> None:
+    def __init__(self, column: pa.StructArray) -> None:
         *fields, lists = (column.field(i) for i in range(column.type.num_fields))
-        numbers = np.stack([f.fill_null(0).to_numpy() for f in fields], axis=1).astype(np.int64)
-        ends = lists.offsets.to_numpy().astype(np.int64)
-        self._offsets = lists.values.to_numpy()[ends[0] : ends[-1]]
-        ends -= ends[0]
+        self._numbers = list(zip(*(field.to_pylist() for field in fields), strict=True))
+        self._offsets, self._ends = lists.values.to_numpy(), lists.offsets.to_pylist()
         self._is_indexed = column.is_valid().to_pylist()
-        self._is_valid = _are_valid(numbers, ends, self._offsets, sizes, num_bytes).tolist()
-        self._numbers, self._ends = numbers.tolist(), ends.tolist()
 
-    def of(self, row: int) -> RestartIndex | None:
+    def of(self, row: int, num_bytes: int) -> RestartIndex | None:
         """The index of an image; None if it has none.
 
         Raises:
-            ValueError: the index cannot belong to a file of this size and length.
+            ValueError: the index does not end where the file of `num_bytes` ends.
         """
         if not self._is_indexed[row]:
             return None
-        if not self._is_valid[row]:
-            raise ValueError("its restart index is not that of its bytes")
         offsets = self._offsets[self._ends[row] : self._ends[row + 1]]
-        front, tables_at, size_at, unit_height, unit_width, columns = self._numbers[row]
-        return RestartIndex(front, tables_at, size_at, unit_height, unit_width, columns, offsets)
-
-
-def _are_valid(
-    numbers: NDArray[np.int64],
-    ends: NDArray[np.int64],
-    offsets: NDArray[np.uint32],
-    sizes: NDArray[np.integer],
-    num_bytes: NDArray[np.integer],
-) -> NDArray[np.bool_]:
-    """Which indices can belong to files of these sizes and lengths.
-
-    Args:
-        numbers: (n, 6), the first fields of `RestartIndex` for each image.
-        ends: (n + 1,), where the offsets of each image begin in `offsets`, and the last end.
-        sizes, num_bytes: as in `IndexColumn`.
-    """
-    front, tables_at, size_at, unit_height, unit_width, columns = numbers.T
-    counts = np.diff(ends)
-    first, last = np.zeros((2, len(counts)), np.int64)
-    has_any = counts > 0
-    first[has_any], last[has_any] = offsets[ends[:-1][has_any]], offsets[ends[1:][has_any] - 1]
-    units = -(-sizes // np.maximum(np.stack([unit_height, unit_width], axis=1), 1))
-    is_valid = (np.minimum(unit_height, unit_width) >= BLOCK) & (columns >= 1)
-    is_valid &= units[:, 1] % np.maximum(columns, 1) == 0
-    is_valid &= counts == units[:, 0] * columns + 1
-    is_valid &= (front >= 2) & (front <= tables_at) & (tables_at <= size_at)
-    is_valid &= (size_at <= first - 4) & (last == num_bytes)
-    image_of = np.repeat(np.arange(len(counts)), counts)
-    falls = (offsets[1:] <= offsets[:-1]) & (image_of[1:] == image_of[:-1])
-    is_valid[image_of[1:][falls]] = False
-    return is_valid
+        if offsets[-1] != num_bytes:
+            raise ValueError("its restart index is not that of its bytes")
+        return RestartIndex(*self._numbers[row], offsets)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,12 +11,12 @@ import contextlib
 import ctypes.util
 import functools
 import logging
-import os
 import re
-import select
 import signal
+import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,10 +83,9 @@ class Libjpeg:
         for _ in range(_ATTEMPTS):
             try:
                 return self._answer(b"".join((head, image, metadata)))
-            except OSError as error:
+            except (OSError, EOFError, struct.error):
                 status = self.close()
-                is_by_file = status >= 0 or -status in _SIGNALS_OF_FILES
-                if is_by_file and not isinstance(error, TimeoutError):
+                if status >= 0 or -status in _SIGNALS_OF_FILES:
                     return None
         raise OSError(
             f"the process that rewrites JPEG files was killed {_ATTEMPTS} times, or did not answer "
@@ -97,27 +96,23 @@ class Libjpeg:
         if self._process is None:
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(
-                self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, bufsize=0
+                self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL
             )
         requests, answers = self._process.stdin, self._process.stdout
         assert requests is not None
         assert answers is not None
-        os.set_blocking(requests.fileno(), False)
-        unsent = memoryview(request)
-        while unsent:
-            if not select.select([], [requests], [], _ANSWER_WITHIN_S)[1]:
-                raise TimeoutError
-            unsent = unsent[os.write(requests.fileno(), unsent) :]
-        content, length = bytearray(), ANSWER.size
-        while len(content) < length:
-            if not select.select([answers], [], [], _ANSWER_WITHIN_S)[0]:
-                raise TimeoutError
-            if not (part := os.read(answers.fileno(), length - len(content))):
-                raise OSError("the process ended before it answered")
-            content += part
-            if len(content) == length == ANSWER.size:
-                length += ANSWER.unpack(content)[0]
-        return bytes(content[ANSWER.size :])
+        limit = threading.Timer(_ANSWER_WITHIN_S, self._process.kill)
+        limit.start()
+        try:
+            requests.write(request)
+            requests.flush()
+            (length,) = ANSWER.unpack(answers.read(ANSWER.size))
+            content = answers.read(length)
+        finally:
+            limit.cancel()
+        if len(content) < length:
+            raise EOFError
+        return content
 
     def close(self) -> int:
         """End the process; its exit status, 0 if there is none."""

@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -84,7 +84,7 @@ class EncodedRows:
         _, offsets, content = self.images.buffers()
         starts = np.frombuffer(offsets, np.int32)[self.images.offset :][: len(self.images) + 1]
         self._content, self._offsets = memoryview(content or b"").cast("B"), starts.tolist()
-        self._index = columns.get(_INDEX)
+        self._indices = IndexColumn(columns[_INDEX]) if _INDEX in columns else None
 
     def image(self, row: int) -> bytes:
         """Encoded bytes of one row.
@@ -96,8 +96,9 @@ class EncodedRows:
 
     def stored(self, row: int) -> StoredImage:
         """The image of one row as a view, with its size and restart index; errors as `image`."""
-        index = None if self._indices is None else self._indices.of(row)
-        return StoredImage(self._image(row), self.size(row), index)
+        image = self._image(row)
+        index = None if self._indices is None else self._indices.of(row, len(image))
+        return StoredImage(image, self.size(row), index)
 
     def size(self, row: int) -> tuple[int, int]:
         """Height and width of one row."""
@@ -114,12 +115,6 @@ class EncodedRows:
         if not self.is_whole and checksum(image) != self.crc32[row]:
             raise ChangedImageError("the bytes changed since conversion (checksum differs)")
         return image
-
-    @cached_property
-    def _indices(self) -> IndexColumn | None:
-        if self._index is None:
-            return None
-        return IndexColumn(self._index, np.array(self._sizes), np.diff(self._offsets))
 
 
 def open_shard(location: Location, entry: ShardFile) -> tuple[Any, pq.FileMetaData]:

@@ -10,17 +10,15 @@ import torch
 from PIL import Image
 from transformers import ViTForImageClassification
 
-from tests.models.small import small_model
+from tests.models.small import attention_weights, small_model
 from tests.parts import ConvNet
 from vit_ray.evaluation.inspection import (
     attention_figures,
     filter_components,
     first_kernel,
     inspect_model,
-    output_row,
     position_similarity,
     position_vectors,
-    roll,
 )
 from vit_ray.models.weights import save_weights
 
@@ -77,36 +75,34 @@ def test_position_vectors_are_what_patches_get_without_the_class_tokens(position
     assert position_vectors(small_model("ViT", positions="none")) is None
 
 
-def test_distances_and_rollouts_are_those_of_transformers_attention(tmp_path):
-    model = small_model("ViT", dropout=0.5).train()
+@pytest.mark.parametrize("pool", ["cls", "gap"])
+def test_distances_and_rollouts_are_those_of_transformers_attention(pool, tmp_path):
+    model = small_model("ViT", dropout=0.5, pool=pool).train()
     images = pictures(7)
-    save_weights(model, tmp_path, "huggingface")
-    peer = ViTForImageClassification.from_pretrained(tmp_path, attn_implementation="eager").eval()
-    with torch.no_grad():
-        pixels = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
-        layers = [a.numpy() for a in peer(pixels, output_attentions=True).attentions]
+    pixels = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
+    if pool == "cls":
+        save_weights(model, tmp_path, "huggingface")
+        peer = ViTForImageClassification.from_pretrained(tmp_path, attn_implementation="eager")
+        with torch.no_grad():
+            layers = [a.numpy() for a in peer.eval()(pixels, output_attentions=True).attentions]
+    else:
+        layers = [weights.numpy() for weights in attention_weights(model.eval(), pixels)]
+        model.train()
     places = [(row, column) for row in range(4) for column in range(4)]
     apart = np.array([[8 * math.dist(a, b) for b in places] for a in places])
     expected, paths = np.zeros((2, 4)), []
     for index, layer in enumerate(layers):
-        paths.append((layer.mean(axis=1) + np.eye(17)) / 2)
+        paths.append((layer.mean(axis=1) + np.eye(layer.shape[-1])) / 2)
         for head in range(4):
-            patches = layer[:, head, 1:, 1:]
+            patches = layer[:, head, -16:, -16:]
             rows = patches / patches.sum(axis=-1, keepdims=True)
             expected[index, head] = (rows * apart).sum(axis=-1).mean()
-    expected_rollouts = (paths[1] @ paths[0])[:, 0, 1:].reshape(7, 4, 4)
+    reaching = (paths[1] @ paths[0])[:, :, -16:]
+    row = reaching[:, 0] if pool == "cls" else reaching.mean(axis=1)
     distances, rollouts = attention_figures(model, images)
     assert model.training
     np.testing.assert_allclose(distances, expected, rtol=1e-5)
-    np.testing.assert_allclose(rollouts, expected_rollouts, rtol=1e-5)
-
-
-def test_rollout_averages_heads_and_without_a_class_token_all_rows():
-    heads = torch.zeros(1, 2, 4, 4)
-    heads[0, 0, :, 1], heads[0, 1, :, 2] = 1, 1
-    rollout = output_row(roll(None, heads), (2, 2), has_class_token=False)
-    # Half residual: each row keeps 1/2; patches 1 and 2 get 1/4 of every row more.
-    np.testing.assert_allclose(rollout[0], [[1 / 8, 1 / 8 + 1 / 4], [1 / 8 + 1 / 4, 1 / 8]])
+    np.testing.assert_allclose(rollouts, row.reshape(7, 4, 4), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +118,7 @@ def test_rollout_averages_heads_and_without_a_class_token_all_rows():
 def test_every_figure_that_a_model_has_is_drawn(family, options, missing, tmp_path):
     family, _, precision = family.partition(" in ")
     model = small_model(family, **options).to(torch.bfloat16 if precision else torch.float32)
-    results = inspect_model(model, pictures(), tmp_path / "figures")
+    results = inspect_model(model, pictures(), tmp_path)
     names = "filters", "position_similarity", "attention_distance", "attention_rollout"
     assert tuple(results) == names
     for name, result in results.items():

@@ -3,7 +3,7 @@
 `inspect_model` draws them, from arrays that pure functions make of weights and attention.
 """
 
-# B images, H heads, N tokens, L layers, D width, P patch side, h w grid
+# B images, H heads, N tokens, L layers, D width, P patches (in kernels: patch side), h w grid
 
 import contextlib
 from pathlib import Path
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from vit_ray.evaluation.examples import UInt8Array, sheet
 from vit_ray.models.axial import AxialViT
-from vit_ray.models.catalog import Grid
 from vit_ray.models.vit import Attention, VisionTransformer
 
 FloatArray = NDArray[np.float32]
@@ -33,50 +32,49 @@ def inspect_model(model: nn.Module, images: UInt8Array, folder: Path) -> dict[st
     Args:
         model: of any family, in any precision.
         images: uint8 (B, H, W, 3) of the model's size; the paper averages over 128.
-        folder: created if missing.
+        folder: exists.
 
     Returns:
         For `filters`, `position_similarity`, `attention_distance` and `attention_rollout`: the
         file, or the reason why there is none.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    reason = f"a {type(model).__name__} has no attention over the whole image"
-    results: dict[str, Path | str] = {
-        "filters": "the model has no convolution of the pixels",
-        "position_similarity": "the model has no table of positions",
-        "attention_distance": reason,
-        "attention_rollout": reason,
+    no_attention = f"a {type(model).__name__} has no attention over the whole image"
+    drawings: dict[str, Figure | Image.Image | str] = {
+        "filters": _filters(model) or "the model has no convolution of the pixels",
+        "position_similarity": _positions(model) or "the model has no table of positions",
+        "attention_distance": no_attention,
+        "attention_rollout": no_attention,
     }
-
-    def file(name: str) -> Path:
-        results[name] = path = folder / f"{name}.png"
-        return path
-
-    kernel = first_kernel(model)
-    if kernel is not None:
-        components, variance = filter_components(kernel)
-        tiles = list((255 * components).round().astype(np.uint8))
-        title = f"Patch filters: {len(tiles)} principal components, {variance.sum():.0%}"
-        captions = [f"{share:.1%}" for share in variance]
-        sheet(tiles, captions, f"{title} of the variance").save(file("filters"))
-    if not isinstance(model, VisionTransformer):
-        return results
-    vectors = position_vectors(model)
-    if vectors is not None:
-        positions(vectors).savefig(file("position_similarity"), dpi=150)
-    if not isinstance(model, AxialViT):
+    if isinstance(model, VisionTransformer) and not isinstance(model, AxialViT):
         distances, rollouts = attention_figures(model, images)
-        attention_distance(distances, len(images)).savefig(file("attention_distance"), dpi=150)
-        pairs: list[UInt8Array] = []
-        for i in np.linspace(0, len(images) - 1, min(NUM_ROLLOUTS, len(images))).astype(int):
-            pairs += [images[i], overlay(images[i], rollouts[i], model.embedding.patch_size)]
-        title = "Attention from the output to the input"
-        sheet(pairs, [""] * len(pairs), title).save(file("attention_rollout"))
+        drawings["attention_distance"] = _distances(distances, len(images))
+        drawings["attention_rollout"] = _rollouts(images, rollouts, model.embedding.patch_size)
+    results: dict[str, Path | str] = {}
+    for name, drawing in drawings.items():
+        path = folder / f"{name}.png"
+        results[name] = drawing if isinstance(drawing, str) else path
+        if isinstance(drawing, Figure):
+            drawing.savefig(path, dpi=150)
+        elif isinstance(drawing, Image.Image):
+            drawing.save(path)
     return results
 
 
-def positions(vectors: FloatArray) -> Figure:
-    """The similarity of each position embedding (h, w, D) to all others, a tile for each."""
+def _filters(model: nn.Module) -> Image.Image | None:
+    kernel = first_kernel(model)
+    if kernel is None:
+        return None
+    components, variance = filter_components(kernel)
+    tiles = list((255 * components).round().astype(np.uint8))
+    title = f"Patch filters: {len(tiles)} principal components, {variance.sum():.0%} of variance"
+    return sheet(tiles, [f"{share:.1%}" for share in variance], title)
+
+
+def _positions(model: nn.Module) -> Figure | None:
+    """The similarity of each position embedding to all others, a tile for each."""
+    vectors = position_vectors(model) if isinstance(model, VisionTransformer) else None
+    if vectors is None:
+        return None
     figure = Figure(figsize=(7, 6), layout="constrained")
     axis = figure.subplots()
     image = axis.imshow(position_similarity(vectors), vmin=-1, vmax=1, interpolation="nearest")
@@ -86,7 +84,7 @@ def positions(vectors: FloatArray) -> Figure:
     return figure
 
 
-def attention_distance(distances: FloatArray, num_images: int) -> Figure:
+def _distances(distances: FloatArray, num_images: int) -> Figure:
     """A dot for each head, of distances (L, H) in pixels, over the depth of the layer."""
     num_layers, num_heads = distances.shape
     figure = Figure(figsize=(6, 4), layout="constrained")
@@ -102,7 +100,15 @@ def attention_distance(distances: FloatArray, num_images: int) -> Figure:
     return figure
 
 
-def overlay(image: UInt8Array, rollout: FloatArray, patch_size: int) -> UInt8Array:
+def _rollouts(images: UInt8Array, rollouts: FloatArray, patch_size: int) -> Image.Image:
+    """Some of the images, each beside its overlay."""
+    pairs: list[UInt8Array] = []
+    for i in np.linspace(0, len(images) - 1, min(NUM_ROLLOUTS, len(images))).astype(int):
+        pairs += [images[i], _overlay(images[i], rollouts[i], patch_size)]
+    return sheet(pairs, [""] * len(pairs), "Attention from the output to the input")
+
+
+def _overlay(image: UInt8Array, rollout: FloatArray, patch_size: int) -> UInt8Array:
     """The image (H, W, 3) dimmed where the rollout (h, w) is low.
 
     As the paper's authors draw it: the rollout is divided by the largest value, resized with
@@ -176,67 +182,20 @@ def position_similarity(vectors: FloatArray) -> FloatArray:
     return spaced.reshape(rows * (rows + 1), columns * (columns + 1))[:-1, :-1]
 
 
-def mean_attention_distance(weights: Tensor, grid: Grid, patch_size: int) -> FloatArray:
-    """How far heads look, in pixels (Figure 7, right; Figure 11): "receptive field size".
-
-    The Euclidean distance between a query patch and every patch, weighted by attention, averaged
-    over queries and images. Attention from and to the class token has no distance and is left out;
-    the rest of each row is normalized to a sum of 1.
-
-    Args:
-        weights: (B, H, N, N), the class token first if there is one.
-        grid: (h, w) of the patches.
-        patch_size: pixels from one patch to the next.
-
-    Returns:
-        (H,).
-    """
-    rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
-    coordinates = torch.stack([rows.flatten(), columns.flatten()], dim=1).double() * patch_size
-    distances = torch.cdist(coordinates, coordinates).to(weights.device)
-    num_patches = len(distances)
-    means = []
-    # Head by head: all heads in float64 would take three times the memory.
-    for head in weights[..., -num_patches:, -num_patches:].unbind(1):
-        patches = head.double()
-        per_query = (patches * distances).sum(dim=-1) / patches.sum(dim=-1)
-        means.append(per_query.mean())
-    return torch.stack(means).float().cpu().numpy()
-
-
-def roll(rollout: Tensor | None, layer: Tensor) -> Tensor:
-    """Extend a rollout (B, N, N), None before the first layer, by a layer (B, H, N, N); float64.
-
-    How much of each token reaches the output (Figure 6, D.8; Abnar and Zuidema, 2020): heads are
-    averaged, the residual path is added as an identity, rows are normalized to a sum of 1, and
-    layers are multiplied.
-    """
-    mixed = torch.zeros_like(layer[:, 0], dtype=torch.float64)
-    for head in layer.unbind(1):
-        mixed += head
-    mixed /= layer.shape[1]
-    mixed.diagonal(dim1=-2, dim2=-1).add_(1)
-    mixed /= mixed.sum(dim=-1, keepdim=True)
-    return mixed if rollout is None else mixed @ rollout
-
-
-def output_row(rollout: Tensor, grid: Grid, has_class_token: bool) -> FloatArray:
-    """The contribution of each patch to the output in a rollout, (B, h, w).
-
-    It is the class token's row, or without a class token the mean row of the patches. Patches are
-    the last tokens.
-    """
-    patches = rollout[:, :, -grid[0] * grid[1] :]
-    row = patches[:, 0] if has_class_token else patches[:, -grid[0] * grid[1] :].mean(dim=1)
-    return row.reshape(-1, *grid).float().cpu().numpy()
-
-
 def attention_figures(
     model: VisionTransformer, images: UInt8Array
 ) -> tuple[FloatArray, FloatArray]:
     """Mean attention distance (L, H) in pixels, and rollouts (B, h, w), of some images.
 
-    Image by image and layer by layer, so that only one layer's attention is in memory.
+    The distance is how far heads look (Figure 7, right; Figure 11): the Euclidean distance between
+    a query patch and every patch, weighted by attention, averaged over queries and images.
+    Attention from and to the class token has no distance and is left out; the rest of each row is
+    normalized to a sum of 1.
+
+    The rollout is how much of each patch reaches the output (Figure 6, D.8; Abnar and Zuidema,
+    2020): heads are averaged, the residual path is added as an identity, rows are normalized to a
+    sum of 1, and layers are multiplied. The output is the class token's row, or without a class
+    token the mean row.
 
     Args:
         model: with attention over the full sequence, not axial attention.
@@ -246,27 +205,36 @@ def attention_figures(
     model.eval()
     distances, rollouts = zip(*(_attention_of(model, image) for image in images), strict=True)
     model.train(was_training)
-    return np.mean(distances, axis=0), np.concatenate(rollouts)
+    return np.mean(distances, axis=0), np.stack(rollouts)
 
 
 def _attention_of(model: VisionTransformer, image: UInt8Array) -> tuple[FloatArray, FloatArray]:
-    # Distance (L, H) and rollout (1, h, w) of an image (H, W, 3).
-    distances: list[FloatArray] = []
-    rollout: Tensor | None = None
+    """Distance (L, H) and rollout (h, w) of an image (H, W, 3), with one layer in memory."""
+    device, grid = next(model.parameters()).device, model.grid
+    patches = torch.cartesian_prod(*(torch.arange(side) for side in grid)).double().to(device)
+    distances_PP = torch.cdist(patches, patches) * model.embedding.patch_size
+    residual = torch.eye(model.num_tokens, dtype=torch.float64, device=device)
+    rollout, distances = residual, list[Tensor]()
 
     def add_layer(attention: nn.Module, args: tuple[Tensor, ...]) -> None:
         nonlocal rollout
         assert isinstance(attention, Attention)
-        weights = attention.weights(args[0])
-        distances.append(mean_attention_distance(weights, model.grid, model.embedding.patch_size))
-        rollout = roll(rollout, weights)
+        weights_HNN = attention.weights(args[0])[0].double()
+        among_patches = weights_HNN[:, -len(patches) :, -len(patches) :]
+        per_query = (among_patches * distances_PP).sum(dim=-1) / among_patches.sum(dim=-1)
+        distances.append(per_query.mean(dim=-1))
+        mixed = weights_HNN.mean(dim=0) + residual
+        rollout = mixed / mixed.sum(dim=-1, keepdim=True) @ rollout
 
-    device = next(model.parameters()).device
     with torch.no_grad(), contextlib.ExitStack() as hooks:
         for block in model.blocks:
             attention = block.get_submodule("attention")
             hooks.callback(attention.register_forward_pre_hook(add_layer).remove)
         pixels = torch.from_numpy(image[None]).to(device).permute(0, 3, 1, 2).float()
         model.encode(model.embed(pixels / 127.5 - 1))
-    assert rollout is not None
-    return np.stack(distances), output_row(rollout, model.grid, model.class_token is not None)
+    rows = rollout[:, -len(patches) :]
+    row = rows.mean(dim=0) if model.class_token is None else rows[0]
+    return (
+        torch.stack(distances).float().cpu().numpy(),
+        row.reshape(grid).float().cpu().numpy(),
+    )

@@ -246,27 +246,23 @@ def peak_bytes(forward: Callable[[], Tensor], weights: list[Tensor]) -> int:
     """Maximum of allocated bytes in `forward()` and its backward pass.
 
     Weights do not count, and a weight's gradient only until it is complete: where it is kept then
-    does not depend on the model.
+    does not depend on the model. The model cannot be trained after this.
     """
-    hooks = drop_gradients(weights)
+    drop_gradients(weights)
     with ActivationMemory(weights) as memory:
         forward().backward()  # type: ignore[no-untyped-call]
-    for hook in hooks:
-        hook.remove()
     return memory.peak
 
 
-def drop_gradients(weights: Iterable[Tensor]) -> list[Any]:
-    """Free each gradient as soon as it is complete; returns the hooks, whose removal ends that."""
+def drop_gradients(weights: Iterable[Tensor]) -> None:
+    """From now on, free each gradient as soon as it is complete."""
 
     def drop(weight: Tensor) -> None:
         weight.grad = None
 
-    return [
-        weight.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
-        for weight in weights
-        if weight.requires_grad
-    ]
+    for weight in weights:
+        if weight.requires_grad:
+            weight.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
 
 
 def _storage_key(tensor: Tensor) -> int:

@@ -70,7 +70,9 @@ def test_what_is_missing_names_each_gap_once(study_page):
 
 def test_a_sweep_begins_with_its_choice_and_its_test_result(sweep_page):
     won, tested, cost, proxy = sweep_page.lead
-    assert won.startswith("Learning rate 0.03 wins on the dev split (90.00 %), by 1.00 points over")
+    assert won.startswith(
+        "Learning rate 0.03 wins on the dev split (90.00 %), by 1.00 points over 0.1: "
+    )
     assert "more than noise cannot be said (less than the binomial error" in won
     assert "0.03 reaches 90.0 +- 1.0 % (95 %: 88 to 92, 3 seeds) on the test set." in tested
     assert cost == "Total cost of 7 trainings: 3.8 exaFLOPs."

@@ -110,15 +110,15 @@ def sweep_sentences(runs: pd.DataFrame) -> Iterator[str]:
             rest = finished[~finished["run_id"].isin(best["run_id"])]
             verb = "leads so far" if (trials["status"] == "running").any() else "wins"
             text = (
-                f"{name}{_point(best.iloc[0], trials)} {verb} on the dev split "
+                f"{name}Learning rate {_point(best.iloc[0], trials)} {verb} on the dev split "
                 f"({percent(best['dev'].mean())} %)"
             )
             if len(rest):
                 second = _best_group(rest, "dev")
                 a, b = (point.set_index("seed")["dev"].to_dict() for point in (second, best))
                 lead = difference(a, b, best["num_dev"].iloc[0])
-                text += f", by {percent(lead.value)} points over {_point(second.iloc[0], trials)}: "
-                text += lead.verdict
+                rival = _point(second.iloc[0], trials)
+                text += f", by {percent(lead.value)} points over {rival}: {lead.verdict}"
             rate, rates = best["rate"].iloc[0], sorted({*trials["rate"].dropna()})
             advice = ""
             if len(rates) > 1 and rate in (rates[0], rates[-1]):
@@ -129,7 +129,8 @@ def sweep_sentences(runs: pd.DataFrame) -> Iterator[str]:
         tested = retrainings[(retrainings["status"] == "finished") & retrainings["test"].notna()]
         for _, seeds in tested.groupby("group", sort=False):
             result = _result(seeds, "test", "num_test")
-            yield f"{name}{_point(seeds.iloc[0], trials)} reaches {result} on the test set."
+            point = _point(seeds.iloc[0], trials)
+            yield f"{name}Learning rate {point} reaches {result} on the test set."
 
 
 def sweeps_of(runs: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame, pd.DataFrame]]:
@@ -153,7 +154,7 @@ def _point(run: pd.Series, trials: pd.DataFrame) -> str:
     # The rate, and the other values that the sweep varies.
     varied = [key for key in run["keys"] if is_trained(key) and trials[key].nunique() > 1]
     texts = [f"{key} {run[key]}" for key in varied if key != "optim.learning_rate"]
-    return ", ".join([f"Learning rate {run['rate']:g}", *texts])
+    return ", ".join([f"{run['rate']:g}", *texts])
 
 
 def _leader(cells: pd.DataFrame) -> Iterator[str]:

@@ -11,10 +11,9 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from functools import cached_property
-from itertools import starmap
 from typing import Any, Final
 
 import numpy as np
@@ -30,13 +29,13 @@ FORMAT_VERSION: Final = 6
 MANIFEST_FILE: Final = "manifest.parquet"
 """Its presence is the commit mark of a data set."""
 STAGING_FOLDER: Final = "_staging"
-"""Holds the plan and progress of a conversion until the manifest is written."""
+"""Holds the progress of a conversion until the manifest is written."""
 REJECTED_FILE: Final = "rejected.parquet"
 DAMAGED_FILE: Final = "damaged.parquet"
 """Images of the set that libjpeg warns about; columns as in `REJECTED_FILE`."""
 REPORT_FILE: Final = "report.json"
 SOURCE_FILE: Final = "source.json"
-"""Settings of the conversion, and the versions of its source files."""
+"""The plan of the conversion: its settings, classes, and the versions of its source files."""
 ROW_GROUP_SCHEMA: Final = pa.schema(
     [
         pa.field("file_index", pa.int32(), nullable=False),
@@ -62,65 +61,41 @@ def checksum(content: bytes | memoryview | pa.Buffer, before: int = 0) -> int:
 
 
 @dataclass(frozen=True)
-class ImageFile:
-    """A source parquet file that is read in place for a shard's images, in the same row groups.
-
-    Attributes:
-        path: address of the file.
-        bytes: size of the file.
-        version: as `Location.info` gave it when the data set was made.
-        column: parquet name of the column of encoded images.
-    """
-
-    path: str
-    bytes: int
-    version: str
-    column: str
-
-
-@dataclass(frozen=True)
 class ShardFile:
     """One shard; `path` is relative to the manifest's `root`, `bytes` the size of the file.
 
-    `images` is None if the shard itself holds the images.
+    A set that is made in place has its images in parquet files of others, one for each shard, in
+    the same row groups.
+
+    Attributes:
+        images: address of the file with the images; empty if the shard itself holds them.
+        images_bytes, images_version: of that file, as `Location.info` gave them when the data set
+            was made.
+        images_column: parquet name of the column of encoded images.
     """
 
     path: str
     rows: int
     bytes: int
     crc32: int
-    images: ImageFile | None = None
-
-
-_NO_IMAGES: Final = ("", 0, "", "")
+    images: str = ""
+    images_bytes: int = 0
+    images_version: str = ""
+    images_column: str = ""
 
 
 class ShardFiles(Sequence[ShardFile]):
     """Shards as one array per field: processes can share arrays, but not Python objects."""
 
     def __init__(self, files: Iterable[ShardFile]) -> None:
-        rows = [
-            (f.path, f.rows, f.bytes, f.crc32)
-            + (_NO_IMAGES if f.images is None else astuple(f.images))
-            for f in files
-        ]
-        self._columns = [np.array(c) for c in zip(*rows, strict=True)] or [np.empty(0)]
+        columns = zip(*map(astuple, files), strict=True)
+        self._columns = [np.array(column) for column in columns] or [np.empty(0)]
 
     def __len__(self) -> int:
         return len(self._columns[0])
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        return _shard_file(*(column[index].item() for column in self._columns))
-
-    def __iter__(self) -> Iterator[ShardFile]:
-        return starmap(_shard_file, zip(*(c.tolist() for c in self._columns), strict=True))
-
-
-def _shard_file(path: str, rows: int, size: int, crc32: int, *images: Any) -> ShardFile:
-    image_file = None if images == _NO_IMAGES else ImageFile(*images)
-    return ShardFile(path, rows, size, crc32, image_file)
+        return ShardFile(*(column[index].item() for column in self._columns))
 
 
 ABOUT: Final = ("license", "source_url", "evaluation_only", "apply_orientation")
@@ -128,8 +103,8 @@ ABOUT: Final = ("license", "source_url", "evaluation_only", "apply_orientation")
 _METADATA_KEY: Final = b"vit_ray"
 # Keys of the header that the fingerprint does not depend on.
 _NOT_CONTENT: Final = ("root", "root_from_here", "format_version", "fingerprint")
-# Fields of a shard in the header before those of `ImageFile`.
-_FILE_FIELDS: Final = 4
+# The first fields of a shard, which the fingerprint depends on.
+_CONTENT_FIELDS: Final = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,14 +124,6 @@ class RowGroupColumns:
     rows: NDArray[np.integer]
     bytes: NDArray[np.integer]
     dropped: dict[int, NDArray[np.int32]]
-
-    def without_empty(self) -> "RowGroupColumns":
-        """The row groups of which some rows are not dropped."""
-        groups = np.flatnonzero(self.rows)
-        new_index = {old: new for new, old in enumerate(groups.tolist())}
-        dropped = {new_index[old]: rows for old, rows in self.dropped.items() if old in new_index}
-        files, numbers, rows = self.file_index[groups], self.row_group[groups], self.rows[groups]
-        return RowGroupColumns(files, numbers, rows, self.bytes[groups], dropped)
 
 
 @dataclass(frozen=True, eq=False)
@@ -308,14 +275,9 @@ def open_dataset(path: str) -> Manifest:
                 "manifest was written; run the same convert command again, it continues where "
                 "it stopped"
             )
-        if not folder.exists():
-            raise ValueError(
-                f"no data set at {path!r}: the folder does not exist; check the path or "
-                "convert first"
-            )
         raise ValueError(
-            f"no data set at {path!r}: the folder has no {MANIFEST_FILE}; give the destination "
-            "of `vit-ray convert`"
+            f"no data set at {path!r}: it has no {MANIFEST_FILE}; check the path, or give the "
+            "destination of `vit-ray convert`"
         )
     # The absolute path, because workers have other working directories.
     manifest = read_again(lambda: _parse(folder.uri, file.read()), ValueError)
@@ -343,10 +305,7 @@ def _parse(path: str, content: bytes) -> Manifest:
                 classes=header["classes"],
                 max_labels=header["max_labels"],
                 fingerprint=header["fingerprint"],
-                files=ShardFiles(
-                    ShardFile(*entry[:_FILE_FIELDS], *(ImageFile(*i) for i in entry[_FILE_FIELDS:]))
-                    for entry in header["files"]
-                ),
+                files=ShardFiles(ShardFile(*entry) for entry in header["files"]),
                 text_columns=tuple(header.get("text_columns", ())),
                 origin=header["origin"],
             )
@@ -396,6 +355,8 @@ def write_manifest(
 ) -> str:
     """Write the manifest, which makes the data set visible, and return its fingerprint.
 
+    Row groups of which all rows are dropped are left out.
+
     Args:
         root: folder of the shards, if that is not `folder`.
         origin: how the data set was made (seed, source); part of the fingerprint.
@@ -412,15 +373,13 @@ def write_manifest(
         "root": root,
         "origin": origin,
         **({"text_columns": list(text_columns)} if text_columns else {}),
-        "files": [
-            [f.path, f.rows, f.bytes, f.crc32, *([astuple(f.images)] if f.images else [])]
-            for f in files
-        ],
+        "files": list(map(astuple, files)),
     }
-    header["fingerprint"] = _fingerprint(header, columns)
     dropped = [columns.dropped.get(group) for group in range(len(columns.rows))]
     arrays = vars(columns) | {"dropped": dropped}
     table = pa.table([pa.array(arrays[f.name], f.type) for f in ROW_GROUP_SCHEMA], ROW_GROUP_SCHEMA)
+    table = table.take(np.flatnonzero(columns.rows))
+    header["fingerprint"] = _fingerprint(header, _columns(table))
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(sink, ROW_GROUP_SCHEMA, compression="zstd", store_schema=False) as writer:
         writer.write_table(table)
@@ -432,7 +391,7 @@ def write_manifest(
 def _fingerprint(header: dict[str, Any], columns: RowGroupColumns) -> str:
     """Digest of the content, which copying or moving the data set does not change."""
     content = {k: v for k, v in header.items() if k not in _NOT_CONTENT}
-    content["files"] = [entry[:_FILE_FIELDS] for entry in header["files"]]
+    content["files"] = [entry[:_CONTENT_FIELDS] for entry in header["files"]]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
     for name in ("file_index", "row_group", "rows", "bytes"):
         digest.update(np.ascontiguousarray(getattr(columns, name), dtype=np.int64).tobytes())

@@ -167,7 +167,7 @@ def test_what_another_version_has_made_is_refused(serial, image_folder, tmp_path
         convert(image_folder, tmp_path / "staged")
     convert(image_folder, tmp_path / "set")
     content = b'{"settings": {"seed": 0}, "units": {}, "version": 7}'  # as version 7 wrote it
-    for name in ("staged/_staging/plan.json", "set/source.json"):
+    for name in ("staged/source.json", "set/source.json"):
         target = tmp_path / name.partition("/")[0]
         (tmp_path / name).write_bytes(b"%s\n%08x" % (content, checksum(content)))
         with pytest.raises(ValueError, match="of another version of vit_ray; choose another"):

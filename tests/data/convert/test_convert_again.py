@@ -87,7 +87,7 @@ def test_a_source_that_changed_twice_has_the_rows_that_it_has_now(serial, tmp_pa
     source, target = tmp_path / "list.csv", tmp_path / "set"
     rows = write_source(source)
     wrong = rows | {"cat/004.jpg": "dog"}
-    for listed, at in ((rows, (conversion, "RowStore")), (wrong, (index, "write_facts"))):
+    for listed, at in ((rows, (conversion, "read_index")), (wrong, (index, "write_facts"))):
         write_list(source, listed)
         with monkeypatch.context() as patch:
             patch.setattr(*at, Mock(side_effect=KeyboardInterrupt))
@@ -187,7 +187,7 @@ def test_a_conversion_that_was_killed_after_its_commit_is_done(serial, tmp_path,
     for target in targets:
         with stopped_at(monkeypatch, "commit", is_done=True):
             convert(source, target, **SMALL)
-        assert (target / "_staging" / "plan.json").exists()
+        assert (target / "_staging" / "shard-000000.json").exists()
     assert convert(source, targets[0], **SMALL).was_done
     write_tar(source / "d.tar", [1, 2])
     write_tar(source / "b.tar", [5, 4, 3, 2, 1, 0])
@@ -219,7 +219,7 @@ def test_a_folder_without_plan_or_record_is_not_overwritten(serial, tmp_path, mo
     write_source(source)
     with stopped_at(monkeypatch, "commit", is_done=False):
         convert(source, target, **SMALL)
-    (target / "_staging" / "plan.json").unlink()
+    (target / "source.json").unlink()
     made = {file: file.read_bytes() for file in target.glob("part-*")}
     with pytest.raises(ValueError, match=r"is not empty and holds no data set .* it has 'part-0"):
         convert(source, target, **settings)

@@ -2,7 +2,6 @@
 
 import csv
 import errno
-import hashlib
 import json
 import os
 import platform
@@ -307,8 +306,6 @@ def test_the_images_are_those_of_a_copy_and_the_files_stay_as_they_are(source, t
     assert state() == before
     assert sum(path.stat().st_size for path in (tmp_path / "set").iterdir()) < 40_000
     assert list(rejections(tmp_path / "set")) == ["data/train-00000-of-00002/00000006"]
-    counted = b"".join(b"data/train-0000%d-of-00002.parquet %d\n" % n for n in ((0, 14), (1, 10)))
-    assert manifest.origin["source_digest"] == hashlib.sha256(counted).hexdigest()[:16]
     assert manifest.num_images == 23
     assert manifest.rows.tolist() == [5, 4, 4, 5, 5]
     assert [len(some) for some in keys(manifest)] == [13, 10]

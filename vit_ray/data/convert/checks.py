@@ -31,7 +31,6 @@ from vit_ray.data.convert.rows import (
     Row,
     SourceChangedError,
     Unit,
-    pieces,
     row_table,
 )
 from vit_ray.data.convert.sources import declared_classes, rows_of, units_of
@@ -52,9 +51,8 @@ from vit_ray.data.shard_writer import EncodedImage
 from vit_ray.lock import is_lock_file
 from vit_ray.storage import Location, locate
 
-PLAN: Final = "plan.json"
 # Beginnings of file names in the staging folder, other than locks.
-_STAGED: Final = (PLAN, "index-", "list-", "shard-")
+_STAGED: Final = ("index-", "list-", "shard-")
 # Names of the files that a conversion writes.
 OUTPUT: Final = "|".join(
     [
@@ -66,8 +64,8 @@ OUTPUT: Final = "|".join(
 _READERS: Final = 8
 # Maximum size of the images that were read ahead.
 _AHEAD_BYTES: Final = 1 << 26
-# Assumed size of an image that is not read yet, if the source does not give its size.
-_ASSUMED_BYTES: Final = 1 << 23
+# Assumed size of an image, if the source does not give it.
+_ASSUMED_BYTES: Final = 1 << 22
 # Maximum number of scans of a JPEG file; a decoder visits all pixels for each. Progressive files
 # have about 10, and libjpeg-turbo's own tests of hostile files allow 500.
 _MAX_SCANS: Final = 100
@@ -115,10 +113,10 @@ def check_destination(config: ConvertConfig) -> None:
         )
     folder.refuse_file_in_its_place("convert.destination")
     names = {info.base_name for info in folder.list_files(recursive=False)}
-    staged = {info.base_name for info in folder.child(STAGING_FOLDER).list_files()}
-    # Without a plan it is unknown which conversion wrote the shards of a folder.
-    if PLAN in staged or {MANIFEST_FILE, SOURCE_FILE} <= names:
+    # Without this file it is unknown which conversion wrote the shards of a folder.
+    if SOURCE_FILE in names:
         return
+    staged = {info.base_name for info in folder.child(STAGING_FOLDER).list_files()}
     is_ours = all(name.startswith(_STAGED) or is_lock_file(name) for name in staged)
     names |= {*folder.list_folders()} - ({STAGING_FOLDER} if is_ours else set())
     if foreign := sorted(name for name in names if not is_hidden(name)):
@@ -136,25 +134,21 @@ def _real(location: Location) -> str:
 
 def read_ahead(rows: Iterable[Row]) -> Iterator[tuple[Row, Future[bytes]]]:
     """Each row with its image, in order, read ahead by threads; of large images only few."""
+
+    def size_of(row: Row) -> int:
+        return _ASSUMED_BYTES if row.length < 0 else row.length
+
     with ThreadPoolExecutor(_READERS) as pool:
         waiting: deque[tuple[Row, Future[bytes]]] = deque()
         for row in rows:
             while waiting and (
                 len(waiting) > 2 * _READERS
-                or sum(_size_of(*entry) for entry in waiting) + max(row.length, 0) > _AHEAD_BYTES
+                or sum(size_of(ahead) for ahead, _ in waiting) + size_of(row) > _AHEAD_BYTES
             ):
                 yield waiting.popleft()
             waiting.append((row, pool.submit(row.read)))
         while waiting:  # a loop over the deque would keep all images in memory
             yield waiting.popleft()
-
-
-def _size_of(row: Row, image: Future[bytes]) -> int:
-    if row.length >= 0:
-        return row.length
-    if not image.done():
-        return _ASSUMED_BYTES
-    return 0 if image.exception(0) else len(image.result(0))
 
 
 def checked(
@@ -378,10 +372,12 @@ def _counted(
     sample, num_units, end_s = list[Row](), 0.0, time.monotonic() + COUNTED_S
     for unit in units:
         facts.declared.update({tuple(declared_classes(unit) or ())} - {()})
-        for piece in pieces(_rows_before_damage(unit), end_s):
+        rows = _rows_before_damage(unit)
+        while piece := list(islice(rows, SAMPLED)):
             facts.add(row_table(piece))
-            rows = [*sample, *piece]
-            sample = nsmallest(SAMPLED, rows, lambda row: checksum(f"{seed} {row.key}".encode()))
+            sample = nsmallest(
+                SAMPLED, [*sample, *piece], lambda row: checksum(f"{seed} {row.key}".encode())
+            )
             last = piece[-1]
             if last.offset >= 0 and last.problem is None and time.monotonic() > end_s:
                 size = max(locate(unit.path).info().size, facts.bytes, 1)

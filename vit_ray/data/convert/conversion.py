@@ -7,27 +7,33 @@ manifest is written last, after a check of every shard, and is the commit.
 """
 
 import contextlib
-import json
 import logging
 import os
 import re
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Final
 
 import numpy as np
+import pyarrow as pa
 
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.convert.checks import (
     OUTPUT,
-    PLAN,
     SAMPLED,
     check_destination,
     sampled,
     shards_for,
 )
-from vit_ray.data.convert.index import RowStore, build_index, read_facts, versions_of, write_facts
+from vit_ray.data.convert.index import (
+    build_index,
+    read_facts,
+    read_index,
+    versions_of,
+    without_repeats,
+    write_facts,
+)
 from vit_ray.data.convert.labels import (
     SourceFacts,
     check_not_empty,
@@ -35,12 +41,13 @@ from vit_ray.data.convert.labels import (
     checked_names,
     classes_of,
 )
-from vit_ray.data.convert.rows import FOLDERS, LISTS, Unit, table_rows
+from vit_ray.data.convert.rows import FOLDERS, LISTS, table_rows
 from vit_ray.data.convert.shards import (
     SHUFFLE,
     ConvertReport,
     Plan,
     commit,
+    finished_report,
     listed,
     make_shards,
     write_lists,
@@ -48,10 +55,8 @@ from vit_ray.data.convert.shards import (
 from vit_ray.data.convert.sources import units_of
 from vit_ray.data.dataset import (
     MANIFEST_FILE,
-    REPORT_FILE,
     SOURCE_FILE,
     STAGING_FOLDER,
-    open_dataset,
 )
 from vit_ray.data.keyed_random import KeyedPermutation
 from vit_ray.data.shard_writer import RESERVED_NAMES
@@ -63,10 +68,8 @@ _LOG: Final = logging.getLogger(__name__)
 _MAY_REPEAT: Final = (*LISTS, "webdataset")
 # Keys of `convert` that may change between a conversion and its restart.
 _MAY_CHANGE: Final = {"destination", "max_rejected_fraction"}
-# What to do if it is unknown which conversion wrote a folder.
-_ELSEWHERE: Final = "choose another convert.destination"
 # Version of the files in the staging folder, and of `source.json`.
-_VERSION: Final = 9
+_VERSION: Final = 10
 
 
 def convert(config: ConvertConfig, seed: int = 0) -> ConvertReport:
@@ -91,14 +94,15 @@ def convert(config: ConvertConfig, seed: int = 0) -> ConvertReport:
     folder = locate(config.destination)
     staging, manifest = folder.child(STAGING_FOLDER), folder.child(MANIFEST_FILE)
     if manifest.exists() and not staging.exists():
-        return _finished(config, settings, folder)
+        _earlier_plan(config, settings, folder)
+        return finished_report(folder)
     with _alone(folder) as lock_number:
         try:
             check_destination(config)  # again: another conversion may have finished meanwhile
+            plan = _earlier_plan(config, settings, folder) or _new_plan(config, settings, folder)
             if manifest.exists():
-                report = _finished(config, settings, folder)
+                report = finished_report(folder)
             else:
-                plan = _plan(config, settings, folder)
                 make_shards(plan, config)
                 report = commit(plan, folder, config.max_rejected_fraction, lock_number)
         except ValueError:
@@ -133,7 +137,7 @@ def _delete_what_no_restart_needs(folder: Location, lock_number: int) -> None:
     staging = folder.child(STAGING_FOLDER)
     with contextlib.suppress(LockLostError, OSError):
         check_lock(staging, lock_number)
-        if not staging.child(PLAN).exists() or folder.child(MANIFEST_FILE).exists():
+        if not folder.child(SOURCE_FILE).exists() or folder.child(MANIFEST_FILE).exists():
             staging.delete()
         if folder.is_local:
             os.rmdir(folder.path)  # fails if the folder is not empty, or a link
@@ -156,26 +160,42 @@ def _alone(folder: Location) -> Iterator[int]:
         ) from error
 
 
-def _record_of(file: Location, now: dict[str, Any], what: str) -> dict[str, Any]:
-    """The plan, or the record of the source, that a conversion wrote.
+def _earlier_plan(config: ConvertConfig, settings: dict[str, Any], folder: Location) -> Plan | None:
+    """The plan of the finished or interrupted conversion in a folder; None for a new one.
 
     Raises:
-        ValueError: that conversion had other settings, which are listed.
+        ValueError: that conversion had other settings, or is finished and its source has changed.
     """
-    record = read_facts(file, _ELSEWHERE)
+    file, is_finished = folder.child(SOURCE_FILE), folder.child(MANIFEST_FILE).exists()
+    if not file.exists():
+        return None
+    holds = "already holds a data set" if is_finished else "holds an interrupted conversion"
+    what = f"convert.destination={folder.uri!r} {holds}"
+    record = read_facts(file, "choose another convert.destination")
     then = record["settings"]
     if then.get("version") != _VERSION:
-        raise ValueError(f"{what} of another version of vit_ray; {_ELSEWHERE}")
-    changes = [
-        f"{'' if key == 'seed' else 'convert.'}{key}={now.get(key)!r} (it was {then.get(key)!r})"
-        for key in {**now, **then}
-        if then.get(key) != now.get(key)
-    ]
-    if changes:
         raise ValueError(
-            f"{what} of other settings: {', '.join(changes)}; repeat them, or choose another folder"
+            f"{what} of another version of vit_ray; choose another convert.destination"
         )
-    return record
+    others = [
+        f"{'' if key == 'seed' else 'convert.'}{key}={value!r} (it was {then.get(key)!r})"
+        for key, value in settings.items()
+        if then.get(key) != value
+    ]
+    if others:
+        raise ValueError(
+            f"{what} of other settings: {', '.join(others)}; repeat them, or choose another folder"
+        )
+    changes = _changes(record["versions"], versions_of(units_of(config)))
+    if not changes:
+        return Plan(**record)
+    if is_finished:
+        raise ValueError(
+            f"{what}, and its source has changed since: {changes}; choose another folder"
+        )
+    _LOG.warning("the source has changed, so it is planned again: %s", changes)
+    _delete(folder, OUTPUT)
+    return None
 
 
 def _changes(then: dict[str, str], now: dict[str, str]) -> str:
@@ -188,66 +208,26 @@ def _changes(then: dict[str, str], now: dict[str, str]) -> str:
     return ", ".join(f"{listed(sorted(paths))} {kind}" for kind, paths in kinds.items() if paths)
 
 
-def _finished(config: ConvertConfig, settings: dict[str, Any], folder: Location) -> ConvertReport:
-    """The report of the existing data set.
-
-    Raises:
-        ValueError: the data set has other settings, or its source has changed.
-    """
-    what = f"convert.destination={folder.uri!r} already holds a data set"
-    record = _record_of(folder.child(SOURCE_FILE), settings, what)
-    if changes := _changes(record["versions"], versions_of(units_of(config))):
-        raise ValueError(
-            f"{what}, and its source has changed since: {changes}; choose another folder"
-        )
-    fields = json.loads(folder.child(REPORT_FILE).read())
-    fields |= {"was_done": True, "fingerprint": open_dataset(folder.uri).fingerprint}
-    return ConvertReport(**fields)
-
-
-def _plan(config: ConvertConfig, settings: dict[str, Any], folder: Location) -> Plan:
-    """The plan of an interrupted conversion, or a new one.
-
-    Raises:
-        ValueError: the interrupted conversion has other settings; or the source cannot be indexed.
-    """
-    staging = folder.child(STAGING_FOLDER)
-    file = staging.child(PLAN)
-    what = f"convert.destination={folder.uri!r} holds an interrupted conversion"
-    record = _record_of(file, settings, what) if file.exists() else None
-    units = units_of(config)
-    if record is not None:
-        changes = _changes(record["versions"], versions_of(units))
-        if not changes:
-            return Plan(**record)
-        _LOG.warning("the source has changed, so it is planned again: %s", changes)
-        # The plan last: without a plan, the shards could be from someone else.
-        _delete(folder, OUTPUT)
-        file.delete()
-    _delete(staging, "(list|shard)-.*")
-    plan = _new_plan(units, settings, staging, config)
-    write_facts(file, asdict(plan))
-    return plan
-
-
 def _delete(folder: Location, pattern: str) -> None:
-    for info in folder.list_files(recursive=False):
-        if re.fullmatch(pattern, info.base_name):
-            folder.child(info.base_name).delete()
+    # In the order of names, so that the plan, `source.json`, goes after the shards: without a plan
+    # they could be from someone else.
+    for name in sorted(info.base_name for info in folder.list_files(recursive=False)):
+        if re.fullmatch(pattern, name):
+            folder.child(name).delete()
 
 
-def _new_plan(
-    units: list[Unit], settings: dict[str, Any], staging: Location, config: ConvertConfig
-) -> Plan:
-    """Index the source, and write the list of rows of each shard.
+def _new_plan(config: ConvertConfig, settings: dict[str, Any], folder: Location) -> Plan:
+    """Index the source, and write the list of rows of each shard, and then the plan.
 
     Raises:
         ValueError: the source cannot be indexed, or the meaning of its labels is not clear.
     """
+    staging, units, seed = folder.child(STAGING_FOLDER), units_of(config), settings["seed"]
+    _delete(staging, "(list|shard)-.*")
     parts, versions, digest, declared = build_index(units, staging, config)
     with tempfile.TemporaryDirectory() as scratch:
-        store = with_retries(lambda: RowStore(parts, scratch, config), "reading the index")
-        facts = replace(store.facts, declared=declared)
+        rows, facts = with_retries(lambda: read_index(parts, scratch, config), "reading the index")
+        facts.declared = declared
         check_not_empty(facts, config)
         if absent := [name for name, count in facts.columns.items() if not count]:
             raise ValueError(
@@ -255,8 +235,6 @@ def _new_plan(
                 f"{absent[0]!r}; check its name"
             )
         classes, are_indices = classes_of(facts, config, of_folders=units[0].format in FOLDERS)
-        if units[0].format in _MAY_REPEAT:
-            store.find_repeated()
         plan = Plan(
             settings,
             versions,
@@ -264,27 +242,25 @@ def _new_plan(
             classes,
             are_indices,
             num_images=facts.rows,
-            num_shards=len(units)
-            if config.in_place
-            else _num_shards(facts, store, settings, config),
+            num_shards=len(units) if config.in_place else _num_shards(facts, rows, seed, config),
             folder=units[0].folder,
         )
         # Folders without images are no classes, and so have no label.
-        names = (unit.path.rpartition("/")[2] for unit in units if unit.format == "folder")
-        no_classes = sorted(set(map(checked_label, names)) - plan.label_of().keys())
-        plan = replace(plan, no_classes=no_classes)
+        folders = (unit.path.rpartition("/")[2] for unit in units if unit.format == "folder")
+        plan.no_classes.extend(sorted({*map(checked_label, folders)} - plan.label_of().keys()))
         if not config.in_place:
-            with_retries(lambda: write_lists(plan, store, staging), "writing the shard lists")
+            if units[0].format in _MAY_REPEAT:
+                rows = without_repeats(rows)
+            with_retries(lambda: write_lists(plan, rows, staging), "writing the shard lists")
+    write_facts(folder.child(SOURCE_FILE), asdict(plan))
     return plan
 
 
-def _num_shards(
-    facts: SourceFacts, store: RowStore, settings: dict[str, Any], config: ConvertConfig
-) -> int:
+def _num_shards(facts: SourceFacts, rows: pa.Table, seed: int, config: ConvertConfig) -> int:
     image_bytes = float(facts.bytes)
-    if config.shrink_to is not None or facts.unknown_lengths:
-        order = KeyedPermutation(facts.rows, SHUFFLE, settings["seed"])
-        sample = order.ranks(np.arange(min(SAMPLED, facts.rows), dtype=np.int64))
-        sizes, *_ = sampled(table_rows(store.take(np.sort(sample))), config)
+    if config.shrink_to is not None or not facts.bytes:  # lists do not give the sizes of files
+        order = KeyedPermutation(facts.rows, SHUFFLE, seed)
+        sample = np.sort(order.ranks(np.arange(min(SAMPLED, facts.rows), dtype=np.int64)))
+        sizes, *_ = sampled(table_rows(rows.take(pa.array(sample))), config)
         image_bytes = sum(sizes) / len(sample) * facts.rows
-    return shards_for(image_bytes + facts.text_bytes, facts.rows, config)
+    return shards_for(image_bytes, facts.rows, config)

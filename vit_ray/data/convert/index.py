@@ -21,7 +21,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.convert.archives import names_beside
@@ -33,7 +32,6 @@ from vit_ray.data.convert.rows import (
     DamagedUnitError,
     Row,
     Unit,
-    pieces,
     row_table,
 )
 from vit_ray.data.convert.sources import declared_classes, rows_of
@@ -42,6 +40,7 @@ from vit_ray.data.shard_writer import closed_after
 from vit_ray.data.tasks import Shown, report_done, run_tasks
 from vit_ray.storage import Location, locate, naming, read_again, with_retries
 
+_ROWS_AT_A_TIME: Final = 1 << 12
 # Maximum number of tasks that index a source; with more class folders, a task indexes several.
 _MAX_PARTS: Final = 1024
 # Keys of `convert` that do not change the rows of a source.
@@ -72,16 +71,12 @@ def read_facts(
 
 
 @contextlib.contextmanager
-def parquet_output(
-    destination: Location, schema: pa.Schema, compression: str = "zstd"
-) -> Iterator[pq.ParquetWriter]:
+def parquet_output(destination: Location, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
     """A parquet writer; the file appears at `destination` when the block ends without an error."""
-    options: Any = {"compression": compression, "write_page_checksum": True}
-    with (
-        destination.output() as stream,
-        closed_after(pq.ParquetWriter(stream, schema, **options)) as writer,
-    ):
-        yield writer
+    with destination.output() as stream:
+        writer = pq.ParquetWriter(stream, schema, compression="zstd", write_page_checksum=True)
+        with closed_after(writer):
+            yield writer
 
 
 def read_groups(location: Location) -> Iterator[pa.Table]:
@@ -139,6 +134,10 @@ def _listed(unit: Unit) -> tuple[Iterable[Row], str]:
     return rows, digest.hexdigest()[:32]
 
 
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def build_index(
     units: list[Unit], staging: Location, config: ConvertConfig
 ) -> tuple[list[Location], dict[str, str], str, set[tuple[str, ...]]]:
@@ -163,19 +162,10 @@ def build_index(
         if info.base_name.startswith("index-") and info.base_name.partition(".")[0] not in names:
             staging.child(info.base_name).delete()  # of other settings, or an earlier source
     versions = dict(itertools.chain(*(result["versions"].items() for result in results)))
-    digest = hashlib.sha256("".join(result["digest"] for result in results).encode())
+    digest = _digest("".join(result["digest"] for result in results))
     declared = {tuple(classes) for result in results for classes in result["declared"]}
     files = [staging.child(f"{name}.parquet") for name in names]
-    return files, versions, digest.hexdigest()[:16], declared
-
-
-def _digest_of(part: list[Unit], versions: dict[str, str]) -> str:
-    """Digest of everything that the rows of these units depend on."""
-    # Keys are relative to the folder, which changes with the files that a pattern matches.
-    sources = [(unit.format, unit.path, unit.folder) for unit in part]
-    settings = part[0].config.model_dump(exclude=_NOT_OF_ROWS)
-    identity = repr((sources, versions, settings, ROW_SCHEMA.names))
-    return hashlib.sha256(identity.encode()).hexdigest()[:16]
+    return files, versions, digest, declared
 
 
 def _index(part: list[Unit], staging_uri: str) -> dict[str, Any]:
@@ -186,30 +176,26 @@ def _indexed(part: list[Unit], staging: Location) -> dict[str, Any]:
     """Write the rows of some units, and then the facts of the units, which are returned."""
     listed = [(unit, *_listed(unit)) for unit in part]
     versions = {unit.path: version for unit, _, version in listed}
-    # The name depends on the versions: a late task that listed an older source writes other files.
-    name = f"index-{_digest_of(part, versions)}"
+    # The name depends on everything that the rows depend on, so that a late task that listed an
+    # older source writes other files. Keys are relative to the folder, which changes with the files
+    # that a pattern matches.
+    sources = [(unit.format, unit.path, unit.folder) for unit in part]
+    settings = part[0].config.model_dump(exclude=_NOT_OF_ROWS)
+    name = f"index-{_digest(repr((sources, versions, settings, ROW_SCHEMA.names)))}"
     file = staging.child(f"{name}.json")
     if file.exists():
         return read_facts(file)
-    facts: dict[str, Any] = {
-        "name": name,
-        "versions": versions,
-        "damages": [],
-        "counted": "",
-        "declared": set(),
-    }
+    facts: dict[str, Any] = {"name": name, "versions": versions, "damages": [], "declared": []}
     digest, num_rows = hashlib.sha256(), 0
     rows = _stored_rows(listed, staging.child(f"{name}.bin"), facts)
     with parquet_output(staging.child(f"{name}.parquet"), ROW_SCHEMA) as writer:
-        for piece in pieces(rows):
+        while piece := list(itertools.islice(rows, _ROWS_AT_A_TIME)):
             writer.write_table(row_table(piece))
             for row in piece:
                 digest.update(f"{row.key}|{row.length}|{row.labels}\n".encode())
             num_rows += len(piece)
             report_done(num_rows)
-    facts["declared"] = sorted(facts["declared"] - {()})
-    # Images that are read in place are not read here: their digest is of their numbers only.
-    facts["digest"] = facts["counted"] if part[0].config.in_place else digest.hexdigest()
+    facts["digest"] = digest.hexdigest()
     if not facts["damages"]:  # else index again: a repaired file may have the same size and time
         write_facts(file, facts)
     return facts
@@ -220,86 +206,62 @@ def _stored_rows(
 ) -> Iterator[Row]:
     """Rows without image bytes: the images are written to the file `pack`.
 
-    Rows in an archive get its version. Declared classes, damages and numbers of rows are added to
-    `facts`.
+    Rows in an archive get its version. Declared classes and damages are added to `facts`.
     """
     with contextlib.ExitStack() as stack:
         output: Any = None
         for unit, rows, version in listed:
-            archive_version, num_rows = version.partition(" ")[0], 0
             try:
                 for row in map(Row.storable, rows):
                     if row.image is not None and row.problem is None:
                         output = output or stack.enter_context(pack.output())
-                        row = replace(
-                            row, path=pack.uri, offset=output.tell(), length=len(row.image)
-                        )
+                        place = {"path": pack.uri, "offset": output.tell()}
                         output.write(row.image)
+                        row = replace(row, **place, length=len(row.image))
                     elif row.path == unit.path and row.offset >= 0:
-                        row = replace(row, version=archive_version)
+                        row = replace(row, version=version.partition(" ")[0])
                     yield replace(row, image=None)
-                    num_rows += 1
+                if names := declared_classes(unit):
+                    facts["declared"].append(names)
             except DamagedUnitError as error:
                 facts["damages"].append(str(error))
-            else:
-                facts["counted"] += f"{unit.name} {num_rows}\n"
-                facts["declared"].add(tuple(declared_classes(unit) or ()))
 
 
-class RowStore:
-    """All rows of an index, in a local file that is mapped into memory.
+def read_index(
+    parts: list[Location], scratch: str, config: ConvertConfig
+) -> tuple[pa.Table, SourceFacts]:
+    """All rows of an index, in a local file that is mapped into memory, and their facts.
 
     Args:
         scratch: a folder on a local disk; each image needs about 100 bytes and its path.
         config: with `in_place`, rows are only counted.
-
-    Attributes:
-        is_repeated: for each row, whether an earlier one has the same key; see `find_repeated`.
     """
+    path, facts = f"{scratch}/rows.arrow", SourceFacts(dict.fromkeys(config.columns, 0))
+    try:
+        with pa.OSFile(path, "wb") as sink, pa.ipc.new_file(sink, ROW_SCHEMA) as writer:
+            for table in itertools.chain.from_iterable(map(read_groups, parts)):
+                facts.add(table)
+                if not config.in_place:
+                    writer.write_table(table)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        text = f"{os.strerror(error.errno)}; set TMPDIR to a larger disk"
+        raise OSError(error.errno, text, path) from error
+    return pa.ipc.open_file(pa.memory_map(path)).read_all(), facts
 
-    def __init__(self, parts: list[Location], scratch: str, config: ConvertConfig) -> None:
-        path, self.facts = f"{scratch}/rows.arrow", SourceFacts(dict.fromkeys(config.columns, 0))
-        try:
-            with pa.OSFile(path, "wb") as sink, pa.ipc.new_file(sink, ROW_SCHEMA) as writer:
-                for table in itertools.chain.from_iterable(map(read_groups, parts)):
-                    self.facts.add(table)
-                    if not config.in_place:
-                        writer.write_table(table.combine_chunks())
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise OSError(
-                error.errno, f"{os.strerror(error.errno)}; set TMPDIR to a larger disk", path
-            ) from error
-        reader = pa.ipc.open_file(pa.memory_map(path))
-        self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
-        self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
-        self.is_repeated = np.zeros(self._starts[-1], bool)
 
-    def find_repeated(self) -> None:
-        """Find the rows with the key of an earlier row, which `take` then rejects.
+def without_repeats(rows: pa.Table) -> pa.Table:
+    """The rows, of which those with the key of an earlier row have a problem.
 
-        Keys are compared in the form NFC, since two names of one file may differ in their form.
-        """
-        keys = (key for batch in self._batches for key in batch["key"].to_pylist())
-        hashes = (hash(unicodedata.normalize("NFC", key)) for key in keys)
-        array = np.fromiter(hashes, np.int64, len(self.is_repeated))
-        self.is_repeated[:] = True
-        self.is_repeated[np.unique(array, return_index=True)[1]] = False
-
-    def take(self, rows: NDArray[np.int64]) -> pa.Table:
-        """The rows with these numbers, in this order."""
-        order = np.argsort(rows, kind="stable")
-        ascending = rows[order]
-        cuts = np.searchsorted(ascending, self._starts)
-        pieces = [
-            self._batches[i].take(pa.array(ascending[cuts[i] : cuts[i + 1]] - self._starts[i]))
-            for i in np.flatnonzero(np.diff(cuts))
-        ]
-        back = np.argsort(order, kind="stable")
-        table = pa.Table.from_batches(pieces, ROW_SCHEMA).combine_chunks().take(pa.array(back))
-        index, problem = table.schema.get_field_index("problem"), table["problem"]
-        repeated = pc.if_else(
-            pa.array(self.is_repeated[rows]), pc.coalesce(problem, _REPEATED), problem
-        )
-        return table.set_column(index, ROW_SCHEMA.field(index), repeated.cast(problem.type))
+    Keys are compared in the form NFC, since two names of one file may differ in their form.
+    """
+    keys = (key for chunk in rows["key"].chunks for key in chunk.to_pylist())
+    hashes = (hash(unicodedata.normalize("NFC", key)) for key in keys)
+    _, firsts = np.unique(np.fromiter(hashes, np.int64, len(rows)), return_index=True)
+    is_repeated = np.ones(len(rows), bool)
+    is_repeated[firsts] = False
+    problem = rows["problem"]
+    rejected = pc.if_else(is_repeated, pc.coalesce(problem, _REPEATED), problem)
+    index = rows.schema.get_field_index("problem")
+    return rows.set_column(index, ROW_SCHEMA.field(index), rejected.cast(problem.type))

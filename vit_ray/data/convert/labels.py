@@ -195,8 +195,6 @@ class SourceFacts:
         kinds: kinds of labels, as in `Row.kind`.
         counts: the numbers of labels that images have.
         bytes: total size of the images of known size.
-        text_bytes: total size of the columns.
-        unknown_lengths: number of images of unknown size.
     """
 
     columns: dict[str, int]
@@ -206,8 +204,6 @@ class SourceFacts:
     counts: set[int] = field(default_factory=set)
     rows: int = 0
     bytes: int = 0
-    text_bytes: int = 0
-    unknown_lengths: int = 0
 
     def add(self, rows: pa.Table) -> None:
         """Count rows, of `ROW_SCHEMA`."""
@@ -218,11 +214,9 @@ class SourceFacts:
         self.counts.update(pc.list_value_length(usable["labels"]).unique().to_pylist())
         lengths = usable["length"].to_numpy()
         self.bytes += int(lengths[lengths > 0].sum())
-        self.unknown_lengths += int((lengths < 0).sum())
         for index, name in enumerate(self.columns):
             values = pc.list_element(usable["extra"], index)
             self.columns[name] += len(values) - values.null_count
-            self.text_bytes += pc.sum(pc.utf8_length(values)).as_py() or 0
         check_class_count(len(self.labels))
 
 

@@ -11,9 +11,8 @@ import io
 import os
 import re
 import stat
-import time
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -39,10 +38,6 @@ ROW_SCHEMA: Final = pa.schema(
         ("version", pa.large_string()),
     ]
 )
-# Maximum number of rows of a table, and of characters after which it ends: captions, or lists of
-# labels, may be long.
-ROWS_AT_A_TIME: Final = 1 << 12
-CHARACTERS_AT_A_TIME: Final = 1 << 24
 # Formats whose units are folders, and formats whose units are lists.
 FOLDERS: Final = ("folder", "loose")
 LISTS: Final = ("csv", "jsonl")
@@ -255,22 +250,3 @@ def table_rows(table: pa.Table) -> Iterator[Row]:
     """The rows of a table of `ROW_SCHEMA`."""
     for row in table.to_pylist():
         yield Row(**row | {"labels": tuple(row["labels"]), "extra": tuple(row["extra"])})
-
-
-def pieces(rows: Iterable[Row], end_s: float = float("inf")) -> Iterator[list[Row]]:
-    """The rows in lists of limited size, none of which is empty.
-
-    Args:
-        end_s: from this time on (`time.monotonic`), each row of an archive is a separate list.
-    """
-    piece, characters = list[Row](), 0
-    for row in rows:
-        piece.append(row)
-        texts = row.path, row.key, *row.labels, row.problem, *row.extra
-        characters += sum(len(text) for text in texts if text is not None)
-        is_full = len(piece) == ROWS_AT_A_TIME or characters >= CHARACTERS_AT_A_TIME
-        if is_full or (row.offset >= 0 and time.monotonic() > end_s):
-            yield piece
-            piece, characters = [], 0
-    if piece:
-        yield piece

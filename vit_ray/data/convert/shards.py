@@ -9,9 +9,9 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice, pairwise
 from typing import Any, Final
 
@@ -21,7 +21,6 @@ import pyarrow as pa
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.convert.checks import OUTPUT, checked, read_ahead
 from vit_ray.data.convert.index import (
-    RowStore,
     parquet_output,
     read_facts,
     read_groups,
@@ -42,12 +41,11 @@ from vit_ray.data.dataset import (
     REJECTED_FILE,
     REJECTED_SCHEMA,
     REPORT_FILE,
-    SOURCE_FILE,
     STAGING_FOLDER,
-    ImageFile,
     RowGroupColumns,
     ShardFile,
     checksum,
+    open_dataset,
     shard_name,
     write_manifest,
 )
@@ -71,7 +69,7 @@ _NAMES_SHOWN: Final = 10
 
 @dataclass(frozen=True)
 class Plan:
-    """What a conversion writes, as in `plan.json`.
+    """What a conversion writes, as in `source.json`.
 
     Attributes:
         settings: those that decide the bytes of the data set.
@@ -100,7 +98,7 @@ class Plan:
         return {name: label for label, name in enumerate(names)}
 
 
-def write_lists(plan: Plan, store: RowStore, staging: Location) -> None:
+def write_lists(plan: Plan, source_rows: pa.Table, staging: Location) -> None:
     """Shuffle all rows, and write the list of rows of each shard."""
     order = KeyedPermutation(plan.num_images, SHUFFLE, plan.settings["seed"])
     rows = int(plan.settings["rows_per_row_group"])
@@ -108,32 +106,27 @@ def write_lists(plan: Plan, store: RowStore, staging: Location) -> None:
     groups = -(-plan.num_images // rows)
     firsts = [shard * groups // plan.num_shards * rows for shard in range(plan.num_shards)]
     for shard, (first, end) in enumerate(pairwise([*firsts, plan.num_images])):
-        positions = np.arange(first, end, dtype=np.int64)
+        numbers = order.ranks(np.arange(first, end, dtype=np.int64))
         with parquet_output(staging.child(_LIST.format(shard)), ROW_SCHEMA) as writer:
-            writer.write_table(store.take(order.ranks(positions)))
-
-
-def rows_of_shard(staging: Location, shard: int) -> Iterator[Row]:
-    """The rows of one shard."""
-    return chain.from_iterable(map(table_rows, read_groups(staging.child(_LIST.format(shard)))))
+            writer.write_table(source_rows.take(pa.array(numbers)))
 
 
 @dataclass
 class ShardResult(ShardFacts):
     """Facts of one finished shard, as in its JSON file in the staging folder.
 
-    `rejected` has (key, reason) of each image that was left out, `damaged` of each damaged one that
-    was kept; `num_turned` images have an orientation in EXIF. For images read in place, `images`
-    are the fields of their `ImageFile`, and `dropped` has the rejected rows of each row group.
+    `counts` are of images that were rejected, damaged and indexed, and of those with an orientation
+    in EXIF (`turned`). `rejected` has (key, reason) of each image that was left out, `damaged` of
+    each damaged one that was kept. For images read in place, `images` are the last fields of
+    the shard's `ShardFile`, and `dropped` has the rejected rows of each row group.
     """
 
     shard: int = 0
     max_labels: int = 0
-    label_counts: dict[str, int] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    label_counts: Counter[str] = field(default_factory=Counter)
     rejected: list[tuple[str, str]] = field(default_factory=list)
     damaged: list[tuple[str, str]] = field(default_factory=list)
-    num_indexed: int = 0
-    num_turned: int = 0
     dropped: list[list[int]] = field(default_factory=list)
     images: list[Any] = field(default_factory=list)
 
@@ -149,20 +142,20 @@ class ShardResult(ShardFacts):
             raise
         except ValueError as error:
             self.rejected.append((row.key, printable(str(error))))
+            self.counts["rejected"] += 1
             return None
         if image.damage:
             self.damaged.append((row.key, image.damage))
-        self.num_indexed += image.index is not None
-        self.num_turned += orientation_of(content) != 1
+        self.counts["damaged"] += bool(image.damage)
+        self.counts["indexed"] += image.index is not None
+        self.counts["turned"] += orientation_of(content) != 1
         self.max_labels = max(self.max_labels, len(labels))
-        for label in map(str, labels):
-            self.label_counts[label] = self.label_counts.get(label, 0) + 1
+        self.label_counts.update(map(str, labels))
         return replace(image, extra=row.extra)
 
     def file(self, name: str) -> ShardFile:
         """The shard's entry in the manifest; `name` is the file in the data set's folder."""
-        images = ImageFile(*self.images) if self.images else None
-        return ShardFile(name, sum(self.rows), self.bytes, self.crc32, images)
+        return ShardFile(name, sum(self.rows), self.bytes, self.crc32, *self.images)
 
 
 def make_shards(plan: Plan, config: ConvertConfig) -> None:
@@ -183,13 +176,14 @@ def make_shard(shard: int, plan: Plan, config: ConvertConfig) -> None:
     write = write_in_place if config.in_place else write_shard
     result = with_retries(lambda: write(shard, plan, config), f"making shard {shard}")
     staging = locate(config.destination).child(STAGING_FOLDER)
-    write_facts(staging.child(RESULT.format(shard)), asdict(result))
+    write_facts(staging.child(RESULT.format(shard)), vars(result))
 
 
 def write_shard(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
     """Write a shard of images that are copied."""
-    folder, label_of = locate(config.destination), plan.label_of()
-    result, rows = ShardResult(shard=shard), rows_of_shard(folder.child(STAGING_FOLDER), shard)
+    folder, label_of, result = locate(config.destination), plan.label_of(), ShardResult(shard=shard)
+    tables = read_groups(folder.child(STAGING_FOLDER).child(_LIST.format(shard)))
+    rows = chain.from_iterable(map(table_rows, tables))
     target, group_size = folder.child(plan.name_of(shard)), config.rows_per_row_group
     with ShardWriter(target, group_size, config.columns, is_indexed=config.index_jpeg) as writer:
         for number, (row, content) in enumerate(read_ahead(rows), 1):
@@ -238,8 +232,8 @@ def write_in_place(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult
     facts = writer.facts()
     sizes = zip(facts.row_group_bytes, image_bytes, strict=True)
     facts.row_group_bytes = [sum(pair) for pair in sizes]
-    images = astuple(ImageFile(path, before.size, before.version, columns.image_path))
-    return replace(result, **vars(facts), images=list(images))
+    images = [path, before.size, before.version, columns.image_path]
+    return replace(result, **vars(facts), images=images)
 
 
 @dataclass(frozen=True)
@@ -267,6 +261,13 @@ class ConvertReport:
     notes: list[str] = field(default_factory=list)
 
 
+def finished_report(folder: Location) -> ConvertReport:
+    """The report of the data set that a folder holds."""
+    fields = json.loads(folder.child(REPORT_FILE).read())
+    fields |= {"was_done": True, "fingerprint": open_dataset(folder.uri).fingerprint}
+    return ConvertReport(**fields)
+
+
 def commit(
     plan: Plan, folder: Location, max_rejected_fraction: float, lock_number: int
 ) -> ConvertReport:
@@ -279,10 +280,10 @@ def commit(
     staging = folder.child(STAGING_FOLDER)
     results = [staging.child(RESULT.format(shard)) for shard in range(plan.num_shards)]
     written, first_rejected = list[ShardResult](), dict[str, str]()
-    totals, labels = Counter[str](), Counter[str]()
+    counts, labels = Counter[str](), Counter[str]()
     with (
-        parquet_output(folder.child(REJECTED_FILE), REJECTED_SCHEMA, "snappy") as rejected,
-        parquet_output(folder.child(DAMAGED_FILE), REJECTED_SCHEMA, "snappy") as damaged,
+        parquet_output(folder.child(REJECTED_FILE), REJECTED_SCHEMA) as rejected,
+        parquet_output(folder.child(DAMAGED_FILE), REJECTED_SCHEMA) as damaged,
         ThreadPoolExecutor(_THREADS) as pool,
     ):
         # In slices, as the results of a large set may not fit in memory.
@@ -293,25 +294,20 @@ def commit(
                 if rows:
                     columns = [pa.array(column) for column in zip(*rows, strict=True)]
                     target.write_table(pa.Table.from_arrays(columns, schema=REJECTED_SCHEMA))
-            totals.update(
-                rejected=len(result.rejected),
-                damaged=len(result.damaged),
-                indexed=result.num_indexed,
-                turned=result.num_turned,
-            )
+            counts.update(result.counts)
             labels.update(result.label_counts)
             first_rejected.update(result.rejected[: max(0, _REJECTED_SHOWN - len(first_rejected))])
             if result.rows:
-                written.append(replace(result, rejected=[], damaged=[], label_counts={}))
+                written.append(replace(result, rejected=[], damaged=[], label_counts=Counter()))
             else:
                 folder.child(plan.name_of(result.shard)).delete()
-    _check_rejected(plan, folder, totals["rejected"], max_rejected_fraction, first_rejected)
+    _check_rejected(plan, folder, counts["rejected"], max_rejected_fraction, first_rejected)
     files = [result.file(plan.name_of(result.shard)) for result in written]
     _check_shards(plan, folder, written, files)
     num_images = sum(sum(r.rows) - sum(map(len, r.dropped)) for r in written)
-    if num_images != plan.num_images - totals["rejected"]:
+    if num_images != plan.num_images - counts["rejected"]:
         raise ValueError(
-            f"{num_images:,} images are in the shards, and {totals['rejected']:,} are rejected, "
+            f"{num_images:,} images are in the shards, and {counts['rejected']:,} are rejected, "
             f"but the source had {plan.num_images:,} when it was indexed; delete {folder.uri!r}, "
             "and convert again"
         )
@@ -321,18 +317,16 @@ def commit(
         num_images=num_images,
         num_classes=len(plan.classes),
         num_shards=len(written),
-        num_rejected=totals["rejected"],
+        num_rejected=counts["rejected"],
         bytes=sum(result.bytes for result in written),
         fingerprint="",
         label_histogram=histogram,
         rejected=first_rejected,
-        num_indexed=totals["indexed"],
-        num_damaged=totals["damaged"],
-        notes=_notes(plan, histogram, totals["turned"]),
+        num_indexed=counts["indexed"],
+        num_damaged=counts["damaged"],
+        notes=_notes(plan, histogram, counts["turned"]),
     )
     folder.child(REPORT_FILE).write(json.dumps(asdict(report), indent=1).encode())
-    record = {"settings": plan.settings, "versions": plan.versions}
-    write_facts(folder.child(SOURCE_FILE), record)
     for info in folder.list_files(recursive=False) if folder.is_local else ():
         if re.fullmatch(f"({OUTPUT}){HALF_WRITTEN}", info.base_name):  # of a killed conversion
             os.remove(info.path)
@@ -417,7 +411,7 @@ def _write_manifest(
         rows=rows,
         bytes=np.concatenate([r.row_group_bytes for r in written]),
         dropped=dropped,
-    ).without_empty()
+    )
     origin = {"seed": plan.settings["seed"], "source_digest": plan.source_digest}
     origin |= {name: plan.settings[name] for name in ABOUT if plan.settings.get(name)}
     return write_manifest(

@@ -8,7 +8,7 @@ correct if it equals any of them. An image without labels is skipped, as in ReaL
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pandas as pd
@@ -23,9 +23,18 @@ Float64Array = NDArray[np.float64]
 # File names and numbers of images: the first samples of the set, and the wrong predictions with the
 # highest loss.
 KINDS: Final = {"examples": 12, "errors": 6}
-# The row of an image: sort key, sample, predicted class, probability, loss and labels; then pixels.
-_NUMBERS: Final = 5 + MAX_LABELS
-_ROW: Final = _NUMBERS + SIDE * SIDE * 3
+# An image that is kept; those with the lowest keys are. Labels are padded with -1.
+_IMAGE: Final = np.dtype(
+    [
+        ("key", np.float64),
+        ("sample", np.int64),
+        ("predicted", np.int64),
+        ("probability", np.float64),
+        ("loss", np.float64),
+        ("labels", np.int32, MAX_LABELS),
+        ("pixels", np.uint8, (SIDE, SIDE, 3)),
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -159,7 +168,7 @@ class ExampleImages:
 
     def __init__(self, *, is_sigmoid: bool = False) -> None:
         self._is_sigmoid = is_sigmoid
-        self._rows: dict[str, Float64Array] = dict.fromkeys(KINDS, np.empty((0, _ROW)))
+        self._images: dict[str, NDArray[Any]] = dict.fromkeys(KINDS, np.empty(0, _IMAGE))
 
     def add_batch(
         self,
@@ -193,20 +202,18 @@ class ExampleImages:
             "errors": np.where((counts > 0) & (wrong > 0), -loss, np.inf),
         }
         for kind, keys in keys_by_kind.items():
-            rows, limit = self._rows[kind], KINDS[kind]
-            highest_key = rows[-1, 0] if len(rows) == limit else np.inf
-            candidates = [rows]
+            kept, limit = self._images[kind], KINDS[kind]
+            highest_key = kept["key"][-1] if len(kept) == limit else np.inf
+            new = []
             for i in np.argsort(keys, kind="stable")[:limit]:
                 if keys[i] < highest_key:
                     answers = [label for label in labels[i].tolist() if label >= 0][:MAX_LABELS]
                     padded = answers + [-1] * (MAX_LABELS - len(answers))
-                    pixels = square(images[i].cpu().numpy()).ravel()
-                    row = np.concatenate([[keys[i]], facts[i, :4], padded, pixels])
-                    candidates.append(row[None])
-            self._rows[kind] = _lowest(np.concatenate(candidates), limit)
+                    new.append((keys[i], *facts[i, :4], padded, square(images[i].cpu().numpy())))
+            self._images[kind] = _lowest(np.append(kept, np.array(new, _IMAGE)), limit)
 
     def files(
-        self, classes: Sequence[str], gather: Callable[[Float64Array], Float64Array]
+        self, classes: Sequence[str], gather: Callable[[NDArray[Any]], NDArray[Any]]
     ) -> dict[str, bytes]:
         """Pictures of all ranks' images with the lowest keys, and facts about them, by file name.
 
@@ -216,25 +223,24 @@ class ExampleImages:
         """
         files: dict[str, bytes] = {}
         for kind, limit in KINDS.items():
-            rows = self._rows[kind]
-            keys = np.sort(gather(rows[:, 0]))[:limit]
-            best = _lowest(gather(rows[rows[:, 0] <= keys.max(initial=-np.inf)]), limit)
-            numbers, pixels = np.split(best, [_NUMBERS], axis=1)
+            kept = self._images[kind]
+            keys = np.sort(gather(kept["key"]))[:limit]
+            kept = kept[kept["key"] <= keys.max(initial=-np.inf)]
+            as_bytes = kept.view(np.uint8).reshape(len(kept), _IMAGE.itemsize)
+            best = _lowest(gather(as_bytes).view(_IMAGE)[:, 0], limit)
             facts = [
                 {
-                    "sample": int(sample),
-                    "classes": [classes[int(label)] for label in labels if label >= 0],
-                    "predicted": classes[int(predicted)],
-                    "probability": probability,
-                    "loss": loss,
+                    "sample": int(image["sample"]),
+                    "classes": [classes[label] for label in image["labels"] if label >= 0],
+                    "predicted": classes[image["predicted"]],
+                    "probability": float(image["probability"]),
+                    "loss": float(image["loss"]),
                 }
-                for _, sample, predicted, probability, loss, *labels in numbers.tolist()
+                for image in best
             ]
-            squares = pixels.astype(np.uint8).reshape(-1, SIDE, SIDE, 3)
-            files |= picture(kind, list(squares), facts)
+            files |= picture(kind, list(best["pixels"]), facts)
         return files
 
 
-def _lowest(rows: Float64Array, limit: int) -> Float64Array:
-    # By the keys in the first column, in ascending order.
-    return rows[np.argsort(rows[:, 0], kind="stable")][:limit]
+def _lowest(images: NDArray[Any], limit: int) -> NDArray[Any]:
+    return images[np.argsort(images["key"], kind="stable")][:limit]

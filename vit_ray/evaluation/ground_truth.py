@@ -73,36 +73,8 @@ class Answers:
         return np.concatenate([self.by_class, no_answer])[labels].reshape(len(labels), -1)
 
 
-def real_lists(content: Any, num_images: int, num_classes: int, where: str) -> list[list[int]]:
-    """ReaL's labels; entry i is for `ILSVRC2012_val_{i + 1:08d}`.
-
-    Args:
-        content: of `real.json`.
-        num_images: of the set.
-        num_classes: of the set.
-        where: the file's name in errors.
-
-    Raises:
-        ValueError: the content is something else, or has another size than the set.
-    """
-    if not isinstance(content, list) or not all(
-        isinstance(labels, list) and all(type(k) is int and 0 <= k < num_classes for k in labels)
-        for labels in content
-    ):
-        raise ValueError(
-            f"{where} is not a list of lists of labels from 0 to {num_classes - 1}; "
-            f"give {REAL_FILE}"
-        )
-    if len(content) != num_images:
-        raise ValueError(
-            f"{where} has labels of {len(content)} images and data.eval has {num_images} images; "
-            "give the whole validation set that it is published for"
-        )
-    return content
-
-
 def real_answers(
-    lists: Sequence[Sequence[int]],
+    lists: Any,
     keys: Sequence[str],
     own_labels: Int32Array,
     set_classes: Sequence[str],
@@ -112,7 +84,8 @@ def real_answers(
     """ReaL: the classes that raters found in each image of ImageNet's validation set.
 
     Args:
-        lists: from `real_lists`, of indices into `set_classes`.
+        lists: content of `real.json`: lists of indices into `set_classes`; entry i is for
+            `ILSVRC2012_val_{i + 1:08d}`.
         keys: of the set's images, by sample number; they contain the images' published names.
         own_labels: the set's labels, by sample number.
         set_classes: of the set.
@@ -120,8 +93,23 @@ def real_answers(
         where: the file's name in errors.
 
     Raises:
-        ValueError: the lists are in another order than the set, or the model lacks a class.
+        ValueError: the content is something else, or in another order or of another size than the
+            set; or the model lacks a class.
     """
+    if not isinstance(lists, list) or not all(
+        isinstance(labels, list)
+        and all(type(label) is int and 0 <= label < len(set_classes) for label in labels)
+        for labels in lists
+    ):
+        raise ValueError(
+            f"{where} is not a list of lists of labels from 0 to {len(set_classes) - 1}; "
+            f"give {REAL_FILE}"
+        )
+    if len(lists) != len(keys):
+        raise ValueError(
+            f"{where} has labels of {len(lists)} images and data.eval has {len(keys)} images; "
+            "give the whole validation set that it is published for"
+        )
     named = named_answers(set_classes, classes)
     assert named.by_class is not None
     list_index = np.empty(len(keys), np.int64)
@@ -237,22 +225,21 @@ def objectnet_answers(
         of_name = {name: class_of[number] for number, name in enumerate(names)}
         overlap = json.loads(files[_OVERLAP]).items()
         shared = {label: [of_name[name] for name in text.split("; ")] for label, text in overlap}
-        folders = json.loads(files[_FOLDER_LABELS])
-        if not all(isinstance(label, str) for label in folders.values()):
-            raise TypeError(f"{_FOLDER_LABELS} has a label that is not a text")
+        folders = json.loads(files[_FOLDER_LABELS]).items()
+        # A folder whose class is not in ImageNet has no correct class.
+        of_folder = {folder: shared.get(label, []) for folder, label in folders}
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(
             f"benchmark.label_file: the mappings of ObjectNet are damaged ({error!r}); give "
             f"{OBJECTNET_FOLDER}"
         ) from None
-    unknown = [name for name in set_classes if name not in folders]
+    unknown = [name for name in set_classes if name not in of_folder]
     if unknown:
         raise ValueError(
             f"benchmark.kind=objectnet: the class {unknown[0]!r} of data.eval is not a folder of "
             "ObjectNet; convert the folder `images` of objectnet-1.0.zip"
         )
-    # A folder whose class is not in ImageNet has no correct class.
-    table = _padded([shared.get(folders[name], []) for name in set_classes])
+    table = _padded([of_folder[name] for name in set_classes])
     if table.max() < 0:
         raise ValueError(
             "benchmark.label_file: by the mappings no class of data.eval is one of ImageNet's; "
@@ -285,11 +272,9 @@ def parse_classes(text: str, suffix: str, where: str) -> tuple[str, ...]:
             if isinstance(content, dict):
                 content = [content[str(index)] for index in range(len(content))]
             names = [str(name[0] if isinstance(name, list) else name) for name in content]
-        elif suffix == ".txt":
+        else:
             lines = [line.strip() for line in text.splitlines() if line.strip()]
             names = [ids[0] if (ids := _WORDNET_ID.match(line)) else line for line in lines]
-        else:
-            raise ValueError("give a converted set, a .txt or a .json file")
     except (ValueError, TypeError, IndexError, KeyError) as error:
         raise ValueError(f"{where} is not a list of classes: {error}") from None
     twice = sorted(name for name, count in Counter(names).items() if count > 1)

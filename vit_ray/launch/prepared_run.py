@@ -30,7 +30,6 @@ from vit_ray.evaluation.ground_truth import (
     objectnet_answers,
     parse_classes,
     real_answers,
-    real_lists,
 )
 from vit_ray.launch.named_run import accepted_changes, find_resume_point
 from vit_ray.launch.resolved_run import (
@@ -251,10 +250,9 @@ def answers_of(recipe: Recipe, eval_set: Manifest, model_set: Manifest) -> Answe
                 published = json.loads(_text(file, REAL_FILE, "benchmark.label_file"))
             except json.JSONDecodeError as error:
                 raise ValueError(f"{file.uri} is not JSON ({error}); give {REAL_FILE}") from None
-            lists = real_lists(published, eval_set.num_images, eval_set.num_classes, file.uri)
             labels = all_first_labels(eval_set.path)
             names = [key for shard_keys in keys(eval_set) for key in shard_keys]
-            return real_answers(lists, names, labels, eval_set.classes, classes, file.uri)
+            return real_answers(published, names, labels, eval_set.classes, classes, file.uri)
         case "imagenet_v2":
             return numbered_answers(eval_set.classes, classes)
         case "objectnet":

@@ -100,18 +100,10 @@ def test_an_evaluation_of_a_held_out_part_has_the_images_that_no_training_batch_
     ]
 
 
-def write_spoilt(folder: Path, places: tuple[int, ...]) -> dataset.Dataset:
-    """Eight images, of which those at the places cannot be decoded."""
-    good, bad = jpeg(0, 8, 8), b"no image"
-    images = [
-        EncodedImage(bad if place in places else good, (0,), f"{place}", 8, 8) for place in range(8)
-    ]
-    write_encoded(folder, "part.parquet", images, ["a"], 4)
-    return dataset.open_dataset(str(folder))
-
-
 def test_too_many_bad_images_stop_a_loader_as_they_stop_a_run(tmp_path):
-    data = write_spoilt(tmp_path, (3,))
+    images = [b"no image" if number == 3 else jpeg(0, 8, 8) for number in range(8)]
+    write(tmp_path, [(image, [0], f"{number}") for number, image in enumerate(images)])
+    data = dataset.open_dataset(str(tmp_path))
     options: dict[str, Any] = {"epochs": 2, "shuffle_window": 0}
     stream = data.torch_dataset(4, 8, max_bad_fraction=0.125, **options)
     assert len(list(DataLoader(stream, batch_size=None, num_workers=0))) == 4
@@ -121,24 +113,10 @@ def test_too_many_bad_images_stop_a_loader_as_they_stop_a_run(tmp_path):
             list(DataLoader(stream, batch_size=None, num_workers=0))
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_workers_of_a_loader_count_bad_images_together(tmp_path, context):
-    data = write_spoilt(tmp_path, (3, 5))  # one for each of two workers
-
-    def read(max_bad_fraction: float) -> list[Any]:
-        stream = data.torch_dataset(4, 8, max_bad_fraction=max_bad_fraction, training=False)
-        return [*DataLoader(stream, None, num_workers=2, multiprocessing_context=context)]
-
-    assert len(read(0.25)) == 2
-    with pytest.raises(ValueError, match=r"2 of 8 images cannot be decoded, above data"):
-        read(0.125)
-
-
 @pytest.mark.parametrize(("options", "told"), [
-    ({"agment": {}}, r"unknown key agment; did you mean augment"),
-    ({"start": 3}, r"start=3 is no multiple of global_batch_size=.*the nearest is \d+"),
-    ({"train": "other"}, "train is this data set itself"),
-    ({"world_size": 3}, r"use a divisor of 8"),
+    ({"agment": {}}, r"unknown key data.agment; did you mean data.augment"),
+    ({"start": 3}, r"start=3; .* a multiple of global_batch_size"),
+    ({"world_size": 3}, r"a divisor of train.global_batch_size=8"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused(many, options, told):
     opened = dataset.open_dataset(str(many))
@@ -168,6 +146,5 @@ def test_the_list_of_a_recipes_batches_is_what_the_stream_of_its_run_gives(digit
             for name in expected:
                 np.testing.assert_array_equal(batch[name], expected[name], err_msg=name)
                 np.testing.assert_array_equal(opened_batch[name], expected[name], err_msg=name)
-    for rank, world_size, told in ((2, 2, "0 <= rank < world_size"), (0, 5, "a divisor of 64")):
-        with pytest.raises(ValueError, match=told):
-            dataset.training_batches(recipe, rank, world_size)
+    with pytest.raises(ValueError, match="give 0 <= rank < world_size"):
+        dataset.training_batches(recipe, 2, 2)

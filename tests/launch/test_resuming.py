@@ -113,23 +113,16 @@ def test_what_a_checkpoint_stands_for_cannot_change_at_all(changes, told, step):
 
 def test_a_run_that_is_over_does_not_pass_for_one_of_another_recipe():
     changed = linear_recipe(optim={"learning_rate": 0.3}, resume="changed")
-    told = r"has finished, and these keys have changed: optim.learning_rate was 0.1 and is 0.3; res"
+    told = r"has finished \(step 20\), and these keys have changed: optim.learning_rate was 0.1 and"
     with pytest.raises(ValueError, match=told):
         accepted(changed, position(20))
-    ended = replace(position(7), progress=Progress(step=7, ended="no better validation loss"))
-    with pytest.raises(ValueError, match="has finished"):
-        accepted(changed, ended)
-
-
-@pytest.mark.parametrize("other", ["/data/other", None])
-def test_a_run_that_is_over_is_not_given_out_as_measured_on_other_data(other):
-    elsewhere = linear_recipe(data={"eval": other}, resume="changed")
-    told = f"evaluated on other data: data.eval was /data/test and is {other}.*vit-ray evaluate"
-    with pytest.raises(ValueError, match=told):
-        accepted(elsewhere, position(20))
-    assert accepted(elsewhere, position(7))
-    longer = elsewhere.with_changes(optim={"epochs": 4.0})
-    assert f"data.eval was /data/test and is {other}" in accepted(longer, position(20))[0]
+    for other in ("/data/other", None):  # nor as measured on other data
+        elsewhere = linear_recipe(data={"eval": other}, resume="changed")
+        told = f"has finished.*data.eval was /data/test and is {other}.*vit-ray evaluate"
+        with pytest.raises(ValueError, match=told):
+            accepted(elsewhere, position(20))
+        longer = elsewhere.with_changes(optim={"epochs": 4.0})
+        assert f"data.eval was /data/test and is {other}" in accepted(longer, position(20))[0]
 
 
 def test_a_run_that_ended_early_is_not_given_out_for_a_longer_one():
@@ -138,7 +131,7 @@ def test_a_run_that_ended_early_is_not_given_out_for_a_longer_one():
     assert accepted(begun, ended) == []
     for resume in ("auto", "changed"):
         longer = begun.with_changes(optim={"epochs": 4.0}, resume=resume)
-        told = r"ended after step 7 of 20 \(no better loss\).* 40 steps.*choose another name"
+        told = r"has finished \(no better loss\).*optim.epochs was 2.0 and is 4.0.*another name"
         with pytest.raises(ValueError, match=told):
             accepted(longer, ended)
 
@@ -295,7 +288,7 @@ def test_a_copied_project_is_opened_on_its_own_data(sets, tmp_path):
     write_parent(recipe)
     first.rename(second)
     found = find_run(str(second / "runs" / recipe.name))
-    assert found.resolved.manifest.path == str(second / "data")
+    assert found.manifest.path == str(second / "data")
     assert found.recipe.output == str(second / "runs")
 
 

@@ -15,7 +15,7 @@ from vit_ray.config import Recipe
 from vit_ray.data import open_dataset
 from vit_ray.data.crops import crop_of
 from vit_ray.data.shard_writer import EncodedImage
-from vit_ray.launch.dataset import SeenBatches, training_batches
+from vit_ray.launch.dataset import read_batch, training_batches
 from vit_ray.launch.resolved_run import resolve_run
 
 
@@ -46,13 +46,9 @@ def recipe_on(sets: Path, **sections: Any) -> Recipe:
     ).with_changes(**sections)  # fmt: skip
 
 
-def batches_of(recipe: Recipe) -> SeenBatches:
-    return SeenBatches(resolve_run(recipe))
-
-
 def test_a_row_tells_the_stored_image_and_its_crop(sets):
     recipe = recipe_on(sets, data={"held_out_fraction": 0.2, "shuffle_window": 32})
-    pixels, rows = batches_of(recipe).read(7)
+    pixels, rows = read_batch(resolve_run(recipe), 7)
     np.testing.assert_array_equal(pixels, training_batches(recipe)[7]["image"])
     spec = resolve_run(recipe).streams["train"]
     stored = pq.ParquetFile(sets / "large" / "part-0.parquet")
@@ -71,10 +67,10 @@ def test_a_bad_row_is_named_where_its_neighbour_stands(sets, tmp_path):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     damage(open_dataset(str(tmp_path)), group=2, rows=[5])
     recipe = recipe_on(sets, data={"train": str(tmp_path), "max_bad_fraction": 0.1})
-    batches, bad = batches_of(recipe), 2 * 8 + 5
-    step = next(step for step in range(20) if bad in batches.planned(step))
-    (place,) = np.flatnonzero(batches.planned(step) == bad).tolist()
-    _, rows = batches.read(step)
+    batches, bad = training_batches(recipe), 2 * 8 + 5
+    step = next(step for step in range(20) if bad in batches.planned(step).samples)
+    (place,) = np.flatnonzero(batches.planned(step).samples == bad).tolist()
+    _, rows = read_batch(resolve_run(recipe), step)
     assert [row["place"] for row in rows if row["instead_of"] is not None] == [place]
     assert rows[place]["instead_of"] == bad
-    assert rows[place]["sample"] == training_batches(recipe)[step]["sample"][place] != bad
+    assert rows[place]["sample"] == batches[step]["sample"][place] != bad

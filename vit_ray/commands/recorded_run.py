@@ -16,7 +16,6 @@ from vit_ray.checkpoints.checkpoint import (
     Progress,
     add_digests,
     copy_checkpoint,
-    folder_name,
     read_checkpoint,
     samples_digest,
 )
@@ -27,7 +26,7 @@ from vit_ray.config.loading import changed, write_yaml
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.config.schema import OnResume
 from vit_ray.evaluation.examples import sheet
-from vit_ray.launch.dataset import SeenBatches
+from vit_ray.launch.dataset import batches_of, read_batch
 from vit_ray.launch.named_run import find_run, named_folder
 from vit_ray.launch.prepared_run import lock_run
 from vit_ray.launch.resolved_run import ResolvedRun, resolve_run
@@ -80,9 +79,7 @@ def fork_run(source: str, words: Sequence[str], is_dry: bool) -> None:
         _refuse_taken(folder)  # again: another fork may have ended just now
         folder.child(BRANCH_NOTE).write(origin.encode())
         begin_training(folder)
-        copy_checkpoint(
-            parent, folder.child(folder_name(step)), lambda position: _of_fork(position, resolved)
-        )
+        copy_checkpoint(parent, folder, lambda position: _of_fork(position, resolved))
     locate(str(file)).write(content)
     print(f"wrote {file}; train it with: vit-ray pretrain {file} (or finetune, as its parent)")
 
@@ -179,12 +176,16 @@ def show_batch(source: str, words: Sequence[str], out: str | None) -> None:
     if len(steps) != 1 or not steps[0].isdecimal():
         raise ValueError("give one step, counted from 0, such as step=0")
     run = find_run(source, [word for word in words if not word.startswith("step=")])
-    step = run.checked_step(int(steps[0]))
+    if (step := int(steps[0])) >= run.total_steps:
+        raise ValueError(
+            f"step={step}: the run has {run.total_steps:,} steps; give one from 0 to "
+            f"{run.total_steps - 1}"
+        )
     folder = Path(out or f"{run.recipe.name}-step-{step}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists already; give another folder with --out")
     folder.mkdir(parents=True, exist_ok=True)
-    pixels, rows = SeenBatches(run.resolved).read(step)
+    pixels, rows = read_batch(run, step)
     table, picture = folder / "batch.parquet", folder / "batch.png"
     pq.write_table(pa.Table.from_pylist(rows), table)
     title = f"{run.recipe.name}, step {step}"
@@ -204,9 +205,9 @@ def verify_run(source: str) -> int:
         ValueError: as `find_run`.
     """
     run, num_problems = find_run(source), 0
-    batches, size = SeenBatches(run.resolved), run.recipe.train.global_batch_size
-    planned = cache(lambda k: samples_digest(k * size, batches.planned(k)))
-    decoded = cache(lambda k: samples_digest(k * size, batches.batch(k)["sample"]))
+    batches, size = batches_of(run), run.recipe.train.global_batch_size
+    planned = cache(lambda k: samples_digest(k * size, batches.planned(k).samples))
+    decoded = cache(lambda k: samples_digest(k * size, batches[k]["sample"]))
     for step, folder in reversed(list_checkpoints(locate(run.recipe.run_folder))):
         try:
             checkpoint = checkpoint_of_step(folder, step)

@@ -6,30 +6,22 @@ import io
 import logging
 import multiprocessing
 import os
-import shutil
-import tempfile
-import weakref
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import ceil
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
 
 import cv2
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from vit_ray.config import Recipe
-from vit_ray.config.schema import validated
-from vit_ray.config.training_sections import DataConfig, ModelConfig
-from vit_ray.data.augment import augmentation_of
+from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.data.boxes import draw_box
 from vit_ray.data.dataset import Manifest
 from vit_ray.data.dataset import open_dataset as open_manifest
 from vit_ray.data.images import UInt8Array
-from vit_ray.data.order import Partition
-from vit_ray.data.parts import select
+from vit_ray.data.order import Partition, Rows
 from vit_ray.data.shards import EncodedRows, RowGroupReader
 from vit_ray.data.stream.batches import (
     Batch,
@@ -38,14 +30,7 @@ from vit_ray.data.stream.batches import (
     StreamSpec,
     refuse_too_many,
 )
-from vit_ray.launch.resolved_run import (
-    ResolvedRun,
-    require_trainable,
-    resolve_run,
-    stream_of,
-    training_stream,
-    window_rows,
-)
+from vit_ray.launch.resolved_run import ResolvedRun, resolve_data, resolve_run
 from vit_ray.own_parts import trust_named
 
 if TYPE_CHECKING:
@@ -139,40 +124,30 @@ class Dataset(Sequence[Sample]):
         Raises:
             ValueError: a key is unknown, or a value cannot work.
         """
-        if not (global_batch_size > 0 and epochs > 0 and start >= 0):
+        if global_batch_size <= 0 or epochs <= 0 or start < 0 or start % global_batch_size:
             raise ValueError(
                 f"global_batch_size={global_batch_size}, epochs={epochs}, start={start}; the first "
-                "two must be above 0, and start not below"
+                "two must be above 0, and start a multiple of global_batch_size"
             )
-        if start % global_batch_size:
-            raise ValueError(
-                f"start={start} is no multiple of global_batch_size={global_batch_size}; the "
-                f"nearest is {round(start / global_batch_size) * global_batch_size}"
-            )
-        if "train" in data:
-            raise ValueError("train is this data set itself; open another one to read that")
-        manifest, batch = self.manifest, global_batch_size
+        path, is_whole = self.manifest.path, not data.get("held_out_fraction")
         trust_named(data)
-        config = validated(DataConfig, {**data, "train": manifest.path}, "data")
-        # Without a patch size, so that any image size is allowed.
-        model = validated(ModelConfig, {"name": "ViT", "image_size": image_size}, "model")
-        part, held_out = select(
-            manifest,
-            seed=seed,
-            held_out_fraction=config.held_out_fraction,
-            fraction=config.fraction,
+        tree = {
+            "name": "batches",
+            "seed": seed,
+            "model": {"name": "ViT", "image_size": image_size},
+            "data": {**data, "train": path, "eval": None if training or not is_whole else path},
+            "train": {"global_batch_size": global_batch_size},
+            "optim": {"epochs": epochs},
+        }
+        recipe = recipe_from_dict(tree, "batches")
+        # The model has no patch size, and is not checked: any image size is allowed.
+        run = resolve_data(recipe, self.manifest, needs_train=training)
+        spec = run.streams["train" if training else "eval"]
+        images = run.total_steps * global_batch_size if training else spec.num_images
+        steps = max(0, ceil((images - start) / global_batch_size))
+        return RankBatches(
+            spec, global_batch_size, steps, rank, world_size, start=start, is_training=training
         )
-        if not training:
-            crop = augmentation_of(model, config.eval_augment)
-            spec = stream_of(config, seed, crop, held_out or manifest)
-            images = spec.num_images
-        else:
-            require_trainable(manifest)
-            window = window_rows(config, batch, model.sides, manifest)
-            spec = training_stream(config, seed, model, batch, window, part)
-            images = max(1, round(spec.num_images * epochs / batch)) * batch
-        steps = max(0, ceil((images - start) / batch))
-        return RankBatches(spec, batch, steps, rank, world_size, start=start, is_training=training)
 
     def torch_dataset(
         self, global_batch_size: int, image_size: int | tuple[int, int], **options: Any
@@ -186,12 +161,7 @@ class Dataset(Sequence[Sample]):
         """
         from vit_ray.launch.torch_stream import TorchStream  # torch takes a second
 
-        batches = self.iter_batches(global_batch_size, image_size, **options)
-        # The DataLoader's workers count bad images together there.
-        batches.bad_folder = Path(tempfile.mkdtemp(prefix="vit_ray-bad-"))
-        stream = TorchStream(batches)
-        weakref.finalize(stream, shutil.rmtree, batches.bad_folder, ignore_errors=True)
-        return stream
+        return TorchStream(self.iter_batches(global_batch_size, image_size, **options))
 
     def _row(self, number: int) -> tuple[EncodedRows, int]:
         group, row = self.manifest.place(number)
@@ -252,12 +222,10 @@ class RankBatches(Sequence[Batch]):
             ValueError: the rank is not below `world_size`, or the global batch does not divide by
                 it.
         """
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank={rank}, world_size={world_size}; give 0 <= rank < world_size")
-        if global_batch_size % world_size:
+        if not 0 <= rank < world_size or global_batch_size % world_size:
             raise ValueError(
-                f"train.global_batch_size={global_batch_size} is not divisible by "
-                f"world_size={world_size}; use a divisor of {global_batch_size}"
+                f"rank={rank}, world_size={world_size}; give 0 <= rank < world_size, and as "
+                f"world_size a divisor of train.global_batch_size={global_batch_size}"
             )
         self._rank, self._share = rank, global_batch_size // world_size
         self._job = StreamJob(spec, Partition(world_size, self._share), start, is_training)
@@ -265,8 +233,6 @@ class RankBatches(Sequence[Batch]):
         self._reader: tuple[int, BatchReader] | None = None
         self._bad: dict[int, str] = {}
         """Problem of each sample that this process could not decode."""
-        self.bad_folder: Path | None = None
-        """Has a file for each bad image if processes count them together."""
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -280,24 +246,28 @@ class RankBatches(Sequence[Batch]):
             part = object.__new__(RankBatches)
             part.__dict__ = {**self.__getstate__(), "_steps": self._steps[index]}
             return part
-        step = self._steps[index]
-        # One reader per process: the workers of a DataLoader must not use the parent's open files.
+        step, spec = self._steps[index], self._job.spec
+        start, stop = step * self._share, (step + 1) * self._share
+        batch, bad = self.reader.batch(self._rank, start, stop)
+        self._bad |= bad
+        for problem in bad.values():
+            logger.warning("step %d: %s", step, problem)
+            refuse_too_many(len(self._bad), spec.num_images, spec.max_bad_fraction, problem)
+        return batch
+
+    @property
+    def reader(self) -> BatchReader:
+        """This process's: workers of a DataLoader must not use the parent's open files."""
         if self._reader is None or self._reader[0] != os.getpid():
             if multiprocessing.parent_process() is not None:
                 cv2.setNumThreads(0)  # a worker has one core, and a fork has no threads
             self._reader = os.getpid(), BatchReader(self._job)
-        batch, bad = self._reader[1].batch(self._rank, step * self._share, (step + 1) * self._share)
-        self._bad |= bad
-        for sample, problem in bad.items():
-            logger.warning("step %d: %s", step, problem)
-            if self.bad_folder is not None:
-                self.bad_folder.mkdir(parents=True, exist_ok=True)  # /tmp may have been cleaned
-                (self.bad_folder / str(sample)).touch()
-        if bad:
-            num_bad = len(os.listdir(self.bad_folder) if self.bad_folder else self._bad)
-            spec = self._job.spec
-            refuse_too_many(num_bad, spec.num_images, spec.max_bad_fraction, problem)
-        return batch
+        return self._reader[1]
+
+    def planned(self, step: int) -> Rows:
+        """The rows of a training's global batch in the planned order; no image is decoded."""
+        size = self._job.partition.rows_per_pass
+        return self.reader.plan.rows_at(np.arange(step * size, (step + 1) * size, dtype=np.int64))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_reader": None}
@@ -311,56 +281,42 @@ def training_batches(recipe: Recipe, rank: int = 0, world_size: int = 1) -> Rank
     Raises:
         ValueError: the recipe or its data cannot work, or as `RankBatches`.
     """
-    run, batch = resolve_run(recipe), recipe.train.global_batch_size
+    return batches_of(resolve_run(recipe), rank, world_size)
+
+
+def batches_of(run: ResolvedRun, rank: int = 0, world_size: int = 1) -> RankBatches:
+    """As `training_batches`, of a recipe that is resolved on its data."""
+    batch = run.recipe.train.global_batch_size
     return RankBatches(run.streams["train"], batch, run.total_steps, rank, world_size)
 
 
-class SeenBatches:
-    """The global batches of a run by step, 0-based, read on request."""
+def read_batch(run: ResolvedRun, step: int) -> tuple[UInt8Array, list[dict[str, Any]]]:
+    """Crops of a run's global batch before mixing and masking, and a table about them.
 
-    def __init__(self, resolved: ResolvedRun) -> None:
-        self._classes = resolved.manifest.classes
-        self._spec, self._size = resolved.streams["train"], resolved.recipe.train.global_batch_size
-        self._reader = BatchReader(StreamJob(self._spec, Partition(1, self._size), 0, True))
-
-    def planned(self, step: int) -> NDArray[np.int64]:
-        """Samples of a step in the planned order, as in `Rows`; no image is decoded."""
-        return self._reader.plan.rows_at(self._positions(step)).samples
-
-    def batch(self, step: int) -> Batch:
-        """The global batch of all ranks, before mixing and masking."""
-        start = step * self._size
-        return self._reader.batch(0, start, start + self._size)[0]
-
-    def read(self, step: int) -> tuple[UInt8Array, list[dict[str, Any]]]:
-        """Crops of a step and a table about them, in the order of the batch.
-
-        Returns:
-            uint8 (n, H, W, 3): crops before mixing and masking; and n rows of the table.
-        """
-        batch, rows = self.batch(step), self._reader.plan.rows_at(self._positions(step))
-        columns = batch["sample"].tolist(), rows.samples.tolist(), rows.epochs.tolist()
-        manifest, augmentation = self._spec.manifest, self._spec.augmentation
-        table: list[dict[str, Any]] = []
-        for index, (sample, planned, epoch) in enumerate(zip(*columns, strict=True)):
-            group, row = manifest.place(sample)
-            rng_key, encoded = (self._spec.seed, epoch, sample), self._reader.read_group(group)
-            size, labels = encoded.size(row), encoded.labels_of(row).tolist()
-            box = draw_box(size, augmentation, rng_key)
-            table.append({
-                "step": step, "place": index,
-                "sample": sample, "epoch": epoch, "key": encoded.key(row), "labels": labels,
-                "classes": [self._classes[label] for label in labels],
-                "height": size[0], "width": size[1],
-                "top": float(box.top), "left": float(box.left),
-                "crop_height": float(box.height), "crop_width": float(box.width),
-                "is_mirrored": box.is_flipped,
-                "operations": [*map(str, augmentation.operations(rng_key))],  # in this order
-                "shard": manifest.files[int(manifest.file_index[group])].path,
-                "row_group": int(manifest.row_group[group]), "row": row,
-                "instead_of": planned if sample != planned else None,  # not decodable
-            })  # fmt: skip
-        return batch["image"], table
-
-    def _positions(self, step: int) -> NDArray[np.int64]:
-        return np.arange(step * self._size, (step + 1) * self._size, dtype=np.int64)
+    Returns:
+        uint8 (n, H, W, 3), and n rows of the table in the same order.
+    """
+    batches = batches_of(run)
+    batch, rows, spec = batches[step], batches.planned(step), run.streams["train"]
+    columns = batch["sample"].tolist(), rows.samples.tolist(), rows.epochs.tolist()
+    manifest, augmentation = spec.manifest, spec.augmentation
+    table: list[dict[str, Any]] = []
+    for index, (sample, planned, epoch) in enumerate(zip(*columns, strict=True)):
+        group, row = manifest.place(sample)
+        rng_key, encoded = (spec.seed, epoch, sample), batches.reader.read_group(group)
+        size, labels = encoded.size(row), encoded.labels_of(row).tolist()
+        box = draw_box(size, augmentation, rng_key)
+        table.append({
+            "step": step, "place": index,
+            "sample": sample, "epoch": epoch, "key": encoded.key(row), "labels": labels,
+            "classes": [manifest.classes[label] for label in labels],
+            "height": size[0], "width": size[1],
+            "top": float(box.top), "left": float(box.left),
+            "crop_height": float(box.height), "crop_width": float(box.width),
+            "is_mirrored": box.is_flipped,
+            "operations": [*map(str, augmentation.operations(rng_key))],  # in this order
+            "shard": manifest.files[int(manifest.file_index[group])].path,
+            "row_group": int(manifest.row_group[group]), "row": row,
+            "instead_of": planned if sample != planned else None,  # not decodable
+        })  # fmt: skip
+    return batch["image"], table

@@ -7,7 +7,6 @@ only if the changes since that recipe allow it.
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,7 +34,6 @@ from vit_ray.config.schema import NAME, OnResume, validated
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.launch.resolved_run import ResolvedRun, resolve_run
 from vit_ray.lock import is_lock_file
-from vit_ray.outcomes import BRANCH_NOTE, step_of
 from vit_ray.storage import Location, locate
 from vit_ray.tracking.store_requests import limited_requests, redact_uri, safe_uri
 from vit_ray.training.steps import lr_at
@@ -49,51 +47,8 @@ _DECIDES_BATCHES: Final = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class NamedRun:
-    """A run and its data, opened.
-
-    Attributes:
-        resolved: its streams, in the order of the run's start.
-        newest: its newest complete checkpoint; None before the first.
-    """
-
-    resolved: ResolvedRun
-    newest: Checkpoint | None
-
-    @property
-    def recipe(self) -> Recipe:
-        """The recipe as trained, or about to be trained, without its evaluation."""
-        return self.resolved.recipe
-
-    @property
-    def total_steps(self) -> int:
-        """Fewer than planned if the run ended early."""
-        position = self.newest.position if self.newest else None
-        return position.step if position and position.progress.ended else self.resolved.total_steps
-
-    def checked_step(self, step: int) -> int:
-        """The step, 0-based.
-
-        Raises:
-            ValueError: the run does not have this step.
-        """
-        note = locate(self.recipe.run_folder).child(BRANCH_NOTE)
-        origin = note.read().decode() if self.newest and note.exists() else ""
-        if (fork_step := step_of(origin)) and step < fork_step:
-            raise ValueError(
-                f"step={step}: the run branches off {origin}, which trained this step; look at "
-                "this step there"
-            )
-        if step >= (total := self.total_steps):
-            raise ValueError(
-                f"step={step}: the run has {total:,} steps; give one from 0 to {total - 1}"
-            )
-        return step
-
-
-def find_run(source: str, overrides: Sequence[str] = ()) -> NamedRun:
-    """Open a run and its data.
+def find_run(source: str, overrides: Sequence[str] = ()) -> ResolvedRun:
+    """A run on its training data, in the order of its start; its evaluation sets are not opened.
 
     Args:
         source: folder of the run's checkpoints, the run's id in MLflow, or a recipe by name or
@@ -115,26 +70,19 @@ def find_run(source: str, overrides: Sequence[str] = ()) -> NamedRun:
             recorded["name"] = name
         recipe = recipe_from_dict(changed(recorded, overrides), f"the recipe of {source}")
     else:
-        incomplete = ValueError(
-            f"{source} has no complete checkpoint; give the run's recipe, or wait for its first "
-            "checkpoint"
-        )
         if not is_file and list_checkpoints(folder):  # also where a recipe has the folder's name
-            raise incomplete
-        try:
-            recipe = load_recipe(Path(source), overrides).with_absolute_paths()
-        except ValueError as error:
-            if folder.exists() and not is_file:
-                raise incomplete from None
-            hint = "" if is_file else "; to name a run by its folder, give a path such as runs/NAME"
-            raise ValueError(f"{error}{hint}") from None
+            raise ValueError(
+                f"{source} has no complete checkpoint; give the run's recipe, or wait for its "
+                "first checkpoint"
+            )
+        recipe = load_recipe(Path(source), overrides).with_absolute_paths()
         newest = newest_checkpoint(locate(recipe.run_folder))
     full_recipe = recipe
     recipe = recipe.with_changes(  # only the training set is opened
         data={"eval": None}, evaluate={"few_shot_train": None, "few_shot_test": None}
     )
     if newest is None:
-        return NamedRun(resolve_run(recipe), None)
+        return resolve_run(recipe)
     position = newest.position
     resolved = resolve_run(recipe, begun=position.recipe["data"]["shuffle_window"])
     if resolved.manifest.fingerprint != position.data_fingerprint:
@@ -150,7 +98,7 @@ def find_run(source: str, overrides: Sequence[str] = ()) -> NamedRun:
             f"run {recipe.name!r} was trained with another recipe: {_listed(changes)}; "
             f"give the run's folder, {recipe.run_folder}, without changes, or another name"
         )
-    return NamedRun(resolved, newest)
+    return resolved
 
 
 def where_it_lies(recipe: dict[str, Any], folder: Location) -> dict[str, Any]:
@@ -258,26 +206,35 @@ def accepted_changes(resolved: ResolvedRun, position: Position) -> list[str]:
         f"run {recipe.name!r} was started by another version of vit_ray; resume it with that one, "
         "or choose another name",
     )
-    step = position.step
+    step, progress, run = position.step, position.progress, f"run {recipe.name!r}"
     then = {DATA_SET: position.data_fingerprint, **before.flat()}
     now = {DATA_SET: resolved.manifest.fingerprint, **recipe.flat()}
     all_changes = incompatible_changes(then, now, without=LENGTH)
     changes = [change for change in all_changes if not change.is_move]
     if fixed := [change for change in changes if on_resume(change.key) is OnResume.FIXED]:
         raise ValueError(
-            f"run {recipe.name!r} cannot continue from step {step}: {_listed(fixed)}; restore the "
-            "earlier value, or choose another name (init_from loads the weights)"
+            f"{run} cannot continue from step {step}: {_listed(fixed)}; restore the earlier value, "
+            "or choose another name (init_from loads the weights)"
         )
     steps_before = before.optim.total_steps(resolved.num_images, position.global_batch_size)
     length = [Change(key, then[key], now[key]) for key in LENGTH if then[key] != now[key]]
-    if total_steps < steps_before:
+    if total_steps < steps_before or progress.ended:
         changes += length
-    _refuse_too_late(recipe.name, position, changes, steps_before, total_steps)
+    if total_steps < step:
+        raise ValueError(
+            f"{run} has been trained for {step} steps, and this recipe ends after {total_steps}; "
+            "set at least that length, or choose another name"
+        )
+    if changes and progress.is_over(total_steps):
+        raise ValueError(
+            f"{run} has finished ({progress.ended or f'step {step}'}), and these keys have "
+            f"changed: {_listed(changes)}; restore the earlier values to see its result, or choose "
+            "another name; for another test set, evaluate its weights (vit-ray evaluate)"
+        )
     if changes and recipe.resume != "changed":
         raise ValueError(
-            f"run {recipe.name!r} was started with another recipe: {_listed(changes)}; restore the "
-            f"earlier value, choose another name, or set resume=changed to continue it from step "
-            f"{step}"
+            f"{run} was started with another recipe: {_listed(changes)}; restore the earlier "
+            f"value, choose another name, or set resume=changed to continue it from step {step}"
         )
     notes = [f"{move}, assumed to have the same weights" for move in all_changes if move.is_move]
     if changes:
@@ -291,36 +248,6 @@ def accepted_changes(resolved: ResolvedRun, position: Position) -> list[str]:
             f"have been {rates[0]:.3g}"
         )
     return notes
-
-
-def _refuse_too_late(
-    name: str, position: Position, changes: list[Change], steps_before: int, total_steps: int
-) -> None:
-    step, run, ended = position.step, f"run {name!r}", position.progress.ended
-    if total_steps < step:
-        raise ValueError(
-            f"{run} has been trained for {step} steps, and this recipe ends after {total_steps}; "
-            "set at least that length, or choose another name"
-        )
-    if ended and total_steps > steps_before:
-        raise ValueError(
-            f"{run} has finished: it ended after step {step} of {steps_before} ({ended}), so it "
-            f"would not be trained for the {total_steps} steps of this recipe; restore the length, "
-            "or choose another name (init_from loads the weights)"
-        )
-    if not changes or not position.progress.is_over(total_steps):
-        return
-    if all(change.key in EVALUATED_SETS for change in changes):
-        raise ValueError(
-            f"{run} has finished and was evaluated on other data: {_listed(changes)}; restore the "
-            "earlier value, or evaluate its weights on the new data: vit-ray evaluate, with "
-            f"init_from set to the folder of {name!r}"
-        )
-    longer = "" if ended else ", or make the run longer (with resume=changed)"
-    raise ValueError(
-        f"{run} has finished, and these keys have changed: {_listed(changes)}; restore the earlier "
-        f"values to see its result, or choose another name{longer}"
-    )
 
 
 def _listed(changes: list[Change]) -> str:

@@ -3,7 +3,6 @@
 Nothing is started; errors say what to change.
 """
 
-import logging
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -13,7 +12,7 @@ import numpy as np
 
 from vit_ray.config import Recipe, require
 from vit_ray.config.schema import errors_of
-from vit_ray.config.training_sections import DataConfig, ModelConfig, TrainConfig
+from vit_ray.config.training_sections import DataConfig, TrainConfig
 from vit_ray.data import open_dataset
 from vit_ray.data.augment import augmentation_of
 from vit_ray.data.boxes import Augmentation
@@ -28,15 +27,11 @@ from vit_ray.models.catalog import as_grid, find_spec
 from vit_ray.own_parts import is_own, own_part
 from vit_ray.training.steps import micro_batch_size
 
-logger = logging.getLogger(__name__)
-
 Kind = Literal["pretrain", "finetune", "sweep_trial", "study_cell", "evaluate"]
 NEW_HEADS: Final = ("finetune", "sweep_trial")
 """Kinds of run that give their initial weights a new head."""
 # Above this share of the initial weights in the averaged weights there is a warning.
 _MAX_INITIAL_SHARE: Final = 0.2
-# Images of a few-shot pool that are checked before a run: 8 MB, seconds from an object store.
-_MAX_LABELS_READ: Final = 2_000_000
 # Images of a default window: tasks of twice the usual length, a few seconds of one CPU.
 _MAX_ROWS: Final = 2048
 # Share of a task's memory for a default window; images differ in size.
@@ -67,25 +62,45 @@ class ResolvedRun:
 def resolve_run(
     recipe: Recipe, *, needs_train: bool = True, begun: int | None = None
 ) -> ResolvedRun:
+    """Check the model, the custom components and, as `resolve_data`, the data.
+
+    Raises:
+        ValueError: there is no such model or custom component, or as `resolve_data`.
+    """
+    check_model(recipe)
+    run = resolve_data(recipe, needs_train=needs_train, begun=begun)
+    check_own_parts(recipe, run.manifest.num_classes)
+    return run
+
+
+def resolve_data(
+    recipe: Recipe,
+    manifest: Manifest | None = None,
+    *,
+    needs_train: bool = True,
+    begun: int | None = None,
+) -> ResolvedRun:
     """Open the data sets and check the recipe's arithmetic.
 
     Args:
+        manifest: the data set if it is open.
         needs_train: if False, a test set is enough.
         begun: the shuffle window of a run that is continued.
 
     Raises:
-        ValueError: there is no such model or custom component, a data set is missing or broken, the
-            batch does not divide, the run has no length, the classes of two sets differ, or a class
-            has fewer images than shots.
+        ValueError: a data set is missing or broken, the batch does not divide, the run has no
+            length, the classes of two sets differ, or a class has fewer images than shots.
     """
-    check_model(recipe)
     data, evaluate = recipe.data, recipe.evaluate
     path = data.train if needs_train or data.train else data.eval
     key = "data.train" if needs_train else "data.eval"
-    manifest = open_dataset(require(path, key, "the folder of a converted data set"))
-    if needs_train:
-        require_trainable(manifest)
-    check_own_parts(recipe, manifest.num_classes)
+    path = require(path, key, "the folder of a converted data set")
+    manifest = manifest or open_dataset(path)
+    if needs_train and manifest.origin.get("evaluation_only"):
+        raise ValueError(
+            f"data.train={manifest.path!r} is for evaluation only "
+            "(convert.evaluation_only), so it may be data.eval; train on another set"
+        )
     batch = recipe.train.global_batch_size
     window_size = window_rows(data, batch, recipe.model.sides, manifest, begun)
     recipe = recipe.with_changes(data={"shuffle_window": window_size})
@@ -100,7 +115,11 @@ def resolve_run(
         crop = augmentation_of(recipe.model, data.eval_augment)
         return stream_of(data, recipe.seed, crop, manifest)
 
-    train = training_stream(data, recipe.seed, recipe.model, batch, window_size, part)
+    train = stream_of(data, recipe.seed, augmentation_of(recipe.model, data.augment), part)
+    if window_size > batch:
+        window = ShuffleWindow(batch, window_size // batch)
+        task_rows = max(train.task_rows, window.num_rows)
+        train = replace(train, window=window, task_rows=task_rows)
     streams = {"train": train}
     if data.eval is not None:
         streams["eval"] = evaluated(open_dataset(data.eval))
@@ -138,25 +157,6 @@ def check_batch(recipe: Recipe, num_images: int) -> None:
         )
 
 
-def training_stream(
-    data: DataConfig,
-    seed: int,
-    model: ModelConfig,
-    batch: int,
-    window_size: int,
-    manifest: Manifest,
-) -> StreamSpec:
-    """The training stream of a data set.
-
-    `window_size` is that of `window_rows`; `data.shuffle_window` is not read.
-    """
-    spec = stream_of(data, seed, augmentation_of(model, data.augment), manifest)
-    if window_size <= batch:
-        return spec
-    window = ShuffleWindow(batch, window_size // batch)
-    return replace(spec, window=window, task_rows=max(spec.task_rows, window.num_rows))
-
-
 def stream_of(
     data: DataConfig,
     seed: int,
@@ -185,18 +185,6 @@ def _check_classes(key: str, test: Manifest, train: Manifest) -> None:
         )
 
 
-def require_trainable(manifest: Manifest) -> None:
-    """
-    Raises:
-        ValueError: the set was converted for evaluation only.
-    """
-    if manifest.origin.get("evaluation_only"):
-        raise ValueError(
-            f"data.train={manifest.path!r} is for evaluation only "
-            "(convert.evaluation_only), so it may be data.eval; train on another set"
-        )
-
-
 @lru_cache(maxsize=4)
 def _check_shots(path: str, fingerprint: str, shots: tuple[int, ...]) -> None:
     """Read labels until every class has enough examples; once for all trials of a sweep.
@@ -209,18 +197,6 @@ def _check_shots(path: str, fingerprint: str, shots: tuple[int, ...]) -> None:
     for labels in first_labels(manifest):
         examples += np.bincount(labels[labels >= 0], minlength=len(examples))
         if examples.min() >= max(shots):
-            return
-        if examples.sum() > _MAX_LABELS_READ:
-            logger.warning(
-                "evaluate.few_shot_train: of %d images the first %d were looked at, and %d of %d "
-                "classes have fewer than %d there; the first evaluation shows whether they have "
-                "them at all",
-                manifest.num_images,
-                examples.sum(),
-                (examples < max(shots)).sum(),
-                len(examples),
-                max(shots),
-            )
             return
     require_shots(examples, shots=shots, classes=manifest.classes)
 

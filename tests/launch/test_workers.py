@@ -28,7 +28,7 @@ from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
 from vit_ray.experiments.trials import Outcome
 from vit_ray.launch import run, workers
 from vit_ray.launch.connection import ClusterShape
-from vit_ray.launch.failures import IN_A_ROW_S, LEFT_OUT_S, FailingNodes, cause, failing_node
+from vit_ray.launch.failures import FailingNodes, cause, failing_node
 from vit_ray.launch.placement import GroupShape, NoPlaceError, Place, StoppedWaitingError
 from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.launch.workers import (
@@ -40,7 +40,6 @@ from vit_ray.launch.workers import (
     Run,
     RunDivergedError,
     RunFailedError,
-    WorkerGroups,
     lost_place,
 )
 from vit_ray.outcomes import EventKind, Failure, TrialState, WorkerPlace
@@ -101,24 +100,13 @@ def node(name: str, host: str) -> dict[str, Any]:
 NODES = (node("1", "10.0.0.1"), node("2", "10.0.0.2"))
 
 
-def test_failures_that_lie_far_apart_or_on_nodes_in_turn_are_no_defect_of_a_node():
-    now_s = [1e9]
-    nodes = FailingNodes(None, lambda: now_s[0])
-    for _ in range(3):
-        nodes.note(PLACES[0])
-        now_s[0] += IN_A_ROW_S + 1
+def test_failures_on_nodes_in_turn_are_no_defect_of_a_node():
+    nodes = FailingNodes(None)
+    for place in (PLACES[0], PLACES[1], PLACES[0], None, PLACES[0]):
+        nodes.note(place)
     assert nodes.among(NODES) == {}
     nodes.note(PLACES[0])
-    nodes.note(PLACES[0])
     assert nodes.among(NODES) == {"1": "10.0.0.1"}
-    now_s[0] += LEFT_OUT_S + 1
-    assert nodes.among(NODES) == {}  # it may have been repaired
-    nodes.note(PLACES[0])
-    assert nodes.among(NODES) == {"1": "10.0.0.1"}
-    in_turn = FailingNodes(None)
-    for place in (PLACES[0], PLACES[1], PLACES[0], None, PLACES[0]):
-        in_turn.note(place)
-    assert in_turn.among(NODES) == {}
 
 
 def test_the_next_driver_knows_a_failing_node_also_by_its_host(tmp_path):
@@ -134,20 +122,27 @@ def test_the_next_driver_knows_a_failing_node_also_by_its_host(tmp_path):
     assert second.among(both) == {}  # which of them is not known
 
 
+def parts_of(job: TrainJob) -> tuple[Any, GroupShape, ClusterShape, FailingNodes]:
+    shape = GroupShape.of(job.recipe, use_gpu=False, trains=True)
+    return MagicMock(), shape, ClusterShape(1, 4, 2, 0.0), FailingNodes(None)
+
+
 PLACE = Place(2, {})
 End = Exception | Ended | Callable[[], Exception]
 
 
-class Attempts:
-    """A run's groups: each ends with an error or in order."""
+class Attempts(Run):
+    """A run whose groups each end with an error or in order."""
 
     def __init__(
         self, folder: Path, *ends: End, failure: Failure | None = None, **workers: Any
     ) -> None:
         self.run = FakeRun()
         self.run.failed = failure
-        place = {"output": str(folder.parent), "name": folder.name}
-        self.job = replace(make_job(folder, workers=workers, **place), record=self.run)
+        where = {"output": str(folder.parent), "name": folder.name}
+        job = replace(make_job(folder, workers=workers, **where), record=self.run)
+        super().__init__(job, *parts_of(job))
+        self._finder: Any = self
         self._ends: Iterator[End] = iter(ends)
         self.num_attempts = 0
         self.lost_since_s: list[float | None] = []
@@ -156,14 +151,12 @@ class Attempts:
         self.lost_since_s.append(lost_since_s)
         return PLACE
 
-    def train(self, failing: FailingNodes | None = None) -> None:
+    def train(self) -> None:
         """The driver's decisions until the run ends; all ends must be met."""
-        failing = failing or FailingNodes(None)
-        finder: Any = self
-        Run(self.job, finder, failing, self._attempt).train()
+        super().train()
         assert next(self._ends, None) is None
 
-    def _attempt(self, place: Place) -> Ended:
+    def attempt(self, place: Place) -> Ended:
         assert place is PLACE
         self.num_attempts += 1
         end = next(self._ends)
@@ -190,10 +183,10 @@ def test_failures_end_a_run_only_where_no_checkpoint_lies_between_them(tmp_path)
     crash = failed(BY_PEER, BAD_CARD)
     weeks = [saved(tmp_path, step, crash) for step in (10, 20, 30)]
     attempts = Attempts(tmp_path, crash, *weeks, crash, max_failures=1)
-    attempts.run.at, failing = {1: WorkerPlace("10.0.0.1", "1", "pid 7", 5)}, FailingNodes(None)
+    attempts.run.at = {1: WorkerPlace("10.0.0.1", "1", "pid 7", 5)}
     with pytest.raises(RunFailedError) as raised:
-        attempts.train(failing)
-    assert failing.among(NODES) == {"1": "10.0.0.1"}
+        attempts.train()
+    assert attempts._failing.among(NODES) == {"1": "10.0.0.1"}
     assert str(raised.value) == (
         "worker 1 on 10.0.0.1 (pid 7, step 5): bad card; worker 0: Connection closed by peer "
         "(failure 2 without a new checkpoint between; workers.max_failures=1)"
@@ -344,16 +337,10 @@ def test_a_controller_that_is_frozen_does_not_keep_the_driver_after_the_runs_end
     assert watched.watch.error is None
 
 
-def groups_of(job: TrainJob) -> WorkerGroups:
-    shape = GroupShape.of(job.recipe, use_gpu=False, trains=True)
-    unused: Any = None
-    return WorkerGroups(job, unused, unused, shape, ClusterShape(1, 4, 2, 0.0))
-
-
 def test_ray_train_tries_once_on_the_nodes_that_were_found(tmp_path, monkeypatch):
     monkeypatch.setattr(ray, "put", lambda value: value)
-    groups = groups_of(make_job(tmp_path, train={"step_timeout_s": 7.5}))
-    trainer = groups._trainer(Place(4, {"pool": "a"}))
+    job = make_job(tmp_path, train={"step_timeout_s": 7.5})
+    trainer = Run(job, *parts_of(job))._trainer(Place(4, {"pool": "a"}))
     failures, scaling = trainer.run_config.failure_config, trainer.scaling_config
     assert failures.max_failures == failures.max_preemption_failures == 0
     assert failures.controller_failure_limit == 0
@@ -385,10 +372,10 @@ def test_a_worker_that_dies_before_the_group_has_met_is_named(error, monkeypatch
 
 def test_a_store_that_does_not_answer_is_named_without_its_secret(tmp_path, monkeypatch, capsys):
     job = make_job(tmp_path, tracking={"uri": "http://user:secret@mlflow:5000"})
-    groups = groups_of(job)
+    groups = Run(job, *parts_of(job))
     monkeypatch.setattr(groups, "_trainer", lambda place: SimpleNamespace(fit=lambda: None))
     monkeypatch.setattr(groups._job.record, "run_id", lambda wait_s: None, raising=False)
-    groups.run(PLACE)
+    groups.attempt(PLACE)
     (line,) = capsys.readouterr().err.splitlines()
     assert "mlflow:5000 has not answered yet; " in line
     assert "secret" not in line

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import platform
 from collections.abc import Collection, Iterable, Mapping
@@ -17,8 +18,6 @@ from vit_ray.storage import locate
 # A node without an answer by then, for example while it unpacks the job's environment, passes the
 # check: its workers check again when they start.
 _ANSWER_LIMIT_S: Final = 20.0
-# Of nodes in an error.
-_MAX_LISTED: Final = 8
 
 
 def check_cluster(recipe: Recipe, cluster: ClusterShape) -> bool:
@@ -53,34 +52,27 @@ def check_room(recipe: Recipe, cluster: ClusterShape) -> bool:
     Raises:
         ValueError: the recipe needs more GPUs or CPUs than the nodes with its labels have.
     """
-    workers, min_workers = recipe.workers, recipe.group_sizes[0]
+    workers, size, cpus = recipe.workers, recipe.group_sizes[0], recipe.workers.cpus_per_worker
     reading = _matching("data", recipe.data.label_selector, cluster)
     cluster = _matching("workers", workers.label_selector, cluster)
-    both = cluster.matching(recipe.data.label_selector)
     use_gpu = cluster.num_gpus > 0 if workers.use_gpu == "auto" else workers.use_gpu
-    if use_gpu and cluster.num_gpus < min_workers:
+    max_workers = int(min(cluster.num_cpus / cpus, cluster.num_gpus if use_gpu else math.inf))
+    if max_workers < size:
+        gpu = " and a GPU" if use_gpu else ""
         raise ValueError(
-            f"workers.num_workers={workers.num_workers} with a GPU each needs {min_workers} GPUs; "
-            f"the cluster has {cluster.num_gpus:g} ({cluster}); start nodes with GPUs, lower "
-            "workers.num_workers to at most that, or set workers.use_gpu=false"
+            f"workers.num_workers={workers.num_workers} with {cpus:g} CPU{gpu} each: the nodes "
+            f"that are up hold at most {max_workers} ({cluster}); start nodes, lower "
+            "workers.num_workers or workers.cpus_per_worker, or set workers.use_gpu=false"
         )
-    needed_cpus = min_workers * workers.cpus_per_worker
     # Workers first take the nodes that do not read.
-    free_cpus = reading.num_cpus - max(0.0, needed_cpus - (cluster.num_cpus - both.num_cpus))
-    if free_cpus < recipe.data.cpus_per_task:
-        usable_cpus = needed_cpus + free_cpus - recipe.data.cpus_per_task
+    both = cluster.matching(recipe.data.label_selector)
+    taken_cpus = max(0.0, size * cpus - (cluster.num_cpus - both.num_cpus))
+    if (free_cpus := reading.num_cpus - taken_cpus) < recipe.data.cpus_per_task:
         raise ValueError(
-            f"{min_workers} workers with workers.cpus_per_worker={workers.cpus_per_worker:g} leave "
-            f"{max(free_cpus, 0):g} of {reading.num_cpus:g} CPUs for reading data, which "
-            f"needs data.cpus_per_task={recipe.data.cpus_per_task:g} ({reading}); use at most "
-            f"{max(int(usable_cpus // workers.cpus_per_worker), 0)} workers, or fewer CPUs for each"
-        )
-    max_workers = cluster.num_cpus / workers.cpus_per_worker
-    if max_workers < min_workers:
-        raise ValueError(
-            f"workers.num_workers={workers.num_workers} with {workers.cpus_per_worker:g} CPU each: "
-            f"the nodes that are up hold at most {int(max_workers)} ({cluster}); lower "
-            "workers.num_workers or workers.cpus_per_worker"
+            f"{size} workers with workers.cpus_per_worker={cpus:g} leave {free_cpus:g} of "
+            f"{reading.num_cpus:g} CPUs for reading data, which needs "
+            f"data.cpus_per_task={recipe.data.cpus_per_task:g} ({reading}); use fewer workers, or "
+            "fewer CPUs for each"
         )
     return use_gpu
 
@@ -146,11 +138,7 @@ def check_shared(cluster: ClusterShape, read: Iterable[tuple[str, str]]) -> None
         f"{nodes[node]['NodeManagerHostname']} ({nodes[node]['NodeManagerAddress']})"
         for node in missing
     )
-    if len(hosts) > _MAX_LISTED:
-        hosts = [*hosts[:_MAX_LISTED], f"{len(hosts) - _MAX_LISTED} more"]
-    unseen = [
-        name for path, name in names.items() if any(path in paths for paths in missing.values())
-    ]
+    unseen = sorted({names[path] for paths in missing.values() for path in paths})
     raise ValueError(
         "nodes of the cluster do not see the files of this machine "
         f"({platform.node()}): {', '.join(unseen)}: not on {', '.join(hosts)}; give folders that "

@@ -2,8 +2,7 @@
 
 import json
 import re
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any, Final
 
@@ -15,10 +14,6 @@ from vit_ray.ray_internals import memory_kill, without_retry_note
 from vit_ray.storage import Location
 from vit_ray.worker.job import SmallerMicroBatchError
 
-IN_A_ROW_S: Final = 3600.0
-"""Two failures that are further apart do not exclude a node."""
-LEFT_OUT_S: Final = 6 * 3600.0
-"""Time until an excluded node is tried again; then a single failure excludes it again."""
 # In the run's folder, for the next driver.
 _NODES_FILE: Final = "failing_nodes.json"
 _MAX_CAUSES: Final = 3
@@ -116,39 +111,31 @@ def _died_of(failure: BaseException) -> RayActorError | None:
 
 
 class FailingNodes:
-    """Nodes that are excluded after two failures in a row; recorded in the run's folder.
+    """Nodes with two failures in a row, which later groups avoid; recorded in the run's folder.
 
     A node has an id, which changes when its raylet restarts, and an address.
     """
 
-    def __init__(self, folder: Location | None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, folder: Location | None) -> None:
         """`folder`: None = nothing is recorded, as for an evaluation."""
         self._file = folder.child(_NODES_FILE) if folder else None
-        self._clock = clock
-        # Id and address of each node, and the unix time until which it is excluded.
-        self._excluded: dict[tuple[str, str], float] = {}
-        self._last, self._last_s = ("", ""), 0.0
+        self._excluded: list[list[str]] = []  # id and address
+        self._last: list[str] = []
         if self._file and self._file.exists():
-            recorded = json.loads(self._file.read())
-            self._excluded = {(node, host): until_s for node, host, until_s in recorded}
+            self._excluded = json.loads(self._file.read())
 
     def note(self, worker: WorkerPlace | None) -> None:
         """Count a failure of the group: on a single node, or elsewhere (None)."""
-        node = (worker.node, worker.host) if worker else ("", "")
-        now_s, before = self._clock(), self._last
-        is_second = node == before and now_s - self._last_s < IN_A_ROW_S
-        self._last, self._last_s = node, now_s
-        if worker and (is_second or node in self._excluded):
-            self._excluded[node] = now_s + LEFT_OUT_S
+        node, before = [worker.node, worker.host] if worker else [], self._last
+        self._last = node
+        if node and node == before and node not in self._excluded:
+            self._excluded.append(node)
             if self._file:
-                rows = [[*key, until_s] for key, until_s in self._excluded.items()]
-                self._file.write(json.dumps(rows).encode())
+                self._file.write(json.dumps(self._excluded).encode())
 
     def among(self, nodes: tuple[Mapping[str, Any], ...]) -> dict[str, str]:
         """The excluded ones of these nodes of `ray.nodes()`: id to host."""
-        now_s = self._clock()
-        excluded = [node for node, until_s in self._excluded.items() if now_s < until_s]
-        ids, addresses = {node for node, _ in excluded}, {host for _, host in excluded}
+        ids, addresses = {node for node, _ in self._excluded}, {host for _, host in self._excluded}
         hosts = [node["NodeManagerAddress"] for node in nodes]
         return {
             node["NodeID"]: host

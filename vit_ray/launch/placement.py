@@ -7,13 +7,12 @@ this request all the time.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import ray
@@ -30,7 +29,7 @@ from vit_ray.worker.job import TrainJob
 STRATEGY: Final = "PACK"
 LOOK_S: Final = 1.0
 """How long Ray may take to create a placement group whose resources are free."""
-# The same for the largest group, on a busy machine.
+# The same before a run starts, on a busy machine; then a smaller group is tried.
 _PATIENCE_S: Final = 5.0
 _REPORT_EVERY_S: Final = 10.0
 
@@ -95,7 +94,6 @@ class PlaceFinder:
     ) -> None:
         self._job, self._shape, self._failing, self._clock = job, shape, failing, clock
         self._reported: set[str] = set()
-        self._sizes_in_turn: Iterator[int] = iter(())
 
     def found(self, lost_since_s: float | None = None) -> Place:
         """The largest group that the cluster has room for; waits for room for the smallest.
@@ -109,19 +107,20 @@ class PlaceFinder:
             StoppedWaitingError: the run was asked to stop.
         """
         began_s = reported_s = self._clock()
-        patient_s = began_s + _PATIENCE_S
         if lost_since_s is not None:
             began_s = lost_since_s
             self._report(
                 began_s, "the group had a place, which was lost before its workers started"
             )
-        # On a cluster without nodes: its autoscaler may have room only for the smaller groups.
-        self._sizes_in_turn = itertools.cycle(self._shape.sizes[::-1])
-        while (place := self._waited_for(reported_s + _REPORT_EVERY_S, patient_s)) is None:
-            if self._clock() - reported_s >= _REPORT_EVERY_S:
-                reported_s = self._clock()
-                self._report(began_s, self._missing())
-        return replace(place, since_s=began_s, waited_s=self._clock() - began_s)
+        while True:
+            labels = self._labels()
+            # On a cluster without nodes: its autoscaler may have room only for the smaller groups.
+            for size in self._fitting(labels) or self._shape.sizes[::-1]:
+                if self._has_place(size, labels):
+                    return Place(size, labels, began_s, self._clock() - began_s)
+                if self._clock() - reported_s >= _REPORT_EVERY_S:
+                    reported_s = self._clock()
+                    self._report(began_s, self._missing())
 
     def _report(self, began_s: float, why: str) -> None:
         """Record the wait for workers as an event.
@@ -135,38 +134,32 @@ class PlaceFinder:
             raise NoPlaceError(f"{text} (workers.place_timeout_minutes={limit:g})")
         self._job.record.event(EventKind.NO_PLACE, text, 0)
 
-    def _waited_for(self, until_s: float, patient_s: float) -> Place | None:
-        """A place that is found before `until_s`.
-
-        Args:
-            patient_s: unix time from which smaller groups are tried, and a stop is noticed.
+    def _has_place(self, size: int, labels: dict[str, str]) -> bool:
+        """Whether the cluster places a group within some seconds, and can read beside it.
 
         Raises:
             StoppedWaitingError: as `found`.
         """
-        labels = self._labels()
-        fitting = self._fitting(labels)
-        size = fitting[0] if fitting else next(self._sizes_in_turn)
+        end_s = self._clock() + _PATIENCE_S
         with asked_for(size, self._shape.resources, labels) as group:
-            while self._clock() < until_s:
+            while self._clock() < end_s:
                 if group.wait(LOOK_S):
-                    if fits := self._fitting(labels):
-                        return Place(min(size, fits[0]), labels)
+                    if size in self._fitting(labels):
+                        return True
                     time.sleep(LOOK_S)  # no CPU would be free for reading
-                if self._clock() < patient_s:
-                    continue
-                for smaller in fitting[1:]:
-                    if self._is_free(smaller, labels):
-                        return Place(smaller, labels)
                 if reason := self._job.record.stop_reason():
                     raise StoppedWaitingError(reason)
-        return None
+        return False
 
     def has_larger(self, place: Place) -> bool:
         """Whether there is room to enlarge the running group of `place`."""
         labels = dict(place.labels)
-        larger = [size - place.size for size in self._fitting(labels) if size > place.size]
-        return any(self._is_free(num_more, labels) for num_more in larger)
+        for size in self._fitting(labels):
+            if size > place.size:
+                with asked_for(size - place.size, self._shape.resources, labels) as group:
+                    if group.wait(LOOK_S):
+                        return True
+        return False
 
     def _fitting(self, labels: dict[str, str]) -> list[int]:
         """The sizes that the cluster could hold if it were free, largest first."""
@@ -182,10 +175,6 @@ class PlaceFinder:
         if max(spare_cpus, default=0.0) < reading_cpus:  # a task must fit next to the workers
             max_workers -= math.ceil(reading_cpus / cpus_per_worker)
         return [size for size in sizes if size <= max_workers]
-
-    def _is_free(self, size: int, labels: dict[str, str]) -> bool:
-        with asked_for(size, self._shape.resources, labels) as group:
-            return group.wait(LOOK_S)
 
     def _labels(self) -> dict[str, str]:
         """Selects the next group's nodes: without failing nodes, if the others have room."""

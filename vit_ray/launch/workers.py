@@ -116,17 +116,15 @@ def run_workers(
     else:
         start_data_actors()
     failing = FailingNodes(folder)
-    finder = PlaceFinder(job, shape, failing)
     options = {
         "keeps_statistics": not cluster.is_private or has_dashboard(),
         "warms_up": not cluster.is_private,
         "cpus_per_rank": shape.resources["CPU"],
     }
     source = ray.put(StreamSource(ray.put(streams), options))
-    groups = WorkerGroups(job, source, finder, shape, cluster)
     try:
         with variables(settings(shape.sizes[-1], is_private=cluster.is_private)):
-            Run(job, finder, failing, groups.run).train()
+            Run(job, source, shape, cluster, failing).train()
     finally:
         with contextlib.suppress(OSError):  # the next driver finds nothing to give back
             if group_file:
@@ -146,19 +144,20 @@ class Ended:
 
 
 class Run:
-    """The driver's decisions, from one attempt to the next."""
+    """The run's worker groups, and the driver's decisions from one to the next."""
 
     def __init__(
         self,
         job: TrainJob,
-        finder: PlaceFinder,
+        streams: ray.ObjectRef[StreamSource],
+        shape: GroupShape,
+        cluster: ClusterShape,
         failing: FailingNodes,
-        attempt: Callable[[Place], Ended],
     ) -> None:
-        """`attempt`: runs a worker group to its end."""
-        self._job = job
-        self._finder, self._failing, self._attempt = finder, failing, attempt
+        self._job, self._streams, self._shape, self._cluster = job, streams, shape, cluster
+        self._failing, self._finder = failing, PlaceFinder(job, shape, failing)
         self._num_failures, self._failed_at = 0, -1
+        self._name, self._num_groups = f"{job.recipe.name}-{uuid.uuid4().hex[:8]}", 0
 
     def train(self) -> None:
         """Raises: as `run_workers`."""
@@ -166,7 +165,7 @@ class Run:
         try:
             while True:
                 place = self._finder.found(lost_since_s)
-                ended = self._attempt(place)
+                ended = self.attempt(place)
                 lost_since_s = place.since_s if lost_place(ended.error) else None
                 if lost_since_s is None and self._is_over(ended):
                     return
@@ -215,32 +214,16 @@ class Run:
             ) from ended.error
         return False
 
-
-class WorkerGroups:
-    """Starts the run's worker groups, and watches each until it ends."""
-
-    def __init__(
-        self,
-        job: TrainJob,
-        streams: ray.ObjectRef[StreamSource],
-        finder: PlaceFinder,
-        shape: GroupShape,
-        cluster: ClusterShape,
-    ) -> None:
-        self._job, self._streams = job, streams
-        self._finder, self._shape, self._cluster = finder, shape, cluster
-        self._name, self._number = f"{job.recipe.name}-{uuid.uuid4().hex[:8]}", 0
-
-    def run(self, place: Place) -> Ended:
+    def attempt(self, place: Place) -> Ended:
         """Train with a new group until it ends."""
-        self._number += 1
+        self._num_groups += 1
         self._job = replace(self._job, place_wait_s=place.waited_s)
         watch = GroupWatch(self._job, self._finder, place, self._shape.use_gpu)
         fit = _in_thread(lambda: self._trainer(place).fit())
         try:
             with contextlib.suppress(*_UNAVAILABLE):  # training needs no MLflow
                 recipe = self._job.recipe
-                if self._number == 1 and self._job.record.run_id(ARRIVAL_S) is None:
+                if self._num_groups == 1 and self._job.record.run_id(ARRIVAL_S) is None:
                     # Not an error: MLflow takes seconds to create the schema of a SQLite file.
                     print(
                         f"MLflow at {redact(recipe.tracking.uri)} has not answered yet; "
@@ -268,7 +251,7 @@ class WorkerGroups:
         # Imported here, in a thread: torch takes seconds.
         from ray.train.torch import TorchTrainer
 
-        use_gpu, group = self._shape.use_gpu, f"{self._name}-{self._number}"
+        use_gpu, group = self._shape.use_gpu, f"{self._name}-{self._num_groups}"
         # Ray leaves a machine's GPUs visible to workers that did not ask for one.
         hides_gpus = self._cluster.num_gpus > 0 and not use_gpu
         return TorchTrainer(

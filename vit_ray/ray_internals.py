@@ -149,23 +149,11 @@ def operators_of(executor: Any) -> Any:
 
 
 # Texts of Ray 2.60 for errors without a type.
-_VERSION_MISMATCH: Final = "Version mismatch: "
 _RETRY_NOTE: Final = re.compile(
     r"\nFailed to [^\n]* attempts \(total backoff .*believe this to be transient\.", re.DOTALL
 )
 # Host, and the use of its memory.
 _MEMORY_KILL: Final = re.compile(r"Memory on the node \(IP: ([^,]+),.*?\) was (.+? limit)")
-
-
-def is_startup_timeout(error: Exception) -> bool:
-    """Whether `ray.init` raised it because a node could not be started in time."""
-    return "The current node timed out during startup" in str(error)
-
-
-def version_mismatch(error: Exception) -> str | None:
-    """What differs, if `ray.init` raised it for another Ray or Python; None for other errors."""
-    text = " ".join(str(error).split())
-    return text.removeprefix(_VERSION_MISMATCH) if text.startswith(_VERSION_MISMATCH) else None
 
 
 def memory_kill(error: BaseException) -> tuple[str, str] | None:
@@ -195,7 +183,8 @@ def token_problem(address: str, timeout_s: float) -> str | None:
     connect = importlib.import_module(_MODULES["init_grpc_channel"]).init_grpc_channel
     with connect(address, [("grpc.enable_http_proxy", 0)]) as channel:  # Ray's own options
         try:
-            channel.unary_unary(_CLUSTER_ID_REQUEST)(b"", timeout=timeout_s)
+            request = channel.unary_unary(_CLUSTER_ID_REQUEST)
+            request(b"", timeout=timeout_s, wait_for_ready=True)
         except grpc.RpcError as error:
             if error.code().name in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
                 raise ConnectionError(error.code().name.lower()) from None

@@ -10,10 +10,8 @@ import contextlib
 import logging
 import math
 import os
-import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,17 +25,14 @@ import psutil
 import ray
 from joblib import cpu_count
 
-from vit_ray.addresses import HOST_PORT, host_and_port
+from vit_ray.addresses import host_and_port
 from vit_ray.config import Recipe
 from vit_ray.ray_internals import (
-    VERSION,
     has_auth_token,
-    is_startup_timeout,
     keep_no_dataset_statistics,
     node_labels_match_selector,
     reload_ray_config,
     token_problem,
-    version_mismatch,
 )
 
 AUTH_MODE = "RAY_AUTH_MODE"
@@ -213,12 +208,10 @@ def _start(num_cpus: int) -> str:
             f"Ray could not be started in a folder in RAY_TMPDIR, TMPDIR or /tmp ({error}); set "
             "RAY_TMPDIR to a folder of your own with a short path"
         ) from error
-    except Exception as error:
-        if not is_startup_timeout(error):
-            raise
+    except Exception as error:  # has no type of its own after a timeout
         raise RuntimeError(
-            "Ray could not be started on this machine within its limit of 30 s: the machine is too "
-            "busy, or has too little memory; run the same command again when less is running"
+            f"Ray could not be started on this machine ({' '.join(str(error).split())}); run the "
+            "same command again when less is running"
         ) from error
 
 
@@ -298,13 +291,12 @@ def _new_process_group(folder: str) -> Iterator[None]:
 
 
 def check_address(address: str) -> None:
-    """Check that a cluster answers at `RAY_ADDRESS` and accepts the token of this machine.
+    """Check that a cluster answers at `HOST:PORT` and accepts the token of this machine.
 
-    The token is checked only for an address `HOST:PORT`.
+    Ray would try for two minutes without a message; it checks other forms of address itself.
 
     Raises:
-        ValueError: nothing listens there, or something else than Ray, or the cluster requires a
-            token.
+        ValueError: no Ray answers there in time, or the cluster requires a token.
     """
     # Ray 2.60 turns on token authentication for local clusters, but not for an address. A cluster
     # that was started on a machine with a token requires it; a cluster without authentication
@@ -312,15 +304,14 @@ def check_address(address: str) -> None:
     if AUTH_MODE not in os.environ and has_auth_token():
         os.environ[AUTH_MODE] = "token"
         reload_ray_config()
-    check_reachable(address)
-    if not re.fullmatch(HOST_PORT, address):
+    if host_and_port(address) is None:
         return
     try:
         problem = token_problem(address, REACH_S)
     except ConnectionError as error:
         raise ValueError(
-            f"RAY_ADDRESS={address}: something listens there, but no Ray answers ({error}); give "
-            "the address that `ray start --head` printed, not that of its dashboard, or unset "
+            f"RAY_ADDRESS={address}: no Ray answers there ({error}); start the cluster, give the "
+            "address that `ray start --head` printed (not that of its dashboard), or unset "
             "RAY_ADDRESS to use this machine alone"
         ) from None
     if problem:
@@ -338,46 +329,18 @@ def _join(address: str, variables: dict[str, str]) -> None:
         ValueError: the cluster's Ray or Python cannot exchange data with this one.
     """
     try:
-        # no limit: Ray's own two minutes; `check_reachable` has tried before
+        # no limit: Ray's own two minutes; `check_address` has tried before
         ray.init(
             log_to_driver=_shows_logs(),
             logging_level=logging.WARNING,
             runtime_env={"env_vars": variables} if variables else None,
         )
     except RuntimeError as error:
-        mismatch = version_mismatch(error)
-        if mismatch is None:
-            raise
         raise ValueError(
-            f"RAY_ADDRESS={address}: {mismatch}; both need the same Python and Ray {VERSION}: "
-            "start the driver on the cluster, for example with `ray job submit`, or update the "
-            "cluster"
-        ) from None
-
-
-def check_reachable(address: str, timeout_s: float = REACH_S) -> None:
-    """Check that something listens at `HOST:PORT`; Ray checks other forms of address.
-
-    Ray would try for two minutes without a message.
-
-    Raises:
-        ValueError: nothing listens within the time.
-    """
-    host_port = host_and_port(address)
-    deadline_s = time.monotonic() + timeout_s
-    while host_port:
-        remaining_s = deadline_s - time.monotonic()
-        try:
-            socket.create_connection(host_port, max(remaining_s, 0.1)).close()
-            return
-        except OSError as error:
-            if remaining_s < 1.0:
-                raise ValueError(
-                    f"RAY_ADDRESS={address}: no Ray answers there ({error}); start the cluster, "
-                    "give the address that `ray start --head` printed, or unset RAY_ADDRESS to "
-                    "use this machine alone"
-                ) from None
-            time.sleep(1.0)
+            f"RAY_ADDRESS={address}: {' '.join(str(error).split())}; cluster and driver need the "
+            "same Python and Ray: start the driver on the cluster, for example with "
+            "`ray job submit`, or update one of them"
+        ) from error
 
 
 def _address() -> str:

@@ -236,7 +236,7 @@ def test_images_are_cropped_as_timm_crops_them(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["jax", "timm", "huggingface"])
-def test_a_published_vit_goes_through_every_command(layout, tmp_path, monkeypatch, caplog):
+def test_a_published_vit_goes_through_every_command(layout, tmp_path, monkeypatch):
     monkeypatch.setitem(published.SIZES, "tiny", TINY)
     path, arrays = write_published(tmp_path / "published", layout)
     data = write_set(tmp_path / "set", [(str(k), [k % 3]) for k in range(6)], CLASSES).path
@@ -272,8 +272,3 @@ def test_a_published_vit_goes_through_every_command(layout, tmp_path, monkeypatc
     assert torch.equal(dict(tuned.named_parameters())["blocks.0.mlp.expand.weight"], block)
     assert evaluated.answers is not None
     assert evaluated.answers.classes == tuple(CLASSES if layout == "jax" else CLASSES[::-1])
-    told = "the weights were trained at 224 x 224 pixels"
-    assert told not in caplog.text
-    if layout == "timm":
-        prepare_evaluation(recipe.with_changes(model={"image_size": 160}))
-        assert told in caplog.text

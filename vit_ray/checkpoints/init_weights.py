@@ -30,7 +30,6 @@ from vit_ray.checkpoints.run_checkpoints import find_weights, read_weights
 from vit_ray.config.schema import value_text
 from vit_ray.config.training_sections import ModelConfig
 from vit_ray.models import build_model
-from vit_ray.models.catalog import Grid
 from vit_ray.models.fitting import LoadReport, NewHead, fit_state_dict, origin_of
 from vit_ray.models.published import (
     FOLDER_CONFIG,
@@ -75,14 +74,11 @@ class SavedWeights:
     Attributes:
         num_classes: outputs of their head; None if they have none.
         load_into: loads them into a model; arguments and result as of `initialize_weights`.
-        sides: height and width in pixels of the training images, from the run's recipe; None for a
-            file.
         position: position and recipe of the run that trained them; None for a file.
     """
 
     num_classes: int | None
     load_into: Callable[[nn.Module, NewHead], LoadReport]
-    sides: Grid | None = None
     position: Position | None = None
 
     @property
@@ -215,8 +211,7 @@ def open_weights(
 
     # In an objective's checkpoint the model's tensors have the prefix `model.`.
     head = position.shapes.get("head.bias", position.shapes.get("model.head.bias"))
-    sides = config.sides if config else None
-    return SavedWeights(head[0] if head else None, load_into, sides, position)
+    return SavedWeights(head[0] if head else None, load_into, position)
 
 
 def download(address: str) -> str:

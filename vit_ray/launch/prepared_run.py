@@ -42,7 +42,7 @@ from vit_ray.launch.resolved_run import (
 )
 from vit_ray.lock import HeldError, hold_lock
 from vit_ray.outcomes import EventKind
-from vit_ray.storage import RIGHTS_PROBE, Location, UnavailableError, check_reachable, locate
+from vit_ray.storage import RIGHTS_PROBE, Location, check_reachable, locate
 
 logger = logging.getLogger(__name__)
 
@@ -203,8 +203,6 @@ def prepare_evaluation(recipe: Recipe) -> PreparedRun:
 def check_weights(prepared: PreparedRun) -> None:
     """Check that the names and shapes of the weights in `init_from` fit the model.
 
-    Warns if the weights will be used at another image size than in their training.
-
     Raises:
         ValueError: there are no weights, no valid checkpoint is among them, or tensors are missing,
             unexpected or of another shape.
@@ -212,24 +210,10 @@ def check_weights(prepared: PreparedRun) -> None:
     recipe = prepared.recipe
     if recipe.init_from is None:
         return
-    from vit_ray.checkpoints.init_weights import meta_state_of, planned_load  # with torch: seconds
+    from vit_ray.checkpoints.init_weights import planned_load  # with torch: seconds
 
-    model = recipe.model
     with errors_of("init_from"):
-        report = planned_load(model, prepared.num_classes, recipe.init_from, prepared.new_head)
-        trained_sides = meta_state_of(recipe.init_from).sides
-    if trained_sides is None and report.grids is not None:
-        sides, (trained_grid, grid) = model.sides, report.grids
-        trained_sides = sides[0] * trained_grid[0] // grid[0], sides[1] * trained_grid[1] // grid[1]
-    if trained_sides in (None, model.sides) or prepared.trains:
-        return
-    logger.warning(
-        "init_from: the weights were trained at %d x %d pixels, and are used at "
-        "model.image_size=%s; set model.image_size=%s for their own resolution",
-        *trained_sides,
-        list(model.sides),
-        list(trained_sides),
-    )
+        planned_load(recipe.model, prepared.num_classes, recipe.init_from, prepared.new_head)
 
 
 def answers_of(recipe: Recipe, eval_set: Manifest, model_set: Manifest) -> Answers:
@@ -332,13 +316,6 @@ def lock_run(folder: Location) -> Iterator[int]:
                 f"run {name!r} in {runs} is in use by another driver: {error}; "
                 "wait for it or stop it, or choose another name"
             ) from None
-        except UnavailableError:
-            raise
-        except OSError as error:
-            raise OSError(
-                f"{folder.uri} cannot be written: {error}; choose another output, or check its "
-                "access rights and free space"
-            ) from error
         yield number
 
 

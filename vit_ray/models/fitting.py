@@ -42,8 +42,6 @@ class LoadReport:
         resized: names with the grids of positions, or the shapes.
         new: names of the model's tensors that kept their initial values.
         ignored: names of the file's tensors that the model does not need.
-        grids: (rows, columns) of tokens in the training of the weights, and in the model; None if
-            they are equal or unknown.
     """
 
     source: str
@@ -51,7 +49,6 @@ class LoadReport:
     resized: list[str] = field(default_factory=list)
     new: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
-    grids: tuple[Grid, Grid] | None = None
 
     def __str__(self) -> str:
         lines = [f"weights from {self.source}", f"  loaded   {len(self.loaded)} tensors"]
@@ -144,8 +141,6 @@ def fit_state_dict(
         else:
             report.resized.append(f"{name} {change}")
     check_fit(source, inner, problems)
-    if trained_grid and grid and tuple(trained_grid) != grid:
-        report.grids = (tuple(trained_grid), grid)
     with torch.no_grad():
         for name, tensor in fitted.items():
             wanted[name].copy_(tensor)

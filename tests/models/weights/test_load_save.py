@@ -341,4 +341,3 @@ def test_a_load_planned_by_names_and_shapes_is_what_becomes_of_the_tensors(
     config = ModelConfig(name=family, image_size=64, **FAMILIES[family])
     planned = planned_load(config, 5, path, new_head)
     assert vars(planned) == vars(real)
-    assert (planned.grids is None) == (family == "ResNet")

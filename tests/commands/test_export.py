@@ -15,7 +15,6 @@ import pytest
 import torch
 from huggingface_hub import HfApi, ModelCard
 from PIL import Image
-from scipy.stats import binomtest
 from sklearn.datasets import load_sample_images
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -196,8 +195,6 @@ def test_the_card_says_what_was_trained_on_what_and_how_good_it_is(tmp_path):
     assert (card.data.license, card.data.library_name) == ("apache-2.0", "transformers")
     (result,) = card.data.eval_results
     assert (result.dataset_name, result.metric_value) == ("data/test", 0.85)
-    interval = binomtest(34, 40).proportion_ci(method="wilson")
-    assert f"{interval.low:.2%} to {interval.high:.2%}" in card.text
     assert "A proxy, not a result in the paper's setting: paper.task is not set" in card.text
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         small_model("ViT", pool="gap")(some_images(1))  # which computes all of its last block

@@ -20,7 +20,6 @@ from vit_ray.checkpoints.checkpoint import Position, open_checkpoint
 from vit_ray.config import Recipe
 from vit_ray.config.command_sections import ExportConfig
 from vit_ray.config.loading import write_yaml
-from vit_ray.data import open_dataset
 from vit_ray.data.boxes import Augmentation
 from vit_ray.launch.paper_comparison import short_address, training_table
 from vit_ray.metric_names import DEV_TOP1, EVAL_TOP1, with_best
@@ -78,26 +77,14 @@ def model_card(
     name = (config.push or "").removeprefix("hf://") or PurePosixPath(config.path).name
     if position is not None and "model" in position.recipe:
         recipe = Recipe.model_validate_json(json.dumps(position.recipe))
-    top1 = None if position is None else _top1(recipe, position)
-    results = []
-    if top1 is not None:
-        name_of_set, accuracy, _ = top1
-        results.append(
-            EvalResult(
-                task_type="image-classification",
-                dataset_type=name_of_set.replace(" (held out)", ""),
-                dataset_name=name_of_set,
-                metric_type="accuracy",
-                metric_value=round(accuracy, 6),
-            )
-        )
+    result = None if position is None else _result(recipe, position)
     data = ModelCardData(
         license=config.license,
         library_name=_LIBRARIES.get(config.layout, "vit_ray"),
         pipeline_tag="image-classification",
         tags=["image-classification", "vision", "vit_ray"],
-        model_name=name if results else None,
-        eval_results=results or None,
+        model_name=name if result else None,
+        eval_results=[result] if result else None,
     )
     arguments = ", ".join(
         [repr(model.name), str(num_classes), str(model.image_size)]
@@ -123,7 +110,7 @@ def model_card(
         f"{model.sides[0]} x {model.sides[1]} pixels.",
         f"## Use\n\n```python\n{use}\n```",
         "## Training\n\n" + "\n".join(["| | |", "|---|---|", *rows]),
-        "## Evaluation\n\n" + (_evaluation(recipe, top1) if position else "Not recorded."),
+        "## Evaluation\n\n" + _evaluation(recipe, result),
     ]
     if position is not None:
         recorded = {k: v for k, v in recipe.recorded().items() if k in _SECTIONS and v is not None}
@@ -174,36 +161,32 @@ def _training_facts(recipe: Recipe, num_classes: int, position: Position | None)
     }
 
 
-def _top1(recipe: Recipe, position: Position) -> tuple[str, float, int | None] | None:
-    """Name of the test set, accuracy, and the number of its images if known."""
+def _result(recipe: Recipe, position: Position) -> EvalResult | None:
+    """The accuracy on the test set, or on images held out of the training set."""
     metrics, data = with_best(position.progress.metrics), recipe.data
     key = EVAL_TOP1 if EVAL_TOP1 in metrics else DEV_TOP1
     if key not in metrics:
         return None
-    path, share = data.train or _UNKNOWN, data.held_out_fraction
-    name = f"{short_address(path)} (held out)"
-    if key == EVAL_TOP1 and data.eval:
-        path, share, name = data.eval, 1.0, short_address(data.eval)
-    images = None
-    with contextlib.suppress(ValueError, OSError):  # the set may have been removed
-        images = round(open_dataset(path).num_images * share)
-    return name, metrics[key], images
+    is_test = key == EVAL_TOP1 and data.eval is not None
+    path = short_address((data.eval if is_test else data.train) or _UNKNOWN)
+    return EvalResult(
+        task_type="image-classification",
+        dataset_type=path,
+        dataset_name=path if is_test else f"{path} (held out)",
+        metric_type="accuracy",
+        metric_value=round(metrics[key], 6),
+    )
 
 
-def _evaluation(recipe: Recipe, result: tuple[str, float, int | None] | None) -> str:
+def _evaluation(recipe: Recipe, result: EvalResult | None) -> str:
     if result is None:
-        return "No accuracy was measured in training."
-    name, top1, images = result
-    line = f"Top-1 accuracy on {name}: {top1:.2%}"
-    if images:
-        from scipy.stats import binomtest  # the import takes a second
-
-        ci = binomtest(round(top1 * images), images).proportion_ci(method="wilson")
-        line += f" (95 % interval of {images:,} images: {ci.low:.2%} to {ci.high:.2%}; one seed)"
+        return "No accuracy is recorded."
+    line = f"Top-1 accuracy on {result.dataset_name}: {result.metric_value:.2%}"
     label, note = "proxy", "the test set is no longer there, or is not one of the paper's"
-    if images and recipe.data.eval:
-        ours, *_ = training_table(recipe, [top1])
-        label, note = str(ours["label"]), str(ours["note"])
+    with contextlib.suppress(ValueError, OSError):
+        if recipe.data.eval:
+            ours, *_ = training_table(recipe, [result.metric_value])
+            label, note = str(ours["label"]), str(ours["note"])
     if label == "data":
         return f"{line}. Test set, pre-training and model are those of the paper."
     return f"{line}. A proxy, not a result in the paper's setting: {note}."

@@ -163,7 +163,7 @@ def test_an_image_is_the_same_as_file_bytes_picture_pixels_and_floats(tmp_path):
     for image, told in (
         (np.zeros((4, 4), np.uint8), r"uint8 \(4, 4\); give \(H, W, 3\)"),
         (np.full((4, 4, 3), 300), r"from 300 to 300; give floats in \[0, 1\] or integers"),
-        (np.zeros((0, 4, 3), np.uint8), r"pixels are \(0, 4, 3\), an empty image"),
+        (np.zeros((0, 4, 3), np.uint8), r"uint8 \(0, 4, 3\); give \(H, W, 3\)"),
         (b"", "it has no bytes"),
     ):
         with pytest.raises(ValueError, match=told):

@@ -13,7 +13,7 @@ from typing import Final
 import ray
 
 from vit_ray.addresses import redacted
-from vit_ray.checkpoints.checkpoint import Checkpoint
+from vit_ray.checkpoints.checkpoint import Checkpoint, Progress
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint, result_checkpoint
 from vit_ray.config import Recipe, require
 from vit_ray.config.keys import INIT_RUN, used_sections
@@ -353,25 +353,19 @@ def _recorded(
     prepared: PreparedRun, checkpoint: Checkpoint | None, metrics: dict[str, float]
 ) -> RunResult:
     """The outcome that a checkpoint records; of a run without a checkpoint, the metrics only."""
-    recipe, total_steps = prepared.recipe, prepared.resolved.total_steps
-    result = RunResult(
+    recipe = prepared.recipe
+    progress = checkpoint.position.progress if checkpoint else Progress(0)
+    result = checkpoint and result_checkpoint(locate(recipe.run_folder), checkpoint)
+    return RunResult(
         None,
         recipe.name,
-        0,
-        total_steps,
+        progress.step,
+        prepared.resolved.total_steps,
         with_best(metrics),
-        checkpoint="",
-        num_eval_images=prepared.num_eval_images,
-    )
-    if checkpoint is None:
-        return result
-    progress = checkpoint.position.progress
-    return replace(
-        result,
-        steps=checkpoint.position.step,
-        checkpoint=result_checkpoint(locate(recipe.run_folder), checkpoint).folder.uri,
+        checkpoint=result.folder.uri if result else "",
         evaluation_due=progress.evaluation_due,
         ended=progress.ended,
+        num_eval_images=prepared.num_eval_images,
     )
 
 

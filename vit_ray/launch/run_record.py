@@ -162,7 +162,16 @@ def open_record(
         parent,
     )
     run.record.text("recipe.yaml", write_yaml(recipe.written(*_SECTIONS.get(kind, ()))), wait_s=0.0)
-    run.record.text("machine.json", machine_facts(cluster), wait_s=0.0)
+    machine = {
+        "driver": platform.node(),
+        "cores_of_the_driver": cpu_count(),
+        "ray_nodes": cluster.num_nodes,
+        "ray_cpus": cluster.num_cpus,
+        "ray_gpus": cluster.num_gpus,
+        "ray": ray.__version__,
+        "python": platform.python_version(),
+    }
+    run.record.text("machine.json", json.dumps(machine, indent=1), wait_s=0.0)
     status: Status = "FAILED"
     try:
         yield run
@@ -299,22 +308,6 @@ def description(recipe: Recipe, resolved: ResolvedRun, command: str, result: str
         f"{recipe.train.global_batch_size}"
     )
     return "\n\n".join([*filter(None, first), training, f"    {command}\n"])
-
-
-def machine_facts(cluster: ClusterShape) -> str:
-    """The driver's machine and Ray's cluster, as JSON."""
-    return json.dumps(
-        {
-            "driver": platform.node(),
-            "cores_of_the_driver": cpu_count(),
-            "ray_nodes": cluster.num_nodes,
-            "ray_cpus": cluster.num_cpus,
-            "ray_gpus": cluster.num_gpus,
-            "ray": ray.__version__,
-            "python": platform.python_version(),
-        },
-        indent=1,
-    )
 
 
 def data_inputs(resolved: ResolvedRun) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from vit_ray.addresses import redact
 from vit_ray.data.tasks import ANSWER_S, clock, print_line, repeated
@@ -35,9 +35,6 @@ _REASONS: Final = {
     signal.SIGHUP: "the terminal was closed (SIGHUP)",
 }
 LINE_EVERY_S: Final = 10.0
-# A step is slow if it takes longer than both: seconds, and this many times the usual time.
-_SLOW_STEP_S: Final = 15.0
-_SLOW_STEP_FACTOR: Final = 5.0
 _SPEED_OVER_S: Final = 1800.0
 # The first of these are shown after the step and the remaining time; MLflow has all.
 _METRICS: Final = (
@@ -107,7 +104,6 @@ def shown_progress(record: Recorder, name: str, total: int) -> Iterator[None]:
     The remaining time follows from the steps of the last half hour.
     """
     console, seen, line_s = Console(file=sys.stderr), 0, 0.0
-    step_s = time.monotonic()  # when the newest step was seen
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -121,19 +117,18 @@ def shown_progress(record: Recorder, name: str, total: int) -> Iterator[None]:
     (task,) = bar.tasks
 
     def update(is_last: bool) -> None:
-        nonlocal seen, line_s, step_s
+        nonlocal seen, line_s
         status = record.status(ANSWER_S)
         for event in status.events[seen:]:
             print_line(console, redact(f"{name}: {event.kind}: {event.text}"))
         seen = len(status.events)
-        step = min(status.step, total)
-        if step != task.completed:
-            step_s = time.monotonic()
-        bar.update(task.id, completed=step)
+        bar.update(task.id, completed=min(status.step, total))
         metrics = [
             form.format(status.metrics[key]) for key, form in _METRICS if key in status.metrics
         ]
-        text = ", ".join([pace(task, time.monotonic() - step_s), *metrics[:_MAX_METRICS]])
+        remaining = "--:--" if task.time_remaining is None else clock(task.time_remaining)
+        pace = f"ETA {remaining}" if task.completed else "starting"
+        text = ", ".join([pace, *metrics[:_MAX_METRICS]])
         bar.update(task.id, text=text)
         is_due = is_last or time.monotonic() - line_s > LINE_EVERY_S
         if not console.is_terminal and status.step and is_due:
@@ -144,14 +139,3 @@ def shown_progress(record: Recorder, name: str, total: int) -> Iterator[None]:
         print_line(console, f"{name}: starting workers")
     with bar if console.is_terminal else contextlib.nullcontext(), repeated(update):
         yield
-
-
-def pace(task: Task, waited_s: float) -> str:
-    """The remaining time, or the time since the last step if that is unusually long."""
-    if not task.completed:
-        return "starting"
-    usual_s = 1 / task.speed if task.speed else 0.0
-    if not task.finished and waited_s > max(_SLOW_STEP_S, _SLOW_STEP_FACTOR * usual_s):
-        return f"no step for {clock(waited_s)}"
-    remaining_s = task.time_remaining
-    return "ETA --:--" if remaining_s is None else f"ETA {clock(remaining_s)}"

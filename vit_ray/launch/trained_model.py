@@ -132,13 +132,12 @@ class TrainedModel:
         if isinstance(image, Image.Image):
             return crop_of(pixels_of(image), self._augmentation, (0, 0, 0))
         pixels = np.asarray(image)
-        if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype.kind not in "uif":
+        is_image = pixels.ndim == 3 and pixels.shape[2] == 3 and pixels.size > 0
+        if not is_image or pixels.dtype.kind not in "uif":
             raise BadImageError(
                 f"pixels are {pixels.dtype} {pixels.shape}; give (H, W, 3), uint8 or floats in "
                 "[0, 1]"
             )
-        if not pixels.size:
-            raise BadImageError(f"pixels are {pixels.shape}, an empty image; give (H, W, 3)")
         scaled = np.rint(pixels * 255) if pixels.dtype.kind == "f" else pixels
         if not (scaled.min() >= 0 and scaled.max() <= 255):
             raise BadImageError(

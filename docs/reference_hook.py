@@ -106,7 +106,8 @@ def _section(name: str) -> str:
     for key in all_keys():
         if key.section == name:
             names = (f"`{key.name}`", f"`{key.default}`", f"`{key.allowed}`")
-            cells = (*names, key.meaning, key.on_resume)
+            on_resume = key.on_resume.value if key.on_resume else ""
+            cells = (*names, key.meaning, on_resume)
             lines.append("| " + " | ".join(map(_cell, cells)) + " |")
     return "\n".join(lines) + "\n"
 

@@ -124,7 +124,6 @@ def test_defaults_are_those_that_a_recipe_gets_in_every_environment(monkeypatch)
             assert defaults[name] == (node if isinstance(node, str) else json.dumps(node)), name
     assert defaults["data.eval_augment.kind"] == "center_crop"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2@mlflow:5000")
-    all_keys.cache_clear()
     assert "  tracking.uri=sqlite:///mlflow.db  (" in run_cli("keys", "tracking").stdout
 
 
@@ -153,7 +152,7 @@ def test_several_seeds_have_a_spread_and_one_has_none(capsys):
 
     def shown(*accuracies: float) -> str:
         finals = [Outcome(TrialState.FINISHED, top1=top1) for top1 in accuracies]
-        assert print_sweep(SweepResult(rows, {RATE: 0.01}, finals, "parent", "a link")) == 0
+        assert print_sweep(SweepResult(rows, {RATE: 0.01}, finals)) == 0
         return capsys.readouterr().out
 
     # The sample deviation of 0.96 and 0.98 is sqrt(2) / 100.
@@ -171,7 +170,7 @@ def test_only_a_table_with_a_row_of_the_paper_is_shown(monkeypatch, capsys):
         monkeypatch.setattr(train, "evaluation_table", lambda *_, table=table: table)
         train.evaluate(Recipe(name="a"))
         assert ("the paper's" in capsys.readouterr().out) is is_shown
-        result = SweepResult([Row({RATE: 0.1}, best)], {RATE: 0.1}, [best], "parent", "")
+        result = SweepResult([Row({RATE: 0.1}, best)], {RATE: 0.1}, [best])
         print_sweep(replace(result, beside_paper=table))
         assert ("the paper's" in capsys.readouterr().out) is is_shown
 

@@ -15,7 +15,7 @@ from vit_ray.config import Recipe, load_recipe, loading
 from vit_ray.config.keys import all_keys
 from vit_ray.config.loading import parse_yaml, write_yaml
 from vit_ray.config.recipe import PLACES, recipe_from_dict
-from vit_ray.config.schema import _ALIASES, fields_below, is_list
+from vit_ray.config.schema import _ALIASES, is_list, keys_of
 from vit_ray.config.training_sections import OptimConfig, is_due
 from vit_ray.launch.resolved_run import check_batch
 
@@ -295,12 +295,12 @@ def test_a_row_of_a_study_has_no_other_size_of_images_unasked():
 
 
 def test_every_list_of_the_schema_is_told_above_and_aliases_point_to_keys_that_exist():
-    found = {key for key, field in fields_below(Recipe) if is_list(field.annotation)}
+    found = {key.name for key in keys_of(Recipe) if is_list(key.field.annotation)}
     keys = ("data_fractions", "epochs", "steps", "images", "seeds")
     axes = {f"study.models.{key}" for key in keys}
     stages = {key for key in found if key.endswith(".stages")}
     assert found - stages - {"checkpoint.keep_steps"} == {*LISTS, *OWN_NAMES, *axes}
-    assert set(_ALIASES.values()) <= set(dict(fields_below(Recipe)))
+    assert set(_ALIASES.values()) <= {key.name for key in keys_of(Recipe)}
 
 
 def test_shipped_recipes_are_found_by_name(tmp_path, monkeypatch):

@@ -273,7 +273,7 @@ def keys(prefixes: tuple[str, ...], of: str | None, count: bool) -> None:
         if key.section not in printed_sections:
             print(f"\n{key.section or 'recipe'}: {sections()[key.section]}")
             printed_sections.add(key.section)
-        resume = f" [on resume: {key.on_resume}]" if key.on_resume else ""
+        resume = f" [on resume: {key.on_resume.value}]" if key.on_resume else ""
         print(f"  {key.name}={key.default}  ({key.allowed}){resume}\n      {key.meaning}")
 
 

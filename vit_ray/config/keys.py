@@ -6,24 +6,13 @@ A run is resumed, and a finished cell of a study reused, only if no deciding key
 import contextlib
 import json
 import os.path
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
-from pydantic import BaseModel
-
 from vit_ray.config.recipe import Recipe
-from vit_ray.config.schema import (
-    OnResume,
-    UsedIf,
-    allowed_text,
-    fields_below,
-    is_list,
-    nearest_key,
-    section_type,
-    yaml_text,
-)
+from vit_ray.config.schema import Key, OnResume, keys_of, nearest_key, one_line, section_type
 from vit_ray.own_parts import is_own
 
 # Names of tags. The first has the parameters, as JSON, that have changed since the run was created.
@@ -41,7 +30,7 @@ GROUP: Final = "vit_ray.group"
 _VISIBLE_TAGS: Final = (
     "init_from", KIND, "vit_ray.cluster", RUN_FOLDER, "vit_ray.device",
     "vit_ray.study_label", "vit_ray.study_cell", "vit_ray.vtab_task", "vit_ray.transfer_task",
-    "vit_ray.branched_from", "vit_ray.started_over_from", "vit_ray.stopped_early",
+    "vit_ray.branched_from", "vit_ray.stopped_early",
     "vit_ray.failure", "vit_ray.error", GROUP, INIT_RUN,
 )  # fmt: skip
 # MLflow's pages hide tags with this prefix.
@@ -56,28 +45,18 @@ _OFF: Final = ("None", "0", "0.0")
 DATA_SET: Final = "the data set's fingerprint"
 
 
-def _marks() -> dict[str, tuple[OnResume | None, UsedIf | None]]:
-    marks: dict[str, tuple[OnResume | None, UsedIf | None]] = {"": (None, None)}
-    for key, field in fields_below(Recipe):
-        section, dot, _ = key.rpartition(".")
-        resume_marks = [mark for mark in field.metadata if isinstance(mark, OnResume)]
-        used_if = [mark for mark in field.metadata if isinstance(mark, UsedIf)]
-        switch = replace(used_if[0], key=f"{section}{dot}{used_if[0].key}") if used_if else None
-        marks[key] = (resume_marks[0] if resume_marks else marks[section][0]), switch
-    return marks | {DATA_SET: (OnResume.FIXED, None)}
-
-
-_MARKS: Final = _marks()
+_KEYS: Final = {key.name: key for key in keys_of(Recipe)}
+_MARKS: Final = {DATA_SET: OnResume.FIXED, **{key.name: key.on_resume for key in _KEYS.values()}}
 # Keys that decide what is measured, not the weights; the same set may have moved.
-EVALUATED_SETS: Final = tuple(k for k, (mark, _) in _MARKS.items() if mark is OnResume.EVALUATED)
-LENGTH: Final = tuple(k for k, (mark, _) in _MARKS.items() if mark is OnResume.LENGTH)
+EVALUATED_SETS: Final = tuple(k for k, mark in _MARKS.items() if mark is OnResume.EVALUATED)
+LENGTH: Final = tuple(k for k, mark in _MARKS.items() if mark is OnResume.LENGTH)
 # Keys that are recorded as tags: locations, and what is measured.
 TAGGED: Final = ("data.train", "init_from", "data.held_out_fraction", *EVALUATED_SETS)
 
 
 def on_resume(key: str) -> OnResume | None:
     """Whether a run may be resumed with another value; None for a key that no training reads."""
-    return _MARKS.get(key, (None, None))[0]
+    return _MARKS.get(key)
 
 
 @dataclass(frozen=True)
@@ -127,10 +106,11 @@ def incompatible_changes(
 def unused_keys(flat: Mapping[str, str]) -> set[str]:
     """Keys of a flat recipe that have no effect because of the values of its other keys."""
     return {
-        key
-        for key, (_, used_if) in _MARKS.items()
-        if used_if and (value := flat.get(used_if.key)) is not None
-        if (value not in used_if.values if used_if.values else value in _OFF) and not is_own(value)
+        key.name
+        for key in _KEYS.values()
+        if key.used_if and (value := flat.get(f"{key.section}.{key.used_if.key}")) is not None
+        if (value not in key.used_if.values if key.used_if.values else value in _OFF)
+        and not is_own(value)
     }
 
 
@@ -144,49 +124,23 @@ def _moved_along(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]
     return [key for key, paths in relative_paths.items() if len(paths) == 1]
 
 
-@dataclass(frozen=True)
-class KeyHelp:
-    """One key of a recipe.
-
-    Attributes:
-        default: in YAML, or `required`.
-        on_resume: whether a run may be resumed with another value; empty for keys that no training
-            reads.
-    """
-
-    name: str
-    default: str
-    allowed: str
-    meaning: str
-    on_resume: str
-
-    @property
-    def section(self) -> str:
-        return self.name.rpartition(".")[0]
-
-
-@cache
-def all_keys() -> tuple[KeyHelp, ...]:
+def all_keys() -> list[Key]:
     """Every key that takes a value, in the order of the schema."""
-    return tuple(_keys(Recipe, ""))
+    return [key for key in _KEYS.values() if key.takes_value]
 
 
-@cache
 def sections() -> dict[str, str]:
     """Every section and its meaning; the first, without a name, is the recipe itself."""
-    meanings = {"": _one_line(Recipe.__doc__)}
-    for key, field in fields_below(Recipe):
-        if section := section_type(field.annotation):
-            meanings[key] = _one_line(section.__doc__)
-    return meanings
+    types = {key.name: section_type(key.field.annotation) for key in _KEYS.values()}
+    return {name: one_line(kind.__doc__) for name, kind in {"": Recipe, **types}.items() if kind}
 
 
-def keys_below(*prefixes: str) -> list[KeyHelp]:
+def keys_below(*prefixes: str) -> list[Key]:
     """The keys that are, or are below, one of the prefixes."""
     return [k for k in all_keys() if any(f"{k.name}.".startswith(f"{p}.") for p in prefixes)]
 
 
-def count_keys(keys: Iterable[KeyHelp]) -> int:
+def count_keys(keys: Iterable[Key]) -> int:
     """Number of the keys, without those that only repeat other keys in a row of a study."""
     return sum(not key.name.startswith(_REPEATED_KEYS) for key in keys)
 
@@ -195,29 +149,6 @@ def known_key(key: str) -> str:
     """A valid key or section itself, else the most similar key, or itself if none is similar."""
     valid = [] if "." in key else list(Recipe.model_fields)
     return key if keys_below(key) else nearest_key(Recipe, key, valid) or key
-
-
-def _keys(schema: type[BaseModel], prefix: str) -> Iterator[KeyHelp]:
-    json_schema = schema.model_json_schema()
-    nodes, defs = json_schema["properties"], json_schema.get("$defs", {})
-    for name, field in schema.model_fields.items():
-        key, section = f"{prefix}{name}", section_type(field.annotation)
-        if section is None or is_list(field.annotation):
-            default = "required" if field.is_required() else yaml_text(field.default)
-            mark = on_resume(key)
-            yield KeyHelp(
-                key,
-                default,
-                allowed_text(nodes[name], defs),
-                _one_line(field.description),
-                mark.value if mark else "",
-            )
-        if section is not None:
-            yield from _keys(section, f"{key}.")
-
-
-def _one_line(text: str | None) -> str:
-    return " ".join((text or "").split())
 
 
 def stored_tag(name: str) -> str:

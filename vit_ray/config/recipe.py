@@ -33,7 +33,7 @@ from vit_ray.config.schema import (
     OnResume,
     Place,
     Section,
-    fields_below,
+    keys_of,
     validated,
     value_text,
 )
@@ -205,9 +205,9 @@ def recipe_from_dict(tree: dict[str, Any], where: str) -> Recipe:
 
 # Keys whose values are paths; `tracking.uri` is an address, which may have a path in it.
 PLACES: Final = frozenset(
-    key
-    for key, field in fields_below(Recipe)
-    if Place in get_args(field.annotation) or NO_CREDENTIALS in field.metadata
+    key.name
+    for key in keys_of(Recipe)
+    if Place in get_args(key.field.annotation) or NO_CREDENTIALS in key.field.metadata
 )
 # Mappings in which the keys of a recipe stand.
 _KEYS_PREFIX: Final = re.compile(r"^(study\.(models|transfer)\.changes|sweep\.space)\.")

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from typing import Annotated, Any, Final, Self, TypeVar, get_args
 
 import pydantic
@@ -234,25 +235,24 @@ def _describe(schema: type[BaseModel], tree: Any, problem: Any) -> str:
         case "finite_number":
             allowed = "a finite number"
         case _:
-            json_schema = parent.model_json_schema()
-            allowed = allowed_text(json_schema["properties"][name], json_schema.get("$defs", {}))
+            allowed = _allowed(parent, name)
     text = value_text(value) if isinstance(value, (list, dict)) else repr(value)
     return f"{key}={text}: give {allowed}"
 
 
-def allowed_text(node: dict[str, Any], defs: dict[str, Any]) -> str:
+def _allowed_text(node: dict[str, Any], defs: dict[str, Any]) -> str:
     """The values that a node of a JSON schema allows: `0 | 1 | 2`, `integer > 0 | auto`."""
     match node:
         case {"anyOf": branches}:
-            return " | ".join(dict.fromkeys(allowed_text(branch, defs) for branch in branches))
+            return " | ".join(dict.fromkeys(_allowed_text(branch, defs) for branch in branches))
         case {"enum": values}:
             return " | ".join(map(yaml_text, values))
         case {"const": value}:
             return yaml_text(value)
         case {"prefixItems": items}:
-            return f"[{', '.join(allowed_text(item, defs) for item in items)}]"
+            return f"[{', '.join(_allowed_text(item, defs) for item in items)}]"
         case {"items": items}:
-            return f"[{allowed_text(items, defs)}, ...]"
+            return f"[{_allowed_text(items, defs)}, ...]"
         case {"$ref": reference}:
             section = defs[reference.rpartition("/")[2]]
             return f"{{{', '.join(section.get('properties', ()))}}}"
@@ -280,7 +280,7 @@ def nearest_key(schema: type[BaseModel], key: str, valid: Sequence[str]) -> str 
         valid: names of the keys in its section, which may be one of a list.
     """
     section, dot, unknown = key.rpartition(".")
-    prefix, all_keys = section + dot, list(dict(fields_below(schema)))
+    prefix, all_keys = section + dot, [key.name for key in keys_of(schema)]
     alias = _ALIASES.get(unknown) if _ALIASES.get(unknown) in all_keys else None
     if alias and alias.startswith(prefix):
         return alias
@@ -306,12 +306,74 @@ def is_list(annotation: Any) -> bool:
     return Ellipsis in get_args(annotation) or any(map(is_list, get_args(annotation)))
 
 
-def fields_below(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every field of a schema, sections and values in their order, by its dotted key."""
+@dataclass(frozen=True)
+class Key:
+    """A key or a section of a recipe.
+
+    Attributes:
+        name: dotted.
+        schema: the section that has the key.
+        on_resume: its mark, or that of its section.
+    """
+
+    name: str
+    schema: type[BaseModel]
+    field: FieldInfo
+    on_resume: OnResume | None
+    used_if: UsedIf | None
+
+    @property
+    def section(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    @property
+    def takes_value(self) -> bool:
+        """Whether it is a key; a list of sections is both."""
+        return section_type(self.field.annotation) is None or is_list(self.field.annotation)
+
+    @property
+    def default(self) -> str:
+        """The default in YAML, or `required`."""
+        return "required" if self.field.is_required() else yaml_text(self.field.default)
+
+    @property
+    def allowed(self) -> str:
+        return _allowed(self.schema, self.name.rpartition(".")[2])
+
+    @property
+    def meaning(self) -> str:
+        return one_line(self.field.description)
+
+
+def keys_of(
+    schema: type[BaseModel], prefix: str = "", mark: OnResume | None = None
+) -> Iterator[Key]:
+    """Every key and section of a schema, in their order.
+
+    Args:
+        prefix, mark: of the section that the schema describes.
+    """
     for name, field in schema.model_fields.items():
-        yield f"{prefix}{name}", field
+        marks = {type(note): note for note in field.metadata}
+        on_resume, used_if = marks.get(OnResume, mark), marks.get(UsedIf)
+        yield Key(f"{prefix}{name}", schema, field, on_resume, used_if)
         if section := section_type(field.annotation):
-            yield from fields_below(section, f"{prefix}{name}.")
+            yield from keys_of(section, f"{prefix}{name}.", on_resume)
+
+
+def one_line(text: str | None) -> str:
+    """A docstring on one line."""
+    return " ".join((text or "").split())
+
+
+@cache
+def _json_schema(schema: type[BaseModel]) -> dict[str, Any]:
+    return schema.model_json_schema()
+
+
+def _allowed(schema: type[BaseModel], name: str) -> str:
+    json_schema = _json_schema(schema)
+    return _allowed_text(json_schema["properties"][name], json_schema.get("$defs", {}))
 
 
 def value_text(value: Any) -> str:

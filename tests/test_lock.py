@@ -175,7 +175,7 @@ def test_of_two_that_a_slow_store_let_in_one_ends_at_its_next_heartbeat(folder):
             theirs = elsewhere(folder, number, token=uuid.uuid4().hex)
             if lost.happened.wait(0.5):
                 break
-    assert "is held by process" in lost.reasons[0]
+    assert "taken over by process" in lost.reasons[0]
     assert json.loads(folder.child("lock-00000001.json").read()) == theirs
 
 

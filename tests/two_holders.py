@@ -59,7 +59,6 @@ def in_folder(root: str, index: int) -> str:
 def lock_bucket(folder: Path, *, is_conditional: bool) -> Iterator[str]:
     """A place on a store that heeds If-None-Match, or on one that ignores it."""
     (folder / "locks").mkdir()
-    lock._warn_of_store.cache_clear()
     with (
         s3_server.serve_conditional_s3() if is_conditional else s3_server.serve_s3(folder) as port,
         s3_server.this_process_uses(port, timeout_s=60),  # moto's first answer takes seconds

@@ -22,7 +22,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -95,8 +94,12 @@ def hold_lock(folder: Location, on_lost: Callable[[str], None]) -> Iterator[int]
         _HELD_TOKENS.remove(owner["token"])
 
 
-def check_lock(folder: Location, number: int) -> None:
+def check_lock(folder: Location, number: int, token: str = "") -> None:
     """Check that `number` is still the newest in `folder`; for all processes of the holder.
+
+    Args:
+        token: of the holder itself, to check its file too: a store that ignores If-None-Match may
+            have let a slow request of another process replace it.
 
     Raises:
         LockLostError: there is a newer number.
@@ -109,7 +112,7 @@ def check_lock(folder: Location, number: int) -> None:
             f"{_file(folder, number).path}, the file of this run's lock, no longer exists; mount "
             "its disk again, or restore the file"
         )
-    if newest > number:
+    if newest > number or (token and _read_owner(folder, number).get("token", token) != token):
         raise LockLostError(
             f"{folder.uri} has been taken over by {_name(_read_owner(folder, newest))}; this "
             "process no longer writes there"
@@ -153,24 +156,23 @@ def this_process(folder: Location) -> Owner:
 
 
 def _acquire(folder: Location, owner: Owner) -> int:
-    first, was_gone, deadline_s = None, None, 0.0
+    first, deadline_s = None, 0.0
     while True:
         number = max(_numbers(folder), default=0)
-        current = number, _content(folder, number) if number else b""
-        holder, now_s = _parsed(current[1]), time.monotonic()
-        is_gone = number == 0 or _is_gone(holder, folder)
-        is_silent = is_gone is None and current == first and now_s > deadline_s
+        holder = _read_owner(folder, number) if number else {}
+        is_gone, now_s = number == 0 or _is_gone(holder, folder), time.monotonic()
+        is_silent = is_gone is None and (number, holder) == first and now_s > deadline_s
         if is_gone or is_silent:
             if _create(folder, number + 1, owner):
                 return number + 1
-        elif first is None or is_gone is not was_gone:  # the file was just being written
+        elif first is None:
             patience_s = PATIENCE_S if is_gone is None else RELEASE_S
-            first, was_gone, deadline_s = current, is_gone, now_s + patience_s
+            first, deadline_s = (number, holder), now_s + patience_s
             logger.warning(
                 "%s is held by %s; waiting up to %g s for it to end or to show that it lives",
                 folder.uri, _name(holder), patience_s,
             )  # fmt: skip
-        elif now_s > deadline_s or (is_gone is None and current != first):
+        elif now_s > deadline_s or (is_gone is None and (number, holder) != first):
             raise HeldError(_name(holder))
         time.sleep(POLL_S)
 
@@ -196,13 +198,16 @@ def _create(folder: Location, number: int, owner: Owner) -> bool:
     """Create the file of `number`; False if another process has created it."""
     file, content = _file(folder, number), json.dumps(owner).encode()
     start_s = time.monotonic()
-    is_new = file.create(content)
-    if is_new and not folder.is_local and file.create(content):  # the store replaces existing files
-        _warn_of_store()
+    if file.create(content) and not folder.is_local and file.create(content):
+        logger.warning(
+            "this object store ignores If-None-Match; of two processes that start at the same "
+            "moment one is refused by waiting at least %g s, or ends at its next heartbeat",
+            SETTLE_S,
+        )
         time.sleep(max(SETTLE_S, 2 * (time.monotonic() - start_s)))
-        is_new = False
-    # A request that was repeated, because its answer was lost, finds its own file.
-    if not is_new and _read_owner(folder, number).get("token") != owner["token"]:
+    # Not by the result of `create`: a request that was repeated, because its answer was lost, finds
+    # its own file.
+    if _read_owner(folder, number).get("token") != owner["token"]:
         return False
     numbers = _numbers(folder)
     if max(numbers) > number:  # others have held and released `number` meanwhile
@@ -213,15 +218,6 @@ def _create(folder: Location, number: int, owner: Owner) -> bool:
             with contextlib.suppress(OSError):  # the next holder deletes it
                 _file(folder, older).delete()
     return True
-
-
-@lru_cache(maxsize=1)  # once in each process
-def _warn_of_store() -> None:
-    logger.warning(
-        "this object store ignores If-None-Match; of two processes that start at the same moment "
-        "one is refused by waiting at least %g s, or ends at its next heartbeat",
-        SETTLE_S,
-    )
 
 
 def _renew(
@@ -235,8 +231,7 @@ def _renew(
     file, has_warned = _file(folder, number), False
     while not ended.wait(HEARTBEAT_S):
         try:
-            check_lock(folder, number)
-            _check_owner(folder, number, owner)
+            check_lock(folder, number, owner["token"])
             owner["heartbeat"] += 1
             file.write(json.dumps(owner).encode())
         except LockLostError as error:
@@ -249,21 +244,10 @@ def _renew(
     # The file stays, so that its number is never used again.
     try:
         if max(_numbers(folder), default=0) == number:
-            _check_owner(folder, number, owner)
+            check_lock(folder, number, owner["token"])
             file.write(json.dumps({**owner, "is_released": True}).encode())
     except (OSError, LockLostError) as error:  # the next holder finds out
         logger.warning("the lock of %s is left: %s", folder.uri, error)
-
-
-def _check_owner(folder: Location, number: int, owner: Owner) -> None:
-    """A store that ignores If-None-Match may have let a slow request replace the file.
-
-    Raises:
-        LockLostError: another process has this number.
-    """
-    holder = _read_owner(folder, number)
-    if holder and holder["token"] != owner["token"]:
-        raise LockLostError(f"{folder.uri} is held by {_name(holder)}, too; this process ends")
 
 
 def _numbers(folder: Location) -> list[int]:
@@ -271,21 +255,10 @@ def _numbers(folder: Location) -> list[int]:
     return [int(match[1]) for match in matches if match]
 
 
-def _content(folder: Location, number: int) -> bytes:
-    try:
-        return _file(folder, number).read()
-    except FileNotFoundError:  # a newer holder has just deleted it
-        return b""
-
-
 def _read_owner(folder: Location, number: int) -> Owner:
-    return _parsed(_content(folder, number))
-
-
-def _parsed(content: bytes) -> Owner:
-    # Empty for invalid content: the file may just be being written.
-    with contextlib.suppress(ValueError):
-        owner = json.loads(content)
+    # Empty for a file that is just being written, or that a newer holder has just deleted.
+    with contextlib.suppress(ValueError, FileNotFoundError):
+        owner = json.loads(_file(folder, number).read())
         if isinstance(owner, dict) and owner.keys() >= {"token", "process", "started"}:
             return owner
     return {}

@@ -130,7 +130,7 @@ def derive(part: Manifest, destination: str, origin: dict[str, object]) -> Manif
     refuse_existing(destination, MANIFEST_FILE, STAGING_FOLDER)
     write_manifest(
         locate(destination),
-        part.without_empty(),
+        part,
         files=part.files,
         classes=part.classes,
         max_labels=part.max_labels,

@@ -30,7 +30,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from vit_ray.data.dataset import ImageFile, Manifest, ShardFile, checksum, open_dataset
+from vit_ray.data.dataset import Manifest, ShardFile, checksum, open_dataset
 from vit_ray.data.restart_index import IndexColumn, StoredImage
 from vit_ray.data.shard_writer import INDEX_SCHEMA, SHARD_SCHEMA, has_index, shard_schema
 from vit_ray.storage import (
@@ -141,22 +141,22 @@ def open_shard(location: Location, entry: ShardFile) -> tuple[Any, pq.FileMetaDa
     return source, file.metadata
 
 
-def _open_images(file: ImageFile) -> pq.ParquetFile:
+def _open_images(file: ShardFile) -> pq.ParquetFile:
     """A source file that a data set made in place reads its images from.
 
     Raises:
         FileNotFoundError: it is missing.
         ValueError: its size or version is not the manifest's.
     """
-    location = locate(file.path)
+    location, expected = locate(file.images), (file.images_bytes, file.images_version)
     info = location.info()
     if info.kind == "nothing":
-        raise FileNotFoundError(errno.ENOENT, "no such file", file.path)
-    if (info.size, info.version) != (file.bytes, file.version):
+        raise FileNotFoundError(errno.ENOENT, "no such file", file.images)
+    if (info.size, info.version) != expected:
         raise ValueError(
-            f"{file.path} has changed since the data set was made: its size and version are "
-            f"{(info.size, info.version)}, not {(file.bytes, file.version)}; make the data "
-            "set again (convert.in_place), in another folder"
+            f"{file.images} has changed since the data set was made: its size and version are "
+            f"{(info.size, info.version)}, not {expected}; make the data set again "
+            "(convert.in_place), in another folder"
         )
     return pq.ParquetFile(location.open())
 
@@ -265,7 +265,7 @@ class RowGroupReader:
         self._file = lru_cache(_OPEN_FILES)(
             lambda index: open_shard(manifest.file_location(index), manifest.files[index])
         )
-        self._images = lru_cache(_OPEN_FILES)(_open_images)
+        self._images = lru_cache(_OPEN_FILES)(lambda index: _open_images(manifest.files[index]))
 
     def read(self, group: int) -> EncodedRows:
         """The rows of a row group as they are stored.
@@ -320,19 +320,12 @@ class RowGroupReader:
 
     def _fetched(self, group: int) -> tuple[pa.Table, bool]:
         """A row group from the shard, and whether its images are known to be unchanged."""
-        file = self._manifest.files[int(self._manifest.file_index[group])]
-        if file.images is not None:
+        index, number = int(self._manifest.file_index[group]), int(self._manifest.row_group[group])
+        if column := self._manifest.files[index].images_column:
             table = self._table(group, _COLUMNS[1:])
-            images = (
-                self._images(file.images)
-                .read_row_group(
-                    int(self._manifest.row_group[group]),
-                    columns=[file.images.column],
-                    use_threads=False,
-                )
-                .column(0)
-                .combine_chunks()
-            )
+            source = self._images(index)
+            read = source.read_row_group(number, columns=[column], use_threads=False)
+            images = read.column(0).combine_chunks()
             if pa.types.is_struct(images.type):
                 images = pc.struct_field(images, "bytes")
             images = images.cast(pa.binary()).fill_null(b"")

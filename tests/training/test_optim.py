@@ -75,7 +75,7 @@ def average_of(
 ) -> float:
     """Of one weight that starts at 1 and has these values after its steps."""
     weight = torch.ones(1)
-    fragment = Fragment("weight", 0, weight, weight, 0)
+    fragment = Fragment("weight", 0, weight, 0, 1)
     average = WeightAverage([fragment], factor, warms_up=warms_up)
     applied = 0
     for step, value in enumerate(values):

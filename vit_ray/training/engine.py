@@ -91,7 +91,7 @@ class DeepSpeedEngine:
         self.state = TrainingState(
             self._engine, self._names, frozen, exact, self._optimizer, train, optim, self._guard
         )
-        self.average = self.state.average
+        self.average, self.averaged = self.state.average, self.state.averaged
 
     def backward(self, images: Tensor, labels: Tensor, samples: Tensor, step: int = 0) -> Tensor:
         """Forward and backward pass of one micro-batch; returns its mean loss, detached.
@@ -134,11 +134,6 @@ class DeepSpeedEngine:
             return predicted(getattr(module, "model", self._engine), module.head, images)
         finally:
             self._engine.train()
-
-    def averaged(self) -> contextlib.AbstractContextManager[None]:
-        """As `WeightAverage.applied`."""
-        assert self.average is not None
-        return self.average.applied(self._engine, self._names)
 
     @torch.no_grad()
     def activation_sizes(self, images: Tensor) -> dict[str, float]:

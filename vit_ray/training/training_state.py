@@ -5,10 +5,10 @@ the optimizer state of those elements as views into the engine's memory. Checkpo
 weight exchange work on fragments, and so on any stage and any number of workers.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,34 +18,33 @@ from vit_ray.checkpoints.checkpoint import Checkpoint, Entry, Position
 from vit_ray.checkpoints.checkpoint_format import AVERAGE, WEIGHT, DamagedCheckpointError
 from vit_ray.checkpoints.checkpoint_writer import Snapshot, take_snapshot
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
-from vit_ray.deepspeed_internals import Place, flat_groups, forget_gathered, place_of, shard_of
+from vit_ray.deepspeed_internals import flat_groups, forget_gathered, place_of, shard_of
 from vit_ray.training.collectives import all_max
 from vit_ray.training.optimizers import STEP_COUNT, StepGuard, state_types, zero_state
 
-# Parameter name -> list of (start, values (n,)).
-Parts = dict[str, list[tuple[int, Tensor]]]
 
-
-@dataclass(frozen=True)
-class Fragment:
-    """Elements [start, start + len(weight)) of the flattened parameter `name`.
+class Fragment(NamedTuple):
+    """Elements [start, start + size) of the flattened parameter `name`.
 
     Attributes:
-        weight: fp32 master weights (n,), a view: writing to it changes the run.
         owner: the tensor that the optimizer steps, which is the key of the optimizer's state.
         offset: where the fragment starts in the flattened `owner`.
     """
 
     name: str
     start: int
-    weight: Tensor
     owner: Tensor
     offset: int
+    size: int
 
-    def state(self, optimizer_state: dict[Any, dict[str, Any]], key: str) -> Tensor:
-        """View (n,) of one kind of optimizer state."""
-        flat = optimizer_state[self.owner][key].view(-1)
-        return flat.narrow(0, self.offset, self.weight.numel())
+    @property
+    def weight(self) -> Tensor:
+        """fp32 master weights (n,), a view: writing to it changes the run."""
+        return self.view_of(self.owner.data)
+
+    def view_of(self, tensor: Tensor) -> Tensor:
+        """This part (n,) of a tensor with the elements of `owner`, such as optimizer state."""
+        return tensor.view(-1).narrow(0, self.offset, self.size)
 
 
 def local_fragments(engine: Any, names: dict[nn.Parameter, str]) -> list[Fragment]:
@@ -55,16 +54,11 @@ def local_fragments(engine: Any, names: dict[nn.Parameter, str]) -> list[Fragmen
         engine: an initialized DeepSpeed engine.
         names: each trained parameter of the module and its name.
     """
-    stage, optimizer, fragments = engine.zero_optimization_stage(), engine.optimizer, []
-    for parameter, name in names.items():
-        if stage == 0:
-            part: Place | None = Place(0, optimizer.masters[parameter], 0, parameter.numel())
-        else:
-            part = place_of(optimizer, parameter, stage, engine.global_rank)
-        if part is not None:
-            weight = part.owner.data.view(-1).narrow(0, part.offset, part.size)
-            fragments.append(Fragment(name, part.start, weight, part.owner, part.offset))
-    return fragments
+    stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
+    if stage == 0:
+        return [Fragment(n, 0, optimizer.masters[p], 0, p.numel()) for p, n in names.items()]
+    parts = [(n, place_of(optimizer, p, stage, engine.global_rank)) for p, n in names.items()]
+    return [Fragment(name, *part) for name, part in parts if part is not None]
 
 
 def owned_fragments(
@@ -77,73 +71,33 @@ def owned_fragments(
     """
     if stage > 0:
         return local
-    total = sum(fragment.weight.numel() for fragment in local)
+    total = sum(fragment.size for fragment in local)
     first, last = total * rank // world_size, total * (rank + 1) // world_size
     owned, position = [], 0
     for fragment in local:
-        size = fragment.weight.numel()
-        begin, end = max(first - position, 0), min(last - position, size)
+        begin, end = max(first - position, 0), min(last - position, fragment.size)
         if begin < end:
-            weight = fragment.weight[begin:end]
-            start, offset = fragment.start + begin, fragment.offset + begin
-            owned.append(Fragment(fragment.name, start, weight, fragment.owner, offset))
-        position += size
+            owned.append(fragment._replace(start=begin, offset=begin, size=end - begin))
+        position += fragment.size
     return owned
 
 
-def frozen_fragments(
-    engine: Any, names: dict[nn.Parameter, str], exact: dict[str, Tensor]
-) -> list[Fragment]:
+def frozen_fragments(engine: Any, exact: dict[str, Tensor]) -> list[Fragment]:
     """This rank's share of untrained parameters, in host memory, cut as ZeRO 3 cuts parameters.
 
     Checkpoints get these values, because the module may have rounded its parameters.
 
     Args:
-        names: parameters of the module, and their names.
         exact: the values before rounding, unsharded, by name.
     """
     fragments = []
-    for name in names.values():
-        values = exact[name].reshape(-1)
-        per_rank = -(-len(values) // engine.world_size)
+    for name, values in exact.items():
+        per_rank = -(-values.numel() // engine.world_size)
         start = engine.global_rank * per_rank
-        share = values[start : start + per_rank].to("cpu", torch.float32, copy=True)
+        share = values.reshape(-1)[start : start + per_rank].to("cpu", torch.float32, copy=True)
         if len(share):
-            fragments.append(Fragment(name, start, share, share, 0))
+            fragments.append(Fragment(name, start, share, 0, len(share)))
     return fragments
-
-
-def weights_by_name(fragments: list[Fragment], values: list[Tensor]) -> Parts:
-    """Values of fragments, grouped by their parameter."""
-    grouped: Parts = {}
-    for fragment, value in zip(fragments, values, strict=True):
-        grouped.setdefault(fragment.name, []).append((fragment.start, value))
-    return grouped
-
-
-def exchange_weights(engine: Any, names: dict[nn.Parameter, str], new: Parts) -> None:
-    """Set the module's (possibly bf16) weights from fragments; all ranks call it.
-
-    Masters that are separate from the module are not changed.
-
-    Args:
-        new: fp32 values of the fragments that this rank owns.
-    """
-    if engine.zero_optimization_stage() == 3:
-        forget_gathered(engine)  # the next forward pass would not see the change
-        # `zero.GatheredParameters` would send whole parameters from one rank.
-        for parameter, name in names.items():
-            shard = shard_of(parameter)
-            base = engine.global_rank * shard.numel()
-            for start, values in new.get(name, []):
-                shard.narrow(0, start - base, values.numel()).copy_(values)
-        return
-    for parameter, name in names.items():
-        full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-        for start, values in new.get(name, []):
-            full.narrow(0, start, values.numel()).copy_(values)
-        dist.all_reduce(full)
-        parameter.data.copy_(full.view_as(parameter))
 
 
 class WeightAverage:
@@ -160,10 +114,12 @@ class WeightAverage:
     """
 
     def __init__(self, fragments: list[Fragment], factor: float, *, warms_up: bool) -> None:
-        self.fragments = fragments
-        self.factor = factor
-        self.warms_up = warms_up
-        self.values: list[Tensor] = [f.weight.detach().clone() for f in fragments]
+        self.fragments, self.factor, self.warms_up = fragments, factor, warms_up
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin at the present weights."""
+        self.values = [fragment.weight.detach().clone() for fragment in self.fragments]
 
     @torch.no_grad()
     def update(self, refused: Tensor, applied_steps: Tensor) -> None:
@@ -182,22 +138,10 @@ class WeightAverage:
         for value, fragment in zip(self.values, self.fragments, strict=True):
             value.lerp_(fragment.weight, share)
 
-    def by_name(self) -> Parts:
+    def entries(self) -> list[Entry]:
         """Averaged values on this rank."""
-        return weights_by_name(self.fragments, self.values)
-
-    @contextmanager
-    def applied(self, engine: Any, names: dict[nn.Parameter, str]) -> Iterator[None]:
-        """The module computes with the averaged weights inside this block; all ranks enter it.
-
-        After an error in the block the masters are not restored, because that takes all ranks and
-        others may not have failed.
-        """
-        # Without ZeRO and in fp32 the module's weights are the masters: keep a copy.
-        masters = [f.weight.detach().clone() for f in self.fragments]
-        exchange_weights(engine, names, self.by_name())
-        yield
-        exchange_weights(engine, names, weights_by_name(self.fragments, masters))
+        pairs = zip(self.fragments, self.values, strict=True)
+        return [(AVERAGE, fragment.name, fragment.start, value) for fragment, value in pairs]
 
 
 class TrainingState:
@@ -224,16 +168,15 @@ class TrainingState:
         guard: StepGuard,
     ) -> None:
         self.shapes = {name: list(values.shape) for name, values in exact.items()}
-        self._engine, self._guard = engine, guard
+        self._engine, self._guard, self._optimizer = engine, guard, optimizer
         self._names, self._frozen_names = names, frozen
-        self._optimizer = optimizer
-        self._local = local_fragments(engine, self._names)
+        self._local = local_fragments(engine, names)
         for fragment in self._local:
             values = exact[fragment.name].reshape(-1)
-            fragment.weight.copy_(values[fragment.start : fragment.start + len(fragment.weight)])
-        rank, world_size, stage = engine.global_rank, engine.world_size, train.zero_stage
-        self.owned = owned_fragments(self._local, rank, world_size, stage)
-        self._frozen = frozen_fragments(engine, self._frozen_names, exact)
+            fragment.weight.copy_(values[fragment.start : fragment.start + fragment.size])
+        stage = train.zero_stage
+        self.owned = owned_fragments(self._local, engine.global_rank, engine.world_size, stage)
+        self._frozen = frozen_fragments(engine, {name: exact[name] for name in frozen.values()})
         types = state_types(optim)
         self._kinds = tuple(key for key in types if key != STEP_COUNT)
         # A trial step at initialization leaves a step count behind in some stages only.
@@ -259,27 +202,36 @@ class TrainingState:
         engine, entries = self._engine, self.owned_entries()
         return take_snapshot(entries, position, engine.global_rank, engine.world_size, memory)
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The module computes with the averaged weights inside this block; all ranks enter it.
+
+        After an error in the block the masters are not restored, because that takes all ranks and
+        others may not have failed.
+        """
+        assert self.average is not None
+        # Without ZeRO and in fp32 the module's weights are the masters: keep a copy.
+        masters = [fragment.weight.detach().clone() for fragment in self.owned]
+        self._exchange(self._names, self.owned, self.average.values)
+        yield
+        self._exchange(self._names, self.owned, masters)
+
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue exactly from a checkpoint; all ranks call it.
 
         Raises:
             DamagedCheckpointError: on all ranks, if data that some rank needs are damaged.
         """
-        has_average = checkpoint.has_average()
-        entries = [(WEIGHT, f.name, f.start, f.weight) for f in (*self._local, *self._frozen)]
-        for kind in self._kinds:
-            state = self._optimizer.state
-            entries += [(kind, f.name, f.start, f.state(state, kind)) for f in self._local]
-        if self.average is not None and has_average:
-            averages = zip(self.owned, self.average.values, strict=True)
-            entries += [(AVERAGE, f.name, f.start, average) for f, average in averages]
+        average, has_average = self.average, checkpoint.has_average()
+        entries = [*self._entries(self._local)]
+        entries += [(WEIGHT, f.name, f.start, f.weight) for f in self._frozen]
+        if average is not None and has_average:
+            entries += average.entries()
         self._fill(checkpoint, entries)
-        if self.average is not None and not has_average:
-            for average, fragment in zip(self.average.values, self.owned, strict=True):
-                average.copy_(fragment.weight)
+        if average is not None and not has_average:
+            average.restart()
         for names, fragments in ((self._names, self.owned), (self._frozen_names, self._frozen)):
-            masters = weights_by_name(fragments, [f.weight for f in fragments])
-            exchange_weights(self._engine, names, masters)
+            self._exchange(names, fragments, [fragment.weight for fragment in fragments])
         position = checkpoint.position
         for entry in self._optimizer.state.values():
             if STEP_COUNT in entry:
@@ -298,14 +250,42 @@ class TrainingState:
             dist.broadcast_object_list(damage, src=int(last_damaged), device=device)
             raise DamagedCheckpointError(damage[0])
 
+    def _exchange(
+        self, names: dict[nn.Parameter, str], fragments: list[Fragment], values: list[Tensor]
+    ) -> None:
+        """Set the module's (possibly bf16) weights from fp32 values of the fragments that each rank
+        owns; all ranks call it. Masters that are separate from the module are not changed.
+        """
+        parts: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
+        for fragment, part in zip(fragments, values, strict=True):
+            parts[fragment.name].append((fragment.start, part))
+        if self._engine.zero_optimization_stage() == 3:
+            forget_gathered(self._engine)  # the next forward pass would not see the change
+            # `zero.GatheredParameters` would send whole parameters from one rank.
+            for parameter, name in names.items():
+                shard = shard_of(parameter)
+                base = self._engine.global_rank * shard.numel()
+                for start, part in parts[name]:
+                    shard.narrow(0, start - base, part.numel()).copy_(part)
+            return
+        for parameter, name in names.items():
+            full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+            for start, part in parts[name]:
+                full.narrow(0, start, part.numel()).copy_(part)
+            dist.all_reduce(full)
+            parameter.data.copy_(full.view_as(parameter))
+
     def owned_entries(self) -> Iterator[Entry]:
         """What only this rank saves, as views of the state."""
-        for f in self.owned:
-            yield WEIGHT, f.name, f.start, f.weight
-            for kind in self._kinds:
-                yield kind, f.name, f.start, f.state(self._optimizer.state, kind)
-        for name, parts in (self.average.by_name() if self.average else {}).items():
-            yield from ((AVERAGE, name, start, values) for start, values in parts)
+        yield from self._entries(self.owned)
+        yield from self.average.entries() if self.average else ()
         for f in self._frozen:  # the average of a fixed value is the value
             for kind in (WEIGHT, AVERAGE) if self.average else (WEIGHT,):
                 yield kind, f.name, f.start, f.weight
+
+    def _entries(self, fragments: list[Fragment]) -> Iterator[Entry]:
+        """Master weights and optimizer state."""
+        for f in fragments:
+            yield WEIGHT, f.name, f.start, f.weight
+            for kind in self._kinds:
+                yield kind, f.name, f.start, f.view_of(self._optimizer.state[f.owner][kind])

@@ -2,7 +2,7 @@
 
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.checkpoints.written import position, snapshot_of
 from vit_ray.checkpoints import checkpoint_writer
-from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name, read_progress
+from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name, read_note
 from vit_ray.checkpoints.checkpoint_format import COMMIT, SavedFile
 from vit_ray.checkpoints.checkpoint_writer import (
     MAX_FAILED_SAVES,
@@ -115,10 +115,10 @@ class Disk:
             for rank in range(ranks)
         ]
 
-    def write_snapshot(self, taken: Snapshot, folder: Location, token: str) -> list[SavedFile]:
-        if self._refuses(taken):
+    def write_snapshot(self, taken: Snapshot, folder: Location, token: str) -> Iterator[SavedFile]:
+        yield from self._write(taken, folder, token)
+        if self._refuses(taken):  # what is written is deleted
             raise self._error
-        return self._write(taken, folder, token)
 
     def _gather(self, rank: int, part: Part) -> list[Part]:
         self._parts[rank] = part
@@ -258,9 +258,9 @@ def test_what_was_passed_over_on_resume_does_not_count_as_kept(run, monkeypatch)
     assert steps(run) == [5, 4, 3, 2]
 
 
-@pytest.mark.parametrize(("refused", "left"), [("note_commit", [2]), ("prune", [2, 1])])
+@pytest.mark.parametrize(("refused", "left"), [("write_note", [2]), ("prune", [2, 1])])
 def test_a_save_is_noted_and_old_ones_are_deleted_each_for_itself(run, monkeypatch, refused, left):
-    def refuses(*_: object) -> None:
+    def refuses(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     begin_training(run)
@@ -269,7 +269,7 @@ def test_a_save_is_noted_and_old_ones_are_deleted_each_for_itself(run, monkeypat
     for step in (1, 2):
         disk.save(step)
     assert steps(run) == left
-    assert ("training" in read_progress(run)) == (refused == "note_commit")
+    assert ("training" in read_note(run)) == (refused == "write_note")
     assert [kind for kind, _ in disk.events] == ["old checkpoint left"] * 2
 
 

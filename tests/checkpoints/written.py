@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,13 @@ def write_snapshot(
 ) -> bool:
     """Write a rank's part, and commit the checkpoint if it was the last one."""
     parts = _PARTS[folder.uri]
-    parts[snapshot.rank] = write_part(snapshot, folder, "save")
+    parts[snapshot.rank] = list(write_part(snapshot, folder, "save"))
     if len(parts) < snapshot.world_size:
         return False
     before_commit()
     del _PARTS[folder.uri]
     files = [file for rank in sorted(parts) for file in parts[rank]]
-    commit(folder, files, snapshot.position.to_json())
+    commit(folder, files, asdict(snapshot.position))
     return True
 
 

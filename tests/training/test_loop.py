@@ -433,8 +433,8 @@ def train_on(
     ending = TrainingLoop(engine, stream, chosen, hooks.context, hooks, progress, Compute(1)).run()
     assert ending is Ending.FINISHED
     weights = {name: p.detach().clone() for p, name in engine._names.items()}
-    for name, parts in engine.average.by_name().items():
-        weights |= {f"average of {name} from {start}": values for start, values in parts}
+    for _, name, start, values in engine.average.entries():
+        weights[f"average of {name} from {start}"] = values
     return weights, actor.events, progress
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -23,11 +23,9 @@ from vit_ray.checkpoints.checkpoint_format import (
     DamagedCheckpointError,
     PartialCheckpointError,
     SavedFile,
-    check_coverage,
     commit,
     read_file,
     read_marker,
-    read_tensors,
     sealed,
     unsealed,
 )
@@ -40,11 +38,12 @@ if TYPE_CHECKING:  # torch takes seconds to import
 # A fragment: kind, name of the parameter, start in the parameter, and values (n,).
 Entry = tuple[str, str, int, "Tensor"]
 
-# In a checkpoint's folder: the run's progress after an evaluation. In a run's folder: the newest
-# checkpoint's checksum, or before the first checkpoint the id of the training.
+# In a checkpoint's folder: its checksum (`checkpoint`), and the `progress` after an evaluation.
+# In a run's folder: the newest checkpoint's checksum, or before the first checkpoint the id of the
+# `training`.
 PROGRESS: Final = "progress.json"
-# Shifts of the four parts of a digest of samples, 16 bits each.
-_SHIFTS: Final = (0, 16, 32, 48)
+# Above all digests of samples: sums over up to 2^13 ranks are exact in float64.
+_DIGESTS: Final = 1 << 40
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ class Progress:
         skipped_steps: steps that were refused by `train.skip_above`.
         recent_norms: gradient norms of the last steps, with which `train.skip_above` compares.
         samples_digest: digest of the samples that the ranks received since `digest_from` (the
-            function `samples_digest`), 16 hexadecimal digits; empty before the first checkpoint.
+            function `samples_digest`), hexadecimal; empty before the first checkpoint.
         digest_from: first 0-based step of the digest, which ends before `step`: 0, or the step at
             which the run was resumed with another recipe or data set, or without a digest.
         metrics: last value of every metric.
@@ -143,18 +142,10 @@ class Position:
             return self.progress
         return replace(self.progress, samples_digest="")  # the order may be another from here on
 
-    def to_json(self) -> dict[str, Any]:
-        """One flat object: the fields of `progress` and the others on one level."""
-        saved = asdict(self)
-        return {**saved.pop("progress"), **saved}
-
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> Position:
-        """The reverse of `to_json`; missing fields of the progress get their defaults."""
-        names = {entry.name for entry in fields(Progress)}
-        progress = Progress(**{key: value for key, value in saved.items() if key in names})
-        rest = {key: value for key, value in saved.items() if key not in names}
-        return cls(progress, **rest)
+        """The reverse of `dataclasses.asdict`."""
+        return cls(**{**saved, "progress": Progress(**saved["progress"])})
 
 
 def folder_name(step: int) -> str:
@@ -162,27 +153,16 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def write_progress(folder: Location, marker_sha256: str, progress: Progress) -> None:
-    """Note the run's progress after an evaluation of the checkpoint in `folder`.
+def write_note(folder: Location, **note: Any) -> None:
+    """Write the `PROGRESS` of a checkpoint's or a run's folder.
 
     Raises:
         OSError: the storage does not accept it.
     """
-    note = {"checkpoint": marker_sha256, "progress": asdict(progress)}
     folder.child(PROGRESS).write(sealed(note))
 
 
-def note_commit(folder: Location, marker_sha256: str) -> None:
-    """Note in the run's folder that the run has a checkpoint, in `folder`.
-
-    Raises:
-        OSError: the storage does not accept it.
-    """
-    run_folder = Location(folder.protocol, folder.path.rpartition("/")[0])
-    run_folder.child(PROGRESS).write(sealed({"checkpoint": marker_sha256}))
-
-
-def read_progress(folder: Location) -> dict[str, Any]:
+def read_note(folder: Location) -> dict[str, Any]:
     """The content of `PROGRESS` in a folder; empty if there is no such file, or it was changed."""
     try:
         return read_again(lambda: unsealed(folder.child(PROGRESS)), DamagedCheckpointError)
@@ -244,6 +224,8 @@ class Checkpoint:
             DamagedCheckpointError: the checkpoint lacks some element of a tensor, or a file was
                 changed.
         """
+        from safetensors.torch import load
+
         wanted: dict[tuple[str, str], list[tuple[int, Tensor]]] = defaultdict(list)
         missing: Counter[str] = Counter()
         for kind, name, start, target in entries:
@@ -257,7 +239,7 @@ class Checkpoint:
                     if first < last:
                         missing[kind] -= last - first
                         copies.append((target[first - begin : last - begin], key, first - start))
-            tensors = read_tensors(self.folder, file) if copies else {}
+            tensors = load(read_file(self.folder, file)) if copies else {}
             for target, key, skip in copies:
                 target.copy_(tensors[key][skip : skip + target.numel()])
         if any(missing.values()):
@@ -276,15 +258,10 @@ def read_checkpoint(folder: Location) -> Checkpoint:
         DamagedCheckpointError: a file is missing, was changed, or has another size.
         ValueError: the checkpoint has another format.
     """
-    marker = read_marker(folder)
-    try:
-        position = Position.from_json(marker.position)
-        check_coverage(folder, marker.files, position.shapes)
-        note = read_progress(folder)
-        if note.get("checkpoint") == marker.sha256:
-            position = replace(position, progress=Progress(**note["progress"]))
-    except (TypeError, AttributeError):
-        raise DamagedCheckpointError(f"checkpoint {folder.path}: its position is damaged") from None
+    marker, note = read_marker(folder), read_note(folder)
+    position = Position.from_json(marker.position)
+    if note.get("checkpoint") == marker.sha256:
+        position = replace(position, progress=Progress(**note["progress"]))
     return Checkpoint(folder, marker.files, position, marker.sha256)
 
 
@@ -297,9 +274,9 @@ def open_checkpoint(folder: Location) -> Checkpoint | None:
 
 
 def copy_checkpoint(
-    source: Location, target: Location, change: Callable[[Position], Position]
+    source: Location, run_folder: Location, change: Callable[[Position], Position]
 ) -> None:
-    """Copy a checkpoint file by file, each compared with its checksum, and commit the copy.
+    """Copy a checkpoint to another run, each file compared with its checksum, and commit the copy.
 
     Args:
         change: changes the position, which names the checkpoint's run.
@@ -310,13 +287,14 @@ def copy_checkpoint(
     """
     marker = read_marker(source)
     position = change(Position.from_json(marker.position))
+    folder = run_folder.child(folder_name(position.step))
     for file in marker.files:
-        target.child(file.name).write(read_file(source, file))
-    note_commit(target, commit(target, marker.files, position.to_json()).sha256)
+        folder.child(file.name).write(read_file(source, file))
+    write_note(run_folder, checkpoint=commit(folder, marker.files, asdict(position)))
 
 
 def samples_digest(first_index: int, samples: NDArray[np.int64]) -> int:
-    """A 64-bit digest of consecutive samples and of their indices in the training.
+    """A 40-bit digest of consecutive samples and of their indices in the training.
 
     It is a sum of hashes: the digests of ranks and steps add up in any order, to the same digest on
     any number of ranks.
@@ -325,7 +303,7 @@ def samples_digest(first_index: int, samples: NDArray[np.int64]) -> int:
         first_index: step x global batch size + index in the batch, of the first sample.
     """
     indices = np.arange(first_index, first_index + len(samples), dtype=np.uint64)
-    return int(_mix(_mix(indices) ^ samples.astype(np.uint64)).sum(dtype=np.uint64))
+    return add_digests(int(_mix(_mix(indices) ^ samples.astype(np.uint64)).sum(dtype=np.uint64)))
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -337,15 +315,5 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def add_digests(*digests: int) -> int:
-    """The digest of the samples of several digests, in any order."""
-    return sum(digests) % (1 << 64)
-
-
-def to_floats(digest: int) -> list[float]:
-    """Parts of 16 bits, whose sums over up to 2^37 ranks are exact in float64."""
-    return [float(digest >> shift & 0xFFFF) for shift in _SHIFTS]
-
-
-def of_floats(sums: list[float]) -> int:
-    """The digest from its parts, or from sums of the parts of several ranks."""
-    return add_digests(*(int(part) << shift for part, shift in zip(sums, _SHIFTS, strict=True)))
+    """The digest of the samples of several digests, or of sums of them, in any order."""
+    return sum(digests) % _DIGESTS

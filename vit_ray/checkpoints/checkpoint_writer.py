@@ -10,8 +10,8 @@ import json
 import os
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Final
@@ -25,8 +25,7 @@ from vit_ray.checkpoints.checkpoint import (
     Position,
     Progress,
     folder_name,
-    note_commit,
-    write_progress,
+    write_note,
 )
 from vit_ray.checkpoints.checkpoint_format import (
     FP32_BYTES,
@@ -88,8 +87,8 @@ def take_snapshot(
     return Snapshot(rank, world_size, tensors, copies, position)
 
 
-def write_snapshot(snapshot: Snapshot, folder: Location, token: str) -> list[SavedFile]:
-    """Write one rank's files.
+def write_snapshot(snapshot: Snapshot, folder: Location, token: str) -> Iterator[SavedFile]:
+    """Write one rank's files, one after another.
 
     Args:
         token: identifies the save, in the names of its files.
@@ -98,12 +97,9 @@ def write_snapshot(snapshot: Snapshot, folder: Location, token: str) -> list[Sav
         OSError: the storage does not accept them.
     """
     owner = f"{snapshot.rank:05d}-of-{snapshot.world_size:05d}-{token}"
-    return [
-        write_file(folder, f"{part}-{owner}.safetensors", content.numpy().data, tensors)
-        for (part, content), tensors in zip(
-            snapshot.memory.items(), snapshot.tensors.values(), strict=True
-        )
-    ]
+    for part, content in snapshot.memory.items():
+        name = f"{part}-{owner}.safetensors"
+        yield write_file(folder, name, content.numpy().data, snapshot.tensors[part])
 
 
 def _copy(values: Mapping[str, Tensor], memory: Tensor | None) -> Tensor:
@@ -129,7 +125,7 @@ def _copy(values: Mapping[str, Tensor], memory: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """The files that a rank has written of a checkpoint, or the error."""
+    """The files that a rank has written of a checkpoint, and why it has not written the others."""
 
     files: list[SavedFile]
     error: str = ""
@@ -196,7 +192,7 @@ class CheckpointWriter:
             ) from error
         self._num_failed = 0
         for tidy_up in (
-            partial(note_commit, folder, self._committed[1]),
+            partial(write_note, self._run_folder, checkpoint=self._committed[1]),
             partial(self._prune, snapshot.position.progress),
         ):
             try:
@@ -220,7 +216,7 @@ class CheckpointWriter:
         folder = self._run_folder.child(folder_name(progress.step))
         try:
             self._check_lock()
-            write_progress(folder, self._committed[1], progress)
+            write_note(folder, checkpoint=self._committed[1], progress=asdict(progress))
         except OSError as error:
             text = f"{folder.path}: {error}"
             self._notify(EventKind.EVALUATION_NOT_RECORDED, text, progress.step)
@@ -233,21 +229,22 @@ class CheckpointWriter:
     def _write_part(self, snapshot: Snapshot, folder: Location) -> Part:
         """Write the files, or return the error: the other ranks wait for this rank's part."""
         token = uuid.uuid4().hex[:8]
+        files: list[SavedFile] = []
         try:
             self._check_lock()
-            return Part(write_snapshot(snapshot, folder, token))
+            for file in write_snapshot(snapshot, folder, token):
+                files.append(file)  # also if the next one fails
         except Exception as error:
-            with contextlib.suppress(OSError):
-                names = [file.base_name for file in folder.list_files(recursive=False)]
-                _delete(folder, [name for name in names if token in name])
-            return Part([], str(error) or repr(error))
+            return Part(files, str(error) or repr(error))
+        return Part(files)
 
     def _commit(self, snapshot: Snapshot, folder: Location, parts: list[Part]) -> None:
         self._check_lock()
         failed = [(rank, part.error) for rank, part in enumerate(parts) if part.error]
         if failed:
             with contextlib.suppress(OSError):  # no rank writes any more; this frees the space
-                _delete(folder, [file.name for part in parts for file in part.files])
+                for file in (file for part in parts for file in part.files):
+                    folder.child(file.name).delete()
                 if folder.is_local:  # a store has no empty folders
                     os.rmdir(folder.path)  # fails if other files are in it
             reasons = "; ".join(
@@ -255,8 +252,8 @@ class CheckpointWriter:
             )
             raise OSError(f"not whole: {len(failed)} of {len(parts)} workers failed: {reasons}")
         files = [file for part in parts for file in part.files]
-        marker = commit(folder, files, snapshot.position.to_json())
-        self._committed = snapshot.position.step, marker.sha256
+        sha256 = commit(folder, files, asdict(snapshot.position))
+        self._committed = snapshot.position.step, sha256
         self._written.add(snapshot.position.step)
 
     def _prune(self, progress: Progress) -> None:
@@ -272,8 +269,3 @@ class CheckpointWriter:
     def _check_lock(self) -> None:
         if self._lock_number is not None:
             check_lock(self._run_folder, self._lock_number)
-
-
-def _delete(folder: Location, names: list[str]) -> None:
-    for name in names:
-        folder.child(name).delete()

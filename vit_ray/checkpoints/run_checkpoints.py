@@ -21,14 +21,14 @@ from vit_ray.checkpoints.checkpoint import (
     Checkpoint,
     folder_name,
     read_checkpoint,
-    read_progress,
+    read_note,
+    write_note,
 )
 from vit_ray.checkpoints.checkpoint_format import (
     COMMIT,
     DamagedCheckpointError,
     PartialCheckpointError,
     is_committed,
-    sealed,
 )
 from vit_ray.metric_names import RESULT_STEP
 from vit_ray.storage import Location, locate
@@ -43,10 +43,6 @@ _ABANDONED: Final = f"{COMMIT}.damaged"
 logger = logging.getLogger(__name__)
 
 Warn = Callable[[str], object]
-
-
-class NoUsableCheckpointError(ValueError):
-    """A run has had checkpoints, and none of them can be used."""
 
 
 def list_checkpoints(run_folder: Location) -> list[tuple[int, Location]]:
@@ -76,14 +72,8 @@ def newest_checkpoint(
             if below is not None and step >= below:
                 continue
             try:
-                # A network disk may show the newest marker late; a store does not.
-                is_newest = folder.is_local and folder == listed[0][1]
-                may_be_late = is_newest and not folder.child(_ABANDONED).exists()
-                checkpoint = (
-                    _late_checkpoint(folder, step, late_s)
-                    if may_be_late
-                    else checkpoint_of_step(folder, step)
-                )
+                is_newest = folder == listed[0][1]
+                checkpoint = _late_checkpoint(folder, step, late_s if is_newest else 0.0)
                 break
             except _UNUSABLE as error:
                 reasons.append(f"{error}; passed over")
@@ -95,16 +85,16 @@ def newest_checkpoint(
 
 
 def _late_checkpoint(folder: Location, step: int, late_s: float) -> Checkpoint:
-    """As `checkpoint_of_step`; without a marker, once more `late_s` after the last change."""
+    """As `checkpoint_of_step`; on a disk without a marker, again `late_s` after the last change."""
     try:
         return checkpoint_of_step(folder, step)
     except PartialCheckpointError:
-        changed_s = 0.0  # if the folder is deleted meanwhile
+        if not late_s or not folder.is_local or folder.child(_ABANDONED).exists():
+            raise
+        changed_s = time.time()  # if a file is renamed meanwhile
         with suppress(FileNotFoundError):
-            # The folder last: a rename of a file changes its time.
-            for name in (*os.listdir(folder.path), "."):
-                with suppress(FileNotFoundError):
-                    changed_s = max(changed_s, os.stat(os.path.join(folder.path, name)).st_mtime)
+            paths = [folder.path, *(info.path for info in folder.list_files(recursive=False))]
+            changed_s = max(os.stat(path).st_mtime for path in paths)
         time.sleep(min(late_s, max(0.0, changed_s + late_s - time.time())))
         return checkpoint_of_step(folder, step)
 
@@ -132,8 +122,8 @@ def checkpoint_to_resume(
         warn, below: as for `newest_checkpoint`.
 
     Raises:
-        NoUsableCheckpointError: the run has had checkpoints, and none of them is usable. Starting
-            over would silently lose the run.
+        ValueError: the run has had checkpoints, and none of them is usable. Starting over would
+            silently lose the run.
     """
     reasons: list[str] = []
     checkpoint = newest_checkpoint(
@@ -141,7 +131,7 @@ def checkpoint_to_resume(
     )
     if checkpoint is None and (below is not None or has_had_checkpoints(run_folder)):
         gone = "their folders are gone" if below is None else f"none is older than step {below}"
-        raise NoUsableCheckpointError(
+        raise ValueError(
             f"run {run_folder.path} has had checkpoints, and none of them can be used: "
             f"{'; '.join(reasons) or gone}. Nothing was changed. Restore one "
             "of them, choose another name, or set resume=from_zero to start at step 0"
@@ -158,7 +148,7 @@ def has_had_checkpoints(run_folder: Location) -> bool:
     of the training: it has lost nothing.
     """
     folders = [folder for _, folder in list_checkpoints(run_folder)]
-    if "training" in read_progress(run_folder):  # the first commit may be newer than the note
+    if "training" in read_note(run_folder):  # the first commit may be newer than the note
         return any(map(is_committed, folders))
     return bool(folders) or run_folder.child(PROGRESS).exists()
 
@@ -170,10 +160,10 @@ def begin_training(run_folder: Location) -> str:
         Id of the training: a new id, or that of a training that began here and has no checkpoint
         yet.
     """
-    note = read_progress(run_folder)
+    note = read_note(run_folder)
     training = str(note.get("training") or uuid.uuid4().hex)
     if "training" not in note:
-        run_folder.child(PROGRESS).write(sealed({"training": training}))
+        write_note(run_folder, training=training)
     return training
 
 

@@ -18,13 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vit_ray.checkpoints.checkpoint import (
-    Progress,
-    add_digests,
-    of_floats,
-    samples_digest,
-    to_floats,
-)
+from vit_ray.checkpoints.checkpoint import Progress, add_digests, samples_digest
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import is_due
 from vit_ray.measure.meters import Compute, peak_memory_gib
@@ -277,10 +271,11 @@ class TrainingLoop:
         # what the ranks agree on. The GPU idles for the first kernel launches of the next step.
         # DeepSpeed adds syncs: after each pass that sums gradients (stages 1 and 2 on several GPUs,
         # stage 3 on any number), and for the gradients of an offloaded optimizer.
-        digest = to_floats(self._digest)
-        sums = context.all_sum([loss, result.refused, result.grad_norm, *flags, *digest])
+        sums = context.all_sum(
+            [loss, result.refused, result.grad_norm, *flags, float(self._digest)]
+        )
         mean_loss, refused, grad_norm = (value / context.world_size for value in sums[:3])
-        self._digest_of_all = of_floats(sums[-len(digest) :])
+        self._digest_of_all = add_digests(int(sums[-1]))
         step_s = self.clock() - start_s
         progress.step += 1
         progress.train_seconds += step_s
@@ -291,7 +286,7 @@ class TrainingLoop:
             batch, norm_limit, mean_loss=mean_loss, refused=refused, grad_norm=grad_norm
         )
         figures = {TRAIN_LOSS: mean_loss, TRAIN_LR: rate, TRAIN_GRAD_NORM: grad_norm}
-        return figures, [count > 0 for count in sums[3 : 3 + len(flags)]]
+        return figures, [count > 0 for count in sums[3:-1]]
 
     def _note_outcome(
         self, batch: Batch, norm_limit: float, *, mean_loss: float, refused: float, grad_norm: float
@@ -445,7 +440,7 @@ class TrainingLoop:
         is_saved = progress.step == self._saved_step
         if is_saved and (not is_evaluated or worker.add_evaluation(progress)):
             return
-        progress.samples_digest = f"{add_digests(self._digest_before, self._digest_of_all):016x}"
+        progress.samples_digest = f"{add_digests(self._digest_before, self._digest_of_all):010x}"
         worker.save(progress)
         self._saved_step, self._saved_s = progress.step, self.clock()
 

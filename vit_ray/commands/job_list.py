@@ -22,7 +22,7 @@ from vit_ray.addresses import (
     sqlite_file,
     with_home,
 )
-from vit_ray.config import Recipe, require
+from vit_ray.config import Recipe
 from vit_ray.config.keys import keys_below
 from vit_ray.config.schema import errors_of
 from vit_ray.measure.devices import require_device
@@ -228,8 +228,6 @@ COMMANDS = {command.name: command for command in _ALL}
 
 # Commands that continue a run of the same name.
 _RESUMED = frozenset({"pretrain", "finetune", "sweep", "vtab", "scaling_study", "quickstart"})
-_MANIFEST = "manifest.parquet"
-_MANIFEST_MARK = b'"fingerprint": "'
 _PATTERN_CHARACTERS = frozenset("*?[{")
 # Keys of the paths that commands write to, besides `tracking.uri`.
 _WRITTEN = (
@@ -242,23 +240,18 @@ def _are_weights(path: Path) -> bool:
     return path.is_dir() or (path.is_file() and path.suffix in (".npz", ".safetensors"))
 
 
-def _holds_images(path: Path) -> bool:
-    is_image_name = importlib.import_module("vit_ray.data.images").is_image_name  # with cv2
-    return any(
-        is_image_name(name) for _, _, names in os.walk(path, followlinks=True) for name in names
-    )
-
-
-# How the path of a key is checked, and what it must be; all other keys are of converted data sets.
+# How the path of a key is checked, and what it must be; all other keys are of converted data sets,
+# which are opened by the command itself.
 _KINDS: dict[str, tuple[Callable[[Path], bool], str]] = {
     "init_from": (_are_weights, "a run folder, a step-* folder, or a .npz or .safetensors file"),
     "convert.source": (Path.exists, "a folder or file with images"),
     "benchmark.label_file": (Path.exists, "the published file or folder of labels"),
     "benchmark.model_classes": (Path.exists, "a converted set, or a .txt or .json with classes"),
-    "inspect.images": (_holds_images, "a folder of images"),
+    "inspect.images": (Path.is_dir, "a folder of images"),
     "vtab.data": (Path.is_dir, "a folder with TASK/train and TASK/test"),
     "subset.keys": (Path.is_file, "a text file with a key per line"),
 }
+_CONVERTED = (Path.exists, "a converted data set (`vit-ray convert` makes one)")
 
 
 def check_values(command: Command, recipe: Recipe) -> None:
@@ -277,21 +270,16 @@ def check_values(command: Command, recipe: Recipe) -> None:
             )
     if "model" in command.reads and not is_own(recipe.model.name):
         find_spec(recipe.model.name, recipe.model.options())
-    if command.name == "evaluate":
-        recipe.check_measures()
-        benchmark = recipe.benchmark
-        if benchmark.kind in ("imagenet_real", "objectnet") and recipe.data.eval:
-            from vit_ray.evaluation.ground_truth import OBJECTNET_FOLDER, REAL_FILE  # with numpy
-
-            published = REAL_FILE if benchmark.kind == "imagenet_real" else OBJECTNET_FOLDER
-            require(benchmark.label_file, "benchmark.label_file", published)
-    if command.name == "plan":
-        require_device(recipe.plan.device, "plan.device")
-    if command.name == "report":
-        require_store(recipe.tracking.uri)
-    if command.name in ("pretrain", "finetune", "quickstart"):
-        for world_size in recipe.group_sizes:
-            micro_batch_size(recipe, world_size)
+    match command.name:
+        case "evaluate":
+            recipe.check_measures()
+        case "plan":
+            require_device(recipe.plan.device, "plan.device")
+        case "report":
+            require_store(recipe.tracking.uri)
+        case "pretrain" | "finetune" | "quickstart":
+            for world_size in recipe.group_sizes:
+                micro_batch_size(recipe, world_size)
     if command.opens and (address := os.environ.get("RAY_ADDRESS")):
         host_and_port(address)
 
@@ -316,50 +304,35 @@ def check_inputs(command: Command, recipe: Recipe) -> None:
 def _check_local(command: Command, recipe: Recipe, key: str, text: str) -> None:
     with errors_of(key):
         path = with_home(text)
-    is_there, kind = _KINDS.get(
-        key, (Path.exists, "a converted data set (`vit-ray convert` makes one)")
-    )
-    if key == "convert.source" and _PATTERN_CHARACTERS & set(text):
-        return
-    if not is_there(path):
-        if key == "init_from" and command.name in _RESUMED and _has_begun(recipe):
-            return  # a continued run does not read the weights
-        is_file = key == "init_from" and path.is_file()
-        remedy = "convert it to .npz or .safetensors" if is_file else "check the path"
-        if UPLOADED in path.absolute().parts:
-            remedy += (
-                "; this job runs in a copy of the submitted folder, without ignored files: give a "
-                "full path that all nodes share, or s3://"
-            )
-        raise ValueError(
-            f"{key}={text!r}: {path.absolute()} does not exist, or is not {kind}; {remedy}"
-        )
-    manifest = path / _MANIFEST
-    takes_all = key == "convert.source" and recipe.convert and not recipe.convert.split
-    if takes_all and manifest.is_file() and _MANIFEST_MARK in manifest.read_bytes():
+    is_there, kind = _KINDS.get(key, _CONVERTED)
+    if key == "convert.source" and (path / "manifest.parquet").is_file():
         raise ValueError(
             f"{key}={text!r} is a converted data set already; use it as data.train or data.eval, "
             "or give the images that it was made from"
         )
-    is_run = key == "verify.path" and any(path.glob("step-*"))
-    if not (key in _KINDS or manifest.is_file() or is_run):
-        importlib.import_module("vit_ray.data").open_dataset(text)  # its error says what is there
-
-
-def _has_begun(recipe: Recipe) -> bool:
-    folder = recipe.run_folder
-    if "://" not in folder:
-        return with_home(folder).exists()
-    # With pyarrow, which help does not wait for.
-    return bool(importlib.import_module("vit_ray.storage").locate(folder).exists())
+    if is_there(path) or (key == "convert.source" and _PATTERN_CHARACTERS & set(text)):
+        return
+    if key == "init_from" and command.name in _RESUMED:
+        locate = importlib.import_module("vit_ray.storage").locate  # with pyarrow
+        if locate(recipe.run_folder).exists():
+            return  # a continued run does not read the weights
+    is_file = key == "init_from" and path.is_file()
+    remedy = "convert it to .npz or .safetensors" if is_file else "check the path"
+    if UPLOADED in path.absolute().parts:
+        remedy += (
+            "; this job runs in a copy of the submitted folder, without ignored files: give a full "
+            "path that all nodes share, or s3://"
+        )
+    raise ValueError(
+        f"{key}={text!r}: {path.absolute()} does not exist, or is not {kind}; {remedy}"
+    )
 
 
 def check_outputs(command: Command, recipe: Recipe) -> None:
     """
     Raises:
-        ValueError: `tracking.uri` is a folder, an export would overwrite what it reads, or results
-            would be in a submitted job's copy of its folder: each node has a copy, and Ray deletes
-            it.
+        ValueError: `tracking.uri` is a folder, or results would be in a submitted job's copy of its
+            folder: each node has a copy, and Ray deletes it.
     """
     uri = recipe.tracking.uri
     store = sqlite_file(uri)
@@ -369,20 +342,12 @@ def check_outputs(command: Command, recipe: Recipe) -> None:
         raise ValueError(
             f"tracking.uri={uri} is a folder; give a file, such as sqlite:///{store}/mlflow.db"
         )
-    if command.name == "export":
-        absolute = importlib.import_module("vit_ray.storage").absolute
-        target = _value(recipe, "export.path")
-        if absolute(target) == absolute(recipe.init_from):
-            raise ValueError(
-                f"export.path={target} is init_from itself, which would be overwritten; choose "
-                "another path"
-            )
     if UPLOADED not in Path.cwd().parts or command.name == "plan":
         return
     folders = {key: local_folder(text) for key in _WRITTEN if (text := _value(recipe, key))}
-    paths = {key: with_home(str(folder)) for key, folder in folders.items() if folder}
-    for key, path in {**paths, **({"tracking.uri": store} if store else {})}.items():
-        if key.split(".")[0] in command.reads and UPLOADED in path.absolute().parts:
+    for key, path in {**folders, "tracking.uri": store}.items():
+        is_written = path is not None and key.split(".")[0] in command.reads
+        if is_written and UPLOADED in with_home(str(path)).absolute().parts:
             raise ValueError(
                 f"{key}={_value(recipe, key)} would be in this job's copy of the submitted folder, "
                 "which Ray deletes; give a full path that all nodes share, s3://BUCKET/FOLDER, or "

@@ -24,7 +24,7 @@ from vit_ray.models import build_model
 from vit_ray.models.fitting import LoadReport
 from vit_ray.models.published import FOLDER_CONFIG, FOLDER_PREPROCESSOR, USE, weights_file
 from vit_ray.models.weights import check_suffix, save_weights
-from vit_ray.storage import Location, locate
+from vit_ray.storage import Location, absolute, locate
 from vit_ray.tracking.metrics_log import RunOpening
 from vit_ray.tracking.tracker import Tracker
 
@@ -73,6 +73,11 @@ def export(recipe: Recipe) -> int:
 
     config = require(recipe.export, "export", "export.path and export.layout")
     target, is_folder = locate(config.path), not PurePosixPath(config.path).suffix
+    if absolute(config.path) == absolute(str(recipe.init_from)):
+        raise ValueError(
+            f"export.path={config.path} is init_from itself, which would be overwritten; choose "
+            "another path"
+        )
     check_suffix(Path(config.path), config.layout)
     if config.push and not is_folder:
         raise ValueError(

@@ -361,6 +361,13 @@ class BenchmarkConfig(Section):
     of `data.train` or `data.eval`, in the order of the `config.json` next to the weights, if
     any."""
 
+    def _check(self) -> None:
+        published = {"imagenet_real": "real.json", "objectnet": "the folder `mappings`"}
+        if self.kind in published and self.label_file is None:
+            raise ValueError(
+                f"kind={self.kind}: label_file is not set; give {published[self.kind]}"
+            )
+
 
 class PaperConfig(Section):
     """The row of the paper's Tables 2 and 5 to compare a result with."""

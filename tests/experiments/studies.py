@@ -1,9 +1,12 @@
 """Small studies, and what stands for their trainings and their record."""
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from vit_ray.config import Recipe
 from vit_ray.config.recipe import recipe_from_dict
+from vit_ray.experiments.study_cells import Cell
 from vit_ray.launch.run import RunResult
 
 SIZES = {"depth": 1, "width": 16, "mlp_dim": 32, "num_heads": 2, "patch_size": 4}
@@ -41,6 +44,11 @@ def study_tree(
 
 def study_recipe(*arguments: Any, **study: Any) -> Recipe:
     return recipe_from_dict(study_tree(*arguments, **study), "test")
+
+
+def with_steps(cells: Iterable[Cell]) -> list[Cell]:
+    """As a study makes them once their data are known: cells of `study.steps`."""
+    return [replace(cell, steps=cell.recipe.optim.steps) for cell in cells]
 
 
 def trained(is_complete: bool = True, **metrics: float) -> RunResult:

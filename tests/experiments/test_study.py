@@ -11,18 +11,21 @@ import pytest
 import yaml
 from mlflow.tracking import MlflowClient
 
-from tests.experiments.studies import study_recipe, study_row, study_tree, trained
+from tests.experiments.studies import study_recipe, study_row, study_tree, trained, with_steps
 from tests.experiments.trials_here import Calls, in_process, parent_of
 from vit_ray.commands.experiments import print_study
 from vit_ray.commands.tracking_store import report
+from vit_ray.config import Recipe
 from vit_ray.config.command_sections import StudyTask
 from vit_ray.config.keys import tags_of
 from vit_ray.config.recipe import recipe_from_dict
 from vit_ray.experiments import study
 from vit_ray.experiments.study import run_study
-from vit_ray.experiments.study_cells import Cell, CellResult, study_cells
-from vit_ray.experiments.trials import Context
+from vit_ray.experiments.study_cells import Cell, CellResult, branch_step, study_cells
+from vit_ray.experiments.sweep import SweepResult
+from vit_ray.experiments.trials import Context, Outcome
 from vit_ray.launch.workers import RunDivergedError, RunFailedError
+from vit_ray.outcomes import TrialState
 
 
 @pytest.fixture
@@ -37,7 +40,7 @@ def run_cells(
     """The study of the cells, with `train(recipe, ...)` in the place of a training."""
     in_process(monkeypatch, train)
     parent, calls = parent_of(study_recipe("/x", [study_row("any")], **keys))
-    return study._run_cells([(cell, 10) for cell in cells], parent), calls
+    return study._run_cells(cells, parent), calls
 
 
 @pytest.mark.parametrize(
@@ -63,10 +66,11 @@ def test_transfers_are_metrics_of_their_cell_and_a_failed_one_ends_no_other(monk
     stored: list[Any] = []
     tops: dict[str, float] = {"cars": 0.7}
 
-    def transfer(cell: Cell, task: Any, context: Context) -> dict[str, float]:
-        if task.name not in tops:
-            raise ValueError("no such data set")
-        return {f"transfer/{task.name}_top1": tops[task.name]}
+    def fine_tune(recipe: Recipe, context: Context, tags: dict[str, str]) -> SweepResult:
+        name = tags["vit_ray.transfer_task"]
+        if name not in tops:
+            raise RunFailedError("no such data set")
+        return SweepResult([], {}, [Outcome(TrialState.FINISHED, tops[name])])
 
     def transferred() -> CellResult:
         tasks: Any = [{"name": name, "recipe": "finetune/pets"} for name in ("pets", "cars")]
@@ -75,7 +79,8 @@ def test_transfers_are_metrics_of_their_cell_and_a_failed_one_ends_no_other(monk
         ((found,), _) = run_cells(monkeypatch, cells[:1], train, transfer=tasks)
         return found
 
-    monkeypatch.setattr(study, "_transfer", transfer)
+    monkeypatch.setattr(study, "task_recipe", lambda *_: None)
+    monkeypatch.setattr(study, "fine_tune", fine_tune)
     monkeypatch.setattr(study, "add_to_ended", lambda *args: stored.append(args[1:3]))
     found = transferred()
     assert found.metrics == {"eval/top1": 0.5, "transfer/cars_top1": 0.7}
@@ -90,16 +95,18 @@ def test_branches_follow_the_longest_cell_of_their_row_in_its_trial(monkeypatch,
     tree = study_tree(tmp_path, [study_row("a"), study_row("b", rate=3e-4)], **lengths)
     tree["optim"]["schedule"] = "cooldown"
     recipe = recipe_from_dict(tree, "test")
-    cells, order = study_cells(recipe), list[tuple[str, tuple[int, ...]]]()
+    cells, order = with_steps(study_cells(recipe)), list[tuple[str, tuple[int, ...]]]()
 
     def train(recipe: Any, **_: Any) -> Any:
         order.append((recipe.name, recipe.checkpoint.keep_steps))
         return trained()
 
     in_process(monkeypatch, train)
-    monkeypatch.setattr(study, "begin_branch", lambda cell, trunk, step: f"{trunk.name} {step}")
+    monkeypatch.setattr(
+        study, "begin_branch", lambda cell, trunk: f"{trunk.name} {branch_step(cell)}"
+    )
     parent, calls = parent_of(recipe)
-    found = study._run_cells(list(zip(cells, [100, 400, 200] * 2, strict=True)), parent)
+    found = study._run_cells(cells, parent)
     kept = [(80, 160), (), ()] * 2
     assert order == [(cells[k].name, kept.pop(0)) for k in (1, 2, 0, 4, 5, 3)]
     assert [one.cell for one in found] == cells
@@ -151,20 +158,20 @@ def test_a_finished_study_trains_nothing_again_and_its_page_is_kept_with_its_run
     recipe = study_recipe(tmp_path, models, digits.train, digits.test, max_concurrent=2)
     first, again = run_study(recipe), run_study(recipe)
     assert [cell.was_finished for cell in again.cells] == [True, True]
-    assert again.parent_run_id == first.parent_run_id
+    assert again.published.run_id == first.published.run_id
     assert print_study(again) == 0
     assert "2 of 2 cells had finished before" in capsys.readouterr().out
-    text = again.page.read_text()
+    text = again.published.page.read_text()
     assert "Accuracy against compute" in text
     assert all(cell.cell.name in text for cell in again.cells)
     client = MlflowClient(recipe.tracking.uri)
-    assert "report.html" in {one.path for one in client.list_artifacts(again.parent_run_id)}
-    parent = client.get_run(again.parent_run_id).data
+    assert "report.html" in {one.path for one in client.list_artifacts(again.published.run_id)}
+    parent = client.get_run(again.published.run_id).data
     assert next(iter(parent.metrics)) == "eval/top1"
     assert "2 of 2 cells have finished" in parent.tags["mlflow.note.content"]
-    again.page.unlink()
-    assert report(recipe).page == again.page
-    assert again.page.exists()
+    again.published.page.unlink()
+    assert report(recipe).page == again.published.page
+    assert again.published.page.exists()
     # A finished cell is not taken for one of another recipe.
     for cell in run_study(recipe.with_changes(optim={"weight_decay": 0.3})).cells:
         assert "these keys have changed: optim.weight_decay was 0.0 and is 0.3" in cell.error
@@ -191,8 +198,8 @@ def test_a_cell_that_fails_is_named_and_the_others_are_trained_and_transferred(
     assert print_study(result) == 1
     assert "failed: grid-bad-data0.1-epochs1: " in capsys.readouterr().out
     client = MlflowClient(recipe.tracking.uri)
-    assert client.get_run(result.parent_run_id).info.status != "FINISHED"
-    history = client.download_artifacts(result.parent_run_id, "history", str(tmp_path))
+    assert client.get_run(result.published.run_id).info.status != "FINISHED"
+    history = client.download_artifacts(result.published.run_id, "history", str(tmp_path))
     (attempt,) = Path(history).glob("*.json")
     assert [event["kind"] for event in json.loads(attempt.read_text())] == ["failed cell"]
 
@@ -208,7 +215,7 @@ def test_a_cell_that_fails_is_named_and_the_others_are_trained_and_transferred(
     assert tags_of(fixed.data.tags)["vit_ray.study_cell"] == good.cell.name
     swept = under[f"{good.cell.name}-swept"]
     assert swept.data.tags["vit_ray.transfer_task"] == "swept"
-    assert swept.data.tags["mlflow.parentRunId"] == result.parent_run_id
+    assert swept.data.tags["mlflow.parentRunId"] == result.published.run_id
     trials = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == swept.info.run_id]
     assert len(trials) == 3  # two rates, and one run with the better one
     assert {run.info.status for run in (*trials, swept, fixed)} == {"FINISHED"}

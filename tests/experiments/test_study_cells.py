@@ -18,7 +18,7 @@ from tests.checkpoints.written import (
     write_checkpoint,
     write_snapshot,
 )
-from tests.experiments.studies import study_recipe, study_row, study_tree
+from tests.experiments.studies import study_recipe, study_row, study_tree, with_steps
 from vit_ray.checkpoints.checkpoint import folder_name
 from vit_ray.checkpoints.run_checkpoints import checkpoint_to_resume, newest_checkpoint
 from vit_ray.commands.dry_run import plan_study
@@ -31,7 +31,6 @@ from vit_ray.experiments.study_cells import (
     branch_step,
     study_cells,
     task_recipe,
-    with_kept_steps,
 )
 from vit_ray.storage import locate
 
@@ -104,13 +103,7 @@ def test_rows_of_one_label_add_seeds_to_some_of_its_lengths():
     assert names == ["grid-a-data1-epochs1-seed0", "grid-a-data1-epochs1"]
 
 
-def test_two_rows_that_make_one_cell_are_refused():
-    text = refusal(row("one"), row("two"))
-    assert "'grid-one-data1-epochs1' and 'grid-two-data1-epochs1'" in text
-    same = refusal(row("one"), changed("two", **{"optim.weight_decay": 0.0}))
-    assert "give the same cell" in same  # the default, given once more
-    assert len(cells(row("one"), changed("two", **{"optim.weight_decay": 0.1}))) == 2
-    assert len(cells(row("one"), changed("two", **{"data.train": "/other"}))) == 2
+def test_two_cells_of_one_name_are_refused():
     assert "two cells have the name" in refusal(row("a"), row("a", seeds=[0, 1]))
     assert "fractions and lengths that differ more" in refusal(row("a"), epochs=[1.0, 1.0000001])
     assert "lengths are given in epochs and in steps" in refusal(row("a"), epochs=[1.0], steps=[10])
@@ -148,7 +141,7 @@ def branching(folder: Any = "/x", schedule: str = "cooldown", **study: Any) -> d
 
 
 def branches(folder: Any = "/x") -> list[Cell]:
-    return study_cells(recipe_from_dict(branching(folder), "test"))
+    return with_steps(study_cells(recipe_from_dict(branching(folder), "test")))
 
 
 def test_only_the_cool_downs_of_the_others_are_paid_for():
@@ -160,10 +153,7 @@ def test_only_the_cool_downs_of_the_others_are_paid_for():
         shares = [cost / costs[1] for cost in costs]
         assert shares == pytest.approx([0.2 * 100 / 400, 1.0, 0.2 * 200 / 400])
     assert plan[0].facts.exaflops == pytest.approx(plan[1].facts.exaflops / 4)
-    short, trunk, middle, *_ = branches()
-    steps = [branch_step(short, 100), branch_step(middle, 200), 0]
-    assert steps == [80, 160, 0]
-    assert with_kept_steps(trunk, steps).recipe.checkpoint.keep_steps == (80, 160)
+    assert [branch_step(cell) for cell in branches()[:3]] == [80, 320, 160]
 
 
 def long_run(trunk: Cell, step: int) -> None:
@@ -180,7 +170,7 @@ def test_a_branch_begins_with_the_longest_cells_checkpoint_as_a_run_of_its_own(t
     short, trunk, *_ = branches(tmp_path)
     long_run(trunk, 80)
     for _ in range(2):  # told at every start
-        assert begin_branch(short, trunk, 80) == f"{trunk.name} at step 80"
+        assert begin_branch(short, trunk) == f"{trunk.name} at step 80"
     found = newest_checkpoint(locate(short.recipe.run_folder))
     where = found.position
     assert (where.step, where.samples_seen, where.tracking_run_id) == (80, 640, None)
@@ -195,8 +185,8 @@ def test_a_damaged_checkpoint_is_told_and_the_cell_trained_from_its_start(tmp_pa
     (tensors,) = Path(damaged.path).glob("*.safetensors")
     flip(damaged, tensors.name)
     told: list[str] = []
-    assert begin_branch(short, trunk, 80, told.append) == ""
-    assert "is trained from its start" in told[0]
+    assert begin_branch(short, trunk, told.append) == ""
+    assert "starts at step 0" in told[0]
     folder = locate(short.recipe.run_folder)
     assert checkpoint_to_resume(folder) is None  # no loss: it may begin
     assert not folder.child(BRANCH_NOTE).exists()
@@ -206,13 +196,14 @@ def test_without_a_checkpoint_of_its_step_a_cell_is_trained_from_its_start(tmp_p
     short, trunk, *_ = branches(tmp_path)
     folder, told = locate(short.recipe.run_folder), list[str]()
     folder.child(BRANCH_NOTE).write(b"a copy that was cut short")
-    assert begin_branch(short, trunk, 80, told.append) == ""
+    assert begin_branch(short, trunk, told.append) == ""
     (text,) = told  # it costs a whole training more
-    assert f"{trunk.name} has no complete checkpoint of that step" in text
-    assert begin_branch(short, trunk, 0, told.append) == ""  # a cool-down from the first step on
+    assert f"{trunk.name}/{folder_name(80)} has no commit.json" in text
+    cool = short.recipe.with_changes(optim={"cooldown_fraction": 1.0})
+    assert begin_branch(replace(short, recipe=cool), trunk, told.append) == ""
     write_checkpoint(folder, 5)  # it has begun so
     long_run(trunk, 80)
-    assert begin_branch(short, trunk, 80, told.append) == ""
+    assert begin_branch(short, trunk, told.append) == ""
     assert told == [text]
     names = [one.name for one in Path(short.recipe.run_folder).glob("step-*")]
     assert names == [folder_name(5)]

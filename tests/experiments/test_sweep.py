@@ -135,8 +135,7 @@ def plan_of(folder: Path, rates: tuple[float, ...] = (0.1, 0.2), **changes: Any)
         sweep={"learning_rates": rates, "seeds": 2}, **changes,
     )  # fmt: skip
     points = points_of(recipe, recipe.sweep)
-    trials = [trial_recipe(recipe, point) for point in points]
-    return SweepPlan(recipe, resolved_run(), points, trials, [16] * len(points))
+    return SweepPlan(recipe, resolved_run(), points, ("train", "dev"), [16] * len(points))
 
 
 @pytest.fixture(autouse=True)
@@ -145,9 +144,9 @@ def no_data_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "training_table", lambda *_: [])
 
 
-def swept(plan: SweepPlan) -> tuple[SweepResult, Any]:
+def swept(plan: SweepPlan, **parent_is: bool) -> tuple[SweepResult, Any]:
     """By trials of Ray Tune; with what was recorded."""
-    parent, calls = parent_of(plan.recipe)
+    parent, calls = parent_of(plan.recipe, **parent_is)
     trials, finals = partial(tune_trials, plan, parent), partial(tune_finals, plan, parent)
     return sweep.sweep(plan, parent, trials, finals), calls
 
@@ -262,10 +261,8 @@ def test_as_many_run_in_parallel_as_fit_whichever_they_are(use_gpu, cluster, cou
 def test_a_sweep_under_asha_that_was_restarted_says_so(has_begun, tmp_path, monkeypatch):
     plan = plan_of(tmp_path)
     plan = replace(plan, recipe=plan.recipe.with_changes(sweep={"scheduler": "asha"}))
-    if has_begun:
-        (tmp_path / plan.trials[0].name / "step-00000001").mkdir(parents=True)
     in_process(monkeypatch, lambda recipe, **_: result_of(recipe, top1=0.5))
-    _, calls = swept(plan)
+    _, calls = swept(plan, has_begun=has_begun)
     assert (sweep.RESTARTED in calls.last("tag")[1]) is has_begun
 
 

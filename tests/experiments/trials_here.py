@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.launch.resolved import resolved_run
 from tests.recipes import recipe_with
 from vit_ray.config import Recipe
 from vit_ray.experiments import study, sweep, trials, vtab
@@ -44,12 +45,12 @@ class Calls:
         return [call[1:] for call in self.made if call[0] == method][-1]
 
 
-def parent_of(recipe: Recipe | None = None) -> tuple[OpenParent, Calls]:
+def parent_of(recipe: Recipe | None = None, **parent_is: bool) -> tuple[OpenParent, Calls]:
     """An open parent run without Ray or MLflow, and what is recorded there."""
     recipe, calls = recipe or recipe_with("parent"), Calls()
     calls.run_name = recipe.name
     run: Any = SimpleNamespace(record=calls, is_complete=False)
-    return OpenParent(recipe, run, CLUSTER), calls
+    return OpenParent(recipe, run, CLUSTER, resolved_run(), **parent_is), calls
 
 
 def context_of(parent: OpenParent) -> Context:
@@ -71,7 +72,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch, train: Callable[..., RunResult])
             config = dict(zip(space, values, strict=True))
             result = work(config, context_of(parent))
             results.append({**result, "config": config, "done": True})
-        return Ended(results, Outcome(TrialState.FAILED, math.nan, error="lost"), 0)
+        return Ended(results, Outcome(TrialState.FAILED, math.nan, error="lost"))
 
     for module in (sweep, study, vtab):
         monkeypatch.setattr(module, "run_trials", run_trials)

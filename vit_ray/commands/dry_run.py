@@ -219,10 +219,10 @@ def plan_study(recipe: Recipe) -> tuple[list[PlannedRuns], list[PlannedRuns]]:
     """
     study, cells = study_of(recipe), study_cells(recipe)
     trained = {cell.name: _planned(cell.name, cell.recipe) for cell in cells}
-    with_steps = [(cell, trained[cell.name].facts.total_steps) for cell in cells]
+    with_steps = [replace(cell, steps=trained[cell.name].facts.total_steps) for cell in cells]
     for _, *branches in in_groups(study, with_steps):
-        for cell, steps in branches:
-            share = 1 - branch_step(cell, steps) / steps
+        for cell in branches:
+            share = 1 - branch_step(cell) / cell.steps
             trained[cell.name] = replace(trained[cell.name], own_share=share)
     transfers = list[PlannedRuns]()
     for cell, task in itertools.product(cells, study.transfer):

@@ -73,9 +73,9 @@ def study(recipe: Recipe) -> int:
 
 
 def _print_links(result: SweepResult | VtabResult | StudyResult) -> None:
-    if result.page is not None:
-        print(f"report: {result.page}")
-    print_link(result.hint, result.parent_run_id)
+    if result.published.page is not None:
+        print(f"report: {result.published.page}")
+    print_link(result.published.hint, result.published.run_id)
 
 
 def print_sweep(result: SweepResult | None) -> int:
@@ -194,8 +194,8 @@ def _train_and_compare(recipe: Recipe, sweep: Recipe, scratch: Recipe) -> int:
     count = open_dataset(str(recipe.data.eval)).num_images
     figures = {name: f"{top1:.2%}{interval_note(top1, count)}" for name, top1 in accuracies.items()}
     print_figures("Top-1 accuracy on the test set", figures)
-    if swept.parent_run_id is not None:
-        print(f"report of all runs: {report(recipe, keep_with=swept.parent_run_id).page}")
+    if (run_id := swept.published.run_id) is not None:
+        print(f"report of all runs: {report(recipe, keep_with=run_id).page}")
     return 0
 
 

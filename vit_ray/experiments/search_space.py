@@ -8,7 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import numpy as np
@@ -87,7 +87,7 @@ def points_of(recipe: Recipe, config: SweepConfig) -> list[Point]:
     For `search=optuna` the random points stand for those that Optuna will propose.
 
     Raises:
-        ValueError: a value is not allowed, the model does not exist, or two points are equal.
+        ValueError: a value is not allowed, or two points are equal.
     """
     space = space_of(config)
     if config.search == "optuna" and importlib.util.find_spec("optuna") is None:
@@ -100,7 +100,8 @@ def points_of(recipe: Recipe, config: SweepConfig) -> list[Point]:
         points: list[Point] = [dict(zip(space, values, strict=True)) for values in grid]
     else:
         points = _random_points(config)
-    _check_models(recipe, points)
+    for point in points:
+        with_point(recipe, point)
     names = Counter(point_name(point) for point in points)
     if twice := [name for name, count in names.items() if count > 1]:
         raise ValueError(
@@ -110,23 +111,8 @@ def points_of(recipe: Recipe, config: SweepConfig) -> list[Point]:
     return points
 
 
-def _check_models(recipe: Recipe, points: list[Point]) -> None:
-    # Each model once: to check frozen parts, the model is built.
-    deciding: Any = {"model": True, "train": True, "optim": {"frozen"}}
-    checked: set[str] = set()
-    for point in points:
-        changed = with_point(recipe, point)
-        trained = changed.model_dump_json(include=deciding)
-        if trained not in checked:
-            with errors_of_point(recipe, point):
-                check_model(changed)
-        checked.add(trained)
-
-
-def errors_of_point(recipe: Recipe, point: Point) -> AbstractContextManager[None]:
-    """Errors in the block name the point, unless points are only learning rates."""
-    if recipe.sweep is None or recipe.sweep.space is None:
-        return nullcontext()
+def errors_of_point(point: Point) -> AbstractContextManager[None]:
+    """Errors in the block name the point."""
     return errors_of(f"sweep.space: {point_text(point)}")
 
 
@@ -246,7 +232,8 @@ def checked_steps(recipe: Recipe, num_images: int) -> int:
     trial_steps, num_trial_images = 0, round(num_images * (1 - recipe.sweep.dev_fraction))
     for point in points_of(recipe, recipe.sweep):
         trial = with_point(recipe, point)
-        with errors_of_point(recipe, point):
+        with errors_of_point(point):
+            check_model(trial)
             check_head_is_trained(trial, "sweep_trial")
             check_batch(trial, num_trial_images)
         trial_steps += trial.optim.total_steps(num_trial_images, trial.train.global_batch_size)

@@ -10,7 +10,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ray import tune
@@ -22,7 +21,6 @@ from vit_ray.experiments.search_space import checked_steps, points_of
 from vit_ray.experiments.study_cells import (
     Cell,
     CellResult,
-    Planned,
     begin_branch,
     branch_step,
     in_groups,
@@ -30,7 +28,6 @@ from vit_ray.experiments.study_cells import (
     study_cells,
     study_of,
     task_recipe,
-    with_kept_steps,
 )
 from vit_ray.experiments.sweep import fine_tune
 from vit_ray.experiments.trials import (
@@ -39,13 +36,14 @@ from vit_ray.experiments.trials import (
     Context,
     OpenParent,
     Outcome,
+    Published,
     open_parent,
-    page_of,
     run_trials,
 )
-from vit_ray.launch.resolved_run import resolve_run
-from vit_ray.launch.run_record import NOTE, add_to_ended, description
+from vit_ray.launch.resolved_run import ResolvedRun, resolve_run
+from vit_ray.launch.run_record import add_to_ended
 from vit_ray.launch.terminal import RunStoppedError
+from vit_ray.launch.workers import RunFailedError
 from vit_ray.metric_names import (
     EVAL_TOP1,
     STUDY_CELLS,
@@ -54,21 +52,14 @@ from vit_ray.metric_names import (
     TRANSFER_MEAN_TOP1,
 )
 from vit_ray.outcomes import EventKind
-from vit_ray.storage import locate
 
 
 @dataclass(frozen=True)
 class StudyResult:
-    """All cells in the order of the grid, and the page that shows them.
-
-    Attributes:
-        page: None while MLflow is away: `vit-ray report` can write it later.
-    """
+    """All cells in the order of the grid."""
 
     cells: list[CellResult]
-    parent_run_id: str | None
-    page: Path | None
-    hint: str
+    published: Published
 
     @property
     def is_complete(self) -> bool:
@@ -83,35 +74,30 @@ def run_study(recipe: Recipe) -> StudyResult | None:
         ValueError: a cell cannot work; nothing was started.
     """
     recipe = recipe.with_absolute_paths()
-    # Also paths in a row's changes: a trial's process runs in another folder.
-    cells = [replace(c, recipe=c.recipe.with_absolute_paths()) for c in study_cells(recipe)]
-    resolved_runs = [resolve_run(cell.recipe) for cell in cells]
+    cells, resolved_runs = list[Cell](), list[ResolvedRun]()
+    for cell in study_cells(recipe):
+        resolved_runs.append(resolve_run(cell.recipe))
+        cells.append(replace(cell, steps=resolved_runs[-1].total_steps))
     fine_tunings, steps_of_tasks = _check_tasks(cells, study_of(recipe).transfer)
-    steps = [resolved.total_steps for resolved in resolved_runs]
-    has_begun = any(locate(cell.recipe.run_folder).list_folders() for cell in cells)
+    trainings = [*(cell.recipe for cell in cells), *fine_tunings]
+    # So that a report knows which cells have not started.
+    tags = {"vit_ray.num_cells": str(len(cells))}
+    total_steps = sum(cell.steps for cell in cells) + steps_of_tasks
     try:
         with open_parent(
-            recipe,
-            "study",
-            resolved_runs[0],
-            sum(steps) + steps_of_tasks,
-            continues=has_begun,
-            trainings=[cell.recipe for cell in cells] + fine_tunings,
-            # So that a report knows which cells have not started.
-            tags={"vit_ray.num_cells": str(len(cells))},
+            recipe, "study", resolved_runs[0], total_steps, trainings, tags=tags
         ) as parent:
-            results = _run_cells(list(zip(cells, steps, strict=True)), parent)
-            totals, record = _totals(results), parent.run.record
-            record.results(len(results), totals)
-            note = partial(description, recipe, resolved_runs[0], record.command)
-            summary = f"Of {len(results)} cells, {totals[STUDY_FAILED_CELLS]:.0f} failed"
-            record.tag(NOTE, note(summary))
-            if written := page_of(parent):
-                record.tag(NOTE, note("\n\n".join(written.lead)))
-            page = written.page if written else None
-            outcome = StudyResult(results, parent.run_id, page, record.hint())
-            parent.run.is_complete = outcome.is_complete
-            return outcome
+            results = _run_cells(cells, parent)
+            totals = _totals(results)
+            published = parent.conclude(
+                f"Of {len(results)} cells, {totals[STUDY_FAILED_CELLS]:.0f} failed",
+                totals,
+                is_complete=not totals[STUDY_FAILED_CELLS],
+                step=len(results),
+            )
+            if published.lead:
+                parent.describe(published.lead)
+            return StudyResult(results, published)
     except RunStoppedError:
         return None
 
@@ -127,7 +113,7 @@ def _check_tasks(cells: list[Cell], tasks: tuple[StudyTask, ...]) -> tuple[list[
     """
     fine_tunings, total_steps = list[Recipe](), 0
     for task in tasks:
-        recipes = [task_recipe(cell, task).with_absolute_paths() for cell in cells]
+        recipes = [task_recipe(cell, task) for cell in cells]
         fine_tunings += recipes
         num_images = resolve_run(recipes[0]).num_images
         require(recipes[0].data.eval, f"study.transfer {task.name!r}: data.eval", "a test set")
@@ -140,25 +126,25 @@ def _check_tasks(cells: list[Cell], tasks: tuple[StudyTask, ...]) -> tuple[list[
     return fine_tunings, total_steps
 
 
-def _run_cells(planned: list[Planned], parent: OpenParent) -> list[CellResult]:
+def _run_cells(cells: Sequence[Cell], parent: OpenParent) -> list[CellResult]:
     study = study_of(parent.recipe)
-    groups = {group[0][0].name: group for group in in_groups(study, planned)}
+    groups = {group[0].name: group for group in in_groups(study, cells)}
     ended = run_trials(
         partial(_train_group, study, groups),
         parent,
         "cells",
-        [group[0][0].recipe for group in groups.values()],
+        [trunk.recipe for trunk, *_ in groups.values()],
         space={"cell": tune.grid_search(list(groups))},
         max_concurrent=study.max_concurrent,
     )
-    lost: dict[str, Any] = {"metrics": {}, "run_id": None, "error": ended.lost.error}
+    lost: dict[str, Any] = {"error": ended.lost.error}
     trained = {name: fields for result in ended.results for name, fields in result["cells"].items()}
-    return [CellResult(cell, **trained.get(cell.name, lost)) for cell, _ in planned]
+    return [CellResult(cell, **trained.get(cell.name, lost)) for cell in cells]
 
 
 def _train_group(
     study: StudyConfig,
-    groups: Mapping[str, Sequence[Planned]],
+    groups: Mapping[str, Sequence[Cell]],
     config: dict[str, Any],
     context: Context,
 ) -> dict[str, Any]:
@@ -166,70 +152,60 @@ def _train_group(
 
     A failed cell does not end the others.
     """
-    (trunk, trunk_steps), *branches = groups[config["cell"]]
-    saving = with_kept_steps(trunk, [branch_step(cell, steps) for cell, steps in branches])
+    trunk, *branches = groups[config["cell"]]
     tags = {"vit_ray.study_label": trunk.label}
-    outcome = context.train(saving.recipe, "study_cell", tags)
-    cells = {trunk.name: _with_transfers(study, (trunk, trunk_steps), outcome, "", context)}
-    for cell, steps in branches:
-        branched_from = begin_branch(cell, trunk, branch_step(cell, steps))
+    keep_steps = {*trunk.recipe.checkpoint.keep_steps, *map(branch_step, branches)} - {0}
+    saving = trunk.recipe.with_changes(checkpoint={"keep_steps": sorted(keep_steps)})
+    outcome = context.train(saving, "study_cell", tags)
+    cells = {trunk.name: _with_transfers(study, trunk, outcome, context)}
+    for cell in branches:
+        branched_from = begin_branch(cell, trunk)
         if branched_from:
             context.parent.record.event(EventKind.BRANCH, f"{cell.name}: {branched_from}", 0)
         of_branch = context.alone.train(cell.recipe, "study_cell", tags)
-        cells[cell.name] = _with_transfers(study, (cell, steps), of_branch, branched_from, context)
+        fields = _with_transfers(study, cell, of_branch, context)
+        cells[cell.name] = fields | {"branched_from": branched_from}
     return {STEP: outcome.step, METRIC: outcome.top1, "cells": cells}
 
 
 def _with_transfers(
-    study: StudyConfig, planned: Planned, outcome: Outcome, branched_from: str, context: Context
+    study: StudyConfig, cell: Cell, outcome: Outcome, context: Context
 ) -> dict[str, Any]:
     """Fine-tune a cell on each task, and add the accuracies to the cell's run.
 
     A failed task does not end the others.
 
     Returns:
-        The fields of the cell's `CellResult`.
+        Fields of the cell's `CellResult`.
     """
-    cell, steps = planned
-    keys = {f"{TRANSFER_GROUP}{task.name}_top1" for task in study.transfer}
-    metrics, errors = dict(outcome.metrics), [outcome.first_line] if outcome.error else []
-    for task in () if errors else study.transfer:
+    metrics, top1 = dict(outcome.metrics), list[float]()
+    errors = [outcome.error] if outcome.error else []
+    for task in () if outcome.error else study.transfer:
+        tags = {"vit_ray.transfer_task": task.name, "vit_ray.study_cell": cell.name}
+        key = f"{TRANSFER_GROUP}{task.name}_top1"
         try:
-            added = _transfer(cell, task, context)
-            metrics |= added
-            if keys <= metrics.keys():
-                added[TRANSFER_MEAN_TOP1] = statistics.fmean(metrics[key] for key in keys)
-                metrics |= added
-            add_to_ended(cell.recipe, outcome.run_id, added, context.parent)
-        except RunStoppedError:
-            raise
-        except Exception as error:
-            reason = (str(error).strip() or repr(error)).splitlines()[0]
-            errors.append(f"transfer to {task.name}: {reason}")
+            swept = fine_tune(task_recipe(cell, task), context, tags)
+        except RunFailedError as error:
+            errors.append(f"transfer to {task.name}: {error}")
+            continue
+        top1.append(swept.mean)
+        added = {key: swept.mean}
+        if len(swept.rows):
+            added[f"{key}_std"] = swept.deviation
+        if len(top1) == len(study.transfer):
+            added[TRANSFER_MEAN_TOP1] = statistics.fmean(top1)
+        metrics |= added
+        add_to_ended(cell.recipe, outcome.run_id, added, context.parent)
     if errors:
         text = f"{cell.name}: {'; '.join(errors)}"
         context.parent.record.event(EventKind.CELL_FAILED, text, 0)
-    context.parent.record.child_step(cell.name, steps)
+    context.parent.record.child_step(cell.name, cell.steps)
     return {
         "metrics": metrics,
         "run_id": outcome.run_id,
         "was_finished": outcome.was_finished,
-        "branched_from": branched_from,
         "error": "; ".join(errors),
     }
-
-
-def _transfer(cell: Cell, task: StudyTask, context: Context) -> dict[str, float]:
-    """Accuracy of the cell on the task, as metrics of the cell's run.
-
-    Raises:
-        RunFailedError: the fine-tuning, or each trial of the sweep, failed.
-        ValueError: the recipe cannot work, or the weights do not exist.
-    """
-    recipe = task_recipe(cell, task).with_absolute_paths()
-    tags = {"vit_ray.transfer_task": task.name, "vit_ray.study_cell": cell.name}
-    key, swept = f"{TRANSFER_GROUP}{task.name}_top1", fine_tune(recipe, context, tags)
-    return {key: swept.mean} | ({f"{key}_std": swept.deviation} if recipe.sweep else {})
 
 
 def _totals(results: list[CellResult]) -> dict[str, float]:

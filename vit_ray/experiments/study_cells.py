@@ -16,21 +16,19 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from vit_ray.checkpoints.checkpoint import Position, copy_checkpoint, folder_name
 from vit_ray.checkpoints.checkpoint_format import (
     DamagedCheckpointError,
     PartialCheckpointError,
-    is_committed,
 )
 from vit_ray.checkpoints.run_checkpoints import Warn, begin_training, newest_checkpoint
 from vit_ray.config import Recipe, load_recipe, require
 from vit_ray.config.command_sections import StudyConfig, StudyModel, StudyTask
 from vit_ray.config.keys import TAGGED, unused_keys
-from vit_ray.config.schema import ImageSize, errors_of
-from vit_ray.config.training_sections import ModelConfig
+from vit_ray.config.schema import errors_of
 from vit_ray.experiments.search_space import check_in_turn, short_name, with_point
 from vit_ray.launch.prepared_run import lock_run
 from vit_ray.launch.resolved_run import check_model
@@ -41,16 +39,18 @@ from vit_ray.training.steps import cooldown_start
 
 # Epochs of most rows of the paper's Table 3, on JFT-300M.
 PAPER_EPOCHS: Final = 7.0
-# Keys that a row sets through other fields.
-_FIELD_OF_KEY: Final = {
-    "name": "label",
+# Sections and keys that no row changes, except for descriptions of the data; and how they are set.
+_NOT_OF_A_ROW: Final = {
+    "name": "the row's label",
     "seed": "study.seeds",
     "data.fraction": "data_fractions",
-    **{f"optim.{key}": key for key in ("epochs", "steps")},
+    **{f"optim.{unit}": unit for unit in ("epochs", "steps")},
+    **dict.fromkeys(
+        ("output", "resume", "tracking", "storage", "study", "sweep", "vtab", "plan"),
+        "it outside the rows, for all cells",
+    ),
 }
-# Keys and sections that all cells share, except for descriptions of the data.
-_SHARED: Final = ("output", "resume", "tracking", "storage", "study", "sweep", "vtab", "plan")
-_NOT_SHARED: Final = ("plan.num_images", "plan.num_classes")
+_DESCRIBES_DATA: Final = ("plan.num_images", "plan.num_classes")
 # Sections and keys of a task's recipe that come from the cell.
 _KEYS_OF_CELL: Final = (
     "name",
@@ -75,21 +75,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Cell:
-    """One training of the study; `length` is a text, such as `7 epochs`."""
+    """One training of the study.
+
+    Attributes:
+        length: as text, such as `7 epochs`.
+        steps: 0 until the data are known.
+    """
 
     label: str
     fraction: float
     length: str
     recipe: Recipe
+    steps: int = 0
 
     @property
     def name(self) -> str:
         """Run name: study, label, share of data, length, and the seed if it is not the recipe's."""
         return self.recipe.name
-
-
-# A cell, and the steps of its training.
-Planned = tuple[Cell, int]
 
 
 @dataclass(frozen=True)
@@ -104,8 +106,8 @@ class CellResult:
     """
 
     cell: Cell
-    metrics: dict[str, float]
-    run_id: str | None
+    metrics: dict[str, float] = field(default_factory=dict)
+    run_id: str | None = None
     was_finished: bool = False
     branched_from: str = ""
     error: str = ""
@@ -140,7 +142,7 @@ def study_cells(recipe: Recipe) -> list[Cell]:
                 "optim": {"epochs": None, "steps": None, **duration},
                 "study": None,
             }
-            cell_recipe = with_point(recipe, point, where, **changes)
+            cell_recipe = with_point(recipe, point, where, **changes).with_absolute_paths()
             with errors_of(where):
                 check_model(cell_recipe)
             cells.append(Cell(row.label, fraction, f"{value} {unit}", cell_recipe))
@@ -166,15 +168,9 @@ def _row_point(row: StudyModel, where: str) -> dict[str, Any]:
     if row.learning_rate is not None:
         point["optim.learning_rate"] = row.learning_rate
     for key, value in leaves(row.changes):
-        if field := _FIELD_OF_KEY.get(key):
-            raise ValueError(
-                f"{where}: changes.{key} cannot be set for a single cell; give {field}"
-            )
-        if (section := key.partition(".")[0]) in _SHARED and key not in _NOT_SHARED:
-            raise ValueError(
-                f"{where}: changes.{key}: all cells of a study share {section}; set it outside the "
-                "rows"
-            )
+        setting = _NOT_OF_A_ROW.get(key) or _NOT_OF_A_ROW.get(key.partition(".")[0])
+        if setting and key not in _DESCRIBES_DATA:
+            raise ValueError(f"{where}: changes.{key} cannot be set by a row; give {setting}")
         if key in point and (row.model is None or not key.startswith("model.")):
             raise ValueError(f"{where}: {key} is given twice; keep one of them")
         point[key] = value
@@ -197,17 +193,6 @@ def _check_together(study: StudyConfig, cells: list[Cell]) -> None:
             f"study: two cells have the name {twice[0]!r}; give each of study.models its own "
             "label, and list fractions and lengths that differ more"
         )
-    by_params: dict[str, Cell] = {}
-    for cell in cells:
-        other = by_params.setdefault(
-            json.dumps(_deciding_params(cell.recipe), sort_keys=True), cell
-        )
-        if other is not cell:
-            raise ValueError(
-                f"study: rows {other.label!r} and {cell.label!r} give the same cell: "
-                f"{other.name!r} and {cell.name!r} would train the same; remove one of them, or "
-                "change it"
-            )
     for cell in cells if study.branch else ():
         schedule = cell.recipe.optim.schedule
         if schedule != "cooldown":
@@ -240,7 +225,11 @@ def task_recipe(cell: Cell, task: StudyTask) -> Recipe:
     base = load_recipe(task.recipe, {"tracking": trained.tracking.model_dump(mode="json")})
     # Off and unset are equal: a model without the option can be fine-tuned with the recipe, too.
     options = {key: getattr(base.model, key) or None for key in _KEYS_OF_TASK}
-    model = trained.model.model_dump(mode="json") | options
+    # As in the paper's code: of 384 pixels ViT-H/14 uses the 378 that are a multiple of its patch.
+    size, patch = base.model.image_size, trained.model.patch or 1
+    options["image_size"] = (
+        size - size % patch if isinstance(size, int) else [side - side % patch for side in size]
+    )
     changes: dict[str, Any] = {
         "name": f"{cell.name}-{task.name}",
         "output": trained.output,
@@ -248,22 +237,18 @@ def task_recipe(cell: Cell, task: StudyTask) -> Recipe:
         "seed": trained.seed,
         "storage": trained.storage.model_dump(mode="json"),
         "workers": trained.workers.model_dump(mode="json"),
-        "model": model | {"image_size": _divisible_size(trained.model, base.model.image_size)},
+        "model": trained.model.model_dump(mode="json") | options,
         "study": None,
     }
     recipe = with_point(base, point, where, **changes)
     check_in_turn(recipe, where)
-    # The same on any number of workers.
-    params = {key: value for key, value in _deciding_params(recipe).items() if key not in SIZES}
-    digest = hashlib.sha256(json.dumps(params, sort_keys=True).encode()).hexdigest()[:8]
-    return recipe.with_changes(name=short_name(f"{recipe.name}-{digest}"))
-
-
-def _deciding_params(recipe: Recipe) -> dict[str, Any]:
-    # The parameters that decide the weights of a training and the results of the evaluation.
+    # What decides the weights and the evaluation, which is the same on any number of workers.
     flat = recipe.flat()
-    of_evaluation = {key: flat[key] for key in TAGGED if key not in unused_keys(flat)}
-    return {**trained_params(recipe), **of_evaluation}
+    params = trained_params(recipe) | {key: flat[key] for key in TAGGED}
+    for key in {*SIZES, *unused_keys(flat)}:
+        params.pop(key, None)
+    digest = hashlib.sha256(json.dumps(params, sort_keys=True).encode()).hexdigest()[:8]
+    return recipe.with_changes(name=short_name(f"{recipe.name}-{digest}")).with_absolute_paths()
 
 
 def key_of_the_cell(point: Mapping[str, Any]) -> str | None:
@@ -273,41 +258,23 @@ def key_of_the_cell(point: Mapping[str, Any]) -> str | None:
     return next(taken, None)
 
 
-def _divisible_size(model: ModelConfig, size: ImageSize) -> ImageSize:
-    """An image size rounded down to a multiple of the patch side, as in the paper's code.
-
-    ViT-H/14 uses 378 of 384 pixels: the convolution takes 27 patches and leaves six pixels.
-    """
-    patch = model.patch or 1
-    if isinstance(size, int):
-        return size - size % patch
-    return size[0] - size[0] % patch, size[1] - size[1] % patch
-
-
-def in_groups(study: StudyConfig, planned: Sequence[Planned]) -> list[list[Planned]]:
+def in_groups(study: StudyConfig, cells: Sequence[Cell]) -> list[list[Cell]]:
     """Groups of cells that are trained one by one, the longest of a branching row first."""
     if not study.branch:
-        return [[pair] for pair in planned]
-    groups: dict[Any, list[Planned]] = defaultdict(list)
-    for cell, steps in planned:
-        groups[cell.label, cell.fraction, cell.recipe.seed].append((cell, steps))
-    return [sorted(group, key=lambda pair: -pair[1]) for group in groups.values()]
+        return [[cell] for cell in cells]
+    groups: dict[Any, list[Cell]] = defaultdict(list)
+    for cell in cells:
+        groups[cell.label, cell.fraction, cell.recipe.seed].append(cell)
+    return [sorted(group, key=lambda cell: -cell.steps) for group in groups.values()]
 
 
-def branch_step(cell: Cell, total_steps: int) -> int:
+def branch_step(cell: Cell) -> int:
     """Step of the row's longest cell after which this cell is trained separately."""
-    return cooldown_start(cell.recipe.optim, total_steps)
+    return cooldown_start(cell.recipe.optim, cell.steps)
 
 
-def with_kept_steps(trunk: Cell, steps: list[int]) -> Cell:
-    """The longest cell, with a checkpoint at each step where another cell branches off."""
-    keep_steps = {*trunk.recipe.checkpoint.keep_steps, *(step for step in steps if step > 0)}
-    checkpoint = {"keep_steps": sorted(keep_steps)}
-    return replace(trunk, recipe=trunk.recipe.with_changes(checkpoint=checkpoint))
-
-
-def begin_branch(cell: Cell, trunk: Cell, step: int, warn: Warn = logger.warning) -> str:
-    """Copy the trunk's checkpoint of a step to a cell that has no checkpoint.
+def begin_branch(cell: Cell, trunk: Cell, warn: Warn = logger.warning) -> str:
+    """Copy the trunk's checkpoint at which a cell branches off, if the cell has no checkpoint.
 
     If that checkpoint cannot be used, the cell is trained from step 0, with the same result.
 
@@ -321,38 +288,34 @@ def begin_branch(cell: Cell, trunk: Cell, step: int, warn: Warn = logger.warning
     Raises:
         ValueError: another process trains the cell.
     """
-    folder = locate(cell.recipe.run_folder)
+    step, folder = branch_step(cell), locate(cell.recipe.run_folder)
     note = folder.child(BRANCH_NOTE)
     if newest_checkpoint(folder) is not None:
         return note.read().decode() if note.exists() else ""
-    source = locate(trunk.recipe.run_folder).child(folder_name(step))
-    origin = origin_of(trunk.name, step)
+
+    # The trunk's position with the cell's recipe, to be recorded in a separate run.
+    def of_cell(position: Position) -> Position:
+        lengths = {key: getattr(cell.recipe.optim, key) for key in ("epochs", "steps")}
+        changes = {"name": cell.name, "optim": {**position.recipe["optim"], **lengths}}
+        return replace(
+            position,
+            progress=replace(position.progress, seconds={}),  # the seconds are the trunk's
+            recipe=position.recipe | changes,
+            tracking_run_id=None,
+        )
+
     with lock_run(folder):
         note.delete()  # of an interrupted copy, which does not count
         if step == 0:
             return ""
-        alone = f"{cell.name} does not branch off {origin}, and is trained from its start"
-        if not is_committed(source):
-            warn(f"{alone}: {trunk.name} has no complete checkpoint of that step")
-            return ""
+        origin = origin_of(trunk.name, step)
+        source = locate(trunk.recipe.run_folder).child(folder_name(step))
         begin_training(folder)
         note.write(origin.encode())  # before the copy: a complete copy has its note
-
-        # The trunk's position with the cell's recipe, to be recorded in a separate run.
-        def of_cell(position: Position) -> Position:
-            lengths = {key: getattr(cell.recipe.optim, key) for key in ("epochs", "steps")}
-            changes = {"name": cell.name, "optim": {**position.recipe["optim"], **lengths}}
-            return replace(
-                position,
-                progress=replace(position.progress, seconds={}),  # the seconds are the trunk's
-                recipe=position.recipe | changes,
-                tracking_run_id=None,
-            )
-
         try:
-            copy_checkpoint(source, folder.child(folder_name(step)), of_cell)
+            copy_checkpoint(source, folder, of_cell)
         except (DamagedCheckpointError, PartialCheckpointError) as error:
             note.delete()
-            warn(f"{alone}: {error}")
+            warn(f"{cell.name} does not branch off {origin}, but starts at step 0: {error}")
             return ""
     return origin

@@ -15,15 +15,15 @@ import logging
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler
 from ray.tune.search.basic_variant import BasicVariantGenerator
 
+from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import SweepConfig
 from vit_ray.data.parts import dev_split
@@ -48,16 +48,16 @@ from vit_ray.experiments.trials import (
     Context,
     OpenParent,
     Outcome,
-    Work,
+    Published,
     deciding_metric,
+    first_line,
     open_parent,
-    page_of,
     run_trials,
 )
 from vit_ray.launch.paper_comparison import Rows, training_table
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
 from vit_ray.launch.resolved_run import Kind, ResolvedRun, check_head_is_trained, resolve_run
-from vit_ray.launch.run_record import NOTE, OpenRun, description
+from vit_ray.launch.run_record import OpenRun
 from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.launch.workers import RunFailedError
 from vit_ray.metric_names import EVAL_TOP1, SWEEP_GROUP
@@ -84,16 +84,13 @@ class SweepResult:
         rows: the trials, in the order of the points.
         finals: the retrainings, one for each seed.
         beside_paper: the test accuracy with spread and label, and the paper's.
-        page: None while MLflow is away: `vit-ray report` can write it later.
     """
 
     rows: list[Row]
     best: Point
     finals: list[Outcome]
-    parent_run_id: str | None = None
-    hint: str = ""
+    published: Published = field(default_factory=Published)
     beside_paper: Rows | None = None
-    page: Path | None = None
 
     @property
     def test_top1(self) -> list[float]:
@@ -116,69 +113,58 @@ class SweepPlan:
 
     Attributes:
         resolved: the recipe's training, on the full training set.
-        trials: recipes, one for each point.
-        steps: of each trial.
         split: as for `trial_recipe`.
+        steps: of each trial.
     """
 
     recipe: Recipe
     resolved: ResolvedRun
     points: list[Point]
-    trials: list[Recipe]
+    split: tuple[str, str]
     steps: list[int]
-    split: tuple[str, str] | None = None
 
     @property
     def config(self) -> SweepConfig:
         return sweep_of(self.recipe)
 
     @property
+    def trials(self) -> list[Recipe]:
+        """Recipes, one for each point."""
+        return [trial_recipe(self.recipe, point, self.split) for point in self.points]
+
+    @property
     def seeds(self) -> list[int]:
         return [self.recipe.seed + k for k in range(self.config.seeds)]
 
-    @property
-    def total_steps(self) -> int:
-        return sum(self.steps) + len(self.seeds) * self.resolved.total_steps
+    def train(
+        self, tags: Mapping[str, str], config: dict[str, Any], context: Context
+    ) -> dict[str, Any]:
+        """Train at a configuration's point: a retraining if there is a seed, else a trial.
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether a trial has, or had, a checkpoint."""
-        return any(locate(trial.run_folder).list_folders() for trial in self.trials)
-
-    def work(self, tags: Mapping[str, str]) -> Work:
-        """The function that trains a trial or a retraining; `tags`: of each training."""
-        rungs = rung_steps(self.config, max(self.steps))
-        return partial(_train_point, self.recipe, self.split, rungs, tags)
-
-
-def _train_point(
-    recipe: Recipe,
-    split: tuple[str, str] | None,
-    rungs: tuple[int, ...],
-    tags: Mapping[str, str],
-    config: dict[str, Any],
-    context: Context,
-) -> dict[str, Any]:
-    """Train at a configuration's point: a retraining if there is a seed, else a trial."""
-    point, seed = point_of(config, sweep_of(recipe)), config.get("seed")
-    if seed is not None:
-        final = final_recipe(recipe, point, seed)
-        kind: Kind = "finetune" if final.init_from else "pretrain"
-        return asdict(context.train(final, kind, {"vit_ray.sweep_stage": "finetune", **tags}))
-    trial_tags = {"vit_ray.sweep_stage": "sweep_trial", **tags}
-    outcome = context.train(
-        trial_recipe(recipe, point, split), "sweep_trial", trial_tags, evaluate_at=rungs
-    )
-    if outcome.state is TrialState.DIVERGED:
-        text = f"{point_name(point)}: {outcome.error}"
-        context.parent.record.event(EventKind.TRIAL_DIVERGED, text, 0)
-    return asdict(outcome)
+        Args:
+            tags: of the training.
+        """
+        point, seed = point_of(config, self.config), config.get("seed")
+        if seed is not None:
+            final = final_recipe(self.recipe, point, seed)
+            kind: Kind = "finetune" if final.init_from else "pretrain"
+            return asdict(context.train(final, kind, {"vit_ray.sweep_stage": "finetune", **tags}))
+        outcome = context.train(
+            trial_recipe(self.recipe, point, self.split),
+            "sweep_trial",
+            {"vit_ray.sweep_stage": "sweep_trial", **tags},
+            evaluate_at=rung_steps(self.config, max(self.steps)),
+        )
+        if outcome.state is TrialState.DIVERGED:
+            text = f"{point_name(point)}: {outcome.error}"
+            context.parent.record.event(EventKind.TRIAL_DIVERGED, text, 0)
+        return asdict(outcome)
 
 
 def plan_sweep(recipe: Recipe, *, by_class: bool = True) -> SweepPlan:
     """Check a sweep and split the training set; starts nothing.
 
-    The weights to start from are checked if the sweep is new.
+    The weights of trials that have a checkpoint are not checked.
 
     Args:
         by_class: as for `dev_split`.
@@ -186,15 +172,10 @@ def plan_sweep(recipe: Recipe, *, by_class: bool = True) -> SweepPlan:
     Raises:
         ValueError: the recipe cannot work.
     """
-    config = sweep_of(recipe)
-    points = points_of(recipe, config)
-    trials = [trial_recipe(recipe, point) for point in points]
-    if any(trial.init_from is None for trial in trials):
-        logger.warning("init_from is not set: the models of this sweep start from random weights")
-    plan = SweepPlan(recipe, resolve_run(recipe), points, trials, [])
-    is_new = not plan.has_begun
+    config, resolved = sweep_of(recipe), resolve_run(recipe)
+    points, steps = points_of(recipe, config), list[int]()
     for point in points:  # on the full training set, before it is split
-        with errors_of_point(recipe, point):
+        with errors_of_point(point):
             final = resolve_run(final_recipe(recipe, point, recipe.seed))
             check_head_is_trained(final.recipe, "sweep_trial")
             if final.recipe.train.loss == "masked_patch":
@@ -202,7 +183,7 @@ def plan_sweep(recipe: Recipe, *, by_class: bool = True) -> SweepPlan:
                     "train.loss=masked_patch: its trials report no accuracy for a sweep to select "
                     "by; use a loss on labels"
                 )
-            if is_new:
+            if newest_checkpoint(locate(trial_recipe(recipe, point).run_folder)) is None:
                 check_weights(PreparedRun("sweep_trial", final))
     split = dev_split(
         require(recipe.data.train, "data.train", "a converted training set"),
@@ -211,13 +192,14 @@ def plan_sweep(recipe: Recipe, *, by_class: bool = True) -> SweepPlan:
         config.seed,
         by_class=by_class,
     )
-    trials = [trial_recipe(recipe, point, split) for point in points]
-    steps = []
-    for point, trial in zip(points, trials, strict=True):
-        with errors_of_point(recipe, point):
+    plan = SweepPlan(recipe, resolved, points, split, steps)
+    for point, trial in zip(points, plan.trials, strict=True):
+        with errors_of_point(point):
             steps.append(resolve_run(trial).total_steps)
     rung_steps(config, max(steps))
-    return replace(plan, trials=trials, steps=steps, split=split)
+    if any(trial.init_from is None for trial in plan.trials):
+        logger.warning("init_from is not set: the models of this sweep start from random weights")
+    return plan
 
 
 def run_sweep(recipe: Recipe) -> SweepResult | None:
@@ -230,12 +212,9 @@ def run_sweep(recipe: Recipe) -> SweepResult | None:
     plan = plan_sweep(recipe.with_absolute_paths())
     try:
         with open_sweep(plan) as parent:
-            swept = sweep(
+            return sweep(
                 plan, parent, partial(tune_trials, plan, parent), partial(tune_finals, plan, parent)
             )
-            parent.run.is_complete = True
-            written = page_of(parent)
-            return replace(swept, page=written.page if written else None)
     except RunStoppedError:
         return None
 
@@ -249,9 +228,10 @@ def open_sweep(
         under: the study that the sweep is part of.
         tags: of the sweep's run.
     """
+    total_steps = sum(plan.steps) + len(plan.seeds) * plan.resolved.total_steps
     return open_parent(
-        plan.recipe, "sweep", plan.resolved, plan.total_steps, continues=plan.has_begun,
-        trainings=plan.trials, under=under, tags=tags, varied=[*plan.points[0]],
+        plan.recipe, "sweep", plan.resolved, total_steps, plan.trials, under=under, tags=tags,
+        varied=[*plan.points[0]],
     )  # fmt: skip
 
 
@@ -270,27 +250,24 @@ def sweep(
     Raises:
         RunFailedError: as `run_sweep`.
     """
-    recipe, record = plan.recipe, parent.run.record
-    is_restarted = plan.config.scheduler == "asha" and plan.has_begun
-    rows = trials()
+    record, rows = parent.run.record, trials()
     chosen = best_row(rows)
     record.tag("vit_ray.best_trial_checkpoint", chosen.outcome.checkpoint)
     retrained = finals(chosen.point)
     if failed := [outcome for outcome in retrained if not outcome.is_measured]:
         why = failed[0].error or "it has no accuracy"
         raise RunFailedError(f"retraining with {point_text(chosen.point)} failed: {why}")
-    table = training_table(recipe, [outcome.top1 for outcome in retrained])
-    swept = SweepResult(rows, chosen.point, retrained, parent.run_id, record.hint(), table)
+    table = training_table(plan.recipe, [outcome.top1 for outcome in retrained])
+    swept = SweepResult(rows, chosen.point, retrained, beside_paper=table)
     seeds = f" (mean of {len(retrained)} seeds)" if len(retrained) > 1 else ""
     sentence = (
         f"Of {len(rows)} trials, {point_text(chosen.point)} won (dev {chosen.outcome.top1:.2%}); "
         f"test {swept.mean:.2%}{seeds}"
     )
-    if is_restarted:
+    if plan.config.scheduler == "asha" and parent.has_begun:
         sentence += f". {RESTARTED}"
-    record.tag(NOTE, description(recipe, plan.resolved, record.command, sentence))
-    record.results(0, sweep_metrics(swept, deciding_metric(recipe)))
-    return swept
+    metrics = sweep_metrics(swept, deciding_metric(plan.recipe))
+    return replace(swept, published=parent.conclude(sentence, metrics))
 
 
 def fine_tune(
@@ -303,29 +280,35 @@ def fine_tune(
         by_class: as for `dev_split`.
 
     Raises:
-        RunFailedError: the fine-tuning failed, or each trial of the sweep.
-        ValueError: the recipe cannot work, or the weights do not exist.
+        RunFailedError: there is no accuracy; the message says why, in one line.
+        RunStoppedError: the trial was stopped.
     """
-    if recipe.sweep is None:
+    try:
+        if recipe.sweep is not None:
+            return _sweep_in_turn(plan_sweep(recipe, by_class=by_class), context, tags)
         outcome = context.alone.train(recipe, "finetune", tags)
-        if not outcome.is_measured:
-            raise RunFailedError(outcome.error or "its evaluation has no accuracy; set data.eval")
-        return SweepResult([], {}, [outcome])
-    plan = plan_sweep(recipe, by_class=by_class)
+        if outcome.is_measured:
+            return SweepResult([], {}, [outcome])
+        raise RunFailedError(outcome.error or "its evaluation has no accuracy; set data.eval")
+    except RunStoppedError:
+        raise
+    except Exception as error:
+        raise RunFailedError(first_line(error)) from error
+
+
+def _sweep_in_turn(plan: SweepPlan, context: Context, tags: Mapping[str, str]) -> SweepResult:
     with open_sweep(plan, context.parent, dict(tags)) as parent:
-        inner, work = Context(parent.run, context.stop), plan.work(tags)
+        inner = Context(parent.run, context.stop)
 
         def train(point: Point, **seed: int) -> Outcome:
-            return Outcome.of_result(work({**trial_config(point), **seed}, inner))
+            return Outcome.of_result(plan.train(tags, {**trial_config(point), **seed}, inner))
 
-        swept = sweep(
+        return sweep(
             plan,
             parent,
             lambda: [Row(point, train(point)) for point in plan.points],
             lambda point: [train(point, seed=seed) for seed in plan.seeds],
         )
-        parent.run.is_complete = True
-    return swept
 
 
 def tune_trials(plan: SweepPlan, parent: OpenParent) -> list[Row]:
@@ -341,7 +324,7 @@ def tune_trials(plan: SweepPlan, parent: OpenParent) -> list[Row]:
         settings = json.dumps(config.model_dump(mode="json", exclude={"seeds"}), sort_keys=True)
         stage += f"-{hashlib.sha256(settings.encode()).hexdigest()[:12]}"
     ended = run_trials(
-        plan.work({}),
+        partial(plan.train, {}),
         parent,
         stage,
         plan.trials,
@@ -357,7 +340,7 @@ def tune_trials(plan: SweepPlan, parent: OpenParent) -> list[Row]:
         for result in ended.results
     ]
     if has_memory:
-        return rows + [Row({}, ended.lost)] * ended.num_lost
+        return rows + [Row({}, ended.lost)] * (len(points) - len(rows))
     by_name = {point_name(row.point): row for row in rows}
     return [by_name.get(point_name(point), Row(point, ended.lost)) for point in points]
 
@@ -365,7 +348,7 @@ def tune_trials(plan: SweepPlan, parent: OpenParent) -> list[Row]:
 def tune_finals(plan: SweepPlan, parent: OpenParent, point: Point) -> list[Outcome]:
     """Run the retrainings at a point by Ray Tune, one for each seed."""
     ended = run_trials(
-        plan.work({}),
+        partial(plan.train, {}),
         parent,
         "retrainings",
         [final_recipe(plan.recipe, point, seed) for seed in plan.seeds],

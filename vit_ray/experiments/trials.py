@@ -15,6 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import ray
@@ -29,7 +31,7 @@ from vit_ray.launch.connection import ClusterShape, connect, mark_private
 from vit_ray.launch.prepared_run import lock_run
 from vit_ray.launch.resolved_run import Kind, ResolvedRun
 from vit_ray.launch.run import Following, train
-from vit_ray.launch.run_record import OpenRun, open_record
+from vit_ray.launch.run_record import NOTE, OpenRun, description, open_record
 from vit_ray.launch.terminal import RunStoppedError, shown_progress, stopping_on_signals
 from vit_ray.launch.workers import RunDivergedError
 from vit_ray.metric_names import EVAL_AVERAGED_TOP1, EVAL_TOP1
@@ -66,6 +68,7 @@ class Outcome:
     Attributes:
         top1: with averaged weights if the recipe averages; NaN if there is none.
         checkpoint: folder of the last checkpoint.
+        error: the first line of what ended it; empty if nothing failed.
         was_finished: the training had finished at an earlier start; nothing was trained now.
     """
 
@@ -83,11 +86,6 @@ class Outcome:
         """Whether the training reached its end, and has an accuracy to compare."""
         return self.state is TrialState.FINISHED and not math.isnan(self.top1)
 
-    @property
-    def first_line(self) -> str:
-        """First line of the error; empty if there is none."""
-        return self.error.partition("\n")[0]
-
     @classmethod
     def of_result(cls, result: Mapping[str, Any]) -> "Outcome":
         """From the last result of a trial; one without a state was stopped by Tune."""
@@ -95,18 +93,73 @@ class Outcome:
         return cls(**values | {"state": TrialState(result.get("state", TrialState.STOPPED_EARLY))})
 
 
+def first_line(error: Exception) -> str:
+    """What an error says; the lines below are for the run's own history."""
+    return (str(error).strip() or repr(error)).splitlines()[0]
+
+
+@dataclass(frozen=True)
+class Published:
+    """Where the results of a sweep or study are shown.
+
+    Attributes:
+        run_id: MLflow run; None while its server does not answer.
+        hint: how to open MLflow's page.
+        page: None if there is none, as while MLflow is away: `vit-ray report` can write it later.
+        lead: what the page says first.
+    """
+
+    run_id: str | None = None
+    hint: str = ""
+    page: Path | None = None
+    lead: str = ""
+
+
 @dataclass(frozen=True)
 class OpenParent:
-    """The open run of a sweep or study; its trainings are child runs."""
+    """The open run of a sweep or study; its trainings are child runs.
+
+    Attributes:
+        resolved: describes the run.
+        has_begun: some training had begun at an earlier start.
+        is_part: the run is part of a study or of VTAB, whose page shows it.
+    """
 
     recipe: Recipe
     run: OpenRun
     cluster: ClusterShape
+    resolved: ResolvedRun
+    has_begun: bool = False
+    is_part: bool = False
 
-    @property
-    def run_id(self) -> str | None:
-        """Run id in MLflow; None while its server does not answer."""
-        return self.run.record.run_id()
+    def conclude(
+        self,
+        sentence: str,
+        metrics: Mapping[str, float],
+        *,
+        is_complete: bool = True,
+        step: int = 0,
+    ) -> Published:
+        """Record the results at a step, and write the page, unless another run's page shows them.
+
+        Args:
+            sentence: as for `describe`.
+            is_complete: whether the same command has nothing left to do.
+        """
+        record = self.run.record
+        record.results(step, metrics)
+        self.describe(sentence)
+        self.run.is_complete = is_complete
+        run_id = record.run_id()
+        written = None if self.is_part or run_id is None else page_of(self, run_id)
+        if written is None:
+            return Published(run_id, record.hint())
+        return Published(run_id, record.hint(), written.page, "\n\n".join(written.lead))
+
+    def describe(self, sentence: str) -> None:
+        """Put the result, in a sentence, first in MLflow's description of the run."""
+        record = self.run.record
+        record.tag(NOTE, description(self.recipe, self.resolved, record.command, sentence))
 
 
 @dataclass(frozen=True)
@@ -156,10 +209,10 @@ class Context:
             )
         except RunStoppedError:
             raise
-        except RunDivergedError as error:
-            return Outcome(TrialState.DIVERGED, error=str(error))
         except Exception as error:
-            return Outcome(TrialState.FAILED, error=str(error).strip() or repr(error))
+            has_diverged = isinstance(error, RunDivergedError)
+            state = TrialState.DIVERGED if has_diverged else TrialState.FAILED
+            return Outcome(state, error=first_line(error))
         if not result.is_complete:
             raise RunStoppedError("stopped on request")
         return Outcome(
@@ -300,19 +353,18 @@ class Ended(NamedTuple):
 
     Attributes:
         results: the last result of each trial without an error, with the trial's configuration.
-        lost: the outcome of each of the `num_lost` other trials.
+        lost: the outcome of each other trial.
     """
 
     results: Sequence[Mapping[str, Any]]
     lost: Outcome
-    num_lost: int
 
     @classmethod
     def of_grid(cls, grid: tune.ResultGrid) -> "Ended":
         """From Tune's results; logs the warnings and errors of the trials."""
         trials = [grid[index] for index in range(len(grid))]
-        reported = [trial.metrics for trial in trials if trial.error is None]
-        results = [metrics for metrics in reported if metrics and "config" in metrics]
+        reported = [trial.metrics or {} for trial in trials if trial.error is None]
+        results = [metrics for metrics in reported if "config" in metrics]
         for metrics in results:
             for text in filter(None, metrics.get("warnings", "").split("\n")):
                 logger.warning("%s", text)
@@ -324,7 +376,7 @@ class Ended(NamedTuple):
         for text in errors:
             logger.warning("%s: %s", died, text)
         lost = Outcome(TrialState.FAILED, error="; ".join([died, *dict.fromkeys(errors)]))
-        return cls(results, lost, len(trials) - len(results))
+        return cls(results, lost)
 
     def by(self, key: str) -> dict[Any, Outcome]:
         """Outcomes by a key of the configurations."""
@@ -416,11 +468,10 @@ def num_fitting(recipes: Iterable[Recipe], cluster: ClusterShape) -> int:
         gpus.append(float(size) if uses_gpus else 0.0)
         cpus.append(size * recipe.workers.cpus_per_worker + recipe.data.cpus_per_task)
 
-    def fits(count: int) -> bool:
-        max_gpus, max_cpus = (sum(sorted(need, reverse=True)[:count]) for need in (gpus, cpus))
-        return max_gpus <= cluster.num_gpus and max_cpus <= cluster.num_cpus
+    def fitting(needs: list[float], limit: float) -> int:
+        return sum(total <= limit for total in accumulate(sorted(needs, reverse=True)))
 
-    return max(filter(fits, range(1, len(gpus) + 1)), default=1)
+    return max(1, min(fitting(gpus, cluster.num_gpus), fitting(cpus, cluster.num_cpus)))
 
 
 @contextlib.contextmanager
@@ -429,20 +480,20 @@ def open_parent(
     kind: str,
     resolved: ResolvedRun,
     total_steps: int,
+    trainings: Sequence[Recipe],
     *,
-    continues: bool = False,
-    trainings: Sequence[Recipe] = (),
     under: OpenRun | None = None,
     tags: dict[str, str] | None = None,
     varied: Collection[str] = (),
 ) -> Iterator[OpenParent]:
     """Lock a parent run's folder, record the run, and show its children's progress, in this block.
 
+    If some training has begun at an earlier start, that start's run is continued.
+
     Args:
         resolved: describes the run: the recipe's training, or the first of a grid.
         total_steps: of all children.
-        continues: some children have begun at an earlier start, whose run is continued.
-        trainings: all that may be children; unset = trainings like the recipe's.
+        trainings: all that may be children.
         under: the study that this run is part of. The study has checked the cluster and the files,
             shows the progress and forwards signals.
         tags: of the run, in addition to those that every run has.
@@ -454,14 +505,13 @@ def open_parent(
     """
     cluster = connect(recipe, *trainings)
     if under is None:
-        children = trainings or (recipe,)
-        for child in children:
-            has_same_workers = child.workers == recipe.workers
-            with contextlib.nullcontext() if has_same_workers else errors_of(child.name):
-                check_cluster(child, cluster)
-        check_shared(cluster, {path: None for child in children for path in paths_of(child)})
+        for training in trainings:
+            with errors_of(training.name):
+                check_cluster(training, cluster)
+        check_shared(cluster, {path: None for child in trainings for path in paths_of(child)})
         if not cluster.is_private:  # or they would end with the trial that needs them first
             start_data_actors()
+    has_begun = any(locate(training.run_folder).list_folders() for training in trainings)
     TrialCallbacks.is_requested.clear()
 
     def stop(reason: str) -> None:
@@ -471,23 +521,21 @@ def open_parent(
     with (
         lock_run(locate(recipe.run_folder)),
         open_record(
-            recipe, kind, resolved, cluster, under, continues=continues, tags=tags, varied=varied
+            recipe, kind, resolved, cluster, under, continues=has_begun, tags=tags, varied=varied
         ) as run,
         contextlib.nullcontext() if under else shown_progress(run.record, recipe.name, total_steps),
         contextlib.nullcontext() if under else stopping_on_signals(stop),
     ):
-        yield OpenParent(recipe, run, cluster)
+        yield OpenParent(recipe, run, cluster, resolved, has_begun, is_part=under is not None)
 
 
-def page_of(parent: OpenParent) -> "Written | None":
+def page_of(parent: OpenParent, run_id: str) -> "Written | None":
     """Write the page at the end of a long job, and store it with the parent run.
 
-    None if MLflow has no run yet, or, with a warning, after an error: a page must not fail the job.
+    None, with a warning, after an error: a page must not fail the job.
     """
     recipe = parent.recipe
     try:
-        if (run_id := parent.run_id) is None:
-            return None
         # Here: the processes of trials import this module, and need neither MLflow nor charts.
         from vit_ray.experiments.write_page import keep_page, write_page
         from vit_ray.tracking.mlflow_client import asking
@@ -498,6 +546,6 @@ def page_of(parent: OpenParent) -> "Written | None":
             keep_page(client, run_id, written)
         return written
     except Exception as error:
-        reason = redact_uri(str(error), recipe.tracking.uri).partition("\n")[0]
+        reason = redact_uri(first_line(error), recipe.tracking.uri)
         logger.warning("no report of %s: %s; `vit-ray report` can write it", recipe.name, reason)
         return None

@@ -10,31 +10,29 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 from ray import tune
 
-from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import VtabConfig, VtabTask
 from vit_ray.data.dataset import MANIFEST_FILE
-from vit_ray.experiments.search_space import check_in_turn, point_text
-from vit_ray.experiments.sweep import fine_tune, plan_sweep
+from vit_ray.experiments.search_space import check_in_turn, checked_steps, point_text
+from vit_ray.experiments.sweep import fine_tune
 from vit_ray.experiments.trials import (
     METRIC,
     STEP,
     Context,
     OpenParent,
+    Published,
     open_parent,
-    page_of,
     run_trials,
 )
 from vit_ray.launch.paper_comparison import Rows, in_percent
 from vit_ray.launch.prepared_run import PreparedRun, check_weights
 from vit_ray.launch.resolved_run import ResolvedRun, resolve_run
-from vit_ray.launch.run_record import NOTE, description
 from vit_ray.launch.terminal import RunStoppedError
+from vit_ray.launch.workers import RunFailedError
 from vit_ray.metric_names import EVAL_TOP1, VTAB_GROUP, VTAB_NUM_TASKS
 from vit_ray.outcomes import EventKind
 from vit_ray.paper import TABLE_9, VTAB_TASKS
@@ -70,7 +68,6 @@ class TaskResult:
     task: VtabTask
     top1: float | None = None
     num_images: int | None = None
-    run_id: str | None = None
     error: str = ""
     deviation: float | None = None
     chosen: str = ""
@@ -78,17 +75,11 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class VtabResult:
-    """Every task in the order of the recipe, their table, and the page that shows them.
-
-    Attributes:
-        page: None while MLflow is away: `vit-ray report` can write it later.
-    """
+    """Every task in the order of the recipe, and their table."""
 
     rows: list[TaskResult]
     table: Rows
-    parent_run_id: str | None
-    page: Path | None
-    hint: str
+    published: Published
 
     @property
     def is_complete(self) -> bool:
@@ -154,46 +145,28 @@ def run_vtab(recipe: Recipe) -> VtabResult | None:
     """
     recipe = recipe.with_absolute_paths()
     recipes = {task.name: task_recipe(recipe, task) for task in vtab_of(recipe).tasks}
-    has_begun = any(locate(tuning.run_folder).list_folders() for tuning in recipes.values())
-    resolved_runs, steps, trainings = dict[str, ResolvedRun](), 0, list[Recipe]()
-    for tuning in recipes.values():
-        check_in_turn(tuning, f"vtab: {tuning.name}")
+    resolved_runs, total_steps = dict[str, ResolvedRun](), 0
     for name, tuning in with_data(recipes).items():
-        if tuning.sweep is None:
-            resolved_runs[name] = resolve_run(tuning)
-            steps += resolved_runs[name].total_steps
-            trainings.append(tuning)
-            if newest_checkpoint(locate(tuning.run_folder)) is None:
-                check_weights(PreparedRun("finetune", resolved_runs[name]))
-        else:
-            # 200 images cannot include all of Sun397's classes.
-            plan = plan_sweep(tuning, by_class=False)
-            resolved_runs[name] = plan.resolved
-            steps += plan.total_steps
-            trainings += plan.trials
-    first = next(iter(resolved_runs.values()))
+        check_in_turn(tuning, f"vtab: {tuning.name}")
+        resolved_runs[name] = resolved = resolve_run(tuning)
+        total_steps += checked_steps(tuning, resolved.num_images)
+        if not locate(tuning.run_folder).list_folders():  # it has not begun
+            check_weights(PreparedRun("finetune", resolved))
+    first, *_ = resolved_runs.values()
+    trainings = [recipes[name] for name in resolved_runs]
     try:
         # At a restart the parent run continues, with the finished tasks under it.
-        with open_parent(
-            recipe, "vtab", first, steps, continues=has_begun, trainings=trainings
-        ) as parent:
-            rows, record = _run_tasks(recipe, resolved_runs, parent), parent.run.record
-            record.results(0, vtab_metrics(rows))
+        with open_parent(recipe, "vtab", first, total_steps, trainings) as parent:
+            rows = _run_tasks(recipe, resolved_runs, parent)
             tops = [row.top1 for row in rows if row.top1 is not None]
             mean = f"; their mean is {statistics.fmean(tops):.2%}" if tops else ""
-            sentence = f"Of {len(rows)} tasks, {len(tops)} have an accuracy{mean}"
-            record.tag(NOTE, description(recipe, first, record.command, sentence))
-            is_papers_model = (recipe.model.name, recipe.paper.pretraining) in PAPER_MODELS
-            written = page_of(parent)
-            outcome = VtabResult(
-                rows,
-                vtab_table(rows, is_papers_model),
-                parent.run_id,
-                written.page if written else None,
-                record.hint(),
+            published = parent.conclude(
+                f"Of {len(rows)} tasks, {len(tops)} have an accuracy{mean}",
+                vtab_metrics(rows),
+                is_complete=len(tops) == len(rows),
             )
-            parent.run.is_complete = outcome.is_complete
-            return outcome
+            is_papers_model = (recipe.model.name, recipe.paper.pretraining) in PAPER_MODELS
+            return VtabResult(rows, vtab_table(rows, is_papers_model), published)
     except RunStoppedError:
         return None
 
@@ -210,7 +183,7 @@ def _run_tasks(
         space={"task": tune.grid_search(list(resolved_runs))},
     )
     fields = {result["config"]["task"]: result["row"] for result in ended.results}
-    lost = {"error": f"failed: {ended.lost.first_line}"}
+    lost = {"error": f"failed: {ended.lost.error}"}
     return [
         TaskResult(task, num_images=resolved_runs[name].num_images, **fields.get(name, lost))
         if name in resolved_runs
@@ -226,29 +199,26 @@ def _fine_tune(
     task = tasks[config["task"]]
     tags = {"vit_ray.vtab_task": task.name, "vit_ray.vtab_group": task.group}
     try:
+        # 200 images cannot include all of Sun397's classes.
         swept = fine_tune(task_recipe(recipe, task), context, tags, by_class=False)
-    except RunStoppedError:
-        raise
-    except Exception as error:
-        reason = (str(error).strip() or repr(error)).partition("\n")[0]
-        context.parent.record.event(EventKind.TASK_FAILED, f"{task.name}: {reason}", 0)
-        return {STEP: 0, METRIC: math.nan, "row": {"error": f"failed: {reason}"}}
+    except RunFailedError as error:
+        context.parent.record.event(EventKind.TASK_FAILED, f"{task.name}: {error}", 0)
+        return {STEP: 0, METRIC: math.nan, "row": {"error": f"failed: {error}"}}
     row = {
         "top1": swept.mean,
-        "run_id": swept.finals[0].run_id,
         "deviation": swept.deviation if len(swept.finals) > 1 else None,
         "chosen": point_text(swept.best),
     }
     return {STEP: swept.finals[0].step, METRIC: swept.mean, "row": row}
 
 
-def rows_of_means(rows: Sequence[TaskResult]) -> dict[str, list[TaskResult]]:
-    """The rows of each of the paper's means whose tasks all have an accuracy."""
-    measured = {row.task.name: row for row in rows if row.top1 is not None}
+def _means(rows: Sequence[TaskResult]) -> dict[str, float]:
+    """Those means of the paper's Table 9 whose tasks all have an accuracy."""
+    tops = {row.task.name: row.top1 for row in rows if row.top1 is not None}
     return {
-        mean: [measured[name] for name in names]
+        mean: statistics.fmean(tops[name] for name in names)
         for mean, names in MEANS.items()
-        if measured.keys() >= set(names)
+        if tops.keys() >= set(names)
     }
 
 
@@ -259,11 +229,7 @@ def vtab_metrics(rows: Sequence[TaskResult]) -> dict[str, float]:
     and those means of the paper whose tasks all have one.
     """
     tops = {row.task.name: row.top1 for row in rows if row.top1 is not None}
-    means = {
-        mean: statistics.fmean(tops[row.task.name] for row in of_mean)
-        for mean, of_mean in rows_of_means(rows).items()
-    }
-    metrics = {f"{VTAB_GROUP}{name}_top1": top1 for name, top1 in {**tops, **means}.items()}
+    metrics = {f"{VTAB_GROUP}{name}_top1": top1 for name, top1 in {**tops, **_means(rows)}.items()}
     first = {EVAL_TOP1: statistics.fmean(tops.values())} if len(tops) == len(rows) else {}
     return {**first, **metrics, VTAB_NUM_TASKS: float(len(tops))}
 
@@ -274,31 +240,34 @@ def vtab_table(rows: Sequence[TaskResult], is_papers_model: bool) -> Rows:
     A row is labelled `data` if every accuracy is of a task of VTAB-1k, by its name and its 1,000
     images, and of a model and a pre-training that the paper has; all others are `proxy`.
     """
-    groups = [(row.task.name, [row], False) for row in rows]
-    for mean, of_mean in rows_of_means(rows).items():
-        groups.append((mean if mean == "mean" else f"mean of {mean}", of_mean, True))
-    table: Rows = []
-    for name, group, is_mean in groups:
-        tops = [row.top1 for row in group if row.top1 is not None]
-        in_vtab = [row for row in group if row.task.name in VTAB_TASKS]
-        label = "proxy"
-        if len(tops) < len(group):
-            label = ""
-        elif is_papers_model and [row.num_images for row in in_vtab] == [NUM_IMAGES] * len(group):
-            label = "data"
-        line: dict[str, Any] = {
-            "task": name, "group": "", "images": "",
-            "ours, top-1 %": in_percent(statistics.fmean(tops) if tops else None),
+    images = {row.task.name: row.num_images for row in rows}
+
+    def line(title: str, names: Sequence[str], top1: float | None) -> dict[str, Any]:
+        is_data = is_papers_model and all(
+            name in VTAB_TASKS and images[name] == NUM_IMAGES for name in names
+        )
+        columns = [VTAB_TASKS.index(name) for name in names if name in VTAB_TASKS]
+        papers = {
+            f"paper: {model} %": statistics.fmean(values[column] for column in columns)
+            if columns
+            else None
+            for model, values in TABLE_9.items()
+        }
+        label = "data" if is_data else "proxy"
+        return {
+            "task": title, "group": "", "images": "", "ours, top-1 %": in_percent(top1), **papers,
+            "deviation %": "", "chosen": "", "label": "" if top1 is None else label, "note": "",
         }  # fmt: skip
-        for model, values in TABLE_9.items():
-            paper_tops = [values[VTAB_TASKS.index(row.task.name)] for row in in_vtab]
-            line[f"paper: {model} %"] = statistics.fmean(paper_tops) if paper_tops else None
-        line |= {"deviation %": "", "chosen": "", "label": label, "note": ""}
-        if not is_mean:
-            (row,) = group
-            line |= {
-                "group": row.task.group, "images": row.num_images,
-                "deviation %": in_percent(row.deviation), "chosen": row.chosen, "note": row.error,
-            }  # fmt: skip
-        table.append(line)
-    return table
+
+    of_tasks = [
+        line(row.task.name, [row.task.name], row.top1)
+        | {
+            "group": row.task.group, "images": row.num_images,
+            "deviation %": in_percent(row.deviation), "chosen": row.chosen, "note": row.error,
+        }
+        for row in rows
+    ]  # fmt: skip
+    return of_tasks + [
+        line(mean if mean == "mean" else f"mean of {mean}", MEANS[mean], top1)
+        for mean, top1 in _means(rows).items()
+    ]

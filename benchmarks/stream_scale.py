@@ -73,16 +73,18 @@ class EmptyReader:
     """In the place of `BatchReader`: sample numbers, and none of the images."""
 
     def __init__(self, job: Any) -> None:
-        from vit_ray.data.order import Plan
+        from vit_ray.data.order import Order
 
         spec = job.spec
         self._job = job
-        self.plan = Plan(spec.manifest, spec.seed, True, job.window)
+        self.order = Order(spec.manifest.rows, spec.seed, True, job.window)
 
     def batch(self, rank: int, first: int, last: int) -> tuple[Any, dict[int, str]]:
         """As `BatchReader.batch`."""
         positions = self._job.start + self._job.partition.offsets(rank, first, last)
-        return {"sample": self.plan.rows_at(positions).samples}, {}
+        places = self.order.places(positions)
+        samples = self._job.spec.manifest.samples_at(places.groups, places.rows)
+        return {"sample": samples}, {}
 
 
 def without_images() -> None:

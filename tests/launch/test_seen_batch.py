@@ -68,8 +68,8 @@ def test_a_bad_row_is_named_where_its_neighbour_stands(sets, tmp_path):
     damage(open_dataset(str(tmp_path)), group=2, rows=[5])
     recipe = recipe_on(sets, data={"train": str(tmp_path), "max_bad_fraction": 0.1})
     batches, bad = training_batches(recipe), 2 * 8 + 5
-    step = next(step for step in range(20) if bad in batches.planned(step).samples)
-    (place,) = np.flatnonzero(batches.planned(step).samples == bad).tolist()
+    step = next(step for step in range(20) if bad in batches.planned(step))
+    (place,) = np.flatnonzero(batches.planned(step) == bad).tolist()
     _, rows = read_batch(resolve_run(recipe), step)
     assert [row["place"] for row in rows if row["instead_of"] is not None] == [place]
     assert rows[place]["instead_of"] == bad

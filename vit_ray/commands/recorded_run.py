@@ -206,7 +206,7 @@ def verify_run(source: str) -> int:
     """
     run, num_problems = find_run(source), 0
     batches, size = batches_of(run), run.recipe.train.global_batch_size
-    planned = cache(lambda k: samples_digest(k * size, batches.planned(k).samples))
+    planned = cache(lambda k: samples_digest(k * size, batches.planned(k)))
     decoded = cache(lambda k: samples_digest(k * size, batches[k]["sample"]))
     for step, folder in reversed(list_checkpoints(locate(run.recipe.run_folder))):
         try:
@@ -237,14 +237,13 @@ def _check_samples(
         ValueError: the samples do not follow the order.
         OSError: images cannot be read.
     """
-    if not progress.samples_digest:
+    if progress.samples_digest is None:
         return "no digest of samples"
     steps = range(progress.digest_from, progress.step)
     text = f"steps {progress.digest_from:,} to {progress.step - 1:,}"
-    received = int(progress.samples_digest, 16)
-    if add_digests(*map(planned, steps)) == received:
+    if add_digests(*map(planned, steps)) == progress.samples_digest:
         return f"samples of {text} in the planned order"
     print(f"decodes the images of {text}: undecodable ones may be replaced", file=sys.stderr)
-    if add_digests(*map(decoded, steps)) == received:
+    if add_digests(*map(decoded, steps)) == progress.samples_digest:
         return f"samples of {text} in the planned order, with neighbours for undecodable images"
     raise ValueError(f"the samples of {text} differ from the planned order; this is a defect")

@@ -203,6 +203,16 @@ class Manifest(RowGroupColumns):
         is_selected = np.isin(whole.stored_rows(group), self.stored_rows(group))
         return int(whole.first_samples[group]) + np.flatnonzero(is_selected)
 
+    def samples_at(self, groups: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Numbers of the samples at some rows of row groups; dropped rows do not count."""
+        samples = self.first_samples[groups] + rows
+        if self.whole is not None:
+            is_cut = self.rows[groups] < self.whole.rows[groups]
+            for group in np.unique(groups[is_cut]).tolist():
+                in_group = groups == group
+                samples[in_group] = self.samples_of(group)[rows[in_group]]
+        return samples
+
     def place(self, sample: int) -> tuple[int, int]:
         """The row group of a sample, and its row in the stored row group."""
         group = int(np.searchsorted(self.first_samples, sample, side="right")) - 1

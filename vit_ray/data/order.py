@@ -22,7 +22,6 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from vit_ray.data.dataset import Manifest
 from vit_ray.data.keyed_random import key_of, keys_of
 
 Int64Array = NDArray[np.int64]
@@ -69,7 +68,10 @@ class ShuffleWindow:
 
 @dataclass(frozen=True)
 class Places:
-    """Epoch, row group and row inside the row group, one entry per position."""
+    """Epoch, row group and row inside the row group, one entry per position.
+
+    Rows that are dropped do not count; `Manifest.samples_at` gives the samples' numbers.
+    """
 
     epochs: Int64Array
     groups: Int64Array
@@ -142,43 +144,6 @@ class Order:
             groups = groups[np.argsort(keys, kind="stable")]
         sizes = self.rows[groups]
         return np.stack([groups, np.cumsum(sizes, dtype=np.int64) - sizes])
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Epoch, row group and sample number in the data set, one entry per position."""
-
-    epochs: Int64Array
-    groups: Int64Array
-    samples: Int64Array
-
-
-class Plan:
-    """Maps positions of a run to samples of a data set, or of a part of one.
-
-    Arguments are those of `Order`.
-    """
-
-    def __init__(
-        self,
-        manifest: Manifest,
-        seed: int,
-        is_shuffled: bool = True,
-        window: ShuffleWindow | None = None,
-    ) -> None:
-        self._manifest = manifest
-        self.order = Order(manifest.rows, seed, is_shuffled, window)
-        self._samples_of = lru_cache(maxsize=16)(manifest.samples_of)
-
-    def rows_at(self, positions: Int64Array) -> Rows:
-        places, manifest = self.order.places(positions), self._manifest
-        samples = manifest.first_samples[places.groups] + places.rows
-        if manifest.whole is not None:
-            is_cut = manifest.rows[places.groups] < manifest.whole.rows[places.groups]
-            for group in np.unique(places.groups[is_cut]).tolist():
-                in_group = places.groups == group
-                samples[in_group] = self._samples_of(group)[places.rows[in_group]]
-        return Rows(places.epochs, places.groups, samples)
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import ceil
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import cv2
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from vit_ray.config import Recipe
@@ -21,7 +22,7 @@ from vit_ray.data.boxes import draw_box
 from vit_ray.data.dataset import Manifest
 from vit_ray.data.dataset import open_dataset as open_manifest
 from vit_ray.data.images import UInt8Array
-from vit_ray.data.order import Partition, Rows
+from vit_ray.data.order import Partition
 from vit_ray.data.shards import EncodedRows, RowGroupReader
 from vit_ray.data.stream.batches import (
     Batch,
@@ -74,11 +75,8 @@ class Dataset(Sequence[Sample]):
     def __len__(self) -> int:
         return self.manifest.num_images
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Sample]: ...
-    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+    def __getitem__(self, index: int | slice) -> Any:
+        """A `Sample`, or of a slice a list of samples."""
         if isinstance(index, slice):
             return [self[number] for number in range(len(self))[index]]
         number = range(len(self))[index]  # negative numbers count from the end
@@ -237,11 +235,8 @@ class RankBatches(Sequence[Batch]):
     def __len__(self) -> int:
         return len(self._steps)
 
-    @overload
-    def __getitem__(self, index: int) -> Batch: ...
-    @overload
-    def __getitem__(self, index: slice) -> RankBatches: ...
-    def __getitem__(self, index: int | slice) -> Batch | RankBatches:
+    def __getitem__(self, index: int | slice) -> Any:
+        """A `Batch`, or of a slice a list of batches."""
         if isinstance(index, slice):
             part = object.__new__(RankBatches)
             part.__dict__ = {**self.__getstate__(), "_steps": self._steps[index]}
@@ -264,10 +259,12 @@ class RankBatches(Sequence[Batch]):
             self._reader = os.getpid(), BatchReader(self._job)
         return self._reader[1]
 
-    def planned(self, step: int) -> Rows:
-        """The rows of a training's global batch in the planned order; no image is decoded."""
+    def planned(self, step: int) -> NDArray[np.int64]:
+        """Sample numbers of a training's global batch in the planned order; no image is read."""
         size = self._job.partition.rows_per_pass
-        return self.reader.plan.rows_at(np.arange(step * size, (step + 1) * size, dtype=np.int64))
+        positions = np.arange(step * size, (step + 1) * size, dtype=np.int64)
+        places = self.reader.order.places(positions)
+        return self._job.spec.manifest.samples_at(places.groups, places.rows)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_reader": None}
@@ -297,8 +294,9 @@ def read_batch(run: ResolvedRun, step: int) -> tuple[UInt8Array, list[dict[str, 
         uint8 (n, H, W, 3), and n rows of the table in the same order.
     """
     batches = batches_of(run)
-    batch, rows, spec = batches[step], batches.planned(step), run.streams["train"]
-    columns = batch["sample"].tolist(), rows.samples.tolist(), rows.epochs.tolist()
+    batch, spec, samples = batches[step], run.streams["train"], batches.planned(step).tolist()
+    epochs = np.arange(step * len(samples), (step + 1) * len(samples)) // spec.num_images
+    columns = batch["sample"].tolist(), samples, epochs.tolist()
     manifest, augmentation = spec.manifest, spec.augmentation
     table: list[dict[str, Any]] = []
     for index, (sample, planned, epoch) in enumerate(zip(*columns, strict=True)):

@@ -190,9 +190,9 @@ def test_processes_share_all_of_manifest_and_order(held_out):
     job = StreamJob(StreamSpec(part), Partition(1, 64), 0, is_training=True)
     body, buffers = as_ray_sends(job)
     assert len(body) < 10_000
-    plan = BatchReader(pickle.loads(body, buffers=buffers)).plan
+    order = BatchReader(pickle.loads(body, buffers=buffers)).order
     sent = 2 * sum(buffer.nbytes for buffer in buffers)
-    drawn = sum(plan.order.draw(epoch).nbytes for epoch in (0, 1))
+    drawn = sum(order.draw(epoch).nbytes for epoch in (0, 1))
     # Of a row group: the manifest's four columns and its first sample, of a part also its rows in
     # the whole, sent by the driver and by the stream server; its place in the order of two epochs.
     each = 2 * (28 + 4 * (held_out > 0)) + 2 * 16

@@ -1,7 +1,7 @@
 """Batches of pixels from positions of a stream: the work of every reading task.
 
 Training batches: {"image": uint8 (b, H, W, 3), "labels": int32 (b, max_labels) padded with -1,
-"sample": int64 (b,)}, with sample numbers as in `order.Rows`. Evaluation batches also have
+"sample": int64 (b,)}, with sample numbers of the data set. Evaluation batches also have
 "weight": float32 (b,), 0.0 for padding.
 """
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from vit_ray.data.boxes import Augmentation, CropBox, draw_box, draw_boxes
 from vit_ray.data.crops import crop
 from vit_ray.data.dataset import Manifest
-from vit_ray.data.order import BlockShape, Partition, Plan, Rows, ShuffleWindow
+from vit_ray.data.order import BlockShape, Order, Partition, ShuffleWindow
 from vit_ray.data.shards import NO_LABEL, Cache, EncodedRows, RowGroupReader
 
 Batch = dict[str, NDArray[Any]]
@@ -96,12 +96,12 @@ class StreamJob:
 
 
 class BatchReader:
-    """Makes the batches of one stream; caches its plan and some row groups between calls."""
+    """Makes the batches of one stream; caches its order and some row groups between calls."""
 
     def __init__(self, job: StreamJob) -> None:
         spec = job.spec
         self._job = job
-        self.plan = Plan(spec.manifest, spec.seed, job.is_training, job.window)
+        self.order = Order(spec.manifest.rows, spec.seed, job.is_training, job.window)
         self.read_group = _RowGroupCache(
             RowGroupReader(spec.manifest, spec.cache).read, spec.cache_mib << 20
         )
@@ -113,21 +113,30 @@ class BatchReader:
         """
         positions = self._job.start + self._job.partition.offsets(rank, first, last)
         if not self._job.is_training:
-            positions = positions[positions < self.plan.order.num_images]
-        rows, spec = self.plan.rows_at(positions), self._job.spec
+            positions = positions[positions < self.order.num_images]
+        places, spec = self.order.places(positions), self._job.spec
+        samples = spec.manifest.samples_at(places.groups, places.rows)
         batch = _Batch(self._job, last - first)
         # Rows are written in turns, so that the row groups of a turn fit into memory together.
-        groups = np.unique(rows.groups)
+        groups = np.unique(places.groups)
         turns = np.cumsum(spec.manifest.bytes[groups]) // max(1, spec.cache_mib << 20)
-        turn_of_row = turns[np.searchsorted(groups, rows.groups)]
+        turn_of_row = turns[np.searchsorted(groups, places.groups)]
         for turn in np.unique(turns):
-            self._write(batch, rows, np.flatnonzero(turn_of_row == turn))
+            indices = np.flatnonzero(turn_of_row == turn)
+            columns = (column[indices] for column in (places.epochs, places.groups, samples))
+            self._write(batch, indices, *columns)
         return batch.columns(), batch.bad
 
-    def _write(self, batch: "_Batch", rows: Rows, indices: NDArray[np.intp]) -> None:
-        """Write the rows at some indices of the batch; their crops are drawn together."""
+    def _write(
+        self,
+        batch: "_Batch",
+        indices: NDArray[np.intp],
+        epochs: NDArray[np.int64],
+        groups: NDArray[np.int64],
+        samples: NDArray[np.int64],
+    ) -> None:
+        """Write samples at some indices of the batch; their crops are drawn together."""
         spec, manifest = self._job.spec, self._job.spec.manifest
-        epochs, groups, samples = (a[indices] for a in (rows.epochs, rows.groups, rows.samples))
         stored = [manifest.place(sample)[1] for sample in samples.tolist()]
         read = {group: self.read_group(group) for group in np.unique(groups).tolist()}
         encoded = [read[group] for group in groups.tolist()]

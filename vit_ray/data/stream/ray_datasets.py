@@ -23,7 +23,7 @@ from ray.data.block import Block, BlockAccessor, BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 
 from vit_ray import ray_internals
-from vit_ray.data.order import BlockTask, Partition, Plan, read_tasks
+from vit_ray.data.order import BlockTask, Order, Partition, read_tasks
 from vit_ray.data.stream.batches import Batch, BatchReader, StreamJob, StreamSpec, refuse_too_many
 from vit_ray.ray_internals import ExecutionCallback, _internal_kv_list, _internal_kv_put
 
@@ -110,7 +110,7 @@ def segments_of(
         rows = job.shape.full_passes(job.partition) * batch_size
         block_bytes = rows * math.prod(spec.augmentation.shape)
         max_tasks = max(1, max_bytes // 2 // (_BLOCKS_READY * block_bytes))
-    order = Plan(spec.manifest, spec.seed, job.is_training, job.window).order
+    order = Order(spec.manifest.rows, spec.seed, job.is_training, job.window)
     is_large = np.count_nonzero(order.rows) >= LEAST_SHARED
     job_ref = ray.put(job)
     drawn: dict[int, ray.ObjectRef[Any]] = {}
@@ -334,7 +334,7 @@ class _Blocks:
                 del _READERS[next(iter(_READERS))]
         reader, limit = _READERS[self.name] = _READERS.pop(self.name)
         if self.drawn:  # no limit: the stream server has put these there before the task started
-            reader.plan.order.drawn = lambda epoch: ray.get(self.drawn[epoch])
+            reader.order.drawn = lambda epoch: ray.get(self.drawn[epoch])
         for rank, first, last in self.task.blocks():
             batch, bad = reader.batch(rank, first, last)
             limit.note(bad)

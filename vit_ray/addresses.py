@@ -32,8 +32,6 @@ HOST_PORT: Final = r"\[?([^/\]]+)\]?:(\d+)"
 _SQLITE: Final = re.compile(r"(sqlite(?:\+\w+)?:///)(.*)", re.DOTALL)
 # Ray's folder for the copies of what `ray job submit --working-dir` uploads.
 UPLOADED: Final = "working_dir_files"
-# First bytes of SQLite's files (sqlite.org/fileformat.html); a database without tables is empty.
-_MAGIC: Final = b"SQLite format 3\0"
 # The table that MLflow creates first (3.17).
 _FIRST_TABLE: Final = "experiments"
 _GIVE_STORE: Final = (
@@ -171,21 +169,21 @@ def refuse_other_file(uri: str) -> None:
     path = sqlite_file(uri)
     if path is None or not path.is_file():
         return
-    with path.open("rb") as file:
-        start = file.read(len(_MAGIC))
-    if start not in (b"", _MAGIC):
-        raise OtherFileError(f"tracking.uri={uri}: the file is not a database; {_GIVE_STORE}")
-    # MLflow itself reports a database that is locked or damaged.
-    with contextlib.suppress(sqlite3.Error):
-        address = f"file:{quote(str(path.absolute()))}?mode=ro"
+    address, tables = f"file:{quote(str(path.absolute()))}?mode=ro", list[str]()
+    try:
         with contextlib.closing(sqlite3.connect(address, timeout=0.0, uri=True)) as store:
             rows = store.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
             tables = sorted(name for (name,) in rows)
-        if tables and _FIRST_TABLE not in tables:
+    except sqlite3.Error as error:  # MLflow itself reports a database that is locked or damaged
+        if error.sqlite_errorcode == sqlite3.SQLITE_NOTADB:
             raise OtherFileError(
-                f"tracking.uri={uri}: the database belongs to another program (its tables are "
-                f"{', '.join(tables[:3])}{', ...' if len(tables) > 3 else ''}); {_GIVE_STORE}"
-            )
+                f"tracking.uri={uri}: the file is not a database; {_GIVE_STORE}"
+            ) from None
+    if tables and _FIRST_TABLE not in tables:
+        raise OtherFileError(
+            f"tracking.uri={uri}: the database belongs to another program (its tables are "
+            f"{', '.join(tables[:3])}{', ...' if len(tables) > 3 else ''}); {_GIVE_STORE}"
+        )
 
 
 def sqlite_file(uri: str) -> Path | None:

@@ -19,6 +19,7 @@ import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeVar, cast
@@ -59,6 +60,8 @@ _DISK_AWAY: Final = {
     errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.ESTALE, errno.ETIMEDOUT,
     errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ENOTCONN,
 }  # fmt: skip
+# Parallel requests that delete files.
+_THREADS: Final = 16
 _EXTRAS: Final = {"gs": "gcs", "az": "azure"}
 _KEYS: Final = "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the profile (AWS_PROFILE)"
 _NO_KEYS: Final = (
@@ -98,7 +101,6 @@ _REMEDIES: Final = {
     "UnavailableError": _ENDPOINT,
     "ResponseParserError": f"what answers there is no S3 store; {_ENDPOINT}",
     "NoSuchBucket": "create the bucket, or choose another place",
-    "501": f"what answers there is no S3 store; {_ENDPOINT}",
     "ProfileNotFound": "check AWS_PROFILE and ~/.aws/config",
     "ProxyConnectionError": "check HTTPS_PROXY and NO_PROXY",
     "SSLError": "check AWS_CA_BUNDLE, and whether the endpoint is http:// or https://",
@@ -120,7 +122,6 @@ _RIGHTS: Final = {
     "HeadObject": "GetObject",
     "ListObjectsV2": "ListBucket",
     "HeadBucket": "ListBucket",
-    "DeleteObjects": "DeleteObject",
     "CopyObject": "PutObject",
     "UploadPart": "PutObject",
     "CreateMultipartUpload": "PutObject",
@@ -152,19 +153,20 @@ def is_of_the_store(error: BaseException) -> bool:
 
 def with_retries(operation: Callable[[], Result], what: str) -> Result:
     """The result of an operation on a disk, repeated while its server is away."""
-    for pause_s in (*_DISK_PAUSES_S, None):
+    pauses_s = iter(_DISK_PAUSES_S)
+    while True:
         try:
             return operation()
         except OSError as error:
             if error.errno not in _DISK_AWAY or hasattr(error, "was_repeated"):
                 raise
+            pause_s = next(pauses_s, None)
             if pause_s is None:
                 # A caller must not repeat it again.
                 error.was_repeated = True  # type: ignore[attr-defined]
                 raise
             _LOG.info("%s failed (%s); tried again in %g s", what, error, pause_s)
             time.sleep(pause_s)
-    raise AssertionError("the last attempt returns or raises")
 
 
 def read_again(
@@ -535,11 +537,7 @@ class Location:
         """Delete this file, or this folder with its content, if it exists."""
         with contextlib.suppress(FileNotFoundError):  # another process may delete it, too
             if not self.is_local:
-                if paths := [info.path for info in self.list_files()]:
-                    self._remove(paths)
-                    # A file that is still there was refused: requests for many files hide that.
-                    for info in self.list_files():
-                        self.filesystem.rm_file(info.path)
+                self._remove([info.path for info in self.list_files()])
                 self.filesystem.rm_file(self.path)
             elif os.path.isdir(self.path):
                 shutil.rmtree(self.path)
@@ -563,14 +561,10 @@ class Location:
         self._remove(files)  # not files that another process has added since
 
     def _remove(self, paths: list[str]) -> None:
-        """Delete objects, those with wildcards in their names one by one: in a list, s3fs would
-        expand them as patterns.
-        """
-        plain = [path for path in paths if not set("*?[") & set(path)]
-        if plain:
-            self.filesystem.rm(plain)
-        for path in set(paths) - set(plain):
-            self.filesystem.rm_file(path)
+        # A request for each: s3fs takes the names in a list as patterns, and hides which of them a
+        # store refuses to delete.
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(self.filesystem.rm_file, paths))
 
 
 def _multipart_etag(upload: Any) -> str:

@@ -217,31 +217,21 @@ def class_quotas(counts: Int64Array, fraction: float, classes: Sequence[str]) ->
         counts: (K,), images of each class; a class without images gets 0.
 
     Raises:
-        ValueError: this is not possible for some class, which is named.
+        ValueError: this is not possible; the rarest class is named.
     """
-    total = round(float(counts.sum()) * fraction)
-    has_any, max_quotas = counts > 0, np.maximum(counts - 1, 0)
-    if (counts == 1).any():
-        name = classes[int(np.argmax(counts == 1))]
+    num_images, has_any = int(counts.sum()), counts > 0
+    num_classes, total = int(has_any.sum()), round(num_images * fraction)
+    if (counts == 1).any() or not num_classes <= total <= num_images - num_classes:
+        low, high = num_classes / num_images, 1 - num_classes / num_images
+        rarest = int(np.argmin(np.where(has_any, counts, num_images)))
         raise ValueError(
-            f"sweep.dev_fraction={fraction:g}: class {name!r} has a single image, so the dev split "
-            "or the rest would have none of it; add images to it, or remove it from the set"
-        )
-    if total < has_any.sum():
-        name = _rarest(counts, classes)
-        raise ValueError(
-            f"sweep.dev_fraction={fraction:g} of {counts.sum()} images is {total}, fewer than the "
-            f"{has_any.sum()} classes: class {name!r} would be empty in the dev split; use at "
-            f"least {has_any.sum() / counts.sum():.3g}"
-        )
-    if total > max_quotas.sum():
-        name, limit = _rarest(counts, classes), max_quotas.sum() / counts.sum()
-        raise ValueError(
-            f"sweep.dev_fraction={fraction:g} of {counts.sum()} images is {total}: class {name!r} "
-            f"would have none left to train on; use at most {math.floor(limit * 1000) / 1000:g}"
+            f"sweep.dev_fraction={fraction:g} of {num_images} images is {total}, but each of the "
+            f"{num_classes} classes needs an image in the dev split and one in the rest; use from "
+            f"{math.ceil(low * 1000) / 1000:g} to {math.floor(high * 1000) / 1000:g}, or add "
+            f"images to the rarest class, {classes[rarest]!r} with {counts[rarest]}"
         )
     exact = counts * (total / counts.sum())
-    quotas = np.clip(np.floor(exact), has_any, max_quotas).astype(np.int64)
+    quotas = np.clip(np.floor(exact), has_any, np.maximum(counts - 1, 0)).astype(np.int64)
     while quotas.sum() != total:
         gap = exact - quotas
         if quotas.sum() < total:
@@ -249,7 +239,3 @@ def class_quotas(counts: Int64Array, fraction: float, classes: Sequence[str]) ->
         else:
             quotas[np.argmin(np.where(quotas > 1, gap, np.inf))] -= 1
     return quotas
-
-
-def _rarest(counts: Int64Array, classes: Sequence[str]) -> str:
-    return classes[int(np.argmin(np.where(counts > 0, counts, counts.max() + 1)))]

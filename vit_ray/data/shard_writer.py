@@ -148,7 +148,6 @@ class ShardWriter:
         self._schema = shard_schema(text_columns, is_indexed=is_indexed)
         self._pending: list[EncodedImage] = []
         self._pending_bytes = 0
-        self._rows: list[int] = []
         self._metadata: list[pq.FileMetaData] = []
 
     def __enter__(self) -> "ShardWriter":
@@ -187,10 +186,8 @@ class ShardWriter:
     def facts(self) -> ShardFacts:
         (metadata,) = self._metadata
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-        sizes = [
-            sum(g.column(i).total_compressed_size for i in range(g.num_columns)) for g in groups
-        ]
-        return ShardFacts(self._rows, sizes, self._stream.tell(), self._stream.crc32)
+        rows, sizes = [g.num_rows for g in groups], [g.total_byte_size for g in groups]
+        return ShardFacts(rows, sizes, self._stream.tell(), self._stream.crc32)
 
     def end_row_group(self) -> None:
         """Write the rows that were added since the last row group."""
@@ -210,4 +207,3 @@ class ShardWriter:
         columns += map(list, zip(*(row.extra for row in rows), strict=True))
         arrays = [pa.array(c, type=f.type) for c, f in zip(columns, self._schema, strict=True)]
         self._parquet.write_table(pa.Table.from_arrays(arrays, schema=self._schema))
-        self._rows.append(len(rows))

@@ -16,13 +16,12 @@ import logging
 import platform
 import shutil
 import uuid
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -57,6 +56,9 @@ _THREADS: Final = 16
 _CHECKSUM_BYTES: Final = 4
 # Errors of a disk that worked before, and may work again.
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+
+
+Result = TypeVar("Result")
 
 
 class ChangedImageError(ValueError):
@@ -201,12 +203,10 @@ class Cache:
         """A cached table; None if there is none, or it is damaged."""
         path = Path(self.folder) / name
         try:
-            with pa.OSFile(str(path)) as file:
-                content = file.read_buffer()
-            table_bytes = content[:-_CHECKSUM_BYTES]
-            stored_checksum = content[-_CHECKSUM_BYTES:].to_pybytes()
-            if zlib.crc32(table_bytes).to_bytes(_CHECKSUM_BYTES) == stored_checksum:
-                return pa.ipc.open_file(table_bytes).read_all()
+            content = pa.py_buffer(path.read_bytes())
+            table, stored_checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
+            if checksum(table) == int.from_bytes(stored_checksum):
+                return pa.ipc.open_file(table).read_all()
         except FileNotFoundError:
             return None
         except (OSError, pa.ArrowException) as error:
@@ -234,7 +234,7 @@ class Cache:
             content = sink.getvalue()
             with temporary.open("wb") as file:
                 file.write(content)
-                file.write(zlib.crc32(content).to_bytes(_CHECKSUM_BYTES))
+                file.write(checksum(content).to_bytes(_CHECKSUM_BYTES))
             temporary.replace(folder / name)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -308,15 +308,14 @@ class RowGroupReader:
         first[has_any] = labels.values.to_numpy()[offsets[:-1][has_any]]
         return np.delete(first, self._manifest.dropped.get(group, []))
 
-    def keys(self, group: int) -> list[str]:
+    def keys(self, group: int) -> NDArray[np.object_]:
         """The keys of the images that are not dropped; reads only this column, errors as `read`."""
         keys = self.column(group, "key").to_numpy(zero_copy_only=False)
-        return np.delete(keys, self._manifest.dropped.get(group, [])).tolist()
+        return np.delete(keys, self._manifest.dropped.get(group, []))
 
     def column(self, group: int, name: str) -> pa.Array:
         """One column of all stored rows of a row group, including dropped ones."""
-        table, _ = self._retried(group, lambda: (self._table(group, [name]), True))
-        return table[name].chunk(0)
+        return self._retried(group, lambda: self._table(group, [name]))[name].chunk(0)
 
     def _fetched(self, group: int) -> tuple[pa.Table, bool]:
         """A row group from the shard, and whether its images are known to be unchanged."""
@@ -352,16 +351,22 @@ class RowGroupReader:
         if not is_checked:
             file = pq.ParquetFile(self._manifest.shard_location(group).open())
         number = int(self._manifest.row_group[group])
-        return file.read_row_group(number, columns=names, use_threads=False).combine_chunks()
+        table = file.read_row_group(number, columns=names, use_threads=False).combine_chunks()
+        expected = int(self._manifest.rows[group]) + len(self._manifest.dropped.get(group, ()))
+        if len(table) != expected:
+            raise ValueError(
+                f"shard {self._manifest.shard_location(group).path!r} has {len(table)} rows in row "
+                f"group {number} and the manifest says {expected}: it was changed after "
+                f"conversion{_ADVICE}"
+            )
+        return table
 
-    def _retried(
-        self, group: int, read: Callable[[], tuple[pa.Table, bool]]
-    ) -> tuple[pa.Table, bool]:
+    def _retried(self, group: int, read: Callable[[], Result]) -> Result:
         """The result of `read`, with retries; its errors become those that `self.read` lists."""
-        manifest, location = self._manifest, self._manifest.shard_location(group)
+        location = self._manifest.shard_location(group)
         path = location.path
 
-        def read_once() -> tuple[pa.Table, bool]:
+        def read_once() -> Result:
             try:
                 with naming(location.uri):
                     return read()
@@ -371,7 +376,7 @@ class RowGroupReader:
                 raise
 
         try:
-            table, is_whole = with_retries(
+            return with_retries(
                 lambda: read_again(read_once, pa.ArrowException, OSError), f"reading {path}"
             )
         except FileNotFoundError as error:
@@ -391,14 +396,6 @@ class RowGroupReader:
             if isinstance(error, PermissionError):
                 advice = "check the credentials in the environment, and the rights that they give"
             raise ValueError(f"shard {path!r} cannot be read ({error}); {advice}") from error
-        expected = int(manifest.rows[group]) + len(manifest.dropped.get(group, ()))
-        if len(table) != expected:
-            raise ValueError(
-                f"shard {path!r} has {len(table)} rows in row group "
-                f"{int(manifest.row_group[group])} and the manifest says {expected}: "
-                f"it was changed after conversion{_ADVICE}"
-            )
-        return table, is_whole
 
 
 # Indices into `labels.values` of labels that are not a class.
@@ -413,7 +410,7 @@ def first_labels(manifest: Manifest) -> Iterator[NDArray[np.int32]]:
     Raises:
         UnavailableError, ValueError: as `RowGroupReader.read`.
     """
-    yield from map(np.concatenate, _by_file(manifest, RowGroupReader.first_labels))
+    return _by_file(manifest, RowGroupReader.first_labels)
 
 
 def all_first_labels(path: str) -> NDArray[np.int32]:
@@ -424,19 +421,20 @@ def all_first_labels(path: str) -> NDArray[np.int32]:
     return np.concatenate(list(first_labels(open_dataset(path))))
 
 
-def keys(manifest: Manifest) -> Iterator[list[str]]:
+def keys(manifest: Manifest) -> Iterator[NDArray[np.object_]]:
     """Key of every image, in the order of the rows, a file at a time; errors as `first_labels`."""
-    for groups in _by_file(manifest, RowGroupReader.keys):
-        yield [key for group in groups for key in group]
+    return _by_file(manifest, RowGroupReader.keys)
 
 
-def _by_file(manifest: Manifest, read: Callable[[RowGroupReader, int], Any]) -> Iterator[list[Any]]:
+def _by_file(
+    manifest: Manifest, read: Callable[[RowGroupReader, int], NDArray[Any]]
+) -> Iterator[NDArray[Any]]:
     groups = np.flatnonzero(manifest.rows)
     files = np.split(groups, np.flatnonzero(np.diff(manifest.file_index[groups])) + 1)
 
-    def read_file(groups: NDArray[np.int64]) -> list[Any]:
+    def read_file(groups: NDArray[np.int64]) -> NDArray[Any]:
         reader = RowGroupReader(manifest)
-        return [read(reader, int(group)) for group in groups]
+        return np.concatenate([read(reader, group) for group in groups.tolist()])
 
     with ThreadPoolExecutor(_THREADS) as pool:
         for first in range(0, len(files), _THREADS):  # bounds the results in memory

@@ -10,7 +10,7 @@ import ray
 from tests.worker.fakes import FakeRun, make_job
 from vit_ray.launch import placement
 from vit_ray.launch.failures import FailingNodes
-from vit_ray.launch.placement import GroupShape, NoPlaceError, PlaceFinder, StoppedWaitingError
+from vit_ray.launch.placement import NoPlaceError, PlaceFinder, StoppedWaitingError
 from vit_ray.outcomes import EventKind, WorkerPlace
 
 
@@ -61,8 +61,8 @@ def finder(
 ) -> PlaceFinder:
     job = make_job(Path("/x"), workers=workers, data={"cpus_per_task": 0.5})
     job = replace(job, record=run)
-    shape = GroupShape.of(job.recipe, use_gpu=False, trains=True)
-    return PlaceFinder(job, shape, failing or FailingNodes(None), lambda: cluster.now_s)
+    failing = failing or FailingNodes(None)
+    return PlaceFinder(job, failing, use_gpu=False, clock=lambda: cluster.now_s)
 
 
 @pytest.fixture

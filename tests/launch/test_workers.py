@@ -29,7 +29,7 @@ from vit_ray.experiments.trials import Outcome
 from vit_ray.launch import run, workers
 from vit_ray.launch.connection import ClusterShape
 from vit_ray.launch.failures import FailingNodes, cause, failing_node
-from vit_ray.launch.placement import GroupShape, NoPlaceError, Place, StoppedWaitingError
+from vit_ray.launch.placement import NoPlaceError, Place, StoppedWaitingError
 from vit_ray.launch.terminal import RunStoppedError
 from vit_ray.launch.workers import (
     GROUP_FILE,
@@ -122,9 +122,8 @@ def test_the_next_driver_knows_a_failing_node_also_by_its_host(tmp_path):
     assert second.among(both) == {}  # which of them is not known
 
 
-def parts_of(job: TrainJob) -> tuple[Any, GroupShape, ClusterShape, FailingNodes]:
-    shape = GroupShape.of(job.recipe, use_gpu=False, trains=True)
-    return MagicMock(), shape, ClusterShape(1, 4, 2, 0.0), FailingNodes(None)
+def run_of(job: TrainJob) -> Run:
+    return Run(job, MagicMock(), ClusterShape(1, 4, 2, 0.0), FailingNodes(None), use_gpu=False)
 
 
 PLACE = Place(2, {})
@@ -141,8 +140,9 @@ class Attempts(Run):
         self.run.failed = failure
         where = {"output": str(folder.parent), "name": folder.name}
         job = replace(make_job(folder, workers=workers, **where), record=self.run)
-        super().__init__(job, *parts_of(job))
-        self._finder: Any = self
+        cluster, failing = ClusterShape(1, 4, 2, 0.0), FailingNodes(None)
+        super().__init__(job, MagicMock(), cluster, failing, use_gpu=False)
+        self.finder: Any = self
         self._ends: Iterator[End] = iter(ends)
         self.num_attempts = 0
         self.lost_since_s: list[float | None] = []
@@ -257,7 +257,7 @@ class Watched:
         self.status = RunStatus()
         self.run.status = lambda: self.status  # type: ignore[attr-defined]
         self.is_heard = False
-        monkeypatch.setattr(workers, "lacking_now", lambda *_, **__: "")
+        monkeypatch.setattr(workers, "shape", lambda _: ClusterShape(1, 4, 0, 0.0, is_private=True))
         self.job = replace(make_job(folder, kind), record=self.run)
         finder: Any = SimpleNamespace(has_larger=lambda _: False)
         self.watch = GroupWatch(self.job, finder, PLACE, False, clock=lambda: self.now_s)
@@ -340,7 +340,7 @@ def test_a_controller_that_is_frozen_does_not_keep_the_driver_after_the_runs_end
 def test_ray_train_tries_once_on_the_nodes_that_were_found(tmp_path, monkeypatch):
     monkeypatch.setattr(ray, "put", lambda value: value)
     job = make_job(tmp_path, train={"step_timeout_s": 7.5})
-    trainer = Run(job, *parts_of(job))._trainer(Place(4, {"pool": "a"}))
+    trainer = run_of(job)._trainer(Place(4, {"pool": "a"}))
     failures, scaling = trainer.run_config.failure_config, trainer.scaling_config
     assert failures.max_failures == failures.max_preemption_failures == 0
     assert failures.controller_failure_limit == 0
@@ -372,7 +372,7 @@ def test_a_worker_that_dies_before_the_group_has_met_is_named(error, monkeypatch
 
 def test_a_store_that_does_not_answer_is_named_without_its_secret(tmp_path, monkeypatch, capsys):
     job = make_job(tmp_path, tracking={"uri": "http://user:secret@mlflow:5000"})
-    groups = Run(job, *parts_of(job))
+    groups = run_of(job)
     monkeypatch.setattr(groups, "_trainer", lambda place: SimpleNamespace(fit=lambda: None))
     monkeypatch.setattr(groups._job.record, "run_id", lambda wait_s: None, raising=False)
     groups.attempt(PLACE)

@@ -72,7 +72,7 @@ def failing_node(error: Any, worker_info: Mapping[int, WorkerPlace]) -> WorkerPl
         rank: failure
         for rank, failure in _worker_failures(error).items()
         if not (_is_ours(failure) or memory_kill(failure))
-        and (_died_of(failure) is not None or not _is_collateral(failure, str(failure)))
+        and (isinstance(failure, RayActorError) or not _is_collateral(failure, str(failure)))
     }
     workers = [worker_info[rank] for rank in sorted(blamed) if rank in worker_info]
     is_one_node = len(workers) == len(blamed) and len({worker.node for worker in workers}) == 1
@@ -87,8 +87,8 @@ def counts(error: Any) -> bool:
     """
     if isinstance(error, PreemptionError) or micro_batch_limit(error) is not None:
         return False
-    deaths = map(_died_of, _worker_failures(error).values())
-    return not any(death is not None and death.preempted for death in deaths)
+    failures = _worker_failures(error).values()
+    return not any(isinstance(each, RayActorError) and each.preempted for each in failures)
 
 
 def micro_batch_limit(error: Any) -> int | None:
@@ -99,15 +99,13 @@ def micro_batch_limit(error: Any) -> int | None:
 
 
 def _worker_failures(error: Any) -> Mapping[int, Exception]:
-    """Errors by rank, also of workers that died before they trained (`GroupBackend`)."""
+    """Errors by rank, also of workers that died before they trained (`GroupBackend`).
+
+    The error of a process that has ended or cannot be reached is a `RayActorError`.
+    """
     error = getattr(error, "controller_failure", error)
-    return getattr(error, "worker_failures", None) or {}
-
-
-def _died_of(failure: BaseException) -> RayActorError | None:
-    """Why the worker's process has ended or cannot be reached, if that is the failure."""
-    death = getattr(failure, "health_check_failure", failure)
-    return death if isinstance(death, RayActorError) else None
+    failures = getattr(error, "worker_failures", None) or {}
+    return {rank: getattr(each, "health_check_failure", each) for rank, each in failures.items()}
 
 
 class FailingNodes:

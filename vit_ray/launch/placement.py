@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,9 +19,7 @@ import ray
 from ray.util import placement_group, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
-from vit_ray.config import Recipe
-from vit_ray.launch.cluster_checks import check_room
-from vit_ray.launch.connection import live_nodes, shape
+from vit_ray.launch.connection import live_nodes
 from vit_ray.launch.failures import FailingNodes
 from vit_ray.outcomes import EventKind
 from vit_ray.worker.job import TrainJob
@@ -43,30 +41,6 @@ class StoppedWaitingError(NoPlaceError):
 
 
 @dataclass(frozen=True)
-class GroupShape:
-    """The possible worker groups of a run.
-
-    Attributes:
-        sizes: worker counts, ascending.
-        resources: of a worker.
-    """
-
-    sizes: tuple[int, ...]
-    resources: Mapping[str, float]
-    use_gpu: bool = False
-
-    @classmethod
-    def of(cls, recipe: Recipe, *, use_gpu: bool, trains: bool) -> GroupShape:
-        """The groups for a training or an evaluation."""
-        workers = recipe.workers
-        return cls(
-            tuple(recipe.group_sizes if trains else workers.sizes),
-            {"CPU": workers.cpus_per_worker, **({"GPU": 1.0} if use_gpu else {})},
-            use_gpu,
-        )
-
-
-@dataclass(frozen=True)
 class Place:
     """Where a worker group may start.
 
@@ -83,16 +57,25 @@ class Place:
 
 
 class PlaceFinder:
-    """Finds a place for each start of a run's worker group."""
+    """Finds a place for each start of a run's worker group.
+
+    Attributes:
+        sizes: possible numbers of workers, ascending.
+        resources: of a worker.
+    """
 
     def __init__(
         self,
         job: TrainJob,
-        shape: GroupShape,
         failing: FailingNodes,
+        *,
+        use_gpu: bool,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._job, self._shape, self._failing, self._clock = job, shape, failing, clock
+        self._job, self._failing, self._clock = job, failing, clock
+        workers = job.recipe.workers
+        self.sizes: Sequence[int] = job.recipe.group_sizes if job.kind == "train" else workers.sizes
+        self.resources = {"CPU": workers.cpus_per_worker} | ({"GPU": 1.0} if use_gpu else {})
         self._reported: set[str] = set()
 
     def found(self, lost_since_s: float | None = None) -> Place:
@@ -115,7 +98,7 @@ class PlaceFinder:
         while True:
             labels = self._labels()
             # On a cluster without nodes: its autoscaler may have room only for the smaller groups.
-            for size in self._fitting(labels) or self._shape.sizes[::-1]:
+            for size in self._fitting(labels) or self.sizes[::-1]:
                 if self._has_place(size, labels):
                     return Place(size, labels, began_s, self._clock() - began_s)
                 if self._clock() - reported_s >= _REPORT_EVERY_S:
@@ -141,7 +124,7 @@ class PlaceFinder:
             StoppedWaitingError: as `found`.
         """
         end_s = self._clock() + _PATIENCE_S
-        with asked_for(size, self._shape.resources, labels) as group:
+        with self._asked_for(size, labels) as group:
             while self._clock() < end_s:
                 if group.wait(LOOK_S):
                     if size in self._fitting(labels):
@@ -156,17 +139,17 @@ class PlaceFinder:
         labels = dict(place.labels)
         for size in self._fitting(labels):
             if size > place.size:
-                with asked_for(size - place.size, self._shape.resources, labels) as group:
+                with self._asked_for(size - place.size, labels) as group:
                     if group.wait(LOOK_S):
                         return True
         return False
 
     def _fitting(self, labels: dict[str, str]) -> list[int]:
         """The sizes that the cluster could hold if it were free, largest first."""
-        sizes, reading_cpus = [*self._shape.sizes[::-1]], self._job.recipe.data.cpus_per_task
+        sizes, reading_cpus = [*self.sizes[::-1]], self._job.recipe.data.cpus_per_task
         if len(sizes) == 1:
             return sizes
-        workers_of, cpus_per_worker = self._by_node(labels), self._shape.resources["CPU"]
+        workers_of, cpus_per_worker = self._by_node(labels), self.resources["CPU"]
         spare_cpus = (
             node["Resources"].get("CPU", 0.0) - workers_of.get(node["NodeID"], 0) * cpus_per_worker
             for node in live_nodes()
@@ -183,7 +166,7 @@ class PlaceFinder:
         if not excluded:
             return labels
         without = {**labels, "ray.io/node-id": f"!in({','.join(sorted(excluded))})"}
-        if sum(self._by_node(without).values()) < self._shape.sizes[0]:
+        if sum(self._by_node(without).values()) < self.sizes[0]:
             return labels
         if new := excluded.keys() - self._reported:
             self._reported |= new
@@ -197,55 +180,37 @@ class PlaceFinder:
 
     def _by_node(self, labels: Mapping[str, str]) -> dict[str, int]:
         """Workers that each node with the labels could hold if it were free, by node id."""
-        needs = [(key, need) for key, need in self._shape.resources.items() if need > 0]
+        needs = [(key, need) for key, need in self.resources.items() if need > 0]
         return {
             node["NodeID"]: int(min(node["Resources"].get(key, 0.0) // n for key, n in needs))
             for node in live_nodes(labels)
         }
 
     def _missing(self) -> str:
-        recipe, shape, workers = self._job.recipe, self._shape, self._shape.sizes[0]
+        recipe, workers = self._job.recipe, self.sizes[0]
         total, free = ray.cluster_resources(), ray.available_resources()  # type: ignore[no-untyped-call]
         needed = ", ".join(
             f"{workers * count:g} {key} (the cluster has {total.get(key, 0):g}, "
             f"{free.get(key, 0):g} of them free)"
-            for key, count in shape.resources.items()
+            for key, count in self.resources.items()
         )
         text = (
             f"{workers} worker{' needs' if workers == 1 else 's need'} {needed}; start nodes, "
             "wait for or end what else runs there, or lower workers.num_workers"
         )
-        if len(shape.sizes) > 1:
+        if len(self.sizes) > 1:
             text += f"; {recipe.data.cpus_per_task:g} CPU more is needed to read with"
         if selector := dict(recipe.workers.label_selector):
             text += f"; only nodes with workers.label_selector={json.dumps(selector)} are used"
         return text
 
-
-@contextmanager
-def asked_for(
-    size: int, resources: Mapping[str, float], labels: dict[str, str]
-) -> Iterator[PlacementGroup]:
-    """The placement group that Ray Train requests for `size` workers; removed after the block."""
-    selectors: Any = [labels] * size if labels else None
-    group = placement_group([dict(resources)] * size, STRATEGY, bundle_label_selector=selectors)
-    try:
-        yield group
-    finally:
-        remove_placement_group(group)
-
-
-def lacking_now(recipe: Recipe, *, use_gpu: bool) -> str:
-    """Why the connected cluster has become too small for a running group; empty if it has not.
-
-    Args:
-        use_gpu: whether the workers have GPUs. `workers.use_gpu=auto` was decided when the run
-            started: it does not use GPUs that join later.
-    """
-    cluster = shape(time.time())
-    try:
-        if not cluster.is_private:
-            check_room(recipe.with_changes(workers={"use_gpu": use_gpu}), cluster)
-    except ValueError as error:
-        return f"the cluster has become too small, start nodes: {error}"
-    return ""
+    @contextmanager
+    def _asked_for(self, size: int, labels: dict[str, str]) -> Iterator[PlacementGroup]:
+        """The placement group that Ray Train requests; removed after the block."""
+        selectors: Any = [labels] * size if labels else None
+        bundles = [dict(self.resources)] * size
+        group = placement_group(bundles, STRATEGY, bundle_label_selector=selectors)
+        try:
+            yield group
+        finally:
+            remove_placement_group(group)

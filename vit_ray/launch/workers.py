@@ -33,7 +33,8 @@ from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config import Recipe
 from vit_ray.data.stream.batches import StreamSpec
 from vit_ray.data.stream.stream_server import StreamSource
-from vit_ray.launch.connection import ClusterShape, has_dashboard, variables
+from vit_ray.launch.cluster_checks import check_room
+from vit_ray.launch.connection import ClusterShape, has_dashboard, shape, variables
 from vit_ray.launch.failures import (
     FailingNodes,
     cause,
@@ -43,12 +44,10 @@ from vit_ray.launch.failures import (
 )
 from vit_ray.launch.placement import (
     STRATEGY,
-    GroupShape,
     NoPlaceError,
     Place,
     PlaceFinder,
     StoppedWaitingError,
-    lacking_now,
 )
 from vit_ray.outcomes import EventKind, Failure
 from vit_ray.ray_internals import get_or_create_autoscaling_coordinator, start_data_actors
@@ -105,26 +104,24 @@ def run_workers(
         RunFailedError: training failed more often than the recipe allows, or cannot work, or the
             cluster had no room for the workers in time.
     """
-    trains = job.kind == "train"
-    folder = locate(job.recipe.run_folder) if trains else None
+    folder = locate(job.recipe.run_folder) if job.kind == "train" else None
     group_file = folder.child(GROUP_FILE) if folder else None
     if group_file and group_file.exists():  # of a driver that was killed: Ray may keep its group
         give_back(group_file.read().decode())
-    shape = GroupShape.of(job.recipe, use_gpu=use_gpu, trains=trains)
     if cluster.is_private:
         get_or_create_autoscaling_coordinator()
     else:
         start_data_actors()
-    failing = FailingNodes(folder)
     options = {
         "keeps_statistics": not cluster.is_private or has_dashboard(),
         "warms_up": not cluster.is_private,
-        "cpus_per_rank": shape.resources["CPU"],
+        "cpus_per_rank": job.recipe.workers.cpus_per_worker,
     }
     source = ray.put(StreamSource(ray.put(streams), options))
+    run = Run(job, source, cluster, FailingNodes(folder), use_gpu=use_gpu)
     try:
-        with variables(settings(shape.sizes[-1], is_private=cluster.is_private)):
-            Run(job, source, shape, cluster, failing).train()
+        with variables(settings(run.finder.sizes[-1], is_private=cluster.is_private)):
+            run.train()
     finally:
         with contextlib.suppress(OSError):  # the next driver finds nothing to give back
             if group_file:
@@ -150,12 +147,14 @@ class Run:
         self,
         job: TrainJob,
         streams: ray.ObjectRef[StreamSource],
-        shape: GroupShape,
         cluster: ClusterShape,
         failing: FailingNodes,
+        *,
+        use_gpu: bool,
     ) -> None:
-        self._job, self._streams, self._shape, self._cluster = job, streams, shape, cluster
-        self._failing, self._finder = failing, PlaceFinder(job, shape, failing)
+        self._job, self._streams, self._cluster = job, streams, cluster
+        self._failing, self._use_gpu = failing, use_gpu
+        self.finder = PlaceFinder(job, failing, use_gpu=use_gpu)
         self._num_failures, self._failed_at = 0, -1
         self._name, self._num_groups = f"{job.recipe.name}-{uuid.uuid4().hex[:8]}", 0
 
@@ -164,7 +163,7 @@ class Run:
         lost_since_s: float | None = None
         try:
             while True:
-                place = self._finder.found(lost_since_s)
+                place = self.finder.found(lost_since_s)
                 ended = self.attempt(place)
                 lost_since_s = place.since_s if lost_place(ended.error) else None
                 if lost_since_s is None and self._is_over(ended):
@@ -218,7 +217,7 @@ class Run:
         """Train with a new group until it ends."""
         self._num_groups += 1
         self._job = replace(self._job, place_wait_s=place.waited_s)
-        watch = GroupWatch(self._job, self._finder, place, self._shape.use_gpu)
+        watch = GroupWatch(self._job, self.finder, place, self._use_gpu)
         fit = _in_thread(lambda: self._trainer(place).fit())
         try:
             with contextlib.suppress(*_UNAVAILABLE):  # training needs no MLflow
@@ -251,7 +250,7 @@ class Run:
         # Imported here, in a thread: torch takes seconds.
         from ray.train.torch import TorchTrainer
 
-        use_gpu, group = self._shape.use_gpu, f"{self._name}-{self._num_groups}"
+        use_gpu, group = self._use_gpu, f"{self._name}-{self._num_groups}"
         # Ray leaves a machine's GPUs visible to workers that did not ask for one.
         hides_gpus = self._cluster.num_gpus > 0 and not use_gpu
         return TorchTrainer(
@@ -270,7 +269,7 @@ class Run:
             scaling_config=ScalingConfig(
                 num_workers=place.size,
                 use_gpu=use_gpu,
-                resources_per_worker=dict(self._shape.resources),
+                resources_per_worker=dict(self.finder.resources),
                 placement_strategy=STRATEGY,
                 label_selector=dict(place.labels) or None,
             ),
@@ -331,7 +330,7 @@ class GroupWatch:
         The workers have ended the run, or are silent (`error`).
         """
         with contextlib.suppress(*_UNAVAILABLE):
-            self._note_group()
+            self.known_group()
             now_s = self._clock()
             if now_s - self._looked_s < LOOK_EVERY_S:
                 return False
@@ -351,21 +350,27 @@ class GroupWatch:
         return False
 
     def known_group(self) -> str:
-        """Placement group of the workers; empty if no worker has sent its worker info yet."""
-        with contextlib.suppress(*_UNAVAILABLE):
-            self._note_group()
+        """Placement group of the workers, which the next driver also finds in the run's folder;
+        empty if no worker has sent its worker info yet.
+        """
+        if not self._group:
+            with contextlib.suppress(*_UNAVAILABLE):
+                workers = self._job.record.places().values()
+                self._group = max((worker.group for worker in workers), default="")
+                if self._group and self._job.kind == "train":
+                    file = locate(self._job.recipe.run_folder).child(GROUP_FILE)
+                    file.write(self._group.encode())
         return self._group
 
-    def _note_group(self) -> None:
-        if self._group:
-            return
-        workers = self._job.record.places().values()
-        self._group = max((worker.group for worker in workers), default="")
-        if self._group and self._job.kind == "train":
-            locate(self._job.recipe.run_folder).child(GROUP_FILE).write(self._group.encode())
-
     def _look_at_cluster(self) -> None:
-        before, self._lacking = self._lacking, lacking_now(self._job.recipe, use_gpu=self._use_gpu)
+        before, self._lacking, cluster = self._lacking, "", shape(time.time())
+        try:
+            if not cluster.is_private:
+                # `workers.use_gpu=auto` was decided when the run started.
+                use_gpu = {"workers": {"use_gpu": self._use_gpu}}
+                check_room(self._job.recipe.with_changes(**use_gpu), cluster)
+        except ValueError as error:
+            self._lacking = f"the cluster has become too small, start nodes: {error}"
         if self._lacking and self._lacking != before:
             self._job.record.event(EventKind.NO_PLACE, self._lacking, 0)
         may_grow = self._job.kind == "train" and not self.is_resizing

@@ -144,22 +144,21 @@ def prepared_training(
         newest = find_resume_point(
             recipe, lambda text: notes.append((EventKind.CHECKPOINT_DAMAGED, text))
         )
-        prepared = replace(prepared, resume_from=newest, lock_number=lock_number)
         if newest is not None:
             window = newest.position.recipe["data"]["shuffle_window"]
             if window != resolved.recipe.data.shuffle_window:
                 resolved = resolve_run(recipe, begun=window)
             changes = accepted_changes(resolved, newest.position)
             notes += [(EventKind.RECIPE_CHANGED, text) for text in changes]
-            prepared = replace(prepared, resolved=resolved)
-            if not prepared.is_over:
-                check_cluster(prepared.recipe.with_changes(init_from=None))
-        else:
+        prepared = PreparedRun(kind, resolved, newest, tuple(notes), lock_number)
+        if newest is None:
             if not is_new:
                 check_weights(prepared)
                 check_cluster(prepared.recipe)
             prepared = replace(prepared, training_id=begin_training(run_folder))
-        yield replace(prepared, notes=tuple(notes))
+        elif not prepared.is_over:
+            check_cluster(prepared.recipe.with_changes(init_from=None))
+        yield prepared
 
 
 def check_rights(folder: Location) -> None:

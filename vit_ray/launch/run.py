@@ -214,9 +214,6 @@ def run_prepared(
             run.record.event(note, text, position.step if position else 0)
         with _watched(run, prepared, parent, following):
             job = _job(prepared, cluster, run, init_run, following)
-            if prepared.trains:  # imported while workers start, for the cost and the card
-                modules = ("vit_ray.launch.model_card",)
-                Thread(target=importlib.import_module, args=modules, daemon=True).start()
             run_workers(job, resolved.streams, cluster, use_gpu=use_gpu)
         result = _result(prepared, run)
         run.is_complete = result.is_complete

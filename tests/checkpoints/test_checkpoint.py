@@ -154,7 +154,7 @@ def test_another_format_is_refused_with_who_reads_it(run):
 
 def test_an_evaluation_after_a_checkpoint_is_known_of_that_checkpoint_alone(run):
     folder = write_checkpoint(run, 1)
-    after = Progress(1, eval_step=1, metrics={"eval/loss": 0.5})
+    after = Progress(1, num_evals=1, metrics={"eval/loss": 0.5})
     write_note(folder, checkpoint=read_checkpoint(folder).sha256, progress=asdict(after))
     found = read_checkpoint(folder)
     assert found.position == replace(position(1), progress=after)
@@ -194,7 +194,7 @@ def test_a_copy_has_every_tensor_and_the_position_that_it_is_given_unless_it_is_
 
 def test_a_digest_continues_with_the_same_recipe_and_data_only():
     recipe = recipe_with()
-    written = Position(Progress(3, samples_digest="ab"), 3, 24, 8, {}, recipe.recorded(), "set")
+    written = Position(Progress(3, samples_digest=171), 3, 24, 8, {}, recipe.recorded(), "set")
     read = Position.from_json(json.loads(json.dumps(asdict(written))))
     assert read.resumed(recipe.recorded(), "set") == written.progress
     without = Progress(3)

@@ -188,7 +188,7 @@ def test_an_evaluation_after_a_save_is_recorded_beside_it(run, monkeypatch, resu
     disk.save(1, evaluation_due=True)
     folder = run.child(folder_name(1))
     before = contents(folder)
-    after = Progress(1, eval_step=1, metrics={"eval/loss": 0.5})
+    after = Progress(1, num_evals=1, metrics={"eval/loss": 0.5})
     if resumes:  # another attempt evaluates
         disk = Disk(run, monkeypatch, resumes=True, keep_last=2)
     assert disk.writers[0].note_evaluation(after)
@@ -242,7 +242,7 @@ def test_the_result_and_permanent_ones_are_kept_beside_the_newest(
         metrics = {"eval/loss": float(step)}  # the first is the best, and no result
         if result:
             metrics["result/step"] = float(result)
-        disk.save(step, eval_step=step, metrics=metrics)
+        disk.save(step, num_evals=step, metrics=metrics)
     assert steps(run) == left
 
 

@@ -26,7 +26,7 @@ from tests.models.weights import published
 from tests.recipes import recipe_with
 from tests.trained_runs import tiny_recipe, write_run
 from vit_ray.checkpoints import init_weights
-from vit_ray.checkpoints.init_weights import initialize_weights, planned_load, published_use
+from vit_ray.checkpoints.init_weights import open_weights, planned_load, published_use
 from vit_ray.commands.trained_model import export, inspect, load_trained_model, read_images
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import ModelConfig
@@ -72,7 +72,7 @@ def test_positions_of_a_checkpoint_are_taken_for_the_grid_of_its_recipe(
     model, *_ = load_trained_model(here, None)
     assert torch.equal(model.positions[0].table, expected)
     tuned = small_model(family, num_classes=9)
-    initialize_weights(tuned, run, new_head=True)
+    open_weights(run).load_into(tuned, True)
     assert torch.equal(tuned.positions[0].table, expected)
 
 
@@ -134,7 +134,7 @@ def test_every_job_reads_weights_of_every_form_here_and_in_a_bucket(
     assert (planned.loaded, planned.ignored) == (report.loaded, report.ignored)
     assert report.source.startswith(path)
     trained = cleared()
-    initialize_weights(trained, path, new_head=False)
+    open_weights(path).load_into(trained, False)
     for model in (exported, trained):
         assert_equal(model, source)
     exports = {"path": "s3://models/exported", "layout": "huggingface"}
@@ -258,7 +258,7 @@ def test_a_published_vit_goes_through_every_command(layout, tmp_path, monkeypatc
     def loaded_by(prepared: PreparedRun) -> torch.nn.Module:
         """The model as a worker builds it."""
         model = build_objective(prepared.recipe, prepared.num_classes).eval()
-        initialize_weights(model, str(prepared.recipe.init_from), new_head=prepared.new_head)
+        open_weights(str(prepared.recipe.init_from)).load_into(model, prepared.new_head)
         return model
 
     evaluated = prepare_evaluation(recipe)

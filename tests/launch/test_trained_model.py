@@ -25,7 +25,7 @@ from tests.newcomer.follow import blocks
 from tests.trained_runs import tiny_recipe, write_run
 from tests.training.engine_runs import build_engine
 from tests.training.ranks import run_ranks
-from vit_ray.checkpoints.init_weights import initialize_weights, open_weights
+from vit_ray.checkpoints.init_weights import open_weights
 from vit_ray.config import Recipe
 from vit_ray.config.keys import used_sections
 from vit_ray.config.recipe import recipe_from_dict
@@ -89,7 +89,7 @@ def evaluated(_: int, folder: str, run: str) -> dict[str, Any]:
         reader = BatchReader(StreamJob(spec, Partition(1, BATCH), 0, False))
         batches = [reader.batch(0, at, at + BATCH)[0] for at in range(0, COUNT, BATCH)]
         model = build_objective(recipe, 5)
-        initialize_weights(model, run, new_head=False)
+        open_weights(run).load_into(model, False)
         engine = build_engine(train, 1, BATCH, model=model)
         logits = [one[b["weight"] > 0].numpy() for b, _, one in _predictions(engine, batches)]
         engine.close()

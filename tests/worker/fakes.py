@@ -16,6 +16,7 @@ from vit_ray.checkpoints.checkpoint import Checkpoint, Position, Progress
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter, Snapshot, take_snapshot
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config import Recipe
+from vit_ray.measure.meters import DeviceTimes
 from vit_ray.outcomes import EventKind, Failure, WorkerPlace
 from vit_ray.storage import locate
 from vit_ray.tracking.run_state import Orders
@@ -84,6 +85,7 @@ class FakeEngine:
     on_backward: Callable[[int], None] = lambda step: None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
+    forward_times: DeviceTimes = field(default_factory=lambda: DeviceTimes(torch.device("cpu")))
     weight: float = 0.0
     average: Any = None
     is_averaged: bool = False
@@ -122,9 +124,6 @@ class FakeEngine:
     @property
     def state(self) -> FakeEngine:
         return self
-
-    def take_forward_s(self) -> float:
-        return 0.001
 
     def snapshot(self, position: Position, memory: Any = None) -> Snapshot:
         weight = torch.tensor([self.weight])

@@ -36,7 +36,7 @@ def test_a_model_that_runs_eagerly_does_not_look_compiled(
 ):
     worker = Worker(make_job(tmp_path))
     monkeypatch.setattr(attempt, "compile_s", lambda: 3.0)
-    monkeypatch.setattr(attempt, "compile_failures", lambda: failures)
+    monkeypatch.setattr(attempt, "COMPILE_FAILURES", failures)
     worker.run()
     assert worker.kinds() == kinds
     logged = {key: value for _, values in worker.actor.logged for key, value in values.items()}
@@ -174,7 +174,7 @@ def test_a_checkpoint_has_the_digest_of_all_samples_also_of_a_resumed_run(tmp_pa
     for step, one in list_checkpoints(folder):
         saved = open_checkpoint(one)
         progress = saved.position.progress
-        digests[progress.digest_from, step] = int(progress.samples_digest, 16)
+        digests[progress.digest_from, step] = progress.samples_digest
     assert digests == {  # what `batches` gives: sample and place are the same number
         (1, step): samples_digest(BATCH, np.arange(BATCH, step * BATCH)) for step in (3, 6, 9, 10)
     }
@@ -190,8 +190,7 @@ def test_the_report_names_the_samples_of_all_ranks_and_the_first_bad_layer():
     one, other = run_ranks(2, described)
     assert one == other
     assert one.startswith(f"Samples {', '.join(str(n) for n in range(16, 32))}. ")
-    assert "first not finite in blocks.0" in one
-    assert one.endswith("embedding 1, blocks.0 inf")
+    assert one.endswith("Activations are first not finite in blocks.0")
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,6 @@ class Progress:
         best_loss_key: the metric of `best_eval_loss`.
         evals_without_best: evaluations since the best one.
         num_evals: evaluations from which the best is chosen.
-        eval_step: step of the last evaluation; -1 before the first.
         ended: why the run ended before its last step (early stopping); empty otherwise.
         evaluation_due: the last step is done, and the evaluation after it is not.
         train_seconds: time spent in steps, summed over all attempts.
@@ -68,7 +67,7 @@ class Progress:
         skipped_steps: steps that were refused by `train.skip_above`.
         recent_norms: gradient norms of the last steps, with which `train.skip_above` compares.
         samples_digest: digest of the samples that the ranks received since `digest_from` (the
-            function `samples_digest`), hexadecimal; empty before the first checkpoint.
+            function `samples_digest`); None before the first step.
         digest_from: first 0-based step of the digest, which ends before `step`: 0, or the step at
             which the run was resumed with another recipe or data set, or without a digest.
         metrics: last value of every metric.
@@ -79,7 +78,6 @@ class Progress:
     best_loss_key: str = EVAL_LOSS
     evals_without_best: int = 0
     num_evals: int = 0
-    eval_step: int = -1
     ended: str = ""
     evaluation_due: bool = False
     train_seconds: float = 0.0
@@ -89,7 +87,7 @@ class Progress:
     nonfinite_steps: int = 0
     skipped_steps: int = 0
     recent_norms: list[float] = field(default_factory=list)
-    samples_digest: str = ""
+    samples_digest: int | None = None
     digest_from: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -140,7 +138,7 @@ class Position:
         """The progress from which a run of this recipe and data set continues."""
         if (recipe, data_fingerprint) == (self.recipe, self.data_fingerprint):
             return self.progress
-        return replace(self.progress, samples_digest="")  # the order may be another from here on
+        return replace(self.progress, samples_digest=None)  # the order may be another from here on
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> Position:

@@ -73,7 +73,9 @@ class SavedWeights:
 
     Attributes:
         num_classes: outputs of their head; None if they have none.
-        load_into: loads them into a model; arguments and result as of `initialize_weights`.
+        load_into: loads them into a model, with positions resized to its resolution, and reports
+            every tensor. Its `new_head`: True keeps the model's new head and drops the saved one
+            (fine-tuning), False requires the saved head, "auto" loads the saved head if it fits.
         position: position and recipe of the run that trained them; None for a file.
     """
 
@@ -81,32 +83,13 @@ class SavedWeights:
     load_into: Callable[[nn.Module, NewHead], LoadReport]
     position: Position | None = None
 
-    @property
-    def run_id(self) -> str | None:
-        """MLflow run that trained the weights."""
-        return self.position.tracking_run_id if self.position else None
-
-
-def initialize_weights(model: nn.Module, path: str, *, new_head: NewHead) -> LoadReport:
-    """Load weights into a model, with positions resized to its resolution; reports every tensor.
-
-    Args:
-        path: as in `open_weights`.
-        new_head: True keeps the model's new head and drops the saved one (fine-tuning), False
-            requires the saved head, "auto" loads the saved head if it fits.
-
-    Raises:
-        ValueError: there are no weights at `path`, or they do not fit the model.
-    """
-    return open_weights(path).load_into(model, new_head)
-
 
 @lru_cache(maxsize=8)
 def planned_load(config: ModelConfig, num_classes: int, path: str, new_head: NewHead) -> LoadReport:
-    """The report that `initialize_weights` would give, from names and shapes; once for all trials.
+    """The report that loading would give, from names and shapes; once for all trials.
 
     Raises:
-        ValueError: as `initialize_weights`.
+        ValueError: there are no weights at `path`, or they do not fit the model.
     """
     weights = meta_state_of(path)
     try:
@@ -164,7 +147,7 @@ def _interpolate_shape(image: Tensor, size: int | tuple[int, ...], **_: Any) -> 
 
 
 _SHAPES: dict[str, Callable[..., Tensor]] = {
-    **dict.fromkeys(("normal_", "uniform_"), lambda tensor, *_, **__: tensor),
+    "normal_": lambda tensor, *_, **__: tensor,
     "cat": _cat_shapes,
     "interpolate": _interpolate_shape,
 }
@@ -229,15 +212,11 @@ def download(address: str) -> str:
         return huggingface_hub.snapshot_download(
             name, revision=revision or None, allow_patterns=_DOWNLOADED_FILES
         )
-    except (RepositoryNotFoundError, RevisionNotFoundError):
+    except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError):
         raise ValueError(
-            f"{address!r}: the Hugging Face hub shows no such repository or revision; "
-            "check init_from, and set HF_TOKEN if it is private or gated"
-        ) from None
-    except HFValidationError as error:
-        raise ValueError(
-            f"{address!r}: expected hf://OWNER/NAME in init_from, such as "
-            f"hf://google/vit-base-patch16-224 ({error})"
+            f"{address!r}: the Hugging Face hub shows no such repository or revision; give "
+            "hf://OWNER/NAME or hf://OWNER/NAME@REVISION in init_from, and set HF_TOKEN if it is "
+            "private or gated"
         ) from None
     except Exception as error:  # the HTTP library's errors change with the hub's versions
         raise ValueError(

@@ -72,8 +72,13 @@ def newest_checkpoint(
             if below is not None and step >= below:
                 continue
             try:
-                is_newest = folder == listed[0][1]
-                checkpoint = _late_checkpoint(folder, step, late_s if is_newest else 0.0)
+                # A network disk may show the newest marker late; a store does not.
+                may_be_late = folder.is_local and folder == listed[0][1]
+                checkpoint = (
+                    _late_checkpoint(folder, step, late_s)
+                    if may_be_late
+                    else checkpoint_of_step(folder, step)
+                )
                 break
             except _UNUSABLE as error:
                 reasons.append(f"{error}; passed over")
@@ -85,11 +90,11 @@ def newest_checkpoint(
 
 
 def _late_checkpoint(folder: Location, step: int, late_s: float) -> Checkpoint:
-    """As `checkpoint_of_step`; on a disk without a marker, again `late_s` after the last change."""
+    """As `checkpoint_of_step`; without a marker, once more `late_s` after the last change."""
     try:
         return checkpoint_of_step(folder, step)
     except PartialCheckpointError:
-        if not late_s or not folder.is_local or folder.child(_ABANDONED).exists():
+        if folder.child(_ABANDONED).exists():
             raise
         changed_s = time.time()  # if a file is renamed meanwhile
         with suppress(FileNotFoundError):

@@ -96,7 +96,7 @@ class PreparedRun:
 
     @property
     def new_head(self) -> bool | Literal["auto"]:
-        """What happens to the head of its initial weights, as in `initialize_weights`."""
+        """What happens to the head of its initial weights, as in `SavedWeights`."""
         if not self.trains:
             return False
         return True if self.kind in NEW_HEADS else "auto"

@@ -236,7 +236,8 @@ def _init_run(prepared: PreparedRun) -> str | None:
     from vit_ray.checkpoints.init_weights import meta_state_of  # with torch: seconds
 
     # The folder's name is not enough: another run may use it later.
-    return meta_state_of(prepared.recipe.init_from).run_id
+    position = meta_state_of(prepared.recipe.init_from).position
+    return position.tracking_run_id if position else None
 
 
 def _result_metric(recipe: Recipe, *, is_on_dev_split: bool) -> str | None:

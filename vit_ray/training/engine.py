@@ -42,7 +42,8 @@ from vit_ray.training.training_state import TrainingState
 
 # Compiled variants of a block: train and evaluate, all tokens or only the first, two batch sizes.
 _MAX_VARIANTS: Final = 32
-_FAILURES: Final[list[str]] = []
+# Why parts could not be compiled in this process so far, and run eagerly.
+COMPILE_FAILURES: Final[list[str]] = []
 
 
 class DeepSpeedEngine:
@@ -106,14 +107,6 @@ class DeepSpeedEngine:
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()  # only counts the micro-batch
         return loss.detach()
-
-    def take_forward_s(self) -> float:
-        """Seconds of this rank's forward passes since the last call.
-
-        The device must have finished the passes. They wait for no other rank, except for weights
-        under ZeRO 3.
-        """
-        return self.forward_times.take_s()
 
     def step(self, learning_rate: float, norm_limit: float = math.inf) -> StepResult:
         """Apply the accumulated gradients if they are finite with a norm up to `norm_limit`."""
@@ -344,13 +337,8 @@ def _note_failure(record: logging.LogRecord) -> bool:
     if error is not None:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         # The first line names the backend, the second has the backend's error.
-        _FAILURES.append(f"{type(error).__name__}: {' '.join(lines[:2])}"[:300])
+        COMPILE_FAILURES.append(f"{type(error).__name__}: {' '.join(lines[:2])}"[:300])
     return True
-
-
-def compile_failures() -> list[str]:
-    """Why parts could not be compiled in this process so far, and run eagerly."""
-    return list(_FAILURES)
 
 
 def compile_s() -> float:

@@ -21,7 +21,7 @@ from torch import Tensor
 from vit_ray.checkpoints.checkpoint import Progress, add_digests, samples_digest
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import is_due
-from vit_ray.measure.meters import Compute, peak_memory_gib
+from vit_ray.measure.meters import Compute, DeviceTimes, peak_memory_gib
 from vit_ray.metric_names import (
     AVERAGED,
     BEST,
@@ -71,13 +71,12 @@ class Engine(Protocol):
     """What the loop needs of an engine."""
 
     device: torch.device
+    forward_times: DeviceTimes
+    """Of this rank's forward passes, which wait for no other rank but for weights under ZeRO 3."""
 
     def backward(self, images: Tensor, labels: Tensor, samples: Tensor, step: int) -> Tensor: ...
     def step(self, learning_rate: float, norm_limit: float) -> StepResult:
         """Apply the gradient, unless it is not finite or its norm is above the limit."""
-
-    def take_forward_s(self) -> float:
-        """Time of the forward passes since the last call; the device has finished them."""
 
 
 class Ending(Enum):
@@ -166,7 +165,6 @@ class SkippedStep(NamedTuple):
     step: int
     grad_norm: float
     norm_limit: float
-    batch: Batch
 
 
 @dataclass
@@ -193,11 +191,8 @@ class TrainingLoop:
         self._saved_step, self._saved_s = self.progress.step, self.clock()
         self._skipped: list[int] = []
         self._largest: SkippedStep | None = None
-        if not self.progress.samples_digest:
-            self.progress.digest_from = self.progress.step
-        self._digest_before = int(self.progress.samples_digest or "0", 16)
-        # Digests of this attempt's samples: this rank's, and all ranks'.
-        self._digest = self._digest_of_all = 0
+        if self.progress.samples_digest is None:
+            self.progress.samples_digest, self.progress.digest_from = 0, self.progress.step
 
     def run(self) -> Ending:
         progress, total_steps, is_save_time = self.progress, self.context.total_steps, False
@@ -243,24 +238,19 @@ class TrainingLoop:
         """
         engine, context, progress = self.engine, self.context, self.progress
         start_s = self.clock()
-        batch = next(self.batches, None)
-        if batch is None:
-            raise RuntimeError(
-                f"the stream ended before step {progress.step}; it was planned to last to the end "
-                "of the run"
-            )
+        batch: Batch = next(self.batches, {"sample": ()})
         share = self.recipe.train.global_batch_size // context.world_size
         if len(batch["sample"]) != share:  # would shift every later sample of the order
             raise RuntimeError(
-                f"a batch of {len(batch['sample'])} images came from the stream for a rank's share "
-                f"of {share}; this is a defect of the stream, and no step was taken with it"
+                f"step {progress.step}: {len(batch['sample'])} images came from the stream for a "
+                f"rank's share of {share}; this is a defect of the stream, and no step was taken"
             )
         wait_s = self.clock() - start_s
         rate = lr_at(progress.step, self.recipe.optim, context.total_steps)
         loss = _accumulate(engine, batch, context.micro_batch_size, progress.step)
         samples = np.asarray(batch["sample"], np.int64)
         first = progress.step * self.recipe.train.global_batch_size + context.rank * share
-        self._digest = add_digests(self._digest, samples_digest(first, samples))
+        digest = samples_digest(first, samples)
         norm_limit = self._norm_limit()
         result = engine.step(rate, norm_limit)
         # Rank 0's clock decides for all: clocks of ranks differ.
@@ -271,17 +261,15 @@ class TrainingLoop:
         # what the ranks agree on. The GPU idles for the first kernel launches of the next step.
         # DeepSpeed adds syncs: after each pass that sums gradients (stages 1 and 2 on several GPUs,
         # stage 3 on any number), and for the gradients of an offloaded optimizer.
-        sums = context.all_sum(
-            [loss, result.refused, result.grad_norm, *flags, float(self._digest)]
-        )
+        sums = context.all_sum([loss, result.refused, result.grad_norm, *flags, float(digest)])
         mean_loss, refused, grad_norm = (value / context.world_size for value in sums[:3])
-        self._digest_of_all = add_digests(int(sums[-1]))
+        progress.samples_digest = add_digests(progress.samples_digest or 0, int(sums[-1]))
         step_s = self.clock() - start_s
         progress.step += 1
         progress.train_seconds += step_s
         progress.worker_seconds += step_s * context.world_size
         self.worker.note_step(progress.step, wait_s)
-        self._times.append((step_s, wait_s, engine.take_forward_s()))
+        self._times.append((step_s, wait_s, engine.forward_times.take_s()))
         self._note_outcome(
             batch, norm_limit, mean_loss=mean_loss, refused=refused, grad_norm=grad_norm
         )
@@ -297,9 +285,7 @@ class TrainingLoop:
             progress.skipped_steps += 1
             self._skipped.append(progress.step - 1)
             if self._largest is None or grad_norm > self._largest.grad_norm:
-                # On the host: the device has no memory for a second batch until the next log.
-                batch_on_host = {**batch, "image": as_tensor(batch["image"]).cpu()}
-                self._largest = SkippedStep(progress.step - 1, grad_norm, norm_limit, batch_on_host)
+                self._largest = SkippedStep(progress.step - 1, grad_norm, norm_limit)
         elif math.isfinite(mean_loss) and not refused:
             progress.nonfinite_steps = 0
         else:
@@ -402,20 +388,9 @@ class TrainingLoop:
         if progress.best_loss_key != progress.loss_key:  # losses of other weights are not compared
             progress.best_loss_key = progress.loss_key
             progress.best_eval_loss, progress.evals_without_best, progress.num_evals = None, 0, 0
-        progress.eval_step = progress.step
         progress.num_evals += 1
         best = progress.best_eval_loss
         is_best = math.isfinite(loss) and (best is None or not math.isfinite(best) or loss < best)
-        best_metrics: dict[str, float] = {}
-        if not self.recipe.keeps_best:
-            progress.metrics = without_best(progress.metrics)
-        elif is_best or RESULT_STEP in progress.metrics:
-            best_metrics = {RESULT_EVALUATIONS: progress.num_evals}
-            if is_best:
-                progress.metrics = without_best(progress.metrics)
-                best_metrics |= {best_key(key): value for key, value in metrics.items()}
-                best_metrics[RESULT_STEP] = progress.step
-            progress.metrics |= best_metrics
         if is_best:
             progress.best_eval_loss, progress.evals_without_best = loss, 0
         else:
@@ -424,8 +399,16 @@ class TrainingLoop:
                 progress.ended = (
                     f"no better validation loss in {progress.evals_without_best} evaluations"
                 )
-        if best_metrics:
-            self.worker.log(progress.step, best_metrics)
+        result: dict[str, float] = {}
+        if is_best and self.recipe.keeps_best:
+            result = {best_key(key): value for key, value in metrics.items()}
+            result[RESULT_STEP] = progress.step
+        if result or not self.recipe.keeps_best:
+            progress.metrics = without_best(progress.metrics) | result
+        if RESULT_STEP in progress.metrics:
+            result[RESULT_EVALUATIONS] = progress.num_evals
+            progress.metrics |= result
+            self.worker.log(progress.step, result)
         return is_best
 
     def _save(self, *, is_evaluated: bool = False) -> None:
@@ -440,7 +423,6 @@ class TrainingLoop:
         is_saved = progress.step == self._saved_step
         if is_saved and (not is_evaluated or worker.add_evaluation(progress)):
             return
-        progress.samples_digest = f"{add_digests(self._digest_before, self._digest_of_all):010x}"
         worker.save(progress)
         self._saved_step, self._saved_s = progress.step, self.clock()
 

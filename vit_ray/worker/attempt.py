@@ -34,7 +34,7 @@ from vit_ray.metric_names import (
 from vit_ray.outcomes import EventKind, Failure
 from vit_ray.own_parts import own_part
 from vit_ray.training.collectives import all_max, all_rows
-from vit_ray.training.engine import DeepSpeedEngine, compile_failures, compile_s
+from vit_ray.training.engine import COMPILE_FAILURES, DeepSpeedEngine, compile_s
 from vit_ray.training.loop import (
     Batch,
     Ending,
@@ -75,19 +75,6 @@ def reported_failures(link: RunLink) -> Iterator[None]:
         link.record.fail(Failure(str(error), has_diverged=isinstance(error, DivergedError)))
         if not error.is_agreed:
             raise
-
-
-def evaluate_alone(link: RunLink, evaluator: Evaluator) -> None:
-    """The work of a run that only evaluates.
-
-    Raises:
-        UnrecoverableError: as `Evaluator.evaluate`.
-    """
-    try:
-        link.log(0, evaluator.evaluate(0, link.is_ending))
-    except EvaluationCutError:
-        text = f"{link.asked_stop_reason()}; the evaluation has no results"
-        link.note(EventKind.STOPPED, text, 0, DELIVERY_S)
 
 
 @dataclass
@@ -215,7 +202,7 @@ class Attempt:
             return
         self._has_started = True
         since_ray_s = time.time() - self.job.ray_ready_s
-        compiled_s, failures = compile_s(), compile_failures()
+        compiled_s, failures = compile_s(), COMPILE_FAILURES
         metrics = {
             STARTUP_FIRST_STEP_S: since_ray_s,
             PERF_COMPILED: float(compiled_s > 0 and not failures),
@@ -232,9 +219,7 @@ class Attempt:
     def evaluate(self, step: int) -> dict[str, float]:
         try:
             with self.link.clock.within(Phase.EVALUATION):
-                metrics = self.evaluator.evaluate(
-                    step, self.link.is_ending, partial(self.save_is_wanted, step)
-                )
+                metrics = self.evaluator.evaluate(step, partial(self.save_is_wanted, step))
         except EvaluationCutError as error:
             reason = "a stop" if error.is_stopping else "a checkpoint at once"
             self.link.note(EventKind.EVALUATION_CUT, f"for {reason}; it has no results", step)
@@ -311,13 +296,13 @@ class Attempt:
             f"steps not applied: {_listed(steps)}; {progress.skipped_steps} since the run began. "
             f"The gradient norm of step {largest.step} is {largest.grad_norm:.3g}, above the limit "
             f"of {largest.norm_limit:.3g} (train.skip_above={self.job.recipe.train.skip_above:g} x "
-            f"the median). {self._described(largest.batch)}"
+            "the median)"
         )
         self.link.note(EventKind.SKIPPED, text, progress.step)
 
     def _described(self, batch: Batch) -> str:
-        """A text for an event: samples of the global batch, largest activations by layer, and the
-        first layer whose activations are not finite; all ranks call it.
+        """A text for an event: samples of the global batch, and the first layer whose activations
+        are not finite; all ranks call it.
         """
         engine = self.engine
         rank_samples = np.asarray(batch["sample"], np.int64)
@@ -326,17 +311,11 @@ class Attempt:
             engine.activation_sizes(normalize(images.to(engine.device), engine.dtype))
             for images in torch.split(as_tensor(batch["image"]), self.context.micro_batch_size)
         ]
-        names = list(passes[0])
-        rank_sizes = [max(sizes[name] for sizes in passes) for name in names]
-        activations = dict(zip(names, all_max(rank_sizes, engine.device), strict=True))
-        bad = next((name for name, size in activations.items() if not math.isfinite(size)), None)
-        largest_layer = max(activations, key=lambda name: activations[name])
-        finite = f"finite when the model is evaluated, largest in {largest_layer}"
-        where = f"first not finite in {bad}" if bad else finite
-        by_layer = ", ".join(f"{name} {size:.3g}" for name, size in activations.items())
-        return (
-            f"Samples {_listed(samples)}. Activations are {where}; their size by layer: {by_layer}"
-        )
+        layers = list(passes[0])
+        sizes = all_max([max(sizes[layer] for sizes in passes) for layer in layers], engine.device)
+        bad = [layer for layer, size in zip(layers, sizes, strict=True) if math.isinf(size)]
+        where = f"first not finite in {bad[0]}" if bad else "finite when the model is evaluated"
+        return f"Samples {_listed(samples)}. Activations are {where}"
 
     def wishes(self, step: int) -> tuple[bool, bool]:
         """Whether this rank wants a checkpoint at once, and whether it wants to stop."""

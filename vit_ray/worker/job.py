@@ -23,7 +23,7 @@ class TrainJob:
 
     Attributes:
         total_steps: steps of the run, for the learning rate schedule.
-        new_head: how `init_from` treats the head: as in `initialize_weights`.
+        new_head: how `init_from` treats the head: as in `SavedWeights`.
         ray_ready_s: Unix time at which Ray was up, for the time to the first step.
         record: workers use it through `run_link.RunLink`.
         lock_number: number of the driver's lock of the run's folder; None if nothing is written

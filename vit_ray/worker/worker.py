@@ -14,21 +14,22 @@ from torch import nn
 
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.checkpoints.checkpoint_writer import CheckpointWriter
-from vit_ray.checkpoints.init_weights import initialize_weights
+from vit_ray.checkpoints.init_weights import open_weights
+from vit_ray.config.schema import errors_of
 from vit_ray.outcomes import EventKind
 from vit_ray.ray_internals import preemption_notice, without_retry_note
 from vit_ray.storage import locate
 from vit_ray.training.collectives import all_max, all_sum
 from vit_ray.training.engine import DeepSpeedEngine, Predictor, warm_up_process
-from vit_ray.training.loop import Batch, RankContext
+from vit_ray.training.loop import Batch, EvaluationCutError, RankContext
 from vit_ray.training.memory_estimate import tried_micro_batch
 from vit_ray.training.objective import build_objective, make_loss, part_of
 from vit_ray.training.steps import CPU_LIMIT, accumulation_steps, micro_batch_size
-from vit_ray.worker.attempt import Attempt, evaluate_alone, reported_failures
+from vit_ray.worker.attempt import Attempt, reported_failures
 from vit_ray.worker.evaluation import Evaluator, Predicts
 from vit_ray.worker.job import Streams, TrainJob, UnrecoverableError
 from vit_ray.worker.prefetch import device_batches
-from vit_ray.worker.run_link import RunLink, Watchdog
+from vit_ray.worker.run_link import DELIVERY_S, RunLink, Watchdog
 from vit_ray.worker.saving import (
     CheckpointSaver,
     agreed_checkpoint,
@@ -56,7 +57,7 @@ def work(job: TrainJob, rank: int, world_size: int, streams: Streams, *, use_gpu
         with reported_failures(link):
             check_folder_is_shared(job, platform.node())
             if job.kind == "evaluate":
-                evaluate_alone(link, set_up_evaluation(job, link, streams, device, watchdog))
+                evaluate_alone(job, link, streams, device, watchdog)
             elif attempt := set_up_attempt(job, link, streams, device, watchdog):
                 attempt.run()
     finally:
@@ -144,13 +145,21 @@ def set_up_attempt(
     )
 
 
-def set_up_evaluation(
+def evaluate_alone(
     job: TrainJob, link: RunLink, streams: Streams, device: torch.device, watchdog: Watchdog
-) -> Evaluator:
-    """Build the parts of a worker that only evaluates."""
+) -> None:
+    """The work of a run that only evaluates.
+
+    Raises:
+        UnrecoverableError: as `initial_model` and `Evaluator.evaluate`.
+    """
     model = initial_model(job, link, device, loads_weights=True)
     predictor = Predictor(model, job.recipe.train, device)
-    return evaluator_of(job, predictor, streams, link, watchdog)
+    try:
+        link.log(0, evaluator_of(job, predictor, streams, link, watchdog).evaluate(0))
+    except EvaluationCutError:
+        text = f"{link.asked_stop_reason()}; the evaluation has no results"
+        link.note(EventKind.STOPPED, text, 0, DELIVERY_S)
 
 
 def evaluator_of(
@@ -227,14 +236,12 @@ def initial_model(
     torch.manual_seed(recipe.seed)
     try:
         model = build_objective(recipe, job.num_classes)
-    except ValueError as error:  # this host does not have a module of the user's
+        if recipe.init_from is None or not loads_weights:
+            return model
+        with errors_of("init_from"):
+            report = open_weights(recipe.init_from).load_into(model, job.new_head)
+    except ValueError as error:  # perhaps this host does not have a file or module of the user's
         raise UnrecoverableError(str(error), is_agreed=False) from None
-    if recipe.init_from is None or not loads_weights:
-        return model
-    try:
-        report = initialize_weights(model, recipe.init_from, new_head=job.new_head)
-    except ValueError as error:
-        raise UnrecoverableError(f"init_from: {error}", is_agreed=False) from None
     is_new = any(part_of(name) == "head" for name in report.new)
     if job.kind == "train" and is_new and "head" in recipe.optim.frozen:
         # A kernel of zeros gives the same logits for every image, and would stay zero.

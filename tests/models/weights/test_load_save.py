@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from transformers import BitConfig, BitForImageClassification
 from tests.models.peers import transformers_vit
 from tests.models.small import FAMILIES, other_model, relative_difference, small_model, some_images
 from tests.models.weights.published import Arrays
-from vit_ray.checkpoints.init_weights import initialize_weights, planned_load
+from vit_ray.checkpoints.init_weights import open_weights, planned_load
 from vit_ray.config.training_sections import ModelConfig
 from vit_ray.models.fitting import fit_state_dict, origin_of
 from vit_ray.models.weights import load_weights, save_weights
@@ -39,32 +38,6 @@ def test_group_norm_scales_with_leading_axes_are_read(tmp_path):
             arrays[name] = arrays[name].reshape(1, 1, 1, -1)
     np.savez(tmp_path / "old.npz", **arrays)
     assert_equal_after_loading(model, other_model("R+ViT"), tmp_path / "old.npz")
-
-
-def test_big_vision_spelling_positions_without_a_class_row_and_stacked_blocks(tmp_path):
-    model = small_model("ViT").eval()
-    with torch.no_grad():
-        model.positions[0].table[:, 0] = 0
-    arrays = saved_arrays(model, tmp_path)
-    blocks: dict[str, list[np.ndarray[Any, Any]]] = {}
-    respelled: Arrays = {}
-    for name, array in arrays.items():
-        name = name.replace("Attention_1/", "Attention_0/").replace("MlpBlock_3/", "MlpBlock_0/")
-        name = name.replace("LayerNorm_2/", "LayerNorm_1/")
-        if "encoderblock_" in name:
-            blocks.setdefault(re.sub(r"encoderblock_\d", "encoderblock", name), []).append(array)
-        elif name.endswith("pos_embedding"):
-            respelled["pos_embedding"] = array[:, 1:]
-        else:
-            respelled[name] = array
-    respelled.update({name: np.stack(parts) for name, parts in blocks.items()})
-    folded_arrays = {f"opt/target/{name}": array for name, array in respelled.items()}
-    state = {"opt/0/mu/embedding/kernel": np.ones(3), "opt/0/count": np.ones(()), "step": 7}
-    np.savez(tmp_path / "bv.npz", **folded_arrays, **state)
-    loaded = other_model("ViT").eval()
-    report = load_weights(loaded, tmp_path / "bv.npz")
-    assert report.ignored == ["opt (2 of training)", "step (1 of training)"]
-    assert torch.equal(loaded(some_images()), model(some_images()))
 
 
 def assert_equal_after_loading(source: nn.Module, target: nn.Module, path: Path) -> None:
@@ -115,16 +88,6 @@ def test_a_round_trip_is_exact_to_the_bit(family, layout, options, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     save_weights(source.bfloat16(), path, layout)
     assert_equal_after_loading(source, other_model(family, **options).bfloat16(), path)
-
-
-def test_bfloat16_arrays_of_jax_are_read(tmp_path):
-    model = small_model("ViT").bfloat16()
-    arrays = saved_arrays(model, tmp_path)
-    halves = {
-        n: torch.from_numpy(a).bfloat16().view(torch.int16).numpy() for n, a in arrays.items()
-    }
-    np.savez(tmp_path / "half.npz", **{name: half.view("V2") for name, half in halves.items()})
-    assert_equal_after_loading(model, other_model("ViT").bfloat16(), tmp_path / "half.npz")
 
 
 @pytest.mark.parametrize(("family", "layout"), [("ViT", "jax"), ("ResNet", "timm")])
@@ -337,7 +300,7 @@ def test_a_load_planned_by_names_and_shapes_is_what_becomes_of_the_tensors(
 ):
     path = str(tmp_path / name)
     save_weights(small_model(family, image_size=32).bfloat16(), path, layout)
-    real = initialize_weights(small_model(family, image_size=64), path, new_head=new_head)
+    real = open_weights(path).load_into(small_model(family, image_size=64), new_head)
     config = ModelConfig(name=family, image_size=64, **FAMILIES[family])
     planned = planned_load(config, 5, path, new_head)
     assert vars(planned) == vars(real)

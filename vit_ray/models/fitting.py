@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vit_ray.models.catalog import Grid
 from vit_ray.models.masked import MaskedPatchObjective
-from vit_ray.models.positions import ResizeMode, resize_line, resize_table, square_grid
+from vit_ray.models.positions import resize_line, resize_table, square_grid
 from vit_ray.models.vit import PatchEmbedding, VisionTransformer
 
 Tensors = dict[str, Tensor]
@@ -24,8 +24,8 @@ Origin = Mapping[str, Any]
 Statistics = tuple[list[float], list[float]]
 
 # Tensors of a file that the model may lack: the head (fine-tuning drops both linear layers, paper
-# 3.2), the class token, and timm's norm of the mean over tokens (ours is of the tokens).
-SPARE_PREFIXES = ("head.", "representation.", "class_token.", "fc_norm.")
+# 3.2), and the class token.
+SPARE_PREFIXES = ("head.", "representation.", "class_token.")
 # Settings that must be equal for the same function, and settings that all our models have.
 _FUNCTION: Final = ("num_heads", "positions_at", "positions", "activation", "norm_eps")
 _FIXED: Final = {"norm_layer": "layernorm", "pooler_act": "tanh"}
@@ -62,7 +62,6 @@ def fit_state_dict(
     state_dict: Tensors,
     new_head: NewHead = "auto",
     *,
-    resize: ResizeMode = "bilinear",
     origin: Origin | None = None,
     source: str = "a state dict",
 ) -> LoadReport:
@@ -78,8 +77,7 @@ def fit_state_dict(
             dict's head, after the same layers; "auto" loads it if it fits and comes after the same
             layers. The representation layer and the class token are loaded if both have them. A
             model without them drops them. A representation layer that only the model has stays new,
-            unless the head is required; so does the last norm if the file has timm's `fc_norm`.
-        resize: how positions are resampled to another grid.
+            unless the head is required.
         origin: known properties of the state dict's model; without a grid, its positions are of a
             square image.
         source: name of the state dict in the report and in errors.
@@ -111,23 +109,13 @@ def fit_state_dict(
     shift = origin.get("head_bias", constant_bias(inner)) - constant_bias(inner)
     if shift and "head.bias" in fitted and not fitted["head.bias"].is_meta:
         fitted["head.bias"] = fitted["head.bias"].float() + shift
-    trained_grid, grid = origin.get("grid"), getattr(inner, "grid", None)
+    grid, has_token = getattr(inner, "grid", None), "class_token.token" in state
     for name, tensor in fitted.items():
         shape = wanted[name].shape
         change = f"{_sides(tensor.shape)} to {_sides(shape)}"
-        if name.startswith("positions.") and name.endswith(".table") and tensor.dim() == 3:
-            rows, has_token = tensor.shape[1], "class_token.token" in state
-            same_grid = grid if tensor.shape == shape else None
-            trained_grid = (
-                trained_grid or square_grid(rows - has_token) or same_grid or square_grid(rows)
-            )
-            if trained_grid is None or grid is None:
-                raise ValueError(
-                    f"{name} has {rows - has_token} patches, which do not form a square; give "
-                    "source_grid=(rows, columns) of the checkpoint, or its weights as a "
-                    ".safetensors file of ours, which records its grid"
-                )
-            fitted[name] = _fitted_table(tensor, wanted[name], tuple(trained_grid), grid, resize)
+        if grid and tensor.dim() == 3 and name.startswith("positions."):
+            trained_grid = origin.get("grid") or _trained_grid(name, tensor, shape, grid, has_token)
+            fitted[name] = _fitted_table(tensor, wanted[name], tuple(trained_grid), grid)
             change = f"{_sides(trained_grid)} to {_sides(grid)}"
         elif name.endswith(("rows", "columns", "table")) and tensor.dim() == 2:
             fitted[name] = tensor if len(tensor) == shape[0] else resize_line(tensor, shape[0])
@@ -160,12 +148,9 @@ def _fresh_names(
         fresh = set()
     if new_head is False:
         return fresh
-    before = ("representation.weight", "class_token.token", "fc_norm.weight")
+    before = ("representation.weight", "class_token.token")
     has_same_layers = all((name in wanted) == (name in state) for name in before)
-    may_lack: tuple[str, ...] = ("representation.",)
-    if "fc_norm.weight" in state and "norm.weight" not in state:
-        may_lack += ("norm.",)
-    fresh |= {n for n in wanted if n.startswith(may_lack) and n not in state}
+    fresh |= {n for n in wanted if n.startswith("representation.") and n not in state}
     head = {name for name in wanted if name.startswith("head.")}
     saved = head & state.keys()
     fits = has_same_layers and all(state[name].shape == wanted[name].shape for name in saved)
@@ -175,12 +160,30 @@ def _fresh_names(
     return fresh
 
 
-def _fitted_table(
-    table: Tensor, wanted: Tensor, trained_grid: Grid, grid: Grid, resize: ResizeMode
-) -> Tensor:
+def _trained_grid(
+    name: str, table: Tensor, wanted: Sequence[int], grid: Grid, has_token: bool
+) -> Grid:
+    """The grid of a table without a record of it: of a square image, or equal to the model's.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    rows = table.shape[1]
+    same_grid = grid if table.shape == wanted else None
+    trained_grid = square_grid(rows - has_token) or same_grid or square_grid(rows)
+    if trained_grid is None:
+        raise ValueError(
+            f"{name} has {rows - has_token} patches, which do not form a square; give the weights "
+            "as a .safetensors file of ours, which records its grid, or in a folder with a "
+            "config.json"
+        )
+    return trained_grid
+
+
+def _fitted_table(table: Tensor, wanted: Tensor, trained_grid: Grid, grid: Grid) -> Tensor:
     """Positions at the model's grid, with a row for the class token if the model's table has one.
 
-    The tables of big_vision, and of some models of timm, have none.
+    The tables of some models of timm have none.
     """
     token_rows = table.shape[1] - math.prod(trained_grid)
     wanted_token_rows = wanted.shape[1] - math.prod(grid)
@@ -188,7 +191,7 @@ def _fitted_table(
         table = torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
     elif (token_rows, wanted_token_rows) == (1, 0):
         table = table[:, 1:]
-    return resize_table(table, trained_grid, grid, resize)
+    return resize_table(table, trained_grid, grid)
 
 
 def origin_of(model: nn.Module) -> Origin:

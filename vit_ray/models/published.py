@@ -4,8 +4,8 @@ Each family of models has a table of names, with a column for each layout. `conf
 options that tensors do not show; it or the image processor has the mean and deviation that
 normalise inputs.
 
-Sources: google-research/vision_transformer (ViT, hybrids), big_vision (its ViT's spelling),
-big_transfer (BiT), huggingface/pytorch-image-models, and transformers' files and classes.
+Sources: google-research/vision_transformer (ViT, hybrids), big_transfer (BiT),
+huggingface/pytorch-image-models, and transformers' files and classes.
 """
 
 import json
@@ -75,23 +75,21 @@ ENCODER = r"^(vit|deit|bit)\."
 
 # Columns: our layer, its kind, and its names in files of JAX, timm and Hugging Face. The first row
 # gives the text for @: the prefix of a block or unit (stage1 and unit1 count from 1). A layer has a
-# kernel or scale, and a bias; the kind `kernel` has no bias, and `tensor` is one tensor. Spellings
-# are separated by |, and the first is written; * is query, key and value; - means no name. Names of
-# Hugging Face are without the prefix `ENCODER`.
+# kernel or scale, and a bias; the kind `kernel` has no bias, and `tensor` is one tensor. * is
+# query, key and value; - means no name. Names of Hugging Face are without the prefix `ENCODER`.
 _VIT = """
 @ - Transformer/encoderblock_{block}/ blocks.{block}. encoder.layer.{block}.
 embedding.projection conv embedding patch_embed.proj embeddings.patch_embeddings.projection
 class_token.token tensor cls cls_token embeddings.cls_token
-positions.0.table tensor Transformer/posembed_input/pos_embedding|Transformer/pos_embedding|pos_embedding pos_embed embeddings.position_embeddings
+positions.0.table tensor Transformer/posembed_input/pos_embedding pos_embed embeddings.position_embeddings
 blocks.{block}.attention_norm norm @LayerNorm_0 @norm1 @layernorm_before
-blocks.{block}.attention.qkv qkv @MultiHeadDotProductAttention_1/*|@MultiHeadDotProductAttention_0/* @attn.qkv @attention.attention.*
-blocks.{block}.attention.out out @MultiHeadDotProductAttention_1/out|@MultiHeadDotProductAttention_0/out @attn.proj @attention.output.dense
-blocks.{block}.mlp_norm norm @LayerNorm_2|@LayerNorm_1 @norm2 @layernorm_after
-blocks.{block}.mlp.expand linear @MlpBlock_3/Dense_0|@MlpBlock_0/Dense_0 @mlp.fc1 @intermediate.dense
-blocks.{block}.mlp.contract linear @MlpBlock_3/Dense_1|@MlpBlock_0/Dense_1 @mlp.fc2 @output.dense
+blocks.{block}.attention.qkv qkv @MultiHeadDotProductAttention_1/* @attn.qkv @attention.attention.*
+blocks.{block}.attention.out out @MultiHeadDotProductAttention_1/out @attn.proj @attention.output.dense
+blocks.{block}.mlp_norm norm @LayerNorm_2 @norm2 @layernorm_after
+blocks.{block}.mlp.expand linear @MlpBlock_3/Dense_0 @mlp.fc1 @intermediate.dense
+blocks.{block}.mlp.contract linear @MlpBlock_3/Dense_1 @mlp.fc2 @output.dense
 norm norm Transformer/encoder_norm norm layernorm
-fc_norm norm - fc_norm -
-representation linear pre_logits pre_logits.fc|pre_logits pooler.dense
+representation linear pre_logits pre_logits.fc pooler.dense
 head linear head head classifier
 """  # noqa: E501
 _BACKBONE = """
@@ -179,12 +177,12 @@ class Rule(NamedTuple):
 
     Attributes:
         name: of our tensor.
-        spellings: alternative lists of the published names; the first is written.
+        published: names of the published tensors.
         shape: how the shapes differ, a key of `_SHAPES`.
     """
 
     name: str
-    spellings: list[list[str]]
+    published: list[str]
     shape: str = "same"
 
     def to_ours(self, parts: list[Tensor]) -> Tensor:
@@ -193,7 +191,7 @@ class Rule(NamedTuple):
     def to_published(self, tensor: Tensor, num_heads: int) -> Tensors:
         """The published tensors from ours; `num_heads` is of the encoder, if there is one."""
         parts = [part.contiguous() for part in _SHAPES[self.shape][1](tensor, num_heads)]
-        return dict(zip(self.spellings[0], parts, strict=True))
+        return dict(zip(self.published, parts, strict=True))
 
 
 def rules_for(model: nn.Module, layout: str) -> list[Rule]:
@@ -208,7 +206,7 @@ def rules_for(model: nn.Module, layout: str) -> list[Rule]:
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} is unknown; use one of {', '.join(LAYOUTS)}")
     if layout == "vit_ray":
-        return [Rule(name, [[name]]) for name in model.state_dict()]
+        return [Rule(name, [name]) for name in model.state_dict()]
     if isinstance(model, BitResNet):
         return _rules(_BIT, layout, _units(model.size.stages))
     backbone = getattr(model, "embedding", None)
@@ -246,11 +244,11 @@ def _rules(table: str, layout: str, units: list[dict[str, Any]]) -> list[Rule]:
         for unit in units if published != "-" else []:
             if "shortcut" in layer and unit["unit"]:
                 continue
-            names = published.format_map(unit).split("|")
+            theirs = published.format_map(unit)
             for suffix, their_suffix, shape in _SUFFIXES[layout][kind]:
-                spellings = [[n.replace("*", q) + their_suffix for q in queries] for n in names]
+                names = [theirs.replace("*", query) + their_suffix for query in queries]
                 name = layer.format_map(unit) + suffix
-                rules[name] = Rule(name, spellings, shape)
+                rules[name] = Rule(name, names, shape)
     return list(rules.values())
 
 

@@ -8,7 +8,6 @@ import io
 import json
 import re
 import zipfile
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from vit_ray.models.catalog import LAYER_NORM_EPS, Grid
+from vit_ray.models.catalog import LAYER_NORM_EPS
 from vit_ray.models.fitting import (
     SPARE_PREFIXES,
     LoadReport,
@@ -36,7 +35,7 @@ from vit_ray.models.fitting import (
     with_our_inputs,
 )
 from vit_ray.models.masked import MaskedPatchObjective
-from vit_ray.models.positions import ResizeMode, square_grid
+from vit_ray.models.positions import square_grid
 from vit_ray.models.published import (
     ENCODER,
     FOLDER_CONFIG,
@@ -65,7 +64,6 @@ class WeightFile:
 
     Attributes:
         num_classes: outputs of its head; None if it has no head.
-        training_state: names of other state of the training in the file, which is not loaded.
         inputs: statistics that normalise the model's inputs; None for [-1, 1].
     """
 
@@ -74,17 +72,9 @@ class WeightFile:
     tensors: Tensors
     origin: Origin
     num_classes: int | None
-    training_state: list[str]
     inputs: Statistics | None
 
-    def load_into(
-        self,
-        model: nn.Module,
-        new_head: NewHead = "auto",
-        *,
-        resize: ResizeMode = "bilinear",
-        source_grid: Grid | None = None,
-    ) -> LoadReport:
+    def load_into(self, model: nn.Module, new_head: NewHead = "auto") -> LoadReport:
         """As `load_weights`."""
         inner = model.model if isinstance(model, MaskedPatchObjective) else model
         source, tensors = f"{self.source} (layout {self.layout})", self.tensors
@@ -94,22 +84,11 @@ class WeightFile:
             tensors = with_our_inputs(tensors, inner, self.inputs, source)
             mean, std = self.inputs
             source += f"; its inputs' mean {mean} and std {std} are folded into the first layer"
-        origin = self.origin if source_grid is None else {**self.origin, "grid": source_grid}
-        report = fit_state_dict(
-            model, tensors, new_head, resize=resize, origin=origin, source=source
-        )
-        report.ignored += self.training_state
-        return report
+        return fit_state_dict(model, tensors, new_head, origin=self.origin, source=source)
 
 
 def load_weights(
-    model: nn.Module,
-    path: str | Path,
-    layout: str = "auto",
-    *,
-    new_head: NewHead = "auto",
-    resize: ResizeMode = "bilinear",
-    source_grid: Grid | None = None,
+    model: nn.Module, path: str | Path, layout: str = "auto", *, new_head: NewHead = "auto"
 ) -> LoadReport:
     """Load a published checkpoint into a model, in place.
 
@@ -118,15 +97,12 @@ def load_weights(
         path: as in `read_weights`.
         layout: as in `read_weights`.
         new_head: as in `fit_state_dict`.
-        resize: "bilinear" as the reference code, or "bicubic".
-        source_grid: (rows, columns) of the file's positions if the image was not square.
 
     Raises:
         ValueError: if the file is incomplete, has tensors of another model, or is of a format that
             could run code; the tensors are listed.
     """
-    weights = read_weights(path, layout)
-    return weights.load_into(model, new_head, resize=resize, source_grid=source_grid)
+    return read_weights(path, layout).load_into(model, new_head)
 
 
 def read_weights(
@@ -154,7 +130,6 @@ def read_weights(
     config = model_options(settings_beside(path, FOLDER_CONFIG))
     inputs = statistics_beside(path)
     tensors, recorded = read_tensors(path, source, opener)
-    tensors, training_state = _parameters(tensors)
     layout = recorded.get("layout", "auto") if layout == "auto" else layout
     if layout != "vit_ray":
         tensors = {re.sub(ENCODER, "", name): tensor for name, tensor in tensors.items()}
@@ -164,7 +139,7 @@ def read_weights(
     by_shape = {"num_heads": queries[0].shape[1]} if queries else {}
     num_classes = next((tensors[name].numel() for name in HEAD_BIASES if name in tensors), None)
     origin = {**recorded, **config, **by_shape, "head_bias": 0.0}
-    return WeightFile(source, layout, tensors, origin, num_classes, training_state, inputs)
+    return WeightFile(source, layout, tensors, origin, num_classes, inputs)
 
 
 def read_tensors(
@@ -219,12 +194,9 @@ def _read_npz(path: Path, opener: Opener | None) -> tuple[Tensors, dict[str, Any
                     np.lib.format.read_magic(member)
                     shape, _, dtype = np.lib.format.read_array_header_1_0(member)
                     array = np.broadcast_to(np.empty((), dtype), shape)  # takes no memory
-            # numpy has no bfloat16, and writes it as two unnamed bytes.
-            is_bfloat16 = array.dtype == np.dtype("V2")
-            if array.dtype.kind not in "fiub" and not is_bfloat16:
+            if array.dtype.kind not in "fiub":
                 raise ValueError(f"{name} is of the type {array.dtype.str}, not of numbers")
-            tensor = torch.from_numpy(array.view(np.int16) if is_bfloat16 else array)
-            tensor = tensor.view(torch.bfloat16) if is_bfloat16 else tensor
+            tensor = torch.from_numpy(array)
             tensors[name.removesuffix(".npy")] = tensor if opener is None else tensor.to("meta")
     return tensors, {}
 
@@ -241,48 +213,24 @@ def _read_safetensors(path: Path, opener: Opener | None) -> tuple[Tensors, dict[
         return tensors, json.loads((file.metadata() or {}).get(METADATA, "{}"))
 
 
-def _parameters(tensors: Tensors) -> tuple[Tensors, list[str]]:
-    """The parameters of a file without common prefixes, and the names of its other tensors.
-
-    Checkpoints of big_vision and of flax also hold the state of the training, and may have all
-    blocks in one tensor.
-    """
-    # Prefixes of all names by DDP, `torch.compile` and trainers.
-    wrapper = re.compile(r"((module|_orig_mod|model|state_dict|model_state_dict)\.)*")
-    wrappers = [wrapper.match(name)[0] for name in tensors]  # type: ignore[index]
-    prefix = min(wrappers, key=len, default="")
-    for folder in ("params/", "opt/target/"):
-        prefix = folder if any(name.startswith(folder) for name in tensors) else prefix
-    counts = Counter(name.partition("/")[0] for name in tensors if not name.startswith(prefix))
-    stacked, parameters = "Transformer/encoderblock/", dict[str, Tensor]()
-    for full_name in (name for name in tensors if name.startswith(prefix)):
-        name, value = full_name.removeprefix(prefix), tensors[full_name]
-        for index, tensor in enumerate(value if stacked in name else [value]):
-            parameters[name.replace(stacked, f"Transformer/encoderblock_{index}/")] = tensor
-    return parameters, [f"{name} ({count} of training)" for name, count in counts.items()]
-
-
 def _our_tensors(model: nn.Module, layout: str, tensors: Tensors, source: str) -> Tensors:
     """Published tensors under our names and in our shapes.
 
-    Those of `SPARE_PREFIXES` may be missing, and the last norm if the file has timm's `fc_norm`:
-    `fit_state_dict` decides whether they are needed.
+    Those of `SPARE_PREFIXES` may be missing: `fit_state_dict` decides whether they are needed.
 
     Raises:
         ValueError: listing quantized tensors, before any are joined; or published names without a
             use, and missing ones.
     """
     ours, missing, unused = dict[str, Tensor](), list[str](), set(tensors)
-    spare = (*SPARE_PREFIXES, "norm.") if "fc_norm.weight" in tensors else SPARE_PREFIXES
     for rule in rules_for(model, layout):
-        names = max(rule.spellings, key=lambda names: sum(name in tensors for name in names))
-        absent = [name for name in names if name not in tensors]
-        unused.difference_update(names)
-        check_types({name: tensors[name] for name in names if name in tensors}, source)
-        if not absent:
-            ours[rule.name] = rule.to_ours([tensors[name] for name in names])
-        elif len(absent) < len(names) or not rule.name.startswith(spare):
-            missing += absent
+        parts = {name: tensors[name] for name in rule.published if name in tensors}
+        unused.difference_update(parts)
+        check_types(parts, source)
+        if len(parts) == len(rule.published):
+            ours[rule.name] = rule.to_ours(list(parts.values()))
+        elif parts or not rule.name.startswith(SPARE_PREFIXES):
+            missing += [name for name in rule.published if name not in parts]
     check_fit(source, model, {"unexpected": sorted(unused), "missing": missing})
     return ours
 

@@ -33,6 +33,7 @@ from tests.faults.runs import (
     STOPPED,
     actors_of,
     end,
+    kinds_of,
     long_recipe,
     start,
     wait_until_nothing_is_left,
@@ -40,19 +41,18 @@ from tests.faults.runs import (
 )
 from tests.recipes import small_recipe
 from vit_ray.config import Recipe
-from vit_ray.config.keys import tags_of
 from vit_ray.experiments.search_space import RATE, trial_recipe
 from vit_ray.experiments.study import run_study
 from vit_ray.experiments.study_cells import study_cells
 from vit_ray.experiments.vtab import task_recipe
 from vit_ray.launch.run import train
+from vit_ray.outcomes import EventKind
 
 RATES = (0.003, 0.03, 0.01, 0.1, 0.0001)
 KILL, TERM, INT, HUP = signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 WAYS = ([KILL], [KILL], [TERM], [TERM, TERM], [INT], [HUP])
 SEQUENCES = int(os.environ.get("VIT_RAY_SEQUENCES", "2"))
 ASHA = {"scheduler": "asha", "grace_steps": 2}
-RESUMED = "vit_ray.events.resumed"
 
 
 def test_a_vtab_job_that_is_stopped_and_then_killed_continues(ray_cluster, digits, folder):
@@ -87,7 +87,7 @@ def test_a_vtab_job_that_is_stopped_and_then_killed_continues(ray_cluster, digit
     runs = {one.info.run_name: one for one in runs_of(recipe)}
     for task in tasks:
         assert runs[task.name].info.status == "FINISHED"
-        assert int(tags_of(runs[task.name].data.tags)[RESUMED]) >= 1
+        assert EventKind.RESUMED in kinds_of(task)
 
 
 @pytest.mark.parametrize("number", [TERM, INT, HUP])
@@ -104,7 +104,7 @@ def test_a_stop_of_a_sweep_reaches_its_trials_and_the_same_command_goes_on(
     stopped_at = [checkpoint_steps(trial)[-1:] for trial in trials]
     assert all(steps < [STEPS] for steps in stopped_at)
     end(start(recipe, ray_cluster, folder, "sweep", lambda: True))
-    assert any(tags_of(run.data.tags).get(RESUMED) for run in runs_of(recipe)), stopped_at
+    assert any(EventKind.RESUMED in kinds_of(trial) for trial in trials), stopped_at
 
 
 @pytest.mark.parametrize("number", [TERM, INT, HUP])
@@ -131,9 +131,8 @@ def test_a_stop_of_a_study_reaches_its_cell_and_the_same_command_goes_on(
     before = weights_of(first)
     end(start(recipe, ray_cluster, folder, "scaling_study", lambda: True))
     assert checkpoint_steps(second)[-1] > stopped_at
-    cells = {run.info.run_name: tags_of(run.data.tags) for run in runs_of(recipe)}
-    assert cells[second.name][RESUMED] == "1"
-    assert RESUMED not in cells[first.name]
+    assert kinds_of(second).count(EventKind.RESUMED) == 1
+    assert EventKind.RESUMED not in kinds_of(first)
     assert same_weights(weights_of(first), before)
 
 

@@ -73,7 +73,7 @@ def test_a_restarted_job_continues_its_run_and_repeated_steps_appear_once(
     second = started(config, "long", tmp_path / "2", run_id=first.run_id, params=changed)
     assert second.flush(20)
     assert run_of(config.uri, first.run_id).info.status == "RUNNING"
-    for step in (30, 40):
+    for step in (20, 30, 40):
         second.log.metrics(step, {"train/loss": 100.5 - step})
     second.log.metrics(40, {"eval/top1": 0.6})
     assert second.finish()
@@ -88,17 +88,6 @@ def test_a_restarted_job_continues_its_run_and_repeated_steps_appear_once(
     run = only_run(config.uri)
     assert tags_of(run.data.tags)["vit_ray.changed_params"] == "{}"
     assert run.info.status == "FINISHED"
-
-
-def test_workers_that_repeat_steps_within_one_opening_add_nothing(config, log_path):
-    tracker = started(config, "run", log_path)
-    for steps in ((1, 2, 3), (2, 3, 4), (4, 5)):
-        for step in steps:
-            tracker.log.metrics(step, {"train/loss": 10.0 * steps[0] + step})
-        assert tracker.flush(30)
-    assert tracker.finish()
-    expected = [(1, 11.0), (2, 12.0), (3, 13.0), (4, 24.0), (5, 45.0)]
-    assert history(config.uri, tracker.run_id) == expected
 
 
 @pytest.mark.parametrize("has_log", [True, False])
@@ -144,7 +133,9 @@ def test_a_run_that_a_slow_mlflow_creates_after_the_records_end_is_the_next_open
     first = started(config, "rungs", log_path, wait_s=0.0)
     first.log.metrics(10, {"train/loss": 2.0})
     assert slow.has_begun.wait(30)
-    assert not first.finish("KILLED", timeout_s=0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr(sender, "FIRST_TRY_S", 0.1)
+        assert not first.finish("KILLED", timeout_s=0.1)
     second = started(config, "rungs", log_path, wait_s=0.0)
     second.log.metrics(20, {"train/loss": 1.0})
     time.sleep(1.0)  # so that it could create another
@@ -170,29 +161,22 @@ def test_what_is_on_its_way_at_the_end_is_not_noted_for_the_training_that_replac
     assert MetricsLog(log_path).read_sent() == Sent()
 
 
-def test_the_log_of_another_run_is_set_aside_not_mixed_in(config, log_path):
-    first = recorded(config, "one", log_path, [1])
-    other = recorded(config, "two", log_path.with_name("two.jsonl"))
-    recorded(config, "two", log_path, [2], run_id=other.run_id)
-    assert history(config.uri, first.run_id) == [(1, 1.0)]
-    assert history(config.uri, other.run_id) == [(2, 2.0)]
-    assert log_path.with_name(f"{first.run_id}.metrics.jsonl").exists()
-
-
-def test_a_training_that_starts_over_is_a_run_of_its_own(config, log_path):
-    def train(training_id, steps, **fields):
+def test_a_log_of_another_run_or_training_is_set_aside_not_mixed_in(config, log_path):
+    def train(training_id, steps, name="same-name", **fields):
         fields["training_id"] = training_id
-        return recorded(config, "same-name", log_path, steps, **fields).run_id
+        return recorded(config, name, log_path, steps, **fields).run_id
 
     first = train("one", range(10))
     assert train("one", range(12)) == first  # it had not come to a checkpoint
     second = train("two", range(10))
     assert second != first
     assert train(None, range(10, 14), run_id=second) == second
-    assert len(history(config.uri, first)) == 12
-    assert len(history(config.uri, second)) == 14
-    assert run_of(config.uri, second).data.tags["vit_ray.started_over_from"] == first
-    assert log_path.with_name(f"{first}.metrics.jsonl").exists()
+    other = recorded(config, "other", log_path.with_name("other.jsonl")).run_id
+    assert train(None, [2], "other", run_id=other) == other
+    lengths = [len(history(config.uri, run_id)) for run_id in (first, second, other)]
+    assert lengths == [12, 14, 1]
+    for run_id in (first, second):
+        assert log_path.with_name(f"{run_id}.metrics.jsonl").exists()
 
 
 def test_values_that_are_not_finite_are_counted_across_restarts(config, log_path, tmp_path):
@@ -225,10 +209,6 @@ def test_a_record_or_a_users_tag_that_mlflow_refuses_costs_only_itself(config, l
 
 def test_an_event_of_a_run_that_lives_is_in_mlflow_and_each_is_there_once(config, log_path):
     """The first process dies; the next one goes on with the same opening, or with another."""
-
-    def tags():
-        return tags_of(run_of(config.uri, tracker.run_id).data.tags)
-
     opening = RunOpening(config, "run", log_path)
     tracker = Tracker.begin(opening)
     tracker.log.event(EventKind.RESUMED, "from step 8", 8)
@@ -247,15 +227,13 @@ def test_an_event_of_a_run_that_lives_is_in_mlflow_and_each_is_there_once(config
     replay(log_path, config.uri)
     told = ["from step 8", "no step", "worker 1", "from step 8 again", "SIGTERM"]
     assert event_texts(config.uri, tracker.run_id) == told
-    counts = [tags()[f"vit_ray.events.{kind}"] for kind in ("resumed", "hung", "stopped")]
-    assert counts == ["2", "1", "1"]
     # The run is continued on another machine, which has a log of its own.
     elsewhere = started(config, "run", log_path.with_name("other.jsonl"), run_id=tracker.run_id)
     elsewhere.log.event(EventKind.STOPPED, "SIGTERM there", 9)
     assert elsewhere.finish("KILLED")
-    counts = [tags()[f"vit_ray.events.{kind}"] for kind in ("resumed", "stopped")]
-    assert counts == ["2", "2"]
-    assert "vit_ray.failure" not in tags()  # of a run that has gone on since
+    assert sorted(event_texts(config.uri, tracker.run_id)) == sorted([*told, "SIGTERM there"])
+    tags = tags_of(run_of(config.uri, tracker.run_id).data.tags)
+    assert "vit_ray.failure" not in tags  # of a run that has gone on since
 
 
 def test_a_file_that_cannot_be_stored_holds_up_neither_points_nor_the_end(config, log_path):

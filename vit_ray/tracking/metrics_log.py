@@ -28,18 +28,16 @@ from vit_ray.storage import locate
 Record = dict[str, Any]
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
-# Tag of a run that started at step 0 and replaces an earlier run: the earlier run's id.
-STARTED_OVER: Final = "vit_ray.started_over_from"
+# Tag with the reason why a run has failed.
 FAILURE: Final = "vit_ray.failure"
-"""Tag with the reason why a run has failed."""
+# Kinds of records that become files of the MLflow run; all events share one file.
 FILES: Final = ("text", "artifact", "event")
-"""Kinds of records that become files of the MLflow run; all events share one file."""
+# Maximum number of metrics per request: a limit of MLflow's REST API.
 MAX_METRICS: Final = 1000
-"""Maximum number of metrics per request: a limit of MLflow's REST API."""
 # How long the process of a killed driver may take to release its logs.
 RELEASE_S = 20.0
+# Longest wait for a record that must be on disk before the caller continues.
 ARRIVAL_S: Final = 300.0
-"""Longest wait for a record that must be on disk before the caller continues."""
 
 logger = logging.getLogger(__name__)
 
@@ -157,33 +155,32 @@ class MetricsLog(Records):
         If the log is of another run or training, it is renamed after its run id first; it can still
         be replayed.
         """
-        starts = list(self.records("start"))
+        starts, run_id = list(self.records("start")), self.read_sent().run_id
         if opening.key in [start["opening"] for start in starts]:
             return
-        run_id, tags, training_id = self.read_sent().run_id, dict(opening.tags), opening.training_id
-        prefix = None  # of the new name of an earlier log
-        if starts and training_id and starts[0]["training_id"] != training_id:
+        run_ids = [None, run_id, *(start["run_id"] for start in starts)]
+        training_ids = [None, *(start["training_id"] for start in starts[:1])]
+        is_other_training = bool(starts) and opening.training_id not in training_ids
+        if is_other_training or (run_id and opening.run_id not in run_ids):
             prefix = run_id or time.strftime("%Y%m%dT%H%M%S")
-            tags |= {STARTED_OVER: run_id} if run_id else {}
-        elif opening.run_id not in (None, run_id, *(start["run_id"] for start in starts)):
-            prefix = run_id
-        if prefix:
             with self._lock:
                 for path in (self.path, self._sent_path):
                     with contextlib.suppress(FileNotFoundError):
                         path.rename(path.with_name(f"{prefix}.{path.name}"))
-        fields = ["run_name", "run_id", "continues", "datasets", "awaited_metric", "measured_on"]
+        fields = [
+            "run_name", "run_id", "training_id", "continues", "datasets", "awaited_metric",
+            "measured_on",
+        ]  # fmt: skip
         self.append(
             "start",
             **{name: getattr(opening, name) for name in fields},
             experiment=opening.config.experiment,
             parent_log=str(opening.parent_log) if opening.parent_log else None,
             params={key: str(value) for key, value in opening.params.items()},
-            tags={key: str(value) for key, value in tags.items()},
+            tags={key: str(value) for key, value in opening.tags.items()},
             user_tags=opening.config.tags,
             system_metrics=opening.config.system_metrics,
             opening=opening.key,
-            training_id=training_id,
         )
 
     def append(self, kind: str, wait_s: float = 0.0, **values: Any) -> None:

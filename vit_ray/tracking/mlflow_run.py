@@ -8,10 +8,8 @@ counts.
 
 import json
 import math
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from vit_ray.config.keys import CHANGED_PARAMS, KIND, PARENT_TAG, RUN_FOLDER, stored_tag, tags_of
@@ -255,7 +253,7 @@ class RunWriter:
         send(self.run_id, str(path), record["folder"] or None)
 
     def _send_history(self) -> None:
-        """Write the log's events as a file, and count the events of all logs of the run in tags."""
+        """Write the log's events as a file, one for each machine on which the run has a log."""
         events = [
             {
                 "kind": event["event"],
@@ -265,16 +263,8 @@ class RunWriter:
             }
             for event in self._log.records("event")
         ]
-        history = f"history/{next(self._log.records('start'))['opening']}.json"
-        self.client.log_text(self.run_id, json.dumps(events, indent=1), history)
-        # If the run was continued on another machine, that has another log.
-        for file in self.client.list_artifacts(self.run_id, "history"):
-            if file.path != history:
-                with TemporaryDirectory() as folder:
-                    path = self.client.download_artifacts(self.run_id, file.path, folder)
-                    events += json.loads(Path(path).read_text())
-        counts = Counter(str(event["kind"]).replace(" ", "_") for event in events)
-        self._tag({f"vit_ray.events.{kind}": count for kind, count in counts.items()})
+        first = next(self._log.records("start"))["opening"]
+        self.client.log_text(self.run_id, json.dumps(events, indent=1), f"history/{first}.json")
 
 
 def _dataset(dataset: dict[str, Any]) -> DatasetInput:

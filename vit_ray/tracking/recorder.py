@@ -38,8 +38,8 @@ CONCURRENT_CALLS: Final = 64
 # Longer than the slowest call, to an MLflow server that is away: its requests have shorter limits.
 ANSWER_S: Final = 300.0
 HEARTBEAT_S: Final = 30.0
+# Longest wait for MLflow to be imported, and to give a run its id.
 FIRST_ANSWER_S: Final = 20.0
-"""Longest wait for MLflow to be imported, and to give a run its id."""
 # Records that Ray may repeat after the actor's process has died: one per sender.
 MAX_REPEATED: Final = 4096
 # Between samples of a node's load, and between checks for nodes that have joined.

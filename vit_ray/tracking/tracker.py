@@ -1,7 +1,7 @@
 """Sends a run's log to MLflow. Training never waits for MLflow, and never fails because of it.
 
-One thread sends metrics and tags in order, with their original times, and then files. Before each
-file it sends new metrics, so a file that fails delays none. An artifact store that hangs delays
+One thread sends metrics and tags in order, with their original times; when MLflow has them all, it
+sends the next file, so a file that fails delays no metrics. An artifact store that hangs delays
 everything, until it answers or the run is opened or replayed again. The thread keeps trying while
 MLflow is away. Models are logged after a command's last line, by another process, since that
 imports pandas and SciPy. Nothing here uses Ray.
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from vit_ray.addresses import absolute_uri, sqlite_file
+from vit_ray.addresses import absolute_uri
 from vit_ray.tracking.metrics_log import (
     FILES,
     MAX_METRICS,
@@ -34,14 +34,15 @@ from vit_ray.tracking.store_requests import limited_requests, redact_uri, safe_u
 if TYPE_CHECKING:
     from vit_ray.tracking.mlflow_run import RunWriter
 
-# Metrics are collected this long before they are sent.
+# Metrics are collected this long before they are sent; less if somebody waits until they are.
 BATCH_INTERVAL_S: Final = 1.0
+AWAITED_S: Final = 0.5
 FIRST_BACKOFF_S: Final = 1.0
 LAST_BACKOFF_S: Final = 60.0
 FILE_TRIES_AT_END: Final = 3
-# Longest waits at a run's end: for MLflow's import, on a busy machine or a slow disk; for an MLflow
-# that has never answered; and for a disk that hangs.
-IMPORT_S: Final = 120.0
+# Longest waits at a run's end: for the first attempt, which imports MLflow and may create a SQLite
+# file; for an MLflow that has never answered; and for a disk that hangs.
+FIRST_TRY_S: Final = 120.0
 NEVER_REACHED_S: Final = 5.0
 _WRITE_S: Final = 5.0
 # Limit for logging the models of a command.
@@ -52,8 +53,8 @@ _REJECTIONS: Final = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
 # Locked while a run is looked up or created, so that a log never gets a second run.
 _run_lookup: Final = threading.Lock()
 
+# A model to log: its MLflow run, and its record.
 Model = tuple[str | None, Record]
-"""A model to log: its MLflow run, and its record."""
 
 logger = logging.getLogger(__name__)
 
@@ -63,26 +64,27 @@ class _Tries:
     """The attempts to send metrics and tags, or files.
 
     Attributes:
-        num: attempts so far.
         error: why the last attempt failed; empty if it succeeded.
+        num_failed: failed attempts so far.
         pause_s: from a failure to the next attempt, which is due at `due_s`.
     """
 
-    num: int = 0
     error: str = ""
+    num_failed: int = 0
     pause_s: float = 0.0
     due_s: float = 0.0
 
     def note(self, error: str = "") -> None:
         backoff_s = min(max(2 * self.pause_s, FIRST_BACKOFF_S), LAST_BACKOFF_S)
-        self.num, self.error, self.pause_s = self.num + 1, error, backoff_s if error else 0.0
+        self.error, self.pause_s = error, backoff_s if error else 0.0
+        self.num_failed += bool(error)
         self.due_s = time.monotonic() + self.pause_s
 
 
 class Tracker:
     """Sends the records of one run, which callers write to `log`.
 
-    Only `send_points` and `send_files` raise errors; a replay calls only these two. `flush`,
+    Only `send_points` and `send_file` raise errors; a replay calls only these two. `flush`,
     `finish` and `close` wait.
 
     Attributes:
@@ -107,9 +109,9 @@ class Tracker:
         self._writer: RunWriter | None = None
         self._sent, self._writes_sent, self._is_stopped = Sent(), True, False
         self._sent_lock = threading.Lock()
-        self._current_file, self._is_imported = "", False
+        self._current_file = ""
         self._points, self._files = _Tries(), _Tries()
-        self._wake, self._tried = threading.Event(), threading.Condition()
+        self._tried, self._num_waiting = threading.Condition(), 0
         self._thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
         if not is_replay:
             self._thread.start()
@@ -128,24 +130,25 @@ class Tracker:
         return tracker
 
     def _run(self) -> None:
-        """Send metrics, then files, when they are due or somebody waits, until stopped."""
-        is_awaited = False
+        """Send metrics, or else a file, when they are due or somebody waits, until stopped."""
         while not self._is_stopped:
-            if is_awaited or time.monotonic() >= self._points.due_s:
-                self._try(self._points, self.send_points)
-            if not self._points.error and (is_awaited or time.monotonic() >= self._files.due_s):
-                self._try(self._files, self.send_files)
+            has_sent = self._try(self._points, self.send_points)
+            if not has_sent and not self._points.error:
+                has_sent = self._try(self._files, self.send_file)
             with self._tried:
                 self._tried.notify_all()
-            is_awaited = self._wake.wait(BATCH_INTERVAL_S)
-            self._wake.clear()
+                if not has_sent:
+                    self._tried.wait(AWAITED_S if self._num_waiting else BATCH_INTERVAL_S)
 
-    def _try(self, tries: _Tries, send: Callable[[], None]) -> None:
-        """Send, and note the result; warn once per outage."""
+    def _try(self, tries: _Tries, send: Callable[[], bool]) -> bool:
+        """Send if it is due or awaited, and note the result; warn once per outage."""
+        if not self._num_waiting and time.monotonic() < tries.due_s:
+            return False
         try:
             with limited_requests():
-                send()
+                has_sent = send()
             tries.note()
+            return has_sent
         except Exception as error:
             text = f"run {self.run_id}: {self._current_file} cannot be stored with it"
             if tries is self._points:
@@ -155,6 +158,7 @@ class Tracker:
                     f"{self.log.path}"
                 )
             tries.note(self._warned_reason(text, error, is_new=not tries.pause_s))
+            return False
 
     def _warned_reason(self, text: str, error: Exception, *, is_new: bool) -> str:
         # One line, without secrets.
@@ -164,12 +168,11 @@ class Tracker:
         return reason
 
     def _wait_until(self, is_done: Callable[[], bool], until_s: float) -> bool:
-        if not is_done():
-            self._wake.set()
         with self._tried:
-            while not is_done() and (remaining_s := until_s - time.monotonic()) > 0:
-                if not self._tried.wait(min(remaining_s, 0.5)):
-                    self._wake.set()
+            self._num_waiting += 1
+            self._tried.notify_all()
+            self._tried.wait_for(is_done, until_s - time.monotonic())
+            self._num_waiting -= 1
         return is_done()
 
     @property
@@ -182,9 +185,8 @@ class Tracker:
 
     def wait_for_try(self, wait_s: float) -> None:
         """Wait until MLflow has given the run an id, or an attempt has failed."""
-        self._wait_until(
-            lambda: self._writer is not None or self._points.num > 0, time.monotonic() + wait_s
-        )
+        until_s = time.monotonic() + wait_s
+        self._wait_until(lambda: bool(self._writer or self._points.num_failed), until_s)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until MLflow has everything recorded so far except models; False if not in time.
@@ -194,8 +196,10 @@ class Tracker:
         size, until_s = self.log.size, time.monotonic() + timeout_s
         if not self._wait_until(lambda: self._sent.offset >= size, until_s):
             return False
-        last_try = self._files.num + FILE_TRIES_AT_END
-        self._wait_until(lambda: self._sent.files >= size or self._files.num >= last_try, until_s)
+        last = self._files.num_failed + FILE_TRIES_AT_END
+        self._wait_until(
+            lambda: self._sent.files >= size or self._files.num_failed >= last, until_s
+        )
         return self._sent.files >= size
 
     def finish(self, status: Status = "FINISHED", timeout_s: float = 30.0) -> bool:
@@ -208,27 +212,23 @@ class Tracker:
         Returns:
             Whether MLflow has everything except models.
         """
-        self._wait_until(
-            lambda: self._is_imported or self._points.num > 0, time.monotonic() + IMPORT_S
-        )
-        is_new_file = sqlite_file(self._uri) and not self._points.error
-        if self.run_id is None and not is_new_file:  # MLflow was away from the beginning
+        self.wait_for_try(FIRST_TRY_S)
+        if self.run_id is None:  # MLflow was away from the beginning
             timeout_s = min(timeout_s, NEVER_REACHED_S)
         is_sent = self.flush(timeout_s)
         self.stop(timeout_s if is_sent else 0.0)
-        missing = self.missing_files()
+        missing = [f"{len(self.refused)} refused records"] if self.refused else []
         if self._sent.offset < self.log.size:
-            missing = ["the last points" if self.run_id else "any points", *missing]
-        if num := len(self.refused):
-            missing = [f"{num} refused record{'s' * (num > 1)}", *missing]
+            missing.append("the last points")
+        missing += self.missing_files()
         problems = []
-        if missing or not is_sent:
-            refused = self.refused[-1] if is_sent and self.refused else ""
+        if missing:
+            refused = self.refused[-1:] if is_sent else []
             timed_out = f"it did not take it in {timeout_s:g} s"
-            why = self._points.error or self._files.error or refused or timed_out
+            reasons = [self._points.error, self._files.error, *refused, timed_out]
             problems.append(
-                f"MLflow at {safe_uri(self._uri)} does not have {', '.join(missing) or 'all'} of "
-                f"run {self.run_id} ({why})"
+                f"MLflow at {safe_uri(self._uri)} does not have {', '.join(missing)} of run "
+                f"{self.run_id} ({next(filter(None, reasons))})"
             )
         if self.log.error:
             problems.append(
@@ -244,48 +244,47 @@ class Tracker:
         self._is_stopped = True
         if self._sent_lock.acquire(timeout=_WRITE_S):  # while `_mark` writes
             self._sent_lock.release()
-        self._wake.set()
+        with self._tried:
+            self._tried.notify_all()
         self._thread.join(wait_s)
 
     def missing_files(self) -> list[str]:
         records = self.log.records(*FILES, offset=self._sent.files)
         return list(dict.fromkeys(map(record_name, records)))
 
-    def send_points(self) -> None:
-        """Find or create the run, and send all metrics and tags.
+    def send_points(self) -> bool:
+        """Find or create the run, and send the next metrics or tags; False if there are none.
 
         Raises:
-            Exception: any error of MLflow's; the remaining records wait for the next call.
+            Exception: any error of MLflow's; these records wait for the next call.
         """
         writer = self._writer or self._connect()
-        while not self._is_stopped:
-            records, end = next_batch(self.log, self._sent.offset)
-            if end == self._sent.offset:
-                break
-            self._send_each(writer, records)
-            self._points.error = ""
-            self._mark(offset=end)
+        records, end = next_batch(self.log, self._sent.offset)
+        if end == self._sent.offset:
+            return False
+        self._send_each(writer, records)
+        self._mark(offset=end)
+        return True
 
-    def send_files(self) -> None:
-        """Send files, each after the metrics recorded so far, until one or the other fails.
+    def send_file(self) -> bool:
+        """Send the next file; False if there is none.
 
         Raises:
             Exception: any error of the artifact store; this file and later ones wait.
         """
-        while (writer := self._writer) and not self._is_stopped:
-            if not (records := self.log.read(self._sent.files)):
-                break
-            events = [record for record, _ in records if record["kind"] == "event"]
-            for record, end in records:
-                # All events share one file, the history.
-                if record["kind"] in FILES and (record["kind"] != "event" or record is events[-1]):
-                    self._try(self._points, self.send_points)
-                    if self._points.error or self._is_stopped:  # a later call sends the rest
-                        return
-                    self._current_file = record_name(record)
-                    self._send_each(writer, [record])
-                    self._mark(files=end)
+        writer = self._writer or self._connect()
+        records = self.log.read(self._sent.files)
+        events = [record for record, _ in records if record["kind"] == "event"]
+        for record, end in records:
+            # All events share one file, the history.
+            if record["kind"] in FILES and (record["kind"] != "event" or record is events[-1]):
+                self._current_file = record_name(record)
+                self._send_each(writer, [record])
+                self._mark(files=end)
+                return True
+        if records:
             self._mark(files=records[-1][1])
+        return bool(records)
 
     def _connect(self) -> "RunWriter":
         """Find or create the run; a run that does not have this log's records gets all of them.
@@ -296,7 +295,6 @@ class Tracker:
         # Here, in a thread: importing MLflow takes seconds.
         from vit_ray.tracking.mlflow_run import RunWriter
 
-        self._is_imported = True
         *_, start = self.log.records("start")
         # A tracker that ended before a slow MLflow answered may still be creating the run.
         with _run_lookup:
@@ -402,11 +400,13 @@ def replay(log_path: Path, uri: str) -> Replayed:
         )
     tracker = Tracker(log, uri, is_replay=True)
     try:
-        tracker.send_points()
+        while tracker.send_points():
+            pass
     except Exception as error:
         raise unusable(uri, error) from None
     try:
-        tracker.send_files()
+        while tracker.send_file():
+            pass
     except Exception as error:
         logger.warning("%s", unusable(uri, error))
     models = [(tracker.run_id, record) for record in log.records("model")]

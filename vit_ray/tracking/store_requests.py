@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
-from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
+from urllib.parse import unquote
 
 from vit_ray.addresses import redact, userinfo
 
@@ -26,10 +26,10 @@ _MIN_PASSWORD_CHARS: Final = 8
 # MLflow's codes for HTTP 401 and 403.
 _REFUSALS: Final = ("UNAUTHENTICATED", "PERMISSION_DENIED", "CUSTOMER_UNAUTHORIZED")
 
-# Blocks in several threads share the variables: the last block to end removes them.
+# Variables that each open block has set. Blocks in several threads share them: the last block to
+# end removes them.
+_names: Final[list[list[str]]] = []
 _lock: Final = threading.Lock()
-_open: Final[set[object]] = set()
-_added_names: Final[set[str]] = set()
 
 
 def limit_requests() -> list[str]:
@@ -42,45 +42,35 @@ def limit_requests() -> list[str]:
 @contextmanager
 def limited_requests() -> Iterator[None]:
     """Set the limits only inside this block: the process may be a notebook."""
-    block = object()
     with _lock:
-        _open.add(block)
-        _added_names.update(limit_requests())
+        _names.append(limit_requests())
     try:
         yield
     finally:
         with _lock:
-            _open.remove(block)
-            while _added_names and not _open:
-                os.environ.pop(_added_names.pop(), None)
+            names = _names.pop()
+            if _names:
+                _names[-1] += names
+            else:
+                for name in names:
+                    os.environ.pop(name, None)
 
 
 def safe_uri(uri: str) -> str:
     """The address without user, password and query, for logs and tags."""
-    safe = redact(uri)
-    parts = _parts(safe)
-    if parts is None or not parts.netloc:
-        return safe.partition("?")[0]
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query=""))
+    return redact(uri).partition("?")[0]
 
 
 def redact_uri(text: str, uri: str) -> str:
     """The text of an error without the address's secrets, quoted or not."""
     text = redact(text.replace(uri, safe_uri(uri)))
-    parts, user = _parts(uri), userinfo(uri)
+    user, query = userinfo(uri), uri.partition("?")[2]
     password = user.partition(":")[2]
-    secrets = [f"{user}@" if user else "", f"?{parts.query}" if parts and parts.query else ""]
+    secrets = [f"{user}@" if user else "", f"?{query}" if query else ""]
     secrets += [word for word in (password, unquote(password)) if len(word) >= _MIN_PASSWORD_CHARS]
     for secret in filter(None, secrets):
         text = text.replace(secret, "")
     return text
-
-
-def _parts(uri: str) -> SplitResult | None:
-    try:
-        return urlsplit(uri)
-    except ValueError:  # an odd number of brackets
-        return None
 
 
 def unusable(uri: str, error: Exception) -> RuntimeError:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from PIL import Image
 from scipy import stats
@@ -17,9 +16,8 @@ from scipy import stats
 from tests.report.made_store import Store, scale_of
 from vit_ray.evaluation.examples import picture
 from vit_ray.experiments.write_page import keep_page
-from vit_ray.report.headline import gain_sentences
 from vit_ray.report.page import Written, confusion, events, gallery, write_report
-from vit_ray.report.runs import Files, load_runs
+from vit_ray.report.runs import load_runs
 
 
 class Tags(HTMLParser):
@@ -83,23 +81,6 @@ def test_a_sweep_begins_with_its_choice_and_its_test_result(sweep_page):
     assert "stopped early" in text
     assert "killed" not in text
     assert len([name for name in sweep_page.figures if "learning rate" in name]) == 1
-
-
-@pytest.mark.parametrize(
-    ("num_test", "verdict"), [(300, "binomial error of the test images"), (10**6, "95 %: ")]
-)
-def test_a_gain_below_the_binomial_error_cannot_be_said(num_test, verdict):
-    cells = pd.DataFrame([
-        {"status": "finished", "family": family, "label": family, "steps": 10.0, "seed": str(seed),
-         "images": images, "num_test": num_test,
-         "test": 0.5 + seed * noise + (gain + 1e-5 * seed) * (images == 2000)}
-        for family, gain, noise in (("ViT", 0.02, 1e-4), ("ResNet", 0.01, 2e-4))
-        for images in (1000, 2000)
-        for seed in range(4)
-    ])  # fmt: skip
-    (sentence,) = gain_sentences(cells)
-    assert "a difference of 1.00" in sentence
-    assert verdict in sentence
 
 
 def put_rates(store: Store, name: str) -> None:
@@ -215,15 +196,15 @@ def training(store: Store) -> tuple[Store, Any]:
 
 def test_images_stand_with_what_they_were_taken_for(training):
     store, run = training
-    shown = gallery(Files(store.uri), run, "evaluation/examples", "?")
+    shown = gallery(store.client, run, "evaluation/examples", "?")
     assert shown.texts == [
         "rose (0.0%)", "rose (25.0%), not =1+1", f"{'x' * 300} (50.0%)",
         f"{'x' * 300} (75.0%), not daisy",
     ]  # fmt: skip
     assert shown.wrong == [False, True, False, True]
     assert Image.open(io.BytesIO(shown.strip)).width == 96 * 4
-    assert gallery(Files(store.uri), run, "evaluation/errors", "?") is None
-    assert events(Files(store.uri), run).to_numpy().tolist() == [
+    assert gallery(store.client, run, "evaluation/errors", "?") is None
+    assert events(store.client, run).to_numpy().tolist() == [
         ["1970-01-01 00:01:40", "restarted", "3", "first"],
         ["1970-01-01 00:03:20", "restarted", "3", "later"],
     ]

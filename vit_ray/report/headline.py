@@ -1,6 +1,5 @@
 """The first sentences of a page: the result with its interval, and what is missing."""
 
-import itertools
 from collections.abc import Iterator, Mapping
 
 import pandas as pd
@@ -37,8 +36,7 @@ def headline(runs: pd.DataFrame) -> list[str]:
         )
         if len(cells) < len(all_cells):
             count += f"; {len(all_cells) - len(cells)} of other data or recipes are in tables alone"
-        comparisons = [*equal_sentences(cells), *gain_sentences(cells)]
-        comparisons.sort(key=lambda text: CANNOT_SAY in text)  # unknown results last
+        comparisons = sorted(equal_sentences(cells), key=lambda text: CANNOT_SAY in text)
         sentences = [*_leader(cells), *comparisons, f"{count}."]
     else:
         sentences = [*_against_scratch(runs), *sweep_sentences(runs)] or [*_best(runs)]
@@ -222,32 +220,6 @@ def equal_sentences(cells: pd.DataFrame) -> Iterator[str]:
                 f"How much compute {family}s need at the accuracy of {BASELINE}s {CANNOT_SAY} from "
                 f"these seeds; the fitted laws give {equal.ratio:.2g} times, {accuracies}."
             )
-
-
-def gain_sentences(cells: pd.DataFrame) -> Iterator[str]:
-    """Whether more images help a ViT more than another family's model of the same length."""
-    finished = cells[cells["status"] == "finished"].dropna(subset=["test", "steps", "images"])
-    top1s = finished.pivot_table("test", ["steps", "family", "label", "seed"], "images")
-    if len(top1s.columns) < 2:
-        return
-    fewest, most = top1s.columns[0], top1s.columns[-1]
-    for steps, gains in (top1s[most] - top1s[fewest]).dropna().groupby("steps"):
-        models = gains.groupby(["family", "label"])
-        by_seed = {
-            model: seeds.droplevel([0, 1, 2]).to_dict() for model, seeds in models if len(seeds) > 1
-        }
-        for model, rival in itertools.permutations(by_seed, 2):
-            if model[0] == BASELINE != rival[0]:
-                gain = difference(
-                    by_seed[rival], by_seed[model], finished["num_test"].iloc[0],
-                    level=finished.loc[finished["steps"] == steps, "test"].mean(), is_paired=False,
-                )  # fmt: skip
-                values = [percent(models.get_group(name).mean()) for name in (model, rival)]
-                yield (
-                    f"From {fewest:,.0f} to {most:,.0f} images, {steps:,.0f} steps: {model[1]} "
-                    f"gains {values[0]} points and {rival[1]} {values[1]}; a difference of "
-                    f"{percent(gain.value)}: {gain.verdict}."
-                )
 
 
 def _cost(runs: pd.DataFrame) -> str:

@@ -6,6 +6,7 @@ text can become code.
 """
 
 import base64
+import contextlib
 import io
 import json
 import time
@@ -18,6 +19,7 @@ import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
+from mlflow.tracking import MlflowClient
 
 from vit_ray.addresses import redact
 from vit_ray.measure.phases import describe_phases
@@ -38,7 +40,7 @@ from vit_ray.report.headline import (
     sweeps_of,
     what_is_missing,
 )
-from vit_ray.report.runs import Files, load_runs, trainings
+from vit_ray.report.runs import curve, file_of, load_runs, trainings
 from vit_ray.report.statistics import CANNOT_SAY, FamilyLaw, Interval, student
 from vit_ray.storage import locate
 
@@ -127,7 +129,7 @@ def write_report(
     parent, experiment = all_runs.attrs["parent"], all_runs.attrs["experiment"]
     runs, page = trainings(all_runs), Path(output_path).resolve()
     missing = what_is_missing(all_runs, runs)
-    sections = _sections(runs, all_runs, Files(uri)) if len(runs) else []
+    sections = _sections(runs, all_runs, MlflowClient(uri)) if len(runs) else []
     lead = headline(runs) if len(runs) else []
     page_tables = {name: table for section in sections for name, table in section.tables.items()}
     titles = [title for table in page_tables.values() for axis in table.axes for title in axis]
@@ -158,7 +160,7 @@ def write_report(
     return Written(page, missing, not len(all_runs), lead, page_figures, page_tables)
 
 
-def _sections(runs: pd.DataFrame, all_runs: pd.DataFrame, files: Files) -> list[Section]:
+def _sections(runs: pd.DataFrame, all_runs: pd.DataFrame, client: MlflowClient) -> list[Section]:
     is_study = (runs["kind"] == "study_cell").any()
     cells, best_run = tables.cells_of(runs), _best_run(runs)
     cells = tables.comparable(cells) if is_study else cells
@@ -174,12 +176,12 @@ def _sections(runs: pd.DataFrame, all_runs: pd.DataFrame, files: Files) -> list[
     accuracy = [
         compute,
         Section("Accuracy against data", figures=_data(cells)),
-        *([] if best_run is None else [images_section(files, best_run)]),
+        *([] if best_run is None else [images_section(client, best_run)]),
     ]
     return [
         # The first figure belongs to the first sentence.
         *([*accuracy, sweep] if compute.figures else [sweep, *accuracy]),
-        Section("Learning curves", figures=_curves(cells if is_study else runs, files)),
+        Section("Learning curves", figures=_curves(cells if is_study else runs, client)),
         Section("Tables of the paper", tables=tables.paper_tables(runs, all_runs)),
         Section(
             "Trainings",
@@ -189,9 +191,9 @@ def _sections(runs: pd.DataFrame, all_runs: pd.DataFrame, files: Files) -> list[
         Section(
             "Where the time went",
             [phases] if phases else [],
-            tables={"Events": events(files, runs.iloc[0])} if len(runs) == 1 else {},
+            tables={"Events": events(client, runs.iloc[0])} if len(runs) == 1 else {},
         ),
-        *([data_section(files, runs.iloc[0])] if len(runs) == 1 else []),
+        *([data_section(client, runs.iloc[0])] if len(runs) == 1 else []),
     ]
 
 
@@ -271,7 +273,7 @@ def _data(cells: pd.DataFrame) -> dict[str, Figure]:
     return drawn
 
 
-def _curves(runs: pd.DataFrame, files: Files) -> dict[str, Figure]:
+def _curves(runs: pd.DataFrame, client: MlflowClient) -> dict[str, Figure]:
     """Loss and accuracy by step; the retrainings of a sweep are bold."""
     short = runs["run_id"].str[:6].where(runs["name"].duplicated(keep=False), "")
     names = (runs["name"] + " " + short).str.strip()
@@ -284,8 +286,8 @@ def _curves(runs: pd.DataFrame, files: Files) -> dict[str, Figure]:
         curves: dict[str, pd.Series[float]] = {}
         for run_id, name in names.items() if len(names) <= MAX_CURVES else ():
             recorded = [key for key in keys if pd.notna(runs.loc[run_id].get(key))]
-            curve = files.curve(str(run_id), recorded[0], 100) if recorded else pd.Series()
-            curves |= {name: scale * curve} if len(curve) > 1 else {}
+            values = curve(client, str(run_id), recorded[0], 100) if recorded else pd.Series()
+            curves |= {name: scale * values} if len(values) > 1 else {}
         if curves:
             caption = f"How does the {title.partition(',')[0]} change in training?"
             drawn[caption] = figures.fig_curves(curves, families, title, bold)
@@ -303,7 +305,7 @@ def _speed(cells: pd.DataFrame) -> dict[str, Figure]:
 MIN_CLASSES, MAX_CLASSES = 5, 20
 
 
-def images_section(files: Files, run: pd.Series) -> Section:
+def images_section(client: MlflowClient, run: pd.Series) -> Section:
     """Test images with predictions, the worst errors, and the confusion matrix."""
     split = "test" if pd.notna(run["test"]) else "held-out"
     titles = {
@@ -311,8 +313,8 @@ def images_section(files: Files, run: pd.Series) -> Section:
         "prediction; in brackets is its probability.",
         "evaluation/errors": "Which errors have the highest loss?",
     }
-    galleries = [gallery(files, run, name, title) for name, title in titles.items()]
-    counts = files.read(run, "evaluation/confusion.csv")
+    galleries = [gallery(client, run, name, title) for name, title in titles.items()]
+    counts = file_of(client, run, "evaluation/confusion.csv")
     return Section(
         "Images and errors",
         tables={} if counts is None else confusion(counts),
@@ -320,9 +322,9 @@ def images_section(files: Files, run: pd.Series) -> Section:
     )
 
 
-def gallery(files: Files, run: pd.Series, name: str, title: str) -> Gallery | None:
+def gallery(client: MlflowClient, run: pd.Series, name: str, title: str) -> Gallery | None:
     """The images of `name.jpg` with the texts of `name.json`; None if the run has no such files."""
-    strip, rows = files.read(run, f"{name}.jpg"), files.read(run, f"{name}.json")
+    strip, rows = (file_of(client, run, f"{name}.{ending}") for ending in ("jpg", "json"))
     if strip is None or rows is None:
         return None
     texts, wrong = [], []
@@ -350,19 +352,20 @@ def confusion(content: bytes) -> dict[str, pd.DataFrame]:
     return {"Confusion matrix: % of each true class (rows)": matrix}
 
 
-def events(files: Files, run: pd.Series) -> pd.DataFrame:
+def events(client: MlflowClient, run: pd.Series) -> pd.DataFrame:
     """The last 200 events of a run by time."""
     rows: list[tuple[str, ...]] = []
-    for path in files.names(run, "history"):
-        for event in json.loads(files.read(run, path) or b"[]"):
-            time_text = str(pd.Timestamp(int(event["time_s"]), unit="s"))
-            rows.append((time_text, event["kind"], str(event["step"]), event["text"]))
+    with contextlib.suppress(Exception):  # the files cannot be listed: as in `file_of`
+        for file in client.list_artifacts(run["run_id"], "history"):
+            for event in json.loads(file_of(client, run, file.path) or b"[]"):
+                time_text = str(pd.Timestamp(int(event["time_s"]), unit="s"))
+                rows.append((time_text, event["kind"], str(event["step"]), event["text"]))
     return pd.DataFrame(sorted(rows)[-200:], columns=["UTC", "event", "step", "what happened"])
 
 
-def data_section(files: Files, run: pd.Series) -> Section:
+def data_section(client: MlflowClient, run: pd.Series) -> Section:
     """Data sets with fingerprints, crops of the first batch, and how to repeat the run."""
-    crops = gallery(files, run, "images/training", "What do the training images look like?")
+    crops = gallery(client, run, "images/training", "What do the training images look like?")
     again = f"Command: {run['command']}. " if run["command"] else ""
     again += (
         f"Git commit {run['commit']}; the recipe is recipe.yaml of run {run['run_id']} in MLflow."

@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
+import numpy as np
 import pandas as pd
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
@@ -38,7 +39,6 @@ SHOTS: Final = (5, 10, 25, 1)
 RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
 # Names of folders with a split of a data set.
 _SPLITS: Final = {"train", "training", "train800", "train800val200", "test", "validation", "val"}
-_VERSION: Final = re.compile(r"v?\d[\d._-]*")
 _STATUS: Final = {
     "FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped",
     "RUNNING": "running", "SCHEDULED": "running",
@@ -177,11 +177,9 @@ def _json(text: str | None) -> dict[str, Any]:
 
 
 def set_name(path: str) -> str:
-    """The last folder that is no split; a version, such as `3.1.0`, with the folder above it."""
+    """The last folder that is no split."""
     parts = [part for part in PurePosixPath(path).parts if part not in _SPLITS]
-    if not parts:
-        return "unknown data"
-    return "/".join(parts[-2:]) if _VERSION.fullmatch(parts[-1]) else parts[-1]
+    return parts[-1] if parts else "unknown data"
 
 
 def _with_origin(run: Mapping[str, Any], facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -230,33 +228,21 @@ def trainings(runs: pd.DataFrame) -> pd.DataFrame:
     return trained.loc[sorted(ranked.index[~is_repeated], key=trained.index.get_loc)]
 
 
-class Files:
-    """Files and histories of the runs of one store, which is only read."""
+def file_of(client: MlflowClient, run: pd.Series, path: str) -> bytes | None:
+    """Content of a file of a run's artifacts; None if it cannot be read."""
+    # After an error, also of a bucket's library, the page is written without the file.
+    with TemporaryDirectory() as folder, contextlib.suppress(Exception):
+        return Path(client.download_artifacts(run["run_id"], path, folder)).read_bytes()
+    return None
 
-    def __init__(self, uri: str) -> None:
-        self._client = MlflowClient(uri)
 
-    def read(self, run: pd.Series, path: str) -> bytes | None:
-        """Content of a file of a run's artifacts; None if it cannot be read."""
-        # After an error, also of a bucket's library, the page is written without the file.
-        with TemporaryDirectory() as folder, contextlib.suppress(Exception):
-            return Path(self._client.download_artifacts(run["run_id"], path, folder)).read_bytes()
-        return None
-
-    def names(self, run: pd.Series, folder: str | None = None) -> list[str]:
-        """Files and folders in a folder of a run's artifacts; empty if they cannot be listed."""
-        with contextlib.suppress(Exception):  # as in `read`
-            files = self._client.list_artifacts(run["run_id"], folder)
-            return [str(file.path) for file in files]
-        return []
-
-    def curve(self, run_id: str, key: str, max_points: int) -> "pd.Series[float]":
-        """Values of a metric by step; of more than `max_points`, equally spaced ones with the first
-        and the last.
-        """
-        history = self._client.get_metric_history(run_id, key)
-        points = sorted((point.step, point.timestamp, point.value) for point in history)
-        latest = {step: value for step, _, value in points if is_finite(value)}
-        curve = pd.Series(latest, dtype=float)
-        rows = [i * (len(curve) - 1) // (max_points - 1) for i in range(max_points)]
-        return curve if len(curve) <= max_points else curve.iloc[rows]
+def curve(client: MlflowClient, run_id: str, key: str, max_points: int) -> "pd.Series[float]":
+    """Values of a metric by step; of more than `max_points`, equally spaced ones with the first and
+    the last.
+    """
+    history = client.get_metric_history(run_id, key)
+    points = sorted((point.step, point.timestamp, point.value) for point in history)
+    latest = {step: value for step, _, value in points if is_finite(value)}
+    values = pd.Series(latest, dtype=float)
+    rows = np.linspace(0, len(values) - 1, max_points, dtype=int)
+    return values if len(values) <= max_points else values.iloc[rows]

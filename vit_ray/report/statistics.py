@@ -63,12 +63,7 @@ class Difference(NamedTuple):
 
 
 def difference(
-    a: Mapping[str, float],
-    b: Mapping[str, float],
-    num_images: float | None = None,
-    *,
-    level: float | None = None,
-    is_paired: bool = True,
+    a: Mapping[str, float], b: Mapping[str, float], num_images: float | None = None
 ) -> Difference:
     """The difference of two sets of accuracies by seed, B minus A.
 
@@ -76,16 +71,13 @@ def difference(
 
     Args:
         num_images: of the test set; None if unknown.
-        level: the accuracy that has the binomial error; None = the mean of all values.
-        is_paired: a seed has the same random numbers on both sides, as with one model.
     """
-    is_paired = is_paired and a.keys() == b.keys()
+    is_paired = a.keys() == b.keys()
     values_a = np.array([*a.values()])
     values_b = np.array([b[seed] for seed in (a if is_paired else b)])
     value = float(values_b.mean() - values_a.mean())
     if num_images and num_images > 0:
-        mean = float(np.mean([*values_a, *values_b])) if level is None else level
-        interval = wilson(mean, num_images)
+        interval = wilson(float(np.mean([*values_a, *values_b])), num_images)
         if abs(value) < (interval.high - interval.low) / 2:
             return Difference(value, "less than the binomial error of the test images")
     if min(len(values_a), len(values_b)) < 2:
@@ -104,17 +96,17 @@ class Law(NamedTuple):
     """error = scale x compute^-exponent + floor, with compute in exaFLOPs.
 
     Attributes:
-        best: error at the most compute of the fitted points.
-        worst: error at the least compute of the fitted points.
+        min_compute: of the fitted points.
+        max_compute: of the fitted points.
     """
 
     scale: float
     exponent: float
     floor: float
-    best: float
-    worst: float
+    min_compute: float
+    max_compute: float
 
-    def error_at(self, compute: Array) -> Array:
+    def error_at(self, compute: float | Array) -> Array:
         return np.asarray(self.scale * compute**-self.exponent + self.floor)
 
     def compute_at(self, error: Array) -> Array:
@@ -133,9 +125,8 @@ def fit_law(compute: "pd.Series[float]", errors: "pd.Series[float]") -> Law | No
 
     fitted = least_squares(residuals, (np.log(y.mean()), 0.3, 0.0), bounds=_BOUNDS)
     height, exponent, floor = map(float, fitted.x)
-    law = Law(float(np.exp(height + exponent * middle)), exponent, floor, np.nan, np.nan)
-    best, worst = map(float, law.error_at(np.exp([logs.max(), logs.min()])))
-    return law._replace(best=best, worst=worst)
+    scale = float(np.exp(height + exponent * middle))
+    return Law(scale, exponent, floor, float(compute.min()), float(compute.max()))
 
 
 class FamilyLaw(NamedTuple):
@@ -179,8 +170,9 @@ def equal_accuracy(base: FamilyLaw, other: FamilyLaw) -> EqualAccuracy | None:
     """None if no accuracy lies in the range of both families' laws."""
     if base.law is None or other.law is None:
         return None
-    worst = min(base.law.worst, other.law.worst)
-    best = max(base.law.best, other.law.best)
+    laws = base.law, other.law
+    worst = min(float(law.error_at(law.min_compute)) for law in laws)
+    best = max(float(law.error_at(law.max_compute)) for law in laws)
     if best >= worst:
         return None
     errors = np.linspace(worst, best, 50)

@@ -21,7 +21,6 @@ import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from tests.tracking.stored_runs import store_run
 from vit_ray.commands import tracking_store
 from vit_ray.commands.tracking_store import are_own_files, report, report_page
 from vit_ray.config.recipe import recipe_from_dict
@@ -40,8 +39,11 @@ def recipe(tmp_path):
 def _run(recipe, name, folder=None, parent=None):
     client = open_client(recipe.tracking.uri)
     experiment = experiment_id(client, recipe.tracking.uri, "trials")
-    tags = {"vit_ray.run_folder": folder} | ({"mlflow.parentRunId": parent} if parent else {})
-    return store_run(client, experiment, name, {"eval/top1": 0.5}, tags=tags, status=None)
+    tags = {"vit_ray.run_folder": folder, "mlflow.parentRunId": parent}
+    tags = {key: text for key, text in tags.items() if text}
+    run_id = client.create_run(experiment, None, tags, name).info.run_id
+    client.log_metric(run_id, "eval/top1", 0.5, step=100)
+    return run_id
 
 
 def test_the_newest_run_of_the_recipes_name_is_reported_and_keeps_the_page(recipe, capsys):
@@ -195,10 +197,10 @@ def test_the_link_to_the_newest_run_without_a_parent_is_printed_and_served(tmp_p
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     client = open_client(uri)
     old, new = (experiment_id(client, uri, name) for name in ("old", "new"))
-    store_run(client, old, "first", tags={"vit_ray.kind": "pretrain"}, start_ms=1)
-    parent = store_run(client, new, "sweep", tags={"vit_ray.kind": "sweep"}, start_ms=2)
-    tags = {"vit_ray.kind": "sweep_trial", "mlflow.parentRunId": parent}
-    store_run(client, new, "trial", tags=tags, start_ms=3)
+    client.create_run(old, 1, {"vit_ray.kind": "pretrain"}, "first")
+    sweep = client.create_run(new, 2, {"vit_ray.kind": "sweep"}, "sweep").info.run_id
+    tags = {"vit_ray.kind": "sweep_trial", "mlflow.parentRunId": sweep}
+    client.create_run(new, 3, tags, "trial")
     with socket.socket() as taken:  # another server on the port: the next free one is used
         taken.bind(("127.0.0.1", 0))
         taken.listen()

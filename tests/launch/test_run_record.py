@@ -1,7 +1,7 @@
 """The record of a run: what it says of the run, and how it ends, whatever ends the run."""
 
-import getpass
 import os
+import pwd
 import shutil
 import subprocess
 import sys
@@ -72,7 +72,7 @@ def test_tags_say_data_stage_user_and_command_and_the_users_own_replace_none(mon
     assert tags["mlflow.note.content"].startswith("Baseline of *May*\n\nViT on ")
     assert "vit-ray sweep digits_sweep" in tags["mlflow.note.content"]
     assert "hunter2" not in str(tags)
-    assert tags["mlflow.user"] == getpass.getuser()
+    assert tags["mlflow.user"] == pwd.getpwuid(os.getuid()).pw_name
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "ana")  # who shares an account or a container
     again = run_facts(recipe, "sweep_trial", resolved_run(), CLUSTER, "typed")
     assert again["mlflow.user"] == "ana"

@@ -162,11 +162,9 @@ def unseen_by(nodes: Collection[str], paths: Collection[str]) -> dict[str, list[
         ).remote(): node
         for node in nodes
     }
-    answered, late = ray.wait(
+    answered, _ = ray.wait(
         [*node_of], num_returns=len(node_of), timeout=_ANSWER_LIMIT_S, fetch_local=True
     )
-    for reference in late:
-        ray.cancel(reference)
     unseen_paths = {}
     for reference in answered:
         with contextlib.suppress(ray.exceptions.RayError):  # the node has gone

@@ -254,7 +254,7 @@ def _result_metric(recipe: Recipe, *, is_on_dev_split: bool) -> str | None:
 def _watched(
     run: OpenRun, prepared: PreparedRun, parent: OpenRun | None, following: Following | None
 ) -> Iterator[None]:
-    """Show progress, and allow stopping and following; record the cost of a run that fails."""
+    """Show progress, and allow stopping and following, while the block runs."""
     with contextlib.ExitStack() as inside:
         if parent is None:  # a sweep or study does both for its child runs
             steps = prepared.resolved.total_steps
@@ -262,13 +262,7 @@ def _watched(
             inside.enter_context(stopping_on_signals(run.record.request_stop))
         if following:
             inside.enter_context(followed(run, following))
-        try:
-            yield
-        except Exception:
-            if prepared.trains:  # the compute until the failure
-                with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-                    _record_cost(prepared, run, run.record.status().step)
-            raise
+        yield
 
 
 def followed(run: OpenRun, following: Following) -> contextlib.AbstractContextManager[None]:

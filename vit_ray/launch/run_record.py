@@ -5,7 +5,6 @@ differ, which are then those that a sweep or a study varies.
 """
 
 import contextlib
-import getpass
 import hashlib
 import json
 import logging
@@ -19,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any, Final
 
+import psutil
 import ray
 from joblib import cpu_count
 
@@ -267,11 +267,8 @@ def run_facts(
         command: the command line.
     """
     flat = recipe.flat()
-    try:
-        # In a container, and on a shared account, the MLflow log-in identifies the person.
-        user = os.environ.get("MLFLOW_TRACKING_USERNAME") or getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
-        user = str(os.getuid())
+    # In a container, and on a shared account, the MLflow log-in identifies the person.
+    user = os.environ.get("MLFLOW_TRACKING_USERNAME") or psutil.Process().username()
     return {
         **{key: flat[key] for key in TAGGED if flat[key] not in ("None", "0.0")},
         KIND: kind,

@@ -122,7 +122,6 @@ _RIGHTS: Final = {
     "HeadObject": "GetObject",
     "ListObjectsV2": "ListBucket",
     "HeadBucket": "ListBucket",
-    "CopyObject": "PutObject",
     "UploadPart": "PutObject",
     "CreateMultipartUpload": "PutObject",
     "CompleteMultipartUpload": "PutObject",
@@ -335,23 +334,20 @@ def _stored_info(entry: dict[str, Any]) -> Info:
     return Info(entry["name"], entry["type"], int(entry["size"] or 0), str(version).strip('"'))
 
 
-def _stored(doing: str) -> Callable[[Method], Method]:
-    """Decorator of a method of `Location`: on a disk it is repeated while the disk is away (the log
-    names it with `doing`), and in a store its errors name the address.
+def _stored(method: Method) -> Method:
+    """Decorator of a method of `Location`: a disk that is away is waited for, and errors of a store
+    name the address.
     """
 
-    def decorated(method: Method) -> Method:
-        @functools.wraps(method)
-        def wrapper(location: "Location", *args: Any, **kwargs: Any) -> Any:
-            if location.is_local:
-                what = f"{doing} {location.path}"
-                return with_retries(lambda: method(location, *args, **kwargs), what)
-            with naming(location.uri):
-                return method(location, *args, **kwargs)
+    @functools.wraps(method)
+    def wrapper(location: "Location", *args: Any, **kwargs: Any) -> Any:
+        if location.is_local:
+            what = f"{method.__name__} of {location.path}"
+            return with_retries(lambda: method(location, *args, **kwargs), what)
+        with naming(location.uri):
+            return method(location, *args, **kwargs)
 
-        return cast("Method", wrapper)
-
-    return decorated
+    return cast("Method", wrapper)
 
 
 @dataclass(frozen=True)
@@ -394,7 +390,7 @@ class Location:
     def exists(self) -> bool:
         return self.info().kind != "nothing"
 
-    @_stored("looking at")
+    @_stored
     def info(self) -> Info:
         if self.is_local:
             return local_info(self.path)
@@ -413,7 +409,7 @@ class Location:
     def read(self) -> bytes:
         return self.read_range(0)
 
-    @_stored("reading")
+    @_stored
     def read_range(self, offset: int, length: int | None = None) -> bytes:
         """Bytes from `offset`, fewer at the file's end; from a store in one request."""
         if self.is_local:
@@ -430,13 +426,13 @@ class Location:
                 return b""
             raise
 
-    @_stored("writing")
+    @_stored
     def write(self, content: bytes) -> None:
         """Write a file as a whole: no reader sees a part of it."""
         with self.output() as stream:
             stream.write(content)
 
-    @_stored("creating")
+    @_stored
     def create(self, content: bytes) -> bool:
         """Write a file unless it exists; of several processes that try, only one gets True.
 
@@ -493,7 +489,7 @@ class Location:
             if _code(error) != "NoSuchUpload" or self.info().version != _multipart_etag(upload):
                 raise
 
-    @_stored("listing")
+    @_stored
     def list_files(self, *, recursive: bool = True) -> list[Info]:
         """All files below this folder, or directly in it, sorted by path."""
         entries = self._entries()
@@ -510,7 +506,7 @@ class Location:
         """Names of the folders directly below this one, sorted; empty if there is none."""
         return [info.base_name for info in self._entries() if info.kind == "directory"]
 
-    @_stored("listing")
+    @_stored
     def _entries(self) -> list[Info]:
         """Files and folders directly in this folder, sorted by path.
 
@@ -532,39 +528,20 @@ class Location:
                 "with `convmv -f latin1 -t utf8 -r --notest FOLDER`"
             ) from None
 
-    @_stored("deleting")
+    @_stored
     def delete(self) -> None:
         """Delete this file, or this folder with its content, if it exists."""
         with contextlib.suppress(FileNotFoundError):  # another process may delete it, too
             if not self.is_local:
-                self._remove([info.path for info in self.list_files()])
-                self.filesystem.rm_file(self.path)
+                # A request for each: s3fs takes the names in a list as patterns, and hides which of
+                # them a store refuses to delete.
+                paths = [*(info.path for info in self.list_files()), self.path]
+                with ThreadPoolExecutor(_THREADS) as pool:
+                    list(pool.map(self.filesystem.rm_file, paths))
             elif os.path.isdir(self.path):
                 shutil.rmtree(self.path)
             else:
                 os.unlink(self.path)
-
-    @_stored("moving")
-    def move_to(self, target: "Location") -> None:
-        """Rename this folder; a store copies its files, and then deletes them here.
-
-        Raises:
-            OSError: it failed; nothing is lost.
-        """
-        if self.is_local:
-            os.rename(self.path, target.path)
-            _sync_folder(os.path.dirname(target.path))
-            return
-        files = [info.path for info in self.list_files()] or [self.path]
-        for path in files:
-            self.filesystem.cp_file(path, target.path + path.removeprefix(self.path))
-        self._remove(files)  # not files that another process has added since
-
-    def _remove(self, paths: list[str]) -> None:
-        # A request for each: s3fs takes the names in a list as patterns, and hides which of them a
-        # store refuses to delete.
-        with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(self.filesystem.rm_file, paths))
 
 
 def _multipart_etag(upload: Any) -> str:

@@ -192,7 +192,8 @@ def give_up_checkpoints(run_folder: Location, warn: Warn) -> None:
             raise ValueError(f"has a checkpoint that can be used (step {below})")
     for _, folder in list_checkpoints(run_folder):
         if is_committed(folder):
-            folder.child(COMMIT).move_to(folder.child(_ABANDONED))
+            folder.child(_ABANDONED).write(folder.child(COMMIT).read())
+            folder.child(COMMIT).delete()
         elif not folder.child(_ABANDONED).exists():
             folder.child(_ABANDONED).write(b"")
     run_folder.child(PROGRESS).delete()

@@ -7,7 +7,6 @@ the result and compares all coefficients. Progressive files become baseline. Unu
 are not rewritten.
 """
 
-import contextlib
 import ctypes.util
 import functools
 import logging
@@ -119,15 +118,12 @@ class Libjpeg:
         if self._process is None:
             return 0
         process, self._process = self._process, None
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(OSError):  # the rest of a request cannot be flushed
-                pipe.close()
         try:
-            return process.wait(_ENDS_WITHIN_S)
+            process.communicate(timeout=_ENDS_WITHIN_S)  # closes its input
         except subprocess.TimeoutExpired:
             process.kill()
-            return process.wait()  # no limit: the process has been killed
+            process.communicate()  # no limit: the process has been killed
+        return process.returncode
 
 
 @functools.cache

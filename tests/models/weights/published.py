@@ -50,8 +50,6 @@ def jax_vit_logits(arrays: Arrays, images: Tensor, patch: int, depth: int) -> Te
 
 SIZES = {
     "ViT-B_16": {"width": 768, "mlp_dim": 3072, "num_heads": 12, "patch_size": 16},
-    "ViT-L_16": {"width": 1024, "mlp_dim": 4096, "num_heads": 16, "patch_size": 16},
-    "ViT-H_14": {"width": 1280, "mlp_dim": 5120, "num_heads": 16, "patch_size": 14},
 }
 
 

@@ -1,7 +1,6 @@
 """Published files: their names and shapes, and what stands beside them of the model's function.
 
-Listings: `gs://vit_models/imagenet21k/ViT-B_16.npz`, `ViT-L_16.npz`, `ViT-H_14.npz`
-(google-research/vision_transformer).
+Listing: `gs://vit_models/imagenet21k/ViT-B_16.npz` (google-research/vision_transformer).
 """
 
 import json
@@ -27,47 +26,18 @@ from vit_ray.models.published import FOLDER_PREPROCESSOR
 from vit_ray.models.weights import load_weights, save_weights
 from vit_ray.training.objective import normalize
 
-I21K = 21843
 
-
-def vit(name: str, num_classes: int, image_size: int = 224, **options: Any) -> nn.Module:
-    return build_model(
-        "ViT", num_classes, image_size, **{"depth": 1, **SIZES[name], **options}
-    ).eval()
-
-
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize("name", SIZES)
-def test_the_npz_of_imagenet_21k_fits_its_model_and_one_to_be_fine_tuned(name, tmp_path):
-    # Zeros are written fast; the head of the published ViT-H_14 is of zeros, too.
-    arrays = {
-        key: np.zeros(shape, np.float32) for key, shape in jax_shapes(name, I21K, True).items()
-    }
-    arrays["Transformer/posembed_input/pos_embedding"] += 1.0
-    path = str(tmp_path / f"{name}.npz")
-    np.savez(path, **arrays)  # type: ignore[arg-type]
-    assert open_weights(path).num_classes == I21K
-    whole = vit(name, I21K, representation=True)
-    report = open_weights(path).load_into(whole, False)
-    assert (report.new, report.ignored, report.resized) == ([], [], [])
-    tuned = vit(name, 10, image_size=2 * 224)
-    report = open_weights(path).load_into(tuned, True)
-    assert sorted(report.new) == ["head.bias", "head.weight"]
-    assert sorted(report.ignored) == [
-        "head.bias", "head.weight", "representation.bias", "representation.weight",
-    ]  # fmt: skip
-    assert len(report.resized) == 1
-
-
-def test_a_model_in_the_jax_layout_has_the_logits_of_its_names(tmp_path):
+@pytest.mark.parametrize("has_representation", [False, True])
+def test_a_model_in_the_jax_layout_has_the_logits_of_its_names(has_representation, tmp_path):
     """Those of timm and transformers are held against theirs: below, and in `test_vit.py`."""
-    arrays = drawn(jax_shapes("ViT-B_16", 1000, has_representation=False))
+    arrays = drawn(jax_shapes("ViT-B_16", 1000, has_representation))
     images = some_images(1, (224, 224))
     expected = jax_vit_logits(arrays, images, patch=16, depth=1)
     path = tmp_path / "ViT-B_16-224.npz"
     np.savez(path, **arrays)  # type: ignore[arg-type]
     assert open_weights(str(path)).num_classes == 1000
-    model = vit("ViT-B_16", 1000)
+    options = {"depth": 1, "representation": has_representation, **SIZES["ViT-B_16"]}
+    model = build_model("ViT", 1000, **options).eval()
     report = open_weights(str(path)).load_into(model, False)
     assert (report.new, report.ignored, report.resized) == ([], [], [])
     with torch.no_grad():

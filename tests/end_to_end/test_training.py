@@ -288,19 +288,6 @@ def test_masked_patches_pre_train_a_model_that_can_be_fine_tuned(digits, folder)
 
 
 @pytest.mark.slow
-def test_one_worker_under_another_stage_goes_on_with_the_same_batches(straight, in_parts):
-    recipe = in_parts[1][0].with_changes(
-        optim={"steps": STEPS}, workers={"num_workers": 1}, train={"zero_stage": 3}
-    )
-    resized = train(recipe)
-    assert any("resumed: from step 16" in event for event in resized.events)
-    one = dict(curve(recipe, resized.run_id or ""))
-    other = dict(curve(straight[0], straight[1].run_id or ""))
-    for step in (20, 24):
-        assert one[step] == pytest.approx(other[step], rel=1e-4)
-
-
-@pytest.mark.slow
 def test_our_model_in_a_module_of_the_users_trains_as_ours_through_a_stop(straight, digits, folder):
     """To the last bit, with a loss and a metric of the user's; its callbacks meddle and fail."""
     trust_modules("tests.parts")

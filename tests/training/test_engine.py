@@ -14,7 +14,6 @@ from tests.training.engine_runs import (
     StraightRuns,
     batch,
     build_engine,
-    finished,
     optim_of,
     plain_torch,
     resumed,
@@ -22,7 +21,6 @@ from tests.training.engine_runs import (
     small_model,
 )
 from tests.training.ranks import run_ranks
-from vit_ray import trust_modules
 from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config.training_sections import TrainConfig
 from vit_ray.storage import locate
@@ -38,7 +36,6 @@ OPTIMS: dict[str, dict[str, Any]] = {
     "frozen": {"learning_rate": 1e-2, "weight_decay": 0.1, "frozen": FROZEN},
     "lion": {"name": "tests.parts.lion", "weight_decay": 0.1, "betas": (0.9, 0.99)},
     "sgd": {"name": "sgd", "momentum": 0.9, "clip_norm": 1.0},
-    "own_adamw": {"name": "tests.parts.adamw", "weight_decay": 0.1, "clip_norm": 1.0},
 }
 # Signs of tiny momenta may differ, which the sums over ranks round in another order.
 OF_SIGNS = (1e-4, math.inf)
@@ -183,34 +180,6 @@ def test_a_checkpoint_has_frozen_weights_to_the_last_bit(
     same = {key for key in first if torch.equal(saved[key], first[key])}
     assert same >= {key for key in first if key.startswith(("embedding", "class_", "blocks.0."))}
     assert not any(key.startswith(("blocks.1.", "head", "positions")) for key in same)
-
-
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_adamw_from_a_users_module_trains_as_the_built_in_one(straight, stage):
-    own, ours = config("fp32", stage, kind="own_adamw"), config("fp32", stage)
-    own_run, run = straight.of(2, [own, ours]).values()
-    assert own_run.losses == pytest.approx(run.losses, rel=1e-5)
-
-
-def of_plain_and_wrapped(rank: int, stage: Any) -> list[Run]:
-    """Our ViT alone and in a user's module; recomputed."""
-    trust_modules("tests.parts")
-    train = TrainConfig(
-        zero_stage=stage, precision="bf16", averaging=0.9, activation_checkpointing=1
-    )
-    found = []
-    for name in ("ViT", "tests.parts.Wrapped"):
-        engine = build_engine(train, 2, 2, model=small_model(name))
-        found.append(finished(engine, run_steps(engine, 0, 3, 2)))
-    return found
-
-
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize("stage", [3, 0])
-def test_our_model_in_a_users_module_trains_as_alone_under_every_stage(stage):
-    ours, own = run_ranks(2, of_plain_and_wrapped, stage)[0]
-    assert_is_equal(own, ours, stage)
 
 
 @pytest.mark.slow(after=2)

@@ -19,7 +19,7 @@ from vit_ray.measure import memory
 from vit_ray.measure.memory import GIB, is_out_of_memory, state_memory
 from vit_ray.models import build_model
 from vit_ray.training import memory_estimate
-from vit_ray.training.engine import DeepSpeedEngine
+from vit_ray.training.engine import DeepSpeedEngine, Predictor
 from vit_ray.training.memory_estimate import (
     RESERVED_FRACTION,
     activation_bytes,
@@ -32,8 +32,8 @@ from vit_ray.training.memory_estimate import (
     tried_micro_batch,
 )
 from vit_ray.training.steps import micro_batch_size
-from vit_ray.worker.run_link import RunLink, Watchdog
-from vit_ray.worker.worker import set_up_evaluation
+from vit_ray.worker.run_link import RunLink
+from vit_ray.worker.worker import initial_model
 
 CPU = torch.device("cpu")
 
@@ -233,11 +233,10 @@ def evaluation_bytes(rank: int, folder: str) -> tuple[int, int]:
     sections = {"model": {"name": "ViT", "image_size": 16, **sizes}, "optim": {"name": "adamw"}}
     train = {"averaging": 0.9, "precision": "bf16", "zero_stage": 1}
     job = make_job(Path(folder), "evaluate", data={"eval": "somewhere"}, train=train, **sections)
-    before, link, streams = _storages(), RunLink(FakeRun(), 0), Any  # type: ignore[arg-type]
-    dog = Watchdog(60.0, link.beat, link.note_hang)
-    evaluator = set_up_evaluation(job, link, streams, CPU, dog)  # type: ignore[arg-type]
+    before, link = _storages(), RunLink(FakeRun(), 0)  # type: ignore[arg-type]
+    predictor = Predictor(initial_model(job, link, CPU, loads_weights=True), job.recipe.train, CPU)
     held = _bytes_since(before)
-    return held, sum(p.numel() * 2 for p in evaluator._engine._model.parameters())
+    return held, sum(p.numel() * 2 for p in predictor._model.parameters())
 
 
 def test_an_evaluations_own_run_holds_the_weights_once_in_bf16(tmp_path):

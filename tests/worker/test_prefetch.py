@@ -1,13 +1,16 @@
 """Batches that a thread reads ahead."""
 
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
 import torch
 
-from tests.training.pretended_device import PretendedGpu
 from vit_ray.training.loop import Batch
 from vit_ray.worker.prefetch import Prefetched, device_batches
 
@@ -37,14 +40,34 @@ def test_batches_come_prepared_and_in_order_and_an_error_where_its_batch_was_due
 
 
 def test_on_a_gpu_columns_are_pinned_and_the_image_is_copied_by_a_thread(monkeypatch):
-    gpu = PretendedGpu(monkeypatch)
+    """A GPU that only pretends: tensors stay where they are, and calls are counted by thread."""
+    calls: Counter[str] = Counter()
+
+    def counted(name: str) -> Callable[..., torch.Tensor]:
+        def method(tensor: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
+            calls[f"{threading.current_thread().name}: {name} {options}"] += 1
+            return tensor
+
+        return method
+
+    side, computing, within = Mock(), Mock(), Mock(return_value=nullcontext())
+    side.record_event.return_value = "event"
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: computing)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    for name in ("pin_memory", "to", "record_stream"):
+        monkeypatch.setattr(torch.Tensor, name, counted(name))
     read = (batch(n) for n in range(4))
     found = list(device_batches(read, torch.device("cuda"), 2, ("image", "sample")))
     assert [int(one["sample"][0]) for one in found] == [0, 1, 2, 3]
-    assert len(gpu.pinned) == 8
-    assert gpu.copies == ["prefetch: pinned, left to the stream, beside"] * 4
-    for handed in ("event", "computing waits for event", "memory is kept"):
-        assert gpu.order.count(handed) == 4
+    assert calls == {
+        "prefetch: pin_memory {}": 8,
+        "prefetch: to {'non_blocking': True}": 4,
+        "MainThread: record_stream {}": 4,
+    }
+    assert within.call_args_list == [call(side)] * 4
+    assert computing.wait_event.call_args_list == [call("event")] * 4
 
 
 def test_a_reader_that_is_given_up_ends_its_thread_and_lets_its_batches_go():

@@ -261,12 +261,9 @@ def published_use(path: str) -> dict[str, Any] | None:
     settings = _settings_beside(path, FOLDER_CONFIG)
     if USE in settings:
         return dict(settings[USE])
-    model = _model_section(settings)
+    model = _model_section(settings, path.removeprefix(SCHEME).partition("@")[0])
     if model is None:
-        name = path.removeprefix(SCHEME).partition("@")[0]
-        if canonical_model(name)[0] == name:
-            return None
-        model = {"name": name}
+        return None
     processor = _settings_beside(path, FOLDER_PREPROCESSOR)
     size = processor.get("size")
     edge = size.get("shortest_edge") if isinstance(size, dict) else size
@@ -282,8 +279,10 @@ def published_use(path: str) -> dict[str, Any] | None:
     return {"model": model, "data": {"eval_augment": crop}, "train": {"precision": "fp32"}}
 
 
-def _model_section(config: dict[str, Any]) -> dict[str, Any] | None:
-    """The recipe section `model` for a `config.json` of transformers or timm, None if unknown."""
+def _model_section(config: dict[str, Any], hub_name: str) -> dict[str, Any] | None:
+    """The recipe section `model` for a `config.json` of transformers or timm, or for a name on the
+    hub; None if unknown.
+    """
     if config.get("model_type") == "bit":
         factor = config.get("embedding_size", 64) // 64
         return {"name": "ResNet", "stages": config.get("depths"), "width_factor": factor}
@@ -291,8 +290,8 @@ def _model_section(config: dict[str, Any]) -> dict[str, Any] | None:
     if config.get("model_type", "vit") == "vit" and set(options) >= _SIZE_KEYS:
         not_in_recipes = ("grid", "norm_layer", "pooler_act")
         return {key: value for key, value in options.items() if key not in not_in_recipes}
-    name = str(config.get("architecture"))
-    return {"name": name} if canonical_model(name)[0] != name else None
+    names = (str(config.get("architecture")), hub_name)
+    return next(({"name": name} for name in names if canonical_model(name)[0] != name), None)
 
 
 def published_classes(path: str) -> tuple[str, ...] | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+from vit_ray.data import tasks
 from vit_ray.launch import terminal
 from vit_ray.outcomes import EventKind
 from vit_ray.tracking.run_state import Event, RunStatus
@@ -56,8 +57,8 @@ def test_a_log_has_each_event_once_and_the_time_left_by_the_steps_of_this_attemp
 ):
     monkeypatch.setattr(terminal, "LINE_EVERY_S", 0.0)
     now_s, looks = [100.0], list[Callable[[bool], None]]()
-    monkeypatch.setattr(terminal.time, "monotonic", lambda: now_s[0])
-    monkeypatch.setattr(terminal, "repeated", lambda look: looks.append(look) or nullcontext())
+    monkeypatch.setattr(tasks.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(tasks, "repeated", lambda look: looks.append(look) or nullcontext())
     status = RunStatus(step=100, events=[Event(EventKind.RESUMED, "from step 100")])
     record = SimpleNamespace(status=lambda limit_s: status)
     with terminal.shown_progress(record, "run", 1000):
@@ -70,8 +71,8 @@ def test_a_log_has_each_event_once_and_the_time_left_by_the_steps_of_this_attemp
         "run: starting workers",
         "run: resumed: from step 100",
         "run: step 100/1000, ETA --:--",
-        "run: step 120/1000, ETA 0:07:20, loss 2.500",  # 0.5 s a step
-        "run: step 150/1000, ETA 0:07:05, loss 2.500",
+        "run: step 120/1000, loss 2.500, ETA 0:07:20",  # 0.5 s a step
+        "run: step 150/1000, loss 2.500, ETA 0:07:05",
     ]
 
 

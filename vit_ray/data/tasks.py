@@ -5,7 +5,7 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,6 +15,8 @@ from ray.exceptions import NodeDiedError, OutOfMemoryError, WorkerCrashedError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+
+from vit_ray.storage import with_retries
 
 # Maximum number of submitted tasks; an autoscaler starts nodes for those that wait for a CPU.
 _MOST: Final = 4096
@@ -27,7 +29,8 @@ _POLL_S: Final = 0.5
 _SENT_EVERY_S: Final = 1.0
 ANSWER_S: Final = 10.0
 """Timeout of a request to an actor for a display, and of the last update."""
-_SPEED_OVER_S: Final = 120.0
+# The remaining time follows from the speed of this last time.
+_SPEED_OVER_S: Final = 1800.0
 
 
 @dataclass(frozen=True)
@@ -107,15 +110,20 @@ def shown_progress(
         return
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     tally: Any = ray.remote(Tally).options(num_cpus=0, scheduling_strategy=here).remote()
-    console = Console(file=sys.stderr)
-    display, first = Display(shown, num_parts, console), tally.sums.remote()
+    total = num_parts if shown.num_images is None else shown.num_images
+    display, first = Display(shown.title, total, _LINE_EVERY_S), tally.sums.remote()
 
     def update(is_last: bool) -> None:
-        if ray.wait([first], timeout=0)[0]:  # do not wait until the actor has started
-            images, noted = ray.get(tally.sums.remote(), timeout=ANSWER_S)
-            display.update(num_ended(), images, noted)
+        if not ray.wait([first], timeout=0)[0]:  # do not wait until the actor has started
+            return
+        images, noted = ray.get(tally.sums.remote(), timeout=ANSWER_S)
+        done = images if shown.num_images is not None else num_ended()
+        words = [f"{done:,} of {total:,} {'parts' if shown.num_images is None else 'images'}"]
+        if shown.noted:
+            words.append(f"{noted:,} {shown.noted}")
+        display.show(done, words)
 
-    with display.bar if console.is_terminal else contextlib.nullcontext(), repeated(update):
+    with display.updated_by(update):
         yield tally
 
 
@@ -144,50 +152,44 @@ def repeated(update: Callable[[bool], None]) -> Iterator[None]:
 
 
 class Display:
-    """A progress bar on a terminal, or lines in a log.
+    """A progress bar on a terminal, or lines in a log, with the remaining time."""
 
-    Attributes:
-        bar: a context manager that displays the bar.
-    """
-
-    def __init__(self, shown: Shown, num_parts: int, console: Console) -> None:
-        self._shown, self._console, self._line_s = shown, console, time.monotonic()
-        columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}")
-        self.bar = Progress(
-            *columns,
-            console=console,
+    def __init__(self, title: str, total: int, every_s: float) -> None:
+        """`every_s`: interval of the lines in a log."""
+        self._console = Console(file=sys.stderr)
+        self._title, self._every_s, self._line_s = title, every_s, time.monotonic()
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[text]}"),
+            console=self._console,
             transient=True,
             get_time=time.monotonic,
             speed_estimate_period=_SPEED_OVER_S,
         )
-        total = num_parts if shown.num_images is None else shown.num_images
-        self.bar.add_task(shown.title, total=total, text="starting")
-        (self._task,) = self.bar.tasks
+        self._bar.add_task(title, total=total, text="starting")
+        (self._task,) = self._bar.tasks
 
-    def update(self, ended: int, images: int, noted: int) -> None:
-        """Display new counts; in a log, print a line every 30 s."""
-        shown, task, now_s = self._shown, self._task, time.monotonic()
-        counts_images = shown.num_images is not None
-        self.bar.update(task.id, completed=images if counts_images else ended)
-        total = f"{task.total:,.0f}"
-        text = [f"{images:,} of {total} images" if counts_images else f"{ended:,} of {total} parts"]
-        if not counts_images and images:
-            text.append(f"{images:,} images")
-        if counts_images and task.speed:
-            text.append(f"{task.speed:,.0f} images/s")
-        if shown.noted:
-            text.append(f"{noted:,} {shown.noted}")
-        left_s = task.time_remaining
-        text.append(f"ETA {'--:--' if left_s is None else clock(left_s)}")
-        self.bar.update(task.id, text=", ".join(text))
-        if not self._console.is_terminal and now_s - self._line_s >= _LINE_EVERY_S:
+    @contextlib.contextmanager
+    def updated_by(self, update: Callable[[bool], None]) -> Iterator[None]:
+        """Display what `update` shows, as in `repeated`, while the block runs."""
+        with self._bar if self._console.is_terminal else contextlib.nullcontext(), repeated(update):
+            yield
+
+    def show(self, completed: int, words: Iterable[str], is_last: bool = False) -> None:
+        """Display a new state: how much is completed, and what else is to be said."""
+        self._bar.update(self._task.id, completed=completed)
+        left_s, now_s = self._task.time_remaining, time.monotonic()
+        text = ", ".join([*words, f"ETA {'--:--' if left_s is None else clock(left_s)}"])
+        self._bar.update(self._task.id, text=text)
+        is_due = is_last or now_s - self._line_s >= self._every_s
+        if is_due and not self._console.is_terminal:
             self._line_s = now_s
-            print_line(self._console, f"{shown.title}: {', '.join(text)}")
+            self.line(f"{self._title}: {text}")
 
-
-def print_line(console: Console, line: str) -> None:
-    """Print a line of a log without colours and wrapping."""
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    def line(self, text: str) -> None:
+        """Print a line, in a log without colours and wrapping."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def clock(seconds: float) -> str:
@@ -208,7 +210,8 @@ def _run(
     count = TaskCount(None if tally is None else lambda *done: tally.put.remote(number, *done))
     _TASK.set(count)
     try:
-        result, kind = work(item, *ray.get(shared)), ""  # no limit: the driver put it there before
+        arguments = ray.get(shared)  # no limit: the driver put it there before
+        result, kind = with_retries(lambda: work(item, *arguments), f"task {number}"), ""
     except (ValueError, OSError) as error:
         result = "; ".join([str(error), *getattr(error, "__notes__", ())])
         kind = "storage" if isinstance(error, OSError) else "value"
@@ -223,6 +226,8 @@ def run_tasks(
     shown: Shown | None = None,
 ) -> list[Any]:
     """Call `work(item, *shared)` for every item, as many in parallel as the cluster has CPUs.
+
+    A call is repeated while the server of a disk is away.
 
     Args:
         shown: how to display progress; `work` calls `report_done`. None displays nothing.

@@ -10,15 +10,11 @@ import signal
 import stat
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
 from vit_ray.addresses import redact
-from vit_ray.data.tasks import ANSWER_S, clock, print_line, repeated
+from vit_ray.data.tasks import ANSWER_S, Display
 from vit_ray.metric_names import (
     EVAL_AVERAGED_TOP1,
     EVAL_TOP1,
@@ -35,8 +31,7 @@ _REASONS: Final = {
     signal.SIGHUP: "the terminal was closed (SIGHUP)",
 }
 LINE_EVERY_S: Final = 10.0
-_SPEED_OVER_S: Final = 1800.0
-# The first of these are shown after the step and the remaining time; MLflow has all.
+# The first of these are shown after the step; MLflow has all.
 _METRICS: Final = (
     (TRAIN_LOSS, "loss {:.3f}"),
     (TRAIN_IMAGES_PER_S, "{:.0f} images/s"),
@@ -99,43 +94,22 @@ def stopping_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def shown_progress(record: Recorder, name: str, total: int) -> Iterator[None]:
-    """Show new events and the progress of the run while the block runs.
-
-    The remaining time follows from the steps of the last half hour.
-    """
-    console, seen, line_s = Console(file=sys.stderr), 0, 0.0
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[text]}"),
-        console=console,
-        get_time=time.monotonic,
-        speed_estimate_period=_SPEED_OVER_S,
-    )
-    bar.add_task(name, total=total, text="starting")
-    (task,) = bar.tasks
+    """Show new events and the progress of the run while the block runs."""
+    display, num_shown = Display(name, total, LINE_EVERY_S), 0
 
     def update(is_last: bool) -> None:
-        nonlocal seen, line_s
+        nonlocal num_shown
         status = record.status(ANSWER_S)
-        for event in status.events[seen:]:
-            print_line(console, redact(f"{name}: {event.kind}: {event.text}"))
-        seen = len(status.events)
-        bar.update(task.id, completed=min(status.step, total))
-        metrics = [
-            form.format(status.metrics[key]) for key, form in _METRICS if key in status.metrics
-        ]
-        remaining = "--:--" if task.time_remaining is None else clock(task.time_remaining)
-        pace = f"ETA {remaining}" if task.completed else "starting"
-        text = ", ".join([pace, *metrics[:_MAX_METRICS]])
-        bar.update(task.id, text=text)
-        is_due = is_last or time.monotonic() - line_s > LINE_EVERY_S
-        if not console.is_terminal and status.step and is_due:
-            line_s = time.monotonic()
-            print_line(console, f"{name}: step {status.step}/{total}, {text}")
+        for event in status.events[num_shown:]:
+            display.line(redact(f"{name}: {event.kind}: {event.text}"))
+        num_shown = len(status.events)
+        if status.step:
+            metrics = [
+                form.format(status.metrics[key]) for key, form in _METRICS if key in status.metrics
+            ]
+            words = [f"step {status.step}/{total}", *metrics[:_MAX_METRICS]]
+            display.show(min(status.step, total), words, is_last)
 
-    if not console.is_terminal:
-        print_line(console, f"{name}: starting workers")
-    with bar if console.is_terminal else contextlib.nullcontext(), repeated(update):
+    display.line(f"{name}: starting workers")
+    with display.updated_by(update):
         yield

@@ -1,4 +1,4 @@
-"""Numbers and arrays of several ranks together, and their rows in one place, passed in parts."""
+"""Numbers and arrays of several ranks together, and their rows in one place."""
 
 from typing import Any
 
@@ -12,33 +12,19 @@ COUNTS = (5, 0, 11)
 ALL = np.arange(3 * sum(COUNTS), dtype=np.float32).reshape(-1, 3)
 
 
-def gathered(rank: int) -> tuple[int, list[Any]]:
-    """Most bytes of all ranks in one call where 100 are allowed, and the rows by each bound."""
-    calls: list[int] = []
-    plain = torch.distributed.all_gather
-
-    def counted(parts: list[torch.Tensor], mine: torch.Tensor) -> None:
-        calls.append(sum(part.nbytes for part in parts))
-        plain(parts, mine)
-
-    torch.distributed.all_gather = counted
+def gathered(rank: int) -> list[Any]:
     first = sum(COUNTS[:rank])
     mine, device = ALL[first : first + COUNTS[rank]], torch.device("cpu")
-    small = all_rows(mine, device, most_bytes=100)
-    most = max(calls)
-    numbers = all_rows(mine[:, 0].astype(np.int64), device, most_bytes=48)
-    rows = [small, all_rows(mine, device, most_bytes=1), all_rows(mine, device)]
-    return most, [*rows, numbers, all_rows(mine[:0], device)]
+    numbers = all_rows(mine[:, 0].astype(np.int64), device)
+    return [all_rows(mine, device), numbers, all_rows(mine[:0], device)]
 
 
-def test_all_ranks_get_all_rows_in_rank_order_within_the_bound_of_their_device():
-    for most, (*rows, numbers, nothing) in run_ranks(3, gathered):
-        for found in rows:
-            assert found.dtype == np.float32
-            assert np.array_equal(found, ALL)
+def test_all_ranks_get_all_rows_in_rank_order():
+    for found, numbers, nothing in run_ranks(3, gathered):
+        assert found.dtype == np.float32
+        assert np.array_equal(found, ALL)
         assert numbers.tolist() == ALL[:, 0].tolist()
         assert nothing.shape == (0, 3)
-        assert 0 < most <= 100
 
 
 # Sums that are exact in fp64, in any order, and in nothing less.

@@ -1,6 +1,5 @@
 """Small collective operations on plain numbers and arrays, over torch's process group."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 # Bytes of one operation: enough for the links' full speed, and little compared with free memory.
-GATHERED_BYTES: Final = 64 << 20
+_SUMMED_BYTES: Final = 64 << 20
 
 
 def all_sum(
@@ -34,40 +33,25 @@ def all_max(values: Sequence[float], device: torch.device) -> list[float]:
     return all_sum(values, device, dist.ReduceOp.MAX)
 
 
-def all_rows(
-    rows: np.ndarray, device: torch.device, *, most_bytes: int = GATHERED_BYTES
-) -> np.ndarray:
+def all_rows(rows: np.ndarray, device: torch.device) -> np.ndarray:
     """Every rank's (n, ...) rows in one host array, in rank order, on every rank.
 
-    n may differ between ranks; dtype and the other sizes may not.
-
-    Args:
-        most_bytes: limit for the rows of all ranks that a device holds at a time; at least a row of
-            each rank is held.
+    n may differ between ranks; dtype and the other sizes may not. The device holds all of them,
+    padded to the largest n.
     """
-    num_rows = torch.tensor([len(rows)], dtype=torch.int64, device=device)
-    counts = [int(count) for count in _gathered(num_rows)]
-    all_ranks = np.empty((sum(counts), *rows.shape[1:]), rows.dtype)
-    rows_by_rank = np.split(all_ranks, np.cumsum(counts)[:-1])  # views
-    row_bytes = rows.dtype.itemsize * math.prod(rows.shape[1:])
-    step = max(1, most_bytes // (row_bytes * len(counts)))
-    for first in range(0, max(counts), step):
-        # Every rank sends the same number of rows, with padding.
-        piece = np.zeros((min(step, max(counts) - first), *rows.shape[1:]), rows.dtype)
-        rows_to_send = rows[first : first + step]
-        piece[: len(rows_to_send)] = rows_to_send
-        parts = _gathered(torch.from_numpy(piece).to(device))
-        for rows_of_rank, part in zip(rows_by_rank, parts, strict=True):
-            target = rows_of_rank[first : first + step]
-            target[:] = part[: len(target)].cpu().numpy()
-    return all_ranks
+    counts = [int(count) for count in _gathered(torch.tensor([len(rows)], device=device))]
+    padded = np.zeros((max(1, *counts), *rows.shape[1:]), rows.dtype)
+    padded[: len(rows)] = rows
+    parts = _gathered(torch.from_numpy(padded).to(device))
+    pairs = zip(parts, counts, strict=True)
+    return np.concatenate([part[:count].cpu().numpy() for part, count in pairs])
 
 
 def all_sum_array(array: NDArray[np.float64], device: torch.device) -> None:
-    """Element-wise sum over ranks, in place; a device holds `GATHERED_BYTES` of it at a time."""
+    """Element-wise sum over ranks, in place; a device holds `_SUMMED_BYTES` of it at a time."""
     flat = array.reshape(-1)
-    for first in range(0, flat.size, GATHERED_BYTES // 8):
-        part = flat[first : first + GATHERED_BYTES // 8]
+    for first in range(0, flat.size, _SUMMED_BYTES // 8):
+        part = flat[first : first + _SUMMED_BYTES // 8]
         tensor = torch.from_numpy(part.copy()).to(device)
         dist.all_reduce(tensor)
         part[:] = tensor.cpu().numpy()

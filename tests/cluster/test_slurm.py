@@ -254,21 +254,6 @@ def test_a_ray_that_cannot_start_ends_the_job_at_once(slurm, digits, tmp_path):
     slurm.wait_until_nothing_is_left()
 
 
-def test_a_raylet_that_is_lost_is_replaced_and_the_run_ends_with_the_same_weights(
-    slurm, digits, straight, tmp_path
-):
-    recipe = slowed("replaced", digits, tmp_path, every=20, steps=64)
-    recipe = recipe.with_changes(workers={"cpus_per_worker": 1.5})  # one on each node
-    job = slurm.submit(recipe)
-    slurm.wait(job, lambda _: checkpoint_steps(recipe) != [])
-    assert any("RayTrainWorker" in process for process in slurm.nodes["node2"].processes())
-    assert slurm.nodes["node2"].run("pkill", "-KILL", "-x", "raylet")[0] == 0
-    assert slurm.wait(job, is_over) == "COMPLETED 0", slurm.log(recipe).read_text()
-    assert "resumed: from step" in slurm.log(recipe).read_text()
-    assert same_weights(weights_of(recipe), weights_of(straight, step=64))
-    slurm.wait_until_nothing_is_left()
-
-
 def test_a_run_that_is_stopped_is_saved_and_not_queued_again(slurm, digits, tmp_path):
     recipe = slowed("stopped", digits, tmp_path)
     job = slurm.submit(recipe)

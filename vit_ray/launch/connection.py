@@ -37,9 +37,8 @@ from vit_ray.ray_internals import (
 
 AUTH_MODE = "RAY_AUTH_MODE"
 TMPDIR: Final = "RAY_TMPDIR"
+# If set to 1, a Ray that is started for one command has its dashboard, which takes ten processes
 DASHBOARD = "VIT_RAY_DASHBOARD"
-"""If set to 1, a Ray that is started for one command has its dashboard, which takes ten
-processes."""
 
 # Ray ends idle worker processes above this number (by default its CPUs) after a second; the next
 # training's tasks would have to start theirs again.
@@ -59,8 +58,8 @@ if os.getppid() == int(sys.argv[1]):
     os.kill(os.getppid(), signal.SIGKILL)
 """
 
+# How long an address is tried, since a cluster takes time to start
 REACH_S: Final = 10.0
-"""How long an address is tried, since a cluster takes time to start."""
 
 _POLL_S: Final = 0.5
 # Ray does not work without these processes.

@@ -165,12 +165,6 @@ class Dataset(Sequence[Sample]):
         group, row = self.manifest.place(number)
         return self._read(group), row
 
-    def __repr__(self) -> str:
-        return (
-            f"Dataset({self.manifest.path!r}: {len(self):,} images of {len(self.classes):,} "
-            f"classes, fingerprint {self.manifest.fingerprint[:12]})"
-        )
-
 
 def open_dataset(path: str) -> Dataset:
     """Open a converted data set.
@@ -229,8 +223,8 @@ class RankBatches(Sequence[Batch]):
         self._job = StreamJob(spec, Partition(world_size, self._share), start, is_training)
         self._steps = range(steps)
         self._reader: tuple[int, BatchReader] | None = None
+        # Problem of each sample that this process could not decode
         self._bad: dict[int, str] = {}
-        """Problem of each sample that this process could not decode."""
 
     def __len__(self) -> int:
         return len(self._steps)

@@ -15,8 +15,8 @@ from vit_ray.data import open_dataset
 from vit_ray.metric_names import EVAL_TOP1
 from vit_ray.paper import PRETRAINING, TEST_SETS, table_2, table_5
 
+# Rows of a table by column; accuracies in percent.
 Rows = list[dict[str, float | str | None]]
-"""Rows of a table by column; accuracies in percent."""
 
 
 def evaluation_table(recipe: Recipe, metrics: Mapping[str, float]) -> Rows | None:

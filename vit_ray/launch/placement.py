@@ -25,8 +25,8 @@ from vit_ray.outcomes import EventKind
 from vit_ray.worker.job import TrainJob
 
 STRATEGY: Final = "PACK"
+# How long Ray may take to create a placement group whose resources are free
 LOOK_S: Final = 1.0
-"""How long Ray may take to create a placement group whose resources are free."""
 # The same before a run starts, on a busy machine; then a smaller group is tried.
 _PATIENCE_S: Final = 5.0
 _REPORT_EVERY_S: Final = 10.0

@@ -162,23 +162,18 @@ def prepared_training(
 
 
 def check_rights(folder: Location) -> None:
-    """Write, list, read and delete a small file in a run's folder.
+    """Write, list, read and delete a small file in a run's folder; after an error it may stay.
 
     Raises:
         OSError: the store refuses it, cannot be reached, or has no such bucket.
     """
     check_reachable(folder)
     probe = folder.child(RIGHTS_PROBE)
-    try:
-        probe.write(b"vit_ray")
-        names = [info.base_name for info in folder.list_files(recursive=False)]
-        if probe.read() != b"vit_ray" or RIGHTS_PROBE not in names:
-            raise OSError(f"{probe.uri} was written, and is not there; check the storage")
-        probe.delete()
-    except BaseException:
-        with contextlib.suppress(Exception):  # the first error is reported
-            probe.delete()
-        raise
+    probe.write(b"vit_ray")
+    names = [info.base_name for info in folder.list_files(recursive=False)]
+    if probe.read() != b"vit_ray" or RIGHTS_PROBE not in names:
+        raise OSError(f"{probe.uri} was written, and is not there; check the storage")
+    probe.delete()
 
 
 def prepare_evaluation(recipe: Recipe) -> PreparedRun:

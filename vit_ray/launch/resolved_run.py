@@ -28,8 +28,8 @@ from vit_ray.own_parts import is_own, own_part
 from vit_ray.training.steps import micro_batch_size
 
 Kind = Literal["pretrain", "finetune", "sweep_trial", "study_cell", "evaluate"]
+# Kinds of run that give their initial weights a new head
 NEW_HEADS: Final = ("finetune", "sweep_trial")
-"""Kinds of run that give their initial weights a new head."""
 # Above this share of the initial weights in the averaged weights there is a warning.
 _MAX_INITIAL_SHARE: Final = 0.2
 # Images of a default window: tasks of twice the usual length, a few seconds of one CPU.

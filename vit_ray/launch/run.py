@@ -33,8 +33,8 @@ from vit_ray.tracking.metrics_log import ARRIVAL_S
 from vit_ray.tracking.recorder import FIRST_ANSWER_S
 from vit_ray.worker.job import TrainJob
 
+# Tag of a run that its sweep has stopped: this step and the planned last step
 STOPPED_EARLY: Final = "vit_ray.stopped_early"
-"""Tag of a run that its sweep has stopped: this step and the planned last step."""
 
 logger = logging.getLogger(__name__)
 

@@ -45,11 +45,11 @@ from vit_ray.training.objective import normalize
 
 logger = logging.getLogger(__name__)
 
+# An address, an encoded image, Pillow's image, a sample of a data set, or pixels: (H, W, 3),
+# uint8 or floats in [0, 1]
 AnImage = str | os.PathLike[str] | bytes | Image.Image | NDArray[Any] | Sample
-"""An address, an encoded image, Pillow's image, a sample of a data set, or pixels: (H, W, 3), uint8
-or floats in [0, 1]."""
+# One image or several; a data set and an array (N, H, W, 3) are several.
 Images = AnImage | Iterable[AnImage]
-"""One image or several; a data set and an array (N, H, W, 3) are several."""
 
 
 class Prediction(NamedTuple):
@@ -108,11 +108,6 @@ class TrainedModel:
         self.has_names = bool(classes)
         self.classes = list(classes or map(str, range(weights.num_classes)))
         self._augmentation = augmentation_of(config, recipe.data.eval_augment)
-
-    def __repr__(self) -> str:
-        return (
-            f"TrainedModel({self.recipe.model.name}, {len(self.classes):,} classes, {self.source})"
-        )
 
     def crop(self, image: AnImage) -> UInt8Array:
         """The crop of an image that an evaluation uses: uint8 (H, W, 3) of the model's size.

@@ -59,15 +59,15 @@ from vit_ray.worker.job import TrainJob
 
 # Ray Train's limit for the workers' start; after it, the driver waits for resources again.
 _START_TIMEOUT_S: Final = 20.0
+# Longest time without a heartbeat of any worker, from the start of its group; Ray has no limit.
 SILENT_S: Final = 600.0
-"""Longest time without a heartbeat of any worker, from the start of its group; Ray has no limit."""
+# How long `fit()` may take to return after its workers have ended, or are silent
 RETURN_S: Final = 60.0
-"""How long `fit()` may take to return after its workers have ended, or are silent."""
+# Interval of the checks whether the run has ended, and of the cluster
 LOOK_EVERY_S = 30.0
-"""Interval of the checks whether the run has ended, and of the cluster."""
 _POLL_S: Final = 0.5
+# In the run's folder, for the next driver: id of the placement group of the workers
 GROUP_FILE: Final = "placement_group"
-"""In the run's folder, for the next driver: id of the placement group of the workers."""
 # Errors of a recorder or a storage that does not answer: the workers train without it.
 _UNAVAILABLE: Final = (ray.exceptions.RayError, RuntimeError, OSError)
 # Of a collective operation; also the time limit of the rendezvous.
@@ -318,8 +318,8 @@ class GroupWatch:
         self._use_gpu, self._clock = use_gpu, clock
         self.error: Exception | None = None
         self._group = ""
+        # The workers were asked for a checkpoint, after which a larger group starts
         self.is_resizing = False
-        """The workers were asked for a checkpoint, after which a larger group starts."""
         self._began_s = self._looked_s = clock()
         self._ended_s: float | None = None
         self._lacking = ""

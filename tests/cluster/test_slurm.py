@@ -179,13 +179,11 @@ def straight(slurm: Slurm, digits: Digits) -> Recipe:
     return recipe
 
 
-def slowed(
-    name: str, digits: Digits, folder: Path, every: int = 1000, steps: int = STEPS
-) -> Recipe:
+def slowed(name: str, digits: Digits, folder: Path, every: int = 1000) -> Recipe:
     """Each fourth step takes 5 s longer, until Slurm has started the job again."""
     trust_modules("tests.parts")
     train = {"callbacks": ["tests.parts.wait_before_restart"]}
-    optim, checkpoint = {"steps": steps}, {"every_steps": every}
+    optim, checkpoint = {"steps": STEPS}, {"every_steps": every}
     return constant_recipe(name, digits, folder, optim=optim, train=train, checkpoint=checkpoint)
 
 

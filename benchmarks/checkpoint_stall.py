@@ -171,7 +171,7 @@ class Saves:
         writer = CheckpointWriter(
             locate(folder), recipe.checkpoint, self._refuse, None, gather_by_own_group()
         )
-        watchdog = Watchdog(600.0, link.beat, link.note_hang)
+        watchdog = Watchdog(link, 600.0)
         self._saver = CheckpointSaver(
             job, self.engine.state, writer, link, watchdog, self._run_beside
         )

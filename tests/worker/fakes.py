@@ -251,8 +251,7 @@ class Worker:
     def __post_init__(self) -> None:
         self.link = RunLink(self.actor, self.rank)
         folder = locate(self.job.recipe.run_folder)
-        train = self.job.recipe.train
-        self.watchdog = Watchdog(train.step_timeout_s, self.link.beat, self.link.note_hang)
+        self.watchdog = Watchdog(self.link, self.job.recipe.train.step_timeout_s)
         writer = CheckpointWriter(
             folder, self.job.recipe.checkpoint, self.actor.event, self.job.lock_number,
             resumed=newest_checkpoint(folder),

@@ -25,10 +25,9 @@ from vit_ray.models import build_model
 from vit_ray.models.weights import save_weights
 from vit_ray.training.loop import EvaluationCutError
 from vit_ray.training.objective import normalize
-from vit_ray.worker import attempt, evaluation
+from vit_ray.worker import evaluation, worker
 from vit_ray.worker.evaluation import _predictions, measure_accuracy, measure_few_shot
 from vit_ray.worker.run_link import RunLink, Watchdog
-from vit_ray.worker.worker import set_up_evaluation
 
 NUM_IMAGES, BATCH = 19, 4
 
@@ -184,11 +183,8 @@ def evaluate_alone(rank: int, folder: str) -> Any:
 
     run, streams = FakeRun(), SimpleNamespace(evaluation_batches=batches)
     link = RunLink(run, rank, world_size)
-    dog = Watchdog(60.0, link.beat, link.note_hang)
-    attempt.evaluate_alone(
-        link,
-        set_up_evaluation(job, link, streams, torch.device("cpu"), dog),  # type: ignore[arg-type]
-    )
+    dog = Watchdog(link, 60.0)
+    worker.evaluate_alone(job, link, streams, torch.device("cpu"), dog)  # type: ignore[arg-type]
     return run.logged, run.files, sizes_asked
 
 

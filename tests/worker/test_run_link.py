@@ -56,7 +56,7 @@ def test_a_record_that_hangs_does_not_keep_a_hanging_process(monkeypatch):
     def hang(*_: object) -> None:
         hangs.wait(60)
 
-    dog = Watchdog(0.0, hang, hang, end=ended.set)
+    dog = Watchdog(Mock(beat=hang, note_hang=hang), 0.0, end=ended.set)
     dog.note_step(6)
     dog.start()
     try:
@@ -69,7 +69,7 @@ def test_a_record_that_hangs_does_not_keep_a_hanging_process(monkeypatch):
 def test_time_counts_from_each_step_each_part_of_an_evaluation_and_from_resuming():
     now_s, hangs, ends = 0.0, [], []
     dog = Watchdog(
-        60.0, lambda step: None, lambda *report: hangs.append(report),
+        Mock(note_hang=lambda *report: hangs.append(report)), 60.0,
         end=lambda: ends.append(len(hangs)), clock=lambda: now_s,
     )  # fmt: skip
 

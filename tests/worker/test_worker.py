@@ -34,12 +34,12 @@ TINY = {"depth": 1, "width": 8, "mlp_dim": 8, "num_heads": 1, "patch_size": 8}
 MODEL = {"name": "ViT", "image_size": 16, **TINY}
 
 
-@pytest.mark.parametrize(("mixup", "least"), [(0.0, "one image"), (0.8, "a pair of images")])
-def test_the_fewest_images_that_do_not_fit_end_the_run(tmp_path, mixup, least):
+@pytest.mark.parametrize(("mixup", "fewest"), [(0.0, 1), (0.8, 2)])
+def test_the_fewest_images_that_do_not_fit_end_the_run(tmp_path, mixup, fewest):
     job = make_job(tmp_path, train={"mixup": mixup})
-    assert smaller_micro_batch(job, 3).limit == (2 if mixup else 1)
-    with pytest.raises(UnrecoverableError, match=least) as caught:
-        smaller_micro_batch(job, 2 if mixup else 1)
+    assert smaller_micro_batch(job, 3).limit == fewest
+    with pytest.raises(UnrecoverableError, match=f"a pass of {fewest} does not fit") as caught:
+        smaller_micro_batch(job, fewest)
     assert not caught.value.is_agreed
 
 

@@ -323,15 +323,11 @@ class Attempt:
 
     def save_is_wanted(self, step: int) -> bool:
         """True once for each notice that a node of this run will be preempted; reports it."""
-        notice = self.preemption_notice()
-        if notice is None or repr(notice) == self._notice_seen:
+        notice = repr(self.preemption_notice())
+        if notice in ("None", self._notice_seen):
             return False
-        self._notice_seen = repr(notice)
-        text = "a node is about to leave: checkpoint at once"
-        if notice.deadline_ms is not None:
-            remaining_s = notice.deadline_ms / 1e3 - time.time()
-            text = f"a node leaves in {remaining_s:.0f} s: checkpoint at once"
-        self.link.record.event(EventKind.PREEMPTION, text, step)
+        self._notice_seen = notice
+        self.link.record.event(EventKind.PREEMPTION, "a node leaves: checkpoint at once", step)
         return True
 
 
@@ -346,10 +342,10 @@ def smaller_micro_batch(job: TrainJob, failed: int) -> SmallerMicroBatchError:
     """
     minimum = job.recipe.train.least_pass
     if failed <= minimum:
-        few = "one image per pass does" if minimum == 1 else "a pair of images per pass does"
         raise UnrecoverableError(
-            f"{few} not fit into device memory; use train.zero_stage=3, "
-            "train.activation_checkpointing=1 or train.offload=true, or a smaller model",
+            f"a pass of {failed} does not fit into device memory, and no smaller one is possible; "
+            "use train.zero_stage=3, train.activation_checkpointing=1 or train.offload=true, or a "
+            "smaller model",
             is_agreed=False,
         )
     limit = max(minimum, failed // 2)

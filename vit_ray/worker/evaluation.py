@@ -56,7 +56,6 @@ class Evaluator:
     def evaluate(
         self,
         step: int,
-        is_stopping: Callable[[], bool] = lambda: False,
         is_save_wanted: Callable[[], bool] = lambda: False,
     ) -> dict[str, float]:
         """Accuracy and few-shot accuracy, of the weights and of the averaged weights.
@@ -64,15 +63,15 @@ class Evaluator:
         In a training run, metrics that cannot be computed become an event, and the result is empty.
 
         Args:
-            is_stopping, is_save_wanted: called between two batches, on every rank.
+            is_save_wanted: called between two batches, on every rank.
 
         Raises:
-            EvaluationCutError: `is_stopping` or `is_save_wanted` was true on some rank.
+            EvaluationCutError: some rank was asked to stop, or wants a checkpoint at once.
             UnrecoverableError: a batch does not fit into memory; or, in a run that only evaluates,
                 metrics cannot be computed.
         """
         self._watchdog.expect_long_step()
-        self._is_stopping, self._is_save_wanted = is_stopping, is_save_wanted
+        self._is_save_wanted = is_save_wanted
         try:
             metrics = self._measure("")
             if self._engine.average is not None and metrics:
@@ -162,7 +161,7 @@ class Evaluator:
         for batch in batches:
             self._watchdog.expect_long_step()
             num_stopping, num_saving = all_sum(
-                [self._is_stopping(), self._is_save_wanted()], device
+                [self._link.is_ending(), self._is_save_wanted()], device
             )
             if num_stopping or num_saving:
                 raise EvaluationCutError(is_stopping=num_stopping > 0)

@@ -155,46 +155,40 @@ def describe_calls(frame: FrameType, max_frames: int) -> str:
     )
 
 
-class Watchdog(threading.Thread):
+class Watchdog:
     """Ends this process if the training hangs; the training's thread makes it and calls it."""
 
     def __init__(
         self,
+        link: RunLink,
         timeout_s: float,
-        beat: Callable[[int], None],
-        report_hang: Callable[[str, str, str, int], None],
         *,
         end: Callable[[], None] = end_process,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
+            link: sends a heartbeat about once a second, and the report before the process is ended.
             timeout_s: longest time that a step may take.
-            beat: called about once a second with the steps completed.
-            report_hang: called before the process is ended, with the arguments of
-                `RunLink.note_hang`.
             end: ends the process.
         """
-        super().__init__(daemon=True, name="watchdog")
-        self._step, self._timeout_s = 0, timeout_s
-        self._beat, self._report_hang = beat, report_hang
+        self._link, self._step, self._timeout_s = link, 0, timeout_s
         self._end, self._clock = end, clock
         self._training_thread = threading.get_ident()
         self._stopped = threading.Event()
         self.allow(max(timeout_s, SETUP_S))
 
     def start(self) -> None:
-        """Start the thread, and another thread for heartbeats, which wait for answers."""
-        super().start()
-        threading.Thread(target=self._send_beats, daemon=True, name="heartbeats").start()
+        """Start two threads: one watches, the other sends heartbeats and waits for answers."""
+        for name, work in (("watchdog", self.check), ("heartbeats", self._beat)):
+            threading.Thread(target=self._repeat, args=(work,), daemon=True, name=name).start()
 
-    def run(self) -> None:
+    def _repeat(self, work: Callable[[], None]) -> None:
         while not self._stopped.wait(BEAT_S):
-            self.check()
+            work()
 
-    def _send_beats(self) -> None:
-        while not self._stopped.wait(BEAT_S):
-            self._beat(self._step)
+    def _beat(self) -> None:
+        self._link.beat(self._step)
 
     def allow(self, seconds: float) -> None:
         """Set a limit from now on, instead of the present limit."""
@@ -232,7 +226,7 @@ class Watchdog(threading.Thread):
             where = describe_calls(sys._current_frames()[self._training_thread], max_frames=6)
             report = reason, where, describe_threads(), self._step
             # In a thread: the recorder's process may hang, too.
-            reporting = threading.Thread(target=self._report_hang, args=report, daemon=True)
+            reporting = threading.Thread(target=self._link.note_hang, args=report, daemon=True)
             reporting.start()
             reporting.join(REPORT_S)
             self._end()

@@ -50,7 +50,7 @@ def work(job: TrainJob, rank: int, world_size: int, streams: Streams, *, use_gpu
     warm_up_process()
     device = training_device(use_gpu)
     link = RunLink(job.record, rank, world_size)
-    watchdog = Watchdog(job.recipe.train.step_timeout_s, link.beat, link.note_hang)
+    watchdog = Watchdog(link, job.recipe.train.step_timeout_s)
     link.beat(0)  # a stop may already be requested
     watchdog.start()
     try:

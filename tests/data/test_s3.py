@@ -144,7 +144,7 @@ def test_a_conversion_makes_the_same_data_set(store, bucket, tmp_path, source, k
         store.faults.set(kind, 2 if kind in STALLS else 1000, path=path, every=every)
         there = converted(f"s3://b/{source}", f"s3://b/{kind}-set")
         assert store.faults.injected
-        assert (there.fingerprint, there.rejected) == (here.fingerprint, {})
+        assert (there.fingerprint, there.num_rejected) == (here.fingerprint, 0)
         store.faults.set("", 0)
         for file in open_dataset(f"s3://b/{kind}-set").files:
             stored = (bucket / f"{kind}-set" / file.path).read_bytes()

@@ -40,7 +40,7 @@ def run_convert(recipe: Recipe) -> None:
     print(f"{config.destination}: the classes are {listed(list(report.label_histogram))}")
     print(
         f"{'already done: ' if report.was_done else ''}{config.destination}: {report.num_images} "
-        f"images of {report.num_classes} classes in {report.num_shards} shards, "
+        f"images of {len(report.label_histogram)} classes in {report.num_shards} shards, "
         f"{report.bytes / 2**20:.1f} MiB; {rejected}"
     )
 
@@ -136,9 +136,11 @@ def run_deduplicate(recipe: Recipe) -> int:
     paths = [("deduplicate.source", config.source)]
     paths += [("deduplicate.evaluation_sets", path) for path in sets]
     check_shared(connect(recipe), paths)
-    report = deduplicate(config.source, sets, config.destination)
+    duplicates = deduplicate(config.source, sets, config.destination)
+    num_exact = sum(duplicate.is_exact for duplicate in duplicates)
     print(
-        f"{config.destination}: {report.num_exact} exact and {report.num_near} near duplicates "
-        f"of {report.num_images} images left out; duplicates.parquet lists them"
+        f"{config.destination}: {num_exact} exact and {len(duplicates) - num_exact} near "
+        f"duplicates of {open_dataset(config.source).num_images} images left out; "
+        "duplicates.parquet lists them"
     )
     return 0

@@ -60,13 +60,10 @@ def test_rows_are_shuffled_once_by_the_seed_through_ray_as_in_one_process(
     assert again.fingerprint == dataset.fingerprint != other.fingerprint
     assert [row["key"] for row in rows_of(open_dataset("again"))] == keys
     assert verify("again", decode_fraction=1.0).problems == []
-    assert deduplicate("again", [subset("other", "part", count=9).path], "clean").num_exact == 9
+    assert len(deduplicate("again", [subset("other", "part", count=9).path], "clean")) == 9
 
 
-def test_unusable_files_are_listed_with_their_reason_and_some_are_shown(
-    serial, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(shards, "_REJECTED_SHOWN", 2)
+def test_unusable_files_are_listed_with_their_reason(serial, tmp_path):
     source, target = tmp_path / "source", tmp_path / "set"
     write_class_folders(source, num_classes=2, per_class=20)
     (source / "class_0" / "notes.txt").write_text("no picture")
@@ -74,7 +71,7 @@ def test_unusable_files_are_listed_with_their_reason_and_some_are_shown(
     (source / "class_1" / "cut.jpg").write_bytes(jpeg(1)[:-100])
     options = {"rows_per_row_group": 1, "shard_mib": 0.005, "max_rejected_fraction": 0.07}
     report = convert(source, target, **options)
-    assert (report.num_images, report.num_rejected, len(report.rejected)) == (40, 3, 2)
+    assert (report.num_images, report.num_rejected) == (40, 3)
     table = pq.read_table(target / "rejected.parquet").to_pylist()
     reasons = {row["key"]: row["reason"] for row in table}
     assert len(table) == len(reasons) == 3
@@ -170,7 +167,7 @@ def test_what_another_version_has_made_is_refused(serial, image_folder, tmp_path
     for name in ("staged/source.json", "set/source.json"):
         target = tmp_path / name.partition("/")[0]
         (tmp_path / name).write_bytes(b"%s\n%08x" % (content, checksum(content)))
-        with pytest.raises(ValueError, match="of another version of vit_ray; choose another"):
+        with pytest.raises(ValueError, match=r"of other settings: version=\d+ \(it was None"):
             convert(image_folder, target)
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match="not what was written; choose another"):

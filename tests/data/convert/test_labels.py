@@ -22,12 +22,11 @@ from tests.data.convert.archives import (
     tar_of,
     write_files,
 )
-from tests.data.converting import convert, units
+from tests.data.converting import config_of, convert, units
 from tests.data.pictures import jpeg
 from vit_ray.data import open_dataset
-from vit_ray.data.convert import labels as labels_module
 from vit_ray.data.convert.finished_sets import check_file
-from vit_ray.data.convert.labels import stored_text
+from vit_ray.data.convert.labels import SourceFacts, classes_of, stored_text
 from vit_ray.data.convert.sources import rows_of
 from vit_ray.data.parts import subset
 from vit_ray.data.shards import RowGroupReader
@@ -59,6 +58,17 @@ def class_label(names: list[str]) -> dict[str, Any]:
     return {"label": {"names": names, "_type": "ClassLabel"}}
 
 
+def names_of(
+    labels: set[str], kind: str, labels_are: str, *, of_folders: bool = False
+) -> list[str]:
+    """The classes of a source that names none."""
+    facts = SourceFacts({}, labels=labels, kinds={kind}, rows=len(labels))
+    config = config_of("source", "set", labels_are=labels_are)
+    names, label_of = classes_of(facts, config, of_folders=of_folders)
+    assert [names[label_of[label]] for label in labels] == list(labels)
+    return names
+
+
 @pytest.mark.parametrize(
     ("labels", "told"),
     [
@@ -69,25 +79,21 @@ def class_label(names: list[str]) -> dict[str, Any]:
     ],
 )
 def test_integers_that_are_not_all_from_0_on_are_not_closed_up_without_a_word(labels, told):
-    for kinds in ({"index"}, {"text"}):
+    for kind in ("index", "text"):
         with pytest.raises(ValueError, match=told):
-            labels_module.class_names(labels, kinds, None, "auto")
+            names_of(labels, kind, "auto")
     # What a folder is called is a name; and names may be what they like.
     numbered = sorted(labels, key=lambda label: (int(label), label))
-    for labels_are, of_folders in (("auto", True), ("names", False)):
-        found = labels_module.class_names(labels, {"text"}, None, labels_are, of_folders=of_folders)
-        assert found == (numbered, False)
+    assert names_of(labels, "text", "auto", of_folders=True) == numbered
+    assert names_of(labels, "text", "names") == numbered
 
 
 def test_indices_without_names_keep_their_places():
-    found = labels_module.class_names({"0", "3"}, {"index"}, None, "indices")
-    assert found == (["0", "1", "2", "3"], True)
-    assert labels_module.class_names({"0", "1"}, {"index"}, None, "auto") == (["0", "1"], False)
-    for wrong in ({"0", "-1"}, {"0", "cat"}, {"0", "01"}):
-        with pytest.raises(ValueError, match=r"are not integers from 0 on; correct them"):
-            labels_module.class_names(wrong, {"text"}, None, "indices")
-    with pytest.raises(ValueError, match=r"check convert\.label_field"):
-        labels_module.class_names({"0", "999999999999"}, {"index"}, None, "indices")
+    assert names_of({"0", "3"}, "index", "indices") == ["0", "1", "2", "3"]
+    assert names_of({"0", "1"}, "index", "auto") == ["0", "1"]
+    for wrong in ("-1", "cat", "01", "999999999999"):
+        with pytest.raises(ValueError, match=r"not integers from 0 to 999,999; correct them"):
+            names_of({"0", wrong}, "text", "indices")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
@@ -327,7 +333,7 @@ def test_text_that_is_none_rejects_its_image(tmp_path):
     for name, count, wrong in (("a.tar", 6, "a/x"), ("b.parquet", 1, "b/00000001")):
         report = convert(tmp_path / name, tmp_path / f"set of {name}", **options)
         assert report.num_images == count
-        assert "can't decode" in report.rejected[wrong]
+        assert "can't decode" in rejections(tmp_path / f"set of {name}")[wrong]
 
 
 def test_bytes_are_not_stored_as_text(tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.data.convert.archives import samples, tar_of, write_files
+from tests.data.convert.archives import rejections, samples, tar_of, write_files
 from tests.data.converting import convert
 from tests.data.denying_s3 import policy_of, serve_s3_with_policy
 from tests.data.pictures import jpeg
@@ -80,7 +80,7 @@ def test_an_object_that_is_denied_is_one_rejected_row(tmp_path):
         allow(policy | {"Statement": [*policy["Statement"], one]})
         report = convert("s3://source/all", tmp_path / "set", max_rejected_fraction=0.5)
     assert report.num_images == 3
-    ((key, reason),) = report.rejected.items()
+    ((key, reason),) = rejections(tmp_path / "set").items()
     assert key == "cat/2.jpg"
     assert reason.startswith("it cannot be read: ")
 

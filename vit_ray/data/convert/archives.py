@@ -23,15 +23,14 @@ import tarfile
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import IO, Any, Final, NamedTuple
 
-import numpy as np
+import cv2
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 from google.protobuf.message import DecodeError
 from google_crc32c import value as crc32c
-from PIL import Image
 
 from vit_ray.data.convert.labels import (
     MAX_TEXT_BYTES,
@@ -43,14 +42,13 @@ from vit_ray.data.convert.labels import (
     labelled,
     labels_of_record,
     labels_of_value,
+    row_or_problem,
 )
 from vit_ray.data.convert.rows import MOST_IMAGE_BYTES, DamagedUnitError, Row, Unit
-from vit_ray.data.images import IMAGE_SUFFIXES, is_hidden, open_image
+from vit_ray.data.images import IMAGE_SUFFIXES, decode, is_hidden
 from vit_ray.storage import Location, is_of_the_store, locate
 
 _BLOCK: Final = tarfile.BLOCKSIZE
-# Maximum size of a name or another property of a member: tarfile reads it into memory at once.
-_MAX_HEADER_BYTES: Final = 1 << 20
 _SAME_FILE_TWICE: Final = (
     "a file of its name and suffix stands in the archive again; give each sample a name"
 )
@@ -84,7 +82,8 @@ def tar_rows(unit: Unit) -> Iterator[Row]:
         DamagedUnitError: the archive is truncated or broken.
         ValueError: the archive has images without any labels, or other archives.
     """
-    shard = unit.name.removesuffix(".tar")
+    shard, image_field = unit.name.removesuffix(".tar"), unit.config.image_field
+    wanted = {image_field} if image_field else IMAGE_SUFFIXES
     with unit.opened() as (file, size):  # tarfile reads 512 bytes at a time
         samples = _samples(_members(file, size, unit.path))
         endings = {suffix.rpartition(".")[2] for _, files in samples for suffix in files}
@@ -104,22 +103,19 @@ def tar_rows(unit: Unit) -> Iterator[Row]:
             )
         counts = Counter(name for name, _ in samples)
         for name, files in samples:
+            row, images = Row(f"{shard}/{name}"), [suffix for suffix in files if suffix in wanted]
+            dotted = [s for s in files if s.rpartition(".")[2] in wanted and not images]
             if counts[name] > 1:  # it is unknown which label belongs to which image
-                yield Row(f"{shard}/{name}", problem=_SAME_FILE_TWICE)
+                yield replace(row, problem=_SAME_FILE_TWICE)
+            elif dotted:
+                for suffix in dotted:
+                    yield Row(
+                        f"{row.key}.{suffix}",
+                        problem="its name has several dots, so that WebDataset takes it for the "
+                        f"file {suffix!r} of the sample {row.key!r}; replace all dots but the last",
+                    )
             else:
-                yield from _sample_rows(unit, f"{shard}/{name}", files, file)
-
-
-class _BoundedReads:
-    """The file object for tarfile, which refuses very large headers."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.seek, self.tell, self._read = file.seek, file.tell, file.read
-
-    def read(self, size: int) -> bytes:
-        if size > _MAX_HEADER_BYTES:
-            raise tarfile.ReadError(f"a header of more than {_MAX_HEADER_BYTES:,} bytes")
-        return self._read(size)
+                yield row_or_problem(row, _sample_row, unit, images, files, file)
 
 
 def _members(file: IO[bytes], size: int, path: str) -> Iterator[tuple[tarfile.TarInfo, bool]]:
@@ -130,8 +126,7 @@ def _members(file: IO[bytes], size: int, path: str) -> Iterator[tuple[tarfile.Ta
     """
     at = 0
     try:
-        source: Any = _BoundedReads(file)
-        with tarfile.open(fileobj=source, mode="r:") as tar:
+        with tarfile.open(fileobj=file, mode="r:") as tar:
             while (member := tar.next()) is not None:
                 tar.members = []  # type: ignore[attr-defined]  # else tarfile keeps all members
                 if tar.offset <= at:
@@ -173,39 +168,24 @@ def _samples(members: Iterator[tuple[tarfile.TarInfo, bool]]) -> list[_Sample]:
     return samples
 
 
-def _sample_rows(unit: Unit, key: str, files: dict[str, _File], file: IO[bytes]) -> Iterator[Row]:
-    """The row of a sample; without an image, a rejected row for each file like `x.y.jpg`."""
-    image_field, listed = unit.config.image_field, sorted(files)[:20]
-    images = [s for s in files if s in ({image_field} if image_field else IMAGE_SUFFIXES)]
-    dotted = [s for s in files if not image_field and s.rpartition(".")[2] in IMAGE_SUFFIXES]
-    if len(images) == 1:
-        image = files[images[0]]
-        row = Row(key, path=unit.path, offset=image.offset, length=image.size)
-        yield labelled(row, unit, _sample_labels, unit, image, files, file)
-    elif images:
-        yield Row(
-            key,
-            problem=f"the sample has several images among {listed}; choose one with "
-            "convert.image_field",
-        )
-    elif not dotted:
-        yield Row(key, problem=f"the sample has no image, only {listed}")
-    else:
-        for suffix in dotted:
-            yield Row(
-                f"{key}.{suffix}",
-                problem="its name has several dots, so that WebDataset takes it for the file "
-                f"{suffix!r} of the sample {key!r}; replace all dots but the last",
-            )
-
-
-def _sample_labels(
-    unit: Unit, image: _File, files: dict[str, _File], file: IO[bytes]
-) -> tuple[Labels, Mapping[str, Any]]:
-    """The labels of a sample, and its fields, from its JSON and its other files.
+def _sample_row(
+    row: Row, unit: Unit, images: list[str], files: dict[str, _File], file: IO[bytes]
+) -> Row:
+    """The row of a sample, with its labels and columns from its JSON and its other files.
 
     Where both have a field, the file is used.
+
+    Args:
+        images: suffixes of the files that may be the image.
     """
+    listed = sorted(files)[:20]
+    if not images:
+        raise ValueError(f"the sample has no image, only {listed}")
+    if len(images) > 1:
+        raise ValueError(
+            f"the sample has several images among {listed}; choose one with convert.image_field"
+        )
+    image = files[images[0]]
     if not image.is_plain:
         raise ValueError("it is a link, a sparse or a special file in the archive")
     label_field, columns = unit.config.label_field or "cls", unit.config.columns
@@ -214,10 +194,13 @@ def _sample_labels(
     if "json" in files and not {label_field, *columns} <= texts.keys():
         fields = json_object(_text(files, "json", file).encode(), "its .json")
     if label_field in texts:
-        return ((checked_label(texts[label_field]),), "text"), fields | texts
-    if "json" in files:
-        return labels_of_record(fields, unit.config.label_field), fields | texts
-    raise ValueError(f"the sample has no .{label_field} or .json label, only {sorted(files)[:20]}")
+        labels: Labels = (checked_label(texts[label_field]),), "text"
+    elif "json" in files:
+        labels = labels_of_record(fields, unit.config.label_field)
+    else:
+        raise ValueError(f"the sample has no .{label_field} or .json label, only {listed}")
+    place = replace(row, path=unit.path, offset=image.offset, length=image.size)
+    return labelled(place, labels, fields | texts, columns)
 
 
 def _text(files: dict[str, _File], suffix: str, file: IO[bytes]) -> str:
@@ -272,11 +255,8 @@ def tfrecord_rows(unit: Unit) -> Iterator[Row]:
     stem = unit.name.replace(".tfrecord", "")
     with unit.opened() as (file, size):
         for number, (offset, record) in enumerate(_records(file, size, unit.path)):
-            key = f"{stem}/{number:08d}"
-            try:
-                yield _record_row(unit, key, offset, record)
-            except ValueError as error:
-                yield Row(key, problem=str(error))
+            row = Row(f"{stem}/{number:08d}")
+            yield row_or_problem(row, _record_row, unit, offset, record)
 
 
 def names_beside(unit: Unit) -> Location:
@@ -288,7 +268,7 @@ def names_beside(unit: Unit) -> Location:
 def declared_classes(unit: Unit) -> list[str] | None:
     """Class names of a task of VTAB, or from a file next to the unit; None without such a file."""
     if task := VTAB_LABELS.get(unit.config.label_field or ""):
-        return [str(label) for label in range(task.num_classes)]
+        return [str(label) for label in range(task[0])]
     location = names_beside(unit)
     if not location.exists():
         return None
@@ -312,54 +292,45 @@ def _records(file: IO[bytes], size: int, path: str) -> Iterator[tuple[int, bytes
         at = end
 
 
-def _record_row(unit: Unit, key: str, offset: int, record: bytes) -> Row:
+def _record_row(row: Row, unit: Unit, offset: int, record: bytes) -> Row:
+    """The row of a record, with its labels and columns.
+
+    Raises:
+        ValueError: the record is damaged, is not one image, or lacks a label; or a text is not
+            UTF-8.
+    """
     if not record:
         raise ValueError(
             "the record is damaged, as its bytes have another checksum, or has more than "
             f"{MOST_IMAGE_BYTES:,} bytes"
         )
-    features = features_of(record)
+    features, label_field = features_of(record), unit.config.label_field
     field = chosen_field("image", unit.config.image_field, _IMAGE_FIELDS, [*features], "it")
     image = features[field]
     if len(image) != 1 or not isinstance(image[0], bytes):
         raise ValueError(f"its {field!r} is not an encoded image")
-    at = offset + record.index(image[0])  # or an earlier place with the same bytes
-    row = Row(key, path=unit.path, offset=at, length=len(image[0]))
-    task = VTAB_LABELS.get(unit.config.label_field or "")
-    if task is not None and task.is_binary:
+    if label_field in _BINARY:
         content = _brighter(image[0])
-        row = Row(key, image=content, length=len(content))
-    return labelled(row, unit, _record_labels, unit, features)
-
-
-def _brighter(image: bytes) -> bytes:
-    """An image with pixels 0 and 1, as PNG with 0 and 255; ValueError if it cannot be read."""
-    try:
-        pixels = np.asarray(open_image(image))
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"it cannot be read as an image: {error}") from error
-    if pixels.max() > 1:
-        return image
-    brighter = io.BytesIO()
-    Image.fromarray(pixels.astype(np.uint8) * np.uint8(255)).save(brighter, "PNG")
-    return brighter.getvalue()
-
-
-def _record_labels(unit: Unit, features: dict[str, list[Any]]) -> tuple[Labels, Mapping[str, Any]]:
-    """The labels of a record, and its fields for `convert.columns`.
-
-    Raises:
-        ValueError: the features for the label are missing, or a text is not UTF-8.
-    """
-    field, fields = unit.config.label_field, dict[str, Any]()
-    if field in VTAB_LABELS:
-        label: Any = vtab_label(field, features)
+        row = replace(row, image=content, length=len(content))
     else:
-        label = _plain(features[chosen_field("label", field, _LABEL_FIELDS, [*features], "it")])
+        at = offset + record.index(image[0])  # or an earlier place with the same bytes
+        row = replace(row, path=unit.path, offset=at, length=len(image[0]))
+    if label_field in VTAB_LABELS:
+        label: Any = vtab_label(label_field, features)
+    else:
+        names = [*features]
+        label = _plain(features[chosen_field("label", label_field, _LABEL_FIELDS, names, "it")])
+    fields = dict[str, Any]()
     for name in filter(features.__contains__, unit.config.columns):
         values = _plain(features[name])
         fields[name] = values[0] if len(values) == 1 else values
-    return labels_of_value(label), fields
+    return labelled(row, labels_of_value(label), fields, unit.config.columns)
+
+
+def _brighter(image: bytes) -> bytes:
+    """A grey image with pixels 0 and 1, as PNG with 0 and 255; ValueError if it cannot be read."""
+    pixels = decode(image)[..., 0]
+    return image if pixels.max() > 1 else cv2.imencode(".png", pixels * 255)[1].tobytes()
 
 
 def _plain(values: list[Any]) -> list[float | str]:
@@ -386,22 +357,6 @@ def masked_crc32c(content: bytes) -> int:
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-@dataclass(frozen=True)
-class VtabLabel:
-    """How the label of a task is computed.
-
-    Attributes:
-        num_classes: the classes are named by their numbers.
-        of: the label of an image from its features; KeyError if one is missing, ValueError if the
-            image has no label.
-        is_binary: pixels are 0 and 1, not 0 to 255.
-    """
-
-    num_classes: int
-    of: Callable[[Features], int]
-    is_binary: bool = False
-
-
 def _closest_object(features: Features) -> int:
     depths = features["objects/pixel_coords"][2::3]
     return bisect_left(_CLEVR_DISTANCES, min(depths, default=-1.0)) - 1
@@ -420,28 +375,31 @@ def _grouped(name: str, count: int, num_classes: int, features: Features) -> int
     return int(value * num_classes // count)
 
 
-# Keys: names in Table 9 of the paper.
-VTAB_LABELS: Final[dict[str, VtabLabel]] = {
-    "clevr-count": VtabLabel(8, lambda features: len(features["objects/size"]) - _MIN_OBJECTS),
-    "clevr-dist": VtabLabel(6, _closest_object),
-    "dspr-loc": VtabLabel(16, partial(_grouped, "label_x_position", 32, 16), is_binary=True),
-    "dspr-ori": VtabLabel(16, partial(_grouped, "label_orientation", 40, 16), is_binary=True),
-    "kitti-dist": VtabLabel(4, _closest_vehicle),
-    "snorb-azim": VtabLabel(18, partial(_grouped, "label_azimuth", 18, 18)),
-    "snorb-elev": VtabLabel(9, partial(_grouped, "label_elevation", 9, 9)),
+# By names in Table 9 of the paper: the number of classes, which are named by their numbers, and the
+# label of an image from its features.
+VTAB_LABELS: Final[dict[str, tuple[int, Callable[[Features], int]]]] = {
+    "clevr-count": (8, lambda features: len(features["objects/size"]) - _MIN_OBJECTS),
+    "clevr-dist": (6, _closest_object),
+    "dspr-loc": (16, partial(_grouped, "label_x_position", 32, 16)),
+    "dspr-ori": (16, partial(_grouped, "label_orientation", 40, 16)),
+    "kitti-dist": (4, _closest_vehicle),
+    "snorb-azim": (18, partial(_grouped, "label_azimuth", 18, 18)),
+    "snorb-elev": (9, partial(_grouped, "label_elevation", 9, 9)),
 }
+# Tasks whose images have pixels 0 and 1, not 0 to 255.
+_BINARY: Final = ("dspr-loc", "dspr-ori")
 
 
 def vtab_label(task: str, features: Features) -> int:
     """The label of an image in a task of VTAB; raises ValueError if the image has none."""
-    rule = VTAB_LABELS[task]
+    num_classes, computed = VTAB_LABELS[task]
     try:
-        label = rule.of(features)
+        label = computed(features)
     except KeyError as error:
         names = ", ".join(sorted(features)[:20])
         raise ValueError(f"{task} needs the feature {error}, but it only has {names}") from None
     except TypeError:
         raise ValueError(f"a feature for {task} is not a list of numbers") from None
-    if not 0 <= label < rule.num_classes:
-        raise ValueError(f"its label of {task} is {label}, not one of 0 to {rule.num_classes - 1}")
+    if not 0 <= label < num_classes:
+        raise ValueError(f"its label of {task} is {label}, not one of 0 to {num_classes - 1}")
     return label

@@ -19,8 +19,6 @@ from itertools import chain, islice
 from typing import Final
 
 import cv2
-import numpy as np
-from numpy.typing import NDArray
 
 from vit_ray.config import Recipe, require
 from vit_ray.config.command_sections import ConvertConfig
@@ -174,7 +172,11 @@ def checked(
     damage = ""
     writer = libjpeg if config.index_jpeg else None
     jpeg_size = size_of_jpeg(image)
-    size: tuple[int, ...] | None = jpeg_size or _declared_size(image)
+    size: tuple[int, ...] | None = jpeg_size
+    if size is None:
+        # Pillow's plugins raise errors of any type; decoding the image will tell what is wrong.
+        with contextlib.suppress(Exception), open_image(image) as opened:
+            size = opened.height, opened.width
     is_over = size is not None and size[0] * size[1] > config.max_pixels
     orientation = orientation_of(image) if config.apply_orientation else 1
     keeps_pixels = orientation == 1 and not is_over and not _is_too_large(jpeg_size, config)
@@ -195,7 +197,11 @@ def checked(
         if jpeg_size is None or not keeps_pixels or libjpeg is None or damage:
             pixels = decoded = TURNS[orientation](decode(image))
             if config.shrink_to is not None and _is_too_large(pixels.shape, config):
-                pixels = _shrunk(pixels, config.shrink_to)
+                factor = config.shrink_to / min(pixels.shape[:2])
+                height, width = (
+                    max(config.shrink_to, round(side * factor)) for side in pixels.shape[:2]
+                )
+                pixels = cv2.resize(pixels, (width, height), interpolation=cv2.INTER_AREA)  # type: ignore[assignment]
             if orientation != 1 or pixels is not decoded:
                 if max(pixels.shape[:2]) > _MAX_JPEG_SIDE:
                     raise ValueError(
@@ -212,14 +218,6 @@ def checked(
         image, labels, key, size[1], size[0],
         index=None if indexed is None else indexed.index, damage=damage,
     )  # fmt: skip
-
-
-def _declared_size(image: bytes) -> tuple[int, int] | None:
-    # Height and width in the header of a file that is no plain JPEG. Pillow's plugins raise errors
-    # of any type; decoding the image will tell what is wrong.
-    with contextlib.suppress(Exception), open_image(image) as opened:
-        return opened.height, opened.width
-    return None
 
 
 def _damage_of(
@@ -244,12 +242,6 @@ def _damage_of(
 
 def _is_too_large(size: tuple[int, ...] | None, config: ConvertConfig) -> bool:
     return config.shrink_to is not None and size is not None and min(size[:2]) > config.shrink_to
-
-
-def _shrunk(pixels: NDArray[np.uint8], shorter_side: int) -> NDArray[np.uint8]:
-    factor = shorter_side / min(pixels.shape[:2])
-    height, width = (max(shorter_side, round(side * factor)) for side in pixels.shape[:2])
-    return cv2.resize(pixels, (width, height), interpolation=cv2.INTER_AREA)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)

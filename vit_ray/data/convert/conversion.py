@@ -41,7 +41,7 @@ from vit_ray.data.convert.labels import (
     checked_names,
     classes_of,
 )
-from vit_ray.data.convert.rows import FOLDERS, LISTS, table_rows
+from vit_ray.data.convert.rows import FOLDERS, table_rows
 from vit_ray.data.convert.shards import (
     SHUFFLE,
     ConvertReport,
@@ -64,10 +64,10 @@ from vit_ray.lock import HeldError, LockLostError, check_lock, hold_lock
 from vit_ray.storage import Location, absolute, locate, with_retries
 
 _LOG: Final = logging.getLogger(__name__)
-# Formats in which several rows may have the same key.
-_MAY_REPEAT: Final = (*LISTS, "webdataset")
 # Keys of `convert` that may change between a conversion and its restart.
 _MAY_CHANGE: Final = {"destination", "max_rejected_fraction"}
+# Settings of a conversion that are no keys of `convert`.
+_OTHER_SETTINGS: Final = ("seed", "version")
 # Version of the files in the staging folder, and of `source.json`.
 _VERSION: Final = 10
 
@@ -97,17 +97,13 @@ def convert(config: ConvertConfig, seed: int = 0) -> ConvertReport:
         _earlier_plan(config, settings, folder)
         return finished_report(folder)
     with _alone(folder) as lock_number:
-        try:
-            check_destination(config)  # again: another conversion may have finished meanwhile
-            plan = _earlier_plan(config, settings, folder) or _new_plan(config, settings, folder)
-            if manifest.exists():
-                report = finished_report(folder)
-            else:
-                make_shards(plan, config)
-                report = commit(plan, folder, config.max_rejected_fraction, lock_number)
-        except ValueError:
-            _delete_what_no_restart_needs(folder, lock_number)
-            raise
+        check_destination(config)  # again: another conversion may have finished meanwhile
+        plan = _earlier_plan(config, settings, folder) or _new_plan(config, settings, folder)
+        if manifest.exists():
+            report = finished_report(folder)
+        else:
+            make_shards(plan, config)
+            report = commit(plan, folder, config.max_rejected_fraction, lock_number)
     staging.delete()
     return report
 
@@ -129,30 +125,30 @@ def _resolved(config: ConvertConfig) -> ConvertConfig:
     return config.model_copy(update=update)
 
 
-def _delete_what_no_restart_needs(folder: Location, lock_number: int) -> None:
-    """Clean up after a refusal, as an empty folder could be taken for a class of the next source.
-
-    Nothing is deleted if another conversion has taken the folder over.
-    """
-    staging = folder.child(STAGING_FOLDER)
-    with contextlib.suppress(LockLostError, OSError):
-        check_lock(staging, lock_number)
-        if not folder.child(SOURCE_FILE).exists() or folder.child(MANIFEST_FILE).exists():
-            staging.delete()
-        if folder.is_local:
-            os.rmdir(folder.path)  # fails if the folder is not empty, or a link
-
-
 @contextlib.contextmanager
 def _alone(folder: Location) -> Iterator[int]:
     """Hold the lock of a destination; yields the number for `check_lock`.
 
     A conversion that has lost its lock may continue for a while, since both conversions make the
-    same shards, but it does not commit.
+    same shards, but it does not commit. After a refusal, what no restart needs is deleted: an empty
+    folder could be taken for a class of the next source.
     """
+    staging = folder.child(STAGING_FOLDER)
     try:
-        with hold_lock(folder.child(STAGING_FOLDER), on_lost=_LOG.warning) as number:
-            yield number
+        with hold_lock(staging, on_lost=_LOG.warning) as number:
+            try:
+                yield number
+            except ValueError:
+                with contextlib.suppress(LockLostError, OSError):
+                    check_lock(staging, number)  # else the folder is another conversion's
+                    if (
+                        not folder.child(SOURCE_FILE).exists()
+                        or folder.child(MANIFEST_FILE).exists()
+                    ):
+                        staging.delete()
+                    if folder.is_local:
+                        os.rmdir(folder.path)  # fails if the folder is not empty, or a link
+                raise
     except (HeldError, LockLostError) as error:
         raise ValueError(
             f"convert.destination={folder.uri!r} is being written by another conversion: "
@@ -173,12 +169,8 @@ def _earlier_plan(config: ConvertConfig, settings: dict[str, Any], folder: Locat
     what = f"convert.destination={folder.uri!r} {holds}"
     record = read_facts(file, "choose another convert.destination")
     then = record["settings"]
-    if then.get("version") != _VERSION:
-        raise ValueError(
-            f"{what} of another version of vit_ray; choose another convert.destination"
-        )
     others = [
-        f"{'' if key == 'seed' else 'convert.'}{key}={value!r} (it was {then.get(key)!r})"
+        f"{'' if key in _OTHER_SETTINGS else 'convert.'}{key}={value!r} (it was {then.get(key)!r})"
         for key, value in settings.items()
         if then.get(key) != value
     ]
@@ -234,24 +226,23 @@ def _new_plan(config: ConvertConfig, settings: dict[str, Any], folder: Location)
                 f"convert.columns={list(config.columns)}: no image of the source has a field "
                 f"{absent[0]!r}; check its name"
             )
-        classes, are_indices = classes_of(facts, config, of_folders=units[0].format in FOLDERS)
+        classes, label_of = classes_of(facts, config, of_folders=units[0].format in FOLDERS)
         plan = Plan(
             settings,
             versions,
             digest,
             classes,
-            are_indices,
+            label_of,
             num_images=facts.rows,
             num_shards=len(units) if config.in_place else _num_shards(facts, rows, seed, config),
             folder=units[0].folder,
         )
         # Folders without images are no classes, and so have no label.
         folders = (unit.path.rpartition("/")[2] for unit in units if unit.format == "folder")
-        plan.no_classes.extend(sorted({*map(checked_label, folders)} - plan.label_of().keys()))
+        plan.no_classes.extend(sorted({*map(checked_label, folders)} - label_of.keys()))
         if not config.in_place:
-            if units[0].format in _MAY_REPEAT:
-                rows = without_repeats(rows)
-            with_retries(lambda: write_lists(plan, rows, staging), "writing the shard lists")
+            unique = without_repeats(rows)
+            with_retries(lambda: write_lists(plan, unique, staging), "writing the shard lists")
     write_facts(folder.child(SOURCE_FILE), asdict(plan))
     return plan
 

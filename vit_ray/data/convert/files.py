@@ -20,7 +20,7 @@ _ALL_SPLITS: Final = "all"
 MOST_PATHS: Final = 100_000
 _BRACES: Final = re.compile(r"\{([^{}]*)\}")
 _RANGE: Final = re.compile(r"([0-9]{1,18})\.\.([0-9]{1,18})")
-_GLOB: Final = re.compile(r"[*?\[]")
+GLOB: Final = re.compile(r"[*?\[]")
 _THREADS: Final = 16
 _SPLIT_OF_WORD: Final = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -142,13 +142,8 @@ def _expanded(path: str) -> Iterator[str]:
 
 def is_pattern(source: str) -> bool:
     """Whether an address is a pattern; the address of an existing file or folder is none."""
-    has_pattern = is_glob(source) or len(expand_braces(source)) > 1
-    return has_pattern and not locate(source).exists()
-
-
-def is_glob(source: str) -> bool:
-    """Whether an address has `*`, `?` or `[`."""
-    return bool(_GLOB.search(source))
+    has_pattern = GLOB.search(source) or len(expand_braces(source)) > 1
+    return bool(has_pattern) and not locate(source).exists()
 
 
 def matching(source: str) -> dict[str, bool]:
@@ -176,10 +171,10 @@ def named(path: str) -> dict[str, bool]:
 
 
 def _matches_of(path: str) -> dict[str, bool]:
-    if not is_glob(path):
+    if not GLOB.search(path):
         return named(path)
     location = locate(path)
-    folder = _GLOB.split(location.path)[0].rpartition("/")[0]
+    folder = GLOB.split(location.path)[0].rpartition("/")[0]
     with naming(location.uri):
         matches = location.filesystem.glob(location.path, detail=True)
     return {

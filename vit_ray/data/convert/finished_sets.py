@@ -19,7 +19,6 @@ import cv2
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from vit_ray.data.boxes import Augmentation
 from vit_ray.data.crops import crop_of
@@ -76,10 +75,6 @@ class VerifyReport:
     num_decoded: int = 0
     problems: list[Problem] = field(default_factory=list)
 
-    def __add__(self, other: "VerifyReport") -> "VerifyReport":
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return VerifyReport(*(mine + theirs for mine, theirs in pairs))
-
 
 def verify(path: str, *, decode_fraction: float = 0.01) -> VerifyReport:
     """Check every file and every checksum of a data set, and decode a sample of the images.
@@ -93,7 +88,12 @@ def verify(path: str, *, decode_fraction: float = 0.01) -> VerifyReport:
     manifest = open_dataset(path)
     progress = Shown(f"verifying {path}", manifest.num_images, "problems")
     reports = run_tasks(check_file, _files_of(manifest), manifest, decode_fraction, shown=progress)
-    return sum(reports, VerifyReport())
+    return VerifyReport(
+        num_files=sum(report.num_files for report in reports),
+        num_images=sum(report.num_images for report in reports),
+        num_decoded=sum(report.num_decoded for report in reports),
+        problems=[problem for report in reports for problem in report.problems],
+    )
 
 
 def check_file(file_index: int, manifest: Manifest, decode_fraction: float) -> VerifyReport:
@@ -153,16 +153,6 @@ class Duplicate(NamedTuple):
     is_exact: bool
 
 
-@dataclass(frozen=True)
-class DeduplicateReport:
-    """The duplicates among `num_images`, with counts of exact and near ones."""
-
-    num_images: int
-    num_exact: int
-    num_near: int
-    duplicates: list[Duplicate]
-
-
 def refuse_taken(destination: str) -> None:
     """Raise a ValueError if the destination already holds a data set, or a foreign list.
 
@@ -178,8 +168,8 @@ def refuse_taken(destination: str) -> None:
         refuse_existing(destination, DUPLICATES_FILE)
 
 
-def deduplicate(source: str, evaluation_sets: list[str], destination: str) -> DeduplicateReport:
-    """Write the list of duplicates, and the manifest of a data set without them.
+def deduplicate(source: str, evaluation_sets: list[str], destination: str) -> list[Duplicate]:
+    """Write the list of duplicates, which is returned, and the manifest of a set without them.
 
     Raises:
         ValueError: nothing would be left, or the destination holds a data set already.
@@ -190,12 +180,12 @@ def deduplicate(source: str, evaluation_sets: list[str], destination: str) -> De
         manifest = open_dataset(path)
         progress = Shown(f"reading {path}", manifest.num_images)
         for described in run_tasks(_described_in, _files_of(manifest), manifest, shown=progress):
-            images += [(path, key, image) for key, image in described]
-    progress = Shown(f"comparing {source}", training_set.num_images, "duplicates")
+            images += [(path, key, image) for _, key, image in described]
+    progress = Shown(f"comparing {source}", training_set.num_images)
     results = run_tasks(
         _duplicates_in, _files_of(training_set), training_set, Known(images), shown=progress
     )
-    duplicates = {sample: row for result in results for sample, row in result.items()}
+    duplicates = {sample: duplicate for result in results for sample, duplicate in result}
     if len(duplicates) == training_set.num_images:
         raise ValueError(
             f"deduplicate: all images of {training_set.path!r} are in {evaluation_sets}, so "
@@ -208,9 +198,7 @@ def deduplicate(source: str, evaluation_sets: list[str], destination: str) -> De
     part = training_set.without(np.array([*duplicates], np.int64))
     origin = {"evaluation_sets": evaluation_sets, "max_distance": MAX_DISTANCE}
     derive(part, destination, {"deduplicated": training_set.fingerprint, **origin})
-    exact = sum(duplicate.is_exact for duplicate in duplicates.values())
-    near = len(duplicates) - exact
-    return DeduplicateReport(training_set.num_images, exact, near, list(duplicates.values()))
+    return list(duplicates.values())
 
 
 # The digest of an image's bytes, and its perceptual hash; the hash is empty if the image is flat or
@@ -234,20 +222,13 @@ class Known:
         if digest in self._digests:
             return *self._digests[digest], 0, True
         if code and self._names:
-            index, distance = nearest(self._hashes, code)
-            if distance <= MAX_DISTANCE:
-                return *self._names[index], distance, False
+            # A linear search: 0.07 ms for 50,000 hashes (2026-11-29, one core).
+            query = np.frombuffer(code, np.uint64)[:, None]
+            distances = np.bitwise_count(self._hashes ^ query).sum(0, np.uint8)
+            nearest = int(distances.argmin())
+            if distances[nearest] <= MAX_DISTANCE:
+                return *self._names[nearest], int(distances[nearest]), False
         return None
-
-
-def nearest(hashes: NDArray[np.uint64], query: bytes) -> tuple[int, int]:
-    """Index of the nearest of `hashes` (2, N), and the number of different bits; N must not be 0.
-
-    A linear search: 0.07 ms for 50,000 hashes (2026-11-29, one core), less than decoding takes.
-    """
-    bits = np.bitwise_count(hashes ^ np.frombuffer(query, np.uint64)[:, None]).sum(0, np.uint8)
-    index = int(bits.argmin())
-    return index, int(bits[index])
 
 
 def describe(image: bytes) -> Described:
@@ -257,44 +238,36 @@ def describe(image: bytes) -> Described:
         pixels = crop_of(image, _HASHED_SIZE, (0, 0, 0))
     except BadImageError:
         return digest, b""
-    is_flat = pixels.reshape(-1, 3).std(axis=0).max() < _MIN_DEVIATION
-    return digest, b"" if is_flat else perceptual_hash(pixels).tobytes()
-
-
-def perceptual_hash(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Hash of an RGB image: 16 bytes, uint8 (16,)."""
+    if pixels.reshape(-1, 3).std(axis=0).max() < _MIN_DEVIATION:
+        return digest, b""
     grey = cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY)
     small = cv2.resize(grey, (_THUMBNAIL, _THUMBNAIL), interpolation=cv2.INTER_AREA)
     frequencies = cv2.dct(small.astype(np.float32))[_ROWS, _COLUMNS]
-    return np.packbits(frequencies > np.median(frequencies))
+    return digest, np.packbits(frequencies > np.median(frequencies)).tobytes()
 
 
 def _files_of(manifest: Manifest) -> list[int]:
     return [int(index) for index in np.unique(manifest.file_index)]
 
 
-def _duplicates_in(file_index: int, manifest: Manifest, known: Known) -> dict[int, Duplicate]:
-    # By sample number.
-    duplicates = dict[int, Duplicate]()
-    for number, (sample, key, image) in enumerate(_images(file_index, manifest), 1):
-        if match := known.find(image):
-            duplicates[sample] = Duplicate(key, *match)
-        report_done(number, len(duplicates))
-    return duplicates
+def _duplicates_in(
+    file_index: int, manifest: Manifest, known: Known
+) -> list[tuple[int, Duplicate]]:
+    """The duplicates in a file, each with its sample number."""
+    return [
+        (sample, Duplicate(key, *match))
+        for sample, key, image in _images(file_index, manifest)
+        if (match := known.find(image))
+    ]
 
 
-def _described_in(file_index: int, manifest: Manifest) -> list[tuple[str, Described]]:
-    # The key of every image of a file, and its digest and hash.
-    images = list[tuple[str, Described]]()
-    for _, key, image in _images(file_index, manifest):
-        images.append((key, image))
-        report_done(len(images))
-    return images
+def _described_in(file_index: int, manifest: Manifest) -> list[tuple[int, str, Described]]:
+    return list(_images(file_index, manifest))
 
 
 def _images(file_index: int, manifest: Manifest) -> Iterator[tuple[int, str, Described]]:
     """(sample, key, digest and hash) of every image of a file."""
-    reader = RowGroupReader(manifest)
+    reader, num_images = RowGroupReader(manifest), 0
     for group in np.flatnonzero(manifest.file_index == file_index).tolist():
         rows, samples = reader.read(group), manifest.samples_of(group).tolist()
         for sample, row in zip(samples, manifest.stored_rows(group).tolist(), strict=True):
@@ -304,3 +277,5 @@ def _images(file_index: int, manifest: Manifest) -> Iterator[tuple[int, str, Des
             except ChangedImageError as error:
                 where = f"{key!r} in {manifest.shard_location(group).path!r}"
                 raise ValueError(f"{where}: {error}; run `vit-ray verify`") from error
+        num_images += len(samples)
+        report_done(num_images)

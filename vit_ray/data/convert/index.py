@@ -38,7 +38,7 @@ from vit_ray.data.convert.sources import declared_classes, rows_of
 from vit_ray.data.dataset import checksum
 from vit_ray.data.shard_writer import closed_after
 from vit_ray.data.tasks import Shown, report_done, run_tasks
-from vit_ray.storage import Location, locate, naming, read_again, with_retries
+from vit_ray.storage import Location, locate, naming, read_again
 
 _ROWS_AT_A_TIME: Final = 1 << 12
 # Maximum number of tasks that index a source; with more class folders, a task indexes several.
@@ -106,10 +106,7 @@ def _parts(units: list[Any]) -> list[list[Any]]:
 
 
 def _versions(units: list[Unit]) -> list[tuple[str, str]]:
-    return [
-        (unit.path, with_retries(functools.partial(_listed, unit), f"looking at {unit.path}")[1])
-        for unit in units
-    ]
+    return [(unit.path, _listed(unit)[1]) for unit in units]
 
 
 def _listed(unit: Unit) -> tuple[Iterable[Row], str]:
@@ -151,7 +148,7 @@ def build_index(
         ValueError: an archive is damaged.
     """
     progress = Shown(f"indexing {config.source}")
-    results = run_tasks(_index, _parts(units), staging.uri, shown=progress)
+    results = run_tasks(_index, _parts(units), staging, shown=progress)
     if damages := [damage for result in results for damage in result["damages"]]:
         raise ValueError(
             f"convert: {len(damages)} files of the source are damaged: {'; '.join(damages[:5])}; "
@@ -168,11 +165,7 @@ def build_index(
     return files, versions, digest, declared
 
 
-def _index(part: list[Unit], staging_uri: str) -> dict[str, Any]:
-    return with_retries(lambda: _indexed(part, locate(staging_uri)), f"indexing {part[0].path}")
-
-
-def _indexed(part: list[Unit], staging: Location) -> dict[str, Any]:
+def _index(part: list[Unit], staging: Location) -> dict[str, Any]:
     """Write the rows of some units, and then the facts of the units, which are returned."""
     listed = [(unit, *_listed(unit)) for unit in part]
     versions = {unit.path: version for unit, _, version in listed}

@@ -7,8 +7,8 @@ one label, even if it contains commas. Text is compared in Unicode's form NFC.
 import json
 import re
 import unicodedata
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from vit_ray.config.command_sections import ConvertConfig
-from vit_ray.data.convert.rows import LabelKind, Row, Unit
+from vit_ray.data.convert.rows import LabelKind, Row
 
 MOST_CLASSES: Final = 1_000_000
 # Maximum size of a text file in a tar shard, and of a line of a list.
@@ -34,24 +34,22 @@ _MANY_IMAGES: Final = 1000
 _MISSING: Final = {"nan", "none", "null", "na", "n/a", "<na>", "#n/a", "nat"}
 
 Labels = tuple[tuple[str, ...], LabelKind]
+LabelsAre = Literal["auto", "names", "indices"]
 
 
-def labelled(
-    row: Row, unit: Unit, read: Callable[..., tuple[Labels, Mapping[str, Any]]], *arguments: Any
-) -> Row:
-    """The row with its labels and `convert.columns`; errors become its problem.
-
-    Args:
-        read: returns the labels, and all fields of the row by name.
-    """
-    if row.problem is not None:
-        return row
+def row_or_problem(row: Row, build: Callable[..., Row], *arguments: Any) -> Row:
+    """The row that `build(row, *arguments)` returns; its ValueError becomes the row's problem."""
     try:
-        (labels, kind), fields = read(*arguments)
-        extra = tuple(stored_text(fields.get(name)) for name in unit.config.columns)
+        return build(row, *arguments)
     except ValueError as error:
         return replace(row, problem=str(error))
-    return replace(row, labels=labels, kind=kind, extra=extra)
+
+
+def labelled(row: Row, labels: Labels, fields: Mapping[str, Any], columns: Sequence[str]) -> Row:
+    """The row with its labels, and with the fields of `convert.columns` as text."""
+    texts, kind = labels
+    extra = tuple(stored_text(fields.get(name)) for name in columns)
+    return replace(row, labels=texts, kind=kind, extra=extra)
 
 
 def labels_of_record(fields: Mapping[str, Any], label_field: str | None) -> Labels:
@@ -217,7 +215,6 @@ class SourceFacts:
         for index, name in enumerate(self.columns):
             values = pc.list_element(usable["extra"], index)
             self.columns[name] += len(values) - values.null_count
-        check_class_count(len(self.labels))
 
 
 def check_not_empty(facts: SourceFacts, config: ConvertConfig) -> None:
@@ -226,83 +223,96 @@ def check_not_empty(facts: SourceFacts, config: ConvertConfig) -> None:
         raise ValueError(f"convert.source={config.source!r} holds no images; check its format")
 
 
-def check_class_count(count: int) -> None:
-    """Raises ValueError for more labels than any real data set has classes."""
-    if count > MOST_CLASSES:
-        raise ValueError(
-            f"convert: more than {MOST_CLASSES:,} different labels; check convert.label_field"
-        )
-
-
 def classes_of(
     facts: SourceFacts, config: ConvertConfig, *, of_folders: bool
-) -> tuple[list[str], bool]:
-    """Class names, and whether labels are indices; errors as `class_names`."""
+) -> tuple[list[str], dict[str, int]]:
+    """Class names in label order, and the class index of each label of the source.
+
+    If neither the recipe nor the source gives names, the sorted labels are the class names;
+    integers are sorted as numbers.
+
+    Args:
+        of_folders: labels are the names of folders: class names, even if they look like numbers.
+
+    Raises:
+        ValueError: a label is not one of the names, or the meaning of the labels is not clear.
+    """
     if facts.labels == {"0", "1"} and facts.counts == {2}:
         raise ValueError(
             "convert: every image has the labels 0 and 1, as lists do with a place for each class "
             "(one-hot or multi-hot); store the numbers or names of its classes instead"
         )
     declared = sorted(facts.declared)
-    if len(declared) > 1 and not config.classes:
+    if config.classes or len(declared) == 1:
+        return _named_classes(facts, list(config.classes or declared[0]), config.labels_are)
+    if declared:
         raise ValueError(
             f"convert: files of the source declare different class names, {declared[0][:5]} and "
             f"{declared[1][:5]}; give them by convert.classes, or convert some of the files"
         )
-    names = next((list(names) for names in (config.classes, *declared) if names), None)
-    if names is None and facts.rows >= _MANY_IMAGES and len(facts.labels) > facts.rows // 2:
+    if facts.rows >= _MANY_IMAGES and len(facts.labels) > facts.rows // 2:
         raise ValueError(
             f"convert: {facts.rows:,} images have {len(facts.labels):,} different labels, such as "
             f"{min(facts.labels)[:60]!r}; check convert.label_field, or give convert.classes"
         )
-    return class_names(facts.labels, facts.kinds, names, config.labels_are, of_folders=of_folders)
+    names = _unnamed_classes(facts, config.labels_are, of_folders=of_folders)
+    return names, {name: index for index, name in enumerate(names)}
 
 
-def class_names(
-    source_labels: Set[str],
-    kinds: Set[str],
-    names: list[str] | None,
-    labels_are: Literal["auto", "names", "indices"],
-    *,
-    of_folders: bool = False,
-) -> tuple[list[str], bool]:
-    """Class names in label order, and whether labels are indices into them.
+def _named_classes(
+    facts: SourceFacts, names: list[str], labels_are: LabelsAre
+) -> tuple[list[str], dict[str, int]]:
+    """The result of `classes_of` if the class names are known.
 
-    Without `names`, the sorted labels are the class names; integers are sorted as numbers.
-
-    Args:
-        kinds: how the source marks its labels, as `Row.kind`.
-        names: from the recipe or declared by the source.
-        of_folders: labels are the names of folders: class names, even if they look like numbers.
-
-    Raises:
-        ValueError: a label is not one of the names, or the meaning of the labels is not clear.
+    Labels are indices as the recipe or the source says, else if only labels are integers.
     """
-    labels = sorted(source_labels)
-    if names is not None:
-        are_indices = _are_indices(labels, kinds, names, labels_are)
-        allowed = {str(i) for i in range(len(names))} if are_indices else set(names)
-        if unknown := [label for label in labels if label not in allowed]:
-            expected = f"indices of the {len(names)} classes" if are_indices else "in the classes"
+    labels, kinds = sorted(facts.labels), facts.kinds
+    numbers = list(map(str, range(len(names))))
+    are_indices = labels_are == "indices"
+    if labels_are == "auto" and kinds - {"name"} and names != numbers:
+        are_indices = kinds == {"index"} or all(map(_INTEGER.fullmatch, labels))
+        if are_indices and kinds != {"index"} and any(map(_INTEGER.fullmatch, names)):
             raise ValueError(
-                f"convert: labels {unknown[:5]} are not {expected} {names[:20]}; correct "
-                "convert.classes, or set convert.labels_are to names or indices"
+                f"convert: labels such as {labels[:5]} may be names or indices of the classes "
+                f"{names[:5]}; set convert.labels_are=names or convert.labels_are=indices"
             )
-        return list(names), are_indices
+    index_of = {label: i for i, label in enumerate(numbers if are_indices else names)}
+    if unknown := [label for label in labels if label not in index_of]:
+        expected = f"indices of the {len(names)} classes" if are_indices else "in the classes"
+        raise ValueError(
+            f"convert: labels {unknown[:5]} are not {expected} {names[:20]}; correct "
+            "convert.classes, or set convert.labels_are to names or indices"
+        )
+    return names, index_of
+
+
+def _unnamed_classes(facts: SourceFacts, labels_are: LabelsAre, *, of_folders: bool) -> list[str]:
+    """The class names from the labels."""
+    labels = sorted(facts.labels)
     _check_spelling(labels, is_lenient=of_folders or labels_are == "names")
-    are_numbers = "name" not in kinds and all(map(_INTEGER.fullmatch, labels))
+    are_numbers = "name" not in facts.kinds and all(map(_INTEGER.fullmatch, labels))
     if labels_are == "indices":
-        if wrong := [text for text in labels if not are_numbers or str(abs(int(text))) != text]:
+        if wrong := [
+            text for text in labels
+            if not are_numbers or str(abs(int(text))) != text or int(text) >= MOST_CLASSES
+        ]:  # fmt: skip
             raise ValueError(
                 f"convert.labels_are=indices: labels such as {wrong[:5]} are not integers from 0 "
-                "on; correct them, or set convert.labels_are=names"
+                f"to {MOST_CLASSES - 1:,}; correct them, or set convert.labels_are=names"
             )
-        count = max(map(int, labels), default=-1) + 1
-        check_class_count(count)
-        return list(map(str, range(count))), True
-    if are_numbers and not of_folders and labels_are == "auto":
-        _check_gapless(labels)
-    return sorted(labels, key=lambda text: (int(text), text)) if are_numbers else labels, False
+        return list(map(str, range(max(map(int, labels), default=-1) + 1)))
+    if not are_numbers:
+        return labels
+    numbers = sorted(map(int, labels))
+    if labels_are == "auto" and not of_folders and numbers != list(range(len(numbers))):
+        hint = " (-1 by convention means that an image is not labelled)" if numbers[0] < 0 else ""
+        raise ValueError(
+            f"convert: labels such as {labels[:3]} are {len(numbers)} integers from {numbers[0]} "
+            f"to {numbers[-1]}{hint}, and not 0 to {len(numbers) - 1}, and the source declares no "
+            "class names; set convert.labels_are=indices to keep them, convert.labels_are=names to "
+            "renumber them from 0 on, or give convert.classes"
+        )
+    return sorted(labels, key=lambda text: (int(text), text))
 
 
 def _check_spelling(labels: list[str], *, is_lenient: bool) -> None:
@@ -311,13 +321,10 @@ def _check_spelling(labels: list[str], *, is_lenient: bool) -> None:
     Args:
         is_lenient: checks spellings only.
     """
-    spellings = defaultdict(list)
-    for label in labels:
-        spellings[label.casefold()].append(label)
-    alike = [names for names in spellings.values() if len(names) > 1]
+    spellings = Counter(map(str.casefold, labels))
     advice = "correct them, or list all classes in convert.classes"
-    if alike:
-        raise ValueError(f"convert: the labels {alike[0]} differ only in capitals; {advice}")
+    if alike := [label for label in labels if spellings[label.casefold()] > 1]:
+        raise ValueError(f"convert: the labels {alike[:4]} differ only in capitals; {advice}")
     if is_lenient or not labels:
         return
     missing = [label for label in labels if label.lower() in _MISSING]
@@ -333,46 +340,5 @@ def _check_spelling(labels: list[str], *, is_lenient: bool) -> None:
         f"labels such as {labels[:2]} are lists, or zeros and ones with a place for each class "
         "(one-hot or multi-hot), and not class names": all(map(_LIST.fullmatch, labels)),
     }
-    for problem, is_so in problems.items():
-        if is_so:
-            raise ValueError(f"convert: {problem}; {advice}, or set convert.labels_are=names")
-
-
-def _check_gapless(labels: list[str]) -> None:
-    """Raises ValueError if integers are not 0 to n - 1, as they may not be labels then."""
-    numbers = sorted(map(int, labels))
-    if numbers == list(range(len(numbers))):
-        return
-    hint = " (-1 by convention means that an image is not labelled)" if numbers[0] < 0 else ""
-    raise ValueError(
-        f"convert: labels such as {labels[:3]} are {len(numbers)} integers from {numbers[0]} to "
-        f"{numbers[-1]}{hint}, and not 0 to {len(numbers) - 1}, and the source declares no class "
-        "names; set convert.labels_are=indices to keep them, convert.labels_are=names to renumber "
-        "them from 0 on, or give convert.classes"
-    )
-
-
-def _are_indices(
-    labels: list[str],
-    kinds: Set[str],
-    names: list[str],
-    labels_are: Literal["auto", "names", "indices"],
-) -> bool:
-    """Whether labels are class indices: as the source declares, else if only labels are integers.
-
-    Raises:
-        ValueError: both labels and class names are numbers, but not the same.
-    """
-    if labels_are != "auto":
-        return labels_are == "indices"
-    if kinds <= {"name"} or kinds == {"index"}:
-        return kinds == {"index"}
-    are_equal = names == list(map(str, range(len(names))))
-    if are_equal or not all(map(_INTEGER.fullmatch, labels)):
-        return False
-    if not any(map(_INTEGER.fullmatch, names)):
-        return True
-    raise ValueError(
-        f"convert: labels such as {labels[:5]} may be names or indices of the classes {names[:5]}; "
-        "set convert.labels_are=names or convert.labels_are=indices"
-    )
+    if likely := [problem for problem, is_so in problems.items() if is_so]:
+        raise ValueError(f"convert: {likely[0]}; {advice}, or set convert.labels_are=names")

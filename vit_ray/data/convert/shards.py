@@ -56,14 +56,13 @@ from vit_ray.data.shard_writer import EncodedImage, ShardFacts, ShardWriter
 from vit_ray.data.shards import problem_of_shard
 from vit_ray.data.tasks import Shown, report_done, run_tasks
 from vit_ray.lock import check_lock
-from vit_ray.storage import HALF_WRITTEN, Location, locate, with_retries
+from vit_ray.storage import HALF_WRITTEN, Location, locate
 
 SHUFFLE: Final = 5
 # Files in the staging folder, with the rows and the result of a shard.
 _LIST: Final = "list-{:06d}.parquet"
 RESULT: Final = "shard-{:06d}.json"
 _THREADS: Final = 16
-_REJECTED_SHOWN: Final = 1000
 _NAMES_SHOWN: Final = 10
 
 
@@ -74,7 +73,7 @@ class Plan:
     Attributes:
         settings: those that decide the bytes of the data set.
         versions: version of each unit of the source, by path.
-        are_indices: whether labels of the source are class indices, not class names.
+        label_of: class index of each label of the source.
         folder: folder of the source; keys are relative to it.
         no_classes: names of class folders without images.
     """
@@ -83,7 +82,7 @@ class Plan:
     versions: dict[str, str]
     source_digest: str
     classes: list[str]
-    are_indices: bool
+    label_of: dict[str, int]
     num_images: int
     num_shards: int
     folder: str
@@ -91,11 +90,6 @@ class Plan:
 
     def name_of(self, shard: int) -> str:
         return shard_name(shard, self.num_shards)
-
-    def label_of(self) -> dict[str, int]:
-        """Class index of each label of the source."""
-        names = map(str, range(len(self.classes))) if self.are_indices else self.classes
-        return {name: label for label, name in enumerate(names)}
 
 
 def write_lists(plan: Plan, source_rows: pa.Table, staging: Location) -> None:
@@ -131,12 +125,12 @@ class ShardResult(ShardFacts):
     images: list[Any] = field(default_factory=list)
 
     def checked(
-        self, row: Row, read: Callable[[], bytes], label_of: dict[str, int], config: ConvertConfig
+        self, row: Row, read: Callable[[], bytes], plan: Plan, config: ConvertConfig
     ) -> EncodedImage | None:
         """Check and count an image; None if it is rejected."""
         try:
             content = read()
-            labels = tuple(label_of[text] for text in row.labels)
+            labels = tuple(plan.label_of[text] for text in row.labels)
             image = checked(content, row.key, labels, config, restart_writer())
         except SourceChangedError:
             raise
@@ -152,10 +146,6 @@ class ShardResult(ShardFacts):
         self.max_labels = max(self.max_labels, len(labels))
         self.label_counts.update(map(str, labels))
         return replace(image, extra=row.extra)
-
-    def file(self, name: str) -> ShardFile:
-        """The shard's entry in the manifest; `name` is the file in the data set's folder."""
-        return ShardFile(name, sum(self.rows), self.bytes, self.crc32, *self.images)
 
 
 def make_shards(plan: Plan, config: ConvertConfig) -> None:
@@ -174,14 +164,13 @@ def make_shards(plan: Plan, config: ConvertConfig) -> None:
 def make_shard(shard: int, plan: Plan, config: ConvertConfig) -> None:
     """Write one shard, and then its result."""
     write = write_in_place if config.in_place else write_shard
-    result = with_retries(lambda: write(shard, plan, config), f"making shard {shard}")
     staging = locate(config.destination).child(STAGING_FOLDER)
-    write_facts(staging.child(RESULT.format(shard)), vars(result))
+    write_facts(staging.child(RESULT.format(shard)), vars(write(shard, plan, config)))
 
 
 def write_shard(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
     """Write a shard of images that are copied."""
-    folder, label_of, result = locate(config.destination), plan.label_of(), ShardResult(shard=shard)
+    folder, result = locate(config.destination), ShardResult(shard=shard)
     tables = read_groups(folder.child(STAGING_FOLDER).child(_LIST.format(shard)))
     rows = chain.from_iterable(map(table_rows, tables))
     target, group_size = folder.child(plan.name_of(shard)), config.rows_per_row_group
@@ -189,7 +178,7 @@ def write_shard(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
         for number, (row, content) in enumerate(read_ahead(rows), 1):
             report_done(number, len(result.rejected))
             # no limit: the storage limits each file
-            if (image := result.checked(row, content.result, label_of, config)) is not None:
+            if (image := result.checked(row, content.result, plan, config)) is not None:
                 writer.add(image)
     return replace(result, **vars(writer.facts()))
 
@@ -200,7 +189,7 @@ def write_in_place(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult
     Raises:
         ValueError: the file has changed meanwhile, or a row group is too large.
     """
-    path, label_of = [*plan.versions][shard], plan.label_of()
+    path = [*plan.versions][shard]
     before = locate(path).info()
     if before.version != plan.versions[path]:
         raise SourceChangedError(path)
@@ -219,7 +208,7 @@ def write_in_place(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult
                 image_bytes[-1] += len(row.image or b"")
                 check_in_place(path, group, num_rows, image_bytes[-1])
                 entry = row.storable()
-                image = result.checked(entry, entry.read, label_of, unchanged)
+                image = result.checked(entry, entry.read, plan, unchanged)
                 if image is None:
                     result.dropped[-1].append(row_in_group)
                     no_texts = (None,) * len(config.columns)
@@ -240,21 +229,18 @@ def write_in_place(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult
 class ConvertReport:
     """What a conversion did.
 
-    `label_histogram` counts images per class name; `rejected` maps the keys of the first 1,000
-    rejected images to the reasons (all are in `rejected.parquet`). `num_indexed` images have a
-    restart index; libjpeg warns of `num_damaged` images (keys and warnings are in
+    `label_histogram` counts images per class name. `num_indexed` images have a restart index;
+    libjpeg warns of `num_damaged` images (keys and warnings are in
     `damaged.parquet`). `was_done`: the data set existed already, and nothing had changed. `notes`
     are about classes with no image or one, and orientations.
     """
 
     num_images: int
-    num_classes: int
     num_shards: int
     num_rejected: int
     bytes: int
     fingerprint: str
     label_histogram: dict[str, int] = field(repr=False)
-    rejected: dict[str, str] = field(repr=False)
     num_indexed: int = 0
     num_damaged: int = 0
     was_done: bool = False
@@ -279,7 +265,7 @@ def commit(
     """
     staging = folder.child(STAGING_FOLDER)
     results = [staging.child(RESULT.format(shard)) for shard in range(plan.num_shards)]
-    written, first_rejected = list[ShardResult](), dict[str, str]()
+    written, first_rejected = list[ShardResult](), list[tuple[str, str]]()
     counts, labels = Counter[str](), Counter[str]()
     with (
         parquet_output(folder.child(REJECTED_FILE), REJECTED_SCHEMA) as rejected,
@@ -296,13 +282,15 @@ def commit(
                     target.write_table(pa.Table.from_arrays(columns, schema=REJECTED_SCHEMA))
             counts.update(result.counts)
             labels.update(result.label_counts)
-            first_rejected.update(result.rejected[: max(0, _REJECTED_SHOWN - len(first_rejected))])
+            first_rejected = first_rejected or result.rejected[:1]
             if result.rows:
                 written.append(replace(result, rejected=[], damaged=[], label_counts=Counter()))
             else:
                 folder.child(plan.name_of(result.shard)).delete()
     _check_rejected(plan, folder, counts["rejected"], max_rejected_fraction, first_rejected)
-    files = [result.file(plan.name_of(result.shard)) for result in written]
+    files = [
+        ShardFile(plan.name_of(r.shard), sum(r.rows), r.bytes, r.crc32, *r.images) for r in written
+    ]
     _check_shards(plan, folder, written, files)
     num_images = sum(sum(r.rows) - sum(map(len, r.dropped)) for r in written)
     if num_images != plan.num_images - counts["rejected"]:
@@ -315,13 +303,11 @@ def commit(
     histogram = {name: labels[str(label)] for label, name in enumerate(plan.classes)}
     report = ConvertReport(
         num_images=num_images,
-        num_classes=len(plan.classes),
         num_shards=len(written),
         num_rejected=counts["rejected"],
         bytes=sum(result.bytes for result in written),
         fingerprint="",
         label_histogram=histogram,
-        rejected=first_rejected,
         num_indexed=counts["indexed"],
         num_damaged=counts["damaged"],
         notes=_notes(plan, histogram, counts["turned"]),
@@ -334,11 +320,15 @@ def commit(
 
 
 def _check_rejected(
-    plan: Plan, folder: Location, num_rejected: int, max_fraction: float, rejected: dict[str, str]
+    plan: Plan,
+    folder: Location,
+    num_rejected: int,
+    max_fraction: float,
+    first_rejected: list[tuple[str, str]],
 ) -> None:
     if num_rejected < plan.num_images and num_rejected / plan.num_images <= max_fraction:
         return
-    key, reason = next(iter(rejected.items()))
+    key, reason = first_rejected[0]
     alternative = ""
     if num_rejected < plan.num_images:
         fraction = -(-100 * num_rejected // plan.num_images) / 100

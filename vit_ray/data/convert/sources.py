@@ -9,10 +9,10 @@ from typing import Final
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.data.convert import archives, tables
 from vit_ray.data.convert.files import (
+    GLOB,
     check_complete,
     choose_split,
     folder_rows,
-    is_glob,
     is_pattern,
     loose_images,
     loose_rows,
@@ -165,8 +165,14 @@ def _units_of_folder(config: ConvertConfig, location: Location) -> list[Unit]:
 def _units_of_files(config: ConvertConfig, files: list[str], folder: str = "") -> list[Unit]:
     """Units for files of one format, in the chosen split."""
     source, folder = config.source, folder or _folder_of(files)
-    is_auto = config.format == "auto"
-    formats = sorted({_format_of_file(path) if is_auto else config.format for path in files})
+    formats = [config.format]
+    if config.format == "auto":
+        if unknown := [path for path in files if _suffix(path) not in _FORMATS]:
+            raise ValueError(
+                f"convert.source={unknown[0]!r} is a file of no known format; unpack it first, or "
+                f"give a folder of class folders, or files that end in {', '.join(_FORMATS)}"
+            )
+        formats = sorted({_FORMATS[_suffix(path)] for path in files})
     if len(formats) > 1 or formats == ["folder"]:
         raise ValueError(
             f"convert.source={source!r} matches files of the formats {', '.join(formats)}; match "
@@ -178,20 +184,9 @@ def _units_of_files(config: ConvertConfig, files: list[str], folder: str = "") -
         unit = Unit(formats[0], path, folder, config)
         splits.setdefault(split_of(unit.name), []).append(unit)
     units = sorted(choose_split(splits, config.split, source), key=lambda unit: unit.path)
-    if is_glob(source) or not (is_pattern(source) or files == [locate(source).uri]):
+    if GLOB.search(source) or not (is_pattern(source) or files == [locate(source).uri]):
         check_complete([unit.path for unit in units], source)
     return units
-
-
-def _format_of_file(path: str) -> str:
-    """The format of a file by its suffix; raises ValueError if it is unknown."""
-    suffix = _suffix(path)
-    if suffix not in _FORMATS:
-        raise ValueError(
-            f"convert.source={path!r} is a file of no known format; unpack it first, or give a "
-            f"folder of class folders, or files that end in {', '.join(_FORMATS)}"
-        )
-    return _FORMATS[suffix]
 
 
 def _format_of(folder: Location, config: ConvertConfig) -> str:
@@ -200,8 +195,7 @@ def _format_of(folder: Location, config: ConvertConfig) -> str:
     Raises:
         ValueError: the folder has files of several formats, or a list next to class folders.
     """
-    names = [info.base_name for info in folder.list_files(recursive=False)]
-    formats = sorted({_FORMATS[s] for s in map(_suffix, names) if s in _FORMATS})
+    formats, _ = _formats_in(folder)
     if len(formats) > 1:
         raise ValueError(
             f"convert.source={config.source!r} has files of the formats {', '.join(formats)}; "
@@ -221,13 +215,20 @@ def _format_of(folder: Location, config: ConvertConfig) -> str:
 def _format_below(folder: Location, depth: int = _MAX_DEPTH) -> str | None:
     """The format of the first folder below with images, tar, TFRecord or parquet files."""
     for child in (folder.child(name) for name in folders_in(folder)) if depth else ():
-        names = [info.base_name for info in child.list_files(recursive=False)]
-        if any(map(is_image_name, names)):
+        formats, has_images = _formats_in(child)
+        if has_images:
             return "folder"
-        formats = {_FORMATS[s] for s in map(_suffix, names) if s in _FORMATS} - set(LISTS)
-        if format := min(formats, default=None) or _format_below(child, depth - 1):
+        archives = [format for format in formats if format not in LISTS]
+        if format := next(iter(archives), None) or _format_below(child, depth - 1):
             return format
     return None
+
+
+def _formats_in(folder: Location) -> tuple[list[str], bool]:
+    """The formats of the files directly in a folder, sorted, and whether some are images."""
+    names = [info.base_name for info in folder.list_files(recursive=False)]
+    formats = {_FORMATS[suffix] for suffix in map(_suffix, names) if suffix in _FORMATS}
+    return sorted(formats), any(map(is_image_name, names))
 
 
 def _suffix(path: str) -> str:

@@ -10,7 +10,8 @@ import csv
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import IO, Any, Final, NamedTuple
 
 import pyarrow as pa
@@ -29,6 +30,7 @@ from vit_ray.data.convert.labels import (
     labels_of_record,
     labels_of_value,
     refuse_one_hot,
+    row_or_problem,
 )
 from vit_ray.data.convert.rows import DamagedUnitError, Row, Unit
 from vit_ray.data.shard_writer import MOST_ROW_GROUP_BYTES
@@ -44,6 +46,11 @@ _PATH_FIELDS: Final = ("path", "file", "file_name", "image", "image_path", "file
 # Labels of Kaggle's ImageNet: for each box of an image its class and corners.
 _CLASS: Final = r"n[0-9]{8}"
 _BOXES: Final = re.compile(rf"(?:{_CLASS}(?: -?[0-9]+){{4}} *)+")
+# Arrow's types of labels, and of images; a column without an embedded image has the type null.
+_LABEL_TYPE: Final = re.compile(
+    r"(\w*list<\w+: )?(dictionary<values=)?(u?int\d+|(large_)?string(_view)?)\b"
+)
+_IMAGE_TYPE: Final = re.compile(r"(dictionary<values=)?((large_|fixed_size_)?binary|null)")
 # As in RFC 4180: quotes enclose a whole field, and are doubled inside one.
 _STRICT_ROW: Final = r'(?:"(?:[^"]|"")*+"|[^"{0}]*+)(?:{0}(?:"(?:[^"]|"")*+"|[^"{0}]*+))*+\r?\n?'
 
@@ -99,7 +106,7 @@ def parquet_rows(unit: Unit, *, with_images: bool = True) -> Iterator[Row]:
                         image = images[i].as_py() or b"" if with_images else None
                         length = size // metadata.num_rows if image is None else len(image)
                         row = Row(f"{stem}/{number:08d}", length=length, image=image)
-                        yield labelled(row, unit, _parquet_labels, row, batch, i, columns, unit)
+                        yield row_or_problem(row, _parquet_row, unit, columns, batch, i)
                         number += 1
             except (pa.ArrowException, OSError) as error:
                 if is_of_the_store(error):
@@ -110,10 +117,8 @@ def parquet_rows(unit: Unit, *, with_images: bool = True) -> Iterator[Row]:
             first = end
 
 
-def _parquet_labels(
-    row: Row, batch: pa.RecordBatch, at: int, columns: Columns, unit: Unit
-) -> tuple[Labels, Mapping[str, Any]]:
-    """The labels of a row of a batch (names for a `ClassLabel`), and its `convert.columns`.
+def _parquet_row(row: Row, unit: Unit, columns: Columns, batch: pa.RecordBatch, at: int) -> Row:
+    """A row of a batch with its labels (names for a `ClassLabel`) and columns.
 
     Raises:
         ValueError: the image is not embedded, or the labels are invalid.
@@ -134,7 +139,8 @@ def _parquet_labels(
             hint = " (by convention: not labelled)" if unknown == [-1] else ""
             raise ValueError(f"its label is {unknown[0]}{hint}, of {len(names)} classes")
         labels, kind = tuple(names[index] for index in indices), "name"
-    return (labels, kind), {name: batch.column(name)[at].as_py() for name in unit.config.columns}
+    fields = {name: batch.column(name)[at].as_py() for name in unit.config.columns}
+    return labelled(row, (labels, kind), fields, unit.config.columns)
 
 
 def check_in_place(path: str, group: int, rows: int, image_bytes: int) -> None:
@@ -184,13 +190,7 @@ def _columns_of(schema: pa.Schema, unit: Unit) -> Columns:
         "label", config.label_field, (*_LABEL_COLUMNS, *declared), schema.names, file
     )
     check_columns((image, label, *config.columns), schema.names, file)
-    element = schema.field(label).type
-    if not pa.types.is_dictionary(element):
-        element = getattr(element, "value_type", element)  # of a list
-    if pa.types.is_dictionary(element):
-        element = element.value_type
-    is_text = str(element) in ("string", "large_string", "string_view")
-    if not (is_text or pa.types.is_integer(element)):
+    if not _LABEL_TYPE.match(str(schema.field(label).type)):
         raise ValueError(
             f"{file}: its label column {label!r} is {schema.field(label).type}; expected "
             "integers, text, or lists of one of them"
@@ -198,9 +198,7 @@ def _columns_of(schema: pa.Schema, unit: Unit) -> Columns:
     kind, image_path = schema.field(image).type, image
     if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
         kind, image_path = kind.field("bytes").type, f"{image}.bytes"
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    # A column without any embedded image has the type null.
-    if not str(kind).startswith(("binary", "large_binary", "fixed_size_binary", "null")):
+    if not _IMAGE_TYPE.match(str(kind)):
         raise ValueError(
             f"{file}: its column {image!r} is {schema.field(image).type}; expected encoded "
             "images, as binary or as a struct with `bytes`"
@@ -247,13 +245,10 @@ def jsonl_rows(unit: Unit) -> Iterator[Row]:
         for number, line in enumerate(_lines(file, unit.path), 1):
             if not line.strip():
                 continue
-            try:
-                yield _jsonl_row(unit, line)
-            except ValueError as error:
-                yield Row(f"{unit.path}#{number}", problem=f"line {number}: {error}")
+            yield row_or_problem(Row(f"{unit.path}#{number}"), _jsonl_row, unit, line)
 
 
-def _jsonl_row(unit: Unit, line: bytes) -> Row:
+def _jsonl_row(row: Row, unit: Unit, line: bytes) -> Row:
     if len(line) >= MAX_TEXT_BYTES:
         raise ValueError(f"it has {MAX_TEXT_BYTES:,} bytes or more")
     fields = json_object(line)
@@ -261,8 +256,8 @@ def _jsonl_row(unit: Unit, line: bytes) -> Row:
     path = fields[chosen_field("image", unit.config.image_field, _PATH_FIELDS, names, "it")]
     if type(path) not in (str, int):
         raise ValueError(f"its path is of type {type(path).__name__}, not text or an id")
-    row, label = _listed_row(unit, str(path)), unit.config.label_field
-    return labelled(row, unit, lambda: (labels_of_record(fields, label), fields))
+    row = replace(row, key=(unit.config.image_pattern or "{}").replace("{}", str(path)))
+    return row_or_problem(row, _located, unit, labels_of_record, fields, unit.config.label_field)
 
 
 def csv_rows(unit: Unit) -> Iterator[Row]:
@@ -293,35 +288,30 @@ def csv_rows(unit: Unit) -> Iterator[Row]:
                 )
             if problem := _csv_problem(row, text, indices, len(names), delimiter):
                 for number in range(line, line + len(text)):
-                    yield Row(f"{unit.path}#{number}", problem=f"line {number}: {problem}")
+                    yield Row(f"{unit.path}#{number}", problem=problem)
             elif row:
                 fields = dict(zip(names, row, strict=True))
                 fields |= {name: fields[name.lower()] for name in unit.config.columns}
-                yield labelled(_listed_row(unit, fields[image]), unit, _csv_labels, label, fields)
+                entry = Row((unit.config.image_pattern or "{}").replace("{}", fields[image]))
+                yield row_or_problem(entry, _located, unit, _csv_labels, fields, label)
 
 
 def _records(
     lines: Iterator[str], delimiter: str
 ) -> Iterator[tuple[int, list[str], list[str] | str]]:
     """For each record: number of its first line, its lines, and its fields, or the error in it."""
-    text: list[str] = []
-
-    def recorded() -> Iterator[str]:
-        for line in lines:
-            text.append(line)
-            yield line
-
-    rows, first = csv.reader(recorded(), strict=True, delimiter=delimiter), 1
-    row: list[str] | str | None = []
-    while row is not None:
-        text.clear()
+    lines, copies = itertools.tee(lines)
+    rows, num_lines = csv.reader(lines, strict=True, delimiter=delimiter), 0
+    while True:
         try:
-            row = next(rows, None)
+            row: list[str] | str = next(rows)
+        except StopIteration:
+            return
         except csv.Error as error:
             row = str(error)
-        if row is not None:
-            yield first, [*text], row
-        first += len(text)
+        text = list(itertools.islice(copies, rows.line_num - num_lines))
+        yield num_lines + 1, text, row
+        num_lines = rows.line_num
 
 
 def _csv_problem(
@@ -357,7 +347,7 @@ def _csv_problem(
     return None if row[index].strip() else "it has no path"
 
 
-def _csv_labels(label: str, fields: dict[str, str]) -> tuple[Labels, dict[str, str]]:
+def _csv_labels(fields: dict[str, str], label: str) -> Labels:
     text = fields[label]
     refuse_one_hot([part.strip() for part in text.split(";")])
     texts = re.findall(_CLASS, text) if _BOXES.fullmatch(text) else [text]
@@ -365,12 +355,20 @@ def _csv_labels(label: str, fields: dict[str, str]) -> tuple[Labels, dict[str, s
         texts = list(filter(str.strip, text.split(";")))
     if not texts:
         raise ValueError("it has no label")
-    return (tuple(dict.fromkeys(map(checked_label, texts))), "text"), fields
+    return tuple(dict.fromkeys(map(checked_label, texts))), "text"
 
 
-def _listed_row(unit: Unit, text: str) -> Row:
-    """The row of an image in a list, without labels; relative paths start at the list's folder."""
-    name = (unit.config.image_pattern or "{}").replace("{}", text)
-    if name.startswith(("http://", "https://")):
-        return Row(name, problem="it is a URL; download the images first, and list their paths")
-    return Row(name, path=name if name.startswith(("/", "s3://")) else f"{unit.folder}/{name}")
+def _located(
+    row: Row,
+    unit: Unit,
+    labels_of: Callable[[Any, Any], Labels],
+    fields: Mapping[str, Any],
+    label: str | None,
+) -> Row:
+    """A row of a list with its path, which is its key or below the list's folder, and labels."""
+    if row.key.startswith(("http://", "https://")):
+        raise ValueError("it is a URL; download the images first, and list their paths")
+    is_absolute = row.key.startswith(("/", "s3://"))
+    path = row.key if is_absolute else f"{unit.folder}/{row.key}"
+    labels = labels_of(fields, label)
+    return labelled(replace(row, path=path), labels, fields, unit.config.columns)

@@ -204,7 +204,7 @@ def test_only_what_has_the_coefficients_of_the_original_is_an_answer(name, monke
     library = libjpeg_process.Libjpeg(next(restart_markers._writers())._command[-1])
     other = OTHERS.get(name, PLAIN)
     monkeypatch.setattr(library, "_written", lambda *_: other)
-    assert library.rewritten(PLAIN, 1, True, b"") == (b"" if name else PLAIN)
+    assert library.rewritten(PLAIN, 1, True) == (b"" if name else PLAIN)
 
 
 def test_a_library_with_other_structures_is_passed_over(monkeypatch, caplog, tmp_path):

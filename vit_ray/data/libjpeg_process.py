@@ -2,12 +2,11 @@
 
     python libjpeg_process.py PATH_OF_LIBJPEG
 
-A request on standard input is four little-endian numbers of 4 bytes (the kind of request, the
-interval of restart markers in MCUs, the length of a file, and the length of the metadata segments
-to keep), then the file and the segments. The answer on standard output is a length and that many
-bytes: a file, or text. This is a separate process because libjpeg exits when it cannot continue,
-unless longjmp prevents that, which Python does not have. It starts fast: it imports only the
-standard library.
+A request on standard input is three little-endian numbers of 4 bytes (the kind of request, the
+interval of restart markers in MCUs, and the length of a file), then the file. The answer on
+standard output is a length and that many bytes: a file without metadata, or text. This is a
+separate process because libjpeg exits when it cannot continue, unless longjmp prevents that, which
+Python does not have. It starts fast: it imports only the standard library.
 
 Every written file is read again and compared with the original: the coefficients of all blocks,
 their quantization, and everything that decides the colours. Only an equal file is returned.
@@ -17,16 +16,15 @@ libjpeg itself refuses a caller whose structures have other sizes.
 """
 
 import ctypes
-import resource
+import signal
 import struct
 import sys
-import time
 from typing import Any, BinaryIO, Final
 
 KEEP_TABLES, OPTIMIZE, WARNINGS = range(3)
 """Kinds of requests: rewrite the file with its own coding tables; rewrite it with optimised tables,
 which takes twice as long; list libjpeg's warnings about the file, one line for each kind."""
-REQUEST: Final = struct.Struct("<IIII")
+REQUEST: Final = struct.Struct("<III")
 ANSWER: Final = struct.Struct("<I")
 
 _ABI: Final = 62
@@ -37,7 +35,7 @@ _BLOCK_BYTES: Final = 128
 # JMSG_LENGTH_MAX.
 _MESSAGE_BYTES: Final = 200
 _MAX_WARNINGS: Final = 10
-# CPU seconds for a file; then the system ends this process.
+# CPU seconds for a file; then a signal (SIGPROF) ends this process.
 _MAX_CPU_S: Final = 60
 # Pixels of a file that is decoded for its warnings; Pillow refuses larger files anyway.
 _MAX_PIXELS: Final = 178_956_970
@@ -127,8 +125,6 @@ class _Compress(ctypes.Structure):
         ac_tables=(160, _Tables),
         optimize_coding=(264, ctypes.c_int),
         restart_interval=(280, ctypes.c_uint),
-        writes_jfif=(288, ctypes.c_int),
-        writes_adobe=(300, ctypes.c_int),
     )
 
 
@@ -184,21 +180,19 @@ class Libjpeg:
         self._lib.jpeg_destroy(at)
         return list(dict.fromkeys(self._warnings))
 
-    def rewritten(self, image: bytes, interval: int, keeps_tables: bool, metadata: bytes) -> bytes:
+    def rewritten(self, image: bytes, interval: int, keeps_tables: bool) -> bytes:
         """The file with restart markers; empty if libjpeg warns of damage or the result differs."""
         source = self._opened(image)
         coefficients = self._lib.jpeg_read_coefficients(ctypes.byref(source))
         content = b""
         if not self._warnings:
-            content = self._written(source, coefficients, interval, keeps_tables, metadata)
+            content = self._written(source, coefficients, interval, keeps_tables)
             if not self._is_equal(content, source, coefficients):
                 content = b""
         self._lib.jpeg_destroy(ctypes.byref(source))
         return content
 
-    def _written(
-        self, source: Any, coefficients: Any, interval: int, keeps_tables: bool, metadata: bytes
-    ) -> bytes:
+    def _written(self, source: Any, coefficients: Any, interval: int, keeps_tables: bool) -> bytes:
         lib, buffer, size = self._lib, ctypes.c_void_p(), ctypes.c_ulong()
         compress = self._created(_Compress(), lib.jpeg_CreateCompress)
         target = ctypes.byref(compress)
@@ -208,15 +202,6 @@ class Libjpeg:
         if keeps_tables:
             self._take_tables(source, compress)
         lib.jpeg_write_coefficients(target, coefficients)
-        while metadata:  # segments, each of 0xff, its marker, and its length with that field
-            length = int.from_bytes(metadata[2:4])
-            marker, content = metadata[1], metadata[4 : 2 + length]
-            is_written = (
-                marker == 0xE0 and content.startswith(b"JFIF\0") and compress.writes_jfif
-            ) or (marker == 0xEE and content.startswith(b"Adobe") and compress.writes_adobe)
-            if not is_written:
-                lib.jpeg_write_marker(target, marker, content, len(content))
-            metadata = metadata[2 + length :]
         lib.jpeg_finish_compress(target)
         lib.jpeg_destroy(target)
         written = ctypes.string_at(buffer, size.value)
@@ -299,16 +284,13 @@ def _frame(file: Any) -> tuple[Any, ...]:
 def serve(library: Libjpeg, requests: BinaryIO, answers: BinaryIO) -> None:
     """Answer requests until the input ends."""
     while head := requests.read(REQUEST.size):
-        kind, interval, length, metadata_length = REQUEST.unpack(head)
-        limit_s = int(time.process_time()) + 1 + _MAX_CPU_S
-        max_s = resource.getrlimit(resource.RLIMIT_CPU)[1]
-        limit_s = limit_s if max_s == resource.RLIM_INFINITY else min(limit_s, max_s)
-        resource.setrlimit(resource.RLIMIT_CPU, (limit_s, max_s))
-        image, metadata = requests.read(length), requests.read(metadata_length)
+        signal.setitimer(signal.ITIMER_PROF, _MAX_CPU_S)
+        kind, interval, length = REQUEST.unpack(head)
+        image = requests.read(length)
         if kind == WARNINGS:
             content = "\n".join(library.warnings(image)).encode()
         else:
-            content = library.rewritten(image, interval, kind == KEEP_TABLES, metadata)
+            content = library.rewritten(image, interval, kind == KEEP_TABLES)
         answers.write(ANSWER.pack(len(content)) + content)
         answers.flush()
 

@@ -24,7 +24,7 @@ from typing import Final
 import numpy as np
 import PIL
 
-from vit_ray.data.jpeg import decode_jpeg, is_front, metadata_of, read_frame
+from vit_ray.data.jpeg import START, decode_jpeg, is_front, metadata_of, read_frame
 from vit_ray.data.libjpeg_process import ANSWER, KEEP_TABLES, OPTIMIZE, REQUEST
 from vit_ray.data.restart_index import RestartIndex, index_segments, interval_for
 
@@ -55,7 +55,7 @@ _NOT_FOUND: Final = (
 _ATTEMPTS: Final = 3
 # Signals that a damaged file may cause; other signals come from outside.
 _SIGNALS_OF_FILES: Final = (
-    signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGXCPU,
+    signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGPROF,
 )  # fmt: skip
 
 
@@ -70,18 +70,16 @@ class Libjpeg:
         self._command = [sys.executable, "-I", "-S", str(_HELPER), library]
         self._process: subprocess.Popen[bytes] | None = None
 
-    def ask(
-        self, kind: int, image: bytes, interval: int = 0, metadata: bytes = b""
-    ) -> bytes | None:
+    def ask(self, kind: int, image: bytes, interval: int = 0) -> bytes | None:
         """The answer to a request of `libjpeg_process`; None if the file made the process end.
 
         Raises:
             OSError: the process was killed or did not answer, in every attempt.
         """
-        head = REQUEST.pack(kind, interval, len(image), len(metadata))
+        request = REQUEST.pack(kind, interval, len(image)) + image
         for _ in range(_ATTEMPTS):
             try:
-                return self._answer(b"".join((head, image, metadata)))
+                return self._answer(request)
             except (OSError, EOFError, struct.error):
                 status = self.close()
                 if status >= 0 or -status in _SIGNALS_OF_FILES:
@@ -173,7 +171,7 @@ def with_restart_markers(image: bytes, writer: Libjpeg) -> RewrittenJpeg | None:
     interval = interval_for(frame, _SEGMENT_PIXELS)
     # Optimized tables if the file's own have no room for missing codes.
     for kind in (KEEP_TABLES, OPTIMIZE) if frame.is_baseline else (OPTIMIZE,):
-        if rewritten := writer.ask(kind, image, interval, b"".join(metadata)):
+        if rewritten := writer.ask(kind, image, interval):
             break
     else:
         return None
@@ -181,6 +179,12 @@ def with_restart_markers(image: bytes, writer: Libjpeg) -> RewrittenJpeg | None:
         pixels, expected = decode_jpeg(rewritten), decode_jpeg(image)
         if pixels is None or expected is None or not np.array_equal(pixels, expected):
             return None
+    # libjpeg has written segments of JFIF and Adobe of its own, and no others.
+    fronts = metadata_of(rewritten)
+    end = len(START) + sum(map(len, fronts))
+    written = {segment[1] for segment in fronts}
+    others = [s for s in metadata if not (is_front(s) and s[1] in written)]
+    rewritten = b"".join((rewritten[:end], *others, rewritten[end:]))
     index = index_segments(rewritten)
     size = frame.height, frame.width
     return None if index is None else RewrittenJpeg(rewritten, size, index)

@@ -30,7 +30,7 @@ from vit_ray.checkpoints.run_checkpoints import newest_checkpoint
 from vit_ray.config.training_sections import CheckpointConfig
 from vit_ray.lock import LockLostError
 from vit_ray.storage import locate
-from vit_ray.training.training_state import TrainingState
+from vit_ray.training.training_state import fill_on_all_ranks
 from vit_ray.worker import saving
 from vit_ray.worker.job import UnrecoverableError
 from vit_ray.worker.saving import (
@@ -192,13 +192,13 @@ class Engine:
     """Each of two ranks needs a parameter that lies in files of its own."""
 
     def __init__(self, rank: int) -> None:
-        self.device, self._engine, self.state = CPU, self, self
+        self.device, self.state = CPU, self
         self.weight = torch.zeros(5)
         start = ("a", 0) if rank == 0 else ("b", 0)
         self._entries = [("weight", *start, self.weight)]
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        TrainingState._fill(self, checkpoint, self._entries)  # type: ignore[arg-type]
+        fill_on_all_ranks(checkpoint, self._entries)
 
 
 def resume(rank: int, *folders: Path) -> list[tuple[Any, list[float], list[str]]]:

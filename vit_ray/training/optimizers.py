@@ -106,21 +106,19 @@ def _own_state(config: OptimConfig) -> dict[str, torch.dtype]:
         ValueError: the state has something else, does not start with zeros, or mixes elements: ZeRO
             gives each rank flat pieces of tensors, and a checkpoint stores state by element.
     """
-    where, shape = f"optim.name={config.name}", (16, 64)
+    shape = (16, 64)
     expected, state = _own_steps(config, shape, {})
-    invalid = [k for k, v in state.items() if k != STEP_COUNT and getattr(v, "shape", ()) != shape]
-    if invalid:
-        raise ValueError(
-            f"{where} keeps {', '.join(invalid)} in its state; keep tensors of a weight's shape, "
-            f"and the number of steps as {STEP_COUNT!r}, which checkpoints hold"
-        )
+    is_by_element = all(
+        key == STEP_COUNT or getattr(value, "shape", ()) == shape for key, value in state.items()
+    )
     types = {key: getattr(value, "dtype", torch.float32) for key, value in state.items()}
-    flat, _ = _own_steps(config, (1024,), types)
-    if not torch.allclose(flat, expected, rtol=1e-5, atol=1e-7):
+    if not is_by_element or not torch.allclose(
+        _own_steps(config, (1024,), types)[0], expected, rtol=1e-5, atol=1e-7
+    ):
         raise ValueError(
-            f"{where} takes different steps from a state of zeros, or for a flattened tensor; "
-            "ZeRO and checkpoints need an optimizer that treats each element alike and starts "
-            "with zeros"
+            f"optim.name={config.name} does not treat each element alike, as ZeRO and checkpoints "
+            f"need; give it a state ({', '.join(state) or 'none'}) of tensors of a weight's shape "
+            f"that start with zeros, and {STEP_COUNT!r} for the number of steps"
         )
     return types
 

@@ -59,14 +59,10 @@ def micro_batch_size(recipe: Recipe, world_size: int, limit: int | None = None) 
         ValueError: the batch does not divide among the workers, or in a fixed group not into passes
             of the recipe's number; with the arithmetic and the nearest valid value.
     """
-    share = recipe.train.global_batch_size // world_size
-    wanted = recipe.train.micro_batch_size
-    is_elastic = not isinstance(recipe.workers.num_workers, int)
-    unit = recipe.train.least_pass if wanted == "auto" or is_elastic else wanted
-    accumulation_steps(recipe.train.global_batch_size, unit, world_size)
-    max_size = share if wanted == "auto" else min(wanted, share)
-    max_size = max_size if limit is None else min(max_size, limit)
-    sizes = pass_sizes(recipe, world_size)
+    sizes, wanted = pass_sizes(recipe, world_size), recipe.train.micro_batch_size
+    if wanted != "auto" and isinstance(recipe.workers.num_workers, int):
+        accumulation_steps(recipe.train.global_batch_size, wanted, world_size)
+    max_size = min(size for size in (sizes[-1], wanted, limit) if isinstance(size, int))
     return max((size for size in sizes if size <= max_size), default=sizes[0])
 
 

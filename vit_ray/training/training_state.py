@@ -19,7 +19,6 @@ from vit_ray.checkpoints.checkpoint_format import AVERAGE, WEIGHT, DamagedCheckp
 from vit_ray.checkpoints.checkpoint_writer import Snapshot, take_snapshot
 from vit_ray.config.training_sections import OptimConfig, TrainConfig
 from vit_ray.deepspeed_internals import flat_groups, forget_gathered, place_of, shard_of
-from vit_ray.training.collectives import all_max
 from vit_ray.training.optimizers import STEP_COUNT, StepGuard, state_types, zero_state
 
 
@@ -98,6 +97,22 @@ def frozen_fragments(engine: Any, exact: dict[str, Tensor]) -> list[Fragment]:
         if len(share):
             fragments.append(Fragment(name, start, share, 0, len(share)))
     return fragments
+
+
+def fill_on_all_ranks(checkpoint: Checkpoint, entries: list[Entry]) -> None:
+    """As `Checkpoint.fill`; all ranks call it, each with its own entries.
+
+    Raises:
+        DamagedCheckpointError: on all ranks, if data that some rank needs are damaged.
+    """
+    text, texts = "", [""] * dist.get_world_size()
+    try:
+        checkpoint.fill(entries)
+    except DamagedCheckpointError as error:
+        text = str(error)
+    dist.all_gather_object(texts, text)
+    if any(texts):
+        raise DamagedCheckpointError(max(texts))
 
 
 class WeightAverage:
@@ -220,14 +235,14 @@ class TrainingState:
         """Continue exactly from a checkpoint; all ranks call it.
 
         Raises:
-            DamagedCheckpointError: on all ranks, if data that some rank needs are damaged.
+            DamagedCheckpointError: as `fill_on_all_ranks`.
         """
         average, has_average = self.average, checkpoint.has_average()
         entries = [*self._entries(self._local)]
         entries += [(WEIGHT, f.name, f.start, f.weight) for f in self._frozen]
         if average is not None and has_average:
             entries += average.entries()
-        self._fill(checkpoint, entries)
+        fill_on_all_ranks(checkpoint, entries)
         if average is not None and not has_average:
             average.restart()
         for names, fragments in ((self._names, self.owned), (self._frozen_names, self._frozen)):
@@ -238,17 +253,6 @@ class TrainingState:
                 entry[STEP_COUNT].fill_(position.applied_steps)
         self._engine.global_steps = position.step
         self._guard.refused_steps.fill_(position.step - position.applied_steps)
-
-    def _fill(self, checkpoint: Checkpoint, entries: list[Entry]) -> None:
-        damage, rank, device = [""], dist.get_rank(), torch.device(self._engine.device)
-        try:
-            checkpoint.fill(entries)
-        except DamagedCheckpointError as error:
-            damage = [str(error)]
-        (last_damaged,) = all_max([rank if damage[0] else -1.0], device)
-        if last_damaged >= 0:
-            dist.broadcast_object_list(damage, src=int(last_damaged), device=device)
-            raise DamagedCheckpointError(damage[0])
 
     def _exchange(
         self, names: dict[nn.Parameter, str], fragments: list[Fragment], values: list[Tensor]

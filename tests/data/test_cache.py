@@ -57,7 +57,8 @@ def test_what_was_read_once_needs_the_store_no_more(small, cache, tmp_path):
     with pytest.raises(ValueError, match="is missing"):
         RowGroupReader(small).read(0)
     other = write_rows(tmp_path / "other", LABELS[::-1])
-    assert other.shards_digest != small.shards_digest == part.shards_digest
+    keys(other, cache)
+    assert len(entries(cache)) == 4
 
 
 def test_a_flipped_byte_of_any_entry_is_read_again(small, cache):

@@ -180,12 +180,6 @@ class Manifest(RowGroupColumns):
             return self.whole.first_samples
         return np.concatenate([[0], np.cumsum(self.rows, dtype=np.int64)])
 
-    @cached_property
-    def shards_digest(self) -> str:
-        """16 hex digits of the shards and their location; equal for a data set and its parts."""
-        files = [(file.path, file.bytes, file.crc32) for file in self.files]
-        return hashlib.sha256(repr((locate(self.root).uri, files)).encode()).hexdigest()[:16]
-
     def shard_location(self, group: int) -> Location:
         return self.file_location(int(self.file_index[group]))
 
@@ -271,8 +265,8 @@ def open_dataset(path: str) -> Manifest:
     """Open a data set: a folder with a manifest, local or `s3://`.
 
     Raises:
-        ValueError: there is no data set, its conversion has not finished, or it is empty, damaged
-            or of another format.
+        ValueError: there is no data set, its conversion has not finished, or it is damaged or of
+            another format.
         OSError: the storage cannot be reached, or denies access.
     """
     folder = locate(path)
@@ -290,44 +284,35 @@ def open_dataset(path: str) -> Manifest:
             "destination of `vit-ray convert`"
         )
     # The absolute path, because workers have other working directories.
-    manifest = read_again(lambda: _parse(folder.uri, file.read()), ValueError)
-    if manifest.num_images == 0:
-        raise ValueError(
-            f"data set {path!r} is empty: its manifest lists 0 images; convert it again"
-        )
-    return manifest
+    return read_again(lambda: _parse(folder.uri, file.read()), ValueError)
 
 
 def _parse(path: str, content: bytes) -> Manifest:
     try:
         file = pq.ParquetFile(pa.BufferReader(content))
         header: dict[str, Any] = json.loads(file.metadata.metadata[_METADATA_KEY])
-        version = int(header["format_version"])
-        if version == FORMAT_VERSION:
-            columns = _columns(file.read())
-            if header["fingerprint"] != _fingerprint(header, columns):
-                raise ValueError("its fingerprint differs from its content")
-            return Manifest(
-                **vars(columns),
-                path=path,
-                root=_root_of(header, path),
-                num_images=header["num_images"],
-                classes=header["classes"],
-                max_labels=header["max_labels"],
-                fingerprint=header["fingerprint"],
-                files=ShardFiles(ShardFile(*entry) for entry in header["files"]),
-                text_columns=tuple(header.get("text_columns", ())),
-                origin=header["origin"],
-            )
+        if (version := header["format_version"]) != FORMAT_VERSION:
+            raise ValueError(f"it has format {version}; this code reads format {FORMAT_VERSION}")
+        columns = _columns(file.read())
+        if header["fingerprint"] != _fingerprint(header, columns):
+            raise ValueError("its fingerprint differs from its content")
+        return Manifest(
+            **vars(columns),
+            path=path,
+            root=_root_of(header, path),
+            num_images=header["num_images"],
+            classes=header["classes"],
+            max_labels=header["max_labels"],
+            fingerprint=header["fingerprint"],
+            files=ShardFiles(ShardFile(*entry) for entry in header["files"]),
+            text_columns=tuple(header.get("text_columns", ())),
+            origin=header["origin"],
+        )
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError, IndexError) as error:
         raise ValueError(
-            f"{path}/{MANIFEST_FILE} is not a manifest of vit_ray or is damaged ({error}); "
-            "restore it from a copy, or convert the data set again"
+            f"{path}/{MANIFEST_FILE} is not a manifest of vit_ray or is damaged ({error}); restore "
+            "it from a copy, or convert the data set again"
         ) from error
-    raise ValueError(
-        f"data set {path!r} has format {version}; this code reads format {FORMAT_VERSION} only; "
-        "convert the images again"
-    )
 
 
 def _root_of(header: dict[str, Any], path: str) -> str:

@@ -174,13 +174,13 @@ def dev_split(
     whole = open_dataset(source)
     name = f"{whole.fingerprint}-{fraction:g}-{seed}{'' if by_class else '-any-class'}"
     train, dev = (locate(destination).child(name).child(part).uri for part in ("train", "dev"))
-    if not all(locate(path).child(MANIFEST_FILE).exists() for path in (train, dev)):
+    missing = [path for path in (train, dev) if not locate(path).child(MANIFEST_FILE).exists()]
+    if missing:
         is_dev = _dev_rows(whole, fraction, seed, by_class=by_class)
         origin = {"split_of": whole.fingerprint, "dev_fraction": fraction, "seed": seed}
-        for path, is_removed in ((train, is_dev), (dev, ~is_dev)):
-            if not locate(path).child(MANIFEST_FILE).exists():
-                part = whole.without(np.flatnonzero(is_removed))
-                derive(part, path, origin | {"is_dev": path == dev})
+        for path in missing:
+            part = whole.without(np.flatnonzero(is_dev == (path == train)))
+            derive(part, path, origin | {"is_dev": path == dev})
     return train, dev
 
 

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from vit_ray.data.dataset import Manifest, ShardFile, checksum, open_dataset
 from vit_ray.data.restart_index import IndexColumn, StoredImage
-from vit_ray.data.shard_writer import INDEX_SCHEMA, SHARD_SCHEMA, has_index, shard_schema
+from vit_ray.data.shard_writer import has_index
 from vit_ray.storage import (
     Location,
     UnavailableError,
@@ -123,7 +123,7 @@ def open_shard(location: Location, entry: ShardFile) -> tuple[Any, pq.FileMetaDa
     """A shard, opened for reading, and its footer.
 
     Raises:
-        ValueError: its size differs from the manifest's, or its columns are not those of a shard.
+        ValueError: its size differs from the manifest's.
     """
     source = location.open()
     if source.size() != entry.bytes:
@@ -131,16 +131,7 @@ def open_shard(location: Location, entry: ShardFile) -> tuple[Any, pq.FileMetaDa
             f"shard {location.path!r} has {source.size()} bytes and the manifest says "
             f"{entry.bytes}: it was changed or cut short after conversion{_ADVICE}"
         )
-    file = pq.ParquetFile(source)
-    schema = file.schema_arrow
-    is_indexed = has_index(schema)
-    text_columns = schema.names[len(SHARD_SCHEMA) + is_indexed * len(INDEX_SCHEMA) :]
-    if not schema.equals(shard_schema(text_columns, is_indexed=is_indexed)):
-        raise ValueError(
-            f"shard {location.path!r} has a foreign schema ({schema.names}); expected "
-            f"the columns {SHARD_SCHEMA.names} as `vit-ray convert` writes them"
-        )
-    return source, file.metadata
+    return source, pq.ParquetFile(source).metadata
 
 
 def _open_images(file: ShardFile) -> pq.ParquetFile:
@@ -275,8 +266,9 @@ class RowGroupReader:
             ValueError: the shard is missing, truncated, or differs from the manifest; columns other
                 than the images are damaged; or a label is not one of the classes.
         """
-        manifest, index = self._manifest, int(self._manifest.file_index[group])
-        name = f"{manifest.shards_digest}-{index}-{int(manifest.row_group[group])}"
+        manifest, number = self._manifest, int(self._manifest.row_group[group])
+        file = manifest.files[int(manifest.file_index[group])]
+        name = f"{Path(file.path).name}-{file.bytes}-{file.crc32:08x}-{number}"
         table = None if self._cache is None else self._cache.read(name)
         is_whole = table is not None
         if table is None:
@@ -288,7 +280,7 @@ class RowGroupReader:
             row = int(np.searchsorted(rows.labels.offsets.to_numpy(), invalid[0], side="right")) - 1
             raise ValueError(
                 f"shard {manifest.shard_location(group).path!r}, row {row} of row group "
-                f"{int(manifest.row_group[group])} ({rows.key(row)!r}) has the label "
+                f"{number} ({rows.key(row)!r}) has the label "
                 f"{rows.labels.values[invalid[0]]}, and the data set has {manifest.num_classes} "
                 f"classes, 0 to {manifest.num_classes - 1}; convert again"
             )

@@ -2,17 +2,15 @@
 
 import contextlib
 import json
-import os
 import re
 import shlex
 import sys
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 from huggingface_hub import HfApi, try_to_load_from_cache
 
-from vit_ray.addresses import absolute_path, with_home
 from vit_ray.config.command_sections import ConvertConfig
 from vit_ray.config.loading import completed, load_recipe, parse_yaml
 from vit_ray.data.convert.checks import Estimate, estimate_conversion
@@ -58,15 +56,14 @@ class _Source:
         return 0.0 if self.test else round(min(max(0.1, 1 / count), 10_000 / count), 6)
 
     @property
-    def num_trained(self) -> int:
-        return self.train.num_images - round(self.train.num_images * self.held_out_fraction)
+    def num_held_out(self) -> int:
+        return round(self.train.num_images * self.held_out_fraction)
 
     @property
     def counts(self) -> str:
         if self.test:
             return f"{self.split} {self.train.counts}, {self.test_split} {self.test.counts}"
-        count = self.train.num_images - self.num_trained
-        return f"{self.train.counts}, {count:,} of them are held out for testing"
+        return f"{self.train.counts}, {self.num_held_out:,} of them are held out for testing"
 
 
 def recipe_for(images: str) -> Path:
@@ -90,32 +87,16 @@ def write_recipe(images: str, out: str | None, weights: str | None = None) -> No
     Raises:
         ValueError: the file is there already, or the source has no images in classes.
     """
-    chosen = None if weights == "none" else weights
-    name = f"{_name_of(images)}-tuned" if chosen else _name_of(images)
-    file = Path(out or f"{name}.yaml")
+    name = _name_of(images)
+    file = Path(out or f"{name}{'-tuned' if weights not in (None, 'none') else ''}.yaml")
     if file.exists():
         raise ValueError(
             f"{str(file)!r} exists already; run the commands that it lists, move it, or give "
             "`init` another file with --out"
         )
-    if not file.parent.is_dir():
-        raise ValueError(f"--out {file}: there is no folder {str(file.parent)!r}")
-    if chosen and "://" not in chosen and not with_home(chosen).exists():
-        raise ValueError(
-            f"--weights {weights}: no such file; give one of a ViT-B/16, or {_WEIGHTS}"
-        )
     source = _examine(images)
-    if weights is None and source.train.num_images < _MIN_FROM_SCRATCH:
-        has_large_images = source.train.shorter_side > 64
-        command = f"vit-ray init {shlex.quote(images)} --out OTHER.yaml --weights"
-        advice = f"to fine-tune published weights: {command} {_WEIGHTS}"
-        if has_large_images and _has_published():
-            chosen, name = _WEIGHTS, f"{name}-tuned"
-            advice = f"so the recipe fine-tunes {chosen} (not: {command} none)"
-        elif has_large_images:
-            advice = f"the hub did not answer; {advice}"
-        print(f"fewer than {_MIN_FROM_SCRATCH:,} images: {_FROM_SCRATCH}; {advice}")
-    text = _recipe_text(images, file, name, source, chosen)
+    chosen = _advised(images, source) if weights is None else weights
+    text = _recipe_text(images, file, name, source, None if chosen == "none" else chosen)
     completed(parse_yaml(text, str(file)), (), str(file))
     with open(file, "x", encoding="utf-8") as target:
         target.write(text)
@@ -123,8 +104,25 @@ def write_recipe(images: str, out: str | None, weights: str | None = None) -> No
     print(f"{file} is written; next: vit-ray convert {shlex.quote(str(file))}")
 
 
+def _advised(images: str, source: _Source) -> str | None:
+    """Weights to fine-tune, or None; for few images also prints what to expect, and the choice."""
+    if source.train.num_images >= _MIN_FROM_SCRATCH:
+        return None
+    command = f"vit-ray init {shlex.quote(images)} --out OTHER.yaml --weights"
+    weights, advice = None, f"to fine-tune published weights: {command} {_WEIGHTS}"
+    if source.train.shorter_side > 64:
+        weights = _WEIGHTS if _has_published() else None
+        advice = (
+            f"so the recipe fine-tunes {weights} (not: {command} none)"
+            if weights
+            else f"the hub did not answer; {advice}"
+        )
+    print(f"fewer than {_MIN_FROM_SCRATCH:,} images: {_FROM_SCRATCH}; {advice}")
+    return weights
+
+
 def _has_published() -> bool:
-    """Whether the weights of ImageNet-21k are in the hub's cache, or the hub answers."""
+    # Whether the weights are in the hub's cache, or the hub answers.
     name = _WEIGHTS.removeprefix("hf://")
     if isinstance(try_to_load_from_cache(name, "model.safetensors"), str):
         return True
@@ -152,54 +150,42 @@ def _examine(images: str) -> _Source:
         ValueError: there are no images with classes to train on.
     """
     config = ConvertConfig(source=images, destination="data")
-    splits: tuple[str | None, ...] = ()
     try:
-        train = estimate_conversion(config)
+        source = _Source(estimate_conversion(config))
     except SeveralSplitsError as error:
-        splits = error.splits
-        if "train" not in splits:
+        if "train" not in error.splits:
             raise
-        train = estimate_conversion(config.model_copy(update={"split": "train"}))
-    if train.num_classes < 2 and train.is_exact:
-        raise ValueError(
-            f"{images!r} has {train.num_classes} class; a classifier needs at least two, such as "
-            "IMAGES/cat/1.jpg and IMAGES/dog/2.jpg"
-        )
-    for test_split in ("validation", "test"):
-        if test_split in splits:
-            # A test split may have no labels, as ImageNet's on the hub.
+        source = _Source(estimate_conversion(config.model_copy(update={"split": "train"})), "train")
+        for split in sorted({"test", "validation"}.intersection(error.splits)):
+            # The second is preferred: a test split may have no labels, as ImageNet's on the hub.
             with contextlib.suppress(ValueError):
-                test = estimate_conversion(config.model_copy(update={"split": test_split}))
-                return _Source(train, "train", test, test_split)
-    return _Source(train, "train" if splits else None)
-
-
-def _relative(file: Path, path: str) -> str:
-    """A path of the current folder, relative to the recipe file; addresses stay."""
-    if "://" in path or with_home(path).is_absolute():
-        return path
-    return os.path.relpath(absolute_path(path), os.path.realpath(file.parent))
+                test = estimate_conversion(config.model_copy(update={"split": split}))
+                source = replace(source, test=test, test_split=split)
+    if source.train.num_classes < 2 and source.train.is_exact:
+        raise ValueError(
+            f"{images!r} has {source.train.num_classes} class; a classifier needs at least two, "
+            "such as IMAGES/cat/1.jpg and IMAGES/dog/2.jpg"
+        )
+    return source
 
 
 def _recipe_text(images: str, file: Path, name: str, source: _Source, weights: str | None) -> str:
-    """The recipe: the commands to type, then the sections, some with a reason above."""
-    location, folder = locate(images), PurePosixPath("data", _name_of(images))
-    if f"{locate(str(folder)).uri}/".startswith(f"{location.uri.rstrip('/')}/"):  # in the source
-        outside = Path(location.path).with_name(f"{_name_of(images)}-converted")
-        folder = PurePosixPath(os.path.relpath(outside))
-    train, test = str(folder / (source.split or "train")), str(folder / (source.test_split or ""))
-    convert = {"source": _relative(file, images), "destination": _relative(file, train)}
-    data: dict[str, Any] = {"train": _relative(file, train)}
-    data |= (
-        {"eval": _relative(file, test)}
-        if source.test
-        else {"held_out_fraction": source.held_out_fraction}
-    )
+    """The recipe: the commands to type, then the sections, some with a reason above.
+
+    Paths are absolute: the file may be in another folder.
+    """
+    location, folder = locate(images), Path.cwd() / "data" / name
+    if location.is_local and folder.is_relative_to(location.path):  # outside of the source
+        folder = Path(location.path).with_name(f"{name}-converted")
+    test = str(folder / (source.test_split or ""))
+    data: dict[str, Any] = {"train": str(folder / (source.split or "train"))}
+    data |= {"eval": test} if source.test else {"held_out_fraction": source.held_out_fraction}
+    convert = {"source": absolute(images), "destination": data["train"]}
     training, reasons = _training(source, bool(weights))
     sections = {
-        "name": name,
-        "output": _relative(file, "runs"),
-        **({"init_from": _relative(file, weights)} if weights else {}),
+        "name": f"{name}-tuned" if weights else name,
+        "output": absolute("runs"),
+        **({"init_from": absolute(weights)} if weights else {}),
         "convert": {**convert, "split": source.split} if source.split else convert,
         "data": {**data, "augment": {"kind": "resize_crop"}} if weights else data,
         **training,
@@ -209,7 +195,7 @@ def _recipe_text(images: str, file: Path, name: str, source: _Source, weights: s
     recipe = shlex.quote(str(file))
     train_command = f"vit-ray {'finetune' if weights else 'pretrain'} {recipe}"
     test_keys = f"convert.split={source.test_split} {shlex.quote(f'convert.destination={test}')}"
-    shorter = " ".join(first_look(name, training["optim"]["epochs"]))
+    shorter = " ".join(first_look(sections["name"], training["optim"]["epochs"]))
     lines = [
         f"# {images!r}: {source.counts}",
         "# Commands:",
@@ -218,7 +204,7 @@ def _recipe_text(images: str, file: Path, name: str, source: _Source, weights: s
         f"#   {train_command} --dry-run   # steps, memory, time",
         f"#   {train_command} {shorter}   # a first look",
         f"#   {train_command}",
-        f"#   vit-ray predict runs/{name} PICTURES",
+        f"#   vit-ray predict runs/{sections['name']} PICTURES",
     ]
     for section, value in sections.items():
         lines += [f"# {reasons[section]}"] if section in reasons else []
@@ -232,21 +218,22 @@ def _training(source: _Source, is_tuned: bool) -> tuple[dict[str, Any], dict[str
     Args:
         is_tuned: fine-tune weights of a ViT-B/16.
     """
-    num_images, side = source.num_trained, source.train.shorter_side
+    side, num_images = source.train.shorter_side, source.train.num_images - source.num_held_out
     batch = 512 if is_tuned else 4096
     while batch > 1 and (num_images < 250 * batch > 16 * 250 or num_images < batch):
         batch //= 2
-    imagenet_epochs = round(_IMAGES_SEEN / num_images)
-    epochs = 20 if is_tuned else min(_MAX_EPOCHS, max(_MIN_EPOCHS, imagenet_epochs))
-    steps = max(1, round(epochs * num_images / batch))  # as optim.total_steps
-    every = max(1, steps // 20)
-    model, model_reason = _model(side, source.train.num_images)
-    optim = {"name": "adamw", "learning_rate": 0.001, "weight_decay": 0.1}
-    epochs_reason = f"the images of 90 epochs of ImageNet-1k would be {imagenet_epochs:,}."
     if is_tuned:
+        epochs, why = 20, "on Oxford Pets the paper takes 70, with this optimizer."
         model, model_reason = {"name": "ViT-B/16", "image_size": 224}, "That of the weights."
         optim = {"name": "sgd", "learning_rate": 0.003, "weight_decay": 0.0}
-        epochs_reason = "on Oxford Pets the paper takes 70, with this optimizer."
+    else:
+        as_imagenet = round(_IMAGES_SEEN / num_images)
+        epochs = min(_MAX_EPOCHS, max(_MIN_EPOCHS, as_imagenet))
+        why = f"the images of 90 epochs of ImageNet-1k would be {as_imagenet:,}."
+        model, model_reason = _model(side, source.train.num_images)
+        optim = {"name": "adamw", "learning_rate": 0.001, "weight_decay": 0.1}
+    steps = max(1, round(epochs * num_images / batch))  # as optim.total_steps
+    every = max(1, steps // 20)
     optim |= {"schedule": "cosine", "epochs": epochs, "warmup_steps": min(10_000, every)}
     sections = {
         "model": model,
@@ -257,7 +244,7 @@ def _training(source: _Source, is_tuned: bool) -> tuple[dict[str, Any], dict[str
     }
     return sections, {
         "model": model_reason,
-        "optim": f"{epochs} epochs: {epochs_reason} Warm-up: 5 % of {steps:,} steps.",
+        "optim": f"{epochs} epochs: {why} Warm-up: 5 % of {steps:,} steps.",
         "train": f"{max(1, num_images // batch):,} steps per epoch. bf16 is for GPUs.",
         "plan": "For --dry-run before the images are converted.",
     }
@@ -265,20 +252,19 @@ def _training(source: _Source, is_tuned: bool) -> tuple[dict[str, Any], dict[str
 
 def _model(side: int, num_images: int) -> tuple[dict[str, Any], str]:
     """The section `model` for images of this shorter side in pixels, and the reason for it."""
-    if side <= 64:
-        patch = 4 if side <= 48 else 8
-        size = max(patch, side // patch * patch)
-        depth, width = (6, 192) if num_images < 100_000 else (12, 384)
-        model = {
-            "name": "ViT", "image_size": size, "depth": depth, "width": width,
-            "mlp_dim": 4 * width, "num_heads": width // 64, "patch_size": patch,
-        }  # fmt: skip
-        return model, (
-            f"Sides are {side} pixels (median): patches of {patch} make {(size // patch) ** 2} "
-            "tokens. The model is small because a large ViT overfits a set of this size."
-        )
-    size = 224 if side >= 224 else side // 16 * 16
-    name, parameters = next(model[1:] for model in _MODELS if num_images < model[0])
-    return {"name": name, "image_size": size}, (
-        f"Shorter sides are {side} pixels (median), {parameters} parameters."
+    if side > 64:
+        size = 224 if side >= 224 else side // 16 * 16
+        name, parameters = next(model[1:] for model in _MODELS if num_images < model[0])
+        reason = f"Shorter sides are {side} pixels (median), {parameters} parameters."
+        return {"name": name, "image_size": size}, reason
+    patch = 4 if side <= 48 else 8
+    size = max(patch, side // patch * patch)
+    depth, width = (6, 192) if num_images < 100_000 else (12, 384)
+    model = {
+        "name": "ViT", "image_size": size, "depth": depth, "width": width,
+        "mlp_dim": 4 * width, "num_heads": width // 64, "patch_size": patch,
+    }  # fmt: skip
+    return model, (
+        f"Sides are {side} pixels (median): patches of {patch} make {(size // patch) ** 2} "
+        "tokens. The model is small because a large ViT overfits a set of this size."
     )

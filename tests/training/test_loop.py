@@ -34,7 +34,7 @@ from vit_ray.measure.phases import PhaseClock
 from vit_ray.metric_names import RESULT_EVALUATIONS, RESULT_STEP, with_best
 from vit_ray.training import loop
 from vit_ray.training.collectives import all_sum
-from vit_ray.training.loop import Ending, RankContext, TrainingLoop
+from vit_ray.training.loop import RankContext, TrainingLoop
 from vit_ray.worker.attempt import Attempt
 from vit_ray.worker.run_link import RunLink
 
@@ -42,16 +42,17 @@ from vit_ray.worker.run_link import RunLink
 def run(
     engine: FakeEngine, hooks: FakeHooks, chosen: Recipe, progress: Progress | None = None,
     clock: Callable[[], float] = time.perf_counter, stream: Any = None, **context: Any,
-) -> Ending:  # fmt: skip
+) -> Progress:  # fmt: skip
     progress = progress or Progress()
     place = replace(RankContext(TOTAL, 0, 1, MICRO, sum_of_one), **context)
     stream = stream or batches(progress.step)
-    return TrainingLoop(engine, stream, chosen, place, hooks, progress, Compute(1), clock).run()
+    TrainingLoop(engine, stream, chosen, place, hooks, progress, Compute(1), clock).run()
+    return progress
 
 
 def test_each_micro_batch_is_passed_once_in_order_with_its_step():
     engine, hooks = FakeEngine(), FakeHooks()
-    assert run(engine, hooks, short_recipe(), Progress(step=7)) is Ending.FINISHED
+    assert run(engine, hooks, short_recipe(), Progress(step=7)).is_over(TOTAL)
     assert [s for part in engine.seen for s in part] == list(range(7 * BATCH, TOTAL * BATCH))
     assert all(len(part) == MICRO for part in engine.seen)
     assert engine.steps == [7, 7, 8, 8, 9, 9]
@@ -88,9 +89,9 @@ def test_a_run_that_is_evaluated_at_further_steps_trains_the_same_and_ends_as_ea
     alone, hooks = (Evaluated(lambda step: {"eval/loss": losses[step]}) for _ in range(2))
     chosen = short_recipe(evaluate={"every_steps": 4}, train={"early_stopping": 1})
     whole, followed, end, same = FakeEngine(), FakeEngine(), Progress(), Progress()
-    assert run(whole, alone, chosen, end) is Ending.EARLY
+    assert run(whole, alone, chosen, end).ended
     assert (end.step, end.best_eval_loss) == (10, 1.5)
-    assert run(followed, hooks, chosen, same, evaluate_at=(3, 7)) is Ending.EARLY
+    assert run(followed, hooks, chosen, same, evaluate_at=(3, 7)).ended
     assert (followed.seen, followed.steps, followed.rates) == (whole.seen, whole.steps, whole.rates)
     evaluated = [one for one in hooks.order if "evaluate" in one]
     assert evaluated == [f"evaluate {step}" for step in losses]
@@ -108,9 +109,9 @@ def test_where_weights_are_averaged_they_stop_a_run_early(factor, best):
         lambda step: {"eval/loss": 1 - step * factor, "eval/averaged_loss": 2 + step * factor}
     )
     chosen = short_recipe(evaluate={"every_steps": 2}, train={"early_stopping": 2})
-    ended = run(FakeEngine(), hooks, chosen, progress)
+    run(FakeEngine(), hooks, chosen, progress)
     assert progress.best_eval_loss == pytest.approx(best)
-    assert (ended is Ending.EARLY) == (factor > 0)
+    assert bool(progress.ended) == (factor > 0)
 
 
 def test_losses_of_averages_that_are_made_no_longer_decide_nothing():
@@ -119,7 +120,8 @@ def test_losses_of_averages_that_are_made_no_longer_decide_nothing():
         metrics={"eval/averaged_loss": 0.1, "train/loss": 3.0},
     )  # fmt: skip
     chosen = short_recipe(evaluate={"every_steps": 5}, train={"early_stopping": 2})
-    assert run(FakeEngine(), FakeHooks(losses=[1.0, 0.5]), chosen, progress) is Ending.FINISHED
+    run(FakeEngine(), FakeHooks(losses=[1.0, 0.5]), chosen, progress)
+    assert (progress.step, progress.ended) == (TOTAL, "")
     assert (progress.best_eval_loss, progress.best_loss_key) == (0.5, "eval/loss")
     assert "eval/averaged_loss" not in progress.metrics
     assert "train/loss" in progress.metrics
@@ -220,7 +222,7 @@ def test_it_stops_early_when_validation_gets_no_better():
     hooks = FakeHooks(losses=[3.0, 2.0, 2.5, 2.4, 1.0])
     chosen = short_recipe(evaluate={"every_steps": 2}, train={"early_stopping": 2})
     progress = Progress()
-    assert run(FakeEngine(), hooks, chosen, progress) is Ending.EARLY
+    run(FakeEngine(), hooks, chosen, progress)
     assert progress.ended == "no better validation loss in 2 evaluations"
     assert progress.step == 8
     assert progress.best_eval_loss == 2.0
@@ -351,7 +353,7 @@ def test_checkpoints_by_cadence_and_at_notice_come_before_evaluations(
     hooks, sections, progress, order
 ):
     found, at = FakeHooks(**hooks), Progress(**progress)
-    assert run(FakeEngine(), found, short_recipe(**sections), at) is Ending.FINISHED
+    run(FakeEngine(), found, short_recipe(**sections), at)
     assert found.order[: len(order)] == order
     assert at.is_over(TOTAL)
     if order == LAST:
@@ -368,7 +370,7 @@ def test_checkpoints_by_cadence_and_at_notice_come_before_evaluations(
 )
 def test_a_run_that_is_stopped_saves_its_step_and_is_not_over(hooks, sections, order):
     found, progress = FakeHooks(**hooks), Progress()
-    assert run(FakeEngine(), found, short_recipe(**sections), progress) is Ending.STOPPED
+    run(FakeEngine(), found, short_recipe(**sections), progress)
     assert found.order == order
     assert not progress.is_over(TOTAL)
 
@@ -415,8 +417,8 @@ def train_on(
         train={"global_batch_size": GLOBAL_BATCH, "skip_above": train.skip_above},
     )
     progress, stream = Progress(), batches_of(rank, numbers)
-    ending = TrainingLoop(engine, stream, chosen, hooks.context, hooks, progress, Compute(1)).run()
-    assert ending is Ending.FINISHED
+    TrainingLoop(engine, stream, chosen, hooks.context, hooks, progress, Compute(1)).run()
+    assert progress.is_over(len(numbers))
     weights = {name: p.detach().clone() for p, name in engine._names.items()}
     for _, name, start, values in engine.average.entries():
         weights[f"average of {name} from {start}"] = values

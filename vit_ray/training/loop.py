@@ -11,7 +11,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -77,14 +76,6 @@ class Engine(Protocol):
     def backward(self, images: Tensor, labels: Tensor, samples: Tensor, step: int) -> Tensor: ...
     def step(self, learning_rate: float, norm_limit: float) -> StepResult:
         """Apply the gradient, unless it is not finite or its norm is above the limit."""
-
-
-class Ending(Enum):
-    """Why `TrainingLoop.run` returns."""
-
-    FINISHED = auto()
-    EARLY = auto()  # the validation loss no longer improves; `Progress.ended` has the text
-    STOPPED = auto()  # some rank was asked to stop
 
 
 class EvaluationCutError(Exception):
@@ -194,10 +185,11 @@ class TrainingLoop:
         if self.progress.samples_digest is None:
             self.progress.samples_digest, self.progress.digest_from = 0, self.progress.step
 
-    def run(self) -> Ending:
+    def run(self) -> None:
+        """Train to the end of the run, or until some rank was asked to stop (`progress` says)."""
         progress, total_steps, is_save_time = self.progress, self.context.total_steps, False
         config = self.recipe.checkpoint
-        while progress.step < total_steps or progress.evaluation_due:
+        while not progress.is_over(total_steps):
             if progress.step < total_steps:
                 figures, (is_save_time, is_save_wanted, is_stopping) = self._step()
                 progress.evaluation_due = progress.step == total_steps
@@ -208,13 +200,13 @@ class TrainingLoop:
                     # evaluations is complete there.
                     self._save()
                     if is_stopping and not progress.evaluation_due:
-                        return Ending.STOPPED
+                        return
             try:
                 is_best = self._evaluate_if_due()
             except EvaluationCutError as cut:
                 self._save()
                 if cut.is_stopping:
-                    return Ending.STOPPED
+                    return
                 continue
             is_last, progress.evaluation_due = progress.evaluation_due, False
             if is_last or progress.ended or (is_best and self.recipe.keeps_best):
@@ -225,9 +217,6 @@ class TrainingLoop:
                 or is_due(progress.step, config.keep_every_steps)
             ):
                 self._save()
-            if progress.ended:
-                return Ending.EARLY
-        return Ending.EARLY if progress.ended else Ending.FINISHED
 
     def _step(self) -> tuple[dict[str, float], list[bool]]:
         """Train on a batch.

@@ -37,7 +37,6 @@ from vit_ray.training.collectives import all_max, all_rows
 from vit_ray.training.engine import COMPILE_FAILURES, DeepSpeedEngine, compile_s
 from vit_ray.training.loop import (
     Batch,
-    Ending,
     EvaluationCutError,
     RankContext,
     SkippedStep,
@@ -137,11 +136,11 @@ class Attempt:
             work_per_image(self.job),
         )  # fmt: skip
         # Asked before the first step, which takes long: it compiles, and waits for its batch.
-        is_stopping = self.context.all_sum([float(self.link.is_ending())])[0] > 0
-        ending = Ending.STOPPED if is_stopping else loop.run()
+        if not self.context.all_sum([float(self.link.is_ending())])[0]:
+            loop.run()
         self.watchdog.pause()  # the steps are over, and the next wait has a limit
         self.saver.wait_until_written()
-        if ending is not Ending.FINISHED:
+        if progress.ended or not progress.is_over(self.job.total_steps):
             step, link = progress.step, self.link
             saved = f"checkpoint at step {step}" if step else "no step was taken"
             if step and not self.context.all_sum([float(self.saver.writer.is_whole(step))])[0]:

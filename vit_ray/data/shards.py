@@ -184,7 +184,7 @@ class Cache:
 
     The reading tasks of a node share it. Each file is written once, under a temporary name until
     it is complete, and only while the disk keeps `free_bytes` free; files are never evicted. A file
-    ends with its checksum; one that does not match is deleted.
+    ends with its checksum; one that does not match is read again from the data set.
     """
 
     folder: str
@@ -192,19 +192,11 @@ class Cache:
 
     def read(self, name: str) -> pa.Table | None:
         """A cached table; None if there is none, or it is damaged."""
-        path = Path(self.folder) / name
-        try:
-            content = pa.py_buffer(path.read_bytes())
+        with contextlib.suppress(OSError, pa.ArrowException):
+            content = pa.py_buffer((Path(self.folder) / name).read_bytes())
             table, stored_checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
             if checksum(table) == int.from_bytes(stored_checksum):
                 return pa.ipc.open_file(table).read_all()
-        except FileNotFoundError:
-            return None
-        except (OSError, pa.ArrowException) as error:
-            _LOG.debug("%s: %s", path, error)
-        _LOG.warning("%s is damaged; it is deleted, and read again from the data set", path)
-        with contextlib.suppress(OSError):
-            path.unlink()
         return None
 
     def write(self, name: str, table: pa.Table) -> None:

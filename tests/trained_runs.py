@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tests.checkpoints.written import snapshot_of, write_snapshot
+from tests.checkpoints.written import snapshot_of, write_snapshots
 from tests.models.small import TINY_VIT
 from tests.recipes import recipe_with
 from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
@@ -43,6 +43,7 @@ def write_run(
     kinds = {"weight": trained}
     if average is not None:
         kinds["average"] = {n: p.detach() for n, p in average.named_parameters()}
+    snapshots = []
     for rank in (0, 1):
         shards: dict[str, Tensor] = {}
         for kind, tensors in kinds.items():
@@ -50,6 +51,6 @@ def write_run(
                 flat, cut = tensor.flatten(), tensor.numel() // 2
                 start, part = ((0, flat[:cut]), (cut, flat[cut:]))[rank]
                 shards[f"{kind}|{name}|{start}"] = part.clone()
-        target = locate(str(folder)).child(folder_name(7))
-        write_snapshot(snapshot_of(rank, 2, shards, position), target)
+        snapshots.append(snapshot_of(rank, 2, shards, position))
+    write_snapshots(locate(str(folder)).child(folder_name(7)), *snapshots)
     return str(folder)

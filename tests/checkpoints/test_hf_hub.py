@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import constants
-from transformers import ViTForImageClassification
 
 from vit_ray.checkpoints.init_weights import download, open_weights
 from vit_ray.models import build_model
@@ -110,40 +109,3 @@ def test_a_repository_without_safetensors_is_refused(hub):
     with pytest.raises(ValueError, match=r"no model\.safetensors"):
         open_weights("hf://someone/vit")
     assert hub.served == []
-
-
-@pytest.fixture
-def split(tmp_path: Path) -> tuple[torch.nn.Module, Path]:
-    """A model, and the folder that transformers splits it into."""
-    model = small_vit(0)
-    save_weights(model, tmp_path / "whole", "huggingface")
-    theirs = ViTForImageClassification.from_pretrained(tmp_path / "whole")
-    theirs.save_pretrained(tmp_path / "split", max_shard_size="20KB")
-    assert len(list((tmp_path / "split").glob("model-*.safetensors"))) > 2
-    return model, tmp_path / "split"
-
-
-def test_a_split_folder_of_transformers_is_read_and_a_wrong_part_named(split):
-    model, folder = split
-    images = torch.rand(2, 3, 16, 16)
-    other = small_vit(1)
-    open_weights(str(folder)).load_into(other, False)
-    torch.testing.assert_close(other(images), model(images))
-    first, *_, last = sorted(folder.glob("model-*.safetensors"))
-    last.write_bytes(first.read_bytes())
-    with pytest.raises(ValueError, match=r"\n  missing: \w+\."):
-        open_weights(str(folder)).load_into(small_vit(1), False)
-    first.unlink()
-    with pytest.raises(ValueError, match=f"part {first.name}, do not exist"):
-        open_weights(str(folder))
-
-
-@pytest.mark.parametrize(
-    ("file", "named"), [(1, "is damaged"), ("../elsewhere.safetensors", "elsewhere.safetensors")]
-)
-def test_an_index_that_is_none_is_refused(split, file, named):
-    _, folder = split
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": file}}))
-    with pytest.raises(ValueError, match=named):
-        open_weights(str(folder))

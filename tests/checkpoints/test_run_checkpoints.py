@@ -20,12 +20,13 @@ from tests.checkpoints.written import (
     snapshots,
     values,
     write_checkpoint,
-    write_snapshot,
+    write_snapshots,
 )
 from vit_ray.checkpoints import run_checkpoints
 from vit_ray.checkpoints.checkpoint import (
     PROGRESS,
     Checkpoint,
+    Progress,
     folder_name,
     open_checkpoint,
     read_checkpoint,
@@ -282,9 +283,10 @@ def write_best(run: Location, *, of: int) -> None:
     """Steps 2, 4 and 6, the last of which says which is the best."""
     for step in (2, 4, 6):
         folder = run.child(folder_name(step))
-        for one in snapshots(step):
-            progress = replace(one.position.progress, metrics={"result/step": float(min(step, of))})
-            write_snapshot(replace(one, position=replace(one.position, progress=progress)), folder)
+        where = replace(
+            position(step), progress=Progress(step, metrics={"result/step": float(min(step, of))})
+        )
+        write_snapshots(folder, *(replace(one, position=where) for one in snapshots(step)))
 
 
 @pytest.mark.parametrize("best", [2, 4, 6])
@@ -338,7 +340,7 @@ def test_damaged_weights_give_way_to_those_of_the_next_older_checkpoint(run, cap
 def test_a_fine_tuning_reads_averages_alone_where_there_are_any(run, monkeypatch):
     tensors = {"weight|a|0": torch.zeros(12), "weight|b|0": torch.zeros(5)}
     tensors |= {key.replace("weight", "average"): tensors[key] + 3 for key in tensors}
-    write_snapshot(snapshot_of(0, 1, tensors, position(1)), run.child(folder_name(1)))
+    write_snapshots(run.child(folder_name(1)), snapshot_of(0, 1, tensors, position(1)))
     read = read_names(monkeypatch)
     for averaged, expected in ((None, 3.0), (True, 3.0), (False, 0.0)):
         read.clear()

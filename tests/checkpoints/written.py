@@ -1,7 +1,5 @@
 """Checkpoints of two ranks, whole or damaged."""
 
-from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,13 +8,9 @@ import pytest
 import torch
 
 from vit_ray.checkpoints.checkpoint import Position, Progress, folder_name
-from vit_ray.checkpoints.checkpoint_format import SavedFile, commit
-from vit_ray.checkpoints.checkpoint_writer import Snapshot, take_snapshot
-from vit_ray.checkpoints.checkpoint_writer import write_snapshot as write_part
+from vit_ray.checkpoints.checkpoint_format import commit
+from vit_ray.checkpoints.checkpoint_writer import Snapshot, take_snapshot, write_snapshot
 from vit_ray.storage import Location
-
-_PARTS: dict[str, dict[int, list[SavedFile]]] = defaultdict(dict)
-"""By folder and rank, of checkpoints that some ranks have not written."""
 
 
 def snapshot_of(
@@ -27,19 +21,10 @@ def snapshot_of(
     return take_snapshot(entries, position, rank, world_size)
 
 
-def write_snapshot(
-    snapshot: Snapshot, folder: Location, before_commit: Callable[[], object] = lambda: None
-) -> bool:
-    """Write a rank's part, and commit the checkpoint if it was the last one."""
-    parts = _PARTS[folder.uri]
-    parts[snapshot.rank] = list(write_part(snapshot, folder, "save"))
-    if len(parts) < snapshot.world_size:
-        return False
-    before_commit()
-    del _PARTS[folder.uri]
-    files = [file for rank in sorted(parts) for file in parts[rank]]
-    commit(folder, files, asdict(snapshot.position))
-    return True
+def write_snapshots(folder: Location, *ranks: Snapshot) -> None:
+    """A checkpoint of these ranks' parts."""
+    files = [file for snapshot in ranks for file in write_snapshot(snapshot, folder, "save")]
+    commit(folder, files, asdict(ranks[0].position))
 
 
 SHAPES = {"a": [3, 4], "b": [5]}
@@ -68,9 +53,10 @@ def snapshots(step: int) -> list[Snapshot]:
 def write_checkpoint(run: Location, step: int, ranks: int = 2) -> Location:
     """A checkpoint of the run, whole if both ranks write; returns its folder."""
     folder = run.child(folder_name(step))
-    for snapshot in snapshots(step)[:ranks]:
-        write_snapshot(snapshot, folder)
-    _PARTS.pop(folder.uri, None)
+    if ranks == 2:
+        write_snapshots(folder, *snapshots(step))
+    else:
+        list(write_snapshot(snapshots(step)[0], folder, "save"))
     return folder
 
 

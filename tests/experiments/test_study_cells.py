@@ -16,7 +16,7 @@ from tests.checkpoints.written import (
     snapshot_of,
     values,
     write_checkpoint,
-    write_snapshot,
+    write_snapshots,
 )
 from tests.experiments.studies import study_recipe, study_row, study_tree, with_steps
 from vit_ray.checkpoints.checkpoint import folder_name
@@ -163,7 +163,7 @@ def long_run(trunk: Cell, step: int) -> None:
     at = replace(position(step), recipe=recipe, tracking_run_id="long")
     tensors = {f"weight|{key}|0": tensor for key, tensor in values(step).items()}
     folder = locate(trunk.recipe.run_folder).child(folder_name(step))
-    assert write_snapshot(snapshot_of(0, 1, tensors, at), folder)
+    write_snapshots(folder, snapshot_of(0, 1, tensors, at))
 
 
 def test_a_branch_begins_with_the_longest_cells_checkpoint_as_a_run_of_its_own(tmp_path):

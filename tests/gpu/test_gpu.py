@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoints.written import write_snapshot
+from tests.checkpoints.written import write_snapshots
 from tests.models.small import small_model
 from tests.recipes import recipe_with
 from tests.training.engine_runs import batch, build_engine, plain_torch, position, run_steps
@@ -78,7 +78,7 @@ def test_a_stage_trains_as_plain_torch_on_the_cpu_and_resumes(
     straight = engine()
     losses = run_steps(straight, 0, 2, 4)
     folder = locate(str(tmp_path))
-    write_snapshot(straight.state.snapshot(position(straight, 2)), folder.child(folder_name(2)))
+    write_snapshots(folder.child(folder_name(2)), straight.state.snapshot(position(straight, 2)))
     losses += run_steps(straight, 2, STEPS, 4)
     straight.close()
     assert losses == pytest.approx(cpu_losses, rel=1e-4 if precision == "fp32" else 3e-2)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoints.written import snapshot_of, write_snapshot
+from tests.checkpoints.written import snapshot_of, write_snapshots
 from tests.conftest import Digits
 from tests.data.small_sets import write_set
 from tests.models.small import TINY_VIT, small_model
@@ -98,7 +98,7 @@ def save_checkpoint(recipe: Recipe, window: int) -> None:
     fingerprint = open_dataset(str(recipe.data.train)).fingerprint
     where = Position(Progress(10), 10, 640, 64, {"w": [2]}, tree, fingerprint)
     folder = locate(recipe.run_folder).child(folder_name(10))
-    write_snapshot(snapshot_of(0, 1, {"weight|w|0": torch.ones(2)}, where), folder)
+    write_snapshots(folder, snapshot_of(0, 1, {"weight|w|0": torch.ones(2)}, where))
 
 
 def prepared(recipe: Recipe) -> tuple[Recipe, ResolvedRun]:

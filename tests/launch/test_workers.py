@@ -20,7 +20,7 @@ from ray.train.v2._internal.exceptions import (
 )
 from ray.train.v2.api.preemption import PreemptionInfo
 
-from tests.checkpoints.written import snapshot_of, write_snapshot
+from tests.checkpoints.written import snapshot_of, write_snapshots
 from tests.experiments.studies import study_recipe, study_row, trained
 from tests.experiments.trials_here import context_of, in_process, parent_of
 from tests.worker.fakes import TOTAL, FakeEngine, FakeRun, Worker, make_job
@@ -168,7 +168,7 @@ class Attempts(Run):
 def checkpoint(folder: Path, step: int) -> None:
     where = Position(Progress(step), step, step, 1, {"w": [2]}, {}, "print")
     taken = snapshot_of(0, 1, {"weight|w|0": torch.ones(2)}, where)
-    write_snapshot(taken, locate(str(folder)).child(folder_name(step)))
+    write_snapshots(locate(str(folder)).child(folder_name(step)), taken)
 
 
 def saved(folder: Path, step: int, error: Exception) -> Callable[[], Exception]:

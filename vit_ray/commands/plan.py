@@ -11,7 +11,7 @@ from typing import Final
 from vit_ray.addresses import PLACEHOLDER, is_placeholder
 from vit_ray.config import Recipe
 from vit_ray.data.order import divisors
-from vit_ray.launch.resolved_run import averaging_warning, check_model, resolve_run
+from vit_ray.launch.resolved_run import check_model, resolve_run
 from vit_ray.measure.devices import DAY_S, Device, require_device
 from vit_ray.models.flops import forward_macs
 from vit_ray.storage import locate
@@ -143,7 +143,6 @@ def describe_work(recipe: Recipe, facts: TrainingFacts, device: Device, num_gpus
     time = f"{hours:,.4g} {recipe.plan.device}-hours"
     if hours < 0.1:
         time = f"{60 * hours:.2g} {recipe.plan.device}-minutes"
-    warning = averaging_warning(recipe.train, facts.total_steps)
     return [
         f"images                  {facts.num_images:,} of {facts.num_classes:,} classes "
         f"({facts.source})",
@@ -154,7 +153,6 @@ def describe_work(recipe: Recipe, facts: TrainingFacts, device: Device, num_gpus
         f"{time} at {recipe.plan.mfu * 100:g} % MFU",
         f"cluster                 {num_gpus} x {recipe.plan.device}, "
         f"{device.memory_gib:.4g} GiB each",
-        *([f"warning                 {warning}"] if warning else []),
     ]
 
 

@@ -36,7 +36,6 @@ from vit_ray.launch.resolved_run import (
     NEW_HEADS,
     Kind,
     ResolvedRun,
-    averaging_warning,
     check_head_is_trained,
     resolve_run,
 )
@@ -126,8 +125,6 @@ def prepared_training(
     recipe = recipe.with_absolute_paths()
     resolved = resolve_run(recipe)
     check_head_is_trained(recipe, kind)
-    if warning := averaging_warning(recipe.train, resolved.total_steps):
-        logger.warning("%s", warning)
     run_folder = locate(recipe.run_folder)
     run_folder.refuse_file_in_its_place("output")
     if not run_folder.is_local:

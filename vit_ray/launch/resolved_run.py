@@ -12,7 +12,7 @@ import numpy as np
 
 from vit_ray.config import Recipe, require
 from vit_ray.config.schema import errors_of
-from vit_ray.config.training_sections import DataConfig, TrainConfig
+from vit_ray.config.training_sections import DataConfig
 from vit_ray.data import open_dataset
 from vit_ray.data.augment import augmentation_of
 from vit_ray.data.boxes import Augmentation
@@ -30,8 +30,6 @@ from vit_ray.training.steps import micro_batch_size
 Kind = Literal["pretrain", "finetune", "sweep_trial", "study_cell", "evaluate"]
 # Kinds of run that give their initial weights a new head
 NEW_HEADS: Final = ("finetune", "sweep_trial")
-# Above this share of the initial weights in the averaged weights there is a warning.
-_MAX_INITIAL_SHARE: Final = 0.2
 # Images of a default window: tasks of twice the usual length, a few seconds of one CPU.
 _MAX_ROWS: Final = 2048
 # Share of a task's memory for a default window; images differ in size.
@@ -274,18 +272,6 @@ def check_head_is_trained(recipe: Recipe, kind: Kind) -> None:
             "optim.frozen has head, but this run starts with a new head of zeros, which would "
             "never learn; remove head from optim.frozen"
         )
-
-
-def averaging_warning(train: TrainConfig, total_steps: int) -> str | None:
-    """A warning if the averaged weights would still be close to the initial weights; else None."""
-    initial_share = train.averaging**total_steps
-    if not train.averaging or train.averaging_warmup or initial_share <= _MAX_INITIAL_SHARE:
-        return None
-    return (
-        f"train.averaging={train.averaging:g}: after {total_steps} steps {initial_share:.1%} of "
-        "the averaged weights is still the initial weights; set train.averaging_warmup=true, or a "
-        "smaller train.averaging"
-    )
 
 
 def window_rows(

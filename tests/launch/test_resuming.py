@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints.written import snapshot_of, write_snapshot
+from tests.checkpoints.written import snapshot_of, write_snapshots
 from tests.commands.test_recorded_run import write_parent
 from tests.launch.test_seen_batch import recipe_on, sets
 from tests.recipes import recipe_with
@@ -65,7 +65,7 @@ def test_a_run_is_begun_again_on_purpose_only_where_no_checkpoint_can_be_used(tm
     recipe = linear_recipe(output=str(tmp_path), resume="from_zero")
     folder = locate(recipe.run_folder).child(folder_name(140))
     at = replace(position(140), shapes={"w": [2]})
-    write_snapshot(snapshot_of(0, 1, {"weight|w|0": torch.ones(2)}, at), folder)
+    write_snapshots(folder, snapshot_of(0, 1, {"weight|w|0": torch.ones(2)}, at))
     with pytest.raises(ValueError, match=r"can be used \(step 140\); set resume=auto"):
         find_resume_point(recipe)
     for file in Path(folder.path).glob("*.safetensors"):
@@ -247,16 +247,12 @@ def test_a_copy_reads_what_was_copied_with_it_and_else_what_the_run_read(tmp_pat
         "name": "digits", "output": f"{first}/runs", "init_from": f"{first}/runs/other",
         "data": {"train": f"{first}/data/train", "eval": str(outside)},
         "evaluate": {"few_shot_train": "s3://bucket/set"},
-        # As checkpoints of older versions record it.
-        "deduplicate": {"evaluation_sets": [f"{first}/data/train", "s3://bucket/set"]},
     }  # fmt: skip
 
     def places(folder: Path) -> list[str]:
         found = where_it_lies(recipe, locate(str(folder)))
         assert found["data"]["eval"] == str(outside)
         assert found["evaluate"]["few_shot_train"] == "s3://bucket/set"
-        sets = found["deduplicate"]["evaluation_sets"]
-        assert sets == [found["data"]["train"], "s3://bucket/set"]
         return [found["output"], found["init_from"], found["data"]["train"]]
 
     here = [f"{first}/runs", f"{first}/runs/other", f"{first}/data/train"]

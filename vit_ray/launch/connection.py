@@ -128,7 +128,20 @@ def connect(recipe: Recipe, *other_recipes: Recipe) -> ClusterShape:
     with _sigterm_as_before():
         if address := os.environ.get("RAY_ADDRESS"):
             check_address(address)
-            _join(address, recipe.storage.variables())
+            environment = recipe.storage.variables()
+            try:
+                # no limit: Ray's own two minutes; `check_address` has tried before
+                ray.init(
+                    log_to_driver=_shows_logs(),
+                    logging_level=logging.WARNING,
+                    runtime_env={"env_vars": environment} if environment else None,
+                )
+            except RuntimeError as error:  # of another version
+                raise ValueError(
+                    f"RAY_ADDRESS={address}: {' '.join(str(error).split())}; cluster and driver "
+                    "need the same Python and Ray: start the driver on the cluster, for example "
+                    "with `ray job submit`, or update one of them"
+                ) from error
         else:
             needed = (
                 each.workers.sizes[-1] * each.workers.cpus_per_worker + 2 * each.data.cpus_per_task
@@ -319,27 +332,6 @@ def check_address(address: str) -> None:
             "~/.ray/auth_token of its head to this machine, or set RAY_AUTH_TOKEN, and set "
             f"{AUTH_MODE}=token ({AUTH_MODE} is {os.environ.get(AUTH_MODE, 'not set')} now)"
         )
-
-
-def _join(address: str, variables: dict[str, str]) -> None:
-    """Join the cluster at `RAY_ADDRESS`; the run's processes get the variables.
-
-    Raises:
-        ValueError: the cluster's Ray or Python cannot exchange data with this one.
-    """
-    try:
-        # no limit: Ray's own two minutes; `check_address` has tried before
-        ray.init(
-            log_to_driver=_shows_logs(),
-            logging_level=logging.WARNING,
-            runtime_env={"env_vars": variables} if variables else None,
-        )
-    except RuntimeError as error:
-        raise ValueError(
-            f"RAY_ADDRESS={address}: {' '.join(str(error).split())}; cluster and driver need the "
-            "same Python and Ray: start the driver on the cluster, for example with "
-            "`ray job submit`, or update one of them"
-        ) from error
 
 
 def _address() -> str:

@@ -24,7 +24,7 @@ def write_encoded(
     folder: Path | str, shard: str, images: list[EncodedImage], classes: Sequence[str], rows: int
 ) -> Manifest:
     location = locate(str(folder))
-    with ShardWriter(location.child(shard), rows) as writer:
+    with ShardWriter.open(location.child(shard), rows) as writer:
         for image in images:
             writer.add(image)
     facts = writer.facts()

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import os
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from functools import cached_property
@@ -53,11 +52,6 @@ REJECTED_SCHEMA: Final = pa.schema(
 def shard_name(index: int, num_shards: int) -> str:
     """File name of shard `index`, such as `part-00003-of-00128.parquet`; names sort by index."""
     return f"part-{index:05d}-of-{num_shards:05d}.parquet"
-
-
-def checksum(content: bytes | memoryview | pa.Buffer, before: int = 0) -> int:
-    """CRC-32 of `content`, continued from the CRC-32 `before` of the bytes before it."""
-    return zlib.crc32(content, before)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, TypeVar
@@ -9,7 +10,6 @@ from typing import Any, Final, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vit_ray.data.dataset import checksum
 from vit_ray.data.restart_index import RestartIndex
 from vit_ray.storage import Location
 
@@ -46,17 +46,6 @@ MOST_ROW_GROUP_BYTES: Final = 1 << 30
 bytes of 2 GiB or more cannot be read."""
 RESERVED_NAMES: Final = (*SHARD_SCHEMA.names, *INDEX_SCHEMA.names)
 """Names that columns of text cannot have."""
-
-
-def shard_schema(text_columns: Sequence[str], *, is_indexed: bool = False) -> pa.Schema:
-    """The schema of shards with these text columns, and with a restart index if `is_indexed`."""
-    index = INDEX_SCHEMA if is_indexed else ()
-    return pa.schema([*SHARD_SCHEMA, *index, *((name, pa.string()) for name in text_columns)])
-
-
-def has_index(schema: pa.Schema) -> bool:
-    """Whether a shard has the column of restart indices."""
-    return INDEX_SCHEMA.names[0] in schema.names
 
 
 @dataclass(frozen=True)
@@ -119,7 +108,7 @@ class _ChecksummedOutput(io.RawIOBase):
         return True
 
     def write(self, content: Any) -> int:
-        self.crc32 = checksum(content, self.crc32)
+        self.crc32 = zlib.crc32(content, self.crc32)
         self._position += len(content)
         self._stream.write(content)
         return len(content)
@@ -129,50 +118,41 @@ class _ChecksummedOutput(io.RawIOBase):
 
 
 class ShardWriter:
-    """Writes the rows of one shard in the order in which they are added.
+    """Writes the rows of one shard in the order in which they are added; made by `open`."""
 
-    Use as a context manager; the file becomes visible when the block ends without an error.
-    """
+    def __init__(self, stream: _ChecksummedOutput, schema: pa.Schema, rows: int) -> None:
+        self._stream, self._schema, self._rows_per_row_group = stream, schema, rows
+        self._pending: list[EncodedImage] = []
+        self._pending_bytes = 0
+        self._metadata: list[pq.FileMetaData] = []
+        self._parquet = pq.ParquetWriter(
+            stream,
+            schema,
+            compression="none",
+            use_dictionary=False,
+            write_statistics=False,
+            write_page_checksum=True,
+            metadata_collector=self._metadata,
+        )
 
-    def __init__(
-        self,
+    @classmethod
+    @contextlib.contextmanager
+    def open(
+        cls,
         destination: Location,
         rows_per_row_group: int,
         text_columns: Sequence[str] = (),
         *,
         is_indexed: bool = False,
-    ) -> None:
-        self._destination = destination
-        self._rows_per_row_group = rows_per_row_group
-        self._is_indexed = is_indexed
-        self._schema = shard_schema(text_columns, is_indexed=is_indexed)
-        self._pending: list[EncodedImage] = []
-        self._pending_bytes = 0
-        self._metadata: list[pq.FileMetaData] = []
-
-    def __enter__(self) -> "ShardWriter":
-        self._output = self._opened()
-        return self._output.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._output.__exit__(*error)
-
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator["ShardWriter"]:
-        with self._destination.output() as stream:
-            self._stream = _ChecksummedOutput(stream)
-            writer = pq.ParquetWriter(
-                self._stream,
-                self._schema,
-                compression="none",
-                use_dictionary=False,
-                write_statistics=False,
-                write_page_checksum=True,
-                metadata_collector=self._metadata,
-            )
-            with closed_after(writer) as self._parquet:
-                yield self
-                self.end_row_group()
+    ) -> Iterator["ShardWriter"]:
+        """A writer; the file becomes visible when the block ends without an error."""
+        index, texts = INDEX_SCHEMA if is_indexed else (), [(n, pa.string()) for n in text_columns]
+        schema = pa.schema([*SHARD_SCHEMA, *index, *texts])
+        with destination.output() as stream:
+            writer = cls(_ChecksummedOutput(stream), schema, rows_per_row_group)
+            with closed_after(writer._parquet):
+                yield writer
+                writer.end_row_group()
 
     def add(self, row: EncodedImage) -> None:
         size = len(row.image)
@@ -200,9 +180,9 @@ class ShardWriter:
             [row.key for row in rows],
             [row.width for row in rows],
             [row.height for row in rows],
-            [checksum(row.image) if row.crc32 is None else row.crc32 for row in rows],
+            [zlib.crc32(row.image) if row.crc32 is None else row.crc32 for row in rows],
         ]
-        if self._is_indexed:
+        if INDEX_SCHEMA.names[0] in self._schema.names:
             columns.append([None if row.index is None else asdict(row.index) for row in rows])
         columns += map(list, zip(*(row.extra for row in rows), strict=True))
         arrays = [pa.array(c, type=f.type) for c, f in zip(columns, self._schema, strict=True)]

@@ -16,6 +16,7 @@ import logging
 import platform
 import shutil
 import uuid
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,9 +30,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from vit_ray.data.dataset import Manifest, ShardFile, checksum, open_dataset
+from vit_ray.data.dataset import Manifest, ShardFile, open_dataset
 from vit_ray.data.restart_index import IndexColumn, StoredImage
-from vit_ray.data.shard_writer import has_index
 from vit_ray.storage import (
     Location,
     UnavailableError,
@@ -114,7 +114,7 @@ class EncodedRows:
 
     def _image(self, row: int) -> memoryview:
         image = self._content[self._offsets[row] : self._offsets[row + 1]]
-        if not self.is_whole and checksum(image) != self.crc32[row]:
+        if not self.is_whole and zlib.crc32(image) != self.crc32[row]:
             raise ChangedImageError("the bytes changed since conversion (checksum differs)")
         return image
 
@@ -166,7 +166,7 @@ def problem_of_shard(location: Location, entry: ShardFile, *, is_read: bool = Fa
             if is_read:
                 crc32, source = 0, location.open()
                 while part := source.read(_PART_BYTES):
-                    crc32 = checksum(part, crc32)
+                    crc32 = zlib.crc32(part, crc32)
                 if crc32 != entry.crc32:
                     return "its bytes differ from the manifest's checksum"
     except (pa.ArrowException, OSError, ValueError) as error:
@@ -195,7 +195,7 @@ class Cache:
         with contextlib.suppress(OSError, pa.ArrowException):
             content = pa.py_buffer((Path(self.folder) / name).read_bytes())
             table, stored_checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
-            if checksum(table) == int.from_bytes(stored_checksum):
+            if zlib.crc32(table) == int.from_bytes(stored_checksum):
                 return pa.ipc.open_file(table).read_all()
         return None
 
@@ -217,7 +217,7 @@ class Cache:
             content = sink.getvalue()
             with temporary.open("wb") as file:
                 file.write(content)
-                file.write(checksum(content).to_bytes(_CHECKSUM_BYTES))
+                file.write(zlib.crc32(content).to_bytes(_CHECKSUM_BYTES))
             temporary.replace(folder / name)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -312,7 +312,7 @@ class RowGroupReader:
             if pa.types.is_struct(images.type):
                 images = pc.struct_field(images, "bytes")
             images = images.cast(pa.binary()).fill_null(b"")
-            crc32 = np.array([checksum(image.as_buffer()) for image in images], np.uint32)
+            crc32 = np.array([zlib.crc32(image.as_buffer()) for image in images], np.uint32)
             is_whole = np.array_equal(crc32, table["crc32"].to_numpy())
             return table.append_column("image", images), is_whole
         try:
@@ -331,7 +331,10 @@ class RowGroupReader:
         file = pq.ParquetFile(
             source, metadata=metadata, pre_buffer=True, page_checksum_verification=True
         )
-        names = [*names, *([_INDEX] if "crc32" in names and has_index(file.schema_arrow) else [])]
+        names = [
+            *names,
+            *([_INDEX] if "crc32" in names and _INDEX in file.schema_arrow.names else []),
+        ]
         if not is_checked:
             file = pq.ParquetFile(self._manifest.shard_location(group).open())
         number = int(self._manifest.row_group[group])

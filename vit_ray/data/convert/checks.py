@@ -10,6 +10,7 @@ import random
 import re
 import statistics
 import time
+import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,7 +40,6 @@ from vit_ray.data.dataset import (
     REPORT_FILE,
     SOURCE_FILE,
     STAGING_FOLDER,
-    checksum,
 )
 from vit_ray.data.images import TURNS, decode, is_hidden, open_image, orientation_of
 from vit_ray.data.jpeg import START, encode_jpeg, has_zeroed_data, num_scans, size_of_jpeg
@@ -111,10 +111,10 @@ def check_destination(config: ConvertConfig) -> None:
         )
     folder.refuse_file_in_its_place("convert.destination")
     names = {info.base_name for info in folder.list_files(recursive=False)}
-    # Without this file it is unknown which conversion wrote the shards of a folder.
-    if SOURCE_FILE in names:
-        return
     staged = {info.base_name for info in folder.child(STAGING_FOLDER).list_files()}
+    # Without this file it is unknown which conversion wrote the shards of a folder.
+    if SOURCE_FILE in names and (MANIFEST_FILE in names or staged):
+        return
     is_ours = all(name.startswith(_STAGED) or is_lock_file(name) for name in staged)
     names |= {*folder.list_folders()} - ({STAGING_FOLDER} if is_ours else set())
     if foreign := sorted(name for name in names if not is_hidden(name)):
@@ -368,7 +368,7 @@ def _counted(
         while piece := list(islice(rows, SAMPLED)):
             facts.add(row_table(piece))
             sample = nsmallest(
-                SAMPLED, [*sample, *piece], lambda row: checksum(f"{seed} {row.key}".encode())
+                SAMPLED, [*sample, *piece], lambda row: zlib.crc32(f"{seed} {row.key}".encode())
             )
             last = piece[-1]
             if last.offset >= 0 and last.problem is None and time.monotonic() > end_s:

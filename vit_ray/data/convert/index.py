@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import unicodedata
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Final
@@ -35,7 +36,6 @@ from vit_ray.data.convert.rows import (
     row_table,
 )
 from vit_ray.data.convert.sources import declared_classes, rows_of
-from vit_ray.data.dataset import checksum
 from vit_ray.data.shard_writer import closed_after
 from vit_ray.data.tasks import Shown, report_done, run_tasks
 from vit_ray.storage import Location, locate, naming, read_again
@@ -53,7 +53,7 @@ _REPEATED: Final = (
 def write_facts(file: Location, facts: dict[str, Any]) -> None:
     """Write JSON and its checksum."""
     content = json.dumps(facts).encode()
-    file.write(b"%s\n%08x" % (content, checksum(content)))
+    file.write(b"%s\n%08x" % (content, zlib.crc32(content)))
 
 
 def read_facts(
@@ -63,7 +63,7 @@ def read_facts(
 
     def read() -> dict[str, Any]:
         content, _, crc32 = file.read().rpartition(b"\n")
-        if crc32 != b"%08x" % checksum(content):
+        if crc32 != b"%08x" % zlib.crc32(content):
             raise ValueError(f"{file.uri!r} is not what was written; {advice}")
         return dict(json.loads(content))
 
@@ -255,6 +255,6 @@ def without_repeats(rows: pa.Table) -> pa.Table:
     is_repeated = np.ones(len(rows), bool)
     is_repeated[firsts] = False
     problem = rows["problem"]
-    rejected = pc.if_else(is_repeated, pc.coalesce(problem, _REPEATED), problem)
+    rejected = pc.if_else(pc.and_(is_repeated, pc.is_null(problem)), _REPEATED, problem)
     index = rows.schema.get_field_index("problem")
     return rows.set_column(index, ROW_SCHEMA.field(index), rejected.cast(problem.type))

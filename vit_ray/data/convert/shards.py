@@ -8,6 +8,7 @@ and the manifest makes the data set visible.
 import json
 import os
 import re
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -44,7 +45,6 @@ from vit_ray.data.dataset import (
     STAGING_FOLDER,
     RowGroupColumns,
     ShardFile,
-    checksum,
     open_dataset,
     shard_name,
     write_manifest,
@@ -87,9 +87,6 @@ class Plan:
     num_shards: int
     folder: str
     no_classes: list[str] = field(default_factory=list)
-
-    def name_of(self, shard: int) -> str:
-        return shard_name(shard, self.num_shards)
 
 
 def write_lists(plan: Plan, source_rows: pa.Table, staging: Location) -> None:
@@ -173,8 +170,10 @@ def write_shard(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult:
     folder, result = locate(config.destination), ShardResult(shard=shard)
     tables = read_groups(folder.child(STAGING_FOLDER).child(_LIST.format(shard)))
     rows = chain.from_iterable(map(table_rows, tables))
-    target, group_size = folder.child(plan.name_of(shard)), config.rows_per_row_group
-    with ShardWriter(target, group_size, config.columns, is_indexed=config.index_jpeg) as writer:
+    target, group_size = folder.child(shard_name(shard, plan.num_shards)), config.rows_per_row_group
+    with ShardWriter.open(
+        target, group_size, config.columns, is_indexed=config.index_jpeg
+    ) as writer:
         for number, (row, content) in enumerate(read_ahead(rows), 1):
             report_done(number, len(result.rejected))
             # no limit: the storage limits each file
@@ -196,14 +195,18 @@ def write_in_place(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult
     unit = Unit("huggingface", path, plan.folder, config)
     unchanged = config.model_copy(update={"index_jpeg": False})
     result, image_bytes, num_done = ShardResult(shard=shard), list[int](), 0
-    target, rows = locate(config.destination).child(plan.name_of(shard)), parquet_rows(unit)
-    with opened(unit) as (file, columns), ShardWriter(target, MAX_ROWS, config.columns) as writer:
+    target = locate(config.destination).child(shard_name(shard, plan.num_shards))
+    rows = parquet_rows(unit)
+    with (
+        opened(unit) as (file, columns),
+        ShardWriter.open(target, MAX_ROWS, config.columns) as writer,
+    ):
         for group in range(file.num_row_groups):
             num_rows = file.metadata.row_group(group).num_rows
             result.dropped.append([])
             image_bytes.append(0)
+            report_done(num_done, len(result.rejected))
             for row_in_group, row in enumerate(islice(rows, num_rows)):
-                report_done(num_done + row_in_group, len(result.rejected))
                 # The file may store equal images once; each row reads its own copy.
                 image_bytes[-1] += len(row.image or b"")
                 check_in_place(path, group, num_rows, image_bytes[-1])
@@ -213,14 +216,13 @@ def write_in_place(shard: int, plan: Plan, config: ConvertConfig) -> ShardResult
                     result.dropped[-1].append(row_in_group)
                     no_texts = (None,) * len(config.columns)
                     image = EncodedImage(b"", (), entry.key, 0, 0, extra=no_texts)
-                writer.add(replace(image, image=b"", crc32=checksum(row.image or b"")))
+                writer.add(replace(image, image=b"", crc32=zlib.crc32(row.image or b"")))
             writer.end_row_group()
             num_done += num_rows
     if locate(path).info() != before:
         raise SourceChangedError(path)
     facts = writer.facts()
-    sizes = zip(facts.row_group_bytes, image_bytes, strict=True)
-    facts.row_group_bytes = [sum(pair) for pair in sizes]
+    facts.row_group_bytes = (np.array(facts.row_group_bytes) + image_bytes).tolist()
     images = [path, before.size, before.version, columns.image_path]
     return replace(result, **vars(facts), images=images)
 
@@ -286,12 +288,13 @@ def commit(
             if result.rows:
                 written.append(replace(result, rejected=[], damaged=[], label_counts=Counter()))
             else:
-                folder.child(plan.name_of(result.shard)).delete()
+                folder.child(shard_name(result.shard, plan.num_shards)).delete()
     _check_rejected(plan, folder, counts["rejected"], max_rejected_fraction, first_rejected)
     files = [
-        ShardFile(plan.name_of(r.shard), sum(r.rows), r.bytes, r.crc32, *r.images) for r in written
+        ShardFile(shard_name(r.shard, plan.num_shards), sum(r.rows), r.bytes, r.crc32, *r.images)
+        for r in written
     ]
-    _check_shards(plan, folder, written, files)
+    _check_shards(folder, written, files)
     num_images = sum(sum(r.rows) - sum(map(len, r.dropped)) for r in written)
     if num_images != plan.num_images - counts["rejected"]:
         raise ValueError(
@@ -365,25 +368,23 @@ def listed(names: list[str]) -> str:
     return ", ".join(names[:_NAMES_SHOWN]) + (" and others" if len(names) > _NAMES_SHOWN else "")
 
 
-def _check_shards(
-    plan: Plan, folder: Location, written: list[ShardResult], files: list[ShardFile]
-) -> None:
+def _check_shards(folder: Location, written: list[ShardResult], files: list[ShardFile]) -> None:
     """Check the size and the footer of every shard before the data set becomes visible.
 
     Raises:
         ValueError: some are not as they were written; a restart makes them again.
     """
     with ThreadPoolExecutor(_THREADS) as pool:
-        texts = pool.map(lambda file: problem_of_shard(folder.child(file.path), file), files)
-        problems = {r.shard: text for r, text in zip(written, texts, strict=True) if text}
-    for shard in problems:
+        texts = list(pool.map(lambda file: problem_of_shard(folder.child(file.path), file), files))
+    problems = [(r.shard, f.path, t) for r, f, t in zip(written, files, texts, strict=True) if t]
+    for shard, *_ in problems:
         folder.child(STAGING_FOLDER).child(RESULT.format(shard)).delete()
     if problems:
-        shard, problem = next(iter(problems.items()))
+        _, name, problem = problems[0]
         raise ValueError(
             f"{len(problems)} of {len(written)} shards in {folder.uri} are not as they were "
-            f"written; the first is {plan.name_of(shard)}: {problem}. Check the storage, and run "
-            "the same command again, which makes these shards again"
+            f"written; the first is {name}: {problem}. Check the storage, and run the same command "
+            "again, which makes these shards again"
         )
 
 

@@ -1,34 +1,34 @@
 """Our accuracies beside the paper's: never beside a number of another test set, and labelled."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.data.small_sets import write_set
 from vit_ray.config import Recipe
-from vit_ray.config.command_sections import PaperConfig
 from vit_ray.config.recipe import recipe_from_dict
-from vit_ray.launch.paper_comparison import evaluation_table, result_table, training_table
+from vit_ray.launch import paper_comparison
+from vit_ray.launch.paper_comparison import evaluation_table, training_table
 from vit_ray.paper import TEST_SETS
 
-CIFAR: dict[str, Any] = {
-    "model": "ViT-L/16", "data": "cifar10/test", "counts": (10_000, 10),
-    "top1": [0.989, 0.99, 0.991],
-}  # fmt: skip
 
-
-@pytest.mark.parametrize(("changes", "pretraining", "label", "note", "papers"), [
-    ({}, "imagenet21k", "data", "", {"paper, Table 2": 99.15, "paper, Table 5": 99.16}),
-    ({"counts": (10_000, 2)}, "imagenet21k", "proxy", "not 10000 of 2", {}),
-    ({"model": "ViT"}, "imagenet21k", "proxy", "does not have this model", {}),
-    ({}, None, "proxy", "paper.pretraining is not set", None),
+@pytest.mark.parametrize(("model", "num_classes", "pretraining", "label", "note", "papers"), [
+    ("ViT-L/16", 10, "imagenet21k", "data", "",
+     {"paper, Table 2": 99.15, "paper, Table 5": 99.16}),
+    ("ViT-L/16", 2, "imagenet21k", "proxy", "not 10000 of 2", {}),
+    ("ViT", 10, "imagenet21k", "proxy", "does not have this model", {}),
+    ("ViT-L/16", 10, None, "proxy", "paper.pretraining is not set", None),
 ])  # fmt: skip
 def test_a_result_of_the_papers_test_set_model_and_pretraining_is_data_and_any_other_a_proxy(
-    changes, pretraining, label, note, papers
+    model, num_classes, pretraining, label, note, papers, monkeypatch
 ):
-    config = PaperConfig(task="cifar10", pretraining=pretraining)
-    ours, *found = result_table(config, **{**CIFAR, **changes})
+    test = SimpleNamespace(path="cifar10/test", num_images=10_000, num_classes=num_classes)
+    monkeypatch.setattr(paper_comparison, "open_dataset", lambda _: test)
+    paper = {"task": "cifar10", "pretraining": pretraining}
+    tree = {"name": "e", "model": {"name": model}, "data": {"eval": "test"}, "paper": paper}
+    ours, *found = training_table(recipe_from_dict(tree, "test"), [0.989, 0.99, 0.991])
     assert (ours["label"], ours["runs"]) == (label, "3")
     assert note in (ours["note"] or "")
     assert bool(ours["note"]) == (label == "proxy")
@@ -43,7 +43,7 @@ def test_a_result_of_the_papers_test_set_model_and_pretraining_is_data_and_any_o
 def imagenet(folder: Path, monkeypatch: pytest.MonkeyPatch, **sections: Any) -> Recipe:
     write_set(folder / "test", [(str(i), [i % 2]) for i in range(8)], ["a", "b"])
     small = {name: type(one)(one.title, 2, 8) for name, one in TEST_SETS.items()}
-    monkeypatch.setattr("vit_ray.launch.paper_comparison.TEST_SETS", small)
+    monkeypatch.setattr(paper_comparison, "TEST_SETS", small)
     tree = {"name": "e", "model": {"name": "ViT-B/16"}, "data": {"eval": str(folder / "test")}}
     return recipe_from_dict({**tree, **sections}, "test")
 

@@ -10,7 +10,6 @@ from pathlib import PurePosixPath
 
 from vit_ray.addresses import redact
 from vit_ray.config import Recipe
-from vit_ray.config.command_sections import PaperConfig
 from vit_ray.data import open_dataset
 from vit_ray.metric_names import EVAL_TOP1
 from vit_ray.paper import PRETRAINING, TEST_SETS, table_2, table_5
@@ -28,65 +27,58 @@ def evaluation_table(recipe: Recipe, metrics: Mapping[str, float]) -> Rows | Non
 
 
 def training_table(recipe: Recipe, test_top1: Sequence[float], labels: str = "own_labels") -> Rows:
-    """The test accuracy of one training or of several, and the paper's.
+    """Our row, and the paper's rows for the same test set and model, by pre-training.
+
+    The test set is not the paper's if its size or its number of classes differs.
 
     Args:
+        test_top1: accuracy of each run, in [0, 1].
         labels: `benchmark.kind` of the evaluation.
     """
     assert recipe.data.eval is not None
-    paper, test = recipe.paper, open_dataset(recipe.data.eval)
+    paper, model, test = recipe.paper, recipe.model.name, open_dataset(recipe.data.eval)
+    task_of: dict[str, str | None] = {"own_labels": paper.task}
     if paper.task in ("imagenet", "imagenet_real"):  # the same images, with other labels
-        by_labels = {"own_labels": "imagenet", "imagenet_real": "imagenet_real"}
-        paper = paper.model_copy(update={"task": by_labels.get(labels)})
-    elif labels != "own_labels":
-        paper = paper.model_copy(update={"task": None})
-    counts = test.num_images, test.num_classes
-    return result_table(paper, recipe.model.name, short_address(test.path), counts, test_top1)
+        task_of = {"own_labels": "imagenet", "imagenet_real": "imagenet_real"}
+    task = task_of.get(labels)
+    test_set = TEST_SETS.get(task or "")
+    note = "" if test_set else "paper.task is not set"
+    if test_set and (test.num_images, test.num_classes) != (
+        test_set.num_images, test_set.num_classes,
+    ):  # fmt: skip
+        note = (
+            f"{test_set.title} has {test_set.num_images} test images of {test_set.num_classes} "
+            f"classes, not {test.num_images} of {test.num_classes}"
+        )
+        test_set = None
+    of_paper: Rows = []
+    for pretraining in [paper.pretraining] if paper.pretraining else PRETRAINING:
+        if test_set is not None and task is not None:
+            setting = (test_set.title, PRETRAINING[pretraining], model)
+            if (entry := table_2(model, pretraining, task)) is not None:
+                of_paper.append(_row("paper, Table 2", *setting, *entry, "3", "paper", ""))
+            if (entry_5 := table_5(model, pretraining, task)) is not None:
+                of_paper.append(_row("paper, Table 5", *setting, entry_5, None, "", "paper", ""))
+    is_data = bool(of_paper) and paper.pretraining is not None
+    if not note and not is_data:
+        note = "paper.pretraining is not set" if of_paper else "the paper does not have this model"
+    ours = _row(
+        "ours",
+        test_set.title if test_set else short_address(test.path),
+        PRETRAINING[paper.pretraining] if paper.pretraining else None,
+        model,
+        statistics.fmean(test_top1),
+        statistics.stdev(test_top1) if len(test_top1) > 1 else None,
+        str(len(test_top1)),
+        "data" if is_data else "proxy",
+        note,
+    )
+    return [ours, *of_paper]
 
 
 def short_address(address: str) -> str:
     """The last two parts of an address: the first parts may name private machines and buckets."""
     return "/".join(PurePosixPath(redact(address)).parts[-2:])
-
-
-def result_table(
-    paper: PaperConfig, model: str, data: str, counts: tuple[int, int], top1: Sequence[float]
-) -> Rows:
-    """Our row, and the paper's rows for the same test set and model, by pre-training.
-
-    Args:
-        data: name of the test set's folder.
-        counts: its images and classes.
-        top1: accuracy of each run, in [0, 1].
-        paper: the recipe's test set and pre-training; the test set is not the paper's if its size
-            or its number of classes differs.
-    """
-    test_set = TEST_SETS.get(paper.task or "")
-    note = "" if test_set else "paper.task is not set"
-    if test_set and counts != (test_set.num_images, test_set.num_classes):
-        note = (
-            f"{test_set.title} has {test_set.num_images} test images of {test_set.num_classes} "
-            f"classes, not {counts[0]} of {counts[1]}"
-        )
-        test_set = None
-    of_paper: Rows = []
-    for pretraining in [paper.pretraining] if paper.pretraining else PRETRAINING:
-        if test_set is not None and paper.task is not None:
-            setting = (test_set.title, PRETRAINING[pretraining], model)
-            if (entry := table_2(model, pretraining, paper.task)) is not None:
-                of_paper.append(_row("paper, Table 2", *setting, *entry, "3", "paper", ""))
-            if (entry_5 := table_5(model, pretraining, paper.task)) is not None:
-                of_paper.append(_row("paper, Table 5", *setting, entry_5, None, "", "paper", ""))
-    is_data = bool(of_paper) and paper.pretraining is not None
-    if not note and not is_data:
-        note = "paper.pretraining is not set" if of_paper else "the paper does not have this model"
-    trained_on = PRETRAINING[paper.pretraining] if paper.pretraining else None
-    deviation = statistics.stdev(top1) if len(top1) > 1 else None
-    ours = _row(
-        "ours", test_set.title if test_set else data, trained_on, model, statistics.fmean(top1),
-        deviation, str(len(top1)), "data" if is_data else "proxy", note,
-    )  # fmt: skip
-    return [ours, *of_paper]
 
 
 def _row(

@@ -173,7 +173,10 @@ def _acquire(folder: Location, owner: Owner) -> int:
                 folder.uri, _name(holder), patience_s,
             )  # fmt: skip
         elif now_s > deadline_s or (is_gone is None and (number, holder) != first):
-            raise HeldError(_name(holder))
+            raise HeldError(
+                f"{folder.uri} is in use by {_name(holder)}; wait for it or stop it, or choose "
+                "another name"
+            )
         time.sleep(POLL_S)
 
 

@@ -39,7 +39,7 @@ from vit_ray.launch.resolved_run import (
     check_head_is_trained,
     resolve_run,
 )
-from vit_ray.lock import HeldError, hold_lock
+from vit_ray.lock import hold_lock
 from vit_ray.outcomes import EventKind
 from vit_ray.storage import RIGHTS_PROBE, Location, check_reachable, locate
 
@@ -288,26 +288,16 @@ def _text(file: Location, expected: str, key: str) -> str:
         return file.read().decode()
 
 
-@contextlib.contextmanager
-def lock_run(folder: Location) -> Iterator[int]:
+def lock_run(folder: Location) -> contextlib.AbstractContextManager[int]:
     """Hold the run's lock inside the block; yields the token for `check_lock`.
 
     The process ends if another driver takes the run nevertheless.
 
     Raises:
-        ValueError: another driver holds it.
+        HeldError: another driver holds it.
         OSError: the folder cannot be written.
     """
-    runs, _, name = folder.uri.rpartition("/")
-    with contextlib.ExitStack() as stack:
-        try:
-            number = stack.enter_context(hold_lock(folder, _end_process))
-        except HeldError as error:
-            raise ValueError(
-                f"run {name!r} in {runs} is in use by another driver: {error}; "
-                "wait for it or stop it, or choose another name"
-            ) from None
-        yield number
+    return hold_lock(folder, _end_process)
 
 
 def _end_process(reason: str) -> None:

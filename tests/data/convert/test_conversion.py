@@ -25,7 +25,6 @@ from vit_ray.data.convert import index, shards
 from vit_ray.data.convert.finished_sets import deduplicate, verify
 from vit_ray.data.convert.index import parquet_output, read_facts, read_groups, write_facts
 from vit_ray.data.convert.rows import Row, Unit
-from vit_ray.data.dataset import Manifest
 from vit_ray.data.images import decode
 from vit_ray.data.keyed_random import KeyedPermutation
 from vit_ray.data.parts import subset
@@ -193,7 +192,7 @@ def test_of_two_conversions_the_second_is_refused(serial, image_folder, tmp_path
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **pipes) as first:  # type: ignore[call-overload]
         assert first.stdout.readline() == "begun\n"
-        with pytest.raises(ValueError, match=rf"another conversion: process {first.pid} of .* on "):
+        with pytest.raises(ValueError, match=rf"in use by process {first.pid} of .* on "):
             convert(image_folder, tmp_path / "set")
         assert first.communicate()[0] == "300\n"
     assert open_dataset(str(tmp_path / "set")).num_images == 300

@@ -150,10 +150,7 @@ def _alone(folder: Location) -> Iterator[int]:
                         os.rmdir(folder.path)  # fails if the folder is not empty, or a link
                 raise
     except (HeldError, LockLostError) as error:
-        raise ValueError(
-            f"convert.destination={folder.uri!r} is being written by another conversion: "
-            f"{error}; wait for it or stop it, or choose another folder"
-        ) from error
+        raise ValueError(f"convert.destination={folder.uri!r}: {error}") from error
 
 
 def _earlier_plan(config: ConvertConfig, settings: dict[str, Any], folder: Location) -> Plan | None:

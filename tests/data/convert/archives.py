@@ -68,14 +68,21 @@ def write_hub_file(
     write_files(path.parent, {path.name: content})
 
 
+def stored_rows(target: Path | str) -> dict[str, dict[str, Any]]:
+    """Key to all columns of every row, with the names of its classes, in the order of samples."""
+    manifest = open_dataset(str(target))
+    tables = [pq.read_table(Path(manifest.root) / file.path) for file in manifest.files]
+    rows = [row for table in tables for row in table.to_pylist()]
+    assert len({row["key"] for row in rows}) == len(rows) == manifest.num_images
+    names = [[manifest.classes[label] for label in row["labels"]] for row in rows]
+    return {row["key"]: row | {"names": n} for row, n in zip(rows, names, strict=True)}
+
+
 def converted(source: Path | str, target: Path, **options: Any) -> dict[str, tuple[bytes, Any]]:
     """Key to bytes and class names of every row."""
     options = {"max_rejected_fraction": 0.1} | options
     convert(str(source), str(target), rows_per_row_group=4, index_jpeg=False, **options)
-    manifest = open_dataset(str(target))
-    tables = [pq.read_table(target / file.path) for file in manifest.files]
-    rows = [row for table in tables for row in table.to_pylist()]
-    return {r["key"]: (r["image"], [manifest.classes[i] for i in r["labels"]]) for r in rows}
+    return {key: (row["image"], row["names"]) for key, row in stored_rows(target).items()}
 
 
 def labels_of(rows: dict[str, tuple[bytes, Any]]) -> dict[str, Any]:

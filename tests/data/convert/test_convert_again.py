@@ -5,15 +5,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import pyarrow.parquet as pq
 import pytest
 
-from tests.data.convert.archives import tar_of, write_files
+from tests.data.convert.archives import stored_rows, tar_of, write_files
 from tests.data.convert.conftest import stopped_at
 from tests.data.converting import convert
 from tests.data.pictures import jpeg
 from tests.data.s3_server import create_bucket, serve_conditional_s3, this_process_uses
-from vit_ray.data import open_dataset
 from vit_ray.data.convert import conversion, index
 from vit_ray.data.convert.finished_sets import verify
 from vit_ray.storage import locate
@@ -51,18 +49,8 @@ def write_tar(file: Path, numbers: list[int]) -> dict[str, str]:
     return {f"{file.stem}/{i:03d}": ANIMALS[i % 2] for i in numbers}
 
 
-def pictures_of(target: Path) -> dict[str, tuple[str, int]]:
-    """Key to class and checksum of the image, in the order of samples."""
-    manifest = open_dataset(str(target))
-    root = Path(manifest.root)
-    tables = [pq.read_table(root / file.path) for file in manifest.files]
-    rows = [row for table in tables for row in table.to_pylist()]
-    assert len(rows) == manifest.num_images
-    return {r["key"]: (manifest.classes[r["labels"][0]], r["crc32"]) for r in rows}
-
-
 def labels_of(target: Path) -> dict[str, str]:
-    return {key: label for key, (label, _) in pictures_of(target).items()}
+    return {key: name for key, row in stored_rows(target).items() for name in row["names"]}
 
 
 @pytest.mark.parametrize("function", ["shards_for", "make_shards", "commit"])
@@ -79,7 +67,7 @@ def test_a_source_that_changed_meanwhile_is_converted_as_it_is_now(
     assert labels_of(target) == expected
     assert len(list(target.glob("part-*"))) == report.num_shards
     convert(source, tmp_path / "undisturbed", **SMALL)
-    assert pictures_of(target) == pictures_of(tmp_path / "undisturbed")
+    assert stored_rows(target) == stored_rows(tmp_path / "undisturbed")
 
 
 def test_a_source_that_changed_twice_has_the_rows_that_it_has_now(serial, tmp_path, monkeypatch):
@@ -228,7 +216,9 @@ def test_a_folder_without_plan_or_record_is_not_overwritten(serial, tmp_path, mo
         file.rename(tmp_path / file.name)  # as the message says
     convert(source, target, **settings)
     convert(source, tmp_path / "undisturbed", **settings)
-    assert pictures_of(target) == pictures_of(tmp_path / "undisturbed")
-    (target / "source.json").unlink()
-    with pytest.raises(ValueError, match=r"holds no data set with its source.json: it has 'dama"):
-        convert(source, target, **settings)
+    assert stored_rows(target) == stored_rows(tmp_path / "undisturbed")
+    for name in ("manifest.parquet", "source.json"):
+        (target / name).rename(tmp_path / name)
+        with pytest.raises(ValueError, match=r"holds no data set with its .*: it has 'damaged"):
+            convert(source, target, **settings)
+        (tmp_path / name).rename(target / name)

@@ -1,15 +1,12 @@
 """EXIF orientation, applied at conversion where that is asked for; Pillow says what it means."""
 
 import io
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from PIL import Image, ImageOps
 
-from tests.data.convert.archives import write_files
+from tests.data.convert.archives import stored_rows, write_files
 from tests.data.converting import convert
 from tests.data.pictures import picture
 from vit_ray.data import open_dataset
@@ -27,12 +24,6 @@ def turned(kind: str, orientation: int) -> bytes:
     return sink.getvalue()
 
 
-def rows_of(folder: Path) -> dict[str, Any]:
-    manifest = open_dataset(str(folder))
-    tables = [pq.read_table(folder / file.path) for file in manifest.files]
-    return {row["key"]: row for table in tables for row in table.to_pylist()}
-
-
 @pytest.mark.parametrize("options", [{}, {"index_jpeg": False}])
 def test_images_are_turned_as_exif_says(tmp_path, options):
     files = {
@@ -42,7 +33,7 @@ def test_images_are_turned_as_exif_says(tmp_path, options):
     }
     source = write_files(tmp_path / "source", files)
     convert(source, tmp_path / "set", apply_orientation=True, **options)
-    rows = rows_of(tmp_path / "set")
+    rows = stored_rows(tmp_path / "set")
     for key, content in files.items():
         expected = np.asarray(
             ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB")
@@ -66,10 +57,10 @@ def test_a_turned_image_is_shrunk_too_and_what_is_done_is_said(tmp_path):
     assert report.notes[0].startswith("3 images have an orientation in EXIF and are kept as they")
     assert "convert.apply_orientation=true turns them" in report.notes[0]
     assert "there is one class only: 'cat'" in report.notes
-    row = rows_of(tmp_path / "plain")["cat/0.jpg"]
+    row = stored_rows(tmp_path / "plain")["cat/0.jpg"]
     np.testing.assert_array_equal(decode(row["image"]), decode(files["cat/0.jpg"]))
     report = convert(source, tmp_path / "set", apply_orientation=True, shrink_to=48)
     assert report.notes[0] == "3 images were turned as their EXIF says"
     assert open_dataset(str(tmp_path / "set")).origin["apply_orientation"] is True
-    row = rows_of(tmp_path / "set")["cat/0.jpg"]
+    row = stored_rows(tmp_path / "set")["cat/0.jpg"]
     assert (row["height"], row["width"]) == (80, 48)

@@ -202,9 +202,7 @@ def folder_rows(unit: Unit) -> Iterator[Row]:
         ]
     if unit.config.format != "folder":
         _check_depth(unit, rows)
-    rows.reverse()
-    while rows:  # a loop over the list would keep all rows in memory, of a class maybe a million
-        row = rows.pop()
+    for row in rows:
         if _OF_CONVERSIONS & set(relative(row.path, unit.path).split("/")):
             raise ValueError(
                 f"convert.source: {unit.path!r} holds {row.path!r}, of a conversion; move that "

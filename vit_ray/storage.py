@@ -565,7 +565,12 @@ def _local_output(path: str) -> Iterator[Any]:
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        _sync_folder(folder)
+        with contextlib.suppress(OSError):  # not every file system can sync a folder
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:  # pyarrow's
             raise OSError(error.errno, os.strerror(error.errno), path) from error
@@ -573,15 +578,6 @@ def _local_output(path: str) -> Iterator[Any]:
     finally:
         with contextlib.suppress(OSError):  # it was renamed, or another error is being raised
             os.remove(temporary)
-
-
-def _sync_folder(path: str) -> None:
-    with contextlib.suppress(OSError):  # not every file system can
-        folder = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def locate(path: str) -> Location:

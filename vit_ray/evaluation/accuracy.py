@@ -204,7 +204,7 @@ class ExampleImages:
         for kind, keys in keys_by_kind.items():
             kept, limit = self._images[kind], KINDS[kind]
             highest_key = kept["key"][-1] if len(kept) == limit else np.inf
-            new = []
+            new: list[tuple[Any, ...]] = []
             for i in np.argsort(keys, kind="stable")[:limit]:
                 if keys[i] < highest_key:
                     answers = [label for label in labels[i].tolist() if label >= 0][:MAX_LABELS]

@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 UInt8Array = NDArray[np.uint8]
 
-SIDE: Final = 96  # pixels of a square's side in a strip
+SIDE: Final = 96  # pixels of a square's side in a row
 NUM_TRAINING: Final = 24  # training crops in the row of squares
 MAX_LABELS: Final = 8  # labels shown for an image
 _LINE: Final = 14  # pixels of a line of text
@@ -27,13 +27,6 @@ def square(image: UInt8Array, side: int = SIDE) -> UInt8Array:
     """(H, W, 3) scaled to fit (side, side, 3), on black; pixels of a small image stay visible."""
     scaling = Image.Resampling.NEAREST if max(image.shape) < side else Image.Resampling.BOX
     return np.asarray(ImageOps.pad(Image.fromarray(image), (side, side), scaling))
-
-
-def strip(images: Sequence[UInt8Array], captions: Sequence[Sequence[str]] = ()) -> bytes:
-    """Images in one row of squares, as JPEG; `captions`: lines of text for each."""
-    jpeg = io.BytesIO()
-    _grid(images, captions, SIDE, len(images)).save(jpeg, "JPEG", quality=85)
-    return jpeg.getvalue()
 
 
 def sheet(images: Sequence[UInt8Array], captions: Sequence[str], title: str) -> Image.Image:
@@ -94,7 +87,9 @@ def picture(
         if of_image["predicted"] is not None:
             lines += [f"pred.: {of_image['predicted']}", f"{of_image['probability']:.1%}"]
         captions.append(lines)
+    jpeg = io.BytesIO()
+    _grid(images, captions, SIDE, len(images)).save(jpeg, "JPEG", quality=85)
     return {
-        f"{name}.jpg": strip(images, captions),
+        f"{name}.jpg": jpeg.getvalue(),
         f"{name}.json": json.dumps(facts, indent=1).encode(),
     }

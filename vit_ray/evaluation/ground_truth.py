@@ -35,7 +35,8 @@ _FOLDER_LABELS, _OVERLAP, _INDICES, _NAMES = (
     "imagenet_to_label_2012_v2",
 )
 OBJECTNET_FILES: Final = (_FOLDER_LABELS, _OVERLAP, _INDICES, _NAMES)
-_IMAGENET_CLASSES: Final = 1000
+# Numbers of ImageNet's classes, as they are written in files.
+_IMAGENET: Final = {str(number): number for number in range(1000)}
 _VALIDATION_KEY: Final = re.compile(r"ILSVRC2012_val_(\d{8})(?!\d)")
 _WORDNET_ID: Final = re.compile(r"n\d{8}\b")
 
@@ -153,28 +154,21 @@ def numbered_answers(set_classes: Sequence[str], classes: Sequence[str]) -> Answ
         ValueError: a name is not such a number, or the model has other classes.
     """
     _require_imagenet(classes, "imagenet_v2")
-    try:
-        table = np.array([[_imagenet_class(name)] for name in set_classes], np.int32)
-    except ValueError as error:
+    if wrong := [name for name in set_classes if name not in _IMAGENET]:
         raise ValueError(
-            f"benchmark.kind=imagenet_v2: a class of data.eval, {error}; convert the published "
-            "folders"
-        ) from None
+            f"benchmark.kind=imagenet_v2: a class of data.eval, {wrong[0]!r}, is not a number from "
+            f"0 to {len(_IMAGENET) - 1}; convert the published folders"
+        )
+    table = np.array([[_IMAGENET[name]] for name in set_classes], np.int32)
     return Answers(tuple(classes), len(classes), by_class=table)
 
 
 def _require_imagenet(classes: Sequence[str], kind: str) -> None:
-    if len(classes) != _IMAGENET_CLASSES:
+    if len(classes) != len(_IMAGENET):
         raise ValueError(
             f"benchmark.kind={kind} needs a model of ImageNet's 1,000 classes; this model has "
             f"{len(classes)}; name the model's classes in benchmark.model_classes"
         )
-
-
-def _imagenet_class(text: str) -> int:
-    if not text.isdecimal() or int(text) >= _IMAGENET_CLASSES:
-        raise ValueError(f"{text!r}, is not a number from 0 to {_IMAGENET_CLASSES - 1}")
-    return int(text)
 
 
 def named_answers(set_classes: Sequence[str], classes: Sequence[str]) -> Answers:
@@ -220,7 +214,7 @@ def objectnet_answers(
     try:
         # The challenge numbers classes in the order of the names, not in ImageNet's.
         indices = json.loads(files[_INDICES])
-        class_of = {number: _imagenet_class(text) for text, number in indices.items()}
+        class_of = {number: _IMAGENET[text] for text, number in indices.items()}
         names = [line.strip() for line in files[_NAMES].splitlines()]
         of_name = {name: class_of[number] for number, name in enumerate(names)}
         overlap = json.loads(files[_OVERLAP]).items()

@@ -111,19 +111,18 @@ def _traced(
     batches: Iterator[T], steps: tuple[int, int], keep: Callable[[str, bytes], Any]
 ) -> Iterator[T]:
     """These batches, traced; a separate function, so that the trace is freed after them."""
-    on_gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-    tracer = profile(activities=[ProfilerActivity.CPU, *on_gpu], record_shapes=True)
-    try:
-        with tracer:
-            yield from batches
-    finally:
-        name = f"trace-steps-{steps[0]}-{steps[1]}.json.gz"
+    name = f"trace-steps-{steps[0]}-{steps[1]}.json.gz"
+
+    def export(tracer: profile) -> None:
         try:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / name
                 tracer.export_chrome_trace(str(path))
-                content = path.read_bytes()
+                keep(name, path.read_bytes())
         except OSError as error:  # the training goes on without a trace
             logger.warning("the trace of steps %d to %d is lost: %s", *steps, error)
-        else:
-            keep(name, content)
+
+    on_gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    activities = [ProfilerActivity.CPU, *on_gpu]
+    with profile(activities=activities, record_shapes=True, on_trace_ready=export):
+        yield from batches

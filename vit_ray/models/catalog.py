@@ -171,26 +171,6 @@ class ResNetOptions:
     head_bias: float = 0.0
 
 
-ENCODERS: dict[str, EncoderSize] = {
-    "Ti": EncoderSize(depth=12, width=192, mlp_dim=768, num_heads=3),
-    "S": EncoderSize(depth=12, width=384, mlp_dim=1536, num_heads=6),
-    "b": EncoderSize(depth=12, width=384, mlp_dim=1536, num_heads=6),
-    "B": EncoderSize(depth=12, width=768, mlp_dim=3072, num_heads=12),
-    "L": EncoderSize(depth=24, width=1024, mlp_dim=4096, num_heads=16),
-    "H": EncoderSize(depth=32, width=1280, mlp_dim=5120, num_heads=16),
-}
-
-RESNETS: dict[str, ResNetSize] = {
-    "R50x1": ResNetSize((3, 4, 6, 3), 1),
-    "R50x2": ResNetSize((3, 4, 6, 3), 2),
-    "R101x1": ResNetSize((3, 4, 23, 3), 1),
-    "R152x1": ResNetSize((3, 8, 36, 3), 1),
-    "R152x2": ResNetSize((3, 8, 36, 3), 2),
-    "R152x4": ResNetSize((3, 8, 36, 3), 4),
-    "R200x3": ResNetSize((3, 24, 36, 3), 3),
-}
-
-
 @dataclass(frozen=True)
 class ModelSpec:
     """Sizes and options of a ViT, a ResNet, or a hybrid, which has an encoder and a ResNet.
@@ -204,15 +184,39 @@ class ModelSpec:
         options: of the class of the family, such as `VitOptions`.
     """
 
-    encoder: EncoderSize | None = None
-    patch_size: int = 0
-    resnet: ResNetSize | None = None
-    is_axial: bool = False
-    options: Any = None
+    encoder: EncoderSize | None
+    patch_size: int
+    resnet: ResNetSize | None
+    is_axial: bool
+    options: Any
 
 
-# The units of stage 4 of the /16 hybrids are in stage 3: a feature map twice as fine (paper 4.1).
-_STAGES_16, _STAGES_32 = ResNetSize((3, 4, 9)), ResNetSize((3, 4, 6, 3))
+_ENCODER_KEYS = ("depth", "width", "mlp_dim", "num_heads")
+_RESNET_KEYS = ("stages", "width_factor")
+# Families of any size, and the keys of their sizes.
+_FAMILIES: dict[str, tuple[str, ...]] = {
+    "ViT": (*_ENCODER_KEYS, "patch_size"),
+    "Axial-ViT": (*_ENCODER_KEYS, "patch_size"),
+    "R+ViT": (*_ENCODER_KEYS, *_RESNET_KEYS),
+    "ResNet": _RESNET_KEYS,
+    "AxialResNet": _RESNET_KEYS,
+}
+_OPTIONS: dict[str, type[Any]] = {
+    "ViT": VitOptions,
+    "Axial-ViT": AxialVitOptions,
+    "R+ViT": VitOptions,
+    "ResNet": ResNetOptions,
+    "AxialResNet": ResNetOptions,
+}
+
+_ENCODERS = {
+    "Ti": {"depth": 12, "width": 192, "mlp_dim": 768, "num_heads": 3},
+    "S": {"depth": 12, "width": 384, "mlp_dim": 1536, "num_heads": 6},
+    "b": {"depth": 12, "width": 384, "mlp_dim": 1536, "num_heads": 6},
+    "B": {"depth": 12, "width": 768, "mlp_dim": 3072, "num_heads": 12},
+    "L": {"depth": 24, "width": 1024, "mlp_dim": 4096, "num_heads": 16},
+    "H": {"depth": 32, "width": 1280, "mlp_dim": 5120, "num_heads": 16},
+}
 _PATCHES = {
     "Ti": (16,),
     "S": (14, 16, 32),
@@ -221,36 +225,41 @@ _PATCHES = {
     "L": (14, 16, 32),
     "H": (14,),
 }
+# By the suffix of a hybrid. The units of stage 4 of the /16 hybrids are in stage 3: a feature map
+# twice as fine (paper 4.1).
+_BACKBONES: dict[str, dict[str, Any]] = {
+    "32": {"stages": (3, 4, 6, 3), "width_factor": 1},
+    "16": {"stages": (3, 4, 9), "width_factor": 1},
+}
 
-_SPECS: dict[str, ModelSpec] = {
+# Family and size of each model of the paper.
+_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{
-        f"ViT-{name}/{patch}": ModelSpec(ENCODERS[name], patch)
+        f"ViT-{name}/{patch}": ("ViT", {**_ENCODERS[name], "patch_size": patch})
         for name, patches in _PATCHES.items()
         for patch in patches
     },
-    **{name: ModelSpec(resnet=size) for name, size in RESNETS.items()},
-    "R50x1+ViT-B/32": ModelSpec(ENCODERS["B"], resnet=_STAGES_32),
-    "R50x1+ViT-B/16": ModelSpec(ENCODERS["B"], resnet=_STAGES_16),
-    "R50x1+ViT-L/32": ModelSpec(ENCODERS["L"], resnet=_STAGES_32),
-    "R50x1+ViT-L/16": ModelSpec(ENCODERS["L"], resnet=_STAGES_16),
-    "Axial-ViT-B/32": ModelSpec(ENCODERS["B"], 32, is_axial=True),
-    "Axial-ViT-B/16": ModelSpec(ENCODERS["B"], 16, is_axial=True),
-    "AxialResNet50": ModelSpec(resnet=_STAGES_32, is_axial=True),
-}
-
-# Families of any size, and the size keys that each needs.
-_FAMILIES: dict[str, tuple[str, ...]] = {
-    "ViT": ("depth", "width", "mlp_dim", "num_heads", "patch_size"),
-    "Axial-ViT": ("depth", "width", "mlp_dim", "num_heads", "patch_size"),
-    "R+ViT": ("depth", "width", "mlp_dim", "num_heads", "stages", "width_factor"),
-    "ResNet": ("stages", "width_factor"),
-    "AxialResNet": ("stages", "width_factor"),
+    "R50x1": ("ResNet", {"stages": (3, 4, 6, 3), "width_factor": 1}),
+    "R50x2": ("ResNet", {"stages": (3, 4, 6, 3), "width_factor": 2}),
+    "R101x1": ("ResNet", {"stages": (3, 4, 23, 3), "width_factor": 1}),
+    "R152x1": ("ResNet", {"stages": (3, 8, 36, 3), "width_factor": 1}),
+    "R152x2": ("ResNet", {"stages": (3, 8, 36, 3), "width_factor": 2}),
+    "R152x4": ("ResNet", {"stages": (3, 8, 36, 3), "width_factor": 4}),
+    "R200x3": ("ResNet", {"stages": (3, 24, 36, 3), "width_factor": 3}),
+    **{
+        f"R50x1+ViT-{name}/{suffix}": ("R+ViT", {**_ENCODERS[name], **_BACKBONES[suffix]})
+        for name in ("B", "L")
+        for suffix in _BACKBONES
+    },
+    "Axial-ViT-B/32": ("Axial-ViT", {**_ENCODERS["B"], "patch_size": 32}),
+    "Axial-ViT-B/16": ("Axial-ViT", {**_ENCODERS["B"], "patch_size": 16}),
+    "AxialResNet50": ("AxialResNet", {"stages": (3, 4, 6, 3), "width_factor": 1}),
 }
 
 
 def model_names() -> list[str]:
     """All names for `build_model`, and the families of any size."""
-    return [*_SPECS, *_FAMILIES]
+    return [*_MODELS, *_FAMILIES]
 
 
 def find_spec(name: str, options: dict[str, Any]) -> ModelSpec:
@@ -261,44 +270,40 @@ def find_spec(name: str, options: dict[str, Any]) -> ModelSpec:
             does not have.
     """
     name, _ = canonical_model(name)
-    spec, needed = _SPECS.get(name), _FAMILIES.get(name, ())
-    if spec is None and not needed:
+    family, sizes = _MODELS.get(name, (name, {}))
+    if family not in _FAMILIES:
         near = difflib.get_close_matches(name, model_names(), n=5, cutoff=0.4) or model_names()
         raise ValueError(
             f"model name {name!r} is unknown; similar names: {', '.join(near)}; "
             f"{', '.join(_FAMILIES)} take any size in full"
         )
-    if missing := [key for key in needed if key not in options]:
-        raise ValueError(
-            f"model {name!r} needs its size in full: {', '.join(needed)}; add {', '.join(missing)}"
-        )
-    if spec is None:
-        encoder = EncoderSize(*(options[key] for key in needed[:4])) if "depth" in needed else None
-        resnet = (
-            ResNetSize(tuple(options["stages"]), options["width_factor"])
-            if "stages" in needed
-            else None
-        )
-        patch_size = options["patch_size"] if "patch_size" in needed else 0
-        spec = ModelSpec(encoder, patch_size, resnet, name.startswith("Axial"))
-    other_options = {key: value for key, value in options.items() if key not in needed}
+    if not sizes:
+        needed = _FAMILIES[family]
+        if missing := [key for key in needed if key not in options]:
+            raise ValueError(
+                f"model {name!r} needs its size in full: {', '.join(needed)}; add "
+                f"{', '.join(missing)}"
+            )
+        sizes = {key: options[key] for key in needed}
+        options = {key: value for key, value in options.items() if key not in needed}
     if not math.isfinite(options.get("head_bias", 0.0)):
         raise ValueError(f"head_bias={options['head_bias']} must be a finite number")
-    kind: type[Any] = ResNetOptions
-    if spec.encoder:
-        kind = AxialVitOptions if spec.is_axial else VitOptions
+    kind = _OPTIONS[family]
     allowed = [field.name for field in dataclasses.fields(kind)]
-    unknown = [key for key in other_options if key not in allowed]
-    if not unknown:
-        return dataclasses.replace(spec, options=kind(**other_options))
-    near = [match for key in unknown for match in difflib.get_close_matches(key, allowed, n=1)]
-    hint = f"did you mean {', '.join(near)}? " if near else ""
-    if any(key in sizes for key in unknown for sizes in _FAMILIES.values()):
-        hint = f"only {', '.join(_FAMILIES)} take sizes; other names have a fixed size; "
-    raise ValueError(
-        f"model {name!r} has no option {', '.join(unknown)}; it takes {', '.join(allowed)}; "
-        f"{hint}leave it out (options inherited from another model.name must be reset, such as "
-        f"model.{unknown[0]}=null)"
+    if unknown := [key for key in options if key not in allowed]:
+        near = [match for key in unknown for match in difflib.get_close_matches(key, allowed, n=1)]
+        hint = f"did you mean {', '.join(near)}? " if near else ""
+        raise ValueError(
+            f"model {name!r} has no option {', '.join(unknown)}; it takes {', '.join(allowed)}; "
+            f"{hint}leave it out (options inherited from another model.name must be reset, such as "
+            f"model.{unknown[0]}=null)"
+        )
+    return ModelSpec(
+        EncoderSize(*(sizes[key] for key in _ENCODER_KEYS)) if "depth" in sizes else None,
+        sizes.get("patch_size", 0),
+        ResNetSize(tuple(sizes["stages"]), sizes["width_factor"]) if "stages" in sizes else None,
+        family.startswith("Axial"),
+        kind(**options),
     )
 
 

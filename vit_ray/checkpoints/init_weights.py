@@ -33,7 +33,6 @@ from vit_ray.models import build_model
 from vit_ray.models.fitting import LoadReport, NewHead, fit_state_dict, origin_of
 from vit_ray.models.published import (
     FOLDER_CONFIG,
-    FOLDER_INDEX,
     FOLDER_PREPROCESSOR,
     FOLDER_WEIGHTS,
     USE,
@@ -41,7 +40,7 @@ from vit_ray.models.published import (
     parse_settings,
     weights_file,
 )
-from vit_ray.models.weights import WeightFile, parts_of
+from vit_ray.models.weights import WeightFile
 from vit_ray.models.weights import read_weights as weights_in_file
 from vit_ray.own_parts import is_own
 from vit_ray.paper import canonical_model
@@ -60,8 +59,6 @@ _DOWNLOADED_FILES: Final = [
     FOLDER_CONFIG,
     FOLDER_PREPROCESSOR,
     FOLDER_WEIGHTS,
-    FOLDER_INDEX,
-    "model-*.safetensors",
 ]
 _SIZE_KEYS: Final = {"depth", "width", "mlp_dim", "num_heads", "patch_size"}
 _PILLOW_BICUBIC: Final = 3  # in the settings of transformers' image processors
@@ -238,13 +235,12 @@ def _find_weight_file(path: str) -> Location | None:
     location = locate(download(path) if path.startswith(SCHEME) else path)
     if path.endswith(_WEIGHT_SUFFIXES) or location.info().kind == "file":
         return location
-    names = (FOLDER_WEIGHTS, FOLDER_INDEX, weights_file("jax"))
-    files = (location.child(name) for name in names)
+    files = (location.child(name) for name in (FOLDER_WEIGHTS, weights_file("jax")))
     weight_file = next((file for file in files if file.exists()), None)
     if weight_file is None and path.startswith(SCHEME):
         raise ValueError(
-            f"{path!r}: the repository has no {FOLDER_WEIGHTS}; other formats can run "
-            "code and are not read"
+            f"{path!r}: the repository has no {FOLDER_WEIGHTS}; weights in several files, "
+            "and formats that can run code, are not read"
         )
     return weight_file
 
@@ -332,12 +328,7 @@ def _read_weight_file(location: Location, has_values: bool) -> WeightFile:
         folder, name = Path(temporary), PurePosixPath(location.path).name
         for settings in (FOLDER_CONFIG, FOLDER_PREPROCESSOR):
             _fetch(_beside(location, settings), folder / settings)
-        weight_files = [name]
-        if name == FOLDER_INDEX:
-            _fetch(location, folder / name)
-            weight_files = parts_of(folder / name, location.uri)
-        for file in weight_files:
-            _fetch(_beside(location, file), folder / file, has_values=has_values)
+        _fetch(location, folder / name, has_values=has_values)
         opener = None if has_values else open_remote
         return weights_in_file(folder / name, source=location.uri, opener=opener)
 

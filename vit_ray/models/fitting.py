@@ -114,8 +114,9 @@ def fit_state_dict(
         shape = wanted[name].shape
         change = f"{_sides(tensor.shape)} to {_sides(shape)}"
         if grid and tensor.dim() == 3 and name.startswith("positions."):
-            trained_grid = origin.get("grid") or _trained_grid(name, tensor, shape, grid, has_token)
-            fitted[name] = _fitted_table(tensor, wanted[name], tuple(trained_grid), grid)
+            recorded = origin.get("grid") or _trained_grid(name, tensor, shape, grid, has_token)
+            trained_grid = (recorded[0], recorded[1])  # it may be a list
+            fitted[name] = _fitted_table(tensor, wanted[name], trained_grid, grid)
             change = f"{_sides(trained_grid)} to {_sides(grid)}"
         elif name.endswith(("rows", "columns", "table")) and tensor.dim() == 2:
             fitted[name] = tensor if len(tensor) == shape[0] else resize_line(tensor, shape[0])

@@ -24,8 +24,6 @@ from vit_ray.models.vit import PatchEmbedding, VisionTransformer
 # Files in a folder of Hugging Face transformers.
 FOLDER_WEIGHTS, FOLDER_CONFIG = "model.safetensors", "config.json"
 FOLDER_PREPROCESSOR: Final = "preprocessor_config.json"
-# There instead of the weights if they are split over files: lists the file of each tensor.
-FOLDER_INDEX = "model.safetensors.index.json"
 
 # Key in `config.json` for the recipe sections that say how an exported model is used.
 USE = "vit_ray"
@@ -283,7 +281,7 @@ def settings_beside(path: Path, name: str) -> dict[str, Any]:
         ValueError: the file is not JSON.
     """
     file = (path if path.is_dir() else path.parent) / name
-    is_in_folder = path.is_dir() or path.name in (FOLDER_WEIGHTS, FOLDER_INDEX)
+    is_in_folder = path.is_dir() or path.name == FOLDER_WEIGHTS
     return parse_settings(file.read_bytes(), str(file)) if is_in_folder and file.is_file() else {}
 
 

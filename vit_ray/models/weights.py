@@ -39,7 +39,6 @@ from vit_ray.models.positions import square_grid
 from vit_ray.models.published import (
     ENCODER,
     FOLDER_CONFIG,
-    FOLDER_INDEX,
     FOLDER_WEIGHTS,
     HEAD_BIASES,
     detect_layout,
@@ -115,7 +114,7 @@ def read_weights(
 
     Args:
         path: `.npz` of the JAX layout, `.safetensors` of any other, or a folder that Hugging Face
-            transformers wrote, in one file or several.
+            transformers wrote.
         layout: "jax", "timm", "huggingface", "vit_ray", or "auto": the layout that the file
             records, otherwise by its names.
         source: name of the file in reports and errors; by default the path.
@@ -146,16 +145,9 @@ def read_tensors(
     path: Path, source: str, opener: Opener | None = None
 ) -> tuple[Tensors, dict[str, Any]]:
     """Tensors of a file or folder, and the metadata of `save_weights`; see `read_weights`."""
-    if path.is_dir():
-        file, index = path / FOLDER_WEIGHTS, path / FOLDER_INDEX
-        path = index if index.exists() and not file.exists() else file
+    path = path / FOLDER_WEIGHTS if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"weights {source} do not exist; give a .npz or .safetensors file")
-    if path.name == FOLDER_INDEX:
-        tensors: Tensors = {}
-        for name in parts_of(path, source):
-            tensors |= read_tensors(path.with_name(name), f"{source}, part {name},", opener)[0]
-        return tensors, {}
     if path.suffix not in (".npz", ".safetensors"):
         raise ValueError(
             f"weights {source} end in {path.suffix!r}; only .npz and .safetensors are read, "
@@ -167,20 +159,6 @@ def read_tensors(
         if isinstance(error, MemoryError) or is_of_the_store(error):
             raise
         raise ValueError(f"weights {source} cannot be read: {error}") from error
-
-
-def parts_of(index: Path, source: str) -> list[str]:
-    """Names of the weight files in a Hugging Face index; they are in the folder of the index.
-
-    Raises:
-        ValueError: the file is no such index.
-    """
-    try:
-        return sorted(
-            {Path(file).name for file in json.loads(index.read_text())["weight_map"].values()}
-        )
-    except (ValueError, OSError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"weights {source}: {index.name} is damaged: {error!r}") from None
 
 
 def _read_npz(path: Path, opener: Opener | None) -> tuple[Tensors, dict[str, Any]]:

@@ -48,13 +48,12 @@ def jax_vit_logits(arrays: Arrays, images: Tensor, patch: int, depth: int) -> Te
     return dense(x, "head")
 
 
-SIZES = {
-    "ViT-B_16": {"width": 768, "mlp_dim": 3072, "num_heads": 12, "patch_size": 16},
-}
+VIT_B_16 = {"width": 768, "mlp_dim": 3072, "num_heads": 12, "patch_size": 16}
 
 
-def jax_shapes(name: str, num_classes: int, has_representation: bool) -> dict[str, tuple[int, ...]]:
-    size = SIZES[name]
+def jax_shapes(
+    size: dict[str, int], num_classes: int, has_representation: bool
+) -> dict[str, tuple[int, ...]]:
     width, mlp, heads, patch = (
         size[key] for key in ("width", "mlp_dim", "num_heads", "patch_size")
     )
@@ -91,62 +90,3 @@ def drawn(shapes: dict[str, tuple[int, ...]]) -> Arrays:
         name: (random.standard_normal(shape, np.float32) * 0.02) + name.endswith(("scale", "gamma"))
         for name, shape in shapes.items()
     }
-
-
-def timm_tensors(arrays: Arrays) -> dict[str, Tensor]:
-    """As timm's own conversion of the JAX files has it."""
-    w = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    block = "Transformer/encoderblock_0"
-    attention, mlp = f"{block}/MultiHeadDotProductAttention_1", f"{block}/MlpBlock_3"
-    width = w["cls"].shape[-1]
-    qkv = [f"{attention}/{part}" for part in ("query", "key", "value")]
-    found = {
-        "cls_token": w["cls"],
-        "pos_embed": w["Transformer/posembed_input/pos_embedding"],
-        "patch_embed.proj.weight": w["embedding/kernel"].permute(3, 2, 0, 1),
-        "patch_embed.proj.bias": w["embedding/bias"],
-        "blocks.0.attn.qkv.weight": torch.cat([w[f"{q}/kernel"].flatten(1).T for q in qkv]),
-        "blocks.0.attn.qkv.bias": torch.cat([w[f"{q}/bias"].flatten() for q in qkv]),
-        "blocks.0.attn.proj.weight": w[f"{attention}/out/kernel"].reshape(width, width).T,
-        "blocks.0.attn.proj.bias": w[f"{attention}/out/bias"],
-        "head.weight": w["head/kernel"].T,
-        "head.bias": w["head/bias"],
-    }
-    for number, layer in enumerate(("fc1", "fc2")):
-        found[f"blocks.0.mlp.{layer}.weight"] = w[f"{mlp}/Dense_{number}/kernel"].T
-        found[f"blocks.0.mlp.{layer}.bias"] = w[f"{mlp}/Dense_{number}/bias"]
-    norms = {"blocks.0.norm1": "LayerNorm_0", "blocks.0.norm2": "LayerNorm_2"}
-    for theirs, own in {
-        **{name: f"{block}/{norm}" for name, norm in norms.items()},
-        "norm": "Transformer/encoder_norm",
-    }.items():
-        found |= {f"{theirs}.weight": w[f"{own}/scale"], f"{theirs}.bias": w[f"{own}/bias"]}
-    return {name: tensor.contiguous() for name, tensor in found.items()}
-
-
-def huggingface_tensors(timm: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """As transformers' conversion of timm's files has it; a bare model has no prefix, no head."""
-    names = {
-        "cls_token": "embeddings.cls_token",
-        "pos_embed": "embeddings.position_embeddings",
-        "patch_embed.proj": "embeddings.patch_embeddings.projection",
-        "blocks.0.norm1": "encoder.layer.0.layernorm_before",
-        "blocks.0.norm2": "encoder.layer.0.layernorm_after",
-        "blocks.0.attn.proj": "encoder.layer.0.attention.output.dense",
-        "blocks.0.mlp.fc1": "encoder.layer.0.intermediate.dense",
-        "blocks.0.mlp.fc2": "encoder.layer.0.output.dense",
-        "norm": "layernorm",
-    }
-    found = {}
-    for name, tensor in timm.items():
-        stem, dot, leaf = (
-            name.rpartition(".") if name.endswith(("weight", "bias")) else (name, "", "")
-        )
-        if stem == "blocks.0.attn.qkv":
-            for part, piece in zip(("query", "key", "value"), tensor.chunk(3), strict=True):
-                found[f"{prefix}encoder.layer.0.attention.attention.{part}.{leaf}"] = piece
-        elif stem != "head":
-            found[f"{prefix}{names[stem]}{dot}{leaf}"] = tensor
-        elif prefix:
-            found[f"classifier.{leaf}"] = tensor
-    return {name: tensor.clone() for name, tensor in found.items()}

@@ -18,7 +18,7 @@ from transformers import ViTImageProcessor
 
 from tests.models.peers import transformers_vit
 from tests.models.small import other_model, relative_difference, small_model, some_images
-from tests.models.weights.published import SIZES, drawn, jax_shapes, jax_vit_logits
+from tests.models.weights.published import VIT_B_16, drawn, jax_shapes, jax_vit_logits
 from vit_ray.checkpoints.init_weights import open_weights
 from vit_ray.models import build_model
 from vit_ray.models.layers import StandardizedConv2d
@@ -30,13 +30,13 @@ from vit_ray.training.objective import normalize
 @pytest.mark.parametrize("has_representation", [False, True])
 def test_a_model_in_the_jax_layout_has_the_logits_of_its_names(has_representation, tmp_path):
     """Those of timm and transformers are held against theirs: below, and in `test_vit.py`."""
-    arrays = drawn(jax_shapes("ViT-B_16", 1000, has_representation))
+    arrays = drawn(jax_shapes(VIT_B_16, 1000, has_representation))
     images = some_images(1, (224, 224))
     expected = jax_vit_logits(arrays, images, patch=16, depth=1)
     path = tmp_path / "ViT-B_16-224.npz"
     np.savez(path, **arrays)  # type: ignore[arg-type]
     assert open_weights(str(path)).num_classes == 1000
-    options = {"depth": 1, "representation": has_representation, **SIZES["ViT-B_16"]}
+    options = {"depth": 1, "representation": has_representation, **VIT_B_16}
     model = build_model("ViT", 1000, **options).eval()
     report = open_weights(str(path)).load_into(model, False)
     assert (report.new, report.ignored, report.resized) == ([], [], [])

@@ -1,14 +1,9 @@
 """A node's cache: whole or not there, within its disk, and made again when it is removed."""
 
 import logging
-import multiprocessing
-import os
 import shutil
-import time
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
 import pytest
 
 from tests.data.damage import damage
@@ -122,32 +117,6 @@ def test_a_disk_that_is_really_full_is_told_once_and_costs_nothing_else(
     kept = [file.suffix for file in small_disk.glob("cache/*-*")]
     assert kept
     assert ".tmp" not in kept
-
-
-def _table(name: str) -> pa.Table:
-    return pa.table({"name": [name] * 1000})
-
-
-def _write_for_ever(cache: Cache) -> None:
-    for number in range(os.getpid() % 1000 * 1000, 10**9):
-        cache.write(f"set-0-{number}", _table(f"set-0-{number}"))
-
-
-def test_a_writer_that_is_killed_leaves_no_wrong_entry(cache):
-    """Of several that write at a time."""
-    random, context = np.random.default_rng(1), multiprocessing.get_context("fork")
-    for _ in range(6):
-        writers = [context.Process(target=_write_for_ever, args=(cache,)) for _ in range(2)]
-        for writer in writers:
-            writer.start()
-        time.sleep(random.uniform(0.02, 0.1))
-        for writer in writers:
-            writer.kill()
-            writer.join()
-    whole = [entry.name for entry in entries(cache) if entry.suffix != ".tmp"]
-    assert len(whole) > 10
-    for name in whole:
-        assert cache.read(name) == _table(name)
 
 
 def test_a_recipe_gives_the_cache_of_each_node(small):

@@ -5,7 +5,6 @@ outlier: weights and optimizer stay as before the step.
 """
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -307,12 +306,12 @@ class Attempt:
         rank_samples = np.asarray(batch["sample"], np.int64)
         samples = np.unique(all_rows(rank_samples, engine.device)).tolist()
         passes = [
-            engine.activation_sizes(normalize(images.to(engine.device), engine.dtype))
+            engine.nonfinite_by_layer(normalize(images.to(engine.device), engine.dtype))
             for images in torch.split(as_tensor(batch["image"]), self.context.micro_batch_size)
         ]
         layers = list(passes[0])
-        sizes = all_max([max(sizes[layer] for sizes in passes) for layer in layers], engine.device)
-        bad = [layer for layer, size in zip(layers, sizes, strict=True) if math.isinf(size)]
+        counts = all_max([sum(found[layer] for found in passes) for layer in layers], engine.device)
+        bad = [layer for layer, count in zip(layers, counts, strict=True) if count]
         where = f"first not finite in {bad[0]}" if bad else "finite when the model is evaluated"
         return f"Samples {_listed(samples)}. Activations are {where}"
 

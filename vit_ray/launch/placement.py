@@ -75,7 +75,7 @@ class PlaceFinder:
         self._job, self._failing, self._clock = job, failing, clock
         workers = job.recipe.workers
         self.sizes: Sequence[int] = job.recipe.group_sizes if job.kind == "train" else workers.sizes
-        self.resources = {"CPU": workers.cpus_per_worker} | ({"GPU": 1.0} if use_gpu else {})
+        self.resources = {"CPU": workers.cpus_per_worker, **({"GPU": 1.0} if use_gpu else {})}
         self._reported: set[str] = set()
 
     def found(self, lost_since_s: float | None = None) -> Place:

@@ -133,10 +133,7 @@ class Libjpeg:
 
     def __init__(self, path: str) -> None:
         self._lib = ctypes.CDLL(path)
-        c = ctypes.CDLL(None)
-        c.free.argtypes = [ctypes.c_void_p]
-        c.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-        self._free, self._compare = c.free, c.memcmp
+        self._free = ctypes.CDLL(None).free
         self._lib.jpeg_std_error.restype = ctypes.POINTER(_Errors)
         self._lib.jpeg_read_coefficients.restype = ctypes.POINTER(ctypes.c_void_p)
         self._lib.jpeg_alloc_huff_table.restype = ctypes.POINTER(_Table)
@@ -266,7 +263,8 @@ class Libjpeg:
         for row in range(component.height_in_blocks):
             blocks = access(*arguments, row, 1, 0)
             other_blocks = access_other(*other_arguments, row, 1, 0)
-            if self._compare(blocks[0], other_blocks[0], row_bytes):
+            first, second = (ctypes.string_at(b[0], row_bytes) for b in (blocks, other_blocks))
+            if first != second:
                 return False
         return True
 

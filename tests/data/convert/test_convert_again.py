@@ -3,7 +3,6 @@
 import os
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -12,7 +11,7 @@ from tests.data.convert.conftest import stopped_at
 from tests.data.converting import convert
 from tests.data.pictures import jpeg
 from tests.data.s3_server import create_bucket, serve_conditional_s3, this_process_uses
-from vit_ray.data.convert import conversion, index
+from vit_ray.data.convert import conversion
 from vit_ray.data.convert.finished_sets import verify
 from vit_ray.storage import locate
 
@@ -68,37 +67,6 @@ def test_a_source_that_changed_meanwhile_is_converted_as_it_is_now(
     assert len(list(target.glob("part-*"))) == report.num_shards
     convert(source, tmp_path / "undisturbed", **SMALL)
     assert stored_rows(target) == stored_rows(tmp_path / "undisturbed")
-
-
-def test_a_source_that_changed_twice_has_the_rows_that_it_has_now(serial, tmp_path, monkeypatch):
-    """The second change takes the first back, whose rows were indexed, and killed before facts."""
-    source, target = tmp_path / "list.csv", tmp_path / "set"
-    rows = write_source(source)
-    wrong = rows | {"cat/004.jpg": "dog"}
-    for listed, at in ((rows, (conversion, "read_index")), (wrong, (index, "write_facts"))):
-        write_list(source, listed)
-        with monkeypatch.context() as patch:
-            patch.setattr(*at, Mock(side_effect=KeyboardInterrupt))
-            with pytest.raises(KeyboardInterrupt):
-                convert(source, target, **SMALL)
-    write_list(source, rows)
-    convert(source, target, **SMALL)
-    assert labels_of(target) == rows
-
-
-def test_keys_are_relative_to_the_folder_of_all_files_that_match_now(serial, tmp_path, monkeypatch):
-    """The index of an interrupted start has them relative to a folder below it."""
-    source, target = tmp_path / "tars" / "*" / "*.tar", tmp_path / "set"
-    write_tar(tmp_path / "tars" / "a" / "1.tar", [0, 1, 2])
-    with stopped_at(monkeypatch, "shards_for", is_done=False):
-        convert(source, target, **SMALL)
-    (first,) = (target / "_staging").glob("index-*.parquet")
-    write_tar(tmp_path / "tars" / "b" / "2.tar", [3, 4])
-    with stopped_at(monkeypatch, "shards_for", is_done=False):
-        convert(source, target, **SMALL)
-    assert not first.exists()
-    convert(source, target, **SMALL)
-    assert sorted(labels_of(target)) == [f"a/1/00{i}" for i in range(3)] + ["b/2/003", "b/2/004"]
 
 
 @pytest.mark.parametrize("name", ["source", "a.tar"])

@@ -212,7 +212,7 @@ def _new_plan(config: ConvertConfig, settings: dict[str, Any], folder: Location)
         ValueError: the source cannot be indexed, or the meaning of its labels is not clear.
     """
     staging, units, seed = folder.child(STAGING_FOLDER), units_of(config), settings["seed"]
-    _delete(staging, "(list|shard)-.*")
+    _delete(staging, "(index|list|shard)-.*")
     parts, versions, digest, declared = build_index(units, staging, config)
     with tempfile.TemporaryDirectory() as scratch:
         rows, facts = with_retries(lambda: read_index(parts, scratch, config), "reading the index")

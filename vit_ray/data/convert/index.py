@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import unicodedata
+import uuid
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -43,8 +44,6 @@ from vit_ray.storage import Location, locate, naming, read_again
 _ROWS_AT_A_TIME: Final = 1 << 12
 # Maximum number of tasks that index a source; with more class folders, a task indexes several.
 _MAX_PARTS: Final = 1024
-# Keys of `convert` that do not change the rows of a source.
-_NOT_OF_ROWS: Final = {"destination", "shard_mib", "max_rejected_fraction"}
 _REPEATED: Final = (
     "an earlier row of the source has the same key; give all labels of an image in one row"
 )
@@ -131,14 +130,10 @@ def _listed(unit: Unit) -> tuple[Iterable[Row], str]:
     return rows, digest.hexdigest()[:32]
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def build_index(
     units: list[Unit], staging: Location, config: ConvertConfig
 ) -> tuple[list[Location], dict[str, str], str, set[tuple[str, ...]]]:
-    """Index every unit; unchanged parts that an earlier start has indexed are reused.
+    """Index every unit.
 
     Returns:
         Parquet files of `ROW_SCHEMA`, in the order of the source; the version of each unit, by
@@ -147,38 +142,27 @@ def build_index(
     Raises:
         ValueError: an archive is damaged.
     """
-    progress = Shown(f"indexing {config.source}")
-    results = run_tasks(_index, _parts(units), staging, shown=progress)
+    token = uuid.uuid4().hex[:8]  # late tasks of an earlier start write other files
+    parts = [(f"index-{token}-{i:04d}", part) for i, part in enumerate(_parts(units))]
+    results = run_tasks(_index, parts, staging, shown=Shown(f"indexing {config.source}"))
     if damages := [damage for result in results for damage in result["damages"]]:
         raise ValueError(
             f"convert: {len(damages)} files of the source are damaged: {'; '.join(damages[:5])}; "
             "replace them"
         )
-    names = [result["name"] for result in results]
-    for info in staging.list_files(recursive=False):
-        if info.base_name.startswith("index-") and info.base_name.partition(".")[0] not in names:
-            staging.child(info.base_name).delete()  # of other settings, or an earlier source
     versions = dict(itertools.chain(*(result["versions"].items() for result in results)))
-    digest = _digest("".join(result["digest"] for result in results))
+    digest = hashlib.sha256("".join(result["digest"] for result in results).encode())
     declared = {tuple(classes) for result in results for classes in result["declared"]}
-    files = [staging.child(f"{name}.parquet") for name in names]
-    return files, versions, digest, declared
+    files = [staging.child(f"{name}.parquet") for name, _ in parts]
+    return files, versions, digest.hexdigest()[:16], declared
 
 
-def _index(part: list[Unit], staging: Location) -> dict[str, Any]:
-    """Write the rows of some units, and then the facts of the units, which are returned."""
-    listed = [(unit, *_listed(unit)) for unit in part]
-    versions = {unit.path: version for unit, _, version in listed}
-    # The name depends on everything that the rows depend on, so that a late task that listed an
-    # older source writes other files. Keys are relative to the folder, which changes with the files
-    # that a pattern matches.
-    sources = [(unit.format, unit.path, unit.folder) for unit in part]
-    settings = part[0].config.model_dump(exclude=_NOT_OF_ROWS)
-    name = f"index-{_digest(repr((sources, versions, settings, ROW_SCHEMA.names)))}"
-    file = staging.child(f"{name}.json")
-    if file.exists():
-        return read_facts(file)
-    facts: dict[str, Any] = {"name": name, "versions": versions, "damages": [], "declared": []}
+def _index(part: tuple[str, list[Unit]], staging: Location) -> dict[str, Any]:
+    """Write the rows of some units to files of this name, and return the facts of the units."""
+    name, units = part
+    listed = [(unit, *_listed(unit)) for unit in units]
+    facts: dict[str, Any] = {"damages": [], "declared": []}
+    facts["versions"] = {unit.path: version for unit, _, version in listed}
     digest, num_rows = hashlib.sha256(), 0
     rows = _stored_rows(listed, staging.child(f"{name}.bin"), facts)
     with parquet_output(staging.child(f"{name}.parquet"), ROW_SCHEMA) as writer:
@@ -188,10 +172,7 @@ def _index(part: list[Unit], staging: Location) -> dict[str, Any]:
                 digest.update(f"{row.key}|{row.length}|{row.labels}\n".encode())
             num_rows += len(piece)
             report_done(num_rows)
-    facts["digest"] = digest.hexdigest()
-    if not facts["damages"]:  # else index again: a repaired file may have the same size and time
-        write_facts(file, facts)
-    return facts
+    return facts | {"digest": digest.hexdigest()}
 
 
 def _stored_rows(

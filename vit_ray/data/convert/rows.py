@@ -147,8 +147,8 @@ class Row:
         _check_size(self.length)
         location = locate(self.path)
         try:
-            return self._content(location)
-        except (FileNotFoundError, FileExistsError) as error:
+            content = self._content(location)
+        except FileNotFoundError as error:
             if self.version is not None:
                 raise SourceChangedError(self.path) from error
             if self.offset != WHOLE_FILE:
@@ -159,9 +159,13 @@ class Row:
                 raise
             check_reachable(location)  # raises if the credentials are refused for all objects
             raise ValueError(f"it cannot be read: {error}") from error
+        if self.offset != WHOLE_FILE and len(content) != self.length:
+            text = f"{len(content):,} of {self.length:,} bytes at {self.offset:,} are there"
+            raise OSError(errno.ENODATA, text, self.path)
+        return content
 
     def _content(self, location: Location) -> bytes:
-        """The bytes of the image; raises FileExistsError if the file has another version."""
+        """The bytes of the image; raises SourceChangedError if the file has another version."""
         if location.protocol == "s3" and self.version is not None and self.length:
             return _read_version(location, max(self.offset, 0), self.length, self.version)
         if self.offset != WHOLE_FILE:
@@ -172,10 +176,7 @@ class Row:
             content = _read_object(location)
         # After the read, as the file may change during it.
         if self.version is not None and location.info().version != self.version:
-            raise FileExistsError(errno.EEXIST, "it has changed", self.path)
-        if self.offset != WHOLE_FILE and len(content) != self.length:
-            text = f"{len(content):,} of {self.length:,} bytes at {self.offset:,} are there"
-            raise OSError(errno.ENODATA, text, self.path)
+            raise SourceChangedError(self.path)
         return content
 
 
@@ -211,7 +212,7 @@ def _read_object(location: Location) -> bytes:
 
 
 def _read_version(location: Location, start: int, count: int, etag: str) -> bytes:
-    """Some bytes of an object, with one request; raises FileExistsError if its etag differs."""
+    """Some bytes of an object, with one request; SourceChangedError if its etag differs."""
     with naming(location.uri):
         file = location.filesystem.open(location.path, size=start + count, cache_type="none")
         file.details = {"name": location.path, "size": start + count, "ETag": etag}  # no request
@@ -221,7 +222,7 @@ def _read_version(location: Location, start: int, count: int, etag: str) -> byte
             return bytes(file.read(count))
         except OSError as error:
             if type(error).__name__ == "FileExpired":  # of s3fs, which few processes import
-                raise FileExistsError(errno.EEXIST, "it has another etag") from error
+                raise SourceChangedError(location.uri) from error
             raise
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import Field
@@ -97,7 +98,7 @@ class Recipe(Training):
 
     def _check(self) -> None:
         for row in self.study.models if self.study else ():
-            keys = {*(row.model.model_fields_set if row.model else ()), *_leaves(row.changes)}
+            keys = {*(row.model.model_fields_set if row.model else ()), *dict(leaves(row.changes))}
             sets_size = keys & {"image_size", "model.image_size"}
             if row.model and not sets_size and row.model.image_size != self.model.image_size:
                 raise ValueError(
@@ -173,7 +174,7 @@ class Recipe(Training):
 
     def flat(self) -> dict[str, str]:
         """Dotted keys to values as text, for MLflow's parameters."""
-        return {key: value_text(value) for key, value in _leaves(self.recorded()).items()}
+        return {key: value_text(value) for key, value in leaves(self.recorded())}
 
     def with_absolute_paths(self) -> Recipe:
         """The same with absolute local paths, because workers run in other folders."""
@@ -234,10 +235,14 @@ def in_folder(tree: dict[str, Any], folder: str) -> Any:
     return with_texts(tree, made_absolute)
 
 
-def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys to values; `tracking.tags` counts as one value."""
-    leaves: dict[str, Any] = {}
+# Mappings that are one value.
+_MAPPINGS: Final = ("tracking.tags", "sweep.space")
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values from dotted or nested keys; tags and a sweep's space are one value."""
     for key, value in tree.items():
-        is_section = isinstance(value, dict) and f"{prefix}{key}" != "tracking.tags"
-        leaves |= _leaves(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
-    return leaves
+        if isinstance(value, dict) and f"{prefix}{key}" not in _MAPPINGS:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

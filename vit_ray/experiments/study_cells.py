@@ -15,7 +15,7 @@ import json
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -28,6 +28,7 @@ from vit_ray.checkpoints.run_checkpoints import Warn, begin_training, newest_che
 from vit_ray.config import Recipe, load_recipe, require
 from vit_ray.config.command_sections import StudyConfig, StudyModel, StudyTask
 from vit_ray.config.keys import TAGGED, unused_keys
+from vit_ray.config.recipe import leaves
 from vit_ray.config.schema import errors_of
 from vit_ray.experiments.search_space import check_in_turn, short_name, with_point
 from vit_ray.launch.prepared_run import lock_run
@@ -175,15 +176,6 @@ def _row_point(row: StudyModel, where: str) -> dict[str, Any]:
             raise ValueError(f"{where}: {key} is given twice; keep one of them")
         point[key] = value
     return point
-
-
-def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values from dotted or nested keys; a sweep's space is one value."""
-    for key, value in tree.items():
-        if isinstance(value, dict) and f"{prefix}{key}" != "sweep.space":
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _check_together(study: StudyConfig, cells: list[Cell]) -> None:

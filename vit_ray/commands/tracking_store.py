@@ -82,16 +82,14 @@ def are_own_files(uri: str, artifact_uri: str) -> bool:
     """Whether a run's files may be written: those of a server, or below `mlruns` next to the SQLite
     file. Other files, also on S3, may belong to another store, of which this one is a copy.
 
-    The store, its folder and `mlruns` may be symbolic links. A copy in the folder of its original
-    shares the files.
+    The store and its folder may be symbolic links. A copy in the folder of its original shares the
+    files.
     """
     store, folder = sqlite_file(uri), local_folder(artifact_uri)
     if store is None or folder is None:
         return store is None
-    parent = Path(os.path.abspath(store)).parent
-    roots = {one / "mlruns" for one in (parent, parent.resolve(), store.resolve().parent)}
-    paths = Path(os.path.abspath(folder)), folder.resolve()
-    return any(path.is_relative_to(root) for path in paths for root in roots)
+    root = store.resolve().parent / "mlruns"
+    return any(path.is_relative_to(root) for path in (folder.absolute(), folder.resolve()))
 
 
 def report_page(recipe: Recipe) -> int:

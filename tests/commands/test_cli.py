@@ -81,7 +81,8 @@ def test_a_command_is_found_and_its_example_loads_with_keys_that_exist(command):
     if command.name in ("pretrain", "finetune", "sweep"):
         assert {*command.reads} <= {*COMMANDS["plan"].reads}  # plan takes their lines
     read = {key.name for key in keys_below(*command.reads)}
-    assert {key.name for key in keys_below(*command.needs, *command.opens)} <= read
+    for prefix in (*command.needs, *command.opens):
+        assert {key.name for key in keys_below(prefix)} <= read
     listed = run_cli("keys", "--of", command.name).stdout.splitlines()
     assert {line.split("=")[0].strip() for line in listed if re.match(r"  \S", line)} == read
     assert command.example in run_cli(command.name, "--help").stdout

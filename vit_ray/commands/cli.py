@@ -26,7 +26,7 @@ import click
 from vit_ray.addresses import redact
 from vit_ray.commands.job_list import COMMANDS, Command, check_inputs, check_outputs, check_values
 from vit_ray.config import load_recipe
-from vit_ray.config.keys import all_keys, count_keys, keys_below, known_key, sections
+from vit_ray.config.keys import count_keys, keys_below, known_key, sections
 from vit_ray.config.loading import completed, header_of, recipe_names, recipes_folder, write_yaml
 from vit_ray.own_parts import trust_modules
 
@@ -78,13 +78,14 @@ def run_recipe(command: Command, words: tuple[str, ...], is_dry: bool) -> int | 
     path, overrides = split_words(words)
     recipe = load_recipe(path, overrides)
     refuse_unread(command, overrides)
-    if is_dry:
+    if not is_dry:
+        check_values(command, recipe)
+        check_outputs(command, recipe)
+        check_inputs(command, recipe)
+    if is_dry or command.main is None:
         plan = pkgutil.resolve_name(command.plan) if command.plan else None
         print(plan(recipe) if plan else write_yaml(recipe.written(*command.reads)))
         return 0
-    check_values(command, recipe)
-    check_outputs(command, recipe)
-    check_inputs(command, recipe)
     if command.starts_workers:
         address = os.environ.get("RAY_ADDRESS")
         ray = f"joining the Ray at {address}" if address else "starting Ray here"
@@ -261,8 +262,9 @@ def keys(prefixes: tuple[str, ...], of: str | None, count: bool) -> None:
             similar = known_key(prefix)
             hint = "" if similar == prefix else f"; did you mean {similar}?"
             raise ValueError(f"{prefix!r} is no key or section of a recipe{hint}")
-    read = keys_below(*COMMANDS[of.replace("-", "_")].reads) if of else all_keys()
-    chosen = [key for key in keys_below(*prefixes) if key in read] if prefixes else read
+    reads = COMMANDS[of.replace("-", "_")].reads if of else ()
+    read = keys_below(*reads)
+    chosen = [key for key in keys_below(*prefixes) if key in read]
     if not chosen:
         raise ValueError(f"{of} reads no key of {', '.join(prefixes)}; leave out one of the two")
     if count:

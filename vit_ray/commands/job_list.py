@@ -46,7 +46,8 @@ class Command:
 
     Attributes:
         what: a sentence for the help.
-        main: `module:function` that takes the recipe and returns an exit code or None.
+        main: `module:function` that takes the recipe and returns an exit code or None; None = the
+            command only prints its plan.
         reads: sections and keys of the recipe that the command uses.
         example: recipe and overrides of an example.
         plan: `module:function` that returns the text of `--dry-run`.
@@ -56,7 +57,7 @@ class Command:
 
     name: str
     what: str
-    main: str
+    main: str | None
     reads: tuple[str, ...]
     example: str
     plan: str | None = None
@@ -187,7 +188,7 @@ _ALL = (
         "plan",
         "Memory per GPU for each ZeRO stage, step and run time on plan.num_gpus "
         "of plan.device; starts nothing.",
-        "vit_ray.commands.plan:print_plan",
+        None,
         (*_COUNTS, *_TRAINING, *_WEIGHTS, "convert", "sweep"),
         "paper/vit_h14_jft plan.device=H100 plan.num_gpus=64",
         "vit_ray.commands.plan:describe_plan",

@@ -128,11 +128,6 @@ def describe_plan(recipe: Recipe) -> str:
     return "\n".join(lines)
 
 
-def print_plan(recipe: Recipe) -> None:
-    """Print `describe_plan`."""
-    print(describe_plan(recipe))
-
-
 def describe_work(recipe: Recipe, facts: TrainingFacts, device: Device, num_gpus: int) -> list[str]:
     """Lines on images, steps, model, exaFLOPs and device hours."""
     model, batch = recipe.model, recipe.train.global_batch_size

@@ -136,8 +136,9 @@ def sections() -> dict[str, str]:
 
 
 def keys_below(*prefixes: str) -> list[Key]:
-    """The keys that are, or are below, one of the prefixes."""
-    return [k for k in all_keys() if any(f"{k.name}.".startswith(f"{p}.") for p in prefixes)]
+    """The keys that are, or are below, one of the prefixes; without prefixes all."""
+    below = tuple(f"{prefix}." for prefix in prefixes) or ""
+    return [key for key in all_keys() if f"{key.name}.".startswith(below)]
 
 
 def count_keys(keys: Iterable[Key]) -> int:

@@ -187,12 +187,16 @@ def _train_and_compare(recipe: Recipe, sweep: Recipe, scratch: Recipe) -> int:
     if code := print_result(from_scratch):
         return code
     accuracies = {
-        f"pre-trained, {_length(recipe, pretrained)}": _top1(pretrained),
+        f"pre-trained, {_length(recipe, pretrained)}": pretrained.top1,
         f"fine-tuned, {_length(scratch, from_scratch)}": swept.mean,
-        f"from scratch, {_length(scratch, from_scratch)}": _top1(from_scratch),
+        f"from scratch, {_length(scratch, from_scratch)}": from_scratch.top1,
     }
     count = open_dataset(str(recipe.data.eval)).num_images
-    figures = {name: f"{top1:.2%}{interval_note(top1, count)}" for name, top1 in accuracies.items()}
+    figures = {
+        name: f"{top1:.2%}{interval_note(top1, count)}"
+        for name, top1 in accuracies.items()
+        if not math.isnan(top1)  # of a failed evaluation
+    }
     print_figures("Top-1 accuracy on the test set", figures)
     if (run_id := swept.published.run_id) is not None:
         print(f"report of all runs: {report(recipe, keep_with=run_id).page}")
@@ -201,12 +205,3 @@ def _train_and_compare(recipe: Recipe, sweep: Recipe, scratch: Recipe) -> int:
 
 def _length(recipe: Recipe, result: RunResult) -> str:
     return f"{result.total_steps} steps at {recipe.model.image_size} px"
-
-
-def _top1(result: RunResult) -> float:
-    top1 = result.metrics.get(EVAL_AVERAGED_TOP1, result.metrics.get(EVAL_TOP1))
-    if top1 is None:
-        raise ValueError(
-            f"run {result.name} has no accuracy; its events say why; run the command again"
-        )
-    return top1

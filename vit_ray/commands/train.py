@@ -127,24 +127,16 @@ def print_figures(title: str, figures: Mapping[str, str]) -> None:
 def print_table(title: str, rows: Sequence[Mapping[str, object]]) -> None:
     """Print a table without its empty columns; if there are no rows, only the title.
 
-    In a pipe, a row is one line. A terminal that is too narrow for the longest words of all columns
-    gets a block of lines for each row.
+    In a pipe, a row is one line.
     """
     print(redact(title))
     if not rows:
         return
     columns = [name for name in rows[0] if any(row[name] not in (None, "") for row in rows)]
-    texts = [{name: _text(row[name]) for name in columns} for row in rows]
     table = Table(*(Column(escape(name), overflow="fold") for name in columns))
-    for row in texts:
-        table.add_row(*map(escape, row.values()))
-    console = Console(width=None if sys.stdout.isatty() else _MAX_WIDTH)
-    unlimited = console.options.update(max_width=_MAX_WIDTH)
-    if console.measure(table, options=unlimited).minimum <= console.width:
-        console.print(table)
-        return
-    for row in texts:
-        print(*(f"{name}: {text}" for name, text in row.items()), "", sep="\n")
+    for row in rows:
+        table.add_row(*(escape(_text(row[name])) for name in columns))
+    Console(width=None if sys.stdout.isatty() else _MAX_WIDTH).print(table)
 
 
 def _text(cell: object) -> str:

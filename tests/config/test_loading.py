@@ -194,7 +194,6 @@ def test_every_key_with_a_path_is_of_the_recipes_folder(path):
         # Values that do not go together.
         ("model.image_size=225", "image_size=225 is not a multiple of the patches of ViT"),
         ("model.image_size=[224, 230]", "the nearest is [224, 224]"),
-        ("model={name: ViT, width: 10, num_heads: 3}", "num_heads=3 does not divide width=10"),
         ("optim.steps=5", "the length of the run is given twice"),
         ("workers.num_workers=[4, 1]", "minimum above its maximum"),
         ("data.augment={min_area: 0.9, max_area: 0.1}", "min_area=0.9 is larger than max_area=0.1"),

@@ -103,11 +103,6 @@ class ModelConfig(Section):
                 f"{self.name}, {patch} pixels; the nearest is "
                 f"{multiples[0] if isinstance(self.image_size, int) else multiples}"
             )
-        if self.width and self.num_heads and self.width % self.num_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} does not divide width={self.width}; use a divisor of "
-                "the width"
-            )
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -367,13 +362,6 @@ class TrainConfig(Section):
         return 2 if self.mixes else 1
 
     def _check(self) -> None:
-        for key in ("global_batch_size", "micro_batch_size"):
-            size = getattr(self, key)
-            if self.mixes and size != "auto" and size % 2:
-                raise ValueError(
-                    f"{key}={size}: mixup and cutmix mix images in pairs; use an even number such "
-                    f"as {size + 1}"
-                )
         if self.mixes and self.loss == "masked_patch":
             raise ValueError(
                 "mixup and cutmix mix labels, and loss=masked_patch has none; set both to 0"

@@ -83,8 +83,8 @@ def fit_state_dict(
         source: name of the state dict in the report and in errors.
 
     Raises:
-        ValueError: listing tensors that are missing, unexpected, of the wrong shape or type, or not
-            finite; or the model would compute another function of the same tensors.
+        ValueError: listing tensors that are missing, unexpected, of the wrong shape, or not finite;
+            or the model would compute another function of the same tensors.
     """
     inner = model.model if isinstance(model, MaskedPatchObjective) else model
     origin = origin or {}
@@ -105,7 +105,11 @@ def fit_state_dict(
     }
     report = LoadReport(source, new=sorted(fresh), ignored=sorted(spare | (fresh & set(state))))
     fitted = {name: state[name] for name in wanted if name in state and name not in fresh}
-    _check_values(fitted, source)
+    if broken := [n for n, t in fitted.items() if not t.is_meta and not bool(t.isfinite().all())]:
+        raise ValueError(
+            f"{source} has values that are not finite: {', '.join(broken)}; its training diverged "
+            "or the file is damaged: use an earlier checkpoint, or fetch the file again"
+        )
     shift = origin.get("head_bias", constant_bias(inner)) - constant_bias(inner)
     if shift and "head.bias" in fitted and not fitted["head.bias"].is_meta:
         fitted["head.bias"] = fitted["head.bias"].float() + shift
@@ -228,32 +232,6 @@ def _other_settings(model: nn.Module, origin: Origin, source: str) -> str:
             )
         different.append(f"{name}={trained}")
     return f", trained with {' and '.join(different)}" if different else ""
-
-
-def check_types(tensors: Tensors, source: str) -> None:
-    """Check that tensors are not quantized.
-
-    Raises:
-        ValueError: listing tensors of integers or fp8, which need the scales in other tensors.
-    """
-    if quantized := [
-        f"{name} ({tensor.dtype})"
-        for name, tensor in tensors.items()
-        if not tensor.is_floating_point() or tensor.element_size() == 1
-    ]:
-        raise ValueError(
-            f"{source} has quantized tensors: {', '.join(quantized)}; give the weights in fp32, "
-            "fp16 or bf16"
-        )
-
-
-def _check_values(tensors: Tensors, source: str) -> None:
-    check_types(tensors, source)
-    if broken := [n for n, t in tensors.items() if not t.is_meta and not bool(t.isfinite().all())]:
-        raise ValueError(
-            f"{source} has values that are not finite: {', '.join(broken)}; its training diverged "
-            "or the file is damaged: use an earlier checkpoint, or fetch the file again"
-        )
 
 
 def check_fit(source: str, model: nn.Module, problems: dict[str, list[str]]) -> None:

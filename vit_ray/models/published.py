@@ -343,14 +343,12 @@ def statistics_beside(path: Path) -> Statistics | None:
     if mean is None or std is None:
         return None
     try:
-        both = torch.tensor([mean, std], dtype=torch.float64)
-    except (TypeError, ValueError):
-        both = torch.zeros(0)
-    if both.shape != (2, 3) or not bool((both[1] > 0).all()):
+        both = torch.tensor([mean, std], dtype=torch.float64).view(2, 3)
+    except (TypeError, ValueError, RuntimeError):
         raise ValueError(
             f"{path}: inputs are normalised by mean {mean!r} and deviation {std!r}; they must be "
-            "three numbers each, and deviations above zero: fetch the folder again"
-        )
+            "three numbers each: fetch the folder again"
+        ) from None
     return None if bool(((both - 0.5).abs() < 1e-6).all()) else (mean, std)
 
 

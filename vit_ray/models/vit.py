@@ -151,8 +151,6 @@ class PatchEmbedding(nn.Module):
 
     def __init__(self, patch_size: int, width: int, image_size: Grid) -> None:
         super().__init__()
-        if patch_size < 1:
-            raise ValueError(f"patch_size={patch_size} must be at least 1; raise patch_size")
         if min(image_size) < patch_size:
             raise ValueError(
                 f"image_size={image_size[0]}x{image_size[1]} is smaller than a patch of "

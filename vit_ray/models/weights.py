@@ -28,7 +28,6 @@ from vit_ray.models.fitting import (
     Statistics,
     Tensors,
     check_fit,
-    check_types,
     constant_bias,
     fit_state_dict,
     origin_of,
@@ -123,7 +122,7 @@ def read_weights(
 
     Raises:
         ValueError: if the file is damaged, of an unknown layout, or of a format that could run
-            code.
+            code; or listing tensors of integers or fp8, which need the scales in other tensors.
     """
     path, source = Path(path), source or str(path)
     config = model_options(settings_beside(path, FOLDER_CONFIG))
@@ -133,6 +132,15 @@ def read_weights(
     if layout != "vit_ray":
         tensors = {re.sub(ENCODER, "", name): tensor for name, tensor in tensors.items()}
         layout = detect_layout(tensors) if layout == "auto" else layout
+    if quantized := [
+        f"{name} ({tensor.dtype})"
+        for name, tensor in tensors.items()
+        if not tensor.is_floating_point() or tensor.element_size() == 1
+    ]:
+        raise ValueError(
+            f"weights {source} have quantized tensors, or other integers: {', '.join(quantized)}; "
+            "give the weights in fp32, fp16 or bf16, and nothing else"
+        )
     # Kernels of queries are (D, H, K).
     queries = [t for name, t in tensors.items() if name.endswith("/query/kernel") and t.dim() == 3]
     by_shape = {"num_heads": queries[0].shape[1]} if queries else {}
@@ -197,14 +205,12 @@ def _our_tensors(model: nn.Module, layout: str, tensors: Tensors, source: str) -
     Those of `SPARE_PREFIXES` may be missing: `fit_state_dict` decides whether they are needed.
 
     Raises:
-        ValueError: listing quantized tensors, before any are joined; or published names without a
-            use, and missing ones.
+        ValueError: listing published names without a use, and missing ones.
     """
     ours, missing, unused = dict[str, Tensor](), list[str](), set(tensors)
     for rule in rules_for(model, layout):
         parts = {name: tensors[name] for name in rule.published if name in tensors}
         unused.difference_update(parts)
-        check_types(parts, source)
         if len(parts) == len(rule.published):
             ours[rule.name] = rule.to_ours(list(parts.values()))
         elif parts or not rule.name.startswith(SPARE_PREFIXES):

@@ -54,7 +54,6 @@ STOPPED: Final = "stopped"
 STOPPED_S: Final = 1.0
 # Limit for the checkpoints of trials that ASHA stops, at the end of Tune's loop.
 CLEANUP_S: Final = 600.0
-STOPPED_EARLY: Final = "stopped early: other trials are better on the dev split"
 # Longest wait until MLflow has the metrics that the page shows.
 FLUSH_S: Final = 20.0
 
@@ -67,7 +66,6 @@ class Outcome:
 
     Attributes:
         top1: with averaged weights if the recipe averages; NaN if there is none.
-        checkpoint: folder of the last checkpoint.
         error: the first line of what ended it; empty if nothing failed.
         was_finished: the training had finished at an earlier start; nothing was trained now.
     """
@@ -76,7 +74,6 @@ class Outcome:
     top1: float = math.nan
     step: int = 0
     run_id: str | None = None
-    checkpoint: str = ""
     error: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     was_finished: bool = False
@@ -204,8 +201,7 @@ class Context:
                 recipe,
                 kind=kind,
                 tags=dict(tags or {}),
-                parent=self.parent,
-                following=Following(self.stop, note, evaluate_at, STOPPED_EARLY),
+                following=Following(self.parent, self.stop, note, evaluate_at),
             )
         except RunStoppedError:
             raise
@@ -220,7 +216,6 @@ class Context:
             result.metrics.get(deciding_metric(recipe), math.nan),
             result.steps,
             result.run_id,
-            result.checkpoint,
             metrics=result.metrics,
             was_finished=result.already_complete,
         )
@@ -238,8 +233,7 @@ Work = Callable[[dict[str, Any], Context], dict[str, Any]]
 class Trial(tune.Trainable):
     """A small driver: a thread trains, each step waits for an evaluation, the end is a checkpoint.
 
-    Tune would kill a trainable function in the middle, and leave its placement groups reserved. The
-    process may be used again for another trial, which saves the start of a process.
+    Tune would kill a trainable function in the middle, and leave its placement groups reserved.
     """
 
     def setup(  # type: ignore[override]
@@ -248,9 +242,13 @@ class Trial(tune.Trainable):
         """`is_private`: no other driver uses the cluster."""
         if is_private:
             mark_private()
-        self._work, self._parent = work, parent
-        self._thread: threading.Thread | None = None
-        self._warnings: list[str] = []
+        self._reports: queue.Queue[dict[str, Any] | Exception | None] = queue.Queue()
+        self._last: dict[str, Any] = {STEP: 0, METRIC: math.nan}
+        self._stop, self._warnings = threading.Event(), list[str]()
+        context = Context(
+            parent, self._stop, lambda step, top1: self._reports.put({STEP: step, METRIC: top1})
+        )
+        self._thread = threading.Thread(target=self._train, args=(work, context))
         handler = logging.Handler(logging.WARNING)  # the output of a trial's process is not shown
         handler.emit = lambda record: self._warnings.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("vit_ray").addHandler(handler)
@@ -258,21 +256,10 @@ class Trial(tune.Trainable):
     def step(self) -> dict[str, Any]:
         """Step and deciding metric of the next evaluation, or the last result.
 
-        The first call starts the training. `reset_config` does not, because Tune does not restart a
-        trial whose process dies during a reset. A trial that was stopped on request repeats the
-        last result, marked `STOPPED`, so that Tune does not take the trial for ended.
+        A trial that was stopped on request repeats the last result, marked `STOPPED`, so that Tune
+        does not take the trial for ended.
         """
-        if self._thread is None:
-            self._warnings.clear()
-            self._reports: queue.Queue[dict[str, Any] | Exception | None] = queue.Queue()
-            self._last: dict[str, Any] = {STEP: 0, METRIC: math.nan}
-            self._stop = threading.Event()
-            # Of this training: a late report must not reach the queue of the next trial.
-            put = self._reports.put
-            context = Context(
-                self._parent, self._stop, lambda step, top1: put({STEP: step, METRIC: top1})
-            )
-            self._thread = threading.Thread(target=self._train, args=(context,))
+        if self._thread.ident is None:  # a training starts once Tune knows that its trial runs
             self._thread.start()
         report = self._reports.get()  # no limit: train.step_timeout_s ends a training that hangs
         if report is None:
@@ -287,19 +274,14 @@ class Trial(tune.Trainable):
 
     def cleanup(self) -> None:
         """Stop the training, which writes a checkpoint, and wait for the end of the thread."""
-        if self._thread is not None:
-            self._stop.set()
+        self._stop.set()
+        if self._thread.ident is not None:
             # no limit: Tune kills the process after 600 s, and after `CLEANUP_S` at the end.
             self._thread.join()
-            self._thread = None
 
-    def reset_config(self, new_config: dict[str, Any]) -> bool:
-        self.cleanup()
-        return True
-
-    def _train(self, context: Context) -> None:
+    def _train(self, work: Work, context: Context) -> None:
         try:
-            result = self._work(self.config, context)
+            result = work(self.config, context)
             self._reports.put({**result, "warnings": "\n".join(self._warnings), "done": True})
         except RunStoppedError:
             self._reports.put(None)
@@ -438,7 +420,6 @@ def run_trials(
                 search_alg=search_alg,
                 scheduler=scheduler,
                 max_concurrent_trials=max_concurrent or num_fitting(recipes, parent.cluster),
-                reuse_actors=scheduler is None,  # ASHA stops trials while they train
             ),
             run_config=tune.RunConfig(
                 name=name,

@@ -84,19 +84,18 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Following:
-    """How another thread follows and stops a training.
+    """How a sweep or study, which the training is part of, follows and stops it.
 
     Attributes:
-        stop: set to request a checkpoint and the end.
+        stop: set to request a checkpoint and the end, because other trainings are better.
         on_evaluation: takes step and metrics of each evaluation before the last.
         evaluate_at: steps of evaluations in addition to those of the recipe.
-        why: the reason for such a stop in the run's history.
     """
 
+    parent: OpenRun
     stop: Event
     on_evaluation: Callable[[int, Mapping[str, float]], None]
     evaluate_at: tuple[int, ...] = ()
-    why: str = "asked to stop"
 
 
 def train(
@@ -104,22 +103,19 @@ def train(
     *,
     kind: Kind = "pretrain",
     tags: dict[str, str] | None = None,
-    parent: OpenRun | None = None,
     following: Following | None = None,
 ) -> RunResult:
     """Train as the recipe says, from the newest checkpoint of this name if there is one.
-
-    Args:
-        parent: the sweep or study that the run is part of.
 
     Raises:
         ValueError: the recipe cannot work; nothing was started.
         RunFailedError: training failed more often than the recipe allows.
     """
+    parent = following.parent if following else None
     check = partial(check_start, is_child=parent is not None)
     with prepared_training(recipe, kind, check) as prepared:
         if prepared.resume_from is None or not prepared.is_over:
-            return run_prepared(prepared, tags, parent, following)
+            return run_prepared(prepared, tags, following)
         # The run's last driver may have died before it recorded the end.
         position = prepared.resume_from.position
         cost = training_cost(prepared.resolved, position.step)
@@ -175,7 +171,6 @@ def check_start(recipe: Recipe, *, trains: bool = True, is_child: bool = False) 
 def run_prepared(
     prepared: PreparedRun,
     tags: Mapping[str, str] | None = None,
-    parent: OpenRun | None = None,
     following: Following | None = None,
 ) -> RunResult:
     """Record, start the workers and wait for them.
@@ -203,7 +198,7 @@ def run_prepared(
         prepared.kind,
         resolved,
         cluster,
-        parent,
+        following.parent if following else None,
         run_id=position.tracking_run_id if position else None,
         tags={**(tags or {}), **origin},
         training_id=prepared.training_id,
@@ -212,13 +207,17 @@ def run_prepared(
     ) as run:
         for note, text in prepared.notes:
             run.record.event(note, text, position.step if position else 0)
-        with _watched(run, prepared, parent, following):
+        with _watched(run, prepared, following):
             job = _job(prepared, cluster, run, init_run, following)
             run_workers(job, resolved.streams, cluster, use_gpu=use_gpu)
         result = _result(prepared, run)
         run.is_complete = result.is_complete
-        parent_stops = parent is not None and parent.record.stop_reason()  # it can be resumed
-        if following and following.stop.is_set() and not (result.is_complete or parent_stops):
+        if (
+            following
+            and following.stop.is_set()
+            and not result.is_complete
+            and not following.parent.record.stop_reason()  # else it is resumed
+        ):
             run.record.tag(STOPPED_EARLY, f"step {result.steps} of {result.total_steps}")
         try:
             _log_model(result, prepared, run)
@@ -251,17 +250,17 @@ def _result_metric(recipe: Recipe, *, is_on_dev_split: bool) -> str | None:
 
 
 @contextlib.contextmanager
-def _watched(
-    run: OpenRun, prepared: PreparedRun, parent: OpenRun | None, following: Following | None
-) -> Iterator[None]:
-    """Show progress, and allow stopping and following, while the block runs."""
-    with contextlib.ExitStack() as inside:
-        if parent is None:  # a sweep or study does both for its child runs
-            steps = prepared.resolved.total_steps
-            inside.enter_context(shown_progress(run.record, prepared.recipe.name, steps))
-            inside.enter_context(stopping_on_signals(run.record.request_stop))
-        if following:
-            inside.enter_context(followed(run, following))
+def _watched(run: OpenRun, prepared: PreparedRun, following: Following | None) -> Iterator[None]:
+    """Follow the run, or show its progress and stop it on signals, while the block runs."""
+    if following:
+        with followed(run, following):
+            yield
+        return
+    steps = prepared.resolved.total_steps
+    with (
+        shown_progress(run.record, prepared.recipe.name, steps),
+        stopping_on_signals(run.record.request_stop),
+    ):
         yield
 
 
@@ -272,7 +271,7 @@ def followed(run: OpenRun, following: Following) -> contextlib.AbstractContextMa
     def look(is_last: bool) -> None:
         nonlocal newest_step, has_requested
         if following.stop.is_set() and not has_requested and not run.record.stop_reason():
-            run.record.request_stop(following.why)
+            run.record.request_stop("stopped early: other trials are better on the dev split")
             has_requested = True
         for step, metrics in run.record.status(ANSWER_S).evaluations:
             if step > newest_step and not is_last:

@@ -114,10 +114,12 @@ class FewShot:
         # Sums over examples, as in `LinearClassifier.of_sums`; each (seeds, shots, ...). Ranks add
         # them up in place before `solve`.
         self.sums: list[FloatArray] = []
-        self._classifiers: dict[tuple[int, ...], LinearClassifier] = {}
+        self._classifiers: list[LinearClassifier] = []
         self._dtype: np.dtype[Any] = np.dtype(np.float32)
-        self._right = np.zeros((seeds, len(self._shots)))
-        self._num_tested = self._num_unlabelled = self._num_infinite = 0
+        self._draws = (seeds, len(self._shots))
+        # Correct predictions of each draw; then all test images, those without a valid label, and
+        # those with infinite features. For ranks to add up.
+        self.counts = np.zeros(seeds * len(self._shots) + 3)
 
     def add_examples(self, features: NDArray[np.floating], samples: IntArray) -> None:
         """Add features (B, D) of images of the pool; `samples` (B,) are indices in the pool."""
@@ -125,9 +127,9 @@ class FewShot:
         if not self.sums:
             classes, width = self._num_classes, features.shape[1]
             shapes = ((classes,), (classes, width), (width, width))
-            self.sums = [np.zeros((*self._right.shape, *shape)) for shape in shapes]
+            self.sums = [np.zeros((*self._draws, *shape)) for shape in shapes]
         counts, sums, products = self.sums
-        for draw in np.ndindex(self._right.shape):
+        for draw in np.ndindex(self._draws):
             is_drawn = self._stages[draw[0]][samples] == draw[1]
             if is_drawn.any():
                 x, labels = features[is_drawn].astype(np.float64), self._labels[samples[is_drawn]]
@@ -145,11 +147,10 @@ class FewShot:
             raise ValueError(f"few-shot: a train feature is not finite; {_OVERFLOW}")
         for array in self.sums:
             np.cumsum(array, axis=1, out=array)  # draws of one seed are nested
-        for draw in np.ndindex(self._right.shape):
+        for draw in np.ndindex(self._draws):
             counts, sums, products = (array[draw] for array in self.sums)
-            self._classifiers[draw] = LinearClassifier.of_sums(
-                counts, sums, products, self._l2, self._dtype
-            )
+            classifier = LinearClassifier.of_sums(counts, sums, products, self._l2, self._dtype)
+            self._classifiers.append(classifier)
         self.sums = []
 
     def add_tests(self, features: NDArray[np.floating], labels: NDArray[np.integer]) -> None:
@@ -157,17 +158,10 @@ class FewShot:
 
         Invalid labels and features are counted, not raised, so that all ranks stay in step.
         """
-        self._num_unlabelled += int(np.sum((labels < 0) | (labels >= self._num_classes)))
-        self._num_infinite += int(np.sum(~np.isfinite(features).all(axis=1)))
-        for draw, classifier in self._classifiers.items():
-            self._right[draw] += np.sum(classifier.predict(features) == labels)
-        self._num_tested += len(labels)
-
-    @property
-    def counts(self) -> FloatArray:
-        """Correct predictions of every draw, and numbers of test images, for ranks to add up."""
-        totals = [self._num_tested, self._num_unlabelled, self._num_infinite]
-        return np.append(self._right.ravel(), totals)
+        right = [np.sum(each.predict(features) == labels) for each in self._classifiers]
+        unlabelled = np.sum((labels < 0) | (labels >= self._num_classes))
+        infinite = np.sum(~np.isfinite(features).all(axis=1))
+        self.counts += [*right, len(labels), unlabelled, infinite]
 
     def accuracies(self, counts: FloatArray | None = None) -> dict[int, list[float]]:
         """Shots to the accuracy in [0, 1] of each seed.
@@ -190,7 +184,7 @@ class FewShot:
             raise ValueError(
                 f"few-shot: features of {infinite:.0f} test images are not finite; {_OVERFLOW}"
             )
-        shares = np.reshape(right, self._right.shape) / tested
+        shares = np.reshape(right, self._draws) / tested
         return {shot: shares[:, index].tolist() for index, shot in enumerate(self._shots)}
 
 

@@ -131,7 +131,6 @@ class Manifest(RowGroupColumns):
         classes: class names; a label is an index into them.
         max_labels: the longest label list; 1 for single-label data.
         fingerprint: hex digest of the content; equal content has an equal fingerprint.
-        text_columns: columns copied from the source, such as captions.
         origin: how the data set was made, and facts such as its license (`ABOUT`).
         whole: None for a manifest that was opened. For a part made of one in memory, the opened
             manifest: both have the same row groups (in the part, some have no rows), and samples
@@ -145,7 +144,6 @@ class Manifest(RowGroupColumns):
     max_labels: int
     fingerprint: str
     files: Sequence[ShardFile]
-    text_columns: tuple[str, ...] = ()
     origin: dict[str, Any] = field(default_factory=dict)
     whole: "Manifest | None" = None
 
@@ -299,7 +297,6 @@ def _parse(path: str, content: bytes) -> Manifest:
             max_labels=header["max_labels"],
             fingerprint=header["fingerprint"],
             files=ShardFiles(ShardFile(*entry) for entry in header["files"]),
-            text_columns=tuple(header.get("text_columns", ())),
             origin=header["origin"],
         )
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError, IndexError) as error:
@@ -339,7 +336,6 @@ def write_manifest(
     classes: list[str],
     max_labels: int,
     root: str = "",
-    text_columns: Sequence[str] = (),
     origin: dict[str, Any],
 ) -> str:
     """Write the manifest, which makes the data set visible, and return its fingerprint.
@@ -361,7 +357,6 @@ def write_manifest(
         "max_labels": max_labels,
         "root": root,
         "origin": origin,
-        **({"text_columns": list(text_columns)} if text_columns else {}),
         "files": list(map(astuple, files)),
     }
     dropped = [columns.dropped.get(group) for group in range(len(columns.rows))]

@@ -135,7 +135,6 @@ def derive(part: Manifest, destination: str, origin: dict[str, object]) -> Manif
         classes=part.classes,
         max_labels=part.max_labels,
         root=locate(part.root).uri,
-        text_columns=part.text_columns,
         origin=part.about | origin,
     )
     return open_dataset(destination)

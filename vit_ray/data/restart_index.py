@@ -22,6 +22,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from vit_ray.data.jpeg import BLOCK, END, START, JpegFrame, is_front, metadata_of, read_frame
+from vit_ray.data.order import divisors
 
 UInt8Array = NDArray[np.uint8]
 Box = tuple[int, int, int, int]
@@ -186,6 +187,5 @@ def interval_for(frame: JpegFrame, pixels: int) -> int:
     A segment has at least half of `pixels`, or is a whole row: short segments cost bytes.
     """
     count, pixels_of_unit = frame.units_across, frame.unit_height * frame.unit_width
-    divisors = [k for k in range(1, count + 1) if count % k == 0]
-    long = [k for k in divisors if 2 * k * pixels_of_unit >= pixels] or [count]
+    long = [k for k in divisors(count) if 2 * k * pixels_of_unit >= pixels] or [count]
     return min(long, key=lambda k: abs(np.log(k * pixels_of_unit / pixels)))

@@ -28,7 +28,6 @@ from vit_ray.data import open_dataset
 from vit_ray.data.convert.finished_sets import check_file
 from vit_ray.data.convert.labels import SourceFacts, classes_of, stored_text
 from vit_ray.data.convert.sources import rows_of
-from vit_ray.data.parts import subset
 from vit_ray.data.shards import RowGroupReader
 
 pytestmark = pytest.mark.usefixtures("serial")
@@ -293,7 +292,6 @@ def test_text_goes_with_its_image(tmp_path, name):
     options = {"columns": ["caption", "id"], "rows_per_row_group": 2, "index_jpeg": False}
     convert(write_with_text(tmp_path, name), tmp_path / "set", **options)
     manifest = open_dataset(str(tmp_path / "set"))
-    assert manifest.text_columns == ("caption", "id")
     (file,) = manifest.files
     rows = {row["image"]: row for row in pq.read_table(tmp_path / "set" / file.path).to_pylist()}
     # A list of text has no word for nothing.
@@ -312,7 +310,6 @@ def test_text_is_checked_and_goes_along_and_readers_of_images_do_not_see_it(tmp_
         rows, expected = (RowGroupReader(manifest).read(group) for manifest in (one, other))
         assert rows.images.equals(expected.images)
         assert rows.labels.equals(expected.labels)
-    assert subset(one.path, str(tmp_path / "part"), count=3).text_columns == ("caption",)
     assert check_file(0, one, 1.0).problems == []
     file = tmp_path / "with" / one.files[0].path
     file.write_bytes(file.read_bytes().replace(b"sitting", b"sitteng"))

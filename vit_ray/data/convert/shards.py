@@ -411,6 +411,5 @@ def _write_manifest(
         files=files,
         classes=plan.classes,
         max_labels=max(r.max_labels for r in written),
-        text_columns=plan.settings["columns"],
         origin=origin,
     )

@@ -54,13 +54,13 @@ def difference(image: bytes, writer: Libjpeg) -> str | None:
     found = with_restart_markers(image, writer)
     if found is None:
         return None
-    before, after = _by_pillow(image), _by_pillow(found.image)
+    before, after = _by_pillow(image), _by_pillow(found.content)
     if before != after:
         return f"Pillow: {before[0]}, rewritten: {after[0]}"
     for scale in (1, 2, 4, 8):
-        if not _are_equal(decode_jpeg(image, scale), decode_jpeg(found.image, scale)):
+        if not _are_equal(decode_jpeg(image, scale), decode_jpeg(found.content, scale)):
             return f"OpenCV at 1/{scale}"
-    part = crop_file(found.image, found.index, found.size, (0, 0, *found.size))
+    part = crop_file(found.content, found.index, found.size, (0, 0, *found.size))
     if not _are_equal(decode_jpeg(image), decode_jpeg(part.image)):
         return "its restart index"
     return ""

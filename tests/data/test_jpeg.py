@@ -23,10 +23,9 @@ from vit_ray.data import libjpeg_process, restart_markers
 from vit_ray.data.convert.checks import checked
 from vit_ray.data.jpeg import has_zeroed_data, header_segments, read_frame
 from vit_ray.data.libjpeg_process import WARNINGS
-from vit_ray.data.restart_index import Box, crop_file
+from vit_ray.data.restart_index import Box, StoredImage, crop_file
 from vit_ray.data.restart_markers import (
     Libjpeg,
-    RewrittenJpeg,
     restart_writer,
     with_restart_markers,
 )
@@ -103,15 +102,15 @@ def test_a_rewritten_file_has_the_pixels_and_the_metadata_of_the_original(name, 
 
 
 @pytest.fixture(scope="module", params=[1, 1024, 1 << 20])
-def rewritten(request: pytest.FixtureRequest, writer: Libjpeg) -> dict[str, RewrittenJpeg]:
+def rewritten(request: pytest.FixtureRequest, writer: Libjpeg) -> dict[str, StoredImage]:
     """The files with segments of one unit, of some, and of a whole row."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(restart_markers, "_SEGMENT_PIXELS", request.param)
         return {name: with_restart_markers(image, writer) for name, image in FILES.items()}
 
 
-def assert_equal_crop(file: RewrittenJpeg, name: str, box: Box) -> None:
-    crop = crop_file(file.image, file.index, file.size, box)
+def assert_equal_crop(file: StoredImage, name: str, box: Box) -> None:
+    crop = crop_file(file.content, file.index, file.size, box)
     top, left, bottom, right = box
     rows = slice(top - crop.top, bottom - crop.top)
     columns = slice(left - crop.left, right - crop.left)
@@ -184,7 +183,7 @@ def test_a_file_is_not_given_the_tables_of_the_file_before(writer):
     assert with_restart_markers(before, writer) is not None
     of_standard_codes = without(FILES["4:2:0"], 0xC4)  # as a frame of motion JPEG
     found = with_restart_markers(of_standard_codes, writer)
-    np.testing.assert_array_equal(by_opencv(found.image), by_opencv(FILES["4:2:0"]))
+    np.testing.assert_array_equal(by_opencv(found.content), by_opencv(FILES["4:2:0"]))
 
 
 OTHERS = {
@@ -228,7 +227,7 @@ def test_a_helper_that_is_killed_is_no_fault_of_the_file(writer, monkeypatch, tm
     image = FILES["4:2:0"]
     undisturbed = with_restart_markers(image, writer)
     writer._process.kill()
-    assert with_restart_markers(image, writer).image == undisturbed.image
+    assert with_restart_markers(image, writer).content == undisturbed.content
     helper = tmp_path / "killed.py"
     monkeypatch.setattr(restart_markers, "_HELPER", helper)
     helper.write_text("import os\nos.kill(os.getpid(), 11)\n")  # as libjpeg, by a bad pointer

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -26,7 +25,7 @@ import PIL
 
 from vit_ray.data.jpeg import START, decode_jpeg, is_front, metadata_of, read_frame
 from vit_ray.data.libjpeg_process import ANSWER, KEEP_TABLES, OPTIMIZE, REQUEST
-from vit_ray.data.restart_index import RestartIndex, index_segments, interval_for
+from vit_ray.data.restart_index import StoredImage, index_segments, interval_for
 
 _LOG: Final = logging.getLogger(__name__)
 # Approximate pixels of a segment: 4 MCUs of a usual photograph (4:2:0); markers then add 1 % to
@@ -146,17 +145,8 @@ def _writers() -> Iterator[Libjpeg]:
         yield Libjpeg(library)
 
 
-@dataclass(frozen=True, eq=False)
-class RewrittenJpeg:
-    """A JPEG with restart markers, its (height, width), and the index of its segments."""
-
-    image: bytes
-    size: tuple[int, int]
-    index: RestartIndex
-
-
-def with_restart_markers(image: bytes, writer: Libjpeg) -> RewrittenJpeg | None:
-    """The file rewritten; None if it is damaged, too large or of an unusual kind."""
+def with_restart_markers(image: bytes, writer: Libjpeg) -> StoredImage | None:
+    """The file rewritten and indexed; None if it is damaged, too large or of an unusual kind."""
     frame = read_frame(image)
     if frame is None or frame.height * frame.width > _MAX_PIXELS:
         return None
@@ -187,4 +177,4 @@ def with_restart_markers(image: bytes, writer: Libjpeg) -> RewrittenJpeg | None:
     rewritten = b"".join((rewritten[:end], *others, rewritten[end:]))
     index = index_segments(rewritten)
     size = frame.height, frame.width
-    return None if index is None else RewrittenJpeg(rewritten, size, index)
+    return None if index is None else StoredImage(rewritten, size, index)

@@ -22,7 +22,8 @@ from vit_ray.data.dataset import Manifest, ShardFile, ShardFiles
 from vit_ray.data.order import Partition
 from vit_ray.data.parts import select
 from vit_ray.data.randaugment import RandAugment
-from vit_ray.data.restart_markers import Libjpeg, RewrittenJpeg, with_restart_markers
+from vit_ray.data.restart_index import StoredImage
+from vit_ray.data.restart_markers import Libjpeg, with_restart_markers
 from vit_ray.data.shards import RowGroupReader
 from vit_ray.data.stream.batches import Batch, BatchReader, StreamJob, StreamSpec
 
@@ -101,7 +102,7 @@ def test_batches_have_the_crops_of_their_samples_with_indices_and_without(sets, 
 def with_wrong_indices(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Manifest:
     """A data set whose indices have other offsets than the files."""
 
-    def wrong(image: bytes, writer: Libjpeg) -> RewrittenJpeg | None:
+    def wrong(image: bytes, writer: Libjpeg) -> StoredImage | None:
         found = with_restart_markers(image, writer)
         if found is None:
             return None

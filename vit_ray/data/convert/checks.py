@@ -212,7 +212,7 @@ def checked(
                 indexed = None if writer is None else with_restart_markers(image, writer)
             size = pixels.shape[:2]
     if indexed is not None:
-        image, size = indexed.image, indexed.size
+        image, size = bytes(indexed.content), indexed.size
     assert size is not None  # known from libjpeg, the pixels or the JPEG header
     return EncodedImage(
         image, labels, key, size[1], size[0],

@@ -164,7 +164,7 @@ def _earlier_plan(config: ConvertConfig, settings: dict[str, Any], folder: Locat
         return None
     holds = "already holds a data set" if is_finished else "holds an interrupted conversion"
     what = f"convert.destination={folder.uri!r} {holds}"
-    record = read_facts(file, "choose another convert.destination")
+    record = read_facts(file)
     then = record["settings"]
     others = [
         f"{'' if key in _OTHER_SETTINGS else 'convert.'}{key}={value!r} (it was {then.get(key)!r})"
@@ -175,34 +175,26 @@ def _earlier_plan(config: ConvertConfig, settings: dict[str, Any], folder: Locat
         raise ValueError(
             f"{what} of other settings: {', '.join(others)}; repeat them, or choose another folder"
         )
-    changes = _changes(record["versions"], versions_of(units_of(config)))
+    versions, earlier = versions_of(units_of(config)), record["versions"]
+    changes = sorted(p for p in {**versions, **earlier} if versions.get(p) != earlier.get(p))
     if not changes:
         return Plan(**record)
     if is_finished:
         raise ValueError(
-            f"{what}, and its source has changed since: {changes}; choose another folder"
+            f"{what}, and its source has changed since: {listed(changes)} (new, changed or gone); "
+            "choose another folder"
         )
-    _LOG.warning("the source has changed, so it is planned again: %s", changes)
+    _LOG.warning("the source has changed, so it is planned again: %s", listed(changes))
     _delete(folder, OUTPUT)
     return None
-
-
-def _changes(then: dict[str, str], now: dict[str, str]) -> str:
-    """The first paths of the source that are new, changed or gone; empty if there are none."""
-    kinds = {
-        "new": now.keys() - then.keys(),
-        "changed": {path for path in now.keys() & then.keys() if now[path] != then[path]},
-        "gone": then.keys() - now.keys(),
-    }
-    return ", ".join(f"{listed(sorted(paths))} {kind}" for kind, paths in kinds.items() if paths)
 
 
 def _delete(folder: Location, pattern: str) -> None:
     # In the order of names, so that the plan, `source.json`, goes after the shards: without a plan
     # they could be from someone else.
-    for name in sorted(info.base_name for info in folder.list_files(recursive=False)):
-        if re.fullmatch(pattern, name):
-            folder.child(name).delete()
+    for info in folder.list_files(recursive=False):
+        if re.fullmatch(pattern, info.base_name):
+            folder.child(info.base_name).delete()
 
 
 def _new_plan(config: ConvertConfig, settings: dict[str, Any], folder: Location) -> Plan:

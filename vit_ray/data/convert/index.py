@@ -55,15 +55,16 @@ def write_facts(file: Location, facts: dict[str, Any]) -> None:
     file.write(b"%s\n%08x" % (content, zlib.crc32(content)))
 
 
-def read_facts(
-    file: Location, advice: str = "delete it, and run the same command again"
-) -> dict[str, Any]:
+def read_facts(file: Location) -> dict[str, Any]:
     """What `write_facts` wrote; raises ValueError if the checksum differs."""
 
     def read() -> dict[str, Any]:
         content, _, crc32 = file.read().rpartition(b"\n")
         if crc32 != b"%08x" % zlib.crc32(content):
-            raise ValueError(f"{file.uri!r} is not what was written; {advice}")
+            raise ValueError(
+                f"{file.uri!r} is not what was written; delete it and run the same command again, "
+                "or choose another convert.destination"
+            )
         return dict(json.loads(content))
 
     return read_again(read, ValueError)

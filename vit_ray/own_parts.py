@@ -83,23 +83,17 @@ def own_part(name: str, key: str, options: Mapping[str, Any] = _NO_OPTIONS) -> P
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if f"{module_name}.".startswith(f"{error.name}."):
-            raise ValueError(
-                f"{where}: there is no module {error.name} in {os.getcwd()} or on the Python path; "
-                "run the command in the folder that has it, or submit that folder with `ray job "
-                "submit --working-dir`"
-            ) from None
         raise ValueError(
-            f"{where}: its module imports {error.name}, which is not installed; install it, or "
-            "change the module"
+            f"{where}: there is no module {error.name} in {os.getcwd()} or on the Python path; "
+            "install it, run the command in the folder that has it, or submit that folder with "
+            "`ray job submit --working-dir`"
         ) from error
     part: Part | None = getattr(module, attribute, None)
     if not callable(part):
-        callables = [name for name, value in vars(module).items() if callable(value)]
-        similar = difflib.get_close_matches(attribute, callables, n=3)
-        what = "not callable" if part is None else f"a {type(part).__name__}"
+        similar = difflib.get_close_matches(attribute, vars(module), n=3)
         hint = f"did you mean {', '.join(similar)}?" if similar else "give a function or class"
-        raise ValueError(f"{where}: {attribute} in {module.__file__} is {what}; {hint}")
+        what = f"is a {type(part).__name__}, which cannot be called"
+        raise ValueError(f"{where}: {attribute} in {module.__file__} {what}; {hint}")
     parameters = PARAMETERS[key]
     try:
         inspect.signature(part).bind(*parameters, **options)

@@ -138,11 +138,12 @@ class Recipe(Training):
         is_masked = self.train.loss == "masked_patch"  # such a model has no classes
         has_test = self.data.eval is not None or self.data.held_out_fraction > 0
         if self.evaluate.few_shot_train is None and (is_masked or not has_test):
-            reason, remedy = "data.eval is not set", "data.eval, a converted test set, or "
-            if is_masked:
-                reason, remedy = "train.loss=masked_patch has no accuracy", ""
+            reason = (
+                "train.loss=masked_patch has no accuracy" if is_masked else "data.eval is not set"
+            )
             raise ValueError(
-                f"{reason}: nothing would be measured; give {remedy}"
+                f"{reason}: nothing would be measured; give "
+                f"{'' if is_masked else 'data.eval, a converted test set, or '}"
                 "evaluate.few_shot_train and evaluate.few_shot_test for few-shot accuracy"
             )
 

@@ -1,8 +1,5 @@
 """`vit-ray predict`: what it prints and writes of images in every kind of place, and refuses."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,6 @@ from scipy.stats import binomtest
 
 import vit_ray
 from tests.commands.command_line import run_cli
-from tests.conftest import ROOT
 from tests.launch.test_trained_model import COUNT, run_of, write_images
 from tests.models.small import small_model
 from vit_ray.models.weights import save_weights
@@ -91,18 +87,6 @@ def test_a_converted_set_is_read(run, tmp_path):
     assert trained.predict(data) == found
     assert trained.predict(data[0]) == trained.predict(data[0].image)
     assert [text.partition(" ")[0] for *_, text in lines] == [one.name for one in found]
-
-
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_names_are_shown_in_a_locale_without_their_letters(encoding, run, tmp_path):
-    folder = (tmp_path / "images").rename(tmp_path / "\u732b")
-    done = subprocess.run(
-        [sys.executable, "-m", "vit_ray", "predict", run, str(folder), f"--out={folder}/a.parquet"],
-        capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding}, cwd=ROOT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(b"\\u732b") == COUNT
-    assert (folder / "a.parquet").exists()
 
 
 def test_a_file_alone_is_used_with_a_recipe_or_keys(run, tmp_path):

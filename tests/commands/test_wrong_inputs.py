@@ -132,7 +132,6 @@ MISTAKES = [
     ("quickstart digits init_from=nosuch", "init_from='nosuch': .* does not exist"),
     ("quickstart digits evaluate.few_shot_train=a evaluate.few_shot_test=a", "train='a': .*exist"),
     ("vtab vtab_1k init_from=x.npz", "'s3://BUCKET/runs' is a placeholder"),
-    ("predict nosuch note.txt", "'nosuch' is not there; give a run, a checkpoint or"),
     ("predict vit.npz note.txt --out=recipes/a.txt", "--out recipes/a.txt: expected a file that"),
     ("predict vit.npz nosuch", "'nosuch': no such file or folder; check the path"),
     ("predict vit.npz recipes", "'recipes' holds no images among its 1 files"),
@@ -143,7 +142,7 @@ MISTAKES = [
     ("predict vit.npz sets/pictures --out=a.png --out=a.png", "or is given twice"),
     ("predict vit.npz sets/pictures --out=tpyo/a.png", "a.png: there is no folder .*tpyo"),
     ("predict vit.npz sets/pictures --out=note.txt/a.png", "a.png: there is no folder .*note.txt"),
-    ("replay recipes sqlite:///m.db", "log 'recipes' is a folder"),
+    ("replay recipes sqlite:///m.db", "log 'recipes': no such file, or it does not begin"),
     ("replay note.txt mlflow.db", "URI 'mlflow.db' is not an address"),
     ("plan digits model.depth=1000000000", "model.depth=1000000000"),
     ("plan digits model.num_heads=7", "not divisible by num_heads=7"),
@@ -167,6 +166,7 @@ STARTS = [
 ]  # fmt: skip
 DAMAGED = "damaged/manifest.parquet is not a manifest of vit_ray or is damaged"
 TRANSFERS = [
+    ("predict nosuch note.txt", "'nosuch' is not there; give a run folder"),
     ("pretrain mine.yaml data.train=note.txt data.eval=note.txt", "no data set at .*note.txt'"),
     ("export digits init_from=vit.npz export.path=./vit.npz", "export.path=.* is init_from itself"),
     (f"inspect_model tiny.yaml {FITS} inspect.images=recipes", "'recipes' holds no readable image"),
@@ -210,8 +210,8 @@ TRANSFERS = [
     ("ui sqlite:///nosuch.db", "nosuch.db: no such file"),
     ("fork nosuch step=1 name=new", "complete checkpoints in nosuch are: none"),
     (f"fork {'0' * 32} step=1 name=new", "mlflow.db: no such file"),
-    (f"inspect_model tiny.yaml {FITS} inspect.path=note.txt", "inspect.path=.*must be a folder"),
-    (f"inspect_model tiny.yaml {FITS} inspect.path=/proc/x", "inspect.path='/proc/x' cannot be cr"),
+    (f"inspect_model tiny.yaml {FITS} inspect.path=note.txt", "File exists: .*note.txt"),
+    (f"inspect_model tiny.yaml {FITS} inspect.path=/proc/x", "No such file .*'/proc/x'"),
 ]
 
 

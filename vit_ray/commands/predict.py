@@ -6,23 +6,22 @@ Paths and outputs are checked before torch is imported and the weights are read.
 import os
 import re
 import sys
-import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain, islice
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from vit_ray.addresses import redact, with_home
+from vit_ray.addresses import redact
 from vit_ray.data.dataset import MANIFEST_FILE
 from vit_ray.data.images import IMAGE_SUFFIXES, BadImageError, is_image_name
 from vit_ray.evaluation.examples import sheet
 from vit_ray.launch.dataset import open_dataset
-from vit_ray.storage import RIGHTS_PROBE, Location, check_reachable, locate
+from vit_ray.storage import Location, locate
 
 if TYPE_CHECKING:
     from vit_ray.launch.trained_model import TrainedModel
@@ -62,41 +61,48 @@ def print_predictions(
         ValueError: a path holds no image, an output cannot be written, or as `vit_ray.load`.
     """
     changes = [word for word in paths if re.match(r"[\w.]+=", word) and not os.path.exists(word)]
-    if "://" not in source and not with_home(source).exists():
-        raise ValueError(f"{source!r} is not there; give a run, a checkpoint or a weight file")
-    counts, right, drawn = Counter[str](), Counter[bool](), list[dict[str, Any]]()
-    with _opened(outputs) as (tables, pictures):
-        images = [_images_at(path) for path in paths if path not in changes]
-        from vit_ray.launch.trained_model import load  # torch takes seconds
+    files = _checked(outputs)
+    images = [_images_at(path) for path in paths if path not in changes]
+    from vit_ray.launch.trained_model import load  # torch takes seconds
 
-        model = load(source, recipe, overrides=changes)
-        print(_line(f"{model}"), file=sys.stderr)
-        for rows in _predicted(model, chain.from_iterable(images)):
-            for row in rows:
-                stream = sys.stderr if "problem" in row else sys.stdout
-                print(_line(f"{row['image']}: {row.get('problem') or row['text']}"), file=stream)
-            counts.update(row.get("class", "") for row in rows)
-            right.update(row["class"] == row["expected"] for row in rows if row.get("expected"))
-            drawn = [*drawn, *(row for row in rows if "crop" in row)][:_MAX_DRAWN]
-            for table in tables:
-                table.write_table(pa.Table.from_pylist(rows, _SCHEMA))
-        num_bad, total = counts.pop("", 0), counts.total()
-        for picture in pictures:
-            captions = [f"{row['probability']:.1%} {row['class']}" for row in drawn]
-            title = f"{source}: {len(drawn)} of {total:,} images"
-            sheet([row["crop"] for row in drawn], captions, title).save(picture, "PNG")
+    model = load(source, recipe, overrides=changes)
+    print(_line(f"{model}"), file=sys.stderr)
+    batches, drawn = list[pa.Table](), list[dict[str, Any]]()
+    for rows in _predicted(model, chain.from_iterable(images)):
+        for row in rows:
+            stream = sys.stderr if "problem" in row else sys.stdout
+            print(_line(f"{row['image']}: {row.get('problem') or row['text']}"), file=stream)
+        batches.append(pa.Table.from_pylist(rows, _SCHEMA))
+        drawn = [*drawn, *(row for row in rows if "crop" in row)][:_MAX_DRAWN]
+    table = pa.concat_tables(batches)
+    num_bad = _print_counts(table)
+    for file in files:
+        with file.output() as stream:
+            if file.path.endswith(".parquet"):
+                pq.write_table(table, stream)
+            else:
+                captions = [f"{row['probability']:.1%} {row['class']}" for row in drawn]
+                title = f"{source}: {len(drawn)} of {len(table) - num_bad:,} images"
+                sheet([row["crop"] for row in drawn], captions, title).save(stream, "PNG")
+        print(f"wrote {file.uri}", file=sys.stderr)
+    return 1 if num_bad else 0
+
+
+def _print_counts(table: pa.Table) -> int:
+    """Print the most frequent classes, and how many are right; returns how many have none."""
+    names, expected = table["class"], table["expected"]
+    counts, num_bad = Counter(names.drop_null().to_pylist()), names.null_count
     classes = ", ".join(f"{count:,} {name}" for name, count in counts.most_common(_NUM_CLASSES))
     bad = f"; {num_bad:,} cannot be read" if num_bad else ""
-    print(_line(f"{total:,} images{classes and f': {classes}'}{bad}"), file=sys.stderr)
-    if num_compared := right.total():
+    print(_line(f"{counts.total():,} images{classes and f': {classes}'}{bad}"), file=sys.stderr)
+    if num_compared := len(expected) - expected.null_count:
         from vit_ray.commands.train import interval_note  # imports Ray
 
-        top1 = right[True] / num_compared
-        note = f"{right[True]:,} right, {right[False]:,} wrong: {top1:.2%}"
-        print(f"in folders of classes: {note}{interval_note(top1, num_compared)}", file=sys.stderr)
-    for output in outputs:
-        print(f"wrote {output}", file=sys.stderr)
-    return 1 if num_bad else 0
+        right = pc.sum(pc.equal(names, expected)).as_py()
+        note = f"{right:,} right, {num_compared - right:,} wrong: {right / num_compared:.2%}"
+        interval = interval_note(right / num_compared, num_compared)
+        print(f"in folders of classes: {note}{interval}", file=sys.stderr)
+    return int(num_bad)
 
 
 def _line(text: str) -> str:
@@ -138,10 +144,6 @@ def _images_at(path: str) -> Iterator[NamedImage]:
     kind = location.info().kind
     if kind == "nothing":
         raise ValueError(f"{path!r}: no such file or folder; check the path")
-    if kind == "file" and path.endswith(".parquet"):
-        raise ValueError(
-            f"{path!r} is parquet; give pictures, or convert it and give the folder of the set"
-        )
     if kind == "file":
         return iter([(path, location)])
     if location.child(MANIFEST_FILE).exists():
@@ -160,42 +162,29 @@ def _images_at(path: str) -> Iterator[NamedImage]:
     return ((file.uri, file) for file in images)
 
 
-@contextmanager
-def _opened(outputs: Sequence[str]) -> Iterator[tuple[list[Any], list[Any]]]:
-    """Open writers of tables of `_SCHEMA` and streams of pictures, before anything is computed.
-
-    The files appear complete, when the block ends, or not at all.
+def _checked(outputs: Sequence[str]) -> list[Location]:
+    """The files to write, checked before anything is computed.
 
     Raises:
         ValueError: an output is of another kind, exists, is given twice, or cannot be written.
+        OSError: a store refuses it.
     """
-    streams: dict[str, Any] = {}
-    with ExitStack() as files:
-        for output in outputs:
-            location = locate(output)
-            if PurePosixPath(output).suffix not in _OUTPUTS:
-                raise ValueError(
-                    f"--out {output}: expected a file that ends in {', '.join(_OUTPUTS)}"
-                )
-            if location.exists() or location.uri in streams:
-                raise ValueError(
-                    f"--out {output} exists already, or is given twice; name another file"
-                )
-            folder = Location(location.protocol, location.path.rpartition("/")[0])
-            try:
-                if not location.is_local:  # a bucket refuses an upload only at its end
-                    check_reachable(folder)
-                    probe = folder.child(f"{RIGHTS_PROBE}-{uuid.uuid4().hex[:8]}")
-                    probe.write(b"vit_ray")
-                    with suppress(OSError):  # the right to delete is not needed
-                        probe.delete()
-                elif not os.path.isdir(folder.path or "/"):
-                    raise NotADirectoryError(f"there is no folder {folder.path}")
-                streams[location.uri] = files.enter_context(location.output())
-            except OSError as error:
-                raise ValueError(f"--out {output}: {error}; name another file") from None
-        tables = [stream for uri, stream in streams.items() if uri.endswith(".parquet")]
-        yield (
-            [files.enter_context(pq.ParquetWriter(stream, _SCHEMA)) for stream in tables],
-            [stream for stream in streams.values() if stream not in tables],
-        )
+    files = list[Location]()
+    for output in outputs:
+        file = locate(output)
+        if PurePosixPath(output).suffix not in _OUTPUTS:
+            raise ValueError(f"--out {output}: expected a file that ends in {', '.join(_OUTPUTS)}")
+        if file.exists() or file in files:
+            raise ValueError(f"--out {output} exists already, or is given twice; name another file")
+        folder = Location(file.protocol, file.path.rpartition("/")[0])
+        if not file.is_local:  # a bucket refuses an upload only at its end
+            from vit_ray.launch.prepared_run import check_rights  # imports Ray
+
+            check_rights(folder)
+        elif not os.access(f"{folder.path}/.", os.W_OK):
+            raise ValueError(
+                f"--out {output}: there is no folder {folder.path} that can be written to; name "
+                "another file"
+            )
+        files.append(file)
+    return files

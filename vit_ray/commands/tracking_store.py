@@ -161,8 +161,6 @@ def run_replay(log: Path, uri: str) -> int:
         raise ValueError(
             f"URI {uri!r} is not an address; give sqlite:///mlflow.db or http://HOST:PORT"
         )
-    if log.is_dir():
-        raise ValueError(f"log {str(log)!r} is a folder; give a metrics.jsonl file in it")
     result = replay(log, uri)
     print(f"{result.num_points} points were new")
     for refused in result.refused:

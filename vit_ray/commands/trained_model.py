@@ -196,7 +196,6 @@ def inspect(recipe: Recipe) -> int:
         raise ValueError(
             f"inspect.path={config.path!r} is remote; give a local folder: MLflow keeps the figures"
         )
-    target.refuse_file_in_its_place("inspect.path")
     # Wrong keys are reported first: Ray, matplotlib and scikit-learn take seconds.
     from vit_ray.commands.train import print_link
     from vit_ray.evaluation.inspection import inspect_model
@@ -205,12 +204,7 @@ def inspect(recipe: Recipe) -> int:
     model, report, _ = load_trained_model(recipe)
     print(report)
     folder = Path(target.path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"inspect.path={config.path!r} cannot be created: {error}; give another local folder"
-        ) from None
+    folder.mkdir(parents=True, exist_ok=True)
     opening = RunOpening(
         recipe.tracking,
         f"{recipe.name}-inspection",

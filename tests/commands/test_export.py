@@ -2,7 +2,6 @@
 
 import io
 import json
-import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,10 +27,8 @@ from tests.models.small import TINY_VIT, small_model, some_images
 from tests.trained_runs import tiny_recipe, write_run
 from vit_ray.checkpoints.checkpoint import Progress
 from vit_ray.checkpoints.init_weights import published_classes
-from vit_ray.commands.job_list import COMMANDS
 from vit_ray.commands.trained_model import export
 from vit_ray.config import load_recipe
-from vit_ray.config.schema import Section
 from vit_ray.data import open_dataset
 from vit_ray.data.boxes import Augmentation
 from vit_ray.data.crops import crop_of
@@ -106,37 +103,6 @@ def export_to(folder: Path, run: Path, layout: str, **settings: Any) -> Path:
     exports = {"path": str(folder / "given" / layout), "layout": layout, **settings}
     assert export(tiny_recipe(folder, init_from=str(run), export=exports)) == 0
     return Path(exports["path"])
-
-
-@pytest.mark.parametrize("name", ["export", "plan"])
-def test_what_a_command_uses_of_a_recipe_is_what_it_says_it_reads(name, tmp_path, monkeypatch):
-    _, run = trained_run(tmp_path)
-    recipe = tiny_recipe(
-        tmp_path,
-        init_from=str(run),
-        export={"path": f"{tmp_path}/given"},
-        data={"train": f"{tmp_path}/data/train"},
-        train={"global_batch_size": 2, "micro_batch_size": 2},
-        optim={"steps": 2, "warmup_steps": 0},
-    )
-    parts = {key: part for key, part in vars(recipe).items() if isinstance(part, Section)}
-    places = {id(part): f"{key}." for key, part in parts.items()} | {id(recipe): ""}
-    used, read = set(), Section.__getattribute__
-
-    def noted(self: Section, key: str) -> Any:
-        value = read(self, key)
-        is_value = key in type(self).model_fields and not isinstance(value, Section)
-        if is_value and id(self) in places:
-            used.add(f"{places[id(self)]}{key}")
-        return value
-
-    command = COMMANDS[name]
-    with monkeypatch.context() as patch:
-        patch.setattr(Section, "__getattribute__", noted)
-        pkgutil.resolve_name(command.plan or command.main)(recipe)
-    assert "data.train" in used
-    reads = tuple(f"{one}." for one in command.reads)
-    assert [key for key in used if not f"{key}.".startswith(reads)] == []
 
 
 @pytest.mark.parametrize("layout", ["jax", "timm", "huggingface", "vit_ray"])

@@ -166,14 +166,14 @@ def _earlier_plan(config: ConvertConfig, settings: dict[str, Any], folder: Locat
     what = f"convert.destination={folder.uri!r} {holds}"
     record = read_facts(file)
     then = record["settings"]
-    others = [
+    differences = [
         f"{'' if key in _OTHER_SETTINGS else 'convert.'}{key}={value!r} (it was {then.get(key)!r})"
         for key, value in settings.items()
         if then.get(key) != value
     ]
-    if others:
+    if differences:
         raise ValueError(
-            f"{what} of other settings: {', '.join(others)}; repeat them, or choose another folder"
+            f"{what} of other settings: {', '.join(differences)}; repeat them, or choose another folder"
         )
     versions, earlier = versions_of(units_of(config)), record["versions"]
     changes = sorted(p for p in {**versions, **earlier} if versions.get(p) != earlier.get(p))

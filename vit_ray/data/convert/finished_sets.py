@@ -58,12 +58,11 @@ _MIN_DEVIATION: Final = 4.0
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem of a file; `row_group` and `key` are set if it is about a part of the file."""
+    """A problem of a file; `key` is set if it is about one image."""
 
     file: str
     what: str
     key: str = ""
-    row_group: int = -1
 
 
 @dataclass
@@ -104,11 +103,10 @@ def check_file(file_index: int, manifest: Manifest, decode_fraction: float) -> V
         report.problems.append(Problem(entry.path, f"it cannot be opened: {problem}"))
         return report
     for group in np.flatnonzero(manifest.file_index == file_index).tolist():
-        number = int(manifest.row_group[group])
         try:
             rows = reader.read(group)
         except ValueError as error:
-            report.problems.append(Problem(entry.path, str(error), row_group=number))
+            report.problems.append(Problem(entry.path, str(error)))
             continue
         for row in manifest.stored_rows(group).tolist():
             is_decoded = KeyedUniform(_SAMPLE, group, row).draw() < decode_fraction
@@ -119,7 +117,7 @@ def check_file(file_index: int, manifest: Manifest, decode_fraction: float) -> V
                 if is_decoded:
                     _check_image(image)
             except ValueError as error:
-                report.problems.append(Problem(entry.path, str(error), rows.key(row), number))
+                report.problems.append(Problem(entry.path, str(error), rows.key(row)))
         report_done(report.num_images, len(report.problems))
     if not report.problems and (problem := problem_of_shard(location, entry, is_read=True)):
         report.problems.append(Problem(entry.path, problem))

@@ -97,15 +97,8 @@ def parquet_rows(unit: Unit, *, with_images: bool = True) -> Iterator[Row]:
             number, end, problem = first, first + metadata.num_rows, "it ends early"
             try:
                 for batch in source.iter_batches(_BATCH_ROWS[with_images], [group], names):
-                    if with_images:
-                        images = batch.column(columns.image)
-                        if pa.types.is_struct(images.type):
-                            images = pa.compute.struct_field(images, "bytes")
-                        images = images.cast(pa.large_binary())
                     for i in range(min(len(batch), end - number)):
-                        image = images[i].as_py() or b"" if with_images else None
-                        length = size // metadata.num_rows if image is None else len(image)
-                        row = Row(f"{stem}/{number:08d}", length=length, image=image)
+                        row = Row(f"{stem}/{number:08d}", length=size // metadata.num_rows)
                         yield row_or_problem(row, _parquet_row, unit, columns, batch, i)
                         number += 1
             except (pa.ArrowException, OSError) as error:
@@ -118,20 +111,23 @@ def parquet_rows(unit: Unit, *, with_images: bool = True) -> Iterator[Row]:
 
 
 def _parquet_row(row: Row, unit: Unit, columns: Columns, batch: pa.RecordBatch, at: int) -> Row:
-    """A row of a batch with its labels (names for a `ClassLabel`) and columns.
+    """A row of a batch: its image, if it was read, labels (names for a `ClassLabel`) and columns.
 
     Raises:
         ValueError: the image is not embedded, or the labels are invalid.
     """
-    if row.image == b"":
+    if columns.image in batch.schema.names:
         value = batch.column(columns.image)[at].as_py()
-        if isinstance(value, dict) and value.get("path"):
+        stored = value if isinstance(value, dict) else {"bytes": value}
+        if not stored["bytes"] and stored.get("path"):
             raise ValueError(
-                f"its image has no bytes, only the path {value['path']!r}: it is not embedded; "
+                f"its image has no bytes, only the path {stored['path']!r}: it is not embedded; "
                 "save the set with datasets' push_to_hub or save_to_disk after "
                 "embed_table_storage, or convert the image files"
             )
-        raise ValueError("its image has no bytes")
+        if not stored["bytes"]:
+            raise ValueError("its image has no bytes")
+        row = replace(row, image=stored["bytes"], length=len(stored["bytes"]))
     labels, kind = labels_of_value(batch.column(columns.label)[at].as_py())
     if (names := columns.class_names) is not None and kind == "index":
         indices = [int(text) for text in labels]

@@ -173,7 +173,8 @@ def _earlier_plan(config: ConvertConfig, settings: dict[str, Any], folder: Locat
     ]
     if differences:
         raise ValueError(
-            f"{what} of other settings: {', '.join(differences)}; repeat them, or choose another folder"
+            f"{what} of other settings: {', '.join(differences)}; repeat them, or choose another "
+            "folder"
         )
     versions, earlier = versions_of(units_of(config)), record["versions"]
     changes = sorted(p for p in {**versions, **earlier} if versions.get(p) != earlier.get(p))

@@ -190,9 +190,9 @@ def _stored_rows(
                 for row in map(Row.storable, rows):
                     if row.image is not None and row.problem is None:
                         output = output or stack.enter_context(pack.output())
-                        place = {"path": pack.uri, "offset": output.tell()}
+                        start, length = output.tell(), len(row.image)
                         output.write(row.image)
-                        row = replace(row, **place, length=len(row.image))
+                        row = replace(row, path=pack.uri, offset=start, length=length)
                     elif row.path == unit.path and row.offset >= 0:
                         row = replace(row, version=version.partition(" ")[0])
                     yield replace(row, image=None)

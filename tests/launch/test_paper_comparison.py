@@ -56,7 +56,8 @@ def test_imagenet_is_told_from_real_by_the_labels_that_are_measured(
     kind, shown, tmp_path, monkeypatch
 ):
     paper = {"task": "imagenet", "pretraining": "imagenet"}
-    recipe = imagenet(tmp_path, monkeypatch, benchmark={"kind": kind}, paper=paper)
+    benchmark = {"kind": kind, "label_file": "real.json"}
+    recipe = imagenet(tmp_path, monkeypatch, benchmark=benchmark, paper=paper)
     table = evaluation_table(recipe, {"eval/top1": 0.5})
     assert [row["test set"] for row in table[1:]] == shown
     assert evaluation_table(recipe, {"few_shot/5_shot_top1": 0.5}) is None

@@ -240,10 +240,11 @@ class CheckpointWriter:
 
     def _commit(self, snapshot: Snapshot, folder: Location, parts: list[Part]) -> None:
         self._check_lock()
+        files = [file for part in parts for file in part.files]
         failed = [(rank, part.error) for rank, part in enumerate(parts) if part.error]
         if failed:
             with contextlib.suppress(OSError):  # no rank writes any more; this frees the space
-                for file in (file for part in parts for file in part.files):
+                for file in files:
                     folder.child(file.name).delete()
                 if folder.is_local:  # a store has no empty folders
                     os.rmdir(folder.path)  # fails if other files are in it
@@ -251,7 +252,6 @@ class CheckpointWriter:
                 f"rank {rank}: {error}" for rank, error in failed[:_MAX_NAMED_RANKS]
             )
             raise OSError(f"not whole: {len(failed)} of {len(parts)} workers failed: {reasons}")
-        files = [file for part in parts for file in part.files]
         sha256 = commit(folder, files, asdict(snapshot.position))
         self._committed = snapshot.position.step, sha256
         self._written.add(snapshot.position.step)

@@ -30,6 +30,14 @@ def jpeg(seed: int, height: int = 60, width: int = 80) -> bytes:
     return encoded(picture(seed, height, width), quality=90)
 
 
+def turned(kind: str, orientation: int) -> bytes:
+    """A smooth picture, enlarged 8 times, with an orientation in EXIF."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    pixels = np.kron(picture(3, 12, 20), np.ones((8, 8, 1), np.uint8))
+    return encoded(pixels, kind, exif=exif, quality=95)
+
+
 def write_class_folders(folder: Path, num_classes: int, per_class: int) -> None:
     """Files CLASS/IMAGE.jpg with distinct content."""
     for label in range(num_classes):

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 import vit_ray
-from tests.data.convert.test_orientation import turned
 from tests.data.converting import convert, in_this_process
-from tests.data.pictures import jpeg
+from tests.data.pictures import jpeg, turned
 from tests.data.small_sets import SHARD, write_encoded
 from tests.models.small import TINY_VIT, small_model
 from tests.newcomer.follow import blocks

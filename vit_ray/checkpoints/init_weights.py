@@ -129,13 +129,9 @@ class _ShapesOnly(TorchFunctionMode):
 
 
 def _cat_shapes(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    shapes = [list(tensor.shape) for tensor in tensors]
-    length = sum(shape[dim] for shape in shapes)
-    for shape in shapes:
-        shape[dim] = length
-    if any(shape != shapes[0] for shape in shapes):
-        raise ValueError(f"tensors of the shapes {[tuple(t.shape) for t in tensors]} are one")
-    return tensors[0].new_empty(shapes[0])
+    shape = list(tensors[0].shape)
+    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    return tensors[0].new_empty(shape)
 
 
 def _interpolate_shape(image: Tensor, size: int | tuple[int, ...], **_: Any) -> Tensor:

@@ -214,17 +214,16 @@ def answers_of(recipe: Recipe, eval_set: Manifest, model_set: Manifest) -> Answe
         model_set: gives the model's classes if the recipe does not name them.
 
     Raises:
-        ValueError: a file is missing, not as published, or not of this test set.
+        ValueError: a file is not as published, or not of this test set.
+        OSError: a file is missing.
     """
     config = recipe.benchmark
     classes = _model_classes(config.model_classes, model_set.classes, recipe.init_from)
     match config.kind:
         case "imagenet_real":
             file = locate(require(config.label_file, "benchmark.label_file", REAL_FILE))
-            try:
-                published = json.loads(_text(file, REAL_FILE, "benchmark.label_file"))
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{file.uri} is not JSON ({error}); give {REAL_FILE}") from None
+            with errors_of(f"benchmark.label_file={file.uri} is not {REAL_FILE}"):
+                published = json.loads(file.read())
             labels = all_first_labels(eval_set.path)
             names = [key for shard_keys in keys(eval_set) for key in shard_keys]
             return real_answers(published, names, labels, eval_set.classes, classes, file.uri)
@@ -232,10 +231,8 @@ def answers_of(recipe: Recipe, eval_set: Manifest, model_set: Manifest) -> Answe
             return numbered_answers(eval_set.classes, classes)
         case "objectnet":
             folder = locate(require(config.label_file, "benchmark.label_file", OBJECTNET_FOLDER))
-            files = {
-                name: _text(folder.child(name), OBJECTNET_FOLDER, "benchmark.label_file")
-                for name in OBJECTNET_FILES
-            }
+            with errors_of(f"benchmark.label_file={folder.uri} is not {OBJECTNET_FOLDER}"):
+                files = {name: folder.child(name).read().decode() for name in OBJECTNET_FILES}
             return objectnet_answers(files, eval_set.classes, classes)
     if tuple(eval_set.classes) == classes:
         return Answers(classes, len(classes))
@@ -260,8 +257,8 @@ def _model_classes(
         suffix = PurePosixPath(path).suffix
         if suffix not in (".txt", ".json"):
             return tuple(open_dataset(path).classes)
-        expected = "a list of the model's classes, such as LOC_synset_mapping.txt of ImageNet"
-        text = _text(locate(path), expected, "benchmark.model_classes")
+        with errors_of(f"benchmark.model_classes={path!r} is no text; give a list of the classes"):
+            text = locate(path).read().decode()
         return parse_classes(text, suffix, f"benchmark.model_classes={path!r}")
     if weights is None:
         return tuple(classes)
@@ -279,13 +276,6 @@ def _model_classes(
         classes[0],
     )
     return tuple(classes)
-
-
-def _text(file: Location, expected: str, key: str) -> str:
-    if not file.exists():
-        raise ValueError(f"{key}: there is no file {file.uri}; give {expected}")
-    with errors_of(f"{key}: {file.uri} is no text; give {expected}"):
-        return file.read().decode()
 
 
 def lock_run(folder: Location) -> contextlib.AbstractContextManager[int]:

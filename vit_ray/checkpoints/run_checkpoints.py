@@ -204,8 +204,8 @@ def prune(
     is_usable: Callable[[int], bool],
     keep_last: int,
     stays: Callable[[int], bool],
-) -> list[int]:
-    """Delete checkpoints that are older than the `keep_last` newest; returns their steps.
+) -> None:
+    """Delete checkpoints that are older than the `keep_last` newest.
 
     Also deletes the remains of a save or deletion that was interrupted by a kill. Abandoned
     checkpoints, and those that are not usable, are neither deleted nor counted.
@@ -214,7 +214,7 @@ def prune(
         is_usable: False for the step of a checkpoint that was skipped when the run was resumed.
         stays: whether the checkpoint of a step is permanent.
     """
-    num_committed, deleted = 0, list[int]()
+    num_committed = 0
     for step, folder in list_checkpoints(run_folder):
         if not is_usable(step):
             continue
@@ -223,8 +223,6 @@ def prune(
         elif not stays(step) and not folder.child(_ABANDONED).exists():
             folder.child(COMMIT).delete()  # first: half of a checkpoint would look like damage
             folder.delete()
-            deleted.append(step)
-    return deleted
 
 
 def read_weights(path: str, averaged: bool | None) -> tuple[Checkpoint, dict[str, Tensor]]:

@@ -232,9 +232,9 @@ class ConvertReport:
     """What a conversion did.
 
     `label_histogram` counts images per class name. `num_indexed` images have a restart index;
-    libjpeg warns of `num_damaged` images (keys and warnings are in
-    `damaged.parquet`). `was_done`: the data set existed already, and nothing had changed. `notes`
-    are about classes with no image or one, and orientations.
+    libjpeg warns of `num_damaged` images (keys and warnings are in `damaged.parquet`). `was_done`:
+    the data set existed already, and nothing had changed. `notes` are about classes with no image
+    or one, and orientations.
     """
 
     num_images: int

@@ -8,7 +8,7 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from vit_ray.addresses import require_store, with_texts
 from vit_ray.checkpoints.checkpoint import Checkpoint, Position
@@ -39,12 +39,6 @@ from vit_ray.tracking.store_requests import limited_requests, redact_uri, safe_u
 from vit_ray.training.steps import lr_at
 
 logger = logging.getLogger(__name__)
-
-# Prefixes of the keys that decide the batch of a step.
-_DECIDES_BATCHES: Final = (
-    "seed", "data.", "model.", "train.global_batch_size", "train.loss", "train.mixup",
-    "train.cutmix",
-)  # fmt: skip
 
 
 def find_run(source: str, overrides: Sequence[str] = ()) -> ResolvedRun:
@@ -77,7 +71,6 @@ def find_run(source: str, overrides: Sequence[str] = ()) -> ResolvedRun:
             )
         recipe = load_recipe(Path(source), overrides).with_absolute_paths()
         newest = newest_checkpoint(locate(recipe.run_folder))
-    full_recipe = recipe
     recipe = recipe.with_changes(  # only the training set is opened
         data={"eval": None}, evaluate={"few_shot_train": None, "few_shot_test": None}
     )
@@ -92,8 +85,8 @@ def find_run(source: str, overrides: Sequence[str] = ()) -> ResolvedRun:
             f"{position.data_fingerprint[:12]}; give the run's own data set as data.train=PATH"
         )
     before = recipe_from_dict(position.recipe, where=f"the recipe of run {recipe.name!r}")
-    changes = incompatible_changes(before.flat(), full_recipe.flat(), without=EVALUATED_SETS)
-    if changes := [change for change in changes if change.key.startswith(_DECIDES_BATCHES)]:
+    ignored = (*EVALUATED_SETS, *LENGTH)
+    if changes := incompatible_changes(before.flat(), recipe.flat(), without=ignored):
         raise ValueError(
             f"run {recipe.name!r} was trained with another recipe: {_listed(changes)}; "
             f"give the run's folder, {recipe.run_folder}, without changes, or another name"

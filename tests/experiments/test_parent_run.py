@@ -37,7 +37,7 @@ def test_a_training_for_which_the_ray_of_this_process_is_too_small_is_refused_be
     ray_cluster, tmp_path, monkeypatch
 ):
     """As one that an earlier command in the process has started; a new one has room for all."""
-    monkeypatch.setattr(connection, "_STARTED", [])
+    monkeypatch.setattr(connection, "_STARTED", set())
     connection.mark_private()
     recipe = sweep_in(tmp_path, "runs").with_changes(workers={"num_workers": 1})
     wide = recipe.with_changes(name="wide", workers={"num_workers": 64})

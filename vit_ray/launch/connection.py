@@ -66,7 +66,7 @@ _POLL_S: Final = 0.5
 _NEEDED: Final = ("raylet", "gcs_server")
 
 # Addresses of the clusters that this process has started.
-_STARTED: Final[list[str]] = []
+_STARTED: Final[set[str]] = set()
 
 
 @dataclass(frozen=True)
@@ -181,8 +181,7 @@ def _exit_by_signal(number: int, _: object) -> None:
 
 def mark_private() -> None:
     """Mark the connected cluster as private to this driver, also in the processes of its trials."""
-    if _address() not in _STARTED:
-        _STARTED.append(_address())
+    _STARTED.add(_address())
 
 
 def has_dashboard() -> bool:

@@ -15,7 +15,6 @@ from vit_ray.commands.plan import (
     data_facts,
     describe_work,
     gpu_hours,
-    planned_cluster,
 )
 from vit_ray.config import Recipe
 from vit_ray.config.training_sections import ModelConfig
@@ -36,15 +35,11 @@ from vit_ray.experiments.study_cells import (
     task_recipe,
 )
 from vit_ray.launch.resolved_run import check_batch
-from vit_ray.measure.devices import Device
 from vit_ray.training.memory_estimate import (
-    estimate_memory,
     forward_pass,
-    largest_micro_batch,
     prepared_model,
     step_macs,
 )
-from vit_ray.training.steps import accumulation_steps, micro_batch_size
 
 # Multiply-adds of a measured pass: a few seconds, in bf16 on CPUs that emulate it.
 _MAX_MACS: Final = 5e9
@@ -58,38 +53,14 @@ def describe_training(recipe: Recipe) -> str:
     """
     facts = data_facts(recipe)
     check_batch(recipe, facts.num_images)
-    device, num_gpus = planned_cluster(recipe)
-    lines = describe_work(recipe, facts, device, num_gpus)
     sizes = recipe.group_sizes
-    for world_size in sizes if len(sizes) <= 4 else (sizes[0], sizes[-1]):
-        lines += _describe_group(recipe, facts, device, world_size)
-    lines.append(f"planned for             {recipe.plan.device} (plan.device)")
+    shown = sizes if len(sizes) <= 4 else [sizes[0], sizes[-1]]
+    groups = [(size, recipe.train.zero_stage) for size in shown]
+    lines = describe_work(recipe, facts, groups)
     uses_gpu = torch.cuda.is_available() or recipe.workers.use_gpu is True
     if not uses_gpu and "RAY_ADDRESS" not in os.environ:
-        lines.append(f"this machine, no GPU    {_time_here(recipe, facts)}")
+        lines += ["", f"this machine, no GPU    {_time_here(recipe, facts)}"]
     return "\n".join(lines)
-
-
-def _describe_group(
-    recipe: Recipe, facts: TrainingFacts, device: Device, world_size: int
-) -> list[str]:
-    """Lines on batch and memory with this number of workers."""
-    batch, note = recipe.train.global_batch_size, ""
-    if recipe.train.micro_batch_size != "auto" or recipe.workers.use_gpu is False:
-        micro = micro_batch_size(recipe, world_size)
-    else:  # a training finds it by trying; here it is estimated
-        largest = largest_micro_batch(recipe, facts.num_classes, world_size, device.memory_gib)
-        verdict = "the most that fits a {}, by estimate" if largest else "does not fit a {}"
-        micro, note = largest or 1, f" ({verdict.format(recipe.plan.device)})"
-    passes = accumulation_steps(batch, micro, world_size)
-    memory = estimate_memory(recipe, facts.num_classes, micro, world_size)
-    workers = f"{world_size} worker{'s' if world_size > 1 else ''}"
-    return [
-        f"with {workers:<19}global batch {batch:,} = {world_size} x micro-batch {micro}{note} x "
-        f"{passes} pass{'es' if passes > 1 else ''}",
-        f"  memory per worker     {memory.total:.2f} GiB under ZeRO {recipe.train.zero_stage}",
-        *(f"    {part:<20}{gib:8.2f} GiB" for part, gib in vars(memory).items() if gib >= 0.005),
-    ]
 
 
 def _time_here(recipe: Recipe, facts: TrainingFacts) -> str:

@@ -5,6 +5,7 @@ is needed, and no data if the recipe sets `plan.num_images` and `plan.num_classe
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,7 +23,7 @@ from vit_ray.training.memory_estimate import (
     run_exaflops,
     step_macs,
 )
-from vit_ray.training.steps import accumulation_steps
+from vit_ray.training.steps import accumulation_steps, micro_batch_size
 
 # CPU seconds to read an image, benchmarks/results/data_stream_pair_cpu_2026-11-28.md.
 _READING_S: Final = 0.92e-3
@@ -108,12 +109,9 @@ def gpu_hours(recipe: Recipe, exaflops: float) -> float:
 def describe_plan(recipe: Recipe) -> str:
     """The text of `vit-ray plan`: the work, then a column for each ZeRO stage."""
     facts = data_facts(recipe, prefers_plan=bool(recipe.plan.num_images or recipe.plan.num_classes))
-    device, num_gpus = planned_cluster(recipe)
-    columns = [_column(recipe, facts, device, num_gpus, stage) for stage in range(4)]
-    lines = [*describe_work(recipe, facts, device, num_gpus), ""]
-    for cells in zip(*columns, strict=True):
-        if {value for _, value in cells} != {"0.00"}:
-            lines.append(f"{cells[0][0]:<30}" + "".join(f"{value:>10}" for _, value in cells))
+    _, num_gpus = planned_cluster(recipe)
+    stages = [(num_gpus, stage) for stage in range(4)]
+    lines = describe_work(recipe, facts, stages)
     images_per_s = num_gpus * gpu_flops_per_s(recipe) / (2 * step_macs(recipe, facts.num_classes))
     cpus = math.ceil(images_per_s * _READING_S)
     lines += [
@@ -128,13 +126,21 @@ def describe_plan(recipe: Recipe) -> str:
     return "\n".join(lines)
 
 
-def describe_work(recipe: Recipe, facts: TrainingFacts, device: Device, num_gpus: int) -> list[str]:
-    """Lines on images, steps, model, exaFLOPs and device hours."""
+def describe_work(
+    recipe: Recipe, facts: TrainingFacts, groups: Sequence[tuple[int, int]]
+) -> list[str]:
+    """Lines on images, steps, model, exaFLOPs and device hours, and a table of groups of workers.
+
+    Args:
+        groups: number of workers and ZeRO stage of each column.
+    """
+    device, num_gpus = planned_cluster(recipe)
     model, batch = recipe.model, recipe.train.global_batch_size
     epochs = facts.total_steps * batch / facts.num_images
     parameters = count_parameters(recipe, facts.num_classes)
     macs = forward_macs(model.name, facts.num_classes, model.image_size, **model.options())
     hours = gpu_hours(recipe, facts.exaflops)
+    columns = [_column(recipe, facts, device, size, stage) for size, stage in groups]
     time = f"{hours:,.4g} {recipe.plan.device}-hours"
     if hours < 0.1:
         time = f"{60 * hours:.2g} {recipe.plan.device}-minutes"
@@ -148,26 +154,34 @@ def describe_work(recipe: Recipe, facts: TrainingFacts, device: Device, num_gpus
         f"{time} at {recipe.plan.mfu * 100:g} % MFU",
         f"cluster                 {num_gpus} x {recipe.plan.device}, "
         f"{device.memory_gib:.4g} GiB each",
+        "",
+        *(
+            f"{cells[0][0]:<30}" + "".join(f"{value:>10}" for _, value in cells)
+            for cells in zip(*columns, strict=True)
+            if {value for _, value in cells} - {"0.0", "0.00", "0.000"}
+        ),
     ]
 
 
 def _column(
     recipe: Recipe, facts: TrainingFacts, device: Device, num_gpus: int, stage: int
 ) -> list[tuple[str, str]]:
-    """Name and value of each row of the table for one ZeRO stage.
+    """Name and value of each row of the table for one group of workers.
 
     Raises:
         ValueError: the recipe's micro-batch does not divide a worker's part of the batch.
     """
-    batch, configured = recipe.train.global_batch_size, recipe.train.micro_batch_size
+    batch, workers = recipe.train.global_batch_size, recipe.workers
     largest = largest_micro_batch(recipe, facts.num_classes, num_gpus, device.memory_gib, stage)
-    micro = configured if isinstance(configured, int) else largest or 1
+    is_tried = recipe.train.micro_batch_size == "auto" and workers.use_gpu is not False
+    micro = largest or 1 if is_tried else micro_batch_size(recipe, num_gpus)
     passes = accumulation_steps(batch, micro, num_gpus)
     memory = estimate_memory(recipe, facts.num_classes, micro, num_gpus, stage)
     step_flops = 2 * step_macs(recipe, facts.num_classes) * batch
     step_s = step_flops / num_gpus / gpu_flops_per_s(recipe)
     days = step_s * facts.total_steps / DAY_S
     return [
+        ("workers", str(num_gpus)),
         ("ZeRO stage", str(stage)),
         ("largest micro-batch", str(largest or "none")),
         ("planned micro-batch", str(micro)),

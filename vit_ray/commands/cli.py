@@ -182,15 +182,12 @@ class _Command(click.Command):
 
 
 class _Commands(click.Group):
-    # Listed in the order of a user's work; dashes and underscores are interchangeable.
+    # Listed in the order of a user's work.
 
     command_class = _Command
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return super().get_command(ctx, cmd_name.replace("-", "_"))
 
 
 _modules = click.option(
@@ -233,8 +230,6 @@ def _add(command: Command) -> None:
     vit_ray.command(command.name, help=command.what, epilog=epilog)(run)
 
 
-# Names of commands with underscores, and with dashes.
-_COMMAND_NAMES = [*COMMANDS, *(name.replace("_", "-") for name in COMMANDS if "_" in name)]
 for _recipe_command in COMMANDS.values():
     _add(_recipe_command)
 
@@ -253,7 +248,7 @@ def recipes() -> None:
 
 @vit_ray.command()
 @click.argument("prefixes", nargs=-1, metavar="[PREFIX ...]")
-@click.option("--of", type=click.Choice(_COMMAND_NAMES), help="Only keys that this command reads.")
+@click.option("--of", type=click.Choice([*COMMANDS]), help="Only keys that this command reads.")
 @click.option("--count", is_flag=True, help="Print only how many there are.")
 def keys(prefixes: tuple[str, ...], of: str | None, count: bool) -> None:
     """The keys of recipes below PREFIX, such as `optim`: default, values, meaning, on resume."""
@@ -262,8 +257,7 @@ def keys(prefixes: tuple[str, ...], of: str | None, count: bool) -> None:
             similar = known_key(prefix)
             hint = "" if similar == prefix else f"; did you mean {similar}?"
             raise ValueError(f"{prefix!r} is no key or section of a recipe{hint}")
-    reads = COMMANDS[of.replace("-", "_")].reads if of else ()
-    read = keys_below(*reads)
+    read = keys_below(*(COMMANDS[of].reads if of else ()))
     chosen = [key for key in keys_below(*prefixes) if key in read]
     if not chosen:
         raise ValueError(f"{of} reads no key of {', '.join(prefixes)}; leave out one of the two")

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vit_ray.addresses import absolute_uri, local_folder, redact, sqlite_file
+from vit_ray.addresses import absolute_uri, local_folder, sqlite_file
 from vit_ray.config import Recipe, load_recipe
 from vit_ray.config.keys import KIND, PARENT_TAG, RUN_FOLDER
 from vit_ray.config.loading import mlflow_variables
@@ -47,20 +47,17 @@ def report(recipe: Recipe, keep_with: str | None = None) -> "Written":
                 line = f"no run {recipe.name!r}; this page is of the whole experiment"
                 written.missing.insert(0, line)
             return written
-        artifacts, problem = str(client.get_run(page_run).info.artifact_uri), ""
-        if are_own_files(uri, artifacts):
-            try:
-                keep_page(client, page_run, written, "experiment" if keep_with else "")
-            except Exception as error:  # also of a bucket's library
-                problem = redact_uri(f"{artifacts}: {error}", uri)
-        else:
-            problem = (
-                f"MLflow has its files at {local_folder(artifacts) or redact(artifacts)}, which is "
-                "not below mlruns/ next to the store"
+        artifacts = str(client.get_run(page_run).info.artifact_uri)
+        try:
+            if not are_own_files(uri, artifacts):
+                raise ValueError("not below mlruns/ next to the store")
+            keep_page(client, page_run, written, "experiment" if keep_with else "")
+        except Exception as error:  # also of a bucket's library
+            files = f"MLflow has its files at {local_folder(artifacts) or artifacts}: {error}"
+            print(
+                f"page written to {written.page}; not kept with the run: {redact_uri(files, uri)}"
             )
-    if problem:
-        print(f"page written to {written.page}; not kept with the run: {problem}")
-    return written
+        return written
 
 
 def _newest_run(client: "MlflowClient", recipe: Recipe) -> str | None:

@@ -20,12 +20,12 @@ from vit_ray.storage import absolute, locate
 # 90 epochs of ImageNet-1k, which train a ViT-S/16 to 76.5 % (Beyer et al., arXiv:2205.01580).
 _IMAGES_SEEN: Final = 90 * 1_281_167
 _MAX_EPOCHS, _MIN_EPOCHS = 300, 7
-# For fewer images than the first number: the model, and its parameters.
+# Models for fewer images than the number.
 _MODELS: Final = (
-    (100_000, "ViT-Ti/16", "5.7 M"),
-    (1_000_000, "ViT-S/16", "22 M"),
-    (10_000_000, "ViT-B/16", "86 M"),
-    (sys.maxsize, "ViT-L/16", "304 M"),
+    (100_000, "ViT-Ti/16"),
+    (1_000_000, "ViT-S/16"),
+    (10_000_000, "ViT-B/16"),
+    (sys.maxsize, "ViT-L/16"),
 )
 # With fewer images, fine-tuning is advised.
 _MIN_FROM_SCRATCH: Final = 100_000
@@ -170,7 +170,7 @@ def _examine(images: str) -> _Source:
 
 
 def _recipe_text(images: str, file: Path, name: str, source: _Source, weights: str | None) -> str:
-    """The recipe: the commands to type, then the sections, some with a reason above.
+    """The recipe: the commands to type, then the sections, some with a reason.
 
     Paths are absolute: the file may be in another folder.
     """
@@ -181,7 +181,7 @@ def _recipe_text(images: str, file: Path, name: str, source: _Source, weights: s
     data: dict[str, Any] = {"train": str(folder / (source.split or "train"))}
     data |= {"eval": test} if source.test else {"held_out_fraction": source.held_out_fraction}
     convert = {"source": absolute(images), "destination": data["train"]}
-    training, reasons = _training(source, bool(weights))
+    training = _training(source, bool(weights))
     sections = {
         "name": f"{name}-tuned" if weights else name,
         "output": absolute("runs"),
@@ -192,10 +192,18 @@ def _recipe_text(images: str, file: Path, name: str, source: _Source, weights: s
         "tracking": {"experiment": name},
         "plan": {"num_images": source.train.num_images, "num_classes": source.train.num_classes},
     }
+    trained = source.train.num_images - source.num_held_out
+    epochs, batch = training["optim"]["epochs"], training["train"]["global_batch_size"]
+    reasons = {
+        "model": f"for sides of {source.train.shorter_side} pixels (median)",
+        "optim": f"{epochs} epochs: {epochs * trained:,} images; ImageNet takes {_IMAGES_SEEN:,}",
+        "train": f"{max(1, trained // batch):,} steps per epoch; bf16 is for GPUs",
+        "plan": "for --dry-run before the images are converted",
+    }
     recipe = shlex.quote(str(file))
     train_command = f"vit-ray {'finetune' if weights else 'pretrain'} {recipe}"
     test_keys = f"convert.split={source.test_split} {shlex.quote(f'convert.destination={test}')}"
-    shorter = " ".join(first_look(sections["name"], training["optim"]["epochs"]))
+    shorter = " ".join(first_look(sections["name"], epochs))
     lines = [
         f"# {images!r}: {source.counts}",
         "# Commands:",
@@ -212,8 +220,8 @@ def _recipe_text(images: str, file: Path, name: str, source: _Source, weights: s
     return "\n".join([*lines, ""])
 
 
-def _training(source: _Source, is_tuned: bool) -> tuple[dict[str, Any], dict[str, str]]:
-    """The sections of a model and its training, and reasons by section.
+def _training(source: _Source, is_tuned: bool) -> dict[str, Any]:
+    """The sections of a model and its training.
 
     Args:
         is_tuned: fine-tune weights of a ViT-B/16.
@@ -223,48 +231,33 @@ def _training(source: _Source, is_tuned: bool) -> tuple[dict[str, Any], dict[str
     while batch > 1 and (num_images < 250 * batch > 16 * 250 or num_images < batch):
         batch //= 2
     if is_tuned:
-        epochs, why = 20, "on Oxford Pets the paper takes 70, with this optimizer."
-        model, model_reason = {"name": "ViT-B/16", "image_size": 224}, "That of the weights."
+        epochs = 20  # on Oxford Pets the paper takes 70, with this optimizer
+        model = {"name": "ViT-B/16", "image_size": 224}
         optim = {"name": "sgd", "learning_rate": 0.003, "weight_decay": 0.0}
     else:
-        as_imagenet = round(_IMAGES_SEEN / num_images)
-        epochs = min(_MAX_EPOCHS, max(_MIN_EPOCHS, as_imagenet))
-        why = f"the images of 90 epochs of ImageNet-1k would be {as_imagenet:,}."
-        model, model_reason = _model(side, source.train.num_images)
+        epochs = min(_MAX_EPOCHS, max(_MIN_EPOCHS, round(_IMAGES_SEEN / num_images)))
+        model = _model(side, source.train.num_images)
         optim = {"name": "adamw", "learning_rate": 0.001, "weight_decay": 0.1}
-    steps = max(1, round(epochs * num_images / batch))  # as optim.total_steps
-    every = max(1, steps // 20)
-    optim |= {"schedule": "cosine", "epochs": epochs, "warmup_steps": min(10_000, every)}
-    sections = {
+    every = max(1, round(epochs * num_images / batch) // 20)
+    return {
         "model": model,
-        "optim": optim,
+        "optim": {
+            **optim, "schedule": "cosine", "epochs": epochs, "warmup_steps": min(10_000, every),
+        },
         "train": {"global_batch_size": batch, "precision": "fp32" if side <= 64 else "bf16"},
         "evaluate": {"every_steps": every},
         "checkpoint": {"every_steps": min(1000, every)},
-    }
-    return sections, {
-        "model": model_reason,
-        "optim": f"{epochs} epochs: {why} Warm-up: 5 % of {steps:,} steps.",
-        "train": f"{max(1, num_images // batch):,} steps per epoch. bf16 is for GPUs.",
-        "plan": "For --dry-run before the images are converted.",
-    }
-
-
-def _model(side: int, num_images: int) -> tuple[dict[str, Any], str]:
-    """The section `model` for images of this shorter side in pixels, and the reason for it."""
-    if side > 64:
-        size = 224 if side >= 224 else side // 16 * 16
-        name, parameters = next(model[1:] for model in _MODELS if num_images < model[0])
-        reason = f"Shorter sides are {side} pixels (median), {parameters} parameters."
-        return {"name": name, "image_size": size}, reason
-    patch = 4 if side <= 48 else 8
-    size = max(patch, side // patch * patch)
-    depth, width = (6, 192) if num_images < 100_000 else (12, 384)
-    model = {
-        "name": "ViT", "image_size": size, "depth": depth, "width": width,
-        "mlp_dim": 4 * width, "num_heads": width // 64, "patch_size": patch,
     }  # fmt: skip
-    return model, (
-        f"Sides are {side} pixels (median): patches of {patch} make {(size // patch) ** 2} "
-        "tokens. The model is small because a large ViT overfits a set of this size."
-    )
+
+
+def _model(side: int, num_images: int) -> dict[str, Any]:
+    """The section `model` for images of this shorter side in pixels."""
+    if side > 64:
+        name = next(name for limit, name in _MODELS if num_images < limit)
+        return {"name": name, "image_size": min(224, side // 16 * 16)}
+    patch = 4 if side <= 48 else 8
+    depth, width = (6, 192) if num_images < 100_000 else (12, 384)  # a large ViT would overfit
+    return {
+        "name": "ViT", "image_size": max(patch, side // patch * patch), "depth": depth,
+        "width": width, "mlp_dim": 4 * width, "num_heads": width // 64, "patch_size": patch,
+    }  # fmt: skip

@@ -40,13 +40,6 @@ def test_real_labels_go_to_the_images_by_the_number_in_their_keys():
     real(lists=[[0], [1], [3], [4]])
 
 
-def test_real_labels_are_those_of_the_models_outputs():
-    found = real(classes=CLASSES[::-1])
-    right = found.of_batch(np.zeros((4, 1), np.int32), np.array([0, 1, 2, 3]))
-    assert right.tolist() == [[3, 2], [5, 1], [-1, -1], [4, -1]]
-    assert (found.classes, found.competing, found.num_outputs) == (CLASSES[::-1], None, 6)
-
-
 def test_only_the_classes_of_real_compete_in_a_model_of_more():
     found = real(classes=("a", *CLASSES[::-1], "b"))
     assert found.num_outputs == 8
@@ -61,20 +54,20 @@ def test_folders_of_imagenet_v2_are_numbers_whatever_their_order():
     assert found.tolist() == [[10], [2], [-1]]
 
 
-def test_only_the_classes_that_a_set_has_compete():
-    answers = named_answers([CLASSES[4], CLASSES[1]], CLASSES)
-    assert answers.competing.tolist() == [1, 4]
-    assert answers.classes == (CLASSES[1], CLASSES[4])
-    assert answers.num_outputs == 6
-    found = answers.of_batch(np.array([[0], [1]], np.int32), np.arange(2))
-    assert found.tolist() == [[1], [0]]
-
-
-def test_the_models_classes_may_stand_in_another_order_than_the_sets():
-    answers = named_answers(["a", "b", "c"], ["c", "a", "b"])
-    assert answers.competing is None
-    found = answers.of_batch(np.array([[0], [1], [2]], np.int32), np.arange(3))
-    assert found.tolist() == [[1], [2], [0]]
+@pytest.mark.parametrize(
+    ("set_classes", "competing", "named", "right"),
+    [
+        (["e", "b"], [1, 4], ("b", "e"), [[1], [0]]),  # the set has some of the model's classes
+        (["f", "e", "d", "c", "b", "a"], None, tuple("abcdef"), [[5], [4]]),  # all, in its order
+    ],
+)
+def test_the_classes_that_a_set_has_compete_in_the_models_order(
+    set_classes, competing, named, right
+):
+    answers = named_answers(set_classes, tuple("abcdef"))
+    assert (answers.classes, answers.num_outputs) == (named, 6)
+    assert (None if answers.competing is None else answers.competing.tolist()) == competing
+    assert answers.of_batch(np.array([[0], [1]], np.int32), np.arange(2)).tolist() == right
 
 
 # The names of ImageNet's classes are lists of synonyms, and stand in the challenge's order.

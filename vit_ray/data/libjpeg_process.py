@@ -37,11 +37,8 @@ _MESSAGE_BYTES: Final = 200
 _MAX_WARNINGS: Final = 10
 # CPU seconds for a file; then a signal (SIGPROF) ends this process.
 _MAX_CPU_S: Final = 60
-# Pixels of a file that is decoded for its warnings; Pillow refuses larger files anyway.
+# Pixels of a file that is read for its warnings; Pillow refuses larger files anyway.
 _MAX_PIXELS: Final = 178_956_970
-# Files are decoded at 1/8 for their warnings, which needs little memory: a block is one pixel.
-# libjpeg decodes the codes of all coefficients at every scale (jdhuff.c), and only that step warns.
-_SCALE: Final = 8
 
 
 def _layout(size: int, /, **fields: tuple[int, Any]) -> tuple[tuple[str, Any], ...]:
@@ -104,12 +101,6 @@ class _Decompress(ctypes.Structure):
         size=(48, ctypes.c_uint * 2),
         num_components=(56, ctypes.c_int),
         color_space=(60, ctypes.c_int),
-        out_color_space=(64, ctypes.c_int),
-        scale=(68, ctypes.c_uint * 2),
-        output_width=(136, ctypes.c_uint),
-        output_height=(140, ctypes.c_uint),
-        output_components=(148, ctypes.c_int),
-        output_scanline=(168, ctypes.c_uint),
         dc_tables=(232, _Tables),
         ac_tables=(264, _Tables),
         components=(304, ctypes.POINTER(_Component)),
@@ -162,19 +153,14 @@ class Libjpeg:
         return source
 
     def warnings(self, image: bytes) -> list[str]:
-        """Warnings about the coded data of a file, each kind once, in the order found."""
+        """Warnings about the coded data of a file, each kind once, in the order found.
+
+        Only the decoding of coefficients warns (jdhuff.c); it takes up to 6 bytes a pixel.
+        """
         source = self._opened(image)
-        at = ctypes.byref(source)
         if source.size[0] * source.size[1] <= _MAX_PIXELS:
-            source.scale[:] = 1, _SCALE
-            source.out_color_space = source.color_space
-            self._lib.jpeg_start_decompress(at)
-            row = ctypes.create_string_buffer(source.output_width * source.output_components)
-            rows = ctypes.pointer(ctypes.cast(row, ctypes.c_void_p))
-            while source.output_scanline < source.output_height:
-                self._lib.jpeg_read_scanlines(at, rows, 1)
-            self._lib.jpeg_finish_decompress(at)
-        self._lib.jpeg_destroy(at)
+            self._lib.jpeg_read_coefficients(ctypes.byref(source))
+        self._lib.jpeg_destroy(ctypes.byref(source))
         return list(dict.fromkeys(self._warnings))
 
     def rewritten(self, image: bytes, interval: int, keeps_tables: bool) -> bytes:

@@ -66,7 +66,8 @@ def print_predictions(
     from vit_ray.launch.trained_model import load  # torch takes seconds
 
     model = load(source, recipe, overrides=changes)
-    print(_line(f"{model}"), file=sys.stderr)
+    about = f"{model.recipe.model.name}, {len(model.classes):,} classes, {model.source}"
+    print(_line(about), file=sys.stderr)
     batches, drawn = list[pa.Table](), list[dict[str, Any]]()
     for rows in _predicted(model, chain.from_iterable(images)):
         for row in rows:

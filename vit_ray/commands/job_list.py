@@ -5,7 +5,6 @@ Wrong recipes are refused here too, before torch, Ray or MLflow is imported: val
 """
 
 import importlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -15,8 +14,6 @@ from typing import Any
 from vit_ray.addresses import (
     UPLOADED,
     check_address,
-    host_and_port,
-    is_placeholder,
     local_folder,
     require_store,
     sqlite_file,
@@ -259,8 +256,8 @@ def check_values(command: Command, recipe: Recipe) -> None:
     """
     Raises:
         ValueError: a key that the command needs is not set; the model or the plan's device is not
-            known; an evaluation would measure nothing; the batch does not divide among the workers;
-            or `RAY_ADDRESS` is not an address.
+            known; an evaluation would measure nothing; or the batch does not divide among the
+            workers.
     """
     for name in command.needs:
         if _value(recipe, name) is None:
@@ -281,8 +278,6 @@ def check_values(command: Command, recipe: Recipe) -> None:
         case "pretrain" | "finetune" | "quickstart":
             for world_size in recipe.group_sizes:
                 micro_batch_size(recipe, world_size)
-    if command.opens and (address := os.environ.get("RAY_ADDRESS")):
-        host_and_port(address)
 
 
 def check_inputs(command: Command, recipe: Recipe) -> None:
@@ -337,8 +332,6 @@ def check_outputs(command: Command, recipe: Recipe) -> None:
     """
     uri = recipe.tracking.uri
     store = sqlite_file(uri)
-    if command.starts_workers and is_placeholder(recipe.output):
-        check_address(recipe.output)
     if "tracking" in command.reads and store is not None and store.is_dir():
         raise ValueError(
             f"tracking.uri={uri} is a folder; give a file, such as sqlite:///{store}/mlflow.db"

@@ -12,7 +12,15 @@ from functools import cache
 from typing import Any, Final
 
 from vit_ray.config.recipe import Recipe
-from vit_ray.config.schema import Key, OnResume, keys_of, nearest_key, one_line, section_type
+from vit_ray.config.schema import (
+    Key,
+    OnResume,
+    is_list,
+    keys_of,
+    nearest_key,
+    one_line,
+    section_type,
+)
 from vit_ray.own_parts import is_own
 
 # Names of tags. The first has the parameters, as JSON, that have changed since the run was created.
@@ -125,8 +133,12 @@ def _moved_along(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]
 
 
 def all_keys() -> list[Key]:
-    """Every key that takes a value, in the order of the schema."""
-    return [key for key in _KEYS.values() if key.takes_value]
+    """Every key that takes a value, also a list of sections, in the order of the schema."""
+    return [
+        key
+        for key in _KEYS.values()
+        if section_type(key.field.annotation) is None or is_list(key.field.annotation)
+    ]
 
 
 def sections() -> dict[str, str]:

@@ -327,11 +327,6 @@ class Key:
         return self.name.rpartition(".")[0]
 
     @property
-    def takes_value(self) -> bool:
-        """Whether it is a key; a list of sections is both."""
-        return section_type(self.field.annotation) is None or is_list(self.field.annotation)
-
-    @property
     def default(self) -> str:
         """The default in YAML, or `required`."""
         return "required" if self.field.is_required() else yaml_text(self.field.default)

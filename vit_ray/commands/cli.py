@@ -86,7 +86,7 @@ def run_recipe(command: Command, words: tuple[str, ...], is_dry: bool) -> int | 
         plan = pkgutil.resolve_name(command.plan) if command.plan else None
         print(plan(recipe) if plan else write_yaml(recipe.written(*command.reads)))
         return 0
-    if command.starts_workers:
+    if "workers" in command.reads:
         address = os.environ.get("RAY_ADDRESS")
         ray = f"joining the Ray at {address}" if address else "starting Ray here"
         # The next line takes seconds.

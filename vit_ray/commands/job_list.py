@@ -61,10 +61,6 @@ class Command:
     needs: tuple[str, ...] = ()
     opens: tuple[str, ...] = ()
 
-    @property
-    def starts_workers(self) -> bool:
-        return "workers" in self.reads and self.name != "plan"
-
 
 _ALL = (
     Command(

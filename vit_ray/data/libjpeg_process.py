@@ -19,6 +19,7 @@ import ctypes
 import signal
 import struct
 import sys
+from collections.abc import Iterator
 from typing import Any, BinaryIO, Final
 
 KEEP_TABLES, OPTIMIZE, WARNINGS = range(3)
@@ -219,50 +220,26 @@ class Libjpeg:
     def _is_equal(self, content: bytes, source: Any, coefficients: Any) -> bool:
         """Whether a file has the coefficients of the original and decodes to the same pixels."""
         written = self._opened(content)
-        at = ctypes.byref(written)
-        written_coefficients = self._lib.jpeg_read_coefficients(at)
-        is_equal = (
-            not self._warnings
-            and _frame(written) == _frame(source)
-            and all(
-                self._has_equal_blocks(
-                    number, (written, written_coefficients), (source, coefficients)
-                )
-                for number in range(source.num_components)
-            )
-        )
-        self._lib.jpeg_destroy(at)
+        parts = _parts(written, self._lib.jpeg_read_coefficients(ctypes.byref(written)))
+        pairs = zip(parts, _parts(source, coefficients), strict=True)
+        is_equal = not self._warnings and all(part == original for part, original in pairs)
+        self._lib.jpeg_destroy(ctypes.byref(written))
         return is_equal
 
-    def _has_equal_blocks(self, number: int, *files: tuple[Any, Any]) -> bool:
-        """Whether two files have equal blocks of a component; padding of the last MCUs may differ.
 
-        Args:
-            files: the decompressor and the coefficients of each file.
-        """
-        component = files[0][0].components[number]
-        row_bytes = component.width_in_blocks * _BLOCK_BYTES
-        (access, *arguments), (access_other, *other_arguments) = (
-            (file.memory.contents.access_virt_barray, ctypes.addressof(file), coefficients[number])
-            for file, coefficients in files
-        )
-        for row in range(component.height_in_blocks):
-            blocks = access(*arguments, row, 1, 0)
-            other_blocks = access_other(*other_arguments, row, 1, 0)
-            first, second = (ctypes.string_at(b[0], row_bytes) for b in (blocks, other_blocks))
-            if first != second:
-                return False
-        return True
+def _parts(file: Any, coefficients: Any) -> Iterator[Any]:
+    """All that decides the pixels: size and colours, and then the blocks of each row.
 
-
-def _frame(file: Any) -> tuple[Any, ...]:
-    # Everything except the coefficients that decides the pixels.
+    Blocks that pad the last MCUs do not count.
+    """
     components = [file.components[number] for number in range(file.num_components)]
-    return (
-        tuple(file.size),
-        file.color_space,
-        [(c.id, c.across, c.down, bytes(c.quantization.contents)) for c in components],
-    )
+    tables = [(c.id, c.across, c.down, bytes(c.quantization.contents)) for c in components]
+    yield tuple(file.size), file.color_space, tables
+    access, address = file.memory.contents.access_virt_barray, ctypes.addressof(file)
+    for number, component in enumerate(components):
+        for row in range(component.height_in_blocks):
+            blocks = access(address, coefficients[number], row, 1, 0)
+            yield ctypes.string_at(blocks[0], component.width_in_blocks * _BLOCK_BYTES)
 
 
 def serve(library: Libjpeg, requests: BinaryIO, answers: BinaryIO) -> None:

@@ -49,7 +49,8 @@ _OF_THE_FILE: Final = frozenset(
 )
 # Maximum length of the name of an object on S3.
 _MAX_KEY_BYTES: Final = 1024
-_BUCKET: Final = re.compile(r"[a-zA-Z0-9.\-_]{1,255}")
+# A bucket, and parts of a path that are not empty, `.` or `..`.
+_OBJECT: Final = re.compile(r"[a-zA-Z0-9.\-_]{1,255}(/(?!\.{1,2}(/|$))[^/]+)+", re.DOTALL)
 
 # How a source marks its labels: as class names, as class indices, or not at all (`text`).
 LabelKind = Literal["name", "index", "text"]
@@ -198,10 +199,9 @@ def _read_file(location: Location) -> bytes:
 
 def _read_object(location: Location) -> bytes:
     """A whole object of a store, with one request."""
-    bucket, _, key = location.path.partition("/")
+    key = location.path.partition("/")[2]
     # Names that stores refuse are errors of one image.
-    bad_parts = {"", ".", ".."} & set(key.split("/"))
-    if not _BUCKET.fullmatch(bucket) or bad_parts or len(key.encode()) > _MAX_KEY_BYTES:
+    if not _OBJECT.fullmatch(location.path) or len(key.encode()) > _MAX_KEY_BYTES:
         raise ValueError(
             f"{location.uri} names no object; give s3://BUCKET/KEY, or a path below the list's "
             f"folder, of at most {_MAX_KEY_BYTES:,} bytes without empty parts, '.' and '..'"

@@ -239,9 +239,8 @@ def jsonl_rows(unit: Unit) -> Iterator[Row]:
     """Lines of JSON objects with `path` and `label` or `labels`."""
     with unit.opened() as (file, _):
         for number, line in enumerate(_lines(file, unit.path), 1):
-            if not line.strip():
-                continue
-            yield row_or_problem(Row(f"{unit.path}#{number}"), _jsonl_row, unit, line)
+            if line.strip():
+                yield row_or_problem(Row(f"{unit.path}#{number}"), _jsonl_row, unit, line)
 
 
 def _jsonl_row(row: Row, unit: Unit, line: bytes) -> Row:

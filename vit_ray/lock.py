@@ -42,9 +42,7 @@ POLL_S = 0.5
 # How late a file may appear on another node: NFS caches folder contents for seconds.
 SHOWN_S = 10.0
 _FILE: Final = re.compile(r"lock-(\d{8})\.json")
-_LOCK_FILES: Final = re.compile(
-    rf"({_FILE.pattern}|{RIGHTS_PROBE}(-[0-9a-f]{{8}})?)({HALF_WRITTEN})?"
-)
+_LOCK_FILES: Final = re.compile(rf"({_FILE.pattern}|{RIGHTS_PROBE})({HALF_WRITTEN})?")
 # Tokens of the locks that this process holds.
 _HELD_TOKENS: Final[set[str]] = set()
 

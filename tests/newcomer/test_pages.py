@@ -1,16 +1,15 @@
-"""The pages tell the truth: command lines are understood, and a walk stops where a page lies."""
+"""The pages tell the truth: command lines are understood."""
 
 from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 from collections.abc import Iterator
 
 import pytest
 
 from tests.commands.command_line import run_cli
-from tests.newcomer.follow import ROOT, blocks, script_of
+from tests.newcomer.follow import ROOT, blocks
 from vit_ray.commands import cli
 from vit_ray.commands.job_list import COMMANDS
 from vit_ray.config import load_recipe
@@ -53,34 +52,3 @@ def test_every_command_line_is_understood(page, name, words, tmp_path, monkeypat
     recipe, overrides = cli.split_words(given[0])
     load_recipe(recipe, overrides)
     cli.refuse_unread(COMMANDS[name], overrides)
-
-
-def test_the_walk_runs_what_a_page_shows_and_stops_where_it_lies(tmp_path):
-    told = """<!-- newcomer file: a.yaml -->
-```yaml
-name: a
-```
-<!-- newcomer first: export WORD=there -->
-<!-- newcomer skips touch: it is slow, and what it writes
-     is not needed -->
-```sh
-cat a.yaml \\
-    > $WORD
-touch skipped
-```
-```
-touch plain
-```
-"""
-    page = tmp_path / "page.md"
-    page.write_text(told)
-    subprocess.run(["bash", "-c", script_of(page)], cwd=tmp_path, check=True)
-    assert (tmp_path / "there").read_text() == "name: a\n"
-    assert {path.name for path in tmp_path.iterdir()} == {"page.md", "a.yaml", "there"}
-    page.write_text(told + "```sh\ncat missing | head -1\ntouch after\n```\n")
-    bad = subprocess.run(
-        ["bash", "-c", script_of(page)], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert bad.returncode != 0
-    assert "the page lies: exit code 1: cat missing" in bad.stderr
-    assert not (tmp_path / "after").exists()

@@ -200,12 +200,9 @@ def _dev_rows(whole: Manifest, fraction: float, seed: int, *, by_class: bool) ->
         is_dev[order[:total]] = True
     else:  # the first rows of each class
         quotas = class_quotas(counts, fraction, whole.classes)
-        by_label = np.argsort(labels[order], kind="stable")
-        rank_in_class = np.empty_like(order)
-        rank_in_class[by_label] = np.arange(len(order)) - np.repeat(
-            np.cumsum(counts) - counts, counts
-        )
-        is_dev[order[rank_in_class < quotas[labels[order]]]] = True
+        by_class = order[np.argsort(labels[order], kind="stable")]
+        for first, quota in zip(np.cumsum(counts) - counts, quotas, strict=True):
+            is_dev[by_class[first : first + quota]] = True
     return is_dev
 
 

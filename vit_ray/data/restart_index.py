@@ -97,7 +97,7 @@ class IndexColumn:
         offsets = self._offsets[self._ends[row] : self._ends[row + 1]]
         if offsets[-1] != num_bytes:
             raise ValueError("its restart index is not that of its bytes")
-        return RestartIndex(*self._numbers[row], offsets)
+        return RestartIndex(*(*self._numbers[row], offsets))
 
 
 @dataclass(frozen=True, eq=False)

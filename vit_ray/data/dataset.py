@@ -209,7 +209,6 @@ class Manifest(RowGroupColumns):
 
     def without(self, samples: NDArray[np.integer]) -> "Manifest":
         """The part without these samples, all of which this manifest must have."""
-        samples = np.sort(samples)
         groups = np.searchsorted(self.first_samples, samples, side="right") - 1
         rows = self.rows - np.bincount(groups, minlength=self.num_row_groups)
         removed = {}

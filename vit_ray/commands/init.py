@@ -182,7 +182,7 @@ def _recipe_text(images: str, file: Path, name: str, source: _Source, weights: s
     data |= {"eval": test} if source.test else {"held_out_fraction": source.held_out_fraction}
     convert = {"source": absolute(images), "destination": data["train"]}
     training = _training(source, bool(weights))
-    sections = {
+    sections: dict[str, Any] = {
         "name": f"{name}-tuned" if weights else name,
         "output": absolute("runs"),
         **({"init_from": absolute(weights)} if weights else {}),

@@ -54,7 +54,9 @@ DATA_SET: Final = "the data set's fingerprint"
 
 
 _KEYS: Final = {key.name: key for key in keys_of(Recipe)}
-_MARKS: Final = {DATA_SET: OnResume.FIXED, **{key.name: key.on_resume for key in _KEYS.values()}}
+_MARKS: Final[dict[str, OnResume | None]] = {
+    DATA_SET: OnResume.FIXED, **{key.name: key.on_resume for key in _KEYS.values()},
+}  # fmt: skip
 # Keys that decide what is measured, not the weights; the same set may have moved.
 EVALUATED_SETS: Final = tuple(k for k, mark in _MARKS.items() if mark is OnResume.EVALUATED)
 LENGTH: Final = tuple(k for k, mark in _MARKS.items() if mark is OnResume.LENGTH)
@@ -143,8 +145,10 @@ def all_keys() -> list[Key]:
 
 def sections() -> dict[str, str]:
     """Every section and its meaning; the first, without a name, is the recipe itself."""
-    types = {key.name: section_type(key.field.annotation) for key in _KEYS.values()}
-    return {name: one_line(kind.__doc__) for name, kind in {"": Recipe, **types}.items() if kind}
+    types: dict[str, type | None] = {
+        "": Recipe, **{key.name: section_type(key.field.annotation) for key in _KEYS.values()},
+    }  # fmt: skip
+    return {name: one_line(kind.__doc__) for name, kind in types.items() if kind}
 
 
 def keys_below(*prefixes: str) -> list[Key]:

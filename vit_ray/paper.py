@@ -126,17 +126,14 @@ TABLE_5: Final[dict[str, tuple[tuple[float | None, ...], ...]]] = {
 
 def table_2(model: str, pretraining: str, task: str) -> tuple[float, float] | None:
     """Mean and deviation as shares; None if the paper has none."""
-    if (model, pretraining) not in TABLE_2 or task not in TEST_SETS:
-        return None
-    mean, deviation = TABLE_2[model, pretraining][[*TEST_SETS].index(task)]
-    return mean / 100, deviation / 100
+    row = dict(zip(TEST_SETS, TABLE_2.get((model, pretraining), ()), strict=False))
+    return (row[task][0] / 100, row[task][1] / 100) if task in row else None
 
 
 def table_5(model: str, pretraining: str, task: str) -> float | None:
     """Accuracy as a share; None if the paper has none."""
-    if model not in _MODELS or task not in TEST_SETS:
-        return None
-    value = TABLE_5[pretraining][[*TEST_SETS].index(task)][_MODELS.index(model)]
+    row = dict(zip(TEST_SETS, TABLE_5[pretraining], strict=True)).get(task, ())
+    value = dict(zip(_MODELS, row, strict=False)).get(model)
     return None if value is None else value / 100
 
 

@@ -23,7 +23,7 @@ from vit_ray.launch.trained_model import class_names, training_set
 from vit_ray.models import build_model
 from vit_ray.models.fitting import LoadReport
 from vit_ray.models.published import FOLDER_CONFIG, FOLDER_PREPROCESSOR, USE, weights_file
-from vit_ray.models.weights import check_suffix, save_weights
+from vit_ray.models.weights import save_weights
 from vit_ray.storage import Location, absolute, locate
 from vit_ray.tracking.metrics_log import RunOpening
 from vit_ray.tracking.tracker import Tracker
@@ -78,7 +78,6 @@ def export(recipe: Recipe) -> int:
             f"export.path={config.path} is init_from itself, which would be overwritten; choose "
             "another path"
         )
-    check_suffix(Path(config.path), config.layout)
     if config.push and not is_folder:
         raise ValueError(
             f"export.push={config.push} needs a folder: give export.path without a suffix, not "

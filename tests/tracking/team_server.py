@@ -90,11 +90,12 @@ def program(name: str) -> str | None:
     return shutil.which(name) or (theirs[-1] if theirs else None)
 
 
-def need_postgres() -> None:
-    """Skip the test where the server, or Python's driver for it, is not installed."""
+def need_programs() -> None:
+    """Skip the test where PostgreSQL, or a package of the server, is not installed."""
     if program("initdb") is None:
         pytest.skip("no initdb: apt-get install postgresql")
-    pytest.importorskip("psycopg2", reason="no psycopg2: pip install 'vit_ray[server]'")
+    for package in ("psycopg2", "flask_wtf"):
+        pytest.importorskip(package, reason=f"no {package}: pip install 'vit_ray[server]'")
 
 
 class Postgres:

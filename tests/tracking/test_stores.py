@@ -131,12 +131,12 @@ def test_a_run_that_is_deleted_while_it_trains_is_recorded_again_from_its_start(
     assert history(config.uri, tracker.run_id) == [(1, 1.0), (2, 2.0)]
 
 
-def test_a_deleted_experiment_is_the_reason_that_is_given(config, log_path):
+def test_a_deleted_experiment_is_the_reason_that_is_given(config, log_path, caplog):
     client = open_client(config.uri)
     client.delete_experiment(experiment_id(client, config.uri, "trials"))
     tracker = started(config, "run", log_path)
     assert not tracker.finish(timeout_s=5)
-    assert "has been deleted in MLflow; restore it with" in tracker.problem
+    assert "has been deleted in MLflow; restore it with" in caplog.messages[-1]
     assert tracker.hint == ""
 
 

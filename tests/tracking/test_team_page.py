@@ -3,35 +3,29 @@
 import os
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 from mlflow.tracking import MlflowClient
 
 from tests.newcomer.follow import script_of
-from tests.tracking.team_server import ADMIN, ROOT, need_postgres, team_server
-
-
-def write_section(folder: Path) -> Path:
-    """The page's section on a team, whose blocks run here alone, as a page."""
-    page = (ROOT / "docs" / "clusters.md").read_text()
-    section = page.partition("## MLflow for a team")[2]
-    found = folder / "team.md"
-    found.write_text(re.sub("<!-- newcomer skips all: .* -->\n", "", section))
-    return found
+from tests.tracking.team_server import ADMIN, ROOT, need_programs, team_server
 
 
 @pytest.mark.slow  # two trainings and a sweep, each with a Ray of its own
 def test_every_line_of_the_page_does_what_it_says(tmp_path, monkeypatch):
-    need_postgres()
-    pytest.importorskip("flask_wtf", reason="no flask-wtf: pip install 'vit_ray[server]'")
+    need_programs()
     (tmp_path / "mine").mkdir()
+    # The page's section on a team, whose blocks run here alone, as a page.
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    section = page.partition("## MLflow for a team")[2]
+    lines = tmp_path / "team.md"
+    lines.write_text(re.sub("<!-- newcomer skips all: .* -->\n", "", section))
     with team_server(tmp_path) as team:
         team.migrate()
         team.start()
         who = {"MLFLOW_TRACKING_USERNAME": ADMIN[0], "MLFLOW_TRACKING_PASSWORD": ADMIN[1]}
         done = subprocess.run(
-            ["bash", "-c", script_of(write_section(tmp_path))],
+            ["bash", "-c", script_of(lines)],
             cwd=tmp_path / "mine",
             env={**os.environ, **who, "SERVER": team.uri.removeprefix("http://")},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -11,7 +11,7 @@ import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from tests.tracking.team_server import ADMIN, TeamServer, need_postgres, team_server
+from tests.tracking.team_server import ADMIN, TeamServer, need_programs, team_server
 from tests.tracking.tracked import history
 from vit_ray.config.training_sections import TrackingConfig
 from vit_ray.tracking.metrics_log import RunOpening
@@ -28,8 +28,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TeamServer]:
     """Up, with the people `ana` and `ben`."""
-    need_postgres()
-    pytest.importorskip("flask_wtf", reason="no flask-wtf: pip install 'vit_ray[server]'")
+    need_programs()
     from mlflow.server.auth.client import AuthServiceClient
 
     with team_server(tmp_path_factory.mktemp("team")) as team:

@@ -52,15 +52,12 @@ class RunWriter:
         hint: the command or link that opens MLflow's page.
     """
 
-    def __init__(
-        self, uri: str, log: MetricsLog, run_id: str | None, *, needs_parent: bool
-    ) -> None:
+    def __init__(self, uri: str, log: MetricsLog, *, needs_parent: bool) -> None:
         """Find the run, or create it.
 
         Args:
             uri: tracking server or absolute SQLite address.
             log: with a start record; files outside its folder are never sent.
-            run_id: the run to continue; None if the log and its opening do not name one.
             needs_parent: raise an error if MLflow does not have the sweep or study that the run is
                 part of.
 
@@ -78,6 +75,7 @@ class RunWriter:
         parent = self._find_parent(needs_parent=needs_parent)
         tags = {RUN_FOLDER: self._run_folder, PARENT_TAG: parent}
         self._location_tags = {key: value for key, value in tags.items() if value}
+        run_id = log.read_sent().run_id or self._newest["run_id"]
         run = self._find(run_id) or self.client.create_run(
             experiment_id(self.client, uri, self.opening["experiment"]),
             start_time=self.opening["time_ms"],

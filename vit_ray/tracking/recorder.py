@@ -188,8 +188,7 @@ class _Run:
     def close(self) -> str:
         if self.problem is None:
             with self._exit:
-                self.tracker.close()
-                self.problem = self.tracker.problem
+                self.problem = self.tracker.close()
         return self.problem
 
 

@@ -90,7 +90,6 @@ class Tracker:
     Attributes:
         run_id: the MLflow run's id; None until MLflow has answered for the first time.
         hint: the command or link that opens MLflow's page; empty while `run_id` is None.
-        problem: set by `close`: what MLflow does not have, and why; empty if nothing is missing.
         refused: records that MLflow has refused, each with the reason.
         num_points: new metric points that were sent.
     """
@@ -104,7 +103,7 @@ class Tracker:
                 has to be there.
         """
         self.log, self._uri, self._is_replay = log, absolute_uri(uri), is_replay
-        self.problem, self.num_points = "", 0
+        self.num_points = 0
         self.refused: list[str] = []
         self._writer: RunWriter | None = None
         self._sent, self._writes_sent, self._is_stopped = Sent(), True, False
@@ -203,15 +202,18 @@ class Tracker:
         return self._sent.files >= size
 
     def finish(self, status: Status = "FINISHED", timeout_s: float = 30.0) -> bool:
-        self.log.append("finish", status=status)
-        return self.close(timeout_s)
-
-    def close(self, timeout_s: float = 30.0) -> bool:
-        """Send the remaining records, then stop; a warning says how to send what is missing.
+        """End the run; a warning says what MLflow does not have, and how to send it.
 
         Returns:
             Whether MLflow has everything except models.
         """
+        self.log.append("finish", status=status)
+        if problem := self.close(timeout_s):
+            logger.warning("%s; then run: vit-ray replay %s URI", problem, self.log.path)
+        return not problem
+
+    def close(self, timeout_s: float = 30.0) -> str:
+        """Send the remaining records, then stop; returns what MLflow does not have, and why."""
         self.wait_for_try(FIRST_TRY_S)
         if self.run_id is None:  # MLflow was away from the beginning
             timeout_s = min(timeout_s, NEVER_REACHED_S)
@@ -234,10 +236,7 @@ class Tracker:
             problems.append(
                 f"{self.log.path} cannot be written ({self.log.error}): free space there"
             )
-        self.problem = "; ".join(problems)
-        if self.problem:
-            logger.warning("%s; then run: vit-ray replay %s URI", self.problem, self.log.path)
-        return not self.problem
+        return "; ".join(problems)
 
     def stop(self, wait_s: float) -> None:
         """Send no more; a request in progress is not written down as sent."""
@@ -295,12 +294,10 @@ class Tracker:
         # Here, in a thread: importing MLflow takes seconds.
         from vit_ray.tracking.mlflow_run import RunWriter
 
-        *_, start = self.log.records("start")
         # A tracker that ended before a slow MLflow answered may still be creating the run.
         with _run_lookup:
             sent = self.log.read_sent()
-            run_id = sent.run_id or start["run_id"]
-            writer = RunWriter(self._uri, self.log, run_id, needs_parent=not self._is_replay)
+            writer = RunWriter(self._uri, self.log, needs_parent=not self._is_replay)
             if self._is_replay:  # what another store has is not written down
                 self._writes_sent, sent = sent.run_id in (None, writer.run_id), Sent()
             elif sent.run_id not in (None, writer.run_id):

@@ -1,6 +1,6 @@
 """The first sentences of a page: the result with its interval, and what is missing."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import pandas as pd
 
@@ -10,7 +10,6 @@ from vit_ray.report.figures import means_of
 from vit_ray.report.runs import TRAININGS
 from vit_ray.report.statistics import (
     CANNOT_SAY,
-    EqualAccuracy,
     FamilyLaw,
     difference,
     equal_accuracy,
@@ -183,42 +182,38 @@ def _reached(mean: pd.Series) -> str:
 
 
 def laws_of(cells: pd.DataFrame, key: str = "test") -> dict[str, FamilyLaw]:
-    """The law of each family, from the finished trainings on the largest number of images."""
+    """The law of each family, from the finished trainings on the largest number of images, and its
+    compute over that of `BASELINE` at equal accuracy, where the laws allow it.
+    """
     points = cells[(cells["status"] == "finished") & cells["exaflops"].notna() & cells[key].notna()]
     points = points[points["images"].isna() | (points["images"] == points["images"].max())]
     families = points.groupby("family", sort=False)
-    return {str(family): law_of(members, key) for family, members in families}
-
-
-def compared(laws: Mapping[str, FamilyLaw]) -> dict[str, EqualAccuracy]:
-    """Compute of each family over that of `BASELINE` at equal accuracy, where the laws allow it."""
-    baseline = laws.get(BASELINE, FamilyLaw(None, {}, 0))
-    pairs = {name: equal_accuracy(baseline, law) for name, law in laws.items() if name != BASELINE}
-    return {name: equal for name, equal in pairs.items() if equal is not None}
+    laws = {str(family): law_of(members, key) for family, members in families}
+    if baseline := laws.get(BASELINE):
+        for family in {*laws} - {BASELINE}:
+            laws[family] = laws[family]._replace(equal=equal_accuracy(baseline, laws[family]))
+    return laws
 
 
 def equal_sentences(cells: pd.DataFrame) -> Iterator[str]:
     """Compute at equal accuracy where the points determine it, else that they do not."""
     laws = laws_of(cells)
-    comparisons = compared(laws)
-    for family in laws if BASELINE in laws else ():
-        if family not in (BASELINE, *comparisons):
+    rivals = {family: law.equal for family, law in laws.items() if family != BASELINE}
+    for family, equal in rivals.items() if BASELINE in laws else ():
+        question = f"How much compute {family}s need at the accuracy of {BASELINE}s {CANNOT_SAY}"
+        accuracies = equal and f"from {percent(equal.low)} to {percent(equal.high)} % top-1"
+        if equal is None:
+            yield f"{question}: no power law of each fits these points at a common accuracy."
+        elif equal.interval is None:
             yield (
-                f"How much compute {family}s need at the accuracy of {BASELINE}s {CANNOT_SAY}: no "
-                "power law of each fits these points at a common accuracy."
+                f"{question} from these seeds; the fitted laws give {equal.ratio:.2g} times, "
+                f"{accuracies}."
             )
-    for family, equal in comparisons.items():
-        accuracies = f"from {percent(equal.low)} to {percent(equal.high)} % top-1"
-        if equal.interval is not None:
+        else:
             low, high = equal.interval[1:]
             yield (
                 f"At equal accuracy {family}s need {equal.ratio:.2g} times the compute of "
                 f"{BASELINE}s (95 % over seeds: {low:.2g} to {high:.2g}) {accuracies}."
-            )
-        else:
-            yield (
-                f"How much compute {family}s need at the accuracy of {BASELINE}s {CANNOT_SAY} from "
-                f"these seeds; the fitted laws give {equal.ratio:.2g} times, {accuracies}."
             )
 
 

@@ -34,7 +34,6 @@ from vit_ray.metric_names import (
 from vit_ray.report import figures, tables
 from vit_ray.report.headline import (
     BASELINE,
-    compared,
     headline,
     laws_of,
     sweeps_of,
@@ -56,13 +55,12 @@ class Gallery:
 
     Attributes:
         strip: a JPEG of the images: squares of one size in a row.
-        wrong: whether each image is crossed out.
+        labels: the text of each image, and whether it is crossed out.
     """
 
     title: str
     strip: bytes
-    texts: Sequence[str]
-    wrong: Sequence[bool]
+    labels: Sequence[tuple[str, bool]]
 
 
 @dataclass(frozen=True)
@@ -131,9 +129,13 @@ def write_report(
     missing = what_is_missing(all_runs, runs)
     sections = _sections(runs, all_runs, MlflowClient(uri)) if len(runs) else []
     lead = headline(runs) if len(runs) else []
-    page_tables = {name: table for section in sections for name, table in section.tables.items()}
-    titles = [title for table in page_tables.values() for axis in table.axes for title in axis]
-    if any(str(title).startswith(tables.PAPER_PREFIX) for title in titles):
+    page_figures = {
+        name: figure for section in sections for name, figure in section.figures.items()
+    }
+    page_tables = {
+        name: table for section in sections for name, table in section.tables.items() if len(table)
+    }
+    if any(map(tables.has_paper_values, page_tables.values())):
         lead.append(
             f"These results are a proxy: trained on {', '.join(sorted({*runs['data']}))}, and not "
             "on the paper's JFT-300M, which is private."
@@ -153,10 +155,6 @@ def write_report(
     )
     page.parent.mkdir(parents=True, exist_ok=True)
     locate(str(page)).write(text.encode())  # in one step: a reader sees the old file or the new
-    page_figures = {
-        name: figure for section in sections for name, figure in section.figures.items()
-    }
-    page_tables = {name: table for name, table in page_tables.items() if len(table)}
     return Written(page, missing, not len(all_runs), lead, page_figures, page_tables)
 
 
@@ -240,17 +238,17 @@ def _with_tuning(cells: pd.DataFrame, runs: pd.DataFrame, key: str) -> pd.DataFr
 
 def _laws(laws: Mapping[str, FamilyLaw]) -> pd.DataFrame:
     """Exponent and floor of each family's law, and its compute over that of `BASELINE`."""
-    equal, rows = compared(laws), {}
+    rows = {}
     for family, of_family in laws.items():
-        law = of_family.law
+        law, equal = of_family.law, of_family.equal
         exponents = [seed_law.exponent for seed_law in of_family.by_seed.values()]
         rows[family] = {
             "points": of_family.num_points,
             "exponent b": law and tables.number(law.exponent),
             "95 % over seeds": _ends(student(exponents)),
             "floor c, %": law and 100 * round(law.floor, 4),
-            f"compute over that of {BASELINE}s": equal[family].ratio if family in equal else None,
-            "its 95 %": _ends(equal[family].interval) if family in equal else None,
+            f"compute over that of {BASELINE}s": equal and equal.ratio,
+            "its 95 %": equal and _ends(equal.interval),
         }
     return pd.DataFrame.from_dict(rows, orient="index")
 
@@ -327,15 +325,15 @@ def gallery(client: MlflowClient, run: pd.Series, name: str, title: str) -> Gall
     strip, rows = (file_of(client, run, f"{name}.{ending}") for ending in ("jpg", "json"))
     if strip is None or rows is None:
         return None
-    texts, wrong = [], []
+    labels = []
     for row in json.loads(rows):
         classes, predicted = list(map(str, row["classes"])), row["predicted"]
         is_wrong = predicted is not None and predicted not in classes
         truth = ", ".join(classes) or "no label"
         note = "" if row["probability"] is None else f" ({row['probability']:.1%})"
-        texts.append(f"{predicted}{note}, not {truth}" if is_wrong else f"{truth}{note}")
-        wrong.append(is_wrong)
-    return Gallery(title, strip, texts, wrong) if texts else None
+        text = f"{predicted}{note}, not {truth}" if is_wrong else f"{truth}{note}"
+        labels.append((text, is_wrong))
+    return Gallery(title, strip, labels) if labels else None
 
 
 def confusion(content: bytes) -> dict[str, pd.DataFrame]:

@@ -129,27 +129,6 @@ def fit_law(compute: "pd.Series[float]", errors: "pd.Series[float]") -> Law | No
     return Law(scale, exponent, floor, float(compute.min()), float(compute.max()))
 
 
-class FamilyLaw(NamedTuple):
-    """The law of a family's means, and a law for each seed that all points of the family have."""
-
-    law: Law | None
-    by_seed: Mapping[str, Law]
-    num_points: int
-
-
-def law_of(runs: pd.DataFrame, accuracy: str) -> FamilyLaw:
-    """The laws of one family's runs, which differ in size, length and seed."""
-    table = runs.assign(error=1 - runs[accuracy])
-    means = table.groupby("group", sort=False)[["exaflops", "error"]].mean()
-    seeds = {
-        str(seed): fit_law(points["exaflops"], points["error"])
-        for seed, points in table.groupby("seed", sort=False)
-        if {*points["group"]} == {*means.index}
-    }
-    by_seed = {seed: law for seed, law in seeds.items() if law}
-    return FamilyLaw(fit_law(means["exaflops"], means["error"]), by_seed, len(means))
-
-
 class EqualAccuracy(NamedTuple):
     """Compute of one family over that of another at the same accuracy.
 
@@ -164,6 +143,32 @@ class EqualAccuracy(NamedTuple):
     low: float
     high: float
     interval: Interval | None
+
+
+class FamilyLaw(NamedTuple):
+    """The law of a family's means, and a law for each seed that all points of the family have.
+
+    Attributes:
+        equal: compute over that of the family that others are compared with.
+    """
+
+    law: Law | None
+    by_seed: Mapping[str, Law]
+    num_points: int
+    equal: EqualAccuracy | None = None
+
+
+def law_of(runs: pd.DataFrame, accuracy: str) -> FamilyLaw:
+    """The laws of one family's runs, which differ in size, length and seed."""
+    table = runs.assign(error=1 - runs[accuracy])
+    means = table.groupby("group", sort=False)[["exaflops", "error"]].mean()
+    seeds = {
+        str(seed): fit_law(points["exaflops"], points["error"])
+        for seed, points in table.groupby("seed", sort=False)
+        if {*points["group"]} == {*means.index}
+    }
+    by_seed = {seed: law for seed, law in seeds.items() if law}
+    return FamilyLaw(fit_law(means["exaflops"], means["error"]), by_seed, len(means))
 
 
 def equal_accuracy(base: FamilyLaw, other: FamilyLaw) -> EqualAccuracy | None:

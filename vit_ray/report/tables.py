@@ -30,7 +30,7 @@ _PUBLISHED: Final = {
     key: (test_set.num_images, test_set.num_classes) for key, test_set in paper.TEST_SETS.items()
 }
 _CELL: Final = ["label", "images", "steps", "epochs"]
-PAPER_PREFIX: Final = "the paper's"
+_PAPER_PREFIX: Final = "the paper's"
 SOURCE: Final = f"the paper's columns are {paper.SOURCE}"
 
 
@@ -138,8 +138,13 @@ def paper_tables(runs: pd.DataFrame, all_runs: pd.DataFrame) -> dict[str, pd.Dat
     tables |= {**table_6(runs, transferred), **table_8(runs), **table_9(all_runs)}
     if (runs["kind"] == "study_cell").any():
         return tables
-    titles = {name: str([*table.columns, *table.index]) for name, table in tables.items()}
-    return {name: table for name, table in tables.items() if PAPER_PREFIX in titles[name]}
+    return {name: table for name, table in tables.items() if has_paper_values(table)}
+
+
+def has_paper_values(table: pd.DataFrame) -> bool:
+    """Whether a column or row of the table has the paper's numbers."""
+    titles = [*table.columns, *table.index]
+    return any(str(title).startswith(_PAPER_PREFIX) for title in titles)
 
 
 def _pivot(accuracies: pd.DataFrame, index: list[str], columns: list[str]) -> pd.DataFrame:

@@ -202,15 +202,15 @@ class ExampleImages:
             "errors": np.where((counts > 0) & (wrong > 0), -loss, np.inf),
         }
         for kind, keys in keys_by_kind.items():
-            kept, limit = self._images[kind], KINDS[kind]
-            highest_key = kept["key"][-1] if len(kept) == limit else np.inf
+            lowest, limit = self._images[kind], KINDS[kind]
+            highest_key = lowest["key"][-1] if len(lowest) == limit else np.inf
             new: list[tuple[Any, ...]] = []
             for i in np.argsort(keys, kind="stable")[:limit]:
                 if keys[i] < highest_key:
                     answers = [label for label in labels[i].tolist() if label >= 0][:MAX_LABELS]
                     padded = answers + [-1] * (MAX_LABELS - len(answers))
                     new.append((keys[i], *facts[i, :4], padded, square(images[i].cpu().numpy())))
-            self._images[kind] = _lowest(np.append(kept, np.array(new, _IMAGE)), limit)
+            self._images[kind] = _lowest(np.append(lowest, np.array(new, _IMAGE)), limit)
 
     def files(
         self, classes: Sequence[str], gather: Callable[[NDArray[Any]], NDArray[Any]]
@@ -223,10 +223,10 @@ class ExampleImages:
         """
         files: dict[str, bytes] = {}
         for kind, limit in KINDS.items():
-            kept = self._images[kind]
-            keys = np.sort(gather(kept["key"]))[:limit]
-            kept = kept[kept["key"] <= keys.max(initial=-np.inf)]
-            as_bytes = kept.view(np.uint8).reshape(len(kept), _IMAGE.itemsize)
+            lowest = self._images[kind]
+            keys = np.sort(gather(lowest["key"]))[:limit]
+            lowest = lowest[lowest["key"] <= keys.max(initial=-np.inf)]
+            as_bytes = lowest.view(np.uint8).reshape(len(lowest), _IMAGE.itemsize)
             best = _lowest(gather(as_bytes).view(_IMAGE)[:, 0], limit)
             facts = [
                 {

@@ -62,7 +62,7 @@ def sincos_table(grid: Grid, width: int) -> Tensor:
     count = width // 4
     frequencies = 10_000.0 ** (-torch.arange(count, dtype=torch.float64) / (count - 1))
     rows, columns = torch.meshgrid(*(torch.arange(side) for side in grid), indexing="ij")
-    angles = [place.reshape(-1, 1) * frequencies for place in (columns, rows)]
+    angles = [index.reshape(-1, 1) * frequencies for index in (columns, rows)]
     return torch.cat([f(angle) for angle in angles for f in (torch.sin, torch.cos)], 1).float()
 
 

@@ -227,31 +227,32 @@ class FaultProxy:
     async def _forward(
         self, head: bytes, client: asyncio.StreamReader, answer: asyncio.StreamWriter, fault: str
     ) -> None:
-        lines = [li for li in head.split(b"\r\n") if not li.lower().startswith(b"connection:")]
+        lines = head.lower().split(b"\r\n")
+        fields = dict(line.split(b": ", 1) for line in lines if b": " in line)
+        if b"expect" in fields:
+            answer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        body = bytearray(await client.readexactly(int(fields.get(b"content-length", 0))))
+        if fault == "flip" and head.startswith(b"PUT"):
+            body[len(body) // 2] ^= 1
+            fault = ""
+        lines = [li for li in head.split(b"\r\n") if not li.lower().startswith(_OF_CONNECTION)]
         lines.insert(1, b"Connection: close")
         reader, writer = await asyncio.open_connection("127.0.0.1", self._upstream)
-        writer.write(b"\r\n".join(lines))
-        flips_body = fault == "flip" and head.startswith(b"PUT")
-        upload = asyncio.create_task((copy_flipped if flips_body else copy)(client, writer))
-        spoils = fault and not flips_body
-        await (spoil(reader, answer, fault) if spoils else copy(reader, answer))
-        upload.cancel()
+        writer.write(b"\r\n".join(lines) + body)
+        content = bytearray(await reader.read())
         writer.close()
-
-
-async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):
-        while content := await source.read(1 << 16):
-            target.write(content)
-            await target.drain()
-
-
-async def copy_flipped(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-    """With another bit in the middle of what comes first."""
-    first = bytearray(await source.read(1 << 16))
-    first[len(first) // 2] ^= 1
-    target.write(first)
-    await copy(source, target)
+        body_at = content.index(b"\r\n\r\n") + 4
+        # An answer without a body, such as to PUT, ends or stalls before its status.
+        middle = (body_at + len(content)) // 2 if len(content) > body_at else len(b"HTTP/")
+        if fault == "flip" and len(content) > body_at:
+            content[middle] ^= 1
+        answer.write(content[:middle])
+        await answer.drain()
+        if fault == "slow":
+            await asyncio.sleep(_STALL_S)
+        if fault != "cut":
+            answer.write(content[middle:])
+            await answer.drain()
 
 
 SPOILT = ("cut", "flip", "slow")
@@ -259,24 +260,5 @@ SPOILT = ("cut", "flip", "slow")
 
 Of a PUT the bit is one of what is uploaded.
 """
-
-
-async def spoil(source: asyncio.StreamReader, target: asyncio.StreamWriter, fault: str) -> None:
-    head = await source.readuntil(b"\r\n\r\n")
-    while head.startswith(b"HTTP/1.1 100"):  # Continue: the answer comes after what is uploaded
-        target.write(head)
-        await target.drain()
-        head = await source.readuntil(b"\r\n\r\n")
-    answer = bytearray(head + await source.read())
-    body = len(answer) - len(head)
-    # An answer without a body, such as to PUT, ends or stalls before its status.
-    middle = len(head) + body // 2 if body else len(b"HTTP/")
-    if fault == "flip" and body:
-        answer[middle] ^= 1
-    target.write(answer[:middle])
-    await target.drain()
-    if fault == "slow":
-        await asyncio.sleep(_STALL_S)
-    if fault != "cut":
-        target.write(answer[middle:])
-        await target.drain()
+# Header lines of one connection, which are not forwarded.
+_OF_CONNECTION = b"connection:", b"expect:"

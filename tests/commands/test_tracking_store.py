@@ -150,12 +150,12 @@ def test_the_database_of_another_program_gets_no_table(recipe, tmp_path):
 def test_a_long_job_does_not_fail_because_its_page_cannot_be_made(recipe, caplog, monkeypatch):
     record = SimpleNamespace(flush=lambda timeout_s: True)
     away = recipe.with_changes(tracking={"uri": "http://user:hunter2@127.0.0.1:9"})
-    parent = SimpleNamespace(recipe=away, run=SimpleNamespace(record=record), run_id="0" * 32)
-    assert page_of(parent) is None
+    parent = SimpleNamespace(recipe=away, run=SimpleNamespace(record=record))
+    assert page_of(parent, "0" * 32) is None
     assert "`vit-ray report` can write it" in caplog.text
     assert "hunter2" not in caplog.text
     monkeypatch.setitem(sys.modules, write_page.__name__, None)  # a library of it is broken
-    assert page_of(parent) is None
+    assert page_of(parent, "0" * 32) is None
 
 
 def test_an_mlflow_that_is_away_for_a_moment_makes_no_page_of_other_runs(recipe, monkeypatch):

@@ -177,7 +177,7 @@ def test_an_accuracy_has_its_images_and_their_interval_whole_in_a_pipe(capsys):
     low, high = binomtest(38, 90).proportion_ci(method="wilson")
     expected = f"42.22% ({low:.1%} to {high:.1%} at 95 %, 90 images)"
     metrics = {"eval/top1": 38 / 90, "eval/loss": 1.5, "eval/" + "x" * 3000: 0.25}
-    print_metrics(metrics, 90)
+    print_metrics("Evaluation", metrics, metrics, 90)
     text = capsys.readouterr().out
     assert [text.count(one) for one in (expected, "1.5000", "x" * 3000)] == [1, 1, 1]
     assert print_result(RunResult(None, "pets", 5, 5, metrics, "", num_eval_images=90)) == 0

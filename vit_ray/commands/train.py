@@ -1,7 +1,7 @@
 """A single training or evaluation, and the tables that commands print at their end."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from rich.console import Console
@@ -43,7 +43,8 @@ def evaluate(recipe: Recipe) -> int:
     """Measure the weights in `init_from`; exit code 3 if stopped on request."""
     try:
         result = run.evaluated(recipe)
-        print_metrics(result.metrics, result.num_eval_images)
+        metrics = result.metrics
+        print_metrics("Evaluation", metrics, sorted(metrics), result.num_eval_images)
         print_beside_paper(evaluation_table(recipe, result.metrics))
         print_link(result.hint, result.run_id)
         return 0
@@ -52,17 +53,17 @@ def evaluate(recipe: Recipe) -> int:
         return 3
 
 
-# Rows of a run's result: metric, title and format.
-_RESULT_ROWS = (
-    (EVAL_TOP1, "top-1 accuracy", "{:.2%}"),
-    (EVAL_LAST_TOP1, "top-1 accuracy of the last evaluation", "{:.2%}"),
-    (EVAL_AVERAGED_TOP1, "top-1 accuracy, averaged weights", "{:.2%}"),
-    (EVAL_LOSS, "evaluation loss", "{:.4f}"),
-    (TRAIN_LOSS, "last training loss", "{:.4f}"),
-    (TRAIN_IMAGES_PER_S, "images/s", "{:.0f}"),
-    (PERF_MFU, "MFU", "{:.1%}"),
-    (STARTUP_FIRST_STEP_S, "Ray up to first step, s", "{:.1f}"),
-)
+# Metrics of a run's result, with title and format.
+_TITLES: Final = {
+    EVAL_TOP1: ("top-1 accuracy", "{:.2%}"),
+    EVAL_LAST_TOP1: ("top-1 accuracy of the last evaluation", "{:.2%}"),
+    EVAL_AVERAGED_TOP1: ("top-1 accuracy, averaged weights", "{:.2%}"),
+    EVAL_LOSS: ("evaluation loss", "{:.4f}"),
+    TRAIN_LOSS: ("last training loss", "{:.4f}"),
+    TRAIN_IMAGES_PER_S: ("images/s", "{:.0f}"),
+    PERF_MFU: ("MFU", "{:.1%}"),
+    STARTUP_FIRST_STEP_S: ("Ray up to first step, s", "{:.1f}"),
+}
 _TOP1S = (EVAL_TOP1, EVAL_LAST_TOP1, EVAL_AVERAGED_TOP1)
 _ACCURACIES = ("top1", "top3", "top5")  # ends of the names of accuracies
 _MAX_WIDTH: Final = 10**6  # characters of a line in a pipe: enough for any row
@@ -70,26 +71,17 @@ _MAX_WIDTH: Final = 10**6  # characters of a line in a pipe: enough for any row
 
 def print_result(result: RunResult) -> int:
     """Print a run's result; exit code 0 if it reached its end, 3 if stopped on request."""
-    metrics, figures = result.metrics, dict[str, str]()
-    for key, title, form in _RESULT_ROWS:
-        if key in metrics:
-            figures[title] = _figure(key, form, metrics[key], result.num_eval_images)
-    for key, value in sorted(metrics.items()):
-        if key.startswith(FEW_SHOT_GROUP):
-            figures[key.removeprefix(FEW_SHOT_GROUP).replace("_", " ")] = f"{value:.2%}"
-    print_figures(f"{result.name}: step {result.steps} of {result.total_steps}", figures)
+    metrics = result.metrics
+    keys = [key for key in _TITLES if key in metrics]
+    keys += sorted(key for key in metrics if key.startswith(FEW_SHOT_GROUP))
+    title = f"{result.name}: step {result.steps} of {result.total_steps}"
+    print_metrics(title, metrics, keys, result.num_eval_images)
     note = " (it was complete before)" if result.already_complete else ""
     print(f"checkpoint: {result.checkpoint or 'none'}{note}")
     if goodput := describe_phases(metrics):
         print(goodput)
     print_link(result.hint, result.run_id)
     return 0 if result.is_complete else 3
-
-
-def _figure(key: str, form: str, value: float, num_images: int) -> str:
-    # With the interval if it is the top-1 accuracy of an evaluation.
-    has_interval = key in _TOP1S and num_images
-    return form.format(value) + (interval_note(value, num_images) if has_interval else "")
 
 
 def interval_note(accuracy: float, num_images: int) -> str:
@@ -106,11 +98,17 @@ def print_link(hint: str, run_id: str | None) -> None:
         print(f"MLflow page: {hint}")
 
 
-def print_metrics(metrics: Mapping[str, float], num_images: int) -> None:
-    """Figures of an evaluation; accuracies in percent, top-1 with its interval."""
-    forms = {key: "{:.2%}" if key.endswith(_ACCURACIES) else "{:.4f}" for key in metrics}
-    texts = {key: _figure(key, forms[key], metrics[key], num_images) for key in sorted(metrics)}
-    print_figures("Evaluation", texts)
+def print_metrics(
+    title: str, metrics: Mapping[str, float], keys: Iterable[str], num_images: int
+) -> None:
+    """Print figures; accuracies in percent, top-1 with its interval."""
+    figures = dict[str, str]()
+    for key in keys:
+        usual = "{:.2%}" if key.endswith(_ACCURACIES) else "{:.4f}"
+        name, form = _TITLES.get(key, (key, usual))
+        note = interval_note(metrics[key], num_images) if key in _TOP1S and num_images else ""
+        figures[name] = f"{form.format(metrics[key])}{note}"
+    print_figures(title, figures)
 
 
 def print_beside_paper(rows: Sequence[Mapping[str, object]] | None) -> None:

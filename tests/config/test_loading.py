@@ -358,14 +358,13 @@ def test_steps_at_which_something_is_due():
 @pytest.mark.parametrize(
     ("workers", "train", "told"),
     [
-        (4, {"micro_batch_size": 12}, r"in passes of 12 \(train.micro_batch_size, .* is 48$"),
         # An elastic run derives its passes from the group, also with equal bounds.
         ([3, 3], {"micro_batch_size": 12}, r"workers.num_workers\): 64 = 21 x 3 \+ 1"),
         (64, {"mixup": 0.2}, r"in passes of 2 \(.*, or pairs of train.mixup\): 64 = 0 x 128"),
     ],
 )
 def test_a_batch_that_does_not_divide_names_what_asks_for_it(path, workers, train, told):
-    sizes = {"global_batch_size": 64, "micro_batch_size": "auto", **train}
+    sizes = {"global_batch_size": 64, **train}
     recipe = load_recipe(path).with_changes(train=sizes, workers={"num_workers": workers})
     with pytest.raises(ValueError, match=told):
         check_batch(recipe, 1000)
